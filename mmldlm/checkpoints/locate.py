@@ -12,6 +12,7 @@ from mmldlm.checkpoints.layout import CHECKPOINTS, LATEST
 from mmldlm.checkpoints.manifest import MANIFEST, Examination, examine, read_manifest
 from mmldlm.checkpoints.training_state import read_training_state
 from mmldlm.errors import UserError
+from mmldlm.utils.formatting import join_some
 from mmldlm.utils.inside_paths import path_inside
 
 _STEP = re.compile(r"step_(\d{8,})")
@@ -173,22 +174,40 @@ def _locate(path: Path) -> Path:
         if folder is None:
             steps = list_checkpoints(run_dir)
             if not steps:
-                inside = sorted(p.name for p in path.iterdir())[:5]
-                raise UserError(
-                    expected,
-                    f"a folder without checkpoints ({', '.join(inside) or 'empty'})",
-                    "check logging.save_dir and logging.run_name, or start without training.resume",
-                )
+                raise UserError(expected, *_describe_other(path))
             folder = steps[-1][1]
     if folder is None or not folder.is_dir():
+        if folder == path and path.exists():
+            raise UserError(expected, *_describe_other(path))
         found = "nothing" if folder in (None, path) else f"a `latest` that names {folder}, which does not exist"
         raise UserError(expected, found, "check the path; training.resume=auto takes the newest complete checkpoint")
     check_complete(folder, checksums=False)
     return folder.resolve()
 
 
+def _describe_other(path: Path) -> tuple[str, str]:
+    """Return what is at a path that holds no checkpoints of a run, and what to do."""
+    weights_alone = f"start with training.init_from={path}: it takes the weights, not the optimizer and the step"
+    # Users see `latest`; what it points to says which checkpoint this is a part of.
+    checkpoint = next((folder for folder in path.resolve().parents if _STEP.fullmatch(folder.name)), None)
+    of_checkpoint = f" of the checkpoint {checkpoint.name}" if checkpoint else ""
+    whole = f"give {checkpoint}, or its run's {LATEST}; or " if checkpoint else ""
+    if not path.is_dir():
+        return f"a file{of_checkpoint}, not a run or a checkpoint", f"{whole}if it holds weights, {weights_alone}"
+    inside = sorted(entry.name for entry in path.iterdir())
+    found = f"a folder without checkpoints ({', '.join(inside[:5]) or 'empty'})"
+    if checkpoint:
+        return f"a part{of_checkpoint}", f"{whole}{weights_alone}"
+    runs = [path / name for name in inside if (path / name / CHECKPOINTS).is_dir()]
+    if runs:
+        return f"a folder of {len(runs)} runs", f"give one of its runs: {join_some(runs)}"
+    if any(name.endswith((".safetensors", ".pt", ".bin", ".distcp", ".metadata")) for name in inside):
+        return f"weights without the state of a run ({', '.join(inside[:5])})", weights_alone
+    return found, "check logging.save_dir and logging.run_name, or start without training.resume"
+
+
 def check_complete(folder: Path, checksums: bool = True, with_state: bool = False) -> list[str]:
-    """Check that a checkpoint is complete; return the problems of files without training state.
+    """Check that a run can continue from a checkpoint; return the problems of files without training state.
 
     Args:
         with_state: check also the values in training_state.json, from which a run continues.

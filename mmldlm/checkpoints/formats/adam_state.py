@@ -14,6 +14,7 @@ from mmldlm.checkpoints.formats.dtypes import DTYPES
 from mmldlm.checkpoints.formats.torch_save.reader import SAME_SAVE_HINT, TorchFile, corrupt_file_error
 from mmldlm.checkpoints.formats.torch_save.unpickler import TensorRef
 from mmldlm.checkpoints.formats.weight_source import FileRange
+from mmldlm.errors import UserError
 from mmldlm.utils.formatting import join_some
 from mmldlm.utils.moments import MOMENTS, moment_keys
 
@@ -87,10 +88,10 @@ def moment(file: TorchFile, state: TensorState, key: str, what: str) -> TensorRe
     """
     ref = state.values.get(key)
     if not isinstance(ref, TensorRef):
-        raise corrupt_file_error(
-            file.path,
+        raise UserError(
+            f"the state of AdamW or Muon in {file.path}, the optimizers that can be continued",
             f"no {key} in the optimizer state of {what} (it has {join_some(list(state.values))})",
-            "use training.init_from to take the weights alone; only the state of AdamW and Muon can be continued",
+            "take the weights alone: --to safetensors or model.pt, or training.init_from",
         )
     file.check_ref(ref, f"{key} of {what}")
     if not ref.is_contiguous or not DTYPES[ref.dtype].is_float or DTYPES[ref.dtype].itemsize == 1:

@@ -21,7 +21,7 @@ from mmldlm.checkpoints.formats.wrapper_names import remove_wrappers
 from mmldlm.checkpoints.io.open_files import kind_of_file, read_small_file
 from mmldlm.checkpoints.layout import CHECKPOINTS, CONFIG_FILE, DCP_METADATA, ENGINE_FOLDER, LATEST, MODEL_FILE
 from mmldlm.checkpoints.locate import locate_checkpoint
-from mmldlm.checkpoints.manifest import MANIFEST, examine
+from mmldlm.checkpoints.manifest import FORMAT, MANIFEST, examine
 from mmldlm.errors import MmldlmError, UserError
 from mmldlm.utils.formatting import join_some
 
@@ -54,6 +54,8 @@ def open_source(
         UserError: nothing readable there, or a damaged checkpoint; the error names the file.
     """
     path = Path(path)
+    if path.name == LATEST and path.is_file() and not path.is_symlink() and not (path.parent / CHECKPOINTS).is_dir():
+        path = path.parent  # DeepSpeed's file
     options = ReadOptions(allow_nonfinite, with_moments)
     _refuse_store(path)
     if _is_run_checkpoint(path):
@@ -191,17 +193,28 @@ def _check_manifest(checkpoint: Path, weights_only: bool) -> None:
 
 
 def _is_run_checkpoint(path: Path) -> bool:
-    # A plain file `latest` is mmldlm's or DeepSpeed's; users name DeepSpeed's folder, not that file.
     if path.name == LATEST and (path.is_symlink() or path.is_file()):
         return True
     if not path.is_dir():
         return False
-    if (path / MANIFEST).exists() or (path / CHECKPOINTS).is_dir():
+    if _is_manifest(path / MANIFEST) or (path / CHECKPOINTS).is_dir():
         return True
     if path.parent.name == CHECKPOINTS and _STEP.fullmatch(path.name):
-        return True  # a missing manifest is then reported as the problem
+        # Of a checkpoint of mmldlm the missing manifest is then reported as the problem.
+        return (path / ENGINE_FOLDER).is_dir() or registry.detect(path) is None
     # Other programs too name a folder "checkpoints".
     return CHECKPOINTS in (path.name, path.parent.name) and registry.detect(path) is None
+
+
+def _is_manifest(path: Path) -> bool:
+    """Return whether a file is the manifest of a checkpoint, damaged or not; other programs write one, too."""
+    try:
+        value = json.loads(path.read_bytes())
+    except OSError:
+        return path.exists()
+    except (ValueError, RecursionError):
+        return True
+    return isinstance(value, dict) and (value.get("format") == FORMAT or (path.parent / ENGINE_FOLDER).is_dir())
 
 
 def _refuse_store(path: Path) -> None:

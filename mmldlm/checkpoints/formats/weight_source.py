@@ -214,8 +214,8 @@ class WeightSource:
             mine, other = self.tensors.get(alias), self.tensors.get(owner)
             if mine is None or other is None or mine.alias_of or other.alias_of:
                 continue
-            if not mine.numel and not other.numel:
-                continue  # DeepSpeed lists all tensors without elements as tied
+            if not mine.numel and not other.numel:  # DeepSpeed lists all tensors without elements as shared
+                continue
             if (mine.dtype, mine.shape) != (other.dtype, other.shape):
                 found = f"{alias} {mine.shape} listed as tied to {owner} {other.shape}"
                 raise corrupt_file_error(listed_in, found)

@@ -31,7 +31,11 @@ def list_files(folder: Path) -> tuple[dict[int, Path], dict[int, Path], dict[int
     optim: dict[int, Path] = {}
     model: dict[int, Path] = {}
     model3: dict[int, Path] = {}
-    for path in sorted(folder.glob("*_states.pt")):
+    # macOS puts a file of attributes, "._" and the name, next to every file that it copies to other systems.
+    paths = [path for path in sorted(folder.glob("*_states.pt")) if not path.name.startswith("._")]
+    # Pipeline stages have tensor-parallel names, too: what is not ZeRO's is named first.
+    paths.sort(key=lambda path: _OTHER_FRAMEWORKS.fullmatch(path.name) is None)
+    for path in paths:
         name = path.name
         if found := _OPTIM.fullmatch(name):
             rank, mp, table = int(found[2]), int(found[3]), optim

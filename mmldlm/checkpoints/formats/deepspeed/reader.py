@@ -234,6 +234,8 @@ class ZeroCheckpoint(WeightSource):
         shapes = {name: self.tensors[name].shape for name in mirrors}
         names = state.get("optimizer_param_names")
         masters = match_masters(file, optimizer, names, mirrors, shapes)
+        if masters is None and any(self.tensors[name].dtype in ("bfloat16", "float16") for name in mirrors):
+            self.notes.append("no fp32 masters were saved: the weights are those of 16 bits")
         if masters is None and names is None:
             return  # an fp32 engine: the module is the master; which of it was trained is not recorded
         trained = list(masters) if masters is not None else self.resolve_tied(group_names(file, names), file.path)

@@ -43,6 +43,16 @@ def _of_trainer(tensors: dict[str, TensorRef], notes: list[str]) -> dict[str, Te
     return {name.removeprefix("model."): tensors[name] for name in others}
 
 
+def _refuse_optimizer(path: Path, value: Any) -> None:
+    """Raise UserError for what `optimizer.state_dict()` returns."""
+    if isinstance(value, dict) and {"state", "param_groups"} <= value.keys() <= {"state", "param_groups", *_OPTIMIZER}:
+        fix = "give the file of the weights, which trainers save beside it"
+        raise UserError(f"weights in {path}", "the state of an optimizer alone", fix)
+
+
+_OPTIMIZER = ("param_names", "buffer_names", "aliases")  # what mmldlm saves with it
+
+
 class ModelFile(WeightSource):
     """An opened `model.pt`; see WeightSource."""
 
@@ -75,6 +85,7 @@ class ModelFile(WeightSource):
             file = source._open(source.path)
             value = file.load()
             check_keys(source.path, value)
+            _refuse_optimizer(source.path, value)
             chosen = _state_dict(value, source.notes)
             source.module_names = module_names_of(chosen)
             state = tensors_of(chosen, source.path, "the file", source.notes)

@@ -56,7 +56,9 @@ def read_directory(size: int, read: Callable[[int, int], bytes]) -> list[ZipEntr
     locator = read(locator_at, 20) if locator_at >= 0 else b""
     if locator[:4] == struct.pack("<I", _LOCATOR):  # torch always writes one
         limit = struct.unpack("<IIQI", locator)[2]
-        record = read(limit, 56) if limit + 56 <= locator_at else b""
+        # Exactly before its locator: of two joined files with equal layouts, the place that the second names is in the
+        # first.
+        record = read(limit, 56) if limit + 56 == locator_at else b""
         if len(record) != 56 or record[:4] != struct.pack("<I", _END64):
             raise BadZip("no zip64 end record where its locator points")
         count, length, at = struct.unpack("<IQHHIIQQQQ", record)[7:]

@@ -46,6 +46,18 @@ def test_bytes_before_or_after_are_refused(first, last):
         directory(first + zipped() + last)
 
 
+def test_two_files_of_torch_with_equal_layouts_are_refused():
+    torch = pytest.importorskip("torch", reason="torch is not installed")
+    files = []
+    for value in (1.0, 2.0):
+        stream = io.BytesIO()
+        torch.save({"w": torch.full((4, 6), value)}, stream)
+        files.append(stream.getvalue())
+    assert len(files[0]) == len(files[1])
+    with pytest.raises(BadZip):
+        directory(files[0] + files[1])
+
+
 def test_offsets_shifted_to_bytes_before_are_refused():
     """As `zip -A` repairs them."""
     stream = io.BytesIO(b"prefix")
