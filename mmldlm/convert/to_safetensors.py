@@ -23,6 +23,7 @@ from mmldlm.checkpoints.formats.open import open_source, reports_deletion
 from mmldlm.checkpoints.formats.safetensors.writer import SafetensorsWriter
 from mmldlm.checkpoints.formats.weight_source import WeightSource
 from mmldlm.checkpoints.io.crc32 import RangedCrc32
+from mmldlm.checkpoints.io.open_files import read_small_file
 from mmldlm.checkpoints.io.parallel import run_in_threads
 from mmldlm.checkpoints.layout import CONFIG_FILE, MODEL_CONFIG, RUN_CONFIG, SAFETENSORS_INDEX
 from mmldlm.checkpoints.manifest import MANIFEST, read_manifest
@@ -32,7 +33,7 @@ from mmldlm.convert.export_plan import WIDE_FLOATS, ExportPlan, PlannedTensor, p
 from mmldlm.convert.output_dir import TOKENIZER_FILES, write_atomically
 from mmldlm.data.images.codec import FILES
 from mmldlm.errors import MmldlmError, UserError
-from mmldlm.utils.json_files import read_json
+from mmldlm.utils.formatting import describe_os_error
 
 TOKENIZER_FOLDER = "tokenizer"
 
@@ -290,12 +291,19 @@ def model_folder(opened: OpenedCheckpoint) -> Path | None:
     path = opened.weights.path
     folder = path if path.is_dir() else path.parent
     is_file_of_weights = opened.checkpoint is None and opened.weights.engine in ("safetensors", "model.pt")
-    return folder if is_file_of_weights and (folder / CONFIG_FILE).is_file() else None
+    return folder if is_file_of_weights and os.path.lexists(folder / CONFIG_FILE) else None
 
 
 def _copy_config(root: Path, path: Path, tensors: dict[str, PlannedTensor], folder: Path) -> None:
     """Copy a model's config as config.json, with the dtype of the written weights."""
-    config = read_json(real_path(root, path), "restore the file, or move it away")
+    real = real_path(root, path)
+    try:
+        config = json.loads(read_small_file(real))
+        if not isinstance(config, dict):
+            raise ValueError("not a JSON object")
+    except (OSError, ValueError, RecursionError) as error:
+        found = describe_os_error(error) if isinstance(error, OSError) else str(error)
+        raise UserError(f"the config of a model in {path}", found, "restore the file, or move it away") from error
     sizes: dict[str, int] = {}
     for planned in tensors.values():
         if planned.dtype in WIDE_FLOATS and planned.info.kind != "buffer":
