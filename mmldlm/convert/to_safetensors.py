@@ -33,7 +33,6 @@ from mmldlm.convert.export_plan import WIDE_FLOATS, ExportPlan, PlannedTensor, p
 from mmldlm.convert.output_dir import TOKENIZER_FILES, write_atomically
 from mmldlm.data.images.codec import FILES
 from mmldlm.errors import MmldlmError, UserError
-from mmldlm.utils.json_files import read_json
 
 TOKENIZER_FOLDER = "tokenizer"
 
@@ -301,7 +300,7 @@ def model_folder(opened: OpenedCheckpoint) -> Path | None:
         return None
     path = opened.weights.path
     folder = path if path.is_dir() else path.parent
-    if (folder / CONFIG_FILE).is_file():
+    if os.path.lexists(folder / CONFIG_FILE):
         return folder
     is_sharded = opened.weights.engine not in ("safetensors", "model.pt")
     return folder.parent if is_sharded and _is_model_config(folder.parent / CONFIG_FILE) else None

@@ -307,7 +307,9 @@ def test_zero0_with_equal_frozen_and_trained_weights(tmp_path):
     state = {
         "module": module, "buffer_names": [], "global_steps": 1, "skipped_steps": 0, "dp_world_size": 1,
         "mp_world_size": 1, "ds_version": "0.19.8", "ds_config": {"bf16": {"enabled": True}}, "shared_params": {},
-        "optimizer": {"fp32_groups": [[torch.ones(4)]], "optimizer_state_dict": {"state": {}, "param_groups": []}},
+        "optimizer": {
+            "fp32_groups": [[torch.full((4,), 1.0001)]], "optimizer_state_dict": {"state": {}, "param_groups": []},
+        },
     }  # fmt: skip
     torch.save(state, folder / MODEL)
     succeeds(mmldlm("convert", folder, tmp_path / "out", "--dtype", "keep"))

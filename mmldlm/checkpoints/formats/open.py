@@ -161,7 +161,7 @@ def report_deletion(path: Path | str) -> Iterator[None]:
     was_there = (folder / MANIFEST).exists()
     try:
         yield
-    except (MmldlmError, OSError) as error:
+    except (MmldlmError, OSError, ValueError) as error:
         if not was_there or (folder / MANIFEST).exists():
             raise
         raise UserError(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import codecs
+import os
 from pathlib import Path
 
 from mmldlm.checkpoints.formats.base import OpenedCheckpoint, ReadOptions, WriteRequest
@@ -40,7 +41,7 @@ class ModelPtFormat:
         )
 
     def can_resume(self, path: Path) -> bool:
-        return (path / OPTIMIZER_FILE).is_file()
+        return os.path.lexists(path / OPTIMIZER_FILE)  # if it is no regular file, opening it says so
 
     def read_optimizer_metadata(self, opened: OpenedCheckpoint):
         from mmldlm.checkpoints.formats.model_pt.optimizer_metadata import read_optimizer_metadata
