@@ -88,6 +88,36 @@ def test_a_run_goes_on_as_it_would_have(run, trial_store):
     succeeds(resumed, "step 8/8", "num_train_steps: 6 -> 8", "the learning rate rises from")
 
 
+FOREIGN = {
+    "pickle of another program": "os.getcwd", "no dict": [1], "no tensor": {"torch": 5, "cuda": None},
+    "other size": {"torch": "zeros", "cuda": None},
+}  # fmt: skip
+
+
+@SLOW
+@pytest.mark.parametrize("kind", FOREIGN)
+def test_foreign_random_states_are_refused_without_torchs_advice(kind, run, trial_store):
+    """trials-3 POOR 5, and records that are read back (BAD 26)."""
+    import pickle
+
+    import torch
+
+    value = FOREIGN[kind]
+    checkpoint = run / "checkpoints" / "step_00000006"
+    path, manifest = checkpoint / "rng_state_rank0.pt", checkpoint / "manifest.json"
+    if kind == "pickle of another program":
+        path.write_bytes(pickle.dumps(os.getcwd))
+    else:
+        torch.save({"torch": torch.zeros(3, dtype=torch.uint8), "cuda": None} if kind == "other size" else value, path)
+    crc, listed = zlib.crc32(path.read_bytes()), json.loads(manifest.read_text(encoding="utf-8"))
+    listed["files"][path.name] = {"bytes": path.stat().st_size, "crc32": crc, "tail_crc32": crc}
+    manifest.write_text(json.dumps(listed), encoding="utf-8")
+    words = tiny_run(trial_store, run.parent, "r0", "training.resume=auto", "training.num_train_steps=8")
+    result = train_rank(*words)
+    refuses(result, r"rng_state_rank0\.pt")
+    assert "weights_only" not in result
+
+
 # -- the lock ---------------------------------------------------------------------------------------------------------
 
 
