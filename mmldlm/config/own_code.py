@@ -41,7 +41,7 @@ def os_exit_raises() -> Iterator[None]:
             original(status)
         raise _ExitCalledError(f"os._exit({status!r})")
 
-    os._exit = refuse  # type: ignore[assignment]
+    os._exit = refuse
     try:
         yield
     finally:

@@ -64,7 +64,9 @@ class _Loader(yaml.SafeLoader):
 class WrittenInt(int):
     """A whole number that remembers how it was written."""
 
-    def __new__(cls, text: str):
+    text: str
+
+    def __new__(cls, text: str) -> WrittenInt:
         number = super().__new__(cls, text)
         number.text = text
         return number
@@ -73,7 +75,9 @@ class WrittenInt(int):
 class WrittenFloat(float):
     """A number that remembers how it was written."""
 
-    def __new__(cls, text: str):
+    text: str
+
+    def __new__(cls, text: str) -> WrittenFloat:
         number = super().__new__(cls, text.lower().replace(".inf", "inf").replace(".nan", "nan"))
         number.text = text
         return number

@@ -33,6 +33,7 @@ from mmldlm.convert.export_plan import WIDE_FLOATS, ExportPlan, PlannedTensor, p
 from mmldlm.convert.output_dir import TOKENIZER_FILES, write_atomically
 from mmldlm.data.images.codec import FILES
 from mmldlm.errors import MmldlmError, UserError
+from mmldlm.utils.json_files import read_json
 
 TOKENIZER_FOLDER = "tokenizer"
 

@@ -121,12 +121,26 @@ def load_engine_state(checkpoint: Path, engine: Engine, average: WeightAverage |
 
 
 def read_rng(path: Path) -> dict[str, Any] | None:
-    """Read the random generators of one rank; None if the checkpoint has none for it (noise never uses them)."""
+    """Read the random generators of one rank; None if the checkpoint has none for it (noise never uses them).
+
+    Raises:
+        ValueError: the file is not one that a run writes. Nothing in it was executed.
+    """
     try:
         with open_regular(path) as file:
-            return torch.load(file, weights_only=True)
+            rng = torch.load(file, weights_only=True)
     except FileNotFoundError:
         return None
+    except OSError:
+        raise
+    except Exception as error:  # whose own text advises to load it unsafely
+        raise ValueError(f"{path} is damaged, or another program wrote it; nothing in it was executed") from error
+    expected = torch.get_rng_state()
+    cpu, cuda = (rng.get("torch"), rng.get("cuda")) if isinstance(rng, dict) else (None, None)
+    is_valid = isinstance(cpu, torch.Tensor) and cpu.dtype == expected.dtype and cpu.shape == expected.shape
+    if not is_valid or not (cuda is None or (isinstance(cuda, torch.Tensor) and cuda.dtype == expected.dtype)):
+        raise ValueError(f"{path} does not hold the states of random generators")
+    return {"torch": cpu, "cuda": cuda}
 
 
 def restore_rng(rng: dict[str, Any] | None) -> None:

@@ -23,12 +23,18 @@ def run(trial_run, tmp_path) -> Path:
 
 def change_state(checkpoint: Path, **values: object) -> None:
     """Change training_state.json, and the manifest with it: the file is as the manifest says."""
-    path, manifest = checkpoint / "training_state.json", checkpoint / "manifest.json"
+    path = checkpoint / "training_state.json"
     state = json.loads(path.read_text(encoding="utf-8")) | values
-    content = json.dumps({key: value for key, value in state.items() if value is not ...}).encode()
-    path.write_bytes(content)
-    listed, crc = json.loads(manifest.read_text(encoding="utf-8")), zlib.crc32(content)
-    listed["files"]["training_state.json"] = {"bytes": len(content), "crc32": crc, "tail_crc32": crc}
+    content = {key: value for key, value in state.items() if value is not ...}
+    path.write_text(json.dumps(content), encoding="utf-8")
+    list_anew(path)
+
+
+def list_anew(path: Path) -> None:
+    """Let the manifest of a checkpoint say of a small file what it is now."""
+    manifest, crc = path.with_name("manifest.json"), zlib.crc32(path.read_bytes())
+    listed = json.loads(manifest.read_text(encoding="utf-8"))
+    listed["files"][path.name] = {"bytes": path.stat().st_size, "crc32": crc, "tail_crc32": crc}
     manifest.write_text(json.dumps(listed), encoding="utf-8")
 
 
@@ -86,6 +92,33 @@ def test_a_run_goes_on_as_it_would_have(run, trial_store):
     words = tiny_run(trial_store, run.parent, "r0", "training.resume=auto", "training.num_train_steps=8")
     resumed = train_rank(*words)
     succeeds(resumed, "step 8/8", "num_train_steps: 6 -> 8", "the learning rate rises from")
+
+
+FOREIGN = {
+    "pickle of another program": "os.getcwd", "no dict": [1], "no tensor": {"torch": 5, "cuda": None},
+    "other size": {"torch": "zeros", "cuda": None},
+}  # fmt: skip
+
+
+@SLOW
+@pytest.mark.parametrize("kind", FOREIGN)
+def test_foreign_random_states_are_refused_without_torchs_advice(kind, run, trial_store):
+    """trials-3 POOR 5, and records that are read back (BAD 26)."""
+    import pickle
+
+    import torch
+
+    value = FOREIGN[kind]
+    path = run / "checkpoints" / "step_00000006" / "rng_state_rank0.pt"
+    if kind == "pickle of another program":
+        path.write_bytes(pickle.dumps(os.getcwd))
+    else:
+        torch.save({"torch": torch.zeros(3, dtype=torch.uint8), "cuda": None} if kind == "other size" else value, path)
+    list_anew(path)
+    words = tiny_run(trial_store, run.parent, "r0", "training.resume=auto", "training.num_train_steps=8")
+    result = train_rank(*words)
+    refuses(result, r"rng_state_rank0\.pt")
+    assert "weights_only" not in result
 
 
 # -- the lock ---------------------------------------------------------------------------------------------------------
