@@ -51,9 +51,17 @@ def test_an_address_that_is_set_stays(variables):
         {**STEP, "SLURM_PROCID": "0", "SLURM_STEP_ID": "4294967291"},  # the batch script
         {name: value for name, value in {**STEP, "SLURM_PROCID": "0"}.items() if name != "SLURM_STEP_ID"},
         {**STEP, "SLURM_STEP_NUM_TASKS": "1", "SLURM_PROCID": "0"},
+        {**STEP, "SLURM_NTASKS": "1", "SLURM_PROCID": "0", "PMI_RANK": "0", "PMI_SIZE": "1", "PMIX_RANK": "0"},
         {},
     ],
-    ids=["one task", "batch script", "batch script without a step", "srun -n 1 in a job of 8", "no Slurm"],
+    ids=[
+        "one task",
+        "batch script",
+        "batch script without a step",
+        "srun -n 1 in a job of 8",
+        "srun -n 1 with PMI",
+        "no Slurm",
+    ],
 )
 def test_one_process_trains_alone(variables, values):
     assert variables(values) == {}
