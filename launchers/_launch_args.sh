@@ -105,12 +105,17 @@ mmldlm_refuse_shell_text() {
     for name in MASTER_ADDR "${!NCCL@}" "${!PYTHON@}" "${!MV2@}" "${!UCX@}" "${!MLFLOW@}"; do
         case ${!name:-} in
         *[\$\`\\\"\;\&\|\<\>\(\)]* | *$'\n'*)
-            mmldlm_fail "$name=${!name}" "expected plain text: DeepSpeed passes it through the shell of each node (mmldlm launch does not)"
+            mmldlm_fail "$name has characters that a shell evaluates" \
+                "use plain text: DeepSpeed passes it through the shell of each node (mmldlm launch does not)"
             return
             ;;
         esac
     done
 }
+
+# Keep the working folder off the path of a launcher and its ranks, where its modules would replace those of Python and of
+# the packages (heeded since Python 3.11; ranks find a task of the user in the working folder all the same).
+export PYTHONSAFEPATH=1
 
 # Set MMLDLM_TORCHRUN: options of torchrun for signals. By default it kills its ranks 30 seconds after a signal, which a save
 # may exceed, dies of SIGUSR1 (Slurm's warning) without them, and handles SIGHUP even under nohup. A signal that is ignored

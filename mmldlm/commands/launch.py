@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 
 from mmldlm.commands.preflight import add_run_arguments
+from mmldlm.distributed.launcher_environment import check_single_process
 from mmldlm.utils import option_types
 
 
@@ -29,6 +30,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def main(args: argparse.Namespace) -> int:
     """Launch; return the exit code of the ranks or of the preflight."""
+    check_single_process("mmldlm launch")
     from mmldlm.launch.launcher import launch
 
     return launch(args)

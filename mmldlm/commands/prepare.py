@@ -266,6 +266,7 @@ def run_shared(output_dir: str, work: Callable[[TaskQueue], object]) -> int:
     from mmldlm.data.prepare.task_queue import connect
     from mmldlm.data.prepare.work_dir import PLAN, WorkDir
 
+    set_rank_environment()
     queue = connect()
     try:
         with naming_errors(output_dir):

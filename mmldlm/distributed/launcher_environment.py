@@ -33,7 +33,7 @@ def set_rank_environment() -> None:
     if "RANK" not in os.environ:
         if _started_by_srun():
             _set_env_from_slurm()
-        else:
+        elif not _is_single_task_of_srun():  # which may have variables of PMI
             set_env_from_mpi()
     check_rank_environment()
 
@@ -111,16 +111,25 @@ def _slurm_size() -> int:
 
 
 def _started_by_srun() -> bool:
-    """Return whether srun started this process as one of several; not below mpirun, whose daemons srun starts."""
-    environment = os.environ
-    step = environment.get("SLURM_STEP_ID", environment.get("SLURM_STEPID", ""))
-    rank = environment.get("SLURM_PROCID", "")
-    if not rank.isdigit() or (step.isdigit() and int(step) >= _FIRST_PSEUDO_STEP):
-        return False
-    if "OMPI_COMM_WORLD_RANK" in environment or environment.get("PMI_RANK", rank) != rank:
-        return False
+    """Return whether srun started this process as one of several."""
     # A batch script has SLURM_PROCID=0 and SLURM_NTASKS too, and no step.
-    return int(rank) > 0 or (step.isdigit() and _slurm_size() > 1)
+    return _is_task_of_srun() and (os.environ["SLURM_PROCID"] != "0" or (_step().isdigit() and _slurm_size() > 1))
+
+
+def _is_single_task_of_srun() -> bool:
+    return _is_task_of_srun() and _step().isdigit() and _slurm_size() == 1
+
+
+def _is_task_of_srun() -> bool:
+    """Return whether this may be a task of srun; not a process of mpirun, whose daemons srun starts."""
+    rank = os.environ.get("SLURM_PROCID", "")
+    if not rank.isdigit() or (_step().isdigit() and int(_step()) >= _FIRST_PSEUDO_STEP):
+        return False
+    return "OMPI_COMM_WORLD_RANK" not in os.environ and os.environ.get("PMI_RANK", rank) == rank
+
+
+def _step() -> str:
+    return os.environ.get("SLURM_STEP_ID", os.environ.get("SLURM_STEPID", ""))
 
 
 def _set_env_from_slurm() -> None:

@@ -123,6 +123,19 @@ def test_fewer_nodes_keep_the_global_batch(tmp_path):
     assert context.names == ["b"] and context.master_address() == "b"
 
 
+def test_fewer_nodes_have_fewer_hsdp_replicas(tmp_path):
+    """public-reports C 11 elastic-hsdp: one replica per node stays so; else a number that divides the ranks."""
+    context = three_nodes(tmp_path, (2, 2, 2))
+    context.config.engine.hsdp_replicas = 3
+    assert exclude_nodes(context, ["c"], 48) == ["training.grad_accum_steps=3", "engine.hsdp_replicas=2"]
+    assert exclude_nodes(context, ["a"], 48) == ["training.grad_accum_steps=6", "engine.hsdp_replicas=2"]
+    other = tmp_path / "other"
+    other.mkdir()
+    context = three_nodes(other, (1, 1, 1))
+    context.config.engine.hsdp_replicas = 3
+    assert exclude_nodes(context, ["a", "b"], 24) == ["training.grad_accum_steps=6", "engine.hsdp_replicas=1"]
+
+
 @pytest.mark.parametrize(("slots", "bad"), [((5, 1, 1), ["b", "c"]), ((1, 1, 1), ["a", "b", "c"])])
 def test_a_batch_that_cannot_be_kept_ends_the_run(tmp_path, slots, bad, capsys):
     assert exclude_nodes(three_nodes(tmp_path, slots), bad, 8 * sum(slots)) is None

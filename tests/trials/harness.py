@@ -156,7 +156,17 @@ def installed_environment(folder: Path, programs: dict[str, str], root: Path = R
     return folder
 
 
+def virtual_cluster(folder: Path, num_hosts: int):
+    """Hosts n1, n2, ... with networks, sshd and process numbers of their own; a context manager. Skips without root."""
+    from tests.support.virtual_cluster import VirtualCluster, reason_to_skip
+
+    if reason := reason_to_skip():
+        pytest.skip(reason)
+    return VirtualCluster(folder, num_hosts)
+
+
 __all__ = [
+    "virtual_cluster",
     "LAUNCHERS", "ROOT", "SLOW", "TRAIN", "Result", "during_conversion", "fresh_mmldlm", "installed_environment",
     "killed_conversion", "launch", "mmldlm", "module_command", "ranks_command", "records", "refuses", "shell",
     "succeeds", "tiny_run", "todo", "train_rank",
