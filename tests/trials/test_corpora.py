@@ -294,7 +294,9 @@ def test_a_list_of_images_is_never_taken_for_texts(prepare, tmp_path, record, ho
     lines = ["", json.dumps({"text": "no image here"}), json.dumps(record)]
     (write_gz if how == "gz" else write_lines)(path, lines)
     texts = write_lines(tmp_path / "c.txt", sentences(40))
-    words = {"validation": (texts, "--validation-corpus", path), "folder": (path.parent,)}.get(how, ("--datasets", path))
+    words = {"validation": (texts, "--validation-corpus", path), "folder": (path.parent,)}.get(
+        how, ("--datasets", path)
+    )
     refuses(prepare(*words), "records that name images", "--text-field")
 
 
