@@ -14,11 +14,17 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from tests.trials.harness import mmldlm, refuses, succeeds
+from tests.trials.harness import SLOW, mmldlm, refuses, succeeds
 
 COUNT = 12
 COLORS, THINGS = ("red", "green", "blue"), ("square", "circle", "line", "star")
 CAPTIONS = [f"a {COLORS[i % 3]} {THINGS[i // 3]}" for i in range(COUNT)]
+
+
+def kinds(*values):
+    """Parameters of which the first is tried by default, the others with all trials."""
+    first, *others = values
+    return [first, *(pytest.param(*(v if isinstance(v, tuple) else (v,)), marks=SLOW) for v in others)]
 
 
 def pixels(i):
@@ -72,7 +78,7 @@ def pairs(numbers=range(COUNT), name="im{:02}", image=".png", caption=".txt"):
     return members
 
 
-@pytest.mark.parametrize("kind", ["bmp", "ppm", "tar", "list"])
+@pytest.mark.parametrize("kind", kinds("bmp", "ppm", "tar", "list"))
 def test_other_images_of_the_same_size_are_another_corpus(tmp_path, kind):
     """public-reports C 5 same-size-images; and a corpus that is written again is the same"""
 
@@ -100,7 +106,7 @@ def test_other_images_of_the_same_size_are_another_corpus(tmp_path, kind):
     refuses(prepare(write(True), tmp_path / "S"), f"file {name} was .*, now ")
 
 
-@pytest.mark.parametrize("how", ["plain", "mark", "blank", "blanks and mark", "gz", "upper"])
+@pytest.mark.parametrize("how", kinds("blanks and mark", "plain", "mark", "blank", "gz", "upper"))
 def test_a_list_of_images_is_one_whatever_precedes_it(pictures, tmp_path, how):
     """public-reports B 8 image-list-bom"""
     text = "\n".join(json.dumps({"image": f"im{i:02}.png", "text": CAPTIONS[i]}) for i in range(COUNT))
@@ -120,9 +126,9 @@ def test_a_list_that_begins_with_another_thing_is_refused(pictures, tmp_path):
     )
 
 
-@pytest.mark.parametrize("key", ["file_name", "filepath", "img", "path"])
-@pytest.mark.parametrize("kind", ["jsonl", "csv"])
-@pytest.mark.parametrize("given", ["list", "folder"])
+@pytest.mark.parametrize("key", kinds("file_name", "filepath", "img", "path"))
+@pytest.mark.parametrize("kind", kinds("jsonl", "csv"))
+@pytest.mark.parametrize("given", kinds("list", "folder"))
 def test_metadata_beside_images_is_their_list(pictures, tmp_path, key, kind, given):
     """public-reports C 3 hf-metadata"""
     if (key != "file_name") and (kind, given) != ("jsonl", "list"):
@@ -171,7 +177,7 @@ def test_a_folder_accounts_for_every_file(pictures, tmp_path):
     }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", ["im{:02}", "photo.v1.{:02}", "a.b/im.{:02}.x", "IMG_{:02}.MED"])
+@pytest.mark.parametrize("name", kinds("photo.v1.{:02}", "im{:02}", "a.b/im.{:02}.x", "IMG_{:02}.MED"))
 def test_names_with_dots_are_paired_in_archives(tmp_path, name):
     """public-reports C 4 tar-dots"""
     more = [("notes.md", b"x"), ("._im00.png", b"x"), ("a.b/mask.npy", b"x")]
@@ -182,7 +188,7 @@ def test_names_with_dots_are_paired_in_archives(tmp_path, name):
     assert not_read(tmp_path / "S") == {"files of macOS": 1, "members of another kind": 2}
 
 
-@pytest.mark.parametrize("padding", [0, 512, 10240])
+@pytest.mark.parametrize("padding", kinds(10240, 0, 512))
 def test_joined_archives_are_read_to_their_end(tmp_path, padding):
     """issue item 3: cat a.tar b.tar, unsorted, and captions after all images"""
     first = write_tar(tmp_path / "a.tar", sorted(pairs(range(6)), key=lambda member: member[0][-4:]))
@@ -194,6 +200,7 @@ def test_joined_archives_are_read_to_their_end(tmp_path, padding):
     assert entry(tmp_path / "S")["kept"] == COUNT
 
 
+@SLOW
 @pytest.mark.parametrize("pattern", ["im-{000..001}.tar", "im-{000,001}.tar", "im-00[01].tar", "im-*.tar"])
 def test_patterns_of_shards(tmp_path, pattern):
     """public-reports B 34 braces"""
@@ -229,7 +236,7 @@ def pax(name, size):
 
 @pytest.mark.parametrize(
     "bad",
-    [
+    kinds(
         header("b.txt", (2**96 - 512).to_bytes(12, "big")),
         header("b.txt", (2**96 - 10**6).to_bytes(12, "big"), b"L"),
         header("b.txt", base_256(1 << 60), b"L"),
@@ -240,7 +247,7 @@ def pax(name, size):
         header("b.png", base_256(1 << 60)),
         pax("b.png", -512),
         pax("b.png", 1 << 60),
-    ],
+    ),
     ids=["negative", "negative name", "name", "link", "pax", "global", "text", "image", "pax negative", "pax size"],
 )
 def test_sizes_in_an_archive_are_held_against_it(tmp_path, bad):
@@ -255,6 +262,7 @@ def test_sizes_in_an_archive_are_held_against_it(tmp_path, bad):
     assert "damaged archive" in found["unreadable_images"][0]
 
 
+@SLOW
 def test_what_is_no_file_in_an_archive_is_named(tmp_path):
     """trials-3 BAD 6: links and sparse members"""
     path = tmp_path / "a.tar"
@@ -307,7 +315,7 @@ def mean(folder):
 
 @pytest.mark.parametrize(
     ("largest", "white", "more"),
-    [(4095, 4095, {}), (1023, 1023, {}), (16383, 16383, {}), (3000, 4095, {"suffix": ".png"})],
+    kinds((4095, 4095, {}), (1023, 1023, {}), (16383, 16383, {}), (3000, 4095, {"suffix": ".png"})),
 )
 def test_images_of_12_bits_are_not_black(tmp_path, largest, white, more):
     """public-reports C 6 gray12: refused with the value, and read with --white"""
@@ -317,6 +325,7 @@ def test_images_of_12_bits_are_not_black(tmp_path, largest, white, more):
     assert mean(tmp_path / "S") > 70
 
 
+@SLOW
 def test_a_declared_range_is_used_and_a_whole_one_needs_none(tmp_path):
     """public-reports C 6 gray12"""
     succeeds(prepare(deep(tmp_path / "a", 65535), tmp_path / "A"))
@@ -326,6 +335,7 @@ def test_a_declared_range_is_used_and_a_whole_one_needs_none(tmp_path):
     assert mean(tmp_path / "C") < 16
 
 
+@SLOW
 def test_colors_of_12_bits_are_not_black(tmp_path):
     """public-reports C 6 gray12: of which the decoder gives the upper 8 bits"""
     folder = deep(tmp_path / "pics", 4095, color=True)
