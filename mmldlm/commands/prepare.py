@@ -21,6 +21,7 @@ from mmldlm.errors import EXIT_DONE, EXIT_FAILED, EXIT_INTERRUPTED, MmldlmError,
 from mmldlm.utils import option_types
 from mmldlm.utils.atomic_files import naming_errors
 from mmldlm.utils.entry_point import module_command
+from mmldlm.utils.formatting import join_some
 from mmldlm.utils.output_paths import output_root
 
 if TYPE_CHECKING:
@@ -55,12 +56,25 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--force", action="store_true", help="replace an existing store when the new one is complete")
 
 
+class _OneCorpus(argparse.Action):
+    """Take one positional argument; explain several, which the shell makes of a pattern."""
+
+    def __call__(self, parser, namespace, values, option_string=None):
+        given = [values] if isinstance(values, str) else list(values)
+        if len(given) > 1:
+            raise UserError(
+                "one CORPUS", f"{len(given)}: {join_some(given, limit=3)}", "give several as --datasets A B ..."
+            )
+        setattr(namespace, self.dest, given[0] if given else self.default)
+
+
 def _add_corpus_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add(
         "corpus",
         type=option_types.path,
-        nargs="?",
+        nargs="*",
+        action=_OneCorpus,
         default=DEFAULT_CORPUS,
         metavar="CORPUS",
         help=".txt (one sentence per line), .jsonl or .parquet (one text per record; the first two also .gz and .zst), "

@@ -203,6 +203,8 @@ def _serve() -> dict | None:
 _SLOW_IMPORTS = """
 matplotlib.backends.backend_agg matplotlib.pyplot fsspec networkx torch._dynamo torch._inductor.compile_fx torch.onnx
 torch.distributed.checkpoint torch.distributed.fsdp
+transformers.models.auto.modeling_auto transformers.models.auto.tokenization_auto
+transformers.models.bert.modeling_bert transformers.models.t5.modeling_t5
 """.split()
 
 

@@ -104,7 +104,12 @@ def open_dataset(
     def read(shard: int, counts: Counter) -> Iterator[str]:
         part = stream if num_shards == 1 else stream.shard(num_shards=num_shards, index=shard)
         for record in part if max_documents is None else islice(part, max_documents):
-            yield from clean(record[text_field] or "", counts)
+            text = record[text_field]
+            if not isinstance(text, str | None):
+                raise UserError(
+                    f"strings in field '{text_field}' of {spec.path}", f"a {type(text).__name__}", "name another field"
+                )
+            yield from clean(text or "", counts)
 
     label = ":".join(filter(None, (spec.path, spec.name, spec.split)))
     version = _commit_of(spec)

@@ -114,3 +114,37 @@ def test_json_of_brackets_is_named(tmp_path):
     (tmp_path / "a.jsonl").write_text('{"text": "One."}\n' + "[" * 200_000 + "\n")
     with pytest.raises(UserError, match="line 2"):
         list(open_corpus(tmp_path / "a.jsonl"))
+
+
+@pytest.mark.parametrize("suffix", [".txt.gz", ".TXT.ZST"])
+def test_a_compressed_file_is_complete_or_an_error(tmp_path, suffix):
+    compress = gzip.compress if suffix.endswith("gz") else pytest.importorskip("zstandard").compress
+    raw, path = compress(b"One.\nTwo.\n" * 5000), tmp_path / f"a{suffix}"
+    path.write_bytes(raw + compress(b"Three."))
+    assert list(open_corpus(path)) == ["One.", "Two."] * 5000 + ["Three."]
+    for content in (raw[: len(raw) // 2], raw[:-1], raw[:3], b"", raw + b"other bytes", raw + raw[:-1]):
+        path.write_bytes(content)
+        with pytest.raises(UserError, match="complete compressed file"):
+            list(open_corpus(path))
+
+
+def test_joined_files_leave_no_byte_order_marks(tmp_path):
+    mark = "\ufeff"
+    (tmp_path / "a.TXT").write_text(f"{mark}One.\n{mark} Two.\r{mark}Three.\n", encoding="utf-8")
+    assert list(open_corpus(tmp_path / "a.TXT")) == ["One.", "Two.", "Three."]
+    lines = [f'{mark}{{"text": "One."}}', "", f'{{"text": "{mark}Two."}}', '{"text": "a\\u0000b"}']
+    (tmp_path / "a.JSONL").write_text("\n".join(lines), encoding="utf-8")
+    corpus = open_corpus(tmp_path / "a.JSONL")
+    assert list(corpus) == ["One.", "Two."] and corpus.counts == {"read": 3, "drop_not_text": 1}
+
+
+@pytest.mark.parametrize("key", ["image", "image_path", "file_name", "path", "img"])
+def test_a_list_of_images_is_no_corpus_of_texts(tmp_path, key):
+    lines = [{"text": "without one"}, {key: "deep/a.JPG", "text": "a cat"}]
+    (tmp_path / "a.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    for path in (tmp_path / "a.jsonl", tmp_path):
+        with pytest.raises(UserError, match="records that name images"):
+            open_corpus(path)
+    assert list(open_corpus(tmp_path, text_field="text")) == ["without one", "a cat"]
+    (tmp_path / "a.jsonl").write_text(json.dumps({"path": "src/a.py", "text": "of a program"}))
+    assert list(open_corpus(tmp_path)) == ["of a program"]

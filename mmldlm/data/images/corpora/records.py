@@ -71,6 +71,7 @@ def list_json(path: Path, root: Path, counts: Counter) -> list[ImageSample]:
 def _of_coco(content: dict[str, Any], counts: Counter) -> Iterator[Any]:
     """Yield a record for every annotation; count images without one as dropped."""
     images = [image for image in content["images"] if isinstance(image, dict)]
+    yield from [None] * (len(content["images"]) - len(images))
     names = {str(image.get("id")): image.get("file_name") for image in images}
     captioned = set()
     for annotation in content["annotations"]:

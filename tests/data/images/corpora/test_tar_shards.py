@@ -12,6 +12,7 @@ from PIL import Image
 
 from mmldlm.data.images.corpora.corpus import holds_images
 from mmldlm.data.images.corpora.open import open_image_corpus
+from mmldlm.data.images.corpora.tar_shards import expand_braces
 from mmldlm.data.images.image_files import UnreadableImage
 from mmldlm.data.prepare.images.options import ImageOptions
 from mmldlm.data.prepare.images.pipeline import prepare_images
@@ -109,3 +110,44 @@ def test_a_store_of_shards_accounts_for_damage(shards, tmp_path):
     assert entry["kept"] == 42 and entry["dropped"]["unreadable"] == 1 and verify(root) == []
     assert "00002.tar" in entry["unreadable_images"][0] and "00002.tar" in (root / "quarantine.jsonl").read_text()
     assert str(tmp_path) not in (root / "manifest.json").read_text()
+
+
+def _header(name, size, kind=b"0"):
+    raw = bytearray(tarfile.TarInfo(name).tobuf())
+    raw[124:136], raw[156:157] = size, kind
+    raw[148:156] = b" " * 8
+    raw[148:156] = b"%06o\0 " % sum(raw)
+    return bytes(raw)
+
+
+@pytest.mark.parametrize("kind", [b"0", b"L", b"K", b"x", b"g"])
+@pytest.mark.parametrize("size", [(2**96 - 512).to_bytes(12, "big"), b"\x80" + (1 << 60).to_bytes(11, "big")])
+def test_impossible_sizes_are_damage(tmp_path, kind, size):
+    whole = write_shard(tmp_path / "a.tar", [("1.png", png(1)), ("1.txt", b"one")]).read_bytes()
+    end = len(whole.rstrip(b"\0")) // 512 * 512 + 512
+    (tmp_path / "a.tar").write_bytes(whole[:end] + _header("2.png", size, kind) + bytes(1024))
+    corpus = open_image_corpus(str(tmp_path / "a.tar"), 8, 3)
+    assert len(corpus.samples) == 1 and "damaged archive" in corpus.unreadable["a.tar"]
+
+
+def test_joined_archives_names_with_dots_and_other_members(tmp_path):
+    members = [("a.b/x.v1.PNG", png(1)), ("a.b/x.v1.txt", b"one"), ("._x.v1.PNG", b""), ("m.npy", b"")]
+    first, second = (
+        write_shard(tmp_path / "0", members),
+        write_shard(tmp_path / "1", [("z.png", png(2)), ("z.txt", b"two")]),
+    )
+    path = tmp_path / "deep" / "both.TAR"
+    path.parent.mkdir()
+    path.write_bytes(first.read_bytes() + bytes(512) + second.read_bytes())
+    corpus = open_image_corpus(str(path.parent), 8, 3)
+    assert [sample.caption for sample in corpus.samples] == ["one", "two"] and not corpus.unreadable
+    found = {reason: value["number"] for reason, value in corpus.left_out.entry()["not_read"].items()}
+    assert found == {"files of macOS": 1, "members of another kind": 1}
+    np.testing.assert_array_equal(corpus.read(corpus.samples[1]), np.asarray(Image.open(io.BytesIO(png(2)))))
+
+
+def test_braces_are_what_bash_makes_of_them():
+    assert expand_braces("a{08..11}b{x,y}") == [f"a{n}b{c}" for n in ("08", "09", "10", "11") for c in "xy"]
+    assert expand_braces("a{0..2}") == ["a0", "a1", "a2"] and expand_braces("a*") == ["a*"]
+    with pytest.raises(UserError, match="a range as"):
+        expand_braces("a{b}")
