@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from mmldlm.config.task_registry import DEFAULT_TASK, find_task
 from mmldlm.data.encoders.identity import find_identity_problems
 from mmldlm.data.encoders.tokenizer_files import read_tokenizer
+from mmldlm.data.store.manifest import find_codec_problems
 from mmldlm.diffusion import GaussianProcess, MaskedDiffusion
 from mmldlm.errors import UserError
 from mmldlm.models.pretrained_io import COPY_AGAIN
@@ -211,6 +212,9 @@ def load_pretrained(path: str | Path, device: str = "cpu", dtype: torch.dtype = 
         raise UserError(f'a valid "training" in {config_path}', str(error), COPY_AGAIN) from error
     if encoder is not None and (problem := find_identity_problems(encoder)):
         raise UserError(f'a valid "encoder" in {config_path}', problem, COPY_AGAIN)
+    image = values.get("image")
+    if image is not None and (problem := find_codec_problems(image)):
+        raise UserError(f'a valid "image" in {config_path}', problem, COPY_AGAIN)
     return Pretrained(
         model,
         _load_tokenizer(config_path.parent, model),
@@ -222,7 +226,7 @@ def load_pretrained(path: str | Path, device: str = "cpu", dtype: torch.dtype = 
         encoder,
         Path(path),
         task,
-        values.get("image"),
+        image,
         config_path.parent,
     )
 
