@@ -7,6 +7,7 @@ deepspeed: a start then takes a tenth of a second instead of ten, and a benchmar
 
 from __future__ import annotations
 
+import gc
 import importlib
 import json
 import os
@@ -219,6 +220,8 @@ def _import_what_ranks_need() -> None:
     from mmldlm.engines.deepspeed.engine import import_deepspeed
 
     import_deepspeed()
+    # A collection in a forked rank would touch, and so copy, every page of these modules: 1.5 s of CPU per command.
+    gc.freeze()
 
 
 def _become(request: dict) -> None:
