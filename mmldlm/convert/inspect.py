@@ -39,12 +39,15 @@ def summarize(opened: OpenedCheckpoint) -> list[tuple[str, str]]:
     return rows
 
 
-def inspect(path: Path | str) -> int:
-    """Print the content of a checkpoint without reading its weights; return the exit code."""
+def inspect(path: Path | str, key: str | None = None) -> int:
+    """Print the content of a checkpoint without reading its weights; return the exit code.
+
+    For `key` see open_source.
+    """
     try:
-        opened = open_source(path, allow_nonfinite=True, with_ema=True, with_moments=True)
+        opened = open_source(path, allow_nonfinite=True, with_ema=True, with_moments=True, key=key)
     except UserError as error:  # weights alone can be read without an optimizer state that mmldlm can continue
-        opened = open_source(path, allow_nonfinite=True, with_ema=True)
+        opened = open_source(path, allow_nonfinite=True, with_ema=True, key=key)
         opened.weights.notes.append(f"optimizer state not shown: expected {error.expected}, found {error.found}")
     with opened.weights as weights:
         print_table(summarize(opened))
@@ -130,11 +133,21 @@ def compare(a: WeightSource, b: WeightSource) -> CheckpointDiff:
     return found
 
 
-def diff(path_a: Path | str, path_b: Path | str, with_ema: bool = False, with_moments: bool = False) -> int:
-    """Print the differences between two checkpoints; return 0 if all tensors are equal, else 1."""
-    opened_a = open_source(path_a, allow_nonfinite=True, with_ema=with_ema, with_moments=with_moments)
+def diff(
+    path_a: Path | str,
+    path_b: Path | str,
+    with_ema: bool = False,
+    with_moments: bool = False,
+    key_a: str | None = None,
+    key_b: str | None = None,
+) -> int:
+    """Print the differences between two checkpoints; return 0 if all tensors are equal, else 1.
+
+    For `key_a` and `key_b` see open_source.
+    """
+    opened_a = open_source(path_a, allow_nonfinite=True, with_ema=with_ema, with_moments=with_moments, key=key_a)
     with opened_a.weights as a:
-        opened_b = open_source(path_b, allow_nonfinite=True, with_ema=with_ema, with_moments=with_moments)
+        opened_b = open_source(path_b, allow_nonfinite=True, with_ema=with_ema, with_moments=with_moments, key=key_b)
         with opened_b.weights as b:
             if with_ema:
                 a.use_ema()

@@ -62,6 +62,7 @@ def convert_state(
     sub_group_size: int = SUB_GROUP_SIZE,
     verify: bool = False,
     fsync: bool = True,
+    key: str | None = None,
 ) -> Summary:
     """Convert a checkpoint of any engine into another format, with its optimizer.
 
@@ -80,6 +81,7 @@ def convert_state(
         sub_group_size: ZeRO-3's, as in the DeepSpeed config that will load it.
         verify: read the output back and compare every element with the source.
         fsync: flush everything to the disk before `out` appears; a checkpoint of a run always is.
+        key: see open_source.
 
     Raises:
         UserError: the source is damaged or incomplete for the target, `out` exists, or the disk has no space.
@@ -88,7 +90,7 @@ def convert_state(
     started = time.monotonic()
     out = Path(os.path.abspath(out))
     _check_arguments(to, world_size)
-    opened = open_source(source, allow_nonfinite, with_ema=ema, with_moments=_needs_moments(source, to))
+    opened = open_source(source, allow_nonfinite, with_ema=ema, with_moments=to != "model.pt", key=key)
     with opened.weights as weights:
         check_config(weights, opened.checkpoint)
         if ema:
@@ -129,6 +131,7 @@ def dry_run(
     allow_nonfinite: bool = False,
     only: Sequence[str] = (),
     sub_group_size: int = SUB_GROUP_SIZE,
+    key: str | None = None,
 ) -> tuple[list[tuple[str, str]], int, int]:
     """Read and check what a conversion would read.
 
@@ -138,7 +141,7 @@ def dry_run(
     Raises:
         UserError: as convert_state, except for OUT.
     """
-    opened = open_source(source, allow_nonfinite, with_moments=_needs_moments(source, to))
+    opened = open_source(source, allow_nonfinite, with_moments=to != "model.pt", key=key)
     with opened.weights as weights:
         check_config(weights, opened.checkpoint)
         target = _Target(to, world_size or opened.world_size or 1, dtype, only, sub_group_size)
@@ -152,14 +155,6 @@ def _check_arguments(to: str, world_size: int | None) -> None:
         raise UserError(f"--to safetensors or one of {', '.join(TARGETS)}", to, "choose one of them")
     if world_size is not None and world_size < 1:
         raise UserError("--world of at least 1", str(world_size), "give the number of ranks")
-
-
-def _needs_moments(source: Path | str, to: str) -> bool:
-    """Return whether the moments are written; to dcp only if the source records which weights were trained."""
-    if to != "dcp":
-        return to != "model.pt"
-    with open_source(source, allow_nonfinite=True).weights as weights:
-        return not weights.unclassified
 
 
 def _write(

@@ -57,6 +57,7 @@ def convert(
     only: Sequence[str] = (),
     verify: bool = False,
     fsync: bool = True,
+    key: str | None = None,
 ) -> Summary:
     """Convert a checkpoint into the folder `out`.
 
@@ -74,6 +75,7 @@ def convert(
         only: names to write, as shell patterns (`blocks.0.*`); empty: all.
         verify: read the output back and compare every byte with what was written.
         fsync: flush everything to the disk before `out` appears.
+        key: see open_source.
 
     Raises:
         UserError: the source is damaged or unsafe, `out` exists, the disk has no space, or values overflow `dtype`.
@@ -81,7 +83,7 @@ def convert(
     """
     started = time.monotonic()
     out = Path(os.path.abspath(out))
-    opened = open_source(source, allow_nonfinite, with_ema=ema)
+    opened = open_source(source, allow_nonfinite, with_ema=ema, key=key)
     with opened.weights as weights:
         check_config(weights, opened.checkpoint)
         if ema:

@@ -27,11 +27,13 @@ class ReadOptions:
         allow_nonfinite: return NaN and infinite weights instead of raising.
         with_moments: find the moments too, and refuse a checkpoint of another optimizer than AdamW and Muon.
         random_access: read only what is requested (see torch_save/reader).
+        key: which state dict of a file or DCP folder is the model (see selection); None for the only one.
     """
 
     allow_nonfinite: bool = False
     with_moments: bool = False
     random_access: bool = False
+    key: str | None = None
 
 
 @dataclass(frozen=True)
@@ -102,10 +104,12 @@ class CheckpointFormat(Protocol):
     Attributes:
         name: its name.
         targets: those of layout.TARGETS that it writes.
+        has_keys: whether its files may hold several state dicts, of which ReadOptions.key names one.
     """
 
     name: str
     targets: tuple[str, ...]
+    has_keys: bool
 
     def detect(self, path: Path) -> Path | None:
         """Return the file or folder to open for `path`; None if `path` does not hold this format."""

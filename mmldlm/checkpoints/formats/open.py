@@ -26,6 +26,7 @@ def open_source(
     with_ema: bool = False,
     with_moments: bool = False,
     weights_only: bool = False,
+    key: str | None = None,
 ) -> OpenedCheckpoint:
     """Open a run, RUN/latest, a step folder, a folder of DeepSpeed or DCP, a model.pt, safetensors or their folder.
 
@@ -36,12 +37,13 @@ def open_source(
         with_ema: find the moving average of the weights too, if one was saved.
         with_moments: find the optimizer's moments too, if there are any.
         weights_only: ignore damaged files without training state (the tokenizer, copies of the config).
+        key: which state dict of a file or DCP folder is the model, if it holds several (`state/model`).
 
     Raises:
         UserError: nothing readable there, or a damaged checkpoint; the error names the file.
     """
     path = Path(path)
-    options = ReadOptions(allow_nonfinite, with_moments)
+    options = ReadOptions(allow_nonfinite, with_moments, key=key)
     _refuse_store(path)
     if _is_run_checkpoint(path):
         checkpoint = locate_checkpoint(path)

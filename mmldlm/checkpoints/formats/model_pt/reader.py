@@ -3,32 +3,16 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 from mmldlm.checkpoints.formats.adam_state import group_names, moments_by_name, states_by_index
-from mmldlm.checkpoints.formats.state_dict import add_tensors, tensors_of
+from mmldlm.checkpoints.formats.named_optimizer import add_named_optimizer
+from mmldlm.checkpoints.formats.optimizer_metadata import to_plain_value
+from mmldlm.checkpoints.formats.selection import Keys, select_model
+from mmldlm.checkpoints.formats.state_dict import add_tensors
 from mmldlm.checkpoints.formats.torch_save.reader import TorchFile
 from mmldlm.checkpoints.formats.torch_save.unpickler import TensorRef
-from mmldlm.checkpoints.formats.weight_source import WeightSource
+from mmldlm.checkpoints.formats.weight_source import FileRange, WeightSource
 from mmldlm.errors import UserError
-
-_NESTED = ("model", "state_dict", "model_state_dict", "module")
-
-
-def _state_dict(value: Any, notes: list[str]) -> Any:
-    """Return what a file holds, or, if that has no tensors, the state_dict under a key that trainers use."""
-    if not isinstance(value, dict) or any(isinstance(item, TensorRef) for item in value.values()):
-        return value
-    nested = {
-        key: item
-        for key, item in value.items()
-        if isinstance(item, dict) and any(isinstance(entry, TensorRef) for entry in item.values())
-    }
-    key = next((key for key in _NESTED if key in nested), next(iter(nested), None) if len(nested) == 1 else None)
-    if key is None:
-        return value
-    notes.append(f"the weights are those under {key!r} in the file")
-    return nested[key]
 
 
 def _of_trainer(tensors: dict[str, TensorRef], notes: list[str]) -> dict[str, TensorRef]:
@@ -54,6 +38,7 @@ class ModelFile(WeightSource):
         optimizer: Path | None = None,
         with_moments: bool = False,
         random_access: bool = False,
+        key: str | None = None,
     ) -> ModelFile:
         """Open a file of weights.
 
@@ -62,8 +47,10 @@ class ModelFile(WeightSource):
             optimizer: the optimizer.pt saved with it, which records the trained weights: {"state", "param_groups"} of
                 torch's AdamW, "param_names" [[names of group 0], ...], and optionally "buffer_names" and "aliases"
                 {second name: name} of tied weights.
-            with_moments: find the moments in it too.
+            with_moments: find the moments in it too; without an optimizer.pt, those of an optimizer beside the model
+                that names its parameters.
             random_access: see torch_save/reader.
+            key: which state dict of the file is the model, if there are several.
 
         Raises:
             UserError: a file is damaged, unsafe, without tensors, or the two do not match.
@@ -71,12 +58,13 @@ class ModelFile(WeightSource):
         source = cls(Path(path), allow_nonfinite, random_access)
         try:
             file = source._open(source.path)
-            state = tensors_of(_state_dict(file.load(), source.notes), source.path, "the file", source.notes)
-            state = _of_trainer(state, source.notes)
-            if not state:
-                raise UserError(f"weights in {path}", "a dict without a single tensor", "give a model.pt of mmldlm")
-            add_tensors(source, file, state, {})
-            if optimizer is not None:
+            model = select_model(file.load(), source.path, key)
+            source.notes += model.notes
+            source.other_models = model.other_models
+            add_tensors(source, file, _of_trainer(model.tensors, source.notes), {})
+            if optimizer is None and with_moments:
+                source._read_named_optimizer(file, model.optimizers)
+            elif optimizer is not None:
                 source._read_optimizer(source._open(optimizer), with_moments)
         except BaseException:
             source.close()
@@ -87,6 +75,16 @@ class ModelFile(WeightSource):
         file = TorchFile(path, self.random_access)
         self.files.append(file)
         return file
+
+    def _read_named_optimizer(self, file: TorchFile, optimizers: dict[Keys, dict]) -> None:
+        def parts_of(ref: TensorRef) -> list[FileRange]:
+            file.check_ref(ref, "a moment")
+            if not ref.is_contiguous:
+                found = f"a moment of shape {ref.shape} with strides {ref.stride}"
+                raise UserError(f"moments in row-major order in {file.path}", found, "save them with .contiguous()")
+            return [FileRange(file, ref, 0, ref.numel)] if ref.numel else []
+
+        add_named_optimizer(self, optimizers, lambda value: to_plain_value(file, value), parts_of)
 
     def _read_optimizer(self, file: TorchFile, with_moments: bool) -> None:
         state = file.load_dict()

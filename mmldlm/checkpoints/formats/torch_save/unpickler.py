@@ -175,6 +175,8 @@ _ENUMS: dict[str, dict[str, Any]] = {
     "torch.distributed.checkpoint.metadata._MEM_FORMAT_ENCODING": {
         "TORCH_CONTIGUOUS_FORMAT": 0, "TORCH_CHANNELS_LAST": 1, "TORCH_PRESERVE_FORMAT": 2,
     },
+    "torch.distributed.checkpoint.metadata.WriteItemType": {"TENSOR": 1, "SHARD": 2, "BYTE_IO": 3},
+    "torch.distributed.checkpoint.metadata.LoadItemType": {"TENSOR": 1, "BYTE_IO": 2},
 }  # fmt: skip
 
 
@@ -220,13 +222,21 @@ _OPAQUE = {
     ("numpy", "dtype"), ("numpy", "ndarray"),
     ("numpy.core.multiarray", "scalar"), ("numpy._core.multiarray", "scalar"),
     ("numpy.core.multiarray", "_reconstruct"), ("numpy._core.multiarray", "_reconstruct"),
-    # The .metadata of torch.distributed.checkpoint (see dcp/reader); Python 3.13 moved pathlib's classes.
-    *(("torch.distributed.checkpoint.metadata", name) for name in (
-        "Metadata", "TensorStorageMetadata", "BytesStorageMetadata", "ChunkStorageMetadata", "TensorProperties",
-        "MetadataIndex", "StorageMeta", "_MEM_FORMAT_ENCODING")),
-    ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
+    # In the .metadata of torch.distributed.checkpoint too; Python 3.13 moved pathlib's classes.
     ("torch.serialization", "_get_layout"), ("pathlib._local", "PosixPath"),
+    ("torch.torch_version", "TorchVersion"),
 }  # fmt: skip
+
+
+# Of the .metadata of torch.distributed.checkpoint (see dcp/folder); longer names first where one ends with another.
+_DCP_METADATA = "torch.distributed.checkpoint.metadata"
+_DCP_CLASSES = (
+    "TensorStorageMetadata", "BytesStorageMetadata", "ChunkStorageMetadata", "Metadata", "TensorProperties",
+    "MetadataIndex", "StorageMeta", "_MEM_FORMAT_ENCODING", "_StorageInfo",
+    # Plans that Megatron-core keeps in it.
+    "SavePlan", "LoadPlan", "WriteItem", "ReadItem", "WriteItemType", "LoadItemType", "TensorWriteData",
+    "BytesIOWriteData",
+)  # fmt: skip
 
 
 class _Reader(pickle.Unpickler):
@@ -255,6 +265,18 @@ def dtype_name(value: Any) -> str | None:
     return value.name if isinstance(value, _DType) else None
 
 
+class _DcpMetadataReader(_Reader):
+    """Takes any class *named* like one of DCP's own: other writers have copies of them, or subclasses.
+
+    An object of it executes nothing, and what is needed of its fields is validated by dcp/folder.
+    """
+
+    def find_class(self, module: str, name: str) -> Any:
+        if known := next((own for own in _DCP_CLASSES if name.lstrip("_").endswith(own.lstrip("_"))), None):
+            return _opaque_class(f"{_DCP_METADATA}.{known}")
+        return super().find_class(module, name)
+
+
 def _opaque_class(kind: str) -> type:
     # A class, because the NEWOBJ opcode requires one; instances take any arguments.
     def new(cls, *args, **kwargs):
@@ -267,14 +289,19 @@ def _opaque_class(kind: str) -> type:
     )
 
 
-def read_pickle(data: bytes) -> Any:
+def read_dcp_metadata(data: bytes) -> Any:
+    """Unpickle the .metadata of torch.distributed.checkpoint; see read_pickle."""
+    return read_pickle(data, _DcpMetadataReader)
+
+
+def read_pickle(data: bytes, reader: type[pickle.Unpickler] = _Reader) -> Any:
     """Unpickle `data` with tensors as TensorRef, sizes as tuples, OrderedDict as dict, other objects as OpaqueObject.
 
     Raises:
         RefusedPickle: an unknown global or a malformed stream; nothing was executed.
     """
     try:
-        return _Reader(io.BytesIO(data), encoding="utf-8").load()
+        return reader(io.BytesIO(data), encoding="utf-8").load()
     except RefusedPickle:
         raise
     except RecursionError as error:
