@@ -136,7 +136,7 @@ def copy_planned(
         position = low * DTYPES[planned.dtype].itemsize
         for chunk, _ in weights.iter_range(name, low, high):
             converted = cast(chunk, planned.info.dtype, planned.dtype)
-            _check_range(weights, planned, converted)
+            _check_range(weights, planned, chunk, converted)
             view = memoryview(np.ascontiguousarray(converted).view(np.uint8))
             write(planned, position, view)
             position += len(view)
@@ -215,11 +215,11 @@ def source_metadata(opened: OpenedCheckpoint) -> dict[str, object]:
     }
 
 
-def _check_range(weights: WeightSource, planned: PlannedTensor, converted: np.ndarray) -> None:
+def _check_range(weights: WeightSource, planned: PlannedTensor, chunk: np.ndarray, converted: np.ndarray) -> None:
     if planned.dtype == planned.info.dtype or weights.allow_nonfinite:
         return
     count = count_nonfinite(converted, planned.dtype)
-    if count:
+    if count > count_nonfinite(chunk, planned.info.dtype):
         raise UserError(
             f"weights in the range of {planned.dtype}",
             f"{count} elements of {planned.name} that overflow it",

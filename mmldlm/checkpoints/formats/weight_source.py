@@ -8,7 +8,16 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import numpy as np
 
-from mmldlm.checkpoints.formats.dtypes import DTYPES, bf16_to_fp32, cast, count_nonfinite, is_rounded, nbytes, numel
+from mmldlm.checkpoints.formats.dtypes import (
+    DTYPES,
+    bf16_to_fp32,
+    cast,
+    count_nonfinite,
+    is_mask,
+    is_rounded,
+    nbytes,
+    numel,
+)
 from mmldlm.checkpoints.formats.torch_save.reader import CHUNK_BYTES, SAME_SAVE_HINT, corrupt_file_error
 from mmldlm.checkpoints.formats.torch_save.unpickler import TensorRef
 from mmldlm.errors import UserError
@@ -370,6 +379,10 @@ class WeightSource:
         if self.allow_nonfinite or info.kind == "buffer":
             return
         count = count_nonfinite(chunk, dtype)
+        if count and info.kind == "parameter" and len(info.shape) > 1 and is_mask(chunk, dtype):
+            note = f"{info.name} holds zeros and infinities alone, and was taken as a mask"
+            self.notes += [] if note in self.notes else [note]
+            return
         if count:
             raise UserError(
                 f"finite weights in {self.path}",
