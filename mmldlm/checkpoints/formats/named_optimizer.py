@@ -86,9 +86,11 @@ def add_named_optimizer(
             source.moments.setdefault(key, {})[name] = parts_of(moment)
     trained = set(found.names)
     source.classify(trained, set())
-    for name in trained:
-        source.set_kind_and_dtype(name, "trainable", "float32")
     source.find_tied(trained)
+    for name in trained:
+        if source.tensors[name].dtype in ("bfloat16", "float16"):
+            source.set_kind_and_dtype(name, "trainable", "float32")
+    source.update_aliases()
     frozen = [name for name, info in source.tensors.items() if info.kind == "frozen"]
     if frozen:
         source.notes.append(

@@ -86,7 +86,7 @@ def select_model(root: Any, file: Path, key: str | None = None) -> Model:
     if rest:
         notes.append(f"tensors that are not weights were left out: {join_some(map(_describe_rest, rest), 8)}")
     values = [name for name, value in _items(found.nodes[path]) if not is_tensor(value) and not _has_tensors(value)]
-    values = [name for name in values if name not in tensors and name not in found.flat_optimizers.get(path, {})]
+    values = [name for name in values if name not in tensors and name not in found.merged_optimizers.get(path, {})]
     if values:
         notes.append(f"entries that are not tensors were left out: {join_some(values, 8)}")
     return Model(path, tensors, [write_path(other) for other in others], found.optimizers, notes)
@@ -117,16 +117,25 @@ class _State(NamedTuple):
 
     @property
     def has_vectors(self) -> bool:
-        return any(tensor.shape and DTYPES[tensor.dtype].is_float for tensor in self.tensors.values())
+        kinds = [DTYPES.get(tensor.dtype) for tensor in self.tensors.values() if tensor.shape]
+        return any(kind is None or kind.is_float for kind in kinds)
 
 
 class _Tree(NamedTuple):
-    """What _scan found: every dict and list, those with tensors of their own, and optimizers."""
+    """What _scan found.
+
+    Attributes:
+        nodes: every dict and list outside of optimizers.
+        states: those with tensors of their own.
+        optimizers: every optimizer.
+        merged_optimizers: those of them whose entries stand in one dict with others.
+        num_values: number of leaves that are not tensors.
+    """
 
     nodes: dict[Keys, Any]
     states: dict[Keys, _State]
     optimizers: dict[Keys, dict]
-    flat_optimizers: dict[Keys, dict]
+    merged_optimizers: dict[Keys, dict]
     num_values: int
 
 
@@ -147,14 +156,14 @@ def _scan(root: Any) -> _Tree:
             found.optimizers[path] = node
             continue
         found.nodes[path] = node
-        flat = _flat_optimizer(node)
-        if flat:
-            found.optimizers[path] = found.flat_optimizers[path] = flat
-        own = {name: value for name, value in _items(node) if is_tensor(value) and name not in flat}
+        merged = _merged_optimizer(node)
+        if merged:
+            found.optimizers[path] = found.merged_optimizers[path] = merged
+        own = {name: value for name, value in _items(node) if is_tensor(value) and name not in merged}
         if own:
             found.states[path] = _State(path, own)
         children = node.items() if isinstance(node, dict) else enumerate(node)
-        waiting += reversed([((*path, key), child) for key, child in children if key not in flat])
+        waiting += reversed([((*path, key), child) for key, child in children if key not in merged])
     return found._replace(num_values=num_values)
 
 
@@ -186,18 +195,18 @@ def is_optimizer(node: Any) -> bool:
     """
     if not isinstance(node, dict) or not node:
         return False
-    if "param_groups" in node:
-        return True
     inner = [value for value in node.values() if isinstance(value, dict)]
-    if all(isinstance(key, str) and key in STATE_KEYS for key in node) and inner:
+    if all(isinstance(key, str) and key in STATE_KEYS for key in node) and MOMENT_KEYS & node.keys() and inner:
         return True
     if len(inner) == len(node) and all(any(key in MOMENT_KEYS for key in entry) for entry in inner):
         return True
-    return len(_flat_optimizer(node)) == len(node)
+    return len(_merged_optimizer(node)) == len(node)
 
 
-def _flat_optimizer(node: Any) -> dict[str, Any]:
-    """Return the entries of a flattened optimizer, which may stand among the weights."""
+def _merged_optimizer(node: Any) -> dict[str, Any]:
+    """Return the entries of an optimizer in a dict that may have others, even weights."""
+    if isinstance(node, dict) and "param_groups" in node:
+        return {key: node[key] for key in ("state", "param_groups") if key in node}
     flat = {
         name: value
         for name, value in _items(node)
@@ -266,8 +275,8 @@ def _tensors_of(node: Any, path: Keys) -> tuple[dict[str, Any], bool]:
     Names with dots are a module's, so what is nested beside them is something else; otherwise the dicts are a tree of
     parameters, whose names are joined by dots. At the top level of a file the tensors count alone.
     """
-    flat = _flat_optimizer(node)
-    own = {name: value for name, value in _items(node) if is_tensor(value) and name not in flat}
+    merged = _merged_optimizer(node)
+    own = {name: value for name, value in _items(node) if is_tensor(value) and name not in merged}
     if not path or any("." in name for name in own):
         return own, True
     joined: dict[str, Any] = {}

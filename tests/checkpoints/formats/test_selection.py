@@ -113,6 +113,7 @@ UNIQUE = {
     "deep": {"state": {"model": TRUTH, "optimizers": {"AdamW": NAMED}, "step": torch.tensor(3)}, "rng": [RANDOM_STATE]},
     "unknown name": {"generator": TRUTH, "optimizers": [NUMBERED, NAMED], "rng": {"cpu": RANDOM_STATE}},
     "optimizer among the weights": {**TRUTH, **FLAT},
+    "optimizer merged into the file": {**NUMBERED, "model": TRUTH, "epoch": 3},
     "states alone": {"net": TRUTH, "adam": NAMED["state"]},
     "moments by kind": {"network": TRUTH, "optim": {"exp_avg": OTHER, "exp_avg_sq": OTHER}},
     "average known by its key": {"model": TRUTH, "ema": OTHER},
@@ -301,6 +302,16 @@ def test_parameters_that_are_numbered_beside_their_names(tmp_path):
     made = torch.load(tmp_path / "out" / "optimizer.pt", weights_only=True)
     names = [name for group in made["param_names"] for name in group]
     assert all(torch.equal(made["state"][i]["exp_avg"], moments(name, "exp_avg")) for i, name in enumerate(names))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+def test_weights_of_other_dtypes(dtype, tmp_path):
+    """Masters of 16-bit weights are fp32."""
+    weights = {name: value.to(dtype) for name, value in OTHER.items()}
+    source = save_dcp({"model": weights, "optim": NAMED}, tmp_path / "ck")
+    for target in ("dcp", "zero2", "ddp"):
+        succeeds(mmldlm("convert", source, tmp_path / target, "--to", target))
+        succeeds(mmldlm("convert", "diff", source, tmp_path / target, "--optimizer"), "12 tensors equal, 0 differ")
 
 
 def test_frozen_and_tied_weights_without_a_record(tmp_path):
