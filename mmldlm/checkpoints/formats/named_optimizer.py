@@ -7,27 +7,26 @@ an optimizer with "param_names" in its groups can be read.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterable
+from collections.abc import Container, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from mmldlm.checkpoints.formats.base import OpenedCheckpoint
-from mmldlm.checkpoints.formats.dtypes import DTYPES
+from mmldlm.checkpoints.formats.dtypes import DTYPES, numel
 from mmldlm.checkpoints.formats.optimizer_metadata import (
+    PLAIN_TYPES,
     Group,
     OptimizerMetadata,
     default_counters,
     default_scaler,
 )
-from mmldlm.checkpoints.formats.selection import Keys, is_tensor, write_path
+from mmldlm.checkpoints.formats.selection import Keys, StoredValue, is_tensor, write_path
 from mmldlm.checkpoints.formats.torch_save.reader import corrupt_file_error
-from mmldlm.checkpoints.formats.weight_source import FileRange, WeightSource
+from mmldlm.checkpoints.formats.weight_source import WeightSource, read_parts
 from mmldlm.errors import UserError
 from mmldlm.utils.formatting import join_some
 from mmldlm.utils.moments import MOMENTS, moment_keys
-
-Read = Callable[[Any], Any]  # a leaf -> its plain value
 
 
 @dataclass
@@ -50,20 +49,13 @@ class NamedOptimizer:
         return [name for names, _ in self.groups for name in names]
 
 
-def add_named_optimizer(
-    source: WeightSource,
-    optimizers: dict[Keys, dict],
-    read: Read,
-    parts_of: Callable[[Any], list[FileRange]],
-) -> None:
+def add_named_optimizer(source: WeightSource, optimizers: dict[Keys, dict]) -> None:
     """Find the moments and classify the tensors of a source by an optimizer that names them.
 
     If there is one that cannot be carried over, note the reason.
 
     Args:
         optimizers: path -> node, from selection.
-        read: returns the plain value of a leaf.
-        parts_of: returns where a tensor of the optimizer is.
 
     Raises:
         UserError: damaged files.
@@ -71,7 +63,7 @@ def add_named_optimizer(
     if not optimizers:
         return
     try:
-        found = read_named_optimizer(optimizers, source.tensors, source.path, read)
+        found = read_named_optimizer(optimizers, source.tensors, source.path)
     except Unreadable as error:
         source.optimizer_left_out = str(error)
         source.notes.append(f"the optimizer was left out: {error}")
@@ -83,7 +75,7 @@ def add_named_optimizer(
             if not is_tensor(moment) or moment.shape != shape or not DTYPES[moment.dtype].is_float:
                 found_one = f"{moment.dtype} {moment.shape}" if is_tensor(moment) else type(moment).__name__
                 raise corrupt_file_error(source.path, f"{key} of {name}, which has the shape {shape}, as {found_one}")
-            source.moments.setdefault(key, {})[name] = parts_of(moment)
+            source.moments.setdefault(key, {})[name] = moment.parts()
     trained = set(found.names)
     source.classify(trained, set())
     source.find_tied(trained)
@@ -115,14 +107,13 @@ class Unreadable(ValueError):
     """Why an optimizer cannot be carried over."""
 
 
-def read_named_optimizer(optimizers: dict[Keys, dict], model: Container[str], path: Path, read: Read) -> NamedOptimizer:
+def read_named_optimizer(optimizers: dict[Keys, dict], model: Container[str], path: Path) -> NamedOptimizer:
     """Return the optimizers of a model as one.
 
     Args:
         optimizers: path -> node, from selection.
         model: names of the model's tensors.
         path: named in errors.
-        read: returns the plain value of a leaf.
 
     Raises:
         Unreadable: they number their parameters, train other ones, or are not AdamW or Muon.
@@ -130,7 +121,7 @@ def read_named_optimizer(optimizers: dict[Keys, dict], model: Container[str], pa
     """
     found = NamedOptimizer()
     for keys, node in optimizers.items():
-        groups, state = _flat(node, read) if _is_flat(node) else _nested(node, read)
+        groups, state = _flat(node) if _is_flat(node) else _nested(node)
         what = f"the optimizer under {write_path(keys)!r}"
         names = [name for members, _ in groups for name in members]
         _check(what, names, groups, state, model)
@@ -141,15 +132,36 @@ def read_named_optimizer(optimizers: dict[Keys, dict], model: Container[str], pa
     for names, settings in found.groups:
         for name in names if found.state else ():
             _check_state(name, found.state.get(name, {}), moment_keys(settings))
-    found.steps = _steps(found.state, path, read)
+    found.steps = _steps(found.state, path)
     return found
+
+
+def plain_value(leaf: Any) -> Any:
+    """Return the plain value of a leaf or of a dict or list of them, a one-element tensor as its number.
+
+    Raises:
+        UserError: damaged files.
+        Unreadable: another tensor, or an object.
+    """
+    if isinstance(leaf, StoredValue):
+        leaf = leaf.load()
+    if isinstance(leaf, PLAIN_TYPES):
+        return leaf
+    if isinstance(leaf, dict):
+        return {key: plain_value(value) for key, value in leaf.items()}
+    if isinstance(leaf, list | tuple):
+        return type(leaf)(plain_value(value) for value in leaf)
+    if not is_tensor(leaf) or numel(leaf.shape) != 1 or leaf.dtype not in ("float32", "float64", "int64", "int32"):
+        what = f"a tensor {leaf.shape} of {leaf.dtype}" if is_tensor(leaf) else str(leaf)[:80]
+        raise Unreadable(f"{what} among its settings, instead of a number")
+    return read_parts(leaf.parts(), 0, 1)[0].item()
 
 
 def _is_flat(node: dict) -> bool:
     return "param_groups" not in node and "state" not in node
 
 
-def _nested(node: dict, read: Read) -> tuple[list[tuple[list[str], dict[str, Any]]], dict[str, dict]]:
+def _nested(node: dict) -> tuple[list[tuple[list[str], dict[str, Any]]], dict[str, dict]]:
     saved = node.get("state")
     saved = saved if isinstance(saved, dict) else {}
     tables = node.get("param_groups")
@@ -158,7 +170,7 @@ def _nested(node: dict, read: Read) -> tuple[list[tuple[list[str], dict[str, Any
         raise Unreadable("its parameter groups were not saved")
     groups, name_of = [], {}
     for table in tables:
-        settings = {key: read(value) for key, value in table.items()}
+        settings = {key: plain_value(value) for key, value in table.items()}
         members = settings.pop("params", [])
         names = settings.pop("param_names", members)
         if not isinstance(members, list | tuple) or not isinstance(names, list | tuple) or len(names) != len(members):
@@ -168,7 +180,7 @@ def _nested(node: dict, read: Read) -> tuple[list[tuple[list[str], dict[str, Any
     return groups, {name_of.get(str(key), key): dict(entry) for key, entry in saved.items() if isinstance(entry, dict)}
 
 
-def _flat(node: dict, read: Read) -> tuple[list[tuple[list[str], dict[str, Any]]], dict[str, dict]]:
+def _flat(node: dict) -> tuple[list[tuple[list[str], dict[str, Any]]], dict[str, dict]]:
     """Return the same of a flattened optimizer; parameters with equal settings make one group."""
     if any(isinstance(value, dict) for value in node.values()):
         raise Unreadable("its parameter groups were not saved")
@@ -180,7 +192,7 @@ def _flat(node: dict, read: Read) -> tuple[list[tuple[list[str], dict[str, Any]]
         if kind == "state":
             state.setdefault(name, {})[what] = value
         else:
-            settings.setdefault(name, {})[what] = read(value)
+            settings.setdefault(name, {})[what] = plain_value(value)
     groups: dict[str, tuple[list[str], dict[str, Any]]] = {}
     for name, table in settings.items():
         groups.setdefault(repr(sorted(table.items())), ([], table))[0].append(name)
@@ -204,8 +216,8 @@ def _check_state(name: str, entry: dict, keys: tuple[str, ...]) -> None:
         raise Unreadable(f"its state of {name} is {join_some(entry)}; only that of AdamW and Muon can be carried over")
 
 
-def _steps(state: dict[str, dict], path: Path, read: Read) -> float | None:
-    steps = {name: read(entry["step"]) for name, entry in state.items() if "step" in entry}
+def _steps(state: dict[str, dict], path: Path) -> float | None:
+    steps = {name: plain_value(entry["step"]) for name, entry in state.items() if "step" in entry}
     if not steps:
         return None
     for name, value in steps.items():

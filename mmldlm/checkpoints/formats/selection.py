@@ -1,7 +1,7 @@
 """Find the model in what a checkpoint holds beside it: optimizers, averages, counters, random states.
 
-A torch.save'd object and a DCP folder are read as the same tree: dicts and lists, whose leaves are tensors (TensorRef
-or StoredTensor) or other values. A path is the tuple of keys that leads to a node; users write it with slashes
+A torch.save'd object and a DCP folder are read as the same tree: dicts and lists, whose leaves are StoredTensor,
+StoredValue or plain values. A path is the tuple of keys that leads to a node; users write it with slashes
 (`--key state/model`), and `.` for the top level.
 """
 
@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from mmldlm.checkpoints.formats.dtypes import DTYPES, numel
-from mmldlm.checkpoints.formats.torch_save.unpickler import TensorRef
+from mmldlm.checkpoints.formats.torch_save.unpickler import OpaqueObject
+from mmldlm.checkpoints.formats.weight_source import FileRange
 from mmldlm.errors import UserError
 from mmldlm.utils.formatting import count_noun, join_some
 
@@ -32,10 +33,30 @@ _MAX_DEPTH = 32
 
 
 class StoredTensor:
-    """A tensor outside a torch.save'd object. Subclasses know where it is stored."""
+    """A tensor; subclasses know where it is stored."""
 
     dtype: str
     shape: tuple[int, ...]
+
+    def parts(self) -> list[FileRange]:
+        """Return where its elements are.
+
+        Raises:
+            UserError: a damaged file, or an order of elements that cannot be read so.
+        """
+        raise NotImplementedError
+
+
+class StoredValue:
+    """A value that is not read with the tree."""
+
+    def load(self) -> Any:
+        """Return it, with StoredTensor for its tensors.
+
+        Raises:
+            UserError: it cannot be read.
+        """
+        raise NotImplementedError
 
 
 class Model(NamedTuple):
@@ -129,6 +150,7 @@ class _Tree(NamedTuple):
         states: those with tensors of their own.
         optimizers: every optimizer.
         merged_optimizers: those of them whose entries stand in one dict with others.
+        opaque: objects of a class under a key of MODEL_KEYS, such as a pickled module.
         num_values: number of leaves that are not tensors.
     """
 
@@ -136,11 +158,12 @@ class _Tree(NamedTuple):
     states: dict[Keys, _State]
     optimizers: dict[Keys, dict]
     merged_optimizers: dict[Keys, dict]
+    opaque: list[Keys]
     num_values: int
 
 
 def _scan(root: Any) -> _Tree:
-    found = _Tree({}, {}, {}, {}, 0)
+    found = _Tree({}, {}, {}, {}, [], 0)
     seen: set[int] = set()
     num_values = 0
     waiting: list[tuple[Keys, Any]] = [((), root)]
@@ -148,6 +171,8 @@ def _scan(root: Any) -> _Tree:
         path, node = waiting.pop()
         if not isinstance(node, dict | list | tuple):
             num_values += not is_tensor(node)
+            if isinstance(node, OpaqueObject) and path and path[-1] in MODEL_KEYS:
+                found.opaque.append(path)
             continue
         if id(node) in seen or len(path) > _MAX_DEPTH:  # one dict may stand under several keys
             continue
@@ -174,7 +199,7 @@ def _items(node: Any) -> Iterator[tuple[str, Any]]:
 
 def is_tensor(value: Any) -> bool:
     """Return whether a leaf is a tensor."""
-    return isinstance(value, TensorRef | StoredTensor)
+    return isinstance(value, StoredTensor)
 
 
 def _has_tensors(value: Any) -> bool:
@@ -236,6 +261,8 @@ def _choose(found: _Tree, file: Path) -> Keys:
         raise _nothing(found, file)
     if found.num_values and not any(state.has_vectors or state.has_matrices for state in candidates):
         raise _several(found, file, "no weights beside")  # the model may be one of the other values
+    if found.opaque and not any(state.path and state.path[-1] in MODEL_KEYS for state in candidates):
+        raise _several(found, file, f"{write_path(found.opaque[0])}, an object instead of a state dict, beside")
     if len(candidates) > 1:
         known = [state for state in candidates if state.path and state.path[-1] in MODEL_KEYS]
         beside = [

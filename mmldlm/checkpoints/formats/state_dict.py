@@ -5,10 +5,43 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from mmldlm.checkpoints.formats.selection import StoredTensor
 from mmldlm.checkpoints.formats.torch_save.reader import TorchFile
 from mmldlm.checkpoints.formats.torch_save.unpickler import TensorRef
 from mmldlm.checkpoints.formats.weight_source import FileRange, TensorInfo, WeightSource
 from mmldlm.errors import UserError
+
+
+class FileTensor(StoredTensor):
+    """A tensor of a torch.save'd object."""
+
+    def __init__(self, file: TorchFile, ref: TensorRef):
+        self.file, self.ref, self.dtype, self.shape = file, ref, ref.dtype, ref.shape
+
+    def parts(self) -> list[FileRange]:
+        ref = self.ref
+        self.file.check_ref(ref, f"a tensor of shape {ref.shape}")
+        if not ref.is_contiguous:
+            found = f"one of shape {ref.shape} with strides {ref.stride}"
+            raise UserError(f"tensors in row-major order in {self.file.path}", found, "save them with .contiguous()")
+        return [FileRange(self.file, ref, 0, ref.numel)] if ref.numel else []
+
+
+def tree_of(file: TorchFile, value: Any, seen: dict[int, Any] | None = None) -> Any:
+    """Return a loaded object with FileTensor for its tensors."""
+    seen = {} if seen is None else seen
+    if isinstance(value, TensorRef):
+        return FileTensor(file, value)
+    if not isinstance(value, dict | list | tuple):
+        return value
+    if id(value) not in seen:
+        seen[id(value)] = None  # a dict that contains itself
+        if isinstance(value, dict):
+            seen[id(value)] = {key: tree_of(file, entry, seen) for key, entry in value.items()}
+        else:
+            items = [tree_of(file, entry, seen) for entry in value]
+            seen[id(value)] = items if isinstance(value, list) else tuple(items)
+    return seen[id(value)]
 
 
 def tensors_of(value: Any, path: Path, what: str, notes: list[str]) -> dict[str, TensorRef]:

@@ -220,12 +220,19 @@ def accelerate(folder):
     return folder
 
 
+def accelerate_in_files(folder):
+    folder.mkdir()
+    save_file(NAMED, folder / "optimizer.bin")
+    return save_file(TRUTH, folder / "pytorch_model_fsdp.bin")
+
+
 WITH_OPTIMIZER = {
     "optim": lambda path: save_dcp({"model": TRUTH, "optim": NAMED}, path),
     "optimizer, flattened": lambda path: save_dcp({"model": TRUTH, "optimizer": FLAT}, path),
     "AppState": lambda path: save_dcp({"app": AppState()}, path),
     "torchtitan": lambda path: save_dcp(UNIQUE["torchtitan"], path),
     "accelerate": accelerate,
+    "accelerate's files": accelerate_in_files,
     "accelerate's subfolder": lambda path: accelerate(path) / "pytorch_model_fsdp_0",
     "not flattened": lambda path: save_dcp(
         {"model": TRUTH, "optim": NAMED}, path, planner=dcp.DefaultSavePlanner(flatten_state_dict=False)
@@ -312,6 +319,12 @@ def test_weights_of_other_dtypes(dtype, tmp_path):
     for target in ("dcp", "zero2", "ddp"):
         succeeds(mmldlm("convert", source, tmp_path / target, "--to", target))
         succeeds(mmldlm("convert", "diff", source, tmp_path / target, "--optimizer"), "12 tensors equal, 0 differ")
+
+
+def test_moments_in_another_order_of_elements(tmp_path):
+    state = {name: {**entry, "exp_avg": entry["exp_avg"].t().contiguous().t()} for name, entry in NAMED["state"].items()}
+    source = save_file({"model": TRUTH, "optim": {**NAMED, "state": state}}, tmp_path / "a.pt")
+    refuses(mmldlm("convert", source, tmp_path / "out", "--to", "zero2"), "row-major", "contiguous")
 
 
 def test_frozen_and_tied_weights_without_a_record(tmp_path):

@@ -14,7 +14,8 @@ from typing import Any
 
 from mmldlm.checkpoints.formats.dcp.item import DcpFile, DcpItem, DcpObject
 from mmldlm.checkpoints.formats.dtypes import numel
-from mmldlm.checkpoints.formats.selection import MODEL_KEYS, Keys, StoredTensor
+from mmldlm.checkpoints.formats.selection import MODEL_KEYS, Keys, StoredTensor, StoredValue
+from mmldlm.checkpoints.formats.state_dict import tree_of
 from mmldlm.checkpoints.formats.torch_save.reader import (
     MAX_PICKLE_BYTES,
     corrupt_file_error,
@@ -29,6 +30,7 @@ from mmldlm.checkpoints.formats.torch_save.unpickler import (
 from mmldlm.checkpoints.formats.weight_source import FileRange
 from mmldlm.checkpoints.layout import DCP_METADATA
 from mmldlm.errors import UserError
+from mmldlm.utils.moments import MOMENTS
 
 Location = tuple[str, int, int]  # file, first byte, number of bytes
 # Keys of pickled objects that may hold the model.
@@ -43,11 +45,7 @@ class DcpTensor(StoredTensor):
         self.folder, self.name, self.dtype, self.shape, self.chunks = folder, name, dtype, shape, chunks
 
     def parts(self) -> list[FileRange]:
-        """Return where its elements are; the chunks must follow each other without gap or overlap.
-
-        Raises:
-            UserError: they do not, or they are cut along another dimension than the first.
-        """
+        # The chunks must follow each other without gap or overlap.
         path, name, shape = self.folder.metadata_path, self.name, self.shape
         parts, row = [], 0
         for offsets, sizes in sorted(self.chunks):
@@ -70,27 +68,15 @@ class DcpTensor(StoredTensor):
         return parts
 
 
-class DcpValue:
-    """One pickled object of a folder, read when it is asked for."""
+class DcpValue(StoredValue):
+    """One pickled object of a folder."""
 
     def __init__(self, folder: DcpFolder, name: str):
         self.folder, self.name = folder, name
 
-    def open(self) -> DcpObject:
-        """Return its file; load() of it returns the object."""
-        return self.folder.open_object(self.name)
-
-
-class PickledTensor(StoredTensor):
-    """A tensor inside of a pickled object."""
-
-    def __init__(self, item: DcpObject, ref: TensorRef):
-        self.item, self.ref, self.dtype, self.shape = item, ref, ref.dtype, ref.shape
-
-    def parts(self) -> list[FileRange]:
-        """Return where its elements are."""
-        self.item.check_ref(self.ref, f"a tensor of {self.item.what}")
-        return [FileRange(self.item, self.ref, 0, self.ref.numel)] if self.ref.numel else []
+    def load(self) -> Any:
+        item = self.folder.open_object(self.name)
+        return tree_of(item, item.load())
 
 
 class DcpFolder:
@@ -173,8 +159,7 @@ class DcpFolder:
             if self.tree.get(name) is not value:
                 continue
             try:
-                item = value.open()
-                self.tree[name] = _with_items(item, item.load())
+                self.tree[name] = value.load()
             except UserError as error:
                 if name not in _MAY_HOLD_MODEL:
                     continue
@@ -201,22 +186,6 @@ class DcpFolder:
         item = DcpObject(self._file(relative), offset, length, name, self.random_access)
         self.items.append(item)
         return item
-
-
-def _with_items(item: DcpObject, value: Any, seen: dict[int, Any] | None = None) -> Any:
-    """Return a loaded object with PickledTensor for its tensors."""
-    seen = {} if seen is None else seen
-    if isinstance(value, TensorRef):
-        return PickledTensor(item, value)
-    if not isinstance(value, dict | list | tuple):
-        return value
-    if id(value) not in seen:
-        seen[id(value)] = None  # a dict that contains itself
-        if isinstance(value, dict):
-            seen[id(value)] = {key: _with_items(item, entry, seen) for key, entry in value.items()}
-        else:
-            seen[id(value)] = type(value)(_with_items(item, entry, seen) for entry in value)
-    return seen[id(value)]
 
 
 # -- .metadata --------------------------------------------------------------------------------------------------------
@@ -299,7 +268,11 @@ def _paths(path: Path, names: dict[str, Any], planner_data: Any) -> dict[str, Ke
         if name not in known:
             first, _, rest = name.partition(".")
             is_prefix = is_flattened and rest and (first == "model" or name.startswith(_FLAT_OPTIMIZERS))
-            known[name] = (first, rest) if is_prefix else (name,)
+            moment, _, owner = rest.partition(".")
+            if is_prefix and first != "model" and moment in MOMENTS:  # mmldlm's own
+                known[name] = (first, moment, owner)
+            else:
+                known[name] = (first, rest) if is_prefix else (name,)
     return known
 
 

@@ -12,16 +12,13 @@ from pathlib import Path
 from typing import Any
 
 from mmldlm.checkpoints.formats.adam_state import check_no_other_moment
-from mmldlm.checkpoints.formats.dcp.folder import DcpFolder, DcpTensor, DcpValue, PickledTensor
-from mmldlm.checkpoints.formats.dcp.item import DcpObject
-from mmldlm.checkpoints.formats.dtypes import numel
+from mmldlm.checkpoints.formats.dcp.folder import DcpFolder, DcpTensor
 from mmldlm.checkpoints.formats.named_optimizer import add_named_optimizer
-from mmldlm.checkpoints.formats.optimizer_metadata import to_plain_value
-from mmldlm.checkpoints.formats.selection import Keys, StoredTensor, find_optimizers, select_model
-from mmldlm.checkpoints.formats.state_dict import add_tensors
-from mmldlm.checkpoints.formats.torch_save.reader import corrupt_file_error
+from mmldlm.checkpoints.formats.selection import Keys, find_optimizers, select_model
+from mmldlm.checkpoints.formats.state_dict import FileTensor, add_tensors
+from mmldlm.checkpoints.formats.torch_save.reader import TorchFile, corrupt_file_error
 from mmldlm.checkpoints.formats.torch_save.unpickler import TensorRef
-from mmldlm.checkpoints.formats.weight_source import TensorInfo, WeightSource, read_parts
+from mmldlm.checkpoints.formats.weight_source import TensorInfo, WeightSource
 from mmldlm.checkpoints.layout import DCP_METADATA, TRAINABLE_FILE
 from mmldlm.errors import UserError
 from mmldlm.utils.formatting import join_some
@@ -80,19 +77,21 @@ class DcpCheckpoint(WeightSource):
     def _read(self, with_moments: bool, key: str | None) -> None:
         _refuse_megatron(self.path)
         folder = self._open(self.path)
+        names_file = _read_trainable(self.path)
+        if key is None and names_file is not None and "model" in folder.tree:
+            key = "model"
         model = select_model(folder.tree, folder.metadata_path, key)
         _refuse_stacked_layers(self.path, model.tensors)
-        pickled: dict[DcpObject, dict[str, TensorRef]] = {}
+        pickled: dict[TorchFile, dict[str, TensorRef]] = {}
         for name, tensor in model.tensors.items():
-            if isinstance(tensor, PickledTensor):
-                pickled.setdefault(tensor.item, {})[name] = tensor.ref
+            if isinstance(tensor, FileTensor):
+                pickled.setdefault(tensor.file, {})[name] = tensor.ref
             else:
                 self.tensors[name] = TensorInfo(name, tensor.dtype, tensor.shape, "parameter")
                 self.parts[name] = tensor.parts()
-        for item, refs in pickled.items():
-            add_tensors(self, item, refs, {})
+        for file, refs in pickled.items():
+            add_tensors(self, file, refs, {})
         self.other_models = model.other_models
-        names_file = _read_trainable(self.path)
         if names_file is not None:
             self._set_kinds(names_file)
             if with_moments:
@@ -147,29 +146,7 @@ class DcpCheckpoint(WeightSource):
         beside = self.path.parent / f"optimizer_{number}"
         if number != self.path.name and (beside / DCP_METADATA).is_file():
             optimizers = optimizers | find_optimizers(self._open(beside).tree)
-        add_named_optimizer(self, optimizers, _plain_value, lambda tensor: tensor.parts())
-
-
-def _plain_value(leaf: Any) -> Any:
-    """Return the value of a leaf: a pickled setting, or the number that a tensor holds.
-
-    Raises:
-        UserError: an object, or a tensor of several elements.
-    """
-    if isinstance(leaf, DcpValue):
-        item = leaf.open()
-        return to_plain_value(item, item.load())
-    if isinstance(leaf, dict):
-        return {key: _plain_value(value) for key, value in leaf.items()}
-    if isinstance(leaf, list | tuple):
-        return type(leaf)(_plain_value(value) for value in leaf)
-    if not isinstance(leaf, StoredTensor):
-        return leaf
-    parts = leaf.parts()
-    if numel(leaf.shape) != 1 or leaf.dtype not in ("float32", "float64", "int64", "int32"):
-        found = f"a tensor {leaf.shape} of {leaf.dtype} instead of a number in the optimizer"
-        raise corrupt_file_error(parts[0].file.path if parts else Path(DCP_METADATA), found)
-    return read_parts(parts, 0, 1)[0].item()
+        add_named_optimizer(self, optimizers)
 
 
 # -- Megatron-core ----------------------------------------------------------------------------------------------------

@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 from mmldlm.checkpoints.formats.adam_state import group_names, moments_by_name, states_by_index
 from mmldlm.checkpoints.formats.named_optimizer import add_named_optimizer
-from mmldlm.checkpoints.formats.optimizer_metadata import to_plain_value
-from mmldlm.checkpoints.formats.selection import Keys, select_model
-from mmldlm.checkpoints.formats.state_dict import add_tensors
+from mmldlm.checkpoints.formats.selection import Keys, find_optimizers, select_model
+from mmldlm.checkpoints.formats.state_dict import add_tensors, tree_of
 from mmldlm.checkpoints.formats.torch_save.reader import TorchFile
 from mmldlm.checkpoints.formats.torch_save.unpickler import TensorRef
-from mmldlm.checkpoints.formats.weight_source import FileRange, WeightSource
-from mmldlm.errors import UserError
+from mmldlm.checkpoints.formats.weight_source import WeightSource
+
+# accelerate and the Hugging Face Trainer save the optimizer of FSDP's full state dict in a file beside it.
+_ACCELERATE = re.compile(r"pytorch_model_fsdp(_\d+)?\.bin")
+
+
+def _optimizer_beside(path: Path) -> Path | None:
+    found = _ACCELERATE.fullmatch(path.name)
+    beside = path.parent / f"optimizer{found[1] or ''}.bin" if found else path
+    return beside if found and beside.is_file() else None
 
 
 def _of_trainer(tensors: dict[str, TensorRef], notes: list[str]) -> dict[str, TensorRef]:
@@ -58,12 +66,13 @@ class ModelFile(WeightSource):
         source = cls(Path(path), allow_nonfinite, random_access)
         try:
             file = source._open(source.path)
-            model = select_model(file.load(), source.path, key)
+            model = select_model(tree_of(file, file.load()), source.path, key)
             source.notes += model.notes
             source.other_models = model.other_models
-            add_tensors(source, file, _of_trainer(model.tensors, source.notes), {})
+            refs = {name: tensor.ref for name, tensor in model.tensors.items()}
+            add_tensors(source, file, _of_trainer(refs, source.notes), {})
             if optimizer is None and with_moments:
-                source._read_named_optimizer(file, model.optimizers)
+                source._read_named_optimizer(model.optimizers)
             elif optimizer is not None:
                 source._read_optimizer(source._open(optimizer), with_moments)
         except BaseException:
@@ -76,15 +85,12 @@ class ModelFile(WeightSource):
         self.files.append(file)
         return file
 
-    def _read_named_optimizer(self, file: TorchFile, optimizers: dict[Keys, dict]) -> None:
-        def parts_of(ref: TensorRef) -> list[FileRange]:
-            file.check_ref(ref, "a moment")
-            if not ref.is_contiguous:
-                found = f"a moment of shape {ref.shape} with strides {ref.stride}"
-                raise UserError(f"moments in row-major order in {file.path}", found, "save them with .contiguous()")
-            return [FileRange(file, ref, 0, ref.numel)] if ref.numel else []
-
-        add_named_optimizer(self, optimizers, lambda value: to_plain_value(file, value), parts_of)
+    def _read_named_optimizer(self, optimizers: dict[Keys, dict]) -> None:
+        beside = _optimizer_beside(self.path)
+        if beside is not None:
+            file = self._open(beside)
+            optimizers = optimizers | find_optimizers(tree_of(file, file.load()))
+        add_named_optimizer(self, optimizers)
 
     def _read_optimizer(self, file: TorchFile, with_moments: bool) -> None:
         state = file.load_dict()
