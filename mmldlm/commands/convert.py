@@ -31,6 +31,7 @@ _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(i?)B?", re.IGNORECASE)
 _SOURCES = (
     "a run, RUN/latest, a step folder, a DeepSpeed or DCP folder, a model.pt, safetensors or a Hugging Face folder"
 )
+_KEY = "the model among several state dicts of a file or DCP folder, by its keys: state/model; . is the top level"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -65,6 +66,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="zero3: elements per sub-group, as in the DeepSpeed config that will load it (default 1e9)",
     )
     add("--ema", action="store_true", help="write the moving average of the weights")
+    add("--key", metavar="PATH", help=_KEY)
     add(
         "--shard-size",
         metavar="SIZE",
@@ -88,8 +90,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def add_inspect_arguments(parser: argparse.ArgumentParser) -> Callable[[argparse.Namespace], int]:
     """Add the arguments of `mmldlm convert inspect`; return the function that runs it."""
     parser.add_argument("path", type=option_types.path, metavar="SRC", help=_SOURCES)
+    parser.add_argument("--key", metavar="PATH", help=_KEY)
     parser.add_argument("--keep-names", action="store_true", help="print the names as they are in the file")
-    return lambda args: _run(lambda: inspect(args.path, args.keep_names))
+    return lambda args: _run(lambda: inspect(args.path, args.keep_names, args.key))
 
 
 def add_diff_arguments(parser: argparse.ArgumentParser) -> Callable[[argparse.Namespace], int]:
@@ -98,9 +101,16 @@ def add_diff_arguments(parser: argparse.ArgumentParser) -> Callable[[argparse.Na
     parser.add_argument("b", type=option_types.path, metavar="B", help="another one; exit code 1 if they differ")
     parser.add_argument("--ema", action="store_true", help="compare the moving averages of the weights")
     parser.add_argument("--optimizer", action="store_true", help="compare the optimizer's moments too")
+    parser.add_argument("--key", metavar="PATH", help=f"in A: {_KEY}")
+    parser.add_argument("--key-b", metavar="PATH", help="the same in B")
     parser.add_argument("--keep-names", action="store_true", help="compare the names as they are in the files")
     parser.add_argument("--strip-prefix", metavar="PREFIX", default="", help="compare names without PREFIX")
-    return lambda args: _run(lambda: diff(args.a, args.b, args.ema, args.optimizer, args.keep_names, args.strip_prefix))
+    return lambda args: _run(lambda: _diff(args))
+
+
+def _diff(args: argparse.Namespace) -> int:
+    options = {"keep_names": args.keep_names, "strip_prefix": args.strip_prefix, "key_a": args.key, "key_b": args.key_b}
+    return diff(args.a, args.b, args.ema, args.optimizer, **options)
 
 
 def main(args: argparse.Namespace) -> int:
@@ -136,6 +146,7 @@ def _convert(args: argparse.Namespace) -> int:
             "fsync": not args.no_fsync,
             "keep_names": args.keep_names,
             "strip_prefix": args.strip_prefix,
+            "key": args.key,
         }
         if args.to == "safetensors":
             shard_bytes = parse_size(args.shard_size)
@@ -200,11 +211,11 @@ def _dry_run(args: argparse.Namespace) -> int:
     _check_options(args)
     if args.to != "safetensors":
         options = {"allow_nonfinite": args.allow_nonfinite, "only": args.only, "sub_group_size": args.sub_group_size}
-        options |= {"keep_names": args.keep_names, "strip_prefix": args.strip_prefix}
+        options |= {"keep_names": args.keep_names, "strip_prefix": args.strip_prefix, "key": args.key}
         rows, num_files, nbytes = dry_run(args.src, args.to, args.world, args.dtype, **options)
         print_table([*rows, ("would write", f"{num_files} files, {nbytes:,} bytes ({nbytes / 2**20:.1f} MiB)")])
         return EXIT_DONE
-    opened = open_source(args.src, args.allow_nonfinite, with_ema=args.ema, keep_names=args.keep_names)
+    opened = open_source(args.src, args.allow_nonfinite, with_ema=args.ema, keep_names=args.keep_names, key=args.key)
     with opened.weights as weights:
         if args.ema:
             weights.use_ema()

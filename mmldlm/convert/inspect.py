@@ -39,12 +39,16 @@ def summarize(opened: OpenedCheckpoint) -> list[tuple[str, str]]:
     return rows
 
 
-def inspect(path: Path | str, keep_names: bool = False) -> int:
-    """Print the content of a checkpoint without reading its weights; return the exit code."""
+def inspect(path: Path | str, keep_names: bool = False, key: str | None = None) -> int:
+    """Print the content of a checkpoint without reading its weights; return the exit code.
+
+    For `keep_names` and `key` see open_source.
+    """
+    options = {"allow_nonfinite": True, "with_ema": True, "keep_names": keep_names, "key": key}
     try:
-        opened = open_source(path, allow_nonfinite=True, with_ema=True, with_moments=True, keep_names=keep_names)
+        opened = open_source(path, with_moments=True, **options)
     except UserError as error:  # weights alone can be read without an optimizer state that mmldlm can continue
-        opened = open_source(path, allow_nonfinite=True, with_ema=True, keep_names=keep_names)
+        opened = open_source(path, **options)
         opened.weights.notes.append(f"optimizer state not shown: expected {error.expected}, found {error.found}")
     with opened.weights as weights:
         print_table(summarize(opened))
@@ -166,12 +170,17 @@ def diff(
     with_moments: bool = False,
     keep_names: bool = False,
     strip_prefix: str = "",
+    key_a: str | None = None,
+    key_b: str | None = None,
 ) -> int:
-    """Print the differences between two checkpoints; return 0 if all tensors are equal, else 1."""
+    """Print the differences between two checkpoints; return 0 if all tensors are equal, else 1.
+
+    For `keep_names`, `key_a` and `key_b` see open_source.
+    """
     options = {"with_ema": with_ema, "with_moments": with_moments, "keep_names": keep_names}
-    opened_a = open_source(path_a, allow_nonfinite=True, **options)
+    opened_a = open_source(path_a, allow_nonfinite=True, key=key_a, **options)
     with opened_a.weights as a:
-        opened_b = open_source(path_b, allow_nonfinite=True, **options)
+        opened_b = open_source(path_b, allow_nonfinite=True, key=key_b, **options)
         with opened_b.weights as b:
             if with_ema:
                 a.use_ema()

@@ -68,6 +68,7 @@ def convert_state(
     fsync: bool = True,
     keep_names: bool = False,
     strip_prefix: str = "",
+    key: str | None = None,
 ) -> Summary:
     """Convert a checkpoint of any engine into another format, with its optimizer.
 
@@ -88,6 +89,7 @@ def convert_state(
         fsync: flush everything to the disk before `out` appears; a checkpoint of a run always is.
         keep_names: see open_source.
         strip_prefix: model.pt only: removed from all names that begin with it.
+        key: see open_source.
 
     Raises:
         UserError: the source is damaged or incomplete for the target, `out` exists, or the disk has no space.
@@ -96,8 +98,10 @@ def convert_state(
     started = time.monotonic()
     out = Path(os.path.abspath(out))
     _check_arguments(to, world_size)
-    with_moments = _needs_moments(source, to)
-    opened = open_source(source, allow_nonfinite, with_ema=ema, with_moments=with_moments, keep_names=keep_names)
+    with_moments = to != "model.pt"
+    opened = open_source(
+        source, allow_nonfinite, with_ema=ema, with_moments=with_moments, keep_names=keep_names, key=key
+    )
     with opened.weights as weights:
         check_links(opened)
         check_config(weights, opened.checkpoint)
@@ -141,6 +145,7 @@ def dry_run(
     sub_group_size: int = SUB_GROUP_SIZE,
     keep_names: bool = False,
     strip_prefix: str = "",
+    key: str | None = None,
 ) -> tuple[list[tuple[str, str]], int, int]:
     """Read and check what a conversion would read.
 
@@ -150,8 +155,7 @@ def dry_run(
     Raises:
         UserError: as convert_state, except for OUT.
     """
-    with_moments = _needs_moments(source, to)
-    opened = open_source(source, allow_nonfinite, with_moments=with_moments, keep_names=keep_names)
+    opened = open_source(source, allow_nonfinite, with_moments=to != "model.pt", keep_names=keep_names, key=key)
     with opened.weights as weights:
         check_links(opened)
         check_config(weights, opened.checkpoint)
@@ -179,14 +183,6 @@ def _world_size(opened: OpenedCheckpoint, given: int | None) -> int:
         found = f"{world_size:,} in {opened.checkpoint or opened.weights.path}"
         raise UserError(f"a recorded number of ranks up to {MAX_WORLD_SIZE:,}", found, "give the number with --world")
     return world_size
-
-
-def _needs_moments(source: Path | str, to: str) -> bool:
-    """Return whether the moments are written; to dcp only if the source records which weights were trained."""
-    if to != "dcp":
-        return to != "model.pt"
-    with open_source(source, allow_nonfinite=True).weights as weights:
-        return not weights.unclassified
 
 
 def _write(

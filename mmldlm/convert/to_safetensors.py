@@ -65,6 +65,7 @@ def convert(
     fsync: bool = True,
     keep_names: bool = False,
     strip_prefix: str = "",
+    key: str | None = None,
 ) -> Summary:
     """Convert a checkpoint into the folder `out`.
 
@@ -84,6 +85,7 @@ def convert(
         fsync: flush everything to the disk before `out` appears.
         keep_names: see open_source.
         strip_prefix: removed from all names that begin with it.
+        key: see open_source.
 
     Raises:
         UserError: the source is damaged or unsafe, `out` exists, the disk has no space, or values overflow `dtype`.
@@ -91,7 +93,7 @@ def convert(
     """
     started = time.monotonic()
     out = Path(os.path.abspath(out))
-    opened = open_source(source, allow_nonfinite, with_ema=ema, keep_names=keep_names)
+    opened = open_source(source, allow_nonfinite, with_ema=ema, keep_names=keep_names, key=key)
     with opened.weights as weights:
         check_links(opened)
         check_config(weights, opened.checkpoint)
@@ -145,7 +147,7 @@ def copy_planned(
         position = low * DTYPES[planned.dtype].itemsize
         for chunk, _ in weights.iter_range(name, low, high):
             converted = cast(chunk, planned.info.dtype, planned.dtype)
-            _check_range(weights, planned, converted)
+            _check_range(weights, planned, chunk, converted)
             view = memoryview(np.ascontiguousarray(converted).view(np.uint8))
             write(planned, position, view)
             position += len(view)
@@ -224,11 +226,11 @@ def source_metadata(opened: OpenedCheckpoint) -> dict[str, object]:
     }
 
 
-def _check_range(weights: WeightSource, planned: PlannedTensor, converted: np.ndarray) -> None:
+def _check_range(weights: WeightSource, planned: PlannedTensor, chunk: np.ndarray, converted: np.ndarray) -> None:
     if planned.dtype == planned.info.dtype or weights.allow_nonfinite:
         return
     count = count_nonfinite(converted, planned.dtype)
-    if count:
+    if count > count_nonfinite(chunk, planned.info.dtype):
         raise UserError(
             f"weights in the range of {planned.dtype}",
             f"{count} elements of {planned.name} that overflow it",

@@ -30,12 +30,14 @@ class ReadOptions:
         random_access: read only what is requested (see torch_save/reader).
         is_one_save: a manifest was compared with the files: their counters are not compared with each other. Those of
             mmldlm's runs may differ (skipped steps, rollbacks).
+        key: which state dict of a file or DCP folder is the model (see selection); None for the only one.
     """
 
     allow_nonfinite: bool = False
     with_moments: bool = False
     random_access: bool = False
     is_one_save: bool = False
+    key: str | None = None
 
 
 @dataclass(frozen=True)
@@ -106,10 +108,12 @@ class CheckpointFormat(Protocol):
     Attributes:
         name: its name.
         targets: those of layout.TARGETS that it writes.
+        has_keys: whether its files may hold several state dicts, of which ReadOptions.key names one.
     """
 
     name: str
     targets: tuple[str, ...]
+    has_keys: bool
 
     def detect(self, path: Path) -> Path | None:
         """Return the file or folder to open for `path`; None if `path` does not hold this format."""

@@ -121,6 +121,13 @@ def negate(values: np.ndarray, dtype: str) -> np.ndarray:
     raise ValueError(f"a negative view of {dtype}")
 
 
+def is_mask(chunk: np.ndarray, dtype: str) -> bool:
+    """Return whether a chunk holds zeros and infinities of one sign alone, as attention masks do."""
+    values = bf16_to_fp32(chunk) if dtype == "bfloat16" else chunk
+    infinite = values[values != 0]  # NaN is among them
+    return 0 < infinite.size < values.size and bool(np.isinf(infinite).all() and (infinite == infinite[0]).all())
+
+
 def cast(chunk: np.ndarray, source: str, target: str) -> np.ndarray:
     """Cast a chunk from dtype `source` to dtype `target`, both as DTYPES[...].raw.
 

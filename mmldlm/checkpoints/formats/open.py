@@ -38,6 +38,7 @@ def open_source(
     with_moments: bool = False,
     weights_only: bool = False,
     keep_names: bool = False,
+    key: str | None = None,
 ) -> OpenedCheckpoint:
     """Open a run, RUN/latest, a step folder, a folder of DeepSpeed or DCP, a model.pt, safetensors or their folder.
 
@@ -49,6 +50,7 @@ def open_source(
         with_moments: find the optimizer's moments too, if there are any.
         weights_only: ignore damaged files without training state (the tokenizer, copies of the config).
         keep_names: keep what torch's wrappers put before the names of a state_dict (see wrapper_names).
+        key: which state dict of a file or DCP folder is the model, if it holds several (`state/model`).
 
     Raises:
         UserError: nothing readable there, or a damaged checkpoint; the error names the file.
@@ -56,7 +58,7 @@ def open_source(
     path = Path(path)
     if path.name == LATEST and path.is_file() and not path.is_symlink() and not (path.parent / CHECKPOINTS).is_dir():
         path = path.parent  # DeepSpeed's file
-    options = ReadOptions(allow_nonfinite, with_moments)
+    options = ReadOptions(allow_nonfinite, with_moments, key=key)
     _refuse_store(path)
     if _is_run_checkpoint(path):
         checkpoint = locate_checkpoint(path)

@@ -42,7 +42,15 @@ def open_path(path: Path, options: ReadOptions) -> WeightSource | None:
         UserError: damaged, missing, hostile or mismatched files.
     """
     found = detect(path)
-    return None if found is None else found.format.open(found.path, options)
+    if found is None:
+        return None
+    if options.key is not None and not found.format.has_keys:
+        raise UserError(
+            f"--key {options.key} for a torch.save'd file or a DCP folder, which may hold several state dicts",
+            f"{path}, a checkpoint of {found.format.name}, which holds one model",
+            "leave --key out",
+        )
+    return found.format.open(found.path, options)
 
 
 def writer_of(target: str) -> CheckpointFormat:
@@ -58,9 +66,11 @@ def read_optimizer_metadata(opened: OpenedCheckpoint) -> OptimizerMetadata:
     """
     source = opened.weights
     if source.unclassified:
+        weights = f"weights alone: {join_some(source.unclassified)}"
+        reason = source.optimizer_left_out
         raise UserError(
             f"a training checkpoint at {source.path}: which weights were trained, and their optimizer",
-            f"weights alone: {join_some(source.unclassified)}",
+            f"an optimizer that cannot be carried over: {reason}" if reason else weights,
             "write weights alone with --to safetensors, model.pt or dcp",
         )
     found = detect(source.path)

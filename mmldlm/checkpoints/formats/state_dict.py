@@ -5,10 +5,66 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from mmldlm.checkpoints.formats.selection import StoredTensor
 from mmldlm.checkpoints.formats.torch_save.reader import TorchFile
 from mmldlm.checkpoints.formats.torch_save.unpickler import OpaqueObject, TensorRef
 from mmldlm.checkpoints.formats.weight_source import FileRange, TensorInfo, WeightSource
 from mmldlm.errors import UserError
+
+
+class FileTensor(StoredTensor):
+    """A tensor of a torch.save'd object."""
+
+    def __init__(self, file: TorchFile, ref: TensorRef):
+        self.file, self.ref, self.dtype, self.shape = file, ref, ref.dtype, ref.shape
+
+    def parts(self) -> list[FileRange]:
+        ref = self.ref
+        self.file.check_ref(ref, f"a tensor of shape {ref.shape}")
+        if not ref.is_contiguous:
+            found = f"one of shape {ref.shape} with strides {ref.stride}"
+            raise UserError(f"tensors in row-major order in {self.file.path}", found, "save them with .contiguous()")
+        return [FileRange(self.file, ref, 0, ref.numel)] if ref.numel else []
+
+
+def tree_of(file: TorchFile, value: Any, seen: dict[int, Any] | None = None) -> Any:
+    """Return a loaded object with FileTensor for its tensors."""
+    seen = {} if seen is None else seen
+    if isinstance(value, TensorRef):
+        return FileTensor(file, value)
+    if not isinstance(value, dict | list | tuple):
+        return value
+    if id(value) not in seen:
+        seen[id(value)] = None  # a dict that contains itself
+        if isinstance(value, dict):
+            seen[id(value)] = {key: tree_of(file, entry, seen) for key, entry in value.items()}
+        else:
+            items = [tree_of(file, entry, seen) for entry in value]
+            seen[id(value)] = items if isinstance(value, list) else tuple(items)
+    return seen[id(value)]
+
+
+def node_at(value: Any, path: tuple[Any, ...]) -> Any:
+    """Return what is at a path of keys in a loaded object."""
+    for key in path:
+        value = value[key]
+    return value
+
+
+def refuse_other_tensors(value: Any, path: Path, nested: bool) -> None:
+    """Check that a state_dict, with `nested` at any depth, has no tensors of kinds that are not read.
+
+    Raises:
+        UserError: it has; the error names one of them.
+    """
+    waiting = [("", value)]
+    while waiting:
+        name, node = waiting.pop()
+        if isinstance(node, OpaqueObject) and node.may_be_tensor:
+            fix = "save plain dense tensors: call .full_tensor(), .to_dense() or .dequantize() before torch.save"
+            raise UserError(f"plain tensors in {path}", f"{name[:80]!r}, saved as {node.kind}", fix)
+        if isinstance(node, dict) and (nested or node is value):
+            waiting += [(f"{name}.{key}" if name else str(key), entry) for key, entry in node.items()]
 
 
 def tensors_of(value: Any, path: Path, what: str, notes: list[str]) -> dict[str, TensorRef]:

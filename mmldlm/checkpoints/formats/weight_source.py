@@ -2,17 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import numpy as np
 
-from mmldlm.checkpoints.formats.dtypes import DTYPES, bf16_to_fp32, cast, count_nonfinite, is_rounded, nbytes, numel
+from mmldlm.checkpoints.formats.dtypes import (
+    DTYPES,
+    bf16_to_fp32,
+    cast,
+    count_nonfinite,
+    is_mask,
+    is_rounded,
+    nbytes,
+    numel,
+)
 from mmldlm.checkpoints.formats.torch_save.reader import CHUNK_BYTES, SAME_SAVE_HINT, corrupt_file_error
 from mmldlm.checkpoints.formats.torch_save.unpickler import TensorRef
 from mmldlm.errors import UserError
+from mmldlm.utils.formatting import join_some
 from mmldlm.utils.moments import MOMENTS
+
+if TYPE_CHECKING:
+    from mmldlm.checkpoints.formats.named_optimizer import NamedOptimizer
 
 RANGE_ELEMENTS = 4 << 20  # of a range that one thread reads
 
@@ -116,6 +129,10 @@ class WeightSource:
         moments: "exp_avg" and "exp_avg_sq" -> trainable name -> parts; Muon's weights lack exp_avg_sq. Filled
             if opened `with_moments`; empty if the optimizer has not stepped yet.
         ema: trainable name -> parts of its moving average (formats/ema); empty if there is none.
+        named_optimizer: an optimizer of another program that names its parameters (see named_optimizer), if one was
+            found `with_moments`.
+        optimizer_left_out: why an optimizer that is in the files cannot be carried over; empty if there is none.
+        other_models: paths of the other state dicts in the file (see selection).
         low_precision_copies: trainable name -> parts of the copy that training computed with, which must equal the
             rounded master.
         module_names: names of all modules of the model, if a state_dict lists them; None if unknown.
@@ -138,6 +155,9 @@ class WeightSource:
         self.ema: dict[str, list[FileRange]] = {}
         self.low_precision_copies: dict[str, list[FileRange]] = {}
         self.module_names: frozenset[str] | None = None
+        self.named_optimizer: NamedOptimizer | None = None
+        self.optimizer_left_out = ""
+        self.other_models: list[str] = []
 
     def close(self) -> None:
         """Close the files."""
@@ -239,27 +259,34 @@ class WeightSource:
         Raises:
             UserError: the checkpoint has none.
         """
+        if not self.ema and self.other_models:
+            raise UserError(
+                f"a moving average of the weights next to {self.path} (ema_rank*.pt)",
+                f"none, but other state dicts in the file: {join_some(self.other_models)}",
+                f"name the average instead of --ema: --key {self.other_models[0]}",
+            )
         if not self.ema:
             raise UserError(
                 f"a moving average of the weights next to {self.path} (ema_rank*.pt)",
                 "none: the run kept none",
                 "leave --ema out; a run keeps one with optimizer.ema_decay=0.999",
             )
-        self._find_tied()
+        self.find_tied(self.ema)
         for name, parts in self.ema.items():
             self.parts[name] = parts
             self.low_precision_copies.pop(name, None)
             self.set_kind_and_dtype(name, self.tensors[name].kind, "float32")
         self.update_aliases()
 
-    def _find_tied(self) -> None:
-        """Mark frozen matrices with the values of an averaged one as its alias.
+    def find_tied(self, owners: Iterable[str]) -> None:
+        """Mark frozen matrices with the values of one of `owners` as its alias.
 
-        A checkpoint may have saved a tied weight twice without recording it; the average covers one name only.
+        A checkpoint may have saved a tied weight twice without recording it; averages and optimizers cover one name.
         """
+        owners = list(owners)
         for name, info in list(self.tensors.items()):
             if info.kind == "frozen" and len(info.shape) > 1:
-                candidates = [owner for owner in self.ema if self.tensors[owner].shape == info.shape]
+                candidates = [owner for owner in owners if self.tensors[owner].shape == info.shape]
                 tied = next((owner for owner in candidates if self._same_values(name, owner)), None)
                 if tied is not None:
                     self.notes.append(f"{name} holds the values of {tied} and was taken as tied to it")
@@ -383,6 +410,10 @@ class WeightSource:
         if self.allow_nonfinite or info.kind == "buffer":
             return
         count = count_nonfinite(chunk, dtype)
+        if count and info.kind == "parameter" and len(info.shape) > 1 and is_mask(chunk, dtype):
+            note = f"{info.name} holds zeros and infinities alone, and was taken as a mask"
+            self.notes += [] if note in self.notes else [note]
+            return
         if count:
             raise UserError(
                 f"finite weights in {self.path}",

@@ -72,6 +72,14 @@ class _ItemFile(TorchFile):
         return None
 
 
+class DcpObject(_ItemFile):
+    """One pickled object, such as a setting of the optimizer or a dict that was not flattened."""
+
+    def __init__(self, file: DcpFile, offset: int, length: int, what: str, random_access: bool):
+        self.offset, self.what = offset, what
+        super().__init__(file, offset, length, random_access)
+
+
 class DcpItem:
     """One chunk, opened when it is read first: a rank needs few chunks of a large checkpoint.
 
@@ -80,7 +88,7 @@ class DcpItem:
 
     def __init__(self, file: DcpFile, offset: int, length: int, ref: TensorRef, what: str, random_access: bool):
         self.path = file.path
-        self._file, self._offset, self._length = file, offset, length
+        self._file, self.offset, self._length = file, offset, length
         self._what, self._random_access = what, random_access
         self.ref = ref
         self._zip: TorchFile | None = None
@@ -93,7 +101,7 @@ class DcpItem:
 
     def _opened(self) -> TorchFile:
         if self._zip is None:
-            item = _ItemFile(self._file, self._offset, self._length, self._random_access)
+            item = _ItemFile(self._file, self.offset, self._length, self._random_access)
             stored = item.load()
             if not isinstance(stored, TensorRef) or (stored.dtype, stored.shape) != (self.ref.dtype, self.ref.shape):
                 found = f"{stored.dtype} {stored.shape}" if isinstance(stored, TensorRef) else type(stored).__name__
@@ -109,7 +117,7 @@ class DcpItem:
 
     def position_of(self, ref: TensorRef, start: int = 0) -> int:
         """Return the approximate position of element `start`, to sort reads without opening the item."""
-        return self._offset + start * DTYPES[ref.dtype].itemsize
+        return self.offset + start * DTYPES[ref.dtype].itemsize
 
     def read_elements_into(self, ref: TensorRef, start: int, view: memoryview) -> int | None:
         item = self._open()

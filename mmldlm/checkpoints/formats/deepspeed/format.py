@@ -20,6 +20,7 @@ class DeepSpeedFormat:
 
     name = "deepspeed"
     targets: tuple[str, ...] = ("universal", "zero1", "zero2", "zero3")
+    has_keys = False
 
     def detect(self, path: Path) -> Path | None:
         """Return the folder with the *_states.pt files for an engine, tag or step folder.

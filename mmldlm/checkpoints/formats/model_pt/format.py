@@ -19,6 +19,7 @@ class ModelPtFormat:
 
     name = "model.pt"
     targets: tuple[str, ...] = ("model.pt", "ddp")
+    has_keys = True
 
     def detect(self, path: Path) -> Path | None:
         if path.is_file():
@@ -33,11 +34,13 @@ class ModelPtFormat:
             if path.name.endswith(INDEX_SUFFIX):
                 return ModelFile.open_shards(path, options.allow_nonfinite)
             _refuse_text(path)
-            return ModelFile.open(path, options.allow_nonfinite)
+            return ModelFile.open(
+                path, options.allow_nonfinite, None, options.with_moments, options.random_access, options.key
+            )
         optimizer = path / OPTIMIZER_FILE if self.can_resume(path) else None
         with_moments = options.with_moments and optimizer is not None
         return ModelFile.open(
-            path / MODEL_FILE, options.allow_nonfinite, optimizer, with_moments, options.random_access
+            path / MODEL_FILE, options.allow_nonfinite, optimizer, with_moments, options.random_access, options.key
         )
 
     def can_resume(self, path: Path) -> bool:
@@ -45,7 +48,10 @@ class ModelPtFormat:
 
     def read_optimizer_metadata(self, opened: OpenedCheckpoint):
         from mmldlm.checkpoints.formats.model_pt.optimizer_metadata import read_optimizer_metadata
+        from mmldlm.checkpoints.formats.named_optimizer import named_optimizer_metadata
 
+        if opened.weights.named_optimizer is not None:
+            return named_optimizer_metadata(opened)
         return read_optimizer_metadata(opened)
 
     def plan_write(self, request: WriteRequest):

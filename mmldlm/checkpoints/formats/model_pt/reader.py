@@ -2,35 +2,27 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
-from typing import Any
 
 from mmldlm.checkpoints.formats.adam_state import group_names, moments_by_name, states_by_index
+from mmldlm.checkpoints.formats.named_optimizer import add_named_optimizer
 from mmldlm.checkpoints.formats.rank_files import check_keys
+from mmldlm.checkpoints.formats.selection import Keys, find_optimizers, select_model
 from mmldlm.checkpoints.formats.shard_index import check_listed, read_shard_index
-from mmldlm.checkpoints.formats.state_dict import add_tensors, tensors_of
+from mmldlm.checkpoints.formats.state_dict import add_tensors, node_at, refuse_other_tensors, tensors_of, tree_of
 from mmldlm.checkpoints.formats.torch_save.reader import TorchFile
 from mmldlm.checkpoints.formats.torch_save.unpickler import TensorRef, module_names_of
 from mmldlm.checkpoints.formats.weight_source import WeightSource
-from mmldlm.errors import UserError
 
-_NESTED = ("model", "state_dict", "model_state_dict", "module")
+# accelerate and the Hugging Face Trainer save the optimizer of FSDP's full state dict in a file beside it.
+_ACCELERATE = re.compile(r"pytorch_model_fsdp(_\d+)?\.bin")
 
 
-def _state_dict(value: Any, notes: list[str]) -> Any:
-    """Return what a file holds, or, if that has no tensors, the state_dict under a key that trainers use."""
-    if not isinstance(value, dict) or any(isinstance(item, TensorRef) for item in value.values()):
-        return value
-    nested = {
-        key: item
-        for key, item in value.items()
-        if isinstance(item, dict) and any(isinstance(entry, TensorRef) for entry in item.values())
-    }
-    key = next((key for key in _NESTED if key in nested), next(iter(nested), None) if len(nested) == 1 else None)
-    if key is None:
-        return value
-    notes.append(f"the weights are those under {key!r} in the file")
-    return nested[key]
+def _optimizer_beside(path: Path) -> Path | None:
+    found = _ACCELERATE.fullmatch(path.name)
+    beside = path.parent / f"optimizer{found[1] or ''}.bin" if found else path
+    return beside if found and beside.is_file() else None
 
 
 def _of_trainer(tensors: dict[str, TensorRef], notes: list[str]) -> dict[str, TensorRef]:
@@ -41,16 +33,6 @@ def _of_trainer(tensors: dict[str, TensorRef], notes: list[str]) -> dict[str, Te
         return tensors
     notes.append(f"the trainer's noise schedules ({len(schedules)} tensors) are not weights and were left out")
     return {name.removeprefix("model."): tensors[name] for name in others}
-
-
-def _refuse_optimizer(path: Path, value: Any) -> None:
-    """Raise UserError for what `optimizer.state_dict()` returns."""
-    if isinstance(value, dict) and {"state", "param_groups"} <= value.keys() <= {"state", "param_groups", *_OPTIMIZER}:
-        fix = "give the file of the weights, which trainers save beside it"
-        raise UserError(f"weights in {path}", "the state of an optimizer alone", fix)
-
-
-_OPTIMIZER = ("param_names", "buffer_names", "aliases")  # what mmldlm saves with it
 
 
 class ModelFile(WeightSource):
@@ -66,6 +48,7 @@ class ModelFile(WeightSource):
         optimizer: Path | None = None,
         with_moments: bool = False,
         random_access: bool = False,
+        key: str | None = None,
     ) -> ModelFile:
         """Open a file of weights.
 
@@ -74,8 +57,10 @@ class ModelFile(WeightSource):
             optimizer: the optimizer.pt saved with it, which records the trained weights: {"state", "param_groups"} of
                 torch's AdamW, "param_names" [[names of group 0], ...], and optionally "buffer_names" and "aliases"
                 {second name: name} of tied weights.
-            with_moments: find the moments in it too.
+            with_moments: find the moments in it too; without an optimizer.pt, those of an optimizer beside the model
+                that names its parameters.
             random_access: see torch_save/reader.
+            key: which state dict of the file is the model, if there are several.
 
         Raises:
             UserError: a file is damaged, unsafe, without tensors, or the two do not match.
@@ -85,15 +70,17 @@ class ModelFile(WeightSource):
             file = source._open(source.path)
             value = file.load()
             check_keys(source.path, value)
-            _refuse_optimizer(source.path, value)
-            chosen = _state_dict(value, source.notes)
+            model = select_model(tree_of(file, value), source.path, key)
+            source.notes += model.notes
+            source.other_models = model.other_models
+            chosen = node_at(value, model.path)
+            refuse_other_tensors(chosen, source.path, nested=bool(model.path))
             source.module_names = module_names_of(chosen)
-            state = tensors_of(chosen, source.path, "the file", source.notes)
-            state = _of_trainer(state, source.notes)
-            if not state:
-                raise UserError(f"weights in {path}", "a dict without a single tensor", "give a model.pt of mmldlm")
-            add_tensors(source, file, state, {})
-            if optimizer is not None:
+            refs = {name: tensor.ref for name, tensor in model.tensors.items()}
+            add_tensors(source, file, _of_trainer(refs, source.notes), {})
+            if optimizer is None and with_moments:
+                source._read_named_optimizer(model.optimizers)
+            elif optimizer is not None:
                 source._read_optimizer(source._open(optimizer), with_moments)
         except BaseException:
             source.close()
@@ -126,6 +113,13 @@ class ModelFile(WeightSource):
         file = TorchFile(path, self.random_access)
         self.files.append(file)
         return file
+
+    def _read_named_optimizer(self, optimizers: dict[Keys, dict]) -> None:
+        beside = _optimizer_beside(self.path)
+        if beside is not None:
+            file = self._open(beside)
+            optimizers = optimizers | find_optimizers(tree_of(file, file.load()))
+        add_named_optimizer(self, optimizers)
 
     def _read_optimizer(self, file: TorchFile, with_moments: bool) -> None:
         state = file.load_dict()

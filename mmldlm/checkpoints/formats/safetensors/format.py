@@ -13,6 +13,7 @@ class SafetensorsFormat:
 
     name = "safetensors"
     targets: tuple[str, ...] = ()
+    has_keys = False
 
     def detect(self, path: Path) -> Path | None:
         if path.is_file():

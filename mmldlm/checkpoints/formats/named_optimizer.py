@@ -1,0 +1,233 @@
+"""Optimizers that name their parameters, as torch.distributed.checkpoint.state_dict and FSDP save them.
+
+Two layouts: {"state": {NAME: {"exp_avg": ...}}, "param_groups": [{"params": [NAME, ...], "lr": ...}]}, and the same
+flattened to `state.NAME.exp_avg` and `param_groups.NAME.lr`. torch.optim numbers its parameters instead; of these only
+an optimizer with "param_names" in its groups can be read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Container, Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from mmldlm.checkpoints.formats.base import OpenedCheckpoint
+from mmldlm.checkpoints.formats.dtypes import DTYPES, numel
+from mmldlm.checkpoints.formats.optimizer_metadata import (
+    PLAIN_TYPES,
+    Group,
+    OptimizerMetadata,
+    default_counters,
+    default_scaler,
+)
+from mmldlm.checkpoints.formats.selection import Keys, StoredValue, is_tensor, write_path
+from mmldlm.checkpoints.formats.torch_save.reader import corrupt_file_error
+from mmldlm.checkpoints.formats.weight_source import WeightSource, read_parts
+from mmldlm.errors import UserError
+from mmldlm.utils.formatting import join_some
+from mmldlm.utils.moments import MOMENTS, moment_keys
+
+
+@dataclass
+class NamedOptimizer:
+    """An optimizer by the names of the model.
+
+    Attributes:
+        groups: (names, settings) of every parameter group.
+        state: name -> what was saved for it (leaves); empty before the first step.
+        steps: number of steps; None before the first.
+    """
+
+    groups: list[tuple[list[str], dict[str, Any]]] = field(default_factory=list)
+    state: dict[str, dict[str, Any]] = field(default_factory=dict)
+    steps: float | None = None
+
+    @property
+    def names(self) -> list[str]:
+        """Every parameter in the optimizer's order."""
+        return [name for names, _ in self.groups for name in names]
+
+
+def add_named_optimizer(source: WeightSource, optimizers: dict[Keys, dict]) -> None:
+    """Find the moments and classify the tensors of a source by an optimizer that names them.
+
+    If there is one that cannot be carried over, note the reason.
+
+    Args:
+        optimizers: path -> node, from selection.
+
+    Raises:
+        UserError: damaged files.
+    """
+    if not optimizers:
+        return
+    try:
+        found = read_named_optimizer(optimizers, source.tensors, source.path)
+    except Unreadable as error:
+        source.optimizer_left_out = str(error)
+        source.notes.append(f"the optimizer was left out: {error}")
+        return
+    source.named_optimizer = found
+    for name, entry in found.state.items():
+        for key in (key for key in MOMENTS if key in entry):
+            moment, shape = entry[key], source.tensors[name].shape
+            if not is_tensor(moment) or moment.shape != shape or not DTYPES[moment.dtype].is_float:
+                found_one = f"{moment.dtype} {moment.shape}" if is_tensor(moment) else type(moment).__name__
+                raise corrupt_file_error(source.path, f"{key} of {name}, which has the shape {shape}, as {found_one}")
+            source.moments.setdefault(key, {})[name] = moment.parts()
+    trained = set(found.names)
+    source.classify(trained, set())
+    source.find_tied(trained)
+    for name in trained:
+        if source.tensors[name].dtype in ("bfloat16", "float16"):
+            source.set_kind_and_dtype(name, "trainable", "float32")
+    source.update_aliases()
+    frozen = [name for name, info in source.tensors.items() if info.kind == "frozen"]
+    if frozen:
+        source.notes.append(
+            f"in no parameter group, and taken as frozen weights (the files do not tell them from buffers): "
+            f"{join_some(frozen)}"
+        )
+
+
+def named_optimizer_metadata(opened: OpenedCheckpoint) -> OptimizerMetadata:
+    """Return the metadata of an optimizer that add_named_optimizer found."""
+    source = opened.weights
+    found = source.named_optimizer
+    groups = [Group(names, settings) for names, settings in found.groups]
+    stored = {source.parts[name][0].ref.dtype for name in found.names if source.parts[name]}
+    dtype = stored.pop() if len(stored) == 1 else "float32"
+    counters = {**default_counters(opened), "global_steps": int(found.steps or 0)}
+    notes = ["the optimizer and its step count were carried over; learning-rate schedule and other counters were not"]
+    return OptimizerMetadata(groups, found.steps, dtype, counters, default_scaler(), notes=notes)
+
+
+class Unreadable(ValueError):
+    """Why an optimizer cannot be carried over."""
+
+
+def read_named_optimizer(optimizers: dict[Keys, dict], model: Container[str], path: Path) -> NamedOptimizer:
+    """Return the optimizers of a model as one.
+
+    Args:
+        optimizers: path -> node, from selection.
+        model: names of the model's tensors.
+        path: named in errors.
+
+    Raises:
+        Unreadable: they number their parameters, train other ones, or are not AdamW or Muon.
+        UserError: damaged files.
+    """
+    found = NamedOptimizer()
+    for keys, node in optimizers.items():
+        groups, state = _flat(node) if _is_flat(node) else _nested(node)
+        what = f"the optimizer under {write_path(keys)!r}"
+        names = [name for members, _ in groups for name in members]
+        _check(what, names, groups, state, model)
+        if twice := [name for name in names if name in found.names]:
+            raise Unreadable(f"{what} and another one both train {join_some(twice)}")
+        found.groups += groups
+        found.state.update(state)
+    for names, settings in found.groups:
+        for name in names if found.state else ():
+            _check_state(name, found.state.get(name, {}), moment_keys(settings))
+    found.steps = _steps(found.state, path)
+    return found
+
+
+def plain_value(leaf: Any) -> Any:
+    """Return the plain value of a leaf or of a dict or list of them, a one-element tensor as its number.
+
+    Raises:
+        UserError: damaged files.
+        Unreadable: another tensor, or an object.
+    """
+    if isinstance(leaf, StoredValue):
+        leaf = leaf.load()
+    if isinstance(leaf, PLAIN_TYPES):
+        return leaf
+    if isinstance(leaf, dict):
+        return {key: plain_value(value) for key, value in leaf.items()}
+    if isinstance(leaf, list | tuple):
+        return type(leaf)(plain_value(value) for value in leaf)
+    if not is_tensor(leaf) or numel(leaf.shape) != 1 or leaf.dtype not in ("float32", "float64", "int64", "int32"):
+        what = f"a tensor {leaf.shape} of {leaf.dtype}" if is_tensor(leaf) else str(leaf)[:80]
+        raise Unreadable(f"{what} among its settings, instead of a number")
+    return read_parts(leaf.parts(), 0, 1)[0].item()
+
+
+def _is_flat(node: dict) -> bool:
+    return "param_groups" not in node and "state" not in node
+
+
+def _nested(node: dict) -> tuple[list[tuple[list[str], dict[str, Any]]], dict[str, dict]]:
+    saved = node.get("state")
+    saved = saved if isinstance(saved, dict) else {}
+    tables = node.get("param_groups")
+    tables = list(tables.values()) if isinstance(tables, dict) else tables
+    if not isinstance(tables, list | tuple) or not all(isinstance(table, dict) for table in tables):
+        raise Unreadable("its parameter groups were not saved")
+    groups, name_of = [], {}
+    for table in tables:
+        settings = {key: plain_value(value) for key, value in table.items()}
+        members = settings.pop("params", [])
+        names = settings.pop("param_names", members)
+        if not isinstance(members, list | tuple) or not isinstance(names, list | tuple) or len(names) != len(members):
+            raise Unreadable("its parameter groups list no parameters")
+        name_of.update(zip(map(str, members), names))
+        groups.append((list(names), settings))
+    return groups, {name_of.get(str(key), key): dict(entry) for key, entry in saved.items() if isinstance(entry, dict)}
+
+
+def _flat(node: dict) -> tuple[list[tuple[list[str], dict[str, Any]]], dict[str, dict]]:
+    """Return the same of a flattened optimizer; parameters with equal settings make one group."""
+    if any(isinstance(value, dict) for value in node.values()):
+        raise Unreadable("its parameter groups were not saved")
+    state: dict[str, dict] = {}
+    settings: dict[str, dict] = {}
+    for key, value in node.items():
+        kind, _, rest = key.partition(".")
+        name, _, what = rest.rpartition(".")
+        if kind == "state":
+            state.setdefault(name, {})[what] = value
+        else:
+            settings.setdefault(name, {})[what] = plain_value(value)
+    groups: dict[str, tuple[list[str], dict[str, Any]]] = {}
+    for name, table in settings.items():
+        groups.setdefault(repr(sorted(table.items())), ([], table))[0].append(name)
+    return list(groups.values()), state
+
+
+def _check(what: str, names: list, groups: Iterable, state: dict, model: Container[str]) -> None:
+    """Raise Unreadable for an optimizer that is not one of this model's, by name."""
+    if not all(isinstance(name, str) for name in names) or (not names and not state):
+        raise Unreadable(f"{what} numbers its parameters instead of naming them")
+    if others := [name for name in names if name not in model]:
+        raise Unreadable(f"{what} trains {join_some(others)}, which the model does not have")
+    if others := [name for name in state if name not in names]:
+        raise Unreadable(f"{what} has a state of {join_some(others)}, in none of its parameter groups")
+
+
+def _check_state(name: str, entry: dict, keys: tuple[str, ...]) -> None:
+    if not entry:
+        raise Unreadable(f"it has no state of {name}, while others have one")
+    if {key for key in entry if key != "step"} != set(keys):
+        raise Unreadable(f"its state of {name} is {join_some(entry)}; only that of AdamW and Muon can be carried over")
+
+
+def _steps(state: dict[str, dict], path: Path) -> float | None:
+    steps = {name: plain_value(entry["step"]) for name, entry in state.items() if "step" in entry}
+    if not steps:
+        return None
+    for name, value in steps.items():
+        if type(value) not in (int, float):
+            raise UserError(f"the step count of {name} in {path}", str(value)[:80], "check what was saved")
+    values = list(steps.values())
+    if different := [name for name, value in steps.items() if value != values[0]]:
+        first = next(iter(steps))
+        raise Unreadable(
+            f"its step counts differ: {values[0]:g} of {first}, {steps[different[0]]:g} of {different[0]}; "
+            "formats with one count for all cannot hold them"
+        )
+    return float(values[0])

@@ -1,0 +1,344 @@
+"""Find the model in what a checkpoint holds beside it: optimizers, averages, counters, random states.
+
+A torch.save'd object and a DCP folder are read as the same tree: dicts and lists, whose leaves are StoredTensor,
+StoredValue or plain values. A path is the tuple of keys that leads to a node; users write it with slashes
+(`--key state/model`), and `.` for the top level.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from mmldlm.checkpoints.formats.dtypes import DTYPES, numel
+from mmldlm.checkpoints.formats.torch_save.unpickler import OpaqueObject
+from mmldlm.checkpoints.formats.weight_source import FileRange
+from mmldlm.errors import UserError
+from mmldlm.utils.formatting import count_noun, join_some
+
+Keys = tuple[Any, ...]
+
+TOP_LEVEL = "."
+# Under these keys trainers save the model; any other state dict beside it is then not the model.
+MODEL_KEYS = ("model", "state_dict", "model_state_dict", "module")
+# What torch's optimizers keep of a parameter.
+MOMENT_KEYS = frozenset({
+    "exp_avg", "exp_avg_sq", "max_exp_avg_sq", "exp_inf", "momentum_buffer", "square_avg", "grad_avg", "acc_delta",
+    "mu_product", "row_var", "col_var", "exp_avg_diff", "neg_pre_grad",
+})  # fmt: skip
+STATE_KEYS = MOMENT_KEYS | {"step", "sum", "variance", "prev", "step_size", "ax", "eta", "mu"}
+_EXTRA_STATE = "_extra_state"  # torch's name for what a module saves beside its tensors
+_MAX_DEPTH = 32
+
+
+class StoredTensor:
+    """A tensor; subclasses know where it is stored."""
+
+    dtype: str
+    shape: tuple[int, ...]
+
+    def parts(self) -> list[FileRange]:
+        """Return where its elements are.
+
+        Raises:
+            UserError: a damaged file, or an order of elements that cannot be read so.
+        """
+        raise NotImplementedError
+
+
+class StoredValue:
+    """A value that is not read with the tree."""
+
+    def load(self) -> Any:
+        """Return it, with StoredTensor for its tensors.
+
+        Raises:
+            UserError: it cannot be read.
+        """
+        raise NotImplementedError
+
+
+class Model(NamedTuple):
+    """The state dict that was chosen.
+
+    Attributes:
+        path: where it is.
+        tensors: name in the model -> tensor.
+        other_models: paths of the other state dicts, as users write them.
+        optimizers: path -> node of every optimizer.
+        notes: what was chosen, and what was left out.
+    """
+
+    path: Keys
+    tensors: dict[str, Any]
+    other_models: list[str]
+    optimizers: dict[Keys, dict]
+    notes: list[str]
+
+
+def select_model(root: Any, file: Path, key: str | None = None) -> Model:
+    """Choose the model among the state dicts of a tree.
+
+    A dict is a state dict if it has tensors of its own; counters, random states and schedules beside one with weights
+    are none. One under a key of MODEL_KEYS is the model if all others lie beside it.
+
+    Args:
+        root: the tree.
+        file: named in errors.
+        key: the user's choice; None for the only one.
+
+    Raises:
+        UserError: no state dict, several, or none at `key`; the error lists what there is.
+    """
+    found = _scan(root)
+    path = _choose(found, file) if key is None else _resolve(found, file, key)
+    tensors, beside = _tensors_of(found.nodes[path], path)
+    others = [state.path for state in _candidates(found) if state.path != path and not _is_below(state.path, path)]
+    notes = [f"the weights are those under {write_path(path)!r} in the file"] if path else []
+    if others:
+        listed = [_describe(found.states[other]) for other in others]
+        notes.append(f"other state dicts were left out (choose one with --key): {join_some(listed, 8)}")
+    rest = [
+        state
+        for state in found.states.values()
+        if state.path != path and state.path not in others and not (_is_below(state.path, path) and not beside)
+    ]
+    if rest:
+        notes.append(f"tensors that are not weights were left out: {join_some(map(_describe_rest, rest), 8)}")
+    values = [name for name, value in _items(found.nodes[path]) if not is_tensor(value) and not _has_tensors(value)]
+    values = [name for name in values if name not in tensors and name not in found.merged_optimizers.get(path, {})]
+    if values:
+        notes.append(f"entries that are not tensors were left out: {join_some(values, 8)}")
+    return Model(path, tensors, [write_path(other) for other in others], found.optimizers, notes)
+
+
+def find_optimizers(root: Any) -> dict[Keys, dict]:
+    """Return path -> node of every optimizer in a tree."""
+    return _scan(root).optimizers
+
+
+def write_path(path: Keys) -> str:
+    """Return a path as users write it."""
+    return "/".join(map(str, path)) or TOP_LEVEL
+
+
+# -- the tree ---------------------------------------------------------------------------------------------------------
+
+
+class _State(NamedTuple):
+    """Tensors of one dict, those of nested ones not counted."""
+
+    path: Keys
+    tensors: dict[str, Any]
+
+    @property
+    def has_matrices(self) -> bool:
+        return any(len(tensor.shape) > 1 for tensor in self.tensors.values())
+
+    @property
+    def has_vectors(self) -> bool:
+        kinds = [DTYPES.get(tensor.dtype) for tensor in self.tensors.values() if tensor.shape]
+        return any(kind is None or kind.is_float for kind in kinds)
+
+
+class _Tree(NamedTuple):
+    """What _scan found.
+
+    Attributes:
+        nodes: every dict and list outside of optimizers.
+        states: those with tensors of their own.
+        optimizers: every optimizer.
+        merged_optimizers: those of them whose entries stand in one dict with others.
+        opaque: objects of a class under a key of MODEL_KEYS, such as a pickled module.
+        num_values: number of leaves that are not tensors.
+    """
+
+    nodes: dict[Keys, Any]
+    states: dict[Keys, _State]
+    optimizers: dict[Keys, dict]
+    merged_optimizers: dict[Keys, dict]
+    opaque: list[Keys]
+    num_values: int
+
+
+def _scan(root: Any) -> _Tree:
+    found = _Tree({}, {}, {}, {}, [], 0)
+    seen: set[int] = set()
+    num_values = 0
+    waiting: list[tuple[Keys, Any]] = [((), root)]
+    while waiting:
+        path, node = waiting.pop()
+        if not isinstance(node, dict | list | tuple):
+            num_values += not is_tensor(node)
+            if isinstance(node, OpaqueObject) and path and path[-1] in MODEL_KEYS:
+                found.opaque.append(path)
+            continue
+        if id(node) in seen or len(path) > _MAX_DEPTH:  # one dict may stand under several keys
+            continue
+        seen.add(id(node))
+        if is_optimizer(node):
+            found.optimizers[path] = node
+            continue
+        found.nodes[path] = node
+        merged = _merged_optimizer(node)
+        if merged:
+            found.optimizers[path] = found.merged_optimizers[path] = merged
+        own = {name: value for name, value in _items(node) if is_tensor(value) and name not in merged}
+        if own:
+            found.states[path] = _State(path, own)
+        children = node.items() if isinstance(node, dict) else enumerate(node)
+        waiting += reversed([((*path, key), child) for key, child in children if key not in merged])
+    return found._replace(num_values=num_values)
+
+
+def _items(node: Any) -> Iterator[tuple[str, Any]]:
+    """Yield the named entries of a dict; what a list holds has no names."""
+    return ((key, value) for key, value in node.items() if isinstance(key, str)) if isinstance(node, dict) else iter(())
+
+
+def is_tensor(value: Any) -> bool:
+    """Return whether a leaf is a tensor."""
+    return isinstance(value, StoredTensor)
+
+
+def _has_tensors(value: Any) -> bool:
+    """Return whether a value is a container with tensors in it."""
+    if not isinstance(value, dict | list | tuple):
+        return False
+    found = _scan(value)
+    return bool(found.states or found.optimizers) or any(
+        is_tensor(item) for node in found.nodes.values() if not isinstance(node, dict) for item in node
+    )
+
+
+def is_optimizer(node: Any) -> bool:
+    """Return whether a node is the state of an optimizer, by its structure.
+
+    Torch's {"state", "param_groups"}; the same flattened to `state.NAME.exp_avg` and `param_groups.NAME.lr`; the states
+    alone, {name or number: {"exp_avg": ...}}; and moments by kind, {"exp_avg": {name: ...}}.
+    """
+    if not isinstance(node, dict) or not node:
+        return False
+    inner = [value for value in node.values() if isinstance(value, dict)]
+    if all(isinstance(key, str) and key in STATE_KEYS for key in node) and MOMENT_KEYS & node.keys() and inner:
+        return True
+    if len(inner) == len(node) and all(any(key in MOMENT_KEYS for key in entry) for entry in inner):
+        return True
+    return len(_merged_optimizer(node)) == len(node)
+
+
+def _merged_optimizer(node: Any) -> dict[str, Any]:
+    """Return the entries of an optimizer in a dict that may have others, even weights."""
+    if isinstance(node, dict) and "param_groups" in node:
+        return {key: node[key] for key in ("state", "param_groups") if key in node}
+    flat = {
+        name: value
+        for name, value in _items(node)
+        if name.startswith("param_groups.")
+        or (name.startswith("state.") and name.rpartition(".")[2] in STATE_KEYS and name.count(".") > 1)
+    }
+    is_one = any(name.startswith("param_groups.") or name.rpartition(".")[2] in MOMENT_KEYS for name in flat)
+    return flat if is_one else {}
+
+
+# -- the choice -------------------------------------------------------------------------------------------------------
+
+
+def _candidates(found: _Tree) -> list[_State]:
+    """Return the state dicts that may be a model: those with matrices, else with vectors, else with any tensor."""
+    states = list(found.states.values())
+    of_model = [state for state in states if state.path and state.path[-1] in MODEL_KEYS and state.has_vectors]
+    for has in (lambda state: state.has_matrices or state in of_model, lambda state: state.has_vectors):
+        if chosen := [state for state in states if has(state)]:
+            return chosen
+    return states
+
+
+def _choose(found: _Tree, file: Path) -> Keys:
+    candidates = _candidates(found)
+    if not candidates:
+        raise _nothing(found, file)
+    if found.num_values and not any(state.has_vectors or state.has_matrices for state in candidates):
+        raise _several(found, file, "no weights beside")  # the model may be one of the other values
+    if found.opaque and not any(state.path and state.path[-1] in MODEL_KEYS for state in candidates):
+        raise _several(found, file, f"{write_path(found.opaque[0])}, an object instead of a state dict, beside")
+    if len(candidates) > 1:
+        known = [state for state in candidates if state.path and state.path[-1] in MODEL_KEYS]
+        beside = [
+            state
+            for state in known
+            if all(_is_below(other.path, state.path[:-1]) and not _is_below(other.path, state.path)
+                   for other in candidates if other is not state)
+        ]  # fmt: skip
+        if len(beside) != 1:
+            raise _several(found, file, "several state dicts:")
+        candidates = beside
+    path = candidates[0].path
+    tensors, beside_it = _tensors_of(found.nodes[path], path)
+    if len(tensors) > len(candidates[0].tensors):  # a tree of parameters, or a model beside others: the user knows
+        raise _several(found, file, "several state dicts:", below=path)
+    return path
+
+
+def _is_below(path: Keys, other: Keys) -> bool:
+    return path[: len(other)] == other
+
+
+def _resolve(found: _Tree, file: Path, key: str) -> Keys:
+    """Return the path that a user wrote."""
+    for path in found.nodes:
+        if key in (write_path(path), ".".join(map(str, path)) or TOP_LEVEL):
+            if not _tensors_of(found.nodes[path], path)[0]:
+                raise _several(found, file, f"no tensors under --key {key}, but", key)
+            return path
+    what = "an optimizer" if any(key == write_path(path) for path in found.optimizers) else "nothing"
+    raise _several(found, file, f"{what} under that key, but", key)
+
+
+def _tensors_of(node: Any, path: Keys) -> tuple[dict[str, Any], bool]:
+    """Return name -> tensor of a state dict, and whether nested dicts were left out.
+
+    Names with dots are a module's, so what is nested beside them is something else; otherwise the dicts are a tree of
+    parameters, whose names are joined by dots. At the top level of a file the tensors count alone.
+    """
+    merged = _merged_optimizer(node)
+    own = {name: value for name, value in _items(node) if is_tensor(value) and name not in merged}
+    if not path or any("." in name for name in own):
+        return own, True
+    joined: dict[str, Any] = {}
+    for inner, state in _scan(node).states.items():
+        if not any(str(key).rpartition(".")[2] == _EXTRA_STATE for key in inner):
+            joined.update({".".join(map(str, (*inner, name))): tensor for name, tensor in state.tensors.items()})
+    order = list(own) + [name for name in joined if name not in own]
+    return {name: joined[name] for name in order if name in joined}, False
+
+
+def _describe(state: _State) -> str:
+    elements = sum(numel(tensor.shape) for tensor in state.tensors.values())
+    return f"{write_path(state.path)} ({count_noun(len(state.tensors), 'tensor')}, {elements:,} elements)"
+
+
+def _describe_rest(state: _State) -> str:
+    if len(state.tensors) > 3:
+        return _describe(state)
+    return ", ".join(write_path((*state.path, name)) for name in state.tensors)
+
+
+def _several(found: _Tree, file: Path, what: str, key: str | None = None, below: Keys | None = None) -> UserError:
+    states = _candidates(found) if below is None else [s for s in found.states.values() if _is_below(s.path, below)]
+    listed = join_some(map(_describe, states), 12) if states else "no state dict"
+    example = write_path(next((state.path for state in states), ("model",)))
+    where = f"a state dict at --key {key} in {file}" if key is not None else f"one model in {file}"
+    return UserError(where, f"{what} {listed}", f"choose one by its path: mmldlm convert SRC OUT --key {example}")
+
+
+def _nothing(found: _Tree, file: Path) -> UserError:
+    if found.optimizers:
+        inside = f"the state of an optimizer alone ({join_some(map(write_path, found.optimizers))})"
+    elif isinstance(found.nodes.get(()), dict):
+        keys = join_some(found.nodes[()], 8)
+        inside = f"a dict without a single named tensor (its keys: {keys})" if keys else "an empty dict"
+    else:
+        inside = "something other than a dict of tensors"
+    return UserError(f"weights in {file}", inside, "give a file with the state_dict of a model")
