@@ -49,19 +49,22 @@ class NamedOptimizer:
         return [name for names, _ in self.groups for name in names]
 
 
-def add_named_optimizer(source: WeightSource, optimizers: dict[Keys, dict]) -> None:
+def add_named_optimizer(source: WeightSource, optimizers: dict[Keys, dict], path: Keys) -> None:
     """Find the moments and classify the tensors of a source by an optimizer that names them.
 
     If there is one that cannot be carried over, note the reason.
 
     Args:
         optimizers: path -> node, from selection.
+        path: that of the model; optimizers in the same dict are its own, if there are any.
 
     Raises:
         UserError: damaged files.
     """
     if not optimizers:
         return
+    beside = {keys: node for keys, node in optimizers.items() if keys[:-1] == path[:-1]}
+    optimizers = beside or optimizers
     try:
         found = read_named_optimizer(optimizers, source.tensors, source.path)
     except Unreadable as error:
@@ -124,11 +127,15 @@ def read_named_optimizer(optimizers: dict[Keys, dict], model: Container[str], pa
         groups, state = _flat(node) if _is_flat(node) else _nested(node)
         what = f"the optimizer under {write_path(keys)!r}"
         names = [name for members, _ in groups for name in members]
+        if len(optimizers) > 1 and names and not any(name in model for name in names if isinstance(name, str)):
+            continue  # that of another model
         _check(what, names, groups, state, model)
         if twice := [name for name in names if name in found.names]:
             raise Unreadable(f"{what} and another one both train {join_some(twice)}")
         found.groups += groups
         found.state.update(state)
+    if not found.groups:
+        raise Unreadable("none of its parameters is one of the model")
     for names, settings in found.groups:
         for name in names if found.state else ():
             _check_state(name, found.state.get(name, {}), moment_keys(settings))

@@ -29,7 +29,7 @@ MOMENT_KEYS = frozenset({
 })  # fmt: skip
 STATE_KEYS = MOMENT_KEYS | {"step", "sum", "variance", "prev", "step_size", "ax", "eta", "mu"}
 _EXTRA_STATE = "_extra_state"  # torch's name for what a module saves beside its tensors
-_MAX_DEPTH = 32
+MAX_DEPTH = 100
 
 
 class StoredTensor:
@@ -106,6 +106,9 @@ def select_model(root: Any, file: Path, key: str | None = None) -> Model:
     ]
     if rest:
         notes.append(f"tensors that are not weights were left out: {join_some(map(_describe_rest, rest), 8)}")
+    counters = [name for name, tensor in tensors.items() if "." not in name and not tensor.shape]
+    if not path and counters and len(counters) < len(tensors):
+        notes.append(f"kept among the weights, where they are, though they may be counters: {join_some(counters)}")
     values = [name for name, value in _items(found.nodes[path]) if not is_tensor(value) and not _has_tensors(value)]
     values = [name for name in values if name not in tensors and name not in found.merged_optimizers.get(path, {})]
     if values:
@@ -174,7 +177,7 @@ def _scan(root: Any) -> _Tree:
             if isinstance(node, OpaqueObject) and path and path[-1] in MODEL_KEYS:
                 found.opaque.append(path)
             continue
-        if id(node) in seen or len(path) > _MAX_DEPTH:  # one dict may stand under several keys
+        if id(node) in seen or len(path) > MAX_DEPTH:  # one dict may stand under several keys
             continue
         seen.add(id(node))
         if is_optimizer(node):
@@ -287,6 +290,7 @@ def _is_below(path: Keys, other: Keys) -> bool:
 
 def _resolve(found: _Tree, file: Path, key: str) -> Keys:
     """Return the path that a user wrote."""
+    key = key.strip("/") or TOP_LEVEL
     for path in found.nodes:
         if key in (write_path(path), ".".join(map(str, path)) or TOP_LEVEL):
             if not _tensors_of(found.nodes[path], path)[0]:
@@ -300,11 +304,11 @@ def _tensors_of(node: Any, path: Keys) -> tuple[dict[str, Any], bool]:
     """Return name -> tensor of a state dict, and whether nested dicts were left out.
 
     Names with dots are a module's, so what is nested beside them is something else; otherwise the dicts are a tree of
-    parameters, whose names are joined by dots. At the top level of a file the tensors count alone.
+    parameters, whose names are joined by dots. Tensors at the top level of a file count alone.
     """
     merged = _merged_optimizer(node)
     own = {name: value for name, value in _items(node) if is_tensor(value) and name not in merged}
-    if not path or any("." in name for name in own):
+    if (not path and own) or any("." in name for name in own):
         return own, True
     joined: dict[str, Any] = {}
     for inner, state in _scan(node).states.items():

@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from mmldlm.checkpoints.formats.selection import StoredTensor
-from mmldlm.checkpoints.formats.torch_save.reader import TorchFile
+from mmldlm.checkpoints.formats.selection import MAX_DEPTH, StoredTensor
+from mmldlm.checkpoints.formats.torch_save.reader import TorchFile, corrupt_file_error
 from mmldlm.checkpoints.formats.torch_save.unpickler import OpaqueObject, TensorRef
 from mmldlm.checkpoints.formats.weight_source import FileRange, TensorInfo, WeightSource
 from mmldlm.errors import UserError
@@ -27,9 +27,15 @@ class FileTensor(StoredTensor):
         return [FileRange(self.file, ref, 0, ref.numel)] if ref.numel else []
 
 
-def tree_of(file: TorchFile, value: Any, seen: dict[int, Any] | None = None) -> Any:
-    """Return a loaded object with FileTensor for its tensors."""
+def tree_of(file: TorchFile, value: Any, seen: dict[int, Any] | None = None, depth: int = 0) -> Any:
+    """Return a loaded object with FileTensor for its tensors.
+
+    Raises:
+        UserError: it is nested too deeply.
+    """
     seen = {} if seen is None else seen
+    if depth > MAX_DEPTH:
+        raise corrupt_file_error(file.path, f"dicts and lists nested more than {MAX_DEPTH} deep")
     if isinstance(value, TensorRef):
         return FileTensor(file, value)
     if not isinstance(value, dict | list | tuple):
@@ -37,9 +43,9 @@ def tree_of(file: TorchFile, value: Any, seen: dict[int, Any] | None = None) -> 
     if id(value) not in seen:
         seen[id(value)] = None  # a dict that contains itself
         if isinstance(value, dict):
-            seen[id(value)] = {key: tree_of(file, entry, seen) for key, entry in value.items()}
+            seen[id(value)] = {key: tree_of(file, entry, seen, depth + 1) for key, entry in value.items()}
         else:
-            items = [tree_of(file, entry, seen) for entry in value]
+            items = [tree_of(file, entry, seen, depth + 1) for entry in value]
             seen[id(value)] = items if isinstance(value, list) else tuple(items)
     return seen[id(value)]
 

@@ -194,6 +194,27 @@ def test_a_tree_of_parameters_is_taken_by_its_key(tmp_path):
     holds(mmldlm("convert", source, tmp_path / "out", "--key", "model"), tmp_path / "out", truth)
 
 
+def test_parts_of_a_model_are_joined_at_the_top_level(tmp_path):
+    source = save_file({"backbone": TRUTH, "head": {"w": MATRIX}, "optimizer": NUMBERED}, tmp_path / "a.pt")
+    refuses(mmldlm("convert", source, tmp_path / "out"), "backbone .*head")
+    truth = {**{f"backbone.{name}": value for name, value in TRUTH.items()}, "head.w": MATRIX}
+    holds(mmldlm("convert", source, tmp_path / "out", "--key", "."), tmp_path / "out", truth)
+
+
+def test_counters_among_the_weights_are_named(tmp_path):
+    """Nobody can tell them from a module's own scalars."""
+    source = save_dcp({**TRUTH, "step": torch.tensor(3)}, tmp_path / "ck")
+    succeeds(mmldlm("convert", source, tmp_path / "out"), "may be counters: step")
+
+
+def test_endless_nesting(tmp_path):
+    path = tmp_path / "a.pt"
+    with torch.serialization._open_zipfile_writer(str(path)) as archive:
+        deep = b"\x80\x02" + b"]" * 5000 + b"a" * 4999 + b"."
+        archive.write_record("data.pkl", deep, len(deep))
+    refuses(mmldlm("convert", path, tmp_path / "out"), "deep")
+
+
 def test_key_needs_a_source_that_has_keys(tmp_path):
     source = save_file({"net": TRUTH, "ema": OTHER}, tmp_path / "a.pt")
     succeeds(mmldlm("convert", source, tmp_path / "out", "--key", "net"))
@@ -319,6 +340,27 @@ def test_weights_of_other_dtypes(dtype, tmp_path):
     for target in ("dcp", "zero2", "ddp"):
         succeeds(mmldlm("convert", source, tmp_path / target, "--to", target))
         succeeds(mmldlm("convert", "diff", source, tmp_path / target, "--optimizer"), "12 tensors equal, 0 differ")
+
+
+def test_each_model_keeps_its_own_optimizer(tmp_path):
+    """Two models of the same names, each beside its optimizer; and two of other names in one dict."""
+    moved = {
+        **NAMED,
+        "state": {name: {**entry, "exp_avg": entry["exp_avg"] + 1} for name, entry in NAMED["state"].items()},
+    }
+    state = {"g": {"model": TRUTH, "optim": NAMED}, "d": {"model": OTHER, "optim": moved}}
+    source = save_dcp(state, tmp_path / "ck")
+    succeeds(mmldlm("convert", source, tmp_path / "out", "--to", "ddp", "--key", "g/model"))
+    only = save_dcp({"model": TRUTH, "optim": NAMED}, tmp_path / "only")
+    succeeds(mmldlm("convert", "diff", only, tmp_path / "out", "--optimizer"), "12 tensors equal, 0 differ")
+    renamed = {
+        "state": {f"d.{name}": entry for name, entry in moved["state"].items()},
+        "param_groups": [{"lr": 0.5, "params": [f"d.{name}" for name in TRUTH]}],
+    }
+    discriminator = {f"d.{name}": value for name, value in TRUTH.items()}
+    source = save_dcp({"g": TRUTH, "d": discriminator, "optim_g": NAMED, "optim_d": renamed}, tmp_path / "ck2")
+    succeeds(mmldlm("convert", source, tmp_path / "out2", "--to", "ddp", "--key", "g"))
+    succeeds(mmldlm("convert", "diff", only, tmp_path / "out2", "--optimizer"), "12 tensors equal, 0 differ")
 
 
 def test_moments_in_another_order_of_elements(tmp_path):

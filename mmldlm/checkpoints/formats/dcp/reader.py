@@ -101,7 +101,7 @@ class DcpCheckpoint(WeightSource):
         else:
             self.notes += model.notes
             if with_moments:
-                self._read_named_optimizer(model.optimizers)
+                self._read_named_optimizer(model.optimizers, model.path)
         self.files += [item for folder in self._folders for item in folder.items]
         self.files.sort(key=lambda item: (item.path.parent.name, item.path.name, item.offset))
 
@@ -143,12 +143,12 @@ class DcpCheckpoint(WeightSource):
 
     # -- optimizers of other programs -----------------------------------------------------------------------------
 
-    def _read_named_optimizer(self, optimizers: dict[Keys, dict]) -> None:
+    def _read_named_optimizer(self, optimizers: dict[Keys, dict], path: Keys) -> None:
         number = self.path.name.removeprefix(_ACCELERATE_MODEL)
         beside = self.path.parent / f"optimizer_{number}"
         if number != self.path.name and (beside / DCP_METADATA).is_file():
             optimizers = optimizers | find_optimizers(self._open(beside).tree)
-        add_named_optimizer(self, optimizers)
+        add_named_optimizer(self, optimizers, path)
 
 
 # -- Megatron-core ----------------------------------------------------------------------------------------------------

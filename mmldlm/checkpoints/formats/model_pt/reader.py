@@ -79,7 +79,7 @@ class ModelFile(WeightSource):
             refs = {name: tensor.ref for name, tensor in model.tensors.items()}
             add_tensors(source, file, _of_trainer(refs, source.notes), {})
             if optimizer is None and with_moments:
-                source._read_named_optimizer(model.optimizers)
+                source._read_named_optimizer(model.optimizers, model.path)
             elif optimizer is not None:
                 source._read_optimizer(source._open(optimizer), with_moments)
         except BaseException:
@@ -114,12 +114,12 @@ class ModelFile(WeightSource):
         self.files.append(file)
         return file
 
-    def _read_named_optimizer(self, optimizers: dict[Keys, dict]) -> None:
+    def _read_named_optimizer(self, optimizers: dict[Keys, dict], path: Keys) -> None:
         beside = _optimizer_beside(self.path)
         if beside is not None:
             file = self._open(beside)
             optimizers = optimizers | find_optimizers(tree_of(file, file.load()))
-        add_named_optimizer(self, optimizers)
+        add_named_optimizer(self, optimizers, path)
 
     def _read_optimizer(self, file: TorchFile, with_moments: bool) -> None:
         state = file.load_dict()
