@@ -196,6 +196,14 @@ def test_files_of_torchs_hugging_face_writer(tmp_path, given):
     refuses(mmldlm("convert", source, tmp_path / "out"), "HuggingFaceStorageWriter", "consolidate_safetensors_files")
 
 
+@pytest.mark.parametrize("names", [("lora_rank4.pt", "lora_rank8.pt"), ("epoch-1-of-3.pt", "epoch-2-of-3.pt")])
+def test_whole_models_with_numbers_in_their_names(tmp_path, names):
+    """The other side of BAD 5: a number alone is no proof."""
+    for name in names:
+        save(tmp_path / name, {"w": MATRIX})
+    succeeds(convert(tmp_path / names[0]))
+
+
 def test_a_rank_of_megatron(tmp_path):
     """conversion-trials part 2 BAD 7: its arguments say how many ways the model was cut."""
     import argparse
