@@ -67,7 +67,7 @@ def init_weights(model: nn.Module, path: str) -> InitReport:
     opened = open_source(path, allow_nonfinite=True, weights_only=True)
     with torch.no_grad(), opened.weights as source:
         # The names of the model decide whether `module.` is a wrapper's; open_source could not know.
-        source.notes = [note for note in source.notes if "--strip-prefix" not in note]
+        source.notes = [note.partition("; --")[0] for note in source.notes if "--strip-prefix" not in note]
         prefix = prefix_to_match(source.tensors, {*parameters, *buffers})
         if prefix:
             source.notes.append(f"the prefix {prefix!r} was removed from the names of {path}")

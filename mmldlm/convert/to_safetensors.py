@@ -303,10 +303,9 @@ def model_folder(opened: OpenedCheckpoint) -> Path | None:
         return None
     path = opened.weights.path
     folder = path if path.is_dir() else path.parent
-    if os.path.lexists(folder / CONFIG_FILE):
-        return folder
-    is_sharded = opened.weights.engine not in ("safetensors", "model.pt")
-    return folder.parent if is_sharded and _is_model_config(folder.parent / CONFIG_FILE) else None
+    if opened.weights.engine in ("safetensors", "model.pt"):
+        return folder if os.path.lexists(folder / CONFIG_FILE) else None
+    return next((place for place in (folder, folder.parent) if _is_model_config(place / CONFIG_FILE)), None)
 
 
 def _is_model_config(path: Path) -> bool:

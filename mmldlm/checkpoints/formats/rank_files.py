@@ -53,7 +53,7 @@ _TENSORS: tuple[tuple[str, str, str], ...] = (
     (r"_?flat_param", "flat parameters of FullyShardedDataParallel, a part per rank", _FSDP1),
 )
 # Names that count the parts: `group(1)` of how many, if the name says so.
-_SHARD = re.compile(r"-\d+-of-0*(\d+)\.\w+$")
+_SHARD = re.compile(r"(?<!epoch)(?<!step)(?<!iter)(?<!fold)(?<!seed)-\d+-of-0*(\d+)\.\w+$")
 _RANK_OF = re.compile(r"(?:rank|shard|part)[-_]?\d+[-_]of[-_]0*(\d+)")
 # A number that tells the ranks' files apart, if there are others.
 _NUMBERED = re.compile(r"(?:(?:^|[^a-z])rank|shard|model_part|consolidated)[-_.]?(\d+)", re.IGNORECASE)
@@ -118,6 +118,8 @@ def check_tensors(path: Path, names: Collection[str]) -> None:
 
 def _siblings(path: Path, inside: str | None = None) -> list[str]:
     """Return the names beside `path` that differ in the number of the rank alone, and hold `inside` if it is given."""
+    if "lora" in path.name.lower():  # the rank of its matrices
+        return []
     for match in _NUMBERED.finditer(path.name):
         before, after = re.escape(path.name[: match.start(1)]), re.escape(path.name[match.end(1) :])
         pattern = re.compile(before + r"\d+" + after)

@@ -86,7 +86,7 @@ def tensors_of(value: Any, path: Path, what: str, notes: list[str]) -> dict[str,
         if isinstance(ref, TensorRef) and isinstance(name, str):
             tensors[name] = ref
         elif isinstance(ref, OpaqueObject) and ref.may_be_tensor:
-            fix = "save plain dense tensors: call .full_tensor(), .to_dense() or .dequantize() before torch.save"
+            fix = "save plain dense tensors of common types: .full_tensor(), .to_dense(), .dequantize(), .to(dtype)"
             raise UserError(f"plain tensors in {what} of {path}", f"{str(name)[:80]!r}, saved as {ref.kind}", fix)
         else:
             notes.append(f"{what} entry {str(name)[:80]!r} is not a tensor and was left out")

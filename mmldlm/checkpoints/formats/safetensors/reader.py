@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,8 @@ from mmldlm.checkpoints.formats.shard_index import INDEX_SUFFIX, check_listed, r
 from mmldlm.checkpoints.formats.torch_save.reader import corrupt_file_error, open_for_reading
 from mmldlm.checkpoints.formats.torch_save.unpickler import TensorRef
 from mmldlm.checkpoints.formats.weight_source import FileRange, TensorInfo, WeightSource
+from mmldlm.errors import UserError
+from mmldlm.utils.formatting import join_some
 from mmldlm.utils.inside_paths import path_inside
 
 _BY_CODE = {dtype.safetensors: name for name, dtype in DTYPES.items()}
@@ -71,6 +74,10 @@ class SafetensorsFile:
             )
 
     def _add(self, name: str, entry: Any) -> tuple[int, int]:
+        code = entry.get("dtype") if isinstance(entry, dict) else None
+        if isinstance(code, str) and code not in _BY_CODE and re.fullmatch(r"[A-Z]\d+[A-Z0-9_]*", code):
+            fix = "convert it to another type with the program that wrote it"
+            raise UserError(f"tensors of types that mmldlm reads in {self.path}", f"{name} of type {code}", fix)
         try:
             dtype, shape = _BY_CODE[entry["dtype"]], tuple(entry["shape"])
             start, stop = entry["data_offsets"]
@@ -167,11 +174,12 @@ class SafetensorsModel(WeightSource):
         look the same by chance, so both names must be of one parameter: their last parts are equal.
         """
         metadata = self.files[0].metadata if self.files else {}
-        aliases: Any = {
-            alias: owner
-            for alias, owner in metadata.items()
-            if owner in self.tensors and alias.rpartition(".")[2] == owner.rpartition(".")[2]
-        }
+        named = {alias: owner for alias, owner in metadata.items() if owner in self.tensors}
+        is_tied = {alias: alias.rpartition(".")[2] == owner.rpartition(".")[2] for alias, owner in named.items()}
+        aliases: Any = {alias: owner for alias, owner in named.items() if is_tied[alias]}
+        others = [f"{alias!r} ({owner})" for alias, owner in named.items() if not is_tied[alias]]
+        if others:
+            self.notes.append(f"not taken as second names of tied weights: {join_some(others)} in the header")
         if "mmldlm_version" in metadata:
             if str(metadata.get("step", "")).isdigit():
                 self.step = int(metadata["step"])
