@@ -39,6 +39,11 @@ def write_lines(path, lines):
     return path
 
 
+def write_paragraphs(path, lines):
+    """Write a file of a folder, whose texts are the sentences of its paragraphs."""
+    return write_lines(path, [f"{line}\n" for line in lines])
+
+
 @pytest.fixture(scope="module")
 def encoder(tmp_path_factory):
     """Folder of a sentence-transformers model with random weights, of 16 dimensions."""
@@ -153,8 +158,8 @@ def write_gz(path, lines):
 
 def write_folder(path, lines):
     path.mkdir(exist_ok=True)
-    write_lines(path / "a.txt", lines[:30])
-    write_lines(path / "b.txt", lines[30:])
+    write_paragraphs(path / "a.txt", lines[:30])
+    write_paragraphs(path / "b.txt", lines[30:])
 
 
 def write_jsonl(path, lines):
@@ -211,9 +216,9 @@ def test_links_in_a_corpus_are_followed_and_dangling_ones_named(prepare, tmp_pat
     own, elsewhere, more = tmp_path / "corpus", tmp_path / "elsewhere", tmp_path / "more"
     for folder in (own / "a", elsewhere / "deep", more):
         folder.mkdir(parents=True)
-    write_lines(own / "a" / "one.txt", sentences(20))
-    write_lines(elsewhere / "deep" / "two.TXT", sentences(20, 20))
-    write_lines(more / "three.txt", sentences(20, 40))
+    write_paragraphs(own / "a" / "one.txt", sentences(20))
+    write_paragraphs(elsewhere / "deep" / "two.TXT", sentences(20, 20))
+    write_paragraphs(more / "three.txt", sentences(20, 40))
     (own / "linked").symlink_to(elsewhere)
     (own / "again").symlink_to(elsewhere)
     (own / "file.txt").symlink_to(more / "three.txt")
@@ -251,7 +256,7 @@ def test_no_byte_order_mark_gets_into_a_text(prepare, tmp_path, name):
     marked = [f"\ufeff{line}" if i % 20 == 0 else line for i, line in enumerate(lines)]
     if name == "folder":
         (tmp_path / name).mkdir()
-        write_lines(tmp_path / name / "a.txt", marked)
+        write_paragraphs(tmp_path / name / "a.txt", marked)
     elif name == "field.jsonl":
         write_jsonl(tmp_path / name, marked)
     else:
