@@ -9,6 +9,8 @@ import numpy as np
 from mmldlm.errors import UserError
 
 WARN_SHARE, MAX_SHARE = 0.01, 0.2
+# An encoder reads words in their context: a text with some unknown words still has a latent of its own.
+MAX_ENCODER_SHARE = 0.5
 _OTHER_TOKENIZER = "--tokenizer train, that of a multilingual encoder, or for train and words a larger --vocab-size"
 
 
@@ -45,3 +47,22 @@ def check_unknown_share(num_unknown: int, num_tokens: int, split: str, where: st
     if share > WARN_SHARE:
         return f"{found}: words that the tokenizer does not know are all the same to a model (use {_OTHER_TOKENIZER})"
     return None
+
+
+def check_unknown_to_encoder(num_unknown: int, num_tokens: int, encoder: str) -> str | None:
+    """Return a warning for texts of which an encoder does not know some words.
+
+    Args:
+        num_unknown: [UNK] among the encoder's tokens of some training texts.
+        num_tokens: all of these tokens.
+        encoder: its name.
+
+    Raises:
+        UserError: more than MAX_ENCODER_SHARE of them, so that different texts have nearly equal latents.
+    """
+    share = num_unknown / max(num_tokens, 1)
+    found = f"{share:.1%} of the tokens that encoder {encoder} reads of the training texts are [UNK]"
+    if share > MAX_ENCODER_SHARE:
+        fix = "choose an encoder of the language and script of the texts, such as --encoder e5 or bge"
+        raise UserError(f"an encoder that knows {1 - MAX_ENCODER_SHARE:.0%} of the tokens", found, fix)
+    return f"{found}: its latents do not tell these words apart" if share > WARN_SHARE else None

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from mmldlm.data.unknown_tokens import check_unknown_share, count_unknown
+from mmldlm.data.unknown_tokens import check_unknown_share, check_unknown_to_encoder, count_unknown
 from mmldlm.errors import UserError
 
 
@@ -13,6 +13,12 @@ def test_shares():
     with pytest.raises(UserError, match="UNK"):
         check_unknown_share(201, 1000, "train")
     assert "[UNK]" in check_unknown_share(900, 1000, "validation")  # a corpus of its own, a tokenizer of another
+
+
+def test_shares_of_an_encoder():
+    assert check_unknown_to_encoder(10, 1000, "enc") is None and "enc" in check_unknown_to_encoder(11, 1000, "enc")
+    with pytest.raises(UserError, match="UNK"):
+        check_unknown_to_encoder(501, 1000, "enc")
 
 
 def test_counts():

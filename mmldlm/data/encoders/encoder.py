@@ -140,8 +140,7 @@ class Encoder:
         self._weights_sha256: str | None = None
         # Tokens of the prompt that the pooling leaves out, counted as sentence-transformers does.
         self._num_prompt_tokens = 0
-        if not spec.include_prompt and spec.prefix:
-            prompt = self._tokenize([""])[0][0]
+        if not spec.include_prompt and spec.prefix and (prompt := self._tokenize([""])[0][0]):
             self._num_prompt_tokens = len(prompt) - (prompt[-1] in self._tokenizer.all_special_ids)
 
     def _load_step(self, step: Step) -> Dense | None:

@@ -17,6 +17,7 @@ from mmldlm.utils.formatting import describe_os_error
 from mmldlm.utils.json_files import read_json
 
 MODULES = "modules.json"
+_OWN_MODULES = "sentence_transformers."  # with which the types of modules begin
 _AFTER_POOLING = ("Dense", "Normalize", "Dropout")
 # sentence-transformers' names of poolings, and those of EncoderSpec. Flags are concatenated in this order.
 _POOLINGS = {
@@ -62,6 +63,13 @@ def read_sentence_transformer(folder: Path, name: str) -> EncoderSpec | None:
     modules = _read_modules(folder)
     if modules is None:
         return None
+    if foreign := next((kind for kind, _ in modules if not kind.startswith(_OWN_MODULES)), None):
+        raise UserError(
+            f"modules of sentence-transformers itself in {folder}",
+            f"type {foreign} in {folder / MODULES}, which needs its own Python code",
+            _BARE,
+        )
+    modules = [(kind.rsplit(".", 1)[-1], path) for kind, path in modules]
     kinds = [kind for kind, _ in modules]
     fits = kinds[:2] == ["Transformer", "Pooling"] and all(kind in _AFTER_POOLING for kind in kinds[2:])
     if not fits:
@@ -105,10 +113,10 @@ def transformer_folder(folder: Path) -> Path:
 
 
 def _read_modules(folder: Path) -> list[tuple[str, str]] | None:
-    """Return the kind and the folder of each module; None without a list of modules.
+    """Return the type and the folder of each module; None without a list of modules.
 
     Raises:
-        UserError: a damaged list, a folder outside the model's, or a module whose code is not sentence-transformers'.
+        UserError: a damaged list, or a folder outside the model's.
     """
     path = folder / MODULES
     if not path.is_file():
@@ -130,13 +138,7 @@ def _read_modules(folder: Path) -> list[tuple[str, str]] | None:
             raise UserError(expected, str(module)[:100], _COPY)
         if PurePosixPath(part).is_absolute() or ".." in PurePosixPath(part).parts:
             raise UserError(f"modules inside {folder}", f"path {part!r} in {path}", _OTHER_ENCODER)
-        if not kind.startswith("sentence_transformers."):
-            raise UserError(
-                f"modules of sentence-transformers itself in {folder}",
-                f"type {kind} in {path}, which needs its own Python code",
-                _OTHER_ENCODER,
-            )
-        found.append((kind.rsplit(".", 1)[-1], part))
+        found.append((kind, part))
     return found
 
 

@@ -44,7 +44,7 @@ from mmldlm.data.prepare.summary import RankProgress, print_summary
 from mmldlm.data.prepare.task_queue import RankFailed, TaskQueue
 from mmldlm.data.prepare.work_dir import WorkDir
 from mmldlm.data.store.store import TOKENIZER_FOLDER
-from mmldlm.data.unknown_tokens import check_unknown_share
+from mmldlm.data.unknown_tokens import check_unknown_share, check_unknown_to_encoder
 from mmldlm.errors import UserError
 from mmldlm.utils.atomic_files import atomic_folder, write_json
 from mmldlm.utils.screen import open_console
@@ -52,6 +52,7 @@ from mmldlm.utils.walk_files import LeftOut
 
 _COMPLETE = "already complete"  # counters that rank 0 sets for the other ranks
 _READS = "tokens of a text that the encoder reads"
+_SAMPLES_OF_A_CHECK = 2048
 
 
 def prepare(options: PrepareOptions, console: Console | None = None, queue: TaskQueue | None = None) -> Path:
@@ -347,6 +348,9 @@ class _Preparation:
 
     def _encode_splits(self, splits: dict[str, Samples], sources: dict[str, TextShards]) -> dict[str, list[Path]]:
         """Encode all samples; return the shards of latents per split."""
+        self.queue.rank_0_first(
+            "unknown to the encoder", lambda: self._check_encoder(splits["train"], sources["train"])
+        )
         encoder = self.encoder = self.encoder or self._make_encoder()
         total = sum(map(len, splits.values()))
         with RankProgress(self.console, self.queue, f"encoding with {encoder.name}", "sentences", total) as progress:
@@ -354,6 +358,20 @@ class _Preparation:
                 name: self._encode_split(f"encode-{name}", samples, sources[name], progress)
                 for name, samples in splits.items()
             }
+
+    def _check_encoder(self, samples: Samples, texts: TextShards) -> None:
+        """Check, before hours of encoding, that the encoder's tokenizer knows the texts; on samples spread over them.
+
+        Raises:
+            UserError: it knows too few of their tokens.
+        """
+        assert self.encoder is not None  # rank 0 made it at the start
+        rows = np.unique(np.linspace(0, len(samples) - 1, min(len(samples), _SAMPLES_OF_A_CHECK)).astype(np.int64))
+        part, _ = samples.take(rows).read(texts, 0, len(rows))
+        num_unknown, num_tokens = np.sum(self.encoder.num_unknown(part), axis=0).tolist()
+        warning = check_unknown_to_encoder(num_unknown, num_tokens, self.encoder.name)
+        if warning is not None:
+            self.console.print(f"warning: {warning}", soft_wrap=True, markup=False)
 
     def _encode_split(self, stage: str, samples: Samples, texts: TextShards, progress: RankProgress) -> list[Path]:
         options, starts = self.options, range(0, len(samples), encode_stage.SHARD)
