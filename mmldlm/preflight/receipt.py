@@ -96,13 +96,21 @@ _READ: dict[str, tuple[type, ...]] = {
 
 
 def read(run_dir: Path) -> dict | None:
-    """Return the receipt of a run folder; None if it is missing, unreadable, damaged or of another program."""
+    """Return the receipt of a run folder; None if it is missing, unreadable, or of another program.
+
+    Raises:
+        ValueError: a value that is read back is missing or of another type.
+    """
     try:
         receipt = json.loads(read_text(run_dir / NAME))
     except (OSError, ValueError, RecursionError):
         return None
-    is_ours = isinstance(receipt, dict) and receipt.get("format") == FORMAT
-    return receipt if is_ours and all(type(receipt.get(key)) in kinds for key, kinds in _READ.items()) else None
+    if not isinstance(receipt, dict) or receipt.get("format") != FORMAT:
+        return None
+    for key, kinds in _READ.items():
+        if type(receipt.get(key, ...)) not in kinds:
+            raise ValueError(f"{key} is {receipt.get(key)!r}")
+    return receipt
 
 
 def staleness_reasons(config: Config, world_size: int) -> list[str]:

@@ -115,7 +115,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "text": {"nargs": "+", "metavar": "TEXT", "help": "texts (l2t: embedded with the encoder of the training data)"},
     "text_file": {"type": option_types.path, "metavar": "FILE", "help": "texts, one per line"},
     "num_samples": {
-        "type": option_types.count,
+        "type": option_types.integer(1, 1 << 24),
         "metavar": "N",
         "help": "number of samples (l2t: default one per embedding; i2t, t2i: one per image, caption)",
     },

@@ -196,10 +196,8 @@ def test_stores_that_do_not_fit_are_refused(pretrained, make, tmp_path, store):
     [
         (["--suite", "stsb"], "--sts-file"),
         ([], "--data"),
-        (["--data", "x", "--num-draws", "0"], "--num-draws"),
         (["--suite", "stsb", "--sts-file", "absent.csv"], "STS Benchmark"),
         (["--data", "absent"], "store"),
-        (["--data", "x", "--batch-size", "0"], "--batch-size"),
     ],
 )
 def test_unusable_requests_are_refused(words, named):
@@ -207,6 +205,15 @@ def test_unusable_requests_are_refused(words, named):
     add_arguments(parser)
     with pytest.raises(UserError, match=named):
         main(parser.parse_intermixed_args(["--checkpoint", "absent", *words]))
+
+
+@pytest.mark.parametrize("words", [["--num-draws", "0"], ["--batch-size", "0"], ["--num-samples", "1"]])
+def test_numbers_out_of_bounds_are_refused(words, capsys):
+    parser = argparse.ArgumentParser()
+    add_arguments(parser)
+    with pytest.raises(SystemExit) as done:
+        parser.parse_intermixed_args(["--checkpoint", "absent", "--data", "x", *words])
+    assert done.value.code == 2 and f"argument {words[0]}: '{words[1]}': a whole number" in capsys.readouterr().err
 
 
 def test_a_sampler_and_several_lengths(pretrained, store):
