@@ -63,6 +63,9 @@ def read_hostfile(path: str | Path) -> list[Node]:
         ) from error
     nodes, problems = _parse(text, path)
     if problems:
+        if not nodes:  # probably not a hostfile: the first lines are enough
+            more = [f"and {len(problems) - 8} more lines"] if len(problems) > 8 else []
+            problems = [f"{path} names no node", *problems[:8], *more]
         raise UserError("one 'NAME slots=N' per line", "\n         ".join(problems), "correct the lines named above")
     return nodes
 
