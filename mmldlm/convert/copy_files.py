@@ -26,7 +26,8 @@ def check_links(opened: OpenedCheckpoint) -> None:
     if not root.is_dir():  # one file, or an index with its shards
         root = root.parent
     for path in {file.path for file in weights.files} - {weights.path}:
-        real_path(root, path)
+        # accelerate keeps the optimizer in a folder beside that of the model.
+        real_path(root if root in path.parents else root.parent, path)
 
 
 def copy_file(root: Path, path: Path, out: Path) -> None:

@@ -101,7 +101,7 @@ def named_optimizer_metadata(opened: OpenedCheckpoint) -> OptimizerMetadata:
     groups = [Group(names, settings) for names, settings in found.groups]
     stored = {source.parts[name][0].ref.dtype for name in found.names if source.parts[name]}
     dtype = stored.pop() if len(stored) == 1 else "float32"
-    counters = {**default_counters(opened), "global_steps": int(found.steps or 0)}
+    counters = default_counters(opened, found.steps)
     notes = ["the optimizer and its step count were carried over; learning-rate schedule and other counters were not"]
     return OptimizerMetadata(groups, found.steps, dtype, counters, default_scaler(), notes=notes)
 

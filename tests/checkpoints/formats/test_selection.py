@@ -9,6 +9,7 @@ import contextlib
 import dataclasses
 import io
 import json
+import os
 import pickle
 import sys
 import types
@@ -391,14 +392,17 @@ def test_dicts_that_were_not_flattened(name, tmp_path):
     holds(mmldlm("convert", tmp_path / "ck", tmp_path / "out"), tmp_path / "out", TRUTH)
 
 
-class Foreign:
-    """An object that no checkpoint of tensors needs."""
+class Hostile:
+    """An object that asks for a way to run programs."""
+
+    def __reduce__(self):
+        return os.system, ("true",)
 
 
 def test_a_model_in_a_pickle_that_is_refused(tmp_path):
     """conversion-trials part 2 BAD 4: never `step` alone."""
     planner = dcp.DefaultSavePlanner(flatten_state_dict=False)
-    state = {"model": {"w": MATRIX, "x": Foreign()}, "step": torch.tensor(3)}
+    state = {"model": {"w": MATRIX, "x": Hostile()}, "step": torch.tensor(3)}
     save_dcp(state, tmp_path / "ck", planner=planner)
     refuses(mmldlm("convert", tmp_path / "ck", tmp_path / "out"), "flatten_state_dict=True", "model")
     assert not (tmp_path / "out").exists()
