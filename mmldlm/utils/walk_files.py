@@ -69,7 +69,8 @@ def walk_files(folder: Path, left_out: LeftOut | None = None) -> list[Path]:
     left_out = LeftOut() if left_out is None else left_out
     files: list[Path] = []
     seen: set[tuple[int, int]] = set()
-    folders, linked = deque([folder]), deque()
+    folders: deque[Path] = deque([folder])
+    linked: deque[Path] = deque()
     while folders or linked:
         current = (folders or linked).popleft()  # links last, so that a folder is found under its own name
         try:
