@@ -10,7 +10,7 @@ from mmldlm.errors import UserError
 
 WARN_SHARE, MAX_SHARE = 0.01, 0.2
 # An encoder reads words in their context: a text with some unknown words still has a latent of its own.
-MAX_ENCODER_SHARE = 0.5
+MAX_ENCODER_SHARE = 0.9
 _OTHER_TOKENIZER = "--tokenizer train, that of a multilingual encoder, or for train and words a larger --vocab-size"
 
 
@@ -64,5 +64,5 @@ def check_unknown_to_encoder(num_unknown: int, num_tokens: int, encoder: str) ->
     found = f"{share:.1%} of the tokens that encoder {encoder} reads of the training texts are [UNK]"
     if share > MAX_ENCODER_SHARE:
         fix = "choose an encoder of the language and script of the texts, such as --encoder e5 or bge"
-        raise UserError(f"an encoder that knows {1 - MAX_ENCODER_SHARE:.0%} of the tokens", found, fix)
+        raise UserError(f"an encoder that knows at least {1 - MAX_ENCODER_SHARE:.0%} of the tokens", found, fix)
     return f"{found}: its latents do not tell these words apart" if share > WARN_SHARE else None

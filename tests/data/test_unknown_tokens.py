@@ -18,7 +18,7 @@ def test_shares():
 def test_shares_of_an_encoder():
     assert check_unknown_to_encoder(10, 1000, "enc") is None and "enc" in check_unknown_to_encoder(11, 1000, "enc")
     with pytest.raises(UserError, match="UNK"):
-        check_unknown_to_encoder(501, 1000, "enc")
+        check_unknown_to_encoder(901, 1000, "enc")
 
 
 def test_counts():
