@@ -92,7 +92,10 @@ def test_a_long_error_is_folded_for_a_terminal_alone(monkeypatch):
 @pytest.mark.parametrize(
     ("error", "said"),
     [
-        (OSError(errno.ENOSPC, "No space left on device", "/x/y"), "error: /x/y: No space left on device\n"),
+        (
+            OSError(errno.ENOSPC, "No space left on device", "/x/y"),
+            "error: /x/y: No space left on device; free some space",
+        ),
         (OSError("cannot load"), "error: cannot load\n"),
         (BrokenPipeError(errno.EPIPE, "Broken pipe"), "error: Broken pipe\n"),  # not that of the reader: not quiet
     ],
@@ -102,7 +105,9 @@ def test_an_unforeseen_os_error_is_one_line(error, said, monkeypatch, capsys):
         raise error
 
     monkeypatch.setitem(cli.VERBS, "plot", (lambda parser: fail, "fails"))
-    assert cli.main(["plot"]) == 1 and capsys.readouterr().err == said
+    assert cli.main(["plot"]) == 1
+    printed = capsys.readouterr().err
+    assert printed.startswith(said) and printed.count("\n") == 1
 
 
 def test_a_reader_that_has_enough_meets_no_traceback():

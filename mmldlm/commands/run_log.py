@@ -25,6 +25,8 @@ def plot(args: argparse.Namespace) -> int:
     from mmldlm.observe.loss_plots import load_steps, plot_path, plot_run
     from mmldlm.utils.output_paths import check_writable_file, claimed_file
 
+    if args.out:
+        check_writable_file(args.out, "--out")
     load_steps(args.run)  # refuses a folder that is not a run's, before anything is made in it
     out = check_writable_file(plot_path(args.run, args.out), "--out")
     with claimed_file(out, "--out"):

@@ -163,7 +163,7 @@ def _held_lock(lock: Path, path: str | os.PathLike, option: str) -> Iterator[Non
     descriptor = None
     try:
         try:
-            lock.parent.mkdir(parents=True, exist_ok=True)
+            _make_folder(lock.parent)
             descriptor = _lock_file(lock)
         except BlockingIOError:
             raise UserError(
@@ -209,10 +209,7 @@ def _lock_file(path: Path) -> int:
 def _probe_write(folder: Path) -> None:
     created = [part for part in (folder, *folder.parents) if not part.exists()]
     try:
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-        except FileExistsError as error:  # the system's "File exists" would not say that a folder was needed
-            raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), error.filename) from error
+        _make_folder(folder)
         # Permission bits are not enough: root passes them, but cannot write to /proc or a read-only disk.
         with tempfile.TemporaryFile(dir=folder):
             pass
@@ -220,6 +217,13 @@ def _probe_write(folder: Path) -> None:
         for part in created:  # the work may still fail on its input, and must then leave nothing
             with contextlib.suppress(OSError):
                 part.rmdir()
+
+
+def _make_folder(folder: Path) -> None:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except FileExistsError as error:  # the system's "File exists" would not say that a folder was needed
+        raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), error.filename) from error
 
 
 def _cannot_write(path: str | os.PathLike, option: str, error: OSError) -> UserError:

@@ -113,11 +113,11 @@ def test_a_lock_that_cannot_be_read_is_named_and_not_waited_for(tmp_path, monkey
     path.unlink()
     path.write_text("{}")
 
-    def refuse(self, *args, **more):  # of another user with mode 600; the tests may run as root
-        raise PermissionError(13, "Permission denied", str(self))
+    def refuse(found, *args):  # of another user with mode 600; the tests may run as root
+        raise PermissionError(13, "Permission denied", str(found))
 
     with monkeypatch.context() as patch, pytest.raises(UserError, match="Permission denied"):
-        patch.setattr(type(path), "read_text", refuse)
+        patch.setattr(run_lock, "read_bytes", refuse)
         acquire(tmp_path)
     for partial in ('{"host": "x"}', '{"host": "x", "pid": "7"}', "[]", '"x"', "[" * 100_000):
         path.write_text(partial)

@@ -291,7 +291,7 @@ class _Packer:
                 return self.tokenizer.decode(ids), ids
             text = sample.text if sample.text is not None else _read_text(sample.text_path)
         except (OSError, ValueError, IndexError) as error:
-            if isinstance(error, UserError):
+            if isinstance(error, UserError) and not isinstance(error, OSError):
                 raise
             return None, np.empty(0, np.int64)
         text = fold_spaces(text)
