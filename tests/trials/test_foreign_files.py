@@ -130,6 +130,7 @@ def test_shards_and_their_index(tmp_path, stem, suffix):
     succeeds(convert(tmp_path / "in"))
     assert set(tensors_in(tmp_path / "out")) == set(names)
     succeeds(mmldlm("convert", "diff", index, tmp_path / "out"))
+    refuses(mmldlm("convert", tmp_path / "in" / names["a.w"], tmp_path / "no"), "one of the 2 shards", "index.json")
     index.write_text(json.dumps({"weight_map": {"a.w": names["a.w"]}}), encoding="utf-8")
     refuses(convert(tmp_path / "in", out="out2"), "1 of 2 shards")
 
