@@ -403,6 +403,17 @@ def test_other_kinds_of_files_are_named(tmp_path, kind):
 
 
 @SLOW
+def test_items_of_dcp_in_safetensors_are_named(tmp_path):
+    """conversion-trials part 2 POOR 8: "truncated"."""
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint.filesystem import FileSystemWriter, SerializationFormat
+
+    writer = FileSystemWriter(tmp_path / "in", serialization_format=SerializationFormat.SAFETENSORS)
+    dcp.save({"model": {"w": MATRIX}}, storage_writer=writer, no_dist=True)
+    refuses(convert(tmp_path / "in"), "safetensors items", "TORCH_SAVE")
+
+
+@SLOW
 def test_an_optimizer_file_is_named(tmp_path):
     """conversion-trials P9: "a dict without a single tensor; give a model.pt of mmldlm"."""
     model = nn.Linear(3, 4)
