@@ -292,6 +292,8 @@ def model_folder(opened: OpenedCheckpoint) -> Path | None:
 
 
 def _is_model_config(path: Path) -> bool:
+    if not path.is_file():
+        return False
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError):

@@ -72,7 +72,7 @@ def check_name(path: Path) -> None:
         if re.fullmatch(pattern, path.name):
             raise _part_error(path, found, fix)
     for index in sorted(path.parent.glob("*.index.json")):
-        if index != path and path.name in (shards := _shards_of(index)) and len(shards) > 1:
+        if index != path and index.is_file() and path.name in (shards := _shards_of(index)) and len(shards) > 1:
             raise _part_error(path, f"one of the {len(shards)} shards that {index.name} lists", f"give {index}")
     if (shard := _SHARD.search(path.name)) and int(shard[1]) > 1:
         missing = f"find the index that lists the shards, such as {SAFETENSORS_INDEX}, and give their folder"
