@@ -309,6 +309,8 @@ def model_folder(opened: OpenedCheckpoint) -> Path | None:
 
 
 def _is_model_config(path: Path) -> bool:
+    if not path.is_file():
+        return False
     try:
         config = json.loads(read_small_file(path))
     except (OSError, ValueError, RecursionError):

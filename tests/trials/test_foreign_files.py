@@ -130,6 +130,7 @@ def test_shards_and_their_index(tmp_path, stem, suffix):
     succeeds(convert(tmp_path / "in"))
     assert set(tensors_in(tmp_path / "out")) == set(names)
     succeeds(mmldlm("convert", "diff", index, tmp_path / "out"))
+    refuses(mmldlm("convert", tmp_path / "in" / names["a.w"], tmp_path / "no"), "one of the 2 shards", "index.json")
     index.write_text(json.dumps({"weight_map": {"a.w": names["a.w"]}}), encoding="utf-8")
     refuses(convert(tmp_path / "in", out="out2"), "1 of 2 shards")
 
@@ -399,6 +400,17 @@ def test_other_kinds_of_files_are_named(tmp_path, kind):
     result = convert(tmp_path / "in.bin")
     refuses(result, kind)
     assert "copy the file again" not in result and "DeepSpeed" not in result
+
+
+@SLOW
+def test_items_of_dcp_in_safetensors_are_named(tmp_path):
+    """conversion-trials part 2 POOR 8: "truncated"."""
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint.filesystem import FileSystemWriter, SerializationFormat
+
+    writer = FileSystemWriter(tmp_path / "in", serialization_format=SerializationFormat.SAFETENSORS)
+    dcp.save({"model": {"w": MATRIX}}, storage_writer=writer, no_dist=True)
+    refuses(convert(tmp_path / "in"), "safetensors items", "TORCH_SAVE")
 
 
 @SLOW

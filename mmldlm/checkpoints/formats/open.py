@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import json
+import os
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -210,10 +211,12 @@ def _is_run_checkpoint(path: Path) -> bool:
 
 def _is_manifest(path: Path) -> bool:
     """Return whether a file is the manifest of a checkpoint, damaged or not; other programs write one, too."""
+    if not path.is_file():  # the reader of manifests says what a folder or a FIFO is
+        return os.path.lexists(path)
     try:
         value = json.loads(path.read_bytes())
     except OSError:
-        return path.exists()
+        return True
     except (ValueError, RecursionError):
         return True
     return isinstance(value, dict) and (value.get("format") == FORMAT or (path.parent / ENGINE_FOLDER).is_dir())

@@ -5,6 +5,7 @@ Files are recognized by their names, by the files beside them, and by what the p
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Collection
 from pathlib import Path
@@ -39,7 +40,11 @@ _NAMES: tuple[tuple[str, str, str], ...] = (
 )
 # Entries of a torch.save'd dict, all of which are there -> what it is, and what to do.
 _KEYS: tuple[tuple[frozenset[str], str, str], ...] = (
-    (frozenset({"shard_metadata"}), "one rank's file of fairscale's FullyShardedDataParallel", _FAIRSCALE),
+    (
+        frozenset({"shard_metadata"}),
+        "one rank's file of fairscale's or torch_xla's FullyShardedDataParallel",
+        _FAIRSCALE,
+    ),
     (frozenset({"module", "dp_world_size", "mp_world_size"}), "one rank's file of a DeepSpeed checkpoint", _FOLDER),
     (frozenset({"optimizer_state_dict", "ds_version"}), "one rank's file of a DeepSpeed checkpoint", _FOLDER),
 )
@@ -66,10 +71,12 @@ def check_name(path: Path) -> None:
     for pattern, found, fix in _NAMES:
         if re.fullmatch(pattern, path.name):
             raise _part_error(path, found, fix)
+    for index in sorted(path.parent.glob("*.index.json")):
+        if index != path and index.is_file() and path.name in (shards := _shards_of(index)) and len(shards) > 1:
+            raise _part_error(path, f"one of the {len(shards)} shards that {index.name} lists", f"give {index}")
     if (shard := _SHARD.search(path.name)) and int(shard[1]) > 1:
-        index = next(iter(sorted(path.parent.glob("*.index.json"))), None)
-        missing = f"find {SAFETENSORS_INDEX}, which lists the shards, and give their folder"
-        raise _part_error(path, f"one of {shard[1]} shards", f"give {index or 'their index'}" if index else missing)
+        missing = f"find the index that lists the shards, such as {SAFETENSORS_INDEX}, and give their folder"
+        raise _part_error(path, f"one of {shard[1]} shards", missing)
     if (part := _RANK_OF.search(path.name)) and int(part[1]) > 1:
         raise _part_error(path, f"one of {part[1]} ranks' files", "merge them with the program that wrote them")
 
@@ -114,6 +121,13 @@ def check_tensors(path: Path, names: Collection[str]) -> None:
     for pattern, found, fix in _TENSORS:
         if any(re.fullmatch(pattern, name.rpartition(".")[2]) for name in names):
             raise _part_error(path, found, fix)
+
+
+def _shards_of(index: Path) -> set[str]:
+    try:
+        return set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        return set()
 
 
 def _siblings(path: Path, inside: str | None = None) -> list[str]:

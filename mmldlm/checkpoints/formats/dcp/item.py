@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from mmldlm.checkpoints.formats.dtypes import DTYPES
+from mmldlm.checkpoints.formats.file_kinds import FileKind
 from mmldlm.checkpoints.formats.torch_save.reader import TorchFile, corrupt_file_error, open_for_reading
 from mmldlm.checkpoints.formats.torch_save.unpickler import TensorRef
 from mmldlm.checkpoints.layout import DCP_METADATA
@@ -43,6 +44,12 @@ class _ItemFile(TorchFile):
     def _read_directory(self):
         self._near.append((0, self._pread(0, min(_NEAR_BYTES, self.file_size))))
         return super()._read_directory()
+
+    def _check_kind(self, kind: FileKind | None) -> None:
+        if kind is not None and kind.found.startswith("a safetensors file"):
+            fix = "save with FileSystemWriter(..., serialization_format=SerializationFormat.TORCH_SAVE), the default"
+            raise UserError(f"items written by torch.save in {self.path}", "safetensors items", fix)
+        super()._check_kind(kind)
 
     def load(self) -> Any:
         try:
