@@ -244,6 +244,16 @@ def test_full_disk_on_one_rank_while_writing(tmp_path):
     assert untouched(tmp_path)
 
 
+@pytest.mark.parametrize("is_first", [True, False])
+def test_a_failed_save_names_the_previous_checkpoint_if_there_is_one(tmp_path, is_first):
+    """trials-3, POOR 9: `convert zero2` on a full disk spoke of a checkpoint that does not exist."""
+    if not is_first:
+        save(tmp_path, 1, "old")
+    with pytest.raises(CommitFailed) as caught:
+        begin(tmp_path, 2).commit(OSError(errno.ENOSPC, "full"))
+    assert ("previous checkpoint" in str(caught.value)) is not is_first
+
+
 @pytest.mark.parametrize("victim", [0, 1])
 def test_full_disk_while_flushing(tmp_path, monkeypatch, victim):
     save(tmp_path, 1, "old")

@@ -255,7 +255,7 @@ def made(tmp_path_factory):
     return make
 
 
-@pytest.mark.parametrize("place, kind", some_slow(PLACES, SPECIAL))
+@pytest.mark.parametrize("place, kind", list(some_slow(PLACES, SPECIAL)))
 def test_no_special_file_is_waited_for(made, tmp_path, place, kind):
     """A folder gave "Is a directory" without its name, a FIFO was waited for."""
     to, pattern = place
@@ -270,7 +270,7 @@ def test_no_special_file_is_waited_for(made, tmp_path, place, kind):
 BESIDE = ("tokenizer.json", "manifest.json", "config.json", "model.safetensors.index.json")
 
 
-@pytest.mark.parametrize("name, kind", some_slow(BESIDE, SPECIAL))
+@pytest.mark.parametrize("name, kind", list(some_slow(BESIDE, SPECIAL)))
 def test_no_special_file_beside_a_model(tmp_path, name, kind):
     folder = model_folder(tmp_path / "model")
     if name.endswith("index.json"):

@@ -123,6 +123,13 @@ def test_a_hostile_name_in_a_universal_folder(universal_folder, tmp_path, kind):
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.parametrize("to", ["zero2", *(pytest.param(to, marks=SLOW) for to in ("safetensors", "fsdp", "ddp"))])
+def test_a_name_that_is_no_text(tmp_path, to):
+    """A pickle may hold half of a character; no file of names can."""
+    source = training_state(tmp_path / "source", ("a.weight", "b\ud800"))
+    refuses(mmldlm("convert", source, tmp_path / "out", "--to", to), "valid text")
+
+
 NAMES = ["a/b", *(pytest.param(name, marks=SLOW) for name in ("a/b/c.weight", "..a", "a..b/.c", "schön/ü", "a\\b"))]
 
 

@@ -132,6 +132,8 @@ def _copied(file: TorchFile, value: Any, what: str, left: list[int], depth: int 
     left[0] -= 1
     if left[0] < 0 or depth > MAX_COPIED_DEPTH:
         raise ValueError(what)
+    if isinstance(value, str):
+        value.encode()  # its UnicodeEncodeError is a ValueError: half of a character, which no file can hold
     if isinstance(value, PLAIN_TYPES):
         return value
     if isinstance(value, TensorRef):

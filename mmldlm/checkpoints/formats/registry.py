@@ -50,7 +50,22 @@ def open_path(path: Path, options: ReadOptions) -> WeightSource | None:
             f"{path}, a checkpoint of {found.format.name}, which holds one model",
             "leave --key out",
         )
-    return found.format.open(found.path, options)
+    source = found.format.open(found.path, options)
+    for name in source.tensors:
+        if not name.isprintable() and not _is_text(name):
+            source.close()
+            fix = "rename it in the model and save again"
+            raise UserError(f"names of tensors in {path} that are valid text", f"{name[:80]!r}", fix)
+    return source
+
+
+def _is_text(name: str) -> bool:
+    """Return whether a file can hold a name: a pickle may make strings of parts of characters (lone surrogates)."""
+    try:
+        name.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def writer_of(target: str) -> CheckpointFormat:
