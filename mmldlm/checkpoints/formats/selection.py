@@ -94,6 +94,11 @@ def select_model(root: Any, file: Path, key: str | None = None) -> Model:
     found = _scan(root)
     path = _choose(found, file) if key is None else _resolve(found, file, key)
     tensors, beside = _tensors_of(found.nodes[path], path)
+    for name, value in _items(found.nodes[path]):
+        if not _is_opaque_tensor(value):
+            continue
+        fix = "save plain dense tensors of common types: .full_tensor(), .to_dense(), .dequantize(), .to(dtype)"
+        raise UserError(f"plain tensors in {file}", f"{name[:80]!r}, saved as {value.kind}", fix)
     others = [state.path for state in _candidates(found) if state.path != path and not _is_below(state.path, path)]
     notes = [f"the weights are those under {write_path(path)!r} in the file"] if path else []
     if others:
@@ -153,7 +158,8 @@ class _Tree(NamedTuple):
         states: those with tensors of their own.
         optimizers: every optimizer.
         merged_optimizers: those of them whose entries stand in one dict with others.
-        opaque: objects of a class under a key of MODEL_KEYS, such as a pickled module.
+        opaque: objects of a class under a key of MODEL_KEYS, such as a pickled module, and dicts with tensors of a
+            class that is not read.
         num_values: number of leaves that are not tensors.
     """
 
@@ -174,7 +180,9 @@ def _scan(root: Any) -> _Tree:
         path, node = waiting.pop()
         if not isinstance(node, dict | list | tuple):
             num_values += not is_tensor(node)
-            if isinstance(node, OpaqueObject) and path and path[-1] in MODEL_KEYS:
+            if _is_opaque_tensor(node):
+                found.opaque.append(path[:-1])
+            elif isinstance(node, OpaqueObject) and path and path[-1] in MODEL_KEYS:
                 found.opaque.append(path)
             continue
         if id(node) in seen or len(path) > MAX_DEPTH:  # one dict may stand under several keys
@@ -203,6 +211,11 @@ def _items(node: Any) -> Iterator[tuple[str, Any]]:
 def is_tensor(value: Any) -> bool:
     """Return whether a leaf is a tensor."""
     return isinstance(value, StoredTensor)
+
+
+def _is_opaque_tensor(value: Any) -> bool:
+    """Return whether a leaf stands for a tensor that cannot be read, of a subclass or another layout."""
+    return isinstance(value, OpaqueObject) and value.may_be_tensor
 
 
 def _has_tensors(value: Any) -> bool:
@@ -264,8 +277,9 @@ def _choose(found: _Tree, file: Path) -> Keys:
         raise _nothing(found, file)
     if found.num_values and not any(state.has_vectors or state.has_matrices for state in candidates):
         raise _several(found, file, "no weights beside")  # the model may be one of the other values
-    if found.opaque and not any(state.path and state.path[-1] in MODEL_KEYS for state in candidates):
-        raise _several(found, file, f"{write_path(found.opaque[0])}, an object instead of a state dict, beside")
+    opaque = [path for path in found.opaque if path and path[-1] in MODEL_KEYS]
+    if opaque and not any(state.path and state.path[-1] in MODEL_KEYS for state in candidates):
+        raise _several(found, file, f"{write_path(opaque[0])}, which holds objects instead of tensors, beside")
     if len(candidates) > 1:
         known = [state for state in candidates if state.path and state.path[-1] in MODEL_KEYS]
         beside = [
@@ -339,7 +353,7 @@ def _several(found: _Tree, file: Path, what: str, key: str | None = None, below:
 
 def _nothing(found: _Tree, file: Path) -> UserError:
     if found.optimizers:
-        inside = f"the state of an optimizer alone ({join_some(map(write_path, found.optimizers))})"
+        inside = f"the state of an optimizer alone, at {join_some(map(write_path, found.optimizers))}"
     elif isinstance(found.nodes.get(()), dict):
         keys = join_some(found.nodes[()], 8)
         inside = f"a dict without a single named tensor (its keys: {keys})" if keys else "an empty dict"

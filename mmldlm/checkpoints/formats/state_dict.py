@@ -57,22 +57,6 @@ def node_at(value: Any, path: tuple[Any, ...]) -> Any:
     return value
 
 
-def refuse_other_tensors(value: Any, path: Path, nested: bool) -> None:
-    """Check that a state_dict, with `nested` at any depth, has no tensors of kinds that are not read.
-
-    Raises:
-        UserError: it has; the error names one of them.
-    """
-    waiting = [("", value)]
-    while waiting:
-        name, node = waiting.pop()
-        if isinstance(node, OpaqueObject) and node.may_be_tensor:
-            fix = "save plain dense tensors: call .full_tensor(), .to_dense() or .dequantize() before torch.save"
-            raise UserError(f"plain tensors in {path}", f"{name[:80]!r}, saved as {node.kind}", fix)
-        if isinstance(node, dict) and (nested or node is value):
-            waiting += [(f"{name}.{key}" if name else str(key), entry) for key, entry in node.items()]
-
-
 def tensors_of(value: Any, path: Path, what: str, notes: list[str]) -> dict[str, TensorRef]:
     """Return the TensorRef entries of a state_dict; note all others.
 

@@ -9,11 +9,11 @@ import contextlib
 import dataclasses
 import io
 import json
-import os
 import pickle
 import sys
 import types
 import warnings
+from pathlib import Path
 
 import pytest
 import torch
@@ -22,7 +22,10 @@ from safetensors.torch import load_file
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict
 
-from mmldlm.errors import MmldlmError
+from mmldlm.checkpoints.formats.selection import select_model
+from mmldlm.checkpoints.formats.state_dict import FileTensor
+from mmldlm.checkpoints.formats.torch_save.unpickler import OpaqueObject, TensorRef
+from mmldlm.errors import MmldlmError, UserError
 from tests.support.convert_command import command
 from tests.trials.harness import Result, refuses, succeeds
 
@@ -216,6 +219,19 @@ def test_endless_nesting(tmp_path):
     refuses(mmldlm("convert", path, tmp_path / "out"), "deep")
 
 
+class OpaqueTensor(OpaqueObject):
+    may_be_tensor = True
+
+
+@pytest.mark.parametrize("beside", [{}, {"b": FileTensor(None, TensorRef("float32", (2, 2), (2, 1), "0", 0, 4))}])
+def test_tensors_of_a_class_that_is_not_read(beside):
+    """Neither left out of the model, nor a reason to take another one."""
+    weights = {"a": FileTensor(None, TensorRef("float32", (2, 2), (2, 1), "0", 0, 4))}
+    tree = {"model": {**beside, "w": OpaqueTensor("torch.distributed.tensor.DTensor")}, "average": weights}
+    with pytest.raises(UserError, match="DTensor|model, which holds objects"):
+        select_model(tree, Path("a.pt"))
+
+
 def test_key_needs_a_source_that_has_keys(tmp_path):
     source = save_file({"net": TRUTH, "ema": OTHER}, tmp_path / "a.pt")
     succeeds(mmldlm("convert", source, tmp_path / "out", "--key", "net"))
@@ -392,19 +408,16 @@ def test_dicts_that_were_not_flattened(name, tmp_path):
     holds(mmldlm("convert", tmp_path / "ck", tmp_path / "out"), tmp_path / "out", TRUTH)
 
 
-class Hostile:
-    """An object that asks for a way to run programs."""
-
-    def __reduce__(self):
-        return os.system, ("true",)
+class Foreign:
+    """An object that no checkpoint of tensors needs."""
 
 
 def test_a_model_in_a_pickle_that_is_refused(tmp_path):
     """conversion-trials part 2 BAD 4: never `step` alone."""
     planner = dcp.DefaultSavePlanner(flatten_state_dict=False)
-    state = {"model": {"w": MATRIX, "x": Hostile()}, "step": torch.tensor(3)}
+    state = {"model": Foreign(), "step": torch.tensor(3)}
     save_dcp(state, tmp_path / "ck", planner=planner)
-    refuses(mmldlm("convert", tmp_path / "ck", tmp_path / "out"), "flatten_state_dict=True", "model")
+    refuses(mmldlm("convert", tmp_path / "ck", tmp_path / "out"), "model")
     assert not (tmp_path / "out").exists()
 
 
@@ -466,7 +479,7 @@ def test_metadata_that_names_code_is_refused(tmp_path):
         def __reduce__(self):
             return eval, (f"open({str(tmp_path / 'ran')!r}, 'w')",)
 
-    rewrite(tmp_path / "ck", lambda metadata: setattr(metadata, "storage_meta", Hostile()))
+    rewrite(tmp_path / "ck", lambda metadata: setattr(metadata, "storage_meta", Foreign()))
     refuses(mmldlm("convert", tmp_path / "ck", tmp_path / "out"), "builtins.eval")
     assert not (tmp_path / "ran").exists()
 

@@ -10,7 +10,7 @@ from mmldlm.checkpoints.formats.named_optimizer import add_named_optimizer
 from mmldlm.checkpoints.formats.rank_files import check_keys
 from mmldlm.checkpoints.formats.selection import Keys, find_optimizers, select_model
 from mmldlm.checkpoints.formats.shard_index import check_listed, read_shard_index
-from mmldlm.checkpoints.formats.state_dict import add_tensors, node_at, refuse_other_tensors, tensors_of, tree_of
+from mmldlm.checkpoints.formats.state_dict import add_tensors, node_at, tensors_of, tree_of
 from mmldlm.checkpoints.formats.torch_save.reader import TorchFile
 from mmldlm.checkpoints.formats.torch_save.unpickler import TensorRef, module_names_of
 from mmldlm.checkpoints.formats.weight_source import WeightSource
@@ -73,9 +73,7 @@ class ModelFile(WeightSource):
             model = select_model(tree_of(file, value), source.path, key)
             source.notes += model.notes
             source.other_models = model.other_models
-            chosen = node_at(value, model.path)
-            refuse_other_tensors(chosen, source.path, nested=bool(model.path))
-            source.module_names = module_names_of(chosen)
+            source.module_names = module_names_of(node_at(value, model.path))
             refs = {name: tensor.ref for name, tensor in model.tensors.items()}
             add_tensors(source, file, _of_trainer(refs, source.notes), {})
             if optimizer is None and with_moments:
