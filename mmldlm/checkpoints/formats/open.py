@@ -57,8 +57,9 @@ def open_source(
         UserError: nothing readable there, or a damaged checkpoint; the error names the file.
     """
     path = Path(path)
-    if path.name == LATEST and path.is_file() and not path.is_symlink() and not (path.parent / CHECKPOINTS).is_dir():
-        path = path.parent  # DeepSpeed's file
+    is_plain = path.name == LATEST and path.is_file() and not path.is_symlink()
+    if is_plain and not (path.parent / CHECKPOINTS).is_dir() and registry.detect(path.parent) is not None:
+        path = path.parent  # the file is DeepSpeed's
     options = ReadOptions(allow_nonfinite, with_moments, key=key)
     _refuse_store(path)
     if _is_run_checkpoint(path):
