@@ -127,9 +127,15 @@ def succeeds(result: Result, *patterns: str) -> None:
 
 __all__ = [
     "LAUNCHERS", "ROOT", "SLOW", "Result", "during_conversion", "fresh_mmldlm", "killed_conversion", "launch", "mmldlm",
-    "records", "refuses", "shell",
+    "mostly_slow", "records", "refuses", "shell",
     "succeeds", "tiny_run", "todo", "train_rank",
 ]  # fmt: skip
+
+
+def mostly_slow(values, *default) -> list:
+    """Parameters of a trial, all but `default` marked SLOW: others of their kind run with --trials only."""
+    assert set(default) <= set(values), default
+    return [value if value in default else pytest.param(value, marks=SLOW) for value in values]
 
 
 def during_conversion(source: Path, out: Path, action) -> Result:
