@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.helpers import ROOT, launch, rank_server
+from tests.support.helpers import ROOT, rank_server
 
 COMMAND = Path(__file__).with_name("command.py")
 TRAIN = ROOT / "mmldlm" / "train.py"
@@ -165,12 +165,10 @@ def virtual_cluster(folder: Path, num_hosts: int):
     return VirtualCluster(folder, num_hosts)
 
 
-__all__ = [
-    "virtual_cluster",
-    "LAUNCHERS", "ROOT", "SLOW", "TRAIN", "Result", "during_conversion", "fresh_mmldlm", "installed_environment",
-    "killed_conversion", "launch", "mmldlm", "module_command", "ranks_command", "records", "refuses", "shell",
-    "succeeds", "tiny_run", "todo", "train_rank",
-]  # fmt: skip
+def mostly_slow(values, *default) -> list:
+    """Parameters of a trial, all but `default` marked SLOW: others of their kind run with --trials only."""
+    assert set(default) <= set(values), default
+    return [value if value in default else pytest.param(value, marks=SLOW) for value in values]
 
 
 def during_conversion(source: Path, out: Path, action) -> Result:

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.trials.harness import ROOT, SLOW, mmldlm, refuses, succeeds, todo
+from tests.trials.harness import ROOT, SLOW, mmldlm, mostly_slow, refuses, succeeds, todo
 
 OPTIM = "*zero_pp_rank_{}_mp_rank_00_optim_states.pt"
 MODEL, MODEL3 = "mp_rank_00_model_states.pt", "zero_pp_rank_{}_mp_rank_00_model_states.pt"
@@ -98,7 +98,7 @@ HOSTILE = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("kind", HOSTILE)
+@pytest.mark.parametrize("kind", mostly_slow(HOSTILE, "parent", "absolute", "NUL", "as a file"))
 def test_a_hostile_name_is_no_path(tmp_path, kind):
     """conversion-trials 1, BAD 1: `--to universal` wrote outside OUT; its reader has the same rule."""
     name = HOSTILE[kind].format(tmp=tmp_path)
@@ -109,7 +109,7 @@ def test_a_hostile_name_is_no_path(tmp_path, kind):
     assert everything_below(tmp_path) == before
 
 
-@pytest.mark.parametrize("kind", [kind if kind == "parent" else pytest.param(kind, marks=SLOW) for kind in HOSTILE])
+@pytest.mark.parametrize("kind", mostly_slow(HOSTILE, "parent"))
 def test_a_hostile_name_in_a_universal_folder(universal_folder, tmp_path, kind):
     name = HOSTILE[kind].format(tmp=tmp_path)
 
@@ -151,7 +151,7 @@ def take(folder: Path, other: Path, *patterns: str) -> None:
 
 
 @pytest.mark.parametrize("stage", [2, 3])
-@pytest.mark.parametrize("to", ["safetensors", "universal"])
+@pytest.mark.parametrize("to", mostly_slow(["safetensors", "universal"], "safetensors"))
 def test_optimizer_files_of_a_later_save(zero_folder, tmp_path, stage, to):
     folder, later = zero_folder(stage, 3), zero_folder(stage, 5)
     take(folder, later, "*optim_states.pt")
@@ -188,7 +188,7 @@ MIXED = {  # counters other than the optimizer's step: of rank 1's model file, a
 }
 
 
-@pytest.mark.parametrize("kind", MIXED)
+@pytest.mark.parametrize("kind", mostly_slow(MIXED, "schedule", "learning rate"))
 def test_other_counters_of_two_saves(zero_folder, tmp_path, kind):
     """Without a step count in the state, as SGD's."""
     folder = zero_folder(3)
