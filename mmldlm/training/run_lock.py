@@ -31,7 +31,7 @@ STALE_AFTER = 180.0  # seconds of watching without a renewal after which a holde
 RENEW_INTERVAL = 20.0  # seconds between two renewals, at least
 EXIT_GRACE = 10.0  # seconds for a process on this host to exit: the previous job may just have been killed
 _POLL = 0.5
-_MAX_BYTES = 1 << 16  # of a lock
+_MAX_BYTES = 1 << 20  # of a lock
 _MOST_VANISHED = 20  # times that a lock may exist when it is created and be gone when it is read
 _FIELDS: dict[str, tuple[type, ...]] = {
     "host": (str,),
