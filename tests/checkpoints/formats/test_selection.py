@@ -479,7 +479,7 @@ def test_metadata_that_names_code_is_refused(tmp_path):
         def __reduce__(self):
             return eval, (f"open({str(tmp_path / 'ran')!r}, 'w')",)
 
-    rewrite(tmp_path / "ck", lambda metadata: setattr(metadata, "storage_meta", Foreign()))
+    rewrite(tmp_path / "ck", lambda metadata: setattr(metadata, "storage_meta", Hostile()))
     refuses(mmldlm("convert", tmp_path / "ck", tmp_path / "out"), "builtins.eval")
     assert not (tmp_path / "ran").exists()
 

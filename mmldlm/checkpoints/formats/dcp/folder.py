@@ -25,7 +25,7 @@ from mmldlm.checkpoints.formats.torch_save.unpickler import (
     RefusedPickle,
     TensorRef,
     dtype_name,
-    read_dcp_metadata,
+    read_pickle,
 )
 from mmldlm.checkpoints.formats.weight_source import FileRange
 from mmldlm.checkpoints.io.open_files import read_small_file
@@ -204,7 +204,7 @@ def read_metadata(path: Path) -> dict[str, Any]:
         UserError: damaged, of an unknown form, or naming code; nothing was executed.
     """
     try:
-        value = read_dcp_metadata(read_small_file(path, MAX_PICKLE_BYTES))
+        value = read_pickle(read_small_file(path, MAX_PICKLE_BYTES))
     except OSError as error:
         raise corrupt_file_error(path, f"it cannot be read: {error.strerror or error}") from error
     except RefusedPickle as error:

@@ -324,15 +324,6 @@ _HOSTILE_BUILTINS = {
     "eval", "exec", "execfile", "compile", "open", "input", "breakpoint", "__import__", "setattr", "delattr", "globals",
     "locals", "vars", "apply",
 }  # fmt: skip
-# Of the .metadata of torch.distributed.checkpoint (see dcp/folder); longer names first where one ends with another.
-_DCP_METADATA = "torch.distributed.checkpoint.metadata"
-_DCP_CLASSES = (
-    "TensorStorageMetadata", "BytesStorageMetadata", "ChunkStorageMetadata", "Metadata", "TensorProperties",
-    "MetadataIndex", "StorageMeta", "_MEM_FORMAT_ENCODING", "_StorageInfo",
-    # Plans that Megatron-core keeps in it.
-    "SavePlan", "LoadPlan", "WriteItem", "ReadItem", "WriteItemType", "LoadItemType", "TensorWriteData",
-    "BytesIOWriteData",
-)  # fmt: skip
 
 
 class _Reader(pickle.Unpickler):
@@ -370,18 +361,6 @@ def dtype_name(value: Any) -> str | None:
     return value.name if isinstance(value, _DType) else None
 
 
-class _DcpMetadataReader(_Reader):
-    """Takes any class *named* like one of DCP's own: other writers have copies of them, or subclasses.
-
-    An object of it executes nothing, and what is needed of its fields is validated by dcp/folder.
-    """
-
-    def find_class(self, module: str, name: str) -> Any:
-        if known := next((own for own in _DCP_CLASSES if name.lstrip("_").endswith(own.lstrip("_"))), None):
-            return _opaque_class(f"{_DCP_METADATA}.{known}")
-        return super().find_class(module, name)
-
-
 @lru_cache(maxsize=1024)  # a pickle may name a class a million times
 def _opaque_class(kind: str) -> type:
     # A class, because the NEWOBJ opcode requires one; instances take any arguments.
@@ -395,12 +374,7 @@ def _opaque_class(kind: str) -> type:
     )
 
 
-def read_dcp_metadata(data: bytes) -> Any:
-    """Unpickle the .metadata of torch.distributed.checkpoint; see read_pickle."""
-    return read_pickle(data, reader=_DcpMetadataReader)
-
-
-def read_pickle(data: bytes, foreign: set[str] | None = None, reader: type[_Reader] = _Reader) -> Any:
+def read_pickle(data: bytes, foreign: set[str] | None = None) -> Any:
     """Unpickle `data` with tensors as TensorRef, sizes as tuples, OrderedDict as dict, other objects as OpaqueObject.
 
     Args:
@@ -412,7 +386,7 @@ def read_pickle(data: bytes, foreign: set[str] | None = None, reader: type[_Read
     """
     try:
         check_lengths(data)
-        return reader(data, set() if foreign is None else foreign).load()
+        return _Reader(data, set() if foreign is None else foreign).load()
     except RefusedPickle:
         raise
     except RecursionError as error:
