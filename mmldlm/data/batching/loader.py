@@ -7,6 +7,7 @@ import multiprocessing
 import multiprocessing.util  # noqa: F401  its exit handler must be registered before ours, which then runs first
 import os
 import signal
+import sys
 import threading
 from collections.abc import Generator, Iterator
 from typing import TYPE_CHECKING
@@ -77,18 +78,17 @@ def ignore_stop_signals(worker_id: int) -> None:
 
 def start_workers(loader: DataLoader) -> Iterator:
     """Return iter(loader), whose workers start with the stop signals blocked until they ignore them."""
+    # Queues are semaphores in shared memory. Checked before: a half-built iterator would print a traceback of its own.
+    if loader.num_workers and sys.platform == "linux" and not os.access("/dev/shm", os.W_OK | os.X_OK):
+        raise UserError(
+            "a writable /dev/shm, which the workers of data.num_workers need",
+            "none" if not os.path.isdir("/dev/shm") else "no permission to write to it",
+            "mount -t tmpfs tmpfs /dev/shm (docker run --shm-size=16g), or set data.num_workers=0",
+        )
     others = set(multiprocessing.active_children())
     before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
     try:
         batches = iter(loader)
-    except OSError as error:  # of the queues, which are semaphores in shared memory
-        if not loader.num_workers or os.access("/dev/shm", os.W_OK | os.X_OK):
-            raise
-        raise UserError(
-            "a writable /dev/shm, which the workers of data.num_workers need",
-            error.strerror or str(error),
-            "mount -t tmpfs tmpfs /dev/shm (docker run --shm-size=16g), or set data.num_workers=0",
-        ) from error
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
     # At exit multiprocessing sends its children SIGTERM, which they ignore, and would wait for them forever.
