@@ -187,6 +187,8 @@ def diff(
                 b.use_ema()
             found = compare(a, b, strip_prefix)
             notes = [f"{label}: {note}" for label, source in (("A", a), ("B", b)) for note in source.notes]
+    for note in notes:
+        print(f"note: {note}")
     if found.renamed:
         print(f"names      {found.renamed}")
     for name in found.only_a:
@@ -202,8 +204,6 @@ def diff(
     differing = len(found.values) + len(found.shapes)
     absent = len(found.only_a) + len(found.only_b)
     print(f"{found.equal} tensors equal, {differing} differ, {absent} in one alone")
-    for note in notes:
-        print(f"note: {note}")
     return int(found.any)
 
 
