@@ -61,7 +61,7 @@ def _verify(args: argparse.Namespace) -> int:
         checks.add_row(name, f"{len(problems)} problems" if problems else "passed")
     console.print(checks)
     for warning in report.warnings:
-        console.print(f"warning: {warning}", markup=False, highlight=False, soft_wrap=True)
+        console.print(f"warning: {warning}", soft_wrap=True)
     for problem in report.problems:
         console.print(f"problem: {problem}", soft_wrap=True)
     if args.plot:

@@ -438,6 +438,6 @@ def test_dry_run_tells_the_files_and_reads_the_moments(zero_copy, tmp_path, caps
     ],
 )
 def test_options_that_a_target_does_not_heed(zero_dir, tmp_path, words):
-    with pytest.raises(UserError):
+    with pytest.raises((UserError, SystemExit)):  # argparse refuses a number out of its range itself
         command(zero_dir / "z2_bf16", tmp_path / "out", *words)
     assert not list(tmp_path.iterdir())

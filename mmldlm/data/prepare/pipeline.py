@@ -265,7 +265,7 @@ class _Preparation:
         for name, part in splits.items():
             warning = check_unknown_share(int(part.unknown.sum()), int(part.lengths.sum()), name)
             if warning is not None:
-                self.console.print(f"warning: {warning}", soft_wrap=True, markup=False)
+                self.console.print(f"warning: {warning}", soft_wrap=True)
         return splits, counts, held_counts
 
     def _load_tokenizer(self, texts: TextShards, rows: np.ndarray) -> None:
@@ -349,7 +349,7 @@ class _Preparation:
     def _encode_splits(self, splits: dict[str, Samples], sources: dict[str, TextShards]) -> dict[str, list[Path]]:
         """Encode all samples; return the shards of latents per split."""
         self.queue.rank_0_first(
-            "unknown to the encoder", lambda: self._check_encoder(splits["train"], sources["train"])
+            "unknown to the encoder", lambda: self._check_unknown_words(splits["train"], sources["train"])
         )
         encoder = self.encoder = self.encoder or self._make_encoder()
         total = sum(map(len, splits.values()))
@@ -359,7 +359,7 @@ class _Preparation:
                 for name, samples in splits.items()
             }
 
-    def _check_encoder(self, samples: Samples, texts: TextShards) -> None:
+    def _check_unknown_words(self, samples: Samples, texts: TextShards) -> None:
         """Check, before hours of encoding, that the encoder's tokenizer knows the texts; on samples spread over them.
 
         Raises:
@@ -371,7 +371,7 @@ class _Preparation:
         num_unknown, num_tokens = np.sum(self.encoder.num_unknown(part), axis=0).tolist()
         warning = check_unknown_to_encoder(num_unknown, num_tokens, self.encoder.name)
         if warning is not None:
-            self.console.print(f"warning: {warning}", soft_wrap=True, markup=False)
+            self.console.print(f"warning: {warning}", soft_wrap=True)
 
     def _encode_split(self, stage: str, samples: Samples, texts: TextShards, progress: RankProgress) -> list[Path]:
         options, starts = self.options, range(0, len(samples), encode_stage.SHARD)

@@ -261,7 +261,7 @@ class _Preparation:
             num_tokens = sum(len(ids) for _, ids in found)
             num_unknown = count_unknown([ids for _, ids in found], tokenizer.unk_token_id)
             if (warning := check_unknown_share(num_unknown, num_tokens, name)) is not None:
-                self.console.print(f"warning: {warning}", soft_wrap=True, markup=False)
+                self.console.print(f"warning: {warning}", soft_wrap=True)
             texts, tokens = [found[i][0] for i in kept], [found[i][1] for i in kept]
             splits[name] = ImageSplit(shards[source], rows[positions[kept]], texts, tokens, groups[positions[kept]])
         return splits
