@@ -19,7 +19,7 @@ from mmldlm.distributed.launcher_environment import local_world_size, set_rank_e
 from mmldlm.errors import EXIT_FAILED, Interrupted, MmldlmError
 from mmldlm.training.check_run import check_run
 from mmldlm.training.signals import StopSignal
-from mmldlm.utils.environment import check_rank_variables, int_from_env
+from mmldlm.utils.environment import int_from_env
 from mmldlm.utils.resources import threads_per_rank
 from mmldlm.utils.standard_streams import open_standard_streams
 from mmldlm.utils.stop_signals import keep_exit_codes
@@ -58,7 +58,6 @@ def main(argv: list[str] | None = None) -> int:
     config = None
     try:
         # Every rank finds the same mistake by itself before it waits for another; one of them reports it.
-        check_rank_variables()
         set_rank_environment()
         # Each rank of a node would start a thread per core; torch, which reads this, is not imported yet.
         num_local = local_world_size(int_from_env("LOCAL_RANK", 0))

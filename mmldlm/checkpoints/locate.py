@@ -7,12 +7,12 @@ import re
 from collections.abc import Callable
 from pathlib import Path
 
-from mmldlm.checkpoints.io.open_files import read_small_file
 from mmldlm.checkpoints.layout import CHECKPOINTS, LATEST
 from mmldlm.checkpoints.manifest import MANIFEST, Examination, examine, read_manifest
 from mmldlm.checkpoints.training_state import read_training_state
 from mmldlm.errors import UserError
 from mmldlm.utils.formatting import join_some
+from mmldlm.utils.input_files import read_bytes
 from mmldlm.utils.inside_paths import path_inside
 
 _STEP = re.compile(r"step_(\d{8,})")
@@ -39,7 +39,7 @@ def read_latest(run_dir: Path) -> Path | None:
         return run_dir / os.readlink(latest)
     if latest.is_file():
         try:
-            return path_inside(run_dir, read_small_file(latest, 1 << 16).decode(errors="replace").strip())
+            return path_inside(run_dir, read_bytes(latest, 1 << 16).decode(errors="replace").strip())
         except (OSError, ValueError):
             return latest
     return None

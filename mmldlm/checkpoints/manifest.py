@@ -9,7 +9,8 @@ import zlib
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from mmldlm.checkpoints.io.open_files import open_regular_descriptor, read_small_file
+from mmldlm.checkpoints.io.open_files import open_regular_descriptor
+from mmldlm.utils.input_files import read_bytes
 from mmldlm.utils.inside_paths import path_inside
 
 MANIFEST = "manifest.json"
@@ -87,7 +88,7 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     """
     path = folder / MANIFEST
     try:
-        manifest = json.loads(read_small_file(path))
+        manifest = json.loads(read_bytes(path))
     except FileNotFoundError:
         if not os.path.isdir(folder):  # a symlink to a disk that is not mounted
             raise CannotRead(f"{folder} is not a folder that can be opened") from None

@@ -10,11 +10,11 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from mmldlm.checkpoints.formats.weight_source import WeightSource
-from mmldlm.checkpoints.io.open_files import read_small_file
 from mmldlm.checkpoints.layout import MODEL_CONFIG
 from mmldlm.config.renamed_keys import model_config_with_new_names
 from mmldlm.config.task_registry import DEFAULT_TASK, TASKS, find_task
 from mmldlm.errors import UserError
+from mmldlm.utils.input_files import read_bytes
 
 
 def check_config(weights: WeightSource, checkpoint: Path | None) -> None:
@@ -27,7 +27,7 @@ def check_config(weights: WeightSource, checkpoint: Path | None) -> None:
     if path is None or not path.is_file():
         return
     try:
-        config = model_config_with_new_names(json.loads(read_small_file(path)))
+        config = model_config_with_new_names(json.loads(read_bytes(path)))
         # Checkpoints older than the key `task` are of the translation task. A user's own task is not imported.
         task = config.get("task", DEFAULT_TASK if config.get("architecture") == "MultimodalMMDiT" else None)
         if task not in TASKS:

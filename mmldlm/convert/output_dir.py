@@ -14,10 +14,10 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import BinaryIO
 
-from mmldlm.checkpoints.io.open_files import read_small_file
 from mmldlm.errors import MmldlmError, UserError
 from mmldlm.utils.atomic_files import fsync_path
 from mmldlm.utils.formatting import describe_os_error
+from mmldlm.utils.input_files import read_bytes
 
 # Files next to the weights in a Hugging Face folder, which belong to them in any format.
 TOKENIZER_FILES = re.compile(
@@ -205,7 +205,7 @@ def _locked_file(path: Path) -> BinaryIO:
 
 def _holder_of(path: Path) -> str:
     try:
-        text = read_small_file(path, 1024).decode()
+        text = read_bytes(path, 1024).decode()
     except (OSError, ValueError):
         text = ""
     return text if text.isprintable() and text else "another process"

@@ -23,7 +23,6 @@ from mmldlm.checkpoints.formats.open import open_source, reports_deletion
 from mmldlm.checkpoints.formats.safetensors.writer import SafetensorsWriter
 from mmldlm.checkpoints.formats.weight_source import WeightSource
 from mmldlm.checkpoints.io.crc32 import RangedCrc32
-from mmldlm.checkpoints.io.open_files import read_small_file
 from mmldlm.checkpoints.io.parallel import run_in_threads
 from mmldlm.checkpoints.layout import CONFIG_FILE, MODEL_CONFIG, RUN_CONFIG, SAFETENSORS_FILE, SAFETENSORS_INDEX
 from mmldlm.checkpoints.manifest import MANIFEST, read_manifest
@@ -33,6 +32,7 @@ from mmldlm.convert.export_plan import WIDE_FLOATS, ExportPlan, PlannedTensor, p
 from mmldlm.convert.output_dir import TOKENIZER_FILES, write_atomically
 from mmldlm.data.images.codec import FILES
 from mmldlm.errors import MmldlmError, UserError
+from mmldlm.utils.input_files import read_bytes
 from mmldlm.utils.json_files import read_json
 
 TOKENIZER_FOLDER = "tokenizer"
@@ -312,7 +312,7 @@ def _is_model_config(path: Path) -> bool:
     if not path.is_file():
         return False
     try:
-        config = json.loads(read_small_file(path))
+        config = json.loads(read_bytes(path))
     except (OSError, ValueError, RecursionError):
         return False
     return isinstance(config, dict) and any(key in config for key in ("model_type", "architectures", "architecture"))

@@ -7,6 +7,7 @@ import re
 
 from mmldlm.distributed.mpi_environment import set_env_from_mpi
 from mmldlm.errors import UserError
+from mmldlm.utils.environment import check_rank_variables, int_from_env
 
 # (rank, number of ranks) of launchers that set neither RANK nor an address of rank 0.
 _OTHER_LAUNCHERS = (
@@ -44,17 +45,11 @@ def check_rank_environment() -> None:
     Raises:
         UserError: a variable is not a valid number, or several processes were started without RANK.
     """
-    rank, local_rank = _number("RANK"), _number("LOCAL_RANK")
-    size, local_size = _number("WORLD_SIZE"), _number("LOCAL_WORLD_SIZE")
-    for name, number, limit_name, limit in (
-        ("RANK", rank, "WORLD_SIZE", size),
-        ("LOCAL_RANK", local_rank, "LOCAL_WORLD_SIZE", local_size),
-    ):
-        if number is not None and limit is not None and number >= limit:
-            raise UserError(f"{name} below {limit_name}={limit}", str(number), "correct the variables of this rank")
-    if rank is not None:
+    check_rank_variables()
+    if os.environ.get("RANK", "").strip():
         return
-    found = [("WORLD_SIZE", size)] if size is not None and size > 1 else []
+    size = int_from_env("WORLD_SIZE", 1)
+    found: list[tuple[str, object]] = [("WORLD_SIZE", size)] if size > 1 else []
     for rank_name, size_name in _OTHER_LAUNCHERS:
         number, total = (os.environ.get(name, "") for name in (rank_name, size_name))
         if rank_name == "SLURM_PROCID" and not _started_by_srun():
@@ -90,16 +85,6 @@ def local_world_size(local_rank: int) -> int:
     names = ("LOCAL_WORLD_SIZE", "LOCAL_SIZE", "SLURM_NTASKS_PER_NODE", "OMPI_COMM_WORLD_LOCAL_SIZE")
     values = (os.environ.get(name, "") for name in names if "RANK" in os.environ)  # not of a shell in an allocation
     return max(next((int(value) for value in values if value.isdigit()), 1), local_rank + 1)
-
-
-def _number(name: str) -> int | None:
-    text = os.environ.get(name)
-    if text is None:
-        return None
-    if not (text.isascii() and text.isdigit() and len(text) < 10) or (name.endswith("SIZE") and int(text) == 0):
-        kind = "a number of ranks" if name.endswith("SIZE") else "the number of a rank, from 0"
-        raise UserError(f"{kind} in the variable {name}", repr(text), "correct it, or unset it to train in one process")
-    return int(text)
 
 
 # -- Slurm -------------------------------------------------------------------------------------------------------------

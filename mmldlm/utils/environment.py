@@ -42,14 +42,16 @@ def check_rank_variables() -> None:
     """Check every variable that is parsed when a rank starts, also those that torch and DeepSpeed read.
 
     Raises:
-        UserError: one of them holds no such number, or RANK is not below WORLD_SIZE.
+        UserError: one of them holds no such number, or a rank is not below the number of ranks.
     """
     for name in _OF_A_RANK:
         int_from_env(name, 0)
-    rank, world_size = int_from_env("RANK", 0), int_from_env("WORLD_SIZE", 1)
-    if rank >= world_size:
-        raise UserError(
-            "a RANK below WORLD_SIZE in the environment",
-            f"RANK={rank}, WORLD_SIZE={world_size}",
-            "unset both, or start the ranks with a launcher that sets them (mmldlm train, torchrun, deepspeed)",
-        )
+    for name, size_name in (("RANK", "WORLD_SIZE"), ("LOCAL_RANK", "LOCAL_WORLD_SIZE")):
+        # torchrun and mpirun set all of them; DeepSpeed sets no LOCAL_WORLD_SIZE.
+        number, size = int_from_env(name, 0), int_from_env(size_name, 1 if name == "RANK" else 1 << 30)
+        if number >= size:
+            raise UserError(
+                f"{name} below {size_name}={size}",
+                f"{name}={number}",
+                "unset both, or start the ranks with a launcher that sets them (mmldlm train, torchrun, deepspeed)",
+            )

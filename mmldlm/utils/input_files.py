@@ -17,7 +17,14 @@ from mmldlm.errors import UserError
 MAX_BYTES = 64 << 20
 """Default limit of `read_bytes` and `read_text`: far above any config, manifest or log that is read whole."""
 
-_KINDS = {stat.S_IFIFO: "a FIFO", stat.S_IFSOCK: "a socket", stat.S_IFCHR: "a device", stat.S_IFBLK: "a device"}
+_KINDS = {
+    stat.S_IFDIR: "a folder",
+    stat.S_IFIFO: "a FIFO",
+    stat.S_IFSOCK: "a socket",
+    stat.S_IFCHR: "a device",
+    stat.S_IFBLK: "a device",
+    stat.S_IFLNK: "a link",
+}
 
 
 class NotRegularFileError(UserError, OSError):
@@ -38,7 +45,7 @@ def require_regular(path: str | os.PathLike) -> None:
         NotRegularFileError: a FIFO, socket or device.
         OSError: nothing there, or a folder.
     """
-    _check_kind(path, os.stat(path).st_mode)
+    check_kind(path, os.stat(path).st_mode)
 
 
 def require_regular_or_none(path: str | os.PathLike) -> None:
@@ -47,11 +54,21 @@ def require_regular_or_none(path: str | os.PathLike) -> None:
         require_regular(path)
 
 
-def _check_kind(path: str | os.PathLike, mode: int) -> None:
+def kind_of_file(mode: int) -> str | None:
+    """Return what a path with this mode is, if it is not a regular file: "a folder", "a FIFO", ..."""
+    return None if stat.S_ISREG(mode) else _KINDS.get(stat.S_IFMT(mode), "another kind of file")
+
+
+def check_kind(path: str | os.PathLike, mode: int) -> None:
+    """Check that the mode of an opened path is that of a regular file.
+
+    Raises:
+        OSError: as of `require_regular`.
+    """
     if stat.S_ISDIR(mode):
         raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), os.fspath(path))
-    if not stat.S_ISREG(mode):
-        raise NotRegularFileError(path, _KINDS.get(stat.S_IFMT(mode), "another kind of file"))
+    if (kind := kind_of_file(mode)) is not None:
+        raise NotRegularFileError(path, kind)
 
 
 def open_regular(path: str | os.PathLike) -> BinaryIO:
@@ -65,7 +82,7 @@ def open_regular(path: str | os.PathLike) -> BinaryIO:
     # Another kind may have taken its place meanwhile: O_NONBLOCK waits for no writer.
     file = open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK))
     try:
-        _check_kind(path, os.fstat(file.fileno()).st_mode)
+        check_kind(path, os.fstat(file.fileno()).st_mode)
     except OSError:
         file.close()
         raise

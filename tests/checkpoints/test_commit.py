@@ -398,7 +398,7 @@ def another_owner(monkeypatch, path):
     open_file = os.open
 
     def refuse(name, *args, **options):
-        if name == path:
+        if str(name) == str(path):
             raise OSError(errno.EACCES, os.strerror(errno.EACCES), str(name))
         return open_file(name, *args, **options)
 

@@ -14,7 +14,7 @@ from tests.trials.test_config_values import OPTIONS
 TEXTS = {
     "--config-name", "--text", "--text-field", "--prefix", "--sampler", "--samplers", "--only", "--skip", "--explain",
     "--device", "--master_addr", "--ssh-option", "--method", "--shard-size", "overrides", "event", "--way",
-    "--eval-dataset", "--no-flush",
+    "--eval-dataset", "--no-flush", "--key", "--key-b", "--strip-prefix",
 }  # fmt: skip
 
 

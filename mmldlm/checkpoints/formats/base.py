@@ -9,9 +9,9 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from mmldlm.checkpoints.io.open_files import read_small_file
 from mmldlm.checkpoints.layout import SUB_GROUP_SIZE
 from mmldlm.checkpoints.manifest import MANIFEST, read_manifest
+from mmldlm.utils.input_files import read_bytes
 
 if TYPE_CHECKING:
     from mmldlm.checkpoints.formats.optimizer_metadata import OptimizerMetadata
@@ -80,7 +80,7 @@ class OpenedCheckpoint:
         """Return the SHA-256 of the manifest, which lists the checksum of every file; None without a manifest."""
         if self.checkpoint is None:
             return None
-        return hashlib.sha256(read_small_file(self.checkpoint / MANIFEST)).hexdigest()
+        return hashlib.sha256(read_bytes(self.checkpoint / MANIFEST)).hexdigest()
 
     @cached_property
     def _manifest(self) -> dict[str, Any]:

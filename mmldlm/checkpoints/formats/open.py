@@ -19,12 +19,12 @@ from mmldlm.checkpoints.formats.model_folder import MODULES, check_folder, list_
 from mmldlm.checkpoints.formats.torch_save.reader import TorchFile
 from mmldlm.checkpoints.formats.weight_source import WeightSource
 from mmldlm.checkpoints.formats.wrapper_names import remove_wrappers
-from mmldlm.checkpoints.io.open_files import kind_of_file, read_small_file
 from mmldlm.checkpoints.layout import CHECKPOINTS, CONFIG_FILE, DCP_METADATA, ENGINE_FOLDER, LATEST, MODEL_FILE
 from mmldlm.checkpoints.locate import locate_checkpoint
 from mmldlm.checkpoints.manifest import FORMAT, MANIFEST, examine
 from mmldlm.errors import MmldlmError, UserError
 from mmldlm.utils.formatting import join_some
+from mmldlm.utils.input_files import kind_of_file, read_bytes
 
 P, T = ParamSpec("P"), TypeVar("T")
 # Of a MultimodalMMDiT saved before model_config.json listed them; everything else in it is trained.
@@ -226,7 +226,7 @@ def _is_manifest(path: Path) -> bool:
 def _refuse_store(path: Path) -> None:
     """Raise UserError for a folder of prepared data, which has a manifest of another kind."""
     try:
-        kind = json.loads(read_small_file(path / MANIFEST))["format"]
+        kind = json.loads(read_bytes(path / MANIFEST))["format"]
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return
     if kind in ("mmldlm-store", "mmldlm-files"):
@@ -254,7 +254,7 @@ def mark_buffers(weights: WeightSource, folder: Path) -> None:
     Otherwise --dtype would round them, and they would count as parameters.
     """
     try:
-        config = json.loads(read_small_file(folder / CONFIG_FILE))
+        config = json.loads(read_bytes(folder / CONFIG_FILE))
     except (OSError, ValueError, RecursionError):
         return
     if isinstance(config, dict):

@@ -16,9 +16,9 @@ from mmldlm.checkpoints.formats.torch_save.pickler import GlobalRef, ObjectSpec,
 from mmldlm.checkpoints.formats.torch_save.reader import TorchFile, corrupt_file_error
 from mmldlm.checkpoints.formats.torch_save.unpickler import OpaqueObject, TensorRef, dtype_name
 from mmldlm.checkpoints.formats.weight_source import WeightSource
-from mmldlm.checkpoints.io.open_files import read_small_file
 from mmldlm.checkpoints.layout import RUN_CONFIG, STATE_FILE
 from mmldlm.utils.formatting import join_some
+from mmldlm.utils.input_files import read_bytes
 from mmldlm.utils.moments import moment_keys
 
 COPIED_KEYS = ("dynamic_loss_scale", "overflow", "clip_grad")  # next to the loss scaler in DeepSpeed's files
@@ -219,7 +219,7 @@ def configured_dtype(opened: OpenedCheckpoint) -> str:
 
 def _read_json(path: Path) -> dict[str, Any]:
     try:
-        value = json.loads(read_small_file(path))
+        value = json.loads(read_bytes(path))
     except (OSError, ValueError, RecursionError):
         return {}
     return value if isinstance(value, dict) else {}

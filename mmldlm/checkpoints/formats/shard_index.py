@@ -7,7 +7,7 @@ import re
 from pathlib import Path
 
 from mmldlm.checkpoints.formats.torch_save.reader import corrupt_file_error
-from mmldlm.checkpoints.io.open_files import read_small_file
+from mmldlm.utils.input_files import read_bytes
 from mmldlm.utils.inside_paths import path_inside
 
 INDEX_SUFFIX = ".index.json"
@@ -21,7 +21,7 @@ def read_shard_index(index: Path) -> dict[str, str]:
         UserError: not such an index, a file outside the folder, or fewer shards than their names count.
     """
     try:
-        shard_of = json.loads(read_small_file(index))["weight_map"]
+        shard_of = json.loads(read_bytes(index))["weight_map"]
         names = sorted(set(shard_of.values()))
         if not names:
             raise ValueError("no shard")

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Iterator
 
 from mmldlm.errors import EXIT_FAILED, EXIT_INTERRUPTED, MmldlmError
-from mmldlm.utils.environment import check_rank_variables, int_from_env
+from mmldlm.utils.environment import int_from_env
 from mmldlm.utils.job_store import connect_job_store
 
 _POLL = 0.1  # seconds
@@ -148,5 +148,4 @@ class StoreTaskQueue(TaskQueue):
 
 def connect() -> TaskQueue:
     """Connect the ranks of this launch: torchrun's or `mmldlm prepare --num-procs`; else this process alone."""
-    check_rank_variables()
     return StoreTaskQueue() if int_from_env("WORLD_SIZE", 1) > 1 else TaskQueue()

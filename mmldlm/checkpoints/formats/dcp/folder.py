@@ -28,9 +28,9 @@ from mmldlm.checkpoints.formats.torch_save.unpickler import (
     read_pickle,
 )
 from mmldlm.checkpoints.formats.weight_source import FileRange
-from mmldlm.checkpoints.io.open_files import read_small_file
 from mmldlm.checkpoints.layout import DCP_METADATA
 from mmldlm.errors import UserError
+from mmldlm.utils.input_files import read_bytes
 from mmldlm.utils.inside_paths import path_inside
 from mmldlm.utils.moments import MOMENTS
 
@@ -204,7 +204,7 @@ def read_metadata(path: Path) -> dict[str, Any]:
         UserError: damaged, of an unknown form, or naming code; nothing was executed.
     """
     try:
-        value = read_pickle(read_small_file(path, MAX_PICKLE_BYTES))
+        value = read_pickle(read_bytes(path, MAX_PICKLE_BYTES))
     except OSError as error:
         raise corrupt_file_error(path, f"it cannot be read: {error.strerror or error}") from error
     except RefusedPickle as error:

@@ -19,15 +19,15 @@ from mmldlm.checkpoints.formats.optimizer_metadata import (
     loss_scaler,
 )
 from mmldlm.checkpoints.formats.torch_save.reader import corrupt_file_error
-from mmldlm.checkpoints.io.open_files import read_small_file
 from mmldlm.checkpoints.layout import TRAINABLE_FILE
+from mmldlm.utils.input_files import read_bytes
 
 
 def read_optimizer_metadata(opened: OpenedCheckpoint) -> OptimizerMetadata:
     """See CheckpointFormat.read_optimizer_metadata."""
     source = opened.weights
     path = source.path / TRAINABLE_FILE
-    record = json.loads(read_small_file(path))  # DcpCheckpoint has validated it
+    record = json.loads(read_bytes(path))  # DcpCheckpoint has validated it
     notes = []
     try:
         groups = [Group(list(group["names"]), dict(group["settings"])) for group in record["groups"]]

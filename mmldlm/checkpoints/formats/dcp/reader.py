@@ -20,10 +20,10 @@ from mmldlm.checkpoints.formats.state_dict import FileTensor, add_tensors
 from mmldlm.checkpoints.formats.torch_save.reader import TorchFile, corrupt_file_error
 from mmldlm.checkpoints.formats.torch_save.unpickler import TensorRef
 from mmldlm.checkpoints.formats.weight_source import TensorInfo, WeightSource
-from mmldlm.checkpoints.io.open_files import read_small_file
 from mmldlm.checkpoints.layout import DCP_METADATA, TRAINABLE_FILE
 from mmldlm.errors import UserError
 from mmldlm.utils.formatting import join_some
+from mmldlm.utils.input_files import read_bytes
 from mmldlm.utils.moments import MOMENTS, moment_keys
 
 # accelerate and the Hugging Face Trainer save the optimizer of pytorch_model_fsdp_0 in optimizer_0 beside it.
@@ -157,7 +157,7 @@ class DcpCheckpoint(WeightSource):
 def _refuse_megatron(path: Path) -> None:
     """Raise UserError for a checkpoint of Megatron-core, which stores all layers of a stack as one tensor."""
     try:
-        backend = json.loads(read_small_file(path / "metadata.json")).get("sharded_backend")
+        backend = json.loads(read_bytes(path / "metadata.json")).get("sharded_backend")
     except (OSError, ValueError, AttributeError, RecursionError):
         backend = None
     if backend or (path / "common.pt").is_file():
@@ -186,7 +186,7 @@ def _read_trainable(folder: Path) -> dict[str, Any] | None:
     if not os.path.lexists(path):
         return None
     try:
-        content = json.loads(read_small_file(path))
+        content = json.loads(read_bytes(path))
         lists = [content["trainable"], content.get("buffers", []), list(content.get("aliases", {}).values())]
         if not all(isinstance(names, list) and all(isinstance(name, str) for name in names) for names in lists):
             raise ValueError("names that are not text")

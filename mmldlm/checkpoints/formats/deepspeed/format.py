@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 from mmldlm.checkpoints.formats.base import OpenedCheckpoint, ReadOptions, WriteRequest
-from mmldlm.checkpoints.io.open_files import read_small_file
 from mmldlm.checkpoints.layout import ENGINE_FOLDER, LATEST, UNIVERSAL_TAG, ZERO_TAG
 from mmldlm.errors import UserError
+from mmldlm.utils.input_files import read_bytes
 from mmldlm.utils.inside_paths import path_inside
 
 _SUBFOLDERS = (
@@ -32,7 +32,7 @@ class DeepSpeedFormat:
             return path
         latest = path / LATEST
         if latest.is_file():
-            tag = read_small_file(latest, 1 << 16).decode(errors="replace").strip()
+            tag = read_bytes(latest, 1 << 16).decode(errors="replace").strip()
             try:
                 folder = path_inside(path, tag)
             except ValueError:
