@@ -115,7 +115,7 @@ def printable(text: str) -> str:
 
 
 def is_utf8(text: str) -> bool:
-    """Whether text of the command line or of a file's name was UTF-8; other bytes are lone surrogates in it."""
+    """Whether UTF-8 can hold a text: lone surrogates stand for other bytes, or come from broken escapes."""
     try:
         text.encode()
     except UnicodeEncodeError:

@@ -6,16 +6,15 @@ in folders of their own, diffusers has a folder per model. One model may be ther
 
 from __future__ import annotations
 
-import json
 import re
 from pathlib import Path
 
 from mmldlm.checkpoints.formats.rank_files import PartOfCheckpoint, check_siblings
 from mmldlm.checkpoints.layout import DCP_METADATA
+from mmldlm.data.encoders.sentence_transformer import MODULES, read_modules
 from mmldlm.errors import UserError
 from mmldlm.utils.formatting import join_some
 
-MODULES = "modules.json"  # sentence-transformers
 _WEIGHTS = re.compile(r"(?P<stem>.+)\.(safetensors|bin|pt|pth|ckpt)(\.index\.json|\.tar)?")
 _SHARD = re.compile(r"-\d+-of-\d+\.\w+$")
 # What trainers save beside the weights, under names of their own.
@@ -94,18 +93,7 @@ def list_modules(folder: Path) -> list[str]:
     Raises:
         UserError: one that is not a list of modules inside the folder.
     """
-    path = folder / MODULES
-    if not path.is_file():
-        return []
-    try:
-        listed = [entry["path"] for entry in json.loads(path.read_text(encoding="utf-8"))]
-        inside = [Path(name) for name in listed if name not in ("", ".")]
-        if any(name.is_absolute() or ".." in name.parts for name in inside):
-            raise ValueError("a module outside the folder")
-    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
-        fix = "restore it, or give the file of the weights"
-        raise UserError(f"the modules of a sentence-transformers model in {path}", repr(error)[:100], fix) from error
-    return [name.as_posix() for name in inside]
+    return [part for _, part in read_modules(folder) or () if part not in ("", ".")]
 
 
 def where_models_are(folder: Path) -> list[Path]:

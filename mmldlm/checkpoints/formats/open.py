@@ -15,7 +15,7 @@ from typing import Concatenate, ParamSpec, TypeVar
 from mmldlm.checkpoints.formats import rank_files, registry
 from mmldlm.checkpoints.formats.base import OpenedCheckpoint, ReadOptions
 from mmldlm.checkpoints.formats.ema import add_ema
-from mmldlm.checkpoints.formats.model_folder import MODULES, check_folder, list_modules, where_models_are
+from mmldlm.checkpoints.formats.model_folder import check_folder, list_modules, where_models_are
 from mmldlm.checkpoints.formats.torch_save.reader import TorchFile
 from mmldlm.checkpoints.formats.weight_source import WeightSource
 from mmldlm.checkpoints.formats.wrapper_names import remove_wrappers
@@ -110,10 +110,10 @@ def _open_foreign(path: Path, options: ReadOptions) -> tuple[WeightSource, list[
         weights.close()
         raise
     folder = path if path.is_dir() else path.parent
-    if modules := (folder / MODULES).is_file() and list_modules(folder):
+    if modules := list_modules(folder):
         notes.append(
             f"{folder} is a model of sentence-transformers: only the weights of {weights.path.name} are taken, without "
-            f"{MODULES} and {join_some(modules)}"
+            f"modules.json and {join_some(modules)}"
         )
     return weights, notes
 
@@ -215,10 +215,8 @@ def _is_manifest(path: Path) -> bool:
     if not path.is_file():  # the reader of manifests says what a folder or a FIFO is
         return os.path.lexists(path)
     try:
-        value = json.loads(path.read_bytes())
-    except OSError:
-        return True
-    except (ValueError, RecursionError):
+        value = json.loads(read_bytes(path))
+    except (OSError, ValueError, RecursionError):
         return True
     return isinstance(value, dict) and (value.get("format") == FORMAT or (path.parent / ENGINE_FOLDER).is_dir())
 

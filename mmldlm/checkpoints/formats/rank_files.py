@@ -14,6 +14,7 @@ from typing import Any
 from mmldlm.checkpoints.formats.torch_save.unpickler import OpaqueObject
 from mmldlm.checkpoints.layout import SAFETENSORS_INDEX
 from mmldlm.errors import UserError
+from mmldlm.utils.input_files import read_bytes
 
 _FOLDER = "give the folder {folder}, which holds the other files of the checkpoint"
 _FAIRSCALE = (
@@ -125,7 +126,7 @@ def check_tensors(path: Path, names: Collection[str]) -> None:
 
 def _shards_of(index: Path) -> set[str]:
     try:
-        return set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
+        return set(json.loads(read_bytes(index))["weight_map"].values())
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return set()
 

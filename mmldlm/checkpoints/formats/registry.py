@@ -13,7 +13,7 @@ from mmldlm.checkpoints.formats.optimizer_metadata import OptimizerMetadata, che
 from mmldlm.checkpoints.formats.safetensors.format import SafetensorsFormat
 from mmldlm.checkpoints.formats.weight_source import WeightSource
 from mmldlm.errors import UserError
-from mmldlm.utils.formatting import join_some
+from mmldlm.utils.formatting import is_utf8, join_some
 
 # In the order of detection.
 FORMATS: tuple[CheckpointFormat, ...] = (DeepSpeedFormat(), DcpFormat(), ModelPtFormat(), SafetensorsFormat())
@@ -52,20 +52,11 @@ def open_path(path: Path, options: ReadOptions) -> WeightSource | None:
         )
     source = found.format.open(found.path, options)
     for name in source.tensors:
-        if not name.isprintable() and not _is_text(name):
+        if not is_utf8(name):
             source.close()
             fix = "rename it in the model and save again"
             raise UserError(f"names of tensors in {path} that are valid text", f"{name[:80]!r}", fix)
     return source
-
-
-def _is_text(name: str) -> bool:
-    """Return whether a file can hold a name: a pickle may make strings of parts of characters (lone surrogates)."""
-    try:
-        name.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
 
 
 def writer_of(target: str) -> CheckpointFormat:

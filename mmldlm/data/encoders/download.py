@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import importlib.util
-import json
 from pathlib import Path
 
-from mmldlm.data.encoders.sentence_transformer import transformer_folder
+from mmldlm.data.encoders.sentence_transformer import read_modules, transformer_folder
 from mmldlm.data.encoders.specs import ENCODERS, EncoderSpec
 from mmldlm.errors import UserError
 from mmldlm.utils.formatting import first_line
@@ -72,12 +71,11 @@ def model_files(folder: Path) -> list[Path]:
     """Return the files of a model's folder on which its vectors may depend: those of the model and of its modules.
 
     The modules of a sentence-transformers model lie in folders that its modules.json names.
+
+    Raises:
+        UserError: as of `read_modules`.
     """
-    try:
-        modules = json.loads((folder / "modules.json").read_text(encoding="utf-8"))
-        parts = [folder, *(folder / module["path"] for module in modules if module["path"])]
-    except (OSError, ValueError, KeyError, TypeError):  # another kind of model, or damage that loading it reports
-        parts = [folder]
+    parts = [folder, *(folder / part for _, part in read_modules(folder) or () if part)]
     patterns = (*_SMALL_FILES, *_WEIGHTS)
     return [path for part in parts for pattern in patterns for path in sorted(part.glob(pattern)) if path.is_file()]
 

@@ -13,8 +13,7 @@ from typing import Any
 
 from mmldlm.data.encoders.specs import EncoderSpec, Step
 from mmldlm.errors import UserError
-from mmldlm.utils.formatting import describe_os_error
-from mmldlm.utils.json_files import read_json
+from mmldlm.utils.json_files import read_json, read_json_value
 
 MODULES = "modules.json"
 _OWN_MODULES = "sentence_transformers."  # with which the types of modules begin
@@ -60,7 +59,7 @@ def read_sentence_transformer(folder: Path, name: str) -> EncoderSpec | None:
     Raises:
         UserError: it has modules or settings that are not followed here, without which its vectors would be wrong.
     """
-    modules = _read_modules(folder)
+    modules = read_modules(folder)
     if modules is None:
         return None
     if foreign := next((kind for kind, _ in modules if not kind.startswith(_OWN_MODULES)), None):
@@ -100,7 +99,7 @@ def read_sentence_transformer(folder: Path, name: str) -> EncoderSpec | None:
 
 def bare_transformer(folder: Path, name: str) -> EncoderSpec:
     """Return the spec of a transformer alone, to which the caller's options add pooling and normalization."""
-    modules = _read_modules(folder)
+    modules = read_modules(folder)
     if modules is None:
         return EncoderSpec(name, None, None, None, positions(folder), architecture=architecture_of(folder))
     return EncoderSpec(name, None, None, None, **_read_transformer(folder, modules[0][1]), is_bare=True)
@@ -108,11 +107,11 @@ def bare_transformer(folder: Path, name: str) -> EncoderSpec:
 
 def transformer_folder(folder: Path) -> Path:
     """Return the folder of a model's weights and tokenizer: of sentence-transformers that of its first module."""
-    modules = _read_modules(folder)
+    modules = read_modules(folder)
     return folder / modules[0][1] if modules else folder
 
 
-def _read_modules(folder: Path) -> list[tuple[str, str]] | None:
+def read_modules(folder: Path) -> list[tuple[str, str]] | None:
     """Return the type and the folder of each module; None without a list of modules.
 
     Raises:
@@ -122,22 +121,17 @@ def _read_modules(folder: Path) -> list[tuple[str, str]] | None:
     if not path.is_file():
         return None
     expected = f"a list of modules with type and path in {path}"
-    try:
-        modules = json.loads(path.read_text(encoding="utf-8-sig"))
-    except OSError as error:
-        raise UserError(expected, describe_os_error(error), _OTHER_ENCODER) from error
-    except (ValueError, RecursionError) as error:
-        raise UserError(expected, f"damaged file: {str(error)[:200]}", _COPY) from error
+    modules = read_json_value(path, _COPY)
     is_list = isinstance(modules, list) and modules and all(isinstance(module, dict) for module in modules)
     if not is_list:
         raise UserError(expected, str(modules)[:100], _COPY)
     found = []
     for module in modules:
-        kind, part = module.get("type"), module.get("path", "")
+        kind, part = module.get("type", ""), module.get("path", "")
         if not isinstance(kind, str) or not isinstance(part, str) or "\0" in part or "\\" in part:
             raise UserError(expected, str(module)[:100], _COPY)
         if PurePosixPath(part).is_absolute() or ".." in PurePosixPath(part).parts:
-            raise UserError(f"modules inside {folder}", f"path {part!r} in {path}", _OTHER_ENCODER)
+            raise UserError(f"modules inside {folder}", f"path {part!r} in {path}", _COPY)
         found.append((kind, part))
     return found
 

@@ -23,7 +23,7 @@ from mmldlm.errors import UserError
 from mmldlm.utils.atomic_files import sha256_of, write_json
 from mmldlm.utils.formatting import describe_os_error, join_some
 from mmldlm.utils.git_lfs import refuse_pointer
-from mmldlm.utils.input_files import open_regular
+from mmldlm.utils.input_files import open_regular, read_text
 
 _WHOLE_BYTES = 1 << 30
 _SAMPLE_BYTES = 1 << 20  # read at the start, in the middle and at the end of a larger file
@@ -41,7 +41,7 @@ class FileIdentities:
     def __init__(self, path: Path):
         self._path = path
         try:
-            self._known: dict[str, list[Any]] = json.loads(path.read_text(encoding="utf-8"))
+            self._known: dict[str, list[Any]] = json.loads(read_text(path, 1 << 30))
         except (OSError, ValueError):
             self._known = {}
 

@@ -10,6 +10,7 @@ from mmldlm.checkpoints.formats.base import OpenedCheckpoint, ReadOptions, Write
 from mmldlm.checkpoints.formats.shard_index import INDEX_SUFFIX
 from mmldlm.checkpoints.layout import DCP_METADATA, MODEL_FILE, OPTIMIZER_FILE
 from mmldlm.errors import UserError
+from mmldlm.utils.input_files import open_regular
 
 _HEAD_BYTES = 512
 
@@ -69,7 +70,7 @@ class ModelPtFormat:
 def _refuse_text(path: Path) -> None:
     """Raise UserError for a text file, such as git leaves in place of large files."""
     try:
-        with open(path, "rb") as file:
+        with open_regular(path) as file:
             head = file.read(_HEAD_BYTES)
         text = codecs.getincrementaldecoder("utf-8")().decode(head)
     except (OSError, UnicodeDecodeError):  # the reader reports an unreadable file

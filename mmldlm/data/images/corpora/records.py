@@ -13,7 +13,7 @@ from mmldlm.data.corpora.text_files import FileUnit
 from mmldlm.data.images.corpora.corpus import ImageSample, read_csv
 from mmldlm.data.sentences import fold_spaces
 from mmldlm.errors import UserError
-from mmldlm.utils.formatting import describe_os_error
+from mmldlm.utils.formatting import describe_os_error, is_utf8
 from mmldlm.utils.input_files import read_bytes
 
 _FORMS = (
@@ -101,19 +101,11 @@ def samples_of(record: Any, root: Path, counts: Counter) -> Iterator[ImageSample
             counts["drop_bad_record"] += 1
         elif not isinstance(caption, str) or not fold_spaces(caption):
             counts["drop_no_caption"] += 1
-        elif not _is_unicode(caption + image):
+        elif not is_utf8(caption + image):
             counts["drop_not_unicode"] += 1
         else:
             own = f"image {image}" if group is None else f"group {group}"
             yield ImageSample(_name(image, root), fold_spaces(caption), own, root / image)
-
-
-def _is_unicode(text: str) -> bool:
-    try:
-        text.encode("utf-8")
-    except UnicodeEncodeError:
-        return False
-    return True
 
 
 def _name(image: str, root: Path) -> str:
