@@ -11,7 +11,7 @@ from mmldlm.checkpoints.layout import CHECKPOINTS, LATEST
 from mmldlm.checkpoints.manifest import MANIFEST, Examination, examine, read_manifest
 from mmldlm.checkpoints.training_state import read_training_state
 from mmldlm.errors import UserError
-from mmldlm.utils.formatting import join_some
+from mmldlm.utils.formatting import describe_os_error, join_some
 from mmldlm.utils.input_files import read_bytes
 from mmldlm.utils.inside_paths import path_inside
 
@@ -57,7 +57,7 @@ def list_checkpoints(run_dir: Path | str) -> list[tuple[int, Path]]:
     except OSError as error:
         if isinstance(error, (FileNotFoundError, NotADirectoryError)) and not os.path.lexists(parent):
             return []
-        raise unreadable_error(run_dir, f"{parent}: {error.strerror or error}") from error
+        raise unreadable_error(run_dir, f"{parent}: {describe_os_error(error)}") from error
     return sorted((int(match[1]), parent / name) for name in names if (match := _STEP.fullmatch(name)))
 
 
@@ -139,7 +139,7 @@ def examine_with_state(folder: Path, checksums: bool = True) -> Examination:
         except ValueError as error:
             found.damaged.append(str(error))
         except OSError as error:
-            found.unreadable.append(f"{error.filename or folder}: {error.strerror or error}")
+            found.unreadable.append(f"{error.filename or folder}: {describe_os_error(error)}")
     return found
 
 
@@ -158,7 +158,7 @@ def locate_checkpoint(path: Path | str) -> Path:
     try:
         return _locate(Path(path))
     except OSError as error:
-        raise unreadable_error(path, f"{error.filename or path}: {error.strerror or error}") from error
+        raise unreadable_error(path, f"{error.filename or path}: {describe_os_error(error)}") from error
 
 
 def _locate(path: Path) -> Path:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from mmldlm.checkpoints.io.open_files import open_regular_descriptor
+from mmldlm.utils.formatting import describe_os_error
 from mmldlm.utils.input_files import read_bytes
 from mmldlm.utils.inside_paths import path_inside
 
@@ -94,7 +95,7 @@ def read_manifest(folder: Path) -> dict[str, Any]:
             raise CannotRead(f"{folder} is not a folder that can be opened") from None
         raise ValueError(f"{path} is missing: the checkpoint was never finished or is being deleted") from None
     except OSError as error:
-        raise CannotRead(f"{path} cannot be read: {error.strerror or error}") from error
+        raise CannotRead(f"{path} cannot be read: {describe_os_error(error)}") from error
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{path} is damaged: {error}") from error
     if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
@@ -137,7 +138,7 @@ def examine(folder: Path | str, checksums: bool = True, tails: bool = False) -> 
             problem = _difference(folder / name, entry, checksums, tails)
         except OSError as error:
             lines = found.descriptions if is_description else found.unreadable
-            lines.append(f"{folder / name} cannot be read: {error.strerror or error}")
+            lines.append(f"{folder / name} cannot be read: {describe_os_error(error)}")
             continue
         if problem is not None:
             (found.descriptions if is_description else found.damaged).append(problem)

@@ -11,8 +11,8 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 
 from mmldlm.checkpoints.layout import STATE_FILE
 from mmldlm.utils.input_files import read_bytes
+from mmldlm.utils.validation import describe_problems
 
-_MAX_BYTES = 64 << 20
 _STEP_FOLDER = re.compile(r"step_(\d{8,})")
 
 Count = Annotated[int, Field(ge=0, le=1 << 62)]
@@ -77,19 +77,14 @@ def read_training_state(checkpoint: Path) -> dict[str, Any]:
         OSError: it cannot be read.
     """
     path = checkpoint / STATE_FILE
-    text = read_bytes(path, _MAX_BYTES)
+    text = read_bytes(path)
     try:
         values = json.loads(text.decode("utf-8"))
         if not isinstance(values, dict):
             raise ValueError(f"a JSON {type(values).__name__}, expected an object")
         state = _SavedState(**values)
     except ValidationError as error:
-        problems = [
-            f"{'.'.join(map(str, item['loc'])) or 'values'}: {item['msg'].removeprefix('Value error, ')}"
-            f" (found {str(item['input'])[:60]!r})"
-            for item in error.errors()[:3]
-        ]
-        raise ValueError(f"{path} is damaged: {'; '.join(problems)}") from error
+        raise ValueError(f"{path} is damaged: {describe_problems(error)}") from error
     except RecursionError as error:
         raise ValueError(f"{path} is damaged: nested too deep") from error
     except ValueError as error:  # of JSON and UTF-8

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from mmldlm.errors import UserError
+from mmldlm.utils.formatting import describe_os_error
 
 _NAME = re.compile(r"[A-Za-z0-9_]([A-Za-z0-9._-]*[A-Za-z0-9_])?")
 _RANGE = re.compile(r"\[[0-9,-]+\]")
@@ -52,7 +53,7 @@ def read_hostfile(path: str | Path) -> list[Node]:
     except OSError as error:
         raise UserError(
             f"a hostfile at {path}",
-            error.strerror or str(error),
+            describe_os_error(error),
             "check the path (DeepSpeed would treat a missing hostfile as a run on this machine alone)",
         ) from error
     try:

@@ -11,8 +11,9 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
-from mmldlm.config.section import MAX_COUNT, MAX_INT, ONE_YEAR, FilePath, IsPath, OnResume, Section
+from mmldlm.config.section import MAX_COUNT, MAX_INT, FilePath, IsPath, OnResume, Section
 from mmldlm.config.task_registry import DEFAULT_TASK
+from mmldlm.utils.option_types import ONE_YEAR
 
 # Bounds of what memory, fp32 and C can hold, far above any use.
 MAX_MICRO_BATCH, MAX_ACCUMULATION, MAX_SAMPLES_PER_STEP = 1 << 20, 1 << 20, 1 << 24

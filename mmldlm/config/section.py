@@ -19,7 +19,6 @@ from mmldlm.utils.user_paths import expand_path
 MAX_WIDTH, MAX_COUNT = 1 << 20, 1 << 28
 MAX_INT = (1 << 63) - 1  # of C, torch and NumPy
 MAX_WEIGHT = 1e9  # of a loss term: above it losses overflow
-ONE_YEAR = 366 * 86_400.0  # longest time limit in seconds; longer ones overflow in C
 
 
 class OnResume(Enum):

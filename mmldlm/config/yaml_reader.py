@@ -16,6 +16,7 @@ from typing import Any
 import yaml
 
 from mmldlm.errors import UserError
+from mmldlm.utils.formatting import describe_os_error
 from mmldlm.utils.input_files import open_regular
 
 MAX_BYTES = 256 << 10
@@ -145,7 +146,7 @@ def read_yaml(path: str | Path, *, spelling: bool = False) -> dict[str, Any]:
         with open_regular(path) as file:
             raw = file.read(MAX_BYTES + 1)
     except OSError as error:
-        raise UserError("a readable YAML file", f"{path}: {error.strerror}", "check the path") from error
+        raise UserError("a readable YAML file", f"{path}: {describe_os_error(error)}", "check the path") from error
     if len(raw) > MAX_BYTES:
         raise UserError(f"a config of at most {MAX_BYTES} bytes", f"{path}: more", "check the path")
     try:

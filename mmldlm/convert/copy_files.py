@@ -13,6 +13,7 @@ from pathlib import Path
 from mmldlm.checkpoints.formats.base import OpenedCheckpoint
 from mmldlm.checkpoints.io.open_files import open_regular_descriptor
 from mmldlm.errors import UserError
+from mmldlm.utils.formatting import describe_os_error
 
 
 def check_links(opened: OpenedCheckpoint) -> None:
@@ -40,7 +41,7 @@ def copy_file(root: Path, path: Path, out: Path) -> None:
     try:
         source = open(open_regular_descriptor(real), "rb")
     except OSError as error:
-        raise _unusable(path, error.strerror or str(error)) from error
+        raise _unusable(path, describe_os_error(error)) from error
     with source:
         out.parent.mkdir(parents=True, exist_ok=True)
         with open(out, "xb") as copy:

@@ -5,19 +5,18 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import errno
-import fcntl
 import json
 import os
 import re
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import BinaryIO
 
 from mmldlm.errors import MmldlmError, UserError
 from mmldlm.utils.atomic_files import fsync_path
-from mmldlm.utils.formatting import describe_os_error
+from mmldlm.utils.formatting import describe_os_error, explain_os_error
 from mmldlm.utils.input_files import read_bytes
+from mmldlm.utils.output_paths import lock_file
 
 # Files next to the weights in a Hugging Face folder, which belong to them in any format.
 TOKENIZER_FILES = re.compile(
@@ -149,7 +148,7 @@ def write_atomically(
             if _identity(partial) == own:
                 shutil.rmtree(partial, ignore_errors=True)
             if isinstance(error, OSError):
-                raise MmldlmError(f"writing {out} failed: {_describe(error)}") from error
+                raise MmldlmError(f"writing {out} failed: {explain_os_error(error)}") from error
             raise
 
 
@@ -163,7 +162,7 @@ def _only_writer(out: Path) -> Iterator[None]:
     path = out.with_name(f".{out.name}.lock")
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
-        file = _locked_file(path)
+        file = open(lock_file(path), "r+b", buffering=0)
     except BlockingIOError:
         raise UserError(
             f"no other conversion at work on {out}",
@@ -180,27 +179,6 @@ def _only_writer(out: Path) -> Iterator[None]:
             yield
         finally:
             path.unlink(missing_ok=True)  # before the lock ends: whoever waits for this file sees that it is gone
-
-
-def _locked_file(path: Path) -> BinaryIO:
-    """Open and lock a file, made if there is none.
-
-    Raises:
-        BlockingIOError: another process holds the lock.
-    """
-    flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK
-    while True:
-        file = open(os.open(path, flags, 0o666), "r+b", buffering=0)
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            file.close()
-            raise
-        except OSError:  # a file system without locks: what remains is the identity of the partial folder
-            return file
-        if os.path.lexists(path) and os.path.samestat(os.lstat(path), os.fstat(file.fileno())):
-            return file
-        file.close()  # its holder has just deleted it
 
 
 def _holder_of(path: Path) -> str:
@@ -224,12 +202,6 @@ def _unwritable(path: Path, error: OSError) -> UserError:
     # mkdir's "File exists" would not say that a folder was needed.
     reason = os.strerror(errno.ENOTDIR) if isinstance(error, FileExistsError) else describe_os_error(error)
     return UserError("a writable output folder", f"{path}: {reason}", "give another folder")
-
-
-def _describe(error: OSError) -> str:
-    """Return the reason of a failed write with its path."""
-    where = "" if error.filename is None else f"{error.filename}: "
-    return where + describe_os_error(error)
 
 
 def _publish(out: Path, fsync: bool) -> None:

@@ -22,6 +22,7 @@ from mmldlm.errors import UserError
 from mmldlm.models.mmdit.config import ModelConfig
 from mmldlm.utils.atomic_files import write_text
 from mmldlm.utils.json_files import plain_value, read_json
+from mmldlm.utils.validation import describe_problems
 
 if TYPE_CHECKING:
     from mmldlm.models.mmdit.model import MultimodalMMDiT
@@ -112,7 +113,7 @@ def checked_section(values: dict[str, Any], section: type[AnySection], path: Pat
     try:
         return section(**{key: value for key, value in values.items() if key in section.model_fields})
     except ValidationError as error:
-        problems = "; ".join(f"{'.'.join(map(str, item['loc']))}: {item['msg']}" for item in error.errors()[:5])
+        problems = describe_problems(error, limit=5)
         raise UserError(f"valid sizes of a model in {path}", f"damaged file: {problems}", COPY_AGAIN) from error
 
 

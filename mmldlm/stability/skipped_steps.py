@@ -16,6 +16,7 @@ import torch
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from torch import Tensor
 
+from mmldlm.checkpoints.training_state import Count
 from mmldlm.config.section import MAX_COUNT
 from mmldlm.data.batching.batch import Batch
 from mmldlm.engines.base import Engine
@@ -23,6 +24,7 @@ from mmldlm.errors import UserError
 from mmldlm.utils.atomic_files import write_text
 from mmldlm.utils.formatting import join_some
 from mmldlm.utils.json_files import read_json, to_json
+from mmldlm.utils.validation import describe_problems
 
 SKIPPED_STEPS_DIR = "forensics"
 _RECORD = re.compile(r"step_(\d{8,})\.json")
@@ -105,13 +107,9 @@ def _read_record(path: Path, step: int) -> dict:
         if any(entry.rank >= case.world_size or entry.micro >= case.accum for entry in case.micro_batches):
             raise ValueError(f"micro_batches: of more than {case.world_size} ranks x {case.accum} micro-batches")
     except ValueError as error:
-        problems = error.errors() if isinstance(error, ValidationError) else []
-        lines = [f"{'.'.join(map(str, item['loc']))}: {item['msg']}" for item in problems[:3]] or [str(error)]
-        raise UserError(f"the record of a skipped step in {path}", f"damaged file: {'; '.join(lines)}", fix) from error
+        problems = describe_problems(error) if isinstance(error, ValidationError) else str(error)
+        raise UserError(f"the record of a skipped step in {path}", f"damaged file: {problems}", fix) from error
     return case.model_dump()
-
-
-Count = Annotated[int, Field(ge=0, le=1 << 62)]
 
 
 class _MicroBatch(BaseModel):

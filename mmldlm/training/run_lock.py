@@ -23,6 +23,7 @@ from mmldlm.checkpoints.locate import holds_checkpoints
 from mmldlm.config.schema import Config
 from mmldlm.errors import UserError
 from mmldlm.utils.environment import int_from_env
+from mmldlm.utils.formatting import describe_os_error
 from mmldlm.utils.input_files import read_bytes
 from mmldlm.utils.processes import read_stat
 
@@ -121,7 +122,7 @@ class RunLock:
 
     def _unreadable(self, error: OSError) -> UserError:
         dangling = self.path.is_symlink() and isinstance(error, FileNotFoundError)
-        why = f"a link to {os.readlink(self.path)}, which does not exist" if dangling else error.strerror or str(error)
+        why = f"a link to {os.readlink(self.path)}, which does not exist" if dangling else describe_os_error(error)
         return UserError(
             f"a readable lock at {self.path}, or none",
             why,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import socket
 
 from mmldlm.errors import UserError
+from mmldlm.utils.formatting import describe_os_error
 
 
 def free_port(host: str = "127.0.0.1") -> int:
@@ -19,7 +20,7 @@ def free_port(host: str = "127.0.0.1") -> int:
         except OSError as error:
             raise UserError(
                 f"a network interface with the address {host or '0.0.0.0'}, where ranks meet",
-                error.strerror or str(error),
+                describe_os_error(error),
                 "ip addr add 127.0.0.1/8 dev lo; ip link set lo up (a sandbox has to set up its loopback interface)",
             ) from error
         return probe.getsockname()[1]

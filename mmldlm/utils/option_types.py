@@ -13,7 +13,7 @@ from collections.abc import Callable
 from mmldlm.utils.user_paths import expand_path
 
 MAX_COUNT = 1 << 31  # of samples, steps and tokens
-ONE_YEAR = 366 * 86_400.0  # seconds
+ONE_YEAR = 366 * 86_400.0  # longest time limit in seconds; longer ones overflow in C
 
 
 def path(word: str) -> str:

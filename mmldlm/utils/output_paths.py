@@ -164,7 +164,7 @@ def _held_lock(lock: Path, path: str | os.PathLike, option: str) -> Iterator[Non
     try:
         try:
             _make_folder(lock.parent)
-            descriptor = _lock_file(lock)
+            descriptor = lock_file(lock)
         except BlockingIOError:
             raise UserError(
                 f"a path for {option} that no other call is writing",
@@ -185,24 +185,25 @@ def _held_lock(lock: Path, path: str | os.PathLike, option: str) -> Iterator[Non
                 part.rmdir()
 
 
-def _lock_file(path: Path) -> int:
-    """Create and lock a file; the lock ends with the process at the latest.
+def lock_file(path: Path) -> int:
+    """Create and lock a file, and return its descriptor; the lock ends with the process at the latest.
 
     Raises:
         BlockingIOError: another process holds it.
         OSError: it cannot be created.
     """
     while True:
-        descriptor = os.open(path, os.O_CREAT | os.O_RDWR | os.O_NONBLOCK, 0o666)
+        descriptor = os.open(path, os.O_CREAT | os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666)
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            if os.fstat(descriptor).st_nlink:
-                return descriptor
         except BlockingIOError:
             os.close(descriptor)
             raise
         except OSError:  # a file system without locks: only the end of the work finds another call
             return descriptor
+        with contextlib.suppress(FileNotFoundError):
+            if os.path.samestat(os.lstat(path), os.fstat(descriptor)):
+                return descriptor
         os.close(descriptor)  # its holder deleted it between these lines
 
 

@@ -60,7 +60,7 @@ def remove_wrappers(names: Collection[str], module_names: Collection[str] | None
             f"has a child of that name. They were kept; --strip-prefix {prefix} removes it"
         )
     depth = len(root) if is_wrapped else 0
-    bare = {name: _without_wrappers(name.split("."), depth) for name in of_model}
+    bare = {name: ".".join(part for part in name.split(".")[depth:] if part not in WRAPPERS) for name in of_model}
     if len(set(bare.values())) < len(bare) or "" in bare.values():  # two names of one: those in the file are right
         return same
     removed = {part for name in of_model for part in name.split(".") if part in WRAPPERS}
@@ -107,7 +107,3 @@ def _only_children(root: list[str], module_names: Collection[str]) -> list[str]:
         if part == MODULE and children - {part}:
             return root[:depth]
     return root
-
-
-def _without_wrappers(parts: list[str], depth: int) -> str:
-    return ".".join(part for part in parts[depth:] if part not in WRAPPERS)

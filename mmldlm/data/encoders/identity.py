@@ -7,7 +7,7 @@ from typing import Any
 from pydantic import BaseModel, Field, ValidationError, field_validator
 
 from mmldlm.data.encoders.specs import POOLINGS
-from mmldlm.utils.formatting import join_some
+from mmldlm.utils.validation import describe_problems
 
 
 class EncoderIdentity(BaseModel):
@@ -42,17 +42,6 @@ class EncoderIdentity(BaseModel):
         if pooling is not None and not all(part in POOLINGS for part in pooling.split("+")):
             raise ValueError(f"a pooling among {', '.join(POOLINGS)}")
         return pooling
-
-
-def describe_problems(error: ValidationError, name: str = "") -> str:
-    """Return the first problems of a schema: key, what is expected, and the value."""
-    problems = []
-    for item in error.errors():
-        key = ".".join(map(str, filter(None, (name, *item["loc"]))))
-        value = item["input"]
-        shown = f" (found {value!r:.100})" if not isinstance(value, (dict, BaseModel)) else ""
-        problems.append(f"{key}: {item['msg']}{shown}".removeprefix(": "))
-    return join_some(problems, limit=3, separator="; ")
 
 
 def find_identity_problems(identity: Any) -> str | None:

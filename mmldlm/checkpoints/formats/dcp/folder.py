@@ -30,6 +30,7 @@ from mmldlm.checkpoints.formats.torch_save.unpickler import (
 from mmldlm.checkpoints.formats.weight_source import FileRange
 from mmldlm.checkpoints.layout import DCP_METADATA
 from mmldlm.errors import UserError
+from mmldlm.utils.formatting import describe_os_error
 from mmldlm.utils.input_files import read_bytes
 from mmldlm.utils.inside_paths import path_inside
 from mmldlm.utils.moments import MOMENTS
@@ -206,7 +207,7 @@ def read_metadata(path: Path) -> dict[str, Any]:
     try:
         value = read_pickle(read_bytes(path, MAX_PICKLE_BYTES))
     except OSError as error:
-        raise corrupt_file_error(path, f"it cannot be read: {error.strerror or error}") from error
+        raise corrupt_file_error(path, f"it cannot be read: {describe_os_error(error)}") from error
     except RefusedPickle as error:
         raise UserError(
             f"only descriptions of tensors in {path}", f"{error}; nothing was executed", "use a checkpoint you trust"

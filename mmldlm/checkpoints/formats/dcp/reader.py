@@ -190,7 +190,7 @@ def _read_trainable(folder: Path) -> dict[str, Any] | None:
         lists = [content["trainable"], content.get("buffers", []), list(content.get("aliases", {}).values())]
         if not all(isinstance(names, list) and all(isinstance(name, str) for name in names) for names in lists):
             raise ValueError("names that are not text")
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise corrupt_file_error(
             path, f"something other than a JSON object with a list `trainable` ({error!r})"
         ) from error

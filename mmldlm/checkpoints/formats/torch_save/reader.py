@@ -26,6 +26,7 @@ from mmldlm.checkpoints.formats.torch_save.zip_directory import BadZip, ZipEntry
 from mmldlm.checkpoints.io.crc32 import RangedCrc32
 from mmldlm.checkpoints.io.open_files import open_regular_descriptor
 from mmldlm.errors import UserError
+from mmldlm.utils.formatting import describe_os_error
 
 # A chunk and its cast copy should fit the processor's cache; smaller chunks cost more system calls.
 CHUNK_BYTES = 1 << 19
@@ -53,7 +54,7 @@ def open_for_reading(path: Path) -> int:
     try:
         return open_regular_descriptor(path)
     except OSError as error:
-        raise corrupt_file_error(path, f"it cannot be opened: {error.strerror or error}") from error
+        raise corrupt_file_error(path, f"it cannot be opened: {describe_os_error(error)}") from error
 
 
 class _Record:
