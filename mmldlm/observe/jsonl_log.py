@@ -9,6 +9,7 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
+from mmldlm.utils.atomic_files import write_text_synced
 from mmldlm.utils.input_files import open_append, open_text
 from mmldlm.utils.json_files import to_strict_json
 
@@ -130,18 +131,11 @@ def _truncate(path: Path, resume_step: int | None) -> int:
             )
     if dropped:
         # The moved lines are on disk before the log is replaced, so a crash in between loses nothing.
-        _write_synced(_unused_path(path), dropped)
+        write_text_synced(_unused_path(path), "".join(dropped))
         temporary = path.with_name(path.name + ".part")
-        _write_synced(temporary, kept)
+        write_text_synced(temporary, "".join(kept))
         os.replace(temporary, path)
     return len(dropped)
-
-
-def _write_synced(path: Path, lines: list[str]) -> None:
-    with open(path, "w", encoding="utf-8") as file:
-        file.writelines(lines)
-        file.flush()
-        os.fsync(file.fileno())
 
 
 def _unused_path(path: Path) -> Path:

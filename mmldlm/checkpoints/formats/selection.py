@@ -95,10 +95,7 @@ def select_model(root: Any, file: Path, key: str | None = None) -> Model:
     path = _choose(found, file) if key is None else _resolve(found, file, key)
     tensors, beside = _tensors_of(found.nodes[path], path)
     for name, value in _items(found.nodes[path]):
-        if not _is_opaque_tensor(value):
-            continue
-        fix = "save plain dense tensors of common types: .full_tensor(), .to_dense(), .dequantize(), .to(dtype)"
-        raise UserError(f"plain tensors in {file}", f"{name[:80]!r}, saved as {value.kind}", fix)
+        refuse_opaque_tensor(str(file), name, value)
     others = [state.path for state in _candidates(found) if state.path != path and not _is_below(state.path, path)]
     notes = [f"the weights are those under {write_path(path)!r} in the file"] if path else []
     if others:
@@ -211,6 +208,13 @@ def _items(node: Any) -> Iterator[tuple[str, Any]]:
 def is_tensor(value: Any) -> bool:
     """Return whether a leaf is a tensor."""
     return isinstance(value, StoredTensor)
+
+
+def refuse_opaque_tensor(where: str, name: object, value: Any) -> None:
+    """Raise UserError if a leaf stands for a tensor that cannot be read."""
+    if _is_opaque_tensor(value):
+        fix = "save plain dense tensors of common types: .full_tensor(), .to_dense(), .dequantize(), .to(dtype)"
+        raise UserError(f"plain tensors in {where}", f"{str(name)[:80]!r}, saved as {value.kind}", fix)
 
 
 def _is_opaque_tensor(value: Any) -> bool:

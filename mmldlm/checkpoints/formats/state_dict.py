@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from mmldlm.checkpoints.formats.selection import MAX_DEPTH, StoredTensor
+from mmldlm.checkpoints.formats.selection import MAX_DEPTH, StoredTensor, refuse_opaque_tensor
 from mmldlm.checkpoints.formats.torch_save.reader import TorchFile, corrupt_file_error
-from mmldlm.checkpoints.formats.torch_save.unpickler import OpaqueObject, TensorRef
+from mmldlm.checkpoints.formats.torch_save.unpickler import TensorRef
 from mmldlm.checkpoints.formats.weight_source import FileRange, TensorInfo, WeightSource
 from mmldlm.errors import UserError
 
@@ -69,10 +69,8 @@ def tensors_of(value: Any, path: Path, what: str, notes: list[str]) -> dict[str,
     for name, ref in value.items():
         if isinstance(ref, TensorRef) and isinstance(name, str):
             tensors[name] = ref
-        elif isinstance(ref, OpaqueObject) and ref.may_be_tensor:
-            fix = "save plain dense tensors of common types: .full_tensor(), .to_dense(), .dequantize(), .to(dtype)"
-            raise UserError(f"plain tensors in {what} of {path}", f"{str(name)[:80]!r}, saved as {ref.kind}", fix)
         else:
+            refuse_opaque_tensor(f"{what} of {path}", name, ref)
             notes.append(f"{what} entry {str(name)[:80]!r} is not a tensor and was left out")
     return tensors
 

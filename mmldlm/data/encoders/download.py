@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 from pathlib import Path
+from typing import Any
 
 from mmldlm.data.encoders.sentence_transformer import read_modules, transformer_folder
 from mmldlm.data.encoders.specs import ENCODERS, EncoderSpec
@@ -12,6 +14,7 @@ from mmldlm.utils.formatting import first_line
 
 _SMALL_FILES = ["*.json", "*.txt", "*.model"]
 _OTHER_FILES = ["onnx/*", "openvino/*", "flax_*", "tf_*", "rust_*"]
+PLACES = "MMLDLM_ENCODERS"  # environment variable: folders of own encoders, as PATH has those of programs
 _WEIGHTS = ("*.safetensors", "*.bin")  # in order of preference
 
 
@@ -65,6 +68,27 @@ def find_model_folder(name: str, cache_dir: str | None = None) -> tuple[Path, st
     # Files of the hub's cache were downloaded for this call, or can be again.
     weights_files(transformer_folder(folder), name, f"delete {folder} (a part of the hub's cache) and retry")
     return folder, f"hub:{spec.hub_name}"
+
+
+def name_to_load(identity: dict[str, Any]) -> str:
+    """Return the name by which to load the encoder of an identity: an own one is known by its folder's name alone.
+
+    Raises:
+        UserError: a folder that is neither here nor in MMLDLM_ENCODERS.
+    """
+    name = identity["name"]
+    is_folder = str(identity.get("source", "")).startswith("folder:") and name not in ENCODERS
+    if not is_folder or Path(name).is_dir():
+        return name
+    places = [Path(place).expanduser() / name for place in os.environ.get(PLACES, "").split(os.pathsep) if place]
+    if found := next((place for place in places if place.is_dir()), None):
+        return str(found)
+    raise UserError(
+        f"the folder '{name}' of the encoder that made the latents",
+        f"not in {Path.cwd()}" + (f" nor in {PLACES}={os.environ[PLACES]}" if places else ""),
+        f"set {PLACES} to the folder that holds '{name}', or start the command in the folder that holds it "
+        "(its weights are compared by their SHA-256)",
+    )
 
 
 def model_files(folder: Path) -> list[Path]:

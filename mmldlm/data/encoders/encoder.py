@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import os
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -13,7 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from mmldlm.data.encoders.download import find_model_folder, weights_files
+from mmldlm.data.encoders.download import find_model_folder, name_to_load, weights_files
 from mmldlm.data.encoders.pooling import Dense, pool
 from mmldlm.data.encoders.sentence_transformer import (
     MODULES,
@@ -31,7 +30,6 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 _IDENTITY_OPTIONS = ("pooling", "normalize", "max_length")
 # Options with the values that identities omit.
 _OMITTED_OPTIONS = {"prefix": "", "lower_case": False, "include_prompt": True}
-PLACES = "MMLDLM_ENCODERS"  # environment variable: folders of own encoders, as PATH has those of programs
 # Tokens that are read of a text by a model without a limit of its own.
 _UNLIMITED = 8192
 
@@ -156,7 +154,7 @@ class Encoder:
         options = {key: identity[key] for key in _IDENTITY_OPTIONS if key in identity}
         options |= {key: identity.get(key, default) for key, default in _OMITTED_OPTIONS.items()}
         is_bare = identity.get("is_bare", False)
-        name = _folder_of_identity(identity)
+        name = name_to_load(identity)
         encoder = cls(name, latent_dim=identity.get("cut_to"), is_bare=is_bare, **options, **kwargs)
         expected, own = identity.get("weights_sha256"), encoder.weights_sha256()
         if expected is not None and own != expected:
@@ -337,27 +335,6 @@ def _unit(vectors: torch.Tensor) -> torch.Tensor:
 def _joined_sha256(paths: Sequence[Path]) -> str:
     digests = [sha256_of(path) for path in paths]
     return digests[0] if len(digests) == 1 else hashlib.sha256("".join(digests).encode()).hexdigest()
-
-
-def _folder_of_identity(identity: dict[str, Any]) -> str:
-    """Return where to find the encoder of an identity: an own one is known by the name of its folder alone.
-
-    Raises:
-        UserError: a folder that is neither here nor in MMLDLM_ENCODERS.
-    """
-    name = identity["name"]
-    is_folder = str(identity.get("source", "")).startswith("folder:") and name not in ENCODERS
-    if not is_folder or Path(name).is_dir():
-        return name
-    places = [Path(place).expanduser() / name for place in os.environ.get(PLACES, "").split(os.pathsep) if place]
-    if found := next((place for place in places if place.is_dir()), None):
-        return str(found)
-    raise UserError(
-        f"the folder '{name}' of the encoder that made the latents",
-        f"not in {Path.cwd()}" + (f" nor in {PLACES}={os.environ[PLACES]}" if places else ""),
-        f"set {PLACES} to the folder that holds '{name}', or start the command in the folder that holds it "
-        "(its weights are compared by their SHA-256)",
-    )
 
 
 def _find_spec(name: str, folder: Path, options: dict[str, Any]) -> EncoderSpec:

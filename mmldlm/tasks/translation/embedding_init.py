@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from mmldlm.data.encoders.download import find_model_folder
+from mmldlm.data.encoders.download import find_model_folder, name_to_load
 from mmldlm.data.encoders.sentence_transformer import transformer_folder
 from mmldlm.data.encoders.tokenizer_files import read_tokenizer
 from mmldlm.data.store.store import Store, load_tokenizer
@@ -39,7 +39,7 @@ def encoder_token_embeddings(store: Store, hidden_size: int) -> np.ndarray:
     from safetensors import safe_open
 
     encoder, tokenizer = store.manifest["encoder"], store.manifest["tokenizer"]
-    path = transformer_folder(find_model_folder(encoder["name"])[0]) / "model.safetensors"
+    path = transformer_folder(find_model_folder(name_to_load(encoder))[0]) / "model.safetensors"
     if not path.is_file():
         raise UserError(
             f"the weights of encoder {encoder['name']} in one file, {path}",

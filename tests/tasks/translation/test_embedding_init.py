@@ -82,3 +82,15 @@ def test_a_vocabulary_that_the_encoder_can_hardly_spell_is_refused(store, tmp_pa
 def test_another_encoder_is_refused(store, tmp_path):
     with pytest.raises(UserError, match="same release"):
         encoder_token_embeddings(edited(store, tmp_path, "encoder", "weights_sha256", "0" * 64), 32)
+
+
+def test_an_own_encoder_is_found_in_a_folder_of_the_environment(store, tmp_path, monkeypatch):
+    (tmp_path / "models").mkdir()
+    (tmp_path / "models" / "own").symlink_to(find_model_folder("minilm")[0])
+    own = edited(store, tmp_path, "encoder", "name", "own")
+    own.manifest["encoder"]["source"] = "folder:own"
+    with pytest.raises(UserError, match="MMLDLM_ENCODERS"):
+        encoder_token_embeddings(own, 8)
+    monkeypatch.setenv("MMLDLM_ENCODERS", str(tmp_path / "models"))
+    same = (encoder_token_embeddings(own, 8) == encoder_token_embeddings(Store(store), 8)).all(1)
+    assert same.mean() > 0.999

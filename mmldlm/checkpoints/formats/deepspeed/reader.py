@@ -14,6 +14,7 @@ Layouts (DeepSpeed 0.19, deepspeed/runtime/engine.py, zero/stage_1_and_2.py, zer
 
 from __future__ import annotations
 
+from collections.abc import Container
 from pathlib import Path
 from typing import Any
 
@@ -164,10 +165,8 @@ class ZeroCheckpoint(WeightSource):
 
         ZeRO-3 leaves none there.
         """
-        for name, shape in trainable.items():
-            if name not in module or module[name].shape != shape:
-                found = module[name].shape if name in module else "nothing of that name"
-                raise corrupt_file_error(file.path, f"{name} {shape} in param_shapes, {found} in module")
+        _check_in_module(file, module, trainable, module)
+        for name in trainable:
             file.check_ref(module[name], name)
             if module[name].is_contiguous and module[name].numel:
                 self.low_precision_copies[name] = [FileRange(file, module[name], 0, module[name].numel)]
@@ -264,10 +263,7 @@ class ZeroCheckpoint(WeightSource):
         names = [*(name for name in module if name in trainable), *(name for name in module if name not in trainable)]
         add_tensors(self, file, {name: module[name] for name in names}, kinds)
         self._mark_tied(file, state)
-        for name, shape in trainable.items():
-            if name not in self.parts or module[name].shape != shape:
-                found = module[name].shape if name in module else "nothing of that name"
-                raise corrupt_file_error(file.path, f"{name} {shape} in param_shapes, {found} in module")
+        _check_in_module(file, module, trainable, self.parts)
         ranks = list(zip(optim, inners))
         states = self._states(optim, inners, "base_optimizer_state", len(groups))
         all_flats = [flat_groups(f, i, "single_partition_of_fp32_groups", len(groups)) for f, i in ranks]
@@ -368,3 +364,13 @@ class ZeroCheckpoint(WeightSource):
                 raise corrupt_file_error(file.path, found)
             info = self.tensors[owner]
             self.tensors[alias] = TensorInfo(alias, info.dtype, info.shape, "alias", owner)
+
+
+def _check_in_module(
+    file: TorchFile, module: dict[str, TensorRef], trainable: dict[str, tuple[int, ...]], stored: Container[str]
+) -> None:
+    """Raise UserError unless every trainable parameter is among `stored`, with its shape in `module`."""
+    for name, shape in trainable.items():
+        if name not in stored or module[name].shape != shape:
+            found = module[name].shape if name in module else "nothing of that name"
+            raise corrupt_file_error(file.path, f"{name} {shape} in param_shapes, {found} in module")
