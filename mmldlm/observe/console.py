@@ -21,7 +21,6 @@ from rich.text import Text
 
 from mmldlm.tasks.base import Metric
 from mmldlm.utils.formatting import fold, format_duration, printable
-from mmldlm.utils.input_files import open_append
 from mmldlm.utils.screen import PlainConsole, open_console
 
 # Fields of a step's record in a line: key, label, format.
@@ -165,7 +164,7 @@ class Console:
         self._file_fails = False
         if log_file is not None:
             Path(log_file).parent.mkdir(parents=True, exist_ok=True)
-            self._file = open_append(log_file, line_buffering=True)
+            self._file = open(log_file, "a", encoding="utf-8", errors="backslashreplace", buffering=1)
         self._console: PlainConsole | None = None
         self._live: Live | None = None
         if enabled:

@@ -98,7 +98,7 @@ def open_text(path: str | os.PathLike, encoding: str = "utf-8", errors: str = "s
     return io.TextIOWrapper(open_regular(path), encoding=encoding, errors=errors)
 
 
-def open_append(path: str | os.PathLike, line_buffering: bool = False) -> TextIO:
+def open_append(path: str | os.PathLike) -> TextIO:
     """Open a text file for appending, or create it; characters that UTF-8 cannot hold are escaped.
 
     Raises:
@@ -106,7 +106,7 @@ def open_append(path: str | os.PathLike, line_buffering: bool = False) -> TextIO
     """
     with contextlib.suppress(FileNotFoundError):
         require_regular(path)
-    return open(path, "a", 1 if line_buffering else -1, encoding="utf-8", errors="backslashreplace")
+    return open(path, "a", encoding="utf-8", errors="backslashreplace")
 
 
 def read_bytes(path: str | os.PathLike, max_bytes: int = MAX_BYTES) -> bytes:
