@@ -160,7 +160,7 @@ class EvaluationReport:
             table.add_column(column, justify="right", no_wrap=True)
         figures = self.figures()
         for _, label, digits, *estimates in figures:
-            table.add_row(label, *(_cell(estimate, digits) for estimate in estimates))
+            table.add_row(label, *(cell(estimate, digits) for estimate in estimates))
         console.print(table)
         measured = {key for key, *_ in figures}
         kind = "exact" if self.likelihood == "NLL" else "upper bound"
@@ -173,7 +173,7 @@ class EvaluationReport:
             console.print(
                 "It ignores its embedding exactly (adaLN-Zero): its gain is 0 by construction.\n"
                 "With its zero layers initialized at random, another embedding changes the NELBO by\n"
-                f"{sensitivity:.3f}, but the mean of another's - right is {_cell(gain, 4)}: "
+                f"{sensitivity:.3f}, but the mean of another's - right is {cell(gain, 4)}: "
                 f"{gain.in_standard_errors:.1f} SE."
             )
         console.print()
@@ -220,5 +220,6 @@ def print_claims(claims: list[dict[str, Any]], console) -> None:
     console.print(table)
 
 
-def _cell(estimate: Estimate | None, digits: int) -> str:
+def cell(estimate: Estimate | None, digits: int) -> str:
+    """Return value +- standard error, "" without one."""
     return "" if estimate is None else f"{estimate.value:.{digits}f} +- {estimate.se:.{digits}f}"

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from mmldlm.evaluation.measured_rows import measured_rows
-from mmldlm.evaluation.report import claim, print_claims, write_report
+from mmldlm.evaluation.report import cell, claim, print_claims, write_report
 from mmldlm.evaluation.statistics import Estimate
 from mmldlm.utils.screen import open_console
 
@@ -192,8 +192,3 @@ class ImageReport:
             for example in self.examples[:10]:
                 table.add_row(example["caption"], example["written"], f"{example['set_f1']:.2f}")
             console.print(table)
-
-
-def cell(estimate: Estimate | None, digits: int) -> str:
-    """Return value +- standard error, "" without one."""
-    return "" if estimate is None else f"{estimate.value:.{digits}f} +- {estimate.se:.{digits}f}"
