@@ -54,6 +54,7 @@ def test_an_evaluation_does_not_depend_on_its_batches(trial_store, tmp_path):
 # -- machines ---------------------------------------------------------------------------------------------------------
 
 
+@todo("public-reports A data_worker_killed")
 @SLOW
 def test_a_data_worker_that_is_killed_is_explained(trial_store, tmp_path):
     """public-reports A data_worker_killed: the kernel takes the largest process when memory ends."""
@@ -67,6 +68,7 @@ def test_a_data_worker_that_is_killed_is_explained(trial_store, tmp_path):
     refuses(result, "memory", r"data\.num_workers", code=1)
 
 
+@todo("public-reports C 19 gpu-hidden, --nproc above 1")
 @SLOW
 def test_a_named_gpu_that_is_not_there_is_refused_for_several_ranks(trial_store, tmp_path):
     """public-reports C 19 gpu-hidden: ranks would all train on the CPU."""
@@ -84,9 +86,9 @@ def test_fp16_without_a_gpu_under_deepspeed(trial_store, tmp_path, verb):
     words = tiny_run(trial_store, tmp_path, "r", "engine.kind=deepspeed", "training.dtype=fp16")
     env = {"ONEDNN_MAX_CPU_ISA": "AVX2"}
     if verb == "train":
-        refuses(train_rank(*words, env=env), "fp16", "bf16")
+        refuses(fresh_mmldlm("train", "--nproc", "1", *words, env=env), "fp16", "bf16")
     else:
-        refuses(mmldlm("preflight", "--level", "1", "--nproc", "2", *words, env=env), "FAIL.*", "fp16", code=1)
+        refuses(fresh_mmldlm("preflight", "--level", "1", "--nproc", "2", *words, env=env), "FAIL.*", "fp16", code=1)
 
 
 @todo("public-reports C, small ones: muon_block_rows in preflight")
@@ -116,6 +118,7 @@ def test_a_disk_without_inodes(trial_store, tmp_path, verb):
     assert result.code and not result.traceback and "inodes" in result, result.output[-3000:]
 
 
+@todo("trials-3, further tracebacks: a full /dev/shm")
 @SLOW
 @IS_ROOT
 def test_a_full_shared_memory_is_named(trial_store, tmp_path):
