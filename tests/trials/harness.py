@@ -199,3 +199,15 @@ def killed_conversion(source: Path, out: Path) -> None:
         "convert(sys.argv[1], sys.argv[2], on_bytes=lambda done, total: os.kill(os.getpid(), 9))",
     ]
     assert shell([sys.executable, "-c", "\n".join(lines), source, out]).code == -9
+
+
+def loaded_model(folder: Path, **options: object) -> Result:
+    """Load a model as the README's Python snippet does; an error of mmldlm counts as the output."""
+    from mmldlm.errors import MmldlmError
+    from mmldlm.sampling.pretrained import load_pretrained
+
+    try:
+        load_pretrained(folder, **options)
+    except MmldlmError as error:
+        return Result(error.exit_code, str(error))
+    return Result(0, "")
