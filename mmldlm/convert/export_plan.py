@@ -101,6 +101,10 @@ def strip_names(weights: WeightSource, prefix: str) -> dict[str, str]:
     expected = f"names in {weights.path} that begin with --strip-prefix {prefix!r}"
     if prefix and all(name == new for name, new in bare.items()):
         raise UserError(expected, f"none, e.g. {join_some(bare)}", "see `mmldlm convert inspect` for the names")
+    if not prefix and "" in bare:
+        raise UserError(
+            f"names of tensors in {weights.path}", "an empty one", "give it a name in the model and save again"
+        )
     if len(set(bare.values())) < len(bare) or "" in bare.values():
         raise UserError(f"{expected}, different without it", "two names that become one", "leave --strip-prefix out")
     return bare

@@ -32,6 +32,7 @@ SOURCES = [
     "z3_subgroups",
     "z2_fp32",
     "z3_fp16",
+    "z0_bf16",
     "z0_bf16_named",
     "z0_muon",
     "z1_muon",

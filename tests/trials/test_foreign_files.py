@@ -144,6 +144,22 @@ def test_a_pipeline_names_its_models(tmp_path):
     refuses(convert(tmp_path / "in"), "in/transformer or .*in/vae")
 
 
+@pytest.mark.parametrize("rounded", default(["w.fp16.safetensors", "w.bf16.bin"]))
+def test_the_form_that_is_not_rounded_is_taken(tmp_path, rounded):
+    """diffusers writes variants beside the weights; of a folder with both the 16-bit one was converted."""
+    save(tmp_path / "in" / rounded, {"w": (MATRIX + 0.123).bfloat16()})
+    save(tmp_path / "in" / "w.bin", {"w": MATRIX + 0.123})
+    succeeds(convert(tmp_path / "in"), f"{rounded}, next to w.bin")
+    assert tensors_in(tmp_path / "out")["w"].equal(MATRIX + 0.123)
+
+
+@pytest.mark.parametrize("name", default(["final_model_states.pt", "optim_states.pt"]))
+def test_a_name_that_only_ends_like_deepspeeds(tmp_path, name):
+    """It was taken for one rank's file."""
+    succeeds(convert(save(tmp_path / name, {"w": MATRIX})))
+    assert tensors_in(tmp_path / "out")["w"].equal(MATRIX)
+
+
 # -- parts of sharded checkpoints -------------------------------------------------------------------------------------
 
 MODULE = {"module": {"w": MATRIX}, "dp_world_size": 2, "mp_world_size": 1, "ds_version": "0.19.8", "param_shapes": []}
@@ -163,6 +179,7 @@ PARTS = {
     "safetensors shard": ("model-00001-of-00004.safetensors", {"w": MATRIX}),
     "torch shard": ("pytorch_model-00002-of-00002.bin", {"w": MATRIX}),
     "nanotron": ("model_weight_pp-rank-0-of-1_tp-rank-0-of-2.safetensors", {"w": MATRIX}),
+    "name with the number of ranks": ("model_world_size_4_rank_0.pt", {"w": MATRIX}),
     "average": ("ema_rank0.pt", {"w": {"start": 0, "shape": (4, 6), "values": MATRIX.flatten()}, "v": MATRIX}),
 }
 
@@ -182,6 +199,7 @@ SIBLINGS = [
     ("consolidated.00.pth", "consolidated.01.pth"),
     ("checkpoint_last-model_part-0-shard0.pt", "checkpoint_last-model_part-0-shard1.pt"),
     ("mp_rank_00/model_optim_rng.pt", "mp_rank_01/model_optim_rng.pt"),
+    ("model_pp0_tp0.pt", "model_pp0_tp1.pt"),
 ]
 
 

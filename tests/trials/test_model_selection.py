@@ -87,6 +87,40 @@ def test_several_models_are_listed(tmp_path):
     refuses(mmldlm("convert", "diff", source, tmp_path / "out", "--key", "ema"), "4 differ", code=1)
 
 
+MATRIX = torch.arange(12.0).reshape(3, 4)
+UNNAMED = {
+    "a list": {"a.w": MATRIX, "experts": [MATRIX]},
+    "a list below": {"model": {"a.w": MATRIX, "experts": (MATRIX,)}},
+    "numbers": {"a.w": MATRIX, 0: MATRIX},
+    "bytes below": {"model": {"a.w": MATRIX, b"b": MATRIX}},
+}
+
+
+@pytest.mark.parametrize("kind", UNNAMED)
+def test_tensors_without_names_are_not_left_out(kind, tmp_path):
+    """A file with tensors in a list beside those of the model, or under keys that are not text, lost them."""
+    torch.save(UNNAMED[kind], tmp_path / "in.pt")
+    refuses(mmldlm("convert", tmp_path / "in.pt", tmp_path / "out"), "a name for every tensor")
+    key = "model" if "model" in UNNAMED[kind] else "."
+    result = mmldlm("convert", tmp_path / "in.pt", tmp_path / "out", "--key", key)
+    succeeds(result, "note: tensors without names were left out")
+    assert set(load_file(tmp_path / "out" / "model.safetensors")) == {"a.w"}
+
+
+def test_random_states_in_a_list_are_no_weights(tmp_path):
+    """The other side: what trainers save beside a model is noted."""
+    states = [torch.get_rng_state(), torch.get_rng_state()]
+    torch.save({"a.w": MATRIX, "rng": states, "histories": {"loss": [MATRIX]}}, tmp_path / "in.pt")
+    succeeds(mmldlm("convert", tmp_path / "in.pt", tmp_path / "out"), "without names .*rng .*histories/loss")
+
+
+def test_a_tuple_with_names_under_model_is_not_another_model(tmp_path):
+    """The state dict under another key was taken."""
+    pair = torch.return_types.max((MATRIX, MATRIX))  # a class of torch's, as any named tuple
+    torch.save({"model": pair, "critic": {"a.w": MATRIX}}, tmp_path / "in.pt")
+    refuses(mmldlm("convert", tmp_path / "in.pt", tmp_path / "out"), "model, which holds objects")
+
+
 def test_an_average_in_the_file_is_named(tmp_path):
     """conversion-trials part 2 POOR 9."""
     source = save({"epoch": 1, "state_dict": TRUTH, "state_dict_ema": OTHER}, tmp_path / "checkpoint-1.pth.tar")

@@ -439,3 +439,25 @@ def test_a_checkpoint_deleted_while_it_is_converted(tmp_path):
     result = during_conversion(folder, tmp_path / "out", lambda: shutil.rmtree(folder))
     refuses(result, "deleted it meanwhile", "latest")
     assert not (tmp_path / "out").exists()
+
+
+DAMAGED_HEADERS = {
+    "a list": b"[1]",
+    "a size beyond 64 bits": b'{"w":{"dtype":"F32","shape":[0,1000000000000000000000],"data_offsets":[0,0]}}',
+}
+
+
+@pytest.mark.parametrize("kind", DAMAGED_HEADERS)
+def test_a_header_of_safetensors_is_checked(tmp_path, kind):
+    """The first ended in a traceback, the second in an OUT that no program reads."""
+    path = tmp_path / "in.safetensors"
+    path.write_bytes(struct.pack("<Q", len(DAMAGED_HEADERS[kind])) + DAMAGED_HEADERS[kind])
+    refuses(mmldlm("convert", path, tmp_path / "out"), "an intact checkpoint file")
+
+
+def test_a_name_that_the_output_reserves(tmp_path):
+    """A tensor called __metadata__ made an OUT that no program reads."""
+    torch.save({"w": torch.ones(2, 2), "__metadata__": torch.ones(2, 2)}, tmp_path / "in.pt")
+    refuses(mmldlm("convert", tmp_path / "in.pt", tmp_path / "out"), "__metadata__")
+    assert not (tmp_path / "out").exists()
+    succeeds(mmldlm("convert", tmp_path / "in.pt", tmp_path / "out", "--to", "model.pt"))

@@ -24,7 +24,8 @@ _STATE = re.compile(
 )
 _PRECISION = re.compile(r"\.(fp32|fp16|bf16|fp8)$")
 _NUMBERED_FOLDER = re.compile(r"pytorch_model(_fsdp)?(_\d+)?")
-# The order in which formats of one model are taken.
+_ROUNDED = re.compile(r"\.(fp16|bf16|fp8)$")
+# The order in which formats of one model are taken, after those whose name says that it is rounded.
 _PREFERRED = (".safetensors", ".safetensors.index.json", ".bin", ".bin.index.json")
 
 
@@ -152,6 +153,8 @@ def _model_of(stem: str) -> str:
     return stem.removesuffix("_0")
 
 
-def _preference(path: Path) -> tuple[int, str]:
+def _preference(path: Path) -> tuple[bool, int, str]:
+    match = _WEIGHTS.fullmatch(path.name)
+    is_rounded = bool(match and _ROUNDED.search(_SHARD.sub("", match["stem"])))
     kinds = [number for number, suffix in enumerate(_PREFERRED) if path.name.endswith(suffix)]
-    return (kinds[0] if kinds else len(_PREFERRED), path.name)
+    return (is_rounded, kinds[0] if kinds else len(_PREFERRED), path.name)

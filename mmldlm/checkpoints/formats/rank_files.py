@@ -35,7 +35,11 @@ class PartOfCheckpoint(UserError):
 
 # Name of a file -> what it is, and what to do.
 _NAMES: tuple[tuple[str, str, str], ...] = (
-    (r".*(model|optim)_states\.pt", "one rank's file of a DeepSpeed checkpoint", _FOLDER),
+    (
+        r".*(mp_rank_\d+|layer_\d+|expert_\d+).*(model|optim)_states\.pt",
+        "one rank's file of a DeepSpeed checkpoint",
+        _FOLDER,
+    ),
     (r".*\.distcp", "one rank's file of a torch.distributed.checkpoint folder", _FOLDER),
     (r"ema_rank\d+\.pt", "one rank's part of the moving average of the weights", "give the checkpoint, with --ema"),
 )
@@ -60,9 +64,12 @@ _TENSORS: tuple[tuple[str, str, str], ...] = (
 )
 # Names that count the parts: `group(1)` of how many, if the name says so.
 _SHARD = re.compile(r"(?<!epoch)(?<!step)(?<!iter)(?<!fold)(?<!seed)-\d+-of-0*(\d+)\.\w+$")
-_RANK_OF = re.compile(r"(?:rank|shard|part)[-_]?\d+[-_]of[-_]0*(\d+)")
+_RANK_OF = re.compile(r"(?:rank|shard|part)[-_]?\d+[-_]of[-_]0*(\d+)|world_size[-_]?0*(\d+)[-_]rank")
 # A number that tells the ranks' files apart, if there are others.
-_NUMBERED = re.compile(r"(?:(?:^|[^a-z])rank|shard|model_part|consolidated)[-_.]?(\d+)", re.IGNORECASE)
+_NUMBERED = re.compile(
+    r"(?:(?:^|[^a-z])(?:rank|tp|pp|mp)|shard|model_part|consolidated|(?:tensor|pipeline)_parallel)[-_.]?(\d+)",
+    re.IGNORECASE,
+)
 _UNIVERSAL = ("fp32.pt", "exp_avg.pt", "exp_avg_sq.pt", "step.pt")
 _PARALLEL = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "expert_model_parallel_size")
 
@@ -78,8 +85,8 @@ def check_name(path: Path) -> None:
     if (shard := _SHARD.search(path.name)) and int(shard[1]) > 1:
         missing = f"find the index that lists the shards, such as {SAFETENSORS_INDEX}, and give their folder"
         raise _part_error(path, f"one of {shard[1]} shards", missing)
-    if (part := _RANK_OF.search(path.name)) and int(part[1]) > 1:
-        raise _part_error(path, f"one of {part[1]} ranks' files", "merge them with the program that wrote them")
+    if (part := _RANK_OF.search(path.name)) and int(count := part[1] or part[2]) > 1:
+        raise _part_error(path, f"one of {count} ranks' files", "merge them with the program that wrote them")
 
 
 def check_siblings(path: Path) -> None:

@@ -96,6 +96,13 @@ def select_model(root: Any, file: Path, key: str | None = None) -> Model:
     tensors, beside = _tensors_of(found.nodes[path], path)
     for name, value in _items(found.nodes[path]):
         refuse_opaque_tensor(str(file), name, value)
+    unnamed = [state for state in found.unnamed if _is_below(state.path, path) and len(state.path) <= len(path) + 1]
+    if key is None and any(state.path == path or state.has_matrices for state in unnamed):
+        raise UserError(
+            f"a name for every tensor of the model in {file}",
+            f"tensors in a list, or under keys that are not text: {join_some(map(_describe, unnamed), 4)}",
+            f"save the model's state_dict(); --key {write_path(path)} takes the tensors with names alone",
+        )
     others = [state.path for state in _candidates(found) if state.path != path and not _is_below(state.path, path)]
     notes = [f"the weights are those under {write_path(path)!r} in the file"] if path else []
     if others:
@@ -108,6 +115,8 @@ def select_model(root: Any, file: Path, key: str | None = None) -> Model:
     ]
     if rest:
         notes.append(f"tensors that are not weights were left out: {join_some(map(_describe_rest, rest), 8)}")
+    if found.unnamed:
+        notes.append(f"tensors without names were left out: {join_some(map(_describe, found.unnamed), 8)}")
     counters = [name for name, tensor in tensors.items() if "." not in name and not tensor.shape]
     if not path and counters and len(counters) < len(tensors):
         notes.append(f"kept among the weights, where they are, though they may be counters: {join_some(counters)}")
@@ -155,6 +164,7 @@ class _Tree(NamedTuple):
         states: those with tensors of their own.
         optimizers: every optimizer.
         merged_optimizers: those of them whose entries stand in one dict with others.
+        unnamed: tensors in lists, and under keys that are not text.
         opaque: objects of a class under a key of MODEL_KEYS, such as a pickled module, and dicts with tensors of a
             class that is not read.
         num_values: number of leaves that are not tensors.
@@ -164,12 +174,13 @@ class _Tree(NamedTuple):
     states: dict[Keys, _State]
     optimizers: dict[Keys, dict]
     merged_optimizers: dict[Keys, dict]
+    unnamed: list[_State]
     opaque: list[Keys]
     num_values: int
 
 
 def _scan(root: Any) -> _Tree:
-    found = _Tree({}, {}, {}, {}, [], 0)
+    found = _Tree({}, {}, {}, {}, [], [], 0)
     seen: set[int] = set()
     num_values = 0
     waiting: list[tuple[Keys, Any]] = [((), root)]
@@ -177,10 +188,10 @@ def _scan(root: Any) -> _Tree:
         path, node = waiting.pop()
         if not isinstance(node, dict | list | tuple):
             num_values += not is_tensor(node)
-            if _is_opaque_tensor(node):
-                found.opaque.append(path[:-1])
-            elif isinstance(node, OpaqueObject) and path and path[-1] in MODEL_KEYS:
+            if isinstance(node, OpaqueObject) and path and path[-1] in MODEL_KEYS:
                 found.opaque.append(path)
+            elif _is_opaque_tensor(node):
+                found.opaque.append(path[:-1])
             continue
         if id(node) in seen or len(path) > MAX_DEPTH:  # one dict may stand under several keys
             continue
@@ -195,6 +206,10 @@ def _scan(root: Any) -> _Tree:
         own = {name: value for name, value in _items(node) if is_tensor(value) and name not in merged}
         if own:
             found.states[path] = _State(path, own)
+        children = node.items() if isinstance(node, dict) else enumerate(node)
+        unnamed = {str(key): item for key, item in children if is_tensor(item) and not isinstance(key, str)}
+        if unnamed:
+            found.unnamed.append(_State(path, unnamed))
         children = node.items() if isinstance(node, dict) else enumerate(node)
         waiting += reversed([((*path, key), child) for key, child in children if key not in merged])
     return found._replace(num_values=num_values)

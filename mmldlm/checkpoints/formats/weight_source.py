@@ -132,6 +132,7 @@ class WeightSource:
         named_optimizer: an optimizer of another program that names its parameters (see named_optimizer), if one was
             found `with_moments`.
         optimizer_left_out: why an optimizer that is in the files cannot be carried over; empty if there is none.
+        names_of_groups: names of every parameter group, if the reader found them by the weights (ZeRO-0).
         other_models: paths of the other state dicts in the file (see selection).
         low_precision_copies: trainable name -> parts of the copy that training computed with, which must equal the
             rounded master.
@@ -157,6 +158,7 @@ class WeightSource:
         self.module_names: frozenset[str] | None = None
         self.named_optimizer: NamedOptimizer | None = None
         self.optimizer_left_out = ""
+        self.names_of_groups: list[list[str]] = []
         self.other_models: list[str] = []
 
     def close(self) -> None:

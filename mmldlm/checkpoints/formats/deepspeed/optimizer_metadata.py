@@ -100,6 +100,8 @@ def _group_names(
     source: WeightSource, model: TorchFile, state: dict, file: TorchFile, tables: list[dict]
 ) -> list[list[str]]:
     """Return the names of every parameter group."""
+    if source.stage == 0 and source.names_of_groups:
+        return source.names_of_groups
     if source.stage == 0:
         saved = state.get("optimizer_param_names")
         names = group_names(model, saved)  # refuses anything but lists of names

@@ -50,7 +50,7 @@ from mmldlm.checkpoints.formats.deepspeed.step_counters import (
     compare_steps,
 )
 from mmldlm.checkpoints.formats.deepspeed.universal_reader import add_universal, is_universal, universal_steps
-from mmldlm.checkpoints.formats.deepspeed.zero0_masters import match_masters, order_of_masters
+from mmldlm.checkpoints.formats.deepspeed.zero0_masters import match_masters, names_of_groups
 from mmldlm.checkpoints.formats.dtypes import numel
 from mmldlm.checkpoints.formats.state_dict import add_tensors, tensors_of
 from mmldlm.checkpoints.formats.torch_save.reader import SAME_SAVE_HINT, TorchFile, corrupt_file_error
@@ -248,7 +248,9 @@ class ZeroCheckpoint(WeightSource):
                 self._add_trainable(name, shapes[name], [masters[name]])
         self.update_aliases()
         if self.with_moments:
-            in_order = trained if masters is None else order_of_masters(optimizer, masters)
+            if masters is not None:
+                self.names_of_groups = names_of_groups(optimizer, masters)
+            in_order = trained if masters is None else [name for group in self.names_of_groups for name in group]
             states = states_by_index(file, optimizer.get("optimizer_state_dict", optimizer), len(trained))
             self.moments = moments_by_name(file, states, in_order, shapes) if states else {}
 

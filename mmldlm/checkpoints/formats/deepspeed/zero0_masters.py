@@ -53,8 +53,8 @@ def match_masters(
     return _by_value(file, flat, low_precision_copies, shapes)
 
 
-def order_of_masters(optimizer: dict, masters: dict[str, FileRange]) -> list[str]:
-    """Return the names of the masters in the order of the optimizer's state."""
+def names_of_groups(optimizer: dict, masters: dict[str, FileRange]) -> list[list[str]]:
+    """Return the names of the masters of every parameter group, in the order of the optimizer's state."""
     names = {id(part.ref): name for name, part in masters.items()}
     groups = optimizer.get("fp32_groups")
     if groups is None:  # FP16_Optimizer has one flat tensor per group; no engine of mmldlm saves that
@@ -63,7 +63,7 @@ def order_of_masters(optimizer: dict, masters: dict[str, FileRange]) -> list[str
             "fp32_groups_flat (FusedAdam under ZeRO-0), whose moments are flat too",
             "take the weights alone with training.init_from, or save under ZeRO-1",
         )
-    return [names[id(ref)] for group in groups for ref in group]
+    return [[names[id(ref)] for ref in group] for group in groups]
 
 
 def _are_names(names: Any, counts: list[int]) -> bool:

@@ -14,7 +14,7 @@ from typing import Any
 from mmldlm.checkpoints.formats.dtypes import DTYPES, nbytes, numel
 from mmldlm.checkpoints.formats.rank_files import check_header
 from mmldlm.checkpoints.formats.safetensors.format import find_safetensors
-from mmldlm.checkpoints.formats.safetensors.writer import MAX_HEADER_BYTES
+from mmldlm.checkpoints.formats.safetensors.writer import MAX_HEADER_BYTES, METADATA_KEY
 from mmldlm.checkpoints.formats.shard_index import INDEX_SUFFIX, check_listed, read_shard_index
 from mmldlm.checkpoints.formats.torch_save.reader import corrupt_file_error, open_for_reading
 from mmldlm.checkpoints.formats.torch_save.unpickler import TensorRef
@@ -55,8 +55,10 @@ class SafetensorsFile:
             )
         try:
             header = json.loads(os.pread(self._fd, length, 8))
-            metadata = header.pop("__metadata__", {})
-        except (ValueError, AttributeError, RecursionError) as error:
+            if not isinstance(header, dict):
+                raise ValueError(f"a {type(header).__name__}")
+            metadata = header.pop(METADATA_KEY, {})
+        except (ValueError, RecursionError) as error:
             raise corrupt_file_error(self.path, f"a header that is not a JSON object ({str(error)[:80]})") from error
         metadata = metadata if isinstance(metadata, dict) else {}
         self.metadata = {key: value for key, value in metadata.items() if isinstance(value, str)}
@@ -81,7 +83,7 @@ class SafetensorsFile:
         try:
             dtype, shape = _BY_CODE[entry["dtype"]], tuple(entry["shape"])
             start, stop = entry["data_offsets"]
-            is_valid = all(type(n) is int and n >= 0 for n in (*shape, start, stop))
+            is_valid = all(type(n) is int and 0 <= n < 1 << 63 for n in (*shape, start, stop))
             is_valid = is_valid and stop - start == nbytes(shape, dtype)
         except (KeyError, TypeError, ValueError):
             is_valid = False

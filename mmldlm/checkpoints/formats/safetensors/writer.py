@@ -13,8 +13,10 @@ from pathlib import Path
 
 from mmldlm.checkpoints.formats.dtypes import DTYPES, nbytes
 from mmldlm.checkpoints.io.output_file import OutputFile
+from mmldlm.errors import UserError
 
 MAX_HEADER_BYTES = 100_000_000  # the format's own limit
+METADATA_KEY = "__metadata__"  # the entry of the header that is no tensor
 
 
 class SafetensorsWriter:
@@ -28,7 +30,7 @@ class SafetensorsWriter:
         fsync: flush it to the disk in finish().
 
     Raises:
-        OSError: no space for the complete file, or a failed write.
+        UserError: a name that the format reserves. OSError: no space for the complete file, or a failed write.
     """
 
     def __init__(
@@ -39,12 +41,15 @@ class SafetensorsWriter:
         fsync: bool = True,
     ):
         self.path = path
-        header: dict[str, object] = {"__metadata__": metadata}
+        header: dict[str, object] = {METADATA_KEY: metadata}
         self._spans: dict[str, tuple[int, int]] = {}  # name -> first byte, end
         self._missing: dict[str, int] = {}
         self._lock = threading.Lock()
         position = 0
         for name, dtype, shape in sorted(tensors, key=lambda item: -DTYPES[item[1]].itemsize):
+            if name == METADATA_KEY:
+                found = f"a tensor named {name!r}, which the format uses for something else"
+                raise UserError(f"names that safetensors can hold in {path.name}", found, "convert with --to model.pt")
             count = nbytes(shape, dtype)
             header[name] = {
                 "dtype": DTYPES[dtype].safetensors,

@@ -219,6 +219,11 @@ class TorchFile:
             return
         self._read_remaining(name, record.read.gaps(record.size))
         _, crc = record.read.value()
+        if crc != record.crc and not any(other.crc for other in self.records.values()):
+            found = "no checksums: it was saved after torch.serialization.set_crc32_options(False)"
+            raise UserError(
+                f"a file with checksums at {self.path}", found, "save it again with set_crc32_options(True)"
+            )
         if crc != record.crc:
             raise corrupt_file_error(
                 self.path,

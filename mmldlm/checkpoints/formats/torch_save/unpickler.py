@@ -190,7 +190,7 @@ def _tensor(
         raise RefusedPickle("a tensor without a storage")
     shape, strides = tuple(size), tuple(stride)
     numbers = (offset, *shape, *strides)
-    if len(shape) != len(strides) or not all(type(n) is int and n >= 0 for n in numbers):
+    if len(shape) != len(strides) or not all(type(n) is int and 0 <= n < 1 << 63 for n in numbers):
         raise RefusedPickle(f"a tensor of shape {shape}, stride {strides}, offset {offset!r}")
     negated, conjugated = _signs(metadata)
     if dtype is None:
