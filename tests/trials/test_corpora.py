@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gzip
+import hashlib
 import json
 import os
 import shutil
@@ -140,6 +141,20 @@ def test_a_store_of_another_encoder_is_not_complete(prepare, encoder, tmp_path):
     succeeds(prepare(corpus, encoder=own), "already complete")
     halve_weights(own)
     refuses(prepare(corpus, encoder=own), "encoder enc/model.safetensors was .*, now ")
+
+
+def test_a_store_of_an_earlier_version_is_complete(prepare, tmp_path):
+    """public-reports B 3: it knows the names and sizes of its files alone, which is said; another size is refused"""
+    corpus = write_lines(tmp_path / "c.txt", sentences(40))
+    succeeds(prepare(corpus))
+    manifest = json.loads((tmp_path / "S" / "manifest.json").read_text(encoding="utf-8"))
+    del manifest["inputs"]
+    units = {"train": [f"txt:c.txt c.txt#0-{corpus.stat().st_size}"], "validation": []}
+    manifest["units"] = hashlib.sha256(json.dumps(units).encode()).hexdigest()
+    (tmp_path / "S" / "manifest.json").write_text(json.dumps(manifest), encoding="utf-8")
+    succeeds(prepare(corpus), "already complete, .*content and the encoder were not")
+    write_lines(corpus, sentences(50))
+    refuses(prepare(corpus), "does not name the files it read")
 
 
 @SLOW

@@ -180,8 +180,8 @@ class _Preparation:
     def _begin(self) -> None:
         with self.console.status("identifying the files of the corpus"):
             plan = self.plan = self._plan()
-        if existing_output(self.root, plan) and not self.options.force:
-            self.console.print(f"{self.root} is already complete, from the same corpus and options", soft_wrap=True)
+        if (known := existing_output(self.root, plan)) and not self.options.force:
+            self.console.print(f"{self.root} is already complete, {known}", soft_wrap=True)
             self.work.remove()
             self.queue.add(_COMPLETE)
             return
@@ -202,6 +202,8 @@ class _Preparation:
         if options.max_tokens <= reach or options.latents_per_text > 1:
             return reach
         if options.overlong != "chunk":
+            if options.max_tokens == PrepareOptions.max_tokens:  # the default, which nobody chose for this encoder
+                return reach  # texts that are cut are counted, with a warning
             raise UserError(
                 f"--max-tokens of at most {reach}: encoder {encoder.name} reads {encoder.spec.max_length} tokens of a "
                 "text, special ones and prefix included",

@@ -67,18 +67,34 @@ class StoreOutput:
         return (self.encoder.latent_dim,) if count == 1 else (count, self.encoder.latent_dim)
 
 
-def existing_output(root: Path, plan: dict[str, Any]) -> bool:
-    """Whether the folder is the result of exactly this plan."""
+def existing_output(root: Path, plan: dict[str, Any]) -> str | None:
+    """Return how far the folder is known to be the result of this plan; None if it is not.
+
+    Stores of earlier versions know the names and sizes of their files (of texts) alone, not the content: they count.
+    """
     try:
         manifest = json.loads(read_text(root / MANIFEST))
-        return manifest.get("options") == plan["options"] and manifest.get("units") == plan_digest(plan)
+        if manifest.get("options") != plan["options"]:
+            return None
+        if manifest.get("units") == plan_digest(plan):
+            return "from the same corpus and options"
+        if "inputs" not in manifest and manifest.get("units") == _digest(plan["corpus"]):
+            return (
+                "from the same options and files of the same names and sizes; their content and the encoder were not "
+                "compared, as an earlier version of mmldlm made it (--force prepares it again)"
+            )
     except (OSError, ValueError, AttributeError):
-        return False
+        pass
+    return None
 
 
 def plan_digest(plan: dict[str, Any]) -> str:
     """SHA-256 of what a plan reads: the units of its corpora, and the content of all files."""
-    return hashlib.sha256(json.dumps([plan["corpus"], plan["inputs"]]).encode()).hexdigest()
+    return _digest([plan["corpus"], plan["inputs"]])
+
+
+def _digest(value: Any) -> str:
+    return hashlib.sha256(json.dumps(value).encode()).hexdigest()
 
 
 def publish(
@@ -286,7 +302,11 @@ def _describe_existing(root: Path, plan: dict[str, Any] | None) -> str:
         return f"a store of other options: {'; '.join(changes)}"
     if not inputs_entry(plan["inputs"]):
         return "a store of the same options whose files have changed (too many to name one)"
-    changes = diff_inputs(manifest.get("inputs"), plan["inputs"]) or ["the order or the captions of its corpus"]
+    if "inputs" not in manifest:
+        return (
+            "a store of the same options that does not name the files it read (too many, or made by an earlier version)"
+        )
+    changes = diff_inputs(manifest["inputs"], plan["inputs"]) or ["the order or the captions of its corpus"]
     return f"a store of the same options whose files have changed: {'; '.join(changes)}"
 
 

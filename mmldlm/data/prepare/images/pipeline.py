@@ -151,8 +151,8 @@ class _Preparation:
     def _begin(self, vae: VaeFiles | None) -> None:
         with self.console.status("identifying the files of the corpus"):
             plan = self.plan = self._plan(vae)
-        if existing_output(self.root, plan) and not self.options.force:
-            self.console.print(f"{self.root} is already complete, from the same corpus and options", soft_wrap=True)
+        if (known := existing_output(self.root, plan)) and not self.options.force:
+            self.console.print(f"{self.root} is already complete, {known}", soft_wrap=True)
             self.work.remove()
             self.queue.add(_COMPLETE)
             return
