@@ -88,7 +88,8 @@ def _create(target: str, module_name: str, class_name: str) -> Task:
 def _wrong_declarations(task: Task) -> list[str]:
     """Return what is wrong with the class attributes of a task, of which no method is called before training."""
     problems = [] if isinstance(getattr(task, "name", None), str) else ["name is no text"]
-    if not (isinstance(task.sums, tuple) and all(isinstance(name, str) for name in task.sums) and "loss" in task.sums):
+    is_list = isinstance(task.sums, (tuple, list))
+    if not (is_list and all(isinstance(name, str) for name in task.sums) and "loss" in task.sums):
         return [*problems, f'sums = {task.sums!r}, not names with "loss" among them, as ("loss", "correct")']
     for metric in task.metrics:
         numerator = getattr(metric, "numerator", None)

@@ -438,9 +438,9 @@ def test_a_task_that_does_not_do_what_it_declares_is_named(kind, tmp_path):
     refuses(train_rank(*words, cwd=tmp_path), says, code=code)
 
 
-@SLOW
-def test_the_task_of_these_trials_trains(tmp_path):
-    (tmp_path / "own.py").write_text(GOOD_TASK, encoding="utf-8")
+@pytest.mark.parametrize("sums", few(['("loss",)', '["loss"]'], '["loss"]'))
+def test_the_task_of_these_trials_trains(sums, tmp_path):
+    (tmp_path / "own.py").write_text(GOOD_TASK.replace('("loss",)', sums), encoding="utf-8")
     words = ("task=own:T", "engine.kind=single", "training.num_train_steps=2", "training.train_batch_size=4",
              "logging.save_dir=runs", "logging.plot=false")  # fmt: skip
     succeeds(train_rank(*words, cwd=tmp_path), "step 2/2")
