@@ -56,6 +56,7 @@ class Corpus:
         has_documents: whether texts are documents of any length rather than sentences.
         files: name -> file of everything that is read, by which a later launch knows the corpus again.
         left_out: the files of its folder that are not read.
+        versions: name -> version of what is not read from files.
     """
 
     source: str
@@ -64,6 +65,7 @@ class Corpus:
     has_documents: bool = False
     files: dict[str, Path] = field(default_factory=dict)
     left_out: LeftOut = field(default_factory=LeftOut)
+    versions: dict[str, str] = field(default_factory=dict)
 
     def __iter__(self) -> Iterator[str]:
         self.counts.clear()
@@ -122,10 +124,11 @@ def _open(name: str | os.PathLike, text_field: str | None, max_documents: int | 
             raise UserError(f"a corpus in a file or a folder at {path}", "a FIFO, a socket or a device", fix)
         return Corpus(f"{kind}:{path.name}", _units_of(path, path.name, kind, text_field), files={path.name: path})
     if not _looks_like_path(str(name)):
-        from mmldlm.data.corpora.hub_datasets import open_dataset
+        from mmldlm.data.corpora.hub_datasets import open_dataset, version_of
 
         source, parts = open_dataset(str(name), text_field, max_documents)
-        return Corpus(source, [ReadUnit(*part) for part in parts], has_documents=True)
+        versions = {f"dataset {source}": version_of(str(name))}
+        return Corpus(source, [ReadUnit(*part) for part in parts], has_documents=True, versions=versions)
     raise UserError(
         f"a corpus at {path}: a file that ends in {', '.join(KINDS)}, or a folder of such files",
         "nothing there",

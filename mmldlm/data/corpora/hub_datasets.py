@@ -12,6 +12,8 @@ from mmldlm.data.corpora.text_files import clean
 from mmldlm.errors import UserError
 from mmldlm.utils.formatting import first_line
 
+UNKNOWN_VERSION = "commit unknown"
+
 
 @dataclass(frozen=True)
 class DatasetSpec:
@@ -112,20 +114,17 @@ def open_dataset(
             yield from clean(text or "", counts)
 
     label = ":".join(filter(None, (spec.path, spec.name, spec.split)))
-    version = _commit_of(spec)
-    parts = [
-        (f"{label}{version}#{shard}/{num_shards}", lambda counts, s=shard: read(s, counts))
-        for shard in range(num_shards)
-    ]
+    parts = [(f"{label}#{shard}/{num_shards}", lambda counts, s=shard: read(s, counts)) for shard in range(num_shards)]
     return f"hub:{label}", parts
 
 
-def _commit_of(spec: DatasetSpec) -> str:
-    """Return the commit that the dataset's branch names on the hub, as "@0123abcd"; nothing where the hub has none."""
+def version_of(name: str) -> str:
+    """Return the commit that a dataset's branch names on the hub; UNKNOWN_VERSION if the hub cannot be asked."""
+    spec = parse(name)
     try:
         from huggingface_hub import HfApi
 
         commit = HfApi().dataset_info(spec.path, revision=spec.revision, timeout=10).sha
-    except Exception:  # a local folder, a mirror without this call: many types
-        return ""
-    return f"@{commit[:12]}" if commit else ""
+    except Exception:  # a local folder, no network, a mirror without this call: many types
+        return UNKNOWN_VERSION
+    return f"commit {commit[:12]}" if commit else UNKNOWN_VERSION

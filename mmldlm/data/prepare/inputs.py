@@ -15,6 +15,7 @@ from multiprocessing.pool import ThreadPool
 from pathlib import Path
 from typing import Any
 
+from mmldlm.data.corpora.hub_datasets import UNKNOWN_VERSION
 from mmldlm.data.encoders.download import find_model_folder, model_files
 from mmldlm.data.encoders.specs import ENCODERS
 from mmldlm.data.encoders.vae_files import VaeFiles
@@ -163,6 +164,16 @@ def check_unchanged(groups: Iterable[dict[str, Path]], inputs: dict[str, str], i
 def _label(name: str) -> str:
     """Return a name without the folders of this machine."""
     return Path(name).resolve().name if name not in ENCODERS and Path(name).is_dir() else name
+
+
+def with_known_versions(inputs: dict[str, str], then: dict[str, str] | None) -> dict[str, str]:
+    """Return the inputs of a preparation as an earlier one knew them: a dataset whose version one of them could not
+    learn, for lack of a network, is not another one."""
+    then = then or {}
+    return {
+        name: then.get(name, value) if UNKNOWN_VERSION in (value, then.get(name)) else value
+        for name, value in inputs.items()
+    }
 
 
 def diff_inputs(found: dict[str, str] | None, now: dict[str, str]) -> list[str]:

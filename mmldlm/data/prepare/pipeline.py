@@ -174,6 +174,7 @@ class _Preparation:
                 **self._encoder_inputs(),
                 **tokenizer_inputs(options.tokenizer, options.cache_dir, options.add_mask_token),
                 **file_inputs(self._files(), self.identities),
+                **{name: version for corpus in self._all_corpora() for name, version in corpus.versions.items()},
             },
         }
 

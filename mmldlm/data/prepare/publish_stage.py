@@ -19,7 +19,7 @@ import numpy as np
 import mmldlm
 from mmldlm.data.encoders.encoder import Encoder
 from mmldlm.data.prepare import encode_stage
-from mmldlm.data.prepare.inputs import diff_inputs, inputs_entry
+from mmldlm.data.prepare.inputs import diff_inputs, inputs_entry, with_known_versions
 from mmldlm.data.prepare.options import PrepareOptions, diff_options
 from mmldlm.data.prepare.read_stage import TextShards
 from mmldlm.data.prepare.select_stage import Samples
@@ -76,7 +76,8 @@ def existing_output(root: Path, plan: dict[str, Any]) -> str | None:
         manifest = json.loads(read_text(root / MANIFEST))
         if manifest.get("options") != plan["options"]:
             return None
-        if manifest.get("units") == plan_digest(plan):
+        inputs = with_known_versions(plan["inputs"], manifest.get("inputs"))
+        if manifest.get("units") == plan_digest({**plan, "inputs": inputs}):
             return "from the same corpus and options"
         if "inputs" not in manifest and manifest.get("units") == _digest(plan["corpus"]):
             return (

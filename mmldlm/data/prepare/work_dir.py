@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from mmldlm.data.prepare.inputs import FileIdentities, diff_inputs
+from mmldlm.data.prepare.inputs import FileIdentities, diff_inputs, with_known_versions
 from mmldlm.data.prepare.options import diff_options
 from mmldlm.data.prepare.task_queue import TaskQueue
 from mmldlm.errors import UserError
@@ -72,6 +72,8 @@ class WorkDir:
             pass
         path = self.folder / PLAN
         found = json.loads(read_text(path, 1 << 30)) if path.is_file() else None
+        if found is not None and "inputs" in plan:
+            plan = {**plan, "inputs": with_known_versions(plan["inputs"], found.get("inputs"))}
         if found is not None and found != plan:
             if not force:
                 raise UserError(

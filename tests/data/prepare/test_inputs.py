@@ -6,8 +6,16 @@ import os
 
 import pytest
 
+from mmldlm.data.corpora.hub_datasets import UNKNOWN_VERSION
 from mmldlm.data.prepare import inputs
-from mmldlm.data.prepare.inputs import FileIdentities, check_same_encoder, check_unchanged, diff_inputs, file_inputs
+from mmldlm.data.prepare.inputs import (
+    FileIdentities,
+    check_same_encoder,
+    check_unchanged,
+    diff_inputs,
+    file_inputs,
+    with_known_versions,
+)
 from mmldlm.errors import UserError
 
 
@@ -61,3 +69,12 @@ def test_differences_are_named():
     check_same_encoder({"encoder e": "fp32"}, {"encoder e": "fp32", "file a": "1"}, 1)
     with pytest.raises(UserError, match="on rank 1 .*encoder e was fp32, now bf16"):
         check_same_encoder({"encoder e": "bf16"}, {"encoder e": "fp32"}, 1)
+
+
+def test_a_dataset_of_an_unknown_version_is_not_another_one():
+    """A preparation that was started with a network is resumed without one, and the reverse."""
+    known, unknown, other = (
+        {"a": "1", "dataset hub:x": version} for version in ("commit 0", UNKNOWN_VERSION, "commit 9")
+    )
+    assert with_known_versions(unknown, known) == known and with_known_versions(known, unknown) == unknown
+    assert with_known_versions(other, known) == other and with_known_versions(known, None) == known
