@@ -75,7 +75,7 @@ def encoder(tmp_path_factory):
     ]
     (folder / "modules.json").write_text(json.dumps(modules))
     (folder / "1_Pooling" / "config.json").write_text(json.dumps({"pooling_mode_mean_tokens": True}))
-    (folder / "sentence_bert_config.json").write_text(json.dumps({"max_seq_length": 32}))
+    (folder / "sentence_bert_config.json").write_text(json.dumps({"max_seq_length": 64}))
     return folder
 
 
