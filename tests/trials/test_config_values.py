@@ -114,6 +114,7 @@ DO_NOT_FIT = {
     "training.train_batch_size=1000000 training.grad_accum_steps=1000": "1,000,000,000",
     "logging.run_name=a\nb": "run_name",  # trials-3 POOR 7
     "logging.run_name=\x1b[31mred": "run_name",
+    # public-reports B 35 hydra-dict
     "training.loss_type_weights={l2t:0.7,t2l:0.3}": r"blank after the colon: write \{l2t: 0.7, t2l: 0.3\}",
 }
 

@@ -76,7 +76,7 @@ def encoder(tmp_path_factory):
     ]
     (folder / "modules.json").write_text(json.dumps(modules))
     (folder / "1_Pooling" / "config.json").write_text(json.dumps({"pooling_mode_mean_tokens": True}))
-    (folder / "sentence_bert_config.json").write_text(json.dumps({"max_seq_length": 32}))
+    (folder / "sentence_bert_config.json").write_text(json.dumps({"max_seq_length": 64}))
     return folder
 
 
@@ -429,7 +429,7 @@ def test_a_full_disk_while_the_tokenizer_is_written(corpus, tmp_path, kilobytes)
 @SLOW
 @todo("public-reports B 31 dedup-marks")
 def test_marks_that_change_the_meaning_make_another_text(prepare, tmp_path):
-    lines = [f"the cat sees the ship c{mark} {i}" for i in range(20) for mark in ("", "#")]
+    lines = [f"{line} c{mark}" for line in sentences(20) for mark in ("", "#")]  # of words that the encoder knows
     succeeds(prepare(write_lines(tmp_path / "c.txt", lines)))
     assert manifest(tmp_path / "S")["corpus"]["kept"] == 40
 

@@ -194,6 +194,14 @@ def test_sanity_finds_padding_that_leaks(tmp_path):
     assert not re.search("FAIL.*(padding|micro-batch)", whole.output)
 
 
+@todo("newcomer 4: `# parameters: name the data` though it is named")
+def test_a_task_without_sizes_is_told_what_is_missing(tmp_path):
+    """Task.model_sizes is not written; the note sends its author to the data."""
+    named = "    def names_data(self, config): return True\n    def open_data"
+    (tmp_path / "own.py").write_text(GOOD_TASK.replace("    def open_data", named), encoding="utf-8")
+    succeeds(mmldlm("config", "task=own:T", cwd=tmp_path), "parameters: .*model_sizes")
+
+
 @todo("newcomer 4: a skeleton, and the rule of padding")
 def test_the_docs_of_tasks_have_a_skeleton_with_its_imports():
     """newcomer 4; that each sample stands alone is a rule."""
