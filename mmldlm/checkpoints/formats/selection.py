@@ -196,7 +196,7 @@ def _scan(root: Any) -> _Tree:
         if id(node) in seen or len(path) > MAX_DEPTH:  # one dict may stand under several keys
             continue
         seen.add(id(node))
-        if is_optimizer(node):
+        if isinstance(node, dict) and is_optimizer(node):
             found.optimizers[path] = node
             continue
         found.nodes[path] = node
