@@ -143,6 +143,13 @@ def test_a_store_of_another_encoder_is_not_complete(prepare, encoder, tmp_path):
     refuses(prepare(corpus, encoder=own), "encoder enc/model.safetensors was .*, now ")
 
 
+def test_the_default_of_max_tokens_refuses_no_encoder(prepare, tmp_path):
+    """public-reports B 13 encoder-cut: an encoder of 32 tokens; a limit that was given is refused"""
+    corpus = write_lines(tmp_path / "c.txt", [*sentences(40), " ".join(["cat"] * 40)])
+    refuses(prepare(corpus, "--max-tokens", 61), "--max-tokens of at most 30")
+    succeeds(prepare(corpus), "longer than the encoder reads")
+
+
 def test_a_store_of_an_earlier_version_is_complete(prepare, tmp_path):
     """public-reports B 3: it knows the names and sizes of its files alone, which is said; another size is refused"""
     corpus = write_lines(tmp_path / "c.txt", sentences(40))
