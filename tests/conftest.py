@@ -9,11 +9,6 @@ import signal
 
 import pytest
 
-# A suite that runs in the background or under nohup has them ignored, and runs leave them so.
-for _number in (signal.SIGINT, signal.SIGHUP):
-    if signal.getsignal(_number) is signal.SIG_IGN:
-        signal.signal(_number, signal.default_int_handler if _number == signal.SIGINT else signal.SIG_DFL)
-
 # Thread pools of parallel ranks would fight for the cores; set before torch is imported anywhere.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("DS_ACCELERATOR", "cpu")
