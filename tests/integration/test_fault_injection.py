@@ -1,6 +1,6 @@
 """benchmarks/fault_injection.py on two real ranks: every engine once, half of them with accumulation.
 
-With MMLDLM_ALL_FAULTS=1 all 180 cells."""
+With MMLDLM_ALL_FAULTS=1 all 204 cells."""
 
 from __future__ import annotations
 
@@ -23,5 +23,5 @@ def test_no_fault_reaches_the_weights_hangs_a_rank_or_goes_unnamed(store, tmp_pa
     assert done.returncode == 0, done.stdout[-6000:]
     answer = json.loads(report.read_text())
     left_out = len(answer["conditions"]["left_out"])  # what only root may do
-    assert answer["conditions"]["cells"] == (6 * 9 + 2 + 2 * (4 - left_out) if words else 6 * 2 * (15 - left_out))
+    assert answer["conditions"]["cells"] == (6 * 11 + 2 + 2 * (4 - left_out) if words else 6 * 2 * (17 - left_out))
     assert (answer["claims"][0]["id"], answer["claims"][0]["value"]) == ("cells_failed", 0)

@@ -253,7 +253,7 @@ def test_bad_shapes_are_named():
         model(torch.cat([tokens, tokens], 1), latents)
     with pytest.raises(ValueError, match="latent_dim"):
         model(tokens, latents[:, :5])
-    with pytest.raises(UserError, match="mask_token_id"):
+    with pytest.raises(ValueError, match="mask_token_id"):
         make(mask_token_id=40)
 
 
