@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 
+from mmldlm.errors import EXIT_STABILITY
 from tests.support.helpers import read_log, train_words
 from tests.support.image_store import make_image_store
 
@@ -46,7 +47,7 @@ def test_an_inf_of_one_module_in_bf16_alone_is_found(store, tmp_path, monkeypatc
 
     monkeypatch.setattr(MultimodalMMDiT, "__init__", planted)
     stop = ["training.dtype=bf16", "training.num_train_steps=3", "stability.max_consecutive_skips=9"]
-    assert main(words(store, tmp_path, *stop)) == 0
+    assert main(words(store, tmp_path, *stop)) == EXIT_STABILITY  # no step was applied
     skips = [event for event in read_log(tmp_path, "run", "events.jsonl") if event["event"] == "skip"]
     assert [event["step"] for event in skips] == [1, 2, 3]
     assert skips[0]["bad_micro_batches"][0]["rank"] == 0 and len(skips[0]["bad_micro_batches"][0]["ids"]) == 4
@@ -74,7 +75,7 @@ def test_weights_that_bf16_cannot_hold_are_named(store, tmp_path):
         block.mlp_out.weight[5, 0] = 3.4e38  # finite in fp32; bf16 ends at 3.39e38
     model.save_pretrained(tmp_path / "start")
     more = [f"training.init_from={tmp_path / 'start'}", "training.dtype=bf16", "training.num_train_steps=1"]
-    assert main(words(store, tmp_path, *more)) == 0
+    assert main(words(store, tmp_path, *more)) == EXIT_STABILITY
     found = replayed(tmp_path / "run", "last", tmp_path)["dtypes"]
     first = found["bf16"]["micro_batches"][0]["origins"][0]
     assert (first["kind"], first["module"], first["parameters"]) == (
@@ -161,7 +162,10 @@ def test_an_unknown_event_names_those_there(store, tmp_path):
     from mmldlm.errors import UserError
     from mmldlm.stability.skipped_steps import load_skipped_step, save_skipped_step
 
-    save_skipped_step(tmp_path, {"step": 7, "loss": float("nan"), "grad_norm": 1.0, "micro_batches": []})
+    micro_batch = {"rank": 0, "micro": 0, "loss": float("nan"), "ids": [1]}
+    case = {"step": 7, "loss": float("nan"), "grad_norm": 1.0, "micro_batches": [micro_batch], "reason": "loss is nan"}
+    case |= {"global_batch": 1, "world_size": 1, "accum": 1, "dtype": "fp32", "loss_scale": 1.0, "lr_scale": 1.0}
+    save_skipped_step(tmp_path, case | {"passed_over": [], "config": {}})
     assert np.isnan(load_skipped_step(tmp_path, "last")["loss"])
     with pytest.raises(UserError, match="recorded steps: 7"):
         load_skipped_step(tmp_path, "8")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import signal
 import subprocess
@@ -187,6 +188,8 @@ def test_a_retry_resumes_only_what_this_launch_has_saved(tmp_path, monkeypatch, 
     def save(step):
         pending = commit.begin(run_dir, step)
         (pending.path / "model.pt").write_text("weights")
+        state = {"step": step, "applied_steps": step, "global_batch": 1, "num_samples": 1}
+        (pending.path / "training_state.json").write_text(json.dumps(state))
         pending.commit()
 
     class Fails:

@@ -160,7 +160,7 @@ def test_a_run_goes_on_with_its_own_plan_only(tmp_path, monkeypatch):
         (tmp_path / "training_state.json").write_text(json.dumps(saved))
         checkpoints.load(tmp_path)
 
-    old = {"global_batch": 8, "num_samples": 100, "seed": 0, "applied_steps": 3}
+    old = {"step": 3, "global_batch": 8, "num_samples": 100, "seed": 0, "applied_steps": 3}
     for saved, plan, found in (
         (old, "samples-1:64", "was accepted"),
         (old, "tokens-1:64", "plan=samples-1:64"),

@@ -7,6 +7,7 @@ import json
 import numpy as np
 import pytest
 
+from mmldlm.commands import verify_data
 from mmldlm.commands.verify_data import plot
 from mmldlm.data.store.repair_hints import MANIFEST
 from mmldlm.data.store.verify import examine, verify
@@ -24,14 +25,10 @@ def _rewrite(root, name, change):
 
 
 def test_the_plot_shows_shares(made_store, tmp_path, monkeypatch):
-    from matplotlib import pyplot
-
-    monkeypatch.setattr(pyplot, "close", lambda figure: None)
-    report = examine(made_store)
-    plot(report, json.loads((made_store / MANIFEST).read_text()), str(tmp_path / "plot.png"))
-    left, middle, _ = pyplot.gcf().axes
-    monkeypatch.undo()
-    pyplot.close("all")
+    figures = []
+    monkeypatch.setattr(verify_data, "save_figure", lambda figure, path, dpi: figures.append(figure))
+    plot(examine(made_store), json.loads((made_store / MANIFEST).read_text()), str(tmp_path / "plot.png"))
+    left, middle, _ = figures[0].axes
     for axes in (left, middle):
         assert axes.get_ylabel() == "share of samples"
         assert sum(bar.get_height() for bar in axes.patches) == pytest.approx(2)  # 1 in train, 1 in validation
