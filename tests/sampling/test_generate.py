@@ -314,7 +314,7 @@ def test_scaled_embeddings_are_warned_about(checkpoint, tmp_path, capsys):
         (["t2l", "--text", "word1", "--guidance", "2", "--guidance-interval", "0", "0.9"], "holds a step"),
         (["l2t", "--latent-file", "x.npy", "--guidance-interval", "0", "0.9"], "--guidance-interval"),
         (["t2l", "--text", "word1", "--solver", "ddim"], "--solver"),
-        (["t2l", "--text-file", "absent.txt"], "text file"),
+        (["t2l", "--text-file", "absent.txt"], "readable file absent.txt"),
         (["l2t", "--text", "word1"], "encoder"),
         (["l2t"], "--latent-file"),
         (["t2l", "--text", "word1", "--text-file", "x"], "--text"),

@@ -224,7 +224,7 @@ def _open_bytes(path: Path) -> Iterator[BinaryIO]:
     try:
         file = open_regular(path)
     except OSError as error:
-        raise UserError(f"a readable file {path}", describe_os_error(error), "check the file") from None
+        raise UserError(f"a readable file {path}", describe_os_error(error), "check the path") from None
     suffix = path.suffix.lower()
     with file:
         if suffix not in _COMPRESSED:
