@@ -143,7 +143,8 @@ def test_a_corrector_trains_on_them_and_another_store_is_refused(whole, store, t
 
 @pytest.mark.parametrize("words", [("--num-samples", "0"), ("--num-steps", "0")])
 def test_numbers_out_of_range(model, store, tmp_path, words, capsys):
-    assert run(model, store, tmp_path / "out", *words) == 2
+    with pytest.raises(SystemExit, match="2"):
+        run(model, store, tmp_path / "out", *words)
     assert "at least 1" in capsys.readouterr().err
 
 

@@ -197,9 +197,9 @@ def test_home_and_variables_are_expanded_in_every_path_key(path, where, tmp_path
     else:
         (tmp_path / "own.json").write_text(json.dumps(values))
         words = ["--config", tmp_path / "own.json"]
-    found = config(*words, cwd=tmp_path, env={"HOME": str(tmp_path / "home")})
+    found = config(*words, cwd=tmp_path, env={"HOME": str(tmp_path / "own")})
     succeeds(found)
-    assert found.output.count(f"{tmp_path}/home/a b/x") == len(values), found.output
+    assert found.output.count(f"{tmp_path}/own/a b/x") == len(values), found.output
     assert "~" not in found.output and "$" not in found.output
 
 

@@ -143,11 +143,13 @@ def test_a_store_of_another_encoder_is_not_complete(prepare, encoder, tmp_path):
     refuses(prepare(corpus, encoder=own), "encoder enc/model.safetensors was .*, now ")
 
 
-def test_the_default_of_max_tokens_refuses_no_encoder(prepare, tmp_path):
+def test_the_default_of_max_tokens_refuses_no_encoder(prepare, encoder, tmp_path):
     """public-reports B 13 encoder-cut: an encoder of 32 tokens; a limit that was given is refused"""
+    short = shutil.copytree(encoder, tmp_path / "enc")
+    (short / "sentence_bert_config.json").write_text(json.dumps({"max_seq_length": 32}))
     corpus = write_lines(tmp_path / "c.txt", [*sentences(40), " ".join(["cat"] * 40)])
-    refuses(prepare(corpus, "--max-tokens", 61), "--max-tokens of at most 30")
-    succeeds(prepare(corpus), "longer than the encoder reads")
+    refuses(prepare(corpus, "--max-tokens", 61, encoder=short), "--max-tokens of at most 30")
+    succeeds(prepare(corpus, encoder=short), "longer than the encoder reads")
 
 
 def test_a_store_of_an_earlier_version_is_complete(prepare, tmp_path):

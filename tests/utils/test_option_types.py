@@ -47,21 +47,21 @@ def test_numbers_out_of_bounds_are_refused(line, capsys):
 
 
 def test_paths_are_expanded(monkeypatch, tmp_path):
-    monkeypatch.setenv("HOME", "/home/me")
+    monkeypatch.setenv("HOME", "/of/me")
     monkeypatch.setenv("EMPTY", "")
     monkeypatch.delenv("UNSET", raising=False)
     monkeypatch.chdir(tmp_path)
     for given, expected in (
-        ("~", "/home/me"), ("~/a", "/home/me/a"), ("$HOME/a", "/home/me/a"), ("${HOME}a", "/home/mea"), ("a~", "a~"),
-        ("./~", "./~"), ("a$", "a$"), ("cost$5", "cost$5"), ("a$$HOME", "a$$HOME"), ("x\0$HOME", "x\0/home/me"),
+        ("~", "/of/me"), ("~/a", "/of/me/a"), ("$HOME/a", "/of/me/a"), ("${HOME}a", "/of/mea"), ("a~", "a~"),
+        ("./~", "./~"), ("a$", "a$"), ("cost$5", "cost$5"), ("a$$HOME", "a$$HOME"), ("x\0$HOME", "x\0/of/me"),
         ("openwebtext", "openwebtext"), ("", ""),
     ):  # fmt: skip
         assert option_types.path(given) == expected
     for wrong in ("$UNSET/a", "${UNSET}", "$EMPTY/a", "${HOME", "${HOME:-x}", "~no_such_user/a"):
         with pytest.raises(argparse.ArgumentTypeError):
             option_types.path(wrong)
-    assert option_types.path_after("vae:")("vae:~/a") == "vae:/home/me/a"
+    assert option_types.path_after("vae:")("vae:~/a") == "vae:/of/me/a"
     assert option_types.path_after("vae:")("codes:fsq") == "codes:fsq"
     (tmp_path / "$HOME").mkdir()
-    assert option_types.path("$HOME") == "$HOME" and option_types.path("$HOME/a") == "/home/me/a"
+    assert option_types.path("$HOME") == "$HOME" and option_types.path("$HOME/a") == "/of/me/a"
     assert option_types.path(f"{tmp_path}/$HOME/a") == f"{tmp_path}/$HOME/a"

@@ -217,7 +217,7 @@ def _latents(codec: ImageCodec, values: np.ndarray) -> np.ndarray:
 
 def _write_unreadable(folder: Path, reports: dict[str, CorpusReport]) -> None:
     lines = [
-        to_json({"split": name, "image": image, "reason": reason}) + "\n"
+        to_json({"split": name, "image": printable(image), "reason": reason}) + "\n"
         for name, report in reports.items()
         for image, reason in report.unreadable.items()
     ]
