@@ -136,7 +136,7 @@ def test_the_rounds_bring_texts_nearer_to_the_right_ones(critical, drafts):
     def right(texts):
         return sum(sum(a == b for a, b in zip(text, ref.tolist())) for text, ref in zip(texts, references))
 
-    # Of 404 words. The model is trained here, and its gain depends on the rounding of the CPU: 8 on one, above 10 on others.
+    # Of 404 words. The model is trained here; its gain depends on the rounding of the CPU: 8 on one, over 10 on others.
     assert right(found.tokens) > right(plain.tokens) + 5
 
 
