@@ -167,7 +167,7 @@ class PendingCheckpoint:
         lists = [self.path / f".files_rank{rank}.json" for rank in range(self.group.world_size)]
         for rank, path in enumerate(lists):
             try:
-                files.update(json.loads(path.read_text()))
+                files.update(json.loads(path.read_text(encoding="utf-8")))
             except FileNotFoundError:
                 raise UserError(
                     f"{self.run_dir} on a file system that all hosts share",
