@@ -151,7 +151,7 @@ def _measure(connection: socket.socket) -> dict:
     # Duplicates (tcpi_dsack_dups) were late, not lost.
     lost = max(number(_TOTAL_RETRANS) - number(_DSACK_DUPS), 0)
     microseconds = number(_MIN_RTT) or number(_RTT)
-    return {"ms": round(microseconds / 1000, 2), "segments": number(_SEGS_OUT), "retransmitted": lost}
+    return {"ms": microseconds / 1000, "segments": number(_SEGS_OUT), "retransmitted": lost}
 
 
 def port_owner(port: int) -> dict | None:
