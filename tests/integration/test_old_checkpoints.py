@@ -1,4 +1,6 @@
-"""What commit 2b95890 wrote still opens, resumes with the losses it had, and converts (tests/fixtures/README.md)."""
+"""What commit 2b95890 wrote still opens, resumes with the losses it had, and converts
+(tests/fixtures/README.md).
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,9 @@ def old(tmp_path_factory) -> Path:
     """Folder with store/, zero2/, fsdp/ and single/."""
     folder = tmp_path_factory.mktemp("old")
     with tarfile.open(ARCHIVE) as archive:
-        checked = {"filter": "data"} if hasattr(tarfile, "data_filter") else {}  # Python 3.10.12, 3.11.4 and later
+        checked = (
+            {"filter": "data"} if hasattr(tarfile, "data_filter") else {}
+        )  # Python 3.10.12, 3.11.4 and later
         archive.extractall(folder, **checked)
     return folder / "fx"
 
@@ -67,7 +71,8 @@ def resume(old: Path, folder: Path, kind: str, world_size: int, *more: str) -> l
 def test_it_resumes_with_the_same_losses(old, tmp_path, kind):
     expected = json.loads((old / kind / "losses.json").read_text())
     found = resume(old, tmp_path, kind, WORLD[kind])
-    # Another processor may round a product differently; on the one that wrote the file they are equal.
+    # Another processor may round a product differently; on the one that wrote the file they are
+    # equal.
     assert [row[0] for row in found] == [5, 6, 7, 8, 9]
     assert [row[1] for row in found] == pytest.approx([row[1] for row in expected], rel=1e-6)
     assert [row[2] for row in found] == pytest.approx([row[2] for row in expected], rel=1e-4)
@@ -76,7 +81,13 @@ def test_it_resumes_with_the_same_losses(old, tmp_path, kind):
 def test_it_resumes_on_another_engine(old, tmp_path):
     expected = json.loads((old / "zero2" / "losses.json").read_text())
     found = resume(
-        old, tmp_path, "zero2", 1, "engine.kind=single", "engine.zero_stage=null", "training.train_batch_size=8"
+        old,
+        tmp_path,
+        "zero2",
+        1,
+        "engine.kind=single",
+        "engine.zero_stage=null",
+        "training.train_batch_size=8",
     )
     assert [row[1] for row in found] == pytest.approx([row[1] for row in expected], rel=1e-5)
 
@@ -85,17 +96,33 @@ def test_another_optimizer_refuses_its_state(old, tmp_path):
     """The config of that time has no optimizer.kind: what the files hold decides."""
     config = tmp_path / "config.yaml"
     config.write_text(yaml.safe_dump(with_new_names(read_yaml(old / "single" / "config.yaml"))))
-    words = ["--config", str(config), f"data.latent_data_root={old / 'store'}", f"logging.save_dir={tmp_path}"]
+    words = [
+        "--config",
+        str(config),
+        f"data.latent_data_root={old / 'store'}",
+        f"logging.save_dir={tmp_path}",
+    ]
     words += [f"training.resume={old / 'single' / 'step_00000004'}", "optimizer.kind=muon"]
     done = run_ranks(1, ROOT / "mmldlm" / "train.py", *words)
-    assert done.returncode == 2 and "exp_avg and exp_avg_sq of blocks" in done.stdout, done.stdout[-2000:]
+    assert done.returncode == 2 and "exp_avg and exp_avg_sq of blocks" in done.stdout, done.stdout[
+        -2000:
+    ]
     assert "set optimizer.kind=adamw" in done.stdout and "training.init_from" in done.stdout
 
 
 @pytest.mark.parametrize("kind", WORLD)
 def test_it_converts(old, tmp_path, kind):
-    words = [sys.executable, "-m", "mmldlm.cli", "convert", old / kind / "step_00000004", tmp_path / "out"]
-    done = subprocess.run(list(map(str, words)), env=environment(), cwd=ROOT, capture_output=True, text=True)
+    words = [
+        sys.executable,
+        "-m",
+        "mmldlm.cli",
+        "convert",
+        old / kind / "step_00000004",
+        tmp_path / "out",
+    ]
+    done = subprocess.run(
+        list(map(str, words)), env=environment(), cwd=ROOT, capture_output=True, text=True
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     assert json.loads((tmp_path / "out" / "config.json").read_text())["latent_dim"] == 16
     assert digest(tmp_path / "out" / "model.safetensors") == SHA256[kind]
