@@ -6,7 +6,9 @@ from pathlib import Path
 
 
 def cache_difference(run: Path, store: str, count: int = 16) -> float:
-    """Largest difference in nats a token between teacher forcing and one token after the other, over some texts."""
+    """Largest difference in nats a token between teacher forcing and one token after the other,
+    over some texts.
+    """
     import torch
 
     from mmldlm.data.store.store import Store
@@ -24,7 +26,9 @@ def cache_difference(run: Path, store: str, count: int = 16) -> float:
         latents = model.scale_latents(torch.from_numpy(sentences.latents))
     with torch.inference_mode():
         unread = torch.empty(len(tokens), tokens.shape[1] + 1)
-        expected = pretrained.task.score_texts(pretrained, tokens, real, latents, unread, (0, 1)).nats
+        expected = pretrained.task.score_texts(
+            pretrained, tokens, real, latents, unread, (0, 1)
+        ).nats
         cache, found = start_text(model, latents, len(tokens)), torch.zeros_like(expected)
         for place in range(tokens.shape[1]):
             logits = next_logits(model, cache, None if place == 0 else tokens[:, place - 1])

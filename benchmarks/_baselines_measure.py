@@ -1,4 +1,7 @@
-"""What an arm of baselines.py reached: likelihood, texts, and how a judge finds them. One process an arm."""
+"""What an arm of baselines.py reached: likelihood, texts, and how a judge finds them.
+
+One process an arm.
+"""
 
 from __future__ import annotations
 
@@ -9,15 +12,21 @@ from _baselines import Arm, Scale, best_rate, costs, length_words, train
 STEPS = {"l2t": 12, "unconditional": 64}  # of samplers that take a number of steps
 
 
-def run_arm(arm: Arm, scale: Scale, store: str, folder: Path, double_depth: bool, judge: Path | None) -> dict:
-    """Sweep the rate, train every seed, and measure; costs, CPU seconds and figures of the first seed."""
+def run_arm(
+    arm: Arm, scale: Scale, store: str, folder: Path, double_depth: bool, judge: Path | None
+) -> dict:
+    """Sweep the rate, train every seed, and measure; costs, CPU seconds and figures of the first
+    seed.
+    """
     rate = best_rate(arm, scale, store, folder, double_depth)
     runs, seconds = [], 0.0
     for seed in scale.seeds:
         name = f"{arm.name}_seed_{seed}"
         words = [*arm.words(scale, double_depth), *length_words(scale.steps, rate, seed)]
         seconds += train([*words, f"data.latent_data_root={store}"], folder, name)
-        runs.append(measure(folder / name, store, scale.samples, judge if seed == scale.seeds[0] else None))
+        runs.append(
+            measure(folder / name, store, scale.samples, judge if seed == scale.seeds[0] else None)
+        )
     return {
         **costs(arm, scale, store, double_depth),
         "rate": rate,
@@ -36,7 +45,12 @@ def measure(run: Path, store: str, samples: int | None, judge: Path | None) -> d
     import torch
 
     from mmldlm.data.store.store import Store
-    from mmldlm.evaluation.directions import Settings, likelihood_estimates, measure_l2t, measure_likelihood
+    from mmldlm.evaluation.directions import (
+        Settings,
+        likelihood_estimates,
+        measure_l2t,
+        measure_likelihood,
+    )
     from mmldlm.evaluation.metrics.strings import set_figures
     from mmldlm.evaluation.sentences import choose_sentences
     from mmldlm.evaluation.text_arms import Scorer, decode
@@ -49,7 +63,10 @@ def measure(run: Path, store: str, samples: int | None, judge: Path | None) -> d
     if pretrained.reads_latents:
         found = measure_l2t(pretrained, pretrained.model, sentences, settings, lambda line: None)
         scorer = Scorer(pretrained, sentences, True, 0)
-        estimates, written = found.estimates | scorer.estimates(scorer.overlap(found.written)), found.written
+        estimates, written = (
+            found.estimates | scorer.estimates(scorer.overlap(found.written)),
+            found.written,
+        )
     else:
         likelihood = measure_likelihood(pretrained, sentences, None, settings, lambda line: None)
         estimates, written = likelihood_estimates(likelihood), []
@@ -74,7 +91,10 @@ def real_texts(store: str, samples: int | None, judge: Path) -> dict[str, dict]:
 
     pretrained = load_pretrained(judge / "latest")
     tokens = choose_sentences(Store(store, "validation"), pretrained.model, samples, 0).tokens
-    figures = {name: estimate.as_dict() for name, estimate in set_figures(decode(pretrained, tokens)).items()}
+    figures = {
+        name: estimate.as_dict()
+        for name, estimate in set_figures(decode(pretrained, tokens)).items()
+    }
     return {**figures, "judged": judged(pretrained, tokens)}
 
 
@@ -98,17 +118,28 @@ def judged(judge, written: list[list[int]]) -> dict[str, object]:
     config, nats = judge.model.config, []
     with torch.inference_mode():
         for start in range(0, len(written), 128):
-            tokens, real = pad_texts(written[start : start + 128], config.eos_token_id, config.pad_token_id)
+            tokens, real = pad_texts(
+                written[start : start + 128], config.eos_token_id, config.pad_token_id
+            )
             unread = torch.empty(len(tokens), tokens.shape[1] + 1)
-            nats.append(judge.task.score_texts(judge, tokens, real, None, unread, (0, 1)).nats.numpy())
-    return ratio(np.concatenate(nats), np.array([len(text) + 1 for text in written]), "nats/token").as_dict()
+            nats.append(
+                judge.task.score_texts(judge, tokens, real, None, unread, (0, 1)).nats.numpy()
+            )
+    return ratio(
+        np.concatenate(nats), np.array([len(text) + 1 for text in written]), "nats/token"
+    ).as_dict()
 
 
 def _with_length(figures: dict[str, dict], sentences) -> dict[str, object]:
-    """A model that writes EOS itself scores the length with the text; diffusion pays for it apart."""
+    """A model that writes EOS itself scores the length with the text; diffusion pays for
+    it apart.
+    """
     tokens_per_text = sum(len(text) + 1 for text in sentences.tokens) / len(sentences)
     right = "right" if "nelbo_right" in figures else "null"
-    text, length = figures[f"nelbo_{right}"], figures.get(f"length_nll_{right}", {"value": 0.0, "se": 0.0})
+    text, length = (
+        figures[f"nelbo_{right}"],
+        figures.get(f"length_nll_{right}", {"value": 0.0, "se": 0.0}),
+    )
     value = text["value"] + length["value"] / tokens_per_text
     error = (text["se"] ** 2 + (length["se"] / tokens_per_text) ** 2) ** 0.5
     return {"value": value, "se": error, "unit": "nats/token"}

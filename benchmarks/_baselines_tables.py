@@ -5,16 +5,25 @@ from __future__ import annotations
 import math
 
 COLUMNS = (
-    ("text_and_length", "nats/token", 3), ("gain_null", "gain of the latent", 3), ("sentence_bleu", "BLEU", 1),
-    ("exact_match", "EM", 1), ("word_f1", "word F1", 1), ("judged", "judge's nats/token", 3),
-    ("unigram_entropy", "entropy", 2), ("distinct_2", "distinct-2", 3),
-)  # fmt: skip
+    ("text_and_length", "nats/token", 3),
+    ("gain_null", "gain of the latent", 3),
+    ("sentence_bleu", "BLEU", 1),
+    ("exact_match", "EM", 1),
+    ("word_f1", "word F1", 1),
+    ("judged", "judge's nats/token", 3),
+    ("unigram_entropy", "entropy", 2),
+    ("distinct_2", "distinct-2", 3),
+)
 COSTS = ("PPL", "parameters", "without vocabulary", "MFLOP/token", "CPU s", "rate")
 
 
 def markdown(table: dict[str, dict]) -> str:
     """One row an arm; a figure that an arm does not have is left empty."""
-    used = [column for column in COLUMNS if any(column[0] in entry["figures"] for entry in table.values())]
+    used = [
+        column
+        for column in COLUMNS
+        if any(column[0] in entry["figures"] for entry in table.values())
+    ]
     names = ["arm", *(label for _, label, _ in used), *COSTS]
     lines = ["| " + " | ".join(names) + " |", "|" + "---|" * len(names)]
     for name, entry in table.items():

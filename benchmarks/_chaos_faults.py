@@ -1,7 +1,7 @@
 """Faults that benchmarks/chaos.py injects into a training, and their expected consequences.
 
-A fault is a function that injects it, removes it again where necessary, and returns a Struck. It may wait for its first
-effect, never for the recovery.
+A fault is a function that injects it, removes it again where necessary, and returns a Struck. It
+may wait for its first effect, never for the recovery.
 """
 
 from __future__ import annotations
@@ -59,7 +59,8 @@ class Fault:
     moments: tuple[str, ...] = ANY
 
 
-# -- processes that are killed -----------------------------------------------------------------------------------------
+# -- processes that are killed
+# -----------------------------------------------------------------------------------------
 
 
 def _any_host(training: Training, rng: random.Random) -> Host:
@@ -119,11 +120,14 @@ def _kill_head(training: Training, rng: random.Random, moment: str) -> Struck:
     struck = Struck("head on n1", ENDED, (137,))
     _signal(training, training.cluster["n1"], "head", signal.SIGKILL, struck.problems)
     if not wait(lambda: training.ranks() == 0, END_LIMIT):
-        struck.problems.append(f"{training.ranks()} rank(s) still train {END_LIMIT:.0f} s after the head was killed")
+        struck.problems.append(
+            f"{training.ranks()} rank(s) still train {END_LIMIT:.0f} s after the head was killed"
+        )
     return struck
 
 
-# -- processes that are stopped and continued --------------------------------------------------------------------------
+# -- processes that are stopped and continued
+# --------------------------------------------------------------------------
 
 
 def _stop_for(part: str, shortest: float, longest: float) -> Callable:
@@ -143,7 +147,9 @@ def _stop_rank_forever(training: Training, rng: random.Random, moment: str) -> S
     """Stop a rank forever; every other rank must report it within engine.collective_timeout."""
     host = _any_host(training, rng)
     rank = f"rank {RANK_OF[host.name]} on {host.name}"
-    words = tuple(f"{rank} (pid {{}}) {how}" for how in ("has sent no heartbeat", "has made no progress"))
+    words = tuple(
+        f"{rank} (pid {{}}) {how}" for how in ("has sent no heartbeat", "has made no progress")
+    )
     struck = Struck(f"rank on {host.name} until the attempt ends", RETRIED, (), words)
     before = len(training.ends())
     pids = training.pids(host, "rank")
@@ -163,7 +169,9 @@ def _own_pid(pid: int) -> int:
 
 
 def _stop_head_for_long(training: Training, rng: random.Random, moment: str) -> Struck:
-    """Stop the head for longer than the nodes wait for a request: they stop their part, and the head restarts."""
+    """Stop the head for longer than the nodes wait for a request: they stop their part, and the
+    head restarts.
+    """
     struck = Struck(f"head on n1 for {IDLE_TIMEOUT + 15:.0f} s", RETRIED)
     _signal(training, training.cluster["n1"], "head", signal.SIGSTOP, struck.problems)
     if not wait(lambda: training.ranks() == 0, IDLE_TIMEOUT + 15):
@@ -172,7 +180,8 @@ def _stop_head_for_long(training: Training, rng: random.Random, moment: str) -> 
     return struck
 
 
-# -- the network -------------------------------------------------------------------------------------------------------
+# -- the network
+# -------------------------------------------------------------------------------------------------
 
 
 def _cut_for_a_moment(training: Training, rng: random.Random, moment: str) -> Struck:
@@ -183,19 +192,31 @@ def _cut_for_a_moment(training: Training, rng: random.Random, moment: str) -> St
 
 
 def _cut_until_lost(training: Training, rng: random.Random, moment: str) -> Struck:
-    """Cut a link; the head on n1 reports n2 in either case. Retries fail until the link is back."""
+    """Cut a link; the head on n1 reports n2 in either case.
+
+    Retries fail until the link is back.
+    """
     host, more, before = _any_host(training, rng), rng.uniform(0, 8), len(training.ends())
     with training.cluster.cable_pulled(host):
-        wait(lambda: len(training.ends()) > before or training.launch.code() is not None, END_LIMIT)
+        wait(
+            lambda: len(training.ends()) > before or training.launch.code() is not None, END_LIMIT
+        )
         wait(lambda: False, more)
-    return Struck(f"link of {host.name} until n2 is lost and {more:.1f} s more", RETRIED, (), ("n2 is lost",))
+    return Struck(
+        f"link of {host.name} until n2 is lost and {more:.1f} s more", RETRIED, (), ("n2 is lost",)
+    )
 
 
-# -- the checkpoint folder ---------------------------------------------------------------------------------------------
+# -- the checkpoint folder
+# ---------------------------------------------------------------------------------------------
 
 
-def _until_a_save_fails(training: Training, struck: Struck, hurt: contextlib.AbstractContextManager) -> Struck:
-    """Break saving until one save fails (a warning, the run continues); repaired, it must save again."""
+def _until_a_save_fails(
+    training: Training, struck: Struck, hurt: contextlib.AbstractContextManager
+) -> Struck:
+    """Break saving until one save fails (a warning, the run continues); repaired, it must save
+    again.
+    """
     failed, saved = len(training.events("save_failed")), len(training.events("save"))
     begin = training.last_step()
 
@@ -227,7 +248,10 @@ def _filled(folder: Path, room: int):
         found = os.statvfs(folder)
         spare = found.f_bavail * found.f_frsize - room
         if spare > 0:
-            with contextlib.suppress(OSError), open(ballast, "ab") as file:  # a save may take it at the same time
+            with (
+                contextlib.suppress(OSError),
+                open(ballast, "ab") as file,
+            ):  # a save may take it at the same time
                 os.posix_fallocate(file.fileno(), file.tell(), spare)
 
     try:
@@ -277,31 +301,49 @@ def _vanished_folder(training: Training, rng: random.Random, moment: str) -> Str
     return _until_a_save_fails(training, struck, _hidden(hosts, training.checkpoints))
 
 
-# -- samples, launches, signals ----------------------------------------------------------------------------------------
+# -- samples, launches, signals
+# ----------------------------------------------------------------------------------------
 
 
 def _wait_for_nan_sample(training: Training, rng: random.Random, moment: str) -> Struck:
     """Wait for the next NaN sample of the store; the undisturbed run has it too."""
     before = len(training.events("bad_sample"))
     struck = Struck("a sample of the store")
-    wait(lambda: len(training.events("bad_sample")) > before or training.launch.code() is not None, 240)
+    wait(
+        lambda: len(training.events("bad_sample")) > before or training.launch.code() is not None,
+        240,
+    )
     found = training.events("bad_sample")[before:]
     if not found:
         struck.problems.append("no bad sample was met")
         return struck
     event = found[0]
     struck.target = f"row {event['row']}, rank {event['rank']}, step {event['step']}"
-    if event["row"] not in training.nan_rows or "NaN" not in event["reason"] and "finite" not in event["reason"]:
-        struck.problems.append(f"the event names row {event['row']} of {event['file']}: {event['reason']}")
+    if (
+        event["row"] not in training.nan_rows
+        or "NaN" not in event["reason"]
+        and "finite" not in event["reason"]
+    ):
+        struck.problems.append(
+            f"the event names row {event['row']} of {event['file']}: {event['reason']}"
+        )
     return struck
 
 
 def _second_launch(training: Training, rng: random.Random, moment: str) -> Struck:
     """End another run of the same user on the same hosts; this one must not be affected."""
     name = f"beside{len(list(training.folder.parent.glob('beside*'))) + 1}"
-    folder, method = training.folder.parent / name, rng.choice(("SIGINT", "SIGTERM", "kill its rank", "kill its head"))
+    folder, method = (
+        training.folder.parent / name,
+        rng.choice(("SIGINT", "SIGTERM", "kill its rank", "kill its head")),
+    )
     struck = Struck(f"a second launch: {method}")
-    more = ("--master_port", "29700", "training.num_train_steps=100000", "logging.save_freq=100000")
+    more = (
+        "--master_port",
+        "29700",
+        "training.num_train_steps=100000",
+        "logging.save_freq=100000",
+    )
     launch = Launch(training.cluster, training.store, folder, folder.with_suffix(".log"), *more)
     try:
         _end_second(training, launch, rng, method, struck)
@@ -310,14 +352,21 @@ def _second_launch(training: Training, rng: random.Random, moment: str) -> Struc
     return struck
 
 
-def _end_second(training: Training, launch: Launch, rng: random.Random, method: str, struck: Struck) -> None:
+def _end_second(
+    training: Training, launch: Launch, rng: random.Random, method: str, struck: Struck
+) -> None:
     n1, n2, folder = training.cluster["n1"], training.cluster["n2"], launch.folder
-    if not wait(lambda: training.pids(n2, "rank", folder) or launch.code() is not None, START_LIMIT):
+    if not wait(
+        lambda: training.pids(n2, "rank", folder) or launch.code() is not None, START_LIMIT
+    ):
         struck.problems.append("the second launch did not start")
     log = folder / "runs" / "run" / "training_log.jsonl"
     is_training = rng.random() < 0.7 or method.startswith("SIG")
     if is_training:
-        wait(lambda: (log.exists() and log.stat().st_size > 0) or launch.code() is not None, START_LIMIT)
+        wait(
+            lambda: (log.exists() and log.stat().st_size > 0) or launch.code() is not None,
+            START_LIMIT,
+        )
     host, part = (n2, "rank") if method == "kill its rank" else (n1, "head")
     number = getattr(signal, method, signal.SIGKILL)
     training.signal(host, part, number, folder)
@@ -326,7 +375,10 @@ def _end_second(training: Training, launch: Launch, rng: random.Random, method: 
     if code != expected:
         ends = "; ".join(end.reason for end in launch.ends)
         struck.problems.append(f"the second launch ended with {code}, not {expected} ({ends})")
-    if not wait(lambda: not training.pids(n1, "rank", folder) + training.pids(n2, "rank", folder), END_LIMIT):
+    if not wait(
+        lambda: not training.pids(n1, "rank", folder) + training.pids(n2, "rank", folder),
+        END_LIMIT,
+    ):
         struck.problems.append("ranks of the second launch are left")
 
 
@@ -334,7 +386,13 @@ def _same_folder(training: Training, rng: random.Random, moment: str) -> Struck:
     """A second launch into this run's folder is refused."""
     struck = Struck("a second launch into the same folder")
     more = ("--master_port", "29701", "training.resume=auto", "training.num_train_steps=100000")
-    launch = Launch(training.cluster, training.store, training.folder, training.folder.with_suffix(".log"), *more)
+    launch = Launch(
+        training.cluster,
+        training.store,
+        training.folder,
+        training.folder.with_suffix(".log"),
+        *more,
+    )
     try:
         code = run_to_end(launch, START_LIMIT + END_LIMIT)
     finally:
@@ -345,14 +403,19 @@ def _same_folder(training: Training, rng: random.Random, moment: str) -> Struck:
 
 
 def _interrupt(training: Training, rng: random.Random, moment: str) -> Struck:
-    """Interrupt the launch; before training begins there is nothing to save, and the signal itself may end it."""
+    """Interrupt the launch; before training begins there is nothing to save, and the signal itself
+    may end it.
+    """
     name, before = rng.choice(("SIGTERM", "SIGINT", "SIGHUP")), len(training.starts())
     struck = Struck(f"{name} to the head on n1", ENDED, (INTERRUPTED,), graceful=True)
     _signal(training, training.cluster["n1"], "head", getattr(signal, name), struck.problems)
     if moment == STARTING:
         wait(lambda: training.launch.code() is not None, END_LIMIT)
         if len(training.starts()) == before:
-            struck.codes = (INTERRUPTED, *(128 + n for n in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)))
+            struck.codes = (
+                INTERRUPTED,
+                *(128 + n for n in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)),
+            )
     return struck
 
 
@@ -360,7 +423,9 @@ def _signal_rank(training: Training, rng: random.Random, moment: str) -> Struck:
     """Signal a rank from outside the launch: all ranks save and exit, and the launch restarts."""
     name, host = rng.choice(("SIGTERM", "SIGUSR1", "SIGINT", "SIGHUP")), _any_host(training, rng)
     words = ("it received a signal that this launch did not send",)
-    struck = Struck(f"{name} to the rank on {host.name}", RETRIED, (INTERRUPTED,), words, graceful=True)
+    struck = Struck(
+        f"{name} to the rank on {host.name}", RETRIED, (INTERRUPTED,), words, graceful=True
+    )
     _signal(training, host, "rank", getattr(signal, name), struck.problems)
     return struck
 
@@ -391,4 +456,10 @@ FAULTS = (
     Fault("rank signalled", _signal_rank, RUNNING),
 )
 # Faults of --quick, before the final interruption.
-QUICK = ("rank killed", "agent killed", "NaN sample", "checkpoint folder full", "host cut off for a moment")
+QUICK = (
+    "rank killed",
+    "agent killed",
+    "NaN sample",
+    "checkpoint folder full",
+    "host cut off for a moment",
+)

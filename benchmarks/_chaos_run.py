@@ -1,7 +1,8 @@
-"""A training of two hosts under `mmldlm launch --retries`, as its user sees it: screen, logs, checkpoints, processes.
+"""A training of two hosts under `mmldlm launch --retries`, as its user sees it: screen, logs,
+checkpoints, processes.
 
-For benchmarks/chaos.py. Start and restart the launch, follow its output and logs, find its processes on the virtual
-cluster. Nothing is evaluated here.
+For benchmarks/chaos.py. Start and restart the launch, follow its output and logs, find its
+processes on the virtual cluster. Nothing is evaluated here.
 """
 
 from __future__ import annotations
@@ -22,7 +23,9 @@ import _runs
 from tests.support.launch_faults import start as start_launch
 from tests.support.virtual_cluster import Host, VirtualCluster, end
 
-ENGINE_TIMEOUT = 20.0  # engine.collective_timeout: a rank that stands still is noticed after so many seconds
+ENGINE_TIMEOUT = (
+    20.0  # engine.collective_timeout: a rank that stands still is noticed after so many seconds
+)
 SAVE_FREQ, EVAL_FREQ = 20, 50
 RETRIES = 4
 LONGEST_RUN = 1_000_000  # steps; the last start of all names the real end
@@ -41,12 +44,19 @@ PARTS = {
     "agent": ("python", "mmldlm.launch.node_agent import main"),
     "session of the watcher": ("ssh", "mmldlm.launch.node_agent import main"),
 }
-_FIRST_WORDS = 4  # `python -u -m MODULE`, `python -u SCRIPT`, `python -c TEXT`: the rest is passed on
-_MARKED = ("rank", "head")  # show the folder of their run; the others are not struck while two launches run
+_FIRST_WORDS = (
+    4  # `python -u -m MODULE`, `python -u SCRIPT`, `python -c TEXT`: the rest is passed on
+)
+_MARKED = (
+    "rank",
+    "head",
+)  # show the folder of their run; the others are not struck while two launches run
 
 
 def words(*more: str) -> list[str]:
-    """Return the arguments of a tiny ZeRO-2 training with a constant learning rate, independent of its last step."""
+    """Return the arguments of a tiny ZeRO-2 training with a constant learning rate, independent of
+    its last step.
+    """
     return [
         "--level",
         "0",
@@ -72,11 +82,15 @@ class End:
 class Launch:
     """One `mmldlm launch` on n1, from its start to its end; a thread follows its screen."""
 
-    def __init__(self, cluster: VirtualCluster, store: Path, folder: Path, screen: Path, *more: str):
+    def __init__(
+        self, cluster: VirtualCluster, store: Path, folder: Path, screen: Path, *more: str
+    ):
         self.folder, self._screen = folder, screen
         self.lines: list[str] = []
         self.ends: list[End] = []
-        self.process = start_launch(cluster, store, folder, *words(*more), prefix=IGNORING_CHILDREN)
+        self.process = start_launch(
+            cluster, store, folder, *words(*more), prefix=IGNORING_CHILDREN
+        )
         self._follower = threading.Thread(target=self._follow, daemon=True)
         self._follower.start()
 
@@ -90,7 +104,9 @@ class Launch:
                 self.lines.append(line.rstrip("\n"))
 
     def code(self) -> int | None:
-        """Exit code once it has ended and its last line is read; None while it runs. 128 + n after signal n."""
+        """Exit code once it has ended and its last line is read; None while it runs. 128 + n after
+        signal n.
+        """
         code = self.process.poll()
         if code is None:
             return None
@@ -116,12 +132,21 @@ class Training:
         self.num_steps = LONGEST_RUN
         self.nan_rows: frozenset[int] = frozenset()  # of the store's training samples
 
-    # -- as its user --------------------------------------------------------------------------------------------------
+    # -- as its user
+    # ---------------------------------------------------------------------------------------------
 
     def start(self) -> None:
-        """Start the launch with the same command each time; only the last one sets the number of steps."""
-        more = (f"training.num_train_steps={self.num_steps}", f"logging.save_freq={SAVE_FREQ}", "training.resume=auto")
-        launch = Launch(self.cluster, self.store, self.folder, self.screen, "--retries", str(RETRIES), *more)
+        """Start the launch with the same command each time; only the last one sets the number of
+        steps.
+        """
+        more = (
+            f"training.num_train_steps={self.num_steps}",
+            f"logging.save_freq={SAVE_FREQ}",
+            "training.resume=auto",
+        )
+        launch = Launch(
+            self.cluster, self.store, self.folder, self.screen, "--retries", str(RETRIES), *more
+        )
         self.launches.append(launch)
 
     @property
@@ -137,7 +162,8 @@ class Training:
             for part in ("launcher", "launcher of a node", "wrapper of a rank", "rank"):
                 self.signal(host, part, signal.SIGKILL)
 
-    # -- what it shows ------------------------------------------------------------------------------------------------
+    # -- what it shows
+    # ---------------------------------------------------------------------------------------------
 
     def ends(self) -> list[End]:
         """Ends of all attempts so far."""
@@ -159,7 +185,11 @@ class Training:
 
     def events(self, *kinds: str) -> list[dict]:
         """Events of some kinds, oldest first."""
-        return [event for event in _runs.read_log(self.run_dir, "events.jsonl") if event["event"] in kinds]
+        return [
+            event
+            for event in _runs.read_log(self.run_dir, "events.jsonl")
+            if event["event"] in kinds
+        ]
 
     def starts(self) -> list[dict]:
         """Return one event per start or resume."""
@@ -172,13 +202,16 @@ class Training:
 
     def complete_checkpoints(self) -> list[int]:
         """Steps of the checkpoints that have a manifest."""
-        return sorted(int(path.parent.name[5:]) for path in self.checkpoints.glob("step_*/manifest.json"))
+        return sorted(
+            int(path.parent.name[5:]) for path in self.checkpoints.glob("step_*/manifest.json")
+        )
 
     def is_saving(self) -> bool:
         """Whether a checkpoint is being written."""
         return any(self.checkpoints.glob(".partial_step_*"))
 
-    # -- its processes ------------------------------------------------------------------------------------------------
+    # -- its processes
+    # ---------------------------------------------------------------------------------------------
 
     def pids(self, host: Host, part: str, folder: Path | None = None) -> list[int]:
         """Processes of a part of the launch on a host, seen from outside of it.
@@ -191,7 +224,11 @@ class Training:
         found = []
         for pid, words in host_processes(host):
             first = words if program == "ssh" else words[:_FIRST_WORDS]
-            if words[0].endswith(program) and any(word in one for one in first) and mark in " ".join(words):
+            if (
+                words[0].endswith(program)
+                and any(word in one for one in first)
+                and mark in " ".join(words)
+            ):
                 found.append(pid)
         return [pid for pid in found if _parent(pid) not in found]  # not what a process has forked
 
@@ -201,7 +238,9 @@ class Training:
         for pid in pids:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, number)
-        if part == "head" and number == signal.SIGCONT:  # nsenter stops itself when its child stops
+        if (
+            part == "head" and number == signal.SIGCONT
+        ):  # nsenter stops itself when its child stops
             self.launch.process.send_signal(number)
         return len(pids)
 
@@ -214,7 +253,10 @@ class Training:
         parts = []
         for host in self.cluster.hosts:
             parts.append(f"--- {host.name}")
-            parts += [f"{pid:8} {_stat(pid)[0]} {' '.join(words)[:160]}" for pid, words in host_processes(host)]
+            parts += [
+                f"{pid:8} {_stat(pid)[0]} {' '.join(words)[:160]}"
+                for pid, words in host_processes(host)
+            ]
         return "\n".join(parts)
 
 
@@ -254,7 +296,10 @@ def wait(condition: Callable[[], bool], seconds: float, pause: float = 0.05) -> 
 
 
 def run_to_end(launch: Launch, seconds: float) -> int | None:
-    """Exit code of a launch that is left alone; None when it did not end in time (it is killed)."""
+    """Exit code of a launch that is left alone;
+
+    None when it did not end in time (it is killed).
+    """
     if wait(lambda: launch.code() is not None, seconds):
         return launch.code()
     launch.kill()

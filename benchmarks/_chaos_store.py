@@ -1,4 +1,6 @@
-"""A store with NaN latents that no start finds: a start looks at some 50,000 rows, and the NaN lie between these."""
+"""A store with NaN latents that no start finds: a start looks at some 50,000 rows, and the NaN lie
+between these.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,8 @@ BAD_SHARE = 0.015  # of the samples: one every eight batches of eight
 
 
 def plant_nan(source: Path, folder: Path, chance: random.Random) -> tuple[Path, frozenset[int]]:
-    """Repeat a small store's training samples until a start leaves rows out, and make some of those NaN.
+    """Repeat a small store's training samples until a start leaves rows out, and make some of
+    those NaN.
 
     Returns:
         The new store, and its rows that are NaN.
@@ -41,7 +44,9 @@ def plant_nan(source: Path, folder: Path, chance: random.Random) -> tuple[Path, 
     manifest["files"].pop("manifest.json")
     write_json(store / "manifest.json", manifest)
     checked = {
-        first + n for first, block in Store(store, "train").latent_blocks(ROWS_CHECKED) for n in range(len(block))
+        first + n
+        for first, block in Store(store, "train").latent_blocks(ROWS_CHECKED)
+        for n in range(len(block))
     }
     bad = chance.sample(sorted(set(range(num_rows)) - checked), int(BAD_SHARE * num_rows))
     latents = np.load(train / "latents.npy", mmap_mode="r+")

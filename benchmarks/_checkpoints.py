@@ -5,13 +5,15 @@
     python benchmarks/_checkpoints.py synthetic DIR --params 1000000000 --ranks 8
     python benchmarks/_checkpoints.py judge-synthetic OUT
 
-`make` trains a model for two steps on each of DeepSpeed ZeRO-2, ZeRO-3 (bf16) and FSDP2 (fp32) and saves DIR/{zero2,
-zero3}/{latest, step/...} and DIR/fsdp (DCP, weights and moments), each with the live values beside it in truth.pt.
-`judge` compares a converted folder with such a file, or with the truth.npz of tests/support/make_zero.py, by torch
-and the safetensors library alone; it prints {"tensors", "unequal", "names"}.
+`make` trains a model for two steps on each of DeepSpeed ZeRO-2, ZeRO-3 (bf16) and FSDP2 (fp32) and
+saves DIR/{zero2, zero3}/{latest, step/...} and DIR/fsdp (DCP, weights and moments), each with the
+live values beside it in truth.pt. `judge` compares a converted folder with such a file, or with
+the truth.npz of tests/support/make_zero.py, by torch and the safetensors library alone; it prints
+{"tensors", "unequal", "names"}.
 
-`synthetic` writes, with mmldlm's own writer, the files of a ZeRO-2 checkpoint (masters, step counts and bf16 weights,
-no moments) too large to be trained here: element i of the flat weights is i % 251, which bf16 holds exactly.
+`synthetic` writes, with mmldlm's own writer, the files of a ZeRO-2 checkpoint (masters, step
+counts and bf16 weights, no moments) too large to be trained here: element i of the flat weights is
+i % 251, which bf16 holds exactly.
 """
 
 from __future__ import annotations
@@ -26,14 +28,19 @@ VOCAB = 20011
 
 
 def build(hidden: int, blocks: int):
-    """A tied pair, a frozen block, odd sizes, and buffers; about 8 * hidden^2 a block + VOCAB * hidden parameters."""
+    """A tied pair, a frozen block, odd sizes, and buffers; about 8 * hidden^2 a block + VOCAB *
+    hidden parameters.
+    """
     import torch
     from torch import nn
 
     class Block(nn.Module):
         def __init__(self):
             super().__init__()
-            self.up, self.down = nn.Linear(hidden, 4 * hidden + 3), nn.Linear(4 * hidden + 3, hidden)
+            self.up, self.down = (
+                nn.Linear(hidden, 4 * hidden + 3),
+                nn.Linear(4 * hidden + 3, hidden),
+            )
             self.register_buffer("count", torch.tensor([2**40 + 1, -3]))
 
         def forward(self, h):
@@ -71,8 +78,15 @@ def batches(rank: int):
     import torch
 
     for step in range(2):
-        tokens = torch.randint(0, VOCAB, (1, 8), generator=torch.Generator().manual_seed(10 * step + rank))
-        yield tokens, lambda logits, tokens=tokens: torch.nn.functional.cross_entropy(logits[0], tokens[0].roll(1))
+        tokens = torch.randint(
+            0, VOCAB, (1, 8), generator=torch.Generator().manual_seed(10 * step + rank)
+        )
+        yield (
+            tokens,
+            lambda logits, tokens=tokens: torch.nn.functional.cross_entropy(
+                logits[0], tokens[0].roll(1)
+            ),
+        )
 
 
 def make_zero(stage: int, out: Path, hidden: int, blocks: int) -> None:
@@ -132,7 +146,10 @@ def make_fsdp(out: Path, hidden: int, blocks: int) -> None:
         optimizer.zero_grad(set_to_none=True)
     # As a training saves it: dcp_to_torch has no filter, and turns the optimizer over too.
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    moments = {key: {name: optimizer.state[p][key] for name, p in trained.items()} for key in ("exp_avg", "exp_avg_sq")}
+    moments = {
+        key: {name: optimizer.state[p][key] for name, p in trained.items()}
+        for key in ("exp_avg", "exp_avg_sq")
+    }
     dcp.save({"model": model.state_dict(), "optim": moments}, checkpoint_id=out)
     truth = {}
     for name, value in model.state_dict().items():
@@ -169,7 +186,9 @@ def synthetic(args: argparse.Namespace) -> None:
 
     def values(start: int, count: int, dtype: str):
         for low in range(start, start + count, 1 << 20):
-            block = (np.arange(low, min(low + (1 << 20), start + count)) % PATTERN).astype(np.float32)
+            block = (np.arange(low, min(low + (1 << 20), start + count)) % PATTERN).astype(
+                np.float32
+            )
             yield block if dtype == "float32" else (block.view(np.uint32) >> 16).astype(np.uint16)
 
     width = 4096
@@ -182,8 +201,17 @@ def synthetic(args: argparse.Namespace) -> None:
     for name, shape in shapes.items():
         module[name] = TensorSpec("bfloat16", shape, values(offset, shape[0] * width, "bfloat16"))
         offset += shape[0] * width
-    facts = {"global_steps": 1, "dp_world_size": world, "ds_version": "0.19.8", "buffer_names": [], "shared_params": {}}
-    write_torch(args.folder / "mp_rank_00_model_states.pt", {**facts, "module": module, "param_shapes": [shapes]})
+    facts = {
+        "global_steps": 1,
+        "dp_world_size": world,
+        "ds_version": "0.19.8",
+        "buffer_names": [],
+        "shared_params": {},
+    }
+    write_torch(
+        args.folder / "mp_rank_00_model_states.pt",
+        {**facts, "module": module, "param_shapes": [shapes]},
+    )
     for rank in range(world):
         count = max(0, min(share, total - rank * share))
         inner = {
@@ -230,8 +258,14 @@ def judge(args: argparse.Namespace) -> None:
     truth = load_truth(args.truth)
     # Of tied weights one name is stored; which one does not matter, but the values must be there.
     if args.rounded:
-        found = {name: tensor.to(truth[name].dtype).to(tensor.dtype) for name, tensor in found.items()}
-    wrong = [name for name, tensor in found.items() if name not in truth or not is_equal(tensor, truth[name])]
+        found = {
+            name: tensor.to(truth[name].dtype).to(tensor.dtype) for name, tensor in found.items()
+        }
+    wrong = [
+        name
+        for name, tensor in found.items()
+        if name not in truth or not is_equal(tensor, truth[name])
+    ]
     for name, tensor in truth.items():
         if name not in found and not any(is_equal(other, tensor) for other in found.values()):
             wrong.append(name)
@@ -247,13 +281,17 @@ def load_truth(path: Path) -> dict:
     raw = np.load(path)
     index = json.loads(path.with_suffix(".json").read_text())
     return {
-        name: torch.from_numpy(raw[name].copy()).view(getattr(torch, entry["dtype"])).reshape(entry["shape"])
+        name: torch.from_numpy(raw[name].copy())
+        .view(getattr(torch, entry["dtype"]))
+        .reshape(entry["shape"])
         for name, entry in index.items()
     }
 
 
 def is_equal(found, expected) -> bool:
-    """The same bytes; a 16-bit weight (frozen, or the rounded master of a tied name) in its fp32 form."""
+    """The same bytes; a 16-bit weight (frozen, or the rounded master of a tied name) in its fp32
+    form.
+    """
     import torch
 
     if found.shape != expected.shape:
@@ -264,7 +302,9 @@ def is_equal(found, expected) -> bool:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     verbs = parser.add_subparsers(required=True)
     maker = verbs.add_parser("make")
     maker.add_argument("folder", type=Path)
@@ -274,7 +314,9 @@ def main() -> None:
     compared = verbs.add_parser("judge")
     compared.add_argument("folder", type=Path)
     compared.add_argument("truth", type=Path)
-    compared.add_argument("--rounded", action="store_true", help="the truth holds 16-bit weights of fp32 masters")
+    compared.add_argument(
+        "--rounded", action="store_true", help="the truth holds 16-bit weights of fp32 masters"
+    )
     compared.set_defaults(run=judge)
     built = verbs.add_parser("synthetic")
     built.add_argument("folder", type=Path)

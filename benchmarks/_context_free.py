@@ -1,21 +1,27 @@
-"""Have the bounds of the diffusion processes the weights they must have? A denoiser whose bound is known says so."""
+"""Have the bounds of the diffusion processes the weights they must have? A denoiser whose bound is
+known says so.
+"""
 
 from __future__ import annotations
 
 import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # benchmarks run from a checkout, installed or not
+sys.path.insert(
+    0, str(Path(__file__).resolve().parent.parent)
+)  # benchmarks run from a checkout, installed or not
 
 VOCAB, MASK, EOS, NUM_CLUSTERS = 24, 3, 2, 4
 POINTS = 5_000  # of the integral over time: errors fall below 1e-3 at every setting
 
 
 def largest_error() -> float:
-    """Largest |NELBO - cross-entropy| in nats a token, over masked, hybrid and hierarchical diffusion.
+    """Largest |NELBO - cross-entropy| in nats a token, over masked, hybrid and hierarchical
+    diffusion.
 
-    A denoiser that predicts the same law everywhere costs its cross-entropy, whatever the process. The NELBO is summed
-    over all noised states and integrated over time with the weights and divergences that the tasks train with.
+    A denoiser that predicts the same law everywhere costs its cross-entropy, whatever the process.
+    The NELBO is summed over all noised states and integrated over time with the weights and
+    divergences that the tasks train with.
     """
     import torch
 
@@ -26,7 +32,9 @@ def largest_error() -> float:
     log_p[MASK] = float("-inf")
     log_p = log_p.log_softmax(0)
     targets = [EOS, *range(MASK + 1, VOCAB)]
-    clusters = torch.tensor([-1] * (MASK + 1) + [k % NUM_CLUSTERS for k in range(VOCAB - MASK - 1)])
+    clusters = torch.tensor(
+        [-1] * (MASK + 1) + [k % NUM_CLUSTERS for k in range(VOCAB - MASK - 1)]
+    )
     errors = {"masked": abs(_masked_bound(log_p, targets) - _cross_entropy(log_p, targets))}
     for share in (0.0, 0.1, 0.5):
         process = GiddProcess(VOCAB, MASK, share)
@@ -35,7 +43,9 @@ def largest_error() -> float:
         process = HierarchicalProcess(clusters, MASK, gamma)
         errors[f"HDLM, gamma {gamma:g}"] = _error(process, _hierarchical_states, log_p, targets)
     for name, error in errors.items():
-        print(f"context-free denoiser under {name}: |NELBO - cross-entropy| = {error:.1e} nats/token")
+        print(
+            f"context-free denoiser under {name}: |NELBO - cross-entropy| = {error:.1e} nats/token"
+        )
     return max(errors.values())
 
 
@@ -44,13 +54,21 @@ def _cross_entropy(log_p, targets: list[int]) -> float:
 
 
 def _masked_bound(log_p, targets: list[int]) -> float:
-    """E over mask counts k of L / k times the loss of the k masked tokens, over all texts of two tokens."""
+    """E over mask counts k of L / k times the loss of the k masked tokens, over all texts of two
+    tokens.
+    """
     import torch
 
     from mmldlm.diffusion import MaskedDiffusion
 
-    texts = torch.cartesian_prod(torch.tensor(targets), torch.tensor(targets)).repeat_interleave(256, 0)
-    uniform = torch.quasirandom.SobolEngine(3).draw(256, dtype=torch.float64).repeat(len(texts) // 256, 1)
+    texts = torch.cartesian_prod(torch.tensor(targets), torch.tensor(targets)).repeat_interleave(
+        256, 0
+    )
+    uniform = (
+        torch.quasirandom.SobolEngine(3)
+        .draw(256, dtype=torch.float64)
+        .repeat(len(texts) // 256, 1)
+    )
     diffusion = MaskedDiffusion(MASK)
     real = torch.ones_like(texts, dtype=torch.bool)
     _, masked, fraction = diffusion.corrupt_count(texts, uniform[:, 2], uniform[:, :2], real, MASK)
@@ -67,7 +85,9 @@ def _error(process, states, log_p, targets: list[int]) -> float:
     for target in targets:
         x = torch.full((POINTS,), target)
         for z, probability in states(process, x, t):
-            d, _ = process.divergence(x, z, t).score(log_p.expand(POINTS, -1), slice(0, POINTS), False)
+            d, _ = process.divergence(x, z, t).score(
+                log_p.expand(POINTS, -1), slice(0, POINTS), False
+            )
             total += float((probability * process.elbo_weights(x, z, t) * d * density).mean())
     return abs(total / len(targets) - _cross_entropy(log_p, targets))
 
@@ -84,7 +104,9 @@ def _gidd_states(process, x, t):
 
 
 def _hierarchical_states(process, x, t):
-    """The token's cluster and [MASK], with their probabilities; at the token itself the weight is 0."""
+    """The token's cluster and [MASK], with their probabilities; at the token itself the weight is
+    0.
+    """
     import torch
 
     levels = process.levels(t)

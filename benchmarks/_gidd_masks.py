@@ -6,7 +6,9 @@ from pathlib import Path
 
 
 def bound_difference(run: Path, store: str, count: int = 64, draws: int = 4) -> float:
-    """Difference in nats a token between GIDD's bound (at uniform_share 0) and MDLM's, whose weight is 1 / t."""
+    """Difference in nats a token between GIDD's bound (at uniform_share 0) and MDLM's, whose
+    weight is 1 / t.
+    """
     import torch
 
     from mmldlm.data.store.store import Store
@@ -33,9 +35,17 @@ def bound_difference(run: Path, store: str, count: int = 64, draws: int = 4) -> 
             positions = (noised == config.mask_token_id).flatten().nonzero()[:, 0]
             owner, targets = positions // tokens.shape[1], tokens.flatten()[positions]
             out = model(
-                noised, None, t.float(), None, real, text_positions=positions, text_targets=targets,
+                noised,
+                None,
+                t.float(),
+                None,
+                real,
+                text_positions=positions,
+                text_targets=targets,
                 text_weights=torch.ones(len(targets)),
-            )  # fmt: skip
-            theirs = sum_by_row(out["text_nll"].double() * (density / t)[owner], owner, len(tokens))
+            )
+            theirs = sum_by_row(
+                out["text_nll"].double() * (density / t)[owner], owner, len(tokens)
+            )
             difference += float((ours - theirs).sum())
     return abs(difference) / draws / float(real.sum())

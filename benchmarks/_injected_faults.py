@@ -1,4 +1,6 @@
-"""The faults of benchmarks/fault_injection.py, injected into the training loop on the ranks of one launch."""
+"""The faults of benchmarks/fault_injection.py, injected into the training loop on the ranks of one
+launch.
+"""
 
 from __future__ import annotations
 
@@ -23,11 +25,20 @@ ENGINES = {
     "fsdp": ["engine.kind=fsdp"],
     **{f"zero{stage}": [f"engine.zero_stage={stage}"] for stage in range(4)},
 }
-# Expected outcomes of a fault: the step skipped; the sample excluded; a rollback; nothing; one checkpoint lost; the end
-# of the job.
-SKIPPED, LEFT_OUT, ROLLED_BACK, UNHARMED, ENDED = "skipped", "left out", "rolled back", "unharmed", "ended"
+# Expected outcomes of a fault: the step skipped; the sample excluded; a rollback; nothing; one
+# checkpoint lost; the end of the job.
+SKIPPED, LEFT_OUT, ROLLED_BACK, UNHARMED, ENDED = (
+    "skipped",
+    "left out",
+    "rolled back",
+    "unharmed",
+    "ended",
+)
 NOT_SAVED = "not saved"
-STOPPED, RESUMED = "stopped", "resumed"  # with exit code 4 on every rank; from the checkpoint before a wrong one
+STOPPED, RESUMED = (
+    "stopped",
+    "resumed",
+)  # with exit code 4 on every rank; from the checkpoint before a wrong one
 
 
 def rank() -> int:
@@ -36,7 +47,9 @@ def rank() -> int:
 
 @contextlib.contextmanager
 def in_batch(change: Callable[[dict], None], on_all: bool = False, always: bool = False):
-    """Change the tensors of the fault step's (or of every step's) first micro-batch, on rank 1 or on all ranks."""
+    """Change the tensors of the fault step's (or of every step's) first micro-batch, on rank 1 or
+    on all ranks.
+    """
     from mmldlm.data.batching import loader
 
     make = loader.MicroBatches.__getitem__
@@ -54,7 +67,9 @@ def in_batch(change: Callable[[dict], None], on_all: bool = False, always: bool 
 
 @contextlib.contextmanager
 def in_row(change: Callable | None):
-    """Corrupt one sample of the fault step as it is read (or, for the reference, only leave it out)."""
+    """Corrupt one sample of the fault step as it is read (or, for the reference, only leave it
+    out).
+    """
     from mmldlm.tasks.translation import noiser
 
     make = noiser.Noiser.collate
@@ -124,7 +139,9 @@ def _one_inf(grad):
 
 @contextlib.contextmanager
 def in_state(key: str):
-    """NaN in one element of a weight or of Adam's second moment, on rank 1, right after the step before the fault's."""
+    """NaN in one element of a weight or of Adam's second moment, on rank 1, right after the step
+    before the fault's.
+    """
     from mmldlm.stability.guard import Guard
     from mmldlm.training import setup
 
@@ -149,13 +166,18 @@ def in_state(key: str):
                 shard.slice_of(shard.owner if key == "weight" else state[key])[3] = math.nan
         return decide(self, *args)
 
-    with mock.patch.object(setup, "build_engine", remember), mock.patch.object(Guard, "decide", decide_after_fault):
+    with (
+        mock.patch.object(setup, "build_engine", remember),
+        mock.patch.object(Guard, "decide", decide_after_fault),
+    ):
         yield
 
 
 @contextlib.contextmanager
 def on_rank_1(act: Callable[[], None], undo: Callable[[], None] | None = None):
-    """Rank 1 does something else than its data loading at the fault step, and undoes it two steps later."""
+    """Rank 1 does something else than its data loading at the fault step, and undoes it two steps
+    later.
+    """
     from mmldlm.data.batching import loader
 
     make = loader.MicroBatches.__getitem__
@@ -172,7 +194,8 @@ def on_rank_1(act: Callable[[], None], undo: Callable[[], None] | None = None):
         yield
 
 
-# -- faults of saving -------------------------------------------------------------------------------------------------
+# -- faults of saving
+# -------------------------------------------------------------------------------------------------
 
 
 def own_folder() -> Path:
@@ -182,7 +205,9 @@ def own_folder() -> Path:
 
 @contextlib.contextmanager
 def read_only_folder():
-    """The checkpoints' folder is read-only for rank 1, from before a save until after it; rank 0 comes late."""
+    """The checkpoints' folder is read-only for rank 1, from before a save until after it; rank 0
+    comes late.
+    """
     from mmldlm.training.checkpointer import Checkpointer
 
     collect = Checkpointer._snapshot_writers
@@ -205,7 +230,9 @@ def read_only_folder():
 
 @contextlib.contextmanager
 def full_disk():
-    """Rank 1's part of a checkpoint is on a disk of one page, from before it is written until it is given up."""
+    """Rank 1's part of a checkpoint is on a disk of one page, from before it is written until it
+    is given up.
+    """
     from mmldlm.checkpoints.commit import PendingCheckpoint
     from mmldlm.training.checkpointer import Checkpointer
 
@@ -260,7 +287,9 @@ def every_batch():
 
 
 def newest_state_changed():
-    """Once the run is finished, its newest training state is changed and the run is resumed (`train_once`)."""
+    """Once the run is finished, its newest training state is changed and the run is resumed
+    (`train_once`).
+    """
     return contextlib.nullcontext()
 
 
@@ -310,7 +339,10 @@ WEIGHTS = ("text_weights", "latent_weights", "length_weights")
 # name -> (what it must lead to, how it is planted)
 FAULTS: dict[str, tuple[str, Callable]] = {
     "NaN loss on one rank": (SKIPPED, lambda: in_batch(scale(("length_weights",), math.nan))),
-    "Inf loss on all ranks": (SKIPPED, lambda: in_batch(scale(("length_weights",), math.inf), on_all=True)),
+    "Inf loss on all ranks": (
+        SKIPPED,
+        lambda: in_batch(scale(("length_weights",), math.inf), on_all=True),
+    ),
     "Inf in one gradient element on one rank": (SKIPPED, in_gradient),
     "loss spike x 1000": (SKIPPED, lambda: in_batch(scale(WEIGHTS, 1000.0))),
     "NaN in one latent of one sample": (LEFT_OUT, lambda: in_row(set_latent)),
@@ -341,7 +373,9 @@ def slug(text: str) -> str:
     return "".join(letter if letter.isalnum() else "_" for letter in text)
 
 
-def train_once(store: str, folder: str, name: str, accum: int, words: list[str], plant: Callable) -> None:
+def train_once(
+    store: str, folder: str, name: str, accum: int, words: list[str], plant: Callable
+) -> None:
     """One run of the product's loop on this rank, with a fault planted."""
     link = Path(folder) / f"store_of_{name}"  # a fault may remove it
     if rank() == 0:
@@ -349,16 +383,36 @@ def train_once(store: str, folder: str, name: str, accum: int, words: list[str],
         link.symlink_to(store)
     while not link.exists():
         time.sleep(0.01)
-    os.environ |= {"FAULT_ACCUM": str(accum), "FAULT_RUN": f"{folder}/{name}", "FAULT_STORE": str(link)}
+    os.environ |= {
+        "FAULT_ACCUM": str(accum),
+        "FAULT_RUN": f"{folder}/{name}",
+        "FAULT_STORE": str(link),
+    }
     common = [
-        f"data.latent_data_root={link}", f"logging.save_dir={folder}", f"logging.run_name={name}",
-        "logging.plot=false", "model.hidden_size=16", "model.n_heads=2", "model.cond_dim=16",
-        "data.max_validation_samples=4", "data.max_train_samples=480", "training.train_batch_size=4",
-        f"training.grad_accum_steps={accum}", f"training.num_train_steps={STEPS}", f"logging.save_freq={SAVE_EVERY}",
-        "logging.eval_freq=1000", "logging.log_freq=1000", "checkpoints.async_save=false", "optimizer.warmup_steps=0",
-        "stability.audit_freq=1", "stability.rollback_lr_factor=1.0", "stability.spike_action=skip",
-        "stability.spike_window=6", "stability.spike_sigma=50", "engine.collective_timeout=15",
-    ]  # fmt: skip
+        f"data.latent_data_root={link}",
+        f"logging.save_dir={folder}",
+        f"logging.run_name={name}",
+        "logging.plot=false",
+        "model.hidden_size=16",
+        "model.n_heads=2",
+        "model.cond_dim=16",
+        "data.max_validation_samples=4",
+        "data.max_train_samples=480",
+        "training.train_batch_size=4",
+        f"training.grad_accum_steps={accum}",
+        f"training.num_train_steps={STEPS}",
+        f"logging.save_freq={SAVE_EVERY}",
+        "logging.eval_freq=1000",
+        "logging.log_freq=1000",
+        "checkpoints.async_save=false",
+        "optimizer.warmup_steps=0",
+        "stability.audit_freq=1",
+        "stability.rollback_lr_factor=1.0",
+        "stability.spike_action=skip",
+        "stability.spike_window=6",
+        "stability.spike_sigma=50",
+        "engine.collective_timeout=15",
+    ]
     from mmldlm.errors import StabilityStop
 
     with plant():
@@ -380,17 +434,28 @@ def train_words(words: list[str]) -> None:
 
 
 def main() -> None:
-    """STORE FOLDER ENGINE ACCUM FAULT ...: the faults, and before them their references; one that ends a rank alone."""
+    """STORE FOLDER ENGINE ACCUM FAULT ...: the faults, and before them their references; one that
+    ends a rank alone.
+    """
     store, folder, engine, accum, *faults = sys.argv[1:]
     words, accum = ENGINES[engine], int(accum)
     if FAULTS[faults[0]][0] == ENDED:
-        train_once(store, folder, slug(f"{engine} {accum} {faults[0]}"), accum, words, FAULTS[faults[0]][1])
+        train_once(
+            store,
+            folder,
+            slug(f"{engine} {accum} {faults[0]}"),
+            accum,
+            words,
+            FAULTS[faults[0]][1],
+        )
         return
     for kind, plant in REFERENCES.items():
         if kind != UNHARMED:
             train_once(store, folder, slug(f"{engine} {accum} ref {kind}"), accum, words, plant)
     for fault in faults:
-        train_once(store, folder, slug(f"{engine} {accum} {fault}"), accum, words, FAULTS[fault][1])
+        train_once(
+            store, folder, slug(f"{engine} {accum} {fault}"), accum, words, FAULTS[fault][1]
+        )
     from mmldlm.distributed.exit import leave_process_group
 
     leave_process_group()

@@ -18,7 +18,8 @@ class Reached:
     """What a way reached on N sentences.
 
     Attributes:
-        values: figure -> [N], in points or as a cosine; `sentence_bleu_unknown` without the near-duplicates.
+        values: figure -> [N], in points or as a cosine; `sentence_bleu_unknown` without the
+            near-duplicates.
         passes: [N], passes one after the other; of a search the largest of all.
         cost: `SamplingCost.per_text`.
     """
@@ -34,8 +35,12 @@ class Reached:
         return {name: mean(values) for name, values in self.values.items() if len(values) > 1}
 
 
-def measure_ways(ways: Sequence[Way], runs: dict[str, Path], store: str, samples: int) -> dict[str, Reached]:
-    """Write the same unseen sentences in every way, and the floors; the encoder embeds all texts to compare them."""
+def measure_ways(
+    ways: Sequence[Way], runs: dict[str, Path], store: str, samples: int
+) -> dict[str, Reached]:
+    """Write the same unseen sentences in every way, and the floors; the encoder embeds all texts
+    to compare them.
+    """
     import torch
 
     from mmldlm.data.store.store import Store
@@ -56,7 +61,9 @@ def measure_ways(ways: Sequence[Way], runs: dict[str, Path], store: str, samples
 
     def reach(tokens: list[list[int]], passes: Any, cost: dict[str, Any]) -> Reached:
         values = _values(some, sentences, tokens, referee)
-        return Reached(values | {"sentence_bleu_unknown": values["sentence_bleu"][unknown]}, passes, cost)
+        return Reached(
+            values | {"sentence_bleu_unknown": values["sentence_bleu"][unknown]}, passes, cost
+        )
 
     for way in ways:
         tokens, passes, cost = _write(way, models[way.model], latents)
@@ -76,12 +83,16 @@ def _write(way: Way, pretrained, latents) -> tuple[list[list[int]], Any, dict[st
     from mmldlm.sampling.search.options import SearchOptions
 
     task = pretrained.task
-    penalty = {"presence_penalty": _penalty()} if "presence_penalty" in task.sampling_options else {}
+    penalty = (
+        {"presence_penalty": _penalty()} if "presence_penalty" in task.sampling_options else {}
+    )
     if way.sampler is None:
         search = SearchOptions(**way.options)
         texts = search.run(pretrained, latents, search.open_judge(pretrained), seed=0, **penalty)
         return texts.tokens, np.full(len(latents), texts.cost.depth), texts.cost.per_text()
-    samples = task.write_texts(pretrained, latents, sampler=way.sampler, seed=0, **penalty, **way.options)
+    samples = task.write_texts(
+        pretrained, latents, sampler=way.sampler, seed=0, **penalty, **way.options
+    )
     cost = SamplingCost(len(latents), depth=int(samples.passes.max()))
     cost.add_texts(task, pretrained.model.config, samples)
     return samples.tokens, samples.passes.numpy(), cost.per_text()
@@ -112,19 +123,26 @@ def _values(pretrained, sentences, tokens: list[list[int]], referee) -> dict[str
 def line(name: str, reached: Reached) -> str:
     """A row of the table, in Markdown."""
     estimates = reached.estimates()
-    cells = [f"{estimates[key].value:.1f} ± {estimates[key].se:.1f}" if key in estimates else "" for key in FIGURES]
+    cells = [
+        f"{estimates[key].value:.1f} ± {estimates[key].se:.1f}" if key in estimates else ""
+        for key in FIGURES
+    ]
     cells.append(f"{estimates['cosine'].value:.3f} ± {estimates['cosine'].se:.3f}")
     if reached.cost:
         gflops, calls = reached.cost["gflops"], reached.cost["judge_calls"]
-        cells += [f"{float(reached.passes.mean()):.1f}", f"{gflops:.2f}", f"{calls:.1f}" if calls else "none"]
+        cells += [
+            f"{float(reached.passes.mean()):.1f}",
+            f"{gflops:.2f}",
+            f"{calls:.1f}" if calls else "none",
+        ]
     else:
         cells += ["", "", ""]
     return "| " + " | ".join([name, *cells]) + " |"
 
 
 HEAD = (
-    "| way to a text | BLEU | BLEU, unknown | word F1 | EM | length right | cosine | passes | GFLOP a text "
-    "| encoder calls |\n|---|---|---|---|---|---|---|---|---|---|"
+    "| way to a text | BLEU | BLEU, unknown | word F1 | EM | length right | cosine | passes |"
+    " GFLOP a text | encoder calls |\n|---|---|---|---|---|---|---|---|---|---|"
 )
 
 
@@ -132,7 +150,9 @@ def table(found: dict[str, Reached]) -> str:
     """All ways, in Markdown, below the number of sentences."""
     some = next(iter(found.values())).values
     count, unknown = len(some["sentence_bleu"]), len(some["sentence_bleu_unknown"])
-    title = f"{count:,} sentences, {count - unknown} of them near-duplicates of a training sentence:\n"
+    title = (
+        f"{count:,} sentences, {count - unknown} of them near-duplicates of a training sentence:\n"
+    )
     return "\n".join([title, HEAD, *(line(name, one) for name, one in found.items())])
 
 
@@ -151,9 +171,16 @@ def plot(found: dict[str, Reached], path: Path) -> None:
         gflops, estimate = reached.cost["gflops"], reached.estimates()["sentence_bleu"]
         color = "tab:orange" if name.startswith("AR") else "tab:blue"
         filled = color if reached.cost["judge_calls"] else "none"
-        axes.errorbar(gflops, estimate.value, estimate.se, fmt="o", color=color, markerfacecolor=filled)
-        if not any(abs(math.log10(gflops / x)) < 0.45 and abs(estimate.value - y) < 0.3 for x, y, _ in drawn):
-            drawn.append((gflops, estimate.value, name))  # of names that would cover each other, the first
+        axes.errorbar(
+            gflops, estimate.value, estimate.se, fmt="o", color=color, markerfacecolor=filled
+        )
+        if not any(
+            abs(math.log10(gflops / x)) < 0.45 and abs(estimate.value - y) < 0.3
+            for x, y, _ in drawn
+        ):
+            drawn.append(
+                (gflops, estimate.value, name)
+            )  # of names that would cover each other, the first
     for gflops, value, name in drawn:
         axes.annotate(name, (gflops, value), fontsize=7, xytext=(4, 4), textcoords="offset points")
     axes.set(xscale="log", xlabel="GFLOP a text (model and encoder)", ylabel="sentence BLEU")

@@ -9,31 +9,65 @@ from _baselines import Arm
 
 _TEXT_LOSS = ("loss.text_weighting=uniform", "loss.length_loss_weight=0.5")
 _BOTH = (
-    *_TEXT_LOSS, "loss.latent_loss_weight=6", "model.scale_noisy_latents=true", "latent_diffusion.timestep_shift=4",
-    "training.loss_type=mixed", "training.loss_type_weights={l2t: 0.6, t2l: 0.4}",
-)  # fmt: skip
+    *_TEXT_LOSS,
+    "loss.latent_loss_weight=6",
+    "model.scale_noisy_latents=true",
+    "latent_diffusion.timestep_shift=4",
+    "training.loss_type=mixed",
+    "training.loss_type_weights={l2t: 0.6, t2l: 0.4}",
+)
 TRAINED = (
     Arm("ar_prefix", "ar", True, ("model.conditioning=prefix",)),
-    Arm("mmdit", "translation", True, (*_TEXT_LOSS, "training.loss_type=l2t", "model.cond_dim=WIDTH")),
+    Arm(
+        "mmdit",
+        "translation",
+        True,
+        (*_TEXT_LOSS, "training.loss_type=l2t", "model.cond_dim=WIDTH"),
+    ),
     Arm("mmdit_both", "translation", True, (*_BOTH, "model.cond_dim=WIDTH")),
 )
 """Their losses are those of the quickstart (docs/speedrun.md)."""
-DEEP, DEEPER = "ar_equal_parameters", 3.5  # its blocks for one of the MMDiT, which has two streams: 1.6 % more weights
+DEEP, DEEPER = (
+    "ar_equal_parameters",
+    3.5,
+)  # its blocks for one of the MMDiT, which has two streams: 1.6 % more weights
 MORE_TRAINED = (
     Arm("ar_cross", "ar", True, ("model.conditioning=cross_attention",)),
     Arm(DEEP, "ar", True, ("model.conditioning=prefix",)),
-    Arm("dit_adaln", "mdlm", True, (*_TEXT_LOSS, "model.conditioning=adaln", "model.reads_time=true",
-        "model.cond_dim=WIDTH")),
-    Arm("mmdit_one_pass", "translation", True, (*TRAINED[1].own, "text_diffusion.fully_masked_only=true")),
-)  # fmt: skip
-"""Arms of --all-arms: other ways of a latent into a model, more parameters, and one that learns a single pass."""
+    Arm(
+        "dit_adaln",
+        "mdlm",
+        True,
+        (*_TEXT_LOSS, "model.conditioning=adaln", "model.reads_time=true", "model.cond_dim=WIDTH"),
+    ),
+    Arm(
+        "mmdit_one_pass",
+        "translation",
+        True,
+        (*TRAINED[1].own, "text_diffusion.fully_masked_only=true"),
+    ),
+)
+"""Arms of --all-arms: other ways of a latent into a model, more parameters, and one that learns a
+single pass.
+"""
 
 
 OPTIMIZERS = (("adamw", 2e-3), *(("muon", rate) for rate in (5e-4, 1.5e-3, 6e-3, 1.2e-2)))
-"""Kinds and AdamW's rates (Muon has one for what are no matrices) among which every arm has its best."""
-START = ("model.token_embedding_init=encoder", "model.token_embedding_scale=20", "model.tie_embeddings=true")
-"""Arguments of all arms. Tables of their own, or untied, cost AR 0.25 and 0.16 nats a token and the MMDiT more."""
-SWEEP_SHARE = 4  # the sweep takes a fourth of the steps: at a tenth it prefers rates that are too low
+"""Kinds and AdamW's rates (Muon has one for what are no matrices) among which every arm has its
+best.
+"""
+START = (
+    "model.token_embedding_init=encoder",
+    "model.token_embedding_scale=20",
+    "model.tie_embeddings=true",
+)
+"""Arguments of all arms.
+
+Tables of their own, or untied, cost AR 0.25 and 0.16 nats a token and the MMDiT more.
+"""
+SWEEP_SHARE = (
+    4  # the sweep takes a fourth of the steps: at a tenth it prefers rates that are too low
+)
 
 
 @dataclass(frozen=True)
@@ -78,7 +112,9 @@ class Way:
 
 ONE_BY_ONE = "mmdit one token a pass"
 PASSES, SPACED, DISTINCT = (1, 2, 3, 4, 5, 6, 8), (3, 4), (2, 3)
-"""Passes of confidence, of those that fill no neighbors at once, and of those that fill no token twice."""
+"""Passes of confidence, of those that fill no neighbors at once, and of those that fill no token
+twice.
+"""
 SEARCHED, CORRECTED = (16, 64), 5
 """Calls of the encoder that local searches may make; rounds of correction."""
 GREEDY, LOCAL = "longer greedy", f"longer local search {SEARCHED[-1]}"
@@ -87,13 +123,24 @@ WRITTEN = (
     Way("AR greedy", "ar_prefix", "greedy"),
     Way("AR beam 4", "ar_prefix", "beam", {"num_beams": 4}),
     *(Way(f"mmdit confidence {n}", "mmdit", "confidence", {"num_steps": n}) for n in PASSES),
-    *(Way(f"mmdit confidence {n}, spaced", "mmdit", "confidence", {"num_steps": n, "spacing": 2}) for n in SPACED),
     *(
-        Way(f"mmdit confidence {n}, distinct", "mmdit", "confidence", {"num_steps": n, "distinct": True})
+        Way(f"mmdit confidence {n}, spaced", "mmdit", "confidence", {"num_steps": n, "spacing": 2})
+        for n in SPACED
+    ),
+    *(
+        Way(
+            f"mmdit confidence {n}, distinct",
+            "mmdit",
+            "confidence",
+            {"num_steps": n, "distinct": True},
+        )
         for n in DISTINCT
     ),
     Way(
-        "mmdit confidence 3, distinct, spaced", "mmdit", "confidence", {"num_steps": 3, "distinct": True, "spacing": 2}
+        "mmdit confidence 3, distinct, spaced",
+        "mmdit",
+        "confidence",
+        {"num_steps": 3, "distinct": True, "spacing": 2},
     ),
     Way(ONE_BY_ONE, "mmdit", "confidence", {"num_steps": 10_000}),
     Way("mmdit threshold", "mmdit", "threshold"),
@@ -107,16 +154,32 @@ MORE_WRITTEN = (
     Way("AR equal parameters greedy", DEEP, "greedy"),
     Way("AR equal parameters beam 4", DEEP, "beam", {"num_beams": 4}),
     Way("dit_adaln one token a pass", "dit_adaln", "confidence", {"num_steps": 10_000}),
-    Way("dit_adaln confidence 2, distinct", "dit_adaln", "confidence", {"num_steps": 2, "distinct": True}),
-    *(Way(f"mmdit_one_pass confidence {n}", "mmdit_one_pass", "confidence", {"num_steps": n}) for n in (1, 4)),
-    Way("mmdit confidence 16, best of 3 lengths", "mmdit", "confidence", {"num_steps": 16, "num_lengths": 3}),
+    Way(
+        "dit_adaln confidence 2, distinct",
+        "dit_adaln",
+        "confidence",
+        {"num_steps": 2, "distinct": True},
+    ),
+    *(
+        Way(f"mmdit_one_pass confidence {n}", "mmdit_one_pass", "confidence", {"num_steps": n})
+        for n in (1, 4)
+    ),
+    Way(
+        "mmdit confidence 16, best of 3 lengths",
+        "mmdit",
+        "confidence",
+        {"num_steps": 16, "num_lengths": 3},
+    ),
 )
 """Ways of --all-arms."""
 COMPARED = (
     Way("AR best of 16", "ar_prefix", None, {"search": "best_of", "num_candidates": 16}),
     Way("mmdit best of 16", "mmdit", None, {"search": "best_of", "num_candidates": 16}),
     Way(GREEDY, "longer", "confidence"),
-    *(Way(f"longer local search {n}", "longer", None, {"search": "local", "encoder_calls": n}) for n in SEARCHED),
+    *(
+        Way(f"longer local search {n}", "longer", None, {"search": "local", "encoder_calls": n})
+        for n in SEARCHED
+    ),
     Way(CORRECTOR, "corrector", None, {"correct": CORRECTED}),
     Way(BLIND, "blind", None, {"correct": CORRECTED}),
 )

@@ -1,4 +1,6 @@
-"""One rank of a preparation with small shards: _prepare_worker.py SHARD prepare ARG... (prepare_kill_resume.py)"""
+"""One rank of a preparation with small shards: _prepare_worker.py SHARD prepare ARG...
+(prepare_kill_resume.py)
+"""
 
 from __future__ import annotations
 

@@ -1,7 +1,9 @@
-"""The steps that benchmarks/step.py compares: ours, two from package registries, and the bare matrix products.
+"""The steps that benchmarks/step.py compares: ours, two from package registries, and the bare
+matrix products.
 
-Every variant trains on the same batch: text with half of its real tokens masked, one latent per sample (image: many).
-`build(name, shape, dtype)` makes a variant with `forward_backward()` and `update()`.
+Every variant trains on the same batch: text with half of its real tokens masked, one latent per
+sample (image: many). `build(name, shape, dtype)` makes a variant with `forward_backward()` and
+`update()`.
 """
 
 from __future__ import annotations
@@ -25,8 +27,8 @@ CLIP, LEARNING_RATE = 1.0, 1e-4
 class Shape:
     """A model and a batch.
 
-    fill: mean length over S; below 1 the rows have random lengths, the longest is S. latents: of one sample; more than
-    one are the patches of a square image, which turn by their place.
+    fill: mean length over S; below 1 the rows have random lengths, the longest is S. latents: of
+    one sample; more than one are the patches of a square image, which turn by their place.
     """
 
     name: str
@@ -55,8 +57,8 @@ class Shape:
 
 
 class Batch:
-    """One micro-batch: tokens, attention_mask [B, S]; latents [B, D], of images [B, N, D]; timesteps [B]; positions,
-    targets [M]."""
+    """One micro-batch: tokens, attention_mask [B, S]; latents [B, D], of images [B, N, D];
+    timesteps [B]; positions, targets [M]."""
 
     def __init__(self, shape: Shape, device: str = "cpu"):
         generator = torch.Generator().manual_seed(1)
@@ -72,11 +74,17 @@ class Batch:
         self.attention_mask = real.to(device)
         self.positions = masked.flatten().nonzero()[:, 0].to(device)
         self.targets = clean.flatten()[self.positions.cpu()].to(device)
-        self.labels = clean.masked_fill(~masked, -100).to(device)  # what a dense head is scored with
+        self.labels = clean.masked_fill(~masked, -100).to(
+            device
+        )  # what a dense head is scored with
         self.lengths = lengths.to(device)
         self.text_t = torch.rand(shape.batch, generator=generator).clamp(0.1, 1).to(device)
         self.latent_t = torch.rand(shape.batch, generator=generator).clamp(0.1, 1).to(device)
-        latents = (shape.batch, shape.latent) if shape.latents == 1 else (shape.batch, shape.latents, shape.latent)
+        latents = (
+            (shape.batch, shape.latent)
+            if shape.latents == 1
+            else (shape.batch, shape.latents, shape.latent)
+        )
         self.latents = torch.randn(latents, generator=generator).to(device)
         self.latent_targets = torch.randn(latents, generator=generator).to(device)
         self.num_tokens, self.num_masked = int(lengths.sum()), len(self.positions)
@@ -92,7 +100,9 @@ class Variant:
         raise NotImplementedError
 
     def forward_backward(self) -> None:
-        """Forward and backward pass; gradients of the step before are dropped first, as every loop does."""
+        """Forward and backward pass; gradients of the step before are dropped first, as every loop
+        does.
+        """
         self.model.zero_grad(set_to_none=True)
         self.loss().backward()
 
@@ -118,14 +128,25 @@ class Ours(Variant):
         from mmldlm.tasks.translation.parameter_plan import no_decay_names
 
         settings = {
-            "hidden_size": shape.width, "n_blocks": shape.depth, "n_heads": shape.heads, "cond_dim": shape.width,
-            "tokens_per_latent": 1, "max_seq_len": shape.length, "latent_dim": shape.latent, "vocab_size": shape.vocab,
-            "mask_token_id": min(MASK_ID, shape.vocab - 1), "pad_token_id": PAD_ID,
+            "hidden_size": shape.width,
+            "n_blocks": shape.depth,
+            "n_heads": shape.heads,
+            "cond_dim": shape.width,
+            "tokens_per_latent": 1,
+            "max_seq_len": shape.length,
+            "latent_dim": shape.latent,
+            "vocab_size": shape.vocab,
+            "mask_token_id": min(MASK_ID, shape.vocab - 1),
+            "pad_token_id": PAD_ID,
             "eos_token_id": min(EOS_ID, shape.vocab - 2),
-        }  # fmt: skip
+        }
         if shape.latents > 1:
             side = math.isqrt(shape.latents)
-            settings |= {"num_latents": shape.latents, "latent_grid": [side, side], "latent_rope": True}
+            settings |= {
+                "num_latents": shape.latents,
+                "latent_grid": [side, side],
+                "latent_rope": True,
+            }
         settings |= model
         config = TranslationConfig(model=settings)
         torch.manual_seed(0)
@@ -134,44 +155,69 @@ class Ours(Variant):
         if dtype == torch.bfloat16:
             exact, network = network, copy.deepcopy(network).bfloat16()
             self.masters = list(exact.parameters())
-            optimizer = build_optimizer(exact, ParameterPlan(no_decay=no_decay_names(exact)), config.optimizer)
+            optimizer = build_optimizer(
+                exact, ParameterPlan(no_decay=no_decay_names(exact)), config.optimizer
+            )
         else:
-            optimizer = build_optimizer(network, ParameterPlan(no_decay=no_decay_names(network)), config.optimizer)
+            optimizer = build_optimizer(
+                network, ParameterPlan(no_decay=no_decay_names(network)), config.optimizer
+            )
         super().__init__(network, optimizer, device)
         self.clip = config.optimizer.grad_clip_norm
         self.objective, batch = TranslationObjective(config), Batch(shape, device)
         rows = batch.positions // shape.length
         tensors = {
-            "text_tokens": batch.tokens, "attention_mask": batch.attention_mask, "latents": batch.latents,
-            "text_timesteps": batch.text_t, "latent_timesteps": batch.latent_t, "text_positions": batch.positions,
-            "text_targets": batch.targets, "text_weights": 1 / batch.text_t[rows], "text_rows": rows,
-            "latent_targets": batch.latent_targets, "latent_clean": batch.latent_targets,
-            "latent_weights": torch.ones(shape.batch, device=device), "length_targets": batch.lengths - 1,
+            "text_tokens": batch.tokens,
+            "attention_mask": batch.attention_mask,
+            "latents": batch.latents,
+            "text_timesteps": batch.text_t,
+            "latent_timesteps": batch.latent_t,
+            "text_positions": batch.positions,
+            "text_targets": batch.targets,
+            "text_weights": 1 / batch.text_t[rows],
+            "text_rows": rows,
+            "latent_targets": batch.latent_targets,
+            "latent_clean": batch.latent_targets,
+            "latent_weights": torch.ones(shape.batch, device=device),
+            "length_targets": batch.lengths - 1,
             "length_weights": torch.ones(shape.batch, device=device),
             "text_is_null": torch.zeros(shape.batch, dtype=torch.bool, device=device),
             "latent_is_null": torch.zeros(shape.batch, dtype=torch.bool, device=device),
             "token_positions": batch.attention_mask.flatten().nonzero()[:, 0],
-        }  # fmt: skip
+        }
         self.batch = NoisedBatch(
-            tensors=tensors, ids=np.arange(shape.batch), modes=np.zeros(shape.batch), real=np.ones(shape.batch, bool),
+            tensors=tensors,
+            ids=np.arange(shape.batch),
+            modes=np.zeros(shape.batch),
+            real=np.ones(shape.batch, bool),
             counts={
-                "text_tokens": batch.num_tokens, "latents": shape.batch * shape.latents, "lengths": shape.batch,
+                "text_tokens": batch.num_tokens,
+                "latents": shape.batch * shape.latents,
+                "lengths": shape.batch,
             },
-            num_tokens=batch.num_tokens, epoch=0, index=0,
-        )  # fmt: skip
+            num_tokens=batch.num_tokens,
+            epoch=0,
+            index=0,
+        )
 
     def loss(self) -> Tensor:
         return self.objective(self.model, self.batch)[0]
 
     def update(self) -> None:
-        """As the engine `single` does it: the host reads the norm (the loop's one sync), clips and steps."""
+        """As the engine `single` does it: the host reads the norm (the loop's one sync), clips and
+        steps.
+        """
         from mmldlm.engines.optimizer import clipped_step
 
         weights = list(self.model.parameters())
         if self.masters:
-            for master in self.masters:  # memory of gradients is taken once, as ZeRO takes its partition's
+            for (
+                master
+            ) in self.masters:  # memory of gradients is taken once, as ZeRO takes its partition's
                 master.grad = torch.empty_like(master) if master.grad is None else master.grad
-            torch._foreach_copy_([master.grad for master in self.masters], [weight.grad for weight in weights])
+            torch._foreach_copy_(
+                [master.grad for master in self.masters], [weight.grad for weight in weights]
+            )
         norm = nn.utils.get_total_norm([p.grad for p in self.masters or weights])
         clipped_step(self.optimizer, self.clip, norm.item(), 1.0)
         if self.masters:
@@ -180,7 +226,9 @@ class Ours(Variant):
 
 
 def awake(model: nn.Module) -> nn.Module:
-    """Give zero-initialized parameters values: products with zeros may be cheaper than with numbers."""
+    """Give zero-initialized parameters values: products with zeros may be cheaper than with
+    numbers.
+    """
     generator = torch.Generator().manual_seed(0)
     for parameter in model.parameters():
         if not parameter.any():
@@ -200,7 +248,9 @@ class _Timestep(nn.Module):
 
 
 class _Around(nn.Module):
-    """Embeddings, conditioning and heads as MM-LDLM puts them around the blocks; logits at all positions."""
+    """Embeddings, conditioning and heads as MM-LDLM puts them around the blocks; logits at all
+    positions.
+    """
 
     def __init__(self, shape: Shape):
         super().__init__()
@@ -208,20 +258,31 @@ class _Around(nn.Module):
         self.tokens = nn.Embedding(shape.vocab, width)
         self.positions = nn.Parameter(0.02 * torch.randn(1, shape.length, width))
         self.latent_in = nn.Sequential(
-            nn.Linear(shape.latent, 2 * width), nn.LayerNorm(2 * width), nn.GELU(), nn.Linear(2 * width, width)
+            nn.Linear(shape.latent, 2 * width),
+            nn.LayerNorm(2 * width),
+            nn.GELU(),
+            nn.Linear(2 * width, width),
         )
         self.latent_position = nn.Parameter(0.02 * torch.randn(1, shape.latents, width))
         self.text_t, self.latent_t = _Timestep(cond), _Timestep(cond)
-        self.joint = nn.Sequential(nn.Linear(2 * cond, 4 * cond), nn.SiLU(), nn.Linear(4 * cond, cond))
+        self.joint = nn.Sequential(
+            nn.Linear(2 * cond, 4 * cond), nn.SiLU(), nn.Linear(4 * cond, cond)
+        )
         self.text_head = nn.Linear(width, shape.vocab)
-        self.latent_head = nn.Sequential(nn.Linear(width, 2 * width), nn.GELU(), nn.Linear(2 * width, shape.latent))
+        self.latent_head = nn.Sequential(
+            nn.Linear(width, 2 * width), nn.GELU(), nn.Linear(2 * width, shape.latent)
+        )
 
-    def blocks(self, text: Tensor, latent: Tensor, condition: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
+    def blocks(
+        self, text: Tensor, latent: Tensor, condition: Tensor, mask: Tensor
+    ) -> tuple[Tensor, Tensor]:
         raise NotImplementedError
 
     def forward(self, batch: Batch) -> Tensor:
         text = self.tokens(batch.tokens) + self.positions
-        latents = batch.latents.to(text.dtype).view(len(text), *self.latent_position.shape[1:2], -1)
+        latents = batch.latents.to(text.dtype).view(
+            len(text), *self.latent_position.shape[1:2], -1
+        )
         latent = self.latent_in(latents) + self.latent_position
         times = [F.silu(self.text_t(batch.text_t)), F.silu(self.latent_t(batch.latent_t))]
         condition = self.joint(torch.cat(times, -1))
@@ -232,7 +293,9 @@ class _Around(nn.Module):
 
 
 class MmldlmWiring(_Around):
-    """PyPI mmdit 0.3.0 as MM-LDLM calls it: depth, widths, condition and 2 residual streams, nothing else."""
+    """PyPI mmdit 0.3.0 as MM-LDLM calls it: depth, widths, condition and 2 residual streams,
+    nothing else.
+    """
 
     def __init__(self, shape: Shape):
         super().__init__(shape)
@@ -240,22 +303,31 @@ class MmldlmWiring(_Around):
 
         width = shape.width
         self.mmdit = MMDiT(
-            depth=shape.depth, dim_modalities=(width, width), dim_cond=width, qk_rmsnorm=True, num_residual_streams=2
+            depth=shape.depth,
+            dim_modalities=(width, width),
+            dim_cond=width,
+            qk_rmsnorm=True,
+            num_residual_streams=2,
         )
 
     def blocks(self, text, latent, condition, mask):
-        return self.mmdit(modality_tokens=(text, latent), modality_masks=(mask, None), time_cond=condition)
+        return self.mmdit(
+            modality_tokens=(text, latent), modality_masks=(mask, None), time_cond=condition
+        )
 
 
 class Sd3Blocks(_Around):
-    """diffusers' SD3 joint blocks (scaled_dot_product_attention, no key mask, no QK norm: as they come)."""
+    """diffusers' SD3 joint blocks (scaled_dot_product_attention, no key mask, no QK norm: as they
+    come).
+    """
 
     def __init__(self, shape: Shape):
         super().__init__(shape)
         from diffusers.models.attention import JointTransformerBlock
 
         self.layers = nn.ModuleList(
-            JointTransformerBlock(shape.width, shape.heads, shape.width // shape.heads) for _ in range(shape.depth)
+            JointTransformerBlock(shape.width, shape.heads, shape.width // shape.heads)
+            for _ in range(shape.depth)
         )
 
     def blocks(self, text, latent, condition, mask):
@@ -265,9 +337,13 @@ class Sd3Blocks(_Around):
 
 
 class Peer(Variant):
-    """A peer's model with torch's default AdamW; bf16 is its own way: weights and moments in bf16."""
+    """A peer's model with torch's default AdamW; bf16 is its own way: weights and moments
+    in bf16.
+    """
 
-    def __init__(self, network: type[_Around], shape: Shape, dtype: torch.dtype, device: str = "cpu"):
+    def __init__(
+        self, network: type[_Around], shape: Shape, dtype: torch.dtype, device: str = "cpu"
+    ):
         torch.manual_seed(0)
         model = awake(network(shape)).to(device=device, dtype=dtype)
         super().__init__(model, torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE), device)
@@ -278,25 +354,36 @@ class Peer(Variant):
 
 
 class Gemms:
-    """The matrix products that the real work needs: every linear layer's output, input gradient and weight gradient.
+    """The matrix products that the real work needs: every linear layer's output, input gradient
+    and weight gradient.
 
-    Real tokens only; the head, and the last block's layers behind attention, at scored positions only. Attention's
-    products are left out, as they are in facts of the issue; `attention=True` adds them (two forward, four backward).
+    Real tokens only; the head, and the last block's layers behind attention, at scored positions
+    only. Attention's products are left out, as they are in facts of the issue; `attention=True`
+    adds them (two forward, four backward).
     """
 
-    def __init__(self, shape: Shape, dtype: torch.dtype, device: str = "cpu", attention: bool = False):
+    def __init__(
+        self, shape: Shape, dtype: torch.dtype, device: str = "cpu", attention: bool = False
+    ):
         batch = Batch(shape, device)
         width, layers, num_latents = shape.width, [], shape.batch * shape.latents
         for rows, read in ((batch.num_tokens, batch.num_masked), (num_latents, num_latents)):
             layers += shape.depth * [(rows, width, 3 * width)]
             for size in (shape.depth - 1) * [rows] + [read]:
-                layers += [(size, width, width), (size, width, 4 * width), (size, 4 * width, width)]
+                layers += [
+                    (size, width, width),
+                    (size, width, 4 * width),
+                    (size, 4 * width, width),
+                ]
         layers.append((batch.num_masked, width, shape.vocab))
         if shape.latents > 1:  # one latent a sample is next to nothing
             layers += [(num_latents, shape.latent, width), (num_latents, width, shape.latent)]
         make = lambda *size: torch.randn(*size, dtype=dtype, device=device)  # noqa: E731
         # Every layer has its own weight and rows: in a step none of them is still in the cache.
-        self.layers = [(make(rows, inner), make(outer, inner), make(rows, outer)) for rows, inner, outer in layers]
+        self.layers = [
+            (make(rows, inner), make(outer, inner), make(rows, outer))
+            for rows, inner, outer in layers
+        ]
         self.attention = []
         if attention:
             for length in shape.lengths().tolist():
@@ -314,11 +401,16 @@ class Gemms:
                     part @ part.transpose(1, 2), square @ part, square.transpose(1, 2) @ part
 
 
-PEERS = {"mmldlm_wiring": (MmldlmWiring, "mmdit", "0.3.0"), "sd3_blocks": (Sd3Blocks, "diffusers", None)}
+PEERS = {
+    "mmldlm_wiring": (MmldlmWiring, "mmdit", "0.3.0"),
+    "sd3_blocks": (Sd3Blocks, "diffusers", None),
+}
 
 
 def missing_peers() -> list[str]:
-    """Packages of the extra `bench` that are not installed (or not at the version the claims are about)."""
+    """Packages of the extra `bench` that are not installed (or not at the version the claims are
+    about).
+    """
     missing = []
     for network, package, version in PEERS.values():
         try:

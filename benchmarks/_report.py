@@ -17,17 +17,26 @@ def claim(name: str, value: float, op: str, bound: float, measured: bool = False
     """Return one claim; `holds` is False for NaN.
 
     Args:
-        measured: the value is a time, an amount of memory or a share, which depends on the machine and on data of a
-            real size. --quick prints such a claim without judging it. Counts, equality and model errors are always
-            judged.
+        measured: the value is a time, an amount of memory or a share, which depends on the machine
+            and on data of a real size. --quick prints such a claim without judging it. Counts,
+            equality and model errors are always judged.
     """
     holds = bool(_OPS[op](value, bound))
-    return {"id": name, "value": value, "op": op, "bound": bound, "holds": holds, "measured": measured}
+    return {
+        "id": name,
+        "value": value,
+        "op": op,
+        "bound": bound,
+        "holds": holds,
+        "measured": measured,
+    }
 
 
 def conditions(**more) -> dict:
     """Return the machine and the versions to which the figures belong."""
-    versions = {name: metadata.version(name) for name in ("torch", "deepspeed", "numpy", "transformers")}
+    versions = {
+        name: metadata.version(name) for name in ("torch", "deepspeed", "numpy", "transformers")
+    }
     return {
         "python": platform.python_version(),
         "cpus": os.cpu_count(),
@@ -46,11 +55,16 @@ def verdict(entry: dict, quick: bool) -> str:
 
 def line(entry: dict, quick: bool) -> str:
     """Format a claim for the screen."""
-    return f"{verdict(entry, quick):10}  {entry['id']} = {entry['value']:.4g} ({entry['op']} {entry['bound']:g})"
+    return (
+        f"{verdict(entry, quick):10}  {entry['id']} = {entry['value']:.4g} ({entry['op']}"
+        f" {entry['bound']:g})"
+    )
 
 
 def write(path: str | None, claims: list[dict], quick: bool = False, **more) -> int:
-    """Print the claims, write the JSON file, and return the exit code: 1 if a judged claim fails, else 0."""
+    """Print the claims, write the JSON file, and return the exit code: 1 if a judged claim fails,
+    else 0.
+    """
     for entry in claims:
         print(line(entry, quick))
     if path is not None:

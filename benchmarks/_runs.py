@@ -1,4 +1,7 @@
-"""Real trainings for the benchmarks: their settings and their logs. Their ranks: tests/support/rank_server.py."""
+"""Real trainings for the benchmarks: their settings and their logs.
+
+Their ranks: tests/support/rank_server.py.
+"""
 
 from __future__ import annotations
 
@@ -36,14 +39,13 @@ ENGINES: dict[str, list[str]] = {
 }
 
 # Muon's state differs from AdamW's: engines, resume and conversion are compared with both.
-OPTIMIZERS: dict[str, list[str]] = {
-    "adamw": [],
-    "muon": ["optimizer.kind=muon"],
-}
+OPTIMIZERS: dict[str, list[str]] = {"adamw": [], "muon": ["optimizer.kind=muon"]}
 
 
 def settings(data: str, folder: str | Path, name: str, world_size: int, *more: str) -> list[str]:
-    """Return the arguments of a tiny training; the global batch does not depend on the world size."""
+    """Return the arguments of a tiny training; the global batch does not depend on the
+    world size.
+    """
     return [
         "--config-name",
         "tiny",
@@ -53,7 +55,8 @@ def settings(data: str, folder: str | Path, name: str, world_size: int, *more: s
         f"logging.run_name={name}",
         f"training.train_batch_size={GLOBAL_BATCH // ACCUMULATION // world_size}",
         f"training.grad_accum_steps={ACCUMULATION}",
-        "model.tie_embeddings=true",  # a weight shared by two modules is where partitioning goes wrong first
+        # a weight shared by two modules is where partitioning goes wrong first
+        "model.tie_embeddings=true",
         "logging.plot=false",  # 0.7 s, most of a tiny run
         "logging.log_freq=1000000",
         "logging.save_freq=1000000",  # both happen at the end anyway
@@ -76,8 +79,12 @@ def losses(run_dir: str | Path) -> dict[int, float]:
     return {record["step"]: record["loss"] for record in read_log(run_dir)}
 
 
-def loss_difference(found: dict[int, float], reference: dict[int, float], first: int, last: int) -> float:
-    """Return the largest relative difference over the steps first .. last; infinite if a finite loss is missing."""
+def loss_difference(
+    found: dict[int, float], reference: dict[int, float], first: int, last: int
+) -> float:
+    """Return the largest relative difference over the steps first .. last; infinite if a finite
+    loss is missing.
+    """
     worst = 0.0
     for step in range(first, last + 1):
         ours, theirs = found.get(step), reference.get(step)

@@ -9,7 +9,8 @@ BLOCK = 4096
 
 
 def cut(store: str, arms: Path, judge: Path, every: int = 4) -> None:
-    """Write every `every`-th training text to the store `judge`, the others to `arms`; both keep the validation split.
+    """Write every `every`-th training text to the store `judge`, the others to `arms`; both keep
+    the validation split.
 
     Latent statistics stay those of the whole.
     """
@@ -31,7 +32,9 @@ def _write(whole, rows, folder: Path) -> None:
     from mmldlm.utils.atomic_files import list_files, write_json
 
     manifest = dict(whole.manifest)
-    split = StoreSplit(folder, "train", latent_shape(manifest), manifest["tokenizer"]["vocab_size"])
+    split = StoreSplit(
+        folder, "train", latent_shape(manifest), manifest["tokenizer"]["vocab_size"]
+    )
     for start in range(0, len(rows), BLOCK):
         part = rows[start : start + BLOCK]
         found = whole.get(part)

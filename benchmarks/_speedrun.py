@@ -1,6 +1,7 @@
 """One recipe trained to one length, and what it cost and reached: the pieces of speedrun.py.
 
-A finished run leaves `result.json` in its folder and is never trained again; an unfinished one starts afresh.
+A finished run leaves `result.json` in its folder and is never trained again; an unfinished one
+starts afresh.
 """
 
 from __future__ import annotations
@@ -18,7 +19,8 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))  # benchmarks run from a checkout, installed or not
 
-# The quickstart's preset at commit 2b95890, and the defaults of that commit that a recipe may change.
+# The quickstart's preset at commit 2b95890, and the defaults of that commit that a recipe may
+# change.
 REFERENCE = """
 model: {hidden_size: 192, n_blocks: 4, n_heads: 4, cond_dim: 192, mlp_ratio: 4.0, tokens_per_latent: 4,
         max_seq_len: 64, qk_rmsnorm: true, tie_embeddings: true, token_embedding_init: encoder}
@@ -29,11 +31,13 @@ training: {loss_type: mixed, loss_type_weights: {l2t: 0.6, t2l: 0.4}, condition_
            num_train_steps: 1300, dtype: fp32, freeze: none, seed: 0}
 optimizer: {kind: adamw, lr: 2.5e-3, min_lr: 2.5e-5, schedule: cosine, warmup_steps: 80, betas: [0.9, 0.98],
             eps: 1.0e-8, weight_decay: 0.01, grad_clip_norm: 1.0}
-"""
+"""  # noqa: E501
 # Of one process: the reference's batch of two ranks with 48 samples each, in the same order.
 REFERENCE_BATCH, RANKS = 96, 2
 EVALUATION_BATCH = 96  # fixed: timesteps and masks of the evaluation are drawn per batch
-ADAMW_FLOPS = 16  # of an element: decay, two moments, their corrections, a root, a quotient and the update
+ADAMW_FLOPS = (
+    16  # of an element: decay, two moments, their corrections, a root, a quotient and the update
+)
 MOMENTUM_FLOPS = 9  # of an element of a Muon matrix: momentum, look-ahead, scale, decay and update
 
 
@@ -53,26 +57,30 @@ class Recipe:
         """Name of the folder of its runs: another config gets another one."""
         values = self.config().model_dump(mode="json", exclude_defaults=True, exclude={"logging"})
         values["training"].pop("num_train_steps", None)  # the length is that of the run
-        return f"{self.name}_{hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:8]}"
+        return f"{self.name}_{hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:8]}"  # noqa: E501
 
     def config(self, *more: str):
         """The config of its words and some more."""
         from mmldlm.config.load import load_config
 
         kind, value, *overrides = (*self.words, *more)
-        return load_config(**{{"--config": "path", "--config-name": "name"}[kind]: value}, overrides=overrides)
+        return load_config(
+            **{{"--config": "path", "--config-name": "name"}[kind]: value}, overrides=overrides
+        )
 
 
 @dataclass(frozen=True)
 class Result:
-    """A finished run: its cost, and its figures on the complete validation split, in the reference's noise.
+    """A finished run: its cost, and its figures on the complete validation split, in the
+    reference's noise.
 
     Attributes:
         steps: optimizer steps.
         samples: of the validation split, all of them.
         nelbo, gain: l2t NELBO and its gain over the null latent, nats a token.
         error, cosine: t2l squared error (in the space of the prediction) and cosine.
-        model_flops: of the FLOP model, forward and backward of all steps. optimizer_flops: of all updates.
+        model_flops: of the FLOP model, forward and backward of all steps. optimizer_flops: of all
+            updates.
         cpu_seconds: of the training process, its start and its evaluation included.
     """
 
@@ -107,11 +115,15 @@ def reference_recipe(folder: Path) -> Recipe:
 
 
 def todays_recipe(overrides: tuple[str, ...] = ()) -> Recipe:
-    """The preset `quickstart` on one process, with the global batch of the quickstart's two ranks."""
+    """The preset `quickstart` on one process, with the global batch of the quickstart's
+    two ranks.
+    """
     from mmldlm.config.load import load_config
 
     batch = RANKS * load_config("quickstart", None, list(overrides)).training.train_batch_size
-    return Recipe("today", ("--config-name", "quickstart", *overrides, f"training.train_batch_size={batch}"))
+    return Recipe(
+        "today", ("--config-name", "quickstart", *overrides, f"training.train_batch_size={batch}")
+    )
 
 
 def run(recipe: Recipe, store: str, folder: Path, steps: int) -> Result:
@@ -122,7 +134,9 @@ def run(recipe: Recipe, store: str, folder: Path, steps: int) -> Result:
         shutil.rmtree(run_dir, ignore_errors=True)
         words = _words(store, run_dir, steps)
         seconds = _train([*recipe.words, *words], run_dir)
-        result = _measure(recipe.config(*words, "data.max_validation_samples=null"), run_dir, steps, seconds)
+        result = _measure(
+            recipe.config(*words, "data.max_validation_samples=null"), run_dir, steps, seconds
+        )
         temporary = done.with_suffix(".part")
         temporary.write_text(json.dumps(asdict(result), indent=2) + "\n")
         os.replace(temporary, done)
@@ -148,7 +162,9 @@ def _words(store: str, run_dir: Path, steps: int) -> list[str]:
 
 
 def _train(words: list[str], run_dir: Path) -> float:
-    """Train in a process of its own, with one thread and the quickstart's allocator; return its CPU seconds."""
+    """Train in a process of its own, with one thread and the quickstart's allocator; return its
+    CPU seconds.
+    """
     environment = {
         **os.environ,
         "OMP_NUM_THREADS": "1",
@@ -164,7 +180,9 @@ def _train(words: list[str], run_dir: Path) -> float:
     )  # fmt: skip
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
     if done.returncode:
-        raise SystemExit(f"training {run_dir} ended with exit code {done.returncode}:\n{done.stdout[-3000:]}")
+        raise SystemExit(
+            f"training {run_dir} ended with exit code {done.returncode}:\n{done.stdout[-3000:]}"
+        )
     return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
 
 
@@ -202,7 +220,9 @@ def _evaluate(task, data, model) -> dict[str, float]:
     frozen = yaml.safe_load(REFERENCE)
     for section in ("text_diffusion", "latent_diffusion"):
         for key, value in frozen[section].items():
-            if key != "prediction":  # the space of the network's output; the cosine is that of its x0
+            if (
+                key != "prediction"
+            ):  # the space of the network's output; the cosine is that of its x0
                 setattr(getattr(config, section), key, value)
     config.training.condition_dropout = frozen["training"]["condition_dropout"]
     engine = build_engine(model, config, task.parameter_plan(model, config))
@@ -218,8 +238,14 @@ def model_flops(task, data, steps: int) -> float:
     for step in range(steps):
         batch = plan.batch(step)
         noised = collator.collate(batch, np.arange(len(batch.ids)), data.train, data.train_lengths)
-        num_scored, candidates = len(noised.tensors["text_targets"]), noised.tensors.get("text_candidates", ())
-        sums = {"text_masked": float(num_scored), "text_logits": float(num_scored * len(candidates))}
+        num_scored, candidates = (
+            len(noised.tensors["text_targets"]),
+            noised.tensors.get("text_candidates", ()),
+        )
+        sums = {
+            "text_masked": float(num_scored),
+            "text_logits": float(num_scored * len(candidates)),
+        }
         total += task.training_flops(data.config, len(batch.ids), noised.num_tokens, sums)
     return total
 
@@ -234,7 +260,10 @@ def optimizer_flops(task, data, model) -> float:
             count = plan.matrices[name]
             rows, columns = parameter.shape[0] // count, parameter.shape[1]
             block_rows = data.config.optimizer.muon_block_rows
-            total += count * update_flops(rows, columns, block_rows) + MOMENTUM_FLOPS * parameter.numel()
+            total += (
+                count * update_flops(rows, columns, block_rows)
+                + MOMENTUM_FLOPS * parameter.numel()
+            )
         else:
             total += ADAMW_FLOPS * parameter.numel()
     return total

@@ -1,12 +1,15 @@
-"""Run every benchmark in a process of its own and report which claims hold, fail, or were not checked.
+"""Run every benchmark in a process of its own and report which claims hold, fail, or were not
+checked.
 
-    python benchmarks/all.py [--quick] [--only NAME ...] [--data STORE] [--json FILE] [--logs DIR] [--timeout SECONDS]
+    python benchmarks/all.py [--quick] [--only NAME ...] [--data STORE] [--json FILE] [--logs DIR]
+    [--timeout SECONDS]
 
-The scripts are those of this folder whose names do not begin with an underscore. They share one store. A script that
-ends with an error, runs out of time or makes no claim counts as a failure. Not checked, and not counted as held: a
-script that cannot measure here (exit code 3: it needs a package of the extra `bench`, root or network namespaces), and
-times and memory under --quick, whose shapes are toys.
-Exit codes: 0 no failure, 1 some failure, 2 usage, 3 nothing could be judged.
+The scripts are those of this folder whose names do not begin with an underscore. They share one
+store. A script that ends with an error, runs out of time or makes no claim counts as a failure.
+Not checked, and not counted as held: a script that cannot measure here (exit code 3: it needs a
+package of the extra `bench`, root or network namespaces), and times and memory under --quick,
+whose shapes are toys. Exit codes: 0 no failure, 1 some failure, 2 usage, 3 nothing could be
+judged.
 """
 
 from __future__ import annotations
@@ -64,7 +67,9 @@ def run_script(path: Path, words: list[str], log: Path, timeout: float) -> Outco
     report.unlink(missing_ok=True)  # left by an earlier run with the same --logs
     command = [sys.executable, str(path), *words, "--json", str(report)]
     with log.open("w", encoding="utf-8") as output:
-        process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, start_new_session=True)
+        process = subprocess.Popen(
+            command, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
+        )
         try:
             code: int | None = process.wait(timeout)
         except subprocess.TimeoutExpired:
@@ -130,10 +135,15 @@ def summary(outcomes: list[Outcome], quick: bool) -> int:
     verdicts = {"holds": [], "FAILS": [], "not judged": []}
     for outcome in outcomes:
         for claim in outcome.claims:
-            verdicts[_report.verdict(claim, quick)].append(f"{outcome.script}: {_report.line(claim, quick)}")
+            verdicts[_report.verdict(claim, quick)].append(
+                f"{outcome.script}: {_report.line(claim, quick)}"
+            )
     broken = [outcome.script for outcome in outcomes if outcome.error is not None]
     skipped = [outcome.script for outcome in outcomes if outcome.skipped is not None]
-    print(f"\n{len(outcomes)} scripts: {len(verdicts['holds'])} claims hold, {len(verdicts['FAILS'])} fail")
+    print(
+        f"\n{len(outcomes)} scripts: {len(verdicts['holds'])} claims hold,"
+        f" {len(verdicts['FAILS'])} fail"
+    )
     for line in verdicts["FAILS"]:
         print(f"  {line}")
     if broken:
@@ -149,15 +159,28 @@ def summary(outcomes: list[Outcome], quick: bool) -> int:
 
 def main(folder: Path = HERE) -> int:
     scripts = discover(folder)
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--quick", action="store_true", help="run the short form of every script")
     parser.add_argument(
-        "--only", nargs="+", metavar="NAME", choices=scripts, default=list(scripts), help="run only these"
+        "--only",
+        nargs="+",
+        metavar="NAME",
+        choices=scripts,
+        default=list(scripts),
+        help="run only these",
     )
     parser.add_argument("--data", help=_store.HELP)
     parser.add_argument("--json", help="write the claims of all scripts here")
-    parser.add_argument("--logs", type=Path, help="keep the output and the report of each script in this folder")
-    parser.add_argument("--timeout", type=float, help="seconds per script (default: 1,800 with --quick, else 43,200)")
+    parser.add_argument(
+        "--logs", type=Path, help="keep the output and the report of each script in this folder"
+    )
+    parser.add_argument(
+        "--timeout",
+        type=float,
+        help="seconds per script (default: 1,800 with --quick, else 43,200)",
+    )
     args = parser.parse_args()
     if args.logs is not None:
         args.logs.mkdir(parents=True, exist_ok=True)
@@ -166,16 +189,29 @@ def main(folder: Path = HERE) -> int:
     outcomes = []
     with tempfile.TemporaryDirectory() as temporary:
         for name in dict.fromkeys(args.only):
-            words = [*(["--quick"] if args.quick else []), *(["--data", data] if name in needs_data else [])]
+            words = [
+                *(["--quick"] if args.quick else []),
+                *(["--data", data] if name in needs_data else []),
+            ]
             print(f"{name}.py {' '.join(words)}", flush=True)
             log = (args.logs or Path(temporary)) / f"{name}.txt"
-            outcomes.append(run_script(scripts[name], words, log, args.timeout or SECONDS[args.quick]))
+            outcomes.append(
+                run_script(scripts[name], words, log, args.timeout or SECONDS[args.quick])
+            )
             show(outcomes[-1], args.quick)
     code = summary(outcomes, args.quick)
     if args.json is not None:
-        claims = [{"script": outcome.script, **claim} for outcome in outcomes for claim in outcome.claims]
-        facts = [{key: value for key, value in vars(outcome).items() if key != "claims"} for outcome in outcomes]
-        answer = {"conditions": _report.conditions(quick=args.quick, scripts=facts), "claims": claims}
+        claims = [
+            {"script": outcome.script, **claim} for outcome in outcomes for claim in outcome.claims
+        ]
+        facts = [
+            {key: value for key, value in vars(outcome).items() if key != "claims"}
+            for outcome in outcomes
+        ]
+        answer = {
+            "conditions": _report.conditions(quick=args.quick, scripts=facts),
+            "claims": claims,
+        }
         Path(args.json).write_text(json.dumps(answer, indent=2) + "\n", encoding="utf-8")
     return code
 

@@ -3,16 +3,17 @@
     python benchmarks/baselines.py [--data STORE] [--quick | --full] [--arms NAME ...]
                                    [--workers 2] [--out DIR] [--tables FILE] [--json FILE]
 
-Each arm sees the same batches of the same texts. Its learning rate is the best of three at a tenth of the length. The
-first table has equal width and depth, hence about equal FLOPs a text token; the second (not with --quick) the models
-that are given a latent, those of one stream twice as deep, hence with about the parameters of the MMDiT. Likelihoods
-are exact (AR) or upper bounds with their weights exact, in nats a token with the length paid for, on texts that
-training never sees. Models without a latent also write texts; their judge is an AR model that was trained on a quarter
-of the training texts, which no arm sees. Every arm also trains a few steps on two ranks under ZeRO-2, ZeRO-3 and FSDP2,
-and is compared with one process.
+Each arm sees the same batches of the same texts. Its learning rate is the best of three at a tenth
+of the length. The first table has equal width and depth, hence about equal FLOPs a text token; the
+second (not with --quick) the models that are given a latent, those of one stream twice as deep,
+hence with about the parameters of the MMDiT. Likelihoods are exact (AR) or upper bounds with their
+weights exact, in nats a token with the length paid for, on texts that training never sees. Models
+without a latent also write texts; their judge is an AR model that was trained on a quarter of the
+training texts, which no arm sees. Every arm also trains a few steps on two ranks under ZeRO-2,
+ZeRO-3 and FSDP2, and is compared with one process.
 
-Arms train in --workers processes of one thread each. --quick shows that it runs: models of 32, a few steps. --full
-trains longer, and three seeds.
+Arms train in --workers processes of one thread each. --quick shows that it runs: models of 32, a
+few steps. --full trains longer, and three seeds.
 """
 
 from __future__ import annotations
@@ -49,23 +50,38 @@ PARITY_ENGINES = ("zero2", "zero3", "fsdp")
 def judge_of(scale: Scale, store: Path, folder: Path) -> Path:
     """Train the judge of written texts; its run."""
     (ar,) = (arm for arm in known_arms() if arm.name == "ar")
-    words = [*ar.words(scale), *length_words(scale.steps, sorted(scale.rates)[len(scale.rates) // 2], 0)]
+    words = [
+        *ar.words(scale),
+        *length_words(scale.steps, sorted(scale.rates)[len(scale.rates) // 2], 0),
+    ]
     train([*words, f"data.latent_data_root={store}"], folder, "judge")
     return folder / "judge"
 
 
 def compare(
-    arms: list[Arm], scale: Scale, store: str, folder: Path, double_depth: bool, judge: Path, workers: int
+    arms: list[Arm],
+    scale: Scale,
+    store: str,
+    folder: Path,
+    double_depth: bool,
+    judge: Path,
+    workers: int,
 ) -> dict[str, dict]:
     """Train and measure the arms, some at a time; name -> what `run_arm` gives."""
     os.environ["OMP_NUM_THREADS"] = "1"  # of the workers; one process an arm
     spawn = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(workers, mp_context=spawn, max_tasks_per_child=1) as pool:
-        futures = {arm.name: pool.submit(run_arm, arm, scale, store, folder, double_depth, judge) for arm in arms}
+        futures = {
+            arm.name: pool.submit(run_arm, arm, scale, store, folder, double_depth, judge)
+            for arm in arms
+        }
         found = {}
         for name, future in futures.items():
             found[name] = future.result()
-            print(f"{name}: {found[name]['figures']['text_and_length']['value']:.3f} nats/token", flush=True)
+            print(
+                f"{name}: {found[name]['figures']['text_and_length']['value']:.3f} nats/token",
+                flush=True,
+            )
     return found
 
 
@@ -74,14 +90,20 @@ def parity_failures(arms: list[Arm], store: str, folder: Path) -> int:
     scale, failed = SCALES["quick"], 0
     with _runs.RankServer(folder / "ranks") as launcher:
         for arm in arms:
-            words = [*arm.words(scale), *length_words(PARITY_STEPS, 1e-3, 0), f"data.latent_data_root={store}"]
+            words = [
+                *arm.words(scale),
+                *length_words(PARITY_STEPS, 1e-3, 0),
+                f"data.latent_data_root={store}",
+            ]
             reference = None
             for engine in ("single", *PARITY_ENGINES):
                 name, world = f"{arm.name}_{engine}", 1 if engine == "single" else 2
                 batch = [f"training.train_batch_size={scale.batch // world}"]
                 drop = "engine.kind=single"
                 more = [*(word for word in words if word != drop), *batch, *_runs.ENGINES[engine]]
-                launcher.run(world, [*more, f"logging.save_dir={folder}", f"logging.run_name={name}"])
+                launcher.run(
+                    world, [*more, f"logging.save_dir={folder}", f"logging.run_name={name}"]
+                )
                 losses = _runs.losses(folder / name)
                 reference = reference or losses
                 difference = _runs.loss_difference(losses, reference, 1, PARITY_STEPS)
@@ -91,8 +113,12 @@ def parity_failures(arms: list[Arm], store: str, folder: Path) -> int:
     return failed
 
 
-def claims_of(table: dict[str, dict], failed: int, is_whole: bool) -> tuple[list[dict], dict[str, float]]:
-    """The claims, and differences that are reported without a bound; is_whole: all arms were wanted."""
+def claims_of(
+    table: dict[str, dict], failed: int, is_whole: bool
+) -> tuple[list[dict], dict[str, float]]:
+    """The claims, and differences that are reported without a bound; is_whole: all arms were
+    wanted.
+    """
     claims = [_report.claim("parity_failed", failed, "<=", 0)]
     if is_whole:
         claims.append(_report.claim("arms_trained", len(table), ">=", 8))
@@ -102,7 +128,9 @@ def claims_of(table: dict[str, dict], failed: int, is_whole: bool) -> tuple[list
 
     if {"mmdit", "latent_dit_adaln"} <= table.keys():
         gain = nats("latent_dit_adaln") - nats("mmdit")
-        claims.append(_report.claim("mmdit_gain_over_adaln_dit_nats", gain, ">=", 0.0, measured=True))
+        claims.append(
+            _report.claim("mmdit_gain_over_adaln_dit_nats", gain, ">=", 0.0, measured=True)
+        )
     reported = {}
     for name in ("mdlm", "mdlm_time", "gidd", "gidd_masks", "hdlm"):
         if {name, "ar"} <= table.keys():
@@ -126,14 +154,22 @@ def identities(table: dict[str, dict], folder: Path, scale: Scale, store: str) -
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--data", help=_store.HELP)
     extent = parser.add_mutually_exclusive_group()
-    extent.add_argument("--quick", action="store_true", help="toy models, a few steps: shows that it runs")
+    extent.add_argument(
+        "--quick", action="store_true", help="toy models, a few steps: shows that it runs"
+    )
     extent.add_argument("--full", action="store_true", help="longer, and three seeds")
     parser.add_argument("--arms", nargs="+", metavar="NAME", help="only these")
-    parser.add_argument("--workers", type=int, default=2, help="arms trained at a time (default %(default)s)")
-    parser.add_argument("--out", type=Path, help="folder of the runs, new or empty (default: a temporary one)")
+    parser.add_argument(
+        "--workers", type=int, default=2, help="arms trained at a time (default %(default)s)"
+    )
+    parser.add_argument(
+        "--out", type=Path, help="folder of the runs, new or empty (default: a temporary one)"
+    )
     parser.add_argument("--tables", type=Path, help="write the tables here, in Markdown")
     parser.add_argument("--json", help="write conditions and claims here")
     args = parser.parse_args()
@@ -141,7 +177,10 @@ def main() -> int:
     if args.arms:
         unknown = set(args.arms) - {arm.name for arm in arms}
         if unknown:
-            parser.error(f"--arms {', '.join(sorted(unknown))}: expected of {', '.join(arm.name for arm in arms)}")
+            parser.error(
+                f"--arms {', '.join(sorted(unknown))}: expected of"
+                f" {', '.join(arm.name for arm in arms)}"
+            )
         arms = [arm for arm in arms if arm.name in args.arms]
     extent_name = "quick" if args.quick else "full" if args.full else "default"
     scale, started = SCALES[extent_name], time.perf_counter()
@@ -155,14 +194,20 @@ def main() -> int:
         tables = [("Equal width and depth (about equal FLOPs a text token)", {**table, **real})]
         if not args.quick:
             deeper = [arm for arm in arms if arm.conditional and arm.task != "translation"]
-            by_parameters = compare(deeper, scale, store, folder / "equal_parameters", True, judge, args.workers)
+            by_parameters = compare(
+                deeper, scale, store, folder / "equal_parameters", True, judge, args.workers
+            )
             same = {name: table[name] for name in ("mmdit",) if name in table}
-            tables.append(("One stream twice as deep (about equal parameters)", {**by_parameters, **same}))
+            tables.append(
+                ("One stream twice as deep (about equal parameters)", {**by_parameters, **same})
+            )
         text = "\n\n".join(f"{title}:\n\n{markdown(rows)}" for title, rows in tables)
         print(text)
         if args.tables:
             args.tables.write_text(text + "\n")
-        claims, reported = claims_of(table, parity_failures(arms, store, folder / "parity"), args.arms is None)
+        claims, reported = claims_of(
+            table, parity_failures(arms, store, folder / "parity"), args.arms is None
+        )
         claims += identities(table, folder / "equal_flops", scale, store)
     for name, value in reported.items():
         print(f"{name} = {value:.3f}")

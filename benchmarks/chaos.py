@@ -1,21 +1,26 @@
 """Random faults in a training of two hosts: it must end with the results of an undisturbed run.
 
-    python benchmarks/chaos.py [--quick] [--minutes 30] [--faults 45] [--seed N] [--only KIND,...] [--data STORE]
-                               [--keep DIR] [--json FILE]
+    python benchmarks/chaos.py [--quick] [--minutes 30] [--faults 45] [--seed N] [--only KIND,...]
+                               [--data STORE] [--keep DIR] [--json FILE]
 
-ZeRO-2 on two of the three hosts of tests/support/virtual_cluster.py (root is needed), under `mmldlm launch --retries`,
-with some NaN samples in the store. Faults of benchmarks/_chaos_faults.py strike one after the other, at random moments:
-while it trains, saves, evaluates or starts. If the launch ends, the same command with training.resume=auto is started
-again, as a user or a batch system would. Then the training runs to its end, and once more from the start, undisturbed.
+ZeRO-2 on two of the three hosts of tests/support/virtual_cluster.py (root is needed), under
+`mmldlm launch --retries`, with some NaN samples in the store. Faults of
+benchmarks/_chaos_faults.py strike one after the other, at random moments: while it trains, saves,
+evaluates or starts. If the launch ends, the same command with training.resume=auto is started
+again, as a user or a batch system would. Then the training runs to its end, and once more from the
+start, undisturbed.
 
-`runs_ended_wrongly`: faults after which something ended that should not, or with the wrong exit code, or with a reason
-that does not name what was struck, or with a traceback. `hangs`: faults after which nothing moved, or nothing ended.
-`steps_lost_beyond_promise`: steps done again, above two times logging.save_freq (plus one for each save that failed)
-after a crash, and above none after a signal. `final_loss_rel_diff_to_undisturbed`: the largest difference of any step's
-loss, also of those done twice; infinite when any other logged value, a weight or a moment differs.
+`runs_ended_wrongly`: faults after which something ended that should not, or with the wrong exit
+code, or with a reason that does not name what was struck, or with a traceback. `hangs`: faults
+after which nothing moved, or nothing ended.
+`steps_lost_beyond_promise`: steps done again, above two times logging.save_freq (plus one for each
+save that failed) after a crash, and above none after a signal.
+`final_loss_rel_diff_to_undisturbed`: the largest difference of any step's loss, also of those done
+twice; infinite when any other logged value, a weight or a moment differs.
 
---quick strikes six times. --only KIND,KIND strikes with these kinds (_chaos_faults.FAULTS lists them). --keep DIR keeps
-the screen, and for each fault that went wrong the run's logs and a list of the processes.
+--quick strikes six times. --only KIND,KIND strikes with these kinds (_chaos_faults.FAULTS lists
+them). --keep DIR keeps the screen, and for each fault that went wrong the run's logs and a list of
+the processes.
 """
 
 from __future__ import annotations
@@ -58,7 +63,16 @@ from _chaos_faults import (  # noqa: E402
     Fault,
     Struck,
 )
-from _chaos_run import ENGINE_TIMEOUT, EVAL_FREQ, RETRIES, SAVE_FREQ, Launch, Training, run_to_end, wait  # noqa: E402
+from _chaos_run import (  # noqa: E402
+    ENGINE_TIMEOUT,
+    EVAL_FREQ,
+    RETRIES,
+    SAVE_FREQ,
+    Launch,
+    Training,
+    run_to_end,
+    wait,
+)
 
 from tests.support.virtual_cluster import VirtualCluster, reason_to_skip  # noqa: E402
 
@@ -70,8 +84,19 @@ DISK = 320  # MiB of the checkpoint folder: six checkpoints
 CONTINUED = "continued"
 LAST_STEPS = 2 * SAVE_FREQ  # undisturbed, after the last fault
 PASS_STEPS = 3  # steps that show that the run goes on
-SAME = ("loss", "text_loss", "latent_loss", "length_loss", "grad_norm", "lr", "epoch", "batch_in_epoch", "samples",
-        "bad_samples", "skipped")  # fmt: skip
+SAME = (
+    "loss",
+    "text_loss",
+    "latent_loss",
+    "length_loss",
+    "grad_norm",
+    "lr",
+    "epoch",
+    "batch_in_epoch",
+    "samples",
+    "bad_samples",
+    "skipped",
+)
 _OWN_MOUNTS = "MMLDLM_CHAOS_MOUNTS"
 
 
@@ -96,8 +121,8 @@ class Row:
         lost = f", {self.steps_lost} steps lost" if self.steps_lost else ""
         wrong = f"  WRONG: {'; '.join(self.problems)}" if self.problems else ""
         return (
-            f"{self.clock:6.0f} s  {self.number:3}  {self.kind} ({self.target}) while {self.moment}, step {self.step}: "
-            f"{self.result}, {self.seconds:.1f} s{lost}{wrong}"
+            f"{self.clock:6.0f} s  {self.number:3}  {self.kind} ({self.target}) while"
+            f" {self.moment}, step {self.step}: {self.result}, {self.seconds:.1f} s{lost}{wrong}"
         )
 
 
@@ -135,14 +160,19 @@ class Chaos:
         self.began = time.monotonic()
         self.rows: list[Row] = []
         self.excess_lost_steps = 0
-        self.strikes: list[tuple[float, bool]] = []  # when (seconds of the epoch), and whether no step may be lost
+        self.strikes: list[
+            tuple[float, bool]
+        ] = []  # when (seconds of the epoch), and whether no step may be lost
         self._num_starts, self._num_dropped = 1, 0
 
-    def strike(self, fault: Fault, moment: str, last: bool = False, then_start: bool = False) -> Row:
+    def strike(
+        self, fault: Fault, moment: str, last: bool = False, then_start: bool = False
+    ) -> Row:
         """One fault, from the wait for its moment to the recovery.
 
         Args:
-            last: the run's end is set when it has struck. then_start: return as soon as the next attempt's ranks start.
+            last: the run's end is set when it has struck. then_start: return as soon as the next
+                attempt's ranks start.
         """
         training = self.training
         self._wait_for_moment(moment)
@@ -168,30 +198,43 @@ class Chaos:
             time.sleep(self.rng.uniform(0, 10))
             return
         steps = begin + self.rng.randint(1, SAVE_FREQ)
-        wait(lambda: training.last_step() >= steps or training.launch.code() is not None, IDLE_LIMIT)
+        wait(
+            lambda: training.last_step() >= steps or training.launch.code() is not None, IDLE_LIMIT
+        )
         if moment == SAVING:
             wait(training.is_saving, IDLE_LIMIT, pause=0.01)
         elif moment == EVALUATING:
             wait(lambda: training.last_step() % EVAL_FREQ == 0, IDLE_LIMIT, pause=0.01)
         time.sleep(self.rng.uniform(0, 0.5))
 
-    # -- the recovery -------------------------------------------------------------------------------------------------
+    # -- the recovery
+    # ---------------------------------------------------------------------------------------------
 
-    def wait_for_recovery(self, struck: Struck, before: Snapshot, row: Row, then_start: bool) -> None:
+    def wait_for_recovery(
+        self, struck: Struck, before: Snapshot, row: Row, then_start: bool
+    ) -> None:
         """Wait until the training has recovered; restart the launch if it has ended."""
         training, signs, sign = self.training, None, time.monotonic()
         while not self._has_recovered(struck, before, then_start):
-            found = (training.last_step(), len(training.lines()), len(training.launches), len(training.starts()))
+            found = (
+                training.last_step(),
+                len(training.lines()),
+                len(training.launches),
+                len(training.starts()),
+            )
             if found != signs:
                 signs, sign = found, time.monotonic()
             if training.launch.code() is not None:
                 self.restart(struck, row)
             late = (
-                self._has_ended(before) < (struck.then != CONTINUES) and time.monotonic() - before.time > END_LIMIT + 30
+                self._has_ended(before) < (struck.then != CONTINUES)
+                and time.monotonic() - before.time > END_LIMIT + 30
             )
             if late or time.monotonic() - sign > IDLE_LIMIT:
                 row.hang = True
-                row.problems.append("nothing ended" if late else f"nothing moved for {IDLE_LIMIT:.0f} s")
+                row.problems.append(
+                    "nothing ended" if late else f"nothing moved for {IDLE_LIMIT:.0f} s"
+                )
                 self._restart_after_hang(row)
                 break
             self.count_lost_steps(row)
@@ -200,7 +243,10 @@ class Chaos:
         row.seconds = time.monotonic() - before.time
 
     def _has_ended(self, before: Snapshot) -> bool:
-        return len(self.training.ends()) > before.ends or len(self.training.launches) > before.launches
+        return (
+            len(self.training.ends()) > before.ends
+            or len(self.training.launches) > before.launches
+        )
 
     def _has_recovered(self, struck: Struck, before: Snapshot, then_start: bool) -> bool:
         training = self.training
@@ -209,7 +255,9 @@ class Chaos:
         if then_start:
             return training.launch.code() is None and training.ranks() > 0
         starts = training.starts()
-        return len(starts) > before.starts and training.last_step() >= starts[-1]["step"] + PASS_STEPS
+        return (
+            len(starts) > before.starts and training.last_step() >= starts[-1]["step"] + PASS_STEPS
+        )
 
     def restart(self, struck: Struck, row: Row) -> None:
         """Restart the launch as its user would; check its exit code."""
@@ -220,7 +268,9 @@ class Chaos:
         if struck.then == ENDED and struck.codes and code not in struck.codes:
             row.problems.append(f"exit {code}, not {' or '.join(map(str, struck.codes))}")
         if struck.then == CONTINUES or struck.then == RETRIED and len(launch.ends) <= RETRIES:
-            row.problems.append(f"the launch ended with {code} after {len(launch.ends)} of {RETRIES + 1} attempts")
+            row.problems.append(
+                f"the launch ended with {code} after {len(launch.ends)} of {RETRIES + 1} attempts"
+            )
         if not wait(lambda: training.ranks() == 0, END_LIMIT):
             row.problems.append(f"the launch ended and left {training.ranks()} rank(s)")
         training.start()
@@ -237,7 +287,8 @@ class Chaos:
         started = len(self.training.starts())
         wait(lambda: len(self.training.starts()) > started, START_LIMIT)
 
-    # -- what is right ------------------------------------------------------------------------------------------------
+    # -- what is right
+    # ---------------------------------------------------------------------------------------------
 
     def count_lost_steps(self, row: Row) -> None:
         """Count the steps that restarts repeat, and those above the promise."""
@@ -246,9 +297,20 @@ class Chaos:
             begin, since = starts[index]["step"], starts[index - 1]["time"]
             dropped = training.dropped()[self._num_dropped :]
             self._num_dropped += len(dropped)
-            lost = max((r["step"] for path in dropped for r in read_lines(path)), default=begin) - begin
-            strikes = [graceful for when, graceful in self.strikes if since <= iso(when) <= starts[index]["time"]]
-            allowed = 0 if strikes and strikes[0] else SAVE_FREQ * (2 + self._failed_saves(starts[index]["time"]))
+            lost = (
+                max((r["step"] for path in dropped for r in read_lines(path)), default=begin)
+                - begin
+            )
+            strikes = [
+                graceful
+                for when, graceful in self.strikes
+                if since <= iso(when) <= starts[index]["time"]
+            ]
+            allowed = (
+                0
+                if strikes and strikes[0]
+                else SAVE_FREQ * (2 + self._failed_saves(starts[index]["time"]))
+            )
             row.steps_lost += lost
             if lost > allowed:
                 self.excess_lost_steps += lost - allowed
@@ -257,7 +319,9 @@ class Chaos:
 
     def _failed_saves(self, until: str) -> int:
         """Saves that failed since the last one that did not."""
-        kinds = [e["event"] for e in self.training.events("save", "save_failed") if e["time"] < until]
+        kinds = [
+            e["event"] for e in self.training.events("save", "save_failed") if e["time"] < until
+        ]
         return next((n for n, kind in enumerate(reversed(kinds)) if kind == "save"), len(kinds))
 
     def evaluate(self, struck: Struck, before: Snapshot, row: Row) -> None:
@@ -270,10 +334,14 @@ class Chaos:
         elif ends:
             row.result = f"{ends[0].reason} (exit {ends[0].code})"
             if struck.codes and ends[0].code not in struck.codes:
-                row.problems.append(f"exit {ends[0].code}, not {' or '.join(map(str, struck.codes))}")
+                row.problems.append(
+                    f"exit {ends[0].code}, not {' or '.join(map(str, struck.codes))}"
+                )
             # Retries cannot reach a host that is still cut off.
             row.problems += [
-                f"ended again: {end.reason}" for end in ends[1:] if "its agent did not start" not in end.reason
+                f"ended again: {end.reason}"
+                for end in ends[1:]
+                if "its agent did not start" not in end.reason
             ]
         else:
             row.result = f"ended with {training.launches[before.launches - 1].code()}"
@@ -285,7 +353,10 @@ class Chaos:
             row.problems.append("a traceback on the screen")
         starts = training.starts()[before.starts :]
         if starts and starts[0]["step"] < before.latest_checkpoint:
-            row.problems.append(f"began at step {starts[0]['step']}, though step {before.latest_checkpoint} was saved")
+            row.problems.append(
+                f"began at step {starts[0]['step']}, though step {before.latest_checkpoint} was"
+                " saved"
+            )
 
     def _keep(self, row: Row, before: Snapshot) -> None:
         if self.keep is None:
@@ -293,11 +364,15 @@ class Chaos:
         folder, training = self.keep / f"fault_{row.number:03}", self.training
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "fault.txt").write_text(row.line() + "\n")
-        (folder / "screen.txt").write_text("\n".join(training.lines()[max(before.lines - 50, 0) :]) + "\n")
+        (folder / "screen.txt").write_text(
+            "\n".join(training.lines()[max(before.lines - 50, 0) :]) + "\n"
+        )
         shutil.copytree(
-            training.run_dir, folder / "run", ignore=shutil.ignore_patterns("checkpoints", "latest", "forensics"),
+            training.run_dir,
+            folder / "run",
+            ignore=shutil.ignore_patterns("checkpoints", "latest", "forensics"),
             dirs_exist_ok=True,
-        )  # fmt: skip
+        )
 
 
 def iso(seconds: float) -> str:
@@ -335,7 +410,9 @@ def kinds_of(args: argparse.Namespace) -> tuple[str, ...]:
 
 
 def strike_all(chaos: Chaos, plan, num_faults: int, minutes: float) -> None:
-    """Strike until there were enough faults for long enough; the last one is an interruption, after which it ends."""
+    """Strike until there were enough faults for long enough; the last one is an interruption,
+    after which it ends.
+    """
     last = next(fault for fault in FAULTS if fault.kind == "interrupted")
     (fault, moment), just_ended = next(plan), False
     while len(chaos.rows) < num_faults - 1 or time.monotonic() - chaos.began < 60 * minutes:
@@ -348,7 +425,9 @@ def strike_all(chaos: Chaos, plan, num_faults: int, minutes: float) -> None:
 
 
 def compare(training: Training, undisturbed: Path) -> tuple[float, list[str]]:
-    """(largest relative difference of a step's loss, what else differs), with the steps that were done twice."""
+    """(largest relative difference of a step's loss, what else differs), with the steps that were
+    done twice.
+    """
     reference = {record["step"]: record for record in _runs.read_log(undisturbed)}
     found = _runs.read_log(training.run_dir)
     problems = []
@@ -362,12 +441,30 @@ def compare(training: Training, undisturbed: Path) -> tuple[float, list[str]]:
             problems.append(f"step {record['step']} is not in the undisturbed run")
             continue
         worst = max(worst, abs(record["loss"] - other["loss"]) / abs(other["loss"]))
-        problems += [f"{key} of step {record['step']} differs" for key in SAME if record.get(key) != other.get(key)]
-    command = [sys.executable, "-m", "mmldlm.cli", "convert", "diff", training.run_dir, undisturbed, "--optimizer"]
+        problems += [
+            f"{key} of step {record['step']} differs"
+            for key in SAME
+            if record.get(key) != other.get(key)
+        ]
+    command = [
+        sys.executable,
+        "-m",
+        "mmldlm.cli",
+        "convert",
+        "diff",
+        training.run_dir,
+        undisturbed,
+        "--optimizer",
+    ]
     done = subprocess.run(list(map(str, command)), capture_output=True, text=True, cwd=ROOT)
     if done.returncode != 0:
-        problems.append(f"weights or moments differ: {(done.stdout + done.stderr).strip().splitlines()[-1:]}")
-    print(f"compared {len(found)} steps, and {len(again)} that were done again; convert diff: exit {done.returncode}")
+        problems.append(
+            f"weights or moments differ: {(done.stdout + done.stderr).strip().splitlines()[-1:]}"
+        )
+    print(
+        f"compared {len(found)} steps, and {len(again)} that were done again; convert diff: exit"
+        f" {done.returncode}"
+    )
     return worst, problems
 
 
@@ -379,41 +476,71 @@ def finish(chaos: Chaos) -> tuple[float, list[str]]:
     num_steps = training.num_steps
     folder = training.folder.parent / "undisturbed"
     print(f"the same {num_steps} steps, undisturbed ...", flush=True)
-    more = (f"training.num_train_steps={num_steps}", "logging.save_freq=1000000", "logging.eval_freq=1000000")
+    more = (
+        f"training.num_train_steps={num_steps}",
+        "logging.save_freq=1000000",
+        "logging.eval_freq=1000000",
+    )
     launch = Launch(training.cluster, training.store, folder, folder.with_suffix(".log"), *more)
     if run_to_end(launch, START_LIMIT + num_steps) != 0:
-        return math.inf, [*problems, "the undisturbed run failed: " + "\n".join(launch.lines[-20:])]
+        return math.inf, [
+            *problems,
+            "the undisturbed run failed: " + "\n".join(launch.lines[-20:]),
+        ]
     worst, differ = compare(training, folder / "runs" / "run")
     return (math.inf if differ else worst), problems + differ
 
 
 def with_own_mounts() -> None:
-    """Continue in a new mount namespace, from which the hosts get the disk of the checkpoint folder."""
+    """Continue in a new mount namespace, from which the hosts get the disk of the checkpoint
+    folder.
+    """
     if _OWN_MOUNTS not in os.environ:
         os.environ[_OWN_MOUNTS] = "1"
-        os.execvp("unshare", ["unshare", "--mount", "--propagation", "private", sys.executable, *sys.argv])
+        os.execvp(
+            "unshare",
+            ["unshare", "--mount", "--propagation", "private", sys.executable, *sys.argv],
+        )
 
 
 def tabulate(rows: list[Row]) -> None:
     """Kinds, how often each struck, and what it cost."""
-    print(f"\n{'kind':30} {'struck':>6} {'wrong':>6} {'hangs':>6} {'longest recovery':>17} {'most steps lost':>16}")
+    print(
+        f"\n{'kind':30} {'struck':>6} {'wrong':>6} {'hangs':>6} {'longest recovery':>17}"
+        f" {'most steps lost':>16}"
+    )
     for kind, num in sorted(Counter(row.kind for row in rows).items()):
         own = [row for row in rows if row.kind == kind]
         print(
-            f"{kind:30} {num:6} {sum(bool(row.problems) for row in own):6} {sum(row.hang for row in own):6} "
-            f"{max(row.seconds for row in own):15.1f} s {max(row.steps_lost for row in own):16}"
+            f"{kind:30} {num:6} {sum(bool(row.problems) for row in own):6}"
+            f" {sum(row.hang for row in own):6} {max(row.seconds for row in own):15.1f} s"
+            f" {max(row.steps_lost for row in own):16}"
         )
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="six faults, one of each of six kinds")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--quick", action="store_true", help="six faults, one of each of six kinds"
+    )
     parser.add_argument("--minutes", type=float, help="strike for at least so long (30)")
     parser.add_argument("--faults", type=int, help="strike at least so often (45)")
     parser.add_argument("--seed", type=int, help="of the plan (default: a new one, printed)")
-    parser.add_argument("--only", metavar="KIND,...", help="strike with these kinds only (and an interruption last)")
-    parser.add_argument("--data", metavar="STORE", help="a prepared store (default: one is made of a few docstrings)")
-    parser.add_argument("--keep", metavar="DIR", help="keep the screen, and the logs of what went wrong")
+    parser.add_argument(
+        "--only",
+        metavar="KIND,...",
+        help="strike with these kinds only (and an interruption last)",
+    )
+    parser.add_argument(
+        "--data",
+        metavar="STORE",
+        help="a prepared store (default: one is made of a few docstrings)",
+    )
+    parser.add_argument(
+        "--keep", metavar="DIR", help="keep the screen, and the logs of what went wrong"
+    )
     parser.add_argument("--json", metavar="FILE", help="write conditions and claims here")
     args = parser.parse_args()
     reason = reason_to_skip()
@@ -422,7 +549,9 @@ def main() -> int:
         return 3
     kinds_of(args)
     with_own_mounts()
-    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # so that all it started is ended
+    signal.signal(
+        signal.SIGTERM, lambda number, frame: sys.exit(128 + number)
+    )  # so that all it started is ended
     seed = secrets.randbelow(2**31) if args.seed is None else args.seed
     num_faults = args.faults or (6 if args.quick else 45)
     minutes = (0 if args.quick else 30) if args.minutes is None else args.minutes
@@ -443,15 +572,24 @@ def main() -> int:
         _report.claim("steps_lost_beyond_promise", chaos.excess_lost_steps, "==", 0),
         _report.claim("final_loss_rel_diff_to_undisturbed", difference, "==", 0),
     ]
-    more = {"seed": seed, "minutes": (time.monotonic() - chaos.began) / 60, "save_freq": SAVE_FREQ, "quick": args.quick}
-    struck = [{"kind": row.kind, "moment": row.moment, "seconds": round(row.seconds, 1)} for row in rows]
+    more = {
+        "seed": seed,
+        "minutes": (time.monotonic() - chaos.began) / 60,
+        "save_freq": SAVE_FREQ,
+        "quick": args.quick,
+    }
+    struck = [
+        {"kind": row.kind, "moment": row.moment, "seconds": round(row.seconds, 1)} for row in rows
+    ]
     return _report.write(args.json, claims, **more, steps=chaos.training.num_steps, faults=struck)
 
 
 def run(
     args, folder: Path, rng: random.Random, num_faults: int, minutes: float, keep: Path | None
 ) -> tuple[Chaos, float, list[str]]:
-    """Run the training with faults in a folder; return (chaos, loss difference, further problems)."""
+    """Run the training with faults in a folder; return (chaos, loss difference, further
+    problems).
+    """
     from _chaos_store import plant_nan
 
     store, rows = plant_nan(Path(_store.given_or_made(args.data)), folder, rng)
@@ -465,9 +603,14 @@ def run(
             training.cluster = cluster
             try:
                 training.start()
-                wait(lambda: training.last_step() >= 1 or training.launch.code() is not None, START_LIMIT)
+                wait(
+                    lambda: training.last_step() >= 1 or training.launch.code() is not None,
+                    START_LIMIT,
+                )
                 if training.last_step() < 1:
-                    raise AssertionError("the training did not start:\n" + "\n".join(training.lines()[-40:]))
+                    raise AssertionError(
+                        "the training did not start:\n" + "\n".join(training.lines()[-40:])
+                    )
                 chaos = Chaos(training, rng, keep)
                 strike_all(chaos, choose(rng, kinds_of(args)), num_faults, minutes)
                 return chaos, *finish(chaos)

@@ -1,14 +1,17 @@
 """What saving costs: the share of the training time that is lost to checkpoints.
 
-    python benchmarks/checkpoint_overhead.py [--data STORE] [--quick] [--every N] [--pairs P] [--json FILE]
+    python benchmarks/checkpoint_overhead.py [--data STORE] [--quick] [--every N] [--pairs P]
+    [--json FILE]
 
-The quickstart's model (12M parameters, 148 MB of masters and moments) on two ranks under ZeRO-2 and FSDP2. A run saves
-every 2 N steps (default N: 50, half a minute), so that windows of N steps that begin with a save alternate with windows
-without one; each is compared with the one after it (`time lost`: 1 - median of without / with). `CPU time` compares the
-processor time of all ranks likewise: the better figure on a busy machine. `blocked` is what the loop itself spent in
-saving, measured around it: with checkpoints.async_save the copy off the device, agreeing on the folder, the commit.
-The rest of the loss is the writing thread, which on CPUs takes cores from training; on GPUs it takes none. All shares
-are of a window of N steps, so of a run that saves every N steps; the first two windows, which warm up, do not count.
+The quickstart's model (12M parameters, 148 MB of masters and moments) on two ranks under ZeRO-2
+and FSDP2. A run saves every 2 N steps (default N: 50, half a minute), so that windows of N steps
+that begin with a save alternate with windows without one; each is compared with the one after it
+(`time lost`: 1 - median of without / with). `CPU time` compares the processor time of all ranks
+likewise: the better figure on a busy machine. `blocked` is what the loop itself spent in saving,
+measured around it: with checkpoints.async_save the copy off the device, agreeing on the folder,
+the commit. The rest of the loss is the writing thread, which on CPUs takes cores from training; on
+GPUs it takes none. All shares are of a window of N steps, so of a run that saves every N steps;
+the first two windows, which warm up, do not count.
 """
 
 from __future__ import annotations
@@ -49,7 +52,9 @@ def rank_main(report: str, words: list[str]) -> None:
             finally:
                 depth -= 1
                 if depth == 0:
-                    blocked[self.state.step] = blocked.get(self.state.step, 0.0) + time.perf_counter() - started
+                    blocked[self.state.step] = (
+                        blocked.get(self.state.step, 0.0) + time.perf_counter() - started
+                    )
 
         return call
 
@@ -72,7 +77,14 @@ def rank_main(report: str, words: list[str]) -> None:
 class Measurement:
     """One run of a kind on an engine: windows with and without a save in turns."""
 
-    def __init__(self, launcher: _runs.RankServer, folder: Path, engine: str, kind: str, args: argparse.Namespace):
+    def __init__(
+        self,
+        launcher: _runs.RankServer,
+        folder: Path,
+        engine: str,
+        kind: str,
+        args: argparse.Namespace,
+    ):
         name = f"{engine}_{kind}"
         every, num_steps = args.every, 2 * args.every * (1 + args.pairs) + 1
         words = [
@@ -92,14 +104,24 @@ class Measurement:
         ]
         report = folder / f"report_{name}"
         launcher.run(2, [report, *words], Path(__file__), timeout=7200)
-        times = {r["step"]: datetime.fromisoformat(r["time"]).timestamp() for r in _runs.read_log(folder / name)}
-        reports = [json.loads(Path(f"{report}_rank{rank}.json").read_text(encoding="utf-8")) for rank in range(2)]
-        clocks = [{int(step): seconds for step, seconds in answer["cpu"].items()} for answer in reports]
+        times = {
+            r["step"]: datetime.fromisoformat(r["time"]).timestamp()
+            for r in _runs.read_log(folder / name)
+        }
+        reports = [
+            json.loads(Path(f"{report}_rank{rank}.json").read_text(encoding="utf-8"))
+            for rank in range(2)
+        ]
+        clocks = [
+            {int(step): seconds for step, seconds in answer["cpu"].items()} for answer in reports
+        ]
         saves = range(2 * every, num_steps - 1, 2 * every)
-        # The record of a step is written before its save: a window from it to the next one holds the save.
+        # The record of a step is written before its save: a window from it to the next one holds
+        # the save.
         self.seconds = [self._pair(times, step, every) for step in saves]
         self.cpu = [
-            [sum(part) for part in zip(*(self._pair(clock, step, every) for clock in clocks))] for step in saves
+            [sum(part) for part in zip(*(self._pair(clock, step, every) for clock in clocks))]
+            for step in saves
         ]
         spans = [range(step, step + every) for step in saves]
         blocked = {int(step): seconds for step, seconds in reports[0]["blocked"].items()}
@@ -120,11 +142,15 @@ class Measurement:
 
     @property
     def share_blocked(self) -> float:
-        return median(blocked / saved for blocked, (saved, _) in zip(self.blocked, self.seconds, strict=True))
+        return median(
+            blocked / saved for blocked, (saved, _) in zip(self.blocked, self.seconds, strict=True)
+        )
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--data", help=_store.HELP)
     parser.add_argument("--quick", action="store_true", help="the tiny model, few steps")
     parser.add_argument("--every", type=int, help="steps of a window (50)")
@@ -136,21 +162,43 @@ def main() -> int:
     args.pairs = args.pairs or (1 if args.quick else PAIRS)
     shares, figures = [], {}
     head = f"seconds a {args.every} steps"
-    print(f"{'engine':8} {'checkpoints':12} {head:>20} {'time lost':>10} {'CPU time':>9} {'blocked':>8}")
+    print(
+        f"{'engine':8} {'checkpoints':12} {head:>20} {'time lost':>10} {'CPU time':>9}"
+        f" {'blocked':>8}"
+    )
     with tempfile.TemporaryDirectory() as folder, _runs.RankServer(f"{folder}/output") as launcher:
         for engine in ("zero2", "fsdp"):
             for kind in KINDS:
                 measured = Measurement(launcher, Path(folder), engine, kind, args)
-                lost, cpu, blocked = measured.share_lost, measured.share_of_cpu, measured.share_blocked
+                lost, cpu, blocked = (
+                    measured.share_lost,
+                    measured.share_of_cpu,
+                    measured.share_blocked,
+                )
                 seconds = median(without for _, without in measured.seconds)
-                figures[f"{engine}_{kind}"] = {"seconds": seconds, "lost": lost, "cpu": cpu, "blocked": blocked}
-                print(f"{engine:8} {kind:12} {seconds:20.2f} {lost:10.1%} {cpu:9.1%} {blocked:8.1%}", flush=True)
+                figures[f"{engine}_{kind}"] = {
+                    "seconds": seconds,
+                    "lost": lost,
+                    "cpu": cpu,
+                    "blocked": blocked,
+                }
+                print(
+                    f"{engine:8} {kind:12} {seconds:20.2f} {lost:10.1%} {cpu:9.1%} {blocked:8.1%}",
+                    flush=True,
+                )
                 if kind == "async":
                     shares.append(lost)
     claims = [_report.claim("save_stall_share", max(shares), "<=", 0.05, measured=True)]
     preset = "tiny" if args.quick else "quickstart"
     return _report.write(
-        args.json, claims, args.quick, save_freq=args.every, pairs=args.pairs, preset=preset, ranks=2, figures=figures
+        args.json,
+        claims,
+        args.quick,
+        save_freq=args.every,
+        pairs=args.pairs,
+        preset=preset,
+        ranks=2,
+        figures=figures,
     )
 
 

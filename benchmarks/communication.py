@@ -1,13 +1,15 @@
-"""Cost of the communication settings: step time, exposed communication and memory by DeepSpeed's bucket size.
+"""Cost of the communication settings: step time, exposed communication and memory by DeepSpeed's
+bucket size.
 
     python benchmarks/communication.py [--data STORE] [--quick] [--rounds R] [--json FILE]
 
-Trainings on two ranks of this machine (gloo; NCCL with GPUs) of a model of 80M to 95M parameters (depending on the
-store's vocabulary), two micro-batches per step: DDP, FSDP2, and ZeRO-1, 2 and 3 with the settings of ds_configs/ except
-for the bucket size. Variants run in turns. Of each run, steps 4 to 9 are timed (median wall time between two records of
-the log, over all rounds), and 10 to 12 profiled: the fraction of the time in which a collective ran and nothing was
-computed. Memory is the peak of a rank in the log.
-The claims: the size that "auto" means on this machine is at most 10 % slower than the fastest one.
+Trainings on two ranks of this machine (gloo; NCCL with GPUs) of a model of 80M to 95M parameters
+(depending on the store's vocabulary), two micro-batches per step: DDP, FSDP2, and ZeRO-1, 2 and 3
+with the settings of ds_configs/ except for the bucket size. Variants run in turns. Of each run,
+steps 4 to 9 are timed (median wall time between two records of the log, over all rounds), and 10
+to 12 profiled: the fraction of the time in which a collective ran and nothing was computed. Memory
+is the peak of a rank in the log. The claims: the size that "auto" means on this machine is at most
+10 % slower than the fastest one.
 """
 
 from __future__ import annotations
@@ -33,8 +35,12 @@ SHIPPED = GPU_BUCKET if torch.cuda.is_available() else CPU_BUCKET
 KEYS = ("reduce_bucket_size", "allgather_bucket_size", "stage3_prefetch_bucket_size")
 WARM, TIMED, PROFILED = 3, 6, 3
 LARGE = [
-    "model.hidden_size=512", "model.n_blocks=8", "model.n_heads=8", "model.cond_dim=512", "training.train_batch_size=4",
-]  # fmt: skip
+    "model.hidden_size=512",
+    "model.n_blocks=8",
+    "model.n_heads=8",
+    "model.cond_dim=512",
+    "training.train_batch_size=4",
+]
 
 
 def variants(folder: Path, quick: bool) -> dict[str, list[str]]:
@@ -51,19 +57,30 @@ def variants(folder: Path, quick: bool) -> dict[str, list[str]]:
     return found
 
 
-def measure(launcher: _runs.RankServer, args, folder: Path, words: list[str]) -> tuple[list[float], float, float]:
+def measure(
+    launcher: _runs.RankServer, args, folder: Path, words: list[str]
+) -> tuple[list[float], float, float]:
     """Seconds of the timed steps, exposed share of the profiled ones, peak GiB of a rank."""
     last = WARM + TIMED
     words = _runs.settings(
-        args.data, folder, "run", 2, *([] if args.quick else LARGE), "logging.log_freq=1",
+        args.data,
+        folder,
+        "run",
+        2,
+        *([] if args.quick else LARGE),
+        "logging.log_freq=1",
         "checkpoints.async_save=false",
-        f"training.num_train_steps={last + PROFILED}", f"training.profile=[{last + 1},{last + PROFILED}]", *words,
-    )  # fmt: skip
+        f"training.num_train_steps={last + PROFILED}",
+        f"training.profile=[{last + 1},{last + PROFILED}]",
+        *words,
+    )
     launcher.run(2, words)
     log = _runs.read_log(folder / "run")
     ends = [datetime.fromisoformat(record["time"]).timestamp() for record in log]
     seconds = [after - before for before, after in zip(ends[WARM - 1 : last], ends[WARM:last])]
-    (profile,) = (e for e in _runs.read_log(folder / "run", "events.jsonl") if e["event"] == "profile")
+    (profile,) = (
+        e for e in _runs.read_log(folder / "run", "events.jsonl") if e["event"] == "profile"
+    )
     if profile["error"] is not None or len(seconds) != TIMED:
         sys.exit(f"a run has no profile or not {TIMED} timed steps: {profile}, {len(log)} records")
     memory = max(record["peak_memory_gib"] for record in log)
@@ -72,9 +89,13 @@ def measure(launcher: _runs.RankServer, args, folder: Path, words: list[str]) ->
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--data", help=_store.HELP)
-    parser.add_argument("--quick", action="store_true", help="the tiny preset, ZeRO-2 with two sizes")
+    parser.add_argument(
+        "--quick", action="store_true", help="the tiny preset, ZeRO-2 with two sizes"
+    )
     parser.add_argument("--rounds", type=int, help="runs of each variant (default 2, --quick 1)")
     parser.add_argument("--json", help="write conditions, figures and claims here")
     args = parser.parse_args()
@@ -91,20 +112,32 @@ def main() -> int:
                     found[variant][0].extend(seconds)
                     found[variant][1].append(exposed)
                     found[variant][2].append(memory)
-                    print(f"round {turn + 1}: {variant:18} {median(seconds):.3f} s per step", flush=True)
+                    print(
+                        f"round {turn + 1}: {variant:18} {median(seconds):.3f} s per step",
+                        flush=True,
+                    )
     rows = {
         variant: {"step_seconds": median(s), "exposed_share": median(e), "peak_memory_gib": max(m)}
         for variant, (s, e, m) in found.items()
     }
     print("\nbucket (elements)    s / step   exposed communication   peak GiB / rank")
     for variant, row in rows.items():
-        print(f"{variant:20} {row['step_seconds']:8.3f} {row['exposed_share']:15.1%} {row['peak_memory_gib']:21.2f}")
+        print(
+            f"{variant:20} {row['step_seconds']:8.3f} {row['exposed_share']:15.1%}"
+            f" {row['peak_memory_gib']:21.2f}"
+        )
     claims = []
     for stage in ("zero1", "zero2", "zero3"):
-        times = {variant: row["step_seconds"] for variant, row in rows.items() if variant.startswith(stage)}
+        times = {
+            variant: row["step_seconds"]
+            for variant, row in rows.items()
+            if variant.startswith(stage)
+        }
         if times:
             ratio = times[f"{stage} {SHIPPED:,}"] / min(times.values())
-            claims.append(_report.claim(f"bucket_time_ratio_{stage}", ratio, "<=", 1.1, measured=True))
+            claims.append(
+                _report.claim(f"bucket_time_ratio_{stage}", ratio, "<=", 1.1, measured=True)
+            )
     return _report.write(args.json, claims, args.quick, ranks=2, rounds=rounds, rows=rows)
 
 

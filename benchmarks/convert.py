@@ -2,31 +2,35 @@
 
     python benchmarks/convert.py [--quick] [--rounds N] [--large] [--keep DIR] [--json FILE]
 
-Real checkpoints of two ranks are made first (benchmarks/_checkpoints.py): ZeRO-2, ZeRO-3 and FSDP2 of a model of about
-98M parameters (1.4M with --quick), with their optimizers. Then, in turns:
+Real checkpoints of two ranks are made first (benchmarks/_checkpoints.py): ZeRO-2, ZeRO-3 and FSDP2
+of a model of about 98M parameters (1.4M with --quick), with their optimizers. Then, in turns:
 
 * speed: `mmldlm convert` (start-up included, every CRC checked) against DeepSpeed's zero_to_fp32,
-  torch's dcp_to_torch, and `dd conv=fsync` of a file as large as the output; and a re-shard with the optimizer, ZeRO-2
-  to ZeRO-3 and ZeRO-3 to ZeRO-2 of four ranks, against ds_to_universal, which is what takes DeepSpeed to another world
-  size (the universal form by mmldlm is timed too). Ours has its output on the disk when it returns; no peer has, so
-  both are timed in both forms. The claims compare both as they come, which is the strictest: ours flushed, the peers
-  not; beside are printed the ratios with both on the disk (the peers with a `sync` of the files they wrote) and with
-  neither (ours with --no-fsync). dcp_to_torch cannot leave the optimizer out and writes it too. No tool finds an output
-  to replace. Medians; CPU seconds are printed beside, because wall time on a shared machine is noisy. mmldlm's modules
-  are compiled to bytecode first, as pip does with what it installs.
-* peak_mib: the largest resident set of any of these conversions; with --large also of a ZeRO-2 checkpoint of 8 ranks
-  and 1,000M parameters, written by mmldlm's own writer (6 GB, and 4 GB for each output); zero_to_fp32 is timed there
-  too, and its ratio printed.
-* tensors_unequal: converted weights against the live engines' values, dumped before saving; also on the awkward small
-  checkpoints of tests/support/make_zero.py (stages 0 to 3, world sizes 1, 2, 4; 2 alone with --quick). And the
-  round trip zero2@2 -> zero3@4 -> dcp@1 -> universal -> zero2@2 of the large ZeRO-2 checkpoint, with its moments,
-  against its beginning; of a small one DeepSpeed itself loads the end, in a model of another seed, and must find the
-  loss that the engine had which saved it (tests/support/load_zero.py).
-* fuzz_wrong_files: flipped bits, cut files, swapped, mixed, renamed rank files, hostile pickles: conversions and
-  re-shards that gave other weights or moments than the intact checkpoint, or ran what a pickle asked for. DCP's own
-  .metadata has no checksum, so that checkpoint is fuzzed inside an mmldlm checkpoint, whose manifest has. And files of
-  other programs: views that torch saves with a sign, names of torch's wrappers, one rank's or one shard's file, several
-  models in a folder, two files in one: the model's names and bits, or refused.
+  torch's dcp_to_torch, and `dd conv=fsync` of a file as large as the output; and a re-shard with
+  the optimizer, ZeRO-2 to ZeRO-3 and ZeRO-3 to ZeRO-2 of four ranks, against ds_to_universal,
+  which is what takes DeepSpeed to another world size (the universal form by mmldlm is timed too).
+  Ours has its output on the disk when it returns; no peer has, so both are timed in both forms.
+  The claims compare both as they come, which is the strictest: ours flushed, the peers not; beside
+  are printed the ratios with both on the disk (the peers with a `sync` of the files they wrote)
+  and with neither (ours with --no-fsync). dcp_to_torch cannot leave the optimizer out and writes
+  it too. No tool finds an output to replace. Medians; CPU seconds are printed beside, because wall
+  time on a shared machine is noisy. mmldlm's modules are compiled to bytecode first, as pip does
+  with what it installs.
+* peak_mib: the largest resident set of any of these conversions; with --large also of a ZeRO-2
+  checkpoint of 8 ranks and 1,000M parameters, written by mmldlm's own writer (6 GB, and 4 GB for
+  each output); zero_to_fp32 is timed there too, and its ratio printed.
+* tensors_unequal: converted weights against the live engines' values, dumped before saving; also
+  on the awkward small checkpoints of tests/support/make_zero.py (stages 0 to 3, world sizes 1, 2,
+  4; 2 alone with --quick). And the round trip zero2@2 -> zero3@4 -> dcp@1 -> universal -> zero2@2
+  of the large ZeRO-2 checkpoint, with its moments, against its beginning; of a small one DeepSpeed
+  itself loads the end, in a model of another seed, and must find the loss that the engine had
+  which saved it (tests/support/load_zero.py).
+* fuzz_wrong_files: flipped bits, cut files, swapped, mixed, renamed rank files, hostile pickles:
+  conversions and re-shards that gave other weights or moments than the intact checkpoint, or ran
+  what a pickle asked for. DCP's own .metadata has no checksum, so that checkpoint is fuzzed inside
+  an mmldlm checkpoint, whose manifest has. And files of other programs: views that torch saves
+  with a sign, names of torch's wrappers, one rank's or one shard's file, several models in a
+  folder, two files in one: the model's names and bits, or refused.
 """
 
 from __future__ import annotations
@@ -50,11 +54,24 @@ import _report
 ROOT = Path(__file__).resolve().parent.parent
 HERE = Path(__file__).resolve().parent
 SMALL_CASES = (
-    "z0_fp32", "z0_bf16", "z1_bf16", "z1_bf16opt", "z2_bf16", "z2_robin", "z2_elastic", "z3_bf16", "z3_subgroups",
-)  # fmt: skip
+    "z0_fp32",
+    "z0_bf16",
+    "z1_bf16",
+    "z1_bf16opt",
+    "z2_bf16",
+    "z2_robin",
+    "z2_elastic",
+    "z3_bf16",
+    "z3_subgroups",
+)
 LATER = ("z2_later", "z3_later")
 FLUSHED, LOOSE = "the same + sync", "mmldlm --no-fsync"
-ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT), "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "2"}
+ENVIRONMENT = {
+    **os.environ,
+    "PYTHONPATH": str(ROOT),
+    "DS_ACCELERATOR": "cpu",
+    "OMP_NUM_THREADS": "2",
+}
 ENVIRONMENT.pop("PYTHONDONTWRITEBYTECODE", None)
 
 
@@ -63,24 +80,31 @@ def python(*words: str | Path) -> list[str]:
 
 
 def torchrun(world_size: int, *words: str | Path) -> list[str]:
-    return python("-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={world_size}", *words)
+    return python(
+        "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={world_size}", *words
+    )
 
 
 def check(command: list[str]) -> str:
     """Runs a command that must succeed; its output."""
     done = subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True)
     if done.returncode:
-        raise SystemExit(f"{' '.join(command[:6])} ... failed:\n{done.stdout[-2000:]}{done.stderr[-3000:]}")
+        raise SystemExit(
+            f"{' '.join(command[:6])} ... failed:\n{done.stdout[-2000:]}{done.stderr[-3000:]}"
+        )
     return done.stdout
 
 
 def measure(command: list[str]) -> tuple[float, float, float]:
     """Wall seconds, CPU seconds and peak resident MiB of a command that must succeed.
 
-    The peak counts this process too, whose memory a child starts from; so nothing large is imported here.
+    The peak counts this process too, whose memory a child starts from; so nothing large is
+    imported here.
     """
     started = time.perf_counter()
-    process = subprocess.Popen(command, env=ENVIRONMENT, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
+    process = subprocess.Popen(
+        command, env=ENVIRONMENT, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE
+    )
     errors = process.stderr.read()
     _, status, used = os.wait4(process.pid, 0)
     wall = time.perf_counter() - started
@@ -94,7 +118,8 @@ def convert(source: Path, out: Path) -> list[str]:
     return python("-m", "mmldlm.cli", "convert", source, out, "--force")
 
 
-# -- speed and memory -------------------------------------------------------------------------------------------------
+# -- speed and memory
+# -------------------------------------------------------------------------------------------------
 
 
 def tools(name: str, folder: Path, scratch: Path) -> dict[str, tuple[list[str], Path]]:
@@ -105,16 +130,28 @@ def tools(name: str, folder: Path, scratch: Path) -> dict[str, tuple[list[str], 
     out, other, loose = scratch / name, scratch / f"{name}_peer", scratch / f"{name}_loose"
     if name.startswith("reshard"):
         source, stage = folder / f"zero{name[-1]}", {"2": "zero3", "3": "zero2"}[name[-1]]
-        words = ("--input_folder", source / "step", "--output_folder", other / "universal", "--inject_missing_state")
+        words = (
+            "--input_folder",
+            source / "step",
+            "--output_folder",
+            other / "universal",
+            "--inject_missing_state",
+        )
         universal, more = scratch / f"{name}_universal", ("--to", stage, "--world", "4")
         return {
             "mmldlm": ([*convert(source, out), *more], out),
             LOOSE: ([*convert(source, loose), *more, "--no-fsync"], loose),
-            "ds_to_universal": (python("-m", "deepspeed.checkpoint.ds_to_universal", *words), other),
+            "ds_to_universal": (
+                python("-m", "deepspeed.checkpoint.ds_to_universal", *words),
+                other,
+            ),
             "mmldlm universal": ([*convert(source, universal), "--to", "universal"], universal),
         }
     source = folder / name
-    ours = {"mmldlm": (convert(source, out), out), LOOSE: ([*convert(source, loose), "--no-fsync"], loose)}
+    ours = {
+        "mmldlm": (convert(source, out), out),
+        LOOSE: ([*convert(source, loose), "--no-fsync"], loose),
+    }
     if name == "fsdp":  # zero2, zero3 and 1000M are ZeRO's
         words = ("-m", "torch.distributed.checkpoint.format_utils", "dcp_to_torch", source, other)
         return {**ours, "dcp_to_torch": (python(*words), other)}
@@ -123,13 +160,22 @@ def tools(name: str, folder: Path, scratch: Path) -> dict[str, tuple[list[str], 
     return {
         **ours,
         "zero_to_fp32": (python(*words), other),
-        "dd": (["dd", f"if={out / 'model.safetensors'}", f"of={copy}", "bs=4M", "conv=fsync"], copy),
+        "dd": (
+            ["dd", f"if={out / 'model.safetensors'}", f"of={copy}", "bs=4M", "conv=fsync"],
+            copy,
+        ),
     }
 
 
 def flush(out: Path) -> list[str]:
     """The command that takes what a peer wrote to the disk."""
-    return ["sync", *map(str, [out] if out.is_file() else sorted(path for path in out.rglob("*") if path.is_file()))]
+    return [
+        "sync",
+        *map(
+            str,
+            [out] if out.is_file() else sorted(path for path in out.rglob("*") if path.is_file()),
+        ),
+    ]
 
 
 def remove(out: Path) -> None:
@@ -137,7 +183,9 @@ def remove(out: Path) -> None:
 
 
 def time_tools(commands: dict[str, tuple[list[str], Path]], rounds: int) -> dict[str, list[float]]:
-    """Tool (see tools) -> medians of wall and CPU seconds, and the largest peak in MiB; the peer also with FLUSHED."""
+    """Tool (see tools) -> medians of wall and CPU seconds, and the largest peak in MiB; the peer
+    also with FLUSHED.
+    """
     peer = list(commands)[2]
     found: dict[str, list] = {}
     for _ in range(rounds):
@@ -148,7 +196,9 @@ def time_tools(commands: dict[str, tuple[list[str], Path]], rounds: int) -> dict
             found.setdefault(tool, []).append(taken)
             if tool == peer:
                 more = measure(flush(out))
-                found.setdefault(FLUSHED, []).append((taken[0] + more[0], taken[1] + more[1], taken[2]))
+                found.setdefault(FLUSHED, []).append(
+                    (taken[0] + more[0], taken[1] + more[1], taken[2])
+                )
             if tool != "mmldlm":
                 remove(out)
     middle = {}
@@ -166,8 +216,12 @@ def rows_of(name: str, middle: dict[str, list[float]]) -> list[dict]:
 
 
 def speedups(commands: dict, middle: dict[str, list[float]]) -> tuple[float, float, float]:
-    """Wall time of the peer over ours: both as they come, both on the disk, neither on the disk."""
-    ours, loose, peer, flushed = (middle[name][0] for name in ("mmldlm", LOOSE, list(commands)[2], FLUSHED))
+    """Wall time of the peer over ours: both as they come, both on the disk, neither on the
+    disk.
+    """
+    ours, loose, peer, flushed = (
+        middle[name][0] for name in ("mmldlm", LOOSE, list(commands)[2], FLUSHED)
+    )
     return peer / ours, flushed / ours, peer / loose
 
 
@@ -175,7 +229,9 @@ def peak_of(rows: list[dict]) -> float:
     return max(row["peak_mib"] for row in rows if row["tool"].startswith("mmldlm"))
 
 
-def time_all(folder: Path, scratch: Path, rounds: int) -> tuple[dict[str, tuple[float, ...]], float, list[dict]]:
+def time_all(
+    folder: Path, scratch: Path, rounds: int
+) -> tuple[dict[str, tuple[float, ...]], float, list[dict]]:
     """speedups by checkpoint, our time over dd's (the worst), and the rows of the table."""
     ratios, rows, against_dd = {}, [], []
     for name in ("zero2", "zero3", "fsdp", "reshard2", "reshard3"):
@@ -188,7 +244,9 @@ def time_all(folder: Path, scratch: Path, rounds: int) -> tuple[dict[str, tuple[
     return ratios, max(against_dd), rows
 
 
-def measure_large(scratch: Path, rounds: int) -> tuple[tuple[float, ...], list[dict], tuple[int, int]]:
+def measure_large(
+    scratch: Path, rounds: int
+) -> tuple[tuple[float, ...], list[dict], tuple[int, int]]:
     """Speedups, rows of the table, and (tensors, unequal), of 1,000M parameters."""
     words = ("synthetic", scratch / "1000M" / "step", "--params", "1000000000", "--ranks", "8")
     check(python(HERE / "_checkpoints.py", *words))
@@ -196,15 +254,24 @@ def measure_large(scratch: Path, rounds: int) -> tuple[tuple[float, ...], list[d
     (scratch / "large").mkdir()
     commands = tools("1000M", scratch, scratch / "large")
     middle = time_tools(commands, rounds)
-    answer = json.loads(check(python(HERE / "_checkpoints.py", "judge-synthetic", scratch / "large" / "1000M")))
-    return speedups(commands, middle), rows_of("1000M", middle), (answer["tensors"], answer["unequal"])
+    answer = json.loads(
+        check(python(HERE / "_checkpoints.py", "judge-synthetic", scratch / "large" / "1000M"))
+    )
+    return (
+        speedups(commands, middle),
+        rows_of("1000M", middle),
+        (answer["tensors"], answer["unequal"]),
+    )
 
 
-# -- exactness --------------------------------------------------------------------------------------------------------
+# -- exactness
+# -------------------------------------------------------------------------------------------------
 
 
 def judge(out: Path, truth: Path, *more: str) -> tuple[int, int]:
-    answer = json.loads(check(python(HERE / "_checkpoints.py", "judge", out, truth, *more)).splitlines()[-1])
+    answer = json.loads(
+        check(python(HERE / "_checkpoints.py", "judge", out, truth, *more)).splitlines()[-1]
+    )
     if answer["unequal"]:
         print(f"unequal in {truth.parent.name}: {answer['names']}")
     return answer["tensors"], answer["unequal"]
@@ -214,19 +281,30 @@ def small_checkpoints(folder: Path, world_sizes: tuple[int, ...]) -> None:
     script = ROOT / "tests" / "support" / "make_zero.py"
     for world_size in world_sizes:
         cases = ",".join([*SMALL_CASES, *(LATER if world_size == 2 else ())])
-        check(torchrun(world_size, script, "--out", folder / f"world{world_size}", "--cases", cases))
+        check(
+            torchrun(world_size, script, "--out", folder / f"world{world_size}", "--cases", cases)
+        )
     check(torchrun(2, script.with_name("make_fsdp.py"), "--out", folder / "small_fsdp"))
 
 
 def compare_all(folder: Path, scratch: Path, world_sizes: tuple[int, ...]) -> tuple[int, int]:
     """Tensors compared, and those that are not the live engine's."""
-    results = [judge(scratch / name, folder / name / "truth.pt") for name in ("zero2", "zero3", "fsdp")]
+    results = [
+        judge(scratch / name, folder / name / "truth.pt") for name in ("zero2", "zero3", "fsdp")
+    ]
     for world_size in world_sizes:
         for case in SMALL_CASES:
             source = folder / f"world{world_size}" / case
             check(convert(source, scratch / "small"))
-            # Under round robin DeepSpeed's own getter of masters is wrong: there the model's weights are the truth.
-            results.append(judge(scratch / "small", source / "truth.npz", *(["--rounded"] if "robin" in case else [])))
+            # Under round robin DeepSpeed's own getter of masters is wrong: there the model's
+            # weights are the truth.
+            results.append(
+                judge(
+                    scratch / "small",
+                    source / "truth.npz",
+                    *(["--rounded"] if "robin" in case else []),
+                )
+            )
     return sum(count for count, _ in results), sum(unequal for _, unequal in results)
 
 
@@ -247,27 +325,40 @@ def round_trip(source: Path, scratch: Path) -> Path:
 
 
 def compare_round_trips(folder: Path, scratch: Path) -> tuple[int, int]:
-    """Tensors and moments compared, and those that are not the same bits; a loss that is not is one more."""
+    """Tensors and moments compared, and those that are not the same bits; a loss that is not is
+    one more.
+    """
     end = round_trip(folder / "zero2", scratch)
     words = ("-m", "mmldlm.cli", "convert", "diff", folder / "zero2", end, "--optimizer")
-    said = subprocess.run(python(*words), env=ENVIRONMENT, capture_output=True, text=True).stdout.splitlines()[-1:]
+    said = subprocess.run(
+        python(*words), env=ENVIRONMENT, capture_output=True, text=True
+    ).stdout.splitlines()[-1:]
     found = re.fullmatch(r"(\d+) tensors equal, (\d+) differ, (\d+) in one alone", "".join(said))
     if found is None:
         raise SystemExit(f"no comparison of {folder / 'zero2'} with {end}: {said}")
     equal, differing, absent = map(int, found.groups())
     shutil.rmtree(end)
     small = folder / "world2" / "z2_bf16"
-    job = {"folder": str(round_trip(small, scratch)), "tag": "zero", "stage": 2, "universal": False, "like": str(small)}
+    job = {
+        "folder": str(round_trip(small, scratch)),
+        "tag": "zero",
+        "stage": 2,
+        "universal": False,
+        "like": str(small),
+    }
     (scratch / "jobs.json").write_text(json.dumps([job]))
     script = ROOT / "tests" / "support" / "load_zero.py"
-    done = subprocess.run(torchrun(2, script, scratch / "jobs.json"), env=ENVIRONMENT, capture_output=True, text=True)
+    done = subprocess.run(
+        torchrun(2, script, scratch / "jobs.json"), env=ENVIRONMENT, capture_output=True, text=True
+    )
     goes_on = "loaded 0" in done.stdout
     if not goes_on:
         print(f"the end of the round trip does not go on as its beginning:\n{done.stdout[-1500:]}")
     return equal + differing + absent + 1, differing + absent + (not goes_on)
 
 
-# -- fuzz -------------------------------------------------------------------------------------------------------------
+# -- fuzz
+# -------------------------------------------------------------------------------------------------
 
 
 class _Hostile:
@@ -284,7 +375,11 @@ def damage(folder: Path, later: Path | None, mark: Path, chooser: random.Random)
     """Damages a copy of a checkpoint in one way; says how."""
     import zipfile
 
-    files = sorted(path for path in folder.rglob("*") if path.suffix in (".pt", ".distcp") or path.name == ".metadata")
+    files = sorted(
+        path
+        for path in folder.rglob("*")
+        if path.suffix in (".pt", ".distcp") or path.name == ".metadata"
+    )
     path = chooser.choice(files)
     data = path.read_bytes()
     twins = [other for other in files if other != path and other.stat().st_size == len(data)]
@@ -292,7 +387,9 @@ def damage(folder: Path, later: Path | None, mark: Path, chooser: random.Random)
     if kind == "cut":
         path.write_bytes(data[: chooser.randrange(len(data))])
     elif kind == "join" and path.suffix == ".pt":
-        other = chooser.choice([chooser.choice(files).read_bytes(), chooser.randbytes(chooser.randrange(1, 600))])
+        other = chooser.choice(
+            [chooser.choice(files).read_bytes(), chooser.randbytes(chooser.randrange(1, 600))]
+        )
         path.write_bytes(chooser.choice([data + other, other + data]))
     elif kind == "swap" and twins:
         other = chooser.choice(twins)
@@ -307,12 +404,16 @@ def damage(folder: Path, later: Path | None, mark: Path, chooser: random.Random)
             entries = [(name, archive.read(name)) for name in archive.namelist()]
         with zipfile.ZipFile(path, "w") as archive:
             for name, record in entries:
-                archive.writestr(name, pickle.dumps(_Hostile(mark)) if name.endswith("data.pkl") else record)
+                archive.writestr(
+                    name, pickle.dumps(_Hostile(mark)) if name.endswith("data.pkl") else record
+                )
     elif kind == "hostile" and path.name == ".metadata":
         path.write_bytes(pickle.dumps(_Hostile(mark)))
     else:
         place = chooser.randrange(len(data))
-        path.write_bytes(data[:place] + bytes([data[place] ^ (1 << chooser.randrange(8))]) + data[place + 1 :])
+        path.write_bytes(
+            data[:place] + bytes([data[place] ^ (1 << chooser.randrange(8))]) + data[place + 1 :]
+        )
         kind = "flip"
     return f"{kind} {path.name}"
 
@@ -330,7 +431,9 @@ def fuzz(folder: Path, scratch: Path, count: int) -> tuple[int, int]:
     whole = pending.commit(engine="fsdp")
     small = folder / "world2"
     sources = [(small / case / "zero", None) for case in ("z0_bf16", "z1_bf16")]
-    sources += [(small / f"z{stage}_bf16" / "zero", small / f"z{stage}_later" / "zero") for stage in (2, 3)]
+    sources += [
+        (small / f"z{stage}_bf16" / "zero", small / f"z{stage}_later" / "zero") for stage in (2, 3)
+    ]
     sources += [(whole, None)]
     chooser, refused, wrong, mark = random.Random(13), 0, 0, scratch / "ran"
     expected = {}
@@ -339,11 +442,16 @@ def fuzz(folder: Path, scratch: Path, count: int) -> tuple[int, int]:
         expected[source] = _weights(scratch / "clean")
     for number in range(count):
         source, later = chooser.choice(sources)
-        victim = scratch / "victim" / "checkpoints" / "step_00000001" if later is None else scratch / "victim" / "zero"
+        victim = (
+            scratch / "victim" / "checkpoints" / "step_00000001"
+            if later is None
+            else scratch / "victim" / "zero"
+        )
         shutil.copytree(source, victim)
         how = damage(victim, later, mark, chooser)
         try:
-            # Half of those with an optimizer that can be carried on are re-sharded, moments and all.
+            # Half of those with an optimizer that can be carried on are re-sharded, moments and
+            # all.
             if later is not None and number % 2:
                 target = chooser.choice(("zero2", "zero3", "dcp", "universal"))
                 convert_state(victim, scratch / "fuzzed", target, 3, force=True)
@@ -369,7 +477,9 @@ def fuzz(folder: Path, scratch: Path, count: int) -> tuple[int, int]:
 
 
 def fuzz_foreign(scratch: Path, count: int) -> tuple[int, int]:
-    """Files of other programs that were refused, and those whose output has other names or bits than the model."""
+    """Files of other programs that were refused, and those whose output has other names or bits
+    than the model.
+    """
     sys.path.insert(0, str(ROOT))
     from safetensors.torch import load_file
 
@@ -380,11 +490,16 @@ def fuzz_foreign(scratch: Path, count: int) -> tuple[int, int]:
     for _ in range(count):
         folder = scratch / "foreign"
         folder.mkdir()
-        source, expected, how = chooser.choice((_views, _wrapped, _several, _part, _joined))(folder, chooser)
+        source, expected, how = chooser.choice((_views, _wrapped, _several, _part, _joined))(
+            folder, chooser
+        )
         try:
             convert_here(source, scratch / "fuzzed", dtype="keep", force=True)
             found = load_file(scratch / "fuzzed" / "model.safetensors")
-            is_same = expected is not None and {name: _bits(value) for name, value in found.items()} == expected
+            is_same = (
+                expected is not None
+                and {name: _bits(value) for name, value in found.items()} == expected
+            )
             if not is_same:
                 wrong += 1
                 print(f"wrong file of another program: {how}")
@@ -409,9 +524,16 @@ def _tensors(chooser: random.Random) -> dict:
     import torch
 
     generator = torch.Generator().manual_seed(chooser.randrange(1 << 30))
-    names = [f"{chooser.choice('abc')}.{number}.{chooser.choice(('weight', 'module.bias'))}" for number in range(4)]
+    names = [
+        f"{chooser.choice('abc')}.{number}.{chooser.choice(('weight', 'module.bias'))}"
+        for number in range(4)
+    ]
     return {
-        name: torch.randn(chooser.randrange(2, 5), chooser.randrange(2, 5), generator=generator).bfloat16().float()
+        name: (
+            torch.randn(chooser.randrange(2, 5), chooser.randrange(2, 5), generator=generator)
+            .bfloat16()
+            .float()
+        )
         for name in names
     }
 
@@ -425,7 +547,8 @@ def _save(value: dict, path: Path) -> Path:
     return path
 
 
-# Each makes one case in a folder: what to convert, name -> bits of the model (None: to be refused), and what it is.
+# Each makes one case in a folder: what to convert, name -> bits of the model (None: to be
+# refused), and what it is.
 def _views(folder: Path, chooser: random.Random) -> tuple[Path, dict | None, str]:
     import torch
 
@@ -439,23 +562,42 @@ def _views(folder: Path, chooser: random.Random) -> tuple[Path, dict | None, str
         lambda x: x.t()[:, 1:],
     )
     state = {name: chooser.choice(views)(value) for name, value in _tensors(chooser).items()}
-    return _save(state, folder / "a.pt"), {name: _bits(value) for name, value in state.items()}, "views"
+    return (
+        _save(state, folder / "a.pt"),
+        {name: _bits(value) for name, value in state.items()},
+        "views",
+    )
 
 
 def _wrapped(folder: Path, chooser: random.Random) -> tuple[Path, dict | None, str]:
-    state, form = _tensors(chooser), folder / chooser.choice(("a.pt", "a.safetensors", "pytorch_model.bin"))
+    state, form = (
+        _tensors(chooser),
+        folder / chooser.choice(("a.pt", "a.safetensors", "pytorch_model.bin")),
+    )
     expected = {name: _bits(value) for name, value in state.items()}
     prefix = chooser.choice(
-        ("_orig_mod.", "_fsdp_wrapped_module.", "module._orig_mod.", "_orig_mod.module.", "module.")
+        (
+            "_orig_mod.",
+            "_fsdp_wrapped_module.",
+            "module._orig_mod.",
+            "_orig_mod.module.",
+            "module.",
+        )
     )
     if prefix == "module.":  # nothing tells it from the name of a child
         expected = {prefix + name: bits for name, bits in expected.items()}
-    return _save({prefix + name: value for name, value in state.items()}, form), expected, f"wrapped in {prefix}"
+    return (
+        _save({prefix + name: value for name, value in state.items()}, form),
+        expected,
+        f"wrapped in {prefix}",
+    )
 
 
 def _several(folder: Path, chooser: random.Random) -> tuple[Path, dict | None, str]:
     first = chooser.choice(("model.safetensors", "pytorch_model.bin", "model.pt"))
-    second = chooser.choice(("model_1.safetensors", "discriminator.bin", "ema.pt", "adapter_model.safetensors"))
+    second = chooser.choice(
+        ("model_1.safetensors", "discriminator.bin", "ema.pt", "adapter_model.safetensors")
+    )
     for name in (first, second):
         _save(_tensors(chooser), folder / "in" / name)
     return folder / "in", None, f"{first} and {second}"
@@ -476,11 +618,18 @@ def _part(folder: Path, chooser: random.Random) -> tuple[Path, dict | None, str]
 def _joined(folder: Path, chooser: random.Random) -> tuple[Path, dict | None, str]:
     state = _tensors(chooser)
     other = {name: value + 1 for name, value in state.items()}  # of the same layout
-    data = [_save(value, folder / name).read_bytes() for value, name in ((state, "a.pt"), (other, "b.pt"))]
+    data = [
+        _save(value, folder / name).read_bytes()
+        for value, name in ((state, "a.pt"), (other, "b.pt"))
+    ]
     chooser.shuffle(data)
     junk = chooser.randbytes(chooser.randrange(1, 5000))
     path = folder / "c.pt"
-    path.write_bytes(b"".join(chooser.choice((data, [data[0], junk, data[1]], [junk, data[0]], [data[0], junk]))))
+    path.write_bytes(
+        b"".join(
+            chooser.choice((data, [data[0], junk, data[1]], [junk, data[0]], [data[0], junk]))
+        )
+    )
     return path, None, "two files in one"
 
 
@@ -489,7 +638,10 @@ def _same_state(source: Path, out: Path) -> bool:
     from mmldlm.checkpoints.formats.open import open_source
     from mmldlm.convert.inspect import compare
 
-    with open_source(source, with_moments=True).weights as one, open_source(out, with_moments=True).weights as two:
+    with (
+        open_source(source, with_moments=True).weights as one,
+        open_source(out, with_moments=True).weights as two,
+    ):
         return not compare(one, two).any
 
 
@@ -502,15 +654,28 @@ def _weights(out: Path) -> tuple[str, bytes]:
     return json.dumps(header, sort_keys=True), data[8 + length :]
 
 
-# -- the whole --------------------------------------------------------------------------------------------------------
+# -- the whole
+# -------------------------------------------------------------------------------------------------
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="a small model, one round: the form, not the figures")
-    parser.add_argument("--rounds", type=int, help="how often each tool runs (default 3, 1 with --quick)")
-    parser.add_argument("--large", action="store_true", help="also convert 1,000M parameters (14 GB of disk)")
-    parser.add_argument("--keep", type=Path, help="make the checkpoints in this folder, or use those that are there")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--quick", action="store_true", help="a small model, one round: the form, not the figures"
+    )
+    parser.add_argument(
+        "--rounds", type=int, help="how often each tool runs (default 3, 1 with --quick)"
+    )
+    parser.add_argument(
+        "--large", action="store_true", help="also convert 1,000M parameters (14 GB of disk)"
+    )
+    parser.add_argument(
+        "--keep",
+        type=Path,
+        help="make the checkpoints in this folder, or use those that are there",
+    )
     parser.add_argument("--json", help="write the claims here")
     args = parser.parse_args()
     world_sizes = (2,) if args.quick else (1, 2, 4)
@@ -518,7 +683,11 @@ def main() -> int:
         folder, scratch = args.keep or Path(temporary) / "made", Path(temporary) / "scratch"
         scratch.mkdir()
         if not (folder / "COMPLETE").exists():
-            sizes = ("--hidden", "64", "--blocks", "4") if args.quick else ("--hidden", "768", "--blocks", "17")
+            sizes = (
+                ("--hidden", "64", "--blocks", "4")
+                if args.quick
+                else ("--hidden", "768", "--blocks", "17")
+            )
             check(torchrun(2, HERE / "_checkpoints.py", "make", folder, *sizes))
             small_checkpoints(folder, world_sizes)
             (folder / "COMPLETE").write_text("")
@@ -536,14 +705,19 @@ def main() -> int:
         refused, wrong = fuzz(folder, scratch, tried)
         refused_foreign, wrong_foreign = fuzz_foreign(scratch, tried)
     for row in rows:
-        figures = f"{row['wall_s']:7.2f} s wall  {row['cpu_s']:7.2f} s CPU  {row['peak_mib']:6.0f} MiB"
+        figures = (
+            f"{row['wall_s']:7.2f} s wall  {row['cpu_s']:7.2f} s CPU  {row['peak_mib']:6.0f} MiB"
+        )
         print(f"{row['checkpoint']:<10} {row['tool']:<17} {figures}")
     for name, (plain, flushed, loose) in ratios.items():
         print(
-            f"{name:<10} {plain:5.1f} times as fast as its peer, both as they come; {flushed:5.1f} with both on the "
-            f"disk, {loose:5.1f} with neither"
+            f"{name:<10} {plain:5.1f} times as fast as its peer, both as they come; {flushed:5.1f}"
+            f" with both on the disk, {loose:5.1f} with neither"
         )
-    print(f"{compared} tensors compared with the live engines; {tried} damaged checkpoints, {refused} refused")
+    print(
+        f"{compared} tensors compared with the live engines; {tried} damaged checkpoints,"
+        f" {refused} refused"
+    )
     print(f"{tried} files of other programs, {refused_foreign} refused")
     resharded = min(ratios["reshard2"][0], ratios["reshard3"][0])
     claims = [

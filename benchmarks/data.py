@@ -1,9 +1,11 @@
-"""Compare the loader with the files it replaces: samples per CPU-second, memory, padding, ten million rows, waiting.
+"""Compare the loader with the files it replaces: samples per CPU-second, memory, padding, ten
+million rows, waiting.
 
     python benchmarks/data.py [--corpus FILE] [--samples N] [--work DIR] [--quick] [--json FILE]
 
-Real text: the prose of 20,000 docstrings of at least 35 words in the installed packages (or the lines of --corpus),
-each cut to 510 tokens. Latents are random unit vectors of 1,024 components. The same samples are written as
+Real text: the prose of 20,000 docstrings of at least 35 words in the installed packages (or the
+lines of --corpus), each cut to 510 tokens. Latents are random unit vectors of 1,024 components.
+The same samples are written as
 
     seed      train_data.json with every text, latents/train/*.npy; texts are tokenized on reading (BERT's tokenizer,
               padded to 512), which is the layout of MM-LDLM's users
@@ -11,16 +13,18 @@ each cut to 510 tokens. Latents are random unit vectors of 1,024 components. The
     store     the packed store, read in the order of the batch plan with data.batching=tokens and windows of
               8,192 samples
 
-and read in turns, each time by its own process: one epoch in batches of 32, as the tensors input_ids, attention_mask
-and latents. CPU-seconds are those of reading only; memory is the growth of the process's peak since before opening.
-`noised` reads the store through the training loader, with noise and masks; its positions give `real_position_share`.
+and read in turns, each time by its own process: one epoch in batches of 32, as the tensors
+input_ids, attention_mask and latents. CPU-seconds are those of reading only; memory is the growth
+of the process's peak since before opening. `noised` reads the store through the training loader,
+with noise and masks; its positions give `real_position_share`.
 
-Ten million rows (random tokens, latents of 32) are opened as at the start of a run, and the batch after 9,000,000
-samples is read. Then the preset `small` trains some steps on the real text, to measure the share of the time that it
-waits for `next(batches)` with data.num_workers=0.
+Ten million rows (random tokens, latents of 32) are opened as at the start of a run, and the batch
+after 9,000,000 samples is read. Then the preset `small` trains some steps on the real text, to
+measure the share of the time that it waits for `next(batches)` with data.num_workers=0.
 
-Writing the data (a few GiB) takes longer than measuring; --work DIR --write-only, then --work DIR, separates the two.
-"""
+Writing the data (a few GiB) takes longer than measuring; --work DIR --write-only, then --work DIR,
+separates the two.
+"""  # noqa: E501
 
 from __future__ import annotations
 
@@ -40,13 +44,22 @@ ROOT = Path(__file__).resolve().parents[1]
 MAX_TOKENS, MIN_OVERRIDES, DIM, BATCH = 510, 35, 1024, 32
 BUCKETS = 256  # global batches of 32 in a window, as many samples as 32 batches of 256
 ROWS, ROW_DIM, RESUME_AT = 10_000_000, 32, 9_000_000
-OVERRIDES = ["training.dtype=fp32", "training.train_batch_size=8", "model.max_seq_len=512", "engine.kind=single"]
+OVERRIDES = [
+    "training.dtype=fp32",
+    "training.train_batch_size=8",
+    "model.max_seq_len=512",
+    "engine.kind=single",
+]
 
 
 def peak_kib() -> int:
     """Return the largest resident set of this process since the last reset."""
     return int(
-        next(line for line in open("/proc/self/status", encoding="utf-8") if line.startswith("VmHWM")).split()[1]
+        next(
+            line
+            for line in open("/proc/self/status", encoding="utf-8")
+            if line.startswith("VmHWM")
+        ).split()[1]
     )
 
 
@@ -55,7 +68,8 @@ def reset_peak() -> None:
     Path("/proc/self/clear_refs").write_text("5", encoding="utf-8")
 
 
-# -- the layouts -------------------------------------------------------------------------------------------------------
+# -- the layouts
+# -------------------------------------------------------------------------------------------------
 
 
 def real_texts(corpus: str | None, num: int) -> list[str]:
@@ -105,13 +119,22 @@ def write_layouts(folder: Path, texts: list[str]) -> float:
         row = np.full(512, tokenizer.pad_token_id, np.int32)
         full = [tokenizer.cls_token_id, *ids, tokenizer.sep_token_id]
         row[: len(full)] = full
-        np.savez(folder / "pairs" / f"{name}_tokens.npz", input_ids=row, attention_mask=np.arange(512) < len(full))
-        records.append({"text": text, "latent_path": f"latents/train/{name}.npy", "doc_id": number})
+        np.savez(
+            folder / "pairs" / f"{name}_tokens.npz",
+            input_ids=row,
+            attention_mask=np.arange(512) < len(full),
+        )
+        records.append(
+            {"text": text, "latent_path": f"latents/train/{name}.npy", "doc_id": number}
+        )
     (folder / "seed" / "train_data.json").write_text(json.dumps(records))
     held = max(2, len(texts) // 100)
     write_store(
         folder / "store",
-        {"train": (texts, tokens, latents), "validation": (texts[:held], tokens[:held], latents[:held])},
+        {
+            "train": (texts, tokens, latents),
+            "validation": (texts[:held], tokens[:held], latents[:held]),
+        },
         tokenizers.identity(tokenizer, "minilm"),
         DIM,
     )
@@ -120,7 +143,9 @@ def write_layouts(folder: Path, texts: list[str]) -> float:
 
 
 def write_store(root: Path, splits: dict, identity: dict, dim: int) -> None:
-    """Write a store as `mmldlm prepare` does, from samples or from an iterator of blocks of samples."""
+    """Write a store as `mmldlm prepare` does, from samples or from an iterator of blocks of
+    samples.
+    """
     from mmldlm.data.store.latent_statistics import LatentStatistics
     from mmldlm.data.store.writers import StoreSplit
     from mmldlm.utils.atomic_files import list_files, write_json
@@ -128,7 +153,10 @@ def write_store(root: Path, splits: dict, identity: dict, dim: int) -> None:
     root.mkdir()
     summaries, measured = {}, None
     for name, blocks in splits.items():
-        writer, statistics = StoreSplit(root, name, (dim,), identity["vocab_size"]), LatentStatistics(dim, 10**9)
+        writer, statistics = (
+            StoreSplit(root, name, (dim,), identity["vocab_size"]),
+            LatentStatistics(dim, 10**9),
+        )
         for texts, tokens, latents in [blocks] if isinstance(blocks, tuple) else blocks:
             writer.add(texts, tokens, latents)
             statistics.add(latents)
@@ -167,7 +195,8 @@ def write_rows(root: Path, rows: int) -> None:
     write_store(root, {"train": blocks(rows), "validation": blocks(1000)}, identity, ROW_DIM)
 
 
-# -- reading them, each in its own process -----------------------------------------------------------------------
+# -- reading them, each in its own process
+# -----------------------------------------------------------------------
 
 
 def read_seed(folder: Path):
@@ -185,7 +214,11 @@ def read_seed(folder: Path):
         for number in order[start : start + BATCH]:
             record = records[number]
             encoded = tokenizer(
-                record["text"], max_length=512, padding="max_length", truncation=True, return_tensors="pt"
+                record["text"],
+                max_length=512,
+                padding="max_length",
+                truncation=True,
+                return_tensors="pt",
             )
             latent = torch.from_numpy(np.load(folder / "seed" / record["latent_path"])).float()
             rows.append((encoded["input_ids"][0], encoded["attention_mask"][0], latent))
@@ -198,7 +231,9 @@ def read_pairs(folder: Path):
     import torch
 
     yield "ready"
-    names = sorted(entry.name[:-4] for entry in os.scandir(folder / "pairs") if entry.name.endswith(".npy"))
+    names = sorted(
+        entry.name[:-4] for entry in os.scandir(folder / "pairs") if entry.name.endswith(".npy")
+    )
     order = np.random.default_rng(0).permutation(len(names))
     for start in range(0, len(order), BATCH):
         rows = []
@@ -246,7 +281,11 @@ def read_noised(folder: Path):
     yield "ready"
     dataset, _ = open_dataset(config)
     for (batch,) in iterate_steps(dataset, 0, dataset.plan.batches_per_epoch):
-        yield batch.tensors["text_tokens"], batch.tensors["attention_mask"], batch.tensors["latents"]
+        yield (
+            batch.tensors["text_tokens"],
+            batch.tensors["attention_mask"],
+            batch.tensors["latents"],
+        )
 
 
 def open_dataset(config):
@@ -258,7 +297,9 @@ def open_dataset(config):
     data = open_data(config)
     model = data.config.model
     ids = (model.mask_token_id, model.pad_token_id, model.eos_token_id)
-    noiser = Noiser(data.config, *ids, data.latent_mean, data.latent_std, max_norm=data.max_latent_norm())
+    noiser = Noiser(
+        data.config, *ids, data.latent_mean, data.latent_std, max_norm=data.max_latent_norm()
+    )
     plan = data.training_plan(config.training.train_batch_size)
     return MicroBatches(data.train, plan, noiser, 0, 1, 1), data.config
 
@@ -279,9 +320,18 @@ def measure_reading(kind: str, folder: Path) -> dict:
     before, started = peak_kib(), time.process_time()
     samples = positions = real = 0
     for ids, mask, latents in reader:
-        samples, positions, real = samples + len(latents), positions + ids.numel(), real + int(mask.sum())
+        samples, positions, real = (
+            samples + len(latents),
+            positions + ids.numel(),
+            real + int(mask.sum()),
+        )
     cpu = time.process_time() - started
-    return {"samples": samples, "cpu": cpu, "mib": (peak_kib() - before) / 1024, "share": real / positions}
+    return {
+        "samples": samples,
+        "cpu": cpu,
+        "mib": (peak_kib() - before) / 1024,
+        "share": real / positions,
+    }
 
 
 def measure_rows(folder: Path) -> dict:
@@ -292,7 +342,9 @@ def measure_rows(folder: Path) -> dict:
     from mmldlm.tasks.translation.data import open_data
 
     config = load_config("small", None, [f"data.latent_data_root={folder / 'rows'}", *OVERRIDES])
-    rows = json.loads((folder / "rows" / "manifest.json").read_text())["splits"]["train"]["num_samples"]
+    rows = json.loads((folder / "rows" / "manifest.json").read_text())["splits"]["train"][
+        "num_samples"
+    ]
     reset_peak()
     before, started = peak_kib(), time.perf_counter()
     data = open_data(config)
@@ -321,7 +373,9 @@ def measure_wait(folder: Path, steps: int, preset: str) -> dict:
     torch.manual_seed(0)
     model, objective = MultimodalMMDiT(config.model), TranslationObjective(config)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
-    stream = iterate_steps(dataset, 0, steps + 1, config.data.num_workers, config.data.prefetch_factor)
+    stream = iterate_steps(
+        dataset, 0, steps + 1, config.data.num_workers, config.data.prefetch_factor
+    )
     waits, steps_seconds = [], []
     for _ in range(steps + 1):
         started = time.perf_counter()
@@ -337,16 +391,23 @@ def measure_wait(folder: Path, steps: int, preset: str) -> dict:
 
 def run_child(part: str, folder: Path, *args: str) -> dict:
     """Run one measurement in its own process."""
-    env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
+    env = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),
+    }
     command = [sys.executable, __file__, "--part", part, "--folder", str(folder), *args]
-    done = subprocess.run(command, env={**env, "TOKENIZERS_PARALLELISM": "false"}, stdout=subprocess.PIPE, text=True)
+    done = subprocess.run(
+        command, env={**env, "TOKENIZERS_PARALLELISM": "false"}, stdout=subprocess.PIPE, text=True
+    )
     if done.returncode:
         raise SystemExit(f"{part} ended with {done.returncode}")
     return json.loads(done.stdout.splitlines()[-1])
 
 
 def drop_page_cache(folder: Path) -> None:
-    """Ask the kernel to drop the cached pages of the files, so that they are read from the disk."""
+    """Ask the kernel to drop the cached pages of the files, so that they are read from the
+    disk.
+    """
     os.sync()
     for path in folder.rglob("*.npy"):
         descriptor = os.open(path, os.O_RDONLY)
@@ -355,13 +416,24 @@ def drop_page_cache(folder: Path) -> None:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--corpus", help="a text file, one text per line (default: docstrings of installed packages)")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--corpus",
+        help="a text file, one text per line (default: docstrings of installed packages)",
+    )
     parser.add_argument("--samples", type=int, help="samples of real text (20000)")
-    parser.add_argument("--quick", action="store_true", help="300 samples, 100,000 rows, one turn, two steps of tiny")
+    parser.add_argument(
+        "--quick",
+        action="store_true",
+        help="300 samples, 100,000 rows, one turn, two steps of tiny",
+    )
     parser.add_argument("--json", help="write conditions and claims to this file")
     parser.add_argument("--work", type=Path, help="folder that keeps the data for later runs")
-    parser.add_argument("--write-only", action="store_true", help="with --work: write the data without measuring")
+    parser.add_argument(
+        "--write-only", action="store_true", help="with --work: write the data without measuring"
+    )
     parser.add_argument("--part", help=argparse.SUPPRESS)
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--steps", type=int, default=5, help=argparse.SUPPRESS)
@@ -387,7 +459,9 @@ def main() -> int:
             texts = real_texts(args.corpus, num)
             mean = write_layouts(folder, texts)
             write_rows(folder / "rows", rows)
-            record.write_text(json.dumps({"asked": num, "texts": len(texts), "mean": mean, "rows": rows}))
+            record.write_text(
+                json.dumps({"asked": num, "texts": len(texts), "mean": mean, "rows": rows})
+            )
         written = json.loads(record.read_text())
         if (written["asked"], written["rows"]) != (num, rows):
             raise SystemExit(f"{folder} holds data of another run: {written}")
@@ -408,28 +482,49 @@ def main() -> int:
             print(f"{kind:8} {rate[kind]:14,.0f} {mib:9.1f} {runs[0]['share']:15.3f}", flush=True)
         ratios = (rate["store"] / rate[kind] for kind in ("seed", "pairs"))
         print("store / seed {:.0f}x, store / pairs {:.0f}x".format(*ratios))
-        wait = run_child("wait", folder, *(["--steps", "2", "--preset", "tiny"] if args.quick else []))
+        wait = run_child(
+            "wait", folder, *(["--steps", "2", "--preset", "tiny"] if args.quick else [])
+        )
         wait_share = sum(wait["wait"]) / sum(wait["step"])
-        print(f"small, batch 8: step {statistics.median(wait['step']):.2f} s, waiting {wait_share:.2%}", flush=True)
+        print(
+            f"small, batch 8: step {statistics.median(wait['step']):.2f} s, waiting"
+            f" {wait_share:.2%}",
+            flush=True,
+        )
         warm = [run_child("rows", folder) for _ in range(turns)]
         drop_page_cache(folder / "rows")
         cold = run_child("rows", folder)
     best = {key: statistics.median(run[key] for run in warm) for key in ("open", "mib", "first")}
     print(
-        f"{rows:,} rows: open {best['open']:.2f} s (from the disk {cold['open']:.2f} s), {best['mib']:.0f} MiB; ",
+        f"{rows:,} rows: open {best['open']:.2f} s (from the disk {cold['open']:.2f} s),"
+        f" {best['mib']:.0f} MiB; ",
         end="",
     )
-    print(f"first batch after resume, opening included, {best['first']:.2f} s (from the disk {cold['first']:.2f} s)")
+    print(
+        f"first batch after resume, opening included, {best['first']:.2f} s (from the disk"
+        f" {cold['first']:.2f} s)"
+    )
     claims = [
-        _report.claim("samples_per_cpu_second_ratio", rate["store"] / rate["seed"], ">=", 100, measured=True),
-        _report.claim("real_position_share", found["noised"][0]["share"], ">=", 0.98, measured=True),
+        _report.claim(
+            "samples_per_cpu_second_ratio", rate["store"] / rate["seed"], ">=", 100, measured=True
+        ),
+        _report.claim(
+            "real_position_share", found["noised"][0]["share"], ">=", 0.98, measured=True
+        ),
         _report.claim("open_10m_rows_seconds", best["open"], "<=", 1, measured=True),
         _report.claim("open_10m_rows_mib", best["mib"], "<=", 200, measured=True),
         _report.claim("resume_first_batch_seconds", best["first"], "<=", 2, measured=True),
         _report.claim("loader_wait_share", wait_share, "<=", 0.01, measured=True),
     ]
     return _report.write(
-        args.json, claims, args.quick, samples=num_texts, mean_tokens=mean, rows=rows, turns=turns, rates=rate
+        args.json,
+        claims,
+        args.quick,
+        samples=num_texts,
+        mean_tokens=mean,
+        rows=rows,
+        turns=turns,
+        rates=rate,
     )
 
 

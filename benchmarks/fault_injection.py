@@ -2,14 +2,15 @@
 
     python benchmarks/fault_injection.py [--data STORE] [--quick] [--json FILE]
 
-For each of 17 faults x 6 engines x accumulation 1 and 3, two gloo ranks train 8 steps with the fault at step 5. A cell
-holds if nothing hangs, all ranks agree, the event names the right step, sample, tensor or rank, the saved state is
-finite, and every later loss is bitwise equal to a reference run of the same engine. The reference gets the same batches
-without the faulty step (a skip), without the sample (a corrupted row), or without the fault (after a rollback). A fault
-of saving costs at most one checkpoint. A run in which no step is applied ends with exit code 4 on every rank, and one
-whose newest training state has wrong values is resumed from the checkpoint before. Two of them mount a disk that only
-one rank sees, which needs root.
---quick: every engine once, half of them with accumulation, dying ranks under one of them, faults of saving under two.
+For each of 17 faults x 6 engines x accumulation 1 and 3, two gloo ranks train 8 steps with the
+fault at step 5. A cell holds if nothing hangs, all ranks agree, the event names the right step,
+sample, tensor or rank, the saved state is finite, and every later loss is bitwise equal to a
+reference run of the same engine. The reference gets the same batches without the faulty step (a
+skip), without the sample (a corrupted row), or without the fault (after a rollback). A fault of
+saving costs at most one checkpoint. A run in which no step is applied ends with exit code 4 on
+every rank, and one whose newest training state has wrong values is resumed from the checkpoint
+before. Two of them mount a disk that only one rank sees, which needs root. --quick: every engine
+once, half of them with accumulation, dying ranks under one of them, faults of saving under two.
 """
 
 from __future__ import annotations
@@ -74,7 +75,9 @@ def check_survived(
     if kind == STOPPED:
         return check_stopped(folder, name, log)
     later = {record["step"]: record["loss"] for record in log if record["step"] > FAULT_STEP}
-    if set(later) != set(range(FAULT_STEP + 1, STEPS + 1)) or not all(isinstance(x, float) for x in later.values()):
+    if set(later) != set(range(FAULT_STEP + 1, STEPS + 1)) or not all(
+        isinstance(x, float) for x in later.values()
+    ):
         return f"later losses {later}"
     skipped = [record["step"] for record in log if record["skipped"]]
     if skipped != ([FAULT_STEP] if kind == SKIPPED else []):
@@ -86,8 +89,14 @@ def check_survived(
         ranks = [entry["rank"] for entry in skips[0]["bad_micro_batches"]]
         expected = {"NaN loss on one rank": [1], "Inf loss on all ranks": [0, 1]}.get(fault, [])
         if ranks != expected or not (Path(folder) / slug(name) / skips[0]["case"]).is_file():
-            return f"the event names ranks {ranks}, not {expected}, and case {skips[0].get('case')}"
-    lost = [event for event in events(folder, name, "save_failed") if event["step"] != LOST_STEP or kind != NOT_SAVED]
+            return (
+                f"the event names ranks {ranks}, not {expected}, and case {skips[0].get('case')}"
+            )
+    lost = [
+        event
+        for event in events(folder, name, "save_failed")
+        if event["step"] != LOST_STEP or kind != NOT_SAVED
+    ]
     if lost or (Path(folder) / slug(name) / "latest").resolve().name != f"step_{STEPS:08d}":
         return f"not saved: {lost}, latest {(Path(folder) / slug(name) / 'latest').resolve().name}"
     if kind == NOT_SAVED:
@@ -100,7 +109,9 @@ def check_survived(
             return f"bad_sample events {bad}"
         reference = events(folder, f"{engine} {accum} ref {kind}", "bad_sample")
         if [event["id"] for event in reference] != [bad[0]["id"]]:
-            return f"named sample {bad[0]['id']}, planted in {[event['id'] for event in reference]}"
+            return (
+                f"named sample {bad[0]['id']}, planted in {[event['id'] for event in reference]}"
+            )
     if kind == RESUMED:
         steps = [event["step"] for event in events(folder, name, "resume")]
         if steps != [STEPS - SAVE_EVERY]:
@@ -110,25 +121,44 @@ def check_survived(
         named = [tuple(event.get("tensors", {})) for event in back]
         # A NaN second moment reaches its weight in the same step: both are named.
         planted = ".exp_avg_sq" if "moment" in fault else ""
-        if len(named) != 1 or not any(name.endswith(planted) for name in named[0]) or len(named[0]) > 1 + bool(planted):
+        if (
+            len(named) != 1
+            or not any(name.endswith(planted) for name in named[0])
+            or len(named[0]) > 1 + bool(planted)
+        ):
             return f"rollback events {back}"
     bad_state = nonfinite(Path(folder) / slug(name) / "latest")
     if bad_state:
         return f"saved non-finite {bad_state}"
     if kind in (UNHARMED, NOT_SAVED, RESUMED):  # the other engines are its reference
         expected = reference_losses.setdefault(accum, later)
-        far = {step: (loss, expected[step]) for step, loss in later.items() if abs(loss / expected[step] - 1) > 1e-4}
+        far = {
+            step: (loss, expected[step])
+            for step, loss in later.items()
+            if abs(loss / expected[step] - 1) > 1e-4
+        }
         return f"losses unlike the first engine's: {far}" if far else ""
     reference = f"{engine} {accum} ref {kind}"
-    expected = {record["step"]: record["loss"] for record in records(folder, reference) if record["step"] > FAULT_STEP}
+    expected = {
+        record["step"]: record["loss"]
+        for record in records(folder, reference)
+        if record["step"] > FAULT_STEP
+    }
     return "" if later == expected else f"later losses {later}, reference {expected}"
 
 
 def check_stopped(folder: str, name: str, log: list[dict]) -> str:
     """ "" when all ranks of a run in which no step was applied ended with exit code 4."""
-    codes = [path.read_text() for path in sorted((Path(folder) / slug(name)).glob("exit_code_of_rank*"))]
+    codes = [
+        path.read_text() for path in sorted((Path(folder) / slug(name)).glob("exit_code_of_rank*"))
+    ]
     ends = [event["exit_code"] for event in events(folder, name, "end")]
-    if codes != ["4", "4"] or ends != [4] or len(log) != STEPS or not all(record["skipped"] for record in log):
+    if (
+        codes != ["4", "4"]
+        or ends != [4]
+        or len(log) != STEPS
+        or not all(record["skipped"] for record in log)
+    ):
         return f"exit codes of ranks {codes}, of the log {ends}, {len(log)} steps"
     return ""
 
@@ -143,7 +173,11 @@ def nonfinite(checkpoint: Path) -> str:
     with open_training_state(checkpoint / "engine") as reader:
         for name in reader.names:
             count = int(np.prod(reader.shape(name), dtype=np.int64))
-            trained = ("weight", "exp_avg", "exp_avg_sq") if reader.kind(name) == "trainable" else ("weight",)
+            trained = (
+                ("weight", "exp_avg", "exp_avg_sq")
+                if reader.kind(name) == "trainable"
+                else ("weight",)
+            )
             for what in trained:
                 if not np.isfinite(reader.read(name, what, 0, count)).all():
                     return f"{name}.{what}"
@@ -158,13 +192,21 @@ def check_ended(launcher: _runs.RankServer, words: list[str]) -> str:
         return f"rank 0 still ran after {LIMIT_ENDED:.0f} s"
     if codes[0] == 0:
         return "rank 0 ended with exit code 0"
-    return "" if "rank 1 on" in ranks.output(1_000_000) else f"rank 1 not named: {ranks.output()[-600:]}"
+    return (
+        ""
+        if "rank 1 on" in ranks.output(1_000_000)
+        else f"rank 1 not named: {ranks.output()[-600:]}"
+    )
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--data", help=_store.HELP)
-    parser.add_argument("--quick", action="store_true", help="every engine once, dying ranks under one")
+    parser.add_argument(
+        "--quick", action="store_true", help="every engine once, dying ranks under one"
+    )
     parser.add_argument("--json", help="write conditions and claims here")
     args = parser.parse_args()
     store = _store.given_or_made(args.data)
@@ -175,7 +217,9 @@ def main() -> int:
     if left_out:
         print(f"skipped, as only root may mount: {'; '.join(left_out)}")
     with tempfile.TemporaryDirectory() as folder, _runs.RankServer(f"{folder}/output") as launcher:
-        for engine, accum in ((engine, accum) for engine, accums in chosen.items() for accum in accums):
+        for engine, accum in (
+            (engine, accum) for engine, accums in chosen.items() for accum in accums
+        ):
             words = [store, folder, engine, str(accum)]
             skips_saving = args.quick and engine not in QUICK_SAVING
             faults = [fault for fault in FAULTS if fault not in [*ending, *left_out]]
@@ -191,17 +235,25 @@ def main() -> int:
                     ended = pool.map(lambda fault: check_ended(launcher, [*words, fault]), ending)  # noqa: B023
                     row |= dict(zip(ending, ended, strict=True))
             cells += len(row)
-            failed += [f"{engine}, accumulation {accum}, {fault}: {why}" for fault, why in row.items() if why]
+            failed += [
+                f"{engine}, accumulation {accum}, {fault}: {why}"
+                for fault, why in row.items()
+                if why
+            ]
             marks = "".join("." if not why else "F" for why in row.values())
             held = len(row) - marks.count("F")
-            print(f"{engine:6s} accumulation {accum}  {marks}  {held} of {len(row)} hold", flush=True)
+            print(
+                f"{engine:6s} accumulation {accum}  {marks}  {held} of {len(row)} hold", flush=True
+            )
     for line in failed:
         print(f"FAILED {line}")
     print("faults, in the order of the marks (without the skipped ones): " + "; ".join(FAULTS))
     claims = [_report.claim("cells_failed", len(failed), "<=", 0)]
     if not args.quick:
         claims.append(_report.claim("cells", cells, ">=", 144))
-    return _report.write(args.json, claims, cells=cells, steps=STEPS, fault_step=FAULT_STEP, left_out=left_out)
+    return _report.write(
+        args.json, claims, cells=cells, steps=STEPS, fault_step=FAULT_STEP, left_out=left_out
+    )
 
 
 if __name__ == "__main__":

@@ -2,15 +2,17 @@
 
     python benchmarks/guard_overhead.py [--data STORE] [--quick] [--json FILE]
 
-One process runs the training loop on the preset `mmdit_300m` (--quick: `tiny`) with the guard on and off in turns
-(A B B A); off applies every step without a decision, windows or audit. The ratio is the median over steps, each
-compared with that of the same batch; one step's fraction of an audit (1 / stability.audit_freq) is added to "on".
+One process runs the training loop on the preset `mmdit_300m` (--quick: `tiny`) with the guard on
+and off in turns (A B B A); off applies every step without a decision, windows or audit. The ratio
+is the median over steps, each compared with that of the same batch; one step's fraction of an
+audit (1 / stability.audit_freq) is added to "on".
 
-Host syncs are counted between the arrival of the batch and the end of the optimizer step: every tolist(), and every
-operation whose result or shape the host must read from a tensor. Two reads of the model that happen on a CPU only,
-where they wait for nothing, are not counted: torch.equal (its check of text_positions) and numpy() (lengths of ragged
-attention). To find any other read, the model and its objective also run forward and backward on the device `meta`,
-where reads are errors: `model_reads_off_cpu`.
+Host syncs are counted between the arrival of the batch and the end of the optimizer step: every
+tolist(), and every operation whose result or shape the host must read from a tensor. Two reads of
+the model that happen on a CPU only, where they wait for nothing, are not counted: torch.equal (its
+check of text_positions) and numpy() (lengths of ragged attention). To find any other read, the
+model and its objective also run forward and backward on the device `meta`, where reads are errors:
+`model_reads_off_cpu`.
 """
 
 from __future__ import annotations
@@ -32,7 +34,9 @@ sys.path.insert(0, str(ROOT))
 
 
 class Meter:
-    """CPU seconds and host syncs of each step, from the batch's arrival to the end of engine.step."""
+    """CPU seconds and host syncs of each step, from the batch's arrival to the end of
+    engine.step.
+    """
 
     def __init__(self):
         self.seconds: list[float] = []
@@ -98,20 +102,34 @@ def run(args, folder: str, name: str, guarded: bool, count_syncs: bool) -> Meter
         return tolist(self)
 
     words = [
-        f"data.latent_data_root={args.data}", f"logging.save_dir={folder}", f"logging.run_name={name}",
-        "engine.kind=single", f"training.num_train_steps={args.steps}", f"training.train_batch_size={args.micro}",
-        "training.dtype=fp32", "data.max_validation_samples=2", "logging.save_freq=100000", "logging.eval_freq=100000",
-        "logging.log_freq=100000", "stability.audit_freq=100000", "stability.spike_window=4",
-        "checkpoints.async_save=false", "training.freeze=none", "training.grad_accum_steps=1",
-        "stability.spike_action=log", OPTIMIZER,
-    ]  # fmt: skip
+        f"data.latent_data_root={args.data}",
+        f"logging.save_dir={folder}",
+        f"logging.run_name={name}",
+        "engine.kind=single",
+        f"training.num_train_steps={args.steps}",
+        f"training.train_batch_size={args.micro}",
+        "training.dtype=fp32",
+        "data.max_validation_samples=2",
+        "logging.save_freq=100000",
+        "logging.eval_freq=100000",
+        "logging.log_freq=100000",
+        "stability.audit_freq=100000",
+        "stability.spike_window=4",
+        "checkpoints.async_save=false",
+        "training.freeze=none",
+        "training.grad_accum_steps=1",
+        "stability.spike_action=log",
+        OPTIMIZER,
+    ]
     patches = [
         mock.patch.object(Heartbeat, "enter_phase", record_phase),
         mock.patch.object(TorchEngine, "step", applied),
         mock.patch.object(torch.Tensor, "tolist", listed),
     ]
     if not guarded:
-        patches.append(mock.patch.object(Guard, "decide", lambda self, *values: StepDecision(True)))
+        patches.append(
+            mock.patch.object(Guard, "decide", lambda self, *values: StepDecision(True))
+        )
     for patch in patches:
         patch.start()
     try:
@@ -128,15 +146,22 @@ def run(args, folder: str, name: str, guarded: bool, count_syncs: bool) -> Meter
 
 
 def reads_off_cpu() -> int:
-    """Of three forms of the model (fp32; bf16; bf16 with ragged attention), those that read a tensor off the CPU."""
+    """Of three forms of the model (fp32; bf16; bf16 with ragged attention), those that read a
+    tensor off the CPU.
+    """
     import torch
     from _reference_steps import Ours, Shape
 
-    shape, num_failed = Shape("padded", depth=2, width=64, length=24, batch=4, fill=0.5, vocab=500, latent=32), 0
+    shape, num_failed = (
+        Shape("padded", depth=2, width=64, length=24, batch=4, fill=0.5, vocab=500, latent=32),
+        0,
+    )
     for dtype, ragged in ((torch.float32, False), (torch.bfloat16, False), (torch.bfloat16, True)):
         variant = Ours(shape, dtype)
         variant.model.to("meta")
-        variant.batch.tensors = {name: tensor.to("meta") for name, tensor in variant.batch.tensors.items()}
+        variant.batch.tensors = {
+            name: tensor.to("meta") for name, tensor in variant.batch.tensors.items()
+        }
         try:
             with mock.patch("mmldlm.models.mmdit.packing.has_varlen", return_value=ragged):
                 variant.loss().backward()
@@ -157,13 +182,20 @@ def audit_seconds(args, folder: str) -> float:
     from mmldlm.tasks.translation.data import open_data
     from mmldlm.tasks.translation.parameter_plan import parameter_plan
 
-    words = [f"data.latent_data_root={args.data}", "engine.kind=single", f"logging.save_dir={folder}", OPTIMIZER]
+    words = [
+        f"data.latent_data_root={args.data}",
+        "engine.kind=single",
+        f"logging.save_dir={folder}",
+        OPTIMIZER,
+    ]
     data = open_data(load_config("tiny" if args.quick else "mmdit_300m", None, words))
     model = MultimodalMMDiT(data.config.model)
     engine = build_engine(model, data.config, parameter_plan(model, data.config))
     states = engine.optimizer_state()
     for shard in engine.parameter_shards():
-        states[shard.owner] = {key: torch.zeros_like(shard.owner) for key in ("exp_avg", "exp_avg_sq")}
+        states[shard.owner] = {
+            key: torch.zeros_like(shard.owner) for key in ("exp_avg", "exp_avg_sq")
+        }
     times = []
     for _ in range(3):
         started = time.process_time()
@@ -173,11 +205,17 @@ def audit_seconds(args, folder: str) -> float:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--data", help=_store.HELP)
     parser.add_argument("--quick", action="store_true", help="the tiny preset")
-    parser.add_argument("--steps", type=int, default=6, help="steps of one run (the first is not counted)")
-    parser.add_argument("--pairs", type=int, help="runs with and without the guard (default 3, --quick 2)")
+    parser.add_argument(
+        "--steps", type=int, default=6, help="steps of one run (the first is not counted)"
+    )
+    parser.add_argument(
+        "--pairs", type=int, help="runs with and without the guard (default 3, --quick 2)"
+    )
     parser.add_argument("--micro", type=int, default=4, help="samples per step")
     parser.add_argument("--json", help="write conditions and claims here")
     args = parser.parse_args()
@@ -192,7 +230,10 @@ def main() -> int:
         syncs = run(args, folder, "syncs", True, count_syncs=True).syncs[1:]
         audit_fraction = audit_seconds(args, folder) / 500
     on, off = statistics.median(seconds[True]), statistics.median(seconds[False])
-    print(f"CPU seconds per step: guard on {on:.4f}, off {off:.4f}; a 500th of an audit {audit_fraction:.6f}")
+    print(
+        f"CPU seconds per step: guard on {on:.4f}, off {off:.4f}; a 500th of an audit"
+        f" {audit_fraction:.6f}"
+    )
     # The same step of two runs has the same batch.
     ratio = statistics.median(a / b for a, b in zip(seconds[True], seconds[False], strict=True))
     print(f"host syncs per step: {syncs}")
@@ -202,7 +243,9 @@ def main() -> int:
         _report.claim("model_reads_off_cpu", reads_off_cpu(), "==", 0),
     ]
     preset = "tiny" if args.quick else "mmdit_300m"
-    return _report.write(args.json, claims, args.quick, preset=preset, micro_batch=args.micro, pairs=pairs)
+    return _report.write(
+        args.json, claims, args.quick, preset=preset, micro_batch=args.micro, pairs=pairs
+    )
 
 
 if __name__ == "__main__":

@@ -2,14 +2,16 @@
 
     python benchmarks/parity.py [--optimizer muon] [--data STORE] [--quick] [--json FILE]
 
-200 steps (--quick: 10) of the real training loop on one process; on DDP, FSDP2, ZeRO-0 to 3 and ZeRO-3 with offload on
-two ranks; on FSDP2 with two replicas (hsdp), ZeRO-2 and ZeRO-3 on four. The same global batch everywhere, in two
-accumulated micro-batches. The number of samples is not a multiple of the global batch: at the end of each epoch some
-ranks have empty micro-batches. In fp32 the engines differ by the order of their sums; in bf16 also by what they compute
-in bf16: `single`, `ddp` and `zero0` run under autocast, which keeps norms and losses in fp32, the others cast the
+200 steps (--quick: 10) of the real training loop on one process; on DDP, FSDP2, ZeRO-0 to 3 and
+ZeRO-3 with offload on two ranks; on FSDP2 with two replicas (hsdp), ZeRO-2 and ZeRO-3 on four. The
+same global batch everywhere, in two accumulated micro-batches. The number of samples is not a
+multiple of the global batch: at the end of each epoch some ranks have empty micro-batches. In fp32
+the engines differ by the order of their sums; in bf16 also by what they compute in bf16: `single`,
+`ddp` and `zero0` run under autocast, which keeps norms and losses in fp32, the others cast the
 weights of the whole model.
 
-Distance of weights: relative L2 norm of the difference to `single` over all fp32 masters, read from the checkpoints.
+Distance of weights: relative L2 norm of the difference to `single` over all fp32 masters, read
+from the checkpoints.
 """
 
 from __future__ import annotations
@@ -34,14 +36,23 @@ AT_A_TIME = 3  # trainings: ranks wait for each other most of the time
 
 
 def weight_distance(run: Path, reference: Path) -> float:
-    """||weights - reference|| / ||reference|| over the masters of two runs' last checkpoints, summed in float64."""
+    """||weights - reference|| / ||reference|| over the masters of two runs' last checkpoints,
+    summed in float64.
+    """
     import numpy as np
 
     from mmldlm.checkpoints.resume_reader import open_training_state
 
     difference = norm = 0.0
-    with open_training_state(run / "latest/engine") as ours, open_training_state(reference / "latest/engine") as theirs:
-        trained = [name for name in theirs.names if theirs.kind(name) == "trainable" and theirs.owner(name) == name]
+    with (
+        open_training_state(run / "latest/engine") as ours,
+        open_training_state(reference / "latest/engine") as theirs,
+    ):
+        trained = [
+            name
+            for name in theirs.names
+            if theirs.kind(name) == "trainable" and theirs.owner(name) == name
+        ]
         for name in trained:
             count = int(np.prod(theirs.shape(name), dtype=int))
             expected = theirs.read(name, "weight", 0, count).astype(np.float64)
@@ -51,14 +62,20 @@ def weight_distance(run: Path, reference: Path) -> float:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--data", help=_store.HELP)
     parser.add_argument("--optimizer", choices=_runs.OPTIMIZERS, default="adamw")
     parser.add_argument("--quick", action="store_true", help="10 steps instead of 200")
     parser.add_argument("--json", help="write conditions and claims here")
     args = parser.parse_args()
     sys.path.insert(0, str(_runs.ROOT))
-    data, steps, samples = _store.given_or_made(args.data), 10 if args.quick else 200, 37 if args.quick else 509
+    data, steps, samples = (
+        _store.given_or_made(args.data),
+        10 if args.quick else 200,
+        37 if args.quick else 509,
+    )
     worst = dict.fromkeys(BOUNDS, 0.0)
     print(f"{'':18} {'largest relative loss difference':>33} {'distance of weights':>23}")
     print(f"{'engine':18} {'fp32':>18} {'bf16':>14} {'fp32':>12} {'bf16':>10}")
@@ -75,26 +92,44 @@ def main() -> int:
                 *_runs.OPTIMIZERS[args.optimizer],
                 *_runs.ENGINES[name],
             ]
-            launcher.run(world_size, _runs.settings(data, folder, run.name, world_size, *more), timeout=7200)
+            launcher.run(
+                world_size, _runs.settings(data, folder, run.name, world_size, *more), timeout=7200
+            )
             return run
 
         places = [(name, world_size) for world_size, names in WORLDS.items() for name in names]
         with ThreadPoolExecutor(AT_A_TIME) as pool:
-            runs = {(place, dtype): pool.submit(train, *place, dtype) for place in places for dtype in BOUNDS}
+            runs = {
+                (place, dtype): pool.submit(train, *place, dtype)
+                for place in places
+                for dtype in BOUNDS
+            }
             for name, world_size in places:
                 row = {}
                 for dtype in BOUNDS:
-                    run, base = (runs[place, dtype].result() for place in ((name, world_size), places[0]))
+                    run, base = (
+                        runs[place, dtype].result() for place in ((name, world_size), places[0])
+                    )
                     found = _runs.losses(run)
-                    assert sorted(found) == list(range(1, steps + 1)), f"{run.name} logged other steps"
+                    assert sorted(found) == list(range(1, steps + 1)), (
+                        f"{run.name} logged other steps"
+                    )
                     difference = _runs.loss_difference(found, _runs.losses(base), 1, steps)
                     row[dtype] = difference, weight_distance(run, base)
                     worst[dtype] = max(worst[dtype], difference)
                 columns = row["fp32"][0], row["bf16"][0], row["fp32"][1], row["bf16"][1]
                 shown = "{:18.1e} {:14.1e} {:12.1e} {:10.1e}".format(*columns)
                 print(f"{f'{name} x{world_size}':18} {shown}", flush=True)
-    claims = [_report.claim(f"loss_rel_diff_{dtype}", worst[dtype], "<=", bound) for dtype, bound in BOUNDS.items()]
-    used = {"steps": steps, "samples": samples, "global_batch": _runs.GLOBAL_BATCH, "optimizer": args.optimizer}
+    claims = [
+        _report.claim(f"loss_rel_diff_{dtype}", worst[dtype], "<=", bound)
+        for dtype, bound in BOUNDS.items()
+    ]
+    used = {
+        "steps": steps,
+        "samples": samples,
+        "global_batch": _runs.GLOBAL_BATCH,
+        "optimizer": args.optimizer,
+    }
     return _report.write(args.json, claims, args.quick, preset="tiny", **used)
 
 

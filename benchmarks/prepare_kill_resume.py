@@ -1,11 +1,14 @@
-"""Kill a preparation at random moments and compare its store, byte for byte, with an undisturbed one.
+"""Kill a preparation at random moments and compare its store, byte for byte, with an undisturbed
+one.
 
-    python benchmarks/prepare_kill_resume.py [--corpus FILE] [--kills N] [--quick] [--seed N] [--json FILE]
+    python benchmarks/prepare_kill_resume.py [--corpus FILE] [--kills N] [--quick] [--seed N]
+    [--json FILE]
 
-One preparation of the corpus runs undisturbed in one process. Another is started repeatedly with one to three ranks and
-killed by SIGKILL after a random time: its process group, or one rank of several. Half of the kills come soon after a
-start, where ranks read, tokenize and claim; the others come anywhere between two saved shards. After the last kill it
-runs to its end. Every file of both stores, including the manifest, must be equal, and no other file may be left.
+One preparation of the corpus runs undisturbed in one process. Another is started repeatedly with
+one to three ranks and killed by SIGKILL after a random time: its process group, or one rank of
+several. Half of the kills come soon after a start, where ranks read, tokenize and claim; the
+others come anywhere between two saved shards. After the last kill it runs to its end. Every file
+of both stores, including the manifest, must be equal, and no other file may be left.
 `stores_unequal` counts the files that differ or are in one of the stores only.
 """
 
@@ -47,7 +50,11 @@ def command(corpus: Path, out: Path, ranks: int, options: list[str]) -> list[str
 
 def tree(root: Path) -> dict[str, bytes]:
     """Map the name of every file below a folder to its bytes."""
-    return {p.relative_to(root).as_posix(): p.read_bytes() for p in sorted(root.rglob("*")) if p.is_file()}
+    return {
+        p.relative_to(root).as_posix(): p.read_bytes()
+        for p in sorted(root.rglob("*"))
+        if p.is_file()
+    }
 
 
 def num_results(out: Path) -> int:
@@ -61,22 +68,36 @@ def ranks_of(process: subprocess.Popen) -> list[int]:
     try:
         return [
             int(pid)
-            for pid in Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text(encoding="utf-8").split()
+            for pid in (
+                Path(f"/proc/{process.pid}/task/{process.pid}/children")
+                .read_text(encoding="utf-8")
+                .split()
+            )
         ]
     except FileNotFoundError:
         return []
 
 
-def launch_and_kill(args: list[str], out: Path, soon: bool, rng: random.Random, log) -> tuple[str, bool]:
-    """Start a launch and kill it; return the outcome, and whether it was killed before it ended."""
+def launch_and_kill(
+    args: list[str], out: Path, soon: bool, rng: random.Random, log
+) -> tuple[str, bool]:
+    """Start a launch and kill it; return the outcome, and whether it was killed before it
+    ended.
+    """
     one_rank = rng.random() < 0.5
     before = num_results(out)
-    process = subprocess.Popen(args, env=environment(), stdout=log, stderr=log, start_new_session=True)
+    process = subprocess.Popen(
+        args, env=environment(), stdout=log, stderr=log, start_new_session=True
+    )
     deadline = time.monotonic() + HANG_TIMEOUT
     num_more = rng.randint(1, 4)
     pause = rng.uniform(0, 8.0 if soon else 0.4)
     if not soon:
-        while process.poll() is None and num_results(out) < before + num_more and time.monotonic() < deadline:
+        while (
+            process.poll() is None
+            and num_results(out) < before + num_more
+            and time.monotonic() < deadline
+        ):
             time.sleep(0.005)
     try:
         process.wait(pause)
@@ -96,7 +117,11 @@ def launch_and_kill(args: list[str], out: Path, soon: bool, rng: random.Random, 
         killed = "all"
     for pid in (process.pid, *victims):
         try:
-            os.killpg(process.pid, signal.SIGKILL) if pid == process.pid else os.kill(pid, signal.SIGKILL)
+            (
+                os.killpg(process.pid, signal.SIGKILL)
+                if pid == process.pid
+                else os.kill(pid, signal.SIGKILL)
+            )
         except ProcessLookupError:
             pass
     process.wait()
@@ -104,11 +129,15 @@ def launch_and_kill(args: list[str], out: Path, soon: bool, rng: random.Random, 
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--corpus", help="a text file (default: docstrings of installed packages)")
     parser.add_argument("--kills", type=int, help="number of kills (20)")
     parser.add_argument("--quick", action="store_true", help="2 kills, of a smaller corpus")
-    parser.add_argument("--seed", type=int, help="seed of the random choices (default: random, printed)")
+    parser.add_argument(
+        "--seed", type=int, help="seed of the random choices (default: random, printed)"
+    )
     parser.add_argument("--json", help="write conditions and claims to this file")
     args = parser.parse_args()
     num_kills = args.kills or (2 if args.quick else 20)
@@ -118,23 +147,46 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as folder:
         corpus = Path(folder, "corpus.txt")
         lines = list(dict.fromkeys(texts(args.corpus)))[:num_texts]
-        corpus.write_text("\n".join([*lines, *lines[:50]]) + "\n", encoding="utf-8")  # some of them twice
-        options = ["--overlong", "chunk", "--max-tokens", "24", "--max-samples", str(len(lines) - 20)]
-        quiet, killed, log_path = Path(folder, "quiet", "s"), Path(folder, "killed", "s"), Path(folder, "log")
+        corpus.write_text(
+            "\n".join([*lines, *lines[:50]]) + "\n", encoding="utf-8"
+        )  # some of them twice
+        options = [
+            "--overlong",
+            "chunk",
+            "--max-tokens",
+            "24",
+            "--max-samples",
+            str(len(lines) - 20),
+        ]
+        quiet, killed, log_path = (
+            Path(folder, "quiet", "s"),
+            Path(folder, "killed", "s"),
+            Path(folder, "log"),
+        )
         for out in (quiet, killed):
             out.parent.mkdir()
         with open(log_path, "w", encoding="utf-8") as log:
             started = time.perf_counter()
-            subprocess.run(command(corpus, quiet, 1, options), env=environment(), stdout=log, stderr=log, check=True)
+            subprocess.run(
+                command(corpus, quiet, 1, options),
+                env=environment(),
+                stdout=log,
+                stderr=log,
+                check=True,
+            )
             print(f"undisturbed: {time.perf_counter() - started:.0f} s", flush=True)
             num_done, num_launches = 0, 0
             while num_done < num_kills and num_launches < 3 * num_kills:
                 ranks = rng.randint(1, MAX_RANKS)
                 args_of_launch = command(corpus, killed, ranks, options)
-                outcome, was_killed = launch_and_kill(args_of_launch, killed, num_done % 2 == 1, rng, log)
+                outcome, was_killed = launch_and_kill(
+                    args_of_launch, killed, num_done % 2 == 1, rng, log
+                )
                 num_done, num_launches = num_done + was_killed, num_launches + 1
                 print(f"launch {num_launches:2}, {ranks} rank(s): {outcome}", flush=True)
-                if not was_killed and killed.exists():  # complete before all kills: start from scratch
+                if (
+                    not was_killed and killed.exists()
+                ):  # complete before all kills: start from scratch
                     compare(quiet, killed)
                     subprocess.run(["rm", "-r", str(killed)], check=True)
             last = command(corpus, killed, MAX_RANKS, options)
@@ -146,7 +198,13 @@ def main() -> int:
     print(f"{num_files} files, {num_unequal} differ")
     claims = [_report.claim("stores_unequal", num_unequal + (num_kills - num_done), "<=", 0)]
     return _report.write(
-        args.json, claims, args.quick, kills=num_done, seed=seed, texts=len(lines), max_ranks=MAX_RANKS
+        args.json,
+        claims,
+        args.quick,
+        kills=num_done,
+        seed=seed,
+        texts=len(lines),
+        max_ranks=MAX_RANKS,
     )
 
 
@@ -163,7 +221,9 @@ def texts(corpus: str | None):
 
 
 def compare(one: Path, other: Path) -> list[str]:
-    """Return the names of files that differ or are in one folder only, and of files next to the second folder."""
+    """Return the names of files that differ or are in one folder only, and of files next to the
+    second folder.
+    """
     first, second = tree(one), tree(other)
     found = sorted(name for name in {*first, *second} if first.get(name) != second.get(name))
     found += sorted(path.name for path in other.parent.iterdir() if path != other)

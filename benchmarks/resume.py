@@ -1,17 +1,19 @@
-"""From every engine and world size to every other: is what was loaded what was saved, and do the losses go on?
+"""From every engine and world size to every other: is what was loaded what was saved, and do the
+losses go on?
 
     python benchmarks/resume.py [--optimizer muon] [--data STORE] [--quick] [--json FILE]
 
-Each source trains nine steps and saves at the fourth; what its live engine held at that moment (every master, both
-moments, EMA, frozen weights and buffers, rank by rank) is kept beside the run. Each target starts a new run from that
-checkpoint with weights that were made different first, so that one which is not loaded is seen. Right after loading,
-everything that its ranks hold must equal what was kept, bit for bit, and the weights that the model computes with must
-be those masters in the engine's compute precision. Then it takes the five steps that are left: its losses are compared
-with the source's own, exactly where engine and world size are the same.
+Each source trains nine steps and saves at the fourth; what its live engine held at that moment
+(every master, both moments, EMA, frozen weights and buffers, rank by rank) is kept beside the run.
+Each target starts a new run from that checkpoint with weights that were made different first, so
+that one which is not loaded is seen. Right after loading, everything that its ranks hold must
+equal what was kept, bit for bit, and the weights that the model computes with must be those
+masters in the engine's compute precision. Then it takes the five steps that are left: its losses
+are compared with the source's own, exactly where engine and world size are the same.
 
-{ddp, fsdp, zero1, zero2, zero3} x world {1, 2} to the same engines x world {1, 2, 4} makes 150 pairs in fp32; some more
-in bf16, and with frozen groups and EMA, where FSDP2 with two replicas (hsdp) takes part too. --quick takes a few pairs
-that use every engine and world size once.
+{ddp, fsdp, zero1, zero2, zero3} x world {1, 2} to the same engines x world {1, 2, 4} makes 150
+pairs in fp32; some more in bf16, and with frozen groups and EMA, where FSDP2 with two replicas
+(hsdp) takes part too. --quick takes a few pairs that use every engine and world size once.
 """
 
 from __future__ import annotations
@@ -35,7 +37,12 @@ BOUNDS = {"fp32": 1e-4, "bf16": 2e-2}
 VARIANTS = {
     "fp32": ["training.dtype=fp32"],
     "bf16": ["training.dtype=bf16"],
-    "frozen": ["training.dtype=fp32", "training.loss_type=l2t", "training.freeze=by_mode", "optimizer.ema_decay=0.9"],
+    "frozen": [
+        "training.dtype=fp32",
+        "training.loss_type=l2t",
+        "training.freeze=by_mode",
+        "optimizer.ema_decay=0.9",
+    ],
 }
 # Every engine is left and reached, on every world size.
 QUICK = """
@@ -73,7 +80,10 @@ def pairs_of(quick: bool) -> list[tuple[str, Place, Place]]:
 
     if quick:
         chosen = [tuple(line.split()) for line in QUICK.strip().splitlines()]
-        return [(variant, Place.parse(source), Place.parse(target)) for variant, source, target in chosen]
+        return [
+            (variant, Place.parse(source), Place.parse(target))
+            for variant, source, target in chosen
+        ]
     sources = [Place(engine, world) for engine in ENGINES for world in SOURCE_WORLDS]
     targets = [Place(engine, world) for engine in ENGINES for world in TARGET_WORLDS]
     pairs = [("fp32", source, target) for source in sources for target in targets]
@@ -86,11 +96,14 @@ def pairs_of(quick: bool) -> list[tuple[str, Place, Place]]:
     return list(dict.fromkeys(pairs))
 
 
-# -- in the ranks ------------------------------------------------------------------------------------------------------
+# -- in the ranks
+# -------------------------------------------------------------------------------------------------
 
 
 def held(engine, average) -> dict[str, tuple[int, object]]:
-    """`state|name` -> (first element, values on the host) of everything that a resume must bring back to this rank."""
+    """`state|name` -> (first element, values on the host) of everything that a resume must bring
+    back to this rank.
+    """
     import numpy as np
 
     from mmldlm.engines.base import persistent_buffers
@@ -99,12 +112,24 @@ def held(engine, average) -> dict[str, tuple[int, object]]:
     states = engine.optimizer_state()
     for fragment in engine.parameter_shards():
         state = states[fragment.owner]
-        found[f"weight|{fragment.name}"] = fragment.start, fragment.slice_of(fragment.owner).float().numpy().copy()
+        found[f"weight|{fragment.name}"] = (
+            fragment.start,
+            fragment.slice_of(fragment.owner).float().numpy().copy(),
+        )
         for what in {"exp_avg", "exp_avg_sq"} & state.keys():  # Muon keeps one
-            found[f"{what}|{fragment.name}"] = fragment.start, fragment.slice_of(state[what]).numpy().copy()
-        found[f"step|{fragment.name}"] = fragment.start, np.full(fragment.count, float(state["step"]), np.float32)
+            found[f"{what}|{fragment.name}"] = (
+                fragment.start,
+                fragment.slice_of(state[what]).numpy().copy(),
+            )
+        found[f"step|{fragment.name}"] = (
+            fragment.start,
+            np.full(fragment.count, float(state["step"]), np.float32),
+        )
     for fragment in engine.frozen_shards():
-        found[f"frozen|{fragment.name}"] = fragment.start, fragment.slice_of(fragment.owner).float().numpy().copy()
+        found[f"frozen|{fragment.name}"] = (
+            fragment.start,
+            fragment.slice_of(fragment.owner).float().numpy().copy(),
+        )
     for name, buffer in persistent_buffers(engine.model).items():
         found[f"buffer|{name}"] = 0, buffer.float().reshape(-1).numpy().copy()
     if average is not None:
@@ -114,7 +139,9 @@ def held(engine, average) -> dict[str, tuple[int, object]]:
 
 
 def keep_what_is_saved(folder: Path) -> None:
-    """At SAVE_STEP, just before the product saves, write what this rank's live engine holds to folder."""
+    """At SAVE_STEP, just before the product saves, write what this rank's live engine holds to
+    folder.
+    """
     import numpy as np
 
     from mmldlm.training.checkpointer import Checkpointer
@@ -153,7 +180,9 @@ def read_kept(folder: Path) -> dict[str, object]:
 
 
 def check_what_is_loaded(kept_in: Path, report: Path) -> None:
-    """After the product has loaded, compare what this rank holds with what the source held; write what differs."""
+    """After the product has loaded, compare what this rank holds with what the source held; write
+    what differs.
+    """
     from mmldlm.engines import build
     from mmldlm.training.checkpointer import Checkpointer
 
@@ -170,18 +199,28 @@ def check_what_is_loaded(kept_in: Path, report: Path) -> None:
     def load_and_check(self, checkpoint):
         before = {id(p) for p in self.engine.model.parameters()}
         load(self, checkpoint)
-        assert before == {id(p) for p in self.engine.model.parameters()}, "loading replaced a parameter"
+        assert before == {id(p) for p in self.engine.model.parameters()}, (
+            "loading replaced a parameter"
+        )
         kept = read_kept(kept_in)
         found = held(self.engine, self.average)
         differing = compare(found, kept) + compare_computing_weights(self.engine, kept)
-        answer = {"differing": differing, "held": {key: (start, len(values)) for key, (start, values) in found.items()}}
-        report.with_name(f"{report.name}_rank{self.engine.rank}.json").write_text(json.dumps(answer))
+        answer = {
+            "differing": differing,
+            "held": {key: (start, len(values)) for key, (start, values) in found.items()},
+        }
+        report.with_name(f"{report.name}_rank{self.engine.rank}.json").write_text(
+            json.dumps(answer)
+        )
 
     build.build_engine, Checkpointer.load = make_from_other_weights, load_and_check
 
 
 def compare(found: dict[str, tuple[int, object]], kept: dict[str, object]) -> list[str]:
-    """Keys whose bits differ from what was kept. A frozen weight that the target keeps in bf16 is compared in bf16."""
+    """Keys whose bits differ from what was kept.
+
+    A frozen weight that the target keeps in bf16 is compared in bf16.
+    """
     import numpy as np
     import torch
 
@@ -200,7 +239,9 @@ def not_held(answers: list[dict], kept: dict[str, object]) -> list[str]:
     missing = []
     for key, values in kept.items():
         end = 0
-        for start, count in sorted(answer["held"][key] for answer in answers if key in answer["held"]):
+        for start, count in sorted(
+            answer["held"][key] for answer in answers if key in answer["held"]
+        ):
             end = max(end, start + count) if start <= end else end
         if end < values.size:
             missing.append(f"nobody holds {key}")
@@ -208,7 +249,10 @@ def not_held(answers: list[dict], kept: dict[str, object]) -> list[str]:
 
 
 def compare_computing_weights(engine, kept: dict[str, object]) -> list[str]:
-    """Parameters whose value in the forward pass is not the master in the parameter's precision. Collective."""
+    """Parameters whose value in the forward pass is not the master in the parameter's precision.
+
+    Collective.
+    """
     import torch
 
     differing = []
@@ -228,7 +272,9 @@ def compare_computing_weights(engine, kept: dict[str, object]) -> list[str]:
 
 
 def rank_main(kind: str, folder: str, report: str, words: list[str]) -> None:
-    """One rank of a source or a target: the product's own entry, with the two hooks above around it."""
+    """One rank of a source or a target: the product's own entry, with the two hooks above around
+    it.
+    """
     import mmldlm.train as product
     from mmldlm.distributed.exit import exit_without_teardown
 
@@ -239,63 +285,91 @@ def rank_main(kind: str, folder: str, report: str, words: list[str]) -> None:
     exit_without_teardown(product.main(words))
 
 
-# -- the whole ---------------------------------------------------------------------------------------------------------
+# -- the whole
+# -------------------------------------------------------------------------------------------------
 
 
 class Matrix:
     """Sources are trained once, when first needed; targets one after the other."""
 
-    def __init__(self, launcher: _runs.RankServer, data: str, folder: Path, optimizer: str = "adamw"):
+    def __init__(
+        self, launcher: _runs.RankServer, data: str, folder: Path, optimizer: str = "adamw"
+    ):
         self.launcher, self.data, self.folder, self.optimizer = launcher, data, folder, optimizer
         self._sources: dict[tuple[str, Place], dict[int, float]] = {}
         self.target_script = Path(__file__)
 
     def _words(self, name: str, variant: str, place: Place, *more: str) -> list[str]:
         steps = [f"training.num_train_steps={LAST_STEP}", "optimizer.warmup_steps=5"]
-        own = [*steps, *VARIANTS[variant], *_runs.OPTIMIZERS[self.optimizer], *_runs.ENGINES[place.engine], *more]
+        own = [
+            *steps,
+            *VARIANTS[variant],
+            *_runs.OPTIMIZERS[self.optimizer],
+            *_runs.ENGINES[place.engine],
+            *more,
+        ]
         return _runs.settings(self.data, self.folder, name, place.world_size, *own)
 
     def source(self, variant: str, place: Place) -> tuple[str, dict[int, float]]:
         """Name and losses of a source's run."""
         name = f"{variant}_{place}"
         if (variant, place) not in self._sources:
-            words = self._words(name, variant, place, f"logging.save_freq={SAVE_STEP}", "checkpoints.keep_every=4")
+            words = self._words(
+                name, variant, place, f"logging.save_freq={SAVE_STEP}", "checkpoints.keep_every=4"
+            )
             kept = self.folder / "kept" / name
             self.launcher.run(place.world_size, ["--source", kept, "-", *words], Path(__file__))
             run = self.folder / name
             if not (run / "checkpoints" / f"step_{SAVE_STEP:08d}").is_dir():
-                raise SystemExit(f"{name} saved no step {SAVE_STEP}:\n{(run / 'events.jsonl').read_text()}")
+                raise SystemExit(
+                    f"{name} saved no step {SAVE_STEP}:\n{(run / 'events.jsonl').read_text()}"
+                )
             self._sources[variant, place] = _runs.losses(self.folder / name)
         return name, self._sources[variant, place]
 
     def target(self, variant: str, source: Place, place: Place) -> tuple[bool, bool, str]:
-        """Whether everything was loaded to the bit, whether the losses went on, and a line for the table."""
+        """Whether everything was loaded to the bit, whether the losses went on, and a line for the
+        table.
+        """
         source_name, reference = self.source(variant, source)
         name = f"{source_name}_to_{place}"
         checkpoint = self.folder / source_name / "checkpoints" / f"step_{SAVE_STEP:08d}"
         report, kept = self.folder / f"report_{name}", self.folder / "kept" / source_name
         words = self._words(name, variant, place, f"training.resume={checkpoint}")
-        ranks = self.launcher.start(place.world_size, ["--target", kept, report, *words], self.target_script)
+        ranks = self.launcher.start(
+            place.world_size, ["--target", kept, report, *words], self.target_script
+        )
         codes = ranks.wait(timeout=600)
-        answers = [json.loads(path.read_text()) for path in self.folder.glob(f"{report.name}_rank*.json")]
+        answers = [
+            json.loads(path.read_text()) for path in self.folder.glob(f"{report.name}_rank*.json")
+        ]
         differing = sorted({key for answer in answers for key in answer["differing"]})
         if len(answers) == place.world_size:
             differing += not_held(answers, read_kept(kept))
         equal = len(answers) == place.world_size and not differing
         bound = 0.0 if source == place else BOUNDS["bf16" if variant == "bf16" else "fp32"]
-        difference = _runs.loss_difference(_runs.losses(self.folder / name), reference, SAVE_STEP + 1, LAST_STEP)
+        difference = _runs.loss_difference(
+            _runs.losses(self.folder / name), reference, SAVE_STEP + 1, LAST_STEP
+        )
         goes_on = difference <= bound and not any(codes)
-        line = f"{variant:7} {source!s:8} -> {place!s:8} {'equal' if equal else 'DIFFERS':8} {difference:10.1e}"
+        line = (
+            f"{variant:7} {source!s:8} -> {place!s:8} {'equal' if equal else 'DIFFERS':8}"
+            f" {difference:10.1e}"
+        )
         if differing:
             line += f"  {len(differing)} differ: {', '.join(differing[:3])}"
         if any(codes):
             line += f"\nended with {codes}:\n{ranks.output()}"
-        shutil.rmtree(self.folder / name, ignore_errors=True)  # 150 checkpoints would need gigabytes
+        shutil.rmtree(
+            self.folder / name, ignore_errors=True
+        )  # 150 checkpoints would need gigabytes
         return equal, goes_on, line
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--data", help=_store.HELP)
     parser.add_argument("--optimizer", choices=_runs.OPTIMIZERS, default="adamw")
     parser.add_argument("--quick", action="store_true", help="a few pairs instead of all")
@@ -304,7 +378,8 @@ def main() -> int:
     data, pairs = _store.given_or_made(args.data), pairs_of(args.quick)
     num_unequal = num_failed = 0
     print(
-        f"{'variant':7} {'source':8}    {'target':8} {'loaded':8} {'largest relative loss difference of 5 steps':>10}"
+        f"{'variant':7} {'source':8}    {'target':8} {'loaded':8}"
+        f" {'largest relative loss difference of 5 steps':>10}"
     )
     with tempfile.TemporaryDirectory() as folder, _runs.RankServer(f"{folder}/output") as launcher:
         matrix = Matrix(launcher, data, Path(folder), args.optimizer)

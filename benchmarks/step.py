@@ -1,14 +1,17 @@
-"""The training step compared with others: time, memory, operations, bytes saved for the backward pass, FLOPs.
+"""The training step compared with others: time, memory, operations, bytes saved for the backward
+pass, FLOPs.
 
-    python benchmarks/step.py [--quick] [--json FILE] [--rounds N] [--dtypes fp32 bf16] [--device cpu]
+    python benchmarks/step.py [--quick] [--json FILE] [--rounds N] [--dtypes fp32 bf16] [--device
+    cpu]
     python benchmarks/step.py --images          # only: an image of 256 px beside texts of as many rows
     python benchmarks/step.py --device cuda     # one GPU: tokens/s, MFU and peak memory of the 0.9B model
 
-One process, one thread, variants in turns (A B A B), medians of process CPU seconds with wall seconds beside them
-(wall on a GPU). References (extra `bench`): PyPI mmdit 0.3.0 wired as MM-LDLM wires it, diffusers' SD3 joint blocks,
-and the bare matrix products of the needed work. They run unchanged: torch's default AdamW, bf16 weights in bf16.
-Operations are counted by a dispatch mode, without views.
-"""
+One process, one thread, variants in turns (A B A B), medians of process CPU seconds with wall
+seconds beside them (wall on a GPU). References (extra `bench`): PyPI mmdit 0.3.0 wired as MM-LDLM
+wires it, diffusers' SD3 joint blocks, and the bare matrix products of the needed work. They run
+unchanged: torch's default AdamW, bf16 weights in bf16. Operations are counted by a dispatch mode,
+without views.
+"""  # noqa: E501
 
 from __future__ import annotations
 
@@ -31,29 +34,62 @@ from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 DENSE = (Shape("S127 B8"), Shape("S512 B4", length=512, batch=4))
-# Mean length 35 % of the longest, as random batches of real corpora have (the issue's sketch reached 4.6 x on it), and
-# for comparison 35 % of padding.
+# Mean length 35 % of the longest, as random batches of real corpora have (the issue's sketch
+# reached 4.6 x on it), and for comparison 35 % of padding.
 PADDED = Shape("S256 B8, 35 % filled", length=256, fill=0.35)
 HALF_PADDED = Shape("S256 B8, 65 % filled", length=256, fill=0.65)
-# An image of 256 px as 256 patches of 16 x 16 x 3 beside a short caption (vocabulary: what `mmldlm prepare` makes at
-# most, unasked), and texts of as many rows.
+# An image of 256 px as 256 patches of 16 x 16 x 3 beside a short caption (vocabulary: what `mmldlm
+# prepare` makes at most, unasked), and texts of as many rows.
 IMAGE = Shape("256 px, S16 B4", length=16, batch=4, vocab=8192, latents=256, latent=768)
 AS_TEXT = Shape("S271 B4", length=271, batch=4)
-# Models of the kind that is trained on images of these sizes, narrow, in batches whose peak stands out of a process.
+# Models of the kind that is trained on images of these sizes, narrow, in batches whose peak stands
+# out of a process.
 NARROW_IMAGES = (
-    Shape("16 px, S10 B192", depth=4, width=128, length=10, batch=192, vocab=500, latent=16, latents=16),
-    Shape("64 px, S16 B16", depth=4, width=256, length=16, batch=16, vocab=2000, latent=192, latents=64),
-    Shape("256 px, S16 B8", depth=4, width=256, length=16, batch=8, vocab=2000, latent=768, latents=256),
+    Shape(
+        "16 px, S10 B192",
+        depth=4,
+        width=128,
+        length=10,
+        batch=192,
+        vocab=500,
+        latent=16,
+        latents=16,
+    ),
+    Shape(
+        "64 px, S16 B16",
+        depth=4,
+        width=256,
+        length=16,
+        batch=16,
+        vocab=2000,
+        latent=192,
+        latents=64,
+    ),
+    Shape(
+        "256 px, S16 B8",
+        depth=4,
+        width=256,
+        length=16,
+        batch=8,
+        vocab=2000,
+        latent=768,
+        latents=256,
+    ),
 )
 TINY = Shape("depth 24", depth=24, width=64, length=8, batch=2, vocab=1000, latent=32)
 PEERS = ("mmldlm_wiring", "sd3_blocks")
 
 
-# -- time --------------------------------------------------------------------------------------------------------------
+# -- time
+# -------------------------------------------------------------------------------------------------
 
 
-def measure(shape: Shape, dtype: str, names: tuple[str, ...], rounds: int) -> dict[str, dict[str, float]]:
-    """Medians a variant: CPU and wall seconds of forward + backward, and of the whole step with clip and AdamW."""
+def measure(
+    shape: Shape, dtype: str, names: tuple[str, ...], rounds: int
+) -> dict[str, dict[str, float]]:
+    """Medians a variant: CPU and wall seconds of forward + backward, and of the whole step with
+    clip and AdamW.
+    """
     return time_variants({name: build(name, shape, DTYPES[dtype]) for name in names}, rounds)
 
 
@@ -69,24 +105,34 @@ def time_variants(variants: dict, rounds: int) -> dict:
                 variant.update()
             clocks.append((time.process_time(), time.perf_counter()))
             if turn:  # the first one warms up
-                taken[name].append(tuple(clocks[end][which] - clocks[0][which] for end in (1, 2) for which in (0, 1)))
+                taken[name].append(
+                    tuple(
+                        clocks[end][which] - clocks[0][which] for end in (1, 2) for which in (0, 1)
+                    )
+                )
     keys = ("passes_cpu", "passes_wall", "step_cpu", "step_wall")
-    return {name: dict(zip(keys, map(statistics.median, zip(*rows)))) for name, rows in taken.items()}
+    return {
+        name: dict(zip(keys, map(statistics.median, zip(*rows)))) for name, rows in taken.items()
+    }
 
 
 def show(shape: Shape, dtype: str, times: dict[str, dict[str, float]]) -> None:
-    print(f"\n{shape.name}, depth {shape.depth}, width {shape.width}, {dtype}: CPU ms (wall ms), ratio to ours")
+    print(
+        f"\n{shape.name}, depth {shape.depth}, width {shape.width}, {dtype}: CPU ms (wall ms),"
+        " ratio to ours"
+    )
     ours = times["ours"]
     for name, row in times.items():
         passes, step = row["passes_cpu"] / ours["passes_cpu"], row["step_cpu"] / ours["step_cpu"]
         cells = {key: f"{1e3 * value:7.0f}" for key, value in row.items()}
         print(
-            f"  {name:15} forward+backward {cells['passes_cpu']} ({cells['passes_wall']}) {passes:5.2f}"
-            f"   step {cells['step_cpu']} ({cells['step_wall']}) {step:5.2f}"
+            f"  {name:15} forward+backward {cells['passes_cpu']} ({cells['passes_wall']})"
+            f" {passes:5.2f}   step {cells['step_cpu']} ({cells['step_wall']}) {step:5.2f}"
         )
 
 
-# -- counts ------------------------------------------------------------------------------------------------------------
+# -- counts
+# -------------------------------------------------------------------------------------------------
 
 
 class CountOps(TorchDispatchMode):
@@ -114,9 +160,13 @@ def count_ops(variant, with_update: bool) -> int:
 
 
 def saved_bytes(variant) -> int:
-    """Bytes that the forward pass keeps for the backward pass, each storage once, weights and inputs not counted."""
+    """Bytes that the forward pass keeps for the backward pass, each storage once, weights and
+    inputs not counted.
+    """
     kept: dict[int, torch.UntypedStorage] = {}
-    known = {t.untyped_storage()._cdata for t in [*variant.model.parameters(), *variant.model.buffers()]}
+    known = {
+        t.untyped_storage()._cdata for t in [*variant.model.parameters(), *variant.model.buffers()]
+    }
 
     def pack(tensor):
         storage = tensor.untyped_storage()
@@ -138,7 +188,11 @@ def _gradients_kept(loss: torch.Tensor) -> int:
         if node is None or node in seen:
             continue
         seen.add(node)
-        found += sum(g.untyped_storage().nbytes() for g in getattr(node, "grads", None) or () if g is not None)
+        found += sum(
+            g.untyped_storage().nbytes()
+            for g in getattr(node, "grads", None) or ()
+            if g is not None
+        )
         todo += [parent for parent, _ in node.next_functions]
     return found
 
@@ -171,7 +225,8 @@ def flop_error(shape: Shape) -> float:
     return abs(found.without_input_gradients / counter.get_total_flops() - 1)
 
 
-# -- memory ------------------------------------------------------------------------------------------------------------
+# -- memory
+# -------------------------------------------------------------------------------------------------
 
 
 def step_memory(name: str, shape: Shape) -> float:
@@ -184,7 +239,8 @@ def step_memory(name: str, shape: Shape) -> float:
 
 
 def predicted_memory(shape: Shape) -> float:
-    """MiB that preflight's model gives for what step_memory measures: activations, logits, gradients (fp32).
+    """MiB that preflight's model gives for what step_memory measures: activations, logits,
+    gradients (fp32).
 
     An upper bound: while the backward pass makes gradients, activations are freed.
     """
@@ -193,7 +249,9 @@ def predicted_memory(shape: Shape) -> float:
 
     model = Ours(shape, torch.float32).model.config.model_dump()
     training = {"train_batch_size": shape.batch, "dtype": "fp32", "freeze": "none"}
-    sizes = find_task("translation").model_sizes(TranslationConfig(model=model, training=training), shape.length)
+    sizes = find_task("translation").model_sizes(
+        TranslationConfig(model=model, training=training), shape.length
+    )
     return (sizes["activations"] + sizes["logits_cpu"] + 4 * sizes["trainable"]) / 2**20
 
 
@@ -203,7 +261,10 @@ def memory_claim(shapes: tuple[Shape, ...]) -> dict:
     for shape in shapes:
         found, expected = step_memory("ours", shape), predicted_memory(shape)
         errors.append(abs(expected / found - 1))
-        print(f"MiB of a step beyond the model, {shape.name}: measured {found:.0f}, preflight's model {expected:.0f}")
+        print(
+            f"MiB of a step beyond the model, {shape.name}: measured {found:.0f}, preflight's"
+            f" model {expected:.0f}"
+        )
     return _report.claim("memory_model_error", max(errors), "<=", 0.25, measured=True)
 
 
@@ -216,14 +277,17 @@ def print_memory(name: str, shape: Shape) -> None:
     variant.forward_backward()  # libraries are loaded, thread pools made
     del variant
     variant = build(name, shape, torch.float32)
-    ctypes.CDLL(None).malloc_trim(0)  # freed pages that malloc still holds would hide a part of the step's
+    ctypes.CDLL(None).malloc_trim(
+        0
+    )  # freed pages that malloc still holds would hide a part of the step's
     before = status("VmRSS")
     Path("/proc/self/clear_refs").write_text("5", encoding="utf-8")
     variant.forward_backward()
     print(status("VmHWM") - before)
 
 
-# -- the claims --------------------------------------------------------------------------------------------------------
+# -- the claims
+# -------------------------------------------------------------------------------------------------
 
 
 def cpu_claims(args) -> tuple[list[dict], dict]:
@@ -245,45 +309,81 @@ def cpu_claims(args) -> tuple[list[dict], dict]:
                 ratio = times["mmldlm_wiring"]["step_cpu"] / ours["step_cpu"]
                 ratios.setdefault("speedup_mmldlm_padded", []).append(ratio)
             elif shape in dense:
-                for peer, name in (("mmldlm_wiring", "speedup_mmldlm_dense"), ("sd3_blocks", "speedup_sd3_dense")):
-                    ratios.setdefault(name, []).append(times[peer]["passes_cpu"] / ours["passes_cpu"])
+                for peer, name in (
+                    ("mmldlm_wiring", "speedup_mmldlm_dense"),
+                    ("sd3_blocks", "speedup_sd3_dense"),
+                ):
+                    ratios.setdefault(name, []).append(
+                        times[peer]["passes_cpu"] / ours["passes_cpu"]
+                    )
             if shape is dense[0] and dtype == "fp32":
                 ratios["times_gemm"] = [ours["passes_cpu"] / times["gemm"]["passes_cpu"]]
     # The least favourable of all shapes and dtypes.
-    for name, bound in (("speedup_mmldlm_padded", 5), ("speedup_mmldlm_dense", 2.3), ("speedup_sd3_dense", 1.35)):
+    for name, bound in (
+        ("speedup_mmldlm_padded", 5),
+        ("speedup_mmldlm_dense", 2.3),
+        ("speedup_sd3_dense", 1.35),
+    ):
         claims.append(_report.claim(name, min(ratios[name]), ">=", bound, measured=True))
     if "times_gemm" in ratios:
-        claims.append(_report.claim("times_gemm", ratios["times_gemm"][0], "<=", 1.3, measured=True))
+        claims.append(
+            _report.claim("times_gemm", ratios["times_gemm"][0], "<=", 1.3, measured=True)
+        )
 
     memory = {name: step_memory(name, padded) for name in ("ours", *PEERS)}
     print("\nMiB of a step beyond the model, " + padded.name + ": " + named(memory, ".0f"))
     ratio = memory["ours"] / memory["mmldlm_wiring"]
-    claims.append(_report.claim("step_memory_ratio_mmldlm_padded", ratio, "<=", 0.25, measured=True))
+    claims.append(
+        _report.claim("step_memory_ratio_mmldlm_padded", ratio, "<=", 0.25, measured=True)
+    )
     claims.append(memory_claim((dense[0],) if args.quick else (dense[0], *NARROW_IMAGES)))
-    counted = ("ours",) if args.quick else ("ours", *PEERS)  # the peers' many operations take a minute to count
+    counted = (
+        ("ours",) if args.quick else ("ours", *PEERS)
+    )  # the peers' many operations take a minute to count
     ops = {name: count_ops(build(name, TINY, torch.float32), True) for name in counted}
     ops["ours without QK norm"] = count_ops(Ours(TINY, torch.float32, qk_rmsnorm=False), True)
     print(f"aten operations of a step, {TINY.name}: " + named(ops, "d"))
     claims.append(_report.claim("aten_ops_depth24", ops["ours"], "<=", 2000))
-    saved = {name: saved_bytes(build(name, dense[0], torch.float32)) / 1e6 for name in ("ours", *PEERS)}
+    saved = {
+        name: saved_bytes(build(name, dense[0], torch.float32)) / 1e6 for name in ("ours", *PEERS)
+    }
     print(f"MB kept for the backward pass, {dense[0].name}: " + named(saved, ".0f"))
-    claims.append(_report.claim("saved_bytes_ratio_mmldlm", saved["ours"] / saved["mmldlm_wiring"], "<=", 0.40))
-    claims.append(_report.claim("saved_bytes_ratio_sd3", saved["ours"] / saved["sd3_blocks"], "<=", 0.75))
+    claims.append(
+        _report.claim(
+            "saved_bytes_ratio_mmldlm", saved["ours"] / saved["mmldlm_wiring"], "<=", 0.40
+        )
+    )
+    claims.append(
+        _report.claim("saved_bytes_ratio_sd3", saved["ours"] / saved["sd3_blocks"], "<=", 0.75)
+    )
     image = replace(IMAGE, depth=1, latents=16, vocab=2000)
-    claims.append(_report.claim("flop_model_error", max(flop_error(s) for s in (*dense, padded, image)), "<=", 0.01))
+    claims.append(
+        _report.claim(
+            "flop_model_error", max(flop_error(s) for s in (*dense, padded, image)), "<=", 0.01
+        )
+    )
     of_images, more = image_claims(args)
-    return claims + of_images, {"rows": rows, "memory_mib": memory, "aten_ops": ops, "saved_mb": saved, **more}
+    return claims + of_images, {
+        "rows": rows,
+        "memory_mib": memory,
+        "aten_ops": ops,
+        "saved_mb": saved,
+        **more,
+    }
 
 
 def named(values: dict, form: str) -> str:
     return ", ".join(f"{name} {value:{form}}" for name, value in values.items())
 
 
-# -- images ------------------------------------------------------------------------------------------------------------
+# -- images
+# -------------------------------------------------------------------------------------------------
 
 
 def image_claims(args) -> tuple[list[dict], dict]:
-    """Time per FLOP of a step on images of 256 px over that on texts of as many rows, in one run, with the peers."""
+    """Time per FLOP of a step on images of 256 px over that on texts of as many rows, in one run,
+    with the peers.
+    """
     image, text = IMAGE, AS_TEXT
     if args.quick:
         small = {"depth": 2, "width": 64, "vocab": 2000}
@@ -292,26 +392,38 @@ def image_claims(args) -> tuple[list[dict], dict]:
     rows, ratios = [], []
     for dtype in args.dtypes:
         names = ("ours", *PEERS, "gemm", "gemm_attention")
-        variants = {(shape, name): build(name, shape, DTYPES[dtype]) for shape in (image, text) for name in names}
+        variants = {
+            (shape, name): build(name, shape, DTYPES[dtype])
+            for shape in (image, text)
+            for name in names
+        }
         times = time_variants(variants, args.rounds)
         for shape, count in zip((image, text), counts):
             own = {name: times[shape, name] for name in names}
             show(shape, dtype, own)
-            print(f"  {count / 1e9:.1f} GFLOP: {count / own['ours']['passes_cpu'] / 1e9:.1f} GFLOP/s")
-            rows.append({"shape": shape.name, "dtype": dtype, "gflop": count / 1e9, "seconds": own})
+            print(
+                f"  {count / 1e9:.1f} GFLOP: {count / own['ours']['passes_cpu'] / 1e9:.1f} GFLOP/s"
+            )
+            rows.append(
+                {"shape": shape.name, "dtype": dtype, "gflop": count / 1e9, "seconds": own}
+            )
         of_image, of_text = (
-            times[shape, "ours"]["passes_cpu"] / count for shape, count in zip((image, text), counts, strict=True)
+            times[shape, "ours"]["passes_cpu"] / count
+            for shape, count in zip((image, text), counts, strict=True)
         )
         ratios.append(of_image / of_text)
     claims = [_report.claim("image_time_per_flop", max(ratios), "<=", 1.10, measured=True)]
     return claims, {"image_rows": rows, "image_time_per_flop": dict(zip(args.dtypes, ratios))}
 
 
-# -- growth ------------------------------------------------------------------------------------------------------------
+# -- growth
+# -------------------------------------------------------------------------------------------------
 
 
 def growth(args) -> tuple[list[dict], dict]:
-    """Step time against batch, length, depth and width, beside the FLOP model (fp32, CPU seconds)."""
+    """Step time against batch, length, depth and width, beside the FLOP model (fp32, CPU
+    seconds).
+    """
     base = Shape("base", depth=4, width=384, length=128, batch=4)
     series = {
         "batch": [replace(base, batch=b) for b in (4, 8, 16)],
@@ -334,7 +446,9 @@ def growth(args) -> tuple[list[dict], dict]:
                     seconds.append(time.process_time() - started)
         seconds = [statistics.median(times) for times in taken]
         rates = [count / time / 1e9 for count, time in zip(flops, seconds)]
-        rows.append({"axis": axis, "shapes": [s.name for s in shapes], "gflops": flops, "seconds": seconds})
+        rows.append(
+            {"axis": axis, "shapes": [s.name for s in shapes], "gflops": flops, "seconds": seconds}
+        )
         # Time a FLOP must not rise as the work grows.
         worst = max(rates[0] / rate for rate in rates[1:])
         print(f"{axis:7} " + "  ".join(f"{rate:6.1f} GFLOP/s" for rate in rates))
@@ -342,13 +456,16 @@ def growth(args) -> tuple[list[dict], dict]:
     return claims, {"growth": rows}
 
 
-# -- one GPU -----------------------------------------------------------------------------------------------------------
+# -- one GPU
+# -------------------------------------------------------------------------------------------------
 
 
 def gpu_claims(args) -> tuple[list[dict], dict]:
-    """Tokens/s, MFU by real FLOPs and peak memory of the 0.9B model at S = 512 and 1024, with and without compile.
+    """Tokens/s, MFU by real FLOPs and peak memory of the 0.9B model at S = 512 and 1024, with and
+    without compile.
 
-    Without a GPU the same code runs a small model on the CPU (--device cpu --gpu-form) and claims nothing of MFU.
+    Without a GPU the same code runs a small model on the CPU (--device cpu --gpu-form) and claims
+    nothing of MFU.
     """
     from mmldlm.observe.flops import peak_flops
 
@@ -361,7 +478,12 @@ def gpu_claims(args) -> tuple[list[dict], dict]:
     rows, best = [], 0.0
     for length in lengths:
         for compiled in (False, True) if on_gpu else (False,):
-            shape = Shape(f"S{length}", length=length, batch=batch * 512 // length if on_gpu else batch, **size)
+            shape = Shape(
+                f"S{length}",
+                length=length,
+                batch=batch * 512 // length if on_gpu else batch,
+                **size,
+            )
             variant = Ours(shape, torch.bfloat16, args.device, tokens_per_latent=4)
             if compiled:
                 variant.model.compile_blocks()
@@ -371,12 +493,25 @@ def gpu_claims(args) -> tuple[list[dict], dict]:
             flops = training_flops(variant)
             mfu = flops / seconds / peak if peak else None
             best = max(best, mfu or 0.0)
-            rows.append({
-                "shape": shape.name, "batch": shape.batch, "compiled": compiled, "seconds": seconds,
-                "tokens_per_second": sum(real) / seconds, "tflops": flops / seconds / 1e12, "mfu": mfu,
-                "peak_gib": peak_bytes / 2**30, "saved_gib": saved_bytes(variant) / 2**30,
-            })  # fmt: skip
-            print({key: round(value, 4) if isinstance(value, float) else value for key, value in rows[-1].items()})
+            rows.append(
+                {
+                    "shape": shape.name,
+                    "batch": shape.batch,
+                    "compiled": compiled,
+                    "seconds": seconds,
+                    "tokens_per_second": sum(real) / seconds,
+                    "tflops": flops / seconds / 1e12,
+                    "mfu": mfu,
+                    "peak_gib": peak_bytes / 2**30,
+                    "saved_gib": saved_bytes(variant) / 2**30,
+                }
+            )
+            print(
+                {
+                    key: round(value, 4) if isinstance(value, float) else value
+                    for key, value in rows[-1].items()
+                }
+            )
             del variant
     claims = [_report.claim("mfu", best, ">=", 0.45, measured=True)] if peak else []
     return claims, {"device": name or "cpu", "gpu_rows": rows}
@@ -394,19 +529,35 @@ def gpu_steps(variant, turns: int, on_gpu: bool) -> tuple[float, int]:
         if on_gpu:
             torch.cuda.synchronize()
         taken.append(time.perf_counter() - started)
-    return statistics.median(taken[3:] or taken), torch.cuda.max_memory_allocated() if on_gpu else 0
+    return statistics.median(taken[3:] or taken), (
+        torch.cuda.max_memory_allocated() if on_gpu else 0
+    )
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="small shapes, one round: the form, not the figures")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--quick", action="store_true", help="small shapes, one round: the form, not the figures"
+    )
     parser.add_argument("--rounds", type=int, help="rounds that count (default 5, --quick 1)")
     parser.add_argument("--dtypes", nargs="+", choices=list(DTYPES), default=list(DTYPES))
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
-    parser.add_argument("--gpu-form", action="store_true", help="the GPU part's code, small, on this device")
-    parser.add_argument("--images", action="store_true", help="only: an image of 256 px beside texts of as many rows")
-    parser.add_argument("--growth", action="store_true", help="only: time against batch, length, depth and width")
-    parser.add_argument("--peak-tflops", type=float, help="peak of the device, where the table lacks it")
+    parser.add_argument(
+        "--gpu-form", action="store_true", help="the GPU part's code, small, on this device"
+    )
+    parser.add_argument(
+        "--images",
+        action="store_true",
+        help="only: an image of 256 px beside texts of as many rows",
+    )
+    parser.add_argument(
+        "--growth", action="store_true", help="only: time against batch, length, depth and width"
+    )
+    parser.add_argument(
+        "--peak-tflops", type=float, help="peak of the device, where the table lacks it"
+    )
     parser.add_argument("--json", help="write conditions and claims here")
     parser.add_argument("--memory-of", help=argparse.SUPPRESS)
     parser.add_argument("--shape", help=argparse.SUPPRESS)
@@ -425,7 +576,10 @@ def main() -> int:
     else:
         missing = missing_peers()
         if missing:
-            print(f"SKIPPED: this benchmark needs the peers of the extra `bench`: {', '.join(missing)}.")
+            print(
+                "SKIPPED: this benchmark needs the peers of the extra `bench`:"
+                f" {', '.join(missing)}."
+            )
             print("Install them with: pip install -c constraints.txt -e '.[bench]'")
             _report.write(args.json, [], args.quick, skipped=missing)
             return _report.COULD_NOT_CHECK

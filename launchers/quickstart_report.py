@@ -1,4 +1,6 @@
-"""Collect the quickstart's results: write report.json to the run folder and print the final table."""
+"""Collect the quickstart's results: write report.json to the run folder and print the
+final table.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +38,9 @@ def main() -> int:
     parser.add_argument("out", type=Path)
     parser.add_argument("--seconds", type=int, help="duration after the installation")
     parser.add_argument("--setup-seconds", type=int, help="duration of the installation")
-    parser.add_argument("--bounds", nargs="+", default=[], help="KEY<=VALUE, KEY>=VALUE for this corpus and budget")
+    parser.add_argument(
+        "--bounds", nargs="+", default=[], help="KEY<=VALUE, KEY>=VALUE for this corpus and budget"
+    )
     parser.add_argument("--show", action="store_true", help="only print an existing report")
     parser.add_argument("--images", action="store_true", help="results of quickstart_images.sh")
     args = parser.parse_args()
@@ -67,23 +71,35 @@ def write_report(args: argparse.Namespace, path: Path) -> None:
 
 
 def bounded(words: str, figures: dict) -> dict:
-    """Claim that a figure of the evaluation is at most, or at least, a bound: KEY<=VALUE or KEY>=VALUE."""
+    """Claim that a figure of the evaluation is at most, or at least, a bound: KEY<=VALUE or
+    KEY>=VALUE.
+    """
     op = "<=" if "<=" in words else ">="
     key, bound = words.split(op)
     value = figures[key]["value"]
     holds = value <= float(bound) if op == "<=" else value >= float(bound)
-    return {"id": f"quickstart_{key}", "value": value, "op": op, "bound": float(bound), "holds": holds}
+    return {
+        "id": f"quickstart_{key}",
+        "value": value,
+        "op": op,
+        "bound": float(bound),
+        "holds": holds,
+    }
 
 
 def show(out: Path, report: dict, path: Path, has_images: bool = False) -> int:
     """Print the table; return 0 if every claim holds."""
     claims, seconds = report["claims"], report["conditions"]["seconds_after_installation"]
-    table = Table(title=f"quickstart: measured on unseen {'images' if has_images else 'sentences'}")
+    table = Table(
+        title=f"quickstart: measured on unseen {'images' if has_images else 'sentences'}"
+    )
     for heading in ("claim", "measured", "expected", ""):
         table.add_column(heading)
     for entry in claims:
         mark = "holds" if entry["holds"] else "DOES NOT HOLD"
-        table.add_row(entry["id"], f"{entry['value']:.4g}", f"{entry['op']} {entry['bound']:g}", mark)
+        table.add_row(
+            entry["id"], f"{entry['value']:.4g}", f"{entry['op']} {entry['bound']:g}", mark
+        )
     console = Console()
     console.print(table)
     if has_images:
@@ -95,24 +111,40 @@ def show(out: Path, report: dict, path: Path, has_images: bool = False) -> int:
         f"report   {path}",
         f"curve    {out / 'run' / 'plots' / 'loss.png'}",
         f"model    {out / 'model'}",
-        *([f"pictures {out / 'samples' / 'sheet.png'}, {out / 'evaluation.html'}"] if has_images else []),
+        *(
+            [f"pictures {out / 'samples' / 'sheet.png'}, {out / 'evaluation.html'}"]
+            if has_images
+            else []
+        ),
         sep="\n",
     )
     activate = Path(os.path.relpath(sys.prefix)) / "bin" / "activate"
-    kind, text = ("t2i", "serif bold greek small letter delta") if has_images else ("t2l", "Return the number of rows.")
-    sample = f"mmldlm sample {kind} --checkpoint {out / 'model'} --text '{text}' --output-dir samples"
+    kind, text = (
+        ("t2i", "serif bold greek small letter delta")
+        if has_images
+        else ("t2l", "Return the number of rows.")
+    )
+    sample = (
+        f"mmldlm sample {kind} --checkpoint {out / 'model'} --text '{text}' --output-dir samples"
+    )
     console.print(f"\nnext     . {activate}\n         {sample}", soft_wrap=True)
     return 0 if all(entry["holds"] for entry in claims) else 1
 
 
 def show_texts(details: dict, search: dict | None, console: Console) -> None:
-    """Print what the written texts reached, beside the nearest training sentence: a look-up without the model.
+    """Print what the written texts reached, beside the nearest training sentence: a look-up
+    without the model.
 
     Args:
-        search: an evaluation of fewer sentences with --search: greedy and searched texts of the same sentences.
+        search: an evaluation of fewer sentences with --search: greedy and searched texts of the
+            same sentences.
     """
     details = details if search is None else search["details"]
-    names = {"model": "greedy", "search": "search", "nearest_training_sentence": "nearest training"}
+    names = {
+        "model": "greedy",
+        "search": "search",
+        "nearest_training_sentence": "nearest training",
+    }
     arms = [arm for arm in names if any(key in details.get(arm, {}) for key, *_ in TEXT_FIGURES)]
     count = "" if search is None else f" of {search['conditions']['num_sentences']} sentences"
     table = Table(title=f"texts written from embeddings{count}, +- one standard error")
@@ -122,7 +154,10 @@ def show_texts(details: dict, search: dict | None, console: Console) -> None:
     for key, label, digits in TEXT_FIGURES:
         found = [details[arm].get(key) for arm in arms]
         if any(found):
-            table.add_row(label, *(f"{e['value']:.{digits}f} +- {e['se']:.{digits}f}" if e else "" for e in found))
+            table.add_row(
+                label,
+                *(f"{e['value']:.{digits}f} +- {e['se']:.{digits}f}" if e else "" for e in found),
+            )
     if table.rows:
         console.print(table)
     if search is not None:
@@ -130,18 +165,26 @@ def show_texts(details: dict, search: dict | None, console: Console) -> None:
 
 
 def show_search(search: dict, console: Console) -> None:
-    """Print what a search gained over the greedy texts of the same sentences, what it cost, and some of its texts."""
-    change, cost = search["details"]["differences"]["search_minus_model"], search["conditions"]["search"]
+    """Print what a search gained over the greedy texts of the same sentences, what it cost, and
+    some of its texts.
+    """
+    change, cost = (
+        search["details"]["differences"]["search_minus_model"],
+        search["conditions"]["search"],
+    )
     labels = [*TEXT_FIGURES[:-1], ("judge_cosine", *TEXT_FIGURES[-1][1:])]
     gains = [(change[key], label, digits) for key, label, digits in labels if key in change]
     said = [
-        f"{label} {e['value']:+.{digits}f} [{e['ci95'][0]:+.{digits}f}, {e['ci95'][1]:+.{digits}f}]"
+        f"{label} {e['value']:+.{digits}f} [{e['ci95'][0]:+.{digits}f},"
+        f" {e['ci95'][1]:+.{digits}f}]"
         for e, label, digits in gains
     ]
-    console.print(f"search - greedy of the same sentences, 95 % intervals: {'; '.join(said)}", markup=False)
     console.print(
-        f"search   {cost['what']}: {cost['gflops']:.1f} GFLOP and {cost['judge_calls']:.0f} embedded texts each; "
-        f"greedy {search['conditions']['gflops_per_text']:.1f} GFLOP"
+        f"search - greedy of the same sentences, 95 % intervals: {'; '.join(said)}", markup=False
+    )
+    console.print(
+        f"search   {cost['what']}: {cost['gflops']:.1f} GFLOP and {cost['judge_calls']:.0f}"
+        f" embedded texts each; greedy {search['conditions']['gflops_per_text']:.1f} GFLOP"
     )
     table = Table(title="unseen sentences, written from their embeddings", show_lines=True)
     for heading in ("sentence", "greedy", "search"):
@@ -152,14 +195,19 @@ def show_search(search: dict, console: Console) -> None:
 
 
 def show_images(details: dict, console: Console) -> None:
-    """Print what captions and images reached, beside the nearest training image: a look-up without the model."""
+    """Print what captions and images reached, beside the nearest training image: a look-up without
+    the model.
+    """
     table = Table(title="captions and images, +- one standard error")
     for heading in ("figure", "model", "nearest training image"):
         table.add_column(heading, justify="left" if heading == "figure" else "right")
     for arm, floor, key, label, digits in IMAGE_FIGURES:
         found = [details.get(name, {}).get(key) for name in (arm, floor)]
         if any(found):
-            table.add_row(label, *(f"{e['value']:.{digits}f} +- {e['se']:.{digits}f}" if e else "" for e in found))
+            table.add_row(
+                label,
+                *(f"{e['value']:.{digits}f} +- {e['se']:.{digits}f}" if e else "" for e in found),
+            )
     console.print(table)
 
 

@@ -5,8 +5,9 @@ import sys
 
 __version__ = "0.1.0"
 
-# `python -m mmldlm.MODULE` puts the working folder first on the path, and the user's own random.py there would replace
-# Python's. While the module is searched for, sys.argv[0] is "-m"; this package is imported before any of its modules.
+# `python -m mmldlm.MODULE` puts the working folder first on the path, and the user's own random.py
+# there would replace Python's. While the module is searched for, sys.argv[0] is "-m"; this package
+# is imported before any of its modules.
 if sys.argv[:1] == ["-m"] and not getattr(sys.flags, "safe_path", False):
     _module = sys.orig_argv[-len(sys.argv)].removeprefix("-m")
     if _module.split(".")[0] == __name__:

@@ -12,7 +12,14 @@ from typing import NoReturn
 
 from mmldlm import __version__
 from mmldlm.config.own_code import report_exit_as_error
-from mmldlm.errors import EXIT_DONE, EXIT_FAILED, EXIT_INTERRUPTED, EXIT_USAGE, MmldlmError, UserError
+from mmldlm.errors import (
+    EXIT_DONE,
+    EXIT_FAILED,
+    EXIT_INTERRUPTED,
+    EXIT_USAGE,
+    MmldlmError,
+    UserError,
+)
 from mmldlm.utils.formatting import explain_os_error, first_line, for_screen
 from mmldlm.utils.standard_streams import open_standard_streams
 from mmldlm.utils.stop_signals import interrupt_on_stop_signals, keep_exit_codes
@@ -33,7 +40,8 @@ def _convert_diff(parser):
 
 
 def _import_convert():
-    # numpy's OpenBLAS starts a thread per core, which takes as long as all other imports and is not used here.
+    # numpy's OpenBLAS starts a thread per core, which takes as long as all other imports and is
+    # not used here.
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
     from mmldlm.commands import convert
 
@@ -64,34 +72,67 @@ def _sample_kind(kind: str):
     return fill
 
 
-# Verb (of one or two words) -> (entry, help). An entry is a module with add_arguments and main, or a function that adds
-# the options to a parser and returns main.
+# Verb (of one or two words) -> (entry, help). An entry is a module with add_arguments and main, or
+# a function that adds the options to a parser and returns main.
 VERBS = {
     "prepare": ("mmldlm.commands.prepare", "encode a corpus into a store"),
-    "pack": ("mmldlm.commands.pack", "turn MM-LDLM's folders of text or token files and latents into a store"),
-    "verify-data": ("mmldlm.commands.verify_data", "check a store: checksums, dimensions, norms, leakage"),
+    "pack": (
+        "mmldlm.commands.pack",
+        "turn MM-LDLM's folders of text or token files and latents into a store",
+    ),
+    "verify-data": (
+        "mmldlm.commands.verify_data",
+        "check a store: checksums, dimensions, norms, leakage",
+    ),
     "config": ("mmldlm.commands.config", "print the resolved config and parameter counts"),
     "sanity": ("mmldlm.commands.sanity", "check a config with a few real steps in one process"),
-    "preflight": ("mmldlm.commands.preflight", "check whether a run will start on its hosts, fit and finish"),
+    "preflight": (
+        "mmldlm.commands.preflight",
+        "check whether a run will start on its hosts, fit and finish",
+    ),
     "launch": ("mmldlm.commands.launch", "preflight, then the launcher, then a watcher"),
-    "replay": ("mmldlm.commands.replay", "rerun a skipped step and name the operation behind its non-finite numbers"),
+    "replay": (
+        "mmldlm.commands.replay",
+        "rerun a skipped step and name the operation behind its non-finite numbers",
+    ),
     "train": ("mmldlm.commands.train", "check everything, then train on this machine"),
-    "convert": (_convert, "convert a checkpoint to safetensors, or for another engine and world size"),
-    "convert inspect": (_convert_inspect, "print the content of a checkpoint without reading its weights"),
+    "convert": (
+        _convert,
+        "convert a checkpoint to safetensors, or for another engine and world size",
+    ),
+    "convert inspect": (
+        _convert_inspect,
+        "print the content of a checkpoint without reading its weights",
+    ),
     "convert diff": (_convert_diff, "compare two checkpoints tensor by tensor"),
-    "sample": ("mmldlm.commands.sample", "text from embeddings, embeddings from text, or both unconditionally"),
+    "sample": (
+        "mmldlm.commands.sample",
+        "text from embeddings, embeddings from text, or both unconditionally",
+    ),
     "sample l2t": (_sample_kind("l2t"), "text from embeddings"),
     "sample t2l": (_sample_kind("t2l"), "embeddings from text"),
-    "sample unconditional": (_sample_kind("unconditional"), "text and embeddings without a condition"),
-    "hypotheses": ("mmldlm.commands.hypotheses", "write and embed a model's texts, to train a corrector on"),
-    "evaluate": ("mmldlm.commands.evaluate", "measure conditioning gain, retrieval and F1 on unseen text, or STS-B"),
+    "sample unconditional": (
+        _sample_kind("unconditional"),
+        "text and embeddings without a condition",
+    ),
+    "hypotheses": (
+        "mmldlm.commands.hypotheses",
+        "write and embed a model's texts, to train a corrector on",
+    ),
+    "evaluate": (
+        "mmldlm.commands.evaluate",
+        "measure conditioning gain, retrieval and F1 on unseen text, or STS-B",
+    ),
     "plot": (_plot, "draw a run's loss curve"),
     "monitor": (_monitor, "follow a run's log and report its health"),
 }
 
 
 def _add_arguments(parser: argparse.ArgumentParser, verb: str):
-    """Add a verb's options to its parser; return its main. Imports only the modules of this verb."""
+    """Add a verb's options to its parser; return its main.
+
+    Imports only the modules of this verb.
+    """
     entry = VERBS[verb][0]
     if callable(entry):
         return entry(parser)
@@ -101,7 +142,9 @@ def _add_arguments(parser: argparse.ArgumentParser, verb: str):
 
 
 def _explain_import(error: Exception, verb: str) -> UserError | None:
-    """Explain an error during imports if PYTHONPATH shadows installed packages; else return None."""
+    """Explain an error during imports if PYTHONPATH shadows installed packages; else
+    return None.
+    """
     trace, is_import = error.__traceback__, isinstance(error, ImportError)
     while trace is not None:
         is_import = is_import or trace.tb_frame.f_code.co_name == "<module>"
@@ -111,7 +154,8 @@ def _explain_import(error: Exception, verb: str) -> UserError | None:
         return None
     return UserError(
         f"the packages that mmldlm was installed with, for `mmldlm {verb}`",
-        f"{type(error).__name__}: {error}; PYTHONPATH puts others in their place: {', '.join(shadowing)}",
+        f"{type(error).__name__}: {error}; PYTHONPATH puts others in their place:"
+        f" {', '.join(shadowing)}",
         "start it with another PYTHONPATH (unset PYTHONPATH)",
     )
 
@@ -125,8 +169,16 @@ def _shadowing_packages() -> list[str]:
     found = []
     for folder in folders:
         if folder.is_dir() and folder.resolve() not in {path.resolve() for path in installed}:
-            entries = [path for path in folder.iterdir() if path.suffix in ("", ".py") and path.stem != "mmldlm"]
-            found += [str(path) for path in entries if any((site / path.stem).is_dir() for site in installed)]
+            entries = [
+                path
+                for path in folder.iterdir()
+                if path.suffix in ("", ".py") and path.stem != "mmldlm"
+            ]
+            found += [
+                str(path)
+                for path in entries
+                if any((site / path.stem).is_dir() for site in installed)
+            ]
     return sorted(found)
 
 
@@ -159,7 +211,9 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog=f"mmldlm {verb}", description=VERBS[verb][1])
     try:
         run = _add_arguments(parser, verb)
-        args = parser.parse_intermixed_args(arguments)  # exits by itself after --help or a usage error
+        args = parser.parse_intermixed_args(
+            arguments
+        )  # exits by itself after --help or a usage error
         with report_exit_as_error():
             code = run(args) or EXIT_DONE
         sys.stdout.flush()
@@ -170,15 +224,24 @@ def main(argv: list[str] | None = None) -> int:
     except KeyboardInterrupt as error:  # its message says how to resume, if the command can
         print(": ".join(["interrupted", *map(str, error.args)]), file=sys.stderr)
         return EXIT_INTERRUPTED if error.args else EXIT_FAILED
-    except OSError as error:  # an unexpected path or disk error: its message suffices, without a traceback
+    except (
+        OSError
+    ) as error:  # an unexpected path or disk error: its message suffices, without a traceback
         if isinstance(error, BrokenPipeError) and _stdout_closed():
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for the interpreter's flush at exit
+            os.dup2(
+                os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno()
+            )  # for the interpreter's flush at exit
             return EXIT_FAILED
         print(f"error: {explain_os_error(error)}", file=sys.stderr)
         return EXIT_FAILED
     except Exception as error:
-        if isinstance(error, MemoryError) or "can't allocate memory" in str(error):  # NumPy's, and torch's on a CPU
-            print(f"error: not enough memory: {first_line(error)}; ask for less at once", file=sys.stderr)
+        if isinstance(error, MemoryError) or "can't allocate memory" in str(
+            error
+        ):  # NumPy's, and torch's on a CPU
+            print(
+                f"error: not enough memory: {first_line(error)}; ask for less at once",
+                file=sys.stderr,
+            )
             return EXIT_FAILED
         explained = _explain_import(error, verb)
         if explained is None:
@@ -188,7 +251,9 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _stdout_closed() -> bool:
-    """Whether standard output is a closed pipe, as in `... | head`; any other broken pipe is reported."""
+    """Whether standard output is a closed pipe, as in `... | head`; any other broken pipe is
+    reported.
+    """
     try:
         poll = select.poll()
         poll.register(sys.stdout.fileno(), select.POLLOUT)

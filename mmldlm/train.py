@@ -1,4 +1,6 @@
-"""Entry of a training rank, for `deepspeed mmldlm/train.py`, `torchrun -m mmldlm.train`, `mmldlm train` and python."""
+"""Entry of a training rank, for `deepspeed mmldlm/train.py`, `torchrun -m mmldlm.train`, `mmldlm
+train` and python.
+"""
 
 from __future__ import annotations
 
@@ -8,8 +10,13 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-if __package__ in (None, ""):  # `deepspeed mmldlm/train.py` puts the package's own folder first on the path
-    sys.path[: 0 if getattr(sys.flags, "safe_path", False) else 1] = [str(Path(__file__).resolve().parent.parent)]
+if __package__ in (
+    None,
+    "",
+):  # `deepspeed mmldlm/train.py` puts the package's own folder first on the path
+    sys.path[: 0 if getattr(sys.flags, "safe_path", False) else 1] = [
+        str(Path(__file__).resolve().parent.parent)
+    ]
 
 from mmldlm.config.command_line import add_arguments, parse_config
 from mmldlm.config.own_code import report_exit_as_error
@@ -50,16 +57,19 @@ def main(argv: list[str] | None = None) -> int:
     keep_exit_codes()
     parser = argparse.ArgumentParser(prog="mmldlm.train", description=__doc__)
     add_arguments(parser)
-    # The deepspeed launcher adds the first; DeepSpeed's own scripts take the second, so people type it.
+    # The deepspeed launcher adds the first; DeepSpeed's own scripts take the second, so people
+    # type it.
     parser.add_argument("--local_rank", "--local-rank", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--deepspeed", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_intermixed_args(argv)
     stop = StopSignal()
     config = None
     try:
-        # Every rank finds the same mistake by itself before it waits for another; one of them reports it.
+        # Every rank finds the same mistake by itself before it waits for another; one of them
+        # reports it.
         set_rank_environment()
-        # Each rank of a node would start a thread per core; torch, which reads this, is not imported yet.
+        # Each rank of a node would start a thread per core; torch, which reads this, is not
+        # imported yet.
         num_local = local_world_size(int_from_env("LOCAL_RANK", 0))
         os.environ.setdefault("OMP_NUM_THREADS", str(threads_per_rank(num_local)))
         with report_exit_as_error():

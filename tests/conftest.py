@@ -1,4 +1,6 @@
-"""What several rooms' tests share: a small store of real sentences, made once a session by the real `prepare`."""
+"""What several rooms' tests share: a small store of real sentences, made once a session by the
+real `prepare`.
+"""
 
 from __future__ import annotations
 
@@ -15,20 +17,27 @@ os.environ.setdefault("DS_ACCELERATOR", "cpu")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 
-# A background job of a shell starts with SIGINT ignored, which the processes of the tests would inherit.
+# A background job of a shell starts with SIGINT ignored, which the processes of the tests would
+# inherit.
 for _number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
     if signal.getsignal(_number) is signal.SIG_IGN:
-        signal.signal(_number, signal.default_int_handler if _number == signal.SIGINT else signal.SIG_DFL)
+        signal.signal(
+            _number, signal.default_int_handler if _number == signal.SIGINT else signal.SIG_DFL
+        )
 
 pytest_plugins = ["tests.support.checkpoint_fixtures", "tests.support.browser"]
 
 
 def pytest_addoption(parser):
-    parser.addoption("--trials", action="store_true", help="run the slow trials of tests/trials too")
+    parser.addoption(
+        "--trials", action="store_true", help="run the slow trials of tests/trials too"
+    )
 
 
 def pytest_collection_modifyitems(config, items):
-    """Put the files with long tests first, or one of two workers would end alone with them (tests/run.sh)."""
+    """Put the files with long tests first, or one of two workers would end alone with them
+    (tests/run.sh).
+    """
     if not config.getoption("--trials"):
         skip = pytest.mark.skip(reason="takes over three seconds: bash tests/run.sh --trials")
         for item in items:
@@ -68,7 +77,9 @@ def sentences() -> list[str]:
     ):
         for docstring in docstrings_of(inspect.getsource(module).encode()) or []:
             for paragraph in prose_paragraphs(docstring):
-                found.update({s: None for s in split_sentences(paragraph) if reject_reason(s) is None})
+                found.update(
+                    {s: None for s in split_sentences(paragraph) if reject_reason(s) is None}
+                )
     assert len(found) > 150
     return list(found)
 
@@ -86,7 +97,14 @@ def store(tmp_path_factory, sentences):
     folder = tmp_path_factory.mktemp("store")
     (folder / "corpus.txt").write_text("\n".join(sentences) + "\n")
     code = main(
-        ["prepare", str(folder / "corpus.txt"), "--output-dir", str(folder / "store"), "--validation-samples", "40"]
+        [
+            "prepare",
+            str(folder / "corpus.txt"),
+            "--output-dir",
+            str(folder / "store"),
+            "--validation-samples",
+            "40",
+        ]
     )
     assert code == 0
     return folder / "store"

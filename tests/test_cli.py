@@ -1,4 +1,6 @@
-"""The command: no traceback for a path, a disk or a reader that has enough; outputs are tried before the work."""
+"""The command: no traceback for a path, a disk or a reader that has enough; outputs are tried
+before the work.
+"""
 
 from __future__ import annotations
 
@@ -47,30 +49,44 @@ def test_an_impossible_store_is_a_users_error(impossible):
 
 
 @pytest.mark.parametrize("count", ["0", "-3"])
-@pytest.mark.parametrize("words", [("train", "--nproc"), ("prepare", "--output-dir", "none", "--num-procs")])
+@pytest.mark.parametrize(
+    "words", [("train", "--nproc"), ("prepare", "--output-dir", "none", "--num-procs")]
+)
 def test_fewer_than_one_rank_is_refused(words, count, capsys):
     with pytest.raises(SystemExit) as done:
         cli.main([*words, count])
     assert done.value.code == 2
-    assert f"argument {words[-1]}: '{count}': a whole number of at least 1" in capsys.readouterr().err
+    assert (
+        f"argument {words[-1]}: '{count}': a whole number of at least 1" in capsys.readouterr().err
+    )
 
 
 def test_a_terminal_of_ascii_is_no_reason_to_fail(store):
-    code = "import sys; from mmldlm import cli; code = cli.main(sys.argv[1:]); print('\u2581'); sys.exit(code)"
+    code = (
+        "import sys; from mmldlm import cli; code = cli.main(sys.argv[1:]); print('\u2581');"
+        " sys.exit(code)"
+    )
     words = [sys.executable, "-c", code, "verify-data", str(store)]
-    done = subprocess.run(words, capture_output=True, env={**os.environ, "LC_ALL": "C", "PYTHONIOENCODING": "ascii"})
+    done = subprocess.run(
+        words, capture_output=True, env={**os.environ, "LC_ALL": "C", "PYTHONIOENCODING": "ascii"}
+    )
     assert done.returncode == 0 and not done.stderr, done.stderr
     shown = done.stdout.decode("ascii")
     assert "no problems" in shown and "8" in shown and shown.endswith("\\u2581\n")
 
 
 def test_outputs_are_tried_and_not_changed(tmp_path):
-    assert check_writable_dir(tmp_path / "a" / "b", "--out") == tmp_path / "a" / "b" and not list(tmp_path.iterdir())
+    assert check_writable_dir(tmp_path / "a" / "b", "--out") == tmp_path / "a" / "b" and not list(
+        tmp_path.iterdir()
+    )
     assert check_writable_dir(tmp_path, "--out") == tmp_path and tmp_path.is_dir()
     (tmp_path / "there").write_text("kept")
     assert check_writable_file(tmp_path / "there", "--out").read_text() == "kept"
     assert not check_writable_file(tmp_path / "new", "--out").exists()
-    for bad in (tmp_path, "/dev/null"):  # a report that replaced /dev/null would cost more than itself
+    for bad in (
+        tmp_path,
+        "/dev/null",
+    ):  # a report that replaced /dev/null would cost more than itself
         with pytest.raises(UserError, match="a file to write"):
             check_writable_file(bad, "--json")
 
@@ -97,7 +113,10 @@ def test_a_long_error_is_folded_for_a_terminal_alone(monkeypatch):
             "error: /x/y: No space left on device; free some space",
         ),
         (OSError("cannot load"), "error: cannot load\n"),
-        (BrokenPipeError(errno.EPIPE, "Broken pipe"), "error: Broken pipe\n"),  # not that of the reader: not quiet
+        (
+            BrokenPipeError(errno.EPIPE, "Broken pipe"),
+            "error: Broken pipe\n",
+        ),  # not that of the reader: not quiet
     ],
 )
 def test_an_unforeseen_os_error_is_one_line(error, said, monkeypatch, capsys):
@@ -111,23 +130,39 @@ def test_an_unforeseen_os_error_is_one_line(error, said, monkeypatch, capsys):
 
 
 def test_a_reader_that_has_enough_meets_no_traceback():
-    code = "import sys; from mmldlm import cli; cli.VERBS['plot'] = (lambda p: lambda a: print('x' * 300000), ''); "
+    code = (
+        "import sys; from mmldlm import cli; cli.VERBS['plot'] = (lambda p: lambda a: print('x' *"
+        " 300000), ''); "
+    )
     words = [sys.executable, "-c", code + "sys.exit(cli.main(['plot']))"]
-    with subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+    with subprocess.Popen(
+        words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
         assert process.stdout.read(10) == "x" * 10
         process.stdout.close()
         assert process.stderr.read() == "" and process.wait() == 1
 
 
 @pytest.mark.parametrize(
-    ("name", "content"), [("numpy/__init__.py", "import no_such_thing"), ("numpy.py", "version = 1")]
+    ("name", "content"),
+    [("numpy/__init__.py", "import no_such_thing"), ("numpy.py", "version = 1")],
 )
 def test_a_package_that_pythonpath_puts_in_place_of_ours_is_named(tmp_path, name, content):
     path = tmp_path / "mine" / name
     path.parent.mkdir(parents=True)
     path.write_text(content)
-    words = [sys.executable, "-m", "mmldlm.cli", "pack", "none", "--output-dir", str(tmp_path / "store")]
+    words = [
+        sys.executable,
+        "-m",
+        "mmldlm.cli",
+        "pack",
+        "none",
+        "--output-dir",
+        str(tmp_path / "store"),
+    ]
     folders = os.pathsep.join([str(tmp_path / "mine"), str(ROOT)])
-    done = subprocess.run(words, capture_output=True, text=True, env={**os.environ, "PYTHONPATH": folders})
+    done = subprocess.run(
+        words, capture_output=True, text=True, env={**os.environ, "PYTHONPATH": folders}
+    )
     assert done.returncode == 2 and "Traceback" not in done.stderr
     assert str(tmp_path / "mine" / "numpy") in done.stderr and "unset PYTHONPATH" in done.stderr

@@ -17,7 +17,12 @@ def test_the_house_keeps(rule):
 
 
 def test_a_test_without_module_is_found(tmp_path):
-    for name in ("tests/a/test_c.py", "tests/a/test_d.py", "tests/integration/test_e.py", "tests/test_p.py"):
+    for name in (
+        "tests/a/test_c.py",
+        "tests/a/test_d.py",
+        "tests/integration/test_e.py",
+        "tests/test_p.py",
+    ):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).touch()
     for name in ("mmldlm/a/c.py", "mmldlm/p/__init__.py"):
@@ -29,32 +34,49 @@ def test_a_test_without_module_is_found(tmp_path):
 def test_the_architecture_page_has_the_order():
     page = (house.PACKAGE.parent / "docs" / "architecture.md").read_text()
     assert " < ".join(ORDER) in " ".join(page.split())
-    missing = [room for room in ORDER if (house.PACKAGE / room).is_dir() and f"| `{room}/` |" not in page]
+    missing = [
+        room for room in ORDER if (house.PACKAGE / room).is_dir() and f"| `{room}/` |" not in page
+    ]
     assert missing == []
 
 
 @pytest.mark.parametrize("page", ["docs/architecture.md", "CONTRIBUTING.md"])
 def test_files_named_in_the_guides_exist(page):
-    """A short name like `store/store.py` is the end of a path; NAME, TOPIC, VERB and a/b/c.py stand for any file."""
+    """A short name like `store/store.py` is the end of a path; NAME, TOPIC, VERB and a/b/c.py
+    stand for any file.
+    """
     root = house.PACKAGE.parent
     named = set(re.findall(r"`([\w./-]+(?:\.py|\.sh|\.txt|/))`", (root / page).read_text()))
     named = {name for name in named if not re.search("NAME|TOPIC|VERB|a/b/", name)}
     files = [path for folder in ("mmldlm", "tests") for path in (root / folder).rglob("*")]
-    existing = "".join(f"/{path.relative_to(root).as_posix()}{'/' if path.is_dir() else ''}\n" for path in files)
-    missing = {name for name in named if not (root / name).exists() and f"/{name}\n" not in existing}
+    existing = "".join(
+        f"/{path.relative_to(root).as_posix()}{'/' if path.is_dir() else ''}\n" for path in files
+    )
+    missing = {
+        name for name in named if not (root / name).exists() and f"/{name}\n" not in existing
+    }
     assert len(named) > 20 and missing == set()
 
 
 def test_the_changelog_lists_every_renamed_key():
     page = (house.PACKAGE.parent / "CHANGELOG.md").read_text()
     rows = [f"| `{old}` | `{new}` |" for old, new in KEYS.items()]
-    rows += [f"| `{key}={old}` | `{key}={new}` |" for key, values in VALUES.items() for old, new in values.items()]
+    rows += [
+        f"| `{key}={old}` | `{key}={new}` |"
+        for key, values in VALUES.items()
+        for old, new in values.items()
+    ]
     assert [row for row in rows if row not in page] == []
 
 
 def test_no_page_and_no_script_names_an_old_key():
     root = house.PACKAGE.parent
-    files = [*root.glob("docs/*.md"), root / "README.md", *root.glob("benchmarks/*.py"), *root.glob("launchers/*.sh")]
+    files = [
+        *root.glob("docs/*.md"),
+        root / "README.md",
+        *root.glob("benchmarks/*.py"),
+        *root.glob("launchers/*.sh"),
+    ]
     old = re.compile("|".join(rf"\b{re.escape(key)}(?!\w)" for key in KEYS))
     assert {(path.name, key) for path in files for key in old.findall(path.read_text())} == set()
 
@@ -68,7 +90,11 @@ def test_links_between_pages_lead_somewhere():
             if "://" in link:
                 continue
             target = page if not path else page.parent / path
-            titles = re.findall(r"^#+ (.*)", target.read_text(), re.M) if anchor and target.is_file() else []
+            titles = (
+                re.findall(r"^#+ (.*)", target.read_text(), re.M)
+                if anchor and target.is_file()
+                else []
+            )
             anchors = [re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-") for title in titles]
             if not target.exists() or (anchor and anchor not in anchors):
                 broken.append(f"{page.name}: {link}")

@@ -5,7 +5,14 @@ import sys
 
 import pytest
 
-from tests.support.import_rules import PACKAGE, all_violations, find_circle, import_graph, modules, violations
+from tests.support.import_rules import (
+    PACKAGE,
+    all_violations,
+    find_circle,
+    import_graph,
+    modules,
+    violations,
+)
 
 
 def test_the_package_keeps_the_order():
@@ -22,19 +29,43 @@ def test_a_circle_is_found():
 
 
 BAD = [
-    ("from mmldlm.commands.prepare import run_rank", "mmldlm.data.prepare.pipeline", "commands comes after data"),
+    (
+        "from mmldlm.commands.prepare import run_rank",
+        "mmldlm.data.prepare.pipeline",
+        "commands comes after data",
+    ),
     ("import mmldlm.data.store.store", "mmldlm.models.mmdit.model", "data comes after models"),
-    ("from mmldlm.tasks.translation import objective", "mmldlm.diffusion.masked", "tasks comes after diffusion"),
+    (
+        "from mmldlm.tasks.translation import objective",
+        "mmldlm.diffusion.masked",
+        "tasks comes after diffusion",
+    ),
     ("from mmldlm import observe", "mmldlm.engines.base", "observe comes after engines"),
     ("from ...sampling import text", "mmldlm.data.batching.loader", "sampling comes after data"),
     ("from ... import sampling", "mmldlm.data.batching.loader", "sampling comes after data"),
-    ("def f():\n    from mmldlm.train import main", "mmldlm.launch.watcher", "train comes after launch"),
+    (
+        "def f():\n    from mmldlm.train import main",
+        "mmldlm.launch.watcher",
+        "train comes after launch",
+    ),
     ("from mmldlm import show", "mmldlm.observe.loss_plots", "no such room"),
     ("import torch.distributed as dist", "mmldlm.models.mmdit.model", "knows nothing of ranks"),
-    ("from torch.distributed import all_reduce", "mmldlm.diffusion.masked", "knows nothing of ranks"),
-    ("import torch\ndef f(x):\n    torch.distributed.all_reduce(x)", "mmldlm.models.layers", "knows nothing of ranks"),
+    (
+        "from torch.distributed import all_reduce",
+        "mmldlm.diffusion.masked",
+        "knows nothing of ranks",
+    ),
+    (
+        "import torch\ndef f(x):\n    torch.distributed.all_reduce(x)",
+        "mmldlm.models.layers",
+        "knows nothing of ranks",
+    ),
     ("def f():\n    import deepspeed", "mmldlm.models.mmdit.model", "knows nothing of ranks"),
-    ("from mmldlm.models.mmdit.model import MultimodalMMDiT", "mmldlm.engines.fsdp", "engines import no model"),
+    (
+        "from mmldlm.models.mmdit.model import MultimodalMMDiT",
+        "mmldlm.engines.fsdp",
+        "engines import no model",
+    ),
     ("import torch", "mmldlm.preflight.collect", "only inside the GPU checks"),
     (
         "try:\n    from torch import cuda\nexcept ImportError:\n    pass",
@@ -56,13 +87,22 @@ def test_the_checker_sees_a_breach(source, module, reason):
 
 GOOD = [
     ("from mmldlm.commands.prepare import run_rank", "mmldlm.data.prepare.__main__"),
-    ("from mmldlm.models import mmdit\nfrom mmldlm.errors import UserError", "mmldlm.data.batching.batch_plan"),
+    (
+        "from mmldlm.models import mmdit\nfrom mmldlm.errors import UserError",
+        "mmldlm.data.batching.batch_plan",
+    ),
     ("from .batch_plan import BatchPlan\nimport torch", "mmldlm.data.batching.loader"),
     ("import torch.distributed\nimport deepspeed", "mmldlm.engines.deepspeed.engine"),
     ("def check():\n    import torch", "mmldlm.preflight.probes.gpu"),
     ("def f():\n    import wandb", "mmldlm.observe.wandb_logger"),
     ("if TYPE_CHECKING:\n    from mmldlm.tasks import base", "mmldlm.data.batching.loader"),
-    ("from mmldlm.observe import console\nfrom mmldlm.models import mmdit\nfrom mmldlm import train", "mmldlm.cli"),
+    (
+        (
+            "from mmldlm.observe import console\nfrom mmldlm.models import mmdit\nfrom mmldlm"
+            " import train"
+        ),
+        "mmldlm.cli",
+    ),
 ]
 
 
@@ -77,6 +117,10 @@ def test_relative_imports_of_a_package_are_resolved():
 
 
 def test_preflight_starts_without_torch():
-    names = [module for _, module, _ in modules() if module.startswith(("mmldlm.preflight.", "mmldlm.cluster."))]
+    names = [
+        module
+        for _, module, _ in modules()
+        if module.startswith(("mmldlm.preflight.", "mmldlm.cluster."))
+    ]
     code = f"import sys, {', '.join(names)}; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], cwd=PACKAGE.parent).returncode == 0

@@ -18,9 +18,12 @@ PYTHONS = ("3.10", "3.11", "3.12", "3.13")
 DS_CONFIGS = sorted((ROOT / "ds_configs").glob("*.json"))
 # Numbers that mmldlm's own config owns (ARCHITECTURE: one owner for every number).
 OWNED = (
-    "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "train_batch_size", "gradient_clipping",
+    "train_micro_batch_size_per_gpu",
+    "gradient_accumulation_steps",
+    "train_batch_size",
+    "gradient_clipping",
     "steps_per_print",
-)  # fmt: skip
+)
 
 
 def setup_lists():
@@ -37,9 +40,13 @@ def pins(python):
         if not line or line.startswith("#"):
             continue
         requirement = Requirement(line)
-        assert re.fullmatch(r"==[^*,]+", str(requirement.specifier)), f"not one exact version: {line}"
+        assert re.fullmatch(r"==[^*,]+", str(requirement.specifier)), (
+            f"not one exact version: {line}"
+        )
         if requirement.marker is None or requirement.marker.evaluate({"python_version": python}):
-            assert requirement.name not in out, f"two pins of {requirement.name} for Python {python}"
+            assert requirement.name not in out, (
+                f"two pins of {requirement.name} for Python {python}"
+            )
             out[requirement.name] = str(requirement.specifier)[2:]
     return out
 
@@ -66,7 +73,11 @@ def test_every_folder_with_modules_is_a_package():
 def test_presets_are_packaged():
     presets = ROOT / "mmldlm" / "config" / "presets"
     assert list(presets.glob("*.yaml")), "no presets"
-    assert not [path for path in presets.iterdir() if path.is_file() and path.suffix not in (".yaml", ".py")]
+    assert not [
+        path
+        for path in presets.iterdir()
+        if path.is_file() and path.suffix not in (".yaml", ".py")
+    ]
     assert '"mmldlm.config": ["presets/*.yaml"]' in (ROOT / "setup.py").read_text()
 
 
@@ -86,11 +97,20 @@ def test_licence_is_apache_2():
 
 
 def test_no_paths_of_a_machine_and_no_registry_hosts():
-    listed = subprocess.run(["git", "ls-files", "-co", "--exclude-standard"], cwd=ROOT, capture_output=True, text=True)
+    listed = subprocess.run(
+        ["git", "ls-files", "-co", "--exclude-standard"], cwd=ROOT, capture_output=True, text=True
+    )
     if listed.returncode:
         pytest.skip("not a git checkout")
     # Written in pieces so that this file does not find itself.
-    parts = ("/ho", "me/"), ("/ro", "ot/"), ("/wo", "rk/"), ("/insp", "ire/"), ("/tmp/ve", "nv"), ("py", "pi.org")
+    parts = (
+        ("/ho", "me/"),
+        ("/ro", "ot/"),
+        ("/wo", "rk/"),
+        ("/insp", "ire/"),
+        ("/tmp/ve", "nv"),
+        ("py", "pi.org"),
+    )
     bad = re.compile("|".join(re.escape(head + tail) for head, tail in parts))
     found = []
     for name in listed.stdout.splitlines():
@@ -102,7 +122,9 @@ def test_no_paths_of_a_machine_and_no_registry_hosts():
     assert found == []
 
 
-SCRIPTS = sorted([*(ROOT / "launchers").glob("*.sh"), ROOT / "tests" / "run.sh", ROOT / ".ci" / "run"])
+SCRIPTS = sorted(
+    [*(ROOT / "launchers").glob("*.sh"), ROOT / "tests" / "run.sh", ROOT / ".ci" / "run"]
+)
 
 
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.name)
@@ -113,12 +135,17 @@ def test_scripts_parse_and_can_be_run(script):
 
 
 def bash(code, **env):
-    return subprocess.run(["bash", "-c", code], cwd=ROOT, capture_output=True, text=True, env={**os.environ, **env})
+    return subprocess.run(
+        ["bash", "-c", code], cwd=ROOT, capture_output=True, text=True, env={**os.environ, **env}
+    )
 
 
 @pytest.fixture
 def finished_venv(tmp_path):
-    """An environment whose stamps say that it is installed. It has no pip, so any installation would fail."""
+    """An environment whose stamps say that it is installed.
+
+    It has no pip, so any installation would fail.
+    """
     venv = tmp_path / "venv"
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(venv)], check=True)
     stamp = bash(f'. launchers/_env.sh; mmldlm_stamp "{venv}/bin/python" "{venv}"').stdout
@@ -129,7 +156,8 @@ def finished_venv(tmp_path):
 
 def test_a_finished_set_up_is_not_repeated(finished_venv):
     run = bash(
-        "set -euo pipefail; . launchers/_env.sh; mmldlm_env dev; command -v python", MMLDLM_VENV=str(finished_venv)
+        "set -euo pipefail; . launchers/_env.sh; mmldlm_env dev; command -v python",
+        MMLDLM_VENV=str(finished_venv),
     )
     assert run.returncode == 0, run.stderr
     assert run.stdout.splitlines() == [f"{finished_venv}/bin/python"]
@@ -137,7 +165,9 @@ def test_a_finished_set_up_is_not_repeated(finished_venv):
 
 def test_a_missing_extra_or_a_stale_stamp_installs_again(finished_venv):
     env = {"MMLDLM_VENV": str(finished_venv)}
-    missing = bash("set -euo pipefail; . launchers/_env.sh; mmldlm_env quickstart; echo not reached", **env)
+    missing = bash(
+        "set -euo pipefail; . launchers/_env.sh; mmldlm_env quickstart; echo not reached", **env
+    )
     assert missing.returncode == 1 and "not reached" not in missing.stdout
     assert "No module named pip" in missing.stderr and "setup.log" in missing.stderr
     (finished_venv / ".mmldlm-base").write_text("of an older setup.py\n")
@@ -155,42 +185,80 @@ def test_no_python_is_a_clear_error(tmp_path):
 
 
 def launch(script, venv, *words, **env):
-    """Run a launcher with recorders in place of what it starts; its output is the command line it came to."""
+    """Run a launcher with recorders in place of what it starts; its output is the command line it
+    came to.
+    """
     for name in ("torchrun", "deepspeed", "mmldlm"):
         recorder = venv / "bin" / name
         recorder.write_text('#!/bin/sh\nprintf "%s\\n" "${0##*/}" "$@"\n')
         recorder.chmod(0o755)
-    known = "NNODES NODE_RANK RANK NPROC_PER_NODE MASTER_ADDR MASTER_PORT CONFIG_NAME DS_CONFIG HOSTFILE"
-    clean = dict.fromkeys([*known.split(), "LATENT_DIM", "DTYPE", "LEARNING_RATE", "OPTIMIZER_LR"], "")
+    known = (
+        "NNODES NODE_RANK RANK NPROC_PER_NODE MASTER_ADDR MASTER_PORT CONFIG_NAME DS_CONFIG"
+        " HOSTFILE"
+    )
+    clean = dict.fromkeys(
+        [*known.split(), "LATENT_DIM", "DTYPE", "LEARNING_RATE", "OPTIMIZER_LR"], ""
+    )
     quoted = " ".join(f"'{word}'" for word in words)
     return bash(f"bash launchers/{script} {quoted}", **{**clean, "MMLDLM_VENV": str(venv), **env})
 
 
 def test_single_node_turns_the_environment_into_words(finished_venv):
     run = launch(
-        "single_node.sh", finished_venv, "training.loss_type=l2t", "a={b: 1}",
-        NPROC_PER_NODE="2", OPTIMIZER_LR="5e-5", LATENT_DIM="32", DS_CONFIG="ds_configs/zero2.json",
-    )  # fmt: skip
+        "single_node.sh",
+        finished_venv,
+        "training.loss_type=l2t",
+        "a={b: 1}",
+        NPROC_PER_NODE="2",
+        OPTIMIZER_LR="5e-5",
+        LATENT_DIM="32",
+        DS_CONFIG="ds_configs/zero2.json",
+    )
     assert run.returncode == 0, run.stderr
     words = run.stdout.splitlines()
     assert words[:5] == ["torchrun", "--nnodes", "1", "--nproc_per_node", "2"]
     assert words[words.index("-m") :] == [
-        "-m", "mmldlm.train", "--config-name", "mmdit_stable", "--deepspeed_config", "ds_configs/zero2.json",
-        "optimizer.lr=5e-5", "model.latent_dim=32", "training.loss_type=l2t", "a={b: 1}",
-    ]  # fmt: skip
+        "-m",
+        "mmldlm.train",
+        "--config-name",
+        "mmdit_stable",
+        "--deepspeed_config",
+        "ds_configs/zero2.json",
+        "optimizer.lr=5e-5",
+        "model.latent_dim=32",
+        "training.loss_type=l2t",
+        "a={b: 1}",
+    ]
 
 
 def test_multi_node_by_torchrun_and_by_hostfile(finished_venv):
-    run = launch("multi_node.sh", finished_venv, NNODES="2", RANK="1", MASTER_ADDR="n0", NPROC_PER_NODE="8")
+    run = launch(
+        "multi_node.sh", finished_venv, NNODES="2", RANK="1", MASTER_ADDR="n0", NPROC_PER_NODE="8"
+    )
     assert run.stdout.splitlines()[:10] == [
-        "torchrun", "--nnodes", "2", "--node_rank", "1", "--nproc_per_node", "8", "--master_addr", "n0",
+        "torchrun",
+        "--nnodes",
+        "2",
+        "--node_rank",
+        "1",
+        "--nproc_per_node",
+        "8",
+        "--master_addr",
+        "n0",
         "--master_port",
-    ]  # fmt: skip
-    run = launch("multi_node.sh", finished_venv, HOSTFILE="hostfiles/two_nodes", MASTER_ADDR="node1")
+    ]
+    run = launch(
+        "multi_node.sh", finished_venv, HOSTFILE="hostfiles/two_nodes", MASTER_ADDR="node1"
+    )
     words = run.stdout.splitlines()
-    assert words[:3] == ["deepspeed", "--hostfile", "hostfiles/two_nodes"] and "--force_multi" in words
+    assert (
+        words[:3] == ["deepspeed", "--hostfile", "hostfiles/two_nodes"]
+        and "--force_multi" in words
+    )
     assert words[words.index("--master_addr") + 1] == "node1"
-    words = launch("multi_node.sh", finished_venv, HOSTFILE="hostfiles/two_ranks_here").stdout.splitlines()
+    words = launch(
+        "multi_node.sh", finished_venv, HOSTFILE="hostfiles/two_ranks_here"
+    ).stdout.splitlines()
     assert "--no_ssh_check" in words and "--force_multi" not in words
     assert words[words.index("--master_addr") + 1] == "127.0.0.1"
 
@@ -214,9 +282,13 @@ def test_launchers_refuse_what_cannot_start(finished_venv, script, env, message)
     assert run.returncode == 2 and run.stdout == "" and message in run.stderr, run.stderr
 
 
-@pytest.mark.parametrize("path", sorted((ROOT / "hostfiles").iterdir()), ids=lambda path: path.name)
+@pytest.mark.parametrize(
+    "path", sorted((ROOT / "hostfiles").iterdir()), ids=lambda path: path.name
+)
 def test_hostfiles_are_read_by_deepspeeds_own_parser(path):
-    lines = [line for line in path.read_text().splitlines() if line.strip() and not line.startswith("#")]
+    lines = [
+        line for line in path.read_text().splitlines() if line.strip() and not line.startswith("#")
+    ]
     assert lines and all(re.fullmatch(r"\S+\s+slots=[1-9]\d*", line) for line in lines)
     assert path.read_text().isascii()
 
@@ -232,10 +304,11 @@ def test_ds_configs_leave_our_numbers_to_our_config(path):
 
 
 def test_ds_configs_train_a_model_alike_on_this_machine():
-    """Every file through a real engine, in both precisions: ZeRO moves the same numbers, so the losses agree."""
+    """Every file through a real engine, in both precisions: ZeRO moves the same numbers, so the
+    losses agree.
+    """
     pytest.importorskip("deepspeed")
-    code = textwrap.dedent(
-        """
+    code = textwrap.dedent("""
         import json, socket, os, sys
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
@@ -264,20 +337,28 @@ def test_ds_configs_train_a_model_alike_on_this_machine():
                     engine.step()
                     losses.append(loss.item())
                 print("LOSSES", json.dumps([path, bf16, losses]))
-        """
-    )
+        """)  # noqa: E501
     env = {**os.environ, "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
     run = subprocess.run(
-        [sys.executable, "-c", code, *map(str, DS_CONFIGS)], capture_output=True, text=True, env=env, timeout=300
+        [sys.executable, "-c", code, *map(str, DS_CONFIGS)],
+        capture_output=True,
+        text=True,
+        env=env,
+        timeout=300,
     )
     assert run.returncode == 0, run.stderr[-3000:]
-    rows = [json.loads(line.split(" ", 1)[1]) for line in run.stdout.splitlines() if line.startswith("LOSSES ")]
+    rows = [
+        json.loads(line.split(" ", 1)[1])
+        for line in run.stdout.splitlines()
+        if line.startswith("LOSSES ")
+    ]
     assert len(rows) == 2 * len(DS_CONFIGS) == 8
     for precision in (False, True):
         curves = [losses for _, bf16, losses in rows if bf16 is precision]
         assert curves[0][-1] < 0.8 * curves[0][0]
         for curve in curves[1:]:
-            # The same sums in another order: fp32 rounding, which bf16 weights can magnify to one of their own steps.
+            # The same sums in another order: fp32 rounding, which bf16 weights can magnify to one
+            # of their own steps.
             assert curve == pytest.approx(curves[0], rel=1e-2 if precision else 1e-5)
 
 

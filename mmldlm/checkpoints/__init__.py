@@ -1,1 +1,3 @@
-"""Checkpoints: the commit protocol of a run, readers and writers of file formats without torch, resume."""
+"""Checkpoints: the commit protocol of a run, readers and writers of file formats without torch,
+resume.
+"""

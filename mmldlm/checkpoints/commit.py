@@ -3,9 +3,9 @@
     RUN/checkpoints/step_00001000/{engine files, training_state.json, ..., manifest.json}
     RUN/latest -> checkpoints/step_00001000
 
-The order of operations tolerates a crash at any point: write into .partial_step_N; every rank fsyncs its files and
-lists them; rank 0 writes the manifest, fsyncs it and the folders, renames the folder, fsyncs its parent, and moves
-`latest` last.
+The order of operations tolerates a crash at any point: write into .partial_step_N; every rank
+fsyncs its files and lists them; rank 0 writes the manifest, fsyncs it and the folders, renames the
+folder, fsyncs its parent, and moves `latest` last.
 """
 
 from __future__ import annotations
@@ -22,7 +22,14 @@ from typing import Any, NamedTuple
 
 from mmldlm.checkpoints.layout import CHECKPOINTS, LATEST
 from mmldlm.checkpoints.locate import recover_interrupted_commit
-from mmldlm.checkpoints.manifest import FORMAT, MANIFEST, VERSION, describe_file, examine, list_files
+from mmldlm.checkpoints.manifest import (
+    FORMAT,
+    MANIFEST,
+    VERSION,
+    describe_file,
+    examine,
+    list_files,
+)
 from mmldlm.errors import MmldlmError, UserError
 from mmldlm.utils.atomic_files import fsync_path, write_text_synced
 
@@ -46,7 +53,10 @@ _DISK_FULL_BYTES = 16 * 2**20  # a disk with fewer bytes left counts as full
 
 
 class CommitFailed(MmldlmError):
-    """A checkpoint could not be saved. Raised on all ranks; the previous checkpoint and `latest` are unchanged."""
+    """A checkpoint could not be saved.
+
+    Raised on all ranks; the previous checkpoint and `latest` are unchanged.
+    """
 
 
 class RankGroup(NamedTuple):
@@ -76,7 +86,8 @@ def step_name(step: int) -> str:
 
 
 def owner_of(name: str, world_size: int) -> int:
-    """Return the rank that wrote a file, from the names of DeepSpeed, DCP and mmldlm; rank 0 for any other name.
+    """Return the rank that wrote a file, from the names of DeepSpeed, DCP and mmldlm; rank 0 for
+    any other name.
 
     The writer must fsync: on a network file system another host cannot flush its pages.
     """
@@ -101,13 +112,16 @@ class PendingCheckpoint:
         self.final = run_dir / CHECKPOINTS / step_name(step)
         self.path = self.final.with_name(f".partial_{self.final.name}")
 
-    def commit(self, error: BaseException | None = None, *, has_entry: bool = False, **metadata: Any) -> Path:
+    def commit(
+        self, error: BaseException | None = None, *, has_entry: bool = False, **metadata: Any
+    ) -> Path:
         """Publish the checkpoint, or remove it, on all ranks. Collective.
 
         Args:
-            error: the exception that writing the files raised on this rank; None on success. Passing it here
-                instead of raising keeps the ranks in step.
-            has_entry: True if write_manifest_entry() was called already (in the thread that wrote the files).
+            error: the exception that writing the files raised on this rank; None on success.
+                Passing it here instead of raising keeps the ranks in step.
+            has_entry: True if write_manifest_entry() was called already (in the thread that wrote
+                the files).
             **metadata: further entries of the manifest, e.g. engine="deepspeed", stage=2.
 
         Returns:
@@ -133,7 +147,8 @@ class PendingCheckpoint:
         self.group.barrier()
 
     def raise_together(self, phase: str, error: BaseException | None) -> None:
-        """Return if no rank had an error in this phase; otherwise remove the checkpoint. Collective.
+        """Return if no rank had an error in this phase; otherwise remove the checkpoint.
+        Collective.
 
         Raises:
             CommitFailed: on every rank, with the errors.
@@ -141,20 +156,33 @@ class PendingCheckpoint:
         if self.group.all_agree(error is None):
             return
         # Before the partial files are removed, which may be what fills the disk.
-        own = None if error is None else f"{type(error).__name__}: {error}{_advice(error, self.path)}"
+        own = (
+            None
+            if error is None
+            else f"{type(error).__name__}: {error}{_advice(error, self.path)}"
+        )
         messages = self.group.gather(own)
         self.discard()
         more = f", and {len(messages) - 3} more ranks" if len(messages) > 3 else ""
         reasons = ("; ".join(messages[:3]) or "on another rank") + more
-        is_kept = os.path.lexists(self.run_dir / LATEST)  # a conversion writes the first of its run
+        is_kept = os.path.lexists(
+            self.run_dir / LATEST
+        )  # a conversion writes the first of its run
         kept = f" The previous checkpoint in {self.run_dir} is untouched." if is_kept else ""
         raise CommitFailed(
             f"checkpoint of step {self.step} was not saved: {phase} failed ({reasons}).{kept}"
         ) from error
 
     def write_manifest_entry(self) -> None:
-        """Flush this rank's files to the disk and list them with sizes and checksums. Not collective."""
-        mine = [name for name in list_files(self.path) if owner_of(name, self.group.world_size) == self.group.rank]
+        """Flush this rank's files to the disk and list them with sizes and checksums.
+
+        Not collective.
+        """
+        mine = [
+            name
+            for name in list_files(self.path)
+            if owner_of(name, self.group.world_size) == self.group.rank
+        ]
         # The lists of ranks are removed by rank 0; begin() has removed stale ones.
         mine = [name for name in mine if not name.startswith(".files_rank")]
         for name in mine:
@@ -192,7 +220,8 @@ class PendingCheckpoint:
         replaced = self.final.with_name(f".replaced_{self.final.name}")
         if os.path.lexists(self.final):
             if _is_replaceable(self.final):
-                # A step saved again after a rollback; recover_interrupted_commit() undoes this rename after a crash.
+                # A step saved again after a rollback; recover_interrupted_commit() undoes this
+                # rename after a crash.
                 shutil.rmtree(replaced, ignore_errors=True)
                 os.rename(self.final, replaced)
             else:
@@ -206,10 +235,11 @@ class PendingCheckpoint:
 def begin(
     run_dir: Path | str, step: int, group: RankGroup = SINGLE_RANK, folders: Sequence[str] = ()
 ) -> PendingCheckpoint:
-    """Start a checkpoint: rank 0 removes leftovers of crashed saves, and every rank tries to write in the new folder.
+    """Start a checkpoint: rank 0 removes leftovers of crashed saves, and every rank tries to write
+    in the new folder.
 
-    Collective. An engine's own save may be collective too, so that a rank failing there would leave the others waiting;
-    likely failures are provoked here.
+    Collective. An engine's own save may be collective too, so that a rank failing there would
+    leave the others waiting; likely failures are provoked here.
 
     Args:
         run_dir: the run's folder.
@@ -218,14 +248,21 @@ def begin(
         folders: those in the checkpoint that the engine writes to.
 
     Raises:
-        CommitFailed: on every rank, if the folder cannot be made, or some rank cannot see it or write there.
+        CommitFailed: on every rank, if the folder cannot be made, or some rank cannot see it or
+            write there.
     """
     pending = PendingCheckpoint(Path(run_dir), step, group)
     error = _try(_prepare, pending, folders) if group.rank == 0 else None
     pending.raise_together("making its folder", error)
     error = _try(_check_visible, pending.path)
-    pending.raise_together("seeing its folder (logging.save_dir must be shared by all hosts)", error)
-    error = _try(_try_writing, [pending.path, *(pending.path / name for name in folders)], f"{_PROBE_FILE}{group.rank}")
+    pending.raise_together(
+        "seeing its folder (logging.save_dir must be shared by all hosts)", error
+    )
+    error = _try(
+        _try_writing,
+        [pending.path, *(pending.path / name for name in folders)],
+        f"{_PROBE_FILE}{group.rank}",
+    )
     pending.raise_together("trying to write in its folder", error)
     return pending
 
@@ -263,14 +300,17 @@ def _try_writing(folders: Sequence[Path], name: str) -> None:
 
 
 def _is_replaceable(final: Path) -> bool:
-    """Return whether an existing checkpoint of this step is complete and may be replaced; a damaged one is kept.
+    """Return whether an existing checkpoint of this step is complete and may be replaced; a
+    damaged one is kept.
 
     Raises:
         RuntimeError: it cannot be read; it is left unchanged.
     """
     found = examine(final, checksums=False)
     if found.unreadable:
-        raise RuntimeError(f"a checkpoint that cannot be read is not replaced: {found.unreadable[0]}")
+        raise RuntimeError(
+            f"a checkpoint that cannot be read is not replaced: {found.unreadable[0]}"
+        )
     return not found.damaged
 
 
@@ -294,7 +334,9 @@ def try_longest(run_dir: Path, last_step: int, folders: Sequence[str]) -> None:
 
 
 def update_latest(run_dir: Path, target: Path) -> None:
-    """Point RUN/latest to a checkpoint atomically: a symlink, or a text file where symlinks are not supported."""
+    """Point RUN/latest to a checkpoint atomically: a symlink, or a text file where symlinks are
+    not supported.
+    """
     new = run_dir / f".{LATEST}_new"
     new.unlink(missing_ok=True)
     relative = target.relative_to(run_dir).as_posix()
@@ -307,7 +349,9 @@ def update_latest(run_dir: Path, target: Path) -> None:
 
 
 def set_aside(path: Path) -> Path:
-    """Rename a checkpoint to checkpoints/.dropped_step_N, which is neither found nor deleted; return the new path."""
+    """Rename a checkpoint to checkpoints/.dropped_step_N, which is neither found nor deleted;
+    return the new path.
+    """
     new_path = _free_name(path.with_name(f".dropped_{path.name}"))
     os.rename(path, new_path)
     return new_path
@@ -325,7 +369,9 @@ def _free_name(path: Path) -> Path:
 def _try(work: Callable[..., None], *args: Any) -> Exception | None:
     try:
         work(*args)
-    except Exception as error:  # the caller votes on it; raising here would leave the other ranks waiting
+    except (
+        Exception
+    ) as error:  # the caller votes on it; raising here would leave the other ranks waiting
         return error
     return None
 
@@ -338,7 +384,10 @@ def _advice(error: BaseException, folder: Path) -> str:
     free = _free_bytes(folder)
     if number == errno.ENOSPC or (number is None and free is not None and free < _DISK_FULL_BYTES):
         if _free_inodes(folder) == 0:
-            return "; no inodes are free (df -i): delete or pack files on that disk, which holds too many"
+            return (
+                "; no inodes are free (df -i): delete or pack files on that disk, which holds too"
+                " many"
+            )
         return f"; {_ADVICE[errno.ENOSPC]} ({(free or 0) / 2**20:,.0f} MiB are free)"
     return f"; {_ADVICE[number]}" if number in _ADVICE else ""
 

@@ -23,7 +23,8 @@ class InitReport:
         missing: parameters of the model that the source does not have.
         mismatched: name -> (shape in the source, shape in the model).
         unexpected: tensors of the source that the model does not have.
-        notes: what else the user should know of the source, such as a prefix that was removed from its names.
+        notes: what else the user should know of the source, such as a prefix that was removed from
+            its names.
     """
 
     source: str
@@ -40,7 +41,10 @@ class InitReport:
         if self.missing:
             lines.append(f"kept as initialized, not in the source: {join_some(self.missing)}")
         if self.mismatched:
-            shapes = [f"{name} {theirs} there, {ours} here" for name, (theirs, ours) in self.mismatched.items()]
+            shapes = [
+                f"{name} {theirs} there, {ours} here"
+                for name, (theirs, ours) in self.mismatched.items()
+            ]
             lines.append(f"kept as initialized, of another shape: {join_some(shapes)}")
         if self.unexpected:
             lines.append(f"not used, not in this model: {join_some(self.unexpected)}")
@@ -54,20 +58,26 @@ def init_weights(model: nn.Module, path: str) -> InitReport:
 
     Args:
         model: the model.
-        path: a run, a checkpoint of any engine, a DeepSpeed folder, a model.pt, or an exported model's folder.
+        path: a run, a checkpoint of any engine, a DeepSpeed folder, a model.pt, or an exported
+            model's folder.
 
     Raises:
-        UserError: nothing readable there, no parameter matches, or one that does has NaN or infinite values.
+        UserError: nothing readable there, no parameter matches, or one that does has NaN or
+            infinite values.
     """
     parameters = dict(model.named_parameters())
     report = InitReport(path)
     buffers = {name for name, _ in model.named_buffers()}
     bad: dict[str, int] = {}
-    # Non-finite values are checked below for all formats; the reader's error names an option of `convert`.
+    # Non-finite values are checked below for all formats; the reader's error names an option of
+    # `convert`.
     opened = open_source(path, allow_nonfinite=True, weights_only=True)
     with torch.no_grad(), opened.weights as source:
-        # The names of the model decide whether `module.` is a wrapper's; open_source could not know.
-        source.notes = [note.partition("; --")[0] for note in source.notes if "--strip-prefix" not in note]
+        # The names of the model decide whether `module.` is a wrapper's; open_source could not
+        # know.
+        source.notes = [
+            note.partition("; --")[0] for note in source.notes if "--strip-prefix" not in note
+        ]
         prefix = prefix_to_match(source.tensors, {*parameters, *buffers})
         if prefix:
             source.notes.append(f"the prefix {prefix!r} was removed from the names of {path}")
@@ -94,13 +104,15 @@ def init_weights(model: nn.Module, path: str) -> InitReport:
             join_some(counts),
             "give an older checkpoint of that run (RUN/checkpoints/step_...), or an export of one",
         )
-    report.missing = [name for name in parameters if name not in report.loaded and name not in report.mismatched]
+    report.missing = [
+        name for name in parameters if name not in report.loaded and name not in report.mismatched
+    ]
     if not report.loaded:
         raise UserError(
             f"weights for this model in training.init_from={path}",
             "; ".join(report.messages()),
-            "check the path, and compare model.* with its config.json; `mmldlm convert SRC OUT --strip-prefix PREFIX` "
-            "removes a prefix that no wrapper of torch's added",
+            "check the path, and compare model.* with its config.json; `mmldlm convert SRC OUT"
+            " --strip-prefix PREFIX` removes a prefix that no wrapper of torch's added",
         )
     return report
 

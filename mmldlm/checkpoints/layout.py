@@ -15,7 +15,9 @@ TRAINABLE_FILE = "trainable.json"  # next to DCP files: names of trained weights
 DCP_METADATA = ".metadata"
 MODEL_FILE = "model.pt"
 OPTIMIZER_FILE = "optimizer.pt"
-DEEPSPEED_STATE = "deepspeed.pt"  # next to DCP files or optimizer.pt: what DeepSpeed recorded of a converted run
+DEEPSPEED_STATE = (
+    "deepspeed.pt"  # next to DCP files or optimizer.pt: what DeepSpeed recorded of a converted run
+)
 
 # An exported model
 SAFETENSORS_FILE = "model.safetensors"

@@ -19,7 +19,9 @@ _STEP = re.compile(r"step_(\d{8,})")
 
 
 def recover_interrupted_commit(run_dir: Path) -> None:
-    """Restore a checkpoint that was renamed by a commit that crashed before its replacement was in place."""
+    """Restore a checkpoint that was renamed by a commit that crashed before its replacement was in
+    place.
+    """
     for replaced in (run_dir / CHECKPOINTS).glob(".replaced_step_*"):
         final = replaced.with_name(replaced.name.removeprefix(".replaced_"))
         if not os.path.lexists(final):
@@ -32,21 +34,25 @@ def recover_interrupted_commit(run_dir: Path) -> None:
 def read_latest(run_dir: Path) -> Path | None:
     """Return the folder that RUN/latest names, existing or not; None without a `latest`.
 
-    A text file that names anything but a folder inside the run yields its own path, which is not a folder.
+    A text file that names anything but a folder inside the run yields its own path, which is not a
+    folder.
     """
     latest = run_dir / LATEST
     if latest.is_symlink():
         return run_dir / os.readlink(latest)
     if latest.is_file():
         try:
-            return path_inside(run_dir, read_bytes(latest, 1 << 16).decode(errors="replace").strip())
+            return path_inside(
+                run_dir, read_bytes(latest, 1 << 16).decode(errors="replace").strip()
+            )
         except (OSError, ValueError):
             return latest
     return None
 
 
 def list_checkpoints(run_dir: Path | str) -> list[tuple[int, Path]]:
-    """Return (step, folder) of every committed checkpoint of a run, oldest first, complete or damaged.
+    """Return (step, folder) of every committed checkpoint of a run, oldest first, complete or
+    damaged.
 
     Raises:
         UserError: their folder cannot be read.
@@ -55,14 +61,20 @@ def list_checkpoints(run_dir: Path | str) -> list[tuple[int, Path]]:
     try:
         names = os.listdir(parent)
     except OSError as error:
-        if isinstance(error, (FileNotFoundError, NotADirectoryError)) and not os.path.lexists(parent):
+        if isinstance(error, (FileNotFoundError, NotADirectoryError)) and not os.path.lexists(
+            parent
+        ):
             return []
         raise unreadable_error(run_dir, f"{parent}: {describe_os_error(error)}") from error
-    return sorted((int(match[1]), parent / name) for name in names if (match := _STEP.fullmatch(name)))
+    return sorted(
+        (int(match[1]), parent / name) for name in names if (match := _STEP.fullmatch(name))
+    )
 
 
 def holds_checkpoints(run_dir: Path | str) -> bool:
-    """Return whether a run has saved anything, even if damaged, unreadable, or missing while `latest` names it."""
+    """Return whether a run has saved anything, even if damaged, unreadable, or missing while
+    `latest` names it.
+    """
     return bool(list_checkpoints(run_dir)) or read_latest(Path(run_dir)) is not None
 
 
@@ -71,13 +83,15 @@ def unreadable_error(run_dir: Path | str, found: str) -> UserError:
     return UserError(
         f"readable checkpoints in {run_dir}",
         found,
-        "make it readable again (its owner and mode, its disk, its mount), or move it away to continue without it; "
-        "nothing was changed",
+        "make it readable again (its owner and mode, its disk, its mount), or move it away to"
+        " continue without it; nothing was changed",
     )
 
 
 def is_rollback_candidate(path: Path) -> bool:
-    """Return whether a rollback may use it: weights saved amid skipped steps may be what caused the skips."""
+    """Return whether a rollback may use it: weights saved amid skipped steps may be what caused
+    the skips.
+    """
     return not (read_manifest(path).get("consecutive_skips") or 0)
 
 
@@ -94,15 +108,15 @@ def find_latest_valid(
 
     Args:
         run_dir: the run's folder.
-        on_damaged: called with one line per damaged checkpoint that is skipped, and for damaged files without
-            training state.
+        on_damaged: called with one line per damaged checkpoint that is skipped, and for damaged
+            files without training state.
         checksums: compare every byte, not only presence and sizes.
         for_rollback: consider only checkpoints that a rollback may use.
         below: consider only steps before this one.
 
     Raises:
-        UserError: a newer checkpoint cannot be read, so that it may be complete; or `latest` names one, and all
-            checkpoints are missing.
+        UserError: a newer checkpoint cannot be read, so that it may be complete; or `latest` names
+            one, and all checkpoints are missing.
     """
     run_dir = Path(run_dir)
     recover_interrupted_commit(run_dir)
@@ -120,18 +134,23 @@ def find_latest_valid(
         if found.unreadable:
             raise unreadable_error(run_dir, _first(found.unreadable))
         if found.damaged:
-            on_damaged(f"checkpoint {path.name} is damaged and was skipped: {_first(found.damaged)}")
+            on_damaged(
+                f"checkpoint {path.name} is damaged and was skipped: {_first(found.damaged)}"
+            )
         elif not for_rollback or is_rollback_candidate(path):
             if found.descriptions:
                 on_damaged(
-                    f"checkpoint {path.name} is used, its training state is complete: {_first(found.descriptions)}"
+                    f"checkpoint {path.name} is used, its training state is complete:"
+                    f" {_first(found.descriptions)}"
                 )
             return path
     return None
 
 
 def examine_with_state(folder: Path, checksums: bool = True) -> Examination:
-    """Compare a checkpoint folder with its manifest, and check the values of its training state as well."""
+    """Compare a checkpoint folder with its manifest, and check the values of its training state as
+    well.
+    """
     found = examine(folder, checksums)
     if not found.problems:
         try:
@@ -148,17 +167,21 @@ def _first(problems: list[str]) -> str:
 
 
 def locate_checkpoint(path: Path | str) -> Path:
-    """Return the checkpoint folder for training.resume=PATH: a run, RUN/latest, RUN/checkpoints/step_N.
+    """Return the checkpoint folder for training.resume=PATH: a run, RUN/latest,
+    RUN/checkpoints/step_N.
 
     Only presence and sizes of its files are checked.
 
     Raises:
-        UserError: nothing there, no checkpoint, or one that is damaged or unreadable (the error names the file).
+        UserError: nothing there, no checkpoint, or one that is damaged or unreadable (the error
+            names the file).
     """
     try:
         return _locate(Path(path))
     except OSError as error:
-        raise unreadable_error(path, f"{error.filename or path}: {describe_os_error(error)}") from error
+        raise unreadable_error(
+            path, f"{error.filename or path}: {describe_os_error(error)}"
+        ) from error
 
 
 def _locate(path: Path) -> Path:
@@ -179,21 +202,37 @@ def _locate(path: Path) -> Path:
     if folder is None or not folder.is_dir():
         if folder == path and path.exists():
             raise UserError(expected, *_describe_other(path))
-        found = "nothing" if folder in (None, path) else f"a `latest` that names {folder}, which does not exist"
-        raise UserError(expected, found, "check the path; training.resume=auto takes the newest complete checkpoint")
+        found = (
+            "nothing"
+            if folder in (None, path)
+            else f"a `latest` that names {folder}, which does not exist"
+        )
+        raise UserError(
+            expected,
+            found,
+            "check the path; training.resume=auto takes the newest complete checkpoint",
+        )
     check_complete(folder, checksums=False)
     return folder.resolve()
 
 
 def _describe_other(path: Path) -> tuple[str, str]:
     """Return what is at a path that holds no checkpoints of a run, and what to do."""
-    weights_alone = f"start with training.init_from={path}: it takes the weights, not the optimizer and the step"
+    weights_alone = (
+        f"start with training.init_from={path}: it takes the weights, not the optimizer and the"
+        " step"
+    )
     # Users see `latest`; what it points to says which checkpoint this is a part of.
-    checkpoint = next((folder for folder in path.resolve().parents if _STEP.fullmatch(folder.name)), None)
+    checkpoint = next(
+        (folder for folder in path.resolve().parents if _STEP.fullmatch(folder.name)), None
+    )
     of_checkpoint = f" of the checkpoint {checkpoint.name}" if checkpoint else ""
     whole = f"give {checkpoint}, or its run's {LATEST}; or " if checkpoint else ""
     if not path.is_dir():
-        return f"a file{of_checkpoint}, not a run or a checkpoint", f"{whole}if it holds weights, {weights_alone}"
+        return (
+            f"a file{of_checkpoint}, not a run or a checkpoint",
+            f"{whole}if it holds weights, {weights_alone}",
+        )
     inside = sorted(entry.name for entry in path.iterdir())
     found = f"a folder without checkpoints ({', '.join(inside[:5]) or 'empty'})"
     if checkpoint:
@@ -201,13 +240,16 @@ def _describe_other(path: Path) -> tuple[str, str]:
     runs = [path / name for name in inside if (path / name / CHECKPOINTS).is_dir()]
     if runs:
         return f"a folder of {len(runs)} runs", f"give one of its runs: {join_some(runs)}"
-    if any(name.endswith((".safetensors", ".pt", ".bin", ".distcp", ".metadata")) for name in inside):
+    if any(
+        name.endswith((".safetensors", ".pt", ".bin", ".distcp", ".metadata")) for name in inside
+    ):
         return f"weights without the state of a run ({', '.join(inside[:5])})", weights_alone
     return found, "check logging.save_dir and logging.run_name, or start without training.resume"
 
 
 def check_complete(folder: Path, checksums: bool = True, with_state: bool = False) -> list[str]:
-    """Check that a run can continue from a checkpoint; return the problems of files without training state.
+    """Check that a run can continue from a checkpoint; return the problems of files without
+    training state.
 
     Args:
         with_state: check also the values in training_state.json, from which a run continues.

@@ -1,4 +1,7 @@
-"""manifest.json: the files of a checkpoint with sizes and checksums. A folder with one is a checkpoint."""
+"""manifest.json: the files of a checkpoint with sizes and checksums.
+
+A folder with one is a checkpoint.
+"""
 
 from __future__ import annotations
 
@@ -18,8 +21,8 @@ MANIFEST = "manifest.json"
 FORMAT = "mmldlm-checkpoint"
 VERSION = 1
 _CHUNK = 4 << 20
-# Covers the central directory of a torch.save zip, which lists the CRC of every record: a matching tail and the
-# records' own CRCs verify what was read of a file without reading the rest.
+# Covers the central directory of a torch.save zip, which lists the CRC of every record: a matching
+# tail and the records' own CRCs verify what was read of a file without reading the rest.
 TAIL_BYTES = 1 << 20
 # Files without training state: a run continues without them.
 _DESCRIPTIONS = re.compile(r"config\.yaml|model_config\.json|tokenizer/.*")
@@ -51,8 +54,8 @@ class Examination(NamedTuple):
 def describe_file(path: Path) -> dict[str, int]:
     """Read a file and return its {"bytes", "crc32", "tail_crc32"}.
 
-    CRC-32 is in the standard library and runs at memory speed. It detects damaged disks, truncated copies and mixed-up
-    folders; no checksum stored next to the data protects against manipulation.
+    CRC-32 is in the standard library and runs at memory speed. It detects damaged disks, truncated
+    copies and mixed-up folders; no checksum stored next to the data protects against manipulation.
     """
     size, crc = 0, 0
     with open(open_regular_descriptor(path), "rb", buffering=0) as file:
@@ -93,7 +96,9 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     except FileNotFoundError:
         if not os.path.isdir(folder):  # a symlink to a disk that is not mounted
             raise CannotRead(f"{folder} is not a folder that can be opened") from None
-        raise ValueError(f"{path} is missing: the checkpoint was never finished or is being deleted") from None
+        raise ValueError(
+            f"{path} is missing: the checkpoint was never finished or is being deleted"
+        ) from None
     except OSError as error:
         raise CannotRead(f"{path} cannot be read: {describe_os_error(error)}") from error
     except (ValueError, RecursionError) as error:
@@ -101,7 +106,9 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
         raise CannotRead(f"{path} is not a manifest of {FORMAT}")
     if manifest.get("version") != VERSION:
-        raise CannotRead(f"{path} has version {manifest.get('version')!r}, this mmldlm reads version {VERSION}")
+        raise CannotRead(
+            f"{path} has version {manifest.get('version')!r}, this mmldlm reads version {VERSION}"
+        )
     if not isinstance(manifest.get("files"), dict):
         raise ValueError(f"{path} is damaged: it does not list files")
     for name in manifest["files"]:
@@ -110,7 +117,9 @@ def read_manifest(folder: Path) -> dict[str, Any]:
         except ValueError as error:
             raise ValueError(f"{path} is damaged: it lists {error}") from None
     for key, lowest in (("step", 0), ("world_size", 1)):
-        if key in manifest and not (type(manifest[key]) is int and lowest <= manifest[key] < 1 << 63):
+        if key in manifest and not (
+            type(manifest[key]) is int and lowest <= manifest[key] < 1 << 63
+        ):
             raise ValueError(f"{path} is damaged: {key} {str(manifest[key])[:80]!r}")
     return manifest
 
@@ -152,10 +161,14 @@ def verify(folder: Path | str, checksums: bool = True, tails: bool = False) -> l
 
 
 def is_as_saved(folder: Path, name: str) -> bool:
-    """Return whether one (small) file of a checkpoint matches the manifest, or is not listed in it."""
+    """Return whether one (small) file of a checkpoint matches the manifest, or is not listed in
+    it.
+    """
     try:
         entry = read_manifest(folder)["files"].get(name)
-        return entry is None or _difference(folder / name, entry, checksums=True, tails=False) is None
+        return (
+            entry is None or _difference(folder / name, entry, checksums=True, tails=False) is None
+        )
     except (OSError, ValueError):
         return False
 

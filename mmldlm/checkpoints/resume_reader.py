@@ -1,10 +1,11 @@
 """Read a checkpoint of any engine, stage and world size by flat element ranges, for a resume.
 
-Every engine loads through this reader, even its own files at its own world size. Every rank reads only what it owns.
-Only descriptions are unpickled, and neither torch nor deepspeed is imported.
+Every engine loads through this reader, even its own files at its own world size. Every rank reads
+only what it owns. Only descriptions are unpickled, and neither torch nor deepspeed is imported.
 
-Checksums: rank 0 must have verified the files against the manifest before (manifest.verify with checksums). Here only
-records that are read from end to end are compared with their CRC; otherwise every rank would read nearly everything.
+Checksums: rank 0 must have verified the files against the manifest before (manifest.verify with
+checksums). Here only records that are read from end to end are compared with their CRC; otherwise
+every rank would read nearly everything.
 """
 
 from __future__ import annotations
@@ -18,7 +19,12 @@ from mmldlm.checkpoints.formats.base import ReadOptions
 from mmldlm.checkpoints.formats.dtypes import DTYPES, cast
 from mmldlm.checkpoints.formats.ema import add_ema
 from mmldlm.checkpoints.formats.torch_save.reader import CHUNK_BYTES
-from mmldlm.checkpoints.formats.weight_source import FileRange, TensorInfo, WeightSource, read_parts_into
+from mmldlm.checkpoints.formats.weight_source import (
+    FileRange,
+    TensorInfo,
+    WeightSource,
+    read_parts_into,
+)
 from mmldlm.checkpoints.layout import DCP_METADATA, MODEL_FILE, OPTIMIZER_FILE
 from mmldlm.errors import UserError
 from mmldlm.utils.moments import MOMENTS
@@ -30,7 +36,8 @@ def open_training_state(engine_folder: Path | str) -> ResumeReader:
     """Open the `engine/` folder of a step folder of any engine.
 
     Raises:
-        UserError: no training state, or files that are missing, damaged, unsafe or of different saves.
+        UserError: no training state, or files that are missing, damaged, unsafe or of different
+            saves.
     """
     folder = Path(engine_folder)
     source = _open_source(folder)
@@ -38,7 +45,8 @@ def open_training_state(engine_folder: Path | str) -> ResumeReader:
         if unknown := source.unclassified:
             raise UserError(
                 f"the names of the trained parameters in {source.path}",
-                f"none for {unknown[0]} and {len(unknown) - 1} more (saved by another program than mmldlm)",
+                f"none for {unknown[0]} and {len(unknown) - 1} more (saved by another program than"
+                " mmldlm)",
                 "take the weights alone with training.init_from",
             )
         add_ema(source, folder)
@@ -51,18 +59,26 @@ def open_training_state(engine_folder: Path | str) -> ResumeReader:
 def _open_source(folder: Path) -> WeightSource:
     found = registry.detect(folder) if folder.is_dir() else None
     if found is None or not found.format.can_resume(found.path):
-        inside = sorted(path.name for path in folder.iterdir()) if folder.is_dir() else ["no such folder"]
+        inside = (
+            sorted(path.name for path in folder.iterdir())
+            if folder.is_dir()
+            else ["no such folder"]
+        )
         files = f"*_states.pt, {DCP_METADATA}, or {MODEL_FILE} and {OPTIMIZER_FILE}"
         raise UserError(
             f"the training state of an engine in {folder} ({files})",
             ", ".join(inside[:6]) or "an empty folder",
-            "resume from another checkpoint of the run, or take the weights alone with training.init_from",
+            "resume from another checkpoint of the run, or take the weights alone with"
+            " training.init_from",
         )
-    return found.format.open(found.path, ReadOptions(True, with_moments=True, random_access=True, is_one_save=True))
+    return found.format.open(
+        found.path, ReadOptions(True, with_moments=True, random_access=True, is_one_save=True)
+    )
 
 
 class ResumeReader:
-    """Weights, the optimizer's moments and EMA of one checkpoint, by name. Use as a context manager or call close().
+    """Weights, the optimizer's moments and EMA of one checkpoint, by name. Use as a context
+    manager or call close().
 
     Attributes:
         names: every parameter and persistent buffer, including the second names of tied weights.
@@ -95,7 +111,9 @@ class ResumeReader:
         return self._source.tensors[name].shape
 
     def owner(self, name: str) -> str:
-        """Return the name that stores the tensor, which differs for the second name of a tied weight."""
+        """Return the name that stores the tensor, which differs for the second name of a tied
+        weight.
+        """
         return self._source.tensors[name].alias_of or name
 
     def kind(self, name: str) -> str:
@@ -103,7 +121,9 @@ class ResumeReader:
         return self._source.tensors[self.owner(name)].kind
 
     def moments_of(self, name: str) -> tuple[str, ...]:
-        """Return which moments a trainable tensor has: ("exp_avg", "exp_avg_sq") of AdamW, ("exp_avg",) of Muon."""
+        """Return which moments a trainable tensor has: ("exp_avg", "exp_avg_sq") of AdamW,
+        ("exp_avg",) of Muon.
+        """
         return self._source.moments_of(self.owner(name))
 
     def read(self, name: str, what: str, start: int, count: int) -> np.ndarray:
@@ -111,8 +131,8 @@ class ResumeReader:
 
         Args:
             name: of the tensor.
-            what: "weight" (the fp32 master of a trainable one, else the stored values, widened), or for a trainable
-                one "exp_avg", "exp_avg_sq" (see moments_of) or "ema".
+            what: "weight" (the fp32 master of a trainable one, else the stored values, widened),
+                or for a trainable one "exp_avg", "exp_avg_sq" (see moments_of) or "ema".
             start: first element.
             count: number of elements.
 
@@ -123,7 +143,9 @@ class ResumeReader:
         """
         info, parts = self._find(name, what)
         if start < 0 or count < 0 or start + count > info.numel:
-            raise ValueError(f"elements {start}..{start + count} of {name}, which has {info.numel}")
+            raise ValueError(
+                f"elements {start}..{start + count} of {name}, which has {info.numel}"
+            )
         out = np.empty(count, np.float32)
         if count == 0:
             return out
@@ -143,12 +165,17 @@ class ResumeReader:
         return out
 
     def read_tensor(self, name: str) -> tuple[np.ndarray, str, tuple[int, ...]]:
-        """Return a complete tensor in its stored dtype: (flat raw array, torch's name of the dtype, shape).
+        """Return a complete tensor in its stored dtype: (flat raw array, torch's name of the
+        dtype, shape).
 
         numpy has no bfloat16: its bits are uint16. For torch (if not empty):
         torch.from_numpy(raw.view(np.uint8)).view(getattr(torch, dtype)).reshape(shape).
         """
-        return self._source.read(name).reshape(-1), self._source.tensors[name].dtype, self.shape(name)
+        return (
+            self._source.read(name).reshape(-1),
+            self._source.tensors[name].dtype,
+            self.shape(name),
+        )
 
     def finish(self) -> None:
         """Compare the remaining CRCs (see the module docstring); call once after the last read.
@@ -179,5 +206,7 @@ def _to_float32(chunk: np.ndarray, dtype: str, name: str) -> np.ndarray:
         return cast(chunk, dtype, "float32")
     values = chunk.astype(np.float32)
     if np.abs(values).max() >= 2**24:
-        raise ValueError(f"{name} is {dtype} with values that float32 cannot represent: use read_tensor")
+        raise ValueError(
+            f"{name} is {dtype} with values that float32 cannot represent: use read_tensor"
+        )
     return values

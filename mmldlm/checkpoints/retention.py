@@ -11,14 +11,21 @@ from pathlib import Path
 
 from mmldlm.checkpoints.commit import set_aside, update_latest
 from mmldlm.checkpoints.layout import LATEST
-from mmldlm.checkpoints.locate import is_rollback_candidate, list_checkpoints, read_latest, unreadable_error
+from mmldlm.checkpoints.locate import (
+    is_rollback_candidate,
+    list_checkpoints,
+    read_latest,
+    unreadable_error,
+)
 from mmldlm.checkpoints.manifest import examine
 
 
 def set_aside_after(run_dir: Path | str, step: int) -> list[Path]:
-    """Rename the checkpoints of later steps (to .dropped_step_N), and point `latest` to the newest remaining one.
+    """Rename the checkpoints of later steps (to .dropped_step_N), and point `latest` to the newest
+    remaining one.
 
-    For a run that continues from `step`, so that `auto` does not find the abandoned steps. Call it on one rank.
+    For a run that continues from `step`, so that `auto` does not find the abandoned steps. Call it
+    on one rank.
 
     Returns:
         The new paths.
@@ -43,12 +50,17 @@ def set_aside_after(run_dir: Path | str, step: int) -> list[Path]:
 def prune(run_dir: Path | str, keep_last: int, keep_every: int = 0) -> list[Path]:
     """Delete old checkpoints; call on rank 0 only, after a commit. Return the deleted paths.
 
-    Kept: the `keep_last` newest complete ones that a rollback may use (at least one), all newer than the oldest of
-    these, every step divisible by `keep_every` (if > 0), the one that `latest` names, and all that are incomplete or
-    unreadable. "Complete" means present with the right sizes.
+    Kept: the `keep_last` newest complete ones that a rollback may use (at least one), all newer
+    than the oldest of these, every step divisible by `keep_every` (if > 0), the one that `latest`
+    names, and all that are incomplete or unreadable. "Complete" means present with the right
+    sizes.
     """
     run_dir = Path(run_dir)
-    complete = [(step, path) for step, path in list_checkpoints(run_dir) if not examine(path, checksums=False).problems]
+    complete = [
+        (step, path)
+        for step, path in list_checkpoints(run_dir)
+        if not examine(path, checksums=False).problems
+    ]
     newest = [step for step, path in complete if is_rollback_candidate(path)][-max(1, keep_last) :]
     if not newest:
         return []
@@ -64,7 +76,10 @@ def prune(run_dir: Path | str, keep_last: int, keep_every: int = 0) -> list[Path
 
 
 def delete(path: Path) -> None:
-    """Remove a checkpoint. It is renamed first, so that a crash leaves nothing that looks like a checkpoint."""
+    """Remove a checkpoint.
+
+    It is renamed first, so that a crash leaves nothing that looks like a checkpoint.
+    """
     doomed = path.with_name(f".deleting_{path.name}")
     shutil.rmtree(doomed, ignore_errors=True)
     os.rename(path, doomed)

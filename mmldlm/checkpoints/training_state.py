@@ -1,4 +1,7 @@
-"""training_state.json of a checkpoint: where a run stands. Its values are checked wherever it is read."""
+"""training_state.json of a checkpoint: where a run stands.
+
+Its values are checked wherever it is read.
+"""
 
 from __future__ import annotations
 
@@ -32,13 +35,19 @@ class _GuardState(_Strict):
 
     @model_validator(mode="after")
     def _loss_scale_is_whole(self) -> _GuardState:
-        if self.loss_scale and (len(self.loss_scale) != 2 or self.loss_scale[0] <= 0 or self.loss_scale[1] < 0):
-            raise ValueError(f"loss_scale={self.loss_scale}: [scale, steps without an overflow], or []")
+        if self.loss_scale and (
+            len(self.loss_scale) != 2 or self.loss_scale[0] <= 0 or self.loss_scale[1] < 0
+        ):
+            raise ValueError(
+                f"loss_scale={self.loss_scale}: [scale, steps without an overflow], or []"
+            )
         return self
 
 
 class _SavedState(_Strict):
-    """The fields of TrainingState (mmldlm/training/state.py); those with a default may be missing."""
+    """The fields of TrainingState (mmldlm/training/state.py); those with a default may be
+    missing.
+    """
 
     global_batch: Annotated[int, Field(ge=1, le=1 << 62)]
     num_samples: Annotated[int, Field(ge=1, le=1 << 62)]
@@ -65,12 +74,16 @@ class _SavedState(_Strict):
             raise ValueError(f"applied_steps={self.applied_steps} of step={self.step}")
         for first, end in self.passed_over:
             if first >= end:
-                raise ValueError(f"passed_over has [{first}, {end}): the first of these steps is not before the end")
+                raise ValueError(
+                    f"passed_over has [{first}, {end}): the first of these steps is not before"
+                    " the end"
+                )
         return self
 
 
 def read_training_state(checkpoint: Path) -> dict[str, Any]:
-    """Return the content of training_state.json: keys that it does not have are missing, unknown ones are kept.
+    """Return the content of training_state.json: keys that it does not have are missing, unknown
+    ones are kept.
 
     Raises:
         ValueError: not JSON, or not the state of a run; the message names file and key.
@@ -91,5 +104,7 @@ def read_training_state(checkpoint: Path) -> dict[str, Any]:
         raise ValueError(f"{path} is damaged: {error}") from error
     named = _STEP_FOLDER.fullmatch(checkpoint.name)
     if named is not None and int(named[1]) != state.step:
-        raise ValueError(f"{path} is damaged: step {state.step} in a checkpoint of step {int(named[1])}")
+        raise ValueError(
+            f"{path} is damaged: step {state.step} in a checkpoint of step {int(named[1])}"
+        )
     return values

@@ -7,34 +7,123 @@ import re
 from pathlib import Path
 
 PREFIXES = (
-    "NCCL_", "GLOO_", "TORCH", "CUDA_", "OMP_", "MKL_", "HF_", "TRANSFORMERS_", "TOKENIZERS_", "WANDB_", "DS_",
-    "DEEPSPEED_", "MMLDLM_", "FI_", "UCX_", "RDMAV_", "TRITON_", "LD_LIBRARY_PATH", "LD_PRELOAD", "PYTHON",
-    "MASTER_", "PYTORCH_", "KMP_", "OPENBLAS_", "RAYON_", "CUBLAS_", "GLIBC_TUNABLES", "MALLOC_",
+    "NCCL_",
+    "GLOO_",
+    "TORCH",
+    "CUDA_",
+    "OMP_",
+    "MKL_",
+    "HF_",
+    "TRANSFORMERS_",
+    "TOKENIZERS_",
+    "WANDB_",
+    "DS_",
+    "DEEPSPEED_",
+    "MMLDLM_",
+    "FI_",
+    "UCX_",
+    "RDMAV_",
+    "TRITON_",
+    "LD_LIBRARY_PATH",
+    "LD_PRELOAD",
+    "PYTHON",
+    "MASTER_",
+    "PYTORCH_",
+    "KMP_",
+    "OPENBLAS_",
+    "RAYON_",
+    "CUBLAS_",
+    "GLIBC_TUNABLES",
+    "MALLOC_",
     # The way to the network and its certificates, for trackers and the hub.
-    "http_proxy", "https_proxy", "all_proxy", "ftp_proxy", "no_proxy", "HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY",
-    "FTP_PROXY", "NO_PROXY", "SSL_CERT_", "REQUESTS_CA_BUNDLE", "CURL_CA_BUNDLE", "GRPC_",
-    "TZ", "LANG", "LC_",
-)  # fmt: skip
+    "http_proxy",
+    "https_proxy",
+    "all_proxy",
+    "ftp_proxy",
+    "no_proxy",
+    "HTTP_PROXY",
+    "HTTPS_PROXY",
+    "ALL_PROXY",
+    "FTP_PROXY",
+    "NO_PROXY",
+    "SSL_CERT_",
+    "REQUESTS_CA_BUNDLE",
+    "CURL_CA_BUNDLE",
+    "GRPC_",
+    "TZ",
+    "LANG",
+    "LC_",
+)
 # Passed, and not compared with a node's login: they do not change a result.
 NOT_COMPARED = ("TZ", "LANG", "LC_")
 # Of a shell's session or an environment that every node has for itself.
 _SESSION = (
-    "PATH", "HOME", "USER", "LOGNAME", "SHELL", "PWD", "OLDPWD", "SHLVL", "TERM", "COLORTERM", "SSH_", "DISPLAY",
-    "XAUTHORITY", "XDG_", "DBUS_", "LS_COLORS", "LSCOLORS", "MAIL", "HOST", "EDITOR", "VISUAL", "PAGER", "PS1",
-    "PROMPT", "VIRTUAL_ENV", "CONDA_", "PYENV_", "SLURM_", "SBATCH_", "SRUN_", "PBS_", "BASH_", "ZSH", "TMUX", "STY",
-    "COLUMNS", "LINES", "LESS", "HIST", "_", "MANPATH", "INFOPATH", "NVM_", "GPG_", "SUDO_", "WINDOWID",
-    "VTE_", "GNOME_", "KDE_",
-)  # fmt: skip
+    "PATH",
+    "HOME",
+    "USER",
+    "LOGNAME",
+    "SHELL",
+    "PWD",
+    "OLDPWD",
+    "SHLVL",
+    "TERM",
+    "COLORTERM",
+    "SSH_",
+    "DISPLAY",
+    "XAUTHORITY",
+    "XDG_",
+    "DBUS_",
+    "LS_COLORS",
+    "LSCOLORS",
+    "MAIL",
+    "HOST",
+    "EDITOR",
+    "VISUAL",
+    "PAGER",
+    "PS1",
+    "PROMPT",
+    "VIRTUAL_ENV",
+    "CONDA_",
+    "PYENV_",
+    "SLURM_",
+    "SBATCH_",
+    "SRUN_",
+    "PBS_",
+    "BASH_",
+    "ZSH",
+    "TMUX",
+    "STY",
+    "COLUMNS",
+    "LINES",
+    "LESS",
+    "HIST",
+    "_",
+    "MANPATH",
+    "INFOPATH",
+    "NVM_",
+    "GPG_",
+    "SUDO_",
+    "WINDOWID",
+    "VTE_",
+    "GNOME_",
+    "KDE_",
+)
 
-# deepspeed/launcher/runner.py (0.19.8): EXPORT_ENVS and the additions of its CUDA accelerator; CPUs add nothing.
+# deepspeed/launcher/runner.py (0.19.8): EXPORT_ENVS and the additions of its CUDA accelerator;
+# CPUs add nothing.
 _DEEPSPEED_PREFIXES = ("MLFLOW", "PYTHON", "MV2", "UCX")
 _DEEPSPEED_CUDA = ("NCCL",)
 DEEPSPEED_EXPORTS = _DEEPSPEED_PREFIXES + _DEEPSPEED_CUDA
 # Set by every launcher itself, meant for the head alone, or without effect on a run.
 OWN = (
-    "MASTER_ADDR", "MASTER_PORT", "CUDA_VISIBLE_DEVICES", "DS_ENV_FILE", "PYTHONPATH", "PYTHONUNBUFFERED",
+    "MASTER_ADDR",
+    "MASTER_PORT",
+    "CUDA_VISIBLE_DEVICES",
+    "DS_ENV_FILE",
+    "PYTHONPATH",
+    "PYTHONUNBUFFERED",
     "PYTHONDONTWRITEBYTECODE",
-)  # fmt: skip
+)
 # Without these, ranks use other network interfaces than the user chose and wait for each other.
 REQUIRED = (
     "GLOO_SOCKET_IFNAME",
@@ -46,7 +135,13 @@ REQUIRED = (
 )
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _SHELL_ACTIVE = re.compile(r'[$`\\"]|%[hnu%]')  # within double quotes, and for pdsh
-_SECRET = ("KEY", "TOKEN", "SECRET", "PASSWORD", "PROXY")  # a proxy's address may contain a password
+_SECRET = (
+    "KEY",
+    "TOKEN",
+    "SECRET",
+    "PASSWORD",
+    "PROXY",
+)  # a proxy's address may contain a password
 
 
 def run_variables(environment: dict[str, str] | None = None) -> dict[str, str]:
@@ -61,13 +156,19 @@ def compared_variables() -> dict[str, str]:
 
 
 def names_not_passed() -> list[str]:
-    """Return the variables of this shell that ranks on other nodes do not get, without those of a session."""
+    """Return the variables of this shell that ranks on other nodes do not get, without those of a
+    session.
+    """
     passed = run_variables()
-    return sorted(k for k in os.environ if k not in passed and k not in OWN and not k.startswith(_SESSION))
+    return sorted(
+        k for k in os.environ if k not in passed and k not in OWN and not k.startswith(_SESSION)
+    )
 
 
 def is_secret(name: str) -> bool:
-    """Return whether a variable's name marks its value as secret: not to be printed or written to a file."""
+    """Return whether a variable's name marks its value as secret: not to be printed or written to
+    a file.
+    """
     text = name.upper().replace("TOKENIZERS", "")
     return any(mark in text for mark in _SECRET)
 
@@ -81,33 +182,46 @@ def env_files() -> list[Path]:
 
 
 def read_env_file(path: Path) -> tuple[dict[str, str], list[str]]:
-    """Read a .deepspeed_env: (variables, problems). Values are taken literally, without quotes around them.
+    """Read a .deepspeed_env: (variables, problems). Values are taken literally, without quotes
+    around them.
 
-    DeepSpeed 0.19.8 pastes each line into a shell line of pdsh on every node, in double quotes if it is not plain.
-    A value that a shell or pdsh would change is a problem. `mmldlm launch` passes the values in a file instead.
+    DeepSpeed 0.19.8 pastes each line into a shell line of pdsh on every node, in double quotes if
+    it is not plain. A value that a shell or pdsh would change is a problem. `mmldlm launch` passes
+    the values in a file instead.
     """
     values, problems = {}, []
     text = path.read_text(encoding="utf-8", errors="surrogateescape")
     for number, line in enumerate(text.removesuffix("\n").split("\n") if text else [], 1):
         name, equals, value = (part.strip() for part in line.partition("="))
         if not equals or name.startswith("#"):
-            problems.append(f"{path}:{number}: DeepSpeed fails on a blank line, a comment, or a line without '='")
+            problems.append(
+                f"{path}:{number}: DeepSpeed fails on a blank line, a comment, or a line"
+                " without '='"
+            )
             continue
         if not _VARIABLE.fullmatch(name):
-            problems.append(f"{path}:{number}: {name!r} is not a valid variable name, and a shell would expand it")
+            problems.append(
+                f"{path}:{number}: {name!r} is not a valid variable name, and a shell would"
+                " expand it"
+            )
             continue
         quoted = len(value) > 1 and value[0] == value[-1] and value[0] in "\"'"
         values[name] = value[1:-1] if quoted else value
-        if _SHELL_ACTIVE.search(values[name]) or (quoted and (value[0] == "'" or re.search(r"\s", value))):
+        if _SHELL_ACTIVE.search(values[name]) or (
+            quoted and (value[0] == "'" or re.search(r"\s", value))
+        ):
             problems.append(
-                f"{path}:{number}: the value of {name} changes in the shells between DeepSpeed and a rank: write the "
-                'final value, without $ ` \\ " %h %n %u, and without quotes around it'
+                f"{path}:{number}: the value of {name} changes in the shells between DeepSpeed and"
+                ' a rank: write the final value, without $ ` \\ " %h %n %u, and without quotes'
+                " around it"
             )
     return values, problems
 
 
 def propagated_variables(launcher: str, has_gpus: bool) -> dict[str, str] | None:
-    """Return the run variables that a launcher propagates; None if it starts ranks in shells on the nodes."""
+    """Return the run variables that a launcher propagates; None if it starts ranks in shells on
+    the nodes.
+    """
     if launcher == "slurm":
         return run_variables()  # srun exports everything by default
     if launcher == "torchrun":
@@ -122,16 +236,22 @@ def propagated_variables(launcher: str, has_gpus: bool) -> dict[str, str] | None
 
 
 def write_env_file(path: Path, names: list[str]) -> list[str]:
-    """Add variables of this environment to a .deepspeed_env; return the names that could not be written.
+    """Add variables of this environment to a .deepspeed_env; return the names that could not be
+    written.
 
-    DeepSpeed pastes the values unquoted into a shell line: only plain values are written, and no secrets.
+    DeepSpeed pastes the values unquoted into a shell line: only plain values are written, and no
+    secrets.
     """
     lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
     kept = [line for line in lines if "=" in line and line.split("=", 1)[0].strip() not in names]
     refused = []
     for name in names:
         value = os.environ[name]
-        if is_secret(name) or not value or any(not (c.isalnum() or c in "_./:,@%+=^-") for c in value):
+        if (
+            is_secret(name)
+            or not value
+            or any(not (c.isalnum() or c in "_./:,@%+=^-") for c in value)
+        ):
             refused.append(name)
         else:
             kept.append(f"{name}={value}")

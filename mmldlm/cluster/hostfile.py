@@ -44,8 +44,8 @@ def read_hostfile(path: str | Path) -> list[Node]:
     """Return the nodes of a DeepSpeed hostfile, in order.
 
     Raises:
-        UserError: the file is missing, or DeepSpeed would reject, skip or misread a line. Every such line is
-            reported as file:line.
+        UserError: the file is missing, or DeepSpeed would reject, skip or misread a line. Every
+            such line is reported as file:line.
     """
     path = Path(path)
     try:
@@ -54,20 +54,27 @@ def read_hostfile(path: str | Path) -> list[Node]:
         raise UserError(
             f"a hostfile at {path}",
             describe_os_error(error),
-            "check the path (DeepSpeed would treat a missing hostfile as a run on this machine alone)",
+            "check the path (DeepSpeed would treat a missing hostfile as a run on this machine"
+            " alone)",
         ) from error
     try:
         text = data.decode("utf-8")
     except UnicodeDecodeError as error:
         raise UserError(
-            f"a text file at {path}", f"bytes that are not UTF-8 (offset {error.start})", "save it as plain UTF-8"
+            f"a text file at {path}",
+            f"bytes that are not UTF-8 (offset {error.start})",
+            "save it as plain UTF-8",
         ) from error
     nodes, problems = _parse(text, path)
     if problems:
         if not nodes:  # probably not a hostfile: the first lines are enough
             more = [f"and {len(problems) - 8} more lines"] if len(problems) > 8 else []
             problems = [f"{path} names no node", *problems[:8], *more]
-        raise UserError("one 'NAME slots=N' per line", "\n         ".join(problems), "correct the lines named above")
+        raise UserError(
+            "one 'NAME slots=N' per line",
+            "\n         ".join(problems),
+            "correct the lines named above",
+        )
     return nodes
 
 
@@ -78,7 +85,9 @@ def _parse(text: str, path: Path) -> tuple[list[Node], list[str]]:
         problems.append(f"{path}:1: a byte order mark, which would become part of the first name")
         text = text[1:]
     nodes: list[Node] = []
-    for number, line in enumerate(re.split(r"\r\n|\r|\n", text), 1):  # DeepSpeed's line ends: a form feed is not one
+    for number, line in enumerate(
+        re.split(r"\r\n|\r|\n", text), 1
+    ):  # DeepSpeed's line ends: a form feed is not one
         if not line.strip() or line.lstrip().startswith("#"):
             continue
         node, problem = _read_line(line, number)
@@ -93,25 +102,31 @@ def _parse(text: str, path: Path) -> tuple[list[Node], list[str]]:
     local = [node for node in nodes if node.name in LOCAL_NAMES]
     if len(local) > 1 or (local and len(nodes) > 1):
         problems.append(
-            f"{path}:{local[-1].line}: {local[-1].name} means another machine on every node; write its real name"
+            f"{path}:{local[-1].line}: {local[-1].name} means another machine on every node; write"
+            " its real name"
         )
     return nodes, problems
 
 
 def _read_bytes(path: Path) -> bytes:
-    """Read a file, or a pipe (a shell's process substitution) whose writer finishes within _PIPE_SECONDS.
+    """Read a file, or a pipe (a shell's process substitution) whose writer finishes within
+    _PIPE_SECONDS.
 
     Raises:
         OSError: unreadable, neither a file nor a pipe, or the writer takes too long.
     """
-    file = os.open(path, os.O_RDONLY | os.O_NONBLOCK)  # otherwise open() blocks on a pipe without a writer
+    file = os.open(
+        path, os.O_RDONLY | os.O_NONBLOCK
+    )  # otherwise open() blocks on a pipe without a writer
     try:
         kind, deadline, data = os.fstat(file).st_mode, time.monotonic() + _PIPE_SECONDS, b""
         if not (stat.S_ISREG(kind) or stat.S_ISFIFO(kind) or stat.S_ISDIR(kind)):
             raise OSError(None, "neither a file nor a pipe")
         while len(data) <= _MAX_BYTES:
             if not select.select([file], [], [], max(deadline - time.monotonic(), 0))[0]:
-                raise OSError(None, f"a pipe whose writer did not finish within {_PIPE_SECONDS:.0f} s")
+                raise OSError(
+                    None, f"a pipe whose writer did not finish within {_PIPE_SECONDS:.0f} s"
+                )
             chunk = os.read(file, 1 << 16)
             if not chunk:
                 if not data and stat.S_ISFIFO(kind):
@@ -127,12 +142,27 @@ def _read_line(line: str, number: int) -> tuple[Node | None, str | None]:
     """Return (node, None) or (None, problem)."""
     name, *rest = line.split()
     if "#" in line:
-        return None, "a comment after a node, which is read as part of it: put the comment on its own line"
+        return (
+            None,
+            "a comment after a node, which is read as part of it: put the comment on its own line",
+        )
     if _RANGE.search(name):
-        return None, f"{name!r} is a range, which DeepSpeed reads as one name: write each node on its own line"
+        return (
+            None,
+            (
+                f"{name!r} is a range, which DeepSpeed reads as one name: write each node on its"
+                " own line"
+            ),
+        )
     if not _NAME.fullmatch(name):
         if re.fullmatch(r"\[?[0-9A-Fa-f:.]*:[0-9A-Fa-f:.]*:[0-9A-Fa-f:.%\w]*\]?", name):
-            return None, f"{name!r} is an IPv6 address, which the launchers do not accept: write a host name"
+            return (
+                None,
+                (
+                    f"{name!r} is an IPv6 address, which the launchers do not accept: write a host"
+                    " name"
+                ),
+            )
         hint = ": write 'NAME slots=N'" if ":" in name else ""
         return None, f"{name!r} is not a host name{hint}"
     if not rest:
@@ -147,7 +177,9 @@ def _read_line(line: str, number: int) -> tuple[Node | None, str | None]:
         close = difflib.get_close_matches(key, ["slots", "max_slots"], 1, 0.5) or not equals
         number_found = re.search(r"\d+", rest[0])
         meant = (
-            f"did you mean 'slots={number_found.group() if number_found else 'N'}'?" if close else "expected slots=N"
+            f"did you mean 'slots={number_found.group() if number_found else 'N'}'?"
+            if close
+            else "expected slots=N"
         )
         return None, f"{rest[0]!r}: {meant}"
     if not value.isascii() or not value.isdigit():

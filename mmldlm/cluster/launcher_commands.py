@@ -28,7 +28,8 @@ def deepspeed_command(
 ) -> list[str]:
     """Return the `deepspeed` (pdsh) command for the head node.
 
-    --force_multi: otherwise DeepSpeed runs a hostfile of one node on this machine, whatever host it names.
+    --force_multi: otherwise DeepSpeed runs a hostfile of one node on this machine, whatever host
+    it names.
 
     Args:
         nodes: hosts and slots.
@@ -37,17 +38,27 @@ def deepspeed_command(
         address: --master_addr.
         port: --master_port.
         ssh_port: port of sshd; None for the default.
-        script: script and arguments. Arguments that are not plain are passed as base64, because DeepSpeed pastes them
-            into a shell line.
-        folder: working folder of the command (default: the current one), which DeepSpeed pastes too.
+        script: script and arguments. Arguments that are not plain are passed as base64, because
+            DeepSpeed pastes them into a shell line.
+        folder: working folder of the command (default: the current one), which DeepSpeed pastes
+            too.
 
     Raises:
         UserError: a path that DeepSpeed pastes into a shell line is not plain text.
     """
-    runner = module_command("deepspeed.launcher.runner", "--master_port", str(port), "--no_local_rank")
+    runner = module_command(
+        "deepspeed.launcher.runner", "--master_port", str(port), "--no_local_rank"
+    )
     if local:
         # A missing path: DeepSpeed would read /job/hostfile if it exists.
-        runner += ["--hostfile", "/nonexistent", "--num_gpus", str(nodes[0].slots), "--log_level", "error"]
+        runner += [
+            "--hostfile",
+            "/nonexistent",
+            "--num_gpus",
+            str(nodes[0].slots),
+            "--log_level",
+            "error",
+        ]
         return [*runner, *script]
     script = run_decoded.encode(script)
     _check_plain(
@@ -59,7 +70,14 @@ def deepspeed_command(
             "--master_addr": address,
         }
     )
-    runner += ["--hostfile", str(hostfile), "--force_multi", "--no_ssh_check", "--master_addr", address]
+    runner += [
+        "--hostfile",
+        str(hostfile),
+        "--force_multi",
+        "--no_ssh_check",
+        "--master_addr",
+        address,
+    ]
     if ssh_port is not None:
         runner += ["--ssh_port", str(ssh_port)]
     return [sys.executable, run_without_signals.__file__, *runner, *script]
@@ -69,14 +87,19 @@ def _check_plain(texts: dict[str, str]) -> None:
     bad = {label: text for label, text in texts.items() if not run_decoded.PLAIN.fullmatch(text)}
     if bad:
         raise UserError(
-            "only letters, digits and @+=:,./_- in values that DeepSpeed's launcher passes through shells on nodes",
+            "only letters, digits and @+=:,./_- in values that DeepSpeed's launcher passes through"
+            " shells on nodes",
             "; ".join(f"{label} is {text!r}" for label, text in bad.items()),
             "use a path without other characters, or --launcher torchrun",
         )
 
 
-def torchrun_command(nodes: Sequence[Node], node_rank: int, address: str, port: int, script: list[str]) -> list[str]:
-    """Return the `torchrun` command of one node, with a static rendezvous: the host of the store is given."""
+def torchrun_command(
+    nodes: Sequence[Node], node_rank: int, address: str, port: int, script: list[str]
+) -> list[str]:
+    """Return the `torchrun` command of one node, with a static rendezvous: the host of the store
+    is given.
+    """
     command = module_command("torch.distributed.run", "--nnodes", str(len(nodes)))
     command += ["--node_rank", str(node_rank), "--nproc_per_node", str(nodes[node_rank].slots)]
     command += ["--master_addr", address, "--master_port", str(port)]
@@ -84,12 +107,28 @@ def torchrun_command(nodes: Sequence[Node], node_rank: int, address: str, port: 
 
 
 def mpi_command(
-    nodes: Sequence[Node], local: bool, environment: dict[str, str], ssh_port: int | None, script: list[str]
+    nodes: Sequence[Node],
+    local: bool,
+    environment: dict[str, str],
+    ssh_port: int | None,
+    script: list[str],
 ) -> list[str]:
-    """Return Open MPI's `mpirun` command: ranks in hostfile order, variables by name (no quoting of values)."""
+    """Return Open MPI's `mpirun` command: ranks in hostfile order, variables by name (no quoting
+    of values).
+    """
     hosts = ",".join(f"{'localhost' if local else node.name}:{node.slots}" for node in nodes)
     num_ranks = sum(node.slots for node in nodes)
-    command = ["mpirun", "-np", str(num_ranks), "--host", hosts, "--map-by", "slot", "--bind-to", "none"]
+    command = [
+        "mpirun",
+        "-np",
+        str(num_ranks),
+        "--host",
+        hosts,
+        "--map-by",
+        "slot",
+        "--bind-to",
+        "none",
+    ]
     agent = "ssh -o BatchMode=yes" + (f" -p {ssh_port}" if ssh_port else "")
     command += ["--mca", "plm_rsh_agent", agent]
     if os.geteuid() == 0:
@@ -101,15 +140,37 @@ def mpi_command(
 
 # Slurm sets neither RANK nor a master address; with all five variables, tasks need no discovery.
 _FROM_SLURM = (
-    "export RANK=$SLURM_PROCID LOCAL_RANK=$SLURM_LOCALID WORLD_SIZE=$SLURM_NTASKS MASTER_ADDR=$1 MASTER_PORT=$2; "
-    'shift 2; exec "$@"'
+    "export RANK=$SLURM_PROCID LOCAL_RANK=$SLURM_LOCALID WORLD_SIZE=$SLURM_NTASKS MASTER_ADDR=$1"
+    ' MASTER_PORT=$2; shift 2; exec "$@"'
 )
 
 
 def srun_command(nodes: Sequence[Node], address: str, port: int, script: list[str]) -> list[str]:
-    """Return Slurm's `srun` command inside an allocation; it exports the full environment by default."""
-    command = ["srun", "--nodes", str(len(nodes)), "--ntasks-per-node", str(nodes[0].slots), "--kill-on-bad-exit=1"]
+    """Return Slurm's `srun` command inside an allocation; it exports the full environment by
+    default.
+    """
+    command = [
+        "srun",
+        "--nodes",
+        str(len(nodes)),
+        "--ntasks-per-node",
+        str(nodes[0].slots),
+        "--kill-on-bad-exit=1",
+    ]
     command += ["--nodelist", ",".join(node.name for node in nodes)]
-    if "SLURM_CPUS_PER_TASK" in os.environ:  # of the batch job; srun does not inherit it (since Slurm 22.05)
+    if (
+        "SLURM_CPUS_PER_TASK" in os.environ
+    ):  # of the batch job; srun does not inherit it (since Slurm 22.05)
         command += ["--cpus-per-task", os.environ["SLURM_CPUS_PER_TASK"]]
-    return [*command, "bash", "-c", _FROM_SLURM, "bash", address, str(port), sys.executable, "-u", *script]
+    return [
+        *command,
+        "bash",
+        "-c",
+        _FROM_SLURM,
+        "bash",
+        address,
+        str(port),
+        sys.executable,
+        "-u",
+        *script,
+    ]

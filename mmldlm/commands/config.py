@@ -19,13 +19,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of `mmldlm config` to those of `train`."""
     command_line.add_arguments(parser)
     parser.add_argument(
-        "--keys", action="store_true", help="list every key with its default, its allowed values and its meaning"
+        "--keys",
+        action="store_true",
+        help="list every key with its default, its allowed values and its meaning",
     )
     parser.add_argument(
-        "--world-size", type=option_types.count, default=1, help="number of ranks, for the batch arithmetic"
+        "--world-size",
+        type=option_types.count,
+        default=1,
+        help="number of ranks, for the batch arithmetic",
     )
     parser.add_argument(
-        "--check", action="store_true", help="print nothing; check what `train` checks before starting its ranks"
+        "--check",
+        action="store_true",
+        help="print nothing; check what `train` checks before starting its ranks",
     )
 
 
@@ -46,12 +53,15 @@ def main(args: argparse.Namespace) -> int:
     training = config.training
     per_step = training.train_batch_size * training.grad_accum_steps * args.world_size
     print(
-        f"\n# global batch {per_step} = {training.train_batch_size} per rank x {training.grad_accum_steps} accumulated "
-        f"x {args.world_size} rank(s)"
+        f"\n# global batch {per_step} = {training.train_batch_size} per rank x"
+        f" {training.grad_accum_steps} accumulated x {args.world_size} rank(s)"
     )
     counts = task.parameter_counts(config)
     if counts is None:
-        print("# parameters: name the data (or set what it determines, such as model.vocab_size) to count them")
+        print(
+            "# parameters: name the data (or set what it determines, such as model.vocab_size) to"
+            " count them"
+        )
         return EXIT_DONE
     print(f"# parameters {sum(counts.values()):,}")
     for group, count in counts.items():

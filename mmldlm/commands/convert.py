@@ -1,4 +1,6 @@
-"""`mmldlm convert`: convert a checkpoint of any engine; `convert inspect` and `convert diff` print what it holds."""
+"""`mmldlm convert`: convert a checkpoint of any engine; `convert inspect` and `convert diff` print
+what it holds.
+"""
 
 from __future__ import annotations
 
@@ -29,28 +31,44 @@ _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(i?)B?", re.IGNORECASE)
 
 
 _SOURCES = (
-    "a run, RUN/latest, a step folder, a DeepSpeed or DCP folder, a model.pt, safetensors or a Hugging Face folder"
+    "a run, RUN/latest, a step folder, a DeepSpeed or DCP folder, a model.pt, safetensors or a"
+    " Hugging Face folder"
 )
-_KEY = "the model among several state dicts of a file or DCP folder, by its keys: state/model; . is the top level"
+_KEY = (
+    "the model among several state dicts of a file or DCP folder, by its keys: state/model; . is"
+    " the top level"
+)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of `mmldlm convert`."""
     add = parser.add_argument
     add("src", type=option_types.path, metavar="SRC", help=_SOURCES)
-    add("out", type=option_types.path, metavar="OUT", nargs="?", help="output folder (not needed with --dry-run)")
+    add(
+        "out",
+        type=option_types.path,
+        metavar="OUT",
+        nargs="?",
+        help="output folder (not needed with --dry-run)",
+    )
     add(
         "--dtype",
         choices=list(DTYPE_NAMES),
-        help="dtype of the written parameters; buffers and integers keep theirs (default fp32). For zero1, zero2, "
-        "zero3 and universal: of the low-precision copy next to the fp32 masters (default: the source's)",
+        help=(
+            "dtype of the written parameters; buffers and integers keep theirs (default fp32). For"
+            " zero1, zero2, zero3 and universal: of the low-precision copy next to the fp32"
+            " masters (default: the source's)"
+        ),
     )
     add(
         "--to",
         choices=("safetensors", *TARGETS),
         default="safetensors",
-        help="safetensors: the weights, for from_pretrained (default); model.pt: the weights, for torch.load; with the "
-        "optimizer, to continue training: zero1, zero2, zero3, fsdp, ddp, dcp (a bare DCP folder), universal",
+        help=(
+            "safetensors: the weights, for from_pretrained (default); model.pt: the weights, for"
+            " torch.load; with the optimizer, to continue training: zero1, zero2, zero3, fsdp,"
+            " ddp, dcp (a bare DCP folder), universal"
+        ),
     )
     add(
         "--world",
@@ -63,7 +81,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         type=option_types.integer(1, 1 << 62),
         default=SUB_GROUP_SIZE,
-        help="zero3: elements per sub-group, as in the DeepSpeed config that will load it (default 1e9)",
+        help=(
+            "zero3: elements per sub-group, as in the DeepSpeed config that will load it (default"
+            " 1e9)"
+        ),
     )
     add("--ema", action="store_true", help="write the moving average of the weights")
     add("--key", metavar="PATH", help=_KEY)
@@ -72,44 +93,87 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="SIZE",
         help="maximum size of an output file, e.g. 5GB; adds an index (default: one file)",
     )
-    add("--only", metavar="PATTERN", action="append", default=[], help="names of tensors to write, e.g. 'blocks.0.*'")
+    add(
+        "--only",
+        metavar="PATTERN",
+        action="append",
+        default=[],
+        help="names of tensors to write, e.g. 'blocks.0.*'",
+    )
     add(
         "--keep-names",
         action="store_true",
-        help="keep what torch.compile, FSDP, AveragedModel, ... put into the names of a saved state_dict",
+        help=(
+            "keep what torch.compile, FSDP, AveragedModel, ... put into the names of a saved"
+            " state_dict"
+        ),
     )
-    add("--strip-prefix", metavar="PREFIX", default="", help="remove PREFIX from the names that begin with it")
+    add(
+        "--strip-prefix",
+        metavar="PREFIX",
+        default="",
+        help="remove PREFIX from the names that begin with it",
+    )
     add("--force", action="store_true", help="replace OUT if it is an earlier conversion")
     add("--allow-nonfinite", action="store_true", help="write NaN and infinite weights too")
-    add("--dry-run", action="store_true", help="read and check the source, print the plan, write nothing")
-    add("--no-fsync", action="store_true", help="skip fsync (faster; output may be lost on power failure)")
+    add(
+        "--dry-run",
+        action="store_true",
+        help="read and check the source, print the plan, write nothing",
+    )
+    add(
+        "--no-fsync",
+        action="store_true",
+        help="skip fsync (faster; output may be lost on power failure)",
+    )
     add("--no-flush", action=RenamedOption, new="--no-fsync")
-    add("--verify", action="store_true", help="read the output back and compare it with what was written")
+    add(
+        "--verify",
+        action="store_true",
+        help="read the output back and compare it with what was written",
+    )
 
 
 def add_inspect_arguments(parser: argparse.ArgumentParser) -> Callable[[argparse.Namespace], int]:
     """Add the arguments of `mmldlm convert inspect`; return the function that runs it."""
     parser.add_argument("path", type=option_types.path, metavar="SRC", help=_SOURCES)
     parser.add_argument("--key", metavar="PATH", help=_KEY)
-    parser.add_argument("--keep-names", action="store_true", help="print the names as they are in the file")
+    parser.add_argument(
+        "--keep-names", action="store_true", help="print the names as they are in the file"
+    )
     return lambda args: _run(lambda: inspect(args.path, args.keep_names, args.key))
 
 
 def add_diff_arguments(parser: argparse.ArgumentParser) -> Callable[[argparse.Namespace], int]:
     """Add the arguments of `mmldlm convert diff`; return the function that runs it."""
     parser.add_argument("a", type=option_types.path, metavar="A", help=_SOURCES)
-    parser.add_argument("b", type=option_types.path, metavar="B", help="another one; exit code 1 if they differ")
-    parser.add_argument("--ema", action="store_true", help="compare the moving averages of the weights")
-    parser.add_argument("--optimizer", action="store_true", help="compare the optimizer's moments too")
+    parser.add_argument(
+        "b", type=option_types.path, metavar="B", help="another one; exit code 1 if they differ"
+    )
+    parser.add_argument(
+        "--ema", action="store_true", help="compare the moving averages of the weights"
+    )
+    parser.add_argument(
+        "--optimizer", action="store_true", help="compare the optimizer's moments too"
+    )
     parser.add_argument("--key", metavar="PATH", help=f"in A: {_KEY}")
     parser.add_argument("--key-b", metavar="PATH", help="the same in B")
-    parser.add_argument("--keep-names", action="store_true", help="compare the names as they are in the files")
-    parser.add_argument("--strip-prefix", metavar="PREFIX", default="", help="compare names without PREFIX")
+    parser.add_argument(
+        "--keep-names", action="store_true", help="compare the names as they are in the files"
+    )
+    parser.add_argument(
+        "--strip-prefix", metavar="PREFIX", default="", help="compare names without PREFIX"
+    )
     return lambda args: _run(lambda: _diff(args))
 
 
 def _diff(args: argparse.Namespace) -> int:
-    options = {"keep_names": args.keep_names, "strip_prefix": args.strip_prefix, "key_a": args.key, "key_b": args.key_b}
+    options = {
+        "keep_names": args.keep_names,
+        "strip_prefix": args.strip_prefix,
+        "key_a": args.key,
+        "key_b": args.key_b,
+    }
     return diff(args.a, args.b, args.ema, args.optimizer, **options)
 
 
@@ -150,7 +214,9 @@ def _convert(args: argparse.Namespace) -> int:
         }
         if args.to == "safetensors":
             shard_bytes = parse_size(args.shard_size)
-            summary = convert(args.src, args.out, args.dtype or "fp32", shard_bytes=shard_bytes, **options)
+            summary = convert(
+                args.src, args.out, args.dtype or "fp32", shard_bytes=shard_bytes, **options
+            )
         else:
             options["sub_group_size"] = args.sub_group_size
             summary = convert_state(args.src, args.out, args.to, args.world, args.dtype, **options)
@@ -202,7 +268,9 @@ def parse_size(text: str | None) -> int | None:
     power = "kmgt".find(found[2].lower()) + 1 if found and found[2] else 0
     size = int(float(found[1]) * (1024 if found[3] else 1000) ** power) if found else 0
     if size < 1:
-        raise UserError("a size such as 5GB or 500MiB for --shard-size", repr(text), "give a number and a unit")
+        raise UserError(
+            "a size such as 5GB or 500MiB for --shard-size", repr(text), "give a number and a unit"
+        )
     return size
 
 
@@ -210,12 +278,27 @@ def _dry_run(args: argparse.Namespace) -> int:
     """Read and check every weight, as a conversion would."""
     _check_options(args)
     if args.to != "safetensors":
-        options = {"allow_nonfinite": args.allow_nonfinite, "only": args.only, "sub_group_size": args.sub_group_size}
-        options |= {"keep_names": args.keep_names, "strip_prefix": args.strip_prefix, "key": args.key}
+        options = {
+            "allow_nonfinite": args.allow_nonfinite,
+            "only": args.only,
+            "sub_group_size": args.sub_group_size,
+        }
+        options |= {
+            "keep_names": args.keep_names,
+            "strip_prefix": args.strip_prefix,
+            "key": args.key,
+        }
         rows, num_files, nbytes = dry_run(args.src, args.to, args.world, args.dtype, **options)
-        print_table([*rows, ("would write", f"{num_files} files, {nbytes:,} bytes ({nbytes / 2**20:.1f} MiB)")])
+        print_table(
+            [
+                *rows,
+                ("would write", f"{num_files} files, {nbytes:,} bytes ({nbytes / 2**20:.1f} MiB)"),
+            ]
+        )
         return EXIT_DONE
-    opened = open_source(args.src, args.allow_nonfinite, with_ema=args.ema, keep_names=args.keep_names, key=args.key)
+    opened = open_source(
+        args.src, args.allow_nonfinite, with_ema=args.ema, keep_names=args.keep_names, key=args.key
+    )
     with opened.weights as weights:
         if args.ema:
             weights.use_ema()

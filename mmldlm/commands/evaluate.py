@@ -1,4 +1,6 @@
-"""`mmldlm evaluate`: the conditioning gain of a model, its correlation with human scores, or its information curve."""
+"""`mmldlm evaluate`: the conditioning gain of a model, its correlation with human scores, or its
+information curve.
+"""
 
 from __future__ import annotations
 
@@ -29,19 +31,29 @@ if TYPE_CHECKING:
 
     Report = Any  # each suite has a class of its own, with as_dict, show, page and write
 
-# Options that the suite `information` alone reads; and those that it does not read, with their defaults.
+# Options that the suite `information` alone reads; and those that it does not read, with their
+# defaults.
 INFORMATION_ONLY = ("samplers", "plot", "write_schedule")
 NOT_INFORMATION = {
-    "num_steps": None, "sampler": None, "num_lengths": None, "latent_steps": None, "num_draws": None,
-    "control_samples": 100, "guidance": None, "presence_penalty": None, "sts_file": None,
-}  # fmt: skip
+    "num_steps": None,
+    "sampler": None,
+    "num_lengths": None,
+    "latent_steps": None,
+    "num_draws": None,
+    "control_samples": 100,
+    "guidance": None,
+    "presence_penalty": None,
+    "sts_file": None,
+}
 # Those of l2t, which the suite `stsb` does not read.
 NOT_STSB = ("num_steps", "sampler", "num_lengths", "num_draws", "presence_penalty")
 NUM_LENGTHS_HELP = (
     "l2t in the M most probable lengths, the most probable text kept "
     f"(default: the median length; images: {NUM_LENGTHS})"
 )
-LATENT_STEPS_HELP = f"steps of t2l (default 1, or 10 for prediction epsilon; images: {IMAGE_STEPS}, of codes 12)"
+LATENT_STEPS_HELP = (
+    f"steps of t2l (default 1, or 10 for prediction epsilon; images: {IMAGE_STEPS}, of codes 12)"
+)
 # Options that an evaluation of images does not read.
 NOT_IMAGES = ("sampler", *SEARCH_ARGUMENTS)
 # Options that only an evaluation of images reads.
@@ -57,30 +69,60 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=option_types.path,
         required=True,
         metavar="PATH",
-        help="a run, RUN/latest, a checkpoint, a model.pt, or a folder written by `mmldlm convert`",
+        help=(
+            "a run, RUN/latest, a checkpoint, a model.pt, or a folder written by `mmldlm convert`"
+        ),
     )
     suites = "; ".join(f"{name}: {text}" for name, text in SUITES.items())
-    add("--suite", choices=tuple(SUITES), default="conditioning_gain", help=f"{suites} (default %(default)s)")
-    add("--eval-dataset", action=RenamedOption, new="--suite conditioning_gain (formerly gain) or --suite stsb")
-    add("--data", type=option_types.path, metavar="STORE", help="prepared store; its validation split is evaluated")
+    add(
+        "--suite",
+        choices=tuple(SUITES),
+        default="conditioning_gain",
+        help=f"{suites} (default %(default)s)",
+    )
+    add(
+        "--eval-dataset",
+        action=RenamedOption,
+        new="--suite conditioning_gain (formerly gain) or --suite stsb",
+    )
+    add(
+        "--data",
+        type=option_types.path,
+        metavar="STORE",
+        help="prepared store; its validation split is evaluated",
+    )
     add(
         "--num-samples",
         type=option_types.integer(2),
         metavar="N",
         help="number of unseen sentences (default 1000, or all; information: 200)",
     )
-    add("--num-steps", type=option_types.count, help="most steps of l2t (default 64, as in mmldlm sample; images: 8)")
-    add("--sampler", metavar="NAME", help="sampler of l2t, by its own settings (default: the task's first)")
+    add(
+        "--num-steps",
+        type=option_types.count,
+        help="most steps of l2t (default 64, as in mmldlm sample; images: 8)",
+    )
+    add(
+        "--sampler",
+        metavar="NAME",
+        help="sampler of l2t, by its own settings (default: the task's first)",
+    )
     add("--num-lengths", type=option_types.count, metavar="M", help=NUM_LENGTHS_HELP)
     add("--latent-steps", type=option_types.count, help=LATENT_STEPS_HELP)
-    add("--num-draws", type=option_types.count, help="timesteps per text in the NELBO (default 2; images: 4)")
+    add(
+        "--num-draws",
+        type=option_types.count,
+        help="timesteps per text in the NELBO (default 2; images: 4)",
+    )
     add("--control-samples", type=option_types.integer(2), default=100,
         help="sentences of the untrained controls (default %(default)s)")  # fmt: skip
     add(
         "--guidance",
         type=option_types.number(),
-        help="classifier-free guidance of both samplers (default 1: none); of images the scale measured beside 1 "
-        f"(default {IMAGE_GUIDANCE:g})",
+        help=(
+            "classifier-free guidance of both samplers (default 1: none); of images the scale"
+            f" measured beside 1 (default {IMAGE_GUIDANCE:g})"
+        ),
     )
     add(
         "--presence-penalty",
@@ -89,26 +131,56 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     for key, options in SEARCH_ARGUMENTS.items():
         add("--" + key.replace("_", "-"), **options)
-    add("--batch-size", type=option_types.count, metavar="N",
-        help="texts of full length per pass (default: some thousand tokens)")  # fmt: skip
-    add("--seed", type=option_types.seed, default=0, help="seed of every draw (default %(default)s)")
-    add("--json", type=option_types.path, metavar="FILE", help="also write the results to this file")
+    add(
+        "--batch-size",
+        type=option_types.count,
+        metavar="N",
+        help="texts of full length per pass (default: some thousand tokens)",
+    )
+    add(
+        "--seed",
+        type=option_types.seed,
+        default=0,
+        help="seed of every draw (default %(default)s)",
+    )
+    add(
+        "--json",
+        type=option_types.path,
+        metavar="FILE",
+        help="also write the results to this file",
+    )
     add("--html", type=option_types.path, metavar="FILE.html",
         help="also write the results to this page: tables, plots and samples")  # fmt: skip
     add("--sts-file", type=option_types.path, metavar="CSV",
         help="STS Benchmark file (sts-dev.csv), for --suite stsb")  # fmt: skip
     only = "suite information:"
-    add("--samplers", metavar="NAME,..", help=f"{only} whose exact likelihood is measured (default: the task's first)")
-    add("--plot", type=option_types.path, metavar="FILE",
-        help=f"{only} also draw the curves, and quality against passes, into this image")  # fmt: skip
+    add(
+        "--samplers",
+        metavar="NAME,..",
+        help=f"{only} whose exact likelihood is measured (default: the task's first)",
+    )
+    add(
+        "--plot",
+        type=option_types.path,
+        metavar="FILE",
+        help=f"{only} also draw the curves, and quality against passes, into this image",
+    )
     add("--write-schedule", type=option_types.path, metavar="FILE.json",
         help=f"{only} also write the best schedules, for --sampler scheduled")  # fmt: skip
-    add("--clip", type=option_types.path, metavar="FOLDER",
-        help="of images: also the CLIP score by this local CLIPModel with its processor")  # fmt: skip
+    add(
+        "--clip",
+        type=option_types.path,
+        metavar="FOLDER",
+        help="of images: also the CLIP score by this local CLIPModel with its processor",
+    )
     add("--inception-weights", type=option_types.path, metavar="FILE",
         help="of images: also FID and KID by this TorchScript feature network")  # fmt: skip
-    add("--vae", type=option_types.path, metavar="FOLDER",
-        help="of images as vae:NAME: folder of the autoencoder (default: as prepared)")  # fmt: skip
+    add(
+        "--vae",
+        type=option_types.path,
+        metavar="FOLDER",
+        help="of images as vae:NAME: folder of the autoencoder (default: as prepared)",
+    )
     add("--device", help="default: cuda if available, else cpu")
 
 
@@ -149,7 +221,9 @@ def _write_files(args: argparse.Namespace, report: Report) -> list[str]:
 
     writers = [write_json] * bool(args.json) + [write_html] * bool(args.html)
     if args.suite == "information":
-        writers.append(lambda: report.write_files(args.plot, args.write_schedule, model=str(args.checkpoint)))
+        writers.append(
+            lambda: report.write_files(args.plot, args.write_schedule, model=str(args.checkpoint))
+        )
     lines: list[str] = []
     failure: Exception | None = None
     for write in writers:
@@ -198,28 +272,46 @@ def _measure(args: argparse.Namespace) -> Report:
                 batch_size=args.batch_size,
             )
         elif args.suite == "information":
-            report = measure_information(pretrained, store, _information_settings(args), progress.start)
+            report = measure_information(
+                pretrained, store, _information_settings(args), progress.start
+            )
         else:
             _check_task(args, pretrained)
             given = {key: getattr(args, key) for key in Settings.__dataclass_fields__}
-            settings = Settings(**{key: value for key, value in given.items() if value is not None})
+            settings = Settings(
+                **{key: value for key, value in given.items() if value is not None}
+            )
             report = conditioning_gain.evaluate(pretrained, store, settings, progress.start)
     return report
 
 
 def _check_no_image_options(args: argparse.Namespace, pretrained: Pretrained) -> None:
-    if given := ", ".join("--" + key.replace("_", "-") for key in IMAGES_ONLY if getattr(args, key) is not None):
-        raise UserError(f"{given} with a model of images", f"task={pretrained.task.name}", f"omit {given}")
+    if given := ", ".join(
+        "--" + key.replace("_", "-") for key in IMAGES_ONLY if getattr(args, key) is not None
+    ):
+        raise UserError(
+            f"{given} with a model of images", f"task={pretrained.task.name}", f"omit {given}"
+        )
 
 
-def _evaluate_images(args: argparse.Namespace, pretrained: Pretrained, progress: ProgressBar) -> ImageReport:
+def _evaluate_images(
+    args: argparse.Namespace, pretrained: Pretrained, progress: ProgressBar
+) -> ImageReport:
     from mmldlm.evaluation.images.evaluate import evaluate_images
     from mmldlm.evaluation.images.settings import ImageSettings
 
     if args.suite != "conditioning_gain":
-        raise UserError("--suite conditioning_gain for a model of images", f"--suite {args.suite}", "omit --suite")
-    if unread := ["--" + key.replace("_", "-") for key in NOT_IMAGES if getattr(args, key) is not None]:
-        raise UserError("options that an evaluation of images reads", ", ".join(unread), "omit them")
+        raise UserError(
+            "--suite conditioning_gain for a model of images",
+            f"--suite {args.suite}",
+            "omit --suite",
+        )
+    if unread := [
+        "--" + key.replace("_", "-") for key in NOT_IMAGES if getattr(args, key) is not None
+    ]:
+        raise UserError(
+            "options that an evaluation of images reads", ", ".join(unread), "omit them"
+        )
     pretrained.vae = args.vae
     given = {key: getattr(args, key) for key in ImageSettings.__dataclass_fields__}
     settings = ImageSettings(**{key: value for key, value in given.items() if value is not None})
@@ -229,7 +321,9 @@ def _evaluate_images(args: argparse.Namespace, pretrained: Pretrained, progress:
 def _information_settings(args: argparse.Namespace) -> InformationSettings:
     from mmldlm.evaluation.information.measure import InformationSettings
 
-    samplers = None if args.samplers is None else [name.strip() for name in args.samplers.split(",")]
+    samplers = (
+        None if args.samplers is None else [name.strip() for name in args.samplers.split(",")]
+    )
     return InformationSettings(args.num_samples, samplers, args.seed, args.batch_size)
 
 
@@ -238,13 +332,19 @@ def _check_task(args: argparse.Namespace, pretrained: Pretrained) -> None:
     if args.sampler is not None:
         pretrained.check_kind("l2t", args.sampler)
         if args.num_steps is not None and "num_steps" in task.unread_options("l2t", args.sampler):
-            raise UserError(f"options that --sampler {args.sampler} reads", "--num-steps", "omit it")
+            raise UserError(
+                f"options that --sampler {args.sampler} reads", "--num-steps", "omit it"
+            )
         has_penalty = "presence_penalty" in task.sampling_options
         if args.presence_penalty is None and has_penalty and args.sampler not in BY_CERTAINTY:
             args.presence_penalty = 0.0  # as in `mmldlm sample`
     options = {key: getattr(args, key) for key in ("num_steps", "presence_penalty", "num_lengths")}
     options["guidance"] = None if args.guidance == 1 else args.guidance  # 1 is what all tasks do
-    given = [key for key, value in options.items() if value is not None and key not in task.sampling_options]
+    given = [
+        key
+        for key, value in options.items()
+        if value is not None and key not in task.sampling_options
+    ]
     given += ["latent_steps"] * (args.latent_steps is not None and "t2l" not in task.samplers)
     given += ["num_draws"] * (args.num_draws is not None and task.exact_likelihood)
     if given:
@@ -267,19 +367,33 @@ def _check_arguments(args: argparse.Namespace) -> None:
         unread = [key for key in others if getattr(args, key) is not None]
     if unread:
         names = ", ".join("--" + key.replace("_", "-") for key in unread)
-        raise UserError(f"options that --suite {args.suite} reads", names, "omit them, or name another --suite")
+        raise UserError(
+            f"options that --suite {args.suite} reads", names, "omit them, or name another --suite"
+        )
     if args.suite != "stsb" and not args.data:
-        raise UserError("--data STORE, whose validation split is evaluated", "none given", "name the prepared store")
+        raise UserError(
+            "--data STORE, whose validation split is evaluated",
+            "none given",
+            "name the prepared store",
+        )
     search = SearchOptions.of(args)
     if args.suite != "conditioning_gain" and search.way is not None:
         name = "--search" if search.correct is None else "--correct"
-        raise UserError(f"{name} with --suite conditioning_gain", f"--suite {args.suite}", f"omit {name}")
+        raise UserError(
+            f"{name} with --suite conditioning_gain", f"--suite {args.suite}", f"omit {name}"
+        )
     for key in ("json", "plot", "write_schedule"):
         if getattr(args, key):
             check_writable_file(getattr(args, key), "--" + key.replace("_", "-"))
     if args.plot and Path(args.plot).suffix.lower() not in IMAGE_SUFFIXES:
-        raise UserError(f"an image for --plot: a name that ends in {', '.join(IMAGE_SUFFIXES)}", args.plot, "rename it")
+        raise UserError(
+            f"an image for --plot: a name that ends in {', '.join(IMAGE_SUFFIXES)}",
+            args.plot,
+            "rename it",
+        )
     if args.html:
         check_page_path(args.html, "--html")
         if args.json and Path(args.json).absolute() == Path(args.html).absolute():
-            raise UserError("two files for --json and --html", f"{args.html} for both", "give another name")
+            raise UserError(
+                "two files for --json and --html", f"{args.html} for both", "give another name"
+            )

@@ -1,4 +1,6 @@
-"""`mmldlm hypotheses`: write and embed a model's texts for a store, which a corrector is trained on."""
+"""`mmldlm hypotheses`: write and embed a model's texts for a store, which a corrector is trained
+on.
+"""
 
 from __future__ import annotations
 
@@ -26,14 +28,24 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="hypotheses of the training split (default: one for each sample)")  # fmt: skip
     add("--num-steps", type=option_types.count, default=8,
         help="most passes for a text that is written whole (default %(default)s)")  # fmt: skip
-    add("--seed", type=option_types.seed, default=0, help="seed of the draws (default %(default)s)")
+    add(
+        "--seed", type=option_types.seed, default=0, help="seed of the draws (default %(default)s)"
+    )
     add("--device", help="default: cuda if available (under torchrun that of the rank), else cpu")
-    add("--force", action="store_true", help="replace an existing folder when the new one is complete")
+    add(
+        "--force",
+        action="store_true",
+        help="replace an existing folder when the new one is complete",
+    )
 
 
 def main(args: argparse.Namespace) -> int:
-    """Write hypotheses as one of the ranks of this launch (torchrun), or alone; return the exit code."""
+    """Write hypotheses as one of the ranks of this launch (torchrun), or alone; return the exit
+    code.
+    """
     from mmldlm.sampling.hypotheses import HypothesisOptions, write_hypotheses
 
-    options = HypothesisOptions(**{key: getattr(args, key) for key in HypothesisOptions.__dataclass_fields__})
+    options = HypothesisOptions(
+        **{key: getattr(args, key) for key in HypothesisOptions.__dataclass_fields__}
+    )
     return run_shared(options.output_dir, lambda queue: write_hypotheses(options, queue))

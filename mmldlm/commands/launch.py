@@ -13,7 +13,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of `mmldlm launch`."""
     add_run_arguments(parser)
     add = parser.add_argument
-    add("--level", type=int, choices=range(5), default=2, help="level of the preflight (default %(default)s)")
+    add(
+        "--level",
+        type=int,
+        choices=range(5),
+        default=2,
+        help="level of the preflight (default %(default)s)",
+    )
     add(
         "--retries",
         type=option_types.size,

@@ -28,21 +28,43 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="tokenizer that made the token files (default for texts: minilm)")  # fmt: skip
     add("--encoder", choices=sorted(ENCODERS), help="encoder of the latents, if known")
     add("--cache-dir", type=option_types.path, metavar="DIR", help=CACHE_DIR_HELP)
-    add("--add-mask-token", action="store_true", help="add the special tokens that the tokenizer lacks")
-    add("--min-tokens", type=option_types.size, default=1, help="shorter texts are dropped (default %(default)s)")
-    add("--max-tokens", type=option_types.count,
-        help="longer texts are truncated (their latents remain those of the complete texts)")  # fmt: skip
+    add(
+        "--add-mask-token",
+        action="store_true",
+        help="add the special tokens that the tokenizer lacks",
+    )
+    add(
+        "--min-tokens",
+        type=option_types.size,
+        default=1,
+        help="shorter texts are dropped (default %(default)s)",
+    )
+    add(
+        "--max-tokens",
+        type=option_types.count,
+        help="longer texts are truncated (their latents remain those of the complete texts)",
+    )
     add(
         "--validation-samples",
         type=option_types.size,
         metavar="N",
         help="size of a missing validation split (default: 1000 or 5 %%)",
     )
-    add("--keep-duplicates", action="store_true", help="keep texts that differ only in case, spaces or punctuation")
+    add(
+        "--keep-duplicates",
+        action="store_true",
+        help="keep texts that differ only in case, spaces or punctuation",
+    )
     add("--latents-per-text", type=option_types.count, metavar="N",
         help="vectors per .npy file (default: 1, or as prepare wrote)")  # fmt: skip
-    add("--seed", type=option_types.seed, default=0, help="seed of the split (default %(default)s)")
-    add("--force", action="store_true", help="replace an existing store when the new one is complete")
+    add(
+        "--seed", type=option_types.seed, default=0, help="seed of the split (default %(default)s)"
+    )
+    add(
+        "--force",
+        action="store_true",
+        help="replace an existing store when the new one is complete",
+    )
 
 
 def main(args: argparse.Namespace) -> int:

@@ -1,4 +1,6 @@
-"""`mmldlm preflight`: check whether a run will start on its hosts, fit in their memory and finish."""
+"""`mmldlm preflight`: check whether a run will start on its hosts, fit in their memory and
+finish.
+"""
 
 from __future__ import annotations
 
@@ -14,18 +16,45 @@ DEFAULT_LEVEL = 2
 def add_run_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options that describe the run; shared with `mmldlm launch`."""
     add = parser.add_argument
-    add("--hostfile", type=option_types.path, metavar="FILE", help="DeepSpeed hostfile (default: this machine alone)")
+    add(
+        "--hostfile",
+        type=option_types.path,
+        metavar="FILE",
+        help="DeepSpeed hostfile (default: this machine alone)",
+    )
     add("--config-name", metavar="NAME", help=f"preset: {', '.join(preset_names())}")
-    add("--config", type=option_types.path, metavar="FILE", help="YAML file, merged over the preset")
-    add("--deepspeed_config", "--deepspeed-config", type=option_types.path, metavar="JSON", help="DeepSpeed settings")
-    add("--launcher", choices=LAUNCHERS, default="deepspeed", help="launcher of the ranks (default %(default)s)")
+    add(
+        "--config",
+        type=option_types.path,
+        metavar="FILE",
+        help="YAML file, merged over the preset",
+    )
+    add(
+        "--deepspeed_config",
+        "--deepspeed-config",
+        type=option_types.path,
+        metavar="JSON",
+        help="DeepSpeed settings",
+    )
+    add(
+        "--launcher",
+        choices=LAUNCHERS,
+        default="deepspeed",
+        help="launcher of the ranks (default %(default)s)",
+    )
     add("--nproc", type=option_types.integer(1, 4096), metavar="N",
         help="ranks on this machine, without a hostfile (default: its GPUs, or 1)")  # fmt: skip
     add("--master_addr", "--master-addr", metavar="ADDRESS", help="address of the first node")
     add("--master_port", "--master-port", type=option_types.port, default=29500, metavar="PORT",
         help="port of the process group's store (default %(default)s)")  # fmt: skip
     add("--ssh-port", type=option_types.port, metavar="PORT", help="port of sshd on the nodes")
-    add("--ssh-option", action="append", default=[], metavar="ARG", help="additional argument for ssh (repeatable)")
+    add(
+        "--ssh-option",
+        action="append",
+        default=[],
+        metavar="ARG",
+        help="additional argument for ssh (repeatable)",
+    )
     add("--strict", action="store_true", help="treat warnings as failures")
     add("--only", metavar="ID,...", help="run only these checks")
     add("--skip", metavar="ID,...", help="do not run these checks")
@@ -40,11 +69,23 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=int,
         choices=range(5),
         default=DEFAULT_LEVEL,
-        help="0 this machine, 1 each node, 2 nodes together (default), 3 collectives, 4 two training steps",
+        help=(
+            "0 this machine, 1 each node, 2 nodes together (default), 3 collectives, 4 two"
+            " training steps"
+        ),
     )
-    parser.add_argument("--json", type=option_types.path, metavar="FILE", help="also write the receipt to this file")
-    parser.add_argument("--explain", metavar="ID", help="print the description of a check ('all': list all checks)")
-    parser.add_argument("--fix", action="store_true", help="write variables not propagated to ./.deepspeed_env")
+    parser.add_argument(
+        "--json",
+        type=option_types.path,
+        metavar="FILE",
+        help="also write the receipt to this file",
+    )
+    parser.add_argument(
+        "--explain", metavar="ID", help="print the description of a check ('all': list all checks)"
+    )
+    parser.add_argument(
+        "--fix", action="store_true", help="write variables not propagated to ./.deepspeed_env"
+    )
     parser.set_defaults(propagates_all=False)
 
 

@@ -1,4 +1,6 @@
-"""`mmldlm prepare`: encode a corpus of texts or of images into a store; texts with one rank per GPU."""
+"""`mmldlm prepare`: encode a corpus of texts or of images into a store; texts with one rank per
+GPU.
+"""
 
 from __future__ import annotations
 
@@ -52,8 +54,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     _add_tokenizer_arguments(parser)
     add = parser.add_argument
     add("--layout", choices=LAYOUTS, help="files: one .txt and one .npy per sample, as in MM-LDLM")
-    add("--seed", type=option_types.seed, default=0, help="seed of the sampling and the split (default %(default)s)")
-    add("--force", action="store_true", help="replace an existing store when the new one is complete")
+    add(
+        "--seed",
+        type=option_types.seed,
+        default=0,
+        help="seed of the sampling and the split (default %(default)s)",
+    )
+    add(
+        "--force",
+        action="store_true",
+        help="replace an existing store when the new one is complete",
+    )
 
 
 class _OneCorpus(argparse.Action):
@@ -63,7 +74,9 @@ class _OneCorpus(argparse.Action):
         given = [values] if isinstance(values, str) else list(values)
         if len(given) > 1:
             raise UserError(
-                "one CORPUS", f"{len(given)}: {join_some(given, limit=3)}", "give several as --datasets A B ..."
+                "one CORPUS",
+                f"{len(given)}: {join_some(given, limit=3)}",
+                "give several as --datasets A B ...",
             )
         setattr(namespace, self.dest, given[0] if given else self.default)
 
@@ -77,30 +90,58 @@ def _add_corpus_arguments(parser: argparse.ArgumentParser) -> None:
         action=_OneCorpus,
         default=DEFAULT_CORPUS,
         metavar="CORPUS",
-        help=".txt (one sentence per line), .jsonl or .parquet (one text per record; the first two also .gz and .zst), "
-        "a folder of such files, a Hugging Face dataset (openwebtext, lm1b, PATH[:CONFIG][@SPLIT]), or 'docstrings' "
-        "(default; needs no download). Of images: 'glyphs' (needs no download), 'emoji', a folder of images with "
-        "captions in .txt files of the same names or in a metadata.jsonl, a .jsonl or .csv of {image, caption}, a "
-        ".json (COCO captions, or MM-LDLM's list), or .tar shards (a file, a folder, or a quoted pattern)",
+        help=(
+            ".txt (one sentence per line), .jsonl or .parquet (one text per record; the first two"
+            " also .gz and .zst), a folder of such files, a Hugging Face dataset (openwebtext,"
+            " lm1b, PATH[:CONFIG][@SPLIT]), or 'docstrings' (default; needs no download). Of"
+            " images: 'glyphs' (needs no download), 'emoji', a folder of images with captions in"
+            " .txt files of the same names or in a metadata.jsonl, a .jsonl or .csv of {image,"
+            " caption}, a .json (COCO captions, or MM-LDLM's list), or .tar shards (a file, a"
+            " folder, or a quoted pattern)"
+        ),
     )
-    add("--datasets", type=option_types.path, nargs="+", metavar="NAME",
-        help="one or more corpora, read one after the other")  # fmt: skip
-    add("--validation-corpus", type=option_types.path, metavar="PATH",
-        help="corpus of the validation split (default: held-out training texts)")  # fmt: skip
+    add(
+        "--datasets",
+        type=option_types.path,
+        nargs="+",
+        metavar="NAME",
+        help="one or more corpora, read one after the other",
+    )
+    add(
+        "--validation-corpus",
+        type=option_types.path,
+        metavar="PATH",
+        help="corpus of the validation split (default: held-out training texts)",
+    )
     add("--text-field", help="field of a record that holds the text (default: text)")
-    add("--sentences", action="store_true", default=None, help="split every text into sentences first")
+    add(
+        "--sentences",
+        action="store_true",
+        default=None,
+        help="split every text into sentences first",
+    )
     add(
         "--whole-files",
         action="store_true",
         default=None,
         help="one text per .txt file of a folder (default: a sentence)",
     )
-    add("--max-documents", type=option_types.count, metavar="N", help="read only the first N texts of the corpus")
+    add(
+        "--max-documents",
+        type=option_types.count,
+        metavar="N",
+        help="read only the first N texts of the corpus",
+    )
 
 
 def _add_sample_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("--max-samples", type=option_types.count, metavar="N", help="keep N samples, chosen by a hash of their content")
+    add(
+        "--max-samples",
+        type=option_types.count,
+        metavar="N",
+        help="keep N samples, chosen by a hash of their content",
+    )
     add(
         "--validation-samples",
         type=option_types.size,
@@ -117,10 +158,16 @@ def _add_sample_arguments(parser: argparse.ArgumentParser) -> None:
     add(
         "--overlong",
         choices=OVERLONG,
-        help="treatment of longer texts; chunk cuts at sentence ends and drops nothing (default: chunk for "
-        "Hugging Face datasets, else drop)",
+        help=(
+            "treatment of longer texts; chunk cuts at sentence ends and drops nothing (default:"
+            " chunk for Hugging Face datasets, else drop)"
+        ),
     )
-    add("--keep-duplicates", action="store_true", help="keep texts that differ only in case, spaces or punctuation")
+    add(
+        "--keep-duplicates",
+        action="store_true",
+        help="keep texts that differ only in case, spaces or punctuation",
+    )
 
 
 def _add_encoder_arguments(parser: argparse.ArgumentParser) -> None:
@@ -151,12 +198,32 @@ def _add_encoder_arguments(parser: argparse.ArgumentParser) -> None:
         default=None,
         help="scale latents to unit norm (default: as the encoder's card)",
     )
-    add("--max-length", type=option_types.count, help="tokens of a text that the encoder reads (default: as its card)")
-    add("--dtype", choices=("fp32", "bf16", "fp16"), help="of the encoder (default: fp32 on the CPU, bf16 on a GPU)")
-    add("--batch-tokens", type=option_types.count, help="padded tokens per forward pass (default 1024, on a GPU 65536)")
-    add("--batch-size", type=option_types.count, help="maximum texts, or images of vae:NAME, per forward pass")
+    add(
+        "--max-length",
+        type=option_types.count,
+        help="tokens of a text that the encoder reads (default: as its card)",
+    )
+    add(
+        "--dtype",
+        choices=("fp32", "bf16", "fp16"),
+        help="of the encoder (default: fp32 on the CPU, bf16 on a GPU)",
+    )
+    add(
+        "--batch-tokens",
+        type=option_types.count,
+        help="padded tokens per forward pass (default 1024, on a GPU 65536)",
+    )
+    add(
+        "--batch-size",
+        type=option_types.count,
+        help="maximum texts, or images of vae:NAME, per forward pass",
+    )
     add("--compile", action="store_true", default=None, help="torch.compile the encoder")
-    add("--retries", type=option_types.size, help="retries per text before it is quarantined (default 2)")
+    add(
+        "--retries",
+        type=option_types.size,
+        help="retries per text before it is quarantined (default 2)",
+    )
     add(
         "--max-quarantined",
         type=option_types.number(0, 1),
@@ -178,23 +245,50 @@ def _add_image_arguments(parser: argparse.ArgumentParser) -> None:
         "--patch-size",
         type=option_types.count,
         metavar="P",
-        help="side of a patch (default: 4 to 16 pixels, 8 to 64, else 16; of codes 4 to 64, else 8)",
+        help=(
+            "side of a patch (default: 4 to 16 pixels, 8 to 64, else 16; of codes 4 to 64, else 8)"
+        ),
     )
-    add("--channels", type=option_types.count, choices=(1, 3), help="1 (gray) or 3 (default: 1 for glyphs, else 3)")
+    add(
+        "--channels",
+        type=option_types.count,
+        choices=(1, 3),
+        help="1 (gray) or 3 (default: 1 for glyphs, else 3)",
+    )
     add(
         "--latents",
         type=option_types.path_after("vae:"),
         metavar="KIND",
-        help="pixels (default), pca:M (M components of the whole image, small ones), "
-        "vae:NAME_OR_FOLDER (an AutoencoderKL), codes:kmeans:Q (ids of Q codes of patches, default 512) or codes:fsq "
-        "(1,000 codes on a grid)",
+        help=(
+            "pixels (default), pca:M (M components of the whole image, small ones),"
+            " vae:NAME_OR_FOLDER (an AutoencoderKL), codes:kmeans:Q (ids of Q codes of patches,"
+            " default 512) or codes:fsq (1,000 codes on a grid)"
+        ),
     )
-    add("--faces", type=option_types.count, metavar="N", help="the first N of the 10 faces of glyphs (default: all)")
-    add("--font", type=option_types.path, metavar="FILE",
-        help="NotoColorEmoji.ttf of emoji (default: that of fonts-noto-color-emoji)")  # fmt: skip
-    add("--data-root", type=option_types.path, metavar="DIR",
-        help="folder of the image paths in a .jsonl, .csv or .json (default: its own)")  # fmt: skip
-    add("--white", type=option_types.count, metavar="N", help="largest value of gray images of 16 bits (12 bits: 4095)")
+    add(
+        "--faces",
+        type=option_types.count,
+        metavar="N",
+        help="the first N of the 10 faces of glyphs (default: all)",
+    )
+    add(
+        "--font",
+        type=option_types.path,
+        metavar="FILE",
+        help="NotoColorEmoji.ttf of emoji (default: that of fonts-noto-color-emoji)",
+    )
+    add(
+        "--data-root",
+        type=option_types.path,
+        metavar="DIR",
+        help="folder of the image paths in a .jsonl, .csv or .json (default: its own)",
+    )
+    add(
+        "--white",
+        type=option_types.count,
+        metavar="N",
+        help="largest value of gray images of 16 bits (12 bits: 4095)",
+    )
 
 
 def _add_tokenizer_arguments(parser: argparse.ArgumentParser) -> None:
@@ -203,8 +297,10 @@ def _add_tokenizer_arguments(parser: argparse.ArgumentParser) -> None:
         "--tokenizer",
         type=option_types.path,
         metavar="NAME",
-        help="an encoder's name (its own tokenizer), a Hugging Face name or folder, 'train', or 'words' (default: "
-        "minilm; of images 'train', of glyphs and emoji 'words')",
+        help=(
+            "an encoder's name (its own tokenizer), a Hugging Face name or folder, 'train', or"
+            " 'words' (default: minilm; of images 'train', of glyphs and emoji 'words')"
+        ),
     )
     add("--cache-dir", type=option_types.path, metavar="DIR", help=CACHE_DIR_HELP)
     add(
@@ -213,7 +309,11 @@ def _add_tokenizer_arguments(parser: argparse.ArgumentParser) -> None:
         default=8192,
         help="most tokens of --tokenizer train or words (default %(default)s)",
     )
-    add("--add-mask-token", action="store_true", help="add the special tokens that the tokenizer lacks")
+    add(
+        "--add-mask-token",
+        action="store_true",
+        help="add the special tokens that the tokenizer lacks",
+    )
 
 
 def to_options(args: argparse.Namespace) -> PrepareOptions | ImageOptions:
@@ -223,9 +323,14 @@ def to_options(args: argparse.Namespace) -> PrepareOptions | ImageOptions:
         UserError: an option that this kind of corpus does not read.
     """
     given = {name: value for name, value in vars(args).items() if value is not None}
-    for_images = ImageOptions.__dataclass_fields__.keys() - PrepareOptions.__dataclass_fields__.keys()
-    # Options of images say what a folder without a captioned image was meant to be: opening it says what it lacks.
-    is_image = holds_images(args.corpus) or (bool(for_images & given.keys()) and Path(args.corpus).is_dir())
+    for_images = (
+        ImageOptions.__dataclass_fields__.keys() - PrepareOptions.__dataclass_fields__.keys()
+    )
+    # Options of images say what a folder without a captioned image was meant to be: opening it
+    # says what it lacks.
+    is_image = holds_images(args.corpus) or (
+        bool(for_images & given.keys()) and Path(args.corpus).is_dir()
+    )
     # A field of texts says that the captions of a list are meant.
     only_captions = args.text_field is not None and kind_of(Path(args.corpus)) is not None
     is_image = is_image and args.datasets is None and not only_captions
@@ -236,7 +341,9 @@ def to_options(args: argparse.Namespace) -> PrepareOptions | ImageOptions:
             flag = f"--{name.replace('_', '-')}"
             reads, has = ("texts", "images") if is_image else ("images", "texts")
             raise UserError(
-                f"{flag} with a corpus of {reads}", f"one of {has}, {args.corpus}", f"leave {flag} out, or name another"
+                f"{flag} with a corpus of {reads}",
+                f"one of {has}, {args.corpus}",
+                f"leave {flag} out, or name another",
             )
     return own(**{name: value for name, value in given.items() if name in known})
 
@@ -253,7 +360,9 @@ def main(args: argparse.Namespace) -> int:
     if num_procs == 1 or "RANK" in os.environ:
         return run_rank(args)
     ranks = module_command("mmldlm.data.prepare", *to_arguments(options))[1:]
-    os.execv(sys.executable, module_command("mmldlm.launch.local_launcher", str(num_procs), *ranks))
+    os.execv(
+        sys.executable, module_command("mmldlm.launch.local_launcher", str(num_procs), *ranks)
+    )
 
 
 def run_rank(args: argparse.Namespace) -> int:
@@ -271,7 +380,8 @@ def run_rank(args: argparse.Namespace) -> int:
 
 
 def run_shared(output_dir: str, work: Callable[[TaskQueue], object]) -> int:
-    """Do work that the ranks of this launch share; return the exit code, 5 if a signal came and the work can resume.
+    """Do work that the ranks of this launch share; return the exit code, 5 if a signal came and
+    the work can resume.
 
     Args:
         output_dir: beside which `WorkDir` keeps what is finished.
@@ -288,7 +398,8 @@ def run_shared(output_dir: str, work: Callable[[TaskQueue], object]) -> int:
     except MmldlmError as error:
         if queue.world_size == 1:
             raise
-        # A RankFailed is reported by the rank that failed, unless that rank cannot report any more.
+        # A RankFailed is reported by the rank that failed, unless that rank cannot report any
+        # more.
         if not getattr(error, "already_reported", False) and queue.is_reporter():
             print(f"error: {error}", file=sys.stderr, flush=True)
         return error.exit_code

@@ -1,4 +1,6 @@
-"""`mmldlm replay RUN EVENT`: rerun a skipped step and name the operation that produced its non-finite numbers."""
+"""`mmldlm replay RUN EVENT`: rerun a skipped step and name the operation that produced its
+non-finite numbers.
+"""
 
 from __future__ import annotations
 
@@ -15,15 +17,25 @@ from mmldlm.utils.output_paths import check_writable_file, claimed_file
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of `mmldlm replay`."""
     parser.add_argument("run", type=option_types.path, metavar="RUN", help="the run's folder")
-    parser.add_argument("event", metavar="EVENT", help="step number of a skip in events.jsonl, or `last`")
     parser.add_argument(
-        "--exact", action="store_true", help="first retrain from the nearest checkpoint to the step, in this process"
+        "event", metavar="EVENT", help="step number of a skip in events.jsonl, or `last`"
     )
     parser.add_argument(
-        "--checkpoint", type=option_types.path, metavar="PATH", help="take the weights from this checkpoint"
+        "--exact",
+        action="store_true",
+        help="first retrain from the nearest checkpoint to the step, in this process",
     )
     parser.add_argument(
-        "--dtypes", nargs="+", choices=DTYPES, help="compute dtypes to try (default: the run's, bf16 and fp32)"
+        "--checkpoint",
+        type=option_types.path,
+        metavar="PATH",
+        help="take the weights from this checkpoint",
+    )
+    parser.add_argument(
+        "--dtypes",
+        nargs="+",
+        choices=DTYPES,
+        help="compute dtypes to try (default: the run's, bf16 and fp32)",
     )
     parser.add_argument(
         "--samples",
@@ -32,7 +44,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="maximum number of samples run one by one (default 256)",
     )
-    parser.add_argument("--json", type=option_types.path, metavar="FILE", help="also write the findings as JSON")
+    parser.add_argument(
+        "--json", type=option_types.path, metavar="FILE", help="also write the findings as JSON"
+    )
 
 
 def main(args: argparse.Namespace) -> int:

@@ -1,4 +1,6 @@
-"""`mmldlm plot RUN` and `mmldlm monitor RUN`: draw a run's log, or follow it and report whether the run is healthy."""
+"""`mmldlm plot RUN` and `mmldlm monitor RUN`: draw a run's log, or follow it and report whether
+the run is healthy.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,9 @@ def add_plot_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of `mmldlm plot`."""
     parser.add_argument("run", type=option_types.path, help=_RUN_HELP)
     parser.add_argument(
-        "--out", type=option_types.path, help="image to write (default: plots/loss.png in the run's folder)"
+        "--out",
+        type=option_types.path,
+        help="image to write (default: plots/loss.png in the run's folder)",
     )
     parser.add_argument("--log-scale", action="store_true", help="logarithmic losses")
 
@@ -37,7 +41,9 @@ def plot(args: argparse.Namespace) -> int:
 def add_monitor_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of `mmldlm monitor`."""
     parser.add_argument("run", type=option_types.path, help=_RUN_HELP)
-    parser.add_argument("--once", action="store_true", help="print one report and exit (with 1 if unhealthy)")
+    parser.add_argument(
+        "--once", action="store_true", help="print one report and exit (with 1 if unhealthy)"
+    )
     parser.add_argument(
         "--interval",
         type=option_types.number(0.01, option_types.ONE_YEAR),
@@ -45,13 +51,20 @@ def add_monitor_arguments(parser: argparse.ArgumentParser) -> None:
         help="seconds between two reports (default 10)",
     )
     parser.add_argument(
-        "--window", type=option_types.count, default=100, help="number of steps that are assessed (default 100)"
+        "--window",
+        type=option_types.count,
+        default=100,
+        help="number of steps that are assessed (default 100)",
     )
-    parser.add_argument("--stall-seconds", type=option_types.seconds, help="idle time that counts as stalled")
+    parser.add_argument(
+        "--stall-seconds", type=option_types.seconds, help="idle time that counts as stalled"
+    )
 
 
 def monitor(args: argparse.Namespace) -> int:
-    """Report until the run ends (or once); return 0 if healthy, 1 if unhealthy at the last report."""
+    """Report until the run ends (or once); return 0 if healthy, 1 if unhealthy at the last
+    report.
+    """
     from mmldlm.observe.health_monitor import follow
 
     health = follow(Path(args.run), args.once, args.interval, args.window, args.stall_seconds)

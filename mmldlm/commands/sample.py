@@ -18,8 +18,23 @@ from mmldlm.observe.pages.trace_page import trace_page
 from mmldlm.sampling.device import usable_device
 from mmldlm.sampling.generate import SampleOptions, sample_l2t, sample_t2l, sample_unconditional
 from mmldlm.sampling.image_sizes import use_image_size
-from mmldlm.sampling.images import EACH_PICTURE, fit_to_latents, sample_i2t, sample_pairs, sample_t2i, write_pictures
-from mmldlm.sampling.options import DEFAULTS, IMAGE_KINDS, KINDS, METHODS, OPTIONS, SOURCES, TASK_OPTIONS
+from mmldlm.sampling.images import (
+    EACH_PICTURE,
+    fit_to_latents,
+    sample_i2t,
+    sample_pairs,
+    sample_t2i,
+    write_pictures,
+)
+from mmldlm.sampling.options import (
+    DEFAULTS,
+    IMAGE_KINDS,
+    KINDS,
+    METHODS,
+    OPTIONS,
+    SOURCES,
+    TASK_OPTIONS,
+)
 from mmldlm.sampling.pretrained import Pretrained, load_pretrained
 from mmldlm.sampling.search.options import SearchOptions
 from mmldlm.sampling.text.strategies.schedule import names_passes, read_schedule
@@ -28,7 +43,12 @@ from mmldlm.utils import option_types
 from mmldlm.utils.atomic_files import write_json, write_text
 from mmldlm.utils.formatting import count_noun
 from mmldlm.utils.json_files import to_json
-from mmldlm.utils.output_paths import check_writable_dir, claimed_file, claimed_folder, replaced_files
+from mmldlm.utils.output_paths import (
+    check_writable_dir,
+    claimed_file,
+    claimed_folder,
+    replaced_files,
+)
 from mmldlm.utils.progress import ProgressBar
 from mmldlm.utils.screen import open_console
 
@@ -37,7 +57,9 @@ SAMPLERS = {
     "l2t": sample_l2t, "t2l": sample_t2l, "unconditional": sample_unconditional,
     "i2t": sample_i2t, "t2i": sample_t2i, "joint": sample_pairs,
 }  # fmt: skip
-CHECKPOINT_HELP = "a run, RUN/latest, a checkpoint, a model.pt, or a folder written by `mmldlm convert`"
+CHECKPOINT_HELP = (
+    "a run, RUN/latest, a checkpoint, a model.pt, or a folder written by `mmldlm convert`"
+)
 MAX_TABLE_ROWS = 20
 TITLES = {
     "num_unknown": "[UNK]",
@@ -48,20 +70,30 @@ TITLES = {
 
 
 def add_arguments(parser: argparse.ArgumentParser, kind: str | None = None) -> None:
-    """Add the options of `mmldlm sample`, or those of one kind; `resolve_options` fills in the defaults."""
+    """Add the options of `mmldlm sample`, or those of one kind; `resolve_options` fills in the
+    defaults.
+    """
     add = parser.add_argument
     if kind is None:
-        add("kind", choices=KINDS, help="what to sample; `mmldlm sample KIND --help` lists the options of one kind")
+        add(
+            "kind",
+            choices=KINDS,
+            help="what to sample; `mmldlm sample KIND --help` lists the options of one kind",
+        )
     else:
         parser.set_defaults(kind=kind, **dict.fromkeys(DEFAULTS))
-    add("--checkpoint", type=option_types.path, required=True, metavar="PATH", help=CHECKPOINT_HELP)
+    add(
+        "--checkpoint", type=option_types.path, required=True, metavar="PATH", help=CHECKPOINT_HELP
+    )
     add("--output-dir", type=option_types.path, required=True, metavar="OUT",
         help=f"output folder of {', '.join(OUTPUTS)}")  # fmt: skip
     add("--overwrite", action="store_true", help="replace the samples of an earlier call in OUT")
     for key, options in OPTIONS.items():
         defaults = DEFAULTS[key]
         if kind is None:
-            values = ", ".join(f"{name} {value}" for name, value in defaults.items() if value is not None)
+            values = ", ".join(
+                f"{name} {value}" for name, value in defaults.items() if value is not None
+            )
             readers = "" if len(defaults) == len(KINDS) else f"{', '.join(defaults)}: "
             text = readers + options["help"] + (f" (default: {values})" if values else "")
         elif kind in defaults:
@@ -72,7 +104,12 @@ def add_arguments(parser: argparse.ArgumentParser, kind: str | None = None) -> N
         choices = {"choices": METHODS[kind]} if key == "method" and kind in METHODS else {}
         add(_option(key), **{**options, **choices, "help": text})
     add("--way", action=RenamedOption, new="--method joint or --method chain")
-    add("--seed", type=option_types.seed, default=0, help="seed of every draw (default %(default)s)")
+    add(
+        "--seed",
+        type=option_types.seed,
+        default=0,
+        help="seed of every draw (default %(default)s)",
+    )
     add("--device", help="default: cuda if available, else cpu")
 
 
@@ -80,7 +117,8 @@ def resolve_options(args: argparse.Namespace) -> list[str]:
     """Check the options of args.kind and fill in its defaults; return those that were given.
 
     Raises:
-        UserError: an option that this kind does not read, not exactly one source, or a value out of range.
+        UserError: an option that this kind does not read, not exactly one source, or a value out
+            of range.
     """
     given = [key for key in DEFAULTS if getattr(args, key) is not None]
     _check_read(args.kind, given)
@@ -88,10 +126,16 @@ def resolve_options(args: argparse.Namespace) -> list[str]:
     found = [_option(key) for key in sources if key in given]
     if sources and len(found) != 1:
         expected = " or ".join(map(_option, sources))
-        raise UserError(f"exactly one of {expected}", ", ".join(found) or "none of them", "name one source of input")
+        raise UserError(
+            f"exactly one of {expected}",
+            ", ".join(found) or "none of them",
+            "name one source of input",
+        )
     if args.method is not None and args.method not in METHODS[args.kind]:
         expected = " or ".join(METHODS[args.kind])
-        raise UserError(f"--method {expected} for `sample {args.kind}`", args.method, "choose one of them")
+        raise UserError(
+            f"--method {expected} for `sample {args.kind}`", args.method, "choose one of them"
+        )
     SearchOptions.of(args)  # refuses what does not fit together
     if args.schedule is not None:
         read_schedule(args.schedule, args.num_steps)  # refuses what it cannot read
@@ -108,8 +152,11 @@ def _check_read(kind: str, given: list[str]) -> None:
         raise UserError(f"options of `sample {kind}`: {known}", ", ".join(unread), "omit them")
 
 
-def use_words_of_images(args: argparse.Namespace, given: list[str], pretrained: Pretrained) -> None:
-    """Of a model of images, let l2t, t2l and unconditional mean i2t, t2i and joint, with their defaults.
+def use_words_of_images(
+    args: argparse.Namespace, given: list[str], pretrained: Pretrained
+) -> None:
+    """Of a model of images, let l2t, t2l and unconditional mean i2t, t2i and joint, with their
+    defaults.
 
     Raises:
         UserError: an option was given that the kind of images does not read.
@@ -129,15 +176,24 @@ def use_words_of_images(args: argparse.Namespace, given: list[str], pretrained: 
 def _check_critic(args: argparse.Namespace) -> None:
     if args.critic_share is not None and not args.critic_rounds:
         raise UserError(
-            "--critic-share with --critic-rounds R", "--critic-share alone", "add --critic-rounds, or omit it"
+            "--critic-share with --critic-rounds R",
+            "--critic-share alone",
+            "add --critic-rounds, or omit it",
         )
-    if args.critic_rounds and (other := "search" if args.search else "correct" if args.correct else None):
+    if args.critic_rounds and (
+        other := "search" if args.search else "correct" if args.correct else None
+    ):
         found = f"--critic-rounds and {_option(other)}"
-        raise UserError(f"--critic-rounds or {_option(other)}, which changes texts as well", found, "omit one of them")
+        raise UserError(
+            f"--critic-rounds or {_option(other)}, which changes texts as well",
+            found,
+            "omit one of them",
+        )
 
 
 def fit_to_task(args: argparse.Namespace, given: list[str], pretrained: Pretrained) -> None:
-    """Check kind, sampler and options against the task of the checkpoint; drop what it does not read.
+    """Check kind, sampler and options against the task of the checkpoint; drop what it does not
+    read.
 
     Raises:
         UserError: the task lacks the kind, the sampler, or an option that was given.
@@ -148,8 +204,14 @@ def fit_to_task(args: argparse.Namespace, given: list[str], pretrained: Pretrain
         args.sampler = task.samplers[args.kind][0]
     unread = [key for key in TASK_OPTIONS if key not in task.sampling_options]
     if wrong := [_option(key) for key in unread if key in given]:
-        known = ", ".join(_option(key) for key in TASK_OPTIONS if args.kind in DEFAULTS[key] and key not in unread)
-        raise UserError(f"options that task={task.name} reads: {known}", ", ".join(wrong), "omit them")
+        known = ", ".join(
+            _option(key)
+            for key in TASK_OPTIONS
+            if args.kind in DEFAULTS[key] and key not in unread
+        )
+        raise UserError(
+            f"options that task={task.name} reads: {known}", ", ".join(wrong), "omit them"
+        )
     if args.kind == "l2t":
         SearchOptions.of(args).check(task, given)
     if args.sampler is not None:
@@ -163,7 +225,11 @@ def fit_to_task(args: argparse.Namespace, given: list[str], pretrained: Pretrain
     writes_only = args.kind in ("l2t", "i2t") or pretrained.latent_config is None
     if args.schedule is not None and writes_only and not names_passes(args.schedule):
         if "num_steps" in given:
-            raise UserError("--num-steps or --schedule, which says how many there are", "both", "omit one of them")
+            raise UserError(
+                "--num-steps or --schedule, which says how many there are",
+                "both",
+                "omit one of them",
+            )
         args.num_steps = None
 
 
@@ -176,12 +242,16 @@ def _check_trace(args: argparse.Namespace, given: list[str]) -> None:
         return
     check_page_path(args.trace, "--trace", args.overwrite)
     several = "num_lengths" if "num_lengths" in given and args.num_lengths > 1 else None
-    several = "search" if args.search is not None else "correct" if args.correct is not None else several
+    several = (
+        "search" if args.search is not None else "correct" if args.correct is not None else several
+    )
     several = "critic_rounds" if args.critic_rounds else several
     if several is not None:
         option = _option(several)
         found = f"{option} {getattr(args, several)}, which writes several and keeps one"
-        raise UserError("--trace of texts that are written once", found, f"omit {option} or --trace")
+        raise UserError(
+            "--trace of texts that are written once", found, f"omit {option} or --trace"
+        )
 
 
 def output_folder(path: str, overwrite: bool) -> Path:
@@ -222,7 +292,9 @@ def _sample(args: argparse.Namespace, given: list[str], device: str, out: Path) 
     fit_to_task(args, given, pretrained)
     fit_to_latents(args, given, pretrained)
     mode = IMAGE_KINDS.get(args.kind, args.kind)
-    if mode != "unconditional" or pretrained.latent_config is None:  # else choose_method checks the modes
+    if (
+        mode != "unconditional" or pretrained.latent_config is None
+    ):  # else choose_method checks the modes
         pretrained.check_mode(mode)
     pretrained.check_guidance(1.0 if args.guidance is None else args.guidance)
     pretrained.vae = args.vae
@@ -230,32 +302,50 @@ def _sample(args: argparse.Namespace, given: list[str], device: str, out: Path) 
     trace = None if args.trace is None else start_trace(pretrained, args.sampler)
     started = time.perf_counter()
     sample = SAMPLERS[args.kind]
-    options = SampleOptions(**{key: getattr(args, key) for key in SampleOptions.__dataclass_fields__})
+    options = SampleOptions(
+        **{key: getattr(args, key) for key in SampleOptions.__dataclass_fields__}
+    )
     with ProgressBar(log=lambda line: print(line, file=sys.stderr, flush=True)) as progress:
-        samples = sample(pretrained, options, progress, **({"recorder": trace.recorder} if trace else {}))
+        samples = sample(
+            pretrained, options, progress, **({"recorder": trace.recorder} if trace else {})
+        )
     seconds = time.perf_counter() - started
 
     records = samples.records
-    settings = {key: value for key, value in vars(args).items() if isinstance(value, (str, int, float, list))}
+    settings = {
+        key: value
+        for key, value in vars(args).items()
+        if isinstance(value, (str, int, float, list))
+    }
     with replaced_files(out, (*OUTPUTS, EACH_PICTURE), args.overwrite) as folder:
         if samples.latents is not None:
             np.save(folder / "latents.npy", samples.latents)
         if samples.images is not None:
             write_pictures(samples, folder, keeps_each=args.kind != "i2t")
         write_text(folder / "samples.jsonl", "".join(to_json(record) + "\n" for record in records))
-        write_json(folder / "settings.json", {**settings, **samples.extra, "device": device}, indent=2)
+        write_json(
+            folder / "settings.json", {**settings, **samples.extra, "device": device}, indent=2
+        )
     if trace is not None:
         write_page(args.trace, _page(args, pretrained, trace, records))
     _print_table(args.kind, records)
     written = "samples.jsonl" + (", latents.npy" if samples.latents is not None else "")
     written += ", sheet.png" if samples.images is not None else ""
-    print(f"{count_noun(len(records), 'sample')} in {seconds:.1f} s; {written} and settings.json in {out}")
+    print(
+        f"{count_noun(len(records), 'sample')} in {seconds:.1f} s; {written} and settings.json in"
+        f" {out}"
+    )
     if trace is not None:
         print(f"how they were written: {args.trace}")
     return EXIT_DONE
 
 
-def _page(args: argparse.Namespace, pretrained: Pretrained, trace: TraceRecorder, records: list[dict[str, Any]]) -> str:
+def _page(
+    args: argparse.Namespace,
+    pretrained: Pretrained,
+    trace: TraceRecorder,
+    records: list[dict[str, Any]],
+) -> str:
     """Return the page of --trace."""
     settings = [f"{args.kind}: {KINDS[args.kind]}", f"sampler {args.sampler}", f"seed {args.seed}"]
     if args.num_steps is not None:
@@ -263,7 +353,12 @@ def _page(args: argparse.Namespace, pretrained: Pretrained, trace: TraceRecorder
     settings.append(Path(args.checkpoint).resolve().name)
     vocab_size = pretrained.model.config.vocab_size
     return trace_page(
-        trace.texts, records, pretrained.tokenizer, vocab_size, settings=settings, starts_masked=trace.starts_masked
+        trace.texts,
+        records,
+        pretrained.tokenizer,
+        vocab_size,
+        settings=settings,
+        starts_masked=trace.starts_masked,
     )
 
 

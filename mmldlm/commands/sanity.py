@@ -1,4 +1,6 @@
-"""`mmldlm sanity`: check a config with a few real steps in one process; print a table of PASS and FAIL."""
+"""`mmldlm sanity`: check a config with a few real steps in one process; print a table of PASS and
+FAIL.
+"""
 
 from __future__ import annotations
 
@@ -24,17 +26,39 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     command_line.add_arguments(parser)
     option = parser.add_argument
     option(
-        "--max_steps", "--max-steps", type=option_types.count, default=3, help="steps on the run's batches (default 3)"
+        "--max_steps",
+        "--max-steps",
+        type=option_types.count,
+        default=3,
+        help="steps on the run's batches (default 3)",
     )
-    option("--overfit_steps", "--overfit-steps", type=option_types.count, default=OVERFIT_STEPS,
-           help=f"steps on one batch, to check that its loss falls (default {OVERFIT_STEPS})")  # fmt: skip
+    option(
+        "--overfit_steps",
+        "--overfit-steps",
+        type=option_types.count,
+        default=OVERFIT_STEPS,
+        help=f"steps on one batch, to check that its loss falls (default {OVERFIT_STEPS})",
+    )
     option("--amp_dtype", "--amp-dtype", choices=("bf16", "fp32", "fp16"), help="training.dtype")
     option("--grad_log_interval", "--grad-log-interval", type=option_types.size, default=1,
            help="steps between two layer statistics, 0 for none (default 1)")  # fmt: skip
-    option("--detect_anomaly", "--detect-anomaly", type=_bool, default=False, metavar="true|false",
-           help="torch's anomaly detection: slow, names the operation behind a NaN (default false)")  # fmt: skip
-    option("--clip_grad_norm", "--clip-grad-norm", type=option_types.number(above=0), help="optimizer.grad_clip_norm")
-    option("--json", type=option_types.path, metavar="FILE", help="also write the findings as JSON")
+    option(
+        "--detect_anomaly",
+        "--detect-anomaly",
+        type=_bool,
+        default=False,
+        metavar="true|false",
+        help="torch's anomaly detection: slow, names the operation behind a NaN (default false)",
+    )
+    option(
+        "--clip_grad_norm",
+        "--clip-grad-norm",
+        type=option_types.number(above=0),
+        help="optimizer.grad_clip_norm",
+    )
+    option(
+        "--json", type=option_types.path, metavar="FILE", help="also write the findings as JSON"
+    )
 
 
 def main(args: argparse.Namespace) -> int:
@@ -44,9 +68,16 @@ def main(args: argparse.Namespace) -> int:
         UserError: an invalid config, or more than one process.
     """
     if int_from_env("WORLD_SIZE", 1) != 1:
-        raise UserError("one process", f"WORLD_SIZE={os.environ['WORLD_SIZE']}", "run `mmldlm sanity` by itself")
+        raise UserError(
+            "one process",
+            f"WORLD_SIZE={os.environ['WORLD_SIZE']}",
+            "run `mmldlm sanity` by itself",
+        )
     overrides = {"training.dtype": args.amp_dtype, "optimizer.grad_clip_norm": args.clip_grad_norm}
-    args.overrides = [*args.overrides, *(f"{key}={value}" for key, value in overrides.items() if value is not None)]
+    args.overrides = [
+        *args.overrides,
+        *(f"{key}={value}" for key, value in overrides.items() if value is not None),
+    ]
     config = command_line.parse_config(args)
     check_engine(config, 1)
     if args.json:

@@ -1,4 +1,6 @@
-"""`mmldlm train`: check everything in this process, then become the launcher of the ranks of this machine."""
+"""`mmldlm train`: check everything in this process, then become the launcher of the ranks of this
+machine.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(args: argparse.Namespace) -> int:
-    """Check the run, then replace this process by the launcher: a mistake is found before any rank starts."""
+    """Check the run, then replace this process by the launcher: a mistake is found before any rank
+    starts.
+    """
     check_single_process("mmldlm train")
     import torch
 
@@ -36,12 +40,22 @@ def main(args: argparse.Namespace) -> int:
     config = command_line.parse_config(args)
     check_fp16(config, torch.cuda.is_available() or torch.ops.mkldnn._is_mkldnn_fp16_supported())
     check_run(config, nproc)
-    options = {"--config-name": args.config_name, "--config": args.config, "--deepspeed_config": args.deepspeed_config}
-    given = [text for option, value in options.items() if value is not None for text in (option, str(value))]
+    options = {
+        "--config-name": args.config_name,
+        "--config": args.config,
+        "--deepspeed_config": args.deepspeed_config,
+    }
+    given = [
+        text
+        for option, value in options.items()
+        if value is not None
+        for text in (option, str(value))
+    ]
     command = [str(Path(mmldlm.__file__).with_name("train.py")), *given, *args.overrides]
     if config.engine.kind == "single":
         os.execv(sys.executable, [sys.executable, *command])
     if not torch.cuda.is_available():
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
-    # Not the deepspeed launcher: a signal to it ends the ranks unsaved, or not at all (launch/local_launcher.py).
+    # Not the deepspeed launcher: a signal to it ends the ranks unsaved, or not at all
+    # (launch/local_launcher.py).
     os.execv(sys.executable, module_command("mmldlm.launch.local_launcher", str(nproc), *command))

@@ -17,12 +17,20 @@ from mmldlm.utils.figures import new_figure, save_figure
 from mmldlm.utils.output_paths import check_writable_file, claimed_file
 from mmldlm.utils.screen import open_console
 
-BARS, DIGITS = " \u2581\u2582\u2583\u2584\u2585\u2586\u2587\u2588", " 12345678"  # the latter for ASCII terminals
+BARS, DIGITS = (
+    " \u2581\u2582\u2583\u2584\u2585\u2586\u2587\u2588",
+    " 12345678",
+)  # the latter for ASCII terminals
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of `mmldlm verify-data`."""
-    parser.add_argument("root", type=option_types.path, metavar="DIR", help="a store made by mmldlm prepare or pack")
+    parser.add_argument(
+        "root",
+        type=option_types.path,
+        metavar="DIR",
+        help="a store made by mmldlm prepare or pack",
+    )
     parser.add_argument(
         "--plot",
         type=option_types.path,
@@ -30,7 +38,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="plot lengths, norms and components of the latents (.png, .pdf)",
     )
     parser.add_argument(
-        "--sheet", type=option_types.path, metavar="FILE.png", help="of a store of images: images with their captions"
+        "--sheet",
+        type=option_types.path,
+        metavar="FILE.png",
+        help="of a store of images: images with their captions",
     )
     parser.add_argument(
         "--vae",
@@ -45,7 +56,9 @@ def main(args: argparse.Namespace) -> int:
     if args.plot:
         check_writable_file(args.plot, "--plot")
     if args.vae and not args.sheet:
-        raise UserError("--vae with --sheet", "--vae alone", "add --sheet FILE.png, or leave --vae out")
+        raise UserError(
+            "--vae with --sheet", "--vae alone", "add --sheet FILE.png, or leave --vae out"
+        )
     if args.sheet:
         _check_sheet(args)
     with claimed_file(args.plot, "--plot"), claimed_file(args.sheet, "--sheet"):
@@ -71,20 +84,26 @@ def _verify(args: argparse.Namespace) -> int:
         write_sheet(args.root, args.sheet, vae=args.vae)
         console.print(f"drawn: {args.sheet}", soft_wrap=True)
     num_problems, files = len(report.problems), len(manifest["files"])
-    console.print(f"{files} files, {'no problems' if not num_problems else f'{num_problems} problems'}")
+    console.print(
+        f"{files} files, {'no problems' if not num_problems else f'{num_problems} problems'}"
+    )
     return EXIT_FAILED if num_problems else EXIT_DONE
 
 
 def _check_sheet(args: argparse.Namespace) -> None:
     check_writable_file(args.sheet, "--sheet")
     if read_manifest(args.root).get("kind", "text") != "image":
-        raise UserError("--sheet with a store of images", f"a store of texts: {args.root}", "leave --sheet out")
+        raise UserError(
+            "--sheet with a store of images", f"a store of texts: {args.root}", "leave --sheet out"
+        )
     if not args.sheet.endswith(".png"):
         raise UserError("--sheet FILE.png", args.sheet, "give a name that ends in .png")
 
 
 def write_sheet(root: str, path: str, count: int = 60, vae: str | None = None) -> None:
-    """Draw images of both splits with their captions, evenly spread: the first three quarters are of training."""
+    """Draw images of both splits with their captions, evenly spread: the first three quarters are
+    of training.
+    """
     from mmldlm.data.images.codec import ImageCodec
     from mmldlm.data.images.sheet import contact_sheet
 
@@ -93,31 +112,65 @@ def write_sheet(root: str, path: str, count: int = 60, vae: str | None = None) -
         store = Store(root, split)
         rows = np.unique(np.linspace(0, len(store) - 1, share).astype(np.int64))
         images.append(codec.decode(store.get(rows).latents))
-        captions += [f"{split}: {text}" if split != "train" else text for text in store.texts(rows)]
+        captions += [
+            f"{split}: {text}" if split != "train" else text for text in store.texts(rows)
+        ]
     contact_sheet(np.concatenate(images), captions, path)
 
 
-def _splits_table(root: str, report: StoreReport, manifest: dict[str, Any], console: Console) -> Table:
+def _splits_table(
+    root: str, report: StoreReport, manifest: dict[str, Any], console: Console
+) -> Table:
     marks = BARS if console.encoding.startswith("utf") else DIGITS
-    table = Table("split", "samples", "tokens", "longest", "lengths", "norm", "rank", "[UNK]", title=f"store {root}")
+    table = Table(
+        "split",
+        "samples",
+        "tokens",
+        "longest",
+        "lengths",
+        "norm",
+        "rank",
+        "[UNK]",
+        title=f"store {root}",
+    )
     for name, split in manifest["splits"].items():
         numbers = [f"{split[key]:,}" for key in ("num_samples", "num_tokens", "max_tokens")]
         found = report.splits.get(name)
         statistics = None if found is None else found.statistics
-        unknown = "?" if found is None else f"{found.num_unknown / max(int(found.lengths.sum()), 1):.2%}"
+        unknown = (
+            "?" if found is None else f"{found.num_unknown / max(int(found.lengths.sum()), 1):.2%}"
+        )
         if manifest["latent_stats"] is None:
             table.add_row(
-                name, *numbers, "?" if found is None else histogram(found.lengths, marks), "ids", "ids", unknown
+                name,
+                *numbers,
+                "?" if found is None else histogram(found.lengths, marks),
+                "ids",
+                "ids",
+                unknown,
             )
             continue
         norm = "?" if statistics is None else f"{statistics['norm']['mean']:.4f}"
-        rank = "?" if statistics is None else f"{statistics['effective_rank']:.0f}/{manifest['latent_dim']}"
-        table.add_row(name, *numbers, "?" if found is None else histogram(found.lengths, marks), norm, rank, unknown)
+        rank = (
+            "?"
+            if statistics is None
+            else f"{statistics['effective_rank']:.0f}/{manifest['latent_dim']}"
+        )
+        table.add_row(
+            name,
+            *numbers,
+            "?" if found is None else histogram(found.lengths, marks),
+            norm,
+            rank,
+            unknown,
+        )
     return table
 
 
 def histogram(lengths: np.ndarray, marks: str = BARS, bins: int = 10) -> str:
-    """Return one of nine marks per range of lengths, for its share of samples; ranges are equal, from 0 on."""
+    """Return one of nine marks per range of lengths, for its share of samples; ranges are equal,
+    from 0 on.
+    """
     if not len(lengths):
         return ""
     counts, _ = np.histogram(lengths, bins=bins, range=(0, max(int(lengths.max()), 1)))
@@ -130,16 +183,22 @@ def _shares(values: np.ndarray) -> np.ndarray:
 
 
 def plot(report: StoreReport, manifest: dict[str, Any], path: str) -> None:
-    """Plot token counts, latent norms, and mean and deviation of each component of the training latents."""
+    """Plot token counts, latent norms, and mean and deviation of each component of the training
+    latents.
+    """
     figure = new_figure(13, 3.6)
     left, middle, right = figure.subplots(1, 3)
     for name, found in report.splits.items():
         if len(found.lengths):
-            left.hist(found.lengths, bins=50, weights=_shares(found.lengths), alpha=0.6, label=name)
+            left.hist(
+                found.lengths, bins=50, weights=_shares(found.lengths), alpha=0.6, label=name
+            )
         norms = found.norms[np.isfinite(found.norms)].astype(np.float64)
         if len(norms):  # unit vectors differ by rounding only: show them as one bar
             limits = (norms.min() - 1e-3, norms.max() + 1e-3)
-            middle.hist(norms, bins=50, range=limits, weights=_shares(norms), alpha=0.6, label=name)
+            middle.hist(
+                norms, bins=50, range=limits, weights=_shares(norms), alpha=0.6, label=name
+            )
     left.set(xlabel="tokens", ylabel="share of samples")
     left.legend()
     statistics = manifest["latent_stats"]
@@ -151,6 +210,10 @@ def plot(report: StoreReport, manifest: dict[str, Any], path: str) -> None:
         middle.legend()
         right.plot(np.sort(np.abs(statistics["mean"]))[::-1], label="|mean|")
         right.plot(np.sort(statistics["std"])[::-1], label="std")
-        right.set(xlabel="component, sorted", title=f"effective rank {statistics['effective_rank']:.1f}", yscale="log")
+        right.set(
+            xlabel="component, sorted",
+            title=f"effective rank {statistics['effective_rank']:.1f}",
+            yscale="log",
+        )
         right.legend()
     save_figure(figure, path, dpi=120)

@@ -1,1 +1,3 @@
-"""Config: the keys (schema), and how a preset, a file and overrides become one checked value (load)."""
+"""Config: the keys (schema), and how a preset, a file and overrides become one checked value
+(load).
+"""

@@ -11,8 +11,12 @@ from mmldlm.utils import option_types
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options shared by every way to start a run."""
-    parser.add_argument("--config-name", metavar="NAME", help=f"preset: {', '.join(preset_names())}")
-    parser.add_argument("--config", type=option_types.path, metavar="FILE", help="YAML file, read over the preset")
+    parser.add_argument(
+        "--config-name", metavar="NAME", help=f"preset: {', '.join(preset_names())}"
+    )
+    parser.add_argument(
+        "--config", type=option_types.path, metavar="FILE", help="YAML file, read over the preset"
+    )
     parser.add_argument(
         "--deepspeed_config",
         "--deepspeed-config",
@@ -20,7 +24,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="JSON",
         help="DeepSpeed settings (ds_configs/)",
     )
-    parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="set single keys")
+    parser.add_argument(
+        "overrides", nargs="*", metavar="section.key=value", help="set single keys"
+    )
 
 
 def parse_config(args: argparse.Namespace) -> Config:

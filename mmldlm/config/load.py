@@ -1,4 +1,6 @@
-"""Resolve a preset, a file and `section.key=value` arguments to one validated Config of the task they name."""
+"""Resolve a preset, a file and `section.key=value` arguments to one validated Config of the task
+they name.
+"""
 
 from __future__ import annotations
 
@@ -32,11 +34,12 @@ def preset_names() -> list[str]:
 def load_config(
     name: str | None = None, path: str | None = None, overrides: list[str] | tuple[str, ...] = ()
 ) -> Config:
-    """Resolve a run's config: preset, then file, then overrides, each winning over what came before.
+    """Resolve a run's config: preset, then file, then overrides, each winning over what came
+    before.
 
     Args:
-        name: preset (`--config-name`). path: YAML file (`--config`). overrides: `section.key=value` words; values are
-            YAML.
+        name: preset (`--config-name`). path: YAML file (`--config`). overrides:
+            `section.key=value` words; values are YAML.
 
     Raises:
         UserError: unknown preset, file, key or value, with the nearest known one.
@@ -64,14 +67,17 @@ def load_config(
 
 
 def config_class_of(values: dict[str, Any]) -> type[Config]:
-    """Return the config class of the task that a nested dict names (`translation` where it names none).
+    """Return the config class of the task that a nested dict names (`translation` where it names
+    none).
 
     Raises:
         UserError: not the name of a task.
     """
     name = values.get("task", DEFAULT_TASK)
     if not isinstance(name, str):
-        raise UserError("task: a name, or package.module:Class", f"task={name!r}", "write task=translation")
+        raise UserError(
+            "task: a name, or package.module:Class", f"task={name!r}", "write task=translation"
+        )
     return find_task(name).config_class
 
 
@@ -81,7 +87,9 @@ def build_config(values: dict[str, Any]) -> Config:
     problems = list(_unknown_keys(values, config_class, config_class, ""))
     if problems:
         raise UserError(
-            "keys of mmldlm's config", "\n           ".join(problems), "`mmldlm config --keys` lists all keys"
+            "keys of mmldlm's config",
+            "\n           ".join(problems),
+            "`mmldlm config --keys` lists all keys",
         )
     try:
         return config_class(**values)
@@ -89,7 +97,9 @@ def build_config(values: dict[str, Any]) -> Config:
         lines = []
         for item in error.errors():
             key = ".".join(str(part) for part in item["loc"])
-            shown = "" if isinstance(item.get("input"), dict) else f" (found {item.get('input')!r})"
+            shown = (
+                "" if isinstance(item.get("input"), dict) else f" (found {item.get('input')!r})"
+            )
             message = item["msg"].removeprefix("Value error, ")
             lines.append(
                 f"{key}: {message}{shown}{_describe_problem(key, item, config_class)}"
@@ -102,8 +112,16 @@ def build_config(values: dict[str, Any]) -> Config:
 
 
 # What people write for what we call otherwise.
-_ALIASES = {"bfloat16": "bf16", "float16": "fp16", "half": "fp16", "float32": "fp32", "float": "fp32"}
-_ALIASES |= {f"zero{stage}": f"engine.kind=deepspeed engine.zero_stage={stage}" for stage in range(4)}
+_ALIASES = {
+    "bfloat16": "bf16",
+    "float16": "fp16",
+    "half": "fp16",
+    "float32": "fp32",
+    "float": "fp32",
+}
+_ALIASES |= {
+    f"zero{stage}": f"engine.kind=deepspeed engine.zero_stage={stage}" for stage in range(4)
+}
 
 
 def _describe_problem(key: str, problem: Any, config_class: type[Config]) -> str:
@@ -119,7 +137,9 @@ def _describe_problem(key: str, problem: Any, config_class: type[Config]) -> str
         )
         return f"; did you mean {meant}?" if meant else ""
     if kind == "model_type" and hasattr(field, "model_fields"):
-        return f"; it is a section: {', '.join(f'{key}.{name}=...' for name in field.model_fields)}"
+        return (
+            f"; it is a section: {', '.join(f'{key}.{name}=...' for name in field.model_fields)}"
+        )
     if key.startswith("training.profile"):
         return "; write the first and the last step as [100,105]"
     none_is_meant = str(found).lower() in ("none", "off", "no", "false") or found == 0
@@ -140,22 +160,37 @@ def parse_override(word: str, config_class: type[Config]) -> dict[str, Any]:
     key, equals, value = word.partition("=")
     if key.startswith(("+", "~")):  # Hydra's words for adding and deleting a key
         plain = key.lstrip("+~")
-        fix = f"write {plain}={value}" if key.startswith("+") else f"leave it out, or write {plain}=null"
+        fix = (
+            f"write {plain}={value}"
+            if key.startswith("+")
+            else f"leave it out, or write {plain}=null"
+        )
         found = f"{word}{hint_for_old_key(plain)}"
-        raise UserError("section.key=value, as every key of mmldlm has a value already", found, fix)
+        raise UserError(
+            "section.key=value, as every key of mmldlm has a value already", found, fix
+        )
     if not equals or not key or key.startswith("-"):
-        raise UserError("section.key=value", word, "write overrides as in training.loss_type=l2t optimizer.lr=5e-5")
-    if any("\ud800" <= sign <= "\udfff" for sign in word):  # what Python makes of bytes that it cannot decode
+        raise UserError(
+            "section.key=value",
+            word,
+            "write overrides as in training.loss_type=l2t optimizer.lr=5e-5",
+        )
+    if any(
+        "\ud800" <= sign <= "\udfff" for sign in word
+    ):  # what Python makes of bytes that it cannot decode
         raise UserError(
             "words in the encoding of this shell",
             f"{key} with bytes that {sys.getfilesystemencoding()} does not have",
-            "set LC_ALL=C.UTF-8 (or PYTHONUTF8=1) where the words are UTF-8; else write them in UTF-8",
+            "set LC_ALL=C.UTF-8 (or PYTHONUTF8=1) where the words are UTF-8; else write them in"
+            " UTF-8",
         )
     nested: Any = value
     if not _is_string_field(key, config_class) or _is_null_or_quoted(
         value
     ):  # else it is text: a run may be called 7, off or 010
-        nested = parse_yaml(value, key, "quote it for the shell, e.g. 'key={l2t: 0.7, t2l: 0.3}'", spelling=True)
+        nested = parse_yaml(
+            value, key, "quote it for the shell, e.g. 'key={l2t: 0.7, t2l: 0.3}'", spelling=True
+        )
     for part in reversed(key.split(".")):
         nested = {part: nested}
     return nested
@@ -225,7 +260,11 @@ def _merge(base: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
     merged = dict(base)
     for key, value in over.items():
         # Weights of modes are one value: a preset's shares must not linger beside the user's.
-        both = isinstance(value, dict) and isinstance(merged.get(key), dict) and key != "loss_type_weights"
+        both = (
+            isinstance(value, dict)
+            and isinstance(merged.get(key), dict)
+            and key != "loss_type_weights"
+        )
         merged[key] = _merge(merged[key], value) if both else value
     return merged
 
@@ -238,7 +277,11 @@ def _unknown_keys(
         if field is None:
             known = [name for name, _, _ in all_keys(config_class)] + list(section.model_fields)
             full = f"{prefix}{key}"
-            hint = hint_for_renamed_key(full) or hint_for_old_key(full, value) or _closest_key(full, known)
+            hint = (
+                hint_for_renamed_key(full)
+                or hint_for_old_key(full, value)
+                or _closest_key(full, known)
+            )
             yield f"{full}{hint}"
         elif isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
             if isinstance(value, dict):
@@ -253,5 +296,7 @@ def _closest_key(word: str, known: list[str]) -> str:
     close = same_leaf or difflib.get_close_matches(word, known, n=1, cutoff=0.6)
     if not close:
         leaves = {name.split(".")[-1]: name for name in known}
-        close = [leaves[leaf] for leaf in difflib.get_close_matches(last, list(leaves), n=1, cutoff=0.6)]
+        close = [
+            leaves[leaf] for leaf in difflib.get_close_matches(last, list(leaves), n=1, cutoff=0.6)
+        ]
     return f" (did you mean {close[0]}?)" if close else ""

@@ -1,17 +1,28 @@
-"""Keys of MM-LDLM, RadioDiff and LMOL, and what they are called here: for the error of an unknown key."""
+"""Keys of MM-LDLM, RadioDiff and LMOL, and what they are called here: for the error of an unknown
+key.
+"""
 
 from __future__ import annotations
 
 from typing import Any
 
-_STEPS = "training.num_train_steps: steps = epochs x samples / (ranks x train_batch_size x grad_accum_steps)"
+_STEPS = (
+    "training.num_train_steps: steps = epochs x samples / (ranks x train_batch_size x"
+    " grad_accum_steps)"
+)
 _OLD_KEYS = {
-    "data.data_files": "data.latent_data_root=STORE: make the store with `mmldlm pack` or `mmldlm prepare`",
-    "data.dataset_name": "data.latent_data_root=STORE: make the store with `mmldlm prepare --datasets NAME`",
+    "data.data_files": (
+        "data.latent_data_root=STORE: make the store with `mmldlm pack` or `mmldlm prepare`"
+    ),
+    "data.dataset_name": (
+        "data.latent_data_root=STORE: make the store with `mmldlm prepare --datasets NAME`"
+    ),
     "data.max_length": "model.max_seq_len",
     "data.batch_size": "training.train_batch_size",
-    "loss.loss_scale": "nothing here: to weight a loss write loss.latent_loss_weight or loss.text_loss_weight "
-    "(stability.loss_scale is the scale of fp16)",
+    "loss.loss_scale": (
+        "nothing here: to weight a loss write loss.latent_loss_weight or loss.text_loss_weight "
+        "(stability.loss_scale is the scale of fp16)"
+    ),
     "optimizer.learning_rate": "optimizer.lr",
     "tokenizer.path": "tokenizer.name",
     "trainer.lr": "optimizer.lr",
@@ -57,13 +68,18 @@ _OLD_KEYS = {
 
 
 def hint_for_old_key(key: str, value: Any = None) -> str:
-    """What a key of an earlier system is called here, in words for an error; "" where it is not such a key.
+    """What a key of an earlier system is called here, in words for an error; "" where it is not
+    such a key.
 
     Args:
         value: of the key; of a section that is gone, its keys are looked up too.
     """
     if key not in _OLD_KEYS:
         return ""
-    inner = [f"{key}.{name}" for name in value if f"{key}.{name}" in _OLD_KEYS] if isinstance(value, dict) else []
+    inner = (
+        [f"{key}.{name}" for name in value if f"{key}.{name}" in _OLD_KEYS]
+        if isinstance(value, dict)
+        else []
+    )
     known = [f"{name} is now {_OLD_KEYS[name]}" for name in inner] or [f"now {_OLD_KEYS[key]}"]
     return f" ({'; '.join(known)})"

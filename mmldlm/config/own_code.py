@@ -1,4 +1,6 @@
-"""Guards around a user's own code: an exit or an error of a task is an error of mmldlm's, with file and line."""
+"""Guards around a user's own code: an exit or an error of a task is an error of mmldlm's, with
+file and line.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,8 @@ class _ExitCalledError(Exception):
 
 @contextlib.contextmanager
 def report_exit_as_error() -> Iterator[None]:
-    """Turn SystemExit into an error: no command exits by itself, and an exit with 0 would look like success.
+    """Turn SystemExit into an error: no command exits by itself, and an exit with 0 would look
+    like success.
 
     Raises:
         MmldlmError: the code inside called sys.exit.
@@ -28,12 +31,17 @@ def report_exit_as_error() -> Iterator[None]:
     try:
         yield
     except SystemExit as end:
-        raise MmldlmError(f"{describe_error(end)} was called {place_of(end)}: the work was not finished") from end
+        raise MmldlmError(
+            f"{describe_error(end)} was called {place_of(end)}: the work was not finished"
+        ) from end
 
 
 @contextlib.contextmanager
 def os_exit_raises() -> Iterator[None]:
-    """Let os._exit raise an error in this process, which it would end without a word. Forked processes still exit."""
+    """Let os._exit raise an error in this process, which it would end without a word.
+
+    Forked processes still exit.
+    """
     original, process = os._exit, os.getpid()
 
     def refuse(status: Any) -> NoReturn:
@@ -56,7 +64,9 @@ def describe_error(error: BaseException) -> str:
 
 
 def place_of(error: BaseException) -> str:
-    """Return "in FILE, line N" of the user's code that raised an error, or of the code that did where none is."""
+    """Return "in FILE, line N" of the user's code that raised an error, or of the code that did
+    where none is.
+    """
     if isinstance(error, SyntaxError) and error.filename is not None:
         return f"in {error.filename}, line {error.lineno}"
     frames = [
@@ -65,6 +75,10 @@ def place_of(error: BaseException) -> str:
         if not frame.filename.startswith("<") and frame.filename != __file__
     ]
     installed = (_OUR_FOLDER, os.path.dirname(os.__file__))
-    own = [frame for frame in frames if not frame.filename.startswith(installed) and "-packages" not in frame.filename]
+    own = [
+        frame
+        for frame in frames
+        if not frame.filename.startswith(installed) and "-packages" not in frame.filename
+    ]
     found = (own or frames)[-1:]
     return f"in {found[0].filename}, line {found[0].lineno}" if found else "at an unknown place"

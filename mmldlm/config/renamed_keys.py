@@ -1,4 +1,6 @@
-"""Keys that had another name in an earlier release: an error in a config, translated in files of that release."""
+"""Keys that had another name in an earlier release: an error in a config, translated in files of
+that release.
+"""
 
 from __future__ import annotations
 
@@ -40,11 +42,15 @@ PRESETS = {"base": "mmdit_300m"}
 def with_new_names(values: dict[str, Any]) -> dict[str, Any]:
     """Return a copy of a stored config with today's keys and values.
 
-    Configs of tasks outside the package are newer than the table: a key of theirs may have an old name of ours.
+    Configs of tasks outside the package are newer than the table: a key of theirs may have an old
+    name of ours.
     """
     if values.get("task", DEFAULT_TASK) not in TASKS:
         return values
-    renamed = {name: dict(section) if isinstance(section, dict) else section for name, section in values.items()}
+    renamed = {
+        name: dict(section) if isinstance(section, dict) else section
+        for name, section in values.items()
+    }
     for old, new in KEYS.items():
         section, _, name = old.partition(".")
         found = renamed.get(section)
@@ -60,7 +66,9 @@ def with_new_names(values: dict[str, Any]) -> dict[str, Any]:
 
 def model_config_with_new_names(values: dict[str, Any]) -> dict[str, Any]:
     """Translate the config.json of a model, whose model section is at the top level."""
-    sections = with_new_names({key: value for key, value in values.items() if isinstance(value, dict)})
+    sections = with_new_names(
+        {key: value for key, value in values.items() if isinstance(value, dict)}
+    )
     return with_new_names({"model": values})["model"] | sections
 
 

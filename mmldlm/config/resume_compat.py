@@ -47,7 +47,9 @@ def check_resume_config(checkpoint: Path, config: Config) -> list[str]:
 
 
 def diff_configs(checkpoint: Path, config: Config) -> ConfigDiff:
-    """Compare a config with that of a checkpoint; what a key's change means is declared at its field (OnResume)."""
+    """Compare a config with that of a checkpoint; what a key's change means is declared at its
+    field (OnResume).
+    """
     path = checkpoint / CONFIG_FILE
     if not path.is_file():  # made by a conversion, or by hand
         return ConfigDiff()
@@ -67,7 +69,8 @@ def _compare_section(then: dict[str, Any], now: Section, prefix: str, diff: Conf
             continue
         before, value = _as_read_now(now, name, then[name]), dumped[name]
         meaning = now.field_on_resume(name)
-        # Without a decay the average of the checkpoint would be dropped; another decay continues it.
+        # Without a decay the average of the checkpoint would be dropped; another decay continues
+        # it.
         is_average_dropped = f"{prefix}{name}" == "optimizer.ema_decay" and value is None
         if before == value or _same_files(now, name, before, value):
             continue
@@ -98,7 +101,9 @@ def _same_files(now: Section, name: str, before: Any, value: Any) -> bool:
 
 
 def configs_to_resume(config: Config) -> list[Path]:
-    """Return the config.yaml files of the checkpoints that training.resume names, the newest first."""
+    """Return the config.yaml files of the checkpoints that training.resume names, the newest
+    first.
+    """
     resume = config.training.resume
     if resume is None:
         return []
@@ -108,11 +113,16 @@ def configs_to_resume(config: Config) -> list[Path]:
 
 
 def batch_fix(global_batch: int, micro_batch: int, world_size: int) -> str | None:
-    """Settings that give a checkpoint's global batch on so many ranks; None where no micro-batch does."""
+    """Settings that give a checkpoint's global batch on so many ranks; None where no micro-batch
+    does.
+    """
     if global_batch % (micro_batch * world_size) == 0:
         return f"set training.grad_accum_steps={global_batch // (micro_batch * world_size)}"
     if global_batch % world_size == 0:
-        return f"set training.train_batch_size={global_batch // world_size} training.grad_accum_steps=1"
+        return (
+            f"set training.train_batch_size={global_batch // world_size}"
+            " training.grad_accum_steps=1"
+        )
     return None
 
 

@@ -1,4 +1,5 @@
-"""The config sections that every task has, one pydantic class per section. Unknown keys are rejected.
+"""The config sections that every task has, one pydantic class per section. Unknown keys are
+rejected.
 
 Sections of one task are defined next to it (mmldlm/tasks/translation/config.py).
 """
@@ -26,9 +27,9 @@ class DataConfig(Section):
     """How prepared data is fed; a task adds where it is."""
 
     batching: Literal["samples", "tokens"] = "samples"
-    """samples: every optimizer step has the same number of samples. tokens: the same number of tokens, so that a step
-    of long texts has fewer samples and none needs more memory than another; on average as many samples as the
-    former."""
+    """samples: every optimizer step has the same number of samples. tokens: the same number of
+    tokens, so that a step of long texts has fewer samples and none needs more memory than another;
+    on average as many samples as the former."""
     num_workers: Annotated[int, OnResume.IGNORE] = Field(0, ge=0, le=4096)
     """Worker processes that build batches; 0 builds them in the training process."""
     prefetch_factor: Annotated[int, OnResume.IGNORE] = Field(4, ge=1, le=65_536)
@@ -38,18 +39,25 @@ class DataConfig(Section):
     max_train_samples: int | None = Field(None, ge=1)
     """Use only the first samples of the training split. None: all."""
     max_validation_samples: Annotated[int, Field(ge=1)] | Literal["auto"] | None = "auto"
-    """Samples of the validation split in an evaluation during training. A number: the first ones. auto: spread evenly
-    over the split, as many as cost about 5 % of the training between two evaluations, at least 64. None: all."""
+    """Samples of the validation split in an evaluation during training. A number: the first ones.
+    auto: spread evenly over the split, as many as cost about 5 % of the training between two
+    evaluations, at least 64. None: all."""
 
     @property
     def roots(self) -> list[str]:
-        """Folders of the prepared stores that every node must hold; [] where a task reads other data."""
+        """Folders of the prepared stores that every node must hold; [] where a task reads other
+        data.
+        """
         return []
 
     def limit_samples(self, train: Any, validation: Any) -> tuple[Any, Any]:
-        """Return both splits (or arrays of them) cut to max_train_samples and max_validation_samples."""
+        """Return both splits (or arrays of them) cut to max_train_samples and
+        max_validation_samples.
+        """
         # auto: the evaluation chooses, which knows the global batch.
-        num_validation = None if self.max_validation_samples == "auto" else self.max_validation_samples
+        num_validation = (
+            None if self.max_validation_samples == "auto" else self.max_validation_samples
+        )
         return train[: self.max_train_samples], validation[:num_validation]
 
 
@@ -65,28 +73,34 @@ class TrainingConfig(Section):
     num_train_steps: int = Field(1000, ge=1)
     """Optimizer steps, skipped ones included."""
     dtype: Literal["fp32", "bf16", "fp16"] = "bf16"
-    """Compute precision; master weights, moments and reduction are fp32 in every case. fp16 (for GPUs without bf16) has
-    a dynamic loss scale, stability.loss_scale; bf16 needs none."""
+    """Compute precision; master weights, moments and reduction are fp32 in every case. fp16 (for
+    GPUs without bf16) has a dynamic loss scale, stability.loss_scale; bf16 needs none."""
     compile_model: bool = False
     """torch.compile every block."""
     profile: Annotated[tuple[int, int] | None, OnResume.IGNORE] = None
-    """First and last step of a torch profiler trace of rank 0, written to the run's profile/ (slows these steps)."""
+    """First and last step of a torch profiler trace of rank 0, written to the run's profile/
+    (slows these steps).
+    """
     resume: Annotated[str | None, IsPath(words=("auto",)), OnResume.IGNORE] = None
-    """A run's `latest`, a step folder, or `auto` (newest valid checkpoint of this run; a fresh start if the run has
-    none)."""
+    """A run's `latest`, a step folder, or `auto` (newest valid checkpoint of this run; a fresh
+    start if the run has none)."""
     init_from: Annotated[FilePath, OnResume.IGNORE] = None
-    """Start from the weights (and nothing else) of a run, checkpoint or exported model: another mode, fine-tuning."""
+    """Start from the weights (and nothing else) of a run, checkpoint or exported model: another
+    mode, fine-tuning.
+    """
     seed: int = Field(0, ge=0, le=MAX_INT)
     """Seed of weights, order, timesteps, masks and noise."""
 
     @model_validator(mode="after")
     def _profile_is_a_range(self) -> TrainingConfig:
         if self.profile is not None and not 1 <= self.profile[0] <= self.profile[1]:
-            raise ValueError(f"training.profile={list(self.profile)}: [first, last] steps, counted from 1")
+            raise ValueError(
+                f"training.profile={list(self.profile)}: [first, last] steps, counted from 1"
+            )
         if self.profile is not None and self.profile[1] > self.num_train_steps:
             raise ValueError(
-                f"training.profile={list(self.profile)} ends after training.num_train_steps={self.num_train_steps}, so "
-                "nothing would be written"
+                f"training.profile={list(self.profile)} ends after"
+                f" training.num_train_steps={self.num_train_steps}, so nothing would be written"
             )
         return self
 
@@ -95,7 +109,9 @@ class OptimizerConfig(Section):
     """The optimizer and its learning-rate schedule."""
 
     kind: Annotated[Literal["adamw", "muon"], OnResume.FIXED] = "adamw"
-    """adamw; or muon: Muon for the matrices of the blocks (a task names them), AdamW for all other parameters."""
+    """adamw; or muon: Muon for the matrices of the blocks (a task names them), AdamW for all other
+    parameters.
+    """
     lr: float = Field(1e-4, gt=0, le=MAX_RATE)
     """Peak learning rate of AdamW."""
     muon_lr: float | None = Field(None, gt=0, le=MAX_RATE)
@@ -103,8 +119,9 @@ class OptimizerConfig(Section):
     muon_momentum: float | None = Field(None, ge=0, lt=1)
     """Muon's momentum (Nesterov). None: 0.95."""
     muon_block_rows: int | None = Field(None, ge=1, le=MAX_COUNT)
-    """Orthogonalize blocks of so many rows of a matrix instead of the whole: cheaper, and a little less per step, which
-    pays where the orthogonalization is a large share of a step (small batches). None: the whole matrix."""
+    """Orthogonalize blocks of so many rows of a matrix instead of the whole: cheaper, and a little
+    less per step, which pays where the orthogonalization is a large share of a step (small
+    batches). None: the whole matrix."""
     min_lr: float = Field(1e-6, ge=0, le=MAX_RATE)
     """Learning rate at and after the end of the schedule."""
     schedule: Literal["cosine", "linear", "constant"] = "cosine"
@@ -116,11 +133,16 @@ class OptimizerConfig(Section):
     eps: float = Field(1e-8, gt=0, le=1)
     """AdamW's epsilon."""
     weight_decay: float = Field(0.01, ge=0, le=MAX_RATE)
-    """Decoupled weight decay of matrices; norms, biases, embeddings and learned tokens have none."""
+    """Decoupled weight decay of matrices; norms, biases, embeddings and learned tokens have none.
+
+    """
     grad_clip_norm: float | None = Field(1.0, ge=MIN_CLIP_NORM)
     """Clip gradients to this global norm. None: no clipping."""
     ema_decay: float | None = Field(None, gt=0, lt=1)
-    """Keep an exponential moving average of the weights with this decay (`mmldlm convert --ema`). None: none."""
+    """Keep an exponential moving average of the weights with this decay (`mmldlm convert --ema`).
+
+    None: none.
+    """
 
     def muon_rate(self) -> float:
         """Peak learning rate of Muon's matrices."""
@@ -128,11 +150,15 @@ class OptimizerConfig(Section):
 
     @model_validator(mode="after")
     def _muon_settings_are_read(self) -> OptimizerConfig:
-        unread = [key for key in ("muon_lr", "muon_momentum", "muon_block_rows") if getattr(self, key) is not None]
+        unread = [
+            key
+            for key in ("muon_lr", "muon_momentum", "muon_block_rows")
+            if getattr(self, key) is not None
+        ]
         if self.kind != "muon" and unread:
             raise ValueError(
-                f"optimizer.{unread[0]} is read only with optimizer.kind=muon (it is {self.kind}): drop it, or set "
-                "optimizer.kind=muon"
+                f"optimizer.{unread[0]} is read only with optimizer.kind=muon (it is {self.kind}):"
+                " drop it, or set optimizer.kind=muon"
             )
         return self
 
@@ -143,40 +169,56 @@ class EngineConfig(Section):
     on_resume = OnResume.IGNORE
 
     kind: Literal["deepspeed", "fsdp", "ddp", "single"] = "deepspeed"
-    """deepspeed (ZeRO 0-3), fsdp (PyTorch FSDP2), ddp (every rank holds the whole model), or single (one process)."""
+    """deepspeed (ZeRO 0-3), fsdp (PyTorch FSDP2), ddp (every rank holds the whole model), or
+    single (one process).
+    """
     zero_stage: int | None = Field(None, ge=0, le=3)
     """ZeRO stage. None: that of the DeepSpeed JSON, or 2 without one."""
     deepspeed_config: FilePath = None
     """DeepSpeed JSON file (also --deepspeed_config)."""
     hsdp_replicas: int = Field(1, ge=1, le=MAX_COUNT)
-    """FSDP2: groups of ranks that each hold one sharded copy of the model (HSDP; e.g. the number of nodes)."""
+    """FSDP2: groups of ranks that each hold one sharded copy of the model (HSDP; e.g. the number
+    of nodes).
+    """
     collective_timeout: float = Field(600.0, gt=0, le=ONE_YEAR)
     """Seconds a collective may take before the job ends; at most a year."""
 
 
 class StabilityConfig(Section):
-    """What counts as a bad step, and its consequences. A non-finite step is always skipped on all ranks."""
+    """What counts as a bad step, and its consequences.
+
+    A non-finite step is always skipped on all ranks.
+    """
 
     spike_action: Literal["skip", "log", "off"] = "log"
-    """Action on a finite loss or gradient norm far above the recent ones: skip the step, only log it, or nothing."""
+    """Action on a finite loss or gradient norm far above the recent ones: skip the step, only log
+    it, or nothing.
+    """
     spike_sigma: float = Field(6.0, gt=0)
     """A spike is this many standard deviations above the mean of the window."""
     spike_window: int = Field(128, ge=4, le=MAX_COUNT)
-    """Applied steps in the window of losses and norms; spikes are detected once it is half full."""
+    """Applied steps in the window of losses and norms; spikes are detected once it is half full.
+
+    """
     audit_freq: int = Field(500, ge=1)
-    """Steps between two audits of all weights and moments for non-finite values (each checkpoint is audited, too)."""
+    """Steps between two audits of all weights and moments for non-finite values (each checkpoint
+    is audited, too).
+    """
     max_consecutive_skips: int = Field(20, ge=1)
-    """Steps skipped in a row before the run returns to its last valid checkpoint (a failed audit does so at once)."""
+    """Steps skipped in a row before the run returns to its last valid checkpoint (a failed audit
+    does so at once).
+    """
     max_rollbacks: int = Field(2, ge=0)
     """Rollbacks before all ranks stop with exit 4."""
     rollback_lr_factor: float = Field(0.5, gt=0, le=1)
     """Every rollback multiplies the learning rate of the rest of the run by this."""
     max_bad_sample_fraction: float = Field(0.5, gt=0, le=1)
-    """All ranks stop with exit 4 when more than this fraction of the samples of the last 100 global batches was bad
-    (left out, or repaired by nan_to_num); checked from the 20th batch on. 1: never."""
+    """All ranks stop with exit 4 when more than this fraction of the samples of the last 100
+    global batches was bad (left out, or repaired by nan_to_num); checked from the 20th batch on.
+    1: never."""
     nan_to_num: bool = False
-    """Replace non-finite values of a latent by the mean instead of leaving the sample out (it is named either way).
-    The model then learns from a damaged sample."""
+    """Replace non-finite values of a latent by the mean instead of leaving the sample out (it is
+    named either way). The model then learns from a damaged sample."""
     loss_scale: float | None = Field(None, ge=1, le=2.0**64)
     """First loss scale of fp16; it halves on an overflow. None: 65536."""
     loss_scale_window: int | None = Field(None, ge=1)
@@ -193,9 +235,13 @@ class CheckpointsConfig(Section):
     keep_every: int | None = Field(None, ge=1)
     """Also keep every checkpoint whose step is a multiple of this. None: only keep_last."""
     save_timeout: float = Field(1800.0, gt=0, le=ONE_YEAR)
-    """Seconds that writing a checkpoint, or checking one before a resume, may take before the job ends."""
+    """Seconds that writing a checkpoint, or checking one before a resume, may take before the job
+    ends.
+    """
     async_save: bool = True
-    """Training waits only for the copy off the device; a thread writes it, and it is committed some steps later."""
+    """Training waits only for the copy off the device; a thread writes it, and it is committed
+    some steps later.
+    """
 
 
 class WandbConfig(Section):
@@ -215,7 +261,10 @@ class LoggingConfig(Section):
     on_resume = OnResume.IGNORE
 
     run_name: str = "mmldlm"
-    """Name of the run: its folder is {save_dir}/{run_name}. It may have slashes, but not leave save_dir."""
+    """Name of the run: its folder is {save_dir}/{run_name}.
+
+    It may have slashes, but not leave save_dir.
+    """
     save_dir: Annotated[str, IsPath()] = "runs"
     """Folder of all runs."""
     log_freq: int = Field(10, ge=1)
@@ -225,11 +274,11 @@ class LoggingConfig(Section):
     eval_freq: int = Field(1000, ge=1)
     """Steps between two evaluations on validation data; one is always made at the end."""
     layer_stats_freq: int = Field(0, ge=0)
-    """Log per-layer gradient, update and activation statistics every N steps (gradient_log.jsonl, wandb); costs one
-    host sync on those steps. 0: never."""
+    """Log per-layer gradient, update and activation statistics every N steps (gradient_log.jsonl,
+    wandb); costs one host sync on those steps. 0: never."""
     peak_tflops: float | None = Field(None, gt=0)
-    """Peak TFLOP/s of one device in training.dtype, for the fraction of it that training reaches (mfu). None: from a
-    table of GPUs; without an entry there (and on CPUs) no mfu is shown."""
+    """Peak TFLOP/s of one device in training.dtype, for the fraction of it that training reaches
+    (mfu). None: from a table of GPUs; without an entry there (and on CPUs) no mfu is shown."""
     plot: bool = True
     """Draw the loss curves into plots/ when the run ends (`mmldlm plot` does so at any time)."""
     wandb: WandbConfig = Field(default_factory=WandbConfig)
@@ -240,20 +289,27 @@ class LoggingConfig(Section):
         parts = self.run_name.split("/")
         if "" in parts or "." in parts or ".." in parts:  # "" is first in an absolute one
             raise ValueError(
-                f"run_name {self.run_name!r} must be the path of a folder in save_dir: not empty, not absolute, "
-                "without '.' or '..'"
+                f"run_name {self.run_name!r} must be the path of a folder in save_dir: not empty,"
+                " not absolute, without '.' or '..'"
             )
-        if any(unicodedata.category(sign) in ("Cc", "Zl", "Zp") for sign in self.run_name):  # of a terminal, of a line
-            raise ValueError(f"run_name {self.run_name!r} must be one line without control characters")
+        if any(
+            unicodedata.category(sign) in ("Cc", "Zl", "Zp") for sign in self.run_name
+        ):  # of a terminal, of a line
+            raise ValueError(
+                f"run_name {self.run_name!r} must be one line without control characters"
+            )
         return self
 
 
 class Config(Section):
-    """One run: the sections that every task has. A task's config class adds its own and replaces `data`, `training`."""
+    """One run: the sections that every task has.
+
+    A task's config class adds its own and replaces `data`, `training`.
+    """
 
     task: Annotated[str, OnResume.FIXED] = DEFAULT_TASK
-    """What is trained: translation, a baseline (docs/baselines.md), or package.module:Class of your own
-    (docs/tasks.md)."""
+    """What is trained: translation, a baseline (docs/baselines.md), or package.module:Class of
+    your own (docs/tasks.md)."""
     data: DataConfig = Field(default_factory=DataConfig)
     training: TrainingConfig = Field(default_factory=TrainingConfig)
     optimizer: OptimizerConfig = Field(default_factory=OptimizerConfig)
@@ -264,11 +320,13 @@ class Config(Section):
 
     @model_validator(mode="after")
     def _sections_agree(self) -> Config:
-        scaled = self.stability.loss_scale is not None or self.stability.loss_scale_window is not None
+        scaled = (
+            self.stability.loss_scale is not None or self.stability.loss_scale_window is not None
+        )
         if scaled and self.training.dtype != "fp16":
             raise ValueError(
-                f"stability.loss_scale and loss_scale_window are read only with training.dtype=fp16 (it is "
-                f"{self.training.dtype}, which needs no loss scaling)"
+                "stability.loss_scale and loss_scale_window are read only with"
+                f" training.dtype=fp16 (it is {self.training.dtype}, which needs no loss scaling)"
             )
         per_rank = self.training.train_batch_size * self.training.grad_accum_steps
         if per_rank > MAX_SAMPLES_PER_STEP:
@@ -277,7 +335,10 @@ class Config(Section):
                 f"{MAX_SAMPLES_PER_STEP:,} samples per rank and step"
             )
         if self.optimizer.min_lr > self.optimizer.lr:
-            raise ValueError(f"optimizer.min_lr={self.optimizer.min_lr} is above optimizer.lr={self.optimizer.lr}")
+            raise ValueError(
+                f"optimizer.min_lr={self.optimizer.min_lr} is above"
+                f" optimizer.lr={self.optimizer.lr}"
+            )
         return self
 
     def run_dir(self) -> Path:

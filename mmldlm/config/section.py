@@ -15,7 +15,8 @@ from pydantic import BaseModel, ConfigDict, ValidationInfo, field_validator
 from mmldlm.config.yaml_reader import WrittenFloat, WrittenInt
 from mmldlm.utils.user_paths import expand_path
 
-# Bounds far above any model: a config.json of unknown origin must not ask for more than a machine has.
+# Bounds far above any model: a config.json of unknown origin must not ask for more than a machine
+# has.
 MAX_WIDTH, MAX_COUNT = 1 << 20, 1 << 28
 MAX_INT = (1 << 63) - 1  # of C, torch and NumPy
 MAX_WEIGHT = 1e9  # of a loss term: above it losses overflow
@@ -37,11 +38,13 @@ class OnResume(Enum):
 
 @dataclass(frozen=True)
 class IsPath:
-    """Marks a field that holds a path: ~ and variables are expanded, and files of a run store an absolute one.
+    """Marks a field that holds a path: ~ and variables are expanded, and files of a run store an
+    absolute one.
 
     Attributes:
         words: values that are not paths.
-        or_name: the field also takes names: ~ and variables are expanded, and nothing else is done.
+        or_name: the field also takes names: ~ and variables are expanded, and nothing else is
+            done.
     """
 
     words: tuple[str, ...] = ()
@@ -58,7 +61,9 @@ class IsPath:
 
 @dataclass(frozen=True)
 class FilledFromData:
-    """Marks a field that the data decides where the config leaves it unset: preflight and training may differ in it."""
+    """Marks a field that the data decides where the config leaves it unset: preflight and training
+    may differ in it.
+    """
 
 
 FilePath = Annotated[str | None, IsPath()]
@@ -71,37 +76,53 @@ class Section(BaseModel):
     """
 
     model_config = ConfigDict(
-        extra="forbid", validate_assignment=True, use_attribute_docstrings=True, allow_inf_nan=False
+        extra="forbid",
+        validate_assignment=True,
+        use_attribute_docstrings=True,
+        allow_inf_nan=False,
     )
     on_resume: ClassVar[OnResume] = OnResume.REPORT
 
     @classmethod
     def field_on_resume(cls, name: str) -> OnResume:
         """What a resume does about a change of one field."""
-        markers = [marker for marker in cls.model_fields[name].metadata if isinstance(marker, OnResume)]
+        markers = [
+            marker for marker in cls.model_fields[name].metadata if isinstance(marker, OnResume)
+        ]
         return markers[0] if markers else cls.on_resume
 
     @classmethod
     def path_marker(cls, name: str) -> IsPath | None:
         """Return the marker of a field that holds a path; None for another field."""
-        return next((marker for marker in cls.model_fields[name].metadata if isinstance(marker, IsPath)), None)
+        return next(
+            (marker for marker in cls.model_fields[name].metadata if isinstance(marker, IsPath)),
+            None,
+        )
 
     @classmethod
     def read_value(cls, name: str, value: Any) -> Any:
-        """Return a value of YAML as a field takes it: in a field of text, a number is the text that was written.
+        """Return a value of YAML as a field takes it: in a field of text, a number is the text
+        that was written.
 
         Raises:
-            ValueError: a truth value or a text where a number is needed, a number that C cannot hold, or a path whose
-                ~ or variable has no value.
+            ValueError: a truth value or a text where a number is needed, a number that C cannot
+                hold, or a path whose ~ or variable has no value.
         """
         annotation, marker = cls.model_fields[name].annotation, cls.path_marker(name)
-        if not any(isinstance(leaf, type) and issubclass(leaf, BaseModel) for leaf in _leaves(annotation)):
+        if not any(
+            isinstance(leaf, type) and issubclass(leaf, BaseModel) for leaf in _leaves(annotation)
+        ):
             value = _read(value, annotation)
         if marker is None:
             return value
         if isinstance(value, dict):
-            return {expand_path(key) if isinstance(key, str) else key: item for key, item in value.items()}
-        return expand_path(value) if isinstance(value, str) and value not in marker.words else value
+            return {
+                expand_path(key) if isinstance(key, str) else key: item
+                for key, item in value.items()
+            }
+        return (
+            expand_path(value) if isinstance(value, str) and value not in marker.words else value
+        )
 
     @field_validator("*", mode="before")
     @classmethod
@@ -112,9 +133,15 @@ class Section(BaseModel):
 def _read(value: Any, annotation: Any) -> Any:
     if isinstance(value, dict):
         keys, items = _dict_types(annotation)
-        if glued := [key for key, item in value.items() if item is None and items is float and ":" in str(key)]:
+        if glued := [
+            key
+            for key, item in value.items()
+            if item is None and items is float and ":" in str(key)
+        ]:
             spaced = ", ".join(": ".join(key.rsplit(":", 1)) for key in glued)
-            raise ValueError(f"numbers by name; YAML wants a blank after the colon: write {{{spaced}}}")
+            raise ValueError(
+                f"numbers by name; YAML wants a blank after the colon: write {{{spaced}}}"
+            )
         return {_read_leaf(key, keys): _read(item, items) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
         items = [_read(item, annotation) for item in value]
@@ -133,7 +160,9 @@ def _read_leaf(value: Any, annotation: Any) -> Any:
     if isinstance(value, bool) and bool not in types:
         raise ValueError("a number, not true or false")
     if isinstance(value, str) and not types & {str, bool} and value not in words:
-        raise ValueError(f"a decimal number{_meant_number(value)}{''.join(f' or {word}' for word in words)}")
+        raise ValueError(
+            f"a decimal number{_meant_number(value)}{''.join(f' or {word}' for word in words)}"
+        )
     is_whole = isinstance(value, int) or (isinstance(value, float) and float not in types)
     if is_whole and abs(value) > MAX_INT:
         raise ValueError("a number below 2^63")
@@ -144,14 +173,24 @@ def _meant_number(word: str) -> str:
     if not re.fullmatch(r"[-+]?(0x[0-9a-fA-F]+|[0-9][0-9_.]*(e[-+]?[0-9]+)?)", word):
         return ""
     plain = word.replace("_", "")
-    number = int(plain, 16) if "0x" in plain else float(plain) if re.search("[.e]", plain) else int(plain)
+    number = (
+        int(plain, 16)
+        if "0x" in plain
+        else float(plain)
+        if re.search("[.e]", plain)
+        else int(plain)
+    )
     return f", as {number} without quotes"
 
 
 def _leaf_types(annotation: Any) -> tuple[frozenset[Any], tuple[Any, ...]]:
-    """Return the types that a value, or an item of a list or tuple, may have, and the words of its Literals."""
+    """Return the types that a value, or an item of a list or tuple, may have, and the words of its
+    Literals.
+    """
     leaves = list(_leaves(annotation))
-    words = tuple(word for leaf in leaves if get_origin(leaf) is Literal for word in get_args(leaf))
+    words = tuple(
+        word for leaf in leaves if get_origin(leaf) is Literal for word in get_args(leaf)
+    )
     return frozenset(leaf for leaf in leaves if get_origin(leaf) is not Literal), words
 
 
@@ -168,7 +207,10 @@ def _leaves(annotation: Any) -> Iterator[Any]:
 
 
 def _dict_types(annotation: Any) -> tuple[Any, Any]:
-    """Return the types of keys and values of the dict in an annotation; Any where there is none."""
+    """Return the types of keys and values of the dict in an annotation;
+
+    Any where there is none.
+    """
     if get_origin(annotation) is dict:
         keys, items = get_args(annotation)
         return keys, items

@@ -1,4 +1,7 @@
-"""The names that the config key `task` takes. A table of strings, so that no task is imported before it is chosen."""
+"""The names that the config key `task` takes.
+
+A table of strings, so that no task is imported before it is chosen.
+"""
 
 from __future__ import annotations
 
@@ -33,11 +36,17 @@ def find_task(name: str) -> Task:
     The folder in which the command was started counts as part of the Python path.
 
     Raises:
-        UserError: an unknown name, a module that cannot be imported, or a class that is not a Task.
+        UserError: an unknown name, a module that cannot be imported, or a class that is not a
+            Task.
     """
     target = TASKS.get(name, name)
     module_name, colon, class_name = target.partition(":")
-    if not (module_name and colon and class_name and all(part.isidentifier() for part in module_name.split("."))):
+    if not (
+        module_name
+        and colon
+        and class_name
+        and all(part.isidentifier() for part in module_name.split("."))
+    ):
         close = difflib.get_close_matches(name, TASKS, n=1)
         hint = f" (did you mean {close[0]}?)" if close else ""
         raise UserError(
@@ -60,18 +69,24 @@ def _create(target: str, module_name: str, class_name: str) -> Task:
         raise UserError(
             f"an importable task {target}",
             f"{type(error).__name__}: {error}{_in_own_code(error)}",
-            "start the command in the folder that holds the module, or add that folder to PYTHONPATH; "
-            "install what the module imports",
+            "start the command in the folder that holds the module, or add that folder to"
+            " PYTHONPATH; install what the module imports",
         ) from error
     except (Exception, SystemExit) as error:
         found = f"{describe_error(error)} {place_of(error)}"
         raise UserError(f"an importable task {target}", found, "correct the module") from error
-    if not (isinstance(task_class, type) and any(_is_base(base) for base in task_class.__mro__[1:])):
-        raise UserError(f"a subclass of mmldlm.tasks.base.Task at {target}", repr(task_class), example)
+    if not (
+        isinstance(task_class, type) and any(_is_base(base) for base in task_class.__mro__[1:])
+    ):
+        raise UserError(
+            f"a subclass of mmldlm.tasks.base.Task at {target}", repr(task_class), example
+        )
     config_class = getattr(task_class, "config_class", None)
     if not (isinstance(config_class, type) and issubclass(config_class, _config_base())):
         found = "none" if config_class is None else repr(config_class)
-        raise UserError(f"config_class, a subclass of mmldlm.config.schema.Config, in {target}", found, example)
+        raise UserError(
+            f"config_class, a subclass of mmldlm.config.schema.Config, in {target}", found, example
+        )
     if missing := sorted(getattr(task_class, "__abstractmethods__", ())):
         found = f"none of {', '.join(missing)}"
         raise UserError(f"every method of a task in {target}", found, f"write them; {example}")
@@ -86,11 +101,16 @@ def _create(target: str, module_name: str, class_name: str) -> Task:
 
 
 def _wrong_declarations(task: Task) -> list[str]:
-    """Return what is wrong with the class attributes of a task, of which no method is called before training."""
+    """Return what is wrong with the class attributes of a task, of which no method is called
+    before training.
+    """
     problems = [] if isinstance(getattr(task, "name", None), str) else ["name is no text"]
     is_list = isinstance(task.sums, (tuple, list))
     if not (is_list and all(isinstance(name, str) for name in task.sums) and "loss" in task.sums):
-        return [*problems, f'sums = {task.sums!r}, not names with "loss" among them, as ("loss", "correct")']
+        return [
+            *problems,
+            f'sums = {task.sums!r}, not names with "loss" among them, as ("loss", "correct")',
+        ]
     for metric in task.metrics:
         numerator = getattr(metric, "numerator", None)
         if numerator not in task.sums:
@@ -99,7 +119,10 @@ def _wrong_declarations(task: Task) -> list[str]:
 
 
 def _is_base(base: type) -> bool:
-    return (base.__module__, base.__name__) == ("mmldlm.tasks.base", "Task")  # which imports more than a config needs
+    return (base.__module__, base.__name__) == (
+        "mmldlm.tasks.base",
+        "Task",
+    )  # which imports more than a config needs
 
 
 def _config_base() -> type:
@@ -109,6 +132,12 @@ def _config_base() -> type:
 
 
 def _in_own_code(error: ImportError) -> str:
-    """Return where the user's module fails to import something; "" where it is the module that is missing."""
+    """Return where the user's module fails to import something; "" where it is the module that is
+    missing.
+    """
     place = place_of(error)
-    return "" if os.path.dirname(os.path.abspath(__file__)) in place or "importlib" in place else f" {place}"
+    return (
+        ""
+        if os.path.dirname(os.path.abspath(__file__)) in place or "importlib" in place
+        else f" {place}"
+    )

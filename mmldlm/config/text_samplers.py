@@ -1,4 +1,6 @@
-"""Names of the samplers of masked diffusion and their options, without torch (`sampling/text/strategies/`)."""
+"""Names of the samplers of masked diffusion and their options, without torch
+(`sampling/text/strategies/`).
+"""
 
 # Those that fill the surest positions first, and those of random order.
 BY_CERTAINTY = ("confidence", "margin", "entropy", "threshold", "factor", "frechet", "eb")

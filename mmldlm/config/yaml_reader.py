@@ -1,8 +1,10 @@
-"""YAML as configs need it, read from files and words that someone else may have written, and written for them.
+"""YAML as configs need it, read from files and words that someone else may have written, and
+written for them.
 
-A restricted YAML 1.2: no aliases, no repeated keys, no tags, limits on size and depth. Unlike YAML 1.1, `1e-4` is a
-number, and yes, no, on, off, dates and `12:30` are words. Numbers are decimal: `010`, `0x10` and `1_000` are words, as
-readers disagree about the first two. A number remembers its spelling: in a field of text, 829 is the text "829".
+A restricted YAML 1.2: no aliases, no repeated keys, no tags, limits on size and depth. Unlike YAML
+1.1, `1e-4` is a number, and yes, no, on, off, dates and `12:30` are words. Numbers are decimal:
+`010`, `0x10` and `1_000` are words, as readers disagree about the first two. A number remembers
+its spelling: in a field of text, 829 is the text "829".
 """
 
 from __future__ import annotations
@@ -38,9 +40,14 @@ class _Loader(yaml.SafeLoader):
     def compose_node(self, parent, index):
         if self.check_event(yaml.AliasEvent):
             event = self.peek_event()
-            raise _RefusedError(f"the alias *{event.anchor} in {_line(event)}", "write the value out where it is used")
+            raise _RefusedError(
+                f"the alias *{event.anchor} in {_line(event)}",
+                "write the value out where it is used",
+            )
         if tag := getattr(self.peek_event(), "tag", None):
-            raise _RefusedError(f"the tag {tag} in {_line(self.peek_event())}", "write the value without a tag")
+            raise _RefusedError(
+                f"the tag {tag} in {_line(self.peek_event())}", "write the value without a tag"
+            )
         self._depth += 1
         if self._depth > MAX_DEPTH:
             found = f"more than {MAX_DEPTH} levels of nesting in {_line(self.peek_event())}"
@@ -54,7 +61,9 @@ class _Loader(yaml.SafeLoader):
         for key_node, _ in node.value:
             key = self.construct_object(key_node, deep=True)
             if not isinstance(key, str | int | float | bool | None):
-                raise _RefusedError(f"a key that is not a word in {_line(key_node)}", "write `key: value`")
+                raise _RefusedError(
+                    f"a key that is not a word in {_line(key_node)}", "write `key: value`"
+                )
             if key in lines:
                 found = f"the key {key} twice, in {lines[key]} and in {_line(key_node)}"
                 raise _RefusedError(found, "keep one of them")
@@ -96,15 +105,23 @@ _RESOLVERS = (
     ("null", r"~|null|Null|NULL|", ["~", "n", "N", ""]),
     ("bool", r"true|True|TRUE|false|False|FALSE", list("tTfF")),
     ("int", r"[-+]?(?:0|[1-9][0-9]*)", list("-+0123456789")),
-    ("float", r"[-+]?(?:(?:0|[1-9][0-9]*)(?:\.[0-9]*)?|\.[0-9]+)(?:[eE][-+]?[0-9]+)?", list("-+0123456789.")),
+    (
+        "float",
+        r"[-+]?(?:(?:0|[1-9][0-9]*)(?:\.[0-9]*)?|\.[0-9]+)(?:[eE][-+]?[0-9]+)?",
+        list("-+0123456789."),
+    ),
     ("float", r"[-+]?\.(?:inf|Inf|INF)|\.(?:nan|NaN|NAN)", list("-+.")),
 )
 for _tag, _pattern, _first in _RESOLVERS:
     for _class in (_Loader, _SpellingLoader, _Dumper):
         # Not $, which a line break may follow.
-        _class.add_implicit_resolver(f"tag:yaml.org,2002:{_tag}", re.compile(rf"(?:{_pattern})\Z"), _first)
+        _class.add_implicit_resolver(
+            f"tag:yaml.org,2002:{_tag}", re.compile(rf"(?:{_pattern})\Z"), _first
+        )
 _SpellingLoader.add_constructor("tag:yaml.org,2002:int", lambda _, node: WrittenInt(node.value))
-_SpellingLoader.add_constructor("tag:yaml.org,2002:float", lambda _, node: WrittenFloat(node.value))
+_SpellingLoader.add_constructor(
+    "tag:yaml.org,2002:float", lambda _, node: WrittenFloat(node.value)
+)
 
 
 def format_yaml(values: dict[str, Any]) -> str:
@@ -116,7 +133,9 @@ def _line(place: Any) -> str:
     return f"line {place.start_mark.line + 1}"
 
 
-def parse_yaml(text: str, where: str, fix: str = "correct the line named above", *, spelling: bool = False) -> Any:
+def parse_yaml(
+    text: str, where: str, fix: str = "correct the line named above", *, spelling: bool = False
+) -> Any:
     """The value of a YAML text.
 
     Args:
@@ -127,7 +146,11 @@ def parse_yaml(text: str, where: str, fix: str = "correct the line named above",
         UserError: not YAML, aliases, repeated keys, or more than the limits allow.
     """
     if len(text) > MAX_BYTES:
-        raise UserError(f"YAML of at most {MAX_BYTES} characters", f"{where}: {len(text)}", "give a mmldlm config")
+        raise UserError(
+            f"YAML of at most {MAX_BYTES} characters",
+            f"{where}: {len(text)}",
+            "give a mmldlm config",
+        )
     try:
         return yaml.load(text, Loader=_SpellingLoader if spelling else _Loader)
     except _RefusedError as error:
@@ -146,15 +169,21 @@ def read_yaml(path: str | Path, *, spelling: bool = False) -> dict[str, Any]:
         with open_regular(path) as file:
             raw = file.read(MAX_BYTES + 1)
     except OSError as error:
-        raise UserError("a readable YAML file", f"{path}: {describe_os_error(error)}", "check the path") from error
+        raise UserError(
+            "a readable YAML file", f"{path}: {describe_os_error(error)}", "check the path"
+        ) from error
     if len(raw) > MAX_BYTES:
-        raise UserError(f"a config of at most {MAX_BYTES} bytes", f"{path}: more", "check the path")
+        raise UserError(
+            f"a config of at most {MAX_BYTES} bytes", f"{path}: more", "check the path"
+        )
     try:
         text = raw.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         line = raw.count(b"\n", 0, error.start) + 1
         found = f"{path}: byte 0x{raw[error.start]:02x} at position {error.start} (line {line})"
-        raise UserError("a YAML file in UTF-8", found, "convert it to UTF-8 (for instance with iconv)") from error
+        raise UserError(
+            "a YAML file in UTF-8", found, "convert it to UTF-8 (for instance with iconv)"
+        ) from error
     if "\t" in text and text.lstrip().startswith("{"):
         text = _without_tabs(text)
     return as_sections(parse_yaml(text, str(path), spelling=spelling), str(path))
@@ -170,7 +199,8 @@ def _without_tabs(text: str) -> str:
 
 
 def as_sections(values: Any, where: str) -> dict[str, Any]:
-    """The top level of a config: sections, with `training.seed: 1` for `seed: 1` below `training:`, or nothing.
+    """The top level of a config: sections, with `training.seed: 1` for `seed: 1` below
+    `training:`, or nothing.
 
     A section without a key (all of them commented out) is left out.
     """
@@ -179,7 +209,9 @@ def as_sections(values: Any, where: str) -> dict[str, Any]:
     if not isinstance(values, dict):
         found = f"{where}: a {type(values).__name__}"
         raise UserError("sections with keys", found, "write `training:` and keys below it")
-    sections = {key: value for key, value in values.items() if value is not None and "." not in str(key)}
+    sections = {
+        key: value for key, value in values.items() if value is not None and "." not in str(key)
+    }
     if "task" in values:
         sections["task"] = values["task"]
     for key, value in values.items():
@@ -200,4 +232,6 @@ def _set_dotted(sections: dict[str, Any], key: str, value: Any, where: str) -> N
         if leaf not in section:
             section[leaf] = value
             return
-    raise UserError("each key once", f"{where}: {key}, and the same below `{parents[0]}:`", "keep one of them")
+    raise UserError(
+        "each key once", f"{where}: {key}, and the same below `{parents[0]}:`", "keep one of them"
+    )

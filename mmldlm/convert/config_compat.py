@@ -21,22 +21,35 @@ def check_config(weights: WeightSource, checkpoint: Path | None) -> None:
     """Compare a source with the model_config.json of its checkpoint, if there is one.
 
     Raises:
-        UserError: a weight is missing or has another shape than in the config, or there are more blocks.
+        UserError: a weight is missing or has another shape than in the config, or there are more
+            blocks.
     """
     path = checkpoint / MODEL_CONFIG if checkpoint else None
     if path is None or not path.is_file():
         return
     try:
         config = model_config_with_new_names(json.loads(read_bytes(path)))
-        # Checkpoints older than the key `task` are of the translation task. A user's own task is not imported.
-        task = config.get("task", DEFAULT_TASK if config.get("architecture") == "MultimodalMMDiT" else None)
+        # Checkpoints older than the key `task` are of the translation task. A user's own task is
+        # not imported.
+        task = config.get(
+            "task", DEFAULT_TASK if config.get("architecture") == "MultimodalMMDiT" else None
+        )
         if task not in TASKS:
             return
         if config.get("n_blocks", 0) > len(weights.tensors):  # before a loop over all of them
             raise ValueError(f"n_blocks {config['n_blocks']} for {len(weights.tensors)} tensors")
         shapes = find_task(task).expected_shapes(config)
-    except (ValueError, KeyError, TypeError, AttributeError, ArithmeticError, RecursionError) as error:
-        raise UserError(f"the config of a model in {path}", repr(error)[:200], "use an intact checkpoint") from error
+    except (
+        ValueError,
+        KeyError,
+        TypeError,
+        AttributeError,
+        ArithmeticError,
+        RecursionError,
+    ) as error:
+        raise UserError(
+            f"the config of a model in {path}", repr(error)[:200], "use an intact checkpoint"
+        ) from error
     for name, shape in shapes.items():
         found = weights.tensors[name].shape if name in weights.tensors else "no such weight"
         if found != shape:
@@ -44,11 +57,15 @@ def check_config(weights: WeightSource, checkpoint: Path | None) -> None:
     expected, found = _layers(shapes), _layers(weights.tensors)
     for stack in expected:
         if len(found.get(stack, ())) > len(expected[stack]):
-            raise _mismatch_error(path, weights, f"{len(expected[stack])} {stack}", f"{len(found[stack])}")
+            raise _mismatch_error(
+                path, weights, f"{len(expected[stack])} {stack}", f"{len(found[stack])}"
+            )
 
 
 def _layers(names: Iterable[str]) -> dict[str, set[str]]:
-    """Numbers of the layers of every stack, counted from 0: {"blocks": {"0", "1"}} for blocks.0.x and blocks.1.x."""
+    """Numbers of the layers of every stack, counted from 0: {"blocks": {"0", "1"}} for blocks.0.x
+    and blocks.1.x.
+    """
     found: dict[str, set[str]] = {}
     for name in names:
         stack, _, rest = name.partition(".")

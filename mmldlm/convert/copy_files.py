@@ -1,7 +1,9 @@
-"""Copy the small files beside weights into a conversion: regular files alone, never through a link out of the source.
+"""Copy the small files beside weights into a conversion: regular files alone, never through a link
+out of the source.
 
-An unpacked archive may contain links to anything that its reader can read, and OUT is made to be passed on. A cache of
-huggingface_hub is the exception: its snapshots/REVISION/* are links to blobs/* of the same repository.
+An unpacked archive may contain links to anything that its reader can read, and OUT is made to be
+passed on. A cache of huggingface_hub is the exception: its snapshots/REVISION/* are links to
+blobs/* of the same repository.
 """
 
 from __future__ import annotations
@@ -17,7 +19,8 @@ from mmldlm.utils.formatting import describe_os_error
 
 
 def check_links(opened: OpenedCheckpoint) -> None:
-    """Check that every file of weights is in the checkpoint. A single file that the user named may be a link.
+    """Check that every file of weights is in the checkpoint. A single file that the user named may
+    be a link.
 
     Raises:
         UserError: a link that leaves the checkpoint; the error names it.
@@ -35,7 +38,8 @@ def copy_file(root: Path, path: Path, out: Path) -> None:
     """Copy a regular file of the checkpoint in `root` to the new file `out`; make its folder.
 
     Raises:
-        UserError: `path` is a link that leaves `root`, or no regular file. OSError: a failed write.
+        UserError: `path` is a link that leaves `root`, or no regular file. OSError: a failed
+            write.
     """
     real = real_path(root, path)
     try:
@@ -60,7 +64,8 @@ def copy_tree(root: Path, folder: Path, out: Path) -> None:
 
 
 def list_tree(root: Path, folder: Path) -> list[Path]:
-    """Return all files below a folder of the checkpoint in `root`, also those behind links that stay inside.
+    """Return all files below a folder of the checkpoint in `root`, also those behind links that
+    stay inside.
 
     Raises:
         UserError: a link that leaves `root`, or to a folder that contains it.
@@ -92,13 +97,16 @@ def real_path(root: Path, path: Path) -> Path:
             raise UserError(
                 f"a checkpoint in {root} without links to files outside it",
                 f"{_link_of(root, path)}, which leads to {real}",
-                "if you trust it, copy the checkpoint with its files (cp -rL) and convert the copy",
+                "if you trust it, copy the checkpoint with its files (cp -rL) and convert the"
+                " copy",
             )
     return real
 
 
 def _hub_blobs(root: Path) -> Iterator[Path]:
-    """Yield the folder of blobs for a folder inside snapshots/REVISION of a cache of huggingface_hub."""
+    """Yield the folder of blobs for a folder inside snapshots/REVISION of a cache of
+    huggingface_hub.
+    """
     for revision in (root, *root.parents):
         if revision.parent.name == "snapshots":
             yield revision.parent.parent / "blobs"

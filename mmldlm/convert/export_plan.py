@@ -54,7 +54,9 @@ class ExportPlan(NamedTuple):
         return sum(planned.nbytes for planned in self.tensors.values())
 
 
-def plan_tensors(weights: WeightSource, dtype: str, only: Sequence[str] = (), strip_prefix: str = "") -> ExportPlan:
+def plan_tensors(
+    weights: WeightSource, dtype: str, only: Sequence[str] = (), strip_prefix: str = ""
+) -> ExportPlan:
     """Plan what to write of a source.
 
     Args:
@@ -64,19 +66,30 @@ def plan_tensors(weights: WeightSource, dtype: str, only: Sequence[str] = (), st
         strip_prefix: removed from the names that begin with it, before `only` is applied.
 
     Raises:
-        UserError: an unknown dtype, a source without tensors, patterns or a prefix without a match.
+        UserError: an unknown dtype, a source without tensors, patterns or a prefix without a
+            match.
     """
     if dtype not in DTYPE_NAMES:
         raise UserError(f"--dtype one of {', '.join(DTYPE_NAMES)}", dtype, "choose one of them")
     if all(info.alias_of for info in weights.tensors.values()):
-        raise UserError(f"weights in {weights.path}", "a checkpoint without a single tensor", "check what was saved")
+        raise UserError(
+            f"weights in {weights.path}",
+            "a checkpoint without a single tensor",
+            "check what was saved",
+        )
     bare = strip_names(weights, strip_prefix)
-    chosen = {name for name in bare if not only or any(fnmatch.fnmatchcase(bare[name], pattern) for pattern in only)}
+    chosen = {
+        name
+        for name in bare
+        if not only or any(fnmatch.fnmatchcase(bare[name], pattern) for pattern in only)
+    }
     # A tied weight is stored under its first name, and selected by any of its names.
     selected = {weights.tensors[name].alias_of or name for name in chosen}
     if not selected:
         raise UserError(
-            f"a tensor that matches {' or '.join(only)}", "none", "see `mmldlm convert inspect` for the names"
+            f"a tensor that matches {' or '.join(only)}",
+            "none",
+            "see `mmldlm convert inspect` for the names",
         )
     target = DTYPE_NAMES[dtype]
     tensors, aliases = {}, {}
@@ -86,8 +99,12 @@ def plan_tensors(weights: WeightSource, dtype: str, only: Sequence[str] = (), st
                 aliases[bare[name]] = bare[info.alias_of]
         elif name in selected:
             is_cast = target is not None and info.kind != "buffer" and info.dtype in WIDE_FLOATS
-            tensors[name] = PlannedTensor(info, bare[name], target if is_cast and target else info.dtype)
-    names = tuple(bare[name] for name in weights.tensors if name in tensors or bare[name] in aliases)
+            tensors[name] = PlannedTensor(
+                info, bare[name], target if is_cast and target else info.dtype
+            )
+    names = tuple(
+        bare[name] for name in weights.tensors if name in tensors or bare[name] in aliases
+    )
     return ExportPlan(tensors, aliases, names)
 
 
@@ -100,13 +117,21 @@ def strip_names(weights: WeightSource, prefix: str) -> dict[str, str]:
     bare = {name: name.removeprefix(prefix) for name in weights.tensors}
     expected = f"names in {weights.path} that begin with --strip-prefix {prefix!r}"
     if prefix and all(name == new for name, new in bare.items()):
-        raise UserError(expected, f"none, e.g. {join_some(bare)}", "see `mmldlm convert inspect` for the names")
+        raise UserError(
+            expected, f"none, e.g. {join_some(bare)}", "see `mmldlm convert inspect` for the names"
+        )
     if not prefix and "" in bare:
         raise UserError(
-            f"names of tensors in {weights.path}", "an empty one", "give it a name in the model and save again"
+            f"names of tensors in {weights.path}",
+            "an empty one",
+            "give it a name in the model and save again",
         )
     if len(set(bare.values())) < len(bare) or "" in bare.values():
-        raise UserError(f"{expected}, different without it", "two names that become one", "leave --strip-prefix out")
+        raise UserError(
+            f"{expected}, different without it",
+            "two names that become one",
+            "leave --strip-prefix out",
+        )
     return bare
 
 
@@ -122,4 +147,7 @@ def split_into_files(plan: ExportPlan, shard_bytes: int | None) -> dict[str, lis
         size += planned.nbytes
     if len(groups) == 1:
         return {SAFETENSORS_FILE: groups[0]}
-    return {f"model-{number:05d}-of-{len(groups):05d}.safetensors": group for number, group in enumerate(groups, 1)}
+    return {
+        f"model-{number:05d}-of-{len(groups):05d}.safetensors": group
+        for number, group in enumerate(groups, 1)
+    }

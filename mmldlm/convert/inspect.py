@@ -29,13 +29,21 @@ def summarize(opened: OpenedCheckpoint) -> list[tuple[str, str]]:
     for kind in ("trainable", "frozen", "parameter", "buffer"):
         of_kind = [info for info in stored if info.kind == kind]
         if of_kind:
-            elements, size = sum(info.numel for info in of_kind), sum(info.nbytes for info in of_kind)
+            elements, size = (
+                sum(info.numel for info in of_kind),
+                sum(info.nbytes for info in of_kind),
+            )
             rows.append((kind, f"{len(of_kind)} tensors, {elements:,} elements, {size:,} bytes"))
     if weights.moments:
         counts = [f"{what} of {len(table)} tensors" for what, table in weights.moments.items()]
         rows.append(("moments", ", ".join(counts)))
     num_averaged = sum(weights.tensors[name].numel for name in weights.ema)
-    rows.append(("EMA", f"of {len(weights.ema)} tensors, {num_averaged:,} elements" if weights.ema else "none"))
+    rows.append(
+        (
+            "EMA",
+            f"of {len(weights.ema)} tensors, {num_averaged:,} elements" if weights.ema else "none",
+        )
+    )
     return rows
 
 
@@ -47,9 +55,13 @@ def inspect(path: Path | str, keep_names: bool = False, key: str | None = None) 
     options = {"allow_nonfinite": True, "with_ema": True, "keep_names": keep_names, "key": key}
     try:
         opened = open_source(path, with_moments=True, **options)
-    except UserError as error:  # weights alone can be read without an optimizer state that mmldlm can continue
+    except (
+        UserError
+    ) as error:  # weights alone can be read without an optimizer state that mmldlm can continue
         opened = open_source(path, **options)
-        opened.weights.notes.append(f"optimizer state not shown: expected {error.expected}, found {error.found}")
+        opened.weights.notes.append(
+            f"optimizer state not shown: expected {error.expected}, found {error.found}"
+        )
     with opened.weights as weights:
         print_table(summarize(opened))
         width = max((len(name) for name in weights.tensors), default=0)
@@ -57,7 +69,10 @@ def inspect(path: Path | str, keep_names: bool = False, key: str | None = None) 
         for name, info in weights.tensors.items():
             tied = f" -> {info.alias_of}" if info.alias_of else ""
             moments = "".join(f"  {what}" for what in weights.moments_of(name))
-            print(f"{name:<{width}}  {info.dtype:<9} {info.kind:<9} {_shape(info.shape)}{tied}{moments}")
+            print(
+                f"{name:<{width}}  {info.dtype:<9} {info.kind:<9}"
+                f" {_shape(info.shape)}{tied}{moments}"
+            )
         for note in weights.notes:
             print(f"note: {note}")
     return 0
@@ -69,12 +84,14 @@ class CheckpointDiff:
 
     Attributes:
         equal: number of tensors with equal bits (after widening if the dtypes differ).
-        values: name -> (number of differing elements, largest absolute difference; NaN if only one of them is).
+        values: name -> (number of differing elements, largest absolute difference; NaN if only one
+            of them is).
         shapes: name -> (shape in a, in b).
         dtypes: name -> (dtype in a, in b); the values may still be equal.
         only_a: names only in a.
         only_b: names only in b.
-        renamed: what tells the names of the two apart, although the rest of them is the same; empty for nothing.
+        renamed: what tells the names of the two apart, although the rest of them is the same;
+            empty for nothing.
     """
 
     equal: int = 0
@@ -87,11 +104,18 @@ class CheckpointDiff:
 
     @property
     def any(self) -> bool:
-        """Whether a tensor is missing or has other values or names; a different dtype alone does not count."""
+        """Whether a tensor is missing or has other values or names; a different dtype alone does
+        not count.
+        """
         return bool(self.values or self.shapes or self.only_a or self.only_b or self.renamed)
 
     def add(
-        self, name: str, a: Iterator[np.ndarray], b: Iterator[np.ndarray], in_a: str = "float32", in_b: str = "float32"
+        self,
+        name: str,
+        a: Iterator[np.ndarray],
+        b: Iterator[np.ndarray],
+        in_a: str = "float32",
+        in_b: str = "float32",
     ) -> None:
         """Compare the chunks of one tensor, of dtype `in_a` and `in_b`."""
         count, largest = 0, 0.0
@@ -122,7 +146,9 @@ def compare(a: WeightSource, b: WeightSource, strip_prefix: str = "") -> Checkpo
     names_b = {name.removeprefix(strip_prefix): name for name in b.tensors}
     for one, other, label in ((names_a, names_b, "A"), (names_b, names_a, "B")):
         if prefix := _extra_prefix(list(one), list(other)):
-            found.renamed = f"all {len(one)} names of {label} begin with {prefix!r}, compared without it"
+            found.renamed = (
+                f"all {len(one)} names of {label} begin with {prefix!r}, compared without it"
+            )
             stripped = {name.removeprefix(prefix): origin for name, origin in one.items()}
             one.clear()
             one.update(stripped)
@@ -140,11 +166,19 @@ def compare(a: WeightSource, b: WeightSource, strip_prefix: str = "") -> Checkpo
             found.dtypes[name] = (one.dtype, two.dtype)
         found.add(name, a.iter_chunks(one.name), b.iter_chunks(two.name), one.dtype, two.dtype)
     for what in MOMENTS:
-        of_a = {name: origin for name, origin in names_a.items() if origin in a.moments.get(what, {})}
-        of_b = {name: origin for name, origin in names_b.items() if origin in b.moments.get(what, {})}
+        of_a = {
+            name: origin for name, origin in names_a.items() if origin in a.moments.get(what, {})
+        }
+        of_b = {
+            name: origin for name, origin in names_b.items() if origin in b.moments.get(what, {})
+        }
         for name in of_a:
             if name in of_b:
-                found.add(f"{what} of {name}", a.iter_moment(what, of_a[name]), b.iter_moment(what, of_b[name]))
+                found.add(
+                    f"{what} of {name}",
+                    a.iter_moment(what, of_a[name]),
+                    b.iter_moment(what, of_b[name]),
+                )
         found.only_a += [f"{what} of {name}" for name in of_a if name not in of_b]
         found.only_b += [f"{what} of {name}" for name in of_b if name not in of_a]
     a.finish()
@@ -153,14 +187,18 @@ def compare(a: WeightSource, b: WeightSource, strip_prefix: str = "") -> Checkpo
 
 
 def _extra_prefix(names: list[str], others: list[str]) -> str:
-    """Return the prefix without which names that are in none of `others` are among them; "" if there is none."""
+    """Return the prefix without which names that are in none of `others` are among them; "" if
+    there is none.
+    """
     known = set(others)
     if not known or known & set(names):
         return ""
     first = names[0].split(".") if names else []
     prefixes = [".".join(first[:depth]) + "." for depth in range(1, len(first))]
     shared = [prefix for prefix in prefixes if all(name.startswith(prefix) for name in names)]
-    return next((prefix for prefix in shared if known & {name.removeprefix(prefix) for name in names}), "")
+    return next(
+        (prefix for prefix in shared if known & {name.removeprefix(prefix) for name in names}), ""
+    )
 
 
 def diff(
@@ -186,7 +224,11 @@ def diff(
                 a.use_ema()
                 b.use_ema()
             found = compare(a, b, strip_prefix)
-            notes = [f"{label}: {note}" for label, source in (("A", a), ("B", b)) for note in source.notes]
+            notes = [
+                f"{label}: {note}"
+                for label, source in (("A", a), ("B", b))
+                for note in source.notes
+            ]
     for note in notes:
         print(f"note: {note}")
     if found.renamed:
@@ -207,7 +249,9 @@ def diff(
     return int(found.any)
 
 
-def _align(one: Iterator[np.ndarray], two: Iterator[np.ndarray]) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+def _align(
+    one: Iterator[np.ndarray], two: Iterator[np.ndarray]
+) -> Iterator[tuple[np.ndarray, np.ndarray]]:
     """Yield chunks of two streams of the same length, cut at the same positions."""
     x, y = next(one, None), next(two, None)
     while x is not None and y is not None:
@@ -219,7 +263,10 @@ def _align(one: Iterator[np.ndarray], two: Iterator[np.ndarray]) -> Iterator[tup
 
 
 def _difference(x: np.ndarray, x_dtype: str, y: np.ndarray, y_dtype: str) -> tuple[int, float]:
-    """Return the number of differing elements and the largest difference. NaNs are equal; 0.0 and -0.0 are not."""
+    """Return the number of differing elements and the largest difference.
+
+    NaNs are equal; 0.0 and -0.0 are not.
+    """
     if x_dtype == y_dtype:
         if np.array_equal(x.view(np.uint8), y.view(np.uint8)):
             return 0, 0.0

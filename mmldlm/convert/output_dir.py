@@ -1,4 +1,6 @@
-"""The output folder of a conversion: checked first, written under a temporary name, renamed when complete."""
+"""The output folder of a conversion: checked first, written under a temporary name, renamed when
+complete.
+"""
 
 from __future__ import annotations
 
@@ -30,8 +32,8 @@ _OUTPUTS = re.compile(
     r"model(-\d{5}-of-\d{5})?\.safetensors|model\.safetensors\.index\.json|config\.json|config\.yaml|tokenizer"
     r"|universal|latest_universal|pca_basis\.npy|codebook\.npy"
 )
-# These may belong to a training run, and TOKENIZER_FILES to a model: they are deleted only next to the marker, which a
-# conversion writes first.
+# These may belong to a training run, and TOKENIZER_FILES to a model: they are deleted only next to
+# the marker, which a conversion writes first.
 _STATES = re.compile(
     r"model\.pt|optimizer\.pt|deepspeed\.pt|\.metadata|trainable\.json|__\d+_0\.distcp|zero|latest|checkpoints"
 )
@@ -40,7 +42,9 @@ _MANY_FILES = 32  # from which one syncfs is faster: 800 fsyncs took 3.1 s, sync
 
 
 def check_target(origin: Path, out: Path, force: bool) -> None:
-    """Raise UserError if `out` cannot be written: it contains or is inside `origin`, or it exists."""
+    """Raise UserError if `out` cannot be written: it contains or is inside `origin`, or it
+    exists.
+    """
     origin, real = origin.resolve(), out.resolve()
     if real == origin or origin in real.parents or real in origin.parents:
         raise UserError(
@@ -51,26 +55,36 @@ def check_target(origin: Path, out: Path, force: bool) -> None:
     if os.path.lexists(out):
         if not force:
             raise UserError(
-                f"no file or folder at {out}", "one that exists", "give another folder, or --force to replace it"
+                f"no file or folder at {out}",
+                "one that exists",
+                "give another folder, or --force to replace it",
             )
         check_replaceable(out)
     check_replaceable(partial_path(out))
 
 
 def check_replaceable(path: Path) -> None:
-    """Raise UserError unless `path` does not exist or is a folder with nothing but a conversion."""
+    """Raise UserError unless `path` does not exist or is a folder with nothing but a
+    conversion.
+    """
     if not os.path.lexists(path):
         return
     if path.is_symlink() or not path.is_dir():
         raise UserError(
-            f"a folder that mmldlm convert made at {path}", "something else", "move it away or give another folder"
+            f"a folder that mmldlm convert made at {path}",
+            "something else",
+            "move it away or give another folder",
         )
     names = {child.name for child in path.iterdir()}
     is_marked = CONVERSION_MARKER in names
     others = sorted(
         name
         for name in names - {CONVERSION_MARKER}
-        if not (_OUTPUTS.fullmatch(name) or is_marked and (_STATES.fullmatch(name) or TOKENIZER_FILES.fullmatch(name)))
+        if not (
+            _OUTPUTS.fullmatch(name)
+            or is_marked
+            and (_STATES.fullmatch(name) or TOKENIZER_FILES.fullmatch(name))
+        )
     )
     if others:
         raise UserError(
@@ -126,7 +140,8 @@ def write_atomically(
     with _only_writer(out):
         check_target(origin, out, force)  # again: another conversion may just have ended
         partial = partial_path(out)
-        # Leftovers of an interrupted conversion; check_target has verified that it is nothing else.
+        # Leftovers of an interrupted conversion; check_target has verified that it is nothing
+        # else.
         shutil.rmtree(partial, ignore_errors=True)
         try:
             partial.mkdir()
@@ -141,7 +156,10 @@ def write_atomically(
             if fsync:
                 flush(partial)
             if _identity(partial) != own:  # on a file system without locks
-                raise MmldlmError(f"another process replaced {partial} while {out} was written: nothing was published")
+                raise MmldlmError(
+                    f"another process replaced {partial} while {out} was written: nothing was"
+                    " published"
+                )
             check_target(origin, out, force)  # again: something may have appeared there
             _publish(out, fsync)
         except BaseException as error:
@@ -154,7 +172,8 @@ def write_atomically(
 
 @contextlib.contextmanager
 def _only_writer(out: Path) -> Iterator[None]:
-    """Hold the lock of an output: a file beside it that names this process. A killed holder leaves no lock.
+    """Hold the lock of an output: a file beside it that names this process. A killed holder leaves
+    no lock.
 
     Raises:
         UserError: another process holds it, or the folder of `out` is not writable.
@@ -178,7 +197,9 @@ def _only_writer(out: Path) -> Iterator[None]:
         try:
             yield
         finally:
-            path.unlink(missing_ok=True)  # before the lock ends: whoever waits for this file sees that it is gone
+            path.unlink(
+                missing_ok=True
+            )  # before the lock ends: whoever waits for this file sees that it is gone
 
 
 def _holder_of(path: Path) -> str:
@@ -200,7 +221,11 @@ def _identity(path: Path) -> tuple[int, int] | None:
 
 def _unwritable(path: Path, error: OSError) -> UserError:
     # mkdir's "File exists" would not say that a folder was needed.
-    reason = os.strerror(errno.ENOTDIR) if isinstance(error, FileExistsError) else describe_os_error(error)
+    reason = (
+        os.strerror(errno.ENOTDIR)
+        if isinstance(error, FileExistsError)
+        else describe_os_error(error)
+    )
     return UserError("a writable output folder", f"{path}: {reason}", "give another folder")
 
 
@@ -221,8 +246,14 @@ def _publish(out: Path, fsync: bool) -> None:
 
 
 def flush(folder: Path) -> None:
-    """Flush a folder and everything in it to the disk; many files with one call for their file system."""
-    paths = [Path(base) / name for base, folders, names in os.walk(folder) for name in (*names, *folders)]
+    """Flush a folder and everything in it to the disk; many files with one call for their file
+    system.
+    """
+    paths = [
+        Path(base) / name
+        for base, folders, names in os.walk(folder)
+        for name in (*names, *folders)
+    ]
     paths = [path for path in paths if not path.is_symlink()]
     if len(paths) > _MANY_FILES and sync_file_system(folder):
         return
@@ -243,7 +274,9 @@ def sync_file_system(folder: Path) -> bool:
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         if syncfs(ctypes.c_int(descriptor)):
-            raise OSError(ctypes.get_errno(), f"syncfs of {folder}: {os.strerror(ctypes.get_errno())}")
+            raise OSError(
+                ctypes.get_errno(), f"syncfs of {folder}: {os.strerror(ctypes.get_errno())}"
+            )
     finally:
         os.close(descriptor)
     return True

@@ -1,9 +1,12 @@
-"""Convert a checkpoint to another checkpoint: `mmldlm convert SRC OUT --to TARGET` with any TARGET but safetensors.
+"""Convert a checkpoint to another checkpoint: `mmldlm convert SRC OUT --to TARGET` with any TARGET
+but safetensors.
 
-model.pt holds weights alone, as does dcp if the source has no optimizer; the others are training checkpoints.
+model.pt holds weights alone, as does dcp if the source has no optimizer; the others are training
+checkpoints.
 
-A checkpoint of mmldlm stays one: OUT becomes a run's folder with one committed checkpoint, from which training.resume
-continues. For other programs OUT holds the files alone: DeepSpeed's `latest` and tag folder, or DCP's.
+A checkpoint of mmldlm stays one: OUT becomes a run's folder with one committed checkpoint, from
+which training.resume continues. For other programs OUT holds the files alone: DeepSpeed's `latest`
+and tag folder, or DCP's.
 """
 
 from __future__ import annotations
@@ -76,9 +79,11 @@ def convert_state(
         source: any path that open_source accepts.
         out: the new folder.
         to: see TARGETS.
-        world_size: number of ranks of the new checkpoint; None for the source's (1 if not recorded).
-        dtype: fp32, bf16, fp16: of model.pt's parameters (default fp32), or of ZeRO's low-precision copy next to the
-            fp32 masters (default: the source's). keep: the source's in both.
+        world_size: number of ranks of the new checkpoint; None for the source's (1 if not
+            recorded).
+        dtype: fp32, bf16, fp16: of model.pt's parameters (default fp32), or of ZeRO's
+            low-precision copy next to the fp32 masters (default: the source's). keep: the source's
+            in both.
         force: replace `out` if it is an earlier conversion.
         allow_nonfinite: write NaN and infinite weights too.
         on_bytes: called with the bytes written so far and in total.
@@ -92,7 +97,8 @@ def convert_state(
         key: see open_source.
 
     Raises:
-        UserError: the source is damaged or incomplete for the target, `out` exists, or the disk has no space.
+        UserError: the source is damaged or incomplete for the target, `out` exists, or the disk
+            has no space.
         MmldlmError: writing failed. In both cases `out` is unchanged.
     """
     started = time.monotonic()
@@ -100,14 +106,21 @@ def convert_state(
     _check_arguments(to, world_size)
     with_moments = to != "model.pt"
     opened = open_source(
-        source, allow_nonfinite, with_ema=ema, with_moments=with_moments, keep_names=keep_names, key=key
+        source,
+        allow_nonfinite,
+        with_ema=ema,
+        with_moments=with_moments,
+        keep_names=keep_names,
+        key=key,
     )
     with opened.weights as weights:
         check_links(opened)
         check_config(weights, opened.checkpoint)
         if ema:
             weights.use_ema()
-        target = _Target(to, _world_size(opened, world_size), dtype, only, sub_group_size, strip_prefix)
+        target = _Target(
+            to, _world_size(opened, world_size), dtype, only, sub_group_size, strip_prefix
+        )
         optimizer = _optimizer_metadata(opened, to, dtype)
         plan: WritePlan | None = None
         notes = list(optimizer.notes) if optimizer else []
@@ -150,16 +163,21 @@ def dry_run(
     """Read and check what a conversion would read.
 
     Returns:
-        Rows that describe the source, and the number of files and bytes that a conversion would write.
+        Rows that describe the source, and the number of files and bytes that a conversion would
+        write.
 
     Raises:
         UserError: as convert_state, except for OUT.
     """
-    opened = open_source(source, allow_nonfinite, with_moments=to != "model.pt", keep_names=keep_names, key=key)
+    opened = open_source(
+        source, allow_nonfinite, with_moments=to != "model.pt", keep_names=keep_names, key=key
+    )
     with opened.weights as weights:
         check_links(opened)
         check_config(weights, opened.checkpoint)
-        target = _Target(to, _world_size(opened, world_size), dtype, only, sub_group_size, strip_prefix)
+        target = _Target(
+            to, _world_size(opened, world_size), dtype, only, sub_group_size, strip_prefix
+        )
         plan, _ = _plan(opened, _optimizer_metadata(opened, to, dtype), target, Path("OUT"))
         verify(weights, plan)
         return summarize(opened), len(plan.files), plan.nbytes
@@ -167,9 +185,13 @@ def dry_run(
 
 def _check_arguments(to: str, world_size: int | None) -> None:
     if to not in TARGETS:
-        raise UserError(f"--to safetensors or one of {', '.join(TARGETS)}", to, "choose one of them")
+        raise UserError(
+            f"--to safetensors or one of {', '.join(TARGETS)}", to, "choose one of them"
+        )
     if world_size is not None and not 1 <= world_size <= MAX_WORLD_SIZE:
-        raise UserError(f"--world from 1 to {MAX_WORLD_SIZE:,}", str(world_size), "give the number of ranks")
+        raise UserError(
+            f"--world from 1 to {MAX_WORLD_SIZE:,}", str(world_size), "give the number of ranks"
+        )
 
 
 def _world_size(opened: OpenedCheckpoint, given: int | None) -> int:
@@ -181,7 +203,11 @@ def _world_size(opened: OpenedCheckpoint, given: int | None) -> int:
     world_size = given or opened.world_size or 1
     if world_size > MAX_WORLD_SIZE:
         found = f"{world_size:,} in {opened.checkpoint or opened.weights.path}"
-        raise UserError(f"a recorded number of ranks up to {MAX_WORLD_SIZE:,}", found, "give the number with --world")
+        raise UserError(
+            f"a recorded number of ranks up to {MAX_WORLD_SIZE:,}",
+            found,
+            "give the number with --world",
+        )
     return world_size
 
 
@@ -193,7 +219,9 @@ def _write(
     on_bytes: Callable[[int, int], None],
     verify: bool,
 ) -> WritePlan:
-    """Write the checkpoint into `folder`, inside a committed checkpoint if the source is one; return the plan."""
+    """Write the checkpoint into `folder`, inside a committed checkpoint if the source is one;
+    return the plan.
+    """
     is_run = opened.checkpoint is not None and target.name not in ("model.pt", "dcp")
     pending = commit.begin(folder, opened.step or 0) if is_run else None
     engine_folder = folder if pending is None else pending.path / ENGINE_FOLDER
@@ -216,16 +244,23 @@ def _verify(source: WeightSource, folder: Path) -> None:
     Raises:
         MmldlmError: an element differs.
     """
-    written = registry.open_path(folder, ReadOptions(source.allow_nonfinite, with_moments=bool(source.moments)))
+    written = registry.open_path(
+        folder, ReadOptions(source.allow_nonfinite, with_moments=bool(source.moments))
+    )
     assert written is not None, f"nothing readable in {folder}"
     with written:
         found = compare(source, written)
     if found.any:
         differing = [*found.values, *found.shapes, *found.only_a, *found.only_b]
-        raise MmldlmError(f"{differing[0]} read back from {folder} differs from what was written: the disk is failing")
+        raise MmldlmError(
+            f"{differing[0]} read back from {folder} differs from what was written: the disk is"
+            " failing"
+        )
 
 
-def _optimizer_metadata(opened: OpenedCheckpoint, to: str, dtype: str | None) -> OptimizerMetadata | None:
+def _optimizer_metadata(
+    opened: OpenedCheckpoint, to: str, dtype: str | None
+) -> OptimizerMetadata | None:
     kinds = {info.kind for info in opened.weights.tensors.values()}
     if to == "model.pt" or (to == "dcp" and "parameter" in kinds):
         return None
@@ -246,26 +281,36 @@ def _optimizer_metadata(opened: OpenedCheckpoint, to: str, dtype: str | None) ->
         )
     if to == "universal" and not all(group.settings for group in optimizer.groups):
         raise UserError(
-            f"optimizer settings in {opened.weights.path}, without which DeepSpeed cannot load a universal checkpoint",
+            f"optimizer settings in {opened.weights.path}, without which DeepSpeed cannot load a"
+            " universal checkpoint",
             "none (elastic_checkpoint keeps no param_groups, and older DCP folders none either)",
-            "save without elastic_checkpoint; training.resume of mmldlm needs no settings and no conversion",
+            "save without elastic_checkpoint; training.resume of mmldlm needs no settings and no"
+            " conversion",
         )
     if to == "universal" and (lost := _not_loaded_from_universal(opened.weights)):
         optimizer.notes.append(
-            f"DeepSpeed's own loader of universal checkpoints loads neither frozen weights nor buffers ({lost} here): "
-            "its model keeps those it was built with. They are in OUT, and mmldlm loads them; for DeepSpeed take "
-            "--to zero1, zero2 or zero3, or load them yourself from --to safetensors"
+            "DeepSpeed's own loader of universal checkpoints loads neither frozen weights nor"
+            f" buffers ({lost} here): its model keeps those it was built with. They are in OUT,"
+            " and mmldlm loads them; for DeepSpeed take --to zero1, zero2 or zero3, or load them"
+            " yourself from --to safetensors"
         )
-    if to == "universal" and opened.weights.stage == 3 and any("muon" in group.settings for group in optimizer.groups):
+    if (
+        to == "universal"
+        and opened.weights.stage == 3
+        and any("muon" in group.settings for group in optimizer.groups)
+    ):
         optimizer.notes.append(
-            "DeepSpeed's own ZeRO-3 loader cannot load this: it expects exp_avg_sq of all weights, and gives all "
-            "groups the settings of the first. mmldlm can. For DeepSpeed convert --to zero2, then --to universal"
+            "DeepSpeed's own ZeRO-3 loader cannot load this: it expects exp_avg_sq of all weights,"
+            " and gives all groups the settings of the first. mmldlm can. For DeepSpeed convert"
+            " --to zero2, then --to universal"
         )
     return optimizer
 
 
 def _not_loaded_from_universal(weights: WeightSource) -> str:
-    """Return the counts of what DeepSpeed leaves as it is when it loads a universal checkpoint; "" for nothing."""
+    """Return the counts of what DeepSpeed leaves as it is when it loads a universal checkpoint; ""
+    for nothing.
+    """
     kinds = [info.kind for info in weights.tensors.values()]
     counts = [(kinds.count("frozen"), "frozen weight"), (kinds.count("buffer"), "buffer")]
     return " and ".join(count_noun(count, noun) for count, noun in counts if count)
@@ -279,10 +324,14 @@ def _plan(
     tensors, names = None, None
     if to == "model.pt":
         planned = plan_tensors(weights, target.dtype or "fp32", target.only, target.strip_prefix)
-        tensors = {name: TensorSpec(item.dtype, item.info.shape) for name, item in planned.tensors.items()}
+        tensors = {
+            name: TensorSpec(item.dtype, item.info.shape) for name, item in planned.tensors.items()
+        }
         source_names = {item.name: name for name, item in planned.tensors.items()}
         names = {name: source_names[planned.aliases.get(name, name)] for name in planned.names}
-    request = WriteRequest(weights, to, folder, target.world_size, optimizer, target.sub_group_size, tensors, names)
+    request = WriteRequest(
+        weights, to, folder, target.world_size, optimizer, target.sub_group_size, tensors, names
+    )
     plan, write_others = registry.writer_of(to).plan_write(request)
     if not to.startswith("zero") or opened.checkpoint is not None:
         return plan, write_others
@@ -290,7 +339,8 @@ def _plan(
 
 
 def _copy_run(opened: OpenedCheckpoint, folder: Path, world: int) -> None:
-    """Copy everything of an mmldlm checkpoint that no engine wrote, and the moving average, which fits any engine.
+    """Copy everything of an mmldlm checkpoint that no engine wrote, and the moving average, which
+    fits any engine.
 
     The copies are compared with the old manifest before the new one lists them.
 
@@ -300,15 +350,21 @@ def _copy_run(opened: OpenedCheckpoint, folder: Path, world: int) -> None:
     source = opened.checkpoint
     assert source is not None
     listed = read_manifest(source)["files"]
-    averages = {path.relative_to(source).as_posix() for path in list_ema_files(source / ENGINE_FOLDER).values()}
+    averages = {
+        path.relative_to(source).as_posix()
+        for path in list_ema_files(source / ENGINE_FOLDER).values()
+    }
     for name in listed:
         found = _RNG.fullmatch(name)
-        if (name.startswith(f"{ENGINE_FOLDER}/") and name not in averages) or (found and int(found[1]) >= world):
+        if (name.startswith(f"{ENGINE_FOLDER}/") and name not in averages) or (
+            found and int(found[1]) >= world
+        ):
             continue
         copy_file(source, source / name, folder / name)
         if describe_file(folder / name)["crc32"] != listed[name]["crc32"]:
             raise corrupt_file_error(
-                source / name, "it has changed since it was saved (its CRC-32 is not the manifest's)"
+                source / name,
+                "it has changed since it was saved (its CRC-32 is not the manifest's)",
             )
 
 
@@ -317,11 +373,15 @@ def _describe(to: str) -> str:
 
 
 def _bytes_needed(weights: WeightSource, to: str) -> int:
-    """Estimate the bytes that will be written: masters and moments in fp32, and the 16-bit copy."""
+    """Estimate the bytes that will be written: masters and moments in fp32, and the 16-bit
+    copy.
+    """
     stored = [info for info in weights.tensors.values() if not info.alias_of]
     size = sum(info.nbytes for info in stored)
     if to == "model.pt":
         return size
     trained = sum(info.numel for info in stored if info.kind == "trainable")
-    moments = sum(weights.tensors[name].numel for table in weights.moments.values() for name in table)
+    moments = sum(
+        weights.tensors[name].numel for table in weights.moments.values() for name in table
+    )
     return size + 4 * moments + (4 * trained if to.startswith("zero") else 0)

@@ -1,6 +1,7 @@
 """Convert a training checkpoint to model.safetensors, config.json and tokenizer in bounded memory.
 
-Only descriptions are unpickled, torch and deepspeed are not imported, and OUT appears when it is complete.
+Only descriptions are unpickled, torch and deepspeed are not imported, and OUT appears when it is
+complete.
 """
 
 from __future__ import annotations
@@ -24,11 +25,23 @@ from mmldlm.checkpoints.formats.safetensors.writer import SafetensorsWriter
 from mmldlm.checkpoints.formats.weight_source import WeightSource
 from mmldlm.checkpoints.io.crc32 import RangedCrc32
 from mmldlm.checkpoints.io.parallel import run_in_threads
-from mmldlm.checkpoints.layout import CONFIG_FILE, MODEL_CONFIG, RUN_CONFIG, SAFETENSORS_FILE, SAFETENSORS_INDEX
+from mmldlm.checkpoints.layout import (
+    CONFIG_FILE,
+    MODEL_CONFIG,
+    RUN_CONFIG,
+    SAFETENSORS_FILE,
+    SAFETENSORS_INDEX,
+)
 from mmldlm.checkpoints.manifest import MANIFEST, read_manifest
 from mmldlm.convert.config_compat import check_config
 from mmldlm.convert.copy_files import check_links, copy_file, copy_tree, real_path
-from mmldlm.convert.export_plan import WIDE_FLOATS, ExportPlan, PlannedTensor, plan_tensors, split_into_files
+from mmldlm.convert.export_plan import (
+    WIDE_FLOATS,
+    ExportPlan,
+    PlannedTensor,
+    plan_tensors,
+    split_into_files,
+)
 from mmldlm.convert.output_dir import TOKENIZER_FILES, write_atomically
 from mmldlm.data.images.codec import FILES
 from mmldlm.errors import MmldlmError, UserError
@@ -39,7 +52,10 @@ TOKENIZER_FOLDER = "tokenizer"
 
 
 class Summary(NamedTuple):
-    """What a conversion wrote. `num_parameters` counts stored elements of parameters, without buffers and aliases."""
+    """What a conversion wrote.
+
+    `num_parameters` counts stored elements of parameters, without buffers and aliases.
+    """
 
     num_tensors: int
     num_aliases: int
@@ -72,14 +88,14 @@ def convert(
     Args:
         source: any path that open_source accepts.
         out: the new folder.
-        dtype: fp32, bf16, fp16 or keep (the dtype of each tensor in the source; masters are fp32). Applies to
-            parameters; buffers keep their dtype, integers always do.
+        dtype: fp32, bf16, fp16 or keep (the dtype of each tensor in the source; masters are fp32).
+            Applies to parameters; buffers keep their dtype, integers always do.
         force: replace `out` if it is an earlier conversion.
         allow_nonfinite: write NaN and infinite weights too.
         on_bytes: called with the bytes written so far and in total.
         ema: write the moving average of the weights instead of the weights.
-        shard_bytes: split the output into files of at most this many bytes (a larger tensor has its own file), with
-            model.safetensors.index.json; None for one file.
+        shard_bytes: split the output into files of at most this many bytes (a larger tensor has
+            its own file), with model.safetensors.index.json; None for one file.
         only: names to write, as shell patterns (`blocks.0.*`); empty: all.
         verify: read the output back and compare every byte with what was written.
         fsync: flush everything to the disk before `out` appears.
@@ -88,7 +104,8 @@ def convert(
         key: see open_source.
 
     Raises:
-        UserError: the source is damaged or unsafe, `out` exists, the disk has no space, or values overflow `dtype`.
+        UserError: the source is damaged or unsafe, `out` exists, the disk has no space, or values
+            overflow `dtype`.
         MmldlmError: writing failed. In both cases `out` is unchanged.
     """
     started = time.monotonic()
@@ -112,9 +129,16 @@ def convert(
                 _verify(folder, sums)
             num_bytes = sum((folder / name).stat().st_size for name in files)
 
-        # Tokenizer files may come from anywhere; next to them the marker permits --force to replace the folder.
-        marker = {"to": "safetensors", "from": source_metadata(opened)} if model_folder(opened) else None
-        write_atomically(opened.checkpoint or weights.path, out, force, plan.nbytes, write, marker, fsync)
+        # Tokenizer files may come from anywhere; next to them the marker permits --force to
+        # replace the folder.
+        marker = (
+            {"to": "safetensors", "from": source_metadata(opened)}
+            if model_folder(opened)
+            else None
+        )
+        write_atomically(
+            opened.checkpoint or weights.path, out, force, plan.nbytes, write, marker, fsync
+        )
         infos = [planned.info for planned in plan.tensors.values()]
         return Summary(
             num_tensors=len(infos),
@@ -127,15 +151,20 @@ def convert(
         )
 
 
-# -- writing ----------------------------------------------------------------------------------------------------------
+# -- writing
+# -------------------------------------------------------------------------------------------------
 
 
 def copy_planned(
-    weights: WeightSource, plan: ExportPlan, write: Callable[[PlannedTensor, int, memoryview], None]
+    weights: WeightSource,
+    plan: ExportPlan,
+    write: Callable[[PlannedTensor, int, memoryview], None],
 ) -> None:
-    """Call write(planned, first byte, bytes) for every planned tensor, in chunks of its output dtype.
+    """Call write(planned, first byte, bytes) for every planned tensor, in chunks of its output
+    dtype.
 
-    Several threads call it; the source is read in one sequential pass and verified before this returns.
+    Several threads call it; the source is read in one sequential pass and verified before this
+    returns.
 
     Raises:
         UserError: a damaged source, or values outside the range of the output dtype.
@@ -197,7 +226,11 @@ def _write_model(
         for writer in writers:
             writer.close()
     if len(files) > 1:
-        weight_map = {plan.tensors[member].name: name for name, members in files.items() for member in members}
+        weight_map = {
+            plan.tensors[member].name: name
+            for name, members in files.items()
+            for member in members
+        }
         index = {"metadata": {"total_size": plan.nbytes}, "weight_map": weight_map}
         (folder / SAFETENSORS_INDEX).write_text(json.dumps(index, indent=2) + "\n")
     return {name: runs.value()[1] for name, runs in sums.items()}
@@ -226,7 +259,9 @@ def source_metadata(opened: OpenedCheckpoint) -> dict[str, object]:
     }
 
 
-def _check_range(weights: WeightSource, planned: PlannedTensor, chunk: np.ndarray, converted: np.ndarray) -> None:
+def _check_range(
+    weights: WeightSource, planned: PlannedTensor, chunk: np.ndarray, converted: np.ndarray
+) -> None:
     if planned.dtype == planned.info.dtype or weights.allow_nonfinite:
         return
     count = count_nonfinite(converted, planned.dtype)
@@ -252,29 +287,46 @@ def _verify(folder: Path, sums: dict[str, int]) -> None:
             for chunk in written.iter_chunks(name):
                 crc = zlib.crc32(chunk.view(np.uint8), crc)
             if crc != expected:
-                raise MmldlmError(f"{name} read back from {folder} differs from what was written: the disk is failing")
+                raise MmldlmError(
+                    f"{name} read back from {folder} differs from what was written: the disk is"
+                    " failing"
+                )
 
 
-def copy_tokenizer_files(opened: OpenedCheckpoint, tensors: dict[str, PlannedTensor], folder: Path) -> list[str]:
-    """Copy config.json, config.yaml, the tokenizer and the basis of images, if the source has them. Return notes."""
+def copy_tokenizer_files(
+    opened: OpenedCheckpoint, tensors: dict[str, PlannedTensor], folder: Path
+) -> list[str]:
+    """Copy config.json, config.yaml, the tokenizer and the basis of images, if the source has
+    them. Return notes.
+    """
     if opened.checkpoint is None:
         source = model_folder(opened)
         if source is None:
-            return ["no mmldlm checkpoint around these weights: no config.json and no tokenizer were written"]
+            return [
+                "no mmldlm checkpoint around these weights: no config.json and no tokenizer were"
+                " written"
+            ]
         config = _copy_config(source, source / CONFIG_FILE, tensors, folder)
         for path in sorted(source.iterdir()):
             if TOKENIZER_FILES.fullmatch(path.name) and path.name != CONFIG_FILE:
                 (copy_tree if path.is_dir() else copy_file)(source, path, folder / path.name)
         if "_class_name" in config:
-            return [f"diffusers looks for diffusion_pytorch_model.safetensors: rename {SAFETENSORS_FILE}"]
+            return [
+                "diffusers looks for diffusion_pytorch_model.safetensors: rename"
+                f" {SAFETENSORS_FILE}"
+            ]
         return []
     return _copy_listed_files(opened.checkpoint, tensors, folder)
 
 
-def _copy_listed_files(checkpoint: Path, tensors: dict[str, PlannedTensor], folder: Path) -> list[str]:
-    """Copy what the manifest of a checkpoint of mmldlm lists beside the engine's files; return notes.
+def _copy_listed_files(
+    checkpoint: Path, tensors: dict[str, PlannedTensor], folder: Path
+) -> list[str]:
+    """Copy what the manifest of a checkpoint of mmldlm lists beside the engine's files; return
+    notes.
 
-    A file that the manifest does not list is not the checkpoint's: it was added later, by whomever.
+    A file that the manifest does not list is not the checkpoint's: it was added later, by
+    whomever.
     """
     notes = []
     listed = read_manifest(checkpoint)["files"]
@@ -282,20 +334,30 @@ def _copy_listed_files(checkpoint: Path, tensors: dict[str, PlannedTensor], fold
         _copy_config(checkpoint, checkpoint / MODEL_CONFIG, tensors, folder)
     else:
         notes.append(f"{MODEL_CONFIG} is not in the checkpoint: no config.json was written")
-    names = [name for name in listed if name in (RUN_CONFIG, *FILES) or name.startswith(f"{TOKENIZER_FOLDER}/")]
+    names = [
+        name
+        for name in listed
+        if name in (RUN_CONFIG, *FILES) or name.startswith(f"{TOKENIZER_FOLDER}/")
+    ]
     for name in names:
         copy_file(checkpoint, checkpoint / name, folder / name)
     if not any(name.startswith(f"{TOKENIZER_FOLDER}/") for name in names):
         notes.append(f"the checkpoint has no {TOKENIZER_FOLDER}/: none was written")
     known = (MODEL_CONFIG, RUN_CONFIG, TOKENIZER_FOLDER, *FILES)
     for name in known:
-        if os.path.lexists(checkpoint / name) and not any(name in (entry, entry.split("/")[0]) for entry in listed):
-            notes.append(f"{name} is not listed in {MANIFEST} and was not copied: it was added after the save")
+        if os.path.lexists(checkpoint / name) and not any(
+            name in (entry, entry.split("/")[0]) for entry in listed
+        ):
+            notes.append(
+                f"{name} is not listed in {MANIFEST} and was not copied: it was added after the"
+                " save"
+            )
     return notes
 
 
 def model_folder(opened: OpenedCheckpoint) -> Path | None:
-    """Return the model folder of the weights, Hugging Face's or of `--to model.pt`; None for other sources.
+    """Return the model folder of the weights, Hugging Face's or of `--to model.pt`; None for other
+    sources.
 
     Trainers save the config of the model beside the folder of the ranks' files.
     """
@@ -305,7 +367,9 @@ def model_folder(opened: OpenedCheckpoint) -> Path | None:
     folder = path if path.is_dir() else path.parent
     if opened.weights.engine in ("safetensors", "model.pt"):
         return folder if os.path.lexists(folder / CONFIG_FILE) else None
-    return next((place for place in (folder, folder.parent) if _is_model_config(place / CONFIG_FILE)), None)
+    return next(
+        (place for place in (folder, folder.parent) if _is_model_config(place / CONFIG_FILE)), None
+    )
 
 
 def _is_model_config(path: Path) -> bool:
@@ -315,7 +379,9 @@ def _is_model_config(path: Path) -> bool:
         config = json.loads(read_bytes(path))
     except (OSError, ValueError, RecursionError):
         return False
-    return isinstance(config, dict) and any(key in config for key in ("model_type", "architectures", "architecture"))
+    return isinstance(config, dict) and any(
+        key in config for key in ("model_type", "architectures", "architecture")
+    )
 
 
 def _copy_config(root: Path, path: Path, tensors: dict[str, PlannedTensor], folder: Path) -> dict:
@@ -327,6 +393,8 @@ def _copy_config(root: Path, path: Path, tensors: dict[str, PlannedTensor], fold
             sizes[planned.dtype] = sizes.get(planned.dtype, 0) + planned.info.numel
     if sizes:
         # transformers has renamed the key and reads both.
-        config["dtype" if "dtype" in config else "torch_dtype"] = max(sizes, key=lambda name: sizes[name])
+        config["dtype" if "dtype" in config else "torch_dtype"] = max(
+            sizes, key=lambda name: sizes[name]
+        )
     (folder / CONFIG_FILE).write_text(json.dumps(config, indent=2) + "\n")
     return config

@@ -8,7 +8,9 @@ import re
 import unicodedata
 
 MAX_TEXT_BYTES = 16 << 20
-"""Largest text and largest line of a file that is read; longer ones are damaged, hostile, or not text."""
+"""Largest text and largest line of a file that is read; longer ones are damaged, hostile, or not
+text.
+"""
 TOO_LARGE = f"drop_over_{MAX_TEXT_BYTES >> 20}_MiB"
 """Counter of the texts above MAX_TEXT_BYTES."""
 
@@ -19,7 +21,9 @@ def fold_spaces(text: str) -> str:
 
 
 class _ContentFold(dict):
-    """Map code points for str.translate: punctuation, spaces and control characters become a space."""
+    """Map code points for str.translate: punctuation, spaces and control characters become a
+    space.
+    """
 
     def __missing__(self, code: int) -> str:
         self[code] = " " if unicodedata.category(chr(code))[0] in "PZC" else chr(code)
@@ -32,31 +36,37 @@ _FOLD = _ContentFold()
 def normalize(text: str) -> str:
     """Fold compatibility forms, case, white space and punctuation of a text.
 
-    Texts with equal normal forms count as the same text in deduplication and in the choice of the validation split. A
-    text of punctuation alone is its own normal form.
+    Texts with equal normal forms count as the same text in deduplication and in the choice of the
+    validation split. A text of punctuation alone is its own normal form.
     """
     folded = " ".join(unicodedata.normalize("NFKC", text).casefold().translate(_FOLD).split())
     return folded or text.strip()
 
 
 def content_hash(text: str, salt: str = "") -> int:
-    """Return a 64-bit hash of `normalize(text)` and `salt`, so that equal texts fall into one split."""
-    digest = hashlib.blake2b(normalize(text).encode("utf-8", "surrogatepass"), digest_size=8, key=salt.encode()[:64])
+    """Return a 64-bit hash of `normalize(text)` and `salt`, so that equal texts fall into one
+    split.
+    """
+    digest = hashlib.blake2b(
+        normalize(text).encode("utf-8", "surrogatepass"), digest_size=8, key=salt.encode()[:64]
+    )
     return int.from_bytes(digest.digest(), "big")
 
 
 _SENTENCE_END = re.compile(r"""[.!?]+["')\]\u201d\u2019]*\s+(?=["'(\[\u201c\u2018]*[A-Z0-9])""")
 _ABBREVIATIONS = frozenset(
-    "e.g i.e etc. cf vs viz al fig figs eq eqs sec secs ref refs no nos vol pp ed eds approx resp dept est"
-    " mr mrs ms dr prof st jr sr inc ltd co corp gen col lt sgt rev hon u.s u.k a.m p.m ph.d".split()
+    "e.g i.e etc. cf vs viz al fig figs eq eqs sec secs ref refs no nos vol pp ed eds approx resp"
+    " dept est mr mrs ms dr prof st jr sr inc ltd co corp gen col lt sgt rev hon u.s u.k a.m p.m"
+    " ph.d".split()
 )
 
 
 def split_sentences(text: str) -> list[str]:
     """Split one paragraph at sentence ends, but not inside abbreviations, initials and decimals.
 
-    A break needs . ! or ? (and closing quotes), white space, and a capital or digit after it. A known abbreviation or
-    a single capital letter (an initial) before the period prevents it. Only white space is lost.
+    A break needs . ! or ? (and closing quotes), white space, and a capital or digit after it. A
+    known abbreviation or a single capital letter (an initial) before the period prevents it. Only
+    white space is lost.
     """
     sentences, start = [], 0
     for match in _SENTENCE_END.finditer(text):
@@ -74,10 +84,12 @@ def split_sentences(text: str) -> list[str]:
 
 
 def split_into_parts(text: str, count: int) -> list[str] | None:
-    """Split a text into the pieces that have one latent each, as even in length as sentence ends allow.
+    """Split a text into the pieces that have one latent each, as even in length as sentence ends
+    allow.
 
-    With fewer sentences than pieces, the longest piece is halved at the white space nearest to its middle, or at its
-    middle. The result depends on the text alone, so sampling cuts as preparation did. Only white space is lost.
+    With fewer sentences than pieces, the longest piece is halved at the white space nearest to its
+    middle, or at its middle. The result depends on the text alone, so sampling cuts as preparation
+    did. Only white space is lost.
 
     Returns:
         `count` pieces, or None for a text with fewer characters (white space not counted).
@@ -94,9 +106,14 @@ def split_into_parts(text: str, count: int) -> list[str] | None:
         return parts
     ends = list(itertools.accumulate(map(len, parts)))
     pieces, start = [], 0
-    for number in range(1, count):  # cut at the sentence end nearest to the even share; each piece keeps one sentence
+    for number in range(
+        1, count
+    ):  # cut at the sentence end nearest to the even share; each piece keeps one sentence
         share = ends[-1] * number / count
-        end = min(range(start + 1, len(parts) - (count - number) + 1), key=lambda i: abs(ends[i - 1] - share))
+        end = min(
+            range(start + 1, len(parts) - (count - number) + 1),
+            key=lambda i: abs(ends[i - 1] - share),
+        )
         pieces.append(" ".join(parts[start:end]))
         start = end
     return [*pieces, " ".join(parts[start:])]

@@ -9,16 +9,24 @@ import numpy as np
 from mmldlm.errors import UserError
 
 WARN_SHARE, MAX_SHARE = 0.01, 0.2
-# An encoder reads words in their context: a text with some unknown words still has a latent of its own.
+# An encoder reads words in their context: a text with some unknown words still has a latent of its
+# own.
 MAX_ENCODER_SHARE = 0.9
-_OTHER_TOKENIZER = "--tokenizer train, that of a multilingual encoder, or for train and words a larger --vocab-size"
+_OTHER_TOKENIZER = (
+    "--tokenizer train, that of a multilingual encoder, or for train and words a larger"
+    " --vocab-size"
+)
 
 
-def count_unknown(tokens: Sequence[np.ndarray] | Sequence[list[int]], unk_token_id: int | None) -> int:
+def count_unknown(
+    tokens: Sequence[np.ndarray] | Sequence[list[int]], unk_token_id: int | None
+) -> int:
     """Return how many of the token ids are the unknown one."""
     if unk_token_id is None or not len(tokens):
         return 0
-    return int((np.concatenate([np.asarray(ids, np.int64) for ids in tokens]) == unk_token_id).sum())
+    return int(
+        (np.concatenate([np.asarray(ids, np.int64) for ids in tokens]) == unk_token_id).sum()
+    )
 
 
 def describe_share(num_unknown: int, num_tokens: int) -> str:
@@ -27,7 +35,9 @@ def describe_share(num_unknown: int, num_tokens: int) -> str:
     return f"{share:.2%} of the tokens ({num_unknown:,})" if num_unknown else "none"
 
 
-def check_unknown_share(num_unknown: int, num_tokens: int, split: str, where: str = "the") -> str | None:
+def check_unknown_share(
+    num_unknown: int, num_tokens: int, split: str, where: str = "the"
+) -> str | None:
     """Return a warning for a split of which a tokenizer does not know some words.
 
     Args:
@@ -37,15 +47,23 @@ def check_unknown_share(num_unknown: int, num_tokens: int, split: str, where: st
         where: that it is of, for the message.
 
     Raises:
-        UserError: more than MAX_SHARE of the training tokens, of which a model would learn next to nothing. A
-            validation corpus of its own may have any share: its tokenizer is that of the training texts.
+        UserError: more than MAX_SHARE of the training tokens, of which a model would learn next to
+            nothing. A validation corpus of its own may have any share: its tokenizer is that of
+            the training texts.
     """
     share = num_unknown / max(num_tokens, 1)
     found = f"{share:.1%} of the {num_tokens:,} tokens of {where} {split} texts are [UNK]"
     if share > MAX_SHARE and split == "train":
-        raise UserError(f"a tokenizer that knows {1 - MAX_SHARE:.0%} of the tokens", found, f"use {_OTHER_TOKENIZER}")
+        raise UserError(
+            f"a tokenizer that knows {1 - MAX_SHARE:.0%} of the tokens",
+            found,
+            f"use {_OTHER_TOKENIZER}",
+        )
     if share > WARN_SHARE:
-        return f"{found}: words that the tokenizer does not know are all the same to a model (use {_OTHER_TOKENIZER})"
+        return (
+            f"{found}: words that the tokenizer does not know are all the same to a model (use"
+            f" {_OTHER_TOKENIZER})"
+        )
     return None
 
 
@@ -58,11 +76,19 @@ def check_unknown_to_encoder(num_unknown: int, num_tokens: int, encoder: str) ->
         encoder: its name.
 
     Raises:
-        UserError: more than MAX_ENCODER_SHARE of them, so that different texts have nearly equal latents.
+        UserError: more than MAX_ENCODER_SHARE of them, so that different texts have nearly equal
+            latents.
     """
     share = num_unknown / max(num_tokens, 1)
-    found = f"{share:.1%} of the tokens that encoder {encoder} reads of the training texts are [UNK]"
+    found = (
+        f"{share:.1%} of the tokens that encoder {encoder} reads of the training texts are [UNK]"
+    )
     if share > MAX_ENCODER_SHARE:
-        fix = "choose an encoder of the language and script of the texts, such as --encoder e5 or bge"
-        raise UserError(f"an encoder that knows at least {1 - MAX_ENCODER_SHARE:.0%} of the tokens", found, fix)
+        fix = (
+            "choose an encoder of the language and script of the texts, such as --encoder e5"
+            " or bge"
+        )
+        raise UserError(
+            f"an encoder that knows at least {1 - MAX_ENCODER_SHARE:.0%} of the tokens", found, fix
+        )
     return f"{found}: its latents do not tell these words apart" if share > WARN_SHARE else None

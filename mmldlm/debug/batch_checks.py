@@ -19,7 +19,9 @@ def check_pinned(batches: list[Batch], device: torch.device, findings: Findings)
             findings.failed("batches", f"not in pinned memory: {format_names(unpinned)}")
 
 
-def check_batch(task: Task, batch: Batch, data: RunData, device: torch.device, findings: Findings) -> None:
+def check_batch(
+    task: Task, batch: Batch, data: RunData, device: torch.device, findings: Findings
+) -> None:
     """Check a micro-batch on the device against the data it was made from."""
     for bad in batch.bad:
         findings.failed("batches", f"sample {bad['id']} is left out: {bad['reason']}")

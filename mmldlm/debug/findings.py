@@ -74,7 +74,11 @@ class Findings:
             more = f"; {len(failures) - MAX_LISTED} more" if len(failures) > MAX_LISTED else ""
             status = FAIL if failures else PASS if check in self._passed else NOT_RUN
             not_reached = "the steps ended before this check"
-            reason = "; ".join(failures[:MAX_LISTED]) + more if failures else self._passed.get(check, not_reached)
+            reason = (
+                "; ".join(failures[:MAX_LISTED]) + more
+                if failures
+                else self._passed.get(check, not_reached)
+            )
             rows.append(Row(check, title, status, reason))
         return rows
 

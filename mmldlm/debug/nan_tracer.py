@@ -1,4 +1,6 @@
-"""Find the first operation, forward or backward, that produced a non-finite value from finite inputs."""
+"""Find the first operation, forward or backward, that produced a non-finite value from finite
+inputs.
+"""
 
 from __future__ import annotations
 
@@ -13,12 +15,27 @@ from torch.utils.module_tracker import ModuleTracker
 
 _aten = torch.ops.aten
 # Uninitialized memory may hold anything.
-_UNINITIALIZED_OPS = {_aten.empty, _aten.empty_like, _aten.empty_strided, _aten.new_empty, _aten.new_empty_strided}
+_UNINITIALIZED_OPS = {
+    _aten.empty,
+    _aten.empty_like,
+    _aten.empty_strided,
+    _aten.new_empty,
+    _aten.new_empty_strided,
+}
 # Operations that write infinities on purpose (masks).
 ALLOWED_INF_OPS = {
-    _aten.fill, _aten.fill_, _aten.full, _aten.full_like, _aten.new_full, _aten.masked_fill, _aten.masked_fill_,
-    _aten.scalar_tensor, _aten.lift_fresh, _aten.lift_fresh_copy, _aten.constant_pad_nd,
-}  # fmt: skip
+    _aten.fill,
+    _aten.fill_,
+    _aten.full,
+    _aten.full_like,
+    _aten.new_full,
+    _aten.masked_fill,
+    _aten.masked_fill_,
+    _aten.scalar_tensor,
+    _aten.lift_fresh,
+    _aten.lift_fresh_copy,
+    _aten.constant_pad_nd,
+}
 
 
 @dataclass(frozen=True)
@@ -63,7 +80,11 @@ class NanTracer(TorchDispatchMode):
         self.backward: NanOrigin | None = None
         self._roots = (type(model).__name__, "Autocast.module", "Autocast")
         self._tracker = ModuleTracker()
-        self._names = {p.untyped_storage().data_ptr(): name for name, p in model.named_parameters() if p.numel()}
+        self._names = {
+            p.untyped_storage().data_ptr(): name
+            for name, p in model.named_parameters()
+            if p.numel()
+        }
 
     def __enter__(self) -> NanTracer:
         self._tracker.__enter__()
@@ -85,21 +106,35 @@ class NanTracer(TorchDispatchMode):
         # An in-place operation overwrites its inputs.
         before = [nonfinite_kind(leaf) for leaf in inputs] if function._schema.is_mutable else None
         result = function(*args, **kwargs)
-        after = {nonfinite_kind(leaf) for leaf in tree_flatten(result)[0] if isinstance(leaf, Tensor)} - {""}
+        after = {
+            nonfinite_kind(leaf) for leaf in tree_flatten(result)[0] if isinstance(leaf, Tensor)
+        } - {""}
         if after:
-            inherited = set(before if before is not None else [nonfinite_kind(leaf) for leaf in inputs]) - {""}
+            inherited = set(
+                before if before is not None else [nonfinite_kind(leaf) for leaf in inputs]
+            ) - {""}
             created = after - inherited
             if created - ({"Inf"} if "NaN" in inherited else set()):
                 self._record(backward, "NaN" if "NaN" in created else "Inf", packet, inputs)
         return result
 
     def _record(self, backward: bool, kind: str, packet, inputs: list[Tensor]) -> None:
-        module = max((name for name in self._tracker.parents if name != "Global"), key=len, default="")
-        root = next((root for root in self._roots if module == root or module.startswith(f"{root}.")), "")
+        module = max(
+            (name for name in self._tracker.parents if name != "Global"), key=len, default=""
+        )
+        root = next(
+            (root for root in self._roots if module == root or module.startswith(f"{root}.")), ""
+        )
         module = module.removeprefix(root).removeprefix(".")
-        read = dict.fromkeys(self._names.get(leaf.untyped_storage().data_ptr(), "") for leaf in inputs)
+        read = dict.fromkeys(
+            self._names.get(leaf.untyped_storage().data_ptr(), "") for leaf in inputs
+        )
         origin = NanOrigin(
-            "backward" if backward else "forward", kind, module, str(packet), tuple(name for name in read if name)
+            "backward" if backward else "forward",
+            kind,
+            module,
+            str(packet),
+            tuple(name for name in read if name),
         )
         if backward:
             self.backward = origin
@@ -108,7 +143,9 @@ class NanTracer(TorchDispatchMode):
 
 
 def nonfinite_kind(tensor: Tensor) -> str:
-    """Return "NaN" or "Inf" if a floating-point tensor holds one (NaN takes precedence), else ""."""
+    """Return "NaN" or "Inf" if a floating-point tensor holds one (NaN takes precedence),
+    else "".
+    """
     if not tensor.is_floating_point() or not tensor.numel() or tensor.is_meta:
         return ""
     if bool(torch.isnan(tensor).any()):
@@ -119,9 +156,17 @@ def nonfinite_kind(tensor: Tensor) -> str:
 def nonfinite_weights(model: nn.Module) -> list[NanOrigin]:
     """Return the parameters and buffers with a non-finite element in the model's current dtype."""
     tensors = [*model.named_parameters(), *model.named_buffers()]
-    return [NanOrigin("weights", kind, name) for name, tensor in tensors if (kind := nonfinite_kind(tensor.detach()))]
+    return [
+        NanOrigin("weights", kind, name)
+        for name, tensor in tensors
+        if (kind := nonfinite_kind(tensor.detach()))
+    ]
 
 
 def nonfinite_inputs(tensors: Mapping[str, Tensor]) -> list[NanOrigin]:
     """Return the tensors of a batch with a non-finite element."""
-    return [NanOrigin("input", kind, name) for name, tensor in tensors.items() if (kind := nonfinite_kind(tensor))]
+    return [
+        NanOrigin("input", kind, name)
+        for name, tensor in tensors.items()
+        if (kind := nonfinite_kind(tensor))
+    ]

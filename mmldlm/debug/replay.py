@@ -1,4 +1,6 @@
-"""Rerun a skipped step in one process and find the operation that produced its non-finite numbers."""
+"""Rerun a skipped step in one process and find the operation that produced its non-finite
+numbers.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +38,9 @@ from mmldlm.utils.formatting import for_screen
 
 DTYPES = ("bf16", "fp16", "fp32")
 MAX_AUTOMATIC_MICRO_BATCHES = 64
-"""Largest number of micro-batches that is retrained without --exact; fewer than the samples run one by one."""
+"""Largest number of micro-batches that is retrained without --exact; fewer than the samples run
+one by one.
+"""
 
 
 def replay_skipped_step(
@@ -48,7 +52,8 @@ def replay_skipped_step(
     dtypes: Sequence[str] | None = None,
     max_samples: int = 256,
 ) -> dict:
-    """Replay one skipped step in every dtype, print the findings and return them as a JSON-ready report.
+    """Replay one skipped step in every dtype, print the findings and return them as a JSON-ready
+    report.
 
     Args:
         run_dir: the run's folder.
@@ -67,12 +72,17 @@ def replay_skipped_step(
     replay = Replay(run_dir, case, checkpoint, exact)
     report = _run_dtypes(replay, dtypes, max_samples)
     if is_clean(report) and replay.num_micro_batches_before <= MAX_AUTOMATIC_MICRO_BATCHES:
-        print(f"nothing found with older weights: retraining {replay.num_steps_before} step(s), as --exact does")
+        print(
+            f"nothing found with older weights: retraining {replay.num_steps_before} step(s), as"
+            " --exact does"
+        )
         replay = Replay(run_dir, case, None, True)
         report = _run_dtypes(replay, dtypes, max_samples)
     if is_clean(report):
         age = replay.num_steps_before
-        advice = explain_clean(run_dir, case, replay.is_exact, age, bad_micro_batches(case["micro_batches"]))
+        advice = explain_clean(
+            run_dir, case, replay.is_exact, age, bad_micro_batches(case["micro_batches"])
+        )
         print(for_screen(advice, sys.stdout))
     return report
 
@@ -84,7 +94,12 @@ def _run_dtypes(replay: Replay, dtypes: Sequence[str], max_samples: int) -> dict
     entries = bad_micro_batches(case["micro_batches"]) or case["micro_batches"]
     subset = "with a bad loss" if len(entries) < len(case["micro_batches"]) else "of the step"
     print(f"running  {len(entries)} micro-batch(es) {subset}, of {len(case['micro_batches'])}")
-    report = {"step": case["step"], "reason": case["reason"], "weights": replay.weights, "dtypes": {}}
+    report = {
+        "step": case["step"],
+        "reason": case["reason"],
+        "weights": replay.weights,
+        "dtypes": {},
+    }
     for dtype in dtypes:
         report["dtypes"][dtype] = replay.run(dtype, entries, max_samples)
     return report
@@ -129,13 +144,17 @@ class Replay:
 
     def _slots_of(self, entry: dict) -> np.ndarray:
         case = self.case
-        return self.plan.slots(self.batch, case["world_size"], case["accum"], entry["rank"], entry["micro"])
+        return self.plan.slots(
+            self.batch, case["world_size"], case["accum"], entry["rank"], entry["micro"]
+        )
 
-    # -- weights -----------------------------------------------------------------------------------------------------
+    # -- weights
+    # ---------------------------------------------------------------------------------------------
 
     def _load_weights(self, checkpoint: str | None, exact: bool) -> tuple[str, bool]:
         """Load the weights nearest to the step; return (description, whether they are exact)."""
-        # A skipped step does not change the weights, so a checkpoint of the step itself is exact, too.
+        # A skipped step does not change the weights, so a checkpoint of the step itself is exact,
+        # too.
         before, after = self.case["step"] - 1, self.case["step"]
         if checkpoint is not None:
             init_weights(self.model, checkpoint)
@@ -143,7 +162,13 @@ class Replay:
         start, path = self._nearest_checkpoint(after)
         if exact and start < before:
             self._retrain(path, start, before)
-            return f"trained from {path or 'the start'} (step {start}) to step {before} on this process", True
+            return (
+                (
+                    f"trained from {path or 'the start'} (step {start}) to step {before} on this"
+                    " process"
+                ),
+                True,
+            )
         source = path or self.config.training.init_from
         if source is not None:
             init_weights(self.model, str(source))
@@ -154,7 +179,9 @@ class Replay:
         return f"{description}: those of step {start}, {before - start} step(s) before", False
 
     def _nearest_checkpoint(self, last_step: int) -> tuple[int, Path | None]:
-        """Return (step, path) of the newest valid checkpoint up to last_step; (0, None) if there is none."""
+        """Return (step, path) of the newest valid checkpoint up to last_step; (0, None) if there
+        is none.
+        """
         resumed = self.config.training.resume
         paths = [] if resumed in (None, "auto") else [locate.locate_checkpoint(resumed)]
         saved = [path for _, path in locate.list_checkpoints(self.run_dir)]
@@ -165,13 +192,17 @@ class Replay:
 
     @property
     def num_micro_batches_before(self) -> float:
-        """Micro-batches that retraining up to the step takes; inf if the weights are exact or the distance unknown."""
+        """Micro-batches that retraining up to the step takes; inf if the weights are exact or the
+        distance unknown.
+        """
         if self.is_exact or self.num_steps_before is None:
             return math.inf
         return self.num_steps_before * self.case["world_size"] * self.case["accum"]
 
     def _retrain(self, path: Path | None, start: int, end: int) -> None:
-        """Repeat steps start .. end - 1 with the micro-batches of all ranks in sequence (losses equal to rounding)."""
+        """Repeat steps start .. end - 1 with the micro-batches of all ranks in sequence (losses
+        equal to rounding).
+        """
         case, config = self.case, copy.deepcopy(self.config)
         if path is None and config.training.init_from is not None:
             init_weights(self.model, config.training.init_from)
@@ -195,7 +226,9 @@ class Replay:
             print(f"trained  step {step + 1} of {end}", end="\r", flush=True)
         print()
 
-    def _retrain_step(self, engine: SingleEngine, guard: Guard, batches: MicroBatches, step: int, lr: float) -> bool:
+    def _retrain_step(
+        self, engine: SingleEngine, guard: Guard, batches: MicroBatches, step: int, lr: float
+    ) -> bool:
         """Take one step as the training loop does; return whether it was applied."""
         shares = batches.accum
         total, num_bad, num_usable, engine.loss_scale = 0.0, 0, 0, guard.loss_scale.value
@@ -212,14 +245,21 @@ class Replay:
         engine.discard_gradients()
         return False
 
-    # -- running -----------------------------------------------------------------------------------------------------
+    # -- running
+    # ---------------------------------------------------------------------------------------------
 
     def run(self, dtype: str, entries: list[dict], max_samples: int) -> dict:
-        """Run all entries in one dtype, then the samples of failing ones one by one; print and return the findings."""
+        """Run all entries in one dtype, then the samples of failing ones one by one; print and
+        return the findings.
+        """
         model, module = self._cast_model(dtype)
         self._loss_scale = self.case["loss_scale"] if dtype == "fp16" else 1.0
         bad_weights = nonfinite_weights(model)
-        found = {"clean": not bad_weights, "weights": [str(origin) for origin in bad_weights], "micro_batches": []}
+        found = {
+            "clean": not bad_weights,
+            "weights": [str(origin) for origin in bad_weights],
+            "micro_batches": [],
+        }
         for origin in bad_weights[:8]:
             print(f"{dtype}     {origin}")
         norms, num_left = [], max_samples
@@ -227,19 +267,32 @@ class Replay:
             slots = self._slots_of(entry)
             result = self.forward_backward(model, module, slots)
             norms.append(result.grad_norm)
-            record = {"rank": entry["rank"], "micro": entry["micro"], **result.to_json(), "samples": []}
+            record = {
+                "rank": entry["rank"],
+                "micro": entry["micro"],
+                **result.to_json(),
+                "samples": [],
+            }
             if not result.is_clean:
                 found["clean"] = False
-                print(f"{dtype}     rank {entry['rank']} micro-batch {entry['micro']}: {result.summary()}")
+                print(
+                    f"{dtype}     rank {entry['rank']} micro-batch {entry['micro']}:"
+                    f" {result.summary()}"
+                )
             if not result.is_clean or self.case["reason"].startswith("spike"):
                 for slot in slots[slots < len(self.batch.ids)][:num_left]:
-                    record["samples"].append(self.forward_backward(model, module, np.array([slot])).to_json())
+                    record["samples"].append(
+                        self.forward_backward(model, module, np.array([slot])).to_json()
+                    )
                     num_left -= 1
                 print_samples(record["samples"])
             found["micro_batches"].append(record)
         if found["clean"]:
             total = math.sqrt(math.fsum(norm * norm for norm in norms))
-            print(f"{dtype}     clean: all outputs and gradients are finite (combined gradient norm {total:.4g})")
+            print(
+                f"{dtype}     clean: all outputs and gradients are finite (combined gradient norm"
+                f" {total:.4g})"
+            )
         return found
 
     def _cast_model(self, dtype: str) -> tuple[nn.Module, nn.Module]:
@@ -257,19 +310,25 @@ class Replay:
             parameter.data = parameter.data.to(compute_dtype(dtype))
         return model, model
 
-    def forward_backward(self, model: nn.Module, module: nn.Module, slots: np.ndarray) -> ReplayResult:
+    def forward_backward(
+        self, model: nn.Module, module: nn.Module, slots: np.ndarray
+    ) -> ReplayResult:
         """Run forward and backward over some slots of the global batch.
 
         A failing pass is repeated under NanTracer, whose hooks make the blocks run layer by layer.
         """
-        batch = self.collator.collate(self.batch, slots, self.data.train, self.data.train_lengths).to(self.device)
+        batch = self.collator.collate(
+            self.batch, slots, self.data.train, self.data.train_lengths
+        ).to(self.device)
         result = self._run_once(model, module, batch)
         if result.is_clean:
             return result
         with NanTracer(model) as tracer:
             by_layers = self._run_once(model, module, batch)
         result.origins = nonfinite_inputs(batch.tensors)
-        result.origins += [origin for origin in (tracer.forward, tracer.backward) if origin is not None]
+        result.origins += [
+            origin for origin in (tracer.forward, tracer.backward) if origin is not None
+        ]
         result.only_fused = by_layers.is_clean and not result.origins
         return result
 
@@ -280,5 +339,8 @@ class Replay:
         (loss * self._loss_scale).backward()
         gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
         bad = [name for name, grad in gradients.items() if nonfinite_kind(grad)]
-        norm = nn.utils.get_total_norm([grad.float() for grad in gradients.values()]) / self._loss_scale
+        norm = (
+            nn.utils.get_total_norm([grad.float() for grad in gradients.values()])
+            / self._loss_scale
+        )
         return ReplayResult(batch.ids.tolist(), loss.item(), norm.item(), bad_gradients=bad)

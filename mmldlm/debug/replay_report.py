@@ -19,10 +19,11 @@ class ReplayResult:
         ids: the samples.
         loss: contribution of this micro-batch to the loss.
         grad_norm: norm of its gradients alone.
-        origins: non-finite inputs, then the first operation of the forward and of the backward pass that produced a
-            non-finite number.
+        origins: non-finite inputs, then the first operation of the forward and of the backward
+            pass that produced a non-finite number.
         bad_gradients: parameters with a non-finite gradient.
-        only_fused: the same pass run layer by layer is clean, so the fused blocks produce the bad numbers.
+        only_fused: the same pass run layer by layer is clean, so the fused blocks produce the bad
+            numbers.
     """
 
     ids: list[int]
@@ -63,7 +64,10 @@ class ReplayResult:
 
 
 def is_clean(report: dict) -> bool:
-    """Whether a report found nothing. A spike's numbers are finite; its samples are listed by gradient norm."""
+    """Whether a report found nothing.
+
+    A spike's numbers are finite; its samples are listed by gradient norm.
+    """
     is_spike = report["reason"].startswith("spike")
     return not is_spike and all(found["clean"] for found in report["dtypes"].values())
 
@@ -75,13 +79,22 @@ def print_samples(samples: list[dict]) -> None:
         print(f"         sample {sample['ids'][0]}: {sample['sentence']}")
     if len(bad) > 16:
         print(f"         and {len(bad) - 16} more samples")
-    clean = sorted((sample for sample in samples if sample["clean"]), key=lambda sample: -sample["grad_norm"])
+    clean = sorted(
+        (sample for sample in samples if sample["clean"]), key=lambda sample: -sample["grad_norm"]
+    )
     if clean:
-        largest = ", ".join(f"{sample['ids'][0]} ({sample['grad_norm']:.3g})" for sample in clean[:4])
-        print(f"         {len(clean)} sample(s) clean by themselves; largest gradient norms: {largest}")
+        largest = ", ".join(
+            f"{sample['ids'][0]} ({sample['grad_norm']:.3g})" for sample in clean[:4]
+        )
+        print(
+            f"         {len(clean)} sample(s) clean by themselves; largest gradient norms:"
+            f" {largest}"
+        )
 
 
-def explain_clean(run_dir: Path, case: dict, is_exact: bool, age: int | None, bad: list[dict]) -> str:
+def explain_clean(
+    run_dir: Path, case: dict, is_exact: bool, age: int | None, bad: list[dict]
+) -> str:
     """Advice for a replay that found nothing.
 
     Args:
@@ -91,12 +104,16 @@ def explain_clean(run_dir: Path, case: dict, is_exact: bool, age: int | None, ba
     if not is_exact:
         older = f"{age} step(s) older than" if age else "not"
         return (
-            f"nothing found with these weights, which are {older} those of the step. The weights themselves may be the "
-            f"cause: `mmldlm replay {run_dir} {case['step']} --exact` first trains up to the step on this process "
-            "(the micro-batches of all ranks in sequence)"
+            f"nothing found with these weights, which are {older} those of the step. The weights"
+            f" themselves may be the cause: `mmldlm replay {run_dir} {case['step']} --exact` first"
+            " trains up to the step on this process (the micro-batches of all ranks in sequence)"
         )
-    ranks = ", ".join(sorted({f"rank {entry['rank']} on {entry['host']}" for entry in bad})) or "the step's ranks"
+    ranks = (
+        ", ".join(sorted({f"rank {entry['rank']} on {entry['host']}" for entry in bad}))
+        or "the step's ranks"
+    )
     return (
-        "nothing found: data, weights and model give finite numbers here. What differs is the machine and the engine: "
-        f"check the hardware of {ranks} (ECC, memory errors of other jobs), or run the step under engine.kind=single"
+        "nothing found: data, weights and model give finite numbers here. What differs is the"
+        f" machine and the engine: check the hardware of {ranks} (ECC, memory errors of other"
+        " jobs), or run the step under engine.kind=single"
     )

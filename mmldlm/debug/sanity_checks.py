@@ -19,7 +19,8 @@ from mmldlm.engines.parameter_shards import ParameterShard
 from mmldlm.observe.layer_stats import LayerStats
 from mmldlm.utils.moments import MOMENTS
 
-# -- before the first step ---------------------------------------------------------------------------------------------
+# -- before the first step
+# ---------------------------------------------------------------------------------------------
 
 
 def check_device(engine: Engine, findings: Findings) -> None:
@@ -32,25 +33,40 @@ def check_device(engine: Engine, findings: Findings) -> None:
 
 
 def check_coverage(engine: Engine, findings: Findings) -> None:
-    """Check that the optimizer updates every trainable element exactly once and no frozen one (single process)."""
+    """Check that the optimizer updates every trainable element exactly once and no frozen one
+    (single process).
+    """
     updated: dict[str, int] = defaultdict(int)
     for fragment in engine.parameter_shards():
         updated[fragment.name] += fragment.count
     sizes = {name: _numel(parameter) for name, parameter in engine.model.named_parameters()}
-    trainable = {name for name, parameter in engine.model.named_parameters() if parameter.requires_grad}
+    trainable = {
+        name for name, parameter in engine.model.named_parameters() if parameter.requires_grad
+    }
     for name, size in sizes.items():
         if updated[name] != (size if name in trainable else 0):
             kind = "trainable" if name in trainable else "frozen"
-            findings.failed("optimizer", f"it updates {updated[name]} of {size} elements of {name}, which is {kind}")
+            findings.failed(
+                "optimizer",
+                f"it updates {updated[name]} of {size} elements of {name}, which is {kind}",
+            )
     owners = {id(fragment.owner) for fragment in engine.parameter_shards()}
     for owner in engine.optimizer_groups():
         if id(owner) not in owners:
-            findings.failed("optimizer", f"it holds a tensor of shape {tuple(owner.shape)} that is not a parameter")
-    findings.passed("optimizer", f"{len(trainable)} tensors, {sum(sizes[name] for name in trainable):,} elements")
+            findings.failed(
+                "optimizer",
+                f"it holds a tensor of shape {tuple(owner.shape)} that is not a parameter",
+            )
+    findings.passed(
+        "optimizer",
+        f"{len(trainable)} tensors, {sum(sizes[name] for name in trainable):,} elements",
+    )
 
 
 def _numel(parameter: Tensor) -> int:
-    return getattr(parameter, "ds_numel", None) or parameter.numel()  # ZeRO-3 empties a partitioned parameter
+    return (
+        getattr(parameter, "ds_numel", None) or parameter.numel()
+    )  # ZeRO-3 empties a partitioned parameter
 
 
 def group_table(engine: Engine, lr: float) -> list[dict]:
@@ -62,16 +78,21 @@ def group_table(engine: Engine, lr: float) -> list[dict]:
         group = groups[fragment.owner]
         decay, group_lr = group["weight_decay"], lr * group.get("lr_factor", 1.0)
         key = group_lr, decay
-        line = table.setdefault(key, {"tensors": 0, "elements": 0, "lr": group_lr, "weight_decay": decay})
+        line = table.setdefault(
+            key, {"tensors": 0, "elements": 0, "lr": group_lr, "weight_decay": decay}
+        )
         names[key].add(fragment.name)
         line["tensors"], line["elements"] = len(names[key]), line["elements"] + fragment.count
     return list(table.values())
 
 
-# -- a step ------------------------------------------------------------------------------------------------------------
+# -- a step
+# -------------------------------------------------------------------------------------------------
 
 
-def check_dtypes(engine: Engine, config: Config, products: dict[str, torch.dtype], findings: Findings) -> None:
+def check_dtypes(
+    engine: Engine, config: Config, products: dict[str, torch.dtype], findings: Findings
+) -> None:
     """Check dtypes after the first applied step.
 
     Args:
@@ -82,21 +103,31 @@ def check_dtypes(engine: Engine, config: Config, products: dict[str, torch.dtype
     if wrong:
         findings.failed(
             "precision",
-            f"not {str(expected)[6:]} although training.dtype={config.training.dtype}: {format_names(wrong)}",
+            f"not {str(expected)[6:]} although training.dtype={config.training.dtype}:"
+            f" {format_names(wrong)}",
         )
     states = engine.optimizer_state()
     for fragment in engine.parameter_shards():
         if fragment.owner.dtype != torch.float32:
-            findings.failed("precision", f"the master of {fragment.name} is {str(fragment.owner.dtype)[6:]}")
+            findings.failed(
+                "precision", f"the master of {fragment.name} is {str(fragment.owner.dtype)[6:]}"
+            )
         state = states.get(fragment.owner) or {}
         for key in MOMENTS:
             if key in state and state[key].dtype != torch.float32:
-                findings.failed("precision", f"{key} of {fragment.name} is {str(state[key].dtype)[6:]}")
+                findings.failed(
+                    "precision", f"{key} of {fragment.name} is {str(state[key].dtype)[6:]}"
+                )
             if key in state and state[key].device != fragment.owner.device:
                 where = f"{state[key].device}, the weights on {fragment.owner.device}"
                 findings.failed("optimizer", f"{key} of {fragment.name} is on {where}")
-    others = "masters, moments, gradients and the loss are float32; autocast is off outside the forward pass"
-    findings.passed("precision", f"{len(products)} linear layers returned {str(expected)[6:]}; {others}")
+    others = (
+        "masters, moments, gradients and the loss are float32; autocast is off outside the forward"
+        " pass"
+    )
+    findings.passed(
+        "precision", f"{len(products)} linear layers returned {str(expected)[6:]}; {others}"
+    )
 
 
 def check_groups(engine: Engine, config: Config, lr: float, findings: Findings) -> None:
@@ -110,9 +141,12 @@ def check_groups(engine: Engine, config: Config, lr: float, findings: Findings) 
             ("eps", group["eps"], (optimizer.eps,)),
         ):
             if found not in expected:
-                findings.failed("groups", f"{key} {found} where {' or '.join(map(str, expected))} was expected")
+                findings.failed(
+                    "groups", f"{key} {found} where {' or '.join(map(str, expected))} was expected"
+                )
     line = "; ".join(
-        f"{g['tensors']} tensors, {g['elements']:,} elements: LR {g['lr']:.3g}, weight decay {g['weight_decay']:g}"
+        f"{g['tensors']} tensors, {g['elements']:,} elements: LR {g['lr']:.3g}, weight decay"
+        f" {g['weight_decay']:g}"
         for g in group_table(engine, lr)
     )
     findings.passed("groups", line)
@@ -121,20 +155,27 @@ def check_groups(engine: Engine, config: Config, lr: float, findings: Findings) 
 def check_clipping(engine: Engine, config: Config, norm: float, findings: Findings) -> None:
     """Check clipping after the first applied step.
 
-    AdamW's first moment is then (1 - beta1) times the gradient that it received, Muon's momentum (1 - momentum) times.
+    AdamW's first moment is then (1 - beta1) times the gradient that it received, Muon's momentum
+    (1 - momentum) times.
     """
     states, groups, squares = engine.optimizer_state(), engine.optimizer_groups(), 0.0
     for fragment in engine.parameter_shards():
         if fragment.count and states.get(fragment.owner):
-            moment, group = fragment.slice_of(states[fragment.owner]["exp_avg"]), groups[fragment.owner]
+            moment, group = (
+                fragment.slice_of(states[fragment.owner]["exp_avg"]),
+                groups[fragment.owner],
+            )
             decay = group["momentum"] if group.get("muon") else group["betas"][0]
-            squares += float(torch.linalg.vector_norm(moment, dtype=torch.float64).div(1 - decay).square())
+            squares += float(
+                torch.linalg.vector_norm(moment, dtype=torch.float64).div(1 - decay).square()
+            )
     received = math.sqrt(squares)
     clip = config.optimizer.grad_clip_norm
     expected = norm if clip is None else min(norm, clip)
     if not math.isclose(received, expected, rel_tol=0.01):
         findings.failed(
-            "clipping", f"expected a gradient of norm {expected:.4g}, the optimizer received {received:.4g}"
+            "clipping",
+            f"expected a gradient of norm {expected:.4g}, the optimizer received {received:.4g}",
         )
     limit = "no clipping" if clip is None else f"clipped to {clip:g}"
     findings.passed("clipping", f"norm {norm:.4g}, {limit}: the optimizer received {received:.4g}")
@@ -144,13 +185,17 @@ def check_layer_stats(stats: LayerStats, findings: Findings) -> None:
     """Check that no layer has a non-finite gradient."""
     for name, tensor in stats.parameters.items():
         if tensor.num_nonfinite:
-            findings.failed("finite", f"step {stats.step}: {tensor.num_nonfinite} non-finite gradients in {name}")
+            findings.failed(
+                "finite",
+                f"step {stats.step}: {tensor.num_nonfinite} non-finite gradients in {name}",
+            )
 
 
 def measured_loss_drop(
     engine: Engine, objective: Callable, batches: Sequence[Batch], relative_drop: float
 ) -> float | str:
-    """Take one gradient step sized for a relative drop of the loss; return measured / expected drop.
+    """Take one gradient step sized for a relative drop of the loss; return measured / expected
+    drop.
 
     A message instead if the loss or the gradient norm cannot be compared.
     """
@@ -184,7 +229,9 @@ def connected(engine: Engine, fired: set[str]) -> set[str]:
     """
     if isinstance(engine, DeepSpeedEngine) and engine.stage > 0:
         return set(fired)
-    return {fragment.name for fragment, gradient in gradient_shards(engine) if gradient is not None}
+    return {
+        fragment.name for fragment, gradient in gradient_shards(engine) if gradient is not None
+    }
 
 
 def checksums(fragments: Iterable[ParameterShard]) -> dict[tuple[str, int], tuple[float, float]]:
@@ -205,7 +252,8 @@ def changed(before: dict, after: dict) -> list[str]:
 
 
 class GradientHooks:
-    """Hooks that record the output dtypes of Linear layers and which parameters received a gradient.
+    """Hooks that record the output dtypes of Linear layers and which parameters received a
+    gradient.
 
     Attributes:
         products: Linear layer -> dtype of its output.

@@ -28,7 +28,10 @@ def as_dict(sanity: SanityRunner) -> dict:
             "grad_clip_norm": config.optimizer.grad_clip_norm,
             "torch": torch.__version__,
         },
-        "checks": [{"id": row.id, "what": row.title, "status": row.status, "reason": row.reason} for row in rows],
+        "checks": [
+            {"id": row.id, "what": row.title, "status": row.status, "reason": row.reason}
+            for row in rows
+        ],
         "groups": sanity.groups,
         "steps": sanity.steps,
         "layers": None if sanity.layer_stats is None else sanity.layer_stats.record()["layers"],
@@ -41,8 +44,11 @@ def heading(sanity: SanityRunner) -> str:
     """Describe the run about to start: a large model on a CPU takes minutes per step."""
     config, engine = sanity.config, sanity.engine
     return (
-        f"sanity   {engine.describe()}, {engine.device}, {config.training.dtype}, {sanity.task.describe(config)}; "
-        + ", ".join(f"{group} {part:,} of {total:,}" for group, (part, total) in sanity.trainable.items())
+        f"sanity   {engine.describe()}, {engine.device}, {config.training.dtype},"
+        f" {sanity.task.describe(config)}; "
+        + ", ".join(
+            f"{group} {part:,} of {total:,}" for group, (part, total) in sanity.trainable.items()
+        )
         + f" parameters trainable; batches of {config.training.train_batch_size}"
     )
 
@@ -64,7 +70,9 @@ def print_tables(sanity: SanityRunner, console: Console) -> None:
         line = Text.assemble((f"{row.status:7}", color), f" {row.title:{width}}  {row.reason}")
         console.print(line, soft_wrap=True)
     failed = sum(row.status != PASS for row in rows)
-    console.print(f"{len(rows)} checks, {failed} not passed" if failed else f"{len(rows)} checks passed")
+    console.print(
+        f"{len(rows)} checks, {failed} not passed" if failed else f"{len(rows)} checks passed"
+    )
 
 
 def _layer_table(stats: LayerStats) -> Table:
@@ -72,6 +80,9 @@ def _layer_table(stats: LayerStats) -> Table:
     table = Table(Column("layer", no_wrap=True), *columns, title=f"step {stats.step}", box=SIMPLE)
     for name, tensor in stats.layers.items():
         values = tensor.record()
-        cells = [values.get(key) for key in ("grad_norm", "zero_share", "nonfinite", "update_ratio", "activation_rms")]
+        cells = [
+            values.get(key)
+            for key in ("grad_norm", "zero_share", "nonfinite", "update_ratio", "activation_rms")
+        ]
         table.add_row(name, *("-" if value is None else f"{value:.3g}" for value in cells))
     return table

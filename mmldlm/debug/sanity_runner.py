@@ -1,4 +1,6 @@
-"""Run the steps of `mmldlm sanity` in one process, as a real run takes them, and check every part."""
+"""Run the steps of `mmldlm sanity` in one process, as a real run takes them, and check
+every part.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,9 @@ from mmldlm.stability.state_audit import nonfinite_tensors
 from mmldlm.utils.formatting import first_line
 
 OVERFIT_STEPS = 10
-"""Steps on one batch. With fewer than about five, layers behind adaLN-Zero have no gradient yet."""
+"""Steps on one batch. With fewer than about five, layers behind adaLN-Zero have no gradient yet.
+
+"""
 MIN_LOSS_DROP = 1e-4  # of the first loss
 MAX_CANDIDATES = 64  # steps searched for the batch that uses most of the model
 
@@ -40,7 +44,8 @@ class SanityRunner:
     Args:
         data: the run's data and config.
         interval: steps between two layer statistics (0: none).
-        detect_anomaly: use torch's anomaly detection (slow; names the forward operation of a NaN gradient).
+        detect_anomaly: use torch's anomaly detection (slow; names the forward operation of a NaN
+            gradient).
 
     Attributes:
         findings: failures per check.
@@ -63,14 +68,21 @@ class SanityRunner:
         model = self.task.build_model(data)
         parameters = self.task.parameter_plan(model, self.config)
         self.trainable = parameters.apply(model, self.task.parameter_groups(model))
-        # Blocks stay uncompiled under training.compile_model: hooks inside them see what eager code does.
+        # Blocks stay uncompiled under training.compile_model: hooks inside them see what eager
+        # code does.
         self.engine = build_engine(model, self.config, parameters)
         self.objective = self.task.objective(self.config)
-        # Every step is measured, to know which parameters received a gradient; `interval` selects what is printed.
-        self.interval, self._collector = interval, LayerStatsCollector(self.engine, 1, self.config.training.dtype)
+        # Every step is measured, to know which parameters received a gradient; `interval` selects
+        # what is printed.
+        self.interval, self._collector = (
+            interval,
+            LayerStatsCollector(self.engine, 1, self.config.training.dtype),
+        )
 
     def run(self, max_steps: int, overfit_steps: int = OVERFIT_STEPS) -> None:
-        """Check the engine, take max_steps steps on the run's batches and overfit_steps on one of them."""
+        """Check the engine, take max_steps steps on the run's batches and overfit_steps on one of
+        them.
+        """
         engine, findings = self.engine, self.findings
         if engine.device.type == "cuda":
             reset_peak_memory(engine.device)
@@ -87,13 +99,18 @@ class SanityRunner:
                     micro_batches = next(batches)
                     check_pinned(micro_batches, engine.device, findings)
                     loss = self._step(
-                        step, micro_batches, learning_rate(self._applied, max_steps, self.config.optimizer)
+                        step,
+                        micro_batches,
+                        learning_rate(self._applied, max_steps, self.config.optimizer),
                     )
                     self.log(f"step {step}/{max_steps}: loss {loss:.4g}")
                 self.log(f"{overfit_steps} more steps on one batch, to overfit it")
                 self._overfit(max_steps, overfit_steps)
             note = ", blocks not compiled" if self.config.training.compile_model else ""
-            findings.passed("step_runs", f"{len(self.steps)} steps on {engine.describe()}, {engine.device}{note}")
+            findings.passed(
+                "step_runs",
+                f"{len(self.steps)} steps on {engine.describe()}, {engine.device}{note}",
+            )
             self._final_checks(start)
         except SanityAborted:
             pass
@@ -103,7 +120,8 @@ class SanityRunner:
         self._check_frozen(frozen)
         self._check_memory()
 
-    # -- batches -----------------------------------------------------------------------------------------------------
+    # -- batches
+    # ---------------------------------------------------------------------------------------------
 
     def _batches(self, max_steps: int):
         self.dataset = self._micro_batches()
@@ -114,13 +132,17 @@ class SanityRunner:
         config, data = self.config, self.data
         training = config.training
         plan = data.training_plan(training.train_batch_size * training.grad_accum_steps)
-        return MicroBatches(data.train, plan, self.task.collator(data), 0, 1, training.grad_accum_steps)
+        return MicroBatches(
+            data.train, plan, self.task.collator(data), 0, 1, training.grad_accum_steps
+        )
 
     def _largest_step(self) -> int:
         """Return the step whose batch uses most of the model."""
 
         def num_unused(step: int) -> int:
-            return len(set.intersection(*(self._unused_by(batch) for batch in self._step_batches(step))))
+            return len(
+                set.intersection(*(self._unused_by(batch) for batch in self._step_batches(step)))
+            )
 
         return min(range(min(MAX_CANDIDATES, self.dataset.plan.batches_per_epoch)), key=num_unused)
 
@@ -131,7 +153,8 @@ class SanityRunner:
         accum = self.dataset.accum
         return [self.dataset[step * accum + micro] for micro in range(accum)]
 
-    # -- one step ----------------------------------------------------------------------------------------------------
+    # -- one step
+    # ---------------------------------------------------------------------------------------------
 
     def _step(self, step: int, batches: list[Batch], lr: float) -> float:
         """One optimizer step as the training loop takes it; returns its loss.
@@ -148,9 +171,14 @@ class SanityRunner:
                 loss = math.fsum(self._micro_batch(step, batch) for batch in batches)
                 norm = float(engine.grad_norm())
                 self._collector.before_step()
-                if math.isfinite(norm) or not math.isfinite(loss) or not self._loss_scale.can_decrease:
+                if (
+                    math.isfinite(norm)
+                    or not math.isfinite(loss)
+                    or not self._loss_scale.can_decrease
+                ):
                     break
-                # fp16: a run would skip this step; here it is repeated on the same batch with a lower scale.
+                # fp16: a run would skip this step; here it is repeated on the same batch with a
+                # lower scale.
                 self._collector.after_step(lr, False)
                 engine.discard_gradients()
                 self._loss_scale.on_overflow()
@@ -166,11 +194,15 @@ class SanityRunner:
             else:
                 engine.discard_gradients()
             stats = self._collector.after_step(lr, finite)
-            self._has_gradient |= {part for part, p in stats.parameters.items() if p.num_zeros < p.numel}
+            self._has_gradient |= {
+                part for part, p in stats.parameters.items() if p.num_zeros < p.numel
+            }
             checks.check_layer_stats(stats, findings)
             if self.interval and step % self.interval == 0:
                 self.layer_stats = stats
-            self.steps.append({"step": step, "loss": loss, "grad_norm": norm, "lr": lr, "applied": finite})
+            self.steps.append(
+                {"step": step, "loss": loss, "grad_norm": norm, "lr": lr, "applied": finite}
+            )
             if finite:
                 checks.check_groups(engine, self.config, lr, findings)
                 self.groups = checks.group_table(engine, lr)
@@ -183,7 +215,14 @@ class SanityRunner:
     def _record_exceptions(self, step: int):
         try:
             yield
-        except (RuntimeError, ValueError, TypeError, IndexError, KeyError, AttributeError) as error:
+        except (
+            RuntimeError,
+            ValueError,
+            TypeError,
+            IndexError,
+            KeyError,
+            AttributeError,
+        ) as error:
             # An exception inside a step is a finding, not a crash.
             check = "in_place" if "modified by an inplace operation" in str(error) else "step_runs"
             self.findings.failed(check, f"step {step}: {first_line(error)}")
@@ -200,7 +239,11 @@ class SanityRunner:
         weights = checks.checksums(engine.parameter_shards()) if first else {}
 
         loss, _ = self.objective(engine.module, batch)
-        evaluating = [name or "the model" for name, module in engine.model.named_modules() if not module.training]
+        evaluating = [
+            name or "the model"
+            for name, module in engine.model.named_modules()
+            if not module.training
+        ]
         if evaluating:
             findings.failed("train_mode", f"in eval mode: {format_names(evaluating)}")
         findings.passed("train_mode", f"{sum(1 for _ in engine.model.modules())} modules")
@@ -209,17 +252,27 @@ class SanityRunner:
         if loss.dtype != torch.float32:
             findings.failed("precision", f"the loss is {str(loss.dtype)[6:]}, not float32")
         if not loss.requires_grad:
-            findings.failed("loss_graph", "the loss has no graph: it was detached, or replaced by a constant")
+            findings.failed(
+                "loss_graph", "the loss has no graph: it was detached, or replaced by a constant"
+            )
             raise SanityAborted
         findings.passed("loss_graph", f"grad_fn is {type(loss.grad_fn).__name__}")
 
         engine.backward(loss)
-        changed = checks.changed(weights, checks.checksums(engine.parameter_shards())) if first else []
+        changed = (
+            checks.changed(weights, checks.checksums(engine.parameter_shards())) if first else []
+        )
         if changed:
-            findings.failed("in_place", f"forward or backward changed weights: {format_names(changed)}")
-        written = [name for name, tensor in batch.tensors.items() if tensor._version != versions[name]]
+            findings.failed(
+                "in_place", f"forward or backward changed weights: {format_names(changed)}"
+            )
+        written = [
+            name for name, tensor in batch.tensors.items() if tensor._version != versions[name]
+        ]
         if written:
-            findings.failed("in_place", f"forward or backward wrote into the batch: {format_names(written)}")
+            findings.failed(
+                "in_place", f"forward or backward wrote into the batch: {format_names(written)}"
+            )
         findings.passed("in_place", "inputs and weights unchanged, no saved tensor overwritten")
         return float(loss.detach())
 
@@ -232,12 +285,17 @@ class SanityRunner:
                 findings.failed("frozen", f"{name} has a gradient although it is frozen")
         for fragment, gradient in gradient_shards(engine):
             if gradient is not None and gradient.dtype != torch.float32:
-                findings.failed("precision", f"the gradient of {fragment.name} is {str(gradient.dtype)[6:]}")
+                findings.failed(
+                    "precision", f"the gradient of {fragment.name} is {str(gradient.dtype)[6:]}"
+                )
 
-    # -- overfitting one batch -----------------------------------------------------------------------------------
+    # -- overfitting one batch
+    # -----------------------------------------------------------------------------------
 
     def _overfit(self, max_steps: int, overfit_steps: int) -> None:
-        """Check that the loss of one batch with fixed noise falls at the run's peak LR without warm-up."""
+        """Check that the loss of one batch with fixed noise falls at the run's peak LR without
+        warm-up.
+        """
         chosen, findings = self._largest_step(), self.findings
         self._check_gradient_scale(self._step_batches(chosen))
         lr, losses = self.config.optimizer.lr, []
@@ -245,20 +303,25 @@ class SanityRunner:
             losses.append(self._step(step, self._step_batches(chosen), lr))
         if len(losses) < 2:
             return
-        change = f"from {losses[0]:.5g} to {losses[-1]:.5g} in {len(losses) - 1} steps at LR {lr:g}"
+        change = (
+            f"from {losses[0]:.5g} to {losses[-1]:.5g} in {len(losses) - 1} steps at LR {lr:g}"
+        )
         if not losses[-1] < losses[0] - MIN_LOSS_DROP * abs(losses[0]):
             findings.failed("overfit", f"it went {change}")
         findings.passed("overfit", change)
 
     def _check_gradient_scale(self, batches: list[Batch]) -> None:
-        """Check that a small gradient step lowers the loss by its length times the gradient norm."""
+        """Check that a small gradient step lowers the loss by its length times the
+        gradient norm.
+        """
         dtype, findings = self.config.training.dtype, self.findings
         with self._record_exceptions(len(self.steps) + 1):
             batches = [batch.to(self.engine.device) for batch in batches]
             step = 0.001 if dtype == "fp32" else 0.005
             drop = checks.measured_loss_drop(self.engine, self.objective, batches, step)
             while isinstance(drop, str) and dtype == "fp16" and self._loss_scale.can_decrease:
-                self._loss_scale.on_overflow()  # the largest batch may overflow where those before it did not
+                # the largest batch may overflow where those before it did not
+                self._loss_scale.on_overflow()
                 self.engine.loss_scale = self._loss_scale.value
                 drop = checks.measured_loss_drop(self.engine, self.objective, batches, step)
         if isinstance(drop, str):
@@ -274,30 +337,42 @@ class SanityRunner:
         }
         findings.passed("gradient_scale", f"{result}; {scaler[dtype]}")
 
-    # -- at the end --------------------------------------------------------------------------------------------------
+    # -- at the end
+    # ---------------------------------------------------------------------------------------------
 
     def _final_checks(self, start: dict) -> None:
         engine, findings = self.engine, self.findings
         names, parts = self._collector.names, self._collector.parts
         cut_off = [name for name in names if name not in self._connected]
         if cut_off:
-            findings.failed("gradient_coverage", f"no gradient, cut off from the loss: {format_names(cut_off)}")
+            findings.failed(
+                "gradient_coverage", f"no gradient, cut off from the loss: {format_names(cut_off)}"
+            )
         exempt = tuple(self._unused or ())
-        zero = [part for part, name in parts.items() if name in self._connected and part not in self._has_gradient]
+        zero = [
+            part
+            for part, name in parts.items()
+            if name in self._connected and part not in self._has_gradient
+        ]
         unexpected = [part for part in zero if not part.startswith(exempt)]
         if unexpected:
             findings.failed(
-                "gradient_coverage", f"a zero gradient in each of {len(self.steps)} steps: {format_names(unexpected)}"
+                "gradient_coverage",
+                f"a zero gradient in each of {len(self.steps)} steps: {format_names(unexpected)}",
             )
         idle = f"; the mode and these batches do not use {format_names(zero)}" if zero else ""
         streams = " (a block's by streams)" if len(parts) > len(names) else ""
-        findings.passed("gradient_coverage", f"{len(parts) - len(zero)} of {len(parts)} tensors{streams}{idle}")
+        findings.passed(
+            "gradient_coverage", f"{len(parts) - len(zero)} of {len(parts)} tensors{streams}{idle}"
+        )
 
         changed = checks.changed(start, checks.checksums(engine.parameter_shards()))
         used = {parts[part] for part in self._has_gradient}
         unchanged = [name for name in names if name in used and name not in changed]
         if unchanged:
-            findings.failed("weights_update", f"a gradient, but an unchanged weight: {format_names(unchanged)}")
+            findings.failed(
+                "weights_update", f"a gradient, but an unchanged weight: {format_names(unchanged)}"
+            )
         findings.passed("weights_update", f"{len(changed)} of {len(names)} tensors")
 
         bad = nonfinite_tensors(engine)
@@ -311,7 +386,11 @@ class SanityRunner:
         if changed:
             self.findings.failed("frozen", f"changed during the steps: {format_names(changed)}")
         names = {name for name, _ in before}
-        result = f"{len(names)} frozen tensors, bitwise unchanged" if names else "nothing is frozen in this run"
+        result = (
+            f"{len(names)} frozen tensors, bitwise unchanged"
+            if names
+            else "nothing is frozen in this run"
+        )
         self.findings.passed("frozen", result)
 
     def _check_memory(self) -> None:

@@ -25,7 +25,10 @@ def draw(logits: Tensor, uniform: Tensor) -> Tensor:
         rows = slice(start, start + step)
         cumulative = logits[rows].double().softmax(-1).cumsum(-1)
         total = cumulative[:, -1]
-        # A point rounded up to the total would select an index after the last token with any probability.
-        point = torch.minimum(uniform[rows].double() * total, torch.nextafter(total, torch.zeros_like(total)))
+        # A point rounded up to the total would select an index after the last token with any
+        # probability.
+        point = torch.minimum(
+            uniform[rows].double() * total, torch.nextafter(total, torch.zeros_like(total))
+        )
         tokens[rows] = torch.searchsorted(cumulative, point[:, None], right=True)[:, 0]
     return tokens

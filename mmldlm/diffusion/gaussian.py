@@ -1,4 +1,6 @@
-"""Gaussian diffusion of latents: z_t = alpha(t) x0 + sigma(t) noise, with conversions between prediction targets."""
+"""Gaussian diffusion of latents: z_t = alpha(t) x0 + sigma(t) noise, with conversions between
+prediction targets.
+"""
 
 from __future__ import annotations
 
@@ -20,14 +22,21 @@ def _cosine(t: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _linear(t: Tensor) -> tuple[Tensor, Tensor]:
-    """Integral of beta from 0.1 to 20: the continuous limit of DDPM's 1000 linear betas (arXiv 2011.13456)."""
+    """Integral of beta from 0.1 to 20: the continuous limit of DDPM's 1000 linear betas (arXiv
+    2011.13456).
+    """
     log_alpha_squared = -(0.1 * t + 0.5 * (20.0 - 0.1) * t**2)
     return (0.5 * log_alpha_squared).exp(), (-torch.expm1(log_alpha_squared)).sqrt()
 
 
 def _sigmoid(t: Tensor) -> tuple[Tensor, Tensor]:
-    """alpha^2 falls from 0.9975 to 0.0025 along a logistic curve, rescaled to reach 1 and 0 exactly."""
-    low, high = torch.sigmoid(torch.tensor(-6.0).double()), torch.sigmoid(torch.tensor(6.0).double())
+    """alpha^2 falls from 0.9975 to 0.0025 along a logistic curve, rescaled to reach 1 and 0
+    exactly.
+    """
+    low, high = (
+        torch.sigmoid(torch.tensor(-6.0).double()),
+        torch.sigmoid(torch.tensor(6.0).double()),
+    )
     alpha_squared = ((torch.sigmoid(6.0 - 12.0 * t) - low) / (high - low)).clamp(0, 1)
     return alpha_squared.sqrt(), (1 - alpha_squared).sqrt()
 
@@ -44,8 +53,8 @@ class Prediction(NamedTuple):
         to_x0: (alpha, sigma, prediction, z) -> x0 estimate.
         weight: (x0-space weight, SNR, sigma) -> the weight in this target's space.
         schedules: names of the schedules under which these conversions hold.
-        count: vectors per latent: targets and predictions are [B, ..., count * D], the weights of more than one
-            [B, count].
+        count: vectors per latent: targets and predictions are [B, ..., count * D], the weights of
+            more than one [B, count].
         max_timestep: largest t at which `to_x0` is computed; above it, t is replaced by it.
         sampling_start: timestep at which sampling starts.
     """
@@ -113,22 +122,24 @@ DDM_WEIGHTINGS = ("ddm", "ddm_inverse")
 class GaussianProcess:
     """A `LatentProcess`: forward noising, targets, loss weights and one step back.
 
-    Schedules are continuous in t in [0, 1] (t = 0 data, t = 1 noise). Variance preserving: alpha = cos(pi t / 2)
-    (cosine), the linear-beta DDPM (linear, arXiv 2006.11239) and linear in logit space (sigmoid). The straight path
-    alpha = 1 - t, sigma = t is rectified flow (arXiv 2209.03003), alpha = 1 - t, sigma = sqrt(t) is decoupled diffusion
-    (decoupled.py). There are no discrete timestep indices.
+    Schedules are continuous in t in [0, 1] (t = 0 data, t = 1 noise). Variance preserving: alpha =
+    cos(pi t / 2) (cosine), the linear-beta DDPM (linear, arXiv 2006.11239) and linear in logit
+    space (sigmoid). The straight path alpha = 1 - t, sigma = t is rectified flow (arXiv
+    2209.03003), alpha = 1 - t, sigma = sqrt(t) is decoupled diffusion (decoupled.py). There are no
+    discrete timestep indices.
 
     Args:
         schedule: one of SCHEDULES.
         prediction: what the network outputs, one of PREDICTIONS.
-        weighting: unit, min_snr (arXiv 2303.09556), velocity, or of the decoupled path ddm and ddm_inverse; always in
-            the space of the prediction.
+        weighting: unit, min_snr (arXiv 2303.09556), velocity, or of the decoupled path ddm and
+            ddm_inverse; always in the space of the prediction.
         min_snr_gamma: gamma of min_snr.
         ddm_weight_cap: largest weight of ddm_inverse.
         velocity_floor: least sigma that velocity divides by on the straight path.
 
     Raises:
-        ValueError: an unknown schedule or prediction, or one that does not go with the other or with the weighting.
+        ValueError: an unknown schedule or prediction, or one that does not go with the other or
+            with the weighting.
     """
 
     def __init__(
@@ -142,15 +153,23 @@ class GaussianProcess:
     ):
         if schedule not in SCHEDULES or prediction not in PREDICTIONS:
             raise ValueError(
-                f"schedule {schedule!r} of {tuple(SCHEDULES)}, prediction {prediction!r} of {tuple(PREDICTIONS)}"
+                f"schedule {schedule!r} of {tuple(SCHEDULES)}, prediction {prediction!r} of"
+                f" {tuple(PREDICTIONS)}"
             )
         if schedule not in PREDICTIONS[prediction].schedules:
-            raise ValueError(f"prediction {prediction} needs schedule {PREDICTIONS[prediction].schedules}: {schedule}")
+            raise ValueError(
+                f"prediction {prediction} needs schedule {PREDICTIONS[prediction].schedules}:"
+                f" {schedule}"
+            )
         # On the decoupled path dz/dt = -x0 + noise / (2 sqrt(t)) is infinite at t = 0.
         if weighting in (("velocity",) if schedule == "decoupled" else DDM_WEIGHTINGS):
             raise ValueError(f"weighting {weighting} does not go with schedule {schedule}")
         self.schedule, self.prediction = schedule, prediction
-        self.weighting, self.min_snr_gamma, self.ddm_weight_cap = weighting, min_snr_gamma, ddm_weight_cap
+        self.weighting, self.min_snr_gamma, self.ddm_weight_cap = (
+            weighting,
+            min_snr_gamma,
+            ddm_weight_cap,
+        )
         self.velocity_floor = velocity_floor
         self.num_predictions = PREDICTIONS[prediction].count
         self.sampling_start = PREDICTIONS[prediction].sampling_start
@@ -162,7 +181,9 @@ class GaussianProcess:
         return SCHEDULES[self.schedule](t.double())
 
     def _alpha_sigma_like(self, t: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
-        """alpha(t) and sigma(t) of t [B] in the dtype of x [B, ...], with trailing dimensions to broadcast."""
+        """alpha(t) and sigma(t) of t [B] in the dtype of x [B, ...], with trailing dimensions to
+        broadcast.
+        """
         alpha, sigma = self.alpha_sigma(t)
         return self._like(alpha, x), self._like(sigma, x)
 
@@ -172,8 +193,8 @@ class GaussianProcess:
         return values.reshape(values.shape + (1,) * (x.dim() - values.dim())).to(x.dtype)
 
     def sampling_grid(self, steps: int) -> Tensor:
-        """[steps + 1] fp64 timesteps from `sampling_start` to 0: evenly spaced, on the decoupled path in the cosine
-        path's time, whose steps of the SNR are even near both ends."""
+        """[steps + 1] fp64 timesteps from `sampling_start` to 0: evenly spaced, on the decoupled
+        path in the cosine path's time, whose steps of the SNR are even near both ends."""
         grid = torch.linspace(self.sampling_start, 0.0, steps + 1, dtype=torch.float64)
         return decoupled.timestep_of_cosine(grid) if self.schedule == "decoupled" else grid
 
@@ -187,25 +208,40 @@ class GaussianProcess:
         return PREDICTIONS[self.prediction].target(*self._alpha_sigma_like(t, x0), x0, noise)
 
     def to_x0(self, predictions: Tensor, z: Tensor, t: Tensor) -> Tensor:
-        """Estimate of x0 from the network's output at (z, t). For epsilon, t above 0.999 counts as 0.999."""
+        """Estimate of x0 from the network's output at (z, t).
+
+        For epsilon, t above 0.999 counts as 0.999.
+        """
         if self.prediction == "x0":
             return predictions
         rule = PREDICTIONS[self.prediction]
-        return rule.to_x0(*self._alpha_sigma_like(t.clamp_max(rule.max_timestep), z), predictions, z)
+        return rule.to_x0(
+            *self._alpha_sigma_like(t.clamp_max(rule.max_timestep), z), predictions, z
+        )
 
     def loss_weights(self, t: Tensor) -> Tensor:
-        """Weight of the squared error in the prediction's own space. [B], of P > 1 predictions [B, P]; fp64"""
+        """Weight of the squared error in the prediction's own space. [B], of P > 1 predictions [B,
+        P]; fp64
+        """
         alpha, sigma = self.alpha_sigma(t)
         if self.weighting == "unit":
             ones = torch.ones_like(alpha)
-            return ones if self.num_predictions == 1 else ones[..., None].expand(*ones.shape, self.num_predictions)
+            return (
+                ones
+                if self.num_predictions == 1
+                else ones[..., None].expand(*ones.shape, self.num_predictions)
+            )
         if self.weighting in DDM_WEIGHTINGS:
             pair = decoupled.loss_weights(t.double(), self.weighting, self.ddm_weight_cap)
-            return {"x0": pair[..., 0], "epsilon": pair[..., 1], "x0_epsilon": pair}[self.prediction]
+            return {"x0": pair[..., 0], "epsilon": pair[..., 1], "x0_epsilon": pair}[
+                self.prediction
+            ]
         snr = (alpha / sigma.clamp_min(1e-8)) ** 2
         if self.weighting == "min_snr":
             x0_weight = snr.clamp_max(self.min_snr_gamma)
-        elif self.schedule == "rectified_flow":  # the flow loss weighs the squared x0 error by 1 / sigma^2
+        elif (
+            self.schedule == "rectified_flow"
+        ):  # the flow loss weighs the squared x0 error by 1 / sigma^2
             x0_weight = 1 / sigma.clamp_min(self.velocity_floor) ** 2
         else:  # the v loss weighs it by SNR + 1
             x0_weight = snr + 1
@@ -222,14 +258,16 @@ class GaussianProcess:
         noise: Tensor | None = None,
         project: Callable[[Tensor], Tensor] | None = None,
     ) -> Tensor:
-        """One DDIM step (arXiv 2010.02502, eq. 12 and 16) from t to s < t; under rectified flow, an Euler step.
+        """One DDIM step (arXiv 2010.02502, eq. 12 and 16) from t to s < t; under rectified flow,
+        an Euler step.
 
         Args:
             predictions: network output at (z, t). [B, ..., P * D]
             z: state at t. [B, ..., D]
             t: current timestep. [B]
             s: next timestep. [B]
-            eta: 0 deterministic, 1 ancestral, or a function of (t, s) such as `decoupled.bridge_eta`.
+            eta: 0 deterministic, 1 ancestral, or a function of (t, s) such as
+                `decoupled.bridge_eta`.
             noise: standard normal noise like z, needed when eta > 0.
             project: applied to the x0 estimate before the step.
         """
@@ -242,19 +280,27 @@ class GaussianProcess:
             eta = self._like(eta(t.double(), s.double()), z)
         elif eta == 0:
             return alpha_s * x0 + sigma_s * direction
-        # Ancestral standard deviation: sigma_s^2 (1 - (alpha_t sigma_s / (alpha_s sigma_t))^2), finite at alpha_t = 0.
+        # Ancestral standard deviation: sigma_s^2 (1 - (alpha_t sigma_s / (alpha_s sigma_t))^2),
+        # finite at alpha_t = 0.
         ratio = alpha_t * sigma_s / (alpha_s * sigma_t)
         std = eta * sigma_s * (1 - ratio**2).clamp_min(0).sqrt()
         return alpha_s * x0 + (sigma_s**2 - std**2).clamp_min(0).sqrt() * direction + std * noise
 
     def multistep(
-        self, x0: Tensor, z: Tensor, t: Tensor, s: Tensor, previous: tuple[Tensor, Tensor] | None = None
+        self,
+        x0: Tensor,
+        z: Tensor,
+        t: Tensor,
+        s: Tensor,
+        previous: tuple[Tensor, Tensor] | None = None,
     ) -> Tensor:
-        """One step of DPM-Solver++(2M) from t to s < t (arXiv 2211.01095): second order, one network evaluation.
+        """One step of DPM-Solver++(2M) from t to s < t (arXiv 2211.01095): second order, one
+        network evaluation.
 
-        z' = (sigma' / sigma) z + (alpha' - alpha sigma' / sigma) x, where x extrapolates the x0 estimates of this step
-        and the one before, linearly in lambda = log(alpha / sigma), to the middle of the step. Without a step before,
-        or after one from pure noise (lambda = -inf), x is x0 and the step that of DDIM.
+        z' = (sigma' / sigma) z + (alpha' - alpha sigma' / sigma) x, where x extrapolates the x0
+        estimates of this step and the one before, linearly in lambda = log(alpha / sigma), to the
+        middle of the step. Without a step before, or after one from pure noise (lambda = -inf), x
+        is x0 and the step that of DDIM.
 
         Args:
             x0: estimate at (z, t). [B, ..., D]
@@ -267,7 +313,9 @@ class GaussianProcess:
         alpha_s, sigma_s = self._alpha_sigma_like(s, z)
         if previous is not None:
             before, r = previous
-            half = 0.5 * (self._log_snr(s) - self._log_snr(t)) / (self._log_snr(t) - self._log_snr(r))
+            half = (
+                0.5 * (self._log_snr(s) - self._log_snr(t)) / (self._log_snr(t) - self._log_snr(r))
+            )
             x0 = x0 + self._like(half, z) * (x0 - before)
         ratio = sigma_s / sigma_t
         return ratio * z + (alpha_s - alpha_t * ratio) * x0
@@ -286,7 +334,8 @@ class GaussianProcess:
         *,
         project: Callable[[Tensor], Tensor] | None = None,
     ) -> Tensor:
-        """One Heun step of rectified flow from t to s < t, 0 < s: second order, with two network evaluations.
+        """One Heun step of rectified flow from t to s < t, 0 < s: second order, with two network
+        evaluations.
 
         Args:
             predict: (z, t) -> network output.
@@ -295,7 +344,9 @@ class GaussianProcess:
             s: next timestep.
             project: applied to each x0 estimate.
         """
-        assert "heun" in self.solvers, f"heun_step needs schedule rectified_flow, not {self.schedule}"
+        assert "heun" in self.solvers, (
+            f"heun_step needs schedule rectified_flow, not {self.schedule}"
+        )
 
         def velocity(z: Tensor, t: float) -> Tensor:
             times = torch.full((len(z),), t, dtype=torch.float64, device=z.device)

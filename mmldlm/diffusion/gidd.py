@@ -1,4 +1,6 @@
-"""Generalized interpolating discrete diffusion, masks and uniform noise: GIDD (arXiv 2503.04482)."""
+"""Generalized interpolating discrete diffusion, masks and uniform noise: GIDD (arXiv
+2503.04482).
+"""
 
 from __future__ import annotations
 
@@ -13,8 +15,8 @@ WEIGHTINGS = ("elbo", "clip", "dynamic")
 
 
 class Marginals(NamedTuple):
-    """Shares of q_t(z | x) in fp64: alpha on the token itself, mask on [MASK], uniform on all N other tokens
-    together (the token itself among them). They sum to 1."""
+    """Shares of q_t(z | x) in fp64: alpha on the token itself, mask on [MASK], uniform on all N
+    other tokens together (the token itself among them). They sum to 1."""
 
     alpha: Tensor
     mask: Tensor
@@ -22,13 +24,16 @@ class Marginals(NamedTuple):
 
 
 class GiddProcess:
-    """q_t(z | x) = alpha x + (t [MASK] + c u) / C, with c = B (t (1 - t))^(gamma / 2), C = 1 + c, alpha = (1 - t) / C.
+    """q_t(z | x) = alpha x + (t [MASK] + c u) / C, with c = B (t (1 - t))^(gamma / 2), C = 1 + c,
+    alpha = (1 - t) / C.
 
-    u is uniform over the N = vocab_size - 1 tokens besides [MASK], and B = 2^gamma p_u / (1 - p_u), so that a share p_u
-    of the tokens is uniform noise at t = 1/2. p_u = 0 is masked diffusion (MDLM) with its log-linear schedule.
+    u is uniform over the N = vocab_size - 1 tokens besides [MASK], and B = 2^gamma p_u / (1 -
+    p_u), so that a share p_u of the tokens is uniform noise at t = 1/2. p_u = 0 is masked
+    diffusion (MDLM) with its log-linear schedule.
 
-    The NELBO of a denoiser x_hat, in nats a token, is E_{t, z} w(z, x, t) d(z, x, x_hat, t) over t in (0, 1), with
-    d = KL(q_t(. | x) || q_t(. | x_hat)) + r - log r - 1 and r = q_t(z | x) / q_t(z | x_hat) (eq. 11 of the paper).
+    The NELBO of a denoiser x_hat, in nats a token, is E_{t, z} w(z, x, t) d(z, x, x_hat, t) over t
+    in (0, 1), with d = KL(q_t(. | x) || q_t(. | x_hat)) + r - log r - 1 and r = q_t(z | x) / q_t(z
+    | x_hat) (eq. 11 of the paper).
 
     Args:
         vocab_size: V, [MASK] included.
@@ -40,10 +45,16 @@ class GiddProcess:
         ValueError: a parameter out of range.
     """
 
-    def __init__(self, vocab_size: int, mask_token_id: int, uniform_share: float = 0.1, gamma: float = 1.0):
+    def __init__(
+        self, vocab_size: int, mask_token_id: int, uniform_share: float = 0.1, gamma: float = 1.0
+    ):
         if not 0 <= uniform_share < 1 or not 0 < gamma <= 2:
             raise ValueError(f"uniform_share {uniform_share} in [0, 1), gamma {gamma} in (0, 2]")
-        self.vocab_size, self.mask_token_id, self.num_noise_tokens = vocab_size, mask_token_id, vocab_size - 1
+        self.vocab_size, self.mask_token_id, self.num_noise_tokens = (
+            vocab_size,
+            mask_token_id,
+            vocab_size - 1,
+        )
         self.uniform_share, self.gamma = uniform_share, gamma
         self._scale = 2**gamma * uniform_share / (1 - uniform_share)
 
@@ -52,7 +63,9 @@ class GiddProcess:
         return self._scale * (t * (1 - t)) ** (0.5 * self.gamma)
 
     def _uniform_inflow(self, t: Tensor) -> Tensor:
-        """(c + (1 - t) c') / c = 1 + (gamma / 2) (1 - 2t) / t, for 0 < t < 1; c' is the derivative of c."""
+        """(c + (1 - t) c') / c = 1 + (gamma / 2) (1 - 2t) / t, for 0 < t < 1; c' is the derivative
+        of c.
+        """
         return 1 + 0.5 * self.gamma * (1 - 2 * t) / t
 
     def marginals(self, t: Tensor) -> Marginals:
@@ -62,12 +75,17 @@ class GiddProcess:
         return Marginals((1 - t) / (1 + mass), t / (1 + mass), mass / (1 + mass))
 
     def decay(self, t: Tensor) -> Tensor:
-        """-alpha'(t) / alpha(t) for 0 < t < 1: the mean over z of the NELBO's weight. Same shape, fp64."""
+        """-alpha'(t) / alpha(t) for 0 < t < 1: the mean over z of the NELBO's weight.
+
+        Same shape, fp64.
+        """
         t = t.double()
         mass = self._uniform_mass(t)
         return 1 / (1 - t) + 0.5 * self.gamma * (1 - 2 * t) / (t * (1 - t)) * mass / (1 + mass)
 
-    def corrupt(self, tokens: Tensor, t: Tensor, uniform: Tensor, noisable: Tensor) -> tuple[Tensor, Tensor]:
+    def corrupt(
+        self, tokens: Tensor, t: Tensor, uniform: Tensor, noisable: Tensor
+    ) -> tuple[Tensor, Tensor]:
         """Draw z_t independently for every position.
 
         Args:
@@ -82,11 +100,15 @@ class GiddProcess:
         keep, mask, share = (value[:, None] for value in self.marginals(t))
         place = ((uniform.double() - keep - mask) / share.clamp_min(1e-300)).clamp(0, 1)
         other = self._noise_token(place)
-        noised = torch.where(uniform < keep, tokens, torch.where(uniform < keep + mask, self.mask_token_id, other))
+        noised = torch.where(
+            uniform < keep, tokens, torch.where(uniform < keep + mask, self.mask_token_id, other)
+        )
         if self.uniform_share == 0:  # rounding of keep + mask must not let a uniform token in
             noised = torch.where(uniform < keep, tokens, self.mask_token_id)
         noised = torch.where(noisable, noised, tokens)
-        return noised, noisable if self.uniform_share > 0 else noisable & (noised == self.mask_token_id)
+        return noised, (
+            noisable if self.uniform_share > 0 else noisable & (noised == self.mask_token_id)
+        )
 
     def _noise_token(self, place: Tensor) -> Tensor:
         """Numbers in [0, 1) -> tokens besides [MASK]."""
@@ -103,12 +125,16 @@ class GiddProcess:
         weights = torch.where(noised == self.mask_token_id, 1 / (t * (1 - t)), at_other)
         return torch.where(noised == tokens, at_token, weights)
 
-    def training_weights(self, elbo_weights: Tensor, t: Tensor, weighting: str, largest: float) -> Tensor:
-        """Weights of the training loss, whose gradients vary less; only `elbo` bounds a likelihood.
+    def training_weights(
+        self, elbo_weights: Tensor, t: Tensor, weighting: str, largest: float
+    ) -> Tensor:
+        """Weights of the training loss, whose gradients vary less; only `elbo` bounds a
+        likelihood.
 
-        `clip` is min(w, largest). `dynamic` (GIDD+) is largest / 2 times 2 t (1 - t) w, which keeps the proportions
-        between the three kinds of z: with largest = 2 and gamma = 1 it is 2 at [MASK], 1 at a wrong token and
-        rho / (1 + rho) at the right one. The paper has rho = (B / N) sqrt(t / (1 - t)) there, the same to first order.
+        `clip` is min(w, largest). `dynamic` (GIDD+) is largest / 2 times 2 t (1 - t) w, which
+        keeps the proportions between the three kinds of z: with largest = 2 and gamma = 1 it is 2
+        at [MASK], 1 at a wrong token and rho / (1 + rho) at the right one. The paper has rho = (B
+        / N) sqrt(t / (1 - t)) there, the same to first order.
 
         Args:
             elbo_weights: of `elbo_weights`.
@@ -128,23 +154,34 @@ class GiddProcess:
         t = t.double()
         alpha = self.marginals(t).alpha
         log_rho = (self._uniform_mass(t) / (self.num_noise_tokens * (1 - t))).log()
-        return GiddDivergence(tokens, noised, noised == self.mask_token_id, alpha.float(), log_rho.float())
+        return GiddDivergence(
+            tokens, noised, noised == self.mask_token_id, alpha.float(), log_rho.float()
+        )
 
     def is_open(self, tokens: Tensor) -> Tensor:
         """Every token, or [MASK] alone without uniform noise; same shape, bool."""
-        return torch.ones_like(tokens, dtype=torch.bool) if self.uniform_share else tokens == self.mask_token_id
+        return (
+            torch.ones_like(tokens, dtype=torch.bool)
+            if self.uniform_share
+            else tokens == self.mask_token_id
+        )
 
     def sampling_times(self, steps: int) -> Tensor:
-        """Even steps from 1 to 0, with uniform noise finer at both ends, where it changes as a root. [steps + 1]"""
+        """Even steps from 1 to 0, with uniform noise finer at both ends, where it changes as a
+        root. [steps + 1]
+        """
         u = torch.linspace(1, 0, steps + 1, dtype=torch.float64)
         return torch.sin(0.5 * torch.pi * u) ** 2 if self.uniform_share else u
 
-    def reverse(self, tokens: Tensor, logits: Tensor, t: Tensor, s: Tensor, uniform: Tensor) -> Tensor:
-        """Draw z_s from the posterior q(z_s | z_t, x_hat) (eq. 12), s < t: exact for every step size.
+    def reverse(
+        self, tokens: Tensor, logits: Tensor, t: Tensor, s: Tensor, uniform: Tensor
+    ) -> Tensor:
+        """Draw z_s from the posterior q(z_s | z_t, x_hat) (eq. 12), s < t: exact for every step
+        size.
 
         The posterior is q_{t|s}(z_t | z_s) q_s(z_s | x_hat) / q_t(z_t | x_hat): with probability
-        alpha_{t|s} q_s(z_t | x_hat) / q_t(z_t | x_hat) nothing happened since s, otherwise z_s is a fresh draw from
-        q_s(. | x_hat). At s = 0 no [MASK] is left.
+        alpha_{t|s} q_s(z_t | x_hat) / q_t(z_t | x_hat) nothing happened since s, otherwise z_s is
+        a fresh draw from q_s(. | x_hat). At s = 0 no [MASK] is left.
 
         Args:
             tokens: state at t. [B, S] int64
@@ -156,32 +193,45 @@ class GiddProcess:
         Returns:
             tokens at s. [B, S]
         """
-        at_t, at_s = (Marginals(*(share[:, None] for share in self.marginals(time))) for time in (t, s))
-        probability = (logits.gather(-1, tokens[..., None])[..., 0].double() - logits.double().logsumexp(-1)).exp()
-        before, after = self._probability(tokens, probability, at_s), self._probability(tokens, probability, at_t)
+        at_t, at_s = (
+            Marginals(*(share[:, None] for share in self.marginals(time))) for time in (t, s)
+        )
+        probability = (
+            logits.gather(-1, tokens[..., None])[..., 0].double() - logits.double().logsumexp(-1)
+        ).exp()
+        before, after = (
+            self._probability(tokens, probability, at_s),
+            self._probability(tokens, probability, at_t),
+        )
         stay = at_t.alpha / at_s.alpha * before / after
         # What is left of the first number, after it has decided to leave, is uniform again.
         what = ((uniform[0].double() - stay) / (1 - stay).clamp_min(1e-300)).clamp(0, 1)
         drawn = draw(logits.flatten(0, 1), uniform[1].flatten()).view_as(tokens)
         fresh = torch.where(
-            what < at_s.alpha + at_s.uniform, self._noise_token(uniform[1].double()), self.mask_token_id
+            what < at_s.alpha + at_s.uniform,
+            self._noise_token(uniform[1].double()),
+            self.mask_token_id,
         )
         fresh = torch.where(what < at_s.alpha, drawn, fresh)
         return torch.where(uniform[0] < stay, tokens, fresh)
 
     def _probability(self, z: Tensor, probability: Tensor, shares: Marginals) -> Tensor:
         """q(z | x_hat), where x_hat[z] is `probability`."""
-        noise = torch.where(z == self.mask_token_id, shares.mask, shares.uniform / self.num_noise_tokens)
+        noise = torch.where(
+            z == self.mask_token_id, shares.mask, shares.uniform / self.num_noise_tokens
+        )
         return shares.alpha * probability + noise
 
 
 class GiddDivergence(NamedTuple):
     """d(z, x, x_hat, t) of M rows and its gradient with respect to their logits.
 
-    With p = x_hat and rho = c / (N (1 - t)), the share of uniform noise per token over alpha, the divergence is
-        KL = alpha ((1 + rho) log((1 + rho) / (p_x + rho)) - rho sum_{v != x} log(1 + p_v / rho)),
-    one pass over the vocabulary, and r = (1 + rho) / (p_x + rho) at z = x, rho / (p_z + rho) at another token, 1 at
-    [MASK]. Every logarithm is of p + rho in log space: finite for p = 0, and for rho = 0.
+    With p = x_hat and rho = c / (N (1 - t)), the share of uniform noise per token over alpha, the
+        divergence is KL = alpha ((1 + rho) log((1 + rho) / (p_x + rho)) - rho sum_{v != x} log(1 +
+        p_v / rho)),
+    one pass over the vocabulary, and r = (1 + rho) / (p_x + rho) at z = x, rho / (p_z + rho) at
+    another token, 1 at [MASK]. Every logarithm is of p + rho in log space: finite for p = 0, and
+    for rho = 0.
 
     Attributes:
         targets: x. [M] int64
@@ -209,7 +259,8 @@ class GiddDivergence(NamedTuple):
         p = log_p.exp_()
         floor = rho.clamp_min(torch.finfo(p.dtype).tiny ** 0.75)  # of a denominator: rho may be 0
         log_ratio_x = rho.log1p() - torch.logaddexp(log_x, log_rho)
-        # log(1 + p_x / rho), taken out of the sum; without uniform noise it is infinite, and its factor 0.
+        # log(1 + p_x / rho), taken out of the sum; without uniform noise it is infinite, and its
+        # factor 0.
         others = (p / floor).log1p_().scatter_(1, x, 0.0).sum(1, keepdim=True)
         kl = (1 + rho) * log_ratio_x - rho * others
         is_scored = ~is_masked & (rho > 0)
@@ -218,9 +269,12 @@ class GiddDivergence(NamedTuple):
         divergence = (alpha * kl + itakura_saito)[:, 0]
         if not wants_grad:
             return divergence, None
-        # With g = d(divergence)/dp, the gradient of the logits is p g - p sum(p g), and p g is finite.
+        # With g = d(divergence)/dp, the gradient of the logits is p g - p sum(p g), and p g is
+        # finite.
         share = p / (p + floor)
-        pull = share.mul_(-alpha * rho).scatter_(1, x, -alpha * (1 + rho) * torch.sigmoid(log_x - log_rho))
+        pull = share.mul_(-alpha * rho).scatter_(
+            1, x, -alpha * (1 + rho) * torch.sigmoid(log_x - log_rho)
+        )
         at_z = torch.where(is_scored, -log_r.expm1() * torch.sigmoid(log_z - log_rho), 0.0)
         pull.scatter_add_(1, z, at_z)
         return divergence, pull.sub_(p.mul_(pull.sum(1, keepdim=True)))
@@ -229,7 +283,8 @@ class GiddDivergence(NamedTuple):
 def self_correct(
     tokens: Tensor, logits: Tensor, uniform: Tensor, real: Tensor, temperature: float = 0.1
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Replace the one token of each text that the model most wants to be another (section 4.3 of the paper).
+    """Replace the one token of each text that the model most wants to be another (section 4.3 of
+    the paper).
 
     Args:
         tokens: finished texts. [B, S] int64
@@ -239,7 +294,8 @@ def self_correct(
         temperature: of the draws that are proposed.
 
     Returns:
-        tokens [B, S], changed [B] bool, and agreement [B]: the share of real tokens that are the most probable.
+        tokens [B, S], changed [B] bool, and agreement [B]: the share of real tokens that are the
+        most probable.
     """
     flat = logits.double().flatten(0, 1) / temperature
     drawn = draw(flat, uniform.flatten())
@@ -247,6 +303,8 @@ def self_correct(
     drawn = drawn.view(tokens.shape)
     best, place = score.masked_fill((drawn == tokens) | ~real, float("-inf")).max(1)
     changed, place = best > float("-inf"), place[:, None]
-    corrected = tokens.scatter(1, place, torch.where(changed[:, None], drawn, tokens).gather(1, place))
+    corrected = tokens.scatter(
+        1, place, torch.where(changed[:, None], drawn, tokens).gather(1, place)
+    )
     agreement = ((logits.argmax(-1) == tokens) & real).sum(1) / real.sum(1).clamp_min(1)
     return corrected, changed, agreement

@@ -11,7 +11,10 @@ from mmldlm.diffusion.categorical import draw
 
 
 class Levels(NamedTuple):
-    """Probabilities of a token's three levels at t, in fp64: word, cluster, mask. They sum to 1."""
+    """Probabilities of a token's three levels at t, in fp64: word, cluster, mask.
+
+    They sum to 1.
+    """
 
     word: Tensor
     cluster: Tensor
@@ -19,15 +22,18 @@ class Levels(NamedTuple):
 
 
 class HierarchicalProcess:
-    """A word becomes its cluster at the hazard gamma / (1 - t), a cluster becomes [MASK] at 1 / (1 - t).
+    """A word becomes its cluster at the hazard gamma / (1 - t), a cluster becomes [MASK] at 1 / (1
+    - t).
 
-    States are tokens 0 .. V - 1, among them [MASK], and clusters V .. V + n - 1. A token in no cluster (EOS and other
-    special tokens) keeps its own id where others show their cluster: a cluster of one, whose state is the token itself.
+    States are tokens 0 .. V - 1, among them [MASK], and clusters V .. V + n - 1. A token in no
+    cluster (EOS and other special tokens) keeps its own id where others show their cluster: a
+    cluster of one, whose state is the token itself.
 
-    The NELBO of a denoiser x_hat, in nats a token, with P_hat the sum of x_hat over a cluster, is E_{t, z} w(z, t) d
-    over t in (0, 1): at [MASK] w = m' / m and d = -log P_hat(c(x)); at a cluster w = -alpha' / c and
-    d = -log(x_hat[x] / P_hat(c(x))); 0 at a word. The cluster of a noised token is always the right one (xi = 1); the
-    paper's xi < 1, for which only an approximate bound is known, is not offered.
+    The NELBO of a denoiser x_hat, in nats a token, with P_hat the sum of x_hat over a cluster, is
+    E_{t, z} w(z, t) d over t in (0, 1): at [MASK] w = m' / m and d = -log P_hat(c(x)); at a
+    cluster w = -alpha' / c and d = -log(x_hat[x] / P_hat(c(x))); 0 at a word. The cluster of a
+    noised token is always the right one (xi = 1); the paper's xi < 1, for which only an
+    approximate bound is known, is not offered.
 
     Args:
         clusters: cluster of every token, -1 for tokens in none and for [MASK]. [V] int64
@@ -40,11 +46,14 @@ class HierarchicalProcess:
 
     def __init__(self, clusters: Tensor, mask_token_id: int, gamma: float = 1.0):
         if gamma <= 0 or clusters[mask_token_id] >= 0:
-            raise ValueError(f"gamma {gamma} > 0, cluster {int(clusters[mask_token_id])} of [MASK] = -1")
+            raise ValueError(
+                f"gamma {gamma} > 0, cluster {int(clusters[mask_token_id])} of [MASK] = -1"
+            )
         self.vocab_size, self.mask_token_id, self.gamma = len(clusters), mask_token_id, gamma
         self.num_clusters = int(clusters.max()) + 1
         alone = clusters < 0
-        # Groups are the clusters and every token that is alone; `_group` [V], `_state` [V]: what a token becomes first.
+        # Groups are the clusters and every token that is alone; `_group` [V], `_state` [V]: what a
+        # token becomes first.
         self._group = torch.where(alone, self.num_clusters + alone.cumsum(0) - 1, clusters)
         self._state = torch.where(alone, torch.arange(len(clusters)), self.vocab_size + clusters)
 
@@ -55,11 +64,15 @@ class HierarchicalProcess:
 
     def levels(self, t: Tensor) -> Levels:
         """Probabilities at t in [0, 1]; each of t's shape."""
-        log_left = torch.log1p(-t.double())  # of 1 - t; differences of powers of it do not cancel at small t
+        log_left = torch.log1p(
+            -t.double()
+        )  # of 1 - t; differences of powers of it do not cancel at small t
         return Levels((self.gamma * log_left).exp(), *self._leave(log_left))
 
     def _leave(self, log_ratio: Tensor) -> tuple[Tensor, Tensor]:
-        """Word -> cluster and word -> [MASK] from s to t, log_ratio = log((1 - t) / (1 - s)) <= 0."""
+        """Word -> cluster and word -> [MASK] from s to t, log_ratio = log((1 - t) / (1 -
+        s)) <= 0.
+        """
         g, ratio = self.gamma, log_ratio.exp()
         if g == 1:
             to_cluster = torch.where(ratio > 0, -ratio * log_ratio, 0.0)
@@ -80,7 +93,9 @@ class HierarchicalProcess:
             return -log_left
         return -self.gamma / (self.gamma - 1) * torch.expm1((self.gamma - 1) * log_left)
 
-    def corrupt(self, tokens: Tensor, t: Tensor, uniform: Tensor, noisable: Tensor) -> tuple[Tensor, Tensor]:
+    def corrupt(
+        self, tokens: Tensor, t: Tensor, uniform: Tensor, noisable: Tensor
+    ) -> tuple[Tensor, Tensor]:
         """Draw z_t independently for every position.
 
         Args:
@@ -90,7 +105,8 @@ class HierarchicalProcess:
             noisable: [B, S] bool (real tokens).
 
         Returns:
-            noised tokens [B, S] below V + n, and scored [B, S] bool: positions whose NELBO weight is not zero.
+            noised tokens [B, S] below V + n, and scored [B, S] bool: positions whose NELBO weight
+            is not zero.
         """
         word, cluster, _ = (level[:, None] for level in self.levels(t))
         noised = torch.where(uniform < word + cluster, self._state[tokens], self.mask_token_id)
@@ -100,12 +116,19 @@ class HierarchicalProcess:
     def elbo_weights(self, tokens: Tensor, noised: Tensor, t: Tensor) -> Tensor:
         """w(z, t), the NELBO's weights; tokens, noised and t in (0, 1) broadcast. fp64"""
         levels = self.levels(t)
-        at_mask, at_cluster = self.mask_inflow(t) / levels.mask, self.word_outflow(t) / levels.cluster
+        at_mask, at_cluster = (
+            self.mask_inflow(t) / levels.mask,
+            self.word_outflow(t) / levels.cluster,
+        )
         weights = torch.where(noised == self.mask_token_id, at_mask, at_cluster)
         return torch.where(noised == tokens, 0.0, weights)
 
-    def divergence(self, tokens: Tensor, noised: Tensor, t: Tensor | None = None) -> HierarchicalDivergence:
-        """d of M rows whose noised token is [MASK] or a cluster; tokens and noised [M] int64. t is not read."""
+    def divergence(
+        self, tokens: Tensor, noised: Tensor, t: Tensor | None = None
+    ) -> HierarchicalDivergence:
+        """d of M rows whose noised token is [MASK] or a cluster; tokens and noised [M] int64. t is
+        not read.
+        """
         return HierarchicalDivergence(tokens, noised == self.mask_token_id, self._group)
 
     def is_open(self, tokens: Tensor) -> Tensor:
@@ -116,11 +139,14 @@ class HierarchicalProcess:
         """Even steps from 1 to 0. [steps + 1]"""
         return torch.linspace(1, 0, steps + 1, dtype=torch.float64)
 
-    def reverse(self, tokens: Tensor, logits: Tensor, t: Tensor, s: Tensor, uniform: Tensor) -> Tensor:
-        """Draw z_s from the posterior q(z_s | z_t, x_hat), s < t: exact for every step size and gamma.
+    def reverse(
+        self, tokens: Tensor, logits: Tensor, t: Tensor, s: Tensor, uniform: Tensor
+    ) -> Tensor:
+        """Draw z_s from the posterior q(z_s | z_t, x_hat), s < t: exact for every step size and
+        gamma.
 
-        From [MASK] a cluster is drawn from P_hat or a word from x_hat; a cluster gives a word of that cluster. At s = 0
-        only words are left.
+        From [MASK] a cluster is drawn from P_hat or a word from x_hat; a cluster gives a word of
+        that cluster. At s = 0 only words are left.
 
         Args:
             tokens: state at t. [B, S] int64 below V + n
@@ -146,7 +172,9 @@ class HierarchicalProcess:
         from_cluster = torch.where(first < stay_cluster, tokens, drawn)
         return torch.where(is_masked, from_mask, torch.where(is_cluster, from_cluster, tokens))
 
-    def _draw_within(self, tokens: Tensor, logits: Tensor, is_cluster: Tensor, uniform: Tensor) -> Tensor:
+    def _draw_within(
+        self, tokens: Tensor, logits: Tensor, is_cluster: Tensor, uniform: Tensor
+    ) -> Tensor:
         """Draw words from x_hat, at a cluster among its own words. [B, S]"""
         outside = is_cluster[..., None] & (self._group != (tokens - self.vocab_size)[..., None])
         allowed = logits.masked_fill(outside, float("-inf"))
@@ -177,4 +205,6 @@ class HierarchicalDivergence(NamedTuple):
             return (whole - part)[:, 0], None
         within = (inside - cluster).exp_()
         grad = torch.where(is_masked, (logits - whole).exp_().sub_(within), within)
-        return (whole - part)[:, 0], grad.scatter_add_(1, x, torch.where(is_masked, 0.0, -1.0).to(grad.dtype))
+        return (whole - part)[:, 0], grad.scatter_add_(
+            1, x, torch.where(is_masked, 0.0, -1.0).to(grad.dtype)
+        )

@@ -11,14 +11,17 @@ SCHEDULES = ("loglinear", "cosine", "polynomial")
 
 
 class MaskedDiffusion:
-    """A `TokenProcess`: q(x_t | x_0) keeps a token with probability alpha_t and replaces it by [MASK] otherwise.
+    """A `TokenProcess`: q(x_t | x_0) keeps a token with probability alpha_t and replaces it by
+    [MASK] otherwise.
 
-    The continuous-time NELBO of a denoiser under SUBS is E_t[w(t) * sum over masked positions of -log p(x_0 | x_t)]
-    with w(t) = -alpha'_t / (1 - alpha_t), which is exactly 1 / t for the log-linear schedule, for every eps.
+    The continuous-time NELBO of a denoiser under SUBS is E_t[w(t) * sum over masked positions of
+    -log p(x_0 | x_t)] with w(t) = -alpha'_t / (1 - alpha_t), which is exactly 1 / t for the
+    log-linear schedule, for every eps.
 
     Args:
         mask_token_id: id of [MASK].
-        schedule: loglinear (alpha = 1 - (1 - eps) t), cosine (alpha = cos(pi t / 2)), polynomial (alpha = 1 - t^2).
+        schedule: loglinear (alpha = 1 - (1 - eps) t), cosine (alpha = cos(pi t / 2)), polynomial
+            (alpha = 1 - t^2).
         eps: fraction of tokens that the log-linear schedule keeps at t = 1.
 
     Raises:
@@ -50,26 +53,30 @@ class MaskedDiffusion:
         return 2 / t
 
     def dynamic_weights(self, t: Tensor) -> Tensor:
-        """GIDD+'s weight 2 (1 - t) of the log-linear schedule (arXiv 2503.04482), in the time of this one; fp64.
+        """GIDD+'s weight 2 (1 - t) of the log-linear schedule (arXiv 2503.04482), in the time of
+        this one; fp64.
 
-        In terms of the masked fraction m = 1 - alpha_t, which a change of time leaves alone: the NELBO's weight times
-        2 m (1 - m).
+        In terms of the masked fraction m = 1 - alpha_t, which a change of time leaves alone: the
+        NELBO's weight times 2 m (1 - m).
         """
         alpha = self.alpha(t)
         return self.loss_weights(t) * 2 * (1 - alpha) * alpha
 
     @staticmethod
     def dynamic_count_weights(length: Tensor, count: Tensor) -> Tensor:
-        """The weight for `corrupt_count` of the same expected loss: 2 L (L - k + 1) / ((L + 1) (L + 2)); fp64.
+        """The weight for `corrupt_count` of the same expected loss: 2 L (L - k + 1) / ((L + 1) (L
+        + 2)); fp64.
 
-        Of L tokens masked independently at a uniform t, each k in 0 .. L is masked with probability 1 / (L + 1), and
-        then t is Beta(k + 1, L - k + 1), so that 2 (1 - t) is 2 (L - k + 1) / (L + 2) on average. Here k in 1 .. L has
-        probability 1 / L.
+        Of L tokens masked independently at a uniform t, each k in 0 .. L is masked with
+        probability 1 / (L + 1), and then t is Beta(k + 1, L - k + 1), so that 2 (1 - t) is 2 (L -
+        k + 1) / (L + 2) on average. Here k in 1 .. L has probability 1 / L.
         """
         length, count = length.double(), count.double()
         return 2 * length * (length - count + 1) / ((length + 1) * (length + 2))
 
-    def corrupt(self, tokens: Tensor, t: Tensor, uniform: Tensor, maskable: Tensor) -> tuple[Tensor, Tensor]:
+    def corrupt(
+        self, tokens: Tensor, t: Tensor, uniform: Tensor, maskable: Tensor
+    ) -> tuple[Tensor, Tensor]:
         """Mask tokens independently with probability 1 - alpha_t.
 
         Args:
@@ -85,7 +92,9 @@ class MaskedDiffusion:
         return tokens.masked_fill(masked, self.mask_token_id), masked
 
     def timestep_of(self, masked_fraction: Tensor) -> Tensor:
-        """The t at which a fraction in (0, 1] of the tokens is masked in expectation; same shape, fp64."""
+        """The t at which a fraction in (0, 1] of the tokens is masked in expectation; same shape,
+        fp64.
+        """
         fraction = masked_fraction.double()
         if self.schedule == "loglinear":
             return (fraction / (1 - self.eps)).clamp_max(1.0)
@@ -97,11 +106,13 @@ class MaskedDiffusion:
     def corrupt_count(
         tokens: Tensor, uniform_t: Tensor, uniform: Tensor, maskable: Tensor, mask_token_id: int
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Mask exactly k = ceil(u * L) of a sample's L tokens, chosen at random; k is then uniform on 1 .. L.
+        """Mask exactly k = ceil(u * L) of a sample's L tokens, chosen at random; k is then uniform
+        on 1 .. L.
 
-        Integrating 1 / t against the binomial probability of k masked tokens gives 1 / k. With weight L / k per masked
-        token the expectation is therefore the same NELBO for min_timestep -> 0, under every schedule (LLaDA, arXiv
-        2502.09992, eq. 14; RADD, arXiv 2406.03736). The estimate no longer has the heavy tail of 1 / t at small t.
+        Integrating 1 / t against the binomial probability of k masked tokens gives 1 / k. With
+        weight L / k per masked token the expectation is therefore the same NELBO for min_timestep
+        -> 0, under every schedule (LLaDA, arXiv 2502.09992, eq. 14; RADD, arXiv 2406.03736). The
+        estimate no longer has the heavy tail of 1 / t at small t.
 
         Args:
             tokens: [B, S] int64.
@@ -119,23 +130,31 @@ class MaskedDiffusion:
         return tokens.masked_fill(masked, mask_token_id), masked, count / length
 
     def stay_masked(self, t: Tensor, s: Tensor) -> Tensor:
-        """Probability that a token masked at t is still masked at s < t: (1 - alpha_s) / (1 - alpha_t)."""
+        """Probability that a token masked at t is still masked at s < t: (1 - alpha_s) / (1 -
+        alpha_t).
+        """
         return (1 - self.alpha(s)) / (1 - self.alpha(t))
 
-    def reverse(self, tokens: Tensor, logits: Tensor, t: Tensor, s: Tensor, uniform: Tensor) -> Tensor:
-        """One ancestral step from t to s < t: each masked token is drawn with probability 1 - stay_masked.
+    def reverse(
+        self, tokens: Tensor, logits: Tensor, t: Tensor, s: Tensor, uniform: Tensor
+    ) -> Tensor:
+        """One ancestral step from t to s < t: each masked token is drawn with probability 1 -
+        stay_masked.
 
         Args:
             tokens: state at t. [B, S] int64
             logits: of x_0, -inf for [MASK]. [B, S, V]
             t: current timestep. [B]
             s: next timestep. [B]
-            uniform: numbers in [0, 1): which tokens are drawn, and their place in the CDF. [2, B, S]
+            uniform: numbers in [0, 1): which tokens are drawn, and their place in the CDF. [2, B,
+                S]
 
         Returns:
             tokens at s. [B, S]
         """
         cdf = logits.double().softmax(-1).cumsum(-1)
-        drawn = torch.searchsorted(cdf, (uniform[1].double() * cdf[..., -1])[..., None], right=True)[..., 0]
+        drawn = torch.searchsorted(
+            cdf, (uniform[1].double() * cdf[..., -1])[..., None], right=True
+        )[..., 0]
         unmasked = (tokens == self.mask_token_id) & (uniform[0] >= self.stay_masked(t, s)[:, None])
         return torch.where(unmasked, drawn.clamp_max(logits.shape[-1] - 1), tokens)

@@ -1,4 +1,6 @@
-"""Protocols of noise processes: what a batch noiser, an objective and a sampler need to know of them."""
+"""Protocols of noise processes: what a batch noiser, an objective and a sampler need to know of
+them.
+"""
 
 from __future__ import annotations
 
@@ -9,14 +11,17 @@ from torch import Tensor
 
 
 class LatentProcess(Protocol):
-    """Continuous diffusion of latents x0 [B, ..., D]; timesteps t [B] run from 0 (data) to 1 (noise).
+    """Continuous diffusion of latents x0 [B, ..., D]; timesteps t [B] run from 0 (data) to 1
+    (noise).
 
     Attributes:
-        num_predictions: P, the number of vectors that the network predicts per latent. Predictions and targets are
-            [B, ..., P * D].
-        sampling_start: timestep at which sampling starts: 1, or below it where `to_x0` is not defined at 1.
+        num_predictions: P, the number of vectors that the network predicts per latent. Predictions
+            and targets are [B, ..., P * D].
+        sampling_start: timestep at which sampling starts: 1, or below it where `to_x0` is not
+            defined at 1.
         named_etas: functions (t, s) -> eta of `step` that belong to this process, by name.
-        solvers: names of the solvers that `step` (ddim), `multistep` (dpm++2m) and `heun_step` (heun) offer.
+        solvers: names of the solvers that `step` (ddim), `multistep` (dpm++2m) and `heun_step`
+            (heun) offer.
     """
 
     num_predictions: int
@@ -41,7 +46,9 @@ class LatentProcess(Protocol):
         ...
 
     def loss_weights(self, t: Tensor) -> Tensor:
-        """Weights of the squared error in the space of the targets. [B], or [B, P] where P > 1; fp64"""
+        """Weights of the squared error in the space of the targets. [B], or [B, P] where P > 1;
+        fp64
+        """
         ...
 
     def step(
@@ -55,29 +62,50 @@ class LatentProcess(Protocol):
         noise: Tensor | None = None,
         project: Callable[[Tensor], Tensor] | None = None,
     ) -> Tensor:
-        """z_s from z_t, s < t. `eta` scales the fresh noise, `project` maps the x0 estimate before it is used."""
+        """z_s from z_t, s < t.
+
+        `eta` scales the fresh noise, `project` maps the x0 estimate before it is used.
+        """
         ...
 
     def multistep(
-        self, x0: Tensor, z: Tensor, t: Tensor, s: Tensor, previous: tuple[Tensor, Tensor] | None = None
+        self,
+        x0: Tensor,
+        z: Tensor,
+        t: Tensor,
+        s: Tensor,
+        previous: tuple[Tensor, Tensor] | None = None,
     ) -> Tensor:
-        """z_s from z_t, 0 < s < t, and the x0 estimates at t and at the timestep before (with that timestep)."""
+        """z_s from z_t, 0 < s < t, and the x0 estimates at t and at the timestep before (with that
+        timestep).
+        """
         ...
 
 
 class TokenProcess(Protocol):
     """Discrete diffusion of tokens [B, S]; timesteps t [B] run from 0 (data) to 1 (noise)."""
 
-    def corrupt(self, tokens: Tensor, t: Tensor, uniform: Tensor, maskable: Tensor) -> tuple[Tensor, Tensor]:
-        """Noised tokens [B, S] and which positions the loss scores [B, S] bool; uniform [B, S] in [0, 1)."""
+    def corrupt(
+        self, tokens: Tensor, t: Tensor, uniform: Tensor, maskable: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Noised tokens [B, S] and which positions the loss scores [B, S] bool; uniform [B, S] in
+        [0, 1).
+        """
         ...
 
     def loss_weights(self, t: Tensor) -> Tensor:
-        """Weights of the per-token NLL that make its expectation over t the NELBO. Shape of t, fp64"""
+        """Weights of the per-token NLL that make its expectation over t the NELBO.
+
+        Shape of t, fp64
+        """
         ...
 
-    def reverse(self, tokens: Tensor, logits: Tensor, t: Tensor, s: Tensor, uniform: Tensor) -> Tensor:
-        """Tokens at s < t drawn from tokens at t and logits [B, S, V]; uniform [2, B, S] in [0, 1)."""
+    def reverse(
+        self, tokens: Tensor, logits: Tensor, t: Tensor, s: Tensor, uniform: Tensor
+    ) -> Tensor:
+        """Tokens at s < t drawn from tokens at t and logits [B, S, V]; uniform [2, B, S] in [0,
+        1).
+        """
         ...
 
 
@@ -105,7 +133,8 @@ class Divergence(Protocol):
 
 
 class DivergenceProcess(Protocol):
-    """Discrete diffusion of tokens whose NELBO weighs a divergence over the vocabulary, by token and noised token.
+    """Discrete diffusion of tokens whose NELBO weighs a divergence over the vocabulary, by token
+    and noised token.
 
     Attributes:
         mask_token_id: state of every token at t = 1.
@@ -113,8 +142,12 @@ class DivergenceProcess(Protocol):
 
     mask_token_id: int
 
-    def corrupt(self, tokens: Tensor, t: Tensor, uniform: Tensor, noisable: Tensor) -> tuple[Tensor, Tensor]:
-        """Noised tokens [B, S] and positions whose weight is not zero [B, S] bool; t [B], uniform [B, S] fp64."""
+    def corrupt(
+        self, tokens: Tensor, t: Tensor, uniform: Tensor, noisable: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Noised tokens [B, S] and positions whose weight is not zero [B, S] bool; t [B], uniform
+        [B, S] fp64.
+        """
         ...
 
     def elbo_weights(self, tokens: Tensor, noised: Tensor, t: Tensor) -> Tensor:
@@ -133,6 +166,10 @@ class DivergenceProcess(Protocol):
         """Falling timesteps from 1 to 0 for `steps` steps. [steps + 1] fp64"""
         ...
 
-    def reverse(self, tokens: Tensor, logits: Tensor, t: Tensor, s: Tensor, uniform: Tensor) -> Tensor:
-        """Tokens at s < t drawn from tokens at t and logits [B, S, V]; uniform [2, B, S] in [0, 1)."""
+    def reverse(
+        self, tokens: Tensor, logits: Tensor, t: Tensor, s: Tensor, uniform: Tensor
+    ) -> Tensor:
+        """Tokens at s < t drawn from tokens at t and logits [B, S, V]; uniform [2, B, S] in [0,
+        1).
+        """
         ...

@@ -1,4 +1,7 @@
-"""Map uniform numbers to timesteps. The uniforms come from the data pipeline's counter-based generator."""
+"""Map uniform numbers to timesteps.
+
+The uniforms come from the data pipeline's counter-based generator.
+"""
 
 from __future__ import annotations
 
@@ -9,15 +12,18 @@ from torch import Tensor
 
 
 def low_discrepancy(ranks: Tensor, offset: Tensor | float, count: int) -> Tensor:
-    """One-offset strata: (rank / count + offset) mod 1 (MDLM's antithetic sampling; VDM, arXiv 2107.00630).
+    """One-offset strata: (rank / count + offset) mod 1 (MDLM's antithetic sampling; VDM, arXiv
+    2107.00630).
 
     Args:
-        ranks: position of each sample in a random permutation of the global batch, 0 .. count - 1. [B]
+        ranks: position of each sample in a random permutation of the global batch, 0 .. count - 1.
+            [B]
         offset: one uniform number of the global batch.
         count: number of samples in the global batch.
 
     Returns:
-        [B] uniforms in [0, 1); over a global batch every interval of width 1 / count holds exactly one.
+        [B] uniforms in [0, 1); over a global batch every interval of width 1 / count holds exactly
+        one.
     """
     return torch.remainder(ranks.double() / count + offset, 1.0)
 
@@ -28,22 +34,25 @@ def stretch(uniform: Tensor, min_timestep: float) -> Tensor:
 
 
 def logit_normal(uniform: Tensor, mean: float = 0.0, std: float = 1.0) -> Tensor:
-    """[B] uniforms -> sigmoid(N(mean, std^2)) by the inverse normal CDF, so strata stay strata (SD3, arXiv
-    2403.03206)."""
+    """[B] uniforms -> sigmoid(N(mean, std^2)) by the inverse normal CDF, so strata stay strata
+    (SD3, arXiv 2403.03206)."""
     inside = uniform.double().clamp(1e-9, 1 - 1e-9)
     return torch.sigmoid(mean + std * torch.special.ndtri(inside))
 
 
 def shift(t: Tensor, factor: float) -> Tensor:
-    """t in [0, 1] -> factor t / (1 + (factor - 1) t): the same ends, more mass near 1 for factor > 1 (SD3, eq. 23)."""
+    """t in [0, 1] -> factor t / (1 + (factor - 1) t): the same ends, more mass near 1 for factor >
+    1 (SD3, eq. 23).
+    """
     return factor * t / (1 + (factor - 1) * t)
 
 
 def arcsine(uniform: Tensor, margin: float = 1e-5) -> tuple[Tensor, Tensor]:
-    """Timesteps t = sin^2(pi u / 2), denser at both ends, and dt/du, by which an integral over t weighs them.
+    """Timesteps t = sin^2(pi u / 2), denser at both ends, and dt/du, by which an integral over t
+    weighs them.
 
-    A NELBO whose integrand grows as 1 / sqrt(t), or whose weights do as 1 / t, then has no mass at the ends that a
-    uniform t in [1e-4, 1 - 1e-4] would miss, and a finite variance.
+    A NELBO whose integrand grows as 1 / sqrt(t), or whose weights do as 1 / t, then has no mass at
+    the ends that a uniform t in [1e-4, 1 - 1e-4] would miss, and a finite variance.
 
     Args:
         uniform: in [0, 1).

@@ -1,4 +1,6 @@
-"""Clusters of tokens for hierarchical diffusion: spherical k-means whose cluster sizes are bounded."""
+"""Clusters of tokens for hierarchical diffusion: spherical k-means whose cluster sizes are
+bounded.
+"""
 
 from __future__ import annotations
 
@@ -9,8 +11,8 @@ import numpy as np
 from mmldlm.utils.counter_rng import Stream, generator
 
 SMALLEST, LARGEST = 0.1, 5.0  # sizes in units of the mean (HDLM)
-# Unit vectors are rounded to this grid. Products and sums of such integers are exact in fp32, in any order, so every
-# rank, machine and number of threads finds the same clusters.
+# Unit vectors are rounded to this grid. Products and sums of such integers are exact in fp32, in
+# any order, so every rank, machine and number of threads finds the same clusters.
 _GRID = 1024
 
 
@@ -19,19 +21,20 @@ def cluster_tokens(
 ) -> np.ndarray:
     """K-means by cosine, started with k-means++ (Arthur and Vassilvitskii, SODA 2007).
 
-    A function of its arguments on every machine: draws are counter-based, sums are those of integers, and ties go to
-    the lower index.
+    A function of its arguments on every machine: draws are counter-based, sums are those of
+    integers, and ties go to the lower index.
 
     Args:
-        vectors: [V, D], one per token; zeros where nothing is known of a token, which then goes to any cluster.
+        vectors: [V, D], one per token; zeros where nothing is known of a token, which then goes to
+            any cluster.
         num_clusters: n, at most the number of tokens to cluster.
         alone: tokens in no cluster (special tokens).
         seed: of the starting centers.
         rounds: most rounds of k-means; it ends when no token moves.
 
     Returns:
-        [V] int64, cluster of every token, -1 for those alone. Every cluster has between SMALLEST and LARGEST times the
-        mean number of tokens, and at least one.
+        [V] int64, cluster of every token, -1 for those alone. Every cluster has between SMALLEST
+        and LARGEST times the mean number of tokens, and at least one.
 
     Raises:
         ValueError: more clusters than tokens.
@@ -54,7 +57,10 @@ def _k_means(vectors: np.ndarray, num_clusters: int, seed: int, rounds: int) -> 
     """Cluster of every row [rows]; sizes are bounded."""
     points = _unit(vectors.astype(np.float64)).astype(np.float32)
     mean = len(points) / num_clusters
-    bounds = max(int(SMALLEST * mean), 1), max(int(LARGEST * mean), -(-len(points) // num_clusters))
+    bounds = (
+        max(int(SMALLEST * mean), 1),
+        max(int(LARGEST * mean), -(-len(points) // num_clusters)),
+    )
     centers = _starting_centers(points, num_clusters, generator(seed, Stream.TOKEN_CLUSTERS))
     found = np.full(len(points), -1)
     for _ in range(rounds):
@@ -63,7 +69,9 @@ def _k_means(vectors: np.ndarray, num_clusters: int, seed: int, rounds: int) -> 
             break
         by_cluster = np.argsort(found, kind="stable")  # no cluster is empty
         starts = np.searchsorted(found[by_cluster], np.arange(num_clusters))
-        centers = _unit(np.add.reduceat(points[by_cluster], starts, dtype=np.float64)).astype(np.float32)
+        centers = _unit(np.add.reduceat(points[by_cluster], starts, dtype=np.float64)).astype(
+            np.float32
+        )
     return found
 
 
@@ -74,7 +82,9 @@ def _unit(rows: np.ndarray) -> np.ndarray:
 
 
 def _starting_centers(points: np.ndarray, count: int, random: np.random.Generator) -> np.ndarray:
-    """k-means++: every further center is drawn in proportion to its squared distance from those chosen."""
+    """k-means++: every further center is drawn in proportion to its squared distance from those
+    chosen.
+    """
     chosen = [int(random.integers(len(points)))]
     distance = np.full(len(points), np.inf)
     for _ in range(count - 1):
@@ -85,15 +95,19 @@ def _starting_centers(points: np.ndarray, count: int, random: np.random.Generato
         if cumulative[-1] <= _GRID:  # only copies of chosen points are left
             chosen.append(int(np.setdiff1d(np.arange(len(points)), chosen)[0]))
             continue
-        chosen.append(int(np.searchsorted(cumulative, random.random() * cumulative[-1], side="right")))
+        chosen.append(
+            int(np.searchsorted(cumulative, random.random() * cumulative[-1], side="right"))
+        )
     return points[chosen]
 
 
 def _bounded_assignment(similarity: np.ndarray, smallest: int, largest: int) -> np.ndarray:
-    """[points, n] similarities -> nearest cluster [points], no cluster below `smallest` or above `largest`.
+    """[points, n] similarities -> nearest cluster [points], no cluster below `smallest` or above
+    `largest`.
 
-    A cluster that is too large keeps its nearest points; the others go to their nearest cluster with room. Then those
-    that are too small take their nearest points from clusters that can spare them.
+    A cluster that is too large keeps its nearest points; the others go to their nearest cluster
+    with room. Then those that are too small take their nearest points from clusters that can spare
+    them.
     """
     found = similarity.argmax(1)
     sizes = np.bincount(found, minlength=similarity.shape[1])

@@ -18,13 +18,15 @@ def rank_environment() -> tuple[int, int, int]:
 
 
 def hidden_gpu_note() -> str | None:
-    """Return a warning if CUDA_VISIBLE_DEVICES names a GPU and none can be used: the run would train on the CPU."""
+    """Return a warning if CUDA_VISIBLE_DEVICES names a GPU and none can be used: the run would
+    train on the CPU.
+    """
     visible = os.environ.get("CUDA_VISIBLE_DEVICES", "").strip()
     if torch.cuda.is_available() or visible in ("", "-1", "NoDevFiles", "none", "void"):
         return None
     return (
-        f"CUDA_VISIBLE_DEVICES={visible} names a GPU, and torch can use none (its number, the driver, or a torch for "
-        "CPUs): training on the CPU"
+        f"CUDA_VISIBLE_DEVICES={visible} names a GPU, and torch can use none (its number, the"
+        " driver, or a torch for CPUs): training on the CPU"
     )
 
 
@@ -41,9 +43,10 @@ def pick_device(local_rank: int) -> torch.device:
         visible = os.environ.get("CUDA_VISIBLE_DEVICES")
         raise UserError(
             f"a GPU for each of the {num_ranks} ranks on {socket.gethostname()}",
-            f"{num_gpus} visible GPU(s){'' if visible is None else f' (CUDA_VISIBLE_DEVICES={visible})'}",
-            "start fewer ranks on this machine, or let every rank see all its GPUs (Slurm: --gpus-per-node, not "
-            "--gpus-per-task)",
+            f"{num_gpus} visible"
+            f" GPU(s){'' if visible is None else f' (CUDA_VISIBLE_DEVICES={visible})'}",
+            "start fewer ranks on this machine, or let every rank see all its GPUs (Slurm:"
+            " --gpus-per-node, not --gpus-per-task)",
         )
     torch.cuda.set_device(local_rank)
     return torch.device("cuda", local_rank)

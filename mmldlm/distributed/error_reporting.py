@@ -1,8 +1,9 @@
 """Print a fatal error exactly once, even if several ranks raise it.
 
-Once there is a process group, errors are raised by agreement and rank 0 prints. Before, rank 0 prints its own error,
-and on every other node local rank 0 does. Further ranks wait a moment for the same error from their node, which they
-recognize by a claim file in the node's temporary folder.
+Once there is a process group, errors are raised by agreement and rank 0 prints. Before, rank 0
+prints its own error, and on every other node local rank 0 does. Further ranks wait a moment for
+the same error from their node, which they recognize by a claim file in the node's temporary
+folder.
 """
 
 from __future__ import annotations
@@ -21,15 +22,21 @@ from pathlib import Path
 from mmldlm.utils.atomic_files import write_text
 from mmldlm.utils.formatting import first_line, for_screen
 
-# Seconds: ranks of a node start and import in parallel; if rank 0 has failed, launchers end the rest.
+# Seconds: ranks of a node start and import in parallel; if rank 0 has failed, launchers end the
+# rest.
 CLAIM_WAIT = 3.0
 CLAIM_TTL = 60.0  # an older claim is of another attempt
-_LAUNCH_ID_VARS = ("MMLDLM_LAUNCH", "SLURM_STEP_ID")  # without them, the parent process identifies the launch
+_LAUNCH_ID_VARS = (
+    "MMLDLM_LAUNCH",
+    "SLURM_STEP_ID",
+)  # without them, the parent process identifies the launch
 
 
 def log_line(message: str) -> None:
     """Print a line on stderr with the time of day."""
-    with contextlib.suppress(OSError):  # stderr is closed: the exit code still reports how the run ended
+    with contextlib.suppress(
+        OSError
+    ):  # stderr is closed: the exit code still reports how the run ended
         line = f"[{datetime.now(timezone.utc):%H:%M:%S}] {message}"
         print(for_screen(line, sys.stderr), file=sys.stderr, flush=True)
 
@@ -41,22 +48,32 @@ def report_error_once(error: BaseException, kind: str = "error") -> None:
         if _number("WORLD_SIZE") > 1:
             _claim(_claim_path(error))
         log_line(f"{kind}: {error}")
-    elif not _has_process_group() and _claim(_claim_path(error), wait=CLAIM_WAIT if local_rank else 0.0):
+    elif not _has_process_group() and _claim(
+        _claim_path(error), wait=CLAIM_WAIT if local_rank else 0.0
+    ):
         log_line(f"{kind} on rank {rank} ({socket.gethostname()}): {error}")
 
 
 def _number(name: str) -> int:
     text = os.environ.get(name, "")
-    return int(text) if text.isascii() and text.isdigit() else 0  # an invalid number may be the error to report
+    return (
+        int(text) if text.isascii() and text.isdigit() else 0
+    )  # an invalid number may be the error to report
 
 
 def _has_process_group() -> bool:
     torch = sys.modules.get("torch")  # not imported: then there is none
-    return torch is not None and torch.distributed.is_available() and torch.distributed.is_initialized()
+    return (
+        torch is not None
+        and torch.distributed.is_available()
+        and torch.distributed.is_initialized()
+    )
 
 
 def _claim(path: Path, wait: float = 0.0) -> bool:
-    """Whether this rank is the first of its node to claim the error; True if the folder cannot be used."""
+    """Whether this rank is the first of its node to claim the error; True if the folder cannot be
+    used.
+    """
     end = time.monotonic() + wait
     while time.monotonic() < end and not _is_recent(path):
         time.sleep(0.05)
@@ -74,7 +91,9 @@ def _claim(path: Path, wait: float = 0.0) -> bool:
 
 
 def _claim_path(error: BaseException) -> Path:
-    launch = next((os.environ[name] for name in _LAUNCH_ID_VARS if name in os.environ), os.getppid())
+    launch = next(
+        (os.environ[name] for name in _LAUNCH_ID_VARS if name in os.environ), os.getppid()
+    )
     key = (launch, os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT"), str(error))
     name = hashlib.sha256(repr(key).encode()).hexdigest()[:32]
     return Path(tempfile.gettempdir()) / f"mmldlm_errors_{os.getuid()}" / name
@@ -90,8 +109,8 @@ def _is_recent(path: Path) -> bool:
 def report_traceback(error: Exception, logs: Path | None) -> None:
     """Print the traceback of an unexpected error.
 
-    For a collective error that the heartbeat attributed to a rank, write it to a file instead, so that the heartbeat's
-    message stays last on the screen.
+    For a collective error that the heartbeat attributed to a rank, write it to a file instead, so
+    that the heartbeat's message stays last on the screen.
 
     Args:
         error: with `is_attributed`, where the heartbeat has printed a message about it.
@@ -101,7 +120,11 @@ def report_traceback(error: Exception, logs: Path | None) -> None:
 
     text = "".join([*traceback.format_exception(error), f"ERROR: {first_line(error)}\n"])
     with contextlib.suppress(OSError):
-        if logs is not None and getattr(error, "is_attributed", False) and is_collective_error(error):
+        if (
+            logs is not None
+            and getattr(error, "is_attributed", False)
+            and is_collective_error(error)
+        ):
             try:
                 write_text(logs / f"error_rank{os.environ.get('RANK', 0)}.txt", text)
                 return

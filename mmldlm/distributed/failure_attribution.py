@@ -1,4 +1,7 @@
-"""Identify the failed ranks from the latest heartbeats of all ranks. No torch, no threads, no clock."""
+"""Identify the failed ranks from the latest heartbeats of all ranks.
+
+No torch, no threads, no clock.
+"""
 
 from __future__ import annotations
 
@@ -25,12 +28,12 @@ class HeartbeatRecord:
         number: counts publications, so that a new one is recognized.
         step: last finished optimizer step.
         phase: what the main thread has been doing since.
-        progress_counter: number of changes of (step, phase). All ranks go through the same pairs, so it is a clock
-            that all ranks share.
+        progress_counter: number of changes of (step, phase). All ranks go through the same pairs,
+            so it is a clock that all ranks share.
         age: seconds between the main thread's last report and this publication.
         timeout_factor: multiplies the time limit of this phase.
-        state: RUNNING; COLLECTIVE_FAILED (in this rank, because of another one); FAILED (by its own error); EXITED
-            (in order, with the error that all ranks share, or with none).
+        state: RUNNING; COLLECTIVE_FAILED (in this rank, because of another one); FAILED (by its
+            own error); EXITED (in order, with the error that all ranks share, or with none).
         message: the error of the last three states.
         location: where the main thread is, once it has not reported for long.
         in_collective: whether that location is inside a collective.
@@ -88,7 +91,9 @@ class Observation:
 
 @dataclass(frozen=True)
 class FailureReport:
-    """Why the job ends, in one sentence, and because of which ranks (empty: not of particular ones)."""
+    """Why the job ends, in one sentence, and because of which ranks (empty: not of particular
+    ones).
+    """
 
     sentence: str
     ranks: tuple[int, ...] = ()
@@ -102,7 +107,8 @@ class Timeouts:
         stalled: without a report of the main thread.
         unseen: without a heartbeat, once a collective has failed.
         grace: after a failed collective, to find its reason.
-        dead: without a heartbeat though no collective has failed (NCCL raises no error when a peer dies).
+        dead: without a heartbeat though no collective has failed (NCCL raises no error when a peer
+            dies).
     """
 
     stalled: float
@@ -112,21 +118,29 @@ class Timeouts:
 
 
 def report_failed_ranks(report: FailureReport) -> None:
-    """Pass the failed ranks to the process that started this one, if it opened a pipe for that (rank_wrapper.py)."""
+    """Pass the failed ranks to the process that started this one, if it opened a pipe for that
+    (rank_wrapper.py).
+    """
     fd = os.environ.pop(FAILED_RANKS_FD, None)
     if fd is not None:
         with contextlib.suppress(OSError, ValueError):
-            os.write(int(fd), json.dumps({"ranks": report.ranks, "sentence": report.sentence}).encode())
+            os.write(
+                int(fd), json.dumps({"ranks": report.ranks, "sentence": report.sentence}).encode()
+            )
 
 
 def find_failed_ranks(
-    observations: Iterable[Observation], now: float, limits: Timeouts, collective_failed_at: float | None = None
+    observations: Iterable[Observation],
+    now: float,
+    limits: Timeouts,
+    collective_failed_at: float | None = None,
 ) -> FailureReport | None:
     """Rank 0's decision.
 
-    A rank counts as failed if it reported an error; if it sent no heartbeat for `limits.dead` (`limits.unseen` once a
-    collective has failed); or if it is furthest behind and has not reported for `limits.stalled`. Ranks ahead of it
-    only wait for it, and while one of those furthest behind still reports, they all wait for a rank that works.
+    A rank counts as failed if it reported an error; if it sent no heartbeat for `limits.dead`
+    (`limits.unseen` once a collective has failed); or if it is furthest behind and has not
+    reported for `limits.stalled`. Ranks ahead of it only wait for it, and while one of those
+    furthest behind still reports, they all wait for a rank that works.
 
     Args:
         observations: the latest of every rank.
@@ -147,7 +161,10 @@ def find_failed_ranks(
         if all(o.is_stalled(now, limits.stalled) for o in last):
             exited = [o for o in observations if o.beat.state == EXITED]
             if exited:
-                return _report(exited, lambda o: f"exited at {_progress(o.beat)}: {o.beat.message or 'it was done'}")
+                return _report(
+                    exited,
+                    lambda o: f"exited at {_progress(o.beat)}: {o.beat.message or 'it was done'}",
+                )
             outside = [o for o in last if not o.beat.in_collective]
             return _report(outside or last, lambda o: _describe_stalled(o, now))
     if collective_failed_at is not None and now - collective_failed_at > limits.grace:
@@ -155,7 +172,9 @@ def find_failed_ranks(
     return None
 
 
-def _is_missing(observation: Observation, now: float, limits: Timeouts, collective_failed: bool) -> bool:
+def _is_missing(
+    observation: Observation, now: float, limits: Timeouts, collective_failed: bool
+) -> bool:
     unseen = observation.seconds_since_seen(now)
     if unseen <= limits.unseen:
         return False
@@ -175,7 +194,9 @@ def _describe_stalled(observation: Observation, now: float) -> str:
     return f"has made no progress since {_progress(beat)} ({seconds:.0f} s ago{location})"
 
 
-def _report_unexplained(observations: list[Observation], running: list[Observation], now: float) -> FailureReport:
+def _report_unexplained(
+    observations: list[Observation], running: list[Observation], now: float
+) -> FailureReport:
     """A collective failed, and every rank still sends heartbeats."""
     hit = [o for o in observations if o.beat.state == COLLECTIVE_FAILED]
     error = f"; {hit[0].beat.name()} saw: {hit[0].beat.message}" if hit else ""
@@ -185,7 +206,11 @@ def _report_unexplained(observations: list[Observation], running: list[Observati
         report = _report(late, lambda o: _describe_stalled(o, now))
         return replace(report, sentence=report.sentence + error)
     hosts = sorted({o.beat.host for o in observations})
-    suspect = f"the network between {', '.join(hosts[:_MAX_NAMES])}" if len(hosts) > 1 else "the messages above"
+    suspect = (
+        f"the network between {', '.join(hosts[:_MAX_NAMES])}"
+        if len(hosts) > 1
+        else "the messages above"
+    )
     alive = f"all {len(observations)} ranks still send heartbeats"
     return FailureReport(f"a collective failed though {alive}: check {suspect}{error}")
 

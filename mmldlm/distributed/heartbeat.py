@@ -1,13 +1,15 @@
 """Heartbeats: detect a stalled or dead rank, report it, and terminate the job.
 
-Each rank has two threads in addition to its main one. The publishing thread talks to the job's store (a TCPStore,
-through its own connection) and publishes this rank's HeartbeatRecord every interval. On rank 0 it also reads the
-records of all ranks and looks for failed ones (`find_failed_ranks`); on the others it reads rank 0's, which holds the
-result. So N ranks make O(N) requests per interval. The watchdog thread makes no requests: it ends this process when a
-failure is announced, or when rank 0 or the store has been silent too long. A blocking store cannot stop it.
+Each rank has two threads in addition to its main one. The publishing thread talks to the job's
+store (a TCPStore, through its own connection) and publishes this rank's HeartbeatRecord every
+interval. On rank 0 it also reads the records of all ranks and looks for failed ones
+(`find_failed_ranks`); on the others it reads rank 0's, which holds the result. So N ranks make
+O(N) requests per interval. The watchdog thread makes no requests: it ends this process when a
+failure is announced, or when rank 0 or the store has been silent too long. A blocking store cannot
+stop it.
 
-The store is in rank 0's process, or in torchrun's agent on rank 0's node. Nothing here is a collective, and the main
-thread never waits for the store while it trains.
+The store is in rank 0's process, or in torchrun's agent on rank 0's node. Nothing here is a
+collective, and the main thread never waits for the store while it trains.
 """
 
 from __future__ import annotations
@@ -47,10 +49,13 @@ from mmldlm.utils.formatting import first_line, join_some
 
 _KEY = "mmldlm/heartbeat"
 _MAX_INTERVAL = 2.0  # seconds between two heartbeats
-_INTERVALS_IN_TIMEOUT = 15  # six of them are left for the report to travel, so that the job ends within the timeout
+_INTERVALS_IN_TIMEOUT = (
+    15  # six of them are left for the report to travel, so that the job ends within the timeout
+)
 MAX_CONNECT_FAILURES = 3  # refused connections after which the store counts as dead
 SHUTDOWN_TIMEOUT = 30.0  # seconds from the error to the end of the process
-DEAD_RANK_TIMEOUT = 120.0  # seconds without a heartbeat: the publishing thread waits for no rank, so its process died
+# seconds without a heartbeat: the publishing thread waits for no rank, so its process died
+DEAD_RANK_TIMEOUT = 120.0
 _POLL = 0.02  # polling interval in seconds
 
 
@@ -65,15 +70,18 @@ class _Progress(NamedTuple):
 
 
 class Heartbeat:
-    """Heartbeats of this rank and a watchdog over the others, from `__init__` to `close`. Use as a context manager.
+    """Heartbeats of this rank and a watchdog over the others, from `__init__` to `close`. Use as a
+    context manager.
 
-    The time limit holds for a phase without a report: work that takes longer (evaluation, a save) calls `touch`.
-    A rank that waits in a collective for one that still reports is not ended. One that waits for a stalled rank is
-    ended together with it, within `timeout` of that rank's last report. A phase that cannot report (the compilation in
-    the first step) gets a `timeout_factor`. With one rank nothing is watched.
+    The time limit holds for a phase without a report: work that takes longer (evaluation, a save)
+    calls `touch`. A rank that waits in a collective for one that still reports is not ended. One
+    that waits for a stalled rank is ended together with it, within `timeout` of that rank's last
+    report. A phase that cannot report (the compilation in the first step) gets a `timeout_factor`.
+    With one rank nothing is watched.
 
-    Leaving the context without an error, or with an MmldlmError (raised by all ranks together), is an orderly exit. Any
-    other error is attributed to a rank (`attribute_error`), the result is printed, and all ranks end.
+    Leaving the context without an error, or with an MmldlmError (raised by all ranks together), is
+    an orderly exit. Any other error is attributed to a rank (`attribute_error`), the result is
+    printed, and all ranks end.
     """
 
     def __init__(
@@ -84,15 +92,17 @@ class Heartbeat:
         store: torch.distributed.TCPStore | None = None,
         logs: Path | None = None,
     ):
-        """Connect, and publish the first heartbeat. Collective in that all ranks do it in the same order.
+        """Connect, and publish the first heartbeat. Collective in that all ranks do it in the same
+        order.
 
         Args:
             rank: of this process.
             world_size: number of ranks.
             timeout: engine.collective_timeout, seconds.
-            store: a client connection used by nothing else; None connects to MASTER_ADDR:MASTER_PORT, where
-                init_process_group has left a store.
-            logs: folder for the stacks (stack_rank{N}.txt) and the flight recorder's files of a rank that is ended.
+            store: a client connection used by nothing else; None connects to
+                MASTER_ADDR:MASTER_PORT, where init_process_group has left a store.
+            logs: folder for the stacks (stack_rank{N}.txt) and the flight recorder's files of a
+                rank that is ended.
 
         Raises:
             torch.distributed.DistError: the store cannot be reached.
@@ -100,7 +110,9 @@ class Heartbeat:
         self.rank, self.world_size, self.logs = rank, world_size, logs
         self.interval = min(_MAX_INTERVAL, timeout / _INTERVALS_IN_TIMEOUT)
         stalled, unseen = timeout - 6 * self.interval, 4 * self.interval
-        self.limits = Timeouts(stalled, unseen, grace=7 * self.interval, dead=min(stalled, DEAD_RANK_TIMEOUT))
+        self.limits = Timeouts(
+            stalled, unseen, grace=7 * self.interval, dead=min(stalled, DEAD_RANK_TIMEOUT)
+        )
         self.failure: FailureReport | None = None
         self._failed_at, self._found_alone = 0.0, False  # alone: by this rank without rank 0
         self._progress = _Progress(0, "start", 0, 1.0, time.monotonic())
@@ -111,15 +123,23 @@ class Heartbeat:
         self._threads: list[threading.Thread] = []
         if world_size == 1:
             return
-        self._stop_publish, self._stop_watchdog, self._wake = threading.Event(), threading.Event(), threading.Event()
+        self._stop_publish, self._stop_watchdog, self._wake = (
+            threading.Event(),
+            threading.Event(),
+            threading.Event(),
+        )
         self._deadline: float | None = None  # of a main thread that is exiting
         self._num_published, self._last_contact, self._connect_failures = 0, time.monotonic(), 0
         self._opened_at = self._last_contact
         self._identity = HeartbeatRecord(rank, socket.gethostname(), os.getpid())
-        self._address = (os.environ.get("MASTER_ADDR", "127.0.0.1"), int_from_env("MASTER_PORT", 0))
+        self._address = (
+            os.environ.get("MASTER_ADDR", "127.0.0.1"),
+            int_from_env("MASTER_PORT", 0),
+        )
         self._store = store if store is not None else self._connect(timeout)
         self._store.set_timeout(timedelta(seconds=timeout))
-        # A process that trains twice, and a restarted attempt under torchrun, find earlier heartbeats in the store.
+        # A process that trains twice, and a restarted attempt under torchrun, find earlier
+        # heartbeats in the store.
         shared = [uuid.uuid4().hex]
         torch.distributed.broadcast_object_list(shared, src=0)
         self._prefix = f"{_KEY}/{shared[0]}"
@@ -132,16 +152,20 @@ class Heartbeat:
             thread.start()
             self._threads.append(thread)
 
-    # -- for the main thread -----------------------------------------------------------------------------------------
+    # -- for the main thread
+    # -----------------------------------------------------------------------------------------
 
     def enter_phase(self, step: int, phase: str, timeout_factor: float = 1.0) -> None:
-        """Report progress of the main thread. Costs a tuple; no lock, no request, no synchronization.
+        """Report progress of the main thread. Costs a tuple; no lock, no request, no
+        synchronization.
 
         Args:
             step: last finished optimizer step.
-            phase: what comes now, one word. All ranks must go through the same (step, phase) pairs in the same order:
-                they determine which rank is furthest behind. Work of one rank only repeats the present pair.
-            timeout_factor: multiplies the time limit of this phase (math.inf: no limit, if no rank waits for it).
+            phase: what comes now, one word. All ranks must go through the same (step, phase) pairs
+                in the same order: they determine which rank is furthest behind. Work of one rank
+                only repeats the present pair.
+            timeout_factor: multiplies the time limit of this phase (math.inf: no limit, if no rank
+                waits for it).
         """
         last = self._progress
         counter = last.counter + ((step, phase) != (last.step, last.phase))
@@ -153,29 +177,40 @@ class Heartbeat:
         self.enter_phase(last.step, last.phase, last.timeout_factor)
 
     def attribute_error(self, error: BaseException) -> str:
-        """Which rank caused an error that ends this one, in one sentence with host, pid and last step.
+        """Which rank caused an error that ends this one, in one sentence with host, pid and last
+        step.
 
-        Takes seconds at most (bounded by a few intervals), makes no collective, and works without the store: if rank 0
-        died with it, rank 0 is named. An error that is not of a collective is this rank's own.
+        Takes seconds at most (bounded by a few intervals), makes no collective, and works without
+        the store: if rank 0 died with it, rank 0 is named. An error that is not of a collective is
+        this rank's own.
         """
         if self.world_size == 1:
             return f"failed {first_line(error)}"
         is_own = not is_collective_error(error)
         self._state, self._message = FAILED if is_own else COLLECTIVE_FAILED, first_line(error)
         self._deadline = time.monotonic() + max(self.limits.stalled, 12 * self.interval)
-        self._wait_until(lambda: self.failure is not None, intervals=2 if is_own and self.rank else 12)
+        self._wait_until(
+            lambda: self.failure is not None, intervals=2 if is_own and self.rank else 12
+        )
         failure = self.failure
         if failure is None:
             name, last = self._snapshot().name(), self._progress
             if is_own:
-                sentence = f"{name} failed at step {last.step}, phase '{last.phase}': {self._message}"
+                sentence = (
+                    f"{name} failed at step {last.step}, phase '{last.phase}': {self._message}"
+                )
                 failure = FailureReport(sentence, (self.rank,))
             else:
-                sentence = f"a collective failed and the responsible rank is not known; {name} saw: {self._message}"
+                sentence = (
+                    f"a collective failed and the responsible rank is not known; {name} saw:"
+                    f" {self._message}"
+                )
                 failure = FailureReport(sentence)
         if self.rank == 0:
             # The other ranks read it here, and the store may be in this process.
-            self._wait_until(lambda: self._seconds_since_failure() > 3 * self.interval, intervals=4)
+            self._wait_until(
+                lambda: self._seconds_since_failure() > 3 * self.interval, intervals=4
+            )
         return failure.sentence
 
     def close(self, error: BaseException | None = None) -> None:
@@ -187,11 +222,18 @@ class Heartbeat:
             self._state = EXITED
             number = self._num_published
             self._wait_until(
-                lambda: self._num_published > number + 1 or self._connect_failures > 0, intervals=2, wake_every=_POLL
+                lambda: self._num_published > number + 1 or self._connect_failures > 0,
+                intervals=2,
+                wake_every=_POLL,
             )
             if self.rank == 0:
-                # Rank 0's process may hold the store: later ranks must find this last record in it.
-                self._wait_until(self._all_ranks_done, intervals=4, wake_every=_POLL * max(1, self.world_size // 32))
+                # Rank 0's process may hold the store: later ranks must find this last record in
+                # it.
+                self._wait_until(
+                    self._all_ranks_done,
+                    intervals=4,
+                    wake_every=_POLL * max(1, self.world_size // 32),
+                )
         self._stop_watchdog.set()
         self._stop_publishing()
         self._threads[1].join(self.interval)
@@ -209,7 +251,8 @@ class Heartbeat:
         self._deadline = time.monotonic() + min(self.limits.stalled, SHUTDOWN_TIMEOUT)
         self._stop_publishing()
 
-    # -- the publishing thread ---------------------------------------------------------------------------------------
+    # -- the publishing thread
+    # ---------------------------------------------------------------------------------------
 
     def _publish_loop(self) -> None:
         while not self._stop_publish.is_set():
@@ -219,7 +262,10 @@ class Heartbeat:
                 self._publish()
                 self._read()
                 self._last_contact, self._connect_failures = time.monotonic(), 0
-            except (RuntimeError, OSError):  # DistError is a RuntimeError: the store is dead, or not reachable now
+            except (
+                RuntimeError,
+                OSError,
+            ):  # DistError is a RuntimeError: the store is dead, or not reachable now
                 self._connect_failures += 1
             self._wake.wait(self.interval)
             self._wake.clear()
@@ -234,7 +280,9 @@ class Heartbeat:
         location, in_collective = "", False
         if age > self.limits.stalled / 2:
             location, in_collective = current_location(self._main_thread)
-        failure = None if self.failure is None else (self.failure.sentence, list(self.failure.ranks))
+        failure = (
+            None if self.failure is None else (self.failure.sentence, list(self.failure.ranks))
+        )
         return replace(
             self._identity,
             number=self._num_published,
@@ -251,18 +299,27 @@ class Heartbeat:
         )
 
     def _read(self) -> None:
-        """Rank 0: all records, and the failed ranks among them. Other ranks: rank 0's record with its result."""
+        """Rank 0: all records, and the failed ranks among them.
+
+        Other ranks: rank 0's record with its result.
+        """
         now = self._observe()
         expected = range(self.world_size) if self.rank == 0 else (0,)
         missing = [rank for rank in expected if rank not in self._observations]
         if missing and now - self._opened_at > self.limits.stalled:
             ranks = join_some(map(str, missing), 8)
-            self._announce_failure(FailureReport(f"rank {ranks} never sent a heartbeat", tuple(missing)))
+            self._announce_failure(
+                FailureReport(f"rank {ranks} never sent a heartbeat", tuple(missing))
+            )
         elif self.rank == 0:
             observations = self._observations.values()
-            if self._collective_failed_at is None and any(o.beat.state == COLLECTIVE_FAILED for o in observations):
+            if self._collective_failed_at is None and any(
+                o.beat.state == COLLECTIVE_FAILED for o in observations
+            ):
                 self._collective_failed_at = now
-            self._announce_failure(find_failed_ranks(observations, now, self.limits, self._collective_failed_at))
+            self._announce_failure(
+                find_failed_ranks(observations, now, self.limits, self._collective_failed_at)
+            )
         elif self._observations[0].beat.failure is not None:
             sentence, ranks = self._observations[0].beat.failure
             self._announce_failure(FailureReport(sentence, tuple(ranks)))
@@ -273,8 +330,14 @@ class Heartbeat:
         """Read the records of the watched ranks; returns when (monotonic seconds)."""
         watched = range(self.world_size) if self.rank == 0 else (0,)
         # Reading a missing key would block: a rank may be late to its first heartbeat.
-        known = [r for r in watched if r in self._observations or self._store.check([f"{self._prefix}/{r}"])]
-        texts = self._store.multi_get([f"{self._prefix}/{rank}" for rank in known]) if known else []
+        known = [
+            r
+            for r in watched
+            if r in self._observations or self._store.check([f"{self._prefix}/{r}"])
+        ]
+        texts = (
+            self._store.multi_get([f"{self._prefix}/{rank}" for rank in known]) if known else []
+        )
         now = time.monotonic()
         for rank, text in zip(known, texts, strict=True):
             beat, last = HeartbeatRecord.from_text(text), self._observations.get(rank)
@@ -284,7 +347,10 @@ class Heartbeat:
 
     def _connect(self, timeout: float) -> torch.distributed.TCPStore:
         return torch.distributed.TCPStore(
-            *self._address, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=timeout)
+            *self._address,
+            is_master=False,
+            wait_for_workers=False,
+            timeout=timedelta(seconds=timeout),
         )
 
     def _reconnect(self) -> torch.distributed.TCPStore:
@@ -292,10 +358,13 @@ class Heartbeat:
         # torch warns on stderr for every failed attempt; a plain socket finds out quietly.
         socket.create_connection(self._address, timeout=wait).close()
         store = self._connect(wait)
-        store.set_timeout(timedelta(seconds=self.limits.stalled))  # the watchdog limits how long an answer takes
+        store.set_timeout(
+            timedelta(seconds=self.limits.stalled)
+        )  # the watchdog limits how long an answer takes
         return store
 
-    # -- the watchdog thread -----------------------------------------------------------------------------------------
+    # -- the watchdog thread
+    # -----------------------------------------------------------------------------------------
 
     def _watchdog_loop(self) -> None:
         while not self._stop_watchdog.wait(self.interval / 2):
@@ -312,10 +381,17 @@ class Heartbeat:
                 self._check_rank_0(now)
             if self.failure is None:
                 continue
-            self._print_failure(self.failure.sentence)  # at once: when the first rank exits, launchers end the others
+            self._print_failure(
+                self.failure.sentence
+            )  # at once: when the first rank exits, launchers end the others
             report_failed_ranks(self.failure)
-            # Rank 0 stays until all have read the result; failed ranks exit first, so that the launcher reports them.
-            wait = 3 * self.interval if self.rank == 0 else self.interval * (self.rank not in self.failure.ranks)
+            # Rank 0 stays until all have read the result; failed ranks exit first, so that the
+            # launcher reports them.
+            wait = (
+                3 * self.interval
+                if self.rank == 0
+                else self.interval * (self.rank not in self.failure.ranks)
+            )
             if self._seconds_since_failure() >= wait and self._deadline is None:
                 exit_with_stacks(self.rank, self.logs)
 
@@ -323,15 +399,22 @@ class Heartbeat:
         """Announce what only this rank can see: that rank 0, or the store, is silent."""
         first, last = self._observations.get(0), self._progress
         if first is not None and first.beat.state == EXITED:
-            if first.beat.message and now - last.reported_at > self.limits.stalled * last.timeout_factor:
-                self._announce_failure(FailureReport(f"{first.beat.name()} exited: {first.beat.message}", (0,)))
+            if (
+                first.beat.message
+                and now - last.reported_at > self.limits.stalled * last.timeout_factor
+            ):
+                self._announce_failure(
+                    FailureReport(f"{first.beat.name()} exited: {first.beat.message}", (0,))
+                )
             return
         limit = self.limits.unseen if self._state == COLLECTIVE_FAILED else self.limits.stalled
         is_refused = self._connect_failures >= MAX_CONNECT_FAILURES
         if is_refused or now - self._last_contact > limit:
             in_agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
             holder = f"torchrun's agent on {self._address[0]}" if in_agent else "its process"
-            reason = f": the job's store, in {holder}, {'is down' if is_refused else 'does not answer'}"
+            reason = (
+                f": the job's store, in {holder}, {'is down' if is_refused else 'does not answer'}"
+            )
         elif first is not None and self.rank and _is_silent(first, now, limit):
             reason = ""
         else:
@@ -348,22 +431,38 @@ class Heartbeat:
     def _seconds_since_failure(self) -> float:
         return 0.0 if self.failure is None else time.monotonic() - self._failed_at
 
-    # -- helpers -----------------------------------------------------------------------------------------------------
+    # -- helpers
+    # ---------------------------------------------------------------------------------------------
 
     def _print_failure(self, sentence: str) -> None:
-        """One line per node on stderr, past Python's buffers and locks: the main thread may hold them."""
+        """One line per node on stderr, past Python's buffers and locks: the main thread may hold
+        them.
+        """
         local_rank = int_from_env("LOCAL_RANK", self.rank)
         # If rank 0 cannot print for its node, local rank 1 does.
-        if (local_rank == 0 or (local_rank == 1 and self._found_alone)) and self._printed.acquire(blocking=False):
+        if (local_rank == 0 or (local_rank == 1 and self._found_alone)) and self._printed.acquire(
+            blocking=False
+        ):
             with contextlib.suppress(OSError):  # the terminal was closed; the job still has to end
-                os.write(2, f"ERROR: {sentence}; the job ends after step {self._progress.step}\n".encode())
+                os.write(
+                    2,
+                    f"ERROR: {sentence}; the job ends after step {self._progress.step}\n".encode(),
+                )
 
     def _all_ranks_done(self) -> bool:
-        others = [observation.beat.state for rank, observation in list(self._observations.items()) if rank]
+        others = [
+            observation.beat.state
+            for rank, observation in list(self._observations.items())
+            if rank
+        ]
         return len(others) == self.world_size - 1 and RUNNING not in others
 
-    def _wait_until(self, is_done: Callable[[], bool], intervals: float, wake_every: float = math.inf) -> None:
-        """Wait for a number of intervals at most; wakes the publishing thread at least four times per interval."""
+    def _wait_until(
+        self, is_done: Callable[[], bool], intervals: float, wake_every: float = math.inf
+    ) -> None:
+        """Wait for a number of intervals at most; wakes the publishing thread at least four times
+        per interval.
+        """
         now = time.monotonic()
         end, wake = now + intervals * self.interval, now
         while not is_done() and now < end:
@@ -374,7 +473,9 @@ class Heartbeat:
             now = time.monotonic()
 
     def _stop_publishing(self) -> None:
-        """Before the interpreter ends: a thread that returns from the store then would crash the process."""
+        """Before the interpreter ends: a thread that returns from the store then would crash the
+        process.
+        """
         self._stop_publish.set()
         self._wake.set()
         self._threads[0].join(2 * self.interval)

@@ -1,4 +1,6 @@
-"""Numbers of a rank as its launcher states them: RANK, LOCAL_RANK, WORLD_SIZE, the address of rank 0. Without torch."""
+"""Numbers of a rank as its launcher states them: RANK, LOCAL_RANK, WORLD_SIZE, the address of rank
+0. Without torch.
+"""
 
 from __future__ import annotations
 
@@ -19,17 +21,21 @@ _OTHER_LAUNCHERS = (
     ("MV2_COMM_WORLD_RANK", "MV2_COMM_WORLD_SIZE"),
     ("MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
 )
-_FIRST_PSEUDO_STEP = 0xFFFFFFF0  # Slurm's numbers of the steps that srun did not start: the batch script, an allocation
+# Slurm's numbers of the steps that srun did not start: the batch script, an allocation
+_FIRST_PSEUDO_STEP = 0xFFFFFFF0
 _PORTS = range(20000, 32000)  # below the ports that systems hand out to clients
 
 
 def set_rank_environment() -> None:
-    """Set RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT if MPI or srun started this process.
+    """Set RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT if MPI or srun started this
+    process.
 
-    Does nothing if RANK is set. Each of several processes would otherwise train as if it were alone.
+    Does nothing if RANK is set. Each of several processes would otherwise train as if it were
+    alone.
 
     Raises:
-        UserError: a variable is not a valid number, or another launcher started several processes without RANK.
+        UserError: a variable is not a valid number, or another launcher started several processes
+            without RANK.
     """
     if "RANK" not in os.environ:
         if _started_by_srun():
@@ -43,7 +49,8 @@ def check_rank_environment() -> None:
     """Check what the launcher states.
 
     Raises:
-        UserError: a variable is not a valid number, or several processes were started without RANK.
+        UserError: a variable is not a valid number, or several processes were started without
+            RANK.
     """
     check_rank_variables()
     if os.environ.get("RANK", "").strip():
@@ -61,8 +68,8 @@ def check_rank_environment() -> None:
         raise UserError(
             "RANK for each of several processes",
             f"{listed} without RANK",
-            "set RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT for each process (launchers/slurm.sh shows "
-            "how), or start with torchrun, mpirun or mmldlm launch",
+            "set RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT for each process"
+            " (launchers/slurm.sh shows how), or start with torchrun, mpirun or mmldlm launch",
         )
 
 
@@ -76,29 +83,45 @@ def check_single_process(command: str) -> None:
         raise UserError(
             f"one process of `{command}`, which starts the ranks of a machine itself",
             f"task {os.environ['SLURM_PROCID']} of {_slurm_size()}, started by srun",
-            f"srun -n 1 {command} ..., or one rank per task: sbatch launchers/slurm.sh, or srun python mmldlm/train.py",
+            f"srun -n 1 {command} ..., or one rank per task: sbatch launchers/slurm.sh, or srun"
+            " python mmldlm/train.py",
         )
 
 
 def local_world_size(local_rank: int) -> int:
-    """Number of ranks on this machine, set by torchrun, DeepSpeed, Slurm or Open MPI; at least local_rank + 1."""
-    names = ("LOCAL_WORLD_SIZE", "LOCAL_SIZE", "SLURM_NTASKS_PER_NODE", "OMPI_COMM_WORLD_LOCAL_SIZE")
-    values = (os.environ.get(name, "") for name in names if "RANK" in os.environ)  # not of a shell in an allocation
+    """Number of ranks on this machine, set by torchrun, DeepSpeed, Slurm or Open MPI; at least
+    local_rank + 1.
+    """
+    names = (
+        "LOCAL_WORLD_SIZE",
+        "LOCAL_SIZE",
+        "SLURM_NTASKS_PER_NODE",
+        "OMPI_COMM_WORLD_LOCAL_SIZE",
+    )
+    values = (
+        os.environ.get(name, "") for name in names if "RANK" in os.environ
+    )  # not of a shell in an allocation
     return max(next((int(value) for value in values if value.isdigit()), 1), local_rank + 1)
 
 
-# -- Slurm -------------------------------------------------------------------------------------------------------------
+# -- Slurm
+# -------------------------------------------------------------------------------------------------
 
 
 def _slurm_size() -> int:
-    sizes = (os.environ.get(name, "") for name in ("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS", "SLURM_NPROCS"))
+    sizes = (
+        os.environ.get(name, "")
+        for name in ("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS", "SLURM_NPROCS")
+    )
     return next((int(size) for size in sizes if size.isdigit()), 1)
 
 
 def _started_by_srun() -> bool:
     """Return whether srun started this process as one of several."""
     # A batch script has SLURM_PROCID=0 and SLURM_NTASKS too, and no step.
-    return _is_task_of_srun() and (os.environ["SLURM_PROCID"] != "0" or (_step().isdigit() and _slurm_size() > 1))
+    return _is_task_of_srun() and (
+        os.environ["SLURM_PROCID"] != "0" or (_step().isdigit() and _slurm_size() > 1)
+    )
 
 
 def _is_single_task_of_srun() -> bool:
@@ -106,7 +129,9 @@ def _is_single_task_of_srun() -> bool:
 
 
 def _is_task_of_srun() -> bool:
-    """Return whether this may be a task of srun; not a process of mpirun, whose daemons srun starts."""
+    """Return whether this may be a task of srun; not a process of mpirun, whose daemons srun
+    starts.
+    """
     rank = os.environ.get("SLURM_PROCID", "")
     if not rank.isdigit() or (_step().isdigit() and int(_step()) >= _FIRST_PSEUDO_STEP):
         return False
@@ -129,10 +154,15 @@ def _set_env_from_slurm() -> None:
     if num_nodes == "1":
         environment.setdefault("LOCAL_WORLD_SIZE", str(_slurm_size()))
     address = "127.0.0.1" if num_nodes == "1" else first_host(nodes)
-    job, step = (int(re.sub(r"\D", "", environment.get(f"SLURM_{name}_ID", "")) or 0) for name in ("JOB", "STEP"))
+    job, step = (
+        int(re.sub(r"\D", "", environment.get(f"SLURM_{name}_ID", "")) or 0)
+        for name in ("JOB", "STEP")
+    )
     environment.setdefault("MASTER_ADDR", address)
     environment.setdefault("MASTER_PORT", str(_PORTS[(job * 31 + step) % len(_PORTS)]))
-    environment.update(RANK=environment["SLURM_PROCID"], LOCAL_RANK=local_rank, WORLD_SIZE=str(_slurm_size()))
+    environment.update(
+        RANK=environment["SLURM_PROCID"], LOCAL_RANK=local_rank, WORLD_SIZE=str(_slurm_size())
+    )
 
 
 def first_host(nodes: str) -> str:

@@ -41,7 +41,11 @@ def start_process_group(device: torch.device, timeout: float) -> None:
     try:
         store, rank, world_size = connect_job_store(timeout)
         torch.distributed.init_process_group(
-            backend, store=store, rank=rank, world_size=world_size, timeout=timedelta(seconds=timeout)
+            backend,
+            store=store,
+            rank=rank,
+            world_size=world_size,
+            timeout=timedelta(seconds=timeout),
         )
     except (RuntimeError, OSError, ValueError) as error:  # DistError is a RuntimeError
         raise RanksNotConnected(first_line(error)) from error
@@ -58,10 +62,15 @@ class RanksNotConnected(MmldlmError):
         fix = (
             "another process has that port: set MASTER_PORT to a free one, the same for all ranks"
             if in_use
-            else "look for a rank that did not start; check that rank 0's machine has that address and that the port "
-            "is open between the nodes (mmldlm preflight checks both)"
+            else (
+                "look for a rank that did not start; check that rank 0's machine has that address"
+                " and that the port is open between the nodes (mmldlm preflight checks both)"
+            )
         )
-        expected = f"all {os.environ.get('WORLD_SIZE')} ranks to connect through MASTER_ADDR:MASTER_PORT, {address}"
+        expected = (
+            f"all {os.environ.get('WORLD_SIZE')} ranks to connect through MASTER_ADDR:MASTER_PORT,"
+            f" {address}"
+        )
         super().__init__(f"expected {expected}\n  found: {reason}\n  fix:   {fix}")
 
 
@@ -75,7 +84,8 @@ def check_gloo_interfaces() -> None:
     present = [name for _, name in socket.if_nameindex()]
     if missing := [name for name in names if name not in present]:
         raise UserError(
-            f"a network interface {', '.join(missing)} on {socket.gethostname()}, as GLOO_SOCKET_IFNAME says",
+            f"a network interface {', '.join(missing)} on {socket.gethostname()}, as"
+            " GLOO_SOCKET_IFNAME says",
             ", ".join(present) or "none",
             "unset GLOO_SOCKET_IFNAME, or set it to one of those",
         )

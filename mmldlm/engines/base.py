@@ -23,8 +23,9 @@ if TYPE_CHECKING:
 class Engine(ABC):
     """Forward, backward, step, save and load on one or more ranks.
 
-    The engine sums gradients over ranks and micro-batches (it does not average them): a loss is this micro-batch's
-    share of the global batch's loss. Master weights, accumulation and reduction are fp32.
+    The engine sums gradients over ranks and micro-batches (it does not average them): a loss is
+    this micro-batch's share of the global batch's loss. Master weights, accumulation and reduction
+    are fp32.
 
     Attributes:
         kind: name in the config.
@@ -33,12 +34,13 @@ class Engine(ABC):
         device: of this rank's tensors.
         model: the bare model (parameters may be sharded).
         module: what to call for a forward pass.
-        folders: folders below a checkpoint's engine folder that `write` needs; they exist, writable on every rank,
-            before `snapshot_state` is called.
+        folders: folders below a checkpoint's engine folder that `write` needs; they exist,
+            writable on every rank, before `snapshot_state` is called.
         saves_shards: whether this rank's shards are saved (False if another rank holds the same).
-        steps_one_by_one: whether the inner optimizer steps once per tensor (the flat ones of ZeRO-1 to 3), not for all.
-        loss_scale: factor of the loss in backward (fp16); set it before a step's first backward. `grad_norm` and `step`
-            remove it again.
+        steps_one_by_one: whether the inner optimizer steps once per tensor (the flat ones of
+            ZeRO-1 to 3), not for all.
+        loss_scale: factor of the loss in backward (fp16); set it before a step's first backward.
+            `grad_norm` and `step` remove it again.
     """
 
     kind: str
@@ -54,29 +56,37 @@ class Engine(ABC):
 
     @abstractmethod
     def backward(self, loss: Tensor) -> None:
-        """Add the gradients of this micro-batch; call once per accumulated micro-batch, then `grad_norm`."""
+        """Add the gradients of this micro-batch; call once per accumulated micro-batch, then
+        `grad_norm`.
+        """
 
     @abstractmethod
     def grad_norm(self) -> Tensor:
         """Global L2 norm of the accumulated gradients before clipping. Collective.
 
-        0-d, on the device, the same on every rank, not finite if any element is not. Adds no host sync to the
-        engine's own. Call it once, then `step` or `discard_gradients`.
+        0-d, on the device, the same on every rank, not finite if any element is not. Adds no host
+        sync to the engine's own. Call it once, then `step` or `discard_gradients`.
         """
 
     @abstractmethod
     def step(self, lr: float, grad_norm: float) -> None:
-        """Clip by this (finite) norm and update the weights with this learning rate. Collective."""
+        """Clip by this (finite) norm and update the weights with this learning rate.
+
+        Collective.
+        """
 
     @abstractmethod
     def discard_gradients(self) -> None:
         """Discard the accumulated gradients; weights and moments do not change. Collective."""
 
-    # -- shards of this rank -------------------------------------------------------------------------------------------
+    # -- shards of this rank
+    # -------------------------------------------------------------------------------------------
 
     @abstractmethod
     def parameter_shards(self) -> list[ParameterShard]:
-        """Shards of the fp32 master weights that this rank updates; all ranks' cover every trainable parameter."""
+        """Shards of the fp32 master weights that this rank updates; all ranks' cover every
+        trainable parameter.
+        """
 
     @abstractmethod
     def frozen_shards(self) -> list[ParameterShard]:
@@ -88,7 +98,9 @@ class Engine(ABC):
 
     @abstractmethod
     def optimizer_groups(self) -> dict[Tensor, dict[str, Any]]:
-        """Group (lr, weight_decay, betas, ...) of every tensor that the inner optimizer updates."""
+        """Group (lr, weight_decay, betas, ...) of every tensor that the inner optimizer
+        updates.
+        """
 
     def process_group(self) -> Any:
         """Ranks that shard or replicate the parameters between them; None: this process alone."""
@@ -98,14 +110,20 @@ class Engine(ABC):
     def sync_weights_from_masters(self) -> None:
         """Copy changed masters to the weights that the model computes with. Collective."""
 
-    # -- checkpoints -------------------------------------------------------------------------------------------------
+    # -- checkpoints
+    # ---------------------------------------------------------------------------------------------
 
     @abstractmethod
     def snapshot_state(self, folder: Path, step: int) -> Any:
-        """State that this rank must write below folder, for `write`; its tensors may be live. Collective."""
+        """State that this rank must write below folder, for `write`; its tensors may be live.
+
+        Collective.
+        """
 
     def copy_to_host(self, state: Any) -> Any:
-        """The state with its tensors copied to host memory, so that training continues while it is written."""
+        """The state with its tensors copied to host memory, so that training continues while it is
+        written.
+        """
         if not hasattr(self, "_pinned_snapshot"):
             self._pinned_snapshot = PinnedSnapshot()
         return self._pinned_snapshot(state)
@@ -113,7 +131,9 @@ class Engine(ABC):
     def write(self, state: Any, folder: Path) -> None:
         """Write a copied snapshot; touches no live tensor, so it may run in a separate thread."""
         for name, values in state:
-            torch.save(values, folder / name)  # a missing folder is not created again: its files are lost
+            torch.save(
+                values, folder / name
+            )  # a missing folder is not created again: its files are lost
 
     def reset_after_failed_save(self) -> None:
         """Prepare for the next checkpoint after one that a rank could not write. Collective."""
@@ -122,7 +142,8 @@ class Engine(ABC):
     def load(self, reader: ResumeReader, applied_steps: int) -> None:
         """Load weights, moments and buffers from a checkpoint of any engine, stage and world size.
 
-        Reads only this rank's shards; call `sync_weights_from_masters` on every rank when all ranks have read.
+        Reads only this rank's shards; call `sync_weights_from_masters` on every rank when all
+        ranks have read.
 
         Args:
             reader: mmldlm.checkpoints.resume_reader.ResumeReader.
@@ -141,14 +162,17 @@ class Engine(ABC):
                 buffer.copy_(torch.from_numpy(values).view(buffer.shape))
             states, groups = self.optimizer_state(), self.optimizer_groups()
             for owner in {id(shard.owner): shard.owner for shard in shards}.values():
-                states[owner] = _fresh_state(owner, groups[owner], applied_steps) if applied_steps else {}
+                states[owner] = (
+                    _fresh_state(owner, groups[owner], applied_steps) if applied_steps else {}
+                )
             for shard in shards if applied_steps else ():
                 _check_same_optimizer(reader, shard.name, groups[shard.owner])
                 for key in moment_keys(groups[shard.owner]):
                     values = reader.read(shard.name, key, shard.start, shard.count)
                     shard.slice_of(states[shard.owner][key]).copy_(torch.from_numpy(values))
 
-    # -- collectives -------------------------------------------------------------------------------------------------
+    # -- collectives
+    # ---------------------------------------------------------------------------------------------
 
     def all_reduce_sum(self, values: Tensor) -> Tensor:
         """Sum a small tensor over the ranks, in place."""
@@ -159,7 +183,8 @@ class Engine(ABC):
     def sum_on_host(self, values: Tensor) -> list[float]:
         """Sum a small vector over the ranks and read it on the host.
 
-        With NCCL, this is where a rank waits for late ones; `stack_dump.BLOCKING_CALLS` refers to it by name.
+        With NCCL, this is where a rank waits for late ones; `stack_dump.BLOCKING_CALLS` refers to
+        it by name.
         """
         return self.all_reduce_sum(values).tolist()
 
@@ -169,7 +194,10 @@ class Engine(ABC):
         return on_host.to(self.device, non_blocking=True)
 
     def gather_messages(self, text: str | None) -> list[str]:
-        """Gather non-empty messages from all ranks, prefixed with rank and host, on every rank. Collective."""
+        """Gather non-empty messages from all ranks, prefixed with rank and host, on every rank.
+
+        Collective.
+        """
         own = None if text is None else f"rank {self.rank} on {socket.gethostname()}: {text}"
         messages = [own]
         if self.world_size > 1:
@@ -191,24 +219,30 @@ class Engine(ABC):
 
 
 def _check_same_optimizer(reader: ResumeReader, name: str, group: dict[str, Any]) -> None:
-    if reader.moments_of(name) != moment_keys(group):  # checkpoints older than optimizer.kind do not record it
+    if reader.moments_of(name) != moment_keys(
+        group
+    ):  # checkpoints older than optimizer.kind do not record it
         kinds = {MOMENTS: "adamw", MUON_MOMENTS: "muon"}
         raise UserError(
             f"the state of optimizer.kind={kinds[moment_keys(group)]}",
             f"{' and '.join(reader.moments_of(name)) or 'none'} of {name}",
-            f"set optimizer.kind={kinds.get(reader.moments_of(name), 'adamw')}, or start a new run from the weights "
-            "alone with training.init_from",
+            f"set optimizer.kind={kinds.get(reader.moments_of(name), 'adamw')}, or start a new run"
+            " from the weights alone with training.init_from",
         )
 
 
 def _fresh_state(owner: Tensor, group: dict[str, Any], applied_steps: int) -> dict[str, Tensor]:
-    """State of one tensor, its moments zero; fused AdamW keeps its step count on the tensor's device."""
+    """State of one tensor, its moments zero; fused AdamW keeps its step count on the tensor's
+    device.
+    """
     step = torch.tensor(float(applied_steps), dtype=torch.float32, device=owner.device)
     return {"step": step, **{key: torch.zeros_like(owner) for key in moment_keys(group)}}
 
 
 class Autocast(nn.Module):
-    """Calls a module under torch.autocast: fp32 weights, matrix products in dtype, fp32 gradients."""
+    """Calls a module under torch.autocast: fp32 weights, matrix products in dtype, fp32
+    gradients.
+    """
 
     def __init__(self, module: nn.Module, device_type: str, dtype: torch.dtype):
         super().__init__()
@@ -238,4 +272,6 @@ def tied_names(model: nn.Module) -> dict[str, str]:
     """Second name -> first name of parameters that several modules share."""
     first = {id(parameter): name for name, parameter in model.named_parameters()}
     named = model.named_parameters(remove_duplicate=False)
-    return {name: first[id(parameter)] for name, parameter in named if first[id(parameter)] != name}
+    return {
+        name: first[id(parameter)] for name, parameter in named if first[id(parameter)] != name
+    }

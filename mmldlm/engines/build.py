@@ -16,7 +16,10 @@ if TYPE_CHECKING:  # preflight calls check_engine, and starts without torch
 
 
 def build_engine(model: nn.Module, config: Config, plan: ParameterPlan) -> Engine:
-    """Freeze what the plan freezes and wrap the model in the engine that config.engine.kind names. Collective."""
+    """Freeze what the plan freezes and wrap the model in the engine that config.engine.kind names.
+
+    Collective.
+    """
     plan.set_requires_grad(model)
     kind = config.engine.kind
     if kind == "single":
@@ -39,7 +42,8 @@ def check_engine(config: Config, world_size: int) -> None:
     """Check the engine's settings, without starting a rank.
 
     Raises:
-        UserError: DeepSpeed settings that disagree or are for another engine, a world size that does not fit it.
+        UserError: DeepSpeed settings that disagree or are for another engine, a world size that
+            does not fit it.
     """
     engine = config.engine
     if engine.kind == "deepspeed":

@@ -17,7 +17,9 @@ from mmldlm.engines.torch_engine import TorchEngine
 
 
 class DdpEngine(TorchEngine):
-    """fp32 weights and gradients, autocast to bf16 or fp16; gradients are reduced once per optimizer step."""
+    """fp32 weights and gradients, autocast to bf16 or fp16; gradients are reduced once per
+    optimizer step.
+    """
 
     kind = "ddp"
 
@@ -29,10 +31,12 @@ class DdpEngine(TorchEngine):
         model.to(self.device)
         dtype = compute_dtype(config.training.dtype)
         inner = model if dtype == torch.float32 else Autocast(model, self.device.type, dtype)
-        # Buffers are constants (latent statistics), the same on every rank. torch 2.13 warns of the argument's new
-        # name, which 2.6 does not have.
+        # Buffers are constants (latent statistics), the same on every rank. torch 2.13 warns of
+        # the argument's new name, which 2.6 does not have.
         warnings.filterwarnings("ignore", message=".*broadcast_buffers.*", category=FutureWarning)
-        self.module = DistributedDataParallel(inner, broadcast_buffers=False, gradient_as_bucket_view=True)
+        self.module = DistributedDataParallel(
+            inner, broadcast_buffers=False, gradient_as_bucket_view=True
+        )
         self._setup(model, config, plan)
 
     def _sync_gradients(self, sync: bool) -> None:

@@ -11,7 +11,9 @@ from mmldlm.engines.base import Engine
 
 
 class WeightAverage:
-    """ema = decay * ema + (1 - decay) * weight after every applied step, in fp32, for this rank's shards."""
+    """ema = decay * ema + (1 - decay) * weight after every applied step, in fp32, for this rank's
+    shards.
+    """
 
     def __init__(self, engine: Engine, decay: float):
         self.engine, self.decay = engine, decay
@@ -29,7 +31,11 @@ class WeightAverage:
 
     def named_values(self) -> list[tuple[str, torch.Tensor]]:
         """(parameter name, this rank's shard of its average)."""
-        return [(shard.name, value) for shard, value in zip(self._shards, self.values, strict=True) if shard.count]
+        return [
+            (shard.name, value)
+            for shard, value in zip(self._shards, self.values, strict=True)
+            if shard.count
+        ]
 
     def load(self, reader) -> None:
         """Load the average from a checkpoint of any engine and world size."""
@@ -37,7 +43,9 @@ class WeightAverage:
             value.copy_(torch.from_numpy(reader.read(shard.name, "ema", shard.start, shard.count)))
 
     def snapshot_state(self) -> dict[str, Any]:
-        """name -> start, shape of the parameter, values [count]; all ranks' files together cover each parameter."""
+        """name -> start, shape of the parameter, values [count]; all ranks' files together cover
+        each parameter.
+        """
         if not self.engine.saves_shards:
             return {}
         return {

@@ -1,4 +1,6 @@
-"""PyTorch FSDP2 (fully_shard): weights, gradients and optimizer sharded over the ranks, unit by unit."""
+"""PyTorch FSDP2 (fully_shard): weights, gradients and optimizer sharded over the ranks, unit by
+unit.
+"""
 
 from __future__ import annotations
 
@@ -28,9 +30,11 @@ TRAINABLE = "trainable.json"
 
 
 class FsdpEngine(TorchEngine):
-    """fp32 shards; each unit's weights are gathered (in bf16 when asked) while it runs, gradients reduced in fp32.
+    """fp32 shards; each unit's weights are gathered (in bf16 when asked) while it runs, gradients
+    reduced in fp32.
 
-    With engine.hsdp_replicas = R, groups of world size / R ranks shard the model and R groups hold copies (HSDP).
+    With engine.hsdp_replicas = R, groups of world size / R ranks shard the model and R groups hold
+    copies (HSDP).
     """
 
     kind = "fsdp"
@@ -43,7 +47,9 @@ class FsdpEngine(TorchEngine):
         if self.replicas == 1:
             mesh = init_device_mesh(self.device.type, (shards,), mesh_dim_names=("shard",))
         else:
-            mesh = init_device_mesh(self.device.type, (self.replicas, shards), mesh_dim_names=("replicate", "shard"))
+            mesh = init_device_mesh(
+                self.device.type, (self.replicas, shards), mesh_dim_names=("replicate", "shard")
+            )
         self._shard_group = mesh.get_group("shard")
         self.saves_shards = self.rank < shards
         # Timesteps are fp32 until the model casts its sinusoids: FSDP must not cast inputs.
@@ -63,8 +69,8 @@ class FsdpEngine(TorchEngine):
         self.reset_after_failed_save()
 
     def reset_after_failed_save(self) -> None:
-        # A checkpoint is written in a thread while training continues: its collectives need a separate group. After a
-        # failed collective a group stays broken.
+        # A checkpoint is written in a thread while training continues: its collectives need a
+        # separate group. After a failed collective a group stays broken.
         self._writers = torch.distributed.new_group(backend="gloo", timeout=self._save_timeout)
 
     def _sync_gradients(self, sync: bool) -> None:
@@ -81,7 +87,10 @@ class FsdpEngine(TorchEngine):
     def snapshot_state(self, folder: Path, step: int) -> Any:
         state = self.optimizer.state
         names = {self._names[id(p)]: p for p in self._parameters()}
-        moments = {key: {name: state[p][key] for name, p in names.items() if key in state[p]} for key in MOMENTS}
+        moments = {
+            key: {name: state[p][key] for name, p in names.items() if key in state[p]}
+            for key in MOMENTS
+        }
         metadata = {
             "trainable": list(names),
             "buffers": list(persistent_buffers(self.model)),
@@ -95,18 +104,25 @@ class FsdpEngine(TorchEngine):
                 for group in self.optimizer.param_groups
             ],
         }
-        return {"names": metadata, "tensors": {"model": dict(self.model.state_dict()), "optim": moments}}
+        return {
+            "names": metadata,
+            "tensors": {"model": dict(self.model.state_dict()), "optim": moments},
+        }
 
     def write(self, state: Any, folder: Path) -> None:
-        """Write a torch.distributed.checkpoint folder, and which names are trainable, buffers, or tied."""
-        # No copies ahead: that loader waits for the current device's stream, and this may be a separate thread.
+        """Write a torch.distributed.checkpoint folder, and which names are trainable, buffers, or
+        tied.
+        """
+        # No copies ahead: that loader waits for the current device's stream, and this may be a
+        # separate thread.
         writer = dcp.FileSystemWriter(folder, per_thread_copy_ahead=0)
         try:
             dcp.save(state["tensors"], storage_writer=writer, process_group=self._writers)
         except CheckpointException as error:  # a BaseException whose text hides the cause
             rank, (first, _) = next(iter(error.failures.items()))
             raise RuntimeError(f"rank {rank}: {type(first).__name__}: {first}") from error
-        if self.rank == 0:  # afterwards: a rank that failed earlier would leave the others in the collectives above
+        # Last, because a rank that failed here would leave the others in the collectives above.
+        if self.rank == 0:
             (folder / TRAINABLE).write_text(json.dumps(state["names"]) + "\n")
 
     def describe(self) -> str:

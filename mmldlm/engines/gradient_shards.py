@@ -15,17 +15,22 @@ from mmldlm.engines.parameter_shards import ParameterShard
 
 
 def gradient_shards(engine: Engine) -> list[tuple[ParameterShard, Tensor | None]]:
-    """Engine.parameter_shards(), each with its gradient [count], summed over ranks and micro-batches, not clipped.
+    """Engine.parameter_shards(), each with its gradient [count], summed over ranks and
+    micro-batches, not clipped.
 
-    Valid between `grad_norm` and `step` or `discard_gradients` only. Gradients are views if the engine stores the
-    elements together, and None for parameters without a gradient (ZeRO-1 to 3 store zeros there). Ranks that hold the
-    same shards (Engine.saves_shards) get the same values. No collective, no host sync.
+    Valid between `grad_norm` and `step` or `discard_gradients` only. Gradients are views if the
+    engine stores the elements together, and None for parameters without a gradient (ZeRO-1 to 3
+    store zeros there). Ranks that hold the same shards (Engine.saves_shards) get the same values.
+    No collective, no host sync.
     """
     shards = engine.parameter_shards()
     if not isinstance(engine, DeepSpeedEngine) or engine.stage == 0:
         return [(shard, _slice_of(shard, shard.owner.grad)) for shard in shards]
     flat_gradients = _zero_gradients(engine.zero_optimizer, engine.stage)
-    return [(shard, flat_gradients[id(shard.owner)].slice(shard.offset, shard.count)) for shard in shards]
+    return [
+        (shard, flat_gradients[id(shard.owner)].slice(shard.offset, shard.count))
+        for shard in shards
+    ]
 
 
 def _slice_of(shard: ParameterShard, gradient: Tensor | None) -> Tensor | None:
@@ -58,7 +63,13 @@ def _zero_gradients(optimizer: Any, stage: int) -> dict[int, _ConcatView]:
     elif hasattr(optimizer, "single_partition_of_fp32_groups"):
         flats, is_offloaded = optimizer.single_partition_of_fp32_groups, optimizer.cpu_offload
     else:
-        flats, grads = optimizer.fp32_groups_flat_partition, optimizer.fp32_groups_gradient_flat_partition
+        flats, grads = (
+            optimizer.fp32_groups_flat_partition,
+            optimizer.fp32_groups_gradient_flat_partition,
+        )
         return {id(flat): _ConcatView([grad]) for flat, grad in zip(flats, grads, strict=True)}
-    pieces = [[flat.grad] if is_offloaded else optimizer.averaged_gradients[i] for i, flat in enumerate(flats)]
+    pieces = [
+        [flat.grad] if is_offloaded else optimizer.averaged_gradients[i]
+        for i, flat in enumerate(flats)
+    ]
     return {id(flat): _ConcatView(parts) for flat, parts in zip(flats, pieces, strict=True)}

@@ -1,4 +1,6 @@
-"""The optimizer with weight decay on matrices only, gradient clipping, and the learning-rate schedule."""
+"""The optimizer with weight decay on matrices only, gradient clipping, and the learning-rate
+schedule.
+"""
 
 from __future__ import annotations
 
@@ -16,12 +18,15 @@ MUON_MOMENTUM = 0.95  # if optimizer.muon_momentum does not set it
 
 
 def parameter_groups(model: nn.Module, plan: ParameterPlan, config: OptimizerConfig) -> list[dict]:
-    """Groups of the trainable parameters: Muon's matrices, AdamW's with weight decay, AdamW's without.
+    """Groups of the trainable parameters: Muon's matrices, AdamW's with weight decay, AdamW's
+    without.
 
-    Without weight decay are norms, biases, embeddings, and ParameterPlan.no_decay. Empty groups are left out.
+    Without weight decay are norms, biases, embeddings, and ParameterPlan.no_decay. Empty groups
+    are left out.
 
     Raises:
-        UserError: optimizer.kind=muon without a trainable matrix in the plan, or a name in it that the model lacks.
+        UserError: optimizer.kind=muon without a trainable matrix in the plan, or a name in it that
+            the model lacks.
     """
     no_decay_modules = (nn.Embedding, nn.LayerNorm, nn.RMSNorm)
     embeddings = {
@@ -42,7 +47,9 @@ def parameter_groups(model: nn.Module, plan: ParameterPlan, config: OptimizerCon
             continue
         is_exempt = parameter.dim() < 2 or id(parameter) in embeddings or name in plan.no_decay
         if config.kind == "muon" and name in plan.matrices:
-            _check_block_rows(name, parameter.shape[0] // plan.matrices[name], config.muon_block_rows)
+            _check_block_rows(
+                name, parameter.shape[0] // plan.matrices[name], config.muon_block_rows
+            )
             matrices.append(parameter)
         else:
             (without_decay if is_exempt else with_decay).append(parameter)
@@ -50,7 +57,8 @@ def parameter_groups(model: nn.Module, plan: ParameterPlan, config: OptimizerCon
         raise UserError(
             "trainable matrices for Muon (ParameterPlan.matrices of the task)",
             "none",
-            "set optimizer.kind=adamw, freeze less of the model, or let the task name its matrices (docs/tasks.md)",
+            "set optimizer.kind=adamw, freeze less of the model, or let the task name its matrices"
+            " (docs/tasks.md)",
         )
     muon = {"muon": True, "lr_factor": config.muon_rate() / config.lr}
     groups = [
@@ -70,8 +78,12 @@ def _check_block_rows(name: str, rows: int, block_rows: int | None) -> None:
         )
 
 
-def build_optimizer(model: nn.Module, plan: ParameterPlan, config: OptimizerConfig) -> torch.optim.AdamW:
-    """Fused AdamW over the trainable parameters (5 x faster than the default, on CPU and GPU), or MuonAdamW."""
+def build_optimizer(
+    model: nn.Module, plan: ParameterPlan, config: OptimizerConfig
+) -> torch.optim.AdamW:
+    """Fused AdamW over the trainable parameters (5 x faster than the default, on CPU and GPU), or
+    MuonAdamW.
+    """
     groups = parameter_groups(model, plan, config)
     settings = {"lr": config.lr, "betas": config.betas, "eps": config.eps, "fused": True}
     if config.kind == "muon":
@@ -89,8 +101,8 @@ def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:
 def learning_rate(applied_steps: int, num_train_steps: int, config: OptimizerConfig) -> float:
     """Learning rate of the next step after `applied_steps` steps that were not skipped.
 
-    Linear warm-up from lr / warmup_steps, then cosine or linear decay to min_lr, or constant. At and after the end it
-    stays at the last value.
+    Linear warm-up from lr / warmup_steps, then cosine or linear decay to min_lr, or constant. At
+    and after the end it stays at the last value.
     """
     if applied_steps < config.warmup_steps:
         return config.lr * (applied_steps + 1) / config.warmup_steps
@@ -98,7 +110,9 @@ def learning_rate(applied_steps: int, num_train_steps: int, config: OptimizerCon
         return config.lr
     span = max(num_train_steps - config.warmup_steps, 1)
     progress = min((applied_steps - config.warmup_steps) / span, 1.0)
-    fraction = 0.5 * (1 + math.cos(math.pi * progress)) if config.schedule == "cosine" else 1 - progress
+    fraction = (
+        0.5 * (1 + math.cos(math.pi * progress)) if config.schedule == "cosine" else 1 - progress
+    )
     return config.min_lr + (config.lr - config.min_lr) * fraction
 
 
@@ -107,8 +121,11 @@ def _clip_coefficient(max_norm: float | None, norm: float, loss_scale: float) ->
     return clip / loss_scale
 
 
-def scale_gradients(parameters: list[torch.Tensor], max_norm: float | None, norm: float, loss_scale: float) -> None:
-    """Unscale gradients and clip them to max_norm (None: no clipping), in place, without a host sync.
+def scale_gradients(
+    parameters: list[torch.Tensor], max_norm: float | None, norm: float, loss_scale: float
+) -> None:
+    """Unscale gradients and clip them to max_norm (None: no clipping), in place, without a host
+    sync.
 
     The rule of torch.nn.utils.clip_grad_norm_: times max_norm / (norm + 1e-6), at most 1.
 
@@ -121,11 +138,17 @@ def scale_gradients(parameters: list[torch.Tensor], max_norm: float | None, norm
         torch._foreach_mul_(gradients, factor)
 
 
-def clipped_step(optimizer: torch.optim.AdamW, max_norm: float | None, norm: float, loss_scale: float) -> None:
-    """Unscale, clip and step; the fused kernel scales gradients while it reads them, without an extra pass."""
+def clipped_step(
+    optimizer: torch.optim.AdamW, max_norm: float | None, norm: float, loss_scale: float
+) -> None:
+    """Unscale, clip and step; the fused kernel scales gradients while it reads them, without an
+    extra pass.
+    """
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     # Neither Muon nor the kernel for a shard takes a scale.
-    if isinstance(optimizer, MuonAdamW) or any(hasattr(parameter, "full_tensor") for parameter in parameters):
+    if isinstance(optimizer, MuonAdamW) or any(
+        hasattr(parameter, "full_tensor") for parameter in parameters
+    ):
         scale_gradients(parameters, max_norm, norm, loss_scale)
     elif (factor := _clip_coefficient(max_norm, norm, loss_scale)) != 1.0:
         # The attribute that torch.amp.GradScaler sets; filled, not copied, to avoid a host sync.

@@ -1,4 +1,6 @@
-"""What an engine needs to know of a model's parameters: the seam that keeps engines free of model names."""
+"""What an engine needs to know of a model's parameters: the seam that keeps engines free of model
+names.
+"""
 
 from __future__ import annotations
 
@@ -15,14 +17,14 @@ class ParameterPlan:
     """How an engine treats the parameters of one model.
 
     Attributes:
-        sharding_units: modules, in forward order, whose weights are gathered and freed together. FSDP2 wraps each of
-            them, ZeRO-3 gathers each as a unit.
-        no_decay: names of parameters without weight decay, in addition to the engine's own rule (parameters with fewer
-            than two dimensions, norms and `nn.Embedding`).
+        sharding_units: modules, in forward order, whose weights are gathered and freed together.
+            FSDP2 wraps each of them, ZeRO-3 gathers each as a unit.
+        no_decay: names of parameters without weight decay, in addition to the engine's own rule
+            (parameters with fewer than two dimensions, norms and `nn.Embedding`).
         frozen: names of parameters that are not trained.
-        matrices: parameters that Muon updates (optimizer.kind=muon), each with the number of equal matrices that it
-            stacks along dimension 0: q, k and v in one weight are 3. Usually the weights inside blocks; not embeddings,
-            heads, norms, modulation.
+        matrices: parameters that Muon updates (optimizer.kind=muon), each with the number of equal
+            matrices that it stacks along dimension 0: q, k and v in one weight are 3. Usually the
+            weights inside blocks; not embeddings, heads, norms, modulation.
     """
 
     sharding_units: Sequence[nn.Module] = ()
@@ -31,12 +33,17 @@ class ParameterPlan:
     matrices: Mapping[str, int] = field(default_factory=dict)
 
     def set_requires_grad(self, model: nn.Module) -> None:
-        """Set requires_grad of every parameter; DeepSpeed ignores changes after the engine is built."""
+        """Set requires_grad of every parameter; DeepSpeed ignores changes after the engine is
+        built.
+        """
         for name, parameter in model.named_parameters():
             parameter.requires_grad_(name not in self.frozen)
 
-    def apply(self, model: nn.Module, groups: Mapping[str, Sequence[str]]) -> dict[str, tuple[int, int]]:
-        """Set requires_grad of every parameter; DeepSpeed ignores changes after the engine is built.
+    def apply(
+        self, model: nn.Module, groups: Mapping[str, Sequence[str]]
+    ) -> dict[str, tuple[int, int]]:
+        """Set requires_grad of every parameter; DeepSpeed ignores changes after the engine is
+        built.
 
         Args:
             groups: group -> names of its parameters, for the counts.

@@ -12,10 +12,11 @@ from mmldlm.engines.parameter_shards import is_sharded
 
 
 class PinnedSnapshot:
-    """Copies every tensor in a tree of dicts, lists and tuples into host memory, which is reused by the next call.
+    """Copies every tensor in a tree of dicts, lists and tuples into host memory, which is reused
+    by the next call.
 
-    The memory is pinned for tensors on a GPU: only then does the copy run at the bus's speed. Sharded tensors stay
-    sharded, with their local part on the host.
+    The memory is pinned for tensors on a GPU: only then does the copy run at the bus's speed.
+    Sharded tensors stay sharded, with their local part on the host.
     """
 
     def __init__(self):
@@ -30,10 +31,12 @@ class PinnedSnapshot:
 
     def _copy(self, value: Any) -> Any:
         if is_sharded(value):
-            # Not DTensor.from_local: it would move the part back to the mesh's device. This is the protocol of tensor
-            # subclasses (torch.utils._python_dispatch).
+            # Not DTensor.from_local: it would move the part back to the mesh's device. This is the
+            # protocol of tensor subclasses (torch.utils._python_dispatch).
             names, context = value.detach().__tensor_flatten__()
-            inner = {name: getattr(value, name) for name in names} | {"_local_tensor": self._tensor(value.to_local())}
+            inner = {name: getattr(value, name) for name in names} | {
+                "_local_tensor": self._tensor(value.to_local())
+            }
             return type(value).__tensor_unflatten__(inner, context, value.shape, value.stride())
         if isinstance(value, Tensor):
             return self._tensor(value)
@@ -41,7 +44,8 @@ class PinnedSnapshot:
             return type(value)((key, self._copy(item)) for key, item in value.items())
         if type(value) in (list, tuple):
             return type(value)(self._copy(item) for item in value)
-        return value  # numbers, names, torch.Size, DeepSpeed's settings: a training step does not change them
+        # numbers, names, torch.Size, DeepSpeed's settings: a training step does not change them
+        return value
 
     def _tensor(self, tensor: Tensor) -> Tensor:
         tensor = tensor.detach()

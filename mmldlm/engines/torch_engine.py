@@ -15,7 +15,10 @@ from mmldlm.engines.parameter_shards import ParameterShard, full_shard
 
 
 class TorchEngine(Engine):
-    """Compute the global norm, clip, step. Subclasses wrap the model and choose when gradients are reduced."""
+    """Compute the global norm, clip, step.
+
+    Subclasses wrap the model and choose when gradients are reduced.
+    """
 
     def _setup(self, model: nn.Module, config: Config, plan: ParameterPlan) -> None:
         """Build the optimizer over the (wrapped) model's parameters."""
@@ -37,11 +40,15 @@ class TorchEngine(Engine):
             self._sync_gradients(self._micro == self._accum - 1)
 
     def _parameters(self) -> list[Tensor]:
-        return [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
+        return [
+            parameter for group in self.optimizer.param_groups for parameter in group["params"]
+        ]
 
     def grad_norm(self) -> Tensor:
         norm = nn.utils.get_total_norm([p.grad for p in self._parameters() if p.grad is not None])
-        norm = norm.full_tensor() if hasattr(norm, "full_tensor") else norm  # the norm of this shard only
+        norm = (
+            norm.full_tensor() if hasattr(norm, "full_tensor") else norm
+        )  # the norm of this shard only
         return norm / self.loss_scale
 
     def step(self, lr: float, grad_norm: float) -> None:
@@ -53,7 +60,9 @@ class TorchEngine(Engine):
         self.optimizer.zero_grad(set_to_none=True)
 
     def parameter_shards(self) -> list[ParameterShard]:
-        return [self._shard(self._names[id(parameter)], parameter) for parameter in self._parameters()]
+        return [
+            self._shard(self._names[id(parameter)], parameter) for parameter in self._parameters()
+        ]
 
     def frozen_shards(self) -> list[ParameterShard]:
         frozen = [(name, p) for name, p in self.model.named_parameters() if not p.requires_grad]
@@ -67,7 +76,11 @@ class TorchEngine(Engine):
         return self.optimizer.state
 
     def optimizer_groups(self) -> dict[Tensor, dict[str, Any]]:
-        return {parameter: group for group in self.optimizer.param_groups for parameter in group["params"]}
+        return {
+            parameter: group
+            for group in self.optimizer.param_groups
+            for parameter in group["params"]
+        }
 
     def sync_weights_from_masters(self) -> None:
         """The masters are the weights."""
@@ -75,7 +88,9 @@ class TorchEngine(Engine):
     def snapshot_state(self, folder: Path, step: int) -> Any:
         if self.rank != 0:  # every rank holds the same state
             return []
-        names = [[self._names[id(p)] for p in group["params"]] for group in self.optimizer.param_groups]
+        names = [
+            [self._names[id(p)] for p in group["params"]] for group in self.optimizer.param_groups
+        ]
         # A host copy stores tied weights twice: the aliases record which are one tensor.
         metadata = {"param_names": names, "buffer_names": list(persistent_buffers(self.model))}
         optimizer = {**self.optimizer.state_dict(), **metadata, "aliases": tied_names(self.model)}

@@ -1,1 +1,3 @@
-"""Evaluation: during training (validation) and of a finished model (conditioning gain, retrieval)."""
+"""Evaluation: during training (validation) and of a finished model (conditioning gain,
+retrieval).
+"""

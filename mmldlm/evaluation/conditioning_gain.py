@@ -1,4 +1,6 @@
-"""The conditioning gain: how much a latent helps a model with its text, and a text with its latent."""
+"""The conditioning gain: how much a latent helps a model with its text, and a text with its
+latent.
+"""
 
 from __future__ import annotations
 
@@ -41,9 +43,9 @@ def untrained_control(model: nn.Module, seed: int, random_gates: bool) -> nn.Mod
     """Return a fresh model with the same config and buffers (latent statistics).
 
     Args:
-        random_gates: also initialize the weights that start at zero. Without this, adaLN-Zero makes the model the
-            identity: it ignores its latent, and its gain is 0 by construction. With it, the text depends on the latent
-            and a gain of 0 is a finding.
+        random_gates: also initialize the weights that start at zero. Without this, adaLN-Zero
+            makes the model the identity: it ignores its latent, and its gain is 0 by construction.
+            With it, the text depends on the latent and a gain of 0 is a finding.
     """
     device = next(model.parameters()).device
     with torch.random.fork_rng(devices=[]):
@@ -61,7 +63,8 @@ def untrained_control(model: nn.Module, seed: int, random_gates: bool) -> nn.Mod
 def evaluate(
     pretrained: Pretrained, store: Store, settings: Settings | None = None, log: Log = print
 ) -> EvaluationReport:
-    """Measure the conditioning gain in both directions, for the model and for two untrained controls.
+    """Measure the conditioning gain in both directions, for the model and for two untrained
+    controls.
 
     Args:
         pretrained: model, tokenizer and settings.
@@ -79,7 +82,9 @@ def evaluate(
     pretrained.check_guidance(settings.guidance)
     judge = _open_judge(pretrained, settings)
     sentences = choose_sentences(store, model, settings.num_samples, settings.seed)
-    control_sentences = sentences.first(min(settings.control_samples, len(sentences)), settings.seed)
+    control_sentences = sentences.first(
+        min(settings.control_samples, len(sentences)), settings.seed
+    )
     controls = {
         "untrained": untrained_control(model, settings.seed, random_gates=False),
         "untrained_random_gates": untrained_control(model, settings.seed, random_gates=True),
@@ -89,8 +94,13 @@ def evaluate(
     notes, texts = _notes(pretrained), TextArms()
     if not pretrained.reads_latents:
         for name, module in {"model": model, **controls}.items():
-            arm, own = replace(pretrained, model=module), sentences if name == "model" else control_sentences
-            found = measure_likelihood(arm, own, None, settings, log if name == "model" else _prefixed(log, name))
+            arm, own = (
+                replace(pretrained, model=module),
+                sentences if name == "model" else control_sentences,
+            )
+            found = measure_likelihood(
+                arm, own, None, settings, log if name == "model" else _prefixed(log, name)
+            )
             arms[name].update(likelihood_estimates(found))
         made = write_unconditionally(pretrained, len(sentences), settings, log)
         texts = measure_set(pretrained, sentences, made.tokens)
@@ -98,25 +108,37 @@ def evaluate(
     elif pretrained.supports("l2t"):
         written = measure_l2t(pretrained, model, sentences, settings, log)
         arms["model"].update(written.estimates)
-        texts = measure_text_arms(pretrained, store, sentences, written.written, settings.seed, log)
+        texts = measure_text_arms(
+            pretrained, store, sentences, written.written, settings.seed, log
+        )
         texts.conditions |= written.costs
         searched = None
         if judge is not None:
-            searched = add_search(texts, pretrained, sentences, written.written, judge, settings, log)
-        examples = example_records(pretrained, sentences, written, searched and decode(pretrained, searched))
+            searched = add_search(
+                texts, pretrained, sentences, written.written, judge, settings, log
+            )
+        examples = example_records(
+            pretrained, sentences, written, searched and decode(pretrained, searched)
+        )
         results = [("model", written.written, sentences)]
         results += [(SEARCH, searched, sentences)] if searched else []
         for name, control in controls.items():
-            result = measure_l2t(pretrained, control, control_sentences, settings, _prefixed(log, name))
+            result = measure_l2t(
+                pretrained, control, control_sentences, settings, _prefixed(log, name)
+            )
             arms[name].update(result.estimates)
             results.append((name, result.written, control_sentences))
         notes += _add_reencoding(pretrained, arms, results, log)
     if "t2l" in pretrained.task.samplers and pretrained.supports("t2l"):
         gallery = sentences.latents
-        arms["model"].update(measure_t2l(pretrained, model, sentences, gallery, settings, log).estimates)
+        arms["model"].update(
+            measure_t2l(pretrained, model, sentences, gallery, settings, log).estimates
+        )
         arms["floors"] = chance_baselines(sentences, model)
         for name, control in controls.items():
-            result = measure_t2l(pretrained, control, control_sentences, gallery, settings, _prefixed(log, name))
+            result = measure_t2l(
+                pretrained, control, control_sentences, gallery, settings, _prefixed(log, name)
+            )
             arms[name].update(result.estimates)
     conditions = _conditions(pretrained, store, sentences, settings) | {
         "num_control_sentences": len(control_sentences),
@@ -134,24 +156,32 @@ def _add_reencoding(
     results: list[tuple[str, list[list[int]], Sentences]],
     log: Log,
 ) -> list[str]:
-    """Embed every arm's texts again; return a note with the reason if the encoder is not available."""
+    """Embed every arm's texts again; return a note with the reason if the encoder is not
+    available.
+    """
     try:
         for name, written, sentences in results:
             say = log if name == "model" else _prefixed(log, name)
-            arms.setdefault(name, {}).update(reencoded_estimates(pretrained, written, sentences, say))
+            arms.setdefault(name, {}).update(
+                reencoded_estimates(pretrained, written, sentences, say)
+            )
     except (UserError, ImportError, OSError) as error:
         return [f"written texts are not embedded again: {reason_without_encoder(error)}"]
     return []
 
 
-def _conditions(pretrained: Pretrained, store: Store, sentences: Sentences, settings: Settings) -> dict[str, Any]:
+def _conditions(
+    pretrained: Pretrained, store: Store, sentences: Sentences, settings: Settings
+) -> dict[str, Any]:
     """Return how the measurements were taken."""
     task = pretrained.task
     sampler = settings.sampler or task.evaluation_decoding
     has_penalty = "presence_penalty" in task.sampling_options
     reads_steps = "num_steps" in task.sampling_options
     if settings.sampler is not None:
-        reads_steps = reads_steps and "num_steps" not in task.unread_options("l2t", settings.sampler)
+        reads_steps = reads_steps and "num_steps" not in task.unread_options(
+            "l2t", settings.sampler
+        )
     if not pretrained.reads_latents:
         sampler, has_penalty = f"{task.samplers['unconditional'][0]}, without an embedding", False
     return {
@@ -200,14 +230,25 @@ def _notes(pretrained: Pretrained) -> list[str]:
     """Return the limits that the model's training sets to the measurements."""
     notes = []
     if not pretrained.reads_latents:
-        return [*notes, "the model reads no latents: only its likelihood and texts without a condition are measured"]
+        return [
+            *notes,
+            (
+                "the model reads no latents: only its likelihood and texts without a condition are"
+                " measured"
+            ),
+        ]
     if not pretrained.supports("l2t"):
-        notes.append("the model was not trained in mode l2t: text from embeddings is not evaluated")
+        notes.append(
+            "the model was not trained in mode l2t: text from embeddings is not evaluated"
+        )
     if "t2l" in pretrained.task.samplers and not pretrained.supports("t2l"):
-        notes.append("the model was not trained in mode t2l: embeddings from text are not evaluated")
+        notes.append(
+            "the model was not trained in mode t2l: embeddings from text are not evaluated"
+        )
     if pretrained.condition_dropout == 0:
         notes.append(
-            "trained with condition_dropout=0: its null latent was never trained, so gain_null is not informative"
+            "trained with condition_dropout=0: its null latent was never trained, so gain_null is"
+            " not informative"
         )
     return notes
 
@@ -224,10 +265,18 @@ def example_records(
     Args:
         searched: N texts that a search found, if there was one.
     """
-    rows = np.unique(np.linspace(0, len(sentences) - 1, min(count, len(sentences))).astype(int)).tolist()
-    written = pretrained.tokenizer.batch_decode([result.written[row] for row in rows], skip_special_tokens=True)
+    rows = np.unique(
+        np.linspace(0, len(sentences) - 1, min(count, len(sentences))).astype(int)
+    ).tolist()
+    written = pretrained.tokenizer.batch_decode(
+        [result.written[row] for row in rows], skip_special_tokens=True
+    )
     return [
-        {"sentence": sentences.texts[row], "written": text, "set_f1": round(float(result.f1[row]), 3)}
+        {
+            "sentence": sentences.texts[row],
+            "written": text,
+            "set_f1": round(float(result.f1[row]), 3),
+        }
         | ({} if searched is None else {"searched": searched[row]})
         for row, text in zip(rows, written)
     ]

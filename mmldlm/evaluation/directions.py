@@ -36,7 +36,8 @@ class Settings:
 
     Attributes:
         num_samples: unseen sentences; None is 1,000, or all if there are fewer.
-        num_steps: steps of l2t, as many as `mmldlm sample` takes; None for a task that takes no number of steps.
+        num_steps: steps of l2t, as many as `mmldlm sample` takes; None for a task that takes no
+            number of steps.
         sampler: of l2t; None: the task's first. num_lengths: of l2t (see `sample_lengths`).
         latent_steps: denoising steps of t2l; None: `steps_given_text`.
         num_draws: timesteps per sentence in the NELBO.
@@ -44,9 +45,10 @@ class Settings:
         guidance: classifier-free guidance of both samplers.
         presence_penalty: of l2t (see `sample_text`).
         seed: of every draw.
-        batch_size: texts of full length per pass; None: the default token budget of each measurement.
-        search, correct, num_candidates, encoder_calls, judge: of `SearchOptions`; without the first two, texts are
-            written once.
+        batch_size: texts of full length per pass; None: the default token budget of each
+            measurement.
+        search, correct, num_candidates, encoder_calls, judge: of `SearchOptions`; without the
+            first two, texts are written once.
     """
 
     num_samples: int | None = None
@@ -91,8 +93,8 @@ def measure_l2t(
 ) -> DirectionResult:
     """Measure NELBO, lengths and sampled texts of one model.
 
-    A sampled text depends on its latent only. The shuffled condition therefore reuses the text sampled from the other
-    sentence's latent and compares it with this sentence's reference.
+    A sampled text depends on its latent only. The shuffled condition therefore reuses the text
+    sampled from the other sentence's latent and compares it with this sentence's reference.
     """
     latents, shuffled_index = torch.from_numpy(sentences.latents), sentences.shuffled_index
     task, arm = pretrained.task, replace(pretrained, model=model)
@@ -103,11 +105,20 @@ def measure_l2t(
     if "num_steps" in options:
         steps = f" in {settings.num_steps} {sampler} steps"
     progress = log(f"writing {len(sentences)} texts from their embeddings{steps}")
-    samples = task.write_texts(arm, latents, sampler=sampler, seed=settings.seed, progress=progress, **options)
-    result.estimates |= text_estimates(samples, sentences.tokens, shuffled_index, likelihood.num_tokens, settings.seed)
+    samples = task.write_texts(
+        arm, latents, sampler=sampler, seed=settings.seed, progress=progress, **options
+    )
+    result.estimates |= text_estimates(
+        samples, sentences.tokens, shuffled_index, likelihood.num_tokens, settings.seed
+    )
     flops = task.writing_flops(model.config, samples)
-    result.costs = text_costs(samples) | {"gflops_per_text": flops and flops / len(sentences) / 1e9}
-    result.written, result.f1 = samples.tokens, text_overlap.token_f1(samples.tokens, sentences.tokens)
+    result.costs = text_costs(samples) | {
+        "gflops_per_text": flops and flops / len(sentences) / 1e9
+    }
+    result.written, result.f1 = (
+        samples.tokens,
+        text_overlap.token_f1(samples.tokens, sentences.tokens),
+    )
     return result
 
 
@@ -119,7 +130,9 @@ def writing_options(pretrained: Pretrained, settings: Settings, sampler: str) ->
 
 
 def text_costs(samples: TextSamples) -> dict[str, float]:
-    """Return what the texts cost: passes one after the other, and rows of passes (guidance counts twice)."""
+    """Return what the texts cost: passes one after the other, and rows of passes (guidance counts
+    twice).
+    """
     passes = samples.passes.double()
     return {
         "passes_per_text": float(passes.mean()),
@@ -129,7 +142,9 @@ def text_costs(samples: TextSamples) -> dict[str, float]:
     }
 
 
-def write_unconditionally(pretrained: Pretrained, count: int, settings: Settings, log: Log) -> TextSamples:
+def write_unconditionally(
+    pretrained: Pretrained, count: int, settings: Settings, log: Log
+) -> TextSamples:
     """Write texts without a latent, by the task's default sampler."""
     task, steps = pretrained.task, {}
     if "num_steps" in task.sampling_options:
@@ -147,10 +162,19 @@ def write_unconditionally(pretrained: Pretrained, count: int, settings: Settings
 
 
 def measure_likelihood(
-    pretrained: Pretrained, sentences: Sentences, latents: torch.Tensor | None, settings: Settings, log: Log
+    pretrained: Pretrained,
+    sentences: Sentences,
+    latents: torch.Tensor | None,
+    settings: Settings,
+    log: Log,
 ) -> Likelihood:
-    """Score the sentences under each latent of `CONDITIONS`; without latents, under the null condition alone."""
-    task, conditions = pretrained.task, "" if latents is None else ", right / shuffled / null latent"
+    """Score the sentences under each latent of `CONDITIONS`; without latents, under the null
+    condition alone.
+    """
+    task, conditions = (
+        pretrained.task,
+        "" if latents is None else ", right / shuffled / null latent",
+    )
     draws = 1 if task.exact_likelihood else settings.num_draws
     what = "exact NLL" if task.exact_likelihood else "NELBO"
     progress = log(f"{what} of {len(sentences)} texts, {draws} draws{conditions}")
@@ -168,19 +192,29 @@ def measure_likelihood(
 
 
 def likelihood_estimates(likelihood: Likelihood) -> dict[str, Estimate]:
-    """Return per-token estimates (sum over sentences / sum of their tokens, EOS counted) and paired differences."""
+    """Return per-token estimates (sum over sentences / sum of their tokens, EOS counted) and
+    paired differences.
+    """
     nelbo, tokens = likelihood.nelbo, likelihood.num_tokens
-    result = {f"nelbo_{_REPORT_NAMES[name]}": ratio(values, tokens, NATS) for name, values in nelbo.items()}
+    result = {
+        f"nelbo_{_REPORT_NAMES[name]}": ratio(values, tokens, NATS)
+        for name, values in nelbo.items()
+    }
     if "matched" in nelbo:
         result["gain_null"] = ratio(nelbo["null"] - nelbo["matched"], tokens, NATS)
         result["gain_shuffled"] = ratio(nelbo["shuffled"] - nelbo["matched"], tokens, NATS)
     for name, correct in likelihood.correct.items():
-        result[f"token_accuracy_{_REPORT_NAMES[name]}"] = ratio(correct, likelihood.masked, "share of masked")
+        result[f"token_accuracy_{_REPORT_NAMES[name]}"] = ratio(
+            correct, likelihood.masked, "share of masked"
+        )
     for name, nll in likelihood.length_nll.items():
         result[f"length_nll_{_REPORT_NAMES[name]}"] = mean(nll, "nats/text")
-    # Not a quality measure: shows whether the model reads its latent at all, so that a gain of 0 is meaningful.
+    # Not a quality measure: shows whether the model reads its latent at all, so that a gain of 0
+    # is meaningful.
     if "matched" in nelbo:
-        result["latent_sensitivity"] = mean(np.abs(nelbo["shuffled"] - nelbo["matched"]) / tokens, NATS)
+        result["latent_sensitivity"] = mean(
+            np.abs(nelbo["shuffled"] - nelbo["matched"]) / tokens, NATS
+        )
     return result
 
 
@@ -191,12 +225,16 @@ def text_estimates(
     num_tokens: np.ndarray,
     seed: int,
 ) -> dict[str, Estimate]:
-    """Compare the ids of sampled texts, and of those sampled from another sentence's latent, with the references.
+    """Compare the ids of sampled texts, and of those sampled from another sentence's latent, with
+    the references.
 
     `text_arms` compares strings.
     """
     shuffled = [samples.tokens[other] for other in shuffled_index]
-    f1, shuffled_f1 = text_overlap.token_f1(samples.tokens, references), text_overlap.token_f1(shuffled, references)
+    f1, shuffled_f1 = (
+        text_overlap.token_f1(samples.tokens, references),
+        text_overlap.token_f1(shuffled, references),
+    )
     lengths = samples.lengths.numpy()
     return {
         "f1_right": mean(f1, "points", 100),
@@ -204,7 +242,9 @@ def text_estimates(
         "f1_gap": mean(f1 - shuffled_f1, "points", 100),
         "piece_bleu_right": text_overlap.piece_bleu(samples.tokens, references, seed),
         "piece_bleu_shuffled": text_overlap.piece_bleu(shuffled, references, seed),
-        "piece_exact_match_right": mean(text_overlap.exact_match(samples.tokens, references), "points", 100),
+        "piece_exact_match_right": mean(
+            text_overlap.exact_match(samples.tokens, references), "points", 100
+        ),
         "passes": mean(samples.passes.numpy(), "passes/text"),
         "length_error": mean(np.abs(lengths - num_tokens), "tokens"),
         "length_error_shuffled": mean(np.abs(lengths[shuffled_index] - num_tokens), "tokens"),
@@ -222,7 +262,8 @@ def measure_t2l(
     """Compare latents sampled from text with the encoder's.
 
     Args:
-        gallery: [N, D] (or [N, M, D]) latents for retrieval; the first rows are those of the sentences.
+        gallery: [N, D] (or [N, M, D]) latents for retrieval; the first rows are those of the
+            sentences.
     """
     steps = settings.latent_steps or steps_given_text(pretrained.latent_diffusion)
     words = f"{count_noun(len(sentences), 'text')} in {count_noun(steps, 'step')}"
@@ -242,10 +283,13 @@ def measure_t2l(
     return DirectionResult(latent_estimates(latents, sentences, gallery), latents=latents)
 
 
-def latent_estimates(predictions: np.ndarray, sentences: Sentences, gallery: np.ndarray) -> dict[str, Estimate]:
+def latent_estimates(
+    predictions: np.ndarray, sentences: Sentences, gallery: np.ndarray
+) -> dict[str, Estimate]:
     """Return cosine, recall and norm ratio of predicted latents [Q, D].
 
-    With several latents per text, [Q, M, D], cosine and norm ratio are means over them; retrieval uses their mean.
+    With several latents per text, [Q, M, D], cosine and norm ratio are means over them; retrieval
+    uses their mean.
     """
     pooled, pooled_gallery = retrieval.pool_latents(predictions), retrieval.pool_latents(gallery)
     ranks = retrieval.ranks(pooled, pooled_gallery, np.arange(len(predictions)))
@@ -253,7 +297,9 @@ def latent_estimates(predictions: np.ndarray, sentences: Sentences, gallery: np.
     shuffled = predictions[sentences.shuffled_index]
     return {
         "cosine": mean(retrieval.cosine_similarity(predictions, sentences.latents), "cosine"),
-        "cosine_shuffled": mean(retrieval.cosine_similarity(shuffled, sentences.latents), "cosine"),
+        "cosine_shuffled": mean(
+            retrieval.cosine_similarity(shuffled, sentences.latents), "cosine"
+        ),
         "recall_at_1": proportion(ranks < 1, f"share, of {len(gallery)}"),
         "recall_at_10": proportion(ranks < 10, f"share, of {len(gallery)}"),
         "norm_ratio": mean(retrieval.mean_over_latents(norm_ratio), "made / true"),
@@ -261,8 +307,12 @@ def latent_estimates(predictions: np.ndarray, sentences: Sentences, gallery: np.
 
 
 def chance_baselines(sentences: Sentences, model: nn.Module) -> dict[str, Estimate]:
-    """Return t2l results without reading the text: the mean training latent for every sentence, and chance."""
-    average = model.unscale_latents(torch.zeros(1, model.config.latent_dim, device=model.latent_mean.device))
+    """Return t2l results without reading the text: the mean training latent for every sentence,
+    and chance.
+    """
+    average = model.unscale_latents(
+        torch.zeros(1, model.config.latent_dim, device=model.latent_mean.device)
+    )
     constant = np.broadcast_to(average.cpu().numpy(), sentences.latents.shape)
     estimates = latent_estimates(constant, sentences, sentences.latents)
     result = {f"mean_embedding_{name}": value for name, value in estimates.items()}

@@ -1,4 +1,6 @@
-"""Floors of text from latents: what a look-up in the training split and word frequencies reach without the model."""
+"""Floors of text from latents: what a look-up in the training split and word frequencies reach
+without the model.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,8 @@ from mmldlm.data.store.store import Store
 from mmldlm.evaluation.metrics import retrieval
 from mmldlm.utils.counter_rng import Stream, generator
 
-# A sentence with a training neighbor of a higher cosine is a near-duplicate: a look-up would answer it, too.
+# A sentence with a training neighbor of a higher cosine is a near-duplicate: a look-up would
+# answer it, too.
 NEAR_DUPLICATE = 0.95
 # Training sentences compared, spread over the split; it bounds the time, blocks bound the memory.
 MAX_COMPARED = 1_000_000
@@ -25,7 +28,8 @@ class Neighbors:
     Attributes:
         rows: [N] int64 rows of the training split.
         cosines: [N] fp32.
-        num_compared: training sentences that were compared; fewer than the split has if it is larger than MAX_COMPARED.
+        num_compared: training sentences that were compared; fewer than the split has if it is
+            larger than MAX_COMPARED.
     """
 
     rows: np.ndarray
@@ -33,8 +37,11 @@ class Neighbors:
     num_compared: int
 
 
-def nearest_training_sentences(train: Store, latents: np.ndarray, limit: int = MAX_COMPARED) -> Neighbors:
-    """Find the training sentence of the largest cosine for each latent, in blocks of bounded memory.
+def nearest_training_sentences(
+    train: Store, latents: np.ndarray, limit: int = MAX_COMPARED
+) -> Neighbors:
+    """Find the training sentence of the largest cosine for each latent, in blocks of bounded
+    memory.
 
     Args:
         train: training split.
@@ -64,12 +71,15 @@ def _units(latents: np.ndarray) -> np.ndarray:
 
 
 def unigram_texts(train: Store, count: int, seed: int) -> tuple[list[list[int]], list[int]]:
-    """Return texts of tokens drawn by their frequency in training, and the text of the most frequent tokens.
+    """Return texts of tokens drawn by their frequency in training, and the text of the most
+    frequent tokens.
 
-    Lengths are drawn from those of training texts; the second text has their median length and holds each token once,
-    which is the constant text of about the best set-F1.
+    Lengths are drawn from those of training texts; the second text has their median length and
+    holds each token once, which is the constant text of about the best set-F1.
     """
-    spread = np.unique(np.linspace(0, len(train) - 1, min(len(train), MAX_COUNTED)).astype(np.int64))
+    spread = np.unique(
+        np.linspace(0, len(train) - 1, min(len(train), MAX_COUNTED)).astype(np.int64)
+    )
     tokens = train.get(spread).tokens
     frequency = np.bincount(np.concatenate(tokens))
     lengths = np.array([len(text) for text in tokens])

@@ -11,10 +11,12 @@ _Row = TypeVar("_Row", bound=tuple)
 def measured_rows(rows: Sequence[_Row], is_measured: Callable[[str], bool]) -> list[_Row]:
     """Return the rows of a table that were measured: without indented rows whose parent was not.
 
-    An indented line belongs to the line above it. Without its own, it would be read as one of another figure.
+    An indented line belongs to the line above it. Without its own, it would be read as one of
+    another figure.
 
     Args:
-        rows: key, label and more of each row, in order. The label of a row that belongs to another is indented.
+        rows: key, label and more of each row, in order. The label of a row that belongs to another
+            is indented.
         is_measured: by key.
     """
     found, has_parent = [], False

@@ -19,9 +19,11 @@ from mmldlm.utils.formatting import count_noun
 def reencoded_estimates(
     pretrained: Pretrained, written: Sequence[Sequence[int]], sentences: Sentences, log: Log
 ) -> dict[str, Estimate]:
-    """Compare the encoder's embeddings of written texts with the embeddings that they were written from.
+    """Compare the encoder's embeddings of written texts with the embeddings that they were written
+    from.
 
-    A text too short to be embedded (no character, or fewer than the model has latents per text) scores 0.
+    A text too short to be embedded (no character, or fewer than the model has latents per text)
+    scores 0.
 
     Args:
         written: N lists of ids, one for each sentence.
@@ -30,9 +32,14 @@ def reencoded_estimates(
         UserError, ImportError, OSError: as `encode_texts`, if the encoder is not available.
     """
     encoder_identity(pretrained)  # before the line of progress
-    texts = [text.strip() for text in pretrained.tokenizer.batch_decode(written, skip_special_tokens=True)]
+    texts = [
+        text.strip()
+        for text in pretrained.tokenizer.batch_decode(written, skip_special_tokens=True)
+    ]
     count = pretrained.model.config.num_latents
-    rows = [row for row, text in enumerate(texts) if text and split_into_parts(text, count) is not None]
+    rows = [
+        row for row, text in enumerate(texts) if text and split_into_parts(text, count) is not None
+    ]
     encoded = np.zeros_like(sentences.latents)
     progress = log(f"embedding {count_noun(len(rows), 'written text')} again with the encoder")
     if rows:

@@ -58,17 +58,32 @@ WITHOUT_LATENTS = {
 LEGEND = (
     ("nelbo_null", "{name}: negative log-likelihood of a text, {kind}; lower is better"),
     ("gain_null", "gain: what the embedding says about its text; 0: the model ignores it"),
-    ("token_accuracy_null", "accuracy: of the best token at masked places, at random shares of masks"),
-    ("length_nll_null", "length NLL: the same of the number of tokens alone; error: |written - right|"),
+    (
+        "token_accuracy_null",
+        "accuracy: of the best token at masked places, at random shares of masks",
+    ),
+    (
+        "length_nll_null",
+        "length NLL: the same of the number of tokens alone; error: |written - right|",
+    ),
     ("f1_right", "set-F1 of tokens: overlap of the sets of tokens of text and sentence"),
-    ("reencoded_cosine", "embedded again: the encoder's embedding of the written text, with the given one"),
+    (
+        "reencoded_cosine",
+        "embedded again: the encoder's embedding of the written text, with the given one",
+    ),
     ("recall_at_1", "recall@k: made embeddings with their own sentence's among the k nearest"),
 )
 
 
 def claim(name: str, value: float, op: str, bound: float) -> dict[str, Any]:
     """Return one claim in the form of the benchmarks."""
-    return {"id": name, "value": value, "op": op, "bound": bound, "holds": bool(_OPERATORS[op](value, bound))}
+    return {
+        "id": name,
+        "value": value,
+        "op": op,
+        "bound": bound,
+        "holds": bool(_OPERATORS[op](value, bound)),
+    }
 
 
 @dataclass
@@ -99,7 +114,12 @@ class EvaluationReport:
             claims.append(claim("t2l_recall_at_1", model["recall_at_1"].value, ">=", 0.3))
         if "gain_null" in untrained:
             claims.append(
-                claim("untrained_gain_in_standard_errors", untrained["gain_null"].in_standard_errors, "<=", 2.0)
+                claim(
+                    "untrained_gain_in_standard_errors",
+                    untrained["gain_null"].in_standard_errors,
+                    "<=",
+                    2.0,
+                )
             )
         return claims
 
@@ -109,12 +129,20 @@ class EvaluationReport:
         return "NLL" if self.conditions["likelihood"] == "exact" else "NELBO"
 
     def figures(self) -> list[tuple[str, str, int, Estimate | None, Estimate | None]]:
-        """Return key, label, digits, and the estimates of model and untrained control, of all that was measured."""
+        """Return key, label, digits, and the estimates of model and untrained control, of all that
+        was measured.
+        """
         nearest = self.arms.get("nearest_training_sentence", {})
         floors = {"nearest_training_cosine": nearest["reencoded_cosine"]} if nearest else {}
-        model, untrained = {**self.arms["model"], **self.arms.get("floors", {}), **floors}, self.arms["untrained"]
+        model, untrained = (
+            {**self.arms["model"], **self.arms.get("floors", {}), **floors},
+            self.arms["untrained"],
+        )
         labels = {} if "nelbo_right" in model else WITHOUT_LATENTS
-        rows = [(key, labels.get(key, label).replace("NELBO", self.likelihood), digits) for key, label, digits in ROWS]
+        rows = [
+            (key, labels.get(key, label).replace("NELBO", self.likelihood), digits)
+            for key, label, digits in ROWS
+        ]
         return [
             (*row, model.get(row[0]), untrained.get(row[0]))
             for row in measured_rows(rows, lambda key: key in model or key in untrained)
@@ -123,7 +151,8 @@ class EvaluationReport:
     def as_dict(self) -> dict[str, Any]:
         """Return {"conditions", "claims", "details"}, JSON-ready."""
         details: dict[str, Any] = {
-            arm: {name: estimate.as_dict() for name, estimate in found.items()} for arm, found in self.arms.items()
+            arm: {name: estimate.as_dict() for name, estimate in found.items()}
+            for arm, found in self.arms.items()
         }
         gates = self.arms["untrained_random_gates"]
         if "gain_shuffled" in gates:
@@ -154,7 +183,10 @@ class EvaluationReport:
 
         console = console or open_console()
         conditions, gates = self.conditions, self.arms["untrained_random_gates"]
-        table = Table(title=f"{conditions['num_sentences']} unseen sentences, +- one standard error", box=SIMPLE)
+        table = Table(
+            title=f"{conditions['num_sentences']} unseen sentences, +- one standard error",
+            box=SIMPLE,
+        )
         table.add_column("measure", no_wrap=True)
         for column in ("model", "untrained"):
             table.add_column(column, justify="right", no_wrap=True)
@@ -167,14 +199,17 @@ class EvaluationReport:
         for key, words in LEGEND:
             if key in measured:
                 console.print(words.format(name=self.likelihood, kind=kind))
-        console.print(f"untrained: same config, fresh weights, {conditions['num_control_sentences']} of the sentences.")
+        console.print(
+            f"untrained: same config, fresh weights, {conditions['num_control_sentences']} of the"
+            " sentences."
+        )
         if "gain_shuffled" in gates:
             sensitivity, gain = gates["latent_sensitivity"].value, gates["gain_shuffled"]
             console.print(
-                "It ignores its embedding exactly (adaLN-Zero): its gain is 0 by construction.\n"
-                "With its zero layers initialized at random, another embedding changes the NELBO by\n"
-                f"{sensitivity:.3f}, but the mean of another's - right is {cell(gain, 4)}: "
-                f"{gain.in_standard_errors:.1f} SE."
+                "It ignores its embedding exactly (adaLN-Zero): its gain is 0 by"
+                " construction.\nWith its zero layers initialized at random, another embedding"
+                f" changes the NELBO by\n{sensitivity:.3f}, but the mean of another's - right is"
+                f" {cell(gain, 4)}: {gain.in_standard_errors:.1f} SE."
             )
         console.print()
         show_texts(self.arms, self.differences, conditions, console)
@@ -189,9 +224,14 @@ class EvaluationReport:
         from rich.table import Table
 
         table = Table(
-            title="unseen sentences, and the texts that the model wrote from their embeddings", show_lines=True
+            title="unseen sentences, and the texts that the model wrote from their embeddings",
+            show_lines=True,
         )
-        columns = {"sentence": "sentence", "written": "written from its embedding", "searched": "found by the search"}
+        columns = {
+            "sentence": "sentence",
+            "written": "written from its embedding",
+            "searched": "found by the search",
+        }
         columns = {key: title for key, title in columns.items() if key in self.examples[0]}
         for title in columns.values():
             table.add_column(title, ratio=1, overflow="fold")
@@ -202,7 +242,9 @@ class EvaluationReport:
 
 
 def write_report(path: str | os.PathLike, report: dict[str, Any]) -> None:
-    """Write a report as JSON atomically, creating its folder; a figure that is not finite becomes its word."""
+    """Write a report as JSON atomically, creating its folder; a figure that is not finite becomes
+    its word.
+    """
     Path(path).parent.mkdir(parents=True, exist_ok=True)
     atomic_files.write_json(path, report, indent=2)
 

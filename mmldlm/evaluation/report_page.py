@@ -1,4 +1,6 @@
-"""The pages of `mmldlm evaluate --html`: figures and what they mean, plots, and samples beside their references."""
+"""The pages of `mmldlm evaluate --html`: figures and what they mean, plots, and samples beside
+their references.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,15 @@ from mmldlm.evaluation.text_tables import (
     SET_ROWS,
     Arms,
 )
-from mmldlm.observe.pages.elements import Column, Element, definitions, element, section, table, to_html
+from mmldlm.observe.pages.elements import (
+    Column,
+    Element,
+    definitions,
+    element,
+    section,
+    table,
+    to_html,
+)
 from mmldlm.observe.pages.page import render
 from mmldlm.observe.pages.svg import Interval, interval_plot
 
@@ -49,8 +59,14 @@ PLOTS = (
             ("untrained", "nelbo_right", "untrained model", _FLOOR),
         ),
     ),
-    ("How close the texts are to their sentences (sentence BLEU). Right is better.", _text_rows("sentence_bleu")),
-    ("How many words they share, each as often as it occurs (word F1). Right is better.", _text_rows("word_f1")),
+    (
+        "How close the texts are to their sentences (sentence BLEU). Right is better.",
+        _text_rows("sentence_bleu"),
+    ),
+    (
+        "How many words they share, each as often as it occurs (word F1). Right is better.",
+        _text_rows("word_f1"),
+    ),
     (
         "How similar embeddings are to the right ones. Right is better.",
         (
@@ -73,7 +89,10 @@ PLOTS = (
 )
 # What a figure of a unit can be: an interval ends there.
 _RANGES = {"share": (0.0, 1.0), "points": (0.0, 100.0), "cosine": (-1.0, 1.0)}
-_ERRORS = "\N{PLUS-MINUS SIGN} is one standard error over sentences. An indented line belongs to the line above it."
+_ERRORS = (
+    "\N{PLUS-MINUS SIGN} is one standard error over sentences. An indented line belongs to the"
+    " line above it."
+)
 
 
 def gain_page(report: EvaluationReport) -> str:
@@ -96,19 +115,27 @@ def sts_page(report: StsReport) -> str:
     conditions = report.conditions
     intervals = [
         Interval(
-            name, row["spearman"]["value"], *row["spearman"]["ci95"], _MODEL if name.startswith("model") else _FLOOR
+            name,
+            row["spearman"]["value"],
+            *row["spearman"]["ci95"],
+            _MODEL if name.startswith("model") else _FLOOR,
         )
         for name, row in report.rows.items()
     ]
-    plot = interval_plot(intervals, "Spearman", "How well similarities rank pairs as people do. Right is better.")
-    rows = [(name, *(_with_interval(row[key]) for key in row)) for name, row in report.rows.items()]
+    plot = interval_plot(
+        intervals, "Spearman", "How well similarities rank pairs as people do. Right is better."
+    )
+    rows = [
+        (name, *(_with_interval(row[key]) for key in row)) for name, row in report.rows.items()
+    ]
     caption = (
-        "Correlation of the similarity of two embeddings with human scores, with 95 % bootstrap intervals over pairs. "
-        "Spearman compares ranks, Pearson values; 1 is perfect, 0 is none. A floor reads words alone. The ceiling is "
-        "the encoder that the model learned from."
+        "Correlation of the similarity of two embeddings with human scores, with 95 % bootstrap"
+        " intervals over pairs. Spearman compares ranks, Pearson values; 1 is perfect, 0 is none."
+        " A floor reads words alone. The ceiling is the encoder that the model learned from."
     )
     figures = section(
-        "Figures", table(caption, [Column("similarity", False), Column("Spearman"), Column("Pearson")], rows)
+        "Figures",
+        table(caption, [Column("similarity", False), Column("Spearman"), Column("Pearson")], rows),
     )
     title = f"STS Benchmark: {conditions['num_pairs']} pairs of {conditions['file']}"
     return _page(title, [figures, section("Plot", plot), _conditions(conditions)])
@@ -126,8 +153,13 @@ def _figures(report: EvaluationReport) -> Element:
         name = element("span", label.strip(), _meaning(MEANINGS[key]), class_=_place(label))
         rows.append((name, *(_cell(estimate, digits) for estimate in estimates)))
     count = report.conditions["num_control_sentences"]
-    caption = f"{_ERRORS} Untrained: the same model with fresh weights, on {count} of the sentences."
-    return section("Figures", table(caption, [Column("figure", False), Column("model"), Column("untrained")], rows))
+    caption = (
+        f"{_ERRORS} Untrained: the same model with fresh weights, on {count} of the sentences."
+    )
+    return section(
+        "Figures",
+        table(caption, [Column("figure", False), Column("model"), Column("untrained")], rows),
+    )
 
 
 def _place(label: str) -> str:
@@ -139,7 +171,10 @@ def _texts(report: EvaluationReport) -> list[Element]:
     arms, parts = report.arms, []
     if "word_f1" in arms["model"]:
         count = arms["model"]["word_f1"].n
-        caption = f"Texts written from {count} embeddings against their sentences, in points of 100. {_ERRORS}"
+        caption = (
+            f"Texts written from {count} embeddings against their sentences, in points of 100."
+            f" {_ERRORS}"
+        )
         found = _arms_table(arms, caption, OVERLAP_ROWS, OVERLAP_COLUMNS, OVERLAP_LEGEND)
         extra = [*_differences(report), *_search_costs(report.conditions)]
         parts.append(section("Written texts against their sentences", *found, *extra))
@@ -158,7 +193,10 @@ def _arms_table(
     columns = [column for column in columns if any(column[0] in arms[arm] for arm, _ in rows)]
     heads = [Column("", False), *(Column(heading.replace("\n", " ")) for _, heading, _ in columns)]
     cells = [
-        (element("span", label.strip(), class_=_place(label)), *(_cell(arms[arm].get(key), n) for key, _, n in columns))
+        (
+            element("span", label.strip(), class_=_place(label)),
+            *(_cell(arms[arm].get(key), n) for key, _, n in columns),
+        )
         for arm, label in rows
     ]
     shown = {arm for arm, _ in rows} | {key for key, _, _ in columns}
@@ -181,8 +219,13 @@ def _differences(report: EvaluationReport) -> list[Element]:
     known = report.conditions.get("near_duplicates")
     if known is not None:
         share = f"{known['count']} of {report.conditions['num_sentences']}"
-        caption += f" Known: {share} sentences have a training sentence of a cosine above {known['cosine_above']}."
-    return [table(caption, [Column("difference", False), Column("value"), Column("interval")], rows)]
+        caption += (
+            f" Known: {share} sentences have a training sentence of a cosine above"
+            f" {known['cosine_above']}."
+        )
+    return [
+        table(caption, [Column("difference", False), Column("value"), Column("interval")], rows)
+    ]
 
 
 def _search_costs(conditions: Mapping[str, Any]) -> list[Element]:
@@ -198,14 +241,29 @@ def _search_costs(conditions: Mapping[str, Any]) -> list[Element]:
         (name, "" if gflops is None else f"{gflops:.1f}", f"{depth:g}", f"{calls:.0f}")
         for name, gflops, depth, calls in costs
     ]
-    columns = [Column("texts of", False), Column("GFLOP"), Column("most passes in sequence"), Column("texts judged")]
-    return [table("Cost of one text. A judge embeds texts and compares them with the embedding.", columns, rows)]
+    columns = [
+        Column("texts of", False),
+        Column("GFLOP"),
+        Column("most passes in sequence"),
+        Column("texts judged"),
+    ]
+    return [
+        table(
+            "Cost of one text. A judge embeds texts and compares them with the embedding.",
+            columns,
+            rows,
+        )
+    ]
 
 
 def _plots(arms: Arms) -> list[Element]:
     plots = []
     for caption, entries in PLOTS:
-        found = [(arms[arm][key], label, color) for arm, key, label, color in entries if key in arms.get(arm, {})]
+        found = [
+            (arms[arm][key], label, color)
+            for arm, key, label, color in entries
+            if key in arms.get(arm, {})
+        ]
         if len(found) > 1:
             unit = _unit(found[0][0])
             plots.append(interval_plot([_interval(*entry) for entry in found], unit, caption))
@@ -218,7 +276,13 @@ def _plots(arms: Arms) -> list[Element]:
 def _interval(estimate: Estimate, label: str, color: int) -> Interval:
     half = _SIGMAS * estimate.se
     low, high = _RANGES.get(_unit(estimate), (float("-inf"), float("inf")))
-    return Interval(label, estimate.value, max(estimate.value - half, low), min(estimate.value + half, high), color)
+    return Interval(
+        label,
+        estimate.value,
+        max(estimate.value - half, low),
+        min(estimate.value + half, high),
+        color,
+    )
 
 
 def _unit(estimate: Estimate) -> str:
@@ -232,12 +296,18 @@ def _claims(claims: Sequence[Mapping[str, Any]]) -> Element:
             element("span", item["id"], _meaning(CLAIM_MEANINGS.get(item["id"], ""))),
             f"{item['value']:.4g}",
             f"{item['op']} {item['bound']:g}",
-            element("span", "yes" if item["holds"] else "NO", class_="holds" if item["holds"] else "fails"),
+            element(
+                "span",
+                "yes" if item["holds"] else "NO",
+                class_="holds" if item["holds"] else "fails",
+            ),
         )
         for item in claims
     ]
     columns = [Column("claim", False), Column("value"), Column("bound"), Column("holds")]
-    return section("Claims", table("Fixed bounds that the quickstart's model must meet.", columns, rows))
+    return section(
+        "Claims", table("Fixed bounds that the quickstart's model must meet.", columns, rows)
+    )
 
 
 def _samples(examples: Sequence[Mapping[str, Any]]) -> Element:
@@ -251,8 +321,14 @@ def _samples(examples: Sequence[Mapping[str, Any]]) -> Element:
         )
         for example in examples
     ]
-    columns = [Column("sentence", False), *(Column(heading, False) for heading in texts.values()), Column("set-F1")]
-    caption = "Spread evenly over the sentences, not chosen by quality. Marked: words of the sentence."
+    columns = [
+        Column("sentence", False),
+        *(Column(heading, False) for heading in texts.values()),
+        Column("set-F1"),
+    ]
+    caption = (
+        "Spread evenly over the sentences, not chosen by quality. Marked: words of the sentence."
+    )
     return section("Samples", table(caption, columns, rows))
 
 
@@ -264,7 +340,11 @@ def _marked(text: str, reference: str) -> list[Element | str]:
 
 
 def _conditions(conditions: Mapping[str, Any]) -> Element:
-    items = [(key.replace("_", " "), _words(value)) for key, value in conditions.items() if key != "notes"]
+    items = [
+        (key.replace("_", " "), _words(value))
+        for key, value in conditions.items()
+        if key != "notes"
+    ]
     return section("Conditions", definitions(items))
 
 
@@ -289,4 +369,6 @@ def _cell(estimate: Estimate | None, digits: int) -> Element:
 
 def _with_interval(found: Mapping[str, Any]) -> Element:
     low, high = found["ci95"]
-    return element("span", f"{found['value']:.3f} ", element("span", f"[{low:.3f}, {high:.3f}]", class_="se"))
+    return element(
+        "span", f"{found['value']:.3f} ", element("span", f"[{low:.3f}, {high:.3f}]", class_="se")
+    )

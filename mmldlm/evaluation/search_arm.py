@@ -1,4 +1,6 @@
-"""Texts found by a search (`mmldlm evaluate --search`), beside those that the model writes at once."""
+"""Texts found by a search (`mmldlm evaluate --search`), beside those that the model writes at
+once.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,8 @@ def add_search(
     settings: Settings,
     log: Log,
 ) -> list[list[int]]:
-    """Add the arm `search` and its paired differences to the model's texts; the search never reads the sentences.
+    """Add the arm `search` and its paired differences to the model's texts; the search never reads
+    the sentences.
 
     Args:
         found: figures of the model's texts; completed here.
@@ -41,7 +44,9 @@ def add_search(
     """
     options, latents = SearchOptions.of(settings), torch.from_numpy(sentences.latents)
     progress = log(f"{options.describe()}, for {len(sentences)} embeddings")
-    own = writing_options(pretrained, replace(settings, num_lengths=None), pretrained.task.samplers["l2t"][0])
+    own = writing_options(
+        pretrained, replace(settings, num_lengths=None), pretrained.task.samplers["l2t"][0]
+    )
     texts = options.run(pretrained, latents, judge, seed=settings.seed, progress=progress, **own)
     scorer = Scorer(pretrained, sentences, "bleu" in found.conditions, settings.seed)
     scores, before = scorer.overlap(texts.tokens), scorer.overlap(written)
@@ -50,7 +55,9 @@ def add_search(
     found.arms[NAME] = scorer.estimates(scores) | cosine
     found.arms.setdefault("model", {})["judge_cosine"] = mean(cosine_before, "cosine")
     change = differences(scores[0], before[0], settings.seed)
-    change["judge_cosine"] = paired_bootstrap(texts.cosine, cosine_before, settings.seed, unit="cosine")
+    change["judge_cosine"] = paired_bootstrap(
+        texts.cosine, cosine_before, settings.seed, unit="cosine"
+    )
     found.differences[f"{NAME}_minus_model"] = change
     found.conditions[NAME] = {
         "what": options.describe(),

@@ -22,7 +22,8 @@ class Sentences:
         tokens: N lists of ids without EOS.
         latents: [N, D] (or [N, M, D]) fp32.
         texts: N strings.
-        shuffled_index: [N] index of another sentence for each, of another text where it can be helped.
+        shuffled_index: [N] index of another sentence for each, of another text where it can be
+            helped.
         rows: [N] their rows in the split; None where they come from elsewhere.
     """
 
@@ -45,22 +46,28 @@ class Sentences:
         return Sentences(self.tokens[:count], self.latents[:count], self.texts[:count], pairing)
 
 
-def choose_sentences(store: Store, model: nn.Module, num_samples: int | None, seed: int) -> Sentences:
+def choose_sentences(
+    store: Store, model: nn.Module, num_samples: int | None, seed: int
+) -> Sentences:
     """Draw sentences of a store's validation split, the same for the same seed.
 
     Raises:
-        UserError: fewer sentences than requested, another latent dimension or vocabulary, long texts, invalid latents.
+        UserError: fewer sentences than requested, another latent dimension or vocabulary, long
+            texts, invalid latents.
     """
     config, split = model.config, f"{store.root}/{store.split}"
     count = min(1000, len(store)) if num_samples is None else num_samples
     if not 2 <= count <= len(store):
         raise UserError(
-            "at least 2 sentences (each is compared with the latent of another) and at most those in the store",
+            "at least 2 sentences (each is compared with the latent of another) and at most those"
+            " in the store",
             f"{count} requested, {len(store)} in {split}",
             "lower --num-samples, or prepare with more --validation-samples",
         )
     tokenizer = store.manifest["tokenizer"]
-    expected = {key: getattr(config, key) for key in ("mask_token_id", "pad_token_id", "eos_token_id")}
+    expected = {
+        key: getattr(config, key) for key in ("mask_token_id", "pad_token_id", "eos_token_id")
+    }
     found = {key: tokenizer[key] for key in expected}
     if found != expected or tokenizer["vocab_size"] > config.vocab_size:
         raise UserError(

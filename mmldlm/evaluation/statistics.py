@@ -1,4 +1,6 @@
-"""Estimates with their standard errors over sentences, paired differences, and the pairing of the shuffled control."""
+"""Estimates with their standard errors over sentences, paired differences, and the pairing of the
+shuffled control.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,9 @@ BOOTSTRAP_DRAWS = 2000
 
 @dataclass(frozen=True)
 class Estimate:
-    """A value, its standard error over sentences, its unit, and the number of sentences (None: not from sentences)."""
+    """A value, its standard error over sentences, its unit, and the number of sentences (None: not
+    from sentences).
+    """
 
     value: float
     se: float
@@ -27,7 +31,9 @@ class Estimate:
 
     @property
     def in_standard_errors(self) -> float:
-        """|value| / se; 0 if the value is exactly 0 (an untrained adaLN-Zero model ignores its condition exactly)."""
+        """|value| / se; 0 if the value is exactly 0 (an untrained adaLN-Zero model ignores its
+        condition exactly).
+        """
         if self.value == 0:
             return 0.0
         return abs(self.value) / self.se if self.se > 0 else float("inf")
@@ -35,7 +41,9 @@ class Estimate:
 
 @dataclass(frozen=True)
 class Difference:
-    """A paired difference between two arms: its value, the 95 % interval of the bootstrap, its unit, and n pairs."""
+    """A paired difference between two arms: its value, the 95 % interval of the bootstrap, its
+    unit, and n pairs.
+    """
 
     value: float
     low: float
@@ -51,18 +59,30 @@ class Difference:
 def mean(values: np.ndarray, unit: str = "", scale: float = 1.0) -> Estimate:
     """Return the mean of [N] values of independent sentences, N >= 2."""
     values = np.asarray(values, dtype=np.float64) * scale
-    return Estimate(float(values.mean()), float(values.std(ddof=1) / np.sqrt(len(values))), unit, len(values))
+    return Estimate(
+        float(values.mean()), float(values.std(ddof=1) / np.sqrt(len(values))), unit, len(values)
+    )
 
 
 def ratio(numerator: np.ndarray, denominator: np.ndarray, unit: str = "") -> Estimate:
-    """Return sum(numerator) / sum(denominator) over sentences, both [N]; standard error by the delta method."""
-    numerator, denominator = np.asarray(numerator, dtype=np.float64), np.asarray(denominator, dtype=np.float64)
+    """Return sum(numerator) / sum(denominator) over sentences, both [N]; standard error by the
+    delta method.
+    """
+    numerator, denominator = (
+        np.asarray(numerator, dtype=np.float64),
+        np.asarray(denominator, dtype=np.float64),
+    )
     total = denominator.sum()
     if total == 0:
         return Estimate(0.0, 0.0, unit)
     value = numerator.sum() / total
     residual = numerator - value * denominator
-    return Estimate(float(value), float(residual.std(ddof=1) * np.sqrt(len(residual)) / total), unit, len(residual))
+    return Estimate(
+        float(value),
+        float(residual.std(ddof=1) * np.sqrt(len(residual)) / total),
+        unit,
+        len(residual),
+    )
 
 
 def proportion(successes: np.ndarray, unit: str = "") -> Estimate:
@@ -78,10 +98,12 @@ def paired_bootstrap(
     unit: str = "",
     draws: int = BOOTSTRAP_DRAWS,
 ) -> Difference:
-    """Return statistic(first) - statistic(second), with the interval of the percentiles 2.5 and 97.5.
+    """Return statistic(first) - statistic(second), with the interval of the percentiles 2.5 and
+    97.5.
 
-    Every draw takes the same sentences with replacement in both arms (Koehn, EMNLP 2004), so that what is hard for
-    both does not widen the interval. Another batch of sentences is covered; another training seed is not.
+    Every draw takes the same sentences with replacement in both arms (Koehn, EMNLP 2004), so that
+    what is hard for both does not widen the interval. Another batch of sentences is covered;
+    another training seed is not.
 
     Args:
         first, second: [N] or [N, K] figures of the same N sentences.
@@ -95,7 +117,9 @@ def paired_bootstrap(
         rows = choose.integers(0, count, count)
         found[draw] = statistic(first[rows]) - statistic(second[rows])
     low, high = np.percentile(found, [2.5, 97.5])
-    return Difference(float(statistic(first) - statistic(second)), float(low), float(high), unit, count)
+    return Difference(
+        float(statistic(first) - statistic(second)), float(low), float(high), unit, count
+    )
 
 
 def derangement(count: int, seed: int, names: Sequence[str] | None = None) -> np.ndarray:
@@ -114,7 +138,9 @@ def derangement(count: int, seed: int, names: Sequence[str] | None = None) -> np
 
 
 def _part_equal_names(partners: np.ndarray, names: Sequence[str]) -> None:
-    """Exchange partners that have the name of what they are paired with, so that both have another one."""
+    """Exchange partners that have the name of what they are paired with, so that both have another
+    one.
+    """
     for place in range(len(partners)):
         for other in range(len(partners)):
             if names[place] != names[partners[place]]:

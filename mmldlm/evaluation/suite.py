@@ -9,13 +9,20 @@ from torch import nn
 from mmldlm.utils.progress import ProgressCallback
 
 SUITES = {
-    "conditioning_gain": "NELBO, text overlap and retrieval on unseen sentences, with and without the condition",
+    "conditioning_gain": (
+        "NELBO, text overlap and retrieval on unseen sentences, with and without the condition"
+    ),
     "stsb": "correlation of embedding similarity with human scores (STS Benchmark)",
-    "information": "cost of parallel decoding: NELBO by number of passes, best schedules, samplers' exact likelihood",
+    "information": (
+        "cost of parallel decoding: NELBO by number of passes, best schedules, samplers' exact"
+        " likelihood"
+    ),
 }
 
 Log = Callable[[str], ProgressCallback | None]
-"""Called with one line per stage; the result, if any, is called as the stage progresses (`ProgressBar.start`)."""
+"""Called with one line per stage; the result, if any, is called as the stage progresses
+(`ProgressBar.start`).
+"""
 
 
 def batch_budget(model: nn.Module, batch_size: int | None) -> dict[str, int]:

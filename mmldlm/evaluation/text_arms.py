@@ -1,4 +1,6 @@
-"""Strings written from latents, beside what reaches such figures without the model: floors and known sentences."""
+"""Strings written from latents, beside what reaches such figures without the model: floors and
+known sentences.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,12 @@ import numpy as np
 
 from mmldlm.data.store.store import Store
 from mmldlm.errors import UserError
-from mmldlm.evaluation.floors import NEAR_DUPLICATE, Neighbors, nearest_training_sentences, unigram_texts
+from mmldlm.evaluation.floors import (
+    NEAR_DUPLICATE,
+    Neighbors,
+    nearest_training_sentences,
+    unigram_texts,
+)
 from mmldlm.evaluation.metrics import strings
 from mmldlm.evaluation.sentences import Sentences
 from mmldlm.evaluation.statistics import Difference, Estimate, mean, paired_bootstrap
@@ -40,11 +47,15 @@ class TextArms:
 
 def decode(pretrained: Pretrained, tokens: Sequence[Sequence[int]]) -> list[str]:
     """Return ids as strings, without special tokens and white space at the ends."""
-    return [text.strip() for text in pretrained.tokenizer.batch_decode(list(tokens), skip_special_tokens=True)]
+    return [
+        text.strip()
+        for text in pretrained.tokenizer.batch_decode(list(tokens), skip_special_tokens=True)
+    ]
 
 
 class Scorer:
-    """Scores texts against the sentences, as the tokenizer writes these (vec2text decodes its references, too).
+    """Scores texts against the sentences, as the tokenizer writes these (vec2text decodes its
+    references, too).
 
     Args:
         pretrained: whose tokenizer decodes.
@@ -54,7 +65,12 @@ class Scorer:
     """
 
     def __init__(self, pretrained: Pretrained, sentences: Sentences, with_bleu: bool, seed: int):
-        self.pretrained, self.sentences, self.with_bleu, self.seed = pretrained, sentences, with_bleu, seed
+        self.pretrained, self.sentences, self.with_bleu, self.seed = (
+            pretrained,
+            sentences,
+            with_bleu,
+            seed,
+        )
         self.references = decode(pretrained, sentences.tokens)
         self.lengths = np.array([len(text) for text in sentences.tokens])
 
@@ -63,7 +79,9 @@ class Scorer:
         found = strings.compare(decode(self.pretrained, tokens), self.references, self.with_bleu)
         return found, np.array([len(text) for text in tokens]) == self.lengths
 
-    def estimates(self, scores: tuple[strings.Overlap, np.ndarray], keep: np.ndarray | None = None) -> dict:
+    def estimates(
+        self, scores: tuple[strings.Overlap, np.ndarray], keep: np.ndarray | None = None
+    ) -> dict:
         """Return the figures of all rows, or of those where keep [N] is True."""
         overlap, is_exact = scores
         if keep is not None:
@@ -72,14 +90,20 @@ class Scorer:
 
 
 def measure_text_arms(
-    pretrained: Pretrained, store: Store, sentences: Sentences, written: list[list[int]], seed: int, log: Log
+    pretrained: Pretrained,
+    store: Store,
+    sentences: Sentences,
+    written: list[list[int]],
+    seed: int,
+    log: Log,
 ) -> TextArms:
     """Score the written texts and the floors.
 
-    Arms: `model`; `nearest_training_sentence` (of the largest cosine); `shuffled` (the text written from another
-    sentence's latent); `unigram_draws`, `most_frequent_tokens` (`unigram_texts`); `sentences` (figures of the
-    references themselves as a set). The first two come a second time without the sentences that have a training
-    neighbor of a cosine above NEAR_DUPLICATE.
+    Arms: `model`; `nearest_training_sentence` (of the largest cosine); `shuffled` (the text
+    written from another sentence's latent); `unigram_draws`, `most_frequent_tokens`
+    (`unigram_texts`); `sentences` (figures of the references themselves as a set). The first two
+    come a second time without the sentences that have a training neighbor of a cosine above
+    NEAR_DUPLICATE.
 
     Args:
         store: whose training split gives the floors.
@@ -88,31 +112,46 @@ def measure_text_arms(
     found = TextArms()
     scorer = Scorer(pretrained, sentences, _has_bleu(found), seed)
     has_train = "train" in store.manifest["splits"]
-    progress = log(f"figures of the written strings{' and of floors' * has_train}") or (lambda done, total: None)
+    progress = log(f"figures of the written strings{' and of floors' * has_train}") or (
+        lambda done, total: None
+    )
     total = 3 if has_train else 1
     scores = scorer.overlap(written)
     found.arms["model"] = scorer.estimates(scores) | _against_originals(scorer, written, found)
-    found.arms["shuffled"] = scorer.estimates(scorer.overlap([written[row] for row in sentences.shuffled_index]))
+    found.arms["shuffled"] = scorer.estimates(
+        scorer.overlap([written[row] for row in sentences.shuffled_index])
+    )
     for name, texts in (("model", written), ("sentences", sentences.tokens)):
         found.arms.setdefault(name, {}).update(strings.set_figures(decode(pretrained, texts)))
     progress(1, total)
     if not has_train:
-        found.notes.append("the store has no training split: no floors from training sentences, no near-duplicates")
+        found.notes.append(
+            "the store has no training split: no floors from training sentences, no"
+            " near-duplicates"
+        )
         return found
     train = Store(store.root, "train")
     drawn, frequent = unigram_texts(train, len(sentences), seed)
     found.arms["unigram_draws"] = scorer.estimates(scorer.overlap(drawn))
-    found.arms["most_frequent_tokens"] = scorer.estimates(scorer.overlap([frequent] * len(sentences)))
+    found.arms["most_frequent_tokens"] = scorer.estimates(
+        scorer.overlap([frequent] * len(sentences))
+    )
     progress(2, total)
-    _add_nearest(found, scorer, scores, train, nearest_training_sentences(train, sentences.latents))
+    _add_nearest(
+        found, scorer, scores, train, nearest_training_sentences(train, sentences.latents)
+    )
     progress(3, total)
     return found
 
 
-def measure_set(pretrained: Pretrained, sentences: Sentences, written: list[list[int]]) -> TextArms:
+def measure_set(
+    pretrained: Pretrained, sentences: Sentences, written: list[list[int]]
+) -> TextArms:
     """Figures of texts that were written without a latent, beside those of as many sentences."""
     texts = {"model": written, "sentences": sentences.tokens}
-    return TextArms({name: strings.set_figures(decode(pretrained, tokens)) for name, tokens in texts.items()})
+    return TextArms(
+        {name: strings.set_figures(decode(pretrained, tokens)) for name, tokens in texts.items()}
+    )
 
 
 def _has_bleu(found: TextArms) -> bool:
@@ -124,19 +163,28 @@ def _has_bleu(found: TextArms) -> bool:
     return True
 
 
-def _against_originals(scorer: Scorer, written: list[list[int]], found: TextArms) -> dict[str, Estimate]:
-    """Figures against the sentences before they were tokenized; a note if the tokenizer changes them."""
+def _against_originals(
+    scorer: Scorer, written: list[list[int]], found: TextArms
+) -> dict[str, Estimate]:
+    """Figures against the sentences before they were tokenized; a note if the tokenizer changes
+    them.
+    """
     originals = [text.strip() for text in scorer.sentences.texts]
     changed = sum(a != b for a, b in zip(scorer.references, originals))
     found.conditions["sentences_changed_by_tokenizer"] = changed
     if changed:
         found.notes.append(
-            f"the tokenizer changes {changed} of the {len(originals)} sentences (case, spaces): figures of strings "
-            "compare with sentences as it writes them, those that end in _original with the text before it"
+            f"the tokenizer changes {changed} of the {len(originals)} sentences (case, spaces):"
+            " figures of strings compare with sentences as it writes them, those that end in"
+            " _original with the text before it"
         )
     overlap = strings.compare(decode(scorer.pretrained, written), originals, scorer.with_bleu)
     estimates = overlap.estimates(scorer.seed)
-    return {f"{key}_original": estimates[key] for key in ("sentence_bleu", "exact_match") if key in estimates}
+    return {
+        f"{key}_original": estimates[key]
+        for key in ("sentence_bleu", "exact_match")
+        if key in estimates
+    }
 
 
 def _add_nearest(
@@ -146,7 +194,9 @@ def _add_nearest(
     train: Store,
     neighbors: Neighbors,
 ) -> None:
-    """Add the nearest training sentences, the near-duplicate split and the model's differences to this floor."""
+    """Add the nearest training sentences, the near-duplicate split and the model's differences to
+    this floor.
+    """
     copies = [row.tolist() for row in train.get(neighbors.rows).tokens]
     floor, keep = scorer.overlap(copies), neighbors.cosines <= NEAR_DUPLICATE
     name, cosine = "nearest_training_sentence", "reencoded_cosine"
@@ -166,8 +216,12 @@ def _add_nearest(
         found.differences[f"model_minus_{name}{_APART}"] = apart
 
 
-def differences(first: strings.Overlap, second: strings.Overlap, seed: int) -> dict[str, Difference]:
-    """Return first - second of two arms on the same sentences in points, with 95 % intervals (`paired_bootstrap`)."""
+def differences(
+    first: strings.Overlap, second: strings.Overlap, seed: int
+) -> dict[str, Difference]:
+    """Return first - second of two arms on the same sentences in points, with 95 % intervals
+    (`paired_bootstrap`).
+    """
     found = {}
     if first.bleu is not None and second.bleu is not None:
         pairs = strings.sentence_bleu(first.bleu), strings.sentence_bleu(second.bleu)

@@ -1,4 +1,6 @@
-"""Tables of written strings: against their references beside the floors, and as a set beside real sentences."""
+"""Tables of written strings: against their references beside the floors, and as a set beside real
+sentences.
+"""
 
 from __future__ import annotations
 
@@ -45,20 +47,28 @@ OVERLAP_LEGEND = {
     "word_set_f1": "word-set F1: overlap of the sets of words: a repeated word costs nothing",
     "exact_match": "exact match: texts that equal the sentence, case and punctuation included",
     "length_exact": "length exact: texts with the right number of tokens; exact match needs it",
-    "nearest_training_sentence": "nearest training: no model; the training sentence with the nearest embedding",
+    "nearest_training_sentence": (
+        "nearest training: no model; the training sentence with the nearest embedding"
+    ),
     "shuffled": "another's text: written by the model from another sentence's embedding",
     "unigram_draws": "drawn tokens: drawn by their frequency in training; lengths, too",
-    "most_frequent_tokens": "frequent tokens: always the same text of the most frequent tokens, each once",
+    "most_frequent_tokens": (
+        "frequent tokens: always the same text of the most frequent tokens, each once"
+    ),
 }
 SET_LEGEND = {
     "adjacent_repeats": "adjacent repeats: share of words that repeat the word before",
     "repeated_bigrams": "repeated bigrams: share of a text's word pairs that the text has already",
     "distinct_2": "distinct-2: different word pairs of all texts / word pairs",
-    "unigram_entropy": "entropy: of the words of all texts; lower than real: few words, used often",
+    "unigram_entropy": (
+        "entropy: of the words of all texts; lower than real: few words, used often"
+    ),
 }
 
 
-def show_texts(arms: Arms, differences: Mapping[str, Mapping[str, Difference]], conditions: dict, console) -> None:
+def show_texts(
+    arms: Arms, differences: Mapping[str, Mapping[str, Difference]], conditions: dict, console
+) -> None:
     """Print what was measured of written strings; nothing if no text was written."""
     if "sentences" not in arms:
         return
@@ -73,12 +83,16 @@ def show_texts(arms: Arms, differences: Mapping[str, Mapping[str, Difference]], 
     _print(title, SET_ROWS, SET_COLUMNS, arms, SET_LEGEND, console)
 
 
-def _print(title: str, rows: tuple, columns: tuple, arms: Arms, legend: dict[str, str], console) -> None:
+def _print(
+    title: str, rows: tuple, columns: tuple, arms: Arms, legend: dict[str, str], console
+) -> None:
     from rich.box import SIMPLE_HEAD
     from rich.table import Table
 
     rows = tuple(measured_rows(rows, arms.__contains__))
-    columns = tuple(column for column in columns if any(column[0] in arms[name] for name, _ in rows))
+    columns = tuple(
+        column for column in columns if any(column[0] in arms[name] for name, _ in rows)
+    )
     table = Table(title=title, box=SIMPLE_HEAD, pad_edge=False, padding=(0, 0))
     table.add_column("", no_wrap=True)
     for _, heading, _ in columns:
@@ -93,24 +107,41 @@ def _print(title: str, rows: tuple, columns: tuple, arms: Arms, legend: dict[str
     console.print()
 
 
-def _print_known(differences: Mapping[str, Mapping[str, Difference]], conditions: dict[str, Any], console) -> None:
-    """Print how many sentences are near-duplicates, and whether the model is better than a look-up."""
+def _print_known(
+    differences: Mapping[str, Mapping[str, Difference]], conditions: dict[str, Any], console
+) -> None:
+    """Print how many sentences are near-duplicates, and whether the model is better than a
+    look-up.
+    """
     known = conditions.get("near_duplicates")
     if known is None:
         return
     count = conditions["num_sentences"]
     share = f"{known['count']} of {count}"
-    console.print(f"known: sentences with a training sentence of a cosine above {known['cosine_above']}: {share}")
-    for key, words in (("sentence_bleu", "sentence BLEU"), ("word_f1", "word F1"), ("exact_match", "exact match")):
+    console.print(
+        f"known: sentences with a training sentence of a cosine above {known['cosine_above']}:"
+        f" {share}"
+    )
+    for key, words in (
+        ("sentence_bleu", "sentence BLEU"),
+        ("word_f1", "word F1"),
+        ("exact_match", "exact match"),
+    ):
         found = differences["model_minus_nearest_training_sentence"].get(key)
         if found is not None:
             interval = f"[{found.low:+.1f}, {found.high:+.1f}]"
-            console.print(f"model - nearest training, {words}: {found.value:+.1f} points, 95 % interval {interval}")
+            console.print(
+                f"model - nearest training, {words}: {found.value:+.1f} points, 95 % interval"
+                f" {interval}"
+            )
     console.print()
 
 
 def _print_search(
-    arms: Arms, differences: Mapping[str, Mapping[str, Difference]], conditions: dict[str, Any], console
+    arms: Arms,
+    differences: Mapping[str, Mapping[str, Difference]],
+    conditions: dict[str, Any],
+    console,
 ) -> None:
     """Print what a search gained over the model's texts, and what both cost."""
     search = conditions.get("search")
@@ -119,7 +150,10 @@ def _print_search(
     change = differences["search_minus_model"]["judge_cosine"]
     after, before = (arms[name]["judge_cosine"].value for name in ("search", "model"))
     console.print(f"search: {search['what']}")
-    console.print(f"cosine of the text embedded by the judge: {after:.3f} +- {arms['search']['judge_cosine'].se:.3f}")
+    console.print(
+        f"cosine of the text embedded by the judge: {after:.3f} +-"
+        f" {arms['search']['judge_cosine'].se:.3f}"
+    )
     interval = f"95 % interval of the difference [{change.low:+.3f}, {change.high:+.3f}]"
     console.print(f"of the model's text: {before:.3f}; {interval}")
     for name, gflops, depth, calls in (
@@ -127,13 +161,20 @@ def _print_search(
         ("model", conditions.get("gflops_per_text"), int(conditions["most_passes"]), 0),
     ):
         flops = "" if gflops is None else f"{gflops:.1f} GFLOP, "
-        console.print(f"cost of a text, {name}: {flops}{calls:.0f} texts judged, at most {depth} passes in sequence")
+        console.print(
+            f"cost of a text, {name}: {flops}{calls:.0f} texts judged, at most {depth} passes in"
+            " sequence"
+        )
     console.print()
 
 
 def _cell(estimate: Estimate | None, digits: int) -> str:
-    """Return value+-error, without decimals of a value of 100 or an error of 10: the table must fit 80 columns."""
+    """Return value+-error, without decimals of a value of 100 or an error of 10: the table must
+    fit 80 columns.
+    """
     if estimate is None:
         return ""
     value, error = f"{estimate.value:.{digits}f}", f"{estimate.se:.{digits}f}"
-    return f"{'100' if value == '100.0' else value}+-{error.split('.')[0] if estimate.se >= 10 else error}"
+    value = "100" if value == "100.0" else value
+    error = error.split(".")[0] if estimate.se >= 10 else error
+    return f"{value}+-{error}"

@@ -23,7 +23,8 @@ def launch(args: argparse.Namespace) -> int:
     """Run the preflight, then up to 1 + args.retries attempts.
 
     Returns:
-        0, the worst exit code of any rank, or the code of the preflight (2 if the data cannot be used).
+        0, the worst exit code of any rank, or the code of the preflight (2 if the data cannot be
+        used).
     """
     context, code = run_preflight(args)
     if code != EXIT_DONE:
@@ -41,8 +42,8 @@ def launch(args: argparse.Namespace) -> int:
         print_outcome(outcome, log_dir, latest_checkpoint(run_dir))
         if attempt == args.retries or not _is_retryable(outcome, context.launcher):
             break
-        # Only a checkpoint saved by this launch is resumed: auto would otherwise start from scratch, or take a
-        # checkpoint of another run instead of the requested training.resume.
+        # Only a checkpoint saved by this launch is resumed: auto would otherwise start from
+        # scratch, or take a checkpoint of another run instead of the requested training.resume.
         if latest_checkpoint(run_dir) not in (None, initial_checkpoint):
             train_args.append("training.resume=auto")
         if args.elastic and outcome.failed_nodes and not context.local:
@@ -63,7 +64,9 @@ def _is_retryable(outcome: Outcome, launcher: str) -> bool:
 
 
 def latest_checkpoint(run_dir: Path) -> tuple[Path, int] | None:
-    """Return the latest complete checkpoint of a run and its commit time (ns); training verifies the checksums."""
+    """Return the latest complete checkpoint of a run and its commit time (ns); training verifies
+    the checksums.
+    """
     path = find_latest_valid(run_dir, checksums=False)
     return None if path is None else (path, (path / MANIFEST).stat().st_mtime_ns)
 
@@ -82,39 +85,53 @@ def create_log_dir(context: Context) -> Path:
         except FileExistsError:
             continue
         except OSError as error:
-            raise UserError(f"a writable log folder {folder}", error.strerror, "check logging.save_dir") from error
+            raise UserError(
+                f"a writable log folder {folder}", error.strerror, "check logging.save_dir"
+            ) from error
         return folder / name
     raise AssertionError(f"a hundred launches in one second in {folder}")
 
 
 def print_outcome(outcome: Outcome, log_dir: Path, checkpoint: tuple[Path, int] | None) -> None:
-    """Print why the attempt ended, last lines of the first failed rank, the latest checkpoint and the log folder."""
+    """Print why the attempt ended, last lines of the first failed rank, the latest checkpoint and
+    the log folder.
+    """
     if outcome.code == EXIT_DONE:
         print_line(f"done; logs of all ranks: {log_dir}", sys.stderr)
         return
     print_line(f"\nended: {outcome.reason} (exit {outcome.code})", sys.stderr)
     for line in outcome.last_lines:
         print_line(f"    {line}", sys.stderr)
-    saved = "no complete checkpoint in the run folder" if checkpoint is None else f"latest checkpoint: {checkpoint[0]}"
+    saved = (
+        "no complete checkpoint in the run folder"
+        if checkpoint is None
+        else f"latest checkpoint: {checkpoint[0]}"
+    )
     print_line(f"{saved}\nlogs of all ranks: {log_dir}", sys.stderr)
 
 
 def exclude_nodes(context: Context, failed: list[str], global_batch: int) -> list[str] | None:
-    """Remove nodes from the run; return the overrides that keep its global batch, or None if that is impossible."""
+    """Remove nodes from the run; return the overrides that keep its global batch, or None if that
+    is impossible.
+    """
     training = context.config.training
     remaining = [node for node in context.nodes if node.name not in failed]
     num_ranks = sum(node.slots for node in remaining)
     if not remaining or global_batch % (num_ranks * training.train_batch_size):
         print_line(
-            f"cannot continue with {num_ranks} rank(s): the global batch of {global_batch} is not a multiple of "
-            f"{num_ranks} x training.train_batch_size={training.train_batch_size}; the sample order depends on it",
+            f"cannot continue with {num_ranks} rank(s): the global batch of {global_batch} is not"
+            f" a multiple of {num_ranks} x training.train_batch_size={training.train_batch_size};"
+            " the sample order depends on it",
             sys.stderr,
         )
         return None
-    overrides = [f"training.grad_accum_steps={global_batch // (num_ranks * training.train_batch_size)}"]
+    overrides = [
+        f"training.grad_accum_steps={global_batch // (num_ranks * training.train_batch_size)}"
+    ]
     replicas = context.config.engine.hsdp_replicas
     if replicas > 1:
-        # One replica per node where it was so, and a number that divides the ranks. Checkpoints fit any number.
+        # One replica per node where it was so, and a number that divides the ranks. Checkpoints
+        # fit any number.
         wanted = len(remaining) if replicas == len(context.nodes) else replicas
         fitting = max(n for n in range(1, wanted + 1) if num_ranks % n == 0)
         overrides.append(f"engine.hsdp_replicas={fitting}")
@@ -122,5 +139,7 @@ def exclude_nodes(context: Context, failed: list[str], global_batch: int) -> lis
     old_first, context.nodes = context.names[0], remaining
     first = remaining[0].name
     if first != old_first:  # the known master address was that of another node
-        context.master["address"] = data_address(context, first) if context.value(first, "network") else first
+        context.master["address"] = (
+            data_address(context, first) if context.value(first, "network") else first
+        )
     return overrides

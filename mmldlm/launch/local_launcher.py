@@ -1,7 +1,9 @@
-"""Start the ranks of a run on this machine, forward signals to all of them, and return their exit code.
+"""Start the ranks of a run on this machine, forward signals to all of them, and return their exit
+code.
 
-Neither `deepspeed` nor torchrun serves here: on SIGTERM their ranks continue as orphans, are killed during a save, or
-their exit code is lost. Without torch: `python -m mmldlm.launch.local_launcher NPROC SCRIPT ARG...`.
+Neither `deepspeed` nor torchrun serves here: on SIGTERM their ranks continue as orphans, are
+killed during a save, or their exit code is lost. Without torch: `python -m
+mmldlm.launch.local_launcher NPROC SCRIPT ARG...`.
 """
 
 from __future__ import annotations
@@ -14,30 +16,42 @@ import sys
 import time
 
 from mmldlm.distributed.exit import exit_without_teardown
-from mmldlm.errors import EXIT_DONE, EXIT_FAILED, EXIT_INTERRUPTED, EXIT_STABILITY, EXIT_USAGE, UserError
+from mmldlm.errors import (
+    EXIT_DONE,
+    EXIT_FAILED,
+    EXIT_INTERRUPTED,
+    EXIT_STABILITY,
+    EXIT_USAGE,
+    UserError,
+)
 from mmldlm.utils.network import free_port
 from mmldlm.utils.processes import set_parent_death_signal
 from mmldlm.utils.resources import threads_per_rank
 from mmldlm.utils.standard_streams import open_standard_streams, print_line
 from mmldlm.utils.stop_signals import handle_stop_signals, keep_exit_codes
 
-# Codes with which all ranks exit together, by agreement; the slower ones may still be writing. If only one rank exits
-# with such a code (for example, missing data on its node), the others would wait forever.
+# Codes with which all ranks exit together, by agreement; the slower ones may still be writing. If
+# only one rank exits with such a code (for example, missing data on its node), the others would
+# wait forever.
 COLLECTIVE_EXIT_CODES = (EXIT_STABILITY, EXIT_INTERRUPTED, EXIT_USAGE)
-EXIT_GRACE = 30.0  # seconds from the failure of a rank until the others, which may hang, are terminated
+EXIT_GRACE = (
+    30.0  # seconds from the failure of a rank until the others, which may hang, are terminated
+)
 
 
 def run_local(command: list[str], nproc: int, grace: float = EXIT_GRACE) -> int:
     """Run `command` as nproc ranks and wait for all of them.
 
-    SIGTERM, SIGINT, SIGUSR1 and SIGHUP (the terminal is gone) are forwarded to every rank; the ranks save and exit with
-    5, without a time limit. A signal that was ignored at the start, as SIGHUP under nohup, stays ignored, here and in
-    the ranks. If this process is killed, the ranks get SIGTERM.
-    `grace` seconds after a rank has exited with 2, 4 or 5, the others get SIGTERM: a rank that is writing finishes, a
-    rank that waits for the missing one ends. After a failed rank the others are killed.
+    SIGTERM, SIGINT, SIGUSR1 and SIGHUP (the terminal is gone) are forwarded to every rank; the
+    ranks save and exit with 5, without a time limit. A signal that was ignored at the start, as
+    SIGHUP under nohup, stays ignored, here and in the ranks. If this process is killed, the ranks
+    get SIGTERM. `grace` seconds after a rank has exited with 2, 4 or 5, the others get SIGTERM: a
+    rank that is writing finishes, a rank that waits for the missing one ends. After a failed rank
+    the others are killed.
 
     Returns:
-        0 if every rank succeeded; the code of the first rank that exited with 2, 4 or 5; 1 if any rank failed.
+        0 if every rank succeeded; the code of the first rank that exited with 2, 4 or 5; 1 if any
+        rank failed.
     """
     ranks: list[subprocess.Popen] = []
 
@@ -52,7 +66,11 @@ def run_local(command: list[str], nproc: int, grace: float = EXIT_GRACE) -> int:
     try:
         port = free_port()
         for rank in range(nproc):
-            ranks.append(subprocess.Popen(command, env=_environment(rank, nproc, port), preexec_fn=die_with_parent))
+            ranks.append(
+                subprocess.Popen(
+                    command, env=_environment(rank, nproc, port), preexec_fn=die_with_parent
+                )
+            )
         return _wait(ranks, grace, command)
     finally:
         for process in ranks:
@@ -63,7 +81,9 @@ def run_local(command: list[str], nproc: int, grace: float = EXIT_GRACE) -> int:
 
 
 def _wait(ranks: list[subprocess.Popen], grace: float, command: list[str]) -> int:
-    """Wait for all ranks and return the common exit code; terminate ranks that hang after another one has ended."""
+    """Wait for all ranks and return the common exit code; terminate ranks that hang after another
+    one has ended.
+    """
     kill_time, terminate_time, agreed, terminated = None, None, EXIT_DONE, set()
     while True:
         codes = [process.poll() for process in ranks]
@@ -73,16 +93,25 @@ def _wait(ranks: list[subprocess.Popen], grace: float, command: list[str]) -> in
         if terminate_time is not None and not terminated and time.monotonic() > terminate_time:
             terminated = {rank for rank, code in enumerate(codes) if code is None}
             for rank in terminated:
-                print_line(f"rank {rank} still runs after another exited with {agreed}: SIGTERM", sys.stderr)
+                print_line(
+                    f"rank {rank} still runs after another exited with {agreed}: SIGTERM",
+                    sys.stderr,
+                )
                 ranks[rank].terminate()
         # The exit code of a terminated rank has no information.
         ended = [(rank, code) for rank, code in enumerate(codes) if rank not in terminated]
-        failed = [(rank, code) for rank, code in ended if code not in (None, EXIT_DONE, *COLLECTIVE_EXIT_CODES)]
+        failed = [
+            (rank, code)
+            for rank, code in ended
+            if code not in (None, EXIT_DONE, *COLLECTIVE_EXIT_CODES)
+        ]
         if failed and kill_time is None:
             rank, code = failed[0]
             kill_time = time.monotonic() + grace
             exit_text = _describe_exit(code, command)
-            print_line(f"ERROR: rank {rank} (pid {ranks[rank].pid}) ended with {exit_text}", sys.stderr)
+            print_line(
+                f"ERROR: rank {rank} (pid {ranks[rank].pid}) ended with {exit_text}", sys.stderr
+            )
         if kill_time is not None and time.monotonic() > kill_time:
             for process in ranks:
                 if process.poll() is None:
@@ -101,7 +130,9 @@ def _describe_exit(code: int, command: list[str]) -> str:
 
 
 def _environment(rank: int, nproc: int, port: int) -> dict[str, str]:
-    """Return the variables that torchrun and deepspeed set on one node (DeepSpeed's CPU accelerator: LOCAL_SIZE)."""
+    """Return the variables that torchrun and deepspeed set on one node (DeepSpeed's CPU
+    accelerator: LOCAL_SIZE).
+    """
     numbers = {
         "RANK": rank,
         "LOCAL_RANK": rank,
@@ -110,10 +141,19 @@ def _environment(rank: int, nproc: int, port: int) -> dict[str, str]:
         "LOCAL_SIZE": nproc,
         "MASTER_PORT": port,
     }
-    fixed = {"MASTER_ADDR": "127.0.0.1", "PYTHONFAULTHANDLER": "1"}  # the second prints a stack on SIGSEGV and SIGBUS
-    # By default every rank starts a thread per core: those of torch and of the tokenizers would compete.
+    fixed = {
+        "MASTER_ADDR": "127.0.0.1",
+        "PYTHONFAULTHANDLER": "1",
+    }  # the second prints a stack on SIGSEGV and SIGBUS
+    # By default every rank starts a thread per core: those of torch and of the tokenizers would
+    # compete.
     threads = dict.fromkeys(("OMP_NUM_THREADS", "RAYON_NUM_THREADS"), str(threads_per_rank(nproc)))
-    return {**threads, **os.environ, **fixed, **{name: str(number) for name, number in numbers.items()}}
+    return {
+        **threads,
+        **os.environ,
+        **fixed,
+        **{name: str(number) for name, number in numbers.items()},
+    }
 
 
 if __name__ == "__main__":

@@ -1,7 +1,9 @@
-"""Per-node agent of the watcher: report rank states, start torchrun, terminate the run's processes.
+"""Per-node agent of the watcher: report rank states, start torchrun, terminate the run's
+processes.
 
-It touches only processes with the launch id in their command line or environment. If the head is gone (end of input, or
-no request for IDLE_TIMEOUT seconds) and no other agent takes over, it stops the node's part of the run.
+It touches only processes with the launch id in their command line or environment. If the head is
+gone (end of input, or no request for IDLE_TIMEOUT seconds) and no other agent takes over, it stops
+the node's part of the run.
 """
 
 from __future__ import annotations
@@ -41,18 +43,24 @@ def write_launch_file(args: dict) -> None:
     folders = state_files.state_folders(launch)
     for folder in folders:  # into each: a batch job may have another /tmp than this ssh session
         try:
-            state_files.write(folder, launch_file(socket.gethostname()), json.dumps(args["values"]))
+            state_files.write(
+                folder, launch_file(socket.gethostname()), json.dumps(args["values"])
+            )
         except OSError as error:
             failures.append(f"{folder}: {error.strerror}")
     if len(failures) == len(folders):
-        raise OSError("no folder for the launch file: " + (", ".join(failures) or ", ".join(state_files.ROOTS)))
+        raise OSError(
+            "no folder for the launch file: "
+            + (", ".join(failures) or ", ".join(state_files.ROOTS))
+        )
 
 
 def reserve_port(args: dict) -> dict:
     """Reserve args["port"] for a launch while this agent lives; return {} or {"error", "holder"}.
 
-    The port itself is for rank 0. Two simultaneous launches would both find it free, and their ranks would join one
-    process group. An abstract socket with the port in its name, unique per host, prevents that.
+    The port itself is for rank 0. Two simultaneous launches would both find it free, and their
+    ranks would join one process group. An abstract socket with the port in its name, unique per
+    host, prevents that.
     """
     port = args["port"]
     if port is None:  # not the first node
@@ -101,17 +109,21 @@ def _parent(pid: int) -> int | None:
 
 
 def report_ranks(args: dict) -> dict:
-    """Return {"ranks": rank states, "processes": number of the launch's processes, "ended": statuses of torchrun}.
+    """Return {"ranks": rank states, "processes": number of the launch's processes, "ended":
+    statuses of torchrun}.
 
-    A rank is "alive" while its wrapper runs, and "orphan" if its launcher has ended. The launch file, which may contain
-    secrets, is deleted once args["slots"] ranks have read it.
+    A rank is "alive" while its wrapper runs, and "orphan" if its launcher has ended. The launch
+    file, which may contain secrets, is deleted once args["slots"] ranks have read it.
     """
     launch = args["launch"]
     _launches.add(launch)
     ranks, host = [], socket.gethostname()
     state_files.make_folders(launch)
-    state_files.write_anywhere(launch, _watched_file(host), json.dumps([os.getpid(), time.monotonic()]))
-    # Processes first, states last: a rank that ends in between must not seem to have ended without a status.
+    state_files.write_anywhere(
+        launch, _watched_file(host), json.dumps([os.getpid(), time.monotonic()])
+    )
+    # Processes first, states last: a rank that ends in between must not seem to have ended without
+    # a status.
     num_processes = len(launch_processes(launch))
     for name, state in state_files.read_newest(launch, state_file(host, "*")).items():
         parent = _parent(state["pid"]) if state["exit"] is None else None
@@ -136,9 +148,13 @@ def start_launcher(args: dict) -> int:
     with open(args["log"], "ab") as log:
         environment = {**os.environ, **args["environment"]}
         child = subprocess.Popen(
-            args["command"], env=environment, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT,
+            args["command"],
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=subprocess.STDOUT,
             start_new_session=True,
-        )  # fmt: skip
+        )
     _children.append(child)
     return child.pid
 
@@ -153,7 +169,9 @@ def signal_ranks(args: dict) -> int:
 
 
 def stop(args: dict) -> int:
-    """Terminate the launch's processes: SIGTERM, SIGKILL after args["grace"] seconds; return their number."""
+    """Terminate the launch's processes: SIGTERM, SIGKILL after args["grace"] seconds; return their
+    number.
+    """
     pids = launch_processes(args["launch"])
     _send(pids, signal.SIGTERM)
     deadline = time.monotonic() + args["grace"]
@@ -190,7 +208,9 @@ def _release_ports() -> None:
 
 
 def _is_superseded(launch: str) -> bool:
-    """Return whether another agent on this node takes over the launch within RECONNECT_GRACE seconds."""
+    """Return whether another agent on this node takes over the launch within RECONNECT_GRACE
+    seconds.
+    """
     name, deadline = _watched_file(socket.gethostname()), time.monotonic() + RECONNECT_GRACE
     while time.monotonic() < deadline:
         pid, when = state_files.read_newest(launch, name).get(name, (os.getpid(), 0.0))
@@ -205,7 +225,15 @@ def _is_superseded(launch: str) -> bool:
 def main() -> int:
     """Serve requests; then stop the node's part of every launch without a head."""
     keep_exit_codes()
-    own = (write_launch_file, reserve_port, report_ranks, start_launcher, signal_ranks, stop, release)
+    own = (
+        write_launch_file,
+        reserve_port,
+        report_ranks,
+        start_launcher,
+        signal_ranks,
+        stop,
+        release,
+    )
     actions = {**ACTIONS, **{action.__name__: action for action in own}}
     try:
         serve(actions, IDLE_TIMEOUT)

@@ -1,7 +1,8 @@
 """How an attempt of a launch ended, derived from the states of its ranks.
 
-A node's view, as node_agent.report_ranks returns it: {"ranks": states, "processes": number of processes, "ended":
-statuses of its torchrun}. The keys of a rank's state are those of rank_wrapper.py, plus "alive" and "orphan".
+A node's view, as node_agent.report_ranks returns it: {"ranks": states, "processes": number of
+processes, "ended": statuses of its torchrun}. The keys of a rank's state are those of
+rank_wrapper.py, plus "alive" and "orphan".
 """
 
 from __future__ import annotations
@@ -48,14 +49,20 @@ def has_failed(state: dict) -> bool:
 
 
 def node_outcome(reason: str, views: Views, nodes: list[str]) -> Outcome:
-    """Return the outcome of a failure outside the ranks, with the last lines of a rank on these nodes (or any)."""
+    """Return the outcome of a failure outside the ranks, with the last lines of a rank on these
+    nodes (or any).
+    """
     last_lines: list[str] = []
-    for state in (state for name in nodes or views for state in views.get(name, {}).get("ranks", ())):
+    for state in (
+        state for name in nodes or views for state in views.get(name, {}).get("ranks", ())
+    ):
         last_lines = state.get("last") or _read_last_lines(state)
     return Outcome(EXIT_FAILED, reason, last_lines, nodes)
 
 
-def failed_rank_outcome(views: Views, clock_offsets: dict[str, float], interrupted: bool) -> Outcome:
+def failed_rank_outcome(
+    views: Views, clock_offsets: dict[str, float], interrupted: bool
+) -> Outcome:
     """Return the outcome of failed ranks, attributed to the one that ended first.
 
     Args:
@@ -78,7 +85,9 @@ def failed_rank_outcome(views: Views, clock_offsets: dict[str, float], interrupt
         return Outcome(code, "interrupted as requested")
     last_lines = first.get("last") or []
     report = first.get("failure") or {"ranks": []}
-    if report["ranks"] and first["rank"] not in report["ranks"]:  # it ended because another rank stalled or died
+    if (
+        report["ranks"] and first["rank"] not in report["ranks"]
+    ):  # it ended because another rank stalled or died
         nodes = {state["rank"]: node for node, view in views.items() for state in view["ranks"]}
         failed_nodes = {nodes.get(rank, "") for rank in report["ranks"]} - {""}
         return Outcome(code, report["sentence"], last_lines, sorted(failed_nodes))
@@ -91,9 +100,15 @@ def describe_exit(state: dict, node: str, interrupted: bool) -> str:
     """Return the meaning of a rank's exit status, if its own last lines cannot contain it."""
     number = state["exit"] - 128
     if state.get("out_of_memory"):
-        return f" (signal 9) while the kernel's OOM killer was active: out of memory, see dmesg on {node}"
+        return (
+            " (signal 9) while the kernel's OOM killer was active: out of memory, see dmesg on"
+            f" {node}"
+        )
     if number == signal.SIGKILL:
-        return f" (signal 9): killed manually, by the scheduler, or for lack of memory (see dmesg on {node})"
+        return (
+            " (signal 9): killed manually, by the scheduler, or for lack of memory (see dmesg on"
+            f" {node})"
+        )
     if number > 0:
         return f" (signal {number})"
     if state["exit"] == EXIT_INTERRUPTED and not interrupted:

@@ -1,7 +1,9 @@
-"""Wrapper of one rank, started by the launcher: `rank_wrapper.py LAUNCH_ID`. Run train.py, keep its log and its status.
+"""Wrapper of one rank, started by the launcher: `rank_wrapper.py LAUNCH_ID`. Run train.py, keep
+its log and its status.
 
-The arguments and variables of train.py come from the launch file that the node agent wrote (state_files.py), so that
-neither passes through a launcher's shells. The state of the rank is written next to it for the node agent.
+The arguments and variables of train.py come from the launch file that the node agent wrote
+(state_files.py), so that neither passes through a launcher's shells. The state of the rank is
+written next to it for the node agent.
 """
 
 from __future__ import annotations
@@ -19,7 +21,9 @@ from collections import deque
 from pathlib import Path
 
 if __package__ in (None, ""):  # run by its path
-    sys.path[: 0 if getattr(sys.flags, "safe_path", False) else 1] = [str(Path(__file__).resolve().parents[2])]
+    sys.path[: 0 if getattr(sys.flags, "safe_path", False) else 1] = [
+        str(Path(__file__).resolve().parents[2])
+    ]
 
 from mmldlm.distributed.failure_attribution import FAILED_RANKS_FD
 from mmldlm.launch import state_files
@@ -49,7 +53,9 @@ def state_file(host: str, rank: int | str) -> str:
 
 
 def oom_kills() -> int | None:
-    """Return how many processes the kernel's OOM killer ended on this node since boot; None if unknown."""
+    """Return how many processes the kernel's OOM killer ended on this node since boot; None if
+    unknown.
+    """
     with contextlib.suppress(OSError, ValueError), open("/proc/vmstat", encoding="utf-8") as file:
         return next((int(line.split()[1]) for line in file if line.startswith("oom_kill ")), None)
     return None
@@ -62,18 +68,30 @@ def main() -> int:
     launch = state_files.read_newest(launch_id, launch_file(host)).get(launch_file(host))
     if launch is None:
         folders = ", ".join(f"{root}/mmldlm_{launch_id}" for root in state_files.ROOTS)
-        print(f"error: rank {rank}: no launch file on {host} in any of {folders}: does the launcher give its processes "
-              "private folders (a container, a job's private /tmp)?", file=sys.stderr)  # fmt: skip
+        print(
+            f"error: rank {rank}: no launch file on {host} in any of {folders}: does the launcher"
+            " give its processes private folders (a container, a job's private /tmp)?",
+            file=sys.stderr,
+        )
         return 1
     try:
         os.chdir(launch["folder"])
     except OSError as error:
-        print(f"error: rank {rank} on {host}: cannot change to {launch['folder']}: {error.strerror}", file=sys.stderr)
+        print(
+            f"error: rank {rank} on {host}: cannot change to {launch['folder']}: {error.strerror}",
+            file=sys.stderr,
+        )
         return 1
     kills_before = oom_kills()
     child, report_pipe = _start_child(launch, launch_id)
     log = Path(launch["logs"]) / f"{host}_rank{rank}.log"
-    state = {"rank": rank, "host": host, "pid": os.getpid(), "parent": os.getppid(), "child": child.pid}
+    state = {
+        "rank": rank,
+        "host": host,
+        "pid": os.getpid(),
+        "parent": os.getppid(),
+        "child": child.pid,
+    }
     state |= {"started": time.time(), "exit": None, "log": str(log)}
     _write_state(launch_id, state)
     last_lines = _stream_log(child, log, to_screen=rank == 0 and sys.stdout is not None)
@@ -115,13 +133,19 @@ def _read_report(pipe: int) -> dict | None:
 
 
 def _write_state(launch_id: str, state: dict) -> None:
-    """Write the state of a rank. If that fails, the watcher falls back to the launcher's status."""
+    """Write the state of a rank.
+
+    If that fails, the watcher falls back to the launcher's status.
+    """
     text = json.dumps(state)
     if len(text) > state_files.RESERVED:
         text = json.dumps({**state, "last": [line[:100] for line in state["last"]]})
     if not state_files.write_anywhere(launch_id, state_file(state["host"], state["rank"]), text):
-        print_line(f"rank {state['rank']} on {state['host']}: its state cannot be written to "
-                   f"{', '.join(state_files.ROOTS)} (full?)", sys.stderr)  # fmt: skip
+        print_line(
+            f"rank {state['rank']} on {state['host']}: its state cannot be written to "
+            f"{', '.join(state_files.ROOTS)} (full?)",
+            sys.stderr,
+        )
 
 
 def _stream_log(child: subprocess.Popen, log: Path, to_screen: bool) -> list[str]:

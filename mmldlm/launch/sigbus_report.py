@@ -22,8 +22,9 @@ def explain_sigbus(train_args: Sequence[str]) -> str:
     if not changed:
         return "a memory-mapped file became shorter, or /dev/shm is full (df /dev/shm)"
     return (
-        f"files of the store were changed while it was read: {join_some(changed, 5, '; ')}. Copy the store again and "
-        "resume; replace a store by renaming a new folder, never by overwriting its files"
+        f"files of the store were changed while it was read: {join_some(changed, 5, '; ')}. Copy"
+        " the store again and resume; replace a store by renaming a new folder, never by"
+        " overwriting its files"
     )
 
 

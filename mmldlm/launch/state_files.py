@@ -1,7 +1,8 @@
 """Small files of a launch on one node: the launch file for its ranks, and the state of each rank.
 
-The folders are fixed and named by the launch id. No path depends on TMPDIR, which may differ between a batch job and an
-ssh session, and no path contains text of the user. The node agent creates the folders; rank_wrapper.py only writes.
+The folders are fixed and named by the launch id. No path depends on TMPDIR, which may differ
+between a batch job and an ssh session, and no path contains text of the user. The node agent
+creates the folders; rank_wrapper.py only writes.
 """
 
 from __future__ import annotations
@@ -40,14 +41,17 @@ def make_folders(launch_id: str) -> None:
 
 
 def write(folder: Path, name: str, text: str) -> None:
-    """Write a file atomically, readable by this user alone (utils/atomic_files keeps the umask, and syncs).
+    """Write a file atomically, readable by this user alone (utils/atomic_files keeps the umask,
+    and syncs).
 
     Raises:
         OSError: the folder is full or missing; no partial file is left.
     """
     partial = folder / f".{name}_{os.getpid()}"
     try:
-        with open(os.open(partial, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600), "w", encoding="utf-8") as file:
+        with open(
+            os.open(partial, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600), "w", encoding="utf-8"
+        ) as file:
             file.write(text)
         os.replace(partial, folder / name)
     except OSError:
@@ -57,7 +61,8 @@ def write(folder: Path, name: str, text: str) -> None:
 
 
 def write_anywhere(launch_id: str, name: str, text: str) -> bool:
-    """Write a file into the first folder with space, or overwrite the blocks of its previous version.
+    """Write a file into the first folder with space, or overwrite the blocks of its previous
+    version.
 
     Args:
         launch_id: id of the launch.

@@ -1,4 +1,6 @@
-"""One attempt of a launch: start it, watch every node, stop all of it if a part fails, report the first failure."""
+"""One attempt of a launch: start it, watch every node, stop all of it if a part fails, report the
+first failure.
+"""
 
 from __future__ import annotations
 
@@ -16,9 +18,21 @@ from pathlib import Path
 
 from mmldlm.cluster.launcher_commands import torchrun_command
 from mmldlm.errors import EXIT_DONE, EXIT_FAILED
-from mmldlm.launch.launcher_start import launch_file_values, launcher_start, rank_script, rank_variables
+from mmldlm.launch.launcher_start import (
+    launch_file_values,
+    launcher_start,
+    rank_script,
+    rank_variables,
+)
 from mmldlm.launch.local_launcher import COLLECTIVE_EXIT_CODES
-from mmldlm.launch.outcome import Outcome, Views, failed_rank_outcome, has_failed, node_outcome, rank_states
+from mmldlm.launch.outcome import (
+    Outcome,
+    Views,
+    failed_rank_outcome,
+    has_failed,
+    node_outcome,
+    rank_states,
+)
 from mmldlm.preflight.context import Context
 from mmldlm.preflight.remote.ssh import CONNECT_SECONDS, Agent, AgentFailure, AgentPool
 from mmldlm.utils.standard_streams import print_line
@@ -31,8 +45,11 @@ START_SECONDS = 60.0  # from the launcher's start to its first process on every 
 SETTLE_SECONDS = 3.0  # after the first failure: other ranks may be ending with a better message
 AGREED_SECONDS = 30.0  # the same for collective exits: rank 0 has more to write than the others
 STOP_GRACE = 2.0
-# DeepSpeed's launcher logs its plan, several lines per node: kept in launcher.log, not on the screen.
-LAUNCHER_NOISE = re.compile(r"\[(INFO|WARNING)\] \[(launch|runner|multinode_runner|real_accelerator)\.py")
+# DeepSpeed's launcher logs its plan, several lines per node: kept in launcher.log, not on the
+# screen.
+LAUNCHER_NOISE = re.compile(
+    r"\[(INFO|WARNING)\] \[(launch|runner|multinode_runner|real_accelerator)\.py"
+)
 
 
 class Watcher:
@@ -41,12 +58,20 @@ class Watcher:
     Args:
         context: of the preflight: nodes, launcher, master address.
         train_args: arguments of train.py.
-        log_dir: existing folder that all nodes share; gets one log per rank, the launcher's log, and the hostfile.
+        log_dir: existing folder that all nodes share; gets one log per rank, the launcher's log,
+            and the hostfile.
         grace: seconds for saving a checkpoint after an interrupt.
     """
 
-    def __init__(self, context: Context, train_args: list[str], log_dir: Path, grace: float = 120.0):
-        self.context, self.train_args, self.log_dir, self.grace = context, train_args, log_dir, grace
+    def __init__(
+        self, context: Context, train_args: list[str], log_dir: Path, grace: float = 120.0
+    ):
+        self.context, self.train_args, self.log_dir, self.grace = (
+            context,
+            train_args,
+            log_dir,
+            grace,
+        )
         self.launch_id = uuid.uuid4().hex
         self.pool = AgentPool([self._agent(name) for name in context.names])
         self.process: subprocess.Popen | None = None
@@ -57,16 +82,29 @@ class Watcher:
 
     def _agent(self, name: str, connect: int = CONNECT_SECONDS) -> Agent:
         context, options = self.context, self.context.options
-        return Agent(name, context.local, options.ssh_port, options.ssh_option, "mmldlm.launch.node_agent", connect)
+        return Agent(
+            name,
+            context.local,
+            options.ssh_port,
+            options.ssh_option,
+            "mmldlm.launch.node_agent",
+            connect,
+        )
 
     def run(self) -> Outcome:
-        """Start, watch to the end, clean up; no process of the run is left on any reachable node."""
+        """Start, watch to the end, clean up; no process of the run is left on any
+        reachable node.
+        """
         handlers = handle_stop_signals(self._count_interrupt)
         try:
             self.pool.start()
             if self.pool.failures:
                 name, failure = next(iter(self.pool.failures.items()))
-                return Outcome(EXIT_FAILED, f"{name}: its agent did not start ({failure})", failed_nodes=[name])
+                return Outcome(
+                    EXIT_FAILED,
+                    f"{name}: its agent did not start ({failure})",
+                    failed_nodes=[name],
+                )
             refused = self._prepare_nodes()
             if refused is None:
                 self._start()
@@ -86,26 +124,42 @@ class Watcher:
     def _count_interrupt(self, number, frame) -> None:
         self.interrupts += 1
 
-    # -- starting ----------------------------------------------------------------------------------------------------
+    # -- starting
+    # ---------------------------------------------------------------------------------------------
 
     def _prepare_nodes(self) -> Outcome | None:
-        """Write the launch file on every node and reserve the master port; return the outcome of a failure."""
+        """Write the launch file on every node and reserve the master port; return the outcome of a
+        failure.
+        """
         context = self.context
         self.variables = rank_variables(context)
         first, port = context.names[0], context.options.master_port
-        reserved = self.pool.call("reserve_port", lambda name: {"port": port if name == first else None}, timeout=20)
+        reserved = self.pool.call(
+            "reserve_port", lambda name: {"port": port if name == first else None}, timeout=20
+        )
         answer = reserved.get(first, {})
         if "error" in answer:
             owner = answer.get("holder")
             by = f" (process {owner['pid']}: {owner['command']})" if owner else ""
-            reason = f"{first}: port {port} is not available: {answer['error']}{by}; choose another --master_port"
+            reason = (
+                f"{first}: port {port} is not available: {answer['error']}{by}; choose another"
+                " --master_port"
+            )
             return Outcome(EXIT_FAILED, reason)
-        # Variables may be secrets: they are sent over ssh, not in a command line or a shared folder.
+        # Variables may be secrets: they are sent over ssh, not in a command line or a shared
+        # folder.
         values = launch_file_values(self.train_args, self.log_dir, self.variables)
-        self.pool.call("write_launch_file", {"launch": self.launch_id, "values": values}, timeout=20)
+        self.pool.call(
+            "write_launch_file", {"launch": self.launch_id, "values": values}, timeout=20
+        )
         actions = ("reserve_port", "write_launch_file")
-        errors = {name: error for (name, action), error in self.pool.errors.items() if action in actions}
-        errors |= {name: f"{name} is lost: {failure.message}" for name, failure in self.pool.failures.items()}
+        errors = {
+            name: error for (name, action), error in self.pool.errors.items() if action in actions
+        }
+        errors |= {
+            name: f"{name} is lost: {failure.message}"
+            for name, failure in self.pool.failures.items()
+        }
         if errors:
             name, error = next(iter(errors.items()))
             return Outcome(EXIT_FAILED, error, failed_nodes=[name])
@@ -116,7 +170,8 @@ class Watcher:
         if self.context.launcher == "torchrun":
             self._start_torchrun(script)
             return
-        # In its own session: Ctrl-C reaches the ranks through this process, and the launcher is killed as a group.
+        # In its own session: Ctrl-C reaches the ranks through this process, and the launcher is
+        # killed as a group.
         self.process = subprocess.Popen(
             **launcher_start(self.context, self.log_dir, script, self.variables),
             stdin=subprocess.DEVNULL,
@@ -135,10 +190,16 @@ class Watcher:
         def start_args(node: str) -> dict:
             command = torchrun_command(nodes, names.index(node), address, port, script)
             log = str((self.log_dir / f"{node}_torchrun.log").absolute())
-            return {"launch": self.launch_id, "command": command, "environment": self.variables, "log": log}
+            return {
+                "launch": self.launch_id,
+                "command": command,
+                "environment": self.variables,
+                "log": log,
+            }
 
         self.pool.call("start_launcher", start_args, timeout=20)
-        # torchrun's output stays on its node; rank 0's is read from its log, which all nodes share.
+        # torchrun's output stays on its node; rank 0's is read from its log, which all nodes
+        # share.
         self._follower = threading.Thread(target=self._follow_rank_0, daemon=True)
         self._follower.start()
 
@@ -167,7 +228,8 @@ class Watcher:
                     sys.stdout.write(line)
                     sys.stdout.flush()
 
-    # -- watching ----------------------------------------------------------------------------------------------------
+    # -- watching
+    # ---------------------------------------------------------------------------------------------
 
     def _watch(self) -> Outcome:
         start_time = time.monotonic()
@@ -175,7 +237,8 @@ class Watcher:
         interrupt_time = None
         while True:
             poll_time = time.monotonic()
-            # Before the ranks: a launcher that ends after them must not seem to have ended before them.
+            # Before the ranks: a launcher that ends after them must not seem to have ended before
+            # them.
             launcher_ended = self.process is not None and self.process.poll() is not None
             views = self.pool.call("report_ranks", self._report_args, timeout=ANSWER_SECONDS)
             self._reconnect()
@@ -183,14 +246,21 @@ class Watcher:
                 handled_interrupts = self.interrupts
                 if handled_interrupts > 1:
                     return Outcome(EXIT_FAILED, "interrupted twice: stopped immediately")
-                print_line("interrupted: the ranks save a checkpoint and exit (again: stop immediately)")
+                print_line(
+                    "interrupted: the ranks save a checkpoint and exit (again: stop immediately)"
+                )
                 interrupt_time = time.monotonic()
-                self.pool.call("signal_ranks", {"launch": self.launch_id, "signal": "SIGTERM"}, timeout=10)
+                self.pool.call(
+                    "signal_ranks", {"launch": self.launch_id, "signal": "SIGTERM"}, timeout=10
+                )
             outcome = self.evaluate(views, launcher_ended, time.monotonic() - start_time)
             if outcome is not None:
                 return outcome
             if interrupt_time is not None and time.monotonic() - interrupt_time > self.grace:
-                return Outcome(EXIT_FAILED, f"the ranks did not exit within {self.grace:.0f} s of the interrupt")
+                return Outcome(
+                    EXIT_FAILED,
+                    f"the ranks did not exit within {self.grace:.0f} s of the interrupt",
+                )
             time.sleep(max(POLL_SECONDS - (time.monotonic() - poll_time), 0))
 
     def _report_args(self, name: str) -> dict:
@@ -238,10 +308,19 @@ class Watcher:
             return Outcome(EXIT_DONE)
         if launcher_ended and num_done < self.context.world_size:
             code = self.process.returncode
-            if code == 0 and num_done and len(states) == num_done and not any(v["processes"] for v in views.values()):
-                # No launcher returns 0 after a failed rank, and a rank returns 0 only when all have finished.
+            if (
+                code == 0
+                and num_done
+                and len(states) == num_done
+                and not any(v["processes"] for v in views.values())
+            ):
+                # No launcher returns 0 after a failed rank, and a rank returns 0 only when all
+                # have finished.
                 missing = self.context.world_size - num_done
-                print_line(f"{missing} rank(s) left no status, the launcher returned 0: is /tmp full on a node?")
+                print_line(
+                    f"{missing} rank(s) left no status, the launcher returned 0: is /tmp full on a"
+                    " node?"
+                )
                 return Outcome(EXIT_DONE)
             status = f"signal {-code}" if code < 0 else f"status {code}"
             return node_outcome(f"the launcher ended with {status} before its ranks", views, [])
@@ -253,7 +332,9 @@ class Watcher:
 
     def _node_failure(self, name: str, view: dict, age: float) -> str | None:
         """Return why the launcher's part on a node has failed; None while it is healthy."""
-        finished = sum(state["exit"] == EXIT_DONE for state in view["ranks"]) == self.context.slots(name)
+        finished = sum(
+            state["exit"] == EXIT_DONE for state in view["ranks"]
+        ) == self.context.slots(name)
         if any(code != 0 for code in view["ended"]) and not view["ranks"]:
             return "torchrun ended before any rank started"
         if any(state["orphan"] for state in view["ranks"]):
@@ -271,17 +352,26 @@ class Watcher:
         start_time, timeout = time.monotonic(), SETTLE_SECONDS
         while time.monotonic() - start_time < timeout:
             # A node that is lost meanwhile keeps its last answer.
-            views = {**views, **self.pool.call("report_ranks", self._report_args, timeout=ANSWER_SECONDS)}
+            views = {
+                **views,
+                **self.pool.call("report_ranks", self._report_args, timeout=ANSWER_SECONDS),
+            }
             states = rank_states(views)
-            if len(states) == self.context.world_size and not any(state["alive"] for state in states):
+            if len(states) == self.context.world_size and not any(
+                state["alive"] for state in states
+            ):
                 break
-            if all(state["alive"] or state["exit"] in (EXIT_DONE, *COLLECTIVE_EXIT_CODES) for state in states):
+            if all(
+                state["alive"] or state["exit"] in (EXIT_DONE, *COLLECTIVE_EXIT_CODES)
+                for state in states
+            ):
                 timeout = AGREED_SECONDS
             time.sleep(0.3)
         offsets = {name: offset for name, (offset, _) in self.context.clocks.items()}
         return failed_rank_outcome(views, offsets, self.interrupts > 0)
 
-    # -- stopping ----------------------------------------------------------------------------------------------------
+    # -- stopping
+    # ---------------------------------------------------------------------------------------------
 
     def _stop_all(self, grace: float) -> None:
         """Stop the run on every reachable node, and the launcher on this machine."""

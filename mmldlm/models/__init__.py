@@ -1,6 +1,7 @@
 """The MMDiT and its parts; torch only, knows nothing of diffusion or ranks.
 
-MultimodalMMDiT is imported on first use, because preflight and convert import torch-free modules of this package.
+MultimodalMMDiT is imported on first use, because preflight and convert import torch-free modules
+of this package.
 """
 
 from typing import TYPE_CHECKING, Any

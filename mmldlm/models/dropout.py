@@ -1,8 +1,10 @@
-"""Dropout whose masks are functions of the row: the same however rows are batched, spread over ranks or run again.
+"""Dropout whose masks are functions of the row: the same however rows are batched, spread over
+ranks or run again.
 
-torch's dropout draws from a device's generator, so its masks depend on what else that device computes. Here each
-sample brings a key (a random number of its own for each visit), a row's key follows from it and the row's position, and
-layer, place and column follow from that by arithmetic alone: no generator, no state, no kept mask.
+torch's dropout draws from a device's generator, so its masks depend on what else that device
+computes. Here each sample brings a key (a random number of its own for each visit), a row's key
+follows from it and the row's position, and layer, place and column follow from that by arithmetic
+alone: no generator, no state, no kept mask.
 """
 
 from __future__ import annotations
@@ -22,13 +24,17 @@ def _signed(value: int) -> int:
     return value - (1 << 64) if value >> 63 else value
 
 
-# SplitMix64's increment and multipliers (Steele et al., OOPSLA 2014); torch's int64 wraps as uint64 does.
+# SplitMix64's increment and multipliers (Steele et al., OOPSLA 2014); torch's int64 wraps as
+# uint64 does.
 STEP = _signed(0x9E3779B97F4A7C15)
 _FIRST, _SECOND = _signed(0xBF58476D1CE4E5B9), _signed(0x94D049BB133111EB)
 
 
 def mix(values: Tensor) -> Tensor:
-    """SplitMix64's finalizer of int64 values; same shape. A tensor's >> keeps the sign, so it is masked away."""
+    """SplitMix64's finalizer of int64 values; same shape.
+
+    A tensor's >> keeps the sign, so it is masked away.
+    """
     values = (values ^ ((values >> 30) & ((1 << 34) - 1))) * _FIRST
     values = (values ^ ((values >> 27) & ((1 << 37) - 1))) * _SECOND
     return values ^ ((values >> 31) & ((1 << 33) - 1))
@@ -44,7 +50,8 @@ class RowDropout(NamedTuple):
     """Dropout of the rows [R, H] of a model or, after `of_layer`, of one layer.
 
     Attributes:
-        keys: int64, one for each layer, place (ATTENTION, MLP, CROSS) and row. [layers * places, R]
+        keys: int64, one for each layer, place (ATTENTION, MLP, CROSS) and row. [layers * places,
+            R]
         rate: probability that an element is dropped, rounded to 1 / 65,536.
         places: of a layer.
     """
@@ -55,7 +62,13 @@ class RowDropout(NamedTuple):
 
     @classmethod
     def of_rows(
-        cls, keys: Tensor, sample: Tensor, position: Tensor, num_layers: int, rate: float, places: int = 2
+        cls,
+        keys: Tensor,
+        sample: Tensor,
+        position: Tensor,
+        num_layers: int,
+        rate: float,
+        places: int = 2,
     ) -> RowDropout:
         """Return the dropout of a batch.
 
@@ -80,7 +93,9 @@ class RowDropout(NamedTuple):
         return self if rows is None else self._replace(keys=self.keys.index_select(1, rows))
 
     def drop(self, x: Tensor, place: int) -> Tensor:
-        """x [R, H] with dropped elements 0 and the others divided by 1 - rate; also its own gradient."""
+        """x [R, H] with dropped elements 0 and the others divided by 1 - rate; also its own
+        gradient.
+        """
         return x.masked_fill(self._dropped(x.shape[1], place), 0.0) * self._scale()
 
     def drop_(self, x: Tensor, place: int) -> Tensor:
@@ -94,10 +109,12 @@ class RowDropout(NamedTuple):
         return (1 << 16) / ((1 << 16) - self._threshold())
 
     def _dropped(self, width: int, place: int) -> Tensor:
-        """[R, width] bool. A row's key times a column's, scrambled, is a number of 64 bits: four of 16.
+        """[R, width] bool. A row's key times a column's, scrambled, is a number of 64 bits: four
+        of 16.
 
-        Of a product only the high bits depend on all of its factors', so they are mixed into the low ones. The sign
-        that >> shifts in costs the first bit, which the second product restores.
+        Of a product only the high bits depend on all of its factors', so they are mixed into the
+        low ones. The sign that >> shifts in costs the first bit, which the second product
+        restores.
         """
         bits = self.keys[place][:, None] * _column_keys(-(-width // _LANES), self.keys.device)
         bits = (bits ^ (bits >> 32)) * _SECOND

@@ -22,7 +22,9 @@ class _Embedding(torch.autograd.Function):
             return table.index_add_(0, ids, grad), None
         # Summed in fp32: added one by one in bf16, the many rows of [MASK] would each be rounded.
         unique_ids, inverse = ids.unique(return_inverse=True)
-        sums = torch.zeros(len(unique_ids), grad.shape[1], device=grad.device).index_add_(0, inverse, grad.float())
+        sums = torch.zeros(len(unique_ids), grad.shape[1], device=grad.device).index_add_(
+            0, inverse, grad.float()
+        )
         return table.index_copy_(0, unique_ids, sums.to(grad.dtype)), None
 
 

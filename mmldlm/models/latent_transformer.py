@@ -1,4 +1,6 @@
-"""What the transformers over text and latents share: the scaling of latents, compiled blocks, files."""
+"""What the transformers over text and latents share: the scaling of latents, compiled blocks,
+files.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,8 @@ class EncodedLatent(NamedTuple):
         tokens: chunk tokens (with a hypothesis also those of z - ẑ); None without them. [B, M, H]
         pooled: pooled latent; None without one. [B, C]
         keys_values: of each block's cross-attention; None: not computed yet.
-        difference: pooled z - ẑ of the hypotheses, which a pass reads beside their words; None without them. [B, C]
+        difference: pooled z - ẑ of the hypotheses, which a pass reads beside their words; None
+            without them. [B, C]
     """
 
     tokens: Tensor | None = None
@@ -31,9 +34,13 @@ class EncodedLatent(NamedTuple):
         """That of the samples rows [B'] int64."""
         keys_values = self.keys_values
         if keys_values is not None:
-            keys_values = tuple((key.index_select(0, rows), value.index_select(0, rows)) for key, value in keys_values)
+            keys_values = tuple(
+                (key.index_select(0, rows), value.index_select(0, rows))
+                for key, value in keys_values
+            )
         tokens, pooled, difference = (
-            None if x is None else x.index_select(0, rows) for x in (self.tokens, self.pooled, self.difference)
+            None if x is None else x.index_select(0, rows)
+            for x in (self.tokens, self.pooled, self.difference)
         )
         return EncodedLatent(tokens, pooled, keys_values, difference)
 
@@ -45,8 +52,8 @@ class LatentTransformer(nn.Module):
         config: shape and vocabulary; latent_dim, vocab_size and the token ids must be set.
 
     Attributes:
-        latent_mean, latent_std: buffers [D], the training latents' scaling. They are saved with the weights: without
-            them samples cannot be unscaled.
+        latent_mean, latent_std: buffers [D], the training latents' scaling. They are saved with
+            the weights: without them samples cannot be unscaled.
         normalizes_latents: trained with latent_diffusion.scaling=l2_normalize.
 
     Raises:
@@ -84,7 +91,8 @@ class LatentTransformer(nn.Module):
         if is_wrong.any():
             at = int(is_wrong.nonzero()[0])
             raise UserError(
-                f"the training latents' finite mean and deviation above 0 (latent_mean, latent_std) in {source}",
+                "the training latents' finite mean and deviation above 0 (latent_mean,"
+                f" latent_std) in {source}",
                 f"{float(mean[at])} and {float(std[at])} in dimension {at}",
                 "copy the model again from its source, or convert the checkpoint again",
             )
@@ -104,24 +112,31 @@ class LatentTransformer(nn.Module):
         config = self.config
         if points.shape[-1] != config.latent_dim or points.shape[1] > config.num_latents:
             raise ValueError(
-                f"latents of shape {tuple(points.shape)}, but model.latent_dim is {config.latent_dim} and "
-                f"model.num_latents {config.num_latents}"
+                f"latents of shape {tuple(points.shape)}, but model.latent_dim is"
+                f" {config.latent_dim} and model.num_latents {config.num_latents}"
             )
 
     def check_length(self, tokens: Tensor) -> None:
         """Raise a ValueError for texts [B, S] longer than model.max_seq_len."""
         if tokens.shape[1] > self.config.max_seq_len:
-            raise ValueError(f"text of {tokens.shape[1]} tokens, but model.max_seq_len is {self.config.max_seq_len}")
+            raise ValueError(
+                f"text of {tokens.shape[1]} tokens, but model.max_seq_len is"
+                f" {self.config.max_seq_len}"
+            )
 
     def dropout_rate(self, keys: Tensor | None) -> float:
         """model.dropout in training, 0 otherwise; a ValueError where it has no keys."""
         rate = self.config.dropout if self.training else 0.0
         if rate and keys is None:
-            raise ValueError(f"model.dropout={rate} needs dropout_keys in training (or model.eval())")
+            raise ValueError(
+                f"model.dropout={rate} needs dropout_keys in training (or model.eval())"
+            )
         return rate
 
     def compile_blocks(self) -> None:
-        """torch.compile every block by itself: compiling the complete model takes many minutes and gains nothing."""
+        """torch.compile every block by itself: compiling the complete model takes many minutes and
+        gains nothing.
+        """
         self._blocks_are_compiled = True
         for block in self.blocks:
             block.compile(dynamic=True)
@@ -137,7 +152,13 @@ class LatentTransformer(nn.Module):
 
 def check_config(config) -> None:
     """Raise a UserError for sizes or token ids that are unset or out of range."""
-    keys: tuple[str, ...] = ("latent_dim", "vocab_size", "mask_token_id", "pad_token_id", "eos_token_id")
+    keys: tuple[str, ...] = (
+        "latent_dim",
+        "vocab_size",
+        "mask_token_id",
+        "pad_token_id",
+        "eos_token_id",
+    )
     if getattr(config, "latent_kind", "values") == "ids":
         keys = (*keys, "num_codes")
     missing = [key for key in keys if getattr(config, key) is None]
@@ -168,6 +189,8 @@ def rows_of_positions(positions: Tensor, packed: Tensor | None) -> Tensor:
     if packed is None:
         return positions
     rows = torch.searchsorted(packed, positions.contiguous())
-    if packed.device.type == "cpu" and not torch.equal(packed[rows.clamp_max(len(packed) - 1)], positions):
+    if packed.device.type == "cpu" and not torch.equal(
+        packed[rows.clamp_max(len(packed) - 1)], positions
+    ):
         raise ValueError("text_positions names padding: only real tokens are computed")
     return rows

@@ -12,14 +12,16 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.modules.module import _has_any_global_hook
 
-# t in [0, 1] is stretched before the sinusoids: unscaled, t = 0 and t = 0.01 are 0.027 apart and nearly all of the 256
-# dimensions are constant.
+# t in [0, 1] is stretched before the sinusoids: unscaled, t = 0 and t = 0.01 are 0.027 apart and
+# nearly all of the 256 dimensions are constant.
 TIMESTEP_SCALE = 1000.0
 MAX_CACHED = 8  # tables per function
 
 
 def compute_dtype(tensor: Tensor) -> torch.dtype:
-    """The dtype of matrix products with this tensor: autocast's where it is on, else the tensor's."""
+    """The dtype of matrix products with this tensor: autocast's where it is on, else the
+    tensor's.
+    """
     kind = tensor.device.type
     if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind):
         return torch.get_autocast_dtype(kind)
@@ -29,7 +31,11 @@ def compute_dtype(tensor: Tensor) -> torch.dtype:
 def without_autocast(tensor: Tensor):
     """A context for code that casts by itself (the meta device has no autocast)."""
     kind = tensor.device.type
-    return torch.autocast(kind, enabled=False) if torch.amp.is_autocast_available(kind) else nullcontext()
+    return (
+        torch.autocast(kind, enabled=False)
+        if torch.amp.is_autocast_available(kind)
+        else nullcontext()
+    )
 
 
 def has_no_hooks(layer: nn.Module, *kinds: type) -> bool:
@@ -40,7 +46,12 @@ def has_no_hooks(layer: nn.Module, *kinds: type) -> bool:
     return (
         type(layer) in kinds
         and "forward" not in vars(layer)
-        and not (layer._forward_hooks or layer._forward_pre_hooks or layer._backward_hooks or layer._backward_pre_hooks)
+        and not (
+            layer._forward_hooks
+            or layer._forward_pre_hooks
+            or layer._backward_hooks
+            or layer._backward_pre_hooks
+        )
         and not _has_any_global_hook()
     )
 
@@ -56,7 +67,9 @@ def cache_tensor(make: Callable[..., Tensor]) -> Callable[..., Tensor]:
     def wrapper(*args) -> Tensor:
         if args in cached:
             return cached[args]
-        with torch.inference_mode(False):  # an inference tensor could not be saved for a backward pass
+        with torch.inference_mode(
+            False
+        ):  # an inference tensor could not be saved for a backward pass
             tensor = make(*args)
         if type(tensor) is Tensor:  # a FakeTensor is of no use outside its mode
             if len(cached) == MAX_CACHED:
@@ -68,9 +81,11 @@ def cache_tensor(make: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 
 class StreamLinear(nn.Module):
-    """One linear layer without bias per stream (text rows, latent rows), their weights in one parameter.
+    """One linear layer without bias per stream (text rows, latent rows), their weights in one
+    parameter.
 
-    One parameter, so that a grouped product takes all; two-dimensional, so that FSDP cuts it into even shards.
+    One parameter, so that a grouped product takes all; two-dimensional, so that FSDP cuts it into
+    even shards.
 
     Args:
         inputs: width I of a row before.
@@ -92,7 +107,12 @@ class StreamLinear(nn.Module):
     def forward(self, rows: Tensor, stream_ends: tuple[int, ...]) -> Tensor:
         """[R, I], stream by stream, the streams ending at these rows -> [R, O]."""
         weights = self.weight.chunk(self.num_streams)
-        return torch.cat([F.linear(rows[part], weight) for part, weight in zip(stream_slices(stream_ends), weights)])
+        return torch.cat(
+            [
+                F.linear(rows[part], weight)
+                for part, weight in zip(stream_slices(stream_ends), weights)
+            ]
+        )
 
 
 def stream_slices(stream_ends: tuple[int, ...]) -> list[slice]:
@@ -116,14 +136,19 @@ class QKNorm(nn.Module):
         self.weight = nn.Parameter(torch.ones(num_streams * 2 * head_dim))
 
     def forward(self, rows: Tensor, stream_ends: tuple[int, ...]) -> Tensor:
-        """Queries and keys [R, 2, heads, head_dim], stream by stream -> the same, in rows' dtype."""
+        """Queries and keys [R, 2, heads, head_dim], stream by stream -> the same, in rows'
+        dtype.
+        """
         weights = self.weight.to(rows.dtype).view(self.num_streams, 2, 1, -1)
         normal = F.rms_norm(rows, (self.head_dim,), None, self.eps)
-        return torch.cat([normal[part] * weight for part, weight in zip(stream_slices(stream_ends), weights)])
+        return torch.cat(
+            [normal[part] * weight for part, weight in zip(stream_slices(stream_ends), weights)]
+        )
 
 
 class Modulation(nn.Linear):
-    """adaLN: condition [B, C] -> [B, groups x kinds x H]; starts as the identity for every condition.
+    """adaLN: condition [B, C] -> [B, groups x kinds x H]; starts as the identity for every
+    condition.
 
     Args:
         cond_dim: C.
@@ -148,7 +173,9 @@ class Modulation(nn.Linear):
 def _frequencies(count: int, max_period: float, device: torch.device) -> Tensor:
     """[count] angles of t = 1, falling from TIMESTEP_SCALE by the factor max_period."""
     step = -math.log(max_period) / count
-    return TIMESTEP_SCALE * torch.exp(step * torch.arange(count, dtype=torch.float32, device=device))
+    return TIMESTEP_SCALE * torch.exp(
+        step * torch.arange(count, dtype=torch.float32, device=device)
+    )
 
 
 class TimestepEmbedding(nn.Module):
@@ -163,11 +190,17 @@ class TimestepEmbedding(nn.Module):
     def __init__(self, cond_dim: int, frequency_dim: int = 256, max_period: float = 1e4):
         super().__init__()
         self.frequency_dim, self.max_period = frequency_dim, max_period
-        self.mlp = nn.Sequential(nn.Linear(frequency_dim, cond_dim), nn.SiLU(), nn.Linear(cond_dim, cond_dim))
+        self.mlp = nn.Sequential(
+            nn.Linear(frequency_dim, cond_dim), nn.SiLU(), nn.Linear(cond_dim, cond_dim)
+        )
 
     def sinusoids(self, t: Tensor) -> Tensor:
-        """[B] timesteps in [0, 1] -> [B, frequency_dim] in fp32 (bf16 holds only half of 1000 distinct t)."""
-        angles = t.float()[:, None] * _frequencies(self.frequency_dim // 2, self.max_period, t.device)
+        """[B] timesteps in [0, 1] -> [B, frequency_dim] in fp32 (bf16 holds only half of 1000
+        distinct t).
+        """
+        angles = t.float()[:, None] * _frequencies(
+            self.frequency_dim // 2, self.max_period, t.device
+        )
         return torch.cat([angles.cos(), angles.sin()], dim=-1)
 
     def forward(self, t: Tensor) -> Tensor:
@@ -176,9 +209,11 @@ class TimestepEmbedding(nn.Module):
 
 
 def rotary_table(length: int, head_dim: int, device, theta: float = 1e4) -> Tensor:
-    """cos and sin of RoPE (arXiv 2104.09864), [length, head_dim / 2, 2] in fp32; dimensions 2 d and 2 d + 1 turn
-    together."""
-    inverse = theta ** (-torch.arange(0, head_dim, 2, dtype=torch.float32, device=device) / head_dim)
+    """cos and sin of RoPE (arXiv 2104.09864), [length, head_dim / 2, 2] in fp32; dimensions 2 d
+    and 2 d + 1 turn together."""
+    inverse = theta ** (
+        -torch.arange(0, head_dim, 2, dtype=torch.float32, device=device) / head_dim
+    )
     angles = torch.arange(length, dtype=torch.float32, device=device)[:, None] * inverse
     return torch.stack([angles.cos(), angles.sin()], -1)
 

@@ -10,26 +10,28 @@ from torch import Tensor
 
 from mmldlm.models.layers import compute_dtype, without_autocast
 
-# Logits that exist at once: a GPU wants large products, on a CPU they are as fast in small ones (fp32 elements; of low
-# precision twice as many).
+# Logits that exist at once: a GPU wants large products, on a CPU they are as fast in small ones
+# (fp32 elements; of low precision twice as many).
 CHUNK_ELEMENTS = {"cpu": 8 << 20, "cuda": 64 << 20}
 MIN_ROWS = 64
-# Rows whose softmax exists at once in fp32 next to low-precision logits on a CPU: few, so that it stays in the cache.
+# Rows whose softmax exists at once in fp32 next to low-precision logits on a CPU: few, so that it
+# stays in the cache.
 MIN_SHARED_ROWS = 64
-# Rows of logits start at multiples of this: unaligned rows of 30,522 take 1.4 times as long on some CPUs (stores cross
-# cache lines) and leave the aligned kernels on a GPU.
+# Rows of logits start at multiples of this: unaligned rows of 30,522 take 1.4 times as long on
+# some CPUs (stores cross cache lines) and leave the aligned kernels on a GPU.
 ROW_ALIGNMENT = 64
 
 
 class Candidates(NamedTuple):
     """Columns that stand for the whole vocabulary in training: sampled softmax (arXiv 1412.2007).
 
-    A row's normalizer is the sum over the frequent tokens, its own target, and the sampled tokens, each of which counts
-    for as many as it was drawn from: an unbiased estimate of the sum over all tokens. It does not depend on the other
-    rows of the batch.
+    A row's normalizer is the sum over the frequent tokens, its own target, and the sampled tokens,
+    each of which counts for as many as it was drawn from: an unbiased estimate of the sum over all
+    tokens. It does not depend on the other rows of the batch.
 
     Attributes:
-        tokens: int64 ids of the columns: frequent ones, sampled ones, and the targets that are not frequent. [C]
+        tokens: int64 ids of the columns: frequent ones, sampled ones, and the targets that are not
+            frequent. [C]
         columns: int64 column of each row's target, which is frequent or the last of its id. [M]
         num_frequent: columns of the first kind.
         num_sampled: columns of the second kind.
@@ -43,7 +45,9 @@ class Candidates(NamedTuple):
     population: int
 
     def weights(self, weight: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
-        """Rows of weight [V, H] and bias [V] of the columns; the sampled ones' bias with their log weight."""
+        """Rows of weight [V, H] and bias [V] of the columns; the sampled ones' bias with their log
+        weight.
+        """
         bias = bias.index_select(0, self.tokens)
         sampled = slice(self.num_frequent, self.num_frequent + self.num_sampled)
         if self.num_sampled:
@@ -53,7 +57,9 @@ class Candidates(NamedTuple):
         return weight.index_select(0, self.tokens), bias
 
     def hide_duplicates(self, scores: Tensor, rows: slice) -> None:
-        """Set logits [rows, C] to -inf where a sampled column is the row's target, or a target is another row's."""
+        """Set logits [rows, C] to -inf where a sampled column is the row's target, or a target is
+        another row's.
+        """
         targets = self.tokens.index_select(0, self.columns[rows])[:, None]
         hidden = self.tokens[self.num_frequent :] == targets
         hidden[:, self.num_sampled :].logical_not_()
@@ -63,8 +69,9 @@ class Candidates(NamedTuple):
 class _ChunkedHead:
     """Scores chunks of rows and sums up gradients.
 
-    With P = softmax, t the target and w the row's weight, the gradient of the logits is w (P - onehot(t)). P - onehot
-    replaces P in place; w scales the rows of the small factors and is never written into [rows, V].
+    With P = softmax, t the target and w the row's weight, the gradient of the logits is w (P -
+    onehot(t)). P - onehot replaces P in place; w scales the rows of the small factors and is never
+    written into [rows, V].
 
     Args:
         hidden: [M, H].
@@ -78,17 +85,35 @@ class _ChunkedHead:
         needs: whether gradients of hidden, weight and bias are wanted.
     """
 
-    def __init__(self, hidden, weight, bias, targets, loss_weights, excluded_token_id, candidates, chunk_rows, needs):
+    def __init__(
+        self,
+        hidden,
+        weight,
+        bias,
+        targets,
+        loss_weights,
+        excluded_token_id,
+        candidates,
+        chunk_rows,
+        needs,
+    ):
         low = compute_dtype(hidden)
         exact = torch.float64 if low == torch.float64 else torch.float32
         num_rows, device = len(hidden), hidden.device
-        self.vocab_size, self.chunk_rows, self.low, self.exact = len(weight), chunk_rows, low, exact
+        self.vocab_size, self.chunk_rows, self.low, self.exact = (
+            len(weight),
+            chunk_rows,
+            low,
+            exact,
+        )
         self.targets, self.weights = targets, loss_weights.to(exact)[:, None]
         self.hidden, self.weight = hidden.to(low), weight.to(low)
         # An excluded id has neither probability nor gradient: its bias, and so its logit, is -inf.
         self.bias = bias.to(low, copy=True)
         if excluded_token_id is not None:
-            self.bias[excluded_token_id].fill_(float("-inf"))  # an assignment would make the host wait for a GPU
+            self.bias[excluded_token_id].fill_(
+                float("-inf")
+            )  # an assignment would make the host wait for a GPU
         self.candidates = candidates
         self.nll = torch.empty(num_rows, dtype=exact, device=device)
         self.correct = torch.empty(num_rows, dtype=torch.bool, device=device)
@@ -97,14 +122,22 @@ class _ChunkedHead:
         self.part_rows = MIN_SHARED_ROWS if device.type == "cpu" and low != exact else chunk_rows
         self.softmax = self.logits  # written over its logits if it has their dtype
         if low != exact:
-            self.softmax = torch.empty(min(self.part_rows, len(self.logits)), width, dtype=exact, device=device)
+            self.softmax = torch.empty(
+                min(self.part_rows, len(self.logits)), width, dtype=exact, device=device
+            )
         self.minus_one = self.weights.new_full((1, 1), -1.0)
         self.grad_hidden = torch.empty_like(self.hidden) if needs[0] else None
-        # Each chunk's share of the weight's gradient is rounded to the compute dtype. Two shares are summed with one
-        # more rounding, more of them in fp32.
+        # Each chunk's share of the weight's gradient is rounded to the compute dtype. Two shares
+        # are summed with one more rounding, more of them in fp32.
         sums = low if weight.dtype == low and num_rows <= 2 * chunk_rows else exact
-        self.grad_weight = torch.empty(weight.shape, dtype=sums, device=device) if needs[1] else None
-        self.product = torch.empty(weight.shape, dtype=low, device=device) if needs[1] and sums != low else None
+        self.grad_weight = (
+            torch.empty(weight.shape, dtype=sums, device=device) if needs[1] else None
+        )
+        self.product = (
+            torch.empty(weight.shape, dtype=low, device=device)
+            if needs[1] and sums != low
+            else None
+        )
         self.grad_bias = torch.zeros(bias.shape, dtype=exact, device=device) if needs[2] else None
         self.needs_any = any(needs)
 
@@ -114,14 +147,18 @@ class _ChunkedHead:
             rows = slice(start, min(start + self.chunk_rows, len(self.nll)))
             grad_logits = self._score(rows)
             if self.grad_hidden is not None:
-                torch.mm(grad_logits, self.weight, out=self.grad_hidden[rows]).mul_(self.weights[rows])
+                torch.mm(grad_logits, self.weight, out=self.grad_hidden[rows]).mul_(
+                    self.weights[rows]
+                )
             if self.grad_weight is not None:
                 self._add_weight_grad(grad_logits, rows)
         if len(self.nll) == 0 and self.grad_weight is not None:
             self.grad_weight.zero_()
 
     def _score(self, rows: slice) -> Tensor:
-        """NLL and correctness of a chunk; returns P - onehot(t) of it [rows, V], if gradients are wanted."""
+        """NLL and correctness of a chunk; returns P - onehot(t) of it [rows, V], if gradients are
+        wanted.
+        """
         chunk = self.hidden[rows]
         logits = self.logits[: len(chunk)]
         logits[:, self.vocab_size :].fill_(float("-inf"))
@@ -135,7 +172,9 @@ class _ChunkedHead:
             if self.low != self.exact:  # softmax would allocate a copy of its own
                 softmax = self.softmax[: len(part)]
                 part = softmax.copy_(part)
-            largest = part.amax(-1, keepdim=True)  # far cheaper than max, which finds the indices, too
+            largest = part.amax(
+                -1, keepdim=True
+            )  # far cheaper than max, which finds the indices, too
             target_score = part.gather(1, target)
             torch.ge(target_score, largest, out=self.correct[part_rows, None])
             probs = torch.softmax(part, -1, self.exact, out=softmax)[:, : self.vocab_size]
@@ -156,7 +195,11 @@ class _ChunkedHead:
         if self.product is None and rows.start:
             torch.addmm(self.grad_weight, grad_logits.t(), weighted, out=self.grad_weight)
         else:
-            torch.mm(grad_logits.t(), weighted, out=self.grad_weight if self.product is None else self.product)
+            torch.mm(
+                grad_logits.t(),
+                weighted,
+                out=self.grad_weight if self.product is None else self.product,
+            )
         if self.product is not None:
             _add(self.grad_weight, self.product, is_first=rows.start == 0)
 
@@ -164,33 +207,62 @@ class _ChunkedHead:
 class _LinearCrossEntropy(torch.autograd.Function):
     """Weighted sum of token NLLs; gradients are computed chunk by chunk in the forward pass.
 
-    The loss is linear in the NLLs, so their gradients are known as soon as a chunk's softmax is. Saving them (as large
-    as the inputs) replaces saving the logits (V / H times as large). Idea: Cut Cross-Entropy, arXiv 2411.09009.
+    The loss is linear in the NLLs, so their gradients are known as soon as a chunk's softmax is.
+    Saving them (as large as the inputs) replaces saving the logits (V / H times as large). Idea:
+    Cut Cross-Entropy, arXiv 2411.09009.
     """
 
     @staticmethod
-    def forward(ctx, hidden, weight, bias, targets, loss_weights, excluded, candidates, chunk_rows, wants_grads):
+    def forward(
+        ctx,
+        hidden,
+        weight,
+        bias,
+        targets,
+        loss_weights,
+        excluded,
+        candidates,
+        chunk_rows,
+        wants_grads,
+    ):
         needs = [wants_grads and ctx.needs_input_grad[i] for i in range(3)]
         with without_autocast(hidden):
-            head = _ChunkedHead(hidden, weight, bias, targets, loss_weights, excluded, candidates, chunk_rows, needs)
+            head = _ChunkedHead(
+                hidden,
+                weight,
+                bias,
+                targets,
+                loss_weights,
+                excluded,
+                candidates,
+                chunk_rows,
+                needs,
+            )
             head.run()
         grads = (head.grad_hidden, head.grad_weight, head.grad_bias)
-        ctx.grads = [None if g is None else g.to(x.dtype) for g, x in zip(grads, (hidden, weight, bias))]
+        ctx.grads = [
+            None if g is None else g.to(x.dtype) for g, x in zip(grads, (hidden, weight, bias))
+        ]
         ctx.mark_non_differentiable(head.nll, head.correct)
         return (head.nll * loss_weights).sum(), head.nll, head.correct
 
     @staticmethod
     def backward(ctx, grad_sum, _nll, _correct):
         if ctx.grads is None:
-            raise RuntimeError("the text head's graph goes backward once: run the forward pass again")
-        # In place: the weight's gradient is the largest tensor of a small model's step, and only ctx holds it.
+            raise RuntimeError(
+                "the text head's graph goes backward once: run the forward pass again"
+            )
+        # In place: the weight's gradient is the largest tensor of a small model's step, and only
+        # ctx holds it.
         grads = [None if g is None else g.mul_(grad_sum.to(g.dtype)) for g in ctx.grads]
         ctx.grads = None
         return (*grads, *[None] * 6)
 
 
 def _add(total: Tensor, part: Tensor, is_first: bool) -> None:
-    """Add to a total of another dtype; on a CPU by rows, because torch copies all that it converts there."""
+    """Add to a total of another dtype; on a CPU by rows, because torch copies all that it converts
+    there.
+    """
     if is_first:
         total.copy_(part)
         return
@@ -204,7 +276,9 @@ def _aligned(vocab_size: int) -> int:
 
 
 def rows_of_a_chunk(vocab_size: int, device_type: str, low_bytes: int) -> int:
-    """Number of rows whose logits exist at once. low_bytes: size of an element in the compute dtype."""
+    """Number of rows whose logits exist at once. low_bytes: size of an element in the compute
+    dtype.
+    """
     elements = CHUNK_ELEMENTS.get(device_type, CHUNK_ELEMENTS["cuda"])
     if device_type == "cpu" and low_bytes < 4:
         elements *= 2
@@ -214,15 +288,19 @@ def rows_of_a_chunk(vocab_size: int, device_type: str, low_bytes: int) -> int:
 def logits_bytes(num_rows: int, vocab_size: int, device_type: str, low_bytes: int) -> int:
     """Most bytes of logits and probabilities that exist at once; bounded for any number of rows.
 
-    low_bytes: size of an element in the compute dtype; below 4 the probabilities are a separate fp32 tensor.
+    low_bytes: size of an element in the compute dtype; below 4 the probabilities are a separate
+        fp32 tensor.
     """
     rows = min(rows_of_a_chunk(vocab_size, device_type, low_bytes), num_rows)
-    probs = 0 if low_bytes >= 4 else 4 * (min(rows, MIN_SHARED_ROWS) if device_type == "cpu" else rows)
+    probs = (
+        0 if low_bytes >= 4 else 4 * (min(rows, MIN_SHARED_ROWS) if device_type == "cpu" else rows)
+    )
     return _aligned(vocab_size) * (rows * low_bytes + probs)
 
 
 def linear_logits(hidden: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-    """Logits of hidden [M, H] under a head of weight [V, H] and bias [V]: [M, V], in the compute dtype.
+    """Logits of hidden [M, H] under a head of weight [V, H] and bias [V]: [M, V], in the compute
+    dtype.
 
     Without gradients their rows are apart by a multiple of ROW_ALIGNMENT.
     """
@@ -251,18 +329,23 @@ def linear_cross_entropy(
         bias: [V].
         targets: int64 token ids, none of them excluded_token_id. [M]
         loss_weights: fp32 weight of each row in the sum. [M]
-        excluded_token_id: id that is never predicted ([MASK], the zero-mask-probability half of SUBS); None: none.
+        excluded_token_id: id that is never predicted ([MASK], the zero-mask-probability half of
+            SUBS); None: none.
         chunk_rows: rows whose logits exist at once. None: as many as fit CHUNK_ELEMENTS.
-        candidates: estimate the normalizer from these tokens; excluded_token_id must not be among them. None: all.
+        candidates: estimate the normalizer from these tokens; excluded_token_id must not be among
+            them. None: all.
 
     Returns:
-        sum of loss_weights * nll (fp32 scalar, differentiable once), nll [M] fp32 and correct [M] bool (both detached).
+        sum of loss_weights * nll (fp32 scalar, differentiable once), nll [M] fp32 and correct [M]
+        bool (both detached).
     """
     if candidates is not None:
         weight, bias = candidates.weights(weight, bias)
         targets, excluded_token_id = candidates.columns, None
     if chunk_rows is None:
-        chunk_rows = rows_of_a_chunk(weight.shape[0], hidden.device.type, compute_dtype(hidden).itemsize)
+        chunk_rows = rows_of_a_chunk(
+            weight.shape[0], hidden.device.type, compute_dtype(hidden).itemsize
+        )
     # Inside a Function's forward grad mode is always off, so it is passed on from here.
     wants_grads = torch.is_grad_enabled()
     arguments = (targets, loss_weights, excluded_token_id, candidates, chunk_rows, wants_grads)

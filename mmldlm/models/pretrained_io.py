@@ -1,4 +1,5 @@
-"""Read and write a model in Hugging Face's layout: model.safetensors (or shards with an index) and config.json.
+"""Read and write a model in Hugging Face's layout: model.safetensors (or shards with an index) and
+config.json.
 
 config.json is compared with the tensors' shapes before a model is built from it.
 """
@@ -43,10 +44,15 @@ def write(model: MultimodalMMDiT, folder: Path) -> None:
     if model.config.tie_embeddings:
         del tensors["text_head.weight"]
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    write_text(folder / "config.json", json.dumps(model.config_dict(), indent=2, default=plain_value) + "\n")
+    write_text(
+        folder / "config.json",
+        json.dumps(model.config_dict(), indent=2, default=plain_value) + "\n",
+    )
 
 
-def read(kind: type[MultimodalMMDiT], path: str | Path, device: str, dtype: torch.dtype) -> MultimodalMMDiT:
+def read(
+    kind: type[MultimodalMMDiT], path: str | Path, device: str, dtype: torch.dtype
+) -> MultimodalMMDiT:
     """Implement `MultimodalMMDiT.from_pretrained`."""
     folder = Path(path)
     if not folder.is_dir():
@@ -56,7 +62,11 @@ def read(kind: type[MultimodalMMDiT], path: str | Path, device: str, dtype: torc
     shapes = {name: shape for name, shape, _ in iter_safetensors(files)}
     check_shapes(kind, config, shapes, folder / "config.json")
     tensors = {name: read_tensor() for name, _, read_tensor in iter_safetensors(files)}
-    if other := [f"{name}: {tensor.dtype}" for name, tensor in tensors.items() if tensor.dtype not in _DTYPES]:
+    if other := [
+        f"{name}: {tensor.dtype}"
+        for name, tensor in tensors.items()
+        if tensor.dtype not in _DTYPES
+    ]:
         raise UserError(f"floating-point weights in {folder}", "; ".join(other[:5]), CONVERT)
     if config.tie_embeddings:
         tensors.setdefault("text_head.weight", tensors["text_encoder.token_embedding.weight"])
@@ -73,12 +83,17 @@ def _download(repository: str) -> Path:
     from huggingface_hub import snapshot_download
 
     try:
-        return Path(snapshot_download(repository, allow_patterns=["*.safetensors", "*.json", "*.npy", "tokenizer/*"]))
+        return Path(
+            snapshot_download(
+                repository, allow_patterns=["*.safetensors", "*.json", "*.npy", "tokenizer/*"]
+            )
+        )
     except Exception as error:
         raise UserError(
             f"a folder or a Hugging Face repository named {repository}",
             f"no such folder, and an error from the hub: {error}",
-            "check the path; a run's checkpoint must be converted first (`mmldlm convert RUN/latest OUT`)",
+            "check the path; a run's checkpoint must be converted first (`mmldlm convert"
+            " RUN/latest OUT`)",
         ) from error
 
 
@@ -111,15 +126,21 @@ def checked_section(values: dict[str, Any], section: type[AnySection], path: Pat
         UserError: sizes that do not define a model.
     """
     try:
-        return section(**{key: value for key, value in values.items() if key in section.model_fields})
+        return section(
+            **{key: value for key, value in values.items() if key in section.model_fields}
+        )
     except ValidationError as error:
         problems = describe_problems(error, limit=5)
-        raise UserError(f"valid sizes of a model in {path}", f"damaged file: {problems}", COPY_AGAIN) from error
+        raise UserError(
+            f"valid sizes of a model in {path}", f"damaged file: {problems}", COPY_AGAIN
+        ) from error
 
 
 def model_config(values: dict[str, Any]) -> ModelConfig:
     """The model section of a config that `read_config` returned."""
-    return ModelConfig(**{key: value for key, value in values.items() if key in ModelConfig.model_fields})
+    return ModelConfig(
+        **{key: value for key, value in values.items() if key in ModelConfig.model_fields}
+    )
 
 
 def _weight_files(folder: Path) -> list[Path]:
@@ -138,7 +159,9 @@ def _weight_files(folder: Path) -> list[Path]:
     return [folder / name for name in names]
 
 
-def iter_safetensors(files: list[Path]) -> Iterator[tuple[str, tuple[int, ...], Callable[[], Tensor]]]:
+def iter_safetensors(
+    files: list[Path],
+) -> Iterator[tuple[str, tuple[int, ...], Callable[[], Tensor]]]:
     """Yield (name, shape, function that reads the tensor) of every tensor of safetensors files.
 
     Raises (also from the function):
@@ -168,13 +191,19 @@ def _damage_as_user_error(path: Path) -> Iterator[None]:
         yield
     except (SafetensorError, OSError, RuntimeError, OverflowError, TypeError) as error:
         first = (str(error).splitlines() or [type(error).__name__])[0][:200]
-        raise UserError(f"an intact safetensors file {path}", f"damaged file: {first}", COPY_AGAIN) from error
+        raise UserError(
+            f"an intact safetensors file {path}", f"damaged file: {first}", COPY_AGAIN
+        ) from error
 
 
 def check_shapes(
-    kind: Callable[[Any], nn.Module], config: Section, found: dict[str, tuple[int, ...]], config_path: Path
+    kind: Callable[[Any], nn.Module],
+    config: Section,
+    found: dict[str, tuple[int, ...]],
+    config_path: Path,
 ) -> None:
-    """Compare the stored shapes with those of the model that the config describes, without memory for its weights.
+    """Compare the stored shapes with those of the model that the config describes, without memory
+    for its weights.
 
     A tied weight may be stored once, under its first name.
 

@@ -1,4 +1,6 @@
-"""Show the progress of a run: a live line on a terminal, plain lines in pipes and in the log file."""
+"""Show the progress of a run: a live line on a terminal, plain lines in pipes and in the
+log file.
+"""
 
 from __future__ import annotations
 
@@ -65,7 +67,9 @@ class _SafeConsole(PlainConsole):
 
 
 def _drop_output(stream: TextIO) -> None:
-    """Redirect a closed stream to /dev/null, so that Python's flush at exit does not raise again."""
+    """Redirect a closed stream to /dev/null, so that Python's flush at exit does not raise
+    again.
+    """
     with contextlib.suppress(OSError, ValueError):
         devnull = os.open(os.devnull, os.O_WRONLY)
         os.dup2(devnull, stream.fileno())
@@ -88,8 +92,13 @@ def format_step(
     return " | ".join(parts)
 
 
-def _format_fields(record: Mapping[str, Any], metrics: Sequence[Metric]) -> Iterator[tuple[str, str]]:
-    losses = [("loss", "loss"), *((metric.name, metric.label) for metric in metrics if metric.label)]
+def _format_fields(
+    record: Mapping[str, Any], metrics: Sequence[Metric]
+) -> Iterator[tuple[str, str]]:
+    losses = [
+        ("loss", "loss"),
+        *((metric.name, metric.label) for metric in metrics if metric.label),
+    ]
     for key, label, form in (*((key, label, "#.4g") for key, label in losses), *_FIELDS):
         value = record.get(key)
         if value is not None:
@@ -99,9 +108,15 @@ def _format_fields(record: Mapping[str, Any], metrics: Sequence[Metric]) -> Iter
 
 
 def _format_live(
-    record: Mapping[str, Any], total_steps: int, num_skipped: int, eta: float | None, metrics: Sequence[Metric]
+    record: Mapping[str, Any],
+    total_steps: int,
+    num_skipped: int,
+    eta: float | None,
+    metrics: Sequence[Metric],
 ) -> str:
-    """Format a step's record in fewer columns; the time left comes first, because a narrow terminal cuts the end."""
+    """Format a step's record in fewer columns; the time left comes first, because a narrow
+    terminal cuts the end.
+    """
     left = f" eta {format_duration(eta)}" if eta is not None else ""
     fields = "  ".join(f"{label} {value}" for label, value in _format_fields(record, metrics))
     return f"{record['step']}/{total_steps}{left}  {fields}  skipped {num_skipped}"
@@ -110,13 +125,16 @@ def _format_live(
 def with_mean_losses(
     record: Mapping[str, Any], recent: Sequence[Mapping[str, Any]], metrics: Sequence[Metric] = ()
 ) -> dict[str, Any]:
-    """Return the record with the losses of a line replaced by their means over applied recent steps.
+    """Return the record with the losses of a line replaced by their means over applied recent
+    steps.
 
     If no step was applied, the losses of the record itself remain.
     """
     means = dict(record)
     for key in ("loss", *(metric.name for metric in metrics if metric.label)):
-        values = [step[key] for step in recent if not step.get("skipped") and _is_finite(step.get(key))]
+        values = [
+            step[key] for step in recent if not step.get("skipped") and _is_finite(step.get(key))
+        ]
         if values:
             means[key] = math.fsum(values) / len(values)
     return means
@@ -129,14 +147,15 @@ def _is_finite(value: Any) -> bool:
 class Console:
     """Show the steps and messages of a run.
 
-    Losses are means over the applied steps since the last line (in the live line, over the last log_freq steps); other
-    fields are those of the last step.
+    Losses are means over the applied steps since the last line (in the live line, over the last
+    log_freq steps); other fields are those of the last step.
 
     Args:
         total_steps: the last step of the run.
         enabled: whether this process writes to the screen (rank 0).
         log_freq: steps between two plain lines. A terminal shows a live line instead.
-        log_file: receives the plain lines and all messages with a timestamp, even if enabled is False.
+        log_file: receives the plain lines and all messages with a timestamp, even if enabled is
+            False.
         start_step: step after which this process starts (resume).
         stream: output stream (default: standard output).
     """
@@ -155,7 +174,9 @@ class Console:
         self.total_steps, self.log_freq = total_steps, log_freq
         self.num_skipped = 0
         """Number of skipped steps in this process."""
-        self._pace: deque[tuple[int, float]] = deque([(start_step, time.monotonic())], maxlen=_PACE_STEPS + 1)
+        self._pace: deque[tuple[int, float]] = deque(
+            [(start_step, time.monotonic())], maxlen=_PACE_STEPS + 1
+        )
         self._recent: deque[Mapping[str, Any]] = deque(maxlen=max(log_freq, 1))
         self._line_step = start_step  # of the last plain line
         self._drawn_at = 0.0
@@ -164,7 +185,9 @@ class Console:
         self._file_fails = False
         if log_file is not None:
             Path(log_file).parent.mkdir(parents=True, exist_ok=True)
-            self._file = open(log_file, "a", encoding="utf-8", errors="backslashreplace", buffering=1)
+            self._file = open(
+                log_file, "a", encoding="utf-8", errors="backslashreplace", buffering=1
+            )
         self._console: PlainConsole | None = None
         self._live: Live | None = None
         if enabled:
@@ -180,7 +203,8 @@ class Console:
         """Show one step.
 
         Args:
-            record: the step's record in training_log.jsonl: step, loss, grad_norm, skipped (bool), ...
+            record: the step's record in training_log.jsonl: step, loss, grad_norm, skipped (bool),
+                ...
         """
         step = record["step"]
         self.num_skipped += bool(record.get("skipped"))
@@ -195,13 +219,19 @@ class Console:
             self._write_file(line)
             if self._console is not None and self._live is None:
                 self._print(line)
-        if self._live is not None and (due or time.monotonic() - self._drawn_at >= _REFRESH_SECONDS):
+        if self._live is not None and (
+            due or time.monotonic() - self._drawn_at >= _REFRESH_SECONDS
+        ):
             self._drawn_at = time.monotonic()
-            line = self._live_line(_format_live(with_mean_losses(record, self._recent, self._metrics), *progress), step)
+            line = self._live_line(
+                _format_live(with_mean_losses(record, self._recent, self._metrics), *progress),
+                step,
+            )
             self._draw_safely(lambda: self._live.update(line, refresh=True))
 
     def evaluation(self, step: int, done: int, total: int) -> None:
-        """Show the progress of an evaluation: in the live line, elsewhere a plain line every half minute.
+        """Show the progress of an evaluation: in the live line, elsewhere a plain line every half
+        minute.
 
         Args:
             step: the step of the evaluation.
@@ -211,7 +241,11 @@ class Console:
         now = time.monotonic()
         if done == 0:
             self._evaluation_started = self._evaluation_printed = now
-        left = format_duration((now - self._evaluation_started) / done * (total - done)) if done else "?"
+        left = (
+            format_duration((now - self._evaluation_started) / done * (total - done))
+            if done
+            else "?"
+        )
         line = f"eval     step {step}: batch {done} of {total}, eta {left}"
         if now - self._evaluation_printed >= _PLAIN_SECONDS:
             self._evaluation_printed = now
@@ -220,10 +254,17 @@ class Console:
                 self._print(line)
         if self._live is not None and (done == 0 or now - self._drawn_at >= _REFRESH_SECONDS):
             self._drawn_at = now
-            self._draw_safely(lambda: self._live.update(Text(line, no_wrap=True, overflow="ellipsis"), refresh=True))
+            self._draw_safely(
+                lambda: self._live.update(
+                    Text(line, no_wrap=True, overflow="ellipsis"), refresh=True
+                )
+            )
 
     def eta(self) -> float | None:
-        """Return the seconds left at the pace of the last steps, pauses included; None at first."""
+        """Return the seconds left at the pace of the last steps, pauses included;
+
+        None at first.
+        """
         (first, began), (last, now) = self._pace[0], self._pace[-1]
         if last <= first:
             return None
@@ -274,7 +315,10 @@ class Console:
         self.close()
 
     def _write_file(self, text: str) -> None:
-        """Write to the log file. A full disk must not end the run: only rank 0 writes, and the others would wait."""
+        """Write to the log file.
+
+        A full disk must not end the run: only rank 0 writes, and the others would wait.
+        """
         if self._file is None:
             return
         try:
@@ -287,7 +331,11 @@ class Console:
         if not self._file_fails:
             self._file_fails = True
             self._print(
-                Text(f"warning: cannot write to {file.name}; will retry with the next line: {error}", style="yellow")
+                Text(
+                    f"warning: cannot write to {file.name}; will retry with the next line:"
+                    f" {error}",
+                    style="yellow",
+                )
             )
 
     def _print(self, text: str | Text) -> None:
@@ -301,7 +349,8 @@ class Console:
     def _draw_safely(self, draw: Callable[[], object]) -> None:
         """Draw; after an error, continue the run without the screen.
 
-        Such errors are a closed pipe (`| head`) or terminal, or a full disk under a batch job's output.
+        Such errors are a closed pipe (`| head`) or terminal, or a full disk under a batch job's
+        output.
         """
         try:
             draw()
@@ -312,7 +361,10 @@ class Console:
                 atexit.unregister(self.close)
                 with contextlib.suppress(Exception):
                     live.stop()  # restores sys.stdout and sys.stderr
-            text = f"warning: output to this terminal or pipe ends ({type(error).__name__}: {error}); the run continues"
+            text = (
+                f"warning: output to this terminal or pipe ends ({type(error).__name__}: {error});"
+                " the run continues"
+            )
             self._write_file(text)
             see = f", see {self._file.name}" if self._file is not None else ""
             with contextlib.suppress(OSError, ValueError):  # standard error may still be open
@@ -323,7 +375,9 @@ class Console:
         text = Text(line, no_wrap=True, overflow="ellipsis")
         # The bar is shown only if the fields leave room for it.
         if self._console is not None and self._console.width >= len(line) + _BAR_WIDTH + 1:
-            table.add_row(text, ProgressBar(total=self.total_steps, completed=step, width=_BAR_WIDTH))
+            table.add_row(
+                text, ProgressBar(total=self.total_steps, completed=step, width=_BAR_WIDTH)
+            )
         else:
             table.add_row(text)
         return table

@@ -24,7 +24,9 @@ from mmldlm.observe.loss_plots import LOG_NAME, find_log
 from mmldlm.utils.formatting import for_screen, format_duration
 
 _MAX_EVENTS = 10_000
-_NONFINITE = "_nonfinite"  # suffix of the key that JsonlLog writes next to a value that JSON cannot hold
+_NONFINITE = (  # suffix of the key that JsonlLog writes next to a value that JSON cannot hold
+    "_nonfinite"
+)
 # A median this many times its earlier value is a problem.
 _MAX_RISE = {"loss": 1.5, "grad_norm": 10.0}
 _MAX_CLOCK_DIFFERENCE = 10.0  # seconds between two hosts that are not worth a line
@@ -58,14 +60,16 @@ def assess(
 ) -> Health:
     """Assess the newest `window` steps in comparison with those before them.
 
-    Problems are: no step yet; no step for `stall_seconds` (None: 20 usual steps, at least 2 minutes) in an unfinished
-    run; a non-finite loss or gradient norm in an applied step of the window; more than 5 % of the window skipped, or of
-    its samples bad; a median gradient norm 10 times, or loss 1.5 times, its earlier value; unreadable lines; failed
-    saves since the last successful one; an exit code other than 0 and 5.
+    Problems are: no step yet; no step for `stall_seconds` (None: 20 usual steps, at least 2
+    minutes) in an unfinished run; a non-finite loss or gradient norm in an applied step of the
+    window; more than 5 % of the window skipped, or of its samples bad; a median gradient norm 10
+    times, or loss 1.5 times, its earlier value; unreadable lines; failed saves since the last
+    successful one; an exit code other than 0 and 5.
 
     Args:
         records: step records, at least 2 * window + 1, or all.
-        events: records of events.jsonl: saves, steps excluded after a rollback, the end of the run.
+        events: records of events.jsonl: saves, steps excluded after a rollback, the end of the
+            run.
         num_skipped: skipped steps of the entire run; None counts those in records.
     """
     health = Health()
@@ -88,7 +92,9 @@ def assess(
     _assess_metrics(recent, earlier[-window:], health)
     _assess_skips(recent, health)
     if excluded:
-        health.messages.append(f"  excluded after a rollback: {len(excluded)} steps since, up to {reached}")
+        health.messages.append(
+            f"  excluded after a rollback: {len(excluded)} steps since, up to {reached}"
+        )
     _assess_samples(recent, earlier, health)
     _assess_pace([*recent, *excluded], now, stall_seconds, health)
     return health
@@ -107,9 +113,15 @@ def _assess_end(events: Sequence[dict], health: Health) -> bool:
 
 
 def _excluded_steps(events: Sequence[dict], last: dict) -> list[dict]:
-    """Return the events of steps excluded since the last record; such a step has no record of its own."""
+    """Return the events of steps excluded since the last record; such a step has no record of its
+    own.
+    """
     since = last.get("time", "")
-    excluded = [event for event in events if event["event"] == "passed_over" and event["step"] > last["step"]]
+    excluded = [
+        event
+        for event in events
+        if event["event"] == "passed_over" and event["step"] > last["step"]
+    ]
     return [event for event in excluded if event.get("time", "") > since]
 
 
@@ -120,13 +132,17 @@ def _assess_metrics(recent: Sequence[dict], earlier: Sequence[dict], health: Hea
         if value is None:
             continue
         trend = "" if before is None else f", {before:.4g} before"
-        health.messages.append(f"  {key}: median of the last {len(applied)} applied steps {value:.4g}{trend}")
+        health.messages.append(
+            f"  {key}: median of the last {len(applied)} applied steps {value:.4g}{trend}"
+        )
         if before is not None and before > 0 and value > max_rise * before:
             health.problems.append(f"{key} rose from {before:.4g} to {value:.4g}")
     nonfinite = Counter(key for record in applied for key in record if key.endswith(_NONFINITE))
     for key, count in nonfinite.items():
         metric = key.removesuffix(_NONFINITE)
-        health.problems.append(f"{count} non-finite values of {metric} in the last {len(recent)} steps")
+        health.problems.append(
+            f"{count} non-finite values of {metric} in the last {len(recent)} steps"
+        )
 
 
 def _assess_skips(recent: Sequence[dict], health: Health) -> None:
@@ -148,7 +164,9 @@ def _assess_samples(recent: Sequence[dict], earlier: Sequence[dict], health: Hea
 
 
 def _bad_samples(recent: Sequence[dict], earlier: Sequence[dict]) -> tuple[int, int]:
-    """Return (bad, all) samples of the newest steps; the field `samples` counts from the start of the run."""
+    """Return (bad, all) samples of the newest steps; the field `samples` counts from the start of
+    the run.
+    """
     if earlier:
         before = earlier[-1].get("samples", 0)
     elif recent[0]["step"] == 1:
@@ -161,7 +179,9 @@ def _bad_samples(recent: Sequence[dict], earlier: Sequence[dict]) -> tuple[int, 
 
 def _failed_saves(events: Sequence[dict]) -> list[str]:
     saves = [event for event in events if event["event"] in ("save", "save_failed")]
-    since = len(saves) - next((n for n, event in enumerate(reversed(saves)) if event["event"] == "save"), len(saves))
+    since = len(saves) - next(
+        (n for n, event in enumerate(reversed(saves)) if event["event"] == "save"), len(saves)
+    )
     failed = saves[since:]
     if not failed:
         return []
@@ -170,7 +190,9 @@ def _failed_saves(events: Sequence[dict]) -> list[str]:
     return [f"saving has failed {times} since the last checkpoint, at step {step}: {reason}"]
 
 
-def _assess_pace(recent: Sequence[dict], now: datetime, limit: float | None, health: Health) -> None:
+def _assess_pace(
+    recent: Sequence[dict], now: datetime, limit: float | None, health: Health
+) -> None:
     times = [datetime.fromisoformat(record["time"]) for record in recent if "time" in record]
     if not times:
         return
@@ -178,9 +200,13 @@ def _assess_pace(recent: Sequence[dict], now: datetime, limit: float | None, hea
         intervals = [(b - a).total_seconds() for a, b in zip(times, times[1:])]
         limit = max(120.0, 20 * median(intervals)) if intervals else 600.0
     idle = max(0.0, (now - times[-1]).total_seconds())
-    health.messages.append("  finished" if health.finished else f"  last step {format_duration(idle)} ago")
+    health.messages.append(
+        "  finished" if health.finished else f"  last step {format_duration(idle)} ago"
+    )
     if not health.finished and idle > limit:
-        health.problems.append(f"STALLED: no step for {format_duration(idle)} (limit {format_duration(limit)})")
+        health.problems.append(
+            f"STALLED: no step for {format_duration(idle)} (limit {format_duration(limit)})"
+        )
 
 
 def _median(records: Sequence[dict[str, Any]], key: str) -> float | None:
@@ -193,7 +219,9 @@ def _is_monitored(event: dict[str, Any]) -> bool:
 
 
 def _is_valid(event: dict[str, Any]) -> bool:
-    return is_event(event) and ("step" in event or event["event"] not in ("save", "save_failed", "passed_over"))
+    return is_event(event) and (
+        "step" in event or event["event"] not in ("save", "save_failed", "passed_over")
+    )
 
 
 def _total_steps(run_dir: Path) -> int | None:
@@ -206,21 +234,30 @@ def _total_steps(run_dir: Path) -> int | None:
 
 
 def _now_of_the_run(tail: LogTail) -> datetime:
-    """Return the present time by the clock of the run's host: that of the last record, and the age of the log.
+    """Return the present time by the clock of the run's host: that of the last record, and the age
+    of the log.
 
-    The age is taken from one clock, that of the file system: between the log's last change and a file written now.
+    The age is taken from one clock, that of the file system: between the log's last change and a
+    file written now.
     """
     last = tail.records[-1].get("time") if tail.records else None
     if last is None:
         return datetime.now(timezone.utc)
     changed, present = tail.path.stat().st_mtime, time.time()
-    with contextlib.suppress(OSError), tempfile.NamedTemporaryFile(dir=tail.path.parent, prefix=".clock_") as probe:
+    with (
+        contextlib.suppress(OSError),
+        tempfile.NamedTemporaryFile(dir=tail.path.parent, prefix=".clock_") as probe,
+    ):
         present = os.stat(probe.name).st_mtime
     return datetime.fromisoformat(last) + timedelta(seconds=max(present - changed, 0))
 
 
 def follow(
-    run_dir: Path, once: bool = False, interval: float = 10.0, window: int = 100, stall_seconds: float | None = None
+    run_dir: Path,
+    once: bool = False,
+    interval: float = 10.0,
+    window: int = 100,
+    stall_seconds: float | None = None,
 ) -> Health:
     """Print assessments until the run ends, or one; return the last.
 
@@ -251,13 +288,15 @@ def follow(
             if abs(difference) > _MAX_CLOCK_DIFFERENCE:
                 direction = "ahead of" if difference > 0 else "behind"
                 health.messages.append(
-                    f"  the clock of the run's host is {format_duration(abs(difference))} {direction} this one, "
-                    "or the log was copied"
+                    f"  the clock of the run's host is {format_duration(abs(difference))}"
+                    f" {direction} this one, or the log was copied"
                 )
             # Without new records, only a changed assessment is printed.
             if num_new or was_unhealthy != bool(health.problems):
                 was_unhealthy = bool(health.problems)
-                summary = "UNHEALTHY: " + "; ".join(health.problems) if health.problems else "HEALTHY"
+                summary = (
+                    "UNHEALTHY: " + "; ".join(health.problems) if health.problems else "HEALTHY"
+                )
                 print(for_screen("\n".join([*health.messages, summary]), sys.stdout), flush=True)
             if once or health.finished:
                 break

@@ -1,4 +1,6 @@
-"""Append-only logs with one strict-JSON object per line: training_log.jsonl, eval_log.jsonl, events.jsonl."""
+"""Append-only logs with one strict-JSON object per line: training_log.jsonl, eval_log.jsonl,
+events.jsonl.
+"""
 
 from __future__ import annotations
 
@@ -21,14 +23,14 @@ _NUMBERS = ("loss", "grad_norm", "lr", "tokens_per_second", "mfu", "data_share")
 class JsonlLog:
     """A log whose complete lines stay valid if the run is interrupted.
 
-    A non-finite number becomes null with a second key: `{"loss": null, "loss_nonfinite": "nan"}`. A record without
-    `time` gets the current one (ISO 8601, UTC). Only one process may write a log.
+    A non-finite number becomes null with a second key: `{"loss": null, "loss_nonfinite": "nan"}`.
+    A record without `time` gets the current one (ISO 8601, UTC). Only one process may write a log.
 
     Args:
         path: the file; its folder is created.
-        resume_step: the run continues after this step. Records of later steps are moved to `NAME.dropped-<n>.jsonl` in
-            the same folder; 0 moves all of them (a fresh start in a used folder). Records without a `step` stay. None
-            appends to an existing log.
+        resume_step: the run continues after this step. Records of later steps are moved to
+            `NAME.dropped-<n>.jsonl` in the same folder; 0 moves all of them (a fresh start in a
+            used folder). Records without a `step` stay. None appends to an existing log.
 
     Attributes:
         dropped: number of lines that were moved when the log was opened.
@@ -78,8 +80,15 @@ def is_step(record: Mapping[str, Any]) -> bool:
 
 
 def is_event(record: Mapping[str, Any]) -> bool:
-    """Whether a record is an event; `step` and `time`, if present, must have the expected types."""
-    return isinstance(record.get("event"), str) and _is_count(record.get("step", 0)) and _has_valid_time(record)
+    """Whether a record is an event;
+
+    `step` and `time`, if present, must have the expected types.
+    """
+    return (
+        isinstance(record.get("event"), str)
+        and _is_count(record.get("step", 0))
+        and _has_valid_time(record)
+    )
 
 
 def _is_count(value: Any) -> bool:
@@ -101,7 +110,9 @@ def _has_valid_time(record: Mapping[str, Any]) -> bool:
 
 
 def read_records(path: str | os.PathLike) -> tuple[list[dict[str, Any]], int]:
-    """Return all records of a log and the number of unreadable lines (an interrupted run leaves one)."""
+    """Return all records of a log and the number of unreadable lines (an interrupted run leaves
+    one).
+    """
     with open_text(path, errors="replace") as file:
         parsed = [parse_line(line) for line in file if line.strip()]
     records = [record for record in parsed if record is not None]
@@ -116,7 +127,9 @@ _DECODER = json.JSONDecoder(parse_constant=_reject_constant)
 
 
 def _truncate(path: Path, resume_step: int | None) -> int:
-    """Move incomplete lines and steps after resume_step to a separate file; return their number."""
+    """Move incomplete lines and steps after resume_step to a separate file; return their
+    number.
+    """
     if not path.exists():
         return 0
     kept, dropped = [], []
@@ -124,13 +137,16 @@ def _truncate(path: Path, resume_step: int | None) -> int:
         for line in file:
             record = parse_line(line)
             step = record.get("step") if record else None
-            is_later = resume_step is not None and isinstance(step, (int, float)) and step > resume_step
+            is_later = (
+                resume_step is not None and isinstance(step, (int, float)) and step > resume_step
+            )
             # A line without a newline may be cut inside a number and still parse.
             (dropped if record is None or is_later or not line.endswith("\n") else kept).append(
                 line.rstrip("\n") + "\n"
             )
     if dropped:
-        # The moved lines are on disk before the log is replaced, so a crash in between loses nothing.
+        # The moved lines are on disk before the log is replaced, so a crash in between loses
+        # nothing.
         write_text_synced(_unused_path(path), "".join(dropped))
         temporary = path.with_name(path.name + ".part")
         write_text_synced(temporary, "".join(kept))

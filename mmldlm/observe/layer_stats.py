@@ -1,7 +1,7 @@
 """Per-layer statistics of gradients, updates and activations, under every engine and ZeRO stage.
 
-Sharded gradients contribute sums over each rank's elements: one vector, one all-reduce and one host sync on a measured
-step, nothing on any other.
+Sharded gradients contribute sums over each rank's elements: one vector, one all-reduce and one
+host sync on a measured step, nothing on any other.
 """
 
 from __future__ import annotations
@@ -19,8 +19,9 @@ from mmldlm.observe.activations import STREAMS, ActivationRecorder, layer_module
 from mmldlm.utils.moments import MOMENTS
 
 DEAD_AFTER_REPORTS = 10
-"""Measured steps before a parameter without any gradient is reported as dead. adaLN-Zero and zero-initialized heads
-hide layers in the first steps, and a learned null has a gradient only in some batches."""
+"""Measured steps before a parameter without any gradient is reported as dead. adaLN-Zero and
+zero-initialized heads hide layers in the first steps, and a learned null has a gradient only in
+some batches."""
 
 # Sums per parameter over all ranks; update_sq is 0 if the step was not applied.
 _SUMS = ("grad_sq", "num_zeros", "num_nonfinite", "weight_sq", "update_sq")
@@ -37,8 +38,8 @@ class TensorStats:
         num_nonfinite: non-finite elements of the gradient.
         weight_norm: L2 norm after the step.
         update_norm: L2 norm of the weight change; None if the step was not applied.
-        activation_rms: root mean square of the layer's output over the global batch, padding included; None if it has
-            no output of its own.
+        activation_rms: root mean square of the layer's output over the global batch, padding
+            included; None if it has no output of its own.
     """
 
     numel: int
@@ -56,7 +57,9 @@ class TensorStats:
 
     @property
     def update_ratio(self) -> float | None:
-        """Norm of the update divided by that of the weights; None without an update or if all weights are zero."""
+        """Norm of the update divided by that of the weights; None without an update or if all
+        weights are zero.
+        """
         if self.update_norm is None or self.weight_norm == 0:
             return None
         return self.update_norm / self.weight_norm
@@ -81,11 +84,12 @@ class LayerStats:
     Attributes:
         step: 1-based.
         applied: whether the step changed the weights.
-        parameters: name -> TensorStats; block parameters by stream, "blocks.0.to_out.weight[text]".
+        parameters: name -> TensorStats; block parameters by stream,
+            "blocks.0.to_out.weight[text]".
         layers: name -> TensorStats.
         dead: parameters first found in this step to have never had a gradient.
-        underflow_share: under fp16, fraction of zeros among the gradient elements of the parameters (without
-            embeddings) that have a gradient; else None.
+        underflow_share: under fp16, fraction of zeros among the gradient elements of the
+            parameters (without embeddings) that have a gradient; else None.
     """
 
     step: int
@@ -98,21 +102,30 @@ class LayerStats:
     def record(self) -> dict:
         """Return one record of the log."""
         layers = {name: stats.record() for name, stats in self.layers.items()}
-        underflow = {} if self.underflow_share is None else {"underflow_share": self.underflow_share}
+        underflow = (
+            {} if self.underflow_share is None else {"underflow_share": self.underflow_share}
+        )
         return {"step": self.step, "skipped": not self.applied, **underflow, "layers": layers}
 
     def flat_record(self) -> dict[str, float]:
         """Return the record without nesting, for wandb: "blocks.0.text/grad_norm"."""
-        flat = {f"{layer}/{key}": v for layer, stats in self.layers.items() for key, v in stats.record().items()}
+        flat = {
+            f"{layer}/{key}": v
+            for layer, stats in self.layers.items()
+            for key, v in stats.record().items()
+        }
         flat["underflow_share"] = self.underflow_share
-        return {"step": self.step, **{key: value for key, value in flat.items() if value is not None}}
+        return {
+            "step": self.step,
+            **{key: value for key, value in flat.items() if value is not None},
+        }
 
 
 class LayerStatsCollector:
     """Measure every `interval`-th step.
 
-    Call on every rank, in this order: before_forward, (forward, backward, grad_norm), before_step, (apply or discard),
-    after_step.
+    Call on every rank, in this order: before_forward, (forward, backward, grad_norm), before_step,
+    (apply or discard), after_step.
 
     Args:
         engine: the engine.
@@ -130,19 +143,31 @@ class LayerStatsCollector:
         self._step = 0
         self._num_reports, self._has_gradient, self._dead = 0, set(), set()
         if interval:
-            local_sizes = {fragment.name: math.prod(fragment.shape) for fragment in engine.parameter_shards()}
+            local_sizes = {
+                fragment.name: math.prod(fragment.shape) for fragment in engine.parameter_shards()
+            }
             # Every rank needs every name, even without elements of that parameter.
-            trainable = [name for name, parameter in engine.model.named_parameters() if parameter.requires_grad]
+            trainable = [
+                name
+                for name, parameter in engine.model.named_parameters()
+                if parameter.requires_grad
+            ]
             self._layers = layer_modules(engine.model)
             # A block's parameters hold the text half, then the latent half; each half has a row.
-            inside = [f"{name}." for name, module in engine.model.named_modules() if hasattr(module, "split_streams")]
+            inside = [
+                f"{name}."
+                for name, module in engine.model.named_modules()
+                if hasattr(module, "split_streams")
+            ]
             count = 0
             for name in trainable:
                 rows = len(STREAMS) if name.startswith(tuple(inside)) else 1
                 self._rows[name] = list(range(count, count + rows))
                 count += rows
             self._num_rows = count
-            sizes = torch.tensor([float(local_sizes.get(name, 0)) for name in trainable], dtype=torch.float64)
+            sizes = torch.tensor(
+                [float(local_sizes.get(name, 0)) for name in trainable], dtype=torch.float64
+            )
             sizes = sizes.to(engine.device)
             if engine.world_size > 1:
                 torch.distributed.all_reduce(sizes, op=torch.distributed.ReduceOp.MAX)
@@ -156,7 +181,9 @@ class LayerStatsCollector:
     @property
     def parts(self) -> dict[str, str]:
         """Part (key of LayerStats.parameters) -> the parameter that it belongs to."""
-        return {part: name for name, rows in self._rows.items() for part in parts_of(name, len(rows))}
+        return {
+            part: name for name, rows in self._rows.items() for part in parts_of(name, len(rows))
+        }
 
     def before_forward(self, step: int) -> None:
         """Start measuring, if this 1-based step is due (the same decision on every rank)."""
@@ -165,10 +192,15 @@ class LayerStatsCollector:
             self._activations.start()
 
     def before_step(self) -> None:
-        """Sum the gradients; after engine.grad_norm(), before apply or discard. Not collective, no host sync."""
+        """Sum the gradients; after engine.grad_norm(), before apply or discard.
+
+        Not collective, no host sync.
+        """
         if not self._step:
             return
-        self._sums = torch.zeros(self._num_rows, len(_SUMS), dtype=torch.float64, device=self.engine.device)
+        self._sums = torch.zeros(
+            self._num_rows, len(_SUMS), dtype=torch.float64, device=self.engine.device
+        )
         if not self.engine.saves_shards:  # another rank counts the same elements
             return
         groups = self.engine.optimizer_groups()
@@ -185,17 +217,23 @@ class LayerStatsCollector:
                     row[1] += part.stop - part.start
                     continue
                 piece = gradient[part]
-                norm = torch.linalg.vector_norm(piece, dtype=torch.float64) / self.engine.loss_scale
+                norm = (
+                    torch.linalg.vector_norm(piece, dtype=torch.float64) / self.engine.loss_scale
+                )
                 row[0] += norm.square().to(row.device)
                 row[1] += (piece.numel() - torch.count_nonzero(piece)).to(row.device)
                 row[2] += (~torch.isfinite(piece)).sum().to(row.device)
 
     def _parts(self, sums: Tensor, fragment) -> list[tuple[Tensor, slice]]:
-        """Return the rows of a fragment's elements, each with the slice of elements that it counts."""
+        """Return the rows of a fragment's elements, each with the slice of elements that it
+        counts.
+        """
         rows = self._rows[fragment.name]
         size = self._numel[fragment.name] // len(rows)
         # Start of each row's elements, relative to the fragment.
-        cuts = [min(max(part * size - fragment.start, 0), fragment.count) for part in range(len(rows))]
+        cuts = [
+            min(max(part * size - fragment.start, 0), fragment.count) for part in range(len(rows))
+        ]
         parts = zip(rows, cuts, [*cuts[1:], fragment.count])
         return [(sums[row], slice(begin, end)) for row, begin, end in parts if begin < end]
 
@@ -225,15 +263,23 @@ class LayerStatsCollector:
             state = states.get(fragment.owner)
             for row, part in self._parts(sums, fragment):
                 weight = fragment.slice_of(fragment.owner)[part]
-                row[3] += torch.linalg.vector_norm(weight, dtype=torch.float64).square().to(row.device)
-                if applied and state:  # torch's AdamW ignores a parameter that never had a gradient
+                row[3] += (
+                    torch.linalg.vector_norm(weight, dtype=torch.float64).square().to(row.device)
+                )
+                if (
+                    applied and state
+                ):  # torch's AdamW ignores a parameter that never had a gradient
                     group = groups[fragment.owner]
                     if group.get("muon"):
                         update = weight - self._muon_weights[fragment.name, fragment.start][part]
                     else:
                         moments = [fragment.slice_of(state[key])[part] for key in MOMENTS]
                         update = adamw_update(weight, *moments, state["step"], lr, group)
-                    row[4] += torch.linalg.vector_norm(update, dtype=torch.float64).square().to(row.device)
+                    row[4] += (
+                        torch.linalg.vector_norm(update, dtype=torch.float64)
+                        .square()
+                        .to(row.device)
+                    )
 
     def _report(self, step: int, applied: bool, total: list[float]) -> LayerStats:
         width = len(_SUMS)
@@ -250,19 +296,29 @@ class LayerStatsCollector:
         self._has_gradient |= {part for part, (size, sums) in parts.items() if sums[1] < size}
         dead = []
         if self._num_reports >= DEAD_AFTER_REPORTS:
-            dead = [part for part in parts if part not in self._has_gradient and part not in self._dead]
+            dead = [
+                part for part in parts if part not in self._has_gradient and part not in self._dead
+            ]
             self._dead |= set(dead)
-        parameters = {part: _tensor_stats(size, sums, applied) for part, (size, sums) in parts.items()}
+        parameters = {
+            part: _tensor_stats(size, sums, applied) for part, (size, sums) in parts.items()
+        }
         layers = {}
         for layer in dict.fromkeys([*by_layer, *rms]):
-            summed = [math.fsum(values) for values in zip(*(part for _, part in by_layer.get(layer, [])))] or [
-                0.0
-            ] * width
-            layers[layer] = _tensor_stats(sum(n for n, _ in by_layer.get(layer, [])), summed, applied, rms.get(layer))
+            summed = [
+                math.fsum(values) for values in zip(*(part for _, part in by_layer.get(layer, [])))
+            ] or [0.0] * width
+            layers[layer] = _tensor_stats(
+                sum(n for n, _ in by_layer.get(layer, [])), summed, applied, rms.get(layer)
+            )
         # Unused rows of an embedding are zero without underflow.
         dense = (stats for name, stats in parameters.items() if "embedding" not in name)
         used = [stats for stats in dense if 0 < stats.grad_norm] if self._scales else []
-        underflow = sum(s.num_zeros for s in used) / max(sum(s.numel for s in used), 1) if self._scales else None
+        underflow = (
+            sum(s.num_zeros for s in used) / max(sum(s.numel for s in used), 1)
+            if self._scales
+            else None
+        )
         return LayerStats(step, applied, parameters, layers, dead, underflow)
 
 
@@ -272,10 +328,12 @@ def parts_of(name: str, parts: int) -> list[str]:
 
 
 def layers_of(name: str, parts: int, layers: Collection[str] = ()) -> list[str]:
-    """Return the layer of each part: a stream of a block ("blocks.3.text"), or the layer that holds the parameter.
+    """Return the layer of each part: a stream of a block ("blocks.3.text"), or the layer that
+    holds the parameter.
 
     Args:
-        layers: names of all layers; a parameter outside them counts for the first part of its name.
+        layers: names of all layers; a parameter outside them counts for the first part of its
+            name.
     """
     if parts == 1:
         words = name.split(".")
@@ -284,8 +342,11 @@ def layers_of(name: str, parts: int, layers: Collection[str] = ()) -> list[str]:
     return [".".join([*name.split(".")[:2], stream]) for stream in STREAMS]
 
 
-def adamw_update(weight: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, step, lr: float, group: dict) -> Tensor:
-    """Return the weight change of AdamW's last step, reconstructed from its moments without a copy of the weights.
+def adamw_update(
+    weight: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, step, lr: float, group: dict
+) -> Tensor:
+    """Return the weight change of AdamW's last step, reconstructed from its moments without a copy
+    of the weights.
 
     Loshchilov and Hutter, arXiv 1711.05101, as in torch.optim.AdamW.
 
@@ -302,7 +363,11 @@ def adamw_update(weight: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, step, lr: 
     return before.sub_(weight)
 
 
-def _tensor_stats(numel: int, row: list[float], applied: bool, rms: float | None = None) -> TensorStats:
+def _tensor_stats(
+    numel: int, row: list[float], applied: bool, rms: float | None = None
+) -> TensorStats:
     grad_sq, zeros, nonfinite, weight_sq, update_sq = row
     update = math.sqrt(update_sq) if applied else None
-    return TensorStats(numel, math.sqrt(grad_sq), int(zeros), int(nonfinite), math.sqrt(weight_sq), update, rms)
+    return TensorStats(
+        numel, math.sqrt(grad_sq), int(zeros), int(nonfinite), math.sqrt(weight_sq), update, rms
+    )

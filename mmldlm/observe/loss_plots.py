@@ -15,7 +15,15 @@ LOG_NAME = "training_log.jsonl"
 EVAL_NAME = "eval_log.jsonl"
 EVENTS_NAME = "events.jsonl"
 _MARKERS = "os^Dv"
-_COLORS = ("tab:orange", "tab:green", "tab:purple", "tab:brown", "tab:pink", "tab:olive", "tab:cyan")
+_COLORS = (
+    "tab:orange",
+    "tab:green",
+    "tab:purple",
+    "tab:brown",
+    "tab:pink",
+    "tab:olive",
+    "tab:cyan",
+)
 
 
 class LossCurve(NamedTuple):
@@ -33,7 +41,10 @@ class LossCurve(NamedTuple):
 
 
 # Of the translation task, for runs whose events.jsonl does not list them.
-_OLD_CURVES = (LossCurve("text_loss", "text", "nelbo"), LossCurve("latent_loss", "latent", "latent_mse"))
+_OLD_CURVES = (
+    LossCurve("text_loss", "text", "nelbo"),
+    LossCurve("latent_loss", "latent", "latent_mse"),
+)
 
 
 def loss_curves(run_dir: str | Path) -> list[LossCurve]:
@@ -70,7 +81,11 @@ def load_steps(run_dir: str | Path, name: str = LOG_NAME) -> list[dict[str, Any]
     records, _ = read_records(path)
     steps = [record for record in records if is_step(record)]
     if not steps:
-        raise UserError(f"at least one step in {name}", f"no step in {path}", "wait for the first step of the run")
+        raise UserError(
+            f"at least one step in {name}",
+            f"no step in {path}",
+            "wait for the first step of the run",
+        )
     return sorted(steps, key=lambda record: record["step"])
 
 
@@ -95,14 +110,19 @@ def plot_run(run_dir: str | Path, out: str | Path | None = None, log_scale: bool
     """
     steps = load_steps(run_dir)
     eval_log = Path(run_dir) / EVAL_NAME  # empty until the first evaluation
-    evals = load_steps(run_dir, EVAL_NAME) if eval_log.is_file() and eval_log.stat().st_size else []
+    evals = (
+        load_steps(run_dir, EVAL_NAME) if eval_log.is_file() and eval_log.stat().st_size else []
+    )
     path = plot_path(run_dir, out)
 
     figure = new_figure(9, 7)
     axes = figure.subplots(3, 1, sharex=True, height_ratios=(4, 1.3, 1.3))
     _draw_losses(axes[0], steps, evals, loss_curves(run_dir), log_scale)
     axes[0].set_title(Path(run_dir).resolve().name)
-    for axis, key, label in ((axes[1], "grad_norm", "gradient norm"), (axes[2], "lr", "learning rate")):
+    for axis, key, label in (
+        (axes[1], "grad_norm", "gradient norm"),
+        (axes[2], "lr", "learning rate"),
+    ):
         axis.plot(*_series(steps, key), color="tab:gray", linewidth=0.9)
         axis.set_ylabel(label)
     # The norms of the first steps are far above all later ones.
@@ -119,11 +139,20 @@ def plot_run(run_dir: str | Path, out: str | Path | None = None, log_scale: bool
 
 
 def _draw_losses(
-    axis: Any, steps: Sequence[dict], evals: Sequence[dict], curves: Sequence[LossCurve], log_scale: bool
+    axis: Any,
+    steps: Sequence[dict],
+    evals: Sequence[dict],
+    curves: Sequence[LossCurve],
+    log_scale: bool,
 ) -> None:
-    """Draw each loss as the mean over a window of applied steps, with the values of single steps as a faint band."""
+    """Draw each loss as the mean over a window of applied steps, with the values of single steps
+    as a faint band.
+    """
     colored = list(zip(curves, cycle(_COLORS)))
-    losses = [("loss", "total", "tab:blue"), *((curve.name, curve.label, color) for curve, color in colored)]
+    losses = [
+        ("loss", "total", "tab:blue"),
+        *((curve.name, curve.label, color) for curve, color in colored),
+    ]
     for key, label, color in losses:
         x, y = _series(steps, key)
         if not x:
@@ -139,8 +168,17 @@ def _draw_losses(
         for marker, key in zip(cycle(_MARKERS), (key for key in keys if key.endswith(suffix))):
             split = key.removesuffix(suffix).removeprefix("validation")
             label = " ".join(word for word in ("validation", split, curve.evaluation) if word)
-            points = dict(marker=marker, markersize=4.5, markeredgecolor="black", markeredgewidth=0.6)
-            axis.plot(*_series(evals, key), color=color, linestyle=":", linewidth=0.8, label=label, **points)
+            points = dict(
+                marker=marker, markersize=4.5, markeredgecolor="black", markeredgewidth=0.6
+            )
+            axis.plot(
+                *_series(evals, key),
+                color=color,
+                linestyle=":",
+                linewidth=0.8,
+                label=label,
+                **points,
+            )
     axis.set_ylabel("loss")
     if log_scale and all(_all_positive(steps, key) for key, _, _ in losses):
         axis.set_yscale("log")
@@ -159,7 +197,11 @@ def _mark_skips(axes: Sequence[Any], steps: Sequence[dict]) -> None:
 
 
 def _series(records: Sequence[dict], key: str) -> tuple[list[float], list[float]]:
-    pairs = [(record["step"], record[key]) for record in records if isinstance(record.get(key), (int, float))]
+    pairs = [
+        (record["step"], record[key])
+        for record in records
+        if isinstance(record.get(key), (int, float))
+    ]
     return [x for x, _ in pairs], [y for _, y in pairs]
 
 
@@ -168,7 +210,9 @@ def _all_positive(records: Sequence[dict], key: str) -> bool:
 
 
 def mean_window(num_steps: int) -> int:
-    """Return the number of steps whose mean is drawn: 2 % of the run, at least 10 (or a quarter of a short run)."""
+    """Return the number of steps whose mean is drawn: 2 % of the run, at least 10 (or a quarter of
+    a short run).
+    """
     return max(num_steps // 50, min(10, num_steps // 4))
 
 

@@ -1,4 +1,6 @@
-"""training.profile=[a,b]: a torch profiler trace of steps a to b, and the time taken by communication."""
+"""training.profile=[a,b]: a torch profiler trace of steps a to b, and the time taken by
+communication.
+"""
 
 from __future__ import annotations
 
@@ -38,15 +40,27 @@ class ProfileSummary:
     def __str__(self) -> str:
         if self.error is not None:
             return f"could not be written to {self.trace}: {self.error}"
-        shares = f"{self.communication_share:.1%} of the time, {self.exposed_share:.1%} without concurrent computation"
+        shares = (
+            f"{self.communication_share:.1%} of the time, {self.exposed_share:.1%} without"
+            " concurrent computation"
+        )
         muon = f"; Muon: {self.muon_share:.1%}" if self.muon_share else ""
         return f"{self.trace}; communication: {shares}{muon}"
 
     def record(self) -> dict:
         """Return the fields for events.jsonl."""
-        shares = {"communication_share": self.communication_share, "exposed_communication_share": self.exposed_share}
+        shares = {
+            "communication_share": self.communication_share,
+            "exposed_communication_share": self.exposed_share,
+        }
         muon = {"muon_share": self.muon_share} if self.muon_share else {}
-        return {"steps": list(self.steps), "path": str(self.trace), "error": self.error, **shares, **muon}
+        return {
+            "steps": list(self.steps),
+            "path": str(self.trace),
+            "error": self.error,
+            **shares,
+            **muon,
+        }
 
 
 class StepProfiler:
@@ -54,7 +68,8 @@ class StepProfiler:
 
     Args:
         steps: (first, last), or None.
-        folder: output folder of steps_<first>_<last>_rank<n>.json, for chrome://tracing or https://ui.perfetto.dev.
+        folder: output folder of steps_<first>_<last>_rank<n>.json, for chrome://tracing or
+            https://ui.perfetto.dev.
         rank: rank of this process.
     """
 
@@ -64,9 +79,15 @@ class StepProfiler:
 
     def before(self, step: int) -> None:
         """Call before each step and before waiting for its data."""
-        if self.steps is None or self._profile is not None or not self.steps[0] <= step <= self.steps[1]:
+        if (
+            self.steps is None
+            or self._profile is not None
+            or not self.steps[0] <= step <= self.steps[1]
+        ):
             return
-        activities = [ProfilerActivity.CPU] + ([ProfilerActivity.CUDA] if torch.cuda.is_available() else [])
+        activities = [ProfilerActivity.CPU] + (
+            [ProfilerActivity.CUDA] if torch.cuda.is_available() else []
+        )
         self._profile = profile(activities=activities, record_shapes=True)
         self._profile.start()
 
@@ -90,14 +111,18 @@ class StepProfiler:
 
 
 def time_shares(events: Iterable) -> tuple[float, float, float]:
-    """Return the fractions of the profiled time with a collective, with a collective and no computation, and of Muon.
+    """Return the fractions of the profiled time with a collective, with a collective and no
+    computation, and of Muon.
 
     Args:
-        events: `torch.autograd.profiler_util.FunctionEvent`s of one rank. If there are GPU kernels, only these count.
+        events: `torch.autograd.profiler_util.FunctionEvent`s of one rank. If there are GPU
+            kernels, only these count.
     """
     events = list(events)
     spans = [(event, event.time_range.start, event.time_range.end) for event in events]
-    spans = [span for span in spans if span[2] > span[1]]  # events that did not end during the profile have no length
+    spans = [
+        span for span in spans if span[2] > span[1]
+    ]  # events that did not end during the profile have no length
     if not spans:
         return 0.0, 0.0, 0.0
     wall = max(end for _, _, end in spans) - min(start for _, start, _ in spans)

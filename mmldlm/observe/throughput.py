@@ -21,7 +21,8 @@ SECTIONS = ("data", "checkpoint", "evaluation")
 
 
 class StepTimer:
-    """Measure from one step's record to the next, by the wall clock of this rank and without device synchronization.
+    """Measure from one step's record to the next, by the wall clock of this rank and without
+    device synchronization.
 
     Args:
         task: counts the FLOPs.
@@ -52,7 +53,11 @@ class StepTimer:
             self._spent[name] += time.perf_counter() - started
 
     def step(
-        self, num_samples: int, num_tokens: float, sums: Mapping[str, float], epoch: int | None = None
+        self,
+        num_samples: int,
+        num_tokens: float,
+        sums: Mapping[str, float],
+        epoch: int | None = None,
     ) -> dict[str, Any]:
         """Return the fields of the record of the step that has just ended.
 
@@ -63,12 +68,12 @@ class StepTimer:
             epoch: epoch of the step; the peak memory is that since the first step of the epoch.
 
         Returns:
-            tokens_per_second: of real text tokens, without the time of checkpoints and evaluations.
-            the task's sample_rate, if it has one: samples in the same time.
+            tokens_per_second: of real text tokens, without the time of checkpoints and
+            evaluations. the task's sample_rate, if it has one: samples in the same time.
             tflops: per device, of the step's real work.
             mfu: None if the device's peak is unknown.
-            data_share, checkpoint_share: fractions of the wall time since the last record. A checkpoint is written
-                after a step's record and therefore counts in the next one.
+            data_share, checkpoint_share: fractions of the wall time since the last record. A
+                checkpoint is written after a step's record and therefore counts in the next one.
             peak_memory_gib: allocated on the GPU; on a CPU, resident in the process.
         """
         if epoch is not None and epoch != self._epoch:
@@ -98,7 +103,9 @@ class StepTimer:
 
 
 def peak_memory(device: torch.device) -> tuple[int, str]:
-    """Return (bytes, kind): allocated on the GPU, or resident in the process, since the last reset."""
+    """Return (bytes, kind): allocated on the GPU, or resident in the process, since the last
+    reset.
+    """
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device), "GPU memory, allocated"
     unit = 1 if sys.platform == "darwin" else 1024

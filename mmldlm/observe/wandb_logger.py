@@ -28,9 +28,11 @@ class WandbError(Exception):
 
 
 class WandbRun:
-    """One run at Weights & Biases. Records carry their own `step`, so a resumed run may log a step again.
+    """One run at Weights & Biases. Records carry their own `step`, so a resumed run may log a step
+    again.
 
-    Everything of wandb runs in a thread of its own: a service that stops answering delays neither a step nor the end.
+    Everything of wandb runs in a thread of its own: a service that stops answering delays neither
+    a step nor the end.
     """
 
     def __init__(self, start: Callable[[], Any]):
@@ -92,7 +94,10 @@ class WandbRun:
             WandbError: it does not end in time, or an error.
         """
         started, limit = time.monotonic(), FINISH_SECONDS
-        jobs: list[Callable[[], object] | None] = [lambda: self._run.finish(exit_code=exit_code), None]
+        jobs: list[Callable[[], object] | None] = [
+            lambda: self._run.finish(exit_code=exit_code),
+            None,
+        ]
         while self._thread.is_alive():
             while jobs and not self._jobs.full():
                 self._jobs.put_nowait(jobs.pop(0))
@@ -117,7 +122,12 @@ class WandbRun:
 
 
 def open_wandb(
-    mode: str, project: str, name: str, dir: str | Path, config: Mapping[str, Any], resume: bool = False
+    mode: str,
+    project: str,
+    name: str,
+    dir: str | Path,
+    config: Mapping[str, Any],
+    resume: bool = False,
 ) -> WandbRun | None:
     """Start or resume the wandb run of a run folder. Call on rank 0 only.
 
@@ -125,19 +135,23 @@ def open_wandb(
         mode: disabled (returns None and imports nothing), offline or online.
         project: wandb's project.
         name: wandb's name of the run.
-        dir: the run's folder; wandb's files are stored in `wandb`, the id of the run in `wandb_id`.
+        dir: the run's folder; wandb's files are stored in `wandb`, the id of the run in
+            `wandb_id`.
         config: resolved config.
-        resume: continue the run whose id is stored in `dir`, if any; otherwise a new id is generated.
+        resume: continue the run whose id is stored in `dir`, if any; otherwise a new id is
+            generated.
 
     Raises:
-        UserError: wandb is not installed, cannot be imported or does not start, or online mode fails (no login, no
-            network).
+        UserError: wandb is not installed, cannot be imported or does not start, or online mode
+            fails (no login, no network).
     """
     if mode == "disabled":
         return None
     if mode not in ("offline", "online"):
         raise UserError(
-            "logging.wandb.mode disabled, offline or online", repr(mode), "set logging.wandb.mode to one of them"
+            "logging.wandb.mode disabled, offline or online",
+            repr(mode),
+            "set logging.wandb.mode to one of them",
         )
     wandb = _import_wandb(mode)
     folder = Path(dir)
@@ -164,7 +178,9 @@ def open_wandb(
 
     try:
         return WandbRun(start)
-    except BaseException as error:  # wandb may fail in many ways, SystemExit too; the other ranks wait for rank 0
+    except (
+        BaseException
+    ) as error:  # wandb may fail in many ways, SystemExit too; the other ranks wait for rank 0
         if isinstance(error, KeyboardInterrupt):
             raise
         raise UserError(
@@ -187,10 +203,17 @@ def _import_wandb(mode: str) -> Any:
         fix = "pip install wandb, or set logging.wandb.mode=disabled"
         raise UserError(expected, f"it cannot be imported ({error})", fix) from error
     except (Exception, SystemExit) as error:
-        fix = "reinstall wandb with what it needs (pip install -U wandb), or set logging.wandb.mode=disabled"
+        fix = (
+            "reinstall wandb with what it needs (pip install -U wandb), or set"
+            " logging.wandb.mode=disabled"
+        )
         raise UserError(expected, f"it cannot be imported ({first_line(error)})", fix) from error
-    if missing := [name for name in ("init", "Settings") if not callable(getattr(wandb, name, None))]:
+    if missing := [
+        name for name in ("init", "Settings") if not callable(getattr(wandb, name, None))
+    ]:
         place = getattr(wandb, "__file__", None) or ", ".join(getattr(wandb, "__path__", ()))
         fix = "rename or remove it, or set logging.wandb.mode=disabled"
-        raise UserError(expected, f"a module of that name without {' and '.join(missing)}: {place}", fix)
+        raise UserError(
+            expected, f"a module of that name without {' and '.join(missing)}: {place}", fix
+        )
     return wandb

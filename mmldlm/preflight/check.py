@@ -16,7 +16,8 @@ class Result:
     """Result of a check for one node, one pair or the whole job.
 
     Attributes:
-        status: PASS, WARN, FAIL, SKIP or ERROR (the check itself failed: no statement about the node).
+        status: PASS, WARN, FAIL, SKIP or ERROR (the check itself failed: no statement about the
+            node).
         measured: one sentence.
         expected: one sentence; empty if the check passed.
         fix: one sentence; empty if nothing needs to be done.
@@ -70,7 +71,8 @@ class Check:
         level: lowest level of the preflight that runs it.
         scope: one of SCOPES.
         title: short title.
-        function: takes the Context and yields (or returns) Results; --explain prints its docstring.
+        function: takes the Context and yields (or returns) Results; --explain prints its
+            docstring.
     """
 
     id: str
@@ -88,7 +90,9 @@ def check(id: str, level: int, scope: str, title: str):
     assert scope in SCOPES and 0 <= level <= 4
 
     def register(function):
-        assert id not in _REGISTRY or _REGISTRY[id].function.__module__ == function.__module__, f"{id} is taken"
+        assert id not in _REGISTRY or _REGISTRY[id].function.__module__ == function.__module__, (
+            f"{id} is taken"
+        )
         assert function.__doc__, f"{id} needs a docstring: --explain prints it"
         _REGISTRY[id] = Check(id, level, scope, title, function)
         return function
@@ -104,7 +108,9 @@ def all_checks() -> list[Check]:
     for module in modules:
         importlib.import_module(module)
     registered = [found for found in _REGISTRY.values() if found.function.__module__ in modules]
-    return sorted(registered, key=lambda found: (found.level, modules.index(found.function.__module__)))
+    return sorted(
+        registered, key=lambda found: (found.level, modules.index(found.function.__module__))
+    )
 
 
 def run_check(found: Check, context) -> list[Result]:
@@ -116,6 +122,11 @@ def run_check(found: Check, context) -> list[Result]:
     except Exception as error:
         results = [Result(ERROR, why=f"the check failed: {type(error).__name__}: {error}")]
     for result in results:
-        result.id, result.scope, result.level, result.title = found.id, found.scope, found.level, found.title
+        result.id, result.scope, result.level, result.title = (
+            found.id,
+            found.scope,
+            found.level,
+            found.title,
+        )
         result.seconds = round(time.perf_counter() - started, 3)
     return results

@@ -1,4 +1,6 @@
-"""Collect facts of this machine, of every node, and of the nodes together, without evaluating them."""
+"""Collect facts of this machine, of every node, and of the nodes together, without evaluating
+them.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,16 @@ from mmldlm.preflight.remote.timeouts import run_with_timeout
 from mmldlm.utils.entry_point import module_command
 from mmldlm.utils.processes import read_stat
 
-HEAD_PROBES = ("identity", "gpus", "memory", "network", "resolve", "checkpoints", "versions", "code")
+HEAD_PROBES = (
+    "identity",
+    "gpus",
+    "memory",
+    "network",
+    "resolve",
+    "checkpoints",
+    "versions",
+    "code",
+)
 NODE_PROBES = tuple(PROBES)
 DATA_IDLE_SECONDS = 30
 
@@ -32,9 +43,16 @@ def start_data_probe(context: Context) -> subprocess.Popen | None:
     with tempfile.NamedTemporaryFile("w", encoding="utf-8", suffix=".yaml", delete=False) as file:
         file.write(to_yaml(context.config))
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    command = module_command("mmldlm.preflight.dynamic.data_probe", file.name, str(context.world_size))
+    command = module_command(
+        "mmldlm.preflight.dynamic.data_probe", file.name, str(context.world_size)
+    )
     child = subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment, start_new_session=True
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=environment,
+        start_new_session=True,
     )
     child.config_file = file.name
     return child
@@ -49,10 +67,14 @@ def finish_data_probe(context: Context, child: subprocess.Popen | None) -> None:
         if child.returncode == 0:
             context.data_facts = json.loads(output.strip().splitlines()[-1])
         else:
-            context.data_probe_error = (errors.strip().splitlines() or [f"status {child.returncode}"])[-1]
+            context.data_probe_error = (
+                errors.strip().splitlines() or [f"status {child.returncode}"]
+            )[-1]
     except subprocess.TimeoutExpired:
         child.kill()
-        context.data_probe_error = f"reading the data stalled for {DATA_IDLE_SECONDS} s: its file system may hang"
+        context.data_probe_error = (
+            f"reading the data stalled for {DATA_IDLE_SECONDS} s: its file system may hang"
+        )
     finally:
         os.unlink(child.config_file)
 
@@ -61,7 +83,8 @@ def _communicate_while_active(child: subprocess.Popen) -> tuple[str, str]:
     """Return the child's output.
 
     Raises:
-        subprocess.TimeoutExpired: it used no CPU time for DATA_IDLE_SECONDS. A slow child is not a hung one.
+        subprocess.TimeoutExpired: it used no CPU time for DATA_IDLE_SECONDS. A slow child is not a
+            hung one.
     """
     last_ticks, last_change = -1, time.monotonic()
     while True:
@@ -102,7 +125,10 @@ def _master_hint(context: Context) -> str | None:
 
 
 def collect_head(context: Context) -> None:
-    """Collect the facts of this machine. Call it before any thread is started, because probes fork."""
+    """Collect the facts of this machine.
+
+    Call it before any thread is started, because probes fork.
+    """
     arguments = probe_arguments(context)
     jobs = {}
     for name in _applicable(HEAD_PROBES, arguments):
@@ -114,7 +140,12 @@ def collect_head(context: Context) -> None:
 def create_pool(context: Context) -> AgentPool:
     """Return agents for all nodes, not started yet."""
     options = context.options
-    return AgentPool([Agent(name, context.local, options.ssh_port, options.ssh_option) for name in context.names])
+    return AgentPool(
+        [
+            Agent(name, context.local, options.ssh_port, options.ssh_option)
+            for name in context.names
+        ]
+    )
 
 
 def collect_nodes(context: Context, pool: AgentPool) -> None:
@@ -129,12 +160,18 @@ def collect_nodes(context: Context, pool: AgentPool) -> None:
 
 
 def _detect_lost_packets(context: Context, pool: AgentPool) -> None:
-    """Retry logins that timed out with small packets; where those succeed, the MTU is the cause."""
+    """Retry logins that timed out with small packets; where those succeed, the MTU is the
+    cause.
+    """
     options = context.options
-    late = {name: failure for name, failure in pool.failures.items() if "timed out" in failure.message}
+    late = {
+        name: failure for name, failure in pool.failures.items() if "timed out" in failure.message
+    }
     with ThreadPoolExecutor(max(len(late), 1)) as executor:
         commands = [ssh_command(name, options.ssh_port, options.ssh_option) for name in late]
-        for (name, failure), works in zip(late.items(), executor.map(login_works, commands), strict=True):
+        for (name, failure), works in zip(
+            late.items(), executor.map(login_works, commands), strict=True
+        ):
             if works:
                 message = f"{failure.message}; with packets of {SEGMENT} bytes it works"
                 pool.failures[name] = AgentFailure("mtu", message)
@@ -146,7 +183,9 @@ def _record_failures(context: Context, pool: AgentPool) -> None:
 
 
 def collect_cluster(context: Context, pool: AgentPool) -> None:
-    """Level 2: collect clocks, master address and port, all connections, the shared folder, launcher environments."""
+    """Level 2: collect clocks, master address and port, all connections, the shared folder,
+    launcher environments.
+    """
     context.clocks = pool.clocks()
     _collect_connections(context, pool)
     # The launcher waits for the interpreters on the nodes; meanwhile the shared folder is tested.
@@ -164,7 +203,9 @@ def _collect_connections(context: Context, pool: AgentPool) -> None:
     """Let every node connect to every other one and to all addresses of the master."""
     first, port = (context.names or [None])[0], context.options.master_port
     master_answers = first in context.facts and first not in pool.failures
-    opened = pool.call("listen", lambda name: {"ports": [0, 0] + ([port] if name == first else [])}, timeout=10)
+    opened = pool.call(
+        "listen", lambda name: {"ports": [0, 0] + ([port] if name == first else [])}, timeout=10
+    )
     try:
         targets = {
             name: (data_address(context, name), [entry["port"] for entry in answer["ports"][:2]])
@@ -176,7 +217,12 @@ def _collect_connections(context: Context, pool: AgentPool) -> None:
             candidates = context.master["candidates"]
 
         def connect_args(name: str) -> dict:
-            to = [[address, p] for other, (address, ports) in targets.items() if other != name for p in ports]
+            to = [
+                [address, p]
+                for other, (address, ports) in targets.items()
+                if other != name
+                for p in ports
+            ]
             return {"to": to + [[address, reach_port] for address in candidates]}
 
         answers = pool.call("connect", connect_args, timeout=60)
@@ -185,13 +231,17 @@ def _collect_connections(context: Context, pool: AgentPool) -> None:
     for name, results in answers.items():
         others = [other for other in targets if other != name]
         for index, other in enumerate(others):
-            context.connections[(name, other)] = _merge_connections(*results[2 * index : 2 * index + 2])
+            context.connections[(name, other)] = _merge_connections(
+                *results[2 * index : 2 * index + 2]
+            )
         for address, result in zip(candidates, results[2 * len(others) :], strict=True):
             context.master["reach"].setdefault(address, {})[name] = result
 
 
 def _merge_connections(first: dict, second: dict) -> dict:
-    """Merge two connections of one direction: an error of either, else the shorter round trip and all segments."""
+    """Merge two connections of one direction: an error of either, else the shorter round trip and
+    all segments.
+    """
     for found in (first, second):
         if "error" in found:
             return found
@@ -204,7 +254,11 @@ def _collect_master(context: Context, pool: AgentPool, ports: list[dict]) -> int
     first, listening = context.names[0], ports[2]
     options, network = context.options, context.value(first, "network") or {}
     resolved, own = context.reachable_addresses(first), network.get("addresses", [])
-    guessed = options.master_addr is None and context.launcher == "deepspeed" and not options.propagates_all
+    guessed = (
+        options.master_addr is None
+        and context.launcher == "deepspeed"
+        and not options.propagates_all
+    )
     if context.local:
         address, own = "127.0.0.1", []
     else:
@@ -228,24 +282,40 @@ def _collect_master(context: Context, pool: AgentPool, ports: list[dict]) -> int
 
 
 def data_address(context: Context, name: str) -> str:
-    """Return the address that ranks on a node publish: of GLOO_SOCKET_IFNAME, else of the node's own name."""
+    """Return the address that ranks on a node publish: of GLOO_SOCKET_IFNAME, else of the node's
+    own name.
+    """
     network = context.value(name, "network") or {}
     interfaces = network.get("interfaces", [])
     interface = (context.environment_on(name) or {}).get("GLOO_SOCKET_IFNAME")
     # NET001 reports an unusable interface; the connections are then tested over a usable one.
-    by_name = {e["name"]: e["address"] for e in interfaces if e["address"] and e["up"] and not e["loopback"]}
+    by_name = {
+        e["name"]: e["address"]
+        for e in interfaces
+        if e["address"] and e["up"] and not e["loopback"]
+    }
     if interface in by_name:
         return by_name[interface]
-    own = [a for a in network.get("hostname_addresses", []) if not a.startswith("127.") and a in by_name.values()]
+    own = [
+        a
+        for a in network.get("hostname_addresses", [])
+        if not a.startswith("127.") and a in by_name.values()
+    ]
     if own:
         return own[0]
     return (network.get("route_to_master") or {}).get("source") or name
 
 
 def _collect_shared_folder(context: Context, pool: AgentPool) -> None:
-    """Test whether all nodes see a file of the first writer, and the first one a file of the last reader."""
+    """Test whether all nodes see a file of the first writer, and the first one a file of the last
+    reader.
+    """
     folders = context.probe_values("checkpoints")
-    writers = [name for name, found in folders.items() if "write_error" not in found and name not in pool.failures]
+    writers = [
+        name
+        for name, found in folders.items()
+        if "write_error" not in found and name not in pool.failures
+    ]
     if not writers:
         return
     first = writers[0]
@@ -253,11 +323,17 @@ def _collect_shared_folder(context: Context, pool: AgentPool) -> None:
     context.shared_folder.update(seen)
     readers = [name for (_, name), visible in seen.items() if visible and name in writers]
     if readers:
-        context.shared_folder.update(_file_visible_from(pool, readers[-1], folders[readers[-1]]["folder"], first))
+        context.shared_folder.update(
+            _file_visible_from(pool, readers[-1], folders[readers[-1]]["folder"], first)
+        )
 
 
-def _file_visible_from(pool: AgentPool, writer: str, folder: str, reader: str | None) -> dict[tuple[str, str], bool]:
-    """Return (writer, reader) -> whether a new file of the writer is visible, for one reader or all other nodes."""
+def _file_visible_from(
+    pool: AgentPool, writer: str, folder: str, reader: str | None
+) -> dict[tuple[str, str], bool]:
+    """Return (writer, reader) -> whether a new file of the writer is visible, for one reader or
+    all other nodes.
+    """
     text = uuid.uuid4().hex
     path = os.path.join(folder, f".mmldlm_preflight_{text}")
     agent = pool.agents[writer]
@@ -269,6 +345,10 @@ def _file_visible_from(pool: AgentPool, writer: str, folder: str, reader: str | 
         else:
             answers = pool.call("read_probe_file", {"path": path}, timeout=15)
         agent.request("remove_probe_file", {"path": path}, 15)
-        return {(writer, name): answer.get("value") == text for name, answer in answers.items() if name != writer}
+        return {
+            (writer, name): answer.get("value") == text
+            for name, answer in answers.items()
+            if name != writer
+        }
     except (AgentFailure, RuntimeError):
         return {}

@@ -25,7 +25,8 @@ class Context:
         hostfile_error: why the hostfile cannot be used.
         config: resolved config.
         config_error: why the config is invalid.
-        data_facts: result of dynamic/data_probe.py: samples, model sizes, or errors of data and engine.
+        data_facts: result of dynamic/data_probe.py: samples, model sizes, or errors of data and
+            engine.
         data_probe_error: why the data probe failed.
         head: probe -> {"value"} or {"error"} of this machine.
         facts: node -> probe -> {"value"} or {"error"}.
@@ -121,7 +122,8 @@ class Context:
     def master_address(self) -> str:
         """Return the address of the first node for the launcher.
 
-        In this order: the address tested by level 2, --master_addr, the address known on this machine.
+        In this order: the address tested by level 2, --master_addr, the address known on this
+        machine.
         """
         if self.local:
             return "127.0.0.1"
@@ -139,8 +141,9 @@ class Context:
     def environment_on(self, name: str) -> dict[str, str] | None:
         """Return the environment of a rank on a node.
 
-        Level 2 reads it from a process that the launcher started. Before, it is the login's environment plus the
-        variables that the launcher is known to propagate. None if the launcher starts ranks in shells unknown here.
+        Level 2 reads it from a process that the launcher started. Before, it is the login's
+        environment plus the variables that the launcher is known to propagate. None if the
+        launcher starts ranks in shells unknown here.
         """
         from mmldlm.cluster.env_propagation import propagated_variables, run_variables
 
@@ -163,7 +166,9 @@ def train_arguments(options: argparse.Namespace) -> list[str]:
         ("--config", options.config),
         ("--deepspeed_config", options.deepspeed_config),
     )
-    return [text for name, value in given if value for text in (name, value)] + list(options.overrides)
+    return [text for name, value in given if value for text in (name, value)] + list(
+        options.overrides
+    )
 
 
 def majority(values: dict[str, Any]) -> Any:

@@ -1,6 +1,7 @@
 """Memory per rank under every engine, and the size of a checkpoint, calculated without torch.
 
-The formulas follow arXiv 1910.02054 and the engines' code. The sizes of the model come from Task.model_sizes.
+The formulas follow arXiv 1910.02054 and the engines' code. The sizes of the model come from
+Task.model_sizes.
 """
 
 from __future__ import annotations
@@ -8,22 +9,35 @@ from __future__ import annotations
 from collections.abc import Collection
 
 GIB = 1 << 30
-# A process with torch loaded (measured: 0.35 GiB resident on CPU); on a GPU its context and NCCL's buffers.
+# A process with torch loaded (measured: 0.35 GiB resident on CPU); on a GPU its context and NCCL's
+# buffers.
 BASE_CPU, BASE_GPU = int(0.4 * GIB), int(1.2 * GIB)
-PLANS = ("single", "zero0", "zero1", "zero2", "zero3", "fsdp")  # from most to least memory per rank
+PLANS = (
+    "single",
+    "zero0",
+    "zero1",
+    "zero2",
+    "zero3",
+    "fsdp",
+)  # from most to least memory per rank
 
 
-def state_bytes(plan: str, sizes: dict, world_size: int, dtype: str, bucket: int, offload: Collection[str] = ()) -> int:
-    """Return the peak bytes of weights, gradients, fp32 masters, the optimizer's moments and buckets on one rank.
+def state_bytes(
+    plan: str, sizes: dict, world_size: int, dtype: str, bucket: int, offload: Collection[str] = ()
+) -> int:
+    """Return the peak bytes of weights, gradients, fp32 masters, the optimizer's moments and
+    buckets on one rank.
 
     Muon's exchanges (at most 512 MiB, after the activations are freed) are not in the peak.
 
     Args:
         plan: one of PLANS.
-        sizes: of Task.model_sizes (elements); "single_moment": trainable elements that Muon updates.
+        sizes: of Task.model_sizes (elements); "single_moment": trainable elements that Muon
+            updates.
         world_size: number of ranks.
         dtype: training.dtype.
-        bucket: elements of a communication bucket of DeepSpeed (engines/deepspeed/config.py); 0 for DDP and FSDP.
+        bucket: elements of a communication bucket of DeepSpeed (engines/deepspeed/config.py); 0
+            for DDP and FSDP.
         offload: "optimizer" and "param", if they are in another memory (see host_bytes).
     """
     trainable, weights = sizes["trainable"], sizes["trainable"] + sizes["frozen"]
@@ -31,10 +45,17 @@ def state_bytes(plan: str, sizes: dict, world_size: int, dtype: str, bucket: int
     low = 4 if dtype == "fp32" else 2
     buckets = min(bucket, trainable) * 4 * 2  # two with overlap_comm
     if plan in ("single", "zero0"):  # fp32 weights under autocast
-        return 4 * weights + 4 * trainable + moment_bytes(sizes) + (buckets // 2 if plan == "zero0" else 0)
+        return (
+            4 * weights
+            + 4 * trainable
+            + moment_bytes(sizes)
+            + (buckets // 2 if plan == "zero0" else 0)
+        )
     # fp32 gradients, masters and moments; gradients sent to the host are in low precision
     moments = moment_bytes(sizes) / world_size
-    gradients, states = (low * share, 0) if "optimizer" in offload else (4 * share, 4 * share + moments)
+    gradients, states = (
+        (low * share, 0) if "optimizer" in offload else (4 * share, 4 * share + moments)
+    )
     if plan == "zero1":  # unsharded gradients, in low precision and accumulated in fp32
         return int(low * weights + (4 + (low if low == 2 else 0)) * trainable + states + buckets)
     if plan == "zero2":
@@ -48,21 +69,34 @@ def state_bytes(plan: str, sizes: dict, world_size: int, dtype: str, bucket: int
 
 
 def moment_bytes(sizes: dict) -> int:
-    """Return the bytes of the moments of all ranks: two fp32 numbers per trained element, one where Muon updates it."""
+    """Return the bytes of the moments of all ranks: two fp32 numbers per trained element, one
+    where Muon updates it.
+    """
     return 8 * sizes["trainable"] - 4 * sizes.get("single_moment", 0)
 
 
 def host_bytes(sizes: dict, world_size: int, dtype: str, offload: Collection[str]) -> int:
     """Return the bytes of host memory of one GPU rank's process, with its offloaded tensors."""
     low, weights = 4 if dtype == "fp32" else 2, sizes["trainable"] + sizes["frozen"]
-    optimizer = (8 * sizes["trainable"] + moment_bytes(sizes)) / world_size if "optimizer" in offload else 0
+    optimizer = (
+        (8 * sizes["trainable"] + moment_bytes(sizes)) / world_size
+        if "optimizer" in offload
+        else 0
+    )
     return int(optimizer + (low * weights / world_size if "param" in offload else 0)) + BASE_CPU
 
 
 def bytes_per_rank(
-    plan: str, sizes: dict, world_size: int, dtype: str, on_gpu: bool, bucket: int, offload: Collection[str] = ()
+    plan: str,
+    sizes: dict,
+    world_size: int,
+    dtype: str,
+    on_gpu: bool,
+    bucket: int,
+    offload: Collection[str] = (),
 ) -> int:
-    """Return all bytes of one rank: states, activations and logits of a micro-batch, and the process itself.
+    """Return all bytes of one rank: states, activations and logits of a micro-batch, and the
+    process itself.
 
     benchmarks/step.py compares the activations and logits with measured peaks.
     """
@@ -72,7 +106,9 @@ def bytes_per_rank(
 
 
 def checkpoint_bytes(plan: str, sizes: dict, dtype: str) -> int:
-    """Return the bytes of one checkpoint of all ranks: weights, moments, and separate fp32 masters if any."""
+    """Return the bytes of one checkpoint of all ranks: weights, moments, and separate fp32 masters
+    if any.
+    """
     weights, trainable = sizes["trainable"] + sizes["frozen"], sizes["trainable"]
     low = 4 if dtype == "fp32" else 2
     if plan in ("single", "zero0", "fsdp"):

@@ -1,4 +1,6 @@
-"""preflight.json: results of a preflight with its config, hosts and versions; training compares itself with it."""
+"""preflight.json: results of a preflight with its config, hosts and versions; training compares
+itself with it.
+"""
 
 from __future__ import annotations
 
@@ -23,8 +25,8 @@ STALE_DAYS = 7
 def config_hash(config: Config) -> str:
     """Return a hash of a config and of its DeepSpeed JSON.
 
-    Without training.resume (a resumed run is the same run) and the keys that the data sets (FilledFromData): training
-    has them filled in.
+    Without training.resume (a resumed run is the same run) and the keys that the data sets
+    (FilledFromData): training has them filled in.
     """
     values = _without_data_keys(config)
     values["training"]["resume"] = None
@@ -74,7 +76,9 @@ def create(context, results, code: int, seconds: float) -> dict:
 
 
 def _file_hash(path: str) -> str | None:
-    """Return the hash of a regular file; None for others (a hostfile may be a pipe that is read once)."""
+    """Return the hash of a regular file; None for others (a hostfile may be a pipe that is read
+    once).
+    """
     return hashlib.sha256(read_bytes(path, 1 << 30)).hexdigest() if os.path.isfile(path) else None
 
 
@@ -96,7 +100,8 @@ _READ: dict[str, tuple[type, ...]] = {
 
 
 def read(run_dir: Path) -> dict | None:
-    """Return the receipt of a run folder; None if it is missing, unreadable, or of another program.
+    """Return the receipt of a run folder; None if it is missing, unreadable, or of another
+    program.
 
     Raises:
         ValueError: a value that is read back is missing or of another type.
@@ -114,7 +119,9 @@ def read(run_dir: Path) -> dict | None:
 
 
 def staleness_reasons(config: Config, world_size: int) -> list[str]:
-    """Return why the receipt in the run folder does not apply to this run; empty if it applies or is missing."""
+    """Return why the receipt in the run folder does not apply to this run; empty if it applies or
+    is missing.
+    """
     receipt = read(config.run_dir())
     if receipt is None:
         return []
@@ -122,7 +129,9 @@ def staleness_reasons(config: Config, world_size: int) -> list[str]:
     if receipt["config_sha256"] != config_hash(config):
         reasons.append("the config has changed since")
     if receipt["world_size"] != world_size:
-        reasons.append(f"it was written for {receipt['world_size']} ranks, this run has {world_size}")
+        reasons.append(
+            f"it was written for {receipt['world_size']} ranks, this run has {world_size}"
+        )
     now = installed_versions()
     changed = [name for name, value in receipt["installed"].items() if now.get(name) != value]
     if changed:
@@ -136,7 +145,8 @@ def staleness_reasons(config: Config, world_size: int) -> list[str]:
 
 
 def log_receipt(config: Config, world_size: int, folder) -> None:
-    """Log the receipt to events.jsonl, with a warning if it belongs to another run; for training, on rank 0.
+    """Log the receipt to events.jsonl, with a warning if it belongs to another run; for training,
+    on rank 0.
 
     Never raises, because the other ranks do not call it.
 
@@ -150,10 +160,17 @@ def log_receipt(config: Config, world_size: int, folder) -> None:
         if found is None:
             return
         reasons = staleness_reasons(config, world_size)
-        folder.event("preflight", level=found["level"], exit_code=found["exit_code"], made=found["time"], stale=reasons)
+        folder.event(
+            "preflight",
+            level=found["level"],
+            exit_code=found["exit_code"],
+            made=found["time"],
+            stale=reasons,
+        )
     except Exception as error:  # of one rank alone
         reasons = [f"it cannot be read ({type(error).__name__}: {error})"]
     if reasons:
         folder.progress.warning(
-            f"{NAME} does not apply to this run: {'; '.join(reasons)}. `mmldlm preflight` writes a new one"
+            f"{NAME} does not apply to this run: {'; '.join(reasons)}. `mmldlm preflight` writes a"
+            " new one"
         )

@@ -1,4 +1,6 @@
-"""Print the report: one row per node with counts, one block per failed check, and the exit code."""
+"""Print the report: one row per node with counts, one block per failed check, and the exit
+code.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,8 @@ def worst(results: list[Result]) -> str:
 def exit_code(results: list[Result], strict: bool = False) -> int:
     """Return the exit code.
 
-    0: passed. 1: a check failed (strict: or warned). 2: unusable hostfile or config. 3: a check could not run.
+    0: passed. 1: a check failed (strict: or warned). 2: unusable hostfile or config. 3: a check
+        could not run.
     """
     if any(r.status == FAIL and r.id in _USAGE_IDS for r in results):
         return EXIT_USAGE
@@ -43,11 +46,18 @@ def nodes_of(result: Result) -> list[str]:
 def failing_nodes(context: Context, results: list[Result]) -> list[str]:
     """Return the nodes that failed a check, in hostfile order.
 
-    A failed pair does not identify one of its two nodes; only the node with the most failed pairs is included.
+    A failed pair does not identify one of its two nodes; only the node with the most failed pairs
+    is included.
     """
     own = {r.node for r in results if r.status == FAIL and r.scope != "pair"}
-    pairs = Counter(name for r in results if r.status == FAIL and r.scope == "pair" for name in nodes_of(r))
-    return [name for name in context.names if name in own or (pairs[name] > 1 and pairs[name] == max(pairs.values()))]
+    pairs = Counter(
+        name for r in results if r.status == FAIL and r.scope == "pair" for name in nodes_of(r)
+    )
+    return [
+        name
+        for name in context.names
+        if name in own or (pairs[name] > 1 and pairs[name] == max(pairs.values()))
+    ]
 
 
 def print_report(context: Context, results: list[Result], seconds: float, out: TextIO) -> None:
@@ -56,13 +66,17 @@ def print_report(context: Context, results: list[Result], seconds: float, out: T
     ranks = f"{len(context.nodes)} node(s), {context.world_size} rank(s), {context.launcher}"
     print(f"{title}: {ranks}", file=out)
     rows = [("this machine", [r for r in results if not nodes_of(r)])]
-    rows += [(name, [r for r in results if name in nodes_of(r)]) for name in (context.names if context.level else ())]
+    rows += [
+        (name, [r for r in results if name in nodes_of(r)])
+        for name in (context.names if context.level else ())
+    ]
     width = max(len(name) for name, _ in rows)
     for name, own in rows:
         counts = Counter(r.status for r in own)
         problems = ", ".join(dict.fromkeys(r.id for r in own if r.status in (FAIL, ERROR, WARN)))
         skipped = f", {counts[SKIP]} skipped" if counts[SKIP] else ""
-        print(f"  {name:{width}}  {worst(own):5} {counts[PASS]} passed{skipped}  {problems}".rstrip(), file=out)
+        line = f"  {name:{width}}  {worst(own):5} {counts[PASS]} passed{skipped}  {problems}"
+        print(line.rstrip(), file=out)
     for r in results:
         if r.id in ALWAYS_SHOWN and r.status == PASS:
             print(f"  {r.title:{max(width, 24)}}  {r.measured}", file=out)
@@ -75,16 +89,27 @@ def print_report(context: Context, results: list[Result], seconds: float, out: T
     bad = failing_nodes(context, results)
     if bad and len(context.nodes) > 1:
         exclude = f"nodes to exclude: --exclude {'@'.join(bad)}"
-        print(f"\n  {exclude if len(bad) < len(context.nodes) else 'every node failed a check'}", file=out)
+        print(
+            f"\n  {exclude if len(bad) < len(context.nodes) else 'every node failed a check'}",
+            file=out,
+        )
     counts = Counter(r.status for r in results)
     print(f"\n{worst(results)}: {_summary(counts)} ({seconds:.1f} s)", file=out, flush=True)
 
 
 def _summary(counts: Counter) -> str:
     """Return "1 failed, 40 passed"."""
-    labels = {PASS: "passed", WARN: "warned", FAIL: "failed", ERROR: "could not be checked", SKIP: "skipped"}
+    labels = {
+        PASS: "passed",
+        WARN: "warned",
+        FAIL: "failed",
+        ERROR: "could not be checked",
+        SKIP: "skipped",
+    }
     return ", ".join(
-        f"{counts[status]} {labels[status]}" for status in (FAIL, ERROR, WARN, PASS, SKIP) if counts[status]
+        f"{counts[status]} {labels[status]}"
+        for status in (FAIL, ERROR, WARN, PASS, SKIP)
+        if counts[status]
     )
 
 
@@ -93,14 +118,23 @@ def _grouped(results: list[Result]) -> list[list[Result]]:
     groups: dict[tuple, list[Result]] = {}
     for r in results:
         own = r.node or "\0"
-        key = (r.status, r.id, *(text.replace(own, "NODE") for text in (r.measured, r.expected, r.why)))
+        key = (
+            r.status,
+            r.id,
+            *(text.replace(own, "NODE") for text in (r.measured, r.expected, r.why)),
+        )
         groups.setdefault(key, []).append(r)
-    return sorted(groups.values(), key=lambda group: (_WORST.index(group[0].status), group[0].level))
+    return sorted(
+        groups.values(), key=lambda group: (_WORST.index(group[0].status), group[0].level)
+    )
 
 
 def _print_group(group: list[Result], out: TextIO) -> None:
     r, nodes = group[0], ", ".join(dict.fromkeys(r.node for r in group if r.node))
-    print(f"\n  {r.status}  {r.id} {r.title}{f', {nodes}' if nodes else ''}: {r.measured or r.why}", file=out)
+    print(
+        f"\n  {r.status}  {r.id} {r.title}{f', {nodes}' if nodes else ''}: {r.measured or r.why}",
+        file=out,
+    )
     if r.expected:
         print(f"        expected {r.expected}", file=out)
     if r.fix:

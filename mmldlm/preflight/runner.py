@@ -1,4 +1,6 @@
-"""Run a preflight: collect the facts up to a level, run the checks, print the report, write the receipt."""
+"""Run a preflight: collect the facts up to a level, run the checks, print the report, write the
+receipt.
+"""
 
 from __future__ import annotations
 
@@ -58,11 +60,17 @@ def select_checks(only: str | None, without: str | None, level: int) -> list[Che
     )  # fmt: skip
     unknown = (included | excluded) - {check.id for check in checks}
     if unknown:
-        raise UserError("ids of checks", ", ".join(sorted(unknown)), "mmldlm preflight --explain all lists them")
+        raise UserError(
+            "ids of checks",
+            ", ".join(sorted(unknown)),
+            "mmldlm preflight --explain all lists them",
+        )
     return [
         check
         for check in checks
-        if check.level <= level and check.id not in excluded and (not included or check.id in included)
+        if check.level <= level
+        and check.id not in excluded
+        and (not included or check.id in included)
     ]
 
 
@@ -109,7 +117,9 @@ def collect_facts(context: Context) -> None:
                     collect.finish_data_probe(context, child)
                     child = None
                     if "data_error" not in context.data_facts:
-                        _log_progress("two training steps, a save and a resume (at most 5 minutes) ...")
+                        _log_progress(
+                            "two training steps, a save and a resume (at most 5 minutes) ..."
+                        )
                         dry_run.run_training(context, pool)
             finally:
                 pool.stop()
@@ -123,10 +133,18 @@ def _log_progress(text: str) -> None:
 
 
 def apply_fix(context: Context) -> None:
-    """Write variables that are not propagated to ./.deepspeed_env, and run the launcher probe again."""
+    """Write variables that are not propagated to ./.deepspeed_env, and run the launcher probe
+    again.
+    """
     here = run_variables()
-    environments = [there for name in context.facts if (there := context.environment_on(name)) is not None]
-    missing = sorted(key for key, value in here.items() if any(there.get(key) != value for there in environments))
+    environments = [
+        there for name in context.facts if (there := context.environment_on(name)) is not None
+    ]
+    missing = sorted(
+        key
+        for key, value in here.items()
+        if any(there.get(key) != value for there in environments)
+    )
     if not missing or context.launcher != "deepspeed":
         return
     path = Path(os.environ.get("DS_ENV_FILE", ".deepspeed_env"))
@@ -140,12 +158,18 @@ def apply_fix(context: Context) -> None:
         probe.finish()
 
 
-def write_receipts(context: Context, results: list[Result], code: int, seconds: float, path: str | None) -> None:
+def write_receipts(
+    context: Context, results: list[Result], code: int, seconds: float, path: str | None
+) -> None:
     """Write the receipt of a complete preflight to the run folder, and to `path` if given."""
     created = receipt.create(context, results, code, seconds)
     if path is not None:
         receipt.write(created, Path(path))
-    if context.config is not None and context.level >= 1 and not (context.options.only or context.options.skip):
+    if (
+        context.config is not None
+        and context.level >= 1
+        and not (context.options.only or context.options.skip)
+    ):
         try:
             receipt.write(created, context.config.run_dir() / receipt.NAME)
         except OSError as error:  # CKPT001 reports it too; the exit code does not depend on it

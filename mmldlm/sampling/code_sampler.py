@@ -1,4 +1,6 @@
-"""Images as ids of codes, by the samplers of masked diffusion at a fixed length: given captions, or with them."""
+"""Images as ids of codes, by the samplers of masked diffusion at a fixed length: given captions,
+or with them.
+"""
 
 from __future__ import annotations
 
@@ -24,16 +26,24 @@ from mmldlm.utils.counter_rng import Stream, uniforms
 
 CODE_STEPS = 12
 """Default number of passes of an image (Show-o, arXiv 2408.12528, has as many)."""
-_SPECIAL = 3  # ids after the codes: [MASK], and those that a state of texts needs for padding and end
+_SPECIAL = (
+    3  # ids after the codes: [MASK], and those that a state of texts needs for padding and end
+)
 
 
 class CodeState(DecodingState):
-    """N ids of an image between all [MASK] and complete: a text of N + 1 tokens whose last one is never read."""
+    """N ids of an image between all [MASK] and complete: a text of N + 1 tokens whose last one is
+    never read.
+    """
 
     def __init__(self, batch: int, count: int, num_codes: int, device: torch.device):
         lengths = torch.full((batch,), count + 1, device=device)
         super().__init__(
-            lengths, count + 1, mask_token_id=num_codes, pad_token_id=num_codes + 1, eos_token_id=num_codes + 2
+            lengths,
+            count + 1,
+            mask_token_id=num_codes,
+            pad_token_id=num_codes + 1,
+            eos_token_id=num_codes + 2,
         )
         self.count = count
 
@@ -62,7 +72,9 @@ def start_codes(
     steps: int,
     shared_schedule: bool = False,
 ) -> TextStrategy:
-    """Return the strategy `name` with images of [MASK] alone, one for each of the sample indices."""
+    """Return the strategy `name` with images of [MASK] alone, one for each of the sample
+    indices.
+    """
     config = model.config
     count = config.num_latents
     state = CodeState(len(indices), count, config.num_codes, device_of(model))
@@ -93,16 +105,19 @@ def sample_codes(
     batch_tokens: int = 4096,
     progress: Callable[[int, int], None] | None = None,
 ) -> Tensor:
-    """Sample the ids of one image per text, or num_samples images without a text (the learned null).
+    """Sample the ids of one image per text, or num_samples images without a text (the learned
+    null).
 
     Args:
         model: a MultimodalMMDiT of codes.
         texts: N lists of ids without EOS, or None.
         steps: number of passes; at most the number of codes of an image are needed.
-        sampler: one of CODE_SAMPLERS. Those by certainty choose which codes to fill without guidance.
+        sampler: one of CODE_SAMPLERS. Those by certainty choose which codes to fill without
+            guidance.
         temperature, top_p: of the draws; None: the sampler's default.
         guidance: classifier-free guidance of the logits, null + g (given - null).
-        guidance_interval: the shares of masked codes, ends included, at which there is guidance; None: all.
+        guidance_interval: the shares of masked codes, ends included, at which there is guidance;
+            None: all.
         seed: the draws of a sample depend on the seed and its index only.
         batch_tokens: maximum padded positions per pass, codes counted.
         progress: called after every pass with the number of codes written and in total.
@@ -125,12 +140,21 @@ def sample_codes(
     for rows in token_budget_batches(lengths, batch_tokens):
         tokens = real = None
         if texts is not None:
-            tokens, real = pad_texts([texts[row] for row in rows], config.eos_token_id, config.pad_token_id, device)
+            tokens, real = pad_texts(
+                [texts[row] for row in rows], config.eos_token_id, config.pad_token_id, device
+            )
         strategy = start_codes(
-            sampler, model, rows.tolist(), draw=DrawSettings(temperature, top_p), seed=seed, steps=steps
+            sampler,
+            model,
+            rows.tolist(),
+            draw=DrawSettings(temperature, top_p),
+            seed=seed,
+            steps=steps,
         )
         while len(positions := strategy.positions()):
-            _take_pass(model, tokens, real, strategy, positions, guidance, guidance_interval or (0.0, 1.0))
+            _take_pass(
+                model, tokens, real, strategy, positions, guidance, guidance_interval or (0.0, 1.0)
+            )
             if progress is not None:
                 open_codes = int(strategy.state.undecided.sum())
                 progress(done + len(rows) * own - open_codes, count * own)
@@ -165,13 +189,22 @@ def _take_pass(
 
 
 def code_logits(
-    model: nn.Module, tokens: Tensor | None, real: Tensor | None, state: CodeState, times: Tensor, positions: Tensor
+    model: nn.Module,
+    tokens: Tensor | None,
+    real: Tensor | None,
+    state: CodeState,
+    times: Tensor,
+    positions: Tensor,
 ) -> Tensor:
-    """Return logits [M, Q + 3] fp32 at positions [M] of B * (N + 1): -inf for [MASK] and what is not a code."""
+    """Return logits [M, Q + 3] fp32 at positions [M] of B * (N + 1): -inf for [MASK] and what is
+    not a code.
+    """
     nothing = torch.empty(0, dtype=torch.int64, device=times.device)
     codes = state.targets(positions)
     own = {"text_positions": nothing} if tokens is not None else {}
-    return pad_logits(model(tokens, state.ids, None, times, real, codes=codes, **own)["code_logits"])
+    return pad_logits(
+        model(tokens, state.ids, None, times, real, codes=codes, **own)["code_logits"]
+    )
 
 
 def pad_logits(logits: Tensor) -> Tensor:
@@ -194,7 +227,8 @@ def sample_codes_and_texts(
     progress: Callable[[int, int], None] | None = None,
     recorder: Recorder | None = None,
 ) -> tuple[TextSamples, Tensor]:
-    """Fill the masks of captions and images together, both from all [MASK] to none in the same number of passes.
+    """Fill the masks of captions and images together, both from all [MASK] to none in the same
+    number of passes.
 
     Args:
         model: trained in mode unconditional.
@@ -213,16 +247,27 @@ def sample_codes_and_texts(
         shared = {"draw": draw, "seed": seed, "shared_schedule": True}
         options = {"num_steps": steps}
         words = start_decoding(
-            sampler, model, lengths[index], rows, diffusion=text_diffusion, options=options, **shared
+            sampler,
+            model,
+            lengths[index],
+            rows,
+            diffusion=text_diffusion,
+            options=options,
+            **shared,
         )
         codes = start_codes(sampler, model, rows, steps=steps, **shared)
         observer = None if recorder is None else Observer(words.state, rows, recorder)
         for _ in range(steps):
             places, positions = words.positions(), codes.positions()
             out = model(
-                words.state.tokens, codes.state.ids, words.timesteps(), codes.timesteps(), words.state.real,
-                text_positions=places, codes=codes.state.targets(positions),
-            )  # fmt: skip
+                words.state.tokens,
+                codes.state.ids,
+                words.timesteps(),
+                codes.timesteps(),
+                words.state.real,
+                text_positions=places,
+                codes=codes.state.targets(positions),
+            )
             words.take_pass(places, out["text_logits"], observer if len(places) else None)
             codes.take_pass(positions, pad_logits(out["code_logits"]))
             done += len(rows)

@@ -24,7 +24,11 @@ def usable_device(name: str | None) -> str:
         try:
             torch.empty(1, device=device)
             found = f"{name}: a device without memory" if device.type == "meta" else None
-        except (RuntimeError, AssertionError, NotImplementedError) as error:  # depends on why the device is missing
+        except (
+            RuntimeError,
+            AssertionError,
+            NotImplementedError,
+        ) as error:  # depends on why the device is missing
             found = f"{name}: {(str(error).splitlines() or ['not available'])[0]}"
     if found is not None:
         number = torch.cuda.device_count() if torch.cuda.is_available() else 0
@@ -33,7 +37,9 @@ def usable_device(name: str | None) -> str:
         raise UserError(
             f"a --device that this machine has: {known}",
             found,
-            "omit --device" if number else f"omit --device; to find out why no GPU is visible: `nvidia-smi`, {check}",
+            "omit --device"
+            if number
+            else f"omit --device; to find out why no GPU is visible: `nvidia-smi`, {check}",
         )
     return name
 

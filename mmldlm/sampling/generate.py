@@ -1,4 +1,6 @@
-"""The three kinds of `mmldlm sample`: text from latents, latents from text, both unconditionally."""
+"""The three kinds of `mmldlm sample`: text from latents, latents from text, both
+unconditionally.
+"""
 
 from __future__ import annotations
 
@@ -89,7 +91,8 @@ class Samples:
         records: one JSON-ready record per sample.
         latents: [N, D] (or [N, M, D]); None for text from given latents.
         images: [N, S, S, C] uint8, made or given; None for a model of texts.
-        real_images: [N, S, S, C] uint8, those of a store to the captions given to t2i; None without a store.
+        real_images: [N, S, S, C] uint8, those of a store to the captions given to t2i; None
+            without a store.
         extra: further entries of settings.json.
     """
 
@@ -101,9 +104,14 @@ class Samples:
 
 
 def sample_l2t(
-    pretrained: Pretrained, options: SampleOptions, progress: ProgressBar, recorder: Recorder | None = None
+    pretrained: Pretrained,
+    options: SampleOptions,
+    progress: ProgressBar,
+    recorder: Recorder | None = None,
 ) -> Samples:
-    """Sample texts from latents; the recorder sees every pass (a sampler that `records_passes`)."""
+    """Sample texts from latents; the recorder sees every pass (a sampler that
+    `records_passes`).
+    """
     references, latents, num_unknown = read_l2t_input(pretrained, options, progress)
     samples = write_from_latents(pretrained, options, references, latents, progress, recorder)
     for record in samples.records if num_unknown else ():
@@ -119,7 +127,9 @@ def write_from_latents(
     progress: ProgressBar,
     recorder: Recorder | None = None,
 ) -> Samples:
-    """Sample texts from latents [N, D] (or [N, M, D]), with the texts that they belong to, if known."""
+    """Sample texts from latents [N, D] (or [N, M, D]), with the texts that they belong to, if
+    known.
+    """
     pretrained.check_condition_timestep(options.condition_timestep or 0.0)
     count = options.num_samples or len(latents)
     source = np.arange(count) % len(latents)
@@ -134,7 +144,9 @@ def write_from_latents(
     if SearchOptions.of(options).way is None:
         steps = "" if options.num_steps is None else f" in at most {options.num_steps} steps"
         message = f"writing {count_noun(count, 'text')}{steps}"
-        samples = _write_texts(pretrained, given, options, recorder, progress=progress.start(message))
+        samples = _write_texts(
+            pretrained, given, options, recorder, progress=progress.start(message)
+        )
         records = _text_records(pretrained, samples.tokens)
         extra = _costs(samples)
     else:
@@ -151,25 +163,38 @@ def write_from_latents(
 
 
 def _search_texts(
-    pretrained: Pretrained, latents: torch.Tensor, options: SampleOptions, num_given: int, progress: ProgressBar
+    pretrained: Pretrained,
+    latents: torch.Tensor,
+    options: SampleOptions,
+    num_given: int,
+    progress: ProgressBar,
 ) -> FoundTexts:
     """Search the text of each latent (--search)."""
     if len(latents) > num_given:
         raise UserError(
-            f"--num-samples of at most the {count_noun(num_given, 'embedding')}: a search returns one text for each",
+            f"--num-samples of at most the {count_noun(num_given, 'embedding')}: a search returns"
+            " one text for each",
             str(len(latents)),
             "lower --num-samples, or omit --search",
         )
     search = SearchOptions.of(options)
     judge = search.open_judge(pretrained)
-    own = {key: value for key, value in _writing_options(pretrained, options).items() if key not in OWN_CHOICES}
+    own = {
+        key: value
+        for key, value in _writing_options(pretrained, options).items()
+        if key not in OWN_CHOICES
+    }
     message = f"{search.describe()}, for {count_noun(num_given, 'embedding')}"
-    return search.run(pretrained, latents, judge, seed=options.seed, progress=progress.start(message), **own)
+    return search.run(
+        pretrained, latents, judge, seed=options.seed, progress=progress.start(message), **own
+    )
 
 
 def _writing_options(pretrained: Pretrained, options: SampleOptions) -> dict[str, Any]:
     """Return the options that the task's sampler of texts reads."""
-    known = set(SampleOptions.__dataclass_fields__) & pretrained.task.sampling_options - LATENT_OPTIONS
+    known = (
+        set(SampleOptions.__dataclass_fields__) & pretrained.task.sampling_options - LATENT_OPTIONS
+    )
     own = {key: getattr(options, key) for key in sorted(known)}
     if options.schedule is not None:
         own |= {"schedule": read_schedule(options.schedule, options.num_steps), "num_steps": None}
@@ -177,7 +202,11 @@ def _writing_options(pretrained: Pretrained, options: SampleOptions) -> dict[str
 
 
 def _write_texts(
-    pretrained: Pretrained, latents: torch.Tensor | None, options: SampleOptions, recorder: Recorder | None, **more
+    pretrained: Pretrained,
+    latents: torch.Tensor | None,
+    options: SampleOptions,
+    recorder: Recorder | None,
+    **more,
 ) -> TextSamples:
     """Call the task's sampler with the options that it reads."""
     own = _writing_options(pretrained, options)
@@ -189,7 +218,9 @@ def _write_texts(
 def read_l2t_input(
     pretrained: Pretrained, options: SampleOptions, progress: ProgressBar
 ) -> tuple[list[str] | None, np.ndarray, list[int]]:
-    """Return the reference texts, if any, the latents, and of given texts the tokens unknown to the encoder."""
+    """Return the reference texts, if any, the latents, and of given texts the tokens unknown to
+    the encoder.
+    """
     if options.latent_file:
         return None, read_latents(options.latent_file, pretrained), []
     if options.data:
@@ -206,13 +237,19 @@ def read_l2t_input(
     texts = given_texts(options.text, options.text_file)
     message = f"embedding {count_noun(len(texts), 'text')} with the encoder"
     num_unknown: list[int] = []
-    return texts, encode_texts(texts, pretrained, progress.start(message), num_unknown), num_unknown
+    return (
+        texts,
+        encode_texts(texts, pretrained, progress.start(message), num_unknown),
+        num_unknown,
+    )
 
 
 def sample_t2l(pretrained: Pretrained, options: SampleOptions, progress: ProgressBar) -> Samples:
     """Sample latents from texts; compare them with the encoder's if the encoder is available."""
     steps = options.num_steps or steps_given_text(pretrained.latent_diffusion)
-    LatentSolver(pretrained.latent_diffusion, steps, options.method, options.eta)  # refuses what it does not have
+    LatentSolver(
+        pretrained.latent_diffusion, steps, options.method, options.eta
+    )  # refuses what it does not have
     if steps == 1 and (options.eta != 0 or options.method != "ddim"):
         raise UserError(
             "--num-steps of at least 2 with --eta or another --method than ddim",
@@ -235,11 +272,20 @@ def sample_t2l(pretrained: Pretrained, options: SampleOptions, progress: Progres
         clamp=pretrained.clamp_x0,
         unit=pretrained.renormalize,
         seed=options.seed,
-        progress=progress.start(f"embedding {count_noun(len(texts), 'text')} in {count_noun(steps, 'step')}"),
+        progress=progress.start(
+            f"embedding {count_noun(len(texts), 'text')} in {count_noun(steps, 'step')}"
+        ),
     )
     norms = latents.norm(dim=-1).tolist()
     records: list[dict[str, Any]] = [
-        {"index": i, "text": text, "num_tokens": len(row), "num_unknown": number, "latent": i, "norm": norm}
+        {
+            "index": i,
+            "text": text,
+            "num_tokens": len(row),
+            "num_unknown": number,
+            "latent": i,
+            "norm": norm,
+        }
         for i, (text, row, number, norm) in enumerate(zip(texts, ids, unknown, norms))
     ]
     cosines = _encoder_cosines(pretrained, texts, latents.numpy(), progress)
@@ -248,13 +294,16 @@ def sample_t2l(pretrained: Pretrained, options: SampleOptions, progress: Progres
         return Samples(records, latents.numpy(), extra)
     for record, cosine in zip(records, cosines):
         record["cosine"] = cosine
-    return Samples(records, latents.numpy(), extra | {"mean_cosine_with_encoder": float(np.mean(cosines))})
+    return Samples(
+        records, latents.numpy(), extra | {"mean_cosine_with_encoder": float(np.mean(cosines))}
+    )
 
 
 def _encoder_cosines(
     pretrained: Pretrained, texts: list[str], sampled: np.ndarray, progress: ProgressBar
 ) -> list[float] | None:
-    """Return the cosine of each sampled latent with the encoder's (the mean over a text's latents).
+    """Return the cosine of each sampled latent with the encoder's (the mean over a text's
+    latents).
 
     None without the encoder: the samples are valid without this comparison.
     """
@@ -262,7 +311,10 @@ def _encoder_cosines(
         message = f"embedding {count_noun(len(texts), 'text')} with the encoder, to compare"
         encoded = encode_texts(texts, pretrained, progress.start(message))
     except (UserError, ImportError, OSError) as error:
-        print(f"no cosine with the encoder's embedding: {reason_without_encoder(error)}", file=sys.stderr)
+        print(
+            f"no cosine with the encoder's embedding: {reason_without_encoder(error)}",
+            file=sys.stderr,
+        )
         return None
     norms = np.linalg.norm(sampled, axis=-1) * np.linalg.norm(encoded, axis=-1)
     cosines = (sampled * encoded).sum(-1) / np.maximum(norms, 1e-12)
@@ -270,19 +322,32 @@ def _encoder_cosines(
 
 
 def sample_unconditional(
-    pretrained: Pretrained, options: SampleOptions, progress: ProgressBar, recorder: Recorder | None = None
+    pretrained: Pretrained,
+    options: SampleOptions,
+    progress: ProgressBar,
+    recorder: Recorder | None = None,
 ) -> Samples:
-    """Sample pairs of text and latent; of a task that predicts no latents, texts alone. The recorder as in l2t."""
+    """Sample pairs of text and latent; of a task that predicts no latents, texts alone.
+
+    The recorder as in l2t.
+    """
     if pretrained.latent_config is None:
         message = f"writing {count_noun(options.num_samples or 0, 'text')}"
         samples = _write_texts(
-            pretrained, None, options, recorder, num_samples=options.num_samples, progress=progress.start(message)
+            pretrained,
+            None,
+            options,
+            recorder,
+            num_samples=options.num_samples,
+            progress=progress.start(message),
         )
         return Samples(_text_records(pretrained, samples.tokens), None, _costs(samples))
     method = choose_method(pretrained, options.method)
     if method == "joint" and (options.condition_timestep or 0) > 0:
         fix = "omit it, or add --method chain"
-        raise UserError("--condition-timestep with --method chain", "method joint, which has no condition", fix)
+        raise UserError(
+            "--condition-timestep with --method chain", "method joint, which has no condition", fix
+        )
     pretrained.check_condition_timestep(options.condition_timestep or 0.0)
     sample = _sample_together if method == "joint" else _sample_chain
     samples, latents = sample(pretrained, options, progress, recorder)
@@ -293,14 +358,22 @@ def sample_unconditional(
 
 
 def _sample_together(
-    pretrained: Pretrained, options: SampleOptions, progress: ProgressBar, recorder: Recorder | None
+    pretrained: Pretrained,
+    options: SampleOptions,
+    progress: ProgressBar,
+    recorder: Recorder | None,
 ) -> tuple[TextSamples, torch.Tensor]:
     count, steps = options.num_samples, options.num_steps
     reads = strategy_class(options.sampler).defaults
     own = [key for key in STRATEGY_OPTIONS - {"num_steps"} if getattr(options, key) is not None]
     if "num_steps" not in reads or own:
-        found = ", ".join([f"--sampler {options.sampler}", *("--" + key.replace("_", "-") for key in own)])
-        expected = "a sampler by --num-steps alone with method joint, in which text and embedding share the steps"
+        found = ", ".join(
+            [f"--sampler {options.sampler}", *("--" + key.replace("_", "-") for key in own)]
+        )
+        expected = (
+            "a sampler by --num-steps alone with method joint, in which text and embedding share"
+            " the steps"
+        )
         raise UserError(expected, found, "add --method chain, or choose another --sampler")
     if pretrained.num_codes is not None:
         return sample_codes_and_texts(
@@ -312,7 +385,9 @@ def _sample_together(
             temperature=options.temperature,
             top_p=options.top_p,
             seed=options.seed,
-            progress=progress.start(f"sampling {count} texts and images together in {steps} steps"),
+            progress=progress.start(
+                f"sampling {count} texts and images together in {steps} steps"
+            ),
             recorder=recorder,
         )
     return sample_joint(
@@ -328,23 +403,32 @@ def _sample_together(
         clamp=pretrained.clamp_x0,
         solver=options.solver,
         seed=options.seed,
-        progress=progress.start(f"sampling {count} texts and embeddings together in {steps} steps"),
+        progress=progress.start(
+            f"sampling {count} texts and embeddings together in {steps} steps"
+        ),
         recorder=recorder,
     )
 
 
 def _sample_chain(
-    pretrained: Pretrained, options: SampleOptions, progress: ProgressBar, recorder: Recorder | None
+    pretrained: Pretrained,
+    options: SampleOptions,
+    progress: ProgressBar,
+    recorder: Recorder | None,
 ) -> tuple[TextSamples, torch.Tensor]:
     latents = _sample_first(pretrained, options, progress)
     by_list = options.schedule is not None and not names_passes(options.schedule)
     if by_list or "num_steps" not in strategy_class(options.sampler).defaults:
         options = dataclasses.replace(options, num_steps=None)
-    samples = _write_texts(pretrained, latents, options, recorder, progress=progress.start("writing their texts"))
+    samples = _write_texts(
+        pretrained, latents, options, recorder, progress=progress.start("writing their texts")
+    )
     return samples, latents
 
 
-def _sample_first(pretrained: Pretrained, options: SampleOptions, progress: ProgressBar) -> torch.Tensor:
+def _sample_first(
+    pretrained: Pretrained, options: SampleOptions, progress: ProgressBar
+) -> torch.Tensor:
     """Return the latents of a chain, without a text."""
     count, steps = options.num_samples, options.num_steps
     if pretrained.num_codes is not None:
@@ -383,4 +467,7 @@ def _costs(samples: TextSamples) -> dict[str, Any]:
 
 def _text_records(pretrained: Pretrained, tokens: list[list[int]]) -> list[dict[str, Any]]:
     texts = pretrained.tokenizer.batch_decode(tokens, skip_special_tokens=True)
-    return [{"index": i, "text": text, "num_tokens": len(ids)} for i, (text, ids) in enumerate(zip(texts, tokens))]
+    return [
+        {"index": i, "text": text, "num_tokens": len(ids)}
+        for i, (text, ids) in enumerate(zip(texts, tokens))
+    ]

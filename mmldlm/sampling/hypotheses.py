@@ -1,12 +1,15 @@
-"""Hypotheses for the corrector (`mmldlm hypotheses`): a trained model's texts for the latents of a store, embedded.
+"""Hypotheses for the corrector (`mmldlm hypotheses`): a trained model's texts for the latents of a
+store, embedded.
 
-A hypothesis stands beside the sample's own text, place by place, so that the corrector learns which of its words are
-wrong. Most are the text with some of its words written by the model; of the others, which it wrote whole, the words are
-laid beside those of the text: what is too much is left out, and where a word is missing there is a hole.
+A hypothesis stands beside the sample's own text, place by place, so that the corrector learns
+which of its words are wrong. Most are the text with some of its words written by the model; of the
+others, which it wrote whole, the words are laid beside those of the text: what is too much is left
+out, and where a word is missing there is a hole.
 
-The result is a store itself, of the same layout: its texts are the hypotheses, its latents their embeddings, and
-documents.npy says which sample of the original store each belongs to. As in `mmldlm prepare`, ranks claim shards, every
-shard is one file, and a killed run goes on where it was.
+The result is a store itself, of the same layout: its texts are the hypotheses, its latents their
+embeddings, and documents.npy says which sample of the original store each belongs to. As in
+`mmldlm prepare`, ranks claim shards, every shard is one file, and a killed run goes on where it
+was.
 """
 
 from __future__ import annotations
@@ -23,7 +26,13 @@ import torch
 from rich.console import Console
 
 from mmldlm.data.batching.store_data import check_store_kind
-from mmldlm.data.prepare.publish_stage import check_output_free, check_readable, commit, latents_suffix, versions
+from mmldlm.data.prepare.publish_stage import (
+    check_output_free,
+    check_readable,
+    commit,
+    latents_suffix,
+    versions,
+)
 from mmldlm.data.prepare.summary import RankProgress
 from mmldlm.data.prepare.task_queue import RankFailed, TaskQueue
 from mmldlm.data.prepare.work_dir import WorkDir
@@ -51,8 +60,9 @@ if TYPE_CHECKING:
     from mmldlm.tasks.text_task import TextTask
 
 SHARD = 512
-# Every WHOLE-th hypothesis is written whole, by candidates of a search (`best_of.candidate`) in turn: greedy, greedy of
-# the second length, draws at T = 0.5 and 0.7. Of the others a share of the words, uniform in (0, 1], is written.
+# Every WHOLE-th hypothesis is written whole, by candidates of a search (`best_of.candidate`) in
+# turn: greedy, greedy of the second length, draws at T = 0.5 and 0.7. Of the others a share of the
+# words, uniform in (0, 1], is written.
 WHOLE, CANDIDATES = 3, (0, 2, 4, 7)
 PASSES_FOR_PARTS, TEMPERATURE_OF_PARTS = 3, 0.7
 
@@ -84,8 +94,8 @@ def write_hypotheses(
         The folder of the hypotheses.
 
     Raises:
-        UserError: a model without mode l2t, of another store's tokenizer or encoder, or without its encoder on this
-            machine; a folder in use.
+        UserError: a model without mode l2t, of another store's tokenizer or encoder, or without
+            its encoder on this machine; a folder in use.
         MmldlmError: NaN logits or embeddings.
     """
     queue = queue or TaskQueue()
@@ -108,7 +118,10 @@ class _Hypotheses:
         self.root, device = output_root(options.output_dir), options.device
         if device is None and torch.cuda.is_available():
             device = f"cuda:{queue.local_rank % torch.cuda.device_count()}"
-        self.stores = {"train": Store(options.data, "train"), "validation": Store(options.data, "validation")}
+        self.stores = {
+            "train": Store(options.data, "train"),
+            "validation": Store(options.data, "validation"),
+        }
         self.pretrained = load_pretrained(options.checkpoint, usable_device(device))
         _check_model(self.pretrained, self.stores["train"])
         self.counts = {name: len(store) for name, store in self.stores.items()}
@@ -123,7 +136,9 @@ class _Hypotheses:
         judge = EncoderJudge(self.pretrained)
         paths = {}
         total = sum(self.counts.values())
-        with RankProgress(self.console, self.queue, "writing hypotheses", "texts", total) as progress:
+        with RankProgress(
+            self.console, self.queue, "writing hypotheses", "texts", total
+        ) as progress:
             for split, count in self.counts.items():
                 starts = range(0, count, SHARD)
                 paths[split] = work.task_paths(split, len(starts))
@@ -140,8 +155,13 @@ class _Hypotheses:
             work.remove()
             seconds = time.perf_counter() - started
             for split, summary in summaries.items():
-                number, others = summary["num_samples"], self.counts[split] - summary["num_samples"]
-                self.console.print(f"{split}: {number:,} hypotheses; {others:,} right or empty ones are left out")
+                number, others = (
+                    summary["num_samples"],
+                    self.counts[split] - summary["num_samples"],
+                )
+                self.console.print(
+                    f"{split}: {number:,} hypotheses; {others:,} right or empty ones are left out"
+                )
             self.console.print(f"hypotheses in {self.root} after {seconds:.0f} s", soft_wrap=True)
 
         self.queue.rank_0_first("write", publish)
@@ -149,7 +169,11 @@ class _Hypotheses:
 
     def _begin(self, work: WorkDir) -> None:
         check_output_free(self.root, self.options.force)
-        identity = {key: value for key, value in asdict(self.options).items() if key not in ("device", "force")}
+        identity = {
+            key: value
+            for key, value in asdict(self.options).items()
+            if key not in ("device", "force")
+        }
         plan = {
             "options": identity | {"version": HYPOTHESES_VERSION},
             "corpus": {"of": [str(sample_checksums(self.stores["train"].manifest))]},
@@ -157,10 +181,16 @@ class _Hypotheses:
         if work.open(plan | {"shards": [SHARD]}, self.options.force):
             self.console.print(f"resuming from {work.folder}", soft_wrap=True)
 
-    def _shard(self, split: str, first: int, size: int, judge: EncoderJudge) -> dict[str, np.ndarray]:
-        """Hypotheses for samples of a split: rows [N], lengths [N], tokens, latents; without right and empty ones."""
+    def _shard(
+        self, split: str, first: int, size: int, judge: EncoderJudge
+    ) -> dict[str, np.ndarray]:
+        """Hypotheses for samples of a split: rows [N], lengths [N], tokens, latents; without right
+        and empty ones.
+        """
         rows = np.arange(first, first + size)
-        if split == "train" and self.counts[split] < len(self.stores[split]):  # spread over the split
+        if split == "train" and self.counts[split] < len(
+            self.stores[split]
+        ):  # spread over the split
             rows = rows * len(self.stores[split]) // self.counts[split]
         samples = self.stores[split].get(rows)
         own = [tokens.tolist() for tokens in samples.tokens]
@@ -178,8 +208,12 @@ class _Hypotheses:
             "latents": latents[keep],
         }
 
-    def _write(self, latents: torch.Tensor, own: list[list[int]], rows: np.ndarray) -> list[list[int]]:
-        """Write one text for each latent, as long as the sample's own; the pad token where it has no word."""
+    def _write(
+        self, latents: torch.Tensor, own: list[list[int]], rows: np.ndarray
+    ) -> list[list[int]]:
+        """Write one text for each latent, as long as the sample's own; the pad token where it has
+        no word.
+        """
         task: TextTask = self.pretrained.task
         texts: list[list[int]] = [[] for _ in rows]
         lengths = most_probable_lengths(self.pretrained.model, latents, LENGTHS)[0]
@@ -187,33 +221,55 @@ class _Hypotheses:
         for turn, k in enumerate(CANDIDATES):
             places = np.flatnonzero(rows % (WHOLE * len(CANDIDATES)) == WHOLE * turn)
             if len(places):
-                given: dict[str, Any] = {"indices": rows[places].tolist(), "num_steps": self.options.num_steps}
+                given: dict[str, Any] = {
+                    "indices": rows[places].tolist(),
+                    "num_steps": self.options.num_steps,
+                }
                 if "presence_penalty" in task.sampling_options:
                     given["presence_penalty"] = PRESENCE_PENALTY
                 seed = self.options.seed
-                found = write_candidate(self.pretrained, latents[places], k, lengths[places], seed, given)
+                found = write_candidate(
+                    self.pretrained, latents[places], k, lengths[places], seed, given
+                )
                 for i, text in zip(places.tolist(), found.tokens):
                     texts[i] = lay_beside(text, own[i], pad)
         places = np.flatnonzero(rows % WHOLE)
-        for i, text in zip(places.tolist(), self._write_parts(latents[places], [own[i] for i in places], rows[places])):
+        for i, text in zip(
+            places.tolist(),
+            self._write_parts(latents[places], [own[i] for i in places], rows[places]),
+        ):
             texts[i] = text
         return texts
 
-    def _write_parts(self, latents: torch.Tensor, own: list[list[int]], rows: np.ndarray) -> list[list[int]]:
+    def _write_parts(
+        self, latents: torch.Tensor, own: list[list[int]], rows: np.ndarray
+    ) -> list[list[int]]:
         """Write some of the words of texts; which ones is a function of (seed, row)."""
         if not own:
             return []
-        config, lengths = self.pretrained.model.config, torch.tensor([len(text) + 1 for text in own])
+        config, lengths = (
+            self.pretrained.model.config,
+            torch.tensor([len(text) + 1 for text in own]),
+        )
         drafts = torch.full((len(own), int(lengths.max())), config.pad_token_id)
-        draws = uniforms(self.options.seed, Stream.HYPOTHESES, rows.tolist(), (1 + config.max_seq_len,))
+        draws = uniforms(
+            self.options.seed, Stream.HYPOTHESES, rows.tolist(), (1 + config.max_seq_len,)
+        )
         for i, text in enumerate(own):
             number = int(torch.ceil((1 - draws[i, 0]) * len(text)))
             drafts[i, : len(text)] = torch.tensor(text)
             drafts[i, draws[i, 1 : 1 + len(text)].argsort()[:number]] = config.mask_token_id
         return self.pretrained.task.write_texts(
-            self.pretrained, latents, sampler="ancestral", lengths=lengths, drafts=drafts, seed=self.options.seed,
-            temperature=TEMPERATURE_OF_PARTS, indices=rows.tolist(), num_steps=PASSES_FOR_PARTS,
-        ).tokens  # fmt: skip
+            self.pretrained,
+            latents,
+            sampler="ancestral",
+            lengths=lengths,
+            drafts=drafts,
+            seed=self.options.seed,
+            temperature=TEMPERATURE_OF_PARTS,
+            indices=rows.tolist(),
+            num_steps=PASSES_FOR_PARTS,
+        ).tokens
 
     def _publish(self, folder: Path, paths: dict[str, list[Path]]) -> dict[str, dict[str, int]]:
         shutil.rmtree(folder, ignore_errors=True)
@@ -222,10 +278,16 @@ class _Hypotheses:
         own, vocab_size = store.manifest, store.manifest["tokenizer"]["vocab_size"]
         summaries, statistics = {}, {}
         for split, shards in paths.items():
-            latent_statistics = LatentStatistics(store.latent_dim, self.counts[split] * store.latents_per_text)
+            latent_statistics = LatentStatistics(
+                store.latent_dim, self.counts[split] * store.latents_per_text
+            )
             writer = StoreSplit(folder, split, latent_shape(own), vocab_size, with_documents=True)
             for shard in map(read_npz, shards):
-                tokens = np.split(shard["tokens"], np.cumsum(shard["lengths"])[:-1]) if len(shard["rows"]) else []
+                tokens = (
+                    np.split(shard["tokens"], np.cumsum(shard["lengths"])[:-1])
+                    if len(shard["rows"])
+                    else []
+                )
                 texts = self.pretrained.tokenizer.batch_decode(tokens, skip_special_tokens=True)
                 writer.add(texts, tokens, shard["latents"], shard["rows"])
                 latent_statistics.add(shard["latents"])
@@ -237,7 +299,11 @@ class _Hypotheses:
         manifest |= {
             "splits": summaries,
             "latent_stats": statistics,
-            "hypotheses": {"of": sample_checksums(own), "version": HYPOTHESES_VERSION, **asdict(self.options)},
+            "hypotheses": {
+                "of": sample_checksums(own),
+                "version": HYPOTHESES_VERSION,
+                **asdict(self.options),
+            },
             "files": list_files(folder),
             "created_with": versions(),
         }
@@ -257,7 +323,10 @@ def _check_model(pretrained: Pretrained, store: Store) -> None:
             "use a checkpoint of task=translation",
         )
     own = {"latent_dim": store.latent_dim, "tokenizer": store.manifest["tokenizer"]["vocab_size"]}
-    found = {"latent_dim": pretrained.model.config.latent_dim, "tokenizer": len(pretrained.tokenizer)}
+    found = {
+        "latent_dim": pretrained.model.config.latent_dim,
+        "tokenizer": len(pretrained.tokenizer),
+    }
     if own != found:
         expected = f"a model of this store's latents and tokens: {own}"
         raise UserError(expected, str(found), "name the store that the model was trained on")
@@ -267,16 +336,28 @@ def _check_model(pretrained: Pretrained, store: Store) -> None:
             f"another one in {pretrained.folder}",
             "name the store that the model was trained on",
         )
-    encoders = [describe_encoder({"encoder": entry or {}}) for entry in (store.manifest["encoder"], pretrained.encoder)]
+    encoders = [
+        describe_encoder({"encoder": entry or {}})
+        for entry in (store.manifest["encoder"], pretrained.encoder)
+    ]
     if encoders[0] != encoders[1]:
         expected = f"a model of the latents of {store.root} ({encoders[0]})"
-        raise UserError(expected, encoders[1] or "an unknown encoder", "name the store that the model was trained on")
+        raise UserError(
+            expected,
+            encoders[1] or "an unknown encoder",
+            "name the store that the model was trained on",
+        )
 
 
 def lay_beside(text: list[int], own: list[int], pad: int) -> list[int]:
-    """The words of a text at the places of those of another; pad where it has none. As long as the other."""
+    """The words of a text at the places of those of another; pad where it has none.
+
+    As long as the other.
+    """
     found = [pad] * len(own)
-    for kind, first, last, own_first, own_last in SequenceMatcher(None, text, own, autojunk=False).get_opcodes():
+    for kind, first, last, own_first, own_last in SequenceMatcher(
+        None, text, own, autojunk=False
+    ).get_opcodes():
         if kind in ("equal", "replace"):
             number = min(last - first, own_last - own_first)
             found[own_first : own_first + number] = text[first : first + number]

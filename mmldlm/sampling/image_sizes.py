@@ -9,18 +9,28 @@ from mmldlm.sampling.pretrained import Pretrained
 
 
 def image_sizes(pretrained: Pretrained) -> list[int]:
-    """Return the sides in pixels of the images that a model was trained on, the smallest first; of texts none."""
+    """Return the sides in pixels of the images that a model was trained on, the smallest first; of
+    texts none.
+    """
     if pretrained.image is None:
         return []
     grids = getattr(pretrained.model.config, "latent_grids", None)
-    return [pretrained.image["size"]] if grids is None else [rows * pretrained.image["patch"] for rows, _ in grids]
+    return (
+        [pretrained.image["size"]]
+        if grids is None
+        else [rows * pretrained.image["patch"] for rows, _ in grids]
+    )
 
 
-def use_image_size(pretrained: Pretrained, size: int | None = None, data: str | None = None) -> None:
-    """Let a model make and read images of one of its sizes: changes its codec and its model's config.
+def use_image_size(
+    pretrained: Pretrained, size: int | None = None, data: str | None = None
+) -> None:
+    """Let a model make and read images of one of its sizes: changes its codec and its model's
+    config.
 
     Args:
-        size: side in pixels; None: that of the store `data`, or the one in use (of a loaded model the largest).
+        size: side in pixels; None: that of the store `data`, or the one in use (of a loaded model
+            the largest).
 
     Raises:
         UserError: another size than those of its training.
@@ -38,5 +48,8 @@ def use_image_size(pretrained: Pretrained, size: int | None = None, data: str | 
         assert pretrained.image is not None
         codec, model = ImageCodec.open(pretrained.image).of_size(size), pretrained.model
         pretrained.image = codec.identity
-        # No weight depends on them: positions are fixed (model.latent_grids). Unchecked, as they change together.
-        model.config = model.config.model_copy(update={"num_latents": codec.num_latents, "latent_grid": codec.grid})
+        # No weight depends on them: positions are fixed (model.latent_grids). Unchecked, as they
+        # change together.
+        model.config = model.config.model_copy(
+            update={"num_latents": codec.num_latents, "latent_grid": codec.grid}
+        )

@@ -1,4 +1,6 @@
-"""Images from captions, captions from images, and pairs: what differs from embeddings and texts."""
+"""Images from captions, captions from images, and pairs: what differs from embeddings and
+texts.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,13 @@ from mmldlm.data.images.codec import HINTS, ImageCodec
 from mmldlm.data.store.store import Store
 from mmldlm.errors import UserError
 from mmldlm.sampling.code_sampler import CODE_STEPS, sample_codes
-from mmldlm.sampling.generate import SampleOptions, Samples, read_l2t_input, sample_unconditional, write_from_latents
+from mmldlm.sampling.generate import (
+    SampleOptions,
+    Samples,
+    read_l2t_input,
+    sample_unconditional,
+    write_from_latents,
+)
 from mmldlm.sampling.inputs import given_texts, tokenize_texts, unknown_tokens
 from mmldlm.sampling.latent_sampler import sample_latents
 from mmldlm.sampling.pretrained import Pretrained
@@ -23,7 +31,9 @@ from mmldlm.utils.formatting import count_noun
 from mmldlm.utils.progress import ProgressBar, ProgressCallback
 
 FOLDER, SHEET = "images", "sheet.png"
-EACH_PICTURE = f"{FOLDER}/[0-9]*.png"  # pattern of the files of `write_pictures`, besides the sheet
+EACH_PICTURE = (  # pattern of the files of `write_pictures`, besides the sheet
+    f"{FOLDER}/[0-9]*.png"
+)
 MAX_ON_SHEET = 96
 
 
@@ -31,7 +41,8 @@ def codec_of(pretrained: Pretrained) -> ImageCodec:
     """Return what turns the latents of a model into pixels.
 
     Raises:
-        UserError: the model was not trained on images, its files are damaged, or its autoencoder is not there.
+        UserError: the model was not trained on images, its files are damaged, or its autoencoder
+            is not there.
     """
     if pretrained.image is None:
         raise UserError(
@@ -40,7 +51,9 @@ def codec_of(pretrained: Pretrained) -> ImageCodec:
             "use another checkpoint, or sample l2t, t2l or unconditional",
         )
     device = str(next(pretrained.model.parameters()).device)
-    return ImageCodec.open(pretrained.image, pretrained.config_folder).ready(pretrained.vae, device)
+    return ImageCodec.open(pretrained.image, pretrained.config_folder).ready(
+        pretrained.vae, device
+    )
 
 
 def make_images(
@@ -63,7 +76,13 @@ def make_images(
     """
     if pretrained.num_codes is not None:
         ids = sample_codes(
-            pretrained.model, captions, steps=steps, guidance=guidance, seed=seed, progress=progress, **options
+            pretrained.model,
+            captions,
+            steps=steps,
+            guidance=guidance,
+            seed=seed,
+            progress=progress,
+            **options,
         ).numpy()
         return ids, codec_of(pretrained).decode(ids)
     latents = sample_latents(
@@ -91,7 +110,8 @@ def open_image_store(root: str, codec: ImageCodec) -> Store:
     own, found = codec.identity, ImageCodec.open(store.manifest, store.root).identity
     if wrong := [key for key in own if own[key] != found.get(key) and key not in HINTS]:
         raise UserError(
-            f"images as the model was trained on: {', '.join(f'{key} {own[key]}' for key in wrong)}",
+            "images as the model was trained on:"
+            f" {', '.join(f'{key} {own[key]}' for key in wrong)}",
             f"{', '.join(f'{key} {found.get(key)}' for key in wrong)} in {store.root}",
             "name the store of its training, or prepare images in the same way",
         )
@@ -105,7 +125,9 @@ def sample_t2i(pretrained: Pretrained, options: SampleOptions, progress: Progres
     if options.data:
         store = open_image_store(options.data, codec)
         count = min(options.num_samples or len(store), len(store))
-        rows = np.linspace(0, len(store) - 1, count).round().astype(np.int64)  # spread: neighbors are alike
+        rows = (
+            np.linspace(0, len(store) - 1, count).round().astype(np.int64)
+        )  # spread: neighbors are alike
         texts = store.texts(rows)
         real = codec.decode(store.get(rows).latents)
     else:
@@ -113,7 +135,9 @@ def sample_t2i(pretrained: Pretrained, options: SampleOptions, progress: Progres
     source = np.arange(options.num_samples or len(texts)) % len(texts)
     ids = tokenize_texts(texts, pretrained)
     given = [] if options.data else unknown_tokens(texts, ids, pretrained)
-    message = f"making {count_noun(len(source), 'image')} in {count_noun(options.num_steps, 'step')}"
+    message = (
+        f"making {count_noun(len(source), 'image')} in {count_noun(options.num_steps, 'step')}"
+    )
     latents, images = make_images(
         pretrained,
         [ids[row] for row in source],
@@ -125,7 +149,13 @@ def sample_t2i(pretrained: Pretrained, options: SampleOptions, progress: Progres
         **_own_options(pretrained, options),
     )
     records = [
-        {"index": i, "text": texts[row], "num_tokens": len(ids[row]), "latent": i, "image": _name(i)}
+        {
+            "index": i,
+            "text": texts[row],
+            "num_tokens": len(ids[row]),
+            "latent": i,
+            "image": _name(i),
+        }
         for i, row in enumerate(source.tolist())
     ]
     for record, row in zip(records, source.tolist() if given else ()):
@@ -163,8 +193,14 @@ def fit_to_latents(args: Namespace, given: Sequence[str], pretrained: Pretrained
     is_codes = pretrained.num_codes is not None
     unread = (_OF_VALUES if is_codes else _OF_CODES).get(args.kind, ())
     if wrong := ["--" + key.replace("_", "-") for key in unread if key in given]:
-        kind = "codes, which are masked" if is_codes else f"{pretrained.image['latents']}, which are noised"
-        raise UserError(f"options of `sample {args.kind}` for a model of {kind}", ", ".join(wrong), "omit them")
+        kind = (
+            "codes, which are masked"
+            if is_codes
+            else f"{pretrained.image['latents']}, which are noised"
+        )
+        raise UserError(
+            f"options of `sample {args.kind}` for a model of {kind}", ", ".join(wrong), "omit them"
+        )
     for key in unread:
         setattr(args, key, None)
     if is_codes and args.kind == "t2i" and "num_steps" not in given:
@@ -172,9 +208,14 @@ def fit_to_latents(args: Namespace, given: Sequence[str], pretrained: Pretrained
 
 
 def sample_i2t(
-    pretrained: Pretrained, options: SampleOptions, progress: ProgressBar, recorder: Recorder | None = None
+    pretrained: Pretrained,
+    options: SampleOptions,
+    progress: ProgressBar,
+    recorder: Recorder | None = None,
 ) -> Samples:
-    """Write captions of images: of files, of a store's validation split, or of a file of latents."""
+    """Write captions of images: of files, of a store's validation split, or of a file of
+    latents.
+    """
     codec = codec_of(pretrained)
     references: list[str] | None = None
     if options.image:
@@ -199,11 +240,16 @@ def _read(path: str, codec: ImageCodec) -> np.ndarray:
     try:
         return read_image(Path(path), codec.size, codec.channels)
     except UnreadableImage as error:
-        raise UserError(f"an image in {path}", str(error), "name a file that Pillow reads as one picture") from None
+        raise UserError(
+            f"an image in {path}", str(error), "name a file that Pillow reads as one picture"
+        ) from None
 
 
 def sample_pairs(
-    pretrained: Pretrained, options: SampleOptions, progress: ProgressBar, recorder: Recorder | None = None
+    pretrained: Pretrained,
+    options: SampleOptions,
+    progress: ProgressBar,
+    recorder: Recorder | None = None,
 ) -> Samples:
     """Sample pairs of image and caption."""
     codec = codec_of(pretrained)
@@ -243,4 +289,6 @@ def write_pictures(samples: Samples, out: Path, keeps_each: bool) -> None:
         return
     folder.mkdir(exist_ok=True)
     for record, image in zip(samples.records, samples.images):
-        Image.fromarray(image[..., 0] if image.shape[-1] == 1 else image).save(out / record["image"])
+        Image.fromarray(image[..., 0] if image.shape[-1] == 1 else image).save(
+            out / record["image"]
+        )

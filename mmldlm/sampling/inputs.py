@@ -1,4 +1,6 @@
-"""Inputs of sampling: texts, their token ids, and their embeddings from a file or from the encoder."""
+"""Inputs of sampling: texts, their token ids, and their embeddings from a file or from the
+encoder.
+"""
 
 from __future__ import annotations
 
@@ -25,17 +27,22 @@ _NORM_TOLERANCE = 0.05
 
 
 def read_latents(path: str, pretrained: Pretrained) -> np.ndarray:
-    """Read embeddings from a .npy file of [D] or [N, D]; of [M, D] or [N, M, D] for a model of M latents per text.
+    """Read embeddings from a .npy file of [D] or [N, D]; of [M, D] or [N, M, D] for a model of M
+    latents per text.
 
     Returns:
         [N, D] or [N, M, D] fp32; of a model of codes their ids, int64.
 
     Raises:
-        UserError: a missing file, not an array, an empty one, another dimension, NaN, infinite or zero vectors.
+        UserError: a missing file, not an array, an empty one, another dimension, NaN, infinite or
+            zero vectors.
     """
     shape = latent_shape(pretrained.model.config)
     dims = ", ".join(map(str, shape))
-    expected = f"a .npy file of numbers [{dims}] or [N, {dims}] (the model's latents of one text) at {path}"
+    expected = (
+        f"a .npy file of numbers [{dims}] or [N, {dims}] (the model's latents of one text) at"
+        f" {path}"
+    )
     fix = "save the encoder's vectors with numpy.save"
     try:
         values = read_array(Path(path))
@@ -71,7 +78,11 @@ def _warn_of_norms(norms: np.ndarray, path: str) -> None:
     if not len(others):
         return
     found = norms[others]
-    what = f"norm {found.min():.3g}" if np.ptp(found) < 1e-3 else f"norms {found.min():.3g} to {found.max():.3g}"
+    what = (
+        f"norm {found.min():.3g}"
+        if np.ptp(found) < 1e-3
+        else f"norms {found.min():.3g} to {found.max():.3g}"
+    )
     rows = "the vectors" if len(others) == len(norms) else f"{len(others)} of {len(norms)} vectors"
     named = "" if len(others) == len(norms) else f" (rows {join_some(others, 10)})"
     print(
@@ -89,9 +100,10 @@ def encoder_identity(pretrained: Pretrained) -> dict[str, Any]:
     """
     if pretrained.image is not None:
         raise UserError(
-            "a model of texts and embeddings", f"a model of images ({pretrained.folder}), without an encoder of texts",
+            "a model of texts and embeddings",
+            f"a model of images ({pretrained.folder}), without an encoder of texts",
             "use a checkpoint of task=translation",
-        )  # fmt: skip
+        )
     if pretrained.encoder is None:
         raise UserError(
             f'"encoder" in the model\'s config in {pretrained.folder}, the encoder of its latents',
@@ -116,15 +128,18 @@ def encode_texts(
     """Embed texts with the encoder that produced the model's training latents.
 
     Args:
-        progress: called after every batch with the number of texts (or parts of texts) done and in total.
-        num_unknown: receives the tokens of each text that the encoder's tokenizer does not know, checked as those of
-            given texts (`check_unknown`). Texts that a model wrote are not checked.
+        progress: called after every batch with the number of texts (or parts of texts) done and in
+            total.
+        num_unknown: receives the tokens of each text that the encoder's tokenizer does not know,
+            checked as those of given texts (`check_unknown`). Texts that a model wrote are not
+            checked.
 
     Returns:
         [N, D], or [N, M, D] for a model of M latents per text.
 
     Raises:
-        UserError: an unknown encoder, an encoder with other weights, or a text too short for M parts.
+        UserError: an unknown encoder, an encoder with other weights, or a text too short for M
+            parts.
     """
     from mmldlm.data.encoders.encoder import Encoder
     from mmldlm.data.sentences import split_into_parts
@@ -150,18 +165,25 @@ def encode_texts(
 
     encoder = Encoder.from_identity(identity)
     if num_unknown is not None:
-        num_unknown[:] = check_unknown(texts, encoder.num_unknown(texts), f"of encoder {encoder.name}")
+        num_unknown[:] = check_unknown(
+            texts, encoder.num_unknown(texts), f"of encoder {encoder.name}"
+        )
     latents = encoder.encode(all_parts, advance)
     return latents.reshape(len(texts), *latent_shape(pretrained.model.config))
 
 
 def reason_without_encoder(error: Exception) -> str:
     """Say why `encode_texts` failed, for results that are valid without it."""
-    return f"{error.found} (expected {error.expected})" if isinstance(error, UserError) else str(error)
+    return (
+        f"{error.found} (expected {error.expected})"
+        if isinstance(error, UserError)
+        else str(error)
+    )
 
 
 def given_texts(texts: list[str] | None, text_file: str | None) -> list[str]:
-    """Return the texts of --text or --text-file (one per line as `mmldlm prepare` reads them, blank lines ignored).
+    """Return the texts of --text or --text-file (one per line as `mmldlm prepare` reads them,
+    blank lines ignored).
 
     Raises:
         UserError: a missing file, not UTF-8, no text, a blank or a too long one.
@@ -169,21 +191,33 @@ def given_texts(texts: list[str] | None, text_file: str | None) -> list[str]:
     if text_file:
         counts: Counter = Counter()
         try:
-            texts = [line for _, line in FileUnit(Path(text_file), "txt", 0, None).lines(counts) if line]
+            texts = [
+                line for _, line in FileUnit(Path(text_file), "txt", 0, None).lines(counts) if line
+            ]
         except OSError as error:
             found = f"{text_file}: {describe_os_error(error)}"
-            raise UserError("a text file with one text per line", found, "check the path") from error
+            raise UserError(
+                "a text file with one text per line", found, "check the path"
+            ) from error
         if counts[TOO_LARGE]:
             found = f"{counts[TOO_LARGE]} longer lines in {text_file}"
-            raise UserError(f"lines of at most {MAX_TEXT_BYTES:,} bytes", found, "split them into sentences")
+            raise UserError(
+                f"lines of at most {MAX_TEXT_BYTES:,} bytes", found, "split them into sentences"
+            )
     if not texts or any(not text.strip() for text in texts):
-        raise UserError("texts that are not empty", f"{texts!r}", "name at least one text, none of them blank")
+        raise UserError(
+            "texts that are not empty", f"{texts!r}", "name at least one text, none of them blank"
+        )
     if wrong := [text for text in texts if not is_utf8(text)]:
-        raise UserError("--text in UTF-8", printable(wrong[0])[:200], "convert it, or give it in a --text-file")
+        raise UserError(
+            "--text in UTF-8", printable(wrong[0])[:200], "convert it, or give it in a --text-file"
+        )
     return [text.strip() for text in texts]
 
 
-def check_unknown(texts: Sequence[str], counts: Sequence[tuple[int, int]], whose: str) -> list[int]:
+def check_unknown(
+    texts: Sequence[str], counts: Sequence[tuple[int, int]], whose: str
+) -> list[int]:
     """Check given texts for words that a tokenizer does not know, which are all the same to it.
 
     Args:
@@ -194,30 +228,38 @@ def check_unknown(texts: Sequence[str], counts: Sequence[tuple[int, int]], whose
         The unknown tokens of each text; a warning names the texts that have any.
 
     Raises:
-        UserError: a text of unknown tokens alone: the result would be the same for any other such text.
+        UserError: a text of unknown tokens alone: the result would be the same for any other such
+            text.
     """
     for text, (num_unknown, num_tokens) in zip(texts, counts):
         if num_unknown and num_unknown == num_tokens:
             raise UserError(
                 f"texts in words of the tokenizer {whose}",
                 f"{text[:60]!r}: unknown tokens ([UNK]) alone",
-                "write it in the language and script of the training texts, or use a model with another tokenizer",
+                "write it in the language and script of the training texts, or use a model with"
+                " another tokenizer",
             )
     unknown = [num_unknown for num_unknown, _ in counts]
     if some := [text for text, number in zip(texts, unknown) if number]:
         print(
-            f"warning: {sum(unknown)} of {sum(number for _, number in counts)} tokens are unknown ([UNK]) to the "
-            f"tokenizer {whose}: words that it does not know are all the same to it; in "
-            f"{join_some((repr(text[:60]) for text in some), 3)}",
+            f"warning: {sum(unknown)} of {sum(number for _, number in counts)} tokens are unknown"
+            f" ([UNK]) to the tokenizer {whose}: words that it does not know are all the same to"
+            f" it; in {join_some((repr(text[:60]) for text in some), 3)}",
             file=sys.stderr,
         )
     return unknown
 
 
-def unknown_tokens(texts: Sequence[str], ids: Sequence[Sequence[int]], pretrained: Pretrained) -> list[int]:
-    """Return the tokens of given texts that the model's tokenizer does not know; see `check_unknown`."""
+def unknown_tokens(
+    texts: Sequence[str], ids: Sequence[Sequence[int]], pretrained: Pretrained
+) -> list[int]:
+    """Return the tokens of given texts that the model's tokenizer does not know; see
+    `check_unknown`.
+    """
     unknown = pretrained.tokenizer.unk_token_id
-    return check_unknown(texts, [(list(row).count(unknown), len(row)) for row in ids], "of the model")
+    return check_unknown(
+        texts, [(list(row).count(unknown), len(row)) for row in ids], "of the model"
+    )
 
 
 def tokenize_texts(texts: Sequence[str], pretrained: Pretrained) -> list[list[int]]:

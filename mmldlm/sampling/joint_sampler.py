@@ -27,9 +27,9 @@ def choose_method(pretrained: Pretrained, requested: str | None = None) -> str:
     """Return how a model can sample text and latent unconditionally.
 
     joint: both start as noise and are denoised together; only mode `unconditional` trains this.
-    chain: a latent from the null text (trained by t2l with condition dropout), then text from that latent (l2t).
-    joint is preferred if both are possible: it models the pair, while a chain's text is conditioned on a sampled
-    latent, unlike in training.
+    chain: a latent from the null text (trained by t2l with condition dropout), then text from that
+    latent (l2t). joint is preferred if both are possible: it models the pair, while a chain's text
+    is conditioned on a sampled latent, unlike in training.
 
     Raises:
         UserError: a method the model was not trained for, or a folder without this information.
@@ -39,7 +39,8 @@ def choose_method(pretrained: Pretrained, requested: str | None = None) -> str:
         if requested is not None:
             return requested
         raise UserError(
-            f'"training": {{"mode_weights": ...}} in {pretrained.folder}/config.json, which names the trained modes',
+            f'"training": {{"mode_weights": ...}} in {pretrained.folder}/config.json, which names'
+            " the trained modes",
             "no such key",
             "choose with --method joint or --method chain",
         )
@@ -52,7 +53,8 @@ def choose_method(pretrained: Pretrained, requested: str | None = None) -> str:
     if requested in possible or (requested is None and possible):
         return requested or possible[0]
     raise UserError(
-        "a model trained in mode unconditional (joint), or in l2t and t2l with condition_dropout > 0 (chain)",
+        "a model trained in mode unconditional (joint), or in l2t and t2l with condition_dropout >"
+        " 0 (chain)",
         f"modes {', '.join(sorted(trained))}, condition_dropout {dropout}"
         + (f", which does not allow --method {requested}" if requested else ""),
         f"use --method {possible[0]}" if possible else "train with training.loss_type=mixed",
@@ -87,12 +89,14 @@ def sample_joint(
         num_samples: N.
         steps: number of passes.
         solver: of the latents: ddim or dpm++2m.
-        progress: called after every step with the number of steps done and in total, over all samples.
+        progress: called after every step with the number of steps done and in total, over all
+            samples.
         recorder: called after every step that wrote something.
         The rest as in `sample_text` and `sample_latents`.
 
     Returns:
-        the texts, and the latents [N, D] (or [N, M, D]) in the encoder's space. Lengths are drawn from p(length).
+        the texts, and the latents [N, D] (or [N, M, D]) in the encoder's space. Lengths are drawn
+        from p(length).
     """
     device = device_of(model)
     lengths = predict_lengths(model, None, num_samples, "sample", seed)
@@ -122,7 +126,9 @@ def sample_joint(
         for k, time in enumerate(latent_solver.grid[:-1]):
             t = torch.full((len(rows),), time, dtype=torch.float32, device=device)
             positions = strategy.positions()
-            out = model(state.tokens, z, strategy.timesteps(), t, state.real, text_positions=positions)
+            out = model(
+                state.tokens, z, strategy.timesteps(), t, state.real, text_positions=positions
+            )
             prediction = out["latent_pred"].float()
             z = latent_solver.step(k, z, lambda z, t, given=prediction: given)
             strategy.take_pass(positions, out["text_logits"], observer if len(positions) else None)

@@ -20,12 +20,14 @@ class LatentSolver:
     Args:
         process: noise process of training.
         steps: number of steps.
-        method: one of `process.solvers`: ddim, dpm++2m (second order, one pass a step) or heun (second order, two).
+        method: one of `process.solvers`: ddim, dpm++2m (second order, one pass a step) or heun
+            (second order, two).
         eta: noise of DDIM: 0 none, 1 ancestral, or one of `process.named_etas`.
         project: applied to every x0 estimate but the last.
 
     Raises:
-        UserError: a method or eta that the process does not have, or noise for a method that takes none.
+        UserError: a method or eta that the process does not have, or noise for a method that takes
+            none.
     """
 
     def __init__(
@@ -37,20 +39,35 @@ class LatentSolver:
         project: Callable[[Tensor], Tensor] | None = None,
     ):
         if method not in process.solvers:
-            expected = f"method {' or '.join(process.solvers)}, the solvers of this model's noise schedule"
-            raise UserError(expected, method, "choose one of them (heun is that of rectified_flow)")
+            expected = (
+                f"method {' or '.join(process.solvers)}, the solvers of this model's noise"
+                " schedule"
+            )
+            raise UserError(
+                expected, method, "choose one of them (heun is that of rectified_flow)"
+            )
         if eta != 0 and method != "ddim":
-            raise UserError(f"eta 0 with method {method}, which takes no noise", f"eta {eta}", "choose method ddim")
+            raise UserError(
+                f"eta 0 with method {method}, which takes no noise",
+                f"eta {eta}",
+                "choose method ddim",
+            )
         if isinstance(eta, str) and eta not in process.named_etas:
             expected = "a number from 0 to 1 for the eta of this model's noise schedule"
-            raise UserError(expected, f"eta {eta}", "choose a number (bridge is that of schedule=decoupled)")
+            raise UserError(
+                expected, f"eta {eta}", "choose a number (bridge is that of schedule=decoupled)"
+            )
         self.process, self.steps, self.method, self.project = process, steps, method, project
         self.eta = process.named_etas[eta] if isinstance(eta, str) else eta
         self.grid: list[float] = process.sampling_grid(steps).tolist()
         self._previous: tuple[Tensor, Tensor] | None = None
 
     def step(
-        self, k: int, z: Tensor, predict: Callable[[Tensor, float], Tensor], noise: Tensor | None = None
+        self,
+        k: int,
+        z: Tensor,
+        predict: Callable[[Tensor, float], Tensor],
+        noise: Tensor | None = None,
     ) -> Tensor:
         """Take step k; the last returns its x0 estimate as it is.
 
@@ -68,7 +85,9 @@ class LatentSolver:
         if k == self.steps - 1:
             return self.process.to_x0(prediction, z, here)
         if self.method == "ddim":
-            return self.process.step(prediction, z, here, there, eta=self.eta, noise=noise, project=self.project)
+            return self.process.step(
+                prediction, z, here, there, eta=self.eta, noise=noise, project=self.project
+            )
         x0 = self.process.to_x0(prediction, z, here)
         x0 = x0 if self.project is None else self.project(x0)
         previous, self._previous = self._previous, (x0, here)

@@ -1,4 +1,5 @@
-"""Load a model for sampling and evaluation from a run, a checkpoint of any engine, a model.pt or a converted folder.
+"""Load a model for sampling and evaluation from a run, a checkpoint of any engine, a model.pt or a
+converted folder.
 
 The weights are copied from the files into the model; nothing is written or unpickled.
 """
@@ -24,7 +25,10 @@ from mmldlm.models.pretrained_io import check_shapes, checked_section, read_valu
 if TYPE_CHECKING:
     from mmldlm.tasks.text_task import TextTask
 
-CONVERT = "name a run or a checkpoint of mmldlm, or create the folder with `mmldlm convert RUN/latest OUT`"
+CONVERT = (
+    "name a run or a checkpoint of mmldlm, or create the folder with `mmldlm convert RUN/latest"
+    " OUT`"
+)
 
 
 def load_model(
@@ -38,22 +42,26 @@ def load_model(
         dtype: dtype of the weights; the task's buffers (latent statistics) stay as they are.
 
     Returns:
-        the model in eval mode, its config.json as a dict, the path of that file (the tokenizer is next to it), and the
-        task that trained it.
+        the model in eval mode, its config.json as a dict, the path of that file (the tokenizer is
+        next to it), and the task that trained it.
 
     Raises:
-        UserError: an unreadable, corrupt or unsafe file, weights that do not match the config, or a task whose models
-            are not sampled.
+        UserError: an unreadable, corrupt or unsafe file, weights that do not match the config, or
+            a task whose models are not sampled.
     """
     opened = open_source(path)
     with opened.weights as weights:
         config_path = _find_config(opened, path)
         values = read_values(config_path)
         task = _task_of(values, config_path)
-        config = checked_section(values, task.config_class.model_fields["model"].annotation, config_path)
+        config = checked_section(
+            values, task.config_class.model_fields["model"].annotation, config_path
+        )
         shapes = {name: info.shape for name, info in weights.tensors.items()}
         kind = task.model_class()
-        check_shapes(kind, config, shapes, config_path)  # before allocating: a corrupt config may name any size
+        check_shapes(
+            kind, config, shapes, config_path
+        )  # before allocating: a corrupt config may name any size
         model = kind(config)
         _copy_weights(model, weights)
         if isinstance(model, LatentTransformer):
@@ -67,7 +75,8 @@ def load_model(
 
 
 def _task_of(values: dict[str, Any], config_path: Path) -> TextTask:
-    """The task of a config.json; one of a user's own module is not imported, because a file from elsewhere names it.
+    """The task of a config.json; one of a user's own module is not imported, because a file from
+    elsewhere names it.
 
     Raises:
         UserError: a task whose models are not sampled, or another architecture than the task's.
@@ -87,7 +96,8 @@ def _task_of(values: dict[str, Any], config_path: Path) -> TextTask:
 
 
 def _find_config(opened: OpenedCheckpoint, named: str | Path) -> Path:
-    """Find the model's config: in the checkpoint, next to the weights, or in one of two parent folders.
+    """Find the model's config: in the checkpoint, next to the weights, or in one of two parent
+    folders.
 
     Raises:
         UserError: no config was found.
@@ -109,6 +119,9 @@ def _find_config(opened: OpenedCheckpoint, named: str | Path) -> Path:
 @torch.no_grad()
 def _copy_weights(model: nn.Module, weights: WeightSource) -> None:
     own = model.state_dict()
-    for name, info in weights.tensors.items():  # of tied weights, one name is enough: they share their memory
+    for (
+        name,
+        info,
+    ) in weights.tensors.items():  # of tied weights, one name is enough: they share their memory
         own[name].copy_(as_torch(weights.read(name), info.dtype))
     weights.finish()

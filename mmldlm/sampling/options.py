@@ -1,4 +1,6 @@
-"""The options of `mmldlm sample`: which kind of samples reads which, with what default, and their help."""
+"""The options of `mmldlm sample`: which kind of samples reads which, with what default, and their
+help.
+"""
 
 from __future__ import annotations
 
@@ -13,10 +15,15 @@ from mmldlm.sampling.text.trace import MAX_TEXTS
 from mmldlm.utils import option_types
 
 IMAGE_STEPS = 20
-"""Default number of denoising steps of an image. One, which is enough for an embedding, gives a blur."""
+"""Default number of denoising steps of an image.
+
+One, which is enough for an embedding, gives a blur.
+"""
 IMAGE_GUIDANCE = 2.0
 NUM_LENGTHS = 3
-"""Default number of lengths in which a caption is written: the model reads the length from the mean patch alone."""
+"""Default number of lengths in which a caption is written: the model reads the length from the
+mean patch alone.
+"""
 
 KINDS = {
     "l2t": "text from embeddings",
@@ -73,10 +80,31 @@ for _key, _defaults in DEFAULTS.items():
             _defaults.setdefault(_word, _defaults[_kind])
 # Options that a task may lack, also in a kind that it has (TextTask.sampling_options).
 TASK_OPTIONS = (
-    "num_steps", "sampler", "temperature", "top_p", "guidance", "presence_penalty", "num_beams", "method",
-    "solver", "eta", "condition_timestep", "schedule", "spacing", "distinct", "threshold", "factor", "delta", "gamma",
-    "remask", "remask_eta", "num_lengths", "critic_rounds", "critic_share", "guidance_interval",
-)  # fmt: skip
+    "num_steps",
+    "sampler",
+    "temperature",
+    "top_p",
+    "guidance",
+    "presence_penalty",
+    "num_beams",
+    "method",
+    "solver",
+    "eta",
+    "condition_timestep",
+    "schedule",
+    "spacing",
+    "distinct",
+    "threshold",
+    "factor",
+    "delta",
+    "gamma",
+    "remask",
+    "remask_eta",
+    "num_lengths",
+    "critic_rounds",
+    "critic_share",
+    "guidance_interval",
+)
 METHODS = {"t2l": SOLVERS, "t2i": SOLVERS, "unconditional": JOINT_METHODS, "joint": JOINT_METHODS}
 
 
@@ -100,7 +128,10 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "image_size": {
         "type": option_types.count,
         "metavar": "PIXELS",
-        "help": "side of the images, of a model of several sizes (default: that of --data, else the largest)",
+        "help": (
+            "side of the images, of a model of several sizes (default: that of --data, else the"
+            " largest)"
+        ),
     },
     "latent_file": {
         "type": option_types.path,
@@ -112,29 +143,45 @@ OPTIONS: dict[str, dict[str, Any]] = {
         "metavar": "STORE",
         "help": "validation samples of a store: embeddings, images, or (t2i) captions",
     },
-    "text": {"nargs": "+", "metavar": "TEXT", "help": "texts (l2t: embedded with the encoder of the training data)"},
+    "text": {
+        "nargs": "+",
+        "metavar": "TEXT",
+        "help": "texts (l2t: embedded with the encoder of the training data)",
+    },
     "text_file": {"type": option_types.path, "metavar": "FILE", "help": "texts, one per line"},
     "num_samples": {
         "type": option_types.integer(1, 1 << 24),
         "metavar": "N",
-        "help": "number of samples (l2t: default one per embedding; i2t, t2i: one per image, caption)",
+        "help": (
+            "number of samples (l2t: default one per embedding; i2t, t2i: one per image, caption)"
+        ),
     },
     "num_steps": {
         "type": option_types.count,
-        "help": "denoising steps (t2l: default 1, or 10 for a model that predicts epsilon; t2i of codes: 12); a text "
-        "of n tokens takes at most n passes",
+        "help": (
+            "denoising steps (t2l: default 1, or 10 for a model that predicts epsilon; t2i of"
+            " codes: 12); a text of n tokens takes at most n passes"
+        ),
     },
     "sampler": {
-        "help": f"text sampler; of masked diffusion {' or '.join(STRATEGIES)} (default: l2t confidence, unconditional "
-        "ancestral); a name that the model's task lacks is refused with those that it has"
+        "help": (
+            f"text sampler; of masked diffusion {' or '.join(STRATEGIES)} (default: l2t"
+            " confidence, unconditional ancestral); a name that the model's task lacks is refused"
+            " with those that it has"
+        )
     },
     "temperature": {
         "type": option_types.number(0),
-        "help": "0 takes the most probable token (default: 0 for samplers by certainty, or 1 if an embedding is used "
-        "several times; 1 for the others)",
+        "help": (
+            "0 takes the most probable token (default: 0 for samplers by certainty, or 1 if an"
+            " embedding is used several times; 1 for the others)"
+        ),
     },
     "top_p": {"type": option_types.number(1e-6, 1), "help": "nucleus of the token draws"},
-    "guidance": {"type": option_types.number(), "help": "scale of classifier-free guidance, 1: none"},
+    "guidance": {
+        "type": option_types.number(),
+        "help": "scale of classifier-free guidance, 1: none",
+    },
     "guidance_interval": {
         "nargs": 2,
         "type": option_types.number(),
@@ -143,27 +190,35 @@ OPTIONS: dict[str, dict[str, Any]] = {
     },
     "presence_penalty": {
         "type": option_types.number(),
-        "help": "nats subtracted from tokens that the text already contains (default: 1 for samplers by certainty, "
-        "else 0)",
+        "help": (
+            "nats subtracted from tokens that the text already contains (default: 1 for samplers"
+            " by certainty, else 0)"
+        ),
     },
     "schedule": {
         "type": option_types.path,
         "metavar": "N1,N2,..|FILE",
-        "help": "tokens per pass instead of --num-steps, scaled to each text: numbers, or a JSON file of a list, of "
-        "{length: list}, or of evaluate --write-schedule, of which --num-steps chooses (scheduled, confidence, margin, "
-        "entropy)",
+        "help": (
+            "tokens per pass instead of --num-steps, scaled to each text: numbers, or a JSON file"
+            " of a list, of {length: list}, or of evaluate --write-schedule, of which --num-steps"
+            " chooses (scheduled, confidence, margin, entropy)"
+        ),
     },
     "spacing": {
         "type": option_types.number(0),
         "metavar": "G",
-        "help": "of the positions that a pass would fill, one nearer than G x the masked share to a surer one waits "
-        "(samplers by certainty; default 1: none)",
+        "help": (
+            "of the positions that a pass would fill, one nearer than G x the masked share to a"
+            " surer one waits (samplers by certainty; default 1: none)"
+        ),
     },
     "distinct": {
         "action": "store_const",
         "const": True,
-        "help": "of the positions that a pass would fill with the same token, all but the surest wait (samplers by "
-        "certainty)",
+        "help": (
+            "of the positions that a pass would fill with the same token, all but the surest wait"
+            " (samplers by certainty)"
+        ),
     },
     "threshold": {
         "type": option_types.number(),
@@ -185,40 +240,60 @@ OPTIONS: dict[str, dict[str, Any]] = {
         "metavar": "NATS",
         "help": "eb: bound on the dependence ignored in a pass (default 0.1)",
     },
-    "remask": {"choices": tuple(REMASKING), "help": "remdm: how tokens are masked again (default cap)"},
+    "remask": {
+        "choices": tuple(REMASKING),
+        "help": "remdm: how tokens are masked again (default cap)",
+    },
     "remask_eta": {
         "type": option_types.number(0),
         "metavar": "ETA",
-        "help": f"remdm: how much ({', '.join(f'{name} {eta}' for name, eta in REMASKING.items())})",
+        "help": (
+            f"remdm: how much ({', '.join(f'{name} {eta}' for name, eta in REMASKING.items())})"
+        ),
     },
     "num_lengths": {
         "type": option_types.count,
         "metavar": "M",
-        "help": "write a text in each of the M most probable lengths and keep the most probable one (default: one text "
-        "of the median length)",
+        "help": (
+            "write a text in each of the M most probable lengths and keep the most probable one"
+            " (default: one text of the median length)"
+        ),
     },
     "critic_rounds": {
         "type": option_types.size,
         "metavar": "R",
-        "help": "then R times mask the words that the quality head doubts most, write them again, and keep a text if "
-        "its mean quality is higher (a model of model.quality_head=true)",
+        "help": (
+            "then R times mask the words that the quality head doubts most, write them again, and"
+            " keep a text if its mean quality is higher (a model of model.quality_head=true)"
+        ),
     },
     "critic_share": {
         "type": option_types.number(0, 1),
         "metavar": "RHO",
-        "help": "share of the words of a text that the first of --critic-rounds masks, falling to 0 (default 0.1)",
+        "help": (
+            "share of the words of a text that the first of --critic-rounds masks, falling to 0"
+            " (default 0.1)"
+        ),
     },
-    "num_beams": {"type": option_types.count, "metavar": "W", "help": "beams of a beam search (default: 4)"},
+    "num_beams": {
+        "type": option_types.count,
+        "metavar": "W",
+        "help": "beams of a beam search (default: 4)",
+    },
     "method": {
-        "help": "t2l: solver, ddim, dpm++2m, or heun for a rectified-flow model; unconditional: joint or chain "
-        "(default: what the model was trained for)"
+        "help": (
+            "t2l: solver, ddim, dpm++2m, or heun for a rectified-flow model; unconditional: joint"
+            " or chain (default: what the model was trained for)"
+        )
     },
     "solver": {"choices": ("ddim", "dpm++2m"), "help": "solver of the embeddings"},
     "condition_timestep": {
         "type": option_types.number(0, 1),
         "metavar": "T",
-        "help": "noise the embedding to this timestep for the text, for embeddings that no encoder made (a model of "
-        "training.l2t_condition_noise; unconditional: --method chain)",
+        "help": (
+            "noise the embedding to this timestep for the text, for embeddings that no encoder"
+            " made (a model of training.l2t_condition_noise; unconditional: --method chain)"
+        ),
     },
     "eta": {
         "type": eta_value,
@@ -228,11 +303,18 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "trace": {
         "type": option_types.path,
         "metavar": "FILE.html",
-        "help": f"also write a page that plays, pass by pass, how the first {MAX_TEXTS} texts were written",
+        "help": (
+            f"also write a page that plays, pass by pass, how the first {MAX_TEXTS} texts were"
+            " written"
+        ),
     },
     **SEARCH_ARGUMENTS,
 }
 SOURCES = {
-    "l2t": ("latent_file", "text", "text_file", "data"), "t2l": ("text", "text_file"), "unconditional": (),
-    "i2t": ("image", "latent_file", "data"), "t2i": ("text", "text_file", "data"), "joint": (),
-}  # fmt: skip
+    "l2t": ("latent_file", "text", "text_file", "data"),
+    "t2l": ("text", "text_file"),
+    "unconditional": (),
+    "i2t": ("image", "latent_file", "data"),
+    "t2i": ("text", "text_file", "data"),
+    "joint": (),
+}

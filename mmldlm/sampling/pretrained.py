@@ -1,4 +1,6 @@
-"""A model with everything that sampling needs in addition to the weights: tokenizer and diffusion settings."""
+"""A model with everything that sampling needs in addition to the weights: tokenizer and diffusion
+settings.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +37,8 @@ class Pretrained:
         model: in eval mode.
         tokenizer: fast Hugging Face tokenizer, or None (not needed to sample ids).
         text_config: the text_diffusion section of its training; None for a task without one.
-        latent_config: the latent_diffusion section of its training; None for a task that predicts no latents.
+        latent_config: the latent_diffusion section of its training; None for a task that predicts
+            no latents.
         mode_weights: fraction of each mode in training; None if unknown.
         condition_dropout: how often the null conditions were trained; None if unknown.
         condition_noise: share of the l2t samples that were trained on a noised latent.
@@ -64,7 +67,9 @@ class Pretrained:
     @property
     def text_diffusion(self) -> MaskedDiffusion:
         """Masking process of the text, for tasks of masked diffusion."""
-        return MaskedDiffusion(self.model.config.mask_token_id, self.text_config.schedule, self.text_config.eps)
+        return MaskedDiffusion(
+            self.model.config.mask_token_id, self.text_config.schedule, self.text_config.eps
+        )
 
     @property
     def latent_diffusion(self) -> GaussianProcess:
@@ -74,7 +79,9 @@ class Pretrained:
 
     @property
     def unit_norm(self) -> bool:
-        """Whether the training latents are unit vectors, according to the encoder or else to their statistics."""
+        """Whether the training latents are unit vectors, according to the encoder or else to their
+        statistics.
+        """
         if self.latent_config is not None and self.latent_config.l2_normalize:
             return True
         if self.encoder is not None and "normalize" in self.encoder:
@@ -84,7 +91,9 @@ class Pretrained:
     @property
     def renormalize(self) -> bool:
         """Whether samplers project x0 estimates onto the unit sphere."""
-        return self.latent_config is not None and self.latent_config.renormalize_x0 and self.unit_norm
+        return (
+            self.latent_config is not None and self.latent_config.renormalize_x0 and self.unit_norm
+        )
 
     @property
     def num_codes(self) -> int | None:
@@ -93,7 +102,9 @@ class Pretrained:
 
     @property
     def clamp_x0(self) -> float | None:
-        """The bound that samplers clamp x0 estimates to, in the space of the stored latents; None: none."""
+        """The bound that samplers clamp x0 estimates to, in the space of the stored latents; None:
+        none.
+        """
         return None if self.latent_config is None else self.latent_config.clamp_x0
 
     @property
@@ -103,7 +114,9 @@ class Pretrained:
 
     @property
     def has_encoder(self) -> bool:
-        """Whether the encoder of its latents is known; `mmldlm pack` without --encoder records "unknown"."""
+        """Whether the encoder of its latents is known; `mmldlm pack` without --encoder records
+        "unknown".
+        """
         return self.encoder is not None and self.encoder.get("name") != "unknown"
 
     def supports(self, mode: str) -> bool:
@@ -127,7 +140,9 @@ class Pretrained:
         if sampler is not None and sampler not in samplers[kind]:
             known = ", ".join(samplers[kind])
             expected = f"--sampler {known} for `sample {kind}` of task={name}"
-            raise UserError(expected, f"--sampler {sampler}", "choose one of them, or omit --sampler")
+            raise UserError(
+                expected, f"--sampler {sampler}", "choose one of them, or omit --sampler"
+            )
 
     def check_mode(self, mode: str) -> None:
         """Reject a mode without training, whose output would be plausible-looking noise.
@@ -136,8 +151,14 @@ class Pretrained:
             UserError: the model was not trained in it.
         """
         if not self.supports(mode):
-            how = "another model.conditioning" if self.latent_config is None else f"training.loss_type={mode} or mixed"
-            trained = ", ".join(name for name, weight in (self.mode_weights or {}).items() if weight > 0)
+            how = (
+                "another model.conditioning"
+                if self.latent_config is None
+                else f"training.loss_type={mode} or mixed"
+            )
+            trained = ", ".join(
+                name for name, weight in (self.mode_weights or {}).items() if weight > 0
+            )
             raise UserError(
                 f"a model trained in mode {mode}",
                 f"{self.folder or 'a model'} trained only in {trained or 'no mode'}",
@@ -161,12 +182,14 @@ class Pretrained:
         """Reject a noised condition for a model that was trained on clean ones alone.
 
         Raises:
-            UserError: a timestep above 0 without training.l2t_condition_noise and mode unconditional.
+            UserError: a timestep above 0 without training.l2t_condition_noise and mode
+                unconditional.
         """
         trained = self.condition_noise > 0 or (self.mode_weights or {}).get("unconditional", 0) > 0
         if timestep > 0 and not trained:
             raise UserError(
-                "--condition-timestep 0 for a model whose text was only ever trained on clean embeddings",
+                "--condition-timestep 0 for a model whose text was only ever trained on clean"
+                " embeddings",
                 f"--condition-timestep {timestep}",
                 "omit it, or train with training.l2t_condition_noise=0.3",
             )
@@ -177,16 +200,19 @@ def latents_are_unit(mean: Tensor, std: Tensor) -> bool:
     return abs(float((mean.double() ** 2 + std.double() ** 2).sum()) - 1.0) < _UNIT_TOLERANCE
 
 
-def load_pretrained(path: str | Path, device: str = "cpu", dtype: torch.dtype = torch.float32) -> Pretrained:
+def load_pretrained(
+    path: str | Path, device: str = "cpu", dtype: torch.dtype = torch.float32
+) -> Pretrained:
     """Load a model and its settings from a run, checkpoint or converted folder.
 
     Args:
-        path: a run, RUN/latest, a checkpoint of any engine, a model.pt, or a folder written by `mmldlm convert`. From a
-            checkpoint the weights are read, not their moving average (as in `mmldlm convert` without --ema).
+        path: a run, RUN/latest, a checkpoint of any engine, a model.pt, or a folder written by
+            `mmldlm convert`. From a checkpoint the weights are read, not their moving average (as
+            in `mmldlm convert` without --ema).
 
     Raises:
-        UserError: unreadable or corrupt files, a missing config, tokenizer or diffusion settings, or a tokenizer with
-            another vocabulary.
+        UserError: unreadable or corrupt files, a missing config, tokenizer or diffusion settings,
+            or a tokenizer with another vocabulary.
     """
     model, values, config_path, task = load_model(path, device, dtype)
     sections: dict[str, Any] = {"text_diffusion": None, "latent_diffusion": None}
@@ -197,7 +223,8 @@ def load_pretrained(path: str | Path, device: str = "cpu", dtype: torch.dtype = 
             raise UserError(
                 f'"{key}" in {config_path}: the diffusion settings the model was trained with',
                 "no such key",
-                f"{CONVERT}; other settings than those of training would give nonsense without an error",
+                f"{CONVERT}; other settings than those of training would give nonsense without an"
+                " error",
             )
         try:
             sections[key] = task.config_class.model_fields[key].annotation(**values[key])
@@ -245,11 +272,14 @@ def _load_tokenizer(folder: Path, model: nn.Module) -> Any:
         raise UserError(f"the tokenizer in {path}", "no such folder", CONVERT)
     tokenizer = read_tokenizer(path, f"a tokenizer in {path}", CONVERT)
     config = model.config
-    expected = {key: getattr(config, key) for key in ("mask_token_id", "pad_token_id", "eos_token_id")}
+    expected = {
+        key: getattr(config, key) for key in ("mask_token_id", "pad_token_id", "eos_token_id")
+    }
     found = {key: getattr(tokenizer, key) for key in expected}
     if found != expected or len(tokenizer) > config.vocab_size:
         raise UserError(
-            f"the tokenizer the model was trained with in {path}: {expected}, at most {config.vocab_size} tokens",
+            f"the tokenizer the model was trained with in {path}: {expected}, at most"
+            f" {config.vocab_size} tokens",
             f"{found}, {len(tokenizer)} tokens",
             CONVERT,
         )

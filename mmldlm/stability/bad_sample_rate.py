@@ -1,4 +1,6 @@
-"""Track the fraction of bad samples and stop the run when it is too high, as when storage fails."""
+"""Track the fraction of bad samples and stop the run when it is too high, as when storage
+fails.
+"""
 
 from __future__ import annotations
 
@@ -11,8 +13,9 @@ MIN_BATCHES = 20  # with fewer, one bad batch would be a high fraction
 class BadSampleRate:
     """Fraction of bad samples in the last WINDOW global batches.
 
-    It is part of the checkpoint, so that a resumed run stops at the same step as an uninterrupted one. A checkpoint
-    never holds a window above the limit, because the run ends first: after the data is repaired, the run can resume.
+    It is part of the checkpoint, so that a resumed run stops at the same step as an uninterrupted
+    one. A checkpoint never holds a window above the limit, because the run ends first: after the
+    data is repaired, the run can resume.
 
     Args:
         limit: stability.max_bad_sample_fraction.
@@ -28,12 +31,15 @@ class BadSampleRate:
 
     def check(self) -> str | None:
         """Return a message if the fraction in the window is above the limit, else None."""
-        num_bad, num_samples = (sum(column) for column in zip(*self._batches)) if self._batches else (0, 0)
+        num_bad, num_samples = (
+            (sum(column) for column in zip(*self._batches)) if self._batches else (0, 0)
+        )
         if len(self._batches) < MIN_BATCHES or num_bad <= self.limit * num_samples:
             return None
         return (
-            f"{num_bad} of the {num_samples} samples of the last {len(self._batches)} global batches were bad "
-            f"({num_bad / num_samples:.0%}, above stability.max_bad_sample_fraction={self.limit:g})"
+            f"{num_bad} of the {num_samples} samples of the last {len(self._batches)} global"
+            f" batches were bad ({num_bad / num_samples:.0%}, above"
+            f" stability.max_bad_sample_fraction={self.limit:g})"
         )
 
     def state(self) -> list[tuple[int, int]]:

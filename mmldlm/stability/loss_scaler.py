@@ -1,4 +1,6 @@
-"""Dynamic loss scaling for fp16 (arXiv 1710.03740): one scale for all ranks, engines and stages, in the checkpoint."""
+"""Dynamic loss scaling for fp16 (arXiv 1710.03740): one scale for all ranks, engines and stages,
+in the checkpoint.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +10,8 @@ INITIAL, WINDOW, MIN, LARGEST = 65536.0, 1000, 1.0, 2.0**24
 
 
 class LossScaler:
-    """Halve the scale when scaled gradients overflow; double it after a window of steps without overflow.
+    """Halve the scale when scaled gradients overflow; double it after a window of steps without
+    overflow.
 
     bf16 and fp32 have the range of fp32 and need no scaling: the scale stays 1.
 
@@ -28,7 +31,9 @@ class LossScaler:
         self.good_steps = 0
 
     def on_overflow(self) -> float:
-        """Lower the scale after a step with finite losses and non-finite gradients; return the new scale."""
+        """Lower the scale after a step with finite losses and non-finite gradients; return the new
+        scale.
+        """
         self.value, self.good_steps = max(self.value / 2, MIN), 0
         return self.value
 
@@ -50,6 +55,8 @@ class LossScaler:
         return [self.value, self.good_steps] if self.is_on else []
 
     def restore(self, state: list[float]) -> None:
-        """Restore the state of a checkpoint; one of another dtype ([]) starts from the initial scale."""
+        """Restore the state of a checkpoint; one of another dtype ([]) starts from the initial
+        scale.
+        """
         if self.is_on and state:
             self.value, self.good_steps = float(state[0]), int(state[1])

@@ -1,4 +1,6 @@
-"""Check once, after the engine is built, that config, engine, launcher and autocast use the same precision."""
+"""Check once, after the engine is built, that config, engine, launcher and autocast use the same
+precision.
+"""
 
 from __future__ import annotations
 
@@ -20,19 +22,23 @@ def check_precision(engine: Engine, config: Config) -> None:
     """Check this rank's process and engine; all ranks raise together. Collective.
 
     Raises:
-        UserError: on every rank, if one computes, stores or reduces in another dtype than configured.
+        UserError: on every rank, if one computes, stores or reduces in another dtype than
+            configured.
     """
     problems = precision_problems(engine, config, os.environ)
     if engine.all_agree(not problems):
         return
     raise UserError(
-        f"training.dtype={config.training.dtype} everywhere, fp32 masters, accumulation and reduction",
+        f"training.dtype={config.training.dtype} everywhere, fp32 masters, accumulation and"
+        " reduction",
         "; ".join(problems) or "a difference on another rank (see its message)",
         "set precision in training.dtype alone",
     )
 
 
-def precision_problems(engine: Engine, config: Config, environment: Mapping[str, str]) -> list[str]:
+def precision_problems(
+    engine: Engine, config: Config, environment: Mapping[str, str]
+) -> list[str]:
     """Return what differs from training.dtype on this rank, one message each."""
     name, problems = config.training.dtype, []
     launcher = environment.get(PRECISION_VAR)
@@ -41,10 +47,19 @@ def precision_problems(engine: Engine, config: Config, environment: Mapping[str,
     if torch.get_default_dtype() != torch.float32:
         problems.append(f"torch's default dtype is {torch.get_default_dtype()}")
     if torch.is_autocast_enabled(engine.device.type):
-        problems.append(f"autocast to {torch.get_autocast_dtype(engine.device.type)} is on for the entire program")
-    if name == "bf16" and engine.device.type == "cuda" and not torch.cuda.is_bf16_supported(including_emulation=False):
+        problems.append(
+            f"autocast to {torch.get_autocast_dtype(engine.device.type)} is on for the entire"
+            " program"
+        )
+    if (
+        name == "bf16"
+        and engine.device.type == "cuda"
+        and not torch.cuda.is_bf16_supported(including_emulation=False)
+    ):
         problems.append(f"{torch.cuda.get_device_name(engine.device)} has no bf16 (use fp16)")
-    masters = {fragment.owner.dtype for fragment in engine.parameter_shards() if fragment.count} - {torch.float32}
+    masters = {
+        fragment.owner.dtype for fragment in engine.parameter_shards() if fragment.count
+    } - {torch.float32}
     if masters:
         problems.append(f"master weights in {', '.join(map(str, masters))}")
     low = compute_dtype(name)

@@ -17,7 +17,8 @@ class RollbackReason:
     Attributes:
         step: the step of the finding.
         reason: one sentence.
-        first_bad: 0-based step of the first batch to exclude after the rollback; None if no batch is responsible.
+        first_bad: 0-based step of the first batch to exclude after the rollback; None if no batch
+            is responsible.
         tensors: name -> number of non-finite elements, if an audit failed.
     """
 
@@ -33,7 +34,9 @@ def needs_rollback(
     """Return why a rollback is needed, or None. All arguments are equal on all ranks."""
     if bad_state:
         names = join_some(f"{name} ({count})" for name, count in bad_state.items())
-        return RollbackReason(step, f"non-finite values in the training state: {names}", None, bad_state)
+        return RollbackReason(
+            step, f"non-finite values in the training state: {names}", None, bad_state
+        )
     if consecutive_skips >= config.max_consecutive_skips:
         reason = f"{consecutive_skips} steps in a row were skipped"
         return RollbackReason(step, reason, step - consecutive_skips)
@@ -41,7 +44,11 @@ def needs_rollback(
 
 
 def stability_stop_error(
-    cause: RollbackReason, num_rollbacks: int, run_dir, last_reasons: list[str], saved_step: int | None
+    cause: RollbackReason,
+    num_rollbacks: int,
+    run_dir,
+    last_reasons: list[str],
+    saved_step: int | None,
 ) -> StabilityStop:
     """Return the error that ends the run on every rank with exit code 4.
 
@@ -49,27 +56,39 @@ def stability_stop_error(
         saved_step: step of the newest checkpoint; None before the first.
     """
     tried = (
-        f"after {num_rollbacks} rollback(s)" if num_rollbacks else "with no rollbacks left, or no checkpoint available"
+        f"after {num_rollbacks} rollback(s)"
+        if num_rollbacks
+        else "with no rollbacks left, or no checkpoint available"
     )
     skips = "; ".join(dict.fromkeys(last_reasons)) or "none"
     replay = (
-        f" `mmldlm replay {run_dir} last` names the module and the samples of the last skip." if last_reasons else ""
+        f" `mmldlm replay {run_dir} last` names the module and the samples of the last skip."
+        if last_reasons
+        else ""
     )
-    last = "No checkpoint was saved yet" if saved_step is None else f"The last checkpoint is that of step {saved_step}"
+    last = (
+        "No checkpoint was saved yet"
+        if saved_step is None
+        else f"The last checkpoint is that of step {saved_step}"
+    )
     restart = "start again" if saved_step is None else "add training.resume=auto"
     return StabilityStop(
-        f"stopped at step {cause.step}: {cause.reason}, {tried}. The last skips: {skips}. Skipped steps did not change "
-        f"the weights. {last}; samples and tensors: {run_dir / 'events.jsonl'}.{replay} Lower optimizer.lr or "
-        f"optimizer.grad_clip_norm, check the data with `mmldlm verify-data`, then {restart}."
+        f"stopped at step {cause.step}: {cause.reason}, {tried}. The last skips: {skips}. Skipped"
+        f" steps did not change the weights. {last}; samples and tensors:"
+        f" {run_dir / 'events.jsonl'}.{replay} Lower optimizer.lr or optimizer.grad_clip_norm,"
+        f" check the data with `mmldlm verify-data`, then {restart}."
     )
 
 
 def no_step_applied_error(step: int, run_dir: Path, last_reasons: list[str]) -> StabilityStop:
-    """Return the error, with exit code 4, of a run that is done and whose weights no step has moved."""
+    """Return the error, with exit code 4, of a run that is done and whose weights no step has
+    moved.
+    """
     skips = "; ".join(dict.fromkeys(last_reasons)) or "see events.jsonl"
     return StabilityStop(
-        f"all steps up to {step} are done, and none was applied: the weights are those of the start. The last skips: "
-        f"{skips}. `mmldlm replay {run_dir} last` names the module and the samples. Correct the config or the data "
-        "(`mmldlm verify-data`), then start again under another logging.run_name, or raise training.num_train_steps "
-        "and add training.resume=auto."
+        f"all steps up to {step} are done, and none was applied: the weights are those of the"
+        f" start. The last skips: {skips}. `mmldlm replay {run_dir} last` names the module and the"
+        " samples. Correct the config or the data (`mmldlm verify-data`), then start again under"
+        " another logging.run_name, or raise training.num_train_steps and add"
+        " training.resume=auto."
     )

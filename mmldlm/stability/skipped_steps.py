@@ -1,7 +1,8 @@
 """Records of skipped steps, from which `mmldlm replay` reruns them.
 
-Samples, noise and timesteps are functions of (seed, epoch, sample id, slot), so the ids and the config determine a
-micro-batch. A skipped step does not change the weights, so a checkpoint provides them.
+Samples, noise and timesteps are functions of (seed, epoch, sample id, slot), so the ids and the
+config determine a micro-batch. A skipped step does not change the weights, so a checkpoint
+provides them.
 """
 
 from __future__ import annotations
@@ -33,7 +34,8 @@ MAX_RECORDS = 200
 
 
 def collect_step_record(engine: Engine, batches: list[Batch], losses: list[Tensor]) -> list[dict]:
-    """Return every micro-batch of the step over all ranks: {rank, host, micro, loss, ids}. Collective; only on a skip.
+    """Return every micro-batch of the step over all ranks: {rank, host, micro, loss, ids}.
+    Collective; only on a skip.
 
     Args:
         batches: this rank's micro-batches.
@@ -41,7 +43,13 @@ def collect_step_record(engine: Engine, batches: list[Batch], losses: list[Tenso
     """
     values = torch.stack([loss.detach().double() for loss in losses]).tolist()
     local = [
-        {"rank": engine.rank, "host": socket.gethostname(), "micro": micro, "loss": value, "ids": batch.ids.tolist()}
+        {
+            "rank": engine.rank,
+            "host": socket.gethostname(),
+            "micro": micro,
+            "loss": value,
+            "ids": batch.ids.tolist(),
+        }
         for micro, (batch, value) in enumerate(zip(batches, values, strict=True))
     ]
     if engine.world_size == 1:
@@ -79,10 +87,18 @@ def load_skipped_step(run_dir: Path, event: str) -> dict:
     """
     folder = run_dir / SKIPPED_STEPS_DIR
     found = sorted(
-        (int(name[1]), path) for path in folder.glob("step_*.json") if (name := _RECORD.fullmatch(path.name))
+        (int(name[1]), path)
+        for path in folder.glob("step_*.json")
+        if (name := _RECORD.fullmatch(path.name))
     )
     steps = [step for step, _ in found]
-    chosen = steps[-1:] if event == "last" else [int(event)] if event.isascii() and event.isdigit() else []
+    chosen = (
+        steps[-1:]
+        if event == "last"
+        else [int(event)]
+        if event.isascii() and event.isdigit()
+        else []
+    )
     if not chosen or chosen[0] not in steps:
         raise UserError(
             f"the step number of a skip in {folder}, or `last`",
@@ -104,11 +120,18 @@ def _read_record(path: Path, step: int) -> dict:
         case = _SkippedStep(**values)
         if case.step != step:
             raise ValueError(f"step {case.step} in the record of step {step}")
-        if any(entry.rank >= case.world_size or entry.micro >= case.accum for entry in case.micro_batches):
-            raise ValueError(f"micro_batches: of more than {case.world_size} ranks x {case.accum} micro-batches")
+        if any(
+            entry.rank >= case.world_size or entry.micro >= case.accum
+            for entry in case.micro_batches
+        ):
+            raise ValueError(
+                f"micro_batches: of more than {case.world_size} ranks x {case.accum} micro-batches"
+            )
     except ValueError as error:
         problems = describe_problems(error) if isinstance(error, ValidationError) else str(error)
-        raise UserError(f"the record of a skipped step in {path}", f"damaged file: {problems}", fix) from error
+        raise UserError(
+            f"the record of a skipped step in {path}", f"damaged file: {problems}", fix
+        ) from error
     return case.model_dump()
 
 

@@ -9,8 +9,9 @@ from collections import deque
 class SpikeWindow:
     """The last `size` finite values that were not spikes.
 
-    A value is a spike if it is more than sigma standard deviations above the mean of at least size / 2 values. This is
-    OLMo's rule with two additions: non-finite values never enter, and the window is part of the checkpoint.
+    A value is a spike if it is more than sigma standard deviations above the mean of at least size
+    / 2 values. This is OLMo's rule with two additions: non-finite values never enter, and the
+    window is part of the checkpoint.
     """
 
     def __init__(self, size: int, sigma: float):

@@ -1,4 +1,6 @@
-"""Check weights and optimizer state for non-finite values, periodically and before each checkpoint."""
+"""Check weights and optimizer state for non-finite values, periodically and before each
+checkpoint.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,8 @@ from mmldlm.utils.moments import MOMENTS
 
 
 def nonfinite_tensors(engine: Engine, average: WeightAverage | None = None) -> dict[str, int]:
-    """Return name ("name", "name.exp_avg", "name.ema") -> number of non-finite elements on this rank.
+    """Return name ("name", "name.exp_avg", "name.ema") -> number of non-finite elements on this
+    rank.
 
     One host sync if all values are finite, for any number of parameters. Not collective.
     """
@@ -19,8 +22,16 @@ def nonfinite_tensors(engine: Engine, average: WeightAverage | None = None) -> d
     views = [(fragment.name, fragment.slice_of(fragment.owner)) for fragment in fragments]
     for fragment in fragments:
         state = states.get(fragment.owner) or {}
-        views += [(f"{fragment.name}.{key}", fragment.slice_of(state[key])) for key in MOMENTS if key in state]
-    views += [(frozen.name, frozen.slice_of(frozen.owner)) for frozen in engine.frozen_shards() if frozen.count]
+        views += [
+            (f"{fragment.name}.{key}", fragment.slice_of(state[key]))
+            for key in MOMENTS
+            if key in state
+        ]
+    views += [
+        (frozen.name, frozen.slice_of(frozen.owner))
+        for frozen in engine.frozen_shards()
+        if frozen.count
+    ]
     if average is not None:
         views += [(f"{name}.ema", value) for name, value in average.named_values()]
     if not views:

@@ -1,7 +1,7 @@
 """The seam between the training system and what is trained: one Task per model.
 
-Everything else (engines, loop, guard, resume, replay, sanity, preflight, convert, logs, plots) asks the task and names
-no model. docs/tasks.md explains it with an example of one file.
+Everything else (engines, loop, guard, resume, replay, sanity, preflight, convert, logs, plots)
+asks the task and names no model. docs/tasks.md explains it with an example of one file.
 """
 
 from __future__ import annotations
@@ -25,14 +25,16 @@ if TYPE_CHECKING:  # preflight asks a task before torch is imported
 Objective = Callable[["nn.Module", Batch], tuple["Tensor", dict[str, "Tensor"]]]
 """(module, batch on the device) -> (loss, {name: sum}).
 
-The loss is this micro-batch's share of the GLOBAL batch's loss: sums divided by `batch.counts`, so that adding up
-gradients over ranks and micro-batches gives the gradient of the whole batch. The sums are fp32 scalars, detached.
+The loss is this micro-batch's share of the GLOBAL batch's loss: sums divided by `batch.counts`, so
+that adding up gradients over ranks and micro-batches gives the gradient of the whole batch. The
+sums are fp32 scalars, detached.
 """
 
 
 @dataclass(frozen=True)
 class Metric:
-    """One figure of a step: a sum over the global batch, divided by a count of it. One row serves all logs.
+    """One figure of a step: a sum over the global batch, divided by a count of it. One row serves
+    all logs.
 
     Attributes:
         name: key in training_log.jsonl and wandb.
@@ -40,7 +42,8 @@ class Metric:
         denominator: name of a count of the batch, or of another sum.
         label: word on the progress line; None: not shown there.
         is_loss: drawn with the loss (`mmldlm plot`).
-        evaluation: ending of the validation figures drawn with it (`{pass}_{evaluation}`); None: `name`.
+        evaluation: ending of the validation figures drawn with it (`{pass}_{evaluation}`); None:
+            `name`.
     """
 
     name: str
@@ -63,9 +66,10 @@ class _OptionalSizes(TypedDict, total=False):
 class ModelSizes(_OptionalSizes):
     """What preflight's memory model needs to know of a model and one micro-batch per rank.
 
-    trainable, frozen, largest_block (gathered at once by ZeRO-3 and FSDP2), buffers, matrices (of the trainable, those
-    of ParameterPlan.matrices; may be missing): numbers of elements. activations (kept for backward, and the
-    working memory of one block's backward pass), logits_cpu, logits_gpu (that exist at once): bytes.
+    trainable, frozen, largest_block (gathered at once by ZeRO-3 and FSDP2), buffers, matrices (of
+    the trainable, those of ParameterPlan.matrices; may be missing): numbers of elements.
+    activations (kept for backward, and the working memory of one block's backward pass),
+    logits_cpu, logits_gpu (that exist at once): bytes.
     """
 
     trainable: int
@@ -96,7 +100,8 @@ class ValidationRun(Protocol):
         """Return the figures, equal on every rank; None where `goes_on` answered no. Collective.
 
         Args:
-            goes_on: called before every batch with the number of batches done; its answer is the same on every rank.
+            goes_on: called before every batch with the number of batches done; its answer is the
+                same on every rank.
         """
         ...
 
@@ -109,8 +114,10 @@ class Task(ABC):
         config_class: subclass of Config with the task's own sections.
         sums: names of the sums that the objective returns; one of them is "loss".
         metrics: figures derived from the sums.
-        buffers: names of the model's tensors that are not trained (they are buffers, not parameters).
-        samplers: kinds of `mmldlm sample` and the samplers of each; {}: not sampled by mmldlm (see TextTask).
+        buffers: names of the model's tensors that are not trained (they are buffers, not
+            parameters).
+        samplers: kinds of `mmldlm sample` and the samplers of each; {}: not sampled by mmldlm (see
+            TextTask).
         sample_rate: key in training_log.jsonl of the samples per second; None: not logged.
     """
 
@@ -122,7 +129,8 @@ class Task(ABC):
     samplers: ClassVar[Mapping[str, tuple[str, ...]]] = {}
     sample_rate: ClassVar[str | None] = None
 
-    # -- without torch: config, preflight, convert ------------------------------------------------------------------
+    # -- without torch: config, preflight, convert
+    # ------------------------------------------------------------------
 
     @abstractmethod
     def open_data(self, config: Config) -> RunData:
@@ -139,14 +147,22 @@ class Task(ABC):
     def parameter_counts(self, config: Config) -> dict[str, int] | None:
         """Return parameters by group; None: not known, or keys are unset that the data decides."""
         sizes = self.model_sizes(config, 1)
-        return None if sizes is None else {"trained": sizes["trainable"], "frozen": sizes["frozen"]}
+        return (
+            None if sizes is None else {"trained": sizes["trainable"], "frozen": sizes["frozen"]}
+        )
 
     def model_sizes(self, config: Config, length: int) -> ModelSizes | None:
-        """Return the sizes for a micro-batch whose longest sample has `length` tokens; None: not known."""
+        """Return the sizes for a micro-batch whose longest sample has `length` tokens; None: not
+        known.
+        """
         return None
 
-    def training_flops(self, config: Config, num_samples: int, num_tokens: float, sums: Mapping[str, float]) -> float:
-        """Return forward and backward FLOPs of a global batch; 6 per parameter and token (arXiv 2001.08361)."""
+    def training_flops(
+        self, config: Config, num_samples: int, num_tokens: float, sums: Mapping[str, float]
+    ) -> float:
+        """Return forward and backward FLOPs of a global batch; 6 per parameter and token (arXiv
+        2001.08361).
+        """
         sizes = self.model_sizes(config, 1)
         return 0.0 if sizes is None else 6.0 * (sizes["trainable"] + sizes["frozen"]) * num_tokens
 
@@ -159,24 +175,29 @@ class Task(ABC):
         return []
 
     def expected_shapes(self, model_config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
-        """Return shapes that `convert` checks weights against before it writes them next to `model_config`.
+        """Return shapes that `convert` checks weights against before it writes them next to
+        `model_config`.
 
         Raises:
             KeyError, TypeError, ValueError: a damaged model_config.
         """
         return {}
 
-    # -- with torch -------------------------------------------------------------------------------------------------
+    # -- with torch
+    # ---------------------------------------------------------------------------------------------
 
     @abstractmethod
     def build_model(self, data: RunData) -> nn.Module:
-        """Build the model on its first weights: a function of config and data, equal on every rank."""
+        """Build the model on its first weights: a function of config and data, equal on every
+        rank.
+        """
 
     def parameter_plan(self, model: nn.Module, config: Config) -> ParameterPlan:
         """Choose frozen parameters, weight decay, sharding units and Muon's matrices.
 
-        Default: the modules of the longest ModuleList are sharded, and their two-dimensional weights are Muon's, one
-        matrix each. A weight that stacks matrices (q, k and v) trains better if the plan says so.
+        Default: the modules of the longest ModuleList are sharded, and their two-dimensional
+        weights are Muon's, one matrix each. A weight that stacks matrices (q, k and v) trains
+        better if the plan says so.
         """
         from torch import nn
 
@@ -184,13 +205,20 @@ class Task(ABC):
 
         stacks = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
         units = list(max(stacks, key=len, default=[]))
-        embeddings = {id(m.weight) for unit in units for m in unit.modules() if isinstance(m, nn.Embedding)}
+        embeddings = {
+            id(m.weight) for unit in units for m in unit.modules() if isinstance(m, nn.Embedding)
+        }
         inside = {id(p) for unit in units for p in unit.parameters() if p.dim() == 2} - embeddings
-        matrices = {name: 1 for name, parameter in model.named_parameters() if id(parameter) in inside}
+        matrices = {
+            name: 1 for name, parameter in model.named_parameters() if id(parameter) in inside
+        }
         return ParameterPlan(sharding_units=units, matrices=matrices)
 
     def parameter_groups(self, model: nn.Module) -> dict[str, list[str]]:
-        """Return parameter names by group, for the screen. Default: by the first part of the name."""
+        """Return parameter names by group, for the screen.
+
+        Default: by the first part of the name.
+        """
         groups: dict[str, list[str]] = {}
         for name, _ in model.named_parameters():
             groups.setdefault(name.split(".")[0], []).append(name)
@@ -206,7 +234,8 @@ class Task(ABC):
         """Return what makes micro-batches.
 
         Args:
-            seed: of the noise; None: training.seed. Evaluation passes its own, so that it never sees training noise.
+            seed: of the noise; None: training.seed. Evaluation passes its own, so that it never
+                sees training noise.
         """
 
     @abstractmethod
@@ -214,7 +243,8 @@ class Task(ABC):
         """Return the loss."""
 
     def stack_sums(self, loss: Tensor, sums: Mapping[str, Tensor]) -> Tensor:
-        """Return the declared sums of what the objective returned, [len(self.sums)] fp64 on its device.
+        """Return the declared sums of what the objective returned, [len(self.sums)] fp64 on its
+        device.
 
         Raises:
             UserError: the loss or a sum is missing, or is not a scalar tensor.
@@ -238,18 +268,27 @@ class Task(ABC):
         from mmldlm.tasks.validation import Validation, metric_values
 
         seed = data.config.training.seed + Validation.SEED_OFFSET
-        return Validation(self, data, engine, [("validation", self.collator(data, seed))], metric_values(self))
+        return Validation(
+            self, data, engine, [("validation", self.collator(data, seed))], metric_values(self)
+        )
 
     def model_config(self, data: RunData) -> dict[str, Any]:
-        """Return what `config.json` of an exported model holds (model_config.json in a checkpoint)."""
+        """Return what `config.json` of an exported model holds (model_config.json in a
+        checkpoint).
+        """
         return {"task": data.config.task, "buffers": sorted(self.buffers)}
 
-    # -- debugging --------------------------------------------------------------------------------------------------
+    # -- debugging
+    # ---------------------------------------------------------------------------------------------
 
     def unused_parameters(self, model: nn.Module, config: Config, batch: Batch) -> Sequence[str]:
-        """Return beginnings of the names of parameters that rightly get a zero gradient from a batch (`sanity`)."""
+        """Return beginnings of the names of parameters that rightly get a zero gradient from a
+        batch (`sanity`).
+        """
         return ()
 
     def check_batch(self, data: RunData, batch: Batch) -> list[str]:
-        """Compare a batch with the data it was made from; return what is wrong with it (`sanity`)."""
+        """Compare a batch with the data it was made from; return what is wrong with it
+        (`sanity`).
+        """
         return []

@@ -1,4 +1,6 @@
-"""Draws of collators: functions of (seed, epoch, sample, slot), never of ranks, micro-batches or call order."""
+"""Draws of collators: functions of (seed, epoch, sample, slot), never of ranks, micro-batches or
+call order.
+"""
 
 from __future__ import annotations
 
@@ -10,11 +12,16 @@ from torch import Tensor
 
 from mmldlm.models.dropout import STEP, mix
 
-_DROPOUT_STREAM, _NOISE_STREAM = 5, 9  # last counter word; every collator keeps its own streams apart from these
+_DROPOUT_STREAM, _NOISE_STREAM = (
+    5,
+    9,
+)  # last counter word; every collator keeps its own streams apart from these
 
 
 def counter_generator(seed: int, epoch: int, *counter: int) -> np.random.Generator:
-    """Return the generator of one counter: Philox4x64 (Salmon et al., SC 2011), low counter word for the draws."""
+    """Return the generator of one counter: Philox4x64 (Salmon et al., SC 2011), low counter word
+    for the draws.
+    """
     return np.random.Generator(np.random.Philox(key=[seed, epoch], counter=[0, *counter]))
 
 
@@ -24,7 +31,9 @@ def dropout_keys(seed: int, epoch: int, ids: np.ndarray, slots: np.ndarray) -> T
 
 
 def noise_keys(seed: int, epoch: int, ids: np.ndarray, slots: np.ndarray) -> Tensor:
-    """Keys of `keyed_normals` for the samples ids [B] at slots [B] of a global batch; [B] int64."""
+    """Keys of `keyed_normals` for the samples ids [B] at slots [B] of a global batch; [B]
+    int64.
+    """
     return _sample_keys(seed, epoch, ids, slots, _NOISE_STREAM)
 
 
@@ -39,8 +48,8 @@ def _sample_keys(seed: int, epoch: int, ids: np.ndarray, slots: np.ndarray, stre
 def keyed_normals(keys: Tensor, shape: tuple[int, ...]) -> Tensor:
     """Standard normal numbers on the device of their keys, equal on all devices up to rounding.
 
-    Number i of SplitMix64 (Steele et al., OOPSLA 2014) started at a sample's key gives two uniforms of 31 and 32 bits,
-    and these two normals (Box and Muller, 1958), at most 6.7 in size.
+    Number i of SplitMix64 (Steele et al., OOPSLA 2014) started at a sample's key gives two
+    uniforms of 31 and 32 bits, and these two normals (Box and Muller, 1958), at most 6.7 in size.
 
     Args:
         keys: int64, random, of each sample. [B]

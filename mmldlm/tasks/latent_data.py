@@ -40,7 +40,8 @@ _Data = TypeVar("_Data", bound=LatentData)
 def standard_scaling(store: Store | MixedStore) -> tuple[np.ndarray, np.ndarray]:
     """Return mean and standard deviation [D] fp32 of the training latents."""
     std = store.latent_std
-    # A constant dimension carries nothing; dividing by its (near) zero std would only blow up rounding.
+    # A constant dimension carries nothing; dividing by its (near) zero std would only blow up
+    # rounding.
     return store.latent_mean, np.where(std > 1e-6 * std.max(), std, 1.0).astype(np.float32)
 
 
@@ -50,7 +51,8 @@ def open_latent_data(
     scaling: Callable[[Store | MixedStore], tuple[np.ndarray, np.ndarray]] = standard_scaling,
     store_kind: str = "text",
 ) -> _Data:
-    """Open both splits and fill in what they decide: latent_dim, num_latents, latent_grid, vocab_size, token ids.
+    """Open both splits and fill in what they decide: latent_dim, num_latents, latent_grid,
+    vocab_size, token ids.
 
     Args:
         kind: class of the result.
@@ -59,7 +61,8 @@ def open_latent_data(
         store_kind: what the task learns the latents of: text or image.
 
     Raises:
-        UserError: no store, damaged store, unusable latents, or a config that contradicts the data.
+        UserError: no store, damaged store, unusable latents, or a config that contradicts the
+            data.
     """
     max_seq_len = config.model.max_seq_len
     train, validation = open_splits(config.data, max_seq_len, store_kind)
@@ -79,7 +82,9 @@ def open_latent_data(
     )
 
 
-def data_notes(max_seq_len: int, train: Store | MixedStore, validation: Store | MixedStore) -> list[str]:
+def data_notes(
+    max_seq_len: int, train: Store | MixedStore, validation: Store | MixedStore
+) -> list[str]:
     """Return lines for the user about texts that were cut and about several latents per text."""
     notes = [
         f"{store.num_truncated:,} of {len(store):,} {name} texts cut to {max_seq_len - 1} tokens "
@@ -103,21 +108,26 @@ def fill_from_store(config: Config, store: Store | MixedStore) -> None:
         )
     if model.num_latents not in (1, store.latents_per_text):  # 1 is what every config says
         raise UserError(
-            f"model.num_latents={store.latents_per_text}, the latents of every text in {store.root}",
+            f"model.num_latents={store.latents_per_text}, the latents of every text in"
+            f" {store.root}",
             f"model.num_latents={model.num_latents}",
-            f"leave model.num_latents unset, or prepare with --latents-per-text {model.num_latents}",
+            "leave model.num_latents unset, or prepare with --latents-per-text"
+            f" {model.num_latents}",
         )
     if config.tokenizer.name not in (None, tokenizer["name"], tokenizer.get("key")):
         raise UserError(
             f"tokenizer.name={tokenizer['name']}, with which {store.root} was prepared",
             f"tokenizer.name={config.tokenizer.name}",
-            f"leave tokenizer.name unset, or prepare again with --tokenizer {config.tokenizer.name}",
+            "leave tokenizer.name unset, or prepare again with --tokenizer"
+            f" {config.tokenizer.name}",
         )
     if model.vocab_size is not None and model.vocab_size < tokenizer["vocab_size"]:
         raise UserError(
-            f"model.vocab_size >= {tokenizer['vocab_size']}, the vocabulary of tokenizer {tokenizer['name']}",
+            f"model.vocab_size >= {tokenizer['vocab_size']}, the vocabulary of tokenizer"
+            f" {tokenizer['name']}",
             f"model.vocab_size={model.vocab_size}",
-            "leave model.vocab_size unset (a text head smaller than the vocabulary fails at its first rare token)",
+            "leave model.vocab_size unset (a text head smaller than the vocabulary fails at its"
+            " first rare token)",
         )
     for key in ("mask_token_id", "pad_token_id", "eos_token_id"):
         if getattr(model, key) not in (None, tokenizer[key]):
@@ -150,7 +160,10 @@ def _fill_codes(model: Section, store: Store | MixedStore) -> None:
         return
     wanted = "ids" if model.num_codes is not None else model.latent_kind
     if wanted == "ids" and kind == "values":
-        fix = "prepare with --latents codes:kmeans:512, or set model.latent_kind=values and model.num_codes=null"
+        fix = (
+            "prepare with --latents codes:kmeans:512, or set model.latent_kind=values and"
+            " model.num_codes=null"
+        )
         raise UserError("a store of codes for model.latent_kind=ids", found, fix)
     if model.num_codes not in (None, store.num_codes):
         raise UserError(
@@ -170,7 +183,8 @@ def _grids_of(model: Section, store: Store | MixedStore) -> list[list[int]] | No
     grids, wanted = getattr(store, "grids", None), getattr(model, "latent_grids", None)
     if wanted not in (None, grids):
         raise UserError(
-            f"model.latent_grids={'null' if grids is None else grids} for the images of the stores",
+            f"model.latent_grids={'null' if grids is None else grids} for the images of the"
+            " stores",
             f"model.latent_grids={wanted}",
             "leave model.latent_grids unset, or train on the sizes of that model (data.mixture)",
         )
@@ -178,7 +192,8 @@ def _grids_of(model: Section, store: Store | MixedStore) -> list[list[int]] | No
 
 
 def _grid_of(model: Section, store: Store | MixedStore) -> list[int] | None:
-    """Return rows and columns of the latents in the store's images, or model.latent_grid where the store has none.
+    """Return rows and columns of the latents in the store's images, or model.latent_grid where the
+    store has none.
 
     Raises:
         UserError: model.latent_grid contradicts the store.
@@ -191,8 +206,8 @@ def _grid_of(model: Section, store: Store | MixedStore) -> list[int] | None:
     fits = math.prod(wanted) == store.latents_per_text if grid is None else wanted == grid
     if not fits:
         raise UserError(
-            f"model.latent_grid{'' if grid is None else f'={grid}'} for the {store.latents_per_text} latents of each "
-            f"sample of {store.root}",
+            f"model.latent_grid{'' if grid is None else f'={grid}'} for the"
+            f" {store.latents_per_text} latents of each sample of {store.root}",
             f"model.latent_grid={wanted}",
             "leave model.latent_grid unset",
         )

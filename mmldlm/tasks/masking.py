@@ -31,14 +31,17 @@ def mask_texts(
         maskable: [B, S] bool, at least one per row.
 
     Returns:
-        noised tokens [B, S], the mask [B, S] bool, timesteps [B] and the NELBO weight [B] of a masked token, fp64.
+        noised tokens [B, S], the mask [B, S] bool, timesteps [B] and the NELBO weight [B] of a
+        masked token, fp64.
     """
     if config.fully_masked_only:
         masked = maskable.clone()
         ones = torch.ones(len(tokens), dtype=torch.float64)
         return tokens.masked_fill(masked, process.mask_token_id), masked, ones, ones
     if config.masking == "fixed_count":
-        noised, masked, share = process.corrupt_count(tokens, strata, uniform, maskable, process.mask_token_id)
+        noised, masked, share = process.corrupt_count(
+            tokens, strata, uniform, maskable, process.mask_token_id
+        )
         return noised, masked, process.timestep_of(share), 1 / share
     t = stretch(strata, config.min_timestep)
     noised, masked = process.corrupt(tokens, t, uniform, maskable)
@@ -46,10 +49,15 @@ def mask_texts(
 
 
 def mask_wholly(
-    process: MaskedDiffusion, rows: Tensor, tokens: Tensor, maskable: Tensor,
+    process: MaskedDiffusion,
+    rows: Tensor,
+    tokens: Tensor,
+    maskable: Tensor,
     masked_texts: tuple[Tensor, Tensor, Tensor, Tensor],
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """The result of `mask_texts`, with some texts [B] bool wholly masked: timestep and weight 1."""
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The result of `mask_texts`, with some texts [B] bool wholly masked: timestep and
+    weight 1.
+    """
     noised, masked, timesteps, weights = masked_texts
     masked = masked | rows[:, None] & maskable
     noised = torch.where(masked, process.mask_token_id, tokens)
@@ -57,7 +65,11 @@ def mask_wholly(
 
 
 def dynamic_weights(
-    process: MaskedDiffusion, config: TextDiffusionConfig, timesteps: Tensor, weights: Tensor, maskable: Tensor
+    process: MaskedDiffusion,
+    config: TextDiffusionConfig,
+    timesteps: Tensor,
+    weights: Tensor,
+    maskable: Tensor,
 ) -> Tensor:
     """Weight of a masked token under loss.text_weighting=dynamic. [B] fp64
 

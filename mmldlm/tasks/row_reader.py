@@ -1,4 +1,6 @@
-"""Reads rows of a store for a collator; what cannot be trained on becomes a placeholder and is reported."""
+"""Reads rows of a store for a collator; what cannot be trained on becomes a placeholder and is
+reported.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,9 @@ class RowReader:
         nan_to_num: replace non-finite values of a latent by the mean (stability.nan_to_num).
     """
 
-    def __init__(self, vocab_size: int, latent_mean: np.ndarray, max_norm: float, nan_to_num: bool):
+    def __init__(
+        self, vocab_size: int, latent_mean: np.ndarray, max_norm: float, nan_to_num: bool
+    ):
         self.vocab_size, self.latent_mean, self.max_norm = vocab_size, latent_mean, max_norm
         self.nan_to_num, self.zero_ok = nan_to_num, False
         self.num_codes: int | None = None  # of a collator that reads ids
@@ -33,8 +37,9 @@ class RowReader:
             slots: [B] positions in the global batch, of which the first num_real hold samples.
             lengths: [N] tokens of every sample, EOS included.
 
-        An unusable sample becomes a placeholder of weight 0, as one past the end of the batch: all ranks keep the same
-        shapes and collectives. The counts of the global batch still include it, because other ranks do not know of it.
+        An unusable sample becomes a placeholder of weight 0, as one past the end of the batch: all
+        ranks keep the same shapes and collectives. The counts of the global batch still include
+        it, because other ranks do not know of it.
         """
         rows, repaired = self._replace_nonfinite(samples.get(ids))
         self.zero_ok = getattr(samples, "kind", "text") == "image"  # a black patch is a patch
@@ -46,23 +51,36 @@ class RowReader:
         if is_bad.any():
             replaced = is_bad.reshape(is_bad.shape + (1,) * (rows.latents.ndim - 1))
             rows = rows._replace(
-                tokens=[tokens[:0] if bad else tokens for tokens, bad in zip(rows.tokens, is_bad, strict=True)],
-                latents=np.where(replaced, self.latent_mean.astype(rows.latents.dtype), rows.latents),
+                tokens=[
+                    tokens[:0] if bad else tokens
+                    for tokens, bad in zip(rows.tokens, is_bad, strict=True)
+                ],
+                latents=np.where(
+                    replaced, self.latent_mean.astype(rows.latents.dtype), rows.latents
+                ),
             )
         reports = [
-            {"id": int(sample), "reason": reason or repaired[row], **({} if reason else {"repaired": True})}
+            {
+                "id": int(sample),
+                "reason": reason or repaired[row],
+                **({} if reason else {"repaired": True}),
+            }
             for row, (sample, slot, reason) in enumerate(zip(ids, slots, reasons, strict=True))
             if (reason or row in repaired) and slot < num_real
         ]
         return rows, is_bad, reports
 
     def _replace_nonfinite(self, rows: Rows) -> tuple[Rows, dict[int, str]]:
-        """Replace non-finite latent values by the mean (stability.nan_to_num); return what was done by row."""
+        """Replace non-finite latent values by the mean (stability.nan_to_num); return what was
+        done by row.
+        """
         if not self.nan_to_num or np.isfinite(rows.latents).all():
             return rows, {}
         bad = ~np.isfinite(rows.latents)
         what = "non-finite values in its latent, replaced by the mean (stability.nan_to_num)"
-        repaired = {int(row): f"{int(bad[row].sum())} {what}" for row in np.unique(np.nonzero(bad)[0])}
+        repaired = {
+            int(row): f"{int(bad[row].sum())} {what}" for row in np.unique(np.nonzero(bad)[0])
+        }
         mean = self.latent_mean.astype(rows.latents.dtype)
         return rows._replace(latents=np.where(bad, mean, rows.latents)), repaired
 
@@ -75,7 +93,9 @@ class RowReader:
                 return f"the id {latent.max()} of a code, expected one below {self.num_codes}"
             return self._rejected_tokens(tokens, length)
         norms = np.linalg.norm(latent, axis=-1).reshape(-1).tolist()
-        norm = next((norm for norm in norms if norm > self.max_norm or not (norm or self.zero_ok)), None)
+        norm = next(
+            (norm for norm in norms if norm > self.max_norm or not (norm or self.zero_ok)), None
+        )
         if norm is not None:
             least = "" if self.zero_ok else "above 0 and "
             return f"a latent of norm {norm:.4g}, expected {least}at most {self.max_norm:.4g}"

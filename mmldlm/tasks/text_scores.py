@@ -16,7 +16,8 @@ class TextScores:
     """Scores of B texts.
 
     Attributes:
-        nats: [B] fp64, the negative log-likelihood of a text (EOS counted) or one draw of an upper bound on it.
+        nats: [B] fp64, the negative log-likelihood of a text (EOS counted) or one draw of an upper
+            bound on it.
         correct: [B] fp64, scored tokens that are the most probable.
         scored: [B] scored tokens.
         length_nll: [B] nats of the length, or None for a model that writes EOS itself.
@@ -50,15 +51,23 @@ def masked_text_scores(
     width, (draw, draws) = tokens.shape[1], stratum
     strata = (draw + uniform[:, -1]) / draws
     mask_token_id = diffusion.mask_token_id
-    noised, masked, fraction = diffusion.corrupt_count(tokens, strata, uniform[:, :width], real, mask_token_id)
+    noised, masked, fraction = diffusion.corrupt_count(
+        tokens, strata, uniform[:, :width], real, mask_token_id
+    )
     t = diffusion.timestep_of(fraction)
     positions = masked.flatten().nonzero()[:, 0]
     owner = positions // width
     weight = (1 / fraction)[owner]
     out = model(
-        noised, latents, t.float(), None, real, text_positions=positions, text_targets=tokens.flatten()[positions],
+        noised,
+        latents,
+        t.float(),
+        None,
+        real,
+        text_positions=positions,
+        text_targets=tokens.flatten()[positions],
         text_weights=weight.float(),
-    )  # fmt: skip
+    )
     return TextScores(
         sum_by_row(out["text_nll"].double() * weight, owner, len(tokens)),
         sum_by_row(out["text_correct"].double(), owner, len(tokens)),
@@ -69,4 +78,6 @@ def masked_text_scores(
 
 def sum_by_row(values: Tensor, owner: Tensor, count: int) -> Tensor:
     """Return [count] fp64 sums of values [M] fp64, which belong to rows `owner` [M]."""
-    return torch.zeros(count, dtype=torch.float64, device=values.device).index_add_(0, owner, values)
+    return torch.zeros(count, dtype=torch.float64, device=values.device).index_add_(
+        0, owner, values
+    )

@@ -1,4 +1,6 @@
-"""Evaluation during training, for any task: passes over validation samples, with noise that training never sees."""
+"""Evaluation during training, for any task: passes over validation samples, with noise that
+training never sees.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,9 @@ from mmldlm.engines.base import Engine
 if TYPE_CHECKING:
     from mmldlm.tasks.base import Task
 
-_COST_SHARE = 0.05  # of the training between two evaluations, under data.max_validation_samples=auto
+_COST_SHARE = (
+    0.05  # of the training between two evaluations, under data.max_validation_samples=auto
+)
 _MIN_SAMPLES = 64  # fewer give no useful estimate
 _TRAINING_COST = 3  # forward passes that training on a sample costs: the backward pass is two
 
@@ -74,7 +78,8 @@ def num_samples(config: Config, available: int, global_batch: int, num_passes: i
 
 
 class Validation:
-    """The same samples, masks, timesteps and noise at every call, so that two calls differ only by the weights.
+    """The same samples, masks, timesteps and noise at every call, so that two calls differ only by
+    the weights.
 
     Args:
         task: whose objective and sums are evaluated.
@@ -85,16 +90,27 @@ class Validation:
 
     Attributes:
         num_samples, num_available, num_batches: see ValidationRun.
-        bad: {id, reason} of samples that this rank found unusable in the last call: they are in no figure.
+        bad: {id, reason} of samples that this rank found unusable in the last call: they are in no
+            figure.
     """
 
     SEED_OFFSET = 7_919
 
     def __init__(
-        self, task: Task, data: RunData, engine: Engine, passes: Sequence[tuple[str, Collator]], figures: Figures
+        self,
+        task: Task,
+        data: RunData,
+        engine: Engine,
+        passes: Sequence[tuple[str, Collator]],
+        figures: Figures,
     ):
         config = data.config
-        self.engine, self.objective, self.task, self.sums = engine, task.objective(config), task, task.sums
+        self.engine, self.objective, self.task, self.sums = (
+            engine,
+            task.objective(config),
+            task,
+            task.sums,
+        )
         self._figures = figures
         training = config.training
         micro = training.eval_batch_size or training.train_batch_size
@@ -110,7 +126,9 @@ class Validation:
             (
                 name,
                 [
-                    MicroBatches(data.validation, plan, own, engine.rank, engine.world_size, accum=1)
+                    MicroBatches(
+                        data.validation, plan, own, engine.rank, engine.world_size, accum=1
+                    )
                     for plan in self.plans
                 ],
             )
@@ -124,12 +142,12 @@ class Validation:
         """Evaluate the validation samples; equal on every rank. Collective.
 
         Args:
-            goes_on: called before every batch with the number of batches done; its answer must be the same on every
-                rank.
+            goes_on: called before every batch with the number of batches done; its answer must be
+                the same on every rank.
 
         Returns:
-            None where goes_on said no. Else the figures, and bad_samples (of all ranks) where any rank found some. A
-            figure without anything scored is left out.
+            None where goes_on said no. Else the figures, and bad_samples (of all ranks) where any
+            rank found some. A figure without anything scored is left out.
         """
         module = self.engine.module
         was_training = module.training
@@ -147,21 +165,29 @@ class Validation:
             sums = torch.zeros(len(self.sums), dtype=torch.float64, device=self.engine.device)
             counts: dict[str, int] = {}
             num_tokens, found = 0, {}
-            for batches in chain.from_iterable(iterate_steps(own, 0, own.plan.batches_per_epoch) for own in datasets):
+            for batches in chain.from_iterable(
+                iterate_steps(own, 0, own.plan.batches_per_epoch) for own in datasets
+            ):
                 if not goes_on(num_done):
                     return None
                 num_done += 1
                 for batch in batches:
-                    loss, metrics = self.objective(self.engine.module, batch.to(self.engine.device))
+                    loss, metrics = self.objective(
+                        self.engine.module, batch.to(self.engine.device)
+                    )
                     sums += self.task.stack_sums(loss, metrics)
                     num_tokens += batch.num_tokens  # of valid samples; the counts are the plan's
-                    counts = {key: counts.get(key, 0) + value for key, value in batch.counts.items()}
+                    counts = {
+                        key: counts.get(key, 0) + value for key, value in batch.counts.items()
+                    }
                     found.update({sample["id"]: sample for sample in batch.bad})
             bad.update(found)
             local = self.engine.to_device([num_tokens, len(found)])
             *values, all_tokens, num_found = self.engine.sum_on_host(torch.cat([sums, local]))
             num_bad = max(num_bad, int(num_found))
-            totals[name] = PassTotals(dict(zip(self.sums, values, strict=True)), counts, int(all_tokens))
+            totals[name] = PassTotals(
+                dict(zip(self.sums, values, strict=True)), counts, int(all_tokens)
+            )
         self.bad = list(bad.values())
         figures = self._figures(totals)
         return figures | ({"bad_samples": num_bad} if num_bad else {})

@@ -43,8 +43,18 @@ class BackgroundTask:
 class PendingSave:
     """A checkpoint that is being written."""
 
-    def __init__(self, pending: commit.PendingCheckpoint, state: TrainingState, work: list[Callable[[], None]], device):
-        self.pending, self.step, self.consecutive_skips = pending, state.step, state.consecutive_skips
+    def __init__(
+        self,
+        pending: commit.PendingCheckpoint,
+        state: TrainingState,
+        work: list[Callable[[], None]],
+        device,
+    ):
+        self.pending, self.step, self.consecutive_skips = (
+            pending,
+            state.step,
+            state.consecutive_skips,
+        )
         self.started, self.stalled = time.perf_counter(), None
         self._background = BackgroundTask(lambda: [part() for part in work], device)
 
@@ -88,12 +98,14 @@ def wait_on_all_ranks(
         if not num_running:
             return
         if num_stops:
-            raise Interrupted(f"stopped by a signal while {what}; the checkpoints are as they were")
+            raise Interrupted(
+                f"stopped by a signal while {what}; the checkpoints are as they were"
+            )
         if num_late:
             late = engine.gather_messages(f"not finished after {timeout:g} s" if is_late else None)
             raise MmldlmError(
-                f"{what} takes longer than checkpoints.save_timeout={timeout:g} s: {'; '.join(late[:4])}. Check the "
-                "disk of logging.save_dir, or allow more."
+                f"{what} takes longer than checkpoints.save_timeout={timeout:g} s:"
+                f" {'; '.join(late[:4])}. Check the disk of logging.save_dir, or allow more."
             )
         heartbeat()
         time.sleep(pause)

@@ -29,8 +29,10 @@ def check_run(config: Config, world_size: int) -> RunData:
             )
         if config.training.init_from is not None:
             raise UserError(
-                "training.resume (continue a run) or training.init_from (a new run from its weights)",
-                f"training.resume={config.training.resume} and training.init_from={config.training.init_from}",
+                "training.resume (continue a run) or training.init_from (a new run from its"
+                " weights)",
+                f"training.resume={config.training.resume} and"
+                f" training.init_from={config.training.init_from}",
                 "drop one of them",
             )
     return data

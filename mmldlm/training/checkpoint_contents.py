@@ -1,4 +1,6 @@
-"""The content of a run's checkpoint except its manifest: read and compared with the run, and written."""
+"""The content of a run's checkpoint except its manifest: read and compared with the run, and
+written.
+"""
 
 from __future__ import annotations
 
@@ -31,11 +33,14 @@ from mmldlm.utils.json_files import plain_value
 _MAX_FILE_BYTES = 1 << 30  # of a file of the data that every checkpoint holds
 
 
-def load_training_state(checkpoint: Path, state: TrainingState, config: Config, world_size: int) -> dict[str, Any]:
+def load_training_state(
+    checkpoint: Path, state: TrainingState, config: Config, world_size: int
+) -> dict[str, Any]:
     """Read the training state of a checkpoint.
 
     Raises:
-        UserError: the checkpoint has another global batch, seed, plan or training split than this run.
+        UserError: the checkpoint has another global batch, seed, plan or training split than this
+            run.
         OSError, ValueError: its file cannot be read, or does not hold the state of a run.
     """
     saved = read_training_state(checkpoint)
@@ -63,14 +68,17 @@ def load_training_state(checkpoint: Path, state: TrainingState, config: Config, 
 
 
 def describe_rate_jump(checkpoint: Path, config: Config, state: TrainingState) -> list[str]:
-    """Return a note where the next learning rate is not that of the checkpoint's config, [] where it is.
+    """Return a note where the next learning rate is not that of the checkpoint's config, [] where
+    it is.
 
     A longer schedule is stretched: the rate of a run that had reached its end rises again.
     """
     try:
         then = with_new_names(read_yaml(checkpoint / CONFIG_FILE))
         optimizer = OptimizerConfig(**then["optimizer"])
-        before = learning_rate(state.applied_steps, int(then["training"]["num_train_steps"]), optimizer)
+        before = learning_rate(
+            state.applied_steps, int(then["training"]["num_train_steps"]), optimizer
+        )
     except (KeyError, TypeError, ValueError, OSError):  # of another release, or damaged: unknown
         return []
     now = learning_rate(state.applied_steps, config.training.num_train_steps, config.optimizer)
@@ -79,13 +87,17 @@ def describe_rate_jump(checkpoint: Path, config: Config, state: TrainingState) -
     before, now = state.lr_scale * before, state.lr_scale * now
     direction = "rises" if now > before else "falls"
     return [
-        f"the learning rate {direction} from {before:.3g} to {now:.3g} at step {state.step + 1}: the schedule is of "
-        f"training.num_train_steps={config.training.num_train_steps} and optimizer.*, not that of the checkpoint"
+        f"the learning rate {direction} from {before:.3g} to {now:.3g} at step {state.step + 1}:"
+        f" the schedule is of training.num_train_steps={config.training.num_train_steps} and"
+        " optimizer.*, not that of the checkpoint"
     ]
 
 
-def load_engine_state(checkpoint: Path, engine: Engine, average: WeightAverage | None, applied_steps: int) -> None:
-    """Load this rank's part of weights, moments and average; then call engine.sync_weights_from_masters() on all ranks.
+def load_engine_state(
+    checkpoint: Path, engine: Engine, average: WeightAverage | None, applied_steps: int
+) -> None:
+    """Load this rank's part of weights, moments and average; then call
+    engine.sync_weights_from_masters() on all ranks.
 
     Raises:
         UserError: another model, or damaged files.
@@ -97,7 +109,10 @@ def load_engine_state(checkpoint: Path, engine: Engine, average: WeightAverage |
             name: (p.requires_grad, tuple(getattr(p, "ds_shape", p.shape)))
             for name, p in model.named_parameters(remove_duplicate=False)
         }
-        ours |= {name: ("buffer", tuple(buffer.shape)) for name, buffer in persistent_buffers(model).items()}
+        ours |= {
+            name: ("buffer", tuple(buffer.shape))
+            for name, buffer in persistent_buffers(model).items()
+        }
         theirs = {
             name: ("buffer" if reader.kind(name) == "buffer" else reader.kind(name) == "trainable",
                    tuple(reader.shape(name)))
@@ -107,10 +122,10 @@ def load_engine_state(checkpoint: Path, engine: Engine, average: WeightAverage |
         if differing:
             raise UserError(
                 f"the model and frozen groups of {checkpoint}",
-                f"{len(differing)} parameters that are absent in one, of another shape, or frozen in one and "
-                f"trained in the other, first {differing[0]}",
-                "keep model.*, and what freezes parameters, unchanged; to change them start a new run "
-                f"with training.init_from={checkpoint}",
+                f"{len(differing)} parameters that are absent in one, of another shape, or frozen"
+                f" in one and trained in the other, first {differing[0]}",
+                "keep model.*, and what freezes parameters, unchanged; to change them start a new"
+                f" run with training.init_from={checkpoint}",
             )
         engine.load(reader, applied_steps if reader.has_moments else 0)
         if average is not None:
@@ -121,7 +136,8 @@ def load_engine_state(checkpoint: Path, engine: Engine, average: WeightAverage |
 
 
 def read_rng(path: Path) -> dict[str, Any] | None:
-    """Read the random generators of one rank; None if the checkpoint has none for it (noise never uses them).
+    """Read the random generators of one rank; None if the checkpoint has none for it (noise never
+    uses them).
 
     Raises:
         ValueError: the file is not one that a run writes. Nothing in it was executed.
@@ -134,11 +150,19 @@ def read_rng(path: Path) -> dict[str, Any] | None:
     except OSError:
         raise
     except Exception as error:  # whose own text advises to load it unsafely
-        raise ValueError(f"{path} is damaged, or another program wrote it; nothing in it was executed") from error
+        raise ValueError(
+            f"{path} is damaged, or another program wrote it; nothing in it was executed"
+        ) from error
     expected = torch.get_rng_state()
     cpu, cuda = (rng.get("torch"), rng.get("cuda")) if isinstance(rng, dict) else (None, None)
-    is_valid = isinstance(cpu, torch.Tensor) and cpu.dtype == expected.dtype and cpu.shape == expected.shape
-    if not is_valid or not (cuda is None or (isinstance(cuda, torch.Tensor) and cuda.dtype == expected.dtype)):
+    is_valid = (
+        isinstance(cpu, torch.Tensor)
+        and cpu.dtype == expected.dtype
+        and cpu.shape == expected.shape
+    )
+    if not is_valid or not (
+        cuda is None or (isinstance(cuda, torch.Tensor) and cuda.dtype == expected.dtype)
+    ):
         raise ValueError(f"{path} does not hold the states of random generators")
     return {"torch": cpu, "cuda": cuda}
 
@@ -153,7 +177,8 @@ def restore_rng(rng: dict[str, Any] | None) -> None:
 
 
 def read_files_to_keep(task: Task, data: RunData) -> dict[str, bytes]:
-    """Read what every checkpoint holds besides weights and state, by its path in it: a save reads nothing any more.
+    """Read what every checkpoint holds besides weights and state, by its path in it: a save reads
+    nothing any more.
 
     These are the config, the model's config, and files of the data.
     """
@@ -161,12 +186,15 @@ def read_files_to_keep(task: Task, data: RunData) -> dict[str, bytes]:
         CONFIG_FILE: to_yaml(with_absolute_paths(data.config)),
         MODEL_CONFIG: json.dumps(task.model_config(data), indent=2, default=plain_value) + "\n",
     }
-    files = {name: read_bytes(path, _MAX_FILE_BYTES) for name, path in data.files_to_keep().items()}
+    files = {
+        name: read_bytes(path, _MAX_FILE_BYTES) for name, path in data.files_to_keep().items()
+    }
     return {name: text.encode("utf-8", "backslashreplace") for name, text in texts.items()} | files
 
 
 def write_metadata(path: Path, training_state: str, kept: dict[str, bytes]) -> None:
-    """Write everything next to the engine's files: state, config, model config, and files of the data.
+    """Write everything next to the engine's files: state, config, model config, and files of the
+    data.
 
     Args:
         kept: what read_files_to_keep returned.

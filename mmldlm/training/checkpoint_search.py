@@ -17,20 +17,31 @@ from mmldlm.utils.formatting import join_some
 
 
 class CheckpointSearch:
-    """Searches in a thread of rank 0, because every byte of a checkpoint is read. Everything public is collective.
+    """Searches in a thread of rank 0, because every byte of a checkpoint is read. Everything
+    public is collective.
 
     Args:
-        wait: waits on all ranks while a function returns True, with a description and what may end the wait.
+        wait: waits on all ranks while a function returns True, with a description and what may end
+            the wait.
         stop_requested: whether this rank was asked to stop.
     """
 
-    def __init__(self, config: Config, engine: Engine, wait: Callable[..., None], stop_requested: Callable[[], bool]):
+    def __init__(
+        self,
+        config: Config,
+        engine: Engine,
+        wait: Callable[..., None],
+        stop_requested: Callable[[], bool],
+    ):
         self.config, self.engine = config, engine
         self.run_dir, self.is_main = config.run_dir(), engine.rank == 0
         self._wait, self._stop_requested = wait, stop_requested
 
     def find_resume(self) -> Path | None:
-        """Return the step folder that training.resume names; None: start afresh. See Checkpointer.find_resume."""
+        """Return the step folder that training.resume names; None: start afresh.
+
+        See Checkpointer.find_resume.
+        """
         resume = self.config.training.resume
         return None if resume is None else self._agree(lambda: self._locate(resume))
 
@@ -44,14 +55,22 @@ class CheckpointSearch:
 
     def _agree(self, find: Callable[[], str | None]) -> Path | None:
         search = BackgroundTask(find, self.engine.device) if self.is_main else None
-        self._wait(lambda: search is not None and search.is_running(), "checking a checkpoint", self._stop_requested)
+        self._wait(
+            lambda: search is not None and search.is_running(),
+            "checking a checkpoint",
+            self._stop_requested,
+        )
         found: list[Any] = [None, None]  # path and failure: rank 0 must not raise alone
         if search is not None:
             failure = search.failure
             if isinstance(failure, UserError):
                 found[1] = (failure.expected, failure.found, failure.fix)
             elif failure is not None:
-                found[1] = str(failure) if isinstance(failure, MmldlmError) else f"{type(failure).__name__}: {failure}"
+                found[1] = (
+                    str(failure)
+                    if isinstance(failure, MmldlmError)
+                    else f"{type(failure).__name__}: {failure}"
+                )
             found[0] = search.result
         if self.engine.world_size > 1:
             torch.distributed.broadcast_object_list(found, src=0)
@@ -73,7 +92,8 @@ class CheckpointSearch:
                 raise UserError(
                     f"a valid checkpoint in {self.run_dir}, or none at all",
                     f"only damaged ones: {join_some(damaged, 3, '; ')}",
-                    "restore one of them, or start under another logging.run_name; nothing was changed",
+                    "restore one of them, or start under another logging.run_name; nothing was"
+                    " changed",
                 )
             for message in damaged:
                 _warn(message)

@@ -36,12 +36,19 @@ from mmldlm.training.checkpoint_search import CheckpointSearch
 from mmldlm.training.run_logger import RunLogger, engine_folders
 
 SAVE_REQUEST_FILE = "save_now"
-FINAL_SAVE_RETRIES, FINAL_SAVE_BACKOFF = 3, 20.0  # attempts of a run that is about to end, and seconds between them
-_OTHER_WAYS = "training.resume=auto skips those whose files are damaged; training.init_from takes the weights alone"
+FINAL_SAVE_RETRIES, FINAL_SAVE_BACKOFF = (
+    3,
+    20.0,
+)  # attempts of a run that is about to end, and seconds between them
+_OTHER_WAYS = (
+    "training.resume=auto skips those whose files are damaged; training.init_from takes the"
+    " weights alone"
+)
 
 
 class Checkpointer:
-    """Saves and loads over all ranks; everything public is collective unless its docstring says otherwise.
+    """Saves and loads over all ranks; everything public is collective unless its docstring says
+    otherwise.
 
     Args:
         logger: of the run.
@@ -63,17 +70,25 @@ class Checkpointer:
         stop_requested: Callable[[], bool] = lambda: False,
     ):
         self.logger, self.average, self.guard, self._heartbeat = logger, average, guard, heartbeat
-        self.config, self.data, self.engine, self.state = logger.config, logger.data, logger.engine, logger.state
+        self.config, self.data, self.engine, self.state = (
+            logger.config,
+            logger.data,
+            logger.engine,
+            logger.state,
+        )
         self.run_dir, self.is_main = logger.run_dir, logger.is_main
         self.saved_step: int | None = None
-        self._search = CheckpointSearch(self.config, self.engine, self._wait_with_heartbeat, stop_requested)
+        self._search = CheckpointSearch(
+            self.config, self.engine, self._wait_with_heartbeat, stop_requested
+        )
         self._saving: PendingSave | None = None
         self._source: Path | None = None  # of another run, from which this one was resumed
         self._failure = ""  # of the last save
         self._kept_files: dict[str, bytes] = {}
 
     def read_files_to_keep(self) -> None:
-        """Read what every checkpoint holds of config and data: saving must not need the data again. Collective.
+        """Read what every checkpoint holds of config and data: saving must not need the data
+        again. Collective.
 
         Raises:
             UserError: on every rank, when rank 0 cannot read it.
@@ -87,10 +102,16 @@ class Checkpointer:
     def _rank_group(self) -> commit.RankGroup:
         engine = self.engine
         return commit.RankGroup(
-            engine.rank, engine.world_size, engine.barrier, engine.all_agree, engine.gather_messages
+            engine.rank,
+            engine.world_size,
+            engine.barrier,
+            engine.all_agree,
+            engine.gather_messages,
         )
 
-    def _wait_with_heartbeat(self, is_running: Callable[[], bool], what: str, *may_stop: Callable[[], bool]) -> None:
+    def _wait_with_heartbeat(
+        self, is_running: Callable[[], bool], what: str, *may_stop: Callable[[], bool]
+    ) -> None:
         def heartbeat() -> None:
             self._heartbeat()
             self.logger.renew_lock()
@@ -98,22 +119,25 @@ class Checkpointer:
         timeout = self.config.checkpoints.save_timeout
         wait_on_all_ranks(self.engine, is_running, what, timeout, heartbeat, *may_stop)
 
-    # -- continuing --------------------------------------------------------------------------------------------------
+    # -- continuing
+    # ---------------------------------------------------------------------------------------------
 
     def find_resume(self) -> Path | None:
-        """Return the step folder that training.resume names, every byte of it checked by rank 0; None: start afresh.
+        """Return the step folder that training.resume names, every byte of it checked by rank 0;
+        None: start afresh.
 
         Raises:
-            UserError: on every rank, when rank 0 finds a damaged checkpoint or none; for `auto`, when it finds
-                checkpoints and none of them is valid, or one that cannot be read.
+            UserError: on every rank, when rank 0 finds a damaged checkpoint or none; for `auto`,
+                when it finds checkpoints and none of them is valid, or one that cannot be read.
         """
         return self._search.find_resume()
 
     def find_rollback(self) -> Path | None:
-        """Return the newest checkpoint that a rollback may go to, every byte of it checked; None: there is none.
+        """Return the newest checkpoint that a rollback may go to, every byte of it checked; None:
+        there is none.
 
-        If no step succeeded since the last rollback, an older one than its target. A run that was resumed from another
-        run's checkpoint may return to that.
+        If no step succeeded since the last rollback, an older one than its target. A run that was
+        resumed from another run's checkpoint may return to that.
         """
         is_stuck = self.state.applied_steps <= self.state.applied_at_rollback
         below = self.state.rolled_back_to if is_stuck else None
@@ -129,21 +153,34 @@ class Checkpointer:
             UserError: on every rank: see `load`; or the config changes the meaning of the weights.
         """
         notes = self._raise_together(
-            lambda: self._changes(checkpoint), f"a readable checkpoint in {checkpoint}", _OTHER_WAYS
+            lambda: self._changes(checkpoint),
+            f"a readable checkpoint in {checkpoint}",
+            _OTHER_WAYS,
         )
         self.load(checkpoint)
-        if not checkpoint.is_relative_to(self.run_dir.resolve()):  # of its own, a rollback chooses itself
+        if not checkpoint.is_relative_to(
+            self.run_dir.resolve()
+        ):  # of its own, a rollback chooses itself
             self._source = checkpoint
         notes += describe_rate_jump(checkpoint, self.config, self.state)
         notes += self._set_aside_newer()  # with auto: damaged ones
         if self.state.step >= (last := self.config.training.num_train_steps):
-            notes.append(f"nothing to do: {self.state.step} of {last} steps are done; raise training.num_train_steps")
+            notes.append(
+                f"nothing to do: {self.state.step} of {last} steps are done; raise"
+                " training.num_train_steps"
+            )
         return notes
 
     def _changes(self, checkpoint: Path) -> list[str]:
         if not is_as_saved(checkpoint, CONFIG_FILE):
-            return [f"{checkpoint / CONFIG_FILE} is damaged: changes of the config since then are unknown"]
-        return [f"changed since the checkpoint: {change}" for change in check_resume_config(checkpoint, self.config)]
+            return [
+                f"{checkpoint / CONFIG_FILE} is damaged: changes of the config since then are"
+                " unknown"
+            ]
+        return [
+            f"changed since the checkpoint: {change}"
+            for change in check_resume_config(checkpoint, self.config)
+        ]
 
     def _set_aside_newer(self) -> list[str]:
         """Move the run's checkpoints of later steps aside. Collective."""
@@ -166,7 +203,8 @@ class Checkpointer:
         """Continue from a committed step folder of any engine, ZeRO stage and world size.
 
         Raises:
-            UserError: on every rank: the checkpoint has another global batch, seed, data or model, or cannot be read.
+            UserError: on every rank: the checkpoint has another global batch, seed, data or model,
+                or cannot be read.
         """
         saved, rng = self._raise_together(
             lambda: self._read(checkpoint), f"a readable checkpoint in {checkpoint}", _OTHER_WAYS
@@ -188,20 +226,25 @@ class Checkpointer:
         except Exception as error:  # damaged files raise anything; no rank may raise alone
             failure = error
         if not self.engine.all_agree(failure is None):
-            messages = self.engine.gather_messages(None if failure is None else f"{type(failure).__name__}: {failure}")
+            messages = self.engine.gather_messages(
+                None if failure is None else f"{type(failure).__name__}: {failure}"
+            )
             if isinstance(failure, UserError):
                 raise failure
             raise UserError(expected, "; ".join(messages[:3]), fix) from failure
         return found
 
     def _read(self, checkpoint: Path) -> tuple[dict[str, Any], dict[str, Any] | None]:
-        """Load weights, moments and average; return the training state and this rank's random generators."""
+        """Load weights, moments and average; return the training state and this rank's random
+        generators.
+        """
         saved = load_training_state(checkpoint, self.state, self.config, self.engine.world_size)
         load_engine_state(checkpoint, self.engine, self.average, saved["applied_steps"])
         return saved, read_rng(checkpoint / f"rng_state_rank{self.engine.rank}.pt")
 
     def roll_back(self, cause: RollbackReason) -> None:
-        """Return to the newest valid checkpoint with a lower learning rate, and exclude the failing batches.
+        """Return to the newest valid checkpoint with a lower learning rate, and exclude the
+        failing batches.
 
         The state is saved at once; otherwise a restart would repeat the rollback.
 
@@ -215,25 +258,47 @@ class Checkpointer:
         path = self.find_rollback() if num_rollbacks < config.max_rollbacks else None
         if path is None:
             self.logger.event("stability_stop", step=found_at, reason=cause.reason, **bad)
-            raise stability_stop_error(cause, num_rollbacks, self.run_dir, self.logger.last_reasons, self.saved_step)
-        passed_over = [*state.passed_over, *([] if cause.first_bad is None else [[cause.first_bad, found_at]])]
+            raise stability_stop_error(
+                cause, num_rollbacks, self.run_dir, self.logger.last_reasons, self.saved_step
+            )
+        passed_over = [
+            *state.passed_over,
+            *([] if cause.first_bad is None else [[cause.first_bad, found_at]]),
+        ]
         lr_scale = state.lr_scale * config.rollback_lr_factor
         self.load(path)
-        state.num_rollbacks, state.lr_scale, state.passed_over = num_rollbacks + 1, lr_scale, passed_over
-        state.consecutive_skips, state.rolled_back_to, state.applied_at_rollback = 0, state.step, state.applied_steps
+        state.num_rollbacks, state.lr_scale, state.passed_over = (
+            num_rollbacks + 1,
+            lr_scale,
+            passed_over,
+        )
+        state.consecutive_skips, state.rolled_back_to, state.applied_at_rollback = (
+            0,
+            state.step,
+            state.applied_steps,
+        )
         self.logger.truncate_logs()
         for note in self._set_aside_newer():
             self.logger.log_note(note)
-        fields = {"from_step": found_at, "to_step": state.step, "lr_scale": lr_scale, "passed_over": passed_over}
-        self.logger.event("rollback", step=state.step, reason=cause.reason, path=str(path), **fields, **bad)
+        fields = {
+            "from_step": found_at,
+            "to_step": state.step,
+            "lr_scale": lr_scale,
+            "passed_over": passed_over,
+        }
+        self.logger.event(
+            "rollback", step=state.step, reason=cause.reason, path=str(path), **fields, **bad
+        )
         if self.is_main:
             self.logger.progress.warning(
-                f"rollback from step {found_at} to {state.step}: {cause.reason}; learning rate x {lr_scale:g}"
+                f"rollback from step {found_at} to {state.step}: {cause.reason}; learning rate x"
+                f" {lr_scale:g}"
             )
         if self.save() and self.has_uncommitted:
             self.finish_save()
 
-    # -- saving ------------------------------------------------------------------------------------------------------
+    # -- saving
+    # ---------------------------------------------------------------------------------------------
 
     @property
     def write_in_progress(self) -> bool:
@@ -252,7 +317,8 @@ class Checkpointer:
         return self._saving is not None
 
     def save(self) -> bool:
-        """Start a checkpoint of the present step; with checkpoints.async_save it is written while training continues.
+        """Start a checkpoint of the present step; with checkpoints.async_save it is written while
+        training continues.
 
         A failure is an event and a warning; the run continues with the previous checkpoint.
 
@@ -262,19 +328,24 @@ class Checkpointer:
         self.finish_save()
         started, step = time.perf_counter(), self.state.step
         try:
-            pending = commit.begin(self.run_dir, step, self._rank_group(), engine_folders(self.engine))
+            pending = commit.begin(
+                self.run_dir, step, self._rank_group(), engine_folders(self.engine)
+            )
             failure: Exception | None = None
             work: list[Callable[[], None]] = []
             try:
                 work = self._snapshot_writers(pending.path, self.config.checkpoints.async_save)
             except Exception as error:
                 failure = error
-            # Agree before any rank's thread enters its own collective, where it would wait for a failed rank.
+            # Agree before any rank's thread enters its own collective, where it would wait for a
+            # failed rank.
             pending.raise_together("taking a snapshot of its state", failure)
         except commit.CommitFailed as error:
             self._log_save_failure(step, error)
             return False
-        self._saving = PendingSave(pending, self.state, [*work, pending.write_manifest_entry], self.engine.device)
+        self._saving = PendingSave(
+            pending, self.state, [*work, pending.write_manifest_entry], self.engine.device
+        )
         if self.save_requested:
             self._clear_save_request()
         if not self.config.checkpoints.async_save:
@@ -288,19 +359,26 @@ class Checkpointer:
             (self.run_dir / SAVE_REQUEST_FILE).unlink(missing_ok=True)
         except OSError as error:
             self.logger.progress.warning(
-                f"{self.run_dir / SAVE_REQUEST_FILE} could not be deleted; it will trigger another save: {error}"
+                f"{self.run_dir / SAVE_REQUEST_FILE} could not be deleted; it will trigger another"
+                f" save: {error}"
             )
 
     def finish_save(self) -> bool:
-        """Wait for the checkpoint being written and commit it on all ranks; return False if it failed."""
+        """Wait for the checkpoint being written and commit it on all ranks; return False if it
+        failed.
+        """
         saving = self._saving
         if saving is None:
             return True
-        self._wait_with_heartbeat(saving.is_running, f"writing the checkpoint of step {saving.step}")
+        self._wait_with_heartbeat(
+            saving.is_running, f"writing the checkpoint of step {saving.step}"
+        )
         self._saving = None
         skips = {"consecutive_skips": saving.consecutive_skips} if saving.consecutive_skips else {}
         try:
-            step_dir = saving.pending.commit(saving.failure, has_entry=True, engine=self.engine.describe(), **skips)
+            step_dir = saving.pending.commit(
+                saving.failure, has_entry=True, engine=self.engine.describe(), **skips
+            )
         except commit.CommitFailed as error:
             self._log_save_failure(saving.step, error)
             return False
@@ -308,13 +386,18 @@ class Checkpointer:
         if self.is_main:
             self._prune()
             seconds = time.perf_counter() - saving.started
-            stalled = {} if saving.stalled is None else {"stalled_seconds": round(saving.stalled, 4)}
-            self.logger.event("save", step=saving.step, path=str(step_dir), seconds=round(seconds, 3), **stalled)
+            stalled = (
+                {} if saving.stalled is None else {"stalled_seconds": round(saving.stalled, 4)}
+            )
+            self.logger.event(
+                "save", step=saving.step, path=str(step_dir), seconds=round(seconds, 3), **stalled
+            )
             self.logger.progress.message(f"saved    {step_dir} ({seconds:.1f} s)")
         return True
 
     def save_before_end(self) -> None:
-        """Save the present step and wait for it; try more than once, because the run is about to end.
+        """Save the present step and wait for it; try more than once, because the run is about to
+        end.
 
         Raises:
             MmldlmError: on every rank, when it could not be saved.
@@ -331,8 +414,9 @@ class Checkpointer:
         if self.saved_step is not None:
             newest = f"the newest valid one is {commit.step_name(self.saved_step)}"
         raise MmldlmError(
-            f"the last checkpoint (step {self.state.step}) could not be saved in {self.run_dir}; {newest}. Why: "
-            f"{self._failure}\nWhen that is fixed, continue with training.resume=auto."
+            f"the last checkpoint (step {self.state.step}) could not be saved in {self.run_dir};"
+            f" {newest}. Why: {self._failure}\nWhen that is fixed, continue with"
+            " training.resume=auto."
         )
 
     def _log_save_failure(self, step: int, error: Exception) -> None:
@@ -351,8 +435,13 @@ class Checkpointer:
             self.logger.progress.warning(f"old checkpoints could not be deleted: {error}")
 
     def _snapshot_writers(self, path: Path, in_background: bool) -> list[Callable[[], None]]:
-        """Take hold of everything that this rank writes; what is returned writes it and touches no live tensor."""
-        engine, folder = self.engine, path / ENGINE_FOLDER  # which begin() has made and every rank has tried
+        """Take hold of everything that this rank writes; what is returned writes it and touches no
+        live tensor.
+        """
+        engine, folder = (
+            self.engine,
+            path / ENGINE_FOLDER,
+        )  # which begin() has made and every rank has tried
         state: dict[str, Any] = {"engine": engine.snapshot_state(folder, self.state.step)}
         if self.average is not None:
             state["average"] = self.average.snapshot_state()
@@ -371,7 +460,8 @@ class Checkpointer:
         self.state.guard = self.guard.state()
         if self.is_main:
             self.state.versions = {
-                name: package_version(name) for name in ("mmldlm", "torch", "deepspeed", "transformers", "numpy")
+                name: package_version(name)
+                for name in ("mmldlm", "torch", "deepspeed", "transformers", "numpy")
             }
             text = json.dumps(asdict(self.state) | {"host": socket.gethostname()}, indent=2) + "\n"
             work.append(lambda: write_metadata(path, text, self._kept_files))

@@ -11,7 +11,12 @@ from mmldlm.observe.wandb_logger import WandbError, open_wandb
 from mmldlm.training.state import TrainingState
 from mmldlm.utils.formatting import first_line
 
-STEPS, EVALUATIONS, LAYERS, EVENTS = "training_log.jsonl", "eval_log.jsonl", "gradient_log.jsonl", "events.jsonl"
+STEPS, EVALUATIONS, LAYERS, EVENTS = (
+    "training_log.jsonl",
+    "eval_log.jsonl",
+    "gradient_log.jsonl",
+    "events.jsonl",
+)
 
 
 class LogFiles:
@@ -28,7 +33,12 @@ class LogFiles:
     """
 
     def __init__(
-        self, run_dir: Path, config: Config, state: TrainingState, is_resumed: bool, warn: Callable[[str], None]
+        self,
+        run_dir: Path,
+        config: Config,
+        state: TrainingState,
+        is_resumed: bool,
+        warn: Callable[[str], None],
     ):
         self.state, self._warn = state, warn
         self._failing: set[str] = set()  # logs whose last record could not be written
@@ -41,18 +51,27 @@ class LogFiles:
         }
         settings = config.logging.wandb
         self._wandb = open_wandb(
-            settings.mode, settings.project, config.logging.run_name, run_dir, config.model_dump(), is_resumed
+            settings.mode,
+            settings.project,
+            config.logging.run_name,
+            run_dir,
+            config.model_dump(),
+            is_resumed,
         )
 
     def write(self, name: str, record: dict) -> None:
         """Append a record; an error is reported once per log until a write succeeds again."""
         try:
             self._logs[name].write(record)
-        except Exception as error:  # a full disk, a closed log, a value that cannot be written: training continues
+        # A full disk, a closed log or a value that cannot be written does not end a training.
+        except Exception as error:
             if name not in self._failing:
                 self._failing.add(name)
                 reason = error if isinstance(error, OSError) else first_line(error)
-                self._warn(f"step {self.state.step}: cannot write to {name}; will retry with the next record: {reason}")
+                self._warn(
+                    f"step {self.state.step}: cannot write to {name}; will retry with the next"
+                    f" record: {reason}"
+                )
         else:
             self._failing.discard(name)
 
@@ -85,12 +104,16 @@ class LogFiles:
             self._report_wandb_error(error)
 
     def _report_wandb_error(self, error: Exception) -> None:
-        reason = str(error) if isinstance(error, WandbError) else f"{type(error).__name__}: {error}"
+        reason = (
+            str(error) if isinstance(error, WandbError) else f"{type(error).__name__}: {error}"
+        )
         self.event("wandb_failed", step=self.state.step, reason=reason)
         self._warn(f"step {self.state.step}: logging to wandb ended ({reason}); the run continues")
 
     def truncate(self) -> None:
-        """Drop records after the state's step; a log stays as it is where the disk has no room to rewrite it."""
+        """Drop records after the state's step; a log stays as it is where the disk has no room to
+        rewrite it.
+        """
         for name in (STEPS, EVALUATIONS, LAYERS):
             log = self._logs[name]
             try:

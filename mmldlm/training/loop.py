@@ -22,7 +22,8 @@ def train(session: Session) -> None:
 
     Raises:
         Interrupted: on every rank, when a signal ended the run.
-        StabilityStop: on every rank, when no rollback is left, or the last step is done and none was applied.
+        StabilityStop: on every rank, when no rollback is left, or the last step is done and none
+            was applied.
     """
     state, checkpointer = session.state, session.checkpointer
     num_steps = num_applied = 0
@@ -97,7 +98,9 @@ def finish(session: Session, interrupted: bool, trained_nothing: bool) -> None:
         StabilityStop: on every rank, when the run is done and trained nothing.
     """
     state, checkpointer = session.state, session.checkpointer
-    if checkpointer.saved_step != state.step:  # its last batches were excluded, or a signal came during a save
+    if (
+        checkpointer.saved_step != state.step
+    ):  # its last batches were excluded, or a signal came during a save
         interrupted = interrupted or not evaluate(session)
         session.enter_phase("save")
         checkpointer.finish_save()
@@ -107,7 +110,9 @@ def finish(session: Session, interrupted: bool, trained_nothing: bool) -> None:
     is_done = state.step >= session.num_steps
     if not interrupted or (is_done and not state.evaluation_left):
         if is_done and trained_nothing:
-            error = no_step_applied_error(state.step, session.logger.run_dir, session.logger.last_reasons)
+            error = no_step_applied_error(
+                state.step, session.logger.run_dir, session.logger.last_reasons
+            )
             session.logger.event("stability_stop", step=state.step, reason="no step was applied")
             session.logger.close(error.exit_code, str(error), lambda: session.stop.received)
             raise error
@@ -137,7 +142,10 @@ def evaluate(session: Session) -> bool:
 
 
 def log_report(session: Session, report: StepReport) -> None:
-    """Write everything that is logged of a step. Collective where samples were bad or the step was skipped."""
+    """Write everything that is logged of a step.
+
+    Collective where samples were bad or the step was skipped.
+    """
     logger = session.logger
     logger.log_step(report)
     if (profile := session.profiler.after(session.state.step)) is not None:
@@ -153,7 +161,10 @@ def log_report(session: Session, report: StepReport) -> None:
 
 
 def rollback_reason(session: Session, audit: bool) -> RollbackReason | None:
-    """Return why the run cannot continue from its present state; None: it can. Collective where `audit`."""
+    """Return why the run cannot continue from its present state; None: it can.
+
+    Collective where `audit`.
+    """
     nonfinite = audit_on_all_ranks(session.engine, session.average) if audit else {}
     state = session.state
     return needs_rollback(session.config.stability, state.step, state.consecutive_skips, nonfinite)
@@ -173,7 +184,8 @@ class SaveSchedule:
     """When to save, evaluate and audit: a function of numbers that all ranks share.
 
     Attributes:
-        is_overdue: a checkpoint is due but postponed, because recent steps were skipped or excluded.
+        is_overdue: a checkpoint is due but postponed, because recent steps were skipped or
+            excluded.
     """
 
     def __init__(self, config: Config):
@@ -190,10 +202,12 @@ class SaveSchedule:
         self.postpone_if_due(step)
         is_last = step == self.config.training.num_train_steps
         evaluate = is_last or step % logging.eval_freq == 0
-        # Not amid skips: the weights may be their cause, and the checkpoint would push out a good one.
+        # Not amid skips: the weights may be their cause, and the checkpoint would push out a good
+        # one.
         can_save = self.is_overdue and state.consecutive_skips == 0
         save = is_last or report.stop_requested or report.save_requested or can_save
-        # Audit before an evaluation too: a signal may cut it short, and then the weights are saved.
+        # Audit before an evaluation too: a signal may cut it short, and then the weights are
+        # saved.
         audit = save or evaluate or step % self.config.stability.audit_freq == 0
         return Due(is_last, save, evaluate, audit)
 

@@ -1,9 +1,10 @@
 """RUN/.lock, held by rank 0: only one job at a time trains in a run's folder.
 
-Two jobs in one folder (the default logging.run_name, a requeued job next to one that was believed dead) would overwrite
-each other's logs and delete each other's checkpoints, both with exit 0. The lock names host and process; its mtime is
-renewed while the run writes its logs. On the holder's host it is free as soon as the process has exited. Another host
-watches it: it is free when it has not changed for STALE_AFTER seconds. Clocks of two hosts are never compared.
+Two jobs in one folder (the default logging.run_name, a requeued job next to one that was believed
+dead) would overwrite each other's logs and delete each other's checkpoints, both with exit 0. The
+lock names host and process; its mtime is renewed while the run writes its logs. On the holder's
+host it is free as soon as the process has exited. Another host watches it: it is free when it has
+not changed for STALE_AFTER seconds. Clocks of two hosts are never compared.
 """
 
 from __future__ import annotations
@@ -28,9 +29,12 @@ from mmldlm.utils.input_files import read_bytes
 from mmldlm.utils.processes import read_stat
 
 LOCK = ".lock"
-STALE_AFTER = 180.0  # seconds of watching without a renewal after which a holder on another host counts as dead
+# seconds of watching without a renewal after which a holder on another host counts as dead
+STALE_AFTER = 180.0
 RENEW_INTERVAL = 20.0  # seconds between two renewals, at least
-EXIT_GRACE = 10.0  # seconds for a process on this host to exit: the previous job may just have been killed
+EXIT_GRACE = (
+    10.0  # seconds for a process on this host to exit: the previous job may just have been killed
+)
 _POLL = 0.5
 _MAX_BYTES = 1 << 20  # of a lock
 _MOST_VANISHED = 20  # times that a lock may exist when it is created and be gone when it is read
@@ -46,7 +50,8 @@ _FIELDS: dict[str, tuple[type, ...]] = {
 
 
 def check_no_checkpoints(config: Config) -> None:
-    """Refuse to start a run where another one left checkpoints; repeated under the lock, as it may just have ended.
+    """Refuse to start a run where another one left checkpoints; repeated under the lock, as it may
+    just have ended.
 
     Raises:
         UserError: the folder has checkpoints and training.resume is not set.
@@ -69,7 +74,10 @@ class RunLock:
         self._renewed = 0.0
 
     def acquire(
-        self, log: Callable[[str], None], heartbeat: Callable[[], None] = lambda: None, timeout: float = STALE_AFTER
+        self,
+        log: Callable[[str], None],
+        heartbeat: Callable[[], None] = lambda: None,
+        timeout: float = STALE_AFTER,
     ) -> None:
         """Take the lock, or wait for a holder that may have exited.
 
@@ -105,33 +113,49 @@ class RunLock:
             limit = min(EXIT_GRACE if is_same_host else STALE_AFTER, timeout)
             if was_renewed or waited > limit:
                 may_watch = "" if limit == STALE_AFTER or is_same_host else f"{limit:.0f} s"
-                short = may_watch and f"; this job may wait for {may_watch}, half of engine.collective_timeout"
-                seen = "was renewed while this job watched it" if was_renewed else f"was watched for {waited:.0f} s"
+                short = (
+                    may_watch
+                    and f"; this job may wait for {may_watch}, half of engine.collective_timeout"
+                )
+                seen = (
+                    "was renewed while this job watched it"
+                    if was_renewed
+                    else f"was watched for {waited:.0f} s"
+                )
                 raise UserError(
                     f"a run's folder for this job alone at {self.path.parent}",
                     f"{_describe_holder(holder)} trains in it ({self.path} {seen})",
-                    "choose another logging.run_name, or end the other job and add training.resume=auto; delete the "
-                    f"file if that job has certainly ended (it counts as dead after {STALE_AFTER:.0f} s without a "
-                    f"change{short})",
+                    "choose another logging.run_name, or end the other job and add"
+                    " training.resume=auto; delete the file if that job has certainly ended (it"
+                    f" counts as dead after {STALE_AFTER:.0f} s without a change{short})",
                 )
             if not has_announced:
                 has_announced = True
-                log(f"{self.path} is held by {_describe_holder(holder)}; waiting up to {limit:.0f} s for its release")
+                log(
+                    f"{self.path} is held by {_describe_holder(holder)}; waiting up to {limit:.0f}"
+                    " s for its release"
+                )
             heartbeat()
             time.sleep(_POLL)
 
     def _unreadable(self, error: OSError) -> UserError:
         dangling = self.path.is_symlink() and isinstance(error, FileNotFoundError)
-        why = f"a link to {os.readlink(self.path)}, which does not exist" if dangling else describe_os_error(error)
+        why = (
+            f"a link to {os.readlink(self.path)}, which does not exist"
+            if dangling
+            else describe_os_error(error)
+        )
         return UserError(
             f"a readable lock at {self.path}, or none",
             why,
-            "it names the job that trains here: make it readable, delete it if no job runs, or choose another "
-            "logging.run_name",
+            "it names the job that trains here: make it readable, delete it if no job runs, or"
+            " choose another logging.run_name",
         )
 
     def renew(self) -> bool:
-        """Show that the run is alive, at most every RENEW_INTERVAL seconds; return False if another job took it."""
+        """Show that the run is alive, at most every RENEW_INTERVAL seconds; return False if
+        another job took it.
+        """
         now = time.monotonic()
         if self._own is None or now - self._renewed < RENEW_INTERVAL:
             return True
@@ -180,7 +204,9 @@ class RunLock:
         return True
 
     def _remove(self, holder: dict[str, Any]) -> None:
-        """Remove a stale lock: only one of several processes does so, and never one that was created meanwhile."""
+        """Remove a stale lock: only one of several processes does so, and never one that was
+        created meanwhile.
+        """
         aside = self.path.with_name(f"{LOCK}_of_{socket.gethostname()}_{os.getpid()}")
         with contextlib.suppress(FileNotFoundError):
             os.rename(self.path, aside)
@@ -208,7 +234,9 @@ def _takeover_reason(holder: dict[str, Any], unchanged: float) -> str | None:
 
 
 def _read(path: Path) -> dict[str, Any]:
-    """Return the content of the lock; {} for one that is not written yet, torn, or not of this program."""
+    """Return the content of the lock; {} for one that is not written yet, torn, or not of this
+    program.
+    """
     content = read_bytes(path, _MAX_BYTES)
     try:
         found = json.loads(content)
@@ -218,18 +246,26 @@ def _read(path: Path) -> dict[str, Any]:
         return {}
     found = {"job": None, "born": None, **found}
     are_typed = all(type(found.get(name)) in kinds for name, kinds in _FIELDS.items())
-    return found if are_typed and 0 < found["pid"] < 1 << 31 and 0 <= found["restarts"] < 1 << 31 else {}
+    return (
+        found
+        if are_typed and 0 < found["pid"] < 1 << 31 and 0 <= found["restarts"] < 1 << 31
+        else {}
+    )
 
 
 def _describe_holder(holder: dict[str, Any]) -> str:
     if not holder:
         return "an unknown job"
     job = f", Slurm job {holder['job']}" if holder["job"] else ""
-    return f"process {holder['pid']} on {holder['host']}{job}, started {holder['started'][:19]} UTC"
+    return (
+        f"process {holder['pid']} on {holder['host']}{job}, started {holder['started'][:19]} UTC"
+    )
 
 
 def _host_key() -> list[str]:
-    """Return what makes a PID unique: host name, boot and PID namespace (two containers may share the name)."""
+    """Return what makes a PID unique: host name, boot and PID namespace (two containers may share
+    the name).
+    """
     found = [socket.gethostname()]
     with contextlib.suppress(OSError):
         found.append(Path("/proc/sys/kernel/random/boot_id").read_text(encoding="utf-8").strip())
@@ -250,6 +286,8 @@ def _is_alive(pid: int, born: str | None) -> bool:
 
 
 def _process_start_time(pid: int) -> str | None:
-    """Return the start time of a process, which distinguishes it from a later one with its PID; None: not running."""
+    """Return the start time of a process, which distinguishes it from a later one with its PID;
+    None: not running.
+    """
     stat = read_stat(pid)
     return None if stat is None or stat.state in "ZX" else stat.start_time

@@ -1,4 +1,6 @@
-"""The folder of a run: its lock, logs, events and what the screen shows (its checkpoints: checkpointer.py)."""
+"""The folder of a run: its lock, logs, events and what the screen shows (its checkpoints:
+checkpointer.py).
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,14 @@ from mmldlm.config.schema import Config
 from mmldlm.data.batching.run_data import RunData
 from mmldlm.distributed import error_reporting
 from mmldlm.engines.base import Engine
-from mmldlm.errors import EXIT_DONE, EXIT_FAILED, Interrupted, MmldlmError, StabilityStop, UserError
+from mmldlm.errors import (
+    EXIT_DONE,
+    EXIT_FAILED,
+    Interrupted,
+    MmldlmError,
+    StabilityStop,
+    UserError,
+)
 from mmldlm.observe.console import Console, link_latest, train_log_path
 from mmldlm.observe.layer_stats import LayerStats
 from mmldlm.observe.loss_plots import LossCurve, plot_run
@@ -51,7 +60,9 @@ class RunLogger:
         last_reasons: why the last steps were skipped.
     """
 
-    def __init__(self, task: Task, config: Config, data: RunData, engine: Engine, state: TrainingState):
+    def __init__(
+        self, task: Task, config: Config, data: RunData, engine: Engine, state: TrainingState
+    ):
         self.task = task
         self.config, self.data, self.engine, self.state = config, data, engine, state
         self.run_dir = config.run_dir()
@@ -61,7 +72,8 @@ class RunLogger:
         self._reported_validation: set[int] = set()  # ids of bad samples
         self._files: LogFiles | None = None  # on rank 0, while they are open
 
-    # -- opening -----------------------------------------------------------------------------------------------------
+    # -- opening
+    # ---------------------------------------------------------------------------------------------
 
     def acquire_lock(self, heartbeat: Callable[[], None]) -> None:
         """Lock the folder for this job, before anything of it is read. Collective.
@@ -70,7 +82,8 @@ class RunLogger:
             heartbeat: called by rank 0 while it waits for a job that may have exited.
 
         Raises:
-            UserError: on every rank, when another job trains there, or did so and saved what would be overwritten.
+            UserError: on every rank, when another job trains there, or did so and saved what would
+                be overwritten.
         """
         self._on_main_rank_then_agree(lambda: self._acquire_lock(heartbeat))
 
@@ -80,20 +93,29 @@ class RunLogger:
         self.run_dir.mkdir(parents=True, exist_ok=True)
         # The other ranks wait in a collective, which has its own time limit.
         timeout = self.config.engine.collective_timeout / 2
-        self.lock.acquire(lambda note: error_reporting.log_line(f"warning: {note}"), heartbeat, timeout)
+        self.lock.acquire(
+            lambda note: error_reporting.log_line(f"warning: {note}"), heartbeat, timeout
+        )
         check_no_checkpoints(self.config)
-        try_longest(self.run_dir, self.config.training.num_train_steps, engine_folders(self.engine))
+        try_longest(
+            self.run_dir, self.config.training.num_train_steps, engine_folders(self.engine)
+        )
 
     def _on_main_rank_then_agree(self, work: Callable[[], None]) -> None:
         failure: Exception | None = None
         try:
             work()
-        except (MmldlmError, OSError) as error:  # a rank that raised alone would leave the others waiting
+        except (
+            MmldlmError,
+            OSError,
+        ) as error:  # a rank that raised alone would leave the others waiting
             failure = error
         if self.engine.all_agree(failure is None):
             return
         if not self.engine.all_agree(not isinstance(failure, Interrupted)):
-            raise Interrupted("stopped by a signal before the run's folder was opened; nothing had to be saved")
+            raise Interrupted(
+                "stopped by a signal before the run's folder was opened; nothing had to be saved"
+            )
         if isinstance(failure, MmldlmError):
             raise failure
         raise UserError(
@@ -131,7 +153,9 @@ class RunLogger:
 
     def _open_screen(self) -> None:
         config = self.config
-        path = train_log_path(self.run_dir, int_from_env("GROUP_RANK", 0)) if self.is_main else None
+        path = (
+            train_log_path(self.run_dir, int_from_env("GROUP_RANK", 0)) if self.is_main else None
+        )
         self.progress = Console(
             config.training.num_train_steps,
             enabled=self.is_main,
@@ -146,7 +170,9 @@ class RunLogger:
 
     def _open_files(self, is_resumed: bool) -> None:
         write_text(self.run_dir / "config.yaml", to_yaml(with_absolute_paths(self.config)))
-        self._files = LogFiles(self.run_dir, self.config, self.state, is_resumed, self.progress.warning)
+        self._files = LogFiles(
+            self.run_dir, self.config, self.state, is_resumed, self.progress.warning
+        )
 
     def _print_start(
         self,
@@ -155,7 +181,9 @@ class RunLogger:
         resumed_from: Path | None,
         init_report: InitReport | None,
     ) -> None:
-        for line in summary(self.task, self.data, self.engine, self.state.global_batch, trainable, optimizer_groups):
+        for line in summary(
+            self.task, self.data, self.engine, self.state.global_batch, trainable, optimizer_groups
+        ):
             self.progress.message(line)
         for message in [] if init_report is None else init_report.messages():
             self.progress.message(f"weights  {message}")
@@ -171,7 +199,8 @@ class RunLogger:
         kind, source = "start" if resumed_from is None else "resume", str(resumed_from or "")
         self.event(kind, step=self.state.step, source=source, task=self.config.task, losses=losses)
 
-    # -- while it runs -----------------------------------------------------------------------------------------------
+    # -- while it runs
+    # ---------------------------------------------------------------------------------------------
 
     def log_step(self, report: StepReport) -> None:
         """Write the record of the step that the state counted last."""
@@ -186,13 +215,20 @@ class RunLogger:
             "batch_in_epoch": batch.index,
             "loss": report.loss,
             "lr": report.lr,
-            **{metric.name: metric.value(shared.sums, batch.counts) for metric in self.task.metrics},
+            **{
+                metric.name: metric.value(shared.sums, batch.counts)
+                for metric in self.task.metrics
+            },
             "grad_norm": shared.grad_norm,
             **{key: value for key, value in report.cost.items() if value is not None},
             "samples": self.state.consumed_samples,
             "bad_samples": int(shared.counts.bad),
             "skipped": not decision.apply,
-            **({"loss_scale": self.engine.loss_scale} if self.config.training.dtype == "fp16" else {}),
+            **(
+                {"loss_scale": self.engine.loss_scale}
+                if self.config.training.dtype == "fp16"
+                else {}
+            ),
         }
         self.renew_lock()
         self._files.write(STEPS, record)
@@ -211,22 +247,37 @@ class RunLogger:
         """
         if not self.is_main:
             return
-        step, decision, loss, grad_norm = self.state.step, report.decision, report.loss, report.shared.grad_norm
+        step, decision, loss, grad_norm = (
+            self.state.step,
+            report.decision,
+            report.loss,
+            report.shared.grad_norm,
+        )
         bad = [
-            {key: entry[key] for key in ("rank", "host", "micro", "ids")} for entry in bad_micro_batches(micro_batches)
+            {key: entry[key] for key in ("rank", "host", "micro", "ids")}
+            for entry in bad_micro_batches(micro_batches)
         ]
         path = None
         try:
             if not decision.is_overflow:
                 path = save_skipped_step(self.run_dir, self._skip_record(report, micro_batches))
         except OSError as error:
-            self.progress.warning(f"step {step}: its record for replay could not be saved: {error}")
+            self.progress.warning(
+                f"step {step}: its record for replay could not be saved: {error}"
+            )
         figures = {"grad_norm": str(grad_norm), "loss": str(loss), "bad_micro_batches": bad}
         figures |= {} if path is None else {"case": str(path.relative_to(self.run_dir))}
-        self.event("overflow" if decision.is_overflow else "skip", step=step, reason=decision.reason, **figures)
+        self.event(
+            "overflow" if decision.is_overflow else "skip",
+            step=step,
+            reason=decision.reason,
+            **figures,
+        )
         ranks = sorted({entry["rank"] for entry in bad})
         rank_suffix = f" (rank {', '.join(map(str, ranks))})" if ranks else ""
-        hint = f"; `mmldlm replay {self.run_dir} {step}` traces its cause" if path is not None else ""
+        hint = (
+            f"; `mmldlm replay {self.run_dir} {step}` traces its cause" if path is not None else ""
+        )
         message = f"step {step} skipped on all ranks: {decision.reason}{rank_suffix}{hint}"
         if decision.is_overflow or (math.isfinite(loss) and 0 <= grad_norm < math.inf):
             self.progress.warning(message)  # fp16 adjusts its loss scale, or a spike
@@ -262,16 +313,21 @@ class RunLogger:
         if stats.dead:
             self.event("dead_parameters", step=stats.step, names=stats.dead)
             names = join_some(stats.dead)
-            self.progress.warning(f"step {stats.step}: these parameters never had a gradient: {names}")
+            self.progress.warning(
+                f"step {stats.step}: these parameters never had a gradient: {names}"
+            )
 
     def log_bad_samples(self, bad: list[dict], validation: bool = False) -> None:
-        """Write an event and a warning for every sample that any rank left out or repaired. Collective.
+        """Write an event and a warning for every sample that any rank left out or repaired.
+        Collective.
 
         Args:
             bad: Batch.bad of this rank.
             validation: evaluation samples; each is reported once per run.
         """
-        found = [{**sample, "rank": self.engine.rank, "host": socket.gethostname()} for sample in bad]
+        found = [
+            {**sample, "rank": self.engine.rank, "host": socket.gethostname()} for sample in bad
+        ]
         gathered = [found]
         if self.engine.world_size > 1:
             gathered = [None] * self.engine.world_size
@@ -292,17 +348,19 @@ class RunLogger:
         """Return the error that ends the run on every rank because too many samples are bad."""
         self.event("stability_stop", step=self.state.step, reason=reason)
         return StabilityStop(
-            f"stopped at step {self.state.step}: {reason}. Samples, files and reasons: {self.run_dir / 'events.jsonl'} "
-            f"(bad_sample). Last checkpoint: {self.run_dir / 'latest'}. Check the storage of {self.data.source} "
-            "and the data itself (`mmldlm verify-data` for a store), then add training.resume=auto."
+            f"stopped at step {self.state.step}: {reason}. Samples, files and reasons:"
+            f" {self.run_dir / 'events.jsonl'} (bad_sample). Last checkpoint:"
+            f" {self.run_dir / 'latest'}. Check the storage of {self.data.source} and the data"
+            " itself (`mmldlm verify-data` for a store), then add training.resume=auto."
         )
 
     def log_validation(self, validation: ValidationRun) -> None:
         """Print what an evaluation covers (rank 0)."""
         if self.is_main:
             self.progress.message(
-                f"eval     {validation.num_samples:,} of {validation.num_available:,} validation samples each "
-                f"{self.config.logging.eval_freq:,} steps (data.max_validation_samples)"
+                f"eval     {validation.num_samples:,} of {validation.num_available:,} validation"
+                f" samples each {self.config.logging.eval_freq:,} steps"
+                " (data.max_validation_samples)"
             )
 
     def log_evaluation(self, values: dict[str, float]) -> None:
@@ -337,10 +395,12 @@ class RunLogger:
         if self.is_main and not self.lock.renew() and not self._lock_lost:
             self._lock_lost = True
             self.progress.warning(
-                f"{self.lock.path} does not belong to this job any more: if another job trains here, end one of them"
+                f"{self.lock.path} does not belong to this job any more: if another job trains"
+                " here, end one of them"
             )
 
-    # -- the end -----------------------------------------------------------------------------------------------------
+    # -- the end
+    # ---------------------------------------------------------------------------------------------
 
     def log_end(self, kind, error: BaseException | None, trace) -> None:
         """Log the error that ends the run, and the end; called by an ExitStack."""
@@ -352,8 +412,14 @@ class RunLogger:
             self.progress.error(message, on_screen=False)  # main() prints it
         self._end(error.exit_code if is_agreed else EXIT_FAILED, message)
 
-    def close(self, exit_code: int = EXIT_DONE, reason: str = "", stop: Callable[[], bool] = lambda: False) -> None:
-        """Draw the plots, log how the run ended, and close the logs. Nothing of it changes how the run ends.
+    def close(
+        self,
+        exit_code: int = EXIT_DONE,
+        reason: str = "",
+        stop: Callable[[], bool] = lambda: False,
+    ) -> None:
+        """Draw the plots, log how the run ended, and close the logs. Nothing of it changes how the
+        run ends.
 
         Args:
             exit_code: of the process.
@@ -364,8 +430,12 @@ class RunLogger:
         if self.config.logging.plot:
             try:
                 self.progress.message(f"plot     {plot_run(self.run_dir)}")
-            except Exception as error:  # the run is finished and saved; `mmldlm plot` can draw later
-                reason_of_plot = str(error) if isinstance(error, (MmldlmError, OSError)) else first_line(error)
+            except (
+                Exception
+            ) as error:  # the run is finished and saved; `mmldlm plot` can draw later
+                reason_of_plot = (
+                    str(error) if isinstance(error, (MmldlmError, OSError)) else first_line(error)
+                )
                 self.progress.warning(f"no plot: {reason_of_plot}")
         self._files.finish_wandb(exit_code, stop)
         self._end(exit_code, reason)

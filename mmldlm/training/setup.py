@@ -73,25 +73,33 @@ class Session:
     def batches(self) -> Generator[list[Batch], None, None]:
         """This rank's micro-batches, one list per step, from the present step on."""
         data = self.config.data
-        return iterate_steps(self.dataset, self.state.step, self.num_steps, data.num_workers, data.prefetch_factor)
+        return iterate_steps(
+            self.dataset, self.state.step, self.num_steps, data.num_workers, data.prefetch_factor
+        )
 
     def enter_phase(self, name: str, timeout_factor: float = 1.0) -> None:
         """Announce to the heartbeat what this rank does until the next phase.
 
         Args:
-            timeout_factor: multiplies engine.collective_timeout, after which a rank without progress counts as failed.
+            timeout_factor: multiplies engine.collective_timeout, after which a rank without
+                progress counts as failed.
         """
         self.heartbeat.enter_phase(self.state.step, name, timeout_factor)
 
     @contextlib.contextmanager
     def phase(self, name: str, section: str | None = None) -> Iterator[None]:
-        """Enter a phase, and account its wall time as a section of StepTimer (default: of the same name)."""
+        """Enter a phase, and account its wall time as a section of StepTimer (default: of the same
+        name).
+        """
         self.enter_phase(name)
         with self.timer.section(section or name):
             yield
 
     def continue_evaluation(self, num_done: int) -> bool:
-        """Return whether an evaluation continues with its next batch; the same on every rank. Collective."""
+        """Return whether an evaluation continues with its next batch; the same on every rank.
+
+        Collective.
+        """
         self.heartbeat.touch()
         self.logger.renew_lock()
         self.logger.progress.evaluation(self.state.step, num_done, self.validation.num_batches)
@@ -100,7 +108,8 @@ class Session:
 
 @contextlib.contextmanager
 def open_session(data: RunData, stop: StopSignal) -> Iterator[Session]:
-    """Build model and engine, continue from a checkpoint where there is one, open the logs. Collective over all ranks.
+    """Build model and engine, continue from a checkpoint where there is one, open the logs.
+    Collective over all ranks.
 
     Args:
         data: what check_run returned.
@@ -113,13 +122,19 @@ def open_session(data: RunData, stop: StopSignal) -> Iterator[Session]:
     config, training = data.config, data.config.training
     task = find_task(config.task)
     logs = config.run_dir() / "logs"
-    for note in filter(None, (*prepare_environment(config.engine.collective_timeout, logs), hidden_gpu_note())):
+    for note in filter(
+        None, (*prepare_environment(config.engine.collective_timeout, logs), hidden_gpu_note())
+    ):
         if int_from_env("RANK", 0) == 0:
             log_line(f"warning: {note}")
     model = task.build_model(data)
     # A resumed run does not read training.init_from; the source may have been deleted.
     is_resuming = training.resume is not None and bool(list_checkpoints(config.run_dir()))
-    init_report = None if training.init_from is None or is_resuming else init_weights(model, training.init_from)
+    init_report = (
+        None
+        if training.init_from is None or is_resuming
+        else init_weights(model, training.init_from)
+    )
     check_same_config(config)
     parameters = task.parameter_plan(model, config)
     trainable = parameters.apply(model, task.parameter_groups(model))
@@ -131,7 +146,9 @@ def open_session(data: RunData, stop: StopSignal) -> Iterator[Session]:
     stop.all_have_met()
     check_precision(engine, config)
     with (
-        Heartbeat(engine.rank, engine.world_size, config.engine.collective_timeout, logs=logs) as heartbeat,
+        Heartbeat(
+            engine.rank, engine.world_size, config.engine.collective_timeout, logs=logs
+        ) as heartbeat,
         contextlib.ExitStack() as at_end,
     ):
         session = _assemble(task, data, engine, heartbeat, stop)
@@ -140,15 +157,27 @@ def open_session(data: RunData, stop: StopSignal) -> Iterator[Session]:
         yield session
 
 
-def _assemble(task: Task, data: RunData, engine: Engine, heartbeat: Heartbeat, stop: StopSignal) -> Session:
+def _assemble(
+    task: Task, data: RunData, engine: Engine, heartbeat: Heartbeat, stop: StopSignal
+) -> Session:
     config, training = data.config, data.config.training
-    average = None if config.optimizer.ema_decay is None else WeightAverage(engine, config.optimizer.ema_decay)
+    average = (
+        None
+        if config.optimizer.ema_decay is None
+        else WeightAverage(engine, config.optimizer.ema_decay)
+    )
     global_batch = training.train_batch_size * training.grad_accum_steps * engine.world_size
     plan = data.training_plan(global_batch)
     collator = task.collator(data)
-    dataset = MicroBatches(data.train, plan, collator, engine.rank, engine.world_size, training.grad_accum_steps)
+    dataset = MicroBatches(
+        data.train, plan, collator, engine.rank, engine.world_size, training.grad_accum_steps
+    )
     state = TrainingState(
-        global_batch, len(data.train_lengths), training.seed, plan=plan.version, data=data.fingerprint()
+        global_batch,
+        len(data.train_lengths),
+        training.seed,
+        plan=plan.version,
+        data=data.fingerprint(),
     )
     guard = Guard(config.stability, training.dtype)
     logger = RunLogger(task, config, data, engine, state)
@@ -180,7 +209,10 @@ def _restore_or_start(
     optimizer_groups: list[tuple[float, int]],
     init_report: InitReport | None,
 ) -> None:
-    """Lock the run's folder, resume from its checkpoint or start afresh, and open the logs. Collective."""
+    """Lock the run's folder, resume from its checkpoint or start afresh, and open the logs.
+
+    Collective.
+    """
     stop, logger, checkpointer = session.stop, session.logger, session.checkpointer
     stop.leave_if_agreed(session.engine, "before the first step")
     session.enter_phase("claim")
@@ -197,7 +229,9 @@ def _restore_or_start(
             "move them away to start again from training.init_from",
         )
     stop.leave_if_agreed(session.engine, "before the first step")
-    logger.open_logs(trainable, optimizer_groups, resume_from, None if resume_from is not None else init_report)
+    logger.open_logs(
+        trainable, optimizer_groups, resume_from, None if resume_from is not None else init_report
+    )
     logger.log_validation(session.validation)
     for note in notes:
         logger.log_note(note)
@@ -209,8 +243,8 @@ def _restore_or_start(
 def check_same_config(config: Config) -> None:
     """Compare the resolved configs of all ranks before an engine is built on them. Collective.
 
-    What the data and the checkpoints decide may differ on a node that does not see them; its collectives would then
-    differ from those of the others.
+    What the data and the checkpoints decide may differ on a node that does not see them; its
+    collectives would then differ from those of the others.
 
     Raises:
         UserError: on every rank.
@@ -220,7 +254,9 @@ def check_same_config(config: Config) -> None:
         return
     start_process_group(pick_device(local_rank), config.engine.collective_timeout)
     gathered: list[tuple[str, str]] = [("", "")] * world_size
-    torch.distributed.all_gather_object(gathered, (socket.gethostname(), json.dumps(_compared_values(config))))
+    torch.distributed.all_gather_object(
+        gathered, (socket.gethostname(), json.dumps(_compared_values(config)))
+    )
     if len({dumped for _, dumped in gathered}) == 1:
         return
     configs = [(host, json.loads(dumped)) for host, dumped in gathered]
@@ -228,13 +264,18 @@ def check_same_config(config: Config) -> None:
     key = next(key for key in keys if len({str(values.get(key)) for _, values in configs}) > 1)
     raise UserError(
         f"one {key} on all ranks",
-        ", ".join(f"{value} on {host}" for host, value in dict.fromkeys((h, str(v.get(key))) for h, v in configs)),
+        ", ".join(
+            f"{value} on {host}"
+            for host, value in dict.fromkeys((h, str(v.get(key))) for h, v in configs)
+        ),
         f"let every host see {config.run_dir()} and the data, or set {key}",
     )
 
 
 def _compared_values(section: Section, prefix: str = "") -> dict[str, str]:
-    """Values as `section.key`, without the paths themselves: each node may keep the data in a folder of its own."""
+    """Values as `section.key`, without the paths themselves: each node may keep the data in a
+    folder of its own.
+    """
     found: dict[str, str] = {}
     for name in type(section).model_fields:
         value, key, marker = getattr(section, name), f"{prefix}{name}", section.path_marker(name)

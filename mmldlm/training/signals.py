@@ -1,4 +1,6 @@
-"""What a run does when it is asked to stop: SIGTERM, SIGINT (Ctrl-C), SIGUSR1 (Slurm's warning) or SIGHUP."""
+"""What a run does when it is asked to stop: SIGTERM, SIGINT (Ctrl-C), SIGUSR1 (Slurm's warning) or
+SIGHUP.
+"""
 
 from __future__ import annotations
 
@@ -13,11 +15,13 @@ from mmldlm.utils.stop_signals import handle_stop_signals
 
 
 class StopSignal:
-    """Remembers that this process was asked to stop; the ranks agree on it before any of them acts.
+    """Remembers that this process was asked to stop; the ranks agree on it before any of them
+    acts.
 
-    Until the ranks have met (imports, reading the config, waiting for a late node), nothing is written and no rank
-    waits for this one in a collective, so the process ends at once with exit code 5. It does so from a thread of its
-    own: the main thread may be inside a C++ call, which no Python handler interrupts.
+    Until the ranks have met (imports, reading the config, waiting for a late node), nothing is
+    written and no rank waits for this one in a collective, so the process ends at once with exit
+    code 5. It does so from a thread of its own: the main thread may be inside a C++ call, which no
+    Python handler interrupts.
 
     Attributes:
         received: whether this process got a signal. Another rank may not have: see `agreed`.
@@ -30,7 +34,9 @@ class StopSignal:
         os.set_blocking(writer, False)  # set_wakeup_fd asks for it
         signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
         self._numbers = frozenset(handle_stop_signals(self._receive))
-        threading.Thread(target=self._end_before_the_start, args=(reader,), name="stop-signal", daemon=True).start()
+        threading.Thread(
+            target=self._end_before_the_start, args=(reader,), name="stop-signal", daemon=True
+        ).start()
 
     def _receive(self, number, frame) -> None:
         self.received = True
@@ -47,7 +53,10 @@ class StopSignal:
         self._have_met = True
 
     def agreed(self, engine) -> bool:
-        """Whether any rank was asked to stop; the same on every rank. Collective, waits for the device."""
+        """Whether any rank was asked to stop; the same on every rank.
+
+        Collective, waits for the device.
+        """
         return not engine.all_agree(not self.received)
 
     def leave_if_received(self) -> None:

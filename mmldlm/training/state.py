@@ -28,7 +28,8 @@ class TrainingState:
         applied_at_rollback: applied_steps of that checkpoint.
         passed_over: [first, end) steps, counted from 0, whose batches are excluded.
         guard: state of the guard's windows.
-        evaluation_left: a stop signal ended or preceded the evaluation of this step; a resumed run repeats it.
+        evaluation_left: a stop signal ended or preceded the evaluation of this step; a resumed run
+            repeats it.
         plan: version of the batch plan.
         data: RunData.fingerprint().
         versions: packages that wrote the checkpoint.
@@ -54,12 +55,16 @@ class TrainingState:
     versions: dict[str, str] = field(default_factory=dict)
 
     def advance(self, decision: StepDecision, num_samples: int) -> None:
-        """Count one step; an fp16 overflow is handled by the loss scale and does not count towards a rollback."""
+        """Count one step; an fp16 overflow is handled by the loss scale and does not count towards
+        a rollback.
+        """
         self.step += 1
         self.consumed_samples += num_samples
         self.applied_steps += decision.apply
         self.skipped_steps += not decision.apply
-        self.consecutive_skips = 0 if decision.apply else self.consecutive_skips + (not decision.is_overflow)
+        self.consecutive_skips = (
+            0 if decision.apply else self.consecutive_skips + (not decision.is_overflow)
+        )
 
     def is_excluded(self) -> bool:
         """Whether the next step's batch is excluded from training."""

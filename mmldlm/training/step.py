@@ -1,4 +1,6 @@
-"""One optimizer step: forward and backward of every micro-batch, one reduction, then apply or discard on all ranks."""
+"""One optimizer step: forward and backward of every micro-batch, one reduction, then apply or
+discard on all ranks.
+"""
 
 from __future__ import annotations
 
@@ -127,7 +129,9 @@ def train_step(session: Session, batches: list[Batch]) -> StepReport:
     """
     engine, state, guard = session.engine, session.state, session.guard
     config = session.config
-    lr = state.lr_scale * learning_rate(state.applied_steps, config.training.num_train_steps, config.optimizer)
+    lr = state.lr_scale * learning_rate(
+        state.applied_steps, config.training.num_train_steps, config.optimizer
+    )
     session.layer_stats.before_forward(state.step + 1)
     sums = torch.zeros(len(session.task.sums) + 1, dtype=torch.float64, device=engine.device)
     engine.loss_scale, losses = guard.loss_scale.value, []
@@ -142,7 +146,9 @@ def train_step(session: Session, batches: list[Batch]) -> StepReport:
     norm = engine.grad_norm().to(sums)
     session.layer_stats.before_step()
     shared = reduce_step(engine, session.task.sums, sums, norm, LocalCounts.of(session, batches))
-    decision = guard.decide(shared.sums["loss"], shared.num_bad_losses, shared.grad_norm, int(shared.counts.usable))
+    decision = guard.decide(
+        shared.sums["loss"], shared.num_bad_losses, shared.grad_norm, int(shared.counts.usable)
+    )
     if decision.apply:
         engine.step(lr, shared.grad_norm)
         if session.average is not None:
@@ -154,7 +160,10 @@ def train_step(session: Session, batches: list[Batch]) -> StepReport:
     guard.bad_samples.update(int(shared.counts.bad), num_samples)
     state.advance(decision, num_samples)
     cost = session.timer.step(
-        num_samples, shared.counts.tokens, {**shared.sums, **batches[0].counts}, epoch=batches[0].epoch
+        num_samples,
+        shared.counts.tokens,
+        {**shared.sums, **batches[0].counts},
+        epoch=batches[0].epoch,
     )
     return StepReport(lr, shared, decision, num_samples, cost, layer_stats, losses, batches)
 
@@ -171,7 +180,11 @@ def reduce_step(
     """
     # Average the norm over ranks: if any rank's norm is non-finite, the average is too.
     norm = (grad_norm / engine.world_size).view(1)
-    vector = engine.sum_on_host(torch.cat([sums, norm, engine.to_device(list(vars(local).values()))]))
+    vector = engine.sum_on_host(
+        torch.cat([sums, norm, engine.to_device(list(vars(local).values()))])
+    )
     *values, num_bad_losses, shared_norm = vector[: len(names) + 2]
     counts = LocalCounts(*vector[len(names) + 2 :])
-    return SharedNumbers(dict(zip(names, values, strict=True)), int(num_bad_losses), shared_norm, counts)
+    return SharedNumbers(
+        dict(zip(names, values, strict=True)), int(num_bad_losses), shared_norm, counts
+    )

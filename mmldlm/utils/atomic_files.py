@@ -1,4 +1,6 @@
-"""Files and folders that are either complete or absent: written under another name, synced, then renamed."""
+"""Files and folders that are either complete or absent: written under another name, synced, then
+renamed.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,9 @@ def sha256_of(path: Path) -> str:
 
 
 def fsync_path(path: Path) -> None:
-    """Flush a file or a folder to the disk; ignore EINVAL, with which some network file systems refuse folders."""
+    """Flush a file or a folder to the disk; ignore EINVAL, with which some network file systems
+    refuse folders.
+    """
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -41,7 +45,9 @@ def fsync_path(path: Path) -> None:
 
 
 def write_text_synced(path: Path, text: str) -> None:
-    """Write a text file and flush it to the disk; for a file that is not visible under its final name yet."""
+    """Write a text file and flush it to the disk; for a file that is not visible under its final
+    name yet.
+    """
     with open(path, "w", encoding="utf-8") as file:
         file.write(text)
         file.flush()
@@ -50,15 +56,20 @@ def write_text_synced(path: Path, text: str) -> None:
 
 @contextlib.contextmanager
 def naming_errors(path: str | os.PathLike) -> Iterator[None]:
-    """Give an error of a disk that names no file this one: a failed write() knows its descriptor only.
+    """Give an error of a disk that names no file this one: a failed write() knows its descriptor
+    only.
 
     Other OSErrors, such as those of a network, stay as they are.
     """
     try:
         yield
     except OSError as error:
-        if error.errno is None and re.fullmatch(r"\d+ requested and \d+ written", str(error)):  # of numpy
-            raise OSError(errno.ENOSPC if _is_full(path) else errno.EIO, str(error), os.fspath(path)) from error
+        if error.errno is None and re.fullmatch(
+            r"\d+ requested and \d+ written", str(error)
+        ):  # of numpy
+            raise OSError(
+                errno.ENOSPC if _is_full(path) else errno.EIO, str(error), os.fspath(path)
+            ) from error
         if error.filename is None and error.errno in _DISK_ERRORS:
             error.filename = os.fspath(path)
         raise
@@ -80,7 +91,8 @@ def write_bytes(path: str | os.PathLike, content: bytes) -> None:
 def write_text(path: str | os.PathLike, text: str) -> None:
     """Write a text file atomically, in UTF-8.
 
-    A lone surrogate, which stands for a byte of a file name that is not UTF-8, is escaped: in JSON it stays the same.
+    A lone surrogate, which stands for a byte of a file name that is not UTF-8, is escaped: in JSON
+    it stays the same.
     """
     write_bytes(path, text.encode("utf-8", "backslashreplace"))
 
@@ -116,7 +128,8 @@ def atomic_file(path: str | os.PathLike) -> Iterator[io.BufferedWriter]:
 
 @contextlib.contextmanager
 def atomic_folder(path: Path) -> Iterator[Path]:
-    """Make a folder to fill; at the end of the block its files are synced and it appears under its name.
+    """Make a folder to fill; at the end of the block its files are synced and it appears under its
+    name.
 
     A folder of that name that appeared in the meantime is kept instead.
     """
@@ -149,5 +162,9 @@ def list_files(folder: Path) -> dict[str, dict[str, Any]]:
     """Map the relative name of every file below a folder to its `bytes` and `sha256`."""
     files = sorted(path for path in folder.rglob("*") if path.is_file())
     return {
-        path.relative_to(folder).as_posix(): {"bytes": path.stat().st_size, "sha256": sha256_of(path)} for path in files
+        path.relative_to(folder).as_posix(): {
+            "bytes": path.stat().st_size,
+            "sha256": sha256_of(path),
+        }
+        for path in files
     }

@@ -1,4 +1,5 @@
-"""Counter-based random numbers: functions of (seed, stream, index), independent of batch size and order.
+"""Counter-based random numbers: functions of (seed, stream, index), independent of batch size and
+order.
 
 Philox4x64 (Salmon et al., SC 2011).
 """
@@ -16,7 +17,10 @@ if TYPE_CHECKING:  # `mix64` is needed where torch is not imported (preflight, c
 
 
 class Stream(IntEnum):
-    """Second key word of Philox: keeps the draws of one seed apart. Part of every result; never reuse a value."""
+    """Second key word of Philox: keeps the draws of one seed apart.
+
+    Part of every result; never reuse a value.
+    """
 
     SENTENCES = 0x5E
     SHUFFLED_PARTNERS = 0xDE
@@ -42,14 +46,18 @@ class Stream(IntEnum):
 
 
 def mix64(values: np.ndarray) -> np.ndarray:
-    """Apply the SplitMix64 finalizer (Steele et al., OOPSLA 2014) to uint64 values; it wraps by design."""
+    """Apply the SplitMix64 finalizer (Steele et al., OOPSLA 2014) to uint64 values; it wraps by
+    design.
+    """
     values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return values ^ (values >> np.uint64(31))
 
 
 def candidate_seed(seed: int, candidate: int) -> int:
-    """Return the seed of the k-th of several samples with the same index; the first has the seed itself."""
+    """Return the seed of the k-th of several samples with the same index; the first has the seed
+    itself.
+    """
     if candidate == 0:
         return seed
     mixed = mix64(mix64(np.array([seed], dtype=np.uint64)) + np.uint64(candidate))
@@ -61,22 +69,37 @@ def generator(seed: int, stream: Stream) -> np.random.Generator:
     return np.random.Generator(np.random.Philox(key=[seed, stream]))
 
 
-def _generators(seed: int, stream: int, indices: Sequence[int], part: int = 0) -> Iterator[np.random.Generator]:
+def _generators(
+    seed: int, stream: int, indices: Sequence[int], part: int = 0
+) -> Iterator[np.random.Generator]:
     # Philox4x64 (Salmon et al., SC 2011): the low counter word is left to the draws themselves.
-    return (np.random.Generator(np.random.Philox(key=[seed, stream], counter=[0, int(i), part, 0])) for i in indices)
+    return (
+        np.random.Generator(np.random.Philox(key=[seed, stream], counter=[0, int(i), part, 0]))
+        for i in indices
+    )
 
 
-def uniforms(seed: int, stream: int, indices: Sequence[int], shape: tuple[int, ...], part: int = 0) -> Tensor:
-    """Draw [len(indices), *shape] fp64 in [0, 1); `part` keeps several draws of one index apart."""
+def uniforms(
+    seed: int, stream: int, indices: Sequence[int], shape: tuple[int, ...], part: int = 0
+) -> Tensor:
+    """Draw [len(indices), *shape] fp64 in [0, 1);
+
+    `part` keeps several draws of one index apart.
+    """
     import torch
 
     rows = [generator.random(shape) for generator in _generators(seed, stream, indices, part)]
-    return torch.from_numpy(np.stack(rows)) if rows else torch.empty(0, *shape, dtype=torch.float64)
+    return (
+        torch.from_numpy(np.stack(rows)) if rows else torch.empty(0, *shape, dtype=torch.float64)
+    )
 
 
 def normals(seed: int, stream: int, indices: Sequence[int], shape: tuple[int, ...]) -> Tensor:
     """Draw [len(indices), *shape] fp32 standard normal numbers."""
     import torch
 
-    rows = [generator.standard_normal(shape, dtype=np.float32) for generator in _generators(seed, stream, indices)]
+    rows = [
+        generator.standard_normal(shape, dtype=np.float32)
+        for generator in _generators(seed, stream, indices)
+    ]
     return torch.from_numpy(np.stack(rows)) if rows else torch.empty(0, *shape)

@@ -14,7 +14,9 @@ from mmldlm.utils.stop_signals import keep_exit_codes
 
 
 def module_command(module: str, *words: str) -> list[str]:
-    """Return the command line of a module of this package, whose process finds nothing in the working folder."""
+    """Return the command line of a module of this package, whose process finds nothing in the
+    working folder.
+    """
     return [sys.executable, "-u", run_module.__file__, module, *words]
 
 

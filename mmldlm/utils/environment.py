@@ -1,4 +1,6 @@
-"""Numbers in environment variables, which launchers, schedulers and users set; standard library only."""
+"""Numbers in environment variables, which launchers, schedulers and users set; standard library
+only.
+"""
 
 from __future__ import annotations
 
@@ -33,13 +35,15 @@ def int_from_env(name: str, default: int) -> int:
         raise UserError(
             f"a whole number from {low} to {high} in the environment variable {name}",
             f"{name}={os.environ[name]}",
-            f"unset {name}, or start the ranks with a launcher that sets it (mmldlm train, torchrun, deepspeed)",
+            f"unset {name}, or start the ranks with a launcher that sets it (mmldlm train,"
+            " torchrun, deepspeed)",
         )
     return int(text)
 
 
 def check_rank_variables() -> None:
-    """Check every variable that is parsed when a rank starts, also those that torch and DeepSpeed read.
+    """Check every variable that is parsed when a rank starts, also those that torch and DeepSpeed
+    read.
 
     Raises:
         UserError: one of them holds no such number, or a rank is not below the number of ranks.
@@ -48,10 +52,14 @@ def check_rank_variables() -> None:
         int_from_env(name, 0)
     for name, size_name in (("RANK", "WORLD_SIZE"), ("LOCAL_RANK", "LOCAL_WORLD_SIZE")):
         # torchrun and mpirun set all of them; DeepSpeed sets no LOCAL_WORLD_SIZE.
-        number, size = int_from_env(name, 0), int_from_env(size_name, 1 if name == "RANK" else 1 << 30)
+        number, size = (
+            int_from_env(name, 0),
+            int_from_env(size_name, 1 if name == "RANK" else 1 << 30),
+        )
         if number >= size:
             raise UserError(
                 f"{name} below {size_name}={size}",
                 f"{name}={number}",
-                "unset both, or start the ranks with a launcher that sets them (mmldlm train, torchrun, deepspeed)",
+                "unset both, or start the ranks with a launcher that sets them (mmldlm train,"
+                " torchrun, deepspeed)",
             )

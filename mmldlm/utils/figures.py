@@ -1,4 +1,5 @@
-"""Draw with matplotlib: without a display, without formulas in names, and into files that appear whole.
+"""Draw with matplotlib: without a display, without formulas in names, and into files that appear
+whole.
 
 matplotlib is imported by the calls, not by this module: few commands need it.
 """
@@ -23,7 +24,9 @@ _BACKEND = "MPLBACKEND"
 
 
 def import_matplotlib() -> ModuleType:
-    """Import matplotlib, whatever backend the environment names: a notebook's is often not installed here."""
+    """Import matplotlib, whatever backend the environment names: a notebook's is often not
+    installed here.
+    """
     given = os.environ.get(_BACKEND)
     os.environ[_BACKEND] = "agg"  # read by the import
     try:
@@ -48,7 +51,8 @@ def new_figure(width: float, height: float) -> Figure:
 
 
 def save_figure(figure: Figure, path: str | os.PathLike, dpi: int = 130) -> None:
-    """Write a figure atomically in the format of the path's suffix, with titles, labels and legends as they are.
+    """Write a figure atomically in the format of the path's suffix, with titles, labels and
+    legends as they are.
 
     Between dollar signs matplotlib would read a formula.
 
@@ -69,7 +73,9 @@ def save_figure(figure: Figure, path: str | os.PathLike, dpi: int = 130) -> None
 
 
 def _given_texts(figure: Figure) -> Iterator[Text]:
-    """Yield the texts that callers have set; those of ticks are matplotlib's own, with formulas such as 10^-3."""
+    """Yield the texts that callers have set; those of ticks are matplotlib's own, with formulas
+    such as 10^-3.
+    """
     yield from figure.texts
     for axes in figure.axes:
         yield from (axes.title, axes.xaxis.label, axes.yaxis.label, *axes.texts)

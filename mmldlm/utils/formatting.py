@@ -23,7 +23,9 @@ def print_table(rows: list[tuple[str, str]]) -> None:
 
 
 def describe_os_error(error: OSError) -> str:
-    """Return the message of an OSError without its number and path; of shutil.Error the first of its errors."""
+    """Return the message of an OSError without its number and path; of shutil.Error the first of
+    its errors.
+    """
     if error.errno is None and error.args and isinstance(error.args[0], list) and error.args[0]:
         *_, target, reason = error.args[0][0]
         return f"{target}: {str(reason).removeprefix('[Errno ').partition('] ')[2] or reason}"
@@ -33,7 +35,11 @@ def describe_os_error(error: OSError) -> str:
 def explain_os_error(error: OSError) -> str:
     """Return the message of an OSError with its path, and what to do where a disk is full."""
     path = error.filename
-    text = describe_os_error(error) if path is None else f"{os.fsdecode(path)}: {describe_os_error(error)}"
+    text = (
+        describe_os_error(error)
+        if path is None
+        else f"{os.fsdecode(path)}: {describe_os_error(error)}"
+    )
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         text += f"; free some space{_free_space(path)} and run the same command again"
     return text
@@ -64,15 +70,17 @@ def format_duration(seconds: float) -> str:
 
 
 def fold(text: str, width: int, indent: str = "") -> str:
-    """Wrap every line at spaces to `width` columns, continuation lines indented; longer words are not broken."""
+    """Wrap every line at spaces to `width` columns, continuation lines indented; longer words are
+    not broken.
+    """
     import textwrap  # imported here to keep the start-up of the CLI short
 
     lines: list[str] = []
     for line in text.splitlines():
         lead = line[: len(line) - len(line.lstrip())] + indent
-        lines += textwrap.wrap(line, width, subsequent_indent=lead, break_long_words=False, break_on_hyphens=False) or [
-            ""
-        ]
+        lines += textwrap.wrap(
+            line, width, subsequent_indent=lead, break_long_words=False, break_on_hyphens=False
+        ) or [""]
     return "\n".join(lines)
 
 
@@ -106,16 +114,22 @@ def count_noun(number: int, noun: str) -> str:
 
 
 def printable(text: str) -> str:
-    r"""Return text, for instance a name of a file, with what no screen or UTF-8 file can hold escaped.
+    r"""Return text, for instance a name of a file, with what no screen or UTF-8 file can hold
+    escaped.
 
     A byte that is not UTF-8 becomes \udc80 to \udcff, a control character such as \x1b.
     """
     escaped = text.encode("utf-8", "backslashreplace").decode("utf-8")
-    return "".join(c if c.isprintable() or c in "\n\t" or ord(c) > 0x9F else f"\\x{ord(c):02x}" for c in escaped)
+    return "".join(
+        c if c.isprintable() or c in "\n\t" or ord(c) > 0x9F else f"\\x{ord(c):02x}"
+        for c in escaped
+    )
 
 
 def is_utf8(text: str) -> bool:
-    """Whether UTF-8 can hold a text: lone surrogates stand for other bytes, or come from broken escapes."""
+    """Whether UTF-8 can hold a text: lone surrogates stand for other bytes, or come from broken
+    escapes.
+    """
     try:
         text.encode()
     except UnicodeEncodeError:

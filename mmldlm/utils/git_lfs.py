@@ -11,7 +11,8 @@ _POINTER = b"version https://git-lfs.github.com/spec/"
 
 
 def refuse_pointer(path: Path) -> None:
-    """Refuse a pointer of Git LFS, which stands where a clone without git-lfs has not fetched the file.
+    """Refuse a pointer of Git LFS, which stands where a clone without git-lfs has not fetched the
+    file.
 
     Raises:
         UserError: the file is such a pointer.
@@ -19,4 +20,6 @@ def refuse_pointer(path: Path) -> None:
     with open_regular(path) as file:
         if file.read(len(_POINTER)) == _POINTER:
             fix = "install git-lfs and run git lfs pull in that clone"
-            raise UserError(f"the content of {path}", "a pointer of Git LFS, not the file itself", fix)
+            raise UserError(
+                f"the content of {path}", "a pointer of Git LFS, not the file itself", fix
+            )

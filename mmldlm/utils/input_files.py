@@ -15,7 +15,9 @@ from typing import BinaryIO, TextIO
 from mmldlm.errors import UserError
 
 MAX_BYTES = 64 << 20
-"""Default limit of `read_bytes` and `read_text`: far above any config, manifest or log that is read whole."""
+"""Default limit of `read_bytes` and `read_text`: far above any config, manifest or log that is
+read whole.
+"""
 
 _KINDS = {
     stat.S_IFDIR: "a folder",
@@ -28,11 +30,19 @@ _KINDS = {
 
 
 class NotRegularFileError(UserError, OSError):
-    """A FIFO, socket or device stands where a file is read or written: a user's error that is an OSError as well."""
+    """A FIFO, socket or device stands where a file is read or written: a user's error that is an
+    OSError as well.
+    """
 
     def __init__(self, path: str | os.PathLike, kind: str):
-        super().__init__(f"a regular file at {os.fspath(path)}", kind, "put a file there, or name another path")
-        self.errno, self.strerror, self.filename = errno.EINVAL, f"{kind}, not a regular file", os.fspath(path)
+        super().__init__(
+            f"a regular file at {os.fspath(path)}", kind, "put a file there, or name another path"
+        )
+        self.errno, self.strerror, self.filename = (
+            errno.EINVAL,
+            f"{kind}, not a regular file",
+            os.fspath(path),
+        )
 
     def __str__(self) -> str:
         return self.args[0]
@@ -55,7 +65,9 @@ def require_regular_or_none(path: str | os.PathLike) -> None:
 
 
 def kind_of_file(mode: int) -> str | None:
-    """Return what a path with this mode is, if it is not a regular file: "a folder", "a FIFO", ..."""
+    """Return what a path with this mode is, if it is not a regular file: "a folder", "a
+    FIFO", ...
+    """
     return None if stat.S_ISREG(mode) else _KINDS.get(stat.S_IFMT(mode), "another kind of file")
 
 
@@ -123,7 +135,10 @@ def read_bytes(path: str | os.PathLike, max_bytes: int = MAX_BYTES) -> bytes:
 
 
 def read_text(
-    path: str | os.PathLike, max_bytes: int = MAX_BYTES, encoding: str = "utf-8", errors: str = "strict"
+    path: str | os.PathLike,
+    max_bytes: int = MAX_BYTES,
+    encoding: str = "utf-8",
+    errors: str = "strict",
 ) -> str:
     """Return the text of a regular file, with the line ends of a text file.
 

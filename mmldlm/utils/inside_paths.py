@@ -1,4 +1,7 @@
-"""Paths from names that a file lists. Such a file may come from anyone, so a name must stay inside its folder."""
+"""Paths from names that a file lists.
+
+Such a file may come from anyone, so a name must stay inside its folder.
+"""
 
 from __future__ import annotations
 
@@ -12,8 +15,8 @@ _MAX_PART_BYTES = 255  # of a file name on every common file system
 def path_inside(folder: Path, name: object) -> Path:
     """Return the path of `name` below `folder`.
 
-    A name is relative, its parts separated by slashes (`a/b` is legitimate), and has one spelling alone: no empty part,
-    no `.` and no `..`. Links are not followed here.
+    A name is relative, its parts separated by slashes (`a/b` is legitimate), and has one spelling
+    alone: no empty part, no `.` and no `..`. Links are not followed here.
 
     Raises:
         ValueError: anything else; the message completes "found ...".
@@ -25,7 +28,8 @@ def path_inside(folder: Path, name: object) -> Path:
 
 
 def check_distinct(names: Iterable[str]) -> None:
-    """Check that files of these names can exist beside each other: none twice, and none as the folder of another.
+    """Check that files of these names can exist beside each other: none twice, and none as the
+    folder of another.
 
     Raises:
         ValueError: two names collide; the message completes "found ...".
@@ -39,7 +43,9 @@ def check_distinct(names: Iterable[str]) -> None:
         folder = name
         while folder := folder.rpartition("/")[0]:
             if folder in seen:
-                raise ValueError(f"{folder[:80]!r} both as a file and as the folder of {name[:80]!r}")
+                raise ValueError(
+                    f"{folder[:80]!r} both as a file and as the folder of {name[:80]!r}"
+                )
 
 
 def _problem(name: object) -> str | None:
@@ -60,4 +66,6 @@ def _problem(name: object) -> str | None:
         longest = max(len(os.fsencode(part)) for part in parts)
     except UnicodeEncodeError:
         return "which is not valid text"
-    return f"with a part of more than {_MAX_PART_BYTES} bytes" if longest > _MAX_PART_BYTES else None
+    return (
+        f"with a part of more than {_MAX_PART_BYTES} bytes" if longest > _MAX_PART_BYTES else None
+    )

@@ -1,4 +1,6 @@
-"""JSON files written by other programs, and strict JSON of any value: no NaN words, no number that readers lose."""
+"""JSON files written by other programs, and strict JSON of any value: no NaN words, no number that
+readers lose.
+"""
 
 from __future__ import annotations
 
@@ -13,10 +15,14 @@ from mmldlm.errors import UserError
 from mmldlm.utils.formatting import describe_os_error
 from mmldlm.utils.input_files import MAX_BYTES, read_bytes
 
-_MAX_INT = 1 << 64  # a larger integer is written as a word: many readers of JSON would round it or fail
+_MAX_INT = (
+    1 << 64
+)  # a larger integer is written as a word: many readers of JSON would round it or fail
 
 
-def read_json(path: Path, fix: str, max_bytes: int = MAX_BYTES, *, finite: bool = False) -> dict[str, Any]:
+def read_json(
+    path: Path, fix: str, max_bytes: int = MAX_BYTES, *, finite: bool = False
+) -> dict[str, Any]:
     """Return the object in a JSON file written by another program.
 
     Args:
@@ -24,20 +30,28 @@ def read_json(path: Path, fix: str, max_bytes: int = MAX_BYTES, *, finite: bool 
         finite: refuse numbers that are infinite, NaN, or whole and beyond 64 bits, as 1e999.
 
     Raises:
-        UserError: not readable, not a regular file, too large, not JSON in UTF-8 (a BOM is skipped), nested too deep,
-            or not an object.
+        UserError: not readable, not a regular file, too large, not JSON in UTF-8 (a BOM is
+            skipped), nested too deep, or not an object.
     """
     value = read_json_value(path, fix, max_bytes, finite=finite)
     if not isinstance(value, dict):
-        raise UserError(f"a JSON object in {path}", f"damaged file: a JSON {type(value).__name__}", fix)
+        raise UserError(
+            f"a JSON object in {path}", f"damaged file: a JSON {type(value).__name__}", fix
+        )
     return value
 
 
-def read_json_value(path: Path, fix: str, max_bytes: int = MAX_BYTES, *, finite: bool = False) -> Any:
+def read_json_value(
+    path: Path, fix: str, max_bytes: int = MAX_BYTES, *, finite: bool = False
+) -> Any:
     """Return what a JSON file holds: as `read_json`, but it need not be an object."""
     checks: dict[str, Any] = {}
     if finite:
-        checks = {"parse_constant": _refuse_number, "parse_float": _finite_float, "parse_int": _int64}
+        checks = {
+            "parse_constant": _refuse_number,
+            "parse_float": _finite_float,
+            "parse_int": _int64,
+        }
     try:
         return json.loads(read_bytes(path, max_bytes).decode("utf-8-sig"), **checks)
     except OSError as error:
@@ -45,11 +59,17 @@ def read_json_value(path: Path, fix: str, max_bytes: int = MAX_BYTES, *, finite:
     except UnicodeDecodeError as error:
         line = error.object.count(b"\n", 0, error.start) + 1
         found = f"byte 0x{error.object[error.start]:02x} in line {line}"
-        raise UserError(f"JSON in UTF-8 in {path}", found, f"convert it to UTF-8; {fix}") from error
+        raise UserError(
+            f"JSON in UTF-8 in {path}", found, f"convert it to UTF-8; {fix}"
+        ) from error
     except RecursionError as error:
-        raise UserError(f"a JSON object in {path}", "damaged file: nested too deep", fix) from error
+        raise UserError(
+            f"a JSON object in {path}", "damaged file: nested too deep", fix
+        ) from error
     except ValueError as error:
-        raise UserError(f"a JSON object in {path}", f"damaged file: {str(error)[:200]}", fix) from error
+        raise UserError(
+            f"a JSON object in {path}", f"damaged file: {str(error)[:200]}", fix
+        ) from error
 
 
 def _refuse_number(text: str) -> NoReturn:
@@ -73,11 +93,15 @@ def to_json(value: Any, indent: int | None = None) -> str:
 def plain_value(value: Any) -> Any:
     """Return a copy of dicts, lists, strings and numbers that JSON holds. It never fails.
 
-    NumPy and torch values become Python's, sets sorted lists; non-finite floats the strings nan, inf and -inf, which
-    float() reads; integers above 64 bits and other objects their text. Logs use `to_strict_json`.
+    NumPy and torch values become Python's, sets sorted lists; non-finite floats the strings nan,
+    inf and -inf, which float() reads; integers above 64 bits and other objects their text. Logs
+    use `to_strict_json`.
     """
     if isinstance(value, Mapping):
-        return {key if isinstance(key, str) else _key(key): plain_value(part) for key, part in value.items()}
+        return {
+            key if isinstance(key, str) else _key(key): plain_value(part)
+            for key, part in value.items()
+        }
     if isinstance(value, (list, tuple)):
         return [plain_value(part) for part in value]
     if isinstance(value, Set):
@@ -97,14 +121,19 @@ def nonfinite_places(value: Any, place: str = "") -> list[str]:
         parts = enumerate(value)
     elif isinstance(value, float) and not math.isfinite(value):
         return [place]
-    return [found for key, part in parts for found in nonfinite_places(part, f"{place}.{key}" if place else str(key))]
+    return [
+        found
+        for key, part in parts
+        for found in nonfinite_places(part, f"{place}.{key}" if place else str(key))
+    ]
 
 
 def to_strict_json(record: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a copy of a record that strict JSON can represent, as `plain_value` but for numbers that are not finite.
+    """Return a copy of a record that strict JSON can represent, as `plain_value` but for numbers
+    that are not finite.
 
-    A non-finite number becomes None, and `<key>_nonfinite` holds "nan", "inf" or "-inf" (for a list, a list of such
-    words and None).
+    A non-finite number becomes None, and `<key>_nonfinite` holds "nan", "inf" or "-inf" (for a
+    list, a list of such words and None).
     """
     out: dict[str, Any] = {}
     for key, value in record.items():
@@ -115,7 +144,11 @@ def to_strict_json(record: Mapping[str, Any]) -> dict[str, Any]:
             items = [_to_python(item) for item in value]
             words = [_nonfinite_word(item) for item in items]
             out[key] = [
-                to_strict_json(item) if isinstance(item, Mapping) else None if word else plain_value(item)
+                to_strict_json(item)
+                if isinstance(item, Mapping)
+                else None
+                if word
+                else plain_value(item)
                 for item, word in zip(items, words)
             ]
             if any(words):

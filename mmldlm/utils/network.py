@@ -21,7 +21,8 @@ def free_port(host: str = "127.0.0.1") -> int:
             raise UserError(
                 f"a network interface with the address {host or '0.0.0.0'}, where ranks meet",
                 describe_os_error(error),
-                "ip addr add 127.0.0.1/8 dev lo; ip link set lo up (a sandbox has to set up its loopback interface)",
+                "ip addr add 127.0.0.1/8 dev lo; ip link set lo up (a sandbox has to set up its"
+                " loopback interface)",
             ) from error
         return probe.getsockname()[1]
 

@@ -1,4 +1,5 @@
-"""Types of command-line options for argparse: paths, and numbers within bounds. Every option of every verb uses them.
+"""Types of command-line options for argparse: paths, and numbers within bounds. Every option of
+every verb uses them.
 
 argparse prints the error with the option's name and ends with exit code 2.
 """
@@ -28,23 +29,41 @@ def integer(low: int = 0, high: int = MAX_COUNT) -> Callable[[str], int]:
     """Return the type of a whole number from low to high, both included."""
 
     def parse(word: str) -> int:
-        if not re.fullmatch(r"[-+]?(0|[1-9][0-9]*)", word) or len(word) > 1000 or not low <= int(word) <= high:
-            raise argparse.ArgumentTypeError(f"{word[:100]!r}: a whole number of at least {low} and at most {high}")
+        if (
+            not re.fullmatch(r"[-+]?(0|[1-9][0-9]*)", word)
+            or len(word) > 1000
+            or not low <= int(word) <= high
+        ):
+            raise argparse.ArgumentTypeError(
+                f"{word[:100]!r}: a whole number of at least {low} and at most {high}"
+            )
         return int(word)
 
     return parse
 
 
-def number(low: float = -math.inf, high: float = math.inf, *, above: float | None = None) -> Callable[[str], float]:
-    """Return the type of a finite number from low to high, both included, and above another one."""
+def number(
+    low: float = -math.inf, high: float = math.inf, *, above: float | None = None
+) -> Callable[[str], float]:
+    """Return the type of a finite number from low to high, both included, and above
+    another one.
+    """
 
     def parse(word: str) -> float:
         try:
             value = float(word) if "_" not in word else math.nan
         except ValueError:
             value = math.nan
-        if not (math.isfinite(value) and low <= value <= high and (above is None or value > above)):
-            bounds = [f"above {above:g}"] if above is not None else [f"at least {low:g}"] if low > -math.inf else []
+        if not (
+            math.isfinite(value) and low <= value <= high and (above is None or value > above)
+        ):
+            bounds = (
+                [f"above {above:g}"]
+                if above is not None
+                else [f"at least {low:g}"]
+                if low > -math.inf
+                else []
+            )
             bounds += [f"at most {high:g}"] if high < math.inf else []
             described = f" {' and '.join(bounds)}" if bounds else ""
             raise argparse.ArgumentTypeError(f"{word[:100]!r}: a finite number{described}")
@@ -66,5 +85,7 @@ port = integer(1, 65_535)
 
 
 def path_after(prefix: str) -> Callable[[str], str]:
-    """Return the type of a word that ends in a path where it begins with a prefix, as vae:FOLDER."""
+    """Return the type of a word that ends in a path where it begins with a prefix, as
+    vae:FOLDER.
+    """
     return lambda word: prefix + path(word[len(prefix) :]) if word.startswith(prefix) else word

@@ -1,4 +1,6 @@
-"""Outputs of commands: writable before long work starts, written by one call at a time, whole or as they were."""
+"""Outputs of commands: writable before long work starts, written by one call at a time, whole or
+as they were.
+"""
 
 from __future__ import annotations
 
@@ -21,13 +23,15 @@ _LOCK = ".mmldlm-output.lock"
 def output_root(path: str | os.PathLike) -> Path:
     """Return the absolute path of an output folder behind all links.
 
-    Work beside it is then on the disk of the folder itself, and the rename at the end does not meet a link.
+    Work beside it is then on the disk of the folder itself, and the rename at the end does not
+    meet a link.
     """
     return Path(os.path.realpath(path))
 
 
 def check_writable_dir(path: str | os.PathLike, option: str) -> Path:
-    """Check, with a temporary file, that a folder can be created and written to; leave nothing behind.
+    """Check, with a temporary file, that a folder can be created and written to; leave nothing
+    behind.
 
     Args:
         path: the folder.
@@ -53,11 +57,17 @@ def check_writable_file(path: str | os.PathLike, option: str) -> Path:
     try:
         if path.is_symlink() and not Path(os.path.realpath(path)).parent.is_dir():
             found = f"{path}: a link to {os.readlink(path)}, whose folder does not exist"
-            raise UserError(f"a file to write for {option}", found, "make that folder, or give another path")
+            raise UserError(
+                f"a file to write for {option}", found, "make that folder, or give another path"
+            )
         _probe_write(Path(os.path.realpath(path)).parent)
-        if path.exists() and not path.is_file():  # the output replaces the path: not a device, pipe or folder
+        if (
+            path.exists() and not path.is_file()
+        ):  # the output replaces the path: not a device, pipe or folder
             found = "a folder" if path.is_dir() else "not a regular file"
-            raise UserError(f"a file to write for {option}", f"{path}: {found}", "give the path of a file")
+            raise UserError(
+                f"a file to write for {option}", f"{path}: {found}", "give the path of a file"
+            )
         if path.exists():
             open(path, "ab").close()
     except OSError as error:
@@ -67,7 +77,8 @@ def check_writable_file(path: str | os.PathLike, option: str) -> Path:
 
 @contextlib.contextmanager
 def claimed_file(path: str | os.PathLike | None, option: str) -> Iterator[None]:
-    """Check that a file (or a folder that does not exist yet) can be written, and keep other calls from it meanwhile.
+    """Check that a file (or a folder that does not exist yet) can be written, and keep other calls
+    from it meanwhile.
 
     Args:
         path: None claims nothing.
@@ -86,7 +97,8 @@ def claimed_file(path: str | os.PathLike | None, option: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def claimed_folder(path: Path, option: str) -> Iterator[None]:
-    """Make a folder, and keep other calls from writing into it meanwhile; an empty one is removed again.
+    """Make a folder, and keep other calls from writing into it meanwhile; an empty one is removed
+    again.
 
     Raises:
         UserError: it cannot be made, or another call is writing into it.
@@ -97,7 +109,8 @@ def claimed_folder(path: Path, option: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def replaced_files(folder: Path, owned: Sequence[str], overwrite: bool) -> Iterator[Path]:
-    """Make a folder to fill; at the end of the block its files appear in `folder`, in place of those of earlier calls.
+    """Make a folder to fill; at the end of the block its files appear in `folder`, in place of
+    those of earlier calls.
 
     An error, such as a full disk, leaves `folder` as it was.
 
@@ -116,7 +129,9 @@ def replaced_files(folder: Path, owned: Sequence[str], overwrite: bool) -> Itera
         with naming_errors(folder):
             partial.mkdir()
             yield partial
-            names = sorted(path.relative_to(partial) for path in partial.rglob("*") if path.is_file())
+            names = sorted(
+                path.relative_to(partial) for path in partial.rglob("*") if path.is_file()
+            )
             for name in names:
                 fsync_path(partial / name)
             _publish(partial, folder, names, owned, overwrite)
@@ -124,7 +139,9 @@ def replaced_files(folder: Path, owned: Sequence[str], overwrite: bool) -> Itera
         shutil.rmtree(partial, ignore_errors=True)
 
 
-def _publish(partial: Path, folder: Path, names: list[Path], owned: Sequence[str], overwrite: bool) -> None:
+def _publish(
+    partial: Path, folder: Path, names: list[Path], owned: Sequence[str], overwrite: bool
+) -> None:
     earlier = {path.relative_to(folder) for pattern in owned for path in folder.glob(pattern)}
     first = next(name for name in names if len(name.parts) == 1)
     try:
@@ -135,7 +152,8 @@ def _publish(partial: Path, folder: Path, names: list[Path], owned: Sequence[str
     except FileExistsError:
         found = join_some(sorted(map(str, earlier))) or str(first)
         raise MmldlmError(
-            f"{folder} was filled by another call meanwhile ({found}): give each call an --output-dir of its own"
+            f"{folder} was filled by another call meanwhile ({found}): give each call an"
+            " --output-dir of its own"
         ) from None
     for name in names:
         (folder / name).parent.mkdir(exist_ok=True)
@@ -186,7 +204,8 @@ def _held_lock(lock: Path, path: str | os.PathLike, option: str) -> Iterator[Non
 
 
 def lock_file(path: Path) -> int:
-    """Create and lock a file, and return its descriptor; the lock ends with the process at the latest.
+    """Create and lock a file, and return its descriptor; the lock ends with the process at the
+    latest.
 
     Raises:
         BlockingIOError: another process holds it.
@@ -211,7 +230,8 @@ def _probe_write(folder: Path) -> None:
     created = [part for part in (folder, *folder.parents) if not part.exists()]
     try:
         _make_folder(folder)
-        # Permission bits are not enough: root passes them, but cannot write to /proc or a read-only disk.
+        # Permission bits are not enough: root passes them, but cannot write to /proc or a
+        # read-only disk.
         with tempfile.TemporaryFile(dir=folder):
             pass
     finally:
@@ -223,9 +243,15 @@ def _probe_write(folder: Path) -> None:
 def _make_folder(folder: Path) -> None:
     try:
         folder.mkdir(parents=True, exist_ok=True)
-    except FileExistsError as error:  # the system's "File exists" would not say that a folder was needed
-        raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), error.filename) from error
+    except (
+        FileExistsError
+    ) as error:  # the system's "File exists" would not say that a folder was needed
+        raise NotADirectoryError(
+            errno.ENOTDIR, os.strerror(errno.ENOTDIR), error.filename
+        ) from error
 
 
 def _cannot_write(path: str | os.PathLike, option: str, error: OSError) -> UserError:
-    return UserError(f"a writable path for {option}", f"{path}: {describe_os_error(error)}", "give another path")
+    return UserError(
+        f"a writable path for {option}", f"{path}: {describe_os_error(error)}", "give another path"
+    )

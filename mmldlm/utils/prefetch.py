@@ -11,11 +11,16 @@ T = TypeVar("T")
 
 
 def prefetch(
-    items: Iterable[T], depth: int, *, thread_name: str = "prefetch", on_start: Callable[[], None] | None = None
+    items: Iterable[T],
+    depth: int,
+    *,
+    thread_name: str = "prefetch",
+    on_start: Callable[[], None] | None = None,
 ) -> Iterator[T]:
     """Yield the items in order while a thread computes up to `depth` of them ahead.
 
-    An exception of the iterable is raised here after the items before it. Closing the iterator ends the thread.
+    An exception of the iterable is raised here after the items before it. Closing the iterator
+    ends the thread.
 
     Args:
         items: consumed by the thread.

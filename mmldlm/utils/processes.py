@@ -1,4 +1,5 @@
-"""Processes of this host, read from /proc; standard library only, because the preflight agent uses it.
+"""Processes of this host, read from /proc; standard library only, because the preflight agent uses
+it.
 
 Every reader returns None where the process has exited or the system has no /proc.
 """
@@ -36,7 +37,9 @@ def read_stat(pid: int | str) -> ProcessStat | None:
     try:
         with open(f"/proc/{pid}/stat", encoding="utf-8") as file:
             fields = file.read().rpartition(") ")[2].split()
-        return ProcessStat(fields[0], int(fields[1]), int(fields[11]) + int(fields[12]), fields[19])
+        return ProcessStat(
+            fields[0], int(fields[1]), int(fields[11]) + int(fields[12]), fields[19]
+        )
     except (OSError, IndexError, ValueError):
         return None
 
@@ -66,7 +69,9 @@ def list_ancestors(pid: int) -> set[int]:
 
 
 def set_parent_death_signal(number: signal.Signals) -> None:
-    """Ask the kernel to send `number` to this process when its parent exits (prctl(2)); Linux only."""
+    """Ask the kernel to send `number` to this process when its parent exits (prctl(2)); Linux
+    only.
+    """
     if sys.platform != "linux":
         return
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, number)

@@ -1,4 +1,6 @@
-"""The progress display of long commands: one line updated in place on a terminal, a line now and then in a log."""
+"""The progress display of long commands: one line updated in place on a terminal, a line now and
+then in a log.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,9 @@ from typing import TextIO
 from mmldlm.utils.formatting import format_bytes, format_duration
 
 ProgressCallback = Callable[[int, int], None]
-"""Called with the work done so far and the total, both from the start of the stage and in any unit."""
+"""Called with the work done so far and the total, both from the start of the stage and in any
+unit.
+"""
 
 _REDRAW_SECONDS = 0.1
 _BAR_WIDTH = 16
@@ -28,8 +32,9 @@ class ProgressBar:
         with ProgressBar() as progress:
             sample_text(..., progress=progress.start("writing 1,000 texts"))
 
-    A terminal shows one line that is erased at the end of the stage. Any other stream gets a line every `interval`
-    seconds. A stream that cannot be written to is ignored: the display never ends the work.
+    A terminal shows one line that is erased at the end of the stage. Any other stream gets a line
+    every `interval` seconds. A stream that cannot be written to is ignored: the display never ends
+    the work.
 
     Args:
         label: names the stage.
@@ -62,7 +67,9 @@ class ProgressBar:
         self._started = self._printed = clock()
 
     def start(self, message: str) -> ProgressCallback:
-        """Print a message and start a stage without a label; return the callback of its progress."""
+        """Print a message and start a stage without a label; return the callback of its
+        progress.
+        """
         self.close()
         self._log(message)
         self.label = ""
@@ -76,7 +83,9 @@ class ProgressBar:
         now = self._clock()
         elapsed = now - self._started
         if self._is_terminal:
-            if elapsed < self._delay or (self._is_drawn and now - self._printed < _REDRAW_SECONDS and done < total):
+            if elapsed < self._delay or (
+                self._is_drawn and now - self._printed < _REDRAW_SECONDS and done < total
+            ):
                 return
             self._is_drawn, self._printed = True, now
             width = shutil.get_terminal_size().columns - 1
@@ -89,13 +98,17 @@ class ProgressBar:
         share = min(done / total, 1.0) if total else 0.0
         num_filled = round(share * _BAR_WIDTH)
         bar = f"[{'#' * num_filled}{'.' * (_BAR_WIDTH - num_filled)}]" if with_bar else ""
-        title = " ".join(filter(None, [f"{self.label}:" if self.label else "", bar, f"{share:.0%}"]))
+        title = " ".join(
+            filter(None, [f"{self.label}:" if self.label else "", bar, f"{share:.0%}"])
+        )
         parts = [f"{title} after {format_duration(elapsed)}"]
         if done:
             parts.append(f"{format_duration(elapsed / done * max(total - done, 0))} left")
         if self.unit:
             rate = done / max(elapsed, 1e-9)
-            parts.append(f"{format_bytes(rate)}/s" if self.unit == "B" else f"{rate:,.0f} {self.unit}/s")
+            parts.append(
+                f"{format_bytes(rate)}/s" if self.unit == "B" else f"{rate:,.0f} {self.unit}/s"
+            )
             parts.append(f"{self._count(done)} of {self._count(total)}")
         return ", ".join(parts)  # a narrow terminal cuts the end
 

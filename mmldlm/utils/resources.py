@@ -1,7 +1,9 @@
-"""CPUs and memory that this process may use; standard library only. As a script: print the number of CPUs.
+"""CPUs and memory that this process may use; standard library only. As a script: print the number
+of CPUs.
 
-A container or a batch job has less than its machine: its limits stand in control groups (cgroups(7)), of which every
-one from that of the process up to the root counts, and in the CPU affinity (taskset, cpusets, Slurm).
+A container or a batch job has less than its machine: its limits stand in control groups
+(cgroups(7)), of which every one from that of the process up to the root counts, and in the CPU
+affinity (taskset, cpusets, Slurm).
 """
 
 from __future__ import annotations
@@ -17,7 +19,9 @@ _CFS = ("quota", "period")  # version 1's files of the CPU limit
 
 
 class Memory(NamedTuple):
-    """Memory of this process in bytes: the smallest limit, and what is still free below every limit."""
+    """Memory of this process in bytes: the smallest limit, and what is still free below every
+    limit.
+    """
 
     total: int
     available: int
@@ -29,8 +33,12 @@ def available_cpus() -> int:
     cpus = len(os.sched_getaffinity(0)) if has_affinity else os.cpu_count() or 1
     for folder in _control_groups("cpu"):
         words = _read(folder / "cpu.max").split()
-        quota, period = words if len(words) == 2 else (_read(folder / f"cpu.cfs_{kind}_us") for kind in _CFS)
-        if quota.isdigit() and period.isdigit() and int(quota) and int(period):  # not "max", not -1
+        quota, period = (
+            words if len(words) == 2 else (_read(folder / f"cpu.cfs_{kind}_us") for kind in _CFS)
+        )
+        if (
+            quota.isdigit() and period.isdigit() and int(quota) and int(period)
+        ):  # not "max", not -1
             cpus = min(cpus, int(quota) // int(period))
     return max(cpus, 1)
 
@@ -48,12 +56,17 @@ def memory() -> Memory:
     Raises:
         OSError: no /proc/meminfo.
     """
-    lines = dict(line.split(":") for line in Path("/proc/meminfo").read_text(encoding="utf-8").splitlines())
+    lines = dict(
+        line.split(":") for line in Path("/proc/meminfo").read_text(encoding="utf-8").splitlines()
+    )
     total, available = (int(lines[key].split()[0]) * 1024 for key in ("MemTotal", "MemAvailable"))
     for folder in _control_groups("memory"):
         for limit_name, used_name in (
             ("memory.max", "memory.current"),
-            ("memory.limit_in_bytes", "memory.usage_in_bytes"),  # version 1; without a limit a number near 2^63
+            (
+                "memory.limit_in_bytes",
+                "memory.usage_in_bytes",
+            ),  # version 1; without a limit a number near 2^63
         ):
             limit, used = _read(folder / limit_name), _read(folder / used_name)
             if limit.isdigit():
@@ -66,16 +79,22 @@ def memory() -> Memory:
 
 def _reclaimable(folder: Path) -> int:
     """Return the bytes of a control group and its children that the kernel frees on demand."""
-    values = dict(line.split(" ", 1) for line in _read(folder / "memory.stat").splitlines() if " " in line)
+    values = dict(
+        line.split(" ", 1) for line in _read(folder / "memory.stat").splitlines() if " " in line
+    )
     # In version 1 the plain names are those of the group alone, without its children.
-    names = ((f"total_{name}", name) for name in ("inactive_file", "active_file", "slab_reclaimable"))
+    names = (
+        (f"total_{name}", name) for name in ("inactive_file", "active_file", "slab_reclaimable")
+    )
     return sum(int(values.get(total, values.get(own, 0))) for total, own in names)
 
 
 def _control_groups(controller: str) -> Iterator[Path]:
-    """Yield the folders of this process's control groups, from its own to the root, of versions 1 and 2.
+    """Yield the folders of this process's control groups, from its own to the root, of versions 1
+    and 2.
 
-    A path that does not exist belongs to the host of a container, whose own group is the root of its mount.
+    A path that does not exist belongs to the host of a container, whose own group is the root of
+    its mount.
     """
     for line in _read(Path("/proc/self/cgroup")).splitlines():
         _, controllers, path = line.split(":", 2)
@@ -88,7 +107,9 @@ def _control_groups(controller: str) -> Iterator[Path]:
         for mount in mounts:
             own = Path(os.path.normpath(f"{mount}/{path}"))
             groups = [own, *own.parents] if own.is_relative_to(mount) else [mount]
-            yield from (group for group in groups if group.is_relative_to(mount) and group.is_dir())
+            yield from (
+                group for group in groups if group.is_relative_to(mount) and group.is_dir()
+            )
 
 
 def _read(path: Path) -> str:

@@ -19,12 +19,16 @@ class PlainConsole(Console):
 
 
 def open_console(
-    stream: TextIO | None = None, quiet: bool = False, soft_wrap: bool = False, kind: type[PlainConsole] = PlainConsole
+    stream: TextIO | None = None,
+    quiet: bool = False,
+    soft_wrap: bool = False,
+    kind: type[PlainConsole] = PlainConsole,
 ) -> PlainConsole:
     """Return a console that reads no markup, emoji codes or highlighting into what it prints.
 
-    Texts, names and paths may have square brackets and colons; style is given by `rich.text.Text`. Cursor codes go to
-    terminals only: FORCE_COLOR, which is set for whole CI jobs, makes no terminal of a file.
+    Texts, names and paths may have square brackets and colons; style is given by `rich.text.Text`.
+    Cursor codes go to terminals only: FORCE_COLOR, which is set for whole CI jobs, makes no
+    terminal of a file.
 
     Args:
         stream: default: standard output.

@@ -1,4 +1,6 @@
-"""Standard streams: open, able to print every text, and closed without an error with their terminal."""
+"""Standard streams: open, able to print every text, and closed without an error with their
+terminal.
+"""
 
 from __future__ import annotations
 
@@ -9,10 +11,12 @@ from typing import TextIO
 
 
 def open_standard_streams() -> None:
-    """Open /dev/null in place of a closed stdin, stdout or stderr (`>&-`, cron, daemons); call it before anything else.
+    """Open /dev/null in place of a closed stdin, stdout or stderr (`>&-`, cron, daemons); call it
+    before anything else.
 
-    Python sets a closed stream to None, on which libraries fail, and the next opened file would take its number.
-    What a stream cannot encode is escaped: letters under LC_ALL=C, and names of files that are not UTF-8.
+    Python sets a closed stream to None, on which libraries fail, and the next opened file would
+    take its number. What a stream cannot encode is escaped: letters under LC_ALL=C, and names of
+    files that are not UTF-8.
     """
     for fd in range(3):
         try:

@@ -1,7 +1,8 @@
 """Signals that ask a process to stop, and the signal that keeps the exit codes of its children.
 
-A process inherits which signals are ignored. One that was ignored at the start stays ignored (nohup, a shell's
-background job): the parent decided that. SIGCHLD is the exception, because ignoring it loses exit codes.
+A process inherits which signals are ignored. One that was ignored at the start stays ignored
+(nohup, a shell's background job): the parent decided that. SIGCHLD is the exception, because
+ignoring it loses exit codes.
 """
 
 from __future__ import annotations
@@ -16,14 +17,18 @@ STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
 """Requests to stop; SIGUSR1 is Slurm's warning, SIGHUP says that the terminal was closed."""
 
 
-def handle_stop_signals(handler: Callable[[int, FrameType | None], object]) -> dict[signal.Signals, object]:
+def handle_stop_signals(
+    handler: Callable[[int, FrameType | None], object],
+) -> dict[signal.Signals, object]:
     """Install a handler for every stop signal that is not ignored; return the earlier handlers."""
     handled = [number for number in STOP_SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]
     return {number: signal.signal(number, handler) for number in handled}
 
 
 def interrupt_on_stop_signals() -> None:
-    """Raise KeyboardInterrupt on every stop signal that is not ignored, so that partial outputs are removed."""
+    """Raise KeyboardInterrupt on every stop signal that is not ignored, so that partial outputs
+    are removed.
+    """
 
     def interrupt(number: int, frame: FrameType | None) -> NoReturn:
         raise KeyboardInterrupt
@@ -33,9 +38,14 @@ def interrupt_on_stop_signals() -> None:
 
 
 def keep_exit_codes() -> None:
-    """Restore the default of SIGCHLD: a parent that ignores it passes that on, and exit codes of children are lost.
+    """Restore the default of SIGCHLD: a parent that ignores it passes that on, and exit codes of
+    children are lost.
 
-    The kernel would reap the children itself, waitpid would fail with ECHILD, and Popen would report 0.
+    The kernel would reap the children itself, waitpid would fail with ECHILD, and Popen would
+    report 0.
     """
-    if threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGCHLD) is signal.SIG_IGN:
+    if (
+        threading.current_thread() is threading.main_thread()
+        and signal.getsignal(signal.SIGCHLD) is signal.SIG_IGN
+    ):
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)

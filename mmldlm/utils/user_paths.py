@@ -1,4 +1,6 @@
-"""Paths as users write them: with ~ and variables, which a shell leaves alone after `=`, in quotes and in files."""
+"""Paths as users write them: with ~ and variables, which a shell leaves alone after `=`, in quotes
+and in files.
+"""
 
 from __future__ import annotations
 
@@ -12,8 +14,8 @@ _NAME = re.compile(r"\$(?:\{([A-Za-z_][A-Za-z0-9_]*)\}|([A-Za-z_][A-Za-z0-9_]*))
 def expand_path(path: str) -> str:
     """Return a path with a leading ~ or ~user, $NAME and ${NAME} replaced as a shell does.
 
-    A path that exists as it is written, or lies in a folder whose absolute name has the sign, is what it says: names
-    may have a $.
+    A path that exists as it is written, or lies in a folder whose absolute name has the sign, is
+    what it says: names may have a $.
 
     Raises:
         ValueError: an unknown user, a variable that is not set, or another use of ${.
@@ -22,7 +24,9 @@ def expand_path(path: str) -> str:
         expanded = os.path.expanduser(path)
         if expanded.startswith("~") and not os.path.lexists(path):
             user = path.partition("/")[0]
-            raise ValueError(f"{path!r}: no home folder is known for {user}; write ./{path} if that is its name")
+            raise ValueError(
+                f"{path!r}: no home folder is known for {user}; write ./{path} if that is its name"
+            )
         path = expanded
     if not _VARIABLE.search(path) or _exists_as_written(path):
         return path
@@ -44,10 +48,14 @@ def _value_of(variable: str, path: str) -> str:
         return variable
     found = _NAME.fullmatch(variable)
     if found is None:
-        raise ValueError(f"{path!r}: {variable} is not a variable; write $NAME, ${{NAME}}, or the path itself")
+        raise ValueError(
+            f"{path!r}: {variable} is not a variable; write $NAME, ${{NAME}}, or the path itself"
+        )
     name = found[1] or found[2]
     value = os.environ.get(name)
     if not value:
         state = "not set" if value is None else "empty"
-        raise ValueError(f"{path!r}: the variable {name} is {state} here; set it, or write the path itself")
+        raise ValueError(
+            f"{path!r}: the variable {name} is {state} here; set it, or write the path itself"
+        )
     return value

@@ -13,5 +13,7 @@ def describe_problems(error: ValidationError, name: str = "", limit: int = 3) ->
     for item in error.errors():
         key, value = ".".join(map(str, filter(None, (name, *item["loc"])))), item["input"]
         found = "" if isinstance(value, (dict, BaseModel)) else f" (found {value!r:.100})"
-        problems.append(f"{key}: {item['msg'].removeprefix('Value error, ')}{found}".removeprefix(": "))
+        problems.append(
+            f"{key}: {item['msg'].removeprefix('Value error, ')}{found}".removeprefix(": ")
+        )
     return join_some(problems, limit, separator="; ")

@@ -1,4 +1,6 @@
-"""Find the files below a folder, also behind links, and account for everything that is not read."""
+"""Find the files below a folder, also behind links, and account for everything that is not
+read.
+"""
 
 from __future__ import annotations
 
@@ -44,21 +46,29 @@ class LeftOut:
         return self
 
     def entry(self) -> dict[str, Any]:
-        """Return the manifest's entry: reason -> number and some names; empty if everything was read."""
-        found = {r: {"number": n, "such_as": self.names[r]} for r, n in sorted(self.counts.items())}
+        """Return the manifest's entry: reason -> number and some names; empty if everything was
+        read.
+        """
+        found = {
+            r: {"number": n, "such_as": self.names[r]} for r, n in sorted(self.counts.items())
+        }
         return {"not_read": found} if found else {}
 
 
 def is_of_macos(name: str) -> bool:
-    """Whether a path is one that macOS adds to folders and archives: AppleDouble, Finder's files, __MACOSX."""
+    """Whether a path is one that macOS adds to folders and archives: AppleDouble, Finder's files,
+    __MACOSX.
+    """
     parts = name.split("/")
     return "__MACOSX" in parts or parts[-1].startswith("._") or parts[-1] == ".DS_Store"
 
 
 def walk_files(folder: Path, left_out: LeftOut | None = None) -> list[Path]:
-    """Return the regular files below a folder and below the folders that links in it name, sorted by path.
+    """Return the regular files below a folder and below the folders that links in it name, sorted
+    by path.
 
-    A folder that is reached twice, such as by a link to its parent, is read once, under its own name.
+    A folder that is reached twice, such as by a link to its parent, is read once, under its own
+    name.
 
     Args:
         left_out: receives what is not returned: links to nothing, files of macOS, FIFOs.
@@ -72,7 +82,9 @@ def walk_files(folder: Path, left_out: LeftOut | None = None) -> list[Path]:
     folders: deque[Path] = deque([folder])
     linked: deque[Path] = deque()
     while folders or linked:
-        current = (folders or linked).popleft()  # links last, so that a folder is found under its own name
+        current = (
+            folders or linked
+        ).popleft()  # links last, so that a folder is found under its own name
         try:
             state = os.stat(current)
             if (state.st_dev, state.st_ino) in seen:
@@ -82,7 +94,9 @@ def walk_files(folder: Path, left_out: LeftOut | None = None) -> list[Path]:
             with os.scandir(current) as entries:
                 found = sorted((entry.name, entry.is_symlink()) for entry in entries)
         except OSError as error:
-            raise UserError(f"a readable folder {current}", describe_os_error(error), "check its permissions") from None
+            raise UserError(
+                f"a readable folder {current}", describe_os_error(error), "check its permissions"
+            ) from None
         for name, is_link in found:
             path = current / name
             if is_of_macos(name):

@@ -17,13 +17,22 @@ every = importlib.import_module("all")
 # name -> a benchmark that ends in its own way, and what must be said of it
 HEAD = "import sys, _report\npath = sys.argv[sys.argv.index('--json') + 1]\n"
 SCRIPTS = {
-    "fine": HEAD + "sys.exit(_report.write(path, [_report.claim('count', 1, '<=', 1)], '--quick' in sys.argv))",
+    "fine": (
+        HEAD + "sys.exit(_report.write(path, [_report.claim('count', 1, '<=', 1)], '--quick' in"
+        " sys.argv))"
+    ),
     "wrong": HEAD + "sys.exit(_report.write(path, [_report.claim('count', 2, '<=', 1)]))",
     "nan": HEAD + "sys.exit(_report.write(path, [_report.claim('count', float('nan'), '<=', 1)]))",
-    "slow": HEAD
-    + "sys.exit(_report.write(path, [_report.claim('s', 2, '<=', 1, measured=True)], '--quick' in sys.argv))",
+    "slow": (
+        HEAD
+        + "sys.exit(_report.write(path, [_report.claim('s', 2, '<=', 1, measured=True)], '--quick'"
+        " in sys.argv))"
+    ),
     "crash": "raise ValueError('the reason')",
-    "late_crash": HEAD + "_report.write(path, [_report.claim('count', 1, '<=', 1)])\nraise ValueError('the reason')",
+    "late_crash": (
+        HEAD + "_report.write(path, [_report.claim('count', 1, '<=', 1)])\nraise ValueError('the"
+        " reason')"
+    ),
     "silent": HEAD + "sys.exit(_report.write(path, []))",
     "no_report": "",
     "skips": HEAD + "print('needs the extra bench')\nsys.exit(_report.COULD_NOT_CHECK)",
@@ -35,7 +44,9 @@ SCRIPTS = {
 def scripts(tmp_path_factory):
     folder = tmp_path_factory.mktemp("scripts")
     for name, source in SCRIPTS.items():
-        (folder / f"{name}.py").write_text(f"import sys\nsys.path.insert(0, {str(ROOT / 'benchmarks')!r})\n{source}\n")
+        (folder / f"{name}.py").write_text(
+            f"import sys\nsys.path.insert(0, {str(ROOT / 'benchmarks')!r})\n{source}\n"
+        )
     (folder / "_helper.py").write_text("raise AssertionError('a helper is not a benchmark')\n")
     return folder
 
@@ -45,7 +56,9 @@ def run(scripts, monkeypatch, tmp_path, *words: str) -> tuple[int, dict]:
     monkeypatch.setattr(sys, "argv", ["all.py", "--json", str(report), *words])
     code = every.main(scripts)
     answer = json.loads(report.read_text())
-    return code, {entry["script"]: entry for entry in answer["conditions"]["scripts"]} | {"claims": answer["claims"]}
+    return code, {entry["script"]: entry for entry in answer["conditions"]["scripts"]} | {
+        "claims": answer["claims"]
+    }
 
 
 def test_each_end_is_what_it_is(scripts, monkeypatch, tmp_path, capsys):
@@ -53,9 +66,16 @@ def test_each_end_is_what_it_is(scripts, monkeypatch, tmp_path, capsys):
     code, found = run(scripts, monkeypatch, tmp_path, "--only", *names)
     shown = capsys.readouterr().out
     assert code == 1
-    assert {name for name in names if found[name]["error"]} == {"crash", "late_crash", "silent", "no_report"}
+    assert {name for name in names if found[name]["error"]} == {
+        "crash",
+        "late_crash",
+        "silent",
+        "no_report",
+    }
     assert "the reason" in found["crash"]["error"] and "the reason" in found["late_crash"]["error"]
-    assert [name for name in names if found[name]["skipped"]] == ["skips"] and "needs the extra bench" in shown
+    assert [name for name in names if found[name]["skipped"]] == [
+        "skips"
+    ] and "needs the extra bench" in shown
     assert {claim["script"] for claim in found["claims"] if claim["holds"]} == {"fine"}
     assert "9 scripts: 1 claims hold, 3 fail" in shown
     assert "wrong: FAILS" in shown and "nan: FAILS" in shown and "slow: FAILS" in shown
@@ -63,7 +83,9 @@ def test_each_end_is_what_it_is(scripts, monkeypatch, tmp_path, capsys):
     assert "not checked, see the reason above: skips" in shown
 
 
-def test_what_the_short_form_measures_is_neither_held_nor_failed(scripts, monkeypatch, tmp_path, capsys):
+def test_what_the_short_form_measures_is_neither_held_nor_failed(
+    scripts, monkeypatch, tmp_path, capsys
+):
     code, _ = run(scripts, monkeypatch, tmp_path, "--quick", "--only", "fine", "slow", "skips")
     shown = capsys.readouterr().out
     assert code == 0 and "3 scripts: 1 claims hold, 0 fail" in shown
@@ -79,9 +101,14 @@ def test_a_script_that_does_not_end_is_ended(scripts, monkeypatch, tmp_path):
 
 
 def test_scripts_are_found_and_have_a_test():
-    """A new benchmark is run by all.py without being listed; its short form must be run by a test, too."""
+    """A new benchmark is run by all.py without being listed; its short form must be run by a test,
+    too.
+    """
     found = every.discover()
-    assert {"guard_overhead", "parity", "step", "preflight"} <= set(found) and not {"all", "_runs"} & set(found)
+    assert {"guard_overhead", "parity", "step", "preflight"} <= set(found) and not {
+        "all",
+        "_runs",
+    } & set(found)
     tests = "".join(path.read_text() for path in (ROOT / "tests").rglob("test_*.py"))
     assert [name for name in found if f"{name}.py" not in tests] == []
     for name, path in found.items():
@@ -104,14 +131,18 @@ def test_a_store_can_be_made_of_the_standard_library():
 
 
 def test_the_guard_costs_one_host_sync_a_step(store, tmp_path):
-    """benchmarks/guard_overhead.py through all.py: one host read per step and none by the model; time is not judged."""
+    """benchmarks/guard_overhead.py through all.py: one host read per step and none by the model;
+    time is not judged.
+    """
     report = tmp_path / "all.json"
     words = ["--quick", "--only", "guard_overhead", "--data", str(store), "--json", str(report)]
     done = launch([sys.executable, str(ROOT / "benchmarks" / "all.py"), *words], timeout=600)
     assert done.returncode == 0, done.stdout[-4000:]
     claims = {claim["id"]: claim for claim in json.loads(report.read_text())["claims"]}
     assert set(claims) == {"guard_cpu_ratio", "host_syncs_per_step", "model_reads_off_cpu"}
-    assert claims["host_syncs_per_step"]["value"] == 1 and claims["model_reads_off_cpu"]["value"] == 0
+    assert (
+        claims["host_syncs_per_step"]["value"] == 1 and claims["model_reads_off_cpu"]["value"] == 0
+    )
     assert "holds       host_syncs_per_step = 1 (<= 1)" in done.stdout
 
 
@@ -122,7 +153,11 @@ def test_a_read_of_the_model_is_seen(monkeypatch):
     from mmldlm.models.linear_cross_entropy import _LinearCrossEntropy as head
 
     backward = head.backward
-    monkeypatch.setattr(head, "backward", staticmethod(lambda ctx, *grads: grads[0].item() and backward(ctx, *grads)))
+    monkeypatch.setattr(
+        head,
+        "backward",
+        staticmethod(lambda ctx, *grads: grads[0].item() and backward(ctx, *grads)),
+    )
     assert guard_overhead.reads_off_cpu() == 3
     monkeypatch.undo()
     assert guard_overhead.reads_off_cpu() == 0

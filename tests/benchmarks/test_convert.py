@@ -1,4 +1,6 @@
-"""benchmarks/convert.py in its short form: its claims about correctness hold, and its judge can say no."""
+"""benchmarks/convert.py in its short form: its claims about correctness hold, and its judge can
+say no.
+"""
 
 from __future__ import annotations
 
@@ -37,15 +39,25 @@ def test_quick(made, tmp_path):
     answer = json.loads(report.read_text())
     claims = {claim["id"]: claim for claim in answer["claims"]}
     assert set(claims) == {
-        "speedup_zero2", "speedup_zero3", "speedup_dcp", "speedup_reshard_universal", "times_dd", "peak_mib",
-        "tensors_unequal", "fuzz_wrong_files",
-    }  # fmt: skip
+        "speedup_zero2",
+        "speedup_zero3",
+        "speedup_dcp",
+        "speedup_reshard_universal",
+        "times_dd",
+        "peak_mib",
+        "tensors_unequal",
+        "fuzz_wrong_files",
+    }
     # Times belong to the machine; what was written does not.
     for name in ("peak_mib", "tensors_unequal", "fuzz_wrong_files"):
         assert claims[name]["holds"], done.stdout
     assert answer["conditions"]["compared"] > 100 and answer["conditions"]["fuzzed"] == 40
     tools = {(row["checkpoint"], row["tool"]) for row in answer["conditions"]["runs"]}
-    assert {("zero2", "zero_to_fp32"), ("fsdp", "dcp_to_torch"), ("reshard3", "ds_to_universal")} <= tools
+    assert {
+        ("zero2", "zero_to_fp32"),
+        ("fsdp", "dcp_to_torch"),
+        ("reshard3", "ds_to_universal"),
+    } <= tools
 
 
 def test_the_judge_sees_one_wrong_element(made, tmp_path):

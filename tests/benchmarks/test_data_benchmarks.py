@@ -1,4 +1,6 @@
-"""The data benchmarks in their short forms: the kill test holds what it claims, the loader's is run for its form."""
+"""The data benchmarks in their short forms: the kill test holds what it claims, the loader's is
+run for its form.
+"""
 
 from __future__ import annotations
 
@@ -46,9 +48,13 @@ def test_the_loader_is_measured(corpus, tmp_path):
     """Its form, and what is no time: the share of padding stays what the batch plan makes it."""
     claims, output = _run("data.py", corpus, tmp_path)
     assert set(claims) == {
-        "samples_per_cpu_second_ratio", "real_position_share", "open_10m_rows_seconds", "open_10m_rows_mib",
-        "resume_first_batch_seconds", "loader_wait_share",
-    }  # fmt: skip
+        "samples_per_cpu_second_ratio",
+        "real_position_share",
+        "open_10m_rows_seconds",
+        "open_10m_rows_mib",
+        "resume_first_batch_seconds",
+        "loader_wait_share",
+    }
     assert 0.8 < claims["real_position_share"]["value"] <= 1, output
     for layout in ("seed", "pairs", "store", "noised"):
         assert f"\n{layout:8} " in output

@@ -1,4 +1,6 @@
-"""The benchmarks of the engines in their short forms: what they claim about correctness holds, and they can fail."""
+"""The benchmarks of the engines in their short forms: what they claim about correctness holds, and
+they can fail.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,15 @@ pytestmark = pytest.mark.long
 def run_script(name: str, store, tmp_path, *words: str) -> tuple[dict[str, dict], str]:
     """Claims by id, and what was printed."""
     report = tmp_path / "report.json"
-    command = [sys.executable, str(ROOT / "benchmarks" / name), "--data", str(store), "--json", str(report), *words]
+    command = [
+        sys.executable,
+        str(ROOT / "benchmarks" / name),
+        "--data",
+        str(store),
+        "--json",
+        str(report),
+        *words,
+    ]
     done = launch(command, timeout=900)
     assert done.returncode == 0, done.stdout[-4000:]
     answer = json.loads(report.read_text())
@@ -30,12 +40,22 @@ def test_every_engine_gives_the_losses_of_one_process(store, tmp_path):
     claims, output = run_script("parity.py", store, tmp_path, "--quick")
     assert set(claims) == {"loss_rel_diff_fp32", "loss_rel_diff_bf16"}
     assert all(claim["value"] <= claim["bound"] for claim in claims.values()), output
-    for row in ("single x1", "ddp x2", "fsdp x2", "zero0 x2", "zero3_offload x2", "zero2 x4", "zero3 x4"):
+    for row in (
+        "single x1",
+        "ddp x2",
+        "fsdp x2",
+        "zero0 x2",
+        "zero3_offload x2",
+        "zero2 x4",
+        "zero3 x4",
+    ):
         assert row in output
 
 
 def test_ten_kills(store, tmp_path):
-    """Each engine is killed twice, once while it saves in the background and once while it saves in the loop."""
+    """Each engine is killed twice, once while it saves in the background and once while it saves
+    in the loop.
+    """
     claims, output = run_script("kill_resume.py", store, tmp_path, "--kills", "10")
     assert set(claims) == {"kills_lost"} and claims["kills_lost"]["value"] == 0, output
     assert output.count("killed at step") == 10 and output.count("like an undisturbed run") == 5
@@ -53,12 +73,18 @@ def test_the_cost_of_saving_is_measured(store, tmp_path):
 def test_bucket_sizes_are_compared(store, tmp_path):
     """Its form; a time is never asserted."""
     claims, output = run_script("communication.py", store, tmp_path, "--quick")
-    assert set(claims) == {"bucket_time_ratio_zero2"} and claims["bucket_time_ratio_zero2"]["value"] >= 1
+    assert (
+        set(claims) == {"bucket_time_ratio_zero2"}
+        and claims["bucket_time_ratio_zero2"]["value"] >= 1
+    )
     rows = [line for line in output.splitlines() if line.startswith("zero2 ")]
-    assert [row.split()[1] for row in rows] == ["5,000,000", "50,000,000"] and all("%" in row for row in rows)
+    assert [row.split()[1] for row in rows] == ["5,000,000", "50,000,000"] and all(
+        "%" in row for row in rows
+    )
 
 
-# -- what the scripts stand on -----------------------------------------------------------------------------------------
+# -- what the scripts stand on
+# -----------------------------------------------------------------------------------------
 
 
 def test_a_missing_step_is_no_agreement():
@@ -94,7 +120,9 @@ def test_ranks_get_their_environment(launcher, tmp_path):
 
 def test_a_rank_that_stays_behind_is_ended(launcher, tmp_path):
     script = tmp_path / "script.py"
-    script.write_text("import os, sys, time\nif os.environ['RANK'] == '0': sys.exit(3)\ntime.sleep(600)\n")
+    script.write_text(
+        "import os, sys, time\nif os.environ['RANK'] == '0': sys.exit(3)\ntime.sleep(600)\n"
+    )
     assert launcher.start(3, [], script).wait(120, grace=0.2) == [3, -9, -9]
     assert launcher.start(1, [], script).wait(120) == [3]
 

@@ -1,4 +1,6 @@
-"""benchmarks/inversion.py: its ways exist in their tasks, and its claims read what they reached."""
+"""benchmarks/inversion.py: its ways exist in their tasks, and its claims read what they
+reached.
+"""
 
 from __future__ import annotations
 
@@ -46,7 +48,11 @@ def test_every_arm_is_a_valid_config(arm, scale):
 def test_runs_of_another_recipe_are_not_mixed_in(tmp_path):
     assert not inversion.is_there(tmp_path)
     (tmp_path / "latest").touch()
-    words = {"token_embedding_init": "encoder", "token_embedding_scale": 20.0, "tie_embeddings": True}
+    words = {
+        "token_embedding_init": "encoder",
+        "token_embedding_scale": 20.0,
+        "tie_embeddings": True,
+    }
     for changed, fits in (({}, True), ({"tie_embeddings": False}, False)):
         (tmp_path / "config.yaml").write_text(json.dumps({"model": {**words, **changed}}))
         if fits:
@@ -84,8 +90,14 @@ def reached(bleu, passes=10.0, cosine=0.5, f1=40.0, gflops=1.5):
 
 
 # The cheap search has more BLEU than the dear one, and costs less than the correction.
-CORRECTION = {f"longer local search {SEARCHED[0]}": reached(8.5, gflops=1.0), CORRECTOR: reached(9.5, gflops=2.5)}
-CORRECTION |= {LOCAL: reached(8.0, cosine=0.62, f1=46.0, gflops=3.0), BLIND: reached(9.0, gflops=2.5)}
+CORRECTION = {
+    f"longer local search {SEARCHED[0]}": reached(8.5, gflops=1.0),
+    CORRECTOR: reached(9.5, gflops=2.5),
+}
+CORRECTION |= {
+    LOCAL: reached(8.0, cosine=0.62, f1=46.0, gflops=3.0),
+    BLIND: reached(9.0, gflops=2.5),
+}
 
 
 def test_correction_is_compared_with_a_search_that_costs_as_much():
@@ -113,7 +125,9 @@ def test_claims_read_what_was_reached():
     )
     assert all(claim["holds"] for claim in claims)
     reported = {name: one["value"] for name, one in inversion.differences_of(found).items()}
-    assert reported[f"bleu_against_ar_equal_flops ({ADAPTIVE[-1]})"] == pytest.approx(-1.4)  # in a third of AR's passes
+    assert reported[f"bleu_against_ar_equal_flops ({ADAPTIVE[-1]})"] == pytest.approx(
+        -1.4
+    )  # in a third of AR's passes
     assert reported[f"sentence_bleu: {CORRECTOR} - {LOCAL}"] == pytest.approx(1.5)
     assert reported[f"sentence_bleu: {CORRECTOR} - {BLIND}"] == pytest.approx(0.5)
     assert "| 6.0 ± 0.4 | 6.0 ± 0.6 |" in line("greedy", found[GREEDY])

@@ -1,4 +1,6 @@
-"""A checkpoint of any engine and world size continues on any other (benchmarks/resume.py, in its short form)."""
+"""A checkpoint of any engine and world size continues on any other (benchmarks/resume.py, in its
+short form).
+"""
 
 from __future__ import annotations
 
@@ -18,16 +20,23 @@ pytestmark = pytest.mark.long
 def test_every_engine_is_left_and_reached(store, tmp_path):
     report = tmp_path / "report.json"
     script = str(ROOT / "benchmarks" / "resume.py")
-    done = launch([sys.executable, script, "--quick", "--data", str(store), "--json", str(report)], timeout=900)
+    done = launch(
+        [sys.executable, script, "--quick", "--data", str(store), "--json", str(report)],
+        timeout=900,
+    )
     assert done.returncode == 0, done.stdout[-4000:]
     claims = {claim["id"]: claim["value"] for claim in json.loads(report.read_text())["claims"]}
     assert claims == {"resume_pairs_failed": 0, "params_bit_equal_failed": 0}
 
 
 def test_the_pairs():
-    """150 in fp32, some more in bf16 and with frozen groups; the short form uses every engine and world size."""
+    """150 in fp32, some more in bf16 and with frozen groups; the short form uses every engine and
+    world size.
+    """
     pairs = resume.pairs_of(quick=False)
-    assert len({pair for pair in pairs if pair[0] == "fp32"}) == 150 and len(set(pairs)) == len(pairs)
+    assert len({pair for pair in pairs if pair[0] == "fp32"}) == 150 and len(set(pairs)) == len(
+        pairs
+    )
     assert {variant for variant, _, _ in pairs} == set(resume.VARIANTS)
     quick = resume.pairs_of(quick=True)
     assert set(quick) <= set(pairs) | {pair for pair in quick if pair[0] != "fp32"}
@@ -53,7 +62,7 @@ def forget(self, reader, applied_steps):
             states[fragment.owner] = _fresh_state(fragment.owner, groups[fragment.owner], applied_steps)
 Engine.load = forget
 resume.rank_main(*sys.argv[1:4], sys.argv[4:])
-"""
+"""  # noqa: E501
 
 
 def test_a_parameter_that_is_not_loaded_is_seen(store, tmp_path):
@@ -70,12 +79,17 @@ def test_a_parameter_that_is_not_loaded_is_seen(store, tmp_path):
 
 
 def test_what_is_held_is_compared_to_the_bit():
-    kept = {"weight|a": np.arange(6, dtype=np.float32), "frozen|b": np.array([1.001, 2.0], np.float32)}
+    kept = {
+        "weight|a": np.arange(6, dtype=np.float32),
+        "frozen|b": np.array([1.001, 2.0], np.float32),
+    }
     fine = {"weight|a": (2, kept["weight|a"][2:5]), "frozen|b": (0, kept["frozen|b"])}
     assert resume.compare(fine, kept) == []
     off_by_a_bit = np.nextafter(kept["weight|a"], np.float32(np.inf))
     assert resume.compare({"weight|a": (0, off_by_a_bit)}, kept) == ["weight|a"]
-    assert resume.compare({"weight|a": (3, kept["weight|a"])}, kept) == ["weight|a"]  # one element too far
+    assert resume.compare({"weight|a": (3, kept["weight|a"])}, kept) == [
+        "weight|a"
+    ]  # one element too far
     assert resume.compare({"ema|a": (0, kept["weight|a"])}, kept) == ["ema|a"]
     in_bf16 = np.array([1.0, 2.0], np.float32)
     assert resume.compare({"frozen|b": (0, in_bf16)}, kept) == []
@@ -85,9 +99,15 @@ def test_what_is_held_is_compared_to_the_bit():
 def test_what_nobody_holds_is_seen():
     kept = {"weight|a": np.zeros(6, np.float32), "step|a": np.zeros(6, np.float32)}
     whole = {"held": {"weight|a": [0, 6], "step|a": [0, 6]}}
-    halves = [{"held": {"weight|a": [3, 3], "step|a": [0, 4]}}, {"held": {"weight|a": [0, 3], "step|a": [4, 2]}}]
+    halves = [
+        {"held": {"weight|a": [3, 3], "step|a": [0, 4]}},
+        {"held": {"weight|a": [0, 3], "step|a": [4, 2]}},
+    ]
     assert (
-        resume.not_held([whole], kept) == resume.not_held([whole, whole], kept) == resume.not_held(halves, kept) == []
+        resume.not_held([whole], kept)
+        == resume.not_held([whole, whole], kept)
+        == resume.not_held(halves, kept)
+        == []
     )
     assert resume.not_held(halves[:1], kept) == ["nobody holds weight|a", "nobody holds step|a"]
     halves[1]["held"]["weight|a"] = [0, 2]

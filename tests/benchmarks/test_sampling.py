@@ -13,7 +13,13 @@ from tests.support.helpers import ROOT, launch
 
 def test_quick(tmp_path):
     report, missing = tmp_path / "report.json", missing_peers()
-    words = [sys.executable, str(ROOT / "benchmarks" / "sampling.py"), "--quick", "--json", str(report)]
+    words = [
+        sys.executable,
+        str(ROOT / "benchmarks" / "sampling.py"),
+        "--quick",
+        "--json",
+        str(report),
+    ]
     done = launch(words, timeout=240)
     assert done.returncode == (3 if missing else 0), done.stdout[-3000:]
     found = json.loads(report.read_text())

@@ -13,7 +13,10 @@ from tests.support.helpers import ROOT, launch
 
 def run(tmp_path, *words: str, codes=(0,)) -> tuple[dict, str]:
     report = tmp_path / "report.json"
-    done = launch([sys.executable, str(ROOT / "benchmarks" / "step.py"), *words, "--json", str(report)], timeout=240)
+    done = launch(
+        [sys.executable, str(ROOT / "benchmarks" / "step.py"), *words, "--json", str(report)],
+        timeout=240,
+    )
     assert done.returncode in codes, done.stdout[-3000:]
     return json.loads(report.read_text()), done.stdout
 
@@ -22,7 +25,12 @@ def test_the_gpu_part_and_growth_run_on_a_cpu(tmp_path):
     """The script is ready for the day a GPU is lent; without one it claims no utilization."""
     report, output = run(tmp_path, "--gpu-form", "--rounds", "1")
     (row,) = report["conditions"]["gpu_rows"]
-    assert report["claims"] == [] and row["mfu"] is None and row["tokens_per_second"] > 0 and row["saved_gib"] > 0
+    assert (
+        report["claims"] == []
+        and row["mfu"] is None
+        and row["tokens_per_second"] > 0
+        and row["saved_gib"] > 0
+    )
     report, _ = run(tmp_path, "--gpu-form", "--rounds", "1", "--peak-tflops", "1", codes=(1,))
     assert report["claims"][0]["id"] == "mfu" and 0 < report["claims"][0]["value"] < 1
     report, _ = run(tmp_path, "--growth", "--quick")
@@ -37,9 +45,22 @@ def test_quick(tmp_path):
         pytest.skip("the extra `bench` is not installed; the script said so")
     claims = {claim["id"]: claim for claim in report["claims"]}
     assert set(claims) == {
-        "speedup_mmldlm_padded", "speedup_mmldlm_dense", "speedup_sd3_dense", "times_gemm",
-        "step_memory_ratio_mmldlm_padded", "memory_model_error", "aten_ops_depth24", "saved_bytes_ratio_mmldlm",
-        "saved_bytes_ratio_sd3", "flop_model_error", "image_time_per_flop",
-    }  # fmt: skip
+        "speedup_mmldlm_padded",
+        "speedup_mmldlm_dense",
+        "speedup_sd3_dense",
+        "times_gemm",
+        "step_memory_ratio_mmldlm_padded",
+        "memory_model_error",
+        "aten_ops_depth24",
+        "saved_bytes_ratio_mmldlm",
+        "saved_bytes_ratio_sd3",
+        "flop_model_error",
+        "image_time_per_flop",
+    }
     judged = {name for name, claim in claims.items() if not claim["measured"]}
-    assert judged == {"aten_ops_depth24", "saved_bytes_ratio_mmldlm", "saved_bytes_ratio_sd3", "flop_model_error"}
+    assert judged == {
+        "aten_ops_depth24",
+        "saved_bytes_ratio_mmldlm",
+        "saved_bytes_ratio_sd3",
+        "flop_model_error",
+    }

@@ -1,4 +1,6 @@
-"""The commit protocol: killed between any two steps or out of disk, the previous checkpoint stays usable."""
+"""The commit protocol: killed between any two steps or out of disk, the previous checkpoint stays
+usable.
+"""
 
 from __future__ import annotations
 
@@ -26,17 +28,33 @@ from mmldlm.checkpoints.retention import prune, set_aside_after
 from mmldlm.errors import UserError
 
 # Every call by which the protocol changes the disk.
-DISK_CALLS = [(os, "fsync"), (os, "rename"), (os, "replace"), (os, "symlink"), (os, "mkdir"), (os, "unlink"),
-              (os, "rmdir"), (shutil, "rmtree")]  # fmt: skip
+DISK_CALLS = [
+    (os, "fsync"),
+    (os, "rename"),
+    (os, "replace"),
+    (os, "symlink"),
+    (os, "mkdir"),
+    (os, "unlink"),
+    (os, "rmdir"),
+    (shutil, "rmtree"),
+]
 
 
 def write_files(folder, rank: int, content: str) -> None:
     (folder / "engine" / "zero").mkdir(parents=True, exist_ok=True)
-    (folder / "engine" / "zero" / f"zero_pp_rank_{rank}_mp_rank_00_optim_states.pt").write_text(content * 1000)
+    (folder / "engine" / "zero" / f"zero_pp_rank_{rank}_mp_rank_00_optim_states.pt").write_text(
+        content * 1000
+    )
     (folder / f"rng_state_rank{rank}.pt").write_text(f"rng {rank}")
     if rank == 0:
         step = int("".join(sign for sign in folder.name if sign.isdigit())[:8])
-        state = {"content": content, "global_batch": 1, "num_samples": 1, "step": step, "applied_steps": step}
+        state = {
+            "content": content,
+            "global_batch": 1,
+            "num_samples": 1,
+            "step": step,
+            "applied_steps": step,
+        }
         (folder / "training_state.json").write_text(json.dumps(state))
 
 
@@ -65,11 +83,16 @@ def run_ranks(world_size: int, work) -> list:
             return agreed
 
         try:
-            results[rank] = work(RankGroup(rank, world_size, lambda: barrier.wait() and None, all_ok))
+            results[rank] = work(
+                RankGroup(rank, world_size, lambda: barrier.wait() and None, all_ok)
+            )
         except BaseException as error:
             results[rank] = error
 
-    threads = [threading.Thread(target=rank_main, args=(rank,), name=f"rank{rank}") for rank in range(world_size)]
+    threads = [
+        threading.Thread(target=rank_main, args=(rank,), name=f"rank{rank}")
+        for rank in range(world_size)
+    ]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -80,7 +103,9 @@ def run_ranks(world_size: int, work) -> list:
 def test_layout_and_manifest(tmp_path):
     path = save(tmp_path, 1000, engine="deepspeed", stage=2)
     assert path == tmp_path / "checkpoints" / "step_00001000"
-    assert (tmp_path / "latest").is_symlink() and os.readlink(tmp_path / "latest") == "checkpoints/step_00001000"
+    assert (tmp_path / "latest").is_symlink() and os.readlink(
+        tmp_path / "latest"
+    ) == "checkpoints/step_00001000"
     manifest = read_manifest(path)
     assert (manifest["step"], manifest["engine"], manifest["stage"], manifest["world_size"]) == (
         1000,
@@ -89,8 +114,10 @@ def test_layout_and_manifest(tmp_path):
         1,
     )
     assert set(manifest["files"]) == {
-        "engine/zero/zero_pp_rank_0_mp_rank_00_optim_states.pt", "rng_state_rank0.pt", "training_state.json",
-    }  # fmt: skip
+        "engine/zero/zero_pp_rank_0_mp_rank_00_optim_states.pt",
+        "rng_state_rank0.pt",
+        "training_state.json",
+    }
     assert verify(path) == [] and not list((tmp_path / "checkpoints").glob(".*"))
 
 
@@ -121,11 +148,14 @@ def test_owner_is_the_rank_that_wrote():
     assert {name: owner_of(name, 4) for name in names} == names
 
 
-# -- kill -9 ----------------------------------------------------------------------------------------------------------
+# -- kill -9
+# -------------------------------------------------------------------------------------------------
 
 
 def killed_before_disk_call(number: int, work) -> bool:
-    """Runs `work` in a forked process that kill -9s itself before its disk call `number`; False once it has no such."""
+    """Runs `work` in a forked process that kill -9s itself before its disk call `number`; False
+    once it has no such.
+    """
     pid = os.fork()
     if pid == 0:
         count = 0
@@ -159,12 +189,17 @@ def test_killed_before_every_step_of_a_save(tmp_path):
         run_dir = tmp_path / str(number)
         save(run_dir, 1, "old")
         was_killed = killed_before_disk_call(number, lambda run=run_dir: save(run, 2, "new"))
-        for step, path in list_checkpoints(run_dir):  # nothing that looks like a checkpoint may be half of one
+        for step, path in list_checkpoints(
+            run_dir
+        ):  # nothing that looks like a checkpoint may be half of one
             assert verify(path) == [] and content_of(path) == {1: "old", 2: "new"}[step]
         complaints: list[str] = []
         found = find_latest_valid(run_dir, complaints.append)
         assert found is not None and complaints == []
-        assert verify(locate_checkpoint(run_dir)) == [] and verify(locate_checkpoint(run_dir / "latest")) == []
+        assert (
+            verify(locate_checkpoint(run_dir)) == []
+            and verify(locate_checkpoint(run_dir / "latest")) == []
+        )
         outcomes.add(content_of(found))
         again = save(run_dir, 2, "again")  # the next save needs no cleaning up by hand
         assert content_of(locate_checkpoint(run_dir)) == "again" and verify(again) == []
@@ -208,7 +243,8 @@ def test_killed_while_pruning(tmp_path):
     assert number >= 4
 
 
-# -- failures that are agreed -----------------------------------------------------------------------------------------
+# -- failures that are agreed
+# -----------------------------------------------------------------------------------------
 
 
 def untouched(run_dir) -> bool:
@@ -246,7 +282,9 @@ def test_full_disk_on_one_rank_while_writing(tmp_path):
 
 @pytest.mark.parametrize("is_first", [True, False])
 def test_a_failed_save_names_the_previous_checkpoint_if_there_is_one(tmp_path, is_first):
-    """trials-3, POOR 9: `convert zero2` on a full disk spoke of a checkpoint that does not exist."""
+    """trials-3, POOR 9: `convert zero2` on a full disk spoke of a checkpoint that does not
+    exist.
+    """
     if not is_first:
         save(tmp_path, 1, "old")
     with pytest.raises(CommitFailed) as caught:
@@ -260,7 +298,9 @@ def test_full_disk_while_flushing(tmp_path, monkeypatch, victim):
     original = os.fsync
 
     def fsync(fd):
-        if threading.current_thread().name == f"rank{victim}" and "optim_states" in os.readlink(f"/proc/self/fd/{fd}"):
+        if threading.current_thread().name == f"rank{victim}" and "optim_states" in os.readlink(
+            f"/proc/self/fd/{fd}"
+        ):
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         return original(fd)
 
@@ -310,11 +350,16 @@ def test_failed_resave_puts_the_old_one_back(tmp_path, monkeypatch):
     with pytest.raises(CommitFailed):
         save(tmp_path, 2, "new")
     monkeypatch.undo()
-    assert content_of(locate_checkpoint(tmp_path / "latest")) == "old" and verify(locate_checkpoint(tmp_path)) == []
+    assert (
+        content_of(locate_checkpoint(tmp_path / "latest")) == "old"
+        and verify(locate_checkpoint(tmp_path)) == []
+    )
 
 
 def test_every_rank_tries_to_write_before_any_enters_a_collective_save(tmp_path, monkeypatch):
-    """DeepSpeed's save has barriers: a rank that found its folder read-only in it would leave the others there."""
+    """DeepSpeed's save has barriers: a rank that found its folder read-only in it would leave the
+    others there.
+    """
     save(tmp_path, 1, "old")
     write = Path.write_bytes
 
@@ -334,7 +379,9 @@ def test_every_rank_tries_to_write_before_any_enters_a_collective_save(tmp_path,
 
     results = run_ranks(2, work)
     assert all(isinstance(result, CommitFailed) for result in results) and entered == []
-    assert "Read-only file system" in str(results[1]) and "mount it for writing again" in str(results[1])
+    assert "Read-only file system" in str(results[1]) and "mount it for writing again" in str(
+        results[1]
+    )
     assert untouched(tmp_path)
     monkeypatch.undo()
     assert run_ranks(2, work) == [tmp_path / "checkpoints" / "step_00000002"] * 2
@@ -372,7 +419,8 @@ def test_no_symlinks_on_the_file_system(tmp_path, monkeypatch):
     assert locate_checkpoint(tmp_path / "latest") == locate_checkpoint(tmp_path) == path.resolve()
 
 
-# -- finding, resolving, pruning --------------------------------------------------------------------------------------
+# -- finding, resolving, pruning
+# --------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -394,7 +442,9 @@ def test_damaged_ones_are_skipped_by_name(tmp_path, damage, word):
 
 
 def another_owner(monkeypatch, path):
-    """The system's answer for a file of mode 600 of another user; the tests may run as root, who can read it."""
+    """The system's answer for a file of mode 600 of another user; the tests may run as root, who
+    can read it.
+    """
     open_file = os.open
 
     def refuse(name, *args, **options):
@@ -413,7 +463,9 @@ def to_a_link(path, target):
 UNREADABLE = {
     "manifest of another user": lambda path, patch: another_owner(patch, path / "manifest.json"),
     "manifest of another program": lambda path, patch: (path / "manifest.json").write_text("{}"),
-    "link to a disk that is not mounted": lambda path, patch: to_a_link(path, "/nowhere/step_00000002"),
+    "link to a disk that is not mounted": lambda path, patch: to_a_link(
+        path, "/nowhere/step_00000002"
+    ),
     "links in a circle": lambda path, patch: to_a_link(path, path),
     "file that cannot be opened": lambda path, patch: (
         (path / "training_state.json").unlink(),
@@ -423,7 +475,9 @@ UNREADABLE = {
 
 
 @pytest.mark.parametrize("case", UNREADABLE)
-def test_what_cannot_be_read_is_refused_and_neither_deleted_nor_moved_nor_replaced(tmp_path, monkeypatch, case):
+def test_what_cannot_be_read_is_refused_and_neither_deleted_nor_moved_nor_replaced(
+    tmp_path, monkeypatch, case
+):
     for step in (1, 2, 3, 4):
         save(tmp_path, step)
     for step in (3, 4):
@@ -441,7 +495,9 @@ def test_what_cannot_be_read_is_refused_and_neither_deleted_nor_moved_nor_replac
     save(tmp_path, 5)
     save(tmp_path, 6)
     prune(tmp_path, keep_last=1)
-    assert [step for step, _ in list_checkpoints(tmp_path)] == [2, 6] and find_latest_valid(tmp_path).name[-1] == "6"
+    assert [step for step, _ in list_checkpoints(tmp_path)] == [2, 6] and find_latest_valid(
+        tmp_path
+    ).name[-1] == "6"
 
 
 def test_a_damaged_one_is_set_aside_where_its_step_is_saved_again(tmp_path):
@@ -457,7 +513,12 @@ def test_files_that_hold_no_state_do_not_make_a_checkpoint_unusable(tmp_path):
         pending = begin(tmp_path, step)
         write_files(pending.path, 0, "a")
         (pending.path / "tokenizer").mkdir()
-        for name in ("tokenizer/tokenizer.json", "tokenizer/vocab.txt", "config.yaml", "model_config.json"):
+        for name in (
+            "tokenizer/tokenizer.json",
+            "tokenizer/vocab.txt",
+            "config.yaml",
+            "model_config.json",
+        ):
             (pending.path / name).write_text("x: 1\n")
         path = pending.commit()
     (path / "tokenizer" / "tokenizer.json").write_text("x: 1\n\n")
@@ -466,8 +527,14 @@ def test_files_that_hold_no_state_do_not_make_a_checkpoint_unusable(tmp_path):
     (path / "config.yaml").symlink_to("config.yaml")
     told: list[str] = []
     assert find_latest_valid(tmp_path, told.append) == path == locate_checkpoint(tmp_path)
-    assert len(told) == 1 and "training state is complete" in told[0] and "2 more problems" in told[0]
-    assert len(verify(path)) == 3 and not is_as_saved(path, "config.yaml") and is_as_saved(path, "rng_state_rank0.pt")
+    assert (
+        len(told) == 1 and "training state is complete" in told[0] and "2 more problems" in told[0]
+    )
+    assert (
+        len(verify(path)) == 3
+        and not is_as_saved(path, "config.yaml")
+        and is_as_saved(path, "rng_state_rank0.pt")
+    )
 
 
 def test_a_latest_without_its_checkpoints_is_no_empty_folder(tmp_path):
@@ -487,7 +554,13 @@ def test_nothing_whole(tmp_path):
 def test_resolve_takes_every_spelling(tmp_path):
     save(tmp_path, 1)
     second = save(tmp_path, 2).resolve()
-    for spelling in (tmp_path, tmp_path / "latest", tmp_path / "checkpoints", second, f"{tmp_path}/latest/"):
+    for spelling in (
+        tmp_path,
+        tmp_path / "latest",
+        tmp_path / "checkpoints",
+        second,
+        f"{tmp_path}/latest/",
+    ):
         assert locate_checkpoint(spelling) == second
     assert locate_checkpoint(tmp_path / "checkpoints" / "step_00000001").name == "step_00000001"
 
@@ -513,7 +586,8 @@ def test_prune_keeps_what_it_must(tmp_path):
     (tmp_path / "checkpoints" / "step_00000007" / "rng_state_rank0.pt").unlink()
     (tmp_path / "checkpoints" / "step_00000002" / "rng_state_rank0.pt").unlink()
     prune(tmp_path, keep_last=2, keep_every=3)
-    # 5 and 6 are the newest whole ones, 3 is due, 2 and 7 are damaged: somebody may still need what is in them.
+    # 5 and 6 are the newest whole ones, 3 is due, 2 and 7 are damaged: somebody may still need
+    # what is in them.
     assert [step for step, _ in list_checkpoints(tmp_path)] == [2, 3, 5, 6, 7]
 
 

@@ -1,4 +1,6 @@
-"""Constants that rooms below `checkpoints` must repeat are equal to those of checkpoints/layout.py."""
+"""Constants that rooms below `checkpoints` must repeat are equal to those of
+checkpoints/layout.py.
+"""
 
 from mmldlm.checkpoints import layout
 
@@ -19,4 +21,8 @@ def test_every_target_has_one_writer():
 
     targets = [target for candidate in FORMATS for target in candidate.targets]
     assert sorted(targets) == sorted(layout.TARGETS)
-    assert {writer_of(target).name for target in layout.TARGETS} == {"deepspeed", "dcp", "model.pt"}
+    assert {writer_of(target).name for target in layout.TARGETS} == {
+        "deepspeed",
+        "dcp",
+        "model.pt",
+    }

@@ -1,4 +1,6 @@
-"""A resume's source: every range of every state is bit-equal to the live engine's, whoever saved it."""
+"""A resume's source: every range of every state is bit-equal to the live engine's, whoever saved
+it.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,8 @@ from mmldlm.convert.to_checkpoint import convert_state
 from mmldlm.errors import UserError
 from tests.support.make_zero import CASES, MUON
 
-# Without the names of the parameters ZeRO-0 in fp32 cannot be carried on; "steps" 0 has no moments.
+# Without the names of the parameters ZeRO-0 in fp32 cannot be carried on; "steps" 0 has no
+# moments.
 UNNAMED = ("z0_fp32",)
 STEPPED = [case for case in CASES if case not in UNNAMED and CASES[case].get("steps", 2)]
 OPTIM = "bf16_zero_pp_rank_{}_mp_rank_00_optim_states.pt"
@@ -38,11 +41,17 @@ def check_ranges(reader, name: str, what: str, expected: np.ndarray) -> None:
         for start in range(0, flat.size, share):
             count = min(share, flat.size - start)
             got = reader.read(name, what, start, count)
-            assert got.dtype == np.float32 and np.array_equal(got, flat[start : start + count]), (name, what, start)
+            assert got.dtype == np.float32 and np.array_equal(got, flat[start : start + count]), (
+                name,
+                what,
+                start,
+            )
 
 
 def check_zero(folder, case: str) -> None:
-    """Weights against the live engine's, the second moment against the mark that make_zero put into the live one."""
+    """Weights against the live engine's, the second moment against the mark that make_zero put
+    into the live one.
+    """
     truth = np.load(folder / case / "truth.npz")
     index = json.loads((folder / case / "truth.json").read_text())
     with open_training_state(folder / case) as reader:
@@ -58,10 +67,14 @@ def check_zero(folder, case: str) -> None:
                 assert raw.tobytes() == truth[name].tobytes() and dtype == index[name]["dtype"]
                 continue
             weight = whole(reader, name, "weight")
-            if not CASES[case].get("zero", {}).get("round_robin_gradients"):  # see make_zero.live_values
+            if (
+                not CASES[case].get("zero", {}).get("round_robin_gradients")
+            ):  # see make_zero.live_values
                 assert weight.tobytes() == truth[name].tobytes(), name
             check_ranges(reader, name, "weight", weight)
-            assert reader.moments_of(name) == (("exp_avg",) if name in matrices else ("exp_avg", "exp_avg_sq"))
+            assert reader.moments_of(name) == (
+                ("exp_avg",) if name in matrices else ("exp_avg", "exp_avg_sq")
+            )
             if name in matrices:
                 with pytest.raises(KeyError, match="exp_avg_sq"):
                     reader.read(name, "exp_avg_sq", 0, 1)
@@ -90,12 +103,19 @@ def test_zero_at_other_world_sizes(zero_world_dir, world_size):
 
 @pytest.mark.parametrize("case", ["z1_fp32", "z2_fp32", "z3_fp32"])
 def test_first_moments_are_those_of_plain_adamw(zero_dir, case):
-    """ZeRO-0 saves whole tensors by name: the same training must have left the same moments, to rounding."""
-    with open_training_state(zero_dir / "z0_fp32_named") as plain, open_training_state(zero_dir / case) as sharded:
+    """ZeRO-0 saves whole tensors by name: the same training must have left the same moments, to
+    rounding.
+    """
+    with (
+        open_training_state(zero_dir / "z0_fp32_named") as plain,
+        open_training_state(zero_dir / case) as sharded,
+    ):
         for name in plain.names:
             if plain.kind(name) == "trainable":
                 expected = whole(plain, name, "exp_avg")
-                np.testing.assert_allclose(whole(sharded, name, "exp_avg"), expected, rtol=1e-4, atol=1e-8)
+                np.testing.assert_allclose(
+                    whole(sharded, name, "exp_avg"), expected, rtol=1e-4, atol=1e-8
+                )
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
@@ -120,7 +140,12 @@ def test_wrong_questions(zero_dir):
         for start, count in ((0, 66), (-1, 2), (64, 2), (0, -1)):
             with pytest.raises(ValueError, match="wide.weight"):
                 reader.read("wide.weight", "weight", start, count)
-        for name, what in (("nothing", "weight"), ("wide.weight", "momentum"), ("wide.weight", "ema"), ("mean", "ema")):
+        for name, what in (
+            ("nothing", "weight"),
+            ("wide.weight", "momentum"),
+            ("wide.weight", "ema"),
+            ("mean", "ema"),
+        ):
             with pytest.raises(KeyError):
                 reader.read(name, what, 0, 1)
         with pytest.raises(ValueError, match="read_tensor"):
@@ -136,22 +161,28 @@ def test_unnamed_parameters_are_refused(zero_dir):
 
 def test_imports_neither_torch_nor_deepspeed(zero_dir, fsdp_dir):
     code = (
-        "import sys; from mmldlm.checkpoints.resume_reader import open_training_state\n"
-        "for path in sys.argv[1:]:\n"
-        "    with open_training_state(path) as r: [r.read(n, 'weight', 0, 1) for n in r.names if n != 'counts']\n"
-        "print([m for m in ('torch', 'deepspeed', 'transformers') if m in sys.modules])"
+        "import sys; from mmldlm.checkpoints.resume_reader import open_training_state\nfor path in"
+        " sys.argv[1:]:\n    with open_training_state(path) as r: [r.read(n, 'weight', 0, 1) for n"
+        " in r.names if n != 'counts']\nprint([m for m in ('torch', 'deepspeed', 'transformers')"
+        " if m in sys.modules])"
     )
     command = [sys.executable, "-c", code, str(zero_dir / "z2_bf16"), str(fsdp_dir / "fsdp")]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.stdout.strip() == "[]", done.stderr
 
 
-# -- FSDP2, single, ddp -----------------------------------------------------------------------------------------------
+# -- FSDP2, single, ddp
+# -----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
     "folder, truth_file",
-    [("fsdp", "truth.pt"), ("plain", "plain.pt"), ("fsdp_muon", "truth_muon.pt"), ("plain_muon", "plain_muon.pt")],
+    [
+        ("fsdp", "truth.pt"),
+        ("plain", "plain.pt"),
+        ("fsdp_muon", "truth_muon.pt"),
+        ("plain_muon", "plain_muon.pt"),
+    ],
 )
 def test_torch_engines(fsdp_dir, folder, truth_file):
     torch = pytest.importorskip("torch", reason="torch is not installed")
@@ -159,19 +190,33 @@ def test_torch_engines(fsdp_dir, folder, truth_file):
     with open_training_state(fsdp_dir / folder) as reader:
         assert set(reader.names) == set(truth["weight"]) and reader.has_moments and reader.has_ema
         kinds = {name: reader.kind(name) for name in reader.names}
-        assert {n for n, k in kinds.items() if k == "buffer"} == {"counts", "flag", "scale", "lows"}
+        assert {n for n, k in kinds.items() if k == "buffer"} == {
+            "counts",
+            "flag",
+            "scale",
+            "lows",
+        }
         assert {n for n, k in kinds.items() if k == "frozen"} == {"frozen.weight", "frozen.bias"}
-        assert {n for n, k in kinds.items() if k == "trainable"} == {*truth["exp_avg"], "head.weight"}
+        assert {n for n, k in kinds.items() if k == "trainable"} == {
+            *truth["exp_avg"],
+            "head.weight",
+        }
         assert reader.owner("head.weight") == "embed.weight"
         for name in truth["exp_avg"]:
-            assert reader.moments_of(name) == tuple(what for what in ("exp_avg", "exp_avg_sq") if name in truth[what])
+            assert reader.moments_of(name) == tuple(
+                what for what in ("exp_avg", "exp_avg_sq") if name in truth[what]
+            )
         assert ("wide.weight" in truth["exp_avg_sq"]) is ("muon" not in folder)
         for what in ("weight", "exp_avg", "exp_avg_sq", "ema"):
             for name, tensor in truth[what].items():
                 assert reader.shape(name) == tuple(tensor.shape)
                 if what == "weight" and kinds[name] in ("buffer", "frozen"):
                     raw, dtype, shape = reader.read_tensor(name)
-                    back = torch.from_numpy(raw.view(np.uint8)).view(getattr(torch, dtype)).reshape(shape)
+                    back = (
+                        torch.from_numpy(raw.view(np.uint8))
+                        .view(getattr(torch, dtype))
+                        .reshape(shape)
+                    )
                     assert back.dtype == tensor.dtype and torch.equal(back, tensor), name
                 else:
                     check_ranges(reader, name, what, tensor.float().numpy())
@@ -195,7 +240,9 @@ def test_a_rank_reads_only_its_share(tmp_path, monkeypatch):
     read = []
     original = TorchFile._pread_into
     monkeypatch.setattr(
-        TorchFile, "_pread_into", lambda self, view, at: (read.append(len(view)), original(self, view, at))[1]
+        TorchFile,
+        "_pread_into",
+        lambda self, view, at: (read.append(len(view)), original(self, view, at))[1],
     )
     with open_training_state(tmp_path) as reader:
         opened = sum(read)
@@ -206,20 +253,22 @@ def test_a_rank_reads_only_its_share(tmp_path, monkeypatch):
 
 
 def test_more_files_than_the_usual_limit(fsdp_dir):
-    """A universal checkpoint, or one of many ranks, has thousands of files; the soft limit is raised, not met."""
+    """A universal checkpoint, or one of many ranks, has thousands of files; the soft limit is
+    raised, not met.
+    """
     code = (
-        "import resource, sys; from mmldlm.checkpoints.formats.torch_save.reader import TorchFile\n"
-        "hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]\n"
-        "resource.setrlimit(resource.RLIMIT_NOFILE, (40, hard))\n"
-        "files = [TorchFile(sys.argv[1]) for _ in range(60)]\n"
-        "print(len(files))"
+        "import resource, sys; from mmldlm.checkpoints.formats.torch_save.reader import"
+        " TorchFile\nhard ="
+        " resource.getrlimit(resource.RLIMIT_NOFILE)[1]\nresource.setrlimit(resource.RLIMIT_NOFILE,"  # noqa: E501
+        " (40, hard))\nfiles = [TorchFile(sys.argv[1]) for _ in range(60)]\nprint(len(files))"
     )
     command = [sys.executable, "-c", code, str(fsdp_dir / "plain" / "model.pt")]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.stdout.strip() == "60", done.stderr
 
 
-# -- EMA --------------------------------------------------------------------------------------------------------------
+# -- EMA
+# -------------------------------------------------------------------------------------------------
 
 
 def ema_folder(fsdp_dir, tmp_path):
@@ -260,7 +309,8 @@ def test_fragments_that_do_not_fit_are_refused(fsdp_dir, tmp_path, entry):
         open_training_state(folder)
 
 
-# -- faults -----------------------------------------------------------------------------------------------------------
+# -- faults
+# -------------------------------------------------------------------------------------------------
 
 
 def states_of(path) -> list[bytes]:
@@ -268,7 +318,10 @@ def states_of(path) -> list[bytes]:
         got = []
         for name in reader.names:
             if reader.kind(name) == "trainable":
-                got += [whole(reader, name, what).tobytes() for what in ("weight", *reader.moments_of(name))]
+                got += [
+                    whole(reader, name, what).tobytes()
+                    for what in ("weight", *reader.moments_of(name))
+                ]
             else:
                 got.append(reader.read_tensor(name)[0].tobytes())
         reader.finish()
@@ -305,7 +358,10 @@ def rewrite(path, change) -> None:
             "elements of exp_avg",
         ),
         # A second moment in a group of Muon's: settings and states are not of one save.
-        (lambda inner: inner["base_optimizer_state"]["param_groups"][0].update(muon=True), "exp_avg_sq of tensor 0"),
+        (
+            lambda inner: inner["base_optimizer_state"]["param_groups"][0].update(muon=True),
+            "exp_avg_sq of tensor 0",
+        ),
     ],
 )
 def test_optimizer_state_that_does_not_add_up(zero_copy, change, word):
@@ -314,12 +370,18 @@ def test_optimizer_state_that_does_not_add_up(zero_copy, change, word):
     with pytest.raises(UserError, match=word) as caught:
         open_training_state(folder)
     assert OPTIM.format(1) in str(caught.value)
-    with ZeroCheckpoint.open(folder) if word == "elements of exp_avg" else open_training_state(zero_copy("z1_bf16")):
+    with (
+        ZeroCheckpoint.open(folder)
+        if word == "elements of exp_avg"
+        else open_training_state(zero_copy("z1_bf16"))
+    ):
         pass  # the weights alone, and a whole checkpoint, still open
 
 
 def relabel(folder, muon: bool) -> None:
-    """Change the settings of all groups of a DCP folder, a universal checkpoint or an optimizer.pt."""
+    """Change the settings of all groups of a DCP folder, a universal checkpoint or an
+    optimizer.pt.
+    """
     torch = pytest.importorskip("torch", reason="torch is not installed")
     if (folder / "trainable.json").exists():
         facts = json.loads((folder / "trainable.json").read_text())
@@ -337,14 +399,20 @@ def relabel(folder, muon: bool) -> None:
 @pytest.mark.parametrize("name", ["fsdp_muon", "plain_muon", "z2_muon"])
 def test_second_moments_fit_the_settings(zero_dir, fsdp_dir, tmp_path, name):
     """A weight of AdamW without one is damaged, and so is one of Muon that has it."""
-    for muon, word in ((False, "no .*exp_avg_sq|exp_avg_sq.pt of"), (True, "exp_avg_sq of .*Muon")):
+    for muon, word in (
+        (False, "no .*exp_avg_sq|exp_avg_sq.pt of"),
+        (True, "exp_avg_sq of .*Muon"),
+    ):
         folder = tmp_path / str(muon) / "universal"
         if name == "z2_muon":
             convert_state(zero_dir / name, folder.parent, "universal")
         else:
             shutil.copytree(fsdp_dir / name, folder)
         with open_training_state(folder) as reader:
-            assert (reader.moments_of("wide.weight"), len(reader.moments_of("wide.bias"))) == (("exp_avg",), 2)
+            assert (reader.moments_of("wide.weight"), len(reader.moments_of("wide.bias"))) == (
+                ("exp_avg",),
+                2,
+            )
         relabel(folder, muon)
         with pytest.raises(UserError, match=word):
             open_training_state(folder)
@@ -354,8 +422,9 @@ def test_second_moments_fit_the_settings(zero_dir, fsdp_dir, tmp_path, name):
 def test_damaged_anywhere(zero_dir, fsdp_dir, tmp_path, name):
     """Bits flipped and files cut: refused by name, or the very same state.
 
-    Ranged reading leaves parts of a record unproven (the manifest is checked before); one rank that reads all in the
-    order of the names reads every record from its start to its end, so here nothing passes.
+    Ranged reading leaves parts of a record unproven (the manifest is checked before); one rank
+    that reads all in the order of the names reads every record from its start to its end, so here
+    nothing passes.
     """
     folder = tmp_path / "engine"
     shutil.copytree(zero_dir / name / "zero" if name.startswith("z") else fsdp_dir / name, folder)
@@ -367,7 +436,9 @@ def test_damaged_anywhere(zero_dir, fsdp_dir, tmp_path, name):
         path = chooser.choice(files)
         data = path.read_bytes()
         place = chooser.randrange(len(data))
-        flipped = data[:place] + bytes([data[place] ^ (1 << chooser.randrange(8))]) + data[place + 1 :]
+        flipped = (
+            data[:place] + bytes([data[place] ^ (1 << chooser.randrange(8))]) + data[place + 1 :]
+        )
         path.write_bytes(data[: max(1, place)] if number % 4 == 0 else flipped)
         try:
             got = states_of(folder)
@@ -400,7 +471,8 @@ def test_nothing_there(tmp_path):
             open_training_state(path)
 
 
-# -- tied weights that were copied apart -------------------------------------------------------------------------------
+# -- tied weights that were copied apart
+# -------------------------------------------------------------------------------
 
 
 def copied(value):
@@ -423,7 +495,9 @@ def test_zero_saved_from_copies(zero_dir, zero_copy, case):
         torch.save({**state, "module": copied(state["module"]), **told}, path)
     with open_training_state(zero_dir / case) as one, open_training_state(folder) as two:
         assert two.owner("head.weight") == "embed.weight"
-        assert {name: one.kind(name) for name in one.names} == {name: two.kind(name) for name in two.names}
+        assert {name: one.kind(name) for name in one.names} == {
+            name: two.kind(name) for name in two.names
+        }
         for what in ("weight", "exp_avg"):
             assert np.array_equal(whole(one, "head.weight", what), whole(two, "head.weight", what))
 
@@ -433,7 +507,11 @@ def test_plain_saved_from_copies(fsdp_dir, tmp_path):
     for name in ("model.pt", "optimizer.pt"):
         state = copied(torch.load(fsdp_dir / "plain" / name, weights_only=True))
         torch.save(
-            {**state, "aliases": {"head.weight": "embed.weight"}} if "state" in state else state, tmp_path / name
+            {**state, "aliases": {"head.weight": "embed.weight"}} if "state" in state else state,
+            tmp_path / name,
         )
     with open_training_state(tmp_path) as reader:
-        assert reader.owner("head.weight") == "embed.weight" and reader.kind("head.weight") == "trainable"
+        assert (
+            reader.owner("head.weight") == "embed.weight"
+            and reader.kind("head.weight") == "trainable"
+        )

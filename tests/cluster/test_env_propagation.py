@@ -25,8 +25,13 @@ def environment(monkeypatch, tmp_path):
 
 
 def test_deepspeed_carries_nccl_from_a_head_with_gpus_only(environment):
-    assert env_propagation.propagated_variables("deepspeed", has_gpus=False) == {"PYTHONHASHSEED": "0"}
-    assert set(env_propagation.propagated_variables("deepspeed", has_gpus=True)) == {"PYTHONHASHSEED", "NCCL_DEBUG"}
+    assert env_propagation.propagated_variables("deepspeed", has_gpus=False) == {
+        "PYTHONHASHSEED": "0"
+    }
+    assert set(env_propagation.propagated_variables("deepspeed", has_gpus=True)) == {
+        "PYTHONHASHSEED",
+        "NCCL_DEBUG",
+    }
 
 
 def test_other_launchers(environment):
@@ -57,7 +62,9 @@ def test_lines_at_which_deepspeed_stops_are_named(environment, tmp_path, line):
     path = tmp_path / ".deepspeed_env"
     path.write_text(f"FOO=1\n{line}\nBAR=2\n")
     values, problems = env_propagation.read_env_file(path)
-    assert values == {"FOO": "1", "BAR": "2"} and len(problems) == 1 and f"{path}:2:" in problems[0]
+    assert (
+        values == {"FOO": "1", "BAR": "2"} and len(problems) == 1 and f"{path}:2:" in problems[0]
+    )
 
 
 @pytest.mark.parametrize(
@@ -83,7 +90,12 @@ def test_values_that_a_shell_would_change_are_reported(tmp_path, line, value):
 
 @pytest.mark.parametrize(
     ("name", "secret"),
-    [("HF_TOKEN", True), ("WANDB_API_KEY", True), ("TOKENIZERS_PARALLELISM", False), ("HF_HOME", False)],
+    [
+        ("HF_TOKEN", True),
+        ("WANDB_API_KEY", True),
+        ("TOKENIZERS_PARALLELISM", False),
+        ("HF_HOME", False),
+    ],
 )
 def test_secrets_by_name(name, secret):
     assert env_propagation.is_secret(name) is secret

@@ -1,4 +1,6 @@
-"""The strict hostfile reader: everything DeepSpeed would take for something else is named with its line."""
+"""The strict hostfile reader: everything DeepSpeed would take for something else is named with its
+line.
+"""
 
 from __future__ import annotations
 
@@ -43,7 +45,11 @@ def test_names_slots_and_comments(hostfile):
         ("a slots=2 # big one\n", 1, "comment"),
         ("\ufeffa slots=2\n", 1, "byte order mark"),
         ("a slots=2 max_slots=3\n", 1, "only slots=N may follow"),
-        ("a slots=1\n\nb slots=1\x0cc slots=1\n", 3, "only slots=N may follow"),  # one line to DeepSpeed
+        (
+            "a slots=1\n\nb slots=1\x0cc slots=1\n",
+            3,
+            "only slots=N may follow",
+        ),  # one line to DeepSpeed
         ("a slots=1\rb lots=1\r\n", 2, "did you mean"),
         ("fe80::1%eth0 slots=1\n", 1, "IPv6"),
         ("[::1] slots=1\n", 1, "IPv6"),
@@ -88,11 +94,15 @@ def test_a_pipe_is_read_once_and_never_waited_for_without_end(tmp_path, monkeypa
         read_hostfile(tmp_path / "fifo")
 
 
-@pytest.mark.parametrize(("name", "said"), [("", "Is a directory"), ("/dev/zero", "neither a file nor a pipe")])
+@pytest.mark.parametrize(
+    ("name", "said"), [("", "Is a directory"), ("/dev/zero", "neither a file nor a pipe")]
+)
 def test_what_is_no_file_is_said_with_exit_2_and_nothing_else(tmp_path, capsys, name, said):
     """Through the command, whose receipt hashes the hostfile too."""
     parser = argparse.ArgumentParser()
     preflight.add_arguments(parser)
-    args = parser.parse_args(["--level", "0", "--hostfile", name or str(tmp_path), "--only", "HOST001"])
+    args = parser.parse_args(
+        ["--level", "0", "--hostfile", name or str(tmp_path), "--only", "HOST001"]
+    )
     assert preflight.main(args) == 2
     assert said in capsys.readouterr().out

@@ -1,4 +1,6 @@
-"""Command lines of the launchers: DeepSpeed's real runner and a real shell read what deepspeed_command hands them."""
+"""Command lines of the launchers: DeepSpeed's real runner and a real shell read what
+deepspeed_command hands them.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,8 @@ from mmldlm.errors import UserError
 
 NODES = [Node("n1", 1), Node("n2", 1)]
 ARGS = ["a=$(touch pwned)", "b=`touch pwned`", "c= '\"", "d=%h%n", "e=;x\ny", "f=é", "g=~ *"]
-# What pdsh does with its words: one line, with %h, %n and %u expanded, for the login shell of each node.
+# What pdsh does with its words: one line, with %h, %n and %u expanded, for the login shell of each
+# node.
 PDSH = """#!{python}
 import subprocess, sys
 words = sys.argv[sys.argv.index("-w") + 2:]
@@ -33,12 +36,17 @@ import os, sys
 words = [word for word in sys.argv[1:] if not word.startswith("--")]
 os.execv(sys.executable, [sys.executable, *words])
 """
-SAYS = "import json, sys, time; print(json.dumps(sys.argv[1:]), flush=True); time.sleep(float({seconds}))"
+SAYS = (
+    "import json, sys, time; print(json.dumps(sys.argv[1:]), flush=True);"
+    " time.sleep(float({seconds}))"
+)
 
 
 @pytest.fixture
 def runner(tmp_path, monkeypatch):
-    """Starts DeepSpeed's runner with a pdsh that runs its line here; only the node's launch.py is another."""
+    """Starts DeepSpeed's runner with a pdsh that runs its line here; only the node's launch.py is
+    another.
+    """
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("PYTHONPATH", raising=False)
     (tmp_path / "bin").mkdir()
@@ -50,12 +58,16 @@ def runner(tmp_path, monkeypatch):
 
     def start(seconds: int) -> subprocess.Popen:
         (tmp_path / "says.py").write_text(SAYS.format(seconds=seconds))
-        line = deepspeed_command(NODES, False, "hostfile", "n1", 29500, None, [str(tmp_path / "says.py"), *ARGS])
+        line = deepspeed_command(
+            NODES, False, "hostfile", "n1", 29500, None, [str(tmp_path / "says.py"), *ARGS]
+        )
         pdsh = (tmp_path / "bin" / "pdsh").read_text()
         swap = f'.replace("-m deepspeed.launcher.launch", "{tmp_path}/deepspeed_launch.py")'
         (tmp_path / "bin" / "pdsh").write_text(pdsh.replace('"root")', f'"root"){swap}'))
         environment = {**os.environ, "DS_ACCELERATOR": "cpu"}
-        return subprocess.Popen(line, env=environment, stdout=subprocess.PIPE, text=True, start_new_session=True)
+        return subprocess.Popen(
+            line, env=environment, stdout=subprocess.PIPE, text=True, start_new_session=True
+        )
 
     return start
 
@@ -68,7 +80,11 @@ def test_arguments_pass_deepspeeds_shells_and_no_pkill_runs(runner, tmp_path):
         for number in (signal.SIGINT, signal.SIGTERM):
             os.kill(process.pid, number)
         time.sleep(1)
-        assert process.poll() is None and not (tmp_path / "pkilled").exists() and not (tmp_path / "pwned").exists()
+        assert (
+            process.poll() is None
+            and not (tmp_path / "pkilled").exists()
+            and not (tmp_path / "pwned").exists()
+        )
     finally:
         os.killpg(process.pid, signal.SIGKILL)
         process.wait()
@@ -81,15 +97,22 @@ def test_values_that_deepspeed_pastes_must_be_plain(what, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", bad if what == "PYTHONPATH" else "/x")
     address, folder = (bad if what == "address" else "n1"), (bad if what == "folder" else "/x")
     with pytest.raises(UserError, match="touch pwned") as caught:
-        deepspeed_command(NODES, False, "hostfile", address, 29500, None, ["rank.py", "id"], folder)
+        deepspeed_command(
+            NODES, False, "hostfile", address, 29500, None, ["rank.py", "id"], folder
+        )
     assert caught.value.exit_code == 2
 
 
 def test_srun_passes_address_and_arguments_unchanged(tmp_path):
     line = srun_command(
-        NODES, "$(touch pwned)", 29500, ["-c", "import os, sys; print(os.environ['MASTER_ADDR'], sys.argv)", *ARGS]
+        NODES,
+        "$(touch pwned)",
+        29500,
+        ["-c", "import os, sys; print(os.environ['MASTER_ADDR'], sys.argv)", *ARGS],
     )
     environment = {**os.environ, "SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_NTASKS": "1"}
     own = line[line.index("bash") :]  # what srun starts on a node
-    done = subprocess.run(own, cwd=tmp_path, env=environment, capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        own, cwd=tmp_path, env=environment, capture_output=True, text=True, check=True
+    )
     assert done.stdout == f"$(touch pwned) {['-c', *ARGS]}\n" and not (tmp_path / "pwned").exists()

@@ -15,7 +15,15 @@ from mmldlm.tasks.translation.config import TranslationConfig
 
 
 def test_every_preset_loads_and_round_trips(tmp_path):
-    assert {"quickstart", "tiny", "small", "mmdit_300m", "mmdit", "mmdit_stable", "mmdit_1b"} <= set(preset_names())
+    assert {
+        "quickstart",
+        "tiny",
+        "small",
+        "mmdit_300m",
+        "mmdit",
+        "mmdit_stable",
+        "mmdit_1b",
+    } <= set(preset_names())
     for name in preset_names():
         config = load_config(name)
         path = tmp_path / f"{name}.yaml"
@@ -26,7 +34,11 @@ def test_every_preset_loads_and_round_trips(tmp_path):
 def test_mmdit_stable_is_mmdit_with_the_stable_numbers():
     plain, stable = load_config("mmdit"), load_config("mmdit_stable")
     assert plain.model == stable.model
-    assert (stable.optimizer.lr, stable.optimizer.grad_clip_norm, stable.optimizer.warmup_steps) == (5e-5, 0.5, 2000)
+    assert (
+        stable.optimizer.lr,
+        stable.optimizer.grad_clip_norm,
+        stable.optimizer.warmup_steps,
+    ) == (5e-5, 0.5, 2000)
     assert (stable.loss.latent_loss_weight, stable.training.grad_accum_steps) == (0.1, 2)
 
 
@@ -35,11 +47,18 @@ def test_parameter_counts_of_the_presets():
 
     from mmldlm.models import MultimodalMMDiT
 
-    ids = ["model.latent_dim=1024", "model.vocab_size=30522", "model.mask_token_id=103", "model.pad_token_id=0"]
+    ids = [
+        "model.latent_dim=1024",
+        "model.vocab_size=30522",
+        "model.mask_token_id=103",
+        "model.pad_token_id=0",
+    ]
     expected = {"mmdit": 0.9e9, "mmdit_1b": 1.1e9, "mmdit_300m": 0.31e9, "small": 0.11e9}
     for name, count in expected.items():
         with torch.device("meta"):
-            model = MultimodalMMDiT(load_config(name, None, [*ids, "model.eos_token_id=102"]).model)
+            model = MultimodalMMDiT(
+                load_config(name, None, [*ids, "model.eos_token_id=102"]).model
+            )
         assert sum(p.numel() for p in model.parameters()) == pytest.approx(count, rel=0.05)
 
 
@@ -47,7 +66,11 @@ def test_later_sources_win(tmp_path):
     path = tmp_path / "mine.yaml"
     path.write_text("optimizer: {lr: 3e-4, warmup_steps: 7}\n")
     config = load_config("tiny", str(path), ["optimizer.warmup_steps=9", "training.resume=auto"])
-    assert (config.optimizer.lr, config.optimizer.warmup_steps, config.training.resume) == (3e-4, 9, "auto")
+    assert (config.optimizer.lr, config.optimizer.warmup_steps, config.training.resume) == (
+        3e-4,
+        9,
+        "auto",
+    )
     assert config.model.hidden_size == 64
 
 
@@ -121,10 +144,14 @@ def test_every_key_has_a_description_and_is_read_somewhere():
 
 
 def test_text_may_look_like_another_yaml_value():
-    config = load_config("tiny", None, ["logging.run_name=off", "data.latent_data_root=1e5", "training.resume=null"])
+    config = load_config(
+        "tiny", None, ["logging.run_name=off", "data.latent_data_root=1e5", "training.resume=null"]
+    )
     assert config.logging.run_name == "off" and config.data.latent_data_root == "1e5"
     assert config.training.resume is None
-    assert load_config("tiny", None, ["stability.spike_action=off"]).stability.spike_action == "off"
+    assert (
+        load_config("tiny", None, ["stability.spike_action=off"]).stability.spike_action == "off"
+    )
     with pytest.raises(UserError, match="batch"):
         load_config("tiny", None, ["training.train_batch_size=off"])
 
@@ -148,23 +175,37 @@ def test_a_value_in_other_words_is_told_in_ours(word, says):
 
 def test_a_kept_config_is_read_from_anywhere(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    paths = ["data.latent_data_root=S", "training.init_from=../old/latest", "logging.save_dir=runs"]
+    paths = [
+        "data.latent_data_root=S",
+        "training.init_from=../old/latest",
+        "logging.save_dir=runs",
+    ]
     kept = with_absolute_paths(load_config("tiny", None, [*paths, "training.resume=auto"]))
     (tmp_path / "config.yaml").write_text(to_yaml(kept))
     monkeypatch.chdir("/")
     found = load_config(None, str(tmp_path / "config.yaml"))
-    assert (found.data.latent_data_root, found.logging.save_dir) == (str(tmp_path / "S"), str(tmp_path / "runs"))
-    assert found.training.init_from == str(tmp_path / "../old/latest") and found.training.resume == "auto"
+    assert (found.data.latent_data_root, found.logging.save_dir) == (
+        str(tmp_path / "S"),
+        str(tmp_path / "runs"),
+    )
+    assert (
+        found.training.init_from == str(tmp_path / "../old/latest")
+        and found.training.resume == "auto"
+    )
     mixed = with_absolute_paths(load_config("tiny", None, ["data.mixture={/a: 1, b: 2}"]))
     assert mixed.data.mixture == {"/a": 1.0, "/b": 2.0} and mixed.engine.deepspeed_config is None
 
 
-@pytest.mark.parametrize("name", ["../../esc", "a/../../esc", "/tmp/esc", "", ".", "a//b", "..", "a/"])
+@pytest.mark.parametrize(
+    "name", ["../../esc", "a/../../esc", "/tmp/esc", "", ".", "a//b", "..", "a/"]
+)
 def test_a_run_stays_in_its_save_dir(name):
     with pytest.raises(UserError, match="run_name"):
         load_config("tiny", None, [f"logging.run_name='{name}'"])
 
 
 def test_a_run_may_lie_in_a_folder_of_its_save_dir():
-    config = load_config("tiny", None, ["logging.save_dir=runs", "logging.run_name='group/..run 1'"])
+    config = load_config(
+        "tiny", None, ["logging.save_dir=runs", "logging.run_name='group/..run 1'"]
+    )
     assert str(config.run_dir()) == "runs/group/..run 1"

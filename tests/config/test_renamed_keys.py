@@ -1,11 +1,19 @@
-"""Keys and values of an earlier release: an error that names the new one in a config, translated in stored files."""
+"""Keys and values of an earlier release: an error that names the new one in a config, translated
+in stored files.
+"""
 
 from __future__ import annotations
 
 import pytest
 
 from mmldlm.config.load import all_keys, load_config
-from mmldlm.config.renamed_keys import KEYS, PRESETS, VALUES, model_config_with_new_names, with_new_names
+from mmldlm.config.renamed_keys import (
+    KEYS,
+    PRESETS,
+    VALUES,
+    model_config_with_new_names,
+    with_new_names,
+)
 from mmldlm.errors import UserError
 from mmldlm.tasks.translation.config import TranslationConfig
 
@@ -22,7 +30,9 @@ def test_an_old_key_is_an_error_that_names_the_new_one(old):
         load_config("tiny", None, [f"{old}=1"])
 
 
-@pytest.mark.parametrize(("key", "old", "new"), [(k, o, n) for k, words in VALUES.items() for o, n in words.items()])
+@pytest.mark.parametrize(
+    ("key", "old", "new"), [(k, o, n) for k, words in VALUES.items() for o, n in words.items()]
+)
 def test_an_old_value_is_an_error_that_names_the_new_one(key, old, new):
     with pytest.raises(UserError, match=f"did you mean {new}"):
         load_config("tiny", None, [f"{key}={old}"])
@@ -35,13 +45,21 @@ def test_an_old_preset_is_an_error_that_names_the_new_one():
 
 
 def test_stored_configs_are_translated():
-    stored = {"engine": {"timeout": 7.0, "kind": "ddp"}, "training": {"freeze": "mode"}, "data": None}
+    stored = {
+        "engine": {"timeout": 7.0, "kind": "ddp"},
+        "training": {"freeze": "mode"},
+        "data": None,
+    }
     assert with_new_names(stored) == {
         "engine": {"collective_timeout": 7.0, "kind": "ddp"},
         "training": {"freeze": "by_mode"},
         "data": None,
     }
-    model = {"hidden_size": 8, "latent_tokens": 2, "latent_diffusion": {"path": "cosine", "scaling": "standardise"}}
+    model = {
+        "hidden_size": 8,
+        "latent_tokens": 2,
+        "latent_diffusion": {"path": "cosine", "scaling": "standardise"},
+    }
     assert model_config_with_new_names(model) == {
         "hidden_size": 8,
         "tokens_per_latent": 2,

@@ -25,9 +25,16 @@ def checkpoint(folder, step, text):
     return path
 
 
-@pytest.mark.parametrize("preset", ["mmdit", "mmdit_300m", "mmdit_1b", "mmdit_stable", "quickstart", "small", "tiny"])
+@pytest.mark.parametrize(
+    "preset", ["mmdit", "mmdit_300m", "mmdit_1b", "mmdit_stable", "quickstart", "small", "tiny"]
+)
 def test_a_random_projection_is_never_frozen_unasked(tmp_path, preset):
-    assert decided(tmp_path, "training.loss_type=l2t", "training.loss_type_weights=null", preset=preset) == "none"
+    assert (
+        decided(
+            tmp_path, "training.loss_type=l2t", "training.loss_type_weights=null", preset=preset
+        )
+        == "none"
+    )
 
 
 def test_trained_weights_are_frozen_by_mode_and_what_is_asked_for_is_done(tmp_path):
@@ -39,13 +46,19 @@ def test_trained_weights_are_frozen_by_mode_and_what_is_asked_for_is_done(tmp_pa
 def test_a_resumed_run_keeps_what_it_began_with(tmp_path):
     assert decided(tmp_path, "training.resume=auto") == "none", "there is nothing to resume"
     old = checkpoint(tmp_path, 5, "training:\n  freeze: mode\n")
-    assert decided(tmp_path, "training.resume=auto") == "by_mode", "its source need not be named again"
+    assert decided(tmp_path, "training.resume=auto") == "by_mode", (
+        "its source need not be named again"
+    )
     assert decided(tmp_path, f"training.resume={old}") == "by_mode"
     checkpoint(tmp_path, 10, "training: {freeze: none}\n")
-    assert decided(tmp_path, "training.resume=auto", "training.init_from=X") == "none", "the newest one counts"
+    assert decided(tmp_path, "training.resume=auto", "training.init_from=X") == "none", (
+        "the newest one counts"
+    )
     checkpoint(tmp_path, 15, "training: [")
     checkpoint(tmp_path, 20, "\n")
-    assert decided(tmp_path, "training.resume=auto", "training.init_from=X") == "none", "damaged ones say nothing"
+    assert decided(tmp_path, "training.resume=auto", "training.init_from=X") == "none", (
+        "damaged ones say nothing"
+    )
     assert decided(tmp_path) == "none", "a fresh run of that name"
 
 
@@ -74,7 +87,9 @@ class OwnConfig(Config):
     ],
 )
 def test_the_same_file_in_another_spelling_is_the_same(tmp_path, monkeypatch, then, now):
-    """newcomer B2: neither refused where the path is FIXED, nor noted as a change where it is reported."""
+    """newcomer B2: neither refused where the path is FIXED, nor noted as a change where it is
+    reported.
+    """
     (tmp_path / "f").mkdir()
     (tmp_path / "f" / "t.csv").touch()
     (tmp_path / "link").symlink_to("f")

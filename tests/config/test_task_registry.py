@@ -1,4 +1,6 @@
-"""Tasks of the user: what is wrong with one is said with file and line, and never ends the process."""
+"""Tasks of the user: what is wrong with one is said with file and line, and never ends the
+process.
+"""
 
 from __future__ import annotations
 

@@ -14,7 +14,8 @@ def test_valid_weights(weights):
 
 
 @pytest.mark.parametrize(
-    "weights", [{}, {"a": 0.0}, {"a": NAN, "b": 1}, {"a": INF}, {"a": -1, "b": 2}, {"a": 1e308, "b": 1e308}]
+    "weights",
+    [{}, {"a": 0.0}, {"a": NAN, "b": 1}, {"a": INF}, {"a": -1, "b": 2}, {"a": 1e308, "b": 1e308}],
 )
 def test_other_weights_are_refused_with_their_key(weights):
     with pytest.raises(ValueError, match="training.key"):

@@ -1,4 +1,6 @@
-"""Weights that do not fit the config beside them are refused; the shapes are those of a model that was built."""
+"""Weights that do not fit the config beside them are refused; the shapes are those of a model that
+was built.
+"""
 
 from __future__ import annotations
 
@@ -15,10 +17,21 @@ from mmldlm.models.mmdit.costs import expected_shapes
 
 torch = pytest.importorskip("torch", reason="torch is not installed")
 SIZES = {
-    "hidden_size": 32, "n_blocks": 2, "n_heads": 2, "cond_dim": 16, "latent_dim": 10, "tokens_per_latent": 4,
-    "vocab_size": 50, "mask_token_id": 1, "pad_token_id": 2, "eos_token_id": 3, "max_seq_len": 20, "mlp_ratio": 2.5,
-    "num_latents": 3, "latent_predictions": 2,
-}  # fmt: skip
+    "hidden_size": 32,
+    "n_blocks": 2,
+    "n_heads": 2,
+    "cond_dim": 16,
+    "latent_dim": 10,
+    "tokens_per_latent": 4,
+    "vocab_size": 50,
+    "mask_token_id": 1,
+    "pad_token_id": 2,
+    "eos_token_id": 3,
+    "max_seq_len": 20,
+    "mlp_ratio": 2.5,
+    "num_latents": 3,
+    "latent_predictions": 2,
+}
 
 
 def built(**more):
@@ -33,25 +46,45 @@ def run_of(run_dir, state: dict, config: dict):
     pending = begin(run_dir, 1)
     (pending.path / "engine").mkdir()
     torch.save(state, pending.path / "engine" / "model.pt")
-    (pending.path / "model_config.json").write_text(json.dumps({"architecture": "MultimodalMMDiT", **config}))
+    (pending.path / "model_config.json").write_text(
+        json.dumps({"architecture": "MultimodalMMDiT", **config})
+    )
     pending.commit(engine="single")
     return run_dir
 
 
-@pytest.mark.parametrize("more", [{}, {"qk_rmsnorm": False}, {"tie_embeddings": True, "mlp_ratio": 0.7}])
+@pytest.mark.parametrize(
+    "more", [{}, {"qk_rmsnorm": False}, {"tie_embeddings": True, "mlp_ratio": 0.7}]
+)
 def test_the_shapes_are_the_models(more):
     config, state = built(**more)
     for name, shape in expected_shapes(config).items():
         assert tuple(state[name].shape) == shape, name
 
 
-@pytest.mark.parametrize("key", ["hidden_size", "n_blocks", "n_heads", "cond_dim", "latent_dim", "tokens_per_latent",
-                                 "vocab_size", "max_seq_len", "mlp_ratio", "num_latents",
-                                 "latent_predictions"])  # fmt: skip
+@pytest.mark.parametrize(
+    "key",
+    [
+        "hidden_size",
+        "n_blocks",
+        "n_heads",
+        "cond_dim",
+        "latent_dim",
+        "tokens_per_latent",
+        "vocab_size",
+        "max_seq_len",
+        "mlp_ratio",
+        "num_latents",
+        "latent_predictions",
+    ],
+)
 def test_every_size_is_noticed(tmp_path, key):
     config, state = built()
     for number, change in enumerate((2, 0.5) if key != "latent_predictions" else (0.5,)):
-        other = {**config, key: config[key] * change if key == "mlp_ratio" else int(config[key] * change)}
+        other = {
+            **config,
+            key: config[key] * change if key == "mlp_ratio" else int(config[key] * change),
+        }
         run = run_of(tmp_path / str(number), state, other)
         with pytest.raises(UserError, match="model_config.json"):
             convert(run, tmp_path / "out")

@@ -1,4 +1,6 @@
-"""Checkpoints in another layout, stage and world size: the same bits, and their own programs go on from them."""
+"""Checkpoints in another layout, stage and world size: the same bits, and their own programs go on
+from them.
+"""
 
 from __future__ import annotations
 
@@ -50,7 +52,10 @@ def assert_same(a: Path, b: Path, num_moments: int = 2) -> None:
         found = compare(one, two)
         assert not found.any and not found.dtypes, found
         assert len(one.moments) == len(two.moments) == num_moments
-        kinds = [{name: (info.kind, info.alias_of) for name, info in source.tensors.items()} for source in (one, two)]
+        kinds = [
+            {name: (info.kind, info.alias_of) for name, info in source.tensors.items()}
+            for source in (one, two)
+        ]
         assert kinds[0] == kinds[1]
 
 
@@ -60,18 +65,22 @@ def facts_of(path: Path):
         return read_optimizer_metadata(opened)
 
 
-# -- the same bits -----------------------------------------------------------------------------------------------------
+# -- the same bits
+# -------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("case", SOURCES)
 def test_round_trip(zero_dir, tmp_path, case):
-    """zero -> zero3@4 -> dcp@1 -> universal -> zero2@2, each equal to the first, and its groups and settings too."""
+    """zero -> zero3@4 -> dcp@1 -> universal -> zero2@2, each equal to the first, and its groups
+    and settings too.
+    """
     source = zero_dir / case
     before = facts_of(source)
     path = source
     for number, (target, world) in enumerate(CHAIN):
         if target == "universal" and case == "z2_elastic":
-            continue  # elastic checkpoints keep no settings, which DeepSpeed's universal loader needs
+            # elastic checkpoints keep no settings, which DeepSpeed's universal loader needs
+            continue
         out = tmp_path / str(number)
         summary = convert_state(path, out, target, world, verify=True)
         assert summary.num_tensors + summary.num_aliases == 14
@@ -79,7 +88,9 @@ def test_round_trip(zero_dir, tmp_path, case):
         path = out
     after = facts_of(path)
     assert (before.steps, before.compute_dtype) == (after.steps, after.compute_dtype)
-    assert [group.settings for group in before.groups] == [group.settings for group in after.groups]
+    assert [group.settings for group in before.groups] == [
+        group.settings for group in after.groups
+    ]
     assert [group.names for group in before.groups] == [group.names for group in after.groups]
     if not case.startswith("z0"):  # ZeRO-0's optimizer has no scaler of that kind
         assert before.optimizer["loss_scaler"] == after.optimizer["loss_scaler"]
@@ -101,16 +112,22 @@ def test_any_world_size(zero_dir, tmp_path, target, world):
 def test_fsdp_and_ddp_become_zero_and_return(fsdp_dir, tmp_path, folder):
     run = run_of(tmp_path / "run", fsdp_dir / folder, {"applied_steps": 3})
     path = run
-    for number, (target, world) in enumerate([("zero2", 3), ("universal", None), ("fsdp", 2), ("ddp", None)]):
+    for number, (target, world) in enumerate(
+        [("zero2", 3), ("universal", None), ("fsdp", 2), ("ddp", None)]
+    ):
         convert_state(path, tmp_path / str(number), target, world, verify=True)
         assert_same(run, tmp_path / str(number))
         path = tmp_path / str(number)
-        if target == "zero2":  # DCP and model.pt do not say with what precision the forward pass ran
+        if (
+            target == "zero2"
+        ):  # DCP and model.pt do not say with what precision the forward pass ran
             assert not list((locate_checkpoint(path) / "engine" / "zero").glob("bf16_*"))
 
 
 def test_sub_groups_hold_one_group_each(zero_dir, tmp_path):
-    """However large they may be: a flat tensor of Muon's matrices has another state than one of AdamW's."""
+    """However large they may be: a flat tensor of Muon's matrices has another state than one of
+    AdamW's.
+    """
     torch = pytest.importorskip("torch", reason="torch is not installed")
     convert_state(zero_dir / "z2_muon", tmp_path / "out", "zero3", 1, sub_group_size=10**9)
     file = next((tmp_path / "out").rglob("*optim_states.pt"))
@@ -125,7 +142,9 @@ def test_space_is_estimated_for_the_states_that_exist(zero_dir, case):
     with open_all(zero_dir / case) as source, open_source(zero_dir / case).weights as weights:
         counts = [len(table) for table in source.moments.values()]
         assert counts == {"z2_bf16": [8, 8], "z2_muon": [8, 6], "z2_step0": []}[case]
-        moments = sum(source.tensors[name].nbytes for table in source.moments.values() for name in table)
+        moments = sum(
+            source.tensors[name].nbytes for table in source.moments.values() for name in table
+        )
         assert _bytes_needed(source, "ddp") == _bytes_needed(weights, "ddp") + moments
 
 
@@ -141,33 +160,69 @@ def test_weights_alone_go_to_model_pt_and_dcp(fsdp_dir, tmp_path):
     out = tmp_path / "out"
     assert command(fsdp_dir / "fsdp", out, "--to", "model.pt") == 0
     state = torch.load(out / "model.pt", weights_only=True, mmap=True)
-    assert set(state) == set(truth) and state["head.weight"].data_ptr() == state["embed.weight"].data_ptr()
+    assert (
+        set(state) == set(truth)
+        and state["head.weight"].data_ptr() == state["embed.weight"].data_ptr()
+    )
     for name, tensor in truth.items():
         wanted = tensor.float() if tensor.dtype == torch.bfloat16 and name != "lows" else tensor
         assert state[name].dtype == wanted.dtype and torch.equal(state[name], wanted), name
-    assert command(fsdp_dir / "fsdp", out, "--to", "model.pt", "--dtype", "bf16", "--only", "wide.*", "--force") == 0
+    assert (
+        command(
+            fsdp_dir / "fsdp",
+            out,
+            "--to",
+            "model.pt",
+            "--dtype",
+            "bf16",
+            "--only",
+            "wide.*",
+            "--force",
+        )
+        == 0
+    )
     low = torch.load(out / "model.pt", weights_only=True)
-    assert set(low) == {"wide.weight", "wide.bias"} and torch.equal(low["wide.bias"], truth["wide.bias"].bfloat16())
+    assert set(low) == {"wide.weight", "wide.bias"} and torch.equal(
+        low["wide.bias"], truth["wide.bias"].bfloat16()
+    )
     # Nobody knows what was trained in it: DCP of the weights alone, and no training checkpoint.
     convert_state(fsdp_dir / "bare", tmp_path / "dcp", "dcp", 2)
-    with open_source(tmp_path / "dcp").weights as written, open_source(fsdp_dir / "bare").weights as source:
+    with (
+        open_source(tmp_path / "dcp").weights as written,
+        open_source(fsdp_dir / "bare").weights as source,
+    ):
         assert not compare(source, written).any
     with pytest.raises(UserError, match="trained"):
         convert_state(fsdp_dir / "bare", tmp_path / "zero", "zero2", 2)
 
 
-# -- the programs that load them ---------------------------------------------------------------------------------------
+# -- the programs that load them
+# ---------------------------------------------------------------------------------------
 
 
 def test_deepspeed_goes_on_from_them(zero_dir, tmp_path):
-    """Four ranks, models of another seed: masters, frozen weights, buffers, moments and the next losses."""
+    """Four ranks, models of another seed: masters, frozen weights, buffers, moments and the next
+    losses.
+    """
     jobs = []
 
-    def job(case: str, stage: int, *through: tuple[str, int | None], is_universal: bool = False, **more: int) -> None:
+    def job(
+        case: str,
+        stage: int,
+        *through: tuple[str, int | None],
+        is_universal: bool = False,
+        **more: int,
+    ) -> None:
         path = zero_dir / case
         for number, (target, world) in enumerate(through):
             path = convert_path(path, tmp_path / f"{len(jobs)}_{number}", target, world)
-        out = convert_path(path, tmp_path / str(len(jobs)), "universal" if is_universal else f"zero{stage}", 4, **more)
+        out = convert_path(
+            path,
+            tmp_path / str(len(jobs)),
+            "universal" if is_universal else f"zero{stage}",
+            4,
+            **more,
+        )
         tag = "universal" if is_universal else "zero"
         facts = {"folder": str(out), "tag": tag, "stage": stage, "universal": is_universal, **more}
         jobs.append({**facts, "like": str(zero_dir / case)})
@@ -208,12 +263,21 @@ def test_torch_loads_our_dcp(zero_dir, fsdp_dir, tmp_path):
             for name, info in expected.tensors.items():
                 flat = expected.read(info.alias_of or name).reshape(-1).view(np.uint8)
                 assert (
-                    state["model"][name].contiguous().reshape(-1).view(torch.uint8).numpy().tobytes() == flat.tobytes()
+                    state["model"][name]
+                    .contiguous()
+                    .reshape(-1)
+                    .view(torch.uint8)
+                    .numpy()
+                    .tobytes()
+                    == flat.tobytes()
                 )
             for what, table in expected.moments.items():
                 for name in table:
                     chunks = np.concatenate(list(expected.iter_moment(what, name)))
-                    assert np.array_equal(state["optim"][what][name].flatten().numpy(), chunks), (what, name)
+                    assert np.array_equal(state["optim"][what][name].flatten().numpy(), chunks), (
+                        what,
+                        name,
+                    )
 
 
 @pytest.mark.parametrize("case", ["z2_bf16", "z2_muon"])
@@ -243,12 +307,13 @@ def test_torchs_optimizer_loads_our_file(zero_dir, tmp_path, case):
             if "exp_avg_sq" in kept:
                 assert torch.equal(kept["exp_avg_sq"], parameter.detach() ** 2 + 0.25)
     assert [group["weight_decay"] for group in optimizer.param_groups][-2:] == [0.1, 0.0]
-    assert [(group.get("muon"), group.get("lr_factor")) for group in optimizer.param_groups][0] == (
-        (True, 8.0) if case == "z2_muon" else (None, None)
-    )
+    assert [(group.get("muon"), group.get("lr_factor")) for group in optimizer.param_groups][
+        0
+    ] == ((True, 8.0) if case == "z2_muon" else (None, None))
 
 
-# -- checkpoints of mmldlm ---------------------------------------------------------------------------------------------
+# -- checkpoints of mmldlm
+# ---------------------------------------------------------------------------------------------
 
 
 def run_of(run_dir: Path, engine_folder: Path, state: dict) -> Path:
@@ -271,10 +336,15 @@ def test_a_run_stays_a_run(fsdp_dir, tmp_path):
     assert folder == locate_checkpoint(tmp_path / "out") and folder.name == "step_00000007"
     manifest = json.loads((folder / "manifest.json").read_text())
     assert (manifest["engine"], manifest["world_size"]) == ("deepspeed ZeRO-3", 1)
-    assert (folder / "tokenizer" / "tokenizer.json").is_file() and (folder / "rng_state_rank0.pt").is_file()
+    assert (folder / "tokenizer" / "tokenizer.json").is_file() and (
+        folder / "rng_state_rank0.pt"
+    ).is_file()
     assert not (folder / "rng_state_rank1.pt").exists()
     assert json.loads((folder / "training_state.json").read_text()) == {"applied_steps": 3}
-    with open_source(run, with_ema=True).weights as a, open_source(tmp_path / "out", with_ema=True).weights as b:
+    with (
+        open_source(run, with_ema=True).weights as a,
+        open_source(tmp_path / "out", with_ema=True).weights as b,
+    ):
         a.use_ema(), b.use_ema()
         assert not compare(a, b).any
     told = json.loads((tmp_path / "out" / "converted.json").read_text())
@@ -292,11 +362,20 @@ def test_a_changed_file_beside_the_weights_is_not_vouched_for(fsdp_dir, tmp_path
     assert not list(tmp_path.glob("out*"))
 
 
-THROUGH_ALL = [("zero3", 4), ("fsdp", 3), ("universal", None), ("ddp", None), ("zero1", 3), ("zero2", 2)]
+THROUGH_ALL = [
+    ("zero3", 4),
+    ("fsdp", 3),
+    ("universal", None),
+    ("ddp", None),
+    ("zero1", 3),
+    ("zero2", 2),
+]
 
 
 def test_trainings_go_on_from_the_end_of_a_chain(store, tmp_path):
-    """Every engine's own checkpoint through every format, with AdamW and Muon: the very losses afterwards."""
+    """Every engine's own checkpoint through every format, with AdamW and Muon: the very losses
+    afterwards.
+    """
     pytest.importorskip("torch", reason="torch is not installed")
     from tests.support.engine_worker import CONVERTED
 
@@ -317,7 +396,10 @@ def test_trainings_go_on_from_the_end_of_a_chain(store, tmp_path):
         path = path.rename(tmp_path / f"{name}_converted")
         convert_state(path, tmp_path / f"{name}_dcp", "dcp", 2)
         assert_same(first, tmp_path / f"{name}_dcp")
-        kinds = [[group.settings.get("muon") for group in facts_of(path).groups] for path in (first, path)]
+        kinds = [
+            [group.settings.get("muon") for group in facts_of(path).groups]
+            for path in (first, path)
+        ]
         assert kinds == [[True, False, False] if "muon" in name else [None, None]] * 2
     launch_all("resumed")
     for name in names:
@@ -325,15 +407,24 @@ def test_trainings_go_on_from_the_end_of_a_chain(store, tmp_path):
             {record["step"]: record["loss"] for record in read_log(tmp_path, f"{name}_{part}")}
             for part in ("straight", "resumed")
         )
-        assert set(resumed) == {3, 4} and all(resumed[step] == straight[step] for step in resumed), name
-        ends = [tmp_path / f"{name}_{part}" / "checkpoints" / "step_00000004" for part in ("straight", "resumed")]
+        assert set(resumed) == {3, 4} and all(
+            resumed[step] == straight[step] for step in resumed
+        ), name
+        ends = [
+            tmp_path / f"{name}_{part}" / "checkpoints" / "step_00000004"
+            for part in ("straight", "resumed")
+        ]
         assert_same(*ends)
-        with open_source(ends[0], with_ema=True).weights as a, open_source(ends[1], with_ema=True).weights as b:
+        with (
+            open_source(ends[0], with_ema=True).weights as a,
+            open_source(ends[1], with_ema=True).weights as b,
+        ):
             a.use_ema(), b.use_ema()
             assert not compare(a, b).any
 
 
-# -- refusals ----------------------------------------------------------------------------------------------------------
+# -- refusals
+# -------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("target", ["zero3", "dcp", "universal", "ddp", "model.pt"])
@@ -341,7 +432,11 @@ def test_trainings_go_on_from_the_end_of_a_chain(store, tmp_path):
 def test_a_flipped_bit_is_refused_and_nothing_is_left(zero_copy, tmp_path, target, what):
     folder = zero_copy("z3_bf16")
     with open_all(folder) as source:
-        parts = source.parts["wide.weight"] if what == "weight" else source.moments["exp_avg_sq"]["wide.weight"]
+        parts = (
+            source.parts["wide.weight"]
+            if what == "weight"
+            else source.moments["exp_avg_sq"]["wide.weight"]
+        )
         place = parts[0].file.position_of(parts[0].ref, parts[0].start)
     path = parts[0].file.path
     data = bytearray(path.read_bytes())
@@ -388,7 +483,9 @@ def test_a_full_disk_leaves_nothing(zero_dir, tmp_path, monkeypatch):
 def test_what_an_interrupted_conversion_left_is_cleared(zero_dir, tmp_path):
     partial = tmp_path / "out.partial"
     shutil.copytree(zero_dir / "z2_bf16" / "zero", partial / "zero")
-    with pytest.raises(UserError, match="earlier conversion"):  # without the marker it may be somebody's training
+    with pytest.raises(
+        UserError, match="earlier conversion"
+    ):  # without the marker it may be somebody's training
         convert_state(zero_dir / "z2_bf16", tmp_path / "out", "zero3", 4)
     (partial / "converted.json").write_text("{}")
     convert_state(zero_dir / "z2_bf16", tmp_path / "out", "zero3", 4)
@@ -439,6 +536,8 @@ def test_dry_run_tells_the_files_and_reads_the_moments(zero_copy, tmp_path, caps
     ],
 )
 def test_options_that_a_target_does_not_heed(zero_dir, tmp_path, words):
-    with pytest.raises((UserError, SystemExit)):  # argparse refuses a number out of its range itself
+    with pytest.raises(
+        (UserError, SystemExit)
+    ):  # argparse refuses a number out of its range itself
         command(zero_dir / "z2_bf16", tmp_path / "out", *words)
     assert not list(tmp_path.iterdir())

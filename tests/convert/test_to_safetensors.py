@@ -1,4 +1,6 @@
-"""mmldlm convert: the written file holds the truth, is readable by safetensors, and appears whole or not at all."""
+"""mmldlm convert: the written file holds the truth, is readable by safetensors, and appears whole
+or not at all.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,9 @@ def read_safetensors(path) -> tuple[dict, dict[str, np.ndarray], dict[str, str]]
     metadata = header.pop("__metadata__")
     body = data[8 + length :]
     spans = sorted(tuple(entry["data_offsets"]) for entry in header.values())
-    assert [0] + [end for _, end in spans] == [start for start, _ in spans] + [len(body)]  # no gap, no overlap
+    assert [0] + [end for _, end in spans] == [start for start, _ in spans] + [
+        len(body)
+    ]  # no gap, no overlap
     raw = {name: body[slice(*entry["data_offsets"])] for name, entry in header.items()}
     return metadata, raw, {name: entry["dtype"] for name, entry in header.items()}
 
@@ -41,7 +45,9 @@ def run_of(folder, zero_case, step: int = 7):
     """An mmldlm run with one committed checkpoint around a case's DeepSpeed files."""
     pending = begin(folder, step)
     shutil.copytree(zero_case / "zero", pending.path / "engine" / "zero")
-    (pending.path / "model_config.json").write_text(json.dumps({"architecture": "Odd", "hidden": 5}))
+    (pending.path / "model_config.json").write_text(
+        json.dumps({"architecture": "Odd", "hidden": 5})
+    )
     (pending.path / "config.yaml").write_text("model: {}\n")
     (pending.path / "tokenizer").mkdir()
     (pending.path / "tokenizer" / "tokenizer.json").write_text("{}")
@@ -55,7 +61,9 @@ def test_fp32_holds_the_live_values(zero_dir, tmp_path, case):
     metadata, raw, dtypes = read_safetensors(tmp_path / "out" / "model.safetensors")
     truth = np.load(zero_dir / case / "truth.npz")
     index = json.loads((zero_dir / case / "truth.json").read_text())
-    assert metadata["format"] == "pt" and json.loads(metadata["aliases"]) == {"head.weight": "embed.weight"}
+    assert metadata["format"] == "pt" and json.loads(metadata["aliases"]) == {
+        "head.weight": "embed.weight"
+    }
     assert set(raw) == set(index) - {"head.weight"}
     for name, data in raw.items():
         expected = truth[name].tobytes()
@@ -63,7 +71,10 @@ def test_fp32_holds_the_live_values(zero_dir, tmp_path, case):
             expected = bf16_to_fp32(np.frombuffer(expected, np.uint16)).tobytes()
         assert data == expected, name
     assert dtypes["counts"] == "I64" and dtypes["flag"] == "BOOL"
-    assert summary.num_aliases == 1 and summary.num_bytes == (tmp_path / "out" / "model.safetensors").stat().st_size
+    assert (
+        summary.num_aliases == 1
+        and summary.num_bytes == (tmp_path / "out" / "model.safetensors").stat().st_size
+    )
 
 
 def test_bf16_and_keep(zero_dir, tmp_path):
@@ -72,14 +83,20 @@ def test_bf16_and_keep(zero_dir, tmp_path):
     _, low, low_types = read_safetensors(tmp_path / "bf16" / "model.safetensors")
     _, kept, kept_types = read_safetensors(tmp_path / "keep" / "model.safetensors")
     assert kept_types["wide.weight"] == "F32" and kept_types["frozen.weight"] == "BF16"
-    assert low_types["wide.weight"] == "BF16" and low_types["mean"] == "F32" and low_types["counts"] == "I64"
+    assert (
+        low_types["wide.weight"] == "BF16"
+        and low_types["mean"] == "F32"
+        and low_types["counts"] == "I64"
+    )
     rounded = fp32_to_bf16(np.frombuffer(kept["wide.weight"], np.float32))
     assert low["wide.weight"] == rounded.tobytes()
 
 
 def test_the_safetensors_library_reads_it(zero_dir, tmp_path):
     torch = pytest.importorskip("torch", reason="torch is not installed")
-    load_file = pytest.importorskip("safetensors.torch", reason="safetensors is not installed").load_file
+    load_file = pytest.importorskip(
+        "safetensors.torch", reason="safetensors is not installed"
+    ).load_file
     convert(zero_dir / "z3_bf16", tmp_path / "out", dtype="bf16")
     state = load_file(tmp_path / "out" / "model.safetensors")
     assert state["counts"].tolist() == [2**40 + 1, -3, 5] and state["flag"].shape == ()
@@ -93,7 +110,12 @@ def test_a_run_becomes_a_model_folder(zero_dir, tmp_path, spelling):
     run_dir = run_of(tmp_path / "run", zero_dir / "z2_bf16")
     convert(run_dir / spelling, tmp_path / "out", dtype="fp32")
     out = tmp_path / "out"
-    assert sorted(p.name for p in out.iterdir()) == ["config.json", "config.yaml", "model.safetensors", "tokenizer"]
+    assert sorted(p.name for p in out.iterdir()) == [
+        "config.json",
+        "config.yaml",
+        "model.safetensors",
+        "tokenizer",
+    ]
     config = json.loads((out / "config.json").read_text())
     assert config == {"architecture": "Odd", "hidden": 5, "torch_dtype": "float32"}
     metadata, _, _ = read_safetensors(out / "model.safetensors")
@@ -101,7 +123,9 @@ def test_a_run_becomes_a_model_folder(zero_dir, tmp_path, spelling):
 
 
 def test_a_file_of_another_save_in_a_run(zero_dir, tmp_path):
-    """Same sizes, same rank, same names; for ZeRO-3 only the manifest can tell when all ranks agree."""
+    """Same sizes, same rank, same names; for ZeRO-3 only the manifest can tell when all ranks
+    agree.
+    """
     run_dir = run_of(tmp_path / "run", zero_dir / "z3_bf16")
     engine = run_dir / "checkpoints" / "step_00000007" / "engine" / "zero"
     for path in engine.glob("*optim_states.pt"):
@@ -115,12 +139,22 @@ def test_a_file_of_another_save_in_a_run(zero_dir, tmp_path):
 def test_model_pt(tmp_path):
     torch = pytest.importorskip("torch", reason="torch is not installed")
     weight = torch.randn(3, 5, generator=torch.Generator().manual_seed(0))
-    torch.save({"module.a": weight, "module.b": weight.t(), "module.tied": weight, "module.n": torch.tensor(3)},
-               tmp_path / "model.pt")  # fmt: skip
+    torch.save(
+        {
+            "module.a": weight,
+            "module.b": weight.t(),
+            "module.tied": weight,
+            "module.n": torch.tensor(3),
+        },
+        tmp_path / "model.pt",
+    )
     convert(tmp_path / "model.pt", tmp_path / "out", strip_prefix="module.")
     metadata, raw, dtypes = read_safetensors(tmp_path / "out" / "model.safetensors")
     assert set(raw) == {"a", "b", "n"} and json.loads(metadata["aliases"]) == {"tied": "a"}
-    assert raw["a"] == weight.numpy().tobytes() and raw["b"] == weight.t().contiguous().numpy().tobytes()
+    assert (
+        raw["a"] == weight.numpy().tobytes()
+        and raw["b"] == weight.t().contiguous().numpy().tobytes()
+    )
     assert dtypes["n"] == "I64"
 
 
@@ -129,7 +163,9 @@ def test_model_pt_in_a_checkpoint(tmp_path):
     pending = begin(tmp_path / "run", 3)
     (pending.path / "engine").mkdir()
     # One name alone starts with "module.": it is the model's own.
-    torch.save({"module.a": torch.ones(2), "b": torch.zeros(2)}, pending.path / "engine" / "model.pt")
+    torch.save(
+        {"module.a": torch.ones(2), "b": torch.zeros(2)}, pending.path / "engine" / "model.pt"
+    )
     pending.commit(engine="single")
     convert(tmp_path / "run", tmp_path / "out")
     _, raw, _ = read_safetensors(tmp_path / "out" / "model.safetensors")
@@ -141,7 +177,9 @@ def test_a_model_comes_back_whole_from_model_pt(tmp_path, capsys):
     folder, path = tmp_path / "model", str(tmp_path)
     (folder / "tokenizer").mkdir(parents=True)
     (folder / "tokenizer" / "tokenizer.json").write_text("{}")
-    (folder / "config.json").write_text(json.dumps({"architecture": "MultimodalMMDiT", "torch_dtype": "float32"}))
+    (folder / "config.json").write_text(
+        json.dumps({"architecture": "MultimodalMMDiT", "torch_dtype": "float32"})
+    )
     tensors = {
         "head.weight": torch.full((3, 2), 0.1),
         "latent_mean": torch.full((2,), 0.1),
@@ -152,11 +190,21 @@ def test_a_model_comes_back_whole_from_model_pt(tmp_path, capsys):
     assert command(f"{path}/st", f"{path}/pt", "--to", "model.pt") == before[0] == 0
     assert command(f"{path}/pt", f"{path}/again", "--dtype", "bf16") == 0
     after = capsys.readouterr().out
-    assert "parameters  6\n" in before[1] and after.count("parameters  6\n") == 2 and "note:" not in before[1] + after
+    assert (
+        "parameters  6\n" in before[1]
+        and after.count("parameters  6\n") == 2
+        and "note:" not in before[1] + after
+    )
     assert (tmp_path / "again" / "tokenizer" / "tokenizer.json").is_file()
-    assert json.loads((tmp_path / "again" / "config.json").read_text())["torch_dtype"] == "bfloat16"
+    assert (
+        json.loads((tmp_path / "again" / "config.json").read_text())["torch_dtype"] == "bfloat16"
+    )
     _, _, dtypes = read_safetensors(tmp_path / "again" / "model.safetensors")
-    assert dtypes == {"head.weight": "BF16", "latent_mean": "F32", "latent_std": "F32"}  # as of any checkpoint
+    assert dtypes == {
+        "head.weight": "BF16",
+        "latent_mean": "F32",
+        "latent_std": "F32",
+    }  # as of any checkpoint
 
 
 @pytest.mark.parametrize("target", ["safetensors", "model.pt", "zero2"])
@@ -230,7 +278,9 @@ def test_no_space(zero_dir, tmp_path, monkeypatch):
 def test_an_output_that_cannot_be_made_is_no_lack_of_space(zero_dir, tmp_path, monkeypatch):
     (tmp_path / "file").write_text("kept")
     usage = shutil.disk_usage(tmp_path)
-    monkeypatch.setattr(output_dir.shutil, "disk_usage", lambda path: usage._replace(free=0))  # as /proc has
+    monkeypatch.setattr(
+        output_dir.shutil, "disk_usage", lambda path: usage._replace(free=0)
+    )  # as /proc has
     with pytest.raises(UserError, match="Not a directory"):
         convert(zero_dir / "z2_bf16", tmp_path / "file" / "out")
 
@@ -253,8 +303,11 @@ def test_memory_stays_bounded(tmp_path):
         "convert(sys.argv[1], sys.argv[2], dtype='bf16')\n"
         "print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) // 1024)"
     )
-    done = subprocess.run([sys.executable, "-c", code, str(tmp_path / "model.pt"), str(tmp_path / "out")],
-                          capture_output=True, text=True)  # fmt: skip
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(tmp_path / "model.pt"), str(tmp_path / "out")],
+        capture_output=True,
+        text=True,
+    )
     assert int(done.stdout) < 80, done.stderr
 
 
@@ -284,9 +337,14 @@ def test_without_the_flush_the_bytes_are_the_same(zero_dir, tmp_path, monkeypatc
     assert command(source, str(tmp_path / "loose"), *words, "--no-fsync") == 0
     assert not flushed
     folders = (tmp_path / "flushed", tmp_path / "loose")
-    written = [{path.relative_to(folder): path for path in folder.rglob("*") if path.is_file()} for folder in folders]
+    written = [
+        {path.relative_to(folder): path for path in folder.rglob("*") if path.is_file()}
+        for folder in folders
+    ]
     assert written[0].keys() == written[1].keys() and written[0]
-    assert all(path.read_bytes() == written[1][name].read_bytes() for name, path in written[0].items())
+    assert all(
+        path.read_bytes() == written[1][name].read_bytes() for name, path in written[0].items()
+    )
 
 
 def test_a_bar_only_where_somebody_waits(zero_dir, tmp_path, monkeypatch):
@@ -294,7 +352,9 @@ def test_a_bar_only_where_somebody_waits(zero_dir, tmp_path, monkeypatch):
     monkeypatch.setattr(screen, "isatty", lambda: True)
     monkeypatch.setenv("COLUMNS", "200")
     monkeypatch.setattr(sys, "stderr", screen)
-    assert command(str(zero_dir / "z2_bf16"), str(tmp_path / "quick")) == 0 and not screen.getvalue()
+    assert (
+        command(str(zero_dir / "z2_bf16"), str(tmp_path / "quick")) == 0 and not screen.getvalue()
+    )
     monkeypatch.setattr(convert_module, "PROGRESS_DELAY", -1.0)
     assert command(str(zero_dir / "z2_bf16"), str(tmp_path / "slow")) == 0
     assert "957 B of 957 B" in screen.getvalue()
@@ -310,11 +370,26 @@ def test_a_reader_that_has_enough(zero_dir):
 
 
 def test_exit_codes_of_the_process(zero_dir, tmp_path):
-    words = [sys.executable, "-m", "mmldlm.cli", "convert", str(zero_dir / "z3_fp32"), str(tmp_path / "out")]
+    words = [
+        sys.executable,
+        "-m",
+        "mmldlm.cli",
+        "convert",
+        str(zero_dir / "z3_fp32"),
+        str(tmp_path / "out"),
+    ]
     done = [subprocess.run(words, capture_output=True, text=True) for _ in range(2)]
-    assert done[0].returncode == 0 and done[0].stdout.startswith("wrote") and "MiB/s" in done[0].stdout
-    assert done[1].returncode == 2 and done[1].stderr.startswith("error: expected no file or folder at")
-    with open("/dev/full", "w", encoding="utf-8") as full:  # an output that cannot be written is no success
+    assert (
+        done[0].returncode == 0
+        and done[0].stdout.startswith("wrote")
+        and "MiB/s" in done[0].stdout
+    )
+    assert done[1].returncode == 2 and done[1].stderr.startswith(
+        "error: expected no file or folder at"
+    )
+    with open(
+        "/dev/full", "w", encoding="utf-8"
+    ) as full:  # an output that cannot be written is no success
         done = subprocess.run([*words, "--force"], stdout=full, stderr=subprocess.PIPE, text=True)
     assert done.returncode not in (0, 2) and "No space left" in done.stderr
 

@@ -15,7 +15,11 @@ from mmldlm.data.prepare.pipeline import prepare
 from mmldlm.errors import UserError
 
 _WHO = ["cat", "teacher", "river", "engine", "old man", "queen", "small boat", "doctor"]
-_WHAT = ["sleeps near the warm window", "waits for the morning train", "was painted in green and gold"]
+_WHAT = [
+    "sleeps near the warm window",
+    "waits for the morning train",
+    "was painted in green and gold",
+]
 _WHEN = ["in winter", "when nobody is looking"]
 
 
@@ -48,7 +52,9 @@ def need_minilm() -> None:
 def made_store(need_minilm, corpus_file, tmp_path_factory) -> Path:
     """The store of `sentences`, 10 of them in validation; read-only."""
     root = tmp_path_factory.mktemp("stores") / "small"
-    return prepare(PrepareOptions(output_dir=str(root), corpus=str(corpus_file), validation_samples=10))
+    return prepare(
+        PrepareOptions(output_dir=str(root), corpus=str(corpus_file), validation_samples=10)
+    )
 
 
 @pytest.fixture

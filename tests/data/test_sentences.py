@@ -11,9 +11,15 @@ from mmldlm.data.sentences import content_hash, normalize, split_into_parts, spl
     ("paragraph", "expected"),
     [
         ("One here. Two there! Three?", ["One here.", "Two there!", "Three?"]),
-        ("Use a tool, e.g. Make or i.e. Ninja. Done.", ["Use a tool, e.g. Make or i.e. Ninja.", "Done."]),
+        (
+            "Use a tool, e.g. Make or i.e. Ninja. Done.",
+            ["Use a tool, e.g. Make or i.e. Ninja.", "Done."],
+        ),
         ("It is 3.14 or 2. 5 more follow.", ["It is 3.14 or 2.", "5 more follow."]),
-        ('J. R. Smith wrote it. He said "Go." She went.', ["J. R. Smith wrote it.", 'He said "Go."', "She went."]),
+        (
+            'J. R. Smith wrote it. He said "Go." She went.',
+            ["J. R. Smith wrote it.", 'He said "Go."', "She went."],
+        ),
         ("See Fig. 3 and foo.bar. no break here", ["See Fig. 3 and foo.bar. no break here"]),
         ("No end", ["No end"]),
         ("", []),
@@ -32,7 +38,8 @@ def test_content_folds_case_space_punctuation_and_nothing_else():
     same = ["It's a  dog.", "it s a dog", "IT'S A DOG!", "\u201cIt\u2019s a dog\u201d"]
     assert len({normalize(text) for text in same}) == 1
     assert len({content_hash(text) for text in same}) == 1
-    # Marks are letters' parts, digits and symbols are content, and punctuation alone stands for itself.
+    # Marks are letters' parts, digits and symbols are content, and punctuation alone stands for
+    # itself.
     different = ["\u0915\u093e", "\u0915\u0940", "a 1", "a 2", "a", "a + b", "a b", "...", "!!!"]
     assert len({normalize(text) for text in different}) == len(different)
     assert content_hash("a", "x") != content_hash("a", "y")
@@ -50,11 +57,14 @@ def test_pieces_are_the_text_and_end_where_sentences_do():
         assert len(parts) == count and _plain("".join(parts)) == _plain(text)
         assert all(part.endswith(".") for part in parts)
         if 1 < count < 6:  # no piece strays from its share by more than a sentence at each end
-            assert max(abs(len(part) - len(text) / count) for part in parts) < 2 * max(map(len, sentences))
+            assert max(abs(len(part) - len(text) / count) for part in parts) < 2 * max(
+                map(len, sentences)
+            )
 
 
 @pytest.mark.parametrize(
-    "text", ["One two three four five.", "A sentence. Another one!", "abcdefgh", "a b c d", "漢字仮名"]
+    "text",
+    ["One two three four five.", "A sentence. Another one!", "abcdefgh", "a b c d", "漢字仮名"],
 )
 def test_few_sentences_are_halved_between_and_then_in_words(text):
     for count in (2, 3, 4):
@@ -63,4 +73,8 @@ def test_few_sentences_are_halved_between_and_then_in_words(text):
         assert "".join(map(_plain, parts)) == _plain(text)
         if len(text.split()) >= count:
             assert [word for part in parts for word in part.split()] == text.split()
-    assert split_into_parts("Ok.", 4) is None and split_into_parts("", 2) is None and split_into_parts("", 1) == [""]
+    assert (
+        split_into_parts("Ok.", 4) is None
+        and split_into_parts("", 2) is None
+        and split_into_parts("", 1) == [""]
+    )

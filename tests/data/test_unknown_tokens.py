@@ -12,11 +12,15 @@ def test_shares():
     assert "[UNK]" in check_unknown_share(11, 1000, "train")
     with pytest.raises(UserError, match="UNK"):
         check_unknown_share(201, 1000, "train")
-    assert "[UNK]" in check_unknown_share(900, 1000, "validation")  # a corpus of its own, a tokenizer of another
+    assert "[UNK]" in check_unknown_share(
+        900, 1000, "validation"
+    )  # a corpus of its own, a tokenizer of another
 
 
 def test_shares_of_an_encoder():
-    assert check_unknown_to_encoder(10, 1000, "enc") is None and "enc" in check_unknown_to_encoder(11, 1000, "enc")
+    assert check_unknown_to_encoder(10, 1000, "enc") is None and "enc" in check_unknown_to_encoder(
+        11, 1000, "enc"
+    )
     with pytest.raises(UserError, match="UNK"):
         check_unknown_to_encoder(901, 1000, "enc")
 

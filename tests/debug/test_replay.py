@@ -1,4 +1,6 @@
-"""`mmldlm replay` on runs that really skipped a step: the faulty module, the sample, and the dtype are named."""
+"""`mmldlm replay` on runs that really skipped a step: the faulty module, the sample, and the dtype
+are named.
+"""
 
 from __future__ import annotations
 
@@ -23,8 +25,15 @@ def replayed(run: Path, event: str, folder: Path, *more: str) -> dict:
 
 
 def words(store, folder, *more: str) -> list[str]:
-    common = ["engine.kind=single", "model.n_blocks=4", "training.train_batch_size=4", "optimizer.warmup_steps=0"]
-    return train_words(store, folder, "run", *common, "logging.eval_freq=100", "logging.save_freq=2", *more)
+    common = [
+        "engine.kind=single",
+        "model.n_blocks=4",
+        "training.train_batch_size=4",
+        "optimizer.warmup_steps=0",
+    ]
+    return train_words(
+        store, folder, "run", *common, "logging.eval_freq=100", "logging.save_freq=2", *more
+    )
 
 
 def test_an_inf_of_one_module_in_bf16_alone_is_found(store, tmp_path, monkeypatch, capsys):
@@ -46,16 +55,29 @@ def test_an_inf_of_one_module_in_bf16_alone_is_found(store, tmp_path, monkeypatc
         faulty.forward = forward
 
     monkeypatch.setattr(MultimodalMMDiT, "__init__", planted)
-    stop = ["training.dtype=bf16", "training.num_train_steps=3", "stability.max_consecutive_skips=9"]
+    stop = [
+        "training.dtype=bf16",
+        "training.num_train_steps=3",
+        "stability.max_consecutive_skips=9",
+    ]
     assert main(words(store, tmp_path, *stop)) == EXIT_STABILITY  # no step was applied
-    skips = [event for event in read_log(tmp_path, "run", "events.jsonl") if event["event"] == "skip"]
+    skips = [
+        event for event in read_log(tmp_path, "run", "events.jsonl") if event["event"] == "skip"
+    ]
     assert [event["step"] for event in skips] == [1, 2, 3]
-    assert skips[0]["bad_micro_batches"][0]["rank"] == 0 and len(skips[0]["bad_micro_batches"][0]["ids"]) == 4
+    assert (
+        skips[0]["bad_micro_batches"][0]["rank"] == 0
+        and len(skips[0]["bad_micro_batches"][0]["ids"]) == 4
+    )
 
     found = replayed(tmp_path / "run", "1", tmp_path)["dtypes"]
     assert not found["bf16"]["clean"] and found["fp32"]["clean"]
     first = found["bf16"]["micro_batches"][0]["origins"][0]
-    assert first["module"].startswith("blocks.3.mlp_in") and first["phase"] == "forward" and first["kind"] == "Inf"
+    assert (
+        first["module"].startswith("blocks.3.mlp_in")
+        and first["phase"] == "forward"
+        and first["kind"] == "Inf"
+    )
     assert all(not sample["clean"] for sample in found["bf16"]["micro_batches"][0]["samples"])
     said = capsys.readouterr().out
     assert "blocks.3.mlp_in" in said and "fp32     clean" in said
@@ -67,14 +89,20 @@ def test_weights_that_bf16_cannot_hold_are_named(store, tmp_path):
     from mmldlm.tasks.translation.data import open_data
     from mmldlm.train import main
 
-    data = open_data(load_config("tiny", None, [f"data.latent_data_root={store}", "model.n_blocks=4"]))
+    data = open_data(
+        load_config("tiny", None, [f"data.latent_data_root={store}", "model.n_blocks=4"])
+    )
     model = build_model(data)
     with torch.no_grad():
         block = model.blocks[1]
         block.mlp_in.weight[0] *= 0.01  # what the large weight is multiplied with
         block.mlp_out.weight[5, 0] = 3.4e38  # finite in fp32; bf16 ends at 3.39e38
     model.save_pretrained(tmp_path / "start")
-    more = [f"training.init_from={tmp_path / 'start'}", "training.dtype=bf16", "training.num_train_steps=1"]
+    more = [
+        f"training.init_from={tmp_path / 'start'}",
+        "training.dtype=bf16",
+        "training.num_train_steps=1",
+    ]
     assert main(words(store, tmp_path, *more)) == EXIT_STABILITY
     found = replayed(tmp_path / "run", "last", tmp_path)["dtypes"]
     first = found["bf16"]["micro_batches"][0]["origins"][0]
@@ -87,7 +115,9 @@ def test_weights_that_bf16_cannot_hold_are_named(store, tmp_path):
 
 
 def test_one_sample_of_a_later_step_is_singled_out(store, tmp_path, monkeypatch, capsys):
-    """A latent so large that fp32 overflows, let through as if no check had seen it; weights trained up to the step."""
+    """A latent so large that fp32 overflows, let through as if no check had seen it; weights
+    trained up to the step.
+    """
     from mmldlm.data.store.store import Store
     from mmldlm.tasks.row_reader import RowReader
     from mmldlm.train import main
@@ -107,9 +137,16 @@ def test_one_sample_of_a_later_step_is_singled_out(store, tmp_path, monkeypatch,
     from mmldlm.data.batching.batch_plan import BatchPlan
     from mmldlm.tasks.translation.data import open_data
 
-    lengths = open_data(load_config("tiny", None, [f"data.latent_data_root={store}"])).train_lengths
+    lengths = open_data(
+        load_config("tiny", None, [f"data.latent_data_root={store}"])
+    ).train_lengths
     chosen.append(int(BatchPlan(lengths, 4, 0).batch(3).ids[2]))
-    more = ["training.dtype=fp32", "training.num_train_steps=5", "training.loss_type=t2l", "training.freeze=none"]
+    more = [
+        "training.dtype=fp32",
+        "training.num_train_steps=5",
+        "training.loss_type=t2l",
+        "training.freeze=none",
+    ]
     assert main(words(store, tmp_path, *more, "logging.save_freq=100")) == 0
     assert [record["step"] for record in read_log(tmp_path, "run") if record["skipped"]] == [4]
 
@@ -121,7 +158,9 @@ def test_one_sample_of_a_later_step_is_singled_out(store, tmp_path, monkeypatch,
 
 
 def test_a_damaged_image_is_left_out_named_and_replayed(tmp_path, monkeypatch, capsys):
-    """A float latent that becomes infinite on its way from the disk; let through, the step is skipped and replayed."""
+    """A float latent that becomes infinite on its way from the disk; let through, the step is
+    skipped and replayed.
+    """
     from mmldlm.config.load import load_config
     from mmldlm.config.task_registry import find_task
     from mmldlm.data.batching.batch_plan import BatchPlan
@@ -130,7 +169,12 @@ def test_a_damaged_image_is_left_out_named_and_replayed(tmp_path, monkeypatch, c
     from mmldlm.train import main
 
     root = make_image_store(tmp_path / "images")
-    own = ["task=image_text", "data.shift_pixels=1", "training.loss_type=t2i", "training.num_train_steps=3"]
+    own = [
+        "task=image_text",
+        "data.shift_pixels=1",
+        "training.loss_type=t2i",
+        "training.num_train_steps=3",
+    ]
     data = find_task("image_text").open_data(
         load_config("tiny", None, ["task=image_text", f"data.latent_data_root={root}"])
     )
@@ -146,14 +190,20 @@ def test_a_damaged_image_is_left_out_named_and_replayed(tmp_path, monkeypatch, c
     common = [*words(root, tmp_path, *own), "training.dtype=fp32", "logging.plot=false"]
     assert main([*common, "logging.run_name=whole"]) == 0
     assert [record["skipped"] for record in read_log(tmp_path, "whole")] == [False, False, False]
-    (event,) = [entry for entry in read_log(tmp_path, "whole", "events.jsonl") if entry["event"] == "bad_sample"]
+    (event,) = [
+        entry
+        for entry in read_log(tmp_path, "whole", "events.jsonl")
+        if entry["event"] == "bad_sample"
+    ]
     assert (event["id"], event["step"]) == (damaged, 2) and "1 non-finite" in event["reason"]
     assert event["file"].endswith("train") and f"sample {damaged}" in capsys.readouterr().out
 
     monkeypatch.setattr(RowReader, "_rejection_reason", lambda self, tokens, latent, length: None)
     assert main(common) == 0
     assert [record["skipped"] for record in read_log(tmp_path, "run")] == [False, True, False]
-    found = replayed(tmp_path / "run", "2", tmp_path, "--dtypes", "fp32")["dtypes"]["fp32"]["micro_batches"][0]
+    found = replayed(tmp_path / "run", "2", tmp_path, "--dtypes", "fp32")["dtypes"]["fp32"][
+        "micro_batches"
+    ][0]
     assert [sample["ids"][0] for sample in found["samples"] if not sample["clean"]] == [damaged]
     assert f"sample {damaged}" in capsys.readouterr().out
 
@@ -163,8 +213,21 @@ def test_an_unknown_event_names_those_there(store, tmp_path):
     from mmldlm.stability.skipped_steps import load_skipped_step, save_skipped_step
 
     micro_batch = {"rank": 0, "micro": 0, "loss": float("nan"), "ids": [1]}
-    case = {"step": 7, "loss": float("nan"), "grad_norm": 1.0, "micro_batches": [micro_batch], "reason": "loss is nan"}
-    case |= {"global_batch": 1, "world_size": 1, "accum": 1, "dtype": "fp32", "loss_scale": 1.0, "lr_scale": 1.0}
+    case = {
+        "step": 7,
+        "loss": float("nan"),
+        "grad_norm": 1.0,
+        "micro_batches": [micro_batch],
+        "reason": "loss is nan",
+    }
+    case |= {
+        "global_batch": 1,
+        "world_size": 1,
+        "accum": 1,
+        "dtype": "fp32",
+        "loss_scale": 1.0,
+        "lr_scale": 1.0,
+    }
     save_skipped_step(tmp_path, case | {"passed_over": [], "config": {}})
     assert np.isnan(load_skipped_step(tmp_path, "last")["loss"])
     with pytest.raises(UserError, match="recorded steps: 7"):
@@ -176,7 +239,12 @@ def test_weights_that_made_the_numbers_are_reached_without_being_asked(store, tm
     from mmldlm.errors import StabilityStop
     from mmldlm.train import main
 
-    more = ["training.dtype=fp32", "training.num_train_steps=3", "optimizer.lr=1e20", "logging.save_freq=100"]
+    more = [
+        "training.dtype=fp32",
+        "training.num_train_steps=3",
+        "optimizer.lr=1e20",
+        "logging.save_freq=100",
+    ]
     try:
         main(words(store, tmp_path, *more, "stability.max_consecutive_skips=9"))
     except StabilityStop:

@@ -1,4 +1,5 @@
-"""`mmldlm sanity`: a healthy run passes on every engine, and each planted fault fails the row that is about it.
+"""`mmldlm sanity`: a healthy run passes on every engine, and each planted fault fails the row that
+is about it.
 
 As a script: sanity on one engine after the other in one process. THIS STORE FOLDER
 """
@@ -27,15 +28,23 @@ from mmldlm.tasks.translation.objective import TranslationObjective
 from tests.support.helpers import launch
 
 # ddp and ZeRO-0 keep gradients and state as one process does.
-ENGINES = {"fsdp": ["engine.kind=fsdp"], **{f"zero{stage}": [f"engine.zero_stage={stage}"] for stage in (1, 2, 3)}}
-LMOL = "--max_steps 3 --amp_dtype bf16 --grad_log_interval 1 --detect_anomaly false --clip_grad_norm 1.0".split()
+ENGINES = {
+    "fsdp": ["engine.kind=fsdp"],
+    **{f"zero{stage}": [f"engine.zero_stage={stage}"] for stage in (1, 2, 3)},
+}
+LMOL = (
+    "--max_steps 3 --amp_dtype bf16 --grad_log_interval 1 --detect_anomaly false"
+    " --clip_grad_norm 1.0".split()
+)
 
 
 def command(store, *words: str) -> int:
     """What `mmldlm sanity` runs."""
     parser = argparse.ArgumentParser()
     sanity.add_arguments(parser)
-    args = parser.parse_intermixed_args(["--config-name", "tiny", f"data.latent_data_root={store}", *words])
+    args = parser.parse_intermixed_args(
+        ["--config-name", "tiny", f"data.latent_data_root={store}", *words]
+    )
     return sanity.main(args)
 
 
@@ -52,7 +61,9 @@ def statuses(report: dict) -> dict[str, str]:
 
 def examined(store, *words: str, overfit_steps: int = 6, plant=None) -> SanityRunner:
     """Sanity of a tiny run in this process; plant(sanity) breaks it before its first step."""
-    config = load_config("tiny", None, [f"data.latent_data_root={store}", "engine.kind=single", *words])
+    config = load_config(
+        "tiny", None, [f"data.latent_data_root={store}", "engine.kind=single", *words]
+    )
     found = SanityRunner(open_data(config))
     if plant is not None:
         plant(found)
@@ -70,15 +81,24 @@ def test_a_healthy_run_passes_with_lmols_options(store, tmp_path, capsys):
     assert command(store, *LMOL, "engine.kind=single", "--json", str(file)) == 0
     report = json.loads(file.read_text())
     assert report["ok"] and statuses(report) == dict.fromkeys(CHECKS, PASS)
-    assert report["conditions"]["dtype"] == "bf16" and report["conditions"]["grad_clip_norm"] == 1.0
-    assert [step["step"] for step in report["steps"]] == list(range(1, 4 + sanity_runner.OVERFIT_STEPS))
+    assert (
+        report["conditions"]["dtype"] == "bf16" and report["conditions"]["grad_clip_norm"] == 1.0
+    )
+    assert [step["step"] for step in report["steps"]] == list(
+        range(1, 4 + sanity_runner.OVERFIT_STEPS)
+    )
     assert {group["weight_decay"] for group in report["groups"]} == {0.01, 0.0}
     assert report["layers"]["blocks.1.text"]["grad_norm"] > 0
-    assert report["layers"]["text_encoder"]["zero_share"] > 0.9  # tokens that no text of the batch has
+    assert (
+        report["layers"]["text_encoder"]["zero_share"] > 0.9
+    )  # tokens that no text of the batch has
     assert report["peak_memory_bytes"] > 2**27
     shown = capsys.readouterr().out
     assert shown.count("PASS") == len(CHECKS) and "weight decay" in shown
-    assert next(row["reason"] for row in report["checks"] if row["id"] == "frozen") == "nothing is frozen in this run"
+    assert (
+        next(row["reason"] for row in report["checks"] if row["id"] == "frozen")
+        == "nothing is frozen in this run"
+    )
 
 
 def test_a_healthy_run_passes_on_every_engine(store, tmp_path):
@@ -92,7 +112,8 @@ def test_a_healthy_run_passes_on_every_engine(store, tmp_path):
         assert not frozen.startswith("0 "), name
 
 
-# -- planted faults ----------------------------------------------------------------------------------------------------
+# -- planted faults
+# -------------------------------------------------------------------------------------------------
 
 
 def on_step(found: SanityRunner, act) -> None:
@@ -109,7 +130,9 @@ def on_step(found: SanityRunner, act) -> None:
 
 def test_a_detached_module_is_named(store, monkeypatch):
     forward = mmdit.TextEncoder.forward
-    monkeypatch.setattr(mmdit.TextEncoder, "forward", lambda self, *given: forward(self, *given).detach())
+    monkeypatch.setattr(
+        mmdit.TextEncoder, "forward", lambda self, *given: forward(self, *given).detach()
+    )
     found = failed(examined(store))
     assert found == {"gradient_coverage": found["gradient_coverage"]}
     assert (
@@ -135,17 +158,24 @@ def test_a_stream_that_a_block_does_not_change_is_named(store, monkeypatch):
     def without_latents(self, rows, condition, layout, recompute=False, after=None, dropout=None):
         out = forward(self, rows, condition, layout, recompute, after, dropout)
         text, latent = self.split_streams(out, rows, condition, layout, recompute, after)
-        return torch.cat([text, rows[len(rows) - len(latent) :]])  # latents come last, and all are read
+        return torch.cat(
+            [text, rows[len(rows) - len(latent) :]]
+        )  # latents come last, and all are read
 
     monkeypatch.setattr(mmdit.MMDiTBlock, "forward", without_latents)
     found = failed(examined(store))
     assert set(found) == {"gradient_coverage"}
     assert "a zero gradient in each of 9 steps" in found["gradient_coverage"]
-    assert "blocks.0.to_out.weight[latent], blocks.0.mlp_in.weight[latent]" in found["gradient_coverage"]
+    assert (
+        "blocks.0.to_out.weight[latent], blocks.0.mlp_in.weight[latent]"
+        in found["gradient_coverage"]
+    )
 
 
 def test_what_a_mode_cannot_train_is_no_fault_and_is_said(store):
-    """In t2l nothing reads the last block's text stream; with a dropout of 0 the learned nulls have no sample."""
+    """In t2l nothing reads the last block's text stream; with a dropout of 0 the learned nulls
+    have no sample.
+    """
     words = ["training.loss_type=t2l", "training.freeze=none", "training.condition_dropout=0"]
     rows = {row.id: row for row in examined(store, *words).findings.rows()}
     assert {row.status for row in rows.values()} == {PASS}
@@ -171,7 +201,12 @@ def test_a_frozen_parameter_that_moves_is_named(store):
         engine.model.latent_head.to_latent.bias.data.add_(1e-7)
 
     found = failed(
-        examined(store, "training.loss_type=l2t", "training.freeze=by_mode", plant=lambda s: on_step(s, nudge))
+        examined(
+            store,
+            "training.loss_type=l2t",
+            "training.freeze=by_mode",
+            plant=lambda s: on_step(s, nudge),
+        )
     )
     assert found == {"frozen": "changed during the steps: latent_head.to_latent.bias"}
 
@@ -180,14 +215,18 @@ def test_a_frozen_parameter_that_is_thawed_is_named(store):
     def thaw(found):
         found.engine.model.latent_encoder.to_tokens.bias.requires_grad_(True)
 
-    found = failed(examined(store, "training.loss_type=l2t", "training.freeze=by_mode", plant=thaw))
+    found = failed(
+        examined(store, "training.loss_type=l2t", "training.freeze=by_mode", plant=thaw)
+    )
     assert found["frozen"] == "latent_encoder.to_tokens.bias has a gradient although it is frozen"
 
 
 def test_a_parameter_the_optimizer_forgot_is_named(store):
     def forget(found):
         group = found.engine.optimizer.param_groups[0]
-        group["params"] = [p for p in group["params"] if p is not found.engine.model.text_head.weight]
+        group["params"] = [
+            p for p in group["params"] if p is not found.engine.model.text_head.weight
+        ]
 
     found = failed(examined(store, plant=forget))
     assert "text_head.weight" in found["optimizer"]
@@ -207,7 +246,9 @@ def test_a_weight_that_does_not_move_is_named(store):
     # The step straight down the gradient moves it, too: hold that back as well.
     def still(found):
         hold(found)
-        found._check_gradient_scale = lambda batches: found.findings.passed("gradient_scale", "left out")
+        found._check_gradient_scale = lambda batches: found.findings.passed(
+            "gradient_scale", "left out"
+        )
 
     assert failed(examined(store, plant=still)) == {
         "weights_update": "a gradient, but an unchanged weight: text_head.bias"
@@ -228,7 +269,10 @@ def test_autocast_that_is_off_is_named(store):
         found.engine.module = found.engine.model
 
     found = failed(examined(store, "training.dtype=bf16", plant=bare))
-    assert set(found) == {"precision"} and "not bfloat16 although training.dtype=bf16" in found["precision"]
+    assert (
+        set(found) == {"precision"}
+        and "not bfloat16 although training.dtype=bf16" in found["precision"]
+    )
 
 
 def test_a_module_left_in_eval_mode_is_named(store):
@@ -273,7 +317,10 @@ def test_tokens_and_latents_of_another_sample_are_seen(store, monkeypatch):
     broken_batches(monkeypatch, swap)
     found = failed(examined(store))
     assert set(found) == {"batches"}
-    assert "its tokens are not the store's" in found["batches"] and "its latent is not" in found["batches"]
+    assert (
+        "its tokens are not the store's" in found["batches"]
+        and "its latent is not" in found["batches"]
+    )
 
 
 def test_writing_into_the_batch_is_seen(store, monkeypatch):
@@ -284,7 +331,9 @@ def test_writing_into_the_batch_is_seen(store, monkeypatch):
         return objective(self, model, batch)
 
     monkeypatch.setattr(TranslationObjective, "__call__", writing)
-    assert failed(examined(store)) == {"in_place": "forward or backward wrote into the batch: latents"}
+    assert failed(examined(store)) == {
+        "in_place": "forward or backward wrote into the batch: latents"
+    }
 
 
 def test_an_overwritten_saved_tensor_is_an_in_place_fault(store):
@@ -344,7 +393,9 @@ def test_a_buffer_on_another_device_is_named(store):
     def move(found):
         found.engine.model.latent_mean = torch.zeros(3, device="meta")
 
-    assert failed(examined(store, plant=move)) == {"device": "latent_mean on meta, the engine on cpu"}
+    assert failed(examined(store, plant=move)) == {
+        "device": "latent_mean on meta, the engine on cpu"
+    }
 
 
 def test_fp16_finds_its_loss_scale(store, tmp_path):
@@ -370,8 +421,14 @@ def test_a_fault_gives_exit_code_1_and_strict_json(store, tmp_path, monkeypatch)
     broken_batches(monkeypatch, lambda batch: batch.tensors["latents"].fill_(float("inf")))
     file = tmp_path / "report.json"
     assert command(store, "engine.kind=single", "--overfit_steps", "2", "--json", str(file)) == 1
-    report = json.loads(file.read_text(), parse_constant=lambda word: pytest.fail(f"{word} is not strict JSON"))
-    assert not report["ok"] and statuses(report)["finite"] == FAIL and report["steps"][0]["loss"] == "nan"
+    report = json.loads(
+        file.read_text(), parse_constant=lambda word: pytest.fail(f"{word} is not strict JSON")
+    )
+    assert (
+        not report["ok"]
+        and statuses(report)["finite"] == FAIL
+        and report["steps"][0]["loss"] == "nan"
+    )
 
 
 if __name__ == "__main__":

@@ -30,10 +30,14 @@ def test_path_and_signal_to_noise():
 
 
 def test_its_own_step_is_ddim_with_the_bridge_as_noise():
-    """Mean z - h C - (h / sqrt(t)) noise with C = -x0 and variance s (t - s) / t, against DDIM's a' x0 + ... ."""
+    """Mean z - h C - (h / sqrt(t)) noise with C = -x0 and variance s (t - s) / t, against DDIM's
+    a' x0 + ... .
+    """
     diffusion = GaussianProcess("decoupled")
     x0, noise, fresh = normal(2000, 3), normal(2000, 3, seed=1), normal(2000, 3, seed=2)
-    t = 1e-4 + (1 - 1e-4) * torch.rand(2000, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
+    t = 1e-4 + (1 - 1e-4) * torch.rand(
+        2000, dtype=torch.float64, generator=torch.Generator().manual_seed(3)
+    )
     s = t * torch.rand(2000, dtype=torch.float64, generator=torch.Generator().manual_seed(4))
     z = diffusion.add_noise(x0, noise, t)
     h, root = (t - s)[:, None], t.sqrt()[:, None]
@@ -41,7 +45,9 @@ def test_its_own_step_is_ddim_with_the_bridge_as_noise():
     own = z + h * x0 - (h / root) * noise + bridge * fresh
     found = diffusion.step(x0, z, t, s, eta=bridge_eta, noise=fresh)
     torch.testing.assert_close(found, own, rtol=0, atol=1e-10)
-    assert float(bridge_eta(torch.tensor(0.7).double(), torch.tensor(0.4).double())) == pytest.approx(0.7071, abs=1e-4)
+    assert float(
+        bridge_eta(torch.tensor(0.7).double(), torch.tensor(0.4).double())
+    ) == pytest.approx(0.7071, abs=1e-4)
     assert ((bridge_eta(t, s) > 0) & (bridge_eta(t, s) <= 1)).all()
     # What z_t leaves of its noise, and what is added, make up that of s.
     torch.testing.assert_close(s**2 / t + s * (t - s) / t, s)
@@ -57,7 +63,9 @@ def test_ddim_is_that_of_the_cosine_path_at_equal_signal_to_noise():
     torch.testing.assert_close(a / s, b / r, rtol=1e-12, atol=0)
 
     def denoise(process, z, t):
-        """A network that reads z / sqrt(a^2 + s^2) and the signal-to-noise ratio: the same for every path."""
+        """A network that reads z / sqrt(a^2 + s^2) and the signal-to-noise ratio: the same for
+        every path.
+        """
         alpha, sigma = (value[:, None] for value in process.alpha_sigma(t))
         level = torch.atan2(alpha, sigma)
         return torch.tanh(z / torch.hypot(alpha, sigma) * (1 + level)) * level.cos()
@@ -91,12 +99,16 @@ def test_the_last_step_takes_no_noise():
     diffusion = GaussianProcess("decoupled", "x0_epsilon")
     z, output, t = normal(8, 3), normal(8, 6, seed=1), torch.full((8,), 0.3, dtype=torch.float64)
     for eta in (0.0, 1.0, bridge_eta):
-        found = diffusion.step(output, z, t, torch.zeros_like(t), eta=eta, noise=normal(8, 3, seed=2))
+        found = diffusion.step(
+            output, z, t, torch.zeros_like(t), eta=eta, noise=normal(8, 3, seed=2)
+        )
         torch.testing.assert_close(found, diffusion.to_x0(output, z, t), rtol=0, atol=1e-12)
 
 
 def test_two_predictions_combine_and_agree_at_a_point():
-    """x0 = z + t x0_hat - sqrt(t) noise_hat; its error is t e_x - sqrt(t) e_noise, so a small t trusts z."""
+    """x0 = z + t x0_hat - sqrt(t) noise_hat; its error is t e_x - sqrt(t) e_noise, so a small t
+    trusts z.
+    """
     diffusion = GaussianProcess("decoupled", "x0_epsilon")
     x0, noise = normal(64, 3), normal(64, 3, seed=1)
     t = torch.linspace(1e-4, 1, 64, dtype=torch.float64)
@@ -119,15 +131,25 @@ def test_weights():
     exact = torch.stack([1 / grid, 1 / (1 - grid)], -1)
     capped = loss_weights(grid, "ddm_inverse", 100.0)
     torch.testing.assert_close(capped, exact.clamp_max(100.0))
-    assert (capped == 100.0).any() and torch.equal(loss_weights(t, "ddm_inverse", 100.0)[2], torch.tensor([1.0, 100.0]))
+    assert (capped == 100.0).any() and torch.equal(
+        loss_weights(t, "ddm_inverse", 100.0)[2], torch.tensor([1.0, 100.0])
+    )
     one = GaussianProcess("decoupled", "x0", "ddm").loss_weights(t)
     two = GaussianProcess("decoupled", "x0_epsilon", "ddm").loss_weights(t)
     assert torch.equal(two[:, 0], one)
     assert torch.equal(two[:, 1], GaussianProcess("decoupled", "epsilon", "ddm").loss_weights(t))
 
 
-@pytest.mark.parametrize("arguments", [("decoupled", "v"), ("decoupled", "flow"), ("cosine", "x0_epsilon"),
-                                       ("decoupled", "x0", "velocity"), ("cosine", "x0", "ddm")])  # fmt: skip
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("decoupled", "v"),
+        ("decoupled", "flow"),
+        ("cosine", "x0_epsilon"),
+        ("decoupled", "x0", "velocity"),
+        ("cosine", "x0", "ddm"),
+    ],
+)
 def test_what_does_not_belong_together_is_refused(arguments):
     with pytest.raises(ValueError, match=arguments[-1]):
         GaussianProcess(*arguments)
@@ -137,7 +159,9 @@ def test_what_does_not_belong_together_is_refused(arguments):
 @pytest.mark.parametrize("weighting", WEIGHTINGS)
 @pytest.mark.parametrize("prediction", PREDICTIONS)
 def test_losses_gradients_and_steps_are_finite_at_both_ends(prediction, weighting, dtype):
-    """The published NaNs: weights of 1 / t in fp16, roots of rounded negatives, grids by repeated subtraction."""
+    """The published NaNs: weights of 1 / t in fp16, roots of rounded negatives, grids by repeated
+    subtraction.
+    """
     diffusion = GaussianProcess("decoupled", prediction, weighting)
     t = torch.tensor([1e-6, 1e-4, 1e-3, 0.5, 1 - 1e-6, 1.0], dtype=torch.float64)
     weights = diffusion.loss_weights(t).view(6, -1).float()

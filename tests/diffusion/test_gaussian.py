@@ -6,13 +6,23 @@ import torch
 from mmldlm.diffusion.decoupled import bridge_eta
 from mmldlm.diffusion.gaussian import PREDICTIONS, SCHEDULES, GaussianProcess
 
-PAIRS = [pair for pair in itertools.product(SCHEDULES, PREDICTIONS) if pair[0] in PREDICTIONS[pair[1]].schedules]
+PAIRS = [
+    pair
+    for pair in itertools.product(SCHEDULES, PREDICTIONS)
+    if pair[0] in PREDICTIONS[pair[1]].schedules
+]
 
 
 def sample(size=64, dim=8, low=0.01, high=0.99):
     generator = torch.Generator().manual_seed(0)
-    x0, noise = (torch.randn(size, dim, dtype=torch.float64, generator=generator) for _ in range(2))
-    return x0, noise, low + (high - low) * torch.rand(size, dtype=torch.float64, generator=generator)
+    x0, noise = (
+        torch.randn(size, dim, dtype=torch.float64, generator=generator) for _ in range(2)
+    )
+    return (
+        x0,
+        noise,
+        low + (high - low) * torch.rand(size, dtype=torch.float64, generator=generator),
+    )
 
 
 @pytest.mark.parametrize(("schedule", "prediction"), PAIRS)
@@ -22,7 +32,9 @@ def test_round_trips(schedule, prediction):
     z = diffusion.add_noise(x0, noise, t)
     back = diffusion.to_x0(diffusion.targets(x0, noise, t), z, t)
     tolerance = 1e-9 if (schedule, prediction) == ("linear", "epsilon") else 1e-11
-    torch.testing.assert_close(back, x0, rtol=0, atol=tolerance * 100 if schedule == "linear" else tolerance)
+    torch.testing.assert_close(
+        back, x0, rtol=0, atol=tolerance * 100 if schedule == "linear" else tolerance
+    )
     alpha, sigma = (value[:, None] for value in diffusion.alpha_sigma(t))
     torch.testing.assert_close((z - alpha * x0) / sigma, noise, rtol=0, atol=1e-9)
 
@@ -40,7 +52,9 @@ def test_ends_are_data_and_noise(schedule):
 
 
 def test_weights_are_equivalent_across_predictions():
-    """eps-MSE = SNR x-MSE and v-MSE = (SNR + 1) x-MSE, so min-SNR weights the same x0 error alike in every space."""
+    """eps-MSE = SNR x-MSE and v-MSE = (SNR + 1) x-MSE, so min-SNR weights the same x0 error alike
+    in every space.
+    """
     x0, noise, t = sample(low=0.05, high=0.95)
     errors = []
     for prediction in ("x0", "epsilon", "v"):
@@ -49,7 +63,11 @@ def test_weights_are_equivalent_across_predictions():
         guess = x0 + 0.1
         alpha, sigma = (value[:, None] for value in diffusion.alpha_sigma(t))
         implied_noise = (z - alpha * guess) / sigma
-        output = {"x0": guess, "epsilon": implied_noise, "v": alpha * implied_noise - sigma * guess}[prediction]
+        output = {
+            "x0": guess,
+            "epsilon": implied_noise,
+            "v": alpha * implied_noise - sigma * guess,
+        }[prediction]
         error = (output - diffusion.targets(x0, noise, t)).square().mean(1)
         errors.append(error * diffusion.loss_weights(t))
     torch.testing.assert_close(errors[0], errors[1])
@@ -69,7 +87,9 @@ def integrate(diffusion, denoise, z, steps, eta=0.0):
 @pytest.mark.parametrize("schedule", ["cosine", "sigmoid", "rectified_flow", "decoupled"])
 @pytest.mark.parametrize("eta", [0.0, 1.0])
 def test_gaussian_data_with_the_optimal_field_keeps_its_variance(schedule, eta):
-    """Data N(0, v): the posterior mean is a v z / (a^2 v + s^2); a correct sampler ends with variance v."""
+    """Data N(0, v): the posterior mean is a v z / (a^2 v + s^2); a correct sampler ends with
+    variance v.
+    """
     diffusion = GaussianProcess(schedule)
     v = 0.49
 
@@ -78,7 +98,8 @@ def test_gaussian_data_with_the_optimal_field_keeps_its_variance(schedule, eta):
         return alpha * v * z / (alpha**2 * v + sigma**2)
 
     z = torch.randn(4000, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-    # Ancestral steps put the posterior mean in x0's place, which costs variance of the order of a step.
+    # Ancestral steps put the posterior mean in x0's place, which costs variance of the order of a
+    # step.
     out = integrate(diffusion, denoise, z, steps=1000 if eta else 100, eta=eta)
     assert out.var().item() == pytest.approx(v, rel=0.06)
     assert torch.isfinite(out).all()
@@ -86,17 +107,27 @@ def test_gaussian_data_with_the_optimal_field_keeps_its_variance(schedule, eta):
 
 @pytest.mark.parametrize(
     ("schedule", "eta"),
-    [("cosine", 0.0), ("cosine", 0.5), ("cosine", 1.0), ("decoupled", 1.0), ("decoupled", bridge_eta)],
+    [
+        ("cosine", 0.0),
+        ("cosine", 0.5),
+        ("cosine", 1.0),
+        ("decoupled", 1.0),
+        ("decoupled", bridge_eta),
+    ],
 )
 def test_one_step_keeps_the_marginal(schedule, eta):
-    """With the true x0, a step from q(z_t | x0) lands in q(z_s | x0): mean a_s x0, variance s_s^2, for every eta."""
+    """With the true x0, a step from q(z_t | x0) lands in q(z_s | x0): mean a_s x0, variance s_s^2,
+    for every eta.
+    """
     diffusion = GaussianProcess(schedule)
     generator = torch.Generator().manual_seed(1)
     size = 200_000
     x0 = torch.full((size, 1), 1.7, dtype=torch.float64)
     t, s = torch.full((size,), 0.8).double(), torch.full((size,), 0.45).double()
     z = diffusion.add_noise(x0, torch.randn(size, 1, dtype=torch.float64, generator=generator), t)
-    out = diffusion.step(x0, z, t, s, eta=eta, noise=torch.randn(size, 1, dtype=torch.float64, generator=generator))
+    out = diffusion.step(
+        x0, z, t, s, eta=eta, noise=torch.randn(size, 1, dtype=torch.float64, generator=generator)
+    )
     alpha, sigma = diffusion.alpha_sigma(torch.tensor(0.45))
     assert out.mean().item() == pytest.approx(1.7 * alpha.item(), abs=5e-3)
     assert out.std().item() == pytest.approx(sigma.item(), abs=5e-3)
@@ -106,7 +137,9 @@ def test_one_step_keeps_the_marginal(schedule, eta):
 def test_a_single_data_point_is_found(schedule):
     diffusion = GaussianProcess(schedule)
     point = torch.full((16, 3), 2.5, dtype=torch.float64)
-    out = integrate(diffusion, lambda z, t: point, torch.randn(16, 3, dtype=torch.float64), steps=7, eta=1.0)
+    out = integrate(
+        diffusion, lambda z, t: point, torch.randn(16, 3, dtype=torch.float64), steps=7, eta=1.0
+    )
     torch.testing.assert_close(out, point, rtol=0, atol=1e-6)
 
 
@@ -118,8 +151,8 @@ def test_zero_flow_leaves_the_noise():
 
 
 def test_copying_the_input_does_not_solve_t2l():
-    """The earlier t2l was solved by copying: its target was its input. Here the best scaled copy of z leaves a large
-    error."""
+    """The earlier t2l was solved by copying: its target was its input. Here the best scaled copy
+    of z leaves a large error."""
     diffusion = GaussianProcess("cosine", "x0")
     x0, noise, t = sample(size=20_000, dim=16, low=0.001, high=1.0)
     z = diffusion.add_noise(x0, noise, t)
@@ -128,7 +161,8 @@ def test_copying_the_input_does_not_solve_t2l():
     assert ((best * z - target) ** 2).mean() > 0.3
 
 
-# -- DPM-Solver++(2M) --------------------------------------------------------------------------------------------------
+# -- DPM-Solver++(2M)
+# -------------------------------------------------------------------------------------------------
 
 
 def solve(diffusion, denoise, z, steps, method):
@@ -148,7 +182,13 @@ def solve(diffusion, denoise, z, steps, method):
 @pytest.mark.parametrize("steps", [1, 2, 7])
 def test_2m_is_exact_where_the_estimate_is_constant(schedule, steps):
     point = torch.full((16, 3), 2.5, dtype=torch.float64)
-    out = solve(GaussianProcess(schedule), lambda z, t: point, torch.randn(16, 3, dtype=torch.float64), steps, "2m")
+    out = solve(
+        GaussianProcess(schedule),
+        lambda z, t: point,
+        torch.randn(16, 3, dtype=torch.float64),
+        steps,
+        "2m",
+    )
     assert torch.equal(out, point)
 
 
@@ -179,7 +219,10 @@ def timestep_at(diffusion, log_snr):
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_2m_is_of_second_order(schedule):
-    """Gaussian data N(0, v), whose flow is known: z grows like sqrt(a^2 v + s^2). Steps even in log(a / s)."""
+    """Gaussian data N(0, v), whose flow is known: z grows like sqrt(a^2 v + s^2).
+
+    Steps even in log(a / s).
+    """
     diffusion, v = GaussianProcess(schedule), 0.25
 
     def variance(t):
@@ -188,7 +231,10 @@ def test_2m_is_of_second_order(schedule):
 
     def error(method, steps):
         z = start = torch.linspace(0.5, 1.5, 20, dtype=torch.float64)[:, None]
-        grid, previous = timestep_at(diffusion, torch.linspace(-3, 3, steps + 1, dtype=torch.float64)), None
+        grid, previous = (
+            timestep_at(diffusion, torch.linspace(-3, 3, steps + 1, dtype=torch.float64)),
+            None,
+        )
         for t, s in zip(grid[:-1], grid[1:], strict=True):
             here, there = t.expand(20), s.expand(20)
             x0 = diffusion.alpha_sigma(here)[0][:, None] * v * z / variance(here)
@@ -221,10 +267,22 @@ def test_2m_needs_fewer_steps_from_pure_noise(schedule):
 
 
 def test_the_floor_bounds_the_weights_of_velocity():
-    """Default: as before, weights up to 1e6; JiT's 0.05: up to 400. Above the floor both are 1 / t^2."""
+    """Default: as before, weights up to 1e6; JiT's 0.05: up to 400.
+
+    Above the floor both are 1 / t^2.
+    """
     t = torch.tensor([1e-4, 0.01, 0.05, 0.3, 1.0], dtype=torch.float64)
-    assert torch.equal(GaussianProcess("rectified_flow", "x0", "velocity").loss_weights(t), 1 / t.clamp_min(1e-3) ** 2)
-    weights = GaussianProcess("rectified_flow", "x0", "velocity", velocity_floor=0.05).loss_weights(t)
-    torch.testing.assert_close(weights, torch.tensor([400, 400, 400, 1 / 0.09, 1.0], dtype=torch.float64))
-    flow = GaussianProcess("rectified_flow", "flow", "velocity", velocity_floor=0.05).loss_weights(t)
+    assert torch.equal(
+        GaussianProcess("rectified_flow", "x0", "velocity").loss_weights(t),
+        1 / t.clamp_min(1e-3) ** 2,
+    )
+    weights = GaussianProcess(
+        "rectified_flow", "x0", "velocity", velocity_floor=0.05
+    ).loss_weights(t)
+    torch.testing.assert_close(
+        weights, torch.tensor([400, 400, 400, 1 / 0.09, 1.0], dtype=torch.float64)
+    )
+    flow = GaussianProcess("rectified_flow", "flow", "velocity", velocity_floor=0.05).loss_weights(
+        t
+    )
     torch.testing.assert_close(flow[2:], torch.ones(3, dtype=torch.float64))

@@ -36,7 +36,11 @@ def transition(process, t, s=None):
 
 
 def noise_vector(process, shares):
-    noise = torch.full((process.vocab_size,), float(shares.uniform / process.num_noise_tokens), dtype=torch.float64)
+    noise = torch.full(
+        (process.vocab_size,),
+        float(shares.uniform / process.num_noise_tokens),
+        dtype=torch.float64,
+    )
     noise[process.mask_token_id] = shares.mask
     return noise
 
@@ -47,7 +51,9 @@ def exact(terms):
 
 
 def random_logits(rows, vocab_size=V, mask=MASK, seed=0, scale=2.0):
-    logits = scale * torch.randn(rows, vocab_size, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    logits = scale * torch.randn(
+        rows, vocab_size, generator=torch.Generator().manual_seed(seed), dtype=torch.float64
+    )
     logits[:, mask] = float("-inf")
     return logits
 
@@ -93,7 +99,9 @@ def test_schedule_weights_and_their_mean(share, gamma):
             weights = process.elbo_weights(torch.tensor(x), torch.arange(V), t)
             seen = q[x] > 0
             torch.testing.assert_close(weights[seen], (inflow / q[x])[seen], rtol=1e-5, atol=1e-9)
-            torch.testing.assert_close((q[x] * weights)[seen].sum(), process.decay(t), rtol=1e-9, atol=0)
+            torch.testing.assert_close(
+                (q[x] * weights)[seen].sum(), process.decay(t), rtol=1e-9, atol=0
+            )
 
 
 @pytest.mark.parametrize("share", SHARES)
@@ -103,7 +111,9 @@ def test_divergence_and_gradient_are_those_of_the_definition(share):
     tokens, noised, t = (values[q > 0] for values in (tokens, noised, t))
     logits = random_logits(len(tokens)).requires_grad_()
     expected = divergence_in_fp64(process, tokens, noised, t, logits)
-    found, grad = exact(process.divergence(tokens, noised, t)).score(logits.detach(), slice(None), True)
+    found, grad = exact(process.divergence(tokens, noised, t)).score(
+        logits.detach(), slice(None), True
+    )
     scored = process.elbo_weights(tokens, noised, t) > 0
     torch.testing.assert_close(found[scored], expected[scored].detach(), rtol=1e-5, atol=1e-7)
     (slope,) = torch.autograd.grad(expected[scored].sum(), logits)
@@ -124,7 +134,9 @@ def test_a_context_free_denoiser_costs_its_cross_entropy_and_a_perfect_one_nothi
         for x in range(V):
             if x != MASK:
                 truth = -given[0].log_softmax(0)[x] if given is logits else torch.zeros(())
-                assert abs(float(cost[tokens == x].sum()) - float(truth)) < 2e-4  # the ends left out
+                assert (
+                    abs(float(cost[tokens == x].sum()) - float(truth)) < 2e-4
+                )  # the ends left out
 
 
 def test_without_uniform_noise_it_is_masked_diffusion():
@@ -134,12 +146,18 @@ def test_without_uniform_noise_it_is_masked_diffusion():
     assert torch.equal(q > 0, masked | (noised == tokens))
     assert not process.elbo_weights(tokens, noised, t)[(noised == tokens)].any()
     logits = random_logits(int(masked.sum()))
-    d, grad = process.divergence(tokens[masked], noised[masked], t[masked]).score(logits.float(), slice(None), True)
+    d, grad = process.divergence(tokens[masked], noised[masked], t[masked]).score(
+        logits.float(), slice(None), True
+    )
     nll = -logits.log_softmax(-1).gather(1, tokens[masked, None])[:, 0]
     weights = process.elbo_weights(tokens[masked], noised[masked], t[masked])
     torch.testing.assert_close(weights * d, nll / t[masked], rtol=2e-6, atol=1e-6)
-    expected = logits.softmax(-1).scatter_add(1, tokens[masked, None], torch.full((len(logits), 1), -1.0).double())
-    torch.testing.assert_close(weights[:, None] * grad, expected / t[masked, None], rtol=1e-4, atol=1e-4 * 1e4)
+    expected = logits.softmax(-1).scatter_add(
+        1, tokens[masked, None], torch.full((len(logits), 1), -1.0).double()
+    )
+    torch.testing.assert_close(
+        weights[:, None] * grad, expected / t[masked, None], rtol=1e-4, atol=1e-4 * 1e4
+    )
     dynamic = process.training_weights(weights, t[masked], "dynamic", 2.0)
     torch.testing.assert_close(dynamic * d, 2 * (1 - t[masked]) * nll, rtol=2e-6, atol=1e-6)
 
@@ -147,7 +165,9 @@ def test_without_uniform_noise_it_is_masked_diffusion():
 def test_training_weights():
     process = GiddProcess(V, MASK, 0.2)
     t = T[2:6]
-    weights = process.elbo_weights(torch.tensor(0)[None, None], torch.tensor([MASK, 1, 0])[None], t[:, None])
+    weights = process.elbo_weights(
+        torch.tensor(0)[None, None], torch.tensor([MASK, 1, 0])[None], t[:, None]
+    )
     assert torch.equal(process.training_weights(weights, t[:, None], "elbo", 1.0), weights)
     clipped = process.training_weights(weights, t[:, None], "clip", 1.0)
     assert torch.equal(clipped, weights.clamp_max(1.0))
@@ -166,8 +186,14 @@ def test_loss_and_gradient_are_finite_at_the_ends(share, dtype):
     tokens, noised, t = (values[q > 0] for values in (tokens, noised, t))
     weights = process.elbo_weights(tokens, noised, t).float()
     for scale in (0.0, 2.0, 60.0):  # 60: probabilities far below the smallest fp32
-        logits = random_logits(len(tokens), scale=scale or 1.0).mul(bool(scale) or 0.0).nan_to_num(float("-inf"))
-        d, grad = process.divergence(tokens, noised, t).score(logits.to(dtype).float(), slice(None), True)
+        logits = (
+            random_logits(len(tokens), scale=scale or 1.0)
+            .mul(bool(scale) or 0.0)
+            .nan_to_num(float("-inf"))
+        )
+        d, grad = process.divergence(tokens, noised, t).score(
+            logits.to(dtype).float(), slice(None), True
+        )
         assert torch.isfinite(weights * d).all() and torch.isfinite(weights[:, None] * grad).all()
         assert (weights * d > -1e-2).all()
 
@@ -200,12 +226,16 @@ def test_posterior_sums_to_one_and_composes(share):
         forward = transition(process, t, s)  # [z_s, z_t]
         assert forward.min() > -1e-15
         before, after = x_hat @ transition(process, s), x_hat @ transition(process, t)
-        return torch.where(after > 0, forward * before[:, None] / after, 0.0).T, after  # [z_t, z_s]
+        return torch.where(
+            after > 0, forward * before[:, None] / after, 0.0
+        ).T, after  # [z_t, z_s]
 
     t, middle, s = (torch.tensor(value, dtype=torch.float64) for value in (0.8, 0.5, 0.1))
     whole, law = posterior(t, s)
     torch.testing.assert_close(whole.sum(1), (law > 0).double(), rtol=0, atol=1e-12)
-    torch.testing.assert_close(posterior(t, middle)[0] @ posterior(middle, s)[0], whole, rtol=1e-10, atol=1e-12)
+    torch.testing.assert_close(
+        posterior(t, middle)[0] @ posterior(middle, s)[0], whole, rtol=1e-10, atol=1e-12
+    )
     torch.testing.assert_close(law @ whole, x_hat @ transition(process, s))
     size, generator = 40_000, torch.Generator().manual_seed(2)
     for z in (MASK, 2):
@@ -219,7 +249,11 @@ def test_posterior_sums_to_one_and_composes(share):
 
 @pytest.mark.parametrize("share, steps", [(0.0, 50), (0.5, 300)])
 def test_an_exact_denoiser_reaches_the_entropy_and_its_samples_follow_the_law(share, steps):
-    process, (texts, law), states = GiddProcess(WORDS + 1, WORDS, share), toy_law(), all_states(WORDS + 1)
+    process, (texts, law), states = (
+        GiddProcess(WORDS + 1, WORDS, share),
+        toy_law(),
+        all_states(WORDS + 1),
+    )
 
     def words_to_states(t):
         return transition(process, t)[:WORDS]
@@ -235,7 +269,9 @@ def test_an_exact_denoiser_reaches_the_entropy_and_its_samples_follow_the_law(sh
     def denoiser(q):
         return exact_denoiser(q, texts, law, states, WORDS + 1)
 
-    tokens = sample_toy(process.reverse, words_to_states, WORDS, WORDS + 1, denoiser, steps, size=4000)
+    tokens = sample_toy(
+        process.reverse, words_to_states, WORDS, WORDS + 1, denoiser, steps, size=4000
+    )
     assert tokens.max() < WORDS
     counts = torch.bincount(index_of(tokens, WORDS), minlength=len(law)).double()
     assert abs(chi_square_deviation(counts, law)) < 4
@@ -252,7 +288,9 @@ def test_self_correction_leaves_a_text_of_argmaxes_alone_and_corrects_the_worst_
     wrong = best.clone()
     wrong[0, 2] = (best[0, 2] + 1) % V
     tokens, changed, agreement = self_correct(wrong, logits, uniform, real)
-    assert torch.equal(tokens, best) and changed.tolist() == [True, False] and agreement[0] == 5 / 6
+    assert (
+        torch.equal(tokens, best) and changed.tolist() == [True, False] and agreement[0] == 5 / 6
+    )
     real[0, 2] = False
     assert torch.equal(self_correct(wrong, logits, uniform, real)[0], wrong)
 

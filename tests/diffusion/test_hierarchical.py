@@ -17,14 +17,18 @@ from tests.support.toy_text import (
 )  # fmt: skip
 
 MASK, EOS = 3, 0
-CLUSTERS = torch.tensor([-1, 0, 1, -1, 0, 1, 1])  # EOS alone, [MASK], and two clusters of two and three words
+CLUSTERS = torch.tensor(
+    [-1, 0, 1, -1, 0, 1, 1]
+)  # EOS alone, [MASK], and two clusters of two and three words
 V = len(CLUSTERS)
 GAMMAS = [1.0, 1.5, 2.0, 3.0]
 T = torch.tensor([1e-4, 1e-2, 0.3, 0.5, 0.9, 1 - 1e-4], dtype=torch.float64)
 
 
 def transition(process, t, s=None):
-    """q(z_t | x) or q(z_t | z_s) over all states [V + n, V + n], from the levels alone: at t by hazards from s."""
+    """q(z_t | x) or q(z_t | z_s) over all states [V + n, V + n], from the levels alone: at t by
+    hazards from s.
+    """
     size = process.vocab_size + process.num_clusters
     ratio = (1 - t) if s is None else (1 - t) / (1 - s)
     word, cluster, mask = process.levels(1 - ratio)
@@ -36,7 +40,9 @@ def transition(process, t, s=None):
             matrix[x, process.mask_token_id] += mask
     for c in range(process.vocab_size, size):
         matrix[c, c], matrix[c, process.mask_token_id] = ratio, 1 - ratio
-    for alone in torch.nonzero(process._state < process.vocab_size)[:, 0]:  # its state stands for a cluster as well
+    for alone in torch.nonzero(process._state < process.vocab_size)[
+        :, 0
+    ]:  # its state stands for a cluster as well
         if alone != process.mask_token_id and s is not None:
             matrix[alone] = 0.0
     matrix[process.mask_token_id, process.mask_token_id] = 1.0
@@ -44,7 +50,9 @@ def transition(process, t, s=None):
 
 
 def random_logits(rows, seed=0, size=V, mask=MASK):
-    logits = 2 * torch.randn(rows, size, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    logits = 2 * torch.randn(
+        rows, size, generator=torch.Generator().manual_seed(seed), dtype=torch.float64
+    )
     logits[:, mask] = float("-inf")
     return logits
 
@@ -60,8 +68,12 @@ def nelbo(process, logits, t, weight):
                 continue
             scored = (q[x] > 0) & (states != x)
             z = states[scored]
-            d, _ = process.divergence(torch.full_like(z, x), z).score(logits.expand(len(z), -1), slice(None), False)
-            costs[x] += (q[x, scored] * process.elbo_weights(torch.tensor(x), z, time) * d).sum() * dt
+            d, _ = process.divergence(torch.full_like(z, x), z).score(
+                logits.expand(len(z), -1), slice(None), False
+            )
+            costs[x] += (
+                q[x, scored] * process.elbo_weights(torch.tensor(x), z, time) * d
+            ).sum() * dt
     return costs
 
 
@@ -72,12 +84,20 @@ def test_levels_derivatives_and_weights(gamma):
     torch.testing.assert_close(sum(levels), torch.ones_like(T))
     h = 1e-6 * torch.minimum(T, 1 - T)
     up, down = process.levels(T + h), process.levels(T - h)
-    torch.testing.assert_close(process.word_outflow(T), (down.word - up.word) / (2 * h), rtol=1e-5, atol=0)
-    torch.testing.assert_close(process.mask_inflow(T), (up.mask - down.mask) / (2 * h), rtol=1e-5, atol=0)
+    torch.testing.assert_close(
+        process.word_outflow(T), (down.word - up.word) / (2 * h), rtol=1e-5, atol=0
+    )
+    torch.testing.assert_close(
+        process.mask_inflow(T), (up.mask - down.mask) / (2 * h), rtol=1e-5, atol=0
+    )
     torch.testing.assert_close(process.mask_inflow(T), levels.cluster / (1 - T))
     x = torch.tensor(1)
     weights = process.elbo_weights(x, torch.tensor([[MASK], [V], [1]]), T)
-    expected = process.mask_inflow(T) / levels.mask, process.word_outflow(T) / levels.cluster, torch.zeros_like(T)
+    expected = (
+        process.mask_inflow(T) / levels.mask,
+        process.word_outflow(T) / levels.cluster,
+        torch.zeros_like(T),
+    )
     torch.testing.assert_close(weights, torch.stack(expected))
     t, dt = quadrature()
     levels = process.levels(t)
@@ -85,7 +105,9 @@ def test_levels_derivatives_and_weights(gamma):
         whole = (process.elbo_weights(x, torch.tensor(token), t) * level * dt).sum()
         assert abs(float(whole) - 1) < 1e-5
     ends = process.levels(torch.tensor([0.0, 1.0]))
-    torch.testing.assert_close(torch.stack(ends), torch.tensor([[1.0, 0.0], [0.0, 0.0], [0.0, 1.0]]).double())
+    torch.testing.assert_close(
+        torch.stack(ends), torch.tensor([[1.0, 0.0], [0.0, 0.0], [0.0, 1.0]]).double()
+    )
 
 
 @pytest.mark.parametrize("gamma", [1.0, 2.0])
@@ -93,7 +115,9 @@ def test_a_context_free_denoiser_costs_its_cross_entropy_and_a_perfect_one_nothi
     process, logits = HierarchicalProcess(CLUSTERS, MASK, gamma), random_logits(1)
     words = torch.arange(V) != MASK
     costs = nelbo(process, logits, *quadrature(80))
-    torch.testing.assert_close(costs[words], -logits[0].log_softmax(0)[words], rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(
+        costs[words], -logits[0].log_softmax(0)[words], rtol=1e-5, atol=1e-5
+    )
     x = torch.tensor([1, 4, 5])
     perfect = torch.full((3, V), -1e4).double().scatter(1, x[:, None], 0.0)
     for z in (torch.full_like(x, MASK), process._state[x]):
@@ -102,8 +126,9 @@ def test_a_context_free_denoiser_costs_its_cross_entropy_and_a_perfect_one_nothi
 
 @pytest.mark.parametrize("clusters", [[0] * 6, list(range(6))])
 def test_one_cluster_and_a_cluster_a_word_are_masked_diffusion(clusters):
-    """One cluster: only the step from the cluster to the word is scored, with 1[z != word] (-alpha' / (1 - alpha)) in
-    expectation. A cluster a word: only the step from [MASK], with m' / m = -a' / (1 - a) where a = 1 - m."""
+    """One cluster: only the step from the cluster to the word is scored, with 1[z != word]
+    (-alpha' / (1 - alpha)) in expectation. A cluster a word: only the step from [MASK], with m' /
+    m = -a' / (1 - a) where a = 1 - m."""
     process = HierarchicalProcess(torch.tensor([*clusters, -1]), 6)
     x = torch.tensor([2, 4])
     logits = random_logits(2, size=7, mask=6)
@@ -118,7 +143,9 @@ def test_one_cluster_and_a_cluster_a_word_are_masked_diffusion(clusters):
     if clusters[-1] == 0:
         torch.testing.assert_close(at_mask, zeros)
         torch.testing.assert_close(at_cluster, nll)
-        torch.testing.assert_close(clustered, process.word_outflow(t))  # MDLM: P(z = [MASK]) alpha' / (1 - alpha)
+        torch.testing.assert_close(
+            clustered, process.word_outflow(t)
+        )  # MDLM: P(z = [MASK]) alpha' / (1 - alpha)
     else:
         torch.testing.assert_close(at_cluster, zeros)
         torch.testing.assert_close(at_mask, nll)
@@ -137,7 +164,9 @@ def test_gradient_is_that_of_autograd_and_finite_in_low_precision():
     part = torch.where(z == MASK, inside, p.gather(1, x[:, None])[:, 0])
     expected = whole.log() - part.log()
     torch.testing.assert_close(found, expected.detach())
-    torch.testing.assert_close(grad, torch.autograd.grad(expected.sum(), logits)[0], rtol=1e-7, atol=1e-12)
+    torch.testing.assert_close(
+        grad, torch.autograd.grad(expected.sum(), logits)[0], rtol=1e-7, atol=1e-12
+    )
     half = process.divergence(x, z).score(logits.detach()[5:9], slice(5, 9), True)
     torch.testing.assert_close(half[1], grad[5:9])
     ends = torch.tensor([1e-4, 1 - 1e-4]).double()[:, None]
@@ -180,7 +209,9 @@ def test_posterior_sums_to_one_composes_and_is_what_reverse_draws(gamma):
     t, middle, s = (torch.tensor(value, dtype=torch.float64) for value in (0.9, 0.7, 0.3))
     whole, law = posterior(t, s)
     torch.testing.assert_close(whole.sum(1), (law > 0).double(), rtol=0, atol=1e-12)
-    torch.testing.assert_close(posterior(t, middle)[0] @ posterior(middle, s)[0], whole, rtol=1e-10, atol=1e-12)
+    torch.testing.assert_close(
+        posterior(t, middle)[0] @ posterior(middle, s)[0], whole, rtol=1e-10, atol=1e-12
+    )
     generator, size = torch.Generator().manual_seed(2), 40_000
     for z in (MASK, V + 1, 5):
         for start, end in ((t, s), (t, torch.zeros_like(t)), (torch.ones_like(t), s)):
@@ -188,10 +219,14 @@ def test_posterior_sums_to_one_composes_and_is_what_reverse_draws(gamma):
                 continue
             tokens = torch.full((1, size), z)
             uniform = torch.rand(2, 1, size, dtype=torch.float64, generator=generator)
-            drawn = process.reverse(tokens, x_hat.log().expand(1, size, V), start[None], end[None], uniform)
+            drawn = process.reverse(
+                tokens, x_hat.log().expand(1, size, V), start[None], end[None], uniform
+            )
             row = posterior(start, end)[0][z]
             seen, counts = row > 1e-12, torch.bincount(drawn[0], minlength=V + 2).double()
-            assert not counts[~seen].any() and abs(chi_square_deviation(counts[seen], row[seen])) < 4
+            assert (
+                not counts[~seen].any() and abs(chi_square_deviation(counts[seen], row[seen])) < 4
+            )
             if end == 0:
                 assert (drawn < V).all() and not (drawn == MASK).any()
 
@@ -237,9 +272,13 @@ def test_four_steps_are_exact_for_one_position_where_a_first_order_step_is_not()
         found = torch.bincount(tokens[0], minlength=6).double()
         expected = law @ transition(process, s)[:4]
         seen = expected > 1e-12
-        assert not found[~seen].any() and abs(chi_square_deviation(found[seen], expected[seen])) < 4
+        assert (
+            not found[~seen].any() and abs(chi_square_deviation(found[seen], expected[seen])) < 4
+        )
     at_t, at_s = process.levels(torch.tensor(0.9)), process.levels(torch.tensor(0.5))
-    assert (at_s.word - at_t.word) / at_t.cluster > 1.7  # no probability: what a first-order step would use
+    assert (
+        at_s.word - at_t.word
+    ) / at_t.cluster > 1.7  # no probability: what a first-order step would use
 
 
 @pytest.mark.parametrize("clusters, gamma", [([0, 1, 0], 1.0), ([0, 1, -1], 0.0)])

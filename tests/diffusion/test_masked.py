@@ -33,16 +33,22 @@ def nelbo_per_token(diffusion, nll_of, seed=0):
 def test_uniform_denoiser_costs_log_v_minus_1_for_every_schedule(schedule):
     diffusion = MaskedDiffusion(MASK, schedule)
     truth = math.log(VOCABULARY - 1)
-    cost, t = nelbo_per_token(diffusion, lambda tokens, t: torch.full(tokens.shape, truth).double())
+    cost, t = nelbo_per_token(
+        diffusion, lambda tokens, t: torch.full(tokens.shape, truth).double()
+    )
     assert abs(cost.mean() - truth) < 5 * cost.std() / math.sqrt(len(cost))
-    if schedule == "loglinear":  # w(t) * P(masked at t) is constant, so every stratum of t has the same mean
+    if (
+        schedule == "loglinear"
+    ):  # w(t) * P(masked at t) is constant, so every stratum of t has the same mean
         for low in (0.0, 0.25, 0.5, 0.75):
             part = cost[(t >= low) & (t < low + 0.25)]
             assert abs(part.mean() - truth) < 5 * part.std() / math.sqrt(len(part))
 
 
 def test_perfect_denoiser_costs_nothing():
-    cost, _ = nelbo_per_token(MaskedDiffusion(MASK), lambda tokens, t: torch.zeros(tokens.shape).double())
+    cost, _ = nelbo_per_token(
+        MaskedDiffusion(MASK), lambda tokens, t: torch.zeros(tokens.shape).double()
+    )
     assert torch.equal(cost, torch.zeros_like(cost))
 
 
@@ -53,7 +59,9 @@ def test_context_free_denoiser_costs_its_cross_entropy_for_every_schedule():
     tokens = batch()[0]
     truth = -log_p[tokens].mean()
     for schedule in SCHEDULES:
-        cost, _ = nelbo_per_token(MaskedDiffusion(MASK, schedule), lambda tokens, t: -log_p[tokens])
+        cost, _ = nelbo_per_token(
+            MaskedDiffusion(MASK, schedule), lambda tokens, t: -log_p[tokens]
+        )
         assert abs(cost.mean() - truth) < 6 * cost.std() / math.sqrt(len(cost))
 
 
@@ -63,7 +71,9 @@ def test_weight_is_the_derivative_of_the_schedule(schedule):
     t = torch.linspace(0.01, 0.99, 50).double()
     h = 1e-6
     slope = (diffusion.alpha(t + h) - diffusion.alpha(t - h)) / (2 * h)
-    torch.testing.assert_close(diffusion.loss_weights(t), -slope / (1 - diffusion.alpha(t)), rtol=1e-6, atol=1e-8)
+    torch.testing.assert_close(
+        diffusion.loss_weights(t), -slope / (1 - diffusion.alpha(t)), rtol=1e-6, atol=1e-8
+    )
 
 
 def test_loglinear_weight_is_exactly_one_over_t_for_any_eps():
@@ -72,12 +82,16 @@ def test_loglinear_weight_is_exactly_one_over_t_for_any_eps():
         diffusion = MaskedDiffusion(MASK, "loglinear", eps)
         sigma = -torch.log(diffusion.alpha(t))
         d_sigma = (1 - eps) / diffusion.alpha(t)
-        torch.testing.assert_close(diffusion.loss_weights(t), d_sigma / torch.expm1(sigma), rtol=1e-12, atol=0)
+        torch.testing.assert_close(
+            diffusion.loss_weights(t), d_sigma / torch.expm1(sigma), rtol=1e-12, atol=0
+        )
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_marginals_are_consistent(schedule):
-    """Masked at s = masked at t and still masked at s; q(z_s) follows from q(z_t) and the posterior."""
+    """Masked at s = masked at t and still masked at s; q(z_s) follows from q(z_t) and the
+    posterior.
+    """
     diffusion = MaskedDiffusion(MASK, schedule)
     t, s = torch.tensor(0.7), torch.tensor(0.3)
     masked_t = 1 - diffusion.alpha(t)
@@ -98,14 +112,23 @@ def test_counted_masks_estimate_the_same_nelbo_with_less_variance():
     assert torch.equal(masked.sum(1).double() / LENGTH, share) and share.min() >= 1 / LENGTH
     assert torch.equal(torch.bincount((share * LENGTH).long()) > 0, torch.arange(LENGTH + 1) > 0)
     counted = (masked * share[:, None] / share[:, None]).sum(1) / LENGTH
-    independent, _ = nelbo_per_token(MaskedDiffusion(MASK, eps=0.0), lambda tokens, t: t[:, None].expand(tokens.shape))
-    # E over uniform k of (L / k) * k * (k / L) / L = E[k / L] = (L + 1) / 2L; independently E[t] = 1 / 2
-    assert abs(counted.mean() - (LENGTH + 1) / (2 * LENGTH)) < 5 * counted.std() / math.sqrt(len(counted))
+    independent, _ = nelbo_per_token(
+        MaskedDiffusion(MASK, eps=0.0), lambda tokens, t: t[:, None].expand(tokens.shape)
+    )
+    # E over uniform k of (L / k) * k * (k / L) / L = E[k / L] = (L + 1) / 2L; independently E[t] =
+    # 1 / 2
+    assert abs(counted.mean() - (LENGTH + 1) / (2 * LENGTH)) < 5 * counted.std() / math.sqrt(
+        len(counted)
+    )
     assert abs(independent.mean() - 0.5) < 5 * independent.std() / math.sqrt(len(independent))
     truth = math.log(VOCABULARY - 1)
     flat = (masked / share[:, None]).sum(1) * truth / LENGTH
-    torch.testing.assert_close(flat, torch.full_like(flat, truth))  # zero variance where every token costs the same
-    spread, _ = nelbo_per_token(MaskedDiffusion(MASK), lambda tokens, t: torch.full(tokens.shape, truth).double())
+    torch.testing.assert_close(
+        flat, torch.full_like(flat, truth)
+    )  # zero variance where every token costs the same
+    spread, _ = nelbo_per_token(
+        MaskedDiffusion(MASK), lambda tokens, t: torch.full(tokens.shape, truth).double()
+    )
     assert spread.std() > 0.2
 
 
@@ -141,9 +164,16 @@ def test_ancestral_steps_draw_the_predicted_tokens():
     tokens = torch.full((500, LENGTH), MASK)
     times = torch.linspace(1, 0, 5).double()
     for t, s in zip(times[:-1], times[1:], strict=True):
-        before, uniform = tokens, torch.rand(2, *tokens.shape, dtype=torch.float64, generator=generator)
+        before, uniform = (
+            tokens,
+            torch.rand(2, *tokens.shape, dtype=torch.float64, generator=generator),
+        )
         tokens = diffusion.reverse(
-            tokens, logits.expand(*tokens.shape, -1), t.expand(len(tokens)), s.expand(len(tokens)), uniform
+            tokens,
+            logits.expand(*tokens.shape, -1),
+            t.expand(len(tokens)),
+            s.expand(len(tokens)),
+            uniform,
         )
         assert torch.equal(tokens[before != MASK], before[before != MASK])
         masked = (tokens == MASK).double().mean()
@@ -154,13 +184,18 @@ def test_ancestral_steps_draw_the_predicted_tokens():
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_dynamic_weights_are_2_of_1_minus_t_whatever_the_schedule(schedule):
-    """Over the masked fraction m the loss weighs a masked token with 2 (1 - m), as under alpha = 1 - t."""
+    """Over the masked fraction m the loss weighs a masked token with 2 (1 - m), as under alpha = 1
+    - t.
+    """
     diffusion = MaskedDiffusion(0, schedule, eps=0.0)
     t = torch.linspace(1e-4, 1 - 1e-4, 1001, dtype=torch.float64)
     masked = 1 - diffusion.alpha(t)
     slope = torch.gradient(masked, spacing=(t,))[0]
     torch.testing.assert_close(
-        (diffusion.dynamic_weights(t) / slope)[2:-2], (2 * (1 - masked))[2:-2], rtol=1e-3, atol=1e-4
+        (diffusion.dynamic_weights(t) / slope)[2:-2],
+        (2 * (1 - masked))[2:-2],
+        rtol=1e-3,
+        atol=1e-4,
     )
     if schedule == "loglinear":
         torch.testing.assert_close(diffusion.dynamic_weights(t), 2 * (1 - t))
@@ -168,7 +203,9 @@ def test_dynamic_weights_are_2_of_1_minus_t_whatever_the_schedule(schedule):
 
 @pytest.mark.parametrize("length", [1, 2, 7])
 def test_counted_masks_have_the_same_expected_dynamic_loss(length):
-    """Each token's weight times the probability that it is one of the masked, for every number of masked tokens."""
+    """Each token's weight times the probability that it is one of the masked, for every number of
+    masked tokens.
+    """
     count = torch.arange(1, length + 1, dtype=torch.float64)
     found = MaskedDiffusion.dynamic_count_weights(torch.full_like(count, length), count) / length
     t = torch.linspace(0, 1, 200_001, dtype=torch.float64)

@@ -7,7 +7,8 @@ def test_every_stratum_holds_exactly_one():
     for count in (5, 96):
         u = low_discrepancy(torch.randperm(count), 0.8137, count)
         assert torch.equal(
-            torch.sort((u * count - 0.8137 * count % 1).round().long() % count).values, torch.arange(count)
+            torch.sort((u * count - 0.8137 * count % 1).round().long() % count).values,
+            torch.arange(count),
         )
         assert u.min() >= 0 and u.max() < 1
 
@@ -26,7 +27,9 @@ def test_logit_normal_has_its_median_and_spread():
 
 
 def test_arcsine_times_integrate_over_t():
-    """The integral of 1 / sqrt(t) over (0, 1) is 2; a uniform t of the same margin misses a hundredth of it."""
+    """The integral of 1 / sqrt(t) over (0, 1) is 2; a uniform t of the same margin misses a
+    hundredth of it.
+    """
     u = (torch.arange(100_000, dtype=torch.float64) + 0.5) / 100_000
     t, weight = arcsine(u)
     assert 0 < t.min() and t.max() < 1 and abs(float(weight.mean()) - 1) < 1e-6

@@ -10,12 +10,16 @@ def blobs(sizes, seed=0):
     """Vectors around one direction per size, in random order, and the blob of each."""
     random = np.random.default_rng(seed)
     kind = random.permutation(np.repeat(np.arange(len(sizes)), sizes))
-    return np.eye(len(sizes))[kind] * 5 + 0.3 * random.standard_normal((len(kind), len(sizes))), kind
+    return np.eye(len(sizes))[kind] * 5 + 0.3 * random.standard_normal(
+        (len(kind), len(sizes))
+    ), kind
 
 
 def test_blobs_are_found_whatever_their_length_and_special_tokens_stay_alone():
     vectors, kind = blobs([30, 30, 30, 30])
-    vectors *= np.random.default_rng(1).uniform(0.1, 10, (len(vectors), 1))  # cosine: lengths say nothing
+    vectors *= np.random.default_rng(1).uniform(
+        0.1, 10, (len(vectors), 1)
+    )  # cosine: lengths say nothing
     clusters = cluster_tokens(vectors, 4, alone={0, 7}, seed=3)
     assert clusters[0] == clusters[7] == -1
     rest = np.setdiff1d(np.arange(len(kind)), [0, 7])
@@ -29,7 +33,11 @@ def test_sizes_stay_within_a_tenth_and_five_times_the_mean():
         clusters = cluster_tokens(vectors, num_clusters, alone=(), seed=0)
         sizes = np.bincount(clusters, minlength=num_clusters)
         mean = len(vectors) / num_clusters
-        assert len(sizes) == num_clusters and sizes.min() >= max(int(0.1 * mean), 1) and sizes.max() <= 5 * mean
+        assert (
+            len(sizes) == num_clusters
+            and sizes.min() >= max(int(0.1 * mean), 1)
+            and sizes.max() <= 5 * mean
+        )
 
 
 @pytest.mark.parametrize("num_clusters", [1, 12])

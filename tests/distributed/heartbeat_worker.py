@@ -1,12 +1,13 @@
-"""Small jobs of three real processes in which something happens to one of them; started by test_heartbeat.py.
+"""Small jobs of three real processes in which something happens to one of them; started by
+test_heartbeat.py.
 
 python tests/engines/heartbeat_worker.py FOLDER CASE...    forks each case's ranks (torch is imported once)
 python -m torch.distributed.run ... heartbeat_worker.py FOLDER torchrun:CASE    is one rank of a case
 
-A case is ACT@RANK, or ACT@RANK@agent: there a process of its own keeps the store, as torchrun's agent does. Each
-rank's stderr goes to FOLDER/CASE/stderr_RANK, its pid to pid_RANK, and the exit codes (None: still there when the time
-was up) to FOLDER/results.json.
-"""
+A case is ACT@RANK, or ACT@RANK@agent: there a process of its own keeps the store, as torchrun's
+agent does. Each rank's stderr goes to FOLDER/CASE/stderr_RANK, its pid to pid_RANK, and the exit
+codes (None: still there when the time was up) to FOLDER/results.json.
+"""  # noqa: E501
 
 from __future__ import annotations
 
@@ -45,7 +46,9 @@ def act(case: str, alive: Heartbeat, step: int) -> None:
         time.sleep(1000)
     elif what == "raise":
         raise ValueError("row 7 is damaged")
-    elif what == "evaluate":  # one rank works, beating, for longer than the timeout; the others wait for it
+    elif (
+        what == "evaluate"
+    ):  # one rank works, beating, for longer than the timeout; the others wait for it
         end = time.monotonic() + 1.5 * TIMEOUT
         while time.monotonic() < end:
             alive.enter_phase(step, "data")
@@ -85,7 +88,10 @@ def run_rank(case: str, folder: Path) -> int:
 
 
 def fork_store() -> tuple[int, int]:
-    """(pid, port) of a process that keeps a store. This one stays without threads: it goes on forking."""
+    """(pid, port) of a process that keeps a store.
+
+    This one stays without threads: it goes on forking.
+    """
     read, write = os.pipe()
     pid = os.fork()
     if pid == 0:

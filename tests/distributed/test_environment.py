@@ -15,7 +15,9 @@ def test_every_rank_reports_too_few_gpus(monkeypatch):
     for name, value in {"RANK": "8", "LOCAL_WORLD_SIZE": "8", "CUDA_VISIBLE_DEVICES": "3"}.items():
         monkeypatch.setenv(name, value)
     for local_rank in (0, 7):
-        with pytest.raises(UserError, match="each of the 8 ranks.*\n.*1 visible GPU.*CUDA_VISIBLE_DEVICES=3"):
+        with pytest.raises(
+            UserError, match="each of the 8 ranks.*\n.*1 visible GPU.*CUDA_VISIBLE_DEVICES=3"
+        ):
             pick_device(local_rank)
     monkeypatch.delenv("RANK")  # a shell inside an allocation, not a rank
     assert local_world_size(0) == 1

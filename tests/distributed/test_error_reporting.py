@@ -22,7 +22,9 @@ report_error_once(UserError("a file", sys.argv[1], "look for it"))
 
 
 def said(folder, ranks: dict[tuple[int, int], str]) -> list[str]:
-    """First lines printed by ranks {(rank, local rank): what it found}, which all have the same launcher (this)."""
+    """First lines printed by ranks {(rank, local rank): what it found}, which all have the same
+    launcher (this).
+    """
     numbers = {"WORLD_SIZE": "4", "MASTER_ADDR": "a", "MASTER_PORT": "1", "TMPDIR": str(folder)}
     started = [
         subprocess.Popen(

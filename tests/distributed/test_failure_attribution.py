@@ -35,10 +35,14 @@ def observation(rank, progress, age=0.0, seen_at=100.0, **more):
 def test_a_working_rank_is_not_blamed():
     assert find_failed_ranks([observation(0, 8), observation(1, 7)], 101.0, LIMITS) is None
     # Rank 1 waits for rank 0, which is behind and beats.
-    assert find_failed_ranks([observation(0, 7), observation(1, 8, age=50.0)], 101.0, LIMITS) is None
+    assert (
+        find_failed_ranks([observation(0, 7), observation(1, 8, age=50.0)], 101.0, LIMITS) is None
+    )
     assert (
         find_failed_ranks(
-            [observation(0, 7, age=50.0, timeout_factor=math.inf), observation(1, 8, age=50.0)], 101.0, LIMITS
+            [observation(0, 7, age=50.0, timeout_factor=math.inf), observation(1, 8, age=50.0)],
+            101.0,
+            LIMITS,
         )
         is None
     )
@@ -47,7 +51,10 @@ def test_a_working_rank_is_not_blamed():
 def test_the_rank_furthest_behind_is_blamed_not_the_waiting_ones():
     beats = [observation(0, 8, age=11.0), observation(1, 7, age=11.5), observation(2, 8, age=11.0)]
     failure = find_failed_ranks(beats, 100.0, LIMITS)
-    assert failure.ranks == (1,) and "rank 1 on node1 (pid 1) has made no progress since step 3" in failure.sentence
+    assert (
+        failure.ranks == (1,)
+        and "rank 1 on node1 (pid 1) has made no progress since step 3" in failure.sentence
+    )
 
 
 def test_among_equals_the_one_outside_a_collective_is_blamed():
@@ -64,7 +71,10 @@ def test_a_missing_rank_is_blamed_even_if_it_is_ahead():
     assert find_failed_ranks(beats, 100.0, LIMITS) is None
     assert find_failed_ranks(beats, 106.0, LIMITS).ranks == (1,)
     assert find_failed_ranks(
-        [observation(0, 8, state=COLLECTIVE_FAILED), beats[1]], 100.0, LIMITS, collective_failed_at=99.0
+        [observation(0, 8, state=COLLECTIVE_FAILED), beats[1]],
+        100.0,
+        LIMITS,
+        collective_failed_at=99.0,
     ).ranks == (1,)
 
 
@@ -74,24 +84,39 @@ def test_a_long_missing_rank_is_blamed_without_a_failed_collective():
     beats = [observation(0, 8), observation(1, 9, seen_at=0.0)]
     assert find_failed_ranks(beats, 119.0, limits) is None
     assert find_failed_ranks(beats, 121.0, limits).ranks == (1,)
-    assert find_failed_ranks([beats[0], observation(1, 9, seen_at=0.0, timeout_factor=3.0)], 121.0, limits) is None
+    assert (
+        find_failed_ranks(
+            [beats[0], observation(1, 9, seen_at=0.0, timeout_factor=3.0)], 121.0, limits
+        )
+        is None
+    )
 
 
 def test_failure_and_leaving_are_blamed():
     failure = find_failed_ranks(
-        [observation(0, 8), observation(1, 7, state=FAILED, message="ValueError: bad")], 100.0, LIMITS
+        [observation(0, 8), observation(1, 7, state=FAILED, message="ValueError: bad")],
+        100.0,
+        LIMITS,
     )
     assert failure.ranks == (1,) and "ValueError: bad" in failure.sentence
-    beats = [observation(0, 8, age=11.0), observation(1, 9, state=EXITED, message="UserError: no file", seen_at=0.0)]
+    beats = [
+        observation(0, 8, age=11.0),
+        observation(1, 9, state=EXITED, message="UserError: no file", seen_at=0.0),
+    ]
     assert find_failed_ranks(beats, 100.0, LIMITS).ranks == (1,)
     assert find_failed_ranks([observation(0, 8, age=1.0), beats[1]], 100.0, LIMITS) is None
 
 
 def test_a_failed_collective_without_a_failed_rank_is_reported():
-    beats = [observation(0, 8, state=COLLECTIVE_FAILED, message="RuntimeError: reset"), observation(1, 8)]
+    beats = [
+        observation(0, 8, state=COLLECTIVE_FAILED, message="RuntimeError: reset"),
+        observation(1, 8),
+    ]
     assert find_failed_ranks(beats, 100.0, LIMITS, collective_failed_at=99.0) is None
     failure = find_failed_ranks(beats, 101.0, LIMITS, collective_failed_at=96.0)
-    assert failure.ranks == () and "node0, node1" in failure.sentence and "reset" in failure.sentence
+    assert (
+        failure.ranks == () and "node0, node1" in failure.sentence and "reset" in failure.sentence
+    )
 
 
 def test_a_record_survives_the_store():

@@ -1,4 +1,6 @@
-"""A rank that dies or stands still ends the whole job, and every such end says which rank, where, and since when."""
+"""A rank that dies or stands still ends the whole job, and every such end says which rank, where,
+and since when.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,18 @@ pytestmark = pytest.mark.long
 
 WORKER = str(Path(__file__).with_name("heartbeat_worker.py"))
 CASES = [
-    *("exit@1", "kill@1", "stop@1", "sleep@1", "raise@1", "exit@0", "kill@0", "stop@0", "sleep@0", "raise@0"),
+    *(
+        "exit@1",
+        "kill@1",
+        "stop@1",
+        "sleep@1",
+        "raise@1",
+        "exit@0",
+        "kill@0",
+        "stop@0",
+        "sleep@0",
+        "raise@0",
+    ),
     *("stop@0@agent", "kill@0@agent", "evaluate@1", "evaluate@0", "agreed@0"),
 ]
 
@@ -34,10 +47,14 @@ def jobs(tmp_path_factory):
 def said(folder: Path, case: str) -> str:
     """The lines of the watch (not the tracebacks) of all ranks of a case."""
     texts = [(folder / case / f"stderr_{rank}").read_text() for rank in range(3)]
-    return "\n".join(line for text in texts for line in text.splitlines() if line.startswith("ERROR: "))
+    return "\n".join(
+        line for text in texts for line in text.splitlines() if line.startswith("ERROR: ")
+    )
 
 
-@pytest.mark.parametrize("case", [case for case in CASES if case.split("@")[0] not in ("evaluate", "agreed")])
+@pytest.mark.parametrize(
+    "case", [case for case in CASES if case.split("@")[0] not in ("evaluate", "agreed")]
+)
 def test_the_job_ends_and_names_the_rank(jobs, case):
     folder, codes = jobs
     what, guilty = case.split("@")[:2]
@@ -74,11 +91,12 @@ def test_under_torchrun(tmp_path):
     done = launch(torchrun(3, WORKER, str(tmp_path), "torchrun:sleep@1"), timeout=200)
     assert done.returncode != 0
     pid = (tmp_path / "pid_1").read_text()
-    # Not at the start of a line: four processes write to one pipe, and one may be in the middle of its own.
+    # Not at the start of a line: four processes write to one pipe, and one may be in the middle of
+    # its own.
     (line,) = re.findall(r"ERROR: rank .*", done.stdout) or [done.stdout[-3000:]]
-    assert line.startswith(f"ERROR: rank 1 on {socket.gethostname()} (pid {pid}) has made no progress since step 3"), (
-        line
-    )
+    assert line.startswith(
+        f"ERROR: rank 1 on {socket.gethostname()} (pid {pid}) has made no progress since step 3"
+    ), line
 
 
 def test_one_process_needs_no_store():

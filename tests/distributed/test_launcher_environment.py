@@ -6,17 +6,31 @@ import os
 
 import pytest
 
-from mmldlm.distributed.launcher_environment import check_rank_environment, first_host, set_rank_environment
+from mmldlm.distributed.launcher_environment import (
+    check_rank_environment,
+    first_host,
+    set_rank_environment,
+)
 from mmldlm.errors import UserError
 
 OWN = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-STEP = {"SLURM_JOB_ID": "77", "SLURM_STEP_ID": "3", "SLURM_PROCID": "5", "SLURM_LOCALID": "1", "SLURM_NTASKS": "8",
-        "SLURM_NNODES": "2", "SLURM_JOB_NODELIST": "gpu[07-08]"}  # fmt: skip
+STEP = {
+    "SLURM_JOB_ID": "77",
+    "SLURM_STEP_ID": "3",
+    "SLURM_PROCID": "5",
+    "SLURM_LOCALID": "1",
+    "SLURM_NTASKS": "8",
+    "SLURM_NNODES": "2",
+    "SLURM_JOB_NODELIST": "gpu[07-08]",
+}
 
 
 @pytest.fixture
 def variables(monkeypatch):
-    for name in [*OWN, *(name for name in os.environ if name.startswith(("SLURM_", "PMI", "OMPI_")))]:
+    for name in [
+        *OWN,
+        *(name for name in os.environ if name.startswith(("SLURM_", "PMI", "OMPI_"))),
+    ]:
         monkeypatch.delenv(name, raising=False)
 
     def set_all(values: dict[str, str]) -> dict[str, str]:
@@ -36,7 +50,8 @@ def test_tasks_of_srun_are_ranks(variables):
     found = variables(STEP)
     port = int(found.pop("MASTER_PORT"))
     assert (
-        found == {"RANK": "5", "LOCAL_RANK": "1", "WORLD_SIZE": "8", "MASTER_ADDR": "gpu07"} and 20000 <= port < 32000
+        found == {"RANK": "5", "LOCAL_RANK": "1", "WORLD_SIZE": "8", "MASTER_ADDR": "gpu07"}
+        and 20000 <= port < 32000
     )
 
 
@@ -49,9 +64,20 @@ def test_an_address_that_is_set_stays(variables):
     [
         {**STEP, "SLURM_NTASKS": "1", "SLURM_PROCID": "0"},
         {**STEP, "SLURM_PROCID": "0", "SLURM_STEP_ID": "4294967291"},  # the batch script
-        {name: value for name, value in {**STEP, "SLURM_PROCID": "0"}.items() if name != "SLURM_STEP_ID"},
+        {
+            name: value
+            for name, value in {**STEP, "SLURM_PROCID": "0"}.items()
+            if name != "SLURM_STEP_ID"
+        },
         {**STEP, "SLURM_STEP_NUM_TASKS": "1", "SLURM_PROCID": "0"},
-        {**STEP, "SLURM_NTASKS": "1", "SLURM_PROCID": "0", "PMI_RANK": "0", "PMI_SIZE": "1", "PMIX_RANK": "0"},
+        {
+            **STEP,
+            "SLURM_NTASKS": "1",
+            "SLURM_PROCID": "0",
+            "PMI_RANK": "0",
+            "PMI_SIZE": "1",
+            "PMIX_RANK": "0",
+        },
         {},
     ],
     ids=[

@@ -36,7 +36,8 @@ def test_ranks_under_mpirun_keep_a_given_master(tmp_path):
     if shutil.which("mpirun") is None:
         pytest.skip("mpirun is not installed (Debian: openmpi-bin)")
     code = (
-        "import os; from mmldlm.distributed.mpi_environment import set_env_from_mpi; set_env_from_mpi(); "
+        "import os; from mmldlm.distributed.mpi_environment import set_env_from_mpi;"
+        " set_env_from_mpi(); "
         # A file a rank: mpirun mixes the ranks' lines.
         f"file = open(os.path.join({str(tmp_path)!r}, os.environ['RANK']), 'w'); "
         f"file.write(' '.join(os.environ[n] for n in {NAMES!r}))"
@@ -50,6 +51,11 @@ def test_ranks_under_mpirun_keep_a_given_master(tmp_path):
     }
     command = ["mpirun", "--oversubscribe", "-n", "2", sys.executable, "-c", code]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
-    found = [(tmp_path / rank).read_text().split() for rank in ("0", "1") if (tmp_path / rank).exists()]
-    assert [row[:4] for row in found] == [["0", "0", "2", "10.9.9.9"], ["1", "1", "2", "10.9.9.9"]], done.stderr
+    found = [
+        (tmp_path / rank).read_text().split() for rank in ("0", "1") if (tmp_path / rank).exists()
+    ]
+    assert [row[:4] for row in found] == [
+        ["0", "0", "2", "10.9.9.9"],
+        ["1", "1", "2", "10.9.9.9"],
+    ], done.stderr
     assert found[0][4] == found[1][4]

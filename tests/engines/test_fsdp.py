@@ -10,7 +10,9 @@ from mmldlm.engines.fsdp import FsdpEngine
 
 
 def test_a_full_disk_is_an_ordinary_error_that_names_rank_and_cause(tmp_path, monkeypatch):
-    """CheckpointException is a BaseException: past every `except Exception`, it would end the job."""
+    """CheckpointException is a BaseException: past every `except Exception`, it would end
+    the job.
+    """
 
     def full(*args, **kwargs):
         raise CheckpointException("write", {1: (OSError(28, "No space left on device"), None)})

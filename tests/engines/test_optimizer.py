@@ -24,24 +24,46 @@ def test_schedule_never_turns_up_again(schedule, warmup):
 
 def test_weight_decay_only_where_it_belongs():
     model = MultimodalMMDiT(
-        ModelConfig(hidden_size=16, n_blocks=1, n_heads=2, latent_dim=6, vocab_size=20, mask_token_id=3, pad_token_id=0,
-                    eos_token_id=2, tie_embeddings=True)
-    )  # fmt: skip
+        ModelConfig(
+            hidden_size=16,
+            n_blocks=1,
+            n_heads=2,
+            latent_dim=6,
+            vocab_size=20,
+            mask_token_id=3,
+            pad_token_id=0,
+            eos_token_id=2,
+            tie_embeddings=True,
+        )
+    )
     model.latent_head.requires_grad_(False)
     decayed, plain = parameter_groups(
         model, ParameterPlan(no_decay=no_decay_names(model)), OptimizerConfig(weight_decay=0.1)
     )
     assert (decayed["weight_decay"], plain["weight_decay"]) == (0.1, 0.0)
     names = {id(p): name for name, p in model.named_parameters()}
-    decayed_names, plain_names = ({names[id(p)] for p in group["params"]} for group in (decayed, plain))
-    assert "blocks.0.to_qkv.weight" in decayed_names and "latent_encoder.to_tokens.weight" in decayed_names
+    decayed_names, plain_names = (
+        {names[id(p)] for p in group["params"]} for group in (decayed, plain)
+    )
+    assert (
+        "blocks.0.to_qkv.weight" in decayed_names
+        and "latent_encoder.to_tokens.weight" in decayed_names
+    )
     for name in plain_names:
-        assert name.endswith("bias") or "norm" in name or "embedding" in name or "null" in name or "position" in name, (
-            name
-        )
+        assert (
+            name.endswith("bias")
+            or "norm" in name
+            or "embedding" in name
+            or "null" in name
+            or "position" in name
+        ), name
     assert not any("latent_head" in name for name in decayed_names | plain_names)
     trainable = [p for p in model.parameters() if p.requires_grad]
-    assert len(decayed["params"]) + len(plain["params"]) == len(trainable) == len(set(map(id, trainable)))
+    assert (
+        len(decayed["params"]) + len(plain["params"])
+        == len(trainable)
+        == len(set(map(id, trainable)))
+    )
     assert all(isinstance(p, torch.nn.Parameter) for p in trainable)
 
 
@@ -63,4 +85,6 @@ def test_a_clipped_step_is_torchs_clipping_and_step(max_norm, loss_scale):
             torch.nn.utils.clip_grad_norm_(models[1].parameters(), max_norm)
         theirs.step()
     for found, expected in zip(models[0].parameters(), models[1].parameters(), strict=True):
-        torch.testing.assert_close(found, expected, rtol=1e-8, atol=1e-10)  # the scale is an fp32 number
+        torch.testing.assert_close(
+            found, expected, rtol=1e-8, atol=1e-10
+        )  # the scale is an fp32 number

@@ -15,20 +15,43 @@ MASK, PAD, EOS, VOCAB, DIM = 0, 1, 2, 32, 6
 
 
 def write_store(
-    root, num_samples: int, seed: int = 0, longest: int = 10, latents_per_text: int = 1, num_train: int = 0
+    root,
+    num_samples: int,
+    seed: int = 0,
+    longest: int = 10,
+    latents_per_text: int = 1,
+    num_train: int = 0,
 ):
-    """A packed store, without a training split by default: words `word0` .. and random unit latents."""
+    """A packed store, without a training split by default: words `word0` .. and random unit
+    latents.
+    """
     splits = {"validation": num_samples} | ({"train": num_train} if num_train else {})
     files = {}
     for number, (split, count) in enumerate(splits.items()):
         files |= _write_split(root / split, count, seed + number, longest, latents_per_text)
     manifest = {
-        "format": "mmldlm-store", "version": 1, "latent_dim": DIM, "encoder": {"name": "none", "normalize": True},
-        "latent_stats": {"mean": [0.0] * DIM, "std": [DIM**-0.5] * DIM, "num_samples": num_samples},
-        "tokenizer": {"key": "t", "name": "t", "vocab_size": VOCAB, "mask_token_id": MASK, "pad_token_id": PAD,
-                      "eos_token_id": EOS, "unk_token_id": 3, "sha256": "x"},
-        "splits": {split: {"num_samples": count} for split, count in splits.items()}, "files": files,
-    }  # fmt: skip
+        "format": "mmldlm-store",
+        "version": 1,
+        "latent_dim": DIM,
+        "encoder": {"name": "none", "normalize": True},
+        "latent_stats": {
+            "mean": [0.0] * DIM,
+            "std": [DIM**-0.5] * DIM,
+            "num_samples": num_samples,
+        },
+        "tokenizer": {
+            "key": "t",
+            "name": "t",
+            "vocab_size": VOCAB,
+            "mask_token_id": MASK,
+            "pad_token_id": PAD,
+            "eos_token_id": EOS,
+            "unk_token_id": 3,
+            "sha256": "x",
+        },
+        "splits": {split: {"num_samples": count} for split, count in splits.items()},
+        "files": files,
+    }
     if latents_per_text > 1:
         manifest["latents_per_text"] = latents_per_text
     (root / "manifest.json").write_text(json.dumps(manifest))
@@ -74,8 +97,21 @@ def small_model(seed: int = 0, gates: float = 0.2, **shape):
     from mmldlm.models.mmdit.config import ModelConfig
 
     torch.manual_seed(seed)
-    values = {"hidden_size": 16, "n_blocks": 1, "n_heads": 2, "cond_dim": 16, "max_seq_len": 16, "tokens_per_latent": 2}
-    ids = {"vocab_size": VOCAB, "mask_token_id": MASK, "pad_token_id": PAD, "eos_token_id": EOS, "latent_dim": DIM}
+    values = {
+        "hidden_size": 16,
+        "n_blocks": 1,
+        "n_heads": 2,
+        "cond_dim": 16,
+        "max_seq_len": 16,
+        "tokens_per_latent": 2,
+    }
+    ids = {
+        "vocab_size": VOCAB,
+        "mask_token_id": MASK,
+        "pad_token_id": PAD,
+        "eos_token_id": EOS,
+        "latent_dim": DIM,
+    }
     model = MultimodalMMDiT(ModelConfig(**{**values, **ids, **shape}))
     for name, parameter in model.named_parameters():
         if gates and ("modulation" in name or "to_latent" in name):
@@ -90,7 +126,9 @@ def pretrained():
     from mmldlm.tasks.translation.config import LatentDiffusionConfig, TextDiffusionConfig
 
     weights = {"unconditional": 0.0, "l2t": 0.5, "t2l": 0.5}
-    return Pretrained(small_model(), Words(), TextDiffusionConfig(), LatentDiffusionConfig(), weights, 0.1)
+    return Pretrained(
+        small_model(), Words(), TextDiffusionConfig(), LatentDiffusionConfig(), weights, 0.1
+    )
 
 
 @pytest.fixture
@@ -102,4 +140,6 @@ def store(tmp_path):
 
 @pytest.fixture(scope="session")
 def make():
-    return SimpleNamespace(store=write_store, model=small_model, MASK=MASK, PAD=PAD, EOS=EOS, VOCAB=VOCAB, DIM=DIM)
+    return SimpleNamespace(
+        store=write_store, model=small_model, MASK=MASK, PAD=PAD, EOS=EOS, VOCAB=VOCAB, DIM=DIM
+    )

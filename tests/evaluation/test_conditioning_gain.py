@@ -32,19 +32,29 @@ class Known(torch.nn.Module):
     def __init__(self, make, nll):
         super().__init__()
         self.config = SimpleNamespace(
-            max_seq_len=64, eos_token_id=make.EOS, pad_token_id=make.PAD, mask_token_id=make.MASK, latent_dim=make.DIM
+            max_seq_len=64,
+            eos_token_id=make.EOS,
+            pad_token_id=make.PAD,
+            mask_token_id=make.MASK,
+            latent_dim=make.DIM,
         )
         self.nll = nll
 
     def scale_latents(self, raw):
         return raw
 
-    def forward(self, tokens, latents, t, latent_t, mask, *, text_positions, text_targets, text_weights):
+    def forward(
+        self, tokens, latents, t, latent_t, mask, *, text_positions, text_targets, text_weights
+    ):
         batch, width = tokens.shape
         assert bool((tokens.flatten()[text_positions] == self.config.mask_token_id).all())
         assert bool(mask.flatten()[text_positions].all())
         own = self.nll(latents, batch)[text_positions // width]
-        return {"text_nll": own, "text_correct": own < 1e-6, "length_logits": torch.zeros(batch, 64)}
+        return {
+            "text_nll": own,
+            "text_correct": own < 1e-6,
+            "length_logits": torch.zeros(batch, 64),
+        }
 
 
 def texts_of(count=400, longest=30):
@@ -68,7 +78,9 @@ def test_uniform_denoiser_scores_log_of_the_vocabulary_under_every_schedule(make
     for name in ("matched", "shuffled", "null"):
         estimate = ratio(found.nelbo[name], found.num_tokens)
         assert abs(estimate.value - value) < 5 * estimate.se + 2e-3 * value
-    assert (found.nelbo["matched"] == found.nelbo["null"]).all()  # the same masks, so no difference at all
+    assert (
+        found.nelbo["matched"] == found.nelbo["null"]
+    ).all()  # the same masks, so no difference at all
     assert found.length_nll["matched"] == pytest.approx(np.full(len(texts), math.log(64)))
 
 
@@ -80,7 +92,9 @@ def test_perfect_denoiser_scores_zero_and_the_right_latent_is_told_from_others(m
 
     found = run_measure(make, nll, texts)
     index = np.arange(60)
-    assert (found.nelbo["matched"][index % 2 == 0] == 0).all() and (found.nelbo["matched"][index % 2 == 1] > 0).all()
+    assert (found.nelbo["matched"][index % 2 == 0] == 0).all() and (
+        found.nelbo["matched"][index % 2 == 1] > 0
+    ).all()
     assert (found.correct["matched"] == np.where(index % 2 == 0, found.masked, 0)).all()
     partner = derangement(60, 0)
     assert ((found.nelbo["shuffled"] == 0) == (partner % 2 == 0)).all()
@@ -120,7 +134,9 @@ def test_fresh_models_leave_the_global_generator_alone(pretrained):
     state = torch.get_rng_state()
     one, two = (untrained_control(pretrained.model, seed=3, random_gates=True) for _ in range(2))
     assert torch.equal(torch.get_rng_state(), state)
-    assert all(torch.equal(a, b) for a, b in zip(one.state_dict().values(), two.state_dict().values()))
+    assert all(
+        torch.equal(a, b) for a, b in zip(one.state_dict().values(), two.state_dict().values())
+    )
 
 
 def test_whole_evaluation_and_its_report(pretrained, store, tmp_path, capsys):
@@ -131,8 +147,11 @@ def test_whole_evaluation_and_its_report(pretrained, store, tmp_path, capsys):
     assert report.claims == again.claims
     assert any("NELBO of 40 texts" in line for line in lines)
     assert {claim["id"] for claim in report.claims} == {
-        "l2t_gain_null_nats", "l2t_f1_gap_points", "t2l_recall_at_1", "untrained_gain_in_standard_errors",
-    }  # fmt: skip
+        "l2t_gain_null_nats",
+        "l2t_f1_gap_points",
+        "t2l_recall_at_1",
+        "untrained_gain_in_standard_errors",
+    }
     by_id = {claim["id"]: claim for claim in report.claims}
     assert not by_id["l2t_gain_null_nats"]["holds"]
     control = by_id["untrained_gain_in_standard_errors"]
@@ -142,7 +161,11 @@ def test_whole_evaluation_and_its_report(pretrained, store, tmp_path, capsys):
     assert "NaN" not in text and "Infinity" not in text
     values = json.loads(text)
     assert set(values) == {"conditions", "claims", "details"}
-    assert values["conditions"]["passes_per_text"] == values["details"]["model"]["passes"]["value"] <= 4
+    assert (
+        values["conditions"]["passes_per_text"]
+        == values["details"]["model"]["passes"]["value"]
+        <= 4
+    )
     assert values["conditions"]["num_sentences"] == 40 and len(values["details"]["examples"]) == 10
     assert values["details"]["floors"]["mean_embedding_recall_at_1"]["value"] <= 1 / 40
     assert set(values["details"]["model"]["gain_null"]) == {"value", "se", "unit", "n"}
@@ -163,7 +186,9 @@ def test_the_batch_size_reaches_every_pass_and_changes_no_figure(pretrained, sto
     found = []
     for size in (None, 2):
         widest.clear()
-        settings = Settings(num_samples=20, num_steps=2, latent_steps=2, control_samples=4, batch_size=size)
+        settings = Settings(
+            num_samples=20, num_steps=2, latent_steps=2, control_samples=4, batch_size=size
+        )
         found.append(evaluate(pretrained, store, settings, lambda line: None).arms["model"])
         assert (max(widest) <= 2 * pretrained.model.config.max_seq_len) == (size is not None)
     for name, estimate in found[0].items():
@@ -172,7 +197,9 @@ def test_the_batch_size_reaches_every_pass_and_changes_no_figure(pretrained, sto
 
 def test_only_trained_directions_are_evaluated(pretrained, store):
     pretrained.mode_weights = {"unconditional": 0, "l2t": 0, "t2l": 1}
-    report = evaluate(pretrained, store, Settings(latent_steps=2, control_samples=5), lambda line: None)
+    report = evaluate(
+        pretrained, store, Settings(latent_steps=2, control_samples=5), lambda line: None
+    )
     assert {claim["id"] for claim in report.claims} == {"t2l_recall_at_1"}
     assert any("l2t" in note for note in report.conditions["notes"])
     report.show()
@@ -207,13 +234,18 @@ def test_unusable_requests_are_refused(words, named):
         main(parser.parse_intermixed_args(["--checkpoint", "absent", *words]))
 
 
-@pytest.mark.parametrize("words", [["--num-draws", "0"], ["--batch-size", "0"], ["--num-samples", "1"]])
+@pytest.mark.parametrize(
+    "words", [["--num-draws", "0"], ["--batch-size", "0"], ["--num-samples", "1"]]
+)
 def test_numbers_out_of_bounds_are_refused(words, capsys):
     parser = argparse.ArgumentParser()
     add_arguments(parser)
     with pytest.raises(SystemExit) as done:
         parser.parse_intermixed_args(["--checkpoint", "absent", "--data", "x", *words])
-    assert done.value.code == 2 and f"argument {words[0]}: '{words[1]}': a whole number" in capsys.readouterr().err
+    assert (
+        done.value.code == 2
+        and f"argument {words[0]}: '{words[1]}': a whole number" in capsys.readouterr().err
+    )
 
 
 def test_a_sampler_and_several_lengths(pretrained, store):
@@ -222,7 +254,11 @@ def test_a_sampler_and_several_lengths(pretrained, store):
         settings = Settings(4, num_steps=1, latent_steps=1, num_draws=1, control_samples=2, **more)
         reports[name] = evaluate(pretrained, store, settings, lambda line: None).conditions
     plain, adaptive, several = reports.values()
-    assert adaptive["text_sampler"] == "eb" and adaptive["text_steps"] is None and plain["text_steps"] == 1
+    assert (
+        adaptive["text_sampler"] == "eb"
+        and adaptive["text_steps"] is None
+        and plain["text_steps"] == 1
+    )
     assert several["text_lengths"] == 2 and several["rows_per_text"] == 2 * plain["rows_per_text"]
 
 
@@ -239,7 +275,9 @@ def test_samplers_that_do_not_fit_are_refused(words, named, pretrained, store, m
     parser = argparse.ArgumentParser()
     add_arguments(parser)
     with pytest.raises(UserError, match=named):
-        main(parser.parse_intermixed_args(["--checkpoint", "x", "--data", str(store.root), *words]))
+        main(
+            parser.parse_intermixed_args(["--checkpoint", "x", "--data", str(store.root), *words])
+        )
 
 
 def test_the_former_spelling_of_suite_names_the_new_one(capsys):
@@ -252,12 +290,20 @@ def test_the_former_spelling_of_suite_names_the_new_one(capsys):
 
 
 def test_several_latents_a_text_are_measured_together(pretrained, make, tmp_path):
-    """Cosines are means over a text's latents, retrieval is by their mean; another number of latents is refused."""
+    """Cosines are means over a text's latents, retrieval is by their mean; another number of
+    latents is refused.
+    """
     store = Store(make.store(tmp_path / "store", 12, latents_per_text=3), "validation")
     pretrained.model = make.model(num_latents=3)
     settings = Settings(num_steps=2, latent_steps=2, control_samples=4)
     report = evaluate(pretrained, store, settings, lambda line: None)
-    assert set(report.arms["model"]) >= {"gain_null", "f1_right", "cosine", "recall_at_1", "norm_ratio"}
+    assert set(report.arms["model"]) >= {
+        "gain_null",
+        "f1_right",
+        "cosine",
+        "recall_at_1",
+        "norm_ratio",
+    }
     with pytest.raises(UserError, match="3 in"):
         evaluate(replace(pretrained, model=make.model()), store, settings, lambda line: None)
     sentences = choose_sentences(store, pretrained.model, None, 0)
@@ -265,7 +311,9 @@ def test_several_latents_a_text_are_measured_together(pretrained, make, tmp_path
     assert found["cosine"].value == pytest.approx(1) and found["recall_at_1"].value == 1
     half = sentences.latents.copy()
     half[:, 0] *= -1
-    assert latent_estimates(half, sentences, sentences.latents)["cosine"].value == pytest.approx(1 / 3, abs=1e-6)
+    assert latent_estimates(half, sentences, sentences.latents)["cosine"].value == pytest.approx(
+        1 / 3, abs=1e-6
+    )
 
 
 def test_each_measurement_says_how_far_it_is(pretrained, store):
@@ -275,6 +323,13 @@ def test_each_measurement_says_how_far_it_is(pretrained, store):
         calls = stages.setdefault(line, [])
         return lambda done, total: calls.append((done, total))
 
-    evaluate(pretrained, store, Settings(4, num_steps=2, latent_steps=2, num_draws=1, control_samples=2), say)
-    assert len(stages) == 10  # NELBO, texts and embeddings, of the model and two controls; figures of strings
+    evaluate(
+        pretrained,
+        store,
+        Settings(4, num_steps=2, latent_steps=2, num_draws=1, control_samples=2),
+        say,
+    )
+    assert (
+        len(stages) == 10
+    )  # NELBO, texts and embeddings, of the model and two controls; figures of strings
     assert all(calls and calls[-1][0] == calls[-1][1] > 0 for calls in stages.values())

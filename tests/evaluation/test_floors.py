@@ -1,4 +1,6 @@
-"""Floors: the nearest training sentence against a search by hand, and texts of word frequencies."""
+"""Floors: the nearest training sentence against a search by hand, and texts of word
+frequencies.
+"""
 
 from __future__ import annotations
 
@@ -11,12 +13,22 @@ from mmldlm.evaluation.floors import nearest_training_sentences, unigram_texts
 
 
 @pytest.mark.parametrize("count", [1, 2])
-def test_the_nearest_training_sentence_is_that_of_a_search_by_hand(make, tmp_path, monkeypatch, count):
+def test_the_nearest_training_sentence_is_that_of_a_search_by_hand(
+    make, tmp_path, monkeypatch, count
+):
     train = Store(make.store(tmp_path, 4, num_train=50, latents_per_text=count), "train")
-    latents = np.random.default_rng(5).standard_normal((13, *train.get([0]).latents.shape[1:])).astype(np.float32)
+    latents = (
+        np.random.default_rng(5)
+        .standard_normal((13, *train.get([0]).latents.shape[1:]))
+        .astype(np.float32)
+    )
     latents[3] = 2.5 * train.get([41]).latents[0]
-    keys, queries = (rows if count == 1 else rows.mean(1) for rows in (train.get(range(50)).latents, latents))
-    cosines = queries @ keys.T / np.linalg.norm(queries, axis=1)[:, None] / np.linalg.norm(keys, axis=1)
+    keys, queries = (
+        rows if count == 1 else rows.mean(1) for rows in (train.get(range(50)).latents, latents)
+    )
+    cosines = (
+        queries @ keys.T / np.linalg.norm(queries, axis=1)[:, None] / np.linalg.norm(keys, axis=1)
+    )
     for blocks in ((1024, 4096), (4, 7)):
         monkeypatch.setattr(floors, "_QUERIES", blocks[0])
         monkeypatch.setattr(floors, "_ROWS", blocks[1])
@@ -37,9 +49,14 @@ def test_unigram_texts_have_the_tokens_and_lengths_of_training(make, tmp_path):
     train = Store(make.store(tmp_path, 4, num_train=300), "train")
     tokens = np.concatenate(train.get(range(300)).tokens)
     drawn, frequent = unigram_texts(train, 400, seed=1)
-    assert (drawn, frequent) == unigram_texts(train, 400, seed=1) and drawn != unigram_texts(train, 400, seed=2)[0]
+    assert (drawn, frequent) == unigram_texts(train, 400, seed=1) and drawn != unigram_texts(
+        train, 400, seed=2
+    )[0]
     assert len(drawn) == 400 and {len(text) for text in drawn} <= set(train.lengths.tolist())
-    own, other = (np.bincount(ids, minlength=make.VOCAB) / len(ids) for ids in (tokens, np.concatenate(drawn)))
+    own, other = (
+        np.bincount(ids, minlength=make.VOCAB) / len(ids)
+        for ids in (tokens, np.concatenate(drawn))
+    )
     assert np.abs(own - other).max() < 0.02 and not other[own == 0].any()
     assert len(frequent) == len(set(frequent)) == np.median(train.lengths)
     assert min(own[frequent]) >= max(np.delete(own, frequent))

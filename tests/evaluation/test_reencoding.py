@@ -42,11 +42,15 @@ def measured(need_minilm, sentences):
     return lambda written: reencoded_estimates(pretrained, written, unseen, lambda line: None)
 
 
-def test_the_sentence_itself_scores_one_and_the_partner_of_the_shuffled_control_is_told_apart(measured):
+def test_the_sentence_itself_scores_one_and_the_partner_of_the_shuffled_control_is_told_apart(
+    measured,
+):
     right, swapped = measured([[0], [1], [2], [3]]), measured([[1], [2], [3], [0]])
     assert right["reencoded_cosine"].value == pytest.approx(1, abs=1e-5)
     assert swapped["reencoded_cosine_shuffled"].value == pytest.approx(1, abs=1e-5)
-    assert swapped["reencoded_cosine"].value == pytest.approx(right["reencoded_cosine_shuffled"].value, abs=1e-5)
+    assert swapped["reencoded_cosine"].value == pytest.approx(
+        right["reencoded_cosine_shuffled"].value, abs=1e-5
+    )
     assert right["reencoded_cosine_shuffled"].value < 0.9
 
 

@@ -1,4 +1,6 @@
-"""Pages of evaluations: every figure with its error and meaning, and nothing that a text could smuggle in."""
+"""Pages of evaluations: every figure with its error and meaning, and nothing that a text could
+smuggle in.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,13 @@ from mmldlm.evaluation.metrics.sts_benchmark import StsReport, correlations
 from mmldlm.evaluation.report import ROWS, EvaluationReport
 from mmldlm.evaluation.report_page import PLOTS
 from mmldlm.evaluation.statistics import Difference, Estimate
-from mmldlm.evaluation.text_tables import OVERLAP_COLUMNS, OVERLAP_LEGEND, OVERLAP_ROWS, SET_COLUMNS, SET_LEGEND
+from mmldlm.evaluation.text_tables import (
+    OVERLAP_COLUMNS,
+    OVERLAP_LEGEND,
+    OVERLAP_ROWS,
+    SET_COLUMNS,
+    SET_LEGEND,
+)
 
 HOSTILE = "</td><script>window.broken=1</script> & <img src=x>"
 UNITS = {"nelbo": "nats/token", "gain": "nats/token", "f1": "points", "recall": "share, of 40"}
@@ -26,21 +34,42 @@ UNITS = {"nelbo": "nats/token", "gain": "nats/token", "f1": "points", "recall": 
 def report():
     """A different value for every figure; one hostile sample, note and store."""
     names = [key for key, _, _ in ROWS]
-    unit = {name: next((unit for start, unit in UNITS.items() if start in name), "cosine") for name in names}
+    unit = {
+        name: next((unit for start, unit in UNITS.items() if start in name), "cosine")
+        for name in names
+    }
     model = {name: Estimate(0.01 * i, 0.001, unit[name]) for i, name in enumerate(names, 1)}
-    floors = {name: model.pop(name) for name in names if name.startswith(("mean_embedding", "chance"))}
+    floors = {
+        name: model.pop(name) for name in names if name.startswith(("mean_embedding", "chance"))
+    }
     arms = {"model": model, "untrained": {"nelbo_right": Estimate(9.5, 0.1, "nats/token")}}
     arms |= {"untrained_random_gates": {}, "floors": floors}
     for number, (arm, _) in enumerate(OVERLAP_ROWS, 1):
-        found = {key: Estimate(number + 10.1 * i, 0.2, "points", 40) for i, (key, _, _) in enumerate(OVERLAP_COLUMNS)}
+        found = {
+            key: Estimate(number + 10.1 * i, 0.2, "points", 40)
+            for i, (key, _, _) in enumerate(OVERLAP_COLUMNS)
+        }
         arms.setdefault(arm, {}).update(found)
     for number, arm in enumerate(("model", "sentences")):
-        found = {key: Estimate(number + 0.123 * i, 0.01, "", 40) for i, (key, _, _) in enumerate(SET_COLUMNS, 1)}
+        found = {
+            key: Estimate(number + 0.123 * i, 0.01, "", 40)
+            for i, (key, _, _) in enumerate(SET_COLUMNS, 1)
+        }
         arms.setdefault(arm, {}).update(found)
     arms["nearest_training_sentence"]["reencoded_cosine"] = model.pop("nearest_training_cosine")
-    conditions = {"num_sentences": 40, "num_control_sentences": 10, "store": HOSTILE, "notes": [HOSTILE], "seed": 3}
+    conditions = {
+        "num_sentences": 40,
+        "num_control_sentences": 10,
+        "store": HOSTILE,
+        "notes": [HOSTILE],
+        "seed": 3,
+    }
     conditions |= {"likelihood": "bound", "near_duplicates": {"count": 7, "cosine_above": 0.95}}
-    differences = {"model_minus_nearest_training_sentence": {"word_f1": Difference(-3.25, -4.0, 1.5, "points", 40)}}
+    differences = {
+        "model_minus_nearest_training_sentence": {
+            "word_f1": Difference(-3.25, -4.0, 1.5, "points", 40)
+        }
+    }
     samples = [{"sentence": f"The rows {HOSTILE}", "written": f"the row {HOSTILE}", "set_f1": 0.5}]
     return EvaluationReport(conditions, arms, samples, differences)
 
@@ -64,18 +93,29 @@ def test_every_figure_has_its_error_and_its_meaning(report):
 def test_written_strings_stand_beside_their_floors(report):
     page = words(report.page())
     for arm, label in OVERLAP_ROWS:
-        cells = [f"{report.arms[arm][key].value:.{digits}f} ± 0.2" for key, _, digits in OVERLAP_COLUMNS]
+        cells = [
+            f"{report.arms[arm][key].value:.{digits}f} ± 0.2" for key, _, digits in OVERLAP_COLUMNS
+        ]
         assert label.strip() + "".join(cells) in page
     for text in (*OVERLAP_LEGEND.values(), *SET_LEGEND.values()):
         assert "".join(text.split(": ", 1)) in page
-    assert "-3.2 points[-4.0, +1.5]" in page and "7 of 40 sentences have a training sentence" in page
+    assert (
+        "-3.2 points[-4.0, +1.5]" in page and "7 of 40 sentences have a training sentence" in page
+    )
 
 
 def test_what_a_search_found_stands_beside_what_was_written(report):
     report.examples[0]["searched"] = "rows of the table"
-    report.conditions["search"] = {"what": "best of 4", "gflops": 2.5, "depth": 9, "judge_calls": 4.0}
+    report.conditions["search"] = {
+        "what": "best of 4",
+        "gflops": 2.5,
+        "depth": 9,
+        "judge_calls": 4.0,
+    }
     report.conditions |= {"gflops_per_text": None, "most_passes": 6}
-    report.differences["search_minus_model"] = {"judge_cosine": Difference(0.05, 0.04, 0.0625, "cosine", 40)}
+    report.differences["search_minus_model"] = {
+        "judge_cosine": Difference(0.05, 0.04, 0.0625, "cosine", 40)
+    }
     page = words(report.page())
     assert "written from its embeddingfound by the search" in page
     assert "model6" in page and "search: best of 42.594" in page
@@ -107,7 +147,9 @@ def test_a_hostile_text_stays_text(report, browser, tmp_path):
     assert browser.problems == [] and browser.requests == [path.as_uri()]
     assert browser.run("window.broken") is None and browser.run("document.images.length") == 0
     marks = browser.run("[...document.querySelectorAll('mark')].map((mark) => mark.textContent)")
-    assert marks[0] == "the" and "row" not in marks  # a word of the sentence in another case; "row" is none of its
+    assert (
+        marks[0] == "the" and "row" not in marks
+    )  # a word of the sentence in another case; "row" is none of its
     for width in (320, 1200):
         browser.resize(width)
         assert browser.run("document.documentElement.scrollWidth") <= width
@@ -115,7 +157,10 @@ def test_a_hostile_text_stays_text(report, browser, tmp_path):
 
 def test_the_page_of_sts_has_its_intervals():
     scores = np.arange(20.0)
-    rows = {"model (t2l)": correlations(scores**2, scores, 0), "floor: bag of words": correlations(-scores, scores, 0)}
+    rows = {
+        "model (t2l)": correlations(scores**2, scores, 0),
+        "floor: bag of words": correlations(-scores, scores, 0),
+    }
     page = words(StsReport({"file": "sts-dev.csv", "num_pairs": 20}, rows).page())
     low, high = rows["model (t2l)"]["spearman"]["ci95"]
     assert f"1.000 [{low:.3f}, {high:.3f}]" in page and "floor: bag of words-1.000" in page
@@ -124,14 +169,25 @@ def test_the_page_of_sts_has_its_intervals():
 
 @pytest.mark.parametrize(
     "options, named",
-    [(["--html", "page.txt"], "ends with .html"), (["--html", "{}/file/page.html"], "writable path"),
-     (["--html", "{}/a.html", "--json", "{}/a.html"], "two files")],
-)  # fmt: skip
-def test_pages_that_cannot_be_written_are_refused_before_the_model_is_read(tmp_path, options, named):
+    [
+        (["--html", "page.txt"], "ends with .html"),
+        (["--html", "{}/file/page.html"], "writable path"),
+        (["--html", "{}/a.html", "--json", "{}/a.html"], "two files"),
+    ],
+)
+def test_pages_that_cannot_be_written_are_refused_before_the_model_is_read(
+    tmp_path, options, named
+):
     (tmp_path / "file").write_text("")
     parser = argparse.ArgumentParser()
     add_arguments(parser)
-    words = ["--checkpoint", "absent", "--data", "absent", *(option.format(tmp_path) for option in options)]
+    words = [
+        "--checkpoint",
+        "absent",
+        "--data",
+        "absent",
+        *(option.format(tmp_path) for option in options),
+    ]
     with pytest.raises(UserError, match=named) as error:
         main(parser.parse_args(words))
     assert error.value.exit_code == 2

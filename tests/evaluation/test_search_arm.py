@@ -1,4 +1,6 @@
-"""`mmldlm evaluate --search`: the arm beside the model's own texts, and the judges that it refuses."""
+"""`mmldlm evaluate --search`: the arm beside the model's own texts, and the judges that it
+refuses.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,11 @@ def test_the_search_is_reported_beside_the_models_texts(pretrained, store, capsy
     )
     assert {"word_f1", "exact_match", "length_exact"} <= arm.keys()
     cost = report.as_dict()["conditions"]["search"]
-    assert cost["judge"] == "t2l" and cost["most_judge_calls"] <= 10 and "the model's own t2l" in cost["what"]
+    assert (
+        cost["judge"] == "t2l"
+        and cost["most_judge_calls"] <= 10
+        and "the model's own t2l" in cost["what"]
+    )
     assert cost["gflops"] > report.conditions["gflops_per_text"] > 0
     assert all(example["searched"] for example in report.examples)
     report.show()
@@ -41,14 +47,25 @@ def test_the_search_is_reported_beside_the_models_texts(pretrained, store, capsy
 def test_the_other_figures_do_not_depend_on_a_search(pretrained, store):
     plain = evaluate(pretrained, store, settings())
     beside = evaluate(pretrained, store, settings(search="best_of", num_candidates=2, judge="t2l"))
-    assert plain.arms["model"].items() <= beside.arms["model"].items() and "search" not in plain.arms
+    assert (
+        plain.arms["model"].items() <= beside.arms["model"].items() and "search" not in plain.arms
+    )
 
 
 def test_a_missing_encoder_is_found_before_anything_is_measured(pretrained, store):
     with pytest.raises(UserError, match="add --judge t2l"):
-        evaluate(pretrained, store, settings(search="local"), log=lambda line: pytest.fail("refused too late"))
+        evaluate(
+            pretrained,
+            store,
+            settings(search="local"),
+            log=lambda line: pytest.fail("refused too late"),
+        )
     with pytest.raises(UserError, match="trained in mode l2t"):
-        evaluate(replace(pretrained, mode_weights={"t2l": 1.0}), store, settings(search="local", judge="t2l"))
+        evaluate(
+            replace(pretrained, mode_weights={"t2l": 1.0}),
+            store,
+            settings(search="local", judge="t2l"),
+        )
 
 
 def test_unusable_requests_are_refused():
@@ -63,12 +80,18 @@ def test_unusable_requests_are_refused():
     with pytest.raises(UserError, match="--judge with --search"):
         _check_arguments(parse("--data", "s", "--judge", "t2l"))
     with pytest.raises(UserError, match="--search best_of for task=ar"):
-        _check_task(parse("--data", "s", "--search", "local"), SimpleNamespace(task=find_task("ar")))
+        _check_task(
+            parse("--data", "s", "--search", "local"), SimpleNamespace(task=find_task("ar"))
+        )
 
 
 def test_the_judge_is_asked_no_more_than_it_says(pretrained, store, monkeypatch):
     asked = []
     embed = T2lJudge._embed
-    monkeypatch.setattr(T2lJudge, "_embed", lambda judge, texts: (asked.append(len(texts)), embed(judge, texts))[1])
+    monkeypatch.setattr(
+        T2lJudge, "_embed", lambda judge, texts: (asked.append(len(texts)), embed(judge, texts))[1]
+    )
     report = evaluate(pretrained, store, settings(search="best_of", num_candidates=3, judge="t2l"))
-    assert sum(asked[:-1]) == round(8 * report.conditions["search"]["judge_calls"])  # the last call: the model's texts
+    assert sum(asked[:-1]) == round(
+        8 * report.conditions["search"]["judge_calls"]
+    )  # the last call: the model's texts

@@ -1,4 +1,6 @@
-"""Written strings beside floors: known texts in every arm, near-duplicates apart, and the printed tables."""
+"""Written strings beside floors: known texts in every arm, near-duplicates apart, and the printed
+tables.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,9 @@ FLOORS = {"nearest_training_sentence", "unigram_draws", "most_frequent_tokens"}
 
 @pytest.fixture
 def case(pretrained, make, tmp_path):
-    """A store whose first 3 of 12 sentences have the latents and the tokens of training sentences."""
+    """A store whose first 3 of 12 sentences have the latents and the tokens of training
+    sentences.
+    """
     root = make.store(tmp_path, 12, num_train=60)
     latents = np.load(root / "validation" / "latents.npy")
     latents[:3] = np.load(root / "train" / "latents.npy")[7:10]
@@ -49,7 +53,13 @@ def value(found, arm, figure):
 
 def test_the_sentences_themselves_score_everything_and_others_texts_do_not(case):
     found = measure(case, case[2].tokens)
-    for figure in ("word_f1", "word_set_f1", "exact_match", "length_exact", "exact_match_original"):
+    for figure in (
+        "word_f1",
+        "word_set_f1",
+        "exact_match",
+        "length_exact",
+        "exact_match_original",
+    ):
         assert value(found, "model", figure) == 100
     assert value(found, "shuffled", "exact_match") < 50
     assert found.arms["model"]["distinct_2"] == found.arms["sentences"]["distinct_2"]
@@ -69,7 +79,9 @@ def test_known_sentences_are_counted_and_reported_apart(case):
     assert apart["reencoded_cosine"].value < value(found, nearest, "reencoded_cosine")
     assert value(found, "model_without_near_duplicates", "exact_match") == 100
     difference = found.differences[f"model_minus_{nearest}"]["exact_match"]
-    assert difference.value == pytest.approx(75) and 0 < difference.low < 75 < difference.high <= 100
+    assert (
+        difference.value == pytest.approx(75) and 0 < difference.low < 75 < difference.high <= 100
+    )
 
 
 def test_a_look_up_instead_of_a_model_gains_nothing_over_the_floor(case):
@@ -84,7 +96,10 @@ def test_a_look_up_instead_of_a_model_gains_nothing_over_the_floor(case):
 def test_a_tokenizer_that_changes_the_sentences_is_named(case):
     case[2].texts = [text.upper() for text in case[2].texts]
     found = measure(case, case[2].tokens)
-    assert value(found, "model", "exact_match") == 100 and value(found, "model", "exact_match_original") == 0
+    assert (
+        value(found, "model", "exact_match") == 100
+        and value(found, "model", "exact_match_original") == 0
+    )
     assert found.conditions["sentences_changed_by_tokenizer"] == 12
     assert any("changes 12 of the 12" in note for note in found.notes)
 
@@ -100,7 +115,9 @@ def test_without_sacrebleu_a_note_says_how_to_install_it(case, monkeypatch):
 def test_without_a_training_split_a_note_names_the_missing_floors(pretrained, store):
     sentences = choose_sentences(store, pretrained.model, 8, 0)
     found = measure((pretrained, store, sentences), sentences.tokens)
-    assert not FLOORS & set(found.arms) and any("no training split" in note for note in found.notes)
+    assert not FLOORS & set(found.arms) and any(
+        "no training split" in note for note in found.notes
+    )
 
 
 def test_the_tables_fit_a_terminal_and_explain_every_column(case, capsys):
@@ -110,7 +127,14 @@ def test_the_tables_fit_a_terminal_and_explain_every_column(case, capsys):
     shown = capsys.readouterr().out
     assert "…" not in shown
     assert max(map(len, [*OVERLAP_LEGEND.values(), *SET_LEGEND.values()])) <= 80
-    for words in ("sentence BLEU:", "word-set F1:", "length exact:", "nearest training:", "distinct-2:", "entropy:"):
+    for words in (
+        "sentence BLEU:",
+        "word-set F1:",
+        "length exact:",
+        "nearest training:",
+        "distinct-2:",
+        "entropy:",
+    ):
         assert words in shown
     assert "0.95: 3 of 12" in shown and "95 % interval" in shown
 
@@ -119,17 +143,37 @@ def test_the_tables_fit_a_terminal_and_explain_every_column(case, capsys):
 def test_every_task_without_latents_is_measured_by_the_texts_it_writes(make, store, name, capsys):
     task = find_task(name)
     fields = task.config_class.model_fields
-    shape = {"hidden_size": 16, "n_blocks": 1, "n_heads": 2, "max_seq_len": 16, "conditioning": "none"}
-    ids = {"vocab_size": make.VOCAB, "mask_token_id": make.MASK, "pad_token_id": make.PAD, "eos_token_id": make.EOS}
+    shape = {
+        "hidden_size": 16,
+        "n_blocks": 1,
+        "n_heads": 2,
+        "max_seq_len": 16,
+        "conditioning": "none",
+    }
+    ids = {
+        "vocab_size": make.VOCAB,
+        "mask_token_id": make.MASK,
+        "pad_token_id": make.PAD,
+        "eos_token_id": make.EOS,
+    }
     cond = {} if name == "ar" else {"cond_dim": 16}
     config = fields["model"].annotation(**shape, **ids, **cond, latent_dim=make.DIM)
     diffusion = fields["text_diffusion"].annotation() if "text_diffusion" in fields else None
     torch.manual_seed(0)
     model = task.model_class()(config).eval()
-    pretrained = Pretrained(model, Words(), diffusion, None, {"unconditional": 1.0}, 0.0, task=task)
-    report = evaluate(pretrained, store, Settings(8, num_steps=3, num_draws=1, control_samples=4), lambda line: None)
+    pretrained = Pretrained(
+        model, Words(), diffusion, None, {"unconditional": 1.0}, 0.0, task=task
+    )
+    report = evaluate(
+        pretrained,
+        store,
+        Settings(8, num_steps=3, num_draws=1, control_samples=4),
+        lambda line: None,
+    )
     found = report.arms["model"]
-    assert {"distinct_2", "adjacent_repeats", "unigram_entropy"} <= set(found) and "word_f1" not in found
+    assert {"distinct_2", "adjacent_repeats", "unigram_entropy"} <= set(
+        found
+    ) and "word_f1" not in found
     assert found["distinct_2"].n == report.arms["sentences"]["distinct_2"].n == 8
     assert report.conditions["text_sampler"] == "ancestral, without an embedding"
     assert report.conditions["presence_penalty"] is None
@@ -144,7 +188,15 @@ def test_texts_without_a_latent_are_compared_as_a_set(case, capsys):
     pretrained, _, sentences = case
     found = measure_set(pretrained, sentences, [[5, 5, 5]] * len(sentences))
     assert set(found.arms) == {"model", "sentences"}
-    assert value(found, "model", "adjacent_repeats") == 1 > value(found, "sentences", "adjacent_repeats")
-    assert value(found, "model", "unigram_entropy") == 0 < value(found, "sentences", "unigram_entropy")
+    assert (
+        value(found, "model", "adjacent_repeats")
+        == 1
+        > value(found, "sentences", "adjacent_repeats")
+    )
+    assert (
+        value(found, "model", "unigram_entropy")
+        == 0
+        < value(found, "sentences", "unigram_entropy")
+    )
     show_texts(found.arms, {}, {}, Console(markup=False, width=80))
     assert "real sentences" in capsys.readouterr().out

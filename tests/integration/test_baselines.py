@@ -1,4 +1,6 @@
-"""Baselines under every engine: the same losses, skips, resumes, exports; sampled and evaluated from a checkpoint."""
+"""Baselines under every engine: the same losses, skips, resumes, exports; sampled and evaluated
+from a checkpoint.
+"""
 
 from __future__ import annotations
 
@@ -29,17 +31,22 @@ def runs(store, tmp_path_factory):
 def test_every_engine_gives_the_losses_of_one_process(runs, arm):
     """Around a step whose loss is NaN on one rank, and in the evaluation at the end."""
     expected = read_log(runs, f"{arm}_single")
-    assert [record["skipped"] for record in expected] == [step == BAD_STEP for step in range(1, STEPS + 1)]
+    assert [record["skipped"] for record in expected] == [
+        step == BAD_STEP for step in range(1, STEPS + 1)
+    ]
     (evaluation,) = read_log(runs, f"{arm}_single", "eval_log.jsonl")
     figures = {key for key in evaluation if key.endswith(("_nelbo", "_nll", "_gain_null"))}
     assert len(figures) == (3 if arm.startswith("ar") else 2 if arm == "mdlm" else 5)
     for engine in ENGINES:
         found = read_log(runs, f"{arm}_{engine}")
-        assert [record["skipped"] for record in found] == [record["skipped"] for record in expected], engine
+        assert [record["skipped"] for record in found] == [
+            record["skipped"] for record in expected
+        ], engine
         for one, other in zip(expected, found, strict=True):
             for key in ("loss", "text_loss", "length_loss", "grad_norm"):
                 if key in one and not one["skipped"]:
-                    # A norm over a million elements is summed in another order, in fp32: 3e-4 apart at equal gradients.
+                    # A norm over a million elements is summed in another order, in fp32: 3e-4
+                    # apart at equal gradients.
                     near = pytest.approx(one[key], rel=1e-3 if key == "grad_norm" else 1e-4)
                     assert other[key] == near, (engine, key, one["step"])
         (other,) = read_log(runs, f"{arm}_{engine}", "eval_log.jsonl")
@@ -54,7 +61,9 @@ def test_a_resumed_run_has_the_same_losses(runs, arm, engine):
         assert [record[key] for record in resumed] == [record[key] for record in straight], key
 
 
-@pytest.mark.parametrize("arm", ["mdlm", "latent_dit_adaln"])  # AR, GIDD and HDLM: in the tests of their tasks
+@pytest.mark.parametrize(
+    "arm", ["mdlm", "latent_dit_adaln"]
+)  # AR, GIDD and HDLM: in the tests of their tasks
 def test_the_skipped_step_is_replayed(runs, arm, tmp_path, monkeypatch):
     from mmldlm.cli import main
     from mmldlm.tasks.baselines.mdlm.collator import MaskingCollator
@@ -68,9 +77,19 @@ def test_the_skipped_step_is_replayed(runs, arm, tmp_path, monkeypatch):
         return found
 
     monkeypatch.setattr(MaskingCollator, "collate", planted)
-    words = ["replay", str(runs / f"{arm}_single"), "last", "--dtypes", "fp32", "--json", str(tmp_path / "replay.json")]
+    words = [
+        "replay",
+        str(runs / f"{arm}_single"),
+        "last",
+        "--dtypes",
+        "fp32",
+        "--json",
+        str(tmp_path / "replay.json"),
+    ]
     assert main(words) == 0
-    (found,) = json.loads((tmp_path / "replay.json").read_text())["dtypes"]["fp32"]["micro_batches"]
+    (found,) = json.loads((tmp_path / "replay.json").read_text())["dtypes"]["fp32"][
+        "micro_batches"
+    ]
     assert found["origins"][0]["kind"] == "NaN"
 
 
@@ -86,8 +105,12 @@ def test_sanity_finds_nothing_wrong(store, tmp_path, arm):
     assert [f"{row.id}: {row.reason}" for row in found.findings.rows() if row.status == FAIL] == []
 
 
-@pytest.mark.parametrize(("arm", "engine"), [("mdlm", "zero3"), ("latent_dit_cross_attention", "fsdp")])
-def test_a_checkpoint_is_converted_sampled_and_evaluated(runs, store, tmp_path, arm, engine, capsys):
+@pytest.mark.parametrize(
+    ("arm", "engine"), [("mdlm", "zero3"), ("latent_dit_cross_attention", "fsdp")]
+)
+def test_a_checkpoint_is_converted_sampled_and_evaluated(
+    runs, store, tmp_path, arm, engine, capsys
+):
     from mmldlm.cli import main
     from mmldlm.sampling.pretrained import load_pretrained
 
@@ -104,21 +127,41 @@ def test_a_checkpoint_is_converted_sampled_and_evaluated(runs, store, tmp_path, 
     settings = json.loads((tmp_path / "a" / "settings.json").read_text())
     assert settings["sampler"] == "ancestral" and not (tmp_path / "a" / "latents.npy").exists()
     conditional = arm != "mdlm"
-    assert command("sample", "l2t", "--data", store, *few, tmp_path / "b") == (0 if conditional else 2)
+    assert command("sample", "l2t", "--data", store, *few, tmp_path / "b") == (
+        0 if conditional else 2
+    )
     said = capsys.readouterr().err
     if not conditional:
         assert "trained in mode l2t" in said
-    assert command("sample", "t2l", "--text", "words", "--checkpoint", out, "--output-dir", tmp_path / "c") == 2
+    assert (
+        command(
+            "sample", "t2l", "--text", "words", "--checkpoint", out, "--output-dir", tmp_path / "c"
+        )
+        == 2
+    )
     assert "task=mdlm" in capsys.readouterr().err
     assert command("sample", "unconditional", "--sampler", "beam", *few, tmp_path / "d") == 2
 
     report = tmp_path / "report.json"
-    words = ("--data", store, "--num-samples", 8, "--control-samples", 4, "--num-draws", 1, "--json", report)
+    words = (
+        "--data",
+        store,
+        "--num-samples",
+        8,
+        "--control-samples",
+        4,
+        "--num-draws",
+        1,
+        "--json",
+        report,
+    )
     assert command("evaluate", "--checkpoint", out, *words) == 0
     found = json.loads(report.read_text())
     model, untrained = found["details"]["model"], found["details"]["untrained"]
     assert model["nelbo_null"]["value"] > 0 and model["length_nll_null"]["value"] > 0
     assert ("gain_null" in model) == conditional == ("f1_right" in model)
     if conditional:  # adaLN and gates of zero: an untrained model ignores its latent exactly
-        assert untrained["gain_null"]["value"] == 0 and untrained["latent_sensitivity"]["value"] == 0
+        assert (
+            untrained["gain_null"]["value"] == 0 and untrained["latent_sensitivity"]["value"] == 0
+        )
         assert found["details"]["untrained_random_gates"]["latent_sensitivity"]["value"] > 0

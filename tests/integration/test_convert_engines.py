@@ -1,4 +1,6 @@
-"""mmldlm convert on the checkpoints of every engine, the moving average, shards, selections, and diff."""
+"""mmldlm convert on the checkpoints of every engine, the moving average, shards, selections, and
+diff.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,9 @@ torch = pytest.importorskip("torch", reason="torch is not installed: no truth to
 
 def state_of(folder) -> dict:
     """name -> tensor of a converted folder, as torch's own users would read it."""
-    load_file = pytest.importorskip("safetensors.torch", reason="safetensors is not installed").load_file
+    load_file = pytest.importorskip(
+        "safetensors.torch", reason="safetensors is not installed"
+    ).load_file
     state = {}
     for path in folder.glob("*.safetensors"):
         state.update(load_file(path))
@@ -76,7 +80,9 @@ def test_average_of_a_run_without_one(zero_dir, tmp_path):
 
 
 def test_average_of_tied_weights_that_were_saved_apart(fsdp_dir, tmp_path):
-    """No `aliases` in trainable.json: the second name must get the average too, or the model loads the wrong one."""
+    """No `aliases` in trainable.json: the second name must get the average too, or the model loads
+    the wrong one.
+    """
     engine = tmp_path / "engine"
     shutil.copytree(fsdp_dir / "fsdp", engine)
     facts = json.loads((engine / "trainable.json").read_text())
@@ -90,11 +96,15 @@ def test_average_of_tied_weights_that_were_saved_apart(fsdp_dir, tmp_path):
 
 
 def test_average_beside_zero_files(zero_dir, tmp_path):
-    """The average replaces the masters, whose rounded copies in the model file must then not be compared with it."""
+    """The average replaces the masters, whose rounded copies in the model file must then not be
+    compared with it.
+    """
     engine = tmp_path / "engine"
     shutil.copytree(zero_dir / "z3_bf16", engine)
     with open_source(engine).weights as source:
-        shapes = {name: info.shape for name, info in source.tensors.items() if info.kind == "trainable"}
+        shapes = {
+            name: info.shape for name, info in source.tensors.items() if info.kind == "trainable"
+        }
     for rank in (0, 1):
         entries = {}
         for name, shape in shapes.items():
@@ -105,7 +115,10 @@ def test_average_beside_zero_files(zero_dir, tmp_path):
         torch.save(entries, engine / f"ema_rank{rank}.pt")
     convert(engine, tmp_path / "out", ema=True)
     state = state_of(tmp_path / "out")
-    assert torch.equal(state["wide.weight"].flatten(), torch.arange(65.0)) and state["frozen.weight"].any()
+    assert (
+        torch.equal(state["wide.weight"].flatten(), torch.arange(65.0))
+        and state["frozen.weight"].any()
+    )
 
 
 def test_foreign_dcp(fsdp_dir, tmp_path):
@@ -154,14 +167,20 @@ def test_foreign_folders_named_checkpoints(fsdp_dir, zero_dir, tmp_path):
     shutil.copytree(zero_dir / "z2_bf16", folder)
     shutil.copytree(fsdp_dir / "bare", folder / "step-100")
     (folder / "latest").write_text("zero")
-    for path, engine in ((folder, "deepspeed"), (folder / "zero", "deepspeed"), (folder / "step-100", "fsdp")):
+    for path, engine in (
+        (folder, "deepspeed"),
+        (folder / "zero", "deepspeed"),
+        (folder / "step-100", "fsdp"),
+    ):
         with open_source(path).weights as source:
             assert source.engine == engine
 
 
 @pytest.mark.parametrize("engine", ["fsdp", "deepspeed"])
 def test_a_checkpoint_of_ours_without_its_manifest(fsdp_dir, zero_dir, tmp_path, engine):
-    run = run_of(tmp_path / "run", fsdp_dir / "fsdp" if engine == "fsdp" else zero_dir / "z2_bf16", engine)
+    run = run_of(
+        tmp_path / "run", fsdp_dir / "fsdp" if engine == "fsdp" else zero_dir / "z2_bf16", engine
+    )
     step = run / "checkpoints" / "step_00000007"
     (step / "manifest.json").unlink()
     for path in (run, step):
@@ -172,15 +191,22 @@ def test_a_checkpoint_of_ours_without_its_manifest(fsdp_dir, zero_dir, tmp_path,
 @pytest.mark.parametrize("key", ["model", "state_dict"])
 def test_weights_beside_other_things(tmp_path, key):
     """What trainers save: {"model": state_dict, "optimizer": ..., "step": ...}."""
-    torch.save({"step": 3, key: {"w": torch.ones(2)}, "optimizer": {"state": {}}}, tmp_path / "checkpoint.pt")
+    torch.save(
+        {"step": 3, key: {"w": torch.ones(2)}, "optimizer": {"state": {}}},
+        tmp_path / "checkpoint.pt",
+    )
     with open_source(tmp_path / "checkpoint.pt").weights as source:
         assert set(source.tensors) == {"w"} and key in source.notes[0]
-    torch.save({"step": 3, "one": {"w": torch.ones(2)}, "other": {"w": torch.ones(2)}}, tmp_path / "checkpoint.pt")
+    torch.save(
+        {"step": 3, "one": {"w": torch.ones(2)}, "other": {"w": torch.ones(2)}},
+        tmp_path / "checkpoint.pt",
+    )
     with pytest.raises(UserError, match=r"(?s)several state dicts: one .*, other .*--key one"):
         open_source(tmp_path / "checkpoint.pt")
 
 
-# -- shards, selections, safetensors as a source ----------------------------------------------------------------------
+# -- shards, selections, safetensors as a source
+# ----------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("size, files", [("100", 11), ("400B", 2), ("1GB", 1)])
@@ -189,7 +215,10 @@ def test_shards(fsdp_dir, tmp_path, size, files):
     assert command(source, out, "--shard-size", size, "--verify", "--dtype", "keep") == 0
     written = sorted(path.name for path in out.glob("*.safetensors"))
     if files == 1:
-        assert written == ["model.safetensors"] and not (out / "model.safetensors.index.json").exists()
+        assert (
+            written == ["model.safetensors"]
+            and not (out / "model.safetensors.index.json").exists()
+        )
     else:
         index = json.loads((out / "model.safetensors.index.json").read_text())
         assert sorted(set(index["weight_map"].values())) == written and len(written) > 1
@@ -238,7 +267,9 @@ def test_a_hugging_face_folder_keeps_what_belongs_to_it(fsdp_dir, tmp_path):
     assert not (tmp_path / "third").exists()
 
 
-@pytest.mark.parametrize("text, size", [("5GB", 5 * 10**9), ("1.5 KiB", 1536), ("7", 7), ("2m", 2 * 10**6)])
+@pytest.mark.parametrize(
+    "text, size", [("5GB", 5 * 10**9), ("1.5 KiB", 1536), ("7", 7), ("2m", 2 * 10**6)]
+)
 def test_sizes(text, size):
     assert parse_size(text) == size
 
@@ -288,19 +319,32 @@ def test_written_output_that_changed_is_seen(fsdp_dir, tmp_path, monkeypatch):
     assert not list(tmp_path.iterdir())
 
 
-# -- inspect and diff -------------------------------------------------------------------------------------------------
+# -- inspect and diff
+# -------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("folder, engine, _", [*SOURCES, ("plain_muon", "ddp", "")])
 def test_inspect(fsdp_dir, tmp_path, capsys, folder, engine, _):
     assert command("inspect", run_of(tmp_path / "run", fsdp_dir / folder, engine)) == 0
     lines = [line.split() for line in capsys.readouterr().out.splitlines()]
-    assert ["engine", engine] in lines and ["step", "7"] in lines and ["world", "size", "1"] in lines
+    assert (
+        ["engine", engine] in lines and ["step", "7"] in lines and ["world", "size", "1"] in lines
+    )
     assert ["frozen.weight", "float32", "frozen", "3x5"] in lines
     assert ["EMA", "of", "5", "tensors,", "183", "elements"] in lines
     assert any(line[:3] == ["head.weight", "float32", "alias"] for line in lines)
     num_second, states = (3, ["exp_avg"]) if "muon" in folder else (5, ["exp_avg", "exp_avg_sq"])
-    assert ["moments", "exp_avg", "of", "5", "tensors,", "exp_avg_sq", "of", str(num_second), "tensors"] in lines
+    assert [
+        "moments",
+        "exp_avg",
+        "of",
+        "5",
+        "tensors,",
+        "exp_avg_sq",
+        "of",
+        str(num_second),
+        "tensors",
+    ] in lines
     assert ["wide.weight", "float32", "trainable", "13x5", *states] in lines
     assert command("inspect", fsdp_dir / "bare") == 0  # it does not record what was trained
     assert "moments" not in capsys.readouterr().out
@@ -313,7 +357,10 @@ def test_diff(fsdp_dir, zero_dir, tmp_path, capsys):
     convert(plain, tmp_path / "low", dtype="bf16", only=["[!f]*"])
     assert command("diff", plain, tmp_path / "low") == 1
     text = capsys.readouterr().out
-    assert "only in A  frozen.weight" in text and "dtype      wide.bias: float32 in A, bfloat16 in B" in text
+    assert (
+        "only in A  frozen.weight" in text
+        and "dtype      wide.bias: float32 in A, bfloat16 in B" in text
+    )
     assert "values     wide.weight: " in text and "values     counts" not in text
     assert command("diff", plain, fsdp_dir / "fsdp", "--ema") == 1
     assert command("diff", zero_dir / "z2_bf16", zero_dir / "z2_later") == 1
@@ -330,8 +377,17 @@ def test_diff(fsdp_dir, zero_dir, tmp_path, capsys):
 
 def test_diff_counts_and_measures(tmp_path):
     nan, inf = float("nan"), float("inf")
-    torch.save({"x": torch.tensor([1.0, nan, -0.0, 4.0, inf]), "n": torch.tensor([2**60, 5])}, tmp_path / "a.pt")
-    torch.save({"x": torch.tensor([1.0, nan, 0.0, 4.5, inf]), "n": torch.tensor([2**60 + 1, 5])}, tmp_path / "b.pt")
-    with open_source(tmp_path / "a.pt", True).weights as a, open_source(tmp_path / "b.pt", True).weights as b:
+    torch.save(
+        {"x": torch.tensor([1.0, nan, -0.0, 4.0, inf]), "n": torch.tensor([2**60, 5])},
+        tmp_path / "a.pt",
+    )
+    torch.save(
+        {"x": torch.tensor([1.0, nan, 0.0, 4.5, inf]), "n": torch.tensor([2**60 + 1, 5])},
+        tmp_path / "b.pt",
+    )
+    with (
+        open_source(tmp_path / "a.pt", True).weights as a,
+        open_source(tmp_path / "b.pt", True).weights as b,
+    ):
         found = compare(a, b)
     assert found.values["x"] == (2, 0.5) and found.values["n"][0] == 1

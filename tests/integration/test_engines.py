@@ -1,4 +1,6 @@
-"""Real runs on several gloo ranks: every engine gives the losses of one process, also of broken and uneven batches."""
+"""Real runs on several gloo ranks: every engine gives the losses of one process, also of broken
+and uneven batches.
+"""
 
 from __future__ import annotations
 
@@ -27,18 +29,31 @@ def test_a_nan_on_one_rank_skips_the_step_on_all(store, tmp_path):
         for engine in ENGINES:
             name = f"{dtype}_{engine}"
             records = read_log(tmp_path, name)
-            assert [r["skipped"] for r in records] == [False, False, True, True, False, False], name
+            assert [r["skipped"] for r in records] == [
+                False,
+                False,
+                True,
+                True,
+                False,
+                False,
+            ], name
             assert records[2]["loss"] is None and records[2]["loss_nonfinite"] == "nan"
-            assert all(r["loss"] is not None for r in records[3:]) and records[3]["grad_norm"] is None, name
+            assert (
+                all(r["loss"] is not None for r in records[3:]) and records[3]["grad_norm"] is None
+            ), name
             # The schedule's clock stands still on a skip.
             assert records[4]["lr"] == records[3]["lr"] == records[2]["lr"] != records[5]["lr"]
             skips = [e for e in read_log(tmp_path, name, "events.jsonl") if e["event"] == "skip"]
             assert [e["step"] for e in skips] == [3, 4] and "gradient norm" in skips[1]["reason"]
-            convert(tmp_path / name / "latest", tmp_path / f"{name}_out")  # refuses non-finite weights
+            convert(
+                tmp_path / name / "latest", tmp_path / f"{name}_out"
+            )  # refuses non-finite weights
 
 
 def test_muon_on_every_engine(store, tmp_path):
-    """The losses of one process, a skipped step that changes no state, and a resume on another engine."""
+    """The losses of one process, a skipped step that changes no state, and a resume on another
+    engine.
+    """
     for world in (1, 2):
         done = run_ranks(world, WORKER, "muon", str(store), str(tmp_path), timeout=500)
         assert done.returncode == 0, done.stdout[-4000:]
@@ -46,7 +61,9 @@ def test_muon_on_every_engine(store, tmp_path):
     assert len(expected) == 6 and expected[BAD_STEP - 1] is None
     for engine, other in RESUMED_BY.items():
         records = read_log(tmp_path, f"muon_{engine}")
-        assert [record["skipped"] for record in records] == [step == BAD_STEP for step in range(1, 7)], engine
+        assert [record["skipped"] for record in records] == [
+            step == BAD_STEP for step in range(1, 7)
+        ], engine
         continued = read_log(tmp_path, f"muon_{engine}_to_{other}")
         applied = [record for record in [*records, *continued] if not record["skipped"]]
         assert [record["loss"] for record in applied] == pytest.approx(
@@ -56,7 +73,9 @@ def test_muon_on_every_engine(store, tmp_path):
 
 
 def test_uneven_batches_and_frozen_groups_on_every_engine(store, tmp_path):
-    """Short and empty micro-batches, micro-batches with nothing masked, frozen groups: the losses of one process."""
+    """Short and empty micro-batches, micro-batches with nothing masked, frozen groups: the losses
+    of one process.
+    """
     from safetensors.torch import load_file
 
     from mmldlm.convert.to_safetensors import convert
@@ -79,11 +98,20 @@ def test_uneven_batches_and_frozen_groups_on_every_engine(store, tmp_path):
             assert found == pytest.approx(expected, rel=2e-5), (case, engine)
     for engine in ("single", *ENGINES):
         (profile,) = [
-            e for e in read_log(tmp_path, f"sparse_modes_{engine}", "events.jsonl") if e["event"] == "profile"
+            e
+            for e in read_log(tmp_path, f"sparse_modes_{engine}", "events.jsonl")
+            if e["event"] == "profile"
         ]
         share, alone = profile["communication_share"], profile["exposed_communication_share"]
-        assert profile["error"] is None and Path(profile["path"]).is_file() and profile["steps"] == [2, 3]
-        assert 0 < alone <= share < 1 if engine != "single" else share == alone == 0, (engine, profile)
+        assert (
+            profile["error"] is None
+            and Path(profile["path"]).is_file()
+            and profile["steps"] == [2, 3]
+        )
+        assert 0 < alone <= share < 1 if engine != "single" else share == alone == 0, (
+            engine,
+            profile,
+        )
     for mode in ("l2t", "t2l"):
         results = []
         for engine in ENGINES:
@@ -100,7 +128,8 @@ def test_uneven_batches_and_frozen_groups_on_every_engine(store, tmp_path):
                     assert torch.equal(tensors[key], start), (mode, key)
                 elif key.startswith("blocks.0.") and key.endswith("to_qkv.weight"):
                     assert not torch.equal(tensors[key], start), (mode, key)
-                # AdamW divides the rounding of a sum by tiny second moments: one element may move far.
+                # AdamW divides the rounding of a sum by tiny second moments: one element may move
+                # far.
                 torch.testing.assert_close(tensors[key], results[0][key], rtol=1e-3, atol=5e-4)
     from mmldlm.sampling.code_sampler import sample_codes
     from mmldlm.sampling.latent_sampler import sample_latents
@@ -118,13 +147,23 @@ def test_uneven_batches_and_frozen_groups_on_every_engine(store, tmp_path):
         for weights in made:
             torch.testing.assert_close(weights[key], made[0][key], rtol=1e-3, atol=5e-4)
     for engine in ("fsdp", "zero3"):  # two predictions, converted and sampled
-        convert(tmp_path / f"options_{engine}" / "latest", out := tmp_path / f"options_{engine}_out")
+        convert(
+            tmp_path / f"options_{engine}" / "latest", out := tmp_path / f"options_{engine}_out"
+        )
         loaded = load_pretrained(out)
         width = loaded.model.config.latent_dim
-        assert loaded.model.latent_head.to_latent.weight.shape[0] == 2 * width and loaded.condition_noise == 0.3
+        assert (
+            loaded.model.latent_head.to_latent.weight.shape[0] == 2 * width
+            and loaded.condition_noise == 0.3
+        )
         for steps, method, eta in ((1, "ddim", 0.0), (3, "ddim", "bridge"), (3, "dpm++2m", 0.0)):
             made = sample_latents(
-                loaded.model, [[5, 6]], diffusion=loaded.latent_diffusion, steps=steps, method=method, eta=eta
+                loaded.model,
+                [[5, 6]],
+                diffusion=loaded.latent_diffusion,
+                steps=steps,
+                method=method,
+                eta=eta,
             )
             assert made.shape == (1, width) and torch.isfinite(made).all()
 
@@ -139,19 +178,23 @@ sys.exit(train.main(sys.argv[1:]))
 
 
 def test_ranks_that_decide_freeze_differently_end_together(store, tmp_path):
-    """One node that does not see the run's checkpoints: an error on all ranks before an engine is built, not a hang."""
+    """One node that does not see the run's checkpoints: an error on all ranks before an engine is
+    built, not a hang.
+    """
     script = tmp_path / "otherwise.py"
     script.write_text(RANKS_DECIDE_OTHERWISE)
     words = train_words(store, tmp_path, "run", "engine.zero_stage=2", "training.loss_type=l2t")
     done = run_ranks(2, script, *words, timeout=120)
-    assert done.returncode == 2 and "one training.freeze on all ranks" in done.stdout, done.stdout[-3000:]
+    assert done.returncode == 2 and "one training.freeze on all ranks" in done.stdout, done.stdout[
+        -3000:
+    ]
 
 
 RANKS_WITH_PATHS_OF_THEIR_OWN = """
 import os, sys
 from mmldlm import train
 sys.exit(train.main([word.replace("STORE", f"store{os.environ['RANK']}") for word in sys.argv[1:]]))
-"""
+"""  # noqa: E501
 
 
 def test_ranks_may_keep_the_data_in_different_folders(store, tmp_path):
@@ -160,6 +203,8 @@ def test_ranks_may_keep_the_data_in_different_folders(store, tmp_path):
     script.write_text(RANKS_WITH_PATHS_OF_THEIR_OWN)
     for rank in range(2):
         (tmp_path / f"store{rank}").symlink_to(store, target_is_directory=True)
-    words = train_words(tmp_path / "STORE", tmp_path, "run", "engine.zero_stage=2", "training.num_train_steps=2")
+    words = train_words(
+        tmp_path / "STORE", tmp_path, "run", "engine.zero_stage=2", "training.num_train_steps=2"
+    )
     done = run_ranks(2, script, *words, timeout=240)
     assert done.returncode == 0 and len(read_log(tmp_path, "run")) >= 2, done.stdout[-3000:]

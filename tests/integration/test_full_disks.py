@@ -19,10 +19,14 @@ SCRIPT = str(ROOT / "mmldlm" / "train.py")
 
 @pytest.fixture
 def small_disk(tmp_path):
-    """A file system of 80 MB: one checkpoint of the tiny preset (53 MB) fits, a second beside it does not."""
+    """A file system of 80 MB: one checkpoint of the tiny preset (53 MB) fits, a second beside it
+    does not.
+    """
     folder = tmp_path / "disk"
     folder.mkdir()
-    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=80m", "tmpfs", str(folder)], capture_output=True)
+    mounted = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=80m", "tmpfs", str(folder)], capture_output=True
+    )
     if mounted.returncode:
         pytest.skip("mounting a small tmpfs needs root")
     yield folder
@@ -31,7 +35,9 @@ def small_disk(tmp_path):
 
 
 @pytest.mark.parametrize("background", ["true", "false"])
-def test_a_full_disk_is_an_event_and_the_last_checkpoint_stays(store, small_disk, monkeypatch, capsys, background):
+def test_a_full_disk_is_an_event_and_the_last_checkpoint_stays(
+    store, small_disk, monkeypatch, capsys, background
+):
     from mmldlm.checkpoints.locate import find_latest_valid
     from mmldlm.train import main
     from mmldlm.training import checkpointer
@@ -49,14 +55,19 @@ def test_a_full_disk_is_an_event_and_the_last_checkpoint_stays(store, small_disk
     events = read_log(small_disk, "run", "events.jsonl")
     assert [e["step"] for e in events if e["event"] == "save"] == [2]
     failed = [e for e in events if e["event"] == "save_failed"]
-    assert [e["step"] for e in failed] == [4, 6, 6, 6] and all("free the disk (" in e["reason"] for e in failed)
+    assert [e["step"] for e in failed] == [4, 6, 6, 6] and all(
+        "free the disk (" in e["reason"] for e in failed
+    )
     assert find_latest_valid(small_disk / "run").name == "step_00000002"
     assert not list((small_disk / "run" / "checkpoints").glob(".partial*"))
     assert len(read_log(small_disk, "run")) == 6
 
 
 def test_a_full_disk_under_every_log_ends_no_run(store, tmp_path, monkeypatch, capsys):
-    """Only rank 0 writes logs: an error there would leave the others waiting. Also through a rollback and the end."""
+    """Only rank 0 writes logs: an error there would leave the others waiting.
+
+    Also through a rollback and the end.
+    """
     from mmldlm.stability.rollback_policy import RollbackReason
     from mmldlm.train import main
     from mmldlm.training import log_files, loop, run_logger
@@ -77,7 +88,12 @@ def test_a_full_disk_under_every_log_ends_no_run(store, tmp_path, monkeypatch, c
     monkeypatch.setattr(run_logger, "train_log_path", lambda *_: Path("/dev/full"))
     find = lambda _, step, *__: troubles.pop() if step == 3 and troubles else None  # noqa: E731
     monkeypatch.setattr(loop, "needs_rollback", find)
-    words = ["engine.kind=single", "training.num_train_steps=4", "logging.save_freq=2", "logging.plot=false"]
+    words = [
+        "engine.kind=single",
+        "training.num_train_steps=4",
+        "logging.save_freq=2",
+        "logging.plot=false",
+    ]
     assert main(train_words(store, tmp_path, "run", *words)) == 0
     said = capsys.readouterr().out
     for name in ("training_log.jsonl", "eval_log.jsonl", "events.jsonl", "/dev/full"):
@@ -87,15 +103,26 @@ def test_a_full_disk_under_every_log_ends_no_run(store, tmp_path, monkeypatch, c
 
 
 def test_without_a_reader_and_without_wandb_a_run_continues(store, tmp_path, monkeypatch, capfd):
-    """`mmldlm train | head -3`, and wandb's process killed: each is said once; the exit code is that of a good run."""
+    """`mmldlm train | head -3`, and wandb's process killed: each is said once; the exit code is
+    that of a good run.
+    """
     from mmldlm.train import main
     from mmldlm.training import log_files
 
-    words = ["engine.kind=single", "training.num_train_steps=4", "logging.log_freq=1", "logging.plot=false"]
+    words = [
+        "engine.kind=single",
+        "training.num_train_steps=4",
+        "logging.log_freq=1",
+        "logging.plot=false",
+    ]
     words = train_words(store, tmp_path, "piped", *words)
     reader, writer = os.pipe()
     process = subprocess.Popen(
-        [sys.executable, SCRIPT, *words], env=environment(), stdout=writer, stderr=subprocess.PIPE, text=True
+        [sys.executable, SCRIPT, *words],
+        env=environment(),
+        stdout=writer,
+        stderr=subprocess.PIPE,
+        text=True,
     )
     os.close(writer)
     with open(reader, encoding="utf-8") as lines:

@@ -1,4 +1,6 @@
-"""The code that a GPU runs, on machines without one: no mixed devices, nothing that makes the host wait."""
+"""The code that a GPU runs, on machines without one: no mixed devices, nothing that makes the host
+wait.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,15 @@ def library(tmp_path_factory):
     if shutil.which("g++") is None:
         pytest.skip("no g++ here")
     path = tmp_path_factory.mktemp("fake_cuda") / "fake_cuda.so"
-    command = ["g++", "-shared", "-fPIC", "-std=c++20", str(SUPPORT / "fake_cuda.cpp"), "-o", str(path)]
+    command = [
+        "g++",
+        "-shared",
+        "-fPIC",
+        "-std=c++20",
+        str(SUPPORT / "fake_cuda.cpp"),
+        "-o",
+        str(path),
+    ]
     command += [f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}"]
     command += [f"-I{folder}" for folder in cpp_extension.include_paths()]
     for folder in cpp_extension.library_paths():
@@ -35,7 +45,9 @@ def library(tmp_path_factory):
 
 
 def test_a_step_never_makes_the_host_wait(library, store):
-    """Outside what the loop asks for itself: no copy from the host, no value read by it, all on one device."""
+    """Outside what the loop asks for itself: no copy from the host, no value read by it, all on
+    one device.
+    """
     done = launch([sys.executable, str(SUPPORT / "host_sync_worker.py"), str(library), str(store)])
     assert done.returncode == 0, done.stdout[-3000:]
     found = json.loads(done.stdout.splitlines()[-1])

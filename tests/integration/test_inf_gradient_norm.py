@@ -1,6 +1,8 @@
-"""The 98,000-step disaster: an Inf gradient norm passes an is-NaN test, clipping makes Inf * 0 = NaN, the step is made.
+"""The 98,000-step disaster: an Inf gradient norm passes an is-NaN test, clipping makes Inf * 0 =
+NaN, the step is made.
 
-The same Inf is planted in the gradient of the same model: first into the loop that lost the weeks, then into ours.
+The same Inf is planted in the gradient of the same model: first into the loop that lost the weeks,
+then into ours.
 """
 
 from __future__ import annotations
@@ -38,7 +40,12 @@ def test_the_plain_loop_dies_of_it_and_ours_skips_one_step(store, tmp_path, monk
     from mmldlm.train import main
     from mmldlm.training import setup
 
-    words = ["engine.kind=single", "training.num_train_steps=8", "logging.save_freq=4", "optimizer.warmup_steps=0"]
+    words = [
+        "engine.kind=single",
+        "training.num_train_steps=8",
+        "logging.save_freq=4",
+        "optimizer.warmup_steps=0",
+    ]
     data = open_data(load_config("tiny", None, [f"data.latent_data_root={store}"]))
     config = data.config
     torch.manual_seed(0)
@@ -58,7 +65,9 @@ def test_the_plain_loop_dies_of_it_and_ours_skips_one_step(store, tmp_path, monk
         optimizer.zero_grad()
         losses.append(float(loss))
     assert math.isinf(norms[2])
-    assert all(math.isfinite(loss) for loss in losses[:3]) and all(math.isnan(loss) for loss in losses[3:])
+    assert all(math.isfinite(loss) for loss in losses[:3]) and all(
+        math.isnan(loss) for loss in losses[3:]
+    )
     assert not all(bool(torch.isfinite(parameter).all()) for parameter in model.parameters())
 
     build_engine = setup.build_engine

@@ -21,7 +21,11 @@ SCRIPT = str(ROOT / "mmldlm" / "train.py")
 def kill_when(command, condition, timeout=200):
     """Start a run, and kill -9 everything of it once a condition holds."""
     process = subprocess.Popen(
-        command, env=environment(), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True
+        command,
+        env=environment(),
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,
     )
     deadline = time.monotonic() + timeout
     while not condition():
@@ -29,19 +33,27 @@ def kill_when(command, condition, timeout=200):
         assert time.monotonic() < deadline
         time.sleep(0.02)
     # torchrun starts its ranks in sessions of their own: end them one by one, then the launcher.
-    children = subprocess.run(["ps", "-o", "pid=", "--ppid", str(process.pid)], capture_output=True, text=True)
+    children = subprocess.run(
+        ["ps", "-o", "pid=", "--ppid", str(process.pid)], capture_output=True, text=True
+    )
     for pid in map(int, children.stdout.split()):
         os.kill(pid, signal.SIGKILL)
     os.killpg(process.pid, signal.SIGKILL)
     process.wait()
 
 
-IMAGES = ["task=image_text", "data.shift_pixels=1", "training.loss_type_weights={i2t: 0.5, t2i: 0.4, joint: 0.1}"]
+IMAGES = [
+    "task=image_text",
+    "data.shift_pixels=1",
+    "training.loss_type_weights={i2t: 0.5, t2i: 0.4, joint: 0.1}",
+]
 
 
 @pytest.mark.parametrize(("world", "kind"), [(1, "texts"), (2, "images")])
 def test_killed_and_resumed_it_has_the_same_losses(store, tmp_path, world, kind):
-    """Texts in one process, shifted images under ZeRO-2; benchmarks/kill_resume.py does both on every engine."""
+    """Texts in one process, shifted images under ZeRO-2; benchmarks/kill_resume.py does both on
+    every engine.
+    """
     words = ["model.dropout=0.1", "engine.kind=single" if world == 1 else "engine.zero_stage=2"]
     if kind == "images":
         store, words = make_image_store(tmp_path / "images"), [*words, *IMAGES]
@@ -51,13 +63,18 @@ def test_killed_and_resumed_it_has_the_same_losses(store, tmp_path, world, kind)
         "logging.save_freq=4",
         "logging.eval_freq=7",
     ]
-    straight = launch(torchrun(world, SCRIPT, *train_words(store, tmp_path, "straight", *common, *words)))
+    straight = launch(
+        torchrun(world, SCRIPT, *train_words(store, tmp_path, "straight", *common, *words))
+    )
     assert straight.returncode == 0, straight.stdout[-3000:]
 
     resumed = train_words(store, tmp_path, "killed", *common, *words, "training.resume=auto")
     log = tmp_path / "killed" / "training_log.jsonl"
     saved = tmp_path / "killed" / "checkpoints" / "step_00000004" / "manifest.json"
-    kill_when(torchrun(world, SCRIPT, *resumed), lambda: saved.exists() and len(log.read_text().splitlines()) >= 6)
+    kill_when(
+        torchrun(world, SCRIPT, *resumed),
+        lambda: saved.exists() and len(log.read_text().splitlines()) >= 6,
+    )
     second = launch(torchrun(world, SCRIPT, *resumed))
     assert second.returncode == 0, second.stdout[-3000:]
     assert "resumed" in second.stdout
@@ -65,9 +82,20 @@ def test_killed_and_resumed_it_has_the_same_losses(store, tmp_path, world, kind)
     expected, found = read_log(tmp_path, "straight"), read_log(tmp_path, "killed")
     assert [r["step"] for r in found] == list(range(1, 15))
     for a, b in zip(expected, found, strict=True):
-        for key in ("loss", "text_loss", "latent_loss", "grad_norm", "lr", "epoch", "batch_in_epoch", "samples"):
+        for key in (
+            "loss",
+            "text_loss",
+            "latent_loss",
+            "grad_norm",
+            "lr",
+            "epoch",
+            "batch_in_epoch",
+            "samples",
+        ):
             assert a[key] == b[key], (a["step"], key)
-    evaluations = [read_log(tmp_path, name, "eval_log.jsonl")[-1] for name in ("straight", "killed")]
+    evaluations = [
+        read_log(tmp_path, name, "eval_log.jsonl")[-1] for name in ("straight", "killed")
+    ]
     for record in evaluations:
         record.pop("time")
     assert evaluations[0] == evaluations[1]
@@ -80,7 +108,11 @@ def test_sigterm_saves_and_exits_5(store, tmp_path, num_workers):
     words = train_words(store, tmp_path, "run", *words, f"data.num_workers={num_workers}")
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
     process = subprocess.Popen(
-        [sys.executable, SCRIPT, *words], env=environment(), text=True, start_new_session=True, **pipes
+        [sys.executable, SCRIPT, *words],
+        env=environment(),
+        text=True,
+        start_new_session=True,
+        **pipes,
     )
     log = tmp_path / "run" / "training_log.jsonl"
     deadline = time.monotonic() + 120

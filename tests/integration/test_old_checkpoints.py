@@ -162,7 +162,9 @@ def test_another_optimizer_refuses_its_state(old, tmp_path):
     """The config of that time has no optimizer.kind: what the files hold decides."""
     words = [*resume_words(old, tmp_path, "2b95890/single"), "optimizer.kind=muon"]
     done = run_ranks(1, ROOT / "mmldlm" / "train.py", *words)
-    assert done.returncode == 2 and "exp_avg and exp_avg_sq of blocks" in done.stdout, done.stdout[-2000:]
+    assert done.returncode == 2 and "exp_avg and exp_avg_sq of blocks" in done.stdout, done.stdout[
+        -2000:
+    ]
     assert "set optimizer.kind=adamw" in done.stdout and "training.init_from" in done.stdout
 
 

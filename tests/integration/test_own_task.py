@@ -1,4 +1,6 @@
-"""The example of docs/tasks.md: a task outside the package has everything that the package's own task has."""
+"""The example of docs/tasks.md: a task outside the package has everything that the package's own
+task has.
+"""
 
 from __future__ import annotations
 
@@ -67,7 +69,9 @@ def test_every_engine_gives_the_losses_of_one_process(runs):
         found = read_log(runs, engine)
         assert [record["skipped"] for record in found] == skips, engine
         for key in ("loss", "nll", "grad_norm", "samples", "bad_samples"):
-            values = [record[key] for record, skipped in zip(expected, skips, strict=True) if not skipped]
+            values = [
+                record[key] for record, skipped in zip(expected, skips, strict=True) if not skipped
+            ]
             others = [record[key] for record in found if not record["skipped"]]
             assert others == pytest.approx(values, rel=2e-5), (engine, key)
         (evaluation,) = read_log(runs, engine, "eval_log.jsonl")
@@ -78,7 +82,9 @@ def test_every_engine_gives_the_losses_of_one_process(runs):
         assert {"transformer.wte", "transformer.h.0", "transformer.h.1"} <= set(layers), engine
         events = read_log(runs, engine, "events.jsonl")
         bad = [event for event in events if event["event"] == "bad_sample"]
-        assert {(event["id"], event["file"]) for event in bad} == {(BAD_LINE, str(runs / "lines.txt"))}
+        assert {(event["id"], event["file"]) for event in bad} == {
+            (BAD_LINE, str(runs / "lines.txt"))
+        }
 
 
 @pytest.mark.parametrize("engine", ["single", "zero3"])
@@ -87,7 +93,11 @@ def test_replay_names_the_operation_and_the_line(runs, command, tmp_path, engine
     assert command("replay", runs / engine, "last", "--json", report) == 0
     (found,) = json.loads(report.read_text())["dtypes"]["fp32"]["micro_batches"]
     (origin,) = (origin for origin in found["origins"] if origin["phase"] == "forward")
-    assert (origin["kind"], origin["module"], origin["operation"]) == ("NaN", "transformer.wte", "aten.sqrt")
+    assert (origin["kind"], origin["module"], origin["operation"]) == (
+        "NaN",
+        "transformer.wte",
+        "aten.sqrt",
+    )
     assert [sample["ids"] for sample in found["samples"] if not sample["clean"]] == [[NAN_LINE]]
 
 
@@ -115,7 +125,12 @@ def test_transformers_reads_what_convert_writes(runs, command, tmp_path):
 
 def test_killed_and_resumed_it_has_the_same_losses(text, tmp_path):
     def words(name: str) -> list[str]:
-        more = ["training.num_train_steps=12", "logging.save_freq=3", "engine.kind=deepspeed", "engine.zero_stage=2"]
+        more = [
+            "training.num_train_steps=12",
+            "logging.save_freq=3",
+            "engine.kind=deepspeed",
+            "engine.zero_stage=2",
+        ]
         more += ["training.train_batch_size=2", "training.resume=auto", "data.num_workers=1"]
         return ["train", *words_of(text, tmp_path, name), *more]
 
@@ -135,7 +150,8 @@ def test_killed_and_resumed_it_has_the_same_losses(text, tmp_path):
     assert done.returncode == 0 and "resumed  at step" in done.stdout, done.stdout[-4000:]
     keys = ("step", "loss", "nll", "grad_norm", "lr", "samples")
     straight, killed = (
-        [[record[key] for key in keys] for record in read_log(tmp_path, name)] for name in ("straight", "killed")
+        [[record[key] for key in keys] for record in read_log(tmp_path, name)]
+        for name in ("straight", "killed")
     )
     assert len(straight) == 12 and straight == killed
 
@@ -146,17 +162,29 @@ def test_a_resume_refuses_another_model_and_other_data(runs, text, tmp_path, com
     from mmldlm.errors import UserError
 
     words = words_of(text, runs, "single", "fragile_gpt2:FragileGpt2Task")
-    diff = diff_configs(runs / "single" / "latest", load_config(None, None, [*words, "model.n_layer=3"]))
+    diff = diff_configs(
+        runs / "single" / "latest", load_config(None, None, [*words, "model.n_layer=3"])
+    )
     assert "model.n_layer: 2 -> 3" in diff.errors
     changed = tmp_path / "changed.txt"
     changed.write_text(text.read_text().replace("line 3:", "LINE 3:"))
-    words += [f"data.text_file={changed}", "training.train_batch_size=4", "training.grad_accum_steps=2"]
-    words += ["training.resume=auto", "optimizer.ema_decay=0.9", f"training.num_train_steps={STEPS + 1}"]
+    words += [
+        f"data.text_file={changed}",
+        "training.train_batch_size=4",
+        "training.grad_accum_steps=2",
+    ]
+    words += [
+        "training.resume=auto",
+        "optimizer.ema_decay=0.9",
+        f"training.num_train_steps={STEPS + 1}",
+    ]
     done = run_ranks(1, WORKER, "train", *words)
     assert done.returncode == UserError.exit_code and "other files" in done.stdout, done.stdout
 
 
-def test_config_sanity_preflight_monitor_and_plot_know_it(runs, text, tmp_path, command, capsys, monkeypatch):
+def test_config_sanity_preflight_monitor_and_plot_know_it(
+    runs, text, tmp_path, command, capsys, monkeypatch
+):
     words = words_of(text, tmp_path, "run")
     more = ["training.train_batch_size=2", "training.num_train_steps=12"]
     assert command("config", *words) == 0
@@ -164,7 +192,10 @@ def test_config_sanity_preflight_monitor_and_plot_know_it(runs, text, tmp_path, 
     assert command("preflight", "--level", "0", *words, *more) == 0
     shown = capsys.readouterr().out
     assert "22 samples" in shown and "single needs" in shown and "per rank" in shown
-    assert command("sanity", *words, *more, "training.train_batch_size=4", "data.max_train_samples=4") == 0
+    assert (
+        command("sanity", *words, *more, "training.train_batch_size=4", "data.max_train_samples=4")
+        == 0
+    )
     assert "checks passed" in capsys.readouterr().out
     assert command("monitor", runs / "ddp", "--once") == 1  # many of its few steps were skipped
     assert "steps were skipped" in capsys.readouterr().out
@@ -178,11 +209,25 @@ def test_the_dry_run_of_preflight_trains_it(text, tmp_path):
     words = [*words_of(text, tmp_path, "dry"), "engine.kind=ddp", "training.train_batch_size=2"]
     level = ["--level", "4", "--launcher", "torchrun", "--only", "DRY001,DRY002"]
     report = tmp_path / "receipt.json"
-    command = [sys.executable, "-m", "mmldlm.cli", "preflight", *level, "--json", str(report), *words]
-    done = subprocess.run(command, env=environment(), cwd=EXAMPLE, capture_output=True, text=True, timeout=500)
+    command = [
+        sys.executable,
+        "-m",
+        "mmldlm.cli",
+        "preflight",
+        *level,
+        "--json",
+        str(report),
+        *words,
+    ]
+    done = subprocess.run(
+        command, env=environment(), cwd=EXAMPLE, capture_output=True, text=True, timeout=500
+    )
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     results = json.loads(report.read_text())["results"]
-    assert {result["id"]: result["status"] for result in results} == {"DRY001": "PASS", "DRY002": "PASS"}
+    assert {result["id"]: result["status"] for result in results} == {
+        "DRY001": "PASS",
+        "DRY002": "PASS",
+    }
 
 
 def test_the_memory_model_counts_the_parameters(text, monkeypatch):
@@ -207,9 +252,25 @@ def test_mmldlm_train_finds_it_in_the_folder_it_is_started_in(text, tmp_path):
         "data.validation_lines=6",
         "training.train_batch_size=2",
     ]
-    words += [f"logging.save_dir={tmp_path}", "training.num_train_steps=2", "data.num_workers=1", "model.n_layer=1"]
-    command = [sys.executable, "-m", "mmldlm.cli", "train", "--nproc", "2", *words, "engine.kind=ddp"]
-    done = subprocess.run(command, env=environment(), cwd=EXAMPLE, capture_output=True, text=True, timeout=300)
+    words += [
+        f"logging.save_dir={tmp_path}",
+        "training.num_train_steps=2",
+        "data.num_workers=1",
+        "model.n_layer=1",
+    ]
+    command = [
+        sys.executable,
+        "-m",
+        "mmldlm.cli",
+        "train",
+        "--nproc",
+        "2",
+        *words,
+        "engine.kind=ddp",
+    ]
+    done = subprocess.run(
+        command, env=environment(), cwd=EXAMPLE, capture_output=True, text=True, timeout=300
+    )
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     assert [record["step"] for record in read_log(tmp_path, "gpt2")] == [1, 2]
     assert (tmp_path / "gpt2" / "plots" / "loss.png").is_file()

@@ -90,7 +90,9 @@ def image_stores(tmp_path_factory):
     folder, stores = tmp_path_factory.mktemp("images"), {}
     for latents, dtype in (("pixels", np.uint8), ("pca:16", np.float16)):
         root = folder / latents.split(":")[0]
-        stores[latents] = prepare_images(ImageOptions(str(root), latents=latents, faces=2, max_samples=100))
+        stores[latents] = prepare_images(
+            ImageOptions(str(root), latents=latents, faces=2, max_samples=100)
+        )
         assert np.load(root / "train" / "latents.npy", mmap_mode="r").dtype == dtype
     return stores | {"codes": make_image_store(folder / "codes", codes=48)}
 
@@ -99,7 +101,12 @@ def image_stores(tmp_path_factory):
     ("latents", "words", "change", "says"),
     [
         ("pixels", [], cut_latents, "bytes (truncated)"),
-        ("pixels", ["data.verify=checksums"], flip_a_byte("train/latents.npy"), "latents.npy with the SHA-256"),
+        (
+            "pixels",
+            ["data.verify=checksums"],
+            flip_a_byte("train/latents.npy"),
+            "latents.npy with the SHA-256",
+        ),
         ("pca:16", [], set_row(np.nan), "NaN or infinite values in 1 row: 5"),
         ("pca:16", [], flip_a_byte("pca_basis.npy"), "pca_basis.npy"),
         ("codes", [], set_row(60_000), "ids of codes from 0 to 47"),
@@ -109,12 +116,21 @@ def image_stores(tmp_path_factory):
         ("pixels", ["model.token_embedding_init=encoder"], None, "model.token_embedding_init"),
     ],
 )
-def test_damaged_images_exit_2_before_anything_starts(image_stores, tmp_path, capsys, latents, words, change, says):
+def test_damaged_images_exit_2_before_anything_starts(
+    image_stores, tmp_path, capsys, latents, words, change, says
+):
     from mmldlm.train import main
 
     root = image_stores[latents]
     root = root if change is None else damaged(root, tmp_path, change)
-    assert main(train_words(root, tmp_path / "runs", "run", "engine.kind=single", "task=image_text", *words)) == 2
+    assert (
+        main(
+            train_words(
+                root, tmp_path / "runs", "run", "engine.kind=single", "task=image_text", *words
+            )
+        )
+        == 2
+    )
     error = capsys.readouterr().err
     assert says in error and "expected" in error and "fix:" in error
     assert not (tmp_path / "runs").exists()
@@ -134,7 +150,9 @@ def test_missing_or_empty_data(tmp_path, capsys, where):
 
 
 def test_batches_that_do_not_add_up_are_refused_by_the_head(store, tmp_path, capsys):
-    """The DeepSpeed JSON says 50, micro-batch x accumulation x ranks is 16: found before any rank starts."""
+    """The DeepSpeed JSON says 50, micro-batch x accumulation x ranks is 16: found before any rank
+    starts.
+    """
     from mmldlm.cli import main
 
     path = tmp_path / "ds.json"
@@ -165,7 +183,12 @@ def test_too_many_skips_exit_4_and_another_seed_is_refused(store, tmp_path, caps
     from mmldlm.train import main
 
     words = train_words(
-        store, tmp_path, "run", "engine.kind=single", "training.num_train_steps=12", "logging.save_freq=2"
+        store,
+        tmp_path,
+        "run",
+        "engine.kind=single",
+        "training.num_train_steps=12",
+        "logging.save_freq=2",
     )
     make = loader.MicroBatches.__getitem__
 
@@ -180,12 +203,20 @@ def test_too_many_skips_exit_4_and_another_seed_is_refused(store, tmp_path, caps
     assert "3 steps in a row" in capsys.readouterr().err
     assert [r["skipped"] for r in read_log(tmp_path, "run")] == [False] * 4 + [True] * 3
     # What people search the logs for, by the name under which they look for it.
-    found = [line for line in (tmp_path / "run" / "logs" / "latest.log").read_text().splitlines() if "ERROR" in line]
+    found = [
+        line
+        for line in (tmp_path / "run" / "logs" / "latest.log").read_text().splitlines()
+        if "ERROR" in line
+    ]
     for step, line in zip((5, 6, 7), found, strict=False):
         assert f"ERROR: step {step} skipped on all ranks: non-finite loss (NaN)" in line
     assert len(found) == 4 and "ERROR: stopped at step 7: 3 steps in a row" in found[-1]
     end = read_log(tmp_path, "run", "events.jsonl")[-1]
-    assert (end["event"], end["exit_code"], end["step"]) == ("end", 4, 7) and "3 steps in a row" in end["reason"]
+    assert (end["event"], end["exit_code"], end["step"]) == (
+        "end",
+        4,
+        7,
+    ) and "3 steps in a row" in end["reason"]
     monkeypatch.setattr(loader.MicroBatches, "__getitem__", make)
     assert main([*words, "training.resume=auto", "training.seed=9"]) == 2
     assert "seed=0" in capsys.readouterr().err

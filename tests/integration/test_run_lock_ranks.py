@@ -25,9 +25,13 @@ exit_without_teardown(code)
 def test_a_second_job_is_refused_and_a_killed_one_resumed(store, tmp_path, monkeypatch, capsys):
     from mmldlm.train import main
 
-    words = train_words(store, tmp_path, "run", "training.num_train_steps=100000", "logging.save_freq=100000")
+    words = train_words(
+        store, tmp_path, "run", "training.num_train_steps=100000", "logging.save_freq=100000"
+    )
     script = [sys.executable, str(ROOT / "mmldlm" / "train.py")]
-    first = subprocess.Popen([*script, *words, "engine.kind=single"], env=environment(), stdout=subprocess.DEVNULL)
+    first = subprocess.Popen(
+        [*script, *words, "engine.kind=single"], env=environment(), stdout=subprocess.DEVNULL
+    )
     log = tmp_path / "run" / "training_log.jsonl"
     try:
         deadline = time.monotonic() + 120
@@ -37,7 +41,9 @@ def test_a_second_job_is_refused_and_a_killed_one_resumed(store, tmp_path, monke
         (tmp_path / "rank.py").write_text(RANK)
         second = run_ranks(2, tmp_path / "rank.py", *words, "engine.kind=ddp", timeout=120)
         assert second.stdout.count("ended with 2") == 2, second.stdout[-3000:]
-        assert f"process {first.pid} on " in second.stdout and "training.resume=auto" in second.stdout
+        assert (
+            f"process {first.pid} on " in second.stdout and "training.resume=auto" in second.stdout
+        )
         assert first.poll() is None
     finally:
         first.send_signal(signal.SIGKILL)

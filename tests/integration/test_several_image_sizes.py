@@ -1,4 +1,6 @@
-"""Images of several sizes in one run: batches of one size, positions of its grid, every image of equal weight."""
+"""Images of several sizes in one run: batches of one size, positions of its grid, every image of
+equal weight.
+"""
 
 from __future__ import annotations
 
@@ -34,13 +36,20 @@ def mixed(*stores):
 
 def opened(stores, *words, sizes=(16, 24)):
     task = find_task("image_text")
-    words = ["task=image_text", mixed(*(stores[size] for size in sizes)), "latent_diffusion.scaling=none", *words]
+    words = [
+        "task=image_text",
+        mixed(*(stores[size] for size in sizes)),
+        "latent_diffusion.scaling=none",
+        *words,
+    ]
     return task, task.open_data(load_config("tiny", None, words))
 
 
 @pytest.fixture(scope="module")
 def run(stores):
-    """Task, data and model with axial RoPE, whose zero weights are drawn, and its first batch of each size by N."""
+    """Task, data and model with axial RoPE, whose zero weights are drawn, and its first batch of
+    each size by N.
+    """
     words = ["model.latent_rope=true", "data.shift_pixels=1", "model.output_bias_init=frequency"]
     task, data = opened(stores, *words)
     torch.manual_seed(0)
@@ -61,7 +70,10 @@ def test_the_data_decides_the_grids(stores, sizes):
     model = data.config.model
     assert (model.latent_grids, model.latent_grid, model.num_latents) == (GRIDS, [6, 6], 36)
     assert {count: codec.size for count, codec in data.codecs.items()} == {16: 16, 36: 24}
-    assert task.model_config(data)["image"]["size"] == 24 and "16 x 16 or 24 x 24 x 1" in data.describe()
+    assert (
+        task.model_config(data)["image"]["size"] == 24
+        and "16 x 16 or 24 x 24 x 1" in data.describe()
+    )
     built = task.build_model(data)
     assert "latent_encoder.latent_position" not in built.state_dict()
     sizes_told = task.model_sizes(data.config, 12)
@@ -91,10 +103,14 @@ def test_every_batch_has_one_size_on_any_ranks(run):
 def test_the_flops_of_a_step_are_those_of_its_size(run):
     task, data, _, found = run
     for count, batch in found.items():
-        part = task.collator(data).collate(batch, np.arange(3), data.train, data.train_lengths)  # a rank's share
+        part = task.collator(data).collate(
+            batch, np.arange(3), data.train, data.train_lengths
+        )  # a rank's share
         assert part.counts["all_latents"] == GLOBAL_BATCH * count
         lengths = data.train_lengths[batch.ids].tolist()
-        flops = task.training_flops(data.config, len(lengths), sum(lengths), {"text_masked": 9.0, **part.counts})
+        flops = task.training_flops(
+            data.config, len(lengths), sum(lengths), {"text_masked": 9.0, **part.counts}
+        )
         expected = step_flops(data.config.model, lengths, 9, count).training
         assert flops == pytest.approx(expected, rel=0.01)
 
@@ -139,11 +155,17 @@ def test_ranks_and_micro_batches_add_up_to_the_batch(run, count):
 
 
 def test_every_image_weighs_the_same_whatever_its_size(run):
-    """The loss of both sizes together is the mean over images, each the mean over its own latents."""
+    """The loss of both sizes together is the mean over images, each the mean over its own
+    latents.
+    """
     task, data, model, batches = run
     errors, sums, counted = [], 0.0, 0
     for count, batch in batches.items():
-        noised = task.collator(data).collate(batch, np.arange(GLOBAL_BATCH), data.train, data.train_lengths).to("cpu")
+        noised = (
+            task.collator(data)
+            .collate(batch, np.arange(GLOBAL_BATCH), data.train, data.train_lengths)
+            .to("cpu")
+        )
         tensors = noised.tensors
         model.eval()
         out = task.objective(data.config)._forward(model, tensors, tensors["text_weights"])
@@ -152,8 +174,13 @@ def test_every_image_weighs_the_same_whatever_its_size(run):
         assert error.shape == (GLOBAL_BATCH, count)
         errors += error.mean(-1)[is_scored].tolist()
         loss, metrics = task.objective(data.config)(model, noised)
-        sums, counted = sums + metrics["latent_error_sum"].item(), counted + noised.counts["latents"]
-        assert metrics["latent_scored"].item() == noised.counts["latents"] == int(is_scored.sum()) > 0
+        sums, counted = (
+            sums + metrics["latent_error_sum"].item(),
+            counted + noised.counts["latents"],
+        )
+        assert (
+            metrics["latent_scored"].item() == noised.counts["latents"] == int(is_scored.sum()) > 0
+        )
         alone = data.config.loss.latent_loss_weight * error.mean(-1)[is_scored].mean()
         (of_latents,) = torch.autograd.grad(loss, [model.latent_head.to_latent.bias])
         (by_hand,) = torch.autograd.grad(alone, [model.latent_head.to_latent.bias])
@@ -178,31 +205,52 @@ def test_an_image_has_the_positions_of_its_own_grid(stores, grid, rope):
     tokens, count = torch.tensor([[5, 6, 2], [7, 2, 0]]), grid[0] * grid[1]
     latents = torch.randn(2, count, 16)
     with torch.no_grad():
-        found, expected = (own(tokens, latents, attention_mask=tokens > 0) for own in (model, single))
+        found, expected = (
+            own(tokens, latents, attention_mask=tokens > 0) for own in (model, single)
+        )
     for name in ("latent_pred", "text_logits", "length_logits"):
         torch.testing.assert_close(found[name], expected[name])
 
 
 def test_another_number_of_latents_is_an_error(run):
     model = run[2]
-    with pytest.raises(ValueError, match=r"25 latents, but model.latent_grids is \[\[4, 4\], \[6, 6\]\]"):
+    with pytest.raises(
+        ValueError, match=r"25 latents, but model.latent_grids is \[\[4, 4\], \[6, 6\]\]"
+    ):
         model(torch.tensor([[5, 2]]), torch.randn(1, 25, 16))
 
 
 def test_what_cannot_have_sizes_is_refused(stores, tmp_path):
-    with pytest.raises(UserError, match=r"model.latent_grids=\[\[4, 4\], \[6, 6\]\] for the images"):
-        opened(stores, "model.latent_grids=[[2,2],[6,6]]", "model.latent_grid=[6,6]", "model.num_latents=36")
+    with pytest.raises(
+        UserError, match=r"model.latent_grids=\[\[4, 4\], \[6, 6\]\] for the images"
+    ):
+        opened(
+            stores,
+            "model.latent_grids=[[2,2],[6,6]]",
+            "model.latent_grid=[6,6]",
+            "model.num_latents=36",
+        )
     with pytest.raises(UserError, match="model.latent_grids=null"):
-        words = ["model.latent_grids=[[2,2],[4,4]]", "model.latent_grid=[4,4]", "model.num_latents=16"]
+        words = [
+            "model.latent_grids=[[2,2],[4,4]]",
+            "model.latent_grid=[4,4]",
+            "model.num_latents=16",
+        ]
         opened(stores, *words, sizes=(16,))
     with pytest.raises(UserError, match="by their number of places"):
         opened(stores, "model.latent_grids=[[6,6],[4,4]]")
     roots = [
-        prepare_images(ImageOptions(str(tmp_path / str(size)), latents="pca:16", image_size=size, faces=1))
+        prepare_images(
+            ImageOptions(str(tmp_path / str(size)), latents="pca:16", image_size=size, faces=1)
+        )
         for size in (8, 16)
     ]
     with pytest.raises(UserError, match="one encoder in all stores of data.mixture"):
-        find_task("image_text").open_data(load_config("tiny", None, ["task=image_text", mixed(*roots)]))
+        find_task("image_text").open_data(
+            load_config("tiny", None, ["task=image_text", mixed(*roots)])
+        )
     other = make_image_store(tmp_path / "codes", faces=2, codes=16)
     with pytest.raises(UserError, match="data.mixture"):
-        find_task("image_text").open_data(load_config("tiny", None, ["task=image_text", mixed(stores[24], other)]))
+        find_task("image_text").open_data(
+            load_config("tiny", None, ["task=image_text", mixed(stores[24], other)])
+        )

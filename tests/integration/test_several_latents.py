@@ -35,28 +35,43 @@ def sentences():
 
 @pytest.fixture(scope="module")
 def store(need_minilm, sentences, tmp_path_factory):
-    """Two sentences a text, three latents each; one text is too short for that, another longer than the limit."""
+    """Two sentences a text, three latents each; one text is too short for that, another longer
+    than the limit.
+    """
     folder = tmp_path_factory.mktemp("several")
     pairs = [" ".join(pair) for pair in zip(sentences[::2], sentences[1::2])]
     long = " ".join(["Ab.", *sentences[:9]]).replace("sleeps", "slept")
     (folder / "c.txt").write_text("\n".join([*pairs, "I?", long]) + "\n")
     options = PrepareOptions(
-        str(folder / "s"), str(folder / "c.txt"), validation_samples=4, latents_per_text=N, overlong="chunk",
-        min_tokens=1, max_tokens=40,
-    )  # fmt: skip
+        str(folder / "s"),
+        str(folder / "c.txt"),
+        validation_samples=4,
+        latents_per_text=N,
+        overlong="chunk",
+        min_tokens=1,
+        max_tokens=40,
+    )
     return pipeline.prepare(options), options
 
 
 @pytest.fixture(scope="module")
 def data(store):
-    words = [f"data.latent_data_root={store[0]}", "training.train_batch_size=6", "training.loss_type=mixed"]
+    words = [
+        f"data.latent_data_root={store[0]}",
+        "training.train_batch_size=6",
+        "training.loss_type=mixed",
+    ]
     return open_data(load_config("tiny", None, words))
 
 
 def test_the_store_holds_the_latents_of_the_pieces(store):
     root = store[0]
     train = Store(root)
-    assert train.latents_per_text == N and np.load(root / "train" / "latents.npy").shape == (len(train), N, D)
+    assert train.latents_per_text == N and np.load(root / "train" / "latents.npy").shape == (
+        len(train),
+        N,
+        D,
+    )
     parts = [split_into_parts(text, N) for text in train.texts([0, len(train) - 1])]
     own = Encoder("minilm").encode([part for text in parts for part in text]).reshape(2, N, D)
     np.testing.assert_allclose(train.get([0, len(train) - 1]).latents, own, atol=1e-5)
@@ -71,19 +86,34 @@ def test_the_store_holds_the_latents_of_the_pieces(store):
 
 
 @pytest.mark.parametrize("max_samples", [None, 9])
-def test_pieces_of_a_document_too_short_to_be_cut_are_counted(sentences, tmp_path, need_minilm, max_samples):
+def test_pieces_of_a_document_too_short_to_be_cut_are_counted(
+    sentences, tmp_path, need_minilm, max_samples
+):
     path = tmp_path / "c.txt"
-    path.write_text("\n".join(f"{first} {second} A." for first, second in zip(sentences[:12:2], sentences[1:12:2])))
+    path.write_text(
+        "\n".join(
+            f"{first} {second} A." for first, second in zip(sentences[:12:2], sentences[1:12:2])
+        )
+    )
     longest = max(len(text.split()) + 1 for text in sentences)
     options = PrepareOptions(
-        str(tmp_path / "s"), str(path), validation_samples=3, latents_per_text=N, overlong="chunk", min_tokens=1,
-        max_tokens=longest, max_samples=max_samples, keep_duplicates=True,
-    )  # fmt: skip
+        str(tmp_path / "s"),
+        str(path),
+        validation_samples=3,
+        latents_per_text=N,
+        overlong="chunk",
+        min_tokens=1,
+        max_tokens=longest,
+        max_samples=max_samples,
+        keep_duplicates=True,
+    )
     corpus = Store(pipeline.prepare(options)).manifest["corpus"]
     short = corpus["dropped"].get("piece_too_short", 0)
     assert short > 0 and corpus["kept"] <= (max_samples or 99)
     assert (
-        corpus["read"] == 6 == corpus["kept"] + sum(corpus["dropped"].values()) + corpus["chunked"] - corpus["chunks"]
+        corpus["read"]
+        == 6
+        == corpus["kept"] + sum(corpus["dropped"].values()) + corpus["chunked"] - corpus["chunks"]
     )
 
 
@@ -102,18 +132,28 @@ def test_the_files_layout_holds_them_too_and_packs_back(store, tmp_path):
     root, options = store
     files = pipeline.prepare(replace(options, output_dir=str(tmp_path / "f"), layout="files"))
     assert np.load(files / "latents" / "train" / "train_000000000.npy").shape == (N, D)
-    again = sample_folders.pack(sample_folders.PackOptions(str(files), str(tmp_path / "p"), min_tokens=1))
+    again = sample_folders.pack(
+        sample_folders.PackOptions(str(files), str(tmp_path / "p"), min_tokens=1)
+    )
     for split in ("train", "validation"):
-        assert (again / split / "latents.npy").read_bytes() == (root / split / "latents.npy").read_bytes()
+        assert (again / split / "latents.npy").read_bytes() == (
+            root / split / "latents.npy"
+        ).read_bytes()
     assert Store(again).latents_per_text == N
     with pytest.raises(UserError, match="latent_not_one_vector"):
-        sample_folders.pack(sample_folders.PackOptions(str(files), str(tmp_path / "q"), latents_per_text=1))
+        sample_folders.pack(
+            sample_folders.PackOptions(str(files), str(tmp_path / "q"), latents_per_text=1)
+        )
 
 
 def test_the_model_takes_as_many_as_the_store_has(store, data, made_store):
-    assert data.config.model.num_latents == N and data.notes == ["3 latents per text (model.num_latents)"]
+    assert data.config.model.num_latents == N and data.notes == [
+        "3 latents per text (model.num_latents)"
+    ]
     with pytest.raises(UserError, match="num_latents=3"):
-        open_data(load_config("tiny", None, [f"data.latent_data_root={store[0]}", "model.num_latents=2"]))
+        open_data(
+            load_config("tiny", None, [f"data.latent_data_root={store[0]}", "model.num_latents=2"])
+        )
     with pytest.raises(UserError, match="number of latents per text"):
         mixture = json.dumps({str(made_store): 1.0, str(store[0]): 1.0})
         open_data(load_config("tiny", None, [f"data.mixture={mixture}"]))
@@ -131,10 +171,14 @@ def _model(data):
 def _batches(data, world, accum, step=0):
     model = data.config.model
     ids = (model.mask_token_id, model.pad_token_id, model.eos_token_id)
-    noiser = Noiser(data.config, *ids, data.latent_mean, data.latent_std, max_norm=data.max_latent_norm())
+    noiser = Noiser(
+        data.config, *ids, data.latent_mean, data.latent_std, max_norm=data.max_latent_norm()
+    )
     plan = data.training_plan(6)
     return [
-        noiser.collate(plan.batch(step), local_slots(6, world, accum, rank, micro), data.train, plan.lengths)
+        noiser.collate(
+            plan.batch(step), local_slots(6, world, accum, rank, micro), data.train, plan.lengths
+        )
         for micro in range(accum)
         for rank in range(world)
     ]
@@ -170,11 +214,18 @@ def test_the_latent_loss_is_the_mean_over_real_latents(data):
     scored = tensors["latent_weights"] > 0
     with torch.no_grad():
         out = net(
-            tensors["text_tokens"], tensors["latents"], tensors["text_timesteps"], tensors["latent_timesteps"],
-            tensors["attention_mask"], text_is_null=tensors["text_is_null"], latent_is_null=tensors["latent_is_null"],
-        )["latent_pred"]  # fmt: skip
+            tensors["text_tokens"],
+            tensors["latents"],
+            tensors["text_timesteps"],
+            tensors["latent_timesteps"],
+            tensors["attention_mask"],
+            text_is_null=tensors["text_is_null"],
+            latent_is_null=tensors["latent_is_null"],
+        )["latent_pred"]
     error = (out - tensors["latent_targets"])[scored].square().mean()
-    torch.testing.assert_close(metrics["latent_error_sum"] / batch.counts["latents"], error, rtol=1e-4, atol=1e-6)
+    torch.testing.assert_close(
+        metrics["latent_error_sum"] / batch.counts["latents"], error, rtol=1e-4, atol=1e-6
+    )
 
 
 def test_one_bad_vector_masks_its_sample(data):

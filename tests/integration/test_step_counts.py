@@ -1,4 +1,6 @@
-"""What a step does, counted without a clock: operations, bytes kept, the head's memory, rows computed."""
+"""What a step does, counted without a clock: operations, bytes kept, the head's memory, rows
+computed.
+"""
 
 from __future__ import annotations
 
@@ -22,36 +24,52 @@ SMALL = Shape("small", depth=2, width=64, length=24, batch=4, vocab=500, latent=
 
 @pytest.mark.parametrize("qk_rmsnorm, a_block, at_24", [(True, 73, 1994), (False, 59, 1662)])
 def test_operations_of_a_whole_step(qk_rmsnorm, a_block, at_24):
-    """Forward, objective, backward, clip and AdamW; views left out. The same for every batch and length."""
+    """Forward, objective, backward, clip and AdamW; views left out.
+
+    The same for every batch and length.
+    """
     counts = [
-        count_ops(Ours(replace(SMALL, depth=depth), torch.float32, qk_rmsnorm=qk_rmsnorm), with_update=True)
+        count_ops(
+            Ours(replace(SMALL, depth=depth), torch.float32, qk_rmsnorm=qk_rmsnorm),
+            with_update=True,
+        )
         for depth in (2, 3)
     ]
     each = counts[1] - counts[0]
     assert each <= a_block and counts[0] + 22 * each <= at_24
     longer = replace(SMALL, length=40, batch=7)
-    assert count_ops(Ours(longer, torch.float32, qk_rmsnorm=qk_rmsnorm), with_update=True) == counts[0]
+    assert (
+        count_ops(Ours(longer, torch.float32, qk_rmsnorm=qk_rmsnorm), with_update=True)
+        == counts[0]
+    )
 
 
 @pytest.mark.parametrize("qk_rmsnorm, widths", [(True, 13), (False, 11)])
 def test_bytes_kept_by_a_block(qk_rmsnorm, widths):
-    """A row keeps its own H, 3 H of queries, keys and values, H of attention's result, H of each residual branch, 4 H
-    of the MLP's hidden layer; and 2 H of queries and keys before QK-RMSNorm's weights."""
-    kept = [saved_bytes(Ours(replace(SMALL, depth=depth), torch.float32, qk_rmsnorm=qk_rmsnorm)) for depth in (2, 3)]
+    """A row keeps its own H, 3 H of queries, keys and values, H of attention's result, H of each
+    residual branch, 4 H of the MLP's hidden layer; and 2 H of queries and keys before QK-RMSNorm's
+    weights."""
+    kept = [
+        saved_bytes(Ours(replace(SMALL, depth=depth), torch.float32, qk_rmsnorm=qk_rmsnorm))
+        for depth in (2, 3)
+    ]
     rows = SMALL.batch * (SMALL.length + 1)
     assert (kept[1] - kept[0]) / (rows * SMALL.width * 4) == pytest.approx(widths, rel=0.06)
 
 
 def test_gradient_checkpointing_keeps_a_blocks_input_alone():
     kept = [
-        saved_bytes(Ours(replace(SMALL, depth=depth), torch.float32, gradient_checkpointing=True)) for depth in (2, 3)
+        saved_bytes(Ours(replace(SMALL, depth=depth), torch.float32, gradient_checkpointing=True))
+        for depth in (2, 3)
     ]
     rows = SMALL.batch * (SMALL.length + 1)
     assert kept[1] - kept[0] == rows * SMALL.width * 4
 
 
 def test_no_row_of_padding_is_projected():
-    """The blocks' products see the real tokens and the latents only, the head the scored tokens only."""
+    """The blocks' products see the real tokens and the latents only, the head the scored tokens
+    only.
+    """
     shape = replace(SMALL, fill=0.4)
     variant = Ours(shape, torch.float32)
     tensors = variant.batch.tensors
@@ -92,13 +110,18 @@ class Largest(TorchDispatchMode):
 def test_the_heads_memory_does_not_grow_with_the_tokens():
     """Logits of a chunk, and the weight's gradient: [positions, V] never exists."""
     vocab, width = 5000, 8
-    weight, bias = torch.randn(vocab, width, requires_grad=True), torch.zeros(vocab, requires_grad=True)
+    weight, bias = (
+        torch.randn(vocab, width, requires_grad=True),
+        torch.zeros(vocab, requires_grad=True),
+    )
     found = []
     for num_rows in (256, 512, 2048):
         hidden = torch.randn(num_rows, width, requires_grad=True)
         targets = torch.randint(1, vocab, (num_rows,))
         with Largest() as largest:
-            linear_cross_entropy(hidden, weight, bias, targets, torch.ones(num_rows), 0, chunk_rows=64)[0].backward()
+            linear_cross_entropy(
+                hidden, weight, bias, targets, torch.ones(num_rows), 0, chunk_rows=64
+            )[0].backward()
         found.append(largest.elements)
     assert len(set(found)) == 1 and 64 * vocab <= found[0] < 64 * (vocab + ROW_ALIGNMENT)
 
@@ -106,6 +129,12 @@ def test_the_heads_memory_does_not_grow_with_the_tokens():
 def test_a_chunk_is_bounded_on_every_device():
     for vocab in (500, 30_522, 250_000):
         for low_bytes in (2, 4):
-            assert logits_bytes(10**6, vocab, "cpu", low_bytes) == logits_bytes(2 * 10**6, vocab, "cpu", low_bytes)
-            assert rows_of_a_chunk(vocab, "cuda", low_bytes) >= rows_of_a_chunk(vocab, "cpu", low_bytes) >= 64
+            assert logits_bytes(10**6, vocab, "cpu", low_bytes) == logits_bytes(
+                2 * 10**6, vocab, "cpu", low_bytes
+            )
+            assert (
+                rows_of_a_chunk(vocab, "cuda", low_bytes)
+                >= rows_of_a_chunk(vocab, "cpu", low_bytes)
+                >= 64
+            )
     assert logits_bytes(10, 512, "cpu", 4) == 10 * 512 * 4 < logits_bytes(10, 513, "cpu", 4)

@@ -46,7 +46,9 @@ def test_resumed_it_has_the_figures_of_an_undisturbed_run(ended, name):
     keys = ("step", "loss", "grad_norm", "lr", "samples")
     if name == "search":  # begun with another last step, hence another learning rate
         keys = ("step", "samples")
-    assert [[record[key] for key in keys] for record in found] == [[r[key] for key in keys] for r in expected]
+    assert [[record[key] for key in keys] for record in found] == [
+        [r[key] for key in keys] for r in expected
+    ]
     if name != "search":
         figures = [read_log(folder, each, "eval_log.jsonl") for each in ("straight", name)]
         for record in (*figures[0], *figures[1]):
@@ -83,10 +85,18 @@ def test_a_signal_while_waiting_for_an_absent_rank(store, tmp_path):
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    ranks = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    ranks = {
+        "RANK": "0",
+        "LOCAL_RANK": "0",
+        "WORLD_SIZE": "2",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+    }
     words = train_words(store, tmp_path, "run", "engine.kind=ddp")
     process = subprocess.Popen(
-        [sys.executable, str(ROOT / "mmldlm" / "train.py"), *words], env=environment(**ranks), stderr=subprocess.PIPE
+        [sys.executable, str(ROOT / "mmldlm" / "train.py"), *words],
+        env=environment(**ranks),
+        stderr=subprocess.PIPE,
     )
     deadline = time.monotonic() + 120
     try:

@@ -1,4 +1,6 @@
-"""`mmldlm launch` on this machine alone: real ranks, no ssh; and the arithmetic of a retry with fewer nodes."""
+"""`mmldlm launch` on this machine alone: real ranks, no ssh; and the arithmetic of a retry with
+fewer nodes.
+"""
 
 from __future__ import annotations
 
@@ -29,11 +31,23 @@ SECRET = b"cannot-be-read-in-the-run"
 def start(store, folder, *words, launcher="torchrun"):
     command = [sys.executable, "-m", "mmldlm.launch", "--launcher", launcher, "--nproc", "2"]
     command += ["--config-name", "tiny"]
-    command += ["--skip", "PROC001,LIM003", "--master_port", "29533", f"data.latent_data_root={store}"]
-    command += [f"logging.save_dir={folder}", "logging.run_name=run", "data.max_validation_samples=16"]
+    command += [
+        "--skip",
+        "PROC001,LIM003",
+        "--master_port",
+        "29533",
+        f"data.latent_data_root={store}",
+    ]
+    command += [
+        f"logging.save_dir={folder}",
+        "logging.run_name=run",
+        "data.max_validation_samples=16",
+    ]
     command += ["training.train_batch_size=4", "logging.eval_freq=1000000", *words]
     hidden = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
-    environment = {k: v for k, v in os.environ.items() if k not in hidden} | {"OMP_NUM_THREADS": "1"}
+    environment = {k: v for k, v in os.environ.items() if k not in hidden} | {
+        "OMP_NUM_THREADS": "1"
+    }
     environment["WANDB_API_KEY"] = SECRET.decode()
     pipes = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
     return subprocess.Popen(command, cwd=ROOT, env=environment, text=True, **pipes)
@@ -44,7 +58,12 @@ def ranks_of(process) -> list[int]:
     below, found = {process.pid}, []
     for entry in sorted((e for e in os.listdir("/proc") if e.isdigit()), key=int):
         try:
-            parent = int(Path(f"/proc/{entry}/stat").read_text(encoding="utf-8").rpartition(") ")[2].split()[1])
+            parent = int(
+                Path(f"/proc/{entry}/stat")
+                .read_text(encoding="utf-8")
+                .rpartition(") ")[2]
+                .split()[1]
+            )
             command = Path(f"/proc/{entry}/cmdline").read_bytes()
         except OSError:
             continue
@@ -82,7 +101,9 @@ def test_a_run_to_its_end(store, tmp_path, launcher):
 
 
 def test_a_killed_rank_ends_the_other_with_its_status(store, tmp_path):
-    process = start(store, tmp_path, "training.num_train_steps=1000000", "logging.save_freq=1000000")
+    process = start(
+        store, tmp_path, "training.num_train_steps=1000000", "logging.save_freq=1000000"
+    )
     deadline = time.monotonic() + 200
     while steps(tmp_path) < 2 and process.poll() is None and time.monotonic() < deadline:
         time.sleep(0.1)
@@ -90,10 +111,14 @@ def test_a_killed_rank_ends_the_other_with_its_status(store, tmp_path):
     assert len(ranks) == 2, process.stdout.read() if process.poll() is not None else ranks
     os.kill(ranks[1], signal.SIGKILL)
     output, _ = process.communicate(timeout=120)
-    assert process.returncode != 0 and "ended first, with status 137 (signal 9)" in output, output[-3000:]
+    assert process.returncode != 0 and "ended first, with status 137 (signal 9)" in output, output[
+        -3000:
+    ]
     # The trace of the other rank's broken collective would push what matters off the screen.
     traces = list((tmp_path / "run" / "logs").glob("error_rank*.txt"))
-    assert "Traceback" not in output and all("Traceback" in path.read_text() for path in traces), output[-3000:]
+    assert "Traceback" not in output and all("Traceback" in path.read_text() for path in traces), (
+        output[-3000:]
+    )
     assert not any(is_running(pid) for pid in ranks)
 
 
@@ -105,11 +130,20 @@ def test_a_missing_store_is_bad_input_and_nothing_starts(tmp_path):
 
 
 def three_nodes(tmp_path, slots):
-    config = load_config("tiny", None, [f"logging.save_dir={tmp_path}", "training.train_batch_size=4",
-                                        "training.grad_accum_steps=2"])  # fmt: skip
+    config = load_config(
+        "tiny",
+        None,
+        [
+            f"logging.save_dir={tmp_path}",
+            "training.train_batch_size=4",
+            "training.grad_accum_steps=2",
+        ],
+    )
     (config.run_dir() / "logs").mkdir(parents=True)
     nodes = [Node(name, count) for name, count in zip("abc", slots, strict=True)]
-    options = argparse.Namespace(hostfile="h", master_addr=None, master_port=1, ssh_port=None, launcher="deepspeed")
+    options = argparse.Namespace(
+        hostfile="h", master_addr=None, master_port=1, ssh_port=None, launcher="deepspeed"
+    )
     return Context(options, nodes, config=config)
 
 
@@ -119,22 +153,34 @@ def test_fewer_nodes_keep_the_global_batch(tmp_path):
     assert context.names == ["a", "b"] and context.master_address() == "a"
     launcher_start(context, tmp_path, ["rank.py"], {})
     assert (tmp_path / "hostfile").read_text() == "a slots=2\nb slots=2\n"
-    # Another one is lost later: it is still the batch that the run began with; and another node is the first.
+    # Another one is lost later: it is still the batch that the run began with; and another node is
+    # the first.
     assert exclude_nodes(context, ["a"], 48) == ["training.grad_accum_steps=6"]
     assert context.names == ["b"] and context.master_address() == "b"
 
 
 def test_fewer_nodes_have_fewer_hsdp_replicas(tmp_path):
-    """public-reports C 11 elastic-hsdp: one replica per node stays so; else a number that divides the ranks."""
+    """public-reports C 11 elastic-hsdp: one replica per node stays so; else a number that divides
+    the ranks.
+    """
     context = three_nodes(tmp_path, (2, 2, 2))
     context.config.engine.hsdp_replicas = 3
-    assert exclude_nodes(context, ["c"], 48) == ["training.grad_accum_steps=3", "engine.hsdp_replicas=2"]
-    assert exclude_nodes(context, ["a"], 48) == ["training.grad_accum_steps=6", "engine.hsdp_replicas=2"]
+    assert exclude_nodes(context, ["c"], 48) == [
+        "training.grad_accum_steps=3",
+        "engine.hsdp_replicas=2",
+    ]
+    assert exclude_nodes(context, ["a"], 48) == [
+        "training.grad_accum_steps=6",
+        "engine.hsdp_replicas=2",
+    ]
     other = tmp_path / "other"
     other.mkdir()
     context = three_nodes(other, (1, 1, 1))
     context.config.engine.hsdp_replicas = 3
-    assert exclude_nodes(context, ["a", "b"], 24) == ["training.grad_accum_steps=6", "engine.hsdp_replicas=1"]
+    assert exclude_nodes(context, ["a", "b"], 24) == [
+        "training.grad_accum_steps=6",
+        "engine.hsdp_replicas=1",
+    ]
 
 
 @pytest.mark.parametrize(("slots", "bad"), [((5, 1, 1), ["b", "c"]), ((1, 1, 1), ["a", "b", "c"])])
@@ -151,9 +197,15 @@ def replace_parts(context, monkeypatch, watcher):
 
 @pytest.mark.parametrize(
     ("name", "interrupted", "attempts"),
-    [("deepspeed", False, 3), ("deepspeed", True, 1), ("slurm", False, 1)],  # Slurm warns the ranks, not the launch
+    [
+        ("deepspeed", False, 3),
+        ("deepspeed", True, 1),
+        ("slurm", False, 1),
+    ],  # Slurm warns the ranks, not the launch
 )
-def test_a_foreign_signal_is_a_fault_that_is_retried(tmp_path, monkeypatch, name, interrupted, attempts):
+def test_a_foreign_signal_is_a_fault_that_is_retried(
+    tmp_path, monkeypatch, name, interrupted, attempts
+):
     context, seen = three_nodes(tmp_path, (1, 1, 1)), []
     context.options.launcher = name
 
@@ -165,23 +217,37 @@ def test_a_foreign_signal_is_a_fault_that_is_retried(tmp_path, monkeypatch, name
             return Outcome(5, "rank 1 ended first", interrupted=interrupted)
 
     replace_parts(context, monkeypatch, Ends)
-    args = argparse.Namespace(config_name="tiny", config=None, deepspeed_config=None, overrides=[], retries=2,
-                              elastic=False, grace=1.0, strict=False)  # fmt: skip
+    args = argparse.Namespace(
+        config_name="tiny",
+        config=None,
+        deepspeed_config=None,
+        overrides=[],
+        retries=2,
+        elastic=False,
+        grace=1.0,
+        strict=False,
+    )
     assert launcher.launch(args) == 5
     # Attempts of one second have logs of their own.
     assert len(set(seen)) == len(seen) == attempts and all(path.is_dir() for path in seen)
 
 
 def test_the_end_names_the_latest_checkpoint(tmp_path, capsys):
-    launcher.print_outcome(Outcome(1, "interrupted twice: stopped immediately"), tmp_path, (tmp_path / "step_5", 1))
+    launcher.print_outcome(
+        Outcome(1, "interrupted twice: stopped immediately"), tmp_path, (tmp_path / "step_5", 1)
+    )
     launcher.print_outcome(Outcome(1, "rank 0 ended first"), tmp_path, None)
     printed = capsys.readouterr().err
-    assert f"latest checkpoint: {tmp_path}/step_5" in printed and "no complete checkpoint" in printed
+    assert (
+        f"latest checkpoint: {tmp_path}/step_5" in printed and "no complete checkpoint" in printed
+    )
 
 
 @pytest.mark.parametrize("resume", [["training.resume=/runs/old/latest"], []])
 def test_a_retry_resumes_only_what_this_launch_has_saved(tmp_path, monkeypatch, resume):
-    """With nothing saved, training.resume=auto would be a fresh start, or what another run left in the folder."""
+    """With nothing saved, training.resume=auto would be a fresh start, or what another run left in
+    the folder.
+    """
     context = three_nodes(tmp_path, (1, 1, 1))
     run_dir, seen = context.config.run_dir(), []
 
@@ -205,8 +271,16 @@ def test_a_retry_resumes_only_what_this_launch_has_saved(tmp_path, monkeypatch, 
     if resume:
         save(6)  # of an earlier run, which the explicit resume leaves aside
     given = ["--config-name", "tiny", "logging.run_name=run", *resume]
-    args = argparse.Namespace(config_name="tiny", config=None, deepspeed_config=None, overrides=given[2:],
-                              retries=3, elastic=False, grace=1.0, strict=False)  # fmt: skip
+    args = argparse.Namespace(
+        config_name="tiny",
+        config=None,
+        deepspeed_config=None,
+        overrides=given[2:],
+        retries=3,
+        elastic=False,
+        grace=1.0,
+        strict=False,
+    )
     assert launcher.launch(args) == 1
     auto = [*given, "training.resume=auto"]
     assert seen[:3] == [given, given, auto]

@@ -32,7 +32,10 @@ sys.exit({codes}[int(os.environ["RANK"])])
     ],
 )
 def test_the_first_code_is_returned_without_endless_waits(codes, seconds, on_sigterm, expected):
-    script, started = RANK.format(codes=codes, seconds=seconds, on_sigterm=on_sigterm), time.monotonic()
+    script, started = (
+        RANK.format(codes=codes, seconds=seconds, on_sigterm=on_sigterm),
+        time.monotonic(),
+    )
     assert run_local([sys.executable, "-c", script], 2, grace=2.0) == expected
     assert time.monotonic() - started < 30
 
@@ -52,7 +55,10 @@ exit_without_teardown(main([*sys.argv[1:], *more]))
 def test_a_rank_that_lacks_the_data_says_so_and_ends_the_others(store, tmp_path):
     script = tmp_path / "lacks.py"
     script.write_text(ONE_NODE_LACKS_THE_DATA)
-    done = launch([sys.executable, str(script), *train_words(store, tmp_path, "run", "engine.kind=ddp")], timeout=90)
+    done = launch(
+        [sys.executable, str(script), *train_words(store, tmp_path, "run", "engine.kind=ddp")],
+        timeout=90,
+    )
     assert done.returncode == 2, done.stdout[-3000:]
     assert "ERROR on rank 1 (" in done.stdout and "found: nothing there" in done.stdout
     assert done.stdout.count("ERROR") == 1
@@ -83,4 +89,6 @@ def test_a_store_that_is_cut_while_it_is_read_is_named(store, tmp_path, capfd):
 
 def test_a_sigbus_without_a_changed_store_is_explained_too():
     assert "/dev/shm" in explain_sigbus(["--config-name", "tiny"])
-    assert "/dev/shm" in explain_sigbus(["--config-name", "none", "data.latent_data_root=/nowhere"])
+    assert "/dev/shm" in explain_sigbus(
+        ["--config-name", "none", "data.latent_data_root=/nowhere"]
+    )

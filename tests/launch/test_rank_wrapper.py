@@ -27,7 +27,11 @@ def launched(tmp_path):
 
     def start(program: str, number: int = 0, **environment: str) -> subprocess.Popen:
         (tmp_path / "train.py").write_text(program)
-        values = {"script": str(tmp_path / "train.py"), "args": ["a=b c"], "environment": {"CARRIED": "yes"}}
+        values = {
+            "script": str(tmp_path / "train.py"),
+            "args": ["a=b c"],
+            "environment": {"CARRIED": "yes"},
+        }
         values |= {"logs": str(tmp_path), "folder": str(tmp_path)}
         node_agent.write_launch_file({"launch": id, "values": values})
         process = subprocess.Popen(
@@ -81,7 +85,10 @@ def test_failed_ranks_that_a_rank_reports_are_in_its_state(launched):
     id, start = launched
     start(REPORTING).wait(timeout=60)
     (state,) = states(id)
-    assert state["failure"] == {"ranks": [1], "sentence": "rank 1 on n2 has made no progress since step 4"}
+    assert state["failure"] == {
+        "ranks": [1],
+        "sentence": "rank 1 on n2 has made no progress since step 4",
+    }
 
 
 def test_arguments_and_variables_arrive_unchanged(launched, tmp_path):
@@ -121,7 +128,10 @@ def test_signals_reach_the_rank_and_its_death_by_one_is_a_status(launched):
 @pytest.fixture
 def small_memory():
     """A control group of 300 MiB; gives the file to write a pid to."""
-    for parent, limit in (("/sys/fs/cgroup/memory", "memory.limit_in_bytes"), ("/sys/fs/cgroup", "memory.max")):
+    for parent, limit in (
+        ("/sys/fs/cgroup/memory", "memory.limit_in_bytes"),
+        ("/sys/fs/cgroup", "memory.max"),
+    ):
         folder = Path(parent) / f"mmldlm_{uuid.uuid4().hex}"
         with contextlib.suppress(OSError):
             folder.mkdir()
@@ -136,7 +146,10 @@ def small_memory():
 
 def test_an_oom_kill_differs_from_a_manual_kill(launched, small_memory):
     id, start = launched
-    grow = f"import os; open({str(small_memory)!r}, 'w').write(str(os.getpid()))\nfill = b'x' * (1 << 30)"
+    grow = (
+        f"import os; open({str(small_memory)!r}, 'w').write(str(os.getpid()))\nfill = b'x' * (1"
+        " << 30)"
+    )
     process = start(grow, number=0)
     assert process.wait(60) == 137
     process = start("import os, signal; os.kill(os.getpid(), signal.SIGKILL)", number=1)

@@ -1,4 +1,6 @@
-"""A launch's small files on a node: full, foreign and shared folders; a rank with a full disk still ends as it did."""
+"""A launch's small files on a node: full, foreign and shared folders; a rank with a full disk
+still ends as it did.
+"""
 
 from __future__ import annotations
 
@@ -43,7 +45,10 @@ def test_the_next_folder_is_used_and_the_newest_counts(folders):
     full.update(roots)
     assert state_files.write_anywhere("id", "a.json", json.dumps(3))  # over its own blocks
     assert state_files.read_newest("id", "*.json") == {"a.json": 3}
-    assert not state_files.write_anywhere("id", "b.json", json.dumps(1)) and list(roots[2].rglob("*b.json*")) == []
+    assert (
+        not state_files.write_anywhere("id", "b.json", json.dumps(1))
+        and list(roots[2].rglob("*b.json*")) == []
+    )
 
 
 def test_files_are_private_and_foreign_folders_unused(folders, monkeypatch):
@@ -56,14 +61,18 @@ def test_files_are_private_and_foreign_folders_unused(folders, monkeypatch):
 
 def test_a_launch_file_is_deleted_when_all_ranks_have_read_it(folders, monkeypatch):
     launch = uuid.uuid4().hex
-    node_agent.write_launch_file({"launch": launch, "values": {"environment": {"WANDB_API_KEY": "secret"}}})
+    node_agent.write_launch_file(
+        {"launch": launch, "values": {"environment": {"WANDB_API_KEY": "secret"}}}
+    )
     copies = [path for root in folders[0] for path in root.rglob("*_launch.json")]
     assert len(copies) == 3 and "secret" in copies[0].read_text()
     host = copies[0].name.removesuffix("_launch.json")
     for number in range(2):
         assert all(path.exists() for path in copies)
         ended = {"rank": number, "host": host, "pid": 1, "parent": 1, "exit": 0}
-        state_files.write_anywhere(launch, rank_wrapper.state_file(host, number), json.dumps(ended))
+        state_files.write_anywhere(
+            launch, rank_wrapper.state_file(host, number), json.dumps(ended)
+        )
         assert len(node_agent.report_ranks({"launch": launch, "slots": 2})["ranks"]) == number + 1
     assert not any(path.exists() for path in copies)
     node_agent.release({"launch": launch})
@@ -99,7 +108,12 @@ def test_a_rank_whose_state_cannot_be_written_ends_as_it_would(tmp_path, code):
     )
     try:
         # TMPDIR of a batch job: the rank finds the launch file of a session without it.
-        environment = {**os.environ, "RANK": "1", "TMPDIR": str(tmp_path), "PYTHONPATH": os.getcwd()}
+        environment = {
+            **os.environ,
+            "RANK": "1",
+            "TMPDIR": str(tmp_path),
+            "PYTHONPATH": os.getcwd(),
+        }
         command = [sys.executable, "-c", RANK.format(id=launch)]
         done = subprocess.run(command, env=environment, capture_output=True, text=True)
         assert (done.returncode, "Traceback" in done.stderr) == (code, False), done.stderr
@@ -116,8 +130,15 @@ def test_a_port_is_held_for_one_launch_at_a_time():
     node_agent.release({"launch": "none"})
     assert node_agent.reserve_port({"port": port}) == {}
     # Nothing listens there yet, but the ranks of another launch are on their way.
-    other = f"from mmldlm.launch import node_agent as node; print(node.reserve_port({{'port': {port}}})['error'])"
-    done = subprocess.run([sys.executable, "-c", other], capture_output=True, text=True, check=True)
+    other = (
+        "from mmldlm.launch import node_agent as node; print(node.reserve_port({'port':"
+        f" {port}}})['error'])"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", other], capture_output=True, text=True, check=True
+    )
     assert "reserved by another" in done.stdout
     node_agent.release({"launch": "none"})
-    assert subprocess.run([sys.executable, "-c", other], capture_output=True).returncode == 1  # KeyError: it is free
+    assert (
+        subprocess.run([sys.executable, "-c", other], capture_output=True).returncode == 1
+    )  # KeyError: it is free

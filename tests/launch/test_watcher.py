@@ -17,7 +17,9 @@ from tests.launch.test_launcher import three_nodes
 
 @pytest.fixture
 def watched(tmp_path, monkeypatch):
-    """A watcher of three nodes with one rank each, whose answers are `views`; and how it judges them."""
+    """A watcher of three nodes with one rank each, whose answers are `views`; and how it judges
+    them.
+    """
     context = three_nodes(tmp_path, (1, 1, 1))
     context.options.ssh_option = []
     one = Watcher(context, [], tmp_path)
@@ -35,7 +37,9 @@ def watched(tmp_path, monkeypatch):
         }
         for number, name in enumerate("abc")
     }
-    views = {name: {"ranks": [state], "processes": 2, "ended": []} for name, state in states.items()}
+    views = {
+        name: {"ranks": [state], "processes": 2, "ended": []} for name, state in states.items()
+    }
     one.pool.call = lambda *args, **more: views
     yield one, states, views
     one.pool.stop()
@@ -52,7 +56,10 @@ def ended(code: int) -> subprocess.Popen:
     ("state", "text"),
     [
         ({"exit": 137, "out_of_memory": True}, "out of memory, see dmesg on b"),
-        ({"exit": 137, "out_of_memory": False}, "(signal 9): killed manually, by the scheduler, or for lack of memory"),
+        (
+            {"exit": 137, "out_of_memory": False},
+            "(signal 9): killed manually, by the scheduler, or for lack of memory",
+        ),
         ({"exit": 128 + signal.SIGSEGV}, "(signal 11)"),
         ({"exit": EXIT_INTERRUPTED}, "it received a signal that this launch did not send"),
     ],
@@ -76,13 +83,19 @@ def test_an_end_that_was_asked_for_is_not_called_a_fault(watched):
     assert one.evaluate(views, False, 10.0).reason == "interrupted as requested"
 
 
-@pytest.mark.parametrize(("code", "processes", "expected"), [(0, 0, EXIT_DONE), (1, 0, 1), (0, 2, 1)])
-def test_a_rank_without_a_state_is_judged_by_the_launcher(watched, capsys, code, processes, expected):
+@pytest.mark.parametrize(
+    ("code", "processes", "expected"), [(0, 0, EXIT_DONE), (1, 0, 1), (0, 2, 1)]
+)
+def test_a_rank_without_a_state_is_judged_by_the_launcher(
+    watched, capsys, code, processes, expected
+):
     """Its node's folders were full from the first moment."""
     one, states, views = watched
     one.process = ended(code)
     views_of_none = {name: {"ranks": [], "processes": 0, "ended": []} for name in "abc"}
-    assert one.evaluate(views_of_none, True, 10.0).code == 1  # a launcher that ended before it started anything
+    assert (
+        one.evaluate(views_of_none, True, 10.0).code == 1
+    )  # a launcher that ended before it started anything
     for name in "ac":
         states[name].update(exit=EXIT_DONE, alive=False)
         views[name]["processes"] = 0

@@ -1,4 +1,6 @@
-"""The scripts of launchers/ stop before they start anything, with exit code 2, where a run cannot be the one meant."""
+"""The scripts of launchers/ stop before they start anything, with exit code 2, where a run cannot
+be the one meant.
+"""
 
 from __future__ import annotations
 
@@ -13,8 +15,9 @@ from tests.support.helpers import ROOT
 
 STARTED = ("torchrun", "deepspeed", "mpirun", "srun")
 OWN = (
-    "NNODES NODE_RANK RANK NPROC_PER_NODE MASTER_ADDR MASTER_PORT CONFIG_NAME DS_CONFIG HOSTFILE LATENT_DIM DTYPE "
-    "LEARNING_RATE OPTIMIZER_LR GRAD_CLIP_NORM WARMUP_STEPS LATENT_LOSS_WEIGHT GRAD_ACCUM_STEPS L2T_CONFIG L2T_TRAIN_BS"
+    "NNODES NODE_RANK RANK NPROC_PER_NODE MASTER_ADDR MASTER_PORT CONFIG_NAME DS_CONFIG HOSTFILE"
+    " LATENT_DIM DTYPE LEARNING_RATE OPTIMIZER_LR GRAD_CLIP_NORM WARMUP_STEPS LATENT_LOSS_WEIGHT"
+    " GRAD_ACCUM_STEPS L2T_CONFIG L2T_TRAIN_BS"
 ).split()
 
 
@@ -39,13 +42,23 @@ def venv(tmp_path_factory):
 
 def script(venv, name: str, *words: str, **environment: str) -> subprocess.CompletedProcess:
     own = {key: value for key, value in os.environ.items() if key not in OWN}
-    own |= {"MMLDLM_VENV": str(venv), "PATH": f"{venv}/bin:{own['PATH']}", "OMP_NUM_THREADS": "1", **environment}
+    own |= {
+        "MMLDLM_VENV": str(venv),
+        "PATH": f"{venv}/bin:{own['PATH']}",
+        "OMP_NUM_THREADS": "1",
+        **environment,
+    }
     command = ["bash", f"launchers/{name}", *words]
     return subprocess.run(command, cwd=ROOT, env=own, capture_output=True, text=True, timeout=120)
 
 
 TWO = "hostfiles/two_nodes"
-SLURM = {"SLURM_JOB_ID": "1", "SLURM_NTASKS": "2", "SLURM_JOB_NODELIST": "n1", "SLURM_SUBMIT_DIR": str(ROOT)}
+SLURM = {
+    "SLURM_JOB_ID": "1",
+    "SLURM_NTASKS": "2",
+    "SLURM_JOB_NODELIST": "n1",
+    "SLURM_SUBMIT_DIR": str(ROOT),
+}
 WHERE = {
     "single_node.sh": {"NPROC_PER_NODE": "2"},
     "multi_node.sh": {"NNODES": "2", "NODE_RANK": "0", "MASTER_ADDR": "n0", "NPROC_PER_NODE": "1"},
@@ -58,7 +71,9 @@ WHERE = {
 def test_without_a_store_no_rank_starts(venv, name):
     run = script(venv, name, CONFIG_NAME="tiny", **WHERE[name])
     assert run.returncode == 2 and "data.latent_data_root" in run.stderr, run.stderr
-    assert "started" not in run.stdout and len(run.stderr.splitlines()) <= 6, run.stdout + run.stderr
+    assert "started" not in run.stdout and len(run.stderr.splitlines()) <= 6, (
+        run.stdout + run.stderr
+    )
 
 
 def test_with_a_store_ranks_start(venv, store):
@@ -70,24 +85,60 @@ def test_with_a_store_ranks_start(venv, store):
 @pytest.mark.parametrize(
     ("name", "environment", "words"),
     [
-        ("single_node.sh", {"L2T_CONFIG": "mmdit_stable"}, ("L2T_CONFIG", "CONFIG_NAME=mmdit_stable")),
+        (
+            "single_node.sh",
+            {"L2T_CONFIG": "mmdit_stable"},
+            ("L2T_CONFIG", "CONFIG_NAME=mmdit_stable"),
+        ),
         ("mpi.sh", {"L2T_TRAIN_BS": "4"}, ("L2T_TRAIN_BS", "training.train_batch_size=4")),
-        ("single_node.sh", {"LEARNING_RATE": "1e-4", "OPTIMIZER_LR": "1e-5"}, ("disagree", "keep one")),
+        (
+            "single_node.sh",
+            {"LEARNING_RATE": "1e-4", "OPTIMIZER_LR": "1e-5"},
+            ("disagree", "keep one"),
+        ),
         ("single_node.sh", {"NPROC_PER_NODE": "all"}, ("NPROC_PER_NODE=all", "integer")),
         ("single_node.sh", {"HOSTFILE": "hostfiles/two_nodes"}, ("HOSTFILE", "multi_node.sh")),
         ("single_node.sh", {"NODE_RANK": "1"}, ("NODE_RANK=1", "multi_node.sh")),
-        ("multi_node.sh", {"NNODES": "two", "MASTER_ADDR": "n0", "NODE_RANK": "0"}, ("NNODES=two",)),
-        ("multi_node.sh", {"NNODES": "2", "MASTER_ADDR": "n0", "NODE_RANK": "2"}, ("node number 2", "0 to 1")),
-        ("multi_node.sh", {"NNODES": "2", "MASTER_ADDR": "n0", "NODE_RANK": "0", "RANK": "1"}, ("unset RANK",)),
-        ("multi_node.sh", {"HOSTFILE": TWO, "MASTER_ADDR": "n0", "NNODES": "4"}, ("names 2 node(s)",)),
-        ("multi_node.sh", {"HOSTFILE": TWO, "MASTER_ADDR": "n0", "NODE_RANK": "1"}, ("unset one",)),
-        ("multi_node.sh", {"HOSTFILE": TWO, "MASTER_ADDR": "n0", "NPROC_PER_NODE": "4"}, ("slots=8",)),
+        (
+            "multi_node.sh",
+            {"NNODES": "two", "MASTER_ADDR": "n0", "NODE_RANK": "0"},
+            ("NNODES=two",),
+        ),
+        (
+            "multi_node.sh",
+            {"NNODES": "2", "MASTER_ADDR": "n0", "NODE_RANK": "2"},
+            ("node number 2", "0 to 1"),
+        ),
+        (
+            "multi_node.sh",
+            {"NNODES": "2", "MASTER_ADDR": "n0", "NODE_RANK": "0", "RANK": "1"},
+            ("unset RANK",),
+        ),
+        (
+            "multi_node.sh",
+            {"HOSTFILE": TWO, "MASTER_ADDR": "n0", "NNODES": "4"},
+            ("names 2 node(s)",),
+        ),
+        (
+            "multi_node.sh",
+            {"HOSTFILE": TWO, "MASTER_ADDR": "n0", "NODE_RANK": "1"},
+            ("unset one",),
+        ),
+        (
+            "multi_node.sh",
+            {"HOSTFILE": TWO, "MASTER_ADDR": "n0", "NPROC_PER_NODE": "4"},
+            ("slots=8",),
+        ),
         ("multi_node.sh", {"HOSTFILE": "hostfiles", "MASTER_ADDR": "n0"}, ("cannot be read",)),
         ("mpi.sh", {"NNODES": "2"}, ("no HOSTFILE",)),
         ("mpi.sh", {"HOSTFILE": "LICENSE"}, ("names no node",)),
-        ("slurm.sh", {**SLURM, "NNODES": "4", "SLURM_NNODES": "2"}, ("disagree", "sbatch --nodes=4")),
+        (
+            "slurm.sh",
+            {**SLURM, "NNODES": "4", "SLURM_NNODES": "2"},
+            ("disagree", "sbatch --nodes=4"),
+        ),
     ],
-)  # fmt: skip
+)
 def test_an_environment_that_contradicts_itself_is_refused(venv, name, environment, words):
     run = script(venv, name, **environment)
     assert run.returncode == 2 and run.stdout == "", run.stdout + run.stderr
@@ -101,7 +152,10 @@ def test_every_variable_of_the_scripts_is_documented():
         read |= set(re.findall(r"\$\{!?([A-Z][A-Z0-9_]+):", path.read_text()))
         read |= set(re.findall(r"^([A-Z_]+) [a-z]+\.[a-z_]+$", path.read_text(), re.M))
     inner = {"BASH_SOURCE", "SLURM_CPUS_PER_TASK", "SLURM_JOB_ID", "SLURM_SUBMIT_DIR"}
-    assert len(read) > 20 and [name for name in sorted(read - inner) if f"`{name}`" not in table] == []
+    assert (
+        len(read) > 20
+        and [name for name in sorted(read - inner) if f"`{name}`" not in table] == []
+    )
 
 
 def test_an_environment_of_another_user_is_used_as_it_is(venv, tmp_path):

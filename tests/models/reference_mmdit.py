@@ -1,7 +1,7 @@
 """Reference for the fused blocks of the MMDiT, in plain, padded PyTorch.
 
-`use_reference_blocks(model)` makes a model compute its blocks this way: every text position, padding included, one
-operation after the other, attention as a softmax over a masked matrix.
+`use_reference_blocks(model)` makes a model compute its blocks this way: every text position,
+padding included, one operation after the other, attention as a softmax over a masked matrix.
 """
 
 from __future__ import annotations
@@ -22,10 +22,14 @@ def rotary(x: Tensor, positions: Tensor, theta: float = 1e4) -> Tensor:
 
 
 def axial(x: Tensor, grid: list[int], tokens: int) -> Tensor:
-    """RoPE on x [heads, T, D] of a grid's latents, each with so many tokens: half of D by row, half by column."""
+    """RoPE on x [heads, T, D] of a grid's latents, each with so many tokens: half of D by row,
+    half by column.
+    """
     place = torch.arange(x.shape[1]) // tokens
     by_row, by_column = x.chunk(2, dim=-1)
-    return torch.cat([rotary(by_row, place // grid[1]), rotary(by_column, place % grid[1])], dim=-1)
+    return torch.cat(
+        [rotary(by_row, place // grid[1]), rotary(by_column, place % grid[1])], dim=-1
+    )
 
 
 def rms(x: Tensor, weight: Tensor) -> Tensor:
@@ -37,8 +41,12 @@ def stream_weight(layer, number: int) -> Tensor:
     return layer.weight.chunk(2)[number]
 
 
-def reference_block(block, text: Tensor, latent: Tensor, condition: Tensor, places=None) -> tuple[Tensor, Tensor]:
-    """One block on one sample: text [n, H] (all real), latent [L, H], condition [C]; places: the arguments of axial."""
+def reference_block(
+    block, text: Tensor, latent: Tensor, condition: Tensor, places=None
+) -> tuple[Tensor, Tensor]:
+    """One block on one sample: text [n, H] (all real), latent [L, H], condition [C]; places: the
+    arguments of axial.
+    """
     streams = ((0, text), (1, latent))
     parts, queries, keys, values = [], [], [], []
     for number, x in streams:
@@ -73,7 +81,8 @@ def reference_block(block, text: Tensor, latent: Tensor, condition: Tensor, plac
 def reference_forward(block, rows: Tensor, condition: Tensor, packing, places=None) -> Tensor:
     """What block.forward(rows, condition, packing) must give, sample by sample.
 
-    Keys that the packing's mask forbids are left out of their sample, so their rows come back unchanged.
+    Keys that the packing's mask forbids are left out of their sample, so their rows come back
+    unchanged.
     """
     out = rows.clone()
     latents = (len(rows) - packing.num_text) // packing.batch

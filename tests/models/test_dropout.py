@@ -35,7 +35,10 @@ def test_elements_are_dropped_at_the_rate_and_the_mean_stays(rate, width):
     error = 4 * (rate * (1 - rate) / mask.numel()) ** 0.5
     assert abs(float(mask.mean()) - rate) < error + 1e-5
     kept = found.drop(torch.full(mask.shape, 3.0), ATTENTION)[mask == 0]
-    assert torch.equal(kept, torch.full_like(kept, float(kept[0]))) and abs(float(kept[0]) * (1 - rate) - 3) < 3e-4
+    assert (
+        torch.equal(kept, torch.full_like(kept, float(kept[0])))
+        and abs(float(kept[0]) * (1 - rate) - 3) < 3e-4
+    )
     # In every row and every column: the largest deviations are those of independent draws.
     for sums, count in ((mask.sum(0), mask.shape[0]), (mask.sum(1), width)):
         if count * rate > 20:
@@ -47,7 +50,9 @@ def test_rows_columns_layers_and_places_are_independent():
     """Correlations of 0/1 masks of 4,000 rows are within 5 standard errors of 0."""
     found, rate = dropout(samples=500, layers=3, rate=0.5), 0.5
     parts = [
-        (masks(found.of_layer(layer), 32, place) - rate) / rate for layer in range(3) for place in (ATTENTION, MLP)
+        (masks(found.of_layer(layer), 32, place) - rate) / rate
+        for layer in range(3)
+        for place in (ATTENTION, MLP)
     ]
     for index, one in enumerate(parts):
         for other in parts[:index]:
@@ -56,7 +61,10 @@ def test_rows_columns_layers_and_places_are_independent():
     columns = (one.T @ one / len(one)).fill_diagonal_(0)
     assert float(columns.abs().max()) < 5 / len(one) ** 0.5
     neighbors = (one[1:] * one[:-1]).mean(1)
-    assert abs(float(neighbors.mean())) < 5 / one.numel() ** 0.5 and float(neighbors.abs().max()) < 1.0
+    assert (
+        abs(float(neighbors.mean())) < 5 / one.numel() ** 0.5
+        and float(neighbors.abs().max()) < 1.0
+    )
 
 
 def test_a_mask_depends_on_its_row_alone():
@@ -66,9 +74,13 @@ def test_a_mask_depends_on_its_row_alone():
     for layer in range(2):
         expected = masks(whole.of_layer(layer), 10, MLP)[chosen]
         assert torch.equal(masks(whole.of_layer(layer).select(chosen), 10, MLP), expected)
-        assert torch.equal(masks(dropout(samples=20, layers=7).of_layer(layer), 10, MLP)[chosen], expected)
+        assert torch.equal(
+            masks(dropout(samples=20, layers=7).of_layer(layer), 10, MLP)[chosen], expected
+        )
     assert whole.select(None) is whole
-    assert not torch.equal(masks(whole.of_layer(0), 10), masks(dropout(samples=20, seed=1).of_layer(0), 10))
+    assert not torch.equal(
+        masks(whole.of_layer(0), 10), masks(dropout(samples=20, seed=1).of_layer(0), 10)
+    )
 
 
 def test_in_place_and_in_any_dtype_it_is_the_same_and_its_own_gradient():
@@ -77,6 +89,8 @@ def test_in_place_and_in_any_dtype_it_is_the_same_and_its_own_gradient():
         x = torch.randn(512, 10).to(dtype).requires_grad_()
         out = found.drop(x, MLP)
         out.backward(torch.ones_like(out))
-        assert out.dtype == dtype and torch.equal(found.drop_(x.detach().clone(), MLP), out.detach())
+        assert out.dtype == dtype and torch.equal(
+            found.drop_(x.detach().clone(), MLP), out.detach()
+        )
         assert torch.equal(x.grad, found.drop(torch.ones_like(x), MLP).detach())
         assert torch.equal((out == 0), (found.drop(torch.ones(512, 10), MLP) == 0))

@@ -21,11 +21,20 @@ def test_gradients_are_those_of_torch_also_when_they_add_up():
 
 
 def test_a_bf16_gradient_is_rounded_once_however_often_an_id_occurs():
-    """[MASK] stands in half of all rows: added up in bf16, its gradient would stop growing at 256."""
-    weight, ids = torch.nn.Parameter(torch.zeros(20, 4, dtype=torch.bfloat16)), torch.tensor([7] * 1000 + [3])
+    """[MASK] stands in half of all rows: added up in bf16, its gradient would stop growing
+    at 256.
+    """
+    weight, ids = (
+        torch.nn.Parameter(torch.zeros(20, 4, dtype=torch.bfloat16)),
+        torch.tensor([7] * 1000 + [3]),
+    )
     for _ in range(2):
         weight.grad = None
         embedding(weight, ids).float().sum().backward()
         assert weight.grad.dtype == torch.bfloat16
-        expected = torch.zeros(20, 4).index_fill_(0, torch.tensor([7]), 1000.0).index_fill_(0, torch.tensor([3]), 1.0)
+        expected = (
+            torch.zeros(20, 4)
+            .index_fill_(0, torch.tensor([7]), 1000.0)
+            .index_fill_(0, torch.tensor([3]), 1.0)
+        )
         assert torch.equal(weight.grad.float(), expected)

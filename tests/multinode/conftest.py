@@ -25,8 +25,17 @@ def cluster(tmp_path_factory):
 def saved_run(store, tmp_path_factory):
     """Folder of a finished run: one rank, global batch 12, two steps."""
     folder = tmp_path_factory.mktemp("saved")
-    words = ["engine.kind=single", "training.train_batch_size=12", "training.num_train_steps=2", "logging.save_freq=2"]
-    command = [sys.executable, str(ROOT / "mmldlm" / "train.py"), *train_words(store, folder, "saved", *words)]
+    words = [
+        "engine.kind=single",
+        "training.train_batch_size=12",
+        "training.num_train_steps=2",
+        "logging.save_freq=2",
+    ]
+    command = [
+        sys.executable,
+        str(ROOT / "mmldlm" / "train.py"),
+        *train_words(store, folder, "saved", *words),
+    ]
     done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stdout + done.stderr
     return folder / "saved"

@@ -22,18 +22,35 @@ from _chaos_run import End, Training  # noqa: E402
 def test_six_faults_leave_the_run_as_if_undisturbed(store, tmp_path):
     if reason := reason_to_skip():
         pytest.skip(reason)
-    words = ["--quick", "--data", str(store), "--json", str(tmp_path / "report.json"), "--keep", str(tmp_path / "keep")]
+    words = [
+        "--quick",
+        "--data",
+        str(store),
+        "--json",
+        str(tmp_path / "report.json"),
+        "--keep",
+        str(tmp_path / "keep"),
+    ]
     done = launch([sys.executable, str(ROOT / "benchmarks" / "chaos.py"), *words], timeout=1200)
     assert done.returncode == 0, done.stdout[-6000:]
     report = json.loads((tmp_path / "report.json").read_text())
     claims = {claim["id"]: claim for claim in report["claims"]}
     assert claims["faults_struck"]["value"] >= 6
-    for name in ("runs_ended_wrongly", "hangs", "steps_lost_beyond_promise", "final_loss_rel_diff_to_undisturbed"):
+    for name in (
+        "runs_ended_wrongly",
+        "hangs",
+        "steps_lost_beyond_promise",
+        "final_loss_rel_diff_to_undisturbed",
+    ):
         assert claims[name]["value"] == 0, done.stdout
-    assert {fault["kind"] for fault in report["conditions"]["faults"]} == {*chaos.QUICK, "interrupted"}
+    assert {fault["kind"] for fault in report["conditions"]["faults"]} == {
+        *chaos.QUICK,
+        "interrupted",
+    }
 
 
-# -- its evaluation ----------------------------------------------------------------------------------------------------
+# -- its evaluation
+# -------------------------------------------------------------------------------------------------
 
 
 class Scene(Training):
@@ -69,17 +86,41 @@ KILLED = Struck("rank on n2", RETRIED, (137,), ("rank 1 on n2 ended first, with 
 
 def test_an_end_with_the_right_code_and_reason_is_right(scene):
     reason = "rank 1 on n2 ended first, with status 137 (signal 9)"
-    assert evaluate(scene, KILLED, f"ended: {reason} (exit 137)", "attempt 2 of 5", ends=(End(reason, 137),)) == []
+    assert (
+        evaluate(
+            scene,
+            KILLED,
+            f"ended: {reason} (exit 137)",
+            "attempt 2 of 5",
+            ends=(End(reason, 137),),
+        )
+        == []
+    )
 
 
 @pytest.mark.parametrize(
     ("struck", "lines", "ends", "expected"),
     [
         (Struck("agent", CONTINUES), (), (End("n2 is lost: timed out", 1),), "ended: n2 is lost"),
-        (KILLED, ("ended: rank 0 on n1 ended first",), (End("rank 0 on n1 ended first", 1),), "exit 1, not 137"),
-        (KILLED, ("ended: rank 0 on n1 ended first",), (End("rank 0 on n1 ended first", 137),), "the screen does not"),
+        (
+            KILLED,
+            ("ended: rank 0 on n1 ended first",),
+            (End("rank 0 on n1 ended first", 1),),
+            "exit 1, not 137",
+        ),
+        (
+            KILLED,
+            ("ended: rank 0 on n1 ended first",),
+            (End("rank 0 on n1 ended first", 137),),
+            "the screen does not",
+        ),
         (KILLED, (*KILLED.words,), (End("rank 1", 137), End("rank 0", 1)), "ended again: rank 0"),
-        (KILLED, (*KILLED.words, "Traceback (most recent call last):"), (End("rank 1", 137),), "a traceback"),
+        (
+            KILLED,
+            (*KILLED.words, "Traceback (most recent call last):"),
+            (End("rank 1", 137),),
+            "a traceback",
+        ),
         (Struck("head", ENDED, (5,)), ("attempt 2 of 5",), (End("rank 1", 5),), "started again"),
     ],
 )
@@ -94,8 +135,13 @@ def test_a_run_that_does_not_move_is_a_hang_and_is_started_again(scene, monkeypa
     for name in ("kill", "start"):
         monkeypatch.setattr(scene, name, lambda name=name: done.append(name))
     monkeypatch.setattr(scene, "ranks", lambda: 0)
-    chaos_run, row = chaos.Chaos(scene, random.Random(0), None), chaos.Row(1, 0.0, "kind", chaos.TRAINING, 0)
-    chaos_run.wait_for_recovery(Struck("agent", CONTINUES), chaos.Snapshot.of(scene), row, then_start=False)
+    chaos_run, row = (
+        chaos.Chaos(scene, random.Random(0), None),
+        chaos.Row(1, 0.0, "kind", chaos.TRAINING, 0),
+    )
+    chaos_run.wait_for_recovery(
+        Struck("agent", CONTINUES), chaos.Snapshot.of(scene), row, then_start=False
+    )
     assert row.hang and done == ["kill", "start"] and "nothing moved" in row.problems[0]
 
 
@@ -103,15 +149,23 @@ def test_a_launch_that_goes_away_without_a_reason_is_a_problem(scene, monkeypatc
     scene.launch.code = lambda: 1
     monkeypatch.setattr(scene, "ranks", lambda: 0)
     monkeypatch.setattr(scene, "start", lambda: None)
-    chaos_run, row = chaos.Chaos(scene, random.Random(0), None), chaos.Row(1, 0.0, "kind", chaos.TRAINING, 0)
+    chaos_run, row = (
+        chaos.Chaos(scene, random.Random(0), None),
+        chaos.Row(1, 0.0, "kind", chaos.TRAINING, 0),
+    )
     chaos_run.restart(Struck("agent", CONTINUES), row)
     assert row.problems == ["the launch ended with 1 after 0 of 5 attempts"]
 
 
-@pytest.mark.parametrize(("graceful", "lost", "problems"), [(False, 40, 0), (False, 41, 1), (True, 0, 0), (True, 1, 1)])
+@pytest.mark.parametrize(
+    ("graceful", "lost", "problems"), [(False, 40, 0), (False, 41, 1), (True, 0, 0), (True, 1, 1)]
+)
 def test_steps_that_are_lost_beyond_the_promise_are_counted(scene, graceful, lost, problems):
     """Two times save_freq after a crash; none after a signal."""
-    chaos_run, row = chaos.Chaos(scene, random.Random(0), None), chaos.Row(1, 0.0, "kind", chaos.TRAINING, 0)
+    chaos_run, row = (
+        chaos.Chaos(scene, random.Random(0), None),
+        chaos.Row(1, 0.0, "kind", chaos.TRAINING, 0),
+    )
     scene.write("events.jsonl", {"event": "start", "step": 0, "time": chaos.iso(1000)})
     scene.write("events.jsonl", {"event": "save", "step": 20, "time": chaos.iso(1010)})
     scene.write("events.jsonl", {"event": "resume", "step": 20, "time": chaos.iso(1100)})
@@ -119,15 +173,25 @@ def test_steps_that_are_lost_beyond_the_promise_are_counted(scene, graceful, los
         scene.write("training_log.dropped-1.jsonl", *({"step": 21 + n} for n in range(lost)))
     chaos_run.strikes.append((1050, graceful))
     chaos_run.count_lost_steps(row)
-    assert row.steps_lost == lost and len(row.problems) == problems and chaos_run.excess_lost_steps == problems
+    assert (
+        row.steps_lost == lost
+        and len(row.problems) == problems
+        and chaos_run.excess_lost_steps == problems
+    )
 
 
 def test_a_step_that_differs_from_the_undisturbed_run_is_seen(scene, tmp_path, monkeypatch):
-    monkeypatch.setattr(chaos.subprocess, "run", lambda *a, **k: SimpleNamespace(returncode=0, stdout="", stderr=""))
+    monkeypatch.setattr(
+        chaos.subprocess,
+        "run",
+        lambda *a, **k: SimpleNamespace(returncode=0, stdout="", stderr=""),
+    )
     other = tmp_path / "undisturbed"
     other.mkdir()
     records = [{"step": step, "loss": 2.0 + step, "lr": 0.1} for step in (1, 2, 3)]
-    (other / "training_log.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    (other / "training_log.jsonl").write_text(
+        "".join(json.dumps(record) + "\n" for record in records)
+    )
     scene.write("training_log.jsonl", *records)
     assert chaos.compare(scene, other) == (0.0, [])
     scene.write("training_log.dropped-1.jsonl", {"step": 3, "loss": 5.000001, "lr": 0.1})

@@ -1,4 +1,6 @@
-"""A rank that is killed on another host while it commits: the previous checkpoint counts, and the retry is exact."""
+"""A rank that is killed on another host while it commits: the previous checkpoint counts, and the
+retry is exact.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,8 @@ import pytest
 
 from tests.support.helpers import LONG, ROOT, read_log, run_ranks, train_words
 
-# Python runs it at the start of every process: the rank ends by SIGKILL at the moment that is named, once.
+# Python runs it at the start of every process: the rank ends by SIGKILL at the moment that is
+# named, once.
 KILLER = """
 import os, signal
 
@@ -58,7 +61,12 @@ def undisturbed(store, tmp_path_factory):
 
 
 def words(store, folder) -> list[str]:
-    more = ["training.num_train_steps=15", "logging.save_freq=5", "logging.eval_freq=1000", "logging.plot=false"]
+    more = [
+        "training.num_train_steps=15",
+        "logging.save_freq=5",
+        "logging.eval_freq=1000",
+        "logging.plot=false",
+    ]
     return train_words(store, folder, "run", "training.train_batch_size=4", *more)
 
 
@@ -66,16 +74,39 @@ def words(store, folder) -> list[str]:
 @pytest.mark.parametrize("moment", MOMENTS)
 def test_a_rank_killed_while_it_commits(cluster, store, tmp_path, undisturbed, moment):
     (tmp_path / "killer").mkdir()
-    (tmp_path / "killer" / "sitecustomize.py").write_text(KILLER.format(moment=moment, mark=str(tmp_path / "killed")))
+    (tmp_path / "killer" / "sitecustomize.py").write_text(
+        KILLER.format(moment=moment, mark=str(tmp_path / "killed"))
+    )
     (tmp_path / "hostfile").write_text("n1 slots=1\nn2 slots=1\n")
-    environment = {"PYTHONPATH": f"{tmp_path / 'killer'}{os.pathsep}{ROOT}", "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "mmldlm.launch", "--hostfile", tmp_path / "hostfile", "--retries", "1"]
+    environment = {
+        "PYTHONPATH": f"{tmp_path / 'killer'}{os.pathsep}{ROOT}",
+        "OMP_NUM_THREADS": "1",
+    }
+    command = [
+        sys.executable,
+        "-m",
+        "mmldlm.launch",
+        "--hostfile",
+        tmp_path / "hostfile",
+        "--retries",
+        "1",
+    ]
     process = cluster["n1"].popen(
-        *command, "--level", "0", *words(store, tmp_path), env=environment, stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-    )  # fmt: skip
+        *command,
+        "--level",
+        "0",
+        *words(store, tmp_path),
+        env=environment,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+    )
     output, _ = process.communicate(timeout=400)
     assert process.returncode == 0 and (tmp_path / "killed").exists(), output[-4000:]
-    resumed = [event for event in read_log(tmp_path, "run", "events.jsonl") if event["event"] == "resume"]
+    resumed = [
+        event for event in read_log(tmp_path, "run", "events.jsonl") if event["event"] == "resume"
+    ]
     assert [event["step"] for event in resumed] == [MOMENTS[moment]], output[-4000:]
-    assert [(record["step"], record["loss"]) for record in read_log(tmp_path, "run")] == undisturbed
+    assert [
+        (record["step"], record["loss"]) for record in read_log(tmp_path, "run")
+    ] == undisturbed

@@ -17,7 +17,16 @@ PYTHON = sys.executable
 def test_deepspeed_with_pdsh(cluster, store, folder, one_host, stage):
     hostfile = folder / "hostfile"
     hostfile.write_text(NODES)
-    line = [PYTHON, "-m", "deepspeed.launcher.runner", "--hostfile", hostfile, "--master_addr", "n1", TRAIN]
+    line = [
+        PYTHON,
+        "-m",
+        "deepspeed.launcher.runner",
+        "--hostfile",
+        hostfile,
+        "--master_addr",
+        "n1",
+        TRAIN,
+    ]
     done = cluster["n1"].run(*line, *words_of(store, folder, f"pdsh{stage}", stage), timeout=280)
     assert done.returncode == 0, done.stdout[-3000:]
     close(losses(folder, f"pdsh{stage}"), one_host)
@@ -26,8 +35,25 @@ def test_deepspeed_with_pdsh(cluster, store, folder, one_host, stage):
 @LONG
 def test_torchrun_on_each_host(cluster, store, folder, one_host):
     def start(host, rank):
-        line = [PYTHON, "-m", "torch.distributed.run", "--nnodes", "2", "--node_rank", rank, "--nproc_per_node", "1"]
-        line += ["--master_addr", "n1", "--master_port", "29511", TRAIN, *words_of(store, folder, "torchrun", 2)]
+        line = [
+            PYTHON,
+            "-m",
+            "torch.distributed.run",
+            "--nnodes",
+            "2",
+            "--node_rank",
+            rank,
+            "--nproc_per_node",
+            "1",
+        ]
+        line += [
+            "--master_addr",
+            "n1",
+            "--master_port",
+            "29511",
+            TRAIN,
+            *words_of(store, folder, "torchrun", 2),
+        ]
         return host.popen(*line, stdin=-3, stdout=-1, stderr=-2)
 
     ranks = [start(cluster[name], rank) for rank, name in enumerate(("n1", "n2"))]
@@ -37,7 +63,18 @@ def test_torchrun_on_each_host(cluster, store, folder, one_host):
 
 
 def test_mpirun(cluster, store, folder, one_host):
-    line = ["mpirun", "--allow-run-as-root", "-np", "2", "--host", "n1:1,n2:1", "--bind-to", "none", PYTHON, TRAIN]
+    line = [
+        "mpirun",
+        "--allow-run-as-root",
+        "-np",
+        "2",
+        "--host",
+        "n1:1,n2:1",
+        "--bind-to",
+        "none",
+        PYTHON,
+        TRAIN,
+    ]
     done = cluster["n1"].run(*line, *words_of(store, folder, "mpirun", 2), timeout=280)
     assert done.returncode == 0, done.stdout[-3000:]
     close(losses(folder, "mpirun"), one_host)

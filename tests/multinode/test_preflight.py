@@ -1,4 +1,5 @@
-"""Preflight on three virtual hosts: no false alarms, and every injected fault reported on its node.
+"""Preflight on three virtual hosts: no false alarms, and every injected fault reported on its
+node.
 
 Faults that do not touch one another share a run; benchmarks/preflight.py injects each alone.
 """
@@ -10,13 +11,32 @@ import contextlib
 import pytest
 
 from tests.support.helpers import LONG, ROOT
-from tests.support.preflight_faults import ALL, FAULTS, HARMLESS, PYTHON, TOGETHER, Scene, problem_text, problems
+from tests.support.preflight_faults import (
+    ALL,
+    FAULTS,
+    HARMLESS,
+    PYTHON,
+    TOGETHER,
+    Scene,
+    problem_text,
+    problems,
+)
 
 pytestmark = pytest.mark.long
 
 BY_NAME = {fault.name: fault for fault in FAULTS}
-HEAD_ALONE = ("hostfile missing", "typo in slots", "uneven slots", "one host that is not this one", "unknown key")
-ALONE = [name for name in BY_NAME if name not in HEAD_ALONE and all(name not in group for group in TOGETHER)]
+HEAD_ALONE = (
+    "hostfile missing",
+    "typo in slots",
+    "uneven slots",
+    "one host that is not this one",
+    "unknown key",
+)
+ALONE = [
+    name
+    for name in BY_NAME
+    if name not in HEAD_ALONE and all(name not in group for group in TOGETHER)
+]
 
 
 @pytest.fixture
@@ -59,7 +79,10 @@ def test_what_the_head_sees_without_its_nodes(scene, name):
     scene.level = 0
     receipt = inject(scene, [name])
     usage = name in ("hostfile missing", "typo in slots", "unknown key")
-    assert receipt["exit_code"] == {True: 2, False: 1}[usage] or name == "one host that is not this one"
+    assert (
+        receipt["exit_code"] == {True: 2, False: 1}[usage]
+        or name == "one host that is not this one"
+    )
 
 
 def test_what_a_run_trains_with_raises_no_alarm(scene):
@@ -72,7 +95,9 @@ def test_what_a_run_trains_with_raises_no_alarm(scene):
 
 @LONG
 def test_launch_trains_with_it(scene):
-    """Preflight of all levels that launch runs by itself, the watcher's agents, and the launcher."""
+    """Preflight of all levels that launch runs by itself, the watcher's agents, and the
+    launcher.
+    """
     with contextlib.ExitStack() as stack:
         for harmless in HARMLESS:
             harmless.inject(scene, stack)
@@ -81,8 +106,14 @@ def test_launch_trains_with_it(scene):
         hostfile.write_text(scene.hostfile_text.replace("n3 slots=1\n", ""))
         command = [PYTHON, "-m", "mmldlm.launch", "--hostfile", hostfile, "--config-name", "tiny"]
         command += [f"data.latent_data_root={scene.store}", f"logging.save_dir={scene.save_dir}"]
-        command += ["training.num_train_steps=2", "training.train_batch_size=4", "data.max_validation_samples=16"]
-        done = scene.cluster["n1"].run(*command, cwd=ROOT, env={"PYTHONPATH": str(ROOT)}, timeout=280)
+        command += [
+            "training.num_train_steps=2",
+            "training.train_batch_size=4",
+            "data.max_validation_samples=16",
+        ]
+        done = scene.cluster["n1"].run(
+            *command, cwd=ROOT, env={"PYTHONPATH": str(ROOT)}, timeout=280
+        )
     assert done.returncode == 0 and "done; logs of all ranks" in done.stdout, done.stdout[-3000:]
 
 
@@ -115,7 +146,11 @@ def test_collectives_and_two_training_steps_through_the_launcher(scene):
     scene.level = 4
     receipt = scene.run()
     assert problems(receipt) == set(), receipt["screen"]
-    passed = {r["id"]: r["measured"] for r in receipt["results"] if r["status"] == "PASS" and r["level"] >= 3}
+    passed = {
+        r["id"]: r["measured"]
+        for r in receipt["results"]
+        if r["status"] == "PASS" and r["level"] >= 3
+    }
     assert set(passed) == {"COLL001", "COLL002", "COLL003", "DRY001", "DRY002"}
     assert "gloo" in passed["COLL002"] and "waiting for data" in passed["DRY001"]
     assert passed["DRY001"] in receipt["screen"]  # what a user runs this level for

@@ -12,16 +12,23 @@ from tests.support.helpers import LONG, ROOT
 from tests.support.short_run import NODES, close, losses, more_words
 
 pytestmark = LONG
-PROGRAMS = {"mmldlm": "mmldlm.cli", "deepspeed": "deepspeed.launcher.runner", "torchrun": "torch.distributed.run"}
+PROGRAMS = {
+    "mmldlm": "mmldlm.cli",
+    "deepspeed": "deepspeed.launcher.runner",
+    "torchrun": "torch.distributed.run",
+}
 
 
 @pytest.fixture(scope="module")
 def variables(tmp_path_factory):
-    """What a user exports; the virtual environment is the one these tests run in, marked as set up."""
+    """What a user exports; the virtual environment is the one these tests run in, marked as set
+    up.
+    """
     venv = tmp_path_factory.mktemp("venv")
     (venv / "bin").mkdir()
     lines = {"python": f'exec {sys.executable} "$@"'} | {
-        name: f'PYTHONPATH={ROOT} exec {sys.executable} -m {module} "$@"' for name, module in PROGRAMS.items()
+        name: f'PYTHONPATH={ROOT} exec {sys.executable} -m {module} "$@"'
+        for name, module in PROGRAMS.items()
     }
     for name, line in lines.items():
         (venv / "bin" / name).write_text(f"#!/bin/sh\n{line}\n")
@@ -30,11 +37,20 @@ def variables(tmp_path_factory):
     stamp = subprocess.run(words, cwd=ROOT, check=True, capture_output=True, text=True).stdout
     (venv / ".mmldlm-base").write_text(stamp)
     (venv / ".mmldlm-home").write_text(f"{venv}\n")
-    return {"MMLDLM_VENV": str(venv), "CONFIG_NAME": "tiny", "DTYPE": "fp32", "OMP_NUM_THREADS": "1"}
+    return {
+        "MMLDLM_VENV": str(venv),
+        "CONFIG_NAME": "tiny",
+        "DTYPE": "fp32",
+        "OMP_NUM_THREADS": "1",
+    }
 
 
 def words(store, folder, name):
-    more = [f"data.latent_data_root={store}", f"logging.save_dir={folder}", f"logging.run_name={name}"]
+    more = [
+        f"data.latent_data_root={store}",
+        f"logging.save_dir={folder}",
+        f"logging.run_name={name}",
+    ]
     return [*more, "data.max_validation_samples=16", *more_words(2)]
 
 
@@ -59,7 +75,13 @@ def test_multi_node_with_a_hostfile(cluster, store, folder, one_host, variables)
 
 def test_multi_node_on_each_host(cluster, store, folder, one_host, variables):
     def start(name, rank):
-        own = {**variables, "NNODES": "2", "NODE_RANK": rank, "MASTER_ADDR": "10.77.0.1", "NPROC_PER_NODE": "1"}
+        own = {
+            **variables,
+            "NNODES": "2",
+            "NODE_RANK": rank,
+            "MASTER_ADDR": "10.77.0.1",
+            "NPROC_PER_NODE": "1",
+        }
         script = ["bash", "launchers/multi_node.sh", *words(store, folder, "each_node_sh")]
         return cluster[name].popen(*script, cwd=ROOT, env=own, stdin=-3, stdout=-1, stderr=-2)
 
@@ -74,13 +96,26 @@ def slurm_variables(cluster, tmp_path_factory):
     reason = slurm_cluster.reason_to_skip()
     if reason is not None:
         pytest.skip(reason)
-    with slurm_cluster.slurm_cluster(cluster, tmp_path_factory.mktemp("slurm") / "run", ["n1", "n2"]) as found:
+    with slurm_cluster.slurm_cluster(
+        cluster, tmp_path_factory.mktemp("slurm") / "run", ["n1", "n2"]
+    ) as found:
         yield found
 
 
 def test_slurm_job(cluster, store, folder, one_host, variables, slurm_variables):
-    script = ["sbatch", "--wait", "--nodes=2", "--ntasks-per-node=1", "--gpus-per-node=0", "--cpus-per-task=1"]
-    script += [f"--output={folder}/job.log", "launchers/slurm.sh", *words(store, folder, "slurm_sh")]
+    script = [
+        "sbatch",
+        "--wait",
+        "--nodes=2",
+        "--ntasks-per-node=1",
+        "--gpus-per-node=0",
+        "--cpus-per-task=1",
+    ]
+    script += [
+        f"--output={folder}/job.log",
+        "launchers/slurm.sh",
+        *words(store, folder, "slurm_sh"),
+    ]
     done = cluster["n1"].run(*script, cwd=ROOT, env={**variables, **slurm_variables}, timeout=280)
     log = (folder / "job.log").read_text() if (folder / "job.log").exists() else ""
     assert done.returncode == 0, done.stdout + log[-3000:]
@@ -90,9 +125,19 @@ def test_slurm_job(cluster, store, folder, one_host, variables, slurm_variables)
 def test_launch_in_a_slurm_allocation(cluster, store, folder, one_host, slurm_variables):
     """Preflight, srun, watcher; the variables arrive as srun carries them."""
     (folder / "hostfile").write_text(NODES)
-    line = ["salloc", "--quiet", "--nodes=2", "--ntasks-per-node=1", sys.executable, "-m", "mmldlm.launch"]
+    line = [
+        "salloc",
+        "--quiet",
+        "--nodes=2",
+        "--ntasks-per-node=1",
+        sys.executable,
+        "-m",
+        "mmldlm.launch",
+    ]
     line += ["--launcher", "slurm", "--hostfile", folder / "hostfile", "--config-name", "tiny"]
     own = {**slurm_variables, "PYTHONPATH": str(ROOT)}
-    done = cluster["n1"].run(*line, *words(store, folder, "slurm_launch"), cwd=ROOT, env=own, timeout=280)
+    done = cluster["n1"].run(
+        *line, *words(store, folder, "slurm_launch"), cwd=ROOT, env=own, timeout=280
+    )
     assert done.returncode == 0, done.stdout[-3000:]
     close(losses(folder, "slurm_launch"), one_host)

@@ -1,4 +1,6 @@
-"""`mmldlm launch` on real hosts: whatever dies, the rest is stopped, the reason shown, and nothing left behind."""
+"""`mmldlm launch` on real hosts: whatever dies, the rest is stopped, the reason shown, and nothing
+left behind.
+"""
 
 from __future__ import annotations
 
@@ -25,13 +27,18 @@ from tests.support.virtual_cluster import end
 
 pytestmark = pytest.mark.long
 
-# A killed rank is in the retry's test below; benchmarks/preflight.py plays all eight and measures them.
+# A killed rank is in the retry's test below; benchmarks/preflight.py plays all eight and measures
+# them.
 PLAYED = ("launcher killed before the group forms", "host cut off after the group forms")
 
 
 @pytest.mark.parametrize(
     "fault",
-    [pytest.param(a, marks=() if a.name == PLAYED[1] else LONG, id=a.name) for a in LAUNCH_FAULTS if a.name in PLAYED],
+    [
+        pytest.param(a, marks=() if a.name == PLAYED[1] else LONG, id=a.name)
+        for a in LAUNCH_FAULTS
+        if a.name in PLAYED
+    ],
 )
 def test_a_fault_ends_the_complete_run_and_nothing_else(cluster, store, tmp_path, fault):
     with cluster["n1"].process("sleep", "1000") as stranger:
@@ -53,12 +60,24 @@ def test_ends_of_other_launches_do_not_touch_one_that_trains(cluster, store, tmp
 @LONG
 @pytest.mark.parametrize("launcher", ["deepspeed", "mpi"])
 def test_odd_names_another_tmpdir_and_a_full_tmp(cluster, store, tmp_path, launcher):
-    """TMPDIR of a batch job on the head, and in .deepspeed_env; n2's folder in /tmp takes nothing while ranks run."""
+    """TMPDIR of a batch job on the head, and in .deepspeed_env; n2's folder in /tmp takes nothing
+    while ranks run.
+    """
     (tmp_path / "job").mkdir()
     (tmp_path / "env").write_text(f"TMPDIR={tmp_path}/job\n")
     name = "exp_$(touch pwned) `touch pwned`; '%h\"%n é"
-    env = {"TMPDIR": f"{tmp_path}/job", "DS_ENV_FILE": f"{tmp_path}/env", "WANDB_API_KEY": "cannot-be-read"}
-    words = ["--level", "0", "training.num_train_steps=8", "logging.save_freq=8", "logging.eval_freq=1000"]
+    env = {
+        "TMPDIR": f"{tmp_path}/job",
+        "DS_ENV_FILE": f"{tmp_path}/env",
+        "WANDB_API_KEY": "cannot-be-read",
+    }
+    words = [
+        "--level",
+        "0",
+        "training.num_train_steps=8",
+        "logging.save_freq=8",
+        "logging.eval_freq=1000",
+    ]
     process = start(cluster, store, tmp_path, *words, launcher=launcher, name=name, env=env)
     wait_for(lambda: steps_of(tmp_path, name) >= 2, process)
     (rank,) = pids(cluster["n2"], "rank_wrapper.py [0-9a-f]{32}$")[-1:]
@@ -72,7 +91,9 @@ def test_odd_names_another_tmpdir_and_a_full_tmp(cluster, store, tmp_path, launc
     assert process.returncode == 0 and steps_of(tmp_path, name) == 8, output[-3000:]
     assert not list(ROOT.glob("*pwned*")) and not Path("/pwned").exists()
     run = tmp_path / "runs" / name
-    assert not any(b"cannot-be-read" in path.read_bytes() for path in run.rglob("*") if path.is_file())
+    assert not any(
+        b"cannot-be-read" in path.read_bytes() for path in run.rglob("*") if path.is_file()
+    )
     assert "cannot-be-read" not in output
 
 
@@ -102,7 +123,9 @@ def test_of_two_launches_into_one_folder_one_trains(cluster, store, tmp_path):
 
 @LONG
 def test_when_the_head_is_killed_every_node_ends_its_part(cluster, store, tmp_path):
-    process = start(cluster, store, tmp_path, "training.num_train_steps=100000", "logging.save_freq=100000")
+    process = start(
+        cluster, store, tmp_path, "training.num_train_steps=100000", "logging.save_freq=100000"
+    )
     wait_for(lambda: steps_of(tmp_path) >= 2, process)
     end(process)
     deadline = time.monotonic() + 60
@@ -137,7 +160,9 @@ def test_an_elastic_retry_continues_without_the_lost_host(cluster, store, tmp_pa
         output, _ = process.communicate(timeout=240)
     assert process.returncode == 0, output[-4000:]
     assert "n2 is lost" in output and "continuing without n2: 1 rank(s)" in output
-    steps = [json.loads(line)["step"] for line in (run / "training_log.jsonl").read_text().splitlines()]
+    steps = [
+        json.loads(line)["step"] for line in (run / "training_log.jsonl").read_text().splitlines()
+    ]
     assert steps == list(range(1, 31))
     manifest = json.loads((run / "latest" / "manifest.json").read_text())
     assert manifest["world_size"] == 1
@@ -145,9 +170,18 @@ def test_an_elastic_retry_continues_without_the_lost_host(cluster, store, tmp_pa
 
 @LONG
 def test_a_retry_resumes_the_latest_checkpoint(cluster, store, tmp_path):
-    words = ["--retries", "1", "training.num_train_steps=40", "logging.save_freq=5", "logging.eval_freq=1000"]
+    words = [
+        "--retries",
+        "1",
+        "training.num_train_steps=40",
+        "logging.save_freq=5",
+        "logging.eval_freq=1000",
+    ]
     process = start(cluster, store, tmp_path, *words, launcher="torchrun")
-    wait_for(lambda: list((tmp_path / "runs" / "run").glob("checkpoints/step_*5/manifest.json")) != [], process)
+    wait_for(
+        lambda: list((tmp_path / "runs" / "run").glob("checkpoints/step_*5/manifest.json")) != [],
+        process,
+    )
     cluster["n2"].sh("pkill", "-KILL", "-f", "mmldlm/train.py")
     output, _ = process.communicate(timeout=240)
     assert process.returncode == 0, output[-4000:]

@@ -8,13 +8,25 @@ import sys
 import pytest
 
 from mmldlm.observe import console as module
-from mmldlm.observe.console import LATEST_LOG, Console, format_step, link_latest, train_log_path, with_mean_losses
+from mmldlm.observe.console import (
+    LATEST_LOG,
+    Console,
+    format_step,
+    link_latest,
+    train_log_path,
+    with_mean_losses,
+)
 from mmldlm.tasks.translation.task import TranslationTask
 from mmldlm.utils.formatting import format_duration
 
 RECORD = {
-    "loss": 3.21, "text_loss": 2.5, "latent_loss": 0.71, "grad_norm": 0.8, "lr": 1e-4, "tokens_per_second": 1234.4,
-}  # fmt: skip
+    "loss": 3.21,
+    "text_loss": 2.5,
+    "latent_loss": 0.71,
+    "grad_norm": 0.8,
+    "lr": 1e-4,
+    "tokens_per_second": 1234.4,
+}
 
 
 def step(number, **more):
@@ -42,7 +54,9 @@ def test_a_run_on_images_shows_their_rate():
 
 
 def test_losses_are_means_since_the_last_line(tmp_path):
-    """A single batch of short texts must not look like progress; skipped and non-finite steps do not count."""
+    """A single batch of short texts must not look like progress; skipped and non-finite steps do
+    not count.
+    """
     out, log = io.StringIO(), tmp_path / "train.log"
     with Console(25, log_freq=10, stream=out, log_file=log) as progress:
         for number in range(1, 26):
@@ -89,7 +103,9 @@ def test_an_evaluation_shows_how_far_it_is(tmp_path, monkeypatch):
         for done in range(4):
             progress.evaluation(5, done, 4)
     lines = out.getvalue().splitlines()
-    assert [line.partition(", eta ")[0] for line in lines] == [f"eval     step 5: batch {n} of 4" for n in range(4)]
+    assert [line.partition(", eta ")[0] for line in lines] == [
+        f"eval     step 5: batch {n} of 4" for n in range(4)
+    ]
     assert re.search(r"eta \d+s$", lines[-1]) and log.read_text().count("batch 3 of 4") == 1
 
 
@@ -99,11 +115,17 @@ def test_the_newest_log_is_linked_and_errors_can_be_searched_for(tmp_path):
             progress.error(f"of {name}")
         link_latest(tmp_path / name)
     assert (tmp_path / LATEST_LOG).read_text().endswith(" ERROR: of train_2.log\n")
-    assert sorted(path.name for path in tmp_path.iterdir()) == [LATEST_LOG, "train_1.log", "train_2.log"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        LATEST_LOG,
+        "train_1.log",
+        "train_2.log",
+    ]
 
 
 def test_a_mode_without_latent_loss_shows_none():
-    assert "latent" not in format_step({"step": 1, "loss": 1.0, "text_loss": 1.0, "latent_loss": None}, 10, 0)
+    assert "latent" not in format_step(
+        {"step": 1, "loss": 1.0, "text_loss": 1.0, "latent_loss": None}, 10, 0
+    )
 
 
 def test_log_file_gets_plain_lines_and_messages_even_where_the_screen_is_off(tmp_path, capsys):
@@ -116,7 +138,9 @@ def test_log_file_gets_plain_lines_and_messages_even_where_the_screen_is_off(tmp
         progress.warning("disk is almost full")
     lines = path.read_text().splitlines()
     assert len(lines) == 4 and "step 5/10 | loss:" in lines[0]
-    assert lines[2].endswith("evaluation at step 10") and lines[3].endswith("warning: disk is almost full")
+    assert lines[2].endswith("evaluation at step 10") and lines[3].endswith(
+        "warning: disk is almost full"
+    )
     assert capsys.readouterr().out == ""
 
 
@@ -143,7 +167,15 @@ def test_eta_is_none_before_the_first_step_and_zero_at_the_end():
 
 
 @pytest.mark.parametrize(
-    "seconds, text", [(0, "0s"), (59.4, "59s"), (200, "3m20s"), (3600, "1h00m"), (4000, "1h06m"), (200_000, "2d07h")]
+    "seconds, text",
+    [
+        (0, "0s"),
+        (59.4, "59s"),
+        (200, "3m20s"),
+        (3600, "1h00m"),
+        (4000, "1h06m"),
+        (200_000, "2d07h"),
+    ],
 )
 def test_durations(seconds, text):
     assert format_duration(seconds) == text
@@ -182,9 +214,14 @@ def test_a_terminal_breaks_messages_between_words():
         progress._console.width = 80
         progress.message(f"eval     step 10: {metrics}")
         progress.warning(f"a folder /{'x' * 90} and more words " * 2)
-    lines = [re.sub(r"\x1b\[[?\d;]*[A-Za-z]", "", line).rstrip() for line in shown.getvalue().splitlines()]
+    lines = [
+        re.sub(r"\x1b\[[?\d;]*[A-Za-z]", "", line).rstrip()
+        for line in shown.getvalue().splitlines()
+    ]
     words = set(" ".join(lines).split())
-    assert {f"l2t_token_accuracy_{number}" for number in range(12)} <= words and f"/{'x' * 90}" in words
+    assert {
+        f"l2t_token_accuracy_{number}" for number in range(12)
+    } <= words and f"/{'x' * 90}" in words
     assert all(len(line) <= 80 for line in lines if "xxx" not in line)
     assert sum(line.startswith(" " * 9) for line in lines) >= 5
 
@@ -200,7 +237,9 @@ def test_without_a_reader_the_steps_go_on_in_the_log_file(tmp_path, capsys, term
             os.close(reader)
             progress.update(step(2))
             progress.update(step(3))
-        assert (sys.stdout, sys.stderr) == (stdout, stderr), "the terminal's redirection was not taken back"
+        assert (sys.stdout, sys.stderr) == (stdout, stderr), (
+            "the terminal's redirection was not taken back"
+        )
     said = "warning: output to this terminal or pipe ends"
     text = path.read_text()
     assert text.count(said) == 1 and "step 3/3" in text

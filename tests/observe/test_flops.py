@@ -17,7 +17,9 @@ SHAPE = Shape("small", depth=2, width=128, length=48, batch=4, vocab=1500, laten
 
 
 def counter() -> FlopCounterMode:
-    """torch's, which does not know grouped products yet: rows @ [groups, K, N], or [O, rows] @ [rows, I] by groups."""
+    """torch's, which does not know grouped products yet: rows @ [groups, K, N], or [O, rows] @
+    [rows, I] by groups.
+    """
 
     def grouped(a, b, *_, **__):
         return 2 * a[0] * a[1] * b[-1]
@@ -29,7 +31,9 @@ def counter() -> FlopCounterMode:
 @pytest.mark.parametrize("fill", [1.0, 0.4])
 @pytest.mark.parametrize("more", [{}, {"tokens_per_latent": 3, "cond_dim": 40, "mlp_ratio": 2.0}])
 def test_model_agrees_with_torchs_counter(fill, more, fused, monkeypatch):
-    """Forward, and forward with backward; where padding is left out the counter must not see it either."""
+    """Forward, and forward with backward; where padding is left out the counter must not see it
+    either.
+    """
     if fused:  # the counter hooks all modules, and hooked layers are really called
         monkeypatch.setattr(MMDiTBlock, "runs_fused", lambda self: True)
     variant = Ours(Shape(**{**vars(SHAPE), "fill": fill}), torch.float32, **more)
@@ -46,17 +50,28 @@ def test_model_agrees_with_torchs_counter(fill, more, fused, monkeypatch):
 
 def model(**more) -> ModelConfig:
     return ModelConfig(
-        latent_dim=32, vocab_size=30522, hidden_size=1024, n_blocks=24, n_heads=16, cond_dim=1024, tokens_per_latent=1,
-        max_seq_len=4096, **more,
-    )  # fmt: skip
+        latent_dim=32,
+        vocab_size=30522,
+        hidden_size=1024,
+        n_blocks=24,
+        n_heads=16,
+        cond_dim=1024,
+        tokens_per_latent=1,
+        max_seq_len=4096,
+        **more,
+    )
 
 
 def test_of_the_large_model_a_text_token_meets_one_stream_only():
-    """503 MFLOP body + 62.5 MFLOP head forward a token (facts of the 892M model with full-width attention added)."""
+    """503 MFLOP body + 62.5 MFLOP head forward a token (facts of the 892M model with full-width
+    attention added).
+    """
     flops = step_flops(model(), [512], 512)
     assert flops.text_blocks / 512 == 24 * 24 * 1024**2
     assert flops.text_head / 512 == pytest.approx(62.5e6, rel=1e-3)
-    assert flops.training / 512 < 6 * 892e6 / 2.4, "6 N a token would count parameters that no token meets"
+    assert flops.training / 512 < 6 * 892e6 / 2.4, (
+        "6 N a token would count parameters that no token meets"
+    )
 
 
 def test_the_runs_counts_give_the_same_figure():
@@ -72,6 +87,8 @@ def test_peaks_are_known_or_not_given():
     assert peak_flops("NVIDIA H200", "bf16") == 989.4e12
     assert peak_flops("NVIDIA H100 PCIe", "bf16") == 756e12
     assert peak_flops("NVIDIA A100-SXM4-80GB", "fp32") == 19.5e12
-    assert peak_flops("NVIDIA H200 NVL", "fp16") == peak_flops("NVIDIA H200 NVL", "bf16") == 835.5e12
+    assert (
+        peak_flops("NVIDIA H200 NVL", "fp16") == peak_flops("NVIDIA H200 NVL", "bf16") == 835.5e12
+    )
     assert peak_flops(None, "bf16") is None and peak_flops("Some GPU 1", "bf16") is None
     assert peak_flops(None, "bf16", 2.5) == 2.5e12

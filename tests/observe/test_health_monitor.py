@@ -46,30 +46,45 @@ def test_stalled_after_a_while_but_not_when_finished():
     later = NOW + timedelta(seconds=500)
     assert "STALLED: no step for 8m20s" in problems(records(), later, total_steps=1000)
     assert problems(records(), later, total_steps=300) == ""
-    assert problems(records(pace=60), later) == "", "20 usual steps of a slow run are longer than that"
+    assert problems(records(pace=60), later) == "", (
+        "20 usual steps of a slow run are longer than that"
+    )
     assert "STALLED" in problems(records(pace=60), later, stall_seconds=100)
 
 
 def test_nonfinite_values_in_applied_steps_are_faults():
-    assert "1 non-finite values of loss" in problems(records(loss=lambda step: math.nan if step == 299 else 2.0))
-    assert "non-finite values of grad_norm" in problems(records(grad_norm=lambda step: math.inf if step > 290 else 1.0))
-    assert problems(records(loss=lambda step: math.nan if step == 100 else 2.0)) == "", "that was long ago"
+    assert "1 non-finite values of loss" in problems(
+        records(loss=lambda step: math.nan if step == 299 else 2.0)
+    )
+    assert "non-finite values of grad_norm" in problems(
+        records(grad_norm=lambda step: math.inf if step > 290 else 1.0)
+    )
+    assert problems(records(loss=lambda step: math.nan if step == 100 else 2.0)) == "", (
+        "that was long ago"
+    )
 
 
 def test_skips_are_reported_and_many_are_a_fault():
     def bad(share):
         return dict(
-            skipped=lambda step: step % 100 < share, grad_norm=lambda step: math.nan if step % 100 < share else 1.0
+            skipped=lambda step: step % 100 < share,
+            grad_norm=lambda step: math.nan if step % 100 < share else 1.0,
         )
 
     few = assess(records(**bad(5)), NOW)
-    assert few.problems == [] and any("skipped: 5 of the last 100" in line for line in few.messages)
+    assert few.problems == [] and any(
+        "skipped: 5 of the last 100" in line for line in few.messages
+    )
     assert "6 of the last 100 steps were skipped" in problems(records(**bad(6)))
 
 
 def test_bad_samples_are_reported_and_many_are_a_fault():
     def bad(count, **more):
-        return records(samples=lambda step: 8 * step, bad_samples=lambda step: count if step > 250 else 0, **more)
+        return records(
+            samples=lambda step: 8 * step,
+            bad_samples=lambda step: count if step > 250 else 0,
+            **more,
+        )
 
     assert assess(bad(0), NOW).messages == assess(records(), NOW).messages
     few = assess(bad(1), NOW, window=200)
@@ -80,11 +95,18 @@ def test_bad_samples_are_reported_and_many_are_a_fault():
     assert problems(bad(8)) == "400 of the 800 samples of the last 100 steps were bad"
     # A log that begins in the middle of a run, and a run's first steps.
     assert problems(bad(8)[270:]) == "232 of the 232 samples of the last 30 steps were bad"
-    assert "8 of the 8 samples" in problems(records(steps=1, samples=lambda step: 8, bad_samples=lambda step: 8))
+    assert "8 of the 8 samples" in problems(
+        records(steps=1, samples=lambda step: 8, bad_samples=lambda step: 8)
+    )
 
 
 def event(kind, step, seconds=0.0, **more):
-    return {"event": kind, "step": step, "time": (NOW + timedelta(seconds=seconds)).isoformat(), **more}
+    return {
+        "event": kind,
+        "step": step,
+        "time": (NOW + timedelta(seconds=seconds)).isoformat(),
+        **more,
+    }
 
 
 def test_saves_that_fail_are_a_fault_until_one_succeeds():
@@ -93,8 +115,9 @@ def test_saves_that_fail_are_a_fault_until_one_succeeds():
         event("save_failed", 200, reason="full"),
         event("save_failed", 250, reason="still full"),
     ]
-    assert problems(records(), events=events) == (
-        "saving has failed 2 times since the last checkpoint, at step 250: still full"
+    assert (
+        problems(records(), events=events)
+        == "saving has failed 2 times since the last checkpoint, at step 250: still full"
     )
     assert "failed once" in problems(records(), events=events[1:2]), "there never was a checkpoint"
     assert problems(records(), events=[*events, event("save", 300)]) == ""
@@ -104,19 +127,29 @@ def test_steps_that_are_passed_over_are_no_stall():
     later = NOW + timedelta(seconds=500)
     events = [event("passed_over", step, seconds=step - 300) for step in range(301, 780)]
     assert problems(records(), later, total_steps=1000, events=events) == ""
-    assert "STALLED: no step for 5m21s" in problems(records(), NOW + timedelta(seconds=800), events=events)
+    assert "STALLED: no step for 5m21s" in problems(
+        records(), NOW + timedelta(seconds=800), events=events
+    )
     assert assess(records(), later, total_steps=779, events=events).finished
-    # Those of an earlier way through the same steps, before the run was taken up again, say nothing of the present.
+    # Those of an earlier way through the same steps, before the run was taken up again, say
+    # nothing of the present.
     old = [event("passed_over", 301, seconds=-50)]
     assert "STALLED: no step for 8m20s" in problems(records(), later, total_steps=301, events=old)
 
 
 def test_a_run_that_has_ended_says_how():
     def seen(*events):
-        health = assess(records(), NOW + timedelta(hours=5), total_steps=1000, events=[event("start", 0), *events])
+        health = assess(
+            records(),
+            NOW + timedelta(hours=5),
+            total_steps=1000,
+            events=[event("start", 0), *events],
+        )
         return health, "\n".join(health.messages)
 
-    stopped = event("end", 300, exit_code=4, reason="stopped at step 300: 5 steps in a row were skipped")
+    stopped = event(
+        "end", 300, exit_code=4, reason="stopped at step 300: 5 steps in a row were skipped"
+    )
     health, text = seen(stopped)
     assert health.problems == ["the run ended with exit code 4"] and health.finished
     assert "ended with exit code 4: stopped at step 300: 5 steps in a row were skipped" in text
@@ -129,8 +162,12 @@ def test_a_run_that_has_ended_says_how():
 
 
 def test_exploding_norm_and_rising_loss_are_faults():
-    assert "grad_norm rose from 0.8 to 9" in problems(records(grad_norm=lambda step: 9.0 if step > 200 else 0.8))
-    assert "loss rose from 2 to 3.5" in problems(records(loss=lambda step: 3.5 if step > 200 else 2.0))
+    assert "grad_norm rose from 0.8 to 9" in problems(
+        records(grad_norm=lambda step: 9.0 if step > 200 else 0.8)
+    )
+    assert "loss rose from 2 to 3.5" in problems(
+        records(loss=lambda step: 3.5 if step > 200 else 2.0)
+    )
 
 
 def test_an_empty_log_and_unreadable_lines_are_faults():
@@ -185,7 +222,13 @@ def test_exit_codes_of_once(tmp_path, capsys):
 def test_once_reads_the_events(tmp_path, capsys):
     write_run(tmp_path, total=1000, steps=50)
     with JsonlLog(tmp_path / "events.jsonl") as log:
-        log.write({"event": "save_failed", "step": 40, "reason": "checkpoint of step 40 was not saved: no space"})
+        log.write(
+            {
+                "event": "save_failed",
+                "step": 40,
+                "reason": "checkpoint of step 40 was not saved: no space",
+            }
+        )
     assert main(arguments(tmp_path, "--once")) == 1
     assert "UNHEALTHY: saving has failed once" in capsys.readouterr().out.splitlines()[-1]
 
@@ -197,7 +240,10 @@ def test_the_end_of_the_run_is_read_from_its_events(tmp_path, capsys):
         log.write({"event": "end", "step": 50, "exit_code": 4, "reason": "stopped at step 50"})
     assert main(arguments(tmp_path, "--interval", 60)) == 1
     shown = capsys.readouterr().out
-    assert "ended with exit code 4: stopped at step 50" in shown and "UNHEALTHY: the run ended" in shown
+    assert (
+        "ended with exit code 4: stopped at step 50" in shown
+        and "UNHEALTHY: the run ended" in shown
+    )
 
 
 def test_following_ends_with_the_run(tmp_path, capsys):
@@ -209,11 +255,13 @@ def test_following_ends_with_the_run(tmp_path, capsys):
 def test_ctrl_c_ends_following_with_the_last_verdict(tmp_path):
     write_run(tmp_path, total=1000, steps=5)
     code = (
-        "import argparse, sys; from mmldlm.commands import run_log; p = argparse.ArgumentParser(); "
-        f"run_log.add_monitor_arguments(p); arguments = p.parse_args([{str(tmp_path)!r}, '--interval', '0.05']); "
-        "sys.exit(run_log.monitor(arguments))"
+        "import argparse, sys; from mmldlm.commands import run_log; p ="
+        " argparse.ArgumentParser(); run_log.add_monitor_arguments(p); arguments ="
+        f" p.parse_args([{str(tmp_path)!r}, '--interval', '0.05']);"
+        " sys.exit(run_log.monitor(arguments))"
     )
-    # A shell that starts the tests in the background has them ignore SIGINT, which a child would inherit.
+    # A shell that starts the tests in the background has them ignore SIGINT, which a child would
+    # inherit.
     process = subprocess.Popen(
         [sys.executable, "-c", code],
         stdout=subprocess.PIPE,
@@ -234,12 +282,18 @@ def test_a_folder_that_is_no_run_is_a_users_error(tmp_path):
 def test_logs_of_any_size_are_followed_in_bounded_memory(tmp_path):
     write_run(tmp_path, total=100_000, steps=50)
     event = {"event": "bad_sample", "step": 3, "time": NOW.isoformat(), "detail": "x" * 2000}
-    (tmp_path / "events.jsonl").write_text(f"{json.dumps(event)}\n" * 5_000 + "y" * 3_000_000 + "\n")
+    (tmp_path / "events.jsonl").write_text(
+        f"{json.dumps(event)}\n" * 5_000 + "y" * 3_000_000 + "\n"
+    )
     run = records(4_000, skipped=lambda step: step == 7)
-    (tmp_path / "training_log.jsonl").write_text("".join(f"{json.dumps(record)}\n" for record in run))
+    (tmp_path / "training_log.jsonl").write_text(
+        "".join(f"{json.dumps(record)}\n" for record in run)
+    )
     tracemalloc.start()
     steps = LogTail(tmp_path / "training_log.jsonl", keep=201)
-    events = LogTail(tmp_path / "events.jsonl", is_event, lambda record: record["event"] == "save", keep=10)
+    events = LogTail(
+        tmp_path / "events.jsonl", is_event, lambda record: record["event"] == "save", keep=10
+    )
     assert (steps.read(), events.read()) == (4_000, 0)
     assert tracemalloc.get_traced_memory()[1] < 6 << 20
     tracemalloc.stop()
@@ -271,7 +325,8 @@ def test_a_record_of_wrong_types_is_passed_and_counted(tmp_path, capsys, line):
 
 
 @pytest.mark.parametrize(
-    "line", ['{"step": 1}', '{"event": 3}', '{"event": "save"}', '{"event": "passed_over", "step": "x"}']
+    "line",
+    ['{"step": 1}', '{"event": 3}', '{"event": "save"}', '{"event": "passed_over", "step": "x"}'],
 )
 def test_an_event_of_wrong_types_is_passed_and_counted(tmp_path, capsys, line):
     write_run(tmp_path, total=1000, steps=50)

@@ -17,15 +17,30 @@ def write(path, steps):
 def test_every_line_is_strict_json_and_nonfinite_values_say_why(tmp_path):
     path = tmp_path / "run" / "training_log.jsonl"
     with JsonlLog(path) as log:
-        log.write({"step": 1, "loss": math.nan, "grad_norm": math.inf, "lr": -math.inf, "skipped": True})
-        log.write({"step": 2, "loss": np.float32(0.5), "by_mode": {"l2t": math.nan}, "ranks": [1.0, math.inf]})
+        log.write(
+            {"step": 1, "loss": math.nan, "grad_norm": math.inf, "lr": -math.inf, "skipped": True}
+        )
+        log.write(
+            {
+                "step": 2,
+                "loss": np.float32(0.5),
+                "by_mode": {"l2t": math.nan},
+                "ranks": [1.0, math.inf],
+            }
+        )
 
     def refuse(word):
         raise AssertionError(f"{word} in a log that is to be strict JSON")
 
-    first, second = (json.loads(line, parse_constant=refuse) for line in path.read_text().splitlines())
+    first, second = (
+        json.loads(line, parse_constant=refuse) for line in path.read_text().splitlines()
+    )
     assert (first["loss"], first["grad_norm"], first["lr"]) == (None, None, None)
-    assert (first["loss_nonfinite"], first["grad_norm_nonfinite"], first["lr_nonfinite"]) == ("nan", "inf", "-inf")
+    assert (first["loss_nonfinite"], first["grad_norm_nonfinite"], first["lr_nonfinite"]) == (
+        "nan",
+        "inf",
+        "-inf",
+    )
     assert first["skipped"] is True and "T" in first["time"]
     assert second["loss"] == 0.5 and "loss_nonfinite" not in second
     assert second["by_mode"] == {"l2t": None, "l2t_nonfinite": "nan"}
@@ -35,7 +50,11 @@ def test_every_line_is_strict_json_and_nonfinite_values_say_why(tmp_path):
 def test_torch_scalars_become_numbers():
     torch = pytest.importorskip("torch")
     record = to_strict_json(
-        {"loss": torch.tensor(float("nan")), "tokens": torch.tensor(7), "bf16": torch.tensor(1.5).bfloat16()}
+        {
+            "loss": torch.tensor(float("nan")),
+            "tokens": torch.tensor(7),
+            "bf16": torch.tensor(1.5).bfloat16(),
+        }
     )
     assert record == {"loss": None, "loss_nonfinite": "nan", "tokens": 7, "bf16": 1.5}
 

@@ -16,10 +16,15 @@ def run_folder(tmp_path, steps=60, evals=True):
             skipped = step in (7, 8)
             log.write(
                 {
-                    "step": step, "loss": math.nan if skipped else 5 / step, "text_loss": 4 / step, "latent_loss": None,
-                    "grad_norm": math.inf if skipped else 1.0, "lr": 1e-4, "skipped": skipped,
+                    "step": step,
+                    "loss": math.nan if skipped else 5 / step,
+                    "text_loss": 4 / step,
+                    "latent_loss": None,
+                    "grad_norm": math.inf if skipped else 1.0,
+                    "lr": 1e-4,
+                    "skipped": skipped,
                 }
-            )  # fmt: skip
+            )
     if evals:
         with JsonlLog(tmp_path / "eval_log.jsonl") as log:
             log.write({"step": 30, "l2t_nelbo": 0.2, "l2t_gain_null": 0.1, "t2l_latent_mse": 0.3})
@@ -80,13 +85,17 @@ def test_validation_points_share_the_loss_panel(tmp_path, monkeypatch):
 
 
 def test_losses_are_drawn_as_means_of_applied_steps(tmp_path, monkeypatch):
-    """One step with short texts must not look like progress: the bold curve is a mean, single steps a faint band."""
+    """One step with short texts must not look like progress: the bold curve is a mean, single
+    steps a faint band.
+    """
     from matplotlib.figure import Figure
 
     with JsonlLog(tmp_path / "training_log.jsonl") as log:
         for step in range(1, 201):
             skipped = step == 100
-            log.write({"step": step, "loss": 1e6 if skipped else 2.0 + step % 2, "skipped": skipped})
+            log.write(
+                {"step": step, "loss": 1e6 if skipped else 2.0 + step % 2, "skipped": skipped}
+            )
     drawn = []
     monkeypatch.setattr(Figure, "savefig", lambda figure, *_, **__: drawn.append(figure))
     plot_run(tmp_path)

@@ -1,4 +1,6 @@
-"""Cost of a step: throughput, MFU, fractions of the wall time, peak memory, and the profiler trace."""
+"""Cost of a step: throughput, MFU, fractions of the wall time, peak memory, and the profiler
+trace.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +37,9 @@ def test_parts_are_shares_of_the_whole_and_start_anew(monkeypatch):
     assert record["tokens_per_second"] == 100 / 5, "writing a checkpoint is not training"
     assert record["mfu"] == pytest.approx(record["tflops"] / 2.0)
     again = meter.step(num_samples=8, num_tokens=100.0, sums={"text_masked": 50.0})
-    assert again["data_share"] == again["checkpoint_share"] == 0 and again["tokens_per_second"] == 10
+    assert (
+        again["data_share"] == again["checkpoint_share"] == 0 and again["tokens_per_second"] == 10
+    )
 
 
 def test_peak_memory_is_reset_when_the_epoch_changes(monkeypatch):
@@ -55,7 +59,12 @@ def test_utilisation_of_an_unknown_device_is_not_invented():
 def test_a_run_logs_its_cost_and_writes_a_trace(store, tmp_path, capsys):
     from mmldlm.train import main
 
-    more = ["engine.kind=single", "training.num_train_steps=4", "training.profile=[2,3]", "logging.peak_tflops=0.5"]
+    more = [
+        "engine.kind=single",
+        "training.num_train_steps=4",
+        "training.profile=[2,3]",
+        "logging.peak_tflops=0.5",
+    ]
     assert main(train_words(store, tmp_path, "run", *more, "logging.save_freq=2")) == 0
     records = read_log(tmp_path, "run")
     for record in records:
@@ -69,7 +78,9 @@ def test_a_run_logs_its_cost_and_writes_a_trace(store, tmp_path, capsys):
 
 
 def test_shares_of_communication():
-    """Collectives that overlap each other count once, operations inside operations too; annotations never."""
+    """Collectives that overlap each other count once, operations inside operations too;
+    annotations never.
+    """
     from torch.autograd import DeviceType
     from torch.autograd.profiler_util import FunctionEvent
 
@@ -88,10 +99,14 @@ def test_shares_of_communication():
     assert time_shares(on_cpu) == pytest.approx((0.5, 0.35, 0))
     gpu = DeviceType.CUDA
     on_gpu = [
-        event("aten::mm", 0, 100), event("step", 0, 100, gpu, note=True), event("gemm_kernel", 10, 50, gpu),
-        event("muon", 20, 50, gpu, note=True), event("muon", 0, 5),
-        event("ncclDevKernel_AllGather_RING_LL", 40, 60, gpu), event("nccl:all_gather", 40, 60, gpu, note=True),
-    ]  # fmt: skip
+        event("aten::mm", 0, 100),
+        event("step", 0, 100, gpu, note=True),
+        event("gemm_kernel", 10, 50, gpu),
+        event("muon", 20, 50, gpu, note=True),
+        event("muon", 0, 5),
+        event("ncclDevKernel_AllGather_RING_LL", 40, 60, gpu),
+        event("nccl:all_gather", 40, 60, gpu, note=True),
+    ]
     assert time_shares(on_gpu) == pytest.approx((0.2, 0.1, 0.3))
     assert time_shares([]) == (0, 0, 0)
     # Never beside work: all of it is exposed, and rounding must not make that more than all.
@@ -107,7 +122,9 @@ def test_shares_of_communication():
 
 
 def test_the_records_flops_are_those_of_the_batch():
-    """What the loop counts (samples, tokens, scored positions) suffices: equal to the count from every length."""
+    """What the loop counts (samples, tokens, scored positions) suffices: equal to the count from
+    every length.
+    """
     lengths, scored = [20, 21, 22, 23], 40
     found = TASK.training_flops(config(), 4, float(sum(lengths)), {"text_masked": float(scored)})
     assert found == pytest.approx(step_flops(config().model, lengths, scored).training, rel=1e-3)

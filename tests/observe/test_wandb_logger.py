@@ -35,11 +35,20 @@ def test_offline_writes_a_run_and_a_resume_keeps_its_id(tmp_path, monkeypatch):
         monkeypatch.delenv(name, raising=False)
     ids = []
     for resume in (False, True):
-        run = open_wandb("offline", "mmldlm-tests", "first", tmp_path, {"optimizer": {"lr": 1e-4}}, resume=resume)
+        run = open_wandb(
+            "offline",
+            "mmldlm-tests",
+            "first",
+            tmp_path,
+            {"optimizer": {"lr": 1e-4}},
+            resume=resume,
+        )
         ids.append(run.id)
         # Steps 2 and 3 come again after the resume, as after a crash.
         for step in (1, 2, 3) if not resume else (2, 3, 4):
-            run.log({"step": step, "loss": 1.0 / step, "time": "not a number", "latent_loss": None})
+            run.log(
+                {"step": step, "loss": 1.0 / step, "time": "not a number", "latent_loss": None}
+            )
         run.log({"step": 3, "loss": 0.5}, prefix="eval/")
         run.finish()
     assert ids[0] == ids[1] == (tmp_path / "wandb_id").read_text().strip()

@@ -37,7 +37,9 @@ def test_an_id_cannot_be_taken_twice():
 
 
 def test_the_table_lists_every_check_with_its_level():
-    rows = re.findall(r"^\| ([A-Z]+\d{3}) \| (\d) \|", (ROOT / "docs" / "preflight.md").read_text(), re.M)
+    rows = re.findall(
+        r"^\| ([A-Z]+\d{3}) \| (\d) \|", (ROOT / "docs" / "preflight.md").read_text(), re.M
+    )
     assert rows == [(check.id, str(check.level)) for check in all_checks()]
 
 

@@ -1,4 +1,6 @@
-"""The arithmetic of sizes.py against the model itself: on the meta device nothing is allocated, however large."""
+"""The arithmetic of sizes.py against the model itself: on the meta device nothing is allocated,
+however large.
+"""
 
 from __future__ import annotations
 
@@ -19,9 +21,12 @@ from mmldlm.tasks.translation.parameter_plan import stacked_matrices
 model_sizes = find_task("translation").model_sizes
 IMAGE_PRESETS = [name for name in preset_names() if load_config(name).task == "image_text"]
 FROM_DATA = [
-    "model.latent_dim=71", "model.vocab_size=1009", "model.mask_token_id=1", "model.pad_token_id=0",
+    "model.latent_dim=71",
+    "model.vocab_size=1009",
+    "model.mask_token_id=1",
+    "model.pad_token_id=0",
     "model.eos_token_id=2",
-]  # fmt: skip
+]
 
 
 def configured(name, *words):
@@ -36,12 +41,17 @@ def meta_model(config):
 
 
 TWO_PREDICTIONS = (
-    "latent_diffusion.schedule=decoupled", "latent_diffusion.prediction=x0_epsilon", "latent_diffusion.weighting=ddm",
-    "model.scale_noisy_latents=false", "loss.latent_loss=mse",
-)  # fmt: skip
+    "latent_diffusion.schedule=decoupled",
+    "latent_diffusion.prediction=x0_epsilon",
+    "latent_diffusion.weighting=ddm",
+    "model.scale_noisy_latents=false",
+    "loss.latent_loss=mse",
+)
 
 
-@pytest.mark.parametrize("name", [name for name in preset_names() if load_config(name).task == "translation"])
+@pytest.mark.parametrize(
+    "name", [name for name in preset_names() if load_config(name).task == "translation"]
+)
 @pytest.mark.parametrize(
     "words",
     [
@@ -62,8 +72,14 @@ def test_parameters_of_every_preset_to_the_element(name, words):
 
 @pytest.mark.parametrize("name", IMAGE_PRESETS)
 def test_parameters_of_the_presets_of_images(name):
-    """At full width, with the latents of a store of 256-pixel images, or 512 codes of their patches."""
-    kind = ["model.latent_dim=1", "model.num_codes=512"] if name == "image_text_discrete" else ["model.latent_dim=768"]
+    """At full width, with the latents of a store of 256-pixel images, or 512 codes of their
+    patches.
+    """
+    kind = (
+        ["model.latent_dim=1", "model.num_codes=512"]
+        if name == "image_text_discrete"
+        else ["model.latent_dim=768"]
+    )
     check_parameters(configured(name, *kind, "model.num_latents=256", "model.latent_grid=[16,16]"))
 
 
@@ -71,10 +87,14 @@ def check_parameters(config):
     model, sizes = meta_model(config), model_sizes(config, 16)
     parts = [*model.blocks, model.text_encoder, model.text_head, model.latent_encoder]
     stacked = stacked_matrices(model)
-    assert sizes["matrices"] == sum(p.numel() for name, p in model.named_parameters() if name in stacked)
+    assert sizes["matrices"] == sum(
+        p.numel() for name, p in model.named_parameters() if name in stacked
+    )
     assert sizes["trainable"] == sum(p.numel() for p in model.parameters() if p.requires_grad)
     assert sizes["frozen"] == sum(p.numel() for p in model.parameters() if not p.requires_grad)
-    assert sizes["largest_block"] == max(sum(p.numel() for p in part.parameters()) for part in parts)
+    assert sizes["largest_block"] == max(
+        sum(p.numel() for p in part.parameters()) for part in parts
+    )
     assert sizes["buffers"] == sum(buffer.numel() for buffer in model.buffers())
 
 
@@ -82,30 +102,44 @@ def check_parameters(config):
 @pytest.mark.parametrize("freeze", ["by_mode", "none"])
 @pytest.mark.parametrize("mode", ["unconditional", "mixed", "l2t", "t2l"])
 def test_what_a_mode_freezes(mode, freeze, tied):
-    words = [f"training.loss_type={mode}", f"training.freeze={freeze}", f"model.tie_embeddings={tied}"]
+    words = [
+        f"training.loss_type={mode}",
+        f"training.freeze={freeze}",
+        f"model.tie_embeddings={tied}",
+    ]
     config = configured("tiny", *words)
     model, sizes = meta_model(config), model_sizes(config, 16)
     assert sizes["frozen"] == sum(p.numel() for p in model.parameters() if not p.requires_grad)
 
 
 def kept_for_backward(config, length) -> int:
-    """Bytes of the tensors that autograd keeps for a micro-batch, each storage once; weights and inputs not counted.
+    """Bytes of the tensors that autograd keeps for a micro-batch, each storage once; weights and
+    inputs not counted.
 
-    Nor are attention's weights [B, heads, T, T], which the meta device keeps because it has no fused attention.
+    Nor are attention's weights [B, heads, T, T], which the meta device keeps because it has no
+    fused attention.
     """
-    model = meta_model(config).to(torch.bfloat16 if config.training.dtype == "bf16" else torch.float32)
-    batch, masked = config.training.train_batch_size, config.training.train_batch_size * length // 2
+    model = meta_model(config).to(
+        torch.bfloat16 if config.training.dtype == "bf16" else torch.float32
+    )
+    batch, masked = (
+        config.training.train_batch_size,
+        config.training.train_batch_size * length // 2,
+    )
     with torch.device("meta"):
         flags = torch.zeros(batch, dtype=torch.bool)
         inputs = {
             "latents": torch.zeros(batch, config.model.num_latents, config.model.latent_dim),
             "text_timesteps": torch.zeros(batch),
-            "latent_timesteps": torch.zeros(batch), "attention_mask": torch.ones(batch, length, dtype=torch.bool),
-            "text_is_null": flags, "latent_is_null": flags.clone(),
+            "latent_timesteps": torch.zeros(batch),
+            "attention_mask": torch.ones(batch, length, dtype=torch.bool),
+            "text_is_null": flags,
+            "latent_is_null": flags.clone(),
             "text_positions": torch.zeros(masked, dtype=torch.int64),
-            "text_targets": torch.zeros(masked, dtype=torch.int64), "text_weights": torch.zeros(masked),
+            "text_targets": torch.zeros(masked, dtype=torch.int64),
+            "text_weights": torch.zeros(masked),
             "dropout_keys": torch.zeros(batch, dtype=torch.int64),
-        }  # fmt: skip
+        }
         if config.model.corrector != "none":
             words = torch.zeros(batch, length, dtype=torch.int64)
             inputs["hypotheses"] = Hypotheses(words, inputs["latents"].clone(), flags.clone())
@@ -115,7 +149,9 @@ def kept_for_backward(config, length) -> int:
         if config.model.num_codes is not None:  # half of the codes is scored
             inputs["latents"] = inputs["latents"].long()
             half = batch * config.model.num_latents // 2
-            inputs["codes"] = CodeTargets(*torch.zeros(2, half, dtype=torch.int64), torch.zeros(half))
+            inputs["codes"] = CodeTargets(
+                *torch.zeros(2, half, dtype=torch.int64), torch.zeros(half)
+            )
     weights = {p.untyped_storage()._cdata for p in model.parameters()}
     kept, alive = {}, []  # alive: no address is used twice
 
@@ -130,7 +166,9 @@ def kept_for_backward(config, length) -> int:
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         out = model(tokens, **inputs)
         if config.model.num_codes is None:
-            latents = torch.nn.functional.mse_loss(out["latent_pred"], torch.zeros_like(out["latent_pred"]))
+            latents = torch.nn.functional.mse_loss(
+                out["latent_pred"], torch.zeros_like(out["latent_pred"])
+            )
         else:
             latents = out["code_loss_sum"]
         loss = out["text_loss_sum"] + latents + out["length_logits"].sum()
@@ -150,18 +188,51 @@ def kept_for_backward(config, length) -> int:
         ("small", 64, "training.train_batch_size=4", "model.quality_head=true"),
         ("small", 64, "training.train_batch_size=4", "model.corrector=feedback"),
         ("tiny", 12, "model.num_latents=16", "model.tokens_per_latent=1"),
-        ("small", 16, "model.num_latents=256", "model.tokens_per_latent=1", "model.latent_grid=[16,16]"),
-        ("image_text_quick", 8, "model.num_latents=16", "model.latent_grid=[4,4]", "model.latent_dim=16"),
-        ("image_text_quick", 9, "model.num_latents=64", "model.latent_grid=[8,8]", "model.latent_dim=192"),
-        ("image_text_256", 12, "model.num_latents=256", "model.latent_grid=[16,16]", "model.latent_dim=768"),
-        ("small", 16, "model.num_latents=64", "model.latent_dim=1", "model.num_codes=512", "model.tokens_per_latent=1"),
+        (
+            "small",
+            16,
+            "model.num_latents=256",
+            "model.tokens_per_latent=1",
+            "model.latent_grid=[16,16]",
+        ),
+        (
+            "image_text_quick",
+            8,
+            "model.num_latents=16",
+            "model.latent_grid=[4,4]",
+            "model.latent_dim=16",
+        ),
+        (
+            "image_text_quick",
+            9,
+            "model.num_latents=64",
+            "model.latent_grid=[8,8]",
+            "model.latent_dim=192",
+        ),
+        (
+            "image_text_256",
+            12,
+            "model.num_latents=256",
+            "model.latent_grid=[16,16]",
+            "model.latent_dim=768",
+        ),
+        (
+            "small",
+            16,
+            "model.num_latents=64",
+            "model.latent_dim=1",
+            "model.num_codes=512",
+            "model.tokens_per_latent=1",
+        ),
         ("tiny", 9, "model.num_latents=16", "model.latent_dim=1", "model.num_codes=512"),
     ],
     ids=lambda words: f"{words[0]}_{words[1]}",
 )
 def test_activations(words, dtype):
     name, length, *more = words
-    config = configured(name, f"training.dtype={dtype}", "model.gradient_checkpointing=false", *more)
+    config = configured(
+        name, f"training.dtype={dtype}", "model.gradient_checkpointing=false", *more
+    )
     found = activation_bytes(config.model, config.training.train_batch_size, length, dtype)
     assert found == pytest.approx(kept_for_backward(config, length), rel=0.04)
 
@@ -172,11 +243,18 @@ def test_logits(name, dtype):
     config = configured(name, f"training.dtype={dtype}")
     found, scored = model_sizes(config, 64), config.training.train_batch_size * 32
     for device, key in (("cpu", "logits_cpu"), ("cuda", "logits_gpu")):
-        assert found[key] == logits_bytes(scored, config.model.vocab_size, device, 4 if dtype == "fp32" else 2)
+        assert found[key] == logits_bytes(
+            scored, config.model.vocab_size, device, 4 if dtype == "fp32" else 2
+        )
 
 
 def test_logits_of_codes_count_where_they_are_more_than_those_of_the_text():
-    words = ("model.num_latents=256", "model.latent_dim=1", "model.num_codes=4096", "training.dtype=fp32")
+    words = (
+        "model.num_latents=256",
+        "model.latent_dim=1",
+        "model.num_codes=4096",
+        "training.dtype=fp32",
+    )
     config = configured("tiny", *words)
     found, scored = model_sizes(config, 8), config.training.train_batch_size * 128
     assert found["logits_cpu"] == logits_bytes(scored, 4096, "cpu", 4)
@@ -201,8 +279,12 @@ def test_every_stage_needs_less_than_the_one_before_it():
 def test_more_ranks_help_where_they_shard():
     large = {"trainable": 10**9, "frozen": 0, "largest_block": 10**7, "activations": 0}
     assert state_bytes("single", large, 8, "bf16", 50_000_000) == 16 * 10**9
-    assert state_bytes("zero3", large, 64, "bf16", 50_000_000) < state_bytes("zero3", large, 8, "bf16", 50_000_000)
-    assert state_bytes("zero0", large, 64, "bf16", 50_000_000) == state_bytes("zero0", large, 8, "bf16", 50_000_000)
+    assert state_bytes("zero3", large, 64, "bf16", 50_000_000) < state_bytes(
+        "zero3", large, 8, "bf16", 50_000_000
+    )
+    assert state_bytes("zero0", large, 64, "bf16", 50_000_000) == state_bytes(
+        "zero0", large, 8, "bf16", 50_000_000
+    )
 
 
 @pytest.mark.parametrize("plan", PLANS)
@@ -210,5 +292,7 @@ def test_muon_saves_a_moment(plan):
     """4 bytes per element that it updates, on the ranks that hold its state."""
     sizes = {"trainable": 1000, "frozen": 0, "largest_block": 0}
     ranks = 1 if plan in ("single", "zero0") else 4
-    adamw, muon = (state_bytes(plan, {**sizes, "single_moment": n}, 4, "bf16", 0) for n in (0, 600))
+    adamw, muon = (
+        state_bytes(plan, {**sizes, "single_moment": n}, 4, "bf16", 0) for n in (0, 600)
+    )
     assert adamw - muon == 4 * 600 / ranks

@@ -43,7 +43,9 @@ def test_a_machine_alone_passes_and_train_finds_its_receipt(store, tmp_path, mon
     resumed = load_config("tiny", None, [*words[2:], "training.resume=auto"])
     assert receipt.staleness_reasons(resumed, 1) == []
     assert "2" in receipt.staleness_reasons(config, 2)[0]
-    filled = load_config("tiny", None, [*words[2:], "model.latent_dim=384", "model.vocab_size=30522"])
+    filled = load_config(
+        "tiny", None, [*words[2:], "model.latent_dim=384", "model.vocab_size=30522"]
+    )
     assert receipt.staleness_reasons(filled, 1) == []  # as train knows it once the data is open
     other = load_config("tiny", None, [*words[2:], "optimizer.lr=1e-5"])
     assert receipt.staleness_reasons(other, 1) == ["the config has changed since"]
@@ -51,7 +53,13 @@ def test_a_machine_alone_passes_and_train_finds_its_receipt(store, tmp_path, mon
 
 def test_a_bad_config_is_a_usage_error_with_a_verdict(tmp_path, capsys):
     code, found = run(
-        tmp_path, "--level", "0", "--config-name", "tiny", "model.n_head=3", f"logging.save_dir={tmp_path}"
+        tmp_path,
+        "--level",
+        "0",
+        "--config-name",
+        "tiny",
+        "model.n_head=3",
+        f"logging.save_dir={tmp_path}",
     )
     assert code == 2 and "model.n_heads" in capsys.readouterr().out
     assert [r["id"] for r in found["results"] if r["status"] == "FAIL"] == ["CFG001"]
@@ -81,13 +89,24 @@ assert not slow, slow
 
 @pytest.mark.parametrize("part", ["command", "data"])
 def test_level_0_needs_no_torch(store, tmp_path, part):
-    words = ["--level", "0", "--config-name", "tiny", f"data.latent_data_root={store}", f"logging.save_dir={tmp_path}"]
+    words = [
+        "--level",
+        "0",
+        "--config-name",
+        "tiny",
+        f"data.latent_data_root={store}",
+        f"logging.save_dir={tmp_path}",
+    ]
     call = "assert __main__.run() == 0"
     if part == "data":  # its child process
-        (tmp_path / "c.yaml").write_text(f"data: {{latent_data_root: {store}}}\nengine: {{zero_stage: 3}}\n")
+        (tmp_path / "c.yaml").write_text(
+            f"data: {{latent_data_root: {store}}}\nengine: {{zero_stage: 3}}\n"
+        )
         words, call = [str(tmp_path / "c.yaml"), "2"], "assert data_probe.main() == 0"
     code = WITHOUT_TORCH.format(words=words, call=call)
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=120
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     assert part == "command" or '"trainable"' in done.stdout
 

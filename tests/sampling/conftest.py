@@ -1,4 +1,6 @@
-"""Toy denoisers that follow the forward contract of MultimodalMMDiT, and a small real checkpoint."""
+"""Toy denoisers that follow the forward contract of MultimodalMMDiT, and a small real
+checkpoint.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,9 @@ MASK, PAD, EOS = 0, 1, 2
 
 
 class Toy(nn.Module):
-    """Contract of the forward pass; subclasses say the logits, the length logits and the latent prediction."""
+    """Contract of the forward pass; subclasses say the logits, the length logits and the latent
+    prediction.
+    """
 
     def __init__(self, vocab_size=8, max_seq_len=12, latent_dim=4, mean=0.0, std=1.0):
         super().__init__()
@@ -50,10 +54,20 @@ class Toy(nn.Module):
         return torch.zeros_like(latents)
 
     def forward(
-        self, text_tokens, latents, text_timesteps=None, latent_timesteps=None, attention_mask=None, *,
-        text_is_null=None, latent_is_null=None, text_positions=None, text_targets=None, text_weights=None,
+        self,
+        text_tokens,
+        latents,
+        text_timesteps=None,
+        latent_timesteps=None,
+        attention_mask=None,
+        *,
+        text_is_null=None,
+        latent_is_null=None,
+        text_positions=None,
+        text_targets=None,
+        text_weights=None,
         encoded=None,
-    ):  # fmt: skip
+    ):
         latents = latents if encoded is None else encoded.tokens
         given = text_tokens if text_tokens is not None else latents
         self.rows_computed += len(given)
@@ -110,15 +124,24 @@ class Noisy(Toy):
     def logits(self, tokens, latents, t, real):
         self.asked.append((tokens.clone(), t.clone(), real.clone()))
         near = self.table[tokens].cumsum(1) * real[..., None]
-        return near + t[:, None, None] + (0 if latents is None else latents.sum(1)[:, None, None] * self.table[3])
+        return (
+            near
+            + t[:, None, None]
+            + (0 if latents is None else latents.sum(1)[:, None, None] * self.table[3])
+        )
 
     def lengths(self, latents, batch):
         out = torch.zeros(batch, self.config.max_seq_len)
-        return out if latents is None else out + latents[:, :1] * torch.linspace(-1, 1, self.config.max_seq_len)
+        return (
+            out
+            if latents is None
+            else out + latents[:, :1] * torch.linspace(-1, 1, self.config.max_seq_len)
+        )
 
 
 class Enumerable(Toy):
-    """Exact conditionals of a joint distribution over the 27 strings of three tokens 3, 4, 5, far from independent.
+    """Exact conditionals of a joint distribution over the 27 strings of three tokens 3, 4, 5, far
+    from independent.
 
     With independent=True those of the product of its marginals.
     """
@@ -137,7 +160,10 @@ class Enumerable(Toy):
         out = torch.full((len(unique), 4, 8), -1e30, dtype=torch.float64)
         for row, text in enumerate(unique.tolist()):
             for place in range(3):
-                known = [slice(None) if a == MASK or i == place else a - 3 for i, a in enumerate(text[:3])]
+                known = [
+                    slice(None) if a == MASK or i == place else a - 3
+                    for i, a in enumerate(text[:3])
+                ]
                 part = self.joint[tuple(known)]
                 axes = [i for i, a in enumerate(known) if isinstance(a, slice)]
                 others = [i for i, axis in enumerate(axes) if axis != place]
@@ -171,10 +197,16 @@ def checkpoint(tmp_path_factory):
 
     folder = tmp_path_factory.mktemp("converted")
     words = ["[MASK]", "[PAD]", "[EOS]", "[UNK]", *(f"word{i}" for i in range(28))]
-    core = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="[UNK]"))
+    core = Tokenizer(
+        models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="[UNK]")
+    )
     core.pre_tokenizer = pre_tokenizers.Whitespace()
     tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=core, mask_token="[MASK]", pad_token="[PAD]", eos_token="[EOS]", unk_token="[UNK]"
+        tokenizer_object=core,
+        mask_token="[MASK]",
+        pad_token="[PAD]",
+        eos_token="[EOS]",
+        unk_token="[UNK]",
     )
     tokenizer.save_pretrained(folder / "tokenizer")
     torch.manual_seed(0)
@@ -196,14 +228,19 @@ def checkpoint(tmp_path_factory):
     for name, parameter in model.named_parameters():
         if "modulation" in name or "to_latent" in name:
             nn.init.normal_(parameter, std=0.2)
-    model.text_head.bias.data[words.index("[UNK]")] = -1e4  # as trained weights: all that is written are words
+    model.text_head.bias.data[
+        words.index("[UNK]")
+    ] = -1e4  # as trained weights: all that is written are words
     model.set_latent_statistics(torch.zeros(6), torch.full((6,), 6**-0.5))
     model.save_pretrained(folder)
     values = json.loads((folder / "config.json").read_text())
     values.update(
         text_diffusion=TextDiffusionConfig().model_dump(),
         latent_diffusion=LatentDiffusionConfig().model_dump(),
-        training={"mode_weights": {"unconditional": 0.2, "l2t": 0.4, "t2l": 0.4}, "condition_dropout": 0.1},
+        training={
+            "mode_weights": {"unconditional": 0.2, "l2t": 0.4, "t2l": 0.4},
+            "condition_dropout": 0.1,
+        },
     )
     (folder / "config.json").write_text(json.dumps(values))
     return folder

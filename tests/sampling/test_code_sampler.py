@@ -1,4 +1,6 @@
-"""Images of codes from a checkpoint: complete, functions of seed and index, decoded without a store."""
+"""Images of codes from a checkpoint: complete, functions of seed and index, decoded without a
+store.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,10 @@ CAPTION, Q = "sans latin small letter a", 40
 @pytest.fixture(scope="module")
 def stores(tmp_path_factory):
     folder = tmp_path_factory.mktemp("stores")
-    return {"codes": make_image_store(folder / "codes", codes=Q), "pixels": make_image_store(folder / "pixels")}
+    return {
+        "codes": make_image_store(folder / "codes", codes=Q),
+        "pixels": make_image_store(folder / "pixels"),
+    }
 
 
 @pytest.fixture(scope="module")
@@ -33,15 +38,35 @@ def runs(stores, tmp_path_factory):
     """Folder of a run on each store, and of the conversion of that on codes."""
     folder = tmp_path_factory.mktemp("runs")
     for name, root in stores.items():
-        words = ["task=image_text", f"data.latent_data_root={root}", f"logging.save_dir={folder}", "engine.kind=single"]
-        words += [f"logging.run_name={name}", "training.num_train_steps=2", "logging.plot=false", "logging.eval_freq=2"]
+        words = [
+            "task=image_text",
+            f"data.latent_data_root={root}",
+            f"logging.save_dir={folder}",
+            "engine.kind=single",
+        ]
+        words += [
+            f"logging.run_name={name}",
+            "training.num_train_steps=2",
+            "logging.plot=false",
+            "logging.eval_freq=2",
+        ]
         train(check_run(load_config("tiny", None, words), 1))
     assert main(["convert", str(folder / "codes" / "latest"), str(folder / "model")]) == 0
     return folder
 
 
 def sample(kind, checkpoint, out, *words):
-    return main(["sample", kind, "--checkpoint", str(checkpoint), "--output-dir", str(out), *map(str, words)])
+    return main(
+        [
+            "sample",
+            kind,
+            "--checkpoint",
+            str(checkpoint),
+            "--output-dir",
+            str(out),
+            *map(str, words),
+        ]
+    )
 
 
 def records(folder):
@@ -49,38 +74,84 @@ def records(folder):
 
 
 def test_logs_name_codes(runs):
-    log = [json.loads(line) for line in (runs / "codes" / "training_log.jsonl").read_text().splitlines()]
-    assert log[-1]["code_loss"] > 1 and log[-1]["latent_loss"] is None and log[-1]["images_per_second"] > 0
+    log = [
+        json.loads(line)
+        for line in (runs / "codes" / "training_log.jsonl").read_text().splitlines()
+    ]
+    assert (
+        log[-1]["code_loss"] > 1
+        and log[-1]["latent_loss"] is None
+        and log[-1]["images_per_second"] > 0
+    )
     found = json.loads((runs / "codes" / "eval_log.jsonl").read_text().splitlines()[0])
     assert found["t2l_code_nelbo"] > 1 and not any("latent_mse" in key for key in found)
 
 
 def test_pictures_are_the_same_before_and_after_a_conversion_without_a_store(runs, tmp_path):
     for name in ("codes", "model"):
-        assert sample("t2i", runs / name, tmp_path / name, "--text", CAPTION, "--num-samples", 2) == 0
+        assert (
+            sample("t2i", runs / name, tmp_path / name, "--text", CAPTION, "--num-samples", 2) == 0
+        )
     first, second = (np.load(tmp_path / name / "latents.npy") for name in ("codes", "model"))
     np.testing.assert_array_equal(first, second)
-    assert first.dtype == np.int64 and first.shape == (2, 16, 1) and 0 <= first.min() and first.max() < Q
-    codec = ImageCodec.open(json.loads((runs / "model" / "config.json").read_text())["image"], runs / "model")
+    assert (
+        first.dtype == np.int64
+        and first.shape == (2, 16, 1)
+        and 0 <= first.min()
+        and first.max() < Q
+    )
+    codec = ImageCodec.open(
+        json.loads((runs / "model" / "config.json").read_text())["image"], runs / "model"
+    )
     for record, expected in zip(records(tmp_path / "codes"), codec.decode(first), strict=True):
-        np.testing.assert_array_equal(np.asarray(Image.open(tmp_path / "codes" / record["image"])), expected[..., 0])
+        np.testing.assert_array_equal(
+            np.asarray(Image.open(tmp_path / "codes" / record["image"])), expected[..., 0]
+        )
     assert json.loads((tmp_path / "codes" / "settings.json").read_text())["num_steps"] == 12
 
 
 def test_captions_of_pictures_of_ids_and_of_files_agree(runs, stores, tmp_path):
-    assert sample("i2t", runs / "codes", tmp_path / "store", "--data", stores["codes"], "--num-samples", 2) == 0
+    assert (
+        sample(
+            "i2t",
+            runs / "codes",
+            tmp_path / "store",
+            "--data",
+            stores["codes"],
+            "--num-samples",
+            2,
+        )
+        == 0
+    )
     ids = Store(stores["codes"], "validation").get([0, 1]).latents
     np.save(tmp_path / "ids.npy", ids)
     for row, image in enumerate(ImageCodec.open(stores["codes"]).decode(ids)):
         Image.fromarray(image[..., 0]).save(tmp_path / f"{row}.png")
-    assert sample("i2t", runs / "codes", tmp_path / "a", "--image", tmp_path / "0.png", tmp_path / "1.png") == 0
-    assert sample("i2t", runs / "codes", tmp_path / "b", "--latent-file", tmp_path / "ids.npy") == 0
+    assert (
+        sample(
+            "i2t",
+            runs / "codes",
+            tmp_path / "a",
+            "--image",
+            tmp_path / "0.png",
+            tmp_path / "1.png",
+        )
+        == 0
+    )
+    assert (
+        sample("i2t", runs / "codes", tmp_path / "b", "--latent-file", tmp_path / "ids.npy") == 0
+    )
     texts = [[row["text"] for row in records(tmp_path / name)] for name in ("store", "a", "b")]
     assert texts[0] == texts[1] == texts[2]
 
 
 @pytest.mark.parametrize(
-    "words", [["--num-steps", 5], ["--method", "chain", "--num-steps", 5], ["--sampler", "remdm", "--num-steps", 5]]
+    "words",
+    [
+        ["--num-steps", 5],
+        ["--method", "chain", "--num-steps", 5],
+        ["--sampler", "remdm", "--num-steps", 5],
+    ],
 )
 def test_pairs(runs, tmp_path, words):
     assert sample("joint", runs / "codes", tmp_path / "pairs", "--num-samples", 3, *words) == 0
@@ -95,9 +166,19 @@ def test_pairs(runs, tmp_path, words):
         ("codes", "t2i", ["--text", CAPTION, "--method", "heun"], "--method"),
         ("codes", "t2i", ["--text", CAPTION, "--eta", "1"], "--eta"),
         ("codes", "t2i", ["--text", CAPTION, "--sampler", "remdm"], "--sampler"),
-        ("codes", "t2i", ["--text", CAPTION, "--guidance-interval", "0.99", "0.999"], "holds a step"),
+        (
+            "codes",
+            "t2i",
+            ["--text", CAPTION, "--guidance-interval", "0.99", "0.999"],
+            "holds a step",
+        ),
         ("codes", "joint", ["--solver", "ddim"], "--solver"),
-        ("codes", "joint", ["--condition-timestep", "0.2", "--method", "chain"], "--condition-timestep"),
+        (
+            "codes",
+            "joint",
+            ["--condition-timestep", "0.2", "--method", "chain"],
+            "--condition-timestep",
+        ),
         ("codes", "i2t", ["--latent-file", "IDS"], "0 to 39"),
         ("codes", "t2i", ["--data", "PIXELS"], "latents codes"),
         ("pixels", "t2i", ["--data", "CODES"], "latents pixels"),
@@ -105,16 +186,22 @@ def test_pairs(runs, tmp_path, words):
         ("pixels", "t2i", ["--text", CAPTION, "--top-p", "0.5"], "--top-p"),
     ],
 )
-def test_what_the_latents_do_not_read_is_refused(runs, stores, tmp_path, capsys, run, kind, words, expected):
+def test_what_the_latents_do_not_read_is_refused(
+    runs, stores, tmp_path, capsys, run, kind, words, expected
+):
     np.save(tmp_path / "ids.npy", np.full((1, 16, 1), Q))
     given = {"IDS": tmp_path / "ids.npy", "PIXELS": stores["pixels"], "CODES": stores["codes"]}
-    assert sample(kind, runs / run, tmp_path / "out", *[given.get(word, word) for word in words]) == 2
+    assert (
+        sample(kind, runs / run, tmp_path / "out", *[given.get(word, word) for word in words]) == 2
+    )
     assert expected in capsys.readouterr().err
 
 
 def test_evaluations_of_the_other_latents_are_refused(runs, stores, capsys):
     for run, store in (("codes", "pixels"), ("pixels", "codes")):
-        assert main(["evaluate", "--checkpoint", str(runs / run), "--data", str(stores[store])]) == 2
+        assert (
+            main(["evaluate", "--checkpoint", str(runs / run), "--data", str(stores[store])]) == 2
+        )
         assert "latents" in capsys.readouterr().err
 
 
@@ -145,9 +232,13 @@ def test_every_sampler_fills_every_code_whatever_the_batches(model, sampler, ste
 
 def test_guidance_and_its_interval(model):
     options = {"steps": 4, "temperature": 1.0}
-    plain, guided = (sample_codes(model, TEXTS, guidance=scale, **options) for scale in (1.0, 60.0))
+    plain, guided = (
+        sample_codes(model, TEXTS, guidance=scale, **options) for scale in (1.0, 60.0)
+    )
     assert not torch.equal(plain, guided)
-    assert torch.equal(guided, sample_codes(model, TEXTS, guidance=60.0, guidance_interval=(0.0, 1.0), **options))
+    assert torch.equal(
+        guided, sample_codes(model, TEXTS, guidance=60.0, guidance_interval=(0.0, 1.0), **options)
+    )
     late = sample_codes(model, TEXTS, guidance=60.0, guidance_interval=(0.0, 0.5), **options)
     assert not torch.equal(late, guided) and not torch.equal(late, plain)
     null = sample_codes(model, None, num_samples=2, steps=4, temperature=0.0)
@@ -168,5 +259,10 @@ def test_the_state_names_shares_as_training_does():
     assert state.masked_share().tolist() == [1, 1]
     state.fill(torch.tensor([0, 5, 6]), torch.tensor([3, 4, 5]))
     state.write_eos(torch.ones(2, 1, dtype=torch.bool))
-    assert state.masked_share().tolist() == [0.75, 0.5] and state.ids[..., 0].tolist()[1] == [4, 5, 10, 10]
+    assert state.masked_share().tolist() == [0.75, 0.5] and state.ids[..., 0].tolist()[1] == [
+        4,
+        5,
+        10,
+        10,
+    ]
     assert state.targets(torch.tensor([1, 7])).positions.tolist() == [1, 6]

@@ -1,4 +1,6 @@
-"""`mmldlm hypotheses`: the same bytes from any number of ranks and after a kill; refused where it cannot be right."""
+"""`mmldlm hypotheses`: the same bytes from any number of ranks and after a kill; refused where it
+cannot be right.
+"""
 
 import json
 import shutil
@@ -22,7 +24,11 @@ WORDS = ("--num-samples", "40", "--num-steps", "2")
 def model(store, tmp_path_factory):
     """An untrained model of the store's latents and tokens, as `mmldlm convert` writes it."""
     task, folder = TranslationTask(), tmp_path_factory.mktemp("model")
-    words = [f"data.latent_data_root={store}", "model.output_bias_init=frequency", "training.loss_type=l2t"]
+    words = [
+        f"data.latent_data_root={store}",
+        "model.output_bias_init=frequency",
+        "training.loss_type=l2t",
+    ]
     data = task.open_data(load_config("tiny", None, words))
     task.build_model(data).save_pretrained(folder)
     (folder / "config.json").write_text(json.dumps(task.model_config(data)))
@@ -74,7 +80,9 @@ def test_what_is_written(whole, store):
         for tokens, own in zip(written, originals.tokens):
             assert len(tokens) == len(own) and tokens.any() and tokens.tolist() != own.tolist()
         parts = [i for i in range(len(found)) if rows[i] % module.WHOLE]
-        assert any((written[i] == originals.tokens[i]).any() for i in parts)  # some words are left as they are
+        assert any(
+            (written[i] == originals.tokens[i]).any() for i in parts
+        )  # some words are left as they are
         norms = np.linalg.norm(found.get([0, 1]).latents, axis=-1)
         np.testing.assert_allclose(norms, 1, atol=1e-4)
 
@@ -84,7 +92,9 @@ def test_the_embeddings_are_those_of_the_texts(whole, model):
     from mmldlm.sampling.search.judge import EncoderJudge
 
     found = Store(whole, "validation").get(np.arange(5))
-    texts = [[token for token in tokens.tolist() if token] for tokens in found.tokens]  # 0: no word there
+    texts = [
+        [token for token in tokens.tolist() if token] for tokens in found.tokens
+    ]  # 0: no word there
     embedded = EncoderJudge(load_pretrained(model)).embed(texts)
     np.testing.assert_allclose(embedded, found.latents, atol=1e-5)
 
@@ -101,9 +111,15 @@ def test_a_killed_run_goes_on_to_the_same_bytes(model, store, whole, tmp_path, m
 
     monkeypatch.setattr(module._Hypotheses, "_shard", stopped)
     with pytest.raises(KeyboardInterrupt):
-        module.write_hypotheses(module.HypothesisOptions(str(model), str(store), str(tmp_path / "out"), 40, 2))
+        module.write_hypotheses(
+            module.HypothesisOptions(str(model), str(store), str(tmp_path / "out"), 40, 2)
+        )
     again = []
-    counted = lambda self, split, first, *rest: (again.append(first), shard(self, split, first, *rest))[1]  # noqa: E731
+
+    def counted(self, split, first, *rest):
+        again.append(first)
+        return shard(self, split, first, *rest)
+
     monkeypatch.setattr(module._Hypotheses, "_shard", counted)
     assert run(model, store, tmp_path / "out") == 0
     assert len(again) == 4 and content(tmp_path / "out") == content(whole)
@@ -112,18 +128,33 @@ def test_a_killed_run_goes_on_to_the_same_bytes(model, store, whole, tmp_path, m
 
 def test_two_ranks_write_what_one_writes(model, store, tmp_path):
     assert run(model, store, tmp_path / "one") == 0
-    words = ["-m", "mmldlm.cli", "hypotheses", "--checkpoint", str(model), "--data", str(store), *WORDS]
+    words = [
+        "-m",
+        "mmldlm.cli",
+        "hypotheses",
+        "--checkpoint",
+        str(model),
+        "--data",
+        str(store),
+        *WORDS,
+    ]
     done = launch([*torchrun(2, *words), "--output-dir", str(tmp_path / "two")])
     assert done.returncode == 0, done.stdout
     assert content(tmp_path / "two") == content(tmp_path / "one")
 
 
 def test_a_corrector_trains_on_them_and_another_store_is_refused(whole, store, tmp_path, capsys):
-    words = [f"data.latent_data_root={store}", f"data.hypotheses={whole}", "model.corrector=feedback"]
+    words = [
+        f"data.latent_data_root={store}",
+        f"data.hypotheses={whole}",
+        "model.corrector=feedback",
+    ]
     data = open_data(load_config("tiny", None, words))
     plain = open_data(load_config("tiny", None, words[:1]))
     assert data.fingerprint() != plain.fingerprint()  # a resume must find the same hypotheses
-    assert [len(split.store) for split in data.hypotheses] == [len(Store(whole, s)) for s in ("train", "validation")]
+    assert [len(split.store) for split in data.hypotheses] == [
+        len(Store(whole, s)) for s in ("train", "validation")
+    ]
     older = tmp_path / "older"
     shutil.copytree(whole, older)
     manifest = json.loads((older / "manifest.json").read_text())
@@ -148,7 +179,9 @@ def test_numbers_out_of_range(model, store, tmp_path, words, capsys):
     assert "at least 1" in capsys.readouterr().err
 
 
-def test_a_folder_in_use_and_a_model_of_other_latents(model, store, whole, checkpoint, tmp_path, capsys):
+def test_a_folder_in_use_and_a_model_of_other_latents(
+    model, store, whole, checkpoint, tmp_path, capsys
+):
     assert run(model, store, whole) == 2
     assert "--force" in capsys.readouterr().err
     assert run(checkpoint, store, tmp_path / "out") == 2
@@ -156,6 +189,8 @@ def test_a_folder_in_use_and_a_model_of_other_latents(model, store, whole, check
     other = tmp_path / "model"
     shutil.copytree(model, other)
     values = json.loads((model / "config.json").read_text())
-    (other / "config.json").write_text(json.dumps(values | {"encoder": values["encoder"] | {"pooling": "cls"}}))
+    (other / "config.json").write_text(
+        json.dumps(values | {"encoder": values["encoder"] | {"pooling": "cls"}})
+    )
     assert run(other, store, tmp_path / "out") == 2
     assert "pooling cls" in capsys.readouterr().err

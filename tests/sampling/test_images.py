@@ -1,4 +1,6 @@
-"""`mmldlm sample` and `mmldlm evaluate` on a small model of images, from its run and after a conversion."""
+"""`mmldlm sample` and `mmldlm evaluate` on a small model of images, from its run and after a
+conversion.
+"""
 
 from __future__ import annotations
 
@@ -39,8 +41,18 @@ def images(tmp_path_factory):
 def model(images, tmp_path_factory):
     """Folder of a run of two steps, and of its conversion."""
     folder = tmp_path_factory.mktemp("runs")
-    words = ["task=image_text", f"data.latent_data_root={images}", f"logging.save_dir={folder}", "engine.kind=single"]
-    words += ["logging.run_name=run", "training.num_train_steps=2", "logging.eval_freq=100", "logging.plot=false"]
+    words = [
+        "task=image_text",
+        f"data.latent_data_root={images}",
+        f"logging.save_dir={folder}",
+        "engine.kind=single",
+    ]
+    words += [
+        "logging.run_name=run",
+        "training.num_train_steps=2",
+        "logging.eval_freq=100",
+        "logging.plot=false",
+    ]
     train(check_run(load_config("tiny", None, words), 1))
     assert main(["convert", str(folder / "run" / "latest"), str(folder / "model")]) == 0
     return folder
@@ -50,12 +62,24 @@ def model(images, tmp_path_factory):
 def components(tmp_path_factory):
     """A converted model of principal components whose store and run are gone."""
     folder = tmp_path_factory.mktemp("components")
-    root = prepare_images(ImageOptions(str(folder / "store"), latents="pca:32", faces=2, max_samples=100))
+    root = prepare_images(
+        ImageOptions(str(folder / "store"), latents="pca:32", faces=2, max_samples=100)
+    )
     pictures = ImageCodec.open(root).decode(Store(root, "validation").get([0, 1]).latents)
     for row, picture in enumerate(pictures):
         Image.fromarray(picture[..., 0]).save(folder / f"{row}.png")
-    words = ["task=image_text", f"data.latent_data_root={root}", f"logging.save_dir={folder}", "engine.kind=single"]
-    words += ["logging.run_name=run", "training.num_train_steps=2", "logging.eval_freq=100", "logging.plot=false"]
+    words = [
+        "task=image_text",
+        f"data.latent_data_root={root}",
+        f"logging.save_dir={folder}",
+        "engine.kind=single",
+    ]
+    words += [
+        "logging.run_name=run",
+        "training.num_train_steps=2",
+        "logging.eval_freq=100",
+        "logging.plot=false",
+    ]
     train(check_run(load_config("tiny", None, [*words, "data.shift_pixels=1"]), 1))
     assert main(["convert", str(folder / "run" / "latest"), str(folder / "model")]) == 0
     for name in ("store", "run"):
@@ -64,7 +88,17 @@ def components(tmp_path_factory):
 
 
 def sample(kind, checkpoint, out, *words):
-    return main(["sample", kind, "--checkpoint", str(checkpoint), "--output-dir", str(out), *map(str, words)])
+    return main(
+        [
+            "sample",
+            kind,
+            "--checkpoint",
+            str(checkpoint),
+            "--output-dir",
+            str(out),
+            *map(str, words),
+        ]
+    )
 
 
 def records(folder):
@@ -72,32 +106,70 @@ def records(folder):
 
 
 def test_images_of_captions_are_the_same_before_and_after_a_conversion(model, images, tmp_path):
-    log = [json.loads(line) for line in (model / "run" / "training_log.jsonl").read_text().splitlines()]
+    log = [
+        json.loads(line)
+        for line in (model / "run" / "training_log.jsonl").read_text().splitlines()
+    ]
     assert log[-1]["images_per_second"] > 0
     for name in ("run", "model"):
         assert (
-            sample("t2i", model / name, tmp_path / name, "--text", CAPTION, "--num-samples", 2, "--num-steps", 3) == 0
+            sample(
+                "t2i",
+                model / name,
+                tmp_path / name,
+                "--text",
+                CAPTION,
+                "--num-samples",
+                2,
+                "--num-steps",
+                3,
+            )
+            == 0
         )
     first, second = (np.load(tmp_path / name / "latents.npy") for name in ("run", "model"))
     np.testing.assert_array_equal(first, second)
     codec = ImageCodec.open(json.loads((model / "model" / "config.json").read_text())["image"])
     for record, expected in zip(records(tmp_path / "run"), codec.decode(first), strict=True):
-        np.testing.assert_array_equal(np.asarray(Image.open(tmp_path / "run" / record["image"])), expected[..., 0])
+        np.testing.assert_array_equal(
+            np.asarray(Image.open(tmp_path / "run" / record["image"])), expected[..., 0]
+        )
     assert Image.open(tmp_path / "run" / "sheet.png").size[0] > 96
-    assert sample("t2i", model / "run", tmp_path / "data", "--data", images, "--num-samples", 2, "--num-steps", 3) == 0
+    assert (
+        sample(
+            "t2i",
+            model / "run",
+            tmp_path / "data",
+            "--data",
+            images,
+            "--num-samples",
+            2,
+            "--num-steps",
+            3,
+        )
+        == 0
+    )
     beside = np.asarray(Image.open(tmp_path / "data" / "sheet.png"))
     last = Store(images, "validation")
-    assert records(tmp_path / "data")[1]["text"] == last.text(len(last) - 1)  # spread over the split
+    assert records(tmp_path / "data")[1]["text"] == last.text(
+        len(last) - 1
+    )  # spread over the split
     real = codec.decode(last.get([0]).latents)[0, :, :, 0]
     np.testing.assert_array_equal(beside[8:104:6, 104:200:6, 0], real)
     assert not np.array_equal(first[0], first[1])
-    assert sample("t2l", model / "run", tmp_path / "words", "--text", CAPTION, CAPTION, "--num-steps", 3) == 0
+    assert (
+        sample(
+            "t2l", model / "run", tmp_path / "words", "--text", CAPTION, CAPTION, "--num-steps", 3
+        )
+        == 0
+    )
     # Two samples as above: on some CPUs another kernel multiplies one, and the last bit differs.
     np.testing.assert_array_equal(np.load(tmp_path / "words" / "latents.npy")[0], first[0])
 
 
 def test_captions_of_files_are_those_of_the_store(model, images, tmp_path):
-    assert sample("i2t", model / "run", tmp_path / "store", "--data", images, "--num-samples", 2) == 0
+    assert (
+        sample("i2t", model / "run", tmp_path / "store", "--data", images, "--num-samples", 2) == 0
+    )
     codec = ImageCodec.open(images)
     for row, image in enumerate(codec.decode(Store(images, "validation").get([0, 1]).latents)):
         Image.fromarray(image[..., 0]).save(tmp_path / f"{row}.png")
@@ -106,7 +178,10 @@ def test_captions_of_files_are_those_of_the_store(model, images, tmp_path):
     of_store, of_files = records(tmp_path / "store"), records(tmp_path / "files")
     assert [row["text"] for row in of_store] == [row["text"] for row in of_files]
     assert of_store[0]["reference"] and of_files[1]["image"] == str(files[1])
-    assert sample("joint", model / "run", tmp_path / "pairs", "--num-samples", 2, "--num-steps", 3) == 0
+    assert (
+        sample("joint", model / "run", tmp_path / "pairs", "--num-samples", 2, "--num-steps", 3)
+        == 0
+    )
     assert (tmp_path / "pairs" / "images" / "000001.png").is_file()
 
 
@@ -115,12 +190,28 @@ def test_a_caption_is_written_in_three_lengths_unless_asked_otherwise(model, ima
     for number in (None, 1, 2):
         words = [] if number is None else ["--num-lengths", number]
         out = tmp_path / str(number)
-        assert sample("i2t", model / "run", out, "--data", images, "--num-samples", 3, "--num-steps", 4, *words) == 0
+        assert (
+            sample(
+                "i2t",
+                model / "run",
+                out,
+                "--data",
+                images,
+                "--num-samples",
+                3,
+                "--num-steps",
+                4,
+                *words,
+            )
+            == 0
+        )
         settings = json.loads((out / "settings.json").read_text())
         assert settings["num_lengths"] == (number or 3)
         costs[settings["num_lengths"]] = settings["forward_passes_per_sample"]
     assert costs[1] == 4 and costs[1] < costs[2] <= 8 < costs[3] <= 12
-    likely = most_probable_lengths(load_pretrained(model / "run").model, latents_of(images, 3), 3)[0]
+    likely = most_probable_lengths(load_pretrained(model / "run").model, latents_of(images, 3), 3)[
+        0
+    ]
     once, three = (records(tmp_path / name) for name in ("1", "None"))
     for record, best, lengths in zip(once, three, likely.tolist(), strict=True):
         assert record["num_tokens"] + 1 == lengths[0] and best["num_tokens"] + 1 in lengths
@@ -132,11 +223,30 @@ def latents_of(images, count):
 
 def test_a_caption_that_is_watched_is_written_once(model, images, tmp_path, capsys):
     for kind in ("i2t", "l2t"):
-        page, words = tmp_path / f"{kind}.html", ["--data", images, "--num-samples", 2, "--num-steps", 3]
+        page, words = (
+            tmp_path / f"{kind}.html",
+            ["--data", images, "--num-samples", 2, "--num-steps", 3],
+        )
         assert sample(kind, model / "run", tmp_path / kind, *words, "--trace", page) == 0
         settings = json.loads((tmp_path / kind / "settings.json").read_text())
-        assert settings["forward_passes_per_sample"] == 3 and "num_lengths" not in settings and page.is_file()
-    assert sample("i2t", model / "run", tmp_path / "a", *words, "--trace", tmp_path / "b.html", "--num-lengths", 2) == 2
+        assert (
+            settings["forward_passes_per_sample"] == 3
+            and "num_lengths" not in settings
+            and page.is_file()
+        )
+    assert (
+        sample(
+            "i2t",
+            model / "run",
+            tmp_path / "a",
+            *words,
+            "--trace",
+            tmp_path / "b.html",
+            "--num-lengths",
+            2,
+        )
+        == 2
+    )
     assert "--num-lengths 2" in capsys.readouterr().err
 
 
@@ -145,8 +255,13 @@ def test_the_basis_of_components_travels_with_the_model(components, tmp_path, ca
     assert sample("t2i", model, tmp_path / "a", "--text", CAPTION, "--num-steps", 3) == 0
     codec = ImageCodec.open(json.loads((model / "config.json").read_text())["image"], model)
     (image,) = codec.decode(np.load(tmp_path / "a" / "latents.npy"))
-    np.testing.assert_array_equal(np.asarray(Image.open(tmp_path / "a" / "images" / "000000.png")), image[..., 0])
-    assert sample("i2t", model, tmp_path / "b", "--image", components / "0.png", components / "1.png") == 0
+    np.testing.assert_array_equal(
+        np.asarray(Image.open(tmp_path / "a" / "images" / "000000.png")), image[..., 0]
+    )
+    assert (
+        sample("i2t", model, tmp_path / "b", "--image", components / "0.png", components / "1.png")
+        == 0
+    )
     assert len(records(tmp_path / "b")) == 2
     damaged = shutil.copytree(model, tmp_path / "damaged")
     np.save(damaged / "pca_basis.npy", codec.basis[::-1])
@@ -155,26 +270,50 @@ def test_the_basis_of_components_travels_with_the_model(components, tmp_path, ca
 
 
 def test_images_are_never_put_on_a_sphere(model):
-    """Statistics as those of unit vectors, by chance: the manifest's encoder.normalize decides, not a guess."""
+    """Statistics as those of unit vectors, by chance: the manifest's encoder.normalize decides,
+    not a guess.
+    """
     pretrained = load_pretrained(model / "run")
     pretrained.model.latent_mean.zero_()
     pretrained.model.latent_std.fill_(pretrained.model.config.latent_dim**-0.5)
     assert not pretrained.renormalize
-    assert replace(pretrained, encoder={"name": "another"}).renormalize, "without the key it would be guessed"
+    assert replace(pretrained, encoder={"name": "another"}).renormalize, (
+        "without the key it would be guessed"
+    )
 
 
 def test_a_black_patch_is_a_latent(model, tmp_path):
     latents = np.zeros((1, 16, 16), np.float32)
     np.save(tmp_path / "x.npy", latents)
-    assert sample("i2t", model / "run", tmp_path / "a", "--latent-file", tmp_path / "x.npy", "--num-steps", 2) == 0
+    assert (
+        sample(
+            "i2t",
+            model / "run",
+            tmp_path / "a",
+            "--latent-file",
+            tmp_path / "x.npy",
+            "--num-steps",
+            2,
+        )
+        == 0
+    )
 
 
 @pytest.mark.parametrize(
     "words, expected",
     [
-        (["hypotheses", "--checkpoint", "RUN", "--data", "IMAGES", "--output-dir", "OUT"], "a store of texts"),
-        (["hypotheses", "--checkpoint", "RUN", "--data", "TEXTS", "--output-dir", "OUT"], "masked diffusion on texts"),
-        (["evaluate", "--checkpoint", "RUN", "--data", "IMAGES", "--suite", "information"], "for a model of images"),
+        (
+            ["hypotheses", "--checkpoint", "RUN", "--data", "IMAGES", "--output-dir", "OUT"],
+            "a store of texts",
+        ),
+        (
+            ["hypotheses", "--checkpoint", "RUN", "--data", "TEXTS", "--output-dir", "OUT"],
+            "masked diffusion on texts",
+        ),
+        (
+            ["evaluate", "--checkpoint", "RUN", "--data", "IMAGES", "--suite", "information"],
+            "for a model of images",
+        ),
         (["evaluate", "--checkpoint", "RUN", "--data", "IMAGES", "--search", "local"], "--search"),
         (["evaluate", "--checkpoint", "RUN", "--data", "IMAGES", "--sampler", "eb"], "--sampler"),
         (["verify-data", "TEXTS", "--sheet", "OUT.png"], "--sheet with a store of images"),
@@ -183,10 +322,15 @@ def test_a_black_patch_is_a_latent(model, tmp_path):
             "expected --encoder with a corpus of texts",
         ),
         (["sanity", "--config-name", "tiny", "data.latent_data_root=IMAGES"], "a store of texts"),
-        (["sanity", "--config-name", "tiny", "task=image_text", "data.latent_data_root=TEXTS"], "a store of images"),
+        (
+            ["sanity", "--config-name", "tiny", "task=image_text", "data.latent_data_root=TEXTS"],
+            "a store of images",
+        ),
     ],
 )
-def test_commands_of_texts_refuse_images_by_name(model, images, store, tmp_path, capsys, words, expected):
+def test_commands_of_texts_refuse_images_by_name(
+    model, images, store, tmp_path, capsys, words, expected
+):
     places = {"RUN": model / "run", "IMAGES": images, "TEXTS": store, "OUT": tmp_path / "out"}
     for name, path in places.items():
         words = [word.replace(name, str(path)) for word in words]
@@ -205,7 +349,9 @@ def test_commands_of_texts_refuse_images_by_name(model, images, store, tmp_path,
         ("t2i", ["--text", CAPTION, "--remask", "cap"], "--remask"),
     ],
 )
-def test_what_a_model_of_images_cannot_do_is_refused(model, tmp_path, capsys, kind, words, expected):
+def test_what_a_model_of_images_cannot_do_is_refused(
+    model, tmp_path, capsys, kind, words, expected
+):
     assert sample(kind, model / "run", tmp_path / "out", *words) == 2
     assert expected in capsys.readouterr().err
 
@@ -214,8 +360,17 @@ def test_text_checkpoints_and_stores_are_refused(model, images, store, tmp_path,
     assert sample("t2i", model / "run", tmp_path / "a", "--data", store) == 2
     assert "a store of texts" in capsys.readouterr().err
     assert main(["evaluate", "--checkpoint", str(model / "run"), "--data", str(store)]) == 2
-    words = [f"data.latent_data_root={store}", f"logging.save_dir={tmp_path}", "engine.kind=single"]
-    words += ["logging.run_name=text", "training.num_train_steps=1", "logging.eval_freq=100", "logging.plot=false"]
+    words = [
+        f"data.latent_data_root={store}",
+        f"logging.save_dir={tmp_path}",
+        "engine.kind=single",
+    ]
+    words += [
+        "logging.run_name=text",
+        "training.num_train_steps=1",
+        "logging.eval_freq=100",
+        "logging.plot=false",
+    ]
     train(check_run(load_config("tiny", None, words), 1))
     for kind, more in (("t2i", ["--text", CAPTION]), ("i2t", ["--image", "x.png"]), ("joint", [])):
         assert sample(kind, tmp_path / "text", tmp_path / "b", *more) == 2
@@ -228,13 +383,39 @@ def test_text_checkpoints_and_stores_are_refused(model, images, store, tmp_path,
 
 
 def test_an_evaluation_measures_both_directions(model, tmp_path, capsys):
-    images = make_image_store(tmp_path / "store", characters=CHARACTERS[:62:3] * 3)  # the same letters, 20 unseen
-    words = ["--num-samples", "20", "--control-samples", "3", "--latent-steps", "2", "--num-draws", "1"]
+    images = make_image_store(
+        tmp_path / "store", characters=CHARACTERS[:62:3] * 3
+    )  # the same letters, 20 unseen
+    words = [
+        "--num-samples",
+        "20",
+        "--control-samples",
+        "3",
+        "--latent-steps",
+        "2",
+        "--num-draws",
+        "1",
+    ]
     words += ["--num-lengths", "2", "--clip", str(save_clip(tmp_path / "clip"))]
     words += ["--inception-weights", save_features(tmp_path / "features.pt")]
     report, page = tmp_path / "r.json", tmp_path / "r.html"
-    assert main(["evaluate", "--checkpoint", str(model / "run"), "--data", str(images), *words, "--json", str(report),
-                 "--html", str(page)]) == 0  # fmt: skip
+    assert (
+        main(
+            [
+                "evaluate",
+                "--checkpoint",
+                str(model / "run"),
+                "--data",
+                str(images),
+                *words,
+                "--json",
+                str(report),
+                "--html",
+                str(page),
+            ]
+        )
+        == 0
+    )
     found = json.loads(report.read_text())
     assert {claim["id"] for claim in found["claims"]} >= {
         "i2t_gain_null_nats",
@@ -248,7 +429,9 @@ def test_an_evaluation_measures_both_directions(model, tmp_path, capsys):
     by_weights = {"clip_score", "clip_score_real", "clip_score_real_shuffled", "fid", "kid"}
     for arm in ("guidance_1", "guidance_2"):
         assert {"recall_at_5", "copy_ratio"} | by_weights <= set(details[arm])
-        assert all(details[arm][name]["n"] == 20 and details[arm][name]["se"] > 0 for name in by_weights)
+        assert all(
+            details[arm][name]["n"] == 20 and details[arm][name]["se"] > 0 for name in by_weights
+        )
     assert details["guidance_1"]["fid"] != details["guidance_2"]["fid"]
     assert details["guidance_1"]["clip_score_real"] == details["guidance_2"]["clip_score_real"]
     assert not by_weights & set(details["untrained"])

@@ -1,4 +1,6 @@
-"""A model's folder from elsewhere: damaged or hostile files are errors that name the file, and no code of it is run."""
+"""A model's folder from elsewhere: damaged or hostile files are errors that name the file, and no
+code of it is run.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +40,9 @@ def with_shape(shape):
 
 DAMAGES = {
     "cut": lambda path: path.write_bytes(path.read_bytes()[:-5000]),
-    "header of 1 TB": lambda path: path.write_bytes((1 << 40).to_bytes(8, "little") + path.read_bytes()[8:]),
+    "header of 1 TB": lambda path: path.write_bytes(
+        (1 << 40).to_bytes(8, "little") + path.read_bytes()[8:]
+    ),
     "brackets": lambda path: with_header(path, lambda header: b"[" * 5_000_000),
     "negative": lambda path: with_header(path, with_shape([-1, 6])),
     "overflow": lambda path: with_header(path, with_shape([1 << 40, 1 << 40])),
@@ -49,7 +53,9 @@ DAMAGES = {
 @pytest.mark.parametrize("damage", DAMAGES)
 def test_damaged_weights_are_named(folder, damage):
     DAMAGES[damage](folder / "model.safetensors")
-    with pytest.raises(UserError, match="an intact .*model.safetensors\n  found: .+\n.*copy the file again"):
+    with pytest.raises(
+        UserError, match="an intact .*model.safetensors\n  found: .+\n.*copy the file again"
+    ):
         load_pretrained(folder)
 
 
@@ -94,12 +100,21 @@ def test_an_index_names_files_of_its_own_folder(folder, names):
 
 def test_the_commands_end_with_2(folder, tmp_path, capsys):
     DAMAGES["cut"](folder / "model.safetensors")
-    words = ["sample", "unconditional", "--checkpoint", str(folder), "--output-dir", str(tmp_path / "out")]
+    words = [
+        "sample",
+        "unconditional",
+        "--checkpoint",
+        str(folder),
+        "--output-dir",
+        str(tmp_path / "out"),
+    ]
     assert command(words) == 2
     assert "truncated" in capsys.readouterr().err
 
 
-def test_a_tokenizer_with_code_of_its_own_is_refused_without_a_question(folder, tmp_path, monkeypatch, capsys):
+def test_a_tokenizer_with_code_of_its_own_is_refused_without_a_question(
+    folder, tmp_path, monkeypatch, capsys
+):
     place = folder / "tokenizer"
     settings = json.loads((place / "tokenizer_config.json").read_text())
     settings |= {"tokenizer_class": "X", "auto_map": {"AutoTokenizer": [None, "evil.X"]}}
@@ -109,7 +124,14 @@ def test_a_tokenizer_with_code_of_its_own_is_refused_without_a_question(folder, 
         "class X(PreTrainedTokenizerFast): pass\n"
     )
     monkeypatch.setattr(sys, "stdin", io.StringIO("y\n" * 100))
-    words = ["sample", "unconditional", "--checkpoint", str(folder), "--output-dir", str(tmp_path / "out")]
+    words = [
+        "sample",
+        "unconditional",
+        "--checkpoint",
+        str(folder),
+        "--output-dir",
+        str(tmp_path / "out"),
+    ]
     assert command(words) == 2
     shown = capsys.readouterr()
     assert "auto_map" in shown.err and "does not run" in shown.err and "[y/N]" not in shown.out

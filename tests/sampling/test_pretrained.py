@@ -1,4 +1,6 @@
-"""Whatever a user names as --checkpoint gives the same model; what is damaged or hostile is refused, never believed."""
+"""Whatever a user names as --checkpoint gives the same model; what is damaged or hostile is
+refused, never believed.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,9 @@ from mmldlm.sampling.pretrained import load_pretrained
 
 @pytest.fixture(scope="module")
 def run(checkpoint, tmp_path_factory):
-    """A run with one checkpoint as the single engine saves it, with a moving average of other values."""
+    """A run with one checkpoint as the single engine saves it, with a moving average of other
+    values.
+    """
     folder = tmp_path_factory.mktemp("run") / "r"
     model = MultimodalMMDiT.from_pretrained(checkpoint)
     pending = begin(folder, 7)
@@ -49,9 +53,17 @@ def exported(run, tmp_path_factory):
 
 @pytest.mark.parametrize(
     "named",
-    ["RUN", "RUN/latest", "RUN/checkpoints/step_00000007", "RUN/checkpoints/step_00000007/engine/model.pt",
-     "OUT/safetensors", "OUT/safetensors/model.safetensors", "OUT/pt", "OUT/pt/model.pt"],
-)  # fmt: skip
+    [
+        "RUN",
+        "RUN/latest",
+        "RUN/checkpoints/step_00000007",
+        "RUN/checkpoints/step_00000007/engine/model.pt",
+        "OUT/safetensors",
+        "OUT/safetensors/model.safetensors",
+        "OUT/pt",
+        "OUT/pt/model.pt",
+    ],
+)
 def test_every_name_of_a_model_opens_it(checkpoint, run, exported, named):
     path = named.replace("RUN", str(run)).replace("OUT", str(exported))
     before = sorted(run.parent.rglob("*")), sorted(exported.rglob("*"))
@@ -59,9 +71,18 @@ def test_every_name_of_a_model_opens_it(checkpoint, run, exported, named):
     expected = MultimodalMMDiT.from_pretrained(checkpoint).state_dict()
     state = found.model.state_dict()
     assert state.keys() == expected.keys()
-    assert all(torch.equal(state[name], expected[name]) for name in expected)  # the weights, not their average
-    assert found.tokenizer.mask_token == "[MASK]" and found.mode_weights["l2t"] == 0.4 and not found.model.training
-    assert before == (sorted(run.parent.rglob("*")), sorted(exported.rglob("*")))  # no second copy on the disk
+    assert all(
+        torch.equal(state[name], expected[name]) for name in expected
+    )  # the weights, not their average
+    assert (
+        found.tokenizer.mask_token == "[MASK]"
+        and found.mode_weights["l2t"] == 0.4
+        and not found.model.training
+    )
+    assert before == (
+        sorted(run.parent.rglob("*")),
+        sorted(exported.rglob("*")),
+    )  # no second copy on the disk
 
 
 def test_a_bf16_export_is_widened(run, tmp_path):
@@ -78,7 +99,9 @@ def test_a_tied_model_has_one_embedding(checkpoint, tmp_path):
     values = json.loads((checkpoint / "config.json").read_text())
     known = {key: value for key, value in values.items() if key in ModelConfig.model_fields}
     shutil.copytree(checkpoint, tmp_path / "tied")
-    MultimodalMMDiT(ModelConfig(**{**known, "tie_embeddings": True})).save_pretrained(tmp_path / "tied")
+    MultimodalMMDiT(ModelConfig(**{**known, "tie_embeddings": True})).save_pretrained(
+        tmp_path / "tied"
+    )
     (tmp_path / "tied" / "config.json").write_text(json.dumps({**values, "tie_embeddings": True}))
     state = load_pretrained(tmp_path / "tied").model.state_dict()
     assert torch.equal(state["text_head.weight"], state["text_encoder.token_embedding.weight"])
@@ -144,7 +167,9 @@ def test_weights_of_another_model_are_refused(run, tmp_path):
     state = torch.load(other / "checkpoints/step_00000007/engine/model.pt", weights_only=True)
     shutil.copytree(run / "checkpoints/step_00000007", tmp_path / "loose")
     (tmp_path / "loose" / "manifest.json").unlink()
-    torch.save({**state, "extra.weight": torch.ones(2)}, tmp_path / "loose" / "engine" / "model.pt")
+    torch.save(
+        {**state, "extra.weight": torch.ones(2)}, tmp_path / "loose" / "engine" / "model.pt"
+    )
     with pytest.raises(UserError, match="extra.weight: not a tensor of this model"):
         load_pretrained(tmp_path / "loose" / "engine" / "model.pt")
 

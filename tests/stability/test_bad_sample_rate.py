@@ -1,4 +1,6 @@
-"""Lost data ends a run instead of passing for a loss of 0; one bad sample does not (test_recovery.py)."""
+"""Lost data ends a run instead of passing for a loss of 0; one bad sample does not
+(test_recovery.py).
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,9 @@ def test_a_share_is_judged_over_the_window_and_not_before_enough_of_it_is_known(
     assert "160 of the 160 samples of the last 20 global batches" in share.check()
     for _ in range(WINDOW):
         share.update(4, 8)
-    assert share.check() is None, "half is not more than half, and what left the window no longer counts"
+    assert share.check() is None, (
+        "half is not more than half, and what left the window no longer counts"
+    )
     share.update(5, 8)
     assert "(50%, above stability.max_bad_sample_fraction=0.5)" in share.check()
 
@@ -41,10 +45,16 @@ def test_the_window_goes_through_a_checkpoint():
     ("words", "steps", "said"),
     [
         ([], 20, "120 of the 160 samples of the last 20 global batches were bad (75%"),
-        (["stability.max_consecutive_skips=3", "stability.max_rollbacks=0"], 8, "no usable sample in the step"),
+        (
+            ["stability.max_consecutive_skips=3", "stability.max_rollbacks=0"],
+            8,
+            "no usable sample in the step",
+        ),
     ],
 )
-def test_zeros_for_latents_are_no_loss_of_zero(store, tmp_path, monkeypatch, capsys, words, steps, said):
+def test_zeros_for_latents_are_no_loss_of_zero(
+    store, tmp_path, monkeypatch, capsys, words, steps, said
+):
     from mmldlm.data.store.store import Store
     from mmldlm.train import main
 
@@ -101,4 +111,6 @@ def test_all_ranks_stop_when_one_of_them_reads_nothing_usable(store, tmp_path):
     assert done.stdout.count("ended with 4") == 2, done.stdout[-3000:]
     log = read_log(tmp_path, "run")
     # The other rank's samples are usable: its steps are applied, until the share is judged.
-    assert [(r["bad_samples"], r["skipped"]) for r in log] == [(4, False)] * 20 and all(r["loss"] > 0 for r in log)
+    assert [(r["bad_samples"], r["skipped"]) for r in log] == [(4, False)] * 20 and all(
+        r["loss"] > 0 for r in log
+    )

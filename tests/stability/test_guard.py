@@ -30,7 +30,9 @@ def filled(action: str, count: int = 64) -> Guard:
     ],
 )
 @pytest.mark.parametrize("action", ["skip", "log", "off"])
-def test_what_is_not_finite_is_never_applied_and_never_enters_the_window(action, loss, num_bad, norm):
+def test_what_is_not_finite_is_never_applied_and_never_enters_the_window(
+    action, loss, num_bad, norm
+):
     guard = filled(action)
     before = guard.state()
     verdict = guard.decide(loss, num_bad, norm)
@@ -39,7 +41,11 @@ def test_what_is_not_finite_is_never_applied_and_never_enters_the_window(action,
 
 
 def test_a_spike_is_skipped_said_or_let_pass():
-    for action, applied, said in (("skip", False, True), ("log", True, True), ("off", True, False)):
+    for action, applied, said in (
+        ("skip", False, True),
+        ("log", True, True),
+        ("off", True, False),
+    ):
         guard = filled(action)
         verdict = guard.decide(2000.0, 0, 1.0)
         assert (verdict.apply, bool(verdict.reason)) == (applied, said)
@@ -54,7 +60,10 @@ def test_no_spike_before_the_window_is_half_full():
 
 
 def test_the_window_goes_through_a_checkpoint():
-    guard, other = filled("skip"), Guard(StabilityConfig(spike_action="skip", spike_window=64, spike_sigma=4.0))
+    guard, other = (
+        filled("skip"),
+        Guard(StabilityConfig(spike_action="skip", spike_window=64, spike_sigma=4.0)),
+    )
     other.restore(guard.state())
     assert other.decide(2000.0, 0, 1.0) == guard.decide(2000.0, 0, 1.0)
     other.restore({})

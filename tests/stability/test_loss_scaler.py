@@ -1,4 +1,6 @@
-"""fp16 on two real ranks of every engine: overflows are skipped alike, the scale adapts, the losses agree."""
+"""fp16 on two real ranks of every engine: overflows are skipped alike, the scale adapts, the
+losses agree.
+"""
 
 from __future__ import annotations
 
@@ -46,11 +48,16 @@ def test_losses_and_norms_are_those_of_one_process(runs, engine):
 
 @pytest.mark.parametrize("engine", ENGINES)
 def test_overflows_are_skipped_and_move_the_scale(runs, engine):
-    records, events = read_log(runs, f"{engine}_large"), read_log(runs, f"{engine}_large", "events.jsonl")
+    records, events = (
+        read_log(runs, f"{engine}_large"),
+        read_log(runs, f"{engine}_large", "events.jsonl"),
+    )
     overflows = [event["step"] for event in events if event["event"] == "overflow"]
     assert overflows and overflows == [record["step"] for record in records if record["skipped"]]
     scales = [record["loss_scale"] for record in records]
-    assert scales == [4194304.0 / 2**step for step in range(4)] and all(record["skipped"] for record in records)
+    assert scales == [4194304.0 / 2**step for step in range(4)] and all(
+        record["skipped"] for record in records
+    )
     assert not any(event["event"] in ("skip", "rollback") for event in events)
     state = json.loads((runs / f"{engine}_large" / "latest" / "training_state.json").read_text())
     assert state["guard"]["loss_scale"] == [scales[-1] / 2, 0] and state["consecutive_skips"] == 0

@@ -1,4 +1,6 @@
-"""Another precision than training.dtype, wherever it comes from, is named before the first step."""
+"""Another precision than training.dtype, wherever it comes from, is named before the first
+step.
+"""
 
 from __future__ import annotations
 
@@ -46,4 +48,7 @@ def test_launcher_autocast_default_dtype_and_masters_are_named():
     finally:
         torch.set_default_dtype(torch.float32)
     engine.model.bfloat16()
-    assert any("master weights in torch.bfloat16" in problem for problem in precision_problems(engine, config, {}))
+    assert any(
+        "master weights in torch.bfloat16" in problem
+        for problem in precision_problems(engine, config, {})
+    )

@@ -1,4 +1,6 @@
-"""Rollback, bad samples and audits in real runs of one process (many ranks: tests/integration/test_engines.py)."""
+"""Rollback, bad samples and audits in real runs of one process (many ranks:
+tests/integration/test_engines.py).
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,12 @@ def events(folder, name: str, kind: str) -> list[dict]:
 
 
 def words(store, folder, name: str, *more: str) -> list[str]:
-    common = ["engine.kind=single", "training.num_train_steps=12", "logging.save_freq=2", "logging.eval_freq=100"]
+    common = [
+        "engine.kind=single",
+        "training.num_train_steps=12",
+        "logging.save_freq=2",
+        "logging.eval_freq=100",
+    ]
     return train_words(store, folder, name, *common, *more)
 
 
@@ -30,16 +37,32 @@ def test_skips_in_a_row_roll_back_and_pass_the_batches_over(store, tmp_path, mon
         return batch
 
     monkeypatch.setattr(loader.MicroBatches, "__getitem__", poisoned)
-    assert main(words(store, tmp_path, "run", "stability.max_consecutive_skips=3", "optimizer.warmup_steps=0")) == 0
+    assert (
+        main(
+            words(
+                store,
+                tmp_path,
+                "run",
+                "stability.max_consecutive_skips=3",
+                "optimizer.warmup_steps=0",
+            )
+        )
+        == 0
+    )
     (rollback,) = events(tmp_path, "run", "rollback")
     # None was saved at step 6, amid the skips.
-    assert (rollback["from_step"], rollback["to_step"], rollback["passed_over"]) == (7, 4, [[4, 7]])
+    assert (rollback["from_step"], rollback["to_step"], rollback["passed_over"]) == (
+        7,
+        4,
+        [[4, 7]],
+    )
     assert [event["step"] for event in events(tmp_path, "run", "passed_over")] == [5, 6, 7]
     records = read_log(tmp_path, "run")
     assert [record["step"] for record in records] == [1, 2, 3, 4, 8, 9, 10, 11, 12]
     assert not any(record["skipped"] or record["loss"] is None for record in records)
     assert records[4]["lr"] < 0.51 * records[3]["lr"]
-    # The way back is saved at once, and the one that the passed-over steps held up right after them.
+    # The way back is saved at once, and the one that the passed-over steps held up right after
+    # them.
     assert [event["step"] for event in events(tmp_path, "run", "save")] == [2, 4, 4, 8, 10, 12]
 
 
@@ -52,7 +75,9 @@ def test_a_corrupted_row_is_left_out_and_named(store, tmp_path, monkeypatch):
     def corrupted(self, indices):
         rows = get(self, indices)
         for place, index in enumerate(indices):
-            if index == bad_row and len(indices) <= 16:  # not yet when the run opens its data, which would refuse it
+            if (
+                index == bad_row and len(indices) <= 16
+            ):  # not yet when the run opens its data, which would refuse it
                 rows.latents[place, 3] = np.nan
         return rows
 
@@ -62,10 +87,14 @@ def test_a_corrupted_row_is_left_out_and_named(store, tmp_path, monkeypatch):
     (bad,) = events(tmp_path, "run", "bad_sample")
     assert bad["id"] == bad["row"] == bad_row and "1 non-finite" in bad["reason"]
     records = read_log(tmp_path, "run")
-    assert not any(record["skipped"] for record in records) and all(np.isfinite(r["loss"]) for r in records)
+    assert not any(record["skipped"] for record in records) and all(
+        np.isfinite(r["loss"]) for r in records
+    )
 
 
-def test_a_bad_weight_is_found_before_it_is_saved_and_the_run_returns(store, tmp_path, monkeypatch):
+def test_a_bad_weight_is_found_before_it_is_saved_and_the_run_returns(
+    store, tmp_path, monkeypatch
+):
     from mmldlm.engines import torch_engine
     from mmldlm.train import main
 
@@ -76,11 +105,15 @@ def test_a_bad_weight_is_found_before_it_is_saved_and_the_run_returns(store, tmp
         count[0] += 1
         if count[0] == 5:
             with torch.no_grad():
-                self.optimizer.state[self._parameters()[3]]["exp_avg_sq"].view(-1)[0] = float("inf")
+                self.optimizer.state[self._parameters()[3]]["exp_avg_sq"].view(-1)[0] = float(
+                    "inf"
+                )
 
     monkeypatch.setattr(torch_engine.TorchEngine, "step", flip)
     assert main(words(store, tmp_path, "run", "stability.audit_freq=1")) == 0
     (rollback,) = events(tmp_path, "run", "rollback")
     assert (rollback["from_step"], rollback["to_step"]) == (5, 4)
-    assert len(rollback["tensors"]) == 1 and next(iter(rollback["tensors"])).endswith(".exp_avg_sq")
+    assert len(rollback["tensors"]) == 1 and next(iter(rollback["tensors"])).endswith(
+        ".exp_avg_sq"
+    )
     assert rollback["passed_over"] == []

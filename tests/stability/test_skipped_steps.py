@@ -12,11 +12,22 @@ from mmldlm.stability.skipped_steps import load_skipped_step, save_skipped_step
 from tests.trials.test_run_records import WRONG_RECORDS
 
 CASE = {
-    "step": 3, "reason": "non-finite loss (NaN)", "loss": math.nan, "grad_norm": math.inf, "epoch": 0,
-    "batch_in_epoch": 2, "global_batch": 8, "world_size": 2, "accum": 1, "dtype": "bf16", "loss_scale": 1.0,
-    "lr_scale": 0.5, "passed_over": [[1, 2]], "config": {"task": "translation"},
+    "step": 3,
+    "reason": "non-finite loss (NaN)",
+    "loss": math.nan,
+    "grad_norm": math.inf,
+    "epoch": 0,
+    "batch_in_epoch": 2,
+    "global_batch": 8,
+    "world_size": 2,
+    "accum": 1,
+    "dtype": "bf16",
+    "loss_scale": 1.0,
+    "lr_scale": 0.5,
+    "passed_over": [[1, 2]],
+    "config": {"task": "translation"},
     "micro_batches": [{"rank": 1, "host": "a", "micro": 0, "loss": -math.inf, "ids": [5, 6]}],
-}  # fmt: skip
+}
 
 
 def test_what_was_written_is_read(tmp_path):
@@ -32,15 +43,31 @@ def test_what_was_written_is_read(tmp_path):
 
 @pytest.mark.parametrize(
     "key, value",
-    [("step", 4), ("step", "x"), ("world_size", 0), ("world_size", 1), ("accum", 10**30), ("micro_batches", []),
-     ("micro_batches", {}), ("micro_batches", [{"rank": 0}]), ("config", []), ("dtype", "fp8"), ("lr_scale", "x"),
-     ("loss_scale", 0), ("passed_over", [[1]]), ("loss", "high"), ("reason", None)],
-)  # fmt: skip
+    [
+        ("step", 4),
+        ("step", "x"),
+        ("world_size", 0),
+        ("world_size", 1),
+        ("accum", 10**30),
+        ("micro_batches", []),
+        ("micro_batches", {}),
+        ("micro_batches", [{"rank": 0}]),
+        ("config", []),
+        ("dtype", "fp8"),
+        ("lr_scale", "x"),
+        ("loss_scale", 0),
+        ("passed_over", [[1]]),
+        ("loss", "high"),
+        ("reason", None),
+    ],
+)
 def test_wrong_values_are_named(key, value, tmp_path):
     """trials-3 BAD 13."""
     (tmp_path / "forensics").mkdir()
     micro_batches = [CASE["micro_batches"][0] | {"loss": 1.0}]
-    case = json.dumps(CASE | {"loss": "nan", "grad_norm": "inf", "micro_batches": micro_batches} | {key: value})
+    case = json.dumps(
+        CASE | {"loss": "nan", "grad_norm": "inf", "micro_batches": micro_batches} | {key: value}
+    )
     (tmp_path / "forensics" / "step_00000003.json").write_text(case)
     with pytest.raises(UserError, match=r"step_00000003.json(.|\n)*damaged file: "):
         load_skipped_step(tmp_path, "3")

@@ -1,4 +1,5 @@
-"""A rank of tests/integration/test_baselines.py: several trainings in one launch, because starting DeepSpeed is slow.
+"""A rank of tests/integration/test_baselines.py: several trainings in one launch, because starting
+DeepSpeed is slow.
 
 CASE STORE FOLDER
 """
@@ -17,17 +18,28 @@ from mmldlm.distributed.exit import leave_process_group  # noqa: E402
 from mmldlm.train import check_run, train  # noqa: E402
 from tests.support.run_files import drop_checkpoints  # noqa: E402
 
-ENGINES = {  # ZeRO-3 last: DeepSpeed then replaces torch's linear function in the whole process, which rounds otherwise
+# ZeRO-3 last: DeepSpeed then replaces torch's linear function in the whole process, which rounds
+# otherwise
+ENGINES = {
     "ddp": ["engine.kind=ddp"],
     "zero2": ["engine.zero_stage=2"],
     "fsdp": ["engine.kind=fsdp"],
     "zero3": ["engine.zero_stage=3"],
 }
 ARMS = {
-    "ar": ["model.dropout=0.2", "model.tokens_per_latent=2", "model.tie_embeddings=true", "optimizer.kind=muon"],
+    "ar": [
+        "model.dropout=0.2",
+        "model.tokens_per_latent=2",
+        "model.tie_embeddings=true",
+        "optimizer.kind=muon",
+    ],
     "mdlm": ["model.conditioning=none"],
     "latent_dit_adaln": ["model.cond_dim=32"],
-    "latent_dit_cross_attention": ["model.dropout=0.2", "model.cond_dim=32", "model.tokens_per_latent=2"],
+    "latent_dit_cross_attention": [
+        "model.dropout=0.2",
+        "model.cond_dim=32",
+        "model.tokens_per_latent=2",
+    ],
     "latent_dit_tokens": ["model.cond_dim=32", "model.tokens_per_latent=2"],
     "gidd": ["model.cond_dim=32", "model.tokens_per_latent=2", "model.conditioning=prefix"],
     "hdlm": [
@@ -39,7 +51,9 @@ ARMS = {
     ],
 }
 """Presets, and what makes each of them tiny."""
-RESUMED_ON = dict(zip(ARMS, ("zero2", "ddp", "zero3", "fsdp", "zero3", "zero3", "fsdp"), strict=True))
+RESUMED_ON = dict(
+    zip(ARMS, ("zero2", "ddp", "zero3", "fsdp", "zero3", "zero3", "fsdp"), strict=True)
+)
 """The engine of the run that is continued from its checkpoint."""
 READ = {"mdlm_single", "latent_dit_adaln_single", "mdlm_zero3", "latent_dit_cross_attention_fsdp"}
 """Runs whose checkpoints the tests read."""
@@ -50,12 +64,24 @@ def config_of(arm: str, store: str, folder: str, name: str, world_size: int, *wo
     """Config of one tiny training of a preset; a global batch has 8 texts."""
     micro = 8 // world_size
     common = [
-        f"data.latent_data_root={store}", f"logging.save_dir={folder}", f"logging.run_name={name}",
-        "data.max_validation_samples=16", f"training.train_batch_size={micro}", f"training.num_train_steps={STEPS}",
-        "logging.save_freq=4", "logging.eval_freq=6", "checkpoints.keep_every=4", "logging.plot=false",
-        "training.dtype=fp32", "optimizer.lr=2e-3", "optimizer.warmup_steps=2", "model.hidden_size=32",
-        "model.n_blocks=2", "model.n_heads=2", "model.max_seq_len=64",
-    ]  # fmt: skip
+        f"data.latent_data_root={store}",
+        f"logging.save_dir={folder}",
+        f"logging.run_name={name}",
+        "data.max_validation_samples=16",
+        f"training.train_batch_size={micro}",
+        f"training.num_train_steps={STEPS}",
+        "logging.save_freq=4",
+        "logging.eval_freq=6",
+        "checkpoints.keep_every=4",
+        "logging.plot=false",
+        "training.dtype=fp32",
+        "optimizer.lr=2e-3",
+        "optimizer.warmup_steps=2",
+        "model.hidden_size=32",
+        "model.n_blocks=2",
+        "model.n_heads=2",
+        "model.max_seq_len=64",
+    ]
     return load_config(arm, None, [*common, *ARMS[arm], *words])
 
 
@@ -72,7 +98,11 @@ def poison_one_step() -> None:
 
     def poisoned(self, item):
         batch = make(self, item)
-        if self.plan.shuffle and self.rank == self.world_size - 1 and item // self.accum == BAD_STEP - 1:
+        if (
+            self.plan.shuffle
+            and self.rank == self.world_size - 1
+            and item // self.accum == BAD_STEP - 1
+        ):
             batch.tensors["text_weights"][:] = float("nan")
         return batch
 
@@ -80,7 +110,9 @@ def poison_one_step() -> None:
 
 
 def engines(store: str, folder: str) -> None:
-    """Every arm on every engine, or on one process alone; with two ranks also the end of a run from its checkpoint."""
+    """Every arm on every engine, or on one process alone; with two ranks also the end of a run
+    from its checkpoint.
+    """
     poison_one_step()
     world = int(os.environ["WORLD_SIZE"])
     for name, engine in ENGINES.items() if world > 1 else [("single", ["engine.kind=single"])]:

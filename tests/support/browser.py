@@ -1,4 +1,6 @@
-"""Headless Chromium for tests of pages, driven by the DevTools protocol over two pipes (no package needed)."""
+"""Headless Chromium for tests of pages, driven by the DevTools protocol over two pipes (no package
+needed).
+"""
 
 from __future__ import annotations
 
@@ -16,9 +18,16 @@ import pytest
 
 NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
 FLAGS = (
-    "--headless", "--disable-gpu", "--no-first-run", "--disable-extensions", "--disable-background-networking",
-    "--disable-dev-shm-usage", "--mute-audio", "--hide-scrollbars", "--remote-debugging-pipe",
-)  # fmt: skip
+    "--headless",
+    "--disable-gpu",
+    "--no-first-run",
+    "--disable-extensions",
+    "--disable-background-networking",
+    "--disable-dev-shm-usage",
+    "--mute-audio",
+    "--hide-scrollbars",
+    "--remote-debugging-pipe",
+)
 
 
 def find_chromium() -> str | None:
@@ -27,7 +36,9 @@ def find_chromium() -> str | None:
 
 
 def _pipe() -> list[int]:
-    """Return the two ends of a pipe, as file descriptors from 10 on: 3 and 4 are Chromium's own."""
+    """Return the two ends of a pipe, as file descriptors from 10 on: 3 and 4 are
+    Chromium's own.
+    """
     ends = os.pipe()
     moved = [fcntl.fcntl(end, fcntl.F_DUPFD, 10) for end in ends]
     for end in ends:
@@ -65,14 +76,18 @@ class Browser:
         self._read, self._write = read_here, write_here
         self._session = None
         target = self._page()
-        self._session = self.call("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
+        self._session = self.call("Target.attachToTarget", targetId=target, flatten=True)[
+            "sessionId"
+        ]
         for domain in ("Page", "Runtime", "Log", "Network"):
             self.call(f"{domain}.enable")
 
     def _page(self):
         targets = self.call("Target.getTargets")["targetInfos"]
         found = [target["targetId"] for target in targets if target["type"] == "page"]
-        return found[0] if found else self.call("Target.createTarget", url="about:blank")["targetId"]
+        return (
+            found[0] if found else self.call("Target.createTarget", url="about:blank")["targetId"]
+        )
 
     def call(self, method, **params):
         """Call a method of the protocol and return its result."""
@@ -105,7 +120,11 @@ class Browser:
     def _note(self, event, params):
         if event == "Runtime.exceptionThrown":
             self.problems.append(json.dumps(params["exceptionDetails"])[:2000])
-        elif event == "Runtime.consoleAPICalled" and params["type"] in ("error", "warning", "assert"):
+        elif event == "Runtime.consoleAPICalled" and params["type"] in (
+            "error",
+            "warning",
+            "assert",
+        ):
             self.problems.append(json.dumps(params["args"])[:2000])
         elif event == "Log.entryAdded" and params["entry"]["level"] in ("error", "warning"):
             self.problems.append(params["entry"]["text"])
@@ -128,7 +147,9 @@ class Browser:
 
     def run(self, script):
         """Return the value of a JavaScript expression."""
-        answer = self.call("Runtime.evaluate", expression=script, returnByValue=True, awaitPromise=True)
+        answer = self.call(
+            "Runtime.evaluate", expression=script, returnByValue=True, awaitPromise=True
+        )
         if "exceptionDetails" in answer:
             raise RuntimeError(json.dumps(answer["exceptionDetails"])[:2000])
         return answer["result"].get("value")
@@ -142,13 +163,21 @@ class Browser:
 
     def press(self, key, code=None, text=None):
         """Press and release a key, e.g. "ArrowRight"."""
-        values = {"key": key, "code": code or key, "windowsVirtualKeyCode": _CODES.get(key, ord(key[0].upper()))}
-        self.call("Input.dispatchKeyEvent", type="keyDown", **values, **({"text": text} if text else {}))
+        values = {
+            "key": key,
+            "code": code or key,
+            "windowsVirtualKeyCode": _CODES.get(key, ord(key[0].upper())),
+        }
+        self.call(
+            "Input.dispatchKeyEvent", type="keyDown", **values, **({"text": text} if text else {})
+        )
         self.call("Input.dispatchKeyEvent", type="keyUp", **values)
 
     def screenshot(self, path):
         """Write the visible part of the page as PNG."""
-        path.write_bytes(base64.b64decode(self.call("Page.captureScreenshot", format="png")["data"]))
+        path.write_bytes(
+            base64.b64decode(self.call("Page.captureScreenshot", format="png")["data"])
+        )
 
     def close(self):
         """End Chromium."""

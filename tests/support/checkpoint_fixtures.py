@@ -1,4 +1,6 @@
-"""Fixtures: real DeepSpeed and FSDP checkpoints, saved once per session by make_zero.py and make_fsdp.py."""
+"""Fixtures: real DeepSpeed and FSDP checkpoints, saved once per session by make_zero.py and
+make_fsdp.py.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,8 @@ import pytest
 
 from tests.support.helpers import run_ranks
 
-# Layouts that depend on the number of ranks: one element may straddle two slices, or a rank hold padding alone.
+# Layouts that depend on the number of ranks: one element may straddle two slices, or a rank hold
+# padding alone.
 OTHER_WORLDS = (
     "z0_bf16_named",
     "z1_bf16",
@@ -34,7 +37,9 @@ def launch_maker(script: str, world_size: int, *words: str) -> None:
 
 @pytest.fixture(scope="session")
 def zero_dir(tmp_path_factory) -> Path:
-    """A folder with one sub-folder for each case of make_zero.CASES, saved by DeepSpeed on two CPU ranks."""
+    """A folder with one sub-folder for each case of make_zero.CASES, saved by DeepSpeed on two CPU
+    ranks.
+    """
     out = tmp_path_factory.mktemp("zero")
     launch_maker("make_zero.py", 2, "--out", str(out))
     return out
@@ -42,13 +47,22 @@ def zero_dir(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="session")
 def zero_world_dir(tmp_path_factory):
-    """(world size) -> a folder with the cases OTHER_WORLDS, saved by that many ranks; each made once."""
+    """(world size) -> a folder with the cases OTHER_WORLDS, saved by that many ranks; each made
+    once.
+    """
     made: dict[int, Path] = {}
 
     def folder(world_size: int) -> Path:
         if world_size not in made:
             made[world_size] = tmp_path_factory.mktemp(f"zero_world{world_size}")
-            launch_maker("make_zero.py", world_size, "--out", str(made[world_size]), "--cases", ",".join(OTHER_WORLDS))
+            launch_maker(
+                "make_zero.py",
+                world_size,
+                "--out",
+                str(made[world_size]),
+                "--cases",
+                ",".join(OTHER_WORLDS),
+            )
         return made[world_size]
 
     return folder

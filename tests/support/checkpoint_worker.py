@@ -1,7 +1,7 @@
 """What the two ranks of tests/integration/test_checkpoint_ranks.py run: FOLDER STORE.
 
-The first checkpoint fails on rank 0 before it is written, the second takes rank 0 longer than any collective may, and
-so does the check before the resume that follows.
+The first checkpoint fails on rank 0 before it is written, the second takes rank 0 longer than any
+collective may, and so does the check before the resume that follows.
 """
 
 from __future__ import annotations
@@ -22,7 +22,12 @@ def main() -> None:
     from mmldlm.engines.fsdp import FsdpEngine
 
     folder, store = sys.argv[1:]
-    copy_to_host, write, examine, saves = FsdpEngine.copy_to_host, FsdpEngine.write, locate.examine, [0]
+    copy_to_host, write, examine, saves = (
+        FsdpEngine.copy_to_host,
+        FsdpEngine.write,
+        locate.examine,
+        [0],
+    )
 
     def copying(self, state):
         saves[0] += 1
@@ -47,8 +52,13 @@ def main() -> None:
         "logging.save_freq=2",
         "logging.eval_freq=1000",
     ]
-    for words in (["training.num_train_steps=6"], ["training.num_train_steps=7", "training.resume=auto"]):
-        _, _, *more = train_words(store, folder, "run", *common, "training.train_batch_size=4", "logging.plot=false")
+    for words in (
+        ["training.num_train_steps=6"],
+        ["training.num_train_steps=7", "training.resume=auto"],
+    ):
+        _, _, *more = train_words(
+            store, folder, "run", *common, "training.train_batch_size=4", "logging.plot=false"
+        )
         more.append("data.max_validation_samples=1")
         train(check_run(load_config("tiny", None, [*more, *words]), 2))
     leave_process_group()

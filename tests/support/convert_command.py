@@ -8,7 +8,9 @@ from mmldlm.commands import convert
 
 
 def command(*words: object) -> int:
-    """Parse words as `mmldlm convert`, `convert inspect` or `convert diff`, and run it; errors are raised."""
+    """Parse words as `mmldlm convert`, `convert inspect` or `convert diff`, and run it; errors are
+    raised.
+    """
     texts = [str(word) for word in words]
     parser = argparse.ArgumentParser()
     parts = {"inspect": convert.add_inspect_arguments, "diff": convert.add_diff_arguments}

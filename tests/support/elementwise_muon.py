@@ -1,6 +1,8 @@
-"""An optimizer with the groups and states of MuonAdamW, for files that DeepSpeed and torch save without our engines.
+"""An optimizer with the groups and states of MuonAdamW, for files that DeepSpeed and torch save
+without our engines.
 
-It moves a matrix along its momentum, element by element: it needs no complete matrices, however they are cut.
+It moves a matrix along its momentum, element by element: it needs no complete matrices, however
+they are cut.
 """
 
 from __future__ import annotations
@@ -39,5 +41,8 @@ class ElementwiseMuon(torch.optim.AdamW):
 def with_muon(groups: list[dict], matrices: list) -> list[dict]:
     """Move `matrices` from their groups into a first group of Muon's."""
     chosen = {id(matrix) for matrix in matrices}
-    rest = [{**group, "params": [p for p in group["params"] if id(p) not in chosen]} for group in groups]
+    rest = [
+        {**group, "params": [p for p in group["params"] if id(p) not in chosen]}
+        for group in groups
+    ]
     return [{"params": matrices, "weight_decay": 0.05, "muon": True, "lr_factor": 8.0}, *rest]

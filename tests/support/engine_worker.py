@@ -1,4 +1,5 @@
-"""The ranks of tests/integration/test_engines.py: several trainings in one launch, because starting DeepSpeed is slow.
+"""The ranks of tests/integration/test_engines.py: several trainings in one launch, because
+starting DeepSpeed is slow.
 
 python -m torch.distributed.run --nproc_per_node=2 tests/support/engine_worker.py CASE STORE FOLDER
 """
@@ -26,13 +27,18 @@ ENGINES = {
 }
 # What the last batch of an epoch, a mode without masked tokens, or frozen groups do to some ranks.
 UNEVEN = {
-    # 21 samples in global batches of 8: the last has 5, so two of its four micro-batches of 2 are short or empty.
-    "short_epoch": ["data.max_train_samples=21", "training.grad_accum_steps=2", "model.gradient_checkpointing=true"],
+    # 21 samples in global batches of 8: the last has 5, so two of its four micro-batches of 2 are
+    # short or empty.
+    "short_epoch": [
+        "data.max_train_samples=21",
+        "training.grad_accum_steps=2",
+        "model.gradient_checkpointing=true",
+    ],
     # Whole micro-batches of rows whose text is given: nothing is masked there.
     "sparse_modes": ["training.loss_type_weights={t2l: 0.8, l2t: 0.2}", "training.profile=[2,3]"],
     "frozen_l2t": ["training.freeze=by_mode", "training.loss_type=l2t"],
-    # Everything that draws for itself: masks of dropout (with recomputed blocks), noised conditions, pure noise,
-    # hypotheses.
+    # Everything that draws for itself: masks of dropout (with recomputed blocks), noised
+    # conditions, pure noise, hypotheses.
     "options": [
         "model.corrector=feedback",
         "data.hypotheses=FOLDER/hypotheses",
@@ -44,14 +50,14 @@ UNEVEN = {
         "latent_diffusion.weighting=ddm",
         "training.t2l_pure_noise=0.3",
         "training.l2t_condition_noise=0.3",
-    ],  # fmt: skip
+    ],
     # Two passes through the blocks in one forward pass.
     "critic": [
         "model.quality_head=true",
         "model.dropout=0.2",
         "training.grad_accum_steps=2",
         "loss.text_weighting=dynamic",
-    ],  # fmt: skip
+    ],
     # Images of 16 and of 36 latents, a batch of one size each, moved before they are noised.
     "images": [
         "task=image_text",
@@ -97,8 +103,8 @@ def run(store: str, folder: str, name: str, *words: str) -> None:
 
 
 def nonfinite(store: str, folder: str) -> None:
-    """At one step, one rank has a NaN in each latent of its micro-batch, at the next an Inf in one row of a gradient
-    behind a finite loss: under every engine, in fp32 and in bf16."""
+    """At one step, one rank has a NaN in each latent of its micro-batch, at the next an Inf in one
+    row of a gradient behind a finite loss: under every engine, in fp32 and in bf16."""
     from mmldlm.data.batching import loader
     from mmldlm.engines.deepspeed.config import CPU_BUCKET
     from mmldlm.engines.deepspeed.engine import DeepSpeedEngine
@@ -135,18 +141,28 @@ def nonfinite(store: str, folder: str) -> None:
     MultimodalMMDiT.forward, DeepSpeedEngine._init_masters_exactly = planted, checked
     for dtype in ("fp32", "bf16"):
         for name, engine in ENGINES.items():
-            words = ["training.num_train_steps=6", "logging.save_freq=6", f"training.dtype={dtype}"]
+            words = [
+                "training.num_train_steps=6",
+                "logging.save_freq=6",
+                f"training.dtype={dtype}",
+            ]
             calls[0] = 0
             run(store, folder, f"{dtype}_{name}", *engine, *words)
 
 
 def uneven(store: str, folder: str) -> None:
-    """Every uneven case on every engine (or, alone, on the single process they are compared with)."""
+    """Every uneven case on every engine (or, alone, on the single process they are
+    compared with).
+    """
     world = int(os.environ["WORLD_SIZE"])
     for case, words in UNEVEN.items():
         words = [word.replace("FOLDER", folder) for word in words]
         micro = 8 // world // (2 if "training.grad_accum_steps=2" in words else 1)
-        sizes = [f"training.train_batch_size={micro}", "training.num_train_steps=5", "logging.save_freq=5"]
+        sizes = [
+            f"training.train_batch_size={micro}",
+            "training.num_train_steps=5",
+            "logging.save_freq=5",
+        ]
         for name, engine in ENGINES.items() if world > 1 else [("single", ["engine.kind=single"])]:
             if (case, name) not in REFUSED:
                 run(store, folder, f"{case}_{name}", *engine, *words, *sizes)
@@ -154,12 +170,21 @@ def uneven(store: str, folder: str) -> None:
                     drop_checkpoints(folder, f"{case}_{name}")
 
 
-RESUMED_BY = {"ddp": "zero2", "fsdp": "zero3", "zero0": "fsdp", "zero1": "zero0", "zero2": "ddp", "zero3": "zero1"}
+RESUMED_BY = {
+    "ddp": "zero2",
+    "fsdp": "zero3",
+    "zero0": "fsdp",
+    "zero1": "zero0",
+    "zero2": "ddp",
+    "zero3": "zero1",
+}
 """The engine that continues each engine's checkpoint: every one is left and reached."""
 
 
 def muon(store: str, folder: str) -> None:
-    """Muon on every engine: a NaN at one step, a checkpoint after it, and the rest of the run on another engine."""
+    """Muon on every engine: a NaN at one step, a checkpoint after it, and the rest of the run on
+    another engine.
+    """
     from mmldlm.data.batching import loader
     from mmldlm.engines import build
 
@@ -180,14 +205,25 @@ def muon(store: str, folder: str) -> None:
             before = held(engine)
             discard()
             after = held(engine)
-            assert before.keys() == after.keys() and all(before[key].equal(after[key]) for key in before)
+            assert before.keys() == after.keys() and all(
+                before[key].equal(after[key]) for key in before
+            )
 
         engine.discard_gradients = discard_and_compare
         return engine
 
     loader.MicroBatches.__getitem__, build.build_engine = poisoned, watched
-    words = ["optimizer.kind=muon", "training.num_train_steps=6", "logging.save_freq=4", "checkpoints.keep_every=4"]
-    words += [f"training.train_batch_size={8 // world}", "optimizer.warmup_steps=2", "training.dtype=fp32"]
+    words = [
+        "optimizer.kind=muon",
+        "training.num_train_steps=6",
+        "logging.save_freq=4",
+        "checkpoints.keep_every=4",
+    ]
+    words += [
+        f"training.train_batch_size={8 // world}",
+        "optimizer.warmup_steps=2",
+        "training.dtype=fp32",
+    ]
     if world == 1:
         run(store, folder, "muon_single", "engine.kind=single", *words)
         return
@@ -195,7 +231,14 @@ def muon(store: str, folder: str) -> None:
         run(store, folder, f"muon_{name}", *engine, *words)
     for name, other in RESUMED_BY.items():
         checkpoint = f"{folder}/muon_{name}/checkpoints/step_00000004"
-        run(store, folder, f"muon_{name}_to_{other}", *ENGINES[other], *words, f"training.resume={checkpoint}")
+        run(
+            store,
+            folder,
+            f"muon_{name}_to_{other}",
+            *ENGINES[other],
+            *words,
+            f"training.resume={checkpoint}",
+        )
         drop_checkpoints(folder, f"muon_{name}_to_{other}")
         drop_checkpoints(folder, f"muon_{name}")
 
@@ -206,7 +249,9 @@ def held(engine) -> dict[str, torch.Tensor]:
     for shard in engine.parameter_shards():
         found[shard.name] = shard.slice_of(shard.owner).clone()
         for key, value in states.get(shard.owner, {}).items():
-            found[f"{shard.name}.{key}"] = value.clone() if key == "step" else shard.slice_of(value).clone()
+            found[f"{shard.name}.{key}"] = (
+                value.clone() if key == "step" else shard.slice_of(value).clone()
+            )
     return found
 
 
@@ -214,15 +259,20 @@ CONVERTED = {
     1: {"muon_single": ["engine.kind=single", "optimizer.kind=muon"]},
     2: {
         "adamw_zero2": ENGINES["zero2"],
-        **{f"muon_{name}": [*ENGINES[name], "optimizer.kind=muon"] for name in ("fsdp", "zero2", "zero3")},
+        **{
+            f"muon_{name}": [*ENGINES[name], "optimizer.kind=muon"]
+            for name in ("fsdp", "zero2", "zero3")
+        },
     },
 }
-"""Number of ranks -> name -> settings of the trainings whose checkpoints tests/convert takes through every format."""
+"""Number of ranks -> name -> settings of the trainings whose checkpoints tests/convert takes
+through every format.
+"""
 
 
 def converted(store: str, folder: str, resumed: str = "") -> None:
-    """Four steps, saved after two; with `resumed`, the last two from FOLDER/NAME_converted/latest, from other
-    weights than those that the model starts with."""
+    """Four steps, saved after two; with `resumed`, the last two from FOLDER/NAME_converted/latest,
+    from other weights than those that the model starts with."""
     from mmldlm.models import MultimodalMMDiT
 
     initialize = MultimodalMMDiT._initialize
@@ -234,8 +284,17 @@ def converted(store: str, folder: str, resumed: str = "") -> None:
                 tensor.add_(torch.rand_like(tensor))
 
     MultimodalMMDiT._initialize = other if resumed else initialize
-    words = ["training.num_train_steps=4", "logging.save_freq=2", "optimizer.ema_decay=0.9", "logging.plot=false"]
-    words += ["model.tie_embeddings=true", "training.grad_accum_steps=2", "training.train_batch_size=2"]
+    words = [
+        "training.num_train_steps=4",
+        "logging.save_freq=2",
+        "optimizer.ema_decay=0.9",
+        "logging.plot=false",
+    ]
+    words += [
+        "model.tie_embeddings=true",
+        "training.grad_accum_steps=2",
+        "training.train_batch_size=2",
+    ]
     for name, settings in CONVERTED[int(os.environ["WORLD_SIZE"])].items():
         resume = [f"training.resume={folder}/{name}_converted/latest"] if resumed else []
         run(store, folder, f"{name}_{resumed or 'straight'}", *settings, *words, *resume)
@@ -243,6 +302,8 @@ def converted(store: str, folder: str, resumed: str = "") -> None:
 
 if __name__ == "__main__":
     case, *arguments = sys.argv[1:]
-    {"nonfinite": nonfinite, "uneven": uneven, "muon": muon, "converted": converted}[case](*arguments)
+    {"nonfinite": nonfinite, "uneven": uneven, "muon": muon, "converted": converted}[case](
+        *arguments
+    )
     leave_process_group()
     print(json.dumps({"done": case}))

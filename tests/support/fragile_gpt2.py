@@ -1,4 +1,6 @@
-"""The example's task with a fault: one byte value makes a NaN in the model, in an operation that replay must name."""
+"""The example's task with a fault: one byte value makes a NaN in the model, in an operation that
+replay must name.
+"""
 
 from __future__ import annotations
 

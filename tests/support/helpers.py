@@ -17,24 +17,41 @@ import pytest
 from tests.support.rank_server import RankServer
 
 ROOT = Path(__file__).resolve().parents[2]
-# Whole launches are dear: what stands for all of them runs always, the rest of them when it is asked for.
+# Whole launches are dear: what stands for all of them runs always, the rest of them when it is
+# asked for.
 LONG = pytest.mark.skipif(
-    os.environ.get("MMLDLM_MULTINODE") != "1", reason="one of many whole launches: run with MMLDLM_MULTINODE=1"
+    os.environ.get("MMLDLM_MULTINODE") != "1",
+    reason="one of many whole launches: run with MMLDLM_MULTINODE=1",
 )
 
 
 def environment(**more: str) -> dict[str, str]:
     """Environment of a run: one thread a rank, DeepSpeed on CPU, this checkout first."""
-    return {**os.environ, "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu", "PYTHONPATH": str(ROOT), **more}
+    return {
+        **os.environ,
+        "OMP_NUM_THREADS": "1",
+        "DS_ACCELERATOR": "cpu",
+        "PYTHONPATH": str(ROOT),
+        **more,
+    }
 
 
 def torchrun(world_size: int, *words: str) -> list[str]:
     """Command line for some ranks of a script or module on this machine."""
-    return [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={world_size}", *words]
+    return [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        f"--nproc_per_node={world_size}",
+        *words,
+    ]
 
 
 def launch(command: list[str], timeout: float = 240, **more: str) -> subprocess.CompletedProcess:
-    """Run a command to its end in its own session; everything it started is ended when the time is up."""
+    """Run a command to its end in its own session; everything it started is ended when the time is
+    up.
+    """
     process = subprocess.Popen(
         command,
         env=environment(**more),
@@ -52,15 +69,20 @@ def launch(command: list[str], timeout: float = 240, **more: str) -> subprocess.
     return subprocess.CompletedProcess(command, process.returncode, output)
 
 
-def run_ranks(world_size: int, script: str | Path, *words: str, timeout: float = 300) -> subprocess.CompletedProcess:
-    """Run a script as world_size real ranks and wait for them; returncode is that of the first rank that failed.
+def run_ranks(
+    world_size: int, script: str | Path, *words: str, timeout: float = 300
+) -> subprocess.CompletedProcess:
+    """Run a script as world_size real ranks and wait for them; returncode is that of the first
+    rank that failed.
 
     Without a launcher: the ranks are forked from one process that has imported torch and deepspeed
     (tests/support/rank_server.py), which saves seven seconds per launch.
     """
     ranks = rank_server().start(world_size, list(words), Path(script))
     codes = ranks.wait(timeout)
-    return subprocess.CompletedProcess([str(script), *words], next(filter(None, codes), 0), ranks.output(1_000_000))
+    return subprocess.CompletedProcess(
+        [str(script), *words], next(filter(None, codes), 0), ranks.output(1_000_000)
+    )
 
 
 @functools.cache

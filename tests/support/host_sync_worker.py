@@ -1,10 +1,12 @@
-"""Steps on FakeTensors of a GPU: which operations cross between host and device, or make the host wait.
+"""Steps on FakeTensors of a GPU: which operations cross between host and device, or make the host
+wait.
 
 python tests/support/host_sync_worker.py LIBRARY STORE   (LIBRARY: fake_cuda.cpp, compiled)
 
-Prints one JSON object, case -> ["operation at file:line", ...]. Shapes, dtypes and devices are as on a GPU, and so is
-which code runs; kernels and what they compute are not. A copy from the host, an operation that mixes devices, and a
-value that the host reads all show up, on machines that have no GPU.
+Prints one JSON object, case -> ["operation at file:line", ...]. Shapes, dtypes and devices are as
+on a GPU, and so is which code runs; kernels and what they compute are not. A copy from the host,
+an operation that mixes devices, and a value that the host reads all show up, on machines that have
+no GPU.
 """
 
 from __future__ import annotations
@@ -17,7 +19,10 @@ import traceback
 CASES = {
     "bf16": {"dtype": "bf16"},
     "bf16, no padding": {"dtype": "bf16", "full": True},
-    "bf16, checkpointing": {"dtype": "bf16", "words": ["model.gradient_checkpointing=true", "model.dropout=0.1"]},
+    "bf16, checkpointing": {
+        "dtype": "bf16",
+        "words": ["model.gradient_checkpointing=true", "model.dropout=0.1"],
+    },
     "bf16, nothing scored": {"dtype": "bf16", "words": ["training.loss_type=t2l"]},
     "bf16, layer by layer": {"dtype": "bf16", "hooked": True, "words": ["model.dropout=0.1"]},
     "fp32": {"dtype": "fp32"},
@@ -25,11 +30,19 @@ CASES = {
     "autocast, Muon": {"dtype": "bf16", "autocast": True, "words": ["optimizer.kind=muon"]},
     "sampled candidates": {
         "dtype": "bf16",
-        "words": ["loss.text_candidates=50", "loss.text_weighting=uniform", "model.token_embedding_scale=20"],
+        "words": [
+            "loss.text_candidates=50",
+            "loss.text_weighting=uniform",
+            "model.token_embedding_scale=20",
+        ],
     },
     "several latents, clamps": {
         "dtype": "bf16",
-        "words": ["loss.text_loss_clamp=5.0", "loss.latent_prediction_clamp=1.0", "model.tie_embeddings=true"],
+        "words": [
+            "loss.text_loss_clamp=5.0",
+            "loss.latent_prediction_clamp=1.0",
+            "model.tie_embeddings=true",
+        ],
     },
     "AR": {"dtype": "bf16", "preset": "ar"},
     "AR, fp32, cross-attention, checkpointing": {
@@ -63,7 +76,10 @@ SMALL = ["model.hidden_size=64", "model.n_blocks=2", "model.n_heads=2", "model.m
 
 
 def pretend(library: str) -> None:
-    """Give torch a CUDA device, as far as FakeTensors need one. Before torch is imported, for it looks once."""
+    """Give torch a CUDA device, as far as FakeTensors need one.
+
+    Before torch is imported, for it looks once.
+    """
     assert "torch" not in sys.modules
     ctypes.CDLL(library, mode=ctypes.RTLD_GLOBAL)
     import torch  # noqa: F401
@@ -88,12 +104,23 @@ def crossings():
         def __torch_dispatch__(self, function, types, args=(), kwargs=None):
             kwargs = kwargs or {}
             out = function(*args, **kwargs)
-            given = {x.device.type for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)}
+            given = {
+                x.device.type for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)
+            }
             made = {x.device.type for x in tree_leaves(out) if isinstance(x, torch.Tensor)}
-            reads = any(word in str(function) for word in ("_local_scalar", "nonzero", "unique", "masked_select"))
+            reads = any(
+                word in str(function)
+                for word in ("_local_scalar", "nonzero", "unique", "masked_select")
+            )
             if reads or len(given | made) > 1:
-                frames = [frame for frame in traceback.extract_stack() if "/mmldlm/" in frame.filename]
-                where = f"{frames[-1].filename.split('/mmldlm/')[-1]}:{frames[-1].lineno}" if frames else "?"
+                frames = [
+                    frame for frame in traceback.extract_stack() if "/mmldlm/" in frame.filename
+                ]
+                where = (
+                    f"{frames[-1].filename.split('/mmldlm/')[-1]}:{frames[-1].lineno}"
+                    if frames
+                    else "?"
+                )
                 self.found[f"{function} at {where}"] = None
             return out
 
@@ -101,9 +128,17 @@ def crossings():
 
 
 def step(
-    store: str, dtype: str, words=(), full: bool = False, hooked: bool = False, autocast: bool = False, preset="tiny"
+    store: str,
+    dtype: str,
+    words=(),
+    full: bool = False,
+    hooked: bool = False,
+    autocast: bool = False,
+    preset="tiny",
 ):
-    """Two steps of SingleEngine; what crossed in the second, from the forward pass to the weights' average."""
+    """Two steps of SingleEngine; what crossed in the second, from the forward pass to the weights'
+    average.
+    """
     import torch
     from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -115,13 +150,20 @@ def step(
     from mmldlm.engines.muon.attach import attach_muon
     from mmldlm.engines.single import SingleEngine
 
-    sizes = [f"data.latent_data_root={store}", *SMALL, "training.train_batch_size=8", "optimizer.warmup_steps=5"]
+    sizes = [
+        f"data.latent_data_root={store}",
+        *SMALL,
+        "training.train_batch_size=8",
+        "optimizer.warmup_steps=5",
+    ]
     config = load_config(preset, None, [*sizes, *words])
     task, device = find_task(config.task), torch.device("cuda", 0)
     data = task.open_data(config)
     config, model_class = data.config, task.model_class()
     collator = task.collator(data)
-    batches = MicroBatches(data.train, data.training_plan(config.training.train_batch_size), collator, 0, 1, 1)
+    batches = MicroBatches(
+        data.train, data.training_plan(config.training.train_batch_size), collator, 0, 1, 1
+    )
     batch = batches[0]
     if full:
         batch = cut(batch, int(batch.tensors["attention_mask"].sum(1).min()))
@@ -140,7 +182,9 @@ def step(
         if config.optimizer.kind == "muon":
             attach_muon(engine, plan)
         engine.module = Autocast(model, "cuda", compute_dtype(dtype)) if autocast else model
-        batch.tensors = {name: mode.from_tensor(tensor).to(device) for name, tensor in batch.tensors.items()}
+        batch.tensors = {
+            name: mode.from_tensor(tensor).to(device) for name, tensor in batch.tensors.items()
+        }
         objective, average = task.objective(config), WeightAverage(engine, 0.99)
         for _ in range(2):
             with crossings() as seen:
@@ -150,7 +194,10 @@ def step(
                 assert {value.device.type for value in (loss, norm, *metrics.values())} == {"cuda"}
                 for name, parameter in model.named_parameters():
                     grad = parameter.grad
-                    assert grad is None or (grad.device, grad.dtype) == (device, parameter.dtype), name
+                    assert grad is None or (grad.device, grad.dtype) == (
+                        device,
+                        parameter.dtype,
+                    ), name
                 engine.step(1e-3, 5.0)
                 average.update()
     return list(seen.found)

@@ -1,7 +1,8 @@
 """What the source of the package keeps:  python tests/support/house.py
 
-Prints the verdict on the import order, on import circles and on test files without a module, and ends with exit code 1
-if one is broken. tests/test_house.py holds the same rules. Lengths are for readers to judge, not for a script.
+Prints the verdict on the import order, on import circles and on test files without a module, and
+ends with exit code 1 if one is broken. tests/test_house.py holds the same rules. Lengths are for
+readers to judge, not for a script.
 """
 
 from __future__ import annotations
@@ -12,24 +13,41 @@ from pathlib import Path
 if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from tests.support.import_rules import PACKAGE, all_violations, find_circle, import_graph  # noqa: E402
+from tests.support.import_rules import (  # noqa: E402
+    PACKAGE,
+    all_violations,
+    find_circle,
+    import_graph,
+)
 
 TESTS = Path(__file__).resolve().parents[1]
 
-# Tests of several rooms, of scripts outside the package, or of the repository itself mirror no module.
-UNMIRRORED = ("integration", "support", "multinode", "benchmarks", "launchers", "examples", "trials")
+# Tests of several rooms, of scripts outside the package, or of the repository itself mirror no
+# module.
+UNMIRRORED = (
+    "integration",
+    "support",
+    "multinode",
+    "benchmarks",
+    "launchers",
+    "examples",
+    "trials",
+)
 UNMIRRORED_FILES = ("test_house.py", "test_import_rules.py", "test_packaging.py")
 
 
 def sources() -> dict[str, str]:
     """Path below mmldlm/ -> source of every Python file of the package."""
     return {
-        path.relative_to(PACKAGE).as_posix(): path.read_text(encoding="utf-8") for path in sorted(PACKAGE.rglob("*.py"))
+        path.relative_to(PACKAGE).as_posix(): path.read_text(encoding="utf-8")
+        for path in sorted(PACKAGE.rglob("*.py"))
     }
 
 
 def tests_without_module(tests: Path = TESTS, package: Path = PACKAGE) -> list[str]:
-    """Test files tests/a/b/test_c.py for which there is neither mmldlm/a/b/c.py nor a folder mmldlm/a/b/c."""
+    """Test files tests/a/b/test_c.py for which there is neither mmldlm/a/b/c.py nor a folder
+    mmldlm/a/b/c.
+    """
     missing = []
     for path in sorted(tests.rglob("test_*.py")):
         name = path.relative_to(tests)
@@ -54,10 +72,16 @@ def broken_rules() -> dict[str, list[str]]:
 def main() -> int:
     """Print the verdict of every rule; returns the exit code."""
     files = sources()
-    print(f"mmldlm: {len(files)} files, {sum(source.count(chr(10)) for source in files.values()):,} lines")
+    print(
+        f"mmldlm: {len(files)} files, {sum(source.count(chr(10)) for source in files.values()):,}"
+        " lines"
+    )
     broken = broken_rules()
     for rule, found in broken.items():
-        print(f"{'FAILS' if found else 'holds'}  {rule}" + "".join(f"\n         {line}" for line in found))
+        print(
+            f"{'FAILS' if found else 'holds'}  {rule}"
+            + "".join(f"\n         {line}" for line in found)
+        )
     return 1 if any(broken.values()) else 0
 
 

@@ -1,4 +1,6 @@
-"""Hypotheses of a store without a model: each sample's words in reverse, with the next sample's latent."""
+"""Hypotheses of a store without a model: each sample's words in reverse, with the next sample's
+latent.
+"""
 
 from __future__ import annotations
 
@@ -21,10 +23,20 @@ def make_hypotheses(store: Path, folder: Path) -> Path:
         samples = Store(store, split)
         rows = np.array([row for row in range(len(samples)) if row % 3])
         found = samples.get(rows)
-        writer = StoreSplit(folder, split, [samples.latent_dim], manifest["tokenizer"]["vocab_size"], True)
-        writer.add(samples.texts(rows), [ids[::-1] for ids in found.tokens], np.roll(found.latents, 1, 0), rows)
+        writer = StoreSplit(
+            folder, split, [samples.latent_dim], manifest["tokenizer"]["vocab_size"], True
+        )
+        writer.add(
+            samples.texts(rows),
+            [ids[::-1] for ids in found.tokens],
+            np.roll(found.latents, 1, 0),
+            rows,
+        )
         summaries[split] = writer.close()
     shutil.copytree(store / "tokenizer", folder / "tokenizer")
-    manifest |= {"splits": summaries, "hypotheses": {"of": sample_checksums(manifest), "version": HYPOTHESES_VERSION}}
+    manifest |= {
+        "splits": summaries,
+        "hypotheses": {"of": sample_checksums(manifest), "version": HYPOTHESES_VERSION},
+    }
     write_json(folder / "manifest.json", manifest | {"files": list_files(folder)})
     return folder

@@ -1,4 +1,6 @@
-"""The import order of docs/architecture.md, checked on the source: nothing is imported, so `if` hides nothing."""
+"""The import order of docs/architecture.md, checked on the source: nothing is imported, so `if`
+hides nothing.
+"""
 
 import ast
 from pathlib import Path
@@ -6,21 +8,48 @@ from pathlib import Path
 PACKAGE = Path(__file__).resolve().parents[2] / "mmldlm"
 # A room imports only from rooms before it.
 ORDER = (
-    "errors", "utils", "config", "diffusion", "models", "data", "distributed", "engines", "checkpoints", "convert",
-    "sampling", "tasks", "observe", "stability", "debug", "evaluation", "cluster", "preflight", "launch", "training",
-    "commands", "train", "cli",
-)  # fmt: skip
+    "errors",
+    "utils",
+    "config",
+    "diffusion",
+    "models",
+    "data",
+    "distributed",
+    "engines",
+    "checkpoints",
+    "convert",
+    "sampling",
+    "tasks",
+    "observe",
+    "stability",
+    "debug",
+    "evaluation",
+    "cluster",
+    "preflight",
+    "launch",
+    "training",
+    "commands",
+    "train",
+    "cli",
+)
 DISTRIBUTED = ("torch.distributed", "deepspeed", "mpi4py")
 LAZY = ("mpi4py", "wandb", "matplotlib")  # needed by few commands, slow or absent elsewhere
-FEW_NODES_NEED_TORCH = ("cluster", "preflight", "launch")  # what runs on every node starts without torch
+FEW_NODES_NEED_TORCH = (
+    "cluster",
+    "preflight",
+    "launch",
+)  # what runs on every node starts without torch
 
 
 def imports(tree):
-    """(dotted name, line, runs when the module is imported) of every import and every `torch.distributed`."""
+    """(dotted name, line, runs when the module is imported) of every import and every
+    `torch.distributed`.
+    """
     lazy = {
         id(inner)
         for node in ast.walk(tree)
-        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)) or _is_type_checking(node)
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda))
+        or _is_type_checking(node)
         for inner in ast.walk(node)
     }
     for node in ast.walk(tree):
@@ -37,7 +66,11 @@ def imports(tree):
 
 
 def _is_type_checking(node) -> bool:
-    return isinstance(node, ast.If) and isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING"
+    return (
+        isinstance(node, ast.If)
+        and isinstance(node.test, ast.Name)
+        and node.test.id == "TYPE_CHECKING"
+    )
 
 
 def types_only(tree) -> set[int]:
@@ -81,7 +114,11 @@ def violations(source, module, is_package=False):
             found.append(f"{where}: only inside the function that needs it")
         if room in ("models", "diffusion") and under(name, DISTRIBUTED):
             found.append(f"{where}: {room} knows nothing of ranks")
-        if room in FEW_NODES_NEED_TORCH and now and under(name, ["torch", "deepspeed", "transformers"]):
+        if (
+            room in FEW_NODES_NEED_TORCH
+            and now
+            and under(name, ["torch", "deepspeed", "transformers"])
+        ):
             found.append(f"{where}: {room} imports torch only inside the GPU checks")
         target = name.split(".")[1] if name.startswith("mmldlm.") else None
         if target is None or target == room or target.startswith("__") or line in for_types:
@@ -109,16 +146,28 @@ def modules():
 
 def all_violations():
     """One line per import of the package that breaks a rule."""
-    return [line for path, module, is_package in modules() for line in violations(path.read_text(), module, is_package)]
+    return [
+        line
+        for path, module, is_package in modules()
+        for line in violations(path.read_text(), module, is_package)
+    ]
 
 
 def import_graph():
-    """Module -> modules that it imports when it is imported; a package's __init__ counts as the files it imports."""
+    """Module -> modules that it imports when it is imported; a package's __init__ counts as the
+    files it imports.
+    """
     known = {module for _, module, _ in modules()}
     graph = {}
     for path, module, is_package in modules():
-        names = [absolute(raw, module, is_package) for raw, _, now in imports(ast.parse(path.read_text())) if now]
-        targets = {max((k for k in known if under(name, [k])), key=len, default=None) for name in names}
+        names = [
+            absolute(raw, module, is_package)
+            for raw, _, now in imports(ast.parse(path.read_text()))
+            if now
+        ]
+        targets = {
+            max((k for k in known if under(name, [k])), key=len, default=None) for name in names
+        }
         graph[module] = targets - {None, module, "mmldlm"}
     return graph
 

@@ -1,4 +1,6 @@
-"""Faults of a running launch on the virtual cluster, and how `mmldlm launch` must end; for tests and benchmarks."""
+"""Faults of a running launch on the virtual cluster, and how `mmldlm launch` must end; for tests
+and benchmarks.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,9 @@ NODES = "n1 slots=1\nn2 slots=1\n"
 
 @dataclass(frozen=True)
 class LaunchFault:
-    """A fault: act(cluster, stack) before or after the group has formed; the screen must contain one of `words`."""
+    """A fault: act(cluster, stack) before or after the group has formed; the screen must contain
+    one of `words`.
+    """
 
     name: str
     after: bool
@@ -37,12 +41,18 @@ def _cut(cluster, stack) -> None:
 
 
 _ACTS = {
-    "rank killed": (lambda cluster, stack: _kill(cluster["n2"], "mmldlm/train.py"), ("rank 1 on n2 ended first",)),
+    "rank killed": (
+        lambda cluster, stack: _kill(cluster["n2"], "mmldlm/train.py"),
+        ("rank 1 on n2 ended first",),
+    ),
     "node's launcher killed": (
         lambda cluster, stack: _kill(cluster["n2"], "deepspeed.launcher.launch"),
         ("n2: its launcher ended",),
     ),
-    "launcher killed": (lambda cluster, stack: _kill(cluster["n1"], "^pdsh "), ("the launcher ended",)),
+    "launcher killed": (
+        lambda cluster, stack: _kill(cluster["n1"], "^pdsh "),
+        ("the launcher ended",),
+    ),
     "host cut off": (_cut, ("n2 is lost",)),
 }
 LAUNCH_FAULTS = [
@@ -68,11 +78,24 @@ def head_pattern(name: str) -> str:
 
 
 NEIGHBORS = [
-    Neighbor("interrupted", 29600, lambda cluster, name: _kill(cluster["n1"], head_pattern(name), "-INT"), (5,)),
     Neighbor(
-        "rank_killed", 29700, lambda cluster, name: _kill(cluster["n2"], f"train.py .*run_name={name}( |$)"), (137,)
+        "interrupted",
+        29600,
+        lambda cluster, name: _kill(cluster["n1"], head_pattern(name), "-INT"),
+        (5,),
     ),
-    Neighbor("head_killed", 29800, lambda cluster, name: _kill(cluster["n1"], head_pattern(name)), (-9, 137)),
+    Neighbor(
+        "rank_killed",
+        29700,
+        lambda cluster, name: _kill(cluster["n2"], f"train.py .*run_name={name}( |$)"),
+        (137,),
+    ),
+    Neighbor(
+        "head_killed",
+        29800,
+        lambda cluster, name: _kill(cluster["n1"], head_pattern(name)),
+        (-9, 137),
+    ),
 ]
 
 
@@ -87,28 +110,56 @@ def start(
     env: dict[str, str] | None = None,
     prefix: tuple[str, ...] = (),
 ) -> subprocess.Popen:
-    """`mmldlm launch` for n1 and n2; `prefix` wraps the command, so that it inherits what that sets."""
+    """`mmldlm launch` for n1 and n2; `prefix` wraps the command, so that it inherits what that
+    sets.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "hostfile").write_text(NODES)
-    command = [PYTHON, "-m", "mmldlm.launch", "--hostfile", folder / "hostfile", "--launcher", launcher]
-    command += ["--config-name", "tiny", f"data.latent_data_root={store}", f"logging.save_dir={folder}/runs"]
-    command += ["data.max_validation_samples=16", f"logging.run_name={name}", "training.train_batch_size=4", *words]
+    command = [
+        PYTHON,
+        "-m",
+        "mmldlm.launch",
+        "--hostfile",
+        folder / "hostfile",
+        "--launcher",
+        launcher,
+    ]
+    command += [
+        "--config-name",
+        "tiny",
+        f"data.latent_data_root={store}",
+        f"logging.save_dir={folder}/runs",
+    ]
+    command += [
+        "data.max_validation_samples=16",
+        f"logging.run_name={name}",
+        "training.train_batch_size=4",
+        *words,
+    ]
     return cluster[host].popen(
         *prefix,
         *command,
-        env={"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **(env or {})},  # the hosts share one machine's cores
+        env={
+            "PYTHONPATH": str(ROOT),
+            "OMP_NUM_THREADS": "1",
+            **(env or {}),
+        },  # the hosts share one machine's cores
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
     )
 
 
-def wait_for(condition: Callable[[], bool], process: subprocess.Popen, seconds: float = 240) -> None:
+def wait_for(
+    condition: Callable[[], bool], process: subprocess.Popen, seconds: float = 240
+) -> None:
     """Wait until a condition holds while a launch runs."""
     deadline = time.monotonic() + seconds
     while not condition():
         if process.poll() is not None or time.monotonic() > deadline:
-            raise AssertionError(f"the launch did not reach this point:\n{process.stdout.read()[-4000:]}")
+            raise AssertionError(
+                f"the launch did not reach this point:\n{process.stdout.read()[-4000:]}"
+            )
         time.sleep(0.1)
 
 
@@ -150,7 +201,9 @@ exec {folder}/$(basename "$0") "$@"
 
 @dataclass(frozen=True)
 class Ended:
-    """End of a neighbor: code, screen, remaining ranks, and whether the kept launch continued to train."""
+    """End of a neighbor: code, screen, remaining ranks, and whether the kept launch continued to
+    train.
+    """
 
     neighbor: Neighbor
     code: int
@@ -160,15 +213,25 @@ class Ended:
     pkills: str
 
 
-def play_beside(cluster: VirtualCluster, store: Path, folder: Path, neighbors: list[Neighbor]) -> list[Ended]:
-    """Train with one launch, start its neighbors in the same second, end them one after the other."""
-    long, found = ("--level", "0", "training.num_train_steps=100000", "logging.save_freq=100000"), []
+def play_beside(
+    cluster: VirtualCluster, store: Path, folder: Path, neighbors: list[Neighbor]
+) -> list[Ended]:
+    """Train with one launch, start its neighbors in the same second, end them one after
+    the other.
+    """
+    long, found = (
+        ("--level", "0", "training.num_train_steps=100000", "logging.save_freq=100000"),
+        [],
+    )
     with contextlib.ExitStack() as stack:
         log = stack.enter_context(pkill_logged(cluster, folder / "pkill"))
         kept = start(cluster, store, folder, *long, name="kept")
         stack.callback(end, kept)
         wait_for(lambda: steps_of(folder, "kept") >= 2, kept)
-        beside = [start(cluster, store, folder, *long, "--master_port", str(n.port), name=n.name) for n in neighbors]
+        beside = [
+            start(cluster, store, folder, *long, "--master_port", str(n.port), name=n.name)
+            for n in neighbors
+        ]
         for process in beside:
             stack.callback(end, process)
         for neighbor, process in zip(neighbors, beside, strict=True):
@@ -176,14 +239,22 @@ def play_beside(cluster: VirtualCluster, store: Path, folder: Path, neighbors: l
         for neighbor, process in zip(neighbors, beside, strict=True):
             neighbor.act(cluster, neighbor.name)
             output, _ = process.communicate(timeout=240)
-            deadline = time.monotonic() + 60  # without a head, the nodes end their parts by themselves
+            deadline = (
+                time.monotonic() + 60
+            )  # without a head, the nodes end their parts by themselves
             while (left := _left(cluster, neighbor.name)) and time.monotonic() < deadline:
                 time.sleep(0.5)
             seen, deadline = steps_of(folder, "kept"), time.monotonic() + 60
-            while steps_of(folder, "kept") < seen + 3 and kept.poll() is None and time.monotonic() < deadline:
+            while (
+                steps_of(folder, "kept") < seen + 3
+                and kept.poll() is None
+                and time.monotonic() < deadline
+            ):
                 time.sleep(0.2)
             trains = kept.poll() is None and steps_of(folder, "kept") >= seen + 3
-            found.append(Ended(neighbor, process.returncode, output, left, trains, log.read_text()))
+            found.append(
+                Ended(neighbor, process.returncode, output, left, trains, log.read_text())
+            )
     return found
 
 
@@ -191,14 +262,18 @@ def _left(cluster: VirtualCluster, name: str) -> list[int]:
     return ranks_on(cluster["n1"], name) + ranks_on(cluster["n2"], name)
 
 
-def play(cluster: VirtualCluster, store: Path, folder: Path, fault: LaunchFault) -> tuple[float, int, str, list[int]]:
+def play(
+    cluster: VirtualCluster, store: Path, folder: Path, fault: LaunchFault
+) -> tuple[float, int, str, list[int]]:
     """Start a long run and inject the fault.
 
     Returns:
         (seconds until the launch had ended, exit code, screen, remaining ranks on n1).
     """
     with contextlib.ExitStack() as stack:
-        process = start(cluster, store, folder, "training.num_train_steps=100000", "logging.save_freq=100000")
+        process = start(
+            cluster, store, folder, "training.num_train_steps=100000", "logging.save_freq=100000"
+        )
         stack.callback(end, process)
         wait_for(lambda: len(ranks_on(cluster["n2"])) > 0, process)
         if fault.after:

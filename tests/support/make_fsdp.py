@@ -2,11 +2,12 @@
 
     torchrun --nproc_per_node 2 tests/support/make_fsdp.py --out DIR
 
-DIR/fsdp/: what mmldlm's fsdp engine saves (DCP + trainable.json + ema_rank*.pt). DIR/step0/: the same before any step.
-DIR/plain/: model.pt, optimizer.pt and ema_rank0.pt of rank 0. DIR/fsdp_muon/, DIR/plain_muon/: two matrices have a
-momentum alone. DIR/bare/: a DCP of the model alone without our names. DIR/columns/: a DCP cut along dimension 1.
-DIR/truth.pt, DIR/plain.pt, DIR/truth_muon.pt, DIR/plain_muon.pt: {"weight" | "exp_avg" | "exp_avg_sq" | "ema": {name:
-tensor}} of each, from the live tensors.
+DIR/fsdp/: what mmldlm's fsdp engine saves (DCP + trainable.json + ema_rank*.pt). DIR/step0/: the
+same before any step. DIR/plain/: model.pt, optimizer.pt and ema_rank0.pt of rank 0.
+DIR/fsdp_muon/, DIR/plain_muon/: two matrices have a momentum alone. DIR/bare/: a DCP of the model
+alone without our names. DIR/columns/: a DCP cut along dimension 1. DIR/truth.pt, DIR/plain.pt,
+DIR/truth_muon.pt, DIR/plain_muon.pt: {"weight" | "exp_avg" | "exp_avg_sq" | "ema": {name: tensor}}
+of each, from the live tensors.
 """
 
 from __future__ import annotations
@@ -28,7 +29,9 @@ FROZEN = ("frozen.weight", "frozen.bias")
 
 
 class Odd(nn.Module):
-    """Rows that two ranks cannot share evenly, a single row (one rank holds nothing), a tied pair, odd buffers."""
+    """Rows that two ranks cannot share evenly, a single row (one rank holds nothing), a tied pair,
+    odd buffers.
+    """
 
     def __init__(self):
         super().__init__()
@@ -74,7 +77,9 @@ def train(model, optimizer, steps: int) -> None:
     for step in range(steps):
         generator = torch.Generator().manual_seed(100 * step + dist.get_rank())
         tokens = torch.randint(0, 7, (2, 6), generator=generator)
-        nn.functional.cross_entropy(model(tokens).flatten(0, 1), tokens.roll(1, 1).flatten()).backward()
+        nn.functional.cross_entropy(
+            model(tokens).flatten(0, 1), tokens.roll(1, 1).flatten()
+        ).backward()
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
 
@@ -105,16 +110,26 @@ def ema_entry(parameter) -> dict | None:
 
 def moments_of(trainable, optimizer) -> dict:
     return {
-        key: {name: optimizer.state[p][key] for name, p in trainable.items() if key in optimizer.state[p]}
+        key: {
+            name: optimizer.state[p][key]
+            for name, p in trainable.items()
+            if key in optimizer.state[p]
+        }
         for key in ("exp_avg", "exp_avg_sq")
     }
 
 
 def truth_of(model, trainable, optimizer) -> dict:
     saved = moments_of(trainable, optimizer)
-    moments = {key: {name: full(tensor) for name, tensor in table.items()} for key, table in saved.items()}
+    moments = {
+        key: {name: full(tensor) for name, tensor in table.items()} for key, table in saved.items()
+    }
     weights = {name: full(value) for name, value in model.state_dict().items()}
-    return {"weight": weights, **moments, "ema": {name: full(ema_of(p)) for name, p in trainable.items()}}
+    return {
+        "weight": weights,
+        **moments,
+        "ema": {name: full(ema_of(p)) for name, p in trainable.items()},
+    }
 
 
 def save_fsdp(folder: Path, model, trainable, optimizer) -> None:
@@ -122,7 +137,10 @@ def save_fsdp(folder: Path, model, trainable, optimizer) -> None:
     state = {"model": model.state_dict(), "optim": moments_of(trainable, optimizer)}
     dcp.save(state, checkpoint_id=folder)
     if dist.get_rank() == 0:
-        names = {"trainable": list(trainable), "buffers": [name for name, _ in model.named_buffers()]}
+        names = {
+            "trainable": list(trainable),
+            "buffers": [name for name, _ in model.named_buffers()],
+        }
         name_of = {id(p): name for name, p in trainable.items()}
         names["groups"] = [
             {
@@ -131,7 +149,9 @@ def save_fsdp(folder: Path, model, trainable, optimizer) -> None:
             }
             for group in optimizer.param_groups
         ]
-        (folder / "trainable.json").write_text(json.dumps({**names, "aliases": {"head.weight": "embed.weight"}}))
+        (folder / "trainable.json").write_text(
+            json.dumps({**names, "aliases": {"head.weight": "embed.weight"}})
+        )
     entries = {name: ema_entry(p) for name, p in trainable.items()}
     kept = {name: entry for name, entry in entries.items() if entry}
     torch.save(kept, folder / f"ema_rank{dist.get_rank()}.pt")
@@ -144,7 +164,9 @@ def save_plain(folder: Path, model, trainable, optimizer) -> None:
     names = {id(p): name for name, p in trainable.items()}
     state = {
         **optimizer.state_dict(),
-        "param_names": [[names[id(p)] for p in group["params"]] for group in optimizer.param_groups],
+        "param_names": [
+            [names[id(p)] for p in group["params"]] for group in optimizer.param_groups
+        ],
         "buffer_names": [name for name, _ in model.named_buffers()],
     }
     torch.save(state, folder / "optimizer.pt")

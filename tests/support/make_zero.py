@@ -1,11 +1,13 @@
 """Real DeepSpeed checkpoints of a small, awkward model, with the live engine's values beside them.
 
-    DS_ACCELERATOR=cpu torchrun --nproc_per_node 2 tests/support/make_zero.py --out DIR --cases z2_bf16,z3_fp32
+    DS_ACCELERATOR=cpu torchrun --nproc_per_node 2 tests/support/make_zero.py --out DIR --cases
+    z2_bf16,z3_fp32
 
-One launch makes every case, because importing DeepSpeed costs more than all of them. Each case is a folder
-DIR/CASE/{zero/..., truth.npz, truth.json, losses.json}: truth holds, per state_dict name, the raw bytes of what a
-converter must give (fp32 master of a trainable parameter, stored dtype of frozen parameters and buffers), read from the
-live engine; losses are those of the steps that the engine made after it was saved.
+One launch makes every case, because importing DeepSpeed costs more than all of them. Each case is
+a folder DIR/CASE/{zero/..., truth.npz, truth.json, losses.json}: truth holds, per state_dict name,
+the raw bytes of what a converter must give (fp32 master of a trainable parameter, stored dtype of
+frozen parameters and buffers), read from the live engine; losses are those of the steps that the
+engine made after it was saved.
 """
 
 from __future__ import annotations
@@ -18,8 +20,13 @@ from pathlib import Path
 import numpy as np
 
 CASES = {
-    **{f"z{stage}_{dtype}": {"stage": stage, "dtype": dtype} for stage in range(4) for dtype in ("bf16", "fp32")},
-    # ZeRO-1 with fp32 accumulation is another optimizer class (BF16_Optimizer) with another file layout.
+    **{
+        f"z{stage}_{dtype}": {"stage": stage, "dtype": dtype}
+        for stage in range(4)
+        for dtype in ("bf16", "fp32")
+    },
+    # ZeRO-1 with fp32 accumulation is another optimizer class (BF16_Optimizer) with another file
+    # layout.
     "z1_bf16opt": {"stage": 1, "dtype": "bf16", "grad_accum_dtype": "fp32"},
     "z2_robin": {"stage": 2, "dtype": "bf16", "zero": {"round_robin_gradients": True}},
     "z3_subgroups": {"stage": 3, "dtype": "bf16", "zero": {"sub_group_size": 20}},
@@ -36,7 +43,8 @@ CASES = {
     # As mmldlm saves ZeRO-0: the names of the optimizer's parameters stand beside its state.
     "z0_bf16_named": {"stage": 0, "dtype": "bf16", "named": True},
     "z0_fp32_named": {"stage": 0, "dtype": "fp32", "named": True},
-    # Under ZeRO-0 in bf16 DeepSpeed steps once by itself at the start, so only fp32 has nothing to save.
+    # Under ZeRO-0 in bf16 DeepSpeed steps once by itself at the start, so only fp32 has nothing to
+    # save.
     "z0_step0": {"stage": 0, "dtype": "fp32", "named": True, "steps": 0},
     **{f"z{stage}_step0": {"stage": stage, "dtype": "bf16", "steps": 0} for stage in (1, 2, 3)},
     # Matrices with a momentum alone, in a group of their own.
@@ -48,9 +56,11 @@ MUON = ("wide.weight", "narrow.weight")  # the matrices of cases with "muon"
 
 
 def build_model(torch):
-    """A tied pair, a frozen layer, 1-element parameters, odd shapes, and int, bool and 0-d buffers.
+    """A tied pair, a frozen layer, 1-element parameters, odd shapes, and int, bool and 0-d
+    buffers.
 
-    No 0-d parameter: DeepSpeed 0.19.8 cannot broadcast one ("self.dim() cannot be 0 to view Float as Byte").
+    No 0-d parameter: DeepSpeed 0.19.8 cannot broadcast one ("self.dim() cannot be 0 to view Float
+    as Byte").
     """
 
     class Odd(torch.nn.Module):
@@ -86,7 +96,11 @@ def ds_config(case: dict) -> dict:
         "gradient_clipping": 1.0,
         "zero_allow_untested_optimizer": True,
         "zero_force_ds_cpu_optimizer": False,
-        "zero_optimization": {"stage": case["stage"], "overlap_comm": False, **case.get("zero", {})},
+        "zero_optimization": {
+            "stage": case["stage"],
+            "overlap_comm": False,
+            **case.get("zero", {}),
+        },
         "bf16": {"enabled": case["dtype"] == "bf16"},
         "fp16": {"enabled": case["dtype"] == "fp16", "initial_scale_power": 6},
     }
@@ -104,28 +118,44 @@ def live_values(torch, engine, case: dict) -> dict:
         import deepspeed
 
         with deepspeed.zero.GatheredParameters(list(engine.module.parameters())):
-            values = {name: p.detach().clone() for name, p in engine.module.named_parameters(remove_duplicate=False)}
+            values = {
+                name: p.detach().clone()
+                for name, p in engine.module.named_parameters(remove_duplicate=False)
+            }
     else:
-        values = {name: p.detach().clone() for name, p in engine.module.named_parameters(remove_duplicate=False)}
+        values = {
+            name: p.detach().clone()
+            for name, p in engine.module.named_parameters(remove_duplicate=False)
+        }
     masters = {}
     if stage == 0 and case["dtype"] == "bf16":
         for lows, highs in zip(engine.optimizer.fp16_groups, engine.optimizer.fp32_groups):
             masters.update({id(low): high.detach().clone() for low, high in zip(lows, highs)})
-    # Under round robin DeepSpeed's own getter cuts the flat buffer in another order than it was filled in.
+    # Under round robin DeepSpeed's own getter cuts the flat buffer in another order than it was
+    # filled in.
     has_getter = stage > 0 and not case.get("zero", {}).get("round_robin_gradients")
     for name, p in engine.module.named_parameters():
         if p.requires_grad and has_getter:
-            masters[id(p)] = safe_get_full_fp32_param(p).detach().clone().reshape(values[name].shape)
+            masters[id(p)] = (
+                safe_get_full_fp32_param(p).detach().clone().reshape(values[name].shape)
+            )
     for name, p in engine.module.named_parameters(remove_duplicate=False):
         if id(p) in masters:
             values[name] = masters[id(p)]
     persistent = engine.module.state_dict().keys()
-    values.update({name: b.detach().clone() for name, b in engine.module.named_buffers() if name in persistent})
+    values.update(
+        {
+            name: b.detach().clone()
+            for name, b in engine.module.named_buffers()
+            if name in persistent
+        }
+    )
     return values
 
 
 def mark_moments(engine, case: dict) -> None:
-    """Sets every second moment to master^2 + 1/4 in the live optimizer, so that where it was saved is known exactly.
+    """Sets every second moment to master^2 + 1/4 in the live optimizer, so that where it was saved
+    is known exactly.
 
     The first moments stay what training made them.
     """
@@ -138,18 +168,28 @@ def mark_moments(engine, case: dict) -> None:
 
 
 def save_truth(torch, folder: Path, values: dict) -> None:
-    index = {name: {"dtype": str(v.dtype).removeprefix("torch."), "shape": list(v.shape)} for name, v in values.items()}
-    raw = {name: v.cpu().contiguous().reshape(-1).view(torch.uint8).numpy() for name, v in values.items()}
+    index = {
+        name: {"dtype": str(v.dtype).removeprefix("torch."), "shape": list(v.shape)}
+        for name, v in values.items()
+    }
+    raw = {
+        name: v.cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
+        for name, v in values.items()
+    }
     np.savez(folder / "truth.npz", **raw)
     (folder / "truth.json").write_text(json.dumps(index))
 
 
 def next_losses(torch, engine, steps: int = 3) -> list[float]:
-    """Losses of further steps on one batch, the same on every rank, so that the number of ranks does not matter."""
+    """Losses of further steps on one batch, the same on every rank, so that the number of ranks
+    does not matter.
+    """
     losses = []
     for _ in range(steps):
         tokens = torch.randint(0, 7, (2, 6), generator=torch.Generator().manual_seed(12345))
-        loss = torch.nn.functional.cross_entropy(engine(tokens).flatten(0, 1), tokens.roll(1, 1).flatten())
+        loss = torch.nn.functional.cross_entropy(
+            engine(tokens).flatten(0, 1), tokens.roll(1, 1).flatten()
+        )
         engine.backward(loss)
         engine.step()
         losses.append(float(loss.detach()))
@@ -187,7 +227,9 @@ def make_case(torch, deepspeed, name: str, out: Path) -> None:
     for step in range(case.get("steps", 2)):
         generator = torch.Generator().manual_seed(100 * step + rank)
         tokens = torch.randint(0, 7, (2, 6), generator=generator)
-        loss = torch.nn.functional.cross_entropy(engine(tokens).flatten(0, 1), tokens.roll(1, 1).flatten())
+        loss = torch.nn.functional.cross_entropy(
+            engine(tokens).flatten(0, 1), tokens.roll(1, 1).flatten()
+        )
         engine.backward(loss)
         engine.step()
     mark_moments(engine, case)
@@ -222,7 +264,8 @@ def main() -> None:
     torch.set_num_threads(1)
     # Without this the first init compiles a C++ operator for minutes.
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-    # DeepSpeed refuses fp16 on CPUs without fp16 instructions; torch computes it there all the same, slowly.
+    # DeepSpeed refuses fp16 on CPUs without fp16 instructions; torch computes it there all the
+    # same, slowly.
     deepspeed.accelerator.get_accelerator().is_fp16_supported = lambda: True
     deepspeed.init_distributed(dist_backend="gloo")
     for name in args.cases.split(","):
@@ -231,8 +274,8 @@ def main() -> None:
         (args.out / "COMPLETE").write_text(str(deepspeed.comm.get_world_size()))
     deepspeed.comm.barrier()
     torch.distributed.destroy_process_group()
-    # With many engines in one process, threads of gloo sometimes abort the interpreter's end ("terminate called without
-    # an active exception", 1 of 4 runs at 4 ranks) when all is written.
+    # With many engines in one process, threads of gloo sometimes abort the interpreter's end
+    # ("terminate called without an active exception", 1 of 4 runs at 4 ranks) when all is written.
     os._exit(0)
 
 

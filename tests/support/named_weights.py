@@ -10,14 +10,32 @@ from torch import nn
 
 
 def save_clip(folder: Path) -> Path:
-    """Write a CLIPModel of 8-d embeddings, 32-px images and texts of 16 characters with its processor; return it."""
+    """Write a CLIPModel of 8-d embeddings, 32-px images and texts of 16 characters with its
+    processor; return it.
+    """
     from tokenizers.pre_tokenizers import ByteLevel
-    from transformers import CLIPConfig, CLIPImageProcessor, CLIPModel, CLIPProcessor, CLIPTokenizer
+    from transformers import (
+        CLIPConfig,
+        CLIPImageProcessor,
+        CLIPModel,
+        CLIPProcessor,
+        CLIPTokenizer,
+    )
 
     letters = sorted(ByteLevel.alphabet())
-    words = [*letters, *(letter + "</w>" for letter in letters), "<|startoftext|>", "<|endoftext|>"]
+    words = [
+        *letters,
+        *(letter + "</w>" for letter in letters),
+        "<|startoftext|>",
+        "<|endoftext|>",
+    ]
     tokenizer = CLIPTokenizer(vocab={word: row for row, word in enumerate(words)}, merges=[])
-    shape = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    shape = {
+        "hidden_size": 16,
+        "intermediate_size": 16,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+    }
     ends = {"bos_token_id": len(words) - 2, "eos_token_id": len(words) - 1}
     text = shape | ends | {"vocab_size": len(words), "max_position_embeddings": 16}
     with torch.random.fork_rng():
@@ -42,6 +60,8 @@ class _Features(nn.Module):
 def save_features(path: Path) -> str:
     """Write the mean color as TorchScript; return its path."""
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # of torch.jit, the form of published networks
+        warnings.simplefilter(
+            "ignore", DeprecationWarning
+        )  # of torch.jit, the form of published networks
         torch.jit.script(_Features()).save(str(path))
     return str(path)

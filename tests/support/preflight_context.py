@@ -37,9 +37,17 @@ def run(id: str, context: Context) -> dict[str, Result]:
 
 def gpu(**changes) -> dict:
     sound = {
-        "index": 0, "name": "H100", "memory_total": 80 * GIB, "memory_free": 79 * GIB, "ecc_uncorrected": 0,
-        "remap_pending": False, "remap_failed": False, "slowed": [], "recovery": None, "processes": [],
-    }  # fmt: skip
+        "index": 0,
+        "name": "H100",
+        "memory_total": 80 * GIB,
+        "memory_free": 79 * GIB,
+        "ecc_uncorrected": 0,
+        "remap_pending": False,
+        "remap_failed": False,
+        "slowed": [],
+        "recovery": None,
+        "processes": [],
+    }
     return {**sound, **changes}
 
 

@@ -1,4 +1,6 @@
-"""Faults of a virtual cluster, each with the results that preflight must give; for tests and benchmarks."""
+"""Faults of a virtual cluster, each with the results that preflight must give; for tests and
+benchmarks.
+"""
 
 from __future__ import annotations
 
@@ -43,8 +45,23 @@ class Scene:
         if self.hostfile_text is not None:
             hostfile.write_text(self.hostfile_text)
         (self.folder / "runs").mkdir(exist_ok=True)
-        command = [PYTHON, "-m", "mmldlm.preflight", "--hostfile", hostfile, "--level", self.level, "--json", receipt]
-        command += ["--config-name", "tiny", f"data.latent_data_root={self.store}", f"logging.save_dir={self.save_dir}"]
+        command = [
+            PYTHON,
+            "-m",
+            "mmldlm.preflight",
+            "--hostfile",
+            hostfile,
+            "--level",
+            self.level,
+            "--json",
+            receipt,
+        ]
+        command += [
+            "--config-name",
+            "tiny",
+            f"data.latent_data_root={self.store}",
+            f"logging.save_dir={self.save_dir}",
+        ]
         own = {"PYTHONPATH": str(ROOT), "PYTHONDONTWRITEBYTECODE": "1", **self.environment}
         done = self.cluster["n1"].run(
             *command, *self.words, cwd=self.cwd, env=own, timeout=150 if self.level < 3 else 500
@@ -75,7 +92,11 @@ class Scene:
 
 def problems(receipt: dict) -> set[tuple[str, str]]:
     """Return (id, node) of every result that is not PASS or SKIP."""
-    return {(r["id"], r["node"]) for r in receipt["results"] if r["status"] in ("FAIL", "WARN", "ERROR")}
+    return {
+        (r["id"], r["node"])
+        for r in receipt["results"]
+        if r["status"] in ("FAIL", "WARN", "ERROR")
+    }
 
 
 def problem_text(receipt: dict, id: str) -> str:
@@ -86,7 +107,9 @@ def problem_text(receipt: dict, id: str) -> str:
 
 @dataclass(frozen=True)
 class Fault:
-    """A fault: inject(scene, stack) causes it, exactly `expected` must be reported, check `id` with all of `words`."""
+    """A fault: inject(scene, stack) causes it, exactly `expected` must be reported, check `id`
+    with all of `words`.
+    """
 
     name: str
     inject: Callable[[Scene, contextlib.ExitStack], None]
@@ -106,7 +129,9 @@ ALL = ("n1", "n2", "n3")
 
 
 def fault(name: str, *expected: tuple[str, str], words: tuple[str, ...], main: str = ""):
-    """Register a fault; `expected` are (id, node), `main` the id whose words count when there are several."""
+    """Register a fault; `expected` are (id, node), `main` the id whose words count when there are
+    several.
+    """
 
     def register(inject):
         FAULTS.append(Fault(name, inject, frozenset(expected), words, main or expected[0][0]))
@@ -129,7 +154,8 @@ def everywhere(id: str) -> tuple[tuple[str, str], ...]:
     return tuple((id, name) for name in ALL)
 
 
-# -- hostfile ----------------------------------------------------------------------------------------------------------
+# -- hostfile
+# -------------------------------------------------------------------------------------------------
 
 
 @fault("hostfile missing", ("HOST001", ""), words=("No such file", "check the path"))
@@ -152,7 +178,11 @@ def _(scene, stack):
     scene.hostfile_text = "n2 slots=1\n"
 
 
-@fault("one machine under two names", ("HOST004", "alias"), words=("same machine as n2", "delete one of the lines"))
+@fault(
+    "one machine under two names",
+    ("HOST004", "alias"),
+    words=("same machine as n2", "delete one of the lines"),
+)
 def _(scene, stack):
     n1 = scene.cluster["n1"]
     known = (n1.folder / "ssh" / "known_hosts").read_text()
@@ -164,7 +194,8 @@ def _(scene, stack):
     scene.hostfile_text = "n1 slots=1\nn2 slots=1\nalias slots=1\n"
 
 
-# -- ssh ---------------------------------------------------------------------------------------------------------------
+# -- ssh
+# -------------------------------------------------------------------------------------------------
 
 
 @fault("unknown host key", ("SSH003", "n2"), words=("ssh-keyscan -H n2 >>",))
@@ -186,7 +217,9 @@ def _(scene, stack):
 
 @fault("refused key", ("SSH004", "n2"), words=("Permission denied", "ssh-copy-id n2"))
 def _(scene, stack):
-    stack.enter_context(scene.cluster["n2"].changed(Path.home() / ".ssh" / "authorized_keys", "\n"))
+    stack.enter_context(
+        scene.cluster["n2"].changed(Path.home() / ".ssh" / "authorized_keys", "\n")
+    )
 
 
 @fault("sshd down", ("SSH002", "n3"), words=("refused", "start sshd on n3"))
@@ -201,10 +234,20 @@ def _(scene, stack):
     scene.words += ["--ssh-port", "2222"]
 
 
-@fault("name does not resolve", ("SSH001", "n3"), ("NET003", "n1"), words=("n3", "/etc/hosts"), main="SSH001")
+@fault(
+    "name does not resolve",
+    ("SSH001", "n3"),
+    ("NET003", "n1"),
+    words=("n3", "/etc/hosts"),
+    main="SSH001",
+)
 def _(scene, stack):
     n1 = scene.cluster["n1"]
-    text = "".join(line + "\n" for line in scene.cluster.hosts_file(n1).splitlines() if not line.endswith(" n3"))
+    text = "".join(
+        line + "\n"
+        for line in scene.cluster.hosts_file(n1).splitlines()
+        if not line.endswith(" n3")
+    )
     stack.enter_context(n1.changed("/etc/hosts", text))
 
 
@@ -231,7 +274,9 @@ def login(scene, stack, name: str, script: str) -> None:
     path = host.folder / "login"
     path.write_text(f'{script}\neval "$SSH_ORIGINAL_COMMAND"\n')
     key = (scene.cluster.folder / "id_ed25519.pub").read_text()
-    stack.enter_context(host.changed(Path.home() / ".ssh" / "authorized_keys", f'command="sh {path}" {key}'))
+    stack.enter_context(
+        host.changed(Path.home() / ".ssh" / "authorized_keys", f'command="sh {path}" {key}')
+    )
 
 
 @harmless("a prompt that ends no line")
@@ -247,30 +292,45 @@ def _(scene, stack):
     scene.hostfile_text = "n1 slots=1\nworker2 slots=1\nn3 slots=1\n"
 
 
-@fault("login shell ends", ("SSH005", "n1"), words=("status 0, after printing 'account expired'", "~/.bashrc"))
+@fault(
+    "login shell ends",
+    ("SSH005", "n1"),
+    words=("status 0, after printing 'account expired'", "~/.bashrc"),
+)
 def _(scene, stack):
     login(scene, stack, "n1", "echo account expired; exit 0")
 
 
-@fault("login shell asks", ("SSH005", "n2"), words=("after printing 'Which project?'", "~/.bashrc"))
+@fault(
+    "login shell asks", ("SSH005", "n2"), words=("after printing 'Which project?'", "~/.bashrc")
+)
 def _(scene, stack):
     login(scene, stack, "n2", "printf 'Which project? '; sleep 1000")
 
 
-@fault("MTU above the switch's", ("SSH005", "n2"), ("NET007", "n3"), words=("timed out", "one MTU"), main="SSH005")
+@fault(
+    "MTU above the switch's",
+    ("SSH005", "n2"),
+    ("NET007", "n3"),
+    words=("timed out", "one MTU"),
+    main="SSH005",
+)
 def _(scene, stack):
     jumbo_frames(scene, stack, "n1", "n2")
 
 
 def jumbo_frames(scene, stack, *names: str) -> None:
-    """9000 bytes on hosts whose switch takes 1500, with segments as long as a network card sends them."""
+    """9000 bytes on hosts whose switch takes 1500, with segments as long as a network card sends
+    them.
+    """
     for name in names:
         link = ("ip", "link", "set", "dev", "eth0")
         scene.cluster[name].sh(*link, "mtu", 9000, "gso_max_segs", 1)
         stack.callback(scene.cluster[name].sh, *link, "mtu", 1500, "gso_max_segs", 65535)
 
 
-# -- the node's programs and files -------------------------------------------------------------------------------------
+# -- the node's programs and files
+# -------------------------------------------------------------------------------------
 
 
 @fault("python missing", ("PY001", "n3"), words=("no such interpreter", "virtual environment"))
@@ -295,7 +355,9 @@ def _(scene, stack):
 def _(scene, stack):
     path = next(p for p in metadata.distribution("torch").files if p.name == "METADATA").locate()
     own = metadata.version("torch")
-    text = Path(path).read_text(encoding="utf-8").replace(f"\nVersion: {own}", "\nVersion: 1.13.1", 1)
+    text = (
+        Path(path).read_text(encoding="utf-8").replace(f"\nVersion: {own}", "\nVersion: 1.13.1", 1)
+    )
     stack.enter_context(scene.cluster["n2"].changed(path, text))
 
 
@@ -316,7 +378,11 @@ def _(scene, stack):
     stack.enter_context(scene.cluster["n3"].tmpfs(scene.store, "size=1m"))
 
 
-@fault("one byte of a shard differs", ("DATA003", "n2"), words=("train/latents.npy", "copy the store to n2"))
+@fault(
+    "one byte of a shard differs",
+    ("DATA003", "n2"),
+    words=("train/latents.npy", "copy the store to n2"),
+)
 def _(scene, stack):
     path, other = scene.store / "train" / "latents.npy", scene.cluster["n2"].folder / "latents.npy"
     data = bytearray(path.read_bytes())
@@ -325,20 +391,32 @@ def _(scene, stack):
     stack.enter_context(scene.cluster["n2"].bound(other, path))
 
 
-@fault("shard cut short", ("DATA002", "n2"), ("DATA003", "n2"), words=("train/tokens.npy", "rsync"), main="DATA002")
+@fault(
+    "shard cut short",
+    ("DATA002", "n2"),
+    ("DATA003", "n2"),
+    words=("train/tokens.npy", "rsync"),
+    main="DATA002",
+)
 def _(scene, stack):
     path, other = scene.store / "train" / "tokens.npy", scene.cluster["n2"].folder / "tokens.npy"
     other.write_bytes(path.read_bytes()[:-100])
     stack.enter_context(scene.cluster["n2"].bound(other, path))
 
 
-@fault("checkpoint folder not shared", ("CKPT002", "n2"), words=("does not see", "file system that all nodes mount"))
+@fault(
+    "checkpoint folder not shared",
+    ("CKPT002", "n2"),
+    words=("does not see", "file system that all nodes mount"),
+)
 def _(scene, stack):
     scene.save_dir.mkdir(parents=True, exist_ok=True)
     stack.enter_context(scene.cluster["n2"].tmpfs(scene.save_dir, "size=1g"))
 
 
-@fault("checkpoint folder read-only", ("CKPT001", "n3"), words=("Read-only file system", "remount"))
+@fault(
+    "checkpoint folder read-only", ("CKPT001", "n3"), words=("Read-only file system", "remount")
+)
 def _(scene, stack):
     scene.save_dir.mkdir(parents=True, exist_ok=True)
     host = scene.cluster["n3"]
@@ -358,7 +436,8 @@ def _(scene, stack):
     host.popen("sh", "-c", f"cat /dev/zero > {scene.save_dir}/filler 2>/dev/null").wait()
 
 
-# -- limits ------------------------------------------------------------------------------------------------------------
+# -- limits
+# -------------------------------------------------------------------------------------------------
 
 
 @fault("/dev/shm too small", ("LIM001", "n2"), words=("64.0 MiB", "--shm-size"))
@@ -390,7 +469,8 @@ def _(scene, stack):
 
 @fault("clock skew", ("CLK001", "n2"), words=("+90.", "time daemon on n2"))
 def _(scene, stack):
-    # time.time() itself is moved: clocks of namespaces cannot be. A .pth file is the one thing every python runs.
+    # time.time() itself is moved: clocks of namespaces cannot be. A .pth file is the one thing
+    # every python runs.
     path = min(Path(sysconfig.get_paths()["purelib"]).glob("*.pth"))
     line = "import time; time.time = lambda own=time.time_ns: own() / 1e9 + 90\n"
     stack.enter_context(scene.cluster["n2"].changed(path, path.read_text() + "\n" + line))
@@ -398,7 +478,14 @@ def _(scene, stack):
 
 @fault("stale build lock", ("JIT001", "n2"), words=("deepspeed_shm_comm/lock", "ssh n2 rm"))
 def _(scene, stack):
-    lock = scene.cluster["n2"].folder / "cache" / "torch_extensions" / "py311_cpu" / "deepspeed_shm_comm" / "lock"
+    lock = (
+        scene.cluster["n2"].folder
+        / "cache"
+        / "torch_extensions"
+        / "py311_cpu"
+        / "deepspeed_shm_comm"
+        / "lock"
+    )
     lock.parent.mkdir(parents=True, exist_ok=True)
     lock.touch()
     os.utime(lock, (time.time() - 3600,) * 2)
@@ -407,36 +494,65 @@ def _(scene, stack):
 
 @fault("leftover rank", ("PROC001", "n3"), words=("mmldlm/train.py", "ssh n3 kill"))
 def _(scene, stack):
-    stack.enter_context(scene.cluster["n3"].process(PYTHON, "-c", "import time; time.sleep(1000)", "mmldlm/train.py"))
+    stack.enter_context(
+        scene.cluster["n3"].process(
+            PYTHON, "-c", "import time; time.sleep(1000)", "mmldlm/train.py"
+        )
+    )
     time.sleep(0.3)
 
 
-# -- network -----------------------------------------------------------------------------------------------------------
+# -- network
+# -------------------------------------------------------------------------------------------------
 
 
 @fault("own name is 127.0.1.1", ("NET002", "n2"), words=("n2 is 127.0.1.1", "10.77.0.2 n2"))
 def _(scene, stack):
     n2 = scene.cluster["n2"]
-    stack.enter_context(n2.changed("/etc/hosts", scene.cluster.hosts_file(n2).replace("10.77.0.2 n2", "127.0.1.1 n2")))
+    stack.enter_context(
+        n2.changed(
+            "/etc/hosts", scene.cluster.hosts_file(n2).replace("10.77.0.2 n2", "127.0.1.1 n2")
+        )
+    )
 
 
-@fault("names differ between nodes", ("NET003", "n3"), words=("n2 is 10.77.0.99 there", "/etc/hosts or DNS on n3"))
+@fault(
+    "names differ between nodes",
+    ("NET003", "n3"),
+    words=("n2 is 10.77.0.99 there", "/etc/hosts or DNS on n3"),
+)
 def _(scene, stack):
     n3 = scene.cluster["n3"]
-    stack.enter_context(n3.changed("/etc/hosts", scene.cluster.hosts_file(n3).replace("10.77.0.2 n2", "10.77.0.99 n2")))
+    stack.enter_context(
+        n3.changed(
+            "/etc/hosts", scene.cluster.hosts_file(n3).replace("10.77.0.2 n2", "10.77.0.99 n2")
+        )
+    )
 
 
-@fault("interface does not exist", *everywhere("NET001"), words=("only lo, eth0", "export GLOO_SOCKET_IFNAME=eth0"))
+@fault(
+    "interface does not exist",
+    *everywhere("NET001"),
+    words=("only lo, eth0", "export GLOO_SOCKET_IFNAME=eth0"),
+)
 def _(scene, stack):
     scene.env_file("GLOO_SOCKET_IFNAME=ib0\n")
 
 
-@fault("interface is loopback", *everywhere("NET001"), words=("is loopback", "export NCCL_SOCKET_IFNAME=eth0"))
+@fault(
+    "interface is loopback",
+    *everywhere("NET001"),
+    words=("is loopback", "export NCCL_SOCKET_IFNAME=eth0"),
+)
 def _(scene, stack):
     scene.env_file("NCCL_SOCKET_IFNAME=lo\n")
 
 
-@fault("interface down", *everywhere("NET001"), words=("eth1 is down", "export GLOO_SOCKET_IFNAME=eth0"))
+@fault(
+    "interface down",
+    *everywhere("NET001"),
+    words=("eth1 is down", "export GLOO_SOCKET_IFNAME=eth0"),
+)
 def _(scene, stack):
     for number, host in enumerate(scene.cluster.hosts, 1):
         host.sh("ip", "link", "add", "eth1", "type", "bridge")
@@ -445,13 +561,21 @@ def _(scene, stack):
     scene.env_file("GLOO_SOCKET_IFNAME=eth1\n")
 
 
-@fault("one direction firewalled", ("NET006", "n2->n3"), words=("but n3 can to n2", "on n3, allow TCP ports"))
+@fault(
+    "one direction firewalled",
+    ("NET006", "n2->n3"),
+    words=("but n3 can to n2", "on n3, allow TCP ports"),
+)
 def _(scene, stack):
     rule = "ip saddr 10.77.0.2 tcp dport != 22 tcp flags & (syn|ack) == syn drop"
     stack.enter_context(scene.cluster["n3"].firewall(rule))
 
 
-@fault("handshakes pass, data does not", *both("n2", "n3"), words=("no data passes", "stateful firewall"))
+@fault(
+    "handshakes pass, data does not",
+    *both("n2", "n3"),
+    words=("no data passes", "stateful firewall"),
+)
 def _(scene, stack):
     rule = "ip saddr 10.77.0.2 tcp dport != 22 ip length > 200 drop"
     stack.enter_context(scene.cluster["n3"].firewall(rule))
@@ -477,12 +601,22 @@ def _(scene, stack):
     stack.callback(n3.sh, "ip", "link", "set", "dev", "eth0", "mtu", 1500)
 
 
-@fault("far away", *both("n1", "n2"), *both("n2", "n3"), words=("a round trip takes", "every step waits"))
+@fault(
+    "far away",
+    *both("n1", "n2"),
+    *both("n2", "n3"),
+    words=("a round trip takes", "every step waits"),
+)
 def _(scene, stack):
     stack.enter_context(scene.cluster.delayed(scene.cluster["n2"], 0.03))
 
 
-@fault("packets get lost", ("NET006", "n1->n2"), ("NET006", "n3->n2"), words=("lost and sent again", "the link"))
+@fault(
+    "packets get lost",
+    ("NET006", "n1->n2"),
+    ("NET006", "n3->n2"),
+    words=("lost and sent again", "the link"),
+)
 def _(scene, stack):
     rule = "tcp dport 1024-65535 ip length > 1000 numgen inc mod 8 0 drop"
     stack.enter_context(scene.cluster["n2"].firewall(rule))
@@ -491,21 +625,38 @@ def _(scene, stack):
 @fault("slow name server", ("NET008", "n2"), words=("n3 took", "/etc/hosts on n2"))
 def _(scene, stack):
     n2 = scene.cluster["n2"]
-    text = "".join(line + "\n" for line in scene.cluster.hosts_file(n2).splitlines() if not line.endswith(" n3"))
+    text = "".join(
+        line + "\n"
+        for line in scene.cluster.hosts_file(n2).splitlines()
+        if not line.endswith(" n3")
+    )
     stack.enter_context(n2.changed("/etc/hosts", text))
     stack.enter_context(n2.slow_dns(3, "10.77.0.3"))
 
 
-@fault("master port taken", ("NET004", "n1"), words=("29500 is held by pid", "holder", "--master_port 29501"))
+@fault(
+    "master port taken",
+    ("NET004", "n1"),
+    words=("29500 is held by pid", "holder", "--master_port 29501"),
+)
 def _(scene, stack):
-    # As launchers bind it: the port of a run that has just ended is free to them, and would not be to this one.
-    code = "import socket, time; s = socket.create_server(('', 29500)); print(1, flush=True); time.sleep(1000)"
+    # As launchers bind it: the port of a run that has just ended is free to them, and would not be
+    # to this one.
+    code = (
+        "import socket, time; s = socket.create_server(('', 29500)); print(1, flush=True);"
+        " time.sleep(1000)"
+    )
     child = scene.cluster["n1"].popen(PYTHON, "-c", code, "holder", stdout=-1)
     child.stdout.readline()
     stack.callback(end, child)
 
 
-@fault("first address unreachable", ("NET005", "n2"), ("NET005", "n3"), words=("172.17.0.1", "--master_addr 10.77.0.1"))
+@fault(
+    "first address unreachable",
+    ("NET005", "n2"),
+    ("NET005", "n3"),
+    words=("172.17.0.1", "--master_addr 10.77.0.1"),
+)
 def _(scene, stack):
     n1 = scene.cluster["n1"]
     n1.sh("ip", "link", "add", "docker0", "index", 50, "type", "bridge")
@@ -519,7 +670,11 @@ def _(scene, stack):
     scene.environment["GLOO_SOCKET_IFNAME"] = "eth0"
 
 
-@fault("pdsh goes to another port", *everywhere("LNCH003"), words=("Connection refused", "pdsh -w n1 hostname"))
+@fault(
+    "pdsh goes to another port",
+    *everywhere("LNCH003"),
+    words=("Connection refused", "pdsh -w n1 hostname"),
+)
 def _(scene, stack):
     scene.environment["PDSH_SSH_ARGS_APPEND"] = "-p 2222"
 
@@ -539,7 +694,8 @@ def _(scene, stack):
     scene.env_file("# interfaces\nGLOO_SOCKET_IFNAME=eth0\n")
 
 
-# -- the plan ----------------------------------------------------------------------------------------------------------
+# -- the plan
+# -------------------------------------------------------------------------------------------------
 
 
 @fault("unknown key", ("CFG001", ""), words=("training.num_steps", "config --keys"))
@@ -547,22 +703,36 @@ def _(scene, stack):
     scene.words.append("training.num_steps=3")
 
 
-@fault("latent_dim mismatch", ("DATA001", ""), words=("model.latent_dim=768", "leave model.latent_dim unset"))
+@fault(
+    "latent_dim mismatch",
+    ("DATA001", ""),
+    words=("model.latent_dim=768", "leave model.latent_dim unset"),
+)
 def _(scene, stack):
     scene.words.append("model.latent_dim=768")
 
 
-@fault("vocabulary mismatch", ("DATA001", ""), words=("model.vocab_size=100", "leave model.vocab_size unset"))
+@fault(
+    "vocabulary mismatch",
+    ("DATA001", ""),
+    words=("model.vocab_size=100", "leave model.vocab_size unset"),
+)
 def _(scene, stack):
     scene.words.append("model.vocab_size=100")
 
 
-@fault("batch does not divide", ("CFG002", ""), words=("train_batch_size=7", "set it in one place"))
+@fault(
+    "batch does not divide", ("CFG002", ""), words=("train_batch_size=7", "set it in one place")
+)
 def _(scene, stack):
     scene.json_file({"train_batch_size": 7})
 
 
-@fault("batch larger than the data", ("CFG003", ""), words=("300000", "lower training.train_batch_size"))
+@fault(
+    "batch larger than the data",
+    ("CFG003", ""),
+    words=("300000", "lower training.train_batch_size"),
+)
 def _(scene, stack):
     scene.words += ["training.grad_accum_steps=100000", "training.train_batch_size=1"]
 
@@ -581,39 +751,83 @@ def _(scene, stack):
     scene.words += ["model.hidden_size=16384", "model.n_blocks=64", "model.n_heads=64"]
 
 
-@fault("resume at another world size", ("RES001", ""), words=("saved by 1 ranks", "grad_accum_steps=2"))
+@fault(
+    "resume at another world size",
+    ("RES001", ""),
+    words=("saved by 1 ranks", "grad_accum_steps=2"),
+)
 def _(scene, stack):
     scene.words += [f"training.resume={scene.saved_run / 'latest'}", "training.train_batch_size=2"]
 
 
-@fault("damaged checkpoint", ("RES001", ""), words=("bytes, the manifest says", "training.resume=auto"))
+@fault(
+    "damaged checkpoint",
+    ("RES001", ""),
+    words=("bytes, the manifest says", "training.resume=auto"),
+)
 def _(scene, stack):
     copy = scene.folder / "damaged"
     shutil.rmtree(copy, ignore_errors=True)
     shutil.copytree(scene.saved_run, copy, symlinks=True)
-    largest = max((p for p in copy.rglob("*") if p.is_file() and not p.is_symlink()), key=lambda p: p.stat().st_size)
+    largest = max(
+        (p for p in copy.rglob("*") if p.is_file() and not p.is_symlink()),
+        key=lambda p: p.stat().st_size,
+    )
     largest.write_bytes(largest.read_bytes()[:-10])
-    scene.words += [f"training.resume={copy / 'latest'}", "training.train_batch_size=2", "training.grad_accum_steps=2"]
+    scene.words += [
+        f"training.resume={copy / 'latest'}",
+        "training.train_batch_size=2",
+        "training.grad_accum_steps=2",
+    ]
 
 
 # Faults that do not touch one another, for runs that share the time.
 TOGETHER = [
     (
-        "other torch version", "other sources", "/dev/shm too small", "nofile too low", "stale build lock",
-        "leftover rank", "one byte of a shard differs", "own name is 127.0.1.1", "names differ between nodes",
-        "variable stays behind", "one direction firewalled", "first address unreachable", "batch larger than the data",
-        "clock skew", "interface is loopback", "temporary folder full", "packets get lost",
+        "other torch version",
+        "other sources",
+        "/dev/shm too small",
+        "nofile too low",
+        "stale build lock",
+        "leftover rank",
+        "one byte of a shard differs",
+        "own name is 127.0.1.1",
+        "names differ between nodes",
+        "variable stays behind",
+        "one direction firewalled",
+        "first address unreachable",
+        "batch larger than the data",
+        "clock skew",
+        "interface is loopback",
+        "temporary folder full",
+        "packets get lost",
     ),
     ("unknown host key", "sshd down", "latent_dim mismatch"),
-    ("refused key", "changed host key", "login shell ends", "vocabulary mismatch", "comment in .deepspeed_env"),
+    (
+        "refused key",
+        "changed host key",
+        "login shell ends",
+        "vocabulary mismatch",
+        "comment in .deepspeed_env",
+    ),
     ("host is off", "python missing", "master port taken", "batch does not divide"),
     ("node hangs during the check", "package broken", "damaged checkpoint"),
     (
-        "interface does not exist", "checkpoint folder not shared", "checkpoint folder read-only", "data missing",
-        "resume at another world size", "slow name server", "jumbo frames between two nodes",
+        "interface does not exist",
+        "checkpoint folder not shared",
+        "checkpoint folder read-only",
+        "data missing",
+        "resume at another world size",
+        "slow name server",
+        "jumbo frames between two nodes",
     ),
     (
-        "interface down", "other commit", "shard cut short", "checkpoint folder full", "removed DeepSpeed key",
-        "far away", "another MTU",
+        "interface down",
+        "other commit",
+        "shard cut short",
+        "checkpoint folder full",
+        "removed DeepSpeed key",
+        "far away",
+        "another MTU",
     ),
-]  # fmt: skip
+]

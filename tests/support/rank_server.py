@@ -1,8 +1,9 @@
 """Start the ranks of real trainings quickly, for tests and benchmarks.
 
-A rank is a process of its own that runs `mmldlm/train.py` (or a script around it) as a launcher would start it, with
-RANK, WORLD_SIZE and MASTER_* in its environment. Ranks are forked from one process that has already imported torch and
-deepspeed: a start then takes a tenth of a second instead of ten, and a benchmark may start hundreds.
+A rank is a process of its own that runs `mmldlm/train.py` (or a script around it) as a launcher
+would start it, with RANK, WORLD_SIZE and MASTER_* in its environment. Ranks are forked from one
+process that has already imported torch and deepspeed: a start then takes a tenth of a second
+instead of ten, and a benchmark may start hundreds.
 """
 
 from __future__ import annotations
@@ -37,18 +38,25 @@ class Ranks:
         """Exit codes so far: None while a rank runs, -9 after SIGKILL."""
         running = [pid for pid, code in zip(self.pids, self._codes) if code is None]
         found = self._server.ask(poll=running) if running else {}
-        self._codes = [found.get(str(pid)) if code is None else code for pid, code in zip(self.pids, self._codes)]
+        self._codes = [
+            found.get(str(pid)) if code is None else code
+            for pid, code in zip(self.pids, self._codes)
+        ]
         return self._codes
 
     def kill(self, rank: int) -> None:
-        """Send SIGKILL if the rank still runs. Only this class reaps it, so the pid is still its own."""
+        """Send SIGKILL if the rank still runs.
+
+        Only this class reaps it, so the pid is still its own.
+        """
         if self._codes[rank] is None:
             os.kill(self.pids[rank], signal.SIGKILL)
 
     def wait(self, timeout: float, grace: float = 60.0) -> list[int]:
         """Wait for all ranks and return their exit codes.
 
-        Ranks that still run after `timeout` seconds, or `grace` seconds after the first failure, are killed.
+        Ranks that still run after `timeout` seconds, or `grace` seconds after the first failure,
+        are killed.
         """
         deadline = time.monotonic() + timeout
         while None in (codes := self.codes()):
@@ -63,7 +71,9 @@ class Ranks:
 
     def output(self, most: int = 3000) -> str:
         """The last `most` characters that each rank printed."""
-        return "\n".join(f"--- rank {rank}\n{path.read_text()[-most:]}" for rank, path in enumerate(self._logs))
+        return "\n".join(
+            f"--- rank {rank}\n{path.read_text()[-most:]}" for rank, path in enumerate(self._logs)
+        )
 
 
 class RankServer:
@@ -80,13 +90,16 @@ class RankServer:
         inherited = os.environ.get("PYTHONPATH")
         environment = {
             **os.environ,
-            "OMP_NUM_THREADS": "1",  # thread pools of ranks on one machine would fight for its cores
+            # thread pools of ranks on one machine would fight for its cores
+            "OMP_NUM_THREADS": "1",
             "PYTHONPATH": os.pathsep.join([str(ROOT), *([inherited] if inherited else [])]),
         }
         if not _has_gpu():
             environment["DS_ACCELERATOR"] = "cpu"
         pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
-        self._process = subprocess.Popen([sys.executable, __file__], env=environment, text=True, **pipes)
+        self._process = subprocess.Popen(
+            [sys.executable, __file__], env=environment, text=True, **pipes
+        )
 
     def __enter__(self) -> RankServer:
         return self
@@ -107,22 +120,38 @@ class RankServer:
 
     def start(self, world_size: int, words: list[str], script: Path = TRAIN) -> Ranks:
         """Start `script words` on world_size ranks of this machine."""
-        shared = {"WORLD_SIZE": str(world_size), "LOCAL_WORLD_SIZE": str(world_size), "MASTER_ADDR": "127.0.0.1"}
+        shared = {
+            "WORLD_SIZE": str(world_size),
+            "LOCAL_WORLD_SIZE": str(world_size),
+            "MASTER_ADDR": "127.0.0.1",
+        }
         shared["MASTER_PORT"] = str(_rendezvous_port())
         with self._lock:
             self._num_started += 1
-            logs = [self._logs / f"{self._num_started:04d}_rank{rank}.txt" for rank in range(world_size)]
+            logs = [
+                self._logs / f"{self._num_started:04d}_rank{rank}.txt"
+                for rank in range(world_size)
+            ]
         pids = []
         for rank in range(world_size):
             environment = {**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)}
             answer = self.ask(
-                script=str(script), words=[str(word) for word in words], environment=environment, log=str(logs[rank])
+                script=str(script),
+                words=[str(word) for word in words],
+                environment=environment,
+                log=str(logs[rank]),
             )
             pids.append(answer["pid"])
         return Ranks(self, pids, logs)
 
     def run_command(
-        self, script: Path, words: list[str], *, cwd: Path, environment: dict[str, str | None], timeout: float
+        self,
+        script: Path,
+        words: list[str],
+        *,
+        cwd: Path,
+        environment: dict[str, str | None],
+        timeout: float,
     ) -> tuple[int, str]:
         """Run `script words` once, in a session of its own; return its exit code and its output.
 
@@ -131,12 +160,18 @@ class RankServer:
             environment: variables to set; None removes one.
 
         Raises:
-            TimeoutError: no end after `timeout` seconds. Everything that the command started is ended.
+            TimeoutError: no end after `timeout` seconds. Everything that the command started is
+                ended.
         """
         with self._lock:
             self._num_started += 1
             log = self._logs / f"{self._num_started:04d}_command.txt"
-        request = {"script": str(script), "words": words, "environment": environment, "log": str(log)}
+        request = {
+            "script": str(script),
+            "words": words,
+            "environment": environment,
+            "log": str(log),
+        }
         pid = self.ask(**request, cwd=str(cwd), own_session=True)["pid"]
         ranks, deadline = Ranks(self, [pid], [log]), time.monotonic() + timeout
         while (code := ranks.codes()[0]) is None:
@@ -147,12 +182,16 @@ class RankServer:
             time.sleep(0.01)
         return code, log.read_text(encoding="utf-8", errors="replace")
 
-    def run(self, world_size: int, words: list[str], script: Path = TRAIN, timeout: float = 1800) -> None:
+    def run(
+        self, world_size: int, words: list[str], script: Path = TRAIN, timeout: float = 1800
+    ) -> None:
         """Start ranks and wait for them; exits this program when a rank failed."""
         ranks = self.start(world_size, words, script)
         codes = ranks.wait(timeout)
         if any(codes):
-            sys.exit(f"{script} {' '.join(map(str, words))}\nended with {codes}:\n{ranks.output()}")
+            sys.exit(
+                f"{script} {' '.join(map(str, words))}\nended with {codes}:\n{ranks.output()}"
+            )
 
 
 def _has_gpu() -> bool:
@@ -160,7 +199,9 @@ def _has_gpu() -> bool:
 
 
 def _rendezvous_port() -> int:
-    """A free port below those that the system gives to outgoing connections, of which gloo opens many."""
+    """A free port below those that the system gives to outgoing connections, of which gloo opens
+    many.
+    """
     while True:
         port = random.SystemRandom().randrange(15_000, 32_000)
         with socket.socket() as probe:
@@ -172,11 +213,14 @@ def _rendezvous_port() -> int:
             return port
 
 
-# -- the process from which ranks are forked ---------------------------------------------------------------------------
+# -- the process from which ranks are forked
+# ---------------------------------------------------------------------------
 
 
 def _serve() -> dict | None:
-    """Answer requests until the parent ends (None); in a forked rank, return the request it must run."""
+    """Answer requests until the parent ends (None); in a forked rank, return the request it must
+    run.
+    """
     _import_what_ranks_need()
     children: set[int] = set()
     for line in sys.stdin:
@@ -200,17 +244,19 @@ def _serve() -> dict | None:
     return None
 
 
-# Slow modules that a rank imports (torch's compiler too: deepspeed and torch's optimizers import it).
+# Slow modules that a rank imports (torch's compiler too: deepspeed and torch's optimizers import
+# it).
 _SLOW_IMPORTS = """
 matplotlib.backends.backend_agg matplotlib.pyplot fsspec networkx torch._dynamo torch._inductor.compile_fx torch.onnx
 torch.distributed.checkpoint torch.distributed.fsdp
 transformers.models.auto.modeling_auto transformers.models.auto.tokenization_auto
 transformers.models.bert.modeling_bert transformers.models.t5.modeling_t5
-""".split()
+""".split()  # noqa: E501
 
 
 def _import_what_ranks_need() -> None:
-    if _has_gpu():  # an import may initialize CUDA, which does not survive a fork: every rank imports for itself
+    # an import may initialize CUDA, which does not survive a fork: every rank imports for itself
+    if _has_gpu():
         return
     import mmldlm
 
@@ -220,13 +266,17 @@ def _import_what_ranks_need() -> None:
     from mmldlm.engines.deepspeed.engine import import_deepspeed
 
     import_deepspeed()
-    # A collection in a forked rank would touch, and so copy, every page of these modules: 1.5 s of CPU per command.
+    # A collection in a forked rank would touch, and so copy, every page of these modules: 1.5 s of
+    # CPU per command.
     gc.freeze()
 
 
 def _become(request: dict) -> None:
     """Turn a fresh fork into a rank: its output, its environment, its command line."""
-    for path, flags, numbers in (("/dev/null", os.O_RDONLY, (0,)), (request["log"], os.O_WRONLY | os.O_CREAT, (1, 2))):
+    for path, flags, numbers in (
+        ("/dev/null", os.O_RDONLY, (0,)),
+        (request["log"], os.O_WRONLY | os.O_CREAT, (1, 2)),
+    ):
         opened = os.open(path, flags, 0o644)
         for number in numbers:
             os.dup2(opened, number)

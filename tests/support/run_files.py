@@ -8,7 +8,8 @@ from pathlib import Path
 
 
 def drop_checkpoints(folder: str | Path, name: str) -> None:
-    """Remove the checkpoints of a finished run that no test reads; the logs stay. All ranks call it, rank 0 acts.
+    """Remove the checkpoints of a finished run that no test reads; the logs stay. All ranks call
+    it, rank 0 acts.
 
     Fifty runs of a launch would otherwise keep 60 MB each until their test ends.
     """

@@ -12,9 +12,11 @@ STEPS = 4
 
 def more_words(stage: int) -> list[str]:
     return [
-        f"training.num_train_steps={STEPS}", "training.train_batch_size=4", "logging.eval_freq=100",
+        f"training.num_train_steps={STEPS}",
+        "training.train_batch_size=4",
+        "logging.eval_freq=100",
         f"engine.zero_stage={stage}",
-    ]  # fmt: skip
+    ]
 
 
 def words_of(store, folder, name: str, stage: int) -> list[str]:

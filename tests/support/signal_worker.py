@@ -1,8 +1,9 @@
-"""The ranks of tests/integration/test_stop_signals.py: several trainings in one launch, each gets a stop signal.
+"""The ranks of tests/integration/test_stop_signals.py: several trainings in one launch, each gets
+a stop signal.
 
 python -m torch.distributed.run --nproc_per_node=2 tests/support/signal_worker.py STORE FOLDER
-The signal is a real one, which a rank sends to itself at the place that is tried; FOLDER/codes_rank{N}.json has how
-each training ended.
+The signal is a real one, which a rank sends to itself at the place that is tried;
+FOLDER/codes_rank{N}.json has how each training ended.
 """
 
 from __future__ import annotations
@@ -36,11 +37,19 @@ codes: dict[str, int] = {}
 def run(name: str, *words: str) -> None:
     """One training of the tiny preset to its end, whichever that is."""
     common = [
-        f"data.latent_data_root={sys.argv[1]}", f"logging.save_dir={sys.argv[2]}", f"logging.run_name={name}",
-        "engine.kind=ddp", "training.train_batch_size=4", "training.num_train_steps=6", "logging.eval_freq=2",
-        "logging.save_freq=3", "data.max_validation_samples=24", "training.eval_batch_size=1",
-        "checkpoints.async_save=false", "logging.plot=false",
-    ]  # fmt: skip
+        f"data.latent_data_root={sys.argv[1]}",
+        f"logging.save_dir={sys.argv[2]}",
+        f"logging.run_name={name}",
+        "engine.kind=ddp",
+        "training.train_batch_size=4",
+        "training.num_train_steps=6",
+        "logging.eval_freq=2",
+        "logging.save_freq=3",
+        "data.max_validation_samples=24",
+        "training.eval_batch_size=1",
+        "checkpoints.async_save=false",
+        "logging.plot=false",
+    ]
     code = 0
     try:
         train(check_run(load_config("tiny", None, [*common, *words]), 2))
@@ -72,7 +81,9 @@ def before(owner, name: str, what):
 
 
 def in_evaluation(at_step: int, ranks: tuple[int, ...]):
-    """The fourth batch of an evaluation sends the signal; how many batches there were stays in a file."""
+    """The fourth batch of an evaluation sends the signal; how many batches there were stays in a
+    file.
+    """
     calls = {"forward": 0}
 
     def count(objective, module, batch):
@@ -112,7 +123,9 @@ def main() -> None:
 
     troubles = [RollbackReason(5, "made up", None, None)]
     find = loop.needs_rollback
-    loop.needs_rollback = lambda config, step, *rest: troubles.pop() if step == 5 and troubles else None
+    loop.needs_rollback = lambda config, step, *rest: (
+        troubles.pop() if step == 5 and troubles else None
+    )
     with before(checkpointer.Checkpointer, "load", lambda *_: signal_on((1,))):
         run("rollback", "stability.rollback_lr_factor=1.0")
     loop.needs_rollback = find

@@ -1,4 +1,6 @@
-"""Slurm on hosts of the virtual cluster: slurmctld on the first, slurmd on each, without authentication."""
+"""Slurm on hosts of the virtual cluster: slurmctld on the first, slurmd on each, without
+authentication.
+"""
 
 from __future__ import annotations
 
@@ -13,9 +15,16 @@ PROGRAMS = ("slurmctld", "slurmd", "srun", "sbatch", "scontrol", "sinfo")
 
 
 def reason_to_skip() -> str | None:
-    """Return why Slurm cannot be used; None if it can. Nothing is installed: its packages start services."""
+    """Return why Slurm cannot be used; None if it can.
+
+    Nothing is installed: its packages start services.
+    """
     missing = [program for program in PROGRAMS if shutil.which(program, path=SBIN) is None]
-    return f"no {', '.join(missing)} (Debian: apt-get install slurmctld slurmd slurm-client)" if missing else None
+    return (
+        f"no {', '.join(missing)} (Debian: apt-get install slurmctld slurmd slurm-client)"
+        if missing
+        else None
+    )
 
 
 def _config(cluster: VirtualCluster, folder: Path, names: list[str]) -> str:
@@ -47,18 +56,23 @@ PartitionName=all Nodes={",".join(names)} Default=YES MaxTime=INFINITE State=UP 
 
 @contextlib.contextmanager
 def slurm_cluster(cluster: VirtualCluster, folder: Path, names: list[str]):
-    """Slurm over some hosts while the context is open; gives the variables that its commands need."""
+    """Slurm over some hosts while the context is open; gives the variables that its
+    commands need.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     for name in ("state", *(f"spool_{name}" for name in names)):
         (folder / name).mkdir()
     path = folder / "slurm.conf"
     path.write_text(_config(cluster, folder, names))
-    # Named, or slurmd looks for a mounted cgroup file system, which these hosts have not; no plugin above uses it.
+    # Named, or slurmd looks for a mounted cgroup file system, which these hosts have not; no
+    # plugin above uses it.
     (folder / "cgroup.conf").write_text("CgroupPlugin=cgroup/v1\n")
     variables = {"SLURM_CONF": str(path)}
     with contextlib.ExitStack() as stack:
         quiet = {"stdin": -3, "stdout": -3, "stderr": -3, "env": variables}
-        commands = [(names[0], ["slurmctld", "-D"])] + [(name, ["slurmd", "-D", "-N", name]) for name in names]
+        commands = [(names[0], ["slurmctld", "-D"])] + [
+            (name, ["slurmd", "-D", "-N", name]) for name in names
+        ]
         for name, command in commands:
             stack.callback(end, cluster[name].popen(*command, **quiet))
         deadline = time.monotonic() + 30

@@ -1,4 +1,6 @@
-"""An autoencoder of images with random weights, saved as diffusers saves one: 4 x 4 pixels a latent, D = 8."""
+"""An autoencoder of images with random weights, saved as diffusers saves one: 4 x 4 pixels a
+latent, D = 8.
+"""
 
 from __future__ import annotations
 

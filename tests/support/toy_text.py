@@ -1,4 +1,6 @@
-"""Texts of three positions over three words, small enough to enumerate: exact denoisers, NELBOs and laws."""
+"""Texts of three positions over three words, small enough to enumerate: exact denoisers, NELBOs
+and laws.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,9 @@ WORDS, LENGTH = 3, 3
 
 
 def quadrature(count: int = 400) -> tuple[Tensor, Tensor]:
-    """Points in (0, 1) and weights of an integral over it, dense at both ends (tanh-sinh); fp64."""
+    """Points in (0, 1) and weights of an integral over it, dense at both ends (tanh-sinh);
+    fp64.
+    """
     y = torch.linspace(-3.0, 3.0, count, dtype=torch.float64)
     inner = torch.pi * torch.sinh(y)
     t = torch.sigmoid(inner)
@@ -19,9 +23,16 @@ def quadrature(count: int = 400) -> tuple[Tensor, Tensor]:
 
 
 def toy_law(seed: int = 0) -> tuple[Tensor, Tensor]:
-    """All texts [27, 3] int64 and their probabilities [27] fp64, with strong dependence between positions."""
+    """All texts [27, 3] int64 and their probabilities [27] fp64, with strong dependence between
+    positions.
+    """
     texts = torch.tensor(list(itertools.product(range(WORDS), repeat=LENGTH)))
-    law = (2 * torch.randn(len(texts), generator=torch.Generator().manual_seed(seed), dtype=torch.float64)).softmax(0)
+    law = (
+        2
+        * torch.randn(
+            len(texts), generator=torch.Generator().manual_seed(seed), dtype=torch.float64
+        )
+    ).softmax(0)
     return texts, law
 
 
@@ -30,11 +41,13 @@ def all_states(num_states: int) -> Tensor:
     return torch.tensor(list(itertools.product(range(num_states), repeat=LENGTH)))
 
 
-def exact_denoiser(likelihood: Tensor, texts: Tensor, law: Tensor, states: Tensor, vocab_size: int) -> Tensor:
+def exact_denoiser(
+    likelihood: Tensor, texts: Tensor, law: Tensor, states: Tensor, vocab_size: int
+) -> Tensor:
     """log p(x_i | z_j, j != i) of every state z.
 
-    Both processes want the evidence of the other positions alone: the posterior of a step adds that of z_i by itself.
-    (For masks and clusters z_i says nothing that the step does not know.)
+    Both processes want the evidence of the other positions alone: the posterior of a step adds
+    that of z_i by itself. (For masks and clusters z_i says nothing that the step does not know.)
 
     Args:
         likelihood: q(z_i | x_i) of a word and a state. [WORDS, states]
@@ -55,8 +68,11 @@ def exact_denoiser(likelihood: Tensor, texts: Tensor, law: Tensor, states: Tenso
     return result
 
 
-def expected_nelbo(score, transition, texts: Tensor, law: Tensor, states: Tensor, vocab_size: int) -> tuple:
-    """NELBO of a text in nats, averaged over the law, times and states, of the exact denoiser and of a flatter one.
+def expected_nelbo(
+    score, transition, texts: Tensor, law: Tensor, states: Tensor, vocab_size: int
+) -> tuple:
+    """NELBO of a text in nats, averaged over the law, times and states, of the exact denoiser and
+    of a flatter one.
 
     Args:
         score: (x [R], z [R], t, logits [R, vocab_size]) -> weight times divergence [R].
@@ -67,7 +83,9 @@ def expected_nelbo(score, transition, texts: Tensor, law: Tensor, states: Tensor
     for t, dt in zip(*quadrature(80), strict=True):
         q = transition(t)
         log_p = exact_denoiser(q, texts, law, states, vocab_size)
-        mass = law[:, None] * torch.stack([q[texts[:, i]][:, states[:, i]] for i in range(LENGTH)]).prod(0)
+        mass = law[:, None] * torch.stack(
+            [q[texts[:, i]][:, states[:, i]] for i in range(LENGTH)]
+        ).prod(0)
         rows, columns = torch.nonzero(mass, as_tuple=True)
         for i in range(LENGTH):
             for kind, scale in enumerate((1.0, 0.5)):
@@ -76,7 +94,9 @@ def expected_nelbo(score, transition, texts: Tensor, law: Tensor, states: Tensor
     return tuple(totals)
 
 
-def sample_toy(reverse, transition, mask: int, base: int, denoiser, steps: int, size: int, seed: int = 3) -> Tensor:
+def sample_toy(
+    reverse, transition, mask: int, base: int, denoiser, steps: int, size: int, seed: int = 3
+) -> Tensor:
     """Texts [size, 3] by `steps` steps back from all-[MASK], on a grid that is finer near 1 and 0.
 
     Args:

@@ -1,7 +1,9 @@
-"""Virtual cluster of three hosts on one machine: network, processes, mounts, /etc/hosts, /dev/shm and sshd each.
+"""Virtual cluster of three hosts on one machine: network, processes, mounts, /etc/hosts, /dev/shm
+and sshd each.
 
-A host is a process in new net, pid, mount, uts and ipc namespaces; a bridge in one more net namespace is the switch.
-Nothing is set up outside these namespaces: the cluster ends with its processes. Needs root.
+A host is a process in new net, pid, mount, uts and ipc namespaces; a bridge in one more net
+namespace is the switch. Nothing is set up outside these namespaces: the cluster ends with its
+processes. Needs root.
 """
 
 from __future__ import annotations
@@ -21,28 +23,54 @@ from pathlib import Path
 from mmldlm.utils.processes import list_pids, read_stat, set_parent_death_signal
 
 ROOT = Path(__file__).resolve().parents[2]
-PACKAGES = {"sshd": "openssh-server", "pdsh": "pdsh", "nft": "nftables", "mpirun": "openmpi-bin", "ip": "iproute2"}
+PACKAGES = {
+    "sshd": "openssh-server",
+    "pdsh": "pdsh",
+    "nft": "nftables",
+    "mpirun": "openmpi-bin",
+    "ip": "iproute2",
+}
 SBIN = f"{os.environ.get('PATH', '')}:/usr/sbin:/sbin"
 _die_with_parent = functools.partial(set_parent_death_signal, signal.SIGKILL)
 
 
 def reason_to_skip() -> str | None:
-    """Return why no cluster can be built; None if it can. Missing programs are installed with apt-get."""
+    """Return why no cluster can be built; None if it can.
+
+    Missing programs are installed with apt-get.
+    """
     if os.geteuid() != 0:
         return "a cluster of network namespaces needs root"
-    if subprocess.run(["unshare", "--net", "--pid", "--fork", "--mount", "true"], capture_output=True).returncode:
+    if subprocess.run(
+        ["unshare", "--net", "--pid", "--fork", "--mount", "true"], capture_output=True
+    ).returncode:
         return "this machine allows no namespaces"
-    missing = [package for program, package in PACKAGES.items() if shutil.which(program, path=SBIN) is None]
+    missing = [
+        package
+        for program, package in PACKAGES.items()
+        if shutil.which(program, path=SBIN) is None
+    ]
     if missing and shutil.which("apt-get"):
-        quiet = {"capture_output": True, "env": {**os.environ, "DEBIAN_FRONTEND": "noninteractive"}}
+        quiet = {
+            "capture_output": True,
+            "env": {**os.environ, "DEBIAN_FRONTEND": "noninteractive"},
+        }
         subprocess.run(["apt-get", "update", "-qq"], **quiet)
-        subprocess.run(["apt-get", "install", "-qq", "-y", "--no-install-recommends", *missing], **quiet)
-        missing = [package for program, package in PACKAGES.items() if shutil.which(program, path=SBIN) is None]
+        subprocess.run(
+            ["apt-get", "install", "-qq", "-y", "--no-install-recommends", *missing], **quiet
+        )
+        missing = [
+            package
+            for program, package in PACKAGES.items()
+            if shutil.which(program, path=SBIN) is None
+        ]
     return f"the cluster needs {', '.join(missing)}" if missing else None
 
 
 def sh(*command, timeout: float = 30) -> str:
-    """Run a command of the set-up; return its output, or raise an AssertionError with its message."""
+    """Run a command of the set-up; return its output, or raise an AssertionError with its
+    message.
+    """
     done = subprocess.run(
         [str(word) for word in command],
         capture_output=True,
@@ -55,7 +83,10 @@ def sh(*command, timeout: float = 30) -> str:
 
 
 class Host:
-    """One host of the cluster. Its name is its hostname; `pid` is its init, as seen from outside."""
+    """One host of the cluster. Its name is its hostname;
+
+    `pid` is its init, as seen from outside.
+    """
 
     def __init__(self, name: str, address: str, folder: Path):
         self.name, self.address, self.folder = name, address, folder
@@ -63,7 +94,14 @@ class Host:
 
     def enter(self, *command) -> list[str]:
         """Return the command line that runs a command on this host."""
-        return ["nsenter", "--target", str(self.pid), "--all", "--wd=" + os.getcwd(), *map(str, command)]
+        return [
+            "nsenter",
+            "--target",
+            str(self.pid),
+            "--all",
+            "--wd=" + os.getcwd(),
+            *map(str, command),
+        ]
 
     def sh(self, *command, timeout: float = 30) -> str:
         """Run a command of the set-up on this host."""
@@ -77,14 +115,20 @@ class Host:
     def run(self, *command, timeout: float = 120, **more) -> subprocess.CompletedProcess:
         """Run a command to its end; stdout and stderr are one text."""
         process = self.popen(
-            *command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, **more
+            *command,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            **more,
         )
         try:
             output, _ = process.communicate(timeout=timeout)
         except subprocess.TimeoutExpired:
             end(process)
             output, _ = process.communicate()
-            raise AssertionError(f"no end after {timeout} s on {self.name}:\n{output[-4000:]}") from None
+            raise AssertionError(
+                f"no end after {timeout} s on {self.name}:\n{output[-4000:]}"
+            ) from None
         return subprocess.CompletedProcess(command, process.returncode, output)
 
     def start_sshd(self, *prefix: str) -> None:
@@ -97,7 +141,8 @@ class Host:
         self.sh("kill", pid)
         (self.folder / "sshd.pid").unlink(missing_ok=True)
 
-    # -- faults: each holds while its context is open ------------------------------------------------------------------
+    # -- faults: each holds while its context is open
+    # ------------------------------------------------------------------
 
     @contextlib.contextmanager
     def bound(self, source, target):
@@ -128,7 +173,11 @@ class Host:
     @contextlib.contextmanager
     def firewall(self, rule: str):
         """One nft rule on what comes in."""
-        self.sh("nft", "add table inet faults; add chain inet faults in { type filter hook input priority 0; }")
+        self.sh(
+            "nft",
+            "add table inet faults; add chain inet faults in { type filter hook input priority"
+            " 0; }",
+        )
         self.sh("nft", f"add rule inet faults in {rule}")
         try:
             yield
@@ -137,11 +186,15 @@ class Host:
 
     @contextlib.contextmanager
     def slow_dns(self, seconds: float, address: str):
-        """A name server on this host that answers every name with one address, late; /etc/resolv.conf names it."""
+        """A name server on this host that answers every name with one address, late;
+        /etc/resolv.conf names it.
+        """
         line = [sys.executable, "-c", _SLOW_DNS, str(seconds), address]
         with self.process(*line, stdout=subprocess.PIPE) as server:
             assert server.stdout.readline() == "ready\n"
-            with self.changed("/etc/resolv.conf", "nameserver 127.0.0.1\noptions timeout:30 attempts:1\n"):
+            with self.changed(
+                "/etc/resolv.conf", "nameserver 127.0.0.1\noptions timeout:30 attempts:1\n"
+            ):
                 yield
 
     @contextlib.contextmanager
@@ -154,8 +207,9 @@ class Host:
             end(child)
 
 
-# Frames between two interfaces, each way after a delay. Each with the kernel's own header (PACKET_VNET_HDR): without it
-# checksums and the cutting of segments, which the kernel leaves to network cards, would be missing.
+# Frames between two interfaces, each way after a delay. Each with the kernel's own header
+# (PACKET_VNET_HDR): without it checksums and the cutting of segments, which the kernel leaves to
+# network cards, would be missing.
 _DELAY = """
 import collections, select, socket, sys, time
 ends = []
@@ -176,7 +230,7 @@ while True:
     while waiting and waiting[0][0] <= time.monotonic():
         _, end, frame = waiting.popleft()
         end.send(frame)
-"""
+"""  # noqa: E501
 # Answers every question of DNS with one address, after a delay.
 _SLOW_DNS = """
 import socket, sys, threading, time
@@ -197,7 +251,9 @@ while True:
 
 
 def end(process: subprocess.Popen) -> None:
-    """Kill nsenter and all of its descendants on the host; a survivor would hold the pipe of its output open."""
+    """Kill nsenter and all of its descendants on the host; a survivor would hold the pipe of its
+    output open.
+    """
     parents = {pid: stat.parent for pid in list_pids() if (stat := read_stat(pid)) is not None}
     below = [process.pid]
     for pid in below:
@@ -221,18 +277,25 @@ def base_environment() -> dict[str, str]:
 
 
 class VirtualCluster:
-    """`num_hosts` hosts n1, n2 ... with addresses 10.77.0.1, 10.77.0.2 ... that log in to one another with keys."""
+    """`num_hosts` hosts n1, n2 ... with addresses 10.77.0.1, 10.77.0.2 ... that log in to one
+    another with keys.
+    """
 
     def __init__(self, folder: Path, num_hosts: int = 3):
         self.folder = folder
-        self.hosts = [Host(f"n{i}", f"10.77.0.{i}", folder / f"n{i}") for i in range(1, num_hosts + 1)]
+        self.hosts = [
+            Host(f"n{i}", f"10.77.0.{i}", folder / f"n{i}") for i in range(1, num_hosts + 1)
+        ]
         self._processes: list[subprocess.Popen] = []
         self._home_ssh, self._home_cache = Path.home() / ".ssh", Path.home() / ".cache"
         self._made = [path for path in (self._home_ssh, self._home_cache) if not path.exists()]
 
     def __enter__(self) -> VirtualCluster:
-        # Held by every running cluster: removing a folder ends the mounts on it, also those of another test session.
-        self._lock = open(Path(tempfile.gettempdir()) / "mmldlm_virtual_cluster.lock", "a", encoding="utf-8")
+        # Held by every running cluster: removing a folder ends the mounts on it, also those of
+        # another test session.
+        self._lock = open(
+            Path(tempfile.gettempdir()) / "mmldlm_virtual_cluster.lock", "a", encoding="utf-8"
+        )
         fcntl.flock(self._lock, fcntl.LOCK_SH)
         try:
             self._up()
@@ -249,7 +312,9 @@ class VirtualCluster:
 
     def hosts_file(self, own: Host) -> str:
         """/etc/hosts of one host."""
-        return "127.0.0.1 localhost\n" + "".join(f"{host.address} {host.name}\n" for host in self.hosts)
+        return "127.0.0.1 localhost\n" + "".join(
+            f"{host.address} {host.name}\n" for host in self.hosts
+        )
 
     def _up(self) -> None:
         for path in self._made:
@@ -271,7 +336,18 @@ class VirtualCluster:
             ssh = host.folder / "ssh"
             ssh.mkdir(parents=True, mode=0o700)
             (host.folder / "cache").mkdir()
-            sh("ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-C", host.name, "-f", host.folder / "host_key")
+            sh(
+                "ssh-keygen",
+                "-q",
+                "-t",
+                "ed25519",
+                "-N",
+                "",
+                "-C",
+                host.name,
+                "-f",
+                host.folder / "host_key",
+            )
             algorithm, public = (host.folder / "host_key.pub").read_text().split()[:2]
             known.append(f"{host.name},{host.address} {algorithm} {public}\n")
         for host in self.hosts:
@@ -282,13 +358,18 @@ class VirtualCluster:
             (host.folder / "etc_hosts").write_text(self.hosts_file(host))
             (host.folder / "resolv.conf").write_text("")
             # sshd without PAM refuses an account whose password field begins with "!".
-            shadow = [line.split(":") for line in Path("/etc/shadow").read_text(encoding="utf-8").splitlines()]
-            text = "\n".join(":".join([f[0], "*" if f[0] == "root" else f[1], *f[2:]]) for f in shadow)
+            shadow = [
+                line.split(":")
+                for line in Path("/etc/shadow").read_text(encoding="utf-8").splitlines()
+            ]
+            text = "\n".join(
+                ":".join([f[0], "*" if f[0] == "root" else f[1], *f[2:]]) for f in shadow
+            )
             (host.folder / "shadow").write_text(text + "\n")
             (host.folder / "sshd_config").write_text(
-                f"Port 22\nHostKey {host.folder}/host_key\nPidFile {host.folder}/sshd.pid\nUsePAM no\nUseDNS no\n"
-                "StrictModes no\nPermitRootLogin yes\nPasswordAuthentication no\nPrintMotd no\nMaxStartups 200\n"
-                "MaxSessions 200\n"
+                f"Port 22\nHostKey {host.folder}/host_key\nPidFile {host.folder}/sshd.pid\nUsePAM"
+                " no\nUseDNS no\nStrictModes no\nPermitRootLogin yes\nPasswordAuthentication"
+                " no\nPrintMotd no\nMaxStartups 200\nMaxSessions 200\n"
             )
 
     def _spawn(self, *command: str) -> subprocess.Popen:
@@ -318,16 +399,43 @@ class VirtualCluster:
             touch {f}/ready
             while :; do sleep 1000 & wait $!; done
         """
-        words = ("--mount", "--uts", "--net", "--ipc", "--pid", "--fork", "--mount-proc", "--kill-child")
+        words = (
+            "--mount",
+            "--uts",
+            "--net",
+            "--ipc",
+            "--pid",
+            "--fork",
+            "--mount-proc",
+            "--kill-child",
+        )
         outer = self._spawn("unshare", *words, "bash", "-c", script)
         deadline = time.monotonic() + 10
         while not (f / "ready").exists():
-            assert outer.poll() is None and time.monotonic() < deadline, f"{host.name} did not start"
+            assert outer.poll() is None and time.monotonic() < deadline, (
+                f"{host.name} did not start"
+            )
             time.sleep(0.02)
-        host.pid = int(Path(f"/proc/{outer.pid}/task/{outer.pid}/children").read_text(encoding="utf-8").split()[0])
+        host.pid = int(
+            Path(f"/proc/{outer.pid}/task/{outer.pid}/children")
+            .read_text(encoding="utf-8")
+            .split()[0]
+        )
         # A high index, so that an interface added by a test comes first in `hostname -I`.
         veth = ("type", "veth", "peer", "name", f"port{number}", "netns", self.switch.pid)
-        sh("nsenter", "--target", host.pid, "--net", "ip", "link", "add", "eth0", "index", 100, *veth)
+        sh(
+            "nsenter",
+            "--target",
+            host.pid,
+            "--net",
+            "ip",
+            "link",
+            "add",
+            "eth0",
+            "index",
+            100,
+            *veth,
+        )
         self.in_switch("ip", "link", "set", f"port{number}", "master", "br0", "up")
         host.sh("ip", "link", "set", "lo", "up")
         host.sh("ip", "address", "add", f"{host.address}/24", "dev", "eth0")
@@ -355,8 +463,19 @@ class VirtualCluster:
         self.in_switch("ip", "link", "add", "late0", "type", "veth", "peer", "name", "late1")
         for name in ("late0", "late1"):
             self.in_switch("ip", "link", "set", name, "up")
-        line = ["nsenter", "--target", str(self.switch.pid), "--net", sys.executable, "-c", _DELAY, str(seconds)]
-        relay = subprocess.Popen([*line, port, "late0"], stdout=subprocess.PIPE, text=True, preexec_fn=_die_with_parent)
+        line = [
+            "nsenter",
+            "--target",
+            str(self.switch.pid),
+            "--net",
+            sys.executable,
+            "-c",
+            _DELAY,
+            str(seconds),
+        ]
+        relay = subprocess.Popen(
+            [*line, port, "late0"], stdout=subprocess.PIPE, text=True, preexec_fn=_die_with_parent
+        )
         try:
             assert relay.stdout.readline() == "ready\n"
             self.in_switch("ip", "link", "set", port, "nomaster")
@@ -372,9 +491,12 @@ class VirtualCluster:
         for process in reversed(self._processes):
             process.kill()
             process.wait()
-        deadline = time.monotonic() + 10  # a host's init, and with it all of the host, ends after what started it
+        deadline = (
+            time.monotonic() + 10
+        )  # a host's init, and with it all of the host, ends after what started it
         while (
-            any(Path(f"/proc/{host.pid}").exists() for host in self.hosts if host.pid) and time.monotonic() < deadline
+            any(Path(f"/proc/{host.pid}").exists() for host in self.hosts if host.pid)
+            and time.monotonic() < deadline
         ):
             time.sleep(0.02)
         with contextlib.suppress(BlockingIOError), self._lock:

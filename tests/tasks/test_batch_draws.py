@@ -16,14 +16,25 @@ def test_they_are_standard_normal_and_independent():
     assert drawn.shape == (40, 25, 100)
     values = drawn.flatten()
     count = len(values)  # 100,000
-    for power, expected, spread in ((1, 0, 1), (2, 1, 2), (3, 0, 15), (4, 3, 96)):  # variance of each power
-        assert abs(float((values**power).mean()) - expected) < 4.5 * math.sqrt(spread / count), power
+    for power, expected, spread in (
+        (1, 0, 1),
+        (2, 1, 2),
+        (3, 0, 15),
+        (4, 3, 96),
+    ):  # variance of each power
+        assert abs(float((values**power).mean()) - expected) < 4.5 * math.sqrt(spread / count), (
+            power
+        )
     ranks = torch.special.ndtr(values.sort().values)
     distance = (ranks - torch.arange(1, count + 1).double() / count).abs().max()
     assert distance < 1.95 / math.sqrt(count)  # Kolmogorov-Smirnov at 0.1 %
     rows = drawn.flatten(1)
     half = rows.shape[1] // 2  # cosine and sine of one pair are this far apart
-    for one, other in ((rows[:-1], rows[1:]), (rows[:, :-1], rows[:, 1:]), (rows[:, :half], rows[:, half:])):
+    for one, other in (
+        (rows[:-1], rows[1:]),
+        (rows[:, :-1], rows[:, 1:]),
+        (rows[:, :half], rows[:, half:]),
+    ):
         for f in (torch.clone, torch.square, torch.abs):
             pair = torch.stack([f(one).flatten(), f(other).flatten()])
             assert abs(float(pair.corrcoef()[0, 1])) < 4.5 / math.sqrt(pair.shape[1])
@@ -32,7 +43,9 @@ def test_they_are_standard_normal_and_independent():
 def test_a_samples_numbers_follow_from_its_key():
     whole = keyed_normals(KEYS, (7, 3))  # an odd number of them
     torch.testing.assert_close(keyed_normals(KEYS[5:8], (7, 3)), whole[5:8], rtol=0, atol=1e-6)
-    torch.testing.assert_close(keyed_normals(KEYS.flip(0), (7, 3)).flip(0), whole, rtol=0, atol=1e-6)
+    torch.testing.assert_close(
+        keyed_normals(KEYS.flip(0), (7, 3)).flip(0), whole, rtol=0, atol=1e-6
+    )
 
 
 def test_every_machine_and_release_draws_the_numbers_of_the_formula():
@@ -49,16 +62,27 @@ def test_every_machine_and_release_draws_the_numbers_of_the_formula():
             turn = 2 * math.pi * (bits >> 32) / 2**32
             drawn.append((radius * math.cos(turn), radius * math.sin(turn)))
         expected = torch.tensor(drawn).T.flatten()
-        torch.testing.assert_close(keyed_normals(torch.tensor([key]), (4,))[0], expected, rtol=0, atol=5e-6)
+        torch.testing.assert_close(
+            keyed_normals(torch.tensor([key]), (4,))[0], expected, rtol=0, atol=5e-6
+        )
 
 
 @pytest.mark.parametrize("other", [(4, 0, 0, 0), (3, 1, 0, 0), (3, 0, 1, 0), (3, 0, 0, 1)])
 def test_keys_depend_on_seed_epoch_sample_and_slot(other):
     seed, epoch, sample, slot = other
-    first, ids, slots = noise_keys(3, 0, np.array([0]), np.array([0])), np.array([sample]), np.array([slot])
-    assert noise_keys(seed, epoch, ids, slots) != first and dropout_keys(3, 0, np.array([0]), np.array([0])) != first
+    first, ids, slots = (
+        noise_keys(3, 0, np.array([0]), np.array([0])),
+        np.array([sample]),
+        np.array([slot]),
+    )
+    assert (
+        noise_keys(seed, epoch, ids, slots) != first
+        and dropout_keys(3, 0, np.array([0]), np.array([0])) != first
+    )
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_a_gpu_draws_the_same_numbers():
-    torch.testing.assert_close(keyed_normals(KEYS.cuda(), (257,)).cpu(), keyed_normals(KEYS, (257,)), atol=1e-5, rtol=0)
+    torch.testing.assert_close(
+        keyed_normals(KEYS.cuda(), (257,)).cpu(), keyed_normals(KEYS, (257,)), atol=1e-5, rtol=0
+    )

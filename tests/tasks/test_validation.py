@@ -26,9 +26,18 @@ def test_auto_costs_a_few_percent_of_the_training_between_two():
 
 def test_a_short_interval_gets_few_samples_but_enough_to_mean_something():
     slow = load_config("quickstart", None, ["logging.eval_freq=3", "training.train_batch_size=2"])
-    assert num_samples(slow, 1000, global_batch=2) == 64 and num_samples(slow, 40, global_batch=2) == 40
-    single = load_config("tiny", None, ["training.num_train_steps=100", "logging.eval_freq=100000"])
-    assert num_samples(single, 10**6, 800) == num_samples(single, 10**6, 800) == 0.05 * 100 * 800 * 3 / 4
+    assert (
+        num_samples(slow, 1000, global_batch=2) == 64
+        and num_samples(slow, 40, global_batch=2) == 40
+    )
+    single = load_config(
+        "tiny", None, ["training.num_train_steps=100", "logging.eval_freq=100000"]
+    )
+    assert (
+        num_samples(single, 10**6, 800)
+        == num_samples(single, 10**6, 800)
+        == 0.05 * 100 * 800 * 3 / 4
+    )
 
 
 @pytest.mark.parametrize("limit", ["null", "16"])

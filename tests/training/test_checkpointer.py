@@ -1,4 +1,6 @@
-"""Which checkpoint a run goes on from, what it must find there, and what may not push it out; one process each."""
+"""Which checkpoint a run goes on from, what it must find there, and what may not push it out; one
+process each.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,12 @@ pytestmark = pytest.mark.long
 
 
 def words(store, folder, *more: str, name: str = "run") -> list[str]:
-    common = ["engine.kind=single", "logging.save_freq=2", "logging.eval_freq=100", "logging.plot=false"]
+    common = [
+        "engine.kind=single",
+        "logging.save_freq=2",
+        "logging.eval_freq=100",
+        "logging.plot=false",
+    ]
     return train_words(store, folder, name, *common, "training.train_batch_size=4", *more)
 
 
@@ -51,7 +58,9 @@ def copy(done, tmp_path):
 
 
 def test_a_run_that_goes_back_leaves_its_future(store, copy):
-    """`auto` then finds the new branch, and nothing of the old one counts as a checkpoint to keep."""
+    """`auto` then finds the new branch, and nothing of the old one counts as a checkpoint
+    to keep.
+    """
     source = copy / "run" / "checkpoints" / "step_00000002"
     more = ["training.num_train_steps=4", "optimizer.lr=0.002"]
     assert main(words(store, copy, *more, f"training.resume={source}")) == 0
@@ -61,7 +70,18 @@ def test_a_run_that_goes_back_leaves_its_future(store, copy):
     assert locate.read_latest(copy / "run").name == "step_00000004"
     told = " ".join(event["text"] for event in events(copy, "note"))
     assert ".dropped_step_00000006" in told and "optimizer.lr: 0.001 -> 0.002" in told
-    assert main(words(store, copy, "training.num_train_steps=6", "optimizer.lr=0.002", "training.resume=auto")) == 0
+    assert (
+        main(
+            words(
+                store,
+                copy,
+                "training.num_train_steps=6",
+                "optimizer.lr=0.002",
+                "training.resume=auto",
+            )
+        )
+        == 0
+    )
     assert [event["source"][-1] for event in events(copy, "resume")] == ["2", "4"]
 
 
@@ -73,7 +93,11 @@ def test_another_runs_checkpoint_does_not_go_into_a_used_folder(store, done, cop
 
 
 def listing(folder) -> dict[str, int]:
-    return {str(path): path.lstat().st_size for path in sorted((folder / "run").rglob("*")) if "logs" not in path.parts}
+    return {
+        str(path): path.lstat().st_size
+        for path in sorted((folder / "run").rglob("*"))
+        if "logs" not in path.parts
+    }
 
 
 def test_auto_begins_from_scratch_only_where_nothing_was_saved(store, copy, capsys):
@@ -93,7 +117,10 @@ def test_auto_begins_from_scratch_only_where_nothing_was_saved(store, copy, caps
     assert listing(copy) == before
     shutil.move(copy / "run" / "checkpoints", copy / "moved")
     for resume in ("auto", "null"):
-        assert main(words(store, copy, "training.num_train_steps=8", f"training.resume={resume}")) == 2, resume
+        assert (
+            main(words(store, copy, "training.num_train_steps=8", f"training.resume={resume}"))
+            == 2
+        ), resume
     assert not (copy / "run" / "checkpoints").exists()
 
 
@@ -105,18 +132,29 @@ def test_files_that_hold_no_state_cost_no_checkpoint(store, copy, capsys):
         shutil.rmtree(path / "tokenizer", ignore_errors=path.name.endswith("2"))
     assert main(words(store, copy, "training.num_train_steps=8", "training.resume=auto")) == 0
     assert "step_00000006 is used, its training state is complete" in capsys.readouterr().out
-    assert [event["source"][-1] for event in events(copy, "resume")] == ["6"] and steps_of(copy)[-1] == 8
-    assert any("changes of the config since then are unknown" in event["text"] for event in events(copy, "note"))
+    assert [event["source"][-1] for event in events(copy, "resume")] == ["6"] and steps_of(copy)[
+        -1
+    ] == 8
+    assert any(
+        "changes of the config since then are unknown" in event["text"]
+        for event in events(copy, "note")
+    )
     source = copy / "run" / "checkpoints" / "step_00000006"  # whose weights another run can take
-    assert init_weights(build_model(open_data(load_config("tiny", None, words(store, copy)[2:]))), str(source)).loaded
+    assert init_weights(
+        build_model(open_data(load_config("tiny", None, words(store, copy)[2:]))), str(source)
+    ).loaded
 
 
 def test_a_damaged_checkpoint_is_kept_when_its_step_is_saved(store, copy):
     path = copy / "run" / "checkpoints" / "step_00000006"
     (path / "engine" / "model.pt").write_bytes(b"damaged")
     assert main(words(store, copy, "training.num_train_steps=6", "training.resume=auto")) == 0
-    assert [event["source"][-1] for event in events(copy, "resume")] == ["4"] and steps_of(copy)[-1] == 6
-    assert (path.with_name(f".dropped_{path.name}") / "engine" / "model.pt").read_bytes() == b"damaged"
+    assert [event["source"][-1] for event in events(copy, "resume")] == ["4"] and steps_of(copy)[
+        -1
+    ] == 6
+    assert (
+        path.with_name(f".dropped_{path.name}") / "engine" / "model.pt"
+    ).read_bytes() == b"damaged"
     assert ".dropped_step_00000006" in " ".join(event["text"] for event in events(copy, "note"))
 
 
@@ -143,7 +181,9 @@ def test_a_run_saves_without_its_store(store, tmp_path, monkeypatch):
 
 
 def test_a_folder_too_deep_for_checkpoints_is_refused(store, tmp_path, capsys):
-    """The system takes paths of 4,095 bytes: enough for the run's folder, not for what a save puts below it."""
+    """The system takes paths of 4,095 bytes: enough for the run's folder, not for what a save puts
+    below it.
+    """
     deep = tmp_path
     while len(str(deep)) < 3800:
         deep = deep / ("d" * 100)
@@ -160,9 +200,13 @@ def test_what_to_do_about_a_failed_save_follows_the_error(tmp_path):
         error = RuntimeError("file write failed")
         error.__cause__ = OSError(number, os.strerror(number))
         said = commit._advice(error, tmp_path)
-        assert advice in said and ("free" in said) == (number in (errno.ENOSPC, errno.EDQUOT)), said
+        assert advice in said and ("free" in said) == (number in (errno.ENOSPC, errno.EDQUOT)), (
+            said
+        )
     # torch does not say what the system told it: it is asked again.
-    assert own[errno.ENOENT] in commit._advice(RuntimeError("Parent directory does not exist"), tmp_path / "gone")
+    assert own[errno.ENOENT] in commit._advice(
+        RuntimeError("Parent directory does not exist"), tmp_path / "gone"
+    )
     assert commit._advice(RuntimeError("something else"), tmp_path) == ""
 
 
@@ -181,7 +225,10 @@ CHANGED = {
 
 def test_what_the_weights_mean_stays(store, copy, capsys):
     for change, says in CHANGED.items():
-        assert main(words(store, copy, "training.num_train_steps=8", "training.resume=auto", change)) == 2, change
+        assert (
+            main(words(store, copy, "training.num_train_steps=8", "training.resume=auto", change))
+            == 2
+        ), change
         assert says in capsys.readouterr().err, change
     assert steps_of(copy) == [2, 4, 6]
 
@@ -190,11 +237,20 @@ def test_a_weight_of_another_shape_is_refused(store, copy, capsys):
     """A smaller one would take the first elements of a larger one."""
     checkpoint = copy / "run" / "checkpoints" / "step_00000006"
     path = checkpoint / "config.yaml"
-    path.write_text(path.read_text().replace("cond_dim: 64", "cond_dim: 32").replace("n_blocks: 2", "n_blocks: 1"))
+    path.write_text(
+        path.read_text()
+        .replace("cond_dim: 64", "cond_dim: 32")
+        .replace("n_blocks: 2", "n_blocks: 1")
+    )
     manifest = json.loads((checkpoint / MANIFEST).read_text())
     manifest["files"]["config.yaml"] = describe_file(path)
     (checkpoint / MANIFEST).write_text(json.dumps(manifest))
-    more = ["training.num_train_steps=8", "training.resume=auto", "model.cond_dim=32", "model.n_blocks=1"]
+    more = [
+        "training.num_train_steps=8",
+        "training.resume=auto",
+        "model.cond_dim=32",
+        "model.n_blocks=1",
+    ]
     assert main(words(store, copy, *more)) == 2
     assert "of another shape" in capsys.readouterr().err
 
@@ -216,7 +272,9 @@ def test_other_data_of_the_same_size_is_refused(store, copy, tmp_path, capsys):
 
 
 def wreck(monkeypatch, at: int, times: int = 1) -> None:
-    """Finite weights that give no finite loss any more, made by the at-th applied step (and the next ones)."""
+    """Finite weights that give no finite loss any more, made by the at-th applied step (and the
+    next ones).
+    """
     from mmldlm.engines.torch_engine import TorchEngine
 
     apply, count = TorchEngine.step, [0]
@@ -234,23 +292,37 @@ def wreck(monkeypatch, at: int, times: int = 1) -> None:
 
 def test_no_checkpoint_amid_skips_pushes_out_the_last_good_one(store, tmp_path, monkeypatch):
     wreck(monkeypatch, at=7)
-    more = ["training.num_train_steps=16", "stability.max_consecutive_skips=5", "optimizer.warmup_steps=0"]
+    more = [
+        "training.num_train_steps=16",
+        "stability.max_consecutive_skips=5",
+        "optimizer.warmup_steps=0",
+    ]
     assert main(words(store, tmp_path, *more)) == 0
     (rollback,) = events(tmp_path, "rollback")
     assert (rollback["from_step"], rollback["to_step"]) == (12, 6)
-    assert steps_of(tmp_path)[-1] == 16 and not any(record["skipped"] for record in read_log(tmp_path, "run")[6:])
+    assert steps_of(tmp_path)[-1] == 16 and not any(
+        record["skipped"] for record in read_log(tmp_path, "run")[6:]
+    )
 
 
 def test_a_second_rollback_without_progress_goes_further(store, tmp_path, monkeypatch):
-    """The wrecked step is itself a checkpoint, of a step that was applied; its rollback is saved over it."""
+    """The wrecked step is itself a checkpoint, of a step that was applied; its rollback is saved
+    over it.
+    """
     wreck(monkeypatch, at=6)
-    more = ["training.num_train_steps=24", "stability.max_consecutive_skips=3", "checkpoints.keep_last=3"]
+    more = [
+        "training.num_train_steps=24",
+        "stability.max_consecutive_skips=3",
+        "checkpoints.keep_last=3",
+    ]
     assert main(words(store, tmp_path, *more)) == 0
     first, second = events(tmp_path, "rollback")
     assert (first["to_step"], second["to_step"]) == (6, 4)
     assert (tmp_path / "run" / "checkpoints" / ".dropped_step_00000006").is_dir()
     # The first way back was on the disk at once, and says so.
-    state = json.loads((tmp_path / "run/checkpoints/.dropped_step_00000006/training_state.json").read_text())
+    state = json.loads(
+        (tmp_path / "run/checkpoints/.dropped_step_00000006/training_state.json").read_text()
+    )
     assert (state["num_rollbacks"], state["lr_scale"], state["rolled_back_to"]) == (1, 0.5, 6)
 
 
@@ -266,7 +338,14 @@ def test_a_run_whose_last_steps_are_excluded_ends_normally(store, tmp_path, monk
         return batch
 
     monkeypatch.setattr(loader.MicroBatches, "__getitem__", poisoned)
-    assert main(words(store, tmp_path, "training.num_train_steps=8", "stability.max_consecutive_skips=3")) == 0
+    assert (
+        main(
+            words(
+                store, tmp_path, "training.num_train_steps=8", "stability.max_consecutive_skips=3"
+            )
+        )
+        == 0
+    )
     assert [event["step"] for event in events(tmp_path, "passed_over")] == [6, 7, 8]
     assert locate.read_latest(tmp_path / "run").name == "step_00000008"
     assert [record["step"] for record in read_log(tmp_path, "run", "eval_log.jsonl")] == [8]
@@ -304,26 +383,43 @@ def test_frozen_weights_and_the_average_are_audited(store, tmp_path, monkeypatch
             self.values[5].view(-1)[0] = float("nan")
         if count[0] == 7:
             with torch.no_grad():
-                dict(self.engine.model.named_parameters())["text_head.weight"].view(-1)[0] = float("nan")
+                dict(self.engine.model.named_parameters())["text_head.weight"].view(-1)[0] = float(
+                    "nan"
+                )
 
     monkeypatch.setattr(WeightAverage, "update", bad)
     more = ["training.num_train_steps=8", "optimizer.ema_decay=0.9", "training.loss_type=t2l"]
     assert main(words(store, tmp_path, *more)) == 0
     first, second = events(tmp_path, "rollback")
-    assert next(iter(first["tensors"])).endswith(".ema") and (first["from_step"], first["to_step"]) == (4, 2)
+    assert next(iter(first["tensors"])).endswith(".ema") and (
+        first["from_step"],
+        first["to_step"],
+    ) == (4, 2)
     assert list(second["tensors"]) == ["text_head.weight"]
 
 
 def test_a_run_that_is_done_says_so(store, copy):
     for steps in (6, 3):
-        assert main(words(store, copy, f"training.num_train_steps={steps}", "training.resume=auto")) == 0
+        assert (
+            main(words(store, copy, f"training.num_train_steps={steps}", "training.resume=auto"))
+            == 0
+        )
         told = events(copy, "note")[-1]["text"]
-        assert told == f"nothing to do: 6 of {steps} steps are done; raise training.num_train_steps"
+        assert (
+            told == f"nothing to do: 6 of {steps} steps are done; raise training.num_train_steps"
+        )
 
 
 def test_a_stop_before_the_first_checkpoint_names_none(store, tmp_path, capsys):
-    more = ["optimizer.lr=1e20", "optimizer.grad_clip_norm=null", "stability.max_consecutive_skips=3"]
-    assert main(words(store, tmp_path, "logging.save_freq=100", "optimizer.warmup_steps=0", *more)) == 4
+    more = [
+        "optimizer.lr=1e20",
+        "optimizer.grad_clip_norm=null",
+        "stability.max_consecutive_skips=3",
+    ]
+    assert (
+        main(words(store, tmp_path, "logging.save_freq=100", "optimizer.warmup_steps=0", *more))
+        == 4
+    )
     said = capsys.readouterr().err
     assert "No checkpoint was saved yet" in said and "then start again" in said
 
@@ -338,7 +434,10 @@ def test_a_save_request_that_cannot_be_deleted_costs_no_run(store, tmp_path):
 def test_a_source_that_is_gone_is_not_needed_to_continue(store, done, tmp_path, capsys):
     source = tmp_path / "source"
     shutil.copytree(done / "run" / "latest", source)
-    assert main(words(store, tmp_path, "training.num_train_steps=2", f"training.init_from={source}")) == 0
+    assert (
+        main(words(store, tmp_path, "training.num_train_steps=2", f"training.init_from={source}"))
+        == 0
+    )
     shutil.rmtree(source)
     more = ["training.num_train_steps=4", f"training.init_from={source}", "training.resume=auto"]
     assert main(words(store, tmp_path, *more)) == 0
@@ -352,10 +451,16 @@ def test_a_source_that_is_gone_is_not_needed_to_continue(store, done, tmp_path, 
 def test_a_rollback_before_the_first_save_uses_the_source(store, done, tmp_path, monkeypatch):
     wreck(monkeypatch, at=1)
     source = done / "run" / "checkpoints" / "step_00000006"
-    more = ["training.num_train_steps=14", "logging.save_freq=100", "stability.max_consecutive_skips=3"]
+    more = [
+        "training.num_train_steps=14",
+        "logging.save_freq=100",
+        "stability.max_consecutive_skips=3",
+    ]
     assert main(words(store, tmp_path, *more, f"training.resume={source}")) == 0
     (rollback,) = events(tmp_path, "rollback")
-    assert (rollback["from_step"], rollback["to_step"]) == (10, 6) and rollback["path"] == str(source.resolve())
+    assert (rollback["from_step"], rollback["to_step"]) == (10, 6) and rollback["path"] == str(
+        source.resolve()
+    )
     assert steps_of(tmp_path) == [6, 14]
 
 
@@ -380,13 +485,17 @@ def test_a_folder_that_cannot_be_cleared_stops_no_later_save(tmp_path, monkeypat
 
 
 def test_every_failing_rank_says_why(tmp_path):
-    peers = commit.RankGroup(0, 2, lambda: None, lambda ok: False, lambda text: ["rank 1 on node2: OSError: no space"])
+    peers = commit.RankGroup(
+        0, 2, lambda: None, lambda ok: False, lambda text: ["rank 1 on node2: OSError: no space"]
+    )
     with pytest.raises(commit.CommitFailed, match="rank 1 on node2: OSError: no space"):
         commit.PendingCheckpoint(tmp_path, 3, peers).raise_together("writing its files", None)
 
 
 def test_an_unreadable_save_request_ends_no_rank_alone(store, tmp_path):
-    """The folder's server hesitates: Path.exists would raise on rank 0, and its peers would wait for it."""
+    """The folder's server hesitates: Path.exists would raise on rank 0, and its peers would wait
+    for it.
+    """
     from types import SimpleNamespace
 
     from mmldlm.training.checkpointer import Checkpointer

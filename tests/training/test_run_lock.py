@@ -1,4 +1,6 @@
-"""One job a run folder: a second one is refused on all ranks, and a job that is gone stands in nobody's way."""
+"""One job a run folder: a second one is refused on all ranks, and a job that is gone stands in
+nobody's way.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,9 @@ from tests.support.helpers import environment, train_words
 
 
 def child(code: str = "import time; time.sleep(600)") -> subprocess.Popen:
-    return subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, env=environment())
+    return subprocess.Popen(
+        [sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, env=environment()
+    )
 
 
 def hold(folder) -> subprocess.Popen:
@@ -73,7 +77,9 @@ def test_a_reused_process_number_is_another_process(tmp_path):
 
 
 @pytest.mark.parametrize("age", [-86_400, 0, 100_000])  # of the lock by this host's clock
-def test_from_another_host_what_this_job_watches_decides_whatever_the_clocks_say(tmp_path, monkeypatch, age):
+def test_from_another_host_what_this_job_watches_decides_whatever_the_clocks_say(
+    tmp_path, monkeypatch, age
+):
     monkeypatch.setattr(run_lock, "STALE_AFTER", 0.6)
     acquire(tmp_path)
     rewrite(tmp_path, age=age, **OTHER)
@@ -87,7 +93,11 @@ def test_from_another_host_what_this_job_watches_decides_whatever_the_clocks_say
     with pytest.raises(UserError, match="renewed while this job watched it"):
         acquire(tmp_path, heartbeat=renew)
     told = acquire(tmp_path)[1]
-    assert "process 7 on elsewhere" in told[0] and "waiting" in told[0] and "not renewed for 1 s" in told[1]
+    assert (
+        "process 7 on elsewhere" in told[0]
+        and "waiting" in told[0]
+        and "not renewed for 1 s" in told[1]
+    )
 
 
 def test_a_torn_lock_is_refused(tmp_path):
@@ -138,7 +148,9 @@ def test_a_requeued_slurm_job_takes_its_own_lock_over_at_once(tmp_path, monkeypa
 def test_renewing_keeps_it_fresh_and_sees_that_it_was_taken(tmp_path, monkeypatch):
     lock, _ = acquire(tmp_path)
     os.utime(tmp_path / LOCK, (0, 0))
-    assert lock.renew() and (tmp_path / LOCK).stat().st_mtime == 0, "not oftener than every so many seconds"
+    assert lock.renew() and (tmp_path / LOCK).stat().st_mtime == 0, (
+        "not oftener than every so many seconds"
+    )
     monkeypatch.setattr(run_lock, "RENEW_INTERVAL", 0.0)
     assert lock.renew() and time.time() - (tmp_path / LOCK).stat().st_mtime < 60
     rewrite(tmp_path, **OTHER)

@@ -1,4 +1,5 @@
-"""The `mmldlm` command as a script, for the process that forks commands (tests/support/rank_server.py).
+"""The `mmldlm` command as a script, for the process that forks commands
+(tests/support/rank_server.py).
 
 It leaves without the interpreter's teardown: freeing all that the fork inherited takes seconds.
 """

@@ -13,7 +13,10 @@ SUBJECTS, VERBS = ("cat", "dog", "bird", "ship"), ("sees", "paints", "repairs")
 def corpus(tmp_path_factory):
     """A text file of 200 different sentences."""
     path = tmp_path_factory.mktemp("trial_corpus") / "c.txt"
-    lines = [f"The {SUBJECTS[i % 4]} {VERBS[i % 3]} a letter near the river, {i} times." for i in range(200)]
+    lines = [
+        f"The {SUBJECTS[i % 4]} {VERBS[i % 3]} a letter near the river, {i} times."
+        for i in range(200)
+    ]
     path.write_text("\n".join(lines) + "\n", encoding="utf-8")
     return path
 
@@ -31,7 +34,10 @@ def trial_store(corpus, tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def trial_run(trial_store, tmp_path_factory):
-    """Folder of a finished run of six steps, with checkpoints at 3 and 6. Copy it before changing anything."""
+    """Folder of a finished run of six steps, with checkpoints at 3 and 6.
+
+    Copy it before changing anything.
+    """
     folder = tmp_path_factory.mktemp("trial_runs")
     succeeds(train_rank(*tiny_run(trial_store, folder, "r0")))
     return folder / "r0"

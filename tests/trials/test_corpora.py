@@ -19,20 +19,27 @@ from safetensors.torch import load_file, save_file
 from tests.trials.harness import SLOW, mmldlm, refuses, shell, succeeds, todo
 
 BROKEN_WORD = "zebra"  # the encoder has no finite vector for it
-WORDS = f"the cat dog bird ship river house stone sees finds paints near today again {BROKEN_WORD} . , ? # - c".split()
+WORDS = (
+    f"the cat dog bird ship river house stone sees finds paints near today again {BROKEN_WORD} . ,"
+    " ? # - c".split()
+)
 
 
 def kinds(*values):
     """Parameters of which the first is tried by default, the others with all trials."""
     first, *others = values
-    return [first, *(pytest.param(*(v if isinstance(v, tuple) else (v,)), marks=SLOW) for v in others)]
+    return [
+        first,
+        *(pytest.param(*(v if isinstance(v, tuple) else (v,)), marks=SLOW) for v in others),
+    ]
 
 
 def sentences(count, first=0, words=WORDS[1:7]):
     """Return `count` different sentences."""
     places = WORDS[4:7] + WORDS[11:14]
     return [
-        f"the {words[i % 6]} sees the {places[i // 6 % 6]} {words[i // 36 % 6]} near the {words[i // 216 % 6]}."
+        f"the {words[i % 6]} sees the {places[i // 6 % 6]} {words[i // 36 % 6]} near the"
+        f" {words[i // 216 % 6]}."
         for i in range(first, first + count)
     ]
 
@@ -55,15 +62,27 @@ def encoder(tmp_path_factory):
 
     folder = tmp_path_factory.mktemp("encoder") / "enc"
     vocab = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *WORDS]
-    core = Tokenizer(models.WordPiece({token: i for i, token in enumerate(vocab)}, unk_token="[UNK]"))
-    core.normalizer, core.pre_tokenizer = normalizers.BertNormalizer(), pre_tokenizers.BertPreTokenizer()
+    core = Tokenizer(
+        models.WordPiece({token: i for i, token in enumerate(vocab)}, unk_token="[UNK]")
+    )
+    core.normalizer, core.pre_tokenizer = (
+        normalizers.BertNormalizer(),
+        pre_tokenizers.BertPreTokenizer(),
+    )
     core.post_processor = processors.BertProcessing(("[SEP]", 3), ("[CLS]", 2))
-    specials = {f"{kind}_token": f"[{kind.upper()}]" for kind in ("pad", "unk", "cls", "sep", "mask")}
+    specials = {
+        f"{kind}_token": f"[{kind.upper()}]" for kind in ("pad", "unk", "cls", "sep", "mask")
+    }
     torch.manual_seed(0)
     config = BertConfig(
-        vocab_size=len(vocab), hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16,
-        max_position_embeddings=64, initializer_range=0.5,
-    )  # fmt: skip
+        vocab_size=len(vocab),
+        hidden_size=16,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        intermediate_size=16,
+        max_position_embeddings=64,
+        initializer_range=0.5,
+    )
     model = BertModel(config)
     model.embeddings.word_embeddings.weight.data[vocab.index(BROKEN_WORD)] = float("nan")
     model.save_pretrained(folder)
@@ -75,7 +94,9 @@ def encoder(tmp_path_factory):
         for i, (path, kind) in enumerate(kinds.items())
     ]
     (folder / "modules.json").write_text(json.dumps(modules))
-    (folder / "1_Pooling" / "config.json").write_text(json.dumps({"pooling_mode_mean_tokens": True}))
+    (folder / "1_Pooling" / "config.json").write_text(
+        json.dumps({"pooling_mode_mean_tokens": True})
+    )
     (folder / "sentence_bert_config.json").write_text(json.dumps({"max_seq_length": 64}))
     return folder
 
@@ -97,7 +118,9 @@ def manifest(folder):
 
 def halve_weights(folder):
     path = folder / "model.safetensors"
-    save_file({name: value * 0.5 for name, value in load_file(path).items()}, path, {"format": "pt"})
+    save_file(
+        {name: value * 0.5 for name, value in load_file(path).items()}, path, {"format": "pt"}
+    )
 
 
 def edit_text(name, old, new):
@@ -114,7 +137,10 @@ def edit_text(name, old, new):
     ("name", "change"),
     kinds(
         ("model.safetensors", halve_weights),
-        ("tokenizer.json", edit_text("tokenizer.json", '"strip_accents": null', '"strip_accents": true')),
+        (
+            "tokenizer.json",
+            edit_text("tokenizer.json", '"strip_accents": null', '"strip_accents": true'),
+        ),
         ("1_Pooling/config.json", edit_text("1_Pooling/config.json", "mean_tokens", "cls_token")),
     ),
 )
@@ -126,7 +152,9 @@ def test_latents_of_two_encoders_never_meet(prepare, encoder, tmp_path, name, ch
     # One text without a latent is too many: the work is kept, as after an interruption.
     refuses(prepare(corpus, "--max-quarantined", 0, encoder=own), "keeps the finished work")
     change(own)
-    refuses(prepare(corpus, "--max-quarantined", 0, encoder=own), f"encoder enc/{name} was .*, now ")
+    refuses(
+        prepare(corpus, "--max-quarantined", 0, encoder=own), f"encoder enc/{name} was .*, now "
+    )
     assert os.listdir(tmp_path / "S.work" / "encode-train") == ["000000"], "the work is kept"
 
 
@@ -144,7 +172,9 @@ def test_a_store_of_another_encoder_is_not_complete(prepare, encoder, tmp_path):
 
 
 def test_the_default_of_max_tokens_refuses_no_encoder(prepare, encoder, tmp_path):
-    """public-reports B 13 encoder-cut: an encoder of 32 tokens; a limit that was given is refused"""
+    """public-reports B 13 encoder-cut: an encoder of 32 tokens; a limit that was given is
+    refused
+    """
     short = shutil.copytree(encoder, tmp_path / "enc")
     (short / "sentence_bert_config.json").write_text(json.dumps({"max_seq_length": 32}))
     corpus = write_lines(tmp_path / "c.txt", [*sentences(40), " ".join(["cat"] * 40)])
@@ -153,7 +183,9 @@ def test_the_default_of_max_tokens_refuses_no_encoder(prepare, encoder, tmp_path
 
 
 def test_a_store_of_an_earlier_version_is_complete(prepare, tmp_path):
-    """public-reports B 3: it knows the names and sizes of its files alone, which is said; another size is refused"""
+    """public-reports B 3: it knows the names and sizes of its files alone, which is said; another
+    size is refused
+    """
     corpus = write_lines(tmp_path / "c.txt", sentences(40))
     succeeds(prepare(corpus))
     manifest = json.loads((tmp_path / "S" / "manifest.json").read_text(encoding="utf-8"))
@@ -171,7 +203,16 @@ def test_another_tokenizer_is_named(prepare, encoder, tmp_path):
     """public-reports B 1: the folder of --tokenizer"""
     tokenizer = shutil.copytree(encoder, tmp_path / "tok")
     corpus = write_lines(tmp_path / "c.txt", sentences(40))
-    words = ("prepare", corpus, "--encoder", encoder, "--tokenizer", tokenizer, "--output-dir", tmp_path / "S")
+    words = (
+        "prepare",
+        corpus,
+        "--encoder",
+        encoder,
+        "--tokenizer",
+        tokenizer,
+        "--output-dir",
+        tmp_path / "S",
+    )
     succeeds(mmldlm(*words))
     succeeds(mmldlm(*words), "already complete")
     edit_text("tokenizer.json", '"strip_accents": null', '"strip_accents": true')(tokenizer)
@@ -194,10 +235,17 @@ def write_jsonl(path, lines):
 
 @pytest.mark.parametrize(
     ("name", "write"),
-    kinds(("c.txt", write_lines), ("c.txt.gz", write_gz), ("folder", write_folder), ("c.jsonl", write_jsonl)),
+    kinds(
+        ("c.txt", write_lines),
+        ("c.txt.gz", write_gz),
+        ("folder", write_folder),
+        ("c.jsonl", write_jsonl),
+    ),
 )
 @pytest.mark.parametrize("place", kinds("CORPUS", "--validation-corpus"))
-def test_a_changed_corpus_is_named_and_a_copied_one_is_the_same(prepare, tmp_path, name, write, place):
+def test_a_changed_corpus_is_named_and_a_copied_one_is_the_same(
+    prepare, tmp_path, name, write, place
+):
     """public-reports B 3 stale-corpus: other content of the same size, too"""
     path = tmp_path / name
     write(path, sentences(60))
@@ -224,7 +272,12 @@ def damaged(path, kind):
     raw = gzip.compress(("\n".join(sentences(60)) + "\n").encode())
     if path.suffix == ".zst":
         raw = pytest.importorskip("zstandard").compress(("\n".join(sentences(60)) + "\n").encode())
-    content = {"half": raw[: len(raw) // 2], "less 1": raw[:-1], "empty": b"", "garbage behind": raw + b"garbage here"}
+    content = {
+        "half": raw[: len(raw) // 2],
+        "less 1": raw[:-1],
+        "empty": b"",
+        "garbage behind": raw + b"garbage here",
+    }
     path.write_bytes(content[kind])
     return path
 
@@ -238,7 +291,9 @@ def test_a_cut_file_is_not_a_complete_one(prepare, tmp_path, suffix, kind):
 
 
 def test_links_in_a_corpus_are_followed_and_dangling_ones_named(prepare, tmp_path):
-    """public-reports B 6 linked-folder; a loop, a folder linked twice, macOS's files and others are accounted for"""
+    """public-reports B 6 linked-folder; a loop, a folder linked twice, macOS's files and others
+    are accounted for
+    """
     own, elsewhere, more = tmp_path / "corpus", tmp_path / "elsewhere", tmp_path / "more"
     for folder in (own / "a", elsewhere / "deep", more):
         folder.mkdir(parents=True)
@@ -259,8 +314,11 @@ def test_links_in_a_corpus_are_followed_and_dangling_ones_named(prepare, tmp_pat
     assert entry["read"] == 60 and entry["files"] == 3
     found = {reason: value["number"] for reason, value in entry["not_read"].items()}
     assert found == {
-        "links to nothing": 1, "folders reached twice": 2, "files of macOS": 2, "files of another kind": 1
-    }  # fmt: skip
+        "links to nothing": 1,
+        "folders reached twice": 2,
+        "files of macOS": 2,
+        "files of another kind": 1,
+    }
 
 
 @SLOW
@@ -269,7 +327,10 @@ def test_suffixes_in_upper_case(prepare, tmp_path, name):
     """public-reports B, issue item 3: upper-case suffixes"""
     write = write_gz if name.endswith("GZ") else write_lines
     lines = sentences(40)
-    write(tmp_path / name, [json.dumps({"text": line}) for line in lines] if "json" in name.lower() else lines)
+    write(
+        tmp_path / name,
+        [json.dumps({"text": line}) for line in lines] if "json" in name.lower() else lines,
+    )
     succeeds(prepare(tmp_path / name))
     assert manifest(tmp_path / "S")["corpus"]["read"] == 40
 
@@ -287,9 +348,13 @@ def test_no_byte_order_mark_gets_into_a_text(prepare, tmp_path, name):
         write_jsonl(tmp_path / name, marked)
     else:
         records = [json.dumps({"text": line}) for line in lines]
-        write_lines(tmp_path / name, marked if name == "c.txt" else [f"\ufeff{line}" for line in records])
+        write_lines(
+            tmp_path / name, marked if name == "c.txt" else [f"\ufeff{line}" for line in records]
+        )
     succeeds(prepare(tmp_path / name))
-    texts = b"".join((tmp_path / "S" / split / "text.npy").read_bytes() for split in ("train", "validation"))
+    texts = b"".join(
+        (tmp_path / "S" / split / "text.npy").read_bytes() for split in ("train", "validation")
+    )
     assert "\ufeff".encode() not in texts
 
 
@@ -348,7 +413,10 @@ def test_a_parquet_of_images_is_refused_and_categories_are_strings(prepare, tmp_
     pictures = [{"bytes": b"x", "path": "a.png"}] * 40
     write_parquet(tmp_path / "images.parquet", {"picture": pictures, "text": lines})
     refuses(prepare(tmp_path / "images.parquet"), "a column 'picture' of images", "--text-field")
-    kinds = {"category": arrow.array(lines).dictionary_encode(), "view": arrow.array(lines, arrow.string_view())}
+    kinds = {
+        "category": arrow.array(lines).dictionary_encode(),
+        "view": arrow.array(lines, arrow.string_view()),
+    }
     for name, column in kinds.items():
         write_parquet(tmp_path / f"{name}.parquet", {"text": column})
         succeeds(prepare(tmp_path / f"{name}.parquet", output_dir=tmp_path / name))
@@ -366,13 +434,17 @@ def test_a_pointer_of_git_lfs_is_named(prepare, encoder, tmp_path, name):
     else:
         corpus = tmp_path / name
         corpus.write_text(pointer)
-    refuses(prepare(corpus, encoder=own), "Git LFS|one JSON object" if name == "c.jsonl" else "Git LFS")
+    refuses(
+        prepare(corpus, encoder=own), "Git LFS|one JSON object" if name == "c.jsonl" else "Git LFS"
+    )
 
 
 @SLOW
 @pytest.mark.parametrize("target", ["empty", "dangling", "linked twice"])
 def test_an_output_may_be_a_link(prepare, tmp_path, target):
-    """public-reports B 26 output-link: the store, and the work beside it, are on the target's disk"""
+    """public-reports B 26 output-link: the store, and the work beside it, are on the
+    target's disk
+    """
     (tmp_path / "big").mkdir()
     (tmp_path / "link").symlink_to(tmp_path / "big" / "S")
     if target == "empty":
@@ -381,15 +453,22 @@ def test_an_output_may_be_a_link(prepare, tmp_path, target):
         (tmp_path / "link").rename(tmp_path / "first")
         (tmp_path / "link").symlink_to(tmp_path / "first")
     corpus = write_lines(tmp_path / "c.txt", [*sentences(40), f"the {BROKEN_WORD} sees the ship."])
-    refuses(prepare(corpus, "--max-quarantined", 0, output_dir=tmp_path / "link"), "keeps the finished work")
+    refuses(
+        prepare(corpus, "--max-quarantined", 0, output_dir=tmp_path / "link"),
+        "keeps the finished work",
+    )
     assert [path.name for path in (tmp_path / "big").iterdir() if path.suffix] == ["S.work"]
     succeeds(prepare(corpus, "--max-quarantined", 0.1, "--force", output_dir=tmp_path / "link"))
-    assert (tmp_path / "link").is_symlink() and (tmp_path / "big" / "S" / "manifest.json").is_file()
+    assert (tmp_path / "link").is_symlink() and (
+        tmp_path / "big" / "S" / "manifest.json"
+    ).is_file()
     assert os.listdir(tmp_path / "big") == ["S"]
 
 
 def test_packing_accounts_for_every_file(encoder, tmp_path):
-    """public-reports B 26, B 6 and issue item 3: `pack` through links, with other splits, marks and macOS's files"""
+    """public-reports B 26, B 6 and issue item 3: `pack` through links, with other splits, marks
+    and macOS's files
+    """
     (tmp_path / "elsewhere").mkdir()
     (tmp_path / "big").mkdir()
     source = tmp_path / "d"
@@ -401,7 +480,10 @@ def test_packing_accounts_for_every_file(encoder, tmp_path):
     for i, text in enumerate(sentences(40)):
         suffix = ".TXT" if i == 7 else ".txt"
         (tmp_path / "elsewhere" / f"{i}{suffix}").write_text(f"\ufeff{text}", encoding="utf-8")
-        np.save(source / "latents" / "train" / f"{i}.npy", np.random.default_rng(i).normal(size=8).astype(np.float32))
+        np.save(
+            source / "latents" / "train" / f"{i}.npy",
+            np.random.default_rng(i).normal(size=8).astype(np.float32),
+        )
     (source / "latents" / "train" / "._0.npy").write_bytes(b"\x00")
     (source / "texts" / "test" / "a.txt").write_text("a text of a split that is not read")
     result = mmldlm("pack", source, "--tokenizer", encoder, "--output-dir", tmp_path / "P")
@@ -438,7 +520,9 @@ def test_a_full_disk_while_the_tokenizer_is_written(corpus, tmp_path, kilobytes)
 @SLOW
 @todo("public-reports B 31 dedup-marks")
 def test_marks_that_change_the_meaning_make_another_text(prepare, tmp_path):
-    lines = [f"{line} c{mark}" for line in sentences(20) for mark in ("", "#")]  # of words that the encoder knows
+    lines = [
+        f"{line} c{mark}" for line in sentences(20) for mark in ("", "#")
+    ]  # of words that the encoder knows
     succeeds(prepare(write_lines(tmp_path / "c.txt", lines)))
     assert manifest(tmp_path / "S")["corpus"]["kept"] == 40
 

@@ -1,4 +1,6 @@
-"""Encoders, tokens and given texts: what a latent is made of, and what a tokenizer or an encoder does not read."""
+"""Encoders, tokens and given texts: what a latent is made of, and what a tokenizer or an encoder
+does not read.
+"""
 
 from __future__ import annotations
 
@@ -9,11 +11,24 @@ import shutil
 import numpy as np
 import pytest
 
-from tests.trials.harness import SLOW, mmldlm, records, refuses, succeeds, tiny_run, todo, train_rank
+from tests.trials.harness import (
+    SLOW,
+    mmldlm,
+    records,
+    refuses,
+    succeeds,
+    tiny_run,
+    todo,
+    train_rank,
+)
 
 KHMER = [chr(code) for code in range(0x1780, 0x17A3)]
 EMOJI = [chr(code) for code in range(0x1F600, 0x1F640)]
-WHO, DOES, WHAT = ("Cat", "dog", "Bird", "ship"), ("Sees", "paints", "Finds"), ("river", "House", "letter", "Stone")
+WHO, DOES, WHAT = (
+    ("Cat", "dog", "Bird", "ship"),
+    ("Sees", "paints", "Finds"),
+    ("river", "House", "letter", "Stone"),
+)
 PROMPT = "Represent the Sentence: "
 SENTENCES = [f"The {WHO[i % 4]} {DOES[i % 3]} a {WHAT[i // 12 % 4]} {i} times" for i in range(60)]
 
@@ -25,31 +40,57 @@ def sentences(tmp_path_factory):
     return path
 
 
-def make_encoder(folder, sub="", length=100, lower=False, pooling=None, extra=(), prompts=None, sbert=None):
-    """Write a tiny sentence-transformers model of random weights over single letters; `extra` are further modules."""
+def make_encoder(
+    folder, sub="", length=100, lower=False, pooling=None, extra=(), prompts=None, sbert=None
+):
+    """Write a tiny sentence-transformers model of random weights over single letters; `extra` are
+    further modules.
+    """
     import torch
     from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors
     from transformers import BertConfig, BertModel, PreTrainedTokenizerFast
 
     letters = [chr(code) for code in range(33, 127)]
     names = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", *letters, *("##" + letter for letter in letters)]
-    core = Tokenizer(models.WordPiece({name: i for i, name in enumerate(names)}, unk_token="[UNK]"))
+    core = Tokenizer(
+        models.WordPiece({name: i for i, name in enumerate(names)}, unk_token="[UNK]")
+    )
     core.normalizer = normalizers.BertNormalizer(lowercase=False)
     core.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
     core.post_processor = processors.BertProcessing(("[SEP]", 3), ("[CLS]", 2))
     part = folder / sub
     PreTrainedTokenizerFast(
-        tokenizer_object=core, pad_token="[PAD]", unk_token="[UNK]", cls_token="[CLS]", sep_token="[SEP]"
+        tokenizer_object=core,
+        pad_token="[PAD]",
+        unk_token="[UNK]",
+        cls_token="[CLS]",
+        sep_token="[SEP]",
     ).save_pretrained(part)
     torch.manual_seed(0)
     shape = {"num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32}
-    sizes = {"vocab_size": len(names), "hidden_size": 16, "max_position_embeddings": 128, "initializer_range": 0.5}
+    sizes = {
+        "vocab_size": len(names),
+        "hidden_size": 16,
+        "max_position_embeddings": 128,
+        "initializer_range": 0.5,
+    }
     BertModel(BertConfig(**sizes, **shape)).save_pretrained(part)
-    modules = [(sub, "Transformer", None), ("1_Pooling", "Pooling", pooling or {"pooling_mode_mean_tokens": True})]
-    modules += [(f"{number}_{kind}", kind, settings) for number, (kind, settings) in enumerate(extra, 2)]
+    modules = [
+        (sub, "Transformer", None),
+        ("1_Pooling", "Pooling", pooling or {"pooling_mode_mean_tokens": True}),
+    ]
+    modules += [
+        (f"{number}_{kind}", kind, settings) for number, (kind, settings) in enumerate(extra, 2)
+    ]
     listed = []
     for path, kind, settings in modules:
-        listed.append({"name": str(len(listed)), "path": path, "type": f"sentence_transformers.models.{kind}"})
+        listed.append(
+            {
+                "name": str(len(listed)),
+                "path": path,
+                "type": f"sentence_transformers.models.{kind}",
+            }
+        )
         if settings is not None:
             (folder / path).mkdir(exist_ok=True)
             (folder / path / "config.json").write_text(json.dumps(settings), encoding="utf-8")
@@ -60,18 +101,33 @@ def make_encoder(folder, sub="", length=100, lower=False, pooling=None, extra=()
     settings = {"max_seq_length": length, "do_lower_case": lower, **(sbert or {})}
     (part / "sentence_bert_config.json").write_text(json.dumps(settings), encoding="utf-8")
     if prompts is not None:
-        (folder / "config_sentence_transformers.json").write_text(json.dumps(prompts), encoding="utf-8")
+        (folder / "config_sentence_transformers.json").write_text(
+            json.dumps(prompts), encoding="utf-8"
+        )
     return folder
 
 
-def reference(folder, texts, sub="", prompt="", skips_prompt=False, lower=False, length=100, after=lambda states: 0):
+def reference(
+    folder,
+    texts,
+    sub="",
+    prompt="",
+    skips_prompt=False,
+    lower=False,
+    length=100,
+    after=lambda states: 0,
+):
     """Vectors as sentence-transformers' definitions give them, one unpadded text at a time."""
     import torch
     from transformers import AutoModel, AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(folder / sub)
     model = AutoModel.from_pretrained(folder / sub).eval()
-    skipped = len(tokenizer(prompt.lower() if lower else prompt)["input_ids"]) - 1 if prompt and skips_prompt else 0
+    skipped = (
+        len(tokenizer(prompt.lower() if lower else prompt)["input_ids"]) - 1
+        if prompt and skips_prompt
+        else 0
+    )
     vectors = []
     for text in texts:
         full = (prompt + text).lower() if lower else prompt + text
@@ -89,7 +145,9 @@ def stored(store, split="train"):
     """Texts and latents of a store."""
     raw, ends = (np.load(store / split / f"{name}.npy") for name in ("text", "text_offsets"))
     raw = raw.tobytes()
-    return [raw[a:b].decode() for a, b in zip(ends, ends[1:])], np.load(store / split / "latents.npy")
+    return [raw[a:b].decode() for a, b in zip(ends, ends[1:])], np.load(
+        store / split / "latents.npy"
+    )
 
 
 DEFAULT_PROMPT = {"prompts": {"passage": PROMPT}, "default_prompt_name": "passage"}
@@ -113,7 +171,13 @@ KINDS = {
     # Two settings at once where they do not hide each other.
     "st-lower-case and st-include-prompt, in a subfolder": (
         {"sub": "0_Transformer", "lower": True, "pooling": NO_PROMPT, "prompts": DEFAULT_PROMPT},
-        {"sub": "0_Transformer", "lower": True, "prompt": PROMPT, "skips_prompt": True, "after": mean},
+        {
+            "sub": "0_Transformer",
+            "lower": True,
+            "prompt": PROMPT,
+            "skips_prompt": True,
+            "after": mean,
+        },
     ),
     "st-lower-case": ({"lower": True}, {"lower": True, "after": mean}),
     "st-include-prompt": (
@@ -121,16 +185,22 @@ KINDS = {
         {"prompt": PROMPT, "skips_prompt": True, "after": mean},
     ),
     "st-include-prompt, weightedmean, lower case": (
-        {"pooling": {**NO_PROMPT, "pooling_mode": "weightedmean"}, "prompts": DEFAULT_PROMPT, "lower": True},
+        {
+            "pooling": {**NO_PROMPT, "pooling_mode": "weightedmean"},
+            "prompts": DEFAULT_PROMPT,
+            "lower": True,
+        },
         {"prompt": PROMPT, "skips_prompt": True, "lower": True, "after": weighted},
     ),
     "two poolings, concatenated in the library's order": (
-        {"pooling": {"pooling_mode_mean_tokens": True, "pooling_mode_max_tokens": True}}, {"after": mean_and_max},
+        {"pooling": {"pooling_mode_mean_tokens": True, "pooling_mode_max_tokens": True}},
+        {"after": mean_and_max},
     ),
     "max_seq_length of the tokenizer's arguments": (
-        {"sbert": {"tokenizer_args": {"model_max_length": 70}}}, {"length": 70, "after": mean},
+        {"sbert": {"tokenizer_args": {"model_max_length": 70}}},
+        {"length": 70, "after": mean},
     ),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize(
@@ -140,41 +210,78 @@ def test_latents_are_the_librarys(kind, sentences, tmp_path):
     """public-reports B 10, 11 and 9"""
     made, expected = KINDS[kind]
     folder = make_encoder(tmp_path / "enc", **made)
-    succeeds(mmldlm("prepare", sentences, "--encoder", folder, "--max-tokens", 20, "--output-dir", tmp_path / "S"))
+    succeeds(
+        mmldlm(
+            "prepare",
+            sentences,
+            "--encoder",
+            folder,
+            "--max-tokens",
+            20,
+            "--output-dir",
+            tmp_path / "S",
+        )
+    )
     texts, latents = stored(tmp_path / "S")
     wanted = reference(folder, texts, **expected)
     np.testing.assert_allclose(latents, wanted, atol=1e-4 * np.abs(wanted).max())
 
 
-DENSE = {"in_features": 16, "out_features": 8, "activation_function": "torch.nn.modules.activation.Tanh"}
+DENSE = {
+    "in_features": 16,
+    "out_features": 8,
+    "activation_function": "torch.nn.modules.activation.Tanh",
+}
 NOT_FOLLOWED = {
     "LayerNorm": ({"extra": [("LayerNorm", {"dimension": 16})]}, "LayerNorm"),
     "WordWeights": ({"extra": [("WordWeights", {})]}, "WordWeights"),
-    "activation": ({"extra": [("Dense", {**DENSE, "activation_function": "my.Act"})]}, "activation_function"),
+    "activation": (
+        {"extra": [("Dense", {**DENSE, "activation_function": "my.Act"})]},
+        "activation_function",
+    ),
     "dense layer of the tokens": (
-        {"extra": [("Dense", {**DENSE, "module_input_name": "token_embeddings"})]}, "module_input_name",
+        {"extra": [("Dense", {**DENSE, "module_input_name": "token_embeddings"})]},
+        "module_input_name",
     ),
     "pooling": ({"pooling": {"pooling_mode": "median"}}, "pooling_mode"),
     "pooling's setting": ({"pooling": {"pooling_mode": "mean", "window": 3}}, "window"),
     "transformer's setting": ({"sbert": {"strip_accents": True}}, "strip_accents"),
     "chat template": (
-        {"sbert": {"modality_config": {"message": {"method": "forward", "method_output_name": "logits"}}}},
+        {
+            "sbert": {
+                "modality_config": {
+                    "message": {"method": "forward", "method_output_name": "logits"}
+                }
+            }
+        },
         "modality_config",
     ),
-    "arguments of the model": ({"sbert": {"config_args": {"num_hidden_layers": 1}}}, "config_args.num_hidden_layers"),
-    "prompt": ({"prompts": {"prompts": {}, "default_prompt_name": "passage"}}, "default_prompt_name"),
+    "arguments of the model": (
+        {"sbert": {"config_args": {"num_hidden_layers": 1}}},
+        "config_args.num_hidden_layers",
+    ),
+    "prompt": (
+        {"prompts": {"prompts": {}, "default_prompt_name": "passage"}},
+        "default_prompt_name",
+    ),
     "sparse encoder": ({"prompts": {"model_type": "SparseEncoder"}}, "model_type"),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize(
-    "kind", [pytest.param(kind, marks=() if number < 2 else SLOW) for number, kind in enumerate(NOT_FOLLOWED)]
+    "kind",
+    [
+        pytest.param(kind, marks=() if number < 2 else SLOW)
+        for number, kind in enumerate(NOT_FOLLOWED)
+    ],
 )
 def test_settings_that_are_not_followed_are_refused_by_name(kind, sentences, tmp_path):
     """public-reports B 10, 11: never other vectors than the library's, exit 0"""
     made, name = NOT_FOLLOWED[kind]
     folder = make_encoder(tmp_path / "enc", **made)
-    refuses(mmldlm("prepare", sentences, "--encoder", folder, "--output-dir", tmp_path / "S"), name)
+    refuses(
+        mmldlm("prepare", sentences, "--encoder", folder, "--output-dir", tmp_path / "S"), name
+    )
 
 
 @pytest.mark.parametrize("missing", ["weights", pytest.param("part of the weights", marks=SLOW)])
@@ -205,7 +312,11 @@ def test_texts_that_the_encoder_cuts_are_counted(sentences, tmp_path):
     """public-reports B 13: of an encoder whose tokens are shorter than the model's"""
     folder = make_encoder(tmp_path / "enc", length=24)
     words = ("--encoder", folder, "--max-tokens", 20, "--output-dir", tmp_path / "S")
-    succeeds(mmldlm("prepare", sentences, *words), "cut by the encoder", "warning: .* longer than the encoder reads")
+    succeeds(
+        mmldlm("prepare", sentences, *words),
+        "cut by the encoder",
+        "warning: .* longer than the encoder reads",
+    )
     splits = json.loads((tmp_path / "S" / "manifest.json").read_text())["splits"]
     assert splits["train"]["num_cut_by_encoder"] > 50
     succeeds(mmldlm("verify-data", tmp_path / "S"), "longer than the encoder reads")
@@ -224,7 +335,10 @@ def test_pieces_of_long_texts_are_never_longer_than_the_encoder_reads(tmp_path):
 
 
 def words_of(letters, chooser, number=8):
-    return " ".join("".join(chooser.choice(letters) for _ in range(chooser.randint(3, 7))) for _ in range(number))
+    return " ".join(
+        "".join(chooser.choice(letters) for _ in range(chooser.randint(3, 7)))
+        for _ in range(number)
+    )
 
 
 @pytest.mark.parametrize("script", ["Khmer", pytest.param("emoji", marks=SLOW)])
@@ -239,12 +353,25 @@ def test_a_corpus_that_the_tokenizer_does_not_know_is_refused(script, tmp_path):
 
 @SLOW
 def test_a_corpus_that_the_encoder_does_not_know_is_refused(tmp_path):
-    """public-reports B 14: a tokenizer made for the texts, and an encoder to which they are all alike"""
+    """public-reports B 14: a tokenizer made for the texts, and an encoder to which they are all
+    alike
+    """
     chooser = random.Random(0)
     lines = [words_of(KHMER, chooser) for _ in range(60)]
     (tmp_path / "c.txt").write_text("\n".join(lines), encoding="utf-8")
-    words = ("--tokenizer", "train", "--vocab-size", 300, "--max-tokens", 100, "--output-dir", tmp_path / "S")
-    refuses(mmldlm("prepare", tmp_path / "c.txt", *words), r"encoder minilm .*\[UNK\]", "--encoder")
+    words = (
+        "--tokenizer",
+        "train",
+        "--vocab-size",
+        300,
+        "--max-tokens",
+        100,
+        "--output-dir",
+        tmp_path / "S",
+    )
+    refuses(
+        mmldlm("prepare", tmp_path / "c.txt", *words), r"encoder minilm .*\[UNK\]", "--encoder"
+    )
 
 
 @SLOW
@@ -253,7 +380,9 @@ def test_a_share_of_unknown_tokens_is_said_everywhere(tmp_path):
     lines = [f"{text}, {chr(0x1780 + i % 30)} alone" for i, text in enumerate(SENTENCES)]
     (tmp_path / "c.txt").write_text("\n".join(lines), encoding="utf-8")
     succeeds(
-        mmldlm("prepare", tmp_path / "c.txt", "--output-dir", tmp_path / "S"), r"warning: .*\[UNK\]", r"\[UNK\] +│ \d"
+        mmldlm("prepare", tmp_path / "c.txt", "--output-dir", tmp_path / "S"),
+        r"warning: .*\[UNK\]",
+        r"\[UNK\] +│ \d",
     )
     split = json.loads((tmp_path / "S" / "manifest.json").read_text())["splits"]["train"]
     assert split["num_unknown"] == split["num_samples"]
@@ -263,7 +392,15 @@ def test_a_share_of_unknown_tokens_is_said_everywhere(tmp_path):
 @pytest.mark.parametrize("kind", ["t2l", pytest.param("l2t", marks=SLOW)])
 def test_a_given_text_of_unknown_words_alone_is_refused(kind, trial_model, tmp_path):
     """public-reports C 16"""
-    words = ("--checkpoint", trial_model, "--text", "The cat", "ខ្មែរ", "--output-dir", tmp_path / "O")
+    words = (
+        "--checkpoint",
+        trial_model,
+        "--text",
+        "The cat",
+        "ខ្មែរ",
+        "--output-dir",
+        tmp_path / "O",
+    )
     refuses(mmldlm("sample", kind, *words), r"\[UNK\]")
 
 
@@ -271,7 +408,15 @@ def test_a_given_text_of_unknown_words_alone_is_refused(kind, trial_model, tmp_p
 @pytest.mark.parametrize("kind", ["t2l", "l2t"])
 def test_unknown_words_of_a_given_text_are_counted(kind, trial_model, tmp_path):
     """public-reports C 16: from one of them"""
-    words = ("--checkpoint", trial_model, "--text", "The cat", "a ខ្មែរ river", "--output-dir", tmp_path / "O")
+    words = (
+        "--checkpoint",
+        trial_model,
+        "--text",
+        "The cat",
+        "a ខ្មែរ river",
+        "--output-dir",
+        tmp_path / "O",
+    )
     succeeds(mmldlm("sample", kind, *words), r"warning: .*\[UNK\].*ខ្មែរ", r"┃ \[UNK\]")
     assert [row["num_unknown"] for row in records(tmp_path / "O" / "samples.jsonl")] == [0, 1]
 
@@ -311,12 +456,20 @@ def test_tokens_are_never_cut_inside_a_character(way, letters, max_tokens, tmp_p
     """public-reports B 17"""
     tokenizer, chooser = byte_level_tokenizer(tmp_path / "tok"), random.Random(0)
     lines = ["".join(chooser.choice([*letters, "a", "b"]) for _ in range(30)) for _ in range(60)]
-    words = ("--tokenizer", tmp_path / "tok", "--max-tokens", max_tokens, "--output-dir", tmp_path / "S")
+    words = (
+        "--tokenizer",
+        tmp_path / "tok",
+        "--max-tokens",
+        max_tokens,
+        "--output-dir",
+        tmp_path / "S",
+    )
     if way == "prepare":
         (tmp_path / "c.txt").write_text("\n".join(lines), encoding="utf-8")
         if letters is EMOJI:  # all alike to MiniLM
             refuses(
-                mmldlm("prepare", tmp_path / "c.txt", "--overlong", "truncate", *words), r"encoder minilm .*\[UNK\]"
+                mmldlm("prepare", tmp_path / "c.txt", "--overlong", "truncate", *words),
+                r"encoder minilm .*\[UNK\]",
             )
             return
         succeeds(mmldlm("prepare", tmp_path / "c.txt", "--overlong", "truncate", *words))
@@ -324,11 +477,18 @@ def test_tokens_are_never_cut_inside_a_character(way, letters, max_tokens, tmp_p
         for folder in ("texts/train", "latents/train"):
             (tmp_path / "D" / folder).mkdir(parents=True)
         for number, line in enumerate(lines):
-            (tmp_path / "D" / "texts" / "train" / f"{number}.txt").write_text(line, encoding="utf-8")
-            np.save(tmp_path / "D" / "latents" / "train" / f"{number}.npy", np.random.randn(4).astype(np.float32))
+            (tmp_path / "D" / "texts" / "train" / f"{number}.txt").write_text(
+                line, encoding="utf-8"
+            )
+            np.save(
+                tmp_path / "D" / "latents" / "train" / f"{number}.npy",
+                np.random.randn(4).astype(np.float32),
+            )
         succeeds(mmldlm("pack", tmp_path / "D", *words))
     texts, _ = stored(tmp_path / "S")
-    ids, ends = (np.load(tmp_path / "S" / "train" / f"{name}.npy") for name in ("tokens", "token_offsets"))
+    ids, ends = (
+        np.load(tmp_path / "S" / "train" / f"{name}.npy") for name in ("tokens", "token_offsets")
+    )
     assert [tokenizer.decode(ids[a:b]) for a, b in zip(ends, ends[1:])] == texts
     succeeds(mmldlm("verify-data", tmp_path / "S"))
 
@@ -346,29 +506,50 @@ def test_verify_data_compares_tokens_with_their_text(trial_store, tmp_path):
     "content",
     [
         pytest.param(
-            "\ufeffReturn the name\u2028of the file.\nOpen the stream\x85for reading.\nClose\x0cthe\x1efile.\n",
+            "\ufeffReturn the name\u2028of the file.\nOpen the stream\x85for"
+            " reading.\nClose\x0cthe\x1efile.\n",
             id="separators, BOM",
         ),
-        pytest.param("Return the name.\nOpen the stream.\n\nClose the file.", id="blank line", marks=SLOW),
-        pytest.param("Return the name.\r\nOpen the stream.\rClose the file.\r\n", id="carriage returns", marks=SLOW),
+        pytest.param(
+            "Return the name.\nOpen the stream.\n\nClose the file.", id="blank line", marks=SLOW
+        ),
+        pytest.param(
+            "Return the name.\r\nOpen the stream.\rClose the file.\r\n",
+            id="carriage returns",
+            marks=SLOW,
+        ),
     ],
 )
 def test_lines_of_a_text_file_are_those_of_a_corpus(content, trial_model, tmp_path):
     """public-reports B 18"""
     (tmp_path / "in.txt").write_bytes(content.encode())
-    words = ("--checkpoint", trial_model, "--text-file", tmp_path / "in.txt", "--output-dir", tmp_path / "O")
+    words = (
+        "--checkpoint",
+        trial_model,
+        "--text-file",
+        tmp_path / "in.txt",
+        "--output-dir",
+        tmp_path / "O",
+    )
     succeeds(mmldlm("sample", "t2l", *words))
     texts = [row["text"] for row in records(tmp_path / "O" / "samples.jsonl")]
     assert len(texts) == 3 and texts[0].startswith("Return")
 
 
-PAIRS = [("The cat sees the house.", "A cat looks at a house.", 4.2), ("The dog runs.", "A plane lands.", 0.2),
-         ("Open the file.", "Close the file.", 1.8), ("Return the name.", "Return the name of it.", 4.0)]  # fmt: skip
+PAIRS = [
+    ("The cat sees the house.", "A cat looks at a house.", 4.2),
+    ("The dog runs.", "A plane lands.", 0.2),
+    ("Open the file.", "Close the file.", 1.8),
+    ("Return the name.", "Return the name of it.", 4.0),
+]
 GLUE = "index\tgenre\tfilename\tyear\told_index\tsource1\tsource2\tsentence1\tsentence2\tscore\n"
 
 
 def sts_file(kind, path):
-    glue = [f"{i}\tmain\tMSRvid\t2012\t{i:04}\tnone\tnone\t{a}\t{b}\t{s}" for i, (a, b, s) in enumerate(PAIRS)]
+    glue = [
+        f"{i}\tmain\tMSRvid\t2012\t{i:04}\tnone\tnone\t{a}\t{b}\t{s}"
+        for i, (a, b, s) in enumerate(PAIRS)
+    ]
     own = [f"main\tMSRvid\t2012\t{i:04}\t{s}\t{a}\t{b}" for i, (a, b, s) in enumerate(PAIRS)]
     lines = {
         "GLUE": [GLUE[:-1], *glue],
@@ -416,13 +597,26 @@ def test_a_vector_of_another_norm_is_named(trial_model, tmp_path):
     vectors[1] *= 12
     np.save(tmp_path / "v.npy", vectors.astype(np.float32))
     words = ("--latent-file", tmp_path / "v.npy", "--num-steps", 2, "--output-dir", tmp_path / "O")
-    succeeds(mmldlm("sample", "l2t", "--checkpoint", trial_model, *words), r"warning: 1 of 3 .*norm 12 \(rows 1\)")
+    succeeds(
+        mmldlm("sample", "l2t", "--checkpoint", trial_model, *words),
+        r"warning: 1 of 3 .*norm 12 \(rows 1\)",
+    )
 
 
-@pytest.mark.parametrize("seed", [2**65, pytest.param(2**64, marks=SLOW), pytest.param(-1, marks=SLOW)])
+@pytest.mark.parametrize(
+    "seed", [2**65, pytest.param(2**64, marks=SLOW), pytest.param(-1, marks=SLOW)]
+)
 def test_seeds_are_bounded(seed, trial_model, tmp_path):
     """public-reports B 27"""
-    words = ("--checkpoint", trial_model, "--text", "The cat", f"--seed={seed}", "--output-dir", tmp_path / "O")
+    words = (
+        "--checkpoint",
+        trial_model,
+        "--text",
+        "The cat",
+        f"--seed={seed}",
+        "--output-dir",
+        tmp_path / "O",
+    )
     refuses(mmldlm("sample", "t2l", *words), "--seed")
 
 
@@ -434,14 +628,18 @@ def test_a_given_text_that_is_not_utf_8_is_refused(trial_model, tmp_path):
 
 @SLOW
 def test_rows_without_their_parent_are_left_out(corpus, trial_store, tmp_path):
-    """newcomer B4: a store whose encoder is not known has no cosine of texts embedded again, and no floor of it"""
+    """newcomer B4: a store whose encoder is not known has no cosine of texts embedded again, and
+    no floor of it
+    """
     store = shutil.copytree(trial_store, tmp_path / "S")
     manifest = json.loads((store / "manifest.json").read_text())
     manifest["encoder"] = {"name": "unknown", "source": "imported", "normalize": True}
     (store / "manifest.json").write_text(json.dumps(manifest))
     succeeds(train_rank(*tiny_run(store, tmp_path, "r")))
     words = ("--num-samples", 8, "--html", tmp_path / "e.html")
-    result = mmldlm("evaluate", "--checkpoint", tmp_path / "r", "--data", store, *words, timeout=300)
+    result = mmldlm(
+        "evaluate", "--checkpoint", tmp_path / "r", "--data", store, *words, timeout=300
+    )
     assert "Traceback" not in result.output and "l2t set-F1" in result
     page = (tmp_path / "e.html").read_text(encoding="utf-8")
     for text in (result.output, page):
@@ -455,14 +653,24 @@ def test_an_encoder_of_a_moved_folder_is_found_or_asked_for(sentences, tmp_path)
     words = ("--encoder", folder, "--max-tokens", 20, "--output-dir", tmp_path / "S")
     succeeds(mmldlm("prepare", sentences, *words))
     succeeds(train_rank(*tiny_run(tmp_path / "S", tmp_path, "r")))
-    sample = ("sample", "l2t", "--checkpoint", tmp_path / "r", "--text", "The Cat Sees a House", "--output-dir")
+    sample = (
+        "sample",
+        "l2t",
+        "--checkpoint",
+        tmp_path / "r",
+        "--text",
+        "The Cat Sees a House",
+        "--output-dir",
+    )
     refuses(mmldlm(*sample, tmp_path / "O"), "MMLDLM_ENCODERS")
     succeeds(mmldlm(*sample, tmp_path / "O", env={"MMLDLM_ENCODERS": str(tmp_path / "models")}))
 
 
 @SLOW
 @todo("newcomer 2: evaluate/sample with a store of another dimension")
-def test_the_fix_for_a_store_of_another_dimension_is_one_that_the_command_has(trial_model, sentences, tmp_path):
+def test_the_fix_for_a_store_of_another_dimension_is_one_that_the_command_has(
+    trial_model, sentences, tmp_path
+):
     folder = make_encoder(tmp_path / "enc")
     words = ("--encoder", folder, "--max-tokens", 20, "--output-dir", tmp_path / "S")
     succeeds(mmldlm("prepare", sentences, *words))
@@ -477,5 +685,7 @@ def test_the_fix_for_a_store_of_another_dimension_is_one_that_the_command_has(tr
 def test_prepare_works_without_docstrings(sentences, tmp_path):
     from tests.trials.harness import fresh_mmldlm
 
-    result = fresh_mmldlm("prepare", sentences, "--output-dir", tmp_path / "S", env={"PYTHONOPTIMIZE": "2"})
+    result = fresh_mmldlm(
+        "prepare", sentences, "--output-dir", tmp_path / "S", env={"PYTHONOPTIMIZE": "2"}
+    )
     assert result.code == 0 or "PYTHONOPTIMIZE" in result

@@ -1,4 +1,6 @@
-"""What is trained, sampled or measured is kept: trackers, plots, full disks, files that vanish, two calls at once."""
+"""What is trained, sampled or measured is kept: trackers, plots, full disks, files that vanish,
+two calls at once.
+"""
 
 from __future__ import annotations
 
@@ -12,9 +14,20 @@ import time
 
 import pytest
 
-from tests.trials.harness import SLOW, mmldlm, records, refuses, shell, succeeds, tiny_run, todo, train_rank
+from tests.trials.harness import (
+    SLOW,
+    mmldlm,
+    records,
+    refuses,
+    shell,
+    succeeds,
+    tiny_run,
+    todo,
+    train_rank,
+)
 
-# -- a tracker ------------------------------------------------------------------------------------------------------
+# -- a tracker
+# -------------------------------------------------------------------------------------------------
 
 WANDB = """
 import time
@@ -44,17 +57,26 @@ def wandb(folder, source: str) -> dict[str, str]:
         ("import no_such_package", "no_such_package"),
         ("", "without init and Settings"),
         ("def init(**keywords): pass", "without Settings"),
-        (WANDB.format(log="pass", finish="pass", init="raise SystemExit(0)"), "logging.wandb.mode"),
+        (
+            WANDB.format(log="pass", finish="pass", init="raise SystemExit(0)"),
+            "logging.wandb.mode",
+        ),
         (WANDB.format(log="pass", finish="pass", init="1 / 0"), "division"),
     ],
     ids=["attribute", "exit", "import", "empty", "half", "init-exit", "init-error"],
 )
-def test_a_tracker_that_does_not_start_is_refused_before_the_training(trial_store, tmp_path, source, words):
+def test_a_tracker_that_does_not_start_is_refused_before_the_training(
+    trial_store, tmp_path, source, words
+):
     """public-reports A wandb_broken_import, wandb_shadowed."""
     environment = wandb(tmp_path / "site", source)
-    result = train_rank(*tiny_run(trial_store, tmp_path, "r", "logging.wandb.mode=offline"), env=environment)
+    result = train_rank(
+        *tiny_run(trial_store, tmp_path, "r", "logging.wandb.mode=offline"), env=environment
+    )
     refuses(result, words, "logging.wandb.mode")
-    assert not (tmp_path / "r" / "checkpoints").exists() or not list((tmp_path / "r" / "checkpoints").glob("step_*"))
+    assert not (tmp_path / "r" / "checkpoints").exists() or not list(
+        (tmp_path / "r" / "checkpoints").glob("step_*")
+    )
 
 
 HANG = "time.sleep(1000)"
@@ -80,14 +102,18 @@ def test_a_tracker_never_changes_how_a_run_ends(trial_store, tmp_path, stub):
     assert (tmp_path / "r" / "latest").resolve().name == "step_00000006"
 
 
-# -- plots ----------------------------------------------------------------------------------------------------------
+# -- plots
+# -------------------------------------------------------------------------------------------------
 
 
 def test_a_plot_that_fails_is_a_warning(trial_store, tmp_path):
     """trials-3 BAD 4, the kind: an error of any kind in a plot."""
     (tmp_path / "r" / "plots").mkdir(parents=True)
     (tmp_path / "r" / "plots" / "loss.png").mkdir()
-    succeeds(train_rank(*tiny_run(trial_store, tmp_path, "r", "training.num_train_steps=1")), "warning: no plot")
+    succeeds(
+        train_rank(*tiny_run(trial_store, tmp_path, "r", "training.num_train_steps=1")),
+        "warning: no plot",
+    )
     assert records(tmp_path / "r" / "events.jsonl")[-1]["event"] == "end"
 
 
@@ -103,14 +129,24 @@ def test_the_end_of_a_failed_run_is_an_event(trial_store, tmp_path):
     assert (last["event"], last["exit_code"]) == ("end", result.code)
 
 
-# -- files of the data that vanish in mid-run -----------------------------------------------------------------------
+# -- files of the data that vanish in mid-run
+# -----------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
 def image_store(tmp_path_factory):
     """A store of glyphs as codes, which has a codebook."""
     folder = tmp_path_factory.mktemp("images") / "G"
-    words = ["prepare", "glyphs", "--faces", "1", "--image-size", "16", "--latents", "codes:kmeans:64"]
+    words = [
+        "prepare",
+        "glyphs",
+        "--faces",
+        "1",
+        "--image-size",
+        "16",
+        "--latents",
+        "codes:kmeans:64",
+    ]
     succeeds(mmldlm(*words, "--output-dir", folder, timeout=120))
     return folder
 
@@ -139,8 +175,14 @@ def train_and(change, words, run, timeout: float = 120):
     ("how", "name"),
     [
         ("delete", "codebook.npy"),
-        *(pytest.param("delete", name, marks=SLOW) for name in ("tokenizer", "manifest.json", "train", "validation")),
-        *(pytest.param("garble", name, marks=SLOW) for name in ("codebook.npy", "tokenizer", "manifest.json")),
+        *(
+            pytest.param("delete", name, marks=SLOW)
+            for name in ("tokenizer", "manifest.json", "train", "validation")
+        ),
+        *(
+            pytest.param("garble", name, marks=SLOW)
+            for name in ("codebook.npy", "tokenizer", "manifest.json")
+        ),
     ],
 )
 def test_a_save_needs_nothing_of_the_data(image_store, tmp_path, name, how):
@@ -158,12 +200,25 @@ def test_a_save_needs_nothing_of_the_data(image_store, tmp_path, name, how):
             path.write_bytes(b"garbled")
 
     words = [
-        "--config-name", "image_text_discrete", "engine.kind=single", f"data.latent_data_root={store}",
-        "training.num_train_steps=12", "optimizer.warmup_steps=2", "logging.save_freq=4", "logging.eval_freq=8",
-        "training.train_batch_size=4", "data.max_validation_samples=4", f"logging.save_dir={tmp_path}",
-        "logging.run_name=r", "data.num_workers=0", "model.hidden_size=32", "model.n_heads=2", "model.n_blocks=1",
-        "model.cond_dim=32", "optimizer.muon_block_rows=16",
-    ]  # fmt: skip
+        "--config-name",
+        "image_text_discrete",
+        "engine.kind=single",
+        f"data.latent_data_root={store}",
+        "training.num_train_steps=12",
+        "optimizer.warmup_steps=2",
+        "logging.save_freq=4",
+        "logging.eval_freq=8",
+        "training.train_batch_size=4",
+        "data.max_validation_samples=4",
+        f"logging.save_dir={tmp_path}",
+        "logging.run_name=r",
+        "data.num_workers=0",
+        "model.hidden_size=32",
+        "model.n_heads=2",
+        "model.n_blocks=1",
+        "model.cond_dim=32",
+        "optimizer.muon_block_rows=16",
+    ]
     result = train_and(change, words, tmp_path / "r")
     succeeds(result)
     saved = tmp_path / "r" / "latest"
@@ -171,7 +226,8 @@ def test_a_save_needs_nothing_of_the_data(image_store, tmp_path, name, how):
     assert (saved / "codebook.npy").read_bytes() == (image_store / "codebook.npy").read_bytes()
 
 
-# -- outputs --------------------------------------------------------------------------------------------------------
+# -- outputs
+# -------------------------------------------------------------------------------------------------
 
 
 def sample_words(model, out, *more) -> list:
@@ -224,23 +280,55 @@ def test_a_full_disk_keeps_the_samples_of_before(trial_model, tiny_disk):
         ["plot", "{run}", "--out", "{out}.png"],
         ["verify-data", "{store}", "--plot", "{out}.png"],
         pytest.param(
-            ["evaluate", "--checkpoint", "{model}", "--data", "{store}", "--num-samples", "4", "--control-samples", "2",
-             "--num-steps", "2", "--html", "{out}.html"],
+            [
+                "evaluate",
+                "--checkpoint",
+                "{model}",
+                "--data",
+                "{store}",
+                "--num-samples",
+                "4",
+                "--control-samples",
+                "2",
+                "--num-steps",
+                "2",
+                "--html",
+                "{out}.html",
+            ],
             marks=SLOW,
         ),
-        pytest.param(["sanity", "--config-name", "tiny", "data.latent_data_root={store}", "--overfit-steps", "2",
-                      "--max-steps", "1", "--json", "{out}.json"], marks=SLOW),
+        pytest.param(
+            [
+                "sanity",
+                "--config-name",
+                "tiny",
+                "data.latent_data_root={store}",
+                "--overfit-steps",
+                "2",
+                "--max-steps",
+                "1",
+                "--json",
+                "{out}.json",
+            ],
+            marks=SLOW,
+        ),
     ],
     ids=lambda words: words[0],
-)  # fmt: skip
-def test_a_full_disk_keeps_the_file_of_before(trial_run, trial_store, trial_model, tiny_disk, words):
+)
+def test_a_full_disk_keeps_the_file_of_before(
+    trial_run, trial_store, trial_model, tiny_disk, words
+):
     """trials-3 BAD 16 and POOR 1, newcomer 7."""
     disk, fill = tiny_disk
     out = disk / f"p{words[-1][5:]}"
     out.write_text("an earlier result", encoding="utf-8")
     fill()
     places = dict(run=trial_run, store=trial_store, model=trial_model, out=disk / "p")
-    refuses(mmldlm(*(word.format(**places) for word in words)), f"{out}.*No space left on device", code=1)
+    refuses(
+        mmldlm(*(word.format(**places) for word in words)),
+        f"{out}.*No space left on device",
+        code=1,
+    )
     assert out.read_text(encoding="utf-8") == "an earlier result"
 
 
@@ -267,7 +355,8 @@ def test_samples_into_a_folder_that_is_a_link(trial_model, tmp_path):
     assert (tmp_path / "big" / "o" / "samples.jsonl").is_file()
 
 
-# -- two calls at once ----------------------------------------------------------------------------------------------
+# -- two calls at once
+# ----------------------------------------------------------------------------------------------
 
 
 def both(*calls):
@@ -300,7 +389,9 @@ def test_two_samples_into_one_folder_never_both_succeed(trial_model, tmp_path, o
 
 
 def test_samples_that_appear_meanwhile_are_kept(trial_model, tmp_path):
-    """trials-3 BAD 25: another host, whose lock is not seen, fills the folder while this call samples."""
+    """trials-3 BAD 25: another host, whose lock is not seen, fills the folder while this call
+    samples.
+    """
     out, ended = tmp_path / "o", threading.Event()
 
     def fill():
@@ -319,7 +410,8 @@ def test_samples_that_appear_meanwhile_are_kept(trial_model, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "words", [["plot", "{run}", "--out", "{f}.png"], ["verify-data", "{store}", "--plot", "{f}.png"]]
+    "words",
+    [["plot", "{run}", "--out", "{f}.png"], ["verify-data", "{store}", "--plot", "{f}.png"]],
 )
 def test_a_file_that_another_call_writes_is_refused(trial_run, trial_store, tmp_path, words):
     """trials-3 BAD 25, the kind."""
@@ -334,7 +426,8 @@ def test_a_file_that_another_call_writes_is_refused(trial_run, trial_store, tmp_
     assert os.listdir(tmp_path) == ["p.png"]
 
 
-# -- later issues ---------------------------------------------------------------------------------------------------
+# -- later issues
+# -------------------------------------------------------------------------------------------------
 
 
 @SLOW
@@ -342,8 +435,8 @@ def test_a_file_that_another_call_writes_is_refused(trial_run, trial_store, tmp_
 def test_what_is_sampled_is_kept_on_an_interrupt(trial_model, trial_store, tmp_path):
     out = tmp_path / "o"
     command = (
-        f"timeout -s INT 25 {os.path.dirname(sys.executable)}/mmldlm sample t2l --checkpoint {trial_model} "
-        f"--text-file {tmp_path / 't'} --num-steps 100000 --output-dir {out}"
+        f"timeout -s INT 25 {os.path.dirname(sys.executable)}/mmldlm sample t2l --checkpoint"
+        f" {trial_model} --text-file {tmp_path / 't'} --num-steps 100000 --output-dir {out}"
     )
     (tmp_path / "t").write_text("".join(f"text {i}\n" for i in range(2000)), encoding="utf-8")
     assert shell(command).code != 0

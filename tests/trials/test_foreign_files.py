@@ -1,4 +1,6 @@
-"""Files and folders of other programs: one complete model is converted, a part of one or one of several is refused."""
+"""Files and folders of other programs: one complete model is converted, a part of one or one of
+several is refused.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,10 @@ MATRIX = torch.arange(24.0).reshape(4, 6)
 
 def default(values, count: int = 1) -> list:
     """The first `count` kinds for the default run, the others for `--trials`."""
-    return [value if place < count else pytest.param(value, marks=SLOW) for place, value in enumerate(values)]
+    return [
+        value if place < count else pytest.param(value, marks=SLOW)
+        for place, value in enumerate(values)
+    ]
 
 
 def tensors_in(folder: Path) -> dict[str, torch.Tensor]:
@@ -48,7 +53,8 @@ def save(path: Path, value) -> Path:
     return path
 
 
-# -- folders of several models ----------------------------------------------------------------------------------------
+# -- folders of several models
+# ----------------------------------------------------------------------------------------
 
 SEVERAL = [
     ("model.safetensors", "model_1.safetensors"),  # accelerate
@@ -67,10 +73,16 @@ def test_a_folder_of_several_models_is_never_its_first(tmp_path, names):
         if name.endswith(".metadata"):
             import torch.distributed.checkpoint as dcp
 
-            dcp.save({"model": {"w": MATRIX}}, checkpoint_id=(tmp_path / "in" / name).parent, no_dist=True)
+            dcp.save(
+                {"model": {"w": MATRIX}},
+                checkpoint_id=(tmp_path / "in" / name).parent,
+                no_dist=True,
+            )
         else:
             save(tmp_path / "in" / name, {"w": MATRIX})
-    save(tmp_path / "in" / "optimizer.bin", {"state": {0: {"exp_avg": MATRIX}}, "param_groups": []})
+    save(
+        tmp_path / "in" / "optimizer.bin", {"state": {0: {"exp_avg": MATRIX}}, "param_groups": []}
+    )
     given = [name.partition("/")[0] for name in names]
     refuses(convert(tmp_path / "in"), "2 models", *given)
     assert not (tmp_path / "out").exists()
@@ -79,17 +91,26 @@ def test_a_folder_of_several_models_is_never_its_first(tmp_path, names):
 
 
 def test_one_model_in_several_forms_is_one(tmp_path):
-    """What a Trainer leaves: the model, its optimizer and counters, and checkpoints of its past."""
+    """What a Trainer leaves: the model, its optimizer and counters, and checkpoints of its
+    past.
+    """
     save(tmp_path / "in" / "model.safetensors", {"w": MATRIX})
     for name in ("pytorch_model_fsdp.bin", "checkpoint-2/pytorch_model.bin"):
         save(tmp_path / "in" / name, {"w": MATRIX})
-    for name in ("optimizer.pt", "rng_state_0.pth", "training_args.bin", "scheduler.pt", "random_states_0.pkl"):
+    for name in (
+        "optimizer.pt",
+        "rng_state_0.pth",
+        "training_args.bin",
+        "scheduler.pt",
+        "random_states_0.pkl",
+    ):
         save(tmp_path / "in" / name, {"state": {0: {"exp_avg": MATRIX}}})
     succeeds(convert(tmp_path / "in"), "pytorch_model_fsdp.bin, next to model.safetensors")
 
 
 @pytest.mark.parametrize(
-    "module", default(["2_Dense/model.safetensors", "2_Dense/pytorch_model.bin", "1_Router/0_A/model.bin"])
+    "module",
+    default(["2_Dense/model.safetensors", "2_Dense/pytorch_model.bin", "1_Router/0_A/model.bin"]),
 )
 def test_modules_of_sentence_transformers(tmp_path, module):
     """conversion-trials part 2 BAD 3: the Dense module was left out."""
@@ -101,25 +122,40 @@ def test_modules_of_sentence_transformers(tmp_path, module):
     (folder / "config.json").write_text("{}", encoding="utf-8")
     refuses(convert(folder), module.partition("/")[0], "give the file")
     # The file of the transformer may be asked for by name: a note says that it is alone.
-    succeeds(mmldlm("convert", folder / "model.safetensors", tmp_path / "one"), "note: .*sentence-transformers")
+    succeeds(
+        mmldlm("convert", folder / "model.safetensors", tmp_path / "one"),
+        "note: .*sentence-transformers",
+    )
     (folder / module).unlink()
     succeeds(convert(folder), "note: .*sentence-transformers.*1_Pooling")
 
 
 @pytest.mark.parametrize(
     "name",
-    default(["pytorch_model.bin", "diffusion_pytorch_model.safetensors", "model.fp16.safetensors", "lit_model.pth"]),
+    default(
+        [
+            "pytorch_model.bin",
+            "diffusion_pytorch_model.safetensors",
+            "model.fp16.safetensors",
+            "lit_model.pth",
+        ]
+    ),
 )
 def test_a_folder_with_one_obvious_file(tmp_path, name):
     """conversion-trials P3, part 2 POOR 6: the file was there, and the folder was refused."""
     save(tmp_path / "in" / name, {"w": MATRIX})
     (tmp_path / "in" / "config.json").write_text('{"model_type": "x"}', encoding="utf-8")
     succeeds(convert(tmp_path / "in"))
-    assert tensors_in(tmp_path / "out")["w"].equal(MATRIX) and (tmp_path / "out" / "config.json").is_file()
+    assert (
+        tensors_in(tmp_path / "out")["w"].equal(MATRIX)
+        and (tmp_path / "out" / "config.json").is_file()
+    )
 
 
 @SLOW
-@pytest.mark.parametrize("stem, suffix", [("pytorch_model", "bin"), ("diffusion_pytorch_model", "safetensors")])
+@pytest.mark.parametrize(
+    "stem, suffix", [("pytorch_model", "bin"), ("diffusion_pytorch_model", "safetensors")]
+)
 def test_shards_and_their_index(tmp_path, stem, suffix):
     """conversion-trials P3: pytorch_model.bin.index.json was "a text file"."""
     names = {"a.w": f"{stem}-00001-of-00002.{suffix}", "b.w": f"{stem}-00002-of-00002.{suffix}"}
@@ -130,7 +166,11 @@ def test_shards_and_their_index(tmp_path, stem, suffix):
     succeeds(convert(tmp_path / "in"))
     assert set(tensors_in(tmp_path / "out")) == set(names)
     succeeds(mmldlm("convert", "diff", index, tmp_path / "out"))
-    refuses(mmldlm("convert", tmp_path / "in" / names["a.w"], tmp_path / "no"), "one of the 2 shards", "index.json")
+    refuses(
+        mmldlm("convert", tmp_path / "in" / names["a.w"], tmp_path / "no"),
+        "one of the 2 shards",
+        "index.json",
+    )
     index.write_text(json.dumps({"weight_map": {"a.w": names["a.w"]}}), encoding="utf-8")
     refuses(convert(tmp_path / "in", out="out2"), "1 of 2 shards")
 
@@ -146,7 +186,9 @@ def test_a_pipeline_names_its_models(tmp_path):
 
 @pytest.mark.parametrize("rounded", default(["w.fp16.safetensors", "w.bf16.bin"]))
 def test_the_form_that_is_not_rounded_is_taken(tmp_path, rounded):
-    """diffusers writes variants beside the weights; of a folder with both the 16-bit one was converted."""
+    """diffusers writes variants beside the weights; of a folder with both the 16-bit one was
+    converted.
+    """
     save(tmp_path / "in" / rounded, {"w": (MATRIX + 0.123).bfloat16()})
     save(tmp_path / "in" / "w.bin", {"w": MATRIX + 0.123})
     succeeds(convert(tmp_path / "in"), f"{rounded}, next to w.bin")
@@ -160,10 +202,20 @@ def test_a_name_that_only_ends_like_deepspeeds(tmp_path, name):
     assert tensors_in(tmp_path / "out")["w"].equal(MATRIX)
 
 
-# -- parts of sharded checkpoints -------------------------------------------------------------------------------------
+# -- parts of sharded checkpoints
+# -------------------------------------------------------------------------------------
 
-MODULE = {"module": {"w": MATRIX}, "dp_world_size": 2, "mp_world_size": 1, "ds_version": "0.19.8", "param_shapes": []}
-OPTIMIZER = {"optimizer_state_dict": {"zero_stage": 3, "partition_count": 2, "w": MATRIX}, "w": MATRIX}
+MODULE = {
+    "module": {"w": MATRIX},
+    "dp_world_size": 2,
+    "mp_world_size": 1,
+    "ds_version": "0.19.8",
+    "param_shapes": [],
+}
+OPTIMIZER = {
+    "optimizer_state_dict": {"zero_stage": 3, "partition_count": 2, "w": MATRIX},
+    "w": MATRIX,
+}
 FAIRSCALE = {"model": {"flat_param_0": MATRIX}, "shard_metadata": {}}
 PARTS = {
     "zero3 model": ("zero_pp_rank_0_mp_rank_00_model_states.pt", {"module": {"w": MATRIX}}),
@@ -180,13 +232,24 @@ PARTS = {
     "torch shard": ("pytorch_model-00002-of-00002.bin", {"w": MATRIX}),
     "nanotron": ("model_weight_pp-rank-0-of-1_tp-rank-0-of-2.safetensors", {"w": MATRIX}),
     "name with the number of ranks": ("model_world_size_4_rank_0.pt", {"w": MATRIX}),
-    "average": ("ema_rank0.pt", {"w": {"start": 0, "shape": (4, 6), "values": MATRIX.flatten()}, "v": MATRIX}),
+    "average": (
+        "ema_rank0.pt",
+        {"w": {"start": 0, "shape": (4, 6), "values": MATRIX.flatten()}, "v": MATRIX},
+    ),
 }
 
-IN_DEFAULT = ("zero3 model", "renamed model states", "fairscale", "fairscale names", "safetensors shard")
+IN_DEFAULT = (
+    "zero3 model",
+    "renamed model states",
+    "fairscale",
+    "fairscale names",
+    "safetensors shard",
+)
 
 
-@pytest.mark.parametrize("kind", default(sorted(PARTS, key=lambda kind: kind not in IN_DEFAULT), len(IN_DEFAULT)))
+@pytest.mark.parametrize(
+    "kind", default(sorted(PARTS, key=lambda kind: kind not in IN_DEFAULT), len(IN_DEFAULT))
+)
 def test_a_part_of_a_checkpoint_is_refused_by_itself(tmp_path, kind):
     """conversion-trials BAD 5, part 2 BAD 7."""
     name, value = PARTS[kind]
@@ -205,9 +268,16 @@ SIBLINGS = [
 
 @pytest.mark.parametrize("names", default(SIBLINGS), ids=lambda names: names[0])
 def test_one_of_several_ranks_files(tmp_path, names):
-    """conversion-trials BAD 5, part 2 BAD 7: the files beside one say what it is. Alone it may be a whole model."""
+    """conversion-trials BAD 5, part 2 BAD 7: the files beside one say what it is.
+
+    Alone it may be a whole model.
+    """
     first, second = (save(tmp_path / "in" / name, {"w": MATRIX}) for name in names)
-    refuses(mmldlm("convert", first, tmp_path / "out", "--no-fsync"), "one of 2 ranks' files", Path(names[1]).parts[0])
+    refuses(
+        mmldlm("convert", first, tmp_path / "out", "--no-fsync"),
+        "one of 2 ranks' files",
+        Path(names[1]).parts[0],
+    )
     second.unlink()
     succeeds(mmldlm("convert", first, tmp_path / "out", "--no-fsync"))
 
@@ -219,15 +289,24 @@ def test_files_of_torchs_hugging_face_writer(tmp_path, given):
 
     (tmp_path / "in").mkdir()
     for rank, rows in enumerate((slice(0, 2), slice(2, 4))):
-        info = {"DCP_SHARDING_INFO": json.dumps({"w": {"saved_offsets": [2 * rank, 0]}}), "DCP_VERSION": "1.0"}
+        info = {
+            "DCP_SHARDING_INFO": json.dumps({"w": {"saved_offsets": [2 * rank, 0]}}),
+            "DCP_VERSION": "1.0",
+        }
         name = f"shard-0000{rank + 1}-model-00001-of-00001.safetensors"
         save_file({"w": MATRIX[rows].clone()}, tmp_path / "in" / name, info)
     source = tmp_path / "in" / (name if given == "file" else "")
-    refuses(mmldlm("convert", source, tmp_path / "out"), "HuggingFaceStorageWriter", "consolidate_safetensors_files")
+    refuses(
+        mmldlm("convert", source, tmp_path / "out"),
+        "HuggingFaceStorageWriter",
+        "consolidate_safetensors_files",
+    )
 
 
 @SLOW
-@pytest.mark.parametrize("names", [("lora_rank4.pt", "lora_rank8.pt"), ("epoch-1-of-3.pt", "epoch-2-of-3.pt")])
+@pytest.mark.parametrize(
+    "names", [("lora_rank4.pt", "lora_rank8.pt"), ("epoch-1-of-3.pt", "epoch-2-of-3.pt")]
+)
 def test_whole_models_with_numbers_in_their_names(tmp_path, names):
     """The other side of BAD 5: a number alone is no proof."""
     for name in names:
@@ -246,7 +325,8 @@ def test_a_rank_of_megatron(tmp_path):
     succeeds(convert(save(tmp_path / "model_optim_rng.pt", value)))
 
 
-# -- one file in two --------------------------------------------------------------------------------------------------
+# -- one file in two
+# -------------------------------------------------------------------------------------------------
 
 
 def torch_bytes(value) -> bytes:
@@ -286,7 +366,8 @@ def test_one_file_in_two_is_refused(tmp_path, kind):
     refuses(convert(tmp_path / "m.nemo"), says)
 
 
-# -- values -----------------------------------------------------------------------------------------------------------
+# -- values
+# -------------------------------------------------------------------------------------------------
 
 
 def test_views_that_torch_saves_with_a_sign(tmp_path):
@@ -305,7 +386,9 @@ def test_views_that_torch_saves_with_a_sign(tmp_path):
     state["parameter_view"] = nn.Parameter(torch._neg_view(angles.double()))
     succeeds(convert(save(tmp_path / "in.pt", state), "--dtype", "keep"))
     found = tensors_in(tmp_path / "out")
-    assert {name: value.dtype for name, value in found.items()} == {n: v.dtype for n, v in state.items()}
+    assert {name: value.dtype for name, value in found.items()} == {
+        n: v.dtype for n, v in state.items()
+    }
     assert all(found[name].equal(state[name].detach().resolve_neg()) for name in state)
 
 
@@ -323,7 +406,10 @@ def test_complex_and_rare_types(tmp_path):
     succeeds(convert(save(tmp_path / "in.pt", state)))
     found = tensors_in(tmp_path / "out")
     assert found["freqs_cis"].equal(rope) and found["conjugate"].equal(rope.conj().resolve_conj())
-    assert all(found[name].view(torch.uint8).equal(state[name].view(torch.uint8)) for name in ("scale", "fnuz"))
+    assert all(
+        found[name].view(torch.uint8).equal(state[name].view(torch.uint8))
+        for name in ("scale", "fnuz")
+    )
     succeeds(convert(tmp_path / "out" / "model.safetensors", "--to", "model.pt", out="pt"))
     succeeds(mmldlm("convert", "diff", tmp_path / "in.pt", tmp_path / "out" / "pt"))
 
@@ -359,7 +445,9 @@ def test_objects_of_other_classes_beside_the_weights(tmp_path, kind):
 
 @pytest.mark.parametrize("kind", default(["subclass", "sparse", "quantized"]))
 def test_tensors_of_unknown_kinds_are_not_left_out(tmp_path, kind):
-    """conversion-trials P1, the other side: what stands for a weight is never skipped as a foreign object."""
+    """conversion-trials P1, the other side: what stands for a weight is never skipped as a foreign
+    object.
+    """
     value = {
         "sparse": lambda: MATRIX.to_sparse(),
         "quantized": lambda: torch.quantize_per_tensor(MATRIX, 0.1, 0, torch.qint8),
@@ -384,7 +472,8 @@ def test_a_pickle_that_runs_programs_is_refused(tmp_path):
     assert not (tmp_path / "ran").exists()
 
 
-# -- other kinds of files ---------------------------------------------------------------------------------------------
+# -- other kinds of files
+# ---------------------------------------------------------------------------------------------
 
 
 def other_file(kind: str, path: Path) -> None:
@@ -410,7 +499,9 @@ def other_file(kind: str, path: Path) -> None:
 
 @pytest.mark.parametrize(
     "kind",
-    default(["GGUF", "HDF5", "gzip", "numpy", "Keras", "TorchScript", "old format", "safetensors"]),
+    default(
+        ["GGUF", "HDF5", "gzip", "numpy", "Keras", "TorchScript", "old format", "safetensors"]
+    ),
 )
 def test_other_kinds_of_files_are_named(tmp_path, kind):
     """conversion-trials part 2 POOR 8, P8: "truncated or overwritten; copy the file again"."""
@@ -426,7 +517,9 @@ def test_items_of_dcp_in_safetensors_are_named(tmp_path):
     import torch.distributed.checkpoint as dcp
     from torch.distributed.checkpoint.filesystem import FileSystemWriter, SerializationFormat
 
-    writer = FileSystemWriter(tmp_path / "in", serialization_format=SerializationFormat.SAFETENSORS)
+    writer = FileSystemWriter(
+        tmp_path / "in", serialization_format=SerializationFormat.SAFETENSORS
+    )
     dcp.save({"model": {"w": MATRIX}}, storage_writer=writer, no_dist=True)
     refuses(convert(tmp_path / "in"), "safetensors items", "TORCH_SAVE")
 
@@ -438,19 +531,29 @@ def test_an_optimizer_file_is_named(tmp_path):
     optimizer = torch.optim.AdamW(model.parameters())
     model(torch.ones(1, 3)).sum().backward()
     optimizer.step()
-    refuses(convert(save(tmp_path / "optimizer.bin", optimizer.state_dict())), "state of an optimizer")
+    refuses(
+        convert(save(tmp_path / "optimizer.bin", optimizer.state_dict())), "state of an optimizer"
+    )
 
 
-# -- folders of DeepSpeed ---------------------------------------------------------------------------------------------
+# -- folders of DeepSpeed
+# ---------------------------------------------------------------------------------------------
 
 
 def zero_folder(folder: Path, **state: torch.Tensor) -> Path:
-    """Write DeepSpeed's files of a model of two weights, with Adam's state or another; return the folder."""
+    """Write DeepSpeed's files of a model of two weights, with Adam's state or another; return the
+    folder.
+    """
     ddp = folder.parent / "ddp"
-    groups = [{"params": [0, 1], "lr": 0.1, "betas": (0.9, 0.99), "eps": 1e-8, "weight_decay": 0.0}]
+    groups = [
+        {"params": [0, 1], "lr": 0.1, "betas": (0.9, 0.99), "eps": 1e-8, "weight_decay": 0.0}
+    ]
     states = {number: {"step": torch.tensor(3.0), **state} for number in (0, 1)} if state else {}
     save(ddp / "model.pt", {"a": MATRIX, "b": MATRIX + 1})
-    save(ddp / "optimizer.pt", {"state": states, "param_groups": groups, "param_names": [["a", "b"]]})
+    save(
+        ddp / "optimizer.pt",
+        {"state": states, "param_groups": groups, "param_names": [["a", "b"]]},
+    )
     succeeds(mmldlm("convert", ddp, folder, "--to", "zero2", "--world", "2", "--no-fsync"))
     return folder
 
@@ -478,7 +581,9 @@ def test_what_lies_beside_the_files_of_deepspeed(zero, tmp_path, kind):
         (folder / "tokenizer.json").write_text("{}", encoding="utf-8")
     succeeds(mmldlm("convert", source, tmp_path / "out", "--no-fsync"))
     assert tensors_in(tmp_path / "out")["a"].equal(MATRIX)
-    assert kind != "config" or {"config.json", "tokenizer.json"} <= {p.name for p in (tmp_path / "out").iterdir()}
+    assert kind != "config" or {"config.json", "tokenizer.json"} <= {
+        p.name for p in (tmp_path / "out").iterdir()
+    }
 
 
 @SLOW
@@ -496,7 +601,9 @@ def test_pipeline_stages_are_named(zero, tmp_path):
     """conversion-trials P9: "merge the tensor-parallel parts"."""
     shutil.copytree(zero, tmp_path / "in")
     save(tmp_path / "in" / "zero" / "layer_00-model_states.pt", {"w": MATRIX})
-    save(tmp_path / "in" / "zero" / "bf16_zero_pp_rank_0_mp_rank_01_optim_states.pt", {"w": MATRIX})
+    save(
+        tmp_path / "in" / "zero" / "bf16_zero_pp_rank_0_mp_rank_01_optim_states.pt", {"w": MATRIX}
+    )
     refuses(convert(tmp_path / "in"), "layer_00-model_states.pt .*pipeline")
 
 
@@ -505,7 +612,10 @@ def test_an_optimizer_that_is_not_adam(tmp_path):
     """conversion-trials P9: "expected an intact checkpoint file" of SGD's momentum."""
     ddp = tmp_path / "ddp"
     save(ddp / "model.pt", {"a": MATRIX})
-    state = {"state": {0: {"momentum_buffer": MATRIX}}, "param_groups": [{"params": [0], "lr": 0.1}]}
+    state = {
+        "state": {0: {"momentum_buffer": MATRIX}},
+        "param_groups": [{"params": [0], "lr": 0.1}],
+    }
     save(ddp / "optimizer.pt", {**state, "param_names": [["a"]]})
     result = mmldlm("convert", ddp, tmp_path / "zero", "--to", "zero2", "--no-fsync")
     refuses(result, "AdamW or Muon", "momentum_buffer")
@@ -515,16 +625,28 @@ def test_an_optimizer_that_is_not_adam(tmp_path):
 @SLOW
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_weights_of_16_bits_without_masters(tmp_path, dtype):
-    """conversion-trials P11: ZeRO-0 of DeepSpeed 0.17.6 saves no masters; the output is fp32 all the same."""
-    model = {"module": {"w": MATRIX.to(dtype)}, "dp_world_size": 1, "mp_world_size": 1, "ds_version": "0.17.6"}
-    model |= {"optimizer": {"state": {}, "param_groups": []}, "buffer_names": [], "global_steps": 3}
+    """conversion-trials P11: ZeRO-0 of DeepSpeed 0.17.6 saves no masters; the output is fp32 all
+    the same.
+    """
+    model = {
+        "module": {"w": MATRIX.to(dtype)},
+        "dp_world_size": 1,
+        "mp_world_size": 1,
+        "ds_version": "0.17.6",
+    }
+    model |= {
+        "optimizer": {"state": {}, "param_groups": []},
+        "buffer_names": [],
+        "global_steps": 3,
+    }
     save(tmp_path / "in" / "mp_rank_00_model_states.pt", model)
     result = mmldlm("convert", tmp_path / "in", tmp_path / "out", "--no-fsync")
     succeeds(result)
     assert ("no fp32 masters" in result) == (dtype == torch.bfloat16)
 
 
-# -- training.resume --------------------------------------------------------------------------------------------------
+# -- training.resume
+# -------------------------------------------------------------------------------------------------
 
 RESUMED = {
     "export": ("model", "init_from"),

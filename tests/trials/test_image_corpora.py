@@ -1,4 +1,6 @@
-"""What `prepare` reads of images and captions: each image is in the store, or counted and named."""
+"""What `prepare` reads of images and captions: each image is in the store, or counted and
+named.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,10 @@ CAPTIONS = [f"a {COLORS[i % 3]} {THINGS[i // 3]}" for i in range(COUNT)]
 def kinds(*values):
     """Parameters of which the first is tried by default, the others with all trials."""
     first, *others = values
-    return [first, *(pytest.param(*(v if isinstance(v, tuple) else (v,)), marks=SLOW) for v in others)]
+    return [
+        first,
+        *(pytest.param(*(v if isinstance(v, tuple) else (v,)), marks=SLOW) for v in others),
+    ]
 
 
 def pixels(i):
@@ -49,7 +54,9 @@ def pictures(tmp_path):
 
 
 def prepare(corpus, output_dir, *more, **options):
-    return mmldlm("prepare", corpus, "--image-size", "8", "--output-dir", output_dir, *more, **options)
+    return mmldlm(
+        "prepare", corpus, "--image-size", "8", "--output-dir", output_dir, *more, **options
+    )
 
 
 def entry(folder):
@@ -74,7 +81,10 @@ def write_tar(path, members):
 def pairs(numbers=range(COUNT), name="im{:02}", image=".png", caption=".txt"):
     members = []
     for i in numbers:
-        members += [(name.format(i) + image, encoded(i)), (name.format(i) + caption, CAPTIONS[i].encode())]
+        members += [
+            (name.format(i) + image, encoded(i)),
+            (name.format(i) + caption, CAPTIONS[i].encode()),
+        ]
     return members
 
 
@@ -109,8 +119,12 @@ def test_other_images_of_the_same_size_are_another_corpus(tmp_path, kind):
 @pytest.mark.parametrize("how", kinds("blanks and mark", "plain", "mark", "blank", "gz", "upper"))
 def test_a_list_of_images_is_one_whatever_precedes_it(pictures, tmp_path, how):
     """public-reports B 8 image-list-bom"""
-    text = "\n".join(json.dumps({"image": f"im{i:02}.png", "text": CAPTIONS[i]}) for i in range(COUNT))
-    text = {"mark": "\ufeff", "blank": "\n", "blanks and mark": "\ufeff\r\n\r\n"}.get(how, "") + text
+    text = "\n".join(
+        json.dumps({"image": f"im{i:02}.png", "text": CAPTIONS[i]}) for i in range(COUNT)
+    )
+    text = {"mark": "\ufeff", "blank": "\n", "blanks and mark": "\ufeff\r\n\r\n"}.get(
+        how, ""
+    ) + text
     path = pictures / {"gz": "list.jsonl.gz", "upper": "LIST.JSONL"}.get(how, "list.jsonl")
     path.write_bytes(gzip.compress(text.encode()) if how == "gz" else text.encode())
     succeeds(prepare(path, tmp_path / "S"))
@@ -122,7 +136,9 @@ def test_a_list_that_begins_with_another_thing_is_refused(pictures, tmp_path):
     lines = [json.dumps({"image": f"im{i:02}.png", "text": CAPTIONS[i]}) for i in range(COUNT)]
     (pictures / "list.jsonl").write_text("\n".join(["image,text", *lines]))
     refuses(
-        mmldlm("prepare", pictures / "list.jsonl", "--output-dir", tmp_path / "S"), "line 1", "JSON object per line"
+        mmldlm("prepare", pictures / "list.jsonl", "--output-dir", tmp_path / "S"),
+        "line 1",
+        "JSON object per line",
     )
 
 
@@ -148,13 +164,19 @@ def test_metadata_beside_images_is_their_list(pictures, tmp_path, key, kind, giv
             writer = csv.DictWriter(file, [key, "text"])
             writer.writeheader()
             writer.writerows(rows)
-    succeeds(mmldlm("prepare", path if given == "list" else pictures, "--output-dir", tmp_path / "S"))
+    succeeds(
+        mmldlm("prepare", path if given == "list" else pictures, "--output-dir", tmp_path / "S")
+    )
     found = entry(tmp_path / "S")
-    assert found["kept"] == COUNT and found["dropped"] == ({"no_caption": 1} if given == "folder" else {})
+    assert found["kept"] == COUNT and found["dropped"] == (
+        {"no_caption": 1} if given == "folder" else {}
+    )
 
 
 def test_a_folder_accounts_for_every_file(pictures, tmp_path):
-    """public-reports B 6 linked-folder, B 37 mac-files, upper-case suffixes, and files that are not read"""
+    """public-reports B 6 linked-folder, B 37 mac-files, upper-case suffixes, and files that are
+    not read
+    """
     more = tmp_path / "more"
     more.mkdir()
     for i in (3, 4, 5):
@@ -173,11 +195,16 @@ def test_a_folder_accounts_for_every_file(pictures, tmp_path):
     found = entry(tmp_path / "S")
     assert found["kept"] == COUNT and found["dropped"] == {"second_caption": 1}
     assert not_read(tmp_path / "S") == {
-        "files of macOS": 3, "files of another kind": 1, "folders reached twice": 1, "links to nothing": 1
-    }  # fmt: skip
+        "files of macOS": 3,
+        "files of another kind": 1,
+        "folders reached twice": 1,
+        "links to nothing": 1,
+    }
 
 
-@pytest.mark.parametrize("name", kinds("photo.v1.{:02}", "im{:02}", "a.b/im.{:02}.x", "IMG_{:02}.MED"))
+@pytest.mark.parametrize(
+    "name", kinds("photo.v1.{:02}", "im{:02}", "a.b/im.{:02}.x", "IMG_{:02}.MED")
+)
 def test_names_with_dots_are_paired_in_archives(tmp_path, name):
     """public-reports C 4 tar-dots"""
     more = [("notes.md", b"x"), ("._im00.png", b"x"), ("a.b/mask.npy", b"x")]
@@ -191,17 +218,23 @@ def test_names_with_dots_are_paired_in_archives(tmp_path, name):
 @pytest.mark.parametrize("padding", kinds(10240, 0, 512))
 def test_joined_archives_are_read_to_their_end(tmp_path, padding):
     """issue item 3: cat a.tar b.tar, unsorted, and captions after all images"""
-    first = write_tar(tmp_path / "a.tar", sorted(pairs(range(6)), key=lambda member: member[0][-4:]))
+    first = write_tar(
+        tmp_path / "a.tar", sorted(pairs(range(6)), key=lambda member: member[0][-4:])
+    )
     second = write_tar(tmp_path / "b.tar", reversed(pairs(range(6, COUNT))))
     (tmp_path / "both").mkdir()
-    (tmp_path / "both" / "c.tar").write_bytes(first.read_bytes() + bytes(padding) + second.read_bytes())
+    (tmp_path / "both" / "c.tar").write_bytes(
+        first.read_bytes() + bytes(padding) + second.read_bytes()
+    )
     (tmp_path / "linked").symlink_to(tmp_path / "both")
     succeeds(prepare(tmp_path / "linked", tmp_path / "S"))
     assert entry(tmp_path / "S")["kept"] == COUNT
 
 
 @SLOW
-@pytest.mark.parametrize("pattern", ["im-{000..001}.tar", "im-{000,001}.tar", "im-00[01].tar", "im-*.tar"])
+@pytest.mark.parametrize(
+    "pattern", ["im-{000..001}.tar", "im-{000,001}.tar", "im-00[01].tar", "im-*.tar"]
+)
 def test_patterns_of_shards(tmp_path, pattern):
     """public-reports B 34 braces"""
     for number in range(2):
@@ -231,7 +264,11 @@ def base_256(number):
 def pax(name, size):
     record = b" size=%d\n" % size
     record = b"%d" % (len(record) + 2) + record
-    return header("x", b"%011o\0" % len(record), b"x") + record.ljust(512, b"\0") + header(name, b"%011o\0" % 0)
+    return (
+        header("x", b"%011o\0" % len(record), b"x")
+        + record.ljust(512, b"\0")
+        + header(name, b"%011o\0" % 0)
+    )
 
 
 @pytest.mark.parametrize(
@@ -248,7 +285,18 @@ def pax(name, size):
         pax("b.png", -512),
         pax("b.png", 1 << 60),
     ),
-    ids=["negative", "negative name", "name", "link", "pax", "global", "text", "image", "pax negative", "pax size"],
+    ids=[
+        "negative",
+        "negative name",
+        "name",
+        "link",
+        "pax",
+        "global",
+        "text",
+        "image",
+        "pax negative",
+        "pax size",
+    ],
 )
 def test_sizes_in_an_archive_are_held_against_it(tmp_path, bad):
     """trials-3 BAD 6: what precedes the damage is kept, and the archive is counted as damaged"""
@@ -297,14 +345,25 @@ def deep(folder, largest, color=False, suffix=".tif", **save):
 def write_deep_tiff(path, values):
     """Write an RGB TIFF of 16 bits a color, which Pillow only reads."""
     data = values.astype("<u2").tobytes()
-    tags = {256: (3, values.shape[1]), 257: (3, values.shape[0]), 258: (3, None), 259: (3, 1), 262: (3, 2),
-            273: (4, None), 277: (3, 3), 278: (3, values.shape[0]), 279: (4, len(data))}  # fmt: skip
+    tags = {
+        256: (3, values.shape[1]),
+        257: (3, values.shape[0]),
+        258: (3, None),
+        259: (3, 1),
+        262: (3, 2),
+        273: (4, None),
+        277: (3, 3),
+        278: (3, values.shape[0]),
+        279: (4, len(data)),
+    }
     start = 8 + 2 + 12 * len(tags) + 4
     tags[273] = (4, start + 6)
     content = b"II*\0" + (8).to_bytes(4, "little") + len(tags).to_bytes(2, "little")
     for tag, (kind, value) in sorted(tags.items()):
         count, value = (3, start) if tag == 258 else (1, value)
-        content += tag.to_bytes(2, "little") + kind.to_bytes(2, "little") + count.to_bytes(4, "little")
+        content += (
+            tag.to_bytes(2, "little") + kind.to_bytes(2, "little") + count.to_bytes(4, "little")
+        )
         content += value.to_bytes(4, "little")
     path.write_bytes(content + bytes(4) + (16).to_bytes(2, "little") * 3 + data)
 
@@ -315,7 +374,9 @@ def mean(folder):
 
 @pytest.mark.parametrize(
     ("largest", "white", "more"),
-    kinds((4095, 4095, {}), (1023, 1023, {}), (16383, 16383, {}), (3000, 4095, {"suffix": ".png"})),
+    kinds(
+        (4095, 4095, {}), (1023, 1023, {}), (16383, 16383, {}), (3000, 4095, {"suffix": ".png"})
+    ),
 )
 def test_images_of_12_bits_are_not_black(tmp_path, largest, white, more):
     """public-reports C 6 gray12: refused with the value, and read with --white"""
@@ -361,7 +422,9 @@ def test_names_that_are_not_utf8_are_written(pictures, tmp_path):
 def test_a_nul_in_a_path_is_a_record_without_an_image(pictures, tmp_path):
     """trials-3 BAD 21"""
     lines = [json.dumps({"image": f"im{i:02}.png", "text": CAPTIONS[i]}) for i in range(COUNT)]
-    (pictures / "list.jsonl").write_text("\n".join([*lines, '{"image": "a\\u0000b.png", "caption": "a cat"}']))
+    (pictures / "list.jsonl").write_text(
+        "\n".join([*lines, '{"image": "a\\u0000b.png", "caption": "a cat"}'])
+    )
     succeeds(prepare(pictures / "list.jsonl", tmp_path / "S"), "bad record")
     (pictures / "nul.jsonl").write_text('{"image": "a\\u0000b.png", "caption": "a cat"}\n')
     refuses(prepare(pictures / "nul.jsonl", tmp_path / "N"), "bad_record")
@@ -377,4 +440,6 @@ def test_pointers_of_git_lfs_are_named(pictures, tmp_path):
 def test_a_json_of_texts_is_told_what_to_be(tmp_path):
     """public-reports B, small ones: a .json of {text}"""
     (tmp_path / "c.json").write_text(json.dumps([{"text": caption} for caption in CAPTIONS]))
-    refuses(mmldlm("prepare", tmp_path / "c.json", "--output-dir", tmp_path / "S"), "jsonl of {text}")
+    refuses(
+        mmldlm("prepare", tmp_path / "c.json", "--output-dir", tmp_path / "S"), "jsonl of {text}"
+    )

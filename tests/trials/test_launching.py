@@ -1,4 +1,6 @@
-"""Launches: signals, exit codes, launcher scripts, ranks of Slurm, restarts, errors before the first step."""
+"""Launches: signals, exit codes, launcher scripts, ranks of Slurm, restarts, errors before the
+first step.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,8 @@ from tests.trials.harness import (
     train_rank,
 )
 
-# A rank: says that it started, ends with 5 on a request to stop, and by itself with the code of its number.
+# A rank: says that it started, ends with 5 on a request to stop, and by itself with the code of
+# its number.
 RANK = """
 import os, pathlib, signal, sys, time
 folder = pathlib.Path(os.environ["FOLDER"])
@@ -54,7 +57,9 @@ sys.exit(code)
 
 
 class Launched:
-    """Two ranks under the local launcher, in a process group of their own, started with some signals ignored."""
+    """Two ranks under the local launcher, in a process group of their own, started with some
+    signals ignored.
+    """
 
     def __init__(self, folder: Path, codes: str = "0 0", ignored: tuple[str, ...] = ()):
         (folder / "rank.py").write_text(RANK, encoding="utf-8")
@@ -91,7 +96,9 @@ def test_a_signal_that_is_ignored_at_the_start_stays_ignored(tmp_path, name):
 @pytest.mark.parametrize("name", ["SIGHUP", "SIGTERM"])
 @pytest.mark.parametrize("to_all", [True, False], ids=["to the job", "to the launcher"])
 def test_ranks_outlive_the_terminal_and_end_with_5(tmp_path, name, to_all):
-    """public-reports A nohup_hangup: without nohup; the kernel sends it to all processes of the terminal."""
+    """public-reports A nohup_hangup: without nohup; the kernel sends it to all processes of the
+    terminal.
+    """
     launched = Launched(tmp_path)
     (os.killpg if to_all else os.kill)(launched.process.pid, getattr(signal, name))
     assert launched.process.wait(60) == 5
@@ -103,21 +110,39 @@ def test_exit_codes_are_kept_where_the_parent_ignores_children(tmp_path, codes, 
     assert Launched(tmp_path, codes, ignored=("SIGCHLD",)).finish() == expected
 
 
-def _training(store, folder, *words: str, ignored: str = "", prefix: tuple = (), **environment: str):
-    """`mmldlm train` of many steps, in a session of its own; returns the process once it has made three steps."""
-    command = [Path(sys.executable).with_name("mmldlm"), "train", *tiny_run(store, folder, "r", *words)]
+def _training(
+    store, folder, *words: str, ignored: str = "", prefix: tuple = (), **environment: str
+):
+    """`mmldlm train` of many steps, in a session of its own; returns the process once it has made
+    three steps.
+    """
+    command = [
+        Path(sys.executable).with_name("mmldlm"),
+        "train",
+        *tiny_run(store, folder, "r", *words),
+    ]
     traps = f"trap '' {ignored}; " if ignored else ""
     log = open(folder / "screen.txt", "wb")  # noqa: SIM115  the process keeps it
     process = subprocess.Popen(
         [*prefix, "bash", "-c", f'{traps}exec "$@"', "bash", *map(str, command)],
-        env={**os.environ, "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu", "PYTHONPATH": str(ROOT), **environment},
-        stdout=log, stderr=log, start_new_session=True,
-    )  # fmt: skip
+        env={
+            **os.environ,
+            "OMP_NUM_THREADS": "1",
+            "DS_ACCELERATOR": "cpu",
+            "PYTHONPATH": str(ROOT),
+            **environment,
+        },
+        stdout=log,
+        stderr=log,
+        start_new_session=True,
+    )
     _wait_for_steps(folder, process, 3)
     return process
 
 
-def _wait_for_steps(folder: Path, process: subprocess.Popen, count: int, seconds: float = 180) -> None:
+def _wait_for_steps(
+    folder: Path, process: subprocess.Popen, count: int, seconds: float = 180
+) -> None:
     path, deadline = folder / "r" / "training_log.jsonl", time.monotonic() + seconds
     while not path.exists() or len(records(path)) < count:
         assert process.poll() is None, (folder / "screen.txt").read_text(encoding="utf-8")[-3000:]
@@ -138,7 +163,9 @@ def test_a_training_goes_on_under_nohup_and_saves_without_it(trial_store, tmp_pa
     """public-reports A nohup_hangup."""
     words = ("--nproc", "1" if kind == "single" else "2", f"engine.kind={kind}")
     (tmp_path / "a").mkdir(), (tmp_path / "b").mkdir()
-    process = _training(trial_store, tmp_path / "a", "training.num_train_steps=40", *words, ignored="HUP")
+    process = _training(
+        trial_store, tmp_path / "a", "training.num_train_steps=40", *words, ignored="HUP"
+    )
     os.killpg(process.pid, signal.SIGHUP)
     assert process.wait(200) == 0 and len(records(tmp_path / "a/r/training_log.jsonl")) == 40
     process = _training(trial_store, tmp_path / "b", *MANY, *words)
@@ -148,9 +175,17 @@ def test_a_training_goes_on_under_nohup_and_saves_without_it(trial_store, tmp_pa
 
 @SLOW
 def test_a_closed_terminal_ends_a_training_with_a_checkpoint(trial_store, tmp_path):
-    """public-reports A nohup_hangup: the terminal itself goes away, and can no longer be written to."""
+    """public-reports A nohup_hangup: the terminal itself goes away, and can no longer be written
+    to.
+    """
     script = tmp_path / "terminal.py"
-    words = [Path(sys.executable).with_name("mmldlm"), "train", "--nproc", "2", *tiny_run(trial_store, tmp_path, "r")]
+    words = [
+        Path(sys.executable).with_name("mmldlm"),
+        "train",
+        "--nproc",
+        "2",
+        *tiny_run(trial_store, tmp_path, "r"),
+    ]
     words += ["engine.kind=ddp", *MANY]
     script.write_text(
         "import json, os, pty, sys, time, pathlib\n"
@@ -168,7 +203,9 @@ def test_a_closed_terminal_ends_a_training_with_a_checkpoint(trial_store, tmp_pa
         encoding="utf-8",
     )
     log = tmp_path / "r" / "training_log.jsonl"
-    result = shell([sys.executable, script, json.dumps([str(word) for word in words]), log], timeout=280)
+    result = shell(
+        [sys.executable, script, json.dumps([str(word) for word in words]), log], timeout=280
+    )
     assert result.code == 5 and len(_saved(tmp_path)) == 1, result.output
 
 
@@ -182,11 +219,22 @@ def test_a_killed_rank_is_never_exit_0(trial_store, tmp_path):
     assert process.wait(120) == 1
 
 
-# -- ranks without RANK ------------------------------------------------------------------------------------------------
+# -- ranks without RANK
+# ------------------------------------------------------------------------------------------------
 
-NO_RANK = dict.fromkeys(("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"))
-SRUN = {**NO_RANK, "SLURM_JOB_ID": "42", "SLURM_STEP_ID": "0", "SLURM_NTASKS": "2", "SLURM_PROCID": "1",
-        "SLURM_LOCALID": "1", "SLURM_NNODES": "1", "SLURM_JOB_NODELIST": "n1"}  # fmt: skip
+NO_RANK = dict.fromkeys(
+    ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+)
+SRUN = {
+    **NO_RANK,
+    "SLURM_JOB_ID": "42",
+    "SLURM_STEP_ID": "0",
+    "SLURM_NTASKS": "2",
+    "SLURM_PROCID": "1",
+    "SLURM_LOCALID": "1",
+    "SLURM_NNODES": "1",
+    "SLURM_JOB_NODELIST": "n1",
+}
 
 
 @pytest.mark.parametrize(
@@ -204,7 +252,9 @@ SRUN = {**NO_RANK, "SLURM_JOB_ID": "42", "SLURM_STEP_ID": "0", "SLURM_NTASKS": "
 )
 def test_one_of_several_processes_never_trains_alone(trial_store, tmp_path, environment, words):
     """public-reports A srun_without_rank, trials-3 BAD 23."""
-    refuses(train_rank(*tiny_run(trial_store, tmp_path, "r"), env={**NO_RANK, **environment}), words)
+    refuses(
+        train_rank(*tiny_run(trial_store, tmp_path, "r"), env={**NO_RANK, **environment}), words
+    )
     assert not (tmp_path / "r").exists()
 
 
@@ -212,10 +262,16 @@ def test_one_of_several_processes_never_trains_alone(trial_store, tmp_path, envi
 def test_a_command_that_starts_ranks_is_no_task_of_srun(trial_store, corpus, tmp_path, verb):
     """public-reports A srun_without_rank: the command in place of the script."""
     if verb == "train":
-        refuses(mmldlm("train", *tiny_run(trial_store, tmp_path, "r"), env=SRUN), "task 1 of 2, started by srun")
+        refuses(
+            mmldlm("train", *tiny_run(trial_store, tmp_path, "r"), env=SRUN),
+            "task 1 of 2, started by srun",
+        )
     else:  # its tasks are ranks; the first one never comes
         env = {**SRUN, "SLURM_PROCID": "5", "SLURM_LOCALID": None}
-        refuses(mmldlm("prepare", corpus, "--output-dir", tmp_path / "S", env=env), "SLURM_PROCID=5 of 2 without RANK")
+        refuses(
+            mmldlm("prepare", corpus, "--output-dir", tmp_path / "S", env=env),
+            "SLURM_PROCID=5 of 2 without RANK",
+        )
 
 
 @SLOW
@@ -225,18 +281,31 @@ def test_two_tasks_of_srun_are_two_ranks(trial_store, tmp_path):
     command = " ".join(f"'{word}'" for word in (sys.executable, "-u", TRAIN, *words))
     environment = " ".join(f"{name}={value}" for name, value in SRUN.items() if value is not None)
     unset = " ".join(f"-u {name}" for name in NO_RANK)
-    lines = [f"env {unset} {environment} SLURM_PROCID={i} SLURM_LOCALID={i} {command} & p{i}=$!" for i in range(2)]
+    lines = [
+        f"env {unset} {environment} SLURM_PROCID={i} SLURM_LOCALID={i} {command} & p{i}=$!"
+        for i in range(2)
+    ]
     succeeds(shell("\n".join([*lines, "wait $p0 && wait $p1"]), timeout=200), r"x 2 rank\(s\)")
 
 
-# -- errors before the first heartbeat ---------------------------------------------------------------------------------
+# -- errors before the first heartbeat
+# ---------------------------------------------------------------------------------
 
 
 def test_a_gloo_interface_of_another_machine_is_named(trial_store, tmp_path):
     """public-reports A gloo_interface_of_another_machine."""
-    env = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "9"}
+    env = {
+        "RANK": "0",
+        "LOCAL_RANK": "0",
+        "WORLD_SIZE": "2",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": "9",
+    }
     env["GLOO_SOCKET_IFNAME"] = "ib0nosuch"
-    refuses(train_rank(*tiny_run(trial_store, tmp_path, "r", "engine.kind=ddp"), env=env), "GLOO_SOCKET_IFNAME")
+    refuses(
+        train_rank(*tiny_run(trial_store, tmp_path, "r", "engine.kind=ddp"), env=env),
+        "GLOO_SOCKET_IFNAME",
+    )
 
 
 def test_a_port_that_is_taken_is_on_the_screen(trial_store, tmp_path):
@@ -245,8 +314,16 @@ def test_a_port_that_is_taken_is_on_the_screen(trial_store, tmp_path):
         holder.bind(("", 0))
         holder.listen()
         port = str(holder.getsockname()[1])
-        env = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-        words = tiny_run(trial_store, tmp_path, "r", "engine.kind=ddp", "engine.collective_timeout=8")
+        env = {
+            "RANK": "0",
+            "LOCAL_RANK": "0",
+            "WORLD_SIZE": "2",
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": port,
+        }
+        words = tiny_run(
+            trial_store, tmp_path, "r", "engine.kind=ddp", "engine.collective_timeout=8"
+        )
         refuses(train_rank(*words, env=env), f"127.0.0.1:{port}", "MASTER_PORT", code=1)
 
 
@@ -258,8 +335,16 @@ def test_a_node_that_never_comes_is_on_the_screen(trial_store, tmp_path, kind, r
     with socket.socket() as probe:
         probe.bind(("", 0))
         port = str(probe.getsockname()[1])
-    env = {"RANK": rank, "LOCAL_RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-    words = tiny_run(trial_store, tmp_path, "r", f"engine.kind={kind}", "engine.collective_timeout=6")
+    env = {
+        "RANK": rank,
+        "LOCAL_RANK": "0",
+        "WORLD_SIZE": "2",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": port,
+    }
+    words = tiny_run(
+        trial_store, tmp_path, "r", f"engine.kind={kind}", "engine.collective_timeout=6"
+    )
     refuses(train_rank(*words, env=env), "all 2 ranks", f"127.0.0.1:{port}", code=1)
 
 
@@ -267,7 +352,13 @@ def test_a_node_that_never_comes_is_on_the_screen(trial_store, tmp_path, kind, r
 @SLOW
 def test_a_rank_that_waits_for_others_says_so(trial_store, tmp_path):
     """After some seconds of waiting: which address, and how many ranks came."""
-    env = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29877"}
+    env = {
+        "RANK": "0",
+        "LOCAL_RANK": "0",
+        "WORLD_SIZE": "2",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": "29877",
+    }
     words = tiny_run(trial_store, tmp_path, "r", "engine.kind=ddp", "engine.collective_timeout=20")
     assert "waiting for 1 of 2 ranks" in train_rank(*words, env=env)
 
@@ -275,25 +366,47 @@ def test_a_rank_that_waits_for_others_says_so(trial_store, tmp_path):
 @SLOW
 def test_every_restart_of_torchrun_trains(trial_store, tmp_path):
     """public-reports A torchrun_restarts: no attempt meets the addresses of the one before."""
-    words = tiny_run(trial_store, tmp_path, "r", "engine.kind=ddp", "training.resume=auto", "logging.save_freq=2")
+    words = tiny_run(
+        trial_store,
+        tmp_path,
+        "r",
+        "engine.kind=ddp",
+        "training.resume=auto",
+        "logging.save_freq=2",
+    )
     words += ["training.num_train_steps=60", "engine.collective_timeout=30"]
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc_per_node",
+        "2",
+    ]
     command += ["--max-restarts", "3", "--monitor-interval", "1", "-m", "mmldlm.train", *words]
     screen = open(tmp_path / "screen.txt", "wb")  # noqa: SIM115
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    process = subprocess.Popen(command, stdout=screen, stderr=screen, env=environment, start_new_session=True)
+    process = subprocess.Popen(
+        command, stdout=screen, stderr=screen, env=environment, start_new_session=True
+    )
     for rank in range(2):  # each of them once
         _wait_for_steps(tmp_path, process, 4 + 20 * rank)
         for pid in map(int, shell(f"pgrep -P {process.pid}").output.split()):
             with contextlib.suppress(OSError):
-                if f"\0RANK={rank}\0".encode() in b"\0" + Path(f"/proc/{pid}/environ").read_bytes():
+                if (
+                    f"\0RANK={rank}\0".encode()
+                    in b"\0" + Path(f"/proc/{pid}/environ").read_bytes()
+                ):
                     os.kill(pid, signal.SIGKILL)
         time.sleep(2)
     assert process.wait(280) == 0
-    assert [record["step"] for record in records(tmp_path / "r/training_log.jsonl")] == list(range(1, 61))
+    assert [record["step"] for record in records(tmp_path / "r/training_log.jsonl")] == list(
+        range(1, 61)
+    )
 
 
-# -- the scripts -------------------------------------------------------------------------------------------------------
+# -- the scripts
+# -------------------------------------------------------------------------------------------------
 
 SAYS = 'printf "%s\\n" "${0##*/}" "$@"; echo "threads $OMP_NUM_THREADS"'
 
@@ -305,32 +418,55 @@ def venv(tmp_path_factory):
     return installed_environment(tmp_path_factory.mktemp("venv") / "v", programs)
 
 
-UNSET = dict.fromkeys(("NNODES", "NODE_RANK", "RANK", "MASTER_PORT", "OMP_NUM_THREADS", "HOSTFILE", "CARRY"))
+UNSET = dict.fromkeys(
+    ("NNODES", "NODE_RANK", "RANK", "MASTER_PORT", "OMP_NUM_THREADS", "HOSTFILE", "CARRY")
+)
 
 
 def script(venv: Path, name: str, cwd: Path, *words: str, prefix: str = "", **environment: str):
-    own = {**UNSET, "MMLDLM_VENV": str(venv), "PATH": f"{venv}/bin:{os.environ['PATH']}", **environment}
+    own = {
+        **UNSET,
+        "MMLDLM_VENV": str(venv),
+        "PATH": f"{venv}/bin:{os.environ['PATH']}",
+        **environment,
+    }
     quoted = " ".join(f"'{word}'" for word in words)
     return shell(f"{prefix} bash {LAUNCHERS}/{name} {quoted}", cwd=cwd, env=own)
 
 
 @pytest.mark.parametrize(
     "line",
-    ["node2 slots = 8", "node2 slots=8 # second", "-oProxyCommand=x slots=8", "node2:8", "node[2-3] slots=8", "node2",
-     "node2\tslots=8\tmax_slots=9", "$(touch pwned) slots=8", "node1 slots=8", "node2 slots=8; touch pwned"],
-)  # fmt: skip
+    [
+        "node2 slots = 8",
+        "node2 slots=8 # second",
+        "-oProxyCommand=x slots=8",
+        "node2:8",
+        "node[2-3] slots=8",
+        "node2",
+        "node2\tslots=8\tmax_slots=9",
+        "$(touch pwned) slots=8",
+        "node1 slots=8",
+        "node2 slots=8; touch pwned",
+    ],
+)
 def test_the_scripts_drop_no_line_of_a_hostfile(venv, tmp_path, line):
     """trials-3 BAD 24."""
     name = "multi_node.sh" if line.startswith("-") or "#" in line else "mpi.sh"
     (tmp_path / "hosts").write_text(f"node1 slots=8\n{line}\n", encoding="utf-8")
     result = script(venv, name, tmp_path, HOSTFILE="hosts", MASTER_ADDR="node1")
     refuses(result, "hosts:2")
-    assert "mpirun" not in result and "deepspeed\n" not in result and os.listdir(tmp_path) == ["hosts"]
+    assert (
+        "mpirun" not in result
+        and "deepspeed\n" not in result
+        and os.listdir(tmp_path) == ["hosts"]
+    )
 
 
 def test_the_scripts_read_what_is_legitimate(venv, tmp_path):
     """trials-3 BAD 24: slots=08, comments, blank lines, Windows line ends."""
-    (tmp_path / "hosts").write_text("# nodes\r\nnode1 slots=08\r\n\r\n  node-2.a_b   slots=9\r\n", encoding="utf-8")
+    (tmp_path / "hosts").write_text(
+        "# nodes\r\nnode1 slots=08\r\n\r\n  node-2.a_b   slots=9\r\n", encoding="utf-8"
+    )
     result = script(venv, "mpi.sh", tmp_path, HOSTFILE="hosts")
     succeeds(result, "-np\n17\n", "--host\nnode1:8,node-2.a_b:9\n")
 
@@ -341,7 +477,10 @@ def test_the_scripts_read_what_is_legitimate(venv, tmp_path):
         ("mpi.sh", {"CARRY": "a[$(touch${IFS}pwned)]"}),
         ("mpi.sh", {"CARRY": "HF_HOME *"}),
         ("multi_node.sh", {"HOSTFILE": "hosts", "MASTER_ADDR": "$(touch pwned)"}),
-        ("multi_node.sh", {"HOSTFILE": "hosts", "MASTER_ADDR": "n1", "NCCL_DEBUG": "`touch pwned`"}),
+        (
+            "multi_node.sh",
+            {"HOSTFILE": "hosts", "MASTER_ADDR": "n1", "NCCL_DEBUG": "`touch pwned`"},
+        ),
         ("multi_node.sh", {"NNODES": "a[$(touch pwned)]", "MASTER_ADDR": "n1", "NODE_RANK": "0"}),
         ("multi_node.sh", {"NNODES": "2", "MASTER_ADDR": "n1", "NODE_RANK": "a[$(touch pwned)]"}),
         ("single_node.sh", {"NPROC_PER_NODE": "a[$(touch pwned)]"}),
@@ -366,7 +505,10 @@ def test_words_that_deepspeed_would_paste_into_a_shell_are_encoded(venv, tmp_pat
 
 @pytest.mark.parametrize(
     ("name", "environment"),
-    [("single_node.sh", {}), ("multi_node.sh", {"NNODES": "2", "NODE_RANK": "1", "MASTER_ADDR": "n1"})],
+    [
+        ("single_node.sh", {}),
+        ("multi_node.sh", {"NNODES": "2", "NODE_RANK": "1", "MASTER_ADDR": "n1"}),
+    ],
 )
 def test_torchrun_gives_ranks_time_to_save(venv, tmp_path, name, environment):
     """public-reports A torchrun_script_signals, nohup_hangup."""
@@ -391,7 +533,9 @@ def test_two_single_node_runs_have_two_ports(venv, tmp_path):
 def test_the_scripts_share_the_cores_of_the_job(venv, tmp_path):
     """public-reports A threads_of_a_cpuset."""
     cpu = min(os.sched_getaffinity(0))
-    assert "threads 1\n" in script(venv, "single_node.sh", tmp_path, prefix=f"taskset -c {cpu}", NPROC_PER_NODE="1")
+    assert "threads 1\n" in script(
+        venv, "single_node.sh", tmp_path, prefix=f"taskset -c {cpu}", NPROC_PER_NODE="1"
+    )
 
 
 @SLOW
@@ -403,14 +547,25 @@ def test_a_signal_to_a_script_leaves_a_checkpoint(trial_store, tmp_path, name):
         "mmldlm": f'exec {Path(sys.executable).with_name("mmldlm")} "$@"',
     }
     venv = installed_environment(tmp_path / "venv", programs)
-    words = [word for word in tiny_run(trial_store, tmp_path, "r", "engine.kind=ddp", *MANY) if word not in
-             ("--config-name", "tiny")]  # fmt: skip
-    own = {"MMLDLM_VENV": str(venv), "CONFIG_NAME": "tiny", "NPROC_PER_NODE": "1", "PYTHONPATH": str(ROOT)}
+    words = [
+        word
+        for word in tiny_run(trial_store, tmp_path, "r", "engine.kind=ddp", *MANY)
+        if word not in ("--config-name", "tiny")
+    ]
+    own = {
+        "MMLDLM_VENV": str(venv),
+        "CONFIG_NAME": "tiny",
+        "NPROC_PER_NODE": "1",
+        "PYTHONPATH": str(ROOT),
+    }
     screen = open(tmp_path / "screen.txt", "wb")  # noqa: SIM115
     process = subprocess.Popen(
-        ["bash", LAUNCHERS / "single_node.sh", *words], env={**os.environ, **own, "OMP_NUM_THREADS": "1"},
-        stdout=screen, stderr=screen, start_new_session=True,
-    )  # fmt: skip
+        ["bash", LAUNCHERS / "single_node.sh", *words],
+        env={**os.environ, **own, "OMP_NUM_THREADS": "1"},
+        stdout=screen,
+        stderr=screen,
+        start_new_session=True,
+    )
     _wait_for_steps(tmp_path, process, 3)
     ranks = shell(f"pgrep -P {process.pid}").output.split()
     os.kill(process.pid, getattr(signal, name))
@@ -418,7 +573,8 @@ def test_a_signal_to_a_script_leaves_a_checkpoint(trial_store, tmp_path, name):
     assert not [pid for pid in ranks if Path(f"/proc/{pid}").exists()]
 
 
-# -- DeepSpeed's monitors ----------------------------------------------------------------------------------------------
+# -- DeepSpeed's monitors
+# ----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -437,19 +593,27 @@ def test_a_monitor_changes_no_gradient_and_is_no_traceback(trial_store, tmp_path
     package = words.removeprefix("package ")
     if package != words and importlib.util.find_spec(package):
         pytest.skip(f"{package} is installed")
-    (tmp_path / "ds.json").write_text(f'{{"zero_optimization": {{"stage": 2}}, {section}}}', encoding="utf-8")
+    (tmp_path / "ds.json").write_text(
+        f'{{"zero_optimization": {{"stage": 2}}, {section}}}', encoding="utf-8"
+    )
     run = tiny_run(trial_store, tmp_path, "r", "engine.kind=deepspeed")
     refuses(train_rank("--deepspeed_config", tmp_path / "ds.json", *run), words)
 
 
-# -- the end, and machines that lack something -------------------------------------------------------------------------
+# -- the end, and machines that lack something
+# -------------------------------------------------------------------------
 
 
 @SLOW
 @pytest.mark.parametrize("kind", ["single", "ddp"])
 def test_the_last_line_of_a_finished_run_is_its_own(trial_store, tmp_path, kind):
     """public-reports C 2 worker-end."""
-    words = ("--nproc", "1" if kind == "single" else "2", f"engine.kind={kind}", "data.num_workers=2")
+    words = (
+        "--nproc",
+        "1" if kind == "single" else "2",
+        f"engine.kind={kind}",
+        "data.num_workers=2",
+    )
     result = fresh_mmldlm("train", *tiny_run(trial_store, tmp_path, "r", *words), timeout=200)
     succeeds(result)
     assert "RuntimeError" not in result
@@ -471,15 +635,27 @@ def test_an_image_without_ssh_is_told_what_to_do(trial_store, tmp_path, verb):
         (tmp_path / "bin" / tool).symlink_to(shutil.which(tool))
     (tmp_path / "H").write_text("n1 slots=1\nn2 slots=1\n", encoding="utf-8")
     words = tiny_run(trial_store, tmp_path, "r", "engine.kind=ddp")
-    result = mmldlm(verb, "--hostfile", tmp_path / "H", *words, env={"PATH": str(tmp_path / "bin")}, timeout=120)
-    assert result.code and not result.traceback and "fix" in result and "openssh-client" in result, result.output
+    result = mmldlm(
+        verb,
+        "--hostfile",
+        tmp_path / "H",
+        *words,
+        env={"PATH": str(tmp_path / "bin")},
+        timeout=120,
+    )
+    assert (
+        result.code and not result.traceback and "fix" in result and "openssh-client" in result
+    ), result.output
 
 
-# Not strict: which of the threads runs first after the pause decides, and at times the job goes on.
+# Not strict: which of the threads runs first after the pause decides, and at times the job goes
+# on.
 @pytest.mark.xfail(reason="to do: public-reports A whole_job_suspended")
 @SLOW
 def test_a_job_that_was_suspended_goes_on(trial_store, tmp_path):
-    """All processes are stopped for longer than engine.collective_timeout, as by Slurm's preemption by suspend."""
+    """All processes are stopped for longer than engine.collective_timeout, as by Slurm's
+    preemption by suspend.
+    """
     words = (*MANY, "--nproc", "2", "engine.kind=ddp", "engine.collective_timeout=10")
     process = _training(trial_store, tmp_path, *words)
     try:
@@ -499,18 +675,28 @@ IN_ANOTHER_UTS = ("unshare", "--uts", "bash", "-c", 'hostname other-host; exec "
 @SLOW
 @pytest.mark.skipif(os.geteuid() != 0, reason="another host name needs root")
 @pytest.mark.parametrize("seconds", [600, -600])
-def test_the_lock_of_a_living_job_is_kept_whatever_the_other_clock_says(trial_store, tmp_path, seconds):
+def test_the_lock_of_a_living_job_is_kept_whatever_the_other_clock_says(
+    trial_store, tmp_path, seconds
+):
     """public-reports A lock_and_clock_skew."""
     site = tmp_path / "site"
     site.mkdir()
     (site / "sitecustomize.py").write_text(
-        f"import time\nreal = time.time\ntime.time = lambda: real() + {seconds}\n", encoding="utf-8"
+        f"import time\nreal = time.time\ntime.time = lambda: real() + {seconds}\n",
+        encoding="utf-8",
     )
     process = _training(trial_store, tmp_path, *MANY, "logging.save_freq=20")
     try:
         _wait_for_steps(tmp_path, process, 22)
-        command = [*IN_ANOTHER_UTS, sys.executable, TRAIN, *tiny_run(trial_store, tmp_path, "r", *MANY)]
-        result = shell([*command, "training.resume=auto"], env={"PYTHONPATH": f"{site}:{ROOT}"}, timeout=120)
+        command = [
+            *IN_ANOTHER_UTS,
+            sys.executable,
+            TRAIN,
+            *tiny_run(trial_store, tmp_path, "r", *MANY),
+        ]
+        result = shell(
+            [*command, "training.resume=auto"], env={"PYTHONPATH": f"{site}:{ROOT}"}, timeout=120
+        )
         refuses(result, "renewed while this job watched it")
     finally:
         process.terminate()

@@ -1,4 +1,5 @@
-"""Which tensors of a file or a DCP folder are the model, and what becomes of the optimizer beside it.
+"""Which tensors of a file or a DCP folder are the model, and what becomes of the optimizer beside
+it.
 
 More layouts, in this process: tests/checkpoints/formats/test_selection.py.
 """
@@ -26,7 +27,9 @@ _ADAMW.step()
 TRUTH = {name: value.clone() for name, value in _MODEL.state_dict().items()}
 OTHER = {name: value + 1 for name, value in TRUTH.items()}
 NAMED = get_optimizer_state_dict(_MODEL, _ADAMW)
-FLAT = get_optimizer_state_dict(_MODEL, _ADAMW, options=StateDictOptions(flatten_optimizer_state_dict=True))
+FLAT = get_optimizer_state_dict(
+    _MODEL, _ADAMW, options=StateDictOptions(flatten_optimizer_state_dict=True)
+)
 
 
 def save(state, path, **options):
@@ -55,19 +58,43 @@ LAYOUTS = {
     "Lightning (BAD 2)": ({"model": TRUTH, "optimizer_0": NAMED}, "ck", {}, TRUTH),
     "a child called model (BAD 2)": (WRAPPED, "ck", {}, WRAPPED),
     "torchtitan": (
-        {**TRUTH, "optimizer": FLAT, "train_state": {"step": torch.tensor(7)}, "lr_scheduler": {"base": torch.ones(1)}},
-        "ck", {}, TRUTH,
+        {
+            **TRUTH,
+            "optimizer": FLAT,
+            "train_state": {"step": torch.tensor(7)},
+            "lr_scheduler": {"base": torch.ones(1)},
+        },
+        "ck",
+        {},
+        TRUTH,
     ),
     "tutorial (BAD 4)": (
-        {"epoch": 1, "model_state_dict": TRUTH, "optimizer_state_dict": _ADAMW.state_dict(), "loss": torch.ones(())},
-        "a.pt", {}, TRUTH,
+        {
+            "epoch": 1,
+            "model_state_dict": TRUTH,
+            "optimizer_state_dict": _ADAMW.state_dict(),
+            "loss": torch.ones(()),
+        },
+        "a.pt",
+        {},
+        TRUTH,
     ),
     "composer (BAD 4, part 2 POOR 4)": (
-        {"state": {"model": TRUTH, "metadata": {"torch_version": torch.__version__}}, "step": torch.ones(())},
-        "a.pt", {}, TRUTH,
+        {
+            "state": {"model": TRUTH, "metadata": {"torch_version": torch.__version__}},
+            "step": torch.ones(()),
+        },
+        "a.pt",
+        {},
+        TRUTH,
     ),
-    "not flattened (part 2 BAD 4)": ({"model": TRUTH, "step": torch.tensor(3)}, "ck", UNFLATTENED, TRUTH),
-}  # fmt: skip
+    "not flattened (part 2 BAD 4)": (
+        {"model": TRUTH, "step": torch.tensor(3)},
+        "ck",
+        UNFLATTENED,
+        TRUTH,
+    ),
+}
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
@@ -81,10 +108,14 @@ def test_the_model_alone_is_written(name, tmp_path):
 def test_several_models_are_listed(tmp_path):
     """conversion-trials BAD 4."""
     source = save({"ema": OTHER, "net": TRUTH, "step": torch.tensor(3)}, tmp_path / "a.pt")
-    refuses(mmldlm("convert", source, tmp_path / "out"), r"ema \(4 tensors.*net \(4 tensors", "--key")
+    refuses(
+        mmldlm("convert", source, tmp_path / "out"), r"ema \(4 tensors.*net \(4 tensors", "--key"
+    )
     holds(mmldlm("convert", source, tmp_path / "out", "--key", "net"), tmp_path / "out", TRUTH)
     succeeds(mmldlm("convert", "inspect", source, "--key", "ema"), "0.weight")
-    refuses(mmldlm("convert", "diff", source, tmp_path / "out", "--key", "ema"), "4 differ", code=1)
+    refuses(
+        mmldlm("convert", "diff", source, tmp_path / "out", "--key", "ema"), "4 differ", code=1
+    )
 
 
 MATRIX = torch.arange(12.0).reshape(3, 4)
@@ -98,7 +129,9 @@ UNNAMED = {
 
 @pytest.mark.parametrize("kind", UNNAMED)
 def test_tensors_without_names_are_not_left_out(kind, tmp_path):
-    """A file with tensors in a list beside those of the model, or under keys that are not text, lost them."""
+    """A file with tensors in a list beside those of the model, or under keys that are not text,
+    lost them.
+    """
     torch.save(UNNAMED[kind], tmp_path / "in.pt")
     refuses(mmldlm("convert", tmp_path / "in.pt", tmp_path / "out"), "a name for every tensor")
     key = "model" if "model" in UNNAMED[kind] else "."
@@ -111,7 +144,10 @@ def test_random_states_in_a_list_are_no_weights(tmp_path):
     """The other side: what trainers save beside a model is noted."""
     states = [torch.get_rng_state(), torch.get_rng_state()]
     torch.save({"a.w": MATRIX, "rng": states, "histories": {"loss": [MATRIX]}}, tmp_path / "in.pt")
-    succeeds(mmldlm("convert", tmp_path / "in.pt", tmp_path / "out"), "without names .*rng .*histories/loss")
+    succeeds(
+        mmldlm("convert", tmp_path / "in.pt", tmp_path / "out"),
+        "without names .*rng .*histories/loss",
+    )
 
 
 def test_a_tuple_with_names_under_model_is_not_another_model(tmp_path):
@@ -123,7 +159,10 @@ def test_a_tuple_with_names_under_model_is_not_another_model(tmp_path):
 
 def test_an_average_in_the_file_is_named(tmp_path):
     """conversion-trials part 2 POOR 9."""
-    source = save({"epoch": 1, "state_dict": TRUTH, "state_dict_ema": OTHER}, tmp_path / "checkpoint-1.pth.tar")
+    source = save(
+        {"epoch": 1, "state_dict": TRUTH, "state_dict_ema": OTHER},
+        tmp_path / "checkpoint-1.pth.tar",
+    )
     succeeds(mmldlm("convert", source, tmp_path / "out"), "left out .*--key.*: state_dict_ema")
     refuses(mmldlm("convert", source, tmp_path / "out2", "--ema"), "state_dict_ema")
 
@@ -139,14 +178,20 @@ def test_optimizer_of_another_program_is_kept(layout, target, tmp_path):
     else:
         save({"model": TRUTH, "optim": NAMED}, source)
     succeeds(mmldlm("convert", source, out, "--to", target))
-    succeeds(mmldlm("convert", "diff", source, out, "--optimizer"), "12 tensors equal, 0 differ, 0 in one")
+    succeeds(
+        mmldlm("convert", "diff", source, out, "--optimizer"),
+        "12 tensors equal, 0 differ, 0 in one",
+    )
 
 
 def test_an_optimizer_without_names_is_not_lost_silently(tmp_path):
     """conversion-trials BAD 9."""
     source = save({"model": TRUTH, "optim": _ADAMW.state_dict()}, tmp_path / "ck")
     reason = "numbers its parameters"
-    succeeds(mmldlm("convert", source, tmp_path / "out", "--to", "dcp"), f"optimizer was left out.*{reason}")
+    succeeds(
+        mmldlm("convert", source, tmp_path / "out", "--to", "dcp"),
+        f"optimizer was left out.*{reason}",
+    )
     refuses(mmldlm("convert", source, tmp_path / "out2", "--to", "zero2"), reason)
 
 
@@ -173,6 +218,13 @@ def test_masks_of_infinities(tmp_path):
 def test_a_training_that_starts_from_several_models(trial_store, tmp_path):
     """conversion-trials BAD 4: the same error wherever weights are read."""
     source = save({"ema": OTHER, "net": TRUTH}, tmp_path / "a.pt")
-    words = ["--config-name", "tiny", f"data.latent_data_root={trial_store}", f"logging.save_dir={tmp_path}"]
-    result = train_rank(*words, "logging.run_name=r", "engine.kind=single", f"training.init_from={source}")
+    words = [
+        "--config-name",
+        "tiny",
+        f"data.latent_data_root={trial_store}",
+        f"logging.save_dir={tmp_path}",
+    ]
+    result = train_rank(
+        *words, "logging.run_name=r", "engine.kind=single", f"training.init_from={source}"
+    )
     refuses(result, "ema .*net", "--key")

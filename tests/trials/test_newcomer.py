@@ -1,4 +1,6 @@
-"""The first hours of a new user: own data, ends of commands, the model in Python, an own task, help, typing errors."""
+"""The first hours of a new user: own data, ends of commands, the model in Python, an own task,
+help, typing errors.
+"""
 
 from __future__ import annotations
 
@@ -26,18 +28,24 @@ from tests.trials.harness import (
 )
 from tests.trials.test_config_values import GOOD_TASK
 
-SENTENCES = [f"The {('cat', 'dog', 'bird')[i % 3]} sees house number {i}, near the river." for i in range(40)]
+SENTENCES = [
+    f"The {('cat', 'dog', 'bird')[i % 3]} sees house number {i}, near the river."
+    for i in range(40)
+]
 
 
 def manifest(folder) -> dict:
     return json.loads((folder / "manifest.json").read_text(encoding="utf-8"))
 
 
-# -- own data ---------------------------------------------------------------------------------------------------------
+# -- own data
+# -------------------------------------------------------------------------------------------------
 
 
 @todo("newcomer 2: CSV and TSV")
-@pytest.mark.parametrize("separator", [",", pytest.param("\t", marks=SLOW), pytest.param(";", marks=SLOW)])
+@pytest.mark.parametrize(
+    "separator", [",", pytest.param("\t", marks=SLOW), pytest.param(";", marks=SLOW)]
+)
 def test_a_table_of_texts_is_a_corpus(tmp_path, separator):
     path = tmp_path / ("c.tsv" if separator == "\t" else "c.csv")
     rows = [f'{i}{separator}"{text}"' for i, text in enumerate(SENTENCES)]
@@ -51,11 +59,21 @@ def test_a_table_of_texts_is_a_corpus(tmp_path, separator):
 def test_texts_and_one_file_of_latents_are_a_store(tmp_path, kind):
     (tmp_path / "texts.txt").write_text("\n".join(SENTENCES) + "\n", encoding="utf-8")
     latents = np.random.default_rng(0).standard_normal((len(SENTENCES), 8)).astype(np.float32)
-    np.save(tmp_path / "E.npy", latents) if kind == "npy" else np.savez(tmp_path / "E.npz", latents=latents)
+    (
+        np.save(tmp_path / "E.npy", latents)
+        if kind == "npy"
+        else np.savez(tmp_path / "E.npz", latents=latents)
+    )
     words = ("--latents", tmp_path / f"E.{kind}", "--output-dir", tmp_path / "S")
     succeeds(mmldlm("pack", tmp_path / "texts.txt", *words))
-    stored = [row for part in ("train", "validation") for row in np.load(tmp_path / "S" / part / "latents.npy")]
-    assert len(stored) == len(SENTENCES) and all(any(np.allclose(row, own) for own in latents) for row in stored)
+    stored = [
+        row
+        for part in ("train", "validation")
+        for row in np.load(tmp_path / "S" / part / "latents.npy")
+    ]
+    assert len(stored) == len(SENTENCES) and all(
+        any(np.allclose(row, own) for own in latents) for row in stored
+    )
 
 
 @todo("newcomer 2: a refusal shows a Python dict")
@@ -69,7 +87,8 @@ def test_a_count_of_what_pack_read_is_no_dict_of_python(tmp_path):
     assert "{'" not in result
 
 
-# -- ends of commands -------------------------------------------------------------------------------------------------
+# -- ends of commands
+# -------------------------------------------------------------------------------------------------
 
 
 @SLOW
@@ -104,17 +123,23 @@ def test_a_learning_rate_that_jumps_on_resume_is_said(trial_store, tmp_path):
 @todo("newcomer 2: a verdict in one sentence")
 def test_evaluate_begins_with_one_sentence(trial_model, trial_store):
     words = ("--num-samples", 4, "--control-samples", 2, "--num-steps", 2)
-    result = mmldlm("evaluate", "--checkpoint", trial_model, "--data", trial_store, *words, timeout=120)
+    result = mmldlm(
+        "evaluate", "--checkpoint", trial_model, "--data", trial_store, *words, timeout=120
+    )
     succeeds(result)
-    assert re.search(r"the model (ignores|uses|hardly uses) its embedding", result.output), result.output[-3000:]
+    assert re.search(r"the model (ignores|uses|hardly uses) its embedding", result.output), (
+        result.output[-3000:]
+    )
 
 
 @todo("newcomer 7: Ctrl-C in evaluate")
 @SLOW
 def test_an_interrupted_evaluation_says_what_it_has(trial_model, trial_store):
     """newcomer 7: "interrupted", exit 1."""
-    command = (f"timeout -s INT 20 {os.path.dirname(sys.executable)}/mmldlm evaluate --checkpoint {trial_model} "
-               f"--data {trial_store} --num-steps 100000")  # fmt: skip
+    command = (
+        f"timeout -s INT 20 {os.path.dirname(sys.executable)}/mmldlm evaluate --checkpoint"
+        f" {trial_model} --data {trial_store} --num-steps 100000"
+    )
     result = shell(command)
     assert result.code != 0 and re.search("gain|cosine", result.output), result.output[-2000:]
 
@@ -123,8 +148,12 @@ def test_an_interrupted_evaluation_says_what_it_has(trial_model, trial_store):
 @SLOW
 def test_a_killed_rank_is_followed_by_how_to_go_on(trial_store, tmp_path):
     """newcomer 4: after a killed rank no mention of training.resume=auto."""
-    words = tiny_run(trial_store, tmp_path, "r", "engine.kind=ddp", "training.num_train_steps=100000")
-    command = " ".join(f"'{word}'" for word in (sys.executable, "-m", "mmldlm.cli", "train", "--nproc", 2, *words))
+    words = tiny_run(
+        trial_store, tmp_path, "r", "engine.kind=ddp", "training.num_train_steps=100000"
+    )
+    command = " ".join(
+        f"'{word}'" for word in (sys.executable, "-m", "mmldlm.cli", "train", "--nproc", 2, *words)
+    )
     steps = f"$(cat {tmp_path}/r/training_log.jsonl 2>/dev/null | wc -l)"
     kill = f"until [ {steps} -gt 4 ]; do sleep .2; done; kill -9 $(pgrep -n -P $p)"
     result = shell(f"{command} & p=$!; {kill}; wait $p", timeout=200)
@@ -133,11 +162,14 @@ def test_a_killed_rank_is_followed_by_how_to_go_on(trial_store, tmp_path):
 
 @todo("newcomer 2: the default run name")
 def test_a_run_of_a_preset_is_named_after_it():
-    """newcomer 2: the default name was `mmldlm` for all presets, and a second preset met the first one's folder."""
+    """newcomer 2: the default name was `mmldlm` for all presets, and a second preset met the first
+    one's folder.
+    """
     succeeds(mmldlm("config", "--config-name", "tiny"), "run_name: tiny")
 
 
-# -- the model in Python ----------------------------------------------------------------------------------------------
+# -- the model in Python
+# ----------------------------------------------------------------------------------------------
 
 
 @SLOW
@@ -167,29 +199,37 @@ def test_a_device_that_is_not_there_is_named_in_python(trial_model):
     refuses(loaded_model(trial_model, device="cuda"), "cuda")
 
 
-# -- an own task ------------------------------------------------------------------------------------------------------
+# -- an own task
+# -------------------------------------------------------------------------------------------------
 
-LEAK = (
-    GOOD_TASK.replace('x = torch.tensor(samples[ids % len(samples)], dtype=torch.float32)', """
+LEAK = GOOD_TASK.replace(
+    "x = torch.tensor(samples[ids % len(samples)], dtype=torch.float32)",
+    """
         rows = [samples[i][: lengths[i]] for i in ids]
         x = torch.zeros(len(rows), max(map(len, rows)), 4)
         for row, values in enumerate(rows):
-            x[row, : len(values)] = torch.tensor(values)""")
-    .replace("np.ones((32, 4)), np.ones(32, np.int32)",
-             "np.random.default_rng(0).random((32, 9, 4), np.float32), np.arange(32, dtype=np.int32) % 8 + 2")
-)  # fmt: skip
+            x[row, : len(values)] = torch.tensor(values)""",
+).replace(
+    "np.ones((32, 4)), np.ones(32, np.int32)",
+    "np.random.default_rng(0).random((32, 9, 4), np.float32), np.arange(32, dtype=np.int32) %"
+    " 8 + 2",
+)
 
 
 @todo("newcomer 4: padding that leaks")
 @SLOW
 def test_sanity_finds_padding_that_leaks(tmp_path):
-    """newcomer 4: the loss of a sample depends on the longest one of its micro-batch, and 17 checks passed."""
+    """newcomer 4: the loss of a sample depends on the longest one of its micro-batch, and 17
+    checks passed.
+    """
     for name, source in (("leak", LEAK), ("whole", LEAK.replace("max(map(len, rows))", "9"))):
         (tmp_path / f"{name}.py").write_text(source, encoding="utf-8")
     words = ("training.train_batch_size=8", "logging.save_dir=runs", "engine.kind=single",
              "training.dtype=fp32", "--overfit-steps", "2", "--max-steps", "1")  # fmt: skip
     result = mmldlm("sanity", "task=leak:T", *words, cwd=tmp_path)
-    assert result.code == 1 and re.search("FAIL.*(padding|micro-batch)", result.output), result.output[-3000:]
+    assert result.code == 1 and re.search("FAIL.*(padding|micro-batch)", result.output), (
+        result.output[-3000:]
+    )
     whole = mmldlm("sanity", "task=whole:T", *words, cwd=tmp_path)
     assert not re.search("FAIL.*(padding|micro-batch)", whole.output)
 
@@ -198,7 +238,9 @@ def test_sanity_finds_padding_that_leaks(tmp_path):
 def test_a_task_without_sizes_is_told_what_is_missing(tmp_path):
     """Task.model_sizes is not written; the note sends its author to the data."""
     named = "    def names_data(self, config): return True\n    def open_data"
-    (tmp_path / "own.py").write_text(GOOD_TASK.replace("    def open_data", named), encoding="utf-8")
+    (tmp_path / "own.py").write_text(
+        GOOD_TASK.replace("    def open_data", named), encoding="utf-8"
+    )
     succeeds(mmldlm("config", "task=own:T", cwd=tmp_path), "parameters: .*model_sizes")
 
 
@@ -209,7 +251,8 @@ def test_the_docs_of_tasks_have_a_skeleton_with_its_imports():
     assert "from mmldlm.tasks.base import" in text and re.search(r"\n8\. \*\*", text)
 
 
-# -- help and typing errors -------------------------------------------------------------------------------------------
+# -- help and typing errors
+# -------------------------------------------------------------------------------------------
 
 
 @todo("newcomer 7: mmldlm trian")
@@ -235,7 +278,9 @@ def test_help_has_groups(words):
     assert titles[0].lower().startswith(("common", "usage")) and len(titles) > 3, titles
 
 
-@pytest.mark.parametrize("verb", [pytest.param("convert", marks=todo("newcomer 8: 92 columns")), "sample", "prepare"])
+@pytest.mark.parametrize(
+    "verb", [pytest.param("convert", marks=todo("newcomer 8: 92 columns")), "sample", "prepare"]
+)
 def test_help_fits_a_terminal(verb):
     """newcomer 8."""
     found = mmldlm(verb, "--help", env={"COLUMNS": "80"})
@@ -245,14 +290,20 @@ def test_help_fits_a_terminal(verb):
 
 @todo("newcomer 1: four commands, and launch first")
 def test_the_readme_says_what_to_do_with_own_data():
-    """newcomer 1: prepare, train, convert and sample in one block, and the checked way to many nodes first."""
+    """newcomer 1: prepare, train, convert and sample in one block, and the checked way to many
+    nodes first.
+    """
     text = (ROOT / "README.md").read_text(encoding="utf-8")
     blocks = re.findall(r"(?:^    .*\n)+", text, re.M)
-    assert any(all(f"mmldlm {verb}" in block for verb in ("prepare", "train", "convert", "sample")) for block in blocks)
+    assert any(
+        all(f"mmldlm {verb}" in block for verb in ("prepare", "train", "convert", "sample"))
+        for block in blocks
+    )
     assert text.index("mmldlm launch") < text.index("deepspeed --hostfile")
 
 
-# -- machines and nodes -----------------------------------------------------------------------------------------------
+# -- machines and nodes
+# -----------------------------------------------------------------------------------------------
 
 
 @todo("newcomer 5: JIT001 on a CPU machine")
@@ -262,8 +313,19 @@ def test_a_lock_of_a_kernel_that_a_cpu_never_builds_does_not_stop_it(trial_store
     (tmp_path / "ext" / "fused_adam").mkdir(parents=True)
     (tmp_path / "ext" / "fused_adam" / "lock").touch()
     os.utime(tmp_path / "ext" / "fused_adam" / "lock", (1, 1))
-    words = ("preflight", "--level", "1", "--only", "JIT001", "--nproc", "1", *tiny_run(trial_store, tmp_path, "r"))
-    result = mmldlm(*words, env={"TORCH_EXTENSIONS_DIR": str(tmp_path / "ext"), "CUDA_VISIBLE_DEVICES": ""})
+    words = (
+        "preflight",
+        "--level",
+        "1",
+        "--only",
+        "JIT001",
+        "--nproc",
+        "1",
+        *tiny_run(trial_store, tmp_path, "r"),
+    )
+    result = mmldlm(
+        *words, env={"TORCH_EXTENSIONS_DIR": str(tmp_path / "ext"), "CUDA_VISIBLE_DEVICES": ""}
+    )
     assert result.code == 0, result.output
 
 
@@ -271,17 +333,32 @@ def test_a_lock_of_a_kernel_that_a_cpu_never_builds_does_not_stop_it(trial_store
 def test_the_launcher_script_names_a_host_that_is_not_there(tmp_path):
     """newcomer B1: an unknown host was followed by ten minutes of silence."""
     says = 'echo started "$@"'
-    venv = installed_environment(tmp_path / "v", {"deepspeed": says, "torchrun": says, "mmldlm": "exit 0"})
-    (tmp_path / "hosts").write_text(f"{socket.gethostname()} slots=1\nno-such-host.invalid slots=1\n", encoding="utf-8")
-    own = {"MMLDLM_VENV": str(venv), "PATH": f"{venv}/bin:{os.environ['PATH']}", "HOSTFILE": "hosts",
-           "MASTER_ADDR": "127.0.0.1", "NNODES": None, "RANK": None}  # fmt: skip
-    refuses(shell(f"bash {ROOT}/launchers/multi_node.sh", cwd=tmp_path, env=own), "no-such-host.invalid")
+    venv = installed_environment(
+        tmp_path / "v", {"deepspeed": says, "torchrun": says, "mmldlm": "exit 0"}
+    )
+    (tmp_path / "hosts").write_text(
+        f"{socket.gethostname()} slots=1\nno-such-host.invalid slots=1\n", encoding="utf-8"
+    )
+    own = {
+        "MMLDLM_VENV": str(venv),
+        "PATH": f"{venv}/bin:{os.environ['PATH']}",
+        "HOSTFILE": "hosts",
+        "MASTER_ADDR": "127.0.0.1",
+        "NNODES": None,
+        "RANK": None,
+    }
+    refuses(
+        shell(f"bash {ROOT}/launchers/multi_node.sh", cwd=tmp_path, env=own),
+        "no-such-host.invalid",
+    )
 
 
 @todo("newcomer 7: no permission")
 @SLOW
 def test_what_may_not_be_read_is_not_called_damaged(trial_model, tmp_path):
-    """newcomer 7: an unreadable .npy was "not a .npy file", an unreadable model "copy the file again"."""
+    """newcomer 7: an unreadable .npy was "not a .npy file", an unreadable model "copy the file
+    again".
+    """
     import shutil
 
     if os.geteuid() or not shutil.which("setpriv"):
@@ -293,7 +370,9 @@ def test_what_may_not_be_read_is_not_called_damaged(trial_model, tmp_path):
              ("sample", "t2l", "--checkpoint", own, "--text", "x"))  # fmt: skip
     for words in lines:
         command = [sys.executable, "-m", "mmldlm.cli", *words, "--output-dir", tmp_path / "o"]
-        result = shell(["setpriv", "--bounding-set=-all", "--inh-caps=-all", "--clear-groups", *command])
+        result = shell(
+            ["setpriv", "--bounding-set=-all", "--inh-caps=-all", "--clear-groups", *command]
+        )
         assert result.code in (1, 2) and "ermission" in result, result.output
         assert "copy the file again" not in result and "numpy.save" not in result
 

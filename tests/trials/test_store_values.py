@@ -1,4 +1,6 @@
-"""Values that stores, models and configs hold: checked where they are read, exit 2 with file, key and value."""
+"""Values that stores, models and configs hold: checked where they are read, exit 2 with file, key
+and value.
+"""
 
 from __future__ import annotations
 
@@ -25,23 +27,43 @@ def changed(store, copy, change):
     [
         "{l2t: .nan, t2l: 1.0}",
         "{l2t: 1.0e+308, t2l: 1.0e+308}",
-        *(pytest.param(weights, marks=SLOW) for weights in ("{l2t: .inf}", "{l2t: -1, t2l: 2}", "{l2t: 0}", "{}")),
+        *(
+            pytest.param(weights, marks=SLOW)
+            for weights in ("{l2t: .inf}", "{l2t: -1, t2l: 2}", "{l2t: 0}", "{}")
+        ),
     ],
 )
 def test_weights_of_modes_are_finite_with_a_finite_sum(weights, trial_store, tmp_path):
     """trials-3 BAD 5"""
-    words = tiny_run(trial_store, tmp_path, "r", "training.loss_type=mixed", f"training.loss_type_weights={weights}")
+    words = tiny_run(
+        trial_store,
+        tmp_path,
+        "r",
+        "training.loss_type=mixed",
+        f"training.loss_type_weights={weights}",
+    )
     refuses(train_rank(*words), "training.loss_type_weights")
 
 
 @pytest.mark.parametrize(
-    "weight", ["1.0e-9", ".nan", *(pytest.param(weight, marks=SLOW) for weight in ("1.0e-4", ".inf", "-1", "0"))]
+    "weight",
+    [
+        "1.0e-9",
+        ".nan",
+        *(pytest.param(weight, marks=SLOW) for weight in ("1.0e-4", ".inf", "-1", "0")),
+    ],
 )
 def test_weights_of_a_mixture_are_shares_that_can_be_drawn(weight, trial_store, tmp_path):
     """trials-3 BAD 5: finite, and above 1/4096 of the sum"""
     other = shutil.copytree(trial_store, tmp_path / "other")
-    words = tiny_run("none", tmp_path, "r", f"data.mixture={{{trial_store}: 1.0, {other}: {weight}}}")
-    words = [word for word in words if not word.startswith(("data.latent_data_root", "data.max_validation"))]
+    words = tiny_run(
+        "none", tmp_path, "r", f"data.mixture={{{trial_store}: 1.0, {other}: {weight}}}"
+    )
+    words = [
+        word
+        for word in words
+        if not word.startswith(("data.latent_data_root", "data.max_validation"))
+    ]
     refuses(train_rank(*words), "data.mixture")
 
 
@@ -51,7 +73,13 @@ def test_a_mixture_with_the_smallest_share_trains(trial_store, tmp_path):
     other = shutil.copytree(trial_store, tmp_path / "other")
     words = tiny_run("none", tmp_path, "r", f"data.mixture={{{trial_store}: 4095, {other}: 1}}")
     succeeds(
-        train_rank(*[word for word in words if not word.startswith(("data.latent_data_root", "data.max_validation"))])
+        train_rank(
+            *[
+                word
+                for word in words
+                if not word.startswith(("data.latent_data_root", "data.max_validation"))
+            ]
+        )
     )
 
 
@@ -65,19 +93,27 @@ def _set(key, index, value):
 STATISTICS = {
     "a mean of one value": lambda manifest: manifest["latent_stats"].update(mean=[0.0]),
     "a deviation too many": lambda manifest: manifest["latent_stats"]["std"].append(1.0),
-    "negative deviations": lambda m: m["latent_stats"].update(std=[-value for value in m["latent_stats"]["std"]]),
+    "negative deviations": lambda m: m["latent_stats"].update(
+        std=[-value for value in m["latent_stats"]["std"]]
+    ),
     "NaN as a mean": _set("mean", 0, float("nan")),
     "an infinite deviation": _set("std", 383, float("inf")),
     "a mean beyond fp32": _set("mean", 5, 1e300),
     "a deviation of 0 of values that differ": _set("std", 7, 0.0),
     "deviations of 0": lambda manifest: manifest["latent_stats"].update(std=[0.0] * 384),
     "words": _set("mean", 3, "0.1"),
-    "a norm of NaN": lambda manifest: manifest["latent_stats"].update(norm={"min": 0, "mean": float("nan"), "max": 1}),
+    "a norm of NaN": lambda manifest: manifest["latent_stats"].update(
+        norm={"min": 0, "mean": float("nan"), "max": 1}
+    ),
 }
 
 
 @pytest.mark.parametrize(
-    "kind", [pytest.param(kind, marks=() if number < 4 else SLOW) for number, kind in enumerate(STATISTICS)]
+    "kind",
+    [
+        pytest.param(kind, marks=() if number < 4 else SLOW)
+        for number, kind in enumerate(STATISTICS)
+    ],
 )
 def test_latent_statistics_are_checked_where_they_are_read(kind, trial_store, tmp_path):
     """trials-3 BAD 12"""
@@ -87,17 +123,24 @@ def test_latent_statistics_are_checked_where_they_are_read(kind, trial_store, tm
 
 VALUES = {
     "vocab_size": (lambda m: m["tokenizer"].update(vocab_size=10**30), "tokenizer.vocab_size"),
-    "an id outside the vocabulary": (lambda m: m["tokenizer"].update(eos_token_id=10**6), "eos_token_id 1000000"),
+    "an id outside the vocabulary": (
+        lambda m: m["tokenizer"].update(eos_token_id=10**6),
+        "eos_token_id 1000000",
+    ),
     "a number as a name": (lambda m: m["encoder"].update(name=5), "encoder.name"),
     "a word as a length": (lambda m: m["encoder"].update(max_length="x"), "encoder.max_length"),
     "a pooling": (lambda m: m["encoder"].update(pooling="median"), "encoder.pooling"),
     "a word as a flag": (lambda m: m["encoder"].update(normalize="yes"), "encoder.normalize"),
-    "a negative number of tokens": (lambda m: m["splits"]["train"].update(num_tokens=-1), "num_tokens"),
+    "a negative number of tokens": (
+        lambda m: m["splits"]["train"].update(num_tokens=-1),
+        "num_tokens",
+    ),
 }
 
 
 @pytest.mark.parametrize(
-    "kind", [pytest.param(kind, marks=() if number < 2 else SLOW) for number, kind in enumerate(VALUES)]
+    "kind",
+    [pytest.param(kind, marks=() if number < 2 else SLOW) for number, kind in enumerate(VALUES)],
 )
 def test_values_of_a_manifest_have_types_and_bounds(kind, trial_store, tmp_path):
     """trials-3 BAD 19"""
@@ -109,7 +152,10 @@ def test_values_of_a_manifest_have_types_and_bounds(kind, trial_store, tmp_path)
 CONFIGS = {
     "a list as the task": (lambda m: m.update(task=["translation"]), "task"),
     "a number as the encoder's name": (lambda m: m["encoder"].update(name=5), "encoder.name.*5"),
-    "a word as the encoder's length": (lambda m: m["encoder"].update(max_length="x"), "encoder.max_length.*x"),
+    "a word as the encoder's length": (
+        lambda m: m["encoder"].update(max_length="x"),
+        "encoder.max_length.*x",
+    ),
     "a list as the encoder": (lambda m: m.update(encoder=["minilm"]), "encoder"),
     "a list as the prefix": (lambda m: m["encoder"].update(prefix=["a"]), "encoder.prefix"),
     "a path as modules": (lambda m: m["encoder"].update(modules="dense"), "encoder.modules"),
@@ -117,7 +163,8 @@ CONFIGS = {
 
 
 @pytest.mark.parametrize(
-    "kind", [pytest.param(kind, marks=() if number < 2 else SLOW) for number, kind in enumerate(CONFIGS)]
+    "kind",
+    [pytest.param(kind, marks=() if number < 2 else SLOW) for number, kind in enumerate(CONFIGS)],
 )
 def test_values_of_a_models_config_have_types(kind, trial_model, tmp_path):
     """trials-3 BAD 19"""

@@ -1,4 +1,6 @@
-"""Names of tensors are the model's: what torch's wrappers add is removed where they wrote it, and only there."""
+"""Names of tensors are the model's: what torch's wrappers add is removed where they wrote it, and
+only there.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,10 @@ from tests.trials.harness import SLOW, mmldlm, refuses, succeeds, tiny_run, trai
 
 def default(values, count: int = 1) -> list:
     """The first `count` kinds for the default run, the others for `--trials`."""
-    return [value if place < count else pytest.param(value, marks=SLOW) for place, value in enumerate(values)]
+    return [
+        value if place < count else pytest.param(value, marks=SLOW)
+        for place, value in enumerate(values)
+    ]
 
 
 class OnlyChild(nn.Module):
@@ -45,7 +50,9 @@ def header(folder: Path) -> dict:
 
 def names_in(folder: Path) -> set[str]:
     found = header(folder)
-    return (set(found) | set(json.loads(found["__metadata__"].get("aliases", "{}")))) - {"__metadata__"}
+    return (set(found) | set(json.loads(found["__metadata__"].get("aliases", "{}")))) - {
+        "__metadata__"
+    }
 
 
 def convert(source: Path, *options: str):
@@ -63,18 +70,26 @@ def test_a_child_called_module_keeps_its_name(tmp_path, kind):
     if kind.startswith("dcp"):
         import torch.distributed.checkpoint as dcp
 
-        dcp.save(state if kind == "dcp_flat" else {"model": state}, checkpoint_id=path, no_dist=True)
+        dcp.save(
+            state if kind == "dcp_flat" else {"model": state}, checkpoint_id=path, no_dist=True
+        )
     elif kind == "safetensors":
         from safetensors.torch import save_file
 
         path = path.with_suffix(".safetensors")
         save_file(state, path)
     else:
-        torch.save({"state_dict": state, "epoch": 3} if kind == "torch_save_nested" else state, path)
+        torch.save(
+            {"state_dict": state, "epoch": 3} if kind == "torch_save_nested" else state, path
+        )
     result = convert(path)
     succeeds(result)
     assert names_in(tmp_path / "out") == set(state)
-    if kind in ("torch_save", "torch_save_nested", "safetensors"):  # nothing in the file tells it from a wrapper's
+    if kind in (
+        "torch_save",
+        "torch_save_nested",
+        "safetensors",
+    ):  # nothing in the file tells it from a wrapper's
         assert "--strip-prefix module." in result
     else:
         assert "prefix" not in result
@@ -85,12 +100,21 @@ def test_zero_keeps_the_names_of_its_model(tmp_path):
     first, second = {"module.a": torch.ones(2, 3), "module.b": torch.ones(3)}, tmp_path / "ddp"
     second.mkdir()
     torch.save(first, second / "model.pt")
-    groups = [{"params": [0, 1], "lr": 0.1, "betas": (0.9, 0.99), "eps": 1e-8, "weight_decay": 0.0}]
-    torch.save({"state": {}, "param_groups": groups, "param_names": [list(first)]}, second / "optimizer.pt")
-    succeeds(mmldlm("convert", second, tmp_path / "zero", "--to", "zero2", "--world", "2", "--no-fsync"))
+    groups = [
+        {"params": [0, 1], "lr": 0.1, "betas": (0.9, 0.99), "eps": 1e-8, "weight_decay": 0.0}
+    ]
+    torch.save(
+        {"state": {}, "param_groups": groups, "param_names": [list(first)]},
+        second / "optimizer.pt",
+    )
+    succeeds(
+        mmldlm("convert", second, tmp_path / "zero", "--to", "zero2", "--world", "2", "--no-fsync")
+    )
     succeeds(convert(tmp_path / "zero"))
     assert names_in(tmp_path / "out") == set(first)
-    succeeds(mmldlm("convert", tmp_path / "zero", tmp_path / "pt", "--to", "model.pt", "--no-fsync"))
+    succeeds(
+        mmldlm("convert", tmp_path / "zero", tmp_path / "pt", "--to", "model.pt", "--no-fsync")
+    )
     assert set(torch.load(tmp_path / "pt" / "model.pt", weights_only=True)) == set(first)
 
 
@@ -100,9 +124,12 @@ def wrapped(kind: str) -> dict[str, torch.Tensor]:
 
     model = body()
     if kind == "fsdp":  # as FullyShardedDataParallel's names are
-        return {f"_fsdp_wrapped_module.{name}": value for name, value in model.state_dict().items()}
+        return {
+            f"_fsdp_wrapped_module.{name}": value for name, value in model.state_dict().items()
+        }
     if kind == "checkpointed":
-        # Its state_dict hook removes the part again; programs that collect parameters themselves keep it.
+        # Its state_dict hook removes the part again; programs that collect parameters themselves
+        # keep it.
         model[0] = checkpoint_wrapper(model[0])
         return dict(model.named_parameters())
     make = {
@@ -117,9 +144,15 @@ def wrapped(kind: str) -> dict[str, torch.Tensor]:
 
 
 WRAPPED = [
-    "averaged", "compiled", "compiled_child", "parallel_of_compiled", "compiled_parallel", "averaged_compiled", "fsdp",
+    "averaged",
+    "compiled",
+    "compiled_child",
+    "parallel_of_compiled",
+    "compiled_parallel",
+    "averaged_compiled",
+    "fsdp",
     "checkpointed",
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize("kind", default(WRAPPED))
@@ -131,27 +164,42 @@ def test_wrappers_of_torch_are_removed_with_a_note(tmp_path, kind):
     names = set(body().state_dict())
     assert names_in(tmp_path / "out") == names
     succeeds(mmldlm("convert", "diff", tmp_path / "in.pt", tmp_path / "out"))
-    succeeds(mmldlm("convert", tmp_path / "in.pt", tmp_path / "kept", "--keep-names", "--no-fsync"))
+    succeeds(
+        mmldlm("convert", tmp_path / "in.pt", tmp_path / "kept", "--keep-names", "--no-fsync")
+    )
     assert names_in(tmp_path / "kept") == set(state)
 
 
 def test_strip_prefix_and_diff(tmp_path):
-    """conversion-trials part 2 BAD 1: `diff` said that all tensors were equal while no name was."""
+    """conversion-trials part 2 BAD 1: `diff` said that all tensors were equal while no
+    name was.
+    """
     torch.save(nn.DataParallel(body()).state_dict(), tmp_path / "in.pt")
     succeeds(convert(tmp_path / "in.pt", "--strip-prefix", "module."))
     assert names_in(tmp_path / "out") == set(body().state_dict())
     different = mmldlm("convert", "diff", tmp_path / "in.pt", tmp_path / "out")
     refuses(different, r"names .*'module\.'", "4 tensors equal", code=1)
-    succeeds(mmldlm("convert", "diff", tmp_path / "in.pt", tmp_path / "out", "--strip-prefix", "module."))
+    succeeds(
+        mmldlm(
+            "convert", "diff", tmp_path / "in.pt", tmp_path / "out", "--strip-prefix", "module."
+        )
+    )
 
 
 @SLOW
 def test_prefixes_that_cannot_be_stripped(tmp_path):
     torch.save(body().state_dict(), tmp_path / "in.pt")
-    refuses(mmldlm("convert", tmp_path / "in.pt", tmp_path / "no", "--strip-prefix", "net."), "net.", "0.weight")
+    refuses(
+        mmldlm("convert", tmp_path / "in.pt", tmp_path / "no", "--strip-prefix", "net."),
+        "net.",
+        "0.weight",
+    )
     collision = {"a.w": torch.ones(2), "w": torch.zeros(2)}
     torch.save(collision, tmp_path / "two.pt")
-    refuses(mmldlm("convert", tmp_path / "two.pt", tmp_path / "no", "--strip-prefix", "a."), "become one")
+    refuses(
+        mmldlm("convert", tmp_path / "two.pt", tmp_path / "no", "--strip-prefix", "a."),
+        "become one",
+    )
 
 
 @SLOW
@@ -163,7 +211,12 @@ def test_a_compiled_child_of_one_name_is_left_alone(tmp_path):
     assert names_in(tmp_path / "out") == set(state)
 
 
-PREFIXES = ["module..pt", "_orig_mod.module..safetensors", "_orig_mod..pt", "module._orig_mod..safetensors"]
+PREFIXES = [
+    "module..pt",
+    "_orig_mod.module..safetensors",
+    "_orig_mod..pt",
+    "module._orig_mod..safetensors",
+]
 
 
 @pytest.mark.parametrize("name", default(PREFIXES))
@@ -179,22 +232,37 @@ def test_init_from_knows_the_same_prefixes(trial_run, trial_store, tmp_path, nam
         from safetensors.torch import save_file
 
         save_file(state, path)
-    run = tiny_run(trial_store, tmp_path, "r", f"training.init_from={path}", "training.num_train_steps=1")
+    run = tiny_run(
+        trial_store, tmp_path, "r", f"training.init_from={path}", "training.num_train_steps=1"
+    )
     succeeds(train_rank(*run), r"(\d+) of \1 parameters from", "prefix")
 
 
 def test_foreign_metadata_adds_no_names(tmp_path):
-    """conversion-trials part 2, table: a foreign header with `aliases` that is a JSON object of tensor names."""
+    """conversion-trials part 2, table: a foreign header with `aliases` that is a JSON object of
+    tensor names.
+    """
     from safetensors.torch import save_file
 
-    foreign = {"aliases": json.dumps({"ghost.weight": "a.weight"}), "step": "7", "note": "a.weight", "best": "a.weight"}
-    save_file({"a.weight": torch.ones(2, 2), "b.weight": torch.ones(2, 2)}, tmp_path / "in.safetensors", foreign)
+    foreign = {
+        "aliases": json.dumps({"ghost.weight": "a.weight"}),
+        "step": "7",
+        "note": "a.weight",
+        "best": "a.weight",
+    }
+    save_file(
+        {"a.weight": torch.ones(2, 2), "b.weight": torch.ones(2, 2)},
+        tmp_path / "in.safetensors",
+        foreign,
+    )
     succeeds(convert(tmp_path / "in.safetensors"))
     assert names_in(tmp_path / "out") == {"a.weight", "b.weight"}
 
 
 def test_tied_names_of_save_model(tmp_path):
-    """conversion-trials part 2 POOR 7: safetensors.torch.save_model records the second names of tied weights."""
+    """conversion-trials part 2 POOR 7: safetensors.torch.save_model records the second names of
+    tied weights.
+    """
     from safetensors.torch import save_model
 
     model = nn.Module()

@@ -1,4 +1,6 @@
-"""Files and folders from elsewhere: links, special files, names and sizes in headers; two conversions at a time."""
+"""Files and folders from elsewhere: links, special files, names and sizes in headers; two
+conversions at a time.
+"""
 
 from __future__ import annotations
 
@@ -57,11 +59,15 @@ def training_state(folder: Path) -> Path:
     torch.save({"a": torch.arange(8.0)}, folder / "model.pt")
     group = {"lr": 0.1, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0, "params": [0]}
     state = {0: {"step": torch.tensor(1.0), "exp_avg": torch.ones(8), "exp_avg_sq": torch.ones(8)}}
-    torch.save({"state": state, "param_groups": [group], "param_names": [["a"]]}, folder / "optimizer.pt")
+    torch.save(
+        {"state": state, "param_groups": [group], "param_names": [["a"]]}, folder / "optimizer.pt"
+    )
     return folder
 
 
-def checkpoint(folder: Path, also: dict[str, str] | None = None, listed: dict[str, str] | None = None) -> Path:
+def checkpoint(
+    folder: Path, also: dict[str, str] | None = None, listed: dict[str, str] | None = None
+) -> Path:
     """A checkpoint of a run with its manifest.
 
     Args:
@@ -69,7 +75,11 @@ def checkpoint(folder: Path, also: dict[str, str] | None = None, listed: dict[st
         listed: name -> text of entries without files.
     """
     training_state(folder / "engine")
-    for name, text in {"config.yaml": "training: {}\n", "tokenizer/tokenizer.json": "{}", **(also or {})}.items():
+    for name, text in {
+        "config.yaml": "training: {}\n",
+        "tokenizer/tokenizer.json": "{}",
+        **(also or {}),
+    }.items():
         (folder / name).parent.mkdir(exist_ok=True)
         (folder / name).write_text(text, encoding="utf-8")
     names = [path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()]
@@ -79,8 +89,16 @@ def checkpoint(folder: Path, also: dict[str, str] | None = None, listed: dict[st
         name: {"bytes": len(data), "crc32": zlib.crc32(data), "tail_crc32": zlib.crc32(data)}
         for name, data in contents.items()
     }
-    manifest = {"format": "mmldlm-checkpoint", "version": 1, "step": 1, "world_size": 1, "engine": "ddp"}
-    (folder / "manifest.json").write_text(json.dumps({**manifest, "files": files}), encoding="utf-8")
+    manifest = {
+        "format": "mmldlm-checkpoint",
+        "version": 1,
+        "step": 1,
+        "world_size": 1,
+        "engine": "ddp",
+    }
+    (folder / "manifest.json").write_text(
+        json.dumps({**manifest, "files": files}), encoding="utf-8"
+    )
     return folder
 
 
@@ -94,7 +112,8 @@ def leaks(out: Path) -> list[Path]:
     return [path for path in paths if SECRET.encode() in path.read_bytes()]
 
 
-# -- links (trials-3, BAD 14) ------------------------------------------------------------------------------------------
+# -- links (trials-3, BAD 14)
+# ------------------------------------------------------------------------------------------
 
 
 def chain(path: Path, target: Path) -> None:
@@ -112,12 +131,18 @@ LINKS = {
     "a chain": ("vocab.json", chain),
     "a folder": ("tokenizer", lambda path, secret: path.symlink_to(secret.parent)),
     "inside a folder": ("tokenizer/x.json", lambda path, secret: path.symlink_to(secret)),
-    "a folder inside a folder": ("tokenizer/x", lambda path, secret: path.symlink_to(secret.parent)),
+    "a folder inside a folder": (
+        "tokenizer/x",
+        lambda path, secret: path.symlink_to(secret.parent),
+    ),
     "dangling": ("vocab.json", lambda path, secret: path.symlink_to("nowhere")),
     "in a circle": ("vocab.json", lambda path, secret: path.symlink_to(path.name)),
     "a folder in a circle": ("tokenizer/x", lambda path, secret: path.symlink_to("..")),
     "the config": ("config.json", lambda path, secret: path.symlink_to(secret)),
-    "the weights": ("model.safetensors", lambda path, secret: move_and_link(path, secret.parent / "w")),
+    "the weights": (
+        "model.safetensors",
+        lambda path, secret: move_and_link(path, secret.parent / "w"),
+    ),
 }
 
 
@@ -127,7 +152,8 @@ def move_and_link(path: Path, target: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "kind", mostly_slow(LINKS, "a file", "a chain", "a folder", "dangling", "the config", "the weights")
+    "kind",
+    mostly_slow(LINKS, "a file", "a chain", "a folder", "dangling", "the config", "the weights"),
 )
 def test_no_link_leaves_a_model_folder(tmp_path, secret, kind):
     folder = model_folder(tmp_path / "model")
@@ -140,12 +166,19 @@ def test_no_link_leaves_a_model_folder(tmp_path, secret, kind):
     assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.parametrize("to", ["safetensors", *(pytest.param(to, marks=SLOW) for to in ("model.pt", "zero2"))])
+@pytest.mark.parametrize(
+    "to", ["safetensors", *(pytest.param(to, marks=SLOW) for to in ("model.pt", "zero2"))]
+)
 @pytest.mark.parametrize("name", ["codebook.npy", "tokenizer/more.json"])
 @pytest.mark.parametrize("is_listed", [False, True])
 def test_no_link_leaves_a_checkpoint(tmp_path, secret, to, name, is_listed):
-    """trials-3, BAD 14: a file that the manifest does not list is not copied, one that it lists is no link outwards."""
-    folder = checkpoint(tmp_path / "run" / "checkpoints" / "step_00000001", listed={name: SECRET} if is_listed else {})
+    """trials-3, BAD 14: a file that the manifest does not list is not copied, one that it lists is
+    no link outwards.
+    """
+    folder = checkpoint(
+        tmp_path / "run" / "checkpoints" / "step_00000001",
+        listed={name: SECRET} if is_listed else {},
+    )
     (folder / name).symlink_to(secret)
     result = mmldlm("convert", folder, tmp_path / "out", "--to", to)
     if is_listed:
@@ -164,7 +197,9 @@ def test_links_inside_are_followed(tmp_path):
     tmp_path.joinpath("link").symlink_to(folder)  # the user names it: it may lead anywhere
     succeeds(mmldlm("convert", tmp_path / "link", tmp_path / "out"))
     for name in ("tokenizer.json", "vocab.json", "tokenizer/tokenizer.json"):
-        assert (tmp_path / "out" / name).read_text() == "{}" and not (tmp_path / "out" / name).is_symlink()
+        assert (tmp_path / "out" / name).read_text() == "{}" and not (
+            tmp_path / "out" / name
+        ).is_symlink()
 
 
 def hub_cache(root: Path) -> Path:
@@ -188,11 +223,17 @@ def test_a_cache_of_the_hub_is_read_as_its_files(tmp_path, secret):
     refuses(mmldlm("convert", snapshot, tmp_path / "out2"), "vocab.json")
 
 
-# -- names in files (conversion-trials 1, BAD 1; trials-3, POOR 6) -----------------------------------------------------
+# -- names in files (conversion-trials 1, BAD 1; trials-3, POOR 6)
+# -----------------------------------------------------
 
 
 @pytest.mark.parametrize(
-    "name", ["../../w", "{tmp}/w", *(pytest.param(name, marks=SLOW) for name in ("..", "a/../../w", "", "w\0"))]
+    "name",
+    [
+        "../../w",
+        "{tmp}/w",
+        *(pytest.param(name, marks=SLOW) for name in ("..", "a/../../w", "", "w\0")),
+    ],
 )
 @pytest.mark.parametrize("kind", ["manifest", "safetensors index", "dcp"])
 def test_a_file_names_no_path_outside(tmp_path, kind, name):
@@ -216,7 +257,8 @@ def test_a_file_names_no_path_outside(tmp_path, kind, name):
     refuses(mmldlm("convert", source, tmp_path / "out"), r"the name |not a|no file|names")
 
 
-# -- special files (conversion-trials 1, P10) --------------------------------------------------------------------------
+# -- special files (conversion-trials 1, P10)
+# --------------------------------------------------------------------------
 
 
 def replace_by(path: Path, kind: str) -> None:
@@ -231,7 +273,9 @@ def replace_by(path: Path, kind: str) -> None:
         with socket.socket(socket.AF_UNIX) as server:
             folder = os.open(path.parent, os.O_RDONLY)
             try:
-                server.bind(f"/proc/self/fd/{folder}/{path.name}")  # the path itself may be too long for a socket
+                server.bind(
+                    f"/proc/self/fd/{folder}/{path.name}"
+                )  # the path itself may be too long for a socket
             finally:
                 os.close(folder)
 
@@ -240,7 +284,11 @@ IN_PLACE_OF = {
     "zero2": ("zero/*pp_rank_0_*optim_states.pt", "zero/mp_rank_00_model_states.pt"),
     "fsdp": ("__0_0.distcp", "trainable.json", "deepspeed.pt"),
     "ddp": ("model.pt", "optimizer.pt"),
-    "universal": ("universal/zero/a/fp32.pt", "universal/zero/a/exp_avg.pt", "universal/zero/optimizer_state.pt"),
+    "universal": (
+        "universal/zero/a/fp32.pt",
+        "universal/zero/a/exp_avg.pt",
+        "universal/zero/optimizer_state.pt",
+    ),
 }
 PLACES = [(to, pattern) for to, patterns in IN_PLACE_OF.items() for pattern in patterns]
 
@@ -294,7 +342,8 @@ def test_no_special_file_beside_a_model(tmp_path, name, kind):
         refuses(result, "folder|FIFO|socket|device|leads to|model.safetensors.index.json")
 
 
-# -- sizes and counts in headers ---------------------------------------------------------------------------------------
+# -- sizes and counts in headers
+# ---------------------------------------------------------------------------------------
 
 
 def torch_file(path: Path, pickled: bytes, storage: bytes = bytes(16)) -> None:
@@ -311,9 +360,15 @@ def pickled_tensor(shape: int, stride: int, elements: int, offset: int = 0) -> b
 
     return (
         b"\x80\x02}X\1\0\0\0actorch._utils\n_rebuild_tensor_v2\n((X\7\0\0\0storagectorch\nFloatStorage\n"
-        b"X\1\0\0\x000X\3\0\0\0cpu" + number(elements) + b"tQ" + number(offset) + number(shape) + b"\x85"
-        + number(stride) + b"\x85\x89ccollections\nOrderedDict\n)RtRs."
-    )  # fmt: skip
+        b"X\1\0\0\x000X\3\0\0\0cpu"
+        + number(elements)
+        + b"tQ"
+        + number(offset)
+        + number(shape)
+        + b"\x85"
+        + number(stride)
+        + b"\x85\x89ccollections\nOrderedDict\n)RtRs."
+    )
 
 
 def patched_zip(path: Path, at: int, form: str, *values: int) -> None:
@@ -341,7 +396,9 @@ HEADERS = {
         "memo": lambda path: torch_file(path, b"\x80\x02}r\xff\xff\xff\x7f."),
         "memo in text": lambda path: torch_file(path, b"}p2147483647\n."),
         "bytes": lambda path: torch_file(path, b"\x80\x04\x8e" + BIG.to_bytes(8, "little") + b"."),
-        "bytearray": lambda path: torch_file(path, b"\x80\x05\x96" + BIG.to_bytes(8, "little") + b"."),
+        "bytearray": lambda path: torch_file(
+            path, b"\x80\x05\x96" + BIG.to_bytes(8, "little") + b"."
+        ),
         "text": lambda path: torch_file(path, b"\x80\x04\x8d" + BIG.to_bytes(8, "little") + b"."),
         "number": lambda path: torch_file(path, b"\x80\x02\x8b\xff\xff\xff\x7f."),
         "directory": lambda path: patched_zip(path, 12, "<I", 0xFFFFFFF0),
@@ -356,7 +413,9 @@ HEADERS = {
 CLAIMS = [(name, kind) for name, kinds in HEADERS.items() for kind in kinds]
 
 
-QUICK = [("a.pt", kind) for kind in ("shape", "expanded", "memo", "directory")] + [("a.safetensors", "header")]
+QUICK = [("a.pt", kind) for kind in ("shape", "expanded", "memo", "directory")] + [
+    ("a.safetensors", "header")
+]
 
 
 @pytest.mark.parametrize("claim", mostly_slow(CLAIMS, *QUICK), ids=" ".join)
@@ -373,7 +432,10 @@ def test_no_memory_is_taken_for_a_claim(tmp_path):
         folder = tmp_path / str(number)
         folder.mkdir()
         HEADERS[name][kind](folder / name)
-        result = shell(f"ulimit -v 3000000; {sys.executable} -m mmldlm.cli convert {folder / name} {tmp_path / 'out'}")
+        result = shell(
+            f"ulimit -v 3000000; {sys.executable} -m mmldlm.cli convert {folder / name}"
+            f" {tmp_path / 'out'}"
+        )
         refuses(result, name)
         assert "MemoryError" not in result
 
@@ -386,15 +448,22 @@ def test_a_world_of_claimed_ranks(made, tmp_path):
     refuses(mmldlm("convert", source, tmp_path / "out"), "one per rank")
 
 
-@pytest.mark.parametrize("value", [BIG, *(pytest.param(value, marks=SLOW) for value in (-1, "2", 1.5, None, [1]))])
+@pytest.mark.parametrize(
+    "value", [BIG, *(pytest.param(value, marks=SLOW) for value in (-1, "2", 1.5, None, [1]))]
+)
 def test_a_world_of_claimed_ranks_in_a_manifest(tmp_path, value):
     folder = checkpoint(tmp_path / "ck")
     manifest = json.loads((folder / "manifest.json").read_text())
-    (folder / "manifest.json").write_text(json.dumps({**manifest, "world_size": value}), encoding="utf-8")
-    refuses(mmldlm("convert", folder, tmp_path / "out", "--to", "zero2"), "world_size|number of ranks")
+    (folder / "manifest.json").write_text(
+        json.dumps({**manifest, "world_size": value}), encoding="utf-8"
+    )
+    refuses(
+        mmldlm("convert", folder, tmp_path / "out", "--to", "zero2"), "world_size|number of ranks"
+    )
 
 
-# -- two conversions into one folder (trials-3, BAD 1) -----------------------------------------------------------------
+# -- two conversions into one folder (trials-3, BAD 1)
+# -----------------------------------------------------------------
 
 
 @pytest.mark.parametrize("options", [(), ("--to", "zero2", "--force")])
@@ -403,7 +472,9 @@ def test_one_writer_at_a_time(tmp_path, options):
     second = training_state(tmp_path / "second")
     out = tmp_path / "out"
     seen = []
-    done = during_conversion(first, out, lambda: seen.append(mmldlm("convert", second, out, *options)))
+    done = during_conversion(
+        first, out, lambda: seen.append(mmldlm("convert", second, out, *options))
+    )
     succeeds(done)
     refuses(seen[0], "no other conversion", rf"process {os.getpid()} on ")
     succeeds(mmldlm("convert", "diff", first, out))
@@ -430,7 +501,8 @@ def test_what_appears_meanwhile_is_kept(tmp_path):
     assert (out / "config.json").read_text() == "mine" and len(list(tmp_path.iterdir())) == 2
 
 
-# -- words -------------------------------------------------------------------------------------------------------------
+# -- words
+# -------------------------------------------------------------------------------------------------
 
 
 def test_a_checkpoint_deleted_while_it_is_converted(tmp_path):
@@ -443,7 +515,9 @@ def test_a_checkpoint_deleted_while_it_is_converted(tmp_path):
 
 DAMAGED_HEADERS = {
     "a list": b"[1]",
-    "a size beyond 64 bits": b'{"w":{"dtype":"F32","shape":[0,1000000000000000000000],"data_offsets":[0,0]}}',
+    "a size beyond 64 bits": (
+        b'{"w":{"dtype":"F32","shape":[0,1000000000000000000000],"data_offsets":[0,0]}}'
+    ),
 }
 
 

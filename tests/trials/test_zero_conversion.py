@@ -1,7 +1,7 @@
 """Conversions of DeepSpeed's checkpoints: names, mixed saves, counters, universal folders.
 
-The sources are written by `mmldlm convert` from a state_dict and an AdamW's state that the test saves with torch;
-tests/checkpoints and tests/convert have DeepSpeed's own.
+The sources are written by `mmldlm convert` from a state_dict and an AdamW's state that the test
+saves with torch; tests/checkpoints and tests/convert have DeepSpeed's own.
 """
 
 from __future__ import annotations
@@ -19,19 +19,32 @@ OPTIM = "*zero_pp_rank_{}_mp_rank_00_optim_states.pt"
 MODEL, MODEL3 = "mp_rank_00_model_states.pt", "zero_pp_rank_{}_mp_rank_00_model_states.pt"
 
 
-def training_state(folder: Path, names=("a.weight", "b.bias"), step: int = 3, frozen: bool = True) -> Path:
-    """A folder with model.pt and optimizer.pt, as mmldlm's ddp engine saves them; all values depend on the step."""
+def training_state(
+    folder: Path, names=("a.weight", "b.bias"), step: int = 3, frozen: bool = True
+) -> Path:
+    """A folder with model.pt and optimizer.pt, as mmldlm's ddp engine saves them; all values
+    depend on the step.
+    """
     folder.mkdir(parents=True)
     generator = torch.Generator().manual_seed(step)
     weights = {name: torch.randn(4, 3, generator=generator) for name in names}
     others = {"frozen.weight": torch.randn(2, 3), "mean": torch.randn(3)} if frozen else {}
     torch.save({**weights, **others}, folder / "model.pt")
     moments = {key: torch.rand(4, 3, generator=generator) for key in ("exp_avg", "exp_avg_sq")}
-    states = {number: {"step": torch.tensor(float(step)), **moments} for number in range(len(names))}
-    group = {"lr": 0.1, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0, "params": list(range(len(names)))}
+    states = {
+        number: {"step": torch.tensor(float(step)), **moments} for number in range(len(names))
+    }
+    group = {
+        "lr": 0.1,
+        "betas": (0.9, 0.999),
+        "eps": 1e-8,
+        "weight_decay": 0.0,
+        "params": list(range(len(names))),
+    }
     buffers = {"buffer_names": ["mean"] if frozen else []}
     torch.save(
-        {"state": states, "param_groups": [group], "param_names": [list(names)], **buffers}, folder / "optimizer.pt"
+        {"state": states, "param_groups": [group], "param_names": [list(names)], **buffers},
+        folder / "optimizer.pt",
     )
     return folder
 
@@ -50,7 +63,9 @@ def made(tmp_path_factory):
         if (to, step) not in known:
             folder = root / f"{to}_{step}"
             options = ["--world", "2", "--dtype", "bf16"] if to.startswith("zero") else []
-            known[to, step] = converted(training_state(folder / "source", step=step), folder / "out", to, *options)
+            known[to, step] = converted(
+                training_state(folder / "source", step=step), folder / "out", to, *options
+            )
         return known[to, step]
 
     return make
@@ -61,7 +76,11 @@ def zero_folder(made, tmp_path):
     """(stage, step) -> a copy of the files of ZeRO for two ranks."""
 
     def copy(stage: int, step: int = 3) -> Path:
-        return Path(shutil.copytree(made(f"zero{stage}", step) / "zero", tmp_path / f"zero{stage}_{step}" / "zero"))
+        return Path(
+            shutil.copytree(
+                made(f"zero{stage}", step) / "zero", tmp_path / f"zero{stage}_{step}" / "zero"
+            )
+        )
 
     return copy
 
@@ -89,18 +108,31 @@ def everything_below(folder: Path) -> set[str]:
     return {str(path.relative_to(folder)) for path in folder.rglob("*")}
 
 
-# -- names that become paths (conversion-trials 1, BAD 1) --------------------------------------------------------------
+# -- names that become paths (conversion-trials 1, BAD 1)
+# --------------------------------------------------------------
 
 HOSTILE = {
-    "parent": "../../../../evil", "middle": "a/../../../../../evil", "dots": "..", "dot": ".", "inner dot": "a/./b",
-    "absolute": "{tmp}/evil", "empty": "", "trailing slash": "evil/", "double slash": "a//b", "NUL": "ev\0il",
-    "as a file": "b.bias/fp32.pt", "as the settings": "optimizer_state.pt", "too long": "x" * 300,
-}  # fmt: skip
+    "parent": "../../../../evil",
+    "middle": "a/../../../../../evil",
+    "dots": "..",
+    "dot": ".",
+    "inner dot": "a/./b",
+    "absolute": "{tmp}/evil",
+    "empty": "",
+    "trailing slash": "evil/",
+    "double slash": "a//b",
+    "NUL": "ev\0il",
+    "as a file": "b.bias/fp32.pt",
+    "as the settings": "optimizer_state.pt",
+    "too long": "x" * 300,
+}
 
 
 @pytest.mark.parametrize("kind", mostly_slow(HOSTILE, "parent", "absolute", "NUL", "as a file"))
 def test_a_hostile_name_is_no_path(tmp_path, kind):
-    """conversion-trials 1, BAD 1: `--to universal` wrote outside OUT; its reader has the same rule."""
+    """conversion-trials 1, BAD 1: `--to universal` wrote outside OUT; its reader has the same
+    rule.
+    """
     name = HOSTILE[kind].format(tmp=tmp_path)
     inside = tmp_path / "a" / "b" / "c" / "d"
     source = training_state(inside / "source", ("b.bias", name))
@@ -123,14 +155,22 @@ def test_a_hostile_name_in_a_universal_folder(universal_folder, tmp_path, kind):
     assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.parametrize("to", ["zero2", *(pytest.param(to, marks=SLOW) for to in ("safetensors", "fsdp", "ddp"))])
+@pytest.mark.parametrize(
+    "to", ["zero2", *(pytest.param(to, marks=SLOW) for to in ("safetensors", "fsdp", "ddp"))]
+)
 def test_a_name_that_is_no_text(tmp_path, to):
     """A pickle may hold half of a character; no file of names can."""
     source = training_state(tmp_path / "source", ("a.weight", "b\ud800"))
     refuses(mmldlm("convert", source, tmp_path / "out", "--to", to), "valid text")
 
 
-NAMES = ["a/b", *(pytest.param(name, marks=SLOW) for name in ("a/b/c.weight", "..a", "a..b/.c", "schön/ü", "a\\b"))]
+NAMES = [
+    "a/b",
+    *(
+        pytest.param(name, marks=SLOW)
+        for name in ("a/b/c.weight", "..a", "a..b/.c", "schön/ü", "a\\b")
+    ),
+]
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -142,7 +182,8 @@ def test_a_legitimate_name_survives(tmp_path, name):
     assert torch.equal(tensors(source)[name], torch.load(tmp_path / "source" / "model.pt")[name])
 
 
-# -- files of two saves (conversion-trials 1, BAD 6) -------------------------------------------------------------------
+# -- files of two saves (conversion-trials 1, BAD 6)
+# -------------------------------------------------------------------
 
 
 def take(folder: Path, other: Path, *patterns: str) -> None:
@@ -155,7 +196,9 @@ def take(folder: Path, other: Path, *patterns: str) -> None:
 def test_optimizer_files_of_a_later_save(zero_folder, tmp_path, stage, to):
     folder, later = zero_folder(stage, 3), zero_folder(stage, 5)
     take(folder, later, "*optim_states.pt")
-    refuses(mmldlm("convert", folder, tmp_path / "out", "--to", to), "optimizer step 5", "same save")
+    refuses(
+        mmldlm("convert", folder, tmp_path / "out", "--to", to), "optimizer step 5", "same save"
+    )
     assert not (tmp_path / "out").exists()
 
 
@@ -173,17 +216,22 @@ def test_optimizer_files_of_an_earlier_save_are_a_note(zero_folder, tmp_path):
     succeeds(mmldlm("convert", folder, tmp_path / "out"), r"note: .*made 3 steps.* counts 5")
 
 
-MIXED = {  # counters other than the optimizer's step: of rank 1's model file, and of an optimizer's file
+# counters other than the optimizer's step: of rank 1's model file, and of an optimizer's file
+MIXED = {
     "skipped steps": (MODEL3.format(1), lambda state: state.update(skipped_steps=1)),
     "samples": (MODEL3.format(1), lambda state: state.update(global_samples=77)),
     "schedule": (MODEL3.format(1), lambda state: state.update(lr_scheduler={"last_epoch": 4})),
     "learning rate": (
         OPTIM.format(1),
-        lambda state: state["optimizer_state_dict"]["optimizer_state_dict"]["param_groups"][0].update(lr=0.05),
+        lambda state: state["optimizer_state_dict"]["optimizer_state_dict"]["param_groups"][
+            0
+        ].update(lr=0.05),
     ),
     "step of the group": (
         OPTIM.format(1),
-        lambda state: state["optimizer_state_dict"]["optimizer_state_dict"]["param_groups"][0].update(step=4),
+        lambda state: state["optimizer_state_dict"]["optimizer_state_dict"]["param_groups"][
+            0
+        ].update(step=4),
     ),
 }
 
@@ -214,7 +262,9 @@ def test_deepspeed_before_0_14_is_one_step_ahead(zero_folder, tmp_path):
     folder = zero_folder(3)
     for path in folder.glob("*model_states.pt"):
         change(path, lambda state: state.update(global_steps=2, ds_version="0.12.6"))
-    again = converted(folder, tmp_path / "out", "zero2", "--world", "2")  # of this version, and ahead too
+    again = converted(
+        folder, tmp_path / "out", "zero2", "--world", "2"
+    )  # of this version, and ahead too
     succeeds(mmldlm("convert", again, tmp_path / "out2"))
 
 
@@ -222,27 +272,46 @@ def test_deepspeed_before_0_14_is_one_step_ahead(zero_folder, tmp_path):
 def test_universal_steps_of_another_save(universal_folder, tmp_path, step):
     folder = universal_folder
     torch.save(torch.tensor(step), folder / "zero" / "b.bias" / "step.pt")
-    refuses(mmldlm("convert", folder, tmp_path / "out"), "step.pt", f"optimizer step {step}", "same save")
+    refuses(
+        mmldlm("convert", folder, tmp_path / "out"),
+        "step.pt",
+        f"optimizer step {step}",
+        "same save",
+    )
 
 
-# -- counters (conversion-trials 1, BAD 7) -----------------------------------------------------------------------------
+# -- counters (conversion-trials 1, BAD 7)
+# -----------------------------------------------------------------------------
 
 
-WAYS = [("fsdp",), ("ddp",), *(pytest.param(way, marks=SLOW) for way in (("dcp",), ("fsdp", "ddp", "zero3", "dcp")))]
+WAYS = [
+    ("fsdp",),
+    ("ddp",),
+    *(pytest.param(way, marks=SLOW) for way in (("dcp",), ("fsdp", "ddp", "zero3", "dcp"))),
+]
 
 
 @pytest.mark.parametrize("way", WAYS, ids="-".join)
 def test_counters_survive_other_formats(zero_folder, tmp_path, way):
-    """global_steps, lr_scheduler and the client state were lost through fsdp and ddp without a word."""
+    """global_steps, lr_scheduler and the client state were lost through fsdp and ddp without a
+    word.
+    """
     folder = zero_folder(2)
     own = {
-        "global_steps": 7, "skipped_steps": 4, "global_samples": 56, "lr_scheduler": {"last_batch_iteration": 6},
-        "epoch": 2, "best": {"loss": 0.5, "at": (1, 2)}, "seen": torch.arange(5),
-    }  # fmt: skip
+        "global_steps": 7,
+        "skipped_steps": 4,
+        "global_samples": 56,
+        "lr_scheduler": {"last_batch_iteration": 6},
+        "epoch": 2,
+        "best": {"loss": 0.5, "at": (1, 2)},
+        "seen": torch.arange(5),
+    }
     change(folder / MODEL, lambda state: state.update(own))
     source = folder
     for number, to in enumerate([*way, "zero2"]):
-        source = converted(source, tmp_path / str(number), to, *(["--world", "2"] if to != "ddp" else []))
+        source = converted(
+            source, tmp_path / str(number), to, *(["--world", "2"] if to != "ddp" else [])
+        )
     found = torch.load(source / "zero" / MODEL, weights_only=False)
     assert torch.equal(found.pop("seen"), own.pop("seen"))
     assert {key: found[key] for key in own} == own
@@ -252,31 +321,47 @@ def test_counters_survive_other_formats(zero_folder, tmp_path, way):
 def test_an_object_that_is_not_kept_is_named(zero_folder, tmp_path, to):
     folder = zero_folder(2)
     change(folder / MODEL, lambda state: state.update(arguments=argparse.Namespace(lr=1)))
-    succeeds(mmldlm("convert", folder, tmp_path / "out", "--to", to), "note: .*'arguments'.* left out")
+    succeeds(
+        mmldlm("convert", folder, tmp_path / "out", "--to", to), "note: .*'arguments'.* left out"
+    )
 
 
-# -- universal (conversion-trials 1, BAD 8 and 10) ---------------------------------------------------------------------
+# -- universal (conversion-trials 1, BAD 8 and 10)
+# ---------------------------------------------------------------------
 
 
 def test_universal_says_what_deepspeed_does_not_load(tmp_path):
-    """conversion-trials 1, BAD 8: frozen weights and buffers are lost in DeepSpeed's own loader."""
+    """conversion-trials 1, BAD 8: frozen weights and buffers are lost in DeepSpeed's own
+    loader.
+    """
     source = training_state(tmp_path / "source")
     result = mmldlm("convert", source, tmp_path / "u", "--to", "universal")
-    succeeds(result, r"note: DeepSpeed.* neither frozen weights nor buffers \(1 frozen weight and 1 buffer here\)")
+    succeeds(
+        result,
+        r"note: DeepSpeed.* neither frozen weights nor buffers \(1 frozen weight and 1 buffer"
+        r" here\)",
+    )
     plain = training_state(tmp_path / "plain", frozen=False)
     assert "frozen" not in mmldlm("convert", plain, tmp_path / "u2", "--to", "universal")
-    assert "neither frozen weights nor buffers" in (ROOT / "docs" / "convert.md").read_text(encoding="utf-8")
+    assert "neither frozen weights nor buffers" in (ROOT / "docs" / "convert.md").read_text(
+        encoding="utf-8"
+    )
 
 
-@pytest.mark.parametrize("stage, to", [(1, "safetensors"), (2, "zero2"), pytest.param(2, "model.pt", marks=SLOW)])
+@pytest.mark.parametrize(
+    "stage, to", [(1, "safetensors"), (2, "zero2"), pytest.param(2, "model.pt", marks=SLOW)]
+)
 def test_universal_masters_are_held_against_the_weights(zero_folder, tmp_path, stage, to):
     """conversion-trials 1, BAD 10: the masters of one parameter under the name of another."""
     folder = converted(zero_folder(stage), tmp_path / "u", "universal") / "universal"
-    shutil.copyfile(folder / "zero" / "a.weight" / "fp32.pt", folder / "zero" / "b.bias" / "fp32.pt")
+    shutil.copyfile(
+        folder / "zero" / "a.weight" / "fp32.pt", folder / "zero" / "b.bias" / "fp32.pt"
+    )
     refuses(mmldlm("convert", folder, tmp_path / "out", "--to", to), "b.bias", "rounding")
 
 
-# -- rarer layouts -----------------------------------------------------------------------------------------------------
+# -- rarer layouts
+# -------------------------------------------------------------------------------------------------
 
 
 def test_tensors_without_elements_are_not_tied(zero_folder, tmp_path):
@@ -290,7 +375,10 @@ def test_tensors_without_elements_are_not_tied(zero_folder, tmp_path):
 
     change(folder / MODEL, add)
     succeeds(mmldlm("convert", folder, tmp_path / "out"))
-    assert {name: tuple(tensors(tmp_path / "out")[name].shape) for name in empty} == {"none": (0,), "none_too": (0, 5)}
+    assert {name: tuple(tensors(tmp_path / "out")[name].shape) for name in empty} == {
+        "none": (0,),
+        "none_too": (0, 5),
+    }
 
 
 @todo("conversion-trials 1, P6")
@@ -298,7 +386,9 @@ def test_a_parameter_outside_the_optimizer_under_zero3(zero_folder, tmp_path):
     """DeepSpeed saves no value of it: the others can be converted, and the reason is named."""
     folder = zero_folder(3)
     for path in folder.glob("*model_states.pt"):
-        change(path, lambda state: state["module"].update(extra=torch.empty(0, dtype=torch.bfloat16)))
+        change(
+            path, lambda state: state["module"].update(extra=torch.empty(0, dtype=torch.bfloat16))
+        )
     result = mmldlm("convert", folder, tmp_path / "out", "--only", "a.*")
     succeeds(result)
     assert "copy the file again" not in mmldlm("convert", folder, tmp_path / "out2")
@@ -306,17 +396,27 @@ def test_a_parameter_outside_the_optimizer_under_zero3(zero_folder, tmp_path):
 
 @todo("conversion-trials 1, P4")
 def test_zero0_with_equal_frozen_and_trained_weights(tmp_path):
-    """Fresh LayerNorms are equal in 16 bits: at least the 16-bit weights can be had with --dtype keep."""
+    """Fresh LayerNorms are equal in 16 bits: at least the 16-bit weights can be had with --dtype
+    keep.
+    """
     folder = tmp_path / "ck" / "zero"
     folder.mkdir(parents=True)
     names = ("frozen.weight", "norm.weight")
     module = {name: torch.ones(4, dtype=torch.bfloat16) for name in names}
     state = {
-        "module": module, "buffer_names": [], "global_steps": 1, "skipped_steps": 0, "dp_world_size": 1,
-        "mp_world_size": 1, "ds_version": "0.19.8", "ds_config": {"bf16": {"enabled": True}}, "shared_params": {},
+        "module": module,
+        "buffer_names": [],
+        "global_steps": 1,
+        "skipped_steps": 0,
+        "dp_world_size": 1,
+        "mp_world_size": 1,
+        "ds_version": "0.19.8",
+        "ds_config": {"bf16": {"enabled": True}},
+        "shared_params": {},
         "optimizer": {
-            "fp32_groups": [[torch.full((4,), 1.0001)]], "optimizer_state_dict": {"state": {}, "param_groups": []},
+            "fp32_groups": [[torch.full((4,), 1.0001)]],
+            "optimizer_state_dict": {"state": {}, "param_groups": []},
         },
-    }  # fmt: skip
+    }
     torch.save(state, folder / MODEL)
     succeeds(mmldlm("convert", folder, tmp_path / "out", "--dtype", "keep"))

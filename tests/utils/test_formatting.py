@@ -22,4 +22,6 @@ def test_a_failed_copytree_is_its_first_file_and_reason(tmp_path):
 
 
 def test_other_errors_are_the_words_of_the_system():
-    assert describe_os_error(OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "f")) == os.strerror(errno.ENOSPC)
+    assert describe_os_error(OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "f")) == os.strerror(
+        errno.ENOSPC
+    )

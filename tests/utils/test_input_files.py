@@ -9,7 +9,9 @@ from mmldlm.utils.input_files import NotRegularFileError
 
 
 @pytest.mark.parametrize("kind", ["fifo", "link to a fifo", "socket", "device", "endless device"])
-@pytest.mark.parametrize("read", [input_files.open_regular, input_files.read_text, input_files.open_append])
+@pytest.mark.parametrize(
+    "read", [input_files.open_regular, input_files.read_text, input_files.open_append]
+)
 def test_what_is_no_file_is_a_users_error_and_an_os_error(tmp_path, kind, read):
     path = tmp_path / "f"
     if kind == "fifo":
@@ -30,7 +32,10 @@ def test_what_is_no_file_is_a_users_error_and_an_os_error(tmp_path, kind, read):
 def test_files_are_read_up_to_a_size(tmp_path):
     path = tmp_path / "f"
     path.write_bytes("caf\u00e9\r\nx".encode())
-    assert input_files.read_text(path) == "caf\u00e9\nx" and input_files.read_bytes(path, 8) == path.read_bytes()
+    assert (
+        input_files.read_text(path) == "caf\u00e9\nx"
+        and input_files.read_bytes(path, 8) == path.read_bytes()
+    )
     with pytest.raises(OSError, match="more than 7 bytes"):
         input_files.read_bytes(path, 7)
     with pytest.raises(IsADirectoryError):

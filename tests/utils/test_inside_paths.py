@@ -9,15 +9,34 @@ import pytest
 from mmldlm.utils.inside_paths import check_distinct, path_inside
 
 
-@pytest.mark.parametrize("name", ["a", "a/b", "..a", "a..", ".a/...", "a\\b", "é", "-", "a b", "x" * 255])
+@pytest.mark.parametrize(
+    "name", ["a", "a/b", "..a", "a..", ".a/...", "a\\b", "é", "-", "a b", "x" * 255]
+)
 def test_names_inside(name):
     assert path_inside(Path("/f"), name) == Path("/f") / name
 
 
 BAD = [
-    "", "/", "/a", "..", "../a", "a/..", "a/../b", ".", "./a", "a/./b", "a//b", "a/", "a\0", "x" * 256, "\ud800", 5,
-    None, b"a", ["a"],
-]  # fmt: skip
+    "",
+    "/",
+    "/a",
+    "..",
+    "../a",
+    "a/..",
+    "a/../b",
+    ".",
+    "./a",
+    "a/./b",
+    "a//b",
+    "a/",
+    "a\0",
+    "x" * 256,
+    "\ud800",
+    5,
+    None,
+    b"a",
+    ["a"],
+]
 
 
 @pytest.mark.parametrize("name", BAD, ids=repr)

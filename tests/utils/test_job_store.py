@@ -19,7 +19,9 @@ def store():
 
 
 def client(store):
-    found = torch.distributed.TCPStore("127.0.0.1", store.port, is_master=False, wait_for_workers=False)
+    found = torch.distributed.TCPStore(
+        "127.0.0.1", store.port, is_master=False, wait_for_workers=False
+    )
     found.set_timeout(timedelta(seconds=20))
     return found
 
@@ -30,7 +32,9 @@ def attempt(store, world_size: int, delay_of_rank_0: float = 0.0) -> list[str]:
 
     def run(rank: int) -> None:
         names[rank] = (
-            job_store._invite(client(store), world_size, 20.0) if rank == 0 else job_store._join(client(store))
+            job_store._invite(client(store), world_size, 20.0)
+            if rank == 0
+            else job_store._join(client(store))
         )
 
     threads = [threading.Thread(target=run, args=(rank,)) for rank in range(1, world_size)]
@@ -49,7 +53,9 @@ def test_every_attempt_has_its_own_name(store):
     assert len(set(first)) == len(set(second)) == 1 and first[0] != second[0] != ""
 
 
-@pytest.mark.parametrize("died", ["before its question", "after its question", "after the answer", "after joining"])
+@pytest.mark.parametrize(
+    "died", ["before its question", "after its question", "after the answer", "after joining"]
+)
 def test_a_dead_attempt_leaves_nothing_that_the_next_one_takes(store, died):
     prefix = job_store._PREFIX
     number = store.add(f"{prefix}/asked", 1)  # a rank of an attempt whose rank 0 died, too

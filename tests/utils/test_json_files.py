@@ -27,15 +27,22 @@ VALUES = [
     (b"\xff", "\\xff"),
     (datetime(2026, 1, 2), "2026-01-02 00:00:00"),
     (1 + 2j, "(1+2j)"),
-    ({1: [{2.5: float("nan")}], None: 0, False: 1}, {"1": [{"2.5": "nan"}], "null": 0, "false": 1}),
+    (
+        {1: [{2.5: float("nan")}], None: 0, False: 1},
+        {"1": [{"2.5": "nan"}], "null": 0, "false": 1},
+    ),
 ]
 
 
-@pytest.mark.parametrize(("value", "expected"), VALUES, ids=lambda value: str(type(value).__name__))
+@pytest.mark.parametrize(
+    ("value", "expected"), VALUES, ids=lambda value: str(type(value).__name__)
+)
 def test_any_value_is_strict_json(value, expected):
     assert json.loads(to_json({"value": value}), parse_constant=pytest.fail) == {"value": expected}
     if isinstance(value, (set, bytes, np.ndarray)) or expected != "nan":
-        json.dumps(to_strict_json({"value": value, "list": [value], "deep": [[value]]}), allow_nan=False)
+        json.dumps(
+            to_strict_json({"value": value, "list": [value], "deep": [[value]]}), allow_nan=False
+        )
 
 
 def test_a_name_that_is_not_utf8_stays_the_same(tmp_path):
@@ -46,5 +53,8 @@ def test_a_name_that_is_not_utf8_stays_the_same(tmp_path):
 
 
 def test_places_of_figures_that_are_not_finite():
-    report = {"model": {"nelbo": float("nan"), "se": 0.1}, "claims": [{"value": 1.0}, {"value": float("inf")}]}
+    report = {
+        "model": {"nelbo": float("nan"), "se": 0.1},
+        "claims": [{"value": 1.0}, {"value": float("inf")}],
+    }
     assert nonfinite_places(report) == ["model.nelbo", "claims.1.value"]

@@ -12,10 +12,29 @@ from tests.trials.test_config_values import OPTIONS
 
 # Options and arguments whose text is neither a path nor a number.
 TEXTS = {
-    "--config-name", "--text", "--text-field", "--prefix", "--sampler", "--samplers", "--only", "--skip", "--explain",
-    "--device", "--master_addr", "--ssh-option", "--method", "--shard-size", "overrides", "event", "--way",
-    "--eval-dataset", "--no-flush", "--key", "--key-b", "--strip-prefix",
-}  # fmt: skip
+    "--config-name",
+    "--text",
+    "--text-field",
+    "--prefix",
+    "--sampler",
+    "--samplers",
+    "--only",
+    "--skip",
+    "--explain",
+    "--device",
+    "--master_addr",
+    "--ssh-option",
+    "--method",
+    "--shard-size",
+    "overrides",
+    "event",
+    "--way",
+    "--eval-dataset",
+    "--no-flush",
+    "--key",
+    "--key-b",
+    "--strip-prefix",
+}
 
 
 def actions(verb: str) -> list[argparse.Action]:
@@ -26,11 +45,15 @@ def actions(verb: str) -> list[argparse.Action]:
 
 @pytest.mark.parametrize("verb", cli.VERBS)
 def test_no_option_takes_its_value_as_it_comes(verb):
-    """public-reports B 24 tilde, C 15 variables-in-paths, trials-3 BAD 11: a new option needs a type, or is a text."""
+    """public-reports B 24 tilde, C 15 variables-in-paths, trials-3 BAD 11: a new option needs a
+    type, or is a text.
+    """
     for action in actions(verb):
         name = (action.option_strings or [action.dest])[0]
         assert action.type not in (int, float), f"{verb} {name}: a number without bounds"
-        assert (action.type is None) == (name in TEXTS), f"{verb} {name}: its type is {action.type}"
+        assert (action.type is None) == (name in TEXTS), (
+            f"{verb} {name}: its type is {action.type}"
+        )
 
 
 @pytest.mark.parametrize("line", OPTIONS)
@@ -43,7 +66,12 @@ def test_numbers_out_of_bounds_are_refused(line, capsys):
     with pytest.raises(SystemExit) as done:
         parser.parse_intermixed_args(words[len(verb.split()) :])
     said = capsys.readouterr().err
-    assert done.value.code == 2 and words[-2] in said and f": '{words[-1]}': a " in said and "number" in said
+    assert (
+        done.value.code == 2
+        and words[-2] in said
+        and f": '{words[-1]}': a " in said
+        and "number" in said
+    )
 
 
 def test_paths_are_expanded(monkeypatch, tmp_path):
@@ -52,10 +80,19 @@ def test_paths_are_expanded(monkeypatch, tmp_path):
     monkeypatch.delenv("UNSET", raising=False)
     monkeypatch.chdir(tmp_path)
     for given, expected in (
-        ("~", "/of/me"), ("~/a", "/of/me/a"), ("$HOME/a", "/of/me/a"), ("${HOME}a", "/of/mea"), ("a~", "a~"),
-        ("./~", "./~"), ("a$", "a$"), ("cost$5", "cost$5"), ("a$$HOME", "a$$HOME"), ("x\0$HOME", "x\0/of/me"),
-        ("openwebtext", "openwebtext"), ("", ""),
-    ):  # fmt: skip
+        ("~", "/of/me"),
+        ("~/a", "/of/me/a"),
+        ("$HOME/a", "/of/me/a"),
+        ("${HOME}a", "/of/mea"),
+        ("a~", "a~"),
+        ("./~", "./~"),
+        ("a$", "a$"),
+        ("cost$5", "cost$5"),
+        ("a$$HOME", "a$$HOME"),
+        ("x\0$HOME", "x\0/of/me"),
+        ("openwebtext", "openwebtext"),
+        ("", ""),
+    ):
         assert option_types.path(given) == expected
     for wrong in ("$UNSET/a", "${UNSET}", "$EMPTY/a", "${HOME", "${HOME:-x}", "~no_such_user/a"):
         with pytest.raises(argparse.ArgumentTypeError):

@@ -9,7 +9,12 @@ import pytest
 from mmldlm.errors import MmldlmError, UserError
 from mmldlm.utils import atomic_files
 from mmldlm.utils.formatting import describe_os_error
-from mmldlm.utils.output_paths import check_writable_file, claimed_file, claimed_folder, replaced_files
+from mmldlm.utils.output_paths import (
+    check_writable_file,
+    claimed_file,
+    claimed_folder,
+    replaced_files,
+)
 
 OWNED = ("a.txt", "b.txt", "more/*.png")
 
@@ -22,7 +27,9 @@ def fill(folder, text, *names):
 
 def content(folder):
     files = (path for path in folder.rglob("*") if path.is_file())
-    return {path.relative_to(folder).as_posix(): path.read_text(encoding="utf-8") for path in files}
+    return {
+        path.relative_to(folder).as_posix(): path.read_text(encoding="utf-8") for path in files
+    }
 
 
 def test_files_of_a_call_replace_those_of_before_and_no_others(tmp_path):
@@ -65,12 +72,19 @@ def test_a_claim_excludes_other_processes_and_leaves_nothing(tmp_path):
     process = multiprocessing.Process(target=hold, args=(out, ready, end))
     process.start()
     assert ready.wait(60)
-    with pytest.raises(UserError, match="another call is at work"), claimed_folder(out, "--output-dir"):
+    with (
+        pytest.raises(UserError, match="another call is at work"),
+        claimed_folder(out, "--output-dir"),
+    ):
         pass
     end.set()
     process.join()
     assert list(tmp_path.iterdir()) == []
-    with claimed_folder(out, "--output-dir"), claimed_file(out / "f", "--json"), claimed_file(None, "--html"):
+    with (
+        claimed_folder(out, "--output-dir"),
+        claimed_file(out / "f", "--json"),
+        claimed_file(None, "--html"),
+    ):
         assert out.is_dir()
     assert list(tmp_path.iterdir()) == []
 
@@ -86,7 +100,11 @@ def test_a_file_is_written_through_a_link_of_which_nothing_is_lost(tmp_path):
         file.write(b"2")
         raise OSError(errno.ENOSPC, "No space left on device")
     assert caught.value.filename == str(link)
-    assert link.is_symlink() and (tmp_path / "big" / "f").read_text() == "1" and len(os.listdir(tmp_path / "big")) == 1
+    assert (
+        link.is_symlink()
+        and (tmp_path / "big" / "f").read_text() == "1"
+        and len(os.listdir(tmp_path / "big")) == 1
+    )
     os.mkfifo(tmp_path / "fifo")
     with pytest.raises(UserError, match="a FIFO"):
         atomic_files.write_text(tmp_path / "fifo", "1")
@@ -95,7 +113,9 @@ def test_a_file_is_written_through_a_link_of_which_nothing_is_lost(tmp_path):
 def test_an_error_of_numpy_on_a_full_disk_names_the_file(tmp_path):
     with pytest.raises(OSError) as caught, atomic_files.naming_errors(tmp_path / "f.npy"):
         raise OSError("4096 requested and 100 written")  # as numpy.save does
-    assert caught.value.filename == str(tmp_path / "f.npy") and "requested" in caught.value.strerror
+    assert (
+        caught.value.filename == str(tmp_path / "f.npy") and "requested" in caught.value.strerror
+    )
 
 
 @pytest.mark.parametrize("name", ["n" * 250, "\u00e9" * 120, "caf\udce9"])
@@ -120,4 +140,7 @@ def test_an_error_of_copytree_is_its_first_one(tmp_path):
     with pytest.raises(shutil.Error) as caught:
         shutil.copytree(tmp_path / "a", tmp_path / "b")
     said = describe_os_error(caught.value)
-    assert said.startswith(f"{tmp_path / 'b' / 'link'}: No such file or directory") and "[" not in said
+    assert (
+        said.startswith(f"{tmp_path / 'b' / 'link'}: No such file or directory")
+        and "[" not in said
+    )

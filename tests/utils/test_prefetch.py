@@ -1,4 +1,6 @@
-"""Prefetched items: the same ones in the same order, errors in their turn, no thread left behind."""
+"""Prefetched items: the same ones in the same order, errors in their turn, no thread left
+behind.
+"""
 
 from __future__ import annotations
 

@@ -19,14 +19,20 @@ def clock(*times):
 def test_log_gets_a_line_per_interval():
     log, messages = io.StringIO(), []
     bar = ProgressBar(
-        stream=log, interval=10.0, log=messages.append, clock=clock(0.0, 0.0, 4.0, 20.0, 25.0, 40.0, 50.0)
+        stream=log,
+        interval=10.0,
+        log=messages.append,
+        clock=clock(0.0, 0.0, 4.0, 20.0, 25.0, 40.0, 50.0),
     )
     with bar:
         progress = bar.start("writing 4 texts")
         for done in (1, 1, 2, 3, 4):  # at 4, 20, 25, 40 and 50 s
             progress(done, 4)
     assert messages == ["writing 4 texts"]
-    assert log.getvalue().splitlines() == ["  25% after 20s, 1m00s left", "  75% after 40s, 13s left"]
+    assert log.getvalue().splitlines() == [
+        "  25% after 20s, 1m00s left",
+        "  75% after 40s, 13s left",
+    ]
 
 
 def test_log_line_with_label_unit_and_rate():

@@ -15,7 +15,9 @@ HOST = "MemTotal: 65536000 kB\nMemFree: 1 kB\nMemAvailable: 60000000 kB\n"
 
 @pytest.fixture
 def machine(tmp_path, monkeypatch):
-    """write(own groups, {file: text}) makes the control groups of a machine of 64 GB and 16 CPUs."""
+    """write(own groups, {file: text}) makes the control groups of a machine of 64 GB and
+    16 CPUs.
+    """
     mount = tmp_path / "cgroup"
     texts = {"/proc/meminfo": HOST}
     real = Path.read_text
@@ -36,29 +38,72 @@ def machine(tmp_path, monkeypatch):
     return write
 
 
-STAT = f"anon 1\ninactive_file {300 * MIB}\nactive_file {100 * MIB}\nslab_reclaimable {50 * MIB}\nshmem {40 * MIB}"
-STAT_1 = f"inactive_file 1\nactive_file 1\ntotal_inactive_file {300 * MIB}\ntotal_active_file {150 * MIB}"
+STAT = (
+    f"anon 1\ninactive_file {300 * MIB}\nactive_file {100 * MIB}\nslab_reclaimable"
+    f" {50 * MIB}\nshmem {40 * MIB}"
+)
+STAT_1 = (
+    f"inactive_file 1\nactive_file 1\ntotal_inactive_file {300 * MIB}\ntotal_active_file"
+    f" {150 * MIB}"
+)
 
 
 @pytest.mark.parametrize(
     ("own", "files", "total", "available"),
     [
         ("0::/", {}, 64000, 58593),
-        ("0::/", {"memory.max": f"{1000 * MIB}", "memory.current": f"{900 * MIB}", "memory.stat": STAT}, 1000, 550),
-        ("0::/a/b", {"a/memory.max": f"{500 * MIB}", "a/memory.current": f"{100 * MIB}",
-                     "a/b/memory.max": "max"}, 500, 400),
-        ("0::/a/b", {"a/memory.max": f"{500 * MIB}", "a/memory.current": "0", "a/b/memory.max": f"{200 * MIB}",
-                     "a/b/memory.current": f"{150 * MIB}"}, 200, 50),
-        ("0::/gone/elsewhere", {"memory.max": f"{300 * MIB}", "memory.current": "0"}, 300, 300),  # of the host
+        (
+            "0::/",
+            {"memory.max": f"{1000 * MIB}", "memory.current": f"{900 * MIB}", "memory.stat": STAT},
+            1000,
+            550,
+        ),
+        (
+            "0::/a/b",
+            {
+                "a/memory.max": f"{500 * MIB}",
+                "a/memory.current": f"{100 * MIB}",
+                "a/b/memory.max": "max",
+            },
+            500,
+            400,
+        ),
+        (
+            "0::/a/b",
+            {
+                "a/memory.max": f"{500 * MIB}",
+                "a/memory.current": "0",
+                "a/b/memory.max": f"{200 * MIB}",
+                "a/b/memory.current": f"{150 * MIB}",
+            },
+            200,
+            50,
+        ),
+        # of the host
+        ("0::/gone/elsewhere", {"memory.max": f"{300 * MIB}", "memory.current": "0"}, 300, 300),
         ("0::/../other", {"memory.max": f"{300 * MIB}", "memory.current": "0"}, 300, 300),
-        ("3:cpu:/\n2:memory:/job", {"memory/job/memory.limit_in_bytes": f"{800 * MIB}",
-                                    "memory/job/memory.stat": STAT_1,
-                                    "memory/job/memory.usage_in_bytes": f"{700 * MIB}"}, 800, 550),
-        ("2:memory:/", {"memory/memory.limit_in_bytes": "9223372036854771712",
-                        "memory/memory.usage_in_bytes": "5"}, 64000, 58593),
+        (
+            "3:cpu:/\n2:memory:/job",
+            {
+                "memory/job/memory.limit_in_bytes": f"{800 * MIB}",
+                "memory/job/memory.stat": STAT_1,
+                "memory/job/memory.usage_in_bytes": f"{700 * MIB}",
+            },
+            800,
+            550,
+        ),
+        (
+            "2:memory:/",
+            {
+                "memory/memory.limit_in_bytes": "9223372036854771712",
+                "memory/memory.usage_in_bytes": "5",
+            },
+            64000,
+            58593,
+        ),
         ("", {}, 64000, 58593),
     ],
-)  # fmt: skip
+)
 def test_memory_is_that_of_the_smallest_limit_without_cache(machine, own, files, total, available):
     machine(own, files)
     assert [value // MIB for value in resources.memory()] == [total, available]
@@ -73,10 +118,17 @@ def test_memory_is_that_of_the_smallest_limit_without_cache(machine, own, files,
         ("0::/", {"cpu.max": "3200000 100000"}, 16),
         (
             "4:cpu,cpuacct:/j",
-            {"cpu,cpuacct/j/cpu.cfs_quota_us": "200000", "cpu,cpuacct/j/cpu.cfs_period_us": "100000"},
+            {
+                "cpu,cpuacct/j/cpu.cfs_quota_us": "200000",
+                "cpu,cpuacct/j/cpu.cfs_period_us": "100000",
+            },
             2,
         ),
-        ("4:cpu,cpuacct:/", {"cpu,cpuacct/cpu.cfs_quota_us": "-1", "cpu,cpuacct/cpu.cfs_period_us": "100000"}, 16),
+        (
+            "4:cpu,cpuacct:/",
+            {"cpu,cpuacct/cpu.cfs_quota_us": "-1", "cpu,cpuacct/cpu.cfs_period_us": "100000"},
+            16,
+        ),
     ],
 )
 def test_cpus_are_those_of_the_affinity_and_of_the_smallest_quota(machine, own, files, expected):

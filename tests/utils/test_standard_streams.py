@@ -20,7 +20,7 @@ assert sys.stdin is not None and os.open("/", os.O_RDONLY) > 2
 child = "import sys; sys.exit(None in (sys.stdin, sys.stdout, sys.stderr))"
 assert subprocess.run([sys.executable, "-c", child]).returncode == 0  # what a launcher starts has them, too
 exit_without_teardown(0)
-"""
+"""  # noqa: E501
 
 
 @pytest.mark.parametrize("closed", [">&-", "2>&-", "<&-", "<&- >&- 2>&-"])
@@ -32,5 +32,7 @@ def test_closed_streams_become_the_null_device(closed):
 
 def test_the_exit_code_survives_closed_streams():
     code = "from mmldlm.distributed.exit import exit_without_teardown; exit_without_teardown(0)"
-    done = subprocess.run(["sh", "-c", f'exec "{sys.executable}" -c "{code}" >&- 2>&-'], env=environment())
+    done = subprocess.run(
+        ["sh", "-c", f'exec "{sys.executable}" -c "{code}" >&- 2>&-'], env=environment()
+    )
     assert done.returncode == 0

@@ -12,6 +12,8 @@ def test_stop_signals_act_like_ctrl_c_in_a_command(tmp_path, monkeypatch, capsys
 
     for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):
         signal.signal(number, signal.SIG_DFL)  # a background job of a shell ignores SIGINT
-        monkeypatch.setattr(verify_data, "main", lambda args, number=number: os.kill(os.getpid(), number))
+        monkeypatch.setattr(
+            verify_data, "main", lambda args, number=number: os.kill(os.getpid(), number)
+        )
         assert cli.main(["verify-data", str(tmp_path)]) == 1
         assert capsys.readouterr().err == "interrupted\n"

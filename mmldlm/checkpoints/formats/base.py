@@ -26,11 +26,13 @@ class ReadOptions:
 
     Attributes:
         allow_nonfinite: return NaN and infinite weights instead of raising.
-        with_moments: find the moments too, and refuse a checkpoint of another optimizer than AdamW and Muon.
+        with_moments: find the moments too, and refuse a checkpoint of another optimizer than AdamW
+            and Muon.
         random_access: read only what is requested (see torch_save/reader).
-        is_one_save: a manifest was compared with the files: their counters are not compared with each other. Those of
-            mmldlm's runs may differ (skipped steps, rollbacks).
-        key: which state dict of a file or DCP folder is the model (see selection); None for the only one.
+        is_one_save: a manifest was compared with the files: their counters are not compared with
+            each other. Those of mmldlm's runs may differ (skipped steps, rollbacks).
+        key: which state dict of a file or DCP folder is the model (see selection); None for the
+            only one.
     """
 
     allow_nonfinite: bool = False
@@ -70,14 +72,17 @@ class OpenedCheckpoint:
 
     Attributes:
         weights: the source.
-        checkpoint: the mmldlm checkpoint folder that contains it; None for weights of other programs.
+        checkpoint: the mmldlm checkpoint folder that contains it; None for weights of other
+            programs.
     """
 
     def __init__(self, weights: WeightSource, checkpoint: Path | None):
         self.weights, self.checkpoint = weights, checkpoint
 
     def manifest_sha256(self) -> str | None:
-        """Return the SHA-256 of the manifest, which lists the checksum of every file; None without a manifest."""
+        """Return the SHA-256 of the manifest, which lists the checksum of every file; None without
+        a manifest.
+        """
         if self.checkpoint is None:
             return None
         return hashlib.sha256(read_bytes(self.checkpoint / MANIFEST)).hexdigest()
@@ -103,12 +108,14 @@ class OpenedCheckpoint:
 
 
 class CheckpointFormat(Protocol):
-    """A file format of checkpoints. One module `format.py` per folder; registry.FORMATS lists them.
+    """A file format of checkpoints. One module `format.py` per folder; registry.FORMATS lists
+    them.
 
     Attributes:
         name: its name.
         targets: those of layout.TARGETS that it writes.
-        has_keys: whether its files may hold several state dicts, of which ReadOptions.key names one.
+        has_keys: whether its files may hold several state dicts, of which ReadOptions.key names
+            one.
     """
 
     name: str
@@ -116,7 +123,10 @@ class CheckpointFormat(Protocol):
     has_keys: bool
 
     def detect(self, path: Path) -> Path | None:
-        """Return the file or folder to open for `path`; None if `path` does not hold this format."""
+        """Return the file or folder to open for `path`;
+
+        None if `path` does not hold this format.
+        """
 
     def open(self, path: Path, options: ReadOptions) -> WeightSource:
         """Open what detect returned.
@@ -129,11 +139,14 @@ class CheckpointFormat(Protocol):
         """Return whether what detect returned may hold an optimizer; False for weights alone."""
 
     def read_optimizer_metadata(self, opened: OpenedCheckpoint) -> OptimizerMetadata:
-        """Return parameter groups, settings and counters of a source that was opened with its moments.
+        """Return parameter groups, settings and counters of a source that was opened with its
+        moments.
 
         Raises:
             UserError: they are damaged.
         """
 
     def plan_write(self, request: WriteRequest) -> tuple[WritePlan, Callable[[Path], object]]:
-        """Return the plan of the tensor files, and a function that writes all other files into the folder."""
+        """Return the plan of the tensor files, and a function that writes all other files into the
+        folder.
+        """

@@ -1,7 +1,9 @@
-"""What DeepSpeed records besides tensors, kept in `deepspeed.pt` beside the files of other formats.
+"""What DeepSpeed records besides tensors, kept in `deepspeed.pt` beside the files of other
+formats.
 
-Counters, lr_scheduler, the caller's client state, the loss scaler and the config have no place in torch's DCP or in an
-optimizer.pt. Without them DeepSpeed would resume at step 0, with a fresh schedule, after ZeRO -> fsdp or ddp -> ZeRO.
+Counters, lr_scheduler, the caller's client state, the loss scaler and the config have no place in
+torch's DCP or in an optimizer.pt. Without them DeepSpeed would resume at step 0, with a fresh
+schedule, after ZeRO -> fsdp or ddp -> ZeRO.
 """
 
 from __future__ import annotations
@@ -24,7 +26,9 @@ from mmldlm.checkpoints.layout import DEEPSPEED_STATE
 
 
 def write_deepspeed_state(metadata: OptimizerMetadata | None, folder: Path) -> None:
-    """Write deepspeed.pt into `folder` if DeepSpeed saved the source; plain values and tensors alone."""
+    """Write deepspeed.pt into `folder` if DeepSpeed saved the source; plain values and tensors
+    alone.
+    """
     if metadata is None or not metadata.is_of_deepspeed:
         return
     value = {
@@ -49,12 +53,16 @@ def add_deepspeed_state(metadata: OptimizerMetadata, folder: Path) -> OptimizerM
         return metadata
     with TorchFile(path) as file:
         saved = file.load_dict()
-        model_states, optimizer, config = (saved.get(key) for key in ("model_states", "optimizer", "ds_config"))
+        model_states, optimizer, config = (
+            saved.get(key) for key in ("model_states", "optimizer", "ds_config")
+        )
         if not all(isinstance(part, dict) for part in (model_states, optimizer, config)):
             raise corrupt_file_error(path, "no model_states, optimizer and ds_config in it")
         metadata.model_states = {**metadata.model_states, **_copied(file, model_states)}
         copied = {
-            key: optimizer[key] for key in COPIED_KEYS if key in optimizer and type(optimizer[key]) in PLAIN_TYPES
+            key: optimizer[key]
+            for key in COPIED_KEYS
+            if key in optimizer and type(optimizer[key]) in PLAIN_TYPES
         }
         metadata.optimizer.update(copied, loss_scaler=loss_scaler(optimizer.get(PLAIN_SCALER)))
         metadata.ds_config = _copied(file, config)

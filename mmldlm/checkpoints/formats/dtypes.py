@@ -1,6 +1,7 @@
 """Element types of checkpoint tensors, their sizes and the casts between them, with numpy alone.
 
-numpy has no bfloat16 and no float8: such elements are raw unsigned integers next to the name of their dtype.
+numpy has no bfloat16 and no float8: such elements are raw unsigned integers next to the name of
+their dtype.
 """
 
 from __future__ import annotations
@@ -52,7 +53,9 @@ def _table() -> dict[str, DType]:
         ("uint8", "|u1", "U8", False),
         ("bool", "|b1", "BOOL", False),
     ]
-    return {name: DType(name, raw, code, is_float, int(raw[2:])) for name, raw, code, is_float in rows}
+    return {
+        name: DType(name, raw, code, is_float, int(raw[2:])) for name, raw, code, is_float in rows
+    }
 
 
 DTYPES: dict[str, DType] = _table()
@@ -74,7 +77,9 @@ def bf16_to_fp32(bits: np.ndarray) -> np.ndarray:
 
 
 def fp32_to_bf16(values: np.ndarray) -> np.ndarray:
-    """Convert float32 to bfloat16 bits (uint16), rounding to nearest even as torch and CUDA; NaN stays NaN."""
+    """Convert float32 to bfloat16 bits (uint16), rounding to nearest even as torch and CUDA; NaN
+    stays NaN.
+    """
     result = _rounded(values).view(np.uint16)[..., 1::2].copy()
     nan = np.isnan(values)
     if nan.any():
@@ -83,14 +88,18 @@ def fp32_to_bf16(values: np.ndarray) -> np.ndarray:
 
 
 def is_rounded(values: np.ndarray, bits: np.ndarray) -> bool:
-    """Return True if bfloat16 `bits` are float32 `values` rounded; False may need an exact comparison (NaN, -0.0)."""
+    """Return True if bfloat16 `bits` are float32 `values` rounded; False may need an exact
+    comparison (NaN, -0.0).
+    """
     differing = np.left_shift(bits, 16, dtype=np.uint32)
     differing ^= _rounded(values)
     return not differing.size or bool(differing.max() < 1 << 16)
 
 
 def _rounded(values: np.ndarray) -> np.ndarray:
-    """Round float32 to nearest even in the upper halves of the bits; wrong for NaN payloads that wrap."""
+    """Round float32 to nearest even in the upper halves of the bits; wrong for NaN payloads that
+    wrap.
+    """
     bits = np.ascontiguousarray(values).view(np.uint32)
     rounded = bits >> 16
     rounded &= 1
@@ -100,7 +109,9 @@ def _rounded(values: np.ndarray) -> np.ndarray:
 
 
 def count_nonfinite(chunk: np.ndarray, dtype: str) -> int:
-    """Count the NaN and infinite elements of a chunk of `dtype`; integers and float8 count as finite."""
+    """Count the NaN and infinite elements of a chunk of `dtype`; integers and float8 count as
+    finite.
+    """
     if dtype == "bfloat16":
         return int(np.count_nonzero((chunk & 0x7F80) == 0x7F80))
     if dtype in ("float64", "float32", "float16", "complex64"):
@@ -122,10 +133,14 @@ def negate(values: np.ndarray, dtype: str) -> np.ndarray:
 
 
 def is_mask(chunk: np.ndarray, dtype: str) -> bool:
-    """Return whether a chunk holds zeros and infinities of one sign alone, as attention masks do."""
+    """Return whether a chunk holds zeros and infinities of one sign alone, as attention
+    masks do.
+    """
     values = bf16_to_fp32(chunk) if dtype == "bfloat16" else chunk
     infinite = values[values != 0]  # NaN is among them
-    return 0 < infinite.size < values.size and bool(np.isinf(infinite).all() and (infinite == infinite[0]).all())
+    return 0 < infinite.size < values.size and bool(
+        np.isinf(infinite).all() and (infinite == infinite[0]).all()
+    )
 
 
 def cast(chunk: np.ndarray, source: str, target: str) -> np.ndarray:
@@ -140,7 +155,9 @@ def cast(chunk: np.ndarray, source: str, target: str) -> np.ndarray:
     if source not in wide or target not in wide:
         raise ValueError(f"no cast from {source} to {target}")
     values = bf16_to_fp32(chunk) if source == "bfloat16" else chunk
-    with np.errstate(over="ignore"):  # the caller counts infinities; a warning would not name the tensor
+    with np.errstate(
+        over="ignore"
+    ):  # the caller counts infinities; a warning would not name the tensor
         if target == "bfloat16":
             return fp32_to_bf16(values.astype(np.float32, copy=False))
         return values.astype(DTYPES[target].raw, copy=False)

@@ -1,7 +1,9 @@
-"""Which models a folder of another program holds, by the names of its files: never the first of several.
+"""Which models a folder of another program holds, by the names of its files: never the first of
+several.
 
-accelerate numbers the models of a program (model.safetensors, model_1.safetensors), sentence-transformers lists modules
-in folders of their own, diffusers has a folder per model. One model may be there in several formats.
+accelerate numbers the models of a program (model.safetensors, model_1.safetensors),
+sentence-transformers lists modules in folders of their own, diffusers has a folder per model. One
+model may be there in several formats.
 """
 
 from __future__ import annotations
@@ -25,14 +27,21 @@ _STATE = re.compile(
 _PRECISION = re.compile(r"\.(fp32|fp16|bf16|fp8)$")
 _NUMBERED_FOLDER = re.compile(r"pytorch_model(_fsdp)?(_\d+)?")
 _ROUNDED = re.compile(r"\.(fp16|bf16|fp8)$")
-# The order in which formats of one model are taken, after those whose name says that it is rounded.
+# The order in which formats of one model are taken, after those whose name says that it is
+# rounded.
 _PREFERRED = (".safetensors", ".safetensors.index.json", ".bin", ".bin.index.json")
 
 
 def list_models(folder: Path) -> dict[str, list[Path]]:
-    """Return model -> its files (an index in place of its shards) or folders in `folder`, the preferred one first."""
+    """Return model -> its files (an index in place of its shards) or folders in `folder`, the
+    preferred one first.
+    """
     entries = sorted(folder.iterdir())
-    indexes = [path for path in entries if path.name.endswith(".index.json") and _WEIGHTS.fullmatch(path.name)]
+    indexes = [
+        path
+        for path in entries
+        if path.name.endswith(".index.json") and _WEIGHTS.fullmatch(path.name)
+    ]
     found: dict[str, list[Path]] = {}
     for path in entries:
         name = path.name
@@ -52,10 +61,12 @@ def list_models(folder: Path) -> dict[str, list[Path]]:
 
 
 def check_folder(folder: Path, notes: list[str]) -> Path | None:
-    """Return the one model in a folder, in the preferred of its formats; None if there is none by a known name.
+    """Return the one model in a folder, in the preferred of its formats; None if there is none by
+    a known name.
 
     Raises:
-        UserError: several models, or a model of sentence-transformers with weights in several modules.
+        UserError: several models, or a model of sentence-transformers with weights in several
+            modules.
     """
     models = list_models(folder)
     others = modules_with_weights(folder)
@@ -63,8 +74,10 @@ def check_folder(folder: Path, notes: list[str]) -> Path | None:
         own = [str(paths[0]) for paths in models.values()]
         raise UserError(
             f"one model in {folder}",
-            f"a model of sentence-transformers, whose {MODULES} lists weights in {join_some(others)}, too",
-            f"give the file of one module: {join_some([*own, *(str(path) for path in _files_of(folder, others))])}",
+            f"a model of sentence-transformers, whose {MODULES} lists weights in"
+            f" {join_some(others)}, too",
+            "give the file of one module:"
+            f" {join_some([*own, *(str(path) for path in _files_of(folder, others))])}",
         )
     if len(models) > 1:
         for first, *_ in models.values():
@@ -73,7 +86,8 @@ def check_folder(folder: Path, notes: list[str]) -> Path | None:
         raise UserError(
             f"one model in {folder}",
             f"{len(models)} models: {join_some(paths[0].name for paths in models.values())}",
-            f"give one of them: {join_some((str(paths[0]) for paths in models.values()), 8, ' or ')}",
+            "give one of them:"
+            f" {join_some((str(paths[0]) for paths in models.values()), 8, ' or ')}",
         )
     for first, *more in models.values():
         if more:
@@ -84,12 +98,15 @@ def check_folder(folder: Path, notes: list[str]) -> Path | None:
 
 
 def modules_with_weights(folder: Path) -> list[str]:
-    """Return the folders of the modules of a sentence-transformers model, besides the first, that hold weights."""
+    """Return the folders of the modules of a sentence-transformers model, besides the first, that
+    hold weights.
+    """
     return [path for path in list_modules(folder) if any(_weights_below(folder / path))]
 
 
 def list_modules(folder: Path) -> list[str]:
-    """Return the subfolders that the modules.json of a sentence-transformers model names; [] for other folders.
+    """Return the subfolders that the modules.json of a sentence-transformers model names; [] for
+    other folders.
 
     Raises:
         UserError: one that is not a list of modules inside the folder.
@@ -108,7 +125,11 @@ def _files_of(folder: Path, modules: list[str]) -> list[Path]:
 
 def _weights_below(folder: Path):
     files = (path for path in sorted(folder.rglob("*")) if path.is_file())
-    return (path for path in files if (match := _WEIGHTS.fullmatch(path.name)) and not _STATE.fullmatch(match["stem"]))
+    return (
+        path
+        for path in files
+        if (match := _WEIGHTS.fullmatch(path.name)) and not _STATE.fullmatch(match["stem"])
+    )
 
 
 def _holds_checkpoint(folder: Path) -> bool:
@@ -116,7 +137,9 @@ def _holds_checkpoint(folder: Path) -> bool:
 
 
 def _holds_matrix(path: Path) -> bool:
-    """Return whether a torch.save'd file holds the weights of a model, not a state or statistics."""
+    """Return whether a torch.save'd file holds the weights of a model, not a state or
+    statistics.
+    """
     from mmldlm.checkpoints.formats.model_pt.reader import ModelFile
 
     try:
@@ -129,7 +152,9 @@ def _holds_matrix(path: Path) -> bool:
 
 
 def _refuse_parts(path: Path) -> None:
-    """Raise PartOfCheckpoint for one rank's file, in the words of the program that wrote it if they are in the file."""
+    """Raise PartOfCheckpoint for one rank's file, in the words of the program that wrote it if
+    they are in the file.
+    """
     from mmldlm.checkpoints.formats.model_pt.reader import ModelFile
     from mmldlm.checkpoints.formats.safetensors.reader import SafetensorsModel
 
@@ -147,7 +172,9 @@ def _is_listed(shard: str, indexes: list[Path]) -> bool:
 
 
 def _model_of(stem: str) -> str:
-    """Return one name for the forms of one model: pytorch_model, model.fp16, pytorch_model_fsdp_0."""
+    """Return one name for the forms of one model: pytorch_model, model.fp16,
+    pytorch_model_fsdp_0.
+    """
     stem = _PRECISION.sub("", _SHARD.sub("", stem + ".x") if _SHARD.search(stem + ".x") else stem)
     stem = stem.removeprefix("pytorch_").replace("model_fsdp", "model")
     return stem.removesuffix("_0")

@@ -1,8 +1,10 @@
-"""Optimizers that name their parameters, as torch.distributed.checkpoint.state_dict and FSDP save them.
+"""Optimizers that name their parameters, as torch.distributed.checkpoint.state_dict and FSDP save
+them.
 
-Two layouts: {"state": {NAME: {"exp_avg": ...}}, "param_groups": [{"params": [NAME, ...], "lr": ...}]}, and the same
-flattened to `state.NAME.exp_avg` and `param_groups.NAME.lr`. torch.optim numbers its parameters instead; of these only
-an optimizer with "param_names" in its groups can be read.
+Two layouts: {"state": {NAME: {"exp_avg": ...}}, "param_groups": [{"params": [NAME, ...], "lr":
+...}]}, and the same flattened to `state.NAME.exp_avg` and `param_groups.NAME.lr`. torch.optim
+numbers its parameters instead; of these only an optimizer with "param_names" in its groups can be
+read.
 """
 
 from __future__ import annotations
@@ -76,8 +78,14 @@ def add_named_optimizer(source: WeightSource, optimizers: dict[Keys, dict], path
         for key in (key for key in MOMENTS if key in entry):
             moment, shape = entry[key], source.tensors[name].shape
             if not is_tensor(moment) or moment.shape != shape or not DTYPES[moment.dtype].is_float:
-                found_one = f"{moment.dtype} {moment.shape}" if is_tensor(moment) else type(moment).__name__
-                raise corrupt_file_error(source.path, f"{key} of {name}, which has the shape {shape}, as {found_one}")
+                found_one = (
+                    f"{moment.dtype} {moment.shape}"
+                    if is_tensor(moment)
+                    else type(moment).__name__
+                )
+                raise corrupt_file_error(
+                    source.path, f"{key} of {name}, which has the shape {shape}, as {found_one}"
+                )
             source.moments.setdefault(key, {})[name] = moment.parts()
     trained = set(found.names)
     source.classify(trained, set())
@@ -89,8 +97,8 @@ def add_named_optimizer(source: WeightSource, optimizers: dict[Keys, dict], path
     frozen = [name for name, info in source.tensors.items() if info.kind == "frozen"]
     if frozen:
         source.notes.append(
-            f"in no parameter group, and taken as frozen weights (the files do not tell them from buffers): "
-            f"{join_some(frozen)}"
+            "in no parameter group, and taken as frozen weights (the files do not tell them from"
+            f" buffers): {join_some(frozen)}"
         )
 
 
@@ -102,7 +110,10 @@ def named_optimizer_metadata(opened: OpenedCheckpoint) -> OptimizerMetadata:
     stored = {source.parts[name][0].ref.dtype for name in found.names if source.parts[name]}
     dtype = stored.pop() if len(stored) == 1 else "float32"
     counters = default_counters(opened, found.steps)
-    notes = ["the optimizer and its step count were carried over; learning-rate schedule and other counters were not"]
+    notes = [
+        "the optimizer and its step count were carried over; learning-rate schedule and other"
+        " counters were not"
+    ]
     return OptimizerMetadata(groups, found.steps, dtype, counters, default_scaler(), notes=notes)
 
 
@@ -110,7 +121,9 @@ class Unreadable(ValueError):
     """Why an optimizer cannot be carried over."""
 
 
-def read_named_optimizer(optimizers: dict[Keys, dict], model: Container[str], path: Path) -> NamedOptimizer:
+def read_named_optimizer(
+    optimizers: dict[Keys, dict], model: Container[str], path: Path
+) -> NamedOptimizer:
     """Return the optimizers of a model as one.
 
     Args:
@@ -127,7 +140,11 @@ def read_named_optimizer(optimizers: dict[Keys, dict], model: Container[str], pa
         groups, state = _flat(node) if _is_flat(node) else _nested(node)
         what = f"the optimizer under {write_path(keys)!r}"
         names = [name for members, _ in groups for name in members]
-        if len(optimizers) > 1 and names and not any(name in model for name in names if isinstance(name, str)):
+        if (
+            len(optimizers) > 1
+            and names
+            and not any(name in model for name in names if isinstance(name, str))
+        ):
             continue  # that of another model
         _check(what, names, groups, state, model)
         if twice := [name for name in names if name in found.names]:
@@ -144,7 +161,8 @@ def read_named_optimizer(optimizers: dict[Keys, dict], model: Container[str], pa
 
 
 def plain_value(leaf: Any) -> Any:
-    """Return the plain value of a leaf or of a dict or list of them, a one-element tensor as its number.
+    """Return the plain value of a leaf or of a dict or list of them, a one-element tensor as its
+    number.
 
     Raises:
         UserError: damaged files.
@@ -158,7 +176,11 @@ def plain_value(leaf: Any) -> Any:
         return {key: plain_value(value) for key, value in leaf.items()}
     if isinstance(leaf, list | tuple):
         return type(leaf)(plain_value(value) for value in leaf)
-    if not is_tensor(leaf) or numel(leaf.shape) != 1 or leaf.dtype not in ("float32", "float64", "int64", "int32"):
+    if (
+        not is_tensor(leaf)
+        or numel(leaf.shape) != 1
+        or leaf.dtype not in ("float32", "float64", "int64", "int32")
+    ):
         what = f"a tensor {leaf.shape} of {leaf.dtype}" if is_tensor(leaf) else str(leaf)[:80]
         raise Unreadable(f"{what} among its settings, instead of a number")
     return read_parts(leaf.parts(), 0, 1)[0].item()
@@ -173,18 +195,28 @@ def _nested(node: dict) -> tuple[list[tuple[list[str], dict[str, Any]]], dict[st
     saved = saved if isinstance(saved, dict) else {}
     tables = node.get("param_groups")
     tables = list(tables.values()) if isinstance(tables, dict) else tables
-    if not isinstance(tables, list | tuple) or not all(isinstance(table, dict) for table in tables):
+    if not isinstance(tables, list | tuple) or not all(
+        isinstance(table, dict) for table in tables
+    ):
         raise Unreadable("its parameter groups were not saved")
     groups, name_of = [], {}
     for table in tables:
         settings = {key: plain_value(value) for key, value in table.items()}
         members = settings.pop("params", [])
         names = settings.pop("param_names", members)
-        if not isinstance(members, list | tuple) or not isinstance(names, list | tuple) or len(names) != len(members):
+        if (
+            not isinstance(members, list | tuple)
+            or not isinstance(names, list | tuple)
+            or len(names) != len(members)
+        ):
             raise Unreadable("its parameter groups list no parameters")
         name_of.update(zip(map(str, members), names))
         groups.append((list(names), settings))
-    return groups, {name_of.get(str(key), key): dict(entry) for key, entry in saved.items() if isinstance(entry, dict)}
+    return groups, {
+        name_of.get(str(key), key): dict(entry)
+        for key, entry in saved.items()
+        if isinstance(entry, dict)
+    }
 
 
 def _flat(node: dict) -> tuple[list[tuple[list[str], dict[str, Any]]], dict[str, dict]]:
@@ -213,14 +245,19 @@ def _check(what: str, names: list, groups: Iterable, state: dict, model: Contain
     if others := [name for name in names if name not in model]:
         raise Unreadable(f"{what} trains {join_some(others)}, which the model does not have")
     if others := [name for name in state if name not in names]:
-        raise Unreadable(f"{what} has a state of {join_some(others)}, in none of its parameter groups")
+        raise Unreadable(
+            f"{what} has a state of {join_some(others)}, in none of its parameter groups"
+        )
 
 
 def _check_state(name: str, entry: dict, keys: tuple[str, ...]) -> None:
     if not entry:
         raise Unreadable(f"it has no state of {name}, while others have one")
     if {key for key in entry if key != "step"} != set(keys):
-        raise Unreadable(f"its state of {name} is {join_some(entry)}; only that of AdamW and Muon can be carried over")
+        raise Unreadable(
+            f"its state of {name} is {join_some(entry)}; only that of AdamW and Muon can be"
+            " carried over"
+        )
 
 
 def _steps(state: dict[str, dict], path: Path) -> float | None:
@@ -229,12 +266,14 @@ def _steps(state: dict[str, dict], path: Path) -> float | None:
         return None
     for name, value in steps.items():
         if type(value) not in (int, float):
-            raise UserError(f"the step count of {name} in {path}", str(value)[:80], "check what was saved")
+            raise UserError(
+                f"the step count of {name} in {path}", str(value)[:80], "check what was saved"
+            )
     values = list(steps.values())
     if different := [name for name, value in steps.items() if value != values[0]]:
         first = next(iter(steps))
         raise Unreadable(
-            f"its step counts differ: {values[0]:g} of {first}, {steps[different[0]]:g} of {different[0]}; "
-            "formats with one count for all cannot hold them"
+            f"its step counts differ: {values[0]:g} of {first}, {steps[different[0]]:g} of"
+            f" {different[0]}; formats with one count for all cannot hold them"
         )
     return float(values[0])

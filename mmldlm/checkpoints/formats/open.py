@@ -1,4 +1,6 @@
-"""Open a path that a user gives: a run, a checkpoint of any engine, the file or folder of a model."""
+"""Open a path that a user gives: a run, a checkpoint of any engine, the file or folder of
+a model.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,14 @@ from mmldlm.checkpoints.formats.model_folder import check_folder, list_modules, 
 from mmldlm.checkpoints.formats.torch_save.reader import TorchFile
 from mmldlm.checkpoints.formats.weight_source import WeightSource
 from mmldlm.checkpoints.formats.wrapper_names import remove_wrappers
-from mmldlm.checkpoints.layout import CHECKPOINTS, CONFIG_FILE, DCP_METADATA, ENGINE_FOLDER, LATEST, MODEL_FILE
+from mmldlm.checkpoints.layout import (
+    CHECKPOINTS,
+    CONFIG_FILE,
+    DCP_METADATA,
+    ENGINE_FOLDER,
+    LATEST,
+    MODEL_FILE,
+)
 from mmldlm.checkpoints.locate import locate_checkpoint
 from mmldlm.checkpoints.manifest import FORMAT, MANIFEST, examine
 from mmldlm.errors import MmldlmError, UserError
@@ -27,7 +36,8 @@ from mmldlm.utils.formatting import join_some
 from mmldlm.utils.input_files import kind_of_file, read_bytes
 
 P, T = ParamSpec("P"), TypeVar("T")
-# Of a MultimodalMMDiT saved before model_config.json listed them; everything else in it is trained.
+# Of a MultimodalMMDiT saved before model_config.json listed them; everything else in it is
+# trained.
 _BUFFERS = ("latent_mean", "latent_std")
 _STEP = re.compile(r"step_\d{8,}")
 
@@ -41,24 +51,33 @@ def open_source(
     keep_names: bool = False,
     key: str | None = None,
 ) -> OpenedCheckpoint:
-    """Open a run, RUN/latest, a step folder, a folder of DeepSpeed or DCP, a model.pt, safetensors or their folder.
+    """Open a run, RUN/latest, a step folder, a folder of DeepSpeed or DCP, a model.pt, safetensors
+    or their folder.
 
-    For an mmldlm checkpoint, presence, size and end of every file are compared with the manifest first.
+    For an mmldlm checkpoint, presence, size and end of every file are compared with the manifest
+    first.
 
     Args:
         allow_nonfinite: return NaN and infinite weights instead of raising.
         with_ema: find the moving average of the weights too, if one was saved.
         with_moments: find the optimizer's moments too, if there are any.
-        weights_only: ignore damaged files without training state (the tokenizer, copies of the config).
-        keep_names: keep what torch's wrappers put before the names of a state_dict (see wrapper_names).
-        key: which state dict of a file or DCP folder is the model, if it holds several (`state/model`).
+        weights_only: ignore damaged files without training state (the tokenizer, copies of the
+            config).
+        keep_names: keep what torch's wrappers put before the names of a state_dict (see
+            wrapper_names).
+        key: which state dict of a file or DCP folder is the model, if it holds several
+            (`state/model`).
 
     Raises:
         UserError: nothing readable there, or a damaged checkpoint; the error names the file.
     """
     path = Path(path)
     is_plain = path.name == LATEST and path.is_file() and not path.is_symlink()
-    if is_plain and not (path.parent / CHECKPOINTS).is_dir() and registry.detect(path.parent) is not None:
+    if (
+        is_plain
+        and not (path.parent / CHECKPOINTS).is_dir()
+        and registry.detect(path.parent) is not None
+    ):
         path = path.parent  # the file is DeepSpeed's
     options = ReadOptions(allow_nonfinite, with_moments, key=key)
     _refuse_store(path)
@@ -83,7 +102,8 @@ def open_source(
 
 
 def _open_foreign(path: Path, options: ReadOptions) -> tuple[WeightSource, list[str]]:
-    """Open a file or folder that is not of a run of mmldlm, and holds one complete model. Return it with notes.
+    """Open a file or folder that is not of a run of mmldlm, and holds one complete model. Return
+    it with notes.
 
     Raises:
         UserError: nothing readable there, several models, a part of one, or a damaged checkpoint.
@@ -95,7 +115,12 @@ def _open_foreign(path: Path, options: ReadOptions) -> tuple[WeightSource, list[
         # A folder that no format knows by the names in it may still hold one file of weights.
         if only is not None and known is None:
             chosen = only
-        elif only is not None and known is not None and known.format.name in ("deepspeed", "dcp") and only.is_file():
+        elif (
+            only is not None
+            and known is not None
+            and known.format.name in ("deepspeed", "dcp")
+            and only.is_file()
+        ):
             notes.append(f"{only.name}, next to the checkpoint, was not read")
     if chosen.is_file():
         rank_files.check_name(chosen)
@@ -112,8 +137,8 @@ def _open_foreign(path: Path, options: ReadOptions) -> tuple[WeightSource, list[
     folder = path if path.is_dir() else path.parent
     if modules := list_modules(folder):
         notes.append(
-            f"{folder} is a model of sentence-transformers: only the weights of {weights.path.name} are taken, without "
-            f"modules.json and {join_some(modules)}"
+            f"{folder} is a model of sentence-transformers: only the weights of"
+            f" {weights.path.name} are taken, without modules.json and {join_some(modules)}"
         )
     return weights, notes
 
@@ -125,13 +150,18 @@ def _nothing_error(path: Path) -> UserError:
     fix = "give e.g. RUN/latest, or the folder that holds the *_states.pt files"
     if path.is_dir() and (inside := where_models_are(path)):
         fix = f"give one of the models in it: {join_some(inside, 8, ' or ')}"
-    return UserError(f"a run, a checkpoint, a DeepSpeed or DCP folder, a model.pt or safetensors at {path}", found, fix)
+    return UserError(
+        f"a run, a checkpoint, a DeepSpeed or DCP folder, a model.pt or safetensors at {path}",
+        found,
+        fix,
+    )
 
 
 def _remove_wrappers(weights: WeightSource, keep_names: bool) -> None:
     """Take the names of torch's wrappers off those of a state_dict that another program saved.
 
-    DeepSpeed and torch.distributed.checkpoint record the model's own names; mmldlm's optimizer.pt does, too.
+    DeepSpeed and torch.distributed.checkpoint record the model's own names; mmldlm's optimizer.pt
+    does, too.
     """
     is_state_dict = weights.engine in ("model.pt", "safetensors") and bool(weights.unclassified)
     bare = remove_wrappers(weights.tensors, weights.module_names)
@@ -142,18 +172,31 @@ def _remove_wrappers(weights: WeightSource, keep_names: bool) -> None:
         weights.notes.extend(bare.notes)
     elif any(new != name for name, new in bare.names.items()):
         prefix = next(iter(weights.tensors)).partition(".")[0] + "."
-        weights.notes.append(f"names of wrappers were kept, as saved; --strip-prefix {prefix} removes a prefix")
+        weights.notes.append(
+            f"names of wrappers were kept, as saved; --strip-prefix {prefix} removes a prefix"
+        )
 
 
 def _note_foreign_objects(weights: WeightSource) -> None:
-    kinds = sorted({kind for file in weights.files if isinstance(file, TorchFile) for kind in file.foreign_objects})
+    kinds = sorted(
+        {
+            kind
+            for file in weights.files
+            if isinstance(file, TorchFile)
+            for kind in file.foreign_objects
+        }
+    )
     if kinds:
-        weights.notes.append(f"objects that are not weights were left unread: {join_some(kinds)}; nothing was executed")
+        weights.notes.append(
+            f"objects that are not weights were left unread: {join_some(kinds)}; nothing was"
+            " executed"
+        )
 
 
 @contextlib.contextmanager
 def report_deletion(path: Path | str) -> Iterator[None]:
-    """Say so if an error has its cause in a run that deletes its old checkpoints while one is read.
+    """Say so if an error has its cause in a run that deletes its old checkpoints while one is
+    read.
 
     Raises:
         UserError: the checkpoint at `path` was there when the block began, and is gone.
@@ -161,7 +204,9 @@ def report_deletion(path: Path | str) -> Iterator[None]:
     path = Path(path)
     folder = path.resolve()
     with contextlib.suppress(MmldlmError, OSError):
-        folder = locate_checkpoint(path) if _is_run_checkpoint(path) else folder  # `latest` moves on
+        folder = (
+            locate_checkpoint(path) if _is_run_checkpoint(path) else folder
+        )  # `latest` moves on
     was_there = (folder / MANIFEST).exists()
     try:
         yield
@@ -171,11 +216,14 @@ def report_deletion(path: Path | str) -> Iterator[None]:
         raise UserError(
             f"a checkpoint that stays while it is read: {folder}",
             "its run deleted it meanwhile",
-            f"take {folder.parent.parent / LATEST}, which names the newest one, or keep more of them",
+            f"take {folder.parent.parent / LATEST}, which names the newest one, or keep more of"
+            " them",
         ) from error
 
 
-def reports_deletion(convert: Callable[Concatenate[Path | str, P], T]) -> Callable[Concatenate[Path | str, P], T]:
+def reports_deletion(
+    convert: Callable[Concatenate[Path | str, P], T],
+) -> Callable[Concatenate[Path | str, P], T]:
     """Wrap a function whose first argument is a source with report_deletion."""
 
     @functools.wraps(convert)
@@ -189,11 +237,17 @@ def reports_deletion(convert: Callable[Concatenate[Path | str, P], T]) -> Callab
 def _check_manifest(checkpoint: Path, weights_only: bool) -> None:
     found = examine(checkpoint, checksums=False, tails=True)
     if found.problems:
-        fix = "make it readable again" if found.unreadable else "use an older checkpoint of the run"
-        raise UserError(f"a complete checkpoint in {checkpoint}", "; ".join(found.problems[:3]), fix)
+        fix = (
+            "make it readable again" if found.unreadable else "use an older checkpoint of the run"
+        )
+        raise UserError(
+            f"a complete checkpoint in {checkpoint}", "; ".join(found.problems[:3]), fix
+        )
     if found.descriptions and not weights_only:
         fix = "copy these files from another checkpoint of the run; the weights are complete"
-        raise UserError(f"a complete checkpoint in {checkpoint}", "; ".join(found.descriptions[:3]), fix)
+        raise UserError(
+            f"a complete checkpoint in {checkpoint}", "; ".join(found.descriptions[:3]), fix
+        )
 
 
 def _is_run_checkpoint(path: Path) -> bool:
@@ -211,14 +265,18 @@ def _is_run_checkpoint(path: Path) -> bool:
 
 
 def _is_manifest(path: Path) -> bool:
-    """Return whether a file is the manifest of a checkpoint, damaged or not; other programs write one, too."""
+    """Return whether a file is the manifest of a checkpoint, damaged or not; other programs write
+    one, too.
+    """
     if not path.is_file():  # the reader of manifests says what a folder or a FIFO is
         return os.path.lexists(path)
     try:
         value = json.loads(read_bytes(path))
     except (OSError, ValueError, RecursionError):
         return True
-    return isinstance(value, dict) and (value.get("format") == FORMAT or (path.parent / ENGINE_FOLDER).is_dir())
+    return isinstance(value, dict) and (
+        value.get("format") == FORMAT or (path.parent / ENGINE_FOLDER).is_dir()
+    )
 
 
 def _refuse_store(path: Path) -> None:
@@ -228,7 +286,9 @@ def _refuse_store(path: Path) -> None:
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return
     if kind in ("mmldlm-store", "mmldlm-files"):
-        raise UserError(f"a run or a checkpoint at {path}", "a store of prepared data", "give e.g. RUN/latest")
+        raise UserError(
+            f"a run or a checkpoint at {path}", "a store of prepared data", "give e.g. RUN/latest"
+        )
 
 
 def _add_ema(weights: WeightSource, folder: Path, with_ema: bool) -> WeightSource:
@@ -256,7 +316,9 @@ def mark_buffers(weights: WeightSource, folder: Path) -> None:
     except (OSError, ValueError, RecursionError):
         return
     if isinstance(config, dict):
-        listed = config.get("buffers", _BUFFERS if config.get("architecture") == "MultimodalMMDiT" else ())
+        listed = config.get(
+            "buffers", _BUFFERS if config.get("architecture") == "MultimodalMMDiT" else ()
+        )
         for name in listed if isinstance(listed, list | tuple) else ():
             if name in weights.tensors and weights.tensors[name].kind == "parameter":
                 weights.set_kind_and_dtype(name, "buffer")

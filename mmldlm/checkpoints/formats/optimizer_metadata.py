@@ -1,4 +1,5 @@
-"""What a checkpoint records of its training besides tensors: parameter groups, their settings, counters.
+"""What a checkpoint records of its training besides tensors: parameter groups, their settings,
+counters.
 
 Each format reads it in its own `optimizer_metadata.py`; a writer of another format needs it.
 """
@@ -21,7 +22,11 @@ from mmldlm.utils.formatting import join_some
 from mmldlm.utils.input_files import read_bytes
 from mmldlm.utils.moments import moment_keys
 
-COPIED_KEYS = ("dynamic_loss_scale", "overflow", "clip_grad")  # next to the loss scaler in DeepSpeed's files
+COPIED_KEYS = (
+    "dynamic_loss_scale",
+    "overflow",
+    "clip_grad",
+)  # next to the loss scaler in DeepSpeed's files
 MAX_COPIED_VALUES, MAX_COPIED_DEPTH = 1_000_000, 100  # of an entry of the caller's
 PLAIN_SCALER = "plain_loss_scaler"
 PLAIN_TYPES = (str, int, float, bool, type(None))
@@ -51,7 +56,8 @@ class OptimizerMetadata:
         groups: every trainable name once.
         steps: number of the optimizer's steps; None if not recorded, or before the first step.
         compute_dtype: of the weights in the forward pass.
-        model_states: other entries of DeepSpeed's model file (counters, lr_scheduler, the caller's own).
+        model_states: other entries of DeepSpeed's model file (counters, lr_scheduler, the caller's
+            own).
         optimizer: loss scaler and clipping, under the keys of DeepSpeed's optimizer file.
         ds_config: the DeepSpeed config as saved.
         notes: what could not be carried over.
@@ -69,7 +75,8 @@ class OptimizerMetadata:
 
 
 def check_groups(source: WeightSource, metadata: OptimizerMetadata) -> None:
-    """Check that the groups name every trained weight once, and that each weight has the moments of its group.
+    """Check that the groups name every trained weight once, and that each weight has the moments
+    of its group.
 
     Drop the step count of a source without moments.
 
@@ -80,7 +87,9 @@ def check_groups(source: WeightSource, metadata: OptimizerMetadata) -> None:
     names = [name for group in metadata.groups for name in group.names]
     if set(names) != trained or len(names) != len(trained):
         differing = sorted(trained.symmetric_difference(names)) or names
-        found = f"parameter groups that do not match its trained weights, first {join_some(differing)}"
+        found = (
+            f"parameter groups that do not match its trained weights, first {join_some(differing)}"
+        )
         raise corrupt_file_error(source.path, found)
     if not source.moments:
         metadata.steps = None
@@ -88,11 +97,15 @@ def check_groups(source: WeightSource, metadata: OptimizerMetadata) -> None:
     for number, group in enumerate(metadata.groups):
         keys = moment_keys(group.settings)
         if others := [name for name in group.names if source.moments_of(name) != keys]:
-            found = f"{' and '.join(keys)} in group {number} by its settings, not so in {join_some(others)}"
+            found = (
+                f"{' and '.join(keys)} in group {number} by its settings, not so in"
+                f" {join_some(others)}"
+            )
             raise corrupt_file_error(source.path, found)
 
 
-# -- values -----------------------------------------------------------------------------------------------------------
+# -- values
+# -------------------------------------------------------------------------------------------------
 
 
 def to_plain_value(file: TorchFile, value: Any) -> Any:
@@ -107,23 +120,32 @@ def to_plain_value(file: TorchFile, value: Any) -> Any:
         return type(value)(to_plain_value(file, item) for item in value)
     if isinstance(value, dict):
         return {key: to_plain_value(file, item) for key, item in value.items()}
-    if isinstance(value, TensorRef) and value.numel == 1 and value.dtype in ("float32", "float64", "int64", "int32"):
+    if (
+        isinstance(value, TensorRef)
+        and value.numel == 1
+        and value.dtype in ("float32", "float64", "int64", "int32")
+    ):
         file.check_ref(value, "a setting of the optimizer")
         return file.read_elements(value, 0, 1)[0].item()
-    raise corrupt_file_error(file.path, f"{str(value)[:80]} instead of a number among the settings of the optimizer")
+    raise corrupt_file_error(
+        file.path, f"{str(value)[:80]} instead of a number among the settings of the optimizer"
+    )
 
 
 def group_settings(file: TorchFile, tables: list[dict]) -> list[dict[str, Any]]:
     """Return the settings of torch's param_groups, without their parameters."""
-    return [{key: to_plain_value(file, value) for key, value in table.items() if key != "params"} for table in tables]
+    return [
+        {key: to_plain_value(file, value) for key, value in table.items() if key != "params"}
+        for table in tables
+    ]
 
 
 def copied_values(file: TorchFile, value: Any, what: str) -> Any:
     """Return a value in a form that can be written: plain values, and tensors with their elements.
 
     Raises:
-        ValueError: an object of a class, which was never built, or more values than any file needs: the lists of a
-            pickle may contain each other.
+        ValueError: an object of a class, which was never built, or more values than any file
+            needs: the lists of a pickle may contain each other.
     """
     return _copied(file, value, what, [MAX_COPIED_VALUES])
 
@@ -133,14 +155,19 @@ def _copied(file: TorchFile, value: Any, what: str, left: list[int], depth: int 
     if left[0] < 0 or depth > MAX_COPIED_DEPTH:
         raise ValueError(what)
     if isinstance(value, str):
-        value.encode()  # its UnicodeEncodeError is a ValueError: half of a character, which no file can hold
+        # its UnicodeEncodeError is a ValueError: half of a character, which no file can hold
+        value.encode()
     if isinstance(value, PLAIN_TYPES):
         return value
     if isinstance(value, TensorRef):
         file.check_ref(value, what)
         if value.numel * DTYPES[value.dtype].itemsize > file.file_size:
             raise ValueError(what)  # an expanded tensor: many elements of few bytes
-        flat = file.read_elements(value, 0, value.numel) if value.is_contiguous else file.read_strided(value, what)
+        flat = (
+            file.read_elements(value, 0, value.numel)
+            if value.is_contiguous
+            else file.read_strided(value, what)
+        )
         return TensorSpec(value.dtype, value.shape, [flat])
     if isinstance(value, (list, tuple)):
         return type(value)(_copied(file, item, what, left, depth + 1) for item in value)
@@ -152,23 +179,39 @@ def _copied(file: TorchFile, value: Any, what: str, left: list[int], depth: int 
     raise ValueError(what)
 
 
-# -- loss scaler ------------------------------------------------------------------------------------------------------
+# -- loss scaler
+# -------------------------------------------------------------------------------------------------
 
 
 def loss_scaler(value: Any) -> ObjectSpec:
-    """Return DeepSpeed's loss scaler as saved; by default the static one of scale 1 that bf16 and fp32 engines have."""
+    """Return DeepSpeed's loss scaler as saved; by default the static one of scale 1 that bf16 and
+    fp32 engines have.
+    """
     if (
         isinstance(value, OpaqueObject)
         and value.kind.removeprefix(_SCALER_MODULE + ".") in _SCALERS
         and isinstance(value.state, dict)
     ):
-        dtypes = {key: f"torch.{dtype_name(item)}" for key, item in value.state.items() if dtype_name(item)}
+        dtypes = {
+            key: f"torch.{dtype_name(item)}"
+            for key, item in value.state.items()
+            if dtype_name(item)
+        }
         value = {"class": value.kind.rpartition(".")[2], "state": {**value.state, **dtypes}}
-    if isinstance(value, dict) and value.get("class") in _SCALERS and isinstance(value.get("state"), dict):
-        if all(isinstance(key, str) and isinstance(item, PLAIN_TYPES) for key, item in value["state"].items()):
+    if (
+        isinstance(value, dict)
+        and value.get("class") in _SCALERS
+        and isinstance(value.get("state"), dict)
+    ):
+        if all(
+            isinstance(key, str) and isinstance(item, PLAIN_TYPES)
+            for key, item in value["state"].items()
+        ):
             state = {key: _dtype_or_plain(item) for key, item in value["state"].items()}
             return ObjectSpec(GlobalRef(_SCALER_MODULE, value["class"]), state=state)
-    return ObjectSpec(GlobalRef(_SCALER_MODULE, "LossScaler"), state={"cur_scale": 1.0, "dynamic": False})
+    return ObjectSpec(
+        GlobalRef(_SCALER_MODULE, "LossScaler"), state={"cur_scale": 1.0, "dynamic": False}
+    )
 
 
 def _dtype_or_plain(item: Any) -> Any:
@@ -177,8 +220,13 @@ def _dtype_or_plain(item: Any) -> Any:
 
 
 def plain_scaler(scaler: ObjectSpec) -> dict[str, Any]:
-    """Return a loss scaler as plain values, for a file without objects; loss_scaler() reverses it."""
-    state = {key: f"torch.{item.name}" if isinstance(item, GlobalRef) else item for key, item in scaler.state.items()}
+    """Return a loss scaler as plain values, for a file without objects; loss_scaler()
+    reverses it.
+    """
+    state = {
+        key: f"torch.{item.name}" if isinstance(item, GlobalRef) else item
+        for key, item in scaler.state.items()
+    }
     return {"class": scaler.type.name, "state": state}
 
 
@@ -187,7 +235,8 @@ def default_scaler() -> dict[str, Any]:
     return {"loss_scaler": loss_scaler(None), "dynamic_loss_scale": False, "overflow": False}
 
 
-# -- the run around a checkpoint --------------------------------------------------------------------------------------
+# -- the run around a checkpoint
+# --------------------------------------------------------------------------------------
 
 
 def default_counters(opened: OpenedCheckpoint, steps: float | None) -> dict[str, Any]:
@@ -196,7 +245,13 @@ def default_counters(opened: OpenedCheckpoint, steps: float | None) -> dict[str,
     Without a recorded training step it is the number of the optimizer's steps.
     """
     step = int(steps or 0) if opened.step is None else opened.step
-    return {"lr_scheduler": None, "data_sampler": None, "random_ltd": None, "skipped_steps": 0, "global_steps": step}
+    return {
+        "lr_scheduler": None,
+        "data_sampler": None,
+        "random_ltd": None,
+        "skipped_steps": 0,
+        "global_steps": step,
+    }
 
 
 def applied_steps(opened: OpenedCheckpoint) -> float | None:
@@ -207,14 +262,20 @@ def applied_steps(opened: OpenedCheckpoint) -> float | None:
 
 
 def configured_dtype(opened: OpenedCheckpoint) -> str:
-    """Return training.dtype of the run: engines with fp32 weights do not save the low-precision copy."""
+    """Return training.dtype of the run: engines with fp32 weights do not save the low-precision
+    copy.
+    """
     path = opened.checkpoint / RUN_CONFIG if opened.checkpoint else None
     if path is None or not path.is_file():
         return "float32"
     from mmldlm.config.yaml_reader import read_yaml
 
     training = read_yaml(path).get("training")
-    return _PRECISIONS.get(str(training.get("dtype")), "float32") if isinstance(training, dict) else "float32"
+    return (
+        _PRECISIONS.get(str(training.get("dtype")), "float32")
+        if isinstance(training, dict)
+        else "float32"
+    )
 
 
 def _read_json(path: Path) -> dict[str, Any]:

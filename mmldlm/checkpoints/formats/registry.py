@@ -16,7 +16,12 @@ from mmldlm.errors import UserError
 from mmldlm.utils.formatting import is_utf8, join_some
 
 # In the order of detection.
-FORMATS: tuple[CheckpointFormat, ...] = (DeepSpeedFormat(), DcpFormat(), ModelPtFormat(), SafetensorsFormat())
+FORMATS: tuple[CheckpointFormat, ...] = (
+    DeepSpeedFormat(),
+    DcpFormat(),
+    ModelPtFormat(),
+    SafetensorsFormat(),
+)
 
 
 class Detected(NamedTuple):
@@ -46,7 +51,8 @@ def open_path(path: Path, options: ReadOptions) -> WeightSource | None:
         return None
     if options.key is not None and not found.format.has_keys:
         raise UserError(
-            f"--key {options.key} for a torch.save'd file or a DCP folder, which may hold several state dicts",
+            f"--key {options.key} for a torch.save'd file or a DCP folder, which may hold several"
+            " state dicts",
             f"{path}, a checkpoint of {found.format.name}, which holds one model",
             "leave --key out",
         )
@@ -55,7 +61,9 @@ def open_path(path: Path, options: ReadOptions) -> WeightSource | None:
         if not is_utf8(name):
             source.close()
             fix = "rename it in the model and save again"
-            raise UserError(f"names of tensors in {path} that are valid text", f"{name[:80]!r}", fix)
+            raise UserError(
+                f"names of tensors in {path} that are valid text", f"{name[:80]!r}", fix
+            )
     return source
 
 
@@ -68,14 +76,16 @@ def read_optimizer_metadata(opened: OpenedCheckpoint) -> OptimizerMetadata:
     """Return the optimizer metadata of a source that was opened with its moments.
 
     Raises:
-        UserError: the checkpoint does not record which of its weights were trained, or it is damaged.
+        UserError: the checkpoint does not record which of its weights were trained, or it is
+            damaged.
     """
     source = opened.weights
     if source.unclassified:
         weights = f"weights alone: {join_some(source.unclassified)}"
         reason = source.optimizer_left_out
         raise UserError(
-            f"a training checkpoint at {source.path}: which weights were trained, and their optimizer",
+            f"a training checkpoint at {source.path}: which weights were trained, and their"
+            " optimizer",
             f"an optimizer that cannot be carried over: {reason}" if reason else weights,
             "write weights alone with --to safetensors, model.pt or dcp",
         )

@@ -1,8 +1,9 @@
-"""Find the model in what a checkpoint holds beside it: optimizers, averages, counters, random states.
+"""Find the model in what a checkpoint holds beside it: optimizers, averages, counters, random
+states.
 
-A torch.save'd object and a DCP folder are read as the same tree: dicts and lists, whose leaves are StoredTensor,
-StoredValue or plain values. A path is the tuple of keys that leads to a node; users write it with slashes
-(`--key state/model`), and `.` for the top level.
+A torch.save'd object and a DCP folder are read as the same tree: dicts and lists, whose leaves are
+StoredTensor, StoredValue or plain values. A path is the tuple of keys that leads to a node; users
+write it with slashes (`--key state/model`), and `.` for the top level.
 """
 
 from __future__ import annotations
@@ -23,10 +24,23 @@ TOP_LEVEL = "."
 # Under these keys trainers save the model; any other state dict beside it is then not the model.
 MODEL_KEYS = ("model", "state_dict", "model_state_dict", "module")
 # What torch's optimizers keep of a parameter.
-MOMENT_KEYS = frozenset({
-    "exp_avg", "exp_avg_sq", "max_exp_avg_sq", "exp_inf", "momentum_buffer", "square_avg", "grad_avg", "acc_delta",
-    "mu_product", "row_var", "col_var", "exp_avg_diff", "neg_pre_grad",
-})  # fmt: skip
+MOMENT_KEYS = frozenset(
+    {
+        "exp_avg",
+        "exp_avg_sq",
+        "max_exp_avg_sq",
+        "exp_inf",
+        "momentum_buffer",
+        "square_avg",
+        "grad_avg",
+        "acc_delta",
+        "mu_product",
+        "row_var",
+        "col_var",
+        "exp_avg_diff",
+        "neg_pre_grad",
+    }
+)
 STATE_KEYS = MOMENT_KEYS | {"step", "sum", "variance", "prev", "step_size", "ax", "eta", "mu"}
 _EXTRA_STATE = "_extra_state"  # torch's name for what a module saves beside its tensors
 MAX_DEPTH = 100
@@ -80,8 +94,9 @@ class Model(NamedTuple):
 def select_model(root: Any, file: Path, key: str | None = None) -> Model:
     """Choose the model among the state dicts of a tree.
 
-    A dict is a state dict if it has tensors of its own; counters, random states and schedules beside one with weights
-    are none. One under a key of MODEL_KEYS is the model if all others lie beside it.
+    A dict is a state dict if it has tensors of its own; counters, random states and schedules
+    beside one with weights are none. One under a key of MODEL_KEYS is the model if all others lie
+    beside it.
 
     Args:
         root: the tree.
@@ -96,32 +111,62 @@ def select_model(root: Any, file: Path, key: str | None = None) -> Model:
     tensors, beside = _tensors_of(found.nodes[path], path)
     for name, value in _items(found.nodes[path]):
         refuse_opaque_tensor(str(file), name, value)
-    unnamed = [state for state in found.unnamed if _is_below(state.path, path) and len(state.path) <= len(path) + 1]
+    unnamed = [
+        state
+        for state in found.unnamed
+        if _is_below(state.path, path) and len(state.path) <= len(path) + 1
+    ]
     if key is None and any(state.path == path or state.has_matrices for state in unnamed):
         raise UserError(
             f"a name for every tensor of the model in {file}",
-            f"tensors in a list, or under keys that are not text: {join_some(map(_describe, unnamed), 4)}",
-            f"save the model's state_dict(); --key {write_path(path)} takes the tensors with names alone",
+            "tensors in a list, or under keys that are not text:"
+            f" {join_some(map(_describe, unnamed), 4)}",
+            f"save the model's state_dict(); --key {write_path(path)} takes the tensors with names"
+            " alone",
         )
-    others = [state.path for state in _candidates(found) if state.path != path and not _is_below(state.path, path)]
+    others = [
+        state.path
+        for state in _candidates(found)
+        if state.path != path and not _is_below(state.path, path)
+    ]
     notes = [f"the weights are those under {write_path(path)!r} in the file"] if path else []
     if others:
         listed = [_describe(found.states[other]) for other in others]
-        notes.append(f"other state dicts were left out (choose one with --key): {join_some(listed, 8)}")
+        notes.append(
+            f"other state dicts were left out (choose one with --key): {join_some(listed, 8)}"
+        )
     rest = [
         state
         for state in found.states.values()
-        if state.path != path and state.path not in others and not (_is_below(state.path, path) and not beside)
+        if state.path != path
+        and state.path not in others
+        and not (_is_below(state.path, path) and not beside)
     ]
     if rest:
-        notes.append(f"tensors that are not weights were left out: {join_some(map(_describe_rest, rest), 8)}")
+        notes.append(
+            "tensors that are not weights were left out:"
+            f" {join_some(map(_describe_rest, rest), 8)}"
+        )
     if found.unnamed:
-        notes.append(f"tensors without names were left out: {join_some(map(_describe, found.unnamed), 8)}")
+        notes.append(
+            f"tensors without names were left out: {join_some(map(_describe, found.unnamed), 8)}"
+        )
     counters = [name for name, tensor in tensors.items() if "." not in name and not tensor.shape]
     if not path and counters and len(counters) < len(tensors):
-        notes.append(f"kept among the weights, where they are, though they may be counters: {join_some(counters)}")
-    values = [name for name, value in _items(found.nodes[path]) if not is_tensor(value) and not _has_tensors(value)]
-    values = [name for name in values if name not in tensors and name not in found.merged_optimizers.get(path, {})]
+        notes.append(
+            "kept among the weights, where they are, though they may be counters:"
+            f" {join_some(counters)}"
+        )
+    values = [
+        name
+        for name, value in _items(found.nodes[path])
+        if not is_tensor(value) and not _has_tensors(value)
+    ]
+    values = [
+        name
+        for name in values
+        if name not in tensors and name not in found.merged_optimizers.get(path, {})
+    ]
     if values:
         notes.append(f"entries that are not tensors were left out: {join_some(values, 8)}")
     return Model(path, tensors, [write_path(other) for other in others], found.optimizers, notes)
@@ -137,7 +182,8 @@ def write_path(path: Keys) -> str:
     return "/".join(map(str, path)) or TOP_LEVEL
 
 
-# -- the tree ---------------------------------------------------------------------------------------------------------
+# -- the tree
+# -------------------------------------------------------------------------------------------------
 
 
 class _State(NamedTuple):
@@ -165,8 +211,8 @@ class _Tree(NamedTuple):
         optimizers: every optimizer.
         merged_optimizers: those of them whose entries stand in one dict with others.
         unnamed: tensors in lists, and under keys that are not text.
-        opaque: objects of a class under a key of MODEL_KEYS, such as a pickled module, and dicts with tensors of a
-            class that is not read.
+        opaque: objects of a class under a key of MODEL_KEYS, such as a pickled module, and dicts
+            with tensors of a class that is not read.
         num_values: number of leaves that are not tensors.
     """
 
@@ -203,21 +249,33 @@ def _scan(root: Any) -> _Tree:
         merged = _merged_optimizer(node)
         if merged:
             found.optimizers[path] = found.merged_optimizers[path] = merged
-        own = {name: value for name, value in _items(node) if is_tensor(value) and name not in merged}
+        own = {
+            name: value for name, value in _items(node) if is_tensor(value) and name not in merged
+        }
         if own:
             found.states[path] = _State(path, own)
         children = node.items() if isinstance(node, dict) else enumerate(node)
-        unnamed = {str(key): item for key, item in children if is_tensor(item) and not isinstance(key, str)}
+        unnamed = {
+            str(key): item
+            for key, item in children
+            if is_tensor(item) and not isinstance(key, str)
+        }
         if unnamed:
             found.unnamed.append(_State(path, unnamed))
         children = node.items() if isinstance(node, dict) else enumerate(node)
-        waiting += reversed([((*path, key), child) for key, child in children if key not in merged])
+        waiting += reversed(
+            [((*path, key), child) for key, child in children if key not in merged]
+        )
     return found._replace(num_values=num_values)
 
 
 def _items(node: Any) -> Iterator[tuple[str, Any]]:
     """Yield the named entries of a dict; what a list holds has no names."""
-    return ((key, value) for key, value in node.items() if isinstance(key, str)) if isinstance(node, dict) else iter(())
+    return (
+        ((key, value) for key, value in node.items() if isinstance(key, str))
+        if isinstance(node, dict)
+        else iter(())
+    )
 
 
 def is_tensor(value: Any) -> bool:
@@ -228,12 +286,19 @@ def is_tensor(value: Any) -> bool:
 def refuse_opaque_tensor(where: str, name: object, value: Any) -> None:
     """Raise UserError if a leaf stands for a tensor that cannot be read."""
     if _is_opaque_tensor(value):
-        fix = "save plain dense tensors of common types: .full_tensor(), .to_dense(), .dequantize(), .to(dtype)"
-        raise UserError(f"plain tensors in {where}", f"{str(name)[:80]!r}, saved as {value.kind}", fix)
+        fix = (
+            "save plain dense tensors of common types: .full_tensor(), .to_dense(), .dequantize(),"
+            " .to(dtype)"
+        )
+        raise UserError(
+            f"plain tensors in {where}", f"{str(name)[:80]!r}, saved as {value.kind}", fix
+        )
 
 
 def _is_opaque_tensor(value: Any) -> bool:
-    """Return whether a leaf stands for a tensor that cannot be read, of a subclass or another layout."""
+    """Return whether a leaf stands for a tensor that cannot be read, of a subclass or another
+    layout.
+    """
     return isinstance(value, OpaqueObject) and value.may_be_tensor
 
 
@@ -243,22 +308,32 @@ def _has_tensors(value: Any) -> bool:
         return False
     found = _scan(value)
     return bool(found.states or found.optimizers) or any(
-        is_tensor(item) for node in found.nodes.values() if not isinstance(node, dict) for item in node
+        is_tensor(item)
+        for node in found.nodes.values()
+        if not isinstance(node, dict)
+        for item in node
     )
 
 
 def is_optimizer(node: Any) -> bool:
     """Return whether a node is the state of an optimizer, by its structure.
 
-    Torch's {"state", "param_groups"}; the same flattened to `state.NAME.exp_avg` and `param_groups.NAME.lr`; the states
-    alone, {name or number: {"exp_avg": ...}}; and moments by kind, {"exp_avg": {name: ...}}.
+    Torch's {"state", "param_groups"}; the same flattened to `state.NAME.exp_avg` and
+    `param_groups.NAME.lr`; the states alone, {name or number: {"exp_avg": ...}}; and moments by
+    kind, {"exp_avg": {name: ...}}.
     """
     if not isinstance(node, dict) or not node:
         return False
     inner = [value for value in node.values() if isinstance(value, dict)]
-    if all(isinstance(key, str) and key in STATE_KEYS for key in node) and MOMENT_KEYS & node.keys() and inner:
+    if (
+        all(isinstance(key, str) and key in STATE_KEYS for key in node)
+        and MOMENT_KEYS & node.keys()
+        and inner
+    ):
         return True
-    if len(inner) == len(node) and all(any(key in MOMENT_KEYS for key in entry) for entry in inner):
+    if len(inner) == len(node) and all(
+        any(key in MOMENT_KEYS for key in entry) for entry in inner
+    ):
         return True
     return len(_merged_optimizer(node)) == len(node)
 
@@ -271,20 +346,36 @@ def _merged_optimizer(node: Any) -> dict[str, Any]:
         name: value
         for name, value in _items(node)
         if name.startswith("param_groups.")
-        or (name.startswith("state.") and name.rpartition(".")[2] in STATE_KEYS and name.count(".") > 1)
+        or (
+            name.startswith("state.")
+            and name.rpartition(".")[2] in STATE_KEYS
+            and name.count(".") > 1
+        )
     }
-    is_one = any(name.startswith("param_groups.") or name.rpartition(".")[2] in MOMENT_KEYS for name in flat)
+    is_one = any(
+        name.startswith("param_groups.") or name.rpartition(".")[2] in MOMENT_KEYS for name in flat
+    )
     return flat if is_one else {}
 
 
-# -- the choice -------------------------------------------------------------------------------------------------------
+# -- the choice
+# -------------------------------------------------------------------------------------------------
 
 
 def _candidates(found: _Tree) -> list[_State]:
-    """Return the state dicts that may be a model: those with matrices, else with vectors, else with any tensor."""
+    """Return the state dicts that may be a model: those with matrices, else with vectors, else
+    with any tensor.
+    """
     states = list(found.states.values())
-    of_model = [state for state in states if state.path and state.path[-1] in MODEL_KEYS and state.has_vectors]
-    for has in (lambda state: state.has_matrices or state in of_model, lambda state: state.has_vectors):
+    of_model = [
+        state
+        for state in states
+        if state.path and state.path[-1] in MODEL_KEYS and state.has_vectors
+    ]
+    for has in (
+        lambda state: state.has_matrices or state in of_model,
+        lambda state: state.has_vectors,
+    ):
         if chosen := [state for state in states if has(state)]:
             return chosen
     return states
@@ -294,11 +385,17 @@ def _choose(found: _Tree, file: Path) -> Keys:
     candidates = _candidates(found)
     if not candidates:
         raise _nothing(found, file)
-    if found.num_values and not any(state.has_vectors or state.has_matrices for state in candidates):
-        raise _several(found, file, "no weights beside")  # the model may be one of the other values
+    if found.num_values and not any(
+        state.has_vectors or state.has_matrices for state in candidates
+    ):
+        raise _several(
+            found, file, "no weights beside"
+        )  # the model may be one of the other values
     opaque = [path for path in found.opaque if path and path[-1] in MODEL_KEYS]
     if opaque and not any(state.path and state.path[-1] in MODEL_KEYS for state in candidates):
-        raise _several(found, file, f"{write_path(opaque[0])}, which holds objects instead of tensors, beside")
+        raise _several(
+            found, file, f"{write_path(opaque[0])}, which holds objects instead of tensors, beside"
+        )
     if len(candidates) > 1:
         known = [state for state in candidates if state.path and state.path[-1] in MODEL_KEYS]
         beside = [
@@ -312,7 +409,9 @@ def _choose(found: _Tree, file: Path) -> Keys:
         candidates = beside
     path = candidates[0].path
     tensors, beside_it = _tensors_of(found.nodes[path], path)
-    if len(tensors) > len(candidates[0].tensors):  # a tree of parameters, or a model beside others: the user knows
+    if len(tensors) > len(
+        candidates[0].tensors
+    ):  # a tree of parameters, or a model beside others: the user knows
         raise _several(found, file, "several state dicts:", below=path)
     return path
 
@@ -329,15 +428,18 @@ def _resolve(found: _Tree, file: Path, key: str) -> Keys:
             if not _tensors_of(found.nodes[path], path)[0]:
                 raise _several(found, file, f"no tensors under --key {key}, but", key)
             return path
-    what = "an optimizer" if any(key == write_path(path) for path in found.optimizers) else "nothing"
+    what = (
+        "an optimizer" if any(key == write_path(path) for path in found.optimizers) else "nothing"
+    )
     raise _several(found, file, f"{what} under that key, but", key)
 
 
 def _tensors_of(node: Any, path: Keys) -> tuple[dict[str, Any], bool]:
     """Return name -> tensor of a state dict, and whether nested dicts were left out.
 
-    Names with dots are a module's, so what is nested beside them is something else; otherwise the dicts are a tree of
-    parameters, whose names are joined by dots. Tensors at the top level of a file count alone.
+    Names with dots are a module's, so what is nested beside them is something else; otherwise the
+    dicts are a tree of parameters, whose names are joined by dots. Tensors at the top level of a
+    file count alone.
     """
     merged = _merged_optimizer(node)
     own = {name: value for name, value in _items(node) if is_tensor(value) and name not in merged}
@@ -346,14 +448,22 @@ def _tensors_of(node: Any, path: Keys) -> tuple[dict[str, Any], bool]:
     joined: dict[str, Any] = {}
     for inner, state in _scan(node).states.items():
         if not any(str(key).rpartition(".")[2] == _EXTRA_STATE for key in inner):
-            joined.update({".".join(map(str, (*inner, name))): tensor for name, tensor in state.tensors.items()})
+            joined.update(
+                {
+                    ".".join(map(str, (*inner, name))): tensor
+                    for name, tensor in state.tensors.items()
+                }
+            )
     order = list(own) + [name for name in joined if name not in own]
     return {name: joined[name] for name in order if name in joined}, False
 
 
 def _describe(state: _State) -> str:
     elements = sum(numel(tensor.shape) for tensor in state.tensors.values())
-    return f"{write_path(state.path)} ({count_noun(len(state.tensors), 'tensor')}, {elements:,} elements)"
+    return (
+        f"{write_path(state.path)} ({count_noun(len(state.tensors), 'tensor')}, {elements:,}"
+        " elements)"
+    )
 
 
 def _describe_rest(state: _State) -> str:
@@ -362,20 +472,34 @@ def _describe_rest(state: _State) -> str:
     return ", ".join(write_path((*state.path, name)) for name in state.tensors)
 
 
-def _several(found: _Tree, file: Path, what: str, key: str | None = None, below: Keys | None = None) -> UserError:
-    states = _candidates(found) if below is None else [s for s in found.states.values() if _is_below(s.path, below)]
+def _several(
+    found: _Tree, file: Path, what: str, key: str | None = None, below: Keys | None = None
+) -> UserError:
+    states = (
+        _candidates(found)
+        if below is None
+        else [s for s in found.states.values() if _is_below(s.path, below)]
+    )
     listed = join_some(map(_describe, states), 12) if states else "no state dict"
     example = write_path(next((state.path for state in states), ("model",)))
     where = f"a state dict at --key {key} in {file}" if key is not None else f"one model in {file}"
-    return UserError(where, f"{what} {listed}", f"choose one by its path: mmldlm convert SRC OUT --key {example}")
+    return UserError(
+        where,
+        f"{what} {listed}",
+        f"choose one by its path: mmldlm convert SRC OUT --key {example}",
+    )
 
 
 def _nothing(found: _Tree, file: Path) -> UserError:
     if found.optimizers:
-        inside = f"the state of an optimizer alone, at {join_some(map(write_path, found.optimizers))}"
+        inside = (
+            f"the state of an optimizer alone, at {join_some(map(write_path, found.optimizers))}"
+        )
     elif isinstance(found.nodes.get(()), dict):
         keys = join_some(found.nodes[()], 8)
-        inside = f"a dict without a single named tensor (its keys: {keys})" if keys else "an empty dict"
+        inside = (
+            f"a dict without a single named tensor (its keys: {keys})" if keys else "an empty dict"
+        )
     else:
         inside = "something other than a dict of tensors"
     return UserError(f"weights in {file}", inside, "give a file with the state_dict of a model")

@@ -1,4 +1,6 @@
-"""Read the index of a model in shards: model.safetensors.index.json or pytorch_model.bin.index.json of transformers."""
+"""Read the index of a model in shards: model.safetensors.index.json or
+pytorch_model.bin.index.json of transformers.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,8 @@ def read_shard_index(index: Path) -> dict[str, str]:
     """Return the name of every tensor -> the file next to the index that holds it.
 
     Raises:
-        UserError: not such an index, a file outside the folder, or fewer shards than their names count.
+        UserError: not such an index, a file outside the folder, or fewer shards than their names
+            count.
     """
     try:
         shard_of = json.loads(read_bytes(index))["weight_map"]
@@ -31,7 +34,9 @@ def read_shard_index(index: Path) -> dict[str, str]:
         raise corrupt_file_error(index, f"not an index of shards ({error!r})") from error
     counts = [int(match[1]) for name in names if (match := _OF.search(name))]
     if counts and max(counts) > len(names):
-        raise corrupt_file_error(index, f"{len(names)} of {max(counts)} shards", "restore the index of all shards")
+        raise corrupt_file_error(
+            index, f"{len(names)} of {max(counts)} shards", "restore the index of all shards"
+        )
     return shard_of
 
 
@@ -43,7 +48,9 @@ def check_listed(index: Path, shard_of: dict[str, str], tensors_of: dict[str, se
     """
     for name, shard in shard_of.items():
         if name not in tensors_of[shard]:
-            raise corrupt_file_error(index.parent / shard, f"no {name}, which {index.name} lists in it")
+            raise corrupt_file_error(
+                index.parent / shard, f"no {name}, which {index.name} lists in it"
+            )
     extra = [name for names in tensors_of.values() for name in names if name not in shard_of]
     if extra:
         raise corrupt_file_error(index, f"no {extra[0]}, which a shard holds")

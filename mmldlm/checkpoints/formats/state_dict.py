@@ -23,11 +23,17 @@ class FileTensor(StoredTensor):
         self.file.check_ref(ref, f"a tensor of shape {ref.shape}")
         if not ref.is_contiguous:
             found = f"one of shape {ref.shape} with strides {ref.stride}"
-            raise UserError(f"tensors in row-major order in {self.file.path}", found, "save them with .contiguous()")
+            raise UserError(
+                f"tensors in row-major order in {self.file.path}",
+                found,
+                "save them with .contiguous()",
+            )
         return [FileRange(self.file, ref, 0, ref.numel)] if ref.numel else []
 
 
-def tree_of(file: TorchFile, value: Any, seen: dict[int, Any] | None = None, depth: int = 0) -> Any:
+def tree_of(
+    file: TorchFile, value: Any, seen: dict[int, Any] | None = None, depth: int = 0
+) -> Any:
     """Return a loaded object with FileTensor for its tensors.
 
     Raises:
@@ -43,7 +49,9 @@ def tree_of(file: TorchFile, value: Any, seen: dict[int, Any] | None = None, dep
     if id(value) not in seen:
         seen[id(value)] = None  # a dict that contains itself
         if isinstance(value, dict):
-            seen[id(value)] = {key: tree_of(file, entry, seen, depth + 1) for key, entry in value.items()}
+            seen[id(value)] = {
+                key: tree_of(file, entry, seen, depth + 1) for key, entry in value.items()
+            }
         else:
             items = [tree_of(file, entry, seen, depth + 1) for entry in value]
             seen[id(value)] = items if isinstance(value, list) else tuple(items)
@@ -64,7 +72,11 @@ def tensors_of(value: Any, path: Path, what: str, notes: list[str]) -> dict[str,
         UserError: `value` is not a dict, or an entry of it is a tensor of a kind that is not read.
     """
     if not isinstance(value, dict):
-        raise UserError(f"a dict name -> tensor as {what} in {path}", type(value).__name__, "check what was saved")
+        raise UserError(
+            f"a dict name -> tensor as {what} in {path}",
+            type(value).__name__,
+            "check what was saved",
+        )
     tensors = {}
     for name, ref in value.items():
         if isinstance(ref, TensorRef) and isinstance(name, str):
@@ -75,10 +87,13 @@ def tensors_of(value: Any, path: Path, what: str, notes: list[str]) -> dict[str,
     return tensors
 
 
-def add_tensors(source: WeightSource, file: TorchFile, state: dict[str, TensorRef], kinds: dict[str, str]) -> None:
+def add_tensors(
+    source: WeightSource, file: TorchFile, state: dict[str, TensorRef], kinds: dict[str, str]
+) -> None:
     """Add a state_dict's tensors to `source` in their stored dtype.
 
-    Two names of the same elements of one storage are one tensor: the first owns it, the other is an alias.
+    Two names of the same elements of one storage are one tensor: the first owns it, the other is
+    an alias.
 
     Args:
         kinds: name -> TensorInfo.kind; "parameter" for names that are not in it.
@@ -86,10 +101,20 @@ def add_tensors(source: WeightSource, file: TorchFile, state: dict[str, TensorRe
     owners: dict[tuple, str] = {}
     for name, ref in state.items():
         file.check_ref(ref, name)
-        location = (ref.key, ref.dtype, ref.offset, ref.shape, ref.stride, ref.negated, ref.conjugated)
+        location = (
+            ref.key,
+            ref.dtype,
+            ref.offset,
+            ref.shape,
+            ref.stride,
+            ref.negated,
+            ref.conjugated,
+        )
         owner = owners.setdefault(location, name) if ref.numel else name
         if owner != name:
-            source.tensors[name] = TensorInfo(name, source.tensors[owner].dtype, ref.shape, "alias", owner)
+            source.tensors[name] = TensorInfo(
+                name, source.tensors[owner].dtype, ref.shape, "alias", owner
+            )
             continue
         source.tensors[name] = TensorInfo(name, ref.dtype, ref.shape, kinds.get(name, "parameter"))
         source.parts[name] = [FileRange(file, ref, 0, ref.numel)] if ref.numel else []

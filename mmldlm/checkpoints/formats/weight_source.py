@@ -18,7 +18,11 @@ from mmldlm.checkpoints.formats.dtypes import (
     nbytes,
     numel,
 )
-from mmldlm.checkpoints.formats.torch_save.reader import CHUNK_BYTES, SAME_SAVE_HINT, corrupt_file_error
+from mmldlm.checkpoints.formats.torch_save.reader import (
+    CHUNK_BYTES,
+    SAME_SAVE_HINT,
+    corrupt_file_error,
+)
 from mmldlm.checkpoints.formats.torch_save.unpickler import TensorRef
 from mmldlm.errors import UserError
 from mmldlm.utils.formatting import join_some
@@ -37,8 +41,8 @@ class TensorInfo(NamedTuple):
         name: its name in the model's state_dict.
         dtype: what read() returns; of a trainable tensor that of its fp32 master.
         shape: of the unsharded tensor.
-        kind: "trainable", "frozen", "buffer", "alias" (another name of a tied weight), or "parameter" where the
-            checkpoint does not record which of these it is.
+        kind: "trainable", "frozen", "buffer", "alias" (another name of a tied weight), or
+            "parameter" where the checkpoint does not record which of these it is.
         alias_of: the name that stores an alias.
     """
 
@@ -73,7 +77,9 @@ class TensorFile(Protocol):
 
 
 class FileRange(NamedTuple):
-    """`count` consecutive elements of a flat tensor, stored from element `start` of a tensor in a file."""
+    """`count` consecutive elements of a flat tensor, stored from element `start` of a tensor in a
+    file.
+    """
 
     file: TensorFile
     ref: TensorRef
@@ -82,14 +88,19 @@ class FileRange(NamedTuple):
 
 
 def read_parts(parts: list[FileRange], start: int, count: int) -> np.ndarray:
-    """Return elements [start, start + count) of the concatenation of `parts`, which all have one dtype."""
+    """Return elements [start, start + count) of the concatenation of `parts`, which all have one
+    dtype.
+    """
     out = np.empty(count, DTYPES[parts[0].ref.dtype].raw)
     read_parts_into(parts, start, out)
     return out
 
 
-def read_parts_into(parts: list[FileRange], start: int, out: np.ndarray | memoryview) -> int | None:
-    """Fill `out`, an array of the raw dtype or its bytes, with the elements from `start` of concatenated `parts`.
+def read_parts_into(
+    parts: list[FileRange], start: int, out: np.ndarray | memoryview
+) -> int | None:
+    """Fill `out`, an array of the raw dtype or its bytes, with the elements from `start` of
+    concatenated `parts`.
 
     Returns:
         The CRC-32 of the bytes if it is known, that is, if they came from one part.
@@ -109,12 +120,15 @@ def read_parts_into(parts: list[FileRange], start: int, out: np.ndarray | memory
     return crc
 
 
-def _renamed(table: dict[str, list[FileRange]], names: dict[str, str]) -> dict[str, list[FileRange]]:
+def _renamed(
+    table: dict[str, list[FileRange]], names: dict[str, str]
+) -> dict[str, list[FileRange]]:
     return {names[name]: parts for name, parts in table.items() if name in names}
 
 
 class WeightSource:
-    """Base class of the readers of all formats. Subclasses fill the attributes; reading is implemented here.
+    """Base class of the readers of all formats. Subclasses fill the attributes; reading is
+    implemented here.
 
     Attributes:
         path: what was opened.
@@ -126,17 +140,21 @@ class WeightSource:
         tensors: name -> TensorInfo, in the order of the model's state_dict; aliases included.
         notes: facts for the user (tensors of the checkpoint that are not weights, ...).
         parts: name -> where a stored tensor is.
-        moments: "exp_avg" and "exp_avg_sq" -> trainable name -> parts; Muon's weights lack exp_avg_sq. Filled
-            if opened `with_moments`; empty if the optimizer has not stepped yet.
+        moments: "exp_avg" and "exp_avg_sq" -> trainable name -> parts; Muon's weights lack
+            exp_avg_sq. Filled if opened `with_moments`; empty if the optimizer has not stepped
+            yet.
         ema: trainable name -> parts of its moving average (formats/ema); empty if there is none.
-        named_optimizer: an optimizer of another program that names its parameters (see named_optimizer), if one was
-            found `with_moments`.
-        optimizer_left_out: why an optimizer that is in the files cannot be carried over; empty if there is none.
-        names_of_groups: names of every parameter group, if the reader found them by the weights (ZeRO-0).
+        named_optimizer: an optimizer of another program that names its parameters (see
+            named_optimizer), if one was found `with_moments`.
+        optimizer_left_out: why an optimizer that is in the files cannot be carried over; empty if
+            there is none.
+        names_of_groups: names of every parameter group, if the reader found them by the weights
+            (ZeRO-0).
         other_models: paths of the other state dicts in the file (see selection).
-        low_precision_copies: trainable name -> parts of the copy that training computed with, which must equal the
-            rounded master.
-        module_names: names of all modules of the model, if a state_dict lists them; None if unknown.
+        low_precision_copies: trainable name -> parts of the copy that training computed with,
+            which must equal the rounded master.
+        module_names: names of all modules of the model, if a state_dict lists them; None if
+            unknown.
     """
 
     engine = ""
@@ -172,11 +190,14 @@ class WeightSource:
     def __exit__(self, *exc: object) -> None:
         self.close()
 
-    # -- names ----------------------------------------------------------------------------------------------------
+    # -- names
+    # ---------------------------------------------------------------------------------------------
 
     @property
     def unclassified(self) -> list[str]:
-        """Names of the tensors of which the checkpoint does not record whether they are trained."""
+        """Names of the tensors of which the checkpoint does not record whether they are
+        trained.
+        """
         return [name for name, info in self.tensors.items() if info.kind == "parameter"]
 
     def moments_of(self, name: str) -> tuple[str, ...]:
@@ -196,7 +217,9 @@ class WeightSource:
                 else:
                     self.tensors[name] = info._replace(alias_of=heir)
         self.tensors = {
-            names[name]: info._replace(name=names[name], alias_of=info.alias_of and names[info.alias_of])
+            names[name]: info._replace(
+                name=names[name], alias_of=info.alias_of and names[info.alias_of]
+            )
             for name, info in self.tensors.items()
             if name in names
         }
@@ -207,24 +230,32 @@ class WeightSource:
         self.low_precision_copies = _renamed(self.low_precision_copies, names)
 
     def resolve_tied(self, names: list[str], listed_in: Path) -> list[str]:
-        """Return the names that store these parameters: of two tied names a file may have kept the other.
+        """Return the names that store these parameters: of two tied names a file may have kept the
+        other.
 
         Raises:
-            UserError: a name that is not in the checkpoint, or two names of one tensor; it names `listed_in`.
+            UserError: a name that is not in the checkpoint, or two names of one tensor; it names
+                `listed_in`.
         """
         unknown = [name for name in names if name not in self.tensors]
         if unknown:
-            raise corrupt_file_error(listed_in, f"a parameter {unknown[0]} that is not among the weights")
+            raise corrupt_file_error(
+                listed_in, f"a parameter {unknown[0]} that is not among the weights"
+            )
         owners = [self.tensors[name].alias_of or name for name in names]
         if len(set(owners)) != len(owners):
             raise corrupt_file_error(listed_in, "the same parameter twice")
         return owners
 
     def classify(self, trained: set[str], buffers: set[str]) -> None:
-        """Set the kind of unclassified tensors: trained ones, buffers (all integers are), frozen ones."""
+        """Set the kind of unclassified tensors: trained ones, buffers (all integers are), frozen
+        ones.
+        """
         for name in self.unclassified:
             is_buffer = name in buffers or not DTYPES[self.tensors[name].dtype].is_float
-            self.set_kind_and_dtype(name, "trainable" if name in trained else "buffer" if is_buffer else "frozen")
+            self.set_kind_and_dtype(
+                name, "trainable" if name in trained else "buffer" if is_buffer else "frozen"
+            )
 
     def mark_tied(self, aliases: dict[str, str], listed_in: Path) -> None:
         """Turn tensors that were saved twice into aliases: {second name: name}.
@@ -236,7 +267,9 @@ class WeightSource:
             mine, other = self.tensors.get(alias), self.tensors.get(owner)
             if mine is None or other is None or mine.alias_of or other.alias_of:
                 continue
-            if not mine.numel and not other.numel:  # DeepSpeed lists all tensors without elements as shared
+            if (
+                not mine.numel and not other.numel
+            ):  # DeepSpeed lists all tensors without elements as shared
                 continue
             if (mine.dtype, mine.shape) != (other.dtype, other.shape):
                 found = f"{alias} {mine.shape} listed as tied to {owner} {other.shape}"
@@ -253,7 +286,9 @@ class WeightSource:
         for name, info in self.tensors.items():
             if info.alias_of:
                 owner = self.tensors[info.alias_of]
-                self.tensors[name] = TensorInfo(name, owner.dtype, owner.shape, "alias", owner.name)
+                self.tensors[name] = TensorInfo(
+                    name, owner.dtype, owner.shape, "alias", owner.name
+                )
 
     def use_ema(self) -> None:
         """Read the moving average of the trainable weights instead of the weights.
@@ -283,19 +318,28 @@ class WeightSource:
     def find_tied(self, owners: Iterable[str]) -> None:
         """Mark frozen matrices with the values of one of `owners` as its alias.
 
-        A checkpoint may have saved a tied weight twice without recording it; averages and optimizers cover one name.
+        A checkpoint may have saved a tied weight twice without recording it; averages and
+        optimizers cover one name.
         """
         owners = list(owners)
         for name, info in list(self.tensors.items()):
             if info.kind == "frozen" and len(info.shape) > 1:
                 candidates = [owner for owner in owners if self.tensors[owner].shape == info.shape]
-                tied = next((owner for owner in candidates if self._same_values(name, owner)), None)
+                tied = next(
+                    (owner for owner in candidates if self._same_values(name, owner)), None
+                )
                 if tied is not None:
-                    self.notes.append(f"{name} holds the values of {tied} and was taken as tied to it")
-                    self.tensors[name] = TensorInfo(name, self.tensors[tied].dtype, info.shape, "alias", tied)
+                    self.notes.append(
+                        f"{name} holds the values of {tied} and was taken as tied to it"
+                    )
+                    self.tensors[name] = TensorInfo(
+                        name, self.tensors[tied].dtype, info.shape, "alias", tied
+                    )
 
     def _same_values(self, name: str, other: str) -> bool:
-        """Return whether two tensors hold the same bytes, and not one constant (as freshly initialized ones may)."""
+        """Return whether two tensors hold the same bytes, and not one constant (as freshly
+        initialized ones may).
+        """
         if self.tensors[name].dtype != self.tensors[other].dtype:
             return False
         varies = False
@@ -305,15 +349,20 @@ class WeightSource:
             varies = varies or bool((a != a[0]).any())
         return varies
 
-    # -- reading --------------------------------------------------------------------------------------------------
+    # -- reading
+    # ---------------------------------------------------------------------------------------------
 
     def reading_order(self) -> list[str]:
-        """Return the stored names in the order of their bytes in the files, for one sequential pass."""
+        """Return the stored names in the order of their bytes in the files, for one sequential
+        pass.
+        """
         stored = [name for name, info in self.tensors.items() if info.kind != "alias"]
         return self.in_file_order({name: self.parts[name] for name in stored})
 
     def in_file_order(self, table: dict[str, list[FileRange]]) -> list[str]:
-        """Return the names of `table` in the order of their first part in the files, empty tensors last."""
+        """Return the names of `table` in the order of their first part in the files, empty tensors
+        last.
+        """
         number_of = {id(file): number for number, file in enumerate(self.files)}
 
         def position(name: str) -> tuple[int, int]:
@@ -324,7 +373,9 @@ class WeightSource:
         return sorted((name for name, parts in table.items() if parts), key=position) + empty
 
     def ranges(self, name: str) -> Iterator[tuple[int, int]]:
-        """Yield (first element, end) of the ranges in which threads may read a tensor and its moments."""
+        """Yield (first element, end) of the ranges in which threads may read a tensor and its
+        moments.
+        """
         parts, count = self.parts[name], self.tensors[name].numel
         # A non-contiguous tensor is read as one range, an empty one not at all.
         step = RANGE_ELEMENTS if parts and parts[0].ref.is_contiguous else max(count, 1)
@@ -359,14 +410,18 @@ class WeightSource:
         """Yield the tensor's elements in order, flat, in new arrays; see iter_range."""
         return (chunk.copy() for chunk, _ in self.iter_range(name))
 
-    def iter_range(self, name: str, low: int = 0, high: int | None = None) -> Iterator[tuple[np.ndarray, int | None]]:
-        """Yield elements [low, high) in order, flat, as DTYPES[info.dtype].raw; each with its CRC-32 if known.
+    def iter_range(
+        self, name: str, low: int = 0, high: int | None = None
+    ) -> Iterator[tuple[np.ndarray, int | None]]:
+        """Yield elements [low, high) in order, flat, as DTYPES[info.dtype].raw; each with its
+        CRC-32 if known.
 
-        An array is valid until the next one is requested: they share memory, because allocating each chunk would cost
-        as much as reading it. CRCs are verified by finish() only.
+        An array is valid until the next one is requested: they share memory, because allocating
+        each chunk would cost as much as reading it. CRCs are verified by finish() only.
 
         Raises:
-            UserError: a damaged file, a non-finite weight, or a master that does not match its low-precision copy.
+            UserError: a damaged file, a non-finite weight, or a master that does not match its
+                low-precision copy.
         """
         info = self.tensors[name]
         parts = self.parts[info.alias_of or name]
@@ -376,7 +431,9 @@ class WeightSource:
         high = info.numel if high is None else high
         is_cast = stored.dtype != info.dtype
         step = CHUNK_BYTES // DTYPES[stored.dtype].itemsize
-        buffer = np.empty(min(step, high - low) if stored.is_contiguous else 0, DTYPES[stored.dtype].raw)
+        buffer = np.empty(
+            min(step, high - low) if stored.is_contiguous else 0, DTYPES[stored.dtype].raw
+        )
         for start in range(low, high, step if stored.is_contiguous else max(high - low, 1)):
             if stored.is_contiguous:
                 chunk = buffer[: high - start]
@@ -389,11 +446,15 @@ class WeightSource:
             yield cast(chunk, stored.dtype, info.dtype), None if is_cast else crc
 
     def read(self, name: str) -> np.ndarray:
-        """Return the complete tensor in its shape, as DTYPES[info.dtype].raw, its CRC verified (see random_access)."""
+        """Return the complete tensor in its shape, as DTYPES[info.dtype].raw, its CRC verified
+        (see random_access).
+        """
         info = self.tensors[name]
         chunks = list(self.iter_chunks(name))
         if not self.random_access:
-            for part in self.parts[info.alias_of or name] + self.low_precision_copies.get(name, []):
+            for part in self.parts[info.alias_of or name] + self.low_precision_copies.get(
+                name, []
+            ):
                 part.file.check_ref_crc(part.ref)
         flat = np.concatenate(chunks) if chunks else np.empty(0, DTYPES[info.dtype].raw)
         return flat.reshape(info.shape)
@@ -439,8 +500,9 @@ class WeightSource:
         if differs.any():
             masters = sorted({part.file.path.name for part in self.parts[name]})
             raise UserError(
-                f"{name} in {', '.join(masters)} to be the fp32 master of {name} in {parts[0].file.path.name}",
-                f"{int(differs.sum())} of {differs.size} elements that differ by more than rounding: the files are of "
-                "different steps, or of swapped ranks",
+                f"{name} in {', '.join(masters)} to be the fp32 master of {name} in"
+                f" {parts[0].file.path.name}",
+                f"{int(differs.sum())} of {differs.size} elements that differ by more than"
+                " rounding: the files are of different steps, or of swapped ranks",
                 f"{SAME_SAVE_HINT} in {self.path}",
             )

@@ -1,9 +1,11 @@
-"""Names that torch's own wrappers put before or into the names of a model's tensors, and what becomes of them.
+"""Names that torch's own wrappers put before or into the names of a model's tensors, and what
+becomes of them.
 
-torch.compile, FullyShardedDataParallel and activation checkpointing keep the model under an attribute that no model has
-by itself. DistributedDataParallel, DataParallel and AveragedModel keep it under `module`, which is also an ordinary
-name of a child: a state_dict alone does not say which of the two wrote it. So `module` is removed where something else
-shows a wrapper of torch's, and kept otherwise.
+torch.compile, FullyShardedDataParallel and activation checkpointing keep the model under an
+attribute that no model has by itself. DistributedDataParallel, DataParallel and AveragedModel keep
+it under `module`, which is also an ordinary name of a child: a state_dict alone does not say which
+of the two wrote it. So `module` is removed where something else shows a wrapper of torch's, and
+kept otherwise.
 """
 
 from __future__ import annotations
@@ -36,12 +38,15 @@ class BareNames(NamedTuple):
     notes: list[str]
 
 
-def remove_wrappers(names: Collection[str], module_names: Collection[str] | None = None) -> BareNames:
+def remove_wrappers(
+    names: Collection[str], module_names: Collection[str] | None = None
+) -> BareNames:
     """Return the model's names of the tensors of a state_dict.
 
     Args:
         names: as they are in the file.
-        module_names: names of all modules, as the `_metadata` of a state_dict lists them; None if unknown.
+        module_names: names of all modules, as the `_metadata` of a state_dict lists them; None if
+            unknown.
     """
     same = BareNames({name: name for name in names}, [])
     is_averaged = _AVERAGED in names and len(names) > 1
@@ -56,28 +61,47 @@ def remove_wrappers(names: Collection[str], module_names: Collection[str] | None
     if root and not is_wrapped:
         prefix = ".".join(root) + "."
         same.notes.append(
-            f"all names begin with {prefix!r}: DistributedDataParallel and DataParallel add this prefix, or the model "
-            f"has a child of that name. They were kept; --strip-prefix {prefix} removes it"
+            f"all names begin with {prefix!r}: DistributedDataParallel and DataParallel add this"
+            " prefix, or the model has a child of that name. They were kept; --strip-prefix"
+            f" {prefix} removes it"
         )
     depth = len(root) if is_wrapped else 0
-    bare = {name: ".".join(part for part in name.split(".")[depth:] if part not in WRAPPERS) for name in of_model}
-    if len(set(bare.values())) < len(bare) or "" in bare.values():  # two names of one: those in the file are right
+    bare = {
+        name: ".".join(part for part in name.split(".")[depth:] if part not in WRAPPERS)
+        for name in of_model
+    }
+    if (
+        len(set(bare.values())) < len(bare) or "" in bare.values()
+    ):  # two names of one: those in the file are right
         return same
     removed = {part for name in of_model for part in name.split(".") if part in WRAPPERS}
     if not removed and not depth:
         return same
     wrappers = sorted({WRAPPERS[part] for part in removed})
     if depth and MODULE in root:
-        wrappers.append("AveragedModel" if is_averaged else "DistributedDataParallel or DataParallel")
-    what = f"the prefix {'.'.join(root)!r}" if depth else "the parts " + join_some(sorted(map(repr, removed)))
-    notes = [f"{what} of {join_some(wrappers)} was removed from the names of the tensors; --keep-names keeps it"]
+        wrappers.append(
+            "AveragedModel" if is_averaged else "DistributedDataParallel or DataParallel"
+        )
+    what = (
+        f"the prefix {'.'.join(root)!r}"
+        if depth
+        else "the parts " + join_some(sorted(map(repr, removed)))
+    )
+    notes = [
+        f"{what} of {join_some(wrappers)} was removed from the names of the tensors; --keep-names"
+        " keeps it"
+    ]
     if is_averaged:
-        notes.append(f"{_AVERAGED}, the counter of AveragedModel, is not a weight and was left out")
+        notes.append(
+            f"{_AVERAGED}, the counter of AveragedModel, is not a weight and was left out"
+        )
     return BareNames(bare, notes)
 
 
 def prefix_to_match(names: Iterable[str], wanted: Collection[str]) -> str:
-    """Return the prefix of wrappers without which most names are those of a known model; "" if none helps."""
+    """Return the prefix of wrappers without which most names are those of a known model; "" if
+    none helps.
+    """
     names = list(names)
     root = _common_root(names)
     prefixes = ["", *(".".join(root[:depth]) + "." for depth in range(1, len(root) + 1))]
@@ -93,17 +117,25 @@ def _common_root(names: list[str]) -> list[str]:
     root: list[str] = []
     for parts in zip(*(name.split(".")[:-1] for name in names)):
         part = parts[0]
-        if len(set(parts)) > 1 or not (part in WRAPPERS or (part == MODULE and MODULE not in root)):
+        if len(set(parts)) > 1 or not (
+            part in WRAPPERS or (part == MODULE and MODULE not in root)
+        ):
             break
         root.append(part)
     return root
 
 
 def _only_children(root: list[str], module_names: Collection[str]) -> list[str]:
-    """Return the parts of `root` up to a module that has other children: it is not a wrapper of torch's."""
+    """Return the parts of `root` up to a module that has other children: it is not a wrapper of
+    torch's.
+    """
     for depth, part in enumerate(root):
         parents = [name.split(".") for name in module_names if name]
-        children = {parts[depth] for parts in parents if len(parts) > depth and parts[:depth] == root[:depth]}
+        children = {
+            parts[depth]
+            for parts in parents
+            if len(parts) > depth and parts[:depth] == root[:depth]
+        }
         if part == MODULE and children - {part}:
             return root[:depth]
     return root

@@ -1,7 +1,7 @@
 """Copy a source into any target layout in one sequential pass.
 
-A plan maps ranges of every weight and moment to tensors of new files, which may be filled in any order. Memory is a few
-chunks, whatever the size of the model; every byte is read and written once.
+A plan maps ranges of every weight and moment to tensors of new files, which may be filled in any
+order. Memory is a few chunks, whatever the size of the model; every byte is read and written once.
 """
 
 from __future__ import annotations
@@ -25,7 +25,9 @@ WEIGHT = "weight"
 
 @dataclass(frozen=True)
 class WriteSegment:
-    """Elements [start, start + count) of a source's tensor, written to `tensor` in `file` from element `offset` on."""
+    """Elements [start, start + count) of a source's tensor, written to `tensor` in `file` from
+    element `offset` on.
+    """
 
     file: TorchFileWriter
     tensor: TensorSpec
@@ -48,7 +50,9 @@ class WritePlan:
 
     def add(self, name: str, what: str, segments: Iterable[WriteSegment]) -> None:
         """Add targets of a tensor; empty segments are dropped."""
-        self.segments.setdefault((name, what), []).extend(segment for segment in segments if segment.count)
+        self.segments.setdefault((name, what), []).extend(
+            segment for segment in segments if segment.count
+        )
 
     @property
     def nbytes(self) -> int:
@@ -71,7 +75,8 @@ def execute(
         on_bytes: called with the bytes written so far and in total.
 
     Raises:
-        UserError: a damaged source, weights or moments that are not finite. OSError: a failed write.
+        UserError: a damaged source, weights or moments that are not finite. OSError: a failed
+            write.
     """
     done, total = 0, sum(file.tensor_bytes for file in plan.files)
     lock = threading.Lock()
@@ -83,12 +88,21 @@ def execute(
         for chunk, crc in _iter_item(source, item):
             written = 0
             for segment in plan.segments[name, what]:
-                first, last = max(segment.start, low), min(segment.start + segment.count, low + chunk.size)
+                first, last = (
+                    max(segment.start, low),
+                    min(segment.start + segment.count, low + chunk.size),
+                )
                 if first < last:
-                    values = chunk if last - first == chunk.size else chunk[first - low : last - low]
+                    values = (
+                        chunk if last - first == chunk.size else chunk[first - low : last - low]
+                    )
                     values = _cast_to(source, name, values, dtype, segment.tensor.dtype)
-                    at = (segment.offset + first - segment.start) * DTYPES[segment.tensor.dtype].itemsize
-                    written += segment.file.write(segment.tensor, at, values, crc if values is chunk else None)
+                    at = (segment.offset + first - segment.start) * DTYPES[
+                        segment.tensor.dtype
+                    ].itemsize
+                    written += segment.file.write(
+                        segment.tensor, at, values, crc if values is chunk else None
+                    )
             low += chunk.size
             with lock:
                 done += written
@@ -119,23 +133,40 @@ def verify(source: WeightSource, plan: WritePlan) -> None:
     source.finish()
 
 
-def _iter_item(source: WeightSource, item: tuple[str, str, str, int, int]) -> Iterator[tuple[np.ndarray, int | None]]:
+def _iter_item(
+    source: WeightSource, item: tuple[str, str, str, int, int]
+) -> Iterator[tuple[np.ndarray, int | None]]:
     name, what, _, low, high = item
-    return source.iter_range(name, low, high) if what == WEIGHT else source.iter_moment_range(what, name, low, high)
+    return (
+        source.iter_range(name, low, high)
+        if what == WEIGHT
+        else source.iter_moment_range(what, name, low, high)
+    )
 
 
 def _ranges(source: WeightSource, plan: WritePlan) -> Iterator[tuple[str, str, str, int, int]]:
-    """Yield (name, what, dtype, first element, end) of everything in the plan, in the order of the source's files."""
+    """Yield (name, what, dtype, first element, end) of everything in the plan, in the order of the
+    source's files.
+    """
     for name in source.reading_order():
         if (name, WEIGHT) in plan.segments:
-            yield from ((name, WEIGHT, source.tensors[name].dtype, *bounds) for bounds in source.ranges(name))
+            yield from (
+                (name, WEIGHT, source.tensors[name].dtype, *bounds)
+                for bounds in source.ranges(name)
+            )
     for what in MOMENTS:
-        planned = {name: parts for name, parts in source.moments.get(what, {}).items() if (name, what) in plan.segments}
+        planned = {
+            name: parts
+            for name, parts in source.moments.get(what, {}).items()
+            if (name, what) in plan.segments
+        }
         for name in source.in_file_order(planned):
             yield from ((name, what, "float32", *bounds) for bounds in source.ranges(name))
 
 
-def _cast_to(source: WeightSource, name: str, values: np.ndarray, dtype: str, target: str) -> np.ndarray:
+def _cast_to(
+    source: WeightSource, name: str, values: np.ndarray, dtype: str, target: str
+) -> np.ndarray:
     if dtype == target:
         return values
     if dtype == "complex64":
@@ -145,5 +176,9 @@ def _cast_to(source: WeightSource, name: str, values: np.ndarray, dtype: str, ta
         return values.astype(DTYPES[target].raw)  # a buffer, as ds_to_universal widens it
     values = cast(values, dtype, target)
     if target == "float16" and not source.allow_nonfinite and count_nonfinite(values, target):
-        raise UserError(f"weights in the range of {target}", f"larger ones in {name}", "use --dtype bf16 or fp32")
+        raise UserError(
+            f"weights in the range of {target}",
+            f"larger ones in {name}",
+            "use --dtype bf16 or fp32",
+        )
     return values

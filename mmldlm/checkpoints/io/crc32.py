@@ -1,4 +1,6 @@
-"""CRC-32 of a byte range from the CRCs of its pieces (zlib's crc32_combine, which Python does not expose)."""
+"""CRC-32 of a byte range from the CRCs of its pieces (zlib's crc32_combine, which Python does not
+expose).
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,9 @@ _POLYNOMIAL = 0xEDB88320  # of CRC-32, lowest power in the highest bit
 
 
 def combine(first: int, second: int, second_bytes: int) -> int:
-    """Return the CRC-32 of two concatenated byte strings from the CRC-32 of each and the length of the second."""
+    """Return the CRC-32 of two concatenated byte strings from the CRC-32 of each and the length of
+    the second.
+    """
     return _multiply(_power(second_bytes), first) ^ second
 
 
@@ -54,12 +58,17 @@ class RangedCrc32:
         self._runs: dict[int, tuple[int, int]] = {}  # end -> (start, CRC) of contiguous pieces
 
     def add(self, start: int, data: memoryview | bytes, crc: int | None = None) -> int:
-        """Add the bytes from position `start` on and return their CRC; `crc` is that CRC if it is known."""
+        """Add the bytes from position `start` on and return their CRC; `crc` is that CRC if it is
+        known.
+        """
         if crc is None:
             crc = zlib.crc32(data)  # outside the lock; zlib releases the GIL
         with self._lock:
             first, previous = self._runs.pop(start, (start, 0))
-            self._runs[start + len(data)] = (first, combine(previous, crc, len(data)) if previous else crc)
+            self._runs[start + len(data)] = (
+                first,
+                combine(previous, crc, len(data)) if previous else crc,
+            )
         return crc
 
     def gaps(self, size: int) -> list[tuple[int, int]]:
@@ -77,12 +86,18 @@ class RangedCrc32:
         """Return (number of bytes, CRC) of the contiguous range that starts at byte 0."""
         with self._lock:
             self._merge()
-            return next(((end, crc) for end, (start, crc) in self._runs.items() if start == 0), (0, 0))
+            return next(
+                ((end, crc) for end, (start, crc) in self._runs.items() if start == 0), (0, 0)
+            )
 
     def _merge(self) -> None:
-        """Join adjacent runs; of bytes that were added twice only the first run counts, as both are the same bytes."""
+        """Join adjacent runs; of bytes that were added twice only the first run counts, as both
+        are the same bytes.
+        """
         joined: list[list[int]] = []
-        for start, end, crc in sorted((start, end, crc) for end, (start, crc) in self._runs.items()):
+        for start, end, crc in sorted(
+            (start, end, crc) for end, (start, crc) in self._runs.items()
+        ):
             if joined and start == joined[-1][1]:
                 joined[-1][1:] = end, combine(joined[-1][2], crc, end - start)
             elif not joined or start > joined[-1][1]:

@@ -17,7 +17,8 @@ _NUM_WORKERS = max(2, min(4, available_cpus()))
 def run_in_threads(work: Callable[[T], None], items: Iterable[T]) -> None:
     """Call work(item) for every item, started in order, a few at a time.
 
-    Reading, CRCs, numpy and writing release the GIL; one thread per chunk keeps the chunk in its processor's cache.
+    Reading, CRCs, numpy and writing release the GIL; one thread per chunk keeps the chunk in its
+    processor's cache.
 
     Raises:
         BaseException: the first exception of `work` or `items`, after all threads have stopped.
@@ -37,7 +38,9 @@ def run_in_threads(work: Callable[[T], None], items: Iterable[T]) -> None:
             except BaseException as error:  # re-raised by the calling thread
                 errors.append(error)
 
-    threads = [threading.Thread(target=loop, name="worker", daemon=True) for _ in range(_NUM_WORKERS - 1)]
+    threads = [
+        threading.Thread(target=loop, name="worker", daemon=True) for _ in range(_NUM_WORKERS - 1)
+    ]
     for thread in threads:
         thread.start()
     loop()
@@ -48,9 +51,11 @@ def run_in_threads(work: Callable[[T], None], items: Iterable[T]) -> None:
 
 
 def raise_malloc_thresholds() -> None:
-    """Keep up to 256 MiB of freed memory in this process instead of returning it to the kernel; glibc only.
+    """Keep up to 256 MiB of freed memory in this process instead of returning it to the kernel;
+    glibc only.
 
-    Chunks are allocated by the ten thousand, and fresh pages would cost more time than reading them.
+    Chunks are allocated by the ten thousand, and fresh pages would cost more time than reading
+    them.
     """
     try:
         mallopt = ctypes.CDLL(None).mallopt

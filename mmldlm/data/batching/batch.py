@@ -21,12 +21,15 @@ class Batch:
     Attributes:
         tensors: inputs of the model and the objective, by name.
         ids: [B] sample ids.
-        real: [B] False for placeholders, which fill up an incomplete batch or replace an unusable sample.
-        counts: sizes of the whole GLOBAL batch by which the losses are normalized, equal on every rank.
+        real: [B] False for placeholders, which fill up an incomplete batch or replace an unusable
+            sample.
+        counts: sizes of the whole GLOBAL batch by which the losses are normalized, equal on every
+            rank.
         num_tokens: real tokens of this micro-batch.
         epoch: of the global batch.
         index: of the global batch within its epoch.
-        bad: {id, reason} of samples left out as unusable or, with "repaired": True, repaired (stability.nan_to_num).
+        bad: {id, reason} of samples left out as unusable or, with "repaired": True, repaired
+            (stability.nan_to_num).
     """
 
     tensors: dict[str, Tensor]
@@ -40,7 +43,10 @@ class Batch:
 
     def to(self, device: torch.device | str, non_blocking: bool = True) -> Batch:
         """Move the tensors to a device."""
-        self.tensors = {name: tensor.to(device, non_blocking=non_blocking) for name, tensor in self.tensors.items()}
+        self.tensors = {
+            name: tensor.to(device, non_blocking=non_blocking)
+            for name, tensor in self.tensors.items()
+        }
         return self
 
     def pin_memory(self) -> Batch:
@@ -50,9 +56,14 @@ class Batch:
 
 
 class Collator(Protocol):
-    """Makes micro-batches. A function of (seed, epoch, sample ids, slots): the same on any rank and world size."""
+    """Makes micro-batches.
 
-    def collate(self, batch: GlobalBatch, slots: np.ndarray, samples: Any, lengths: np.ndarray) -> Batch:
+    A function of (seed, epoch, sample ids, slots): the same on any rank and world size.
+    """
+
+    def collate(
+        self, batch: GlobalBatch, slots: np.ndarray, samples: Any, lengths: np.ndarray
+    ) -> Batch:
         """Build the micro-batch at some slots of a global batch, on the CPU.
 
         Args:

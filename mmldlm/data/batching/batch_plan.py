@@ -1,4 +1,6 @@
-"""The batch plan: the samples of every step's global batch, a pure function of (seed, lengths, batch size, step)."""
+"""The batch plan: the samples of every step's global batch, a pure function of (seed, lengths,
+batch size, step).
+"""
 
 from __future__ import annotations
 
@@ -22,8 +24,9 @@ def _keyed_mix(values: np.ndarray, key: np.uint64) -> np.ndarray:
 def permute(positions: np.ndarray, count: int, seed: int, epoch: int) -> np.ndarray:
     """Return the ids at some positions of a pseudo-random permutation of range(count).
 
-    A four-round Feistel network on the next even number of bits is iterated until it falls below count. Memory is that
-    of the requested positions, so ten million samples need no shuffled array.
+    A four-round Feistel network on the next even number of bits is iterated until it falls below
+    count. Memory is that of the requested positions, so ten million samples need no shuffled
+    array.
 
     Args:
         positions: [P] int64 in [0, count).
@@ -35,7 +38,9 @@ def permute(positions: np.ndarray, count: int, seed: int, epoch: int) -> np.ndar
     """
     half_bits = _U64(max(1, (max(count - 1, 1).bit_length() + 1) // 2))
     low_mask = (_U64(1) << half_bits) - _U64(1)
-    base = np.array([(seed * 0x2545F4914F6CDD1D + epoch * 0x9E3779B97F4A7C15) & 0xFFFFFFFFFFFFFFFF], dtype=_U64)
+    base = np.array(
+        [(seed * 0x2545F4914F6CDD1D + epoch * 0x9E3779B97F4A7C15) & 0xFFFFFFFFFFFFFFFF], dtype=_U64
+    )
     keys = [_keyed_mix(base, _U64(i + 1))[0] for i in range(4)]
     ids = positions.astype(_U64)
     todo = np.arange(len(ids))
@@ -58,7 +63,8 @@ class GlobalBatch:
         step: 0-based step.
         epoch: 0-based epoch.
         index: position of the batch in the epoch.
-        ids: [n] int64 sample ids sorted by length; n is the global batch size, less at an epoch's end.
+        ids: [n] int64 sample ids sorted by length; n is the global batch size, less at an epoch's
+            end.
         size: the configured global batch size, or that of ids under data.batching=tokens.
     """
 
@@ -72,7 +78,8 @@ class GlobalBatch:
         """Return the sample ids at some positions, and which of them are real.
 
         Args:
-            slots: [B] positions; those past the end of the batch are placeholders and get the first sample's id.
+            slots: [B] positions; those past the end of the batch are placeholders and get the
+                first sample's id.
 
         Returns:
             ([B] int64 ids, [B] bool).
@@ -97,7 +104,9 @@ class Order(ABC):
         """Return the [P] ids at positions of an epoch."""
 
     def parts(self, ids: np.ndarray) -> list[np.ndarray]:
-        """Split the ids of a window into those that may share a batch: all of them, unless a subclass says else."""
+        """Split the ids of a window into those that may share a batch: all of them, unless a
+        subclass says else.
+        """
         return [ids]
 
 
@@ -112,7 +121,8 @@ class ShuffledOrder(Order):
 
 
 class SpacedOrder(Order):
-    """Samples spread evenly over a split, in the stored order and the same in every epoch (evaluation).
+    """Samples spread evenly over a split, in the stored order and the same in every epoch
+    (evaluation).
 
     Args:
         count: number of samples to use.
@@ -128,21 +138,29 @@ class SpacedOrder(Order):
 
 
 class MixtureOrder(Order):
-    """The samples of several stores by weight: each store has a fixed share of every MIXTURE_BLOCK positions.
+    """The samples of several stores by weight: each store has a fixed share of every MIXTURE_BLOCK
+    positions.
 
-    Each store has its own epochs, each in another order, and may repeat within one epoch of the mixture. An epoch of
-    the mixture has as many samples as all stores together. Ids count through the stores in the given order.
+    Each store has its own epochs, each in another order, and may repeat within one epoch of the
+    mixture. An epoch of the mixture has as many samples as all stores together. Ids count through
+    the stores in the given order.
 
     Args:
         counts: number of samples per store.
-        weights: share per store, numbers that `check_weights` accepts for shares of at least 1 / MIXTURE_BLOCK.
+        weights: share per store, numbers that `check_weights` accepts for shares of at least 1 /
+            MIXTURE_BLOCK.
         seed: of the order.
-        run: every `run` positions are of one store, and a window's batches each of one: for stores whose samples cannot
-            share a batch, the global batch size. An epoch then has full runs only, and the blocks above are of runs.
+        run: every `run` positions are of one store, and a window's batches each of one: for stores
+            whose samples cannot share a batch, the global batch size. An epoch then has full runs
+            only, and the blocks above are of runs.
     """
 
     def __init__(self, counts: Sequence[int], weights: Sequence[float], seed: int, run: int = 1):
-        self.counts, self.seed, self.run = np.asarray(counts, np.int64), seed, min(run, int(sum(counts)))
+        self.counts, self.seed, self.run = (
+            np.asarray(counts, np.int64),
+            seed,
+            min(run, int(sum(counts))),
+        )
         self.count = int(sum(counts)) // self.run * self.run
         exact = np.asarray(weights, np.float64) / sum(weights) * MIXTURE_BLOCK
         shares = np.floor(exact).astype(np.int64)
@@ -150,7 +168,9 @@ class MixtureOrder(Order):
         assert shares.min() > 0, "a weight too small to be drawn"
         self.shares, self.offsets = shares, np.concatenate([[0], np.cumsum(self.counts)[:-1]])
         by_run = "" if self.run == 1 else f":by{self.run}"
-        self.name = f":mixed{by_run}" + "".join(f":{count}x{share}" for count, share in zip(counts, shares.tolist()))
+        self.name = f":mixed{by_run}" + "".join(
+            f":{count}x{share}" for count, share in zip(counts, shares.tolist())
+        )
         # Per position of a block: its store, and its index among the positions of that store.
         self._store = np.repeat(np.arange(len(shares)), shares)[
             permute(np.arange(MIXTURE_BLOCK), MIXTURE_BLOCK, seed, 0)
@@ -184,9 +204,10 @@ class MixtureOrder(Order):
 class BatchPlan:
     """Length-bucketed shuffled batches, the same on every rank and for every world size.
 
-    An epoch is cut into windows of `bucket_batches` global batches in shuffled order. Each window is sorted by length,
-    cut into batches, and these are shuffled, so that the texts of a batch have nearly equal lengths. The last batch of
-    an epoch may be smaller: no sample is dropped or repeated.
+    An epoch is cut into windows of `bucket_batches` global batches in shuffled order. Each window
+    is sorted by length, cut into batches, and these are shuffled, so that the texts of a batch
+    have nearly equal lengths. The last batch of an epoch may be smaller: no sample is dropped or
+    repeated.
 
     Args:
         lengths: [N] token counts.
@@ -194,10 +215,12 @@ class BatchPlan:
         seed: of the order.
         bucket_batches: global batches per window.
         shuffle: False keeps the order of the batches of a window (evaluation).
-        order: the samples in use and their order before sorting (default: all, shuffled or as stored).
+        order: the samples in use and their order before sorting (default: all, shuffled or as
+            stored).
 
     Attributes:
-        version: identifies the order together with seed, global batch and lengths; a resumed run must keep it.
+        version: identifies the order together with seed, global batch and lengths; a resumed run
+            must keep it.
     """
 
     _KIND = "samples-1"
@@ -225,14 +248,18 @@ class BatchPlan:
         """Return the global batch of a 0-based step, in time independent of the step."""
         epoch, index = divmod(step, self.batches_per_epoch)
         window, position = divmod(index, self.bucket_batches)
-        key, batches = self._cached  # one tuple: the prefetch thread asks for later steps in the meantime
+        key, batches = (
+            self._cached
+        )  # one tuple: the prefetch thread asks for later steps in the meantime
         if key != (epoch, window):
             batches = self._make_window(epoch, window)
             self._cached = ((epoch, window), batches)
         ids = batches[position]
         return GlobalBatch(step, epoch, index, ids, self._size(ids))
 
-    def slots(self, batch: GlobalBatch, world_size: int, accum: int, rank: int, micro: int) -> np.ndarray:
+    def slots(
+        self, batch: GlobalBatch, world_size: int, accum: int, rank: int, micro: int
+    ) -> np.ndarray:
         """Return the positions in the global batch that one rank computes in one micro-batch."""
         return local_slots(self.global_batch, world_size, accum, rank, micro)
 
@@ -250,11 +277,16 @@ class BatchPlan:
             return batches
         # A short batch stays last, so that every other step of the epoch has the full batch size.
         short = batches.pop() if self._is_short(batches[-1]) else None
-        order = permute(np.arange(len(batches)), len(batches), self.seed + 0x5EED, epoch * 1_000_003 + window)
+        order = permute(
+            np.arange(len(batches)), len(batches), self.seed + 0x5EED, epoch * 1_000_003 + window
+        )
         return [batches[i] for i in order] + ([short] if short is not None else [])
 
     def _cut(self, ids: np.ndarray) -> list[np.ndarray]:
-        return [ids[start : start + self.global_batch] for start in range(0, len(ids), self.global_batch)]
+        return [
+            ids[start : start + self.global_batch]
+            for start in range(0, len(ids), self.global_batch)
+        ]
 
     def _is_short(self, batch: np.ndarray) -> bool:
         return len(batch) < self.global_batch
@@ -263,13 +295,16 @@ class BatchPlan:
 class TokenBatchPlan(BatchPlan):
     """A BatchPlan whose batches have equal numbers of tokens within a window, instead of samples.
 
-    A window has the same number of batches as in BatchPlan, so a step is found in the same constant time. A batch has
-    `global_batch` samples on average. Its tokens are also shared evenly by ranks and micro-batches.
+    A window has the same number of batches as in BatchPlan, so a step is found in the same
+    constant time. A batch has `global_batch` samples on average. Its tokens are also shared evenly
+    by ranks and micro-batches.
     """
 
     _KIND = "tokens-1"
 
-    def slots(self, batch: GlobalBatch, world_size: int, accum: int, rank: int, micro: int) -> np.ndarray:
+    def slots(
+        self, batch: GlobalBatch, world_size: int, accum: int, rank: int, micro: int
+    ) -> np.ndarray:
         bounds = _even_cuts(self.lengths[batch.ids], world_size * accum)
         part = micro * world_size + rank
         return np.arange(bounds[part], bounds[part + 1])
@@ -288,7 +323,8 @@ class TokenBatchPlan(BatchPlan):
 def _even_cuts(lengths: np.ndarray, num_parts: int) -> np.ndarray:
     """Return [num_parts + 1] bounds of parts with nearly equal sums of lengths.
 
-    Every part has at least one sample; with fewer samples than parts the last parts are out of range.
+    Every part has at least one sample; with fewer samples than parts the last parts are out of
+    range.
     """
     num = len(lengths)
     if num <= num_parts:
@@ -297,7 +333,9 @@ def _even_cuts(lengths: np.ndarray, num_parts: int) -> np.ndarray:
     targets = ends[-1] * np.arange(1, num_parts) / num_parts
     cuts = np.searchsorted(ends, targets) + 1
     # Of the two ends around a target take the nearer.
-    nearer = np.abs(ends[np.maximum(cuts - 2, 0)] - targets) < np.abs(ends[np.minimum(cuts - 1, num - 1)] - targets)
+    nearer = np.abs(ends[np.maximum(cuts - 2, 0)] - targets) < np.abs(
+        ends[np.minimum(cuts - 1, num - 1)] - targets
+    )
     cuts = cuts - (nearer & (cuts > 1))
     minimum = np.arange(1, num_parts)
     cuts = np.maximum.accumulate(np.maximum(cuts, minimum) - minimum) + minimum
@@ -310,8 +348,12 @@ def build_batch_plan(batching: str, *args, **kwargs) -> BatchPlan:
     return {"samples": BatchPlan, "tokens": TokenBatchPlan}[batching](*args, **kwargs)
 
 
-def local_slots(global_batch: int, world_size: int, accum: int, rank: int, micro: int) -> np.ndarray:
-    """Return the positions of one rank's micro-batch: a contiguous part, so its texts have nearly equal lengths."""
+def local_slots(
+    global_batch: int, world_size: int, accum: int, rank: int, micro: int
+) -> np.ndarray:
+    """Return the positions of one rank's micro-batch: a contiguous part, so its texts have nearly
+    equal lengths.
+    """
     size = global_batch // (world_size * accum)
     start = (micro * world_size + rank) * size
     return np.arange(start, start + size)

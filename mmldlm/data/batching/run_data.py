@@ -25,7 +25,8 @@ class RunData(ABC):
         validation: validation split.
         train_lengths: [N] int32 tokens of the training samples in use.
         validation_lengths: [M] int32 tokens of the validation samples in use.
-        source: file or folder that the data comes from, for the screen and for messages about bad samples.
+        source: file or folder that the data comes from, for the screen and for messages about bad
+            samples.
         notes: lines for the user.
     """
 
@@ -39,7 +40,9 @@ class RunData(ABC):
 
     @abstractmethod
     def fingerprint(self) -> str:
-        """Return a hash of the training split, wherever it is stored: a resume must find the same."""
+        """Return a hash of the training split, wherever it is stored: a resume must find
+        the same.
+        """
 
     def locate(self, split: Any, sample: int) -> tuple[str, int]:
         """Return file or folder of a sample, and its row in it: where to look for a bad one.
@@ -53,7 +56,12 @@ class RunData(ABC):
         """Return the batch plan of training."""
         data, seed = self.config.data, self.config.training.seed
         return build_batch_plan(
-            data.batching, self.train_lengths, global_batch, seed, data.bucket_batches, order=self._order(global_batch)
+            data.batching,
+            self.train_lengths,
+            global_batch,
+            seed,
+            data.bucket_batches,
+            order=self._order(global_batch),
         )
 
     def _order(self, global_batch: int) -> Order | None:
@@ -61,27 +69,34 @@ class RunData(ABC):
         return None
 
     def validation_orders(self, count: int) -> list[Order]:
-        """Return which validation samples an evaluation of `count` uses; samples of two orders share no batch."""
+        """Return which validation samples an evaluation of `count` uses; samples of two orders
+        share no batch.
+        """
         return [SpacedOrder(count, len(self.validation_lengths))]
 
     def describe(self) -> str:
         """Return one line for the screen."""
         return (
-            f"{len(self.train_lengths):,} training and {len(self.validation_lengths):,} validation samples from "
-            f"{self.source}, {int(self.train_lengths.sum()):,} tokens"
+            f"{len(self.train_lengths):,} training and {len(self.validation_lengths):,} validation"
+            f" samples from {self.source}, {int(self.train_lengths.sum()):,} tokens"
         )
 
     def shape(self) -> list[str]:
-        """Return the dimensions that the data decides, for preflight: for example ["D=384", "V=30522"]."""
+        """Return the dimensions that the data decides, for preflight: for example ["D=384",
+        "V=30522"].
+        """
         return []
 
     def files_to_keep(self) -> dict[str, Path]:
-        """Files to copy into every checkpoint: path below the checkpoint -> path now (for example a tokenizer)."""
+        """Files to copy into every checkpoint: path below the checkpoint -> path now (for example
+        a tokenizer).
+        """
         return {}
 
 
 def open_run_data(config: Config) -> RunData:
-    """Let the task of a config open its data, and check what it returns: the task may be a user's own.
+    """Let the task of a config open its data, and check what it returns: the task may be a user's
+    own.
 
     Raises:
         UserError: as Task.open_data, or what it returns is not the data of a run.
@@ -93,10 +108,25 @@ def open_run_data(config: Config) -> RunData:
         raise UserError(f"a RunData from {where}", repr(data)[:200], "return one (docs/tasks.md)")
     for name in ("train_lengths", "validation_lengths"):
         lengths = getattr(data, name)
-        if not (isinstance(lengths, np.ndarray) and lengths.ndim == 1 and np.issubdtype(lengths.dtype, np.integer)):
-            found = f"{type(lengths).__name__} {getattr(lengths, 'dtype', '')} {getattr(lengths, 'shape', '')}"
-            raise UserError(f"{name} of {where}: [N] integers of NumPy", found, "return np.array(..., dtype=np.int32)")
+        if not (
+            isinstance(lengths, np.ndarray)
+            and lengths.ndim == 1
+            and np.issubdtype(lengths.dtype, np.integer)
+        ):
+            found = (
+                f"{type(lengths).__name__} {getattr(lengths, 'dtype', '')}"
+                f" {getattr(lengths, 'shape', '')}"
+            )
+            raise UserError(
+                f"{name} of {where}: [N] integers of NumPy",
+                found,
+                "return np.array(..., dtype=np.int32)",
+            )
         if not len(lengths):
             split = name.removesuffix("_lengths")
-            raise UserError(f"a sample for {split} in {data.source}", "none", "give more data, or split it otherwise")
+            raise UserError(
+                f"a sample for {split} in {data.source}",
+                "none",
+                "give more data, or split it otherwise",
+            )
     return data

@@ -1,4 +1,6 @@
-"""The data of a task that trains on prepared stores: opened, checked, and compared with the config."""
+"""The data of a task that trains on prepared stores: opened, checked, and compared with the
+config.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,8 @@ from mmldlm.data.store.mixture import MixedStore
 from mmldlm.data.store.store import Store, check_latents
 from mmldlm.errors import UserError
 
-# Rows whose latents are checked when a run opens a store; prepare and verify-data check all of them.
+# Rows whose latents are checked when a run opens a store; prepare and verify-data check all of
+# them.
 ROWS_CHECKED = 50_000
 MAX_NORM_RATIO = 20.0  # times the root mean square norm of the training latents
 
@@ -44,10 +47,16 @@ class StoreData(RunData):
         """SHA-256 of the files and weights of the training split."""
         stores = self.train.stores if isinstance(self.train, MixedStore) else [self.train]
         files = [
-            {name: entry for name, entry in store.manifest["files"].items() if name.startswith("train/")}
+            {
+                name: entry
+                for name, entry in store.manifest["files"].items()
+                if name.startswith("train/")
+            }
             for store in stores
         ]
-        weights = list(map(float, self.train.weights)) if isinstance(self.train, MixedStore) else [1.0]
+        weights = (
+            list(map(float, self.train.weights)) if isinstance(self.train, MixedStore) else [1.0]
+        )
         return hashlib.sha256(json.dumps([files, weights], sort_keys=True).encode()).hexdigest()
 
     def locate(self, split: Store | MixedStore, sample: int) -> tuple[str, int]:
@@ -58,7 +67,10 @@ class StoreData(RunData):
     def _order(self, global_batch: int) -> Order | None:
         if not isinstance(self.train, MixedStore):
             return None
-        counts, run = [len(store) for store in self.train.stores], 1 if self.train.grids is None else global_batch
+        counts, run = (
+            [len(store) for store in self.train.stores],
+            1 if self.train.grids is None else global_batch,
+        )
         return MixtureOrder(counts, self.train.weights, self.config.training.seed, run)
 
     def validation_orders(self, count: int) -> list[Order]:
@@ -76,8 +88,9 @@ class StoreData(RunData):
     def describe(self) -> str:
         """Return one line for the screen."""
         return (
-            f"{len(self.train_lengths):,} training and {len(self.validation_lengths):,} validation texts from "
-            f"{self.source}, {int(self.train_lengths.sum()):,} tokens, latents of {self.train.latent_dim}"
+            f"{len(self.train_lengths):,} training and {len(self.validation_lengths):,} validation"
+            f" texts from {self.source}, {int(self.train_lengths.sum()):,} tokens, latents of"
+            f" {self.train.latent_dim}"
         )
 
     def files_to_keep(self) -> dict[str, Path]:
@@ -89,7 +102,10 @@ class StoreData(RunData):
 # Kind of a store -> what else to do with it.
 _OTHER_TASK = {
     "image": "train it with task=image_text (--config-name image_text_quick)",
-    "text": "train it with task=translation, or prepare images (mmldlm prepare glyphs --output-dir DIR)",
+    "text": (
+        "train it with task=translation, or prepare images (mmldlm prepare glyphs --output-dir"
+        " DIR)"
+    ),
 }
 
 
@@ -125,17 +141,21 @@ def open_splits(
         raise UserError(
             "data.latent_data_root: the folder of a prepared store",
             "no data.latent_data_root",
-            "make one with `mmldlm prepare CORPUS --output-dir DIR`, then add data.latent_data_root=DIR",
+            "make one with `mmldlm prepare CORPUS --output-dir DIR`, then add"
+            " data.latent_data_root=DIR",
         )
     max_tokens = max_seq_len - 1 if config.long_texts == "truncate" else None
     splits = {
-        split: [Store(root, split, config.verify, max_tokens) for root in roots] for split in ("train", "validation")
+        split: [Store(root, split, config.verify, max_tokens) for root in roots]
+        for split in ("train", "validation")
     }
     for store in (store for stores in splits.values() for store in stores):
         check_store_kind(store, kind)
         if len(store) == 0:
             raise UserError(
-                f"samples in split {store.split} of {store.root}", "none", "prepare the store from a larger corpus"
+                f"samples in split {store.split} of {store.root}",
+                "none",
+                "prepare the store from a larger corpus",
             )
         for first, block in store.latent_blocks(ROWS_CHECKED):
             where = f"{store.root}/{store.split}"
@@ -149,9 +169,13 @@ def open_splits(
 
 
 def lengths_in_use(
-    config: StoreDataConfig, max_seq_len: int, train: Store | MixedStore, validation: Store | MixedStore
+    config: StoreDataConfig,
+    max_seq_len: int,
+    train: Store | MixedStore,
+    validation: Store | MixedStore,
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return the lengths, EOS included, of the samples that the config's limits leave of both splits.
+    """Return the lengths, EOS included, of the samples that the config's limits leave of both
+    splits.
 
     Raises:
         UserError: a text is longer than max_seq_len.
@@ -162,7 +186,7 @@ def lengths_in_use(
         raise UserError(
             f"texts of at most model.max_seq_len={max_seq_len} tokens, EOS included",
             f"one of {longest} in {train.root}",
-            f"set model.max_seq_len={longest} or more, data.long_texts=truncate, or prepare with --max-tokens "
-            f"{max_seq_len - 1}",
+            f"set model.max_seq_len={longest} or more, data.long_texts=truncate, or prepare with"
+            f" --max-tokens {max_seq_len - 1}",
         )
     return lengths[0], lengths[1]

@@ -1,8 +1,8 @@
 """Open a corpus: an ordered, repeatable pass over texts, cut into units of reading.
 
-A corpus is a file (.txt, .jsonl or .parquet, the first two also as .gz or .zst), a folder of such files, `docstrings`
-(English sentences in the documentation of the installed Python packages: real text without a download), or a Hugging
-Face dataset, which is streamed.
+A corpus is a file (.txt, .jsonl or .parquet, the first two also as .gz or .zst), a folder of such
+files, `docstrings` (English sentences in the documentation of the installed Python packages: real
+text without a download), or a Hugging Face dataset, which is streamed.
 """
 
 from __future__ import annotations
@@ -52,9 +52,11 @@ class Corpus:
     Attributes:
         source: its name in the manifest.
         units: its parts, in a reproducible order.
-        counts: updated by iterating: `read` (candidate texts), `drop_<reason>`, and numbers of files.
+        counts: updated by iterating: `read` (candidate texts), `drop_<reason>`, and numbers of
+            files.
         has_documents: whether texts are documents of any length rather than sentences.
-        files: name -> file of everything that is read, by which a later launch knows the corpus again.
+        files: name -> file of everything that is read, by which a later launch knows the corpus
+            again.
         left_out: the files of its folder that are not read.
         versions: name -> version of what is not read from files.
     """
@@ -84,14 +86,15 @@ def open_corpus(
 
     Args:
         name: see the module.
-        text_field: the field of a record that holds the text (default: `text`, or that of the dataset; records of
-            images with captions are texts only if it is given).
+        text_field: the field of a record that holds the text (default: `text`, or that of the
+            dataset; records of images with captions are texts only if it is given).
         max_documents: read only the first texts.
         sentences: split every text into sentences.
         whole_files: each .txt file of a folder is one text (default: split into sentences).
 
     Raises:
-        UserError: the path does not exist, has no text files, is of an unknown kind, or lists images.
+        UserError: the path does not exist, has no text files, is of an unknown kind, or lists
+            images.
     """
     corpus = _open(name, text_field, max_documents, whole_files)
     if max_documents is not None:
@@ -102,12 +105,18 @@ def open_corpus(
     return corpus
 
 
-def _open(name: str | os.PathLike, text_field: str | None, max_documents: int | None, whole_files: bool) -> Corpus:
+def _open(
+    name: str | os.PathLike, text_field: str | None, max_documents: int | None, whole_files: bool
+) -> Corpus:
     path = Path(name)
     if path.is_dir():
         return _open_folder(path, text_field, whole_files)
     if whole_files:
-        raise UserError("a folder of .txt files, for --whole-files", str(name), "name a folder, or leave the flag out")
+        raise UserError(
+            "a folder of .txt files, for --whole-files",
+            str(name),
+            "name a folder, or leave the flag out",
+        )
     if str(name) == DEFAULT_CORPUS and not path.exists():
         source = docstrings_source()
         return Corpus(source, [ReadUnit(source, read_docstrings)])
@@ -121,14 +130,22 @@ def _open(name: str | os.PathLike, text_field: str | None, max_documents: int | 
             )
         if not path.is_file():
             fix = "write it to a regular file, and give that"
-            raise UserError(f"a corpus in a file or a folder at {path}", "a FIFO, a socket or a device", fix)
-        return Corpus(f"{kind}:{path.name}", _units_of(path, path.name, kind, text_field), files={path.name: path})
+            raise UserError(
+                f"a corpus in a file or a folder at {path}", "a FIFO, a socket or a device", fix
+            )
+        return Corpus(
+            f"{kind}:{path.name}",
+            _units_of(path, path.name, kind, text_field),
+            files={path.name: path},
+        )
     if not _looks_like_path(str(name)):
         from mmldlm.data.corpora.hub_datasets import open_dataset, version_of
 
         source, parts = open_dataset(str(name), text_field, max_documents)
         versions = {f"dataset {source}": version_of(str(name))}
-        return Corpus(source, [ReadUnit(*part) for part in parts], has_documents=True, versions=versions)
+        return Corpus(
+            source, [ReadUnit(*part) for part in parts], has_documents=True, versions=versions
+        )
     raise UserError(
         f"a corpus at {path}: a file that ends in {', '.join(KINDS)}, or a folder of such files",
         "nothing there",
@@ -137,7 +154,9 @@ def _open(name: str | os.PathLike, text_field: str | None, max_documents: int | 
 
 
 def _looks_like_path(name: str) -> bool:
-    """Whether an unknown name is a mistyped path, such as `corpus.csv`, which must not be looked up on the hub."""
+    """Whether an unknown name is a mistyped path, such as `corpus.csv`, which must not be looked
+    up on the hub.
+    """
     path = Path(name)
     if kind_of(path) or path.is_absolute() or len(path.parts) > 2 or name.startswith("."):
         return True
@@ -156,7 +175,9 @@ def _open_folder(folder: Path, text_field: str | None, whole_files: bool) -> Cor
             left_out.add(OTHER_KIND, path.relative_to(folder))
     kinds = sorted({kind_of(path) for path in files})
     if len(kinds) != 1:
-        found = f"files of the kinds {', '.join(kinds)}" if kinds else "no such file in it or below it"
+        found = (
+            f"files of the kinds {', '.join(kinds)}" if kinds else "no such file in it or below it"
+        )
         raise UserError(
             f"a folder with files of one kind ({', '.join(KINDS)}) at {folder}",
             found,
@@ -164,13 +185,22 @@ def _open_folder(folder: Path, text_field: str | None, whole_files: bool) -> Cor
         )
     source = f"folder:{folder.name}" if kinds == ["txt"] else f"{kinds[0]}:{folder.name}"
     named = {path.relative_to(folder).as_posix(): path for path in files}
-    known = {"files": {f"{folder.name}/{name}": path for name, path in named.items()}, "left_out": left_out}
+    known = {
+        "files": {f"{folder.name}/{name}": path for name, path in named.items()},
+        "left_out": left_out,
+    }
     if kinds != ["txt"]:
         if whole_files:
             raise UserError(
-                "a folder of .txt files, for --whole-files", f"{kinds[0]} in {folder}", "leave the flag out"
+                "a folder of .txt files, for --whole-files",
+                f"{kinds[0]} in {folder}",
+                "leave the flag out",
             )
-        units = [unit for name, path in named.items() for unit in _units_of(path, name, kinds[0], text_field)]
+        units = [
+            unit
+            for name, path in named.items()
+            for unit in _units_of(path, name, kinds[0], text_field)
+        ]
         return Corpus(source, units, **known)
     groups: list[list[Path]] = [[]]
     size = 0
@@ -182,8 +212,12 @@ def _open_folder(folder: Path, text_field: str | None, whole_files: bool) -> Cor
         size += path.stat().st_size
     units = []
     for group in groups:
-        name = ";".join(f"{path.relative_to(folder).as_posix()}:{path.stat().st_size}" for path in group)
-        units.append(ReadUnit(name, lambda counts, group=group: _read_documents(group, counts, whole_files)))
+        name = ";".join(
+            f"{path.relative_to(folder).as_posix()}:{path.stat().st_size}" for path in group
+        )
+        units.append(
+            ReadUnit(name, lambda counts, group=group: _read_documents(group, counts, whole_files))
+        )
     return Corpus(source, units, has_documents=whole_files, **known)
 
 
@@ -199,11 +233,14 @@ def _units_of(path: Path, name: str, kind: str, text_field: str | None) -> list[
         raise UserError(
             f"a corpus of texts in {path}",
             "records that name images",
-            "give this file alone as CORPUS to prepare images with captions, or name the field of the captions with "
-            "--text-field to prepare them as texts",
+            "give this file alone as CORPUS to prepare images with captions, or name the field of"
+            " the captions with --text-field to prepare them as texts",
         )
     text_field = text_field or "text"
-    return [ReadUnit(f"{name}#{part.start}-{part.end}", part.read) for part in file_units(path, kind, text_field)]
+    return [
+        ReadUnit(f"{name}#{part.start}-{part.end}", part.read)
+        for part in file_units(path, kind, text_field)
+    ]
 
 
 def _read_documents(files: list[Path], counts: Counter, whole_files: bool) -> Iterator[str]:
@@ -222,7 +259,10 @@ def _read_documents(files: list[Path], counts: Counter, whole_files: bool) -> It
 
 
 def _pieces(lines: Iterator[tuple[int, str]], whole_files: bool) -> Iterator[str | None]:
-    """Yield the paragraphs of a document, or all of it as one; None for each above MAX_TEXT_BYTES."""
+    """Yield the paragraphs of a document, or all of it as one;
+
+    None for each above MAX_TEXT_BYTES.
+    """
     piece: list[str] = []
     size = 0
 

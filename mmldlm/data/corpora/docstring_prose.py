@@ -1,4 +1,6 @@
-"""Extract prose from docstrings: paragraphs without markup, and a filter for plain English sentences."""
+"""Extract prose from docstrings: paragraphs without markup, and a filter for plain English
+sentences.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +10,9 @@ _FENCE = re.compile(r"^(```|~~~)")
 _UNDERLINE = re.compile(r"^([=\-~^\"'`*#+_.:<>])\1{2,}$")
 _TABLE = re.compile(r"^[|+]|\S\s+\|\s|^[=\-+]+(\s+[=\-+]+)+$|\S\s{3,}\S")
 _DIRECTIVE = re.compile(r"^\.\.( |$)")
-_PROSE_DIRECTIVE = re.compile(r"^\.\. (note|warning|tip|important|caution|attention|hint|seealso|admonition)::\s*(.*)$")
+_PROSE_DIRECTIVE = re.compile(
+    r"^\.\. (note|warning|tip|important|caution|attention|hint|seealso|admonition)::\s*(.*)$"
+)
 _RST_FIELD = re.compile(
     r"^[:@](param|parameter|arg|argument|key|keyword|raises?|returns?|yields?|ivar|cvar|var|attr)\b[^:]*:\s*(.*)$"
 )
@@ -25,10 +29,11 @@ _PROMPT = re.compile(r"^(>>>|\.\.\. |\$ |% |In \[|Out\[|C:\\)")
 
 
 def prose_paragraphs(doc: str) -> list[str]:
-    """Return the paragraphs of prose in a cleaned docstring (RST, Google, NumPy or Markdown), without markup.
+    """Return the paragraphs of prose in a cleaned docstring (RST, Google, NumPy or Markdown),
+    without markup.
 
-    Code, doctests, literal blocks, tables, headings, directives, field names and parameter lines are left out. The
-    descriptions of parameters are kept.
+    Code, doctests, literal blocks, tables, headings, directives, field names and parameter lines
+    are left out. The descriptions of parameters are kept.
     """
     reader = _ProseReader()
     lines = doc.expandtabs().splitlines()
@@ -87,8 +92,14 @@ class _ProseReader:
         return False
 
     def _skip_markup(self, line: str, indent: int, below: str) -> bool:
-        """Whether the line is a heading, directive or field; the text of a directive or field starts a paragraph."""
-        if _UNDERLINE.match(line) or (_UNDERLINE.match(below) and len(below) >= 3) or _HEADING.match(line):
+        """Whether the line is a heading, directive or field; the text of a directive or field
+        starts a paragraph.
+        """
+        if (
+            _UNDERLINE.match(line)
+            or (_UNDERLINE.match(below) and len(below) >= 3)
+            or _HEADING.match(line)
+        ):
             self.finish()
             if line.endswith("::"):
                 self._skip_deeper_than = indent
@@ -114,7 +125,9 @@ class _ProseReader:
 
     def _add_prose(self, line: str, indent: int) -> None:
         is_outward = not self._current or indent <= self._indent
-        if is_outward and (_NAME_ALONE.match(line) or (len(line) < 100 and _NUMPY_NAME.match(line))):
+        if is_outward and (
+            _NAME_ALONE.match(line) or (len(line) < 100 and _NUMPY_NAME.match(line))
+        ):
             self.finish()
             return
         if _TABLE.search(line):
@@ -127,7 +140,9 @@ class _ProseReader:
             inner = _ARG_LEAD.match(line)
             line = line[inner.end() :] if inner else line
             self._indent, self._is_hanging = indent, True
-        elif self._current and (indent < self._indent or (indent > self._indent and not self._is_hanging)):
+        elif self._current and (
+            indent < self._indent or (indent > self._indent and not self._is_hanging)
+        ):
             self.finish()
             self._indent, self._is_hanging = indent, False
         elif not self._current:
@@ -168,13 +183,15 @@ def _strip_markup(text: str) -> str:
 
 # Nearly every English sentence has one of these words.
 _STOP_WORDS = frozenset(
-    "the a an of to is are be in that this it for and or with as not on by from if can will was were has have which"
-    " when you we its their these no all any at but does do should may must they there he she his her i".split()
+    "the a an of to is are be in that this it for and or with as not on by from if can will was"
+    " were has have which when you we its their these no all any at but does do should may must"
+    " they there he she his her i".split()
 )
 _WORD = re.compile(r"^[A-Za-z]+(?:['\u2019-][A-Za-z]+)*$")
 _CAMEL = re.compile(r"[a-z][A-Z]|[A-Z]{2,}[a-z]{2,}")
 _FORBIDDEN = re.compile(
-    r"https?://|www\.|[{}$\\<>|^~`@\[\]*%&#]|==|->|::|\w=|=\w|;;|\.\.|/\w+/|__|--| = |\w\(|\?\?|TODO|FIXME|XXX"
+    r"https?://|www\.|[{}$\\<>|^~`@\[\]*%&#]|==|->|::|\w=|=\w|;;|\.\.|/\w+/|__|--| ="
+    r" |\w\(|\?\?|TODO|FIXME|XXX"
 )
 # Gaps left by removed citations and links: "as shown in, and ..." or "... is taken from."
 _GAP = re.compile(r"\b(?:in|see|from|by|of|the|non),|\b(?:the|an?|of|non)[.!?]$")
@@ -216,10 +233,12 @@ def _is_identifier(word: str) -> bool:
 
 
 def skeleton(sentence: str) -> str:
-    """Return a key that near-repeats share: the set of content words, with one mark for identifiers and numbers.
+    """Return a key that near-repeats share: the set of content words, with one mark for
+    identifiers and numbers.
 
-    "Builds a FooModel." and "Builds the BarModel." have one key, as have sentences that differ in a stop word or in
-    word order. Documentation is full of both, and one of the two in validation would not be unseen text.
+    "Builds a FooModel." and "Builds the BarModel." have one key, as have sentences that differ in
+    a stop word or in word order. Documentation is full of both, and one of the two in validation
+    would not be unseen text.
     """
     content = set()
     for number, word in enumerate(sentence.split()):
@@ -228,5 +247,9 @@ def skeleton(sentence: str) -> str:
         if folded in _STOP_WORDS:
             continue
         is_plain = number == 0 or (word.islower() and _WORD.match(word))
-        content.add((folded[:-1] if folded.endswith("s") and len(folded) > 3 else folded) if is_plain else "#")
+        content.add(
+            (folded[:-1] if folded.endswith("s") and len(folded) > 3 else folded)
+            if is_plain
+            else "#"
+        )
     return " ".join(sorted(content))

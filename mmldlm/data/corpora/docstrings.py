@@ -20,7 +20,8 @@ from mmldlm.data.sentences import split_sentences
 from mmldlm.utils.input_files import read_bytes
 
 _SKIPPED_FOLDERS = frozenset(
-    "test tests testing idle_test __pycache__ site-packages dist-packages _vendor vendor vendored mmldlm".split()
+    "test tests testing idle_test __pycache__ site-packages dist-packages _vendor vendor vendored"
+    " mmldlm".split()
 )
 
 
@@ -33,7 +34,9 @@ def docstrings_source() -> str:
 
 
 def source_files() -> list[Path]:
-    """Return the Python sources of the standard library, then of the packages, each sorted by relative path."""
+    """Return the Python sources of the standard library, then of the packages, each sorted by
+    relative path.
+    """
     paths = sysconfig.get_paths()
     roots = [paths["stdlib"], paths["purelib"], paths["platlib"], *site.getsitepackages()]
     files: list[Path] = []
@@ -42,14 +45,20 @@ def source_files() -> list[Path]:
         for folder, subfolders, names in os.walk(root):
             subfolders[:] = [name for name in subfolders if name not in _SKIPPED_FOLDERS]
             for name in names:
-                if name.endswith(".py") and not name.startswith("test_") and not name.endswith("_test.py"):
+                if (
+                    name.endswith(".py")
+                    and not name.startswith("test_")
+                    and not name.endswith("_test.py")
+                ):
                     found.append(os.path.relpath(os.path.join(folder, name), root))
         files += [Path(root, name) for name in sorted(found)]
     return list(dict.fromkeys(files))
 
 
 def read_docstrings(counts: Counter) -> Iterator[str]:
-    """Yield the English sentences of all docstrings, without near-repeats; count the others by reason."""
+    """Yield the English sentences of all docstrings, without near-repeats; count the others by
+    reason.
+    """
     seen_keys: set[bytes] = set()
     seen: set[str] = set()
     for path in source_files():
@@ -90,7 +99,9 @@ _WITH_BODY = (ast.ClassDef, *_FUNCTIONS, ast.If, ast.Try, ast.With)
 
 
 def docstrings_of(source: bytes) -> list[str] | None:
-    """Return all docstrings of a Python source in order, without running it; None if it does not parse."""
+    """Return all docstrings of a Python source in order, without running it; None if it does not
+    parse.
+    """
     # The trees are large and without cycles, so garbage collection would only cost time.
     collecting = gc.isenabled()
     gc.disable()

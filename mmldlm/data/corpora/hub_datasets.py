@@ -22,8 +22,8 @@ class DatasetSpec:
     Attributes:
         path: the repository.
         name: its configuration.
-        revision: of the repository. The hub has parquet copies of script datasets, which new releases of `datasets` do
-            not run.
+        revision: of the repository. The hub has parquet copies of script datasets, which new
+            releases of `datasets` do not run.
         split: the split to read.
         text_field: the field that holds the text.
     """
@@ -66,25 +66,31 @@ def open_dataset(
         max_documents: the most texts that the caller reads; the dataset is then one unit.
 
     Raises:
-        UserError: the package `datasets`, the dataset, or the field is missing; a dataset of images, without a field.
+        UserError: the package `datasets`, the dataset, or the field is missing; a dataset of
+            images, without a field.
     """
     spec = parse(name)
     try:
         import datasets
     except ImportError:
         raise UserError(
-            f"the package datasets, to stream the Hugging Face dataset {spec.path} (./{name} does not exist)",
+            f"the package datasets, to stream the Hugging Face dataset {spec.path} (./{name} does"
+            " not exist)",
             "it is not installed",
             "pip install 'mmldlm[data]', or give the path of a corpus",
         ) from None
     try:
-        stream = datasets.load_dataset(spec.path, spec.name, split=spec.split, revision=spec.revision, streaming=True)
+        stream = datasets.load_dataset(
+            spec.path, spec.name, split=spec.split, revision=spec.revision, streaming=True
+        )
         names = stream.column_names or list(next(iter(stream)))
     except Exception as error:  # no network, an unknown name, a script, a login: many types
         raise UserError(
-            f"a corpus named '{name}': a path, or a Hugging Face dataset ({spec.path}, split {spec.split})",
+            f"a corpus named '{name}': a path, or a Hugging Face dataset ({spec.path}, split"
+            f" {spec.split})",
             first_line(error),
-            "check the name and the network, or give the path of a corpus (PATH[:CONFIG][@SPLIT] for a dataset)",
+            "check the name and the network, or give the path of a corpus (PATH[:CONFIG][@SPLIT]"
+            " for a dataset)",
         ) from error
     kinds = stream.features or {}
     images = image_column(names, [type(kinds.get(column)).__name__ == "Image" for column in names])
@@ -92,13 +98,15 @@ def open_dataset(
         raise UserError(
             f"a dataset of texts in {spec.path}",
             f"a field '{images}' of images",
-            "name the field of its captions with --text-field to prepare them as texts; for images write them to "
-            "files, with a .jsonl of {image, caption}",
+            "name the field of its captions with --text-field to prepare them as texts; for images"
+            " write them to files, with a .jsonl of {image, caption}",
         )
     text_field = text_field or spec.text_field
     if text_field not in names:
         raise UserError(
-            f"a field '{text_field}' in {spec.path}", f"fields {', '.join(names)}", "name the field with --text-field"
+            f"a field '{text_field}' in {spec.path}",
+            f"fields {', '.join(names)}",
+            "name the field with --text-field",
         )
     stream = stream.select_columns([text_field])
     num_shards = 1 if max_documents is not None else getattr(stream, "num_shards", 1)
@@ -109,17 +117,24 @@ def open_dataset(
             text = record[text_field]
             if not isinstance(text, str | None):
                 raise UserError(
-                    f"strings in field '{text_field}' of {spec.path}", f"a {type(text).__name__}", "name another field"
+                    f"strings in field '{text_field}' of {spec.path}",
+                    f"a {type(text).__name__}",
+                    "name another field",
                 )
             yield from clean(text or "", counts)
 
     label = ":".join(filter(None, (spec.path, spec.name, spec.split)))
-    parts = [(f"{label}#{shard}/{num_shards}", lambda counts, s=shard: read(s, counts)) for shard in range(num_shards)]
+    parts = [
+        (f"{label}#{shard}/{num_shards}", lambda counts, s=shard: read(s, counts))
+        for shard in range(num_shards)
+    ]
     return f"hub:{label}", parts
 
 
 def version_of(name: str) -> str:
-    """Return the commit that a dataset's branch names on the hub; UNKNOWN_VERSION if the hub cannot be asked."""
+    """Return the commit that a dataset's branch names on the hub; UNKNOWN_VERSION if the hub
+    cannot be asked.
+    """
     spec = parse(name)
     try:
         from huggingface_hub import HfApi

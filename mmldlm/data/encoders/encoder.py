@@ -1,4 +1,7 @@
-"""Sentence encoders: text -> latent. One class for all encoders in specs.py, and for others by name."""
+"""Sentence encoders: text -> latent.
+
+One class for all encoders in specs.py, and for others by name.
+"""
 
 from __future__ import annotations
 
@@ -40,13 +43,17 @@ def usable_device(device: str | None) -> str:
 
 
 def usable_dtype(dtype: str | None, device: str) -> str:
-    """Return the precision of the forward pass: as asked for, else fp32 on the CPU and bf16 on a GPU."""
+    """Return the precision of the forward pass: as asked for, else fp32 on the CPU and bf16 on a
+    GPU.
+    """
     return dtype or ("fp32" if device == "cpu" else "bf16")
 
 
 @contextlib.contextmanager
 def no_loading_bar():
-    """Hide the progress bar of loading, which takes under a second and would break the lines of a log."""
+    """Hide the progress bar of loading, which takes under a second and would break the lines of a
+    log.
+    """
     from transformers.utils import logging
 
     was_enabled = logging.is_progress_bar_enabled()
@@ -63,20 +70,21 @@ class Encoder:
 
     Args:
         name: a key of `ENCODERS`, a folder, or a Hugging Face repository.
-        batch_tokens: padded tokens per forward pass, a bound of memory (default: 1,024 on the CPU, whose caches hold
-            no more, and 65,536 on a GPU).
+        batch_tokens: padded tokens per forward pass, a bound of memory (default: 1,024 on the CPU,
+            whose caches hold no more, and 65,536 on a GPU).
         device: a torch device (default: a GPU if available).
         latent_dim: cut latents to this number of components and normalize them again (Matryoshka).
         dtype: `fp32`, `bf16` or `fp16` (default: fp32 on the CPU, bf16 on a GPU).
         batch_size: maximum texts per forward pass.
         compile: torch.compile the model (faster on a GPU after a few thousand texts).
         cache_dir: folder for hub files.
-        options: fields of EncoderSpec to override (pooling, normalize, prefix, max_length). With a pooling, the bare
-            transformer of a sentence-transformers model is used, unless is_bare is False.
+        options: fields of EncoderSpec to override (pooling, normalize, prefix, max_length). With a
+            pooling, the bare transformer of a sentence-transformers model is used, unless is_bare
+            is False.
 
     Raises:
-        UserError: an unknown name, missing weights, weights of another width than registered, or a model that does
-            not declare its pooling.
+        UserError: an unknown name, missing weights, weights of another width than registered, or a
+            model that does not declare its pooling.
     """
 
     def __init__(
@@ -92,7 +100,11 @@ class Encoder:
         **options: Any,
     ):
         if batch_tokens is not None and batch_tokens < 1:
-            raise UserError("--batch-tokens of at least 1", str(batch_tokens), "give a positive number, such as 1024")
+            raise UserError(
+                "--batch-tokens of at least 1",
+                str(batch_tokens),
+                "give a positive number, such as 1024",
+            )
         self.folder, self.source = find_model_folder(name, cache_dir)
         self.name, spec = name, _find_spec(name, self.folder, options)
         self.transformer_folder = self.folder / spec.subfolder
@@ -101,11 +113,18 @@ class Encoder:
         self.batch_size = batch_size
         self.dtype = usable_dtype(dtype, self.device)
         language = {"src_lang": spec.source_language} if spec.source_language else {}
-        subject, fix = f"encoder '{name}' in {self.transformer_folder}", "copy or install these files again"
-        self._tokenizer = read_tokenizer(self.transformer_folder, f"the tokenizer of {subject}", fix, **language)
+        subject, fix = (
+            f"encoder '{name}' in {self.transformer_folder}",
+            "copy or install these files again",
+        )
+        self._tokenizer = read_tokenizer(
+            self.transformer_folder, f"the tokenizer of {subject}", fix, **language
+        )
         if spec.lower_case:
             lower_case_first(self._tokenizer, subject)
-        self.spec = replace(spec, max_length=_max_length(spec, self.transformer_folder, self._tokenizer, options))
+        self.spec = replace(
+            spec, max_length=_max_length(spec, self.transformer_folder, self._tokenizer, options)
+        )
         try:
             with no_loading_bar():
                 self._model = _load(self.transformer_folder, spec.architecture, DTYPES[self.dtype])
@@ -132,7 +151,8 @@ class Encoder:
             raise UserError(
                 f"weights of encoder '{name}' with {spec.latent_dim} dimensions",
                 f"{width} dimensions in {self.folder}",
-                "reinstall the package or clear the hub cache: these are the weights of another model",
+                "reinstall the package or clear the hub cache: these are the weights of another"
+                " model",
             )
         self.latent_dim = width if latent_dim is None else self._check_cut(latent_dim, width)
         self._weights_sha256: str | None = None
@@ -142,7 +162,9 @@ class Encoder:
             self._num_prompt_tokens = len(prompt) - (prompt[-1] in self._tokenizer.all_special_ids)
 
     def _load_step(self, step: Step) -> Dense | None:
-        return Dense(self.folder / step.folder, step, self.device) if step.kind == "dense" else None
+        return (
+            Dense(self.folder / step.folder, step, self.device) if step.kind == "dense" else None
+        )
 
     @classmethod
     def from_identity(cls, identity: dict[str, Any], **kwargs: Any) -> Encoder:
@@ -155,19 +177,25 @@ class Encoder:
         options |= {key: identity.get(key, default) for key, default in _OMITTED_OPTIONS.items()}
         is_bare = identity.get("is_bare", False)
         name = name_to_load(identity)
-        encoder = cls(name, latent_dim=identity.get("cut_to"), is_bare=is_bare, **options, **kwargs)
+        encoder = cls(
+            name, latent_dim=identity.get("cut_to"), is_bare=is_bare, **options, **kwargs
+        )
         expected, own = identity.get("weights_sha256"), encoder.weights_sha256()
         if expected is not None and own != expected:
             raise UserError(
-                f"encoder {identity['name']} with the weights of the data (sha256 {expected[:12]})",
+                f"encoder {identity['name']} with the weights of the data (sha256"
+                f" {expected[:12]})",
                 f"weights of sha256 {own[:12]} from {encoder.source}",
                 "install the encoder that prepared the data",
             )
         # Identities of earlier versions have no modules: these knew dense layers alone.
         before, now = identity.get("modules"), encoder.identity().get("modules")
-        if before != now and (before is not None or any(step.kind != "dense" for step in encoder.spec.steps)):
+        if before != now and (
+            before is not None or any(step.kind != "dense" for step in encoder.spec.steps)
+        ):
             raise UserError(
-                f"encoder {identity['name']} with the modules of the data ({', '.join(before or ['none'])})",
+                f"encoder {identity['name']} with the modules of the data"
+                f" ({', '.join(before or ['none'])})",
                 f"{', '.join(now or ['none'])} in {encoder.folder}",
                 "install the encoder that prepared the data, or prepare the data again",
             )
@@ -177,13 +205,16 @@ class Encoder:
         low, high = self.spec.matryoshka or (1, width)
         if self.spec.matryoshka is None and self.name in ENCODERS:
             raise UserError(
-                f"no --latent-dim for encoder '{self.name}', which was not trained with Matryoshka",
+                f"no --latent-dim for encoder '{self.name}', which was not trained with"
+                " Matryoshka",
                 f"--latent-dim {latent_dim}",
                 f"leave it out ({width} dimensions), or use --encoder qwen",
             )
         if not low <= latent_dim <= min(high, width):
             raise UserError(
-                f"--latent-dim from {low} to {min(high, width)}", str(latent_dim), "choose one in that range"
+                f"--latent-dim from {low} to {min(high, width)}",
+                str(latent_dim),
+                "choose one in that range",
             )
         return latent_dim
 
@@ -193,7 +224,9 @@ class Encoder:
         It is computed once: the files may be replaced while the encoder is in use.
         """
         if self._weights_sha256 is None:
-            self._weights_sha256 = _joined_sha256(weights_files(self.transformer_folder, self.name))
+            self._weights_sha256 = _joined_sha256(
+                weights_files(self.transformer_folder, self.name)
+            )
         return self._weights_sha256
 
     def identity(self) -> dict[str, object]:
@@ -201,7 +234,9 @@ class Encoder:
         spec = self.spec
         name = self.name
         if name not in ENCODERS and Path(name).is_dir():
-            name = Path(name).resolve().name  # the folders of this machine are not part of the identity
+            name = (
+                Path(name).resolve().name
+            )  # the folders of this machine are not part of the identity
         identity = {
             "name": name,
             "hub_name": spec.hub_name if self.source.startswith(("hub:", "pypi:")) else None,
@@ -226,11 +261,15 @@ class Encoder:
         return {**identity, **{key: value for key, value in optional.items() if value is not None}}
 
     def _describe(self, step: Step) -> str:
-        """Return the words of an identity for a step after the pooling; of a dense layer with its weights."""
+        """Return the words of an identity for a step after the pooling; of a dense layer with its
+        weights.
+        """
         if step.kind != "dense":
             return f"cut to {step.dim}" if step.kind == "cut" else step.kind
         digest = _joined_sha256(weights_files(self.folder / step.folder, self.name))
-        return f"dense {step.activation}{' with residual' if step.has_residual else ''} {digest[:12]}"
+        return (
+            f"dense {step.activation}{' with residual' if step.has_residual else ''} {digest[:12]}"
+        )
 
     def encode(
         self,
@@ -246,7 +285,8 @@ class Encoder:
             is_cut: [N] bools that become True for texts longer than the encoder reads.
 
         Returns:
-            float32 [N, D] in the order of `texts`. A text on which the model fails has NaN in its row.
+            float32 [N, D] in the order of `texts`. A text on which the model fails has NaN in its
+            row.
         """
         latents = np.empty((len(texts), self.latent_dim), dtype=np.float32)
         if not len(texts):
@@ -278,33 +318,51 @@ class Encoder:
         return self.spec.max_length - len(self._tokenize([""])[0][0])
 
     def num_unknown(self, texts: Sequence[str]) -> list[tuple[int, int]]:
-        """Return the unknown ([UNK]) tokens and all tokens of each text, without special tokens and prefix."""
+        """Return the unknown ([UNK]) tokens and all tokens of each text, without special tokens
+        and prefix.
+        """
         unknown = self._tokenizer.unk_token_id
-        encoded = self._tokenizer(list(texts), add_special_tokens=False, verbose=False)["input_ids"]
+        encoded = self._tokenizer(list(texts), add_special_tokens=False, verbose=False)[
+            "input_ids"
+        ]
         return [(0 if unknown is None else ids.count(unknown), len(ids)) for ids in encoded]
 
     def forward_flops(self, lengths: Sequence[int]) -> float:
-        """Return the forward FLOPs of texts of these lengths: 2 per parameter (embeddings do not count) and token, and
-        those of attention (arXiv 2001.08361)."""
+        """Return the forward FLOPs of texts of these lengths: 2 per parameter (embeddings do not
+        count) and token, and those of attention (arXiv 2001.08361)."""
         unread = ("embed", "pooler")  # looked up, or not computed for the last states
-        weights = sum(p.numel() for name, p in self._model.named_parameters() if not any(u in name for u in unread))
+        weights = sum(
+            p.numel()
+            for name, p in self._model.named_parameters()
+            if not any(u in name for u in unread)
+        )
         config = self._model.config
         layers = getattr(config, "num_hidden_layers", None) or config.num_layers
         width = getattr(config, "hidden_size", None) or config.d_model
         return sum(2.0 * weights * length + 4.0 * layers * width * length**2 for length in lengths)
 
     def _tokenize(self, texts: Sequence[str]) -> tuple[list[list[int]], np.ndarray]:
-        """Return the ids that the encoder reads of each text, and [N] whether the text goes on behind them."""
+        """Return the ids that the encoder reads of each text, and [N] whether the text goes on
+        behind them.
+        """
         closing = self.spec.closing_token
         room = self.spec.max_length
         full = [self.spec.prefix + text for text in texts]
-        encoded = self._tokenizer(full, truncation=True, max_length=room, padding=False)["input_ids"]
+        encoded = self._tokenizer(full, truncation=True, max_length=room, padding=False)[
+            "input_ids"
+        ]
         is_cut = np.zeros(len(texts), bool)
-        filled = [row for row, ids in enumerate(encoded) if len(ids) >= room - (closing is not None)]
+        filled = [
+            row for row, ids in enumerate(encoded) if len(ids) >= room - (closing is not None)
+        ]
         if filled:
-            complete = self._tokenizer([full[row] for row in filled], truncation=False, verbose=False)["input_ids"]
+            complete = self._tokenizer(
+                [full[row] for row in filled], truncation=False, verbose=False
+            )["input_ids"]
             last = None if closing is None else self._tokenizer.convert_tokens_to_ids(closing)
-            is_cut[filled] = [len(ids) + (last is not None and ids[-1:] != [last]) > room for ids in complete]
+            is_cut[filled] = [
+                len(ids) + (last is not None and ids[-1:] != [last]) > room for ids in complete
+            ]
         if closing is None:
             return encoded, is_cut
         last = self._tokenizer.convert_tokens_to_ids(closing)
@@ -334,7 +392,9 @@ def _unit(vectors: torch.Tensor) -> torch.Tensor:
 
 def _joined_sha256(paths: Sequence[Path]) -> str:
     digests = [sha256_of(path) for path in paths]
-    return digests[0] if len(digests) == 1 else hashlib.sha256("".join(digests).encode()).hexdigest()
+    return (
+        digests[0] if len(digests) == 1 else hashlib.sha256("".join(digests).encode()).hexdigest()
+    )
 
 
 def _find_spec(name: str, folder: Path, options: dict[str, Any]) -> EncoderSpec:
@@ -347,7 +407,8 @@ def _find_spec(name: str, folder: Path, options: dict[str, Any]) -> EncoderSpec:
             raise UserError(
                 f"the pooling of encoder '{name}' ({MODULES} of sentence-transformers)",
                 f"no such file in {folder}",
-                "give --pooling mean, cls or last, and --prefix, --no-normalize, --max-length if its card says so",
+                "give --pooling mean, cls or last, and --prefix, --no-normalize, --max-length if"
+                " its card says so",
             )
         spec = bare_transformer(folder, name)
     return with_options(spec, **options)
@@ -357,20 +418,24 @@ def _max_length(spec: EncoderSpec, folder: Path, tokenizer: Any, options: dict[s
     """Return the tokens that are read of a text.
 
     Raises:
-        UserError: --max-length above the positions of the model, which would fail on long texts alone.
+        UserError: --max-length above the positions of the model, which would fail on long texts
+            alone.
     """
     limit = positions(folder)
     if spec.max_length is None:
         return min(tokenizer.model_max_length, limit or _UNLIMITED, _UNLIMITED)
     if options.get("max_length") is not None and limit is not None and spec.max_length > limit:
         raise UserError(
-            f"--max-length of at most {limit}, the positions of {folder}", str(spec.max_length), "give a smaller one"
+            f"--max-length of at most {limit}, the positions of {folder}",
+            str(spec.max_length),
+            "give a smaller one",
         )
     return spec.max_length
 
 
 def lower_case_first(tokenizer: Any, subject: str) -> None:
-    """Lower-case texts before the other rules of a tokenizer, as sentence-transformers does for do_lower_case.
+    """Lower-case texts before the other rules of a tokenizer, as sentence-transformers does for
+    do_lower_case.
 
     Raises:
         UserError: a tokenizer without such rules.
@@ -398,11 +463,17 @@ def _load(folder: Path, architecture: str, dtype: torch.dtype):
     """
     from transformers import AutoModel, MT5EncoderModel, T5EncoderModel, UMT5EncoderModel
 
-    kind = {"t5": T5EncoderModel, "mt5": MT5EncoderModel, "umt5": UMT5EncoderModel}.get(architecture, AutoModel)
+    kind = {"t5": T5EncoderModel, "mt5": MT5EncoderModel, "umt5": UMT5EncoderModel}.get(
+        architecture, AutoModel
+    )
     if architecture == "m2m":
         from transformers.models.m2m_100.modeling_m2m_100 import M2M100Encoder as kind
     model, found = kind.from_pretrained(
-        folder, local_files_only=True, trust_remote_code=False, dtype=dtype, output_loading_info=True
+        folder,
+        local_files_only=True,
+        trust_remote_code=False,
+        dtype=dtype,
+        output_loading_info=True,
     )
     # The pooler is not used: pooling takes the last states.
     missing = [name for name in found["missing_keys"] if "pooler" not in name]
@@ -416,8 +487,11 @@ def _load(folder: Path, architecture: str, dtype: torch.dtype):
     return model
 
 
-def token_budget_batches(lengths: Sequence[int], batch_tokens: int, batch_size: int | None = None) -> list[np.ndarray]:
-    """Group rows by length, each group padded to at most `batch_tokens` tokens and with at most `batch_size` rows.
+def token_budget_batches(
+    lengths: Sequence[int], batch_tokens: int, batch_size: int | None = None
+) -> list[np.ndarray]:
+    """Group rows by length, each group padded to at most `batch_tokens` tokens and with at most
+    `batch_size` rows.
 
     A row longer than `batch_tokens` is a group of its own.
     """

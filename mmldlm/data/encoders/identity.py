@@ -11,7 +11,9 @@ from mmldlm.utils.validation import describe_problems
 
 
 class EncoderIdentity(BaseModel):
-    """Types and ranges of the entries that are used; others are ignored, and of an image codec most are absent."""
+    """Types and ranges of the entries that are used; others are ignored, and of an image codec
+    most are absent.
+    """
 
     name: str = Field(min_length=1, max_length=4096)
     hub_name: str | None = None

@@ -1,4 +1,6 @@
-"""From the last states of a transformer to one vector per text: poolings and dense layers of sentence-transformers."""
+"""From the last states of a transformer to one vector per text: poolings and dense layers of
+sentence-transformers.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,9 @@ import torch
 from mmldlm.data.encoders.specs import Step
 
 
-def pool(hidden: torch.Tensor, mask: torch.Tensor, pooling: str, num_prompt_tokens: int = 0) -> torch.Tensor:
+def pool(
+    hidden: torch.Tensor, mask: torch.Tensor, pooling: str, num_prompt_tokens: int = 0
+) -> torch.Tensor:
     """Pool the last states of each text to one vector.
 
     Args:
@@ -19,7 +23,8 @@ def pool(hidden: torch.Tensor, mask: torch.Tensor, pooling: str, num_prompt_toke
         num_prompt_tokens: first positions that are left out.
 
     Returns:
-        [B, H], or [B, H * number of poolings]. A text of prompt tokens alone gives no finite, non-zero vector.
+        [B, H], or [B, H * number of poolings]. A text of prompt tokens alone gives no finite,
+        non-zero vector.
     """
     if num_prompt_tokens:
         mask = mask.clone()
@@ -39,7 +44,9 @@ def _pool(hidden: torch.Tensor, mask: torch.Tensor, pooling: str) -> torch.Tenso
         return hidden.masked_fill(mask.unsqueeze(-1) == 0, float("-inf")).amax(1)
     weight = mask.unsqueeze(-1).to(hidden.dtype)
     if pooling == "weightedmean":  # by the position in the text with its prompt
-        weight = weight * torch.arange(1, mask.shape[1] + 1, device=hidden.device, dtype=hidden.dtype).view(1, -1, 1)
+        weight = weight * torch.arange(
+            1, mask.shape[1] + 1, device=hidden.device, dtype=hidden.dtype
+        ).view(1, -1, 1)
     total = (hidden * weight).sum(1)
     number = weight.sum(1).clamp(min=1e-9)
     return total / (number.sqrt() if pooling == "mean_sqrt_len" else number)
@@ -58,17 +65,25 @@ class Dense:
 
             weights = load_file(folder / "model.safetensors")
         else:
-            weights = torch.load(folder / "pytorch_model.bin", map_location="cpu", weights_only=True)
+            weights = torch.load(
+                folder / "pytorch_model.bin", map_location="cpu", weights_only=True
+            )
         weights = {name: tensor.to(device, torch.float32) for name, tensor in weights.items()}
         self.weight, self.bias = weights["linear.weight"], weights.get("linear.bias")
         self.width, self.in_width = self.weight.shape
         self._has_residual = step.has_residual
         # A residual of another width has its own projection.
-        self._residual = weights["residual.weight"] if step.has_residual and self.width != self.in_width else None
+        self._residual = (
+            weights["residual.weight"]
+            if step.has_residual and self.width != self.in_width
+            else None
+        )
         self._activation = getattr(torch.nn, step.activation)()
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         out = self._activation(torch.nn.functional.linear(x, self.weight, self.bias))
         if self._has_residual:
-            out = out + (x if self._residual is None else torch.nn.functional.linear(x, self._residual))
+            out = out + (
+                x if self._residual is None else torch.nn.functional.linear(x, self._residual)
+            )
         return out

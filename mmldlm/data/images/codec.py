@@ -1,6 +1,8 @@
-"""The codec between images and latents: pixels or codes of patches, components of the image, or an autoencoder's.
+"""The codec between images and latents: pixels or codes of patches, components of the image, or an
+autoencoder's.
 
-`pixels` needs no encoder (Li and He, "Back to Basics: Let Denoising Generative Models Denoise", arXiv 2511.13720).
+`pixels` needs no encoder (Li and He, "Back to Basics: Let Denoising Generative Models Denoise",
+arXiv 2511.13720).
 """
 
 from __future__ import annotations
@@ -39,8 +41,9 @@ class ImageCodec:
         size: side S of an image in pixels.
         patch: side of a patch; N = (S / patch)^2 latents an image.
         channels: C, 1 (gray) or 3 (RGB).
-        latents: `pixels` (the values of a patch, u / 127.5 - 1), `pca` (components, largest variance first), `codes`
-            (ids int64 of the nearest codes of patches, D = 1), or `vae` (`VaeCodec`).
+        latents: `pixels` (the values of a patch, u / 127.5 - 1), `pca` (components, largest
+            variance first), `codes` (ids int64 of the nearest codes of patches, D = 1), or `vae`
+            (`VaeCodec`).
         num_latents, latent_dim: N and D.
         basis: of pca, float32 [N * D + 1, S * S * C]: the mean image, then orthonormal components.
         basis_file: where the basis lies, if it was read from a file.
@@ -58,12 +61,16 @@ class ImageCodec:
     codebook: Codebook | None = None
 
     @classmethod
-    def open(cls, source: str | os.PathLike | dict[str, Any], folder: str | os.PathLike | None = None) -> ImageCodec:
-        """Open the codec of a store, of a folder that `save` wrote, of a manifest, or of an identity.
+    def open(
+        cls, source: str | os.PathLike | dict[str, Any], folder: str | os.PathLike | None = None
+    ) -> ImageCodec:
+        """Open the codec of a store, of a folder that `save` wrote, of a manifest, or of an
+        identity.
 
         Args:
             source: a folder, a store's manifest, or the `identity` of a codec.
-            folder: of a manifest or an identity of kind pca or codes: the folder that has their file.
+            folder: of a manifest or an identity of kind pca or codes: the folder that has their
+                file.
 
         Raises:
             UserError: not a codec of images, or its file is missing, damaged or another one.
@@ -71,7 +78,9 @@ class ImageCodec:
         if not isinstance(source, dict):
             folder = Path(source)
             is_store = (folder / MANIFEST).is_file()
-            source = read_json(folder / (MANIFEST if is_store else CODEC), "give the folder of a store of images")
+            source = read_json(
+                folder / (MANIFEST if is_store else CODEC), "give the folder of a store of images"
+            )
         identity = _identity_of(source)
         codec = cls(**{key: identity[key] for key in _KEYS if key != "grid"})
         if codec.latents == "pixels":
@@ -82,21 +91,33 @@ class ImageCodec:
             return VaeCodec.of_identity(identity, codec._fields())
         if codec.latents == "codes":
             values = codec.patch**2 * codec.channels
-            return cls(**codec._fields(), codebook=Codebook.read(Path(folder or ".") / CODEBOOK, identity, values))
+            return cls(
+                **codec._fields(),
+                codebook=Codebook.read(Path(folder or ".") / CODEBOOK, identity, values),
+            )
         path = Path(folder or ".") / BASIS
-        return cls(**codec._fields(), basis=_read_basis(path, codec, identity["basis_sha256"]), basis_file=path)
+        return cls(
+            **codec._fields(),
+            basis=_read_basis(path, codec, identity["basis_sha256"]),
+            basis_file=path,
+        )
 
     def _fields(self) -> dict[str, Any]:
         return {key: getattr(self, key) for key in _KEYS if key != "grid"}
 
     @property
     def grid(self) -> list[int] | None:
-        """Rows and columns of the latents in the image; None for components, which have no place."""
+        """Rows and columns of the latents in the image;
+
+        None for components, which have no place.
+        """
         side = self.size // self.patch
         return None if self.latents == "pca" else [side, side]
 
     def of_size(self, size: int) -> ImageCodec:
-        """Return the codec of images of another side, for latents that are pixels of the same patches."""
+        """Return the codec of images of another side, for latents that are pixels of the same
+        patches.
+        """
         assert self.latents == "pixels", self.latents
         return replace(self, size=size, num_latents=(size // self.patch) ** 2)
 
@@ -105,7 +126,9 @@ class ImageCodec:
         """`pixels`, `pca:M` or `codes:...`, the name of the encoder in a manifest."""
         if self.codebook is not None:
             return self.codebook.name
-        return "pixels" if self.latents == "pixels" else f"pca:{self.num_latents * self.latent_dim}"
+        return (
+            "pixels" if self.latents == "pixels" else f"pca:{self.num_latents * self.latent_dim}"
+        )
 
     @property
     def identity(self) -> dict[str, Any]:
@@ -113,7 +136,9 @@ class ImageCodec:
         own = {**self._fields(), "grid": self.grid}
         if self.codebook is not None:
             return own | self.codebook.identity
-        return own if self.basis_file is None else {**own, "basis_sha256": sha256_of(self.basis_file)}
+        return (
+            own if self.basis_file is None else {**own, "basis_sha256": sha256_of(self.basis_file)}
+        )
 
     def files(self) -> dict[str, Path]:
         """Name -> path of the files that belong to the identity."""
@@ -138,17 +163,21 @@ class ImageCodec:
         return self.identity.get("basis_sha256") or self.identity.get("codebook_sha256")
 
     def ready(self, folder: str | None = None, device: str | None = None) -> ImageCodec:
-        """Return the codec with everything loaded that it needs; only an autoencoder needs something.
+        """Return the codec with everything loaded that it needs; only an autoencoder needs
+        something.
 
         Raises:
             UserError: a folder of an autoencoder was given for other latents.
         """
         if folder is not None:
-            raise UserError("--vae with latents of an autoencoder", f"latents {self.name}", "leave --vae out")
+            raise UserError(
+                "--vae with latents of an autoencoder", f"latents {self.name}", "leave --vae out"
+            )
         return self
 
     def encode(self, images: np.ndarray) -> np.ndarray:
-        """Return latents float32 [B, N, D], or ids int64 [B, N, 1] of codes, of images uint8 [B, S, S, C].
+        """Return latents float32 [B, N, D], or ids int64 [B, N, 1] of codes, of images uint8 [B,
+        S, S, C].
 
         Raises:
             UserError: images of another size, number of channels or type.
@@ -168,7 +197,8 @@ class ImageCodec:
             )
 
     def decode(self, latents: np.ndarray) -> np.ndarray:
-        """Return images uint8 [B, S, S, C] of latents [B, N, D] (or [B, D] with N = 1); values are clipped.
+        """Return images uint8 [B, S, S, C] of latents [B, N, D] (or [B, D] with N = 1); values are
+        clipped.
 
         Raises:
             UserError: latents of another shape, or an id that names no code.
@@ -181,17 +211,21 @@ class ImageCodec:
         return (self.size, self.size, self.channels)
 
     def from_values(self, values: np.ndarray) -> np.ndarray:
-        """Return latents float32 [B, N, D] of pixel values [B, S, S, C], from -1 (black) to 1 (white); not of codes."""
+        """Return latents float32 [B, N, D] of pixel values [B, S, S, C], from -1 (black) to 1
+        (white); not of codes.
+        """
         assert self.codebook is None, "images are given to codes in whole gray levels (`encode`)"
         if self.basis is None:
             return to_patches(np.asarray(values, np.float32), self.patch)
         flat = values.reshape(len(values), -1).astype(np.float64) - self.basis[0]
-        # In float64, so that the sums' rounding, which depends on the number of threads, does not reach the result.
+        # In float64, so that the sums' rounding, which depends on the number of threads, does not
+        # reach the result.
         found = flat @ self.basis[1:].T.astype(np.float64)
         return found.astype(np.float32).reshape(-1, self.num_latents, self.latent_dim)
 
     def to_values(self, latents: np.ndarray) -> np.ndarray:
-        """Return pixel values float32 [B, S, S, C] of latents [B, N, D], neither rounded nor clipped.
+        """Return pixel values float32 [B, S, S, C] of latents [B, N, D], neither rounded nor
+        clipped.
 
         Raises:
             UserError: latents of another shape.
@@ -199,13 +233,19 @@ class ImageCodec:
         latents = self.check_latents(latents)
         if self.codebook is not None:
             patches = self.codebook.decode(latents)
-            return from_patches((patches / 127.5 - 1).astype(np.float32), self.patch, self.channels)
+            return from_patches(
+                (patches / 127.5 - 1).astype(np.float32), self.patch, self.channels
+            )
         if self.basis is None:
             return from_patches(latents, self.patch, self.channels)
-        return (latents.reshape(len(latents), -1) @ self.basis[1:] + self.basis[0]).reshape(-1, *self.image_shape)
+        return (latents.reshape(len(latents), -1) @ self.basis[1:] + self.basis[0]).reshape(
+            -1, *self.image_shape
+        )
 
     def check_latents(self, latents: np.ndarray) -> np.ndarray:
-        """Return latents as float32 [B, N, D], or ids [B, N] of codes; raise a UserError if they have another shape."""
+        """Return latents as float32 [B, N, D], or ids [B, N] of codes; raise a UserError if they
+        have another shape.
+        """
         num, dim = self.num_latents, self.latent_dim
         if latents.shape[1:] != (num, dim) and not (num == 1 and latents.shape[1:] == (dim,)):
             raise UserError(
@@ -219,7 +259,8 @@ class ImageCodec:
 
 
 def max_image_norm(manifest: dict[str, Any]) -> float:
-    """Return the largest norm that a latent of a store of images can have; above it, its file is damaged.
+    """Return the largest norm that a latent of a store of images can have; above it, its file is
+    damaged.
 
     The norm of an id is the id.
     """
@@ -231,7 +272,11 @@ def max_image_norm(manifest: dict[str, Any]) -> float:
         return image["codes"] - 1
     num_values = image["size"] ** 2 * image["channels"]
     # Values lie in [-1, 1]; a component is of the difference of two images.
-    bound = math.sqrt(manifest["latent_dim"]) if image["latents"] == "pixels" else 2 * math.sqrt(num_values)
+    bound = (
+        math.sqrt(manifest["latent_dim"])
+        if image["latents"] == "pixels"
+        else 2 * math.sqrt(num_values)
+    )
     return 1.001 * bound
 
 
@@ -240,16 +285,29 @@ def _identity_of(source: dict[str, Any]) -> dict[str, Any]:
     identity = source
     if "files" in source:  # a manifest
         if source.get("kind", "text") != "image":
-            raise UserError("a store of images", "a store of texts", "prepare one: mmldlm prepare glyphs")
-        shape = {"num_latents": source.get("latents_per_text", 1), "latent_dim": source["latent_dim"]}
-        own = {key: source["files"].get(name, {}).get("sha256") for key, name in _SHA256_OF.items()}
+            raise UserError(
+                "a store of images", "a store of texts", "prepare one: mmldlm prepare glyphs"
+            )
+        shape = {
+            "num_latents": source.get("latents_per_text", 1),
+            "latent_dim": source["latent_dim"],
+        }
+        own = {
+            key: source["files"].get(name, {}).get("sha256") for key, name in _SHA256_OF.items()
+        }
         identity = {**source["image"], **shape, **own}
     missing = [key for key in _KEYS if key not in identity]
     if missing or identity["latents"] not in ("pixels", "pca", "codes", "vae"):
         found = f"no {', '.join(missing)}" if missing else f"latents {identity['latents']!r}"
-        raise UserError("the codec of a model or store of images", found, "train on a store of images")
+        raise UserError(
+            "the codec of a model or store of images", found, "train on a store of images"
+        )
     if problem := find_codec_problems(identity):
-        raise UserError("a valid codec of images (image in a config.json or manifest)", problem, "copy the file again")
+        raise UserError(
+            "a valid codec of images (image in a config.json or manifest)",
+            problem,
+            "copy the file again",
+        )
     return identity
 
 
@@ -262,7 +320,11 @@ def _read_basis(path: Path, codec: ImageCodec, sha256: str | None) -> np.ndarray
         raise UserError(f"the components of {codec.name} in {path}", str(error), fix) from None
     if basis.shape != shape or basis.dtype != np.float32 or sha256_of(path) != sha256:
         found = f"{basis.dtype} {list(basis.shape)}" if basis.shape != shape else "other content"
-        raise UserError(f"float32 {list(shape)} with the SHA-256 of its codec in {path}", found, fix)
+        raise UserError(
+            f"float32 {list(shape)} with the SHA-256 of its codec in {path}", found, fix
+        )
     if not np.isfinite(basis).all():
-        raise UserError(f"finite components of {codec.name} in {path}", "NaN or infinite values", fix)
+        raise UserError(
+            f"finite components of {codec.name} in {path}", "NaN or infinite values", fix
+        )
     return basis

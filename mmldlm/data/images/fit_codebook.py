@@ -1,4 +1,6 @@
-"""Make a codebook of patches without training a network: k-means, or finite scalar quantization of four components."""
+"""Make a codebook of patches without training a network: k-means, or finite scalar quantization of
+four components.
+"""
 
 from __future__ import annotations
 
@@ -14,10 +16,11 @@ _MARGIN = 0.01  # share of the patches beyond each end of the levels
 
 
 def fit_kmeans(patches: np.ndarray, count: int, seed: int) -> Codebook:
-    """Fit Lloyd's k-means (1982) from k-means++ (Arthur and Vassilvitskii, SODA 2007), in whole numbers.
+    """Fit Lloyd's k-means (1982) from k-means++ (Arthur and Vassilvitskii, SODA 2007), in whole
+    numbers.
 
-    Distances and sums are exact, so the codes do not depend on threads or machine. A code without a patch moves to the
-    patch that is worst served.
+    Distances and sums are exact, so the codes do not depend on threads or machine. A code without
+    a patch moves to the patch that is worst served.
 
     Args:
         patches: uint8 [M, D] with at least `count` distinct ones (`distinct_patches`).
@@ -26,7 +29,9 @@ def fit_kmeans(patches: np.ndarray, count: int, seed: int) -> Codebook:
     """
     points, weights = distinct_patches(patches)
     assert len(points) >= count
-    codes = _first_codes(points, weights, count, np.random.Generator(np.random.Philox(key=[seed, 0xC0DE])))
+    codes = _first_codes(
+        points, weights, count, np.random.Generator(np.random.Philox(key=[seed, 0xC0DE]))
+    )
     for _ in range(_ITERATIONS):
         ids, distances = nearest_codes(points, codes)
         sizes = np.bincount(ids, weights, count)
@@ -48,15 +53,21 @@ def distinct_patches(patches: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     return rows[first], counts.astype(np.float64)
 
 
-def _first_codes(points: np.ndarray, weights: np.ndarray, count: int, draws: np.random.Generator) -> np.ndarray:
-    """Draw codes among the patches, each with probability of its frequency times its distance to the earlier ones."""
+def _first_codes(
+    points: np.ndarray, weights: np.ndarray, count: int, draws: np.random.Generator
+) -> np.ndarray:
+    """Draw codes among the patches, each with probability of its frequency times its distance to
+    the earlier ones.
+    """
     table = points.astype(exact_dtype(points.shape[1]))
     lengths = np.square(table).sum(1)
 
     def distances_to(row: int) -> np.ndarray:
         return (lengths - 2 * table @ table[row] + lengths[row]).astype(np.float64)
 
-    chosen = [int(np.searchsorted(np.cumsum(weights), draws.random() * weights.sum(), side="right"))]
+    chosen = [
+        int(np.searchsorted(np.cumsum(weights), draws.random() * weights.sum(), side="right"))
+    ]
     distances = distances_to(chosen[0])
     while len(chosen) < count:
         scores = np.cumsum(weights * distances)
@@ -66,9 +77,11 @@ def _first_codes(points: np.ndarray, weights: np.ndarray, count: int, draws: np.
 
 
 def fit_fsq(patches: np.ndarray) -> Codebook:
-    """Place codes on a grid of the four largest principal components (after FSQ, Mentzer et al., arXiv 2309.15505).
+    """Place codes on a grid of the four largest principal components (after FSQ, Mentzer et al.,
+    arXiv 2309.15505).
 
-    8, 5, 5 and 5 even levels from the 1st to the 99th percentile of each component, instead of FSQ's learned ones.
+    8, 5, 5 and 5 even levels from the 1st to the 99th percentile of each component, instead of
+    FSQ's learned ones.
 
     Args:
         patches: uint8 [M, D], D at least 4.
@@ -77,7 +90,9 @@ def fit_fsq(patches: np.ndarray) -> Codebook:
     mean = flat.mean(0)
     _, vectors = np.linalg.eigh(flat.T @ flat / len(flat) - np.outer(mean, mean))
     components = vectors[:, ::-1][:, : len(FSQ_LEVELS)].T
-    components *= np.sign(components[np.arange(len(components)), np.abs(components).argmax(1)])[:, None]
+    components *= np.sign(components[np.arange(len(components)), np.abs(components).argmax(1)])[
+        :, None
+    ]
     ends = np.quantile((flat - mean) @ components.T, [_MARGIN, 1 - _MARGIN], axis=0)
     levels = [np.linspace(low, high, number) for low, high, number in zip(*ends, FSQ_LEVELS)]
     grid = np.array(list(product(*levels)))

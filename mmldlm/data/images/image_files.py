@@ -1,4 +1,7 @@
-"""Read an image file into pixels. What cannot be read is an error with a reason, never a gray image."""
+"""Read an image file into pixels.
+
+What cannot be read is an error with a reason, never a gray image.
+"""
 
 from __future__ import annotations
 
@@ -35,21 +38,24 @@ def read_image(
 ) -> np.ndarray:
     """Read an image: its short side resized to `size`, its center cut out.
 
-    Rotated as its EXIF entry says; transparency over white; CMYK and YCbCr converted; 16 bits of gray to 8. Cameras and
-    microscopes write 10 to 14 bits into files of 16: the range is then what the file's tags declare, or `white`.
+    Rotated as its EXIF entry says; transparency over white; CMYK and YCbCr converted; 16 bits of
+    gray to 8. Cameras and microscopes write 10 to 14 bits into files of 16: the range is then what
+    the file's tags declare, or `white`.
 
     Args:
         channels: 3 (RGB) or 1 (gray, ITU-R 601-2 luma).
         part: offset and number of bytes of the image in a larger file; None: all of it.
         white: the largest value of gray images of 16 bits (default: as they declare, else 65,535).
-        peaks: receives the largest value of an image of 16 bits that declares no range, for a caller who judges many
-            images together; None: an image that uses less than a quarter of the range is refused.
+        peaks: receives the largest value of an image of 16 bits that declares no range, for a
+            caller who judges many images together; None: an image that uses less than a quarter of
+            the range is refused.
 
     Returns:
         uint8 [size, size, channels].
 
     Raises:
-        UnreadableImage: missing, empty, truncated, damaged, animated, too large, or of an undefined range of values.
+        UnreadableImage: missing, empty, truncated, damaged, animated, too large, or of an
+            undefined range of values.
     """
     try:
         with open_regular(path) as whole, warnings.catch_warnings():
@@ -103,7 +109,9 @@ class _Depth:
         """Check an image of 16 bits a color, of which Pillow reads the upper 8."""
         white = self.white or declared or _DEEP_WHITE
         if white != _DEEP_WHITE:
-            raise UnreadableImage(f"16 bits a color with values to {white}: convert it to 8 bits a color")
+            raise UnreadableImage(
+                f"16 bits a color with values to {white}: convert it to 8 bits a color"
+            )
         if self.white is None and declared is None:
             largest = max(high for _, high in image.convert("RGB").getextrema())
             self._judge(largest * 256 + 255)
@@ -112,16 +120,22 @@ class _Depth:
         if self.peaks is not None:
             self.peaks.append(peak)
         elif is_dark(peak):
-            raise UnreadableImage(f"16 bits of which values above {peak} are not used: convert it to 8 bits")
+            raise UnreadableImage(
+                f"16 bits of which values above {peak} are not used: convert it to 8 bits"
+            )
 
 
 def is_dark(peak: int) -> bool:
-    """Whether the largest value of an image of 16 bits is so small that its range is probably another one."""
+    """Whether the largest value of an image of 16 bits is so small that its range is probably
+    another one.
+    """
     return peak <= _DEEP_WHITE // 4
 
 
 def _declared_white(image: Image.Image) -> int | None:
-    """Return the largest value that a TIFF declares, of 9 to 15 bits; None where it declares none, or all of 16."""
+    """Return the largest value that a TIFF declares, of 9 to 15 bits; None where it declares none,
+    or all of 16.
+    """
     tags = getattr(image, "tag_v2", {})
     for tag in _DECLARED:
         found = tags.get(tag)
@@ -134,7 +148,9 @@ def _declared_white(image: Image.Image) -> int | None:
 
 
 def _is_deep(image: Image.Image) -> bool:
-    """Whether a color image that is not decoded yet has 16 bits a color, by the form in which its file has them."""
+    """Whether a color image that is not decoded yet has 16 bits a color, by the form in which its
+    file has them.
+    """
     return image.mode in _DIRECT and any(
         "16" in str(tile[3]) for tile in getattr(image, "tile", ()) if tile[0] != "ppm"
     )
@@ -142,7 +158,9 @@ def _is_deep(image: Image.Image) -> bool:
 
 def _convert(image: Image.Image, size: int, channels: int, depth: _Depth) -> np.ndarray:
     num_frames = getattr(image, "n_frames", 1)
-    if num_frames > 1 and image.format != "MPO":  # a stereo photograph: its first picture is the photograph
+    if (
+        num_frames > 1 and image.format != "MPO"
+    ):  # a stereo photograph: its first picture is the photograph
         raise UnreadableImage("several frames")
     declared, is_deep = _declared_white(image), _is_deep(image)
     image = ImageOps.exif_transpose(image)

@@ -6,7 +6,9 @@ import numpy as np
 
 
 def to_patches(images: np.ndarray, patch: int) -> np.ndarray:
-    """Cut images [B, S, S, C] into patches [B, (S / patch)^2, patch * patch * C], row by row; any dtype."""
+    """Cut images [B, S, S, C] into patches [B, (S / patch)^2, patch * patch * C], row by row; any
+    dtype.
+    """
     count, size, _, channels = images.shape
     side = size // patch
     grid = images.reshape(count, side, patch, side, patch, channels).transpose(0, 1, 3, 2, 4, 5)

@@ -17,8 +17,8 @@ def fit_components(blocks: Iterable[np.ndarray], count: int) -> tuple[np.ndarray
         count: number of components M, below the number of images.
 
     Returns:
-        float32 [M + 1, S * S * C], the mean and then the components, each with its largest entry positive; and the
-        share of the variance that they keep.
+        float32 [M + 1, S * S * C], the mean and then the components, each with its largest entry
+        positive; and the share of the variance that they keep.
     """
     num, total, products = 0, 0.0, 0.0
     for block in blocks:

@@ -12,12 +12,20 @@ from PIL import Image, ImageDraw, ImageFont
 from mmldlm.utils.atomic_files import atomic_file
 from mmldlm.utils.figures import import_matplotlib
 
-_CELL, _GAP, _LINE, _FONT = 96, 8, 13, 11  # pixels: least width of a cell, its margin, a line of text, its letters
+_CELL, _GAP, _LINE, _FONT = (
+    96,
+    8,
+    13,
+    11,
+)  # pixels: least width of a cell, its margin, a line of text, its letters
 _MAX_LINES = 3
 
 
 def contact_sheet(
-    images: np.ndarray, captions: Sequence[str], path: str | os.PathLike, columns: int | None = None
+    images: np.ndarray,
+    captions: Sequence[str],
+    path: str | os.PathLike,
+    columns: int | None = None,
 ) -> None:
     """Write one PNG with every image over its caption, small images enlarged without smoothing.
 
@@ -32,7 +40,11 @@ def contact_sheet(
     side = images.shape[1] * factor, images.shape[2] * factor
     columns = columns or max(1, round((1.4 * len(images) * side[0] / side[1]) ** 0.5))
     width, height = side[1] + _GAP, side[0] + _GAP + _MAX_LINES * _LINE
-    sheet = Image.new("RGB", (columns * width + _GAP, -(-len(images) // columns) * height + _GAP), (244, 244, 244))
+    sheet = Image.new(
+        "RGB",
+        (columns * width + _GAP, -(-len(images) // columns) * height + _GAP),
+        (244, 244, 244),
+    )
     font, draw = _font(), ImageDraw.Draw(sheet)
     for number, (image, caption) in enumerate(zip(images, captions)):
         left, top = _GAP + number % columns * width, _GAP + number // columns * height
@@ -45,11 +57,15 @@ def contact_sheet(
 
 
 def _font() -> ImageFont.FreeTypeFont:
-    return ImageFont.truetype(Path(import_matplotlib().get_data_path(), "fonts", "ttf", "DejaVuSans.ttf"), _FONT)
+    return ImageFont.truetype(
+        Path(import_matplotlib().get_data_path(), "fonts", "ttf", "DejaVuSans.ttf"), _FONT
+    )
 
 
 def _lines(caption: str, font: ImageFont.FreeTypeFont, width: int) -> list[str]:
-    """Break a caption at spaces into lines of at most `width` pixels; words that are too long are cut."""
+    """Break a caption at spaces into lines of at most `width` pixels; words that are too long are
+    cut.
+    """
     lines: list[str] = []
     for word in caption.split()[:64]:
         joined = f"{lines[-1]} {word}" if lines else word

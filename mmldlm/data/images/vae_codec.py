@@ -1,4 +1,7 @@
-"""The codec of latents `vae:NAME`: what an autoencoder makes of an image. Torch is loaded at its first use."""
+"""The codec of latents `vae:NAME`: what an autoencoder makes of an image.
+
+Torch is loaded at its first use.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +22,8 @@ _DECODED = 32  # images at a time
 
 @dataclass(frozen=True)
 class VaeCodec(ImageCodec):
-    """Turns images into latents and back through an autoencoder, which lies elsewhere: only its identity is kept.
+    """Turns images into latents and back through an autoencoder, which lies elsewhere: only its
+    identity is kept.
 
     Attributes:
         vae: name, source, weights_sha256 and, if it is not fp32, dtype of the autoencoder.
@@ -39,24 +43,41 @@ class VaeCodec(ImageCodec):
             UserError: no autoencoder is named.
         """
         vae = identity.get("vae")
-        if not isinstance(vae, dict) or not all(isinstance(vae.get(key), str) for key in ("name", "weights_sha256")):
+        if not isinstance(vae, dict) or not all(
+            isinstance(vae.get(key), str) for key in ("name", "weights_sha256")
+        ):
             raise UserError(
-                "the name and the SHA-256 of the autoencoder of these images", repr(vae)[:100], "copy it again"
+                "the name and the SHA-256 of the autoencoder of these images",
+                repr(vae)[:100],
+                "copy it again",
             )
         return cls(**fields, vae=vae, vae_folder=identity.get("vae_folder"))
 
     @classmethod
-    def of_files(cls, files: VaeFiles, size: int, dtype: str, folder: str | None = None) -> VaeCodec:
+    def of_files(
+        cls, files: VaeFiles, size: int, dtype: str, folder: str | None = None
+    ) -> VaeCodec:
         """Return the codec of an autoencoder for images of a size in pixels.
 
         Args:
             folder: that the user named, to find it again.
         """
-        identity = {"name": files.name, "source": files.source, "weights_sha256": files.weights_sha256()}
+        identity = {
+            "name": files.name,
+            "source": files.source,
+            "weights_sha256": files.weights_sha256(),
+        }
         precision = {} if dtype == "fp32" else {"dtype": dtype}
         shape = {"size": size, "patch": files.patch, "channels": files.channels}
         num, dim = (size // files.patch) ** 2, 4 * files.latent_channels
-        return cls(**shape, latents="vae", num_latents=num, latent_dim=dim, vae=identity | precision, vae_folder=folder)
+        return cls(
+            **shape,
+            latents="vae",
+            num_latents=num,
+            latent_dim=dim,
+            vae=identity | precision,
+            vae_folder=folder,
+        )
 
     @property
     def name(self) -> str:
@@ -76,7 +97,9 @@ class VaeCodec(ImageCodec):
         own = {**self._fields(), "grid": self.grid, "vae": self.vae}
         return own if self.vae_folder is None else {**own, "vae_folder": self.vae_folder}
 
-    def ready(self, folder: str | None = None, device: str | None = None, batch_size: int | None = None) -> VaeCodec:
+    def ready(
+        self, folder: str | None = None, device: str | None = None, batch_size: int | None = None
+    ) -> VaeCodec:
         """Return the codec with its autoencoder loaded.
 
         Args:
@@ -106,11 +129,14 @@ class VaeCodec(ImageCodec):
         except UserError as error:
             if folder is not None:
                 raise
-            raise UserError(f"the autoencoder {name}, with which these latents were made", error.found, fix) from error
+            raise UserError(
+                f"the autoencoder {name}, with which these latents were made", error.found, fix
+            ) from error
         own = files.weights_sha256()
         if own != self.weights_sha256:
             raise UserError(
-                f"the autoencoder {name} with the weights of these latents (sha256 {self.weights_sha256[:12]})",
+                f"the autoencoder {name} with the weights of these latents (sha256"
+                f" {self.weights_sha256[:12]})",
                 f"weights of sha256 {own[:12]} in {files.folder}",
                 fix,
             )
@@ -121,8 +147,12 @@ class VaeCodec(ImageCodec):
         return self._module().encode(images)
 
     def decode(self, latents: np.ndarray) -> np.ndarray:
-        parts = range(0, max(len(latents), 1), _DECODED)  # as floats, large images need four times their memory
-        return np.concatenate([ImageCodec.decode(self, latents[start : start + _DECODED]) for start in parts])
+        parts = range(
+            0, max(len(latents), 1), _DECODED
+        )  # as floats, large images need four times their memory
+        return np.concatenate(
+            [ImageCodec.decode(self, latents[start : start + _DECODED]) for start in parts]
+        )
 
     def from_values(self, values: np.ndarray) -> np.ndarray:
         raise AssertionError("an autoencoder is given whole gray levels (`encode`)")

@@ -17,8 +17,8 @@ from mmldlm.utils.walk_files import LeftOut, is_of_macos, walk_files
 
 _OWN_FILES = (MANIFEST, *(f"{split}_data.json" for split in SPLITS))
 LAYOUTS = (
-    "train_data.json; texts/train/*.txt and latents/train/*.npy; tokens/train/*.npz and latents/train/*.npy; or X.npy "
-    "with X_tokens.npz"
+    "train_data.json; texts/train/*.txt and latents/train/*.npy; tokens/train/*.npz and"
+    " latents/train/*.npy; or X.npy with X_tokens.npz"
 )
 
 
@@ -32,7 +32,9 @@ class SampleFiles:
     tokens_path: Path | None = None
 
 
-def find_samples(source: Path, counts: Counter, left_out: LeftOut | None = None) -> dict[str, list[SampleFiles]]:
+def find_samples(
+    source: Path, counts: Counter, left_out: LeftOut | None = None
+) -> dict[str, list[SampleFiles]]:
     """Return split -> samples of a folder, and count files without a partner.
 
     Args:
@@ -66,12 +68,21 @@ def find_samples(source: Path, counts: Counter, left_out: LeftOut | None = None)
         flat = list(_pairs(source, source, counts, unpaired))
         if not flat:
             found = join_some(sorted(path.name for path in source.iterdir()), limit=8) or "nothing"
-            raise UserError(f"a folder with {LAYOUTS}, at {source}", found, "give the folder that has these")
+            raise UserError(
+                f"a folder with {LAYOUTS}, at {source}", found, "give the folder that has these"
+            )
         splits["train"] = flat
     if "train" not in splits:
-        raise UserError(f"a train split in {source}", f"only {', '.join(splits)}", "check the folder's names")
+        raise UserError(
+            f"a train split in {source}", f"only {', '.join(splits)}", "check the folder's names"
+        )
     samples = [sample for part in splits.values() for sample in part]
-    used = {path for sample in samples for path in (sample.latent, sample.text_path, sample.tokens_path) if path}
+    used = {
+        path
+        for sample in samples
+        for path in (sample.latent, sample.text_path, sample.tokens_path)
+        if path
+    }
     used |= unpaired | {source / name for name in _OWN_FILES}
     for path in files:
         if path not in used and path.relative_to(source).parts[0] != TOKENIZER_FOLDER:
@@ -89,14 +100,20 @@ def _from_json(source: Path, split: str) -> Iterator[SampleFiles]:
             text, text_path = record.get("text"), record.get("text_path")
             if not isinstance(text, str | None):
                 raise TypeError(f"a text that is a {type(text).__name__}")
-            yield SampleFiles(source / record["latent_path"], text, source / text_path if text_path else None)
+            yield SampleFiles(
+                source / record["latent_path"], text, source / text_path if text_path else None
+            )
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise UserError(
-            f"a list of records with latent_path and text or text_path in {path}", repr(error), "repair the file"
+            f"a list of records with latent_path and text or text_path in {path}",
+            repr(error),
+            "repair the file",
         ) from None
 
 
-def _from_folders(source: Path, split: str, counts: Counter, unpaired: set[Path]) -> Iterator[SampleFiles]:
+def _from_folders(
+    source: Path, split: str, counts: Counter, unpaired: set[Path]
+) -> Iterator[SampleFiles]:
     latents = source / "latents" / split
     if latents.is_dir():
         for kind in ("texts", "tokens"):
@@ -105,14 +122,20 @@ def _from_folders(source: Path, split: str, counts: Counter, unpaired: set[Path]
                 return
 
 
-def _pairs(folder: Path, latents: Path, counts: Counter, unpaired: set[Path]) -> Iterator[SampleFiles]:
-    """Yield pairs of equal names; count latents without text and texts without latent as dropped samples."""
+def _pairs(
+    folder: Path, latents: Path, counts: Counter, unpaired: set[Path]
+) -> Iterator[SampleFiles]:
+    """Yield pairs of equal names; count latents without text and texts without latent as dropped
+    samples.
+    """
     texts = _by_name(folder, (".npz", ".txt"), counts, unpaired)
     vectors = _by_name(latents, (".npy",), counts, unpaired)
     for name in sorted(texts.keys() & vectors.keys()):
         path = texts[name]
         is_text = path.suffix.lower() == ".txt"
-        yield SampleFiles(vectors[name], None, path if is_text else None, None if is_text else path)
+        yield SampleFiles(
+            vectors[name], None, path if is_text else None, None if is_text else path
+        )
     for reason, found, others in (("no_text", vectors, texts), ("no_latent", texts, vectors)):
         alone = [path for name, path in found.items() if name not in others]
         counts["read"] += len(alone)
@@ -120,9 +143,17 @@ def _pairs(folder: Path, latents: Path, counts: Counter, unpaired: set[Path]) ->
         unpaired.update(alone)
 
 
-def _by_name(folder: Path, suffixes: tuple[str, ...], counts: Counter, unpaired: set[Path]) -> dict[str, Path]:
-    """Return the files of a folder by the name of their sample; of several with one name the first suffix counts."""
-    paths = [path for path in folder.iterdir() if path.suffix.lower() in suffixes and not is_of_macos(path.name)]
+def _by_name(
+    folder: Path, suffixes: tuple[str, ...], counts: Counter, unpaired: set[Path]
+) -> dict[str, Path]:
+    """Return the files of a folder by the name of their sample; of several with one name the first
+    suffix counts.
+    """
+    paths = [
+        path
+        for path in folder.iterdir()
+        if path.suffix.lower() in suffixes and not is_of_macos(path.name)
+    ]
     found: dict[str, Path] = {}
     for path in sorted(paths, key=lambda path: (suffixes.index(path.suffix.lower()), path)):
         if found.setdefault(path.stem.removesuffix("_tokens"), path) != path:

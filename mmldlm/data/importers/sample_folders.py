@@ -3,9 +3,11 @@
 Input layouts:
   DIR/{train,validation}_data.json         records with latent_path and text or text_path
   DIR/texts/SPLIT/X.txt, DIR/latents/SPLIT/X.npy            pairs by name
-  DIR/tokens/SPLIT/X[_tokens].npz, DIR/latents/SPLIT/X.npy  input_ids and attention_mask of the given tokenizer
+  DIR/tokens/SPLIT/X[_tokens].npz, DIR/latents/SPLIT/X.npy  input_ids and attention_mask of the
+  given tokenizer
   DIR/X.npy, DIR/X_tokens.npz              the same in one folder
-Latents are copied unchanged. Every file is either in the store or counted with the reason of its omission.
+Latents are copied unchanged. Every file is either in the store or counted with the reason of its
+omission.
 """
 
 from __future__ import annotations
@@ -26,7 +28,13 @@ from mmldlm.data.importers.folder_layouts import SampleFiles, find_samples
 from mmldlm.data.prepare import select_stage
 from mmldlm.data.prepare import tokenizer as tokenizers
 from mmldlm.data.prepare.chunking import truncate
-from mmldlm.data.prepare.publish_stage import check_output_free, check_readable, commit, latents_suffix, versions
+from mmldlm.data.prepare.publish_stage import (
+    check_output_free,
+    check_readable,
+    commit,
+    latents_suffix,
+    versions,
+)
 from mmldlm.data.prepare.summary import print_summary
 from mmldlm.data.sentences import MAX_TEXT_BYTES, content_hash, fold_spaces
 from mmldlm.data.store.arrays import read_array, read_small_npz
@@ -70,8 +78,8 @@ def pack(options: PackOptions, console: Console | None = None) -> Path:
     """Read a folder of sample files and write a store atomically; return its folder.
 
     Raises:
-        UserError: an unknown layout, token files without a tokenizer, latents of several dimensions, or too few usable
-            samples.
+        UserError: an unknown layout, token files without a tokenizer, latents of several
+            dimensions, or too few usable samples.
     """
     started = time.perf_counter()
     console = console or open_console()
@@ -105,7 +113,10 @@ def pack(options: PackOptions, console: Console | None = None) -> Path:
             if warning is not None:
                 console.print(f"warning: {warning}", soft_wrap=True)
         save_tokenizer(tokenizer, partial / TOKENIZER_FOLDER)
-        encoder = prepared.get("encoder") or {"name": options.encoder or "unknown", "source": "imported"}
+        encoder = prepared.get("encoder") or {
+            "name": options.encoder or "unknown",
+            "source": "imported",
+        }
         manifest = {
             "format": FORMAT,
             "version": VERSION,
@@ -136,7 +147,9 @@ def _load_tokenizer(options: PackOptions, source: Path, samples: dict[str, list[
     name = options.tokenizer or (None if has_tokens else "minilm")
     if name is None:
         raise UserError(
-            f"--tokenizer NAME: the one whose ids are in {source}", "none", "give it (MM-LDLM's: bert-base-uncased)"
+            f"--tokenizer NAME: the one whose ids are in {source}",
+            "none",
+            "give it (MM-LDLM's: bert-base-uncased)",
         )
     tokenizer = tokenizers.load(name, options.cache_dir, options.add_mask_token)
     identity = tokenizers.identity(tokenizer, name)
@@ -154,7 +167,11 @@ def _describe_corpus(
     source: Path, summaries: dict[str, dict[str, int]], counts: Counter, left_out: LeftOut
 ) -> dict[str, Any]:
     """Return the manifest's entry of the corpus, in which every sample is accounted for."""
-    dropped = {key[5:]: value for key, value in sorted(counts.items()) if key.startswith("drop_") and value}
+    dropped = {
+        key[5:]: value
+        for key, value in sorted(counts.items())
+        if key.startswith("drop_") and value
+    }
     kept = sum(summary["num_samples"] for summary in summaries.values())
     assert counts["read"] == kept + sum(dropped.values()), "a sample is not accounted for"
     return {
@@ -175,8 +192,20 @@ class _Packer:
         latent_dim: D, known after `drop_other_dimensions`.
     """
 
-    def __init__(self, options: PackOptions, tokenizer, vocab_size: int, counts: Counter, latents_per_text: int):
-        self.options, self.tokenizer, self.vocab_size, self.counts = options, tokenizer, vocab_size, counts
+    def __init__(
+        self,
+        options: PackOptions,
+        tokenizer,
+        vocab_size: int,
+        counts: Counter,
+        latents_per_text: int,
+    ):
+        self.options, self.tokenizer, self.vocab_size, self.counts = (
+            options,
+            tokenizer,
+            vocab_size,
+            counts,
+        )
         self.latents_per_text = latents_per_text
         self.latent_dim = 0
         self.positions_of_dim: dict[int, list[tuple[str, int]]] = {}
@@ -206,7 +235,8 @@ class _Packer:
         return found
 
     def drop_other_dimensions(self, texts: dict[str, dict[int, Any]], source: Path) -> None:
-        """Choose the dimension of most latents; count samples of other dimensions and remove them from `texts`.
+        """Choose the dimension of most latents; count samples of other dimensions and remove them
+        from `texts`.
 
         Raises:
             UserError: no dimension has more than half of the latents.
@@ -216,8 +246,14 @@ class _Packer:
             return
         self.latent_dim = max(sizes, key=sizes.get)
         if 2 * sizes[self.latent_dim] <= sum(sizes.values()):
-            found = join_some((f"{count} of {dim}" for dim, count in sorted(sizes.items())), limit=8)
-            raise UserError(f"latents of one dimension in {source}", found, "keep latents of one encoder in one folder")
+            found = join_some(
+                (f"{count} of {dim}" for dim, count in sorted(sizes.items())), limit=8
+            )
+            raise UserError(
+                f"latents of one dimension in {source}",
+                found,
+                "keep latents of one encoder in one folder",
+            )
         for dim, positions in self.positions_of_dim.items():
             for split, position in positions if dim != self.latent_dim else ():
                 del texts[split][position]
@@ -234,14 +270,20 @@ class _Packer:
         summaries, statistics = {}, {}
         for split, rows in chosen.items():
             writer = StoreSplit(folder, split, self.latent_shape, self.vocab_size)
-            latent_statistics = LatentStatistics(self.latent_dim, len(rows) * self.latents_per_text)
+            latent_statistics = LatentStatistics(
+                self.latent_dim, len(rows) * self.latents_per_text
+            )
             num_unknown = 0
             for block in (rows[start : start + _BLOCK] for start in range(0, len(rows), _BLOCK)):
                 pairs = [texts[origin][position] for origin, position in block]
-                latents = np.stack([self.latent(samples[origin][position].latent) for origin, position in block])
+                latents = np.stack(
+                    [self.latent(samples[origin][position].latent) for origin, position in block]
+                )
                 writer.add([text for text, _ in pairs], [ids for _, ids in pairs], latents)
                 latent_statistics.add(latents)
-                num_unknown += count_unknown([ids for _, ids in pairs], self.tokenizer.unk_token_id)
+                num_unknown += count_unknown(
+                    [ids for _, ids in pairs], self.tokenizer.unk_token_id
+                )
             summaries[split] = {**writer.close(), "num_unknown": num_unknown}
             if split == "train":
                 statistics = latent_statistics.result()
@@ -250,20 +292,27 @@ class _Packer:
     @property
     def latent_shape(self) -> tuple[int, ...]:
         """The shape of a sample's latents: [D], or [K, D] with several latents per text."""
-        return (self.latent_dim,) if self.latents_per_text == 1 else (self.latents_per_text, self.latent_dim)
+        return (
+            (self.latent_dim,)
+            if self.latents_per_text == 1
+            else (self.latents_per_text, self.latent_dim)
+        )
 
     def latent(self, path: Path) -> np.ndarray:
         """Read the latents of a sample as float32 [D] or [K, D]."""
         return read_array(path).reshape(self.latent_shape).astype(np.float32)
 
     def _inspect_latent(self, path: Path) -> tuple[int, str | None]:
-        """Return the dimension of a file's latents, and the reason why they are unusable, or None."""
+        """Return the dimension of a file's latents, and the reason why they are unusable,
+        or None.
+        """
         try:
             vectors = read_array(path)
         except (OSError, ValueError, MemoryError):
             return 0, "unreadable_latent"
         if vectors.dtype.kind != "f":
-            return 0, f"latent_of_type_{vectors.dtype.name if vectors.dtype.kind in 'biuc' else 'other'}"
+            kind = vectors.dtype.name if vectors.dtype.kind in "biuc" else "other"
+            return 0, f"latent_of_type_{kind}"
         count = self.latents_per_text
         vectors = vectors[None] if vectors.ndim == 1 else vectors
         if vectors.ndim != 2 or len(vectors) != count or not vectors.shape[1]:
@@ -277,7 +326,9 @@ class _Packer:
     def _text_and_ids(self, sample: SampleFiles) -> tuple[str | None, np.ndarray]:
         try:
             if sample.tokens_path is not None:
-                ids, mask = map(np.ravel, read_small_npz(sample.tokens_path, "input_ids", "attention_mask"))
+                ids, mask = map(
+                    np.ravel, read_small_npz(sample.tokens_path, "input_ids", "attention_mask")
+                )
                 if ids.dtype.kind not in "iu" or mask.dtype.kind not in "biu":
                     return None, np.empty(0, np.int64)
                 ids = ids[mask.astype(bool)].astype(np.int64)
@@ -287,7 +338,9 @@ class _Packer:
                         f"{int(ids.min())}..{int(ids.max())} in {sample.tokens_path}",
                         "give the --tokenizer that made them",
                     )
-                ids = ids[~np.isin(ids, list(self.specials))]  # CLS, SEP and PAD are not part of a text
+                ids = ids[
+                    ~np.isin(ids, list(self.specials))
+                ]  # CLS, SEP and PAD are not part of a text
                 return self.tokenizer.decode(ids), ids
             text = sample.text if sample.text is not None else _read_text(sample.text_path)
         except (OSError, ValueError, IndexError) as error:
@@ -305,10 +358,13 @@ class _Packer:
 def _choose(
     texts: dict[str, dict[int, tuple[str, np.ndarray]]], options: PackOptions, counts: Counter
 ) -> dict[str, list[tuple[str, int]]]:
-    """Map each split to the (original split, position) of its samples; validation never shares a text with train."""
+    """Map each split to the (original split, position) of its samples; validation never shares a
+    text with train.
+    """
     positions = {split: np.array(list(part), np.int64) for split, part in texts.items()}
     hashes = {
-        split: np.array([content_hash(text) for text, _ in part.values()], np.uint64) for split, part in texts.items()
+        split: np.array([content_hash(text) for text, _ in part.values()], np.uint64)
+        for split, part in texts.items()
     }
     for split in texts:
         keep = np.arange(len(positions[split]))
@@ -321,7 +377,9 @@ def _choose(
             keep = keep[is_new]
         positions[split], hashes[split] = positions[split][keep], hashes[split][keep]
     if "validation" in texts:
-        return {split: [(split, int(position)) for position in positions[split]] for split in SPLITS}
+        return {
+            split: [(split, int(position)) for position in positions[split]] for split in SPLITS
+        }
     keys = select_stage.split_keys(hashes["train"], options.seed)
     number = min(select_stage.num_validation(len(keys), options.validation_samples), len(keys))
     inside = keys <= np.sort(keys)[number - 1] if number else np.zeros(0, dtype=bool)
@@ -340,7 +398,9 @@ def _read_text(path: Path) -> str:
 
 
 def _read_manifest(source: Path) -> dict[str, Any]:
-    """Read the manifest of a folder that `mmldlm prepare --layout files` wrote; {} for other folders."""
+    """Read the manifest of a folder that `mmldlm prepare --layout files` wrote; {} for other
+    folders.
+    """
     path = source / MANIFEST
     if not path.is_file():
         return {}

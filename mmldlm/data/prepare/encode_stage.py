@@ -1,4 +1,6 @@
-"""Stage 3: encode samples into latents, shard by shard, and set aside texts on which the encoder fails."""
+"""Stage 3: encode samples into latents, shard by shard, and set aside texts on which the encoder
+fails.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,8 @@ from mmldlm.errors import MmldlmError
 from mmldlm.utils.formatting import first_line
 
 SHARD = 4096
-# When this many texts fail one by one and none succeeds, the encoder or the GPU is broken, not the texts.
+# When this many texts fail one by one and none succeeds, the encoder or the GPU is broken, not the
+# texts.
 FATAL_ERRORS = 16
 _SMALLEST_BUDGET = 1024  # tokens
 
@@ -53,7 +56,8 @@ def encode(
         texts: of one shard.
         retries: attempts per text after the failure of its batch.
         progress: called with the number of texts done since the last call.
-        latents_per_text: number of pieces per text (`split_into_parts`); a text is valid if all its pieces are.
+        latents_per_text: number of pieces per text (`split_into_parts`); a text is valid if all
+            its pieces are.
 
     Raises:
         MmldlmError: the encoder fails on everything.
@@ -77,7 +81,9 @@ def encode(
         text, piece = divmod(position, latents_per_text)
         reasons.setdefault(text, f"piece {piece + 1} of {latents_per_text}: {reason}")
     is_cut = found.is_cut.reshape(-1, latents_per_text).any(axis=1)
-    return EncodeResult(is_ok, latents.reshape(len(texts), latents_per_text, -1)[is_ok], reasons, is_cut)
+    return EncodeResult(
+        is_ok, latents.reshape(len(texts), latents_per_text, -1)[is_ok], reasons, is_cut
+    )
 
 
 def _encode(
@@ -113,7 +119,10 @@ def _encode(
 
 
 def _encode_all(
-    encoder: Encoder, texts: Sequence[str], progress: Callable[[int], None] | None, is_cut: np.ndarray
+    encoder: Encoder,
+    texts: Sequence[str],
+    progress: Callable[[int], None] | None,
+    is_cut: np.ndarray,
 ) -> np.ndarray:
     """Encode all texts, in smaller batches where the device runs out of memory."""
     budget = encoder.batch_tokens
@@ -161,20 +170,28 @@ def _release_memory(error: Exception) -> None:
 def write_encoded(path: Path, encoded: EncodeResult) -> None:
     """Write a shard of latents atomically."""
     reasons = np.frombuffer(json.dumps(encoded.reasons).encode(), np.uint8)
-    write_npz(path, is_ok=encoded.is_ok, latents=encoded.latents, reasons=reasons, is_cut=encoded.is_cut)
+    write_npz(
+        path, is_ok=encoded.is_ok, latents=encoded.latents, reasons=reasons, is_cut=encoded.is_cut
+    )
 
 
 def read_encoded(path: Path) -> EncodeResult:
     """Read a shard of latents, with its CRCs checked."""
     file = read_npz(path)
-    is_cut = file.get("is_cut", np.zeros(len(file["is_ok"]), bool))  # work of an earlier version has none
+    is_cut = file.get(
+        "is_cut", np.zeros(len(file["is_ok"]), bool)
+    )  # work of an earlier version has none
     return EncodeResult(file["is_ok"], file["latents"], _reasons(file), is_cut)
 
 
 def read_reasons(path: Path) -> dict[int, str]:
-    """Read the positions of the texts of a shard without a latent, and the reasons, but not the latents."""
+    """Read the positions of the texts of a shard without a latent, and the reasons, but not the
+    latents.
+    """
     return _reasons(read_npz(path, "reasons"))
 
 
 def _reasons(file: dict[str, np.ndarray]) -> dict[int, str]:
-    return {int(position): reason for position, reason in json.loads(file["reasons"].tobytes()).items()}
+    return {
+        int(position): reason for position, reason in json.loads(file["reasons"].tobytes()).items()
+    }

@@ -1,8 +1,9 @@
 """What a preparation reads: every file of its corpora, encoder and tokenizer, by size and content.
 
-A plan holds it, so that a later launch never joins what it makes of one encoder, or of one corpus, with what an earlier
-launch made of another. Files are known by their content, not by the time of their last change: a corpus that was
-downloaded again is the same corpus. Above 1 GiB, where reading all of a file takes long, the time counts as well.
+A plan holds it, so that a later launch never joins what it makes of one encoder, or of one corpus,
+with what an earlier launch made of another. Files are known by their content, not by the time of
+their last change: a corpus that was downloaded again is the same corpus. Above 1 GiB, where
+reading all of a file takes long, the time counts as well.
 """
 
 from __future__ import annotations
@@ -33,7 +34,8 @@ _MAX_IN_MANIFEST = 1000
 
 
 class FileIdentities:
-    """The identities of files; those of an earlier launch are kept while a file's size and time stay the same.
+    """The identities of files; those of an earlier launch are kept while a file's size and time
+    stay the same.
 
     Args:
         path: file in which they are kept between launches.
@@ -71,7 +73,9 @@ class FileIdentities:
         except OSError as error:
             return describe_os_error(error)
         except ValueError as error:
-            if isinstance(error, UnicodeError) or "null" in str(error):  # a name that no file can have
+            if isinstance(error, UnicodeError) or "null" in str(
+                error
+            ):  # a name that no file can have
                 return "No such file or directory"
             raise
 
@@ -87,7 +91,9 @@ def _content(path: Path, state: os.stat_result) -> str:
     return f"changed at {state.st_mtime_ns / 1e9:.6f}, sha256 of parts {digest.hexdigest()[:16]}"
 
 
-def encoder_inputs(name: str, cache_dir: str | None, dtype: str, identities: FileIdentities) -> dict[str, str]:
+def encoder_inputs(
+    name: str, cache_dir: str | None, dtype: str, identities: FileIdentities
+) -> dict[str, str]:
     """Return the identity of an encoder: its files, and the precision of its forward pass.
 
     Raises:
@@ -95,12 +101,16 @@ def encoder_inputs(name: str, cache_dir: str | None, dtype: str, identities: Fil
     """
     folder, _ = find_model_folder(name, cache_dir)
     label = f"encoder {_label(name)}"
-    files = {f"{label}/{path.relative_to(folder).as_posix()}": path for path in model_files(folder)}
+    files = {
+        f"{label}/{path.relative_to(folder).as_posix()}": path for path in model_files(folder)
+    }
     return {label: f"computed in {dtype}", **identities.of(files)}
 
 
 def autoencoder_inputs(files: VaeFiles, dtype: str, identities: FileIdentities) -> dict[str, str]:
-    """Return the identity of an autoencoder of images: its files, and the precision of its forward pass."""
+    """Return the identity of an autoencoder of images: its files, and the precision of its forward
+    pass.
+    """
     label = f"autoencoder {files.name}"
     own = {f"{label}/{path.name}": path for path in (files.weights, files.folder / "config.json")}
     return {label: f"computed in {dtype}", **identities.of(own)}
@@ -119,7 +129,9 @@ def tokenizer_inputs(name: str, cache_dir: str | None, add_mask_token: bool) -> 
 
 
 def file_inputs(groups: Iterable[dict[str, Path]], identities: FileIdentities) -> dict[str, str]:
-    """Return the identities of the files of several corpora; equal names of different corpora get numbers."""
+    """Return the identities of the files of several corpora; equal names of different corpora get
+    numbers.
+    """
     files: dict[str, Path] = {}
     for group in groups:
         for name, path in group.items():
@@ -148,7 +160,9 @@ def check_same_encoder(own: dict[str, str], plan: dict[str, str], rank: int) -> 
         )
 
 
-def check_unchanged(groups: Iterable[dict[str, Path]], inputs: dict[str, str], identities: FileIdentities) -> None:
+def check_unchanged(
+    groups: Iterable[dict[str, Path]], inputs: dict[str, str], identities: FileIdentities
+) -> None:
     """Check that the files of corpora are still those of a plan, after they were read.
 
     Raises:
@@ -157,7 +171,9 @@ def check_unchanged(groups: Iterable[dict[str, Path]], inputs: dict[str, str], i
     now = file_inputs(groups, identities)
     if changes := diff_inputs({name: inputs[name] for name in now if name in inputs}, now):
         raise UserError(
-            "a corpus that stays as it is while it is read", "; ".join(changes), "prepare it again with --force"
+            "a corpus that stays as it is while it is read",
+            "; ".join(changes),
+            "prepare it again with --force",
         )
 
 
@@ -167,8 +183,8 @@ def _label(name: str) -> str:
 
 
 def with_known_versions(inputs: dict[str, str], then: dict[str, str] | None) -> dict[str, str]:
-    """Return the inputs of a preparation as an earlier one knew them: a dataset whose version one of them could not
-    learn, for lack of a network, is not another one."""
+    """Return the inputs of a preparation as an earlier one knew them: a dataset whose version one
+    of them could not learn, for lack of a network, is not another one."""
     then = then or {}
     return {
         name: then.get(name, value) if UNKNOWN_VERSION in (value, then.get(name)) else value

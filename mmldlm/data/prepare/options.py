@@ -57,7 +57,9 @@ class PrepareOptions:
     whole_files: bool = False
 
     def identity(self) -> dict[str, Any]:
-        """Return the options that affect the result: those in every manifest, and those that were set."""
+        """Return the options that affect the result: those in every manifest, and those that were
+        set.
+        """
         defaults = PrepareOptions("")
         always = list(PrepareOptions.__dataclass_fields__)[1:17]
         values = {
@@ -67,10 +69,15 @@ class PrepareOptions:
         }
         for key in ("corpus", "validation_corpus", "tokenizer", "encoder"):
             value = values.get(key)
-            if value and Path(value).exists():  # the folders of this machine are not part of the identity
+            if (
+                value and Path(value).exists()
+            ):  # the folders of this machine are not part of the identity
                 values[key] = Path(value).resolve().name
         if "datasets" in values:
-            names = [Path(name).resolve().name if Path(name).exists() else name for name in values["datasets"]]
+            names = [
+                Path(name).resolve().name if Path(name).exists() else name
+                for name in values["datasets"]
+            ]
             values["datasets"] = names
         return values
 
@@ -82,11 +89,15 @@ class PrepareOptions:
 
 
 def diff_options(found: dict[str, Any], requested: dict[str, Any]) -> list[str]:
-    """Describe each option in which two identities differ, with both values; missing options have their default."""
+    """Describe each option in which two identities differ, with both values; missing options have
+    their default.
+    """
     defaults = PrepareOptions("")
     lines = []
     for key in dict.fromkeys([*found, *requested]):
-        before, now = (values.get(key, getattr(defaults, key, None)) for values in (found, requested))
+        before, now = (
+            values.get(key, getattr(defaults, key, None)) for values in (found, requested)
+        )
         if before != now:
             name = "CORPUS" if key == "corpus" else f"--{key.replace('_', '-')}"
             lines.append(f"{name} was {_format_value(before)}, now {_format_value(now)}")
@@ -94,7 +105,13 @@ def diff_options(found: dict[str, Any], requested: dict[str, Any]) -> list[str]:
 
 
 def _format_value(value: Any) -> str:
-    return " ".join(map(str, value)) if isinstance(value, list) else "not given" if value is None else str(value)
+    return (
+        " ".join(map(str, value))
+        if isinstance(value, list)
+        else "not given"
+        if value is None
+        else str(value)
+    )
 
 
 def check_options(options: PrepareOptions) -> Path:
@@ -103,7 +120,11 @@ def check_options(options: PrepareOptions) -> Path:
     Raises:
         UserError: a value is out of range or unknown.
     """
-    if options.encoder not in ENCODERS and "/" not in options.encoder and not Path(options.encoder).is_dir():
+    if (
+        options.encoder not in ENCODERS
+        and "/" not in options.encoder
+        and not Path(options.encoder).is_dir()
+    ):
         raise UserError(
             f"--encoder among: {', '.join(ENCODERS)}; a folder, or a Hugging Face name",
             options.encoder,
@@ -111,7 +132,9 @@ def check_options(options: PrepareOptions) -> Path:
         )
     if not 1 <= options.min_tokens <= options.max_tokens:
         raise UserError(
-            "1 <= --min-tokens <= --max-tokens", f"{options.min_tokens} and {options.max_tokens}", "change one of them"
+            "1 <= --min-tokens <= --max-tokens",
+            f"{options.min_tokens} and {options.max_tokens}",
+            "change one of them",
         )
     if options.latents_per_text > options.max_tokens:
         raise UserError(
@@ -119,20 +142,41 @@ def check_options(options: PrepareOptions) -> Path:
             str(options.latents_per_text),
             "give fewer latents, or longer texts with --max-tokens",
         )
-    for name, known in (("overlong", (None, *OVERLONG)), ("layout", LAYOUTS), ("pooling", (None, *POOLINGS))):
+    for name, known in (
+        ("overlong", (None, *OVERLONG)),
+        ("layout", LAYOUTS),
+        ("pooling", (None, *POOLINGS)),
+    ):
         if getattr(options, name) not in known:
             choices = ", ".join(choice for choice in known if choice)
-            raise UserError(f"--{name} among: {choices}", str(getattr(options, name)), "choose one of these")
-    positive = ("max_samples", "validation_samples", "batch_tokens", "batch_size", "max_documents", "max_length")
+            raise UserError(
+                f"--{name} among: {choices}", str(getattr(options, name)), "choose one of these"
+            )
+    positive = (
+        "max_samples",
+        "validation_samples",
+        "batch_tokens",
+        "batch_size",
+        "max_documents",
+        "max_length",
+    )
     for name in (*positive, "latent_dim", "latents_per_text"):
         value = getattr(options, name)
         if value is not None and value < 1:
-            raise UserError(f"--{name.replace('_', '-')} of at least 1", str(value), "give a positive number")
+            raise UserError(
+                f"--{name.replace('_', '-')} of at least 1", str(value), "give a positive number"
+            )
     if not 0 <= options.max_quarantined <= 1:
-        raise UserError("--max-quarantined from 0 to 1", str(options.max_quarantined), "give a share, such as 0.01")
+        raise UserError(
+            "--max-quarantined from 0 to 1",
+            str(options.max_quarantined),
+            "give a share, such as 0.01",
+        )
     if options.datasets and options.corpus != DEFAULT_CORPUS:
         raise UserError(
-            "a CORPUS or --datasets", f"both: {options.corpus} and {' '.join(options.datasets)}", "drop one of them"
+            "a CORPUS or --datasets",
+            f"both: {options.corpus} and {' '.join(options.datasets)}",
+            "drop one of them",
         )
     return output_root(options.output_dir)
 

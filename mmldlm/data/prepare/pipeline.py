@@ -1,8 +1,9 @@
 """Prepare a corpus: turn it into a store of texts, tokens and latents.
 
-read -> candidates -> tokenize -> samples and splits -> encode -> write. Reading, tokenizing and encoding are cut into
-tasks that ranks claim; the result of a task is one file or folder, written atomically. So a preparation can be killed
-and resumed with any number of ranks: finished tasks are kept, and the same bytes are written in the end.
+read -> candidates -> tokenize -> samples and splits -> encode -> write. Reading, tokenizing and
+encoding are cut into tasks that ranks claim; the result of a task is one file or folder, written
+atomically. So a preparation can be killed and resumed with any number of ranks: finished tasks are
+kept, and the same bytes are written in the end.
 """
 
 from __future__ import annotations
@@ -55,7 +56,9 @@ _READS = "tokens of a text that the encoder reads"
 _SAMPLES_OF_A_CHECK = 2048
 
 
-def prepare(options: PrepareOptions, console: Console | None = None, queue: TaskQueue | None = None) -> Path:
+def prepare(
+    options: PrepareOptions, console: Console | None = None, queue: TaskQueue | None = None
+) -> Path:
     """Read, filter, tokenize, split and encode a corpus, and write the store atomically.
 
     Args:
@@ -67,8 +70,8 @@ def prepare(options: PrepareOptions, console: Console | None = None, queue: Task
         The folder of the store.
 
     Raises:
-        UserError: bad options, a missing or empty corpus, an existing output folder, missing weights or tokenizer, or
-            too many texts on which the encoder fails.
+        UserError: bad options, a missing or empty corpus, an existing output folder, missing
+            weights or tokenizer, or too many texts on which the encoder fails.
     """
     queue = queue or TaskQueue()
     console = (console or open_console()) if queue.rank == 0 else open_console(quiet=True)
@@ -76,7 +79,9 @@ def prepare(options: PrepareOptions, console: Console | None = None, queue: Task
         root = check_options(options)
         corpora, held_out = _open_corpora(options)
         if options.overlong is None:
-            options = replace(options, overlong="chunk" if any(c.has_documents for c in corpora) else "drop")
+            options = replace(
+                options, overlong="chunk" if any(c.has_documents for c in corpora) else "drop"
+            )
         _Preparation(options, root, corpora, held_out, queue, console).run()
     except BaseException as error:
         if not isinstance(error, RankFailed):
@@ -88,7 +93,9 @@ def prepare(options: PrepareOptions, console: Console | None = None, queue: Task
 
 def _open_corpora(options: PrepareOptions) -> tuple[list[Corpus], Corpus | None]:
     def open_named(name: str) -> Corpus:
-        return open_corpus(name, options.text_field, options.max_documents, options.sentences, options.whole_files)
+        return open_corpus(
+            name, options.text_field, options.max_documents, options.sentences, options.whole_files
+        )
 
     held_out = options.validation_corpus
     corpora = [open_named(name) for name in options.datasets or [options.corpus]]
@@ -122,15 +129,27 @@ class _Preparation:
             held_texts = self._read("validation", [self.held_out]) if self.held_out else None
             self.queue.rank_0_first("inputs", self._check_unchanged)
             splits, counts, held_counts = self._make_samples(texts, held_texts)
-            sources = {name: held_texts if name == "validation" and held_texts else texts for name in splits}
+            sources = {
+                name: held_texts if name == "validation" and held_texts else texts
+                for name in splits
+            }
             encoded = self._encode_splits(splits, sources)
 
             def write() -> None:
-                output = StoreOutput(self.options, self.encoder, self.work, splits, sources, encoded)
+                output = StoreOutput(
+                    self.options, self.encoder, self.work, splits, sources, encoded
+                )
                 held_source = None if self.held_out is None else self.held_out.source
                 left_out = LeftOut().update(corpus.left_out for corpus in self._all_corpora())
                 manifest = publish(
-                    output, self.root, self.plan, self.source, held_source, counts, held_counts, left_out
+                    output,
+                    self.root,
+                    self.plan,
+                    self.source,
+                    held_source,
+                    counts,
+                    held_counts,
+                    left_out,
                 )
                 self.work.remove()
                 print_summary(self.console, self.root, manifest, time.perf_counter() - started)
@@ -158,7 +177,9 @@ class _Preparation:
 
     def _check_encoder(self) -> None:
         if self.queue.rank > 0:
-            check_same_encoder(self._encoder_inputs(), self.work.read_plan()["inputs"], self.queue.rank)
+            check_same_encoder(
+                self._encoder_inputs(), self.work.read_plan()["inputs"], self.queue.rank
+            )
 
     def _plan(self) -> dict[str, Any]:
         options = self.options
@@ -174,7 +195,11 @@ class _Preparation:
                 **self._encoder_inputs(),
                 **tokenizer_inputs(options.tokenizer, options.cache_dir, options.add_mask_token),
                 **file_inputs(self._files(), self.identities),
-                **{name: version for corpus in self._all_corpora() for name, version in corpus.versions.items()},
+                **{
+                    name: version
+                    for corpus in self._all_corpora()
+                    for name, version in corpus.versions.items()
+                },
             },
         }
 
@@ -197,22 +222,28 @@ class _Preparation:
         """Return the tokens of a text that the encoder reads.
 
         Raises:
-            UserError: --max-tokens allows more, so that the latents of long texts would not say how they end.
+            UserError: --max-tokens allows more, so that the latents of long texts would not say
+                how they end.
         """
         options, reach = self.options, encoder.max_text_tokens
         if options.max_tokens <= reach or options.latents_per_text > 1:
             return reach
         if options.overlong != "chunk":
-            if options.max_tokens == PrepareOptions.max_tokens:  # the default, which nobody chose for this encoder
+            if (
+                options.max_tokens == PrepareOptions.max_tokens
+            ):  # the default, which nobody chose for this encoder
                 return reach  # texts that are cut are counted, with a warning
             raise UserError(
-                f"--max-tokens of at most {reach}: encoder {encoder.name} reads {encoder.spec.max_length} tokens of a "
-                "text, special ones and prefix included",
+                f"--max-tokens of at most {reach}: encoder {encoder.name} reads"
+                f" {encoder.spec.max_length} tokens of a text, special ones and prefix included",
                 f"--max-tokens {options.max_tokens} --overlong {options.overlong}",
-                f"give --max-tokens {reach}, cut longer texts into pieces with --overlong chunk, or choose an encoder "
-                "that reads more",
+                f"give --max-tokens {reach}, cut longer texts into pieces with --overlong chunk,"
+                " or choose an encoder that reads more",
             )
-        self.console.print(f"pieces of at most {reach} tokens, all that encoder {encoder.name} reads", soft_wrap=True)
+        self.console.print(
+            f"pieces of at most {reach} tokens, all that encoder {encoder.name} reads",
+            soft_wrap=True,
+        )
         return reach
 
     def _make_encoder(self) -> Encoder:
@@ -223,15 +254,19 @@ class _Preparation:
         units = [unit for corpus in corpora for unit in corpus.units]
         paths = self.work.task_paths(f"read-{name}", len(units))
         with self.console.status(f"reading {name}"):
-            self.work.run(f"read-{name}", paths, lambda i: read_unit(units[i], paths[i]), lambda i: None)
+            self.work.run(
+                f"read-{name}", paths, lambda i: read_unit(units[i], paths[i]), lambda i: None
+            )
         texts = TextShards(paths)
         if not len(texts):
             counts = texts.counts
             raise UserError(
                 f"texts in {'+'.join(corpus.source for corpus in corpora)}",
-                f"none kept of {counts['read']} read: {dict(counts)}"
-                if counts["read"]
-                else "none (the corpus is empty)",
+                (
+                    f"none kept of {counts['read']} read: {dict(counts)}"
+                    if counts["read"]
+                    else "none (the corpus is empty)"
+                ),
                 "check the file, or use the default corpus 'docstrings'",
             )
         self.console.print(f"read {texts.counts['read']:,} texts ({name})", soft_wrap=True)
@@ -249,22 +284,38 @@ class _Preparation:
         self._load_tokenizer(texts, rows)
         samples = self._tokenize("train", texts, rows, options.max_samples, counts)
         if held_texts is None:
-            splits = select_stage.split_validation(samples, options.validation_samples, options.seed)
+            splits = select_stage.split_validation(
+                samples, options.validation_samples, options.seed
+            )
         else:
-            held_rows = select_stage.deduplicate(held_texts, no_hashes, options.keep_duplicates, held_counts)
-            validation = self._tokenize("validation", held_texts, held_rows, options.validation_samples, held_counts)
-            kept = samples.take(~np.isin(samples.hashes, validation.hashes))  # cuts can make texts equal
+            held_rows = select_stage.deduplicate(
+                held_texts, no_hashes, options.keep_duplicates, held_counts
+            )
+            validation = self._tokenize(
+                "validation", held_texts, held_rows, options.validation_samples, held_counts
+            )
+            kept = samples.take(
+                ~np.isin(samples.hashes, validation.hashes)
+            )  # cuts can make texts equal
             counts["drop_in_validation_corpus"] += len(samples) - len(kept)
             splits = {"train": kept, "validation": validation}
         for name, part in splits.items():
             if len(part) < 2:
-                dropped = {key: value for key, value in counts.items() if key.startswith("drop_") and value}
+                dropped = {
+                    key: value
+                    for key, value in counts.items()
+                    if key.startswith("drop_") and value
+                }
                 raise UserError(
                     f"at least 2 samples for the {name} split",
-                    f"{len(part)} left of {counts['read']} texts read ({dropped or 'nothing dropped'})",
-                    "give a larger corpus, or loosen --min-tokens, --max-tokens, --max-samples or --validation-samples",
+                    f"{len(part)} left of {counts['read']} texts read"
+                    f" ({dropped or 'nothing dropped'})",
+                    "give a larger corpus, or loosen --min-tokens, --max-tokens, --max-samples or"
+                    " --validation-samples",
                 )
-        assert not np.isin(splits["train"].hashes, splits["validation"].hashes).any(), "a text is in both splits"
+        assert not np.isin(splits["train"].hashes, splits["validation"].hashes).any(), (
+            "a text is in both splits"
+        )
         for name, part in splits.items():
             warning = check_unknown_share(int(part.unknown.sum()), int(part.lengths.sum()), name)
             if warning is not None:
@@ -274,13 +325,17 @@ class _Preparation:
     def _load_tokenizer(self, texts: TextShards, rows: np.ndarray) -> None:
         """Load, on every rank, the tokenizer that rank 0 made and saved."""
         options = self.options
-        folder, identity_path = self.work.folder / TOKENIZER_FOLDER, self.work.folder / TOKENIZER_IDENTITY
+        folder, identity_path = (
+            self.work.folder / TOKENIZER_FOLDER,
+            self.work.folder / TOKENIZER_IDENTITY,
+        )
 
         def make() -> None:
             if folder.is_dir() and identity_path.is_file():
                 return
             keys = select_stage.split_keys(texts.hashes[rows], options.seed)
-            # The texts with the smallest split keys become validation: a tokenizer must not be trained on them.
+            # The texts with the smallest split keys become validation: a tokenizer must not be
+            # trained on them.
             num_reserved = 2 * select_stage.num_validation(len(keys), options.validation_samples)
             reserved = np.sort(keys)[: 0 if self.held_out else num_reserved]
             tokenizer = tokenizers.load(
@@ -297,29 +352,46 @@ class _Preparation:
 
         self.queue.rank_0_first("tokenizer", make)
         fix = "delete this folder and rerun"
-        self.tokenizer = read_tokenizer(folder, f"the tokenizer that rank 0 saved in {folder}", fix)
-        self.tokenizer.split_special_tokens = True  # "[MASK]" in a text is six characters, not a mask
+        self.tokenizer = read_tokenizer(
+            folder, f"the tokenizer that rank 0 saved in {folder}", fix
+        )
+        self.tokenizer.split_special_tokens = (
+            True  # "[MASK]" in a text is six characters, not a mask
+        )
 
-    def _tokenize(self, name: str, texts: TextShards, rows: np.ndarray, limit: int | None, counts: Counter) -> Samples:
+    def _tokenize(
+        self, name: str, texts: TextShards, rows: np.ndarray, limit: int | None, counts: Counter
+    ) -> Samples:
         options = self.options
         rounds = select_stage.SelectionRounds(rows, texts.hashes, limit, options.seed)
         max_tokens = options.max_tokens
         if options.overlong == "chunk" and options.latents_per_text == 1:
             max_tokens = min(max_tokens, self.num_read_by_encoder)
-        rules = tokenize_stage.LengthRules(options.min_tokens, max_tokens, options.overlong, options.latents_per_text)
+        rules = tokenize_stage.LengthRules(
+            options.min_tokens, max_tokens, options.overlong, options.latents_per_text
+        )
         shard_rows: list[np.ndarray] = []
         paths: list[Path] = []
         num_kept, number = 0, 0
         with RankProgress(self.console, self.queue, f"tokenizing {name}", "texts") as progress:
             while (round_rows := rounds.next(num_kept)) is not None:
                 size = tokenize_stage.SHARD
-                parts = [round_rows[start : start + size] for start in range(0, len(round_rows), size)]
+                parts = [
+                    round_rows[start : start + size] for start in range(0, len(round_rows), size)
+                ]
                 progress.total += len(round_rows)
-                new_paths = self._tokenize_round(f"tokenize-{name}-{number}", texts, parts, rules, progress)
+                new_paths = self._tokenize_round(
+                    f"tokenize-{name}-{number}", texts, parts, rules, progress
+                )
                 shard_rows, paths, number = shard_rows + parts, paths + new_paths, number + 1
-                num_kept += sum(len(tokenize_stage.read_shard(path)["places"]) for path in new_paths)
+                num_kept += sum(
+                    len(tokenize_stage.read_shard(path)["places"]) for path in new_paths
+                )
         if not shard_rows:
-            shard_rows, paths = [np.empty(0, np.int64)], self.work.task_paths(f"tokenize-{name}-0", 1)
+            shard_rows, paths = (
+                [np.empty(0, np.int64)],
+                self.work.task_paths(f"tokenize-{name}-0", 1),
+            )
             tokenize_stage.tokenize_shard(paths[0], texts, shard_rows[0], self.tokenizer, rules)
         return select_stage.collect_samples(
             texts,
@@ -344,39 +416,53 @@ class _Preparation:
         self.work.run(
             stage,
             paths,
-            lambda i: tokenize_stage.tokenize_shard(paths[i], texts, parts[i], self.tokenizer, rules),
+            lambda i: tokenize_stage.tokenize_shard(
+                paths[i], texts, parts[i], self.tokenizer, rules
+            ),
             lambda i: progress(len(parts[i])),
         )
         return paths
 
-    def _encode_splits(self, splits: dict[str, Samples], sources: dict[str, TextShards]) -> dict[str, list[Path]]:
+    def _encode_splits(
+        self, splits: dict[str, Samples], sources: dict[str, TextShards]
+    ) -> dict[str, list[Path]]:
         """Encode all samples; return the shards of latents per split."""
         self.queue.rank_0_first(
-            "unknown to the encoder", lambda: self._check_unknown_words(splits["train"], sources["train"])
+            "unknown to the encoder",
+            lambda: self._check_unknown_words(splits["train"], sources["train"]),
         )
         encoder = self.encoder = self.encoder or self._make_encoder()
         total = sum(map(len, splits.values()))
-        with RankProgress(self.console, self.queue, f"encoding with {encoder.name}", "sentences", total) as progress:
+        with RankProgress(
+            self.console, self.queue, f"encoding with {encoder.name}", "sentences", total
+        ) as progress:
             return {
                 name: self._encode_split(f"encode-{name}", samples, sources[name], progress)
                 for name, samples in splits.items()
             }
 
     def _check_unknown_words(self, samples: Samples, texts: TextShards) -> None:
-        """Check, before hours of encoding, that the encoder's tokenizer knows the texts; on samples spread over them.
+        """Check, before hours of encoding, that the encoder's tokenizer knows the texts; on
+        samples spread over them.
 
         Raises:
             UserError: it knows too few of their tokens.
         """
         assert self.encoder is not None  # rank 0 made it at the start
-        rows = np.unique(np.linspace(0, len(samples) - 1, min(len(samples), _SAMPLES_OF_A_CHECK)).astype(np.int64))
+        rows = np.unique(
+            np.linspace(0, len(samples) - 1, min(len(samples), _SAMPLES_OF_A_CHECK)).astype(
+                np.int64
+            )
+        )
         part, _ = samples.take(rows).read(texts, 0, len(rows))
         num_unknown, num_tokens = np.sum(self.encoder.num_unknown(part), axis=0).tolist()
         warning = check_unknown_to_encoder(num_unknown, num_tokens, self.encoder.name)
         if warning is not None:
             self.console.print(f"warning: {warning}", soft_wrap=True)
 
-    def _encode_split(self, stage: str, samples: Samples, texts: TextShards, progress: RankProgress) -> list[Path]:
+    def _encode_split(
+        self, stage: str, samples: Samples, texts: TextShards, progress: RankProgress
+    ) -> list[Path]:
         options, starts = self.options, range(0, len(samples), encode_stage.SHARD)
         paths = self.work.task_paths(stage, len(starts))
         num_counted: Counter = Counter()  # samples of a shard that are in the progress already
@@ -387,7 +473,9 @@ class _Preparation:
                 progress(num_done)
 
             part, _ = samples.read(texts, starts[number], starts[number] + encode_stage.SHARD)
-            result = encode_stage.encode(self.encoder, part, options.retries, count, options.latents_per_text)
+            result = encode_stage.encode(
+                self.encoder, part, options.retries, count, options.latents_per_text
+            )
             encode_stage.write_encoded(paths[number], result)
 
         def count_rest(number: int) -> None:

@@ -1,4 +1,6 @@
-"""Stage 4: write the results atomically as one folder, with a manifest that accounts for every text."""
+"""Stage 4: write the results atomically as one folder, with a manifest that accounts for every
+text.
+"""
 
 from __future__ import annotations
 
@@ -70,7 +72,8 @@ class StoreOutput:
 def existing_output(root: Path, plan: dict[str, Any]) -> str | None:
     """Return how far the folder is known to be the result of this plan; None if it is not.
 
-    Stores of earlier versions know the names and sizes of their files (of texts) alone, not the content: they count.
+    Stores of earlier versions know the names and sizes of their files (of texts) alone, not the
+    content: they count.
     """
     try:
         manifest = json.loads(read_text(root / MANIFEST))
@@ -81,8 +84,9 @@ def existing_output(root: Path, plan: dict[str, Any]) -> str | None:
             return "from the same corpus and options"
         if "inputs" not in manifest and manifest.get("units") == _digest(plan["corpus"]):
             return (
-                "from the same options and files of the same names and sizes; their content and the encoder were not "
-                "compared, as an earlier version of mmldlm made it (--force prepares it again)"
+                "from the same options and files of the same names and sizes; their content and"
+                " the encoder were not compared, as an earlier version of mmldlm made it (--force"
+                " prepares it again)"
             )
     except (OSError, ValueError, AttributeError):
         pass
@@ -108,7 +112,8 @@ def publish(
     held_counts: Counter,
     left_out: LeftOut,
 ) -> dict[str, Any]:
-    """Write the splits, the tokenizer and the manifest to the work folder, then rename it; return the manifest.
+    """Write the splits, the tokenizer and the manifest to the work folder, then rename it; return
+    the manifest.
 
     Raises:
         UserError: too many samples without a latent, or a folder that appeared in the meantime.
@@ -122,7 +127,9 @@ def publish(
     partial.mkdir()
     tokenizer = json.loads(read_text(output.work.folder / TOKENIZER_IDENTITY))
     is_store = output.options.layout == "store"
-    summaries, statistics = _write_splits(output, partial, tokenizer, source, bool(counts["chunked"]))
+    summaries, statistics = _write_splits(
+        output, partial, tokenizer, source, bool(counts["chunked"])
+    )
     if quarantined:
         lines = "".join(to_json(entry) + "\n" for entry in quarantined)
         write_text(partial / QUARANTINE, lines)
@@ -136,7 +143,11 @@ def publish(
         "latent_stats": statistics,
         "tokenizer": tokenizer,
         "splits": summaries,
-        "corpus": {"source": source, **merge_counts(counts, summaries, held_source is None), **left_out.entry()},
+        "corpus": {
+            "source": source,
+            **merge_counts(counts, summaries, held_source is None),
+            **left_out.entry(),
+        },
         "options": plan["options"],
         "units": plan_digest(plan),
         **inputs_entry(plan["inputs"]),
@@ -145,7 +156,10 @@ def publish(
     }
     if held_source is not None:
         own = {"validation": summaries["validation"]}
-        manifest["validation_corpus"] = {"source": held_source, **merge_counts(held_counts, own, True)}
+        manifest["validation_corpus"] = {
+            "source": held_source,
+            **merge_counts(held_counts, own, True),
+        }
     write_json(partial / MANIFEST, manifest)
     if is_store:
         check_readable(partial, summaries)
@@ -165,7 +179,9 @@ def _write_splits(
             if output.options.layout == "store"
             else FilesSplit(folder, name, source, output.encoder.name)
         )
-        latent_statistics = LatentStatistics(output.encoder.latent_dim, len(samples) * output.options.latents_per_text)
+        latent_statistics = LatentStatistics(
+            output.encoder.latent_dim, len(samples) * output.options.latents_per_text
+        )
         num_unknown = num_cut = 0
         for texts, tokens, latents, rows, is_cut in _blocks(output, name):
             split.add(texts, tokens, latents, rows)
@@ -195,7 +211,9 @@ def _check_quarantine(output: StoreOutput) -> list[dict[str, Any]]:
             for position, reason in encode_stage.read_reasons(path).items():
                 row = number * encode_stage.SHARD + position
                 text = samples.read(output.texts[name], row, row + 1)[0][0]
-                found.append({"split": name, "row": int(samples.rows[row]), "reason": reason, "text": text})
+                found.append(
+                    {"split": name, "row": int(samples.rows[row]), "reason": reason, "text": text}
+                )
                 num_bad += 1
         if len(samples) - num_bad < 2:
             reasons = Counter(entry["reason"] for entry in found)
@@ -208,10 +226,11 @@ def _check_quarantine(output: StoreOutput) -> list[dict[str, Any]]:
     if len(found) > output.options.max_quarantined * total:
         reasons = Counter(entry["reason"] for entry in found)
         raise UserError(
-            f"at most {output.options.max_quarantined:.2%} of {total:,} samples on which {output.encoder.name} fails",
+            f"at most {output.options.max_quarantined:.2%} of {total:,} samples on which"
+            f" {output.encoder.name} fails",
             f"{len(found)}: {dict(reasons)}, first {found[0]['text'][:80]!r}",
-            "check the encoder (its weights, --dtype), or allow more with --max-quarantined; nothing was written, "
-            f"{output.work.folder} keeps the finished work",
+            "check the encoder (its weights, --dtype), or allow more with --max-quarantined;"
+            f" nothing was written, {output.work.folder} keeps the finished work",
         )
     return found
 
@@ -219,7 +238,9 @@ def _check_quarantine(output: StoreOutput) -> list[dict[str, Any]]:
 def _blocks(
     output: StoreOutput, name: str
 ) -> Iterator[tuple[list[str], list[np.ndarray], np.ndarray, np.ndarray, np.ndarray]]:
-    """Yield (texts, token ids, latents, corpus rows, which are cut) of the samples that have a latent, by shard."""
+    """Yield (texts, token ids, latents, corpus rows, which are cut) of the samples that have a
+    latent, by shard.
+    """
     samples, texts = output.splits[name], output.texts[name]
     for number, path in enumerate(output.encoded[name]):
         start = number * encode_stage.SHARD
@@ -227,15 +248,29 @@ def _blocks(
         part, ids = samples.read(texts, start, start + encode_stage.SHARD)
         keep = np.flatnonzero(encoded.is_ok)
         rows = samples.rows[start : start + encode_stage.SHARD][keep]
-        yield [part[i] for i in keep], [ids[i] for i in keep], encoded.latents, rows, encoded.is_cut[keep]
+        yield (
+            [part[i] for i in keep],
+            [ids[i] for i in keep],
+            encoded.latents,
+            rows,
+            encoded.is_cut[keep],
+        )
 
 
-def merge_counts(counts: Counter, summaries: dict[str, dict[str, int]], both: bool) -> dict[str, Any]:
+def merge_counts(
+    counts: Counter, summaries: dict[str, dict[str, int]], both: bool
+) -> dict[str, Any]:
     """Return the counters of a corpus for the manifest, in which every text is accounted for."""
     kinds = ("documents", "files", "files_unreadable", "truncated", "chunked", "chunks")
     more = {key: counts[key] for key in kinds if counts[key]}
-    dropped = {key[5:]: value for key, value in sorted(counts.items()) if key.startswith("drop_") and value}
-    kept = sum(summary["num_samples"] for name, summary in summaries.items() if both or name == "train")
+    dropped = {
+        key[5:]: value
+        for key, value in sorted(counts.items())
+        if key.startswith("drop_") and value
+    }
+    kept = sum(
+        summary["num_samples"] for name, summary in summaries.items() if both or name == "train"
+    )
     lost = counts["read"] - kept - sum(dropped.values()) - counts["chunked"] + counts["chunks"]
     assert lost == 0, f"{lost} texts are not accounted for: {counts}, {kept} kept"
     return {"read": counts["read"], "kept": kept, "dropped": dropped, **more}
@@ -247,7 +282,9 @@ def latents_suffix(count: int) -> dict[str, int]:
 
 
 def versions(*more: str) -> dict[str, str]:
-    """Return the versions of the packages, and of `more`, on which the bytes of a store may depend."""
+    """Return the versions of the packages, and of `more`, on which the bytes of a store may
+    depend.
+    """
     packages = ("torch", "transformers", "tokenizers", "numpy", *more)
     return {
         "mmldlm": mmldlm.__version__,
@@ -268,7 +305,11 @@ def check_output_free(root: Path, force: bool, plan: dict[str, Any] | None = Non
         UserError: the folder is in use.
     """
     if not is_utf8(str(root)):
-        raise UserError("an --output-dir in UTF-8, as tokenizers need it", printable(str(root)), "give another name")
+        raise UserError(
+            "an --output-dir in UTF-8, as tokenizers need it",
+            printable(str(root)),
+            "give another name",
+        )
     if root.exists() and not force and (not root.is_dir() or any(root.iterdir())):
         raise UserError(
             f"an --output-dir that does not exist yet: {root}",
@@ -305,9 +346,12 @@ def _describe_existing(root: Path, plan: dict[str, Any] | None) -> str:
         return "a store of the same options whose files have changed (too many to name one)"
     if "inputs" not in manifest:
         return (
-            "a store of the same options that does not name the files it read (too many, or made by an earlier version)"
+            "a store of the same options that does not name the files it read (too many, or made"
+            " by an earlier version)"
         )
-    changes = diff_inputs(manifest["inputs"], plan["inputs"]) or ["the order or the captions of its corpus"]
+    changes = diff_inputs(manifest["inputs"], plan["inputs"]) or [
+        "the order or the captions of its corpus"
+    ]
     return f"a store of the same options whose files have changed: {'; '.join(changes)}"
 
 
@@ -324,7 +368,9 @@ def commit(partial: Path, root: Path, force: bool) -> None:
         root.rmdir()
     if root.exists() and not force:
         raise UserError(
-            f"no folder yet at {root}", "another one appeared in the meantime", "choose another --output-dir"
+            f"no folder yet at {root}",
+            "another one appeared in the meantime",
+            "choose another --output-dir",
         )
     if root.exists():
         root.rename(old)

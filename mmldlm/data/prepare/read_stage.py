@@ -1,4 +1,6 @@
-"""Stage 1: read the texts of a corpus, unit by unit, into flat files with a hash of each text's content."""
+"""Stage 1: read the texts of a corpus, unit by unit, into flat files with a hash of each text's
+content.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,9 @@ from mmldlm.utils.input_files import read_text
 
 
 def read_unit(unit: ReadUnit, folder: Path) -> None:
-    """Read one unit into text.bin, offsets.npy, hashes.npy and counts.json; memory holds one text at a time."""
+    """Read one unit into text.bin, offsets.npy, hashes.npy and counts.json; memory holds one text
+    at a time.
+    """
     counts: Counter = Counter()
     offsets, hashes = array.array("q", [0]), array.array("Q")
     with atomic_folder(folder) as partial:
@@ -48,11 +52,15 @@ class TextShards:
 
     def __init__(self, folders: Sequence[Path]):
         # Plain views: slicing a numpy memmap costs several times as much.
-        self._offsets = [np.load(folder / "offsets.npy", mmap_mode="r").view(np.ndarray) for folder in folders]
+        self._offsets = [
+            np.load(folder / "offsets.npy", mmap_mode="r").view(np.ndarray) for folder in folders
+        ]
         self._raw = [_map_bytes(folder / "text.bin") for folder in folders]
         hashes = [np.load(folder / "hashes.npy") for folder in folders]
         self.hashes = np.concatenate(hashes) if hashes else np.empty(0, np.uint64)
-        self._starts = np.concatenate([[0], np.cumsum([len(part) for part in hashes])]).astype(np.int64)
+        self._starts = np.concatenate([[0], np.cumsum([len(part) for part in hashes])]).astype(
+            np.int64
+        )
         self.counts: Counter = Counter()
         for folder in folders:
             self.counts.update(json.loads(read_text(folder / "counts.json")))
@@ -68,7 +76,9 @@ class TextShards:
         """Yield the texts at some rows."""
         for row in np.asarray(rows, dtype=np.int64).tolist():
             part = int(np.searchsorted(self._starts, row, side="right")) - 1
-            start, end = self._offsets[part][row - self._starts[part] : row - self._starts[part] + 2].tolist()
+            start, end = self._offsets[part][
+                row - self._starts[part] : row - self._starts[part] + 2
+            ].tolist()
             yield self._raw[part][start:end].tobytes().decode("utf-8")
 
 
@@ -84,4 +94,8 @@ class SelectedTexts:
 
 
 def _map_bytes(path: Path) -> np.ndarray:
-    return np.memmap(path, np.uint8, "r").view(np.ndarray) if path.stat().st_size else np.empty(0, np.uint8)
+    return (
+        np.memmap(path, np.uint8, "r").view(np.ndarray)
+        if path.stat().st_size
+        else np.empty(0, np.uint8)
+    )

@@ -1,4 +1,6 @@
-"""Select samples and assign their splits, as functions of the content hashes of the complete corpus."""
+"""Select samples and assign their splits, as functions of the content hashes of the complete
+corpus.
+"""
 
 from __future__ import annotations
 
@@ -47,7 +49,9 @@ class Samples:
         """Return the texts and token ids of a range of samples."""
         found_texts, found_ids = [], []
         for shard_number, piece, row in zip(
-            self.shards[start:end].tolist(), self.pieces[start:end].tolist(), self.rows[start:end].tolist()
+            self.shards[start:end].tolist(),
+            self.pieces[start:end].tolist(),
+            self.rows[start:end].tolist(),
         ):
             shard = tokenize_stage.read_shard(self.paths[shard_number])
             first, last = shard["offsets"][piece : piece + 2]
@@ -79,8 +83,12 @@ def first_occurrences(hashes: np.ndarray) -> np.ndarray:
     return np.sort(np.unique(hashes, return_index=True)[1])
 
 
-def deduplicate(texts: TextShards, held_out: np.ndarray, keep_duplicates: bool, counts: Counter) -> np.ndarray:
-    """Return the rows that may become samples: not held out and, unless duplicates are kept, all different."""
+def deduplicate(
+    texts: TextShards, held_out: np.ndarray, keep_duplicates: bool, counts: Counter
+) -> np.ndarray:
+    """Return the rows that may become samples: not held out and, unless duplicates are kept, all
+    different.
+    """
     rows = np.arange(len(texts)) if keep_duplicates else first_occurrences(texts.hashes)
     counts["drop_duplicate"] += len(texts) - len(rows)
     kept = rows[~np.isin(texts.hashes[rows], held_out)]
@@ -89,15 +97,18 @@ def deduplicate(texts: TextShards, held_out: np.ndarray, keep_duplicates: bool, 
 
 
 def num_validation(num_texts: int, requested: int | None) -> int:
-    """Return the size of the validation split: as requested, else a twentieth and at most 1,000."""
+    """Return the size of the validation split: as requested, else a twentieth and at most
+    1,000.
+    """
     return max(2, min(1000, num_texts // 20)) if requested is None else requested
 
 
 class SelectionRounds:
-    """The candidates in the order of tokenizing: all at once, or in rounds until there are enough samples.
+    """The candidates in the order of tokenizing: all at once, or in rounds until there are enough
+    samples.
 
-    A round holds the candidates with the next sample keys, in corpus order. So the samples are those with the smallest
-    keys of an allowed length, independent of the sizes of the rounds.
+    A round holds the candidates with the next sample keys, in corpus order. So the samples are
+    those with the smallest keys of an allowed length, independent of the sizes of the rounds.
     """
 
     def __init__(self, rows: np.ndarray, hashes: np.ndarray, limit: int | None, seed: int):
@@ -107,7 +118,9 @@ class SelectionRounds:
         self._end = 0
 
     def next(self, num_kept: int) -> np.ndarray | None:
-        """Return the ascending rows of the next round; None with enough samples or no more candidates."""
+        """Return the ascending rows of the next round; None with enough samples or no more
+        candidates.
+        """
         total = len(self.order)
         if self._end >= total or (self.limit is not None and num_kept >= self.limit):
             return None
@@ -144,13 +157,17 @@ def collect_samples(
     num_chunked = int((status == tokenize_stage.CHUNKED).sum())
     if num_chunked:
         counts["chunked"] += num_chunked
-        counts["chunks"] += int(np.isin(samples.rows, seen[status == tokenize_stage.CHUNKED]).sum())
+        counts["chunks"] += int(
+            np.isin(samples.rows, seen[status == tokenize_stage.CHUNKED]).sum()
+        )
         dropped = int(num_short[np.isin(all_seen, seen)].sum())
         counts["chunks"] += dropped
         counts["drop_piece_too_short"] += dropped
     samples = samples.take(np.lexsort((samples.pieces, samples.shards, samples.rows)))
     if not keep_duplicates and (counts["truncated"] or num_chunked):
-        first = first_occurrences(samples.hashes)  # texts that differed only after the cut are equal now
+        first = first_occurrences(
+            samples.hashes
+        )  # texts that differed only after the cut are equal now
         counts["drop_duplicate"] += len(samples) - len(first)
         samples = samples.take(first)
     return samples
@@ -159,7 +176,9 @@ def collect_samples(
 def _read_shards(
     shard_rows: list[np.ndarray], paths: list[Path], unk_token_id: int | None
 ) -> tuple[Samples, np.ndarray, np.ndarray]:
-    """Return all samples of the shards, and per text its status and its number of pieces that are too short."""
+    """Return all samples of the shards, and per text its status and its number of pieces that are
+    too short.
+    """
     parts: list[list[np.ndarray]] = [[] for _ in _FIELDS]
     statuses, num_short = [], []
     for number, (rows, path) in enumerate(zip(shard_rows, paths, strict=True)):
@@ -173,17 +192,30 @@ def _read_shards(
             rows[shard["places"]],
             shard["hashes"],
             shard["lengths"],
-            np.diff(np.concatenate([[0], np.cumsum(shard["ids"] == unk_token_id)])[shard["offsets"]]).astype(np.int32),
+            np.diff(
+                np.concatenate([[0], np.cumsum(shard["ids"] == unk_token_id)])[shard["offsets"]]
+            ).astype(np.int32),
         )
         for part, column in zip(parts, columns):
             part.append(column)
-    return Samples(list(paths), *map(np.concatenate, parts)), np.concatenate(statuses), np.concatenate(num_short)
+    return (
+        Samples(list(paths), *map(np.concatenate, parts)),
+        np.concatenate(statuses),
+        np.concatenate(num_short),
+    )
 
 
 def _first_by_key(
-    texts: TextShards, samples: Samples, seen: np.ndarray, status: np.ndarray, limit: int, seed: int
+    texts: TextShards,
+    samples: Samples,
+    seen: np.ndarray,
+    status: np.ndarray,
+    limit: int,
+    seed: int,
 ) -> tuple[Samples, np.ndarray, np.ndarray]:
-    """Return the first `limit` samples in the order of sample keys, and the rows and status of the texts up to them."""
+    """Return the first `limit` samples in the order of sample keys, and the rows and status of the
+    texts up to them.
+    """
     text_keys = sample_keys(texts.hashes[seen], seed)
     text_order = np.lexsort((seen, text_keys))
     rank = np.empty(len(seen), np.int64)
@@ -198,7 +230,9 @@ def _first_by_key(
 
 
 def split_validation(samples: Samples, requested: int | None, seed: int) -> dict[str, Samples]:
-    """Assign the smallest split keys to validation; equal texts have equal keys and stay together."""
+    """Assign the smallest split keys to validation; equal texts have equal keys and stay
+    together.
+    """
     keys = split_keys(samples.hashes, seed)
     number = num_validation(len(keys), requested)
     if number > len(keys):

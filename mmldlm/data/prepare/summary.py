@@ -46,9 +46,13 @@ class RankProgress:
 
 
 def add_files_not_read(table: Table, corpus: dict[str, Any]) -> None:
-    """Add a row for each reason for which files of a corpus were not read, with the names of some."""
+    """Add a row for each reason for which files of a corpus were not read, with the names
+    of some.
+    """
     for reason, found in corpus.get("not_read", {}).items():
-        table.add_row(f"  not read: {reason}", f"{found['number']:,}: {join_some(found['such_as'], limit=3)}")
+        table.add_row(
+            f"  not read: {reason}", f"{found['number']:,}: {join_some(found['such_as'], limit=3)}"
+        )
 
 
 def print_summary(console: Console, root: Path, manifest: dict[str, Any], seconds: float) -> None:
@@ -66,22 +70,36 @@ def print_summary(console: Console, root: Path, manifest: dict[str, Any], second
     if corpus.get("chunked"):
         table.add_row("  pieces", f"{corpus['chunks']:,} of {corpus['chunked']:,} longer texts")
     for name, split in manifest["splits"].items():
-        lengths = f"mean {split['num_tokens'] / split['num_samples']:.1f}, max {split['max_tokens']}"
-        table.add_row(name, f"{split['num_samples']:,} samples, {split['num_tokens']:,} tokens ({lengths})")
+        lengths = (
+            f"mean {split['num_tokens'] / split['num_samples']:.1f}, max {split['max_tokens']}"
+        )
+        table.add_row(
+            name, f"{split['num_samples']:,} samples, {split['num_tokens']:,} tokens ({lengths})"
+        )
         if "num_unknown" in split:
             table.add_row("  [UNK]", describe_share(split["num_unknown"], split["num_tokens"]))
         if split.get("num_cut_by_encoder"):
             table.add_row("  cut by the encoder", f"{split['num_cut_by_encoder']:,} texts")
-    table.add_row("tokenizer", f"{manifest['tokenizer']['key']}, {manifest['tokenizer']['vocab_size']:,} tokens")
+    table.add_row(
+        "tokenizer",
+        f"{manifest['tokenizer']['key']}, {manifest['tokenizer']['vocab_size']:,} tokens",
+    )
     norm = statistics["norm"]
     encoder = manifest["encoder"]
-    table.add_row("latents", f"{encoder['name']} ({encoder['source']}), {manifest['latent_dim']} dimensions")
+    table.add_row(
+        "latents", f"{encoder['name']} ({encoder['source']}), {manifest['latent_dim']} dimensions"
+    )
     if "latents_per_text" in manifest:
         table.add_row("  per text", f"{manifest['latents_per_text']}")
     table.add_row("  norm", f"{norm['mean']:.4f} ({norm['min']:.4f} to {norm['max']:.4f})")
-    table.add_row("  effective rank", f"{statistics['effective_rank']:.1f} of {manifest['latent_dim']}")
+    table.add_row(
+        "  effective rank", f"{statistics['effective_rank']:.1f} of {manifest['latent_dim']}"
+    )
     if manifest["files"]:
-        table.add_row("size", f"{sum(entry['bytes'] for entry in manifest['files'].values()) / 2**20:.1f} MiB")
+        table.add_row(
+            "size",
+            f"{sum(entry['bytes'] for entry in manifest['files'].values()) / 2**20:.1f} MiB",
+        )
     table.add_row("time", f"{seconds:.0f} s")
     console.print(table)
     for warning in cut_warnings(manifest):
@@ -90,4 +108,6 @@ def print_summary(console: Console, root: Path, manifest: dict[str, Any], second
         key = shlex.quote(f"data.latent_data_root={root}")
         console.print(f"next: mmldlm config --config-name quickstart {key}", soft_wrap=True)
     else:
-        console.print(f"next: mmldlm pack {shlex.quote(str(root))} --output-dir STORE", soft_wrap=True)
+        console.print(
+            f"next: mmldlm pack {shlex.quote(str(root))} --output-dir STORE", soft_wrap=True
+        )

@@ -1,7 +1,9 @@
-"""Ranks that prepare data together: they claim tasks from a shared counter, wait for each other, and fail together.
+"""Ranks that prepare data together: they claim tasks from a shared counter, wait for each other,
+and fail together.
 
-Claims are kept in the key-value store of the launch (torchrun's, or rank 0's) and end with the attempt; results are
-files. So a killed attempt leaves no claims behind, and the next one may have any number of ranks.
+Claims are kept in the key-value store of the launch (torchrun's, or rank 0's) and end with the
+attempt; results are files. So a killed attempt leaves no claims behind, and the next one may have
+any number of ranks.
 """
 
 from __future__ import annotations
@@ -15,7 +17,8 @@ from mmldlm.utils.job_store import connect_job_store
 
 _POLL = 0.1  # seconds
 _FAILED_KEY, _DONE_KEY = "failed", "gone"
-SHUTDOWN_DELAY = 3.0  # seconds that a failing rank 0 keeps the store, so that the other ranks can read the reason
+# seconds that a failing rank 0 keeps the store, so that the other ranks can read the reason
+SHUTDOWN_DELAY = 3.0
 
 
 class RankFailed(MmldlmError):
@@ -71,7 +74,9 @@ class TaskQueue:
         """Report to the other ranks that this rank has failed."""
 
     def is_reporter(self) -> bool:
-        """Whether this rank prints its error: of several ranks with the same error only the first does."""
+        """Whether this rank prints its error: of several ranks with the same error only the first
+        does.
+        """
         return True
 
     def close(self) -> None:
@@ -79,10 +84,12 @@ class TaskQueue:
 
 
 class StoreTaskQueue(TaskQueue):
-    """The tasks of the ranks of one launch (RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT), in a key-value store.
+    """The tasks of the ranks of one launch (RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT), in a
+    key-value store.
 
     Raises:
-        RankFailed: in every method that waits, as soon as another rank has failed or rank 0 is gone.
+        RankFailed: in every method that waits, as soon as another rank has failed or rank 0 is
+            gone.
     """
 
     def __init__(self, timeout: float = 1800.0):
@@ -109,15 +116,25 @@ class StoreTaskQueue(TaskQueue):
         if self._has_failed:
             return
         self._has_failed = True
-        code = EXIT_INTERRUPTED if isinstance(error, KeyboardInterrupt) else getattr(error, "exit_code", EXIT_FAILED)
+        code = (
+            EXIT_INTERRUPTED
+            if isinstance(error, KeyboardInterrupt)
+            else getattr(error, "exit_code", EXIT_FAILED)
+        )
         first = (str(error).splitlines() or [type(error).__name__])[0]
         try:
             self._store.set(_FAILED_KEY, f"{code} rank {self.rank}: {first}")
             self._store.add(_DONE_KEY, 1)
             deadline = time.monotonic() + SHUTDOWN_DELAY
-            while self.rank == 0 and self._store.add(_DONE_KEY, 0) < self.world_size and time.monotonic() < deadline:
+            while (
+                self.rank == 0
+                and self._store.add(_DONE_KEY, 0) < self.world_size
+                and time.monotonic() < deadline
+            ):
                 time.sleep(_POLL)
-        except Exception:  # rank 0, which keeps the store, is gone: the other ranks notice it themselves
+        except (
+            Exception
+        ):  # rank 0, which keeps the store, is gone: the other ranks notice it themselves
             pass
 
     def is_reporter(self) -> bool:
@@ -143,9 +160,13 @@ class StoreTaskQueue(TaskQueue):
         try:
             return operation()
         except Exception as error:  # the store raises many types, all for a lost connection
-            raise RankFailed(f"rank 0 is gone ({type(error).__name__})", EXIT_FAILED, already_reported=False) from error
+            raise RankFailed(
+                f"rank 0 is gone ({type(error).__name__})", EXIT_FAILED, already_reported=False
+            ) from error
 
 
 def connect() -> TaskQueue:
-    """Connect the ranks of this launch: torchrun's or `mmldlm prepare --num-procs`; else this process alone."""
+    """Connect the ranks of this launch: torchrun's or `mmldlm prepare --num-procs`; else this
+    process alone.
+    """
     return StoreTaskQueue() if int_from_env("WORLD_SIZE", 1) > 1 else TaskQueue()

@@ -36,12 +36,16 @@ class LengthRules:
 
     def has_pieces(self, text: str) -> bool:
         """Whether the text can be split into one piece per latent."""
-        return self.latents_per_text == 1 or split_into_parts(text, self.latents_per_text) is not None
+        return (
+            self.latents_per_text == 1 or split_into_parts(text, self.latents_per_text) is not None
+        )
 
 
 @dataclass
 class _TextResult:
-    """The samples of one text: token ids and own text of each (None where it is the complete text)."""
+    """The samples of one text: token ids and own text of each (None where it is the complete
+    text).
+    """
 
     status: int
     samples: Sequence[tuple[list[int], str | None]] = ()
@@ -49,14 +53,18 @@ class _TextResult:
 
 
 def tokenize_shard(
-    path: Path, texts: TextShards, rows: np.ndarray, tokenizer: PreTrainedTokenizerFast, rules: LengthRules
+    path: Path,
+    texts: TextShards,
+    rows: np.ndarray,
+    tokenizer: PreTrainedTokenizerFast,
+    rules: LengthRules,
 ) -> None:
     """Tokenize the texts at some rows and write one shard.
 
-    The shard holds the `status` of every text. For every sample it holds the position of its text in `rows`
-    (`places`), content hash, token ids, and its own text where that is not the complete one. If there are any, it also
-    holds, per text, the number of pieces that are no samples (`num_short`): too short for several latents per text, or
-    single characters of too many tokens.
+    The shard holds the `status` of every text. For every sample it holds the position of its text
+    in `rows` (`places`), content hash, token ids, and its own text where that is not the complete
+    one. If there are any, it also holds, per text, the number of pieces that are no samples
+    (`num_short`): too short for several latents per text, or single characters of too many tokens.
     """
     originals = texts.get(rows)
     encoded = tokenizer(
@@ -75,7 +83,9 @@ def tokenize_shard(
             positions.append(position)
             ids_of.append(np.asarray(sample_ids, dtype=np.int32))
             is_complete = sample_text is None
-            hashes.append(int(texts.hashes[rows[position]]) if is_complete else content_hash(sample_text))
+            hashes.append(
+                int(texts.hashes[rows[position]]) if is_complete else content_hash(sample_text)
+            )
             own_text.append(b"" if is_complete else sample_text.encode("utf-8"))
     write_npz(
         path,
@@ -90,7 +100,9 @@ def tokenize_shard(
     )
 
 
-def _cut_text(text: str, ids: list[int], tokenizer: PreTrainedTokenizerFast, rules: LengthRules) -> _TextResult:
+def _cut_text(
+    text: str, ids: list[int], tokenizer: PreTrainedTokenizerFast, rules: LengthRules
+) -> _TextResult:
     if len(ids) < rules.min_tokens or not rules.has_pieces(text):
         return _TextResult(TOO_SHORT)
     if len(ids) <= rules.max_tokens:
@@ -109,7 +121,9 @@ def _cut_text(text: str, ids: list[int], tokenizer: PreTrainedTokenizerFast, rul
 
 @lru_cache(maxsize=8)
 def read_shard(path: Path) -> dict[str, np.ndarray]:
-    """Read the arrays of a shard, with the `offsets` of its ids and the `text_offsets` of its texts."""
+    """Read the arrays of a shard, with the `offsets` of its ids and the `text_offsets` of its
+    texts.
+    """
     shard = read_npz(path)
     for name, lengths in (("offsets", "lengths"), ("text_offsets", "text_lengths")):
         shard[name] = np.concatenate([[0], np.cumsum(shard[lengths], dtype=np.int64)])

@@ -1,4 +1,6 @@
-"""The folder next to the output that keeps finished work, so that a killed preparation can be resumed."""
+"""The folder next to the output that keeps finished work, so that a killed preparation can be
+resumed.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,10 @@ def diff_plans(found: dict[str, Any], plan: dict[str, Any]) -> list[str]:
     """Describe each difference between two plans, with both values."""
     lines = diff_options(found.get("options") or {}, plan["options"])
     if found.get("corpus") != plan["corpus"]:
-        before, now = (dict.fromkeys(sum(side.values(), [])) for side in (found.get("corpus") or {}, plan["corpus"]))
+        before, now = (
+            dict.fromkeys(sum(side.values(), []))
+            for side in (found.get("corpus") or {}, plan["corpus"])
+        )
         removed = join_some((unit for unit in before if unit not in now), limit=3)
         added = join_some((unit for unit in now if unit not in before), limit=3)
         lines.append(f"the corpus had {removed or 'nothing more'}, has {added or 'nothing more'}")
@@ -55,7 +60,8 @@ class WorkDir:
             Whether there is earlier work to resume.
 
         Raises:
-            UserError: another launch is at work, or the folder belongs to other options or another corpus.
+            UserError: another launch is at work, or the folder belongs to other options or another
+                corpus.
         """
         check_writable_dir(self.folder, "--output-dir")
         self.folder.mkdir(parents=True, exist_ok=True)
@@ -79,7 +85,8 @@ class WorkDir:
                 raise UserError(
                     f"the options and corpus that {self.folder} was started with",
                     "; ".join(diff_plans(found, plan)),
-                    "give the same to resume, --force to discard the earlier work, or another --output-dir",
+                    "give the same to resume, --force to discard the earlier work, or another"
+                    " --output-dir",
                 )
             self.clear()
             found = None
@@ -88,7 +95,9 @@ class WorkDir:
         return found is not None
 
     def identities(self) -> FileIdentities:
-        """Return the identities of input files that an earlier launch has found; rank 0 saves new ones."""
+        """Return the identities of input files that an earlier launch has found; rank 0 saves new
+        ones.
+        """
         return FileIdentities(self.folder / _IDENTITIES)
 
     def read_plan(self) -> dict[str, Any]:
@@ -108,14 +117,21 @@ class WorkDir:
         shutil.rmtree(self.folder, ignore_errors=True)
 
     def task_paths(self, stage: str, count: int) -> list[Path]:
-        """Return the path of each task's result, a file or a folder, and create the folder of the stage."""
+        """Return the path of each task's result, a file or a folder, and create the folder of the
+        stage.
+        """
         (self.folder / stage).mkdir(exist_ok=True)
         return [self.folder / stage / f"{number:06d}" for number in range(count)]
 
     def run(
-        self, stage: str, paths: list[Path], run_task: Callable[[int], None], on_done: Callable[[int], None]
+        self,
+        stage: str,
+        paths: list[Path],
+        run_task: Callable[[int], None],
+        on_done: Callable[[int], None],
     ) -> None:
-        """Run the tasks of a stage that have no result yet, shared by all ranks; return when all tasks are done.
+        """Run the tasks of a stage that have no result yet, shared by all ranks; return when all
+        tasks are done.
 
         Args:
             stage: a name that is used once.

@@ -1,7 +1,7 @@
 """Read and write .npy and .npz files.
 
-Readers of foreign files trust nothing: the header is compared with the size of the file, and objects are never
-unpickled.
+Readers of foreign files trust nothing: the header is compared with the size of the file, and
+objects are never unpickled.
 """
 
 from __future__ import annotations
@@ -62,8 +62,16 @@ def read_small_npz(path: Path, *names: str) -> list[np.ndarray]:
         try:
             with zipfile.ZipFile(file) as archive:
                 return [_read_member(archive, f"{name}.npy") for name in names]
-        except (zipfile.BadZipFile, KeyError, NotImplementedError, RuntimeError, EOFError) as error:
-            raise UnreadableArrayError(f"not a .npz file with {', '.join(names)}: {error}") from error
+        except (
+            zipfile.BadZipFile,
+            KeyError,
+            NotImplementedError,
+            RuntimeError,
+            EOFError,
+        ) as error:
+            raise UnreadableArrayError(
+                f"not a .npz file with {', '.join(names)}: {error}"
+            ) from error
 
 
 def _read_member(archive: zipfile.ZipFile, name: str) -> np.ndarray:
@@ -78,16 +86,31 @@ def _read_header(file: BinaryIO, size: int) -> None:
     """Compare the shape and dtype of a header with the size of the file."""
     try:
         version = np.lib.format.read_magic(file)
-        read = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}[version]
+        read = {
+            (1, 0): np.lib.format.read_array_header_1_0,
+            (2, 0): np.lib.format.read_array_header_2_0,
+        }[version]
         shape, _, dtype = read(file)
-    except (ValueError, KeyError, TypeError, SyntaxError, RecursionError, MemoryError, EOFError) as error:
+    except (
+        ValueError,
+        KeyError,
+        TypeError,
+        SyntaxError,
+        RecursionError,
+        MemoryError,
+        EOFError,
+    ) as error:
         raise UnreadableArrayError(f"not a .npy file: {str(error)[:100]}") from error
     if dtype.hasobject:
         raise UnreadableArrayError("Python objects, which are never read")
     expected = file.tell() + math.prod(shape) * dtype.itemsize
-    is_absurd = any(not 0 <= count < 1 << 48 for count in shape)  # a 0 in the shape would hide it in the product
+    is_absurd = any(
+        not 0 <= count < 1 << 48 for count in shape
+    )  # a 0 in the shape would hide it in the product
     if is_absurd or expected != size:
-        raise UnreadableArrayError(f"{size} bytes where its header, {dtype} {list(shape)}, asks for {expected}")
+        raise UnreadableArrayError(
+            f"{size} bytes where its header, {dtype} {list(shape)}, asks for {expected}"
+        )
 
 
 def _load(file: BinaryIO) -> np.ndarray:
@@ -114,7 +137,9 @@ def read_npz(path: Path, *names: str) -> dict[str, np.ndarray]:
         with open_regular(path) as opened, np.load(opened, allow_pickle=False) as file:
             return {name: file[name] for name in names or file.files}
     except (ValueError, EOFError, zipfile.BadZipFile) as error:
-        raise MmldlmError(f"{path} is damaged ({error}): delete it and rerun; it will be rebuilt") from error
+        raise MmldlmError(
+            f"{path} is damaged ({error}): delete it and rerun; it will be rebuilt"
+        ) from error
 
 
 class NpyWriter:
@@ -135,7 +160,9 @@ class NpyWriter:
         shape = (self.num_rows, *self.row)
         buffer = io.BytesIO()
         # numpy pads for the largest count, so the length of the header does not depend on it
-        np.lib.format.write_array_header_1_0(buffer, {"descr": self.dtype.str, "fortran_order": False, "shape": shape})
+        np.lib.format.write_array_header_1_0(
+            buffer, {"descr": self.dtype.str, "fortran_order": False, "shape": shape}
+        )
         return buffer.getvalue()
 
     def append(self, block: np.ndarray) -> None:

@@ -1,4 +1,7 @@
-"""Hypotheses of a store's samples (`mmldlm hypotheses`), as the corrector's batches read them. Without torch."""
+"""Hypotheses of a store's samples (`mmldlm hypotheses`), as the corrector's batches read them.
+
+Without torch.
+"""
 
 from __future__ import annotations
 
@@ -13,8 +16,8 @@ from mmldlm.data.store.store import Store, check_latents
 from mmldlm.errors import UserError
 
 _ROWS_CHECKED = 50_000
-# Of what `mmldlm hypotheses` writes. 1 had whole texts of the model, of their own lengths; 2 lays their words beside
-# those of the samples, which is how a corrector reads them.
+# Of what `mmldlm hypotheses` writes. 1 had whole texts of the model, of their own lengths; 2 lays
+# their words beside those of the samples, which is how a corrector reads them.
 HYPOTHESES_VERSION = 2
 
 
@@ -44,30 +47,50 @@ class SplitHypotheses:
             raise UserError(
                 f"hypotheses for the samples of {samples.root} in data.hypotheses={root}",
                 "a store without hypotheses" if of is None else "hypotheses for other samples",
-                f"write them: mmldlm hypotheses --checkpoint RUN --data {samples.root} --output-dir DIR",
+                f"write them: mmldlm hypotheses --checkpoint RUN --data {samples.root}"
+                " --output-dir DIR",
             )
         if version != HYPOTHESES_VERSION:
             raise UserError(
                 f"hypotheses of version {HYPOTHESES_VERSION} in data.hypotheses={root}",
                 f"version {version}, of another mmldlm, whose words stand at other places",
-                f"write them again: mmldlm hypotheses --checkpoint RUN --data {samples.root} --output-dir DIR",
+                f"write them again: mmldlm hypotheses --checkpoint RUN --data {samples.root}"
+                " --output-dir DIR",
             )
-        if len(rows) != len(self.store) or len(rows) and not 0 <= rows.min() <= rows.max() < len(samples):
+        if (
+            len(rows) != len(self.store)
+            or len(rows)
+            and not 0 <= rows.min() <= rows.max() < len(samples)
+        ):
             raise UserError(
                 f"a sample of {samples.root}/{samples.split} for each hypothesis in {root}",
-                f"documents.npy of {len(rows)} rows, {len(self.store)} hypotheses, {len(samples)} samples",
+                f"documents.npy of {len(rows)} rows, {len(self.store)} hypotheses, {len(samples)}"
+                " samples",
                 "write the hypotheses again",
             )
         for first, block in self.store.latent_blocks(_ROWS_CHECKED):
-            check_latents(block, f"{root}/{samples.split}", samples.latent_dim, first, samples.kind == "image")
+            check_latents(
+                block,
+                f"{root}/{samples.split}",
+                samples.latent_dim,
+                first,
+                samples.kind == "image",
+            )
         self.row_of = np.full(len(samples), -1, np.int64)
         self.row_of[rows] = np.arange(len(rows))
 
     def arrays(
-        self, ids: np.ndarray, wanted: np.ndarray, shape: tuple[int, int], pad: int, eos: int, vocab_size: int,
+        self,
+        ids: np.ndarray,
+        wanted: np.ndarray,
+        shape: tuple[int, int],
+        pad: int,
+        eos: int,
+        vocab_size: int,
         scale: Callable[[np.ndarray], np.ndarray],
-    ) -> tuple[dict[str, np.ndarray], dict[int, str]]:  # fmt: skip
-        """Return hypothesis_tokens [B, S] int64, hypothesis_latents fp32 in model space, hypothesis_given [B] bool.
+    ) -> tuple[dict[str, np.ndarray], dict[int, str]]:
+        """Return hypothesis_tokens [B, S] int64, hypothesis_latents fp32 in model space,
+        hypothesis_given [B] bool.
 
         Args:
             ids: [B] of the samples.
@@ -77,7 +100,8 @@ class SplitHypotheses:
             scale: latents -> model space.
 
         Returns:
-            The arrays, and why the hypotheses of some of the B samples are left out: position -> reason.
+            The arrays, and why the hypotheses of some of the B samples are left out: position ->
+            reason.
         """
         rows = self.row_of[ids]
         given = wanted & (rows >= 0)
@@ -86,9 +110,13 @@ class SplitHypotheses:
         for row in np.flatnonzero(given).tolist():
             text = found.tokens[row]
             if not np.isfinite(found.latents[row]).all():
-                reasons[row] = "non-finite values in the latent of its hypothesis, which is left out"
+                reasons[row] = (
+                    "non-finite values in the latent of its hypothesis, which is left out"
+                )
             elif len(text) and not 0 <= text.min() <= text.max() < vocab_size:
-                reasons[row] = f"a token id of its hypothesis outside 0..{vocab_size - 1}, which is left out"
+                reasons[row] = (
+                    f"a token id of its hypothesis outside 0..{vocab_size - 1}, which is left out"
+                )
         given[list(reasons)] = False
         tokens = np.full(shape, pad, np.int64)
         for row in np.flatnonzero(given):
@@ -96,4 +124,8 @@ class SplitHypotheses:
             tokens[row, : len(text)] = text
         latents = np.zeros(found.latents.shape, np.float32)
         latents[given] = scale(found.latents[given])
-        return {"hypothesis_tokens": tokens, "hypothesis_latents": latents, "hypothesis_given": given}, reasons
+        return {
+            "hypothesis_tokens": tokens,
+            "hypothesis_latents": latents,
+            "hypothesis_given": given,
+        }, reasons

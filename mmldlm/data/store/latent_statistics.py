@@ -15,13 +15,19 @@ class LatentStatistics:
 
     Args:
         latent_dim: D.
-        num_expected: number of rows to come; above `covariance_rows` the effective rank uses every n-th block only.
+        num_expected: number of rows to come; above `covariance_rows` the effective rank uses every
+            n-th block only.
         covariance_rows: about the most rows in the covariance.
     """
 
-    def __init__(self, latent_dim: int, num_expected: int = 0, covariance_rows: int = COVARIANCE_ROWS):
+    def __init__(
+        self, latent_dim: int, num_expected: int = 0, covariance_rows: int = COVARIANCE_ROWS
+    ):
         self._num, self._sum, self._squares = 0, np.zeros(latent_dim), np.zeros(latent_dim)
-        self._products, self._product_sum = np.zeros((latent_dim, latent_dim)), np.zeros(latent_dim)
+        self._products, self._product_sum = (
+            np.zeros((latent_dim, latent_dim)),
+            np.zeros(latent_dim),
+        )
         self._num_products = 0
         self._stride = -(-num_expected // covariance_rows) if num_expected > covariance_rows else 1
         self._num_blocks = 0
@@ -47,8 +53,8 @@ class LatentStatistics:
     def result(self) -> dict[str, Any]:
         """Return the manifest's `latent_stats`.
 
-        The effective rank is exp of the entropy of the covariance's normalized eigenvalues (Roy and Vetterli, 2007),
-        over `effective_rank_samples` rows.
+        The effective rank is exp of the entropy of the covariance's normalized eigenvalues (Roy
+        and Vetterli, 2007), over `effective_rank_samples` rows.
         """
         mean = self._sum / self._num
         variance = np.clip(self._squares / self._num - np.square(mean), 0, None)
@@ -61,7 +67,11 @@ class LatentStatistics:
             "mean": mean.tolist(),
             "std": np.sqrt(variance).tolist(),
             "num_samples": self._num,
-            "norm": {"min": self._norms[0], "mean": self._norms[1] / self._num, "max": self._norms[2]},
+            "norm": {
+                "min": self._norms[0],
+                "mean": self._norms[1] / self._num,
+                "max": self._norms[2],
+            },
             "effective_rank": float(np.exp(-(share * np.log(share)).sum())),
             "effective_rank_samples": self._num_products,
         }

@@ -10,7 +10,11 @@ _UINT8_VALUES = (np.arange(256) / 127.5 - 1).astype(np.float32)
 
 def as_float32(latents: np.ndarray) -> np.ndarray:
     """Return stored latents as float32; a uint8 value u is u / 127.5 - 1."""
-    return _UINT8_VALUES[latents] if latents.dtype == np.uint8 else latents.astype(np.float32, copy=False)
+    return (
+        _UINT8_VALUES[latents]
+        if latents.dtype == np.uint8
+        else latents.astype(np.float32, copy=False)
+    )
 
 
 def as_values(latents: np.ndarray) -> np.ndarray:

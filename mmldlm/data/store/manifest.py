@@ -45,13 +45,24 @@ class _Statistics(BaseModel):
             if len(values) != latent_dim:
                 return f"{key} has {len(values)} values for latents of {latent_dim}"
             # fp32 is what models keep: 1e300 would be infinite there.
-            bad = next((i for i, value in enumerate(values) if not math.isfinite(value) or abs(value) > 1e30), None)
+            bad = next(
+                (
+                    i
+                    for i, value in enumerate(values)
+                    if not math.isfinite(value) or abs(value) > 1e30
+                ),
+                None,
+            )
             if bad is not None:
                 return f"{key}[{bad}] is {values[bad]}, not a finite number"
         bad = next((i for i, value in enumerate(self.std) if value < 0), None)
         if bad is not None:
             return f"std[{bad}] is {self.std[bad]}, below 0"
-        return None if max(self.std) > 0 else "std is 0 in every dimension: all latents would be equal"
+        return (
+            None
+            if max(self.std) > 0
+            else "std is 0 in every dimension: all latents would be equal"
+        )
 
 
 class _Tokenizer(BaseModel):
@@ -110,18 +121,26 @@ class _Manifest(BaseModel):
     @model_validator(mode="after")
     def _check_image(self) -> _Manifest:
         if (self.kind == "image") != (self.image is not None):
-            raise ValueError(f"kind {self.kind} {'without' if self.image is None else 'with'} the entry image")
+            raise ValueError(
+                f"kind {self.kind} {'without' if self.image is None else 'with'} the entry image"
+            )
         if self.image is None:
             return self
         image, shape = self.image, (self.latents_per_text, self.latent_dim)
         side = image.size // image.patch
         if image.size % image.patch or shape[0] != side**2:
-            raise ValueError(f"{shape[0]} latents of patches of {image.patch} in images of {image.size}")
+            raise ValueError(
+                f"{shape[0]} latents of patches of {image.patch} in images of {image.size}"
+            )
         if image.latents == "pixels" and shape[1] != image.patch**2 * image.channels:
-            raise ValueError(f"latents of {shape[1]} values for patches of {image.patch} x {image.patch}")
+            raise ValueError(
+                f"latents of {shape[1]} values for patches of {image.patch} x {image.patch}"
+            )
         has_codes = image.latents == "codes"
         if has_codes != (image.codes is not None) or has_codes != (image.codebook is not None):
-            raise ValueError(f"latents {image.latents} with {image.codes} codes of {image.codebook}")
+            raise ValueError(
+                f"latents {image.latents} with {image.codes} codes of {image.codebook}"
+            )
         if has_codes and shape[1] != 1:
             raise ValueError(f"{shape[1]} ids a patch")
         return self
@@ -130,8 +149,12 @@ class _Manifest(BaseModel):
     def _check_statistics(self) -> _Manifest:
         has_codes = self.image is not None and self.image.latents == "codes"
         if has_codes != (self.latent_stats is None):
-            raise ValueError("latent_stats are those of values: ids of codes have none, other latents have them")
-        if self.latent_stats is not None and (problem := self.latent_stats.find_problem(self.latent_dim)):
+            raise ValueError(
+                "latent_stats are those of values: ids of codes have none, other latents have them"
+            )
+        if self.latent_stats is not None and (
+            problem := self.latent_stats.find_problem(self.latent_dim)
+        ):
             raise ValueError(f"latent_stats: {problem}")
         return self
 
@@ -146,15 +169,23 @@ def find_problems(manifest: dict[str, Any]) -> str | None:
 
 
 def find_codec_problems(identity: dict[str, Any]) -> str | None:
-    """Describe the problems of the identity of an image codec, as the config of a model holds it."""
+    """Describe the problems of the identity of an image codec, as the config of a model
+    holds it.
+    """
     try:
         codec = _Codec.model_validate(identity, strict=True)
     except ValidationError as error:
         return describe_problems(error)
-    return f"patches of {codec.patch} in images of {codec.size}" if codec.size % codec.patch else None
+    return (
+        f"patches of {codec.patch} in images of {codec.size}" if codec.size % codec.patch else None
+    )
 
 
 def sample_checksums(manifest: dict[str, Any]) -> dict[str, str]:
-    """Return the checksums of tokens and latents of all splits: what other data of these samples can be known by."""
-    names = [f"{split}/{array}.npy" for split in manifest["splits"] for array in ("tokens", "latents")]
+    """Return the checksums of tokens and latents of all splits: what other data of these samples
+    can be known by.
+    """
+    names = [
+        f"{split}/{array}.npy" for split in manifest["splits"] for array in ("tokens", "latents")
+    ]
     return {name: manifest["files"][name]["sha256"] for name in names}

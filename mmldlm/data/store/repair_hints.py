@@ -15,12 +15,16 @@ _PATHS_NOT_RECORDED = "(the store records only the names of files and folders: g
 
 
 def rebuild_hint(root: Path, manifest: Any = None) -> str:
-    """Return the advice for a damaged store, with the corpus and options of its manifest if it is readable."""
+    """Return the advice for a damaged store, with the corpus and options of its manifest if it is
+    readable.
+    """
     return f"copy the store again, or rebuild it with: {_command(root, manifest)}"
 
 
 def _command(root: Path, manifest: Any) -> str:
-    """Return the command that made the store; a bare `prepare --force` would replace it with the default corpus."""
+    """Return the command that made the store; a bare `prepare --force` would replace it with the
+    default corpus.
+    """
     from mmldlm.data.prepare.images.options import ImageOptions
     from mmldlm.data.prepare.options import PrepareOptions, to_arguments
 
@@ -29,7 +33,10 @@ def _command(root: Path, manifest: Any) -> str:
     options, corpus = known.get("options"), known.get("corpus")
     source = str(corpus.get("source", "")) if isinstance(corpus, dict) else ""
     if source.startswith("files:"):
-        return f"mmldlm pack {shlex.quote(source.removeprefix('files:'))} {target} {_PATHS_NOT_RECORDED}"
+        return (
+            f"mmldlm pack {shlex.quote(source.removeprefix('files:'))} {target}"
+            f" {_PATHS_NOT_RECORDED}"
+        )
     if not isinstance(options, dict) or not (options.get("corpus") or options.get("datasets")):
         return f"mmldlm prepare CORPUS {target} (with the CORPUS and options that made it)"
     of_images = known.get("kind") == "image"
@@ -40,7 +47,9 @@ def _command(root: Path, manifest: Any) -> str:
     datasets = None if of_images else original.datasets
     if not datasets and args[:1] != [original.corpus]:
         args.insert(0, original.corpus)  # to_arguments omits the default; the reader should see it
-    needs_paths = original.corpus != names["corpus"].default or datasets or original.validation_corpus
+    needs_paths = (
+        original.corpus != names["corpus"].default or datasets or original.validation_corpus
+    )
     note = _PATHS_NOT_RECORDED if needs_paths else ""
     return " ".join(filter(None, [f"mmldlm prepare {shlex.join(args)}", target, note]))
 
@@ -49,7 +58,9 @@ def find_store_hint(root: Path) -> str:
     """Return the advice for a missing store: the stores directly below the path or next to it."""
     found = _stores_in(root) or _stores_in(root.parent, except_for=root)
     named = join_some(found, limit=MAX_NAMED)
-    near = f" (there {'is a store' if len(found) == 1 else 'are stores'} at {named})" if found else ""
+    near = (
+        f" (there {'is a store' if len(found) == 1 else 'are stores'} at {named})" if found else ""
+    )
     make = shlex.join(["mmldlm", "prepare", "CORPUS", "--output-dir", str(root)])
     return f"check the path{near}, or make a store there with: {make}"
 
@@ -57,7 +68,11 @@ def find_store_hint(root: Path) -> str:
 def _stores_in(folder: Path, except_for: Path | None = None) -> list[Path]:
     try:
         inside = list(islice(folder.iterdir(), MAX_EXAMINED))
-        return sorted(path for path in inside if path != except_for and (path / MANIFEST).is_file() and _is_store(path))
+        return sorted(
+            path
+            for path in inside
+            if path != except_for and (path / MANIFEST).is_file() and _is_store(path)
+        )
     except OSError:
         return []
 

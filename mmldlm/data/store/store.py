@@ -1,19 +1,22 @@
 """The packed store: texts, tokens and latents in plain .npy files, read through memory maps.
 
 ROOT/manifest.json
-ROOT/{train,validation}/text.npy           uint8 [bytes]   UTF-8 of all texts, concatenated
-ROOT/{train,validation}/text_offsets.npy   int64 [N + 1]   start of each text, and the end
-ROOT/{train,validation}/tokens.npy         uint16 or int32 token ids, concatenated, without special tokens
-ROOT/{train,validation}/token_offsets.npy  int64 [N + 1]
-ROOT/{train,validation}/latents.npy        float32 [N, D]  as encoded ([N, K, D] with K latents per text)
-                                           of images also float16, uint8 for the values u / 127.5 - 1, or uint16
-                                           ids of codes [N, K, 1]
-ROOT/{train,validation}/documents.npy      int64 [N]       (only with --overlong chunk) corpus text of each sample
-ROOT/{train,validation}/groups.npy         int64 [N]       (only of images) samples that count as hits of each other
-ROOT/pca_basis.npy                         (only of images as pca:M) float32 [M + 1, pixels], the mean first
-ROOT/codebook.npy                          (only of images as codes) float32 [Q, values of a patch]
-ROOT/quarantine.jsonl                      (only if any) texts on which the encoder failed, with reasons
-ROOT/tokenizer/                            the tokenizer, as `save_pretrained` writes it
+ROOT/pca_basis.npy         (only of images as pca:M) float32 [M + 1, pixels], the mean first
+ROOT/codebook.npy          (only of images as codes) float32 [Q, values of a patch]
+ROOT/quarantine.jsonl      (only if any) texts on which the encoder failed, with reasons
+ROOT/tokenizer/            the tokenizer, as `save_pretrained` writes it
+
+For SPLIT = ROOT/train and ROOT/validation:
+
+SPLIT/text.npy             uint8 [bytes]   UTF-8 of all texts, concatenated
+SPLIT/text_offsets.npy     int64 [N + 1]   start of each text, and the end
+SPLIT/tokens.npy           uint16 or int32 token ids, concatenated, without special tokens
+SPLIT/token_offsets.npy    int64 [N + 1]
+SPLIT/latents.npy          float32 [N, D]  as encoded ([N, K, D] with K latents per text);
+                           of images also float16, uint8 for the values u / 127.5 - 1, or
+                           uint16 ids of codes [N, K, 1]
+SPLIT/documents.npy        int64 [N]       (only with --overlong chunk) corpus text of each sample
+SPLIT/groups.npy           int64 [N]       (only of images) samples that are hits of each other
 """
 
 from __future__ import annotations
@@ -53,7 +56,10 @@ _DTYPES = {
 _IMAGE_LATENTS = ("float32", "float16", "uint8")
 _CODE_LATENTS = ("uint16",)
 ARRAYS = tuple(_DTYPES)
-_PACK = "these are files of single samples: turn them into a store with mmldlm pack {root} --output-dir STORE"
+_PACK = (
+    "these are files of single samples: turn them into a store with mmldlm pack {root}"
+    " --output-dir STORE"
+)
 
 
 class Rows(NamedTuple):
@@ -61,7 +67,8 @@ class Rows(NamedTuple):
 
     Attributes:
         tokens: int64 arrays of different lengths, without EOS.
-        latents: float32 [B, D], or [B, K, D] with K latents per text; of images as codes ids int64 [B, K, 1].
+        latents: float32 [B, D], or [B, K, D] with K latents per text; of images as codes ids int64
+            [B, K, 1].
     """
 
     tokens: list[np.ndarray]
@@ -77,12 +84,16 @@ def read_manifest(root: str | os.PathLike) -> dict[str, Any]:
     root = Path(root)
     expected = f"a store made by 'mmldlm prepare' at {root}"
     if not root.is_dir():
-        raise UserError(expected, "a file" if root.exists() else "nothing there", find_store_hint(root))
+        raise UserError(
+            expected, "a file" if root.exists() else "nothing there", find_store_hint(root)
+        )
     path = root / MANIFEST
     if not path.is_file():
         found = "an empty folder" if not any(root.iterdir()) else f"a folder without {MANIFEST}"
         is_files = any((root / name).exists() for name in ("train_data.json", "latents"))
-        raise UserError(expected, found, _PACK.format(root=root) if is_files else find_store_hint(root))
+        raise UserError(
+            expected, found, _PACK.format(root=root) if is_files else find_store_hint(root)
+        )
     manifest = read_json(path, rebuild_hint(root))
     kind = manifest.get("format")
     if kind != FORMAT:
@@ -105,7 +116,9 @@ def latent_shape(manifest: dict[str, Any]) -> tuple[int, ...]:
     return (manifest["latent_dim"],) if count == 1 else (count, manifest["latent_dim"])
 
 
-def check_files(root: str | os.PathLike, manifest: dict[str, Any], level: str, prefix: str = "") -> None:
+def check_files(
+    root: str | os.PathLike, manifest: dict[str, Any], level: str, prefix: str = ""
+) -> None:
     """Compare the files below `prefix` with the manifest.
 
     Args:
@@ -131,7 +144,9 @@ def check_files(root: str | os.PathLike, manifest: dict[str, Any], level: str, p
             raise UserError(expected, f"{size} bytes ({kind})", rebuild_hint(root, manifest))
         if level == "checksums" and sha256_of(root / name) != entry["sha256"]:
             raise UserError(
-                f"{root / name} with the SHA-256 of its manifest", "other content", rebuild_hint(root, manifest)
+                f"{root / name} with the SHA-256 of its manifest",
+                "other content",
+                rebuild_hint(root, manifest),
             )
 
 
@@ -152,7 +167,11 @@ def changed_files(root: str | os.PathLike) -> list[str]:
 
 
 def check_latents(
-    latents: np.ndarray, where: str, latent_dim: int | None = None, first_row: int = 0, zero_ok: bool = False
+    latents: np.ndarray,
+    where: str,
+    latent_dim: int | None = None,
+    first_row: int = 0,
+    zero_ok: bool = False,
 ) -> None:
     """Check that latents are usable for training.
 
@@ -171,19 +190,27 @@ def check_latents(
         raise UserError(
             f"latents of shape [samples, {expected_dim}] in {where}",
             f"shape {list(latents.shape)}",
-            "set model.latent_dim to the encoder's dimension, or prepare the data with the intended encoder",
+            "set model.latent_dim to the encoder's dimension, or prepare the data with the"
+            " intended encoder",
         )
     bad = ~np.isfinite(latents).all(axis=tuple(range(1, latents.ndim)))
     zero = ~latents.any(axis=-1).all(axis=tuple(range(1, latents.ndim - 1)))
     # Report both at once: otherwise the zero vectors would only come up after the NaNs are fixed.
-    kinds = [("finite latents", "NaN or infinite values", bad), ("latents of non-zero norm", "zero vectors", zero)]
+    kinds = [
+        ("finite latents", "NaN or infinite values", bad),
+        ("latents of non-zero norm", "zero vectors", zero),
+    ]
     kinds = [kind for kind in kinds[: 1 if zero_ok else 2] if kind[2].any()]
     if not kinds:
         return
     raise UserError(
         f"{' and '.join(expected for expected, _, _ in kinds)} in {where}",
-        "; ".join(f"{found} in {_name_rows(first_row + np.flatnonzero(rows))}" for _, found, rows in kinds),
-        "check these texts, remove them from the corpus, and prepare again (no values are filled in)",
+        "; ".join(
+            f"{found} in {_name_rows(first_row + np.flatnonzero(rows))}"
+            for _, found, rows in kinds
+        ),
+        "check these texts, remove them from the corpus, and prepare again (no values are"
+        " filled in)",
     )
 
 
@@ -217,17 +244,20 @@ class Store:
     Args:
         root: the folder that `mmldlm prepare` wrote.
         split: `train` or `validation`.
-        verify: `sizes` (compare sizes with the manifest), `checksums` (also read every byte), or `none`.
+        verify: `sizes` (compare sizes with the manifest), `checksums` (also read every byte), or
+            `none`.
         max_tokens: longer texts are truncated on reading (default: not).
 
     Attributes:
         lengths: [N] int32 tokens per sample, as `get` returns them.
         num_truncated: number of truncated samples.
-        text_offsets, token_offsets: [N + 1] int64 memory maps of the offsets into texts and tokens.
+        text_offsets, token_offsets: [N + 1] int64 memory maps of the offsets into texts and
+            tokens.
         token_ids: memory map of all token ids.
 
     Raises:
-        UserError: not a store, an unknown split, damaged files, or arrays that contradict the manifest.
+        UserError: not a store, an unknown split, damaged files, or arrays that contradict the
+            manifest.
     """
 
     def __init__(
@@ -240,18 +270,22 @@ class Store:
         self.root, self.split, self.manifest = Path(root), split, read_manifest(root)
         if split not in self.manifest["splits"]:
             raise UserError(
-                f"split '{split}' in {self.root}", f"only {', '.join(self.manifest['splits'])}", "name one of these"
+                f"split '{split}' in {self.root}",
+                f"only {', '.join(self.manifest['splits'])}",
+                "name one of these",
             )
         check_files(self.root, self.manifest, verify, prefix=split + "/")
-        self._text, self.text_offsets, self.token_ids, self.token_offsets, self._latents = map(self._map, ARRAYS)
+        self._text, self.text_offsets, self.token_ids, self.token_offsets, self._latents = map(
+            self._map, ARRAYS
+        )
         num = self.manifest["splits"][split]["num_samples"]
         shapes = (len(self.text_offsets) - 1, len(self.token_offsets) - 1, *self._latents.shape)
         rows = (num, *latent_shape(self.manifest))
         ends = (int(self.text_offsets[-1]), int(self.token_offsets[-1]))
         if shapes != (num, num, *rows) or ends != (len(self._text), len(self.token_ids)):
             raise UserError(
-                f"{num} samples of {self.latents_per_text} x latent_dim {self.latent_dim} in {self.root / split} "
-                "(as in its manifest)",
+                f"{num} samples of {self.latents_per_text} x latent_dim {self.latent_dim} in"
+                f" {self.root / split} (as in its manifest)",
                 f"text, token and latent arrays of shapes {shapes}, ending at {ends}",
                 rebuild_hint(self.root, self.manifest),
             )
@@ -266,17 +300,25 @@ class Store:
         try:
             array = map_array(path)
         except (OSError, ValueError) as error:
-            raise UserError(f"an array in {path}", str(error), rebuild_hint(self.root, self.manifest)) from None
+            raise UserError(
+                f"an array in {path}", str(error), rebuild_hint(self.root, self.manifest)
+            ) from None
         known = _DTYPES[name]
         if name == "latents" and self.kind == "image":
             known = _IMAGE_LATENTS if self.num_codes is None else _CODE_LATENTS
         if array.dtype not in known:
             found = f"{array.dtype} in {path}"
-            raise UserError(f"{name} of type {' or '.join(known)}", found, rebuild_hint(self.root, self.manifest))
+            raise UserError(
+                f"{name} of type {' or '.join(known)}",
+                found,
+                rebuild_hint(self.root, self.manifest),
+            )
         return array
 
     def _read_lengths(self) -> np.ndarray:
-        """Return [N] int32, read in blocks: pages of the memory map would stay in the process's memory."""
+        """Return [N] int32, read in blocks: pages of the memory map would stay in the process's
+        memory.
+        """
         num, path = len(self.token_offsets) - 1, self.root / self.split / "token_offsets.npy"
         lengths, last = np.empty(num, np.int32), 0
         with open_regular(path) as file:
@@ -305,7 +347,9 @@ class Store:
         constant = np.flatnonzero(self.latent_std == 0)
         if not len(constant):
             return
-        rows = as_values(self._latents[:_ROWS_OF_A_CHECK]).reshape(-1, self.latent_dim)[:, constant]
+        rows = as_values(self._latents[:_ROWS_OF_A_CHECK]).reshape(-1, self.latent_dim)[
+            :, constant
+        ]
         moves = np.ptp(rows, axis=0) > 1e-3 * np.maximum(1, np.abs(rows).max(0))
         if moves.any():
             at = int(constant[moves.argmax()])
@@ -324,12 +368,16 @@ class Store:
 
     @property
     def documents(self) -> np.ndarray | None:
-        """[N] int64: the corpus row of the text that each sample is a piece of; None if texts were not chunked."""
+        """[N] int64: the corpus row of the text that each sample is a piece of; None if texts were
+        not chunked.
+        """
         return self._numbers_of_samples("documents")
 
     @property
     def groups(self) -> np.ndarray | None:
-        """[N] int64: samples that share one are hits of each other; None if the store has no groups."""
+        """[N] int64: samples that share one are hits of each other; None if the store has no
+        groups.
+        """
         return self._numbers_of_samples("groups")
 
     def _numbers_of_samples(self, name: str) -> np.ndarray | None:
@@ -391,8 +439,13 @@ class Store:
         """
         rows = np.asarray(indices, dtype=np.int64).reshape(-1)
         if len(rows) and (rows.min() < 0 or rows.max() >= len(self)):
-            raise IndexError(f"indices {rows.min()}..{rows.max()} of a split with {len(self)} samples")
-        starts, lengths = self.token_offsets[rows], self.token_offsets[rows + 1] - self.token_offsets[rows]
+            raise IndexError(
+                f"indices {rows.min()}..{rows.max()} of a split with {len(self)} samples"
+            )
+        starts, lengths = (
+            self.token_offsets[rows],
+            self.token_offsets[rows + 1] - self.token_offsets[rows],
+        )
         if self._max_tokens is not None:
             lengths = np.minimum(lengths, self._max_tokens)
         ends = np.cumsum(lengths)
@@ -404,10 +457,14 @@ class Store:
         tokens = [flat[start:end] for start, end in zip(bounds, bounds[1:])]
         return Rows(tokens, as_values(self._latents[rows]))
 
-    def latent_blocks(self, num_rows: int, num_blocks: int = 64) -> Iterator[tuple[int, np.ndarray]]:
-        """Yield (first row, latents [n, D] or [n, K, D]) of evenly spread blocks with about num_rows rows together.
+    def latent_blocks(
+        self, num_rows: int, num_blocks: int = 64
+    ) -> Iterator[tuple[int, np.ndarray]]:
+        """Yield (first row, latents [n, D] or [n, K, D]) of evenly spread blocks with about
+        num_rows rows together.
 
-        A split with fewer rows is read completely. Blocks are copied: pages of the memory map would stay in memory.
+        A split with fewer rows is read completely. Blocks are copied: pages of the memory map
+        would stay in memory.
         """
         if len(self) <= num_rows:
             starts, size = range(0, len(self), _LATENT_BLOCK), _LATENT_BLOCK

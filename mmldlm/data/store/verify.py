@@ -14,12 +14,29 @@ import numpy as np
 
 from mmldlm.data.sentences import content_hash
 from mmldlm.data.store.latent_statistics import LatentStatistics
-from mmldlm.data.store.store import SPLITS, Store, check_files, check_latents, load_tokenizer, read_manifest
+from mmldlm.data.store.store import (
+    SPLITS,
+    Store,
+    check_files,
+    check_latents,
+    load_tokenizer,
+    read_manifest,
+)
 from mmldlm.data.store.verify_images import ImageFindings, examine_images, image_leaks
 from mmldlm.data.unknown_tokens import check_unknown_share
 from mmldlm.errors import UserError
 
-CHECKS = ("checksums", "tokenizer", "shape", "token ids", "latents", "statistics", "texts", "duplicates", "leakage")
+CHECKS = (
+    "checksums",
+    "tokenizer",
+    "shape",
+    "token ids",
+    "latents",
+    "statistics",
+    "texts",
+    "duplicates",
+    "leakage",
+)
 _BLOCK = 4096
 _TOKEN_BLOCK = 1 << 20
 _COMPARED = 1000  # samples whose tokens are compared with their text
@@ -74,9 +91,10 @@ def verify(root: str | os.PathLike) -> list[str]:
 def examine(root: str | os.PathLike) -> StoreReport:
     """Run all checks of a store.
 
-    They cover the size and SHA-256 of every file, offsets, latents (dimension, finite and non-zero values, norms,
-    statistics), token ids against the tokenizer, duplicate texts in a split, and texts in both splits. Of images: their
-    range, repeated pairs of image and caption, and groups and pixels in both splits; captions may repeat.
+    They cover the size and SHA-256 of every file, offsets, latents (dimension, finite and non-zero
+    values, norms, statistics), token ids against the tokenizer, duplicate texts in a split, and
+    texts in both splits. Of images: their range, repeated pairs of image and caption, and groups
+    and pixels in both splits; captions may repeat.
 
     Raises:
         UserError: `root` is not a store.
@@ -85,7 +103,13 @@ def examine(root: str | os.PathLike) -> StoreReport:
     manifest = read_manifest(root)
     checks: dict[str, list[str]] = {name: [] for name in CHECKS}
     for name in manifest["files"]:
-        _collect(checks["checksums"], check_files, root, {"files": {name: manifest["files"][name]}}, "checksums")
+        _collect(
+            checks["checksums"],
+            check_files,
+            root,
+            {"files": {name: manifest["files"][name]}},
+            "checksums",
+        )
     _collect(checks["tokenizer"], load_tokenizer, root)
     absent = [split for split in SPLITS if split not in manifest["splits"]]
     checks["shape"] += [f"the {split} split is missing" for split in absent]
@@ -102,7 +126,8 @@ def examine(root: str | os.PathLike) -> StoreReport:
         shared = len(np.intersect1d(found["train"].hashes, found["validation"].hashes))
         if shared and found["train"].images is None:  # images of both splits may have one caption
             checks["leakage"].append(
-                f"{shared} texts are in both train and validation: evaluation would see training texts"
+                f"{shared} texts are in both train and validation: evaluation would see training"
+                " texts"
             )
         if found["train"].images and found["validation"].images:
             checks["leakage"] += image_leaks(found["train"].images, found["validation"].images)
@@ -110,7 +135,11 @@ def examine(root: str | os.PathLike) -> StoreReport:
     for split, findings in found.items():
         num_tokens = int(findings.lengths.sum())
         try:
-            if (warning := check_unknown_share(findings.num_unknown, num_tokens, split, f"{root}'s")) is not None:
+            if (
+                warning := check_unknown_share(
+                    findings.num_unknown, num_tokens, split, f"{root}'s"
+                )
+            ) is not None:
                 warnings.append(warning)
         except UserError as error:
             checks["token ids"].append(f"{_sentence(error)}: {error.fix}")
@@ -118,11 +147,14 @@ def examine(root: str | os.PathLike) -> StoreReport:
 
 
 def cut_warnings(manifest: dict[str, Any]) -> list[str]:
-    """Return one sentence for each split with texts of which the encoder has read the beginning only."""
+    """Return one sentence for each split with texts of which the encoder has read the beginning
+    only.
+    """
     reads = manifest.get("encoder", {}).get("max_length")
     return [
-        f"{split['num_cut_by_encoder']:,} of {split['num_samples']:,} texts of {name} are longer than the encoder "
-        f"reads ({reads} tokens): their latents say nothing of what comes behind (prepare with a smaller --max-tokens)"
+        f"{split['num_cut_by_encoder']:,} of {split['num_samples']:,} texts of {name} are longer"
+        f" than the encoder reads ({reads} tokens): their latents say nothing of what comes behind"
+        " (prepare with a smaller --max-tokens)"
         for name, split in manifest["splits"].items()
         if split.get("num_cut_by_encoder")
     ]
@@ -136,7 +168,11 @@ def _examine_split(store: Store, checks: dict[str, list[str]]) -> SplitFindings:
             return found
     found.lengths = store.lengths
     summary = manifest["splits"][store.split]
-    own = {"num_samples": len(store), "num_tokens": int(store.lengths.sum()), "max_tokens": int(store.lengths.max())}
+    own = {
+        "num_samples": len(store),
+        "num_tokens": int(store.lengths.sum()),
+        "max_tokens": int(store.lengths.max()),
+    }
     checks["shape"] += [
         f"{where}: {key} is {own[key]}, but {summary.get(key)} in the manifest"
         for key in own
@@ -145,7 +181,9 @@ def _examine_split(store: Store, checks: dict[str, list[str]]) -> SplitFindings:
     _collect(checks["shape"], lambda: store.documents)
     _collect(checks["shape"], lambda: store.groups)
     if store.lengths.min() == 0:
-        checks["shape"].append(f"{where}: {int((store.lengths == 0).sum())} samples without tokens")
+        checks["shape"].append(
+            f"{where}: {int((store.lengths == 0).sum())} samples without tokens"
+        )
     found.num_unknown = _examine_tokens(store, checks["token ids"])
     _compare_tokens_with_texts(store, checks["token ids"])
     _examine_latents(store, checks, found)
@@ -161,7 +199,9 @@ def _examine_split(store: Store, checks: dict[str, list[str]]) -> SplitFindings:
             found.images = examine_images(store, checks)
         return found
     if len(found.hashes) < len(hashes) and not manifest.get("options", {}).get("keep_duplicates"):
-        checks["duplicates"].append(f"{where}: {len(hashes) - len(found.hashes)} texts repeat other texts of the split")
+        checks["duplicates"].append(
+            f"{where}: {len(hashes) - len(found.hashes)} texts repeat other texts of the split"
+        )
     return found
 
 
@@ -173,7 +213,9 @@ def _examine_tokens(store: Store, problems: list[str]) -> int:
     for start in range(0, len(store.token_ids), _TOKEN_BLOCK):
         block = np.asarray(store.token_ids[start : start + _TOKEN_BLOCK])
         if block.min() < 0 or block.max() >= vocab_size:
-            problems.append(f"{where}: token ids {block.min()}..{block.max()}, the vocabulary has {vocab_size}")
+            problems.append(
+                f"{where}: token ids {block.min()}..{block.max()}, the vocabulary has {vocab_size}"
+            )
             return num_unknown
         num_special += int(np.isin(block, special).sum())
         num_unknown += 0 if unknown is None else int((block == unknown).sum())
@@ -183,14 +225,18 @@ def _examine_tokens(store: Store, problems: list[str]) -> int:
 
 
 def _compare_tokens_with_texts(store: Store, problems: list[str]) -> None:
-    """Compare what tokens say with what the tokenizer makes of the text, in samples spread over the split.
+    """Compare what tokens say with what the tokenizer makes of the text, in samples spread over
+    the split.
 
-    Both are decoded: a text that was cut inside a word may have other tokens than the word's beginning.
+    Both are decoded: a text that was cut inside a word may have other tokens than the word's
+    beginning.
     """
     try:
         tokenizer = load_tokenizer(store.root)
         tokenizer.split_special_tokens = True
-        rows = np.unique(np.linspace(0, len(store) - 1, min(len(store), _COMPARED)).astype(np.int64))
+        rows = np.unique(
+            np.linspace(0, len(store) - 1, min(len(store), _COMPARED)).astype(np.int64)
+        )
         texts = store.texts(rows)
     except UserError:  # reported by their own checks
         return
@@ -202,32 +248,44 @@ def _compare_tokens_with_texts(store: Store, problems: list[str]) -> None:
     for row, text, mine, theirs in zip(rows.tolist(), texts, own, encoded):
         if mine == theirs:
             continue
-        # Special tokens in a text, such as "[UNK]", are its characters, which a tokenizer may lower-case.
-        found, expected = ("".join(tokenizer.decode(ids).split()).casefold() for ids in (mine, theirs))
+        # Special tokens in a text, such as "[UNK]", are its characters, which a tokenizer may
+        # lower-case.
+        found, expected = (
+            "".join(tokenizer.decode(ids).split()).casefold() for ids in (mine, theirs)
+        )
         if found != expected:
             problems.append(
-                f"{store.root / store.split}: the tokens of sample {row} are not its text: they end in "
-                f"{found[-20:]!r}, the text in {text[-20:]!r}"
+                f"{store.root / store.split}: the tokens of sample {row} are not its text: they"
+                f" end in {found[-20:]!r}, the text in {text[-20:]!r}"
             )
             return
 
 
 def _examine_latents(store: Store, checks: dict[str, list[str]], found: SplitFindings) -> None:
-    if store.num_codes is not None:  # ids have neither norms nor statistics; examine_images checks their range
+    if (
+        store.num_codes is not None
+    ):  # ids have neither norms nor statistics; examine_images checks their range
         return
     where, manifest = store.root / store.split, store.manifest
     statistics, norms = LatentStatistics(store.latent_dim, len(store) * store.latents_per_text), []
     is_valid, zero_ok = True, store.kind == "image"
     for start, block in store.latent_blocks(len(store)):
-        is_valid &= _collect(checks["latents"], check_latents, block, str(where), store.latent_dim, start, zero_ok)
+        is_valid &= _collect(
+            checks["latents"], check_latents, block, str(where), store.latent_dim, start, zero_ok
+        )
         norms.append(np.linalg.norm(block, axis=-1).ravel())
         if is_valid:
             statistics.add(block)
     found.norms = np.concatenate(norms)
     finite = found.norms[np.isfinite(found.norms)]
-    if manifest.get("encoder", {}).get("normalize", False) and len(finite) and np.abs(finite - 1).max() > 1e-3:
+    if (
+        manifest.get("encoder", {}).get("normalize", False)
+        and len(finite)
+        and np.abs(finite - 1).max() > 1e-3
+    ):
         checks["latents"].append(
-            f"{where}: norms {finite.min():.4f}..{finite.max():.4f}, the encoder's latents have norm 1"
+            f"{where}: norms {finite.min():.4f}..{finite.max():.4f}, the encoder's latents have"
+            " norm 1"
         )
     if not is_valid:
         return
@@ -235,10 +293,16 @@ def _examine_latents(store: Store, checks: dict[str, list[str]], found: SplitFin
     if store.split == "train":
         scale = max(float(store.latent_std.max()), 1e-12)
         for name in ("mean", "std"):
-            gap = np.abs(np.array(found.statistics[name]) - np.array(manifest["latent_stats"][name])).max() / scale
+            gap = (
+                np.abs(
+                    np.array(found.statistics[name]) - np.array(manifest["latent_stats"][name])
+                ).max()
+                / scale
+            )
             if gap > 1e-3:
                 checks["statistics"].append(
-                    f"{where}: {name} of the latents differs from the manifest's by {gap:.2g} standard deviations"
+                    f"{where}: {name} of the latents differs from the manifest's by {gap:.2g}"
+                    " standard deviations"
                 )
 
 

@@ -23,7 +23,8 @@ class StoreSplit:
         split: its name.
         latent_shape: of a sample's latents, [D] or [K, D].
         vocab_size: upper bound of the token ids.
-        with_documents: also write documents.npy, the row of the document that each sample is a piece of.
+        with_documents: also write documents.npy, the row of the document that each sample is a
+            piece of.
         latent_dtype: float32, float16 or uint8; latents must be given in it.
         with_groups: also write groups.npy.
     """
@@ -64,14 +65,19 @@ class StoreSplit:
     ) -> None:
         """Append samples: their texts, token ids, latents, documents, and groups."""
         assert len(texts) == len(tokens) == len(latents)
-        assert self._latents.dtype != np.uint8 or latents.dtype == np.uint8, "values are not scaled on writing"
+        assert self._latents.dtype != np.uint8 or latents.dtype == np.uint8, (
+            "values are not scaled on writing"
+        )
         if not len(texts):
             return
         raw = [text.encode("utf-8") for text in texts]
         flat = np.concatenate(tokens)
         assert len(flat) == 0 or (0 <= flat.min() and flat.max() < self.vocab_size)
         lengths = [len(ids) for ids in tokens]
-        columns = ((self._text_offsets, [len(text) for text in raw]), (self._token_offsets, lengths))
+        columns = (
+            (self._text_offsets, [len(text) for text in raw]),
+            (self._token_offsets, lengths),
+        )
         for i, (writer, sizes) in enumerate(columns):
             ends = self._ends[i] + np.cumsum(sizes, dtype=np.int64)
             writer.append(ends)
@@ -135,7 +141,9 @@ class FilesSplit:
             }
             (self.root / record["text_path"]).write_text(text, encoding="utf-8")
             np.save(self.root / record["latent_path"], np.asarray(latent, dtype=np.float32))
-            self._json.write(("" if number == 0 else ",") + "\n" + json.dumps(record, ensure_ascii=False))
+            self._json.write(
+                ("" if number == 0 else ",") + "\n" + json.dumps(record, ensure_ascii=False)
+            )
             self.summary["num_samples"] += 1
             self.summary["num_tokens"] += len(ids)
             self.summary["max_tokens"] = max(self.summary["max_tokens"], len(ids))

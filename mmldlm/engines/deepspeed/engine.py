@@ -17,9 +17,19 @@ from mmldlm.config.schema import Config
 from mmldlm.distributed.environment import pick_device, rank_environment
 from mmldlm.distributed.process_group import backend_for, start_process_group
 from mmldlm.engines.base import Autocast, Engine, compute_dtype, tied_names
-from mmldlm.engines.deepspeed.config import CPU_BUCKET, GPU_BUCKET, check_fp16, merged_config, resolve_stage
+from mmldlm.engines.deepspeed.config import (
+    CPU_BUCKET,
+    GPU_BUCKET,
+    check_fp16,
+    merged_config,
+    resolve_stage,
+)
 from mmldlm.engines.deepspeed.overflow_override import OverflowOverride
-from mmldlm.engines.deepspeed.zero_partitions import copy_masters_to_model, local_partition, master_shards
+from mmldlm.engines.deepspeed.zero_partitions import (
+    copy_masters_to_model,
+    local_partition,
+    master_shards,
+)
 from mmldlm.engines.optimizer import build_optimizer, scale_gradients, set_learning_rate
 from mmldlm.engines.parameter_plan import ParameterPlan
 from mmldlm.engines.parameter_shards import ParameterShard, full_shard
@@ -30,7 +40,9 @@ TAG = "zero"
 
 
 class DeepSpeedEngine(Engine):
-    """The model under deepspeed.initialize, with our AdamW, learning rate and loss normalization."""
+    """The model under deepspeed.initialize, with our AdamW, learning rate and loss
+    normalization.
+    """
 
     kind = "deepspeed"
     folders = (TAG,)
@@ -44,7 +56,9 @@ class DeepSpeedEngine(Engine):
         bucket = GPU_BUCKET if self.device.type == "cuda" else CPU_BUCKET
         ds_config = merged_config(config, self.world_size, bucket)
         if self.stage == 0:
-            ds_config["gradient_clipping"] = 0.0  # `step` clips: DeepSpeed would not report the norm before clipping
+            ds_config["gradient_clipping"] = (
+                0.0  # `step` clips: DeepSpeed would not report the norm before clipping
+            )
         start_process_group(self.device, config.engine.collective_timeout)
         deepspeed.init_distributed(dist_backend=backend_for(self.device), verbose=False)
         self.model = model
@@ -52,12 +66,19 @@ class DeepSpeedEngine(Engine):
         self.steps_one_by_one = self.stage > 0
         optimizer = build_optimizer(model, plan, config.optimizer)
         self._names = {id(parameter): name for name, parameter in model.named_parameters()}
-        # DeepSpeed replaces the optimizer's parameters by its masters; ZeRO-0 saves those without their names.
+        # DeepSpeed replaces the optimizer's parameters by its masters; ZeRO-0 saves those without
+        # their names.
         self._own_groups = [{"params": list(group["params"])} for group in optimizer.param_groups]
         dtype = compute_dtype(config.training.dtype)
         is_rounded = dtype != torch.float32 and self.stage > 0
-        exact = {name: p.detach().clone() for name, p in model.named_parameters()} if is_rounded else {}
-        if self.stage == 3:  # a unit reads its layers' weights directly: they are gathered together, for the unit
+        exact = (
+            {name: p.detach().clone() for name, p in model.named_parameters()}
+            if is_rounded
+            else {}
+        )
+        if (
+            self.stage == 3
+        ):  # a unit reads its layers' weights directly: they are gathered together, for the unit
             for unit in plan.sharding_units:
                 deepspeed.utils.set_z3_leaf_module(unit, True)
         if self.world_size > 1:
@@ -66,17 +87,23 @@ class DeepSpeedEngine(Engine):
             model=model, optimizer=optimizer, config=ds_config
         )
         self._init_masters_exactly(exact)
-        # ZeRO-0 has no 16-bit optimizer with fp32 accumulation; fp32 weights under autocast are the same arithmetic.
+        # ZeRO-0 has no 16-bit optimizer with fp32 accumulation; fp32 weights under autocast are
+        # the same arithmetic.
         autocast = self.stage == 0 and dtype != torch.float32
         self.module = Autocast(self._engine, self.device.type, dtype) if autocast else self._engine
         self._clip = config.optimizer.grad_clip_norm
-        self._own_parameters = [parameter for group in self._own_groups for parameter in group["params"]]
-        self._override = OverflowOverride(self.zero_optimizer, self.stage) if self.stage > 0 else None
+        self._own_parameters = [
+            parameter for group in self._own_groups for parameter in group["params"]
+        ]
+        self._override = (
+            OverflowOverride(self.zero_optimizer, self.stage) if self.stage > 0 else None
+        )
         # DeepSpeed averages over ranks and accumulated micro-batches; losses are shares of a sum.
         self._undo_averaging = self.world_size * config.training.grad_accum_steps
 
     def _init_masters_exactly(self, exact: dict[str, Tensor]) -> None:
-        """Overwrite DeepSpeed's fp32 masters, made from weights rounded to 16 bits, with the exact weights.
+        """Overwrite DeepSpeed's fp32 masters, made from weights rounded to 16 bits, with the exact
+        weights.
 
         Every other engine starts from the exact weights, too.
         """
@@ -86,7 +113,9 @@ class DeepSpeedEngine(Engine):
 
     def backward(self, loss: Tensor) -> None:
         if self._override is not None:
-            self.zero_optimizer.loss_scale = self.loss_scale  # its backward multiplies by it, its step divides by it
+            self.zero_optimizer.loss_scale = (
+                self.loss_scale
+            )  # its backward multiplies by it, its step divides by it
             self._engine.backward(loss * self._undo_averaging)
         else:
             self._engine.backward(loss * (self._undo_averaging * self.loss_scale))
@@ -96,7 +125,10 @@ class DeepSpeedEngine(Engine):
     def grad_norm(self) -> Tensor:
         if self._override is not None:
             return self._override.grad_norm() / self.loss_scale
-        return nn.utils.get_total_norm([p.grad for p in self._own_parameters if p.grad is not None]) / self.loss_scale
+        return (
+            nn.utils.get_total_norm([p.grad for p in self._own_parameters if p.grad is not None])
+            / self.loss_scale
+        )
 
     def step(self, lr: float, grad_norm: float) -> None:
         set_learning_rate(self.zero_optimizer, lr)
@@ -113,31 +145,49 @@ class DeepSpeedEngine(Engine):
                 self._engine.step()
             return
         # ZeRO-0 runs the plain optimizer, which cannot skip.
-        plain_step, self.zero_optimizer.step = self.zero_optimizer.step, lambda *args, **kwargs: None
+        plain_step, self.zero_optimizer.step = (
+            self.zero_optimizer.step,
+            lambda *args, **kwargs: None,
+        )
         try:
             self._engine.step()
         finally:
             self.zero_optimizer.step = plain_step
 
-    # -- shards of this rank -------------------------------------------------------------------------------------------
+    # -- shards of this rank
+    # -------------------------------------------------------------------------------------------
 
     def parameter_shards(self) -> list[ParameterShard]:
         if self.stage == 0:
-            return [full_shard(self._names[id(p)], p) for group in self._own_groups for p in group["params"]]
+            return [
+                full_shard(self._names[id(p)], p)
+                for group in self._own_groups
+                for p in group["params"]
+            ]
         return master_shards(self.zero_optimizer, self._engine.param_names, self.stage, self.rank)
 
     def frozen_shards(self) -> list[ParameterShard]:
         frozen = [(name, p) for name, p in self.model.named_parameters() if not p.requires_grad]
         if self.stage < 3:
             return [full_shard(name, parameter) for name, parameter in frozen]
-        return [local_partition(name, parameter, parameter.ds_tensor, 0, self.rank) for name, parameter in frozen]
+        return [
+            local_partition(name, parameter, parameter.ds_tensor, 0, self.rank)
+            for name, parameter in frozen
+        ]
 
     def optimizer_state(self) -> dict[Tensor, dict[str, Any]]:
-        return self.zero_optimizer.state if self.stage == 0 else self.zero_optimizer.optimizer.state
+        return (
+            self.zero_optimizer.state if self.stage == 0 else self.zero_optimizer.optimizer.state
+        )
 
     def optimizer_groups(self) -> dict[Tensor, dict[str, Any]]:
-        if self.stage == 3:  # an optimizer group holds its sub-groups one after another, and none between steps
-            group_of, groups = self.zero_optimizer.sub_group_to_group_id, self.zero_optimizer.optimizer.param_groups
+        if (
+            self.stage == 3
+        ):  # an optimizer group holds its sub-groups one after another, and none between steps
+            group_of, groups = (
+                self.zero_optimizer.sub_group_to_group_id,
+                self.zero_optimizer.optimizer.param_groups,
+            )
             masters = self.zero_optimizer.fp32_partitioned_groups_flat
             return {flat: groups[group_of[number]] for number, flat in enumerate(masters)}
         inner = self.zero_optimizer if self.stage == 0 else self.zero_optimizer.optimizer
@@ -147,25 +197,34 @@ class DeepSpeedEngine(Engine):
         if self.stage > 0:
             copy_masters_to_model(self.zero_optimizer, self.stage)
 
-    # -- checkpoints -------------------------------------------------------------------------------------------------
+    # -- checkpoints
+    # ---------------------------------------------------------------------------------------------
 
     def snapshot_state(self, folder: Path, step: int) -> Any:
         """What DeepSpeed's save_checkpoint would write: (file below folder, values).
 
-        Its save has barriers between creating folders and writing files. Here all ranks pass them before any file is
-        written, so a rank with a failing disk cannot leave the others waiting.
+        Its save has barriers between creating folders and writing files. Here all ranks pass them
+        before any file is written, so a rank with a failing disk cannot leave the others waiting.
         """
         writer, files = self._engine.checkpoint_engine, []
         writer.makedirs = lambda path, exist_ok=False: None
-        writer.save = lambda state_dict, path: files.append((str(Path(path).relative_to(folder)), state_dict))
+        writer.save = lambda state_dict, path: files.append(
+            (str(Path(path).relative_to(folder)), state_dict)
+        )
         # Scripts that rank 0 would copy next to the files; `mmldlm convert` does not need them.
         self._engine._copy_recovery_script = lambda save_path: None
         # The training state counts skipped steps; DeepSpeed's own count is wrong after a rollback.
         self._engine.global_steps, self._engine.skipped_steps = step, 0
         try:
             groups = [[self._names[id(p)] for p in group["params"]] for group in self._own_groups]
-            state = {"optimizer_param_names": groups, "aliases": tied_names(self.model)} if self.stage == 0 else {}
-            self._engine.save_checkpoint(str(folder), tag=TAG, client_state=state, save_latest=False)
+            state = (
+                {"optimizer_param_names": groups, "aliases": tied_names(self.model)}
+                if self.stage == 0
+                else {}
+            )
+            self._engine.save_checkpoint(
+                str(folder), tag=TAG, client_state=state, save_latest=False
+            )
         finally:
             del writer.makedirs, writer.save, self._engine._copy_recovery_script
         return files
@@ -189,14 +248,19 @@ def _silence_logging():
 def check_same_hooks(model: nn.Module) -> None:
     """Check that every rank has hooks on the same modules. Collective.
 
-    A module with a hook is called where it would otherwise be fused with others, so that its gradients become ready in
-    another order; ZeRO-1 and 2 reduce gradients in that order and would add those of different parameters.
+    A module with a hook is called where it would otherwise be fused with others, so that its
+    gradients become ready in another order; ZeRO-1 and 2 reduce gradients in that order and would
+    add those of different parameters.
 
     Raises:
         UserError: on every rank.
     """
     kinds = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-    own = [name or "the model" for name, module in model.named_modules() if any(getattr(module, k) for k in kinds)]
+    own = [
+        name or "the model"
+        for name, module in model.named_modules()
+        if any(getattr(module, k) for k in kinds)
+    ]
     found: list[list[str]] = [[]] * torch.distributed.get_world_size()
     torch.distributed.all_gather_object(found, own)
     for rank, names in enumerate(found):
@@ -213,8 +277,9 @@ def check_same_hooks(model: nn.Module) -> None:
 def import_deepspeed():
     """Import DeepSpeed: recent enough, quiet, and without the op that is compiled at start.
 
-    The shared-memory op saves little time in reductions between ranks of one CPU node. Building it takes minutes, and
-    a killed build leaves a lock on which every later start waits forever. gloo does the same work without it.
+    The shared-memory op saves little time in reductions between ranks of one CPU node. Building it
+    takes minutes, and a killed build leaves a lock on which every later start waits forever. gloo
+    does the same work without it.
 
     Raises:
         UserError: an older DeepSpeed.
@@ -226,7 +291,8 @@ def import_deepspeed():
     version = tuple(int(part) for part in deepspeed.__version__.split("+")[0].split(".")[:3])
     if version < MINIMUM_VERSION:
         raise UserError(
-            f"deepspeed >= {'.'.join(map(str, MINIMUM_VERSION))} (older ones step on NaN under ZeRO-1, 2 or 3)",
+            f"deepspeed >= {'.'.join(map(str, MINIMUM_VERSION))} (older ones step on NaN under"
+            " ZeRO-1, 2 or 3)",
             f"deepspeed {deepspeed.__version__}",
             "pip install -c constraints.txt deepspeed",
         )

@@ -1,8 +1,9 @@
 """Make DeepSpeed (ZeRO 1-3) apply or skip a step as our guard decides.
 
-DeepSpeed 0.19.8 decides inside step(), in a way that depends on version, stage and settings (older releases stepped on
-NaN). Its three optimizers compute there whether there is an overflow, and the gradient norm. Both are overridden with
-what all ranks agreed on, which also saves their host syncs.
+DeepSpeed 0.19.8 decides inside step(), in a way that depends on version, stage and settings (older
+releases stepped on NaN). Its three optimizers compute there whether there is an overflow, and the
+gradient norm. Both are overridden with what all ranks agreed on, which also saves their host
+syncs.
 """
 
 from __future__ import annotations
@@ -14,7 +15,9 @@ from torch import Tensor
 
 
 class OverflowOverride:
-    """Overrides the overflow check of DeepSpeedZeroOptimizer, BF16_Optimizer or DeepSpeedZeroOptimizer_Stage3."""
+    """Overrides the overflow check of DeepSpeedZeroOptimizer, BF16_Optimizer or
+    DeepSpeedZeroOptimizer_Stage3.
+    """
 
     def __init__(self, optimizer: Any, stage: int):
         self.optimizer = optimizer
@@ -33,7 +36,10 @@ class OverflowOverride:
             optimizer.get_grads_for_norm = self._grads_for_norm_bf16
 
     def grad_norm(self) -> Tensor:
-        """Global L2 norm of the reduced gradients, 0-d, not finite if any element is not. Collective."""
+        """Global L2 norm of the reduced gradients, 0-d, not finite if any element is not.
+
+        Collective.
+        """
         if hasattr(self, "_norm_groups"):
             from deepspeed.runtime.utils import combine_grad_norm_groups
 
@@ -43,8 +49,11 @@ class OverflowOverride:
         from deepspeed.runtime.utils import get_global_norm_of_tensors
 
         grads, _ = self._grads_for_norm()
-        norm = torch.as_tensor(get_global_norm_of_tensors(input_tensors=grads, mpu=self.optimizer.mpu))
-        # DeepSpeed returns -1 for a norm that is not finite; combine_grad_norm_groups above turns that into inf.
+        norm = torch.as_tensor(
+            get_global_norm_of_tensors(input_tensors=grads, mpu=self.optimizer.mpu)
+        )
+        # DeepSpeed returns -1 for a norm that is not finite; combine_grad_norm_groups above turns
+        # that into inf.
         return torch.where(norm < 0, torch.inf, norm)
 
     def set_skip(self, skip: bool, norm: float) -> None:
@@ -56,7 +65,9 @@ class OverflowOverride:
 
     def _has_overflow_stage3(self, update_scale: bool = True) -> bool:
         self.optimizer.overflow = self.skip
-        return self.optimizer._loss_scale_update_and_overflow_cleanup() if update_scale else self.skip
+        return (
+            self.optimizer._loss_scale_update_and_overflow_cleanup() if update_scale else self.skip
+        )
 
     def _grads_for_norm_bf16(self, for_clipping: bool = False):
         if for_clipping:

@@ -1,8 +1,10 @@
-"""Which elements of which parameter DeepSpeed's ZeRO optimizers hold, read from the live objects (0.19.8).
+"""Which elements of which parameter DeepSpeed's ZeRO optimizers hold, read from the live objects
+(0.19.8).
 
-ZeRO-1 and 2 (DeepSpeedZeroOptimizer, BF16_Optimizer): a group's parameters are concatenated into a flat tensor, padded
-and split into equal slices, one per rank. ZeRO-3: every parameter is split into equal partitions, padded at its own
-end, one per rank; the partitions of a sub-group are concatenated.
+ZeRO-1 and 2 (DeepSpeedZeroOptimizer, BF16_Optimizer): a group's parameters are concatenated into a
+flat tensor, padded and split into equal slices, one per rank. ZeRO-3: every parameter is split
+into equal partitions, padded at its own end, one per rank; the partitions of a sub-group are
+concatenated.
 """
 
 from __future__ import annotations
@@ -14,7 +16,9 @@ from torch import Tensor
 from mmldlm.engines.parameter_shards import ParameterShard
 
 
-def master_shards(optimizer: Any, names: dict[Tensor, str], stage: int, rank: int) -> list[ParameterShard]:
+def master_shards(
+    optimizer: Any, names: dict[Tensor, str], stage: int, rank: int
+) -> list[ParameterShard]:
     """Shards of the fp32 masters that this rank updates.
 
     Args:
@@ -27,7 +31,10 @@ def master_shards(optimizer: Any, names: dict[Tensor, str], stage: int, rank: in
         return _stage3_shards(optimizer, names, rank)
     if hasattr(optimizer, "single_partition_of_fp32_groups"):
         # Under round_robin_gradients the flat order differs from the optimizer's.
-        groups, flats = optimizer.round_robin_bit16_groups, optimizer.single_partition_of_fp32_groups
+        groups, flats = (
+            optimizer.round_robin_bit16_groups,
+            optimizer.single_partition_of_fp32_groups,
+        )
         offsets = [[offset for offset in group] for group in optimizer.round_robin_bit16_offsets]
     else:
         groups, flats = optimizer.bf16_groups, optimizer.fp32_groups_flat_partition
@@ -40,13 +47,19 @@ def master_shards(optimizer: Any, names: dict[Tensor, str], stage: int, rank: in
             count = min(start + parameter.numel(), low + flat.numel()) - first
             if count > 0:
                 shape = tuple(parameter.shape)
-                shards.append(ParameterShard(names[parameter], shape, first - start, count, flat, first - low))
+                shards.append(
+                    ParameterShard(
+                        names[parameter], shape, first - start, count, flat, first - low
+                    )
+                )
     return shards
 
 
 def _stage3_shards(optimizer: Any, names: dict[Tensor, str], rank: int) -> list[ParameterShard]:
     shards = []
-    for group, flat in zip(optimizer.fp16_groups, optimizer.fp32_partitioned_groups_flat, strict=True):
+    for group, flat in zip(
+        optimizer.fp16_groups, optimizer.fp32_partitioned_groups_flat, strict=True
+    ):
         offset = 0
         for parameter in group:
             size = parameter.ds_tensor.ds_numel
@@ -56,19 +69,27 @@ def _stage3_shards(optimizer: Any, names: dict[Tensor, str], rank: int) -> list[
     return [shard for shard in shards if shard.count]
 
 
-def local_partition(name: str, parameter: Tensor, owner: Tensor, offset: int, rank: int) -> ParameterShard:
+def local_partition(
+    name: str, parameter: Tensor, owner: Tensor, offset: int, rank: int
+) -> ParameterShard:
     """This rank's partition of a ZeRO-3 parameter, at this offset in the owner."""
     size = parameter.ds_tensor.ds_numel
     count = max(0, min(size, parameter.ds_numel - rank * size))
-    return ParameterShard(name, tuple(parameter.ds_shape), rank * size if count else 0, count, owner, offset)
+    return ParameterShard(
+        name, tuple(parameter.ds_shape), rank * size if count else 0, count, owner, offset
+    )
 
 
 def copy_masters_to_model(optimizer: Any, stage: int) -> None:
-    """Round the masters into the weights that the model computes with, on all ranks. Collective."""
+    """Round the masters into the weights that the model computes with, on all ranks.
+
+    Collective.
+    """
     if stage < 3:
         optimizer.update_lp_params()
         return
-    # Small parameters stay gathered between steps: release them, change the partitions, gather them again.
+    # Small parameters stay gathered between steps: release them, change the partitions, gather
+    # them again.
     optimizer._partition_all_parameters()
     for sub_group in range(len(optimizer.fp16_groups)):
         optimizer._reassign_or_swap_out_partitioned_parameters(sub_group)

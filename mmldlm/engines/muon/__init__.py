@@ -1,1 +1,3 @@
-"""Muon for the matrices of a model: one implementation over the shards that every engine reports."""
+"""Muon for the matrices of a model: one implementation over the shards that every engine
+reports.
+"""

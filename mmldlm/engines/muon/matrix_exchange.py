@@ -12,12 +12,15 @@ from torch import Tensor
 
 from mmldlm.engines.parameter_shards import ParameterShard
 
-BUCKET_ELEMENTS = 1 << 26  # that one exchange moves at most (256 MiB of fp32), or one matrix if that is larger
+BUCKET_ELEMENTS = (
+    1 << 26
+)  # that one exchange moves at most (256 MiB of fp32), or one matrix if that is larger
 
 
 @dataclass(frozen=True)
 class Matrix:
-    """One matrix of a parameter that stacks several: elements [start, start + rows * columns), row by row.
+    """One matrix of a parameter that stacks several: elements [start, start + rows * columns), row
+    by row.
 
     Attributes:
         name: of the parameter.
@@ -43,7 +46,9 @@ class Matrix:
 
 
 class _Part(NamedTuple):
-    """Elements [first, first + count) of a matrix that one rank holds, in its shard of this index."""
+    """Elements [first, first + count) of a matrix that one rank holds, in its shard of
+    this index.
+    """
 
     matrix: int
     rank: int
@@ -53,7 +58,10 @@ class _Part(NamedTuple):
 
 
 class ShardRange(NamedTuple):
-    """Elements [start, start + count) of a parameter, as one rank holds them. Can be sent to other ranks."""
+    """Elements [start, start + count) of a parameter, as one rank holds them.
+
+    Can be sent to other ranks.
+    """
 
     name: str
     shape: tuple[int, ...]
@@ -79,7 +87,9 @@ def stacked_matrices(name: str, shape: Sequence[int], num_stacked: int) -> list[
 
 
 def assign_owners(matrices: Sequence[Matrix], world_size: int) -> list[int]:
-    """Rank that transforms each matrix: the most expensive first, each to the rank with the least work."""
+    """Rank that transforms each matrix: the most expensive first, each to the rank with the least
+    work.
+    """
     load, owners = [0] * world_size, [0] * len(matrices)
     for index in sorted(range(len(matrices)), key=lambda index: (-matrices[index].cost, index)):
         rank = min(range(world_size), key=lambda rank: (load[rank], rank))
@@ -89,7 +99,8 @@ def assign_owners(matrices: Sequence[Matrix], world_size: int) -> list[int]:
 
 
 class MatrixExchange:
-    """Transforms the matrices of sharded parameters, each at its owner, in a few all-to-all exchanges.
+    """Transforms the matrices of sharded parameters, each at its owner, in a few all-to-all
+    exchanges.
 
     Args:
         shards: what each rank of the group holds, the same list on every rank.
@@ -115,7 +126,9 @@ class MatrixExchange:
         self._shards = shards
         shapes = {shard.name: shard.shape for held in shards for shard in held}
         self.matrices = [
-            matrix for name, shape in shapes.items() for matrix in stacked_matrices(name, shape, num_stacked[name])
+            matrix
+            for name, shape in shapes.items()
+            for matrix in stacked_matrices(name, shape, num_stacked[name])
         ]
         self.owners = assign_owners(self.matrices, len(shards))
         parts = self._find_parts()
@@ -132,15 +145,18 @@ class MatrixExchange:
         self._buckets = self._make_buckets()
 
     def run(self, values: list[Tensor], transform: Callable[[Matrix, Tensor], Tensor]) -> None:
-        """Replace what this rank's shards hold of each matrix by their elements of transform(matrix). Collective.
+        """Replace what this rank's shards hold of each matrix by their elements of
+        transform(matrix). Collective.
 
         Args:
-            values: flat fp32 tensor of each shard of this rank, changed in place; elements of no matrix stay.
+            values: flat fp32 tensor of each shard of this rank, changed in place; elements of no
+                matrix stay.
             transform: (Matrix, [rows, columns] fp32) -> [rows, columns] fp32.
         """
         for bucket in self._buckets:
             results = {
-                k: transform(self.matrices[k], matrix).reshape(-1) for k, matrix in self._gather(bucket, values).items()
+                k: transform(self.matrices[k], matrix).reshape(-1)
+                for k, matrix in self._gather(bucket, values).items()
             }
             self._scatter(bucket, values, results)
 
@@ -148,7 +164,9 @@ class MatrixExchange:
         """Bytes that all ranks together send to others in one run."""
         to_owners = [(part, k) for k, parts in enumerate(self._sources) for part in parts]
         from_owners = [(part, k) for k, parts in enumerate(self._targets) for part in parts]
-        return 4 * sum(part.count for part, k in to_owners + from_owners if part.rank != self.owners[k])
+        return 4 * sum(
+            part.count for part, k in to_owners + from_owners if part.rank != self.owners[k]
+        )
 
     def _find_parts(self) -> list[list[_Part]]:
         """Per matrix, the parts of it that ranks hold."""
@@ -180,22 +198,37 @@ class MatrixExchange:
 
     def _view(self, part: _Part, values: list[Tensor]) -> Tensor:
         """The part in this rank's values."""
-        offset = self.matrices[part.matrix].start + part.first - self._shards[self.rank][part.shard].start
+        offset = (
+            self.matrices[part.matrix].start
+            + part.first
+            - self._shards[self.rank][part.shard].start
+        )
         return values[part.shard][offset : offset + part.count]
 
     def _gather(self, bucket: list[int], values: list[Tensor]) -> dict[int, Tensor]:
         """The complete matrices that this rank owns."""
         parts = [part for k in bucket for part in self._sources[k]]
-        outgoing = [(self.owners[part.matrix], self._view(part, values)) for part in parts if part.rank == self.rank]
+        outgoing = [
+            (self.owners[part.matrix], self._view(part, values))
+            for part in parts
+            if part.rank == self.rank
+        ]
         incoming = [part for part in parts if self.owners[part.matrix] == self.rank]
         matrices = {
-            k: torch.empty(self.matrices[k].size, device=self.device) for k in bucket if self.owners[k] == self.rank
+            k: torch.empty(self.matrices[k].size, device=self.device)
+            for k in bucket
+            if self.owners[k] == self.rank
         }
         for part, received in self._all_to_all(outgoing, [(part.rank, part) for part in incoming]):
             matrices[part.matrix][part.first : part.first + part.count] = received
-        return {k: flat.view(self.matrices[k].rows, self.matrices[k].columns) for k, flat in matrices.items()}
+        return {
+            k: flat.view(self.matrices[k].rows, self.matrices[k].columns)
+            for k, flat in matrices.items()
+        }
 
-    def _scatter(self, bucket: list[int], values: list[Tensor], results: dict[int, Tensor]) -> None:
+    def _scatter(
+        self, bucket: list[int], values: list[Tensor], results: dict[int, Tensor]
+    ) -> None:
         """Store what this rank holds of every result in its values."""
         parts = [part for k in bucket for part in self._targets[k]]
         outgoing = [
@@ -210,7 +243,9 @@ class MatrixExchange:
     def _all_to_all(
         self, outgoing: list[tuple[int, Tensor]], incoming: list[tuple[int, _Part]]
     ) -> list[tuple[_Part, Tensor]]:
-        """Send (rank, tensor) and receive (rank, part), in the order in which both ranks list them. Collective."""
+        """Send (rank, tensor) and receive (rank, part), in the order in which both ranks list
+        them. Collective.
+        """
         ranks = range(len(self._shards))
         sends = [[tensor for to, tensor in outgoing if to == rank] for rank in ranks]
         receives = [[part for source, part in incoming if source == rank] for rank in ranks]

@@ -1,4 +1,6 @@
-"""Muon for matrices and AdamW for all other parameters, over the shards that an engine updates on this rank."""
+"""Muon for matrices and AdamW for all other parameters, over the shards that an engine updates on
+this rank.
+"""
 
 from __future__ import annotations
 
@@ -14,27 +16,36 @@ from mmldlm.engines.muon.orthogonalize import orthogonal_update, update_flops
 from mmldlm.engines.parameter_shards import ParameterShard, local_shard
 
 LABEL = "muon"  # of its work in a profile
-MOMENTUM = "exp_avg"  # AdamW's key of its own running mean of gradients, so that checkpoints need no third name
+# AdamW's key of its own running mean of gradients, so that checkpoints need no third name
+MOMENTUM = "exp_avg"
 
 
 class MuonAdamW(torch.optim.AdamW):
     """AdamW on its ordinary groups, Muon on groups with "muon": True.
 
-    Muon (kellerjordan.github.io/posts/muon) updates a matrix by the nearest orthogonal matrix of its momentum, which
-    takes the complete matrix. Under ZeRO and FSDP a rank holds a slice of it. Therefore each matrix has an owner: the
-    other ranks send it their slices of the momentum, and it returns to each the slice of the update. The momentum
-    changes in `step` alone, so a skipped step leaves it as it was.
+    Muon (kellerjordan.github.io/posts/muon) updates a matrix by the nearest orthogonal matrix of
+    its momentum, which takes the complete matrix. Under ZeRO and FSDP a rank holds a slice of it.
+    Therefore each matrix has an owner: the other ranks send it their slices of the momentum, and
+    it returns to each the slice of the update. The momentum changes in `step` alone, so a skipped
+    step leaves it as it was.
 
-    Group keys in addition to AdamW's: "muon", "momentum" (of Muon, Nesterov), "lr_factor" (the engine sets "lr" to the
-    schedule's rate times this). State of a Muon tensor: "step" and "exp_avg", the momentum, fp32.
+    Group keys in addition to AdamW's: "muon", "momentum" (of Muon, Nesterov), "lr_factor" (the
+    engine sets "lr" to the schedule's rate times this). State of a Muon tensor: "step" and
+    "exp_avg", the momentum, fp32.
 
     Call `attach` before the first step.
     """
 
     def __init__(
-        self, groups: list[dict[str, Any]], momentum: float = 0.95, block_rows: int | None = None, **settings: Any
+        self,
+        groups: list[dict[str, Any]],
+        momentum: float = 0.95,
+        block_rows: int | None = None,
+        **settings: Any,
     ):
-        groups = [{"muon": False, "momentum": momentum, "lr_factor": 1.0, **group} for group in groups]
+        groups = [
+            {"muon": False, "momentum": momentum, "lr_factor": 1.0, **group} for group in groups
+        ]
         super().__init__(groups, **settings)
         self.block_rows = block_rows
         self._units: dict[int, tuple[list[Tensor], list[ParameterShard], MatrixExchange]] = {}
@@ -50,8 +61,8 @@ class MuonAdamW(torch.optim.AdamW):
         """Name the shards that this rank updates. Collective over `group`.
 
         Args:
-            units: Muon's tensors that one call of `step` updates together (all parameters, or the flat tensor of a
-                ZeRO group or sub-group), in the same order on every rank.
+            units: Muon's tensors that one call of `step` updates together (all parameters, or the
+                flat tensor of a ZeRO group or sub-group), in the same order on every rank.
             shards: shards of this rank; those of other parameters are ignored.
             num_stacked: parameter -> matrices that it stacks along dimension 0.
             device: of the matrix products and of the process group's tensors.
@@ -60,15 +71,23 @@ class MuonAdamW(torch.optim.AdamW):
         Raises:
             ValueError: a parameter does not stack so many matrices.
         """
-        rank, world_size = (0, 1) if group is None else (dist.get_rank(group), dist.get_world_size(group))
+        rank, world_size = (
+            (0, 1) if group is None else (dist.get_rank(group), dist.get_world_size(group))
+        )
         for owners in units:
             ids = {id(owner) for owner in owners}
-            held = [shard for shard in shards if id(shard.owner) in ids and shard.name in num_stacked and shard.count]
+            held = [
+                shard
+                for shard in shards
+                if id(shard.owner) in ids and shard.name in num_stacked and shard.count
+            ]
             own = [ShardRange.of(shard) for shard in held]
             every: list[Any] = [own] * world_size
             if world_size > 1:
                 dist.all_gather_object(every, own, group=group)
-            exchange = MatrixExchange(every, num_stacked, rank, device, group if world_size > 1 else None)
+            exchange = MatrixExchange(
+                every, num_stacked, rank, device, group if world_size > 1 else None
+            )
             self._units[id(owners[0])] = owners, held, exchange
 
     @torch.no_grad()
@@ -85,25 +104,34 @@ class MuonAdamW(torch.optim.AdamW):
         for group in groups:
             if group["muon"] and group["params"]:
                 # DeepSpeed puts the tensors of one ZeRO-3 sub-group after another into the group.
-                units = [self._units[id(owner)] for owner in group["params"] if id(owner) in self._units]
+                units = [
+                    self._units[id(owner)] for owner in group["params"] if id(owner) in self._units
+                ]
                 assert units, "attach() was not called with the tensors of this group"
                 for unit in units:
                     self._step_unit(*unit, group)
 
     def _step_unit(
-        self, owners: list[Tensor], shards: list[ParameterShard], exchange: MatrixExchange, group: dict[str, Any]
+        self,
+        owners: list[Tensor],
+        shards: list[ParameterShard],
+        exchange: MatrixExchange,
+        group: dict[str, Any],
     ) -> None:
         updates = {id(owner): self._advance_momentum(owner, group["momentum"]) for owner in owners}
         values = [shard.slice_of(updates[id(shard.owner)]) for shard in shards]
         with torch.profiler.record_function(LABEL):
-            exchange.run(values, lambda matrix, momentum: orthogonal_update(momentum, self.block_rows))
+            exchange.run(
+                values, lambda matrix, momentum: orthogonal_update(momentum, self.block_rows)
+            )
         for shard, value in zip(shards, values, strict=True):
             weights = shard.slice_of(shard.owner)
             weights.mul_(1 - group["lr"] * group["weight_decay"])
             weights.sub_(value, alpha=group["lr"])
 
     def _advance_momentum(self, owner: Tensor, momentum: float) -> Tensor:
-        """Add the gradient to the momentum; return Nesterov's look-ahead, in the gradient's memory.
+        """Add the gradient to the momentum; return Nesterov's look-ahead, in the gradient's
+        memory.
 
         Both are laid out as the owner. A missing gradient counts as zero.
         """
@@ -118,7 +146,9 @@ class MuonAdamW(torch.optim.AdamW):
         return gradient.lerp_(buffer, momentum)
 
     def cost(self) -> dict[str, float]:
-        """Cost of one step: matrices, elements, flops (of all ranks), flops_per_rank (of the busiest), bytes (sent)."""
+        """Cost of one step: matrices, elements, flops (of all ranks), flops_per_rank (of the
+        busiest), bytes (sent).
+        """
         exchanges = [exchange for _, _, exchange in self._units.values()]
         per_rank: dict[int, float] = {}
         for exchange in exchanges:

@@ -5,21 +5,24 @@ from __future__ import annotations
 from torch import Tensor
 
 NUM_ITERATIONS = 5
-# As in the reference implementation and in torch.optim.Muon. Without gradients, momentum decays until its squares
-# underflow in fp32: without a bound its update would stay as large as any, and become NaN after a thousand such steps.
+# As in the reference implementation and in torch.optim.Muon. Without gradients, momentum decays
+# until its squares underflow in fp32: without a bound its update would stay as large as any, and
+# become NaN after a thousand such steps.
 _MIN_NORM = 1e-7
 _A, _B, _C = 3.4445, -4.7750, 2.0315
 
 
 def orthogonalize(matrix: Tensor) -> Tensor:
-    """Approximate the nearest (semi-)orthogonal matrix, U V^T of the singular value decomposition U S V^T.
+    """Approximate the nearest (semi-)orthogonal matrix, U V^T of the singular value decomposition
+    U S V^T.
 
     Args:
-        matrix: [..., m, n], any floating dtype. The products are in bf16 on GPUs and in fp32 on CPUs.
+        matrix: [..., m, n], any floating dtype. The products are in bf16 on GPUs and in fp32 on
+            CPUs.
 
     Returns:
-        [..., m, n] fp32, singular values between about 0.7 and 1.2; smaller ones of a matrix of a norm below 1e-7.
-        Zeros stay zeros.
+        [..., m, n] fp32, singular values between about 0.7 and 1.2; smaller ones of a matrix of a
+        norm below 1e-7. Zeros stay zeros.
     """
     x = matrix.float()
     is_tall = x.shape[-2] > x.shape[-1]
@@ -39,21 +42,27 @@ def orthogonalization_flops(rows: int, columns: int) -> float:
 
 
 def update_scale(rows: int, columns: int) -> float:
-    """Factor of an orthogonal update: its largest effect on a row's RMS is then the same for every shape.
+    """Factor of an orthogonal update: its largest effect on a row's RMS is then the same for every
+    shape.
 
-    sqrt(max(1, rows / columns)), as in the reference implementation and in torch.optim.Muon ("original").
+    sqrt(max(1, rows / columns)), as in the reference implementation and in torch.optim.Muon
+    ("original").
     """
     return max(1.0, rows / columns) ** 0.5
 
 
 def block_shape(rows: int, columns: int, block_rows: int | None) -> tuple[int, int, int]:
-    """Number, rows and columns of the blocks that are orthogonalized by themselves (optimizer.muon_block_rows)."""
+    """Number, rows and columns of the blocks that are orthogonalized by themselves
+    (optimizer.muon_block_rows).
+    """
     block = rows if block_rows is None else min(block_rows, rows)
     return rows // block, block, columns
 
 
 def orthogonal_update(matrix: Tensor, block_rows: int | None = None) -> Tensor:
-    """Update of a matrix [m, n] from its momentum, fp32: its blocks of rows orthogonalized and scaled."""
+    """Update of a matrix [m, n] from its momentum, fp32: its blocks of rows orthogonalized and
+    scaled.
+    """
     blocks = matrix.view(block_shape(*matrix.shape, block_rows))
     return (orthogonalize(blocks) * update_scale(*blocks.shape[1:])).view(matrix.shape)
 

@@ -28,13 +28,18 @@ Estimates = dict[str, Estimate]
 
 @torch.inference_mode()
 def code_bits(
-    model: nn.Module, sentences: Sentences, *, draws: int, seed: int, progress: ProgressCallback | None = None
+    model: nn.Module,
+    sentences: Sentences,
+    *,
+    draws: int,
+    seed: int,
+    progress: ProgressCallback | None = None,
 ) -> dict[str, np.ndarray]:
     """Return an upper bound (NELBO) of the bits per code of every image, by arm of ARMS: [N] fp64.
 
-    Of the L codes of an image k are masked, and each counts L / k (`MaskedDiffusion.corrupt_count`); k is drawn from
-    as many equal strata of 1 .. L as there are draws. All arms of an image share its masks, so their differences are
-    paired.
+    Of the L codes of an image k are masked, and each counts L / k
+    (`MaskedDiffusion.corrupt_count`); k is drawn from as many equal strata of 1 .. L as there are
+    draws. All arms of an image share its masks, so their differences are paired.
 
     Args:
         model: of codes.
@@ -50,7 +55,9 @@ def code_bits(
     for start in range(0, count, _ROWS):
         rows = np.arange(start, min(start + _ROWS, count))
         clean = ids[torch.from_numpy(rows)].to(device)
-        uniform = uniforms(seed, Stream.CODE_BITS, rows.tolist(), (draws, clean.shape[1] + 1)).to(device)
+        uniform = uniforms(seed, Stream.CODE_BITS, rows.tolist(), (draws, clean.shape[1] + 1)).to(
+            device
+        )
         captions = {
             "right": sentences.tokens_of(rows),
             "null": None,
@@ -64,12 +71,18 @@ def code_bits(
         if progress is not None:
             progress(start + len(rows), count)
     if not all(np.isfinite(values).all() for values in found.values()):
-        raise MmldlmError("the model returned NaN or infinite likelihoods of codes: its weights are corrupt")
+        raise MmldlmError(
+            "the model returned NaN or infinite likelihoods of codes: its weights are corrupt"
+        )
     return found
 
 
 def _nats(
-    model: nn.Module, captions: Sequence[Sequence[int]] | None, ids: Tensor, level: Tensor, uniform: Tensor
+    model: nn.Module,
+    captions: Sequence[Sequence[int]] | None,
+    ids: Tensor,
+    level: Tensor,
+    uniform: Tensor,
 ) -> Tensor:
     """Return one draw of the NELBO of images [B] fp64, in nats.
 
@@ -80,7 +93,9 @@ def _nats(
     """
     config, device = model.config, ids.device
     everything = torch.ones_like(ids, dtype=torch.bool)
-    noised, masked, share = MaskedDiffusion.corrupt_count(ids, level, uniform, everything, config.num_codes)
+    noised, masked, share = MaskedDiffusion.corrupt_count(
+        ids, level, uniform, everything, config.num_codes
+    )
     positions = masked.flatten().nonzero()[:, 0]
     rows = positions // ids.shape[1]
     weights = (1 / share)[rows]
@@ -90,19 +105,29 @@ def _nats(
         tokens, real = pad_texts(captions, config.eos_token_id, config.pad_token_id, device)
         own["text_positions"] = torch.empty(0, dtype=torch.int64, device=device)
     wanted = CodeTargets(positions, ids.flatten()[positions], weights.float())
-    nll = model(tokens, noised[..., None], None, share.float(), real, codes=wanted, **own)["code_nll"]
-    return torch.zeros(len(ids), dtype=torch.float64, device=device).index_add_(0, rows, nll.double() * weights)
+    nll = model(tokens, noised[..., None], None, share.float(), real, codes=wanted, **own)[
+        "code_nll"
+    ]
+    return torch.zeros(len(ids), dtype=torch.float64, device=device).index_add_(
+        0, rows, nll.double() * weights
+    )
 
 
 def bit_estimates(bits: dict[str, np.ndarray]) -> Estimates:
     """Return bits per code of every arm, and the paired gains of the right caption."""
     found = {f"code_bits_{arm}": mean(bits[arm], "bits / code") for arm in ARMS}
-    gains = {f"code_bits_gain_{arm}": mean(bits[arm] - bits["right"], "bits / code") for arm in ("null", "shuffled")}
+    gains = {
+        f"code_bits_gain_{arm}": mean(bits[arm] - bits["right"], "bits / code")
+        for arm in ("null", "shuffled")
+    }
     return found | gains
 
 
-def frequency_estimates(blocks: Iterable[tuple[int, np.ndarray]], sentences: Sentences, num_codes: int) -> Estimates:
-    """Return the bits per code of the frequencies of training codes alone: what a model without context pays.
+def frequency_estimates(
+    blocks: Iterable[tuple[int, np.ndarray]], sentences: Sentences, num_codes: int
+) -> Estimates:
+    """Return the bits per code of the frequencies of training codes alone: what a model without
+    context pays.
 
     Args:
         blocks: (first row, ids [n, L, 1]) of the training split.

@@ -1,4 +1,6 @@
-"""Measure a model of images in each direction: captions from images (i2t) and images from captions (t2i)."""
+"""Measure a model of images in each direction: captions from images (i2t) and images from captions
+(t2i).
+"""
 
 from __future__ import annotations
 
@@ -54,11 +56,14 @@ def measure_i2t(
     """Measure NELBO and written captions.
 
     Args:
-        names: N sets of captions, as tuples of ids, that images of equal pixels or of one group have.
+        names: N sets of captions, as tuples of ids, that images of equal pixels or of one group
+            have.
     """
     arm, latents = replace(pretrained, model=model), torch.from_numpy(sentences.latents)
     likelihood = measure_likelihood(arm, sentences, latents, _text_settings(settings), log)
-    progress = log(f"writing {count_noun(len(sentences), 'caption')} in {settings.num_lengths} lengths each")
+    progress = log(
+        f"writing {count_noun(len(sentences), 'caption')} in {settings.num_lengths} lengths each"
+    )
     samples = pretrained.task.write_texts(
         arm,
         latents,
@@ -70,18 +75,28 @@ def measure_i2t(
         progress=progress,
         **batch_budget(model, settings.batch_size),
     )
-    estimates = likelihood_estimates(likelihood) | caption_estimates(samples.tokens, sentences, names)
-    return Captions(estimates, samples.tokens, text_overlap.token_f1(samples.tokens, sentences.tokens))
+    estimates = likelihood_estimates(likelihood) | caption_estimates(
+        samples.tokens, sentences, names
+    )
+    return Captions(
+        estimates, samples.tokens, text_overlap.token_f1(samples.tokens, sentences.tokens)
+    )
 
 
 def _text_settings(settings: ImageSettings) -> TextSettings:
-    return TextSettings(num_draws=settings.num_draws, seed=settings.seed, batch_size=settings.batch_size)
+    return TextSettings(
+        num_draws=settings.num_draws, seed=settings.seed, batch_size=settings.batch_size
+    )
 
 
-def caption_estimates(written: list[list[int]], sentences: Sentences, names: Sequence[set]) -> Estimates:
+def caption_estimates(
+    written: list[list[int]], sentences: Sentences, names: Sequence[set]
+) -> Estimates:
     """Compare written captions with the right ones, and with those of other images."""
     other = [written[row] for row in sentences.shuffled_index]
-    right, shuffled = (text_overlap.token_f1(texts, sentences.tokens) for texts in (written, other))
+    right, shuffled = (
+        text_overlap.token_f1(texts, sentences.tokens) for texts in (written, other)
+    )
     lengths = np.array([len(text) for text in written]) == [len(text) for text in sentences.tokens]
     return {
         "exact": proportion(text_overlap.exact_match(written, sentences.tokens), "share"),
@@ -102,7 +117,9 @@ def _any_match(written: list[list[int]], names: Sequence[set]) -> np.ndarray:
 def floor_estimates(
     sentences: Sentences, names: Sequence[set], rows: np.ndarray, training: TrainingImages
 ) -> Estimates:
-    """Score the caption of the nearest training image, by its row [N], instead of a written one."""
+    """Score the caption of the nearest training image, by its row [N], instead of a
+    written one.
+    """
     return caption_estimates(training.captions(rows), sentences, names)
 
 
@@ -146,22 +163,34 @@ def measure_t2i(
 
 
 def measure_x0(
-    pretrained: Pretrained, model: nn.Module, sentences: Sentences, settings: ImageSettings, log: Log
+    pretrained: Pretrained,
+    model: nn.Module,
+    sentences: Sentences,
+    settings: ImageSettings,
+    log: Log,
 ) -> Estimates:
-    """Measure the error of the predicted clean image by noise level, with the right, no and another caption.
+    """Measure the error of the predicted clean image by noise level, with the right, no and
+    another caption.
 
     Of a model of codes, the bits per code instead.
     """
     if pretrained.num_codes is not None:
-        progress = log(f"bits per code of {count_noun(len(sentences), 'image')}, right / null / shuffled caption")
-        bits = code_bits(model, sentences, draws=settings.num_draws, seed=settings.seed, progress=progress)
+        progress = log(
+            f"bits per code of {count_noun(len(sentences), 'image')}, right / null / shuffled"
+            " caption"
+        )
+        bits = code_bits(
+            model, sentences, draws=settings.num_draws, seed=settings.seed, progress=progress
+        )
         return bit_estimates(bits)
     errors = x0_errors(
         replace(pretrained, model=model),
         sentences,
         draws=settings.num_draws,
         seed=settings.seed,
-        progress=log(f"x0 error of {count_noun(len(sentences), 'image')}, right / null / shuffled caption"),
+        progress=log(
+            f"x0 error of {count_noun(len(sentences), 'image')}, right / null / shuffled caption"
+        ),
     )
     return x0_estimates(errors)
 
@@ -169,7 +198,8 @@ def measure_x0(
 def copy_estimates(
     made: np.ndarray, real_distances: np.ndarray, sentences: Sentences, training: TrainingImages
 ) -> Estimates:
-    """Compare made images with the nearest training images: copies are nearer to these than real unseen images are.
+    """Compare made images with the nearest training images: copies are nearer to these than real
+    unseen images are.
 
     Args:
         made: [N, S, S, C] uint8.
@@ -178,7 +208,9 @@ def copy_estimates(
     rows, distances = nearest(made, training.blocks())
     known = training.captions(rows)
     right = text_overlap.token_f1(known, sentences.tokens)
-    shuffled = text_overlap.token_f1([known[row] for row in sentences.shuffled_index], sentences.tokens)
+    shuffled = text_overlap.token_f1(
+        [known[row] for row in sentences.shuffled_index], sentences.tokens
+    )
     typical = max(float(real_distances.mean()), 1e-12)
     return {
         "copy_ratio": mean(distances / typical, "made / real"),
@@ -190,11 +222,17 @@ def copy_estimates(
 def examples(
     pretrained: Pretrained, sentences: Sentences, captions: Captions | None, count: int = 24
 ) -> list[dict[str, Any]]:
-    """Return rows and captions of some images, spread evenly over the draw and not chosen by quality."""
-    rows = np.unique(np.linspace(0, len(sentences) - 1, min(count, len(sentences))).astype(int)).tolist()
+    """Return rows and captions of some images, spread evenly over the draw and not chosen by
+    quality.
+    """
+    rows = np.unique(
+        np.linspace(0, len(sentences) - 1, min(count, len(sentences))).astype(int)
+    ).tolist()
     found: list[dict[str, Any]] = [{"row": row, "caption": sentences.texts[row]} for row in rows]
     if captions is not None and captions.f1 is not None:
-        texts = pretrained.tokenizer.batch_decode([captions.written[row] for row in rows], skip_special_tokens=True)
+        texts = pretrained.tokenizer.batch_decode(
+            [captions.written[row] for row in rows], skip_special_tokens=True
+        )
         for entry, text in zip(found, texts):
             entry |= {"written": text, "set_f1": round(float(captions.f1[entry["row"]]), 3)}
     return found

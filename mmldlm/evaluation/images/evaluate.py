@@ -37,16 +37,22 @@ Arms = dict[str, dict[str, Estimate]]
 def evaluate_images(
     pretrained: Pretrained, root: str, settings: ImageSettings | None = None, log: Log = print
 ) -> ImageReport:
-    """Measure captions of images and images of captions, for the model and for two untrained controls.
+    """Measure captions of images and images of captions, for the model and for two untrained
+    controls.
 
     Args:
-        root: a store of images, of one of the model's sizes; its validation split was not used in training.
+        root: a store of images, of one of the model's sizes; its validation split was not used in
+            training.
 
     Raises:
-        UserError: not a store of images, or of other images than the model reads, or weights of another kind.
+        UserError: not a store of images, or of other images than the model reads, or weights of
+            another kind.
         MmldlmError: NaN predictions.
     """
-    settings, started = (settings or ImageSettings()).fitted(pretrained.num_codes), time.perf_counter()
+    settings, started = (
+        (settings or ImageSettings()).fitted(pretrained.num_codes),
+        time.perf_counter(),
+    )
     weights = NamedWeights(settings, pretrained)
     use_image_size(pretrained, data=root)
     codec = codec_of(pretrained)
@@ -73,11 +79,15 @@ def evaluate_images(
             blocks = training.store.latent_blocks(training.limit)
             arms["code_frequencies"] = frequency_estimates(blocks, sentences, pretrained.num_codes)
         for name, made in _make_pictures(pretrained, sentences, gallery, settings, log).items():
-            arms[name] = made.estimates | copy_estimates(made.images, near_distances, sentences, training)
-            arms[name] |= weights.estimates(made.images)
-            pictures[name.replace("_", " ") if name == "guidance_1" else f"guidance {settings.guidance:g}"] = (
-                made.images
+            arms[name] = made.estimates | copy_estimates(
+                made.images, near_distances, sentences, training
             )
+            arms[name] |= weights.estimates(made.images)
+            pictures[
+                name.replace("_", " ")
+                if name == "guidance_1"
+                else f"guidance {settings.guidance:g}"
+            ] = made.images
     _add_controls(arms, pretrained, sentences, gallery, names, settings, log)
     conditions = _conditions(pretrained, store, sentences, gallery, settings) | {
         "seconds": round(time.perf_counter() - started, 1),
@@ -85,11 +95,17 @@ def evaluate_images(
         "notes": _notes(pretrained, store) + weights.notes(len(sentences)),
     }
     own = [entry.pop("row") for entry in shown]
-    return ImageReport(conditions, arms, shown, {name: found[own] for name, found in pictures.items()})
+    return ImageReport(
+        conditions, arms, shown, {name: found[own] for name, found in pictures.items()}
+    )
 
 
 def _make_pictures(
-    pretrained: Pretrained, sentences: Sentences, gallery: Gallery, settings: ImageSettings, log: Log
+    pretrained: Pretrained,
+    sentences: Sentences,
+    gallery: Gallery,
+    settings: ImageSettings,
+    log: Log,
 ) -> dict[str, Pictures]:
     """Return what was made at guidance 1 and, if a null caption was trained, at the second one."""
     scales = {"guidance_1": 1.0}
@@ -120,10 +136,14 @@ def _add_controls(
             return log(f"{name.replace('_', ' ')}: {line}")
 
         if pretrained.supports("l2t"):
-            arms[name] |= measure_i2t(pretrained, control, own, names[:count], settings, say).estimates
+            arms[name] |= measure_i2t(
+                pretrained, control, own, names[:count], settings, say
+            ).estimates
         if pretrained.supports("t2l"):
             arms[name] |= measure_x0(pretrained, control, own, settings, say)
-            arms[name] |= measure_t2i(pretrained, control, own, first, settings, 1.0, say).estimates
+            arms[name] |= measure_t2i(
+                pretrained, control, own, first, settings, 1.0, say
+            ).estimates
 
 
 def _notes(pretrained: Pretrained, store: Store) -> list[str]:
@@ -134,25 +154,37 @@ def _notes(pretrained: Pretrained, store: Store) -> list[str]:
     if not pretrained.supports("t2l"):
         notes.append("the model was not trained in mode t2i: made images are not evaluated")
     if pretrained.condition_dropout == 0:
-        notes.append("trained with condition_dropout=0: gain_null is not informative, and guidance is 1")
+        notes.append(
+            "trained with condition_dropout=0: gain_null is not informative, and guidance is 1"
+        )
     if store.groups is None:
         notes.append("the store has no groups: only images of equal pixels are hits of each other")
     if pretrained.num_codes is not None:
         found = codebook_psnr(store)
         notes.append(
             "real images are those that the codebook renders"
-            + ("" if found is None else f": their PSNR to the original ones, {found:.1f} dB, bounds every made image")
+            + (
+                ""
+                if found is None
+                else f": their PSNR to the original ones, {found:.1f} dB, bounds every made image"
+            )
         )
     return notes
 
 
 def codebook_psnr(store: Store) -> float | None:
-    """Return the PSNR in dB of the validation images that codes render, as measured at preparation; None: unknown."""
+    """Return the PSNR in dB of the validation images that codes render, as measured at
+    preparation; None: unknown.
+    """
     return store.manifest["image"].get("codebook_statistics", {}).get("validation", {}).get("psnr")
 
 
 def _conditions(
-    pretrained: Pretrained, store: Store, sentences: Sentences, gallery: Gallery, settings: ImageSettings
+    pretrained: Pretrained,
+    store: Store,
+    sentences: Sentences,
+    gallery: Gallery,
+    settings: ImageSettings,
 ) -> dict[str, Any]:
     codec = codec_of(pretrained)
     codes = {} if pretrained.num_codes is None else {"codebook_psnr": codebook_psnr(store)}
@@ -162,7 +194,10 @@ def _conditions(
         "num_images": len(sentences),
         "num_groups": len(np.unique(gallery.groups)),
         "num_control_images": min(settings.control_samples, len(sentences)),
-        "image": f"{codec.size} x {codec.size} x {codec.channels}, {codec.name}, {codec.num_latents} latents",
+        "image": (
+            f"{codec.size} x {codec.size} x {codec.channels}, {codec.name}, {codec.num_latents}"
+            " latents"
+        ),
         "nelbo_draws": settings.num_draws,
         "caption_passes": settings.num_steps,
         "caption_lengths": settings.num_lengths,

@@ -1,4 +1,6 @@
-"""Figures of pictures [N, S, S, C] uint8: errors, similarity and retrieval after centering, seams, copies."""
+"""Figures of pictures [N, S, S, C] uint8: errors, similarity and retrieval after centering, seams,
+copies.
+"""
 
 from __future__ import annotations
 
@@ -24,8 +26,10 @@ class Gallery:
 
     Attributes:
         images: [N, S, S, C] uint8.
-        groups: [N] int64; images of one group are hits of each other, as are images of one caption.
-        center: [S * S * C] mean training image, subtracted before a cosine: all images share most of it.
+        groups: [N] int64; images of one group are hits of each other, as are images of one
+            caption.
+        center: [S * S * C] mean training image, subtracted before a cosine: all images share most
+            of it.
     """
 
     images: np.ndarray
@@ -44,13 +48,17 @@ class Gallery:
 def group_ids(
     groups: np.ndarray | None, images: np.ndarray, captions: Sequence[Sequence[int]] | None = None
 ) -> np.ndarray:
-    """Return [N] int64: equal for images of one group, of equal pixels or, where captions are given, of one caption."""
+    """Return [N] int64: equal for images of one group, of equal pixels or, where captions are
+    given, of one caption.
+    """
     pixels = np.unique(images.reshape(len(images), -1), axis=0, return_inverse=True)[1].reshape(-1)
     found = pixels if groups is None else _joined(groups, pixels)
     if captions is None:
         return found
     numbers: dict[tuple, int] = {}
-    return _joined(found, np.array([numbers.setdefault(tuple(caption), len(numbers)) for caption in captions]))
+    return _joined(
+        found, np.array([numbers.setdefault(tuple(caption), len(numbers)) for caption in captions])
+    )
 
 
 def _joined(groups: np.ndarray, others: np.ndarray) -> np.ndarray:
@@ -69,12 +77,16 @@ def _joined(groups: np.ndarray, others: np.ndarray) -> np.ndarray:
 
 
 def ranks(made: np.ndarray, gallery: Gallery) -> np.ndarray:
-    """Return [Q] int64: how many images of other groups are as near to a made one as its own, or nearer.
+    """Return [Q] int64: how many images of other groups are as near to a made one as its own, or
+    nearer.
 
     Args:
-        made: [Q, S, S, C] uint8; the q-th was made from the caption of the q-th image of the gallery.
+        made: [Q, S, S, C] uint8; the q-th was made from the caption of the q-th image of the
+            gallery.
     """
-    queries, keys = (retrieval.normalize(gallery.centered(images)) for images in (made, gallery.images))
+    queries, keys = (
+        retrieval.normalize(gallery.centered(images)) for images in (made, gallery.images)
+    )
     result = np.empty(len(made), dtype=np.int64)
     for start in range(0, len(made), _BLOCK):
         similarity = queries[start : start + _BLOCK] @ keys.T
@@ -85,7 +97,9 @@ def ranks(made: np.ndarray, gallery: Gallery) -> np.ndarray:
 
 
 def seam_ratio(images: np.ndarray, patch: int) -> Estimate:
-    """Return the mean step between neighboring pixels across patch borders over that inside of patches."""
+    """Return the mean step between neighboring pixels across patch borders over that inside of
+    patches.
+    """
     pixels = images.astype(np.float64)
     across, inside = np.zeros(len(images)), np.zeros(len(images))
     num_across = num_inside = 0
@@ -94,7 +108,10 @@ def seam_ratio(images: np.ndarray, patch: int) -> Estimate:
         is_border = np.arange(1, pixels.shape[axis]) % patch == 0
         across += steps[:, is_border].sum(1)
         inside += steps[:, ~is_border].sum(1)
-        num_across, num_inside = num_across + int(is_border.sum()), num_inside + int((~is_border).sum())
+        num_across, num_inside = (
+            num_across + int(is_border.sum()),
+            num_inside + int((~is_border).sum()),
+        )
     return ratio(across / max(num_across, 1), inside / max(num_inside, 1), "across / inside")
 
 
@@ -105,7 +122,8 @@ def picture_estimates(
 
     Args:
         made: [Q, S, S, C] uint8, of the first Q images of the gallery.
-        partner: [Q] another image for each: what was made from its caption is the shuffled control.
+        partner: [Q] another image for each: what was made from its caption is the shuffled
+            control.
         patch: width of a patch; None: the latents are no patches, and seams are not measured.
     """
     real, unit = gallery.images[: len(made)], f"share, of {len(gallery.images)}"
@@ -130,12 +148,17 @@ def picture_estimates(
         estimates |= {"seam_ratio": own_seams, "seam_ratio_real": real_seams}
         relative = np.hypot(own_seams.se / own_seams.value, real_seams.se / real_seams.value)
         value = own_seams.value / real_seams.value
-        estimates["seam_ratio_over_real"] = Estimate(value, float(value * relative), "made / real", len(made))
+        estimates["seam_ratio_over_real"] = Estimate(
+            value, float(value * relative), "made / real", len(made)
+        )
     return estimates
 
 
-def nearest(images: np.ndarray, blocks: Iterable[tuple[int, np.ndarray]]) -> tuple[np.ndarray, np.ndarray]:
-    """Return the row of the nearest image of the blocks [N] int64, and the root mean square distance to it [N] fp64.
+def nearest(
+    images: np.ndarray, blocks: Iterable[tuple[int, np.ndarray]]
+) -> tuple[np.ndarray, np.ndarray]:
+    """Return the row of the nearest image of the blocks [N] int64, and the root mean square
+    distance to it [N] fp64.
 
     Args:
         images: [N, S, S, C] uint8.

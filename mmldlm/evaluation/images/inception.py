@@ -24,7 +24,8 @@ _BATCH = 64
 class FeatureNetwork:
     """A TorchScript file that maps uint8 [B, 3, H, W] to features [B, F].
 
-    It resizes images itself. If its forward has an argument `return_features`, it is True (as for StyleGAN2-ADA).
+    It resizes images itself. If its forward has an argument `return_features`, it is True (as for
+    StyleGAN2-ADA).
 
     Raises:
         UserError: not a TorchScript file, or of other outputs.
@@ -50,14 +51,26 @@ class FeatureNetwork:
         """
         found = []
         for start in range(0, len(images), _BATCH):
-            block = torch.from_numpy(np.ascontiguousarray(images[start : start + _BATCH])).permute(0, 3, 1, 2)
+            block = torch.from_numpy(np.ascontiguousarray(images[start : start + _BATCH])).permute(
+                0, 3, 1, 2
+            )
             block = block.expand(-1, 3, -1, -1).contiguous().to(self.device)
             try:
                 output = self.module(block, **self.options)
             except RuntimeError as error:
-                raise _no_network(f"{self.path} fails on uint8 {list(block.shape)}: {_last_line(error)}") from error
-            if not isinstance(output, torch.Tensor) or output.ndim != 2 or len(output) != len(block):
-                shape = list(output.shape) if isinstance(output, torch.Tensor) else type(output).__name__
+                raise _no_network(
+                    f"{self.path} fails on uint8 {list(block.shape)}: {_last_line(error)}"
+                ) from error
+            if (
+                not isinstance(output, torch.Tensor)
+                or output.ndim != 2
+                or len(output) != len(block)
+            ):
+                shape = (
+                    list(output.shape)
+                    if isinstance(output, torch.Tensor)
+                    else type(output).__name__
+                )
                 raise _no_network(f"{self.path} maps uint8 {list(block.shape)} to {shape}")
             found.append(output.double().cpu().numpy())
         features = np.concatenate(found)
@@ -69,14 +82,21 @@ class FeatureNetwork:
 def distance_estimates(made: np.ndarray, real: np.ndarray, seed: int) -> dict[str, Estimate]:
     """Return FID and KID (x 1000) of features [N, F] fp64, N >= 20; row i of both has one caption.
 
-    Standard errors are those of ten random subsets: the mean of KID over them, the jackknife of FID without each.
+    Standard errors are those of ten random subsets: the mean of KID over them, the jackknife of
+    FID without each.
     """
     check_count(len(made))
     order = generator(seed, Stream.FEATURE_SUBSETS).permutation(len(made))
     subsets = [np.sort(order[start::SUBSETS]) for start in range(SUBSETS)]
-    left = np.array([fid(np.delete(made, rows, axis=0), np.delete(real, rows, axis=0)) for rows in subsets])
-    error = float(np.sqrt((SUBSETS - 1) * left.var()))  # delete-a-group jackknife (Shao and Wu, 1989)
-    distances = mean(np.array([kid(made[rows], real[rows]) for rows in subsets]), "1000 MMD^2", 1000.0)
+    left = np.array(
+        [fid(np.delete(made, rows, axis=0), np.delete(real, rows, axis=0)) for rows in subsets]
+    )
+    error = float(
+        np.sqrt((SUBSETS - 1) * left.var())
+    )  # delete-a-group jackknife (Shao and Wu, 1989)
+    distances = mean(
+        np.array([kid(made[rows], real[rows]) for rows in subsets]), "1000 MMD^2", 1000.0
+    )
     return {
         "fid": Estimate(fid(made, real), error, "squared distance of features", len(made)),
         "kid": Estimate(distances.value, distances.se, distances.unit, len(made)),
@@ -91,15 +111,17 @@ def check_count(count: int) -> None:
     """
     if count < LEAST_IMAGES:
         raise UserError(
-            f"at least {LEAST_IMAGES} unseen images for --inception-weights", str(count), "raise --num-samples"
+            f"at least {LEAST_IMAGES} unseen images for --inception-weights",
+            str(count),
+            "raise --num-samples",
         )
 
 
 def fid(made: np.ndarray, real: np.ndarray) -> float:
     """Return the Frechet distance of the Gaussians of features [N, F] and [M, F] fp64.
 
-    tr sqrt(A B) of covariances A = X'X and B = Y'Y is the sum of the singular values of XY': exact where the
-    covariances have no full rank, too.
+    tr sqrt(A B) of covariances A = X'X and B = Y'Y is the sum of the singular values of XY': exact
+    where the covariances have no full rank, too.
     """
     shift = made.mean(0) - real.mean(0)
     first, second = (_root(features) for features in (made, real))
@@ -114,10 +136,11 @@ def _root(features: np.ndarray) -> np.ndarray:
 
 
 def kid(made: np.ndarray, real: np.ndarray) -> float:
-    """Return the unbiased squared MMD with the kernel (x'y / F + 1)^3 of features [N, F] of both, N >= 2.
+    """Return the unbiased squared MMD with the kernel (x'y / F + 1)^3 of features [N, F] of both,
+    N >= 2.
 
-    A made and a real image of one caption are no independent pair, so row i is not compared with row i
-    (the U-statistic of Gretton et al., JMLR 2012).
+    A made and a real image of one caption are no independent pair, so row i is not compared with
+    row i (the U-statistic of Gretton et al., JMLR 2012).
     """
     count, width = made.shape
 
@@ -125,7 +148,12 @@ def kid(made: np.ndarray, real: np.ndarray) -> float:
         kernel = (first @ second.T / width + 1) ** 3
         return float(kernel.sum() - np.trace(kernel)) / (count * (count - 1))
 
-    return mean_kernel(made, made) + mean_kernel(real, real) - mean_kernel(made, real) - mean_kernel(real, made)
+    return (
+        mean_kernel(made, made)
+        + mean_kernel(real, real)
+        - mean_kernel(made, real)
+        - mean_kernel(real, made)
+    )
 
 
 def _last_line(error: Exception) -> str:
@@ -136,5 +164,6 @@ def _no_network(found: str) -> UserError:
     return UserError(
         "--inception-weights FILE: TorchScript that maps uint8 [B, 3, H, W] to features [B, F]",
         found,
-        "name such a file, for example StyleGAN2-ADA's inception-2015-12-05.pt, or omit --inception-weights",
+        "name such a file, for example StyleGAN2-ADA's inception-2015-12-05.pt, or omit"
+        " --inception-weights",
     )

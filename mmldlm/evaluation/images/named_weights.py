@@ -1,4 +1,7 @@
-"""Figures of made images by models that the user names: CLIP score, FID and KID. Off by default."""
+"""Figures of made images by models that the user names: CLIP score, FID and KID.
+
+Off by default.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,12 @@ import torch
 
 from mmldlm.errors import UserError
 from mmldlm.evaluation.images.clip_score import ClipScorer, clip_score
-from mmldlm.evaluation.images.inception import FEW_IMAGES, FeatureNetwork, check_count, distance_estimates
+from mmldlm.evaluation.images.inception import (
+    FEW_IMAGES,
+    FeatureNetwork,
+    check_count,
+    distance_estimates,
+)
 from mmldlm.evaluation.images.settings import ImageSettings
 from mmldlm.evaluation.sentences import Sentences
 from mmldlm.evaluation.statistics import Estimate
@@ -28,15 +36,22 @@ class NamedWeights:
         given = {"--clip": settings.clip, "--inception-weights": settings.inception_weights}
         names = ", ".join(name for name, value in given.items() if value is not None)
         if names and not pretrained.supports("t2l"):
-            raise UserError(f"a model trained in mode t2i for {names}", "one that makes no images", f"omit {names}")
+            raise UserError(
+                f"a model trained in mode t2i for {names}",
+                "one that makes no images",
+                f"omit {names}",
+            )
         device: torch.device = next(pretrained.model.parameters()).device
         self.scorer = None if settings.clip is None else ClipScorer(settings.clip, device)
         self.network = (
-            None if settings.inception_weights is None else FeatureNetwork(settings.inception_weights, device)
+            None
+            if settings.inception_weights is None
+            else FeatureNetwork(settings.inception_weights, device)
         )
 
     def set_real(self, images: np.ndarray, sentences: Sentences) -> None:
-        """Take the unseen images [N, S, S, C] uint8 that made ones are compared with, and their captions.
+        """Take the unseen images [N, S, S, C] uint8 that made ones are compared with, and their
+        captions.
 
         Raises:
             UserError: too few images, or a network of other outputs.
@@ -48,10 +63,14 @@ class NamedWeights:
         if self.scorer is not None:
             pictures, texts = self.scorer.embed(images, self.texts)
             self.of_real["clip_score_real"] = clip_score(pictures, texts)
-            self.of_real["clip_score_real_shuffled"] = clip_score(pictures, texts[sentences.shuffled_index])
+            self.of_real["clip_score_real_shuffled"] = clip_score(
+                pictures, texts[sentences.shuffled_index]
+            )
 
     def estimates(self, made: np.ndarray) -> dict[str, Estimate]:
-        """Return the figures of images [N, S, S, C] uint8, made from the captions of the real ones."""
+        """Return the figures of images [N, S, S, C] uint8, made from the captions of the real
+        ones.
+        """
         found: dict[str, Estimate] = {}
         if self.scorer is not None:
             found["clip_score"] = clip_score(*self.scorer.embed(made, self.texts))
@@ -70,6 +89,6 @@ class NamedWeights:
         if self.network is None or count >= FEW_IMAGES:
             return []
         return [
-            f"FID of n = {count} images, below {FEW_IMAGES}: it is mostly the bias of few images, which its standard "
-            "error does not include; KID has no such bias"
+            f"FID of n = {count} images, below {FEW_IMAGES}: it is mostly the bias of few images,"
+            " which its standard error does not include; KID has no such bias"
         ]

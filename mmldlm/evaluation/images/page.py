@@ -8,7 +8,15 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from mmldlm.observe.pages.elements import Column, Element, definitions, element, section, table, to_html
+from mmldlm.observe.pages.elements import (
+    Column,
+    Element,
+    definitions,
+    element,
+    section,
+    table,
+    to_html,
+)
 from mmldlm.observe.pages.page import render
 
 if TYPE_CHECKING:
@@ -32,7 +40,9 @@ def _examples(report: ImageReport) -> Element:
     has_text = bool(report.examples) and "written" in report.examples[0]
     rows = []
     for number, example in enumerate(report.examples):
-        pictures = [_picture(images[number], example["caption"]) for images in report.pictures.values()]
+        pictures = [
+            _picture(images[number], example["caption"]) for images in report.pictures.values()
+        ]
         rows.append((example["caption"], *pictures, *([example["written"]] if has_text else [])))
     columns += [Column("caption written from the real image", False)] * has_text
     caption = "Spread evenly over the unseen images, not chosen by quality."
@@ -45,7 +55,9 @@ def _picture(image: np.ndarray, caption: str) -> Element:
 
     picture = Image.fromarray(image[..., 0] if image.shape[-1] == 1 else image)
     factor = max(1, _SIDE // picture.width)
-    picture = picture.resize((picture.width * factor, picture.height * factor), Image.Resampling.NEAREST)
+    picture = picture.resize(
+        (picture.width * factor, picture.height * factor), Image.Resampling.NEAREST
+    )
     buffer = io.BytesIO()
     picture.save(buffer, format="PNG")
     source = "data:image/png;base64," + base64.b64encode(buffer.getvalue()).decode()
@@ -87,7 +99,11 @@ def _claims(report: ImageReport) -> Element:
             item["id"],
             f"{item['value']:.4g}",
             f"{item['op']} {item['bound']:g}",
-            element("span", "yes" if item["holds"] else "NO", class_="holds" if item["holds"] else "fails"),
+            element(
+                "span",
+                "yes" if item["holds"] else "NO",
+                class_="holds" if item["holds"] else "fails",
+            ),
         )
         for item in report.claims
     ]
@@ -96,5 +112,9 @@ def _claims(report: ImageReport) -> Element:
 
 
 def _conditions(report: ImageReport) -> Element:
-    items = [(key.replace("_", " "), str(value)) for key, value in report.conditions.items() if key != "notes"]
+    items = [
+        (key.replace("_", " "), str(value))
+        for key, value in report.conditions.items()
+        if key != "notes"
+    ]
     return section("Conditions", definitions(items))

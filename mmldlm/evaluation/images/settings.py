@@ -8,7 +8,9 @@ from mmldlm.sampling.code_sampler import CODE_STEPS
 from mmldlm.sampling.options import IMAGE_GUIDANCE, IMAGE_STEPS, NUM_LENGTHS
 
 TIMESTEPS = (0.75, 0.9, 1.0)
-"""Noise levels at which the x0 error is measured; below them the noisy image itself says nearly all."""
+"""Noise levels at which the x0 error is measured; below them the noisy image itself says nearly
+all.
+"""
 
 
 @dataclass

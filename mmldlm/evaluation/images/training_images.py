@@ -1,4 +1,6 @@
-"""The training images of a store, decoded block by block: mean, nearest neighbors, names of equal pictures."""
+"""The training images of a store, decoded block by block: mean, nearest neighbors, names of equal
+pictures.
+"""
 
 from __future__ import annotations
 
@@ -51,8 +53,11 @@ class TrainingImages:
         """Return the ids of captions, without EOS."""
         return [tokens.tolist() for tokens in self.store.get(rows).tokens]
 
-    def names(self, images: np.ndarray, groups: np.ndarray | None, sentences: Sentences) -> list[set]:
-        """Return N sets of captions (tuples of ids) of all images that are equal to, or in one group with, each image.
+    def names(
+        self, images: np.ndarray, groups: np.ndarray | None, sentences: Sentences
+    ) -> list[set]:
+        """Return N sets of captions (tuples of ids) of all images that are equal to, or in one
+        group with, each image.
 
         Args:
             images: [N, S, S, C] uint8, unseen.

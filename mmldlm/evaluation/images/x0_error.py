@@ -1,4 +1,6 @@
-"""The error of the clean image that a model predicts from a noisy one, by noise level and caption."""
+"""The error of the clean image that a model predicts from a noisy one, by noise level and
+caption.
+"""
 
 from __future__ import annotations
 
@@ -48,7 +50,11 @@ def x0_errors(
         partners = sentences.shuffled_index[rows]
         for t in TIMESTEPS:
             for draw in range(draws):
-                given = {"right": sentences.tokens_of(rows), "null": None, "shuffled": sentences.tokens_of(partners)}
+                given = {
+                    "right": sentences.tokens_of(rows),
+                    "null": None,
+                    "shuffled": sentences.tokens_of(partners),
+                }
                 for arm, captions in given.items():
                     error = _error(pretrained, captions, clean, noise[:, draw], t)
                     found[t, arm][rows] += error.cpu().numpy() / draws
@@ -58,7 +64,11 @@ def x0_errors(
 
 
 def _error(
-    pretrained: Pretrained, captions: Sequence[Sequence[int]] | None, clean: Tensor, noise: Tensor, t: float
+    pretrained: Pretrained,
+    captions: Sequence[Sequence[int]] | None,
+    clean: Tensor,
+    noise: Tensor,
+    t: float,
 ) -> Tensor:
     """Return the squared error [B] fp64 of the x0 estimate at one noise level."""
     model, process = pretrained.model, pretrained.latent_diffusion
@@ -66,9 +76,13 @@ def _error(
     z = process.add_noise(clean, noise, times)
     tokens = real = None
     if captions is not None:
-        tokens, real = pad_texts(captions, model.config.eos_token_id, model.config.pad_token_id, clean.device)
+        tokens, real = pad_texts(
+            captions, model.config.eos_token_id, model.config.pad_token_id, clean.device
+        )
     no_positions = torch.empty(0, dtype=torch.int64, device=clean.device)
-    prediction = model(tokens, z, None, times.float(), real, text_positions=no_positions)["latent_pred"].float()
+    prediction = model(tokens, z, None, times.float(), real, text_positions=no_positions)[
+        "latent_pred"
+    ].float()
     x0 = process.to_x0(prediction, z, times)
     return (x0 - clean).double().square().flatten(1).mean(1)
 
@@ -80,5 +94,8 @@ def x0_estimates(errors: dict[tuple[float, str], np.ndarray]) -> dict[str, Estim
         name = f"x0_error_t{round(100 * t)}"
         right = errors[t, "right"]
         found |= {f"{name}_{arm}": mean(errors[t, arm], unit) for arm in ARMS}
-        found |= {f"{name}_gain_{arm}": mean(errors[t, arm] - right, unit) for arm in ("null", "shuffled")}
+        found |= {
+            f"{name}_gain_{arm}": mean(errors[t, arm] - right, unit)
+            for arm in ("null", "shuffled")
+        }
     return found

@@ -1,1 +1,3 @@
-"""What parallel decoding costs, by the model's own likelihoods: the information curve, schedules, exact likelihoods."""
+"""What parallel decoding costs, by the model's own likelihoods: the information curve, schedules,
+exact likelihoods.
+"""

@@ -1,7 +1,8 @@
 """The information curve: the cross-entropy of a token as a function of how many others are known.
 
-c(j) = E[-log p(x_i | x_S, z)] over random sets S of j known positions and unknown positions i. The NELBO with fixed
-mask counts is the sum of c(j) over j = 0 .. L - 1, so its own evaluation measures the curve.
+c(j) = E[-log p(x_i | x_S, z)] over random sets S of j known positions and unknown positions i. The
+NELBO with fixed mask counts is the sum of c(j) over j = 0 .. L - 1, so its own evaluation measures
+the curve.
 """
 
 from __future__ import annotations
@@ -31,8 +32,8 @@ class TextCurves:
     """The curves of N texts, each measured along one random order of its positions.
 
     Attributes:
-        nats: N arrays [L] fp64: mean of -log p over the unknown positions, with the first j = 0 .. L - 1 of the order
-            known; L counts the EOS.
+        nats: N arrays [L] fp64: mean of -log p over the unknown positions, with the first j = 0 ..
+            L - 1 of the order known; L counts the EOS.
         length_nll: [N] fp64 nats of the lengths, or None for a model that does not predict them.
     """
 
@@ -45,10 +46,11 @@ class TextCurves:
         return np.array([len(values) for values in self.nats])
 
     def cost(self, schedules: Sequence[Sequence[int]]) -> np.ndarray:
-        """Return NELBO_T = sum_i n_i c(r_i) of each text under its schedule, r_i positions known before pass i: [N].
+        """Return NELBO_T = sum_i n_i c(r_i) of each text under its schedule, r_i positions known
+        before pass i: [N].
 
-        Each is an unbiased estimate of a bound on the negative log-likelihood of the text, if each pass fills n_i
-        random positions.
+        Each is an unbiased estimate of a bound on the negative log-likelihood of the text, if each
+        pass fills n_i random positions.
         """
         costs = []
         for nats, counts in zip(self.nats, schedules, strict=True):
@@ -70,13 +72,15 @@ def text_curves(
 ) -> TextCurves:
     """Score every text at every mask count, along one random order of its positions.
 
-    Sets of one order contain each other, so that differences of the curve, which an excess is made of, have smaller
-    errors than with other sets for each count (measured: 0.31 nats instead of 0.44 for 4 passes over 200 sentences).
+    Sets of one order contain each other, so that differences of the curve, which an excess is made
+    of, have smaller errors than with other sets for each count (measured: 0.31 nats instead of
+    0.44 for 4 passes over 200 sentences).
 
     Args:
         model: whose config says what pads and ends a text, and whose `scale_latents` is applied.
         texts: N lists of ids without EOS.
-        latents: [N, D] (or [N, M, D]) in the encoder's space; None: the null condition, on the same masks.
+        latents: [N, D] (or [N, M, D]) in the encoder's space; None: the null condition, on the
+            same masks.
         score: `TextTask.score_texts` of a task with `scores_by_count`.
         seed: the order of a text depends on the seed and its index only.
         progress: called with the number of scored (text, count) pairs and their total.
@@ -90,16 +94,30 @@ def text_curves(
     length_nll: np.ndarray | None = None
     done, total = 0, int(lengths.sum())
     for rows in token_budget_batches(lengths, batch_tokens):
-        tokens, real = pad_texts([texts[row] for row in rows], config.eos_token_id, config.pad_token_id, device)
-        given = None if latents is None else model.scale_latents(latents[torch.from_numpy(rows.copy())].to(device))
+        tokens, real = pad_texts(
+            [texts[row] for row in rows], config.eos_token_id, config.pad_token_id, device
+        )
+        given = (
+            None
+            if latents is None
+            else model.scale_latents(latents[torch.from_numpy(rows.copy())].to(device))
+        )
         size = real.sum(1)
-        uniform = uniforms(seed, Stream.LIKELIHOOD, rows, (config.max_seq_len,)).to(device)[:, : tokens.shape[1]]
+        uniform = uniforms(seed, Stream.LIKELIHOOD, rows, (config.max_seq_len,)).to(device)[
+            :, : tokens.shape[1]
+        ]
         for count in range(1, tokens.shape[1] + 1):
             own = (size >= count).nonzero()[:, 0]
-            middle = (count - 0.5) / size[own, None].double()  # of the stratum in which `count` tokens are masked
+            middle = (count - 0.5) / size[
+                own, None
+            ].double()  # of the stratum in which `count` tokens are masked
             draws = torch.cat([uniform[own], middle], dim=1)
-            found = score(tokens[own], real[own], None if given is None else given[own], draws, (0, 1))
-            assert bool((found.scored == count).all()), "score_texts masked another number of tokens"
+            found = score(
+                tokens[own], real[own], None if given is None else given[own], draws, (0, 1)
+            )
+            assert bool((found.scored == count).all()), (
+                "score_texts masked another number of tokens"
+            )
             values = (found.nats / size[own]).cpu().numpy()
             for row, value in zip(rows[own.cpu().numpy()], values):
                 nats[row][lengths[row] - count] = value
@@ -110,7 +128,10 @@ def text_curves(
             if progress is not None:
                 progress(done, total)
     if not all(np.isfinite(values).all() for values in nats):
-        raise MmldlmError("the model returned a NaN or infinite likelihood on validation text: its weights are corrupt")
+        raise MmldlmError(
+            "the model returned a NaN or infinite likelihood on validation text: its weights are"
+            " corrupt"
+        )
     return TextCurves(nats, length_nll)
 
 
@@ -134,10 +155,10 @@ class CurvePoint:
 class BucketCurve:
     """The curve of texts of similar lengths, as a function of the share of known positions.
 
-    Its points are share 0 and equal parts of the rest, few enough that every text has a value in each: else points
-    would differ by their texts. Each is the mean over all unknown tokens there, because a value of few tokens is
-    noisier than one of many. The fit is the isotonic regression through the points, which never rises: a sound model
-    never predicts worse for knowing more.
+    Its points are share 0 and equal parts of the rest, few enough that every text has a value in
+    each: else points would differ by their texts. Each is the mean over all unknown tokens there,
+    because a value of few tokens is noisier than one of many. The fit is the isotonic regression
+    through the points, which never rises: a sound model never predicts worse for knowing more.
 
     Args:
         nats: arrays [L] of its texts.
@@ -165,17 +186,30 @@ class BucketCurve:
         total = weights.sum(0)
         means = sums.sum(0) / total
         # Each sentence's part in the error of each mean (delta method of a ratio); [N, points]
-        self._influence = (sums - means * weights) / total * np.sqrt(len(nats) / max(len(nats) - 1, 1))
-        columns = shares.sum(0) / total, means, _norm(self._influence), decreasing_fit(means, total)
+        self._influence = (
+            (sums - means * weights) / total * np.sqrt(len(nats) / max(len(nats) - 1, 1))
+        )
+        columns = (
+            shares.sum(0) / total,
+            means,
+            _norm(self._influence),
+            decreasing_fit(means, total),
+        )
         self.points = [CurvePoint(*map(float, point)) for point in zip(*columns, strict=True)]
 
     def fitted(self, length: int) -> np.ndarray:
-        """Return c(j) for j = 0 .. length - 1, linear between the points: [length] fp64, never rising."""
-        shares, values = [point.share for point in self.points], [point.fitted for point in self.points]
+        """Return c(j) for j = 0 .. length - 1, linear between the points: [length] fp64, never
+        rising.
+        """
+        shares, values = (
+            [point.share for point in self.points],
+            [point.fitted for point in self.points],
+        )
         return np.interp(np.arange(length) / length, shares, values)
 
     def rises(self, in_standard_errors: float = 3.0) -> list[dict[str, float]]:
-        """Return where knowing more makes the model worse: rises from a point to the next, paired over sentences.
+        """Return where knowing more makes the model worse: rises from a point to the next, paired
+        over sentences.
 
         There the model is undertrained.
         """
@@ -183,7 +217,14 @@ class BucketCurve:
         for error, (before, after) in zip(errors.tolist(), pairwise(self.points), strict=True):
             rise = after.nats - before.nats
             if rise > in_standard_errors * error and self.num_sentences > 1:
-                found.append({"from_share": before.share, "to_share": after.share, "rise": rise, "se": error})
+                found.append(
+                    {
+                        "from_share": before.share,
+                        "to_share": after.share,
+                        "rise": rise,
+                        "se": error,
+                    }
+                )
         return found
 
 
@@ -207,13 +248,19 @@ class InformationCurve:
         ]
 
     def fitted(self, length: int) -> np.ndarray:
-        """Return c(j) for j = 0 .. length - 1, from the bucket of the nearest lengths: [length] fp64, never rising."""
-        distances = [max(bucket.shortest - length, length - bucket.longest, 0) for bucket in self.buckets]
+        """Return c(j) for j = 0 .. length - 1, from the bucket of the nearest lengths: [length]
+        fp64, never rising.
+        """
+        distances = [
+            max(bucket.shortest - length, length - bucket.longest, 0) for bucket in self.buckets
+        ]
         return self.buckets[int(np.argmin(distances))].fitted(length)
 
 
 def length_buckets(lengths: np.ndarray) -> list[tuple[int, int]]:
-    """Return (shortest, longest) of at most NUM_BUCKETS buckets, of at least MIN_SENTENCES texts each if there are."""
+    """Return (shortest, longest) of at most NUM_BUCKETS buckets, of at least MIN_SENTENCES texts
+    each if there are.
+    """
     wanted = max(MIN_SENTENCES, len(lengths) / NUM_BUCKETS)
     values, counts = np.unique(lengths, return_counts=True)
     buckets: list[tuple[int, int]] = []

@@ -8,14 +8,17 @@ import numpy as np
 def decreasing_fit(values: np.ndarray, weights: np.ndarray) -> np.ndarray:
     """Return the weighted least-squares fit that never rises: [N] fp64.
 
-    Pool adjacent violators (Ayer et al., 1955): neighbors in the wrong order get their common mean.
+    Pool adjacent violators (Ayer et al., 1955): neighbors in the wrong order get their common
+    mean.
 
     Args:
         values: [N].
         weights: [N], positive.
     """
     blocks: list[tuple[float, float, int]] = []  # mean, weight, size
-    for value, weight in zip(np.asarray(values, np.float64), np.asarray(weights, np.float64), strict=True):
+    for value, weight in zip(
+        np.asarray(values, np.float64), np.asarray(weights, np.float64), strict=True
+    ):
         mean, total, size = float(value), float(weight), 1
         while blocks and blocks[-1][0] < mean:
             before, own, count = blocks.pop()

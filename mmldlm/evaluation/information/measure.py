@@ -1,4 +1,6 @@
-"""Measure speed against quality without one sample: NELBO_T by schedule, and the samplers' exact likelihoods."""
+"""Measure speed against quality without one sample: NELBO_T by schedule, and the samplers' exact
+likelihoods.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +36,8 @@ class InformationSettings:
 
     Attributes:
         num_samples: unseen sentences; None is 200, or all if there are fewer.
-        samplers: whose exact likelihood is measured; None: the first of the task whose order is deterministic.
+        samplers: whose exact likelihood is measured; None: the first of the task whose order is
+            deterministic.
         seed: of every draw.
         batch_size: texts of full length per pass; None: the default token budget.
     """
@@ -48,14 +51,16 @@ class InformationSettings:
 def measure_information(
     pretrained: Pretrained, store: Store, settings: InformationSettings, log: Log = print
 ) -> InformationReport:
-    """Measure the curves given the right and the null latent, NELBO_T of schedules, and samplers' likelihoods.
+    """Measure the curves given the right and the null latent, NELBO_T of schedules, and samplers'
+    likelihoods.
 
     Args:
         store: whose validation split was not used in training.
         log: see `suite.Log`.
 
     Raises:
-        UserError: a task without masked diffusion, an unknown sampler, or a store that does not match the model.
+        UserError: a task without masked diffusion, an unknown sampler, or a store that does not
+            match the model.
         MmldlmError: NaN predictions.
     """
     started = time.perf_counter()
@@ -68,16 +73,25 @@ def measure_information(
     main = next(iter(given))
     curves = {}
     for name, condition in given.items():
-        progress = log(f"information curve of {count} sentences at every mask count, {name} latent")
+        progress = log(
+            f"information curve of {count} sentences at every mask count, {name} latent"
+        )
         curves[name] = text_curves(
-            model, sentences.tokens, condition, score=partial(pretrained.task.score_texts, pretrained),
-            seed=settings.seed, progress=progress, **batch_budget(model, settings.batch_size),
-        )  # fmt: skip
+            model,
+            sentences.tokens,
+            condition,
+            score=partial(pretrained.task.score_texts, pretrained),
+            seed=settings.seed,
+            progress=progress,
+            **batch_budget(model, settings.batch_size),
+        )
     nelbo = {name: nelbo_of(found) for name, found in curves.items()}
     sampled = [
         row
         for name in samplers
-        for row in sampler_rows(pretrained, sentences.tokens, given[main], name, nelbo[main], settings, log)
+        for row in sampler_rows(
+            pretrained, sentences.tokens, given[main], name, nelbo[main], settings, log
+        )
     ]
     lengths = curves[main].lengths
     nll = {name: found.length_nll for name, found in curves.items()}
@@ -98,12 +112,16 @@ def measure_information(
         schedules=[row for name, found in curves.items() for row in schedule_rows(name, found)],
         samplers=sampled,
         nelbo={name: ratio(values, lengths, "nats/token") for name, values in nelbo.items()},
-        length_nll={name: mean(values, NATS) for name, values in nll.items() if values is not None},
+        length_nll={
+            name: mean(values, NATS) for name, values in nll.items() if values is not None
+        },
     )
 
 
 def check_task(pretrained: Pretrained) -> None:
-    """Raise a UserError for a model whose information curve is not defined or whose text was not trained."""
+    """Raise a UserError for a model whose information curve is not defined or whose text was not
+    trained.
+    """
     task = pretrained.task
     if not task.scores_by_count:
         raise UserError(
@@ -124,15 +142,17 @@ def checked_samplers(pretrained: Pretrained, names: Sequence[str] | None) -> lis
     kind = "l2t" if pretrained.reads_latents else "unconditional"
     known = pretrained.task.samplers[kind]
     classes = {name: strategy_class(name) for name in known}
-    deterministic = [name for name, found in classes.items() if found.deterministic_order and found.writes_once]
+    deterministic = [
+        name for name, found in classes.items() if found.deterministic_order and found.writes_once
+    ]
     if names is None:
         return deterministic[:1]
     for name in names:
         pretrained.check_kind(kind, name)
         if name not in deterministic:
             raise UserError(
-                "--samplers whose order does not depend on random numbers, so that their likelihood is exact: "
-                + ", ".join(deterministic),
+                "--samplers whose order does not depend on random numbers, so that their"
+                " likelihood is exact: " + ", ".join(deterministic),
                 name,
                 "omit it; NELBO_T bounds the likelihood of a random order",
             )
@@ -153,7 +173,8 @@ def sampler_rows(
     settings: InformationSettings,
     log: Log,
 ) -> list[SamplerRow]:
-    """Return the exact likelihood of a sampler at each number of passes; once if it chooses the number itself.
+    """Return the exact likelihood of a sampler at each number of passes; once if it chooses the
+    number itself.
 
     Args:
         nelbo: [N] of the texts, for the difference.
@@ -167,37 +188,58 @@ def sampler_rows(
     for number in steps:
         words = "" if number is None else f" in at most {number} passes"
         found = sampler_likelihood(
-            model, texts, latents, diffusion=pretrained.text_diffusion, sampler=sampler, seed=settings.seed,
+            model,
+            texts,
+            latents,
+            diffusion=pretrained.text_diffusion,
+            sampler=sampler,
+            seed=settings.seed,
             options={} if number is None else {"num_steps": number},
             progress=log(f"exact likelihood under {sampler}{words}, {condition} latent"),
             **batch_budget(model, settings.batch_size),
-        )  # fmt: skip
+        )
         label = ALL if number == every else number
         passes, nll = mean(found.passes, "passes"), mean(found.nats, NATS)
-        rows.append(SamplerRow(condition, sampler, label, passes, nll, mean(found.nats - nelbo, NATS)))
+        rows.append(
+            SamplerRow(condition, sampler, label, passes, nll, mean(found.nats - nelbo, NATS))
+        )
     return rows
 
 
 def schedule_rows(condition: str, curves: TextCurves) -> list[ScheduleRow]:
-    """Return NELBO_T of the even and of the optimal schedule, and their excess over the NELBO, per text.
+    """Return NELBO_T of the even and of the optimal schedule, and their excess over the NELBO, per
+    text.
 
-    A schedule that is optimal for the sentences it was found on looks better there than it is. So each half of the
-    sentences is measured under the schedules of the other half.
+    A schedule that is optimal for the sentences it was found on looks better there than it is. So
+    each half of the sentences is measured under the schedules of the other half.
     """
     nelbo, rows = nelbo_of(curves), []
     optimal = cross_fitted(curves)
     for passes in PASSES:
         even = curves.cost([even_schedule(length, passes) for length in curves.lengths.tolist()])
         best = curves.cost([found[min(passes, len(found))] for found in optimal])
-        rows.append(ScheduleRow(condition, "even", passes, mean(even, NATS), mean(even - nelbo, NATS)))
+        rows.append(
+            ScheduleRow(condition, "even", passes, mean(even, NATS), mean(even - nelbo, NATS))
+        )
         difference = mean(best - even, NATS)
-        rows.append(ScheduleRow(condition, "optimal", passes, mean(best, NATS), mean(best - nelbo, NATS), difference))
+        rows.append(
+            ScheduleRow(
+                condition,
+                "optimal",
+                passes,
+                mean(best, NATS),
+                mean(best - nelbo, NATS),
+                difference,
+            )
+        )
     rows.append(ScheduleRow(condition, "even", ALL, mean(nelbo, NATS), mean(nelbo - nelbo, NATS)))
     return rows
 
 
 def cross_fitted(curves: TextCurves) -> list[dict[int, list[int]]]:
-    """Return the optimal schedules of each text by number of passes, from the other half of the texts."""
+    """Return the optimal schedules of each text by number of passes, from the other half of the
+    texts.
+    """
     found: list[dict[int, list[int]]] = [{} for _ in curves.nats]
     for half in (0, 1):
         curve = InformationCurve(curves.nats[1 - half :: 2])
@@ -213,7 +255,10 @@ def cross_fitted(curves: TextCurves) -> list[dict[int, list[int]]]:
 def _notes(pretrained: Pretrained, count: int) -> list[str]:
     notes = []
     if pretrained.condition_dropout == 0 and pretrained.reads_latents:
-        notes.append("trained with condition_dropout=0: its null latent was never trained, so its curve says nothing")
+        notes.append(
+            "trained with condition_dropout=0: its null latent was never trained, so its curve"
+            " says nothing"
+        )
     if count < 60:
         notes.append("fewer than 60 sentences: the optimal schedules rest on half of them")
     return notes

@@ -10,12 +10,22 @@ from mmldlm.evaluation.statistics import Estimate
 from mmldlm.utils.figures import new_figure, save_figure
 
 _COLORS = {"right": "tab:blue", "null": "tab:orange"}
-_SAMPLER_COLORS = ("tab:green", "tab:red", "tab:purple", "tab:brown", "tab:pink", "tab:olive", "tab:cyan", "tab:gray")
+_SAMPLER_COLORS = (
+    "tab:green",
+    "tab:red",
+    "tab:purple",
+    "tab:brown",
+    "tab:pink",
+    "tab:olive",
+    "tab:cyan",
+    "tab:gray",
+)
 _MAX_BUCKETS = 3  # drawn: the shortest, a middle and the longest
 
 
 def plot_information(report: InformationReport, path: str | Path) -> None:
-    """Draw the curves by length, and the excess of schedules and samplers over the NELBO against passes, into an image.
+    """Draw the curves by length, and the excess of schedules and samplers over the NELBO against
+    passes, into an image.
 
     Args:
         path: in the format of its suffix.
@@ -43,7 +53,14 @@ def _draw_curves(axis: Any, report: InformationReport) -> None:
                 fmt="o", color=color, markersize=3, elinewidth=0.8,
             )  # fmt: skip
             label = f"{name} latent, {bucket.shortest} to {bucket.longest} tokens"
-            axis.plot(shares, [point.fitted for point in points], line, color=color, linewidth=1.3, label=label)
+            axis.plot(
+                shares,
+                [point.fitted for point in points],
+                line,
+                color=color,
+                linewidth=1.3,
+                label=label,
+            )
     axis.set_xlabel("share of the text that is known")
     axis.set_ylabel("cross-entropy of an unknown token, nats")
     axis.set_title("information curve (lines: isotonic fit)", fontsize=10)
@@ -52,13 +69,29 @@ def _draw_curves(axis: Any, report: InformationReport) -> None:
 def _draw_passes(axis: Any, report: InformationReport) -> None:
     for name in report.curves:
         for schedule, line in (("even", "--"), ("optimal", "-")):
-            rows = [row for row in report.schedules if (row.condition, row.schedule) == (name, schedule)]
-            points = [(float(row.passes), row.excess) for row in rows if not isinstance(row.passes, str)]
-            _draw_line(axis, points, line, f"random order, {schedule} schedule, {name} latent", _COLORS[name])
+            rows = [
+                row
+                for row in report.schedules
+                if (row.condition, row.schedule) == (name, schedule)
+            ]
+            points = [
+                (float(row.passes), row.excess) for row in rows if not isinstance(row.passes, str)
+            ]
+            _draw_line(
+                axis,
+                points,
+                line,
+                f"random order, {schedule} schedule, {name} latent",
+                _COLORS[name],
+            )
     names = dict.fromkeys(row.sampler for row in report.samplers)
     for sampler, color in zip(names, _SAMPLER_COLORS):
-        points = [(row.passes.value, row.excess) for row in report.samplers if row.sampler == sampler]
-        _draw_line(axis, points, "o-", f"{sampler}, {report.conditions['condition']} latent", color)
+        points = [
+            (row.passes.value, row.excess) for row in report.samplers if row.sampler == sampler
+        ]
+        _draw_line(
+            axis, points, "o-", f"{sampler}, {report.conditions['condition']} latent", color
+        )
     axis.axhline(0, color="black", linewidth=0.8)
     axis.set_xscale("log", base=2)
     axis.xaxis.set_major_formatter("{x:g}")
@@ -67,10 +100,22 @@ def _draw_passes(axis: Any, report: InformationReport) -> None:
     axis.set_title("what parallel decoding costs", fontsize=10)
 
 
-def _draw_line(axis: Any, points: list[tuple[float, Estimate]], line: str, label: str, color: str) -> None:
+def _draw_line(
+    axis: Any, points: list[tuple[float, Estimate]], line: str, label: str, color: str
+) -> None:
     points = sorted(points, key=lambda point: point[0])
-    values, errors = [estimate.value for _, estimate in points], [estimate.se for _, estimate in points]
+    values, errors = (
+        [estimate.value for _, estimate in points],
+        [estimate.se for _, estimate in points],
+    )
     axis.errorbar(
-        [passes for passes, _ in points], values, errors, fmt=line, color=color, label=label, markersize=3.5,
-        linewidth=1.2, elinewidth=0.8,
-    )  # fmt: skip
+        [passes for passes, _ in points],
+        values,
+        errors,
+        fmt=line,
+        color=color,
+        label=label,
+        markersize=3.5,
+        linewidth=1.2,
+        elinewidth=0.8,
+    )

@@ -15,9 +15,14 @@ from mmldlm.utils.screen import open_console
 
 # Numbers of passes in a file of schedules; 1 and L need none.
 FILE_PASSES = (*range(2, 17), 20, 24, 32, 48, 64)
-SCHEDULE_TITLE = "NELBO_T: bound on -log p(text) if T passes fill random positions, nats/text; excess: minus the NELBO"
+SCHEDULE_TITLE = (
+    "NELBO_T: bound on -log p(text) if T passes fill random positions, nats/text; excess: minus"
+    " the NELBO"
+)
 SCHEDULE_COLUMNS = ("latent", "T", "even", "excess", "optimal", "excess", "minus even")
-SAMPLER_TITLE = "exact -log p(text) of samplers with a deterministic order at temperature 1, nats/text"
+SAMPLER_TITLE = (
+    "exact -log p(text) of samplers with a deterministic order at temperature 1, nats/text"
+)
 SAMPLER_COLUMNS = ("latent", "sampler", "at most", "passes", "-log p", "minus NELBO")
 
 
@@ -72,7 +77,8 @@ class InformationReport:
         curves: by condition.
         schedules, samplers: rows of the tables.
         nelbo: nats per token by condition.
-        length_nll: nats of the length of a text by condition; {} for a model that does not predict it.
+        length_nll: nats of the length of a text by condition; {} for a model that does not predict
+            it.
     """
 
     conditions: dict[str, Any]
@@ -98,7 +104,9 @@ class InformationReport:
         write_report(path, self.as_dict())
 
     def best_schedules(self) -> Schedules:
-        """Return the optimal schedules of FILE_PASSES for all lengths from 2, from the curve of all sentences."""
+        """Return the optimal schedules of FILE_PASSES for all lengths from 2, from the curve of
+        all sentences.
+        """
         curve, found = self.curves[self.conditions["condition"]], {}
         for length in range(2, self.conditions["max_length"] + 1):
             best = optimal_schedules(curve.fitted(length), min(max(FILE_PASSES), length - 1))
@@ -134,13 +142,15 @@ class InformationReport:
         console = console or open_console()
         conditions = self.conditions
         console.print(
-            f"{conditions['num_sentences']} unseen sentences, {conditions['mean_length']:.1f} tokens on average (with "
-            "EOS), +- one standard error"
+            f"{conditions['num_sentences']} unseen sentences, {conditions['mean_length']:.1f}"
+            " tokens on average (with EOS), +- one standard error"
         )
         for name, value in self.nelbo.items():
             length = self.length_nll.get(name)
             words = "" if length is None else f"; length {_cell(length)} nats/text"
-            console.print(f"{name} latent: NELBO {value.value:.3f} +- {value.se:.3f} nats/token{words}")
+            console.print(
+                f"{name} latent: NELBO {value.value:.3f} +- {value.se:.3f} nats/token{words}"
+            )
         console.print(_table(SCHEDULE_TITLE, SCHEDULE_COLUMNS, self.schedule_cells()))
         if self.samplers:
             console.print(_table(SAMPLER_TITLE, SAMPLER_COLUMNS, self.sampler_cells()))
@@ -152,9 +162,9 @@ class InformationReport:
     def rise_lines(self) -> list[str]:
         """Return a line for every part of a curve in which knowing more makes the model worse."""
         return [
-            f"the curve rises by {rise['rise']:.2f} +- {rise['se']:.2f} nats from {rise['from_share']:.0%} to "
-            f"{rise['to_share']:.0%} known: {name} latent, texts of {bucket.shortest} to {bucket.longest} tokens; "
-            "undertrained there"
+            f"the curve rises by {rise['rise']:.2f} +- {rise['se']:.2f} nats from"
+            f" {rise['from_share']:.0%} to {rise['to_share']:.0%} known: {name} latent, texts of"
+            f" {bucket.shortest} to {bucket.longest} tokens; undertrained there"
             for name, curve in self.curves.items()
             for bucket in curve.buckets
             for rise in bucket.rises()
@@ -164,8 +174,12 @@ class InformationReport:
         """Return the rows of the table of schedules, below SCHEDULE_COLUMNS."""
         by_key = {(row.condition, row.passes, row.schedule): row for row in self.schedules}
         rows = []
-        for condition, passes in dict.fromkeys((row.condition, row.passes) for row in self.schedules):
-            even, best = (by_key.get((condition, passes, schedule)) for schedule in ("even", "optimal"))
+        for condition, passes in dict.fromkeys(
+            (row.condition, row.passes) for row in self.schedules
+        ):
+            even, best = (
+                by_key.get((condition, passes, schedule)) for schedule in ("even", "optimal")
+            )
             assert even is not None
             cells = [_cell(even.nats, 1), _cell(even.excess), "", "", ""]
             if best is not None and best.against_even is not None:
@@ -194,7 +208,9 @@ def _table(title: str, columns: tuple[str, ...], rows: list[tuple[str, ...]]):
 
     table = Table(title=title, box=SIMPLE, collapse_padding=True, pad_edge=False)
     for column in columns:
-        table.add_column(column, justify="left" if column in ("latent", "sampler") else "right", no_wrap=True)
+        table.add_column(
+            column, justify="left" if column in ("latent", "sampler") else "right", no_wrap=True
+        )
     for row in rows:
         table.add_row(*row)
     return table

@@ -1,7 +1,8 @@
 """The exact likelihood of texts under a sampler whose order does not depend on its draws.
 
-Where the positions of each pass are a function of latent and tokens that stand, a text can come about in one way
-only. Its probability is then the product, over passes and the positions that each fills, of p(token | what stood).
+Where the positions of each pass are a function of latent and tokens that stand, a text can come
+about in one way only. Its probability is then the product, over passes and the positions that each
+fills, of p(token | what stood).
 """
 
 from __future__ import annotations
@@ -29,7 +30,8 @@ class SamplerLikelihood:
     """Results per text, [N] each.
 
     Attributes:
-        nats: fp64, -log p(text | latent, length) of the sampler at temperature 1, without guidance and penalties.
+        nats: fp64, -log p(text | latent, length) of the sampler at temperature 1, without guidance
+            and penalties.
         passes: int64, passes that wrote the text.
     """
 
@@ -52,12 +54,14 @@ def sampler_likelihood(
 ) -> SamplerLikelihood:
     """Run a sampler with the true tokens in place of its draws, and add up what it gave them.
 
-    With a sampler of `deterministic_order` the result is exact. With a drawn order it is that of one order: its mean
-    over orders is an upper bound on the sampler's negative log-likelihood (Jensen).
+    With a sampler of `deterministic_order` the result is exact. With a drawn order it is that of
+    one order: its mean over orders is an upper bound on the sampler's negative log-likelihood
+    (Jensen).
 
     Args:
         model: with the forward contract of MultimodalMMDiT.
-        texts: N lists of ids without EOS. The sampler writes their EOS, at no cost: lengths are scored apart.
+        texts: N lists of ids without EOS. The sampler writes their EOS, at no cost: lengths are
+            scored apart.
         latents: [N, D] (or [N, M, D]) in the encoder's space, or None.
         diffusion: masking process of training.
         sampler: a name of STRATEGIES.
@@ -76,11 +80,22 @@ def sampler_likelihood(
     for rows in token_budget_batches(lengths, batch_tokens):
         index = torch.from_numpy(rows.copy())
         strategy = start_decoding(
-            sampler, model, torch.from_numpy(lengths[rows]), rows.tolist(), diffusion=diffusion, seed=seed,
-            options=options, draw=DrawSettings(temperature=1.0),
-        )  # fmt: skip
+            sampler,
+            model,
+            torch.from_numpy(lengths[rows]),
+            rows.tolist(),
+            diffusion=diffusion,
+            seed=seed,
+            options=options,
+            draw=DrawSettings(temperature=1.0),
+        )
         state = strategy.state
-        tokens, _ = pad_texts([texts[row] for row in rows], state.eos_token_id, state.pad_token_id, state.tokens.device)
+        tokens, _ = pad_texts(
+            [texts[row] for row in rows],
+            state.eos_token_id,
+            state.pad_token_id,
+            state.tokens.device,
+        )
         denoiser = Denoiser(model, None if latents is None else latents[index])
         sums = torch.zeros(len(rows), dtype=torch.float64, device=tokens.device)
         while len(positions := strategy.positions()):
@@ -89,12 +104,19 @@ def sampler_likelihood(
                 progress(done, total)
         nats[rows], passes[rows] = sums.cpu().numpy(), strategy.passes.cpu().numpy()
     if not np.isfinite(nats).all():
-        raise MmldlmError("the model returned a NaN or infinite likelihood on validation text: its weights are corrupt")
+        raise MmldlmError(
+            "the model returned a NaN or infinite likelihood on validation text: its weights are"
+            " corrupt"
+        )
     return SamplerLikelihood(nats, passes)
 
 
-def _score_pass(denoiser: Denoiser, strategy: TextStrategy, positions: Tensor, tokens: Tensor, sums: Tensor) -> int:
-    """Take one pass, write the true tokens [B, S], and add -log p to sums [B]; return the number of tokens written."""
+def _score_pass(
+    denoiser: Denoiser, strategy: TextStrategy, positions: Tensor, tokens: Tensor, sums: Tensor
+) -> int:
+    """Take one pass, write the true tokens [B, S], and add -log p to sums [B]; return the number
+    of tokens written.
+    """
     logits = denoiser(strategy.state, strategy.timesteps(), positions)
     strategy.prepare(positions, logits)
     chosen = strategy.choose(positions, logits)

@@ -6,9 +6,11 @@ import numpy as np
 
 
 def even_schedule(length: int, passes: int) -> list[int]:
-    """Return the positions of each pass, as even as possible, the larger ones first; min(passes, length) passes.
+    """Return the positions of each pass, as even as possible, the larger ones first; min(passes,
+    length) passes.
 
-    After pass k of T, ceil(k L / T) positions are filled, as by the sampler `confidence` on a log-linear schedule.
+    After pass k of T, ceil(k L / T) positions are filled, as by the sampler `confidence` on a
+    log-linear schedule.
     """
     passes = min(passes, length)
     filled = [-(-length * k // passes) for k in range(passes + 1)]
@@ -16,7 +18,8 @@ def even_schedule(length: int, passes: int) -> list[int]:
 
 
 def schedule_cost(curve: np.ndarray, counts: list[int]) -> float:
-    """Return NELBO_T = sum_i n_i c(r_i) in nats: r_i positions are known before pass i, which fills n_i.
+    """Return NELBO_T = sum_i n_i c(r_i) in nats: r_i positions are known before pass i, which
+    fills n_i.
 
     Args:
         curve: c(j). [L]
@@ -27,10 +30,12 @@ def schedule_cost(curve: np.ndarray, counts: list[int]) -> float:
 
 
 def optimal_schedules(curve: np.ndarray, passes: int) -> dict[int, list[int]]:
-    """Return the cheapest schedule of every number of passes up to `passes` (at most L), by dynamic programming.
+    """Return the cheapest schedule of every number of passes up to `passes` (at most L), by
+    dynamic programming.
 
-    With best[t][r] the least cost of filling r positions in t passes, best[t + 1][s] is the minimum over r < s of
-    best[t][r] + (s - r) c(r): O(T L^2). Of equal costs, the schedule whose last passes are the smallest.
+    With best[t][r] the least cost of filling r positions in t passes, best[t + 1][s] is the
+    minimum over r < s of best[t][r] + (s - r) c(r): O(T L^2). Of equal costs, the schedule whose
+    last passes are the smallest.
 
     Args:
         curve: c(j). [L]
@@ -38,7 +43,9 @@ def optimal_schedules(curve: np.ndarray, passes: int) -> dict[int, list[int]]:
     length = len(curve)
     filled = np.arange(length + 1)
     # step[r, s]: cost of filling positions r .. s - 1 in one pass.
-    step = np.where(filled > filled[:-1, None], (filled - filled[:-1, None]) * curve[:, None], np.inf)
+    step = np.where(
+        filled > filled[:-1, None], (filled - filled[:-1, None]) * curve[:, None], np.inf
+    )
     best = np.full(length + 1, np.inf)
     best[0] = 0.0
     origins, schedules = [], {}

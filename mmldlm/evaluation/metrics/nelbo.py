@@ -1,4 +1,6 @@
-"""NELBO, or exact NLL, of texts given the matched, a shuffled and the null latent, on the same draws."""
+"""NELBO, or exact NLL, of texts given the matched, a shuffled and the null latent, on the same
+draws.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,8 @@ CONDITIONS = ("matched", "shuffled", "null")
 
 @dataclass
 class Likelihood:
-    """Results per sentence, [N] fp64, and per condition of CONDITIONS (without latents, of "null" alone).
+    """Results per sentence, [N] fp64, and per condition of CONDITIONS (without latents, of "null"
+    alone).
 
     Attributes:
         nelbo: nats per text, EOS counted: exact, or an upper bound as the mean over the draws.
@@ -55,19 +58,22 @@ def measure(
     batch_tokens: int = 2048,
     progress: Callable[[int, int], None] | None = None,
 ) -> Likelihood:
-    """Score every text under all conditions, by Monte Carlo where the model only bounds its likelihood.
+    """Score every text under all conditions, by Monte Carlo where the model only bounds its
+    likelihood.
 
-    A text's draws are spread over as many equal strata of noise levels. All conditions share their random numbers, so
-    differences are paired.
+    A text's draws are spread over as many equal strata of noise levels. All conditions share their
+    random numbers, so differences are paired.
 
     Args:
         model: whose config says what pads and ends a text, and whose `scale_latents` is applied.
         texts: N lists of ids without EOS.
-        latents: [N, D] (or [N, M, D]) in the encoder's space; None: only the null condition is measured.
+        latents: [N, D] (or [N, M, D]) in the encoder's space; None: only the null condition is
+            measured.
         shuffled_index: [N] index of the latent under condition "shuffled".
         score: scores one batch.
         draws: of every text; 1 is enough for an exact likelihood.
-        progress: called after every draw of a batch with the number of draws done and in total, over all texts.
+        progress: called after every draw of a batch with the number of draws done and in total,
+            over all texts.
 
     Raises:
         MmldlmError: NaN predictions.
@@ -83,13 +89,17 @@ def measure(
     shuffled = torch.from_numpy(shuffled_index)
     for rows in token_budget_batches(lengths, batch_tokens):
         index = torch.from_numpy(rows.copy())
-        tokens, real = pad_texts([texts[row] for row in rows], config.eos_token_id, config.pad_token_id, device)
+        tokens, real = pad_texts(
+            [texts[row] for row in rows], config.eos_token_id, config.pad_token_id, device
+        )
         given: dict[str, Tensor | None] = {"null": None}
         if latents is not None:
             given["matched"] = model.scale_latents(latents[index].to(device))
             given["shuffled"] = model.scale_latents(latents[shuffled[index]].to(device))
         # One more column than positions: the last is the sample's offset within the strata.
-        uniform = uniforms(seed, Stream.LIKELIHOOD, rows, (draws, config.max_seq_len + 1)).to(device)
+        uniform = uniforms(seed, Stream.LIKELIHOOD, rows, (draws, config.max_seq_len + 1)).to(
+            device
+        )
         for draw in range(draws):
             own = torch.cat([uniform[:, draw, : tokens.shape[1]], uniform[:, 0, -1:]], dim=1)
             for name in conditions:
@@ -97,11 +107,16 @@ def measure(
                 sums[name][rows] += found.nats.cpu().numpy() / draws
                 num_correct[name][rows] += found.correct.cpu().numpy()
                 if draw == 0 and name != "shuffled" and found.length_nll is not None:
-                    length_nll.setdefault(name, np.zeros(count))[rows] = found.length_nll.double().cpu().numpy()
+                    length_nll.setdefault(name, np.zeros(count))[rows] = (
+                        found.length_nll.double().cpu().numpy()
+                    )
             num_scored[rows] += found.scored.cpu().numpy()
             done += len(rows)
             if progress is not None:
                 progress(done, count * draws)
     if not all(np.isfinite(values).all() for values in (*sums.values(), *length_nll.values())):
-        raise MmldlmError("the model returned a NaN or infinite likelihood on validation text: its weights are corrupt")
+        raise MmldlmError(
+            "the model returned a NaN or infinite likelihood on validation text: its weights are"
+            " corrupt"
+        )
     return Likelihood(sums, num_correct, length_nll, num_scored, lengths.astype(np.float64))

@@ -14,7 +14,9 @@ def normalize(vectors: np.ndarray) -> np.ndarray:
 
 
 def cosine_similarity(predictions: np.ndarray, targets: np.ndarray) -> np.ndarray:
-    """Return [N] cosines of the rows of two [N, D]; for [N, M, D], means over the M latents of a text."""
+    """Return [N] cosines of the rows of two [N, D]; for [N, M, D], means over the M latents of a
+    text.
+    """
     return mean_over_latents((normalize(predictions) * normalize(targets)).sum(-1))
 
 

@@ -1,7 +1,9 @@
-"""Figures of written strings under published definitions: BLEU, F1 over words, exact match, repetition, diversity.
+"""Figures of written strings under published definitions: BLEU, F1 over words, exact match,
+repetition, diversity.
 
-BLEU is sacrebleu's (Post, WMT 2018; extra `eval` of setup.py), so that it compares with publications. Words of the
-other figures are runs of letters, digits and _, or single other characters; case is kept.
+BLEU is sacrebleu's (Post, WMT 2018; extra `eval` of setup.py), so that it compares with
+publications. Words of the other figures are runs of letters, digits and _, or single other
+characters; case is kept.
 """
 
 from __future__ import annotations
@@ -54,7 +56,9 @@ class Overlap:
         found = {}
         if self.bleu is not None:
             found["sentence_bleu"] = mean(sentence_bleu(self.bleu), POINTS)
-            found["sentence_bleu_effective_order"] = mean(sentence_bleu(self.bleu, effective_order=True), POINTS)
+            found["sentence_bleu_effective_order"] = mean(
+                sentence_bleu(self.bleu, effective_order=True), POINTS
+            )
             found["corpus_bleu"] = corpus_bleu(self.bleu, seed)
         found["word_f1"] = mean(self.word_f1, POINTS, 100)
         found["word_set_f1"] = mean(self.word_set_f1, POINTS, 100)
@@ -65,14 +69,17 @@ class Overlap:
 def compare(written: Sequence[str], references: Sequence[str], with_bleu: bool = True) -> Overlap:
     """Score each string against its reference.
 
-    Word-set F1 is vec2text's "token F1" (arXiv 2310.06816) up to the split into words, which is NLTK's there. Exact
-    match is equality of the strings, case kept.
+    Word-set F1 is vec2text's "token F1" (arXiv 2310.06816) up to the split into words, which is
+    NLTK's there. Exact match is equality of the strings, case kept.
 
     Raises:
         UserError: with_bleu, and sacrebleu is not installed.
     """
     assert len(written) == len(references)
-    bags = [(Counter(words(text)), Counter(words(reference))) for text, reference in zip(written, references)]
+    bags = [
+        (Counter(words(text)), Counter(words(reference)))
+        for text, reference in zip(written, references)
+    ]
     return Overlap(
         np.array([_f1(Counter(set(text)), Counter(set(reference))) for text, reference in bags]),
         np.array([_f1(text, reference) for text, reference in bags]),
@@ -90,25 +97,32 @@ def load_sacrebleu() -> type:
     """Return sacrebleu's class BLEU.
 
     Raises:
-        UserError: sacrebleu is not installed. Nothing takes its place: its tokens and smoothing are the definition.
+        UserError: sacrebleu is not installed. Nothing takes its place: its tokens and smoothing
+            are the definition.
     """
     try:
         from sacrebleu.metrics.bleu import BLEU
     except ImportError:
-        raise UserError("sacrebleu, for BLEU", "it is not installed", "pip install 'mmldlm[eval]'") from None
+        raise UserError(
+            "sacrebleu, for BLEU", "it is not installed", "pip install 'mmldlm[eval]'"
+        ) from None
     return BLEU
 
 
 def bleu_counts(written: Sequence[str], references: Sequence[str]) -> np.ndarray:
-    """Return sacrebleu's counts of each pair, [N, 10] int64, from which sentence and corpus BLEU follow.
+    """Return sacrebleu's counts of each pair, [N, 10] int64, from which sentence and corpus BLEU
+    follow.
 
-    The columns are the words of text and reference (13a, case kept), matching n-grams and n-grams for n = 1 .. 4.
+    The columns are the words of text and reference (13a, case kept), matching n-grams and n-grams
+    for n = 1 .. 4.
 
     Raises:
         UserError: sacrebleu is not installed.
     """
     scorer = load_sacrebleu()(effective_order=True)
-    scores = [scorer.sentence_score(text, [reference]) for text, reference in zip(written, references)]
+    scores = [
+        scorer.sentence_score(text, [reference]) for text, reference in zip(written, references)
+    ]
     rows = [[score.sys_len, score.ref_len, *score.counts, *score.totals] for score in scores]
     return np.array(rows, dtype=np.int64).reshape(-1, 10)
 
@@ -116,14 +130,17 @@ def bleu_counts(written: Sequence[str], references: Sequence[str]) -> np.ndarray
 def _bleu(row: np.ndarray, effective_order: bool = False) -> float:
     length, reference, *counts = row.tolist()
     options = {"smooth_method": "exp", "effective_order": effective_order}
-    return load_sacrebleu().compute_bleu(counts[:4], counts[4:], length, reference, **options).score
+    return (
+        load_sacrebleu().compute_bleu(counts[:4], counts[4:], length, reference, **options).score
+    )
 
 
 def sentence_bleu(counts: np.ndarray, effective_order: bool = False) -> np.ndarray:
-    """Return [N] BLEU of single sentences in points, exp smoothing; counts are those of `bleu_counts`.
+    """Return [N] BLEU of single sentences in points, exp smoothing; counts are those of
+    `bleu_counts`.
 
-    vec2text reports the mean of these without effective order: a text of fewer than 4 words scores 0 even if it is
-    right. With effective order BLEU stops at the longest n-gram that the text has.
+    vec2text reports the mean of these without effective order: a text of fewer than 4 words scores
+    0 even if it is right. With effective order BLEU stops at the longest n-gram that the text has.
     """
     return np.array([_bleu(row, effective_order) for row in counts])
 
@@ -144,7 +161,9 @@ def bleu_signatures() -> dict[str, str]:
     found = {}
     for name, effective_order in (("bleu", False), ("bleu_effective_order", True)):
         scorer = load_sacrebleu()(effective_order=effective_order)
-        scorer.corpus_score(["a"], [["a"]])  # it does not know the number of references before it scores
+        scorer.corpus_score(
+            ["a"], [["a"]]
+        )  # it does not know the number of references before it scores
         found[name] = str(scorer.get_signature())
     return found
 
@@ -155,15 +174,21 @@ def set_figures(texts: Sequence[str]) -> dict[str, Estimate]:
     All but the first two depend on the number of texts: compare only sets of the same number.
 
     - adjacent_repeats: share of words that repeat the word before.
-    - repeated_bigrams: 1 - different bigrams / bigrams of a text, mean over texts (seq-rep-2, arXiv 1908.04319).
+    - repeated_bigrams: 1 - different bigrams / bigrams of a text, mean over texts (seq-rep-2,
+      arXiv 1908.04319).
     - distinct_2: different bigrams of the whole set / its bigrams (arXiv 1510.03055).
-    - unigram_entropy: of the words of the whole set, in nats a word, without correction for the bias of few words.
+    - unigram_entropy: of the words of the whole set, in nats a word, without correction for the
+      bias of few words.
     - words_per_text.
     """
     split = [words(text) for text in texts]
     bigrams = [list(pairwise(text)) for text in split]
     repeats = np.array([sum(a == b for a, b in text) for text in bigrams])
-    found = {"adjacent_repeats": ratio(repeats, np.array([len(text) for text in bigrams]), "share of words")}
+    found = {
+        "adjacent_repeats": ratio(
+            repeats, np.array([len(text) for text in bigrams]), "share of words"
+        )
+    }
     within = [1 - len(set(text)) / len(text) if text else 0.0 for text in bigrams]
     found["repeated_bigrams"] = mean(np.array(within), "share of bigrams")
     found["distinct_2"] = _jackknife(bigrams, _distinct, "share of bigrams")
@@ -176,7 +201,9 @@ _LeaveOneOut = Callable[[Counter, "list[Counter]"], "Iterator[float]"]
 
 
 def _jackknife(texts: Sequence[Sequence], function: _LeaveOneOut, unit: str) -> Estimate:
-    """Return a figure of a whole set and its jackknife error: a bootstrap would repeat texts, hence their words."""
+    """Return a figure of a whole set and its jackknife error: a bootstrap would repeat texts,
+    hence their words.
+    """
     own = [Counter(text) for text in texts]
     total: Counter = Counter()
     for counts in own:
@@ -205,5 +232,7 @@ def _entropies(total: Counter, own: list[Counter]) -> Iterator[float]:
     yield float(np.log(size) - weights / size) if size else 0.0
     for counts in own:
         rest = size - counts.total()
-        change = sum(weight(total[item] - count) - weight(total[item]) for item, count in counts.items())
+        change = sum(
+            weight(total[item] - count) - weight(total[item]) for item, count in counts.items()
+        )
         yield float(np.log(rest) - (weights + change) / rest) if rest else 0.0

@@ -31,7 +31,9 @@ MODEL, TF_IDF, CEILING = "model (t2l)", "floor: TF-IDF", "ceiling: the encoder"
 
 @dataclass
 class Pairs:
-    """Sentence pairs with human scores [N] in 0 .. 5, and where each comes from (MSRvid, headlines, ...)."""
+    """Sentence pairs with human scores [N] in 0 .. 5, and where each comes from (MSRvid,
+    headlines, ...).
+    """
 
     first: list[str]
     second: list[str]
@@ -40,30 +42,47 @@ class Pairs:
     sources: list[str]
 
 
-# Column of each entry in a file without a header: genre, file, year, id, score, two sentences, and their licenses.
+# Column of each entry in a file without a header: genre, file, year, id, score, two sentences, and
+# their licenses.
 _COLUMNS = {"source": 1, "score": 4, "sentence1": 5, "sentence2": 6}
 _NUM_COLUMNS = (7, 8, 9)
-_SOURCE_NAMES = ("filename", "dataset", "source", "genre")  # of a header, the first of them that it has
+_SOURCE_NAMES = (
+    "filename",
+    "dataset",
+    "source",
+    "genre",
+)  # of a header, the first of them that it has
 _MAX_SCORE = 5.0
 
 
 def read_pairs(path: str) -> Pairs:
     """Read a file of the STS Benchmark: tab separated, no quoting.
 
-    With a header (as in GLUE's STS-B) its columns sentence1, sentence2 and score are taken, without one columns 5 to 7
-    of 7 to 9.
+    With a header (as in GLUE's STS-B) its columns sentence1, sentence2 and score are taken,
+    without one columns 5 to 7 of 7 to 9.
 
     Raises:
-        UserError: a missing file, a line of another form, a score outside 0 .. 5, or pairs that cannot be ranked.
+        UserError: a missing file, a line of another form, a score outside 0 .. 5, or pairs that
+            cannot be ranked.
     """
-    expected = f"an STS Benchmark file (tab separated: genre, file, year, id, score 0 to 5, two sentences) at {path}"
-    fix = "give sts-dev.csv or sts-test.csv, or a file whose header names sentence1, sentence2 and score"
+    expected = (
+        "an STS Benchmark file (tab separated: genre, file, year, id, score 0 to 5, two"
+        f" sentences) at {path}"
+    )
+    fix = (
+        "give sts-dev.csv or sts-test.csv, or a file whose header names sentence1, sentence2 and"
+        " score"
+    )
     try:
         lines = read_text(path, encoding="utf-8-sig").split("\n")
     except (OSError, UnicodeDecodeError) as error:
         found = describe_os_error(error) if isinstance(error, OSError) else str(error)
         raise UserError(expected, found, "give the path of sts-dev.csv or sts-test.csv") from error
-    rows = [(number, line.rstrip("\r").split("\t")) for number, line in enumerate(lines, 1) if line.strip()]
+    rows = [
+        (number, line.rstrip("\r").split("\t"))
+        for number, line in enumerate(lines, 1)
+        if line.strip()
+    ]
     columns, counts = _COLUMNS, _NUM_COLUMNS
     if rows and {"sentence1", "sentence2"} <= {name.strip().lower() for name in rows[0][1]}:
         names = [name.strip().lower() for name in rows.pop(0)[1]]
@@ -93,7 +112,10 @@ def read_pairs(path: str) -> Pairs:
         raise UserError(expected, f"{len(scores)} pairs", "check the file")
     num_equal = sum(left == right for left, right in zip(first, second))
     if 2 * num_equal > len(scores) or len(set(scores)) == 1:
-        found = f"{num_equal} of {len(scores)} pairs of equal sentences, {len(set(scores))} different scores"
+        found = (
+            f"{num_equal} of {len(scores)} pairs of equal sentences, {len(set(scores))} different"
+            " scores"
+        )
         raise UserError(f"{expected}: pairs and scores that differ", found, fix)
     return Pairs(first, second, np.array(scores), Path(path).name, sources)
 
@@ -120,34 +142,54 @@ def spearman(a: np.ndarray, b: np.ndarray) -> float:
 def correlations(similarities: np.ndarray, scores: np.ndarray, seed: int) -> dict[str, Any]:
     """Return Spearman and Pearson with 95 % bootstrap intervals over pairs."""
     functions = {"spearman": spearman, "pearson": pearson}
-    return {name: _interval(function, similarities, scores, seed) for name, function in functions.items()}
+    return {
+        name: _interval(function, similarities, scores, seed)
+        for name, function in functions.items()
+    }
 
 
-def _interval(function: Callable, similarities: np.ndarray, scores: np.ndarray, seed: int) -> dict[str, Any]:
-    draws = generator(seed, Stream.STS_BOOTSTRAP).integers(0, len(scores), (_RESAMPLES, len(scores)))
-    low, high = np.percentile([function(similarities[draw], scores[draw]) for draw in draws], [2.5, 97.5])
+def _interval(
+    function: Callable, similarities: np.ndarray, scores: np.ndarray, seed: int
+) -> dict[str, Any]:
+    draws = generator(seed, Stream.STS_BOOTSTRAP).integers(
+        0, len(scores), (_RESAMPLES, len(scores))
+    )
+    low, high = np.percentile(
+        [function(similarities[draw], scores[draw]) for draw in draws], [2.5, 97.5]
+    )
     return {"value": function(similarities, scores), "ci95": [float(low), float(high)]}
 
 
-def differences(similarities: dict[str, np.ndarray], scores: np.ndarray, seed: int) -> dict[str, Difference]:
-    """Return the differences in Spearman's correlation: model - TF-IDF, encoder - model (if there is one)."""
+def differences(
+    similarities: dict[str, np.ndarray], scores: np.ndarray, seed: int
+) -> dict[str, Difference]:
+    """Return the differences in Spearman's correlation: model - TF-IDF, encoder - model (if there
+    is one).
+    """
     columns = {name: np.stack([values, scores], axis=1) for name, values in similarities.items()}
     arms = {"model_minus_tf_idf": (MODEL, TF_IDF), "encoder_minus_model": (CEILING, MODEL)}
     return {
-        name: paired_bootstrap(columns[first], columns[second], seed, lambda rows: spearman(rows[:, 0], rows[:, 1]))
+        name: paired_bootstrap(
+            columns[first], columns[second], seed, lambda rows: spearman(rows[:, 0], rows[:, 1])
+        )
         for name, (first, second) in arms.items()
         if first in columns
     }
 
 
-def by_source(similarities: dict[str, np.ndarray], pairs: Pairs, seed: int) -> dict[str, dict[str, Any]]:
+def by_source(
+    similarities: dict[str, np.ndarray], pairs: Pairs, seed: int
+) -> dict[str, dict[str, Any]]:
     """Return Spearman of every arm and the number of pairs for each source of at least 3 pairs."""
     sources, result = np.array(pairs.sources), {}
     for source in dict.fromkeys(pairs.sources):
         rows = sources == source
         if rows.sum() >= 3:
             scores = pairs.scores[rows]
-            found = {name: _interval(spearman, values[rows], scores, seed) for name, values in similarities.items()}
+            found = {
+                name: _interval(spearman, values[rows], scores, seed)
+                for name, values in similarities.items()
+            }
             result[source] = {"num_pairs": int(rows.sum()), **found}
     return result
 
@@ -156,7 +198,10 @@ def bag_similarities(pairs: Pairs, weighted: bool) -> np.ndarray:
     """Return [N] cosines of word counts, or of TF-IDF weights fitted on these sentences."""
     bags = [Counter(re.findall(r"\w+", text.lower())) for text in pairs.first + pairs.second]
     frequency = Counter(word for bag in bags for word in bag)
-    weight = {word: 1 + np.log((1 + len(bags)) / (1 + count)) if weighted else 1.0 for word, count in frequency.items()}
+    weight = {
+        word: 1 + np.log((1 + len(bags)) / (1 + count)) if weighted else 1.0
+        for word, count in frequency.items()
+    }
     vectors = [{word: count * weight[word] for word, count in bag.items()} for bag in bags]
     norms = [np.sqrt(sum(value * value for value in vector.values())) or 1.0 for vector in vectors]
     half = len(pairs.first)
@@ -171,7 +216,9 @@ def bag_similarities(pairs: Pairs, weighted: bool) -> np.ndarray:
 
 @dataclass
 class StsReport:
-    """Correlations of the model, the floors and the ceiling; their paired differences; Spearman by source."""
+    """Correlations of the model, the floors and the ceiling; their paired differences; Spearman by
+    source.
+    """
 
     conditions: dict[str, Any]
     rows: dict[str, dict[str, Any]]
@@ -199,24 +246,35 @@ class StsReport:
         from rich.table import Table
 
         table = Table(
-            title=f"{self.conditions['file']}: {self.conditions['num_pairs']} pairs, 95 % bootstrap intervals"
+            title=(
+                f"{self.conditions['file']}: {self.conditions['num_pairs']} pairs, 95 % bootstrap"
+                " intervals"
+            )
         )
         for column in ("similarity", "Spearman", "Pearson"):
             table.add_column(column, justify="left" if column == "similarity" else "right")
         for name, row in self.rows.items():
-            cells = [f"{row[key]['value']:.3f} [{row[key]['ci95'][0]:.3f}, {row[key]['ci95'][1]:.3f}]" for key in row]
+            cells = [
+                f"{row[key]['value']:.3f} [{row[key]['ci95'][0]:.3f}, {row[key]['ci95'][1]:.3f}]"
+                for key in row
+            ]
             table.add_row(name, *cells)
         console = console or open_console()
         console.print(table)
         for name, found in self.differences.items():
             words = name.replace("_minus_", " - ").replace("tf_idf", "TF-IDF")
-            console.print(f"Spearman, {words}: {found.value:+.3f}, 95 % interval [{found.low:+.3f}, {found.high:+.3f}]")
+            console.print(
+                f"Spearman, {words}: {found.value:+.3f}, 95 % interval [{found.low:+.3f},"
+                f" {found.high:+.3f}]"
+            )
         names = list(self.rows)
         table = Table(title="Spearman by source of the pairs")
         for column in ("source", "pairs", *names):
             table.add_column(column, justify="left" if column == "source" else "right")
         for source, row in self.sources.items():
-            table.add_row(source, str(row["num_pairs"]), *(f"{row[name]['value']:.3f}" for name in names))
+            table.add_row(
+                source, str(row["num_pairs"]), *(f"{row[name]['value']:.3f}" for name in names)
+            )
         console.print(table)
 
 
@@ -231,7 +289,8 @@ def evaluate(
 ) -> StsReport:
     """Embed both sentences of every pair with t2l and correlate their cosines with the scores.
 
-    Floors: bag of words and TF-IDF. Ceiling: the encoder of the training latents, if the checkpoint names it.
+    Floors: bag of words and TF-IDF. Ceiling: the encoder of the training latents, if the
+        checkpoint names it.
 
     Raises:
         UserError: a sentence too long for the model, or a model not trained in t2l.
@@ -268,6 +327,13 @@ def evaluate(
     if pretrained.encoder is not None and pretrained.has_encoder:
         progress = log(f"embedding them with the encoder {pretrained.encoder['name']}")
         rows[CEILING] = similarities(encode_texts(texts, pretrained, progress))
-    conditions = {"file": pairs.name, "num_pairs": len(pairs.scores), "latent_steps": steps, "seed": seed}
+    conditions = {
+        "file": pairs.name,
+        "num_pairs": len(pairs.scores),
+        "latent_steps": steps,
+        "seed": seed,
+    }
     found = {name: correlations(values, pairs.scores, seed) for name, values in rows.items()}
-    return StsReport(conditions, found, differences(rows, pairs.scores, seed), by_source(rows, pairs, seed))
+    return StsReport(
+        conditions, found, differences(rows, pairs.scores, seed), by_source(rows, pairs, seed)
+    )

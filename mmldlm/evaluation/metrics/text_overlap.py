@@ -1,4 +1,6 @@
-"""Overlap of the ids of sampled texts with their references: set-F1, exact match, BLEU; `strings` has that of words."""
+"""Overlap of the ids of sampled texts with their references: set-F1, exact match, BLEU; `strings`
+has that of words.
+"""
 
 from __future__ import annotations
 
@@ -25,19 +27,31 @@ def token_f1(written: Sequence[Sequence[int]], references: Sequence[Sequence[int
     return scores
 
 
-def exact_match(written: Sequence[Sequence[int]], references: Sequence[Sequence[int]]) -> np.ndarray:
+def exact_match(
+    written: Sequence[Sequence[int]], references: Sequence[Sequence[int]]
+) -> np.ndarray:
     """Return [N] bool: the same ids in the same order."""
-    return np.array([list(text) == list(reference) for text, reference in zip(written, references)])
+    return np.array(
+        [list(text) == list(reference) for text, reference in zip(written, references)]
+    )
 
 
-def piece_bleu(written: Sequence[Sequence[int]], references: Sequence[Sequence[int]], seed: int = 0) -> Estimate:
-    """Return the corpus BLEU-4 over token ids, unsmoothed, in points, with a bootstrap standard error.
+def piece_bleu(
+    written: Sequence[Sequence[int]], references: Sequence[Sequence[int]], seed: int = 0
+) -> Estimate:
+    """Return the corpus BLEU-4 over token ids, unsmoothed, in points, with a bootstrap standard
+    error.
 
-    As Papineni et al. (ACL 2002), but over word pieces instead of words: not comparable with BLEU in publications, nor
-    between tokenizers.
+    As Papineni et al. (ACL 2002), but over word pieces instead of words: not comparable with BLEU
+    in publications, nor between tokenizers.
     """
-    counts = np.array([_counts(text, reference) for text, reference in zip(written, references)], dtype=np.float64)
-    draws = generator(seed, Stream.BLEU_BOOTSTRAP).integers(0, len(counts), (_RESAMPLES, len(counts)))
+    counts = np.array(
+        [_counts(text, reference) for text, reference in zip(written, references)],
+        dtype=np.float64,
+    )
+    draws = generator(seed, Stream.BLEU_BOOTSTRAP).integers(
+        0, len(counts), (_RESAMPLES, len(counts))
+    )
     samples = np.array([_score(counts[draw].sum(0)) for draw in draws])
     return Estimate(_score(counts.sum(0)), float(samples.std(ddof=1)), "points", len(counts))
 
@@ -45,7 +59,10 @@ def piece_bleu(written: Sequence[Sequence[int]], references: Sequence[Sequence[i
 def _counts(text: Sequence[int], reference: Sequence[int]) -> list[int]:
     row = [len(text), len(reference)]
     for order in range(1, _ORDERS + 1):
-        grams = [Counter(tuple(ids[i : i + order]) for i in range(len(ids) - order + 1)) for ids in (text, reference)]
+        grams = [
+            Counter(tuple(ids[i : i + order]) for i in range(len(ids) - order + 1))
+            for ids in (text, reference)
+        ]
         row += [sum((grams[0] & grams[1]).values()), sum(grams[0].values())]
     return row
 

@@ -1,4 +1,6 @@
-"""One MMDiT block: streams with their own weights, one joint bidirectional attention (SD3, arXiv 2403.03206)."""
+"""One MMDiT block: streams with their own weights, one joint bidirectional attention (SD3, arXiv
+2403.03206).
+"""
 
 from __future__ import annotations
 
@@ -8,17 +10,24 @@ from torch import Tensor, nn
 
 from mmldlm.models.dropout import ATTENTION, MLP, RowDropout
 from mmldlm.models.layers import Modulation, QKNorm, StreamLinear, has_no_hooks, modulate
-from mmldlm.models.mmdit.fused_block import NORM_EPS, BlockWeights, FusedBlock, modulation_of_rows, select_rows
+from mmldlm.models.mmdit.fused_block import (
+    NORM_EPS,
+    BlockWeights,
+    FusedBlock,
+    modulation_of_rows,
+    select_rows,
+)
 from mmldlm.models.mmdit.packing import QK_EPS, Packing, attend
 
 KINDS = ("shift", "scale", "gate")
 
 
 class MMDiTBlock(nn.Module):
-    """Joint attention over [text | latent] and one MLP per stream, all under adaLN-Zero (DiT, arXiv 2212.09748).
+    """Joint attention over [text | latent] and one MLP per stream, all under adaLN-Zero (DiT,
+    arXiv 2212.09748).
 
-    Linear layers have no biases: adaLN's shift of their inputs does the same per sample, and large models train more
-    stably without them (PaLM, arXiv 2204.02311).
+    Linear layers have no biases: adaLN's shift of their inputs does the same per sample, and large
+    models train more stably without them (PaLM, arXiv 2204.02311).
 
     Args:
         hidden_size: width H.
@@ -30,7 +39,13 @@ class MMDiTBlock(nn.Module):
     """
 
     def __init__(
-        self, hidden_size: int, n_heads: int, cond_dim: int, mlp_ratio: float, qk_rmsnorm: bool, num_streams: int = 2
+        self,
+        hidden_size: int,
+        n_heads: int,
+        cond_dim: int,
+        mlp_ratio: float,
+        qk_rmsnorm: bool,
+        num_streams: int = 2,
     ):
         super().__init__()
         self.n_heads = n_heads
@@ -58,8 +73,8 @@ class MMDiTBlock(nn.Module):
             condition: SiLU'd conditioning vector. [B, C]
             packing: layout of the rows.
             recompute: save only the inputs for the backward pass (where `runs_fused`).
-            output_packing: the Q rows whose outputs are used (`Packing.restrict_to`), for the last block: after
-                attention, only these are computed. None: all.
+            output_packing: the Q rows whose outputs are used (`Packing.restrict_to`), for the last
+                block: after attention, only these are computed. None: all.
             dropout: of the outputs of attention and MLP in this layer, for all rows. None: none.
 
         Returns:
@@ -77,14 +92,22 @@ class MMDiTBlock(nn.Module):
         )  # fmt: skip
         needs_grad = torch.is_grad_enabled()  # inside a Function grad mode is always off
         return FusedBlock.apply(
-            rows, condition, packing, output_packing, self.n_heads, dropout, recompute, needs_grad, *weights
+            rows,
+            condition,
+            packing,
+            output_packing,
+            self.n_heads,
+            dropout,
+            recompute,
+            needs_grad,
+            *weights,
         )
 
     def runs_fused(self) -> bool:
         """Whether the block computes as one operation.
 
-        Not under torch.compile, which fuses and chooses what to save; and a hooked or replaced layer must really be
-        called.
+        Not under torch.compile, which fuses and chooses what to save; and a hooked or replaced
+        layer must really be called.
         """
         layers = self._modules.values()
         kinds = (Modulation, StreamLinear, QKNorm)
@@ -93,12 +116,19 @@ class MMDiTBlock(nn.Module):
         )
 
     def _forward_reference(
-        self, rows: Tensor, condition: Tensor, packing: Packing, output_packing: Packing, dropout: RowDropout | None
+        self,
+        rows: Tensor,
+        condition: Tensor,
+        packing: Packing,
+        output_packing: Packing,
+        dropout: RowDropout | None,
     ) -> Tensor:
         """The same computation with one call per layer, under autograd."""
         ends, width = packing.stream_ends, rows.shape[1]
         table = self.modulation(condition).unflatten(1, (len(ends), -1)).flatten(0, 1)
-        shift, scale, gate, mlp_shift, mlp_scale, mlp_gate = modulation_of_rows(table, packing, output_packing)
+        shift, scale, gate, mlp_shift, mlp_scale, mlp_gate = modulation_of_rows(
+            table, packing, output_packing
+        )
         hidden = modulate(F.layer_norm(rows, (width,), eps=NORM_EPS), shift, scale)
         qkv = self.to_qkv(hidden, ends).view(len(rows), 3, self.n_heads, -1)
         queries_keys, values = qkv[:, :2], qkv[:, 2:]
@@ -109,7 +139,9 @@ class MMDiTBlock(nn.Module):
         even, odd = queries_keys[:num_turned].unflatten(-1, (-1, 2)).unbind(-1)
         rotated = torch.stack([even * cos - odd * sin, even * sin + odd * cos], -1).flatten(-2)
         joint = torch.cat([torch.cat([rotated, queries_keys[num_turned:]]), values], dim=1)
-        mixed = attend(joint.index_select(0, packing.order), packing).index_select(0, output_packing.inverse_order)
+        mixed = attend(joint.index_select(0, packing.order), packing).index_select(
+            0, output_packing.inverse_order
+        )
         ends = output_packing.stream_ends
         attended = self.to_out(mixed, ends)
         attended = attended if dropout is None else dropout.drop(attended, ATTENTION)

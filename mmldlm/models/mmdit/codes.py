@@ -1,4 +1,6 @@
-"""Latents as ids of codes: their embedding in place of the latent projection, and a head over codes."""
+"""Latents as ids of codes: their embedding in place of the latent projection, and a head over
+codes.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,8 @@ class CodeTargets(NamedTuple):
 
 
 class CodeEncoder(nn.Module):
-    """N ids of Q codes and [MASK] -> N * K chunk tokens and one pooled vector; learned nulls as in LatentEncoder.
+    """N ids of Q codes and [MASK] -> N * K chunk tokens and one pooled vector; learned nulls as in
+    LatentEncoder.
 
     Args:
         num_codes: Q; id Q is [MASK].
@@ -40,14 +43,21 @@ class CodeEncoder(nn.Module):
     """
 
     def __init__(
-        self, num_codes: int, tokens_per_latent: int, num_latents: int, hidden_size: int, cond_dim: int,
+        self,
+        num_codes: int,
+        tokens_per_latent: int,
+        num_latents: int,
+        hidden_size: int,
+        cond_dim: int,
         grid: list[int] | None = None,
-    ):  # fmt: skip
+    ):
         super().__init__()
         self.tokens_per_latent, self.hidden_size = tokens_per_latent, hidden_size
         width = tokens_per_latent * hidden_size
         self.code_embedding = nn.Embedding(num_codes + 1, width)
-        self.to_pooled = nn.Sequential(nn.Linear(width, cond_dim), nn.SiLU(), nn.Linear(cond_dim, cond_dim))
+        self.to_pooled = nn.Sequential(
+            nn.Linear(width, cond_dim), nn.SiLU(), nn.Linear(cond_dim, cond_dim)
+        )
         self.chunk_position = nn.Parameter(torch.randn(tokens_per_latent, hidden_size) * 0.02)
         self.latent_position = nn.Parameter(torch.randn(num_latents, 1, hidden_size) * 0.02)
         self.null_tokens = nn.Parameter(torch.randn(tokens_per_latent, hidden_size) * 0.02)
@@ -56,19 +66,28 @@ class CodeEncoder(nn.Module):
             self.latent_position.data.copy_(grid_positions(*grid, hidden_size)[:, None])
 
     def reset_embedding(self) -> None:
-        """Start from unit variance, as projected pixels do: beside positions of amplitude 1 less would not be read."""
+        """Start from unit variance, as projected pixels do: beside positions of amplitude 1 less
+        would not be read.
+        """
         nn.init.normal_(self.code_embedding.weight)
 
     @torch.no_grad()
     def start_from(self, codes: Tensor) -> None:
-        """Start the embeddings of codes [Q, D] from a random projection of them: similar codes begin alike."""
+        """Start the embeddings of codes [Q, D] from a random projection of them: similar codes
+        begin alike.
+        """
         centered = codes - codes.mean(0)
         centered = centered / centered.square().mean().sqrt().clamp_min(1e-6)
-        projection = torch.randn(codes.shape[1], self.code_embedding.weight.shape[1]) / codes.shape[1] ** 0.5
+        projection = (
+            torch.randn(codes.shape[1], self.code_embedding.weight.shape[1])
+            / codes.shape[1] ** 0.5
+        )
         self.code_embedding.weight[: len(codes)].copy_(centered @ projection)
 
     def forward(self, ids: Tensor, is_null: Tensor | None) -> tuple[Tensor, Tensor]:
-        """[B, N, 1] int64, [B] bool -> tokens [B, N * K, H], pooled [B, C] of the mean embedding."""
+        """[B, N, 1] int64, [B] bool -> tokens [B, N * K, H], pooled [B, C] of the mean
+        embedding.
+        """
         batch, count, _ = ids.shape
         table, flat = self.code_embedding, ids.flatten()
         rows = embedding(table.weight, flat) if has_no_hooks(table, nn.Embedding) else table(flat)
@@ -82,7 +101,9 @@ class CodeEncoder(nn.Module):
 
 
 class CodeHead(nn.Module):
-    """adaLN, then the K chunk outputs of each code, concatenated, to logits over Q codes, run where they are used."""
+    """adaLN, then the K chunk outputs of each code, concatenated, to logits over Q codes, run
+    where they are used.
+    """
 
     def __init__(self, hidden_size: int, cond_dim: int, tokens_per_latent: int, num_codes: int):
         super().__init__()
@@ -92,12 +113,14 @@ class CodeHead(nn.Module):
         self.weight = nn.Parameter(torch.randn(num_codes, tokens_per_latent * hidden_size) * 0.02)
         self.bias = nn.Parameter(torch.zeros(num_codes))
 
-    def forward(self, x: Tensor, condition: Tensor, wanted: CodeTargets | None) -> dict[str, Tensor]:
+    def forward(
+        self, x: Tensor, condition: Tensor, wanted: CodeTargets | None
+    ) -> dict[str, Tensor]:
         """Score codes of x [B, N * K, H].
 
         Returns:
-            with ids code_loss_sum (fp32 scalar), code_nll and code_correct [M]; else code_logits fp32 [M, Q]; nothing
-            where none is wanted.
+            with ids code_loss_sum (fp32 scalar), code_nll and code_correct [M]; else code_logits
+            fp32 [M, Q]; nothing where none is wanted.
         """
         if wanted is None:
             return {}
@@ -118,7 +141,13 @@ class CodeHead(nn.Module):
 
 def latent_encoder(config: ModelConfig) -> LatentEncoder | CodeEncoder:
     """Return what a model reads its latents with."""
-    shape = (config.tokens_per_latent, config.num_latents, config.hidden_size, config.cond_dim, config.latent_grid)
+    shape = (
+        config.tokens_per_latent,
+        config.num_latents,
+        config.hidden_size,
+        config.cond_dim,
+        config.latent_grid,
+    )
     if config.num_codes is not None:
         return CodeEncoder(config.num_codes, *shape)
     return LatentEncoder(config.latent_dim, *shape, config.latent_grids)
@@ -133,13 +162,21 @@ def latent_head(config: ModelConfig) -> LatentHead | CodeHead:
 
 
 def latent_outputs(
-    head: LatentHead | CodeHead, rows: Tensor, condition: Tensor, latents: Tensor | None, codes: CodeTargets | None
+    head: LatentHead | CodeHead,
+    rows: Tensor,
+    condition: Tensor,
+    latents: Tensor | None,
+    codes: CodeTargets | None,
 ) -> dict[str, Tensor]:
-    """Return what a head makes of latent rows [B, N * K, H]: `latent_pred`, or the code_* of CodeHead."""
+    """Return what a head makes of latent rows [B, N * K, H]: `latent_pred`, or the code_* of
+    CodeHead.
+    """
     if isinstance(head, CodeHead):
         return head(rows, condition, codes)
     if codes is not None:
-        raise ValueError("codes are asked of a model whose latents are values (model.num_codes is not set)")
+        raise ValueError(
+            "codes are asked of a model whose latents are values (model.num_codes is not set)"
+        )
     return {"latent_pred": _like_given(head(rows, condition).float(), latents)}
 
 
@@ -160,6 +197,7 @@ def checked_ids(raw: Tensor, num_codes: int) -> Tensor:
         raise UserError(
             f"ids of codes from 0 to {num_codes - 1}",
             f"ids from {int(raw.min())} to {int(raw.max())}",
-            "mmldlm verify-data STORE names the damaged rows; or give latents that this model's codec made",
+            "mmldlm verify-data STORE names the damaged rows; or give latents that this model's"
+            " codec made",
         )
     return raw.long()

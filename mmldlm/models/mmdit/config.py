@@ -10,11 +10,16 @@ from pydantic import Field, model_validator
 from mmldlm.config.section import MAX_COUNT, MAX_WIDTH, FilledFromData, OnResume, Section
 from mmldlm.errors import UserError
 
-Grid: TypeAlias = Annotated[list[Annotated[int, Field(ge=1, le=MAX_COUNT)]], Field(min_length=2, max_length=2)]
+Grid: TypeAlias = Annotated[
+    list[Annotated[int, Field(ge=1, le=MAX_COUNT)]], Field(min_length=2, max_length=2)
+]
 
 
 class ModelConfig(Section):
-    """The MMDiT: shape, vocabulary and switches. Also what `config.json` of an exported model holds."""
+    """The MMDiT: shape, vocabulary and switches.
+
+    Also what `config.json` of an exported model holds.
+    """
 
     on_resume = OnResume.FIXED
 
@@ -35,55 +40,66 @@ class ModelConfig(Section):
     tokens_per_latent: int = Field(4, ge=1, le=MAX_WIDTH)
     """Chunk tokens K that present one latent; K * hidden_size >= D passes it without loss."""
     num_latents: Annotated[int, FilledFromData()] = Field(1, ge=1, le=MAX_COUNT)
-    """Latents N of one sample. 1: as many as the data has (`mmldlm prepare --latents-per-text N`, for long texts)."""
+    """Latents N of one sample. 1: as many as the data has (`mmldlm prepare --latents-per-text N`,
+    for long texts).
+    """
     latent_grid: Annotated[Grid | None, FilledFromData()] = None
-    """[rows, columns] of the latents of an image, rows * columns = num_latents: their positions then start from
-    two-dimensional sinusoids instead of noise. None: as the data says; a text's latents have none."""
+    """[rows, columns] of the latents of an image, rows * columns = num_latents: their positions
+    then start from two-dimensional sinusoids instead of noise. None: as the data says; a text's
+    latents have none."""
     latent_grids: Annotated[list[Grid] | None, FilledFromData()] = None
-    """Grids of images of several sizes (data.mixture), the smallest first; latent_grid is the largest. Positions are
-    then fixed two-dimensional sinusoids, not learned. None: as the data says; images of one size have none."""
+    """Grids of images of several sizes (data.mixture), the smallest first; latent_grid is the
+    largest. Positions are then fixed two-dimensional sinusoids, not learned. None: as the data
+    says; images of one size have none."""
     latent_rope: bool = False
-    """Queries and keys of latents turn by their place in model.latent_grid: the first half of a head's pairs by the
-    row, the second by the column (axial RoPE, as in JiT, arXiv 2511.13720). A head's width must be a multiple of 4."""
+    """Queries and keys of latents turn by their place in model.latent_grid: the first half of a
+    head's pairs by the row, the second by the column (axial RoPE, as in JiT, arXiv 2511.13720). A
+    head's width must be a multiple of 4."""
     latent_kind: Annotated[Literal["values", "ids"], FilledFromData()] = "values"
-    """What a latent is: D values, or the id of a code (`mmldlm prepare ... --latents codes:...`). values: as the data
-    says; ids: refuse other data."""
+    """What a latent is: D values, or the id of a code (`mmldlm prepare ... --latents codes:...`).
+    values: as the data says; ids: refuse other data."""
     num_codes: Annotated[int | None, FilledFromData()] = Field(None, ge=2, le=1 << 16)
     """Codes Q of which latents are ids. None: taken from the data; latents of values have none."""
     latent_predictions: int = Field(1, ge=1, le=2)
-    """Vectors that the latent head predicts for each latent: 2 with latent_diffusion.prediction=x0_epsilon, which sets
-    it."""
+    """Vectors that the latent head predicts for each latent: 2 with
+    latent_diffusion.prediction=x0_epsilon, which sets it."""
     qk_rmsnorm: bool = True
     """RMS-normalize queries and keys in every head (keeps attention logits bounded in bf16)."""
     tie_embeddings: bool = False
     """Share the token embedding with the text head."""
     token_embedding_init: Literal["random", "encoder"] = "random"
-    """encoder: start from the input embeddings of the encoder that made the latents, cut to hidden_size by their
-    principal components. A token that only the text's tokenizer has starts from the mean of those that spell it."""
+    """encoder: start from the input embeddings of the encoder that made the latents, cut to
+    hidden_size by their principal components. A token that only the text's tokenizer has starts
+    from the mean of those that spell it."""
     token_embedding_scale: float = Field(1.0, gt=0, le=1e6)
-    """The model reads token embeddings times this. They start at a standard deviation of 0.02, and what the blocks add
-    would hide them in the residual stream (Gemma, arXiv 2403.08295, has sqrt(H))."""
+    """The model reads token embeddings times this. They start at a standard deviation of 0.02, and
+    what the blocks add would hide them in the residual stream (Gemma, arXiv 2403.08295, has
+    sqrt(H))."""
     output_bias_init: Literal["zeros", "frequency"] = "zeros"
-    """frequency: the biases of the text and length heads start from the log frequencies of the training split, which
-    the model then need not learn first."""
+    """frequency: the biases of the text and length heads start from the log frequencies of the
+    training split, which the model then need not learn first."""
     scale_noisy_latents: bool = False
-    """Multiply the latents that the model reads by cos(pi t / 2) of their timestep: noise that says nothing of the
-    latent is then not read (EDM's input scaling, arXiv 2206.00364, for unit variance and the cosine schedule)."""
+    """Multiply the latents that the model reads by cos(pi t / 2) of their timestep: noise that
+    says nothing of the latent is then not read (EDM's input scaling, arXiv 2206.00364, for unit
+    variance and the cosine schedule)."""
     dropout: Annotated[float, OnResume.REPORT] = Field(0.0, ge=0, lt=1)
-    """In training, the fraction of the elements of each block's attention output and MLP output that is set to 0. The
-    masks are functions of seed, epoch, sample and position: equal on every engine and number of ranks, and after a
-    resume."""
+    """In training, the fraction of the elements of each block's attention output and MLP output
+    that is set to 0. The masks are functions of seed, epoch, sample and position: equal on every
+    engine and number of ranks, and after a resume."""
     quality_head: bool = False
-    """Also learn, at every word of a finished draft, the probability that it is right (after PRISM, arXiv 2510.01384):
-    in training the model fills its masks itself, a tenth of the words is replaced by others, and a second pass judges
-    the text. Read by `mmldlm sample l2t --critic-rounds`. A training step computes about twice as much."""
+    """Also learn, at every word of a finished draft, the probability that it is right (after
+    PRISM, arXiv 2510.01384): in training the model fills its masks itself, a tenth of the words is
+    replaced by others, and a second pass judges the text. Read by `mmldlm sample l2t
+    --critic-rounds`. A training step computes about twice as much."""
     corrector: Literal["none", "feedback", "blind"] = "none"
-    """feedback: also learn to correct a hypothesis, from its words and the difference of its embedding to the latent
-    (after vec2text, arXiv 2310.06816). Training reads hypotheses from data.hypotheses, `mmldlm sample l2t --correct`
-    writes them. blind: the ablation, without the hypothesis's embedding."""
+    """feedback: also learn to correct a hypothesis, from its words and the difference of its
+    embedding to the latent (after vec2text, arXiv 2310.06816). Training reads hypotheses from
+    data.hypotheses, `mmldlm sample l2t --correct` writes them. blind: the ablation, without the
+    hypothesis's embedding."""
     gradient_checkpointing: Annotated[bool, OnResume.REPORT] = False
-    """Keep only the rows between blocks and run each block again in the backward pass: a third more work for about a
-    tenth of the memory. Off, blocks still recompute what is cheap (norms, modulation, GELU, rotation)."""
+    """Keep only the rows between blocks and run each block again in the backward pass: a third
+    more work for about a tenth of the memory. Off, blocks still recompute what is cheap (norms,
+    modulation, GELU, rotation)."""
     vocab_size: Annotated[int | None, FilledFromData()] = Field(None, ge=3, le=MAX_COUNT)
     """Vocabulary V. None: taken from the tokenizer."""
     mask_token_id: Annotated[int | None, FilledFromData()] = Field(None, ge=0, le=MAX_COUNT)
@@ -104,17 +120,25 @@ class ModelConfig(Section):
     def _ids_are_of_codes(self) -> ModelConfig:
         if self.num_codes is None:
             return self
-        for key, allowed in (("latent_predictions", 1), ("scale_noisy_latents", False), ("corrector", "none")):
+        for key, allowed in (
+            ("latent_predictions", 1),
+            ("scale_noisy_latents", False),
+            ("corrector", "none"),
+        ):
             if (value := getattr(self, key)) != allowed:
-                raise ValueError(f"model.{key}={value} needs latents of values (model.num_codes is set): drop it")
+                raise ValueError(
+                    f"model.{key}={value} needs latents of values (model.num_codes is set):"
+                    " drop it"
+                )
         return self
 
     @model_validator(mode="after")
     def _grid_holds_the_latents(self) -> ModelConfig:
         if self.latent_grid is not None and math.prod(self.latent_grid) != self.num_latents:
             raise ValueError(
-                f"model.latent_grid={self.latent_grid} has {math.prod(self.latent_grid)} places for "
-                f"model.num_latents={self.num_latents}: leave both unset (the data has them), or set both"
+                f"model.latent_grid={self.latent_grid} has {math.prod(self.latent_grid)} places"
+                f" for model.num_latents={self.num_latents}: leave both unset (the data has them),"
+                " or set both"
             )
         return self
 
@@ -123,30 +147,41 @@ class ModelConfig(Section):
         if self.latent_grids is None:
             return self
         counts = [math.prod(grid) for grid in self.latent_grids]
-        if len(counts) < 2 or sorted(set(counts)) != counts or self.latent_grid not in self.latent_grids:
+        if (
+            len(counts) < 2
+            or sorted(set(counts)) != counts
+            or self.latent_grid not in self.latent_grids
+        ):
             raise ValueError(
-                f"model.latent_grids={self.latent_grids} must be two or more grids by their number of places, and "
-                f"model.latent_grid={self.latent_grid} one of them: leave both unset (the data has them)"
+                f"model.latent_grids={self.latent_grids} must be two or more grids by their number"
+                f" of places, and model.latent_grid={self.latent_grid} one of them: leave both"
+                " unset (the data has them)"
             )
         if self.num_codes is not None or self.corrector != "none":
-            raise ValueError("model.latent_grids goes with latents of values and model.corrector=none only: drop it")
+            raise ValueError(
+                "model.latent_grids goes with latents of values and model.corrector=none only:"
+                " drop it"
+            )
         return self
 
     @model_validator(mode="after")
     def _rope_has_two_axes(self) -> ModelConfig:
         if self.latent_rope and (self.hidden_size // self.n_heads) % 4:
             raise ValueError(
-                f"a head is model.hidden_size / model.n_heads = {self.hidden_size // self.n_heads} wide; "
-                "model.latent_rope needs a multiple of 4: choose another model.n_heads"
+                f"a head is model.hidden_size / model.n_heads = {self.hidden_size // self.n_heads}"
+                " wide; model.latent_rope needs a multiple of 4: choose another model.n_heads"
             )
         if self.latent_rope and self.corrector != "none":
             raise ValueError(
-                f"model.corrector={self.corrector} adds rows that have no place in a grid: set model.latent_rope=false"
+                f"model.corrector={self.corrector} adds rows that have no place in a grid: set"
+                " model.latent_rope=false"
             )
         return self
 
     def grid_of(self, count: int) -> list[int] | None:
-        """Return the grid of a sample of `count` latents; raise a ValueError where latent_grids has none of so many."""
+        """Return the grid of a sample of `count` latents; raise a ValueError where latent_grids
+        has none of so many.
+        """
         if self.latent_grids is None:
             return self.latent_grid
         for grid in self.latent_grids:
@@ -155,12 +190,16 @@ class ModelConfig(Section):
         raise ValueError(f"{count} latents, but model.latent_grids is {self.latent_grids}")
 
     def check_places(self) -> None:
-        """Raise a UserError unless latents that turn by their place (latent_rope) have one, the data's included."""
+        """Raise a UserError unless latents that turn by their place (latent_rope) have one, the
+        data's included.
+        """
         if self.latent_rope and self.latent_grid is None:
             raise UserError(
-                "model.latent_grid for model.latent_rope=true: the rows and columns by which latents turn",
+                "model.latent_grid for model.latent_rope=true: the rows and columns by which"
+                " latents turn",
                 "latents without places (texts have none, nor have `pca` latents)",
-                f"set model.latent_rope=false; latents that have an order: model.latent_grid=[1,{self.num_latents}]",
+                "set model.latent_rope=false; latents that have an order:"
+                f" model.latent_grid=[1,{self.num_latents}]",
             )
 
 
@@ -185,14 +224,19 @@ def check_mlp_width(hidden_size: int, mlp_ratio: float) -> None:
     """Raise a ValueError unless an MLP has a hidden unit."""
     if int(hidden_size * mlp_ratio) < 1:
         raise ValueError(
-            f"model.mlp_ratio={mlp_ratio} times model.hidden_size={hidden_size} is an MLP without hidden units: "
-            f"at least {1 / hidden_size:g}"
+            f"model.mlp_ratio={mlp_ratio} times model.hidden_size={hidden_size} is an MLP without"
+            f" hidden units: at least {1 / hidden_size:g}"
         )
 
 
 def check_token_ids(model: ModelConfig) -> None:
-    """Raise a ValueError unless the ids of special tokens are in the vocabulary, where it is set."""
+    """Raise a ValueError unless the ids of special tokens are in the vocabulary, where it
+    is set.
+    """
     for key in ("mask_token_id", "pad_token_id", "eos_token_id"):
         value = getattr(model, key)
         if value is not None and model.vocab_size is not None and value >= model.vocab_size:
-            raise ValueError(f"model.{key}={value} is not in the vocabulary: below model.vocab_size={model.vocab_size}")
+            raise ValueError(
+                f"model.{key}={value} is not in the vocabulary: below"
+                f" model.vocab_size={model.vocab_size}"
+            )

@@ -1,9 +1,11 @@
-"""Costs and shapes of the MMDiT by arithmetic alone, without torch: parameters, activations, logits, FLOPs, weights.
+"""Costs and shapes of the MMDiT by arithmetic alone, without torch: parameters, activations,
+logits, FLOPs, weights.
 
-The counts restate the modules next to this file, so that preflight needs no import of seconds; tests hold them against
-the model itself, parameters to the element. FLOPs: only matrix products count, 2 per multiply-add, as in PaLM's MFU
-(arXiv 2204.02311, appendix B) and torch's FlopCounterMode. A text token meets the text stream and the head alone: 6 N
-FLOPs per token with all N parameters would overstate the work of the 0.9B model three times.
+The counts restate the modules next to this file, so that preflight needs no import of seconds;
+tests hold them against the model itself, parameters to the element. FLOPs: only matrix products
+count, 2 per multiply-add, as in PaLM's MFU (arXiv 2204.02311, appendix B) and torch's
+FlopCounterMode. A text token meets the text stream and the head alone: 6 N FLOPs per token with
+all N parameters would overstate the work of the 0.9B model three times.
 """
 
 from __future__ import annotations
@@ -38,7 +40,8 @@ def group_of(name: str) -> str:
 
 
 def parameter_counts(model: ModelConfig) -> dict[str, int]:
-    """Parameters of each module of MultimodalMMDiT; tied embeddings count once, as the token embedding.
+    """Parameters of each module of MultimodalMMDiT; tied embeddings count once, as the token
+    embedding.
 
     Args:
         model: with latent_dim and vocab_size set.
@@ -50,21 +53,27 @@ def parameter_counts(model: ModelConfig) -> dict[str, int]:
     more = {"quality_head": width * width + 2 * width + 1} if model.quality_head else {}
     if model.corrector != "none":
         rows = 2 * model.num_latents * chunks  # positions and nulls of the differences' tokens
-        more["hypothesis_encoder"] = 2 * (width + 1) * width + (cond + 1) * width + two_layers + rows
+        more["hypothesis_encoder"] = (
+            2 * (width + 1) * width + (cond + 1) * width + two_layers + rows
+        )
     return more | {
         "text_encoder": vocab * width + width,
         "latent_encoder": _latent_inputs(model) + positions + 2 * cond + two_layers,
         "text_timestep": FREQUENCIES * cond + cond + two_layers,
         "latent_timestep": FREQUENCIES * cond + cond + two_layers,
         "blocks": model.n_blocks * block_elements(model),
-        "text_head": 2 * width * (cond + 1) + vocab + (0 if model.tie_embeddings else vocab * width),
+        "text_head": (
+            2 * width * (cond + 1) + vocab + (0 if model.tie_embeddings else vocab * width)
+        ),
         "latent_head": 2 * width * (cond + 1) + (chunks + 1) * _latent_outputs(model),
         "length_head": two_layers + (cond + 1) * model.max_seq_len,
     }
 
 
 def _latent_inputs(model: ModelConfig) -> int:
-    """Parameters that read a latent, with nulls and positions of its chunk tokens: a projection, or a table of ids."""
+    """Parameters that read a latent, with nulls and positions of its chunk tokens: a projection,
+    or a table of ids.
+    """
     chunks = model.tokens_per_latent * model.hidden_size
     if model.num_codes is not None:
         return (model.num_codes + 3) * chunks + chunks * model.cond_dim
@@ -73,7 +82,9 @@ def _latent_inputs(model: ModelConfig) -> int:
 
 def _latent_outputs(model: ModelConfig) -> int:
     """Numbers that the latent head computes for each latent."""
-    return model.latent_predictions * model.latent_dim if model.num_codes is None else model.num_codes
+    return (
+        model.latent_predictions * model.latent_dim if model.num_codes is None else model.num_codes
+    )
 
 
 def block_elements(model: ModelConfig) -> int:
@@ -84,30 +95,38 @@ def block_elements(model: ModelConfig) -> int:
 
 
 def matrix_elements(model: ModelConfig) -> int:
-    """Parameters of the blocks' linear layers, which Muon updates: without modulation and norms."""
+    """Parameters of the blocks' linear layers, which Muon updates: without modulation and
+    norms.
+    """
     width, mlp = model.hidden_size, int(model.hidden_size * model.mlp_ratio)
     return model.n_blocks * 2 * (4 * width * width + 2 * width * mlp)
 
 
 def _tokens_of_a_latent(model: ModelConfig) -> int:
-    """Rows in the blocks for each latent: its own and, with a corrector, those of its difference to a hypothesis."""
+    """Rows in the blocks for each latent: its own and, with a corrector, those of its difference
+    to a hypothesis.
+    """
     return (2 if model.corrector != "none" else 1) * model.tokens_per_latent
 
 
 def activation_bytes(model: ModelConfig, batch: int, length: int, dtype: str) -> int:
-    """Bytes that autograd keeps for one micro-batch; attention is a fused kernel, which keeps no weights.
+    """Bytes that autograd keeps for one micro-batch; attention is a fused kernel, which keeps no
+    weights.
 
-    Counted from mmldlm/models/mmdit/fused_block.py, which keeps products of matrices only, and no masks of
-    dropout. With gradient checkpointing: every block's inputs, and the whole of the one block that is being computed
-    again.
+    Counted from mmldlm/models/mmdit/fused_block.py, which keeps products of matrices only, and no
+    masks of dropout. With gradient checkpointing: every block's inputs, and the whole of the one
+    block that is being computed again.
     """
     size = 4 if dtype == "fp32" else 2
     width, mlp, heads = model.hidden_size, int(model.hidden_size * model.mlp_ratio), model.n_heads
     tokens = length + model.num_latents * _tokens_of_a_latent(model)
-    # A row in a block: itself, queries, keys and values, what attention mixed, both branches, the MLP's hidden layer;
-    # queries and keys before the weights of their norms. In low precision unfused attention copies 3 H.
+    # A row in a block: itself, queries, keys and values, what attention mixed, both branches, the
+    # MLP's hidden layer; queries and keys before the weights of their norms. In low precision
+    # unfused attention copies 3 H.
     token = size * ((7 + (2 if model.qk_rmsnorm else 0) + (0 if size == 4 else 3)) * width + mlp)
-    token += 4 * heads * (1 + (2 if model.qk_rmsnorm else 0))  # attention's log-sum-exp; what the norms divided by
+    token += (
+        4 * heads * (1 + (2 if model.qk_rmsnorm else 0))
+    )  # attention's log-sum-exp; what the norms divided by
     block = batch * (tokens * token + size * 12 * width)
     inputs = batch * tokens * width * size
     if model.gradient_checkpointing:
@@ -116,13 +135,23 @@ def activation_bytes(model: ModelConfig, batch: int, length: int, dtype: str) ->
         blocks = model.n_blocks * block - batch * length / 2 * size * (2 * width + mlp)
     head = 2.5 * length * width + 8 * width  # rows of the scored half, their norm and modulation
     head += 3 * (tokens - length) * width  # the norm of the latents' head and its input
-    outside = batch * size * (head + 12 * model.cond_dim + 2 * FREQUENCIES + model.num_latents * model.latent_dim)
+    outside = (
+        batch
+        * size
+        * (head + 12 * model.cond_dim + 2 * FREQUENCIES + model.num_latents * model.latent_dim)
+    )
     if model.num_codes is None:
-        outside += batch * size * 2 * (model.num_latents - 1) * model.cond_dim  # hidden layers of the pooled vector
+        outside += (
+            batch * size * 2 * (model.num_latents - 1) * model.cond_dim
+        )  # hidden layers of the pooled vector
         # Of the loss, in fp32: predictions and targets, later gradients in their place.
         outside += batch * 4 * 2 * model.num_latents * model.latent_predictions * model.latent_dim
     if model.quality_head:  # the pass over the draft, whose last block computes all text rows
-        blocks += model.n_blocks * inputs + block if model.gradient_checkpointing else model.n_blocks * block
+        blocks += (
+            model.n_blocks * inputs + block
+            if model.gradient_checkpointing
+            else model.n_blocks * block
+        )
         outside += batch * size * 5 * length * width
     if model.corrector != "none":  # words, the factor of each, and their product
         outside += batch * size * 3 * length * width
@@ -130,10 +159,12 @@ def activation_bytes(model: ModelConfig, batch: int, length: int, dtype: str) ->
 
 
 def working_bytes(model: ModelConfig, batch: int, length: int, dtype: str) -> int:
-    """Most bytes that the backward pass of one block needs for its own results, while all that is kept is still there.
+    """Most bytes that the backward pass of one block needs for its own results, while all that is
+    kept is still there.
 
-    Counted from mmldlm/models/mmdit/fused_block.py: gradients of modulation and norms of every row, of what goes into
-    and out of the products, and the hidden layer of the MLP with its two gradients.
+    Counted from mmldlm/models/mmdit/fused_block.py: gradients of modulation and norms of every
+    row, of what goes into and out of the products, and the hidden layer of the MLP with its two
+    gradients.
     """
     size = 4 if dtype == "fp32" else 2
     width, mlp = model.hidden_size, int(model.hidden_size * model.mlp_ratio)
@@ -142,7 +173,8 @@ def working_bytes(model: ModelConfig, batch: int, length: int, dtype: str) -> in
 
 
 def logits_bytes(model: ModelConfig, batch: int, length: int, dtype: str, on_gpu: bool) -> int:
-    """Most bytes of logits that exist at once when half of the text is scored (models/linear_cross_entropy.py).
+    """Most bytes of logits that exist at once when half of the text is scored
+    (models/linear_cross_entropy.py).
 
     Of a model of codes half of them, too; the heads of text and codes run one after the other.
     """
@@ -153,7 +185,9 @@ def logits_bytes(model: ModelConfig, batch: int, length: int, dtype: str, on_gpu
 
 
 def head_bytes(classes: int, scored: int, dtype: str, on_gpu: bool) -> int:
-    """Most bytes of logits over so many classes that exist at once when so many positions are scored."""
+    """Most bytes of logits over so many classes that exist at once when so many positions are
+    scored.
+    """
     low = 4 if dtype == "fp32" else 2
     wide = -(-classes // _ROW_ALIGNMENT) * _ROW_ALIGNMENT
     elements = _CHUNK_ELEMENTS[on_gpu] * (1 if on_gpu or low == 4 else 2)
@@ -165,7 +199,10 @@ def head_bytes(classes: int, scored: int, dtype: str, on_gpu: bool) -> int:
 
 @dataclass(frozen=True)
 class StepFlops:
-    """Forward FLOPs by module. `training` is three times their sum: a product has two gradients of its own size."""
+    """Forward FLOPs by module.
+
+    `training` is three times their sum: a product has two gradients of its own size.
+    """
 
     embeddings: float
     """Timesteps, and words of hypotheses."""
@@ -178,8 +215,8 @@ class StepFlops:
     latent_head: float
     length_head: float
     inputs: float
-    """Forward FLOPs of the layers that read the batch itself: no gradient goes back to it. Of embeddings and
-    latent_inputs."""
+    """Forward FLOPs of the layers that read the batch itself: no gradient goes back to it. Of
+    embeddings and latent_inputs."""
     latents_behind_attention: float
     """A part of latent_blocks: the last block's layers that nothing but the latent head reads."""
 
@@ -191,7 +228,12 @@ class StepFlops:
     @property
     def text_alone(self) -> float:
         """Forward FLOPs of text_logits for latents that are encoded already."""
-        latents = self.latent_inputs + self.latents_behind_attention + self.latent_head + self.length_head
+        latents = (
+            self.latent_inputs
+            + self.latents_behind_attention
+            + self.latent_head
+            + self.length_head
+        )
         return self.forward - latents
 
     @property
@@ -201,7 +243,9 @@ class StepFlops:
 
     @property
     def without_input_gradients(self) -> float:
-        """training, less the gradients that autograd leaves out because nothing before those layers learns."""
+        """training, less the gradients that autograd leaves out because nothing before those
+        layers learns.
+        """
         return self.training - self.inputs
 
 
@@ -214,17 +258,22 @@ def step_flops(
 ) -> StepFlops:
     """Forward FLOPs of one batch.
 
-    Real work: `lengths` of the real tokens (EOS included) and `scored` masked positions. Nominal work, what a padded
-    batch with a dense head would cost: lengths [S] * B and scored B * S. After attention, the last
-    block computes scored positions only.
+    Real work: `lengths` of the real tokens (EOS included) and `scored` masked positions. Nominal
+    work, what a padded batch with a dense head would cost: lengths [S] * B and scored B * S. After
+    attention, the last block computes scored positions only.
 
     Args:
         model: its shape; latent_dim and vocab_size set. lengths: text tokens of each sample.
-        scored: text positions that the head scores. num_latents: latents per sample (default: model.num_latents).
+        scored: text positions that the head scores. num_latents: latents per sample (default:
+            model.num_latents).
         scored_codes: codes that the head of a model of codes scores (default: all).
     """
     num_latents = model.num_latents if num_latents is None else num_latents
-    width, cond, inner = model.hidden_size, model.cond_dim, int(model.hidden_size * model.mlp_ratio)
+    width, cond, inner = (
+        model.hidden_size,
+        model.cond_dim,
+        int(model.hidden_size * model.mlp_ratio),
+    )
     batch, tokens = len(lengths), sum(lengths)
     tokens_per_latent = num_latents * _tokens_of_a_latent(model)
     a_row = 2 * width * (4 * width + 2 * inner)  # to_qkv, to_out, and the two MLP layers
@@ -239,7 +288,9 @@ def step_flops(
         projected, latent_in = 0, 2 * cond * (chunks + cond)
         scored_latents = scored_latents if scored_codes is None else scored_codes
     words = 0
-    if model.corrector != "none":  # z - ẑ beside z, and the words of the hypothesis, which are not always given
+    if (
+        model.corrector != "none"
+    ):  # z - ẑ beside z, and the words of the hypothesis, which are not always given
         latent_in, words = 2 * latent_in + 2 * cond * (cond + width), 4 * tokens * width * width
     first = 2 * 2 * 256 * cond + projected
     return StepFlops(
@@ -258,7 +309,9 @@ def step_flops(
 
 
 def expected_shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
-    """Shapes that a MultimodalMMDiT of this config has, for weights that between them use every size in it."""
+    """Shapes that a MultimodalMMDiT of this config has, for weights that between them use every
+    size in it.
+    """
     width, cond, vocab = config["hidden_size"], config["cond_dim"], config["vocab_size"]
     latent, tokens, heads = config["latent_dim"], config["tokens_per_latent"], config["n_heads"]
     mlp = int(width * config["mlp_ratio"])
@@ -273,7 +326,10 @@ def expected_shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
         del shapes["latent_encoder.latent_position"]
     if (codes := config.get("num_codes")) is None:
         shapes["latent_encoder.to_tokens.weight"] = (tokens * width, latent)
-        shapes["latent_head.to_latent.weight"] = (config.get("latent_predictions", 1) * latent, tokens * width)
+        shapes["latent_head.to_latent.weight"] = (
+            config.get("latent_predictions", 1) * latent,
+            tokens * width,
+        )
     else:
         shapes["latent_encoder.code_embedding.weight"] = (codes + 1, tokens * width)
         shapes["latent_head.weight"] = (codes, tokens * width)
@@ -299,13 +355,15 @@ def training_flops(
     scored_codes: float = 0,
     num_latents: float | None = None,
 ) -> float:
-    """Return forward and backward FLOPs of a global batch's real work, from its counts (recomputation does not count).
+    """Return forward and backward FLOPs of a global batch's real work, from its counts
+    (recomputation does not count).
 
-    num_logits: that the head computes; None: the whole vocabulary at each scored position. scored_codes: of a model of
-    codes. num_latents: of each sample of this batch; None: model.num_latents.
+    num_logits: that the head computes; None: the whole vocabulary at each scored position.
+    scored_codes: of a model of codes. num_latents: of each sample of this batch; None:
+    model.num_latents.
 
-    Attention is quadratic in the length: the sum of squares is taken at the batch's mean length, which length-bucketed
-    batches hold within a few percent of attention's share.
+    Attention is quadratic in the length: the sum of squares is taken at the batch's mean length,
+    which length-bucketed batches hold within a few percent of attention's share.
     """
     if not num_samples or not num_tokens:
         return 0.0

@@ -29,15 +29,18 @@ class TextEncoder(nn.Module):
         table = self.token_embedding
         x = embedding(table.weight, tokens) if has_no_hooks(table, nn.Embedding) else table(tokens)
         x = x if self.scale == 1 else x * self.scale
-        return x if is_null is None else apply_null_condition(x, self.null_text, is_null, first_rows)
+        return (
+            x if is_null is None else apply_null_condition(x, self.null_text, is_null, first_rows)
+        )
 
 
 def grid_positions(rows: int, columns: int, width: int) -> Tensor:
-    """Two-dimensional sinusoids of a grid's places, row by row; [rows * columns, width] fp32, of amplitude 1.
+    """Two-dimensional sinusoids of a grid's places, row by row; [rows * columns, width] fp32, of
+    amplitude 1.
 
-    The formula of MAE (arXiv 2111.06377) and DiT (arXiv 2212.09748): with n = width / 4 and w_k = 10000^(-k / n),
-    k = 0 .. n - 1, a place (r, c) is [sin(c w), cos(c w), sin(r w), cos(r w)]. A width that 4 does not divide takes the
-    start of the next one that it does.
+    The formula of MAE (arXiv 2111.06377) and DiT (arXiv 2212.09748): with n = width / 4 and w_k =
+    10000^(-k / n), k = 0 .. n - 1, a place (r, c) is [sin(c w), cos(c w), sin(r w), cos(r w)]. A
+    width that 4 does not divide takes the start of the next one that it does.
     """
     count = -(-width // 4)
     frequencies = 1e4 ** (-torch.arange(count, dtype=torch.float64) / count)
@@ -48,13 +51,16 @@ def grid_positions(rows: int, columns: int, width: int) -> Tensor:
 
 
 @cache_tensor
-def _fixed_positions(rows: int, columns: int, width: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+def _fixed_positions(
+    rows: int, columns: int, width: int, dtype: torch.dtype, device: torch.device
+) -> Tensor:
     """`grid_positions` as [rows * columns, 1, width]."""
     return grid_positions(rows, columns, width)[:, None].to(device, dtype)
 
 
 class LatentEncoder(nn.Module):
-    """N latents of D -> N * K chunk tokens and one pooled vector; learned nulls of samples without a latent.
+    """N latents of D -> N * K chunk tokens and one pooled vector; learned nulls of samples without
+    a latent.
 
     Args:
         latent_dim: D.
@@ -62,21 +68,30 @@ class LatentEncoder(nn.Module):
         num_latents: N.
         hidden_size: width H of a token.
         cond_dim: width C of the pooled vector.
-        grid: rows and columns of the latents, N in all: `latent_position` starts from `grid_positions`. None: from
-            noise of standard deviation 0.02. It is learned either way.
-        grids: of images of several sizes, known by their number of places: `grid_positions` of the sample's own
-            grid, fixed, take the place of `latent_position`.
+        grid: rows and columns of the latents, N in all: `latent_position` starts from
+            `grid_positions`. None: from noise of standard deviation 0.02. It is learned either
+            way.
+        grids: of images of several sizes, known by their number of places: `grid_positions` of the
+            sample's own grid, fixed, take the place of `latent_position`.
     """
 
     def __init__(
-        self, latent_dim: int, tokens_per_latent: int, num_latents: int, hidden_size: int, cond_dim: int,
-        grid: list[int] | None = None, grids: list[list[int]] | None = None,
-    ):  # fmt: skip
+        self,
+        latent_dim: int,
+        tokens_per_latent: int,
+        num_latents: int,
+        hidden_size: int,
+        cond_dim: int,
+        grid: list[int] | None = None,
+        grids: list[list[int]] | None = None,
+    ):
         super().__init__()
         self.grids = {math.prod(own): own for own in grids or []}
         self.tokens_per_latent, self.hidden_size = tokens_per_latent, hidden_size
         self.to_tokens = nn.Linear(latent_dim, tokens_per_latent * hidden_size)
-        self.to_pooled = nn.Sequential(nn.Linear(latent_dim, cond_dim), nn.SiLU(), nn.Linear(cond_dim, cond_dim))
+        self.to_pooled = nn.Sequential(
+            nn.Linear(latent_dim, cond_dim), nn.SiLU(), nn.Linear(cond_dim, cond_dim)
+        )
         self.chunk_position = nn.Parameter(torch.randn(tokens_per_latent, hidden_size) * 0.02)
         self.latent_position = None
         if not self.grids:
@@ -88,9 +103,13 @@ class LatentEncoder(nn.Module):
             self.latent_position.data.copy_(grid_positions(*grid, hidden_size)[:, None])
 
     def forward(self, latents: Tensor, is_null: Tensor | None) -> tuple[Tensor, Tensor]:
-        """[B, N, D], [B] bool -> tokens [B, N * K, H], pooled [B, C]; a ValueError for N without a grid of `grids`."""
+        """[B, N, D], [B] bool -> tokens [B, N * K, H], pooled [B, C]; a ValueError for N without a
+        grid of `grids`.
+        """
         batch, count, _ = latents.shape
-        tokens = self.to_tokens(latents).view(batch, count, self.tokens_per_latent, self.hidden_size)
+        tokens = self.to_tokens(latents).view(
+            batch, count, self.tokens_per_latent, self.hidden_size
+        )
         pooled = self.to_pooled(latents)
         pooled = pooled.squeeze(1) if count == 1 else pooled.mean(dim=1)
         if is_null is not None:
@@ -103,5 +122,7 @@ class LatentEncoder(nn.Module):
         if self.latent_position is not None:
             return self.latent_position[:count]
         if count not in self.grids:
-            raise ValueError(f"{count} latents, but model.latent_grids is {list(self.grids.values())}")
+            raise ValueError(
+                f"{count} latents, but model.latent_grids is {list(self.grids.values())}"
+            )
         return _fixed_positions(*self.grids[count], self.hidden_size, tokens.dtype, tokens.device)

@@ -1,11 +1,13 @@
 """A complete block as one autograd Function: few operations, few saved tensors.
 
-Most of what autograd would save of a block (norms, modulated rows, GELU's output, rotated queries) is cheap to
-recompute; only results of matrix products are saved. The rows of all streams are in one tensor (packing.py), so every
-elementwise operation runs once, and the product with the streams' weights is one grouped product on a CPU.
+Most of what autograd would save of a block (norms, modulated rows, GELU's output, rotated queries)
+is cheap to recompute; only results of matrix products are saved. The rows of all streams are in
+one tensor (packing.py), so every elementwise operation runs once, and the product with the
+streams' weights is one grouped product on a CPU.
 
-Rows keep their dtype (fp32 under autocast); matrix products run in `compute_dtype`. The reference in plain PyTorch is
-tests/models/reference_mmdit.py, whose values and gradients tests compare in fp64.
+Rows keep their dtype (fp32 under autocast); matrix products run in `compute_dtype`. The reference
+in plain PyTorch is tests/models/reference_mmdit.py, whose values and gradients tests compare in
+fp64.
 """
 
 from __future__ import annotations
@@ -26,7 +28,8 @@ aten = torch.ops.aten
 
 
 class BlockWeights(NamedTuple):
-    """Parameters of a block of width H under a condition of width C, with T streams; stream by stream in each.
+    """Parameters of a block of width H under a condition of width C, with T streams; stream by
+    stream in each.
 
     Attributes:
         modulation: shift, scale and gate of attention, then of the MLP. [T * 6 H, C]
@@ -71,7 +74,8 @@ class SavedTensors(NamedTuple):
     outer: Tensor
 
 
-# -- products with one weight per stream -------------------------------------------------------------------------------
+# -- products with one weight per stream
+# -------------------------------------------------------------------------------
 
 
 def _find_grouped_mm():
@@ -83,7 +87,11 @@ def _find_grouped_mm():
         result = function(x, weights, offs=torch.tensor([2, 3], dtype=torch.int32, device="cpu"))
     except (TypeError, RuntimeError, NotImplementedError):
         return None
-    return function if torch.equal(result, torch.cat([x[:2] @ weights[0], x[2:] @ weights[1]])) else None
+    return (
+        function
+        if torch.equal(result, torch.cat([x[:2] @ weights[0], x[2:] @ weights[1]]))
+        else None
+    )
 
 
 _grouped_mm = _find_grouped_mm()
@@ -103,8 +111,13 @@ def _stream_matmul(x: Tensor, weight: Tensor, packing: Packing) -> Tensor:
     return _matmul(x, weights.transpose(1, 2), packing, _is_grouped(packing, x, weight))
 
 
-def _stream_matmul_transposed(grad: Tensor, weight: Tensor, packing: Packing, out: Tensor | None = None) -> Tensor:
-    """grad [R, O] @ weight [T x O, I] of each row's stream: [R, I]. With out (in any dtype), written there."""
+def _stream_matmul_transposed(
+    grad: Tensor, weight: Tensor, packing: Packing, out: Tensor | None = None
+) -> Tensor:
+    """grad [R, O] @ weight [T x O, I] of each row's stream: [R, I].
+
+    With out (in any dtype), written there.
+    """
     weights = weight.view(len(packing.stream_ends), -1, weight.shape[1])
     is_grouped = _is_grouped(packing, grad, weight)
     if out is not None and out.dtype != grad.dtype:
@@ -112,7 +125,9 @@ def _stream_matmul_transposed(grad: Tensor, weight: Tensor, packing: Packing, ou
     return _matmul(grad, weights, packing, is_grouped, out)
 
 
-def _matmul(x: Tensor, weights: Tensor, packing: Packing, is_grouped: bool, out: Tensor | None = None) -> Tensor:
+def _matmul(
+    x: Tensor, weights: Tensor, packing: Packing, is_grouped: bool, out: Tensor | None = None
+) -> Tensor:
     if out is None and is_grouped:
         return _grouped_mm(x, weights, offs=packing.group_offsets)
     if out is None:
@@ -123,7 +138,9 @@ def _matmul(x: Tensor, weights: Tensor, packing: Packing, is_grouped: bool, out:
 
 
 def _weight_grad(grad: Tensor, x: Tensor, weight: Tensor, packing: Packing) -> Tensor:
-    """Gradient [T x O, I], in the weight's dtype, of a weight that took x [R, I] to outputs of gradient [R, O]."""
+    """Gradient [T x O, I], in the weight's dtype, of a weight that took x [R, I] to outputs of
+    gradient [R, O].
+    """
     if _is_grouped(packing, x, weight):
         result = _grouped_mm(grad.t(), x, offs=packing.group_offsets)
         return result.view(weight.shape).to(weight.dtype)
@@ -133,7 +150,8 @@ def _weight_grad(grad: Tensor, x: Tensor, weight: Tensor, packing: Packing) -> T
     return result.view(weight.shape).to(weight.dtype)
 
 
-# -- small parts -------------------------------------------------------------------------------------------------------
+# -- small parts
+# -------------------------------------------------------------------------------------------------
 
 
 def _norm(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -142,17 +160,23 @@ def _norm(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _norm_backward(grad: Tensor, x: Tensor, mean: Tensor, rstd: Tensor) -> Tensor:
-    return aten.native_layer_norm_backward(grad, x, [x.shape[-1]], mean, rstd, None, None, [True, False, False])[0]
+    return aten.native_layer_norm_backward(
+        grad, x, [x.shape[-1]], mean, rstd, None, None, [True, False, False]
+    )[0]
 
 
 def _rotate(rows: Tensor, packing: Packing, inverse: bool = False) -> None:
-    """RoPE on rows [R, 2, heads, head_dim], in place: neighboring dimensions turn together as complex numbers."""
+    """RoPE on rows [R, 2, heads, head_dim], in place: neighboring dimensions turn together as
+    complex numbers.
+    """
     turn = torch.view_as_complex(packing.rotation[:, int(inverse)])[:, None, None]
     torch.view_as_complex(rows[: len(turn)].unflatten(-1, (-1, 2))).mul_(turn)
 
 
 def _scale_streams(rows: Tensor, weights: Tensor, packing: Packing, out: Tensor) -> None:
-    """out = rows [R, 2, heads, head_dim] times the norm weights [T, 2, 1, head_dim] of each row's stream."""
+    """out = rows [R, 2, heads, head_dim] times the norm weights [T, 2, 1, head_dim] of each row's
+    stream.
+    """
     for part, weight in zip(stream_slices(packing.stream_ends), weights):
         torch.mul(rows[part], weight, out=out[part])
 
@@ -164,10 +188,18 @@ def _multiply_out(a: Tensor, b: Tensor, out: Tensor) -> None:
         torch.mul(a, b, out=out)
 
 
-def modulation_of_rows(table: Tensor, packing: Packing, output_packing: Packing) -> tuple[Tensor, ...]:
-    """[T * B, 6 H] -> shift, scale of attention [R, H]; its gate, the MLP's shift, scale and gate [Q, H]."""
+def modulation_of_rows(
+    table: Tensor, packing: Packing, output_packing: Packing
+) -> tuple[Tensor, ...]:
+    """[T * B, 6 H] -> shift, scale of attention [R, H]; its gate, the MLP's shift, scale and gate
+    [Q, H].
+    """
     if output_packing is packing:
-        return table.index_select(0, packing.modulation_index).view(-1, 6, table.shape[1] // 6).unbind(1)
+        return (
+            table.index_select(0, packing.modulation_index)
+            .view(-1, 6, table.shape[1] // 6)
+            .unbind(1)
+        )
     inputs, outputs = table.tensor_split((table.shape[1] // 3,), 1)
     return (
         *inputs.index_select(0, packing.modulation_index).chunk(2, 1),
@@ -180,19 +212,35 @@ def select_rows(x: Tensor, output_packing: Packing) -> Tensor:
     return x if output_packing.kept_rows is None else x.index_select(0, output_packing.kept_rows)
 
 
-# -- the block ---------------------------------------------------------------------------------------------------------
+# -- the block
+# -------------------------------------------------------------------------------------------------
 
 
 def _forward(
-    x: Tensor, condition: Tensor, packing: Packing, output_packing: Packing, heads: int, dropout: RowDropout | None,
-    low: torch.dtype, weights: BlockWeights, saves: bool,
-) -> tuple[Tensor, SavedTensors]:  # fmt: skip
+    x: Tensor,
+    condition: Tensor,
+    packing: Packing,
+    output_packing: Packing,
+    heads: int,
+    dropout: RowDropout | None,
+    low: torch.dtype,
+    weights: BlockWeights,
+    saves: bool,
+) -> tuple[Tensor, SavedTensors]:
     num_rows, width = x.shape
     bias = weights.modulation_bias.to(low)
-    table = torch.addmm(bias, condition.to(low), weights.modulation.to(low).t()).to(x.dtype).view(-1, 6 * width)
-    shift, scale, gate, mlp_shift, mlp_scale, mlp_gate = modulation_of_rows(table, packing, output_packing)
+    table = (
+        torch.addmm(bias, condition.to(low), weights.modulation.to(low).t())
+        .to(x.dtype)
+        .view(-1, 6 * width)
+    )
+    shift, scale, gate, mlp_shift, mlp_scale, mlp_gate = modulation_of_rows(
+        table, packing, output_packing
+    )
 
-    qkv = _stream_matmul(torch.addcmul(shift, _norm(x)[0], scale).to(low), weights.qkv.to(low), packing)
+    qkv = _stream_matmul(
+        torch.addcmul(shift, _norm(x)[0], scale).to(low), weights.qkv.to(low), packing
+    )
     qkv = qkv.to(attention_dtype(low, x.device))
     queries_keys = qkv[:, : 2 * width].view(num_rows, 2, heads, -1)
     exact = packing.eps.dtype
@@ -201,7 +249,9 @@ def _forward(
     if weights.qk_norm is not None:
         # Of length 1 here, of mean square 1 in the model: the softmax's scale makes up for it.
         softmax_scale = (width // heads) ** 0.5
-        length = torch.linalg.vector_norm(queries_keys, dim=-1, keepdim=True, dtype=exact).hypot(packing.eps)
+        length = torch.linalg.vector_norm(queries_keys, dim=-1, keepdim=True, dtype=exact).hypot(
+            packing.eps
+        )
         unit = queries_keys / length
         norm_weights = weights.qk_norm.to(exact).view(len(packing.stream_ends), 2, 1, -1)
         _scale_streams(unit, norm_weights, packing, out=rotated)
@@ -231,23 +281,41 @@ def _forward(
 
 
 class FusedBlock(torch.autograd.Function):
-    """x [R, H], condition [B, C] (SiLU'd), packings, the number of heads, dropout, `BlockWeights` -> [Q, H].
+    """x [R, H], condition [B, C] (SiLU'd), packings, the number of heads, dropout, `BlockWeights`
+    -> [Q, H].
 
-    The output packing is that of the Q rows whose outputs are used (`Packing.restrict_to`), or the input's: then Q = R.
-    Dropout is that of the Q rows; its masks are computed again in the backward pass. With recompute only the inputs are
-    saved, and the backward pass begins with the forward pass.
+    The output packing is that of the Q rows whose outputs are used (`Packing.restrict_to`), or the
+    input's: then Q = R. Dropout is that of the Q rows; its masks are computed again in the
+    backward pass. With recompute only the inputs are saved, and the backward pass begins with the
+    forward pass.
     """
 
     @staticmethod
     def forward(
-        ctx, x, condition, packing: Packing, output_packing: Packing, heads: int, dropout: RowDropout | None,
-        recompute: bool, needs_grad: bool, *weights,
-    ):  # fmt: skip
+        ctx,
+        x,
+        condition,
+        packing: Packing,
+        output_packing: Packing,
+        heads: int,
+        dropout: RowDropout | None,
+        recompute: bool,
+        needs_grad: bool,
+        *weights,
+    ):
         saves, low = needs_grad and not recompute, compute_dtype(weights[2])
         with without_autocast(x):
             weights = BlockWeights(*weights)
-            out, saved = _forward(x, condition, packing, output_packing, heads, dropout, low, weights, saves)
-        ctx.packings, ctx.heads, ctx.low, ctx.attention, tensors = (packing, output_packing), heads, low, None, ()
+            out, saved = _forward(
+                x, condition, packing, output_packing, heads, dropout, low, weights, saves
+            )
+        ctx.packings, ctx.heads, ctx.low, ctx.attention, tensors = (
+            (packing, output_packing),
+            heads,
+            low,
+            None,
+            (),
+        )
         ctx.dropout = dropout
         if saves:
             ctx.attention = saved.joint, torch.autograd.graph.get_gradient_edge(saved.mixed)
@@ -263,30 +331,55 @@ class FusedBlock(torch.autograd.Function):
         weights, tensors = BlockWeights(*stored[:num_weights]), stored[num_weights:]
         with without_autocast(x):
             if tensors:
-                if ctx.attention is None:  # its graph is freed with the first pass, as torch frees any
-                    raise RuntimeError("a block's graph goes backward once: run the forward pass again")
+                if (
+                    ctx.attention is None
+                ):  # its graph is freed with the first pass, as torch frees any
+                    raise RuntimeError(
+                        "a block's graph goes backward once: run the forward pass again"
+                    )
                 (joint, edge), ctx.attention = ctx.attention, None
                 saved = SavedTensors(*tensors[:3], joint, *tensors[3:])
             else:
-                saved = _forward(x, condition, *ctx.packings, ctx.heads, ctx.dropout, ctx.low, weights, True)[1]
+                saved = _forward(
+                    x, condition, *ctx.packings, ctx.heads, ctx.dropout, ctx.low, weights, True
+                )[1]
                 edge = torch.autograd.graph.get_gradient_edge(saved.mixed)
             needs = dict(zip(BlockWeights._fields, ctx.needs_input_grad[8:]))
-            backward = _Backward(x, condition, *ctx.packings, ctx.dropout, ctx.low, weights, needs, saved)
+            backward = _Backward(
+                x, condition, *ctx.packings, ctx.dropout, ctx.low, weights, needs, saved
+            )
             return backward.run(grad, edge)
 
 
 class _Backward:
-    """The backward pass of one block, from its output to its inputs; gradients of weights collect in `grads`."""
+    """The backward pass of one block, from its output to its inputs; gradients of weights collect
+    in `grads`.
+    """
 
     def __init__(
-        self, x, condition, packing, output_packing, dropout, low, weights: BlockWeights, needs, saved: SavedTensors
+        self,
+        x,
+        condition,
+        packing,
+        output_packing,
+        dropout,
+        low,
+        weights: BlockWeights,
+        needs,
+        saved: SavedTensors,
     ):
-        self.x, self.condition, self.packing, self.output_packing = x, condition, packing, output_packing
+        self.x, self.condition, self.packing, self.output_packing = (
+            x,
+            condition,
+            packing,
+            output_packing,
+        )
         self.dropout = dropout
         self.low, self.weights, self.needs, self.saved = low, weights, needs, saved
         self.grads: dict[str, Tensor | None] = dict.fromkeys(BlockWeights._fields)
-        # Gradients that are summed over the rows of a sample are columns of one tensor: norms of queries and keys, then
-        # attention's shift and scale; the other four modulations (which may have fewer rows).
+        # Gradients that are summed over the rows of a sample are columns of one tensor: norms of
+        # queries and keys, then attention's shift and scale; the other four modulations (which may
+        # have fewer rows).
         width = x.shape[1]
         self.has_norm = saved.unit is not None
         widths = ((4 if self.has_norm else 2) * width, 4 * width)
@@ -324,7 +417,9 @@ class _Backward:
         d_inner = aten.gelu_backward(d_inner, saved.inner)
         middle = torch.addcmul(select_rows(self.x, packing), gate, saved.attended.to(self.x.dtype))
         normal, mean, rstd = _norm(middle)
-        self._weight_grad("mlp_in", d_inner, torch.addcmul(mlp_shift, normal, mlp_scale).to(self.low), packing)
+        self._weight_grad(
+            "mlp_in", d_inner, torch.addcmul(mlp_shift, normal, mlp_scale).to(self.low), packing
+        )
         _stream_matmul_transposed(d_inner, self.weights.mlp_in.to(self.low), packing, out=d_shift)
         torch.mul(d_shift, normal, out=d_scale)
         return _norm_backward(d_shift * mlp_scale, middle, mean, rstd).add_(grad)
@@ -337,7 +432,12 @@ class _Backward:
         d_attended = (d_middle * gate).to(self.low)
         if self.dropout is not None:
             self.dropout.drop_(d_attended, ATTENTION)
-        self._weight_grad("out", d_attended, saved.mixed.to(self.low).index_select(0, packing.inverse_order), packing)
+        self._weight_grad(
+            "out",
+            d_attended,
+            saved.mixed.to(self.low).index_select(0, packing.inverse_order),
+            packing,
+        )
         d_rows = _stream_matmul_transposed(d_attended, self.weights.out.to(self.low), packing)
         if order.shape[0] == d_rows.shape[0] and packing.kept_rows is None:
             d_mixed = d_rows.index_select(0, order)
@@ -348,8 +448,12 @@ class _Backward:
             put(0, packing.inverse_order, d_rows)
         return torch.autograd.grad((edge,), (saved.joint,), (d_mixed.to(saved.mixed.dtype),))[0]
 
-    def _queries_keys_values(self, d_joint: Tensor, shift: Tensor, scale: Tensor, d_middle: Tensor) -> Tensor:
-        """Queries, keys and values, and the first norm: the gradient of the block's input. [R, H]"""
+    def _queries_keys_values(
+        self, d_joint: Tensor, shift: Tensor, scale: Tensor, d_middle: Tensor
+    ) -> Tensor:
+        """Queries, keys and values, and the first norm: the gradient of the block's input.
+        [R, H]
+        """
         saved, packing, (num_rows, width) = self.saved, self.packing, self.x.shape
         d_shift, d_scale = self.input_columns[:, -2 * width :].chunk(2, dim=1)
         d_qkv = d_joint.view(-1, 3 * width).index_select(0, packing.inverse_order)
@@ -359,7 +463,9 @@ class _Backward:
         if self.has_norm:
             unit = saved.unit.to(d.dtype)
             torch.mul(d, unit, out=self.input_columns[:, : 2 * width].view(d.shape))
-            norm_weights = self.weights.qk_norm.to(d.dtype).view(len(packing.stream_ends), 2, 1, -1)
+            norm_weights = self.weights.qk_norm.to(d.dtype).view(
+                len(packing.stream_ends), 2, 1, -1
+            )
             _scale_streams(d, norm_weights, packing, out=d)
             along = (d * unit).sum(-1, keepdim=True)
             d.addcmul_(unit, along, value=-1).div_(saved.length)
@@ -375,7 +481,9 @@ class _Backward:
         return d_x.add_(d_middle) if kept is None else d_x.index_add_(0, kept, d_middle)
 
     def _modulation(self) -> Tensor:
-        """Sums over the rows of each sample: gradients of norms and modulation, and of the condition. [B, C]"""
+        """Sums over the rows of each sample: gradients of norms and modulation, and of the
+        condition. [B, C]
+        """
         weights, packing, width = self.weights, self.packing, self.x.shape[1]
         if self.output_packing is packing:
             sums = packing.sum_by_sample(self.columns)
@@ -388,7 +496,9 @@ class _Backward:
         self.grads["modulation_bias"] = d_table.sum(0).to(weights.modulation_bias.dtype)
         if self.has_norm:
             heads, num_streams = self.saved.joint.shape[2], len(packing.stream_ends)
-            d_norm = sums[:, : 2 * width].view(packing.batch, num_streams, 2, heads, -1).sum((0, 3))
+            d_norm = (
+                sums[:, : 2 * width].view(packing.batch, num_streams, 2, heads, -1).sum((0, 3))
+            )
             self.grads["qk_norm"] = d_norm.view(-1).to(weights.qk_norm.dtype)
         d_table = d_table.to(self.low)
         if self.needs["modulation"]:

@@ -6,11 +6,18 @@ import torch
 from torch import Tensor, nn
 
 from mmldlm.models.layers import Modulation, compute_dtype, modulate
-from mmldlm.models.linear_cross_entropy import Candidates, linear_cross_entropy, linear_logits, rows_of_a_chunk
+from mmldlm.models.linear_cross_entropy import (
+    Candidates,
+    linear_cross_entropy,
+    linear_logits,
+    rows_of_a_chunk,
+)
 
 
 class TextHead(nn.Module):
-    """adaLN, then a linear layer over the vocabulary, run only on the rows whose logits are used."""
+    """adaLN, then a linear layer over the vocabulary, run only on the rows whose logits
+    are used.
+    """
 
     def __init__(self, hidden_size: int, cond_dim: int, vocab_size: int, mask_token_id: int):
         super().__init__()
@@ -30,21 +37,31 @@ class TextHead(nn.Module):
         candidates: Candidates | None = None,
         excluded: tuple[int, ...] | None = None,
     ) -> dict[str, Tensor]:
-        """Score rows [M, H] of samples [M]; `MultimodalMMDiT.forward` documents the other arguments and the result.
+        """Score rows [M, H] of samples [M]; `MultimodalMMDiT.forward` documents the other
+        arguments and the result.
 
-        With `excluded`, only the most probable tokens besides those are returned: text_best [M] int64.
+        With `excluded`, only the most probable tokens besides those are returned: text_best [M]
+        int64.
         """
         shift, scale = self.modulation(condition).index_select(0, sample).chunk(2, dim=-1)
         rows = modulate(self.norm(rows), shift, scale)
         if targets is not None:
             loss_sum, nll, correct = linear_cross_entropy(
-                rows, self.weight, self.bias, targets, weights, self.mask_token_id, candidates=candidates
+                rows,
+                self.weight,
+                self.bias,
+                targets,
+                weights,
+                self.mask_token_id,
+                candidates=candidates,
             )
             return {"text_loss_sum": loss_sum, "text_nll": nll, "text_correct": correct}
         if excluded is not None:
             return {"text_best": self._best(rows, excluded)}
         logits = linear_logits(rows, self.weight, self.bias).float()
-        logits[:, self.mask_token_id].fill_(float("-inf"))  # an assignment would make the host wait for a GPU
+        logits[:, self.mask_token_id].fill_(
+            float("-inf")
+        )  # an assignment would make the host wait for a GPU
         return {"text_logits": logits}
 
     def _best(self, rows: Tensor, excluded: tuple[int, ...]) -> Tensor:
@@ -76,7 +93,9 @@ class QualityHead(nn.Module):
 
 
 class LatentHead(nn.Module):
-    """adaLN, then the K chunk outputs of each latent, concatenated and projected (never averaged) to P predictions."""
+    """adaLN, then the K chunk outputs of each latent, concatenated and projected (never averaged)
+    to P predictions.
+    """
 
     def __init__(self, hidden_size: int, cond_dim: int, tokens_per_latent: int, outputs: int):
         super().__init__()

@@ -1,4 +1,6 @@
-"""What the MMDiT reads of an earlier text for the same latent: its tokens, its embedding, and how far off that is."""
+"""What the MMDiT reads of an earlier text for the same latent: its tokens, its embedding, and how
+far off that is.
+"""
 
 from __future__ import annotations
 
@@ -14,8 +16,8 @@ class Hypotheses(NamedTuple):
     """Earlier texts for the latents of a batch.
 
     Attributes:
-        tokens: int64 [B, S], EOS written; the pad token where a text has ended, and where it has no word (a hole).
-            Read where the batch has text.
+        tokens: int64 [B, S], EOS written; the pad token where a text has ended, and where it has
+            no word (a hole). Read where the batch has text.
         latents: the encoder's embeddings of these texts, in model space. [B, N, D] or [B, D]
         given: bool, samples that have one; of others the rest is not read. [B]
     """
@@ -26,31 +28,47 @@ class Hypotheses(NamedTuple):
 
 
 class HypothesisEncoder(nn.Module):
-    """Rows of a hypothesis: its words beside those of the text, and z - ẑ as further latent tokens.
+    """Rows of a hypothesis: its words beside those of the text, and z - ẑ as further latent
+    tokens.
 
-    Of vec2text's three latents z, ẑ and z - ẑ (arXiv 2310.06816) the model reads the first and the last, which the
-    latent encoder turns into tokens alike: a model that reads z then reads the difference, too, with the same weights.
-    Every word is also multiplied by a projection of z - ẑ, which tells the words that the difference contradicts.
+    Of vec2text's three latents z, ẑ and z - ẑ (arXiv 2310.06816) the model reads the first and the
+    last, which the latent encoder turns into tokens alike: a model that reads z then reads the
+    difference, too, with the same weights. Every word is also multiplied by a projection of z - ẑ,
+    which tells the words that the difference contradicts.
 
     Args:
-        is_blind: read z in place of ẑ: the ablation, which sees the words of a hypothesis and not how good they are.
+        is_blind: read z in place of ẑ: the ablation, which sees the words of a hypothesis and not
+            how good they are.
     """
 
-    def __init__(self, hidden_size: int, tokens_per_latent: int, num_latents: int, cond_dim: int, is_blind: bool):
+    def __init__(
+        self,
+        hidden_size: int,
+        tokens_per_latent: int,
+        num_latents: int,
+        cond_dim: int,
+        is_blind: bool,
+    ):
         super().__init__()
         self.is_blind = is_blind
         self.to_text = nn.Linear(hidden_size, hidden_size)
         self.to_factor = nn.Linear(cond_dim, hidden_size)
         self.to_product = nn.Linear(hidden_size, hidden_size)
         self.to_pooled = nn.Linear(cond_dim, cond_dim)
-        self.position = nn.Parameter(torch.randn(num_latents * tokens_per_latent, hidden_size) * 0.02)
-        self.null_tokens = nn.Parameter(torch.randn(num_latents * tokens_per_latent, hidden_size) * 0.02)
+        self.position = nn.Parameter(
+            torch.randn(num_latents * tokens_per_latent, hidden_size) * 0.02
+        )
+        self.null_tokens = nn.Parameter(
+            torch.randn(num_latents * tokens_per_latent, hidden_size) * 0.02
+        )
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Begin with the words beside [MASK] as they are; z - ẑ adds nothing to them or to the condition.
+        """Begin with the words beside [MASK] as they are; z - ẑ adds nothing to them or to the
+        condition.
 
-        From zero it takes longer to learn that most words are right, and first texts get worse (docs/objectives.md).
+        From zero it takes longer to learn that most words are right, and first texts get worse
+        (docs/objectives.md).
         """
         for layer in (self.to_text, self.to_product, self.to_pooled):
             nn.init.zeros_(layer.weight)
@@ -58,9 +76,16 @@ class HypothesisEncoder(nn.Module):
         nn.init.eye_(self.to_text.weight)
 
     def text_beside(
-        self, text_encoder: nn.Module, ids: Tensor, own: Tensor, is_read: Tensor, sample: Tensor,
-        difference: Tensor | None, first_rows: Tensor, text_is_null: Tensor | None,
-    ) -> Tensor:  # fmt: skip
+        self,
+        text_encoder: nn.Module,
+        ids: Tensor,
+        own: Tensor,
+        is_read: Tensor,
+        sample: Tensor,
+        difference: Tensor | None,
+        first_rows: Tensor,
+        text_is_null: Tensor | None,
+    ) -> Tensor:
         """Rows [R, H] of the text, to which those of the hypotheses are added.
 
         Args:
@@ -73,26 +98,44 @@ class HypothesisEncoder(nn.Module):
             ValueError: no difference: the latents were encoded without the hypotheses.
         """
         if difference is None:
-            raise ValueError("hypotheses with latents that were encoded without them: give encode_latents both")
+            raise ValueError(
+                "hypotheses with latents that were encoded without them: give encode_latents both"
+            )
         # In one call: ZeRO-3 reduces the gradients of a module once a step.
         text, words = text_encoder(torch.cat([ids, own]), first_rows, text_is_null).split(len(ids))
         more = self.to_text(words) + self.to_product(words * self.to_factor(difference)[sample])
         return text + torch.where(is_read[:, None], more, 0.0)
 
     def latents_beside(
-        self, latent_encoder: nn.Module, points: Tensor, is_null: Tensor | None, hypotheses: Hypotheses | None
+        self,
+        latent_encoder: nn.Module,
+        points: Tensor,
+        is_null: Tensor | None,
+        hypotheses: Hypotheses | None,
     ) -> EncodedLatent:
         """Encode latents z [B, N, D]: 2 * N * K tokens, first those of z, then those of z - ẑ."""
         if hypotheses is None:
             tokens, pooled = latent_encoder(points, is_null)
-            return EncodedLatent(torch.cat([tokens, self.null_tokens[: tokens.shape[1]].expand_as(tokens)], 1), pooled)
-        given, is_null = hypotheses.given, torch.zeros_like(hypotheses.given) if is_null is None else is_null
-        own = points if self.is_blind else hypotheses.latents.reshape(points.shape).to(points.dtype)
+            return EncodedLatent(
+                torch.cat([tokens, self.null_tokens[: tokens.shape[1]].expand_as(tokens)], 1),
+                pooled,
+            )
+        given, is_null = (
+            hypotheses.given,
+            torch.zeros_like(hypotheses.given) if is_null is None else is_null,
+        )
+        own = (
+            points if self.is_blind else hypotheses.latents.reshape(points.shape).to(points.dtype)
+        )
         difference = torch.where(given[:, None, None], points - own, 0.0)
         # In one call, as above.
-        both = latent_encoder(torch.cat([points, difference]), torch.cat([is_null, torch.zeros_like(is_null)]))
+        both = latent_encoder(
+            torch.cat([points, difference]), torch.cat([is_null, torch.zeros_like(is_null)])
+        )
         (tokens, more), (pooled, more_pooled) = (values.chunk(2) for values in both)
         count = tokens.shape[1]
-        more = torch.where(given[:, None, None], more + self.position[:count], self.null_tokens[:count])
+        more = torch.where(
+            given[:, None, None], more + self.position[:count], self.null_tokens[:count]
+        )
         pooled = pooled + torch.where(given[:, None], self.to_pooled(more_pooled), 0.0)
         return EncodedLatent(torch.cat([tokens, more], 1), pooled, difference=more_pooled)

@@ -16,7 +16,13 @@ from mmldlm.models.latent_transformer import EncodedLatent, LatentTransformer, r
 from mmldlm.models.layers import Modulation, StreamLinear, TimestepEmbedding, compute_dtype
 from mmldlm.models.linear_cross_entropy import Candidates
 from mmldlm.models.mmdit.block import MMDiTBlock
-from mmldlm.models.mmdit.codes import CodeTargets, checked_ids, latent_encoder, latent_head, latent_outputs
+from mmldlm.models.mmdit.codes import (
+    CodeTargets,
+    checked_ids,
+    latent_encoder,
+    latent_head,
+    latent_outputs,
+)
 from mmldlm.models.mmdit.config import ModelConfig
 from mmldlm.models.mmdit.costs import GROUPS, group_of
 from mmldlm.models.mmdit.encoders import TextEncoder
@@ -36,7 +42,9 @@ from mmldlm.models.mmdit.packing import (
 
 
 class _LastRows(NamedTuple):
-    """What the heads read: text [M, H] of samples [M], latent [B, N * K, H] or no row, condition and pooled [B, C]."""
+    """What the heads read: text [M, H] of samples [M], latent [B, N * K, H] or no row, condition
+    and pooled [B, C].
+    """
 
     text: Tensor
     sample: Tensor
@@ -48,9 +56,9 @@ class _LastRows(NamedTuple):
 class MultimodalMMDiT(LatentTransformer):
     """Two-stream diffusion transformer over text tokens and sentence embeddings.
 
-    Joint bidirectional attention as in SD3's MMDiT (arXiv 2403.03206), adaLN-Zero conditioning (DiT, arXiv 2212.09748)
-    on both timesteps and the pooled latent, RoPE on text (on latents with latent_rope), QK-RMSNorm, each latent as K
-    chunk tokens.
+    Joint bidirectional attention as in SD3's MMDiT (arXiv 2403.03206), adaLN-Zero conditioning
+    (DiT, arXiv 2212.09748) on both timesteps and the pooled latent, RoPE on text (on latents with
+    latent_rope), QK-RMSNorm, each latent as K chunk tokens.
 
     Args:
         config: shape and vocabulary; latent_dim, vocab_size and the token ids must be set.
@@ -68,7 +76,8 @@ class MultimodalMMDiT(LatentTransformer):
         self.text_timestep = TimestepEmbedding(cond)
         self.latent_timestep = TimestepEmbedding(cond)
         self.blocks = nn.ModuleList(
-            MMDiTBlock(width, config.n_heads, cond, config.mlp_ratio, config.qk_rmsnorm) for _ in range(config.n_blocks)
+            MMDiTBlock(width, config.n_heads, cond, config.mlp_ratio, config.qk_rmsnorm)
+            for _ in range(config.n_blocks)
         )
         self.text_head = TextHead(width, cond, config.vocab_size, config.mask_token_id)
         self.latent_head = latent_head(config)
@@ -104,22 +113,33 @@ class MultimodalMMDiT(LatentTransformer):
         if self.config.tie_embeddings:
             self.text_head.weight = self.text_encoder.token_embedding.weight
 
-    # -- latents -----------------------------------------------------------------------------------------------------
+    # -- latents
+    # ---------------------------------------------------------------------------------------------
 
     def scale_latents(self, raw: Tensor) -> Tensor:
-        """Encoder's latents [..., D] -> model space, fp32; of a model of codes their ids as they are, int64."""
+        """Encoder's latents [..., D] -> model space, fp32; of a model of codes their ids as they
+        are, int64.
+        """
         if self.config.num_codes is None:
             return super().scale_latents(raw)
         return checked_ids(raw, self.config.num_codes)
 
     def encode_latents(
-        self, latents: Tensor | None, is_null: Tensor | None = None, batch: int | None = None, caches: bool = False,
-        *, timesteps: Tensor | None = None, hypotheses: Hypotheses | None = None,
-    ) -> EncodedLatent:  # fmt: skip
-        """Latents as the blocks read them, for `forward(encoded=...)`; with the embeddings of hypotheses.
+        self,
+        latents: Tensor | None,
+        is_null: Tensor | None = None,
+        batch: int | None = None,
+        caches: bool = False,
+        *,
+        timesteps: Tensor | None = None,
+        hypotheses: Hypotheses | None = None,
+    ) -> EncodedLatent:
+        """Latents as the blocks read them, for `forward(encoded=...)`; with the embeddings of
+        hypotheses.
 
         Args:
-            latents, is_null, timesteps, hypotheses: latents, latent_is_null, latent_timesteps, hypotheses of `forward`.
+            latents, is_null, timesteps, hypotheses: latents, latent_is_null, latent_timesteps,
+                hypotheses of `forward`.
             batch: B, without latents.
             caches: nothing more is computed (a place that PlainTransformer has).
 
@@ -129,7 +149,9 @@ class MultimodalMMDiT(LatentTransformer):
         config, device = self.config, self.latent_mean.device
         if latents is None:
             dtype = None if config.num_codes is None else torch.int64
-            latents = torch.zeros(batch, config.num_latents, config.latent_dim, device=device, dtype=dtype)
+            latents = torch.zeros(
+                batch, config.num_latents, config.latent_dim, device=device, dtype=dtype
+            )
             is_null = _all_true(latents)
         points = latents[:, None] if latents.dim() == 2 else latents
         self.check_latents(points)
@@ -139,9 +161,12 @@ class MultimodalMMDiT(LatentTransformer):
             points = points.to(self.text_encoder.null_text.dtype)
         if self.hypothesis_encoder is None:
             return EncodedLatent(*self.latent_encoder(points, is_null))
-        return self.hypothesis_encoder.latents_beside(self.latent_encoder, points, is_null, hypotheses)
+        return self.hypothesis_encoder.latents_beside(
+            self.latent_encoder, points, is_null, hypotheses
+        )
 
-    # -- forward -----------------------------------------------------------------------------------------------------
+    # -- forward
+    # ---------------------------------------------------------------------------------------------
 
     def forward(
         self,
@@ -167,111 +192,194 @@ class MultimodalMMDiT(LatentTransformer):
         """Joint forward pass.
 
         Args:
-            text_tokens: int64, S <= max_seq_len. None: latent-only, with the learned null text. [B, S]
-            latents: in model space (`scale_latents`). None: text-only, with the learned null latent. [B, D] or
-                [B, N, D]; of a model of codes (model.num_codes) their ids, int64, num_codes for [MASK]. [B, N, 1]
-            text_timesteps, latent_timesteps: in [0, 1], 0 clean, 1 fully masked or pure noise. None: 0. [B]
-            attention_mask: bool, True for real tokens. None: all real. Tokens at a False position do not change
-                results at a True one. [B, S]
-            text_is_null, latent_is_null: bool, samples whose text or latents are replaced by the learned null. [B]
-            token_positions: int64 indices into B * S, ascending, of the text that may be attended to (the real tokens;
-                of a null text its first position). With text_positions, only these are computed. None: found from the
-                mask on a CPU; on a GPU, where that would make the host wait, padding is computed, too. [N]
-            text_positions: int64 indices into B * S of the logits to compute, real tokens. None: all of B * S. [M]
-            text_targets: int64 clean tokens at text_positions; their NLLs are returned instead of logits. [M]
-            text_weights: fp32 weight of each target in text_loss_sum. [M] text_candidates: see Candidates.
-            dropout_keys: int64, random, of each sample; needed in training with model.dropout, unused otherwise. [B]
-            draft_swaps: int64, with text_targets and model.quality_head: also judge the text with the most probable
-                tokens at the scored positions, and these where they are not -1. [B, S]
-            hypotheses: earlier texts for the latents (model.corrector). codes: which codes to score, see CodeTargets.
-            encoded: result of `encode_latents` in place of latents: only text_* is returned, given text_positions.
+            text_tokens: int64, S <= max_seq_len. None: latent-only, with the learned null text.
+                [B, S]
+            latents: in model space (`scale_latents`). None: text-only, with the learned null
+                latent. [B, D] or [B, N, D]; of a model of codes (model.num_codes) their ids,
+                int64, num_codes for [MASK]. [B, N, 1]
+            text_timesteps, latent_timesteps: in [0, 1], 0 clean, 1 fully masked or pure noise.
+                None: 0. [B]
+            attention_mask: bool, True for real tokens. None: all real. Tokens at a False position
+                do not change results at a True one. [B, S]
+            text_is_null, latent_is_null: bool, samples whose text or latents are replaced by the
+                learned null. [B]
+            token_positions: int64 indices into B * S, ascending, of the text that may be attended
+                to (the real tokens; of a null text its first position). With text_positions, only
+                these are computed. None: found from the mask on a CPU; on a GPU, where that would
+                make the host wait, padding is computed, too. [N]
+            text_positions: int64 indices into B * S of the logits to compute, real tokens. None:
+                all of B * S. [M]
+            text_targets: int64 clean tokens at text_positions; their NLLs are returned instead of
+                logits. [M]
+            text_weights: fp32 weight of each target in text_loss_sum. [M] text_candidates: see
+                Candidates.
+            dropout_keys: int64, random, of each sample; needed in training with model.dropout,
+                unused otherwise. [B]
+            draft_swaps: int64, with text_targets and model.quality_head: also judge the text with
+                the most probable tokens at the scored positions, and these where they are not -1.
+                [B, S]
+            hypotheses: earlier texts for the latents (model.corrector). codes: which codes to
+                score, see CodeTargets.
+            encoded: result of `encode_latents` in place of latents: only text_* is returned, given
+                text_positions.
 
         Returns:
-            latent_pred: [B, P * D] or, as `latents`, [B, N, P * D]; P: latent_predictions. Of codes: CodeHead's.
-            length_logits: of lengths 1..max_seq_len (EOS counted), given the latent if its timestep is 0, without it
-                otherwise. [B, max_seq_len]
-            text_logits: fp32 with -inf for [MASK]; absent with targets. [M, V], or [B, S, V] without positions
-            text_loss_sum (fp32 scalar), text_nll and text_correct [M]: with targets. Without text_tokens, no text_*.
-            quality_logits fp32 and quality_targets bool [N]: of every computed token of the draft, with draft_swaps.
+            latent_pred: [B, P * D] or, as `latents`, [B, N, P * D]; P: latent_predictions. Of
+                codes: CodeHead's.
+            length_logits: of lengths 1..max_seq_len (EOS counted), given the latent if its
+                timestep is 0, without it otherwise. [B, max_seq_len]
+            text_logits: fp32 with -inf for [MASK]; absent with targets. [M, V], or [B, S, V]
+            without positions text_loss_sum (fp32 scalar), text_nll and text_correct [M]: with
+            targets. Without text_tokens, no text_*. quality_logits fp32 and quality_targets bool
+            [N]: of every computed token of the draft, with draft_swaps.
 
         Raises:
-            ValueError: on shapes that do not fit the config, dropout without keys, token_positions that leave text out
-                without an attention_mask, or (on a CPU) a scored position that is padding.
+            ValueError: on shapes that do not fit the config, dropout without keys, token_positions
+                that leave text out without an attention_mask, or (on a CPU) a scored position that
+                is padding.
         """
         if text_tokens is None and latents is None:
             raise ValueError("forward needs text_tokens or latents")
         rows = self._run(
-            text_tokens, latents, text_timesteps, latent_timesteps, attention_mask, text_is_null, latent_is_null,
-            token_positions, text_positions, dropout_keys, hypotheses, encoded,
-        )  # fmt: skip
+            text_tokens,
+            latents,
+            text_timesteps,
+            latent_timesteps,
+            attention_mask,
+            text_is_null,
+            latent_is_null,
+            token_positions,
+            text_positions,
+            dropout_keys,
+            hypotheses,
+            encoded,
+        )
         out = {}
         if encoded is None:
             out = latent_outputs(self.latent_head, rows.latent, rows.condition, latents, codes)
-            out["length_logits"] = self.length_head(self._pooled_condition(rows.pooled, latent_timesteps)).float()
+            out["length_logits"] = self.length_head(
+                self._pooled_condition(rows.pooled, latent_timesteps)
+            ).float()
         if text_tokens is None:
             return out
-        out |= self.text_head(rows.text, rows.sample, rows.condition, text_targets, text_weights, text_candidates)
+        out |= self.text_head(
+            rows.text, rows.sample, rows.condition, text_targets, text_weights, text_candidates
+        )
         if text_positions is None and text_targets is None:
             out["text_logits"] = out["text_logits"].view(*text_tokens.shape, -1)
         if draft_swaps is not None:
-            clean, draft = self._drafts(rows, text_tokens, text_positions, text_targets, draft_swaps)
-            judged = torch.arange(draft.numel(), device=draft.device) if token_positions is None else token_positions
+            clean, draft = self._drafts(
+                rows, text_tokens, text_positions, text_targets, draft_swaps
+            )
+            judged = (
+                torch.arange(draft.numel(), device=draft.device)
+                if token_positions is None
+                else token_positions
+            )
             out["quality_logits"] = self.quality_logits(
-                draft, latents, latent_timesteps, attention_mask, judged, text_is_null, latent_is_null,
-                token_positions, dropout_keys,
-            )  # fmt: skip
+                draft,
+                latents,
+                latent_timesteps,
+                attention_mask,
+                judged,
+                text_is_null,
+                latent_is_null,
+                token_positions,
+                dropout_keys,
+            )
             out["quality_targets"] = (draft == clean).flatten().index_select(0, judged)
         return out
 
     def quality_logits(
-        self, text_tokens: Tensor, latents: Tensor | None, latent_timesteps: Tensor | None,
-        attention_mask: Tensor | None, text_positions: Tensor, text_is_null: Tensor | None = None,
-        latent_is_null: Tensor | None = None, token_positions: Tensor | None = None,
+        self,
+        text_tokens: Tensor,
+        latents: Tensor | None,
+        latent_timesteps: Tensor | None,
+        attention_mask: Tensor | None,
+        text_positions: Tensor,
+        text_is_null: Tensor | None = None,
+        latent_is_null: Tensor | None = None,
+        token_positions: Tensor | None = None,
         dropout_keys: Tensor | None = None,
-    ) -> Tensor:  # fmt: skip
-        """Judge finished texts: logits [M] fp32 of the probability that the tokens at text_positions are right.
+    ) -> Tensor:
+        """Judge finished texts: logits [M] fp32 of the probability that the tokens at
+        text_positions are right.
 
         The arguments are those of `forward`.
         """
         rows = self._run(
-            text_tokens, latents, None, latent_timesteps, attention_mask, text_is_null, latent_is_null, token_positions,
-            text_positions, dropout_keys,
-        )  # fmt: skip
+            text_tokens,
+            latents,
+            None,
+            latent_timesteps,
+            attention_mask,
+            text_is_null,
+            latent_is_null,
+            token_positions,
+            text_positions,
+            dropout_keys,
+        )
         return self.quality_head(rows.text)
 
     @torch.no_grad()
     def _drafts(
         self, rows: _LastRows, tokens: Tensor, positions: Tensor, targets: Tensor, swaps: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """[B, S] the clean text, and what a sampler would write in one pass, with words swapped."""
+        """[B, S] the clean text, and what a sampler would write in one pass, with words
+        swapped.
+        """
         ids = self.config.mask_token_id, self.config.pad_token_id, self.config.eos_token_id
-        best = self.text_head(rows.text, rows.sample, rows.condition, None, None, excluded=ids)["text_best"]
+        best = self.text_head(rows.text, rows.sample, rows.condition, None, None, excluded=ids)[
+            "text_best"
+        ]
         best = torch.where(targets == self.config.eos_token_id, targets, best)
-        clean, draft = (tokens.flatten().index_copy(0, positions, own).view_as(tokens) for own in (targets, best))
+        clean, draft = (
+            tokens.flatten().index_copy(0, positions, own).view_as(tokens)
+            for own in (targets, best)
+        )
         return clean, torch.where(swaps >= 0, swaps, draft)
 
     def _run(
-        self, text_tokens: Tensor | None, latents: Tensor | None, text_timesteps: Tensor | None,
-        latent_timesteps: Tensor | None, attention_mask: Tensor | None, text_is_null: Tensor | None,
-        latent_is_null: Tensor | None, token_positions: Tensor | None, text_positions: Tensor | None,
-        dropout_keys: Tensor | None, hypotheses: Hypotheses | None = None, encoded: EncodedLatent | None = None,
-    ) -> _LastRows:  # fmt: skip
+        self,
+        text_tokens: Tensor | None,
+        latents: Tensor | None,
+        text_timesteps: Tensor | None,
+        latent_timesteps: Tensor | None,
+        attention_mask: Tensor | None,
+        text_is_null: Tensor | None,
+        latent_is_null: Tensor | None,
+        token_positions: Tensor | None,
+        text_positions: Tensor | None,
+        dropout_keys: Tensor | None,
+        hypotheses: Hypotheses | None = None,
+        encoded: EncodedLatent | None = None,
+    ) -> _LastRows:
         """All of `forward` but its heads."""
         given = latents if text_tokens is None else text_tokens
         tokens, key_is_null = text_tokens, text_is_null
         if text_tokens is None:
-            tokens = torch.full((len(given), 1), self.config.pad_token_id, dtype=torch.int64, device=given.device)
+            tokens = torch.full(
+                (len(given), 1), self.config.pad_token_id, dtype=torch.int64, device=given.device
+            )
             text_is_null, key_is_null, attention_mask = _all_true(given), None, None
         self.check_length(tokens)
         is_text_alone = encoded is not None
         if encoded is None:
             encoded = self.encode_latents(
-                latents, latent_is_null, len(tokens), timesteps=latent_timesteps, hypotheses=hypotheses
+                latents,
+                latent_is_null,
+                len(tokens),
+                timesteps=latent_timesteps,
+                hypotheses=hypotheses,
             )
         latent, pooled = encoded.tokens, encoded.pooled
         condition = nn.functional.silu(self._condition(pooled, text_timesteps, latent_timesteps))
-        selects = text_positions is not None  # without them all logits are computed, those of padding included
-        packed, packing = self._pack(tokens, latent, attention_mask, key_is_null, token_positions, selects)
+        selects = (
+            text_positions is not None
+        )  # without them all logits are computed, those of padding included
+        packed, packing = self._pack(
+            tokens, latent, attention_mask, key_is_null, token_positions, selects
+        )
         ids = tokens.flatten() if packed is None else tokens.flatten().index_select(0, packed)
         if hypotheses is None or text_tokens is None:
             text = self.text_encoder(ids, packing.first_rows, text_is_null)
@@ -281,22 +389,39 @@ class MultimodalMMDiT(LatentTransformer):
             sample = packing.sample[: len(own)]
             is_read = (own != self.config.pad_token_id) & hypotheses.given[sample]
             text = self.hypothesis_encoder.text_beside(
-                self.text_encoder, ids, own, is_read, sample, encoded.difference, packing.first_rows, text_is_null
+                self.text_encoder,
+                ids,
+                own,
+                is_read,
+                sample,
+                encoded.difference,
+                packing.first_rows,
+                text_is_null,
             )
         outputs = packing  # of the rows that a head reads
         if text_tokens is None or selects:
-            read = packing.first_rows[:0] if text_tokens is None else rows_of_positions(text_positions, packed)
+            read = (
+                packing.first_rows[:0]
+                if text_tokens is None
+                else rows_of_positions(text_positions, packed)
+            )
             outputs = packing.restrict_to(read, with_latents=not is_text_alone)
         dropout = self._dropout(dropout_keys, packed, tokens.shape[1], packing)
-        rows = self._run_blocks(torch.cat([text, latent.flatten(0, 1)]), condition, packing, outputs, dropout)
+        rows = self._run_blocks(
+            torch.cat([text, latent.flatten(0, 1)]), condition, packing, outputs, dropout
+        )
         text_rows, latent_rows = rows.tensor_split(outputs.stream_ends[:-1])
         if not is_text_alone:
             latent_rows = latent_rows.view(*latent.shape[:2], -1)
             if self.hypothesis_encoder is not None:
                 latent_rows = latent_rows[:, : latent.shape[1] // 2]
-        return _LastRows(text_rows, outputs.sample[: outputs.num_text], latent_rows, condition, pooled)
+        return _LastRows(
+            text_rows, outputs.sample[: outputs.num_text], latent_rows, condition, pooled
+        )
 
-    def _condition(self, pooled: Tensor, text_timesteps: Tensor | None, latent_timesteps: Tensor | None) -> Tensor:
+    def _condition(
+        self, pooled: Tensor, text_timesteps: Tensor | None, latent_timesteps: Tensor | None
+    ) -> Tensor:
         """[B, C] sum of both timesteps' embeddings and the pooled latent."""
         if text_timesteps is None or latent_timesteps is None:
             clean = torch.zeros(len(pooled), device=pooled.device)
@@ -307,12 +432,16 @@ class MultimodalMMDiT(LatentTransformer):
         )
 
     def _pooled_condition(self, pooled: Tensor, latent_timesteps: Tensor | None) -> Tensor:
-        """[B, C] the pooled latent if it is clean, else the null: condition of p(length | latent) or p(length)."""
+        """[B, C] the pooled latent if it is clean, else the null: condition of p(length | latent)
+        or p(length).
+        """
         if latent_timesteps is None:
             return pooled
         return apply_null_condition(pooled, self.latent_encoder.null_pooled, latent_timesteps > 0)
 
-    def _dropout(self, keys: Tensor | None, packed: Tensor | None, length: int, packing: Packing) -> RowDropout | None:
+    def _dropout(
+        self, keys: Tensor | None, packed: Tensor | None, length: int, packing: Packing
+    ) -> RowDropout | None:
         """Dropout of all rows, where this pass has any."""
         rate = self.dropout_rate(keys)
         if rate == 0:
@@ -321,58 +450,93 @@ class MultimodalMMDiT(LatentTransformer):
         return RowDropout.of_rows(keys, packing.sample, position, len(self.blocks), rate)
 
     def _run_blocks(
-        self, rows: Tensor, condition: Tensor, packing: Packing, outputs: Packing, dropout: RowDropout | None
+        self,
+        rows: Tensor,
+        condition: Tensor,
+        packing: Packing,
+        outputs: Packing,
+        dropout: RowDropout | None,
     ) -> Tensor:
         """[R, H] -> [Q, H], the rows of the output packing."""
         recompute = self.config.gradient_checkpointing and torch.is_grad_enabled()
-        # Compiled, the last block would need a graph of its own: minutes for a fraction of one block.
+        # Compiled, the last block would need a graph of its own: minutes for a fraction of one
+        # block.
         last = None if self._blocks_are_compiled else self.blocks[-1]
         for layer, block in enumerate(self.blocks):
             own = None if dropout is None else dropout.of_layer(layer)
-            arguments = (rows, condition, packing, recompute, outputs if block is last else None, own)
+            arguments = (
+                rows,
+                condition,
+                packing,
+                recompute,
+                outputs if block is last else None,
+                own,
+            )
             if recompute and (self._blocks_are_compiled or not block.runs_fused()):
                 rows = checkpoint(block, *arguments, use_reentrant=False)
             else:
                 rows = block(*arguments)
         return select_rows(rows, outputs) if last is None else rows
 
-    # -- packing -----------------------------------------------------------------------------------------------------
+    # -- packing
+    # ---------------------------------------------------------------------------------------------
 
     def _pack(
-        self, tokens: Tensor, latent: Tensor, attention_mask: Tensor | None, text_is_null: Tensor | None,
-        token_positions: Tensor | None, selects: bool,
-    ) -> tuple[Tensor | None, Packing]:  # fmt: skip
-        """Which positions of the text [B, S] are computed ([N], None for all), and the packing of the batch."""
+        self,
+        tokens: Tensor,
+        latent: Tensor,
+        attention_mask: Tensor | None,
+        text_is_null: Tensor | None,
+        token_positions: Tensor | None,
+        selects: bool,
+    ) -> tuple[Tensor | None, Packing]:
+        """Which positions of the text [B, S] are computed ([N], None for all), and the packing of
+        the batch.
+        """
         config, num_positions = self.config, tokens.numel()
         positions = keys = None
-        if not (selects and token_positions is not None and token_positions.shape[0] == num_positions):
+        if not (
+            selects and token_positions is not None and token_positions.shape[0] == num_positions
+        ):
             keys = text_keys(attention_mask, text_is_null, tokens)
             positions = packed_positions(token_positions, keys) if selects else None
             if positions is not None and positions.shape[0] == num_positions:
                 positions = keys = None
         if positions is not None and keys is None:
-            raise ValueError("token_positions leaves text out, so attention_mask must name it as padding")
+            raise ValueError(
+                "token_positions leaves text out, so attention_mask must name it as padding"
+            )
         head_dim = config.hidden_size // config.n_heads
         dtype = self.text_encoder.null_text.dtype
         own = config.tokens_per_latent
         places = (*config.grid_of(latent.shape[1] // own), own) if config.latent_rope else None
-        shape = PackingShape(*tokens.shape, latent.shape[1], head_dim, dtype, tokens.device, places)
+        shape = PackingShape(
+            *tokens.shape, latent.shape[1], head_dim, dtype, tokens.device, places
+        )
         low = compute_dtype(latent)  # of an activation: under ZeRO-3, reading a weight gathers it
-        packing = pack(positions, keys, shape, ragged_kind(positions, shape, low, self._blocks_are_compiled))
-        if self._blocks_are_compiled:  # else a batch of head_dim / 2 samples would be taken for the same size
+        packing = pack(
+            positions, keys, shape, ragged_kind(positions, shape, low, self._blocks_are_compiled)
+        )
+        if (
+            self._blocks_are_compiled
+        ):  # else a batch of head_dim / 2 samples would be taken for the same size
             torch._dynamo.mark_static(packing.rotation, (1, 2, 3))
         return positions, packing
 
-    # -- parameters --------------------------------------------------------------------------------------------------
+    # -- parameters
+    # ---------------------------------------------------------------------------------------------
 
     def parameter_groups(self) -> dict[str, list[str]]:
-        """Names of the parameters in the groups text, latent and shared (MM-LDLM's freezing groups)."""
+        """Names of the parameters in the groups text, latent and shared (MM-LDLM's freezing
+        groups).
+        """
         groups: dict[str, list[str]] = {group: [] for group in GROUPS}
         for name, _ in self.named_parameters():
             groups[group_of(name)].append(name)
         return groups
 
-    # -- files -------------------------------------------------------------------------------------------------------
+    # -- files
+    # ---------------------------------------------------------------------------------------------
 
     @classmethod
     def from_pretrained(
@@ -381,12 +545,14 @@ class MultimodalMMDiT(LatentTransformer):
         """Load a model that `mmldlm convert` or `save_pretrained` wrote.
 
         Args:
-            path: local folder with model.safetensors and config.json, or a Hugging Face repository's name.
+            path: local folder with model.safetensors and config.json, or a Hugging Face
+                repository's name.
             device: of the model.
             dtype: of the weights; the latent statistics stay fp32.
 
         Raises:
-            UserError: missing files, or tensors that do not fit the config; nothing is loaded partly.
+            UserError: missing files, or tensors that do not fit the config; nothing is loaded
+                partly.
         """
         return pretrained_io.read(cls, path, device, dtype)
 

@@ -6,8 +6,11 @@ import torch
 from torch import Tensor
 
 
-def apply_null_condition(x: Tensor, null: Tensor, is_null: Tensor, rows: Tensor | None = None) -> Tensor:
-    """x with the null embedding in place of some samples' values, in the wider dtype of both (with `rows` in x's).
+def apply_null_condition(
+    x: Tensor, null: Tensor, is_null: Tensor, rows: Tensor | None = None
+) -> Tensor:
+    """x with the null embedding in place of some samples' values, in the wider dtype of both (with
+    `rows` in x's).
 
     Args:
         x: values of samples [B, ...]; with `rows` [N, H].

@@ -1,7 +1,8 @@
-"""Packed (padding-free) layout of a batch: real text tokens, then latent tokens, and the order attention reads them in.
+"""Packed (padding-free) layout of a batch: real text tokens, then latent tokens, and the order
+attention reads them in.
 
-The blocks work on rows [R, H] instead of [B, S, H]: norms, projections and the MLP run on real tokens only, however
-long the longest text of the batch is. Only attention needs the samples apart.
+The blocks work on rows [R, H] instead of [B, S, H]: norms, projections and the MLP run on real
+tokens only, however long the longest text of the batch is. Only attention needs the samples apart.
 """
 
 from __future__ import annotations
@@ -16,36 +17,44 @@ from torch import Tensor
 from mmldlm.models.layers import cache_tensor, rotary_table
 
 QK_EPS = 1e-6
-# Below this fraction of real positions, attention runs over samples of equal length (or over ragged rows on a GPU)
-# instead of over a rectangle with a mask.
+# Below this fraction of real positions, attention runs over samples of equal length (or over
+# ragged rows on a GPU) instead of over a rectangle with a mask.
 RECTANGLE_FILL = 0.9
 
 
 class Packing(NamedTuple):
-    """B samples, S text positions, L latent tokens per sample; N text rows, R = N + B * L rows, P attention positions.
+    """B samples, S text positions, L latent tokens per sample; N text rows, R = N + B * L rows, P
+    attention positions.
 
     With T streams (text, latent), rows of stream 0 come first, then those of stream 1.
 
     Attributes:
         stream_ends: row after the last one of each stream, T integers: (N, R).
         sample: sample of each row. [R]
-        modulation_index: row of the modulation table [T * B, ...] for each row: T * sample + stream. [R]
-        modulation_one_hot: ones where a row uses a row of the table; None on a CPU in fp32. [T * B, R]
+        modulation_index: row of the modulation table [T * B, ...] for each row: T * sample +
+            stream. [R]
+        modulation_one_hot: ones where a row uses a row of the table; None on a CPU in fp32. [T *
+            B, R]
         zeros: [T * B, 1].
-        order: row at each attention position (sample by sample, text before latent tokens; with `runs` the shortest
-            samples first). [P]
+        order: row at each attention position (sample by sample, text before latent tokens; with
+            `runs` the shortest samples first). [P]
         inverse_order: attention position of each row. [R]
-        rotation: rotary cos and sin of the first rows, of the turn and of its inverse, at least fp32; of the N text
-            rows, or of all R where latents have places (`PackingShape.places`). [N or R, 2, head_dim / 2, 2]
+        rotation: rotary cos and sin of the first rows, of the turn and of its inverse, at least
+            fp32; of the N text rows, or of all R where latents have places
+            (`PackingShape.places`). [N or R, 2, head_dim / 2, 2]
         first_rows: row of each sample's first text token. [B]
-        eps: what the length of a query or key is extended by, as the other side of a right angle. [1]
+        eps: what the length of a query or key is extended by, as the other side of a right angle.
+            [1]
         group_offsets: stream_ends as int32, where grouped products are used (CPU); else None. [T]
         key_mask: keys that may be attended to, None when all may. [B, 1, 1, S + L]
-        runs: (rows of a sample, samples of that many), where attention runs once for each (CPU); else None.
-        starts: int32 first position of each sample, where attention runs over ragged rows (GPU); else None. [B + 1]
+        runs: (rows of a sample, samples of that many), where attention runs once for each (CPU);
+            else None.
+        starts: int32 first position of each sample, where attention runs over ragged rows (GPU);
+            else None. [B + 1]
         batch: B.
         longest: S + L.
-        kept_rows: rows of the packing that this one was restricted from; None where it was not. [R]
+        kept_rows: rows of the packing that this one was restricted from; None where it was not.
+            [R]
     """
 
     stream_ends: tuple[int, ...]
@@ -72,13 +81,17 @@ class Packing(NamedTuple):
         return self.stream_ends[0]
 
     def restrict_to(self, text_rows: Tensor, with_latents: bool = True) -> Packing:
-        """The packing of the rows that the heads read: text_rows [M], then all latent rows or none.
+        """The packing of the rows that the heads read: text_rows [M], then all latent rows or
+        none.
 
-        What describes attention's inputs (order, rotation, first_rows, ...) stays that of all rows.
+        What describes attention's inputs (order, rotation, first_rows, ...) stays that of all
+        rows.
         """
         num_text, kept = text_rows.shape[0], text_rows
         if with_latents:
-            latent_rows = torch.arange(self.num_text, self.modulation_index.shape[0], device=text_rows.device)
+            latent_rows = torch.arange(
+                self.num_text, self.modulation_index.shape[0], device=text_rows.device
+            )
             kept = torch.cat([text_rows, latent_rows])
         index, one_hot = self.modulation_index.index_select(0, kept), self.modulation_one_hot
         ends = (num_text, kept.shape[0])
@@ -86,21 +99,29 @@ class Packing(NamedTuple):
             stream_ends=ends,
             sample=self.sample.index_select(0, kept),
             modulation_index=index,
-            modulation_one_hot=None if one_hot is None else _one_hot(index, len(one_hot), one_hot.dtype),
+            modulation_one_hot=None
+            if one_hot is None
+            else _one_hot(index, len(one_hot), one_hot.dtype),
             inverse_order=self.inverse_order.index_select(0, kept),
-            group_offsets=None if self.group_offsets is None else self.group_offsets.new_tensor(ends),
+            group_offsets=None
+            if self.group_offsets is None
+            else self.group_offsets.new_tensor(ends),
             kept_rows=kept,
         )
 
     def sum_by_sample(self, rows: Tensor) -> Tensor:
         """[R, K] -> [T * B, K] sums over the rows of each sample's stream."""
         if self.modulation_one_hot is None:  # 3 to 10 times as fast on a CPU as the product
-            return torch.index_add(self.zeros.expand(-1, rows.shape[1]), 0, self.modulation_index, rows)
+            return torch.index_add(
+                self.zeros.expand(-1, rows.shape[1]), 0, self.modulation_index, rows
+            )
         # Elsewhere additions would race, and in bf16 each would round.
         return torch.mm(self.modulation_one_hot, rows)
 
 
-def text_keys(attention_mask: Tensor | None, text_is_null: Tensor | None, tokens: Tensor) -> Tensor | None:
+def text_keys(
+    attention_mask: Tensor | None, text_is_null: Tensor | None, tokens: Tensor
+) -> Tensor | None:
     """[B, S] bool of the text that may be attended to, or None when all may."""
     if attention_mask is None and text_is_null is None:
         return None
@@ -113,7 +134,9 @@ def text_keys(attention_mask: Tensor | None, text_is_null: Tensor | None, tokens
 
 
 def packed_positions(token_positions: Tensor | None, keys: Tensor | None) -> Tensor | None:
-    """[N] positions in B * S of the text to compute, None for all; found from the mask if that is free."""
+    """[N] positions in B * S of the text to compute, None for all; found from the mask if that is
+    free.
+    """
     if token_positions is not None:
         return token_positions
     if keys is None or keys.device.type != "cpu":
@@ -124,7 +147,8 @@ def packed_positions(token_positions: Tensor | None, keys: Tensor | None) -> Ten
 class PackingShape(NamedTuple):
     """Sizes and kind of a packing: B, S, L, the width of a head, the rows' dtype and device.
 
-    places: rows and columns of the grid of latents that turn by them, and the tokens of each; None: they do not turn.
+    places: rows and columns of the grid of latents that turn by them, and the tokens of each;
+        None: they do not turn.
     """
 
     batch: int
@@ -136,15 +160,20 @@ class PackingShape(NamedTuple):
     places: tuple[int, int, int] | None = None
 
 
-def pack(positions: Tensor | None, mask: Tensor | None, shape: PackingShape, ragged: str | None = None) -> Packing:
+def pack(
+    positions: Tensor | None, mask: Tensor | None, shape: PackingShape, ragged: str | None = None
+) -> Packing:
     """Pack a batch.
 
     Args:
-        positions: indices into B * S of the text rows, ascending, at least one per sample; None: all of them. [N]
-        mask: bool, text keys that may be attended to; None: all. With positions, it must name just those. [B, S]
+        positions: indices into B * S of the text rows, ascending, at least one per sample; None:
+            all of them. [N]
+        mask: bool, text keys that may be attended to; None: all. With positions, it must name just
+            those. [B, S]
         shape: of the batch.
-        ragged: with positions, how attention leaves padding out: "loop" (over samples of equal length, which reads the
-            lengths on the host), "varlen" (one kernel over ragged rows), None (a rectangle with the mask).
+        ragged: with positions, how attention leaves padding out: "loop" (over samples of equal
+            length, which reads the lengths on the host), "varlen" (one kernel over ragged rows),
+            None (a rectangle with the mask).
     """
     if positions is None:
         dense = _pack_dense(shape)
@@ -153,25 +182,36 @@ def pack(positions: Tensor | None, mask: Tensor | None, shape: PackingShape, rag
     batch, length, latents, device = shape.batch, shape.length, shape.latents, shape.device
     num_text, width = positions.shape[0], length + latents
     row, offset = positions // length, positions % length
-    latent_sample = torch.arange(batch, device=device).repeat_interleave(latents, output_size=batch * latents)
+    latent_sample = torch.arange(batch, device=device).repeat_interleave(
+        latents, output_size=batch * latents
+    )
     sample = torch.cat([row, latent_sample])
-    first_rows = torch.searchsorted(positions, torch.arange(0, batch * length, length, device=device))
+    first_rows = torch.searchsorted(
+        positions, torch.arange(0, batch * length, length, device=device)
+    )
     runs = starts = key_mask = None
     if ragged is None:
         # A rectangle: position b * (S + L) + s for text, then the latent tokens.
         inverse_order = sample * width
         inverse_order[:num_text] += offset
         inverse_order[num_text:] += length + torch.arange(latents, device=device).repeat(batch)
-        # A padded position holds a row of its own sample, masked as a key and dropped as a query: a value that is not
-        # finite must not reach another sample.
+        # A padded position holds a row of its own sample, masked as a key and dropped as a query:
+        # a value that is not finite must not reach another sample.
         order = first_rows.repeat_interleave(width, output_size=batch * width)
         order = order.index_copy(0, inverse_order, torch.arange(len(inverse_order), device=device))
         key_mask = None if mask is None else _key_mask(mask, latents)
     else:
-        counts = torch.zeros(batch, dtype=torch.int64, device=device).index_add_(0, row, torch.ones_like(row)) + latents
+        counts = (
+            torch.zeros(batch, dtype=torch.int64, device=device).index_add_(
+                0, row, torch.ones_like(row)
+            )
+            + latents
+        )
         if ragged == "loop":
             order = (counts * batch).index_select(0, sample).add_(sample).argsort(stable=True)
-            found, numbers = counts.unique(return_counts=True)  # a CPU tensor: no device to wait for
+            found, numbers = counts.unique(
+                return_counts=True
+            )  # a CPU tensor: no device to wait for
             runs = tuple(zip(found.tolist(), numbers.tolist()))
         else:
             order = sample.argsort(stable=True)
@@ -190,13 +230,20 @@ def _pack_dense(shape: PackingShape) -> Packing:
     offset = torch.arange(length, device=device).repeat(batch)
     first_rows = torch.arange(0, num_text, length, device=device)
     sample = inverse_order // width
-    return _build(sample, num_text, inverse_order, inverse_order.argsort(), offset, first_rows, shape)
+    return _build(
+        sample, num_text, inverse_order, inverse_order.argsort(), offset, first_rows, shape
+    )
 
 
 def _build(
-    sample: Tensor, num_text: int, inverse_order: Tensor, order: Tensor, offset: Tensor, first_rows: Tensor,
+    sample: Tensor,
+    num_text: int,
+    inverse_order: Tensor,
+    order: Tensor,
+    offset: Tensor,
+    first_rows: Tensor,
     shape: PackingShape,
-) -> Packing:  # fmt: skip
+) -> Packing:
     """A packing from the order of its rows; offset [N]: position of each text row in its text."""
     batch, length, latents, head_dim, dtype, device, _ = shape
     on_cpu = device.type == "cpu"
@@ -232,7 +279,8 @@ def _one_hot(index: Tensor, size: int, dtype: torch.dtype) -> Tensor:
 
 
 def row_positions(positions: Tensor | None, length: int, packing: Packing) -> Tensor:
-    """[R] number of each row in its sample: of text from 0 upwards, whatever the padding, of latents from -1 downwards.
+    """[R] number of each row in its sample: of text from 0 upwards, whatever the padding, of
+    latents from -1 downwards.
 
     Args:
         positions: as given to `pack`.
@@ -264,10 +312,12 @@ def _rotations(length: int, head_dim: int, dtype: torch.dtype, device: torch.dev
 def _grid_rotations(
     rows: int, columns: int, tokens: int, head_dim: int, dtype: torch.dtype, device: torch.device
 ) -> Tensor:
-    """[rows * columns * tokens, 2, head_dim / 2, 2] of a grid's latents, row by row, each with so many tokens.
+    """[rows * columns * tokens, 2, head_dim / 2, 2] of a grid's latents, row by row, each with so
+    many tokens.
 
-    Axial RoPE (EVA-02, arXiv 2303.11331; JiT, arXiv 2511.13720): the first half of a head's pairs turns by the row, the
-    second by the column, each with the frequencies of a text in a head of half the width.
+    Axial RoPE (EVA-02, arXiv 2303.11331; JiT, arXiv 2511.13720): the first half of a head's pairs
+    turns by the row, the second by the column, each with the frequencies of a text in a head of
+    half the width.
     """
     by_row = rotary_table(rows, head_dim // 2, device)[:, None].expand(-1, columns, -1, -1)
     by_column = rotary_table(columns, head_dim // 2, device)[None].expand(rows, -1, -1, -1)
@@ -289,12 +339,16 @@ def _key_mask(mask: Tensor, latents: int) -> Tensor:
 
 @functools.cache
 def has_varlen(dtype: torch.dtype, head_dim: int, device: torch.device) -> bool:
-    """Whether this GPU's flash attention takes ragged rows of this kind: 16 bits, heads of 8 k elements up to 256."""
+    """Whether this GPU's flash attention takes ragged rows of this kind: 16 bits, heads of 8 k
+    elements up to 256.
+    """
     fits = dtype in (torch.bfloat16, torch.float16) and head_dim % 8 == 0 and head_dim <= 256
     return fits and device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 0)
 
 
-def ragged_kind(positions: Tensor | None, shape: PackingShape, dtype: torch.dtype, is_compiled: bool) -> str | None:
+def ragged_kind(
+    positions: Tensor | None, shape: PackingShape, dtype: torch.dtype, is_compiled: bool
+) -> str | None:
     """How attention leaves padding out: `ragged` of `pack`, for activations of a dtype."""
     if positions is None:
         return None
@@ -309,13 +363,19 @@ def ragged_kind(positions: Tensor | None, shape: PackingShape, dtype: torch.dtyp
 def attention_dtype(dtype: torch.dtype, device: torch.device) -> torch.dtype:
     """The dtype in which attention runs: never a low one on a CPU.
 
-    torch's flash attention is slower in bf16 there than in fp32, and bf16 scores would hold 8 bits only.
+    torch's flash attention is slower in bf16 there than in fp32, and bf16 scores would hold 8 bits
+    only.
     """
-    return torch.float32 if device.type == "cpu" and dtype in (torch.bfloat16, torch.float16) else dtype
+    return (
+        torch.float32
+        if device.type == "cpu" and dtype in (torch.bfloat16, torch.float16)
+        else dtype
+    )
 
 
 def attend(qkv: Tensor, packing: Packing, scale: float | None = None) -> Tensor:
-    """Bidirectional attention inside every sample: [P, 3, heads, head_dim] -> [P, heads * head_dim].
+    """Bidirectional attention inside every sample: [P, 3, heads, head_dim] -> [P, heads *
+    head_dim].
 
     scale: of queries times keys; None: 1 / sqrt(head_dim).
     """
@@ -326,18 +386,23 @@ def attend(qkv: Tensor, packing: Packing, scale: float | None = None) -> Tensor:
         from torch.nn.attention.varlen import varlen_attn
 
         longest = packing.longest
-        mixed = varlen_attn(*qkv.unbind(1), packing.starts, packing.starts, longest, longest, scale=scale)
+        mixed = varlen_attn(
+            *qkv.unbind(1), packing.starts, packing.starts, longest, longest, scale=scale
+        )
         return mixed.flatten(1)
     if packing.runs is not None:
         sizes = [length * number for length, number in packing.runs]
         mixed = [
-            _attend_rectangle(part, number, None, scale) for part, (_, number) in zip(qkv.split(sizes), packing.runs)
+            _attend_rectangle(part, number, None, scale)
+            for part, (_, number) in zip(qkv.split(sizes), packing.runs)
         ]
         return torch.cat(mixed)
     return _attend_rectangle(qkv, packing.batch, packing.key_mask, scale)
 
 
-def _attend_rectangle(qkv: Tensor, batch: int, key_mask: Tensor | None, scale: float | None) -> Tensor:
+def _attend_rectangle(
+    qkv: Tensor, batch: int, key_mask: Tensor | None, scale: float | None
+) -> Tensor:
     """[B * S, 3, heads, head_dim] of samples of equal length -> [B * S, heads * head_dim]."""
     query, key, value = (part.transpose(1, 2) for part in qkv.unflatten(0, (batch, -1)).unbind(2))
     mixed = F.scaled_dot_product_attention(query, key, value, attn_mask=key_mask, scale=scale)

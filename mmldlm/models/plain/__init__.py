@@ -1,1 +1,3 @@
-"""The plain transformer: one stream, causal or bidirectional, given a latent in one of three ways or not at all."""
+"""The plain transformer: one stream, causal or bidirectional, given a latent in one of three ways
+or not at all.
+"""

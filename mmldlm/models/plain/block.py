@@ -1,4 +1,6 @@
-"""One block of the plain transformer: self-attention, cross-attention to a latent where wanted, MLP."""
+"""One block of the plain transformer: self-attention, cross-attention to a latent where wanted,
+MLP.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,9 @@ KeysValues = tuple[Tensor, Tensor]
 
 
 class RMSNorm(nn.Module):
-    """RMS norm over the last dimension with a weight (arXiv 1910.07467), in the dtype of its input."""
+    """RMS norm over the last dimension with a weight (arXiv 1910.07467), in the dtype of its
+    input.
+    """
 
     def __init__(self, width: int):
         super().__init__()
@@ -31,7 +35,8 @@ class RMSNorm(nn.Module):
 
 
 class CrossAttention(nn.Module):
-    """Attention of every row to the M chunk tokens of its sample's latents; adds nothing at the start (gate of 0).
+    """Attention of every row to the M chunk tokens of its sample's latents; adds nothing at the
+    start (gate of 0).
 
     Over one token the softmax is 1: the same vector is then added at every position. Use K > 1.
     """
@@ -60,14 +65,20 @@ class CrossAttention(nn.Module):
 
 
 class PlainBlock(nn.Module):
-    """Pre-norm attention and MLP, with adaLN-Zero (arXiv 2212.09748) or weighted RMS norms; linear layers have no
-    biases."""
+    """Pre-norm attention and MLP, with adaLN-Zero (arXiv 2212.09748) or weighted RMS norms; linear
+    layers have no biases."""
 
     def __init__(self, config: PlainConfig):
         super().__init__()
         width, inner = config.hidden_size, int(config.hidden_size * config.mlp_ratio)
-        self.n_heads, self.causal, head_dim = config.n_heads, config.causal, width // config.n_heads
-        self.modulation = Modulation(config.cond_width, width, 2 * KINDS) if config.is_modulated else None
+        self.n_heads, self.causal, head_dim = (
+            config.n_heads,
+            config.causal,
+            width // config.n_heads,
+        )
+        self.modulation = (
+            Modulation(config.cond_width, width, 2 * KINDS) if config.is_modulated else None
+        )
         self.attention_norm = None if config.is_modulated else RMSNorm(width)
         self.to_qkv = nn.Linear(width, 3 * width, bias=False)
         self.query_norm = RMSNorm(head_dim) if config.qk_rmsnorm else nn.Identity()
@@ -80,9 +91,14 @@ class PlainBlock(nn.Module):
         self.mlp_out = nn.Linear(inner, width, bias=False)
 
     def forward(
-        self, rows: Tensor, condition: Tensor | None, layout: Layout, latent: Tensor | KeysValues | None = None,
-        kept: Tensor | None = None, dropout: RowDropout | None = None,
-    ) -> Tensor:  # fmt: skip
+        self,
+        rows: Tensor,
+        condition: Tensor | None,
+        layout: Layout,
+        latent: Tensor | KeysValues | None = None,
+        kept: Tensor | None = None,
+        dropout: RowDropout | None = None,
+    ) -> Tensor:
         """Run the block.
 
         Args:
@@ -91,54 +107,86 @@ class PlainBlock(nn.Module):
             layout: of the rows.
             latent: tokens [B, M, H] for cross-attention, or this block's keys and values of them.
             kept: rows whose output is used, for the last block. None: all. [Q]
-            dropout: of the outputs of attention, cross-attention and MLP in this layer, for all rows. None: none.
+            dropout: of the outputs of attention, cross-attention and MLP in this layer, for all
+                rows. None: none.
 
         Returns:
             [R, H], or [Q, H].
         """
         table = None if self.modulation is None else self.modulation(condition)
         query, key, value = self._queries_keys_values(rows, table, layout)
-        mixed = attend(rotate(query, layout.rotation), rotate(key, layout.rotation), value, layout, self.causal)
+        mixed = attend(
+            rotate(query, layout.rotation),
+            rotate(key, layout.rotation),
+            value,
+            layout,
+            self.causal,
+        )
         return self._finish(rows, mixed, table, layout, latent, kept, dropout)
 
     def forward_cached(
-        self, rows: Tensor, condition: Tensor | None, layout: Layout, latent: KeysValues | None, past: KeysValues,
+        self,
+        rows: Tensor,
+        condition: Tensor | None,
+        layout: Layout,
+        latent: KeysValues | None,
+        past: KeysValues,
         length: int,
-    ) -> Tensor:  # fmt: skip
-        """Run the block on S new rows of every sample, which see the `length` positions before them.
+    ) -> Tensor:
+        """Run the block on S new rows of every sample, which see the `length` positions before
+        them.
 
         Args:
             rows: [B * S, H]. condition, latent: as in `forward`.
             layout: of the new rows alone.
-            past: buffers [B, heads, capacity, head_dim]; the new keys and values are written at `length`.
+            past: buffers [B, heads, capacity, head_dim]; the new keys and values are written at
+                `length`.
             length: positions in the buffers that are filled.
         """
         table = None if self.modulation is None else self.modulation(condition)
         query, key, value = self._queries_keys_values(rows, table, layout)
         query, key = rotate(query, layout.rotation), rotate(key, layout.rotation)
-        query, key, value = (x.unflatten(0, (layout.batch, -1)).transpose(1, 2) for x in (query, key, value))
+        query, key, value = (
+            x.unflatten(0, (layout.batch, -1)).transpose(1, 2) for x in (query, key, value)
+        )
         end = length + layout.width
         for buffer, new in zip(past, (key, value)):
             buffer[:, :, length:end] = new
         mask = None
         if layout.width > 1:
             mask = torch.ones(layout.width, end, dtype=torch.bool, device=rows.device).tril(length)
-        mixed = F.scaled_dot_product_attention(query, past[0][:, :, :end], past[1][:, :, :end], attn_mask=mask)
-        return self._finish(rows, mixed.transpose(1, 2).flatten(0, 1).flatten(1), table, layout, latent, None)
+        mixed = F.scaled_dot_product_attention(
+            query, past[0][:, :, :end], past[1][:, :, :end], attn_mask=mask
+        )
+        return self._finish(
+            rows, mixed.transpose(1, 2).flatten(0, 1).flatten(1), table, layout, latent, None
+        )
 
-    def _queries_keys_values(self, rows: Tensor, table: Tensor | None, layout: Layout) -> tuple[Tensor, ...]:
+    def _queries_keys_values(
+        self, rows: Tensor, table: Tensor | None, layout: Layout
+    ) -> tuple[Tensor, ...]:
         if table is None:
             hidden = self.attention_norm(rows)
         else:
-            hidden = _modulated_norm(rows, *of_rows(table[:, : 2 * rows.shape[1]], layout.sample, 2))
+            hidden = _modulated_norm(
+                rows, *of_rows(table[:, : 2 * rows.shape[1]], layout.sample, 2)
+            )
         query, key, value = self.to_qkv(hidden).unflatten(-1, (3, self.n_heads, -1)).unbind(1)
         return self.query_norm(query), self.key_norm(key), value
 
     def _finish(
-        self, rows: Tensor, mixed: Tensor, table: Tensor | None, layout: Layout,
-        latent: Tensor | KeysValues | None, kept: Tensor | None, dropout: RowDropout | None = None,
-    ) -> Tensor:  # fmt: skip
-        """All behind self-attention; of the kept rows only, as soon as cross-attention needs no others."""
+        self,
+        rows: Tensor,
+        mixed: Tensor,
+        table: Tensor | None,
+        layout: Layout,
+        latent: Tensor | KeysValues | None,
+        kept: Tensor | None,
+        dropout: RowDropout | None = None,
+    ) -> Tensor:
+        """All behind self-attention; of the kept rows only, as soon as cross-attention needs no
+        others.
+        """
         sample, width = layout.sample, rows.shape[1]
         if kept is not None and self.cross is None:
             dropout = None if dropout is None else dropout.select(kept)
@@ -152,7 +200,9 @@ class PlainBlock(nn.Module):
             dropout = None if dropout is None else dropout.select(kept)
             rows, sample = rows[kept], sample[kept]
         if table is None:
-            return rows + _drop(self.mlp_out(F.gelu(self.mlp_in(self.mlp_norm(rows)))), dropout, MLP)
+            return rows + _drop(
+                self.mlp_out(F.gelu(self.mlp_in(self.mlp_norm(rows)))), dropout, MLP
+            )
         shift, scale, gate = of_rows(table[:, 3 * width :], sample, 3)
         outer = self.mlp_out(F.gelu(self.mlp_in(_modulated_norm(rows, shift, scale))))
         return _add(rows, _drop(outer, dropout, MLP), gate)
@@ -168,7 +218,11 @@ def _drop(branch: Tensor, dropout: RowDropout | None, place: int) -> Tensor:
 
 
 def _add(rows: Tensor, branch: Tensor, gate: Tensor | None) -> Tensor:
-    return rows + branch if gate is None else torch.addcmul(rows, gate.to(rows.dtype), branch.to(rows.dtype))
+    return (
+        rows + branch
+        if gate is None
+        else torch.addcmul(rows, gate.to(rows.dtype), branch.to(rows.dtype))
+    )
 
 
 def of_rows(table: Tensor, sample: Tensor, parts: int) -> tuple[Tensor, ...]:

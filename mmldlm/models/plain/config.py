@@ -14,7 +14,8 @@ DEFAULT_COND_DIM, DEFAULT_TOKENS_PER_LATENT = 256, 4
 
 
 class PlainConfig(Section):
-    """The plain transformer: shape, vocabulary and switches. Also what `config.json` of an exported model holds.
+    """The plain transformer: shape, vocabulary and switches. Also what `config.json` of an
+    exported model holds.
 
     A task narrows a switch that it decides: `causal: Literal[True] = True`.
     """
@@ -30,14 +31,22 @@ class PlainConfig(Section):
     mlp_ratio: float = Field(4.0, gt=0, le=1000)
     """Hidden width of each MLP as a multiple of hidden_size."""
     causal: bool = False
-    """A position sees itself and those before it: it then reads the token before its own, and predicts its own."""
+    """A position sees itself and those before it: it then reads the token before its own, and
+    predicts its own.
+    """
     conditioning: Conditioning = "prefix"
-    """How the latent enters. prefix: its chunk tokens are rows before the text. adaln: pooled, it modulates every
-    block. cross_attention: every block attends to its chunk tokens. none: unconditional."""
+    """How the latent enters. prefix: its chunk tokens are rows before the text. adaln: pooled, it
+    modulates every block. cross_attention: every block attends to its chunk tokens. none:
+    unconditional."""
     reads_time: bool = False
-    """Modulate every block by the timestep (adaLN-Zero). Off: blocks have weighted norms, unless conditioning=adaln."""
+    """Modulate every block by the timestep (adaLN-Zero).
+
+    Off: blocks have weighted norms, unless conditioning=adaln.
+    """
     reads_pooled: bool = False
-    """Under conditioning=prefix or cross_attention: the pooled latent modulates every block as well."""
+    """Under conditioning=prefix or cross_attention: the pooled latent modulates every block as
+    well.
+    """
     cond_dim: int | None = Field(None, ge=8, le=MAX_WIDTH)
     """Width of the conditioning vector of adaLN and of the length head. None: 256."""
     max_seq_len: int = Field(128, ge=2, le=MAX_COUNT)
@@ -53,16 +62,19 @@ class PlainConfig(Section):
     tie_embeddings: bool = False
     """Share the token embedding with the text head."""
     token_embedding_init: Literal["random", "encoder"] = "random"
-    """encoder: start from the input embeddings of the encoder that made the latents, cut to hidden_size by their
-    principal components. A token that only the text's tokenizer has starts from the mean of those that spell it."""
+    """encoder: start from the input embeddings of the encoder that made the latents, cut to
+    hidden_size by their principal components. A token that only the text's tokenizer has starts
+    from the mean of those that spell it."""
     token_embedding_scale: float = Field(1.0, gt=0, le=1e6)
     """The model reads token embeddings times this."""
     output_bias_init: Literal["zeros", "frequency"] = "zeros"
-    """frequency: the biases of the text and length heads start from the log frequencies of the training split."""
+    """frequency: the biases of the text and length heads start from the log frequencies of the
+    training split.
+    """
     dropout: Annotated[float, OnResume.REPORT] = Field(0.0, ge=0, lt=1)
-    """In training, the fraction of the elements of each block's attention outputs and MLP output that is set to 0. The
-    masks are functions of seed, epoch, sample and position: equal on every engine and number of ranks, and after a
-    resume."""
+    """In training, the fraction of the elements of each block's attention outputs and MLP output
+    that is set to 0. The masks are functions of seed, epoch, sample and position: equal on every
+    engine and number of ranks, and after a resume."""
     gradient_checkpointing: Annotated[bool, OnResume.REPORT] = False
     """Keep only the rows between blocks and run each block again in the backward pass."""
     vocab_size: Annotated[int | None, FilledFromData()] = Field(None, ge=3, le=MAX_COUNT)
@@ -81,22 +93,29 @@ class PlainConfig(Section):
         check_heads(self.hidden_size, self.n_heads)
         check_mlp_width(self.hidden_size, self.mlp_ratio)
         if self.causal and self.reads_time:
-            raise ValueError("model.reads_time belongs to diffusion: with model.causal=true nothing has a timestep")
+            raise ValueError(
+                "model.reads_time belongs to diffusion: with model.causal=true nothing has a"
+                " timestep"
+            )
         if self.reads_pooled and self.conditioning not in ("prefix", "cross_attention"):
             raise ValueError(
-                f"model.reads_pooled is read only with model.conditioning=prefix or cross_attention (it is "
-                f"{self.conditioning}): drop it"
+                "model.reads_pooled is read only with model.conditioning=prefix or"
+                f" cross_attention (it is {self.conditioning}): drop it"
             )
         if self.tokens_per_latent is not None and not self.has_latent_tokens:
             raise ValueError(
-                f"model.tokens_per_latent is read only with model.conditioning=prefix or cross_attention (it is "
-                f"{self.conditioning}): drop it"
+                "model.tokens_per_latent is read only with model.conditioning=prefix or"
+                f" cross_attention (it is {self.conditioning}): drop it"
             )
         if self.cond_dim is not None and not (self.is_modulated or self.has_length_head):
-            raise ValueError("model.cond_dim is read by adaLN and the length head, and this model has neither: drop it")
+            raise ValueError(
+                "model.cond_dim is read by adaLN and the length head, and this model has neither:"
+                " drop it"
+            )
         if self.tie_embeddings and self.extra_input_tokens:
             raise ValueError(
-                "model.tie_embeddings does not go with model.extra_input_tokens: the head has no such rows"
+                "model.tie_embeddings does not go with model.extra_input_tokens: the head has no"
+                " such rows"
             )
         return self
 
@@ -128,7 +147,9 @@ class PlainConfig(Section):
     @property
     def chunks(self) -> int:
         """Chunk tokens K of one latent; 0 without."""
-        return (self.tokens_per_latent or DEFAULT_TOKENS_PER_LATENT) if self.has_latent_tokens else 0
+        return (
+            (self.tokens_per_latent or DEFAULT_TOKENS_PER_LATENT) if self.has_latent_tokens else 0
+        )
 
     @property
     def prefix_rows(self) -> int:

@@ -1,7 +1,8 @@
-"""Costs and shapes of the plain transformer by arithmetic alone, without torch; models/mmdit/costs.py says how.
+"""Costs and shapes of the plain transformer by arithmetic alone, without torch;
+models/mmdit/costs.py says how.
 
-Tests hold the counts against the model itself: parameters to the element, FLOPs against torch's counter, activations
-against the storages that autograd keeps.
+Tests hold the counts against the model itself: parameters to the element, FLOPs against torch's
+counter, activations against the storages that autograd keeps.
 """
 
 from __future__ import annotations
@@ -15,17 +16,25 @@ from mmldlm.models.plain.config import PlainConfig
 
 
 def parameter_counts(model: PlainConfig) -> dict[str, int]:
-    """Parameters of each module of PlainTransformer; tied embeddings count once, as the token embedding.
+    """Parameters of each module of PlainTransformer; tied embeddings count once, as the token
+    embedding.
 
     Args:
         model: with latent_dim and vocab_size set.
     """
-    width, cond, vocab, dim = model.hidden_size, model.cond_width, model.vocab_size, model.latent_dim
+    width, cond, vocab, dim = (
+        model.hidden_size,
+        model.cond_width,
+        model.vocab_size,
+        model.latent_dim,
+    )
     chunks, two_layers = model.chunks * width, cond * cond + cond
     counts = {
         "token_embedding": (vocab + model.extra_input_tokens) * width,
         "start_token": width if model.causal else 0,
-        "latent_tokens": dim * chunks + 3 * chunks + model.num_latents * width if model.has_latent_tokens else 0,
+        "latent_tokens": dim * chunks + 3 * chunks + model.num_latents * width
+        if model.has_latent_tokens
+        else 0,
         "latent_pooled": dim * cond + cond + two_layers + cond if model.pools_latent else 0,
         "timestep": FREQUENCIES * cond + cond + two_layers if model.reads_time else 0,
         "blocks": model.n_blocks * block_elements(model),
@@ -47,7 +56,9 @@ def block_elements(model: PlainConfig) -> int:
 
 
 def block_matrix_elements(model: PlainConfig) -> int:
-    """Parameters of one block's linear layers, which Muon updates: without modulation, norms and gates."""
+    """Parameters of one block's linear layers, which Muon updates: without modulation, norms and
+    gates.
+    """
     width, inner = model.hidden_size, int(model.hidden_size * model.mlp_ratio)
     cross = 4 * width * width if model.conditioning == "cross_attention" else 0
     return 4 * width * width + 2 * width * inner + cross
@@ -63,29 +74,48 @@ def largest_unit(model: PlainConfig) -> int:
     counts = parameter_counts(model)
     tied = model.vocab_size * model.hidden_size if model.tie_embeddings else 0
     return max(
-        block_elements(model), counts["token_embedding"], counts["text_head"] + tied, counts.get("latent_tokens", 0)
+        block_elements(model),
+        counts["token_embedding"],
+        counts["text_head"] + tied,
+        counts.get("latent_tokens", 0),
     )
 
 
-def activation_bytes(model: PlainConfig, batch: int, length: int, dtype: str, scored_share: float = 0.5) -> int:
-    """Bytes that autograd keeps for one micro-batch (unfused blocks), attention's weights among them.
+def activation_bytes(
+    model: PlainConfig, batch: int, length: int, dtype: str, scored_share: float = 0.5
+) -> int:
+    """Bytes that autograd keeps for one micro-batch (unfused blocks), attention's weights among
+    them.
 
     Args:
         scored_share: share of the text that the head scores.
     """
     size = 4 if dtype == "fp32" else 2
-    width, inner, heads = model.hidden_size, int(model.hidden_size * model.mlp_ratio), model.n_heads
+    width, inner, heads = (
+        model.hidden_size,
+        int(model.hidden_size * model.mlp_ratio),
+        model.n_heads,
+    )
     rows, memory = length + model.prefix_rows, model.num_latents * model.chunks
-    low, crosses, gated = size == 2, model.conditioning == "cross_attention", 2 * model.is_modulated
-    # In units of H elements a row. A norm: its input (a weighted one copies it to fp32), the normalized rows, the
-    # branch's input; under adaLN scale and shift. A gate: itself and what it multiplies.
+    low, crosses, gated = (
+        size == 2,
+        model.conditioning == "cross_attention",
+        2 * model.is_modulated,
+    )
+    # In units of H elements a row. A norm: its input (a weighted one copies it to fp32), the
+    # normalized rows, the branch's input; under adaLN scale and shift. A gate: itself and what it
+    # multiplies.
     weighted = 4 if low else 3
     norm = 5 if model.is_modulated else weighted
     # Before and after the norms of queries and keys; then what attention copies, in fp32.
     attention = norm + ((6 if low else 5) if model.qk_rmsnorm else 0) + (6 if low else 3)
     out = 1 + gated
     mlp = norm + gated + 2 * inner / width
-    cross = (weighted + ((3 if low else 2) if model.qk_rmsnorm else 0) + (2 if low else 1) + 2) if crosses else 0
+    cross = (
+        (weighted + ((3 if low else 2) if model.qk_rmsnorm else 0) + (2 if low else 1) + 2)
+        if crosses
+        else 0
+    )
     weights = 4 * heads * (rows + (memory if crosses else 0))
     dropped = (2 + crosses) * width if model.dropout else 0  # masks, a byte an element
     block = batch * rows * (size * width * (attention + out + cross + mlp) + weights + dropped)
@@ -94,14 +124,22 @@ def activation_bytes(model: PlainConfig, batch: int, length: int, dtype: str, sc
     if model.gradient_checkpointing:
         blocks = model.n_blocks * batch * rows * width * size + block
     else:  # the last block computes what is behind attention for the scored rows alone
-        blocks = model.n_blocks * block - batch * (rows - kept) * size * width * (mlp + (0 if crosses else out))
+        blocks = model.n_blocks * block - batch * (rows - kept) * size * width * (
+            mlp + (0 if crosses else out)
+        )
     head = batch * kept * size * norm * width
-    inputs = batch * size * (rows * width + model.num_latents * model.latent_dim + 12 * model.cond_width)
+    inputs = (
+        batch
+        * size
+        * (rows * width + model.num_latents * model.latent_dim + 12 * model.cond_width)
+    )
     return int(blocks + head + inputs)
 
 
 def logits_bytes(model: PlainConfig, batch: int, length: int, dtype: str, on_gpu: bool) -> int:
-    """Most bytes of logits that exist at once when half of the text is scored (models/linear_cross_entropy.py)."""
+    """Most bytes of logits that exist at once when half of the text is scored
+    (models/linear_cross_entropy.py).
+    """
     return head_bytes(model.vocab_size, batch * length // 2, dtype, on_gpu)
 
 
@@ -136,20 +174,32 @@ def step_flops(model: PlainConfig, lengths: Sequence[float], scored: float) -> S
         lengths: text tokens of each sample, EOS included.
         scored: text positions that the head scores.
     """
-    width, cond, inner = model.hidden_size, model.cond_width, int(model.hidden_size * model.mlp_ratio)
+    width, cond, inner = (
+        model.hidden_size,
+        model.cond_width,
+        int(model.hidden_size * model.mlp_ratio),
+    )
     batch, latents, prefix = len(lengths), model.num_latents, model.prefix_rows
     rows, memory = sum(lengths) + batch * prefix, latents * model.chunks
     crosses = model.conditioning == "cross_attention"
     embeddings = 2 * latents * model.latent_dim * model.chunks * width
-    embeddings += latents * 2 * (model.latent_dim * cond + cond * cond) if model.pools_latent else 0
+    embeddings += (
+        latents * 2 * (model.latent_dim * cond + cond * cond) if model.pools_latent else 0
+    )
     embeddings += 2 * (FREQUENCIES * cond + cond * cond) if model.reads_time else 0
     a_row = 2 * width * (4 * width + 2 * inner) + (4 * width * width if crosses else 0)
-    unread = 2 * width * (2 * inner + (0 if crosses else width))  # of the last block, behind attention
+    unread = (
+        2 * width * (2 * inner + (0 if crosses else width))
+    )  # of the last block, behind attention
     cross_memory = batch * memory * 4 * width * width if crosses else 0
-    pairs = sum((length + prefix) ** 2 for length in lengths) + (sum(lengths) * memory if crosses else 0)
+    pairs = sum((length + prefix) ** 2 for length in lengths) + (
+        sum(lengths) * memory if crosses else 0
+    )
     return StepFlops(
         embeddings=batch * embeddings,
-        modulation=batch * 2 * cond * width * (6 * model.n_blocks + 2) if model.is_modulated else 0,
+        modulation=batch * 2 * cond * width * (6 * model.n_blocks + 2)
+        if model.is_modulated
+        else 0,
         blocks=model.n_blocks * (rows * a_row + cross_memory) - (rows - scored) * unread,
         attention=model.n_blocks * 4 * pairs * width,
         text_head=2 * scored * width * model.vocab_size,
@@ -158,9 +208,14 @@ def step_flops(model: PlainConfig, lengths: Sequence[float], scored: float) -> S
 
 
 def training_flops(
-    model: PlainConfig, num_samples: int, num_tokens: float, num_scored: float, num_logits: float | None = None
+    model: PlainConfig,
+    num_samples: int,
+    num_tokens: float,
+    num_scored: float,
+    num_logits: float | None = None,
 ) -> float:
-    """Return forward and backward FLOPs of a global batch's real work, from its counts, at the mean length.
+    """Return forward and backward FLOPs of a global batch's real work, from its counts, at the
+    mean length.
 
     num_logits: that the head computes; None: the whole vocabulary at each scored position.
     """
@@ -172,9 +227,18 @@ def training_flops(
 
 
 def expected_shapes(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
-    """Shapes that a PlainTransformer of this config has, for weights that between them use every size in it."""
-    model = PlainConfig(**{key: value for key, value in config.items() if key in PlainConfig.model_fields})
-    width, cond, vocab, dim = model.hidden_size, model.cond_width, model.vocab_size, model.latent_dim
+    """Shapes that a PlainTransformer of this config has, for weights that between them use every
+    size in it.
+    """
+    model = PlainConfig(
+        **{key: value for key, value in config.items() if key in PlainConfig.model_fields}
+    )
+    width, cond, vocab, dim = (
+        model.hidden_size,
+        model.cond_width,
+        model.vocab_size,
+        model.latent_dim,
+    )
     inner = int(width * model.mlp_ratio)
     shapes = {
         "latent_mean": (dim,),

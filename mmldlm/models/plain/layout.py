@@ -1,7 +1,7 @@
 """Padding-free rows of a batch, sample by sample (prefix, then text), and attention over them.
 
-Norms, projections and the MLP run on real rows alone. Attention sees a rectangle [B, W], ragged rows (a GPU kernel), or
-one sample after the other (a CPU with much padding).
+Norms, projections and the MLP run on real rows alone. Attention sees a rectangle [B, W], ragged
+rows (a GPU kernel), or one sample after the other (a CPU with much padding).
 """
 
 from __future__ import annotations
@@ -17,16 +17,20 @@ from mmldlm.models.mmdit.packing import RECTANGLE_FILL, attention_dtype, has_var
 
 
 class Layout(NamedTuple):
-    """B samples of N text rows and P prefix rows each; R = N + B * P rows, W = P + S positions a sample.
+    """B samples of N text rows and P prefix rows each; R = N + B * P rows, W = P + S positions a
+    sample.
 
     Attributes:
         batch: B.
         width: W.
         sample: int64 sample of each row. [R]
         text_rows: int64 row of each text token; None: all rows are text. [N]
-        order: int64 index into (prefix rows, then text rows) of each row; None without a prefix. [R]
-        rotation: rotary cos and sin of each row; a prefix row does not turn. [R, 1, head_dim / 2, 2]
-        slots: int64 position in B * W of each row; None: the rows are the rectangle, or no rectangle is used. [R]
+        order: int64 index into (prefix rows, then text rows) of each row; None without a prefix.
+            [R]
+        rotation: rotary cos and sin of each row; a prefix row does not turn. [R, 1, head_dim / 2,
+            2]
+        slots: int64 position in B * W of each row; None: the rows are the rectangle, or no
+            rectangle is used. [R]
         key_mask: bool keys that may be attended to in the rectangle; None: all. [B, 1, 1, W]
         lengths: rows per sample, where attention runs sample by sample.
         starts: int32 first row of each sample, where attention runs over ragged rows. [B + 1]
@@ -45,13 +49,20 @@ class Layout(NamedTuple):
 
 
 def lay_out(
-    positions: Tensor | None, mask: Tensor | None, shape: tuple[int, int], prefix: int, head_dim: int,
-    dtype: torch.dtype, device: torch.device, may_loop: bool = True,
-) -> Layout:  # fmt: skip
+    positions: Tensor | None,
+    mask: Tensor | None,
+    shape: tuple[int, int],
+    prefix: int,
+    head_dim: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    may_loop: bool = True,
+) -> Layout:
     """Lay out a batch.
 
     Args:
-        positions: int64 indices into B * S of the text rows, ascending, at least one a sample; None: all. [N]
+        positions: int64 indices into B * S of the text rows, ascending, at least one a sample;
+            None: all. [N]
         mask: bool, text keys that may be attended to, where positions is None; None: all. [B, S]
         shape: B and S.
         prefix: P.
@@ -70,19 +81,29 @@ def lay_out(
     slots = positions + prefix * (positions // length + 1)
     if prefix:
         starts = torch.arange(0, batch * width, width, device=device)[:, None]
-        slots = torch.cat([(starts + torch.arange(prefix, device=device)).flatten(), slots]).sort().values
+        slots = (
+            torch.cat([(starts + torch.arange(prefix, device=device)).flatten(), slots])
+            .sort()
+            .values
+        )
     layout = _rows(slots, shape, prefix, head_dim, device)
     filled = len(slots) / (batch * width)
     if device.type == "cpu" and may_loop and filled < RECTANGLE_FILL:
-        return layout._replace(lengths=tuple(torch.bincount(layout.sample, minlength=batch).tolist()))
+        return layout._replace(
+            lengths=tuple(torch.bincount(layout.sample, minlength=batch).tolist())
+        )
     if has_varlen(dtype, head_dim, device):
         edges = torch.arange(0, (batch + 1) * width, width, device=device)
         return layout._replace(starts=torch.searchsorted(slots, edges).int())
-    key_mask = torch.zeros(batch * width, dtype=torch.bool, device=device).index_fill_(0, slots, True)
+    key_mask = torch.zeros(batch * width, dtype=torch.bool, device=device).index_fill_(
+        0, slots, True
+    )
     return layout._replace(slots=slots, key_mask=key_mask.view(batch, 1, 1, width))
 
 
-def _rows(slots: Tensor, shape: tuple[int, int], prefix: int, head_dim: int, device: torch.device) -> Layout:
+def _rows(
+    slots: Tensor, shape: tuple[int, int], prefix: int, head_dim: int, device: torch.device
+) -> Layout:
     """The layout of rows at these positions in B * W, [R]."""
     batch, length = shape
     width = prefix + length
@@ -97,18 +118,27 @@ def _rows(slots: Tensor, shape: tuple[int, int], prefix: int, head_dim: int, dev
 
 
 def row_positions(
-    positions: Tensor | None, shape: tuple[int, int], prefix: int, order: Tensor | None, device: torch.device
+    positions: Tensor | None,
+    shape: tuple[int, int],
+    prefix: int,
+    order: Tensor | None,
+    device: torch.device,
 ) -> Tensor:
-    """[R] number of each row in its sample: text from 0 upwards, whatever the padding, a prefix from -1 downwards.
+    """[R] number of each row in its sample: text from 0 upwards, whatever the padding, a prefix
+    from -1 downwards.
 
     Args:
         positions, shape, prefix: as given to `lay_out`. order: of its layout.
     """
     batch, length = shape
-    text = (torch.arange(batch * length, device=device) if positions is None else positions) % length
+    text = (
+        torch.arange(batch * length, device=device) if positions is None else positions
+    ) % length
     if not prefix:
         return text
-    return torch.cat([-1 - torch.arange(prefix, device=device).repeat(batch), text]).index_select(0, order)
+    return torch.cat([-1 - torch.arange(prefix, device=device).repeat(batch), text]).index_select(
+        0, order
+    )
 
 
 @cache_tensor
@@ -124,7 +154,9 @@ def rotate(x: Tensor, rotation: Tensor) -> Tensor:
     exact = x if x.dtype == torch.float64 else x.float()
     even, odd = exact.unflatten(-1, (-1, 2)).unbind(-1)
     cos, sin = rotation.to(exact.dtype).unbind(-1)
-    return torch.stack([even * cos - odd * sin, even * sin + odd * cos], -1).flatten(-2).to(x.dtype)
+    return (
+        torch.stack([even * cos - odd * sin, even * sin + odd * cos], -1).flatten(-2).to(x.dtype)
+    )
 
 
 def attend(query: Tensor, key: Tensor, value: Tensor, layout: Layout, causal: bool) -> Tensor:
@@ -141,19 +173,30 @@ def _attend(query: Tensor, key: Tensor, value: Tensor, layout: Layout, causal: b
 
         window = (-1, 0) if causal else (-1, -1)
         starts, width = layout.starts, layout.width
-        return varlen_attn(query, key, value, starts, starts, width, width, window_size=window).flatten(1)
+        return varlen_attn(
+            query, key, value, starts, starts, width, width, window_size=window
+        ).flatten(1)
     if layout.lengths is not None:
-        parts = zip(*(x.transpose(0, 1)[None].split(layout.lengths, dim=2) for x in (query, key, value)))
-        mixed = [F.scaled_dot_product_attention(*part, is_causal=causal)[0].transpose(0, 1) for part in parts]
+        parts = zip(
+            *(x.transpose(0, 1)[None].split(layout.lengths, dim=2) for x in (query, key, value))
+        )
+        mixed = [
+            F.scaled_dot_product_attention(*part, is_causal=causal)[0].transpose(0, 1)
+            for part in parts
+        ]
         return torch.cat(mixed).flatten(1)
     query, key, value = (to_rectangle(x, layout) for x in (query, key, value))
     # Padding follows the text, so that a causal position never sees it.
     mask = None if causal else layout.key_mask
-    return from_rectangle(F.scaled_dot_product_attention(query, key, value, attn_mask=mask, is_causal=causal), layout)
+    return from_rectangle(
+        F.scaled_dot_product_attention(query, key, value, attn_mask=mask, is_causal=causal), layout
+    )
 
 
 def cross_attend(query: Tensor, key: Tensor, value: Tensor, layout: Layout) -> Tensor:
-    """Attention of rows [R, heads, head_dim] to M tokens of their sample [B, M, heads, head_dim] -> [R, H]."""
+    """Attention of rows [R, heads, head_dim] to M tokens of their sample [B, M, heads, head_dim]
+    -> [R, H].
+    """
     low, exact = query.dtype, attention_dtype(query.dtype, query.device)
     with without_autocast(query):
         query, key, value = (x.to(exact) for x in (query, key, value))
@@ -161,14 +204,22 @@ def cross_attend(query: Tensor, key: Tensor, value: Tensor, layout: Layout) -> T
             from torch.nn.attention.varlen import varlen_attn
 
             tokens = key.shape[1]
-            ends = torch.arange(0, (layout.batch + 1) * tokens, tokens, dtype=torch.int32, device=query.device)
+            ends = torch.arange(
+                0, (layout.batch + 1) * tokens, tokens, dtype=torch.int32, device=query.device
+            )
             key, value = key.flatten(0, 1), value.flatten(0, 1)
-            return varlen_attn(query, key, value, layout.starts, ends, layout.width, tokens).flatten(1).to(low)
+            return (
+                varlen_attn(query, key, value, layout.starts, ends, layout.width, tokens)
+                .flatten(1)
+                .to(low)
+            )
         key, value = key.transpose(1, 2), value.transpose(1, 2)
         if layout.lengths is not None:
             parts = query.transpose(0, 1)[None].split(layout.lengths, dim=2)
             mixed = [
-                F.scaled_dot_product_attention(part, key[i : i + 1], value[i : i + 1])[0].transpose(0, 1)
+                F.scaled_dot_product_attention(part, key[i : i + 1], value[i : i + 1])[
+                    0
+                ].transpose(0, 1)
                 for i, part in enumerate(parts)
             ]
             return torch.cat(mixed).flatten(1).to(low)

@@ -19,10 +19,12 @@ from mmldlm.models.plain.layout import Layout, lay_out, row_positions
 
 
 class PlainTransformer(LatentTransformer):
-    """One-stream transformer over text (causal or bidirectional), given a latent as `config.conditioning` says.
+    """One-stream transformer over text (causal or bidirectional), given a latent as
+    `config.conditioning` says.
 
-    RoPE on text, QK-RMSNorm, pre-norm blocks with or without adaLN-Zero (DiT, arXiv 2212.09748). A causal model reads
-    at each position the token before it (at the first one a learned start) and scores the position's own token.
+    RoPE on text, QK-RMSNorm, pre-norm blocks with or without adaLN-Zero (DiT, arXiv 2212.09748). A
+    causal model reads at each position the token before it (at the first one a learned start) and
+    scores the position's own token.
 
     Args:
         config: shape and vocabulary; latent_dim, vocab_size and the token ids must be set.
@@ -77,15 +79,22 @@ class PlainTransformer(LatentTransformer):
         if self.config.tie_embeddings:
             self.text_head.weight = self.token_embedding.weight
 
-    # -- latents -----------------------------------------------------------------------------------------------------
+    # -- latents
+    # ---------------------------------------------------------------------------------------------
 
     def encode_latents(
-        self, latents: Tensor | None, is_null: Tensor | None = None, batch: int | None = None, caches: bool = False
+        self,
+        latents: Tensor | None,
+        is_null: Tensor | None = None,
+        batch: int | None = None,
+        caches: bool = False,
     ) -> EncodedLatent | None:
-        """Latents as the blocks read them, for `forward(encoded=...)`; None in an unconditional model.
+        """Latents as the blocks read them, for `forward(encoded=...)`; None in an unconditional
+        model.
 
         Args:
-            latents: in model space. None: the learned null, for `batch` samples. [B, D] or [B, N, D]
+            latents: in model space. None: the learned null, for `batch` samples. [B, D] or [B, N,
+                D]
             is_null: bool, samples whose latents are replaced by the learned null. [B]
             batch: B, without latents.
             caches: compute the keys and values of all cross-attentions, too (sampling).
@@ -96,7 +105,9 @@ class PlainTransformer(LatentTransformer):
         config = self.config
         if config.conditioning == "none":
             if latents is not None:
-                raise ValueError("this model is unconditional (model.conditioning=none): it reads no latents")
+                raise ValueError(
+                    "this model is unconditional (model.conditioning=none): it reads no latents"
+                )
             return EncodedLatent()
         if latents is None:
             device = self.latent_mean.device
@@ -111,7 +122,8 @@ class PlainTransformer(LatentTransformer):
             keys_values = tuple(block.cross.keys_values(tokens) for block in self.blocks)
         return EncodedLatent(tokens, pooled, keys_values)
 
-    # -- forward -----------------------------------------------------------------------------------------------------
+    # -- forward
+    # ---------------------------------------------------------------------------------------------
 
     def forward(
         self,
@@ -134,35 +146,42 @@ class PlainTransformer(LatentTransformer):
         """Token distributions; the contract of MultimodalMMDiT.forward for text alone.
 
         Args:
-            text_tokens: int64, S <= max_seq_len. A causal model takes the clean tokens, too: what stands at a position
-                changes the logits of later ones only. None: length_logits alone. [B, S]
+            text_tokens: int64, S <= max_seq_len. A causal model takes the clean tokens, too: what
+                stands at a position changes the logits of later ones only. None: length_logits
+                alone. [B, S]
             latents: in model space, clean. None: the learned null latent. [B, D] or [B, N, D]
             text_timesteps: in [0, 1]; read if config.reads_time. None: 0. [B]
             latent_timesteps: None (a place that MultimodalMMDiT has).
-            attention_mask: bool, True for real tokens, which padding follows. None: all real. [B, S]
+            attention_mask: bool, True for real tokens, which padding follows. None: all real. [B,
+                S]
             latent_is_null: bool, samples whose latents are replaced by the learned null. [B]
-            token_positions: int64 indices into B * S, ascending, of the real tokens. With text_positions, only these
-                are computed. None: found from the mask on a CPU; on a GPU padding is computed, too. [N]
-            text_positions: int64 indices into B * S of the logits to compute, real tokens. None: all of B * S. [M]
-            text_targets: int64 clean tokens at text_positions (None: at all of B * S, flat); their NLLs are returned
-                instead of logits. [M]
-            text_weights: fp32 weight of each target in text_loss_sum. [M] text_candidates: see Candidates.
-            text_function: function of chunks of the logits (head.py), whose results are returned instead of them: a
-                loss over the vocabulary that never holds [M, V], forward or backward. It must read no random numbers.
+            token_positions: int64 indices into B * S, ascending, of the real tokens. With
+                text_positions, only these are computed. None: found from the mask on a CPU; on a
+                GPU padding is computed, too. [N]
+            text_positions: int64 indices into B * S of the logits to compute, real tokens. None:
+                all of B * S. [M]
+            text_targets: int64 clean tokens at text_positions (None: at all of B * S, flat); their
+                NLLs are returned instead of logits. [M]
+            text_weights: fp32 weight of each target in text_loss_sum. [M] text_candidates: see
+                Candidates.
+            text_function: function of chunks of the logits (head.py), whose results are returned
+                instead of them: a loss over the vocabulary that never holds [M, V], forward or
+                backward. It must read no random numbers.
             encoded: result of `encode_latents` in place of latents.
-            dropout_keys: int64, random, of each sample; needed in training with model.dropout, unused otherwise. [B]
+            dropout_keys: int64, random, of each sample; needed in training with model.dropout,
+                unused otherwise. [B]
 
         Returns:
-            text_logits: fp32 with -inf for [MASK]; absent with targets or a function. [M, V], or [B, S, V] without
-                positions
+            text_logits: fp32 with -inf for [MASK]; absent with targets or a function. [M, V], or
+                [B, S, V] without positions
             text_loss_sum (fp32 scalar), text_nll and text_correct [M]: with targets.
             text_function [M, ...]: with a function.
-            length_logits: of lengths 1..max_seq_len (EOS counted), given the latent; absent in a causal model.
-                [B, max_seq_len]
+            length_logits: of lengths 1..max_seq_len (EOS counted), given the latent; absent in a
+                causal model. [B, max_seq_len]
 
         Raises:
-            ValueError: on shapes that do not fit the config, latents for a model that reads none, dropout without
-                keys, or (on a CPU) a scored position that is padding.
+            ValueError: on shapes that do not fit the config, latents for a model that reads none,
+                dropout without keys, or (on a CPU) a scored position that is padding.
         """
         if latent_timesteps is not None:
             raise ValueError("PlainTransformer reads clean latents: latent_timesteps must be None")
@@ -173,12 +192,16 @@ class PlainTransformer(LatentTransformer):
             encoded = self.encode_latents(latents, latent_is_null, len(text_tokens))
         condition = self.condition(encoded, text_timesteps, len(text_tokens))
         selects = text_positions is not None
-        packed, mask = self._packed_positions(text_tokens, attention_mask, token_positions, selects)
+        packed, mask = self._packed_positions(
+            text_tokens, attention_mask, token_positions, selects
+        )
         rows = self._text_rows(text_tokens, packed)
         prefix = encoded.tokens if self.config.conditioning == "prefix" else None
         layout = self._lay_out(packed, mask, text_tokens, prefix, compute_dtype(rows))
         if prefix is not None:
-            rows = torch.cat([prefix.flatten(0, 1).to(rows.dtype), rows]).index_select(0, layout.order)
+            rows = torch.cat([prefix.flatten(0, 1).to(rows.dtype), rows]).index_select(
+                0, layout.order
+            )
         kept = layout.text_rows
         if selects:
             text_rows = rows_of_positions(text_positions, packed)
@@ -186,7 +209,9 @@ class PlainTransformer(LatentTransformer):
         dropout = self._dropout(dropout_keys, packed, text_tokens, prefix, layout)
         rows = self._run_blocks(rows, condition, layout, encoded, kept, dropout)
         sample = layout.sample if kept is None else layout.sample.index_select(0, kept)
-        out = self.text_head(rows, sample, condition, text_targets, text_weights, text_candidates, text_function)
+        out = self.text_head(
+            rows, sample, condition, text_targets, text_weights, text_candidates, text_function
+        )
         if not selects and "text_logits" in out:
             out["text_logits"] = out["text_logits"].view(*text_tokens.shape, -1)
         if self.length_head is not None:
@@ -194,7 +219,9 @@ class PlainTransformer(LatentTransformer):
         return out
 
     def length_logits(self, latents: Tensor | None, batch: int | None = None) -> Tensor:
-        """[B, max_seq_len] fp32 logits of the lengths 1.. alone, without a pass through the blocks."""
+        """[B, max_seq_len] fp32 logits of the lengths 1.. alone, without a pass through the
+        blocks.
+        """
         count = batch if latents is None else len(latents)
         return self._length_logits(self.encode_latents(latents, None, count), count)
 
@@ -202,13 +229,21 @@ class PlainTransformer(LatentTransformer):
         pooled = self.null_length.expand(batch, -1) if encoded.pooled is None else encoded.pooled
         return self.length_head(pooled).float()
 
-    def condition(self, encoded: EncodedLatent, timesteps: Tensor | None, batch: int) -> Tensor | None:
-        """[B, C] SiLU'd sum of the timestep's embedding and the pooled latent, as far as the blocks read them."""
+    def condition(
+        self, encoded: EncodedLatent, timesteps: Tensor | None, batch: int
+    ) -> Tensor | None:
+        """[B, C] SiLU'd sum of the timestep's embedding and the pooled latent, as far as the
+        blocks read them.
+        """
         if not self.config.is_modulated:
             return None
         parts = []
         if self.timestep is not None:
-            clean = torch.zeros(batch, device=self.latent_mean.device) if timesteps is None else timesteps
+            clean = (
+                torch.zeros(batch, device=self.latent_mean.device)
+                if timesteps is None
+                else timesteps
+            )
             parts.append(self.timestep(clean))
         if self.config.conditioning == "adaln" or self.config.reads_pooled:
             parts.append(encoded.pooled)
@@ -218,7 +253,9 @@ class PlainTransformer(LatentTransformer):
     def _packed_positions(
         tokens: Tensor, mask: Tensor | None, positions: Tensor | None, selects: bool
     ) -> tuple[Tensor | None, Tensor | None]:
-        """Which positions of the text [B, S] are computed ([N], None for all), and which may be attended to."""
+        """Which positions of the text [B, S] are computed ([N], None for all), and which may be
+        attended to.
+        """
         mask = None if mask is None else mask.bool()
         if not selects:
             return None, mask
@@ -229,18 +266,35 @@ class PlainTransformer(LatentTransformer):
         return positions, mask
 
     def _lay_out(
-        self, packed: Tensor | None, mask: Tensor | None, tokens: Tensor, prefix: Tensor | None, dtype: torch.dtype
+        self,
+        packed: Tensor | None,
+        mask: Tensor | None,
+        tokens: Tensor,
+        prefix: Tensor | None,
+        dtype: torch.dtype,
     ) -> Layout:
         head_dim = self.config.hidden_size // self.config.n_heads
-        may_loop = not self._blocks_are_compiled  # a loop over lengths would be compiled again for every batch
-        num_rows, shape = 0 if prefix is None else prefix.shape[1], (tokens.shape[0], tokens.shape[1])
+        may_loop = (
+            not self._blocks_are_compiled
+        )  # a loop over lengths would be compiled again for every batch
+        num_rows, shape = (
+            0 if prefix is None else prefix.shape[1],
+            (tokens.shape[0], tokens.shape[1]),
+        )
         layout = lay_out(packed, mask, shape, num_rows, head_dim, dtype, tokens.device, may_loop)
-        if self._blocks_are_compiled:  # else a batch of head_dim / 2 samples would be taken for the same size
+        if (
+            self._blocks_are_compiled
+        ):  # else a batch of head_dim / 2 samples would be taken for the same size
             torch._dynamo.mark_static(layout.rotation, (1, 2, 3))
         return layout
 
     def _dropout(
-        self, keys: Tensor | None, packed: Tensor | None, tokens: Tensor, prefix: Tensor | None, layout: Layout
+        self,
+        keys: Tensor | None,
+        packed: Tensor | None,
+        tokens: Tensor,
+        prefix: Tensor | None,
+        layout: Layout,
     ) -> RowDropout | None:
         """Dropout of all rows, where this pass has any."""
         rate = self.dropout_rate(keys)
@@ -256,7 +310,9 @@ class PlainTransformer(LatentTransformer):
         """[N, H] embeddings of the text; a causal model reads it one position late."""
         if self.start_token is not None:
             tokens = nn.functional.pad(tokens[:, :-1], (1, 0))
-        rows = self.embed(tokens.flatten() if packed is None else tokens.flatten().index_select(0, packed))
+        rows = self.embed(
+            tokens.flatten() if packed is None else tokens.flatten().index_select(0, packed)
+        )
         if self.start_token is None:
             return rows
         first = torch.arange(0, tokens.numel(), tokens.shape[1], device=tokens.device)
@@ -271,9 +327,14 @@ class PlainTransformer(LatentTransformer):
         return rows if scale == 1 else rows * scale
 
     def _run_blocks(
-        self, rows: Tensor, condition: Tensor | None, layout: Layout, encoded: EncodedLatent, kept: Tensor | None,
+        self,
+        rows: Tensor,
+        condition: Tensor | None,
+        layout: Layout,
+        encoded: EncodedLatent,
+        kept: Tensor | None,
         dropout: RowDropout | None,
-    ) -> Tensor:  # fmt: skip
+    ) -> Tensor:
         """[R, H] -> [Q, H], the kept rows."""
         recompute = self.config.gradient_checkpointing and torch.is_grad_enabled()
         crosses = self.config.conditioning == "cross_attention"
@@ -285,7 +346,9 @@ class PlainTransformer(LatentTransformer):
                 latent = encoded.tokens if encoded.keys_values is None else encoded.keys_values[i]
             own = None if dropout is None else dropout.of_layer(i)
             arguments = (rows, condition, layout, latent, kept if i == last else None, own)
-            if recompute:  # no random numbers to keep: reading their state would make the host wait
+            if (
+                recompute
+            ):  # no random numbers to keep: reading their state would make the host wait
                 rows = checkpoint(block, *arguments, use_reentrant=False, preserve_rng_state=False)
             else:
                 rows = block(*arguments)

@@ -18,7 +18,9 @@ class Column(NamedTuple):
 
 
 def element(tag: str, *children: Content, **attributes: str | float) -> Element:
-    """Return an element with text and elements inside; `class_` names the attribute class, `a_b` the attribute a-b."""
+    """Return an element with text and elements inside; `class_` names the attribute class, `a_b`
+    the attribute a-b.
+    """
     names = {key.rstrip("_").replace("_", "-"): str(value) for key, value in attributes.items()}
     node, last = Element(tag, names), None
     for child in children:
@@ -34,13 +36,20 @@ def element(tag: str, *children: Content, **attributes: str | float) -> Element:
 
 def to_html(nodes: Iterable[Element]) -> str:
     """Return the elements as HTML, one after the other."""
-    return "\n".join(ElementTree.tostring(node, encoding="unicode", method="html") for node in nodes)
+    return "\n".join(
+        ElementTree.tostring(node, encoding="unicode", method="html") for node in nodes
+    )
 
 
 def table(caption: str, columns: Sequence[Column], rows: Iterable[Sequence[Content]]) -> Element:
-    """Return a table whose first column heads the rows; on narrow screens every cell names its column."""
+    """Return a table whose first column heads the rows; on narrow screens every cell names its
+    column.
+    """
     classes = [{"class_": "number"} if column.is_number else {} for column in columns]
-    head = [element("th", column.heading, scope="col", **extra) for column, extra in zip(columns, classes)]
+    head = [
+        element("th", column.heading, scope="col", **extra)
+        for column, extra in zip(columns, classes)
+    ]
     body = []
     for first, *cells in rows:
         texts = [
@@ -48,7 +57,11 @@ def table(caption: str, columns: Sequence[Column], rows: Iterable[Sequence[Conte
             for cell, column, extra in zip(cells, columns[1:], classes[1:])
         ]
         body.append(element("tr", element("th", first, scope="row"), *texts))
-    parts = element("caption", caption), element("thead", element("tr", *head)), element("tbody", *body)
+    parts = (
+        element("caption", caption),
+        element("thead", element("tr", *head)),
+        element("tbody", *body),
+    )
     return element("div", element("table", *parts), class_="wide")
 
 

@@ -1,4 +1,6 @@
-"""One self-contained page: style, script and data inside, and a policy that lets a browser run nothing else."""
+"""One self-contained page: style, script and data inside, and a policy that lets a browser run
+nothing else.
+"""
 
 from __future__ import annotations
 
@@ -31,10 +33,14 @@ def check_page_path(path: str | os.PathLike, option: str, overwrite: bool = True
         UserError: it does not end with .html, exists without `overwrite`, or cannot be written.
     """
     if Path(path).suffix != ".html":
-        raise UserError(f"a file name that ends with .html for {option}", str(path), f"add {option} FILE.html")
+        raise UserError(
+            f"a file name that ends with .html for {option}", str(path), f"add {option} FILE.html"
+        )
     if Path(path).exists() and not overwrite:
         raise UserError(
-            f"a {option} file that does not exist", str(path), "choose another name, or add --overwrite to replace it"
+            f"a {option} file that does not exist",
+            str(path),
+            "choose another name, or add --overwrite to replace it",
         )
     return check_writable_file(path, option)
 
@@ -68,7 +74,9 @@ def render(title: str, body: str, script: str = "", data: Any = None) -> str:
 
 def script_json(value: Any) -> str:
     """Return JSON in which no string can end the <script> element around it."""
-    text = json.dumps(plain_value(value), ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+    text = json.dumps(
+        plain_value(value), ensure_ascii=False, allow_nan=False, separators=(",", ":")
+    )
     return text.replace("&", "\\u0026").replace("<", "\\u003c").replace(">", "\\u003e")
 
 

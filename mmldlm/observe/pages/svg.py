@@ -9,7 +9,10 @@ from typing import NamedTuple
 from mmldlm.observe.pages.elements import Element, element
 
 _WIDTH, _ROW, _TOP, _BOTTOM = 400, 30, 8, 44
-_LABELS, _RIGHT = 176, 20  # of the intervals: the column of labels, and space for the last number of the axis
+_LABELS, _RIGHT = (
+    176,
+    20,
+)  # of the intervals: the column of labels, and space for the last number of the axis
 
 
 class Interval(NamedTuple):
@@ -23,7 +26,10 @@ class Interval(NamedTuple):
 
 
 class Line(NamedTuple):
-    """Points (x, y, half of the interval of y) to be joined by a line; `series` chooses the color."""
+    """Points (x, y, half of the interval of y) to be joined by a line;
+
+    `series` chooses the color.
+    """
 
     label: str
     points: Sequence[tuple[float, float, float]]
@@ -41,7 +47,9 @@ def ticks(low: float, high: float, count: int = 5) -> list[float]:
 
 
 def interval_plot(intervals: Sequence[Interval], unit: str, caption: str) -> Element:
-    """Return a figure of one row per interval over a common axis that starts at 0 if no value is negative."""
+    """Return a figure of one row per interval over a common axis that starts at 0 if no value is
+    negative.
+    """
     low = min(0.0, *(item.low for item in intervals))
     marks = ticks(low, max(item.high for item in intervals))
     width, height = _WIDTH - _LABELS - _RIGHT, _ROW * len(intervals)
@@ -53,20 +61,31 @@ def interval_plot(intervals: Sequence[Interval], unit: str, caption: str) -> Ele
     for mark in marks:
         end = _TOP + height
         parts.append(element("line", x1=x(mark), x2=x(mark), y1=_TOP, y2=end, class_="grid"))
-        parts.append(element("text", f"{mark:g}", x=x(mark), y=end + 16, text_anchor="middle", class_="faint"))
+        parts.append(
+            element(
+                "text", f"{mark:g}", x=x(mark), y=end + 16, text_anchor="middle", class_="faint"
+            )
+        )
     center = _LABELS + width / 2
-    parts.append(element("text", unit, x=center, y=_TOP + height + 36, text_anchor="middle", class_="faint"))
+    parts.append(
+        element("text", unit, x=center, y=_TOP + height + 36, text_anchor="middle", class_="faint")
+    )
     for row, item in enumerate(intervals):
         y = _TOP + _ROW * (row + 0.5)
         parts.append(element("text", item.label, x=0, y=y + 5))
-        title = element("title", f"{item.label}: {item.value:.4g}, 95 % interval {item.low:.4g} to {item.high:.4g}")
+        title = element(
+            "title",
+            f"{item.label}: {item.value:.4g}, 95 % interval {item.low:.4g} to {item.high:.4g}",
+        )
         line = element("line", x1=x(item.low), x2=x(item.high), y1=y, y2=y, class_="error")
         dot = element("circle", cx=x(item.value), cy=y, r=5, class_="dot")
         parts.append(element("g", title, line, dot, class_=f"series-{item.series}"))
     return _figure(parts, _TOP + height + _BOTTOM, caption)
 
 
-def line_plot(lines: Sequence[Line], x_label: str, y_label: str, caption: str, log_x: bool = False) -> Element:
+def line_plot(
+    lines: Sequence[Line], x_label: str, y_label: str, caption: str, log_x: bool = False
+) -> Element:
     """Return a figure of lines with their intervals over common axes, and a legend below.
 
     Args:
@@ -75,7 +94,9 @@ def line_plot(lines: Sequence[Line], x_label: str, y_label: str, caption: str, l
     points = [point for line in lines for point in line.points]
     across = [math.log2(x) if log_x else x for x, _, _ in points]
     x_marks = (
-        list(range(math.floor(min(across)), math.ceil(max(across)) + 1)) if log_x else ticks(min(across), max(across))
+        list(range(math.floor(min(across)), math.ceil(max(across)) + 1))
+        if log_x
+        else ticks(min(across), max(across))
     )
     y_marks = ticks(min(y - half for _, y, half in points), max(y + half for _, y, half in points))
     left, top, width, height = 46, 24, _WIDTH - 46 - _RIGHT, 200
@@ -83,20 +104,30 @@ def line_plot(lines: Sequence[Line], x_label: str, y_label: str, caption: str, l
     def at(x: float, y: float) -> tuple[float, float]:
         x = math.log2(x) if log_x else x
         right = width * (x - x_marks[0]) / max(x_marks[-1] - x_marks[0], 1e-12)
-        return round(left + right, 1), round(top + height * (y_marks[-1] - y) / (y_marks[-1] - y_marks[0]), 1)
+        return round(left + right, 1), round(
+            top + height * (y_marks[-1] - y) / (y_marks[-1] - y_marks[0]), 1
+        )
 
     parts = [element("text", y_label, x=0, y=12, class_="faint")]
     for mark in x_marks:
         x, _ = at(2.0**mark if log_x else mark, y_marks[0])
         parts.append(element("line", x1=x, x2=x, y1=top, y2=top + height, class_="grid"))
         number = f"{2.0**mark if log_x else mark:g}"
-        parts.append(element("text", number, x=x, y=top + height + 16, text_anchor="middle", class_="faint"))
+        parts.append(
+            element("text", number, x=x, y=top + height + 16, text_anchor="middle", class_="faint")
+        )
     for mark in y_marks:
         _, y = at(1.0 if log_x else 0.0, mark)
         parts.append(element("line", x1=left, x2=left + width, y1=y, y2=y, class_="grid"))
-        parts.append(element("text", f"{mark:g}", x=left - 6, y=y + 4, text_anchor="end", class_="faint"))
+        parts.append(
+            element("text", f"{mark:g}", x=left - 6, y=y + 4, text_anchor="end", class_="faint")
+        )
     bottom = top + height + 34
-    parts.append(element("text", x_label, x=left + width / 2, y=bottom, text_anchor="middle", class_="faint"))
+    parts.append(
+        element(
+            "text", x_label, x=left + width / 2, y=bottom, text_anchor="middle", class_="faint"
+        )
+    )
     for row, line in enumerate(lines):
         parts.append(_line(line, at, bottom + 22 + 20 * row))
     return _figure(parts, bottom + 20 * len(lines) + 12, caption)
@@ -109,15 +140,23 @@ def _line(line: Line, at: Callable[[float, float], tuple[float, float]], legend:
     joined = " ".join(f"{x:g},{y:g}" for x, y in places)
     parts = [element("polyline", points=joined, class_="line", **dashes)]
     for (x, y, half), (across, down) in zip(line.points, places):
-        title = element("title", f"{line.label}: {y:.4g} \N{PLUS-MINUS SIGN} {half:.2g} at {x:.4g}")
+        title = element(
+            "title", f"{line.label}: {y:.4g} \N{PLUS-MINUS SIGN} {half:.2g} at {x:.4g}"
+        )
         ends = at(x, y - half)[1], at(x, y + half)[1]
         error = element("line", x1=across, x2=across, y1=ends[0], y2=ends[1], class_="error")
-        parts.append(element("g", title, error, element("circle", cx=across, cy=down, r=3.5, class_="dot")))
-    parts.append(element("line", x1=0, x2=24, y1=legend - 5, y2=legend - 5, class_="line", **dashes))
+        parts.append(
+            element("g", title, error, element("circle", cx=across, cy=down, r=3.5, class_="dot"))
+        )
+    parts.append(
+        element("line", x1=0, x2=24, y1=legend - 5, y2=legend - 5, class_="line", **dashes)
+    )
     parts.append(element("text", line.label, x=32, y=legend))
     return element("g", *parts, class_=f"series-{line.series}")
 
 
 def _figure(parts: Sequence[Element], height: float, caption: str) -> Element:
-    drawing = element("svg", *parts, viewBox=f"0 0 {_WIDTH} {height:g}", role="img", aria_label=caption)
+    drawing = element(
+        "svg", *parts, viewBox=f"0 0 {_WIDTH} {height:g}", role="img", aria_label=caption
+    )
     return element("figure", drawing, element("figcaption", caption), class_="card")

@@ -9,7 +9,8 @@ from mmldlm.observe.pages.page import render, template
 from mmldlm.sampling.text.trace import MAX_TEXTS, TextTrace
 from mmldlm.utils.formatting import count_noun
 
-# How a token is shown: at the start of a word, joined to the token before it, or as a state that is not a token.
+# How a token is shown: at the start of a word, joined to the token before it, or as a state that
+# is not a token.
 WORD, JOINED, STATE = 0, 1, 2
 _WITHOUT_MASKS = "Positions appear as they are written."
 
@@ -31,7 +32,8 @@ def trace_page(
         tokenizer: fast Hugging Face tokenizer.
         vocab_size: of the model; larger ids are states that are not tokens.
         settings: words on how the texts were sampled, for the head of the page.
-        starts_masked: whether the texts started as [MASK]; else positions appear as they are written.
+        starts_masked: whether the texts started as [MASK]; else positions appear as they are
+            written.
     """
     shown = records[:MAX_TEXTS]
     data = {
@@ -41,13 +43,16 @@ def trace_page(
         "masked": starts_masked,
         **trace_data(traces, shown, tokenizer, vocab_size),
     }
-    return render("mmldlm: how the texts were written", template("trace.html"), template("trace.js"), data)
+    return render(
+        "mmldlm: how the texts were written", template("trace.html"), template("trace.js"), data
+    )
 
 
 def trace_data(
     traces: Mapping[int, TextTrace], records: list[dict[str, Any]], tokenizer: Any, vocab_size: int
 ) -> dict[str, Any]:
-    """Return "tokens", a list of [shown text, kind], and "texts", whose passes name tokens by their place in that list.
+    """Return "tokens", a list of [shown text, kind], and "texts", whose passes name tokens by
+    their place in that list.
 
     A pass is a list of [position, token, probability, candidates]; token null is [MASK].
     """
@@ -70,7 +75,8 @@ def trace_data(
 def token_words(ids: list[int], tokenizer: Any, vocab_size: int) -> list[tuple[str, int]]:
     """Return for each id the text to show and whether it continues the word before it.
 
-    Both follow from how the tokenizer decodes the token behind a plain word, so they hold for every kind of tokenizer.
+    Both follow from how the tokenizer decodes the token behind a plain word, so they hold for
+    every kind of tokenizer.
     """
     word, word_id = _plain_word(tokenizer)
     words = []
@@ -80,7 +86,9 @@ def token_words(ids: list[int], tokenizer: Any, vocab_size: int) -> list[tuple[s
             continue
         text = tokenizer.decode([word_id, token])
         rest = text[len(word) :] if text.startswith(word) else " " + tokenizer.decode([token])
-        words.append((rest.strip() or rest or "\N{OPEN BOX}", WORD if rest[:1].isspace() else JOINED))
+        words.append(
+            (rest.strip() or rest or "\N{OPEN BOX}", WORD if rest[:1].isspace() else JOINED)
+        )
     return words
 
 
@@ -124,6 +132,12 @@ def _short(probability: float) -> float:
 
 
 def _note(shown: int, total: int, starts_masked: bool) -> str:
-    number = f"{count_noun(total, 'text')}." if shown == total else f"The first {shown} of {count_noun(total, 'text')}."
-    probability = "Probabilities are the model's own, without guidance and penalties, at temperature 1."
+    number = (
+        f"{count_noun(total, 'text')}."
+        if shown == total
+        else f"The first {shown} of {count_noun(total, 'text')}."
+    )
+    probability = (
+        "Probabilities are the model's own, without guidance and penalties, at temperature 1."
+    )
     return " ".join([number, probability, *([] if starts_masked else [_WITHOUT_MASKS])])

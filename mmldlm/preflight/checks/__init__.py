@@ -2,5 +2,13 @@
 
 # Order of the checks of one level, in reports and in docs/preflight.md.
 MODULES = (
-    "consistency", "dry_run", "hardware", "launchers", "config", "memory", "resume", "network", "ssh_access",
-)  # fmt: skip
+    "consistency",
+    "dry_run",
+    "hardware",
+    "launchers",
+    "config",
+    "memory",
+    "resume",
+    "network",
+    "ssh_access",
+)

@@ -16,7 +16,11 @@ def _rounds(context, selects):
     ranks = context.collectives.get("ranks", {})
     for name, nodes in context.collectives.get("rounds", ()):
         if selects(name):
-            results = {key: found.get(name, found.get("start", {})) for key, found in ranks.items() if key[0] in nodes}
+            results = {
+                key: found.get(name, found.get("start", {}))
+                for key, found in ranks.items()
+                if key[0] in nodes
+            }
             yield nodes, results
 
 
@@ -38,9 +42,11 @@ def _evaluate_round(nodes: list[str], results: dict) -> dict[str, str]:
 
 @check("COLL001", 3, "node", "collectives in pairs")
 def pairs_compute_right(context):
-    """Two rounds of pairs form process groups and get correct values from every collective that training uses.
+    """Two rounds of pairs form process groups and get correct values from every collective that
+    training uses.
 
-    A node that fails in both rounds is reported; a bad pair whose nodes both pass elsewhere reports both.
+    A node that fails in both rounds is reported; a bad pair whose nodes both pass elsewhere
+    reports both.
     """
     bad: dict[str, list[str]] = {}
     good: set[str] = set()
@@ -49,7 +55,8 @@ def pairs_compute_right(context):
         for node in nodes:
             if wrong:
                 bad.setdefault(node, []).append(
-                    f"with {', '.join(n for n in nodes if n != node)}: {next(iter(wrong.values()))}"
+                    f"with {', '.join(n for n in nodes if n != node)}:"
+                    f" {next(iter(wrong.values()))}"
                 )
             else:
                 good.add(node)
@@ -76,10 +83,18 @@ def all_ranks_compute_right(context):
     wrong = _evaluate_round(nodes, results)
     if wrong:
         node, problem = next(iter(wrong.items()))
-        return fail(f"{node}, {problem}", "correct values on all ranks", "see COLL001 for the failing node", node)
+        return fail(
+            f"{node}, {problem}",
+            "correct values on all ranks",
+            "see COLL001 for the failing node",
+            node,
+        )
     rates = [entry["busbw"] for entry in results.values() if "busbw" in entry]
     backend = next(iter(results.values()))["backend"]
-    return ok(f"{len(results)} ranks, {backend}" + (f", bus bandwidth {format_bytes(min(rates))}/s" if rates else ""))
+    return ok(
+        f"{len(results)} ranks, {backend}"
+        + (f", bus bandwidth {format_bytes(min(rates))}/s" if rates else "")
+    )
 
 
 @check("COLL003", 3, "node", "stragglers")
@@ -96,7 +111,10 @@ def no_stragglers(context):
     usual = median(compute.values())
     for node, seconds in compute.items():
         if seconds > SLOW * usual:
-            measured = f"a matrix product takes {seconds * 1e3:.1f} ms, the median node {usual * 1e3:.1f} ms"
+            measured = (
+                f"a matrix product takes {seconds * 1e3:.1f} ms, the median node"
+                f" {usual * 1e3:.1f} ms"
+            )
             fix = "look for other load or throttling, or exclude the node"
             yield warn(measured, "at most twice the median", fix, node)
         else:
@@ -112,7 +130,10 @@ def writers_form_their_group(context):
     wrong = _evaluate_round(*rounds[0])
     if wrong:
         node, problem = next(iter(wrong.items()))
-        fix = "set GLOO_SOCKET_IFNAME to the interface between the nodes (does a host's own name resolve to 127.0.1.1?)"
+        fix = (
+            "set GLOO_SOCKET_IFNAME to the interface between the nodes (does a host's own name"
+            " resolve to 127.0.1.1?)"
+        )
         return fail(f"{node}, {problem}", "a gloo group of all ranks", fix, node)
     return ok(f"{len(rounds[0][1])} ranks, gloo")
 
@@ -126,7 +147,9 @@ def _last_error(output: str) -> str:
 
 @check("DRY001", 4, "cluster", "two training steps")
 def two_steps_run(context):
-    """Two real steps of this config and a save run through the launcher; the report shows step and total time."""
+    """Two real steps of this config and a save run through the launcher; the report shows step and
+    total time.
+    """
     found = context.dry_run.get("train")
     if found is None:
         return skip("not run (see the failures above)")
@@ -139,7 +162,9 @@ def two_steps_run(context):
             "fix the cause in the message, then try again",
         )
     if any(record.get("loss") is None for record in log):
-        return fail("the loss is not finite", "a finite loss", "mmldlm verify-data; lower optimizer.lr")
+        return fail(
+            "the loss is not finite", "a finite loss", "mmldlm verify-data; lower optimizer.lr"
+        )
     rate, step = log[1]["tokens_per_second"], _step_seconds(log)
     hours = step * context.config.training.num_train_steps / 3600
     data_share = log[1].get("data_share")
@@ -163,6 +188,9 @@ def save_and_resume(context):
         return skip("no checkpoint to resume (see DRY001)")
     steps = [record["step"] for record in context.dry_run.get("log", [])]
     if found["code"] != 0 or steps[-1:] != [3]:
-        return fail(f"status {found['code']}: {_last_error(found['output'])}", "a third step after the resume",
-                    "check the checkpoint folder (CKPT001, CKPT002) and the message")  # fmt: skip
+        return fail(
+            f"status {found['code']}: {_last_error(found['output'])}",
+            "a third step after the resume",
+            "check the checkpoint folder (CKPT001, CKPT002) and the message",
+        )
     return ok("saved, loaded, and one more step")

@@ -7,16 +7,32 @@ from mmldlm.preflight.context import majority
 from mmldlm.preflight.memory_model import GIB
 from mmldlm.utils.formatting import format_bytes
 
-SHM_NEEDED, SHM_GPU = GIB // 2, 8 * GIB  # gloo and dataloader workers; NCCL within a node (limit of Primus)
+SHM_NEEDED, SHM_GPU = (
+    GIB // 2,
+    8 * GIB,
+)  # gloo and dataloader workers; NCCL within a node (limit of Primus)
 NOFILE_MIN, NOFILE_PER_RANK = 512, 16  # libraries and shards; sockets to each rank
 NOFILE_GPU = 4096  # with GPUs: NCCL channels and pipes of workers
 MEMLOCK_NEEDED = 32 * GIB  # registered by GPUDirect and InfiniBand (limit of Primus)
 GPU_MEMORY_IN_USE = 2 * GIB
-NETWORK_FILE_SYSTEMS = ("nfs", "lustre", "gpfs", "beegfs", "ceph", "cifs", "smb", "fuse.", "9p", "wekafs")
+NETWORK_FILE_SYSTEMS = (
+    "nfs",
+    "lustre",
+    "gpfs",
+    "beegfs",
+    "ceph",
+    "cifs",
+    "smb",
+    "fuse.",
+    "9p",
+    "wekafs",
+)
 
 
 def _each_gpu(context):
-    """Yield (node, GPU, None) of every GPU that a rank would use, (node, None, reason) for nodes without GPUs."""
+    """Yield (node, GPU, None) of every GPU that a rank would use, (node, None, reason) for nodes
+    without GPUs.
+    """
     for name, found in context.probe_values("gpus").items():
         if found.get("absent"):
             yield name, None, found["absent"]
@@ -56,31 +72,63 @@ def gpus_for_all_slots(context):
     for name, found in context.probe_values("gpus").items():
         count, slots = len(found.get("gpus") or ()), context.slots(name)
         if found.get("broken"):
-            yield fail(found["absent"], "a working driver", "reload the NVIDIA driver, or reboot the node", name)
+            yield fail(
+                found["absent"],
+                "a working driver",
+                "reload the NVIDIA driver, or reboot the node",
+                name,
+            )
         elif not context.has_gpus():
-            yield skip(f"{found.get('absent', 'no GPU')}; no other node has GPUs either: a CPU run with gloo", name)
+            yield skip(
+                f"{found.get('absent', 'no GPU')}; no other node has GPUs either: a CPU run with"
+                " gloo",
+                name,
+            )
         elif count < slots:
-            fix = f"set slots={count} for {name}" if count else f"delete {name} from the hostfile, or repair its driver"
+            fix = (
+                f"set slots={count} for {name}"
+                if count
+                else f"delete {name} from the hostfile, or repair its driver"
+            )
             yield fail(f"{count} GPU(s) for {slots} slots", f"at least {slots}", fix, name)
         else:
             yield ok(f"{count} x {found['gpus'][0].get('name')}", name)
     for name, error in context.probe_errors("gpus").items():
-        yield fail(error, "an answer of NVML within 20 s", "the driver hangs: reboot the node, or exclude it", name)
+        yield fail(
+            error,
+            "an answer of NVML within 20 s",
+            "the driver hangs: reboot the node, or exclude it",
+            name,
+        )
 
 
 @check("GPU002", 1, "node", "GPU health")
 def gpus_are_healthy(context):
-    """No GPU is lost, has uncorrected ECC errors or a pending or failed row remap, or requests a recovery action."""
+    """No GPU is lost, has uncorrected ECC errors or a pending or failed row remap, or requests a
+    recovery action.
+    """
 
     def evaluate(gpu):
         if gpu.get("lost"):
             return gpu["lost"], "an answer", "reboot the node, or exclude it"
         if gpu["recovery"]:
-            return f"requests: {gpu['recovery']}", "no recovery action", f"{gpu['recovery']}, as the driver requests"
+            return (
+                f"requests: {gpu['recovery']}",
+                "no recovery action",
+                f"{gpu['recovery']}, as the driver requests",
+            )
         if gpu["remap_failed"]:
-            return "row remapping failed", "no failed remap", "exclude the node and replace the GPU"
+            return (
+                "row remapping failed",
+                "no failed remap",
+                "exclude the node and replace the GPU",
+            )
         if gpu["remap_pending"]:
-            return "row remapping is pending", "none pending", "reset the GPU (nvidia-smi -r) when it is idle"
+            return (
+                "row remapping is pending",
+                "none pending",
+                "reset the GPU (nvidia-smi -r) when it is idle",
+            )
         if gpu["ecc_uncorrected"]:
             return (
                 f"{gpu['ecc_uncorrected']} uncorrected ECC errors",
@@ -98,7 +146,12 @@ def gpus_are_not_slowed(context):
 
     def evaluate(gpu):
         if gpu.get("slowed"):
-            return ", ".join(gpu["slowed"]), "full clocks", "check the node's cooling and power", warn
+            return (
+                ", ".join(gpu["slowed"]),
+                "full clocks",
+                "check the node's cooling and power",
+                warn,
+            )
         return None
 
     yield from _check_gpus(context, evaluate, "not throttled")
@@ -112,7 +165,8 @@ def gpus_are_free(context):
         if gpu.get("lost"):
             return None
         held = [
-            f"pid {p['pid']} {p['user'] or ''} {p['command'] or '(of another container)'}" for p in gpu["processes"]
+            f"pid {p['pid']} {p['user'] or ''} {p['command'] or '(of another container)'}"
+            for p in gpu["processes"]
         ]
         used = gpu["memory_total"] - gpu["memory_free"]
         if held:
@@ -143,7 +197,9 @@ def gpus_are_alike(context):
         if kind == usual:
             yield ok(kind, name)
         else:
-            yield warn(kind, usual, "expect the speed of the slowest GPU, or exclude the node", name)
+            yield warn(
+                kind, usual, "expect the speed of the slowest GPU, or exclude the node", name
+            )
 
 
 @check("LIM001", 1, "node", "/dev/shm")
@@ -151,11 +207,16 @@ def shared_memory(context):
     """/dev/shm is writable and large enough for gloo, NCCL and workers."""
     needed = SHM_GPU if context.has_gpus() else SHM_NEEDED
     for name, found in context.probe_values("limits").items():
-        fix = "docker run --shm-size=16g (Kubernetes: emptyDir, medium Memory), or mount -o remount,size=50% /dev/shm"
+        fix = (
+            "docker run --shm-size=16g (Kubernetes: emptyDir, medium Memory), or mount -o"
+            " remount,size=50% /dev/shm"
+        )
         if not found["shm_writable"]:
             yield fail(f"/dev/shm: {found.get('shm_error')}", "a writable /dev/shm", fix, name)
         elif found["shm_free"] < needed:
-            measured = f"{format_bytes(found['shm_free'])} free of {format_bytes(found['shm_total'])}"
+            measured = (
+                f"{format_bytes(found['shm_free'])} free of {format_bytes(found['shm_total'])}"
+            )
             yield fail(measured, f"at least {format_bytes(needed)} free", fix, name)
         else:
             yield ok(f"{format_bytes(found['shm_free'])} free", name)
@@ -179,7 +240,8 @@ def locked_memory(context):
 def open_files(context):
     """A rank may open enough files: sockets to all ranks, shards, pipes of workers.
 
-    With GPUs, a limit below 4096 warns: the usual 1024 of a login is enough for few ranks without workers.
+    With GPUs, a limit below 4096 warns: the usual 1024 of a login is enough for few ranks without
+    workers.
     """
     minimum = NOFILE_MIN + NOFILE_PER_RANK * context.world_size
     recommended = max(minimum, NOFILE_GPU) if context.has_gpus() else minimum
@@ -187,7 +249,10 @@ def open_files(context):
         if found["nofile"] != -1 and found["nofile"] < recommended:
             fix = f"ulimit -n {recommended}"
             if not context.local:
-                fix += " for ssh sessions: /etc/security/limits.conf, or LimitNOFILE of the ssh service"
+                fix += (
+                    " for ssh sessions: /etc/security/limits.conf, or LimitNOFILE of the ssh"
+                    " service"
+                )
             result = fail if found["nofile"] < minimum else warn
             yield result(f"nofile {found['nofile']}", f"at least {recommended}", fix, name)
         else:
@@ -196,13 +261,18 @@ def open_files(context):
 
 @check("LIM004", 1, "node", "temporary files")
 def temporary_files(context):
-    """A file can be written to the folder for temporary files (TMPDIR, else /tmp): state files, sockets, builds."""
+    """A file can be written to the folder for temporary files (TMPDIR, else /tmp): state files,
+    sockets, builds.
+    """
     for name, found in context.probe_values("temporary").items():
         if "error" in found:
             measured = f"{found['folder']}: {found['error']}"
             if "free" in found:
                 measured += f" ({format_bytes(found['free'])} free)"
-            fix = f"free some space in {found['folder']} on {name}, or set TMPDIR there to another folder"
+            fix = (
+                f"free some space in {found['folder']} on {name}, or set TMPDIR there to another"
+                " folder"
+            )
             yield fail(measured, f"{format_bytes(found['bytes'])} of writable space", fix, name)
         else:
             yield ok(f"{found['folder']}, {format_bytes(found['free'])} free", name)
@@ -219,10 +289,15 @@ def no_leftover_ranks(context):
     for name, found in context.probe_values("processes").items():
         # Only the user can distinguish a leftover from a running launch.
         for entry in found:
-            measured = f"pid {entry['pid']} of {entry['user']}, {entry['age']} s old: {entry['command']}"
+            measured = (
+                f"pid {entry['pid']} of {entry['user']}, {entry['age']} s old: {entry['command']}"
+            )
             fix = f"if it is a leftover: {_ssh_prefix(context, name)}kill {entry['pid']}"
             if not entry["own"]:
-                fix = f"another user's: check that the node has space for both, or ask {entry['user']} to end it"
+                fix = (
+                    "another user's: check that the node has space for both, or ask"
+                    f" {entry['user']} to end it"
+                )
             yield warn(measured, "no other rank", fix, name)
         if not found:
             yield ok("none", name)
@@ -230,25 +305,39 @@ def no_leftover_ranks(context):
 
 @check("JIT001", 1, "node", "build locks")
 def no_stale_locks(context):
-    """torch's extension cache has no lock of a killed JIT build, on which torch would wait forever."""
+    """torch's extension cache has no lock of a killed JIT build, on which torch would wait
+    forever.
+    """
     for name, found in context.probe_values("locks").items():
         stale = [entry for entry in found if entry["stale"]]
         for entry in stale:
             measured = f"{entry['path']}, {entry['age']} s old, without a running compiler"
-            yield fail(measured, "no lock without its build", f"{_ssh_prefix(context, name)}rm {entry['path']}", name)
+            yield fail(
+                measured,
+                "no lock without its build",
+                f"{_ssh_prefix(context, name)}rm {entry['path']}",
+                name,
+            )
         if not stale:
             yield ok("none", name)
 
 
 @check("JIT002", 1, "node", "build caches")
 def caches_are_local(context):
-    """torch and Triton compile to a local disk; on a shared one, the ranks of all nodes race for the cache."""
+    """torch and Triton compile to a local disk; on a shared one, the ranks of all nodes race for
+    the cache.
+    """
     for name, found in context.probe_values("caches").items():
-        shared = {k: v for k, v in found.items() if v["file_system"].startswith(NETWORK_FILE_SYSTEMS)}
+        shared = {
+            k: v for k, v in found.items() if v["file_system"].startswith(NETWORK_FILE_SYSTEMS)
+        }
         for variable, cache in shared.items():
             measured = f"{cache['folder']} is on {cache['file_system']}"
             yield warn(
-                measured, "a local disk", f"export {variable}=/tmp/$USER/{variable.lower()} (propagated: ENV002)", name
+                measured,
+                "a local disk",
+                f"export {variable}=/tmp/$USER/{variable.lower()} (propagated: ENV002)",
+                name,
             )
         if not shared:
             yield ok("local", name)

@@ -35,7 +35,11 @@ def launcher_is_here(context):
     if program is not None and shutil.which(program) is None:
         return fail(f"no {program} in PATH", f"{program} for --launcher {context.launcher}", fix)
     if context.launcher == "mpi" and importlib.util.find_spec("mpi4py") is None:
-        return fail("no mpi4py", "mpi4py, from which a rank gets its number", "pip install -c constraints.txt mpi4py")
+        return fail(
+            "no mpi4py",
+            "mpi4py, from which a rank gets its number",
+            "pip install -c constraints.txt mpi4py",
+        )
     return ok(program or "torch.distributed.run")
 
 
@@ -47,12 +51,17 @@ def versions_work_together(context):
     try:
         version = metadata.version("deepspeed")
     except metadata.PackageNotFoundError:
-        return fail("deepspeed is not installed", "deepspeed >= 0.19.8", "pip install -c constraints.txt deepspeed")
+        return fail(
+            "deepspeed is not installed",
+            "deepspeed >= 0.19.8",
+            "pip install -c constraints.txt deepspeed",
+        )
     number = tuple(int(part) for part in version.split("+")[0].split(".")[:3])
     if number < (0, 19, 8):
         return fail(
             f"deepspeed {version}",
-            "deepspeed >= 0.19.8 (older ones step on NaN, lose hosts of --include, and call srun wrongly)",
+            "deepspeed >= 0.19.8 (older ones step on NaN, lose hosts of --include, and call srun"
+            " wrongly)",
             "pip install -c constraints.txt deepspeed",
         )
     return ok(f"deepspeed {version}")
@@ -63,12 +72,21 @@ def no_harmful_variables(context):
     """No variable on this machine makes a hang endless or contradicts the launch."""
     found = os.environ
     if found.get("TORCH_NCCL_ENABLE_MONITORING") == "0":
-        yield warn("TORCH_NCCL_ENABLE_MONITORING=0", "the NCCL watchdog on", "unset it: a hang would never end")
+        yield warn(
+            "TORCH_NCCL_ENABLE_MONITORING=0",
+            "the NCCL watchdog on",
+            "unset it: a hang would never end",
+        )
     timeout = found.get("TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC", "0")
     if timeout.isdigit() and int(timeout) > 7200:
         measured = f"TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC={timeout} ({int(timeout) / 86400:.0f} days)"
-        yield warn(measured, "minutes", "unset it: the others would wait that long for a dead rank")
-    if found.get("NCCL_ASYNC_ERROR_HANDLING") == "0" or found.get("TORCH_NCCL_ASYNC_ERROR_HANDLING") == "0":
+        yield warn(
+            measured, "minutes", "unset it: the others would wait that long for a dead rank"
+        )
+    if (
+        found.get("NCCL_ASYNC_ERROR_HANDLING") == "0"
+        or found.get("TORCH_NCCL_ASYNC_ERROR_HANDLING") == "0"
+    ):
         yield warn("async error handling is off", "on", "unset it: a failed collective would hang")
     ranks = [name for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE") if name in found]
     if ranks and "SLURM_JOB_ID" not in found:
@@ -81,7 +99,10 @@ def no_harmful_variables(context):
         yield ok("none")
         return
     names = names_not_passed()
-    yield ok(f"none; {len(run_variables())} pass to the nodes" + (f", not {join_some(names, 8)}" if names else ""))
+    yield ok(
+        f"none; {len(run_variables())} pass to the nodes"
+        + (f", not {join_some(names, 8)}" if names else "")
+    )
 
 
 @check("LNCH003", 2, "node", "launcher reaches the node")
@@ -99,7 +120,9 @@ def launcher_starts_processes(context):
         return
     for name in context.names:
         # pdsh prefixes each line with the node's name, and prints a summary last.
-        lines = [line for line in result["lines"] if line.startswith(f"{name}: ")] or result["lines"]
+        lines = [line for line in result["lines"] if line.startswith(f"{name}: ")] or result[
+            "lines"
+        ]
         last = (lines or ["no message"])[-1].strip()
         if name in context.launched:
             yield ok(f"rank {context.launched[name]['rank']} through {context.launcher}", name)
@@ -121,16 +144,23 @@ _MANUAL_COMMANDS = {
 def variables_are_propagated(context):
     """Variables of this shell that affect a run have the same value for a rank on every node.
 
-    Compares this shell with a process that the launcher started on the node. Without one (LNCH003), with the node's
-    login plus the variables that the launcher is known to export. DeepSpeed propagates names beginning with PYTHON,
-    MLFLOW, MV2, UCX, on GPUs NCCL, and .deepspeed_env; mpirun those named with -x; srun all. --fix adds missing ones to
+    Compares this shell with a process that the launcher started on the node. Without one
+    (LNCH003), with the node's login plus the variables that the launcher is known to export.
+    DeepSpeed propagates names beginning with PYTHON, MLFLOW, MV2, UCX, on GPUs NCCL, and
+    .deepspeed_env; mpirun those named with -x; srun all. --fix adds missing ones to
     ./.deepspeed_env.
     """
     here = compared_variables()
     for name in context.names:
         there = context.environment_on(name)
-        if context.launcher == "torchrun" and not context.local and not context.options.propagates_all:
-            yield skip("torchrun is started on each node by its own shell: set variables there", name)
+        if (
+            context.launcher == "torchrun"
+            and not context.local
+            and not context.options.propagates_all
+        ):
+            yield skip(
+                "torchrun is started on each node by its own shell: set variables there", name
+            )
             continue
         if there is None:
             continue
@@ -139,10 +169,23 @@ def variables_are_propagated(context):
         if not missing:
             yield ok(f"{len(here)} variable(s) propagated{source}", name)
             continue
-        values = (k if is_secret(k) else f"{k} (here {here[k]}, there {there.get(k, 'unset')})" for k in missing)
+        values = (
+            k if is_secret(k) else f"{k} (here {here[k]}, there {there.get(k, 'unset')})"
+            for k in missing
+        )
         fix = {
-            "deepspeed": "--fix writes them to ./.deepspeed_env, which DeepSpeed propagates (or use mmldlm launch)",
-            "mpi": "mpirun " + " ".join(f"-x {key}" for key in missing) + " (or use mmldlm launch)",
+            "deepspeed": (
+                "--fix writes them to ./.deepspeed_env, which DeepSpeed propagates (or use mmldlm"
+                " launch)"
+            ),
+            "mpi": (
+                "mpirun " + " ".join(f"-x {key}" for key in missing) + " (or use mmldlm launch)"
+            ),
         }.get(context.launcher, "set them in the job script")
         result = fail if any(key in REQUIRED for key in missing) else warn
-        yield result(f"not propagated{source}: {join_some(values, 6)}", "the same variables on every node", fix, name)
+        yield result(
+            f"not propagated{source}: {join_some(values, 6)}",
+            "the same variables on every node",
+            fix,
+            name,
+        )

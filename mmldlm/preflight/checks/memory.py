@@ -7,7 +7,10 @@ from mmldlm.preflight import memory_model
 from mmldlm.preflight.check import check, fail, ok, skip, warn
 from mmldlm.utils.formatting import format_bytes
 
-USABLE, COMFORTABLE = 0.95, 0.8  # shares of the available memory: the limit, and the limit without a warning
+USABLE, COMFORTABLE = (
+    0.95,
+    0.8,
+)  # shares of the available memory: the limit, and the limit without a warning
 
 
 def _missing_sizes(context) -> str | None:
@@ -23,10 +26,12 @@ def _missing_sizes(context) -> str | None:
 
 @check("MEM001", 0, "cluster", "memory")
 def memory_fits(context):
-    """Weights, gradients, optimizer and activations of a rank fit into the smallest node, for the ZeRO stage.
+    """Weights, gradients, optimizer and activations of a rank fit into the smallest node, for the
+    ZeRO stage.
 
-    Elements are counted for the meta-device model; activations are the tensors that autograd keeps for one micro-batch
-    of the longest text. If they do not fit, the fix names the first ZeRO stage (or FSDP) that does.
+    Elements are counted for the meta-device model; activations are the tensors that autograd keeps
+    for one micro-batch of the longest text. If they do not fit, the fix names the first ZeRO stage
+    (or FSDP) that does.
     """
     if (reason := _missing_sizes(context)) is not None:
         return skip(reason)
@@ -35,12 +40,18 @@ def memory_fits(context):
         return skip("no node reported its memory")
     location, available, on_gpu = smallest
     plan = context.engine_plan()
-    offloaded = _offloaded(context) if on_gpu else {}  # without a GPU it would stay in the same memory
+    offloaded = (
+        _offloaded(context) if on_gpu else {}
+    )  # without a GPU it would stay in the same memory
     needed = {
-        other: _rank_bytes(context, other, on_gpu, offloaded if other == plan else ()) for other in memory_model.PLANS
+        other: _rank_bytes(context, other, on_gpu, offloaded if other == plan else ())
+        for other in memory_model.PLANS
     }
     name = f"{plan} with offload" if offloaded else plan
-    measured = f"{name} needs {format_bytes(needed[plan])} per rank; {location} has {format_bytes(available)}"
+    measured = (
+        f"{name} needs {format_bytes(needed[plan])} per rank; {location} has"
+        f" {format_bytes(available)}"
+    )
     if needed[plan] <= COMFORTABLE * available:
         return ok(measured)
     table = ", ".join(f"{other} {format_bytes(needed[other])}" for other in memory_model.PLANS[1:])
@@ -60,7 +71,9 @@ def memory_fits(context):
 
 @check("MEM002", 0, "cluster", "memory for offload")
 def hosts_hold_offloaded_tensors(context):
-    """The tensors that the DeepSpeed JSON offloads to CPU memory fit next to the processes of each node's ranks."""
+    """The tensors that the DeepSpeed JSON offloads to CPU memory fit next to the processes of each
+    node's ranks.
+    """
     if (reason := _missing_sizes(context)) is not None:
         return skip(reason)
     offloaded = [kind for kind, device in _offloaded(context).items() if device == "cpu"]
@@ -70,8 +83,13 @@ def hosts_hold_offloaded_tensors(context):
     if smallest is None:
         return skip("no node reported its memory and GPUs")
     location, available, _ = smallest
-    needed = memory_model.host_bytes(context.data_facts, context.world_size, context.config.training.dtype, offloaded)
-    measured = f"{' and '.join(offloaded)}: {format_bytes(needed)} per rank; {location} has {format_bytes(available)}"
+    needed = memory_model.host_bytes(
+        context.data_facts, context.world_size, context.config.training.dtype, offloaded
+    )
+    measured = (
+        f"{' and '.join(offloaded)}: {format_bytes(needed)} per rank; {location} has"
+        f" {format_bytes(available)}"
+    )
     if needed <= USABLE * available:
         return ok(measured)
     expected = f"at most {format_bytes(USABLE * available)}"
@@ -79,13 +97,17 @@ def hosts_hold_offloaded_tensors(context):
 
 
 def _fail_or_warn(context):
-    """Return warn at level 0 with a hostfile: only this machine is known, and the nodes may be larger."""
+    """Return warn at level 0 with a hostfile: only this machine is known, and the nodes may be
+    larger.
+    """
     return fail if context.local or context.level > 0 else warn
 
 
 def _rank_bytes(context, plan: str, on_gpu: bool, offloaded) -> int:
     dtype, bucket = context.config.training.dtype, _bucket(context, plan, on_gpu)
-    return memory_model.bytes_per_rank(plan, context.data_facts, context.world_size, dtype, on_gpu, bucket, offloaded)
+    return memory_model.bytes_per_rank(
+        plan, context.data_facts, context.world_size, dtype, on_gpu, bucket, offloaded
+    )
 
 
 def _offloaded(context) -> dict[str, str]:
@@ -117,24 +139,42 @@ def _smallest_memory(context, of_hosts: bool = False) -> tuple[str, float, bool]
     for node in context.nodes:
         facts = context.facts.get(node.name) or (context.head if context.level == 0 else {})
         location = node.name if context.level or context.local else "a node like this machine"
-        gpus = [gpu for gpu in facts.get("gpus", {}).get("value", {}).get("gpus", ()) if "memory_free" in gpu]
+        gpus = [
+            gpu
+            for gpu in facts.get("gpus", {}).get("value", {}).get("gpus", ())
+            if "memory_free" in gpu
+        ]
         memory = facts.get("memory", {}).get("value")
         if gpus and not of_hosts:
             free = min(gpu["memory_free"] for gpu in gpus[: node.slots])
             found.append((f"a GPU of {location}", free, True))
         elif memory and (gpus or not of_hosts):
-            found.append((f"{location} for each of {node.slots} rank(s)", memory["available"] / node.slots, False))
+            found.append(
+                (
+                    f"{location} for each of {node.slots} rank(s)",
+                    memory["available"] / node.slots,
+                    False,
+                )
+            )
     return min(found, key=lambda entry: entry[1], default=None)
 
 
 @check("DISK001", 0, "cluster", "checkpoints fit")
 def checkpoints_fit(context):
-    """The checkpoints that this run keeps, plus one being written, fit on the disk of logging.save_dir."""
+    """The checkpoints that this run keeps, plus one being written, fit on the disk of
+    logging.save_dir.
+    """
     if (reason := _missing_sizes(context)) is not None:
         return skip(reason)
     checkpoints, num_steps = context.config.checkpoints, context.config.training.num_train_steps
-    each = memory_model.checkpoint_bytes(context.engine_plan(), context.data_facts, context.config.training.dtype)
-    count = checkpoints.keep_last + 1 + (num_steps // checkpoints.keep_every if checkpoints.keep_every else 0)
+    each = memory_model.checkpoint_bytes(
+        context.engine_plan(), context.data_facts, context.config.training.dtype
+    )
+    count = (
+        checkpoints.keep_last
+        + 1
+        + (num_steps // checkpoints.keep_every if checkpoints.keep_every else 0)
+    )
     folders = context.probe_values("checkpoints") or {"": context.head_value("checkpoints") or {}}
     node, folder = min(folders.items(), key=lambda item: item[1].get("free", float("inf")))
     if "free" not in folder:
@@ -144,6 +184,13 @@ def checkpoints_fit(context):
     if folder.get("bytes_per_second"):
         measured += f"; about {each / folder['bytes_per_second']:.1f} s per save from one node"
     if count * each > folder["free"]:
-        fix = "free some space, lower checkpoints.keep_last, or set logging.save_dir to a larger disk"
-        return fail(measured, f"space for all of them in {folder['folder']}{f' on {node}' if node else ''}", fix)
+        fix = (
+            "free some space, lower checkpoints.keep_last, or set logging.save_dir to a larger"
+            " disk"
+        )
+        return fail(
+            measured,
+            f"space for all of them in {folder['folder']}{f' on {node}' if node else ''}",
+            fix,
+        )
     return ok(measured)

@@ -12,11 +12,18 @@ from mmldlm.preflight.check import check, fail, ok, skip, warn
 
 @check("RES001", 0, "head", "resume")
 def resume_plan(context):
-    """training.resume names a complete checkpoint with this run's global batch, seed, data and model.
+    """training.resume names a complete checkpoint with this run's global batch, seed, data and
+    model.
 
-    Another engine, ZeRO stage or number of ranks is supported: the checkpoint is then read in other pieces.
+    Another engine, ZeRO stage or number of ranks is supported: the checkpoint is then read in
+    other pieces.
     """
-    from mmldlm.checkpoints.locate import check_complete, find_latest_valid, list_checkpoints, locate_checkpoint
+    from mmldlm.checkpoints.locate import (
+        check_complete,
+        find_latest_valid,
+        list_checkpoints,
+        locate_checkpoint,
+    )
     from mmldlm.checkpoints.manifest import read_manifest
 
     config = context.config
@@ -25,28 +32,50 @@ def resume_plan(context):
     resume, run_dir = config.training.resume, config.run_dir()
     if resume is None:
         if list_checkpoints(run_dir):
-            fix = "add training.resume=auto, choose another logging.run_name, or move the old run away"
-            return fail(f"{run_dir} already holds checkpoints", "a new folder, or training.resume", fix)
+            fix = (
+                "add training.resume=auto, choose another logging.run_name, or move the old run"
+                " away"
+            )
+            return fail(
+                f"{run_dir} already holds checkpoints", "a new folder, or training.resume", fix
+            )
         return ok("a fresh start")
     damaged: list[str] = []
     try:
-        folder = find_latest_valid(run_dir, damaged.append, False) if resume == "auto" else locate_checkpoint(resume)
+        folder = (
+            find_latest_valid(run_dir, damaged.append, False)
+            if resume == "auto"
+            else locate_checkpoint(resume)
+        )
         if resume != "auto":
             check_complete(folder, checksums=False, with_state=True)
     except UserError as error:
         return fail(error.found, error.expected, error.fix)
     if folder is None:
-        return ok("training.resume=auto finds nothing: a fresh start") if not damaged else fail(
-            "; ".join(damaged), "a complete checkpoint", "restore one, or start with another logging.run_name"
-        )  # fmt: skip
+        return (
+            ok("training.resume=auto finds nothing: a fresh start")
+            if not damaged
+            else fail(
+                "; ".join(damaged),
+                "a complete checkpoint",
+                "restore one, or start with another logging.run_name",
+            )
+        )
     manifest = read_manifest(folder)
     differences = _resume_differences(context, folder, manifest)
     if differences:
-        return fail(f"{folder}: {'; '.join(differences)}", "the values of the checkpoint", _resume_fix(context, folder))
+        return fail(
+            f"{folder}: {'; '.join(differences)}",
+            "the values of the checkpoint",
+            _resume_fix(context, folder),
+        )
     if damaged:
         fix = f"the run will resume from {folder.name}; delete the damaged checkpoints"
         return warn("; ".join(damaged), "complete checkpoints", fix)
-    saved, now = f"{manifest.get('engine')}, {manifest.get('world_size')} rank(s)", f"{context.world_size} rank(s)"
+    saved, now = (
+        f"{manifest.get('engine')}, {manifest.get('world_size')} rank(s)",
+        f"{context.world_size} rank(s)",
+    )
     return ok(f"continues {folder} (saved on {saved}; now {context.engine_plan()}, {now})")
 
 
@@ -62,16 +91,20 @@ def _resume_differences(context, folder: Path, manifest: dict) -> list[str]:
         found.append(f"training.seed {state['seed']}, now {config.training.seed}")
     if state.get("global_batch") not in (None, batch):
         found.append(
-            f"global batch {state['global_batch']} (saved by {manifest.get('world_size')} ranks), now {batch} "
-            f"({context.world_size} ranks)"
+            f"global batch {state['global_batch']} (saved by {manifest.get('world_size')} ranks),"
+            f" now {batch} ({context.world_size} ranks)"
         )
     samples = context.data_facts.get("samples", {}).get("train")
     if samples is not None and state.get("num_samples") not in (None, samples):
         found.append(f"{state['num_samples']} training samples, now {samples}")
-    if state.get("data", context.data_facts.get("fingerprint")) != context.data_facts.get("fingerprint"):
+    if state.get("data", context.data_facts.get("fingerprint")) != context.data_facts.get(
+        "fingerprint"
+    ):
         found.append("another training split")
     # The data probe has the config with the keys that the data sets.
-    resolved = build_config(context.data_facts["config"]) if "config" in context.data_facts else config
+    resolved = (
+        build_config(context.data_facts["config"]) if "config" in context.data_facts else config
+    )
     return found + diff_configs(folder, resolved).errors
 
 

@@ -9,7 +9,8 @@ from mmldlm.preflight.check import ERROR, Result, check, fail, ok, skip, warn
 def hostfile_parses(context):
     """The hostfile exists and DeepSpeed reads every line as intended.
 
-    DeepSpeed treats a missing hostfile as a local run, reads `a slots=8x` as 8, and `node[1-2]` as one name.
+    DeepSpeed treats a missing hostfile as a local run, reads `a slots=8x` as 8, and `node[1-2]` as
+    one name.
     """
     if context.hostfile_error is not None:
         error = context.hostfile_error
@@ -23,7 +24,8 @@ def hostfile_parses(context):
 def slots_are_even(context):
     """All nodes have the same number of ranks.
 
-    With uneven slots DeepSpeed's launcher sets LOCAL_RANK = rank % slots: ranks are permuted, or share a GPU.
+    With uneven slots DeepSpeed's launcher sets LOCAL_RANK = rank % slots: ranks are permuted, or
+    share a GPU.
     """
     counts = {node.slots for node in context.nodes}
     if len(counts) < 2:
@@ -40,15 +42,23 @@ def slots_are_even(context):
 
 @check("HOST003", 0, "head", "one host")
 def single_host_is_this_one(context):
-    """A hostfile with one host names this machine; DeepSpeed would start the ranks here in any case."""
+    """A hostfile with one host names this machine; DeepSpeed would start the ranks here in any
+    case.
+    """
     if len(context.nodes) != 1 or context.local or context.launcher != "deepspeed":
         return ok("not a hostfile with one host" if len(context.nodes) != 1 else "this machine")
     name, own = context.nodes[0].name, context.head_value("network") or {}
     addresses = {entry["address"] for entry in own.get("interfaces", ())}
     if name == own.get("hostname") or set(context.addresses(name)) & addresses:
         return ok(f"{name} is this machine")
-    measured = f"the only host is {name}, which is not this machine; DeepSpeed would train here instead"
-    return warn(measured, "--force_multi", "add --force_multi to the deepspeed command (mmldlm launch does)")
+    measured = (
+        f"the only host is {name}, which is not this machine; DeepSpeed would train here instead"
+    )
+    return warn(
+        measured,
+        "--force_multi",
+        "add --force_multi to the deepspeed command (mmldlm launch does)",
+    )
 
 
 @check("HOST004", 1, "node", "different machines")
@@ -73,14 +83,19 @@ def _port(context) -> str:
 
 
 def _ssh(context, cause_fixes: dict, expected: str):
-    """Yield a FAIL for nodes whose failure has one of these causes (cause -> fix), a PASS for nodes that answer."""
+    """Yield a FAIL for nodes whose failure has one of these causes (cause -> fix), a PASS for
+    nodes that answer.
+    """
     for name in context.names:
         failure = context.failures.get(name)
         if context.local:
             yield skip("this machine: no ssh needed", name)
         elif failure is not None and failure.cause in cause_fixes:
             yield fail(
-                failure.message, expected, cause_fixes[failure.cause].format(name=name, port=_port(context)), name
+                failure.message,
+                expected,
+                cause_fixes[failure.cause].format(name=name, port=_port(context)),
+                name,
             )
         elif failure is None:
             yield ok("", name)
@@ -89,7 +104,10 @@ def _ssh(context, cause_fixes: dict, expected: str):
 @check("SSH001", 1, "node", "name resolves")
 def name_resolves(context):
     """The name in the hostfile has an address on this machine."""
-    fix = "add {name} to /etc/hosts (on every node) or to DNS, or write its address into the hostfile"
+    fix = (
+        "add {name} to /etc/hosts (on every node) or to DNS, or write its address into the"
+        " hostfile"
+    )
     yield from _ssh(context, {"name": fix}, "a name with an address")
 
 
@@ -97,19 +115,32 @@ def name_resolves(context):
 def ssh_port_answers(context):
     """An ssh server answers at the node's port, within five seconds."""
     fixes = {
-        "refused": "start sshd on {name}, or give its port with --ssh-port (and PDSH_SSH_ARGS_APPEND='-p PORT')",
-        "unreachable": "switch {name} on, repair its link or firewall, or delete its line from the hostfile",
+        "refused": (
+            "start sshd on {name}, or give its port with --ssh-port (and PDSH_SSH_ARGS_APPEND='-p"
+            " PORT')"
+        ),
+        "unreachable": (
+            "switch {name} on, repair its link or firewall, or delete its line from the hostfile"
+        ),
         "closed": "check the log of sshd on {name} (journalctl -u ssh): it closed the connection",
     }
-    yield from _ssh(context, fixes, f"an ssh server at port {context.options.ssh_port or 'of ssh_config (22)'}")
+    yield from _ssh(
+        context, fixes, f"an ssh server at port {context.options.ssh_port or 'of ssh_config (22)'}"
+    )
 
 
 @check("SSH003", 1, "node", "host key")
 def host_key_known(context):
     """The node's host key is known, because pdsh cannot answer ssh's prompt."""
     fixes = {
-        "key_unknown": "ssh-keyscan {port}-H {name} >> ~/.ssh/known_hosts (compare the fingerprint with the node's)",
-        "key_changed": "if it was reinstalled: ssh-keygen -R {name}; ssh-keyscan {port}-H {name} >> ~/.ssh/known_hosts",
+        "key_unknown": (
+            "ssh-keyscan {port}-H {name} >> ~/.ssh/known_hosts (compare the fingerprint with the"
+            " node's)"
+        ),
+        "key_changed": (
+            "if it was reinstalled: ssh-keygen -R {name}; ssh-keyscan {port}-H {name} >>"
+            " ~/.ssh/known_hosts"
+        ),
     }
     yield from _ssh(context, fixes, "its key in ~/.ssh/known_hosts")
 
@@ -117,20 +148,31 @@ def host_key_known(context):
 @check("SSH004", 1, "node", "login without password")
 def login_accepted(context):
     """The node accepts this user's key."""
-    yield from _ssh(context, {"denied": "ssh-copy-id {port}{name}"}, "a login with a key, without a prompt")
+    yield from _ssh(
+        context, {"denied": "ssh-copy-id {port}{name}"}, "a login with a key, without a prompt"
+    )
 
 
 @check("SSH005", 1, "node", "answers")
 def node_answers(context):
     """The node starts the agent and answers every request in time."""
     expected = "answers within the time limit"
-    hung = "log in to {name} and look for a hung file system (df), a full process table, or an overload (top)"
-    shell = "`ssh {port}{name} true` must exit immediately with status 0: check ~/.bashrc and the login shell of {name}"
-    mtu = (
-        "large packets to {name} are lost: set one MTU on both hosts and every switch between them "
-        "(`ip link`; `ip link set dev INTERFACE mtu 1500`)"
+    hung = (
+        "log in to {name} and look for a hung file system (df), a full process table, or an"
+        " overload (top)"
     )
-    client = "install openssh-client on this machine, or start one command per node (launchers/multi_node.sh)"
+    shell = (
+        "`ssh {port}{name} true` must exit immediately with status 0: check ~/.bashrc and the"
+        " login shell of {name}"
+    )
+    mtu = (
+        "large packets to {name} are lost: set one MTU on both hosts and every switch between them"
+        " (`ip link`; `ip link set dev INTERFACE mtu 1500`)"
+    )
+    client = (
+        "install openssh-client on this machine, or start one command per node"
+        " (launchers/multi_node.sh)"
+    )
     fixes = {
         "client": client,
         "silent": hung,
@@ -147,7 +189,9 @@ COVERED_BY_OTHER_CHECKS = ("data", "checkpoints", "gpus")
 
 @check("SSH006", 1, "node", "measurements")
 def everything_was_measured(context):
-    """Every probe returned a value in time; a failed probe is an error of this tool, a hung one of the node."""
+    """Every probe returned a value in time; a failed probe is an error of this tool, a hung one of
+    the node.
+    """
     for name, facts in context.facts.items():
         failed = {
             probe: found
@@ -156,17 +200,23 @@ def everything_was_measured(context):
         }
         for probe, found in failed.items():
             if found.get("timeout"):
-                fix = f"log in to {name} and find the cause of the hang (a file system, DNS, /proc)"
+                fix = (
+                    f"log in to {name} and find the cause of the hang (a file system, DNS, /proc)"
+                )
                 yield fail(f"{probe}: {found['error']}", "an answer in time", fix, name)
             else:
-                yield Result(ERROR, node=name, why=f"{probe} could not be measured: {found['error']}")
+                yield Result(
+                    ERROR, node=name, why=f"{probe} could not be measured: {found['error']}"
+                )
         if not failed:
             yield ok(f"{len(facts)} measurements", name)
 
 
 @check("PY001", 1, "node", "python and folder")
 def python_and_folder(context):
-    """The interpreter and the working folder of this command exist on the node; launchers use both paths there."""
+    """The interpreter and the working folder of this command exist on the node; launchers use both
+    paths there.
+    """
     fixes = {
         "python": "install the same virtual environment at the same path on {name}, or share it",
         "cwd": "make the folder (the checkout) on {name} at the same path, or share it",

@@ -2,8 +2,8 @@
 
 python -m mmldlm.preflight.dynamic.collective_test ROUNDS
 
-ROUNDS is a JSON list of {"name", "rank", "world", "address", "port", "seconds", "on_cpu"}. Prints one JSON object per
-round. The backend is NCCL with a GPU, gloo without one or with on_cpu.
+ROUNDS is a JSON list of {"name", "rank", "world", "address", "port", "seconds", "on_cpu"}. Prints
+one JSON object per round. The backend is NCCL with a GPU, gloo without one or with on_cpu.
 """
 
 from __future__ import annotations
@@ -40,7 +40,11 @@ def check_values(torch, rank: int, world: int, device) -> list[str]:
     compare("broadcast", sent, positions * world)
     gathered = [torch.empty_like(own) for _ in range(world)]
     dist.all_gather(gathered, own)
-    compare("all_gather", torch.stack(gathered), torch.stack([positions * (r + 1) for r in range(world)]))
+    compare(
+        "all_gather",
+        torch.stack(gathered),
+        torch.stack([positions * (r + 1) for r in range(world)]),
+    )
     if device.type == "cuda":
         part = torch.empty(1024, dtype=torch.float64, device=device)
         dist.reduce_scatter_tensor(part, own.repeat(world))
@@ -49,7 +53,9 @@ def check_values(torch, rank: int, world: int, device) -> list[str]:
 
 
 def bus_bandwidth(torch, world: int, device, size: int) -> tuple[float, float]:
-    """Return (bus bandwidth of all_reduce as in nccl-tests: size / time x 2 (n - 1) / n, median seconds)."""
+    """Return (bus bandwidth of all_reduce as in nccl-tests: size / time x 2 (n - 1) / n, median
+    seconds).
+    """
     dist = torch.distributed
     values = torch.ones(size // 4, device=device)
     seconds = []
@@ -65,7 +71,9 @@ def bus_bandwidth(torch, world: int, device, size: int) -> tuple[float, float]:
 
 
 def compute_seconds(torch, device) -> float:
-    """Return the median seconds of a matrix product: the compute speed of this rank, without the network."""
+    """Return the median seconds of a matrix product: the compute speed of this rank, without the
+    network.
+    """
     side = 4096 if device.type == "cuda" else 384
     matrix = torch.ones(side, side, device=device)
     seconds = []
@@ -93,9 +101,15 @@ def run_round(torch, entry: dict, device) -> dict:
     )
     try:
         wrong = check_values(torch, entry["rank"], entry["world"], device)
-        found = {"formed": round(time.perf_counter() - started, 3), "wrong": wrong, "backend": backend}
+        found = {
+            "formed": round(time.perf_counter() - started, 3),
+            "wrong": wrong,
+            "backend": backend,
+        }
         if entry["world"] > 1:
-            found["busbw"], found["seconds"] = bus_bandwidth(torch, entry["world"], device, BYTES[backend])
+            found["busbw"], found["seconds"] = bus_bandwidth(
+                torch, entry["world"], device, BYTES[backend]
+            )
         return found
     finally:
         torch.distributed.destroy_process_group()
@@ -103,8 +117,13 @@ def run_round(torch, entry: dict, device) -> dict:
 
 def main() -> int:
     """Run the rounds of sys.argv and print their results; return the exit code."""
-    # A round that times out must raise, so that the next one runs: by default NCCL's watchdog ends the process.
-    os.environ.update(TORCH_NCCL_BLOCKING_WAIT="1", TORCH_NCCL_ASYNC_ERROR_HANDLING="0", TORCH_NCCL_DUMP_ON_TIMEOUT="0")
+    # A round that times out must raise, so that the next one runs: by default NCCL's watchdog ends
+    # the process.
+    os.environ.update(
+        TORCH_NCCL_BLOCKING_WAIT="1",
+        TORCH_NCCL_ASYNC_ERROR_HANDLING="0",
+        TORCH_NCCL_DUMP_ON_TIMEOUT="0",
+    )
     import torch
 
     local_rank = int_from_env("LOCAL_RANK", 0)
@@ -120,7 +139,10 @@ def main() -> int:
             found = {"error": first_line(error)}
         seconds = round(time.perf_counter() - started, 2)
         print("\n" + json.dumps({"round": entry["name"], "took": seconds, **found}), flush=True)
-    print("\n" + json.dumps({"round": "compute", "seconds": compute_seconds(torch, device)}), flush=True)
+    print(
+        "\n" + json.dumps({"round": "compute", "seconds": compute_seconds(torch, device)}),
+        flush=True,
+    )
     return 0
 
 

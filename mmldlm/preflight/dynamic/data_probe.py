@@ -1,4 +1,5 @@
-"""Child process of level 0 that opens the data, because its file system may hang. Without torch; prints a JSON object.
+"""Child process of level 0 that opens the data, because its file system may hang. Without torch;
+prints a JSON object.
 
 python -m mmldlm.preflight.dynamic.data_probe CONFIG.yaml WORLD_SIZE
 """
@@ -15,8 +16,9 @@ def measure(config, world_size: int) -> dict:
     """Return samples and model sizes, or the errors of engine and data.
 
     Returns:
-        {"engine_error"} and {"data_error"} as {"expected", "found", "fix"} if any; else "samples", "fingerprint",
-        "longest" (tokens), "shape", "config" (with what the data decides) and the entries of Task.model_sizes.
+        {"engine_error"} and {"data_error"} as {"expected", "found", "fix"} if any; else "samples",
+        "fingerprint", "longest" (tokens), "shape", "config" (with what the data decides) and the
+        entries of Task.model_sizes.
     """
     from mmldlm.config.task_registry import find_task
     from mmldlm.data.batching.run_data import open_run_data
@@ -32,7 +34,10 @@ def measure(config, world_size: int) -> dict:
     except UserError as error:
         return {**found, "data_error": _to_json(error)}
     config, task = data.config, find_task(config.task)
-    found["samples"] = {"train": len(data.train_lengths), "validation": len(data.validation_lengths)}
+    found["samples"] = {
+        "train": len(data.train_lengths),
+        "validation": len(data.validation_lengths),
+    }
     found["fingerprint"] = data.fingerprint()
     found["longest"] = int(max(data.train_lengths.max(), data.validation_lengths.max()))
     found["shape"] = data.shape()

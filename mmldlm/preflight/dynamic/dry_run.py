@@ -1,4 +1,6 @@
-"""Levels 3 and 4: run collectives on the nodes, and two real training steps through the launcher."""
+"""Levels 3 and 4: run collectives on the nodes, and two real training steps through the
+launcher.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,13 @@ import time
 import uuid
 from pathlib import Path
 
-from mmldlm.cluster.launcher_commands import TRAIN, deepspeed_command, mpi_command, srun_command, torchrun_command
+from mmldlm.cluster.launcher_commands import (
+    TRAIN,
+    deepspeed_command,
+    mpi_command,
+    srun_command,
+    torchrun_command,
+)
 from mmldlm.preflight.checks.dry_run import CHECKPOINTS
 from mmldlm.preflight.collect import data_address
 from mmldlm.preflight.context import Context, train_arguments
@@ -29,7 +37,9 @@ Group = tuple[str, list[str]]  # name of a round, its nodes
 
 
 def group_seconds(world_size: int) -> int:
-    """Return the time limit of a process group in level 3; NCCL's start takes longer with many ranks."""
+    """Return the time limit of a process group in level 3; NCCL's start takes longer with many
+    ranks.
+    """
     return 25 + world_size // 16
 
 
@@ -39,17 +49,23 @@ def collective_seconds(world_size: int) -> int:
 
 
 def dry_seconds(context: Context) -> int:
-    """Return the time limit of one launch in level 4: imports, two steps, compilation if enabled, a checkpoint."""
+    """Return the time limit of one launch in level 4: imports, two steps, compilation if enabled,
+    a checkpoint.
+    """
     config, sizes = context.config, context.data_facts
     seconds = 140 + 4 * (group_seconds(context.world_size) - 25)
     seconds += COMPILE_SECONDS if config.training.compile_model else 0
     if "trainable" in sizes:
-        seconds += checkpoint_bytes(context.engine_plan(), sizes, config.training.dtype) / SLOW_DISK
+        seconds += (
+            checkpoint_bytes(context.engine_plan(), sizes, config.training.dtype) / SLOW_DISK
+        )
     return int(seconds)
 
 
 def pair_rounds(names: list[str]) -> list[list[list[str]]]:
-    """Return two rounds of pairs (a group of three if the count is odd): a bad node fails in both rounds (DLRover)."""
+    """Return two rounds of pairs (a group of three if the count is odd): a bad node fails in both
+    rounds (DLRover).
+    """
     if len(names) < 3:
         return [[names]]
     rotated = names[1:] + names[:1]
@@ -64,7 +80,9 @@ def _pairs(names: list[str]) -> list[list[str]]:
 
 
 def run_collectives(context: Context, pool: AgentPool) -> None:
-    """Level 3: fill context.collectives: "rounds" [(name, nodes)], "ranks" {(node, local rank): {round: result}}."""
+    """Level 3: fill context.collectives: "rounds" [(name, nodes)], "ranks" {(node, local rank):
+    {round: result}}.
+    """
     names = [name for name in context.names if name in context.facts and name not in pool.failures]
     if not names:
         return
@@ -93,7 +111,9 @@ def run_collectives(context: Context, pool: AgentPool) -> None:
 
 
 def _collective_groups(context: Context, names: list[str]) -> list[Group]:
-    """Return the groups of all rounds: two rounds of pairs, all nodes, and the group of FSDP's checkpoint writers."""
+    """Return the groups of all rounds: two rounds of pairs, all nodes, and the group of FSDP's
+    checkpoint writers.
+    """
     groups = [(f"{number}.{index}", members) for number, found in enumerate(pair_rounds(names), 1)
               for index, members in enumerate(found, 1)]  # fmt: skip
     if len(names) > 2:
@@ -103,9 +123,15 @@ def _collective_groups(context: Context, names: list[str]) -> list[Group]:
     return groups
 
 
-def _rounds_per_rank(context: Context, pool: AgentPool, names: list[str], groups: list[Group]) -> dict:
-    """Return (node, local rank) -> list of rounds for collective_test.py, each with its rank, address and port."""
-    rounds: dict[tuple[str, int], list] = {(n, r): [] for n in names for r in range(context.slots(n))}
+def _rounds_per_rank(
+    context: Context, pool: AgentPool, names: list[str], groups: list[Group]
+) -> dict:
+    """Return (node, local rank) -> list of rounds for collective_test.py, each with its rank,
+    address and port.
+    """
+    rounds: dict[tuple[str, int], list] = {
+        (n, r): [] for n in names for r in range(context.slots(n))
+    }
     for name, members in groups:
         opened = pool.agents[members[0]].request("listen", {"ports": [0]})
         pool.agents[members[0]].request("close")
@@ -121,7 +147,9 @@ def _rounds_per_rank(context: Context, pool: AgentPool, names: list[str], groups
 
 
 def _parse_rounds(output: dict) -> dict[str, dict]:
-    """Return round -> result from the output of one rank; an error as the round "start" if there is none."""
+    """Return round -> result from the output of one rank; an error as the round "start" if there
+    is none.
+    """
     lines = [json.loads(line) for line in output["output"].splitlines() if line.startswith("{")]
     found = {line["round"]: line for line in lines}
     if not found:
@@ -131,7 +159,9 @@ def _parse_rounds(output: dict) -> dict[str, dict]:
 
 
 def dry_run_arguments(context: Context, name: str, more: list[str]) -> list[str]:
-    """Return the arguments of train.py for the dry run: those of the run, with another run name."""
+    """Return the arguments of train.py for the dry run: those of the run, with another run
+    name.
+    """
     own = [
         f"logging.run_name={name}",
         "logging.wandb.mode=disabled",
@@ -142,17 +172,27 @@ def dry_run_arguments(context: Context, name: str, more: list[str]) -> list[str]
 
 
 def run_training(context: Context, pool: AgentPool) -> None:
-    """Level 4: fill context.dry_run with two steps, a save, and a third step after a resume; delete their files."""
+    """Level 4: fill context.dry_run with two steps, a save, and a third step after a resume;
+    delete their files.
+    """
     name = f".preflight_{uuid.uuid4().hex[:8]}"
     folder = Path(context.config.logging.save_dir) / name
     found: dict = {}
     context.dry_run = found
     try:
-        first = [f"training.num_train_steps={DRY_STEPS}", f"logging.save_freq={DRY_STEPS}", "training.resume=null"]
+        first = [
+            f"training.num_train_steps={DRY_STEPS}",
+            f"logging.save_freq={DRY_STEPS}",
+            "training.resume=null",
+        ]
         found["train"] = _launch(context, pool, dry_run_arguments(context, name, first))
         found["log"] = _read_log(folder)
         if found["train"]["code"] == 0:
-            more = [f"training.num_train_steps={DRY_STEPS + 1}", "logging.save_freq=1000000", "training.resume=auto"]
+            more = [
+                f"training.num_train_steps={DRY_STEPS + 1}",
+                "logging.save_freq=1000000",
+                "training.resume=auto",
+            ]
             found["resume"] = _launch(context, pool, dry_run_arguments(context, name, more))
             found["log"] = _read_log(folder)
     finally:
@@ -173,16 +213,24 @@ def _launch(context: Context, pool: AgentPool, train_args: list[str]) -> dict:
 
 
 def _run_torchrun(context: Context, pool: AgentPool, script: list[str], limit: int) -> dict:
-    """Run torchrun on every node; return the result of the first node that failed, else of the first node."""
+    """Run torchrun on every node; return the result of the first node that failed, else of the
+    first node.
+    """
     address, port = context.master_address(), context.options.master_port
 
     def run_args(node: str) -> dict:
         command = torchrun_command(context.nodes, context.names.index(node), address, port, script)
-        return {"commands": [{"command": command, "environment": {"OMP_NUM_THREADS": "1"}}], "seconds": limit}
+        return {
+            "commands": [{"command": command, "environment": {"OMP_NUM_THREADS": "1"}}],
+            "seconds": limit,
+        }
 
     answers = pool.call("run", run_args, timeout=limit + 10)
     outputs = [answer[0] for answer in answers.values()]
-    return next((o for o in outputs if o["code"] != 0), outputs[0] if outputs else {"code": None, "output": ""})
+    return next(
+        (o for o in outputs if o["code"] != 0),
+        outputs[0] if outputs else {"code": None, "output": ""},
+    )
 
 
 def _run_launcher(context: Context, pool: AgentPool, script: list[str], limit: int) -> dict:
@@ -202,12 +250,24 @@ def _run_launcher(context: Context, pool: AgentPool, script: list[str], limit: i
             command = srun_command(context.nodes, address, options.master_port, script)
         else:
             command = deepspeed_command(
-                context.nodes, context.local, hostfile.name, address, options.master_port, options.ssh_port, script
+                context.nodes,
+                context.local,
+                hostfile.name,
+                address,
+                options.master_port,
+                options.ssh_port,
+                script,
             )
         process = subprocess.Popen(
-            command, env=environment, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-            text=True, errors="replace", start_new_session=True,
-        )  # fmt: skip
+            command,
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            errors="replace",
+            start_new_session=True,
+        )
         try:
             output, _ = process.communicate(timeout=limit)
             code = process.returncode

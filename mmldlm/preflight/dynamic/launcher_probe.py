@@ -1,4 +1,6 @@
-"""Start one process per node with the real launcher and collect the environment that it receives."""
+"""Start one process per node with the real launcher and collect the environment that it
+receives.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,10 @@ def skip_reason(context: Context) -> str | None:
     if context.local:
         return "one machine: no variables are propagated"
     if context.options.propagates_all:
-        return "mmldlm launch passes the variables itself, and its watcher reports nodes that do not start"
+        return (
+            "mmldlm launch passes the variables itself, and its watcher reports nodes that do not"
+            " start"
+        )
     if context.launcher == "torchrun":
         return "torchrun is started on each node by its own shell: set variables there"
     if context.failures or len(context.facts) < len(context.nodes):
@@ -48,9 +53,14 @@ class LauncherProbe:
         nodes = [replace(node, slots=1) for node in context.nodes]
         try:
             self.process = subprocess.Popen(
-                self._command(nodes), stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-                text=True, errors="replace", start_new_session=True,
-            )  # fmt: skip
+                self._command(nodes),
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+                errors="replace",
+                start_new_session=True,
+            )
         except OSError as error:  # no such launcher on this machine: LNCH001
             self._folder.cleanup()
             raise LauncherMissing(str(error)) from error
@@ -66,13 +76,17 @@ class LauncherProbe:
             return srun_command(nodes, address, options.master_port, script)
         hostfile = Path(self._folder.name) / "hostfile"
         hostfile.write_text("".join(f"{node.name} slots=1\n" for node in nodes), encoding="utf-8")
-        return deepspeed_command(nodes, False, str(hostfile), address, options.master_port, options.ssh_port, script)
+        return deepspeed_command(
+            nodes, False, str(hostfile), address, options.master_port, options.ssh_port, script
+        )
 
     def _read(self) -> None:
         self.output = self.process.stdout.read()
 
     def finish(self) -> None:
-        """Wait for the end, at most SECONDS, and fill context.launched and context.launcher_result."""
+        """Wait for the end, at most SECONDS, and fill context.launched and
+        context.launcher_result.
+        """
         with contextlib.suppress(subprocess.TimeoutExpired):
             self.process.wait(SECONDS)
         timed_out = self.process.poll() is None
@@ -82,12 +96,17 @@ class LauncherProbe:
         self._reader.join(5)
         self._folder.cleanup()
         lines = self._parse_output()
-        self.context.launcher_result = {"code": None if timed_out else self.process.returncode, "lines": lines[-20:]}
+        self.context.launcher_result = {
+            "code": None if timed_out else self.process.returncode,
+            "lines": lines[-20:],
+        }
 
     def _parse_output(self) -> list[str]:
         """Fill context.launched from the output; return its other lines."""
         context, other = self.context, []
-        names = {found["hostname"]: name for name, found in context.probe_values("identity").items()}
+        names = {
+            found["hostname"]: name for name, found in context.probe_values("identity").items()
+        }
         for line in self.output.splitlines():
             if print_environment.MARK not in line:
                 other.append(line)
@@ -95,8 +114,13 @@ class LauncherProbe:
             with contextlib.suppress(ValueError):  # truncated by the timeout
                 found = json.loads(line.split(print_environment.MARK, 1)[1])
                 if found["hostname"] in names:
-                    variables = {k: v for k, v in found["environment"].items() if k.startswith(PREFIXES)}
-                    context.launched[names[found["hostname"]]] = {"rank": found["rank"], "variables": variables}
+                    variables = {
+                        k: v for k, v in found["environment"].items() if k.startswith(PREFIXES)
+                    }
+                    context.launched[names[found["hostname"]]] = {
+                        "rank": found["rank"],
+                        "variables": variables,
+                    }
         return [line for line in other if line.strip()]
 
 
@@ -105,7 +129,9 @@ class LauncherMissing(Exception):
 
 
 def start_probe(context: Context) -> LauncherProbe | None:
-    """Start the probe if one of its checks is selected; otherwise context.launcher_result has the reason."""
+    """Start the probe if one of its checks is selected; otherwise context.launcher_result has the
+    reason.
+    """
     if not CHECKS & context.check_ids:
         return None
     reason = skip_reason(context)

@@ -1,4 +1,5 @@
-"""Print the environment received from the launcher, after MARK; started by its path instead of train.py.
+"""Print the environment received from the launcher, after MARK; started by its path instead of
+train.py.
 
 Imports nothing of mmldlm: only the launcher is tested, not the files on the node (PY002, VER002).
 """
@@ -16,4 +17,6 @@ if __name__ == "__main__":
     names = ("RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK", "SLURM_PROCID")
     rank = next((os.environ[name] for name in names if name in os.environ), None)
     found = {"hostname": socket.gethostname(), "rank": rank, "environment": dict(os.environ)}
-    sys.stdout.write(f"{MARK}{json.dumps(found)}\n")  # one write, so that lines of other ranks do not interleave
+    sys.stdout.write(
+        f"{MARK}{json.dumps(found)}\n"
+    )  # one write, so that lines of other ranks do not interleave

@@ -1,7 +1,8 @@
-"""Probes: measurements on a node. A probe returns JSON values without an evaluation, and undoes its changes.
+"""Probes: measurements on a node. A probe returns JSON values without an evaluation, and undoes
+its changes.
 
-PROBES: name -> (function of the request's arguments, time limit in seconds). Standard library only, so that an agent
-starts in a tenth of a second.
+PROBES: name -> (function of the request's arguments, time limit in seconds). Standard library
+only, so that an agent starts in a tenth of a second.
 """
 
 from mmldlm.preflight.probes import gpu, network, processes, storage, system

@@ -1,4 +1,6 @@
-"""GPUs through NVML's C library, without torch and without nvidia-smi, which hangs together with the driver."""
+"""GPUs through NVML's C library, without torch and without nvidia-smi, which hangs together with
+the driver.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,12 @@ _MAX_PROCESSES = 64
 _VOLATILE, _UNCORRECTED = 0, 1
 _NOT_SUPPORTED = 3
 # nvmlClocksEventReasons of throttling by heat or power supply, without idling and the power cap.
-THROTTLE_REASONS = {0x8: "hardware slowdown", 0x20: "software thermal", 0x40: "hardware thermal", 0x80: "power brake"}
+THROTTLE_REASONS = {
+    0x8: "hardware slowdown",
+    0x20: "software thermal",
+    0x40: "hardware thermal",
+    0x80: "power brake",
+}
 RECOVERY = {
     0: None,
     1: "reset the GPU",
@@ -23,11 +30,17 @@ RECOVERY = {
     6: "reset the bus",
     7: "reboot the system",
 }
-_FIELD_RECOVERY_ACTION = 230  # nvml.h: NVML_FI_DEV_GET_GPU_RECOVERY_ACTION, drivers of 570 and later
+_FIELD_RECOVERY_ACTION = (
+    230  # nvml.h: NVML_FI_DEV_GET_GPU_RECOVERY_ACTION, drivers of 570 and later
+)
 
 
 class _Memory(ctypes.Structure):
-    _fields_ = [("total", ctypes.c_ulonglong), ("free", ctypes.c_ulonglong), ("used", ctypes.c_ulonglong)]
+    _fields_ = [
+        ("total", ctypes.c_ulonglong),
+        ("free", ctypes.c_ulonglong),
+        ("used", ctypes.c_ulonglong),
+    ]
 
 
 class _Process(ctypes.Structure):
@@ -54,8 +67,8 @@ class _Field(ctypes.Structure):
 def gpus(args: dict) -> dict:
     """Return {"gpus": [...], "driver"}, or {"absent": reason} on a node without an NVIDIA driver.
 
-    Per GPU: name, memory in bytes, ECC errors, row remapping, throttle reasons, recovery action, and its processes.
-    A field that the GPU or driver does not support is None.
+    Per GPU: name, memory in bytes, ECC errors, row remapping, throttle reasons, recovery action,
+    and its processes. A field that the GPU or driver does not support is None.
     """
     try:
         nvml = ctypes.CDLL("libnvidia-ml.so.1")
@@ -92,10 +105,16 @@ def _gpu(nvml, index: int) -> dict:
     memory = _Memory()
     _expect(nvml.nvmlDeviceGetMemoryInfo(device, ctypes.byref(memory)), "nvmlDeviceGetMemoryInfo")
     ecc, reasons = ctypes.c_ulonglong(), ctypes.c_ulonglong()
-    has_ecc = nvml.nvmlDeviceGetTotalEccErrors(device, _UNCORRECTED, _VOLATILE, ctypes.byref(ecc)) == 0
-    has_reasons = nvml.nvmlDeviceGetCurrentClocksThrottleReasons(device, ctypes.byref(reasons)) == 0
+    has_ecc = (
+        nvml.nvmlDeviceGetTotalEccErrors(device, _UNCORRECTED, _VOLATILE, ctypes.byref(ecc)) == 0
+    )
+    has_reasons = (
+        nvml.nvmlDeviceGetCurrentClocksThrottleReasons(device, ctypes.byref(reasons)) == 0
+    )
     remapped = [ctypes.c_uint() for _ in range(4)]  # correctable, uncorrectable, pending, failed
-    has_remap = nvml.nvmlDeviceGetRemappedRows(device, *(ctypes.byref(cell) for cell in remapped)) == 0
+    has_remap = (
+        nvml.nvmlDeviceGetRemappedRows(device, *(ctypes.byref(cell) for cell in remapped)) == 0
+    )
     return {
         "index": index,
         "name": name.value.decode(),
@@ -105,7 +124,9 @@ def _gpu(nvml, index: int) -> dict:
         "ecc_uncorrected": ecc.value if has_ecc else None,
         "remap_pending": bool(remapped[2].value) if has_remap else None,
         "remap_failed": bool(remapped[3].value) if has_remap else None,
-        "slowed": [text for bit, text in THROTTLE_REASONS.items() if reasons.value & bit] if has_reasons else None,
+        "slowed": [text for bit, text in THROTTLE_REASONS.items() if reasons.value & bit]
+        if has_reasons
+        else None,
         "recovery": _recovery(nvml, device),
         "processes": _processes(nvml, device),
     }
@@ -124,7 +145,9 @@ def _processes(nvml, device) -> list[dict]:
     found = (_Process * _MAX_PROCESSES)()
     if nvml.nvmlDeviceGetComputeRunningProcesses_v3(device, ctypes.byref(count), found) != 0:
         return []
-    return [{"pid": p.pid, "memory": p.used, **_process_owner(p.pid)} for p in found[: count.value]]
+    return [
+        {"pid": p.pid, "memory": p.used, **_process_owner(p.pid)} for p in found[: count.value]
+    ]
 
 
 def _process_owner(pid: int) -> dict:

@@ -1,4 +1,6 @@
-"""Interfaces, addresses, names and routes of a node (Linux; IPv4, the default of gloo and NCCL sockets)."""
+"""Interfaces, addresses, names and routes of a node (Linux; IPv4, the default of gloo and NCCL
+sockets).
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,9 @@ def network(args: dict) -> dict:
         "hostname_error": own.get("error"),
         "hostname_seconds": own["seconds"],
         # As `hostname -I` prints them; DeepSpeed takes the first as the master's address.
-        "addresses": [e["address"] for e in found if e["address"] and e["switched_on"] and not e["loopback"]],
+        "addresses": [
+            e["address"] for e in found if e["address"] and e["switched_on"] and not e["loopback"]
+        ],
         "route_to_master": route_to(args["master"], found) if args.get("master") else None,
         "ephemeral_ports": [int(low), int(high)],
     }
@@ -45,9 +49,13 @@ def interfaces() -> list[dict]:
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         for _, name in sorted(socket.if_nameindex()):
             # Not from /sys, which may show the host's interfaces in a container.
-            answer = fcntl.ioctl(probe.fileno(), _SIOCGIFFLAGS, struct.pack("256s", name.encode()[:15]))
+            answer = fcntl.ioctl(
+                probe.fileno(), _SIOCGIFFLAGS, struct.pack("256s", name.encode()[:15])
+            )
             flags = struct.unpack("H", answer[16:18])[0]
-            answer = fcntl.ioctl(probe.fileno(), _SIOCGIFMTU, struct.pack("256s", name.encode()[:15]))
+            answer = fcntl.ioctl(
+                probe.fileno(), _SIOCGIFMTU, struct.pack("256s", name.encode()[:15])
+            )
             mtu = struct.unpack("i", answer[16:20])[0]
             found.append(
                 {
@@ -88,14 +96,19 @@ def resolve(args: dict) -> dict:
     """Resolve all args["names"] in parallel on this node.
 
     Returns:
-        name -> {"addresses": IPv4 addresses, "seconds"} or {"error", "seconds"}. A name that only ssh's configuration
-        defines has "ssh" (the real host) and the addresses of that host, if any.
+        name -> {"addresses": IPv4 addresses, "seconds"} or {"error", "seconds"}. A name that only
+        ssh's configuration defines has "ssh" (the real host) and the addresses of that host, if
+        any.
     """
 
     def one(name: str) -> dict:
         found = _look_up(name)
         if "error" in found and (host := _ssh_host(name)) is not None:
-            return {"addresses": _look_up(host).get("addresses", []), "seconds": found["seconds"], "ssh": host}
+            return {
+                "addresses": _look_up(host).get("addresses", []),
+                "seconds": found["seconds"],
+                "ssh": host,
+            }
         return found
 
     with ThreadPoolExecutor(32) as executor:
@@ -105,16 +118,22 @@ def resolve(args: dict) -> dict:
 def _look_up(name: str) -> dict:
     started = time.monotonic()
     try:
-        addresses = sorted({entry[4][0] for entry in socket.getaddrinfo(name, None, socket.AF_INET)})
+        addresses = sorted(
+            {entry[4][0] for entry in socket.getaddrinfo(name, None, socket.AF_INET)}
+        )
         return {"addresses": addresses, "seconds": round(time.monotonic() - started, 2)}
     except OSError as error:
         return {"error": describe_os_error(error), "seconds": round(time.monotonic() - started, 2)}
 
 
 def _ssh_host(name: str) -> str | None:
-    """Return the real host of a name in ssh's configuration (HostName, ProxyJump); None if it is not configured."""
+    """Return the real host of a name in ssh's configuration (HostName, ProxyJump); None if it is
+    not configured.
+    """
     try:
-        done = subprocess.run(["ssh", "-G", name], capture_output=True, text=True, errors="replace", timeout=5)
+        done = subprocess.run(
+            ["ssh", "-G", name], capture_output=True, text=True, errors="replace", timeout=5
+        )
     except (OSError, subprocess.TimeoutExpired):
         return None
     settings = dict(line.split(" ", 1) for line in done.stdout.splitlines() if " " in line)

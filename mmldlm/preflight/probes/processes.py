@@ -1,4 +1,7 @@
-"""Leftover ranks, stale build locks and build caches. They are reported, never killed or deleted."""
+"""Leftover ranks, stale build locks and build caches.
+
+They are reported, never killed or deleted.
+"""
 
 from __future__ import annotations
 
@@ -20,12 +23,20 @@ STALE_SECONDS = 60
 def processes(args: dict) -> list[dict]:
     """Return the ranks and launchers of a run on this node, without ancestors of this process."""
     own = list_ancestors(os.getpid())
-    ticks, uptime = os.sysconf("SC_CLK_TCK"), float(Path("/proc/uptime").read_text(encoding="utf-8").split()[0])
+    ticks, uptime = (
+        os.sysconf("SC_CLK_TCK"),
+        float(Path("/proc/uptime").read_text(encoding="utf-8").split()[0]),
+    )
     found = []
     for pid, command, stat in _running():
         text = " ".join(command)
         is_python = os.path.basename(command[0]).startswith("python")
-        if pid in own or not is_python or not any(mark in text for mark in _MARKS) or stat.state == "Z":
+        if (
+            pid in own
+            or not is_python
+            or not any(mark in text for mark in _MARKS)
+            or stat.state == "Z"
+        ):
             continue
         uid = os.stat(f"/proc/{pid}").st_uid
         try:
@@ -34,7 +45,9 @@ def processes(args: dict) -> list[dict]:
             user = str(uid)
         age = uptime - int(stat.start_time) / ticks
         own_user = os.geteuid() in (0, uid)  # whether this user may end it
-        found.append({"pid": pid, "user": user, "own": own_user, "age": round(age), "command": text[:200]})
+        found.append(
+            {"pid": pid, "user": user, "own": own_user, "age": round(age), "command": text[:200]}
+        )
     return found
 
 
@@ -50,14 +63,18 @@ def locks(args: dict) -> list[dict]:
     found = []
     for path in Path(root).glob("**/lock"):
         age = time.time() - path.stat().st_mtime
-        found.append({"path": str(path), "age": round(age), "stale": age > STALE_SECONDS and not building})
+        found.append(
+            {"path": str(path), "age": round(age), "stale": age > STALE_SECONDS and not building}
+        )
     return found
 
 
 def caches(args: dict) -> dict[str, dict]:
     """Return folder and file system of the build caches of torch and Triton."""
     home = os.path.expanduser("~")
-    extensions = os.path.join(os.environ.get("XDG_CACHE_HOME") or f"{home}/.cache", "torch_extensions")
+    extensions = os.path.join(
+        os.environ.get("XDG_CACHE_HOME") or f"{home}/.cache", "torch_extensions"
+    )
     folders = {
         "TORCH_EXTENSIONS_DIR": os.environ.get("TORCH_EXTENSIONS_DIR") or extensions,
         "TRITON_CACHE_DIR": os.environ.get("TRITON_CACHE_DIR") or f"{home}/.triton/cache",

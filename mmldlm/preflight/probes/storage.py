@@ -19,10 +19,12 @@ WRITE_BYTES = 32 << 20
 
 
 def data(args: dict) -> dict:
-    """Return manifests and files of the stores at args["data_roots"]: sizes, and hashes within the read budget.
+    """Return manifests and files of the stores at args["data_roots"]: sizes, and hashes within the
+    read budget.
 
-    The files of several stores are named with their folders. A complete file gets its SHA-256, as in the manifest; of
-    larger stores, blocks at the same offsets on every node are hashed together.
+    The files of several stores are named with their folders. A complete file gets its SHA-256, as
+    in the manifest; of larger stores, blocks at the same offsets on every node are hashed
+    together.
     """
     texts = {root: read_bytes(Path(root) / "manifest.json") for root in args["data_roots"]}
     entries = files_of(texts)
@@ -87,7 +89,8 @@ def _hash(path: Path, spans: list[tuple[int, int]]) -> tuple[str, int]:
 def checkpoints(args: dict) -> dict:
     """Test args["save_dir"] for checkpoints: free space, write speed, an atomic rename.
 
-    If the folder does not exist, its nearest existing parent is tested. All written files are removed.
+    If the folder does not exist, its nearest existing parent is tested. All written files are
+    removed.
     """
     save_dir = Path(args["save_dir"])
     folder = save_dir

@@ -26,10 +26,19 @@ TEMPORARY_BYTES = 1 << 20  # state files, sockets, files of a compiler
 def identity(args: dict) -> dict:
     """Return the identity of the machine: two names of it share the boot id and the namespaces."""
     boot = Path("/proc/sys/kernel/random/boot_id")
-    spaces = [os.readlink(f"/proc/self/ns/{kind}") for kind in ("net", "pid", "uts") if Path("/proc/self/ns").is_dir()]
+    spaces = [
+        os.readlink(f"/proc/self/ns/{kind}")
+        for kind in ("net", "pid", "uts")
+        if Path("/proc/self/ns").is_dir()
+    ]
     return {
         "hostname": socket.gethostname(),
-        "machine": "/".join([boot.read_text(encoding="utf-8").strip() if boot.exists() else platform.node(), *spaces]),
+        "machine": "/".join(
+            [
+                boot.read_text(encoding="utf-8").strip() if boot.exists() else platform.node(),
+                *spaces,
+            ]
+        ),
         "uptime": float(Path("/proc/uptime").read_text(encoding="utf-8").split()[0])
         if Path("/proc/uptime").exists()
         else None,
@@ -46,7 +55,12 @@ def versions(args: dict) -> dict:
             found[package] = metadata.version(package)
         except metadata.PackageNotFoundError:
             found[package] = None
-    return {"packages": found, "kernel": platform.release(), "nccl": _nccl_version(), "machine": platform.machine()}
+    return {
+        "packages": found,
+        "kernel": platform.release(),
+        "nccl": _nccl_version(),
+        "machine": platform.machine(),
+    }
 
 
 def _nccl_version() -> str | None:
@@ -66,25 +80,43 @@ def code(args: dict) -> dict:
     package = Path(__file__).resolve().parents[2]
     digest = hashlib.sha256()
     for path in sorted(package.rglob("*.py")):
-        digest.update(path.relative_to(package).as_posix().encode() + b"\0" + path.read_bytes() + b"\0")
+        digest.update(
+            path.relative_to(package).as_posix().encode() + b"\0" + path.read_bytes() + b"\0"
+        )
     commit = None
     if shutil.which("git"):
-        done = subprocess.run(["git", "-C", package.parent, "rev-parse", "HEAD"], capture_output=True, text=True)
+        done = subprocess.run(
+            ["git", "-C", package.parent, "rev-parse", "HEAD"], capture_output=True, text=True
+        )
         commit = done.stdout.strip() or None if done.returncode == 0 else None
     return {"folder": str(package), "sources": digest.hexdigest()[:16], "commit": commit}
 
 
 def limits(args: dict) -> dict:
-    """Return the soft limits that a rank would inherit (-1: unlimited), and the space of /dev/shm in bytes."""
+    """Return the soft limits that a rank would inherit (-1: unlimited), and the space of /dev/shm
+    in bytes.
+    """
     found = {
         name: resource.getrlimit(number)[0]
-        for name, number in (("memlock", resource.RLIMIT_MEMLOCK), ("nofile", resource.RLIMIT_NOFILE))
+        for name, number in (
+            ("memlock", resource.RLIMIT_MEMLOCK),
+            ("nofile", resource.RLIMIT_NOFILE),
+        )
     }
     try:
         shm = os.statvfs("/dev/shm")
     except OSError as error:
-        return {**found, "shm_total": 0, "shm_free": 0, "shm_writable": False, "shm_error": error.strerror}
-    found["shm_total"], found["shm_free"] = shm.f_blocks * shm.f_frsize, shm.f_bavail * shm.f_frsize
+        return {
+            **found,
+            "shm_total": 0,
+            "shm_free": 0,
+            "shm_writable": False,
+            "shm_error": error.strerror,
+        }
+    found["shm_total"], found["shm_free"] = (
+        shm.f_blocks * shm.f_frsize,
+        shm.f_bavail * shm.f_frsize,
+    )
     probe = Path("/dev/shm") / f".mmldlm_preflight_{os.getpid()}"
     try:
         probe.write_bytes(b"x")
@@ -120,9 +152,15 @@ def temporary(args: dict) -> dict:
 
 
 def memory(args: dict) -> dict:
-    """Return the memory in bytes and the cores of this process, within the limits of its container or job."""
+    """Return the memory in bytes and the cores of this process, within the limits of its container
+    or job.
+    """
     found = resources.memory()
-    return {"total": found.total, "available": found.available, "cores": resources.available_cpus()}
+    return {
+        "total": found.total,
+        "available": found.available,
+        "cores": resources.available_cpus(),
+    }
 
 
 def environment(args: dict) -> dict:

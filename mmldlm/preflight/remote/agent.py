@@ -1,7 +1,8 @@
-"""Agent of the preflight on every node: `python -m mmldlm.preflight.remote.agent`, one JSON request per line.
+"""Agent of the preflight on every node: `python -m mmldlm.preflight.remote.agent`, one JSON
+request per line.
 
-Each answer follows MARK, to distinguish it from output of the login shell. The agent exits at the end of its input, so
-that a dead head leaves no process behind. Standard library only.
+Each answer follows MARK, to distinguish it from output of the login shell. The agent exits at the
+end of its input, so that a dead head leaves no process behind. Standard library only.
 """
 
 from __future__ import annotations
@@ -52,7 +53,9 @@ def write_probe_file(args: dict) -> dict:
 
 
 def read_probe_file(args: dict) -> dict:
-    """Read args["path"], waiting up to three seconds for it; the value is None if it is missing."""
+    """Read args["path"], waiting up to three seconds for it; the value is None if it is
+    missing.
+    """
 
     def read() -> str | None:
         deadline = time.monotonic() + 3.0
@@ -71,17 +74,21 @@ def read_probe_file(args: dict) -> dict:
 
 def remove_probe_file(args: dict) -> None:
     """Delete the probe file args["path"]."""
-    if os.path.basename(args["path"]).startswith(".mmldlm_preflight_") and os.path.exists(args["path"]):
+    if os.path.basename(args["path"]).startswith(".mmldlm_preflight_") and os.path.exists(
+        args["path"]
+    ):
         os.unlink(args["path"])
 
 
 def run(args: dict) -> list[dict]:
-    """Run args["commands"] ([{"command", "environment"}]) in parallel, for at most args["seconds"].
+    """Run args["commands"] ([{"command", "environment"}]) in parallel, for at most
+    args["seconds"].
 
     A command that exceeds the limit is killed with its children.
 
     Returns:
-        per command {"code", "output": its end}; after a timeout the code is None and "timeout" is True.
+        per command {"code", "output": its end}; after a timeout the code is None and "timeout" is
+        True.
     """
 
     def one(entry: dict) -> dict:
@@ -108,8 +115,16 @@ def run(args: dict) -> list[dict]:
 
 
 _ACTIONS = (
-    collect_facts, clock, listen, close, connect, write_probe_file, read_probe_file, remove_probe_file, run,
-)  # fmt: skip
+    collect_facts,
+    clock,
+    listen,
+    close,
+    connect,
+    write_probe_file,
+    read_probe_file,
+    remove_probe_file,
+    run,
+)
 ACTIONS = {action.__name__: action for action in _ACTIONS}
 
 

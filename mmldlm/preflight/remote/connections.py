@@ -1,4 +1,6 @@
-"""TCP connections between nodes: listening sockets of an agent, and measured exchanges with the other agents."""
+"""TCP connections between nodes: listening sockets of an agent, and measured exchanges with the
+other agents.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,8 @@ from mmldlm.utils.processes import list_pids, read_command
 
 CONNECT_SECONDS = 3.0
 EXCHANGE_SECONDS = 6.0
-# Bytes per direction of a connection: enough segments to detect one percent loss, few enough for a thousand nodes.
+# Bytes per direction of a connection: enough segments to detect one percent loss, few enough for a
+# thousand nodes.
 EXCHANGE_MAX, EXCHANGE_MIN, EXCHANGE_TOTAL = 256 << 10, 16 << 10, 64 << 20
 _RTT, _TOTAL_RETRANS, _SEGS_OUT, _MIN_RTT, _DSACK_DUPS = 68, 100, 136, 148, 216
 _listening: list[socket.socket] = []
@@ -88,8 +91,9 @@ def connect(args: dict) -> list[dict]:
     """Exchange data with each (address, port) of args["to"], where an agent listens.
 
     Returns:
-        per target {"ms": shortest round trip, "segments": sent, "retransmitted"}, or {"error"}. If the connection
-        succeeded but the exchange did not, also {"stalled": True, "small_pass": whether small packets pass}.
+        per target {"ms": shortest round trip, "segments": sent, "retransmitted"}, or {"error"}. If
+        the connection succeeded but the exchange did not, also {"stalled": True, "small_pass":
+        whether small packets pass}.
     """
     size = max(min(EXCHANGE_MAX, EXCHANGE_TOTAL // max(len(args["to"]), 1)), EXCHANGE_MIN)
     with ThreadPoolExecutor(64) as executor:
@@ -113,7 +117,11 @@ def _attempt(address: str, port: int, size: int) -> dict:
             small_pass = True
     except OSError:
         small_pass = False
-    return {"error": f"connected, but no data passes: {reason}", "stalled": True, "small_pass": small_pass}
+    return {
+        "error": f"connected, but no data passes: {reason}",
+        "stalled": True,
+        "small_pass": small_pass,
+    }
 
 
 def _connection(address: str, port: int, segment: int | None = None) -> socket.socket:
@@ -139,7 +147,8 @@ def _exchange(connection: socket.socket, size: int) -> None:
 
 
 def _measure(connection: socket.socket) -> dict:
-    """Return round trip and losses from the kernel's tcp_info, which the load of the node does not distort.
+    """Return round trip and losses from the kernel's tcp_info, which the load of the node does not
+    distort.
 
     Offsets: struct tcp_info of linux/tcp.h.
     """
@@ -155,7 +164,9 @@ def _measure(connection: socket.socket) -> dict:
 
 
 def port_owner(port: int) -> dict | None:
-    """Return {"pid", "command"} of the process that listens on a TCP port; None if this user cannot see it."""
+    """Return {"pid", "command"} of the process that listens on a TCP port; None if this user
+    cannot see it.
+    """
     inodes = set()
     for table in ("/proc/net/tcp", "/proc/net/tcp6"):
         try:
@@ -163,7 +174,9 @@ def port_owner(port: int) -> dict | None:
                 rows = [line.split() for line in file.readlines()[1:]]
         except OSError:
             continue
-        inodes |= {row[9] for row in rows if int(row[1].rpartition(":")[2], 16) == port and row[3] == "0A"}
+        inodes |= {
+            row[9] for row in rows if int(row[1].rpartition(":")[2], 16) == port and row[3] == "0A"
+        }
     sockets = {f"socket:[{inode}]" for inode in inodes}
     for pid in list_pids():
         if sockets & set(_open_files(pid)) and (command := read_command(pid)) is not None:

@@ -26,11 +26,15 @@ _KEPT_BYTES = 2000  # of the login shell's output
 
 _NO_CWD, _NO_PYTHON = 70, 71
 BOOTSTRAP = (
-    "cd {cwd} 2>/dev/null || exit 70; [ -x {python} ] || command -v {python} >/dev/null || exit 71; "
-    "exec {python} -c {code}"
+    "cd {cwd} 2>/dev/null || exit 70; [ -x {python} ] || command -v {python} >/dev/null || exit"
+    " 71; exec {python} -c {code}"
 )
-# Without the working folder, which -c puts on the path: the user's own random.py there would replace Python's.
-_CODE = "import sys; sys.path[:] = [{root!r}, *filter(None, sys.path)]; from {module} import main; sys.exit(main())"
+# Without the working folder, which -c puts on the path: the user's own random.py there would
+# replace Python's.
+_CODE = (
+    "import sys; sys.path[:] = [{root!r}, *filter(None, sys.path)]; from {module} import main;"
+    " sys.exit(main())"
+)
 
 # Causes of failure and the messages of OpenSSH 7 to 10.
 _CAUSES = (
@@ -39,7 +43,15 @@ _CAUSES = (
     ("key_unknown", ("Host key verification failed", "host key is known for")),
     ("denied", ("Permission denied", "Too many authentication failures")),
     ("refused", ("Connection refused",)),
-    ("unreachable", ("Connection timed out", "No route to host", "Network is unreachable", "Operation timed out")),
+    (
+        "unreachable",
+        (
+            "Connection timed out",
+            "No route to host",
+            "Network is unreachable",
+            "Operation timed out",
+        ),
+    ),
     ("closed", ("Connection closed by", "Connection reset by", "kex_exchange_identification")),
 )
 
@@ -49,8 +61,8 @@ class AgentFailure(Exception):
     """A node whose agent does not answer.
 
     Attributes:
-        cause: client (no ssh here), name, key_unknown, key_changed, denied, refused, unreachable, closed, mtu, cwd,
-            python, import, shell, silent or ended.
+        cause: client (no ssh here), name, key_unknown, key_changed, denied, refused, unreachable,
+            closed, mtu, cwd, python, import, shell, silent or ended.
         message: last line that ssh or the node printed.
     """
 
@@ -77,25 +89,35 @@ def classify(code: int | None, stderr: str, printed: bytes | None = b"") -> Agen
         return AgentFailure("python", sys.executable)
     if code == 255:
         for cause, marks in _CAUSES:
-            hit = next((line.strip() for line in lines if any(mark in line for mark in marks)), None)
+            hit = next(
+                (line.strip() for line in lines if any(mark in line for mark in marks)), None
+            )
             if hit is not None:
                 return AgentFailure(cause, hit)
         return AgentFailure("ended", last)
     if printed is None:
         return AgentFailure("ended", last)
     if not lines:  # Python would have printed a reason: the login shell did not start it
-        return AgentFailure("shell", f"its login shell ended with status {code}{_shell_output(printed)}")
+        return AgentFailure(
+            "shell", f"its login shell ended with status {code}{_shell_output(printed)}"
+        )
     return AgentFailure("import", last)
 
 
 def _shell_output(printed: bytes | None) -> str:
-    """Return the end of the login shell's output before the greeting, without control characters, for a message."""
-    text = "".join(c if c.isprintable() else " " for c in (printed or b"").decode(errors="replace")).strip()
+    """Return the end of the login shell's output before the greeting, without control characters,
+    for a message.
+    """
+    text = "".join(
+        c if c.isprintable() else " " for c in (printed or b"").decode(errors="replace")
+    ).strip()
     return f", after printing '{text[-120:]}'" if text else ""
 
 
 def _parse_answer(line: bytes) -> dict | None:
-    """Return the agent's answer in a line; a shell may have printed text before it on the same line."""
+    """Return the agent's answer in a line; a shell may have printed text before it on the same
+    line.
+    """
     _, mark, answer = line.partition(MARK.encode())
     try:
         return json.JSONDecoder().raw_decode(answer.decode())[0] if mark else None
@@ -103,9 +125,19 @@ def _parse_answer(line: bytes) -> dict | None:
         return None
 
 
-def ssh_command(name: str, port: int | None, options: Iterable[str] = (), connect: int = CONNECT_SECONDS) -> list[str]:
+def ssh_command(
+    name: str, port: int | None, options: Iterable[str] = (), connect: int = CONNECT_SECONDS
+) -> list[str]:
     """Return an ssh command without prompts and with a connection timeout of `connect` seconds."""
-    batch = ["-o", "BatchMode=yes", "-o", f"ConnectTimeout={connect}", "-o", "ServerAliveInterval=5", "-T"]
+    batch = [
+        "-o",
+        "BatchMode=yes",
+        "-o",
+        f"ConnectTimeout={connect}",
+        "-o",
+        "ServerAliveInterval=5",
+        "-T",
+    ]
     return ["ssh", *batch, *(["-p", str(port)] if port else []), *options, name]
 
 
@@ -133,8 +165,14 @@ class Agent:
         self.name, self.local = name, local
         python = shlex.quote(sys.executable)
         code = _CODE.format(root=str(ROOT), module=module)
-        bootstrap = BOOTSTRAP.format(cwd=shlex.quote(os.getcwd()), python=python, code=shlex.quote(code))
-        self.command = ["sh", "-c", bootstrap] if local else [*ssh_command(name, port, options, connect), bootstrap]
+        bootstrap = BOOTSTRAP.format(
+            cwd=shlex.quote(os.getcwd()), python=python, code=shlex.quote(code)
+        )
+        self.command = (
+            ["sh", "-c", bootstrap]
+            if local
+            else [*ssh_command(name, port, options, connect), bootstrap]
+        )
         self._answers: queue.Queue = queue.Queue()
         self._stderr: list[str] = []
         self._printed: bytes | None = b""  # end of the output before the greeting; None after it
@@ -154,10 +192,13 @@ class Agent:
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
-                start_new_session=True,  # Ctrl-C ends the head, not the sessions; their input is closed then
+                # Ctrl-C ends the head, not the sessions; their input is closed then
+                start_new_session=True,
             )
         except OSError as error:
-            raise AgentFailure("client", f"{self.command[0]} cannot be started: {error.strerror}") from error
+            raise AgentFailure(
+                "client", f"{self.command[0]} cannot be started: {error.strerror}"
+            ) from error
         threading.Thread(target=self._read_answers, daemon=True).start()
         self._errors = threading.Thread(target=self._read_errors, daemon=True)
         self._errors.start()
@@ -257,14 +298,19 @@ class AgentPool:
     def call(
         self, action: str, args: dict | Callable[[str], dict] | None = None, timeout: float = 30
     ) -> dict[str, Any]:
-        """Run an action on all nodes; return node -> value. `args` may be a function of the node name."""
+        """Run an action on all nodes; return node -> value.
+
+        `args` may be a function of the node name.
+        """
 
         def one(agent: Agent):
             return agent.request(action, args(agent.name) if callable(args) else args, timeout)
 
         return self._each([name for name in self.agents if name not in self.failures], one, action)
 
-    def _each(self, names: Iterable[str], work: Callable[[Agent], Any], action: str) -> dict[str, Any]:
+    def _each(
+        self, names: Iterable[str], work: Callable[[Agent], Any], action: str
+    ) -> dict[str, Any]:
         pending = {name: self._executor.submit(work, self.agents[name]) for name in names}
         values = {}
         for name, future in pending.items():
@@ -277,7 +323,9 @@ class AgentPool:
         return values
 
     def clocks(self, times: int = 5) -> dict[str, tuple[float, float]]:
-        """Return node -> (clock offset to the head, half round trip) in seconds; the fastest of `times` exchanges."""
+        """Return node -> (clock offset to the head, half round trip) in seconds; the fastest of
+        `times` exchanges.
+        """
 
         def offset(agent: Agent) -> tuple[float, float]:
             best = (0.0, float("inf"))
@@ -289,7 +337,9 @@ class AgentPool:
                     best = (remote - (before + after) / 2, (after - before) / 2)
             return best
 
-        return self._each([name for name in self.agents if name not in self.failures], offset, "clock")
+        return self._each(
+            [name for name in self.agents if name not in self.failures], offset, "clock"
+        )
 
     def stop(self) -> None:
         """End all sessions."""

@@ -1,4 +1,6 @@
-"""Run functions in child processes with time limits: a hung file system or driver must not hang the preflight."""
+"""Run functions in child processes with time limits: a hung file system or driver must not hang
+the preflight.
+"""
 
 from __future__ import annotations
 
@@ -11,15 +13,18 @@ from collections.abc import Callable
 from typing import Any
 
 
-def run_with_timeout(jobs: dict[str, tuple[Callable[[], Any], float]]) -> dict[str, dict[str, Any]]:
+def run_with_timeout(
+    jobs: dict[str, tuple[Callable[[], Any], float]],
+) -> dict[str, dict[str, Any]]:
     """Run jobs at the same time, each in a forked child.
 
     Args:
         jobs: name -> (function without arguments and with a JSON value, time limit in seconds).
 
     Returns:
-        name -> {"value"} or {"error": one sentence}, with "seconds" and, after a timeout, "timeout": True.
-        A child that cannot be killed (uninterruptible sleep) is left behind without waiting.
+        name -> {"value"} or {"error": one sentence}, with "seconds" and, after a timeout,
+        "timeout": True. A child that cannot be killed (uninterruptible sleep) is left behind
+        without waiting.
     """
     started = time.monotonic()
     running: dict[int, tuple[str, int, float]] = {}  # read end -> name, pid, deadline

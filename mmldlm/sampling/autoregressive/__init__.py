@@ -1,1 +1,3 @@
-"""Text from a causal model: greedy, ancestral, and by beam search, with a cache of keys and values."""
+"""Text from a causal model: greedy, ancestral, and by beam search, with a cache of keys and
+values.
+"""

@@ -14,10 +14,13 @@ from mmldlm.sampling.text.draw import check_finite
 class _Beams:
     """The state of T unfinished texts of W beams, and the best finished text of all B.
 
-    A beam that ends leaves its place empty until the others fill it; with one beam the search is then greedy.
+    A beam that ends leaves its place empty until the others fill it; with one beam the search is
+    then greedy.
     """
 
-    def __init__(self, batch: int, beams: int, limit: int, eos: int, device: torch.device, exponent: float):
+    def __init__(
+        self, batch: int, beams: int, limit: int, eos: int, device: torch.device, exponent: float
+    ):
         self.beams, self.limit, self.eos, self.exponent = beams, limit, eos, exponent
         self.rows = torch.arange(batch, device=device)
         self.scores = torch.full((batch, beams), float("-inf"), dtype=torch.float64, device=device)
@@ -29,7 +32,9 @@ class _Beams:
         self.lengths = torch.full((batch,), limit, device=device)
 
     def advance(self, logits: Tensor, step: int) -> tuple[Tensor, Tensor]:
-        """Extend the beams by logits [T * W, V]; return the row of each new beam in T * W, and its token [T * W]."""
+        """Extend the beams by logits [T * W, V]; return the row of each new beam in T * W, and its
+        token [T * W].
+        """
         log_probs = logits.double().log_softmax(-1).unflatten(0, (-1, self.beams))
         if step + 1 == self.limit:
             only = torch.full_like(log_probs, float("-inf"))
@@ -48,12 +53,18 @@ class _Beams:
         return (base + parent).flatten(), tokens.flatten()
 
     def _finish(self, log_probs: Tensor, length: int) -> None:
-        """Keep the best of the beams that ended ([T, W], -inf for others) if it is better than the best before."""
+        """Keep the best of the beams that ended ([T, W], -inf for others) if it is better than the
+        best before.
+        """
         found, place = log_probs.max(1)
         score = found / length**self.exponent
         better = score > self.best[self.rows]
         rows, place = self.rows[better], place[better]
-        self.best[rows], self.best_log_probs[rows], self.lengths[rows] = score[better], found[better], length
+        self.best[rows], self.best_log_probs[rows], self.lengths[rows] = (
+            score[better],
+            found[better],
+            length,
+        )
         self.best_tokens[rows] = self.history[better, place]
 
     def may_improve(self) -> Tensor:
@@ -62,14 +73,18 @@ class _Beams:
 
     def select(self, kept: Tensor) -> None:
         """Keep the texts [T'] of the unfinished."""
-        self.rows, self.scores, self.history = self.rows[kept], self.scores[kept], self.history[kept]
+        self.rows, self.scores, self.history = (
+            self.rows[kept],
+            self.scores[kept],
+            self.history[kept],
+        )
 
 
 def search(model: PlainTransformer, cache: TextCache, beams: int, exponent: float) -> WrittenTexts:
     """Write the texts of an empty cache by beam search; a text's score is log p / length^exponent.
 
-    Exponent 0 is plain (it prefers short texts), 1 the mean over the tokens. The search of a text ends when no beam can
-    still beat its best finished text.
+    Exponent 0 is plain (it prefers short texts), 1 the mean over the tokens. The search of a text
+    ends when no beam can still beat its best finished text.
 
     Args:
         cache: of B * beams empty texts, those of a text side by side; used up.
@@ -81,7 +96,12 @@ def search(model: PlainTransformer, cache: TextCache, beams: int, exponent: floa
     """
     config = model.config
     state = _Beams(
-        cache.batch // beams, beams, config.max_seq_len, config.eos_token_id, model.start_token.device, exponent
+        cache.batch // beams,
+        beams,
+        config.max_seq_len,
+        config.eos_token_id,
+        model.start_token.device,
+        exponent,
     )
     last, num_rows, passes = None, 0, torch.ones_like(state.lengths)
     for step in range(config.max_seq_len):

@@ -41,14 +41,22 @@ def without_pad(model: PlainTransformer, logits: Tensor) -> Tensor:
     config = model.config
     if config.pad_token_id == config.eos_token_id:
         return logits
-    return logits.index_fill(1, torch.tensor([config.pad_token_id], device=logits.device), float("-inf"))
+    return logits.index_fill(
+        1, torch.tensor([config.pad_token_id], device=logits.device), float("-inf")
+    )
 
 
 def draw_texts(
-    model: PlainTransformer, cache: TextCache, uniform: Tensor, temperature: float, top_p: float = 1.0,
-    recorder: Recorder | None = None, samples: Sequence[int] = (),
-) -> WrittenTexts:  # fmt: skip
-    """Write the texts of an empty cache, each until its EOS; at max_seq_len EOS is written without a draw.
+    model: PlainTransformer,
+    cache: TextCache,
+    uniform: Tensor,
+    temperature: float,
+    top_p: float = 1.0,
+    recorder: Recorder | None = None,
+    samples: Sequence[int] = (),
+) -> WrittenTexts:
+    """Write the texts of an empty cache, each until its EOS; at max_seq_len EOS is written without
+    a draw.
 
     Args:
         cache: of B empty texts; used up.
@@ -66,7 +74,10 @@ def draw_texts(
     tokens = torch.full((batch, limit), eos, device=device)
     lengths = torch.full((batch,), limit, device=device)
     log_probs = torch.zeros(batch, dtype=torch.float64, device=device)
-    rows, active = torch.arange(batch, device=device), torch.ones(batch, dtype=torch.bool, device=device)
+    rows, active = (
+        torch.arange(batch, device=device),
+        torch.ones(batch, dtype=torch.bool, device=device),
+    )
     last, num_rows = None, 0
     for step in range(limit):
         logits = next_logits(model, cache, last)
@@ -79,7 +90,9 @@ def draw_texts(
         before = None if recorder is None else tokens.clone()
         tokens[rows[active], step] = last[active]
         if before is not None:
-            report_changes(recorder, samples, before, tokens, rows[active] * limit + step, logits[active])
+            report_changes(
+                recorder, samples, before, tokens, rows[active] * limit + step, logits[active]
+            )
         ends = active & (last == eos)
         lengths[rows[ends]] = step + 1
         active = active & ~ends

@@ -50,8 +50,8 @@ def write_texts(
     Args:
         model: causal.
         latents: [N, D] (or [N, M, D]) in the encoder's space, or None.
-        sampler: greedy (the most probable token), ancestral (draws), beam (beam search by the mean log-likelihood of a
-            token), beam_sum (by that of the text).
+        sampler: greedy (the most probable token), ancestral (draws), beam (beam search by the mean
+            log-likelihood of a token), beam_sum (by that of the text).
         temperature, top_p: of ancestral (default 1 and 1).
         num_beams: of a beam search (default 4).
         seed: the draws of a text depend on the seed and its index only.
@@ -72,13 +72,21 @@ def write_texts(
     parts: list[WrittenTexts] = []
     for first in range(0, count, size):
         rows = list(range(first, min(first + size, count)))
-        given = None if latents is None else model.scale_latents(latents[rows].to(device_of(model)))
+        given = (
+            None if latents is None else model.scale_latents(latents[rows].to(device_of(model)))
+        )
         drawn = temperature if sampler == "ancestral" else 0.0
         drawn = 1.0 if drawn is None else drawn
-        parts.append(_write_batch(model, given, rows, sampler, drawn, top_p, beams, seed, recorder))
+        parts.append(
+            _write_batch(model, given, rows, sampler, drawn, top_p, beams, seed, recorder)
+        )
         if progress is not None:
             progress(rows[-1] + 1, count)
-    texts = [row[: length - 1] for part in parts for row, length in zip(part.tokens.tolist(), part.lengths.tolist())]
+    texts = [
+        row[: length - 1]
+        for part in parts
+        for row, length in zip(part.tokens.tolist(), part.lengths.tolist())
+    ]
     lengths = torch.cat([part.lengths for part in parts]).cpu()
     log_probs = torch.cat([part.log_probs for part in parts]).cpu()
     passes = torch.cat([part.passes for part in parts]).cpu()
@@ -86,22 +94,35 @@ def write_texts(
 
 
 def _write_batch(
-    model: PlainTransformer, given: Tensor | None, rows: list[int], sampler: str, temperature: float, top_p: float,
-    beams: int, seed: int, recorder: Recorder | None,
-) -> WrittenTexts:  # fmt: skip
+    model: PlainTransformer,
+    given: Tensor | None,
+    rows: list[int],
+    sampler: str,
+    temperature: float,
+    top_p: float,
+    beams: int,
+    seed: int,
+    recorder: Recorder | None,
+) -> WrittenTexts:
     uniform = uniforms(seed, Stream.TEXT, rows, (model.config.max_seq_len,)).to(device_of(model))
-    written = draw_texts(model, start_text(model, given, len(rows)), uniform, temperature, top_p, recorder, rows)
+    written = draw_texts(
+        model, start_text(model, given, len(rows)), uniform, temperature, top_p, recorder, rows
+    )
     if sampler not in EXPONENTS:
         return written
     repeated = None if given is None else given.repeat_interleave(beams, dim=0)
-    found = search(model, start_text(model, repeated, len(rows) * beams), beams, EXPONENTS[sampler])
+    found = search(
+        model, start_text(model, repeated, len(rows) * beams), beams, EXPONENTS[sampler]
+    )
     # A beam may drop the greedy text, which then can be the better one.
     exponent = EXPONENTS[sampler]
     scores = [part.log_probs / part.lengths.double() ** exponent for part in (written, found)]
     keeps_greedy = scores[0] > scores[1]
     width = max(written.tokens.shape[1], found.tokens.shape[1])
     greedy, searched = (
-        torch.nn.functional.pad(part.tokens, (0, width - part.tokens.shape[1]), value=model.config.eos_token_id)
+        torch.nn.functional.pad(
+            part.tokens, (0, width - part.tokens.shape[1]), value=model.config.eos_token_id
+        )
         for part in (written, found)
     )
     return WrittenTexts(
@@ -113,7 +134,9 @@ def _write_batch(
     )
 
 
-def _check_options(sampler: str, temperature: float | None, top_p: float, num_beams: int | None) -> None:
+def _check_options(
+    sampler: str, temperature: float | None, top_p: float, num_beams: int | None
+) -> None:
     draws = sampler == "ancestral"
     if not draws and (temperature not in (None, 0) or top_p != 1.0):
         raise UserError(
@@ -123,5 +146,7 @@ def _check_options(sampler: str, temperature: float | None, top_p: float, num_be
         )
     if num_beams is not None and sampler not in EXPONENTS:
         raise UserError(
-            f"no --num-beams with --sampler {sampler}", str(num_beams), f"add --sampler {' or '.join(EXPONENTS)}"
+            f"no --num-beams with --sampler {sampler}",
+            str(num_beams),
+            f"add --sampler {' or '.join(EXPONENTS)}",
         )

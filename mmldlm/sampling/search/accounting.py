@@ -52,7 +52,9 @@ class SamplingCost:
     def add_texts(self, task: TextTask, model_config: Any, samples: TextSamples) -> None:
         """Add what `TextTask.write_texts` did; the depth is the caller's to set."""
         passes = samples.passes.double()
-        positions = samples.num_rows * float((passes * samples.lengths).sum() / passes.sum().clamp_min(1))
+        positions = samples.num_rows * float(
+            (passes * samples.lengths).sum() / passes.sum().clamp_min(1)
+        )
         self.add_rows(samples.num_rows, positions, task.writing_flops(model_config, samples))
 
     def add_judge(self, judge: Judge) -> None:
@@ -67,7 +69,9 @@ class SamplingCost:
             "judge": self.judge,
             "denoiser_rows": self.denoiser_rows / count,
             "denoiser_positions": self.denoiser_positions / count,
-            "denoiser_gflops": None if self.denoiser_flops is None else self.denoiser_flops / count / 1e9,
+            "denoiser_gflops": None
+            if self.denoiser_flops is None
+            else self.denoiser_flops / count / 1e9,
             "judge_calls": self.judge_calls / count,
             "judge_tokens": self.judge_tokens / count,
             "judge_gflops": self.judge_flops / count / 1e9,

@@ -1,4 +1,6 @@
-"""Best of N: several texts a latent, of which a judge keeps the one whose embedding is nearest to the latent."""
+"""Best of N: several texts a latent, of which a judge keeps the one whose embedding is nearest to
+the latent.
+"""
 
 from __future__ import annotations
 
@@ -46,7 +48,8 @@ class FoundTexts:
     Attributes:
         tokens: ids of the texts that were kept, without EOS.
         cosine: by the judge, of each text's embedding with its latent. [N] fp64
-        score: what the search made larger: the cosine, of a correction with the log-ratios of its edits. [N] fp64
+        score: what the search made larger: the cosine, of a correction with the log-ratios of its
+            edits. [N] fp64
         calls: texts that the judge was given for each latent. [N] int64
         cost: of all of it.
     """
@@ -59,7 +62,9 @@ class FoundTexts:
 
 
 def candidate(task: TextTask, k: int) -> Candidate:
-    """Return how the k-th candidate is written: the task's default text first, then other lengths, then draws."""
+    """Return how the k-th candidate is written: the task's default text first, then other lengths,
+    then draws.
+    """
     samplers = task.samplers["l2t"]
     if k == 0:
         return Candidate(samplers[0])
@@ -72,12 +77,19 @@ def candidate(task: TextTask, k: int) -> Candidate:
 
 
 def write_candidate(
-    pretrained: Pretrained, latents: Tensor, k: int, lengths: Tensor | None, seed: int, options: dict[str, Any]
+    pretrained: Pretrained,
+    latents: Tensor,
+    k: int,
+    lengths: Tensor | None,
+    seed: int,
+    options: dict[str, Any],
 ) -> TextSamples:
-    """Write the k-th candidate of every latent; its draws are a function of (seed, index of the latent, k).
+    """Write the k-th candidate of every latent; its draws are a function of (seed, index of the
+    latent, k).
 
     Args:
-        lengths: the most probable lengths of each latent, of a task that fills given lengths. [N, LENGTHS]
+        lengths: the most probable lengths of each latent, of a task that fills given lengths. [N,
+            LENGTHS]
         options: of `TextTask.write_texts`.
     """
     plan = candidate(pretrained.task, k)
@@ -90,7 +102,9 @@ def write_candidate(
     if plan.length_rank is not None:
         assert lengths is not None
         given.update(lengths=lengths[:, plan.length_rank])
-    return pretrained.task.write_texts(pretrained, latents, sampler=plan.sampler, seed=candidate_seed(seed, k), **given)
+    return pretrained.task.write_texts(
+        pretrained, latents, sampler=plan.sampler, seed=candidate_seed(seed, k), **given
+    )
 
 
 def best_of(
@@ -103,13 +117,15 @@ def best_of(
     progress: Callable[[int, int], None] | None = None,
     **options: Any,
 ) -> FoundTexts:
-    """Write several texts a latent and keep the one that the judge finds nearest; references are never read.
+    """Write several texts a latent and keep the one that the judge finds nearest; references are
+    never read.
 
     Args:
         latents: [N, D] (or [N, M, D]) in the encoder's space.
         judge: used for this call alone, so that its counts are those of this search.
         num_candidates: texts a latent; equal ones are judged once.
-        seed: the candidates of a latent depend on the seed, its index and the candidate's number only.
+        seed: the candidates of a latent depend on the seed, its index and the candidate's number
+            only.
         progress: called after every candidate with those done and in total.
         options: of `TextTask.write_texts`, the same for all candidates.
 

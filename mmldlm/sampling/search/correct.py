@@ -1,7 +1,9 @@
-"""Rounds of a corrector (model.corrector): a local search whose edits the model proposes from a text and its embedding.
+"""Rounds of a corrector (model.corrector): a local search whose edits the model proposes from a
+text and its embedding.
 
-As vec2text (arXiv 2310.06816) the model reads a text, z and z - ẑ. It does not write the text again: a pass says of
-every place what should stand there, and so which words are doubtful, which an encoder then judges one edit at a time.
+As vec2text (arXiv 2310.06816) the model reads a text, z and z - ẑ. It does not write the text
+again: a pass says of every place what should stand there, and so which words are doubtful, which
+an encoder then judges one edit at a time.
 """
 
 from __future__ import annotations
@@ -29,12 +31,15 @@ if TYPE_CHECKING:
 STARTS, CORRECTIONS = 4, 16
 """First texts of a latent, and edits that are judged in a round.
 
-The passes over a text name more edits that are worth a judge than local search's 8 (measured in docs/inversion.md).
+The passes over a text name more edits that are worth a judge than local search's 8 (measured in
+docs/inversion.md).
 """
 NATS_A_COSINE = 400.0
-"""What a cosine of 1 is worth beside the edits' log-ratios, in nats, when judged texts are compared.
+"""What a cosine of 1 is worth beside the edits' log-ratios, in nats, when judged texts are
+compared.
 
-By the cosine alone, edits are kept that the encoder likes and the model does not (measured in docs/inversion.md).
+By the cosine alone, edits are kept that the encoder likes and the model does not (measured in
+docs/inversion.md).
 """
 
 
@@ -50,11 +55,13 @@ def correct(
 ) -> FoundTexts:
     """Write texts and correct them; references are never read.
 
-    The score of a text never falls: its cosine with its latent, plus the log-ratios of its edits over NATS_A_COSINE.
+    The score of a text never falls: its cosine with its latent, plus the log-ratios of its edits
+    over NATS_A_COSINE.
 
     Args:
         latents: [N, D] (or [N, M, D]) in the encoder's space.
-        judge: used for this call alone, so that its counts are those of this search; embeds the texts.
+        judge: used for this call alone, so that its counts are those of this search; embeds the
+            texts.
         rounds: of CORRECTIONS judged edits of each latent; 0: the nearest of STARTS first texts.
         seed, progress, options: of `local_search`.
 
@@ -64,12 +71,21 @@ def correct(
     """
     check_corrector(pretrained)
     settings = LocalSearchSettings(
-        STARTS + rounds * CORRECTIONS, STARTS, calls_a_round=CORRECTIONS, cosine_a_nat=1 / NATS_A_COSINE
+        STARTS + rounds * CORRECTIONS,
+        STARTS,
+        calls_a_round=CORRECTIONS,
+        cosine_a_nat=1 / NATS_A_COSINE,
     )
     return local_search(
-        pretrained, latents, judge, settings=settings, editor_class=CorrectingEditor, seed=seed, progress=progress,
+        pretrained,
+        latents,
+        judge,
+        settings=settings,
+        editor_class=CorrectingEditor,
+        seed=seed,
+        progress=progress,
         **options,
-    )  # fmt: skip
+    )
 
 
 def check_corrector(pretrained: Pretrained) -> None:
@@ -87,16 +103,19 @@ def check_corrector(pretrained: Pretrained) -> None:
 class CorrectingEditor(Editor):
     """Proposes edits by what the model makes of a text and of its embedding.
 
-    A wholly masked row beside the text says of all its places what should stand there, and one with a hole for each gap
-    what is missing. But such a row reads the words around a place as a guess alone. So the model is also asked without
-    the hypothesis, with one [MASK] among the words as they stand, and the mean of both log-probabilities counts. By the
-    first alone texts come as near in words that fit less (docs/inversion.md).
+    A wholly masked row beside the text says of all its places what should stand there, and one
+    with a hole for each gap what is missing. But such a row reads the words around a place as a
+    guess alone. So the model is also asked without the hypothesis, with one [MASK] among the words
+    as they stand, and the mean of both log-probabilities counts. By the first alone texts come as
+    near in words that fit less (docs/inversion.md).
     """
 
     # More bring hardly nearer texts, and every one costs a pass of t2l (docs/sampling.md).
     most: ClassVar[dict[int, int]] = {SUBSTITUTE: 20, INSERT: 8, DELETE: 4}
 
-    def __init__(self, pretrained: Pretrained, latents: Tensor, cost: SamplingCost, batch_tokens: int = 4096):
+    def __init__(
+        self, pretrained: Pretrained, latents: Tensor, cost: SamplingCost, batch_tokens: int = 4096
+    ):
         super().__init__(pretrained, latents, cost, batch_tokens)
         self._points = pretrained.model.scale_latents(latents.to(device_of(pretrained.model)))
 
@@ -104,8 +123,15 @@ class CorrectingEditor(Editor):
         self, texts: Sequence[Text], owners: Sequence[int], embedded: np.ndarray | None
     ) -> Iterator[tuple[Question, Answer]]:
         assert embedded is not None, "the embeddings of the texts"
-        feedback, hole = self._encode_feedback(owners, embedded), self._pretrained.model.config.pad_token_id
-        whole = [Question(i, SUBSTITUTE, text, range(len(text)), text) for i, text in enumerate(texts) if text]
+        feedback, hole = (
+            self._encode_feedback(owners, embedded),
+            self._pretrained.model.config.pad_token_id,
+        )
+        whole = [
+            Question(i, SUBSTITUTE, text, range(len(text)), text)
+            for i, text in enumerate(texts)
+            if text
+        ]
         corrected: dict[int, Tensor] = {}
         for own, log_probs in self._log_probs(whole, feedback, self._logits_beside):
             parts = log_probs.split([len(one.places) for one in own])
@@ -113,20 +139,28 @@ class CorrectingEditor(Editor):
         for own, log_probs in self._log_probs(self._substitutions(texts), self._encode(owners)):
             beside = torch.stack([corrected[one.source][one.places[0]] for one in own])
             yield from self._likeliest(own, (log_probs + beside) / 2)
-        for own, log_probs in self._log_probs(self._gaps(texts, hole), feedback, self._logits_beside):
+        for own, log_probs in self._log_probs(
+            self._gaps(texts, hole), feedback, self._logits_beside
+        ):
             yield from self._likeliest(own, log_probs)
 
     def _encode_feedback(self, owners: Sequence[int], embedded: np.ndarray) -> EncodedLatent:
         """The latents of the texts, and how far the texts' embeddings are off."""
         model, task = self._pretrained.model, self._pretrained.task
         points = self._points[torch.tensor(owners, device=self._points.device)]
-        own = model.scale_latents(torch.from_numpy(embedded).to(points.device)).reshape(points.shape)
+        own = model.scale_latents(torch.from_numpy(embedded).to(points.device)).reshape(
+            points.shape
+        )
         given = torch.ones(len(points), dtype=torch.bool, device=points.device)
         self._cost.add_rows(0, 0.0, len(points) * task.encoding_flops(model.config))
         return model.encode_latents(points, hypotheses=Hypotheses(given[:, None], own, given))
 
-    def _logits_beside(self, ids: Tensor, real: Tensor, places: Tensor, encoded: EncodedLatent) -> Tensor:
-        """Logits [P, V] at places [P] of B * S, of rows [B, S] that are wholly masked beside their texts."""
+    def _logits_beside(
+        self, ids: Tensor, real: Tensor, places: Tensor, encoded: EncodedLatent
+    ) -> Tensor:
+        """Logits [P, V] at places [P] of B * S, of rows [B, S] that are wholly masked beside their
+        texts.
+        """
         config = self._pretrained.model.config
         masked = torch.where(real, config.mask_token_id, config.pad_token_id)
         given = torch.ones(len(ids), dtype=torch.bool, device=ids.device)

@@ -35,7 +35,8 @@ class Judge(ABC):
 
     Attributes:
         name: of JUDGES, as reports name it.
-        num_calls: texts that were embedded; a text that occurs twice in one call of `embed` is embedded once.
+        num_calls: texts that were embedded; a text that occurs twice in one call of `embed` is
+            embedded once.
         num_tokens: tokens in them, special tokens counted.
         flops: forward FLOPs of that.
     """
@@ -48,14 +49,18 @@ class Judge(ABC):
 
     def strings(self, texts: Sequence[Ids]) -> list[str]:
         """The texts as strings: two with the same string are the same text."""
-        return [text.strip() for text in self._pretrained.tokenizer.batch_decode(texts, skip_special_tokens=True)]
+        return [
+            text.strip()
+            for text in self._pretrained.tokenizer.batch_decode(texts, skip_special_tokens=True)
+        ]
 
     def embed(self, texts: Sequence[Ids]) -> np.ndarray:
         """Embed texts of ids without EOS.
 
         Returns:
-            [N, D] (or [N, M, D]) fp32, in the encoder's space. A text without characters (or with fewer than the model
-            has latents per text) is a zero vector, without a call: `cosines` puts it last.
+            [N, D] (or [N, M, D]) fp32, in the encoder's space. A text without characters (or with
+            fewer than the model has latents per text) is a zero vector, without a call: `cosines`
+            puts it last.
 
         Raises:
             MmldlmError: an embedding with NaN or infinite values.
@@ -65,7 +70,11 @@ class Judge(ABC):
         first: dict[str, int] = {}
         rows = []
         for row, text in enumerate(self.strings(texts)):
-            if first.setdefault(text, row) == row and text and split_into_parts(text, max(shape[:-1], default=1)):
+            if (
+                first.setdefault(text, row) == row
+                and text
+                and split_into_parts(text, max(shape[:-1], default=1))
+            ):
                 rows.append(row)
         if rows:
             found = self._embed([texts[row] for row in rows])
@@ -73,7 +82,10 @@ class Judge(ABC):
             bad = np.flatnonzero(~np.isfinite(found.reshape(len(rows), -1)).all(-1))
             if len(bad):
                 text = self.strings([texts[rows[bad[0]]]])[0]
-                raise MmldlmError(f"the judge ({self.name}) returned NaN or infinite values for the text {text[:80]!r}")
+                raise MmldlmError(
+                    f"the judge ({self.name}) returned NaN or infinite values for the text"
+                    f" {text[:80]!r}"
+                )
             result[rows] = found
         return result[[first[text] for text in self.strings(texts)]]
 
@@ -86,7 +98,8 @@ class EncoderJudge(Judge):
     """The encoder of the model's training latents itself.
 
     Raises:
-        UserError: it is not known or not available, or its latents have another dimension than the model's.
+        UserError: it is not known or not available, or its latents have another dimension than the
+            model's.
     """
 
     name = "encoder"
@@ -95,9 +108,13 @@ class EncoderJudge(Judge):
         super().__init__(pretrained)
         expected = "the encoder of the model's latents, which judges the texts of --search"
         try:
-            self._encoder = Encoder.from_identity(encoder_identity(pretrained), device=str(device_of(pretrained.model)))
+            self._encoder = Encoder.from_identity(
+                encoder_identity(pretrained), device=str(device_of(pretrained.model))
+            )
         except (UserError, ImportError, OSError) as error:
-            fix = "install that encoder, or add --judge t2l, the model's own estimate of embeddings"
+            fix = (
+                "install that encoder, or add --judge t2l, the model's own estimate of embeddings"
+            )
             raise UserError(expected, reason_without_encoder(error), fix) from error
         dims, own = pretrained.model.config.latent_dim, self._encoder.latent_dim
         if dims != own:
@@ -118,7 +135,8 @@ class EncoderJudge(Judge):
 
 
 class T2lJudge(Judge):
-    """The model's own estimate of a text's embedding, where the encoder is missing: worse, and without other weights.
+    """The model's own estimate of a text's embedding, where the encoder is missing: worse, and
+    without other weights.
 
     Raises:
         UserError: the model estimates no embeddings from texts.
@@ -139,7 +157,9 @@ class T2lJudge(Judge):
         pretrained, lengths = self._pretrained, [len(text) + 1 for text in texts]
         config, steps = pretrained.model.config, steps_given_text(pretrained.latent_diffusion)
         self.num_tokens += sum(lengths)
-        self.flops += steps * sum(pretrained.task.pass_flops(config, length, 0) for length in lengths)
+        self.flops += steps * sum(
+            pretrained.task.pass_flops(config, length, 0) for length in lengths
+        )
         return estimate_embeddings(pretrained, texts)
 
 
@@ -148,8 +168,11 @@ def estimates_embeddings(pretrained: Pretrained) -> bool:
     return "t2l" in pretrained.task.samplers and pretrained.supports("t2l")
 
 
-def estimate_embeddings(pretrained: Pretrained, texts: Sequence[Ids], batch_tokens: int = 4096) -> np.ndarray:
-    """The model's estimates [N, D] (or [N, M, D]) fp32 of the embeddings of texts, a function of each text alone.
+def estimate_embeddings(
+    pretrained: Pretrained, texts: Sequence[Ids], batch_tokens: int = 4096
+) -> np.ndarray:
+    """The model's estimates [N, D] (or [N, M, D]) fp32 of the embeddings of texts, a function of
+    each text alone.
 
     Raises:
         MmldlmError: NaN or infinite estimates.

@@ -1,8 +1,9 @@
 """Local search: edit a text, embed it again, keep what comes nearer to its latent.
 
-The model proposes: one position after the other is masked, and its conditional probabilities give likely substitutions,
-insertions and deletions. Its own estimate of the embedding says what each would change. The few that are the most
-promising by both are shown to the judge, which alone decides. Where edits lead no further, the model writes new texts.
+The model proposes: one position after the other is masked, and its conditional probabilities give
+likely substitutions, insertions and deletions. Its own estimate of the embedding says what each
+would change. The few that are the most promising by both are shown to the judge, which alone
+decides. Where edits lead no further, the model writes new texts.
 """
 
 from __future__ import annotations
@@ -24,7 +25,8 @@ from mmldlm.sampling.text.length_rule import most_probable_lengths
 
 # Latents whose beams are in memory at once; no result depends on it.
 GROUP = 64
-# After PATIENCE rounds in which the best score of a latent rose by less than MIN_GAIN, new texts are written for it.
+# After PATIENCE rounds in which the best score of a latent rose by less than MIN_GAIN, new texts
+# are written for it.
 MIN_GAIN, PATIENCE = 1e-4, 2
 
 
@@ -35,12 +37,13 @@ class LocalSearchSettings:
     Attributes:
         judge_calls: most texts that the judge embeds for one latent.
         num_starts: texts that the search starts from (`best_of.candidate`).
-        beam: distinct texts that are kept after each round; the second and later ones are edited only where the first
-            did not get better in the last round.
-        calls_a_round: edited texts that are judged in a round. As many new texts are written whenever edits lead no
-            further, until the calls are used up or the model writes nothing new.
-        cosine_a_nat: what a nat of the edits' log-ratios adds to the cosine when judged texts are compared. 0: the
-            encoder alone decides.
+        beam: distinct texts that are kept after each round; the second and later ones are edited
+            only where the first did not get better in the last round.
+        calls_a_round: edited texts that are judged in a round. As many new texts are written
+            whenever edits lead no further, until the calls are used up or the model writes nothing
+            new.
+        cosine_a_nat: what a nat of the edits' log-ratios adds to the cosine when judged texts are
+            compared. 0: the encoder alone decides.
     """
 
     judge_calls: int = 64
@@ -133,10 +136,11 @@ def local_search(
     progress: Callable[[int, int], None] | None = None,
     **options: Any,
 ) -> FoundTexts:
-    """Search for the text of each latent whose embedding is nearest to it; references are never read.
+    """Search for the text of each latent whose embedding is nearest to it; references are never
+    read.
 
-    The score of a text never falls (by default its cosine with its latent), and no latent takes more than
-    `judge_calls` texts of the judge.
+    The score of a text never falls (by default its cosine with its latent), and no latent takes
+    more than `judge_calls` texts of the judge.
 
     Args:
         latents: [N, D] (or [N, M, D]) in the encoder's space.
@@ -168,10 +172,14 @@ def local_search(
         _take_writing_round(judge, writer, group, settings, settings.num_starts)
         while active := [beam for beam in group if beam.goes_on(settings.judge_calls)]:
             stuck = [beam for beam in active if beam.is_stuck]
-            _take_editing_round(judge, editor, [beam for beam in active if not beam.is_stuck], settings)
+            _take_editing_round(
+                judge, editor, [beam for beam in active if not beam.is_stuck], settings
+            )
             _take_writing_round(judge, writer, stuck, settings, settings.calls_a_round)
             if progress is not None:
-                progress(first + sum(not beam.goes_on(settings.judge_calls) for beam in group), count)
+                progress(
+                    first + sum(not beam.goes_on(settings.judge_calls) for beam in group), count
+                )
         beams += group
     cost.add_judge(judge)
     cost.depth = max((beam.depth for beam in beams), default=0)
@@ -185,7 +193,12 @@ class _Writer:
     """Writes whole texts of latents, numbered as `best_of` numbers its candidates."""
 
     def __init__(
-        self, pretrained: Pretrained, latents: Tensor, seed: int, options: dict[str, Any], cost: SamplingCost
+        self,
+        pretrained: Pretrained,
+        latents: Tensor,
+        seed: int,
+        options: dict[str, Any],
+        cost: SamplingCost,
     ) -> None:
         self._pretrained, self._latents = pretrained, latents
         self._seed, self._options, self._cost = seed, options, cost
@@ -195,7 +208,9 @@ class _Writer:
         """Return the k-th text of each beam, and count its passes."""
         rows = [beam.row for beam in beams]
         options = {**self._options, "indices": rows}
-        samples = write_candidate(self._pretrained, self._latents[rows], k, self._lengths[rows], self._seed, options)
+        samples = write_candidate(
+            self._pretrained, self._latents[rows], k, self._lengths[rows], self._seed, options
+        )
         self._cost.add_texts(self._pretrained.task, self._pretrained.model.config, samples)
         for beam, passes in zip(beams, samples.passes.tolist()):
             beam.writing_depth = max(beam.writing_depth, passes)
@@ -205,7 +220,9 @@ class _Writer:
 def _take_writing_round(
     judge: Judge, writer: _Writer, beams: list[_Beam], settings: LocalSearchSettings, number: int
 ) -> None:
-    """Write and judge new texts of each beam; one that is better is edited again, one without a new text ends."""
+    """Write and judge new texts of each beam; one that is better is edited again, one without a
+    new text ends.
+    """
     texts: list[dict[Text, float]] = [{} for _ in beams]
     for first in sorted({beam.written for beam in beams}):
         places = [i for i, beam in enumerate(beams) if beam.written == first]
@@ -223,12 +240,16 @@ def _take_writing_round(
             beam.stale, beam.edited_out = 0, False
 
 
-def _take_editing_round(judge: Judge, editor: Editor, beams: list[_Beam], settings: LocalSearchSettings) -> None:
+def _take_editing_round(
+    judge: Judge, editor: Editor, beams: list[_Beam], settings: LocalSearchSettings
+) -> None:
     """Edit the members of each beam, judge the most promising new texts, keep the best."""
     fresh = [(beam, member) for beam in beams for member in beam.edited() if member.edits is None]
     if fresh:
         embedded = np.stack([member.embedding for _, member in fresh])
-        proposed = editor.propose([member.text for _, member in fresh], [beam.owner for beam, _ in fresh], embedded)
+        proposed = editor.propose(
+            [member.text for _, member in fresh], [beam.owner for beam, _ in fresh], embedded
+        )
         for (_, member), edits in zip(fresh, proposed):
             member.edits = edits
     for beam in beams:
@@ -242,7 +263,9 @@ def _take_editing_round(judge: Judge, editor: Editor, beams: list[_Beam], settin
 
 
 def _promising(beam: _Beam) -> dict[Text, float]:
-    """New texts from all members of a beam, the most promising first, with the log-ratio of the best way to each."""
+    """New texts from all members of a beam, the most promising first, with the log-ratio of the
+    best way to each.
+    """
     found: dict[Text, tuple[float, float]] = {}
     for member in beam.edited():
         assert member.edits is not None
@@ -254,9 +277,14 @@ def _promising(beam: _Beam) -> dict[Text, float]:
 
 
 def _judge(
-    judge: Judge, beams: list[_Beam], texts: list[dict[Text, float]], settings: LocalSearchSettings, most: int
-) -> list[int]:  # fmt: skip
-    """Judge the first texts of each beam that it has not seen, keep the best, and return how many were judged.
+    judge: Judge,
+    beams: list[_Beam],
+    texts: list[dict[Text, float]],
+    settings: LocalSearchSettings,
+    most: int,
+) -> list[int]:
+    """Judge the first texts of each beam that it has not seen, keep the best, and return how many
+    were judged.
 
     Args:
         texts: with the log-ratio of each.

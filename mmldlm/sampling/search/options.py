@@ -24,8 +24,10 @@ SEARCHES = ("best_of", "local")
 ARGUMENTS: dict[str, dict[str, Any]] = {
     "search": {
         "choices": SEARCHES,
-        "help": "embed written texts again and keep the nearest to the embedding given: best_of several, or a local "
-        "search that edits them",
+        "help": (
+            "embed written texts again and keep the nearest to the embedding given: best_of"
+            " several, or a local search that edits them"
+        ),
     },
     "num_candidates": {
         "type": option_types.count,
@@ -35,8 +37,11 @@ ARGUMENTS: dict[str, dict[str, Any]] = {
     "correct": {
         "type": option_types.count,
         "metavar": "N",
-        "help": "write texts, embed them, and let the model edit the nearest from that, in about N rounds of 16 edits; "
-        "the best text by embedding and log-probabilities is kept (a model of model.corrector)",
+        "help": (
+            "write texts, embed them, and let the model edit the nearest from that, in about N"
+            " rounds of 16 edits; the best text by embedding and log-probabilities is kept (a"
+            " model of model.corrector)"
+        ),
     },
     "encoder_calls": {
         "type": option_types.count,
@@ -45,13 +50,16 @@ ARGUMENTS: dict[str, dict[str, Any]] = {
     },
     "judge": {
         "choices": tuple(JUDGES),
-        "help": "what embeds the texts of --search: the encoder of the training data (default), or t2l, the "
-        "model's own estimate, where the encoder is missing",
+        "help": (
+            "what embeds the texts of --search: the encoder of the training data (default), or"
+            " t2l, the model's own estimate, where the encoder is missing"
+        ),
     },
 }
 NUM_CANDIDATES = 16
 READERS = {"num_candidates": "best_of", "encoder_calls": "local"}
-# Of `write_texts`: a search chooses samplers, lengths and temperatures itself, and reads the embedding as it is.
+# Of `write_texts`: a search chooses samplers, lengths and temperatures itself, and reads the
+# embedding as it is.
 OWN_CHOICES = ("sampler", "temperature", "num_beams", "num_lengths", "condition_timestep")
 
 
@@ -78,17 +86,23 @@ class SearchOptions:
         if self.correct is not None and self.search is not None:
             raise UserError("--correct or --search", "both", "omit one of them")
         if self.correct is not None and self.correct < 1:
-            raise UserError("--correct of at least 1", str(self.correct), "choose a larger number, or omit it")
+            raise UserError(
+                "--correct of at least 1", str(self.correct), "choose a larger number, or omit it"
+            )
         for key, reader in (*READERS.items(), ("judge", None)):
             value = getattr(self, key)
             if value is None:
                 continue
             if self.way is None or reader not in (None, self.way):
                 expected = f"{_option(key)} with --search {reader or ' or '.join(SEARCHES)}"
-                found = f"{_option(key)} {value} " + (f"with --search {self.search}" if self.search else "alone")
+                found = f"{_option(key)} {value} " + (
+                    f"with --search {self.search}" if self.search else "alone"
+                )
                 raise UserError(expected, found, f"omit it, or add --search {reader or 'local'}")
             if reader is not None and value < 1:
-                raise UserError(f"{_option(key)} of at least 1", str(value), "choose a larger number")
+                raise UserError(
+                    f"{_option(key)} of at least 1", str(value), "choose a larger number"
+                )
 
     @classmethod
     def of(cls, values: Any) -> SearchOptions:
@@ -110,19 +124,37 @@ class SearchOptions:
         own = [_option(key) for key in OWN_CHOICES if key in given]
         if own:
             found = f"{', '.join(own)} with {name}, which chooses its samplers itself"
-            raise UserError(f"{name} without options that it does not read", found, f"omit them, or omit {name}")
+            raise UserError(
+                f"{name} without options that it does not read",
+                found,
+                f"omit them, or omit {name}",
+            )
         if self.correct is not None:
             if not task.fills_lengths:
                 found = f"task={task.name}"
                 raise UserError(
-                    "a checkpoint of task=translation for --correct", found, "omit it, or use --search best_of"
+                    "a checkpoint of task=translation for --correct",
+                    found,
+                    "omit it, or use --search best_of",
                 )
             return
-        draws = "ancestral" in task.samplers.get("l2t", ()) and "temperature" in task.sampling_options
+        draws = (
+            "ancestral" in task.samplers.get("l2t", ()) and "temperature" in task.sampling_options
+        )
         if not draws or self.search == "local" and not task.fills_lengths:
-            known = " or ".join(name for name, has in zip(SEARCHES, (draws, task.fills_lengths)) if has)
-            expected = f"--search {known} for task={task.name}" if known else f"no --search for task={task.name}"
-            raise UserError(expected, f"--search {self.search}", "choose one that the task has, or omit --search")
+            known = " or ".join(
+                name for name, has in zip(SEARCHES, (draws, task.fills_lengths)) if has
+            )
+            expected = (
+                f"--search {known} for task={task.name}"
+                if known
+                else f"no --search for task={task.name}"
+            )
+            raise UserError(
+                expected,
+                f"--search {self.search}",
+                "choose one that the task has, or omit --search",
+            )
 
     def describe(self) -> str:
         """The search in a few words."""
@@ -131,7 +163,10 @@ class SearchOptions:
             return f"{self.correct} rounds of correction by the embeddings of {judge}"
         if self.search == "best_of":
             return f"best of {self.num_candidates or NUM_CANDIDATES} by {judge}"
-        return f"local search, at most {self.encoder_calls or LocalSearchSettings.judge_calls} calls of {judge}"
+        return (
+            f"local search, at most {self.encoder_calls or LocalSearchSettings.judge_calls} calls"
+            f" of {judge}"
+        )
 
     def open_judge(self, pretrained: Pretrained) -> Judge:
         """Return a judge with empty counts.
@@ -144,9 +179,15 @@ class SearchOptions:
         return JUDGES[self.judge or "encoder"](pretrained)
 
     def run(
-        self, pretrained: Pretrained, latents: Tensor, judge: Judge, *, seed: int,
-        progress: Callable[[int, int], None] | None = None, **options: Any,
-    ) -> FoundTexts:  # fmt: skip
+        self,
+        pretrained: Pretrained,
+        latents: Tensor,
+        judge: Judge,
+        *,
+        seed: int,
+        progress: Callable[[int, int], None] | None = None,
+        **options: Any,
+    ) -> FoundTexts:
         """Search the text of each latent [N, D] (or [N, M, D]).
 
         Args:
@@ -154,12 +195,30 @@ class SearchOptions:
             options: of `TextTask.write_texts`, without OWN_CHOICES.
         """
         if self.correct is not None:
-            return correct(pretrained, latents, judge, rounds=self.correct, seed=seed, progress=progress, **options)
+            return correct(
+                pretrained,
+                latents,
+                judge,
+                rounds=self.correct,
+                seed=seed,
+                progress=progress,
+                **options,
+            )
         if self.search == "best_of":
             count = self.num_candidates or NUM_CANDIDATES
-            return best_of(pretrained, latents, judge, num_candidates=count, seed=seed, progress=progress, **options)
+            return best_of(
+                pretrained,
+                latents,
+                judge,
+                num_candidates=count,
+                seed=seed,
+                progress=progress,
+                **options,
+            )
         settings = LocalSearchSettings(self.encoder_calls or LocalSearchSettings.judge_calls)
-        return local_search(pretrained, latents, judge, settings=settings, seed=seed, progress=progress, **options)
+        return local_search(
+            pretrained, latents, judge, settings=settings, seed=seed, progress=progress, **options
+        )
 
 
 def _option(key: str) -> str:

@@ -1,4 +1,6 @@
-"""Rounds of correction by the model's own critic: mask what it doubts, write it again, keep what it likes better."""
+"""Rounds of correction by the model's own critic: mask what it doubts, write it again, keep what
+it likes better.
+"""
 
 from __future__ import annotations
 
@@ -23,9 +25,13 @@ _OF_DRAFTS = ("seed", "num_lengths", "progress", "recorder", "with_log_probabili
 
 
 def write_corrected(
-    write: Callable[..., TextSamples], pretrained: Pretrained, latents: Tensor | None, rounds: int,
-    share: float | None = None, **options: Any,
-) -> TextSamples:  # fmt: skip
+    write: Callable[..., TextSamples],
+    pretrained: Pretrained,
+    latents: Tensor | None,
+    rounds: int,
+    share: float | None = None,
+    **options: Any,
+) -> TextSamples:
     """Write texts and correct them.
 
     Args:
@@ -37,10 +43,16 @@ def write_corrected(
     check_quality_head(pretrained.model)
     assert latents is not None, "the critic needs latents"
     samples = write(pretrained, latents, **options)
-    again = partial(write, pretrained, **{key: value for key, value in options.items() if key not in _OF_DRAFTS})
+    again = partial(
+        write,
+        pretrained,
+        **{key: value for key, value in options.items() if key not in _OF_DRAFTS},
+    )
     share, seed = 0.1 if share is None else share, options.get("seed") or 0
     tokens = {"batch_tokens": options["batch_tokens"]} if options.get("batch_tokens") else {}
-    return correct_texts(pretrained.model, latents, samples, again, rounds=rounds, share=share, seed=seed, **tokens)
+    return correct_texts(
+        pretrained.model, latents, samples, again, rounds=rounds, share=share, seed=seed, **tokens
+    )
 
 
 def check_quality_head(model: nn.Module) -> None:
@@ -49,7 +61,8 @@ def check_quality_head(model: nn.Module) -> None:
         raise UserError(
             "a model with a quality head",
             "one of model.quality_head=false",
-            "omit --critic-rounds, or train one: model.quality_head=true training.init_from=CHECKPOINT",
+            "omit --critic-rounds, or train one: model.quality_head=true"
+            " training.init_from=CHECKPOINT",
         )
 
 
@@ -67,22 +80,24 @@ def correct_texts(
 ) -> TextSamples:
     """Correct finished texts (after PRISM, arXiv 2510.01384).
 
-    In round r of R the ceil(share (1 - r / R) n) words of a text that the quality head doubts most are masked and
-    written again. The new text replaces the old one if its mean quality is higher. Otherwise these words are left
-    alone until another change is kept.
+    In round r of R the ceil(share (1 - r / R) n) words of a text that the quality head doubts most
+    are masked and written again. The new text replaces the old one if its mean quality is higher.
+    Otherwise these words are left alone until another change is kept.
 
     Args:
         model: a MultimodalMMDiT with model.quality_head.
         latents: [N, D] (or [N, M, D]) in the encoder's space; the critic reads them without noise.
         samples: of these latents.
-        write: (latents, lengths, indices, drafts, seed) -> texts whose masked words are written again.
+        write: (latents, lengths, indices, drafts, seed) -> texts whose masked words are written
+            again.
         rounds: R.
         share: largest share of the words of a text that a round masks; 0 changes nothing.
         seed: the draws of a round depend on it, the round and the index of the text.
         batch_tokens: maximum padded positions per pass.
 
     Returns:
-        Texts of the same lengths, with the passes of all rounds: at most 1 + R (n + 1) more for a text of n words.
+        Texts of the same lengths, with the passes of all rounds: at most 1 + R (n + 1) more for a
+        text of n words.
 
     Raises:
         UserError: the model has no quality head.
@@ -107,19 +122,29 @@ def correct_texts(
             drafts=_drafts(model, [texts[row] for row in rows], [doubted[row] for row in rows]),
             seed=seed + _ROUND_SEEDS * (number + 1),
         )  # fmt: skip
-        num_rows, passes[index] = num_rows + found.num_rows + len(rows), passes[index] + found.passes + 1
+        num_rows, passes[index] = (
+            num_rows + found.num_rows + len(rows),
+            passes[index] + found.passes + 1,
+        )
         num_scored += found.num_scored
         new_qualities = text_qualities(model, latents[index], found.tokens, batch_tokens)
         for row, text, quality in zip(rows, found.tokens, new_qualities):
             left_alone[row][doubted[row]] = True
             if float(quality.mean()) > float(qualities[row].mean()):
-                texts[row], qualities[row], left_alone[row] = text, quality, torch.zeros_like(left_alone[row])
+                texts[row], qualities[row], left_alone[row] = (
+                    text,
+                    quality,
+                    torch.zeros_like(left_alone[row]),
+                )
     return TextSamples(texts, samples.lengths, num_rows, passes, num_scored=num_scored)
 
 
 @torch.inference_mode()
-def text_qualities(model: nn.Module, latents: Tensor, texts: list[list[int]], batch_tokens: int = 1536) -> list[Tensor]:
-    """Return the probability of each word to be right, as the quality head sees it: [n] fp64 of each text.
+def text_qualities(
+    model: nn.Module, latents: Tensor, texts: list[list[int]], batch_tokens: int = 1536
+) -> list[Tensor]:
+    """Return the probability of each word to be right, as the quality head sees it: [n] fp64 of
+    each text.
 
     Args:
         latents: [N, D] (or [N, M, D]) in the encoder's space.
@@ -134,13 +159,17 @@ def text_qualities(model: nn.Module, latents: Tensor, texts: list[list[int]], ba
         own, width = lengths[index], int(lengths[index].max())
         tokens = torch.full((len(index), width), config.pad_token_id)
         for row, sample in enumerate(index.tolist()):
-            tokens[row, : len(texts[sample]) + 1] = torch.tensor([*texts[sample], config.eos_token_id])
+            tokens[row, : len(texts[sample]) + 1] = torch.tensor(
+                [*texts[sample], config.eos_token_id]
+            )
         real = torch.arange(width) < own[:, None]
         words = (torch.arange(width) < own[:, None] - 1).flatten().nonzero()[:, 0]
         if len(words) == 0:
             continue
         given = model.scale_latents(latents[index].to(device))
-        logits = model.quality_logits(tokens.to(device), given, None, real.to(device), words.to(device))
+        logits = model.quality_logits(
+            tokens.to(device), given, None, real.to(device), words.to(device)
+        )
         qualities = logits.double().sigmoid().cpu().split((own - 1).tolist())
         for sample, quality in zip(index.tolist(), qualities):
             found[sample] = quality
@@ -148,7 +177,9 @@ def text_qualities(model: nn.Module, latents: Tensor, texts: list[list[int]], ba
 
 
 def _most_doubted(qualities: list[Tensor], left_alone: list[Tensor], share: float) -> list[Tensor]:
-    """Return the places of the ceil(share n) words of lowest quality of each text that are not left alone; [k]."""
+    """Return the places of the ceil(share n) words of lowest quality of each text that are not
+    left alone; [k].
+    """
     doubted = []
     for quality, skipped in zip(qualities, left_alone):
         order = quality.masked_fill(skipped, math.inf).argsort(stable=True)

@@ -1,4 +1,6 @@
-"""The model as a text sampler calls it: latents encoded once, texts without a wanted position left out."""
+"""The model as a text sampler calls it: latents encoded once, texts without a wanted position left
+out.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,8 @@ class Denoiser:
     Args:
         model: with the forward contract of MultimodalMMDiT.
         latents: [B, D] (or [B, M, D]) in the encoder's space; None: the null condition.
-        times: [B] timesteps of latents that are noised already and in model space; None: clean ones.
+        times: [B] timesteps of latents that are noised already and in model space; None: clean
+            ones.
 
     Attributes:
         num_rows: texts computed so far, summed over the passes.
@@ -44,7 +47,9 @@ class Denoiser:
         """Whether there is a condition."""
         return self.encoded is not None
 
-    def __call__(self, state: DecodingState, timesteps: Tensor, positions: Tensor, *, null: bool = False) -> Tensor:
+    def __call__(
+        self, state: DecodingState, timesteps: Tensor, positions: Tensor, *, null: bool = False
+    ) -> Tensor:
         """Return logits [M, V] at positions [M] of B * S.
 
         Args:
@@ -72,9 +77,16 @@ class Denoiser:
 
 
 def noised_latents(
-    model: nn.Module, latents: Tensor, indices: Sequence[int], timestep: float, diffusion: LatentProcess, seed: int
+    model: nn.Module,
+    latents: Tensor,
+    indices: Sequence[int],
+    timestep: float,
+    diffusion: LatentProcess,
+    seed: int,
 ) -> tuple[Tensor, Tensor]:
-    """Return latents in model space, noised to one timestep, and that timestep [B]; the noise belongs to the index."""
+    """Return latents in model space, noised to one timestep, and that timestep [B]; the noise
+    belongs to the index.
+    """
     given = model.scale_latents(latents.to(device_of(model)))
     times = torch.full((len(given),), timestep, device=given.device)
     noise = normals(seed, Stream.CONDITION, indices, tuple(given.shape[1:])).to(given.device)

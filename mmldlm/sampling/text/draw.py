@@ -10,8 +10,9 @@ from torch import Tensor
 
 from mmldlm.errors import MmldlmError
 
-# Default of the commands for greedy decoding: the best of 0, 0.5, 1 and 2 on 300 validation sentences by sentence BLEU,
-# exact match and multiset word F1 (47.3, 48.1, 48.7, 48.6 +- 1.0), confirmed on 700 others (docs/evaluation.md).
+# Default of the commands for greedy decoding: the best of 0, 0.5, 1 and 2 on 300 validation
+# sentences by sentence BLEU, exact match and multiset word F1 (47.3, 48.1, 48.7, 48.6 +- 1.0),
+# confirmed on 700 others (docs/evaluation.md).
 PRESENCE_PENALTY = 1.0
 # Rows of fp64 probabilities in memory at once: 256 x 30,522 tokens are 62 MB.
 _MAX_ROWS = 256
@@ -24,7 +25,8 @@ class DrawSettings:
     Attributes:
         temperature: 0 takes the most probable token; None is the strategy's default.
         top_p: draw among the most probable tokens that together reach this probability.
-        presence_penalty: nats subtracted from the logit of every token that the text already contains.
+        presence_penalty: nats subtracted from the logit of every token that the text already
+            contains.
     """
 
     temperature: float | None = None
@@ -64,8 +66,11 @@ def draw_tokens(logits: Tensor, uniform: Tensor, temperature: float, top_p: floa
         cumulative = probability.cumsum(-1)
         total = cumulative[:, -1]
         check_finite(total)
-        # A point rounded up to the total would select an index after the last token with any probability.
-        point = torch.minimum(uniform[rows] * total, torch.nextafter(total, torch.zeros_like(total)))
+        # A point rounded up to the total would select an index after the last token with any
+        # probability.
+        point = torch.minimum(
+            uniform[rows] * total, torch.nextafter(total, torch.zeros_like(total))
+        )
         parts.append(torch.searchsorted(cumulative, point[:, None], right=True)[:, 0])
     return torch.cat(parts) if parts else torch.empty(0, dtype=torch.int64, device=logits.device)
 
@@ -76,7 +81,9 @@ def top_log_probability(logits: Tensor) -> Tensor:
 
 
 def top_margin(logits: Tensor) -> Tensor:
-    """Return the largest probability less the second largest: [M, V] -> [M]; NaN logits raise a MmldlmError."""
+    """Return the largest probability less the second largest: [M, V] -> [M]; NaN logits raise a
+    MmldlmError.
+    """
 
     def margin(values: Tensor) -> Tensor:
         first, second = values.topk(2, dim=-1).values.exp().unbind(-1)
@@ -89,14 +96,17 @@ def entropy(logits: Tensor) -> Tensor:
     """Return the entropy in nats: [M, V] -> [M]; NaN logits raise a MmldlmError."""
 
     def of(values: Tensor) -> Tensor:
-        return -(values.exp() * values.clamp_min(torch.finfo(values.dtype).min)).sum(-1)  # 0 where p = 0
+        return -(values.exp() * values.clamp_min(torch.finfo(values.dtype).min)).sum(
+            -1
+        )  # 0 where p = 0
 
     return _of_log_probabilities(logits, of).clamp_min(0.0)
 
 
 def _of_log_probabilities(logits: Tensor, function: Callable[[Tensor], Tensor]) -> Tensor:
     """Return the function's [M] of the log-probabilities; NaN must not be ranked as a number."""
-    # A few rows at a time stay in the CPU's cache: measured 40 ms instead of 107 for 800 rows of 30,522.
+    # A few rows at a time stay in the CPU's cache: measured 40 ms instead of 107 for 800 rows of
+    # 30,522.
     rows = 16 if logits.device.type == "cpu" else max(len(logits), 1)
     values = torch.cat([function(part.log_softmax(-1)) for part in logits.split(rows)])
     check_finite(values)
@@ -107,5 +117,6 @@ def check_finite(values: Tensor) -> None:
     """Raise MmldlmError if a value is not finite."""
     if not bool(torch.isfinite(values).all()):
         raise MmldlmError(
-            "the model returned NaN or infinite logits: its weights are corrupt or its input out of range"
+            "the model returned NaN or infinite logits: its weights are corrupt or its input out"
+            " of range"
         )

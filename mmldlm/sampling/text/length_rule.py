@@ -1,4 +1,6 @@
-"""Choose the length of a text from the model's own p(length | latent); sampling never uses the true length."""
+"""Choose the length of a text from the model's own p(length | latent); sampling never uses the
+true length.
+"""
 
 from __future__ import annotations
 
@@ -16,8 +18,8 @@ RULES = ("median", "mode", "sample")
 def choose_lengths(logits: Tensor, rule: str = "median", uniform: Tensor | None = None) -> Tensor:
     """Choose lengths from the length head's logits.
 
-    The median minimizes the expected absolute error and is the default with a latent. Without a latent the distribution
-    is broad, and only drawing from it gives texts of different lengths.
+    The median minimizes the expected absolute error and is the default with a latent. Without a
+    latent the distribution is broad, and only drawing from it gives texts of different lengths.
 
     Args:
         logits: [B, L] for lengths 1 .. L, EOS counted.
@@ -51,7 +53,8 @@ def predict_lengths(
     Args:
         latents: [count, D] (or [count, M, D]) in the encoder's space, or None.
         count: needed without latents.
-        rule: None takes the median of p(length | latent), or a draw from p(length) without a latent.
+        rule: None takes the median of p(length | latent), or a draw from p(length) without a
+            latent.
 
     Returns:
         [count] int64 lengths, EOS counted.
@@ -64,10 +67,14 @@ def predict_lengths(
     uniform = uniforms(seed, Stream.LENGTH, range(count), (1,))[:, 0].to(device)
     if latents is None:
         start = torch.full((1, 1), model.config.mask_token_id, dtype=torch.int64, device=device)
-        logits = model(start, None, text_positions=start.new_empty(0))["length_logits"].expand(count, -1)
+        logits = model(start, None, text_positions=start.new_empty(0))["length_logits"].expand(
+            count, -1
+        )
         return choose_lengths(logits, rule, uniform).cpu()
     parts = []
-    for logits, part_uniform in zip(_length_logits(model, latents, batch_size), uniform.split(batch_size)):
+    for logits, part_uniform in zip(
+        _length_logits(model, latents, batch_size), uniform.split(batch_size)
+    ):
         parts.append(choose_lengths(logits, rule, part_uniform))
     return torch.cat(parts).cpu()
 

@@ -24,7 +24,15 @@ from mmldlm.utils.counter_rng import Stream, uniforms
 if TYPE_CHECKING:
     from mmldlm.sampling.pretrained import Pretrained
 
-__all__ = ["Recorder", "TextPass", "TextSamples", "sample_masked", "sample_text", "start_decoding", "take_pass"]
+__all__ = [
+    "Recorder",
+    "TextPass",
+    "TextSamples",
+    "sample_masked",
+    "sample_text",
+    "start_decoding",
+    "take_pass",
+]
 
 
 def start_decoding(
@@ -67,7 +75,9 @@ def start_decoding(
         diffusion=diffusion,
         uniform=uniforms(seed, Stream.TEXT, indices, (2, config.max_seq_len)),
         draw=draw,
-        redraw=lambda step: uniforms(seed, Stream.REMASKING, indices, (3, config.max_seq_len), step),
+        redraw=lambda step: uniforms(
+            seed, Stream.REMASKING, indices, (3, config.max_seq_len), step
+        ),
         options=options,
         shared_schedule=shared_schedule,
     )
@@ -108,19 +118,24 @@ def sample_text(
         steps: the sampler's option num_steps; None: its default.
         lengths: [N] with EOS; None predicts them with the model's length head.
         length_rule: see `predict_lengths`.
-        drafts: [N, >= longest] int64 tokens that stand, [MASK] where one is to be written; only with lengths.
+        drafts: [N, >= longest] int64 tokens that stand, [MASK] where one is to be written; only
+            with lengths.
         sampler: a name of STRATEGIES.
         sampler_options: what the sampler reads (`TextStrategy.defaults`).
         temperature, top_p: of the draws; None: the sampler's default.
-        guidance: classifier-free guidance, null + g (given - null). Positions are chosen without it.
-        presence_penalty: nats subtracted from the logit of every token that the text already contains.
+        guidance: classifier-free guidance, null + g (given - null). Positions are chosen without
+            it.
+        presence_penalty: nats subtracted from the logit of every token that the text already
+            contains.
         latent_diffusion: noise process of the latents, needed for condition_timestep above 0.
-        condition_timestep: noise the latents to this timestep and say so to the model: for latents that no encoder
-            made (conditioning augmentation, arXiv 2106.15282). The length is predicted without.
+        condition_timestep: noise the latents to this timestep and say so to the model: for latents
+            that no encoder made (conditioning augmentation, arXiv 2106.15282). The length is
+            predicted without.
         seed: the draws of a sample depend on the seed and its index only.
         indices: of the N samples; None: 0 .. N - 1.
         batch_tokens: maximum padded positions per pass.
-        progress: called after every pass with the number of tokens written and in total. recorder: likewise.
+        progress: called after every pass with the number of tokens written and in total. recorder:
+            likewise.
         with_log_probabilities: also return those of the tokens.
 
     Returns:
@@ -135,16 +150,30 @@ def sample_text(
         lengths = predict_lengths(model, latents, num_samples, length_rule, seed)
     options = {**(sampler_options or {}), **({} if steps is None else {"num_steps": steps})}
     samples = _empty(lengths, with_log_probabilities)
-    draw, report = DrawSettings(temperature, top_p, presence_penalty), _Report(progress, int((lengths - 1).sum()))
+    draw, report = (
+        DrawSettings(temperature, top_p, presence_penalty),
+        _Report(progress, int((lengths - 1).sum())),
+    )
     for batch in token_budget_batches(lengths.tolist(), batch_tokens):
         index = torch.from_numpy(batch.copy())
         own = [row if indices is None else int(indices[row]) for row in batch.tolist()]
         strategy = start_decoding(
-            sampler, model, lengths[index], own, diffusion=diffusion, draw=draw, seed=seed, options=options,
+            sampler,
+            model,
+            lengths[index],
+            own,
+            diffusion=diffusion,
+            draw=draw,
+            seed=seed,
+            options=options,
             drafts=None if drafts is None else drafts[index],
-        )  # fmt: skip
-        denoiser = _denoiser(model, latents, index, own, condition_timestep, latent_diffusion, seed)
-        observer = Observer(strategy.state, own, recorder) if recorder or with_log_probabilities else None
+        )
+        denoiser = _denoiser(
+            model, latents, index, own, condition_timestep, latent_diffusion, seed
+        )
+        observer = (
+            Observer(strategy.state, own, recorder) if recorder or with_log_probabilities else None
+        )
         _write_batch(denoiser, strategy, guidance, observer, report)
         _collect(samples, index, strategy, denoiser, observer)
     return samples
@@ -174,7 +203,11 @@ class _Report:
 
 
 def _write_batch(
-    denoiser: Denoiser, strategy: TextStrategy, guidance: float, observer: Observer | None, report: _Report
+    denoiser: Denoiser,
+    strategy: TextStrategy,
+    guidance: float,
+    observer: Observer | None,
+    report: _Report,
 ) -> None:
     while len(positions := strategy.positions()):
         take_pass(denoiser, strategy, positions, guidance, observer)
@@ -218,7 +251,11 @@ def _empty(lengths: Tensor, with_log_probabilities: bool) -> TextSamples:
 
 
 def _collect(
-    samples: TextSamples, index: Tensor, strategy: TextStrategy, denoiser: Denoiser, observer: Observer | None
+    samples: TextSamples,
+    index: Tensor,
+    strategy: TextStrategy,
+    denoiser: Denoiser,
+    observer: Observer | None,
 ) -> None:
     """Put the texts of a batch in their places."""
     samples.num_rows += denoiser.num_rows
@@ -237,16 +274,23 @@ def _collect(
 def sample_masked(
     pretrained: Pretrained, latents: Tensor | None, num_steps: int | None = None, **options
 ) -> TextSamples:
-    """`sample_text` for tasks of masked diffusion (`TextTask.write_texts`); an option that is None has its default.
+    """`sample_text` for tasks of masked diffusion (`TextTask.write_texts`); an option that is None
+    has its default.
 
-    Options of the sampler are given by their names; with num_lengths the texts are those of `sample_lengths`.
+    Options of the sampler are given by their names; with num_lengths the texts are those of
+    `sample_lengths`.
     """
     if options.get("condition_timestep"):
         options["latent_diffusion"] = pretrained.latent_diffusion
     given = {key: value for key, value in options.items() if value is not None}
     own = {key: given.pop(key) for key in STRATEGY_OPTIONS & given.keys()}
     num_lengths = given.pop("num_lengths", None)
-    more = {"diffusion": pretrained.text_diffusion, "steps": num_steps, "sampler_options": own, **given}
+    more = {
+        "diffusion": pretrained.text_diffusion,
+        "steps": num_steps,
+        "sampler_options": own,
+        **given,
+    }
     if num_lengths is None:
         return sample_text(pretrained.model, latents, **more)
     assert latents is not None, "num_lengths needs latents"
@@ -256,27 +300,42 @@ def sample_masked(
 def sample_lengths(model: nn.Module, latents: Tensor, num_lengths: int, **options) -> TextSamples:
     """Write each text in its most probable lengths and keep the most probable.
 
-    The score of a text is log p(L | z) plus the sum of the log-probabilities of its tokens when they were written; for
-    a sampler of deterministic order that is its log-likelihood. Their mean would prefer short texts.
+    The score of a text is log p(L | z) plus the sum of the log-probabilities of its tokens when
+    they were written; for a sampler of deterministic order that is its log-likelihood. Their mean
+    would prefer short texts.
 
     Args:
         num_lengths: 1: the text in the most probable length.
         options: of `sample_text`; the candidates of a text have the same draws.
 
     Returns:
-        The best texts; `passes`: the most of the candidates of a text, which are written side by side.
+        The best texts; `passes`: the most of the candidates of a text, which are written side by
+        side.
     """
-    count, (lengths, length_scores) = len(latents), most_probable_lengths(model, latents, num_lengths)
+    count, (lengths, length_scores) = (
+        len(latents),
+        most_probable_lengths(model, latents, num_lengths),
+    )
     number = lengths.shape[1]
     found = sample_text(
-        model, latents.repeat_interleave(number, 0), lengths=lengths.flatten(), with_log_probabilities=True,
-        indices=torch.arange(count).repeat_interleave(number).tolist(), **options,
-    )  # fmt: skip
+        model,
+        latents.repeat_interleave(number, 0),
+        lengths=lengths.flatten(),
+        with_log_probabilities=True,
+        indices=torch.arange(count).repeat_interleave(number).tolist(),
+        **options,
+    )
     assert found.log_probabilities is not None
-    scores = torch.stack([values.double().sum() for values in found.log_probabilities]).view(count, number)
+    scores = torch.stack([values.double().sum() for values in found.log_probabilities]).view(
+        count, number
+    )
     best = (scores + length_scores).argmax(1)
     rows = (torch.arange(count) * number + best).tolist()
     return TextSamples(
-        [found.tokens[row] for row in rows], found.lengths[rows], found.num_rows, found.passes.view(count, -1).amax(1),
-        num_scored=found.num_scored, log_probabilities=[found.log_probabilities[row] for row in rows],
-    )  # fmt: skip
+        [found.tokens[row] for row in rows],
+        found.lengths[rows],
+        found.num_rows,
+        found.passes.view(count, -1).amax(1),
+        num_scored=found.num_scored,
+        log_probabilities=[found.log_probabilities[row] for row in rows],
+    )

@@ -1,4 +1,6 @@
-"""Text by steps from the exact posterior of a process whose tokens may change again (GIDD) or have levels (HDLM)."""
+"""Text by steps from the exact posterior of a process whose tokens may change again (GIDD) or have
+levels (HDLM).
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,8 @@ from mmldlm.sampling.text.records import Recorder, TextSamples, report_changes
 from mmldlm.sampling.text.state import DecodingState
 from mmldlm.utils.counter_rng import Stream, uniforms
 
-# Self-correction (GIDD, section 4.3): its time, most rounds, and rounds without a higher accuracy after which it ends.
+# Self-correction (GIDD, section 4.3): its time, most rounds, and rounds without a higher accuracy
+# after which it ends.
 CORRECTION_TIME, CORRECTION_ROUNDS, CORRECTION_PATIENCE = 0.01, 128, 32
 # Rows whose posterior is computed at once, in fp64.
 _ROWS = 256
@@ -64,7 +67,9 @@ class _Denoiser:
         return self.given is not None and self.guidance != 1.0
 
     def __call__(self, tokens: Tensor, t: float, positions: Tensor) -> Tensor:
-        """[M, V] logits at positions [M] of B * S; -inf for what cannot stand there: EOS stands at the end alone."""
+        """[M, V] logits at positions [M] of B * S; -inf for what cannot stand there: EOS stands at
+        the end alone.
+        """
         state = self.state
         self.num_calls += 1
         times = torch.full((len(tokens),), t, device=tokens.device)
@@ -82,8 +87,12 @@ class _Denoiser:
         check_finite(logits.amax(-1))
         return _shaped(logits, self.temperature, self.top_p)
 
-    def report(self, before: Tensor, after: Tensor, positions: Tensor, chosen: Tensor | None = None) -> None:
-        """Report what the last call led to: tokens [B, S]; `chosen` are the reported ones of its positions."""
+    def report(
+        self, before: Tensor, after: Tensor, positions: Tensor, chosen: Tensor | None = None
+    ) -> None:
+        """Report what the last call led to: tokens [B, S]; `chosen` are the reported ones of its
+        positions.
+        """
         if self.recorder is not None:
             assert self.recorded is not None
             logits = self.recorded if chosen is None else self.recorded[chosen]
@@ -94,12 +103,16 @@ class _Denoiser:
 def _shaped(logits: Tensor, temperature: float, top_p: float) -> Tensor:
     """Logits of the distribution that is drawn from."""
     if temperature == 0:
-        best = torch.zeros_like(logits, dtype=torch.bool).scatter_(1, logits.argmax(-1, keepdim=True), True)
+        best = torch.zeros_like(logits, dtype=torch.bool).scatter_(
+            1, logits.argmax(-1, keepdim=True), True
+        )
         return logits.masked_fill(~best, float("-inf"))
     logits = logits / temperature
     if top_p < 1.0:
         ordered, indices = logits.softmax(-1).sort(dim=-1, descending=True)
-        dropped = torch.zeros_like(logits, dtype=torch.bool).scatter_(1, indices, ordered.cumsum(-1) - ordered >= top_p)
+        dropped = torch.zeros_like(logits, dtype=torch.bool).scatter_(
+            1, indices, ordered.cumsum(-1) - ordered >= top_p
+        )
         logits = logits.masked_fill(dropped, float("-inf"))
     return logits
 
@@ -122,7 +135,8 @@ def sample_by_posterior(
     progress: Callable[[int, int], None] | None = None,
     recorder: Recorder | None = None,
 ) -> TextSamples:
-    """Sample one text per latent, or num_samples texts without one: `num_steps` steps from t = 1 to 0.
+    """Sample one text per latent, or num_samples texts without one: `num_steps` steps from t = 1
+    to 0.
 
     Args:
         model: a PlainTransformer.
@@ -130,13 +144,15 @@ def sample_by_posterior(
         process: of training.
         num_steps: forward passes.
         lengths: [N] with EOS; None predicts them with the model's length head.
-        corrects: replace single tokens of the finished text until the model agrees with it (`self_correct`).
+        corrects: replace single tokens of the finished text until the model agrees with it
+            (`self_correct`).
         temperature: of x_hat; the posterior's own probabilities do not change.
         top_p: nucleus of x_hat.
         guidance: classifier-free guidance, null + g (given - null).
         seed: the draws of a sample depend on the seed and its index only.
         batch_tokens: maximum padded positions per pass.
-        progress: called after every step with the number of steps done and in total, over all batches.
+        progress: called after every step with the number of steps done and in total, over all
+            batches.
         recorder: called after every pass.
 
     Returns:
@@ -154,8 +170,15 @@ def sample_by_posterior(
     num_rows, passes = 0, torch.zeros(count, dtype=torch.int64)
     for number, batch in enumerate(batches):
         rows, index = batch.tolist(), torch.from_numpy(batch.copy())
-        denoise = _start(model, lengths[index], None if latents is None else latents[index], guidance)
-        denoise.temperature, denoise.top_p, denoise.recorder, denoise.samples = temperature, top_p, recorder, rows
+        denoise = _start(
+            model, lengths[index], None if latents is None else latents[index], guidance
+        )
+        denoise.temperature, denoise.top_p, denoise.recorder, denoise.samples = (
+            temperature,
+            top_p,
+            recorder,
+            rows,
+        )
         uniform = uniforms(seed, Stream.TEXT, rows, (num_steps, 2, model.config.max_seq_len))
         tokens = denoise.state.tokens
         for k, (t, s) in enumerate(pairwise(process.sampling_times(num_steps).tolist())):
@@ -172,7 +195,9 @@ def sample_by_posterior(
     return TextSamples(texts, lengths, num_rows, passes)
 
 
-def _start(model: nn.Module, lengths: Tensor, latents: Tensor | None, guidance: float) -> _Denoiser:
+def _start(
+    model: nn.Module, lengths: Tensor, latents: Tensor | None, guidance: float
+) -> _Denoiser:
     config, device, given = model.config, device_of(model), None
     state = DecodingState(
         lengths.to(device),
@@ -181,45 +206,71 @@ def _start(model: nn.Module, lengths: Tensor, latents: Tensor | None, guidance: 
         pad_token_id=config.pad_token_id,
         eos_token_id=config.eos_token_id,
     )
-    state.tokens[state.real] = config.mask_token_id  # also the EOS of a text without words: it is a token like others
+    state.tokens[state.real] = (
+        config.mask_token_id
+    )  # also the EOS of a text without words: it is a token like others
     if latents is not None:
         given = model.encode_latents(model.scale_latents(latents.to(device)), caches=True)
     return _Denoiser(model, state, given, guidance)
 
 
 def _step_back(
-    denoise: _Denoiser, process: DivergenceProcess, tokens: Tensor, t: float, s: float, uniform: Tensor
+    denoise: _Denoiser,
+    process: DivergenceProcess,
+    tokens: Tensor,
+    t: float,
+    s: float,
+    uniform: Tensor,
 ) -> tuple[Tensor, int]:
     """Tokens at s from tokens at t, and the rows computed; uniform [B, 2, max_seq_len]."""
     positions = (denoise.state.real & process.is_open(tokens)).flatten().nonzero()[:, 0]
     if len(positions) == 0:
         return tokens, 0
     logits = denoise(tokens, t, positions)
-    draws = uniform[..., : tokens.shape[1]].transpose(0, 1).flatten(1).to(tokens.device)[:, positions]
+    draws = (
+        uniform[..., : tokens.shape[1]].transpose(0, 1).flatten(1).to(tokens.device)[:, positions]
+    )
     earlier, tokens = tokens, tokens.clone()
     flat = tokens.view(-1)
-    for part, place, numbers in zip(logits.split(_ROWS), positions.split(_ROWS), draws.split(_ROWS, dim=1)):
-        before, after = (torch.full((len(place),), time, dtype=torch.float64, device=tokens.device) for time in (t, s))
-        drawn = process.reverse(flat[place][:, None], part[:, None], before, after, numbers[..., None])
+    for part, place, numbers in zip(
+        logits.split(_ROWS), positions.split(_ROWS), draws.split(_ROWS, dim=1)
+    ):
+        before, after = (
+            torch.full((len(place),), time, dtype=torch.float64, device=tokens.device)
+            for time in (t, s)
+        )
+        drawn = process.reverse(
+            flat[place][:, None], part[:, None], before, after, numbers[..., None]
+        )
         flat[place] = drawn[:, 0]
     denoise.report(earlier, tokens, positions)
     return tokens, denoise.cost
 
 
 def _correct(denoise: _Denoiser, tokens: Tensor, rows: list[int], seed: int) -> tuple[Tensor, int]:
-    """Correct one token of every text a round, until it agrees with the model; also returns the rows computed."""
+    """Correct one token of every text a round, until it agrees with the model; also returns the
+    rows computed.
+    """
     state, width = denoise.state, tokens.shape[1]
-    uniform = uniforms(seed, Stream.SELF_CORRECTION, rows, (CORRECTION_ROUNDS, denoise.model.config.max_seq_len))
+    uniform = uniforms(
+        seed, Stream.SELF_CORRECTION, rows, (CORRECTION_ROUNDS, denoise.model.config.max_seq_len)
+    )
     positions = state.real.flatten().nonzero()[:, 0]
     logits = torch.zeros(*tokens.shape, denoise.model.config.vocab_size, device=tokens.device)
     goes_on = torch.ones(len(tokens), dtype=torch.bool, device=tokens.device)
-    best, stale, num_rows = torch.zeros_like(goes_on, dtype=torch.float64), torch.zeros_like(tokens[:, 0]), 0
+    best, stale, num_rows = (
+        torch.zeros_like(goes_on, dtype=torch.float64),
+        torch.zeros_like(tokens[:, 0]),
+        0,
+    )
     denoise.temperature, denoise.top_p = 1.0, 1.0
     for k in range(CORRECTION_ROUNDS):
         logits.view(-1, logits.shape[-1])[positions] = denoise(tokens, CORRECTION_TIME, positions)
         num_rows += denoise.cost
         numbers = uniform[:, k, :width].to(tokens.device)
-        corrected, changed, agreement = self_correct(tokens, logits, numbers, state.real & ~state.is_last)
+        corrected, changed, agreement = self_correct(
+            tokens, logits, numbers, state.real & ~state.is_last
+        )
         stale = torch.where(agreement > best, 0, stale + 1)
         best = torch.maximum(best, agreement.double())
         reads, earlier = goes_on[positions // width], tokens

@@ -19,10 +19,13 @@ class TextSamples:
     Attributes:
         tokens: ids of each text without its EOS.
         lengths: [N] int64 lengths that were filled, EOS counted.
-        num_rows: forward passes times samples in them (guidance counts twice): the cost of all texts.
-        passes: [N] int64, the passes that wrote each text one after the other: its sequential depth.
+        num_rows: forward passes times samples in them (guidance counts twice): the cost of all
+            texts.
+        passes: [N] int64, the passes that wrote each text one after the other: its sequential
+            depth.
         num_scored: positions whose logits these passes computed; 0: not counted.
-        log_probabilities: [n] fp32 of each text, of its tokens when they were written; None: not asked for.
+        log_probabilities: [n] fp32 of each text, of its tokens when they were written; None: not
+            asked for.
     """
 
     tokens: list[list[int]]
@@ -37,14 +40,16 @@ class TextSamples:
 class TextPass:
     """One pass over R texts, which filled N positions.
 
-    Probabilities are those of the model given what stood before (at temperature 1, without guidance and penalties).
+    Probabilities are those of the model given what stood before (at temperature 1, without
+    guidance and penalties).
 
     Attributes:
         samples: [R] int64, indices of the texts.
         before, after: [R, S] int64 tokens, padded.
         rows: [N] int64, the text of each filled position, of R.
         positions: [N] int64, its place in the text.
-        log_probabilities: [N] fp32, of the token that was written; NaN for a state that is not a token.
+        log_probabilities: [N] fp32, of the token that was written; NaN for a state that is not a
+            token.
         top_tokens: [N, K] int64, the most probable tokens there, the best first.
         top_log_probabilities: [N, K] fp32.
     """
@@ -89,8 +94,12 @@ class Observer:
         self.log_probabilities = torch.zeros(state.tokens.shape, device=state.tokens.device)
         self._pass: tuple[Tensor, Tensor, Tensor, Tensor, Tensor] | None = None
 
-    def before(self, strategy: TextStrategy, positions: Tensor, logits: Tensor, tokens: Tensor) -> None:
-        """See what is written next: tokens [N] at positions [N] of B * S, given prepared logits [N, V]."""
+    def before(
+        self, strategy: TextStrategy, positions: Tensor, logits: Tensor, tokens: Tensor
+    ) -> None:
+        """See what is written next: tokens [N] at positions [N] of B * S, given prepared logits
+        [N, V].
+        """
         if strategy.draw.presence_penalty:
             logits = logits.clone()
             strategy.add_to_present(positions, logits, strategy.draw.presence_penalty)
@@ -111,14 +120,22 @@ class Observer:
         rows, row_index = torch.unique(positions // width, return_inverse=True)
         samples, after = self.indices[rows.cpu()], strategy.state.tokens[rows]
         self.recorder.on_pass(
-            TextPass(samples, before[rows], after, row_index, positions % width, own, top_tokens, top)
+            TextPass(
+                samples, before[rows], after, row_index, positions % width, own, top_tokens, top
+            )
         )
 
 
 def report_changes(
-    recorder: Recorder, samples: Sequence[int], before: Tensor, after: Tensor, positions: Tensor, logits: Tensor
+    recorder: Recorder,
+    samples: Sequence[int],
+    before: Tensor,
+    after: Tensor,
+    positions: Tensor,
+    logits: Tensor,
 ) -> None:
-    """Report a pass of a sampler that has no strategy: what it filled is the difference of two states.
+    """Report a pass of a sampler that has no strategy: what it filled is the difference of two
+    states.
 
     Args:
         samples: indices of the B texts.
@@ -129,10 +146,18 @@ def report_changes(
     width, vocab_size = before.shape[1], logits.shape[1]
     rows, row_index = torch.unique(positions // width, return_inverse=True)
     changed = (after.flatten()[positions] != before.flatten()[positions]).nonzero()[:, 0]
-    positions, row_index, log_probs = positions[changed], row_index[changed], logits[changed].float().log_softmax(-1)
+    positions, row_index, log_probs = (
+        positions[changed],
+        row_index[changed],
+        logits[changed].float().log_softmax(-1),
+    )
     tokens = after.flatten()[positions]
     own = log_probs.gather(1, tokens.clamp_max(vocab_size - 1)[:, None])[:, 0]
     own = own.masked_fill(tokens >= vocab_size, float("nan"))
     top, top_tokens = log_probs.topk(recorder.num_candidates, dim=-1)
     indices = torch.tensor(samples)[rows.cpu()]
-    recorder.on_pass(TextPass(indices, before[rows], after[rows], row_index, positions % width, own, top_tokens, top))
+    recorder.on_pass(
+        TextPass(
+            indices, before[rows], after[rows], row_index, positions % width, own, top_tokens, top
+        )
+    )

@@ -1,9 +1,11 @@
-"""Schedules of passes in a JSON file: how many positions each pass fills, by length of the text and number of passes.
+"""Schedules of passes in a JSON file: how many positions each pass fills, by length of the text
+and number of passes.
 
     {"version": 1, "model": "runs/a", "schedules": {"12": {"1": [12], "2": [3, 9]}, "13": ...}}
 
-The length of a text counts its EOS, and so does the sum of a schedule: in a random order the EOS has a place like any
-token. `mmldlm evaluate --suite information --write-schedule FILE` writes one from a measured curve.
+The length of a text counts its EOS, and so does the sum of a schedule: in a random order the EOS
+has a place like any token. `mmldlm evaluate --suite information --write-schedule FILE` writes one
+from a measured curve.
 """
 
 from __future__ import annotations
@@ -35,7 +37,9 @@ def write_schedules(path: str | Path, schedules: Schedules, model: str) -> None:
     }
     # One line per length: thousands of numbers, too many to read one below the other.
     lines = ",\n".join(f'  "{length}": {json.dumps(found)}' for length, found in entries.items())
-    text = f'{{"version": {VERSION}, "model": {json.dumps(model)}, "schedules": {{\n{lines}\n}}}}\n'
+    text = (
+        f'{{"version": {VERSION}, "model": {json.dumps(model)}, "schedules": {{\n{lines}\n}}}}\n'
+    )
     Path(path).parent.mkdir(parents=True, exist_ok=True)
     atomic_files.write_bytes(Path(path), text.encode())
 
@@ -52,11 +56,16 @@ def read_schedules(path: str | Path) -> Schedules:
         raise UserError(f'"version": {VERSION} and "schedules" in {path}', found, _FIX)
     try:
         return {
-            int(length): {int(passes): _checked(int(length), int(passes), counts) for passes, counts in found.items()}
+            int(length): {
+                int(passes): _checked(int(length), int(passes), counts)
+                for passes, counts in found.items()
+            }
             for length, found in values["schedules"].items()
         }
     except (AttributeError, TypeError, ValueError) as error:
-        raise UserError(f"schedules of positive counts in {path}", str(error)[:200], _FIX) from error
+        raise UserError(
+            f"schedules of positive counts in {path}", str(error)[:200], _FIX
+        ) from error
 
 
 def schedules_of(schedules: Schedules, passes: int | None) -> dict[int, list[int]]:
@@ -70,19 +79,31 @@ def schedules_of(schedules: Schedules, passes: int | None) -> dict[int, list[int
     known = sorted({number for found in schedules.values() for number in found})
     words = ", ".join(map(str, known))
     if passes is None:
-        raise UserError(f"--num-steps beside a file of schedules of {words} passes", "none", "choose with --num-steps")
+        raise UserError(
+            f"--num-steps beside a file of schedules of {words} passes",
+            "none",
+            "choose with --num-steps",
+        )
     found = {
-        length: [1] * length if passes >= length else by_passes.get(passes, [length] if passes == 1 else [])
+        length: [1] * length
+        if passes >= length
+        else by_passes.get(passes, [length] if passes == 1 else [])
         for length, by_passes in schedules.items()
     }
     if missing := [length for length, counts in found.items() if not counts]:
         where = f"no schedule of {passes} passes for texts of {missing[0]} tokens"
-        raise UserError(f"--num-steps 1 or one of the file of schedules: {words}", where, "choose one of them")
+        raise UserError(
+            f"--num-steps 1 or one of the file of schedules: {words}", where, "choose one of them"
+        )
     return found
 
 
 def _checked(length: int, passes: int, counts: Any) -> list[int]:
     numbers = [int(count) for count in counts]
-    if numbers != counts or min(numbers, default=0) < 1 or (len(numbers), sum(numbers)) != (passes, length):
+    if (
+        numbers != counts
+        or min(numbers, default=0) < 1
+        or (len(numbers), sum(numbers)) != (passes, length)
+    ):
         raise ValueError(f"length {length}, {passes} passes: {str(counts)[:100]}")
     return numbers

@@ -17,7 +17,8 @@ class DecodingState:
         mask_token_id: id of [MASK].
         pad_token_id: id of [PAD].
         eos_token_id: id of EOS.
-        drafts: [B, >= S] int64 tokens that stand from the start, [MASK] where one is to be filled; None: all [MASK].
+        drafts: [B, >= S] int64 tokens that stand from the start, [MASK] where one is to be filled;
+            None: all [MASK].
 
     Attributes:
         tokens: [B, S] int64.
@@ -37,7 +38,11 @@ class DecodingState:
         drafts: Tensor | None = None,
     ):
         assert int(lengths.min()) >= 1 and int(lengths.max()) <= width
-        self.mask_token_id, self.pad_token_id, self.eos_token_id = mask_token_id, pad_token_id, eos_token_id
+        self.mask_token_id, self.pad_token_id, self.eos_token_id = (
+            mask_token_id,
+            pad_token_id,
+            eos_token_id,
+        )
         self.lengths = lengths
         position = torch.arange(width, device=lengths.device)
         self.real = position < lengths[:, None]

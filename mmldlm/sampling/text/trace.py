@@ -41,7 +41,9 @@ class TextTrace:
     passes: list[list[Write]] = field(default_factory=list)
 
     def replay(self, length: int, num_passes: int | None = None) -> list[int | None]:
-        """Return the ids after the first passes (None: all) of a text of `length` positions; None: [MASK]."""
+        """Return the ids after the first passes (None: all) of a text of `length` positions; None:
+        [MASK].
+        """
         ids: list[int | None] = [None] * length
         for written in self.passes[:num_passes]:
             for write in written:
@@ -84,8 +86,12 @@ class TraceRecorder:
                 # A sampler may also mask tokens again between two passes over a text.
                 masked_again = (after == self.mask_token_id) & (last != self.mask_token_id)
                 self._last[index] = after
-                masks = [Write(position, None) for position in masked_again.nonzero()[:, 0].tolist()]
-                words = [write for write in _writes(text_pass, row) if write.token != self.mask_token_id]
+                masks = [
+                    Write(position, None) for position in masked_again.nonzero()[:, 0].tolist()
+                ]
+                words = [
+                    write for write in _writes(text_pass, row) if write.token != self.mask_token_id
+                ]
                 self.texts.setdefault(index, TextTrace()).passes.append(sorted(masks + words))
 
 
@@ -97,7 +103,9 @@ def start_trace(pretrained: Pretrained, sampler: str) -> TraceRecorder:
     """
     task = pretrained.task
     if not task.records_passes(sampler):
-        known = dict.fromkeys(name for names in task.samplers.values() for name in names if task.records_passes(name))
+        known = dict.fromkeys(
+            name for names in task.samplers.values() for name in names if task.records_passes(name)
+        )
         raise UserError(
             "--trace with a sampler that shows its passes",
             f"--sampler {sampler} of task={task.name}",

@@ -1,1 +1,3 @@
-"""Images and captions: text from images and images from text, by the model of the translation task."""
+"""Images and captions: text from images and images from text, by the model of the translation
+task.
+"""

@@ -1,4 +1,6 @@
-"""Config of the image_text task: that of the translation task, with the words and options of images."""
+"""Config of the image_text task: that of the translation task, with the words and options of
+images.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,11 @@ from pydantic import Field, field_validator, model_validator
 from mmldlm.data.images.config import ImageDataConfig
 from mmldlm.models.mmdit.config import ModelConfig
 from mmldlm.tasks.image_text.words import mode_of, with_modes
-from mmldlm.tasks.translation.config import TranslationConfig, TranslationDataConfig, TranslationTrainingConfig
+from mmldlm.tasks.translation.config import (
+    TranslationConfig,
+    TranslationDataConfig,
+    TranslationTrainingConfig,
+)
 
 # (key, the only value for images, why)
 TEXT_ONLY = (
@@ -23,7 +29,9 @@ class ImageModelConfig(ModelConfig):
     """The MMDiT; a latent is a patch of an image."""
 
     tokens_per_latent: int = Field(1, ge=1, le=1 << 20)
-    """Rows K that present one latent. An image has many latents, so that one row each is enough."""
+    """Rows K that present one latent. An image has many latents, so that one row each is enough.
+
+    """
 
 
 class ImageTextDataConfig(ImageDataConfig, TranslationDataConfig):
@@ -56,5 +64,7 @@ class ImageTextConfig(TranslationConfig):
         for key, allowed, reason in TEXT_ONLY:
             section, name = key.split(".")
             if (value := getattr(getattr(self, section), name)) != allowed:
-                raise ValueError(f"{key}={value} does not go with task=image_text ({reason}): drop it")
+                raise ValueError(
+                    f"{key}={value} does not go with task=image_text ({reason}): drop it"
+                )
         return self

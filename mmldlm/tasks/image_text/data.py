@@ -29,7 +29,9 @@ class ImageTextData(TranslationData):
 
     @cached_property  # read once: the run must not need the store's files again
     def codec(self) -> ImageCodec:
-        """What turns pixels into the latents of these stores, and back; of several sizes that of the largest."""
+        """What turns pixels into the latents of these stores, and back; of several sizes that of
+        the largest.
+        """
         return ImageCodec.open(self.train.manifest, self.train.root)
 
     @cached_property
@@ -47,10 +49,10 @@ class ImageTextData(TranslationData):
         if codec.codebook is not None:
             kind = f"ids of {len(codec.codebook):,} codes"
         return (
-            f"{len(self.train_lengths):,} training and {len(self.validation_lengths):,} validation images of "
-            f"{sizes} x {codec.channels} from {self.source}, each as "
-            f"{' or '.join(map(str, codecs))} {kind} ({codec.name}), and captions of "
-            f"{int(self.train_lengths.sum()):,} tokens"
+            f"{len(self.train_lengths):,} training and {len(self.validation_lengths):,} validation"
+            f" images of {sizes} x {codec.channels} from {self.source}, each as"
+            f" {' or '.join(map(str, codecs))} {kind} ({codec.name}), and captions of"
+            f" {int(self.train_lengths.sum()):,} tokens"
         )
 
     def shape(self) -> list[str]:
@@ -59,12 +61,18 @@ class ImageTextData(TranslationData):
         return found if codes is None else [f"Q={codes}", *found[1:]]
 
     def shifted_latents(self, latents: np.ndarray) -> list[np.ndarray]:
-        """Return latents [B, N, D] under every shift of data.shift_pixels; no shift: as they are."""
+        """Return latents [B, N, D] under every shift of data.shift_pixels; no shift: as
+        they are.
+        """
         if not (most := self.config.data.shift_pixels):
             return [latents]
         steps, count = range(-most, most + 1), len(latents)
         codec = self.codecs[math.prod(latents.shape[1:-1])]
-        return [shift_latents(codec, latents, np.tile((down, right), (count, 1))) for down in steps for right in steps]
+        return [
+            shift_latents(codec, latents, np.tile((down, right), (count, 1)))
+            for down in steps
+            for right in steps
+        ]
 
     def files_to_keep(self) -> dict[str, Path]:
         """The tokenizer's files, and those that turn latents into pixels."""
@@ -99,24 +107,29 @@ def _check_values(config: ImageTextConfig, codec: ImageCodec) -> None:
     """Reject what needs latents that are pixels.
 
     Raises:
-        UserError: a bound of pixel values for other latents, or shifts of images that only an autoencoder reads, or of
-            no image at all.
+        UserError: a bound of pixel values for other latents, or shifts of images that only an
+            autoencoder reads, or of no image at all.
     """
     if config.latent_diffusion.clamp_x0 is not None and codec.latents in ("pca", "vae"):
         raise UserError(
-            f"latent_diffusion.clamp_x0=null for latents {codec.name}, which have other ranges than pixels",
+            f"latent_diffusion.clamp_x0=null for latents {codec.name}, which have other ranges"
+            " than pixels",
             f"latent_diffusion.clamp_x0={config.latent_diffusion.clamp_x0:g}",
             "add latent_diffusion.clamp_x0=null",
         )
     if config.data.shift_pixels and codec.latents == "vae":
         raise UserError(
-            f"data.shift_pixels=0 for latents {codec.name}: a shifted image needs its autoencoder again",
+            f"data.shift_pixels=0 for latents {codec.name}: a shifted image needs its autoencoder"
+            " again",
             f"data.shift_pixels={config.data.shift_pixels}",
             "add data.shift_pixels=0 data.shift_only_i2t=false, or prepare the images as pixels",
         )
-    if config.data.shift_only_i2t and (not config.data.shift_pixels or not config.training.mode_weights()["l2t"]):
+    if config.data.shift_only_i2t and (
+        not config.data.shift_pixels or not config.training.mode_weights()["l2t"]
+    ):
         raise UserError(
             "data.shift_pixels of at least 1 and the mode i2t, for data.shift_only_i2t",
-            f"data.shift_pixels={config.data.shift_pixels}, training.loss_type={config.training.loss_type}",
+            f"data.shift_pixels={config.data.shift_pixels},"
+            f" training.loss_type={config.training.loss_type}",
             "add data.shift_pixels=1 and train i2t, or add data.shift_only_i2t=false",
         )

@@ -21,8 +21,9 @@ class ImageNoiser(Noiser):
         codecs: number of latents -> their codec.
         shift_pixels: images are shifted by up to this many pixels each way; 0: as they are.
         shift_only_i2t: those of the other modes are not.
-        counts_images: the count `latents` is of images instead of their latents (`ImageObjective`), and
-            `all_latents` of those of all images, whatever is scored, for the FLOPs of a step.
+        counts_images: the count `latents` is of images instead of their latents
+            (`ImageObjective`), and `all_latents` of those of all images, whatever is scored, for
+            the FLOPs of a step.
     """
 
     codecs: dict[int, ImageCodec]
@@ -30,7 +31,9 @@ class ImageNoiser(Noiser):
     shift_only_i2t = False
     counts_images = False
 
-    def collate(self, batch: GlobalBatch, slots: np.ndarray, samples: Any, lengths: np.ndarray) -> NoisedBatch:
+    def collate(
+        self, batch: GlobalBatch, slots: np.ndarray, samples: Any, lengths: np.ndarray
+    ) -> NoisedBatch:
         found = super().collate(batch, slots, samples, lengths)
         if self.counts_images:
             of_an_image = math.prod(found.tensors["latent_clean"].shape[1:-1])
@@ -38,11 +41,15 @@ class ImageNoiser(Noiser):
             found.counts["all_latents"] = len(batch.ids) * of_an_image
         return found
 
-    def _pad(self, batch: GlobalBatch, rows: Rows, ids: np.ndarray, slots: np.ndarray) -> PaddedSamples:
+    def _pad(
+        self, batch: GlobalBatch, rows: Rows, ids: np.ndarray, slots: np.ndarray
+    ) -> PaddedSamples:
         if self.shift_pixels:
             shifts = draw_shifts(self.seed, batch.epoch, ids, slots, self.shift_pixels)
             if self.shift_only_i2t:
-                shifts[self._batch_draws(batch).modes[np.minimum(slots, batch.size - 1)] != L2T] = 0
+                shifts[
+                    self._batch_draws(batch).modes[np.minimum(slots, batch.size - 1)] != L2T
+                ] = 0
             codec = self.codecs[math.prod(rows.latents.shape[1:-1])]
             rows = rows._replace(latents=shift_latents(codec, rows.latents, shifts))
         return super()._pad(batch, rows, ids, slots)

@@ -15,12 +15,15 @@ CODE_SUMS = ("code_nelbo_sum", "code_correct", "code_scored", "code_total")
 class ImageObjective(TranslationObjective):
     """That of the translation task; the sums of codes are 0.
 
-    With images of several sizes (model.latent_grids) the error of an image is the mean over its own latents, and sums
-    and count of latents are of images: a large image weighs as much as a small one.
+    With images of several sizes (model.latent_grids) the error of an image is the mean over its
+    own latents, and sums and count of latents are of images: a large image weighs as much as a
+    small one.
     """
 
     def _num_latents(self, tensors: dict[str, Tensor]) -> int:
-        """What the errors of an image are divided by; 1 where all have one size, and the count is of latents."""
+        """What the errors of an image are divided by; 1 where all have one size, and the count is
+        of latents.
+        """
         has_sizes = self.config.model.latent_grids is not None
         return math.prod(tensors["latents"].shape[1:-1]) if has_sizes else 1
 
@@ -31,7 +34,10 @@ class ImageObjective(TranslationObjective):
     def _latent_metrics(
         self, out: dict[str, Tensor], tensors: dict[str, Tensor], term: LatentTerm, zero: Tensor
     ) -> dict[str, Tensor]:
-        found, count = super()._latent_metrics(out, tensors, term, zero), self._num_latents(tensors)
+        found, count = (
+            super()._latent_metrics(out, tensors, term, zero),
+            self._num_latents(tensors),
+        )
         if count > 1:
             found = {name: total / count for name, total in found.items()}
         return found | dict.fromkeys(CODE_SUMS, zero)

@@ -1,4 +1,7 @@
-"""The image_text task: captions from images and images from captions. Torch is imported where it is needed."""
+"""The image_text task: captions from images and images from captions.
+
+Torch is imported where it is needed.
+"""
 
 from __future__ import annotations
 
@@ -28,17 +31,25 @@ class ImageTextTask(TranslationTask):
     name = "image_text"
     config_class = ImageTextConfig
     samplers: ClassVar = TranslationTask.samplers | {
-        **{word: TranslationTask.samplers[mode] or CODE_SAMPLERS for word, mode in MODES.items()},
+        **{word: TranslationTask.samplers[mode] or CODE_SAMPLERS for word, mode in MODES.items()}
     }
     sample_rate = "images_per_second"
     sums = (*TranslationTask.sums, "code_nelbo_sum", "code_correct", "code_scored", "code_total")
     metrics = (
         *TranslationTask.metrics,
-        Metric("code_loss", "code_nelbo_sum", "codes", label="image", is_loss=True, evaluation="code_nelbo"),
+        Metric(
+            "code_loss",
+            "code_nelbo_sum",
+            "codes",
+            label="image",
+            is_loss=True,
+            evaluation="code_nelbo",
+        ),
         Metric("code_accuracy", "code_correct", "code_scored"),
     )
 
-    # -- without torch ----------------------------------------------------------------------------------------------
+    # -- without torch
+    # ---------------------------------------------------------------------------------------------
 
     def open_data(self, config: ImageTextConfig) -> ImageTextData:
         return open_data(config)
@@ -51,7 +62,8 @@ class ImageTextTask(TranslationTask):
             shift = "masked ids"
         return f"{modes}; {shift}, freeze={config.training.freeze}"
 
-    # -- with torch -------------------------------------------------------------------------------------------------
+    # -- with torch
+    # ---------------------------------------------------------------------------------------------
 
     def noiser_class(self, config: ImageTextConfig) -> type[Noiser]:
         if config.model.num_codes is not None:
@@ -62,7 +74,9 @@ class ImageTextTask(TranslationTask):
 
         return ImageNoiser
 
-    def collator(self, data: ImageTextData, seed: int | None = None, *words: Any, **options: Any) -> ImageNoiser:
+    def collator(
+        self, data: ImageTextData, seed: int | None = None, *words: Any, **options: Any
+    ) -> ImageNoiser:
         """Return the noiser; only that of training shifts images (data.shift_pixels)."""
         noiser = super().collator(data, seed, *words, **options)
         noiser.counts_images = data.config.model.latent_grids is not None
@@ -72,7 +86,9 @@ class ImageTextTask(TranslationTask):
         return noiser
 
     def build_model(self, data: ImageTextData) -> MultimodalMMDiT:
-        """A function of config and data alone; the embeddings of codes start from their patches."""
+        """A function of config and data alone; the embeddings of codes start from their
+        patches.
+        """
         import torch
 
         model, codebook = super().build_model(data), data.codec.codebook
@@ -90,19 +106,26 @@ class ImageTextTask(TranslationTask):
         return CodeObjective(config)
 
     def validation_figures(self, totals: dict[str, PassTotals]) -> dict[str, float]:
-        """Return the figures of the translation task; of codes {mode}_code_nelbo (nats a code), _code_accuracy."""
+        """Return the figures of the translation task; of codes {mode}_code_nelbo (nats a code),
+        _code_accuracy.
+        """
         found = super().validation_figures(totals)
         for name, total in totals.items():
             if total.sums["code_scored"]:
-                found[f"{name}_code_nelbo"] = total.sums["code_nelbo_sum"] / total.sums["code_total"]
-                found[f"{name}_code_accuracy"] = total.sums["code_correct"] / total.sums["code_scored"]
+                found[f"{name}_code_nelbo"] = (
+                    total.sums["code_nelbo_sum"] / total.sums["code_total"]
+                )
+                found[f"{name}_code_accuracy"] = (
+                    total.sums["code_correct"] / total.sums["code_scored"]
+                )
         return found
 
     def model_config(self, data: ImageTextData) -> dict[str, Any]:
         """Return what the translation task returns, and what turns latents into pixels."""
         return super().model_config(data) | {"image": data.codec.identity}
 
-    # -- debugging --------------------------------------------------------------------------------------------------
+    # -- debugging
+    # ---------------------------------------------------------------------------------------------
 
     def check_batch(self, data: ImageTextData, batch: NoisedBatch) -> list[str]:
         from mmldlm.tasks.translation.batch_checks import batch_problems

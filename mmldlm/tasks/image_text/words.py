@@ -1,4 +1,6 @@
-"""The words that users have for the modes of images and captions, beside those of the translation task."""
+"""The words that users have for the modes of images and captions, beside those of the translation
+task.
+"""
 
 from __future__ import annotations
 
@@ -30,6 +32,9 @@ def with_modes(weights: object) -> object:
     found: dict[object, object] = {}
     for word, weight in weights.items():
         if mode_of(word) in found:
-            raise ValueError(f"training.loss_type_weights names {both_words(str(mode_of(word)))} twice: keep one word")
+            raise ValueError(
+                f"training.loss_type_weights names {both_words(str(mode_of(word)))} twice: keep"
+                " one word"
+            )
         found[mode_of(word)] = weight
     return found

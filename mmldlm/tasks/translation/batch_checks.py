@@ -13,16 +13,28 @@ from mmldlm.tasks.translation.data import TranslationData
 from mmldlm.tasks.translation.noiser import NoisedBatch
 
 
-def unused_parameters(model: nn.Module, config: TranslationConfig, batch: NoisedBatch) -> tuple[str, ...]:
-    """Return beginnings of the names of parameters, or parts of them by stream, that a batch gives a zero gradient.
+def unused_parameters(
+    model: nn.Module, config: TranslationConfig, batch: NoisedBatch
+) -> tuple[str, ...]:
+    """Return beginnings of the names of parameters, or parts of them by stream, that a batch gives
+    a zero gradient.
 
-    In the last block the stream that no head of the mode reads still gives keys and values to the other stream; the
-    rest of it changes nothing. A learned null waits for a sample whose condition was dropped.
+    In the last block the stream that no head of the mode reads still gives keys and values to the
+    other stream; the rest of it changes nothing. A learned null waits for a sample whose condition
+    was dropped.
     """
     stream = {"l2t": "latent", "t2l": "text"}.get(config.training.loss_type)
     last = f"blocks.{len(model.blocks) - 1}"
-    unread = [f"{last}.{layer}.weight[{stream}]" for layer in ("to_out", "mlp_in", "mlp_out")] if stream else []
-    nulls = [f"{side}_encoder.null_" for side in ("text", "latent") if not bool(batch.tensors[f"{side}_is_null"].any())]
+    unread = (
+        [f"{last}.{layer}.weight[{stream}]" for layer in ("to_out", "mlp_in", "mlp_out")]
+        if stream
+        else []
+    )
+    nulls = [
+        f"{side}_encoder.null_"
+        for side in ("text", "latent")
+        if not bool(batch.tensors[f"{side}_is_null"].any())
+    ]
     return (*unread, *nulls, *_unread_of_hypotheses(batch))
 
 
@@ -32,7 +44,8 @@ def _unread_of_hypotheses(batch: NoisedBatch) -> tuple[str, ...]:
         return ()
     if not bool(given.any()):
         return tuple(
-            f"hypothesis_encoder.{name}" for name in ("to_text", "to_factor", "to_product", "to_pooled", "position")
+            f"hypothesis_encoder.{name}"
+            for name in ("to_text", "to_factor", "to_product", "to_pooled", "position")
         )
     return ("hypothesis_encoder.null_tokens",) if bool(given.all()) else ()
 
@@ -41,7 +54,9 @@ Variants = Callable[[np.ndarray], list[np.ndarray]]
 """Stored latents of a batch -> what augmentation may make of them, each like the argument."""
 
 
-def batch_problems(data: TranslationData, batch: NoisedBatch, variants: Variants | None = None) -> list[str]:
+def batch_problems(
+    data: TranslationData, batch: NoisedBatch, variants: Variants | None = None
+) -> list[str]:
     """Return what is wrong with a micro-batch: values out of range, or not those of the store."""
     return [
         *_range_problems(batch, data.config),
@@ -55,7 +70,8 @@ def _range_problems(batch: NoisedBatch, config: TranslationConfig) -> list[str]:
         ids = tensors[name]
         if ids.numel() and not 0 <= int(ids.min()) <= int(ids.max()) < config.model.vocab_size:
             problems.append(
-                f"{name} holds ids {int(ids.min())}..{int(ids.max())} outside 0..{config.model.vocab_size - 1}"
+                f"{name} holds ids {int(ids.min())}..{int(ids.max())} outside"
+                f" 0..{config.model.vocab_size - 1}"
             )
     for name in ("text_timesteps", "latent_timesteps"):
         if not bool(((tensors[name] >= 0) & (tensors[name] <= 1)).all()):
@@ -74,17 +90,25 @@ def _store_problems(batch: NoisedBatch, data: TranslationData, variants: Variant
     if positions.numel() and not 0 <= int(positions.min()) <= int(positions.max()) < clean.numel():
         return [f"text_positions outside 0..{clean.numel() - 1}"]
     clean.view(-1)[positions] = tensors["text_targets"]
-    expected = [_in_model_space(torch.from_numpy(latents), data) for latents in variants(rows.latents)]
+    expected = [
+        _in_model_space(torch.from_numpy(latents), data) for latents in variants(rows.latents)
+    ]
     problems = []
     for row in batch.real.nonzero()[0].tolist():
         text = torch.tensor([*rows.tokens[row].tolist(), data.config.model.eos_token_id])
         real = torch.arange(width) < len(text)
         if len(text) > width or not torch.equal(tensors["attention_mask"][row], real):
-            problems.append(f"sample {batch.ids[row]}: attention_mask is not that of a text of {len(text)} tokens")
+            problems.append(
+                f"sample {batch.ids[row]}: attention_mask is not that of a text of {len(text)}"
+                " tokens"
+            )
         elif not torch.equal(clean[row, : len(text)], text):
             problems.append(f"sample {batch.ids[row]}: its tokens are not the store's")
         clean_latent = tensors["latent_clean"][row].float()
-        if not any(torch.allclose(clean_latent, latents[row], rtol=1e-4, atol=1e-4) for latents in expected):
+        if not any(
+            torch.allclose(clean_latent, latents[row], rtol=1e-4, atol=1e-4)
+            for latents in expected
+        ):
             problems.append(f"sample {batch.ids[row]}: its latent is not the store's")
     return problems
 

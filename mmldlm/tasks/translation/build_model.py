@@ -1,4 +1,6 @@
-"""The model that a run starts from: the same weights on every rank, in every tool that needs them."""
+"""The model that a run starts from: the same weights on every rank, in every tool that
+needs them.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,9 @@ from mmldlm.tasks.translation.frequencies import log_length_frequencies, log_tok
 
 
 def build_model(data: TranslationData) -> MultimodalMMDiT:
-    """A function of config and data alone (training.seed, model.*); nothing is frozen yet, no engine wraps it."""
+    """A function of config and data alone (training.seed, model.*); nothing is frozen yet, no
+    engine wraps it.
+    """
     config = data.config
     torch.manual_seed(config.training.seed)
     model = MultimodalMMDiT(config.model)

@@ -1,4 +1,6 @@
-"""Tokens that the text head scores in training under loss.text_candidates: frequent ones and a sample of the others."""
+"""Tokens that the text head scores in training under loss.text_candidates: frequent ones and a
+sample of the others.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,9 @@ NUM_SAMPLED = 1024
 
 
 class CandidateSizes(NamedTuple):
-    """Numbers of frequent tokens, of sampled ones, and of the tokens from which those are drawn."""
+    """Numbers of frequent tokens, of sampled ones, and of the tokens from which those are
+    drawn.
+    """
 
     frequent: int
     sampled: int
@@ -25,7 +29,9 @@ class CandidateSizes(NamedTuple):
 
 
 def candidate_sizes(config: TranslationConfig) -> CandidateSizes:
-    """Sizes for a config with loss.text_candidates and model.vocab_size set; [MASK] is never a candidate."""
+    """Sizes for a config with loss.text_candidates and model.vocab_size set; [MASK] is never a
+    candidate.
+    """
     frequent = min(config.loss.text_candidates, config.model.vocab_size - 1)
     population = config.model.vocab_size - 1 - frequent
     return CandidateSizes(frequent, min(NUM_SAMPLED, population), population)
@@ -33,7 +39,9 @@ def candidate_sizes(config: TranslationConfig) -> CandidateSizes:
 
 def candidates_of(config: TranslationConfig, tensors: dict[str, Tensor]) -> Candidates:
     """The text head's argument for a batch that CandidateSampler completed."""
-    return Candidates(tensors["text_candidates"], tensors["text_columns"], *candidate_sizes(config))
+    return Candidates(
+        tensors["text_candidates"], tensors["text_columns"], *candidate_sizes(config)
+    )
 
 
 class CandidateSampler:
@@ -49,7 +57,10 @@ class CandidateSampler:
         vocab_size = config.model.vocab_size
         ids = np.argsort(-token_counts(data), kind="stable")
         ids = ids[ids != config.model.mask_token_id]
-        self.frequent, self.others = np.sort(ids[: self.sizes.frequent]), np.sort(ids[self.sizes.frequent :])
+        self.frequent, self.others = (
+            np.sort(ids[: self.sizes.frequent]),
+            np.sort(ids[self.sizes.frequent :]),
+        )
         self._frequent_column = np.full(vocab_size, -1)
         self._frequent_column[self.frequent] = np.arange(len(self.frequent))
 
@@ -69,4 +80,7 @@ class CandidateSampler:
         own, place = np.unique(ids[columns < 0], return_inverse=True)
         columns[columns < 0] = self.sizes.frequent + self.sizes.sampled + place
         tokens = np.concatenate([self.frequent, sampled, own])
-        return {"text_candidates": torch.from_numpy(tokens), "text_columns": torch.from_numpy(columns)}
+        return {
+            "text_candidates": torch.from_numpy(tokens),
+            "text_columns": torch.from_numpy(columns),
+        }

@@ -34,10 +34,12 @@ class TextDiffusionConfig(Section):
     eps: float = Field(1e-4, ge=0, lt=0.5)
     """Log-linear schedule keeps a token with probability eps at t = 1."""
     masking: Literal["fixed_count", "bernoulli"] = "fixed_count"
-    """fixed_count masks exactly ceil(t L) of L tokens with weight L / k: the same NELBO with far less variance.
-    bernoulli masks every token independently with weight 1 / t (MDLM)."""
+    """fixed_count masks exactly ceil(t L) of L tokens with weight L / k: the same NELBO with far
+    less variance. bernoulli masks every token independently with weight 1 / t (MDLM)."""
     min_timestep: float = Field(1e-3, gt=0, lt=0.5)
-    """Smallest timestep of masking=bernoulli; its NELBO misses at most min_timestep * log V nats per token."""
+    """Smallest timestep of masking=bernoulli; its NELBO misses at most min_timestep * log V nats
+    per token.
+    """
     timesteps: Literal["low_discrepancy", "uniform"] = "low_discrepancy"
     """How the timesteps of one global batch are spread over (min_timestep, 1)."""
     fully_masked_only: bool = False
@@ -47,30 +49,37 @@ class TextDiffusionConfig(Section):
 class LatentDiffusionConfig(Section):
     """Continuous diffusion of latents."""
 
-    schedule: Annotated[Literal["cosine", "linear", "sigmoid", "rectified_flow", "decoupled"], OnResume.FIXED] = (
-        "cosine"
+    schedule: Annotated[
+        Literal["cosine", "linear", "sigmoid", "rectified_flow", "decoupled"], OnResume.FIXED
+    ] = "cosine"
+    """Noise schedule: three variance-preserving ones, the straight path z = (1 - t) x + t e, or
+    RadioDiff's decoupled diffusion z = (1 - t) x + sqrt(t) e."""
+    prediction: Annotated[Literal["x0", "v", "epsilon", "flow", "x0_epsilon"], OnResume.FIXED] = (
+        "x0"
     )
-    """Noise schedule: three variance-preserving ones, the straight path z = (1 - t) x + t e, or RadioDiff's decoupled
-    diffusion z = (1 - t) x + sqrt(t) e."""
-    prediction: Annotated[Literal["x0", "v", "epsilon", "flow", "x0_epsilon"], OnResume.FIXED] = "x0"
-    """What the latent head predicts. x0_epsilon: both, in a head twice as wide (schedule=decoupled)."""
+    """What the latent head predicts. x0_epsilon: both, in a head twice as wide
+    (schedule=decoupled).
+    """
     timesteps: Literal["low_discrepancy", "uniform", "logit_normal"] = "low_discrepancy"
-    """How timesteps are drawn; logit_normal is sigmoid(N(logit_normal_mean, logit_normal_std^2)) (SD3)."""
+    """How timesteps are drawn; logit_normal is sigmoid(N(logit_normal_mean, logit_normal_std^2))
+    (SD3).
+    """
     logit_normal_mean: float = Field(0.0, ge=-10, le=10)
-    """Mean of timesteps=logit_normal. Above 0 it trains more at high noise (JiT, arXiv 2511.13720, has 0.8 in this
-    direction of time)."""
+    """Mean of timesteps=logit_normal. Above 0 it trains more at high noise (JiT, arXiv 2511.13720,
+    has 0.8 in this direction of time)."""
     logit_normal_std: float = Field(1.0, gt=0, le=10)
     """Standard deviation of timesteps=logit_normal (JiT: 0.8)."""
     timestep_shift: float = Field(1.0, gt=0, le=1e6)
-    """SD3's shift s: t' = s t / (1 + (s - 1) t). Above 1 it trains more at high noise, where the text decides. For
-    images larger than 256 px SD3's rule is s = side / 256: their noise hides less."""
+    """SD3's shift s: t' = s t / (1 + (s - 1) t). Above 1 it trains more at high noise, where the
+    text decides. For images larger than 256 px SD3's rule is s = side / 256: their noise hides
+    less."""
     weighting: Literal["unit", "min_snr", "velocity", "ddm", "ddm_inverse"] = "unit"
-    """Weight of the squared error: 1, min-SNR-gamma (arXiv 2303.09556), or that of the v / flow loss, in
-    the prediction's space. Of schedule=decoupled also ddm (2 e^(1 - t) for x0, e^sqrt(t) for the noise; RadioDiff) and
-    ddm_inverse (1 / t and 1 / (1 - t); DDM)."""
+    """Weight of the squared error: 1, min-SNR-gamma (arXiv 2303.09556), or that of the v / flow
+    loss, in the prediction's space. Of schedule=decoupled also ddm (2 e^(1 - t) for x0, e^sqrt(t)
+    for the noise; RadioDiff) and ddm_inverse (1 / t and 1 / (1 - t); DDM)."""
     velocity_floor: float = Field(1e-3, gt=0, le=1)
-    """On the straight path weighting=velocity weighs the squared error of x0 by 1 / max(t, this)^2. JiT has 0.05:
-    weights up to 400 instead of a million."""
+    """On the straight path weighting=velocity weighs the squared error of x0 by 1 / max(t,
+    this)^2. JiT has 0.05: weights up to 400 instead of a million."""
     min_snr_gamma: float = Field(5.0, gt=0, le=MAX_WEIGHT)
     """gamma of weighting=min_snr."""
     ddm_weight_cap: float = Field(100.0, ge=1, le=MAX_WEIGHT)
@@ -78,33 +87,44 @@ class LatentDiffusionConfig(Section):
     min_timestep: float = Field(1e-3, gt=0, lt=0.5)
     """Smallest timestep."""
     scaling: Annotated[Literal["standardize", "sqrt_d", "none"], OnResume.FIXED] = "standardize"
-    """Per-dimension mean and std of the training data, a factor sqrt(D) for unit-norm latents, or raw latents."""
+    """Per-dimension mean and std of the training data, a factor sqrt(D) for unit-norm latents, or
+    raw latents.
+    """
     l2_normalize: Annotated[bool, OnResume.FIXED] = False
-    """Divide every latent by its norm before scaling (MM-LDLM). The norm is lost: samples are unit vectors."""
+    """Divide every latent by its norm before scaling (MM-LDLM).
+
+    The norm is lost: samples are unit vectors.
+    """
     renormalize_x0: bool = True
-    """Sampling puts x0 predictions back on the sphere when the encoder's latents are unit vectors."""
+    """Sampling puts x0 predictions back on the sphere when the encoder's latents are unit vectors.
+
+    """
     clamp_x0: float | None = Field(None, gt=0, le=1e30)
-    """Sampling clamps x0 predictions to [-c, c] in the space of the stored latents: 1 for pixels. None: off."""
+    """Sampling clamps x0 predictions to [-c, c] in the space of the stored latents: 1 for pixels.
+
+    None: off.
+    """
 
     @model_validator(mode="after")
     def _prediction_fits_schedule(self) -> LatentDiffusionConfig:
         allowed = SCHEDULES_OF_PREDICTION.get(self.prediction)
         if allowed is not None and self.schedule not in allowed:
             raise ValueError(
-                f"latent_diffusion.prediction={self.prediction} does not go with "
-                f"latent_diffusion.schedule={self.schedule}: "
-                "flow belongs to rectified_flow, x0_epsilon to decoupled, v to cosine, linear and sigmoid; "
-                "x0 and epsilon go with all"
+                f"latent_diffusion.prediction={self.prediction} does not go with"
+                f" latent_diffusion.schedule={self.schedule}: flow belongs to rectified_flow,"
+                " x0_epsilon to decoupled, v to cosine, linear and sigmoid; x0 and epsilon go"
+                " with all"
             )
         if (self.weighting in ("ddm", "ddm_inverse")) > (self.schedule == "decoupled"):
             raise ValueError(
-                f"latent_diffusion.weighting={self.weighting} belongs to latent_diffusion.schedule=decoupled "
-                f"(it is {self.schedule})"
+                f"latent_diffusion.weighting={self.weighting} belongs to"
+                f" latent_diffusion.schedule=decoupled (it is {self.schedule})"
             )
         if self.weighting == "velocity" and self.schedule == "decoupled":
             raise ValueError(
-                "latent_diffusion.weighting=velocity does not go with latent_diffusion.schedule=decoupled, whose "
-                "velocity is infinite at t = 0: choose ddm, ddm_inverse, min_snr or unit"
+                "latent_diffusion.weighting=velocity does not go with"
+                " latent_diffusion.schedule=decoupled, whose velocity is infinite at t = 0: choose"
+                " ddm, ddm_inverse, min_snr or unit"
             )
         if self.ddm_weight_cap != 100.0 and self.weighting != "ddm_inverse":
             raise ValueError(
@@ -113,8 +133,9 @@ class LatentDiffusionConfig(Section):
             )
         if self.l2_normalize and self.scaling == "standardize":
             raise ValueError(
-                "latent_diffusion.l2_normalize does not go with latent_diffusion.scaling=standardize, whose mean and "
-                "std are those of the latents as stored: set latent_diffusion.scaling=sqrt_d"
+                "latent_diffusion.l2_normalize does not go with"
+                " latent_diffusion.scaling=standardize, whose mean and std are those of the"
+                " latents as stored: set latent_diffusion.scaling=sqrt_d"
             )
         return self
 
@@ -122,7 +143,9 @@ class LatentDiffusionConfig(Section):
     def _every_key_is_read(self) -> LatentDiffusionConfig:
         draws_normals = self.timesteps == "logit_normal"
         weighs_velocity = self.weighting == "velocity" and self.schedule == "rectified_flow"
-        on_the_straight_path = "latent_diffusion.schedule=rectified_flow with latent_diffusion.weighting=velocity"
+        on_the_straight_path = (
+            "latent_diffusion.schedule=rectified_flow with latent_diffusion.weighting=velocity"
+        )
         for key, is_read, reader in (
             ("logit_normal_mean", draws_normals, "latent_diffusion.timesteps=logit_normal"),
             ("logit_normal_std", draws_normals, "latent_diffusion.timesteps=logit_normal"),
@@ -130,7 +153,10 @@ class LatentDiffusionConfig(Section):
         ):
             value = getattr(self, key)
             if value != type(self).model_fields[key].default and not is_read:
-                raise ValueError(f"latent_diffusion.{key}={value} is read only with {reader}: drop it, or set that")
+                raise ValueError(
+                    f"latent_diffusion.{key}={value} is read only with {reader}: drop it, or set"
+                    " that"
+                )
         return self
 
     def process(self) -> GaussianProcess:
@@ -138,7 +164,12 @@ class LatentDiffusionConfig(Section):
         from mmldlm.diffusion import GaussianProcess
 
         return GaussianProcess(
-            self.schedule, self.prediction, self.weighting, self.min_snr_gamma, self.ddm_weight_cap, self.velocity_floor
+            self.schedule,
+            self.prediction,
+            self.weighting,
+            self.min_snr_gamma,
+            self.ddm_weight_cap,
+            self.velocity_floor,
         )
 
 
@@ -154,38 +185,55 @@ class LossConfig(Section):
     quality_loss_weight: float | None = Field(None, gt=0, le=MAX_WEIGHT)
     """Weight of the quality head's cross-entropy per token (model.quality_head=true). None: 1."""
     latent_loss: Literal["mse", "normalized_mse"] = "mse"
-    """normalized_mse is MM-LDLM's: both sides L2-normalized, 2 (1 - cos); valid for x0-prediction only."""
+    """normalized_mse is MM-LDLM's: both sides L2-normalized, 2 (1 - cos); valid for x0-prediction
+    only.
+    """
     normalize_eps: float = Field(1e-8, gt=0, le=1)
     """Added to the norm in normalized_mse."""
     text_loss_clamp: float | None = Field(None, gt=0, le=1e30)
-    """Clamp each sample's text NELBO per token (MM-LDLM: 100). Above it the gradient is zero. None: off."""
+    """Clamp each sample's text NELBO per token (MM-LDLM: 100). Above it the gradient is zero.
+
+    None: off.
+    """
     latent_loss_clamp: float | None = Field(None, gt=0, le=1e30)
     """Clamp each sample's latent loss (MM-LDLM: 10). Above it the gradient is zero. None: off."""
     text_candidates: int | None = Field(None, ge=1)
-    """In training, score masked tokens against this many most frequent tokens and a sample of 1,024 others that stands
-    for the rest: an estimate of the NELBO at a fraction of the text head's cost. Evaluation is exact. None: against the
-    whole vocabulary."""
+    """In training, score masked tokens against this many most frequent tokens and a sample of
+    1,024 others that stands for the rest: an estimate of the NELBO at a fraction of the text
+    head's cost. Evaluation is exact. None: against the whole vocabulary."""
     text_weighting: Literal["elbo", "uniform", "dynamic"] = "elbo"
-    """Weight of a masked token in training. elbo: the NELBO's. uniform: 2 for all, of the same mean. dynamic: GIDD+'s
-    2 (1 - t) without uniform noise (arXiv 2503.04482), of a third of it. With the latter two the loss bounds no
-    likelihood, but its gradients vary less. Logs and evaluations report the NELBO in every case."""
+    """Weight of a masked token in training. elbo: the NELBO's. uniform: 2 for all, of the same
+    mean. dynamic: GIDD+'s 2 (1 - t) without uniform noise (arXiv 2503.04482), of a third of it.
+    With the latter two the loss bounds no likelihood, but its gradients vary less. Logs and
+    evaluations report the NELBO in every case."""
     text_weight_clip: float | None = Field(None, gt=0, le=1e30)
-    """Largest weight of a masked token (1 / t under MDLM). Clipped, the loss bounds no likelihood. None: off."""
+    """Largest weight of a masked token (1 / t under MDLM). Clipped, the loss bounds no likelihood.
+
+    None: off.
+    """
     latent_weight_clip: float | None = Field(None, gt=0, le=1e30)
     """Largest weight of a sample's latent error (RadioDiff's weight clipping). None: off."""
     latent_prediction_clamp: float | None = Field(None, gt=0, le=1e30)
-    """Clamp every element of the latent prediction to [-c, c] in the loss. Values outside receive no gradient."""
+    """Clamp every element of the latent prediction to [-c, c] in the loss.
+
+    Values outside receive no gradient.
+    """
     latent_target_clamp: float | None = Field(None, gt=0, le=1e30)
-    """Clamp every element of the latent target to [-c, c]. Larger values are then never learned. None: off."""
+    """Clamp every element of the latent target to [-c, c]. Larger values are then never learned.
+
+    None: off.
+    """
     allow_scale_free_latent_loss: bool = False
-    """Permit normalized_mse with a noise or velocity target, which cannot learn the latent's scale."""
+    """Permit normalized_mse with a noise or velocity target, which cannot learn the latent's
+    scale.
+    """
 
     @model_validator(mode="after")
     def _uniform_weights_are_not_clipped(self) -> LossConfig:
         if self.text_weighting != "elbo" and self.text_weight_clip is not None:
             raise ValueError(
-                "loss.text_weight_clip is read only with loss.text_weighting=elbo (the weights of uniform are 2, those "
-                "of dynamic at most 2): drop one"
+                "loss.text_weight_clip is read only with loss.text_weighting=elbo (the weights of"
+                " uniform are 2, those of dynamic at most 2): drop one"
             )
         return self
 
@@ -199,27 +247,37 @@ class TranslationTrainingConfig(TrainingConfig):
     """Modes, and the common training keys."""
 
     loss_type: Annotated[Mode, OnResume.FIXED] = "mixed"
-    """Mode: unconditional, l2t (embedding to text), t2l (text to embedding), or mixed (one mode per sample)."""
+    """Mode: unconditional, l2t (embedding to text), t2l (text to embedding), or mixed (one mode
+    per sample).
+    """
     loss_type_weights: dict[Literal["unconditional", "l2t", "t2l"], float] | None = None
     """Weights of the modes under mixed, as in 'training.loss_type_weights={l2t: 0.7, t2l: 0.3}' or
-    training.loss_type_weights.l2t=0.7; a mode that is not named has weight 0. None: equal weights."""
-    freeze: Annotated[Literal["auto", "by_mode", "none"], OnResume.IGNORE, FilledFromData()] = "auto"
-    """by_mode: l2t freezes the latent encoder and head, t2l the text encoder and head. none: both sides are trained.
-    auto: by_mode where training.init_from gives trained weights, none from scratch; a resumed run keeps what it began
-    with."""
+    training.loss_type_weights.l2t=0.7; a mode that is not named has weight 0. None: equal
+    weights."""
+    freeze: Annotated[Literal["auto", "by_mode", "none"], OnResume.IGNORE, FilledFromData()] = (
+        "auto"
+    )
+    """by_mode: l2t freezes the latent encoder and head, t2l the text encoder and head. none: both
+    sides are trained.
+    auto: by_mode where training.init_from gives trained weights, none from scratch; a resumed run
+    keeps what it began with."""
     condition_dropout: float = Field(0.1, ge=0, lt=1)
-    """Fraction of l2t and t2l samples whose condition is replaced by the learned null (classifier-free guidance)."""
+    """Fraction of l2t and t2l samples whose condition is replaced by the learned null
+    (classifier-free guidance).
+    """
     t2l_pure_noise: float = Field(0.0, ge=0, lt=1)
-    """Fraction of the t2l samples with a given text that are trained at t = 1, where sampling starts, and in one step
-    ends. Evaluations draw timesteps as without it."""
+    """Fraction of the t2l samples with a given text that are trained at t = 1, where sampling
+    starts, and in one step ends. Evaluations draw timesteps as without it."""
     l2t_condition_noise: float = Field(0.0, ge=0, lt=1)
-    """Fraction of the l2t samples with a given latent whose latent is noised, and the model is given the timestep of
-    that noise: conditioning augmentation (arXiv 2106.15282) for latents that no encoder made. Evaluations have none."""
+    """Fraction of the l2t samples with a given latent whose latent is noised, and the model is
+    given the timestep of that noise: conditioning augmentation (arXiv 2106.15282) for latents that
+    no encoder made. Evaluations have none."""
     l2t_condition_timestep: float = Field(0.3, gt=0, le=1)
     """Largest timestep of l2t_condition_noise; uniform between 0 and it."""
     hypothesis_share: float = Field(HYPOTHESIS_SHARE, gt=0, le=1)
-    """Fraction of the l2t samples with a given latent that read their hypothesis (model.corrector); their texts are
-    wholly masked. The others are trained as without a corrector: their share decides how good first texts are."""
+    """Fraction of the l2t samples with a given latent that read their hypothesis
+    (model.corrector); their texts are wholly masked. The others are trained as without a
+    corrector: their share decides how good first texts are."""
 
     @model_validator(mode="after")
     def _weights_belong_to_mixed(self) -> TranslationTrainingConfig:
@@ -227,7 +285,8 @@ class TranslationTrainingConfig(TrainingConfig):
         if weights is not None:
             if self.loss_type != "mixed":
                 raise ValueError(
-                    f"training.loss_type_weights is read only when training.loss_type=mixed (it is {self.loss_type})"
+                    "training.loss_type_weights is read only when training.loss_type=mixed (it is"
+                    f" {self.loss_type})"
                 )
             check_weights("training.loss_type_weights", weights)
         return self
@@ -238,11 +297,14 @@ class TranslationTrainingConfig(TrainingConfig):
         for key, mode in (("t2l_pure_noise", "t2l"), ("l2t_condition_noise", "l2t")):
             if getattr(self, key) > 0 and shares[mode] == 0:
                 raise ValueError(
-                    f"training.{key} is read only where {mode} is trained (training.loss_type is {self.loss_type}): "
-                    "drop it, or train that mode"
+                    f"training.{key} is read only where {mode} is trained (training.loss_type is"
+                    f" {self.loss_type}): drop it, or train that mode"
                 )
         if self.l2t_condition_timestep != 0.3 and self.l2t_condition_noise == 0:
-            raise ValueError("training.l2t_condition_timestep is read only with training.l2t_condition_noise above 0")
+            raise ValueError(
+                "training.l2t_condition_timestep is read only with training.l2t_condition_noise"
+                " above 0"
+            )
         return self
 
     def mode_weights(self) -> dict[str, float]:
@@ -258,7 +320,9 @@ class TranslationDataConfig(StoreDataConfig):
     """Stores, and hypotheses for a corrector."""
 
     hypotheses: Annotated[FilePath, OnResume.IGNORE] = None
-    """Folder that `mmldlm hypotheses` wrote for the samples of latent_data_root; with model.corrector."""
+    """Folder that `mmldlm hypotheses` wrote for the samples of latent_data_root; with
+    model.corrector.
+    """
 
 
 class TranslationConfig(Config):
@@ -278,14 +342,15 @@ class TranslationConfig(Config):
         if prediction != "x0_epsilon":
             if model.latent_predictions != 1:
                 raise ValueError(
-                    f"model.latent_predictions={model.latent_predictions} belongs to latent_diffusion.prediction="
-                    f"x0_epsilon (it is {prediction}): drop it"
+                    f"model.latent_predictions={model.latent_predictions} belongs to"
+                    f" latent_diffusion.prediction=x0_epsilon (it is {prediction}): drop it"
                 )
             return self
         if model.scale_noisy_latents:
             raise ValueError(
-                "model.scale_noisy_latents=true does not go with latent_diffusion.prediction=x0_epsilon: the model "
-                "would not read the noise that it is to predict"
+                "model.scale_noisy_latents=true does not go with"
+                " latent_diffusion.prediction=x0_epsilon: the model would not read the noise that"
+                " it is to predict"
             )
         if model.latent_predictions != 2:  # an assignment validates once more
             model.latent_predictions = 2
@@ -295,23 +360,34 @@ class TranslationConfig(Config):
     def _training_options_fit(self) -> TranslationConfig:
         only_fully = (
             ("text_diffusion.fully_masked_only=true", self.text_diffusion.fully_masked_only),
-            (f"with hypotheses model.corrector={self.model.corrector}", self.model.corrector != "none"),
+            (
+                f"with hypotheses model.corrector={self.model.corrector}",
+                self.model.corrector != "none",
+            ),
         )
         for key, is_set in only_fully:
             if is_set and self.loss.text_weighting == "dynamic":
                 raise ValueError(
-                    f"loss.text_weighting=dynamic gives a fully masked text no weight, and {key} trains no other: "
-                    "drop one"
+                    f"loss.text_weighting=dynamic gives a fully masked text no weight, and {key}"
+                    " trains no other: drop one"
                 )
         if self.model.quality_head and self.training.loss_type == "t2l":
-            raise ValueError("model.quality_head judges written texts, and training.loss_type=t2l writes none: drop it")
-        if self.loss.quality_loss_weight is not None and not self.model.quality_head:
-            raise ValueError("loss.quality_loss_weight is read only with model.quality_head=true: drop it")
-        latent = self.latent_diffusion
-        if self.training.t2l_pure_noise > 0 and (latent.prediction == "epsilon" or latent.weighting == "min_snr"):
             raise ValueError(
-                "training.t2l_pure_noise teaches nothing with latent_diffusion.prediction=epsilon (at t = 1 the model "
-                "reads what it is to predict) or latent_diffusion.weighting=min_snr (whose weight is 0 there): drop one"
+                "model.quality_head judges written texts, and training.loss_type=t2l writes none:"
+                " drop it"
+            )
+        if self.loss.quality_loss_weight is not None and not self.model.quality_head:
+            raise ValueError(
+                "loss.quality_loss_weight is read only with model.quality_head=true: drop it"
+            )
+        latent = self.latent_diffusion
+        if self.training.t2l_pure_noise > 0 and (
+            latent.prediction == "epsilon" or latent.weighting == "min_snr"
+        ):
+            raise ValueError(
+                "training.t2l_pure_noise teaches nothing with latent_diffusion.prediction=epsilon"
+                " (at t = 1 the model reads what it is to predict) or"
+                " latent_diffusion.weighting=min_snr (whose weight is 0 there): drop one"
             )
         return self
 
@@ -321,25 +397,37 @@ class TranslationConfig(Config):
             for key, value, defaults in (
                 ("data.hypotheses", self.data.hypotheses, (None,)),
                 # 0.8 was the default of runs that are older than this one.
-                ("training.hypothesis_share", self.training.hypothesis_share, (HYPOTHESIS_SHARE, 0.8)),
+                (
+                    "training.hypothesis_share",
+                    self.training.hypothesis_share,
+                    (HYPOTHESIS_SHARE, 0.8),
+                ),
             ):
                 if value not in defaults:
-                    raise ValueError(f"{key} is read only with model.corrector=feedback or blind: drop it, or add that")
+                    raise ValueError(
+                        f"{key} is read only with model.corrector=feedback or blind: drop it, or"
+                        " add that"
+                    )
         elif self.training.mode_weights()["l2t"] == 0:
             raise ValueError(
-                f"model.corrector={self.model.corrector} corrects texts of latents, and training.loss_type="
-                f"{self.training.loss_type} trains no l2t: drop it"
+                f"model.corrector={self.model.corrector} corrects texts of latents, and"
+                f" training.loss_type={self.training.loss_type} trains no l2t: drop it"
             )
         return self
 
     @model_validator(mode="after")
     def _loss_fits_prediction(self) -> TranslationConfig:
         noise_target = self.latent_diffusion.prediction != "x0"
-        if self.loss.latent_loss == "normalized_mse" and noise_target and not self.loss.allow_scale_free_latent_loss:
+        if (
+            self.loss.latent_loss == "normalized_mse"
+            and noise_target
+            and not self.loss.allow_scale_free_latent_loss
+        ):
             raise ValueError(
-                f"loss.latent_loss=normalized_mse with latent_diffusion.prediction={self.latent_diffusion.prediction} "
-                "cannot learn the scale of the noise, which every sampler needs (docs/objectives.md); use "
-                "latent_diffusion.prediction=x0, or loss.latent_loss=mse; or accept it with "
-                "loss.allow_scale_free_latent_loss=true"
+                "loss.latent_loss=normalized_mse with"
+                f" latent_diffusion.prediction={self.latent_diffusion.prediction} cannot learn the"
+                " scale of the noise, which every sampler needs (docs/objectives.md); use"
+                " latent_diffusion.prediction=x0, or loss.latent_loss=mse; or accept it with"
+                " loss.allow_scale_free_latent_loss=true"
             )
         return self

@@ -41,15 +41,21 @@ class TranslationData(LatentData):
 
 
 def open_data(config: TranslationConfig) -> TranslationData:
-    """Open both splits and fill in what they decide: latent_dim, vocab_size, token ids, training.freeze=auto.
+    """Open both splits and fill in what they decide: latent_dim, vocab_size, token ids,
+    training.freeze=auto.
 
     Raises:
-        UserError: no store, damaged store, unusable latents, a config that contradicts the data, model.quality_head
-            under ZeRO-3, or model.corrector without hypotheses for this store.
+        UserError: no store, damaged store, unusable latents, a config that contradicts the data,
+            model.quality_head under ZeRO-3, or model.corrector without hypotheses for this store.
     """
-    if config.model.quality_head and config.engine.kind == "deepspeed" and resolve_stage(config) == 3:
+    if (
+        config.model.quality_head
+        and config.engine.kind == "deepspeed"
+        and resolve_stage(config) == 3
+    ):
         raise UserError(
-            "an engine under which one step can pass through the blocks twice, as model.quality_head=true does",
+            "an engine under which one step can pass through the blocks twice, as"
+            " model.quality_head=true does",
             "ZeRO-3, which reduces the gradients of a block once",
             "set engine.kind=fsdp, or engine.zero_stage=2",
         )
@@ -60,20 +66,28 @@ def open_data(config: TranslationConfig) -> TranslationData:
     return data
 
 
-def _open_hypotheses(config: TranslationConfig, data: TranslationData) -> tuple[SplitHypotheses, SplitHypotheses]:
+def _open_hypotheses(
+    config: TranslationConfig, data: TranslationData
+) -> tuple[SplitHypotheses, SplitHypotheses]:
     root = config.data.hypotheses
     if root is None:
         raise UserError(
-            f"data.hypotheses: the texts that model.corrector={config.model.corrector} learns to correct",
+            f"data.hypotheses: the texts that model.corrector={config.model.corrector} learns to"
+            " correct",
             "no data.hypotheses",
             "write them: mmldlm hypotheses --checkpoint RUN --data STORE --output-dir DIR",
         )
     found = SplitHypotheses(root, data.train), SplitHypotheses(root, data.validation)
-    data.notes.append(f"hypotheses of {len(found[0].store):,} of {len(data.train):,} training texts (data.hypotheses)")
+    data.notes.append(
+        f"hypotheses of {len(found[0].store):,} of {len(data.train):,} training texts"
+        " (data.hypotheses)"
+    )
     return found
 
 
-def latent_scaling(config: TranslationConfig, store: Store | MixedStore) -> tuple[np.ndarray, np.ndarray]:
+def latent_scaling(
+    config: TranslationConfig, store: Store | MixedStore
+) -> tuple[np.ndarray, np.ndarray]:
     """Return what is subtracted from latents and what they are divided by, both [D] fp32."""
     dim = store.latent_dim
     if config.latent_diffusion.scaling == "none":

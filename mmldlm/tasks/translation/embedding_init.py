@@ -21,17 +21,17 @@ LEAST_SPELLED = 0.5
 
 
 def encoder_token_embeddings(store: Store, hidden_size: int) -> np.ndarray:
-    """The encoder's input embeddings, rotated to their principal components and cut or zero-filled to the model's
-    width.
+    """The encoder's input embeddings, rotated to their principal components and cut or zero-filled
+    to the model's width.
 
-    A token's meaning to the encoder is then known from the first step, in both directions: what a latent says of its
-    words, and what words make of a latent.
+    A token's meaning to the encoder is then known from the first step, in both directions: what a
+    latent says of its words, and what words make of a latent.
 
     Returns:
-        [V, hidden_size] fp32, centred, standard deviation 0.02 over the filled components of the encoder's tokens. A
-        token of another tokenizer has the mean of the tokens that spell it, zeros where the encoder cannot spell it. A
-        function of weights and tokenizers alone (signs fixed by each component's largest entry), so every rank makes
-        the same.
+        [V, hidden_size] fp32, centred, standard deviation 0.02 over the filled components of the
+        encoder's tokens. A token of another tokenizer has the mean of the tokens that spell it,
+        zeros where the encoder cannot spell it. A function of weights and tokenizers alone (signs
+        fixed by each component's largest entry), so every rank makes the same.
 
     Raises:
         UserError: the encoder here is another than the store's, or knows too few of its tokens.
@@ -74,24 +74,29 @@ def _pieces(store: Store, encoder_folder: Path, count: int) -> dict[int, list[in
     if tokenizer["name"] == encoder["name"]:
         if count > tokenizer["vocab_size"]:
             raise UserError(
-                f"{count} tokens, as encoder {encoder['name']} has", f"{tokenizer['vocab_size']} in {store.root}",
+                f"{count} tokens, as encoder {encoder['name']} has",
+                f"{tokenizer['vocab_size']} in {store.root}",
                 "set model.token_embedding_init=random",
-            )  # fmt: skip
+            )
         return {token: [token] for token in range(count)}
-    theirs = read_tokenizer(encoder_folder, f"the encoder's tokenizer in {encoder_folder}", "install it again")
+    theirs = read_tokenizer(
+        encoder_folder, f"the encoder's tokenizer in {encoder_folder}", "install it again"
+    )
     pieces = spellings(load_tokenizer(store.root), theirs)
     if len(pieces) < LEAST_SPELLED * tokenizer["vocab_size"]:
         raise UserError(
             f"a tokenizer of which encoder {encoder['name']} can spell most tokens, for "
             "model.token_embedding_init=encoder",
             f"{len(pieces)} of {tokenizer['vocab_size']} in {store.root}",
-            f"prepare with --tokenizer {encoder['name']}, or set model.token_embedding_init=random",
+            f"prepare with --tokenizer {encoder['name']}, or set"
+            " model.token_embedding_init=random",
         )
     return pieces
 
 
 def spellings(own: Any, theirs: Any) -> dict[int, list[int]]:
-    """The tokens of another tokenizer that spell each token of this one; special tokens stand for each other.
+    """The tokens of another tokenizer that spell each token of this one; special tokens stand for
+    each other.
 
     Args:
         own, theirs: fast Hugging Face tokenizers.

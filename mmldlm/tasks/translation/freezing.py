@@ -1,4 +1,7 @@
-"""Which parameters a mode trains. Decided before the engine is built: DeepSpeed ignores later changes."""
+"""Which parameters a mode trains.
+
+Decided before the engine is built: DeepSpeed ignores later changes.
+"""
 
 from __future__ import annotations
 
@@ -13,10 +16,12 @@ from mmldlm.tasks.translation.config import TranslationConfig
 if TYPE_CHECKING:
     from torch import nn
 
-# MM-LDLM's rule: l2t keeps the latent side, t2l the text side as it is. Valid for a model whose frozen side is already
-# trained; from scratch it leaves a random projection (docs/objectives.md), hence training.freeze=auto.
+# MM-LDLM's rule: l2t keeps the latent side, t2l the text side as it is. Valid for a model whose
+# frozen side is already trained; from scratch it leaves a random projection (docs/objectives.md),
+# hence training.freeze=auto.
 FROZEN_GROUPS = {"unconditional": (), "mixed": (), "l2t": ("latent",), "t2l": ("text",)}
-# Heads that no loss of the mode reads: frozen under freeze=none as well, or weight decay alone would move them.
+# Heads that no loss of the mode reads: frozen under freeze=none as well, or weight decay alone
+# would move them.
 UNREAD_MODULES = {
     "unconditional": (),
     "mixed": (),
@@ -26,31 +31,51 @@ UNREAD_MODULES = {
 
 
 def frozen_modules(mode: str, freeze: str) -> set[str]:
-    """Return the top-level modules that are not trained; preflight counts with it, without torch."""
+    """Return the top-level modules that are not trained; preflight counts with it, without
+    torch.
+    """
     sides = {
         "text": ("text_encoder", "text_head", "length_head", "quality_head"),
         "latent": ("latent_encoder", "latent_head"),
     }
-    frozen = {name for group in FROZEN_GROUPS[mode] for name in sides[group]} if freeze == "by_mode" else set()
+    frozen = (
+        {name for group in FROZEN_GROUPS[mode] for name in sides[group]}
+        if freeze == "by_mode"
+        else set()
+    )
     return frozen | set(UNREAD_MODULES[mode])
 
 
 def frozen_names(model: nn.Module, mode: str, freeze: str) -> set[str]:
-    """Names of the parameters that training.loss_type=mode with training.freeze=freeze leaves alone."""
-    assert freeze in ("by_mode", "none"), "auto is decided when the data is opened (decided_freeze)"
+    """Names of the parameters that training.loss_type=mode with training.freeze=freeze leaves
+    alone.
+    """
+    assert freeze in (
+        "by_mode",
+        "none",
+    ), "auto is decided when the data is opened (decided_freeze)"
     groups = model.parameter_groups()
-    names = {name for group in FROZEN_GROUPS[mode] for name in groups[group]} if freeze == "by_mode" else set()
-    names |= {name for name, _ in model.named_parameters() if name.split(".")[0] in UNREAD_MODULES[mode]}
+    names = (
+        {name for group in FROZEN_GROUPS[mode] for name in groups[group]}
+        if freeze == "by_mode"
+        else set()
+    )
+    names |= {
+        name for name, _ in model.named_parameters() if name.split(".")[0] in UNREAD_MODULES[mode]
+    }
     return names
 
 
 def random_projection(mode: str, freeze: str, init_from: str | None) -> str | None:
-    """The warning for a run from scratch that freezes weights which nothing has trained; None where it does not."""
+    """The warning for a run from scratch that freezes weights which nothing has trained; None
+    where it does not.
+    """
     if freeze != "by_mode" or init_from is not None or not FROZEN_GROUPS[mode]:
         return None
     return (
-        f"training.freeze=by_mode without training.init_from: the {FROZEN_GROUPS[mode][0]} side stays a random "
-        "projection (docs/objectives.md says what it costs); training.freeze=auto trains it"
+        f"training.freeze=by_mode without training.init_from: the {FROZEN_GROUPS[mode][0]} side"
+        " stays a random projection (docs/objectives.md says what it costs); training.freeze=auto"
+        " trains it"
     )
 
 
@@ -61,20 +86,24 @@ def apply_freezing(model: nn.Module, mode: str, freeze: str) -> None:
         parameter.requires_grad_(name not in frozen)
 
 
-def verify_parameter_freezing(model: nn.Module, mode: str, freeze: str) -> dict[str, tuple[int, int]]:
+def verify_parameter_freezing(
+    model: nn.Module, mode: str, freeze: str
+) -> dict[str, tuple[int, int]]:
     """Check that exactly the parameters of the mode are trainable.
 
     Returns:
         group -> (trainable, all) parameter counts, for printing at start.
 
     Raises:
-        UserError: naming parameters whose requires_grad is not what the mode asks for, or when nothing is trainable.
+        UserError: naming parameters whose requires_grad is not what the mode asks for, or when
+            nothing is trainable.
     """
     frozen = frozen_names(model, mode, freeze)
     wrong = [name for name, p in model.named_parameters() if p.requires_grad == (name in frozen)]
     if wrong:
         raise UserError(
-            f"{len(frozen)} frozen tensors for training.loss_type={mode}, training.freeze={freeze}",
+            f"{len(frozen)} frozen tensors for training.loss_type={mode},"
+            f" training.freeze={freeze}",
             f"{len(wrong)} with the wrong requires_grad, first {wrong[0]}",
             "do not change requires_grad after mmldlm has set it; choose with training.freeze",
         )
@@ -82,10 +111,15 @@ def verify_parameter_freezing(model: nn.Module, mode: str, freeze: str) -> dict[
     counts = {}
     for group, names in model.parameter_groups().items():
         total = sum(parameters[name].numel() for name in names)
-        counts[group] = (sum(parameters[name].numel() for name in names if name not in frozen), total)
+        counts[group] = (
+            sum(parameters[name].numel() for name in names if name not in frozen),
+            total,
+        )
     if not any(trainable for trainable, _ in counts.values()):
         raise UserError(
-            "at least one trainable parameter", "none", "choose another training.freeze or training.loss_type"
+            "at least one trainable parameter",
+            "none",
+            "choose another training.freeze or training.loss_type",
         )
     return counts
 
@@ -93,8 +127,9 @@ def verify_parameter_freezing(model: nn.Module, mode: str, freeze: str) -> dict[
 def decided_freeze(config: TranslationConfig) -> str:
     """training.freeze with `auto` decided: `mode` or `none`.
 
-    A run that continues keeps what its checkpoints were trained with: one begun with training.init_from need not name
-    it again. Else trained weights are frozen by mode, and a random projection never.
+    A run that continues keeps what its checkpoints were trained with: one begun with
+    training.init_from need not name it again. Else trained weights are frozen by mode, and a
+    random projection never.
     """
     training = config.training
     if training.freeze != "auto":

@@ -1,4 +1,6 @@
-"""How often tokens and lengths occur in the training split, and output biases that begin with it."""
+"""How often tokens and lengths occur in the training split, and output biases that begin
+with it.
+"""
 
 from __future__ import annotations
 
@@ -12,9 +14,13 @@ UNSEEN = 0.1  # occurrences added to every token
 
 
 def token_counts(data: RunData) -> np.ndarray:
-    """Occurrences [V] of each token in the training split, EOS included, or in COUNTED_TEXTS texts spread over it."""
+    """Occurrences [V] of each token in the training split, EOS included, or in COUNTED_TEXTS texts
+    spread over it.
+    """
     num_texts = len(data.train_lengths)
-    spread = np.unique(np.linspace(0, num_texts - 1, min(num_texts, COUNTED_TEXTS)).astype(np.int64))
+    spread = np.unique(
+        np.linspace(0, num_texts - 1, min(num_texts, COUNTED_TEXTS)).astype(np.int64)
+    )
     parts = data.train.of_one_size(spread) if isinstance(data.train, MixedStore) else [spread]
     tokens = [ids for part in parts for ids in data.train.get(part).tokens]
     counts = np.bincount(np.concatenate(tokens), minlength=data.config.model.vocab_size)
@@ -37,5 +43,7 @@ def log_token_frequencies(data: RunData) -> np.ndarray:
 
 def log_length_frequencies(data: RunData) -> np.ndarray:
     """[max_seq_len] fp32 log probabilities of lengths 1 .. max_seq_len."""
-    counts = 1.0 + np.bincount(np.asarray(data.train_lengths) - 1, minlength=data.config.model.max_seq_len)
+    counts = 1.0 + np.bincount(
+        np.asarray(data.train_lengths) - 1, minlength=data.config.model.max_seq_len
+    )
     return np.log(counts / counts.sum()).astype(np.float32)

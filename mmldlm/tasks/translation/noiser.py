@@ -1,4 +1,7 @@
-"""Noise one rank's micro-batch of a global batch. Modes, timesteps, masks and noise are functions, not state."""
+"""Noise one rank's micro-batch of a global batch.
+
+Modes, timesteps, masks and noise are functions, not state.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +29,8 @@ from mmldlm.tasks.translation.word_swaps import WordSwaps
 UNCONDITIONAL, L2T, T2L = range(3)
 assert PURE_MODES == ("unconditional", "l2t", "t2l")
 
-# Noise of samples with more elements is drawn on the device; that of smaller ones stays the draws it always was.
+# Noise of samples with more elements is drawn on the device; that of smaller ones stays the draws
+# it always was.
 MAX_HOST_NOISE = 16_384
 # Key words that keep the streams of one seed apart.
 _SAMPLE_STREAM, _BATCH_STREAM, _CANDIDATE_STREAM, _OPTION_STREAM = 1, 2, 3, 4
@@ -35,23 +39,27 @@ _HYPOTHESIS_STREAM = 7  # dropout_keys has 5, WordSwaps 6, shifts of images 8, n
 
 @dataclass(kw_only=True)
 class NoisedBatch(Batch):
-    """One micro-batch, noised. B samples, S positions (longest text), M scored positions, D latent dim.
+    """One micro-batch, noised. B samples, S positions (longest text), M scored positions, D latent
+    dim.
 
-    Where a text has N latents, [B, D] below is [B, N, D]; where the model makes two predictions of each, latent_targets
-    are [B, 2 * D] and latent_weights [B, 2].
+    Where a text has N latents, [B, D] below is [B, N, D]; where the model makes two predictions of
+    each, latent_targets are [B, 2 * D] and latent_weights [B, 2].
 
     Attributes:
-        tensors: text_tokens [B, S] int64 (noised), attention_mask [B, S] bool, latents [B, D] fp32 (noised, in model
-            space, as latent_targets and latent_clean), text_timesteps [B], latent_timesteps [B] fp32, text_is_null and
-            latent_is_null [B] bool, token_positions [T] int64 in B * S (text to compute: real tokens, of a null text
-            the first position), text_positions [M] int64 in B * S, text_targets [M] int64, text_weights [M] fp32 (NELBO
-            weight), text_rows [M] int64 (sample of each scored position), latent_targets [B, D] fp32, latent_clean
-            [B, D] fp32, latent_weights [B] fp32 (0 where the latent is not scored), length_targets [B] int64
-            (length - 1), length_weights [B] fp32; with candidates text_candidates [C] and text_columns [M] int64; with
-            loss.text_weighting=dynamic text_loss_weights [M] fp32; with model.dropout dropout_keys [B] int64;
-            with model.quality_head draft_swaps [B, S] int64 (WordSwaps); with hypotheses the tensors of
-            SplitHypotheses. Above MAX_HOST_NOISE elements a sample, noise_keys [B] int64 stand for latents and
-            latent_targets until `to` has drawn the noise.
+        tensors: text_tokens [B, S] int64 (noised), attention_mask [B, S] bool, latents [B, D] fp32
+            (noised, in model space, as latent_targets and latent_clean), text_timesteps [B],
+            latent_timesteps [B] fp32, text_is_null and latent_is_null [B] bool, token_positions
+            [T] int64 in B * S (text to compute: real tokens, of a null text the first position),
+            text_positions [M] int64 in B * S, text_targets [M] int64, text_weights [M] fp32 (NELBO
+            weight), text_rows [M] int64 (sample of each scored position), latent_targets [B, D]
+            fp32, latent_clean [B, D] fp32, latent_weights [B] fp32 (0 where the latent is not
+            scored), length_targets [B] int64 (length - 1), length_weights [B] fp32; with
+            candidates text_candidates [C] and text_columns [M] int64; with
+            loss.text_weighting=dynamic text_loss_weights [M] fp32; with model.dropout dropout_keys
+            [B] int64; with model.quality_head draft_swaps [B, S] int64 (WordSwaps); with
+            hypotheses the tensors of SplitHypotheses. Above MAX_HOST_NOISE elements a sample,
+            noise_keys [B] int64 stand for latents and latent_targets until `to` has drawn the
+            noise.
         process: of the latents.
         modes: [B] index in PURE_MODES.
         counts: text_tokens, latents (of N latents per text, each), lengths.
@@ -71,7 +79,9 @@ class NoisedBatch(Batch):
         return self
 
 
-def noised_latents(process: GaussianProcess, clean: Tensor, noise: Tensor, timesteps: Tensor) -> dict[str, Tensor]:
+def noised_latents(
+    process: GaussianProcess, clean: Tensor, noise: Tensor, timesteps: Tensor
+) -> dict[str, Tensor]:
     """Tensors `latents` and `latent_targets` of a batch; a latent at timestep 0 stays as it is."""
     noised = process.add_noise(clean, noise, timesteps)
     return {
@@ -100,7 +110,8 @@ class BatchDraws(NamedTuple):
 
 
 class PaddedSamples(NamedTuple):
-    """The clean samples of a micro-batch and their own draws. B samples, S positions, D latent dim.
+    """The clean samples of a micro-batch and their own draws. B samples, S positions, D latent
+    dim.
 
     Attributes:
         tokens: [B, S] int64, padded.
@@ -111,7 +122,8 @@ class PaddedSamples(NamedTuple):
         dropout: [B] fp64, for the condition dropout.
         text: [B] fp64, for text timesteps under timesteps=uniform.
         latent: [B] fp64, for latent timesteps under timesteps=uniform.
-        options: [B, 3] fp64, for t2l_pure_noise and l2t_condition_noise; of zeros where both are off.
+        options: [B, 3] fp64, for t2l_pure_noise and l2t_condition_noise; of zeros where both are
+            off.
     """
 
     tokens: Tensor
@@ -141,10 +153,11 @@ class Noiser:
         max_norm: a latent above this norm is a corrupted row; it is left out and reported.
         candidates: of loss.text_candidates; None: the text head scores the whole vocabulary.
         swaps: words for the drafts that the quality head judges; None: there is none.
-        hypotheses: of the split whose samples are noised; a text that has one is wholly masked. None: there is none.
+        hypotheses: of the split whose samples are noised; a text that has one is wholly masked.
+            None: there is none.
         reads_hypotheses: whether the model reads them.
-        in_training: whether the training options that no evaluation has apply (t2l_pure_noise, l2t_condition_noise,
-            dropout).
+        in_training: whether the training options that no evaluation has apply (t2l_pure_noise,
+            l2t_condition_noise, dropout).
     """
 
     def __init__(
@@ -165,7 +178,9 @@ class Noiser:
         reads_hypotheses: bool = True,
         in_training: bool = True,
     ):
-        self.text = MaskedDiffusion(mask_token_id, config.text_diffusion.schedule, config.text_diffusion.eps)
+        self.text = MaskedDiffusion(
+            mask_token_id, config.text_diffusion.schedule, config.text_diffusion.eps
+        )
         self.latent = config.latent_diffusion.process()
         self.text_config, self.latent_config = config.text_diffusion, config.latent_diffusion
         self.weighs_dynamically = config.loss.text_weighting == "dynamic"
@@ -180,7 +195,9 @@ class Noiser:
         self.mode_edges = np.cumsum([weights[mode] for mode in PURE_MODES])
         self.seed = config.training.seed if seed is None else seed
         training = config.training
-        self.dropout = training.condition_dropout if condition_dropout is None else condition_dropout
+        self.dropout = (
+            training.condition_dropout if condition_dropout is None else condition_dropout
+        )
         self.pure_noise = training.t2l_pure_noise if in_training else 0.0
         self.condition_noise = training.l2t_condition_noise if in_training else 0.0
         self.condition_timestep = training.l2t_condition_timestep
@@ -192,16 +209,24 @@ class Noiser:
 
     def _batch_draws(self, batch: GlobalBatch) -> BatchDraws:
         slots = np.arange(batch.size)
-        offsets = counter_generator(self.seed, batch.epoch, batch.index, 0, _BATCH_STREAM).random(3)
+        offsets = counter_generator(self.seed, batch.epoch, batch.index, 0, _BATCH_STREAM).random(
+            3
+        )
         key = batch.epoch * 1_000_003 + batch.index
-        ranks = [permute(slots, batch.size, self.seed * 3 + stream + 11, key) for stream in range(3)]
+        ranks = [
+            permute(slots, batch.size, self.seed * 3 + stream + 11, key) for stream in range(3)
+        ]
         mode_u = np.remainder(ranks[0] / batch.size + offsets[0], 1.0)
-        modes = np.minimum(np.searchsorted(self.mode_edges, mode_u * self.mode_edges[-1], side="right"), 2)
+        modes = np.minimum(
+            np.searchsorted(self.mode_edges, mode_u * self.mode_edges[-1], side="right"), 2
+        )
         text_u = low_discrepancy(torch.from_numpy(ranks[1]), float(offsets[1]), batch.size)
         latent_u = low_discrepancy(torch.from_numpy(ranks[2]), float(offsets[2]), batch.size)
         return BatchDraws(modes, text_u, latent_u)
 
-    def collate(self, batch: GlobalBatch, slots: np.ndarray, samples, lengths: np.ndarray) -> NoisedBatch:
+    def collate(
+        self, batch: GlobalBatch, slots: np.ndarray, samples, lengths: np.ndarray
+    ) -> NoisedBatch:
         """Noise the samples at some slots of a global batch; see Collator.
 
         Args:
@@ -217,8 +242,13 @@ class Noiser:
         in_batch = np.minimum(slots, batch.size - 1)  # of placeholders, any slot will do
         modes = draws.modes[in_batch]
         read, reasons = self._hypotheses_of(batch, ids, slots, modes, real, padded)
-        bad = bad + [{"id": int(ids[row]), "reason": reason, "repaired": True} for row, reason in reasons.items()]
-        tensors = self._text_tensors(padded, modes, real, draws.text[in_batch], read.get("hypothesis_given"))
+        bad = bad + [
+            {"id": int(ids[row]), "reason": reason, "repaired": True}
+            for row, reason in reasons.items()
+        ]
+        tensors = self._text_tensors(
+            padded, modes, real, draws.text[in_batch], read.get("hypothesis_given")
+        )
         tensors |= read if self.reads_hypotheses else {}
         tensors |= self._latent_tensors(padded, modes, real, draws.latent[in_batch])
         if padded.noise is None:
@@ -226,9 +256,13 @@ class Noiser:
         if self.has_dropout:
             tensors["dropout_keys"] = dropout_keys(self.seed, batch.epoch, ids, slots)
         if self.swaps is not None:
-            tensors["draft_swaps"] = self.swaps.draw(self.seed, batch.epoch, ids, slots, padded.attention)
+            tensors["draft_swaps"] = self.swaps.draw(
+                self.seed, batch.epoch, ids, slots, padded.attention
+            )
         if self.candidates is not None:
-            generator = counter_generator(self.seed, batch.epoch, batch.index, 0, _CANDIDATE_STREAM)
+            generator = counter_generator(
+                self.seed, batch.epoch, batch.index, 0, _CANDIDATE_STREAM
+            )
             tensors |= self.candidates.tensors(tensors["text_targets"], generator)
         modes_real = draws.modes[:num_real]
         has_text = modes_real != T2L
@@ -250,9 +284,14 @@ class Noiser:
         )
 
     def _hypotheses_of(
-        self, batch: GlobalBatch, ids: np.ndarray, slots: np.ndarray, modes: np.ndarray, real: np.ndarray,
+        self,
+        batch: GlobalBatch,
+        ids: np.ndarray,
+        slots: np.ndarray,
+        modes: np.ndarray,
+        real: np.ndarray,
         padded: PaddedSamples,
-    ) -> tuple[dict[str, Tensor], dict[int, str]]:  # fmt: skip
+    ) -> tuple[dict[str, Tensor], dict[int, str]]:
         """Tensors of `SplitHypotheses.arrays`, and its reasons; nothing without hypotheses."""
         if self.hypotheses is None:
             return {}, {}
@@ -262,23 +301,32 @@ class Noiser:
             for sample, slot in zip(ids.tolist(), slots.tolist(), strict=True)
         ]
         arrays, reasons = self.hypotheses.arrays(
-            ids, has_latent & (np.array(draws) < self.hypothesis_share), tuple(padded.tokens.shape), self.pad_token_id,
-            self.eos_token_id, self.reader.vocab_size, self._scaled,
-        )  # fmt: skip
+            ids,
+            has_latent & (np.array(draws) < self.hypothesis_share),
+            tuple(padded.tokens.shape),
+            self.pad_token_id,
+            self.eos_token_id,
+            self.reader.vocab_size,
+            self._scaled,
+        )
         return {name: torch.from_numpy(array) for name, array in arrays.items()}, reasons
 
     def _scaled(self, latents: np.ndarray) -> np.ndarray:
         """Stored latents [..., D] -> model space, fp32."""
         latents = latents.astype(np.float32)
         if self.latent_config.l2_normalize:
-            latents = latents / np.maximum(np.linalg.norm(latents, axis=-1, keepdims=True), np.float32(1e-12))
+            latents = latents / np.maximum(
+                np.linalg.norm(latents, axis=-1, keepdims=True), np.float32(1e-12)
+            )
         return (latents - self.latent_mean) / self.latent_std
 
     def _draws_noise(self, latents: np.ndarray) -> bool:
         """Whether the host draws the noise of latents [B, ...]."""
         return latents[0].size <= MAX_HOST_NOISE
 
-    def _pad(self, batch: GlobalBatch, rows: Rows, ids: np.ndarray, slots: np.ndarray) -> PaddedSamples:
+    def _pad(
+        self, batch: GlobalBatch, rows: Rows, ids: np.ndarray, slots: np.ndarray
+    ) -> PaddedSamples:
         num_rows, width = len(ids), int(max(len(tokens) for tokens in rows.tokens)) + 1
         tokens = np.full((num_rows, width), self.pad_token_id, dtype=np.int64)
         attention = np.zeros((num_rows, width), dtype=bool)
@@ -298,19 +346,33 @@ class Noiser:
             attention[row, :length] = True
             uniform[row, :length] = generator.random(length)
             if self.pure_noise or self.condition_noise:
-                options[row] = counter_generator(self.seed, batch.epoch, sample, slot, _OPTION_STREAM).random(3)
+                options[row] = counter_generator(
+                    self.seed, batch.epoch, sample, slot, _OPTION_STREAM
+                ).random(3)
         given, drawn = (tokens, attention, latents), (uniform, drop, text_u, latent_u, options)
         normals = None if noise is None else torch.from_numpy(noise)
         return PaddedSamples(*map(torch.from_numpy, given), normals, *map(torch.from_numpy, drawn))
 
     def _text_tensors(
-        self, padded: PaddedSamples, modes: np.ndarray, real: np.ndarray, strata: Tensor, wholly: Tensor | None
+        self,
+        padded: PaddedSamples,
+        modes: np.ndarray,
+        real: np.ndarray,
+        strata: Tensor,
+        wholly: Tensor | None,
     ) -> dict[str, Tensor]:
         """Tensors of the text; the texts of wholly [B] bool are wholly masked."""
         mode, is_real = torch.from_numpy(modes), torch.from_numpy(real)
         if self.text_config.timesteps != "low_discrepancy":
             strata = padded.text
-        found = mask_texts(self.text, self.text_config, padded.tokens, strata, padded.mask_uniform, padded.attention)
+        found = mask_texts(
+            self.text,
+            self.text_config,
+            padded.tokens,
+            strata,
+            padded.mask_uniform,
+            padded.attention,
+        )
         if wholly is not None:
             found = mask_wholly(self.text, wholly, padded.tokens, padded.attention, found)
         noised, masked, timesteps, weights = found
@@ -323,7 +385,9 @@ class Noiser:
         text_rows = positions // width
         extra = {}
         if self.weighs_dynamically:
-            dynamic = dynamic_weights(self.text, self.text_config, timesteps, weights, padded.attention)
+            dynamic = dynamic_weights(
+                self.text, self.text_config, timesteps, weights, padded.attention
+            )
             extra["text_loss_weights"] = dynamic[text_rows].float()
         return extra | {
             "text_tokens": torch.where(is_t2l[:, None], padded.tokens, noised),
@@ -336,8 +400,8 @@ class Noiser:
             "text_rows": text_rows,
             "length_targets": padded.attention.sum(1) - 1,
             "length_weights": (is_real & ~is_t2l).float(),
-            # Present even when no row is null: the learned nulls must be in the graph on every rank, or ranks reduce
-            # different sets of gradients.
+            # Present even when no row is null: the learned nulls must be in the graph on every
+            # rank, or ranks reduce different sets of gradients.
             "text_is_null": is_null,
         }
 
@@ -351,23 +415,35 @@ class Noiser:
             (1 - padded.options[:, 2]) * self.condition_timestep,
             0.0,
         )
-        is_pure = (torch.from_numpy(modes) == T2L) & is_given & (padded.options[:, 0] < self.pure_noise)
+        is_pure = (
+            (torch.from_numpy(modes) == T2L) & is_given & (padded.options[:, 0] < self.pure_noise)
+        )
         timesteps = self._latent_timesteps(strata, padded.latent).masked_fill(is_pure, 1.0)
         timesteps = torch.where(is_l2t, condition, timesteps)
         clean = padded.latents
         weights = self.latent.loss_weights(timesteps.clamp_min(1e-6))
-        noised = {} if padded.noise is None else noised_latents(self.latent, clean, padded.noise, timesteps)
+        noised = (
+            {}
+            if padded.noise is None
+            else noised_latents(self.latent, clean, padded.noise, timesteps)
+        )
         return noised | {
             "latent_timesteps": timesteps.float(),
             "latent_clean": clean,
-            "latent_weights": torch.where(_expand_like(is_real & ~is_l2t, weights), weights, 0.0).float(),
+            "latent_weights": torch.where(
+                _expand_like(is_real & ~is_l2t, weights), weights, 0.0
+            ).float(),
             "latent_is_null": ~is_given & is_l2t,
         }
 
     def _latent_timesteps(self, strata: Tensor, own: Tensor) -> Tensor:
         config = self.latent_config
         if config.timesteps == "logit_normal":
-            t = logit_normal(strata, config.logit_normal_mean, config.logit_normal_std).clamp(config.min_timestep, 1.0)
+            t = logit_normal(strata, config.logit_normal_mean, config.logit_normal_std).clamp(
+                config.min_timestep, 1.0
+            )
         else:
-            t = stretch(strata if config.timesteps == "low_discrepancy" else own, config.min_timestep)
+            t = stretch(
+                strata if config.timesteps == "low_discrepancy" else own, config.min_timestep
+            )
         return shift(t, config.timestep_shift)

@@ -20,7 +20,9 @@ def _add_up(values: Sequence[Tensor]) -> Tensor:
 
 
 def _weighted_sum(values: Tensor, weights: Tensor) -> Tensor:
-    """Sum of values [B] times weights [B]; of values [B, N], too: a sample's latents share its timestep and weight."""
+    """Sum of values [B] times weights [B]; of values [B, N], too: a sample's latents share its
+    timestep and weight.
+    """
     return torch.dot(values if values.dim() == 1 else values.sum(1), weights.to(values.dtype))
 
 
@@ -51,8 +53,10 @@ class TranslationObjective:
 
     loss = text_loss_weight * NELBO / text tokens + latent_loss_weight * weighted error / latents
          + length_loss_weight * length NLL / lengths
-         + quality_loss_weight * cross-entropy of the quality head / text tokens, every denominator counted over the
-    GLOBAL batch, so that summing gradients over ranks and micro-batches gives exactly the gradient of the whole batch.
+         + quality_loss_weight * cross-entropy of the quality head / text tokens, every denominator
+         counted over the
+    GLOBAL batch, so that summing gradients over ranks and micro-batches gives exactly the gradient
+    of the whole batch.
 
     Args:
         config: the run's config (loss weights, options, latent diffusion).
@@ -62,8 +66,8 @@ class TranslationObjective:
 
     def __init__(self, config: TranslationConfig):
         self.config, self.loss = config, config.loss
-        # The text's share of the loss is taken into the rows' weights, which saves a pass over the head's gradients;
-        # float16 lacks the range for that (its loss scale comes later).
+        # The text's share of the loss is taken into the rows' weights, which saves a pass over the
+        # head's gradients; float16 lacks the range for that (its loss scale comes later).
         self._weighs_inside = config.training.dtype != "fp16"
         self.latent = config.latent_diffusion.process()
 
@@ -72,12 +76,14 @@ class TranslationObjective:
 
         Returns:
             loss: fp32 scalar, this micro-batch's share of the global batch's loss.
-            metrics: fp32 scalars, detached: text_nelbo_sum (nats, weighted by 1 / t), text_correct (masked positions
-                predicted right), text_masked (masked positions), text_logits (logits computed under text_candidates,
-                else 0), latent_error_sum (squared error per dimension), latent_cosine_sum (cosine of the x0 estimate
-                with the clean latent), latent_scored, latent_gap_sum (of two predictions: the distance per dimension
-                between the x0 of its own and that of both), latent_gap_scored, length_nll_sum, length_scored, loss, and
-                quality_bce_sum, quality_right, quality_scored of the tokens that the quality head judged (else 0).
+            metrics: fp32 scalars, detached: text_nelbo_sum (nats, weighted by 1 / t), text_correct
+                (masked positions predicted right), text_masked (masked positions), text_logits
+                (logits computed under text_candidates, else 0), latent_error_sum (squared error
+                per dimension), latent_cosine_sum (cosine of the x0 estimate with the clean
+                latent), latent_scored, latent_gap_sum (of two predictions: the distance per
+                dimension between the x0 of its own and that of both), latent_gap_scored,
+                length_nll_sum, length_scored, loss, and quality_bce_sum, quality_right,
+                quality_scored of the tokens that the quality head judged (else 0).
         """
         tensors = batch.tensors
         weights = tensors["text_weights"]
@@ -91,15 +97,21 @@ class TranslationObjective:
             weights = self._clamped_text_weights(model, batch, weights)
         text_share = self.loss.text_loss_weight / max(batch.counts["text_tokens"], 1)
         if self._weighs_inside:
-            text_loss = (out := self._forward(model, tensors, weights * text_share))["text_loss_sum"]
+            text_loss = (out := self._forward(model, tensors, weights * text_share))[
+                "text_loss_sum"
+            ]
         else:
-            text_loss = (out := self._forward(model, tensors, weights))["text_loss_sum"] * text_share
+            text_loss = (out := self._forward(model, tensors, weights))[
+                "text_loss_sum"
+            ] * text_share
         latent = self._latent_term(out, tensors)
-        length_nll = F.cross_entropy(out["length_logits"], tensors["length_targets"], reduction="none")
+        length_nll = F.cross_entropy(
+            out["length_logits"], tensors["length_targets"], reduction="none"
+        )
         length_sum = _weighted_sum(length_nll, tensors["length_weights"])
 
-        # Each term is in the graph even where this batch scores nothing of it: every parameter then has a (zero)
-        # gradient on every rank, and no engine waits for one that never comes.
+        # Each term is in the graph even where this batch scores nothing of it: every parameter
+        # then has a (zero) gradient on every rank, and no engine waits for one that never comes.
         latent_share = self.loss.latent_loss_weight / max(batch.counts[latent.count], 1)
         length_share = self.loss.length_loss_weight / max(batch.counts["lengths"], 1)
         loss = text_loss.add(latent.total, alpha=latent_share).add(length_sum, alpha=length_share)
@@ -110,7 +122,9 @@ class TranslationObjective:
         with torch.no_grad():
             return loss, self._metrics(loss, out, tensors, latent, length_sum, quality)
 
-    def _forward(self, model, tensors: dict[str, Tensor], weights: Tensor, judges: bool = True) -> dict[str, Tensor]:
+    def _forward(
+        self, model, tensors: dict[str, Tensor], weights: Tensor, judges: bool = True
+    ) -> dict[str, Tensor]:
         return model(
             tensors["text_tokens"],
             tensors["latents"],
@@ -123,9 +137,15 @@ class TranslationObjective:
             text_positions=tensors["text_positions"],
             text_targets=tensors["text_targets"],
             text_weights=weights,
-            text_candidates=candidates_of(self.config, tensors) if "text_candidates" in tensors else None,
+            text_candidates=candidates_of(self.config, tensors)
+            if "text_candidates" in tensors
+            else None,
             dropout_keys=tensors.get("dropout_keys"),
-            **({"draft_swaps": tensors["draft_swaps"]} if judges and "draft_swaps" in tensors else {}),
+            **(
+                {"draft_swaps": tensors["draft_swaps"]}
+                if judges and "draft_swaps" in tensors
+                else {}
+            ),
             **({"hypotheses": _hypotheses_of(tensors)} if "hypothesis_given" in tensors else {}),
             **self._latent_arguments(tensors),
         )
@@ -136,10 +156,15 @@ class TranslationObjective:
 
     def _latent_term(self, out: dict[str, Tensor], tensors: dict[str, Tensor]) -> LatentTerm:
         errors = self._latent_errors(out["latent_pred"], tensors["latent_targets"])
-        return LatentTerm(self._latent_sum(errors, tensors["latent_weights"]), error=_add_up(errors))
+        return LatentTerm(
+            self._latent_sum(errors, tensors["latent_weights"]), error=_add_up(errors)
+        )
 
-    def _quality_sums(self, out: dict[str, Tensor], tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Of the words that were judged: binary cross-entropy, how many are right, and how many there are; else {}.
+    def _quality_sums(
+        self, out: dict[str, Tensor], tensors: dict[str, Tensor]
+    ) -> dict[str, Tensor]:
+        """Of the words that were judged: binary cross-entropy, how many are right, and how many
+        there are; else {}.
 
         The EOS is not judged: a sampler writes it where the length says.
         """
@@ -161,7 +186,9 @@ class TranslationObjective:
         """The error of each of the P predictions that stand side by side in the last dimension."""
         if self.latent.num_predictions == 1:
             return (self._latent_error(predictions, targets),)
-        pairs = zip(*(values.chunk(self.latent.num_predictions, -1) for values in (predictions, targets)))
+        pairs = zip(
+            *(values.chunk(self.latent.num_predictions, -1) for values in (predictions, targets))
+        )
         return tuple(self._latent_error(prediction, target) for prediction, target in pairs)
 
     def _latent_sum(self, errors: tuple[Tensor, ...], weights: Tensor) -> Tensor:
@@ -171,7 +198,9 @@ class TranslationObjective:
         if self.loss.latent_loss_clamp is not None:
             errors = tuple(error.clamp_max(self.loss.latent_loss_clamp) for error in errors)
         columns = weights.unbind(1) if weights.dim() == 2 else (weights,)
-        return _add_up([_weighted_sum(error, column) for error, column in zip(errors, columns, strict=True)])
+        return _add_up(
+            [_weighted_sum(error, column) for error, column in zip(errors, columns, strict=True)]
+        )
 
     def _latent_error(self, prediction: Tensor, target: Tensor) -> Tensor:
         """[B] (of several latents a sample [B, N]) mean squared error over D in fp32.
@@ -180,11 +209,15 @@ class TranslationObjective:
         """
         prediction, target = prediction.float(), target.float()
         if self.loss.latent_prediction_clamp is not None:
-            prediction = prediction.clamp(-self.loss.latent_prediction_clamp, self.loss.latent_prediction_clamp)
+            prediction = prediction.clamp(
+                -self.loss.latent_prediction_clamp, self.loss.latent_prediction_clamp
+            )
         if self.loss.latent_target_clamp is not None:
             target = target.clamp(-self.loss.latent_target_clamp, self.loss.latent_target_clamp)
         if self.loss.latent_loss == "normalized_mse":
-            prediction = prediction / (prediction.norm(dim=-1, keepdim=True) + self.loss.normalize_eps)
+            prediction = prediction / (
+                prediction.norm(dim=-1, keepdim=True) + self.loss.normalize_eps
+            )
             target = target / (target.norm(dim=-1, keepdim=True) + self.loss.normalize_eps)
             return (prediction - target).square().sum(-1)
         return F.mse_loss(prediction, target, reduction="none").mean(-1)
@@ -197,11 +230,15 @@ class TranslationObjective:
         """
         tensors = batch.tensors
         nll = self._forward(model, tensors, weights, judges=False)["text_nll"]
-        sums = torch.zeros(len(batch.ids), device=nll.device).index_add_(0, tensors["text_rows"], nll * weights)
+        sums = torch.zeros(len(batch.ids), device=nll.device).index_add_(
+            0, tensors["text_rows"], nll * weights
+        )
         kept = sums / tensors["attention_mask"].sum(1) <= self.loss.text_loss_clamp
         return weights * kept[tensors["text_rows"]]
 
-    def _metrics(self, loss, out, tensors, latent: LatentTerm, length_sum, quality) -> dict[str, Tensor]:
+    def _metrics(
+        self, loss, out, tensors, latent: LatentTerm, length_sum, quality
+    ) -> dict[str, Tensor]:
         num_logits = len(tensors["text_targets"]) * len(tensors.get("text_candidates", ()))
         zero = torch.zeros_like(loss)
         return {
@@ -226,13 +263,22 @@ class TranslationObjective:
         num_scored = scored.sum() if term.error.dim() == 1 else scored.sum() * term.error.shape[1]
         return {
             "latent_error_sum": _weighted_sum(term.error, scored),
-            "latent_cosine_sum": _weighted_sum(F.cosine_similarity(x0, tensors["latent_clean"], dim=-1), scored),
+            "latent_cosine_sum": _weighted_sum(
+                F.cosine_similarity(x0, tensors["latent_clean"], dim=-1), scored
+            ),
             "latent_scored": num_scored,
-            **(self._heads_gap(out["latent_pred"], x0, scored, num_scored) or dict.fromkeys(GAP_SUMS, zero)),
+            **(
+                self._heads_gap(out["latent_pred"], x0, scored, num_scored)
+                or dict.fromkeys(GAP_SUMS, zero)
+            ),
         }
 
-    def _heads_gap(self, predictions: Tensor, x0: Tensor, scored: Tensor, num_scored: Tensor) -> dict[str, Tensor]:
-        """Over scored samples, the root mean square difference between the predicted x0 and that of both; or {}."""
+    def _heads_gap(
+        self, predictions: Tensor, x0: Tensor, scored: Tensor, num_scored: Tensor
+    ) -> dict[str, Tensor]:
+        """Over scored samples, the root mean square difference between the predicted x0 and that
+        of both; or {}.
+        """
         if self.latent.num_predictions == 1:
             return {}
         difference = predictions.float().chunk(self.latent.num_predictions, -1)[0] - x0

@@ -24,14 +24,23 @@ def parameter_plan(model: nn.Module, config: Config) -> ParameterPlan:
 
 
 def stacked_matrices(model: nn.Module) -> dict[str, int]:
-    """Matrices for Muon: those of the blocks' StreamLinear layers, each stream's, and q, k and v by themselves."""
-    layers = {name: module for name, module in model.named_modules() if isinstance(module, StreamLinear)}
+    """Matrices for Muon: those of the blocks' StreamLinear layers, each stream's, and q, k and v
+    by themselves.
+    """
+    layers = {
+        name: module for name, module in model.named_modules() if isinstance(module, StreamLinear)
+    }
     return {
-        f"{name}.weight": layer.num_streams * (3 if name.endswith(".to_qkv") else 1) for name, layer in layers.items()
+        f"{name}.weight": layer.num_streams * (3 if name.endswith(".to_qkv") else 1)
+        for name, layer in layers.items()
     }
 
 
 def no_decay_names(model: nn.Module) -> frozenset[str]:
-    """Names of the learned null conditions and positions: weight decay has no reason to pull them to zero."""
+    """Names of the learned null conditions and positions: weight decay has no reason to pull them
+    to zero.
+    """
     names = (name for name, _ in model.named_parameters())
-    return frozenset(name for name in names if name.rsplit(".", 1)[-1].startswith(EMBEDDING_PREFIXES))
+    return frozenset(
+        name for name in names if name.rsplit(".", 1)[-1].startswith(EMBEDDING_PREFIXES)
+    )

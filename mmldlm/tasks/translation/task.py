@@ -1,4 +1,7 @@
-"""The translation task: text from latents and latents from text, by one MMDiT. Torch is imported where it is needed."""
+"""The translation task: text from latents and latents from text, by one MMDiT.
+
+Torch is imported where it is needed.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +29,9 @@ if TYPE_CHECKING:
 
 
 class TranslationTask(MaskedTextTask):
-    """Masked diffusion of text and continuous diffusion of latents, in four modes (docs/objectives.md)."""
+    """Masked diffusion of text and continuous diffusion of latents, in four modes
+    (docs/objectives.md).
+    """
 
     name = "translation"
     config_class = TranslationConfig
@@ -48,23 +53,50 @@ class TranslationTask(MaskedTextTask):
         "quality_scored",
     )
     metrics = (
-        Metric("text_loss", "text_nelbo_sum", "text_tokens", label="text", is_loss=True, evaluation="nelbo"),
-        Metric("latent_loss", "latent_error_sum", "latents", label="latent", is_loss=True, evaluation="latent_mse"),
+        Metric(
+            "text_loss",
+            "text_nelbo_sum",
+            "text_tokens",
+            label="text",
+            is_loss=True,
+            evaluation="nelbo",
+        ),
+        Metric(
+            "latent_loss",
+            "latent_error_sum",
+            "latents",
+            label="latent",
+            is_loss=True,
+            evaluation="latent_mse",
+        ),
         Metric("length_loss", "length_nll_sum", "lengths"),
         Metric("text_accuracy", "text_correct", "text_masked"),
         Metric("latent_cosine", "latent_cosine_sum", "latents"),
-        Metric("quality_loss", "quality_bce_sum", "quality_scored"),  # of model.quality_head, nats a token
-        Metric("quality_right", "quality_right", "quality_scored"),  # share of the drafts' tokens that are right
-        Metric("latent_gap", "latent_gap_sum", "latent_gap_scored"),  # of latent_diffusion.prediction=x0_epsilon
+        Metric(
+            "quality_loss", "quality_bce_sum", "quality_scored"
+        ),  # of model.quality_head, nats a token
+        Metric(
+            "quality_right", "quality_right", "quality_scored"
+        ),  # share of the drafts' tokens that are right
+        Metric(
+            "latent_gap", "latent_gap_sum", "latent_gap_scored"
+        ),  # of latent_diffusion.prediction=x0_epsilon
     )
     buffers = frozenset({"latent_mean", "latent_std"})
     architecture = "MultimodalMMDiT"
     samplers: ClassVar[Mapping[str, tuple[str, ...]]] = {**MaskedTextTask.samplers, "t2l": ()}
     sampling_options = MaskedTextTask.sampling_options | {
-        "method", "solver", "eta", "condition_timestep", "critic_rounds", "critic_share", "guidance_interval",
-    }  # fmt: skip
+        "method",
+        "solver",
+        "eta",
+        "condition_timestep",
+        "critic_rounds",
+        "critic_share",
+        "guidance_interval",
+    }
 
-    # -- without torch ----------------------------------------------------------------------------------------------
+    # -- without torch
+    # ---------------------------------------------------------------------------------------------
 
     def open_data(self, config: TranslationConfig) -> TranslationData:
         return open_data(config)
@@ -75,7 +107,10 @@ class TranslationTask(MaskedTextTask):
     def parameter_counts(self, config: TranslationConfig) -> dict[str, int] | None:
         if config.model.latent_dim is None or config.model.vocab_size is None:
             return None
-        modules, counts = costs.parameter_counts(config.model), {"text": 0, "latent": 0, "shared": 0}
+        modules, counts = (
+            costs.parameter_counts(config.model),
+            {"text": 0, "latent": 0, "shared": 0},
+        )
         for module, count in modules.items():
             counts[costs.group_of(module)] += count
         return counts
@@ -83,7 +118,10 @@ class TranslationTask(MaskedTextTask):
     def model_sizes(self, config: TranslationConfig, length: int) -> ModelSizes:
         model, training = config.model, config.training
         modules = costs.parameter_counts(model)
-        num_frozen = sum(modules.get(name, 0) for name in freezing.frozen_modules(training.loss_type, training.freeze))
+        num_frozen = sum(
+            modules.get(name, 0)
+            for name in freezing.frozen_modules(training.loss_type, training.freeze)
+        )
         tied = model.vocab_size * model.hidden_size if model.tie_embeddings else 0
         batch, dtype = training.train_batch_size, training.dtype
         return ModelSizes(
@@ -104,14 +142,25 @@ class TranslationTask(MaskedTextTask):
         )
 
     def training_flops(
-        self, config: TranslationConfig, num_samples: int, num_tokens: float, sums: Mapping[str, float]
+        self,
+        config: TranslationConfig,
+        num_samples: int,
+        num_tokens: float,
+        sums: Mapping[str, float],
     ) -> float:
         num_logits = None if config.loss.text_candidates is None else sums["text_logits"]
-        num_latents = sums["all_latents"] / num_samples if "all_latents" in sums and num_samples else None
+        num_latents = (
+            sums["all_latents"] / num_samples if "all_latents" in sums and num_samples else None
+        )
         return costs.training_flops(
-            config.model, num_samples, num_tokens, sums["text_masked"], num_logits, sums.get("code_scored", 0),
+            config.model,
+            num_samples,
+            num_tokens,
+            sums["text_masked"],
+            num_logits,
+            sums.get("code_scored", 0),
             num_latents,
-        )  # fmt: skip
+        )
 
     def pass_flops(self, model_config: Any, length: float, scored: float) -> float:
         flops = costs.step_flops(model_config, [length], scored)
@@ -127,13 +176,16 @@ class TranslationTask(MaskedTextTask):
 
     def warnings(self, config: TranslationConfig) -> list[str]:
         training = config.training
-        frozen = freezing.random_projection(training.loss_type, training.freeze, training.init_from)
+        frozen = freezing.random_projection(
+            training.loss_type, training.freeze, training.init_from
+        )
         return [] if frozen is None else [frozen]
 
     def expected_shapes(self, model_config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
         return costs.expected_shapes(model_config)
 
-    # -- with torch -------------------------------------------------------------------------------------------------
+    # -- with torch
+    # ---------------------------------------------------------------------------------------------
 
     def build_model(self, data: TranslationData) -> MultimodalMMDiT:
         from mmldlm.tasks.translation.build_model import build_model
@@ -169,7 +221,8 @@ class TranslationTask(MaskedTextTask):
         """Return the noiser; `mode` and `condition_dropout` replace those of training.
 
         Args:
-            masks_hypotheses: in an evaluation, mask the texts with a hypothesis wholly, as in training.
+            masks_hypotheses: in an evaluation, mask the texts with a hypothesis wholly, as in
+                training.
             reads_hypotheses: whether the model then reads it.
         """
         model, candidates = data.config.model, None
@@ -193,7 +246,9 @@ class TranslationTask(MaskedTextTask):
             model.eos_token_id,
             data.latent_mean,
             data.latent_std,
-            mode_weights=None if mode is None else {other: float(other == mode) for other in PURE_MODES},
+            mode_weights=(
+                None if mode is None else {other: float(other == mode) for other in PURE_MODES}
+            ),
             seed=seed,
             condition_dropout=condition_dropout,
             max_norm=data.max_latent_norm(),
@@ -215,7 +270,17 @@ class TranslationTask(MaskedTextTask):
 
         seed = data.config.training.seed + Validation.SEED_OFFSET
         passes = [
-            (name, self.collator(data, seed, mode, dropout, name.endswith("corrected"), name != "l2t_uncorrected"))
+            (
+                name,
+                self.collator(
+                    data,
+                    seed,
+                    mode,
+                    dropout,
+                    name.endswith("corrected"),
+                    name != "l2t_uncorrected",
+                ),
+            )
             for name, mode, dropout in passes_of(data.config)
         ]
         return Validation(self, data, engine, passes, self.validation_figures)
@@ -245,14 +310,17 @@ class TranslationTask(MaskedTextTask):
             "tokenizer": data.train.manifest["tokenizer"],
         }
 
-    # -- sampling and evaluation ------------------------------------------------------------------------------------
+    # -- sampling and evaluation
+    # ------------------------------------------------------------------------------------
 
     def model_class(self) -> type[MultimodalMMDiT]:
         from mmldlm.models import MultimodalMMDiT
 
         return MultimodalMMDiT
 
-    def write_texts(self, pretrained: Pretrained, latents: Tensor | None, **options: Any) -> TextSamples:
+    def write_texts(
+        self, pretrained: Pretrained, latents: Tensor | None, **options: Any
+    ) -> TextSamples:
         rounds, share = options.pop("critic_rounds", None), options.pop("critic_share", None)
         if not rounds:
             return super().write_texts(pretrained, latents, **options)
@@ -260,9 +328,12 @@ class TranslationTask(MaskedTextTask):
 
         return write_corrected(super().write_texts, pretrained, latents, rounds, share, **options)
 
-    # -- debugging --------------------------------------------------------------------------------------------------
+    # -- debugging
+    # ---------------------------------------------------------------------------------------------
 
-    def unused_parameters(self, model: MultimodalMMDiT, config: TranslationConfig, batch: NoisedBatch) -> Sequence[str]:
+    def unused_parameters(
+        self, model: MultimodalMMDiT, config: TranslationConfig, batch: NoisedBatch
+    ) -> Sequence[str]:
         from mmldlm.tasks.translation.batch_checks import unused_parameters
 
         return unused_parameters(model, config, batch)

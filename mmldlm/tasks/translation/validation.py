@@ -1,4 +1,6 @@
-"""Evaluation of the translation task: a pass per trained mode, one with the null condition, two of a corrector."""
+"""Evaluation of the translation task: a pass per trained mode, one with the null condition, two of
+a corrector.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +9,9 @@ from mmldlm.tasks.validation import PassTotals
 
 
 def passes_of(config: TranslationConfig) -> list[tuple[str, str, float]]:
-    """Return name, mode and fraction of null conditions of each pass over the validation samples."""
+    """Return name, mode and fraction of null conditions of each pass over the validation
+    samples.
+    """
     found = []
     for mode, weight in config.training.mode_weights().items():
         if weight > 0:
@@ -23,10 +27,10 @@ def figures(totals: dict[str, PassTotals]) -> dict[str, float]:
     """Return the validation metrics.
 
     Returns:
-        {mode}_nelbo (nats per token, EOS counted), {mode}_token_accuracy (at masked positions), {mode}_length_nll,
-        {mode}_latent_mse, {mode}_latent_cosine; l2t_gain_null: NELBO with the null minus with the right latent; with
-        model.corrector l2t_gain_hypothesis: NELBO without minus with the hypotheses that exist, of texts that are
-        wholly masked, where there is one.
+        {mode}_nelbo (nats per token, EOS counted), {mode}_token_accuracy (at masked positions),
+        {mode}_length_nll, {mode}_latent_mse, {mode}_latent_cosine; l2t_gain_null: NELBO with the
+        null minus with the right latent; with model.corrector l2t_gain_hypothesis: NELBO without
+        minus with the hypotheses that exist, of texts that are wholly masked, where there is one.
         A figure without anything scored is left out.
     """
     found: dict[str, float] = {}
@@ -42,5 +46,7 @@ def figures(totals: dict[str, PassTotals]) -> dict[str, float]:
     if "l2t_null_nelbo" in found:
         found["l2t_gain_null"] = found["l2t_null_nelbo"] - found["l2t_nelbo"]
     if "l2t_corrected_nelbo" in found:
-        found["l2t_gain_hypothesis"] = found["l2t_uncorrected_nelbo"] - found["l2t_corrected_nelbo"]
+        found["l2t_gain_hypothesis"] = (
+            found["l2t_uncorrected_nelbo"] - found["l2t_corrected_nelbo"]
+        )
     return found

@@ -22,7 +22,9 @@ class WordSwaps:
     def __init__(self, counts: np.ndarray):
         self.cumulative = np.cumsum(counts) / counts.sum()
 
-    def draw(self, seed: int, epoch: int, ids: np.ndarray, slots: np.ndarray, attention: Tensor) -> Tensor:
+    def draw(
+        self, seed: int, epoch: int, ids: np.ndarray, slots: np.ndarray, attention: Tensor
+    ) -> Tensor:
         """Return the word to write at each position, -1 for none: [B, S] int64.
 
         Args:
@@ -31,8 +33,14 @@ class WordSwaps:
         """
         swaps = np.full(attention.shape, -1, dtype=np.int64)
         lengths = attention.sum(1).tolist()
-        for row, (sample, slot, length) in enumerate(zip(ids.tolist(), slots.tolist(), lengths, strict=True)):
-            whether, which = counter_generator(seed, epoch, sample, slot, _SWAP_STREAM).random((2, length - 1))
-            words = np.searchsorted(self.cumulative, which, side="right").clip(max=len(self.cumulative) - 1)
+        for row, (sample, slot, length) in enumerate(
+            zip(ids.tolist(), slots.tolist(), lengths, strict=True)
+        ):
+            whether, which = counter_generator(seed, epoch, sample, slot, _SWAP_STREAM).random(
+                (2, length - 1)
+            )
+            words = np.searchsorted(self.cumulative, which, side="right").clip(
+                max=len(self.cumulative) - 1
+            )
             swaps[row, : length - 1] = np.where(whether < SWAPPED_SHARE, words, -1)
         return torch.from_numpy(swaps)

@@ -59,4 +59,6 @@ def test_a_latest_without_its_tag_is_an_error(tmp_path):
 
 def test_only_safetensors_cannot_be_resumed(tmp_path):
     (tmp_path / "optimizer.pt").write_bytes(b"")
-    assert [candidate.name for candidate in FORMATS if not candidate.can_resume(tmp_path)] == ["safetensors"]
+    assert [candidate.name for candidate in FORMATS if not candidate.can_resume(tmp_path)] == [
+        "safetensors"
+    ]

@@ -1,4 +1,5 @@
-"""Which tensors of a file or a DCP folder are the model, and what becomes of the optimizer beside it.
+"""Which tensors of a file or a DCP folder are the model, and what becomes of the optimizer beside
+it.
 
 The same from outside, for the listed inputs alone: tests/trials/test_model_selection.py.
 """
@@ -37,7 +38,10 @@ def trained(optimizer=torch.optim.AdamW, **settings):
     """A model of two layers in two parameter groups, and its optimizer after three steps."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(5, 7), nn.Linear(7, 3))
-    groups = [{"params": list(model[0].parameters()), "lr": 0.25}, {"params": list(model[1].parameters())}]
+    groups = [
+        {"params": list(model[0].parameters()), "lr": 0.25},
+        {"params": list(model[1].parameters())},
+    ]
     made = optimizer(groups, lr=0.125, **settings)
     for _ in range(STEPS):
         model(torch.randn(4, 5)).square().sum().backward()
@@ -50,7 +54,9 @@ MODEL, ADAMW = trained()
 TRUTH = {name: value.clone() for name, value in MODEL.state_dict().items()}
 OTHER = {name: value + 1 for name, value in TRUTH.items()}
 NAMED = get_optimizer_state_dict(MODEL, ADAMW)
-FLAT = get_optimizer_state_dict(MODEL, ADAMW, options=StateDictOptions(flatten_optimizer_state_dict=True))
+FLAT = get_optimizer_state_dict(
+    MODEL, ADAMW, options=StateDictOptions(flatten_optimizer_state_dict=True)
+)
 NUMBERED = ADAMW.state_dict()
 RANDOM_STATE = torch.get_rng_state()
 COUNTERS = {"step": torch.tensor(7, dtype=torch.int32), "ntokens_seen": torch.tensor(1234)}
@@ -108,21 +114,40 @@ UNIQUE = {
     "app": {"app": {"model": TRUTH, "optim": NAMED}},
     "lightning": {"model": TRUTH, "optimizer_0": NAMED},
     "torchtitan": {
-        **TRUTH, "optimizer": FLAT, "train_state": COUNTERS, "dataloader": {"rank_0": b"xyz"},
+        **TRUTH,
+        "optimizer": FLAT,
+        "train_state": COUNTERS,
+        "dataloader": {"rank_0": b"xyz"},
         "lr_scheduler": {"last_epoch": 7, "base": torch.tensor([0.1])},
     },
     "step tensor": {"model": TRUTH, "optimizer": NUMBERED, "step": torch.tensor(3)},
-    "tutorial": {"epoch": 1, "model_state_dict": TRUTH, "optimizer_state_dict": NUMBERED, "loss": torch.tensor(0.5)},
+    "tutorial": {
+        "epoch": 1,
+        "model_state_dict": TRUTH,
+        "optimizer_state_dict": NUMBERED,
+        "loss": torch.tensor(0.5),
+    },
     "class weights": {"state_dict": TRUTH, "class_weights": torch.ones(3), "confusion": MATRIX},
-    "deep": {"state": {"model": TRUTH, "optimizers": {"AdamW": NAMED}, "step": torch.tensor(3)}, "rng": [RANDOM_STATE]},
-    "unknown name": {"generator": TRUTH, "optimizers": [NUMBERED, NAMED], "rng": {"cpu": RANDOM_STATE}},
+    "deep": {
+        "state": {"model": TRUTH, "optimizers": {"AdamW": NAMED}, "step": torch.tensor(3)},
+        "rng": [RANDOM_STATE],
+    },
+    "unknown name": {
+        "generator": TRUTH,
+        "optimizers": [NUMBERED, NAMED],
+        "rng": {"cpu": RANDOM_STATE},
+    },
     "optimizer among the weights": {**TRUTH, **FLAT},
     "optimizer merged into the file": {**NUMBERED, "model": TRUTH, "epoch": 3},
     "states alone": {"net": TRUTH, "adam": NAMED["state"]},
     "moments by kind": {"network": TRUTH, "optim": {"exp_avg": OTHER, "exp_avg_sq": OTHER}},
     "average known by its key": {"model": TRUTH, "ema": OTHER},
-    "callbacks": {"state_dict": TRUTH, "callbacks": {"EMA": {"state_dict": OTHER}}, "optimizer_states": [NUMBERED]},
-}  # fmt: skip
+    "callbacks": {
+        "state_dict": TRUTH,
+        "callbacks": {"EMA": {"state_dict": OTHER}},
+        "optimizer_states": [NUMBERED],
+    },
+}
 
 
 @pytest.mark.parametrize("kind", ["file", "dcp"])
@@ -150,20 +175,35 @@ def test_names_of_dcp_are_the_models(state, truth, tmp_path):
 
 def test_what_was_left_out_is_named(tmp_path):
     """conversion-trials BAD 4, part 2 POOR 9."""
-    save_file({"epoch": 1, "state_dict": TRUTH, "state_dict_ema": OTHER, "loss": torch.tensor(1.0)}, tmp_path / "a.pt")
+    save_file(
+        {"epoch": 1, "state_dict": TRUTH, "state_dict_ema": OTHER, "loss": torch.tensor(1.0)},
+        tmp_path / "a.pt",
+    )
     result = mmldlm("convert", tmp_path / "a.pt", tmp_path / "out")
-    succeeds(result, "under 'state_dict'", r"other state dicts .*--key.*state_dict_ema \(4 tensors", "left out: loss")
+    succeeds(
+        result,
+        "under 'state_dict'",
+        r"other state dicts .*--key.*state_dict_ema \(4 tensors",
+        "left out: loss",
+    )
     result = mmldlm("convert", tmp_path / "a.pt", tmp_path / "out2", "--ema")
     refuses(result, "state_dict_ema", "--key state_dict_ema")
     assert "the run kept none" not in result
-    holds(mmldlm("convert", tmp_path / "a.pt", tmp_path / "out3", "--key", "state_dict_ema"), tmp_path / "out3", OTHER)
+    holds(
+        mmldlm("convert", tmp_path / "a.pt", tmp_path / "out3", "--key", "state_dict_ema"),
+        tmp_path / "out3",
+        OTHER,
+    )
 
 
 AMBIGUOUS = {
     "ema and net": ({"ema": OTHER, "net": TRUTH, "step": torch.tensor(3)}, ["ema", "net"]),
     "ESRGAN": ({"params": OTHER, "params_ema": TRUTH}, ["params", "params_ema"]),
     "two known keys": ({"model": OTHER, "state_dict": TRUTH}, ["model", "state_dict"]),
-    "a known key beside another branch": ({"ema": {"model": OTHER}, "net": TRUTH}, ["ema/model", "net"]),
+    "a known key beside another branch": (
+        {"ema": {"model": OTHER}, "net": TRUTH},
+        ["ema/model", "net"],
+    ),
     "a list": ({"models": [OTHER, TRUTH], "optimizer": NUMBERED}, ["models/0", "models/1"]),
     "top level and average": ({**OTHER, "ema": TRUTH}, [r"\.", "ema"]),
 }
@@ -176,7 +216,9 @@ def test_several_models_are_refused_until_one_is_named(kind, name, tmp_path):
     state, keys = AMBIGUOUS[name]
     source = save(kind, state, tmp_path / "ck")
     refuses(
-        mmldlm("convert", source, tmp_path / "out"), "--key", *(rf" {key} \(4 tensors, 66 elements\)" for key in keys)
+        mmldlm("convert", source, tmp_path / "out"),
+        "--key",
+        *(rf" {key} \(4 tensors, 66 elements\)" for key in keys),
     )
     assert not (tmp_path / "out").exists()
     holds(mmldlm("convert", source, tmp_path / "out", "--key", keys[1]), tmp_path / "out", TRUTH)
@@ -186,20 +228,36 @@ def test_several_models_are_refused_until_one_is_named(kind, name, tmp_path):
     succeeds(inspected, "0.weight")
     compared = mmldlm("convert", "diff", source, tmp_path / "out", "--key", first)
     refuses(compared, "0 tensors equal, 4 differ", code=1)
-    succeeds(mmldlm("convert", "diff", tmp_path / "out", source, "--key-b", keys[1]), "4 tensors equal, 0 differ")
+    succeeds(
+        mmldlm("convert", "diff", tmp_path / "out", source, "--key-b", keys[1]),
+        "4 tensors equal, 0 differ",
+    )
 
 
 def test_a_tree_of_parameters_is_taken_by_its_key(tmp_path):
-    """conversion-trials BAD 4: nested dicts below the model's key are a part of it, or not: the user knows."""
-    tree = {"embed": MATRIX, "norm": {"scale": torch.ones(3)}, "blocks": [{"w": MATRIX + 1}, {"w": MATRIX + 2}]}
+    """conversion-trials BAD 4: nested dicts below the model's key are a part of it, or not: the
+    user knows.
+    """
+    tree = {
+        "embed": MATRIX,
+        "norm": {"scale": torch.ones(3)},
+        "blocks": [{"w": MATRIX + 1}, {"w": MATRIX + 2}],
+    }
     source = save_file({"model": tree, "optimizer": NUMBERED}, tmp_path / "a.pt")
     refuses(mmldlm("convert", source, tmp_path / "out"), "model/blocks/1", "--key model")
-    truth = {"embed": MATRIX, "norm.scale": torch.ones(3), "blocks.0.w": MATRIX + 1, "blocks.1.w": MATRIX + 2}
+    truth = {
+        "embed": MATRIX,
+        "norm.scale": torch.ones(3),
+        "blocks.0.w": MATRIX + 1,
+        "blocks.1.w": MATRIX + 2,
+    }
     holds(mmldlm("convert", source, tmp_path / "out", "--key", "model"), tmp_path / "out", truth)
 
 
 def test_parts_of_a_model_are_joined_at_the_top_level(tmp_path):
-    source = save_file({"backbone": TRUTH, "head": {"w": MATRIX}, "optimizer": NUMBERED}, tmp_path / "a.pt")
+    source = save_file(
+        {"backbone": TRUTH, "head": {"w": MATRIX}, "optimizer": NUMBERED}, tmp_path / "a.pt"
+    )
     refuses(mmldlm("convert", source, tmp_path / "out"), "backbone .*head")
     truth = {**{f"backbone.{name}": value for name, value in TRUTH.items()}, "head.w": MATRIX}
     holds(mmldlm("convert", source, tmp_path / "out", "--key", "."), tmp_path / "out", truth)
@@ -223,11 +281,16 @@ class OpaqueTensor(OpaqueObject):
     may_be_tensor = True
 
 
-@pytest.mark.parametrize("beside", [{}, {"b": FileTensor(None, TensorRef("float32", (2, 2), (2, 1), "0", 0, 4))}])
+@pytest.mark.parametrize(
+    "beside", [{}, {"b": FileTensor(None, TensorRef("float32", (2, 2), (2, 1), "0", 0, 4))}]
+)
 def test_tensors_of_a_class_that_is_not_read(beside):
     """Neither left out of the model, nor a reason to take another one."""
     weights = {"a": FileTensor(None, TensorRef("float32", (2, 2), (2, 1), "0", 0, 4))}
-    tree = {"model": {**beside, "w": OpaqueTensor("torch.distributed.tensor.DTensor")}, "average": weights}
+    tree = {
+        "model": {**beside, "w": OpaqueTensor("torch.distributed.tensor.DTensor")},
+        "average": weights,
+    }
     with pytest.raises(UserError, match="DTensor|model, which holds objects"):
         select_model(tree, Path("a.pt"))
 
@@ -235,17 +298,22 @@ def test_tensors_of_a_class_that_is_not_read(beside):
 def test_key_needs_a_source_that_has_keys(tmp_path):
     source = save_file({"net": TRUTH, "ema": OTHER}, tmp_path / "a.pt")
     succeeds(mmldlm("convert", source, tmp_path / "out", "--key", "net"))
-    refuses(mmldlm("convert", tmp_path / "out", tmp_path / "out2", "--key", "net"), "leave --key out")
+    refuses(
+        mmldlm("convert", tmp_path / "out", tmp_path / "out2", "--key", "net"), "leave --key out"
+    )
 
 
-@pytest.mark.parametrize("state", [NUMBERED, {"optimizer": NAMED}, {"step": torch.tensor(3), "args": "x"}])
+@pytest.mark.parametrize(
+    "state", [NUMBERED, {"optimizer": NAMED}, {"step": torch.tensor(3), "args": "x"}]
+)
 def test_a_file_without_a_model(state, tmp_path):
     """conversion-trials BAD 4: what is in the file is said as it is."""
     result = mmldlm("convert", save_file(state, tmp_path / "optimizer.pt"), tmp_path / "out")
     refuses(result, "an optimizer alone|no weights beside")
 
 
-# -- the optimizer ----------------------------------------------------------------------------------------------------
+# -- the optimizer
+# -------------------------------------------------------------------------------------------------
 
 
 def moments(name, key):
@@ -273,9 +341,13 @@ WITH_OPTIMIZER = {
     "accelerate's files": accelerate_in_files,
     "accelerate's subfolder": lambda path: accelerate(path) / "pytorch_model_fsdp_0",
     "not flattened": lambda path: save_dcp(
-        {"model": TRUTH, "optim": NAMED}, path, planner=dcp.DefaultSavePlanner(flatten_state_dict=False)
+        {"model": TRUTH, "optim": NAMED},
+        path,
+        planner=dcp.DefaultSavePlanner(flatten_state_dict=False),
     ),
-    "torch.save": lambda path: save_file({"model": TRUTH, "optimizer": NAMED}, path.with_suffix(".pt")),
+    "torch.save": lambda path: save_file(
+        {"model": TRUTH, "optimizer": NAMED}, path.with_suffix(".pt")
+    ),
 }
 
 
@@ -285,7 +357,8 @@ def test_optimizer_of_another_program_is_kept(name, tmp_path):
     source, out = WITH_OPTIMIZER[name](tmp_path / "ck"), tmp_path / "dcp"
     succeeds(mmldlm("convert", source, out, "--to", "dcp", "--world", 2))
     read = {
-        key: {name: torch.full_like(value, -1) for name, value in TRUTH.items()} for key in ("exp_avg", "exp_avg_sq")
+        key: {name: torch.full_like(value, -1) for name, value in TRUTH.items()}
+        for key in ("exp_avg", "exp_avg_sq")
     }
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -294,7 +367,10 @@ def test_optimizer_of_another_program_is_kept(name, tmp_path):
         assert all(torch.equal(value, moments(name, key)) for name, value in table.items())
     groups = json.loads((out / "trainable.json").read_text())["groups"]
     assert [group["settings"]["lr"] for group in groups] == [0.25, 0.125]
-    assert [sorted(group["names"]) for group in groups] == [["0.bias", "0.weight"], ["1.bias", "1.weight"]]
+    assert [sorted(group["names"]) for group in groups] == [
+        ["0.bias", "0.weight"],
+        ["1.bias", "1.weight"],
+    ]
 
 
 @pytest.mark.parametrize("target", ["zero1", "zero2", "zero3", "fsdp", "ddp", "universal"])
@@ -303,7 +379,10 @@ def test_every_target_keeps_it(target, tmp_path):
     source, out = save_dcp({"model": TRUTH, "optim": NAMED}, tmp_path / "ck"), tmp_path / "out"
     world = [] if target in ("ddp", "universal") else ["--world", 2]
     succeeds(mmldlm("convert", source, out, "--to", target, *world))
-    succeeds(mmldlm("convert", "diff", source, out, "--optimizer"), "12 tensors equal, 0 differ, 0 in one")
+    succeeds(
+        mmldlm("convert", "diff", source, out, "--optimizer"),
+        "12 tensors equal, 0 differ, 0 in one",
+    )
     if target == "ddp":
         made = torch.load(out / "optimizer.pt", weights_only=True)
         names = [name for group in made["param_names"] for name in group]
@@ -313,7 +392,9 @@ def test_every_target_keeps_it(target, tmp_path):
     if target == "universal":
         for name in TRUTH:
             kept = torch.load(next(out.glob(f"**/zero/{name}/exp_avg_sq.pt")), weights_only=True)
-            assert torch.equal(kept["param"].reshape(TRUTH[name].shape), moments(name, "exp_avg_sq"))
+            assert torch.equal(
+                kept["param"].reshape(TRUTH[name].shape), moments(name, "exp_avg_sq")
+            )
 
 
 SGD = trained(torch.optim.SGD, momentum=0.5)
@@ -322,7 +403,10 @@ UNREADABLE = {
     "numbered": (NUMBERED, "numbers its parameters"),
     "SGD": (get_optimizer_state_dict(*SGD), "momentum_buffer"),
     "amsgrad": (get_optimizer_state_dict(*AMSGRAD), "max_exp_avg_sq"),
-    "of another model": ({**NAMED, "param_groups": [{"lr": 0.1, "params": ["x.weight"]}]}, "x.weight"),
+    "of another model": (
+        {**NAMED, "param_groups": [{"lr": 0.1, "params": ["x.weight"]}]},
+        "x.weight",
+    ),
 }
 
 
@@ -332,21 +416,32 @@ def test_an_optimizer_that_cannot_be_kept_is_named(kind, name, tmp_path):
     """conversion-trials BAD 9: weights alone with the reason, or a refusal with it."""
     optimizer, reason = UNREADABLE[name]
     source = save(kind, {"model": TRUTH, "optim": optimizer}, tmp_path / "ck")
-    succeeds(mmldlm("convert", source, tmp_path / "dcp", "--to", "dcp"), f"the optimizer was left out: .*{reason}")
+    succeeds(
+        mmldlm("convert", source, tmp_path / "dcp", "--to", "dcp"),
+        f"the optimizer was left out: .*{reason}",
+    )
     succeeds(mmldlm("convert", "inspect", source), reason)
-    refuses(mmldlm("convert", source, tmp_path / "zero", "--to", "zero2"), f"cannot be carried over: .*{reason}")
+    refuses(
+        mmldlm("convert", source, tmp_path / "zero", "--to", "zero2"),
+        f"cannot be carried over: .*{reason}",
+    )
     assert not (tmp_path / "zero").exists()
 
 
 def test_parameters_that_are_numbered_beside_their_names(tmp_path):
     """conversion-trials BAD 9: torch.optim records the names if it was given them."""
     optimizer = torch.optim.AdamW(MODEL.named_parameters(), lr=0.5)
-    optimizer.load_state_dict({**NUMBERED, "param_groups": [{**NUMBERED["param_groups"][0], "params": [0, 1, 2, 3]}]})
+    optimizer.load_state_dict(
+        {**NUMBERED, "param_groups": [{**NUMBERED["param_groups"][0], "params": [0, 1, 2, 3]}]}
+    )
     source = save_file({"model": TRUTH, "optimizer": optimizer.state_dict()}, tmp_path / "a.pt")
     succeeds(mmldlm("convert", source, tmp_path / "out", "--to", "ddp"))
     made = torch.load(tmp_path / "out" / "optimizer.pt", weights_only=True)
     names = [name for group in made["param_names"] for name in group]
-    assert all(torch.equal(made["state"][i]["exp_avg"], moments(name, "exp_avg")) for i, name in enumerate(names))
+    assert all(
+        torch.equal(made["state"][i]["exp_avg"], moments(name, "exp_avg"))
+        for i, name in enumerate(names)
+    )
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
@@ -356,48 +451,72 @@ def test_weights_of_other_dtypes(dtype, tmp_path):
     source = save_dcp({"model": weights, "optim": NAMED}, tmp_path / "ck")
     for target in ("dcp", "zero2", "ddp"):
         succeeds(mmldlm("convert", source, tmp_path / target, "--to", target))
-        succeeds(mmldlm("convert", "diff", source, tmp_path / target, "--optimizer"), "12 tensors equal, 0 differ")
+        succeeds(
+            mmldlm("convert", "diff", source, tmp_path / target, "--optimizer"),
+            "12 tensors equal, 0 differ",
+        )
 
 
 def test_each_model_keeps_its_own_optimizer(tmp_path):
-    """Two models of the same names, each beside its optimizer; and two of other names in one dict."""
+    """Two models of the same names, each beside its optimizer; and two of other names in
+    one dict.
+    """
     moved = {
         **NAMED,
-        "state": {name: {**entry, "exp_avg": entry["exp_avg"] + 1} for name, entry in NAMED["state"].items()},
+        "state": {
+            name: {**entry, "exp_avg": entry["exp_avg"] + 1}
+            for name, entry in NAMED["state"].items()
+        },
     }
     state = {"g": {"model": TRUTH, "optim": NAMED}, "d": {"model": OTHER, "optim": moved}}
     source = save_dcp(state, tmp_path / "ck")
     succeeds(mmldlm("convert", source, tmp_path / "out", "--to", "ddp", "--key", "g/model"))
     only = save_dcp({"model": TRUTH, "optim": NAMED}, tmp_path / "only")
-    succeeds(mmldlm("convert", "diff", only, tmp_path / "out", "--optimizer"), "12 tensors equal, 0 differ")
+    succeeds(
+        mmldlm("convert", "diff", only, tmp_path / "out", "--optimizer"),
+        "12 tensors equal, 0 differ",
+    )
     renamed = {
         "state": {f"d.{name}": entry for name, entry in moved["state"].items()},
         "param_groups": [{"lr": 0.5, "params": [f"d.{name}" for name in TRUTH]}],
     }
     discriminator = {f"d.{name}": value for name, value in TRUTH.items()}
-    source = save_dcp({"g": TRUTH, "d": discriminator, "optim_g": NAMED, "optim_d": renamed}, tmp_path / "ck2")
+    source = save_dcp(
+        {"g": TRUTH, "d": discriminator, "optim_g": NAMED, "optim_d": renamed}, tmp_path / "ck2"
+    )
     succeeds(mmldlm("convert", source, tmp_path / "out2", "--to", "ddp", "--key", "g"))
-    succeeds(mmldlm("convert", "diff", only, tmp_path / "out2", "--optimizer"), "12 tensors equal, 0 differ")
+    succeeds(
+        mmldlm("convert", "diff", only, tmp_path / "out2", "--optimizer"),
+        "12 tensors equal, 0 differ",
+    )
 
 
 def test_moments_in_another_order_of_elements(tmp_path):
     state = {
-        name: {**entry, "exp_avg": entry["exp_avg"].t().contiguous().t()} for name, entry in NAMED["state"].items()
+        name: {**entry, "exp_avg": entry["exp_avg"].t().contiguous().t()}
+        for name, entry in NAMED["state"].items()
     }
     source = save_file({"model": TRUTH, "optim": {**NAMED, "state": state}}, tmp_path / "a.pt")
-    refuses(mmldlm("convert", source, tmp_path / "out", "--to", "zero2"), "row-major", "contiguous")
+    refuses(
+        mmldlm("convert", source, tmp_path / "out", "--to", "zero2"), "row-major", "contiguous"
+    )
 
 
 def test_frozen_and_tied_weights_without_a_record(tmp_path):
-    """conversion-trials BAD 9: what the optimizer does not train is named, and a second name is found by its values."""
+    """conversion-trials BAD 9: what the optimizer does not train is named, and a second name is
+    found by its values.
+    """
     weights = {**TRUTH, "tied.weight": TRUTH["0.weight"].clone(), "frozen.weight": MATRIX}
     source = save_dcp({"model": weights, "optim": NAMED}, tmp_path / "ck")
-    succeeds(mmldlm("convert", source, tmp_path / "out", "--to", "zero3", "--world", 2), "frozen.weight")
+    succeeds(
+        mmldlm("convert", source, tmp_path / "out", "--to", "zero3", "--world", 2), "frozen.weight"
+    )
     inspected = mmldlm("convert", "inspect", tmp_path / "out")
     succeeds(inspected, "tied.weight .* -> 0.weight", r"frozen.weight +float32 +frozen")
 
 
-# -- pickled, foreign and old .metadata -------------------------------------------------------------------------------
+# -- pickled, foreign and old .metadata
+# -------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", ["step tensor", "app", "class weights", "unknown name"])
@@ -448,7 +567,8 @@ def use_copied_classes(metadata):
     kind.__module__ = name
     module._StorageInfo = kind
     metadata.storage_data = {
-        key: kind(value.relative_path, value.offset, value.length) for key, value in metadata.storage_data.items()
+        key: kind(value.relative_path, value.offset, value.length)
+        for key, value in metadata.storage_data.items()
     }
 
 
@@ -472,7 +592,9 @@ def test_metadata_of_other_writers(change, tmp_path):
 
 
 def test_metadata_that_names_code_is_refused(tmp_path):
-    """conversion-trials part 2 POOR 1: only classes named like DCP's own are taken, as inert objects."""
+    """conversion-trials part 2 POOR 1: only classes named like DCP's own are taken, as inert
+    objects.
+    """
     save_dcp({"model": TRUTH}, tmp_path / "ck")
 
     class Hostile:
@@ -520,7 +642,8 @@ def test_the_version_of_torch_beside_a_model(state, tmp_path):
     holds(mmldlm("convert", source, tmp_path / "out"), tmp_path / "out", TRUTH)
 
 
-# -- masks ------------------------------------------------------------------------------------------------------------
+# -- masks
+# -------------------------------------------------------------------------------------------------
 
 MASK = torch.triu(torch.full((6, 6), float("-inf")), diagonal=1)
 
@@ -534,11 +657,21 @@ def test_masks_of_infinities(kind, dtype, tmp_path):
     assert torch.equal(load_file(tmp_path / "out" / "model.safetensors")["mask"].float(), MASK)
 
 
-@pytest.mark.parametrize("bad", [
-    MASK * float("nan"), torch.full((2, 2), float("inf")), MASK + MATRIX[1, 0], torch.tensor([0.0, float("inf")]),
-    MASK - MASK.T,
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "bad",
+    [
+        MASK * float("nan"),
+        torch.full((2, 2), float("inf")),
+        MASK + MATRIX[1, 0],
+        torch.tensor([0.0, float("inf")]),
+        MASK - MASK.T,
+    ],
+)
 def test_other_infinities_stay_refused(bad, tmp_path):
     """conversion-trials P7."""
     source = save_file({**TRUTH, "w": bad}, tmp_path / "a.pt")
-    refuses(mmldlm("convert", source, tmp_path / "out"), "NaN or infinite elements in w", "--allow-nonfinite")
+    refuses(
+        mmldlm("convert", source, tmp_path / "out"),
+        "NaN or infinite elements in w",
+        "--allow-nonfinite",
+    )

@@ -9,7 +9,9 @@ from mmldlm.checkpoints.formats.weight_source import TensorInfo, WeightSource
 
 def source_of(**shapes: tuple[int, ...]) -> WeightSource:
     source = WeightSource(Path("x"))
-    source.tensors = {name: TensorInfo(name, "float32", shape, "trainable") for name, shape in shapes.items()}
+    source.tensors = {
+        name: TensorInfo(name, "float32", shape, "trainable") for name, shape in shapes.items()
+    }
     return source
 
 
@@ -28,4 +30,8 @@ def test_renaming_keeps_ties_and_moves_what_a_dropped_name_stored():
     assert set(source.tensors) == {"x", "y", "z"} and source.tensors["z"].alias_of == "x"
     assert set(source.parts) == {"x", "y"} and set(source.moments["exp_avg"]) == {"y"}
     source.rename({"z": "z", "y": "y"})
-    assert set(source.tensors) == {"y", "z"} and source.tensors["z"].alias_of is None and "z" in source.parts
+    assert (
+        set(source.tensors) == {"y", "z"}
+        and source.tensors["z"].alias_of is None
+        and "z" in source.parts
+    )

@@ -15,7 +15,11 @@ from mmldlm.checkpoints.formats.wrapper_names import prefix_to_match, remove_wra
         (["module.a.w", "b.w"], None, None),
         (["module._orig_mod.a.w", "module._orig_mod.w"], None, ["a.w", "w"]),
         (["_orig_mod.module.module.w"], None, ["module.w"]),
-        (["_orig_mod.module.w"], {"", "_orig_mod", "_orig_mod.module", "_orig_mod.metrics"}, ["module.w"]),
+        (
+            ["_orig_mod.module.w"],
+            {"", "_orig_mod", "_orig_mod.module", "_orig_mod.metrics"},
+            ["module.w"],
+        ),
         (["n_averaged", "module.w"], None, ["w"]),
         (["n_averaged", "w"], None, None),
         (["n_averaged"], None, None),
@@ -28,7 +32,9 @@ from mmldlm.checkpoints.formats.wrapper_names import prefix_to_match, remove_wra
 def test_wrappers_are_removed_by_evidence(names, modules, expected):
     found = remove_wrappers(names, modules)
     assert list(found.names.values()) == (names if expected is None else expected)
-    assert bool(found.notes) == (expected is not None or all(name.startswith("module.") for name in names))
+    assert bool(found.notes) == (
+        expected is not None or all(name.startswith("module.") for name in names)
+    )
 
 
 def test_a_child_with_siblings_is_not_a_wrapper():

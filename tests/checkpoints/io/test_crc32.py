@@ -1,4 +1,6 @@
-"""The CRC of a whole from pieces that come in any order, from several threads, twice, or not at all."""
+"""The CRC of a whole from pieces that come in any order, from several threads, twice, or not at
+all.
+"""
 
 from __future__ import annotations
 

@@ -20,7 +20,9 @@ def test_threads_do_every_item_once():
     run_in_threads(done.append, [])
 
 
-@pytest.mark.parametrize("error", [ValueError("the seventh"), StopIteration(), KeyboardInterrupt()])
+@pytest.mark.parametrize(
+    "error", [ValueError("the seventh"), StopIteration(), KeyboardInterrupt()]
+)
 def test_the_first_error_ends_all_threads(error):
     done = []
 

@@ -3,7 +3,13 @@ import hashlib
 import numpy as np
 import pytest
 
-from mmldlm.data.batching.batch_plan import BatchPlan, MixtureOrder, build_batch_plan, local_slots, permute
+from mmldlm.data.batching.batch_plan import (
+    BatchPlan,
+    MixtureOrder,
+    build_batch_plan,
+    local_slots,
+    permute,
+)
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 17, 1000, 4097])
@@ -15,7 +21,9 @@ def test_permute_visits_every_id_once(count):
 def test_permute_is_a_function_of_position_seed_and_epoch():
     whole = permute(np.arange(1000), 1000, 1, 0)
     assert np.array_equal(permute(np.array([7, 999, 3]), 1000, 1, 0), whole[[7, 999, 3]])
-    others = [permute(np.arange(1000), 1000, seed, epoch) for seed, epoch in ((1, 1), (2, 0), (0, 0))]
+    others = [
+        permute(np.arange(1000), 1000, seed, epoch) for seed, epoch in ((1, 1), (2, 0), (0, 0))
+    ]
     for other in others:
         assert (other == whole).mean() < 0.02
     # no visible order: neighbours are as far apart as in a random permutation
@@ -31,7 +39,9 @@ def lengths(count=1003):
 def test_an_epoch_holds_every_sample_once(bucket, kind):
     plan = build_batch_plan(kind, lengths(), 24, seed=3, bucket_batches=bucket)
     for epoch in (0, 1):
-        batches = [plan.batch(epoch * plan.batches_per_epoch + i) for i in range(plan.batches_per_epoch)]
+        batches = [
+            plan.batch(epoch * plan.batches_per_epoch + i) for i in range(plan.batches_per_epoch)
+        ]
         assert np.array_equal(np.sort(np.concatenate([b.ids for b in batches])), np.arange(1003))
         assert {b.epoch for b in batches} == {epoch}
         if kind == "samples":
@@ -43,14 +53,18 @@ def test_any_step_can_be_asked_first(kind):
     plan = build_batch_plan(kind, lengths(), 24, seed=3)
     expected = [plan.batch(step).ids for step in range(100)]
     for step in (99, 41, 42, 0):
-        assert np.array_equal(build_batch_plan(kind, lengths(), 24, seed=3).batch(step).ids, expected[step])
+        assert np.array_equal(
+            build_batch_plan(kind, lengths(), 24, seed=3).batch(step).ids, expected[step]
+        )
 
 
 def test_the_order_of_runs_that_exist_does_not_change():
     """A run that is resumed by a later release must see the samples that it would have seen."""
     plan = BatchPlan(lengths(), 24, seed=3)
     assert plan.version == "samples-1:64"
-    digest = hashlib.sha256(b"".join(plan.batch(step).ids.astype("<i8").tobytes() for step in range(100)))
+    digest = hashlib.sha256(
+        b"".join(plan.batch(step).ids.astype("<i8").tobytes() for step in range(100))
+    )
     assert digest.hexdigest()[:16] == "231c92b02cfd3615"
 
 
@@ -75,7 +89,9 @@ def test_every_rank_has_a_place_in_a_small_token_batch(num):
     plan = build_batch_plan("tokens", np.full(num, 5, np.int32), 64, seed=0)
     parts = [plan.slots(plan.batch(0), 4, 1, rank, 0) for rank in range(4)]
     assert min(map(len, parts)) >= 1
-    assert np.array_equal(np.concatenate(parts)[:num], np.arange(num)) and len(np.concatenate(parts)) == max(num, 4)
+    assert np.array_equal(np.concatenate(parts)[:num], np.arange(num)) and len(
+        np.concatenate(parts)
+    ) == max(num, 4)
 
 
 def test_a_mixture_keeps_its_shares_and_every_store_its_epochs():
@@ -85,13 +101,22 @@ def test_a_mixture_keeps_its_shares_and_every_store_its_epochs():
     shares = np.array([part.sum() for part in np.split(counts, [1000, 1050])]) / len(ids)
     np.testing.assert_allclose(shares, [0.5, 0.2, 0.3], atol=2e-3)
     for part in np.split(counts, [1000, 1050]):
-        assert part.max() - part.min() <= 1  # no sample comes again before all others of its store have come
+        assert (
+            part.max() - part.min() <= 1
+        )  # no sample comes again before all others of its store have come
     place = np.array([5, 4000, 77])
     assert np.array_equal(order.ids(place, 2), order.ids(np.arange(order.count), 2)[place])
     plan = build_batch_plan("samples", lengths(order.count), 24, 3, order=order)
-    assert plan.version == "samples-1:64:mixed:1000x2048:50x819:3000x1229" and len(plan.batch(3).ids) == 24
-    digest = hashlib.sha256(b"".join(plan.batch(step).ids.astype("<i8").tobytes() for step in range(200)))
-    assert digest.hexdigest()[:16] == "7961fe1d8779fac7", "a run that exists must see the same samples when resumed"
+    assert (
+        plan.version == "samples-1:64:mixed:1000x2048:50x819:3000x1229"
+        and len(plan.batch(3).ids) == 24
+    )
+    digest = hashlib.sha256(
+        b"".join(plan.batch(step).ids.astype("<i8").tobytes() for step in range(200))
+    )
+    assert digest.hexdigest()[:16] == "7961fe1d8779fac7", (
+        "a run that exists must see the same samples when resumed"
+    )
 
 
 @pytest.mark.parametrize("kind", ["samples", "tokens"])
@@ -100,7 +125,11 @@ def test_a_mixture_by_batches_has_one_store_a_batch(kind, bucket):
     counts = [100, 50]
     order = MixtureOrder(counts, [0.6, 0.4], seed=7, run=8)
     assert order.count == 144
-    plan, stores, seen = build_batch_plan(kind, lengths(150), 8, 3, bucket, order=order), [], np.zeros(150, int)
+    plan, stores, seen = (
+        build_batch_plan(kind, lengths(150), 8, 3, bucket, order=order),
+        [],
+        np.zeros(150, int),
+    )
     for step in range(20 * plan.batches_per_epoch):
         ids = plan.batch(step).ids
         np.add.at(seen, ids, 1)
@@ -109,11 +138,15 @@ def test_a_mixture_by_batches_has_one_store_a_batch(kind, bucket):
         assert kind == "tokens" or len(ids) == 8
     assert np.mean(stores) == pytest.approx(0.4, abs=0.05)
     for part in np.split(seen, [100]):
-        assert part.max() - part.min() <= 1  # no sample comes again before all others of its store have come
+        assert (
+            part.max() - part.min() <= 1
+        )  # no sample comes again before all others of its store have come
     again = build_batch_plan(kind, lengths(150), 8, 3, bucket, order=order)
     for step in (355, 17, 0):
         assert np.array_equal(again.batch(step).ids, plan.batch(step).ids)
-    small = build_batch_plan(kind, lengths(5), 8, 3, order=MixtureOrder([3, 2], [1, 1], seed=0, run=8))
+    small = build_batch_plan(
+        kind, lengths(5), 8, 3, order=MixtureOrder([3, 2], [1, 1], seed=0, run=8)
+    )
     assert len({bool(i >= 3) for i in small.batch(0).ids}) == 1 and small.batches_per_epoch == 1
 
 
@@ -129,5 +162,9 @@ def test_buckets_hold_texts_of_one_length():
 
 def test_ranks_and_micro_batches_cut_the_global_batch():
     for world, accum in ((1, 1), (2, 1), (1, 4), (2, 2), (4, 1)):
-        slots = [local_slots(16, world, accum, rank, micro) for micro in range(accum) for rank in range(world)]
+        slots = [
+            local_slots(16, world, accum, rank, micro)
+            for micro in range(accum)
+            for rank in range(world)
+        ]
         assert np.array_equal(np.sort(np.concatenate(slots)), np.arange(16))

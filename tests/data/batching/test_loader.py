@@ -8,7 +8,9 @@ from tests.support.helpers import launch
 
 
 def test_workers_do_not_outlive_the_run():
-    """After an error the stream may still be held when Python ends, and multiprocessing waits for its children."""
+    """After an error the stream may still be held when Python ends, and multiprocessing waits for
+    its children.
+    """
     code = (
         "from mmldlm.data.batching.loader import MicroBatches, iterate_steps\n"
         "MicroBatches.__getitem__ = lambda self, item: item\n"

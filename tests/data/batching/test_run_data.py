@@ -31,9 +31,14 @@ def _config(*words):
 
 
 def test_a_mixture_is_one_store_with_the_statistics_of_its_weights(made_store, other_store):
-    data = open_data(_config(f"data.mixture={json.dumps({str(made_store): 0.75, str(other_store): 0.25})}"))
+    data = open_data(
+        _config(f"data.mixture={json.dumps({str(made_store): 0.75, str(other_store): 0.25})}")
+    )
     first, second = Store(made_store), Store(other_store)
-    assert isinstance(data.train, MixedStore) and len(data.train) == len(first) + len(second) == 38 + 16
+    assert (
+        isinstance(data.train, MixedStore)
+        and len(data.train) == len(first) + len(second) == 38 + 16
+    )
     found, own = data.train.get([40, 3, 38]), second.get([2, 0])
     np.testing.assert_array_equal(found.latents[[0, 2]], own.latents)
     np.testing.assert_array_equal(found.latents[1], first.get([3]).latents[0])
@@ -42,7 +47,9 @@ def test_a_mixture_is_one_store_with_the_statistics_of_its_weights(made_store, o
     ]  # fmt: skip
     assert data.train.texts([1, 39]) == [first.text(1), second.text(1)]
     assert data.train.locate(39) == (other_store / "train", 1)
-    latents = [store.get(range(len(store))).latents.astype(np.float64) for store in (first, second)]
+    latents = [
+        store.get(range(len(store))).latents.astype(np.float64) for store in (first, second)
+    ]
     weights = np.concatenate([np.full(38, 0.75 / 38), np.full(16, 0.25 / 16)])[:, None]
     mean = (weights * np.concatenate(latents)).sum(0)
     np.testing.assert_allclose(data.latent_mean, mean, atol=1e-6)
@@ -61,7 +68,9 @@ def test_stores_that_mean_different_things_are_not_mixed(made_store, store_copy)
         manifest[key].update(value)
         path.write_text(json.dumps(manifest))
         with pytest.raises(UserError, match=f"the {key} of"):
-            open_data(_config(f"data.mixture={json.dumps({str(made_store): 1, str(store_copy): 1})}"))
+            open_data(
+                _config(f"data.mixture={json.dumps({str(made_store): 1, str(store_copy): 1})}")
+            )
 
 
 def test_a_mixture_and_one_root_are_refused_together(made_store):
@@ -80,7 +89,10 @@ def test_texts_longer_than_the_model_are_refused_or_cut_and_counted(made_store):
     whole = Store(made_store)
     num_long = int((whole.lengths > 11).sum())
     assert data.train_lengths.max() == 12 and num_long > 0
-    assert data.notes[0] == f"{num_long} of 38 training texts cut to 11 tokens (data.long_texts=truncate)"
+    assert (
+        data.notes[0]
+        == f"{num_long} of 38 training texts cut to 11 tokens (data.long_texts=truncate)"
+    )
     for ids, full in zip(data.train.get(range(38)).tokens, whole.get(range(38)).tokens):
         assert np.array_equal(ids, full[:11])
 
@@ -93,16 +105,21 @@ def test_token_batches_train_on_every_rank_alike(made_store):
     data = open_data(_config(f"data.latent_data_root={made_store}", "data.batching=tokens"))
     model, plan = data.config.model, data.training_plan(8)
     noiser = Noiser(
-        data.config, model.mask_token_id, model.pad_token_id, model.eos_token_id, data.latent_mean, data.latent_std
+        data.config,
+        model.mask_token_id,
+        model.pad_token_id,
+        model.eos_token_id,
+        data.latent_mean,
+        data.latent_std,
     )
     assert plan.version == "tokens-1:64"
     for step in (0, 4, 7):
         (whole,) = [MicroBatches(data.train, plan, noiser, 0, 1, 1)[step]]
         parts = [MicroBatches(data.train, plan, noiser, rank, 4, 1)[step] for rank in range(4)]
         ids = np.concatenate([part.ids[part.real] for part in parts])
-        assert np.array_equal(ids, whole.ids) and {part.counts["text_tokens"] for part in parts} == {
-            whole.counts["text_tokens"]
-        }
+        assert np.array_equal(ids, whole.ids) and {
+            part.counts["text_tokens"] for part in parts
+        } == {whole.counts["text_tokens"]}
         for name in ("text_timesteps", "latent_timesteps", "latents"):
             joined = np.concatenate([part.tensors[name].numpy()[part.real] for part in parts])
             np.testing.assert_array_equal(joined, whole.tensors[name].numpy())
@@ -139,7 +156,9 @@ def test_blocks_of_latents_are_those_of_the_map(made_store, tmp_path):
 
 
 def test_a_run_goes_on_with_its_own_plan_only(tmp_path, monkeypatch):
-    """Checkpoints from before plans had names were written under the one that is still the default."""
+    """Checkpoints from before plans had names were written under the one that is still the
+    default.
+    """
     from types import SimpleNamespace
 
     from mmldlm.training import checkpointer
@@ -149,7 +168,9 @@ def test_a_run_goes_on_with_its_own_plan_only(tmp_path, monkeypatch):
     def load(saved, plan):
         checkpoints = Checkpointer.__new__(Checkpointer)
         checkpoints.state, checkpoints.config = TrainingState(8, 100, 0, plan=plan), _config()
-        checkpoints.engine = SimpleNamespace(world_size=1, all_agree=lambda ok: ok, gather_messages=lambda text: [text])
+        checkpoints.engine = SimpleNamespace(
+            world_size=1, all_agree=lambda ok: ok, gather_messages=lambda text: [text]
+        )
 
         checkpoints.average = None
 

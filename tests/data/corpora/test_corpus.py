@@ -21,7 +21,11 @@ def test_txt_gives_one_text_a_line(tmp_path):
 
 def test_jsonl_reads_the_named_field(tmp_path):
     path = tmp_path / "a.jsonl"
-    path.write_text("".join(json.dumps({"body": text, "id": 1}) + "\n" for text in ("One\ntext.", "  ", "Two.")))
+    path.write_text(
+        "".join(
+            json.dumps({"body": text, "id": 1}) + "\n" for text in ("One\ntext.", "  ", "Two.")
+        )
+    )
     corpus = open_corpus(path, text_field="body")
     assert list(corpus) == ["One text.", "Two."]
     assert corpus.counts == {"read": 3, "drop_empty": 1}
@@ -33,7 +37,12 @@ def test_folder_is_read_in_order_and_split(tmp_path):
     (tmp_path / "b").mkdir()
     (tmp_path / "b" / "two.txt").write_text("Last one.")
     (tmp_path / "a.txt").write_text("It runs\nover lines. Then it ends.\n\nA new paragraph")
-    assert list(open_corpus(tmp_path)) == ["It runs over lines.", "Then it ends.", "A new paragraph", "Last one."]
+    assert list(open_corpus(tmp_path)) == [
+        "It runs over lines.",
+        "Then it ends.",
+        "A new paragraph",
+        "Last one.",
+    ]
 
 
 @pytest.mark.parametrize(

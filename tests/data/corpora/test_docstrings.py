@@ -10,7 +10,10 @@ from mmldlm.data.corpora.docstrings import docstrings_of
 
 
 def test_docstrings_are_found_without_running_the_source():
-    source = b'"""Module."""\nraise SystemExit\nif x:\n  class A:\n    "A."\n    def f(self):\n      """F."""\n'
+    source = (
+        b'"""Module."""\nraise SystemExit\nif x:\n  class A:\n    "A."\n    def f(self):\n     '
+        b' """F."""\n'
+    )
     assert docstrings_of(source) == ["Module.", "A.", "F."]
     assert docstrings_of(b"def broken(:") is None
     assert docstrings_of(b"x = 1\0") is None
@@ -27,7 +30,11 @@ def test_docstring_corpus_is_repeatable_and_counts_what_it_leaves(tmp_path, monk
     files = [tmp_path / name for name in ("a.py", "b.py", "c.py", "missing.py")]
     monkeypatch.setattr(docstrings, "source_files", lambda: files)
     corpus = open_corpus("docstrings")
-    assert list(corpus) == list(corpus) == ["The cat sleeps near the warm window.", "The dog sleeps near the window."]
+    assert (
+        list(corpus)
+        == list(corpus)
+        == ["The cat sleeps near the warm window.", "The dog sleeps near the window."]
+    )
     assert corpus.counts == {
         "files": 4,
         "files_unreadable": 2,
@@ -46,4 +53,6 @@ def test_docstring_corpus_skips_tests_and_ourselves():
 def test_docstring_corpus_of_this_environment():
     texts = list(islice(open_corpus("docstrings"), 500))
     assert len(set(texts)) == 500
-    assert all(text[0].isupper() and text[-1] in ".!?" and 5 <= len(text.split()) <= 40 for text in texts)
+    assert all(
+        text[0].isupper() and text[-1] in ".!?" and 5 <= len(text.split()) <= 40 for text in texts
+    )

@@ -22,7 +22,10 @@ def test_a_dataset_is_streamed_by_its_shards(tmp_path, monkeypatch):
     counts = Counter()
     assert source == "hub:./set:train" and len(parts) == 3
     found = [text for _, read in parts for text in read(counts)]
-    assert found == [f"Text {shard} {number}." for shard in range(3) for number in range(4)] and counts["read"] == 12
+    assert (
+        found == [f"Text {shard} {number}." for shard in range(3) for number in range(4)]
+        and counts["read"] == 12
+    )
     (part,) = hub_datasets.open_dataset("./set", "body", max_documents=5)[1]
     assert list(part[1](Counter())) == found[:5]
     with pytest.raises(UserError, match="fields body, n"):

@@ -118,11 +118,20 @@ def test_json_of_brackets_is_named(tmp_path):
 
 @pytest.mark.parametrize("suffix", [".txt.gz", ".TXT.ZST"])
 def test_a_compressed_file_is_complete_or_an_error(tmp_path, suffix):
-    compress = gzip.compress if suffix.endswith("gz") else pytest.importorskip("zstandard").compress
+    compress = (
+        gzip.compress if suffix.endswith("gz") else pytest.importorskip("zstandard").compress
+    )
     raw, path = compress(b"One.\nTwo.\n" * 5000), tmp_path / f"a{suffix}"
     path.write_bytes(raw + compress(b"Three."))
     assert list(open_corpus(path)) == ["One.", "Two."] * 5000 + ["Three."]
-    for content in (raw[: len(raw) // 2], raw[:-1], raw[:3], b"", raw + b"other bytes", raw + raw[:-1]):
+    for content in (
+        raw[: len(raw) // 2],
+        raw[:-1],
+        raw[:3],
+        b"",
+        raw + b"other bytes",
+        raw + raw[:-1],
+    ):
         path.write_bytes(content)
         with pytest.raises(UserError, match="complete compressed file"):
             list(open_corpus(path))

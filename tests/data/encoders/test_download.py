@@ -17,4 +17,9 @@ def test_files_of_modules_count_whatever_the_list_begins_with(encoding, tmp_path
     modules = [{"type": "Transformer", "path": ""}, {"type": "Dense", "path": "2_Dense"}]
     (tmp_path / "modules.json").write_text(json.dumps(modules), encoding=encoding)
     names = {path.relative_to(tmp_path).as_posix() for path in model_files(tmp_path)}
-    assert names == {"modules.json", "model.safetensors", "2_Dense/model.safetensors", "2_Dense/config.json"}
+    assert names == {
+        "modules.json",
+        "model.safetensors",
+        "2_Dense/model.safetensors",
+        "2_Dense/config.json",
+    }

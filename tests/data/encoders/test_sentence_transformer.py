@@ -1,4 +1,6 @@
-"""Settings of sentence-transformers folders: which are followed, and which are refused by their name."""
+"""Settings of sentence-transformers folders: which are followed, and which are refused by their
+name.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +8,11 @@ import json
 
 import pytest
 
-from mmldlm.data.encoders.sentence_transformer import positions, read_sentence_transformer, transformer_folder
+from mmldlm.data.encoders.sentence_transformer import (
+    positions,
+    read_sentence_transformer,
+    transformer_folder,
+)
 from mmldlm.data.encoders.specs import Step
 from mmldlm.errors import UserError
 
@@ -15,9 +21,16 @@ POOLING = {"word_embedding_dimension": 16, "pooling_mode_mean_tokens": True}
 
 
 def model(folder, sub="", sbert=None, pooling=None, after=(), st=None, config=None):
-    """Write the settings of a model without weights; `after` are kinds and settings of its further modules."""
-    entries = [(sub, "Transformer", None), ("1_Pooling", "Pooling", POOLING if pooling is None else pooling)]
-    entries += [(f"{number}_{kind}", kind, settings) for number, (kind, settings) in enumerate(after, 2)]
+    """Write the settings of a model without weights; `after` are kinds and settings of its further
+    modules.
+    """
+    entries = [
+        (sub, "Transformer", None),
+        ("1_Pooling", "Pooling", POOLING if pooling is None else pooling),
+    ]
+    entries += [
+        (f"{number}_{kind}", kind, settings) for number, (kind, settings) in enumerate(after, 2)
+    ]
     modules = []
     for path, kind, settings in entries:
         prefix = "" if "." in kind else "sentence_transformers.models."
@@ -39,7 +52,9 @@ def spec(folder, **made):
 
 
 def test_the_transformers_own_folder_and_settings(tmp_path):
-    found = spec(tmp_path, sub="0_Transformer", sbert={"max_seq_length": 64, "do_lower_case": True})
+    found = spec(
+        tmp_path, sub="0_Transformer", sbert={"max_seq_length": 64, "do_lower_case": True}
+    )
     assert (found.subfolder, found.max_length, found.lower_case) == ("0_Transformer", 64, True)
     assert transformer_folder(tmp_path) == tmp_path / "0_Transformer" and found.pooling == "mean"
 
@@ -50,7 +65,13 @@ def test_the_transformers_own_folder_and_settings(tmp_path):
         ({"max_seq_length": 1000}, 128),  # no more than there are positions
         ({"max_seq_length": None}, None),  # as tokenizer and positions allow
         ({"max_seq_length": 50, "tokenizer_args": {"model_max_length": 10}}, 10),
-        ({"max_seq_length": 50, "model_args": {"torch_dtype": "float16", "trust_remote_code": True}}, 50),
+        (
+            {
+                "max_seq_length": 50,
+                "model_args": {"torch_dtype": "float16", "trust_remote_code": True},
+            },
+            50,
+        ),
     ],
 )
 def test_lengths(sbert, expected, tmp_path):
@@ -71,15 +92,27 @@ def test_poolings(pooling, expected, tmp_path):
 
 
 def test_steps_are_in_the_order_of_the_modules(tmp_path):
-    dense = {"in_features": 16, "out_features": 4, "activation_function": "torch.nn.modules.activation.GELU"}
-    found = spec(tmp_path, after=[("Normalize", {}), ("Dense", dense), ("Dropout", {}), ("Normalize", None)])
+    dense = {
+        "in_features": 16,
+        "out_features": 4,
+        "activation_function": "torch.nn.modules.activation.GELU",
+    }
+    found = spec(
+        tmp_path, after=[("Normalize", {}), ("Dense", dense), ("Dropout", {}), ("Normalize", None)]
+    )
     assert found.steps == (Step("normalize"), Step("dense", "3_Dense", "GELU")) and found.normalize
-    found = spec(tmp_path, after=[("Normalize", {})], st={"truncate_dim": 8})  # no unit vectors after the cut
+    found = spec(
+        tmp_path, after=[("Normalize", {})], st={"truncate_dim": 8}
+    )  # no unit vectors after the cut
     assert found.steps == (Step("normalize"), Step("cut", dim=8)) and not found.normalize
 
 
 def test_prompts(tmp_path):
-    prompts = {"prompts": {"passage": "p: ", "query": "q: "}, "similarity_fn_name": "dot", "__version__": {}}
+    prompts = {
+        "prompts": {"passage": "p: ", "query": "q: "},
+        "similarity_fn_name": "dot",
+        "__version__": {},
+    }
     assert spec(tmp_path, st=prompts).prefix == ""
     assert spec(tmp_path, st={**prompts, "default_prompt_name": "passage"}).prefix == "p: "
     assert spec(tmp_path, st={"prompts": {}, "default_prompt_name": "document"}).prefix == ""
@@ -98,7 +131,9 @@ REFUSED = {
     "pooling_mode": {"pooling": {"pooling_mode": ["mean", "median"]}},
     "truncate_dim": {"st": {"truncate_dim": -3}},
     "default_prompt_name": {"st": {"prompts": {}, "default_prompt_name": "x"}},
-    "activation_function": {"after": [("Dense", {**DENSE, "activation_function": "torch.nn.Softmax2d"})]},
+    "activation_function": {
+        "after": [("Dense", {**DENSE, "activation_function": "torch.nn.Softmax2d"})]
+    },
     "module_output_name": {"after": [("Normalize", {"module_output_name": "other"})]},
     "use_residual": {"after": [("Dense", {**DENSE, "use_residual": "no"})]},
     "CNN": {"after": [("CNN", {})]},

@@ -1,6 +1,8 @@
-"""Every architecture of the table on a small model made from its config: the reference pooling, in the card's own way.
+"""Every architecture of the table on a small model made from its config: the reference pooling, in
+the card's own way.
 
-The reference of each is computed one text at a time with no padding, so that batching, padding and masks are on trial.
+The reference of each is computed one text at a time with no padding, so that batching, padding and
+masks are on trial.
 """
 
 from __future__ import annotations
@@ -18,7 +20,10 @@ from mmldlm.data.encoders.encoder import Encoder
 from mmldlm.data.encoders.specs import ENCODERS
 from mmldlm.errors import UserError
 
-WORDS = "the a cat dog sleeps near warm window in winter when nobody is looking passage : boat river old man".split()
+WORDS = (
+    "the a cat dog sleeps near warm window in winter when nobody is looking passage : boat river"
+    " old man".split()
+)
 TEXTS = [
     "the cat sleeps near the warm window",
     "a dog",
@@ -35,11 +40,15 @@ def _tokenizer(folder: Path, template: str | None, **special: str):
     from transformers import PreTrainedTokenizerFast
 
     names = ["[UNK]", *special.values(), *WORDS]
-    core = hf.Tokenizer(hf.models.WordLevel({name: number for number, name in enumerate(names)}, unk_token="[UNK]"))
+    core = hf.Tokenizer(
+        hf.models.WordLevel({name: number for number, name in enumerate(names)}, unk_token="[UNK]")
+    )
     core.pre_tokenizer = hf.pre_tokenizers.Whitespace()
     if template is not None:
         pairs = [(name, names.index(name)) for name in special.values() if name in template]
-        core.post_processor = hf.processors.TemplateProcessing(single=template, special_tokens=pairs)
+        core.post_processor = hf.processors.TemplateProcessing(
+            single=template, special_tokens=pairs
+        )
     known = {key: value for key, value in special.items() if key.endswith("_token")}
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=core, unk_token="[UNK]", **known)
     tokenizer.save_pretrained(folder)
@@ -49,17 +58,33 @@ def _tokenizer(folder: Path, template: str | None, **special: str):
 def _bert(folder):
     from transformers import BertConfig, BertModel
 
-    tokenizer, size = _tokenizer(folder, "[CLS] $A [SEP]", pad_token="[PAD]", cls_token="[CLS]", sep_token="[SEP]")
-    shape = {"num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 48, "max_position_embeddings": 40}
+    tokenizer, size = _tokenizer(
+        folder, "[CLS] $A [SEP]", pad_token="[PAD]", cls_token="[CLS]", sep_token="[SEP]"
+    )
+    shape = {
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "intermediate_size": 48,
+        "max_position_embeddings": 40,
+    }
     return tokenizer, BertModel(BertConfig(vocab_size=size, hidden_size=HIDDEN, **shape))
 
 
 def _xlmr(folder):
     from transformers import XLMRobertaConfig, XLMRobertaModel
 
-    tokenizer, size = _tokenizer(folder, "<s> $A </s>", bos_token="<s>", pad_token="<pad>", eos_token="</s>")
-    shape = {"num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 48, "max_position_embeddings": 40}
-    config = XLMRobertaConfig(vocab_size=size, hidden_size=HIDDEN, pad_token_id=tokenizer.pad_token_id, **shape)
+    tokenizer, size = _tokenizer(
+        folder, "<s> $A </s>", bos_token="<s>", pad_token="<pad>", eos_token="</s>"
+    )
+    shape = {
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "intermediate_size": 48,
+        "max_position_embeddings": 40,
+    }
+    config = XLMRobertaConfig(
+        vocab_size=size, hidden_size=HIDDEN, pad_token_id=tokenizer.pad_token_id, **shape
+    )
     return tokenizer, XLMRobertaModel(config)
 
 
@@ -69,7 +94,12 @@ def _qwen(folder):
     tokenizer, size = _tokenizer(folder, None, pad_token="<|endoftext|>", eos_token="<|im_end|>")
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8}
     config = Qwen3Config(
-        vocab_size=size, hidden_size=HIDDEN, num_hidden_layers=2, intermediate_size=48, layer_types=None, **heads
+        vocab_size=size,
+        hidden_size=HIDDEN,
+        num_hidden_layers=2,
+        intermediate_size=48,
+        layer_types=None,
+        **heads,
     )
     return tokenizer, Qwen3Model(config)
 
@@ -78,7 +108,13 @@ def _t5(folder):
     from transformers import T5Config, T5EncoderModel
 
     tokenizer, size = _tokenizer(folder, "$A </s>", pad_token="<pad>", eos_token="</s>")
-    shape = {"d_kv": 8, "d_ff": 48, "num_layers": 2, "num_heads": 4, "feed_forward_proj": "gated-gelu"}
+    shape = {
+        "d_kv": 8,
+        "d_ff": 48,
+        "num_layers": 2,
+        "num_heads": 4,
+        "feed_forward_proj": "gated-gelu",
+    }
     return tokenizer, T5EncoderModel(T5Config(vocab_size=size, d_model=HIDDEN, **shape))
 
 
@@ -86,13 +122,23 @@ def _m2m(folder):
     from transformers import M2M100Config
     from transformers.models.m2m_100.modeling_m2m_100 import M2M100Encoder
 
-    tokenizer, size = _tokenizer(folder, "__eng__ $A </s>", pad_token="<pad>", eos_token="</s>", lang="__eng__")
-    shape = {"encoder_layers": 2, "encoder_attention_heads": 2, "encoder_ffn_dim": 48, "max_position_embeddings": 40}
-    config = M2M100Config(vocab_size=size, d_model=HIDDEN, pad_token_id=tokenizer.pad_token_id, **shape)
+    tokenizer, size = _tokenizer(
+        folder, "__eng__ $A </s>", pad_token="<pad>", eos_token="</s>", lang="__eng__"
+    )
+    shape = {
+        "encoder_layers": 2,
+        "encoder_attention_heads": 2,
+        "encoder_ffn_dim": 48,
+        "max_position_embeddings": 40,
+    }
+    config = M2M100Config(
+        vocab_size=size, d_model=HIDDEN, pad_token_id=tokenizer.pad_token_id, **shape
+    )
     return tokenizer, M2M100Encoder(config)
 
 
-# name of the table -> (what makes a model of its architecture, prefix, closing token, pooling, norm)
+# name of the table -> (what makes a model of its architecture, prefix, closing token, pooling,
+# norm)
 KINDS = {
     "minilm": (_bert, "", None, "mean", True),
     "e5": (_xlmr, "passage: ", None, "mean", True),
@@ -105,7 +151,9 @@ KINDS = {
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory):
-    """Folder, tokenizer and model of each kind, with weights that differ by a seed of their own."""
+    """Folder, tokenizer and model of each kind, with weights that differ by a seed of
+    their own.
+    """
     made = {}
     for number, (name, (make, *_)) in enumerate(KINDS.items()):
         folder = tmp_path_factory.mktemp(name)
@@ -122,19 +170,25 @@ def models(tmp_path_factory):
 
 @pytest.fixture
 def table(models, monkeypatch):
-    """The table with its own pooling, prefix and so on, but the small models in the place of the large."""
+    """The table with its own pooling, prefix and so on, but the small models in the place of the
+    large.
+    """
 
     def small(name):
         spec = specs.replace(ENCODERS[name], latent_dim=HIDDEN, max_length=32, package=None)
         if spec.matryoshka:
             spec = specs.replace(spec, matryoshka=(4, HIDDEN))
         if spec.source_language:
-            spec = specs.replace(spec, source_language=None)  # a word-level tokenizer has no languages
+            spec = specs.replace(
+                spec, source_language=None
+            )  # a word-level tokenizer has no languages
         return spec
 
     for name in KINDS:
         monkeypatch.setitem(ENCODERS, name, small(name))
-    monkeypatch.setattr(encoders, "find_model_folder", lambda name, *_: (models[name][0], f"hub:{name}"))
+    monkeypatch.setattr(
+        encoders, "find_model_folder", lambda name, *_: (models[name][0], f"hub:{name}")
+    )
 
 
 def reference(tokenizer, model, text, prefix, closing, pooling, normalize):
@@ -155,7 +209,8 @@ def test_latents_are_the_cards(name, models, table):
     for batch_tokens in (1024, 12):
         found = Encoder(name, batch_tokens, device="cpu").encode(TEXTS)
         np.testing.assert_allclose(found / scale, expected / scale, atol=3e-6)
-    # The test would see another pooling, prefix or closing token: the texts' latents are far from equal.
+    # The test would see another pooling, prefix or closing token: the texts' latents are far from
+    # equal.
     others = [how for how in ("mean", "cls", "last") if how != KINDS[name][3]]
     for how in others:
         other = reference(tokenizer, model, TEXTS[0], *KINDS[name][1:3], how, KINDS[name][4])
@@ -203,19 +258,29 @@ def test_at_most_batch_size_texts_at_once(table):
     assert done == [2, 2, 1]
 
 
-# Models by name ---------------------------------------------------------------------------------------------------
+# Models by name
+# -------------------------------------------------------------------------------------------------
 
 
 def _sentence_transformer(folder: Path, pooling: dict, extra: list[dict] = ()) -> None:
     modules = [
         {"idx": 0, "name": "0", "path": "", "type": "sentence_transformers.models.Transformer"},
-        {"idx": 1, "name": "1", "path": "1_Pooling", "type": "sentence_transformers.models.Pooling"},
+        {
+            "idx": 1,
+            "name": "1",
+            "path": "1_Pooling",
+            "type": "sentence_transformers.models.Pooling",
+        },
         *extra,
     ]
     (folder / "modules.json").write_text(json.dumps(modules))
-    (folder / "sentence_bert_config.json").write_text('{"max_seq_length": 6, "do_lower_case": false}')
+    (folder / "sentence_bert_config.json").write_text(
+        '{"max_seq_length": 6, "do_lower_case": false}'
+    )
     (folder / "1_Pooling").mkdir(exist_ok=True)
-    (folder / "1_Pooling" / "config.json").write_text(json.dumps({"word_embedding_dimension": HIDDEN, **pooling}))
+    (folder / "1_Pooling" / "config.json").write_text(
+        json.dumps({"word_embedding_dimension": HIDDEN, **pooling})
+    )
 
 
 def test_a_sentence_transformer_says_itself_how_it_is_used(tmp_path):
@@ -223,20 +288,37 @@ def test_a_sentence_transformer_says_itself_how_it_is_used(tmp_path):
     tokenizer, model = _bert(tmp_path)
     model = model.eval()
     model.save_pretrained(tmp_path)
-    dense = {"idx": 2, "name": "2", "path": "2_Dense", "type": "sentence_transformers.models.Dense"}
-    norm = {"idx": 3, "name": "3", "path": "3_Normalize", "type": "sentence_transformers.models.Normalize"}
+    dense = {
+        "idx": 2,
+        "name": "2",
+        "path": "2_Dense",
+        "type": "sentence_transformers.models.Dense",
+    }
+    norm = {
+        "idx": 3,
+        "name": "3",
+        "path": "3_Normalize",
+        "type": "sentence_transformers.models.Normalize",
+    }
     cls = {"pooling_mode_cls_token": True, "pooling_mode_mean_tokens": False}
     _sentence_transformer(tmp_path, cls, [dense, norm])
     (tmp_path / "2_Dense").mkdir()
     weight, bias = torch.randn(5, HIDDEN), torch.randn(5)
     activation = {"in_features": HIDDEN, "activation_function": "torch.nn.modules.activation.Tanh"}
     (tmp_path / "2_Dense" / "config.json").write_text(json.dumps(activation))
-    torch.save({"linear.weight": weight, "linear.bias": bias}, tmp_path / "2_Dense" / "pytorch_model.bin")
+    torch.save(
+        {"linear.weight": weight, "linear.bias": bias}, tmp_path / "2_Dense" / "pytorch_model.bin"
+    )
     prompts = {"prompts": {"document": "passage : "}, "default_prompt_name": "document"}
     (tmp_path / "config_sentence_transformers.json").write_text(json.dumps(prompts))
     encoder = Encoder(str(tmp_path), device="cpu")
-    assert encoder.latent_dim == 5 and encoder.spec.max_length == 6 and encoder.spec.prefix == "passage : "
-    # What a store records finds all of it again, the dense layer included, and refuses another one.
+    assert (
+        encoder.latent_dim == 5
+        and encoder.spec.max_length == 6
+        and encoder.spec.prefix == "passage : "
+    )
+    # What a store records finds all of it again, the dense layer included, and refuses another
+    # one.
     identity = json.loads(json.dumps(encoder.identity()))
     again = Encoder.from_identity({**identity, "name": str(tmp_path)}, device="cpu")
     np.testing.assert_array_equal(again.encode(TEXTS), encoder.encode(TEXTS))
@@ -284,6 +366,8 @@ def test_weights_in_several_files_and_in_pytorchs_form(tmp_path, models):
         model.save_pretrained(tmp_path / name, **options)
     torch.save(model.state_dict(), tmp_path / "whole" / "pytorch_model.bin")
     (tmp_path / "whole" / "model.safetensors").unlink()
-    split, whole = (Encoder(str(tmp_path / name), device="cpu", pooling="mean") for name in ("split", "whole"))
+    split, whole = (
+        Encoder(str(tmp_path / name), device="cpu", pooling="mean") for name in ("split", "whole")
+    )
     assert len(encoders.weights_files(split.folder, "split")) > 1
     np.testing.assert_array_equal(split.encode(TEXTS), whole.encode(TEXTS))

@@ -32,7 +32,9 @@ def test_latents_are_the_posterior_mean_of_diffusers_in_patches(folder, images):
     import torch
     from diffusers import AutoencoderKL
 
-    codec = VaeCodec.of_files(find_vae(str(folder)), 16, "fp32", str(folder)).ready(device="cpu", batch_size=2)
+    codec = VaeCodec.of_files(find_vae(str(folder)), 16, "fp32", str(folder)).ready(
+        device="cpu", batch_size=2
+    )
     latents = codec.encode(images)
     assert latents.shape == (5, 16, 8) and codec.grid == [4, 4] and codec.patch == 4
     model = AutoencoderKL.from_pretrained(folder)
@@ -49,7 +51,9 @@ def test_latents_are_the_posterior_mean_of_diffusers_in_patches(folder, images):
 
 def test_the_identity_finds_it_again_and_refuses_another(folder, images, tmp_path):
     copy = shutil.copytree(folder, tmp_path / "copy")
-    identity = json.loads(json.dumps(VaeCodec.of_files(find_vae(str(copy)), 16, "fp32", str(copy)).identity))
+    identity = json.loads(
+        json.dumps(VaeCodec.of_files(find_vae(str(copy)), 16, "fp32", str(copy)).identity)
+    )
     codec = ImageCodec.open(identity)
     assert codec.identity == identity and codec.files() == {} and codec.module is None
     latents = codec.encode(images)
@@ -70,7 +74,9 @@ def test_half_precision_is_part_of_the_identity(images, tmp_path):
     whole = VaeCodec.of_files(files, 16, usable_dtype(files, None, "cpu"), str(files.folder))
     assert codec.identity["vae"]["dtype"] == "bf16" and "dtype" not in whole.identity["vae"]
     rough, exact = ImageCodec.open(codec.identity).encode(images), whole.encode(images)
-    assert rough.dtype == np.float32 and 0 < np.abs(rough - exact).max() < 0.1 * np.abs(exact).max()
+    assert (
+        rough.dtype == np.float32 and 0 < np.abs(rough - exact).max() < 0.1 * np.abs(exact).max()
+    )
     assert np.abs(codec.to_values(rough) - whole.to_values(rough)).max() < 0.1
 
 
@@ -88,7 +94,11 @@ def test_what_is_no_autoencoder_is_named(folder, tmp_path):
     (other / "config.json").write_text('{"_class_name": "UNet2DModel"}')
     bare = shutil.copytree(folder, tmp_path / "bare")
     (bare / "diffusion_pytorch_model.safetensors").unlink()
-    for path, reason in ((tmp_path / "empty", "no config.json"), (other, "UNet2DModel"), (bare, "no weights")):
+    for path, reason in (
+        (tmp_path / "empty", "no config.json"),
+        (other, "UNet2DModel"),
+        (bare, "no weights"),
+    ):
         with pytest.raises(UserError, match=reason):
             find_vae(str(path))
     with pytest.raises(UserError, match="the weights of the autoencoder"):

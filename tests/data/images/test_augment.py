@@ -11,7 +11,9 @@ from mmldlm.data.images.codec import ImageCodec
 def test_draws_do_not_depend_on_the_micro_batch():
     ids, slots = np.arange(50) * 7, np.arange(50)
     whole = draw_shifts(1, 2, ids, slots, 2)
-    parts = [draw_shifts(1, 2, ids[part], slots[part], 2) for part in (slice(0, 13), slice(13, 50))]
+    parts = [
+        draw_shifts(1, 2, ids[part], slots[part], 2) for part in (slice(0, 13), slice(13, 50))
+    ]
     np.testing.assert_array_equal(whole, np.concatenate(parts))
     assert set(np.unique(whole)) == {-2, -1, 0, 1, 2}
     for other in (
@@ -26,7 +28,9 @@ def test_draws_do_not_depend_on_the_micro_batch():
 def test_what_comes_in_has_the_color_of_the_border():
     image = np.arange(16, dtype=np.uint8).reshape(1, 4, 4, 1)
     shifted = shift_images(image, np.array([[1, -2]]))[0, :, :, 0]
-    np.testing.assert_array_equal(shifted, [[2, 3, 3, 3], [2, 3, 3, 3], [6, 7, 7, 7], [10, 11, 11, 11]])
+    np.testing.assert_array_equal(
+        shifted, [[2, 3, 3, 3], [2, 3, 3, 3], [6, 7, 7, 7], [10, 11, 11, 11]]
+    )
     np.testing.assert_array_equal(shift_images(image, np.zeros((1, 2), int)), image)
 
 

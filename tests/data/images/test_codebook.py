@@ -1,4 +1,6 @@
-"""Codes: the nearest one, exactly; what is not a code is refused by row; a codebook is known by its bytes."""
+"""Codes: the nearest one, exactly; what is not a code is refused by row; a codebook is known by
+its bytes.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +10,14 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from mmldlm.data.images.codebook import CODEBOOK, Codebook, CodeStatistics, check_ids, nearest_codes, psnr
+from mmldlm.data.images.codebook import (
+    CODEBOOK,
+    Codebook,
+    CodeStatistics,
+    check_ids,
+    nearest_codes,
+    psnr,
+)
 from mmldlm.data.images.codec import ImageCodec
 from mmldlm.errors import UserError
 
@@ -38,11 +47,15 @@ def test_the_nearest_code_is_exact_in_blocks_of_any_size(width, monkeypatch):
 def test_images_of_codes_survive_and_others_become_the_nearest(codec):
     ids = np.random.default_rng(1).integers(0, 30, (9, 4, 1))
     images = codec.decode(ids)
-    assert images.shape == (9, 8, 8, 3) and codec.grid == [2, 2] and codec.name == "codes:kmeans:30"
+    assert (
+        images.shape == (9, 8, 8, 3) and codec.grid == [2, 2] and codec.name == "codes:kmeans:30"
+    )
     found = codec.encode(images)
     assert found.dtype == np.int64
     np.testing.assert_array_equal(found, ids)
-    noisy = np.clip(images.astype(int) + np.random.default_rng(2).integers(-9, 10, images.shape), 0, 255)
+    noisy = np.clip(
+        images.astype(int) + np.random.default_rng(2).integers(-9, 10, images.shape), 0, 255
+    )
     np.testing.assert_array_equal(codec.encode(noisy.astype(np.uint8)), ids)
 
 
@@ -80,6 +93,12 @@ def test_statistics_are_those_of_the_split(codec):
     assert found["psnr"] is None and found["used_codes"] == 3
     assert found["entropy_bits"] == pytest.approx(-(share * np.log2(share)).sum(), abs=1e-3)
     low = np.minimum(patches, 200)
-    statistics = CodeStatistics(replace(codec.codebook, values=np.minimum(codec.codebook.values, 200) + 10))
+    statistics = CodeStatistics(
+        replace(codec.codebook, values=np.minimum(codec.codebook.values, 200) + 10)
+    )
     statistics.add(ids, low)
-    assert statistics.result()["psnr"] == pytest.approx(psnr(100.0, 1)) == pytest.approx(28.13, abs=0.01)
+    assert (
+        statistics.result()["psnr"]
+        == pytest.approx(psnr(100.0, 1))
+        == pytest.approx(28.13, abs=0.01)
+    )

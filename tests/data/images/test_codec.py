@@ -1,4 +1,6 @@
-"""The codec: pixels survive exactly, components keep what they say, and another's basis is refused."""
+"""The codec: pixels survive exactly, components keep what they say, and another's basis is
+refused.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +36,12 @@ def test_pixels_survive_exactly_and_lie_where_they_were(images):
 
 def test_every_uint8_has_a_value_other_than_zero():
     values = as_float32(np.arange(256, dtype=np.uint8))
-    assert values.min() == -1 and values.max() == 1 and (values != 0).all() and (np.diff(values) > 0).all()
+    assert (
+        values.min() == -1
+        and values.max() == 1
+        and (values != 0).all()
+        and (np.diff(values) > 0).all()
+    )
 
 
 def test_components_of_all_the_variance_reproduce_images(images, tmp_path):
@@ -42,8 +49,13 @@ def test_components_of_all_the_variance_reproduce_images(images, tmp_path):
     assert kept == pytest.approx(1) and np.allclose(basis[1:] @ basis[1:].T, np.eye(12), atol=1e-5)
     np.save(tmp_path / BASIS, basis)
     codec = ImageCodec(
-        **SHAPE, latents="pca", num_latents=4, latent_dim=3, basis=basis, basis_file=tmp_path / BASIS
-    )  # fmt: skip
+        **SHAPE,
+        latents="pca",
+        num_latents=4,
+        latent_dim=3,
+        basis=basis,
+        basis_file=tmp_path / BASIS,
+    )
     latents = codec.encode(images)
     np.testing.assert_array_equal(codec.decode(latents), images)
     assert np.diff(latents.reshape(40, -1).var(0)).max() < 1e-3, "largest variance first"
@@ -74,4 +86,6 @@ def test_a_store_opens_its_codec(glyph_store):
     assert np.linalg.norm(latents, axis=-1).max() <= max_image_norm(store.manifest)
     assert ImageCodec.open(codec.identity).identity == ImageCodec.open(store.manifest).identity
     np.testing.assert_array_equal(codec.encode(codec.decode(latents)), latents)
-    np.testing.assert_array_equal(np.concatenate([block for _, block in store.latent_blocks(len(store))]), latents)
+    np.testing.assert_array_equal(
+        np.concatenate([block for _, block in store.latent_blocks(len(store))]), latents
+    )

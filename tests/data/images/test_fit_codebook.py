@@ -1,4 +1,6 @@
-"""Codebooks: k-means finds clusters and wastes no code, FSQ is a grid; both are functions of patches and seed."""
+"""Codebooks: k-means finds clusters and wastes no code, FSQ is a grid; both are functions of
+patches and seed.
+"""
 
 from __future__ import annotations
 
@@ -11,11 +13,15 @@ from mmldlm.data.images.fit_codebook import FSQ_LEVELS, distinct_patches, fit_fs
 def patches_around(centers: np.ndarray, count: int, seed: int = 0) -> np.ndarray:
     rng = np.random.default_rng(seed)
     rows = rng.integers(0, len(centers), count)
-    return (centers[rows].astype(int) + rng.integers(-3, 4, (count, centers.shape[1]))).astype(np.uint8)
+    return (centers[rows].astype(int) + rng.integers(-3, 4, (count, centers.shape[1]))).astype(
+        np.uint8
+    )
 
 
 def test_separate_clusters_are_found_whatever_the_order_of_patches():
-    centers = np.array([[20, 20, 200, 200], [200, 20, 20, 20], [100, 100, 100, 100], [30, 220, 30, 220]], np.uint8)
+    centers = np.array(
+        [[20, 20, 200, 200], [200, 20, 20, 20], [100, 100, 100, 100], [30, 220, 30, 220]], np.uint8
+    )
     patches = patches_around(centers, 600)
     found = fit_kmeans(patches, 4, seed=3)
     assert np.sort(nearest_codes(centers, found.values)[1]).max() <= 4 and len(found) == 4

@@ -1,4 +1,6 @@
-"""Image files: what is defined is converted, and the rest has a reason; nothing becomes a gray image."""
+"""Image files: what is defined is converted, and the rest has a reason; nothing becomes a gray
+image.
+"""
 
 from __future__ import annotations
 
@@ -28,9 +30,13 @@ def test_conversions_with_one_meaning(tmp_path):
         np.testing.assert_allclose(image.reshape(-1, 3), [[255, 0, 0]] * 64, atol=3, err_msg=name)
     assert read_image(tmp_path / "wide.png", 8, 1)[0, 0, 0] == 76  # luma of red
     clear = Image.new("RGBA", (8, 8), (0, 0, 0, 0))
-    assert (read_image(_save(tmp_path / "a.png", clear), 8, 3) == 255).all(), "alpha lies over white"
+    assert (read_image(_save(tmp_path / "a.png", clear), 8, 3) == 255).all(), (
+        "alpha lies over white"
+    )
     deep = Image.fromarray(np.full((8, 8), 65535 // 2, np.uint16))
-    assert (read_image(_save(tmp_path / "d.png", deep), 8, 1) == 127).all(), "16 bits are scaled, not clipped"
+    assert (read_image(_save(tmp_path / "d.png", deep), 8, 1) == 127).all(), (
+        "16 bits are scaled, not clipped"
+    )
 
 
 def test_the_center_is_cut_out(tmp_path):
@@ -47,7 +53,9 @@ def test_orientation_is_applied(tmp_path):
     assert found[:3].max() == 0 and found[5:].min() == 255
 
 
-@pytest.mark.parametrize("kind", ["empty", "text", "truncated", "frames", "float", "missing", "fifo"])
+@pytest.mark.parametrize(
+    "kind", ["empty", "text", "truncated", "frames", "float", "missing", "fifo"]
+)
 def test_what_is_not_one_picture_has_a_reason(tmp_path, kind):
     path = tmp_path / "x.png"
     noise = Image.fromarray(np.random.default_rng(0).integers(0, 256, (64, 64, 3), dtype=np.uint8))
@@ -68,5 +76,11 @@ def test_what_is_not_one_picture_has_a_reason(tmp_path, kind):
             os.mkfifo(path)
     with pytest.raises(UnreadableImage) as error:
         read_image(path, 8, 3)
-    words = {"empty": "empty", "text": "not an image", "truncated": "truncated", "frames": "frames", "float": "mode F"}
+    words = {
+        "empty": "empty",
+        "text": "not an image",
+        "truncated": "truncated",
+        "frames": "frames",
+        "float": "mode F",
+    }
     assert words.get(kind, "") in str(error.value) and str(error.value)

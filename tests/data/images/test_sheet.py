@@ -13,7 +13,9 @@ from mmldlm.data.images.sheet import contact_sheet
 def test_every_image_is_on_the_sheet(tmp_path, channels):
     images = np.full((5, 16, 16, channels), 255, np.uint8)
     images[:, 4:8, 4:8] = np.arange(5).reshape(5, 1, 1, 1) * 20
-    contact_sheet(images, ["a", "b c", "", "w" * 300, "many words " * 30], tmp_path / "s.png", columns=3)
+    contact_sheet(
+        images, ["a", "b c", "", "w" * 300, "many words " * 30], tmp_path / "s.png", columns=3
+    )
     sheet = np.asarray(Image.open(tmp_path / "s.png"))
     assert sheet.shape[1] > 3 * 96 and sheet.shape[0] > 2 * 96
     for number in range(5):

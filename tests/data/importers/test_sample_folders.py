@@ -30,7 +30,9 @@ pytestmark = pytest.mark.usefixtures("need_minilm")
 def files(need_minilm, corpus_file, tmp_path_factory):
     """What `prepare --layout files` makes of the same sentences as made_store."""
     root = tmp_path_factory.mktemp("files") / "layout"
-    return prepare(PrepareOptions(str(root), str(corpus_file), validation_samples=10, layout="files"))
+    return prepare(
+        PrepareOptions(str(root), str(corpus_file), validation_samples=10, layout="files")
+    )
 
 
 def _texts(root, split):
@@ -56,7 +58,10 @@ def test_the_files_layout_is_mm_ldlms_and_packs_to_the_same_store(files, made_st
     root = sample_folders.pack(PackOptions(str(files), str(tmp_path / "s")))
     assert _arrays(root) == _arrays(made_store) and verify(root) == []
     manifest, known = Store(root).manifest, Store(made_store).manifest
-    assert manifest["encoder"] == known["encoder"] and manifest["latent_stats"] == known["latent_stats"]
+    assert (
+        manifest["encoder"] == known["encoder"]
+        and manifest["latent_stats"] == known["latent_stats"]
+    )
     assert manifest["corpus"]["read"] == manifest["corpus"]["kept"] == 48
 
 
@@ -71,8 +76,12 @@ def test_files_given_as_a_store_are_told_from_one(files, tmp_path):
 def test_a_latent_that_the_list_forgot_is_counted(files, tmp_path):
     shutil.copytree(files, tmp_path / "files")
     np.save(tmp_path / "files" / "latents" / "train" / "forgotten.npy", np.ones(384, np.float32))
-    corpus = Store(sample_folders.pack(PackOptions(str(tmp_path / "files"), str(tmp_path / "s")))).manifest["corpus"]
-    assert corpus["read"] == 49 and corpus["kept"] == 48 and corpus["dropped"] == {"not_in_json": 1}
+    corpus = Store(
+        sample_folders.pack(PackOptions(str(tmp_path / "files"), str(tmp_path / "s")))
+    ).manifest["corpus"]
+    assert (
+        corpus["read"] == 49 and corpus["kept"] == 48 and corpus["dropped"] == {"not_in_json": 1}
+    )
 
 
 def _write(folder, name, text, latent):
@@ -87,7 +96,12 @@ def _write(folder, name, text, latent):
 def test_every_file_is_accounted_for(sentences, tmp_path):
     rng, folder = np.random.default_rng(0), tmp_path / "files"
     for number, text in enumerate(sentences[:20]):
-        _write(folder, f"good_{number:02}", text, rng.normal(size=(1, 8) if number % 2 else 8).astype(np.float32))
+        _write(
+            folder,
+            f"good_{number:02}",
+            text,
+            rng.normal(size=(1, 8) if number % 2 else 8).astype(np.float32),
+        )
     unit = np.ones(8, np.float32)
     _write(folder, "twice", sentences[0].upper(), unit)
     _write(folder, "nan", "It has no number.", np.full(8, np.nan, np.float32))
@@ -101,9 +115,15 @@ def test_every_file_is_accounted_for(sentences, tmp_path):
     root = sample_folders.pack(PackOptions(str(folder), str(tmp_path / "s"), validation_samples=4))
     corpus = Store(root).manifest["corpus"]
     assert corpus["dropped"] == {
-        "duplicate": 1, "latent_not_finite": 1, "latent_not_one_vector": 1, "latent_zero": 1, "no_latent": 1,
-        "no_text": 1, "too_short": 1, "unreadable_latent": 1,
-    }  # fmt: skip
+        "duplicate": 1,
+        "latent_not_finite": 1,
+        "latent_not_one_vector": 1,
+        "latent_zero": 1,
+        "no_latent": 1,
+        "no_text": 1,
+        "too_short": 1,
+        "unreadable_latent": 1,
+    }
     assert corpus["read"] == 28 and corpus["kept"] == 20
     assert sorted(_texts(root, "train") + _texts(root, "validation")) == sorted(sentences[:20])
     assert len(Store(root, "validation")) == 4 and verify(root) == []
@@ -123,7 +143,9 @@ def test_files_that_lie_or_never_end_are_counted(sentences, tmp_path):
     latents = folder / "latents" / "train"
     for number, text in enumerate(sentences[:12]):
         _write(folder, f"good_{number:02}", text, np.ones(8, np.float32) + number)
-    _write(folder, "aaa_first", sentences[30], np.ones(7, np.float32))  # another dimension, and the first to be read
+    _write(
+        folder, "aaa_first", sentences[30], np.ones(7, np.float32)
+    )  # another dimension, and the first to be read
     for name in ("long", "overflow", "short", "fifo", "integers", "endless_text"):
         _write(folder, name, f"Its file is called {name}.", np.ones(8, np.int8))
     _with_header(latents / "long.npy", (9999999999999,))
@@ -137,8 +159,11 @@ def test_files_that_lie_or_never_end_are_counted(sentences, tmp_path):
     root = sample_folders.pack(PackOptions(str(folder), str(tmp_path / "s"), validation_samples=4))
     corpus = Store(root).manifest["corpus"]
     assert corpus["dropped"] == {
-        "latent_of_another_dimension": 1, "latent_of_type_int8": 1, "unreadable_latent": 4, "unreadable_text": 1,
-    }  # fmt: skip
+        "latent_of_another_dimension": 1,
+        "latent_of_type_int8": 1,
+        "unreadable_latent": 4,
+        "unreadable_text": 1,
+    }
     assert corpus["kept"] == 12 and Store(root).latent_dim == 8 and verify(root) == []
 
 
@@ -151,14 +176,22 @@ def test_tokens_that_unpack_to_gigabytes_are_counted(sentences, tmp_path):
         arrays = {key: encoded[key][0] for key in ("input_ids", "attention_mask")}
         np.savez(folder / f"x{number}_tokens.npz", **arrays)
         np.save(folder / f"x{number}.npy", np.ones(8, np.float32) + number)
-    np.savez_compressed(folder / "x7_tokens.npz", input_ids=np.zeros(10_000_000, np.int64), attention_mask=np.zeros(1))
+    np.savez_compressed(
+        folder / "x7_tokens.npz",
+        input_ids=np.zeros(10_000_000, np.int64),
+        attention_mask=np.zeros(1),
+    )
     (folder / "x6_tokens.npz").write_bytes(b"PK\x03\x04 no archive")
-    root = sample_folders.pack(PackOptions(str(folder), str(tmp_path / "s"), tokenizer="minilm", validation_samples=2))
+    root = sample_folders.pack(
+        PackOptions(str(folder), str(tmp_path / "s"), tokenizer="minilm", validation_samples=2)
+    )
     assert Store(root).manifest["corpus"]["dropped"] == {"unreadable_text": 2}
 
 
 def test_pairs_of_tokens_and_latents(sentences, tmp_path):
-    """X.npy + X_tokens.npz in one folder: padded to one length with special tokens, as MM-LDLM wrote them."""
+    """X.npy + X_tokens.npz in one folder: padded to one length with special tokens, as MM-LDLM
+    wrote them.
+    """
     folder = tmp_path / "pairs"
     folder.mkdir()
     tokenizer = tokenizers.load("minilm")
@@ -166,14 +199,21 @@ def test_pairs_of_tokens_and_latents(sentences, tmp_path):
         encoded = tokenizer(text, padding="max_length", max_length=32, return_tensors="np")
         arrays = {key: encoded[key][0].astype(np.int32) for key in ("input_ids", "attention_mask")}
         np.savez(folder / f"x{number}_tokens.npz", **arrays)
-        np.save(folder / f"x{number}.npy", np.random.default_rng(number).normal(size=8).astype(np.float32))
+        np.save(
+            folder / f"x{number}.npy",
+            np.random.default_rng(number).normal(size=8).astype(np.float32),
+        )
     with pytest.raises(UserError, match="--tokenizer NAME"):
         sample_folders.pack(PackOptions(str(folder), str(tmp_path / "s")))
-    root = sample_folders.pack(PackOptions(str(folder), str(tmp_path / "s"), tokenizer="minilm", validation_samples=6))
+    root = sample_folders.pack(
+        PackOptions(str(folder), str(tmp_path / "s"), tokenizer="minilm", validation_samples=6)
+    )
     store = Store(root)
     for row in range(len(store)):
         ids = tokenizer(store.text(row), add_special_tokens=False)["input_ids"]
-        assert store.get([row]).tokens[0].tolist() == ids and store.text(row) in {text.lower() for text in sentences}
+        assert store.get([row]).tokens[0].tolist() == ids and store.text(row) in {
+            text.lower() for text in sentences
+        }
     assert Store(root).manifest["corpus"]["kept"] == 48 and verify(root) == []
 
 

@@ -8,8 +8,10 @@ from mmldlm.data.prepare import tokenizer as tokenizers
 from mmldlm.data.prepare.chunking import chunk, truncate
 
 TEXT = (
-    "The first sentence is here. A short one. A second one that is rather long, with many words in it, goes on and on "
-    "and on until it does not fit any more at all. " + "Pneumonoultramicroscopic" * 4 + " ends. Done now!"
+    "The first sentence is here. A short one. A second one that is rather long, with many words in"
+    " it, goes on and on and on until it does not fit any more at all. "
+    + "Pneumonoultramicroscopic" * 4
+    + " ends. Done now!"
 )
 
 
@@ -27,7 +29,10 @@ def test_nothing_is_lost_and_every_piece_fits(tokenizer, max_tokens):
     pieces = chunk(tokenizer, TEXT, max_tokens)
     assert _squeezed("".join(text for _, text in pieces)) == _squeezed(TEXT)
     for ids, text in pieces:
-        assert 0 < len(ids) <= max_tokens and ids == tokenizer(text, add_special_tokens=False)["input_ids"]
+        assert (
+            0 < len(ids) <= max_tokens
+            and ids == tokenizer(text, add_special_tokens=False)["input_ids"]
+        )
 
 
 def test_pieces_end_at_sentences_where_sentences_fit(tokenizer):
@@ -45,12 +50,17 @@ def test_sentences_too_long_are_cut_between_words(tokenizer):
 
 def test_truncation_cuts_text_where_tokens_are(tokenizer):
     ids, text = truncate(tokenizer, "The first sentence is here. And more.", 4)
-    assert text == "The first sentence is" and ids == tokenizer(text, add_special_tokens=False)["input_ids"]
+    assert (
+        text == "The first sentence is"
+        and ids == tokenizer(text, add_special_tokens=False)["input_ids"]
+    )
 
 
 @pytest.fixture(scope="module")
 def byte_level():
-    """A BPE of bytes without merges across characters' ends: a CJK character has three tokens, an emoji four."""
+    """A BPE of bytes without merges across characters' ends: a CJK character has three tokens, an
+    emoji four.
+    """
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
@@ -62,13 +72,21 @@ def byte_level():
 
 
 @pytest.mark.parametrize(
-    "text", ["a\u4e00\u4e01b\u4e02 c", "\U0001f600\U0001f601\U0001f602", "e\u0301e\u0301\u00f1", "\ufffdab\ufffd"]
+    "text",
+    [
+        "a\u4e00\u4e01b\u4e02 c",
+        "\U0001f600\U0001f601\U0001f602",
+        "e\u0301e\u0301\u00f1",
+        "\ufffdab\ufffd",
+    ],
 )
 @pytest.mark.parametrize("max_tokens", range(1, 10))
 def test_truncation_never_cuts_a_character(byte_level, text, max_tokens):
     """public-reports B 17"""
     ids, cut = truncate(byte_level, text, max_tokens)
-    assert len(ids) <= max_tokens and text.startswith(cut) and byte_level.decode(ids).rstrip() == cut
+    assert (
+        len(ids) <= max_tokens and text.startswith(cut) and byte_level.decode(ids).rstrip() == cut
+    )
     if max_tokens >= 4:
         assert cut
 

@@ -25,7 +25,8 @@ def test_content_counts_and_time_does_not(tmp_path, monkeypatch):
     first = FileIdentities(kept)
     found = first.of({"a": path, "gone": tmp_path / "b", "no name": tmp_path / "a\0b"})
     assert (
-        found["a"].startswith("3 bytes, sha256 ") and found["gone"] == found["no name"] == "No such file or directory"
+        found["a"].startswith("3 bytes, sha256 ")
+        and found["gone"] == found["no name"] == "No such file or directory"
     )
     first.save()
     os.utime(path, (1, 1))
@@ -43,8 +44,13 @@ def test_of_large_files_parts_and_the_time_count(tmp_path, monkeypatch):
     monkeypatch.setattr(inputs, "_SAMPLE_BYTES", 2)
     path = tmp_path / "a.txt"
     seen = set()
-    for content, time in ((b"0123456789ab", 1), (b"x123456789ab", 1), (b"012345x789ab", 1), (b"0123456789ax", 1),
-                          (b"0123456789ab", 2)):  # fmt: skip
+    for content, time in (
+        (b"0123456789ab", 1),
+        (b"x123456789ab", 1),
+        (b"012345x789ab", 1),
+        (b"0123456789ax", 1),
+        (b"0123456789ab", 2),
+    ):
         path.write_bytes(content)
         os.utime(path, (time, time))
         seen.update(FileIdentities(tmp_path / "none").of({"a": path}).values())
@@ -64,7 +70,9 @@ def test_files_of_one_name_are_told_apart(tmp_path):
 
 
 def test_differences_are_named():
-    assert diff_inputs({"a": "1", "b": "2"}, {"a": "1", "c": "3"}) == ["b was 2, now not there; c was not there, now 3"]
+    assert diff_inputs({"a": "1", "b": "2"}, {"a": "1", "c": "3"}) == [
+        "b was 2, now not there; c was not there, now 3"
+    ]
     assert diff_inputs({"a": "1"}, {"a": "1"}) == [] and "not recorded" in diff_inputs(None, {})[0]
     check_same_encoder({"encoder e": "fp32"}, {"encoder e": "fp32", "file a": "1"}, 1)
     with pytest.raises(UserError, match="on rank 1 .*encoder e was fp32, now bf16"):
@@ -74,7 +82,11 @@ def test_differences_are_named():
 def test_a_dataset_of_an_unknown_version_is_not_another_one():
     """A preparation that was started with a network is resumed without one, and the reverse."""
     known, unknown, other = (
-        {"a": "1", "dataset hub:x": version} for version in ("commit 0", UNKNOWN_VERSION, "commit 9")
+        {"a": "1", "dataset hub:x": version}
+        for version in ("commit 0", UNKNOWN_VERSION, "commit 9")
     )
-    assert with_known_versions(unknown, known) == known and with_known_versions(known, unknown) == unknown
+    assert (
+        with_known_versions(unknown, known) == known
+        and with_known_versions(known, unknown) == unknown
+    )
     assert with_known_versions(other, known) == other and with_known_versions(known, None) == known

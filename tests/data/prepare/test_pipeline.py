@@ -1,4 +1,6 @@
-"""Preparation: everything is accounted for, validation never leaks, and a store exists wholly or not at all."""
+"""Preparation: everything is accounted for, validation never leaks, and a store exists wholly or
+not at all.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,9 @@ from mmldlm.data.store.store import Store, load_tokenizer
 from mmldlm.errors import MmldlmError, UserError
 from tests.support.helpers import run_ranks
 
-WIKISPLIT = Path(__file__).resolve().parents[4] / "shared" / "data" / "wikisplit" / "validation.txt"
+WIKISPLIT = (
+    Path(__file__).resolve().parents[4] / "shared" / "data" / "wikisplit" / "validation.txt"
+)
 
 
 def _texts(root, split):
@@ -37,16 +41,23 @@ def _normal(texts):
 
 
 def _files(root):
-    return {path.relative_to(root): path.read_bytes() for path in root.rglob("*") if path.is_file()}
+    return {
+        path.relative_to(root): path.read_bytes() for path in root.rglob("*") if path.is_file()
+    }
 
 
 def test_manifest_accounts_for_every_text(made_store, sentences):
     manifest = Store(made_store).manifest
     corpus = manifest["corpus"]
     assert corpus["read"] == len(sentences) == corpus["kept"] + sum(corpus["dropped"].values())
-    assert {name: split["num_samples"] for name, split in manifest["splits"].items()} == {"train": 38, "validation": 10}
+    assert {name: split["num_samples"] for name, split in manifest["splits"].items()} == {
+        "train": 38,
+        "validation": 10,
+    }
     assert manifest["encoder"]["name"] == "minilm" and manifest["tokenizer"]["vocab_size"] == 30522
-    files = {path.relative_to(made_store).as_posix() for path in made_store.rglob("*") if path.is_file()}
+    files = {
+        path.relative_to(made_store).as_posix() for path in made_store.rglob("*") if path.is_file()
+    }
     assert files == set(manifest["files"]) | {"manifest.json"}
     assert Store(made_store).token_ids.dtype == np.uint16
 
@@ -59,15 +70,26 @@ def test_no_machine_path_is_written(made_store, corpus_file):
 @pytest.mark.usefixtures("need_minilm")
 class TestWithTheEncoder:
     def test_same_corpus_same_store(self, made_store, corpus_file, tmp_path):
-        again = pipeline.prepare(PrepareOptions(str(tmp_path / "b"), str(corpus_file), validation_samples=10))
-        first, second = ({n: e["sha256"] for n, e in Store(r).manifest["files"].items()} for r in (made_store, again))
+        again = pipeline.prepare(
+            PrepareOptions(str(tmp_path / "b"), str(corpus_file), validation_samples=10)
+        )
+        first, second = (
+            {n: e["sha256"] for n, e in Store(r).manifest["files"].items()}
+            for r in (made_store, again)
+        )
         assert first == second
 
     def test_equal_content_lands_on_one_side_even_when_kept_twice(self, sentences, tmp_path):
         path = tmp_path / "twice.txt"
-        path.write_text("\n".join(sentences[:20] + [text.upper().replace(".", " !") for text in sentences[:20]]))
+        path.write_text(
+            "\n".join(
+                sentences[:20] + [text.upper().replace(".", " !") for text in sentences[:20]]
+            )
+        )
         root = pipeline.prepare(
-            PrepareOptions(str(tmp_path / "s"), str(path), keep_duplicates=True, validation_samples=6)
+            PrepareOptions(
+                str(tmp_path / "s"), str(path), keep_duplicates=True, validation_samples=6
+            )
         )
         train, validation = _texts(root, "train"), _texts(root, "validation")
         assert len(train) + len(validation) == 40 and len(validation) >= 6
@@ -77,21 +99,29 @@ class TestWithTheEncoder:
     def test_the_split_is_a_function_of_content(self, made_store, sentences, tmp_path):
         path = tmp_path / "other_order.txt"
         path.write_text("\n".join(sentences[::-1]))
-        root = pipeline.prepare(PrepareOptions(str(tmp_path / "s"), str(path), validation_samples=10))
+        root = pipeline.prepare(
+            PrepareOptions(str(tmp_path / "s"), str(path), validation_samples=10)
+        )
         assert set(_texts(root, "validation")) == set(_texts(made_store, "validation"))
-        seeded = pipeline.prepare(PrepareOptions(str(tmp_path / "t"), str(path), validation_samples=10, seed=1))
+        seeded = pipeline.prepare(
+            PrepareOptions(str(tmp_path / "t"), str(path), validation_samples=10, seed=1)
+        )
         assert set(_texts(seeded, "validation")) != set(_texts(made_store, "validation"))
 
     def test_samples_and_drops_are_counted(self, sentences, tmp_path):
         path = tmp_path / "mixed.txt"
         long = "It goes on " * 40
         path.write_text("\n".join([*sentences, sentences[0].lower(), "Hi", long]))
-        options = PrepareOptions(str(tmp_path / "s"), str(path), max_samples=30, validation_samples=5)
+        options = PrepareOptions(
+            str(tmp_path / "s"), str(path), max_samples=30, validation_samples=5
+        )
         manifest = Store(pipeline.prepare(options)).manifest
         dropped = manifest["corpus"]["dropped"]
         assert manifest["corpus"]["kept"] == 30 and dropped["duplicate"] == 1
         assert manifest["corpus"]["read"] == 51 == 30 + sum(dropped.values())
-        cut = PrepareOptions(str(tmp_path / "t"), str(path), overlong="truncate", validation_samples=5)
+        cut = PrepareOptions(
+            str(tmp_path / "t"), str(path), overlong="truncate", validation_samples=5
+        )
         store = Store(pipeline.prepare(cut))
         assert store.manifest["corpus"]["truncated"] == 1 and store.lengths.max() <= 62
         assert store.manifest["corpus"]["dropped"] == {"duplicate": 1, "too_short": 1}
@@ -101,22 +131,30 @@ class TestWithTheEncoder:
         path = tmp_path / "held.txt"
         held = [text.upper() for text in sentences[:7]] + ["A sentence that training never had."]
         path.write_text("\n".join(held))
-        root = pipeline.prepare(PrepareOptions(str(tmp_path / "s"), str(corpus_file), validation_corpus=str(path)))
+        root = pipeline.prepare(
+            PrepareOptions(str(tmp_path / "s"), str(corpus_file), validation_corpus=str(path))
+        )
         assert _texts(root, "validation") == held
         assert _texts(root, "train") == sentences[7:]
         assert Store(root).manifest["corpus"]["dropped"] == {"in_validation_corpus": 7}
 
-    def test_truncation_does_not_leak_into_a_validation_corpus(self, corpus_file, sentences, tmp_path):
+    def test_truncation_does_not_leak_into_a_validation_corpus(
+        self, corpus_file, sentences, tmp_path
+    ):
         train, held = tmp_path / "train.txt", tmp_path / "held.txt"
         train.write_text("\n".join([*sentences[:9], "one two three four five six"]))
         held.write_text("one two three four five seven\nA sentence of its own.")
-        options = PrepareOptions(str(tmp_path / "s"), str(train), str(held), max_tokens=5, overlong="truncate")
+        options = PrepareOptions(
+            str(tmp_path / "s"), str(train), str(held), max_tokens=5, overlong="truncate"
+        )
         root = pipeline.prepare(options)
         assert "one two three four five" in _texts(root, "validation")
         assert not _normal(_texts(root, "train")) & _normal(_texts(root, "validation"))
         assert Store(root).manifest["corpus"]["dropped"]["in_validation_corpus"] == 1
 
-    def test_existing_folder_needs_force_and_other_folders_are_safe(self, store_copy, corpus_file, tmp_path):
+    def test_existing_folder_needs_force_and_other_folders_are_safe(
+        self, store_copy, corpus_file, tmp_path
+    ):
         options = PrepareOptions(str(store_copy), str(corpus_file), validation_samples=20)
         with pytest.raises(UserError, match="--force"):
             pipeline.prepare(options)
@@ -127,10 +165,14 @@ class TestWithTheEncoder:
         (tmp_path / "thesis").mkdir()
         (tmp_path / "thesis" / "chapter.tex").write_text("x")
         with pytest.raises(UserError, match="only replaces stores"):
-            pipeline.prepare(PrepareOptions(str(tmp_path / "thesis"), str(corpus_file), force=True))
+            pipeline.prepare(
+                PrepareOptions(str(tmp_path / "thesis"), str(corpus_file), force=True)
+            )
 
     @pytest.mark.parametrize(("value", "found"), [(np.nan, "NaN"), (0.0, "a zero vector")])
-    def test_too_many_bad_latents_leave_the_old_store_whole(self, store_copy, corpus_file, monkeypatch, value, found):
+    def test_too_many_bad_latents_leave_the_old_store_whole(
+        self, store_copy, corpus_file, monkeypatch, value, found
+    ):
         forward = encoder.Encoder._forward
 
         def broken(self, ids, mask):
@@ -144,7 +186,9 @@ class TestWithTheEncoder:
         assert sorted(path.name for path in store_copy.parent.iterdir()) == ["store", "store.work"]
         assert verify.verify(store_copy) == []
 
-    @pytest.mark.parametrize("how", ["NaN or infinite values", "a zero vector", "RuntimeError: cannot encode this"])
+    @pytest.mark.parametrize(
+        "how", ["NaN or infinite values", "a zero vector", "RuntimeError: cannot encode this"]
+    )
     def test_unencodable_text_is_set_aside_with_the_reason(
         self, made_store, corpus_file, sentences, tmp_path, monkeypatch, how
     ):
@@ -162,7 +206,11 @@ class TestWithTheEncoder:
 
         monkeypatch.setattr(encoder.Encoder, "encode", broken)
         options = PrepareOptions(
-            str(tmp_path / "s"), str(corpus_file), validation_samples=10, max_quarantined=0.05, retries=3
+            str(tmp_path / "s"),
+            str(corpus_file),
+            validation_samples=10,
+            max_quarantined=0.05,
+            retries=3,
         )
         root = pipeline.prepare(options)
         assert tries[1:] == [1, 1, 1]
@@ -178,16 +226,22 @@ class TestWithTheEncoder:
             np.testing.assert_allclose(store.get(range(len(store))).latents, expected, atol=2e-6)
         assert verify.verify(root) == []
 
-    def test_an_encoder_that_always_fails_ends_it_and_keeps_the_work(self, corpus_file, tmp_path, monkeypatch):
+    def test_an_encoder_that_always_fails_ends_it_and_keeps_the_work(
+        self, corpus_file, tmp_path, monkeypatch
+    ):
         def broken(self, texts, progress=None, is_cut=None):
             raise RuntimeError("device-side assert triggered")
 
         monkeypatch.setattr(encoder.Encoder, "encode", broken)
-        with pytest.raises(MmldlmError, match="fails on every text: RuntimeError: device-side assert"):
+        with pytest.raises(
+            MmldlmError, match="fails on every text: RuntimeError: device-side assert"
+        ):
             pipeline.prepare(PrepareOptions(str(tmp_path / "s"), str(corpus_file)))
         assert (tmp_path / "s.work" / "plan.json").is_file() and not (tmp_path / "s").exists()
 
-    def test_a_device_without_memory_gets_smaller_batches(self, made_store, corpus_file, tmp_path, monkeypatch):
+    def test_a_device_without_memory_gets_smaller_batches(
+        self, made_store, corpus_file, tmp_path, monkeypatch
+    ):
         encode, budgets = encoder.Encoder.encode, []
 
         def small_device(self, texts, progress=None, is_cut=None):
@@ -197,13 +251,19 @@ class TestWithTheEncoder:
             return encode(self, texts, progress, is_cut)
 
         monkeypatch.setattr(encoder.Encoder, "encode", small_device)
-        options = PrepareOptions(str(tmp_path / "s"), str(corpus_file), validation_samples=10, batch_tokens=4096)
+        options = PrepareOptions(
+            str(tmp_path / "s"), str(corpus_file), validation_samples=10, batch_tokens=4096
+        )
         root = pipeline.prepare(options)
         assert budgets == [4096, 2048, 1024] * 2 and not (root / "quarantine.jsonl").exists()
         rows = range(len(Store(root)))
-        np.testing.assert_allclose(Store(root).get(rows).latents, Store(made_store).get(rows).latents, atol=2e-6)
+        np.testing.assert_allclose(
+            Store(root).get(rows).latents, Store(made_store).get(rows).latents, atol=2e-6
+        )
 
-    def test_what_is_done_is_kept_and_not_done_again(self, made_store, corpus_file, tmp_path, monkeypatch):
+    def test_what_is_done_is_kept_and_not_done_again(
+        self, made_store, corpus_file, tmp_path, monkeypatch
+    ):
         encode, calls = encoder.Encoder.encode, []
 
         def counted(self, texts, progress=None, is_cut=None):
@@ -218,12 +278,25 @@ class TestWithTheEncoder:
         with pytest.raises(KeyboardInterrupt):
             pipeline.prepare(options)
         with pytest.raises(UserError, match="options"):
-            pipeline.prepare(PrepareOptions(str(tmp_path / "s"), str(corpus_file), validation_samples=11))
+            pipeline.prepare(
+                PrepareOptions(str(tmp_path / "s"), str(corpus_file), validation_samples=11)
+            )
         root = pipeline.prepare(options)
-        assert calls == [8, 8, 8, 8, 8, 6, 8, 2]  # two shards, the one that was cut short, and the rest of both
+        assert calls == [
+            8,
+            8,
+            8,
+            8,
+            8,
+            6,
+            8,
+            2,
+        ]  # two shards, the one that was cut short, and the rest of both
         assert sorted(path.name for path in tmp_path.iterdir()) == ["s"]
         for name in ("text", "tokens", "token_offsets"):
-            assert (root / "train" / f"{name}.npy").read_bytes() == (made_store / "train" / f"{name}.npy").read_bytes()
+            assert (root / "train" / f"{name}.npy").read_bytes() == (
+                made_store / "train" / f"{name}.npy"
+            ).read_bytes()
         assert pipeline.prepare(options) == root and len(calls) == 8  # it is whole already
 
     def test_a_damaged_shard_is_named(self, corpus_file, tmp_path, monkeypatch):
@@ -251,7 +324,12 @@ class TestWithTheEncoder:
         documents = [" ".join(sentences[start : start + 8]) for start in range(0, 48, 8)]
         path.write_text("".join(json.dumps({"text": text}) + "\n" for text in documents))
         options = PrepareOptions(
-            str(tmp_path / "s"), str(path), overlong="chunk", max_tokens=30, validation_samples=4, keep_duplicates=True
+            str(tmp_path / "s"),
+            str(path),
+            overlong="chunk",
+            max_tokens=30,
+            validation_samples=4,
+            keep_duplicates=True,
         )
         root = pipeline.prepare(options)
         pieces: dict[int, list[str]] = {}
@@ -269,17 +347,28 @@ class TestWithTheEncoder:
 
     def test_pieces_repeats_and_a_limit_are_accounted_for(self, sentences, tmp_path):
         path = tmp_path / "documents.jsonl"
-        documents = [" ".join(sentences[start : start + 6]) for start in range(0, 40)]  # each shares five sentences
+        documents = [
+            " ".join(sentences[start : start + 6]) for start in range(0, 40)
+        ]  # each shares five sentences
         documents += ["Hi", documents[0].upper()]
         path.write_text("".join(json.dumps({"text": text}) + "\n" for text in documents))
         options = PrepareOptions(
-            str(tmp_path / "s"), str(path), overlong="chunk", max_tokens=16, validation_samples=4, max_samples=60
+            str(tmp_path / "s"),
+            str(path),
+            overlong="chunk",
+            max_tokens=16,
+            validation_samples=4,
+            max_samples=60,
         )
         corpus = Store(pipeline.prepare(options)).manifest["corpus"]
         dropped = corpus["dropped"]
         assert dropped["duplicate"] > 1 and dropped["not_sampled"] > 0 and corpus["chunks"] == 60
         assert corpus["kept"] == 60 - (dropped["duplicate"] - 1)
-        assert 42 == corpus["read"] == corpus["kept"] + sum(dropped.values()) + corpus["chunked"] - corpus["chunks"]
+        assert (
+            42
+            == corpus["read"]
+            == corpus["kept"] + sum(dropped.values()) + corpus["chunked"] - corpus["chunks"]
+        )
 
     def test_words_of_special_tokens_in_a_text_are_text(self, sentences, tmp_path):
         path = tmp_path / "marks.txt"
@@ -290,10 +379,15 @@ class TestWithTheEncoder:
         assert not special & set(np.concatenate(store.get(range(len(store))).tokens).tolist())
 
     def test_tokenizer_trained_on_the_corpus(self, corpus_file, tmp_path):
-        options = PrepareOptions(str(tmp_path / "s"), str(corpus_file), tokenizer="train", vocab_size=300)
+        options = PrepareOptions(
+            str(tmp_path / "s"), str(corpus_file), tokenizer="train", vocab_size=300
+        )
         root = pipeline.prepare(options)
         tokenizer, store = load_tokenizer(root), Store(root)
-        assert len(tokenizer) <= 300 and store.manifest["tokenizer"]["unk_token_id"] == tokenizer.unk_token_id
+        assert (
+            len(tokenizer) <= 300
+            and store.manifest["tokenizer"]["unk_token_id"] == tokenizer.unk_token_id
+        )
         decoded = tokenizer.decode(store.get([0]).tokens[0])
         assert "".join(decoded.split()) == "".join(store.text(0).lower().split())
         again = pipeline.prepare(replace(options, output_dir=str(tmp_path / "t")))
@@ -301,8 +395,13 @@ class TestWithTheEncoder:
 
     def test_one_wikisplit_corpus(self, tmp_path):
         if not WIKISPLIT.is_file():
-            pytest.skip(f"needs {WIKISPLIT.name} of ../shared/data/wikisplit, which is not part of the project")
-        root = pipeline.prepare(PrepareOptions(str(tmp_path / "s"), str(WIKISPLIT), max_samples=40))
+            pytest.skip(
+                f"needs {WIKISPLIT.name} of ../shared/data/wikisplit, which is not part of the"
+                " project"
+            )
+        root = pipeline.prepare(
+            PrepareOptions(str(tmp_path / "s"), str(WIKISPLIT), max_samples=40)
+        )
         assert len(Store(root)) == 38 and verify.verify(root) == []
 
 
@@ -335,7 +434,9 @@ def test_interrupted_it_says_how_to_go_on(need_minilm, corpus_file, tmp_path, ca
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
         signal.signal(number, signal.SIG_DFL)  # a background job of a shell ignores SIGINT
         with monkeypatch.context() as patch:
-            patch.setattr(encode_stage, "encode", lambda *args, number=number: os.kill(os.getpid(), number))
+            patch.setattr(
+                encode_stage, "encode", lambda *args, number=number: os.kill(os.getpid(), number)
+            )
             assert cli.main(words) == 5
         err = capsys.readouterr().err
         assert f"interrupted: rerun the same command to resume from {tmp_path / 's.work'}" in err
@@ -356,7 +457,7 @@ def encode(self, texts, progress=None, is_cut=None):
 
 encoders.Encoder.encode, encoding.SHARD = encode, 8
 runpy.run_module("mmldlm.data.prepare", run_name="__main__")
-"""
+"""  # noqa: E501
 
 
 def test_a_signal_to_one_rank_ends_all_within_a_batch(need_minilm, corpus_file, tmp_path):
@@ -364,7 +465,10 @@ def test_a_signal_to_one_rank_ends_all_within_a_batch(need_minilm, corpus_file, 
     words = [str(corpus_file), "--output-dir", str(tmp_path / "s")]
     done = run_ranks(2, tmp_path / "script.py", *words, timeout=200)
     assert done.returncode == 5, done.stdout[-3000:]
-    assert done.stdout.count("interrupted: rerun the same command") == 1 and "Traceback" not in done.stdout
+    assert (
+        done.stdout.count("interrupted: rerun the same command") == 1
+        and "Traceback" not in done.stdout
+    )
     assert not (tmp_path / "s").exists() and (tmp_path / "s.work" / "plan.json").exists()
 
 
@@ -373,10 +477,21 @@ def test_the_two_verbs_from_their_arguments(corpus_file, tmp_path, capsys):
     parser = argparse.ArgumentParser()
     prepare.add_arguments(parser)
     root = tmp_path / "s"
-    words = [str(corpus_file), "--output-dir", str(root), "--latent-model", "minilm", "--max-samples", "30"]
+    words = [
+        str(corpus_file),
+        "--output-dir",
+        str(root),
+        "--latent-model",
+        "minilm",
+        "--max-samples",
+        "30",
+    ]
     assert prepare.main(parser.parse_args(words)) == 0
     out = capsys.readouterr().out
-    assert "mmldlm config --config-name quickstart data.latent_data_root=" in out and "effective rank" in out
+    assert (
+        "mmldlm config --config-name quickstart data.latent_data_root=" in out
+        and "effective rank" in out
+    )
     parser = argparse.ArgumentParser()
     verify_data.add_arguments(parser)
     assert verify_data.main(parser.parse_args([str(root)])) == 0

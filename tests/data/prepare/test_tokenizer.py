@@ -9,7 +9,9 @@ from mmldlm.errors import UserError
 
 
 def test_a_trained_vocabulary_depends_on_the_texts_alone(sentences):
-    """Not on their order, nor on what the library's hash tables do: most merges of so small a corpus are ties."""
+    """Not on their order, nor on what the library's hash tables do: most merges of so small a
+    corpus are ties.
+    """
     texts = [*sentences, "Ünïcode naïvely 漢字 mixed (with signs), and 12345 digits!"]
     found = {
         tokenizers.load("train", texts=order, vocab_size=400).backend_tokenizer.to_str()
@@ -23,10 +25,14 @@ def _word_level(folder, **special):
     import tokenizers as hf
     from transformers import PreTrainedTokenizerFast
 
-    words = {word: number for number, word in enumerate(["the", "cat", "[UNK]", *special.values()])}
+    words = {
+        word: number for number, word in enumerate(["the", "cat", "[UNK]", *special.values()])
+    }
     core = hf.Tokenizer(hf.models.WordLevel(words, unk_token="[UNK]"))
     core.pre_tokenizer = hf.pre_tokenizers.Whitespace()
-    PreTrainedTokenizerFast(tokenizer_object=core, unk_token="[UNK]", **special).save_pretrained(folder)
+    PreTrainedTokenizerFast(tokenizer_object=core, unk_token="[UNK]", **special).save_pretrained(
+        folder
+    )
     return str(folder)
 
 
@@ -38,7 +44,11 @@ def test_tokenizer_without_mask_is_refused_with_an_offer(tmp_path):
     assert "becomes 6 tokens" in error.value.fix
     tokenizer = tokenizers.load(name, add_mask_token=True)
     identity = tokenizers.identity(tokenizer, name)
-    assert identity["vocab_size"] == 6 and identity["mask_token_id"] == 5 and str(tmp_path) not in identity["key"]
+    assert (
+        identity["vocab_size"] == 6
+        and identity["mask_token_id"] == 5
+        and str(tmp_path) not in identity["key"]
+    )
 
 
 def test_pad_that_is_also_eos_is_refused(tmp_path):

@@ -28,7 +28,12 @@ def test_what_differs_is_said_with_both_values(tmp_path):
     work.open(plan("a.txt", text_field="body"), force=False)
     with pytest.raises(UserError) as error:
         work.open(plan("b.txt", max_tokens=30, latents_per_text=2), force=False)
-    for part in ("CORPUS was a.txt, now b.txt", "--text-field was body, now not given", "--max-tokens was 62, now 30",
-                 "--latents-per-text was 1, now 2", "the corpus had txt:a.txt, has txt:b.txt"):  # fmt: skip
+    for part in (
+        "CORPUS was a.txt, now b.txt",
+        "--text-field was body, now not given",
+        "--max-tokens was 62, now 30",
+        "--latents-per-text was 1, now 2",
+        "the corpus had txt:a.txt, has txt:b.txt",
+    ):
         assert part in error.value.found, error.value.found
     assert "seed" not in error.value.found

@@ -1,4 +1,6 @@
-"""Hypotheses in training: only those of this store, read by the right samples, the same for any cut of a batch."""
+"""Hypotheses in training: only those of this store, read by the right samples, the same for any
+cut of a batch.
+"""
 
 import numpy as np
 import pytest
@@ -42,10 +44,12 @@ def by_sample(found):
         for row in np.flatnonzero(batch.real):
             length = int(tensors["attention_mask"][row].sum())
             seen[int(batch.ids[row])] = (
-                bool(tensors["hypothesis_given"][row]), tensors["hypothesis_tokens"][row, :length].tolist(),
-                tensors["hypothesis_latents"][row].tolist(), int(batch.modes[row]),
+                bool(tensors["hypothesis_given"][row]),
+                tensors["hypothesis_tokens"][row, :length].tolist(),
+                tensors["hypothesis_latents"][row].tolist(),
+                int(batch.modes[row]),
                 bool(tensors["latent_is_null"][row]),
-            )  # fmt: skip
+            )
     return seen
 
 
@@ -60,7 +64,9 @@ def test_which_samples_read_one_and_what_they_read():
             continue
         assert sample % 3 and mode == L2T and not is_null
         assert tokens == [*rows.tokens[sample][::-1].tolist(), EOS][:length]
-        np.testing.assert_allclose(latent, (-rows.latents[sample] - MEAN) / STD, rtol=1e-5, atol=1e-6)
+        np.testing.assert_allclose(
+            latent, (-rows.latents[sample] - MEAN) / STD, rtol=1e-5, atol=1e-6
+        )
     might = [s for s, v in seen.items() if s % 3 and v[3] == L2T and not v[4]]
     assert 0.5 * len(might) < len(given) < len(might)
     everyone = by_sample(batches(share=1.0)[1][i] for i in range(9))
@@ -78,7 +84,9 @@ def test_texts_with_one_are_wholly_masked_and_the_others_masked_as_before():
             given, real = bool(batch["hypothesis_given"][row]), batch["attention_mask"][row]
             numbers[given] += 1
             if given:
-                assert (batch["text_tokens"][row, real] == MASK).all() and batch["text_timesteps"][row] == 1
+                assert (batch["text_tokens"][row, real] == MASK).all() and batch["text_timesteps"][
+                    row
+                ] == 1
                 assert (batch["text_weights"][batch["text_rows"] == row] == 1).all()
                 assert int((batch["text_rows"] == row).sum()) == int(real.sum())
             else:
@@ -90,13 +98,17 @@ def test_texts_with_one_are_wholly_masked_and_the_others_masked_as_before():
 def test_a_damaged_hypothesis_is_left_out_and_named():
     rows, found = batches(share=1.0)
     hypotheses = found.collator.hypotheses
-    given = [sample for sample, values in by_sample(found[i] for i in range(9)).items() if values[0]]
+    given = [
+        sample for sample, values in by_sample(found[i] for i in range(9)).items() if values[0]
+    ]
     bad, unknown = given[:2]
     hypotheses.store.latents[hypotheses.row_of[bad], 1] = np.nan
     hypotheses.store.tokens[hypotheses.row_of[unknown]] = np.array([4, -1])
     again = [found[i] for i in range(9)]
     seen = by_sample(again)
-    assert not seen[bad][0] and not seen[unknown][0] and all(seen[sample][0] for sample in given[2:])
+    assert (
+        not seen[bad][0] and not seen[unknown][0] and all(seen[sample][0] for sample in given[2:])
+    )
     reports = {report["id"]: report for batch in again for report in batch.bad}
     assert "non-finite" in reports[bad]["reason"] and "token id" in reports[unknown]["reason"]
     assert reports[bad]["repaired"] and len(reports) == 2
@@ -104,8 +116,13 @@ def test_a_damaged_hypothesis_is_left_out_and_named():
 
 def test_normalized_latents_have_normalized_hypotheses():
     rows = FakeStore()
-    sections = {"latent_diffusion": {"l2_normalize": True, "scaling": "sqrt_d"}, "model": {"corrector": "feedback"}}
-    noiser = Noiser(build_config(sections), MASK, PAD, EOS, 0 * MEAN, STD, hypotheses=FakeHypotheses(rows))
+    sections = {
+        "latent_diffusion": {"l2_normalize": True, "scaling": "sqrt_d"},
+        "model": {"corrector": "feedback"},
+    }
+    noiser = Noiser(
+        build_config(sections), MASK, PAD, EOS, 0 * MEAN, STD, hypotheses=FakeHypotheses(rows)
+    )
     batch = MicroBatches(rows, BatchPlan(rows.lengths, 12, 0), noiser, 0, 1, 1)[0].tensors
     given = batch["hypothesis_given"]
     norms = batch["hypothesis_latents"][given].norm(dim=-1) * float(STD[0])
@@ -119,7 +136,10 @@ def test_no_draw_depends_on_ranks_or_micro_batches():
 
 
 def corrector_config(store, **more):
-    sections = {"data": {"latent_data_root": str(store), **more.pop("data", {})}, "model": {"corrector": "feedback"}}
+    sections = {
+        "data": {"latent_data_root": str(store), **more.pop("data", {})},
+        "model": {"corrector": "feedback"},
+    }
     return build_config(sections | more)
 
 

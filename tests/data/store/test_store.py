@@ -25,7 +25,10 @@ def test_reads_back_what_the_tokenizer_and_encoder_say(made_store, sentences):
         expected = tokenizer(texts, add_special_tokens=False)["input_ids"]
         assert [ids.tolist() for ids in batch.tokens] == expected
         assert all(ids.dtype == np.int64 for ids in batch.tokens)
-        assert store.lengths.tolist() == [len(ids) for ids in expected] and store.lengths.dtype == np.int32
+        assert (
+            store.lengths.tolist() == [len(ids) for ids in expected]
+            and store.lengths.dtype == np.int32
+        )
         assert batch.latents.dtype == np.float32 and batch.latents.shape == (len(store), 384)
         found += texts
     assert sorted(found) == sorted(sentences)
@@ -35,7 +38,9 @@ def test_get_takes_any_order_and_owns_its_memory(made_store):
     store = Store(made_store)
     batch, whole = store.get([5, 0, 5]), store.get(range(6))
     np.testing.assert_array_equal(batch.latents, whole.latents[[5, 0, 5]])
-    assert [ids.tolist() for ids in batch.tokens] == [whole.tokens[row].tolist() for row in (5, 0, 5)]
+    assert [ids.tolist() for ids in batch.tokens] == [
+        whole.tokens[row].tolist() for row in (5, 0, 5)
+    ]
     batch.latents[:] = 0
     batch.tokens[0][:] = 0
     np.testing.assert_array_equal(store.get([5]).latents[0], whole.latents[5])
@@ -66,7 +71,9 @@ def test_statistics_are_those_of_the_training_split_alone(made_store):
     assert statistics["num_samples"] == len(store)
     eigenvalues = np.linalg.eigvalsh(np.cov(latents.T, bias=True)).clip(1e-300)
     share = eigenvalues / eigenvalues.sum()
-    assert statistics["effective_rank"] == pytest.approx(np.exp(-(share * np.log(share)).sum()), rel=1e-4)
+    assert statistics["effective_rank"] == pytest.approx(
+        np.exp(-(share * np.log(share)).sum()), rel=1e-4
+    )
 
 
 def test_tokenizer_has_the_ids_of_the_manifest(made_store):
@@ -78,7 +85,9 @@ def test_tokenizer_has_the_ids_of_the_manifest(made_store):
     assert len(tokenizer("a dog", add_special_tokens=False)["input_ids"]) == 2
 
 
-@pytest.mark.parametrize("name", ["train/latents.npy", "train/tokens.npy", "train/text_offsets.npy"])
+@pytest.mark.parametrize(
+    "name", ["train/latents.npy", "train/tokens.npy", "train/text_offsets.npy"]
+)
 @pytest.mark.parametrize("size", [-1, 0])
 def test_truncated_file_is_refused_with_both_sizes(store_copy, name, size):
     path = store_copy / name
@@ -88,7 +97,10 @@ def test_truncated_file_is_refused_with_both_sizes(store_copy, name, size):
     with pytest.raises(UserError) as error:
         Store(store_copy)
     assert name in error.value.expected and str(whole) in error.value.expected
-    assert f"{path.stat().st_size} bytes (truncated)" == error.value.found and "mmldlm prepare" in error.value.fix
+    assert (
+        f"{path.stat().st_size} bytes (truncated)" == error.value.found
+        and "mmldlm prepare" in error.value.fix
+    )
     Store(store_copy, "validation")
     assert any(name in problem for problem in verify(store_copy))
 
@@ -169,7 +181,9 @@ def test_check_latents_names_rows_that_are_not_finite(value):
 def test_check_latents_names_zero_rows_beside_a_nan():
     latents = np.ones((6, 4), np.float32)
     latents[1, 2], latents[4] = np.nan, 0
-    with pytest.raises(UserError, match="NaN or infinite values in 1 row: 101; zero vectors in 1 row: 104"):
+    with pytest.raises(
+        UserError, match="NaN or infinite values in 1 row: 101; zero vectors in 1 row: 104"
+    ):
         check_latents(latents, "here", first_row=100)
 
 

@@ -20,18 +20,29 @@ def _rewrite(root, name, change):
     change(array)
     np.save(root / name, array)
     manifest = json.loads((root / MANIFEST).read_text())
-    manifest["files"][name] = {"bytes": (root / name).stat().st_size, "sha256": sha256_of(root / name)}
+    manifest["files"][name] = {
+        "bytes": (root / name).stat().st_size,
+        "sha256": sha256_of(root / name),
+    }
     (root / MANIFEST).write_text(json.dumps(manifest))
 
 
 def test_the_plot_shows_shares(made_store, tmp_path, monkeypatch):
     figures = []
-    monkeypatch.setattr(verify_data, "save_figure", lambda figure, path, dpi: figures.append(figure))
-    plot(examine(made_store), json.loads((made_store / MANIFEST).read_text()), str(tmp_path / "plot.png"))
+    monkeypatch.setattr(
+        verify_data, "save_figure", lambda figure, path, dpi: figures.append(figure)
+    )
+    plot(
+        examine(made_store),
+        json.loads((made_store / MANIFEST).read_text()),
+        str(tmp_path / "plot.png"),
+    )
     left, middle, _ = figures[0].axes
     for axes in (left, middle):
         assert axes.get_ylabel() == "share of samples"
-        assert sum(bar.get_height() for bar in axes.patches) == pytest.approx(2)  # 1 in train, 1 in validation
+        assert sum(bar.get_height() for bar in axes.patches) == pytest.approx(
+            2
+        )  # 1 in train, 1 in validation
 
 
 def test_verify_finds_what_checksums_cannot(made_store, store_copy):
@@ -60,5 +71,10 @@ def test_verify_finds_what_checksums_cannot(made_store, store_copy):
     _rewrite(store_copy, "train/tokens.npy", spoil_tokens)
     _rewrite(store_copy, "validation/latents.npy", scale)
     problems = "\n".join(verify(store_copy))
-    for words in ("NaN or infinite values in 1 row: 2", "token ids", "norms", "in both train and validation"):
+    for words in (
+        "NaN or infinite values in 1 row: 2",
+        "token ids",
+        "norms",
+        "in both train and validation",
+    ):
         assert words in problems

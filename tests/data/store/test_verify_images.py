@@ -1,4 +1,6 @@
-"""verify-data on images: damage, leaks and repeats are named, equal captions in a split are not."""
+"""verify-data on images: damage, leaks and repeats are named, equal captions in a split
+are not.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,10 @@ def checks() -> dict[str, list[str]]:
 def test_leaks_are_counted_by_group_and_by_pixels():
     one = ImageFindings(np.array([1, 2, 3], np.uint64), np.array([5, 6]))
     other = ImageFindings(np.array([3, 4], np.uint64), np.array([7]))
-    assert len(image_leaks(one, other)) == 1 and "1 images of the same pixels" in image_leaks(one, other)[0]
+    assert (
+        len(image_leaks(one, other)) == 1
+        and "1 images of the same pixels" in image_leaks(one, other)[0]
+    )
     assert len(image_leaks(one, one)) == 2
     assert image_leaks(other, ImageFindings()) == []
 

@@ -32,7 +32,10 @@ def trained_whole(steps: int) -> dict[str, torch.Tensor]:
     """Weights after some steps in one process."""
     weights = {name: torch.nn.Parameter(value) for name, value in initial().items()}
     muon = [weights[name] for name in STACKED]
-    groups = [{"params": muon, "lr": 0.02, **SETTINGS}, {"params": [weights["bias"]], "weight_decay": 0.0}]
+    groups = [
+        {"params": muon, "lr": 0.02, **SETTINGS},
+        {"params": [weights["bias"]], "weight_decay": 0.0},
+    ]
     optimizer = MuonAdamW(groups, lr=0.01)
     optimizer.attach([muon], [full_shard(name, weights[name]) for name in STACKED], STACKED, CPU)
     for step in range(steps):
@@ -44,15 +47,22 @@ def trained_whole(steps: int) -> dict[str, torch.Tensor]:
 
 def test_it_is_torchs_muon_on_whole_matrices():
     names = ["wide", "tall"]
-    ours, theirs = ({name: torch.nn.Parameter(initial()[name].clone()) for name in names} for _ in range(2))
+    ours, theirs = (
+        {name: torch.nn.Parameter(initial()[name].clone()) for name in names} for _ in range(2)
+    )
     optimizer = MuonAdamW([{"params": list(ours.values()), "lr": 0.02, **SETTINGS}])
-    optimizer.attach([list(ours.values())], [full_shard(name, ours[name]) for name in names], STACKED, CPU)
+    optimizer.attach(
+        [list(ours.values())], [full_shard(name, ours[name]) for name in names], STACKED, CPU
+    )
     reference = torch.optim.Muon(
         list(theirs.values()), lr=0.02, weight_decay=0.1, momentum=0.95, adjust_lr_fn="original"
     )
     for step in range(3):
         for name in names:
-            ours[name].grad, theirs[name].grad = gradients(step)[name], gradients(step)[name].clone()
+            ours[name].grad, theirs[name].grad = (
+                gradients(step)[name],
+                gradients(step)[name].clone(),
+            )
         optimizer.step()
         reference.step()
     for name in names:  # torch iterates in bf16
@@ -63,7 +73,8 @@ def test_it_is_torchs_muon_on_whole_matrices():
 def test_a_stack_is_orthogonalized_matrix_by_matrix():
     found = trained_whole(1)["stack"] - initial()["stack"] * (1 - 0.02 * 0.1)
     for part, gradient in zip(found.view(3, 4, 8), gradients(0)["stack"].view(3, 4, 8)):
-        # The first step's look-ahead is (1 + momentum) (1 - momentum) g, whose scale the update does not see.
+        # The first step's look-ahead is (1 + momentum) (1 - momentum) g, whose scale the update
+        # does not see.
         expected = -0.02 * update_scale(4, 8) * orthogonalize(gradient)
         assert torch.allclose(part, expected, rtol=1e-4, atol=1e-6)
 
@@ -138,7 +149,7 @@ for step in range(3):
         optimizer.step()
 held = [[f.name, f.start, f.slice_of(f.owner).tolist()] for f in shards]
 open(sys.argv[2] + f"/{{rank}}.json", "w").write(json.dumps(held))
-"""
+"""  # noqa: E501
 
 
 @pytest.mark.parametrize("world_size", [2, 3])

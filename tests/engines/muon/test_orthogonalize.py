@@ -15,7 +15,9 @@ from mmldlm.engines.muon.orthogonalize import (
 
 @pytest.mark.parametrize("shape", [(16, 16), (64, 16), (16, 64), (3, 5, 40)])
 def test_singular_values_are_near_one(shape):
-    values = torch.linalg.svdvals(orthogonalize(torch.randn(*shape, generator=torch.Generator().manual_seed(0))))
+    values = torch.linalg.svdvals(
+        orthogonalize(torch.randn(*shape, generator=torch.Generator().manual_seed(0)))
+    )
     assert values.min() > 0.6 and values.max() < 1.3
 
 
@@ -31,7 +33,9 @@ def test_the_scale_of_the_matrix_does_not_matter(scale):
 
 @pytest.mark.parametrize("scale", [1e-12, 1e-21, 1e-25, 1e-38, 1e-44])
 def test_momentum_that_dies_out_moves_nothing(scale):
-    """Its squares underflow below 1e-22; divided by a norm of zero they once became NaN in a run of 3,308 steps."""
+    """Its squares underflow below 1e-22; divided by a norm of zero they once became NaN in a run
+    of 3,308 steps.
+    """
     matrix = torch.randn(32, 192, generator=torch.Generator().manual_seed(0))
     found = orthogonalize(matrix * scale)
     assert found.isfinite().all()
@@ -51,6 +55,8 @@ def test_blocks_of_rows_are_orthogonalized_by_themselves():
     matrix = torch.randn(12, 8, generator=torch.Generator().manual_seed(0))
     whole, blocks = orthogonal_update(matrix), orthogonal_update(matrix, 4)
     torch.testing.assert_close(whole, orthogonalize(matrix) * 1.5**0.5)
-    torch.testing.assert_close(blocks, torch.cat([orthogonalize(part) for part in matrix.split(4)]))
+    torch.testing.assert_close(
+        blocks, torch.cat([orthogonalize(part) for part in matrix.split(4)])
+    )
     assert torch.equal(orthogonal_update(matrix, 64), whole)
     assert update_flops(12, 8, 4) == 3 * orthogonalization_flops(4, 8) < update_flops(12, 8)

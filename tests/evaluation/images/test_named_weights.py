@@ -1,4 +1,6 @@
-"""FID, KID and CLIP score: their formulas against known answers, and weights that the user names, or names wrongly."""
+"""FID, KID and CLIP score: their formulas against known answers, and weights that the user names,
+or names wrongly.
+"""
 
 from __future__ import annotations
 
@@ -31,9 +33,16 @@ def with_moments(mean, covariance, count, seed):
 
 
 def test_fid_is_the_distance_of_two_gaussians():
-    mean, diagonal = np.array([1.0, -2.0, 0.5]), (np.array([4.0, 1.0, 9.0]), np.array([1.0, 2.25, 0.25]))
-    first, second = (with_moments(at, np.diag(values), 50, 1) for at, values in zip((mean, mean + 2), diagonal))
-    expected = 3 * 4 + ((np.sqrt(diagonal[0]) - np.sqrt(diagonal[1])) ** 2).sum()  # covariances that commute
+    mean, diagonal = (
+        np.array([1.0, -2.0, 0.5]),
+        (np.array([4.0, 1.0, 9.0]), np.array([1.0, 2.25, 0.25])),
+    )
+    first, second = (
+        with_moments(at, np.diag(values), 50, 1) for at, values in zip((mean, mean + 2), diagonal)
+    )
+    expected = (
+        3 * 4 + ((np.sqrt(diagonal[0]) - np.sqrt(diagonal[1])) ** 2).sum()
+    )  # covariances that commute
     np.testing.assert_allclose(fid(first, second), expected, rtol=1e-9)
     turn = np.linalg.qr(normal(3, 3, 5))[0]  # a rotation changes no distance
     np.testing.assert_allclose(fid(first @ turn, second @ turn), expected, rtol=1e-9)
@@ -53,7 +62,9 @@ def test_fid_of_covariances_that_do_not_commute():
 def test_identical_sets_are_at_no_distance(count, width):
     features = normal(count, width, 0)
     assert abs(fid(features, features)) < 1e-9 * width
-    np.testing.assert_allclose(fid(features, features + 1), width, rtol=1e-9)  # fewer images than features, too
+    np.testing.assert_allclose(
+        fid(features, features + 1), width, rtol=1e-9
+    )  # fewer images than features, too
 
 
 def test_kid_is_unbiased_and_sees_a_shift():
@@ -70,14 +81,20 @@ def test_kid_against_its_sum():
 
     pairs = [(i, j) for i in range(5) for j in range(5) if i != j]
     terms = [
-        kernel(made[i], made[j]) + kernel(real[i], real[j]) - kernel(made[i], real[j]) - kernel(made[j], real[i])
+        kernel(made[i], made[j])
+        + kernel(real[i], real[j])
+        - kernel(made[i], real[j])
+        - kernel(made[j], real[i])
         for i, j in pairs
     ]
     np.testing.assert_allclose(kid(made, real), np.mean(terms), rtol=1e-12)
 
 
 def test_standard_errors_are_those_of_other_draws():
-    found = [distance_estimates(normal(200, 3, 2 * s, 1.5), normal(200, 3, 2 * s + 1), s) for s in range(60)]
+    found = [
+        distance_estimates(normal(200, 3, 2 * s, 1.5), normal(200, 3, 2 * s + 1), s)
+        for s in range(60)
+    ]
     for name in ("fid", "kid"):
         spread = np.std([estimates[name].value for estimates in found], ddof=1)
         assert 0.6 < np.mean([estimates[name].se for estimates in found]) / spread < 1.6, name
@@ -86,7 +103,10 @@ def test_standard_errors_are_those_of_other_draws():
 
 
 def test_clip_score_ignores_negative_cosines():
-    images, captions = np.array([[1.0, 0.0], [0.6, 0.8], [1.0, 0.0]]), np.array([[1.0, 0.0], [1.0, 0.0], [-1.0, 0.0]])
+    images, captions = (
+        np.array([[1.0, 0.0], [0.6, 0.8], [1.0, 0.0]]),
+        np.array([[1.0, 0.0], [1.0, 0.0], [-1.0, 0.0]]),
+    )
     found = clip_score(images, captions)
     np.testing.assert_allclose([found.value, found.n], [100 * 1.6 / 3, 3])
 
@@ -95,13 +115,21 @@ def test_clip_embeds_as_transformers_does(tmp_path):
     from transformers import CLIPModel, CLIPProcessor
 
     save_clip(tmp_path)
-    captions = ["serif letter a", "b", "a caption that is longer than the longest text of this model"]
+    captions = [
+        "serif letter a",
+        "b",
+        "a caption that is longer than the longest text of this model",
+    ]
     images = np.random.default_rng(0).integers(0, 256, (3, 16, 16, 1), dtype=np.uint8)
     pictures, texts = ClipScorer(str(tmp_path), CPU).embed(images, captions)
-    np.testing.assert_allclose([np.linalg.norm(pictures, axis=1), np.linalg.norm(texts, axis=1)], 1, rtol=1e-5)
+    np.testing.assert_allclose(
+        [np.linalg.norm(pictures, axis=1), np.linalg.norm(texts, axis=1)], 1, rtol=1e-5
+    )
     model, processor = CLIPModel.from_pretrained(tmp_path), CLIPProcessor.from_pretrained(tmp_path)
     for row in range(2):  # one at a time: without padding
-        inputs = processor(images=[np.repeat(images[row], 3, -1)], text=[captions[row]], return_tensors="pt")
+        inputs = processor(
+            images=[np.repeat(images[row], 3, -1)], text=[captions[row]], return_tensors="pt"
+        )
         with torch.no_grad():
             output = model(**inputs)
         cosine = float((output.image_embeds * output.text_embeds).sum())
@@ -170,7 +198,8 @@ class _Fails(nn.Module):
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")
 @pytest.mark.parametrize(
-    "module, found", [(_Wrong(), "to .2, 3, 4, 4"), (_NotFinite(), "not finite"), (_Fails(), "fails on uint8")]
+    "module, found",
+    [(_Wrong(), "to .2, 3, 4, 4"), (_NotFinite(), "not finite"), (_Fails(), "fails on uint8")],
 )
 def test_networks_of_other_outputs(module, found, tmp_path):
     torch.jit.script(module).save(str(tmp_path / "net.pt"))

@@ -1,4 +1,6 @@
-"""An enumerable model: texts of three words over three words, with exact conditionals, behind the forward contract."""
+"""An enumerable model: texts of three words over three words, with exact conditionals, behind the
+forward contract.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,12 @@ class Toy(nn.Module):
     def __init__(self, sharpness: float = 1.0, context_free: bool = False):
         super().__init__()
         self.config = SimpleNamespace(
-            vocab_size=6, max_seq_len=LENGTH, latent_dim=2, mask_token_id=MASK, pad_token_id=PAD, eos_token_id=EOS
+            vocab_size=6,
+            max_seq_len=LENGTH,
+            latent_dim=2,
+            mask_token_id=MASK,
+            pad_token_id=PAD,
+            eos_token_id=EOS,
         )
         self.weight = nn.Parameter(torch.zeros(1))
         words, self.law = toy_law()
@@ -50,15 +57,28 @@ class Toy(nn.Module):
         return found.clamp_min(1e-300).log()
 
     def forward(
-        self, tokens, latents=None, t=None, latent_t=None, mask=None, *,
-        text_positions=None, text_targets=None, text_weights=None, encoded=None,
-    ):  # fmt: skip
+        self,
+        tokens,
+        latents=None,
+        t=None,
+        latent_t=None,
+        mask=None,
+        *,
+        text_positions=None,
+        text_targets=None,
+        text_weights=None,
+        encoded=None,
+    ):
         latents = latents if encoded is None else encoded.tokens
-        out = {"length_logits": torch.zeros(len(tokens if tokens is not None else latents), LENGTH)}
+        out = {
+            "length_logits": torch.zeros(len(tokens if tokens is not None else latents), LENGTH)
+        }
         if tokens is None or text_positions is None or len(text_positions) == 0:
             return out
         self.states += [(*row, round(time, 6)) for row, time in zip(tokens.tolist(), t.tolist())]
-        scale = self.sharpness if latents is None else self.sharpness * latents[:, :1, None].double()
+        scale = (
+            self.sharpness if latents is None else self.sharpness * latents[:, :1, None].double()
+        )
         logits = (self.log_probabilities(tokens) * scale).flatten(0, 1)[text_positions].float()
         logits[:, MASK] = float("-inf")
         if text_targets is None:
@@ -84,6 +104,12 @@ def toy():
         return Pretrained(Toy(**options).eval(), None, TextDiffusionConfig(), None)
 
     return SimpleNamespace(
-        Model=Toy, pretrained=pretrained, texts=all_texts(), law=toy_law()[1].numpy(), curves=random_model_curves,
-        LENGTH=LENGTH, MASK=MASK, EOS=EOS,
-    )  # fmt: skip
+        Model=Toy,
+        pretrained=pretrained,
+        texts=all_texts(),
+        law=toy_law()[1].numpy(),
+        curves=random_model_curves,
+        LENGTH=LENGTH,
+        MASK=MASK,
+        EOS=EOS,
+    )

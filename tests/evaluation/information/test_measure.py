@@ -13,7 +13,12 @@ from mmldlm.commands.evaluate import add_arguments, main
 from mmldlm.config.task_registry import find_task
 from mmldlm.errors import UserError
 from mmldlm.evaluation.information.curve import TextCurves
-from mmldlm.evaluation.information.measure import InformationSettings, cross_fitted, measure_information, schedule_rows
+from mmldlm.evaluation.information.measure import (
+    InformationSettings,
+    cross_fitted,
+    measure_information,
+    schedule_rows,
+)
 from mmldlm.sampling.text.schedule_file import read_schedules, schedules_of
 
 
@@ -25,13 +30,17 @@ def report(make, tmp_path_factory):
 
     store = Store(make.store(tmp_path_factory.mktemp("information") / "store", 40), "validation")
     weights = {"unconditional": 0.0, "l2t": 0.5, "t2l": 0.5}
-    pretrained = Pretrained(make.model(), None, TextDiffusionConfig(), LatentDiffusionConfig(), weights, 0.1)
+    pretrained = Pretrained(
+        make.model(), None, TextDiffusionConfig(), LatentDiffusionConfig(), weights, 0.1
+    )
     return measure_information(pretrained, store, InformationSettings(), lambda line: None)
 
 
 def test_rows_of_the_report(report):
     rows = {(row.condition, row.schedule, row.passes): row for row in report.schedules}
-    assert {key[0] for key in rows} == {"right", "null"} and report.conditions["num_sentences"] == 40
+    assert {key[0] for key in rows} == {"right", "null"} and report.conditions[
+        "num_sentences"
+    ] == 40
     for condition in ("right", "null"):
         every = rows[condition, "even", "L"]
         assert every.excess.value == 0
@@ -51,7 +60,9 @@ def test_rows_of_the_report(report):
 def test_files_of_the_report(report, tmp_path, capsys):
     report.write(tmp_path / "report.json")
     values = json.loads((tmp_path / "report.json").read_text())
-    assert set(values) == {"conditions", "claims", "details"} and values["details"]["curves"]["right"]
+    assert (
+        set(values) == {"conditions", "claims", "details"} and values["details"]["curves"]["right"]
+    )
     lines = report.write_files(str(tmp_path / "new" / "p.png"), str(tmp_path / "s.json"), "runs/a")
     assert len(lines) == 2 and (tmp_path / "new" / "p.png").read_bytes()[:4] == b"\x89PNG"
     schedules = read_schedules(tmp_path / "s.json")
@@ -73,13 +84,26 @@ def test_every_conditioning_of_mdlm(make, store, conditioning):
     from mmldlm.tasks.translation.config import TextDiffusionConfig
 
     config = MdlmModelConfig(
-        hidden_size=16, n_blocks=1, n_heads=2, cond_dim=16, max_seq_len=12, latent_dim=make.DIM, vocab_size=make.VOCAB,
-        mask_token_id=make.MASK, pad_token_id=make.PAD, eos_token_id=make.EOS, conditioning=conditioning,
-    )  # fmt: skip
+        hidden_size=16,
+        n_blocks=1,
+        n_heads=2,
+        cond_dim=16,
+        max_seq_len=12,
+        latent_dim=make.DIM,
+        vocab_size=make.VOCAB,
+        mask_token_id=make.MASK,
+        pad_token_id=make.PAD,
+        eos_token_id=make.EOS,
+        conditioning=conditioning,
+    )
     weights = {"unconditional": 1.0} if conditioning == "none" else {"l2t": 1.0}
     model = PlainTransformer(config).eval()
-    pretrained = Pretrained(model, None, TextDiffusionConfig(), None, weights, 0.1, task=MdlmTask())
-    found = measure_information(pretrained, store, InformationSettings(5, ["eb"]), lambda line: None)
+    pretrained = Pretrained(
+        model, None, TextDiffusionConfig(), None, weights, 0.1, task=MdlmTask()
+    )
+    found = measure_information(
+        pretrained, store, InformationSettings(5, ["eb"]), lambda line: None
+    )
     assert set(found.nelbo) == ({"null"} if conditioning == "none" else {"right", "null"})
     assert [row.sampler for row in found.samplers] == ["eb"] and found.samplers[0].limit is None
 
@@ -96,24 +120,32 @@ def test_optimal_schedules_come_from_the_other_half(toy):
 def test_a_curve_that_falls_late_has_a_better_schedule_than_the_even_one():
     rng = np.random.default_rng(0)
     nats = [np.where(np.arange(12) < 8, 3.0, 1.0) + 0.1 * rng.normal(size=12) for _ in range(200)]
-    rows = {(row.schedule, row.passes): row for row in schedule_rows("null", TextCurves(nats, None))}
+    rows = {
+        (row.schedule, row.passes): row for row in schedule_rows("null", TextCurves(nats, None))
+    }
     for passes in (2, 4):
         difference = rows["optimal", passes].against_even
         assert difference.value < -0.5 and difference.in_standard_errors > 10
-    assert rows["optimal", 2].excess.value == pytest.approx(0, abs=0.7)  # 8 tokens at 3 nats, then 4 at 1
+    assert rows["optimal", 2].excess.value == pytest.approx(
+        0, abs=0.7
+    )  # 8 tokens at 3 nats, then 4 at 1
 
 
 def test_models_and_samplers_without_a_curve_are_refused(pretrained, store):
     for task in ("ar", "gidd", "hdlm"):
         with pytest.raises(UserError, match=f"task={task}"):
-            measure_information(replace(pretrained, task=find_task(task)), store, InformationSettings())
+            measure_information(
+                replace(pretrained, task=find_task(task)), store, InformationSettings()
+            )
     with pytest.raises(UserError, match="ancestral") as error:
         measure_information(pretrained, store, InformationSettings(samplers=["ancestral"]))
     assert "random" in str(error.value) and "confidence" in str(error.value)
     with pytest.raises(UserError, match="nosuch"):
         measure_information(pretrained, store, InformationSettings(samplers=["nosuch"]))
     with pytest.raises(UserError, match="l2t"):
-        measure_information(replace(pretrained, mode_weights={"t2l": 1.0}), store, InformationSettings())
+        measure_information(
+            replace(pretrained, mode_weights={"t2l": 1.0}), store, InformationSettings()
+        )
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,6 @@
-"""Schedules: sums, optimality by enumeration, and the Kullback-Leibler divergence that they cost an exact model."""
+"""Schedules: sums, optimality by enumeration, and the Kullback-Leibler divergence that they cost
+an exact model.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +39,9 @@ def test_schedules_fill_every_position_once(length, toy):
     curve = np.sort(np.random.default_rng(length).gamma(2.0, size=length))[::-1]
     for passes in (1, 2, 3, 7, 40):
         even = even_schedule(length, passes)
-        assert sum(even) == length and len(even) == min(passes, length) and max(even) - min(even) <= 1
+        assert (
+            sum(even) == length and len(even) == min(passes, length) and max(even) - min(even) <= 1
+        )
     for passes, counts in optimal_schedules(curve, 40).items():
         assert sum(counts) == length and len(counts) == passes and min(counts) >= 1
     assert len(optimal_schedules(curve, 40)) == min(length, 40)
@@ -70,11 +74,16 @@ def test_a_curve_without_context_costs_the_same_under_every_schedule():
 
 @pytest.mark.parametrize("counts", list(compositions(4, 2)) + [[4], [1, 1, 2], [1, 1, 1, 1]])
 def test_the_excess_of_an_exact_model_is_the_divergence_of_the_sampled_law(toy, counts):
-    """Of the law given the order of the positions, on average over orders; that of their mixture is smaller."""
+    """Of the law given the order of the positions, on average over orders; that of their mixture
+    is smaller.
+    """
     model, curve = toy.Model(), perfect_curve(toy)
     laws = []
     for order in itertools.permutations(range(toy.LENGTH)):
-        known, total = torch.zeros(toy.LENGTH, dtype=torch.bool), torch.zeros(27, dtype=torch.float64)
+        known, total = (
+            torch.zeros(toy.LENGTH, dtype=torch.bool),
+            torch.zeros(27, dtype=torch.float64),
+        )
         for filled in np.split(order, np.cumsum(counts)[:-1]):
             log_p = model.log_probabilities(torch.where(known, model.texts, toy.MASK))
             total += log_p.gather(2, model.texts[..., None])[:, filled, 0].sum(1)
@@ -83,6 +92,8 @@ def test_the_excess_of_an_exact_model_is_the_divergence_of_the_sampled_law(toy, 
     divergences = [float(model.law @ (model.law.log() - law)) for law in laws]
     mixture = torch.stack(laws).exp().mean(0)
     excess = schedule_cost(curve, counts) - curve.sum()
-    assert curve.sum() == pytest.approx(float(-(model.law @ model.law.log())), abs=1e-9)  # the entropy of the law
+    assert curve.sum() == pytest.approx(
+        float(-(model.law @ model.law.log())), abs=1e-9
+    )  # the entropy of the law
     assert excess == pytest.approx(np.mean(divergences), abs=1e-9)
     assert float(model.law @ (model.law / mixture).log()) <= excess + 1e-9

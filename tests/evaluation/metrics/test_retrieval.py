@@ -11,7 +11,17 @@ def test_ranks_and_ties():
     gallery = np.eye(4)
     assert retrieval.ranks(gallery * 3, gallery, np.arange(4)).tolist() == [0, 0, 0, 0]
     tilted = np.array([[0.5, 1.0, 0.2, 0.0]])
-    assert [int(retrieval.ranks(tilted, gallery, np.array([right]))[0]) for right in range(4)] == [1, 0, 2, 3]
+    assert [int(retrieval.ranks(tilted, gallery, np.array([right]))[0]) for right in range(4)] == [
+        1,
+        0,
+        2,
+        3,
+    ]
     constant = np.ones((4, 4))
-    assert retrieval.ranks(constant, gallery, np.arange(4)).tolist() == [3, 3, 3, 3]  # alike vectors retrieve nothing
+    assert retrieval.ranks(constant, gallery, np.arange(4)).tolist() == [
+        3,
+        3,
+        3,
+        3,
+    ]  # alike vectors retrieve nothing
     assert retrieval.cosine_similarity(np.zeros((1, 4)), gallery[:1]).tolist() == [0.0]

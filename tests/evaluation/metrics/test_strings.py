@@ -1,4 +1,6 @@
-"""Figures of strings: known values, sacrebleu's own results, and what the definitions leave out."""
+"""Figures of strings: known values, sacrebleu's own results, and what the definitions
+leave out.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,9 @@ def sacrebleu():
 def test_sentence_bleu_is_what_vec2text_reports(sacrebleu):
     """vec2text calls corpus_bleu of sacrebleu on each pair, with its default settings."""
     counts = strings.bleu_counts(WRITTEN, REFERENCES)
-    expected = [sacrebleu.corpus_bleu([text], [[other]]).score for text, other in zip(WRITTEN, REFERENCES)]
+    expected = [
+        sacrebleu.corpus_bleu([text], [[other]]).score for text, other in zip(WRITTEN, REFERENCES)
+    ]
     assert strings.sentence_bleu(counts) == pytest.approx(expected)
     effective = [
         sacrebleu.sentence_bleu(text, [other], use_effective_order=True).score
@@ -56,7 +60,10 @@ def test_corpus_bleu_is_that_of_sacrebleu(sacrebleu):
 
 def test_the_signatures_name_the_definition(sacrebleu):
     found = strings.bleu_signatures()
-    assert found["bleu"] == f"nrefs:1|case:mixed|eff:no|tok:13a|smooth:exp|version:{sacrebleu.__version__}"
+    assert (
+        found["bleu"]
+        == f"nrefs:1|case:mixed|eff:no|tok:13a|smooth:exp|version:{sacrebleu.__version__}"
+    )
     assert "eff:yes" in found["bleu_effective_order"]
 
 
@@ -77,7 +84,9 @@ def test_words_keep_their_case_and_split_at_punctuation():
 
 def test_only_the_multiset_counts_repeats():
     """A text that drops the second "the" is right as a set and wrong as a multiset."""
-    found = strings.compare(["the row of table", "the the the"], ["the row of the table", "the row"], with_bleu=False)
+    found = strings.compare(
+        ["the row of table", "the the the"], ["the row of the table", "the row"], with_bleu=False
+    )
     assert found.word_set_f1 == pytest.approx([1, 2 / 3])
     assert found.word_f1 == pytest.approx([2 * 4 / 9, 2 / 5])
     assert not found.exact_match.any()
@@ -92,13 +101,20 @@ def test_exact_match_keeps_case_and_order():
 def test_every_figure_has_an_error_and_a_number_of_texts(sacrebleu):
     overlap = strings.compare(WRITTEN, REFERENCES)
     for found in (overlap.estimates(), strings.set_figures(WRITTEN)):
-        assert all(estimate.n == 4 and estimate.se >= 0 and estimate.unit for estimate in found.values())
+        assert all(
+            estimate.n == 4 and estimate.se >= 0 and estimate.unit for estimate in found.values()
+        )
     some = overlap.rows(np.array([True, False, True, False])).estimates()
-    assert some["word_f1"].n == 2 and some["word_f1"].value == pytest.approx(50 * (overlap.word_f1[[0, 2]].sum()))
+    assert some["word_f1"].n == 2 and some["word_f1"].value == pytest.approx(
+        50 * (overlap.word_f1[[0, 2]].sum())
+    )
 
 
 def test_figures_of_a_set_of_known_texts():
-    found = {name: estimate.value for name, estimate in strings.set_figures(["a a a", "a b", ""]).items()}
+    found = {
+        name: estimate.value
+        for name, estimate in strings.set_figures(["a a a", "a b", ""]).items()
+    }
     assert found["adjacent_repeats"] == pytest.approx(2 / 3)  # of three places after a word
     assert found["repeated_bigrams"] == pytest.approx(0.5 / 3)  # "a a" twice in the first text
     assert found["distinct_2"] == pytest.approx(2 / 3)

@@ -11,16 +11,25 @@ from mmldlm.evaluation.metrics import sts_benchmark
 
 def test_correlations_of_known_vectors():
     x = np.array([1.0, 2.0, 3.0, 4.0, 5.0])
-    assert sts_benchmark.spearman(x, np.exp(x)) == pytest.approx(1) and sts_benchmark.pearson(x, -x) == pytest.approx(
-        -1
-    )
-    assert sts_benchmark.average_ranks(np.array([3.0, 1.0, 3.0, 2.0])).tolist() == [3.5, 1.0, 3.5, 2.0]
+    assert sts_benchmark.spearman(x, np.exp(x)) == pytest.approx(1) and sts_benchmark.pearson(
+        x, -x
+    ) == pytest.approx(-1)
+    assert sts_benchmark.average_ranks(np.array([3.0, 1.0, 3.0, 2.0])).tolist() == [
+        3.5,
+        1.0,
+        3.5,
+        2.0,
+    ]
     assert sts_benchmark.spearman(x, np.ones(5)) == 0.0
 
 
 def test_sts_files_are_read_or_refused(tmp_path):
     path = tmp_path / "sts.csv"
-    rows = (("5.000", 'A "man" runs.', "A man runs."), ("0.0", "One.", "Two words."), ("2", "a", "b"))
+    rows = (
+        ("5.000", 'A "man" runs.', "A man runs."),
+        ("0.0", "One.", "Two words."),
+        ("2", "a", "b"),
+    )
     path.write_text("\n".join("\t".join(("genre", "file", "year", "id", *row)) for row in rows))
     pairs = sts_benchmark.read_pairs(str(path))
     assert pairs.first[0] == 'A "man" runs.' and pairs.scores.tolist() == [5, 0, 2]
@@ -32,17 +41,26 @@ def test_sts_files_are_read_or_refused(tmp_path):
             sts_benchmark.read_pairs(str(bad))
 
 
-_ROWS = (("4.2", "A cat sits.", "A cat sat."), ("0.2", "A dog runs.", "A plane lands."), ("1", "Open it.", "Shut it."))
+_ROWS = (
+    ("4.2", "A cat sits.", "A cat sat."),
+    ("0.2", "A dog runs.", "A plane lands."),
+    ("1", "Open it.", "Shut it."),
+)
 _GLUE = "index\tgenre\tfilename\tyear\told_index\tsource1\tsource2\tsentence1\tsentence2\tscore"
 
 
 def _glue() -> list[str]:
-    return [f"{i}\tmain\tMSRvid\t2012\t1\tnone\tnone\t{a}\t{b}\t{score}" for i, (score, a, b) in enumerate(_ROWS)]
+    return [
+        f"{i}\tmain\tMSRvid\t2012\t1\tnone\tnone\t{a}\t{b}\t{score}"
+        for i, (score, a, b) in enumerate(_ROWS)
+    ]
 
 
 def test_glues_header_is_read(tmp_path):
     """public-reports B 19"""
-    (tmp_path / "dev.tsv").write_text("\ufeff" + "\r\n".join([_GLUE, *_glue()]) + "\r\n", encoding="utf-8")
+    (tmp_path / "dev.tsv").write_text(
+        "\ufeff" + "\r\n".join([_GLUE, *_glue()]) + "\r\n", encoding="utf-8"
+    )
     pairs = sts_benchmark.read_pairs(str(tmp_path / "dev.tsv"))
     assert pairs.scores.tolist() == [4.2, 0.2, 1.0] and pairs.sources == ["MSRvid"] * 3
     assert pairs.first[1] == "A dog runs." and pairs.second[1] == "A plane lands."
@@ -82,16 +100,25 @@ def test_differences_are_paired_and_sources_apart(capsys, monkeypatch):
     scores, sources = rng.uniform(0, 5, 120), ["images"] * 60 + ["headlines"] * 60
     model = scores + 0.3 * rng.standard_normal(120)
     model[60:] = rng.standard_normal(60)
-    arms = {sts_benchmark.MODEL: model, sts_benchmark.TF_IDF: rng.standard_normal(120), sts_benchmark.CEILING: model}
+    arms = {
+        sts_benchmark.MODEL: model,
+        sts_benchmark.TF_IDF: rng.standard_normal(120),
+        sts_benchmark.CEILING: model,
+    }
     pairs = sts_benchmark.Pairs(["a"] * 120, ["b"] * 120, scores, "sts.csv", sources)
     found = sts_benchmark.differences(arms, scores, seed=0)
-    own, floor = (sts_benchmark.spearman(arms[name], scores) for name in (sts_benchmark.MODEL, sts_benchmark.TF_IDF))
+    own, floor = (
+        sts_benchmark.spearman(arms[name], scores)
+        for name in (sts_benchmark.MODEL, sts_benchmark.TF_IDF)
+    )
     assert found["model_minus_tf_idf"].value == pytest.approx(own - floor)
     assert found["model_minus_tf_idf"].low < own - floor < found["model_minus_tf_idf"].high
     same = found["encoder_minus_model"]
     assert (same.value, same.low, same.high) == (0, 0, 0)
     apart = sts_benchmark.by_source(arms, pairs, seed=0)
-    assert apart["images"]["num_pairs"] == 60 and apart["images"][sts_benchmark.MODEL]["value"] > 0.9
+    assert (
+        apart["images"]["num_pairs"] == 60 and apart["images"][sts_benchmark.MODEL]["value"] > 0.9
+    )
     assert apart["headlines"][sts_benchmark.MODEL]["value"] < 0.5
     rows = {name: sts_benchmark.correlations(values, scores, 0) for name, values in arms.items()}
     report = sts_benchmark.StsReport({"file": "sts.csv", "num_pairs": 120}, rows, found, apart)

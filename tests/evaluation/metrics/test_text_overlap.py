@@ -9,7 +9,9 @@ from mmldlm.evaluation.metrics import text_overlap
 
 
 def test_set_f1():
-    found = text_overlap.token_f1([[1, 2, 2, 3], [4], [], [5, 6]], [[3, 2, 9], [5], [1], [6, 5, 5]])
+    found = text_overlap.token_f1(
+        [[1, 2, 2, 3], [4], [], [5, 6]], [[3, 2, 9], [5], [1], [6, 5, 5]]
+    )
     np.testing.assert_allclose(found, [2 * 2 / 6, 0, 0, 1])
 
 
@@ -29,4 +31,6 @@ def test_piece_bleu_of_known_cases():
     assert text_overlap.piece_bleu([wrong], [text]).value == pytest.approx(expected)
     # A text cut to half pays exp(1 - 2) for brevity and nothing else.
     assert text_overlap.piece_bleu([text[:6]], [text]).value == pytest.approx(100 * np.exp(-1))
-    assert text_overlap.piece_bleu([[1, 1, 1, 1, 1, 1]], [[1, 2, 3, 4, 5, 6]]).value == 0  # counts are clipped
+    assert (
+        text_overlap.piece_bleu([[1, 1, 1, 1, 1, 1]], [[1, 2, 3, 4, 5, 6]]).value == 0
+    )  # counts are clipped

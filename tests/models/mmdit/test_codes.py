@@ -1,4 +1,6 @@
-"""A model of codes: the ids alone decide, [MASK] is one of them, and only the named codes are scored."""
+"""A model of codes: the ids alone decide, [MASK] is one of them, and only the named codes are
+scored.
+"""
 
 from __future__ import annotations
 
@@ -18,9 +20,20 @@ Q, N = 37, 6
 def make_model(**more) -> MultimodalMMDiT:
     torch.manual_seed(0)
     config = ModelConfig(
-        hidden_size=32, n_blocks=2, n_heads=2, cond_dim=24, max_seq_len=8, latent_dim=1, vocab_size=40, num_latents=N,
-        num_codes=Q, mask_token_id=3, pad_token_id=0, eos_token_id=2, **{"tokens_per_latent": 1, **more},
-    )  # fmt: skip
+        hidden_size=32,
+        n_blocks=2,
+        n_heads=2,
+        cond_dim=24,
+        max_seq_len=8,
+        latent_dim=1,
+        vocab_size=40,
+        num_latents=N,
+        num_codes=Q,
+        mask_token_id=3,
+        pad_token_id=0,
+        eos_token_id=2,
+        **{"tokens_per_latent": 1, **more},
+    )
     model = MultimodalMMDiT(config)
     with torch.no_grad():
         for parameter in model.parameters():  # adaLN-Zero would hide what the blocks read
@@ -31,7 +44,11 @@ def make_model(**more) -> MultimodalMMDiT:
 def inputs(batch: int = 3):
     generator = torch.Generator().manual_seed(1)
     tokens = torch.randint(4, 40, (batch, 5), generator=generator)
-    return tokens, torch.randint(0, Q + 1, (batch, N, 1), generator=generator), torch.full((batch,), 0.4)
+    return (
+        tokens,
+        torch.randint(0, Q + 1, (batch, N, 1), generator=generator),
+        torch.full((batch,), 0.4),
+    )
 
 
 @pytest.mark.parametrize("chunks", [1, 2])
@@ -61,7 +78,9 @@ def test_gradients_agree_with_those_of_all_logits():
         if loss is None:
             loss = torch.nn.functional.cross_entropy(out["code_logits"], targets, reduction="sum")
         loss.backward()
-        grads.append({name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None})
+        grads.append(
+            {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+        )
     assert grads[0].keys() == grads[1].keys()
     for name, grad in grads[0].items():
         torch.testing.assert_close(grad, grads[1][name], rtol=1e-4, atol=1e-6, msg=name)
@@ -78,8 +97,12 @@ def test_the_caption_reads_ids_and_a_null_image_hides_them():
     logits = [model(tokens, given, t, None)["text_logits"] for given in (ids, other, masked)]
     assert all(not torch.equal(logits[0], rest) for rest in logits[1:])
     null = torch.ones(len(ids), dtype=torch.bool)
-    hidden = [model(tokens, given, t, None, latent_is_null=null)["text_logits"] for given in (ids, other)]
-    assert torch.equal(*hidden) and torch.equal(hidden[0], model(tokens, None, t, None)["text_logits"])
+    hidden = [
+        model(tokens, given, t, None, latent_is_null=null)["text_logits"] for given in (ids, other)
+    ]
+    assert torch.equal(*hidden) and torch.equal(
+        hidden[0], model(tokens, None, t, None)["text_logits"]
+    )
 
 
 def test_ids_are_never_rounded_to_the_dtype_of_the_weights():
@@ -89,11 +112,17 @@ def test_ids_are_never_rounded_to_the_dtype_of_the_weights():
     model = MultimodalMMDiT(many).bfloat16().eval()
     table = model.latent_encoder.code_embedding.weight
     rows, _ = model.latent_encoder(torch.tensor([[[999]], [[998]]]), None)
-    own = table[[999, 998]] + model.latent_encoder.chunk_position + model.latent_encoder.latent_position[0]
+    own = (
+        table[[999, 998]]
+        + model.latent_encoder.chunk_position
+        + model.latent_encoder.latent_position[0]
+    )
     assert torch.equal(rows[:, 0], own)
     tokens, ids, t = inputs(1)
     near, far = (torch.full_like(ids, code) for code in (998, 999))
-    assert not torch.equal(*(model(tokens, given, t, None)["length_logits"] for given in (near, far)))
+    assert not torch.equal(
+        *(model(tokens, given, t, None)["length_logits"] for given in (near, far))
+    )
 
 
 def test_a_uniform_head_pays_log2_of_the_codes():
@@ -103,7 +132,9 @@ def test_a_uniform_head_pays_log2_of_the_codes():
         model.latent_head.bias.zero_()
     positions = torch.arange(3 * N)
     targets = torch.randint(0, Q, (3 * N,), generator=torch.Generator().manual_seed(2))
-    nll = model(tokens, ids, t, t, codes=CodeTargets(positions, targets, torch.ones(3 * N)))["code_nll"]
+    nll = model(tokens, ids, t, t, codes=CodeTargets(positions, targets, torch.ones(3 * N)))[
+        "code_nll"
+    ]
     torch.testing.assert_close(nll / math.log(2), torch.full((3 * N,), math.log2(Q)))
 
 
@@ -127,7 +158,11 @@ def test_ids_out_of_range_and_options_of_values_are_refused():
     for wrong in (-1, Q):
         with pytest.raises(UserError, match="0 to 36"):
             model.scale_latents(torch.full_like(ids, wrong))
-    for key, value in (("scale_noisy_latents", True), ("latent_predictions", 2), ("corrector", "blind")):
+    for key, value in (
+        ("scale_noisy_latents", True),
+        ("latent_predictions", 2),
+        ("corrector", "blind"),
+    ):
         with pytest.raises(ValueError, match=key):
             make_model(**{key: value})
     values = {**model.config.model_dump(), "num_codes": None}

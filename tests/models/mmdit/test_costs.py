@@ -1,4 +1,6 @@
-"""FLOPs of many latents a sample against torch's own counter; tests/observe/test_flops.py has one latent."""
+"""FLOPs of many latents a sample against torch's own counter; tests/observe/test_flops.py has one
+latent.
+"""
 
 import pytest
 import torch
@@ -14,12 +16,27 @@ from mmldlm.models.mmdit.costs import expected_shapes, parameter_counts, step_fl
 @pytest.mark.parametrize("num_latents,grid", [(16, [4, 4]), (64, None), (256, [16, 16])])
 def test_flops_of_an_image_agree_with_torchs_counter(num_latents, grid):
     config = ModelConfig(
-        hidden_size=64, n_blocks=2, n_heads=4, cond_dim=40, max_seq_len=16, latent_dim=48, tokens_per_latent=1,
-        num_latents=num_latents, latent_grid=grid, vocab_size=120, mask_token_id=3, pad_token_id=0, eos_token_id=2,
-    )  # fmt: skip
+        hidden_size=64,
+        n_blocks=2,
+        n_heads=4,
+        cond_dim=40,
+        max_seq_len=16,
+        latent_dim=48,
+        tokens_per_latent=1,
+        num_latents=num_latents,
+        latent_grid=grid,
+        vocab_size=120,
+        mask_token_id=3,
+        pad_token_id=0,
+        eos_token_id=2,
+    )
     with torch.device("meta"):
         model = MultimodalMMDiT(config)
-        tokens, latents, t = torch.zeros(3, 9, dtype=torch.int64), torch.zeros(3, num_latents, 48), torch.zeros(3)
+        tokens, latents, t = (
+            torch.zeros(3, 9, dtype=torch.int64),
+            torch.zeros(3, num_latents, 48),
+            torch.zeros(3),
+        )
         scored = torch.zeros(13, dtype=torch.int64)
     with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter, torch.no_grad():
         model(tokens, latents, t, t, text_positions=scored)
@@ -31,31 +48,63 @@ def test_flops_of_an_image_agree_with_torchs_counter(num_latents, grid):
 @pytest.mark.parametrize("num_latents", [16, 36])
 def test_flops_of_each_of_several_sizes_agree_with_torchs_counter(num_latents):
     config = ModelConfig(
-        hidden_size=64, n_blocks=2, n_heads=4, cond_dim=40, max_seq_len=16, latent_dim=48, tokens_per_latent=1,
-        num_latents=36, latent_grid=[6, 6], latent_grids=[[4, 4], [6, 6]], vocab_size=120, mask_token_id=3,
-        pad_token_id=0, eos_token_id=2,
-    )  # fmt: skip
+        hidden_size=64,
+        n_blocks=2,
+        n_heads=4,
+        cond_dim=40,
+        max_seq_len=16,
+        latent_dim=48,
+        tokens_per_latent=1,
+        num_latents=36,
+        latent_grid=[6, 6],
+        latent_grids=[[4, 4], [6, 6]],
+        vocab_size=120,
+        mask_token_id=3,
+        pad_token_id=0,
+        eos_token_id=2,
+    )
     with torch.device("meta"):
         model = MultimodalMMDiT(config)
-        tokens, latents, t = torch.zeros(3, 9, dtype=torch.int64), torch.zeros(3, num_latents, 48), torch.zeros(3)
+        tokens, latents, t = (
+            torch.zeros(3, 9, dtype=torch.int64),
+            torch.zeros(3, num_latents, 48),
+            torch.zeros(3),
+        )
         scored = torch.zeros(13, dtype=torch.int64)
     with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter, torch.no_grad():
         model(tokens, latents, t, t, text_positions=scored)
     found = step_flops(config, [9] * 3, 13, num_latents)
     assert counter.get_total_flops() == found.forward
-    assert training_flops(config, 3, 27, 13, num_latents=num_latents) == pytest.approx(found.training)
+    assert training_flops(config, 3, 27, 13, num_latents=num_latents) == pytest.approx(
+        found.training
+    )
 
 
 @pytest.mark.parametrize("tokens_per_latent", [1, 2])
 def test_flops_and_parameters_of_codes_agree_with_the_model(tokens_per_latent):
     config = ModelConfig(
-        hidden_size=64, n_blocks=2, n_heads=4, cond_dim=40, max_seq_len=16, latent_dim=1, vocab_size=120,
-        tokens_per_latent=tokens_per_latent, num_latents=16, latent_grid=[4, 4], num_codes=77,
-        mask_token_id=3, pad_token_id=0, eos_token_id=2,
-    )  # fmt: skip
+        hidden_size=64,
+        n_blocks=2,
+        n_heads=4,
+        cond_dim=40,
+        max_seq_len=16,
+        latent_dim=1,
+        vocab_size=120,
+        tokens_per_latent=tokens_per_latent,
+        num_latents=16,
+        latent_grid=[4, 4],
+        num_codes=77,
+        mask_token_id=3,
+        pad_token_id=0,
+        eos_token_id=2,
+    )
     with torch.device("meta"):
         model = MultimodalMMDiT(config)
-        tokens, ids, t = torch.zeros(3, 9, dtype=torch.int64), torch.zeros(3, 16, 1, dtype=torch.int64), torch.zeros(3)
+        tokens, ids, t = (
+            torch.zeros(3, 9, dtype=torch.int64),
+            torch.zeros(3, 16, 1, dtype=torch.int64),
+            torch.zeros(3),
+        )
         wanted = CodeTargets(torch.zeros(21, dtype=torch.int64))
         scored = torch.zeros(13, dtype=torch.int64)
     with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter, torch.no_grad():

@@ -13,14 +13,25 @@ from mmldlm.models.mmdit.config import ModelConfig
 from mmldlm.models.mmdit.packing import has_varlen
 from tests.models.reference_mmdit import use_reference_blocks
 
-RELATIVE = 1e-10  # of the largest element of a tensor; fp64 rounding through two blocks is about 1e-13
+RELATIVE = (
+    1e-10  # of the largest element of a tensor; fp64 rounding through two blocks is about 1e-13
+)
 
 
 def make(**more) -> MultimodalMMDiT:
     settings = dict(
-        hidden_size=32, n_blocks=2, n_heads=4, cond_dim=24, max_seq_len=16, latent_dim=12, tokens_per_latent=3,
-        vocab_size=40, mask_token_id=3, pad_token_id=0, eos_token_id=2,
-    )  # fmt: skip
+        hidden_size=32,
+        n_blocks=2,
+        n_heads=4,
+        cond_dim=24,
+        max_seq_len=16,
+        latent_dim=12,
+        tokens_per_latent=3,
+        vocab_size=40,
+        mask_token_id=3,
+        pad_token_id=0,
+        eos_token_id=2,
+    )
     torch.manual_seed(0)
     model = MultimodalMMDiT(ModelConfig(**{**settings, **more})).double().train()
     for parameter in model.parameters():
@@ -52,7 +63,11 @@ def batch(lengths, null_text=()):
 def losses(model, given) -> torch.Tensor:
     out = model(**given)
     nll = out["text_loss_sum"].double()
-    return nll + out["latent_pred"].double().square().sum() + out["length_logits"].double().logsumexp(-1).sum()
+    return (
+        nll
+        + out["latent_pred"].double().square().sum()
+        + out["length_logits"].double().logsumexp(-1).sum()
+    )
 
 
 def gradients(model, given) -> dict[str, torch.Tensor]:
@@ -105,7 +120,9 @@ def test_a_hooked_or_replaced_layer_is_called(case):
     assert called == ["hook", "replaced"]
 
 
-@pytest.mark.parametrize("more", [{}, {"hidden_size": 24, "mlp_ratio": 2.3}, {"qk_rmsnorm": False}])
+@pytest.mark.parametrize(
+    "more", [{}, {"hidden_size": 24, "mlp_ratio": 2.3}, {"qk_rmsnorm": False}]
+)
 @pytest.mark.parametrize("case", CASES)
 def test_fp32_grouped_products_equal_the_reference(case, more):
     """Grouped products take rows of whole 16 bytes only (not those of 55 elements) and no fp64."""
@@ -126,7 +143,9 @@ def test_fp32_grouped_products_equal_the_reference(case, more):
     with Seen():
         found = gradients(model, given)
     assert len(grouped) == 2 * (10 if "mlp_ratio" not in more else 5)
-    error, name = largest_error({key: None if g is None else g.double() for key, g in found.items()}, exact)
+    error, name = largest_error(
+        {key: None if g is None else g.double() for key, g in found.items()}, exact
+    )
     assert error < 2e-5, f"{name}: {error}"
 
 
@@ -134,11 +153,21 @@ def test_fp32_grouped_products_equal_the_reference(case, more):
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("order", ["none", "backwards", "twice"])
 def test_whatever_rows_are_read_of_the_last_block(case, order, dtype, bound):
-    """No text at all (t2l), in any order, one twice: behind attention the last block computes these alone."""
+    """No text at all (t2l), in any order, one twice: behind attention the last block computes
+    these alone.
+    """
     given = batch(*CASES[case])
     positions = given["text_positions"]
-    chosen = {"none": positions[:0], "backwards": positions.flip(0), "twice": positions[[0, 1, 1]]}[order]
-    given |= {"text_positions": chosen, "text_targets": 4 + chosen % 30, "text_weights": torch.rand(len(chosen))}
+    chosen = {
+        "none": positions[:0],
+        "backwards": positions.flip(0),
+        "twice": positions[[0, 1, 1]],
+    }[order]
+    given |= {
+        "text_positions": chosen,
+        "text_targets": 4 + chosen % 30,
+        "text_weights": torch.rand(len(chosen)),
+    }
     plain = make()
     use_reference_blocks(plain)
     exact = gradients(plain, given)
@@ -147,7 +176,9 @@ def test_whatever_rows_are_read_of_the_last_block(case, order, dtype, bound):
     model.text_head.register_forward_hook(lambda _, arguments, out: rows.append(len(arguments[0])))
     found = gradients(model, {**given, "latents": given["latents"].to(dtype)})
     assert rows == [len(chosen)]
-    error, name = largest_error({key: None if g is None else g.double() for key, g in found.items()}, exact)
+    error, name = largest_error(
+        {key: None if g is None else g.double() for key, g in found.items()}, exact
+    )
     assert error < bound, f"{name}: {error}"
 
 
@@ -159,7 +190,9 @@ def test_last_block_computes_only_rows_that_are_used():
         for hooked in (False, True):
             model = make(**more)
             if hooked:
-                model.blocks[1].mlp_in.register_forward_hook(lambda _, given, out: shapes.append(len(given[0])))
+                model.blocks[1].mlp_in.register_forward_hook(
+                    lambda _, given, out: shapes.append(len(given[0]))
+                )
             model.blocks[1].register_forward_hook(lambda _, given, out: shapes.append(len(out)))
             losses(model, given).backward()
     assert len(shapes) > 6 and set(shapes) == {len(given["text_positions"]) + 4 * 3}
@@ -199,17 +232,28 @@ def test_dropout_does_not_depend_on_padding_or_on_the_other_samples():
     model.train()
     rows = given["text_positions"] // 16
     for sample, length in enumerate([16, 3, 9, 1]):
-        own = {key: value[sample : sample + 1] for key, value in given.items() if not key.startswith("text_")}
+        own = {
+            key: value[sample : sample + 1]
+            for key, value in given.items()
+            if not key.startswith("text_")
+        }
         own["text_tokens"] = given["text_tokens"][sample : sample + 1, :length]
         own["attention_mask"] = own["attention_mask"][:, :length]
         own["text_timesteps"] = given["text_timesteps"][sample : sample + 1]
         positions = given["text_positions"][rows == sample] % 16
         out = model(
-            **own, text_positions=positions, text_targets=given["text_targets"][rows == sample],
-            text_weights=given["text_weights"][rows == sample], dropout_keys=keys[sample : sample + 1],
-        )  # fmt: skip
-        torch.testing.assert_close(out["latent_pred"], whole["latent_pred"][sample : sample + 1], rtol=0, atol=1e-6)
-        torch.testing.assert_close(out["text_nll"], whole["text_nll"][rows == sample], rtol=1e-5, atol=1e-5)
+            **own,
+            text_positions=positions,
+            text_targets=given["text_targets"][rows == sample],
+            text_weights=given["text_weights"][rows == sample],
+            dropout_keys=keys[sample : sample + 1],
+        )
+        torch.testing.assert_close(
+            out["latent_pred"], whole["latent_pred"][sample : sample + 1], rtol=0, atol=1e-6
+        )
+        torch.testing.assert_close(
+            out["text_nll"], whole["text_nll"][rows == sample], rtol=1e-5, atol=1e-5
+        )
 
 
 def test_dropout_in_training_needs_its_keys():
@@ -235,16 +279,29 @@ def test_the_comparison_sees_a_small_mistake():
 
 
 def test_one_batch_in_all_layouts():
-    """Padding left out (loop), padding masked (all logits wanted), and given positions: one result."""
+    """Padding left out (loop), padding masked (all logits wanted), and given positions: one
+    result.
+    """
     given = batch([16, 3, 9, 1])
     model = make()
     packed = gradients(model, given)
     model.zero_grad()
     positions = given["attention_mask"].flatten().nonzero()[:, 0]
-    assert largest_error(gradients(copy.deepcopy(model), {**given, "token_positions": positions}), packed)[0] < RELATIVE
-    everywhere = {key: value for key, value in given.items() if not key.startswith(("text_positions", "text_targets"))}
+    assert (
+        largest_error(
+            gradients(copy.deepcopy(model), {**given, "token_positions": positions}), packed
+        )[0]
+        < RELATIVE
+    )
+    everywhere = {
+        key: value
+        for key, value in given.items()
+        if not key.startswith(("text_positions", "text_targets"))
+    }
     logits = model(**everywhere)["text_logits"].flatten(0, 1)[given["text_positions"]]
-    some = model(**{key: value for key, value in given.items() if key != "text_targets"})["text_logits"]
+    some = model(**{key: value for key, value in given.items() if key != "text_targets"})[
+        "text_logits"
+    ]
     torch.testing.assert_close(some, logits, rtol=1e-5, atol=1e-6)
 
 
@@ -267,12 +324,18 @@ def test_a_bad_value_stays_in_its_sample():
         out = model(**{key: value for key, value in given.items() if key != "text_targets"})
         rows = given["text_positions"] // max(lengths)
         others = torch.isfinite(out["text_logits"][rows > 0][:, 4:]).all()
-        assert others and torch.isfinite(out["latent_pred"][1:]).all() and out["latent_pred"][0].isnan().all(), lengths
+        assert (
+            others
+            and torch.isfinite(out["latent_pred"][1:]).all()
+            and out["latent_pred"][0].isnan().all()
+        ), lengths
 
 
 @pytest.mark.parametrize("lengths", [[10, 10, 10], [16, 3, 9, 1]])
 def test_bf16_stays_close(lengths):
-    """Autocast over fp32 weights, and bf16 weights: every gradient points where the fp64 one does."""
+    """Autocast over fp32 weights, and bf16 weights: every gradient points where the fp64
+    one does.
+    """
     given = batch(lengths)
     exact = gradients(make(), given)
     given["latents"] = given["latents"].float()
@@ -287,16 +350,23 @@ def test_bf16_stays_close(lengths):
             continue
         for found in (dict(model.named_parameters())[name], dict(low.named_parameters())[name]):
             assert found.grad.dtype == found.dtype
-            cosine = torch.nn.functional.cosine_similarity(found.grad.double().flatten(), truth.flatten(), dim=0)
+            cosine = torch.nn.functional.cosine_similarity(
+                found.grad.double().flatten(), truth.flatten(), dim=0
+            )
             assert cosine > 0.97, (name, found.dtype, float(cosine))
 
 
 def test_ragged_attention_is_taken_where_a_gpu_has_it(monkeypatch):
-    """Elsewhere a padded batch goes over the rectangle: every even width of a head trains on every GPU."""
+    """Elsewhere a padded batch goes over the rectangle: every even width of a head trains on every
+    GPU.
+    """
     gpu, low = torch.device("cuda", 0), torch.bfloat16
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     has_varlen.cache_clear()
-    found = [has_varlen(dtype, width, gpu) for dtype, width in [(low, 64), (low, 256), (low, 36), (low, 264)]]
+    found = [
+        has_varlen(dtype, width, gpu)
+        for dtype, width in [(low, 64), (low, 256), (low, 36), (low, 264)]
+    ]
     assert found == [True, True, False, False]
     assert has_varlen(torch.float16, 64, gpu) and not has_varlen(torch.float32, 64, gpu)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 0))

@@ -36,8 +36,13 @@ def test_a_corrector_starts_from_the_weights_of_the_model_without_one():
     plain, corrector = make(awake=False), make(awake=False, corrector="feedback")
     own = dict(corrector.named_parameters())
     assert all(torch.equal(own[name], value) for name, value in plain.named_parameters())
-    zero = [name for name, value in corrector.hypothesis_encoder.named_parameters() if not value.any()]
-    assert zero == ["to_text.bias", *(f"to_{to}.{kind}" for to in ("product", "pooled") for kind in ("weight", "bias"))]
+    zero = [
+        name for name, value in corrector.hypothesis_encoder.named_parameters() if not value.any()
+    ]
+    assert zero == [
+        "to_text.bias",
+        *(f"to_{to}.{kind}" for to in ("product", "pooled") for kind in ("weight", "bias")),
+    ]
 
 
 def test_words_and_embedding_of_a_hypothesis_are_read_where_it_is_given():
@@ -47,7 +52,9 @@ def test_words_and_embedding_of_a_hypothesis_are_read_where_it_is_given():
     for changed in (read._replace(tokens=other.tokens), read._replace(latents=other.latents)):
         a, b = outputs(model, read)[0], outputs(model, changed)[0]
         assert not torch.allclose(a["text_logits"], b["text_logits"])
-    assert not torch.allclose(outputs(model, read)[0]["length_logits"], without[0]["length_logits"])
+    assert not torch.allclose(
+        outputs(model, read)[0]["length_logits"], without[0]["length_logits"]
+    )
     half = outputs(model, read._replace(given=torch.tensor([True, False, True, False])))
     assert_equal(half, without, [1, 3])
     assert_equal(half, outputs(model, read), [0, 2])
@@ -58,9 +65,14 @@ def test_latents_encoded_without_the_hypotheses_are_refused():
     places = torch.tensor([0, 4])
     with pytest.raises(ValueError, match="encoded without them"):
         model(
-            tokens, None, text_t, None, encoded=model.encode_latents(latents), hypotheses=hypotheses(),
+            tokens,
+            None,
+            text_t,
+            None,
+            encoded=model.encode_latents(latents),
+            hypotheses=hypotheses(),
             text_positions=places,
-        )  # fmt: skip
+        )
 
 
 def test_what_stands_behind_a_hypothesis_or_its_text_is_not_read():
@@ -71,22 +83,32 @@ def test_what_stands_behind_a_hypothesis_or_its_text_is_not_read():
     packed = torch.tensor([0, 5, 10, 12])
     tokens, latents, text_t, _ = inputs()
     real = torch.arange(10) < torch.tensor([10, 7, 3, 9])[:, None]
-    some = model(tokens, latents, text_t, None, real, text_positions=packed, hypotheses=read)["text_logits"]
-    torch.testing.assert_close(some, outputs(model, read)[0]["text_logits"].flatten(0, 1)[packed], rtol=1e-4, atol=1e-5)
+    some = model(tokens, latents, text_t, None, real, text_positions=packed, hypotheses=read)[
+        "text_logits"
+    ]
+    torch.testing.assert_close(
+        some, outputs(model, read)[0]["text_logits"].flatten(0, 1)[packed], rtol=1e-4, atol=1e-5
+    )
 
 
 def test_the_ablation_reads_the_words_alone():
     model, read = make(corrector="blind"), hypotheses()
-    assert_equal(outputs(model, read), outputs(model, read._replace(latents=hypotheses(seed=6).latents)))
+    assert_equal(
+        outputs(model, read), outputs(model, read._replace(latents=hypotheses(seed=6).latents))
+    )
     other = read._replace(tokens=hypotheses(seed=6).tokens)
-    assert not torch.allclose(outputs(model, read)[0]["text_logits"], outputs(model, other)[0]["text_logits"])
+    assert not torch.allclose(
+        outputs(model, read)[0]["text_logits"], outputs(model, other)[0]["text_logits"]
+    )
 
 
 def test_every_parameter_learns():
     model = make(corrector="feedback")
     tokens, latents, text_t, _ = inputs()
     out = model(tokens, latents, text_t, hypotheses=hypotheses((True, True, True, False)))
-    (out["text_logits"].clamp_min(-9).square().sum() + out["length_logits"].square().sum()).backward()
+    (
+        out["text_logits"].clamp_min(-9).square().sum() + out["length_logits"].square().sum()
+    ).backward()
     for name, parameter in model.hypothesis_encoder.named_parameters():
         assert parameter.grad is not None and parameter.grad.any(), name
 
@@ -97,7 +119,9 @@ def test_costs(shape):
     counts = {}
     for name, parameter in model.named_parameters():
         counts[name.split(".")[0]] = counts.get(name.split(".")[0], 0) + parameter.numel()
-    assert costs.parameter_counts(model.config)["hypothesis_encoder"] == counts["hypothesis_encoder"]
+    assert (
+        costs.parameter_counts(model.config)["hypothesis_encoder"] == counts["hypothesis_encoder"]
+    )
     shapes = costs.expected_shapes(model.config.model_dump())
     found = {name: tuple(value.shape) for name, value in model.state_dict().items()}
     assert all(found[name] == expected for name, expected in shapes.items() if name in found)

@@ -12,13 +12,24 @@ from mmldlm.models.mmdit.packing import PackingShape, pack
 pytestmark = pytest.mark.long
 
 BASE = dict(
-    hidden_size=32, n_blocks=2, n_heads=4, cond_dim=24, max_seq_len=16, latent_dim=12, tokens_per_latent=3,
-    vocab_size=40, mask_token_id=3, pad_token_id=0, eos_token_id=2,
-)  # fmt: skip
+    hidden_size=32,
+    n_blocks=2,
+    n_heads=4,
+    cond_dim=24,
+    max_seq_len=16,
+    latent_dim=12,
+    tokens_per_latent=3,
+    vocab_size=40,
+    mask_token_id=3,
+    pad_token_id=0,
+    eos_token_id=2,
+)
 
 
 def make(seed=0, awake=True, **more) -> MultimodalMMDiT:
-    """A small model; `awake` gives the zero-initialized gates values, so that every path shows in the output."""
+    """A small model; `awake` gives the zero-initialized gates values, so that every path shows in
+    the output.
+    """
     torch.manual_seed(seed)
     model = MultimodalMMDiT(ModelConfig(**{**BASE, **more}))
     if awake:
@@ -31,7 +42,12 @@ def make(seed=0, awake=True, **more) -> MultimodalMMDiT:
 
 def inputs(batch=4, length=10, seed=1):
     torch.manual_seed(seed)
-    return torch.randint(4, 40, (batch, length)), torch.randn(batch, 12), torch.rand(batch), torch.rand(batch)
+    return (
+        torch.randint(4, 40, (batch, length)),
+        torch.randn(batch, 12),
+        torch.rand(batch),
+        torch.rand(batch),
+    )
 
 
 def test_shapes_of_all_inputs():
@@ -41,7 +57,9 @@ def test_shapes_of_all_inputs():
     assert out["text_logits"].shape == (4, 10, 40) and out["latent_pred"].shape == (4, 12)
     assert out["length_logits"].shape == (4, 16)
     assert torch.isneginf(out["text_logits"][..., 3]).all()
-    assert model(tokens, latents[:, None].expand(4, 2, 12), text_t, latent_t)["latent_pred"].shape == (4, 2, 12)
+    assert model(tokens, latents[:, None].expand(4, 2, 12), text_t, latent_t)[
+        "latent_pred"
+    ].shape == (4, 2, 12)
     assert "text_logits" not in model(None, latents)
     assert model(tokens, None)["latent_pred"].shape == (4, 12)
     one = make(tokens_per_latent=1)
@@ -75,7 +93,9 @@ def test_padding_never_reaches_a_real_token():
     assert torch.equal(a["text_logits"][real], b["text_logits"][real])
     assert torch.equal(a["latent_pred"], b["latent_pred"])
     short = model(tokens[2:3, :3], latents[2:3], text_t[2:3], latent_t[2:3])
-    torch.testing.assert_close(short["text_logits"][0], a["text_logits"][2, :3], rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(
+        short["text_logits"][0], a["text_logits"][2, :3], rtol=1e-4, atol=1e-4
+    )
 
 
 def test_logits_only_where_they_are_read():
@@ -87,20 +107,30 @@ def test_logits_only_where_they_are_read():
     torch.testing.assert_close(some, full[positions])
     targets = tokens.flatten()[positions]
     out = model(
-        tokens, latents, text_t, latent_t, text_positions=positions, text_targets=targets, text_weights=torch.ones(4)
+        tokens,
+        latents,
+        text_t,
+        latent_t,
+        text_positions=positions,
+        text_targets=targets,
+        text_weights=torch.ones(4),
     )
     nll = -full[positions].log_softmax(-1).gather(1, targets[:, None])[:, 0]
     torch.testing.assert_close(out["text_nll"], nll)
     assert "text_logits" not in out
 
 
-@pytest.mark.parametrize("more", [{}, {"scale_noisy_latents": True}, {"corrector": "feedback"}], ids=str)
+@pytest.mark.parametrize(
+    "more", [{}, {"scale_noisy_latents": True}, {"corrector": "feedback"}], ids=str
+)
 def test_latents_encoded_before_give_the_same_text_and_nothing_else(more):
     model, (tokens, latents, text_t, latent_t) = make(**more), inputs()
     real = torch.arange(10) < torch.tensor([10, 7, 3, 9])[:, None]
     read = {}
     if more.get("corrector"):
-        read["hypotheses"] = Hypotheses(tokens.flip(0), latents.flip(0), torch.tensor([True, False, True, True]))
+        read["hypotheses"] = Hypotheses(
+            tokens.flip(0), latents.flip(0), torch.tensor([True, False, True, True])
+        )
     given = dict(text_positions=torch.tensor([0, 4, 12, 31, 36]), **read)
     encoded = model.encode_latents(latents, timesteps=latent_t, **read)
     expected = model(tokens, latents, text_t, latent_t, real, **given)
@@ -108,20 +138,30 @@ def test_latents_encoded_before_give_the_same_text_and_nothing_else(more):
     assert found.keys() == {"text_logits"}
     torch.testing.assert_close(found["text_logits"], expected["text_logits"], rtol=1e-4, atol=1e-5)
     if not read:
-        null = model(tokens, None, text_t, None, real, encoded=model.encode_latents(None, batch=4), **given)
+        null = model(
+            tokens, None, text_t, None, real, encoded=model.encode_latents(None, batch=4), **given
+        )
         without = model(tokens, None, text_t, None, real, **given)
-        torch.testing.assert_close(null["text_logits"], without["text_logits"], rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(
+            null["text_logits"], without["text_logits"], rtol=1e-4, atol=1e-5
+        )
     order = torch.tensor([3, 1])
     torch.testing.assert_close(encoded.select(order).tokens, encoded.tokens[order])
 
 
 def test_qk_rmsnorm_switch_changes_parameters_and_output():
     with_norm, without = make(), make(qk_rmsnorm=False)
-    names = {name for name, _ in with_norm.named_parameters()} - {name for name, _ in without.named_parameters()}
+    names = {name for name, _ in with_norm.named_parameters()} - {
+        name for name, _ in without.named_parameters()
+    }
     assert names and all("qk_norm" in name for name in names)
-    without.load_state_dict({k: v for k, v in with_norm.state_dict().items() if k in without.state_dict()})
+    without.load_state_dict(
+        {k: v for k, v in with_norm.state_dict().items() if k in without.state_dict()}
+    )
     tokens, latents, text_t, latent_t = inputs()
-    a, b = (m(tokens, latents, text_t, latent_t)["text_logits"][..., 4:] for m in (with_norm, without))
+    a, b = (
+        m(tokens, latents, text_t, latent_t)["text_logits"][..., 4:] for m in (with_norm, without)
+    )
     assert (a - b).abs().max() > 1e-3
     # and it bounds the attention logits: scaling all queries and keys changes nothing
     scaled = make()
@@ -133,7 +173,9 @@ def test_qk_rmsnorm_switch_changes_parameters_and_output():
     )
 
 
-@pytest.mark.parametrize("key", ["n_heads", "tokens_per_latent", "n_blocks", "mlp_ratio", "cond_dim", "tie_embeddings"])
+@pytest.mark.parametrize(
+    "key", ["n_heads", "tokens_per_latent", "n_blocks", "mlp_ratio", "cond_dim", "tie_embeddings"]
+)
 def test_every_shape_key_does_something(key):
     """MM-LDLM's n_heads, qk_rmsnorm and dropout were read by nobody."""
     other = {
@@ -189,10 +231,19 @@ def loss_of(model):
     tokens, latents, text_t, latent_t = inputs()
     positions = torch.arange(0, 40, 3)
     out = model(
-        tokens, latents, text_t, latent_t,
-        text_positions=positions, text_targets=tokens.flatten()[positions], text_weights=torch.ones(len(positions)),
-    )  # fmt: skip
-    return out["text_loss_sum"] + out["latent_pred"].square().sum() + out["length_logits"].logsumexp(-1).sum()
+        tokens,
+        latents,
+        text_t,
+        latent_t,
+        text_positions=positions,
+        text_targets=tokens.flatten()[positions],
+        text_weights=torch.ones(len(positions)),
+    )
+    return (
+        out["text_loss_sum"]
+        + out["latent_pred"].square().sum()
+        + out["length_logits"].logsumexp(-1).sum()
+    )
 
 
 def test_gradient_checkpointing_changes_no_gradient():
@@ -211,13 +262,25 @@ def test_gradients_reach_every_parameter():
     model = make().train()
     everyone = torch.tensor([True, False, False, False])
     tokens, latents, text_t, latent_t = inputs()
-    positions = torch.cat([torch.zeros(1, dtype=torch.int64), torch.arange(10, 40)])  # of a null text only its first
+    positions = torch.cat(
+        [torch.zeros(1, dtype=torch.int64), torch.arange(10, 40)]
+    )  # of a null text only its first
     out = model(
-        tokens, latents, text_t, torch.tensor([0.5, 0.5, 0.0, 0.0]), text_is_null=everyone,
+        tokens,
+        latents,
+        text_t,
+        torch.tensor([0.5, 0.5, 0.0, 0.0]),
+        text_is_null=everyone,
         latent_is_null=everyone.flip(0),
-        text_positions=positions, text_targets=tokens.flatten()[positions], text_weights=torch.ones(31),
-    )  # fmt: skip
-    (out["text_loss_sum"] + out["latent_pred"].square().sum() + out["length_logits"].logsumexp(-1).sum()).backward()
+        text_positions=positions,
+        text_targets=tokens.flatten()[positions],
+        text_weights=torch.ones(31),
+    )
+    (
+        out["text_loss_sum"]
+        + out["latent_pred"].square().sum()
+        + out["length_logits"].logsumexp(-1).sum()
+    ).backward()
     missing = [name for name, p in model.named_parameters() if p.grad is None or not p.grad.any()]
     assert missing == []
 
@@ -233,7 +296,10 @@ def test_save_and_load_again(tmp_path, tie):
     x = torch.randn(3, 12)
     torch.testing.assert_close(loaded.unscale_latents(loaded.scale_latents(x)), x)
     half = MultimodalMMDiT.from_pretrained(tmp_path, dtype=torch.bfloat16)
-    assert half.latent_mean.dtype == torch.float32 and half.blocks[0].to_out.weight.dtype == torch.bfloat16
+    assert (
+        half.latent_mean.dtype == torch.float32
+        and half.blocks[0].to_out.weight.dtype == torch.bfloat16
+    )
 
 
 def test_load_refuses_tensors_of_another_model(tmp_path):
@@ -267,7 +333,11 @@ def test_compiled_blocks_give_the_same_with_one_graph_for_all_lengths():
     model, compiled = make().train(), make().train()
     compiled.compile_blocks()
     counters.clear()
-    for lengths in ([10, 10, 8, 10], [12, 7, 11], [9, 9, 9, 3, 6]):  # several blocks, batches and lengths
+    for lengths in (
+        [10, 10, 8, 10],
+        [12, 7, 11],
+        [9, 9, 9, 3, 6],
+    ):  # several blocks, batches and lengths
         real = torch.arange(max(lengths)) < torch.tensor(lengths)[:, None]
         tokens, latents, text_t, latent_t = inputs(len(lengths), max(lengths))
         positions = real.flatten().nonzero()[::2, 0]
@@ -282,7 +352,11 @@ def test_compiled_blocks_give_the_same_with_one_graph_for_all_lengths():
             if p.grad is not None:
                 largest = float(p.grad.abs().max())
                 torch.testing.assert_close(
-                    q.grad, p.grad, rtol=1e-3, atol=1e-6 * largest, msg=lambda m, name=name: f"{name}: {m}"
+                    q.grad,
+                    p.grad,
+                    rtol=1e-3,
+                    atol=1e-6 * largest,
+                    msg=lambda m, name=name: f"{name}: {m}",
                 )
     assert counters["stats"]["unique_graphs"] == 1, counters["stats"]
 
@@ -294,7 +368,10 @@ def test_from_pretrained_reads_shards_and_names_a_missing_one(tmp_path):
     model.save_pretrained(tmp_path)
     tensors = dict(model.state_dict())
     names = sorted(tensors)
-    halves = {"model-00001-of-00002.safetensors": names[::2], "model-00002-of-00002.safetensors": names[1::2]}
+    halves = {
+        "model-00001-of-00002.safetensors": names[::2],
+        "model-00002-of-00002.safetensors": names[1::2],
+    }
     for file, part in halves.items():
         save_file({name: tensors[name].contiguous() for name in part}, tmp_path / file)
     weight_map = {name: file for file, part in halves.items() for name in part}

@@ -16,7 +16,8 @@ def where(x, null, is_null, at):
 
 @pytest.mark.parametrize("is_null", [(False, True, False, True), (False,) * 4, (True,) * 4])
 @pytest.mark.parametrize(
-    "shape, null_shape, at", [((4, 6), (6,), None), ((4, 2, 3, 5), (3, 5), None), ((9, 5), (5,), (0, 3, 4, 8))]
+    "shape, null_shape, at",
+    [((4, 6), (6,), None), ((4, 2, 3, 5), (3, 5), None), ((9, 5), (5,), (0, 3, 4, 8))],
 )
 def test_values_and_gradients_are_those_of_where(shape, null_shape, at, is_null):
     torch.manual_seed(0)
@@ -39,7 +40,11 @@ def test_what_a_null_replaces_does_not_matter():
     null = torch.ones(2, requires_grad=True)
     out = apply_null_condition(x, null, torch.ones(3, dtype=torch.bool))
     out.sum().backward()
-    assert torch.equal(out, torch.ones(3, 2)) and torch.equal(null.grad, torch.full((2,), 3.0)) and not x.grad.any()
+    assert (
+        torch.equal(out, torch.ones(3, 2))
+        and torch.equal(null.grad, torch.full((2,), 3.0))
+        and not x.grad.any()
+    )
 
 
 def test_the_dtypes_are_those_of_where():
@@ -48,5 +53,9 @@ def test_the_dtypes_are_those_of_where():
     null = torch.randn(4, requires_grad=True)
     out = apply_null_condition(x, null, torch.tensor([True, False, False]))
     out.sum().backward()
-    assert out.dtype == torch.float32 and torch.equal(out[0], null) and torch.equal(out[1:], x[1:].float())
+    assert (
+        out.dtype == torch.float32
+        and torch.equal(out[0], null)
+        and torch.equal(out[1:], x[1:].float())
+    )
     assert x.grad.dtype == torch.bfloat16 and null.grad.dtype == torch.float32

@@ -11,13 +11,24 @@ from mmldlm.models.plain import costs
 from mmldlm.models.plain.config import PlainConfig
 from mmldlm.models.plain.model import PlainTransformer
 
-IDS = {"vocab_size": 300, "latent_dim": 24, "mask_token_id": 1, "pad_token_id": 0, "eos_token_id": 2}
+IDS = {
+    "vocab_size": 300,
+    "latent_dim": 24,
+    "mask_token_id": 1,
+    "pad_token_id": 0,
+    "eos_token_id": 2,
+}
 SHAPES = {
     "none": {"conditioning": "none"},
     "none_tied": {"conditioning": "none", "tie_embeddings": True, "qk_rmsnorm": False},
     "prefix": {"num_latents": 3, "mlp_ratio": 2.0},
     "prefix_timed": {"reads_time": True, "reads_pooled": True, "tokens_per_latent": 2},
-    "adaln": {"conditioning": "adaln", "reads_time": True, "cond_dim": 40, "extra_input_tokens": 7},
+    "adaln": {
+        "conditioning": "adaln",
+        "reads_time": True,
+        "cond_dim": 40,
+        "extra_input_tokens": 7,
+    },
     "cross": {"conditioning": "cross_attention", "reads_time": True, "tokens_per_latent": 3},
     "causal": {"causal": True, "tokens_per_latent": 3},
     "causal_none": {"causal": True, "conditioning": "none"},
@@ -28,7 +39,15 @@ SHAPES = {
 
 def configured(name: str, **keys) -> PlainConfig:
     return PlainConfig(
-        **{"hidden_size": 48, "n_heads": 3, "n_blocks": 2, "max_seq_len": 40, **IDS, **SHAPES[name], **keys}
+        **{
+            "hidden_size": 48,
+            "n_heads": 3,
+            "n_blocks": 2,
+            "max_seq_len": 40,
+            **IDS,
+            **SHAPES[name],
+            **keys,
+        }
     )
 
 
@@ -48,7 +67,9 @@ def test_parameters_and_shapes_to_the_element(name):
     assert {key: tuple(state[key].shape) for key in shapes} == shapes
 
 
-def batch_of(config: PlainConfig, batch: int, length: int, device: str, scored: int, dtype=torch.float32) -> dict:
+def batch_of(
+    config: PlainConfig, batch: int, length: int, device: str, scored: int, dtype=torch.float32
+) -> dict:
     torch.manual_seed(0)
     tokens = torch.randint(3, config.vocab_size, (batch, length), device="cpu").to(device)
     latents = torch.zeros(batch, config.num_latents, config.latent_dim, device=device, dtype=dtype)
@@ -101,7 +122,9 @@ def kept_for_backward(config: PlainConfig, batch: int, length: int, dtype: torch
 def test_activations(name, dtype):
     for keys in ({}, {"hidden_size": 192, "n_blocks": 4}, {"hidden_size": 192, "dropout": 0.1}):
         config = configured(name, **keys)
-        kept = kept_for_backward(config, 4, 40, torch.float32 if dtype == "fp32" else torch.bfloat16)
-        assert costs.activation_bytes(config, 4, 40, dtype, 1.0 if config.causal else 0.5) == pytest.approx(
-            kept, rel=0.065
+        kept = kept_for_backward(
+            config, 4, 40, torch.float32 if dtype == "fp32" else torch.bfloat16
         )
+        assert costs.activation_bytes(
+            config, 4, 40, dtype, 1.0 if config.causal else 0.5
+        ) == pytest.approx(kept, rel=0.065)

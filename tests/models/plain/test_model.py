@@ -1,4 +1,6 @@
-"""PlainTransformer: the same numbers from every layout, cache and head; what a causal or conditioned model may see."""
+"""PlainTransformer: the same numbers from every layout, cache and head; what a causal or
+conditioned model may see.
+"""
 
 from __future__ import annotations
 
@@ -13,17 +15,35 @@ from mmldlm.models.plain.decode import next_logits, start_text
 from mmldlm.models.plain.model import PlainTransformer
 
 CONDITIONINGS = ("none", "prefix", "adaln", "cross_attention")
-KINDS = [(causal, kind, time) for causal in (True, False) for kind in CONDITIONINGS for time in ({False, not causal})]
+KINDS = [
+    (causal, kind, time)
+    for causal in (True, False)
+    for kind in CONDITIONINGS
+    for time in {False, not causal}
+]
 LENGTHS, WIDTH, VOCAB, MASK = torch.tensor([9, 4, 6]), 9, 40, 1
 
 
-def make_model(causal: bool, conditioning: str, reads_time: bool = False, noise: float = 0.1, **keys):
+def make_model(
+    causal: bool, conditioning: str, reads_time: bool = False, noise: float = 0.1, **keys
+):
     """A tiny fp64 model; with noise on all weights no gate is 0."""
     torch.manual_seed(0)
     config = PlainConfig(
-        hidden_size=32, n_heads=2, n_blocks=2, max_seq_len=12, latent_dim=8, vocab_size=VOCAB, mask_token_id=MASK,
-        pad_token_id=0, eos_token_id=2, causal=causal, conditioning=conditioning, reads_time=reads_time, **keys,
-    )  # fmt: skip
+        hidden_size=32,
+        n_heads=2,
+        n_blocks=2,
+        max_seq_len=12,
+        latent_dim=8,
+        vocab_size=VOCAB,
+        mask_token_id=MASK,
+        pad_token_id=0,
+        eos_token_id=2,
+        causal=causal,
+        conditioning=conditioning,
+        reads_time=reads_time,
+        **keys,
+    )
     model = PlainTransformer(config).double()
     with torch.no_grad():
         for parameter in model.parameters():
@@ -48,7 +68,9 @@ def call(model, batch, **keys):
 
 @pytest.mark.parametrize(("causal", "kind", "time"), KINDS)
 def test_layouts_heads_and_caches_agree(causal, kind, time, batch, monkeypatch):
-    """Packed (loop and rectangle), padded, one sample at a time, NLLs, chunks, and cached: the same distributions."""
+    """Packed (loop and rectangle), padded, one sample at a time, NLLs, chunks, and cached: the
+    same distributions.
+    """
     model = make_model(causal, kind, time)
     tokens, latents, times, mask = batch
     positions = mask.flatten().nonzero()[:, 0]
@@ -57,25 +79,39 @@ def test_layouts_heads_and_caches_agree(causal, kind, time, batch, monkeypatch):
     others = [
         call(model, batch, text_positions=positions)["text_logits"],
         call(model, batch)["text_logits"].flatten(0, 1)[positions],
-        torch.cat([
-            call(model, (tokens[i : i + 1, :n], latents[i : i + 1], times[i : i + 1], None))["text_logits"][0]
-            for i, n in enumerate(LENGTHS.tolist())
-        ]),
-    ]  # fmt: skip
+        torch.cat(
+            [
+                call(model, (tokens[i : i + 1, :n], latents[i : i + 1], times[i : i + 1], None))[
+                    "text_logits"
+                ][0]
+                for i, n in enumerate(LENGTHS.tolist())
+            ]
+        ),
+    ]
     if causal:
         full = call(model, (tokens, latents, times, None))["text_logits"]
         cache = start_text(model, None if kind == "none" else latents, batch=3)
-        steps = [next_logits(model, cache)] + [next_logits(model, cache, tokens[:, i]) for i in range(WIDTH - 1)]
+        steps = [next_logits(model, cache)] + [
+            next_logits(model, cache, tokens[:, i]) for i in range(WIDTH - 1)
+        ]
         torch.testing.assert_close(torch.stack(steps, 1), full)
     else:
         encoded = model.encode_latents(None if kind == "none" else latents, None, 3, caches=True)
-        others.append(model(tokens, None, times, None, mask, text_positions=positions, encoded=encoded)["text_logits"])
+        others.append(
+            model(tokens, None, times, None, mask, text_positions=positions, encoded=encoded)[
+                "text_logits"
+            ]
+        )
     for other in others:
         torch.testing.assert_close(other, logits)
     targets = tokens.flatten()[positions]
     expected = F.cross_entropy(logits, targets, reduction="none")
     scored = call(
-        model, batch, text_positions=positions, text_targets=targets, text_weights=torch.ones(len(targets)).double()
+        model,
+        batch,
+        text_positions=positions,
+        text_targets=targets,
+        text_weights=torch.ones(len(targets)).double(),
     )
     torch.testing.assert_close(scored["text_nll"], expected)
     assert bool(torch.isneginf(logits[:, MASK]).all())
@@ -88,9 +124,14 @@ def nll_sum(model, batch, **keys):
     targets = tokens.flatten()[positions]
     is_null = None if model.config.conditioning == "none" else torch.tensor([True, False, True])
     out = call(
-        model, (tokens, latents, times, mask), text_positions=positions, latent_is_null=is_null, text_targets=targets,
-        text_weights=torch.ones(len(targets)).double(), **keys,
-    )  # fmt: skip
+        model,
+        (tokens, latents, times, mask),
+        text_positions=positions,
+        latent_is_null=is_null,
+        text_targets=targets,
+        text_weights=torch.ones(len(targets)).double(),
+        **keys,
+    )
     return out["text_loss_sum"] + (0.0 if model.config.causal else out["length_logits"].sum())
 
 
@@ -110,16 +151,20 @@ def test_every_parameter_has_a_gradient_with_and_without_checkpointing(causal, k
 
 @pytest.mark.parametrize(("causal", "kind", "time"), KINDS)
 def test_dropout_depends_on_the_row_alone(causal, kind, time, batch):
-    """Neither padding, other samples, their order, nor a recomputed block change it; other keys do."""
+    """Neither padding, other samples, their order, nor a recomputed block change it; other keys
+    do.
+    """
     model, keys = make_model(causal, kind, time, dropout=0.25), torch.tensor([5, -7, 2**62])
     whole = call(model, batch, dropout_keys=keys)["text_logits"]
     alone = [
         model(
-            batch[0][i : i + 1, :n], None if kind == "none" else batch[1][i : i + 1], batch[2][i : i + 1],
+            batch[0][i : i + 1, :n],
+            None if kind == "none" else batch[1][i : i + 1],
+            batch[2][i : i + 1],
             dropout_keys=keys[i : i + 1],
         )["text_logits"][0]
         for i, n in enumerate(LENGTHS.tolist())
-    ]  # fmt: skip
+    ]
     torch.testing.assert_close(torch.cat(alone), whole[batch[3]])
     order = torch.tensor([2, 0, 1])
     swapped = call(model, [part[order] for part in batch], dropout_keys=keys[order])["text_logits"]
@@ -142,9 +187,15 @@ def test_dropout_depends_on_the_row_alone(causal, kind, time, batch):
 @pytest.mark.parametrize("place", range(3))
 def test_each_output_of_a_block_is_dropped(place, batch, monkeypatch):
     """Attention, MLP and cross-attention: without masks at this place, the loss is another one."""
-    model, keys, drop = make_model(False, "cross_attention", dropout=0.25), torch.tensor([1, 2, 3]), RowDropout.drop
+    model, keys, drop = (
+        make_model(False, "cross_attention", dropout=0.25),
+        torch.tensor([1, 2, 3]),
+        RowDropout.drop,
+    )
     expected = call(model, batch, dropout_keys=keys)["text_logits"][batch[3]]
-    monkeypatch.setattr(RowDropout, "drop", lambda self, x, at: x if at == place else drop(self, x, at))
+    monkeypatch.setattr(
+        RowDropout, "drop", lambda self, x, at: x if at == place else drop(self, x, at)
+    )
     found = call(model, batch, dropout_keys=keys)["text_logits"][batch[3]]
     assert float((found - expected)[..., 2:].detach().abs().max()) > 1e-3
 
@@ -155,7 +206,9 @@ def test_a_causal_model_sees_what_came_before(kind, batch):
     at = 4
     changed = tokens.clone()
     changed[:, at:] = torch.randint(3, VOCAB, (3, WIDTH - at))
-    first, second = (call(model, (t, latents, times, None))["text_logits"].detach() for t in (tokens, changed))
+    first, second = (
+        call(model, (t, latents, times, None))["text_logits"].detach() for t in (tokens, changed)
+    )
     torch.testing.assert_close(second[:, : at + 1], first[:, : at + 1], rtol=0, atol=1e-13)
     assert float((second[:, at + 1] - first[:, at + 1])[:, 2:].abs().min(0).values.max()) > 1e-3
 
@@ -164,7 +217,9 @@ def test_a_causal_model_sees_what_came_before(kind, batch):
 def test_padding_changes_nothing(causal, kind, time, batch):
     model, (tokens, latents, times, mask) = make_model(causal, kind, time), batch
     other = torch.where(mask, tokens, torch.randint(3, VOCAB, tokens.shape))
-    first, second = (call(model, (t, latents, times, mask))["text_logits"][mask] for t in (tokens, other))
+    first, second = (
+        call(model, (t, latents, times, mask))["text_logits"][mask] for t in (tokens, other)
+    )
     torch.testing.assert_close(second, first, rtol=0, atol=1e-13)
 
 
@@ -172,7 +227,9 @@ def test_padding_changes_nothing(causal, kind, time, batch):
 @pytest.mark.parametrize("kind", ["prefix", "adaln", "cross_attention"])
 def test_no_latent_is_the_null_latent_and_a_latent_matters(causal, kind, batch):
     model, (tokens, latents, times, mask) = make_model(causal, kind), batch
-    null = model(tokens, latents, times, None, mask, latent_is_null=torch.ones(3, dtype=torch.bool))["text_logits"]
+    null = model(
+        tokens, latents, times, None, mask, latent_is_null=torch.ones(3, dtype=torch.bool)
+    )["text_logits"]
     torch.testing.assert_close(model(tokens, None, times, None, mask)["text_logits"], null)
     given = call(model, batch)["text_logits"]
     assert float((given - null)[..., 2:].detach().abs().mean()) > 1e-2
@@ -182,16 +239,21 @@ def test_no_latent_is_the_null_latent_and_a_latent_matters(causal, kind, batch):
 def test_gates_start_at_zero_and_learn(kind, batch):
     """At the start the logits do not depend on the latent, but the gradient leads there."""
     model, (tokens, latents, times, mask) = make_model(False, kind, True, noise=0.0), batch
-    given, other = (call(model, (tokens, z, times, mask))["text_logits"] for z in (latents, -latents))
+    given, other = (
+        call(model, (tokens, z, times, mask))["text_logits"] for z in (latents, -latents)
+    )
     assert torch.equal(given, other)
     call(model, batch)["text_logits"][mask][:, 3:].square().sum().backward()
     gate = model.text_head.modulation.weight if kind == "adaln" else model.blocks[0].cross.gate
-    # Under adaLN a block's own output is gated as well: what learns first is the head's modulation.
+    # Under adaLN a block's own output is gated as well: what learns first is the head's
+    # modulation.
     assert float(gate.grad.abs().max()) > 0
 
 
 def test_cross_attention_to_one_token_is_a_bias(batch):
-    """A softmax over one key is 1: with K = 1 every position receives the same vector (docs/baselines.md)."""
+    """A softmax over one key is 1: with K = 1 every position receives the same vector
+    (docs/baselines.md).
+    """
     spreads = {}
     for chunks in (1, 3):
         model = make_model(False, "cross_attention", tokens_per_latent=chunks)
@@ -209,22 +271,32 @@ def test_functions_of_chunks_of_logits(batch, monkeypatch):
     targets = batch[0].flatten()
     grads = []
     for rows_of_a_chunk in (1000, 4):
-        monkeypatch.setattr("mmldlm.models.plain.head.rows_of_a_chunk", lambda *_, rows=rows_of_a_chunk: rows)
+        monkeypatch.setattr(
+            "mmldlm.models.plain.head.rows_of_a_chunk", lambda *_, rows=rows_of_a_chunk: rows
+        )
         model = make_model(False, "adaln", True)
         out = call(
-            model, batch, text_positions=torch.arange(27),
-            text_function=lambda logits, which: F.cross_entropy(logits, targets[which], reduction="none"),
-        )["text_function"]  # fmt: skip
+            model,
+            batch,
+            text_positions=torch.arange(27),
+            text_function=lambda logits, which: F.cross_entropy(
+                logits, targets[which], reduction="none"
+            ),
+        )["text_function"]
         out.sum().backward()
         grads.append([out.detach(), *(p.grad for p in model.parameters() if p.grad is not None)])
     assert all(torch.allclose(a, b) for a, b in zip(*grads, strict=True))
     model = make_model(False, "adaln", True)
     logits = call(model, batch, text_positions=torch.arange(27))["text_logits"]
-    torch.testing.assert_close(grads[0][0], F.cross_entropy(logits, targets, reduction="none").detach())
+    torch.testing.assert_close(
+        grads[0][0], F.cross_entropy(logits, targets, reduction="none").detach()
+    )
 
 
 def test_compiled_blocks_give_the_same_with_one_graph_for_all_lengths():
-    """Captured by dynamo and run by torch: what a compiler makes of the graph is the compiler's."""
+    """Captured by dynamo and run by torch: what a compiler makes of the graph is the
+    compiler's.
+    """
     from torch._dynamo.utils import counters
 
     model, compiled = (make_model(False, "prefix", tokens_per_latent=2) for _ in range(2))
@@ -234,9 +306,16 @@ def test_compiled_blocks_give_the_same_with_one_graph_for_all_lengths():
     counters.clear()
     for lengths in ([9, 4, 6, 9], [12, 7], [5, 11, 3, 6, 4]):
         mask = torch.arange(max(lengths)) < torch.tensor(lengths)[:, None]
-        batch = (torch.randint(3, VOCAB, mask.shape), torch.randn(len(mask), 8).double(), None, mask)
+        batch = (
+            torch.randint(3, VOCAB, mask.shape),
+            torch.randn(len(mask), 8).double(),
+            None,
+            mask,
+        )
         at = mask.flatten().nonzero()[::2, 0]
-        found, expected = (call(each, batch, text_positions=at)["text_logits"] for each in (compiled, model))
+        found, expected = (
+            call(each, batch, text_positions=at)["text_logits"] for each in (compiled, model)
+        )
         torch.testing.assert_close(found, expected)
     assert counters["stats"]["unique_graphs"] == 1, counters["stats"]
 

@@ -14,7 +14,14 @@ def tokenizer():
     from transformers import PreTrainedTokenizerFast
 
     words = ["[MASK]", "[PAD]", "[EOS]", "[UNK]", "run", "##ning", "##ner", "fast", ".", *HOSTILE]
-    core = Tokenizer(models.WordPiece({word: i for i, word in enumerate(words)}, unk_token="[UNK]"))
+    core = Tokenizer(
+        models.WordPiece({word: i for i, word in enumerate(words)}, unk_token="[UNK]")
+    )
     core.decoder = decoders.WordPiece(prefix="##", cleanup=True)
-    special = {"mask_token": "[MASK]", "pad_token": "[PAD]", "eos_token": "[EOS]", "unk_token": "[UNK]"}
+    special = {
+        "mask_token": "[MASK]",
+        "pad_token": "[PAD]",
+        "eos_token": "[EOS]",
+        "unk_token": "[UNK]",
+    }
     return PreTrainedTokenizerFast(tokenizer_object=core, **special)

@@ -33,7 +33,9 @@ def test_texts_and_attributes_come_back_as_they_were():
 
 def test_tables_hold_their_cells_in_order():
     columns = [Column("name", False), Column("value"), Column("text", False)]
-    read = Reader(to_html([section("A", table("caption", columns, [("a", "1", HOSTILE), ("b", "2", "y")]))]))
+    read = Reader(
+        to_html([section("A", table("caption", columns, [("a", "1", HOSTILE), ("b", "2", "y")]))])
+    )
     assert read.tags.count("tr") == 3 and read.tags.count("td") == 4 and "script" not in read.tags
     assert [text for text in read.texts if text.strip()] == [
         "A", "caption", "name", "value", "text", "a", "1", HOSTILE, "b", "2", "y",
@@ -41,4 +43,9 @@ def test_tables_hold_their_cells_in_order():
 
 
 def test_definitions_pair_names_and_values():
-    assert Reader(to_html([definitions([("a", HOSTILE), ("b", "2")])])).texts == ["a", HOSTILE, "b", "2"]
+    assert Reader(to_html([definitions([("a", HOSTILE), ("b", "2")])])).texts == [
+        "a",
+        HOSTILE,
+        "b",
+        "2",
+    ]

@@ -1,4 +1,6 @@
-"""Pages: nothing from outside becomes markup, nothing is loaded, and a path is refused before any work."""
+"""Pages: nothing from outside becomes markup, nothing is loaded, and a path is refused before any
+work.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,10 @@ def test_json_in_a_page_comes_back_and_cannot_end_its_element():
 
 
 def test_a_page_runs_only_its_own_script(browser, tmp_path):
-    script = "document.getElementById('out').textContent = JSON.parse(document.getElementById('data').textContent)"
+    script = (
+        "document.getElementById('out').textContent ="
+        " JSON.parse(document.getElementById('data').textContent)"
+    )
     page = render(HOSTILE, '<main><p id="out"></p></main>', script, HOSTILE)
     write_page(tmp_path / "new" / "page.html", page)
     browser.open(tmp_path / "new" / "page.html")
@@ -31,7 +36,10 @@ def test_a_page_runs_only_its_own_script(browser, tmp_path):
     assert browser.run("window.broken") is None and browser.problems == []
     assert browser.requests == [(tmp_path / "new" / "page.html").as_uri()]
     # What the policy is for: a script that came in by a fault of ours does not run.
-    write_page(tmp_path / "bad.html", page.replace('<p id="out">', '<script>window.broken = 1</script><p id="out">'))
+    write_page(
+        tmp_path / "bad.html",
+        page.replace('<p id="out">', '<script>window.broken = 1</script><p id="out">'),
+    )
     browser.open(tmp_path / "bad.html")
     assert browser.run("window.broken") is None
     assert any("Content Security Policy" in problem for problem in browser.problems)

@@ -10,12 +10,15 @@ from mmldlm.observe.pages.svg import Interval, Line, interval_plot, line_plot, t
 
 
 @pytest.mark.parametrize(
-    "low, high", [(0, 1), (0, 0.00031), (-3.2, 17.9), (0, 54.1), (0, 100), (0, 0), (-2, -2), (0.1, 1e6)]
+    "low, high",
+    [(0, 1), (0, 0.00031), (-3.2, 17.9), (0, 54.1), (0, 100), (0, 0), (-2, -2), (0.1, 1e6)],
 )
 def test_ticks_are_round_and_hold_the_range(low, high):
     marks = ticks(low, high)
     step = marks[1] - marks[0]
-    assert marks[0] <= low + 1e-9 * step and marks[-1] >= high - 1e-9 * step and 2 <= len(marks) <= 7
+    assert (
+        marks[0] <= low + 1e-9 * step and marks[-1] >= high - 1e-9 * step and 2 <= len(marks) <= 7
+    )
     assert all(b - a == pytest.approx(step) for a, b in zip(marks, marks[1:]))
     assert round(step / 10 ** math.floor(math.log10(step * 1.0001)), 6) in (1, 2, 5)
 
@@ -33,13 +36,27 @@ def test_dots_stand_where_the_axis_says():
 
 @pytest.mark.parametrize("log_x", [False, True])
 def test_lines_go_through_their_points(log_x):
-    lines = [Line("a", [(1.0, 2.0, 0.5), (2.0, 1.0, 0.0), (4.0, 1.0, 0.25)]), Line("b", [(4.0, 3.0, 0.0)], 1, True)]
+    lines = [
+        Line("a", [(1.0, 2.0, 0.5), (2.0, 1.0, 0.0), (4.0, 1.0, 0.25)]),
+        Line("b", [(4.0, 3.0, 0.0)], 1, True),
+    ]
     figure = line_plot(lines, "passes", "nats", "caption", log_x)
-    xs = {node.text: float(node.get("x")) for node in figure.iter("text") if node.get("text-anchor") == "middle"}
-    ys = {node.text: float(node.get("y")) - 4 for node in figure.iter("text") if node.get("text-anchor") == "end"}
+    xs = {
+        node.text: float(node.get("x"))
+        for node in figure.iter("text")
+        if node.get("text-anchor") == "middle"
+    }
+    ys = {
+        node.text: float(node.get("y")) - 4
+        for node in figure.iter("text")
+        if node.get("text-anchor") == "end"
+    }
     first, second = (
-        [tuple(map(float, pair.split(","))) for pair in node.get("points").split()] for node in figure.iter("polyline")
+        [tuple(map(float, pair.split(","))) for pair in node.get("points").split()]
+        for node in figure.iter("polyline")
     )
-    assert first == [(xs["1"], ys["2"]), (xs["2"], ys["1"]), (xs["4"], ys["1"])] and second == [(xs["4"], ys["3"])]
+    assert first == [(xs["1"], ys["2"]), (xs["2"], ys["1"]), (xs["4"], ys["1"])] and second == [
+        (xs["4"], ys["3"])
+    ]
     assert [node.text for node in figure.iter("text")][-2:] == ["a", "b"]
     assert xs["4"] - xs["2"] == pytest.approx((1 if log_x else 2) * (xs["2"] - xs["1"]), abs=0.2)

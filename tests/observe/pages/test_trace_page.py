@@ -8,7 +8,14 @@ import re
 import pytest
 
 from mmldlm.observe.pages.page import write_page
-from mmldlm.observe.pages.trace_page import JOINED, STATE, WORD, token_words, trace_data, trace_page
+from mmldlm.observe.pages.trace_page import (
+    JOINED,
+    STATE,
+    WORD,
+    token_words,
+    trace_data,
+    trace_page,
+)
 from mmldlm.sampling.text.trace import MAX_TEXTS, TextTrace, Write
 from tests.observe.pages.conftest import HOSTILE
 
@@ -17,7 +24,10 @@ RUN, NING, NER, FAST, STOP, FIRST_HOSTILE, VOCAB = 4, 5, 6, 7, 8, 9, 13
 
 def words(count: int) -> str:
     """JavaScript: what the first tokens show."""
-    return f"[...document.querySelectorAll('#tokens .token')].slice(0, {count}).map((chip) => chip.textContent)"
+    return (
+        f"[...document.querySelectorAll('#tokens .token')].slice(0, {count}).map((chip) =>"
+        " chip.textContent)"
+    )
 
 
 TEXT = "document.getElementById('text').textContent"
@@ -26,20 +36,43 @@ COUNTER = "document.getElementById('counter').textContent"
 
 @pytest.fixture(scope="module")
 def traces():
-    """Text 0: "running fast." in two passes, one word written twice. Text 1: hostile words. Text 2: no word at all."""
+    """Text 0: "running fast." in two passes, one word written twice. Text 1: hostile words.
+
+    Text 2: no word at all.
+    """
     candidates = ((RUN, 0.5), (FAST, 0.25))
     first = [Write(0, RUN, 0.5, candidates), Write(1, NER, 0.1, ((NING, 0.3), (NER, 0.1)))]
-    second = [Write(1, NING, 0.75, ((NING, 0.75),)), Write(2, FAST, 1.0, ((FAST, 1.0),)), Write(3, STOP, 0.0)]
-    hostile = [Write(i, FIRST_HOSTILE + i, 0.5, ((FIRST_HOSTILE + i, 0.5),)) for i in range(len(HOSTILE))]
-    third = [Write(0, VOCAB + 2, None, ((RUN, 0.5),))], [Write(0, None)], [Write(0, RUN, 1.0, ((RUN, 1.0),))]
+    second = [
+        Write(1, NING, 0.75, ((NING, 0.75),)),
+        Write(2, FAST, 1.0, ((FAST, 1.0),)),
+        Write(3, STOP, 0.0),
+    ]
+    hostile = [
+        Write(i, FIRST_HOSTILE + i, 0.5, ((FIRST_HOSTILE + i, 0.5),)) for i in range(len(HOSTILE))
+    ]
+    third = (
+        [Write(0, VOCAB + 2, None, ((RUN, 0.5),))],
+        [Write(0, None)],
+        [Write(0, RUN, 1.0, ((RUN, 1.0),))],
+    )
     return {0: TextTrace([first, second]), 1: TextTrace([hostile]), 3: TextTrace(list(third))}
 
 
 @pytest.fixture(scope="module")
 def records():
     return [
-        {"index": 0, "text": "running fast.", "num_tokens": 4, "reference": "Running <b>faster</b>."},
-        {"index": 1, "text": " ".join(HOSTILE), "num_tokens": len(HOSTILE), "reference": HOSTILE[0]},
+        {
+            "index": 0,
+            "text": "running fast.",
+            "num_tokens": 4,
+            "reference": "Running <b>faster</b>.",
+        },
+        {
+            "index": 1,
+            "text": " ".join(HOSTILE),
+            "num_tokens": len(HOSTILE),
+            "reference": HOSTILE[0],
+        },
         {"index": 2, "text": "", "num_tokens": 0},
         {"index": 3, "text": "run", "num_tokens": 1},
     ]
@@ -75,9 +108,14 @@ def test_bytes_of_a_word_know_it_too():
 def test_the_data_replays_to_the_texts(traces, records, tokenizer):
     data = json.loads(json.dumps(trace_data(traces, records, tokenizer, VOCAB)))
     shown, text = data["tokens"], data["texts"][0]
-    for num_passes, expected in ((1, ["run", "ner", None, None]), (2, ["run", "ning", "fast", "."])):
+    for num_passes, expected in (
+        (1, ["run", "ner", None, None]),
+        (2, ["run", "ning", "fast", "."]),
+    ):
         state = [None] * text["length"]
-        for position, token, _, _ in (write for writes in text["passes"][:num_passes] for write in writes):
+        for position, token, _, _ in (
+            write for writes in text["passes"][:num_passes] for write in writes
+        ):
             state[position] = shown[token][0]
         assert state == expected
     assert data["texts"][2]["passes"] == [] and data["texts"][2]["reference"] is None
@@ -89,7 +127,9 @@ def test_stepping_ends_at_the_sampled_text(page):
     assert page.run(words(4)) == ["run", "ner", "", ""] and page.run(TEXT) == "runner …"
     page.run("document.getElementById('step').click()")
     assert page.run(words(4)) == ["run", "ning", "fast", "."]
-    assert page.run(TEXT) == "running fast." and page.run("document.getElementById('step').disabled")
+    assert page.run(TEXT) == "running fast." and page.run(
+        "document.getElementById('step').disabled"
+    )
     assert page.run("document.getElementById('text-label').textContent") == "Final text"
     assert page.run("document.getElementById('reference').textContent") == "Running <b>faster</b>."
     assert "4 of 4" in page.run(COUNTER)
@@ -128,13 +168,21 @@ def test_hostile_words_stay_words(page):
 
 
 def test_the_legend_names_what_the_page_shows(page, browser, records, traces, tokenizer, tmp_path):
-    hidden = "['changed-legend', 'state-legend', 'mask-legend'].map((id) => document.getElementById(id).hidden)"
+    hidden = (
+        "['changed-legend', 'state-legend', 'mask-legend'].map((id) =>"
+        " document.getElementById(id).hidden)"
+    )
     assert page.run(hidden) == [False, False, False]
     page.press("ArrowRight")
     assert page.run("document.querySelectorAll('#tokens .changed').length") == 0
     page.press("ArrowRight")
-    assert page.run("[...document.querySelectorAll('#tokens .changed')].map((chip) => chip.textContent)") == ["ning"]
-    write_page(tmp_path / "plain.html", trace_page({0: traces[1]}, records[1:2], tokenizer, VOCAB, settings=[]))
+    assert page.run(
+        "[...document.querySelectorAll('#tokens .changed')].map((chip) => chip.textContent)"
+    ) == ["ning"]
+    write_page(
+        tmp_path / "plain.html",
+        trace_page({0: traces[1]}, records[1:2], tokenizer, VOCAB, settings=[]),
+    )
     browser.open(tmp_path / "plain.html")
     assert browser.run(hidden) == [True, True, False]
     browser.open(tmp_path / "trace.html")
@@ -142,7 +190,8 @@ def test_the_legend_names_what_the_page_shows(page, browser, records, traces, to
 
 def test_states_that_are_no_words_and_masks_that_come_back_are_shown(page):
     page.run(
-        "{ const list = document.getElementById('choice'); list.value = 2; list.dispatchEvent(new Event('change')) }"
+        "{ const list = document.getElementById('choice'); list.value = 2; list.dispatchEvent(new"
+        " Event('change')) }"
     )
     assert page.run(TEXT) == "" and page.run("document.getElementById('reference-row').hidden")
     page.press("n")
@@ -164,7 +213,9 @@ def test_nothing_is_wider_than_the_screen(page, width):
 
 
 def test_without_masks_positions_appear_as_they_are_written(browser, records, tokenizer, tmp_path):
-    trace = TextTrace([[Write(i, token, 0.5, ((token, 0.5),))] for i, token in enumerate((RUN, NING))])
+    trace = TextTrace(
+        [[Write(i, token, 0.5, ((token, 0.5),))] for i, token in enumerate((RUN, NING))]
+    )
     record = {"index": 0, "text": "running", "num_tokens": 2}
     text = trace_page({0: trace}, [record], tokenizer, VOCAB, settings=[], starts_masked=False)
     write_page(tmp_path / "trace.html", text)
@@ -182,7 +233,9 @@ def test_size_is_bounded_by_the_number_of_texts(tokenizer):
     length, total = 200, 3 * MAX_TEXTS
     passes = [[write._replace(position=i)] for i in range(length)]
     records = [{"index": i, "text": "run " * length, "num_tokens": length} for i in range(total)]
-    page = trace_page({i: TextTrace(passes) for i in range(total)}, records, tokenizer, VOCAB, settings=[])
+    page = trace_page(
+        {i: TextTrace(passes) for i in range(total)}, records, tokenizer, VOCAB, settings=[]
+    )
     assert f"The first {MAX_TEXTS} of {total} texts." in page
     assert len(re.findall(r'"index":', page)) == MAX_TEXTS
     assert len(page) < 2_000_000

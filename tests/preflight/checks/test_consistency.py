@@ -14,26 +14,52 @@ from tests.support.preflight_context import make_context, run
 
 
 def versions(nccl=None, **changes) -> dict:
-    packages = {"python": "3.11.7", "torch": "2.13.0", "deepspeed": "0.19.8", "numpy": "2.4.6", **changes}
+    packages = {
+        "python": "3.11.7",
+        "torch": "2.13.0",
+        "deepspeed": "0.19.8",
+        "numpy": "2.4.6",
+        **changes,
+    }
     return {"packages": packages, "nccl": nccl, "machine": "x86_64"}
 
 
 def test_nccl_as_loaded_counts_as_a_version():
-    found = run("VER001", make_context(versions={n: versions(nccl="2.20.5" if n == "c" else "2.19.3") for n in "abc"}))
+    found = run(
+        "VER001",
+        make_context(
+            versions={n: versions(nccl="2.20.5" if n == "c" else "2.19.3") for n in "abc"}
+        ),
+    )
     assert found["c"].status == FAIL and "2.20.5 (others 2.19.3)" in found["c"].measured
 
 
 def test_a_lesser_package_only_warns():
-    found = run("VER001", make_context(versions={n: versions(numpy="2.0.0" if n == "c" else "2.4.6") for n in "abc"}))
+    found = run(
+        "VER001",
+        make_context(
+            versions={n: versions(numpy="2.0.0" if n == "c" else "2.4.6") for n in "abc"}
+        ),
+    )
     assert found["c"].status == WARN and found["a"].status == PASS
 
 
 def test_a_hung_probe_fails_on_its_node():
-    context = make_context(checkpoints={"folder": "/x", "free": 1 << 40, "free_inodes": None, "file_system": "nfs",
-                                      "bytes_per_second": 1e9, "rename": True})  # fmt: skip
+    context = make_context(
+        checkpoints={
+            "folder": "/x",
+            "free": 1 << 40,
+            "free_inodes": None,
+            "file_system": "nfs",
+            "bytes_per_second": 1e9,
+            "rename": True,
+        }
+    )
     context.facts["b"]["checkpoints"] = {"error": "no answer within 15 s", "timeout": True}
     found = run("CKPT001", context)
-    assert found["b"].status == FAIL and "hangs on b" in found["b"].fix and found["a"].status == PASS
+    assert (
+        found["b"].status == FAIL and "hangs on b" in found["b"].fix and found["a"].status == PASS
+    )
 
 
 def write_store(root, byte: bytes):
@@ -62,7 +88,9 @@ def test_every_store_of_a_mixture_is_checked(tmp_path):
     assert [present[name].status for name in "abc"] == [PASS, FAIL, PASS]
     assert [same[name].status for name in "abc"] == [PASS, FAIL, FAIL]
     for result in (present["b"], same["c"]):
-        assert f"{roots[1]}/train/tokens.npy" in result.measured and roots[0] not in result.measured
+        assert (
+            f"{roots[1]}/train/tokens.npy" in result.measured and roots[0] not in result.measured
+        )
     assert f"{roots[1]}/ b:" in present["b"].fix
 
     stores[0].rename(tmp_path / "elsewhere")

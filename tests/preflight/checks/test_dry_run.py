@@ -11,14 +11,26 @@ def test_the_group_of_the_writers_has_its_own_check():
     def context(**writers):
         found = make_context(nodes=("a", "b"))
         sound = {"formed": 1.0, "wrong": [], "backend": "nccl"}
-        ranks = {(node, 0): {"1.1": sound, CHECKPOINTS: {**sound, "backend": "gloo", **writers.get(node, {})}}
-                 for node in "ab"}  # fmt: skip
-        found.collectives = {"rounds": [("1.1", ["a", "b"]), (CHECKPOINTS, ["a", "b"])], "ranks": ranks}
+        ranks = {
+            (node, 0): {
+                "1.1": sound,
+                CHECKPOINTS: {**sound, "backend": "gloo", **writers.get(node, {})},
+            }
+            for node in "ab"
+        }
+        found.collectives = {
+            "rounds": [("1.1", ["a", "b"]), (CHECKPOINTS, ["a", "b"])],
+            "ranks": ranks,
+        }
         return found
 
     assert [run("COLL004", context())[""].status] == [PASS]
     broken = context(b={"error": "RuntimeError: connectFullMesh failed"})
     result = next(iter(run("COLL004", broken).values()))
-    assert result.status == FAIL and "GLOO_SOCKET_IFNAME" in result.fix and "connectFullMesh" in result.measured
+    assert (
+        result.status == FAIL
+        and "GLOO_SOCKET_IFNAME" in result.fix
+        and "connectFullMesh" in result.measured
+    )
     for id in ("COLL001", "COLL002"):
         assert {found.status for found in run(id, broken).values()} == {PASS}

@@ -27,18 +27,28 @@ def test_healthy_gpus_pass_and_a_cpu_run_skips():
         ("GPU002", FAIL, {"recovery": "reset the GPU"}, "reset the GPU"),
         ("GPU002", FAIL, {"lost": "NVML code 15"}, "NVML code 15"),
         ("GPU003", WARN, {"slowed": ["hardware thermal"]}, "hardware thermal"),
-        ("GPU004", FAIL, {"processes": [{"pid": 7, "user": "eve", "command": "python x.py"}]}, "pid 7 eve"),
+        (
+            "GPU004",
+            FAIL,
+            {"processes": [{"pid": 7, "user": "eve", "command": "python x.py"}]},
+            "pid 7 eve",
+        ),
         ("GPU004", FAIL, {"memory_free": 60 * GIB}, "no visible process"),
     ],
 )
 def test_a_bad_gpu_fails_on_its_node_alone(id, status, changes, words):
-    found = run(id, make_context(gpus={"a": gpus(gpu()), "b": gpus(gpu(**changes)), "c": gpus(gpu())}))
+    found = run(
+        id, make_context(gpus={"a": gpus(gpu()), "b": gpus(gpu(**changes)), "c": gpus(gpu())})
+    )
     assert found["b"].status == status and words in found["b"].measured and found["b"].fix
     assert found["a"].status == found["c"].status == PASS
 
 
 def test_a_node_without_gpus_among_others_fails():
-    found = run("GPU001", make_context(gpus={"a": gpus(gpu()), "b": {"absent": "no driver"}, "c": gpus(gpu())}))
+    found = run(
+        "GPU001",
+        make_context(gpus={"a": gpus(gpu()), "b": {"absent": "no driver"}, "c": gpus(gpu())}),
+    )
     assert found["b"].status == FAIL and "delete b" in found["b"].fix
 
 
@@ -48,8 +58,13 @@ def test_more_slots_than_gpus_names_both_numbers():
 
 
 def test_another_driver_warns_on_the_odd_node():
-    found = run("GPU005", make_context(gpus={"a": gpus(gpu()), "b": gpus(gpu(), driver="535.1"), "c": gpus(gpu())}))
-    assert found["b"].status == WARN and "535.1" in found["b"].measured and found["a"].status == PASS
+    found = run(
+        "GPU005",
+        make_context(gpus={"a": gpus(gpu()), "b": gpus(gpu(), driver="535.1"), "c": gpus(gpu())}),
+    )
+    assert (
+        found["b"].status == WARN and "535.1" in found["b"].measured and found["a"].status == PASS
+    )
 
 
 def test_a_full_temporary_folder_fails_on_its_node():
@@ -78,12 +93,31 @@ def test_open_files(nofile, slots, entry, status):
 
 def test_another_users_rank_is_not_to_be_killed():
     entry = {"pid": 7, "user": "eve", "age": 9, "command": "python mmldlm/train.py"}
-    (own, other) = (run("PROC001", make_context(processes=[{**entry, "own": own}]))["a"] for own in (True, False))
+    (own, other) = (
+        run("PROC001", make_context(processes=[{**entry, "own": own}]))["a"]
+        for own in (True, False)
+    )
     assert "kill 7" in own.fix and "kill" not in other.fix and "ask eve" in other.fix
 
 
 def test_a_build_cache_on_a_network_file_system_warns():
     place = {"TORCH_EXTENSIONS_DIR": {"folder": "/data/x", "file_system": "ext4"}}
-    found = run("JIT002", make_context(caches={n: place | ({"TRITON_CACHE_DIR": {"folder": "/h", "file_system": "nfs4"}}
-                                                           if n == "b" else {}) for n in "abc"}))  # fmt: skip
-    assert found["b"].status == WARN and "TRITON_CACHE_DIR" in found["b"].fix and found["a"].status == PASS
+    found = run(
+        "JIT002",
+        make_context(
+            caches={
+                n: place
+                | (
+                    {"TRITON_CACHE_DIR": {"folder": "/h", "file_system": "nfs4"}}
+                    if n == "b"
+                    else {}
+                )
+                for n in "abc"
+            }
+        ),
+    )
+    assert (
+        found["b"].status == WARN
+        and "TRITON_CACHE_DIR" in found["b"].fix
+        and found["a"].status == PASS
+    )

@@ -13,27 +13,44 @@ from mmldlm.preflight.check import FAIL, PASS, SKIP, Result
 from tests.support.preflight_context import GIB, gpu, gpus, make_context, run
 
 
-@pytest.mark.parametrize("text", ['{"zero_optimization": 3}', '{"zero_optimization": {"stage": 7}}', "{"])
+@pytest.mark.parametrize(
+    "text", ['{"zero_optimization": 3}', '{"zero_optimization": {"stage": 7}}', "{"]
+)
 def test_a_json_without_a_stage_is_reported_once(tmp_path, text):
     (tmp_path / "ds.json").write_text(text)
     context = make_context(gpus=gpus(gpu(memory_free=GIB)))
     context.data_facts = {"trainable": 10**9}
     context.config = build_config({"engine": {"deepspeed_config": str(tmp_path / "ds.json")}})
-    found = {id: next(iter(run(id, context).values())) for id in ("CFG002", "MEM001", "MEM002", "DISK001")}
+    found = {
+        id: next(iter(run(id, context).values()))
+        for id in ("CFG002", "MEM001", "MEM002", "DISK001")
+    }
     assert found["CFG002"].status == FAIL
-    assert all(found[id].status == SKIP and "CFG002" in found[id].why for id in ("MEM001", "MEM002", "DISK001"))
+    assert all(
+        found[id].status == SKIP and "CFG002" in found[id].why
+        for id in ("MEM001", "MEM002", "DISK001")
+    )
 
 
 def test_memory_counts_the_buckets_of_the_json(tmp_path):
     """On a GPU that has room for our own buckets and not for those of DeepSpeed's default."""
     path = tmp_path / "ds.json"
-    sizes = {"trainable": 10**9, "frozen": 0, "largest_block": 10**7, "activations": 0, "logits_gpu": 0}
+    sizes = {
+        "trainable": 10**9,
+        "frozen": 0,
+        "largest_block": 10**7,
+        "activations": 0,
+        "logits_gpu": 0,
+    }
     free = memory_model.bytes_per_rank("zero2", sizes, 3, "bf16", True, GPU_BUCKET) * 1.3
 
     def verdict(zero: dict, kind: str = "deepspeed") -> Result:
         path.write_text(json.dumps({"zero_optimization": zero}))
         context = make_context(gpus=gpus(gpu(memory_free=free)))
-        context.data_facts, engine = sizes, {"kind": kind, "zero_stage": 2, "deepspeed_config": str(path)}
+        context.data_facts, engine = (
+            sizes,
+            {"kind": kind, "zero_stage": 2, "deepspeed_config": str(path)},
+        )
         if kind != "deepspeed":
             engine = {"kind": kind}
         context.config = build_config({"engine": engine, "training": {"dtype": "bf16"}})
@@ -43,19 +60,29 @@ def test_memory_counts_the_buckets_of_the_json(tmp_path):
     assert verdict({"reduce_bucket_size": "auto"}).status == PASS
     found = verdict({"reduce_bucket_size": 10**9})
     assert found.status == FAIL and "use zero3" in found.fix  # advice is given for our own buckets
-    assert verdict({"reduce_bucket_size": GPU_BUCKET, "allgather_bucket_size": 10**9}).status == FAIL
+    assert (
+        verdict({"reduce_bucket_size": GPU_BUCKET, "allgather_bucket_size": 10**9}).status == FAIL
+    )
     assert "fsdp needs" in verdict({}, "fsdp").measured
 
 
 def test_offloaded_tensors_count_on_the_host(tmp_path):
-    sizes = {"trainable": 10**10, "frozen": 0, "largest_block": 10**7, "activations": 0, "logits_gpu": 0}
+    sizes = {
+        "trainable": 10**10,
+        "frozen": 0,
+        "largest_block": 10**7,
+        "activations": 0,
+        "logits_gpu": 0,
+    }
     path = tmp_path / "ds.json"
 
     def verdicts(memory: float, **zero) -> tuple[Result, Result]:
         path.write_text(json.dumps({"zero_optimization": {"stage": 3, **zero}}))
         context = make_context(gpus=gpus(gpu(memory_free=20 * GIB)), memory={"available": memory})
         context.data_facts = sizes
-        context.config = build_config({"engine": {"deepspeed_config": str(path)}, "training": {"dtype": "bf16"}})
+        context.config = build_config(
+            {"engine": {"deepspeed_config": str(path)}, "training": {"dtype": "bf16"}}
+        )
         return tuple(next(iter(run(id, context).values())) for id in ("MEM001", "MEM002"))
 
     on_gpu, on_host = verdicts(200 * GIB)
@@ -64,5 +91,7 @@ def test_offloaded_tensors_count_on_the_host(tmp_path):
     on_gpu, on_host = verdicts(200 * GIB, **both)
     assert on_gpu.status == PASS and "zero3 with offload" in on_gpu.measured
     assert on_host.status == PASS and "optimizer and param" in on_host.measured
-    assert verdicts(40 * GIB, **both)[1].status == FAIL  # 16 and 2 bytes of a third of the weights: 56 GiB
+    assert (
+        verdicts(40 * GIB, **both)[1].status == FAIL
+    )  # 16 and 2 bytes of a third of the weights: 56 GiB
     assert verdicts(40 * GIB, offload_optimizer={"device": "nvme"})[1].status == SKIP

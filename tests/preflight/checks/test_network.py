@@ -14,16 +14,25 @@ def network(**changes) -> dict:
     lo = {"name": "lo", "address": "127.0.0.1", "up": True, "loopback": True, "virtual": False,
           "mtu": 65536}  # fmt: skip
     sound = {
-        "interfaces": [lo, eth], "hostname": "h", "hostname_addresses": ["10.0.0.1"], "hostname_error": None,
-        "route_to_master": {"source": "10.0.0.1", "interface": "eth0"}, "ephemeral_ports": [32768, 60999],
-    }  # fmt: skip
+        "interfaces": [lo, eth],
+        "hostname": "h",
+        "hostname_addresses": ["10.0.0.1"],
+        "hostname_error": None,
+        "route_to_master": {"source": "10.0.0.1", "interface": "eth0"},
+        "ephemeral_ports": [32768, 60999],
+    }
     return {**sound, **changes}
 
 
 def connections(**changes) -> dict:
     """What every node of three found on its way to the others; changes: of the way from a to b."""
     sound = {"ms": 0.2, "segments": 400, "retransmitted": 0}
-    return {(x, y): {**sound, **(changes if x + y == "ab" else {})} for x in "abc" for y in "abc" if x != y}
+    return {
+        (x, y): {**sound, **(changes if x + y == "ab" else {})}
+        for x in "abc"
+        for y in "abc"
+        if x != y
+    }
 
 
 def names(**found) -> dict:
@@ -59,7 +68,10 @@ def test_a_slow_or_lossy_connection_warns(changes, status, words):
     context.connections = connections(**changes)
     found = run("NET006", context)
     assert {r.status for r in found.values()} == {status}
-    assert list(found) == ["a->b" if status == WARN else ""] and words in next(iter(found.values())).measured
+    assert (
+        list(found) == ["a->b" if status == WARN else ""]
+        and words in next(iter(found.values())).measured
+    )
 
 
 def test_equally_far_nodes_below_the_bound_pass():
@@ -68,11 +80,17 @@ def test_equally_far_nodes_below_the_bound_pass():
     assert {r.status for r in run("NET006", context).values()} == {PASS}
 
 
-@pytest.mark.parametrize(("small_pass", "words"), [(True, "one MTU"), (False, "stateful firewall")])
+@pytest.mark.parametrize(
+    ("small_pass", "words"), [(True, "one MTU"), (False, "stateful firewall")]
+)
 def test_a_connection_without_data_fails_with_its_cause(small_pass, words):
     context = make_context()
     context.connections = connections()
-    stalled = {"error": "connected, but no data passes: timed out", "stalled": True, "small_pass": small_pass}
+    stalled = {
+        "error": "connected, but no data passes: timed out",
+        "stalled": True,
+        "small_pass": small_pass,
+    }
     context.connections[("a", "b")] = stalled
     (bad,) = run("NET006", context).values()
     assert (bad.status, bad.node) == (FAIL, "a->b") and words in bad.fix and "ports" not in bad.fix
@@ -91,9 +109,15 @@ def test_names_of_the_ssh_configuration_are_skipped():
 
 def test_slow_lookups_warn_on_their_node():
     sound = names(a={"addresses": ["10.0.0.1"]})
-    context = make_context(("a", "b"), resolve={"a": sound, "b": {"a": {**sound["a"], "seconds": 4.0}}})
+    context = make_context(
+        ("a", "b"), resolve={"a": sound, "b": {"a": {**sound["a"], "seconds": 4.0}}}
+    )
     found = run("NET008", context)
-    assert found["a"].status == PASS and found["b"].status == WARN and "a took 4.0 s" in found["b"].measured
+    assert (
+        found["a"].status == PASS
+        and found["b"].status == WARN
+        and "a took 4.0 s" in found["b"].measured
+    )
 
 
 def test_another_mtu_warns_on_its_node():

@@ -22,7 +22,9 @@ def test_data_goes_to_and_fro_and_is_measured():
 
 
 def test_a_connection_without_data_is_an_error(monkeypatch):
-    """A listener that accepts and never answers, as behind a firewall that lets handshakes pass alone."""
+    """A listener that accepts and never answers, as behind a firewall that lets handshakes pass
+    alone.
+    """
     monkeypatch.setattr(connections, "EXCHANGE_SECONDS", 0.3)
     with socket.create_server(("127.0.0.1", 0)) as server:
         (found,) = connections.connect({"to": [["127.0.0.1", server.getsockname()[1]]]})

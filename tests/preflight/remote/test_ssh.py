@@ -14,9 +14,19 @@ from mmldlm.preflight.remote.ssh import Agent, AgentFailure, AgentPool, classify
     ("code", "stderr", "cause"),
     [
         (255, "ssh: Could not resolve hostname n9: Name or service not known", "name"),
-        (255, "No ED25519 host key is known for n2 and you have requested strict checking.\nHost key "
-              "verification failed.", "key_unknown"),
-        (255, "@ WARNING: REMOTE HOST IDENTIFICATION HAS CHANGED! @\nHost key verification failed.", "key_changed"),
+        (
+            255,
+            (
+                "No ED25519 host key is known for n2 and you have requested strict checking.\nHost"
+                " key verification failed."
+            ),
+            "key_unknown",
+        ),
+        (
+            255,
+            "@ WARNING: REMOTE HOST IDENTIFICATION HAS CHANGED! @\nHost key verification failed.",
+            "key_changed",
+        ),
         (255, "root@n2: Permission denied (publickey).", "denied"),
         (255, "ssh: connect to host n2 port 22: Connection refused", "refused"),
         (255, "ssh: connect to host n2 port 22: Connection timed out", "unreachable"),
@@ -27,7 +37,7 @@ from mmldlm.preflight.remote.ssh import Agent, AgentFailure, AgentPool, classify
         (71, "", "python"),
         (1, "Traceback ...\nModuleNotFoundError: No module named 'mmldlm'", "import"),
     ],
-)  # fmt: skip
+)
 def test_causes(code, stderr, cause):
     failure = classify(code, stderr)
     assert failure.cause == cause and failure.message
@@ -35,7 +45,11 @@ def test_causes(code, stderr, cause):
 
 def test_a_login_shell_that_exits_is_not_an_import_error():
     failure = classify(0, "", b"\x1b]0;cluster\x07Account expired.\n")
-    assert failure.cause == "shell" and "status 0" in failure.message and "Account expired." in failure.message
+    assert (
+        failure.cause == "shell"
+        and "status 0" in failure.message
+        and "Account expired." in failure.message
+    )
     assert failure.message.isprintable()
     assert classify(-9, "", None).cause == "ended"  # of an agent that had started
 
@@ -79,7 +93,7 @@ def test_a_prompt_before_the_greeting_is_ignored():
 
 
 def test_a_greeting_after_a_prompt_is_found():
-    greeting = """print('prompt $ @mmldlm {"hello": 1} \\x1b[0m', flush=True); import time; time.sleep(1000)"""
+    greeting = """print('prompt $ @mmldlm {"hello": 1} \\x1b[0m', flush=True); import time; time.sleep(1000)"""  # noqa: E501
     agent = local("prompt", [sys.executable, "-c", greeting])
     agent.start()
     agent.stop()
@@ -89,7 +103,10 @@ def test_what_came_instead_of_an_agent_is_shown(monkeypatch):
     monkeypatch.setattr(ssh, "START_SECONDS", 1.0)
     agent = local("asks", ["sh", "-c", "printf 'Which project? '; sleep 1000"])
     try:
-        with pytest.raises(AgentFailure, match=r"no agent was started within 1 s, after printing 'Which project\?'"):
+        with pytest.raises(
+            AgentFailure,
+            match=r"no agent was started within 1 s, after printing 'Which project\?'",
+        ):
             agent.start()
     finally:
         agent.stop()
@@ -101,9 +118,13 @@ def test_an_error_of_an_action_does_not_end_the_agent():
     try:
         with pytest.raises(RuntimeError, match="KeyError"):
             agent.request("connect", {})
-        (answer,) = agent.request("run", {"commands": [{"command": ["sh", "-c", "echo hi; exit 3"]}], "seconds": 20})
+        (answer,) = agent.request(
+            "run", {"commands": [{"command": ["sh", "-c", "echo hi; exit 3"]}], "seconds": 20}
+        )
         assert (answer["code"], answer["output"]) == (3, "hi\n")
-        (late,) = agent.request("run", {"commands": [{"command": ["sleep", "1000"]}], "seconds": 0.3})
+        (late,) = agent.request(
+            "run", {"commands": [{"command": ["sleep", "1000"]}], "seconds": 0.3}
+        )
         assert late["timeout"] and late["code"] is None
     finally:
         agent.stop()
@@ -117,7 +138,10 @@ def test_a_held_port_names_its_holder():
     try:
         port = agent.request("listen", {"ports": [0]})["ports"][0]["port"]
         (again,) = agent.request("listen", {"ports": [port]})["ports"]
-        assert "in use" in again["error"] and "mmldlm.preflight.remote.agent" in again["holder"]["command"]
+        assert (
+            "in use" in again["error"]
+            and "mmldlm.preflight.remote.agent" in again["holder"]["command"]
+        )
         assert "ms" in agent.request("connect", {"to": [["127.0.0.1", port]]})[0]
         agent.request("close")
         assert "error" in agent.request("connect", {"to": [["127.0.0.1", port]]})[0]

@@ -1,4 +1,6 @@
-"""Samplers of a causal model: exact laws, the cache, batches that shrink, and what a beam search promises."""
+"""Samplers of a causal model: exact laws, the cache, batches that shrink, and what a beam search
+promises.
+"""
 
 from __future__ import annotations
 
@@ -15,13 +17,24 @@ from mmldlm.sampling.autoregressive.write import write_texts
 MASK, PAD, EOS = 0, 1, 2
 
 
-def make_model(conditioning="prefix", vocab=30, limit=10, latent_dim=4, eos_bias=1.0) -> PlainTransformer:
+def make_model(
+    conditioning="prefix", vocab=30, limit=10, latent_dim=4, eos_bias=1.0
+) -> PlainTransformer:
     """A random model with sharp distributions, in which texts end at different lengths."""
     torch.manual_seed(3)
     config = PlainConfig(
-        hidden_size=32, n_heads=2, n_blocks=2, max_seq_len=limit, latent_dim=latent_dim, vocab_size=vocab,
-        mask_token_id=MASK, pad_token_id=PAD, eos_token_id=EOS, causal=True, conditioning=conditioning,
-    )  # fmt: skip
+        hidden_size=32,
+        n_heads=2,
+        n_blocks=2,
+        max_seq_len=limit,
+        latent_dim=latent_dim,
+        vocab_size=vocab,
+        mask_token_id=MASK,
+        pad_token_id=PAD,
+        eos_token_id=EOS,
+        causal=True,
+        conditioning=conditioning,
+    )
     model = PlainTransformer(config)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -90,7 +103,9 @@ def test_a_text_does_not_depend_on_its_batch(latents):
 
 
 def test_draws_follow_the_exact_law():
-    """A language of three words and texts of at most two of them: 13 texts, whose probabilities are known."""
+    """A language of three words and texts of at most two of them: 13 texts, whose probabilities
+    are known.
+    """
     model, draws = make_model("none", vocab=6, limit=3), 4000
     words = [3, 4, 5]
     texts = [list(text) for length in range(3) for text in itertools.product(words, repeat=length)]
@@ -102,7 +117,9 @@ def test_draws_follow_the_exact_law():
     exact = torch.cat([exact[[len(text) < 2 for text in texts]], full])
     assert float(exact.sum()) == pytest.approx(1.0, abs=1e-6)
     found = write_texts(model, None, num_samples=draws, sampler="ancestral", seed=7)
-    counts = torch.tensor([found.tokens.count(text) for text in sorted(texts, key=len)], dtype=torch.float64)
+    counts = torch.tensor(
+        [found.tokens.count(text) for text in sorted(texts, key=len)], dtype=torch.float64
+    )
     assert int(counts.sum()) == draws
     expected = exact * draws
     statistic = float(((counts - expected) ** 2 / expected).sum())
@@ -124,19 +141,25 @@ def test_one_beam_is_greedy_and_more_never_score_less(latents):
 
 def test_a_beam_as_wide_as_the_language_finds_the_most_probable_text():
     model = make_model("none", vocab=6, limit=3, eos_bias=0.0)
-    texts = [list(text) for length in range(3) for text in itertools.product([3, 4, 5], repeat=length)]
+    texts = [
+        list(text) for length in range(3) for text in itertools.product([3, 4, 5], repeat=length)
+    ]
     scores = -nll(model, texts, None)
     plain = write_texts(model, None, num_samples=1, sampler="beam_sum", num_beams=9)
     assert plain.tokens == [texts[int(scores.argmax())]]
     means = scores / torch.tensor([len(text) + 1.0 for text in texts])
-    assert write_texts(model, None, num_samples=1, sampler="beam", num_beams=9).tokens == [texts[int(means.argmax())]]
+    assert write_texts(model, None, num_samples=1, sampler="beam", num_beams=9).tokens == [
+        texts[int(means.argmax())]
+    ]
 
 
 def test_without_latents_the_null_latent_is_read(latents):
     """A conditional model that gets no latent writes as with the learned null."""
     model = make_model()
     logits = model(torch.tensor([[5, EOS]]))["text_logits"]
-    null = model(torch.tensor([[5, EOS]]), latents[:1], latent_is_null=torch.tensor([True]))["text_logits"]
+    null = model(torch.tensor([[5, EOS]]), latents[:1], latent_is_null=torch.tensor([True]))[
+        "text_logits"
+    ]
     assert torch.equal(logits, null)
     drawn = write_texts(model, None, num_samples=3, sampler="ancestral", seed=1)
     assert torch.allclose(drawn.log_probs, -nll(model, drawn.tokens, None), atol=1e-4)

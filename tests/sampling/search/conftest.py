@@ -1,4 +1,6 @@
-"""A judge without weights: a text's embedding is the sum of vectors of its words, turned by their places."""
+"""A judge without weights: a text's embedding is the sum of vectors of its words, turned by their
+places.
+"""
 
 from __future__ import annotations
 
@@ -16,13 +18,18 @@ class BagJudge(Judge):
     def __init__(self, pretrained):
         super().__init__(pretrained)
         config = pretrained.model.config
-        self.vectors = np.random.default_rng(0).standard_normal((config.vocab_size, config.latent_dim))
+        self.vectors = np.random.default_rng(0).standard_normal(
+            (config.vocab_size, config.latent_dim)
+        )
         self.asked = []
 
     def _embed(self, texts):
         self.asked += [tuple(text) for text in texts]
         self.num_tokens += sum(map(len, texts))
-        sums = [sum(np.roll(self.vectors[token], place // 4) for place, token in enumerate(text)) for text in texts]
+        sums = [
+            sum(np.roll(self.vectors[token], place // 4) for place, token in enumerate(text))
+            for text in texts
+        ]
         return np.array([vector / np.linalg.norm(vector) for vector in sums], dtype=np.float32)
 
 

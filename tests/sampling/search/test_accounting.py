@@ -14,12 +14,18 @@ from mmldlm.sampling.search.accounting import SamplingCost
 def test_plain_sampling_costs_what_torch_counts(pretrained, hidden):
     task, config = pretrained.task, pretrained.model.config
     with FlopCounterMode(display=False) as counter:
-        samples = task.write_texts(pretrained, hidden[1], sampler="confidence", num_steps=4, batch_tokens=16)
+        samples = task.write_texts(
+            pretrained, hidden[1], sampler="confidence", num_steps=4, batch_tokens=16
+        )
     cost = SamplingCost(5)
     cost.add_texts(task, config, samples)
     assert cost.denoiser_rows == samples.num_rows <= 4 * 5
-    assert cost.denoiser_positions == pytest.approx(float((samples.passes * samples.lengths).sum()))
-    lengths = 5 * task.pass_flops(config, 1, 0)  # the lengths were predicted first, by passes without a text
+    assert cost.denoiser_positions == pytest.approx(
+        float((samples.passes * samples.lengths).sum())
+    )
+    lengths = 5 * task.pass_flops(
+        config, 1, 0
+    )  # the lengths were predicted first, by passes without a text
     assert cost.denoiser_flops <= counter.get_total_flops() <= cost.denoiser_flops + lengths
 
 
@@ -29,7 +35,9 @@ def test_guidance_takes_two_rows_a_pass(pretrained, hidden):
         given = {"sampler": "first_hitting", "guidance": guidance}
         cost = SamplingCost(5)
         cost.add_texts(
-            pretrained.task, pretrained.model.config, pretrained.task.write_texts(pretrained, hidden[1], **given)
+            pretrained.task,
+            pretrained.model.config,
+            pretrained.task.write_texts(pretrained, hidden[1], **given),
         )
         costs.append(cost)
     assert costs[1].denoiser_rows == 2 * costs[0].denoiser_rows

@@ -26,10 +26,14 @@ def test_the_nearest_candidate_is_kept(pretrained, hidden, judge, new_judge):
         texts = write_candidate(pretrained, hidden[1], k, lengths, 0, {"num_steps": 3}).tokens
         written.append(cosines(new_judge().embed(texts), targets))
     np.testing.assert_allclose(found.cosine, np.max(written, axis=0), atol=1e-6)
-    np.testing.assert_allclose(cosines(new_judge().embed(found.tokens), targets), found.cosine, atol=1e-6)
+    np.testing.assert_allclose(
+        cosines(new_judge().embed(found.tokens), targets), found.cosine, atol=1e-6
+    )
 
 
-def test_more_candidates_are_never_worse_and_cost_no_more_calls_than_candidates(pretrained, hidden, new_judge):
+def test_more_candidates_are_never_worse_and_cost_no_more_calls_than_candidates(
+    pretrained, hidden, new_judge
+):
     best = np.full(5, -np.inf)
     for count in (1, 2, 5, 9):
         found = search(pretrained, hidden, new_judge(), count)
@@ -39,7 +43,9 @@ def test_more_candidates_are_never_worse_and_cost_no_more_calls_than_candidates(
 
 def test_one_candidate_is_the_text_of_plain_sampling(pretrained, hidden, judge):
     found, task = search(pretrained, hidden, judge, 1, seed=3), pretrained.task
-    plain = task.write_texts(pretrained, hidden[1], sampler=task.samplers["l2t"][0], num_steps=3, seed=3)
+    plain = task.write_texts(
+        pretrained, hidden[1], sampler=task.samplers["l2t"][0], num_steps=3, seed=3
+    )
     assert found.tokens == plain.tokens
 
 

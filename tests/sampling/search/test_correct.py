@@ -20,7 +20,9 @@ from mmldlm.sampling.search.judge import cosines
 
 @pytest.fixture(scope="module")
 def corrector(pretrained):
-    """The checkpoint with a corrector whose weights are drawn: it reads hypotheses, and corrects by chance."""
+    """The checkpoint with a corrector whose weights are drawn: it reads hypotheses, and corrects
+    by chance.
+    """
     config = pretrained.model.config.model_copy(update={"corrector": "feedback"})
     torch.manual_seed(0)
     model = MultimodalMMDiT(config)
@@ -42,7 +44,9 @@ def test_more_rounds_are_never_worse(corrector, hidden, new_judge):
         best = found.score
     start = run(corrector, hidden, new_judge(), 0)
     assert (best > start.score).any() and (found.score != found.cosine).any()
-    np.testing.assert_allclose(cosines(new_judge().embed(found.tokens), hidden[1].numpy()), found.cosine, atol=1e-6)
+    np.testing.assert_allclose(
+        cosines(new_judge().embed(found.tokens), hidden[1].numpy()), found.cosine, atol=1e-6
+    )
 
 
 def test_hypotheses_are_read(corrector, hidden, new_judge, pretrained):
@@ -61,15 +65,23 @@ def test_no_result_depends_on_the_batch_or_on_other_latents(corrector, hidden, n
     assert run(corrector, (None, hidden[1][:1]), new_judge(), 5).tokens == found.tokens[:1]
 
 
-def test_edits_are_what_the_model_makes_of_a_text_with_its_embedding_and_of_its_words(corrector, hidden):
-    model, (text, own), target = corrector.model, (tuple(hidden[0][0]), hidden[1][3]), hidden[1][[2]]
+def test_edits_are_what_the_model_makes_of_a_text_with_its_embedding_and_of_its_words(
+    corrector, hidden
+):
+    model, (text, own), target = (
+        corrector.model,
+        (tuple(hidden[0][0]), hidden[1][3]),
+        hidden[1][[2]],
+    )
     editor = CorrectingEditor(corrector, target, SamplingCost(1))
     edits = editor.propose([text], [0], own[None].numpy())[0]
     config = model.config
 
     @torch.no_grad()
     def log_probs(tokens, t, **more):
-        logits = model(tokens, model.scale_latents(target), torch.full((1,), t), **more)["text_logits"][0]
+        logits = model(tokens, model.scale_latents(target), torch.full((1,), t), **more)[
+            "text_logits"
+        ][0]
         logits[:, [config.mask_token_id, config.pad_token_id, config.eos_token_id]] = -torch.inf
         return logits.log_softmax(-1)
 
@@ -81,12 +93,18 @@ def test_edits_are_what_the_model_makes_of_a_text_with_its_embedding_and_of_its_
     def among(place):
         tokens = torch.tensor([[*text, config.eos_token_id]])
         tokens[0, place] = config.mask_token_id
-        return log_probs(tokens, float(corrector.text_diffusion.timestep_of(torch.tensor(1 / tokens.shape[1]))))[place]
+        return log_probs(
+            tokens, float(corrector.text_diffusion.timestep_of(torch.tensor(1 / tokens.shape[1])))
+        )[place]
 
     plain = beside(text)
     assert set(edits.kinds.tolist()) == {SUBSTITUTE, INSERT, DELETE}
     for row in range(len(edits)):
-        kind, place, token = int(edits.kinds[row]), int(edits.positions[row]), int(edits.tokens[row])
+        kind, place, token = (
+            int(edits.kinds[row]),
+            int(edits.positions[row]),
+            int(edits.tokens[row]),
+        )
         if kind == INSERT:
             expected = beside((*text[:place], config.pad_token_id, *text[place:]))[place, token]
         else:

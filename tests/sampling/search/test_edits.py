@@ -1,4 +1,6 @@
-"""Edits: applied as they say, likely by the model's own probabilities, with the shifts that it estimates."""
+"""Edits: applied as they say, likely by the model's own probabilities, with the shifts that it
+estimates.
+"""
 
 from __future__ import annotations
 
@@ -79,9 +81,13 @@ def test_cost_is_counted(pretrained, hidden):
     edits = Editor(pretrained, hidden[1], cost).propose([(4, 5, 6)], [0])[0]
     assert cost.denoiser_rows == 3 + 4 + 1 + len(edits)
     lengths = [4] * 3 + [5] * 4
-    expected = sum(pretrained.task.pass_flops(pretrained.model.config, length, 1) for length in lengths)
+    expected = sum(
+        pretrained.task.pass_flops(pretrained.model.config, length, 1) for length in lengths
+    )
     changed = [4 + {SUBSTITUTE: 0, INSERT: 1, DELETE: -1}[kind] for kind in edits.kinds.tolist()]
-    expected += sum(pretrained.task.pass_flops(pretrained.model.config, length, 0) for length in [4, *changed])
+    expected += sum(
+        pretrained.task.pass_flops(pretrained.model.config, length, 0) for length in [4, *changed]
+    )
     assert cost.denoiser_flops == pytest.approx(expected)
 
 

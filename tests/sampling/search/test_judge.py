@@ -19,7 +19,9 @@ MINILM = {"name": "minilm", "pooling": "mean", "normalize": True, "max_length": 
 def test_a_repeated_text_is_embedded_once(judge):
     found = judge.embed([[4, 5], [6], [4, 5], []])
     assert judge.num_calls == 2 and judge.asked == [(4, 5), (6,)]
-    assert (found[0] == found[2]).all() and not found[3].any()  # a text without words costs nothing
+    assert (found[0] == found[2]).all() and not found[
+        3
+    ].any()  # a text without words costs nothing
 
 
 def test_cosine_of_several_latents_is_their_mean():
@@ -47,10 +49,14 @@ def test_the_model_judges_as_it_samples_embeddings_whatever_stands_beside_a_text
 
 
 def test_a_missing_encoder_is_an_error_that_names_the_other_judge(pretrained, monkeypatch):
-    with pytest.raises(UserError, match="add --judge t2l") as error:  # the checkpoint names no encoder
+    with pytest.raises(
+        UserError, match="add --judge t2l"
+    ) as error:  # the checkpoint names no encoder
         EncoderJudge(pretrained)
     assert error.value.exit_code == 2 and "the encoder of its latents" in error.value.found
-    monkeypatch.setattr(judges.Encoder, "from_identity", lambda *a, **k: (_ for _ in ()).throw(ImportError("gone")))
+    monkeypatch.setattr(
+        judges.Encoder, "from_identity", lambda *a, **k: (_ for _ in ()).throw(ImportError("gone"))
+    )
     with pytest.raises(UserError, match="gone"):
         EncoderJudge(dataclasses.replace(pretrained, encoder=MINILM))
 
@@ -74,6 +80,8 @@ def test_the_encoder_counts_texts_tokens_and_flops(pretrained):
     judge._encoder = judges.Encoder.from_identity(MINILM, device="cpu")
     assert judge._encoder.num_tokens(["word", "a word"]) == [3, 4]  # [CLS] and [SEP] count
     weights = judge._encoder.forward_flops([1]) / 2
-    assert weights == pytest.approx(10.6e6, rel=0.01)  # facts 8.4: 10.6M parameters but the embeddings
+    assert weights == pytest.approx(
+        10.6e6, rel=0.01
+    )  # facts 8.4: 10.6M parameters but the embeddings
     model = torch.nn.utils.parameters_to_vector(judge._encoder._model.encoder.parameters())
     assert judge._encoder.forward_flops([5]) == 2 * len(model) * 5 + 4 * 6 * 384 * 25

@@ -20,13 +20,22 @@ from mmldlm.sampling.search.local_search import LocalSearchSettings, local_searc
 @pytest.fixture(autouse=True, scope="module")
 def few_edits():
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(edits.Editor, "most", {edits.SUBSTITUTE: 20, edits.INSERT: 8, edits.DELETE: 6})
+        patch.setattr(
+            edits.Editor, "most", {edits.SUBSTITUTE: 20, edits.INSERT: 8, edits.DELETE: 6}
+        )
         yield
 
 
 def search(pretrained, hidden, judge, **settings):
     options = {key: settings.pop(key) for key in ("seed", "batch_tokens") if key in settings}
-    return local_search(pretrained, hidden[1], judge, settings=LocalSearchSettings(**settings), num_steps=3, **options)
+    return local_search(
+        pretrained,
+        hidden[1],
+        judge,
+        settings=LocalSearchSettings(**settings),
+        num_steps=3,
+        **options,
+    )
 
 
 @pytest.fixture(scope="module")
@@ -35,7 +44,9 @@ def searched(pretrained, hidden, new_judge):
     return search(pretrained, hidden, judge, judge_calls=40), judge
 
 
-def test_a_longer_search_is_never_worse_and_the_budget_is_never_exceeded(pretrained, hidden, new_judge, searched):
+def test_a_longer_search_is_never_worse_and_the_budget_is_never_exceeded(
+    pretrained, hidden, new_judge, searched
+):
     best = np.full(5, -np.inf)
     for calls in (1, 3, 10):
         found = search(pretrained, hidden, new_judge(), judge_calls=calls)
@@ -46,7 +57,9 @@ def test_a_longer_search_is_never_worse_and_the_budget_is_never_exceeded(pretrai
 
 def test_the_cosine_is_that_of_the_text(pretrained, hidden, searched, new_judge):
     found = searched[0]
-    np.testing.assert_allclose(cosines(new_judge().embed(found.tokens), hidden[1].numpy()), found.cosine, atol=1e-6)
+    np.testing.assert_allclose(
+        cosines(new_judge().embed(found.tokens), hidden[1].numpy()), found.cosine, atol=1e-6
+    )
 
 
 def test_the_search_helps(pretrained, hidden, searched, new_judge):
@@ -72,8 +85,12 @@ def test_no_text_is_judged_twice(searched, pretrained):
     assert found.calls.sum() >= judge.num_calls == len(judge.asked) == found.cost.judge_calls
 
 
-def test_where_edits_lead_no_further_new_texts_are_written(pretrained, hidden, new_judge, monkeypatch):
-    monkeypatch.setattr(edits.Editor, "most", {edits.SUBSTITUTE: 1, edits.INSERT: 1, edits.DELETE: 1})
+def test_where_edits_lead_no_further_new_texts_are_written(
+    pretrained, hidden, new_judge, monkeypatch
+):
+    monkeypatch.setattr(
+        edits.Editor, "most", {edits.SUBSTITUTE: 1, edits.INSERT: 1, edits.DELETE: 1}
+    )
     found = search(pretrained, hidden, new_judge(), judge_calls=80)
     assert (found.calls == 80).all()
     written = best_of(pretrained, hidden[1], new_judge(), num_candidates=8, num_steps=3)
@@ -83,26 +100,42 @@ def test_where_edits_lead_no_further_new_texts_are_written(pretrained, hidden, n
 def test_members_of_a_beam_are_distinct(pretrained, hidden, judge, monkeypatch):
     seen = []
     take_round = module._take_editing_round
-    monkeypatch.setattr(module, "_take_editing_round", lambda *given: (take_round(*given), seen.append(given[2])))
+    monkeypatch.setattr(
+        module, "_take_editing_round", lambda *given: (take_round(*given), seen.append(given[2]))
+    )
     search(pretrained, hidden, judge, judge_calls=24, beam=3)
     beams = [beam for beams in seen for beam in beams]
     assert any(len(beam.members) == 3 for beam in beams)
     for beam in beams:
         assert len({member.text for member in beam.members}) == len(beam.members) <= 3
-        assert [member.cosine for member in beam.members] == sorted((m.cosine for m in beam.members), reverse=True)
+        assert [member.cosine for member in beam.members] == sorted(
+            (m.cosine for m in beam.members), reverse=True
+        )
 
 
-def test_no_result_depends_on_the_batch_or_on_other_latents(pretrained, hidden, new_judge, searched, monkeypatch):
+def test_no_result_depends_on_the_batch_or_on_other_latents(
+    pretrained, hidden, new_judge, searched, monkeypatch
+):
     monkeypatch.setattr(module, "GROUP", 2)
     found = search(pretrained, hidden, new_judge(), judge_calls=40, batch_tokens=16)
     assert found.tokens == searched[0].tokens
-    assert search(pretrained, (None, hidden[1][:1]), new_judge(), judge_calls=40).tokens == found.tokens[:1]
+    assert (
+        search(pretrained, (None, hidden[1][:1]), new_judge(), judge_calls=40).tokens
+        == found.tokens[:1]
+    )
 
 
 def test_references_are_not_among_the_arguments():
     assert set(inspect.signature(local_search).parameters) == {
-        "pretrained", "latents", "judge", "settings", "editor_class", "seed", "progress", "options",
-    }  # fmt: skip
+        "pretrained",
+        "latents",
+        "judge",
+        "settings",
+        "editor_class",
+        "seed",
+        "progress",
+        "options",
+    }
 
 
 def test_the_model_can_judge_itself(pretrained, hidden):

@@ -58,15 +58,24 @@ def shared(checkpoint, tmp_path):
 def test_a_search_writes_its_cosines_and_its_cost(shared, tmp_path, capsys):
     assert run(*shared, "--search", "local", "--encoder-calls", 12, "--judge", "t2l") == 0
     assert "cosine by the judge" in " ".join(capsys.readouterr().out.split())
-    records = [json.loads(line) for line in (tmp_path / "out" / "samples.jsonl").read_text().splitlines()]
+    records = [
+        json.loads(line) for line in (tmp_path / "out" / "samples.jsonl").read_text().splitlines()
+    ]
     assert [record["latent"] for record in records] == [0, 1, 2]
-    assert all(record["judge_calls"] <= 12 and -1 <= record["judge_cosine"] <= 1 for record in records)
+    assert all(
+        record["judge_calls"] <= 12 and -1 <= record["judge_cosine"] <= 1 for record in records
+    )
     settings = json.loads((tmp_path / "out" / "settings.json").read_text())
     cost = settings["cost_per_sample"]
     assert settings["judge"] == cost["judge"] == "t2l" and cost["depth"] > 2 and cost["gflops"] > 0
     before = [record["judge_cosine"] for record in records]
-    assert run(*shared, "--overwrite", "--search", "best_of", "--num-candidates", 1, "--judge", "t2l") == 0
-    records = [json.loads(line) for line in (tmp_path / "out" / "samples.jsonl").read_text().splitlines()]
+    assert (
+        run(*shared, "--overwrite", "--search", "best_of", "--num-candidates", 1, "--judge", "t2l")
+        == 0
+    )
+    records = [
+        json.loads(line) for line in (tmp_path / "out" / "samples.jsonl").read_text().splitlines()
+    ]
     assert all(record["judge_cosine"] <= value for record, value in zip(records, before))
 
 

@@ -33,18 +33,24 @@ def numbered(count: int, dim: int = 4) -> torch.Tensor:
 def test_perfect_denoiser_gives_back_the_text(toys, sampler, schedule, steps):
     model = toys.Perfect(TEXTS)
     diffusion = MaskedDiffusion(toys.MASK, schedule)
-    found = sample_text(model, numbered(5), diffusion=diffusion, steps=steps, sampler=sampler, batch_tokens=10)
+    found = sample_text(
+        model, numbered(5), diffusion=diffusion, steps=steps, sampler=sampler, batch_tokens=10
+    )
     assert found.tokens == TEXTS
     assert found.lengths.tolist() == [len(text) + 1 for text in TEXTS]
 
 
 def strategy_of(toys, lengths, steps, sampler, schedule="loglinear", seed=0, **options):
     lengths = torch.tensor(lengths)
-    uniform = torch.rand(len(lengths), 2, int(lengths.max()), generator=torch.Generator().manual_seed(seed)).double()
+    uniform = torch.rand(
+        len(lengths), 2, int(lengths.max()), generator=torch.Generator().manual_seed(seed)
+    ).double()
     ids = {"mask_token_id": toys.MASK, "eos_token_id": toys.EOS, "pad_token_id": toys.PAD}
     state = DecodingState(lengths, int(lengths.max()), **ids)
     options |= {"diffusion": MaskedDiffusion(toys.MASK, schedule), "uniform": uniform}
-    return strategy_class(sampler)(state, draw=DrawSettings(), options={"num_steps": steps}, **options)
+    return strategy_class(sampler)(
+        state, draw=DrawSettings(), options={"num_steps": steps}, **options
+    )
 
 
 def run_strategy(strategy, steps, vocab=8):
@@ -60,14 +66,17 @@ def run_strategy(strategy, steps, vocab=8):
 
 def test_ancestral_unmasks_binomial_counts_and_leaves_nothing(toys):
     length, steps, rows = 33, 8, 600
-    counts = run_strategy(strategy_of(toys, [length] * rows, steps, "ancestral", shared_schedule=True), steps).double()
+    counts = run_strategy(
+        strategy_of(toys, [length] * rows, steps, "ancestral", shared_schedule=True), steps
+    ).double()
     assert (counts.sum(1) == length - 1).all()
     left = torch.full((rows,), length - 1.0).double()
     for k in range(steps):
         t, s = 1 - k / steps, 1 - (k + 1) / steps
         probability = (t - s) / t
         expected, variance = left * probability, left * probability * (1 - probability)
-        # Standardised sum over rows: a 5-sigma bound, and the spread of a Binomial, not of a fixed count.
+        # Standardised sum over rows: a 5-sigma bound, and the spread of a Binomial, not of a fixed
+        # count.
         z = (counts[:, k] - expected).sum() / math.sqrt(max(float(variance.sum()), 1e-9))
         assert abs(float(z)) < 5, (k, z)
         if k < steps - 1:
@@ -81,7 +90,9 @@ def test_ancestral_unmasks_binomial_counts_and_leaves_nothing(toys):
 @pytest.mark.parametrize("steps", [1, 2, 7, 16, 64])
 def test_confidence_ends_without_masks_within_its_steps(toys, schedule, shared_schedule, steps):
     lengths = [1, 2, 3, 9, 17, 30]
-    strategy = strategy_of(toys, lengths, steps, "confidence", schedule, shared_schedule=shared_schedule)
+    strategy = strategy_of(
+        toys, lengths, steps, "confidence", schedule, shared_schedule=shared_schedule
+    )
     counts, state = run_strategy(strategy, steps), strategy.state
     assert counts.sum(1).tolist() == [length - 1 for length in lengths]
     assert not bool(state.undecided.any()) and not bool((state.tokens == toys.MASK).any())
@@ -104,7 +115,9 @@ def test_confidence_commits_the_most_confident_first(toys):
     state = strategy.state
     for k in range(4):
         positions = strategy.positions()
-        logits = model(state.tokens, None, None, None, state.real, text_positions=positions)["text_logits"]
+        logits = model(state.tokens, None, None, None, state.real, text_positions=positions)[
+            "text_logits"
+        ]
         strategy.take_pass(positions, logits)
         assert state.undecided[0].tolist() == [place < 3 - k for place in range(4)] + [False]
     assert diffusion.mask_token_id == toys.MASK
@@ -115,7 +128,13 @@ def test_confidence_commits_the_most_confident_first(toys):
 def test_same_seed_same_text_whatever_the_batch(toys, sampler, given):
     model, diffusion = toys.Noisy(max_seq_len=12), MaskedDiffusion(toys.MASK)
     latents = torch.randn(20, 4, generator=torch.Generator().manual_seed(1)) if given else None
-    options = {"diffusion": diffusion, "steps": 5, "sampler": sampler, "temperature": 1.0, "num_samples": 20}
+    options = {
+        "diffusion": diffusion,
+        "steps": 5,
+        "sampler": sampler,
+        "temperature": 1.0,
+        "num_samples": 20,
+    }
     big = sample_text(model, latents, batch_tokens=10_000, seed=4, **options)
     small = sample_text(model, latents, batch_tokens=1, seed=4, **options)
     other = sample_text(model, latents, batch_tokens=10_000, seed=5, **options)
@@ -133,9 +152,14 @@ def test_special_tokens_never_come_out(toys, sampler, temperature):
             return out
 
     found = sample_text(
-        Wrong(), None, num_samples=30, diffusion=MaskedDiffusion(toys.MASK), steps=4, sampler=sampler,
+        Wrong(),
+        None,
+        num_samples=30,
+        diffusion=MaskedDiffusion(toys.MASK),
+        steps=4,
+        sampler=sampler,
         temperature=temperature,
-    )  # fmt: skip
+    )
     assert {token for text in found.tokens for token in text} <= set(range(3, 8))
     assert [len(text) + 1 for text in found.tokens] == found.lengths.tolist()
     assert len(set(found.lengths.tolist())) > 3  # drawn from p(length), not one length for all
@@ -148,8 +172,14 @@ def test_nan_logits_are_an_error(toys, sampler):
             return torch.full((*tokens.shape, 8), float("nan"))
 
     with pytest.raises(MmldlmError, match="NaN"):
-        sample_text(Broken(), None, num_samples=2, diffusion=MaskedDiffusion(toys.MASK), sampler=sampler,
-                    lengths=torch.tensor([4, 5]))  # fmt: skip
+        sample_text(
+            Broken(),
+            None,
+            num_samples=2,
+            diffusion=MaskedDiffusion(toys.MASK),
+            sampler=sampler,
+            lengths=torch.tensor([4, 5]),
+        )
 
 
 def test_guidance_extrapolates_from_the_null(toys):
@@ -193,14 +223,21 @@ def test_length_rules():
 
 
 def test_presence_penalty_takes_what_is_there_already_off_the_table():
-    """Two tokens of nearly the same probability everywhere: greedy decoding repeats one, the penalty alternates."""
+    """Two tokens of nearly the same probability everywhere: greedy decoding repeats one, the
+    penalty alternates.
+    """
 
     class Flat(torch.nn.Module):
         def __init__(self):
             super().__init__()
             self.weight = torch.nn.Parameter(torch.zeros(1))
             self.config = ModelConfig(
-                max_seq_len=8, latent_dim=2, vocab_size=8, mask_token_id=3, pad_token_id=0, eos_token_id=2
+                max_seq_len=8,
+                latent_dim=2,
+                vocab_size=8,
+                mask_token_id=3,
+                pad_token_id=0,
+                eos_token_id=2,
             )
 
         def scale_latents(self, latents):
@@ -216,4 +253,8 @@ def test_presence_penalty_takes_what_is_there_already_off_the_table():
     options = dict(diffusion=MaskedDiffusion(3), steps=8, lengths=torch.tensor([4]))
     latents = torch.zeros(1, 2)
     assert sample_text(Flat(), latents, **options).tokens == [[4, 4, 4]]
-    assert sorted(sample_text(Flat(), latents, presence_penalty=10.0, **options).tokens[0]) == [4, 5, 6]
+    assert sorted(sample_text(Flat(), latents, presence_penalty=10.0, **options).tokens[0]) == [
+        4,
+        5,
+        6,
+    ]

@@ -1,4 +1,6 @@
-"""Traces: what the passes wrote is the sampled text, for every kind of sampler; the page of `sample --trace`."""
+"""Traces: what the passes wrote is the sampled text, for every kind of sampler; the page of
+`sample --trace`.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +36,9 @@ def pretrained(checkpoint):
 
 @pytest.fixture(scope="module")
 def latents():
-    return torch.nn.functional.normalize(torch.randn(5, DIM, generator=torch.Generator().manual_seed(0)), dim=-1)
+    return torch.nn.functional.normalize(
+        torch.randn(5, DIM, generator=torch.Generator().manual_seed(0)), dim=-1
+    )
 
 
 def plain_model(task: str) -> PlainTransformer:
@@ -42,7 +46,9 @@ def plain_model(task: str) -> PlainTransformer:
     shape = {"hidden_size": 16, "n_blocks": 1, "n_heads": 2, "max_seq_len": 9, "latent_dim": DIM}
     shape |= {} if task == "ar" else {"cond_dim": 16}
     ids = {"vocab_size": VOCAB, "mask_token_id": MASK, "pad_token_id": PAD, "eos_token_id": EOS}
-    config = build_config({"task": task, "model": {**shape, **ids, "conditioning": "prefix"}}).model
+    config = build_config(
+        {"task": task, "model": {**shape, **ids, "conditioning": "prefix"}}
+    ).model
     more = {} if task == "ar" else {"extra_input_tokens": 2}
     torch.manual_seed(0)
     model = PlainTransformer(config.model_construct(**{**config.model_dump(), **more}))
@@ -65,30 +71,51 @@ def writes_of(trace: TraceRecorder, index: int) -> list[Write]:
 @pytest.mark.parametrize("name", STRATEGIES)
 @pytest.mark.parametrize("guidance", [1.0, 2.0])
 def test_the_trace_of_a_strategy_is_its_text(pretrained, latents, name, guidance):
-    options = dict(diffusion=pretrained.text_diffusion, sampler=name, guidance=guidance, presence_penalty=1.0, seed=3)
+    options = dict(
+        diffusion=pretrained.text_diffusion,
+        sampler=name,
+        guidance=guidance,
+        presence_penalty=1.0,
+        seed=3,
+    )
     if "num_steps" in STRATEGIES[name].defaults:
         options["steps"] = 6
     if name == "remdm":
         options["sampler_options"] = {"remask_eta": 0.5}
     trace = TraceRecorder(pretrained.model.config.mask_token_id)
-    samples = sample_text(pretrained.model, latents, recorder=trace.recorder, with_log_probabilities=True, **options)
+    samples = sample_text(
+        pretrained.model, latents, recorder=trace.recorder, with_log_probabilities=True, **options
+    )
     check_replay(trace, samples)
-    assert trace.starts_masked and sample_text(pretrained.model, latents, **options).tokens == samples.tokens
+    assert (
+        trace.starts_masked
+        and sample_text(pretrained.model, latents, **options).tokens == samples.tokens
+    )
     for index, log_probabilities in enumerate(samples.log_probabilities):
         writes = [write for write in writes_of(trace, index) if write.token is not None]
         own = {write.position: write.probability for write in writes}
-        assert own == {i: pytest.approx(p, abs=1e-6) for i, p in enumerate(log_probabilities.exp().tolist())}
+        assert own == {
+            i: pytest.approx(p, abs=1e-6) for i, p in enumerate(log_probabilities.exp().tolist())
+        }
         for write in writes:
             probabilities = [p for _, p in write.candidates]
-            assert len(probabilities) == NUM_CANDIDATES and probabilities == sorted(probabilities, reverse=True)
-            assert dict(write.candidates).get(write.token, write.probability) == pytest.approx(write.probability)
-    masked_again = [write for index in trace.texts for write in writes_of(trace, index) if write.token is None]
+            assert len(probabilities) == NUM_CANDIDATES and probabilities == sorted(
+                probabilities, reverse=True
+            )
+            assert dict(write.candidates).get(write.token, write.probability) == pytest.approx(
+                write.probability
+            )
+    masked_again = [
+        write for index in trace.texts for write in writes_of(trace, index) if write.token is None
+    ]
     assert bool(masked_again) == (name == "remdm")
 
 
 def test_texts_and_embeddings_together(pretrained):
     trace = TraceRecorder(pretrained.model.config.mask_token_id, max_texts=3)
-    processes = dict(text_diffusion=pretrained.text_diffusion, latent_diffusion=pretrained.latent_diffusion)
+    processes = dict(
+        text_diffusion=pretrained.text_diffusion, latent_diffusion=pretrained.latent_diffusion
+    )
     samples, _ = sample_joint(pretrained.model, 4, steps=5, recorder=trace.recorder, **processes)
     assert set(trace.texts) <= {0, 1, 2}
     samples.tokens = samples.tokens[:3]
@@ -100,13 +127,18 @@ def test_texts_and_embeddings_together(pretrained):
 def test_the_trace_of_a_posterior_is_its_text(latents, name, corrects):
     trace, model, options = TraceRecorder(MASK), plain_model("gidd"), {"num_steps": 6, "seed": 4}
     options |= {"lengths": torch.tensor([1, 2, 9, 5, 6]), "corrects": corrects, "temperature": 0.7}
-    samples = sample_by_posterior(model, latents, PROCESSES[name], recorder=trace.recorder, **options)
+    samples = sample_by_posterior(
+        model, latents, PROCESSES[name], recorder=trace.recorder, **options
+    )
     check_replay(trace, samples)
     assert sample_by_posterior(model, latents, PROCESSES[name], **options).tokens == samples.tokens
     writes = [write for index in range(1, 5) for write in writes_of(trace, index)]
     states = [write.token >= VOCAB for write in writes if write.token is not None]
     assert any(states) == (name == "hdlm")
-    assert all((write.probability is None) == (write.token is None or write.token >= VOCAB) for write in writes)
+    assert all(
+        (write.probability is None) == (write.token is None or write.token >= VOCAB)
+        for write in writes
+    )
 
 
 def test_the_trace_of_a_causal_model_grows_from_nothing(latents):
@@ -115,8 +147,12 @@ def test_the_trace_of_a_causal_model_grows_from_nothing(latents):
     check_replay(trace, samples)
     assert not trace.starts_masked and any(len(text) > 1 for text in samples.tokens)
     for index in range(len(latents)):
-        positions = [[write.position for write in written] for written in trace.texts[index].passes]
-        assert positions[: len(samples.tokens[index])] == [[i] for i in range(len(samples.tokens[index]))]
+        positions = [
+            [write.position for write in written] for written in trace.texts[index].passes
+        ]
+        assert positions[: len(samples.tokens[index])] == [
+            [i] for i in range(len(samples.tokens[index]))
+        ]
 
 
 def test_a_text_that_masks_tokens_again_is_replayed():
@@ -135,11 +171,14 @@ def test_nothing_is_recorded_unasked(pretrained, latents, monkeypatch):
     sample_text(pretrained.model, latents, diffusion=pretrained.text_diffusion, steps=2)
     sample_by_posterior(plain_model("gidd"), latents, PROCESSES["gidd"], num_steps=2)
     write_texts(plain_model("ar"), latents)
-    processes = dict(text_diffusion=pretrained.text_diffusion, latent_diffusion=pretrained.latent_diffusion)
+    processes = dict(
+        text_diffusion=pretrained.text_diffusion, latent_diffusion=pretrained.latent_diffusion
+    )
     sample_joint(pretrained.model, 2, steps=2, **processes)
 
 
-# -- the command ------------------------------------------------------------------------------------------------------
+# -- the command
+# -------------------------------------------------------------------------------------------------
 
 
 def run(*words) -> int:
@@ -150,28 +189,52 @@ def run(*words) -> int:
 
 def test_sample_writes_a_page_that_plays_to_its_samples(checkpoint, browser, tmp_path, capsys):
     page = tmp_path / "pages" / "trace.html"
-    words = ("unconditional", "--checkpoint", checkpoint, "--num-samples", 3, "--num-steps", 4, "--trace", page)
+    words = (
+        "unconditional",
+        "--checkpoint",
+        checkpoint,
+        "--num-samples",
+        3,
+        "--num-steps",
+        4,
+        "--trace",
+        page,
+    )
     for method in ("joint", "chain"):
-        assert run(*words, "--method", method, "--output-dir", tmp_path / "out", "--overwrite") == 0
+        assert (
+            run(*words, "--method", method, "--output-dir", tmp_path / "out", "--overwrite") == 0
+        )
         assert str(page) in capsys.readouterr().out
         browser.open(page)
         for line in (tmp_path / "out" / "samples.jsonl").read_text().splitlines():
             record = json.loads(line)
             browser.press("End")
-            chips = browser.run("[...document.querySelectorAll('#tokens .token')].map((chip) => chip.textContent)")
-            assert " ".join(chips) == record["text"] == browser.run("document.getElementById('text').textContent")
+            chips = browser.run(
+                "[...document.querySelectorAll('#tokens .token')].map((chip) => chip.textContent)"
+            )
+            assert (
+                " ".join(chips)
+                == record["text"]
+                == browser.run("document.getElementById('text').textContent")
+            )
             browser.press("n")
         assert browser.problems == []
 
 
 @pytest.mark.parametrize(
     "words, trace, named",
-    [("unconditional", "file/trace.html", "writable path"), ("unconditional", "trace.txt", ".html"),
-     ("unconditional", "old.html", "--overwrite"), ("t2l --text word1", "trace.html", "sample t2l"),
-     ("l2t --text word1 --num-lengths 2", "trace.html", "--num-lengths 2"),
-     ("l2t --text word1 --search best_of", "trace.html", "--search best_of")],
-)  # fmt: skip
-def test_traces_that_cannot_be_written_are_refused_before_the_model_is_read(tmp_path, words, trace, named):
+    [
+        ("unconditional", "file/trace.html", "writable path"),
+        ("unconditional", "trace.txt", ".html"),
+        ("unconditional", "old.html", "--overwrite"),
+        ("t2l --text word1", "trace.html", "sample t2l"),
+        ("l2t --text word1 --num-lengths 2", "trace.html", "--num-lengths 2"),
+        ("l2t --text word1 --search best_of", "trace.html", "--search best_of"),
+    ],
+)
+def test_traces_that_cannot_be_written_are_refused_before_the_model_is_read(
+    tmp_path, words, trace, named
+):
     (tmp_path / "file").write_text("")
     (tmp_path / "old.html").write_text("")
     with pytest.raises(UserError, match=named) as error:
@@ -184,8 +247,15 @@ def test_samplers_that_show_no_passes_are_refused(checkpoint, tmp_path, monkeypa
     from mmldlm.tasks.baselines.ar.task import ArTask
     from mmldlm.tasks.translation.task import TranslationTask
 
-    assert [ArTask().records_passes(name) for name in ArTask.samplers["l2t"]] == [True, True, False, False]
-    monkeypatch.setattr(TranslationTask, "records_passes", lambda self, sampler: sampler == "confidence")
+    assert [ArTask().records_passes(name) for name in ArTask.samplers["l2t"]] == [
+        True,
+        True,
+        False,
+        False,
+    ]
+    monkeypatch.setattr(
+        TranslationTask, "records_passes", lambda self, sampler: sampler == "confidence"
+    )
     words = ("unconditional", "--checkpoint", checkpoint, "--output-dir", tmp_path / "out")
     with pytest.raises(UserError, match="--sampler ancestral of task=translation") as error:
         run(*words, "--trace", tmp_path / "trace.html")
@@ -196,7 +266,12 @@ def test_samplers_that_show_no_passes_are_refused(checkpoint, tmp_path, monkeypa
 def test_texts_beyond_the_bound_are_left_out(pretrained):
     trace = TraceRecorder(pretrained.model.config.mask_token_id)
     sample_text(
-        pretrained.model, None, num_samples=MAX_TEXTS + 3, steps=1, diffusion=pretrained.text_diffusion,
-        recorder=trace.recorder, lengths=torch.full((MAX_TEXTS + 3,), 3),
-    )  # fmt: skip
+        pretrained.model,
+        None,
+        num_samples=MAX_TEXTS + 3,
+        steps=1,
+        diffusion=pretrained.text_diffusion,
+        recorder=trace.recorder,
+        lengths=torch.full((MAX_TEXTS + 3,), 3),
+    )
     assert set(trace.texts) == set(range(MAX_TEXTS))

@@ -42,17 +42,30 @@ def opened(images, *more):
 def test_a_mode_has_two_words_and_one_name(images):
     config = load_config("tiny", None, ["task=image_text", "training.loss_type=t2i"])
     assert config.training.loss_type == "t2l"
-    both = load_config("tiny", None, ["task=image_text", "training.loss_type_weights={i2t: 0.7, t2l: 0.3}"])
-    assert both.training.mode_weights() == {"unconditional": 0, "l2t": 0.7, "t2l": pytest.approx(0.3)}
+    both = load_config(
+        "tiny", None, ["task=image_text", "training.loss_type_weights={i2t: 0.7, t2l: 0.3}"]
+    )
+    assert both.training.mode_weights() == {
+        "unconditional": 0,
+        "l2t": 0.7,
+        "t2l": pytest.approx(0.3),
+    }
     assert "t2i (= t2l) 30%" in find_task("image_text").describe(both)
     with pytest.raises(UserError, match="twice"):
-        load_config("tiny", None, ["task=image_text", "training.loss_type_weights={t2i: 1, t2l: 1}"])
+        load_config(
+            "tiny", None, ["task=image_text", "training.loss_type_weights={t2i: 1, t2l: 1}"]
+        )
     with pytest.raises(UserError, match="loss_type"):
         load_config("tiny", None, ["training.loss_type=t2i"])
 
 
 @pytest.mark.parametrize(
-    "word", ["model.corrector=blind", "model.token_embedding_init=encoder", "latent_diffusion.l2_normalize=true"]
+    "word",
+    [
+        "model.corrector=blind",
+        "model.token_embedding_init=encoder",
+        "latent_diffusion.l2_normalize=true",
+    ],
 )
 def test_options_that_need_an_encoder_of_texts_are_refused(word):
     with pytest.raises(UserError, match=word.split("=")[0]):
@@ -61,9 +74,13 @@ def test_options_that_need_an_encoder_of_texts_are_refused(word):
 
 def test_stores_of_the_other_kind_are_refused(images, store):
     with pytest.raises(UserError, match="a store of images"):
-        find_task("translation").open_data(load_config("tiny", None, [f"data.latent_data_root={images}"]))
+        find_task("translation").open_data(
+            load_config("tiny", None, [f"data.latent_data_root={images}"])
+        )
     with pytest.raises(UserError, match="a store of images"):
-        find_task("mdlm").open_data(load_config(None, None, ["task=mdlm", f"data.latent_data_root={images}"]))
+        find_task("mdlm").open_data(
+            load_config(None, None, ["task=mdlm", f"data.latent_data_root={images}"])
+        )
     with pytest.raises(UserError, match="a store of texts"):
         opened(store)
 
@@ -72,19 +89,25 @@ def test_the_data_decides_shape_and_places_and_checkpoints_hold_the_codec(images
     task, data = opened(images)
     model = data.config.model
     assert (model.num_latents, model.latent_dim, model.latent_grid) == (16, 16, [4, 4])
-    assert load_config(None, None, words(images)).model.tokens_per_latent == 1, "texts have four rows a latent"
+    assert load_config(None, None, words(images)).model.tokens_per_latent == 1, (
+        "texts have four rows a latent"
+    )
     assert ImageCodec.open(task.model_config(data)["image"]) == data.codec
 
 
 def collate(task, data, slots):
     plan = BatchPlan(data.train_lengths, 8, data.config.training.seed)
-    return task.collator(data).collate(plan.batch(3), np.asarray(slots), data.train, data.train_lengths)
+    return task.collator(data).collate(
+        plan.batch(3), np.asarray(slots), data.train, data.train_lengths
+    )
 
 
 def test_shifts_do_not_depend_on_micro_batches_and_are_known_to_the_check(images):
     task, data = opened(images, "data.shift_pixels=2", "latent_diffusion.scaling=none")
     whole = collate(task, data, range(8)).tensors["latent_clean"]
-    parts = [collate(task, data, part).tensors["latent_clean"] for part in ([5, 6, 7], [0, 1, 2, 3, 4])]
+    parts = [
+        collate(task, data, part).tensors["latent_clean"] for part in ([5, 6, 7], [0, 1, 2, 3, 4])
+    ]
     assert torch.equal(whole, torch.cat([parts[1], parts[0]]))
     batch = collate(task, data, range(8))
     stored = torch.from_numpy(data.train.get(batch.ids).latents)
@@ -97,21 +120,31 @@ def test_shifts_do_not_depend_on_micro_batches_and_are_known_to_the_check(images
 
 
 def test_images_to_make_may_stay_where_they_are(images):
-    words = ["training.loss_type_weights={i2t: 0.5, t2i: 0.3, joint: 0.2}", "latent_diffusion.scaling=none"]
+    words = [
+        "training.loss_type_weights={i2t: 0.5, t2i: 0.3, joint: 0.2}",
+        "latent_diffusion.scaling=none",
+    ]
     task, data = opened(images, "data.shift_pixels=2", "data.shift_only_i2t=true", *words)
     batch = collate(task, data, range(8))
     all_shifted = collate(*opened(images, "data.shift_pixels=2", *words), range(8))
     assert batch.modes.tolist() == all_shifted.modes.tolist() and {L2T} < set(batch.modes.tolist())
     stored = torch.from_numpy(data.train.get(batch.ids).latents)
     for mode, found, shifted, own in zip(
-        batch.modes.tolist(), batch.tensors["latent_clean"], all_shifted.tensors["latent_clean"], stored
+        batch.modes.tolist(),
+        batch.tensors["latent_clean"],
+        all_shifted.tensors["latent_clean"],
+        stored,
     ):
         assert torch.equal(found, shifted if mode == L2T else own)
-    parts = [collate(task, data, part).tensors["latent_clean"] for part in ([5, 6, 7], [0, 1, 2, 3, 4])]
+    parts = [
+        collate(task, data, part).tensors["latent_clean"] for part in ([5, 6, 7], [0, 1, 2, 3, 4])
+    ]
     assert torch.equal(batch.tensors["latent_clean"], torch.cat([parts[1], parts[0]]))
 
 
-@pytest.mark.parametrize("words", [["training.loss_type=mixed"], ["training.loss_type=t2i", "data.shift_pixels=1"]])
+@pytest.mark.parametrize(
+    "words", [["training.loss_type=mixed"], ["training.loss_type=t2i", "data.shift_pixels=1"]]
+)
 def test_shifts_of_no_image_are_refused(images, words):
     with pytest.raises(UserError, match="shift_only_i2t"):
         opened(images, "data.shift_only_i2t=true", *words)
@@ -154,11 +187,17 @@ def pictures(tmp_path_factory):
     """A store of 256-pixel pictures: colored rectangles on the left or the right."""
     folder = tmp_path_factory.mktemp("pictures")
     colors = ("red", "green", "blue", "orange")
-    for number, (color, left) in enumerate((color, left) for color in colors for left in (True, False)):
+    for number, (color, left) in enumerate(
+        (color, left) for color in colors for left in (True, False)
+    ):
         picture = Image.new("RGB", (256, 256), "white")
-        ImageDraw.Draw(picture).rectangle([20 if left else 140, 60, 120 if left else 240, 200], fill=color)
+        ImageDraw.Draw(picture).rectangle(
+            [20 if left else 140, 60, 120 if left else 240, 200], fill=color
+        )
         picture.save(folder / f"{number}.png")
-        (folder / f"{number}.txt").write_text(f"a {color} box on the {'left' if left else 'right'}")
+        (folder / f"{number}.txt").write_text(
+            f"a {color} box on the {'left' if left else 'right'}"
+        )
     store = folder / "store"
     prepare_images(ImageOptions(str(store), str(folder), image_size=256, validation_samples=2))
     return store
@@ -168,9 +207,16 @@ def test_the_preset_of_256_pixels_takes_a_step(pictures):
     """Narrow, on the CPU: 256 latents that turn by their place, noised where the model runs."""
     narrow = ["model.hidden_size=32", "model.n_heads=4", "model.n_blocks=1", "model.cond_dim=32"]
     task = find_task("image_text")
-    data = task.open_data(load_config("image_text_256", None, [f"data.latent_data_root={pictures}", *narrow]))
+    data = task.open_data(
+        load_config("image_text_256", None, [f"data.latent_data_root={pictures}", *narrow])
+    )
     model = data.config.model
-    assert (model.num_latents, model.latent_dim, model.latent_grid, model.latent_rope) == (256, 768, [16, 16], True)
+    assert (model.num_latents, model.latent_dim, model.latent_grid, model.latent_rope) == (
+        256,
+        768,
+        [16, 16],
+        True,
+    )
     batch = collate(task, data, range(6))
     assert "latents" not in batch.tensors and batch.tensors["noise_keys"].shape == (6,)
     network = task.build_model(data)
@@ -181,7 +227,9 @@ def test_the_preset_of_256_pixels_takes_a_step(pictures):
 
 
 class FullSamples:
-    """The store's interface: captions of `length` tokens, EOS included, and `count` latents of `dim` each."""
+    """The store's interface: captions of `length` tokens, EOS included, and `count` latents of
+    `dim` each.
+    """
 
     def __init__(self, batch, length, count, dim):
         self.lengths, self.shape = np.full(batch, length, dtype=np.int32), (count, dim)
@@ -192,27 +240,53 @@ class FullSamples:
         return Rows(tokens, rng.standard_normal((len(indices), *self.shape)).astype(np.float32))
 
 
-@pytest.mark.parametrize("count,dim,width,length", [(16, 16, 128, 9), (64, 192, 128, 7), (256, 768, 128, 7)])
+@pytest.mark.parametrize(
+    "count,dim,width,length", [(16, 16, 128, 9), (64, 192, 128, 7), (256, 768, 128, 7)]
+)
 def test_the_peak_of_a_step(count, dim, width, length):
-    """It is where the backward pass begins: what is kept, logits and a block's working memory, few gradients."""
+    """It is where the backward pass begins: what is kept, logits and a block's working memory, few
+    gradients.
+    """
     size, side = 2048 // count, math.isqrt(count)
     words = [
-        f"model.latent_dim={dim}", f"model.num_latents={count}", f"model.latent_grid=[{side},{side}]",
-        "model.vocab_size=500", "model.mask_token_id=1", "model.pad_token_id=0", "model.eos_token_id=2",
-        f"model.hidden_size={width}", f"model.cond_dim={width}", "model.n_heads=2", "model.n_blocks=4",
-        "training.dtype=fp32", f"training.train_batch_size={size}",
-    ]  # fmt: skip
+        f"model.latent_dim={dim}",
+        f"model.num_latents={count}",
+        f"model.latent_grid=[{side},{side}]",
+        "model.vocab_size=500",
+        "model.mask_token_id=1",
+        "model.pad_token_id=0",
+        "model.eos_token_id=2",
+        f"model.hidden_size={width}",
+        f"model.cond_dim={width}",
+        "model.n_heads=2",
+        "model.n_blocks=4",
+        "training.dtype=fp32",
+        f"training.train_batch_size={size}",
+    ]
     config = load_config("image_text_256", None, words)
     task = find_task("image_text")
     data = SimpleNamespace(
-        config=config, latent_mean=np.zeros(dim, np.float32), latent_std=np.ones(dim, np.float32), hypotheses=None,
+        config=config,
+        latent_mean=np.zeros(dim, np.float32),
+        latent_std=np.ones(dim, np.float32),
+        hypotheses=None,
         max_latent_norm=lambda: 1e6,
-    )  # fmt: skip
+    )
     collator, samples = task.collator(data), FullSamples(size, length, count, dim)
-    batch = collator.collate(BatchPlan(samples.lengths, size, 0).batch(0), np.arange(size), samples, samples.lengths)
-    model, objective, sizes = task.model_class()(config.model), task.objective(config), task.model_sizes(config, length)
+    batch = collator.collate(
+        BatchPlan(samples.lengths, size, 0).batch(0), np.arange(size), samples, samples.lengths
+    )
+    model, objective, sizes = (
+        task.model_class()(config.model),
+        task.objective(config),
+        task.model_sizes(config, length),
+    )
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         objective(model, batch.to("cpu"))[0].backward()
-    events = [event for event in profiler.profiler.kineto_results.events() if event.name() == "[memory]"]
-    peak = max(accumulate(event.nbytes() for event in sorted(events, key=lambda event: event.start_ns())))
+    events = [
+        event for event in profiler.profiler.kineto_results.events() if event.name() == "[memory]"
+    ]
+    peak = max(
+        accumulate(event.nbytes() for event in sorted(events, key=lambda event: event.start_ns()))
+    )
     assert 0.9 < (sizes["activations"] + sizes["logits_cpu"]) / peak < 1.15

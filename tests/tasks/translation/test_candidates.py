@@ -21,14 +21,23 @@ VOCAB = 60
 
 
 def config_of(candidates: int | None):
-    model = {"hidden_size": 16, "n_heads": 2, "n_blocks": 1, "cond_dim": 8, "latent_dim": DIM, "max_seq_len": 32}
+    model = {
+        "hidden_size": 16,
+        "n_heads": 2,
+        "n_blocks": 1,
+        "cond_dim": 8,
+        "latent_dim": DIM,
+        "max_seq_len": 32,
+    }
     ids = {"vocab_size": VOCAB, "mask_token_id": MASK, "pad_token_id": PAD, "eos_token_id": EOS}
     return build_config({"model": model | ids, "loss": {"text_candidates": candidates}})
 
 
 def sampler(config) -> CandidateSampler:
     store = FakeStore()
-    return CandidateSampler(SimpleNamespace(config=config, train=store, train_lengths=store.lengths))
+    return CandidateSampler(
+        SimpleNamespace(config=config, train=store, train_lengths=store.lengths)
+    )
 
 
 def losses(config, world: int, monkeypatch=None) -> float:
@@ -38,7 +47,10 @@ def losses(config, world: int, monkeypatch=None) -> float:
     noiser = Noiser(config, MASK, PAD, EOS, zeros, zeros + 1, candidates=candidates)
     torch.manual_seed(0)
     model, objective = MultimodalMMDiT(config.model), TranslationObjective(config)
-    parts = [MicroBatches(store, BatchPlan(store.lengths, 12, 0), noiser, rank, world, 1)[0] for rank in range(world)]
+    parts = [
+        MicroBatches(store, BatchPlan(store.lengths, 12, 0), noiser, rank, world, 1)[0]
+        for rank in range(world)
+    ]
     return sum(float(objective(model, part)[0].detach()) for part in parts)
 
 
@@ -56,7 +68,10 @@ def test_as_many_candidates_as_tokens_are_exact(count):
 
 def test_frequent_tokens_come_first_and_mask_never():
     config = config_of(10)
-    found, counts = sampler(config), np.bincount(np.concatenate(FakeStore().tokens), minlength=VOCAB)
+    found, counts = (
+        sampler(config),
+        np.bincount(np.concatenate(FakeStore().tokens), minlength=VOCAB),
+    )
     assert EOS in found.frequent and MASK not in found.frequent and MASK not in found.others
     assert counts[found.frequent[found.frequent != EOS]].min() >= counts[found.others].max()
     assert candidate_sizes(config) == (10, 49, 49)

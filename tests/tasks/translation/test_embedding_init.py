@@ -23,8 +23,12 @@ def edited(store, folder, section, key, value):
 def test_geometry_of_the_encoder_is_kept(store):
     from safetensors import safe_open
 
-    with safe_open(find_model_folder("minilm")[0] / "model.safetensors", framework="numpy") as file:
-        table = file.get_tensor(next(key for key in file.keys() if key.endswith("word_embeddings.weight")))
+    with safe_open(
+        find_model_folder("minilm")[0] / "model.safetensors", framework="numpy"
+    ) as file:
+        table = file.get_tensor(
+            next(key for key in file.keys() if key.endswith("word_embeddings.weight"))
+        )
     wide = encoder_token_embeddings(Store(store), 400)
     assert wide.shape == (len(table), 400) and wide.dtype == np.float32
     assert not wide[:, table.shape[1] :].any()
@@ -51,7 +55,9 @@ def test_tokens_of_another_tokenizer_start_from_those_that_spell_them(store, tmp
     assert found[ids["the"]] == [known["the"]]
     assert found[ids["dataframe"]] == [known["data"], known["##frame"]]
     assert ids["☃"] not in found  # the encoder reads it as [UNK]
-    assert found[words.mask_token_id] == [theirs.mask_token_id] and found[words.eos_token_id] == [theirs.sep_token_id]
+    assert found[words.mask_token_id] == [theirs.mask_token_id] and found[words.eos_token_id] == [
+        theirs.sep_token_id
+    ]
 
     renamed = edited(store, tmp_path, "tokenizer", "name", "other")
     expected = encoder_token_embeddings(own, 32)
@@ -74,14 +80,18 @@ def test_byte_level_tokens_are_spelled_without_their_space():
 def test_a_vocabulary_that_the_encoder_can_hardly_spell_is_refused(store, tmp_path):
     foreign = edited(store, tmp_path, "tokenizer", "name", "other")
     size = foreign.manifest["tokenizer"]["vocab_size"]
-    foreign.manifest["tokenizer"]["vocab_size"] = 3 * size  # as if two thirds of it were other scripts
+    foreign.manifest["tokenizer"]["vocab_size"] = (
+        3 * size
+    )  # as if two thirds of it were other scripts
     with pytest.raises(UserError, match=f"of {3 * size} in"):
         encoder_token_embeddings(foreign, 32)
 
 
 def test_another_encoder_is_refused(store, tmp_path):
     with pytest.raises(UserError, match="same release"):
-        encoder_token_embeddings(edited(store, tmp_path, "encoder", "weights_sha256", "0" * 64), 32)
+        encoder_token_embeddings(
+            edited(store, tmp_path, "encoder", "weights_sha256", "0" * 64), 32
+        )
 
 
 def test_an_own_encoder_is_found_in_a_folder_of_the_environment(store, tmp_path, monkeypatch):

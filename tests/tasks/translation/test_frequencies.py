@@ -7,7 +7,11 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from mmldlm.tasks.translation.frequencies import log_length_frequencies, log_token_frequencies, token_counts
+from mmldlm.tasks.translation.frequencies import (
+    log_length_frequencies,
+    log_token_frequencies,
+    token_counts,
+)
 from tests.tasks.translation.test_candidates import VOCAB, config_of
 from tests.tasks.translation.test_noiser import EOS, SIZE, FakeStore
 
@@ -20,7 +24,9 @@ def data():
 
 def test_every_token_counts_and_so_does_eos(data):
     counts = token_counts(data)
-    assert counts.sum() == data.train_lengths.sum() and counts[EOS] == SIZE and len(counts) == VOCAB
+    assert (
+        counts.sum() == data.train_lengths.sum() and counts[EOS] == SIZE and len(counts) == VOCAB
+    )
 
 
 def test_large_splits_are_sampled(data, monkeypatch):
@@ -31,5 +37,7 @@ def test_large_splits_are_sampled(data, monkeypatch):
 def test_they_are_log_probabilities(data):
     for found in (log_token_frequencies(data), log_length_frequencies(data)):
         assert (
-            found.dtype == np.float32 and np.isfinite(found).all() and np.exp(found).sum() == pytest.approx(1, rel=1e-5)
+            found.dtype == np.float32
+            and np.isfinite(found).all()
+            and np.exp(found).sum() == pytest.approx(1, rel=1e-5)
         )

@@ -31,7 +31,13 @@ def dataset(world=1, accum=1, rank=0, batch=12, sections=None, in_training=True,
     config = build_config((sections or {}) | ({"training": training} if training else {}))
     rows = FakeStore()
     noiser = Noiser(
-        config, MASK, PAD, EOS, np.zeros(DIM, np.float32), np.ones(DIM, np.float32), in_training=in_training
+        config,
+        MASK,
+        PAD,
+        EOS,
+        np.zeros(DIM, np.float32),
+        np.ones(DIM, np.float32),
+        in_training=in_training,
     )
     return MicroBatches(rows, BatchPlan(rows.lengths, batch, 0), noiser, rank, world, accum)
 
@@ -45,13 +51,20 @@ def by_sample(batches):
             length = int(t["attention_mask"][row].sum())
             scored = t["text_rows"] == row
             seen[int(batch.ids[row])] = (
-                t["text_tokens"][row, :length].tolist(), t["latents"][row].tolist(), float(t["text_timesteps"][row]),
-                float(t["latent_timesteps"][row]), bool(t["text_is_null"][row]), bool(t["latent_is_null"][row]),
-                t["text_targets"][scored].tolist(), t["text_weights"][scored].tolist(), int(batch.modes[row]),
-                t["latent_targets"][row].tolist(), t["latent_weights"][row].tolist(),
+                t["text_tokens"][row, :length].tolist(),
+                t["latents"][row].tolist(),
+                float(t["text_timesteps"][row]),
+                float(t["latent_timesteps"][row]),
+                bool(t["text_is_null"][row]),
+                bool(t["latent_is_null"][row]),
+                t["text_targets"][scored].tolist(),
+                t["text_weights"][scored].tolist(),
+                int(batch.modes[row]),
+                t["latent_targets"][row].tolist(),
+                t["latent_weights"][row].tolist(),
                 t["text_loss_weights"][scored].tolist() if "text_loss_weights" in t else None,
                 int(t["dropout_keys"][row]) if "dropout_keys" in t else None,
-            )  # fmt: skip
+            )
     return seen
 
 
@@ -75,23 +88,38 @@ def test_noise_does_not_depend_on_how_the_batch_is_cut(world, accum, sections):
         ]
         assert by_sample(parts) == by_sample([whole])
         for part in parts:
-            assert (part.counts["text_tokens"], part.counts["latents"], part.counts["lengths"]) == (
-                whole.counts["text_tokens"], whole.counts["latents"], whole.counts["lengths"],
-            )  # fmt: skip
+            assert (
+                part.counts["text_tokens"],
+                part.counts["latents"],
+                part.counts["lengths"],
+            ) == (
+                whole.counts["text_tokens"],
+                whole.counts["latents"],
+                whole.counts["lengths"],
+            )
 
 
 def test_placeholders_weigh_nothing():
     part = dataset(world=4, rank=3)[8]
     assert not part.real.any() and part.num_tokens == 0
     t = part.tensors
-    assert len(t["text_targets"]) == 0 and not t["latent_weights"].any() and not t["length_weights"].any()
+    assert (
+        len(t["text_targets"]) == 0
+        and not t["latent_weights"].any()
+        and not t["length_weights"].any()
+    )
 
 
 def test_counts_are_those_of_the_whole_batch():
     batch = dataset()[0]
     text = batch.modes != T2L
-    assert batch.counts["text_tokens"] == int(batch.tensors["attention_mask"].sum(1).numpy()[text].sum())
-    assert batch.counts["latents"] == (batch.modes != L2T).sum() and batch.counts["lengths"] == text.sum()
+    assert batch.counts["text_tokens"] == int(
+        batch.tensors["attention_mask"].sum(1).numpy()[text].sum()
+    )
+    assert (
+        batch.counts["latents"] == (batch.modes != L2T).sum()
+        and batch.counts["lengths"] == text.sum()
+    )
 
 
 def test_modes_noise_the_right_side():
@@ -99,16 +127,25 @@ def test_modes_noise_the_right_side():
         t, modes = batch.tensors, torch.from_numpy(batch.modes)
         clean = t["latent_clean"]
         assert torch.equal(t["latents"][modes == L2T], clean[modes == L2T])
-        assert (t["latent_timesteps"][modes == L2T] == 0).all() and (t["text_timesteps"][modes == T2L] == 0).all()
+        assert (t["latent_timesteps"][modes == L2T] == 0).all() and (
+            t["text_timesteps"][modes == T2L] == 0
+        ).all()
         assert not (t["text_tokens"][modes == T2L] == MASK).any()
-        assert (t["text_timesteps"][modes != T2L] > 0).all() and (t["latent_timesteps"][modes != L2T] > 0).all()
+        assert (t["text_timesteps"][modes != T2L] > 0).all() and (
+            t["latent_timesteps"][modes != L2T] > 0
+        ).all()
         assert (modes[t["text_rows"]] != T2L).all()
-        assert not t["latent_is_null"][modes != L2T].any() and not t["text_is_null"][modes != T2L].any()
+        assert (
+            not t["latent_is_null"][modes != L2T].any()
+            and not t["text_is_null"][modes != T2L].any()
+        )
         assert torch.equal(t["latent_weights"] > 0, modes != L2T)
 
 
 def test_mode_shares_are_exact_over_an_epoch_of_strata():
-    data = dataset(loss_type="mixed", loss_type_weights={"l2t": 0.5, "t2l": 0.25, "unconditional": 0.25})
+    data = dataset(
+        loss_type="mixed", loss_type_weights={"l2t": 0.5, "t2l": 0.25, "unconditional": 0.25}
+    )
     for step in range(5):
         modes = data[step].modes
         assert [int((modes == mode).sum()) for mode in (UNCONDITIONAL, L2T, T2L)] == [3, 6, 3]
@@ -123,7 +160,12 @@ def test_padding_and_special_tokens():
         assert real.flatten()[t["text_positions"]].all()
         assert torch.isin(t["text_targets"], torch.tensor([MASK, PAD])).sum() == 0
         ends = t["length_targets"]
-        restored = t["text_tokens"].flatten().scatter(0, t["text_positions"], t["text_targets"]).view(real.shape)
+        restored = (
+            t["text_tokens"]
+            .flatten()
+            .scatter(0, t["text_positions"], t["text_targets"])
+            .view(real.shape)
+        )
         assert (restored.gather(1, ends[:, None]) == EOS).all()
         assert (t["text_tokens"].flatten()[t["text_positions"]] == MASK).all()
 
@@ -148,17 +190,27 @@ def test_iteration_from_the_middle_and_with_workers():
 
 
 def test_fully_masked_only_is_the_named_option():
-    config = build_config({"training": {"loss_type": "l2t"}, "text_diffusion": {"fully_masked_only": True}})
+    config = build_config(
+        {"training": {"loss_type": "l2t"}, "text_diffusion": {"fully_masked_only": True}}
+    )
     rows = FakeStore()
     noiser = Noiser(config, MASK, PAD, EOS, np.zeros(DIM, np.float32), np.ones(DIM, np.float32))
     t = MicroBatches(rows, BatchPlan(rows.lengths, 12, 0), noiser, 0, 1, 1)[0].tensors
-    assert (t["text_timesteps"] == 1).all() and len(t["text_targets"]) == int(t["attention_mask"].sum())
+    assert (t["text_timesteps"] == 1).all() and len(t["text_targets"]) == int(
+        t["attention_mask"].sum()
+    )
 
 
 def noised(rows, **sections):
     config = build_config(sections)
     noiser = Noiser(
-        config, MASK, PAD, EOS, np.zeros(DIM, np.float32), np.full(DIM, DIM**-0.5, np.float32), max_norm=9.0
+        config,
+        MASK,
+        PAD,
+        EOS,
+        np.zeros(DIM, np.float32),
+        np.full(DIM, DIM**-0.5, np.float32),
+        max_norm=9.0,
     )
     return MicroBatches(rows, BatchPlan(rows.lengths, 12, 0), noiser, 0, 1, 1)[0]
 
@@ -181,10 +233,14 @@ def test_nan_to_num_keeps_the_sample_and_names_it():
     assert [bad["id"] for bad in left_out.bad] == [bad["id"] for bad in mended.bad] == [victim]
     assert "replaced by the mean" in mended.bad[0]["reason"]
     assert mended.bad[0]["repaired"] and "repaired" not in left_out.bad[0]
-    assert mended.tensors["latent_clean"][place, 2] == 0 and torch.isfinite(mended.tensors["latents"]).all()
+    assert (
+        mended.tensors["latent_clean"][place, 2] == 0
+        and torch.isfinite(mended.tensors["latents"]).all()
+    )
 
 
-# -- options of training alone -----------------------------------------------------------------------------------------
+# -- options of training alone
+# -----------------------------------------------------------------------------------------
 
 
 def test_options_change_their_samples_and_no_other_and_no_evaluation():
@@ -199,7 +255,9 @@ def test_options_change_their_samples_and_no_other_and_no_evaluation():
         if after == before:
             continue
         assert not dropped and mode in (L2T, T2L)
-        assert after[0] == before[0] and after[2] == before[2] and after[6:9] == before[6:9]  # the text is the same
+        assert (
+            after[0] == before[0] and after[2] == before[2] and after[6:9] == before[6:9]
+        )  # the text is the same
         if mode == T2L:
             assert timestep == 1.0 and before[3] < 1.0
             pure += 1
@@ -235,20 +293,50 @@ def test_pure_noise_holds_nothing_of_its_latent():
 @pytest.mark.parametrize(
     "values, match",
     [
-        ({"training": {"loss_type": "l2t", "t2l_pure_noise": 0.2}}, "t2l_pure_noise is read only where t2l"),
-        ({"training": {"loss_type": "t2l", "l2t_condition_noise": 0.2}}, "l2t_condition_noise is read only where l2t"),
-        ({"training": {"loss_type_weights": {"l2t": 1.0}, "t2l_pure_noise": 0.2}}, "t2l_pure_noise is read only"),
-        ({"training": {"l2t_condition_timestep": 0.1}}, "read only with training.l2t_condition_noise"),
-        ({"training": {"t2l_pure_noise": 0.2}, "latent_diffusion": {"prediction": "epsilon"}}, "teaches nothing"),
-        ({"training": {"t2l_pure_noise": 0.2}, "latent_diffusion": {"weighting": "min_snr"}}, "teaches nothing"),
-        ({"loss": {"text_weighting": "dynamic"}, "text_diffusion": {"fully_masked_only": True}}, "no weight"),
-        ({"loss": {"text_weighting": "dynamic"}, "model": {"corrector": "feedback"}}, "no weight, and with hypotheses"),
+        (
+            {"training": {"loss_type": "l2t", "t2l_pure_noise": 0.2}},
+            "t2l_pure_noise is read only where t2l",
+        ),
+        (
+            {"training": {"loss_type": "t2l", "l2t_condition_noise": 0.2}},
+            "l2t_condition_noise is read only where l2t",
+        ),
+        (
+            {"training": {"loss_type_weights": {"l2t": 1.0}, "t2l_pure_noise": 0.2}},
+            "t2l_pure_noise is read only",
+        ),
+        (
+            {"training": {"l2t_condition_timestep": 0.1}},
+            "read only with training.l2t_condition_noise",
+        ),
+        (
+            {"training": {"t2l_pure_noise": 0.2}, "latent_diffusion": {"prediction": "epsilon"}},
+            "teaches nothing",
+        ),
+        (
+            {"training": {"t2l_pure_noise": 0.2}, "latent_diffusion": {"weighting": "min_snr"}},
+            "teaches nothing",
+        ),
+        (
+            {"loss": {"text_weighting": "dynamic"}, "text_diffusion": {"fully_masked_only": True}},
+            "no weight",
+        ),
+        (
+            {"loss": {"text_weighting": "dynamic"}, "model": {"corrector": "feedback"}},
+            "no weight, and with hypotheses",
+        ),
         ({"loss": {"text_weighting": "dynamic", "text_weight_clip": 1.0}}, "text_weight_clip"),
         ({"latent_diffusion": {"prediction": "x0_epsilon"}}, "x0_epsilon to decoupled"),
         ({"latent_diffusion": {"schedule": "decoupled", "prediction": "v"}}, "v to cosine"),
         ({"latent_diffusion": {"schedule": "decoupled", "prediction": "flow"}}, "flow belongs"),
-        ({"latent_diffusion": {"schedule": "decoupled", "weighting": "velocity"}}, "infinite at t = 0"),
-        ({"latent_diffusion": {"weighting": "ddm"}}, "belongs to latent_diffusion.schedule=decoupled"),
+        (
+            {"latent_diffusion": {"schedule": "decoupled", "weighting": "velocity"}},
+            "infinite at t = 0",
+        ),
+        (
+            {"latent_diffusion": {"weighting": "ddm"}},
+            "belongs to latent_diffusion.schedule=decoupled",
+        ),
         ({"latent_diffusion": {"schedule": "decoupled", "ddm_weight_cap": 5.0}}, "read only with"),
         ({"model": {"latent_predictions": 2}}, "latent_predictions=2 belongs to"),
         (
@@ -271,7 +359,9 @@ def test_the_configs_table_of_predictions_is_that_of_the_process():
 
     for name, prediction in PREDICTIONS.items():
         assert set(SCHEDULES_OF_PREDICTION.get(name, SCHEDULES)) == set(prediction.schedules)
-    config = build_config({"latent_diffusion": {"schedule": "decoupled", "prediction": "x0_epsilon"}})
+    config = build_config(
+        {"latent_diffusion": {"schedule": "decoupled", "prediction": "x0_epsilon"}}
+    )
     assert config.model.latent_predictions == 2
     again = build_config(config.model_dump())
     assert again == config
@@ -279,9 +369,14 @@ def test_the_configs_table_of_predictions_is_that_of_the_process():
 
 def test_logit_normal_has_the_mean_and_spread_of_the_config():
     def logits(**latent):
-        sections = {"latent_diffusion": {"timesteps": "logit_normal", **latent}, "training": {"loss_type": "t2l"}}
+        sections = {
+            "latent_diffusion": {"timesteps": "logit_normal", **latent},
+            "training": {"loss_type": "t2l"},
+        }
         batches = [dataset(batch=50, sections=sections)[step] for step in range(2)]
-        return torch.logit(torch.cat([batch.tensors["latent_timesteps"] for batch in batches]).double())
+        return torch.logit(
+            torch.cat([batch.tensors["latent_timesteps"] for batch in batches]).double()
+        )
 
     default, moved = logits(), logits(logit_normal_mean=0.8, logit_normal_std=0.5)
     inside = default.abs() < 6  # min_timestep clamps the rest
@@ -294,7 +389,10 @@ def test_logit_normal_has_the_mean_and_spread_of_the_config():
         {"logit_normal_mean": 0.8},
         {"logit_normal_std": 0.8},
         {"velocity_floor": 0.05},
-        {"velocity_floor": 0.05, "weighting": "velocity"},  # on the cosine path the weight is bounded by SNR + 1
+        {
+            "velocity_floor": 0.05,
+            "weighting": "velocity",
+        },  # on the cosine path the weight is bounded by SNR + 1
     ],
 )
 def test_keys_that_are_not_read_are_errors(latent):
@@ -303,9 +401,18 @@ def test_keys_that_are_not_read_are_errors(latent):
 
 
 def test_the_preset_of_jit_is_accepted():
-    latent = {"schedule": "rectified_flow", "weighting": "velocity", "velocity_floor": 0.05, "clamp_x0": 1.0}
-    config = build_config({"latent_diffusion": {**latent, "timesteps": "logit_normal", "logit_normal_mean": 0.8}})
-    weights = config.latent_diffusion.process().loss_weights(torch.tensor([0.01, 0.5], dtype=torch.float64))
+    latent = {
+        "schedule": "rectified_flow",
+        "weighting": "velocity",
+        "velocity_floor": 0.05,
+        "clamp_x0": 1.0,
+    }
+    config = build_config(
+        {"latent_diffusion": {**latent, "timesteps": "logit_normal", "logit_normal_mean": 0.8}}
+    )
+    weights = config.latent_diffusion.process().loss_weights(
+        torch.tensor([0.01, 0.5], dtype=torch.float64)
+    )
     torch.testing.assert_close(weights, torch.tensor([400.0, 4.0], dtype=torch.float64))
 
 
@@ -313,17 +420,25 @@ def test_the_preset_of_jit_is_accepted():
 def test_noise_of_the_device_does_not_depend_on_how_the_batch_is_cut(world, accum, monkeypatch):
     monkeypatch.setattr("mmldlm.tasks.translation.noiser.MAX_HOST_NOISE", DIM - 1)
     for step in (0, 8):
-        parts = [dataset(world, accum, rank)[step * accum + m].to("cpu") for rank in range(world) for m in range(accum)]
+        parts = [
+            dataset(world, accum, rank)[step * accum + m].to("cpu")
+            for rank in range(world)
+            for m in range(accum)
+        ]
         assert by_sample(parts) == by_sample([dataset()[step].to("cpu")])
 
 
 def test_only_large_samples_are_noised_on_the_device(monkeypatch):
-    """Below the limit every draw is as ever; above it a batch brings keys, of which `to` makes what it lacks."""
+    """Below the limit every draw is as ever; above it a batch brings keys, of which `to` makes
+    what it lacks.
+    """
     latent = {"latent_diffusion": {"schedule": "rectified_flow", "prediction": "flow"}}
     host = dataset(batch=100, sections=latent)[0]
     assert "noise_keys" not in host.tensors
     monkeypatch.setattr("mmldlm.tasks.translation.noiser.MAX_HOST_NOISE", DIM - 1)
-    batch = pickle.loads(pickle.dumps(dataset(batch=100, sections=latent)[0]))  # as a loading process sends it
+    batch = pickle.loads(
+        pickle.dumps(dataset(batch=100, sections=latent)[0])
+    )  # as a loading process sends it
     assert not {"latents", "latent_targets"} & batch.tensors.keys()
     assert batch.to("cpu").to("cpu").tensors.keys() == host.tensors.keys()
     t, clean = batch.tensors, batch.tensors["latent_clean"]
@@ -336,4 +451,8 @@ def test_only_large_samples_are_noised_on_the_device(monkeypatch):
     torch.testing.assert_close(t["latents"][~is_l2t], (1 - times) * clean[~is_l2t] + times * noise)
     error = noise.numel() ** -0.5
     assert abs(float(noise.mean())) < 4 * error and abs(float(noise.var()) - 1) < 6 * error
-    assert not torch.isclose(noise, (host.tensors["latent_targets"] + clean)[~is_l2t], atol=1e-3).any(1).all()
+    assert (
+        not torch.isclose(noise, (host.tensors["latent_targets"] + clean)[~is_l2t], atol=1e-3)
+        .any(1)
+        .all()
+    )

@@ -8,7 +8,11 @@ from mmldlm.data.store.store import Rows
 from mmldlm.errors import UserError
 from mmldlm.models import MultimodalMMDiT
 from mmldlm.models.mmdit.config import ModelConfig
-from mmldlm.tasks.translation.freezing import apply_freezing, frozen_names, verify_parameter_freezing
+from mmldlm.tasks.translation.freezing import (
+    apply_freezing,
+    frozen_names,
+    verify_parameter_freezing,
+)
 from mmldlm.tasks.translation.noiser import Noiser
 from mmldlm.tasks.translation.objective import TranslationObjective
 from mmldlm.tasks.translation.word_swaps import WordSwaps
@@ -30,10 +34,20 @@ class FakeStore:
 def model(tie=False, quality=False):
     torch.manual_seed(0)
     config = ModelConfig(
-        hidden_size=16, n_blocks=2, n_heads=2, cond_dim=16, max_seq_len=16, latent_dim=DIM, tokens_per_latent=2,
-        vocab_size=30, mask_token_id=3, pad_token_id=0, eos_token_id=2, tie_embeddings=tie,
+        hidden_size=16,
+        n_blocks=2,
+        n_heads=2,
+        cond_dim=16,
+        max_seq_len=16,
+        latent_dim=DIM,
+        tokens_per_latent=2,
+        vocab_size=30,
+        mask_token_id=3,
+        pad_token_id=0,
+        eos_token_id=2,
+        tie_embeddings=tie,
         quality_head=quality,
-    )  # fmt: skip
+    )
     made = MultimodalMMDiT(config)
     for parameter in made.parameters():
         if not parameter.any():
@@ -44,10 +58,14 @@ def model(tie=False, quality=False):
 def micro_batches(config, world=1, accum=1, step=0, size=12):
     rows = FakeStore()
     swaps = WordSwaps(np.r_[np.zeros(4), np.ones(26)]) if config.model.quality_head else None
-    noiser = Noiser(config, 3, 0, 2, np.zeros(DIM, np.float32), np.ones(DIM, np.float32), swaps=swaps)
+    noiser = Noiser(
+        config, 3, 0, 2, np.zeros(DIM, np.float32), np.ones(DIM, np.float32), swaps=swaps
+    )
     plan = BatchPlan(rows.lengths, size, 0)
     return [
-        noiser.collate(plan.batch(step), local_slots(size, world, accum, rank, micro), rows, rows.lengths)
+        noiser.collate(
+            plan.batch(step), local_slots(size, world, accum, rank, micro), rows, rows.lengths
+        )
         for micro in range(accum)
         for rank in range(world)
     ]
@@ -60,17 +78,23 @@ def gradients(config, batches):
     return loss.detach(), {name: p.grad for name, p in net.named_parameters()}
 
 
-@pytest.mark.parametrize("step", [0, 3])  # step 3 is the epoch's last batch: 4 of 12 samples, some ranks have none
+@pytest.mark.parametrize(
+    "step", [0, 3]
+)  # step 3 is the epoch's last batch: 4 of 12 samples, some ranks have none
 @pytest.mark.parametrize("mode", ["mixed", "mixed with a critic", "l2t", "t2l", "unconditional"])
 def test_gradients_add_up_however_the_batch_is_cut(mode, step):
-    config = build_config({"training": {"loss_type": mode.split()[0]}, "model": {"quality_head": "critic" in mode}})
+    config = build_config(
+        {"training": {"loss_type": mode.split()[0]}, "model": {"quality_head": "critic" in mode}}
+    )
     whole_loss, whole = gradients(config, micro_batches(config, step=step))
     for world, accum in ((2, 1), (1, 3), (2, 2), (4, 1)):
         loss, parts = gradients(config, micro_batches(config, world, accum, step))
         torch.testing.assert_close(loss, whole_loss)
         for name, grad in whole.items():
             assert grad is not None and parts[name] is not None, name
-            torch.testing.assert_close(parts[name], grad, rtol=1e-4, atol=5e-6 if "critic" in mode else 1e-6)
+            torch.testing.assert_close(
+                parts[name], grad, rtol=1e-4, atol=5e-6 if "critic" in mode else 1e-6
+            )
 
 
 def test_changing_padding_changes_nothing():
@@ -89,26 +113,43 @@ def test_metrics_are_those_of_the_definition():
     loss, metrics = TranslationObjective(config)(net, batch)
     t = batch.tensors
     logits = net(
-        t["text_tokens"], t["latents"], t["text_timesteps"], t["latent_timesteps"], t["attention_mask"],
-        latent_is_null=t["latent_is_null"], text_is_null=t["text_is_null"],
-    )["text_logits"]  # fmt: skip
-    nll = -logits.flatten(0, 1)[t["text_positions"]].log_softmax(-1).gather(1, t["text_targets"][:, None])[:, 0]
+        t["text_tokens"],
+        t["latents"],
+        t["text_timesteps"],
+        t["latent_timesteps"],
+        t["attention_mask"],
+        latent_is_null=t["latent_is_null"],
+        text_is_null=t["text_is_null"],
+    )["text_logits"]
+    nll = (
+        -logits.flatten(0, 1)[t["text_positions"]]
+        .log_softmax(-1)
+        .gather(1, t["text_targets"][:, None])[:, 0]
+    )
     expected = (nll * t["text_weights"]).sum()
     torch.testing.assert_close(metrics["text_nelbo_sum"], expected)
     rest = loss - expected / batch.counts["text_tokens"]
-    torch.testing.assert_close(rest, 0.1 * metrics["length_nll_sum"] / batch.counts["lengths"], rtol=1e-3, atol=1e-5)
+    torch.testing.assert_close(
+        rest, 0.1 * metrics["length_nll_sum"] / batch.counts["lengths"], rtol=1e-3, atol=1e-5
+    )
 
 
 def test_clamps_leave_a_zero_gradient_above_them():
     plain = build_config({"training": {"loss_type": "l2t"}, "loss": {"length_loss_weight": 0.0}})
     clamped = build_config(
-        {"training": {"loss_type": "l2t"}, "loss": {"length_loss_weight": 0.0, "text_loss_clamp": 1e-6}}
+        {
+            "training": {"loss_type": "l2t"},
+            "loss": {"length_loss_weight": 0.0, "text_loss_clamp": 1e-6},
+        }
     )
     _, free = gradients(plain, micro_batches(plain))
     _, none = gradients(clamped, micro_batches(clamped))
     assert any(g.any() for g in free.values()) and not any(g.any() for g in none.values())
     loose = build_config(
-        {"training": {"loss_type": "l2t"}, "loss": {"length_loss_weight": 0.0, "text_loss_clamp": 100}}
+        {
+            "training": {"loss_type": "l2t"},
+            "loss": {"length_loss_weight": 0.0, "text_loss_clamp": 100},
+        }
     )
     _, same = gradients(loose, micro_batches(loose))
     assert all(torch.equal(same[name], grad) for name, grad in free.items())
@@ -120,7 +161,10 @@ def test_normalised_mse_is_2_minus_2_cosine_and_refused_where_unsound():
     error = TranslationObjective(config)._latent_error(a, b)
     torch.testing.assert_close(error, 2 - 2 * torch.nn.functional.cosine_similarity(a, b, dim=-1))
     for prediction in ("epsilon", "v"):
-        values = {"loss": {"latent_loss": "normalized_mse"}, "latent_diffusion": {"prediction": prediction}}
+        values = {
+            "loss": {"latent_loss": "normalized_mse"},
+            "latent_diffusion": {"prediction": prediction},
+        }
         with pytest.raises(UserError, match="scale"):
             build_config(values)
         values["loss"]["allow_scale_free_latent_loss"] = True
@@ -143,15 +187,42 @@ def test_t2l_loss_is_not_solved_by_copying_the_input():
 @pytest.mark.parametrize(
     ("mode", "freeze", "frozen", "trained"),
     [
-        ("l2t", "by_mode", ("latent_encoder", "latent_head"), ("text_encoder", "text_head", "blocks", "length_head")),
-        ("t2l", "by_mode", ("text_encoder", "text_head", "length_head"), ("latent_encoder", "latent_head", "blocks")),
-        ("l2t", "none", ("latent_head",), ("latent_encoder", "text_encoder", "text_head", "blocks")),
-        ("t2l", "none", ("text_head", "length_head"), ("text_encoder", "latent_encoder", "latent_head", "blocks")),
+        (
+            "l2t",
+            "by_mode",
+            ("latent_encoder", "latent_head"),
+            ("text_encoder", "text_head", "blocks", "length_head"),
+        ),
+        (
+            "t2l",
+            "by_mode",
+            ("text_encoder", "text_head", "length_head"),
+            ("latent_encoder", "latent_head", "blocks"),
+        ),
+        (
+            "l2t",
+            "none",
+            ("latent_head",),
+            ("latent_encoder", "text_encoder", "text_head", "blocks"),
+        ),
+        (
+            "t2l",
+            "none",
+            ("text_head", "length_head"),
+            ("text_encoder", "latent_encoder", "latent_head", "blocks"),
+        ),
         (
             "mixed",
             "by_mode",
             (),
-            ("latent_encoder", "latent_head", "text_encoder", "text_head", "blocks", "length_head"),
+            (
+                "latent_encoder",
+                "latent_head",
+                "text_encoder",
+                "text_head",
+                "blocks",
+                "length_head",
+            ),
         ),
         ("unconditional", "by_mode", (), ("latent_encoder", "text_encoder", "blocks")),
     ],
@@ -164,10 +235,14 @@ def test_freezing_by_mode(mode, freeze, frozen, trained):
         assert not (module in frozen and parameter.requires_grad), name
         assert not (module in trained and not parameter.requires_grad), name
     counts = verify_parameter_freezing(net, mode, freeze)
-    assert sum(part for part, _ in counts.values()) == sum(p.numel() for p in net.parameters() if p.requires_grad)
+    assert sum(part for part, _ in counts.values()) == sum(
+        p.numel() for p in net.parameters() if p.requires_grad
+    )
     config = build_config({"training": {"loss_type": mode}})
     objective = TranslationObjective(config)
-    sum(objective(net, batch)[0] for step in range(3) for batch in micro_batches(config, step=step)).backward()
+    sum(
+        objective(net, batch)[0] for step in range(3) for batch in micro_batches(config, step=step)
+    ).backward()
     for name, parameter in net.named_parameters():
         assert (parameter.grad is not None) == (name not in frozen_names(net, mode, freeze)), name
 
@@ -180,7 +255,8 @@ def test_wrong_freezing_is_named():
         verify_parameter_freezing(net, "l2t", "by_mode")
 
 
-# -- MM-LDLM's measures ------------------------------------------------------------------------------------------------
+# -- MM-LDLM's measures
+# ------------------------------------------------------------------------------------------------
 
 
 def loss_of(batch, **loss):
@@ -238,7 +314,8 @@ def test_dynamic_text_weights_change_the_loss_and_not_the_nelbo():
     assert torch.equal(found[0], TranslationObjective(build_config({}))(model(), plain)[0])
 
 
-# -- two predictions ---------------------------------------------------------------------------------------------------
+# -- two predictions
+# -------------------------------------------------------------------------------------------------
 
 DECOUPLED = {"schedule": "decoupled", "prediction": "x0_epsilon", "weighting": "ddm"}
 
@@ -246,18 +323,31 @@ DECOUPLED = {"schedule": "decoupled", "prediction": "x0_epsilon", "weighting": "
 def wide_model():
     torch.manual_seed(0)
     config = ModelConfig(
-        hidden_size=16, n_blocks=2, n_heads=2, cond_dim=16, max_seq_len=16, latent_dim=DIM, tokens_per_latent=2,
-        vocab_size=30, mask_token_id=3, pad_token_id=0, eos_token_id=2, latent_predictions=2,
-    )  # fmt: skip
+        hidden_size=16,
+        n_blocks=2,
+        n_heads=2,
+        cond_dim=16,
+        max_seq_len=16,
+        latent_dim=DIM,
+        tokens_per_latent=2,
+        vocab_size=30,
+        mask_token_id=3,
+        pad_token_id=0,
+        eos_token_id=2,
+        latent_predictions=2,
+    )
     return MultimodalMMDiT(config)
 
 
 @pytest.mark.parametrize("weighting", ["unit", "min_snr", "ddm", "ddm_inverse"])
 def test_two_predictions_have_two_weighted_errors(weighting):
     config = build_config(
-        {"latent_diffusion": {**DECOUPLED, "weighting": weighting}, "training": {"loss_type": "t2l"},
-         "loss": {"length_loss_weight": 0.0}}
-    )  # fmt: skip
+        {
+            "latent_diffusion": {**DECOUPLED, "weighting": weighting},
+            "training": {"loss_type": "t2l"},
+            "loss": {"length_loss_weight": 0.0},
+        }
+    )
     (batch,) = micro_batches(config)
     t, net = batch.tensors, wide_model()
     assert t["latent_targets"].shape == (12, 2 * DIM) and t["latent_weights"].shape == (12, 2)
@@ -265,9 +355,14 @@ def test_two_predictions_have_two_weighted_errors(weighting):
     torch.nn.init.normal_(net.latent_head.to_latent.weight, std=0.1)
     loss, metrics = TranslationObjective(config)(net, batch)
     prediction = net(
-        t["text_tokens"], t["latents"], t["text_timesteps"], t["latent_timesteps"], t["attention_mask"],
-        text_is_null=t["text_is_null"], latent_is_null=t["latent_is_null"],
-    )["latent_pred"]  # fmt: skip
+        t["text_tokens"],
+        t["latents"],
+        t["text_timesteps"],
+        t["latent_timesteps"],
+        t["attention_mask"],
+        text_is_null=t["text_is_null"],
+        latent_is_null=t["latent_is_null"],
+    )["latent_pred"]
     error = (prediction - t["latent_targets"]).square().unflatten(1, (2, DIM)).mean(-1)
     torch.testing.assert_close(loss, (error * t["latent_weights"]).sum() / 12)
     torch.testing.assert_close(metrics["latent_error_sum"], error.sum())

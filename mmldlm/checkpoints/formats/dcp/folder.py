@@ -1,10 +1,11 @@
-"""A torch.distributed.checkpoint folder: its .metadata, and the tensors and pickled objects in its files.
+"""A torch.distributed.checkpoint folder: its .metadata, and the tensors and pickled objects in its
+files.
 
-Layout (torch 2.13, torch/distributed/checkpoint/{metadata,filesystem}.py): `.metadata` is a pickle with the dtype, size
-and chunks of every name, and the file and bytes of every chunk. `__{rank}_{k}.distcp` files hold the chunks back to
-back, each a complete zip file of torch.save. FSDP2 cuts along dimension 0, so a chunk is a range of the flat tensor; a
-replicated tensor is one chunk, stored once. `planner_data` has the path of every name in the nested dict that was
-saved.
+Layout (torch 2.13, torch/distributed/checkpoint/{metadata,filesystem}.py): `.metadata` is a pickle
+with the dtype, size and chunks of every name, and the file and bytes of every chunk.
+`__{rank}_{k}.distcp` files hold the chunks back to back, each a complete zip file of torch.save.
+FSDP2 cuts along dimension 0, so a chunk is a range of the flat tensor; a replicated tensor is one
+chunk, stored once. `planner_data` has the path of every name in the nested dict that was saved.
 """
 
 from __future__ import annotations
@@ -16,10 +17,7 @@ from mmldlm.checkpoints.formats.dcp.item import DcpFile, DcpItem, DcpObject
 from mmldlm.checkpoints.formats.dtypes import DTYPES, numel
 from mmldlm.checkpoints.formats.selection import MODEL_KEYS, Keys, StoredTensor, StoredValue
 from mmldlm.checkpoints.formats.state_dict import tree_of
-from mmldlm.checkpoints.formats.torch_save.reader import (
-    MAX_PICKLE_BYTES,
-    corrupt_file_error,
-)
+from mmldlm.checkpoints.formats.torch_save.reader import MAX_PICKLE_BYTES, corrupt_file_error
 from mmldlm.checkpoints.formats.torch_save.unpickler import (
     OpaqueObject,
     RefusedPickle,
@@ -44,8 +42,16 @@ _FLAT_OPTIMIZERS = ("optim.", "optimizer.", "optimizers.")
 class DcpTensor(StoredTensor):
     """One tensor of a folder."""
 
-    def __init__(self, folder: DcpFolder, name: str, dtype: str, shape: tuple[int, ...], chunks: list):
-        self.folder, self.name, self.dtype, self.shape, self.chunks = folder, name, dtype, shape, chunks
+    def __init__(
+        self, folder: DcpFolder, name: str, dtype: str, shape: tuple[int, ...], chunks: list
+    ):
+        self.folder, self.name, self.dtype, self.shape, self.chunks = (
+            folder,
+            name,
+            dtype,
+            shape,
+            chunks,
+        )
 
     def parts(self) -> list[FileRange]:
         # The chunks must follow each other without gap or overlap.
@@ -54,14 +60,21 @@ class DcpTensor(StoredTensor):
         for offsets, sizes in sorted(self.chunks):
             if 0 in sizes:
                 continue
-            if len(offsets) != len(shape) or len(sizes) != len(shape) or sizes[1:] != shape[1:] or any(offsets[1:]):
+            if (
+                len(offsets) != len(shape)
+                or len(sizes) != len(shape)
+                or sizes[1:] != shape[1:]
+                or any(offsets[1:])
+            ):
                 raise UserError(
                     f"tensors in {self.folder.path} cut along their first dimension only",
                     f"a chunk of {sizes} at {offsets} of {name} {shape}",
                     "save without tensor parallelism",
                 )
             if shape and offsets[0] != row:
-                raise corrupt_file_error(path, f"rows of {name} {shape} from {row} on in no chunk, or in two")
+                raise corrupt_file_error(
+                    path, f"rows of {name} {shape} from {row} on in no chunk, or in two"
+                )
             row += sizes[0] if shape else 1
             parts.append(self.folder.part(name, self.dtype, sizes, offsets))
         if sum(part.count for part in parts) != numel(shape):
@@ -96,7 +109,8 @@ class DcpFolder:
         """Read .metadata and open every file.
 
         Raises:
-            UserError: missing or truncated files, a hostile or unknown .metadata, compressed tensors.
+            UserError: missing or truncated files, a hostile or unknown .metadata, compressed
+                tensors.
         """
         self.path, self.random_access = path, random_access
         self.metadata_path = path / DCP_METADATA
@@ -120,14 +134,18 @@ class DcpFolder:
             file.close()
 
     def _open_files(self) -> None:
-        """Open every file; each must be as long as .metadata requires, also where it will not be read."""
+        """Open every file; each must be as long as .metadata requires, also where it will not be
+        read.
+        """
         ends: dict[str, int] = {}
         for relative, offset, length in self._chunks.values():
             ends[relative] = max(ends.get(relative, 0), offset + length)
         for relative, end in ends.items():
             file = self._file(relative)
             if file.size < end:
-                raise corrupt_file_error(file.path, f"it ends at byte {file.size}, its last part at {end}: truncated")
+                raise corrupt_file_error(
+                    file.path, f"it ends at byte {file.size}, its last part at {end}: truncated"
+                )
 
     def _file(self, relative: str) -> DcpFile:
         if relative not in self._files:
@@ -148,12 +166,15 @@ class DcpFolder:
                 if not isinstance(node, dict):
                     raise corrupt_file_error(self.metadata_path, f"{name} inside of another entry")
             if paths[name][-1] in node:
-                raise corrupt_file_error(self.metadata_path, f"{name} at the place of another entry")
+                raise corrupt_file_error(
+                    self.metadata_path, f"{name} at the place of another entry"
+                )
             node[paths[name][-1]] = leaf
         return tree
 
     def _load_dicts(self) -> None:
-        """Replace the pickled dicts of a folder that was saved with flatten_state_dict=False by their content.
+        """Replace the pickled dicts of a folder that was saved with flatten_state_dict=False by
+        their content.
 
         Raises:
             UserError: one that may be the model cannot be read.
@@ -167,10 +188,15 @@ class DcpFolder:
                 if name not in _MAY_HOLD_MODEL:
                     continue
                 found = f"one pickled object, which cannot be read ({error.found})"
-                fix = "save it with flatten_state_dict=True, torch's default, so that every tensor has a name"
+                fix = (
+                    "save it with flatten_state_dict=True, torch's default, so that every tensor"
+                    " has a name"
+                )
                 raise UserError(f"the tensors of {name!r} in {self.path}", found, fix) from error
 
-    def part(self, name: str, dtype: str, sizes: tuple[int, ...], offsets: tuple[int, ...]) -> FileRange:
+    def part(
+        self, name: str, dtype: str, sizes: tuple[int, ...], offsets: tuple[int, ...]
+    ) -> FileRange:
         """Return one chunk of a tensor."""
         location = self._chunks.get((name, offsets))
         if location is None:
@@ -178,7 +204,10 @@ class DcpFolder:
         relative, offset, length = location
         needed = numel(sizes) * DTYPES[dtype].itemsize
         if needed > length:  # before memory or disk space is taken for it
-            found = f"a chunk of {name} {sizes} in {dtype}, {needed} bytes, in {length} bytes of {relative}"
+            found = (
+                f"a chunk of {name} {sizes} in {dtype}, {needed} bytes, in {length} bytes of"
+                f" {relative}"
+            )
             raise corrupt_file_error(self.metadata_path, found)
         ref = TensorRef(dtype, sizes, _row_major(sizes), "", 0, numel(sizes))
         item = DcpItem(self._files[relative], offset, length, ref, name, self.random_access)
@@ -195,7 +224,8 @@ class DcpFolder:
         return item
 
 
-# -- .metadata --------------------------------------------------------------------------------------------------------
+# -- .metadata
+# -------------------------------------------------------------------------------------------------
 
 
 def read_metadata(path: Path) -> dict[str, Any]:
@@ -210,13 +240,19 @@ def read_metadata(path: Path) -> dict[str, Any]:
         raise corrupt_file_error(path, f"it cannot be read: {describe_os_error(error)}") from error
     except RefusedPickle as error:
         raise UserError(
-            f"only descriptions of tensors in {path}", f"{error}; nothing was executed", "use a checkpoint you trust"
+            f"only descriptions of tensors in {path}",
+            f"{error}; nothing was executed",
+            "use a checkpoint you trust",
         ) from error
-    fields = value.state if isinstance(value, OpaqueObject) and _kind_of(value) == "Metadata" else None
+    fields = (
+        value.state if isinstance(value, OpaqueObject) and _kind_of(value) == "Metadata" else None
+    )
     if not isinstance(fields, dict) or not all(
         isinstance(fields.get(key), dict) for key in ("state_dict_metadata", "storage_data")
     ):
-        raise corrupt_file_error(path, "something other than the Metadata of torch.distributed.checkpoint")
+        raise corrupt_file_error(
+            path, "something other than the Metadata of torch.distributed.checkpoint"
+        )
     if not all(isinstance(name, str) for name in fields["state_dict_metadata"]):
         raise corrupt_file_error(path, "names that are not text")
     return fields
@@ -238,11 +274,14 @@ def _sizes(path: Path, value: Any) -> tuple[int, ...]:
     return value
 
 
-def _description(path: Path, name: str, entry: Any) -> tuple[str, tuple[int, ...], list[tuple[tuple, tuple]]]:
+def _description(
+    path: Path, name: str, entry: Any
+) -> tuple[str, tuple[int, ...], list[tuple[tuple, tuple]]]:
     """Return dtype, shape and [(offsets, sizes)] of the chunks of a tensor."""
     fields = _fields(path, entry, "TensorStorageMetadata")
     properties = fields.get("properties")
-    # TensorProperties pickles itself as the tuple (dtype, layout, requires_grad, memory format, pinned).
+    # TensorProperties pickles itself as the tuple (dtype, layout, requires_grad, memory format,
+    # pinned).
     state = properties.state if _kind_of(properties) == "TensorProperties" else None
     dtype = dtype_name(state[0]) if isinstance(state, tuple) and state else None
     chunks = fields.get("chunks")
@@ -251,15 +290,17 @@ def _description(path: Path, name: str, entry: Any) -> tuple[str, tuple[int, ...
     offsets_and_sizes = []
     for chunk in chunks:
         entry = _fields(path, chunk, "ChunkStorageMetadata")
-        offsets_and_sizes.append((_sizes(path, entry.get("offsets")), _sizes(path, entry.get("sizes"))))
+        offsets_and_sizes.append(
+            (_sizes(path, entry.get("offsets")), _sizes(path, entry.get("sizes")))
+        )
     return dtype, _sizes(path, fields.get("size")), offsets_and_sizes
 
 
 def _paths(path: Path, names: dict[str, Any], planner_data: Any) -> dict[str, Keys]:
     """Return the path of every name in the nested dict that was saved.
 
-    Without `planner_data` nothing was flattened, or another program wrote the folder: names are then taken as they are,
-    unless an optimizer's names show that {"model", "optim"} was flattened.
+    Without `planner_data` nothing was flattened, or another program wrote the folder: names are
+    then taken as they are, unless an optimizer's names show that {"model", "optim"} was flattened.
     """
     saved = planner_data if isinstance(planner_data, dict) else {}
     known: dict[str, Keys] = {}
@@ -267,14 +308,20 @@ def _paths(path: Path, names: dict[str, Any], planner_data: Any) -> dict[str, Ke
         keys = saved.get(name)
         if keys is None:
             continue
-        if not isinstance(keys, tuple) or not keys or not all(isinstance(key, str | int) for key in keys):
+        if (
+            not isinstance(keys, tuple)
+            or not keys
+            or not all(isinstance(key, str | int) for key in keys)
+        ):
             raise corrupt_file_error(path, f"{str(keys)[:80]} instead of the path of {name}")
         known[name] = keys
     is_flattened = not known and any(name.startswith(_FLAT_OPTIMIZERS) for name in names)
     for name in names:
         if name not in known:
             first, _, rest = name.partition(".")
-            is_prefix = is_flattened and rest and (first == "model" or name.startswith(_FLAT_OPTIMIZERS))
+            is_prefix = (
+                is_flattened and rest and (first == "model" or name.startswith(_FLAT_OPTIMIZERS))
+            )
             moment, _, owner = rest.partition(".")
             if is_prefix and first != "model" and moment in MOMENTS:  # mmldlm's own
                 known[name] = (first, moment, owner)
@@ -283,20 +330,30 @@ def _paths(path: Path, names: dict[str, Any], planner_data: Any) -> dict[str, Ke
     return known
 
 
-def _locations(path: Path, storage: dict) -> tuple[dict[tuple[str, tuple[int, ...]], Location], dict[str, Location]]:
-    """Return (name, offsets) -> place of every chunk, and name -> place of every pickled object."""
+def _locations(
+    path: Path, storage: dict
+) -> tuple[dict[tuple[str, tuple[int, ...]], Location], dict[str, Location]]:
+    """Return (name, offsets) -> place of every chunk, and name -> place of every pickled
+    object.
+    """
     chunks: dict[tuple[str, tuple[int, ...]], Location] = {}
     objects: dict[str, Location] = {}
     inside: set[str] = set()
     for index, info in storage.items():
         key, location = _fields(path, index, "MetadataIndex"), _fields(path, info, "_StorageInfo")
         name, offsets = key.get("fqn"), key.get("offset")
-        relative, offset, length = location.get("relative_path"), location.get("offset"), location.get("length")
+        relative, offset, length = (
+            location.get("relative_path"),
+            location.get("offset"),
+            location.get("length"),
+        )
         if location.get("transform_descriptors"):
             if offsets is None:  # refused when it is asked for
                 continue
             found = f"{name} written through {location['transform_descriptors']}"
-            raise UserError(f"uncompressed chunks in {path.parent}", found, "save without compression")
+            raise UserError(
+                f"uncompressed chunks in {path.parent}", found, "save without compression"
+            )
         if relative not in inside:
             try:
                 path_inside(path.parent, relative)
@@ -304,7 +361,9 @@ def _locations(path: Path, storage: dict) -> tuple[dict[tuple[str, tuple[int, ..
                 raise corrupt_file_error(path, f"{name} in a file of {error}") from error
             inside.add(relative)
         if type(offset) is not int or type(length) is not int or offset < 0 or length < 0:
-            raise corrupt_file_error(path, f"{name} at bytes {offset!r} + {length!r} of {relative}")
+            raise corrupt_file_error(
+                path, f"{name} at bytes {offset!r} + {length!r} of {relative}"
+            )
         if offsets is None:
             objects[name] = (relative, offset, length)
         else:

@@ -21,7 +21,9 @@ class DcpFormat:
     def detect(self, path: Path) -> Path | None:
         if path.name == DCP_METADATA and path.is_file():
             return path.parent
-        return next((path / name for name in _SUBFOLDERS if (path / name / DCP_METADATA).is_file()), None)
+        return next(
+            (path / name for name in _SUBFOLDERS if (path / name / DCP_METADATA).is_file()), None
+        )
 
     def open(self, path: Path, options: ReadOptions):
         from mmldlm.checkpoints.formats.dcp.reader import DcpCheckpoint

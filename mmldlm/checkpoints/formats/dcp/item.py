@@ -9,7 +9,11 @@ from typing import Any
 
 from mmldlm.checkpoints.formats.dtypes import DTYPES
 from mmldlm.checkpoints.formats.file_kinds import FileKind
-from mmldlm.checkpoints.formats.torch_save.reader import TorchFile, corrupt_file_error, open_for_reading
+from mmldlm.checkpoints.formats.torch_save.reader import (
+    TorchFile,
+    corrupt_file_error,
+    open_for_reading,
+)
 from mmldlm.checkpoints.formats.torch_save.unpickler import TensorRef
 from mmldlm.checkpoints.layout import DCP_METADATA
 from mmldlm.errors import UserError
@@ -34,7 +38,8 @@ class DcpFile:
 class _ItemFile(TorchFile):
     """The zip of one chunk inside a .distcp file.
 
-    Its head and tail are read once: a file holds hundreds of small items, and system calls would dominate.
+    Its head and tail are read once: a file holds hundreds of small items, and system calls would
+    dominate.
     """
 
     def __init__(self, file: DcpFile, offset: int, length: int, random_access: bool):
@@ -47,8 +52,13 @@ class _ItemFile(TorchFile):
 
     def _check_kind(self, kind: FileKind | None) -> None:
         if kind is not None and kind.found.startswith("a safetensors file"):
-            fix = "save with FileSystemWriter(..., serialization_format=SerializationFormat.TORCH_SAVE), the default"
-            raise UserError(f"items written by torch.save in {self.path}", "safetensors items", fix)
+            fix = (
+                "save with FileSystemWriter(...,"
+                " serialization_format=SerializationFormat.TORCH_SAVE), the default"
+            )
+            raise UserError(
+                f"items written by torch.save in {self.path}", "safetensors items", fix
+            )
         super()._check_kind(kind)
 
     def load(self) -> Any:
@@ -90,10 +100,19 @@ class DcpObject(_ItemFile):
 class DcpItem:
     """One chunk, opened when it is read first: a rank needs few chunks of a large checkpoint.
 
-    Implements TensorFile. `ref` is the tensor's description in .metadata, which the item must match.
+    Implements TensorFile. `ref` is the tensor's description in .metadata, which the item must
+    match.
     """
 
-    def __init__(self, file: DcpFile, offset: int, length: int, ref: TensorRef, what: str, random_access: bool):
+    def __init__(
+        self,
+        file: DcpFile,
+        offset: int,
+        length: int,
+        ref: TensorRef,
+        what: str,
+        random_access: bool,
+    ):
         self.path = file.path
         self._file, self.offset, self._length = file, offset, length
         self._what, self._random_access = what, random_access
@@ -110,20 +129,34 @@ class DcpItem:
         if self._zip is None:
             item = _ItemFile(self._file, self.offset, self._length, self._random_access)
             stored = item.load()
-            if not isinstance(stored, TensorRef) or (stored.dtype, stored.shape) != (self.ref.dtype, self.ref.shape):
-                found = f"{stored.dtype} {stored.shape}" if isinstance(stored, TensorRef) else type(stored).__name__
+            if not isinstance(stored, TensorRef) or (stored.dtype, stored.shape) != (
+                self.ref.dtype,
+                self.ref.shape,
+            ):
+                found = (
+                    f"{stored.dtype} {stored.shape}"
+                    if isinstance(stored, TensorRef)
+                    else type(stored).__name__
+                )
                 expected = f"{self.ref.dtype} {self.ref.shape}"
-                raise corrupt_file_error(self.path, f"{found} for a part of {self._what}, {expected} in {DCP_METADATA}")
+                raise corrupt_file_error(
+                    self.path, f"{found} for a part of {self._what}, {expected} in {DCP_METADATA}"
+                )
             item.check_ref(stored, self._what)
             if not stored.is_contiguous:
-                found = f"a part of {self._what} with strides {stored.stride}" + ", negated" * stored.negated
+                found = (
+                    f"a part of {self._what} with strides {stored.stride}"
+                    + ", negated" * stored.negated
+                )
                 fix = "call .resolve_conj().resolve_neg().contiguous() on it before it is saved"
                 raise UserError(f"chunks in row-major order in {self.path}", found, fix)
             self._zip, self._stored = item, stored
         return self._zip
 
     def position_of(self, ref: TensorRef, start: int = 0) -> int:
-        """Return the approximate position of element `start`, to sort reads without opening the item."""
+        """Return the approximate position of element `start`, to sort reads without opening the
+        item.
+        """
         return self.offset + start * DTYPES[ref.dtype].itemsize
 
     def read_elements_into(self, ref: TensorRef, start: int, view: memoryview) -> int | None:

@@ -30,7 +30,9 @@ def read_optimizer_metadata(opened: OpenedCheckpoint) -> OptimizerMetadata:
     record = json.loads(read_bytes(path))  # DcpCheckpoint has validated it
     notes = []
     try:
-        groups = [Group(list(group["names"]), dict(group["settings"])) for group in record["groups"]]
+        groups = [
+            Group(list(group["names"]), dict(group["settings"])) for group in record["groups"]
+        ]
         for group in groups:
             if "betas" in group.settings:  # JSON has no tuples
                 group.settings["betas"] = tuple(group.settings["betas"])
@@ -38,13 +40,19 @@ def read_optimizer_metadata(opened: OpenedCheckpoint) -> OptimizerMetadata:
         groups = [Group(list(record["trainable"]), {})]
         notes.append(f"{path.name} names no parameter groups: all are in one, without settings")
     except (TypeError, ValueError) as error:
-        raise corrupt_file_error(path, f"groups that are not a list of names and settings ({error!r})") from error
-    groups = [Group(source.resolve_tied(group.names, source.path), group.settings) for group in groups]
+        raise corrupt_file_error(
+            path, f"groups that are not a list of names and settings ({error!r})"
+        ) from error
+    groups = [
+        Group(source.resolve_tied(group.names, source.path), group.settings) for group in groups
+    ]
     steps = applied_steps(opened) if record.get("steps") is None else float(record["steps"])
     dtype = record.get("compute_dtype") or configured_dtype(opened)
     saved = record.get("deepspeed")
     saved = saved if isinstance(saved, dict) else {}
-    copied = {key: saved[key] for key in COPIED_KEYS if key in saved and type(saved[key]) in PLAIN_TYPES}
+    copied = {
+        key: saved[key] for key in COPIED_KEYS if key in saved and type(saved[key]) in PLAIN_TYPES
+    }
     optimizer = {**default_scaler(), **copied, "loss_scaler": loss_scaler(saved.get(PLAIN_SCALER))}
     counters = default_counters(opened, steps)
     metadata = OptimizerMetadata(groups, steps, dtype, counters, optimizer, notes=notes)

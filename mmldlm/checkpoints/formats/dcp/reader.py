@@ -1,4 +1,5 @@
-"""Reader of torch.distributed.checkpoint folders (FSDP2), without torch and without executing a pickle.
+"""Reader of torch.distributed.checkpoint folders (FSDP2), without torch and without executing a
+pickle.
 
 The folder itself is described in folder.
 """
@@ -26,7 +27,8 @@ from mmldlm.utils.formatting import join_some
 from mmldlm.utils.input_files import read_bytes
 from mmldlm.utils.moments import MOMENTS, moment_keys
 
-# accelerate and the Hugging Face Trainer save the optimizer of pytorch_model_fsdp_0 in optimizer_0 beside it.
+# accelerate and the Hugging Face Trainer save the optimizer of pytorch_model_fsdp_0 in optimizer_0
+# beside it.
 _ACCELERATE_MODEL = "pytorch_model_fsdp_"
 _STACKED_LAYERS = re.compile(
     r"(^|\.)(decoder|encoder)\.layers\.(mlp|self_attention|cross_attention|input_layernorm|pre_mlp_layernorm|mixer)\."
@@ -36,10 +38,11 @@ _STACKED_LAYERS = re.compile(
 class DcpCheckpoint(WeightSource):
     """An opened DCP folder; see WeightSource.
 
-    mmldlm saves {"model": ..., "optim": {"exp_avg": ..., "exp_avg_sq": ...}}. `trainable.json` next to it lists the
-    trained weights: {"trainable": [names]}, and optionally "buffers": [names], "aliases": {second name: name} and
-    "groups": [{"names": [names], "settings": {...}}], which tell Muon's weights. In folders of other programs selection
-    finds the model, and named_optimizer an optimizer that names its parameters.
+    mmldlm saves {"model": ..., "optim": {"exp_avg": ..., "exp_avg_sq": ...}}. `trainable.json`
+    next to it lists the trained weights: {"trainable": [names]}, and optionally "buffers":
+    [names], "aliases": {second name: name} and "groups": [{"names": [names], "settings": {...}}],
+    which tell Muon's weights. In folders of other programs selection finds the model, and
+    named_optimizer an optimizer that names its parameters.
     """
 
     engine = "fsdp"
@@ -59,8 +62,9 @@ class DcpCheckpoint(WeightSource):
             key: which state dict is the model, if there are several.
 
         Raises:
-            UserError: missing or truncated files, a hostile or unknown .metadata, compressed tensors, tensors cut along
-                another dimension than the first, chunks that do not cover a tensor exactly.
+            UserError: missing or truncated files, a hostile or unknown .metadata, compressed
+                tensors, tensors cut along another dimension than the first, chunks that do not
+                cover a tensor exactly.
         """
         source = cls(Path(path), allow_nonfinite, random_access)
         source._folders: list[DcpFolder] = []
@@ -113,9 +117,15 @@ class DcpCheckpoint(WeightSource):
         path = self.path / TRAINABLE_FILE
         trained, buffers = names_file["trainable"], names_file.get("buffers", [])
         aliases = names_file.get("aliases", {})
-        unknown = [name for name in [*trained, *buffers, *aliases, *aliases.values()] if name not in self.tensors]
+        unknown = [
+            name
+            for name in [*trained, *buffers, *aliases, *aliases.values()]
+            if name not in self.tensors
+        ]
         if unknown:
-            raise corrupt_file_error(path, f"names that {DCP_METADATA} does not have: {join_some(unknown)}")
+            raise corrupt_file_error(
+                path, f"names that {DCP_METADATA} does not have: {join_some(unknown)}"
+            )
         self.classify(set(trained), set(buffers))
         self.mark_tied(aliases, path)
 
@@ -123,14 +133,20 @@ class DcpCheckpoint(WeightSource):
         """Read mmldlm's own {"optim": {"exp_avg": {name: ...}}}."""
         path = folder.metadata_path
         optim = folder.tree.get("optim")
-        saved = {key: optim[key] for key in MOMENTS if isinstance(optim, dict) and isinstance(optim.get(key), dict)}
+        saved = {
+            key: optim[key]
+            for key in MOMENTS
+            if isinstance(optim, dict) and isinstance(optim.get(key), dict)
+        }
         if not saved:
             return
         for name, info in self.tensors.items():
             if info.kind != "trainable":
                 continue
             keys = keys_of.get(name, MOMENTS)
-            check_no_other_moment(path, [key for key, table in saved.items() if name in table], keys, name)
+            check_no_other_moment(
+                path, [key for key, table in saved.items() if name in table], keys, name
+            )
             for key in keys:
                 moment = saved.get(key, {}).get(name)
                 if not isinstance(moment, DcpTensor):
@@ -141,7 +157,8 @@ class DcpCheckpoint(WeightSource):
                     raise corrupt_file_error(path, found)
                 self.moments.setdefault(key, {})[name] = moment.parts()
 
-    # -- optimizers of other programs -----------------------------------------------------------------------------
+    # -- optimizers of other programs
+    # -----------------------------------------------------------------------------
 
     def _read_named_optimizer(self, optimizers: dict[Keys, dict], path: Keys) -> None:
         number = self.path.name.removeprefix(_ACCELERATE_MODEL)
@@ -151,34 +168,45 @@ class DcpCheckpoint(WeightSource):
         add_named_optimizer(self, optimizers, path)
 
 
-# -- Megatron-core ----------------------------------------------------------------------------------------------------
+# -- Megatron-core
+# -------------------------------------------------------------------------------------------------
 
 
 def _refuse_megatron(path: Path) -> None:
-    """Raise UserError for a checkpoint of Megatron-core, which stores all layers of a stack as one tensor."""
+    """Raise UserError for a checkpoint of Megatron-core, which stores all layers of a stack as one
+    tensor.
+    """
     try:
         backend = json.loads(read_bytes(path / "metadata.json")).get("sharded_backend")
     except (OSError, ValueError, AttributeError, RecursionError):
         backend = None
     if backend or (path / "common.pt").is_file():
-        raise _megatron_error(path, f"one of Megatron-core ({'metadata.json' if backend else 'common.pt'} beside it)")
+        raise _megatron_error(
+            path, f"one of Megatron-core ({'metadata.json' if backend else 'common.pt'} beside it)"
+        )
 
 
 def _refuse_stacked_layers(path: Path, names: Iterable[str]) -> None:
-    """Raise UserError for Megatron-core's names without a layer's number, in folders that lack its other files."""
+    """Raise UserError for Megatron-core's names without a layer's number, in folders that lack its
+    other files.
+    """
     if stacked := [name for name in names if _STACKED_LAYERS.search(name)]:
-        raise _megatron_error(path, f"all layers of Megatron-core as one tensor: {join_some(stacked)}")
+        raise _megatron_error(
+            path, f"all layers of Megatron-core as one tensor: {join_some(stacked)}"
+        )
 
 
 def _megatron_error(path: Path, found: str) -> UserError:
     return UserError(
         f"a checkpoint under the names of its model in {path}",
         found,
-        "export it with Megatron's own tools (Megatron Bridge, or tools/checkpoint/convert.py) and give their output",
+        "export it with Megatron's own tools (Megatron Bridge, or tools/checkpoint/convert.py) and"
+        " give their output",
     )
 
 
-# -- trainable.json ---------------------------------------------------------------------------------------------------
+# -- trainable.json
+# -------------------------------------------------------------------------------------------------
 
 
 def _read_trainable(folder: Path) -> dict[str, Any] | None:
@@ -187,8 +215,15 @@ def _read_trainable(folder: Path) -> dict[str, Any] | None:
         return None
     try:
         content = json.loads(read_bytes(path))
-        lists = [content["trainable"], content.get("buffers", []), list(content.get("aliases", {}).values())]
-        if not all(isinstance(names, list) and all(isinstance(name, str) for name in names) for names in lists):
+        lists = [
+            content["trainable"],
+            content.get("buffers", []),
+            list(content.get("aliases", {}).values()),
+        ]
+        if not all(
+            isinstance(names, list) and all(isinstance(name, str) for name in names)
+            for names in lists
+        ):
             raise ValueError("names that are not text")
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise corrupt_file_error(
@@ -198,9 +233,15 @@ def _read_trainable(folder: Path) -> dict[str, Any] | None:
 
 
 def _moment_keys(folder: Path, content: dict[str, Any]) -> dict[str, tuple[str, ...]]:
-    """Return name -> which moments it has, for the names of all groups; files of an older mmldlm name no groups."""
+    """Return name -> which moments it has, for the names of all groups; files of an older mmldlm
+    name no groups.
+    """
     try:
-        return {name: moment_keys(group["settings"]) for group in content.get("groups", []) for name in group["names"]}
+        return {
+            name: moment_keys(group["settings"])
+            for group in content.get("groups", [])
+            for name in group["names"]
+        }
     except (TypeError, AttributeError, KeyError) as error:
         found = f"groups that are not a list of names and settings ({error!r})"
         raise corrupt_file_error(folder / TRAINABLE_FILE, found) from error

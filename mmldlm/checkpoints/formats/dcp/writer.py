@@ -1,7 +1,8 @@
-"""Write a torch.distributed.checkpoint folder of any world size, as FSDP2 and mmldlm's fsdp engine save it.
+"""Write a torch.distributed.checkpoint folder of any world size, as FSDP2 and mmldlm's fsdp engine
+save it.
 
-Layout: see reader. Weights are cut along their first dimension, buffers are stored in rank 0's file, and a tied
-weight's second name points to the bytes of the first.
+Layout: see reader. Weights are cut along their first dimension, buffers are stored in rank 0's
+file, and a tied weight's second name points to the bytes of the first.
 """
 
 from __future__ import annotations
@@ -13,8 +14,19 @@ from typing import Any
 
 from mmldlm.checkpoints.formats.deepspeed_state import write_deepspeed_state
 from mmldlm.checkpoints.formats.dtypes import numel
-from mmldlm.checkpoints.formats.optimizer_metadata import COPIED_KEYS, PLAIN_SCALER, OptimizerMetadata, plain_scaler
-from mmldlm.checkpoints.formats.torch_save.pickler import GlobalRef, ObjectSpec, PickleWriter, TensorSpec, TorchSize
+from mmldlm.checkpoints.formats.optimizer_metadata import (
+    COPIED_KEYS,
+    PLAIN_SCALER,
+    OptimizerMetadata,
+    plain_scaler,
+)
+from mmldlm.checkpoints.formats.torch_save.pickler import (
+    GlobalRef,
+    ObjectSpec,
+    PickleWriter,
+    TensorSpec,
+    TorchSize,
+)
 from mmldlm.checkpoints.formats.torch_save.writer import TorchFileLayout, TorchFileWriter
 from mmldlm.checkpoints.formats.weight_source import TensorInfo, WeightSource
 from mmldlm.checkpoints.formats.write_plan import WEIGHT, WritePlan, WriteSegment
@@ -31,7 +43,9 @@ def plan_dcp(
     Args:
         optimizer: None to write the weights alone, if the source does not record what was trained.
     """
-    items: list[list[tuple[str, str, TensorSpec, int, tuple[int, ...]]]] = [[] for _ in range(world_size)]
+    items: list[list[tuple[str, str, TensorSpec, int, tuple[int, ...]]]] = [
+        [] for _ in range(world_size)
+    ]
     described: dict[str, tuple[str, tuple[int, ...], list[tuple]]] = {}
     for name, info in source.tensors.items():
         if info.alias_of:
@@ -39,7 +53,11 @@ def plan_dcp(
         for what in (WEIGHT, *(source.moments_of(name) if optimizer is not None else ())):
             dtype = info.dtype if what == WEIGHT else "float32"
             chunks = list(_chunks(info, world_size))
-            described[_key(name, what)] = (dtype, info.shape, [(offsets, sizes) for _, offsets, sizes in chunks])
+            described[_key(name, what)] = (
+                dtype,
+                info.shape,
+                [(offsets, sizes) for _, offsets, sizes in chunks],
+            )
             for rank, offsets, sizes in chunks:
                 items[rank].append((name, what, TensorSpec(dtype, sizes), rank, offsets))
     plan, places = WritePlan(), {}
@@ -64,7 +82,9 @@ def plan_dcp(
 def write_descriptions(
     source: WeightSource, optimizer: OptimizerMetadata | None, metadata: bytes, folder: Path
 ) -> None:
-    """Write trainable.json and deepspeed.pt, then .metadata, whose presence makes the folder a checkpoint."""
+    """Write trainable.json and deepspeed.pt, then .metadata, whose presence makes the folder a
+    checkpoint.
+    """
     if optimizer is not None:
         (folder / TRAINABLE_FILE).write_text(json.dumps(trainable_names(source, optimizer)) + "\n")
     write_deepspeed_state(optimizer, folder)
@@ -73,12 +93,17 @@ def write_descriptions(
 
 def trainable_names(source: WeightSource, optimizer: OptimizerMetadata) -> dict[str, Any]:
     """Return the content of trainable.json: what DCP does not record, and what DeepSpeed needs."""
-    kinds = {kind: [name for name, info in source.tensors.items() if info.kind == kind] for kind in ("buffer", "alias")}
+    kinds = {
+        kind: [name for name, info in source.tensors.items() if info.kind == kind]
+        for kind in ("buffer", "alias")
+    }
     return {
         "trainable": [name for group in optimizer.groups for name in group.names],
         "buffers": kinds["buffer"],
         "aliases": {name: source.tensors[name].alias_of for name in kinds["alias"]},
-        "groups": [{"names": group.names, "settings": group.settings} for group in optimizer.groups],
+        "groups": [
+            {"names": group.names, "settings": group.settings} for group in optimizer.groups
+        ],
         "steps": optimizer.steps,
         "compute_dtype": optimizer.compute_dtype,
         "deepspeed": {
@@ -98,8 +123,12 @@ def _path(key: str) -> tuple[str, ...]:
     return (first, rest) if first == "model" else (first, *rest.split(".", 1))
 
 
-def _chunks(info: TensorInfo, world: int) -> Iterator[tuple[int, tuple[int, ...], tuple[int, ...]]]:
-    """Yield (rank, offsets, sizes) of the non-empty chunks of a tensor, whose rows are cut as by torch.chunk."""
+def _chunks(
+    info: TensorInfo, world: int
+) -> Iterator[tuple[int, tuple[int, ...], tuple[int, ...]]]:
+    """Yield (rank, offsets, sizes) of the non-empty chunks of a tensor, whose rows are cut as by
+    torch.chunk.
+    """
     if info.kind == "buffer" or not info.shape or not info.numel:
         yield 0, (0,) * len(info.shape), info.shape
         return
@@ -109,13 +138,16 @@ def _chunks(info: TensorInfo, world: int) -> Iterator[tuple[int, tuple[int, ...]
         yield rank, (rank * rows, *(0,) * (len(info.shape) - 1)), (held, *info.shape[1:])
 
 
-def _metadata(described: dict[str, tuple[str, tuple[int, ...], list[tuple]]], places: dict) -> bytes:
+def _metadata(
+    described: dict[str, tuple[str, tuple[int, ...], list[tuple]]], places: dict
+) -> bytes:
     layout = ObjectSpec(GlobalRef("torch.serialization", "_get_layout"), ("torch.strided",))
     memory = ObjectSpec(GlobalRef(_DCP, "_MEM_FORMAT_ENCODING"), (0,))
     tensors, storage = {}, {}
     for key, (dtype, shape, chunks) in described.items():
         properties = ObjectSpec(
-            GlobalRef(_DCP, "TensorProperties"), state=(GlobalRef("torch", dtype), layout, False, memory, False)
+            GlobalRef(_DCP, "TensorProperties"),
+            state=(GlobalRef("torch", dtype), layout, False, memory, False),
         )
         pieces = [
             ObjectSpec(
@@ -129,9 +161,17 @@ def _metadata(described: dict[str, tuple[str, tuple[int, ...], list[tuple]]], pl
         for number, (offsets, _) in enumerate(chunks):
             index = {"fqn": key, "offset": TorchSize(offsets), "index": number}
             file, at, length = places[key, offsets]
-            info = {"relative_path": file, "offset": at, "length": length, "transform_descriptors": None}
-            storage[ObjectSpec(GlobalRef(_DCP, "MetadataIndex"), state=_Frozen(index))] = ObjectSpec(
-                GlobalRef("torch.distributed.checkpoint.filesystem", "_StorageInfo"), state=info
+            info = {
+                "relative_path": file,
+                "offset": at,
+                "length": length,
+                "transform_descriptors": None,
+            }
+            storage[ObjectSpec(GlobalRef(_DCP, "MetadataIndex"), state=_Frozen(index))] = (
+                ObjectSpec(
+                    GlobalRef("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
+                    state=info,
+                )
             )
     fields = {
         "state_dict_metadata": tensors,

@@ -31,7 +31,8 @@ def list_files(folder: Path) -> tuple[dict[int, Path], dict[int, Path], dict[int
     optim: dict[int, Path] = {}
     model: dict[int, Path] = {}
     model3: dict[int, Path] = {}
-    # macOS puts a file of attributes, "._" and the name, next to every file that it copies to other systems.
+    # macOS puts a file of attributes, "._" and the name, next to every file that it copies to
+    # other systems.
     paths = [path for path in sorted(folder.glob("*_states.pt")) if not path.name.startswith("._")]
     # Pipeline stages have tensor-parallel names, too: what is not ZeRO's is named first.
     paths.sort(key=lambda path: _OTHER_FRAMEWORKS.fullmatch(path.name) is None)
@@ -44,27 +45,41 @@ def list_files(folder: Path) -> tuple[dict[int, Path], dict[int, Path], dict[int
         elif found := _MODEL.fullmatch(name):
             rank, mp, table = 0, int(found[1]), model
         else:
-            kind = "pipeline or expert parallel" if _OTHER_FRAMEWORKS.fullmatch(name) else "unknown"
+            kind = (
+                "pipeline or expert parallel" if _OTHER_FRAMEWORKS.fullmatch(name) else "unknown"
+            )
             fix = "convert such checkpoints with DeepSpeed's own tools"
             raise UserError(f"ZeRO files only in {folder}", f"{name} ({kind})", fix)
         if mp != 0:
             fix = "merge the tensor-parallel parts with the tool that made them"
-            raise UserError(f"a checkpoint without tensor parallelism in {folder}", f"{name} (mp_rank {mp})", fix)
+            raise UserError(
+                f"a checkpoint without tensor parallelism in {folder}",
+                f"{name} (mp_rank {mp})",
+                fix,
+            )
         if rank in table:
             found_two = f"a second file of rank {rank}, next to {table[rank].name}"
-            raise corrupt_file_error(path, found_two, "remove the one that belongs to another save")
+            raise corrupt_file_error(
+                path, found_two, "remove the one that belongs to another save"
+            )
         table[rank] = path
     if model and model3:
-        found_two = f"model files of ZeRO-3 ({model3[min(model3)].name}) next to one of another stage"
+        found_two = (
+            f"model files of ZeRO-3 ({model3[min(model3)].name}) next to one of another stage"
+        )
         raise corrupt_file_error(model[0], found_two, "remove the files of the other checkpoint")
     if not model and not model3:
-        raise missing_file_error(folder, "mp_rank_00_model_states.pt or zero_pp_rank_*_model_states.pt", "neither")
+        raise missing_file_error(
+            folder, "mp_rank_00_model_states.pt or zero_pp_rank_*_model_states.pt", "neither"
+        )
     return optim, model, model3
 
 
 def missing_file_error(folder: Path, expected: str, found: str) -> UserError:
     """Return the error for an incomplete checkpoint."""
-    return UserError(f"{expected} in {folder}", found, "copy the checkpoint again with all of its files")
+    return UserError(
+        f"{expected} in {folder}", found, "copy the checkpoint again with all of its files"
+    )
 
 
 def open_named(path: Path, random_access: bool = False) -> TorchFile:
@@ -74,11 +89,14 @@ def open_named(path: Path, random_access: bool = False) -> TorchFile:
         UserError: it was renamed since it was saved.
     """
     file = TorchFile(path, random_access)
-    # torch names the zip's top folder after the file; writers that go through a buffer say "archive".
+    # torch names the zip's top folder after the file; writers that go through a buffer say
+    # "archive".
     if file.top not in (path.stem, "archive"):
         file.close()
         renamed = f"it was saved as {file.top}.pt and renamed since: rank files are swapped"
-        raise corrupt_file_error(path, renamed, "restore the files under the names they were saved with")
+        raise corrupt_file_error(
+            path, renamed, "restore the files under the names they were saved with"
+        )
     return file
 
 
@@ -94,21 +112,31 @@ def check_ranks(folder: Path, files: dict[int, Path], world_size: int, what: str
     if absent:
         more = " ..." if len(absent) == 5 else ""
         raise missing_file_error(
-            folder, f"{world_size} {what} files, one per rank", f"none for rank(s) {join_some(absent[:4])}{more}"
+            folder,
+            f"{world_size} {what} files, one per rank",
+            f"none for rank(s) {join_some(absent[:4])}{more}",
         )
     if extra:
-        found = f"a file of rank {extra[0]}, but the checkpoint is of {world_size} ranks (dp_world_size)"
-        raise corrupt_file_error(files[extra[0]], found, "remove the files of an older run with more ranks")
+        found = (
+            f"a file of rank {extra[0]}, but the checkpoint is of {world_size} ranks"
+            " (dp_world_size)"
+        )
+        raise corrupt_file_error(
+            files[extra[0]], found, "remove the files of an older run with more ranks"
+        )
 
 
-# -- fields ---------------------------------------------------------------------------------------------------------
+# -- fields
+# -------------------------------------------------------------------------------------------------
 
 
 def inner_optimizer(file: TorchFile) -> dict:
     """Return the optimizer's state in an optim_states file."""
     inner = file.load_dict().get("optimizer_state_dict")
     if not isinstance(inner, dict):
-        raise corrupt_file_error(file.path, "no optimizer_state_dict in it: not an optimizer file of ZeRO")
+        raise corrupt_file_error(
+            file.path, "no optimizer_state_dict in it: not an optimizer file of ZeRO"
+        )
     return inner
 
 
@@ -144,9 +172,13 @@ def param_shapes(file: TorchFile, state: dict) -> list[dict[str, tuple[int, ...]
     """Return one dict name -> shape per group, in the order of the flat weights."""
     groups = state.get("param_shapes")
     if not isinstance(groups, list) or not all(isinstance(group, dict) for group in groups):
-        raise corrupt_file_error(file.path, "no param_shapes in it: the order of the flat weights is unknown")
+        raise corrupt_file_error(
+            file.path, "no param_shapes in it: the order of the flat weights is unknown"
+        )
     for name, shape in ((n, s) for group in groups for n, s in group.items()):
-        is_shape = isinstance(shape, tuple) and all(type(size) is int and size >= 0 for size in shape)
+        is_shape = isinstance(shape, tuple) and all(
+            type(size) is int and size >= 0 for size in shape
+        )
         if not isinstance(name, str) or not is_shape:
             raise corrupt_file_error(file.path, f"param_shapes with {name!r}: {shape!r}")
     names = [name for group in groups for name in group]
@@ -159,17 +191,25 @@ def frozen_shapes(file: TorchFile, state: dict) -> dict[str, tuple[int, ...]]:
     """Return name -> shape of the frozen parameters that a model file of ZeRO-2 or 3 records."""
     shapes = state.get("frozen_param_shapes") or {}
     for name, shape in shapes.items() if isinstance(shapes, dict) else [(None, shapes)]:
-        is_shape = isinstance(shape, tuple) and all(type(size) is int and size >= 0 for size in shape)
+        is_shape = isinstance(shape, tuple) and all(
+            type(size) is int and size >= 0 for size in shape
+        )
         if not isinstance(name, str) or not is_shape:
-            raise corrupt_file_error(file.path, f"frozen_param_shapes with {str(name)[:80]!r}: {str(shape)[:80]}")
+            raise corrupt_file_error(
+                file.path, f"frozen_param_shapes with {str(name)[:80]!r}: {str(shape)[:80]}"
+            )
     return shapes
 
 
 def shared_params(file: TorchFile, state: dict) -> dict[str, str]:
     """Return second name -> name of the tied weights that a model file records."""
     shared = state.get("shared_params") or {}
-    if not isinstance(shared, dict) or not all(isinstance(name, str) for pair in shared.items() for name in pair):
-        raise corrupt_file_error(file.path, f"shared_params that are not names: {str(shared)[:80]}")
+    if not isinstance(shared, dict) or not all(
+        isinstance(name, str) for pair in shared.items() for name in pair
+    ):
+        raise corrupt_file_error(
+            file.path, f"shared_params that are not names: {str(shared)[:80]}"
+        )
     return shared
 
 
@@ -182,18 +222,32 @@ def buffer_names(state: dict) -> set[str]:
 def flat_groups(file: TorchFile, inner: dict, key: str, count: int) -> list[TensorRef]:
     """Return a rank's flat masters, one per group."""
     flats = inner.get(key)
-    if not isinstance(flats, list) or len(flats) != count or not all(isinstance(flat, TensorRef) for flat in flats):
+    if (
+        not isinstance(flats, list)
+        or len(flats) != count
+        or not all(isinstance(flat, TensorRef) for flat in flats)
+    ):
         count_found = f"{len(flats)} entries" if isinstance(flats, list) else type(flats).__name__
-        raise corrupt_file_error(file.path, f"{count_found} in {key} instead of {count} flat tensors (one per group)")
+        raise corrupt_file_error(
+            file.path, f"{count_found} in {key} instead of {count} flat tensors (one per group)"
+        )
     for flat in flats:
         file.check_ref(flat, key)
-        if not flat.is_contiguous or not DTYPES[flat.dtype].is_float or DTYPES[flat.dtype].itemsize == 1:
-            raise corrupt_file_error(file.path, f"{key} holds a {flat.dtype} tensor of shape {flat.shape}")
+        if (
+            not flat.is_contiguous
+            or not DTYPES[flat.dtype].is_float
+            or DTYPES[flat.dtype].itemsize == 1
+        ):
+            raise corrupt_file_error(
+                file.path, f"{key} holds a {flat.dtype} tensor of shape {flat.shape}"
+            )
     return flats
 
 
 def inner_paddings(file: TorchFile, inner: dict, group: int, count: int) -> list[int]:
-    """Return the padding after each of a group's `count` parameters, in elements (parameter_alignment; mostly 0)."""
+    """Return the padding after each of a group's `count` parameters, in elements
+    (parameter_alignment; mostly 0).
+    """
     groups = inner.get("param_alignment_paddings")
     if groups is None:  # DeepSpeed before 0.19.8, and BF16_Optimizer
         return [0] * count
@@ -203,6 +257,7 @@ def inner_paddings(file: TorchFile, inner: dict, group: int, count: int) -> list
         pads = []
     if len(pads) != count or not all(type(pad) is int and pad >= 0 for pad in pads):
         raise corrupt_file_error(
-            file.path, f"param_alignment_paddings of group {group}: {str(pads)[:80]}, {count} parameters"
+            file.path,
+            f"param_alignment_paddings of group {group}: {str(pads)[:80]}, {count} parameters",
         )
     return pads

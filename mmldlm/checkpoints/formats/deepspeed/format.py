@@ -1,4 +1,6 @@
-"""DeepSpeed ZeRO-0 to 3 and universal checkpoints: detect, open, read optimizer metadata, plan a write."""
+"""DeepSpeed ZeRO-0 to 3 and universal checkpoints: detect, open, read optimizer metadata, plan a
+write.
+"""
 
 from __future__ import annotations
 
@@ -11,8 +13,12 @@ from mmldlm.utils.input_files import read_bytes
 from mmldlm.utils.inside_paths import path_inside
 
 _SUBFOLDERS = (
-    ZERO_TAG, ENGINE_FOLDER, f"{ENGINE_FOLDER}/{ZERO_TAG}", UNIVERSAL_TAG, f"{ENGINE_FOLDER}/{UNIVERSAL_TAG}",
-)  # fmt: skip
+    ZERO_TAG,
+    ENGINE_FOLDER,
+    f"{ENGINE_FOLDER}/{ZERO_TAG}",
+    UNIVERSAL_TAG,
+    f"{ENGINE_FOLDER}/{UNIVERSAL_TAG}",
+)
 
 
 class DeepSpeedFormat:
@@ -50,7 +56,11 @@ class DeepSpeedFormat:
         from mmldlm.checkpoints.formats.deepspeed.reader import ZeroCheckpoint
 
         return ZeroCheckpoint.open(
-            path, options.allow_nonfinite, options.with_moments, options.random_access, options.is_one_save
+            path,
+            options.allow_nonfinite,
+            options.with_moments,
+            options.random_access,
+            options.is_one_save,
         )
 
     def can_resume(self, path: Path) -> bool:
@@ -64,13 +74,18 @@ class DeepSpeedFormat:
     def plan_write(self, request: WriteRequest):
         source, optimizer, folder = request.source, request.optimizer, request.folder
         if request.target == UNIVERSAL_TAG:
-            from mmldlm.checkpoints.formats.deepspeed.universal_writer import plan_universal, write_other_files
+            from mmldlm.checkpoints.formats.deepspeed.universal_writer import (
+                plan_universal,
+                write_other_files,
+            )
 
             plan = plan_universal(source, optimizer, folder)
             return plan, lambda folder: write_other_files(source, optimizer, folder)
         from mmldlm.checkpoints.formats.deepspeed.writer import ZeroTarget, plan_zero
 
-        target = ZeroTarget(int(request.target.removeprefix("zero")), request.world_size, request.sub_group_size)
+        target = ZeroTarget(
+            int(request.target.removeprefix("zero")), request.world_size, request.sub_group_size
+        )
         return plan_zero(source, optimizer, target, folder / ZERO_TAG), lambda folder: None
 
 

@@ -29,10 +29,20 @@ from mmldlm.utils.moments import MOMENTS
 
 # Entries of model_states files that the writers compute themselves.
 REGENERATED_KEYS = {
-    "module", "buffer_names", "optimizer", "param_shapes", "frozen_param_shapes", "shared_params",
-    "frozen_param_fragments", "dp_world_size", "mp_world_size", "ds_config", "ds_version", "optimizer_param_names",
+    "module",
+    "buffer_names",
+    "optimizer",
+    "param_shapes",
+    "frozen_param_shapes",
+    "shared_params",
+    "frozen_param_fragments",
+    "dp_world_size",
+    "mp_world_size",
+    "ds_config",
+    "ds_version",
+    "optimizer_param_names",
     "aliases",
-}  # fmt: skip
+}
 
 
 def read_optimizer_metadata(opened: OpenedCheckpoint) -> OptimizerMetadata:
@@ -45,7 +55,11 @@ def read_optimizer_metadata(opened: OpenedCheckpoint) -> OptimizerMetadata:
     model_states = _other_entries(model, state, notes)
     file, inner, optimizer = _optimizer_of(source, model, state)
     tables = optimizer.get("param_groups") if isinstance(optimizer, dict) else None
-    tables = tables if isinstance(tables, list) and all(isinstance(table, dict) for table in tables) else []
+    tables = (
+        tables
+        if isinstance(tables, list) and all(isinstance(table, dict) for table in tables)
+        else []
+    )
     config = state.get("ds_config")
     config = config if isinstance(config, dict) else {}
     names_of = _group_names(source, model, state, file, tables)
@@ -53,13 +67,20 @@ def read_optimizer_metadata(opened: OpenedCheckpoint) -> OptimizerMetadata:
     if source.stage in (1, 2) and isinstance(zero, dict) and zero.get("round_robin_gradients"):
         number_of = {name: number for number, name in enumerate(source.tensors)}
         names_of = [sorted(group, key=number_of.__getitem__) for group in names_of]
-        notes.append("round_robin_gradients reordered the groups' parameters: written in the model's order")
+        notes.append(
+            "round_robin_gradients reordered the groups' parameters: written in the model's order"
+        )
     settings = group_settings(file, tables)
     if len(settings) != len(names_of):
         settings = [{} for _ in names_of]
     if not all(settings):
-        notes.append("the optimizer's settings are not in the checkpoint: DeepSpeed's own loader would miss them")
-    copied = {key: inner[key] for key in COPIED_KEYS if key in inner and type(inner[key]) in PLAIN_TYPES}
+        notes.append(
+            "the optimizer's settings are not in the checkpoint: DeepSpeed's own loader would miss"
+            " them"
+        )
+    copied = {
+        key: inner[key] for key in COPIED_KEYS if key in inner and type(inner[key]) in PLAIN_TYPES
+    }
     scaler = loss_scaler(inner.get("loss_scaler", inner.get(PLAIN_SCALER)))
     try:
         config = copied_values(model, config, "ds_config")
@@ -92,7 +113,10 @@ def _other_entries(model: TorchFile, state: dict, notes: list[str]) -> dict[str,
             try:
                 entries[copied_values(model, key, "a key")] = copied_values(model, value, str(key))
             except ValueError:
-                notes.append(f"entry {str(key)[:80]!r} of the model file holds an object of a class and was left out")
+                notes.append(
+                    f"entry {str(key)[:80]!r} of the model file holds an object of a class and was"
+                    " left out"
+                )
     return entries
 
 
@@ -111,8 +135,12 @@ def _group_names(
     return _join_sub_groups(file, names_of, tables) if source.stage == 3 else names_of
 
 
-def _optimizer_of(source: WeightSource, model: TorchFile, state: dict) -> tuple[TorchFile, dict, Any]:
-    """Return the file, DeepSpeed's optimizer in it, and the torch optimizer's state_dict (or elastic list) in that."""
+def _optimizer_of(
+    source: WeightSource, model: TorchFile, state: dict
+) -> tuple[TorchFile, dict, Any]:
+    """Return the file, DeepSpeed's optimizer in it, and the torch optimizer's state_dict (or
+    elastic list) in that.
+    """
     file = _first(source, "optim_states.pt")
     if file is not None:
         inner = inner_optimizer(file)
@@ -124,12 +152,20 @@ def _optimizer_of(source: WeightSource, model: TorchFile, state: dict) -> tuple[
     file = TorchFile(source.path / ZERO_TAG / "optimizer_state.pt")
     source.files.append(file)
     inner = file.load_dict()
-    return file, inner, {**inner.get("optimizer_state_dict", {}), "param_groups": inner.get("param_groups")}
+    return (
+        file,
+        inner,
+        {**inner.get("optimizer_state_dict", {}), "param_groups": inner.get("param_groups")},
+    )
 
 
-def _join_sub_groups(file: TorchFile, sub_groups: list[list[str]], tables: list[dict]) -> list[list[str]]:
+def _join_sub_groups(
+    file: TorchFile, sub_groups: list[list[str]], tables: list[dict]
+) -> list[list[str]]:
     """Join ZeRO-3's sub-groups, whose numbers an optimizer group lists as its parameters."""
-    counts = [len(table["params"]) if isinstance(table.get("params"), list) else 0 for table in tables]
+    counts = [
+        len(table["params"]) if isinstance(table.get("params"), list) else 0 for table in tables
+    ]
     if sum(counts) != len(sub_groups):
         found = f"{len(sub_groups)} sub-groups in param_shapes, {sum(counts)} in its param_groups"
         raise corrupt_file_error(file.path, found)
@@ -139,10 +175,20 @@ def _join_sub_groups(file: TorchFile, sub_groups: list[list[str]], tables: list[
 
 def _steps(file: TorchFile, optimizer: Any, source: WeightSource) -> float | None:
     states: Any = optimizer.get("state") if isinstance(optimizer, dict) else optimizer
-    states = list(states.values()) if isinstance(states, dict) else states if isinstance(states, list) else []
+    states = (
+        list(states.values())
+        if isinstance(states, dict)
+        else states
+        if isinstance(states, list)
+        else []
+    )
     states = [state for state in states if isinstance(state, dict)]
     for state in states:
-        extra = [key for key in state if key not in (*MOMENTS, "step") and isinstance(state[key], TensorRef)]
+        extra = [
+            key
+            for key in state
+            if key not in (*MOMENTS, "step") and isinstance(state[key], TensorRef)
+        ]
         if extra:
             raise UserError(
                 f"AdamW's exp_avg and exp_avg_sq alone in {file.path}",
@@ -162,7 +208,9 @@ def _steps(file: TorchFile, optimizer: Any, source: WeightSource) -> float | Non
 
 
 def _compute_dtype(source: WeightSource) -> str:
-    """Return the dtype of the model file's weights; ZeRO-3 leaves empty tensors there, which have it too."""
+    """Return the dtype of the model file's weights; ZeRO-3 leaves empty tensors there, which have
+    it too.
+    """
     state = source.files[0].load_dict()
     module = state.get("module") if isinstance(state.get("module"), dict) else {}
     for name, info in source.tensors.items():

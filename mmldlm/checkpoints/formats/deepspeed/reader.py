@@ -1,12 +1,14 @@
 """Reader of DeepSpeed ZeRO-0/1/2/3 checkpoints, without torch or deepspeed, in bounded memory.
 
-Layouts (DeepSpeed 0.19, deepspeed/runtime/engine.py, zero/stage_1_and_2.py, zero/stage3.py, bf16_optimizer.py):
+Layouts (DeepSpeed 0.19, deepspeed/runtime/engine.py, zero/stage_1_and_2.py, zero/stage3.py,
+bf16_optimizer.py):
 
-* ZeRO-1 and 2: a parameter group is flat, its parameters in the order of `param_shapes`, padded to a multiple of
-  2 * world size and cut into equal slices, one per rank. Masters are saved without the tail padding.
+* ZeRO-1 and 2: a parameter group is flat, its parameters in the order of `param_shapes`, padded to
+  a multiple of 2 * world size and cut into equal slices, one per rank. Masters are saved without
+  the tail padding.
 * BF16_Optimizer (ZeRO-1 with fp32 accumulation): the same, but the padding is saved too.
-* ZeRO-3: every parameter gives ceil(numel / world size) elements to every rank, padded at its own end; a sub-group
-  is flat on each rank.
+* ZeRO-3: every parameter gives ceil(numel / world size) elements to every rank, padded at its own
+  end; a sub-group is flat on each rank.
 * ZeRO-0: the module, and for 16-bit engines the masters as a list without names.
 
 `param_slice_mappings` is not used: it disagrees with the data under round_robin_gradients.
@@ -43,17 +45,29 @@ from mmldlm.checkpoints.formats.deepspeed.files import (
     shared_params,
 )
 from mmldlm.checkpoints.formats.deepspeed.format import DeepSpeedFormat
-from mmldlm.checkpoints.formats.deepspeed.partitioning import gather_parts, slice_parts, slice_sizes
+from mmldlm.checkpoints.formats.deepspeed.partitioning import (
+    gather_parts,
+    slice_parts,
+    slice_sizes,
+)
 from mmldlm.checkpoints.formats.deepspeed.step_counters import (
     check_model_files,
     check_optimizer_files,
     compare_steps,
 )
-from mmldlm.checkpoints.formats.deepspeed.universal_reader import add_universal, is_universal, universal_steps
+from mmldlm.checkpoints.formats.deepspeed.universal_reader import (
+    add_universal,
+    is_universal,
+    universal_steps,
+)
 from mmldlm.checkpoints.formats.deepspeed.zero0_masters import match_masters, names_of_groups
 from mmldlm.checkpoints.formats.dtypes import numel
 from mmldlm.checkpoints.formats.state_dict import add_tensors, tensors_of
-from mmldlm.checkpoints.formats.torch_save.reader import SAME_SAVE_HINT, TorchFile, corrupt_file_error
+from mmldlm.checkpoints.formats.torch_save.reader import (
+    SAME_SAVE_HINT,
+    TorchFile,
+    corrupt_file_error,
+)
 from mmldlm.checkpoints.formats.torch_save.unpickler import TensorRef
 from mmldlm.checkpoints.formats.weight_source import FileRange, TensorInfo, WeightSource
 from mmldlm.errors import UserError
@@ -76,16 +90,18 @@ class ZeroCheckpoint(WeightSource):
         random_access: bool = False,
         is_one_save: bool = False,
     ) -> ZeroCheckpoint:
-        """Open a folder of *_states.pt files, or one that contains it (`latest`, zero/, engine/zero/).
+        """Open a folder of *_states.pt files, or one that contains it (`latest`, zero/,
+        engine/zero/).
 
         Args:
-            with_moments: find the moments too, and refuse a checkpoint of another optimizer than AdamW and Muon.
+            with_moments: find the moments too, and refuse a checkpoint of another optimizer than
+                AdamW and Muon.
             random_access: see torch_save/reader.
             is_one_save: see ReadOptions.
 
         Raises:
-            UserError: missing, extra, renamed, damaged or mismatched files; tensor, pipeline or expert parallelism. It
-                names the file.
+            UserError: missing, extra, renamed, damaged or mismatched files; tensor, pipeline or
+                expert parallelism. It names the file.
         """
         folder = DeepSpeedFormat().detect(Path(path))
         if folder is None:
@@ -117,7 +133,9 @@ class ZeroCheckpoint(WeightSource):
         if not optim:
             stage = configured_stage(models[0]) or (3 if model3 else 0)
             if stage != 0:
-                files = f"the {self.world_size} zero_pp_rank_*_optim_states.pt files of ZeRO-{stage}"
+                files = (
+                    f"the {self.world_size} zero_pp_rank_*_optim_states.pt files of ZeRO-{stage}"
+                )
                 raise missing_file_error(self.path, files, "none")
             self.stage = 0
             self._read_zero0(model_files[0], models[0])
@@ -130,7 +148,8 @@ class ZeroCheckpoint(WeightSource):
         self._compare_steps(model_files[0], models[0], optim_files[0].path, counters)
         if (self.stage == 3) != bool(model3):
             found = (
-                f"a model file of {'ZeRO-3' if model3 else 'another stage'}, with optimizer files of ZeRO-{self.stage}"
+                f"a model file of {'ZeRO-3' if model3 else 'another stage'}, with optimizer files"
+                f" of ZeRO-{self.stage}"
             )
             raise corrupt_file_error(model_files[0].path, found, SAME_SAVE_HINT)
         if self.stage == 3:
@@ -155,13 +174,18 @@ class ZeroCheckpoint(WeightSource):
         if self.stage in (1, 2):
             self._add_universal_copies(file, module, trainable)
         shared = shared_params(file, state)
-        add_tensors(self, file, {name: ref for name, ref in plain.items() if name not in shared}, kinds)
+        add_tensors(
+            self, file, {name: ref for name, ref in plain.items() if name not in shared}, kinds
+        )
         self._add_frozen3(model_files, models if self.stage == 3 else [{}])
         self._add_shared3(file, state)
         self._order_like(module)
 
-    def _add_universal_copies(self, file: TorchFile, module: dict, trainable: dict[str, tuple[int, ...]]) -> None:
-        """Find the low-precision weights in the model file of ZeRO-1 or 2, which the masters must round to.
+    def _add_universal_copies(
+        self, file: TorchFile, module: dict, trainable: dict[str, tuple[int, ...]]
+    ) -> None:
+        """Find the low-precision weights in the model file of ZeRO-1 or 2, which the masters must
+        round to.
 
         ZeRO-3 leaves none there.
         """
@@ -169,7 +193,9 @@ class ZeroCheckpoint(WeightSource):
         for name in trainable:
             file.check_ref(module[name], name)
             if module[name].is_contiguous and module[name].numel:
-                self.low_precision_copies[name] = [FileRange(file, module[name], 0, module[name].numel)]
+                self.low_precision_copies[name] = [
+                    FileRange(file, module[name], 0, module[name].numel)
+                ]
 
     def _check_universal_steps(self, model: TorchFile, state: dict, names: list[str]) -> None:
         """Compare the optimizer's steps with each other and with the model file's.
@@ -180,14 +206,23 @@ class ZeroCheckpoint(WeightSource):
         counted = universal_steps(self, names)
         for path, step in counted:
             if step != counted[0][1]:
-                found = f"optimizer step {step} while {counted[0][0].parent.name} is at {counted[0][1]}"
+                found = (
+                    f"optimizer step {step} while {counted[0][0].parent.name} is at"
+                    f" {counted[0][1]}"
+                )
                 raise corrupt_file_error(path, found, SAME_SAVE_HINT)
         if counted:
             self._compare_steps(model, state, counted[0][0], {"step": [counted[0][1]]})
 
-    def _compare_steps(self, model: TorchFile, state: dict, optimizer: Path, counters: dict[str, Any]) -> None:
-        """Hold the optimizer's steps against the model file's, unless a manifest says that it is one save."""
-        if not self.is_one_save and (note := compare_steps(model.path, state, optimizer, counters)):
+    def _compare_steps(
+        self, model: TorchFile, state: dict, optimizer: Path, counters: dict[str, Any]
+    ) -> None:
+        """Hold the optimizer's steps against the model file's, unless a manifest says that it is
+        one save.
+        """
+        if not self.is_one_save and (
+            note := compare_steps(model.path, state, optimizer, counters)
+        ):
             self.notes.append(note)
 
     def _order_like(self, module: dict) -> None:
@@ -209,7 +244,8 @@ class ZeroCheckpoint(WeightSource):
         return file
 
     def _mark_tied(self, file: TorchFile, state: dict) -> None:
-        """Mark tied weights that were saved twice, as mmldlm does when it saves a copy asynchronously.
+        """Mark tied weights that were saved twice, as mmldlm does when it saves a copy
+        asynchronously.
 
         DeepSpeed names them from ZeRO-1 on; under ZeRO-0 mmldlm does, in the client state.
         """
@@ -220,7 +256,8 @@ class ZeroCheckpoint(WeightSource):
         self.tensors[name] = TensorInfo(name, "float32", shape, "trainable")
         self.parts[name] = [part for part in parts if part.count]
 
-    # -- ZeRO-0 -----------------------------------------------------------------------------------------------------
+    # -- ZeRO-0
+    # ---------------------------------------------------------------------------------------------
 
     def _read_zero0(self, file: TorchFile, state: dict) -> None:
         module = tensors_of(state.get("module"), file.path, "module", self.notes)
@@ -229,15 +266,26 @@ class ZeroCheckpoint(WeightSource):
         optimizer = state.get("optimizer")
         if not isinstance(optimizer, dict):
             return
-        mirrors = {name: parts for name, parts in self.parts.items() if self.tensors[name].kind == "parameter"}
+        mirrors = {
+            name: parts
+            for name, parts in self.parts.items()
+            if self.tensors[name].kind == "parameter"
+        }
         shapes = {name: self.tensors[name].shape for name in mirrors}
         names = state.get("optimizer_param_names")
         masters = match_masters(file, optimizer, names, mirrors, shapes)
-        if masters is None and any(self.tensors[name].dtype in ("bfloat16", "float16") for name in mirrors):
+        if masters is None and any(
+            self.tensors[name].dtype in ("bfloat16", "float16") for name in mirrors
+        ):
             self.notes.append("no fp32 masters were saved: the weights are those of 16 bits")
         if masters is None and names is None:
-            return  # an fp32 engine: the module is the master; which of it was trained is not recorded
-        trained = list(masters) if masters is not None else self.resolve_tied(group_names(file, names), file.path)
+            # an fp32 engine: the module is the master; which of it was trained is not recorded
+            return
+        trained = (
+            list(masters)
+            if masters is not None
+            else self.resolve_tied(group_names(file, names), file.path)
+        )
         for name in mirrors:
             if name not in trained:
                 self.set_kind_and_dtype(name, "frozen")
@@ -250,25 +298,39 @@ class ZeroCheckpoint(WeightSource):
         if self.with_moments:
             if masters is not None:
                 self.names_of_groups = names_of_groups(optimizer, masters)
-            in_order = trained if masters is None else [name for group in self.names_of_groups for name in group]
-            states = states_by_index(file, optimizer.get("optimizer_state_dict", optimizer), len(trained))
+            in_order = (
+                trained
+                if masters is None
+                else [name for group in self.names_of_groups for name in group]
+            )
+            states = states_by_index(
+                file, optimizer.get("optimizer_state_dict", optimizer), len(trained)
+            )
             self.moments = moments_by_name(file, states, in_order, shapes) if states else {}
 
-    # -- ZeRO-1 and 2 -----------------------------------------------------------------------------------------------
+    # -- ZeRO-1 and 2
+    # ---------------------------------------------------------------------------------------------
 
-    def _read_zero12(self, file: TorchFile, state: dict, optim: list[TorchFile], inners: list[dict]) -> None:
+    def _read_zero12(
+        self, file: TorchFile, state: dict, optim: list[TorchFile], inners: list[dict]
+    ) -> None:
         module = tensors_of(state.get("module"), file.path, "module", self.notes)
         groups = param_shapes(file, state)
         trainable = {name: shape for group in groups for name, shape in group.items()}
         kinds = {**dict.fromkeys(module, "frozen"), **dict.fromkeys(buffer_names(state), "buffer")}
         # Trainable names first: of two tied names, the one in param_shapes must own the weights.
-        names = [*(name for name in module if name in trainable), *(name for name in module if name not in trainable)]
+        names = [
+            *(name for name in module if name in trainable),
+            *(name for name in module if name not in trainable),
+        ]
         add_tensors(self, file, {name: module[name] for name in names}, kinds)
         self._mark_tied(file, state)
         _check_in_module(file, module, trainable, self.parts)
         ranks = list(zip(optim, inners))
         states = self._states(optim, inners, "base_optimizer_state", len(groups))
-        all_flats = [flat_groups(f, i, "single_partition_of_fp32_groups", len(groups)) for f, i in ranks]
+        all_flats = [
+            flat_groups(f, i, "single_partition_of_fp32_groups", len(groups)) for f, i in ranks
+        ]
         for number, group in enumerate(groups):
             flats = [flats[number] for flats in all_flats]
             pads = inner_paddings(optim[0], inners[0], number, len(group))
@@ -281,32 +343,50 @@ class ZeroCheckpoint(WeightSource):
                 self.low_precision_copies[name] = self.parts[name]
                 self._add_trainable(name, shape, slice_parts(optim, flats, offset, numel(shape)))
                 for key, flat in moments.items():
-                    self.moments.setdefault(key, {})[name] = slice_parts(optim, flat, offset, numel(shape))
+                    self.moments.setdefault(key, {})[name] = slice_parts(
+                        optim, flat, offset, numel(shape)
+                    )
                 offset += numel(shape) + pad
         self.update_aliases()
         self.tensors = {name: self.tensors[name] for name in module}
 
-    def _check_slices(self, optim: list[TorchFile], flats: list[TensorRef], needed: int, group: int) -> None:
+    def _check_slices(
+        self, optim: list[TorchFile], flats: list[TensorRef], needed: int, group: int
+    ) -> None:
         """Check that every rank holds its equal slice, with or without the tail padding."""
         sizes = slice_sizes(needed, len(flats))
         is_padded = sum(flat.numel for flat in flats) == sum(padded for padded, _ in sizes)
         for rank, (file, flat) in enumerate(zip(optim, flats)):
             expected = sizes[rank][0 if is_padded else 1]
             if flat.numel != expected or flat.dtype != flats[0].dtype:
-                found = f"{flat.numel} {flat.dtype} elements of group {group} on rank {rank}, whose slice is {expected}"
+                found = (
+                    f"{flat.numel} {flat.dtype} elements of group {group} on rank {rank}, whose"
+                    f" slice is {expected}"
+                )
                 raise corrupt_file_error(file.path, found, SAME_SAVE_HINT)
 
-    def _states(self, optim: list[TorchFile], inners: list[dict], key: str, count: int) -> list[list[TensorState]]:
-        """Return the inner optimizers' states per rank; [] if not requested, or before the first step."""
+    def _states(
+        self, optim: list[TorchFile], inners: list[dict], key: str, count: int
+    ) -> list[list[TensorState]]:
+        """Return the inner optimizers' states per rank; [] if not requested, or before the first
+        step.
+        """
         if not self.with_moments:
             return []
-        states = [states_by_index(file, inner.get(key), count) for file, inner in zip(optim, inners)]
+        states = [
+            states_by_index(file, inner.get(key), count) for file, inner in zip(optim, inners)
+        ]
         return states if check_equal_steps(optim, states) else []
 
-    # -- ZeRO-3 -----------------------------------------------------------------------------------------------------
+    # -- ZeRO-3
+    # ---------------------------------------------------------------------------------------------
 
     def _read_zero3(
-        self, model_files: list[TorchFile], models: list[dict], optim: list[TorchFile], inners: list[dict]
+        self,
+        model_files: list[TorchFile],
+        models: list[dict],
+        optim: list[TorchFile],
+        inners: list[dict],
     ) -> None:
         file, state = model_files[0], models[0]
         module = tensors_of(state.get("module"), file.path, "module", self.notes)
@@ -314,26 +394,35 @@ class ZeroCheckpoint(WeightSource):
         for other, other_state in zip(model_files[1:], models[1:]):
             if param_shapes(other, other_state) != groups:
                 raise corrupt_file_error(
-                    other.path, f"param_shapes that differ from those in {file.path.name}", SAME_SAVE_HINT
+                    other.path,
+                    f"param_shapes that differ from those in {file.path.name}",
+                    SAME_SAVE_HINT,
                 )
         buffers = {name: ref for name, ref in module.items() if name in buffer_names(state)}
         add_tensors(self, file, buffers, dict.fromkeys(buffers, "buffer"))
         world = len(optim)
         states = self._states(optim, inners, "optimizer_state_dict", len(groups))
-        all_flats = [flat_groups(f, i, "fp32_flat_groups", len(groups)) for f, i in zip(optim, inners)]
+        all_flats = [
+            flat_groups(f, i, "fp32_flat_groups", len(groups)) for f, i in zip(optim, inners)
+        ]
         for number, group in enumerate(groups):
             flats = [flats[number] for flats in all_flats]
             needed = sum(-(-numel(shape) // world) for shape in group.values())
             for rank_file, flat in zip(optim, flats):
                 if flat.numel != needed or flat.dtype != flats[0].dtype:
-                    found = f"{flat.numel} {flat.dtype} elements of sub-group {number}, its parameters need {needed}"
+                    found = (
+                        f"{flat.numel} {flat.dtype} elements of sub-group {number}, its parameters"
+                        f" need {needed}"
+                    )
                     raise corrupt_file_error(rank_file.path, found, SAME_SAVE_HINT)
             moments = flat_moments(optim, states, number, [[needed]] * world) if states else {}
             offset = 0
             for name, shape in group.items():
                 self._add_trainable(name, shape, gather_parts(optim, flats, offset, numel(shape)))
                 for key, flat in moments.items():
-                    self.moments.setdefault(key, {})[name] = gather_parts(optim, flat, offset, numel(shape))
+                    self.moments.setdefault(key, {})[name] = gather_parts(
+                        optim, flat, offset, numel(shape)
+                    )
                 offset += -(-numel(shape) // world)
         self._add_frozen3(model_files, models)
         self._add_shared3(file, state)
@@ -348,16 +437,22 @@ class ZeroCheckpoint(WeightSource):
             for file, held in zip(files, fragments):
                 ref = held.get(name) if isinstance(held, dict) else None
                 if not isinstance(ref, TensorRef) or ref.numel != share or not ref.is_contiguous:
-                    found = f"a fragment {getattr(ref, 'shape', ref)} of frozen {name} instead of ({share},)"
+                    found = (
+                        f"a fragment {getattr(ref, 'shape', ref)} of frozen {name} instead of"
+                        f" ({share},)"
+                    )
                     raise corrupt_file_error(file.path, found)
                 file.check_ref(ref, name)
                 flats.append(ref)
             if len({flat.dtype for flat in flats}) > 1:
                 raise corrupt_file_error(
-                    files[0].path, f"fragments of frozen {name} have different dtypes over the ranks"
+                    files[0].path,
+                    f"fragments of frozen {name} have different dtypes over the ranks",
                 )
             self.tensors[name] = TensorInfo(name, flats[0].dtype, tuple(shape), "frozen")
-            self.parts[name] = [part for part in gather_parts(files, flats, 0, numel(shape)) if part.count]
+            self.parts[name] = [
+                part for part in gather_parts(files, flats, 0, numel(shape)) if part.count
+            ]
 
     def _add_shared3(self, file: TorchFile, state: dict) -> None:
         for alias, owner in shared_params(file, state).items():
@@ -369,10 +464,17 @@ class ZeroCheckpoint(WeightSource):
 
 
 def _check_in_module(
-    file: TorchFile, module: dict[str, TensorRef], trainable: dict[str, tuple[int, ...]], stored: Container[str]
+    file: TorchFile,
+    module: dict[str, TensorRef],
+    trainable: dict[str, tuple[int, ...]],
+    stored: Container[str],
 ) -> None:
-    """Raise UserError unless every trainable parameter is among `stored`, with its shape in `module`."""
+    """Raise UserError unless every trainable parameter is among `stored`, with its shape in
+    `module`.
+    """
     for name, shape in trainable.items():
         if name not in stored or module[name].shape != shape:
             found = module[name].shape if name in module else "nothing of that name"
-            raise corrupt_file_error(file.path, f"{name} {shape} in param_shapes, {found} in module")
+            raise corrupt_file_error(
+                file.path, f"{name} {shape} in param_shapes, {found} in module"
+            )

@@ -1,7 +1,8 @@
 """Counters in DeepSpeed's files, by which files of two saves are told from files of one.
 
-What they cannot show: rank files of an optimizer without a step count (SGD) under ZeRO-3, whose learning rate and loss
-scale are the same at both saves. Under ZeRO-1 and 2 the 16-bit weights show those too.
+What they cannot show: rank files of an optimizer without a step count (SGD) under ZeRO-3, whose
+learning rate and loss scale are the same at both saves. Under ZeRO-1 and 2 the 16-bit weights show
+those too.
 """
 
 from __future__ import annotations
@@ -11,13 +12,25 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from mmldlm.checkpoints.formats.torch_save.reader import SAME_SAVE_HINT, TorchFile, corrupt_file_error
+from mmldlm.checkpoints.formats.torch_save.reader import (
+    SAME_SAVE_HINT,
+    TorchFile,
+    corrupt_file_error,
+)
 from mmldlm.checkpoints.formats.torch_save.unpickler import OpaqueObject, TensorRef
 
-# In a model file that mmldlm wrote: by how many steps the optimizer was ahead in the source, where that was one save
-# (ZeRO-0 in bf16 has one file, and steps once by itself when it starts, as DeepSpeed before 0.14 did at every stage).
+# In a model file that mmldlm wrote: by how many steps the optimizer was ahead in the source, where
+# that was one save (ZeRO-0 in bf16 has one file, and steps once by itself when it starts, as
+# DeepSpeed before 0.14 did at every stage).
 STEPS_AHEAD = "mmldlm_optimizer_steps_ahead"
-_OF_MODEL = ("global_steps", "global_samples", "skipped_steps", "dp_world_size", "mp_world_size", "ds_version")
+_OF_MODEL = (
+    "global_steps",
+    "global_samples",
+    "skipped_steps",
+    "dp_world_size",
+    "mp_world_size",
+    "ds_version",
+)
 _OF_SCHEDULER = ("last_batch_iteration", "last_epoch", "_step_count")
 _OF_SCALER = ("cur_iter", "last_overflow_iter", "cur_scale")
 
@@ -31,7 +44,9 @@ def check_model_files(files: list[TorchFile], states: list[dict]) -> None:
     _check_equal(files, [_model_counters(state) for state in states])
 
 
-def check_optimizer_files(files: list[TorchFile], inners: list[dict], world_size: int) -> dict[str, Any]:
+def check_optimizer_files(
+    files: list[TorchFile], inners: list[dict], world_size: int
+) -> dict[str, Any]:
     """Check that the counters of the ranks' optimizer files agree, and return them.
 
     Raises:
@@ -58,7 +73,8 @@ def compare_steps(model: Path, state: dict, optimizer: Path, counters: dict[str,
         counters: the result of check_optimizer_files, or {"step": [steps]}.
 
     Returns:
-        "", or a note if the optimizer is behind: it may have been started anew, or the files are of two saves.
+        "", or a note if the optimizer is behind: it may have been started anew, or the files are
+        of two saves.
 
     Raises:
         UserError: the optimizer is ahead: the files are of two saves.
@@ -71,15 +87,22 @@ def compare_steps(model: Path, state: dict, optimizer: Path, counters: dict[str,
     if made == 0 and "global_samples" not in state and steps:
         return f"{model.name} records no global_steps, the optimizer made {max(steps):.0f} steps"
     applied = made - skipped
-    behind = f", but {model.name} is at {made} (global_steps, {skipped} of them skipped): files of two saves"
+    behind = (
+        f", but {model.name} is at {made} (global_steps, {skipped} of them skipped): files of two"
+        " saves"
+    )
     if steps and max(steps) > applied + extra_optimizer_steps(state):
-        raise corrupt_file_error(optimizer, f"optimizer step {max(steps):.0f}{behind}", SAME_SAVE_HINT)
+        raise corrupt_file_error(
+            optimizer, f"optimizer step {max(steps):.0f}{behind}", SAME_SAVE_HINT
+        )
     if isinstance(scaled, int) and scaled > made:
-        raise corrupt_file_error(optimizer, f"step {scaled} of the loss scaler{behind}", SAME_SAVE_HINT)
+        raise corrupt_file_error(
+            optimizer, f"step {scaled} of the loss scaler{behind}", SAME_SAVE_HINT
+        )
     if steps and max(steps) < applied:
         return (
-            f"the optimizer in {optimizer.name} made {max(steps):.0f} steps, {model.name} counts {applied}: it was "
-            "started anew since, or the files are of two saves"
+            f"the optimizer in {optimizer.name} made {max(steps):.0f} steps, {model.name} counts"
+            f" {applied}: it was started anew since, or the files are of two saves"
         )
     return ""
 
@@ -98,7 +121,9 @@ def extra_optimizer_steps(state: dict) -> int:
 
 
 def steps_ahead(state: dict, steps: float | None) -> int:
-    """Return by how many steps the optimizer is ahead of the model file of the same save; 0 if that is unknown."""
+    """Return by how many steps the optimizer is ahead of the model file of the same save; 0 if
+    that is unknown.
+    """
     made, skipped = state.get("global_steps"), state.get("skipped_steps", 0)
     if steps is None or type(made) is not int or type(skipped) is not int:
         return 0
@@ -129,7 +154,13 @@ def _model_counters(state: dict) -> dict[str, Any]:
     found = {key: state.get(key) for key in _OF_MODEL}
     scheduler = state.get("lr_scheduler")
     if isinstance(scheduler, dict):
-        found.update({f"lr_scheduler.{key}": scheduler[key] for key in _OF_SCHEDULER if _is_number(scheduler.get(key))})
+        found.update(
+            {
+                f"lr_scheduler.{key}": scheduler[key]
+                for key in _OF_SCHEDULER
+                if _is_number(scheduler.get(key))
+            }
+        )
     return found
 
 
@@ -137,15 +168,24 @@ def _optimizer_counters(file: TorchFile, inner: dict) -> dict[str, Any]:
     """Return the counters of an optimizer file; "step" and "lr" are lists."""
     optimizer: Any = inner.get("base_optimizer_state", inner.get("optimizer_state_dict"))
     tables = optimizer.get("param_groups") if isinstance(optimizer, dict) else None
-    tables = [table for table in tables if isinstance(table, dict)] if isinstance(tables, list) else []
-    in_tables = [read_scalar(file, table["step"]) for table in tables if "step" in table]  # older FusedAdam
+    tables = (
+        [table for table in tables if isinstance(table, dict)] if isinstance(tables, list) else []
+    )
+    in_tables = [
+        read_scalar(file, table["step"]) for table in tables if "step" in table
+    ]  # older FusedAdam
     found = {
-        "step": [*(read_scalar(file, state.get("step")) for state in _states(optimizer)), *in_tables],
+        "step": [
+            *(read_scalar(file, state.get("step")) for state in _states(optimizer)),
+            *in_tables,
+        ],
         "lr": [read_scalar(file, table.get("lr")) for table in tables],
     }
     scaler = inner.get("loss_scaler")
     if isinstance(scaler, OpaqueObject) and isinstance(scaler.state, dict):
-        found.update({key: scaler.state[key] for key in _OF_SCALER if _is_number(scaler.state.get(key))})
+        found.update(
+            {key: scaler.state[key] for key in _OF_SCALER if _is_number(scaler.state.get(key))}
+        )
     return found
 
 

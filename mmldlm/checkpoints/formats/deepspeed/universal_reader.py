@@ -1,8 +1,10 @@
-"""Reader of DeepSpeed's universal checkpoints (ds_to_universal, 0.19): one file per parameter and state.
+"""Reader of DeepSpeed's universal checkpoints (ds_to_universal, 0.19): one file per parameter and
+state.
 
-DIR/zero/<parameter>/{fp32,exp_avg,exp_avg_sq}.pt    {"param": tensor} from ZeRO-1 and 2, a bare flat tensor from ZeRO-3
-DIR/zero/optimizer_state.pt                          settings of the groups; Muon's parameters have no exp_avg_sq.pt
-DIR/*_model_states.pt                                those of the source, with frozen parameters and buffers
+DIR/zero/<parameter>/{fp32,exp_avg,exp_avg_sq}.pt    {"param": tensor} from ZeRO-1 and 2;
+                                                     a bare flat tensor from ZeRO-3
+DIR/zero/optimizer_state.pt                          the groups (Muon has no exp_avg_sq.pt)
+DIR/*_model_states.pt                                those of the source, with all buffers
 """
 
 from __future__ import annotations
@@ -29,7 +31,9 @@ PARAMETER_FILES = ("fp32", *MOMENTS, "step")  # in the folder of a parameter, ea
 
 
 def is_universal(folder: Path) -> bool:
-    """Return whether a folder of model_states files stores its optimizer in one folder per parameter."""
+    """Return whether a folder of model_states files stores its optimizer in one folder per
+    parameter.
+    """
     return any((folder / ZERO_TAG).rglob("fp32.pt"))  # a name may contain slashes
 
 
@@ -37,23 +41,30 @@ def folders_of_parameters(zero: Path, names: Iterable[str], listed_in: Path) -> 
     """Return name -> folder of each parameter below DIR/zero: for the reader and the writer alike.
 
     Raises:
-        UserError: a name that leaves the folder or is not valid, or names whose files would collide; it names
-            `listed_in`.
+        UserError: a name that leaves the folder or is not valid, or names whose files would
+            collide; it names `listed_in`.
     """
     try:
         folders = {name: path_inside(zero, name) for name in names}
-        check_distinct([OPTIMIZER_STATE, *(f"{name}/{key}.pt" for name in folders for key in PARAMETER_FILES)])
+        check_distinct(
+            [OPTIMIZER_STATE, *(f"{name}/{key}.pt" for name in folders for key in PARAMETER_FILES)]
+        )
     except ValueError as error:
         raise UserError(
-            f"parameters in {listed_in} whose names are those of folders, which a universal checkpoint makes of them",
+            f"parameters in {listed_in} whose names are those of folders, which a universal"
+            " checkpoint makes of them",
             str(error),
-            "rename that parameter in the model, or take another target than universal (--to zero2, --to safetensors)",
+            "rename that parameter in the model, or take another target than universal (--to"
+            " zero2, --to safetensors)",
         ) from error
     return folders
 
 
-def add_universal(source: WeightSource, groups: list[dict[str, tuple[int, ...]]], with_moments: bool) -> None:
-    """Add the fp32 masters of all parameters in `groups` (param_shapes), and the moments if requested.
+def add_universal(
+    source: WeightSource, groups: list[dict[str, tuple[int, ...]]], with_moments: bool
+) -> None:
+    """Add the fp32 masters of all parameters in `groups` (param_shapes), and the moments if
+    requested.
 
     Raises:
         UserError: missing or damaged files, or states of some parameters only.
@@ -64,14 +75,18 @@ def add_universal(source: WeightSource, groups: list[dict[str, tuple[int, ...]]]
     for name, shape in shapes.items():
         source.tensors[name] = TensorInfo(name, "float32", shape, "trainable")
         source.parts[name] = _state(source, folders[name], name, "fp32", shape)
-    if not with_moments or not any((folders[name] / f"{MOMENTS[0]}.pt").exists() for name in shapes):
+    if not with_moments or not any(
+        (folders[name] / f"{MOMENTS[0]}.pt").exists() for name in shapes
+    ):
         return
     for group, keys in zip(groups, _moment_keys(source, folder, len(groups))):
         for name, shape in group.items():
             saved = [key for key in MOMENTS if (folders[name] / f"{key}.pt").exists()]
             check_no_other_moment(folders[name], saved, keys, name)
             for key in keys:
-                source.moments.setdefault(key, {})[name] = _state(source, folders[name], name, key, shape)
+                source.moments.setdefault(key, {})[name] = _state(
+                    source, folders[name], name, key, shape
+                )
 
 
 def universal_steps(source: WeightSource, names: list[str]) -> list[tuple[Path, float]]:
@@ -80,7 +95,9 @@ def universal_steps(source: WeightSource, names: list[str]) -> list[tuple[Path, 
     ZeRO-1 and 2 have a step.pt for each parameter, ZeRO-3 has one count in optimizer_state.pt.
     """
     folder = source.path / ZERO_TAG
-    paths = [path / "step.pt" for path in folders_of_parameters(folder, names, source.path).values()]
+    paths = [
+        path / "step.pt" for path in folders_of_parameters(folder, names, source.path).values()
+    ]
     found = []
     for path in (path for path in (folder / OPTIMIZER_STATE, *paths) if path.exists()):
         with TorchFile(path, source.random_access) as file:
@@ -97,7 +114,9 @@ def universal_steps(source: WeightSource, names: list[str]) -> list[tuple[Path, 
 
 
 def _moment_keys(source: WeightSource, folder: Path, count: int) -> list[tuple[str, ...]]:
-    """Return which moments each of the `count` flat groups has; a group lists its flat groups as its parameters."""
+    """Return which moments each of the `count` flat groups has; a group lists its flat groups as
+    its parameters.
+    """
     keys = [MOMENTS] * count
     if not (folder / OPTIMIZER_STATE).exists():
         return keys
@@ -108,11 +127,15 @@ def _moment_keys(source: WeightSource, folder: Path, count: int) -> list[tuple[s
             for number in table["params"]:
                 keys[number] = moment_keys(table)
     except (TypeError, AttributeError, LookupError) as error:
-        raise corrupt_file_error(file.path, f"param_groups that do not fit {count} flat groups ({error!r})") from error
+        raise corrupt_file_error(
+            file.path, f"param_groups that do not fit {count} flat groups ({error!r})"
+        ) from error
     return keys
 
 
-def _state(source: WeightSource, folder: Path, name: str, key: str, shape: tuple[int, ...]) -> list[FileRange]:
+def _state(
+    source: WeightSource, folder: Path, name: str, key: str, shape: tuple[int, ...]
+) -> list[FileRange]:
     path = folder / f"{key}.pt"
     if not os.path.lexists(path):
         raise missing_file_error(path.parent, f"{key}.pt of {name}", "no such file")
@@ -120,8 +143,16 @@ def _state(source: WeightSource, folder: Path, name: str, key: str, shape: tuple
     source.files.append(file)
     value: Any = file.load()
     ref = value.get("param") if isinstance(value, dict) else value
-    if not isinstance(ref, TensorRef) or ref.shape not in (shape, (numel(shape),)) or not ref.is_contiguous:
-        found = f"a tensor of shape {ref.shape}" if isinstance(ref, TensorRef) else f"a {type(ref).__name__}"
+    if (
+        not isinstance(ref, TensorRef)
+        or ref.shape not in (shape, (numel(shape),))
+        or not ref.is_contiguous
+    ):
+        found = (
+            f"a tensor of shape {ref.shape}"
+            if isinstance(ref, TensorRef)
+            else f"a {type(ref).__name__}"
+        )
         raise corrupt_file_error(path, f"{found} instead of {key} of {name} {shape}")
     if not DTYPES[ref.dtype].is_float or DTYPES[ref.dtype].itemsize == 1:
         raise corrupt_file_error(path, f"{key} of {name} in {ref.dtype}")

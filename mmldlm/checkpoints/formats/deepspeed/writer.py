@@ -1,7 +1,8 @@
-"""Write a DeepSpeed ZeRO-1, 2 or 3 checkpoint of any world size, as DeepSpeed 0.19 saves and loads it.
+"""Write a DeepSpeed ZeRO-1, 2 or 3 checkpoint of any world size, as DeepSpeed 0.19 saves and loads
+it.
 
-Layouts: see reader. The files are those of engine.save_checkpoint in plain pickles: OrderedDicts are dicts, every
-tensor has its own storage, ds_config names the new stage.
+Layouts: see reader. The files are those of engine.save_checkpoint in plain pickles: OrderedDicts
+are dicts, every tensor has its own storage, ds_config names the new stage.
 """
 
 from __future__ import annotations
@@ -13,7 +14,13 @@ from typing import Any
 
 from mmldlm.checkpoints.formats.deepspeed.partitioning import slice_sizes
 from mmldlm.checkpoints.formats.optimizer_metadata import OptimizerMetadata
-from mmldlm.checkpoints.formats.torch_save.pickler import GlobalRef, ObjectSpec, TensorSpec, TorchSize, scalar
+from mmldlm.checkpoints.formats.torch_save.pickler import (
+    GlobalRef,
+    ObjectSpec,
+    TensorSpec,
+    TorchSize,
+    scalar,
+)
 from mmldlm.checkpoints.formats.torch_save.writer import TorchFileLayout, TorchFileWriter
 from mmldlm.checkpoints.formats.weight_source import WeightSource
 from mmldlm.checkpoints.formats.write_plan import WEIGHT, WritePlan, WriteSegment
@@ -39,7 +46,9 @@ class ZeroTarget:
     sub_group_size: int = SUB_GROUP_SIZE
 
 
-def plan_zero(source: WeightSource, metadata: OptimizerMetadata, target: ZeroTarget, folder: Path) -> WritePlan:
+def plan_zero(
+    source: WeightSource, metadata: OptimizerMetadata, target: ZeroTarget, folder: Path
+) -> WritePlan:
     """Return the plan that writes the checkpoint into `folder`."""
     plan = WritePlan()
     plan_model_states(plan, source, metadata, target, folder)
@@ -47,12 +56,15 @@ def plan_zero(source: WeightSource, metadata: OptimizerMetadata, target: ZeroTar
     return plan
 
 
-# -- the optimizer's files --------------------------------------------------------------------------------------------
+# -- the optimizer's files
+# --------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class _Piece:
-    """Elements [start, start + count) of a parameter, stored from element `offset` of a rank's flat group."""
+    """Elements [start, start + count) of a parameter, stored from element `offset` of a rank's
+    flat group.
+    """
 
     name: str
     offset: int
@@ -81,8 +93,14 @@ def _flats(source: WeightSource, groups: list[list[str]], target: ZeroTarget) ->
     """Return the flat groups of every rank (sub-groups under ZeRO-3)."""
     sizes = {name: source.tensors[name].numel for group in groups for name in group}
     if target.stage == 3:
-        return [[_gathered(group, sizes, rank, target.world_size) for group in groups] for rank in _ranks(target)]
-    return [[_sliced(group, sizes, rank, target.world_size) for group in groups] for rank in _ranks(target)]
+        return [
+            [_gathered(group, sizes, rank, target.world_size) for group in groups]
+            for rank in _ranks(target)
+        ]
+    return [
+        [_sliced(group, sizes, rank, target.world_size) for group in groups]
+        for rank in _ranks(target)
+    ]
 
 
 def _ranks(target: ZeroTarget) -> range:
@@ -115,10 +133,14 @@ def _gathered(group: list[str], sizes: dict[str, int], rank: int, world: int) ->
 def flat_groups_of(
     source: WeightSource, metadata: OptimizerMetadata, target: ZeroTarget
 ) -> list[tuple[int, list[str]]]:
-    """Return (number of the optimizer's group, names) of every flat group; ZeRO-3 closes one at its maximum size."""
+    """Return (number of the optimizer's group, names) of every flat group; ZeRO-3 closes one at
+    its maximum size.
+    """
     found: list[tuple[int, list[str]]] = []
     for number, group in enumerate(metadata.groups):
-        shares = {name: -(-source.tensors[name].numel // target.world_size) for name in group.names}
+        shares = {
+            name: -(-source.tensors[name].numel // target.world_size) for name in group.names
+        }
         if target.stage < 3 or target.sub_group_size >= sum(shares.values()):
             found.append((number, group.names))
             continue
@@ -133,7 +155,11 @@ def flat_groups_of(
 
 
 def _plan_optimizer(
-    plan: WritePlan, source: WeightSource, metadata: OptimizerMetadata, target: ZeroTarget, folder: Path
+    plan: WritePlan,
+    source: WeightSource,
+    metadata: OptimizerMetadata,
+    target: ZeroTarget,
+    folder: Path,
 ) -> None:
     numbered = flat_groups_of(source, metadata, target)
     flats = _flats(source, [names for _, names in numbered], target)
@@ -152,22 +178,39 @@ def _plan_optimizer(
                 states[number] = {"step": scalar(metadata.steps), **moments}
                 sent += [(flat, what, tensor) for what, tensor in moments.items()]
         for flat, _, tensor in sent:
-            padding += [(tensor, first, count) for first, count in flat.gaps if first + count <= tensor.numel]
+            padding += [
+                (tensor, first, count)
+                for first, count in flat.gaps
+                if first + count <= tensor.numel
+            ]
         optimizer = {"state": states, "param_groups": _param_groups(metadata, numbered)}
         inner = _inner(source, metadata, target, flats, rank, optimizer, masters)
-        value = {"optimizer_state_dict": inner, "ds_config": ds_config(metadata, target), "ds_version": LAYOUT}
+        value = {
+            "optimizer_state_dict": inner,
+            "ds_config": ds_config(metadata, target),
+            "ds_version": LAYOUT,
+        }
         path = folder / f"{prefix}zero_pp_rank_{rank}_mp_rank_00_optim_states.pt"
         file = TorchFileWriter(path, [TorchFileLayout(value, path.stem)], padding)
         plan.files.append(file)
         for flat, what, tensor in sent:
             for piece in flat.pieces:
-                plan.add(piece.name, what, [WriteSegment(file, tensor, piece.offset, piece.start, piece.count)])
+                plan.add(
+                    piece.name,
+                    what,
+                    [WriteSegment(file, tensor, piece.offset, piece.start, piece.count)],
+                )
 
 
-def _param_groups(metadata: OptimizerMetadata, numbered: list[tuple[int, list[str]]]) -> list[dict[str, Any]]:
+def _param_groups(
+    metadata: OptimizerMetadata, numbered: list[tuple[int, list[str]]]
+) -> list[dict[str, Any]]:
     """Return the optimizer's groups, whose parameters are the numbers of flat groups."""
     return [
-        {**group.settings, "params": [flat for flat, (owner, _) in enumerate(numbered) if owner == number]}
+        {
+            **group.settings,
+            "params": [flat for flat, (owner, _) in enumerate(numbered) if owner == number],
+        }
         for number, group in enumerate(metadata.groups)
     ]
 
@@ -185,7 +228,12 @@ def _inner(
     common = {"zero_stage": target.stage, **metadata.optimizer}
     if target.stage == 3:
         count = target.world_size
-        return {**common, "partition_count": count, "optimizer_state_dict": optimizer, "fp32_flat_groups": masters}
+        return {
+            **common,
+            "partition_count": count,
+            "optimizer_state_dict": optimizer,
+            "fp32_flat_groups": masters,
+        }
     mine = flats[rank]
     return {
         **common,
@@ -197,7 +245,9 @@ def _inner(
         "ds_version": LAYOUT,
         "param_slice_mappings": [
             {
-                piece.name: ObjectSpec(_FRAGMENT, state={"numel": piece.count, "start": piece.offset})
+                piece.name: ObjectSpec(
+                    _FRAGMENT, state={"numel": piece.count, "start": piece.offset}
+                )
                 for piece in flat.pieces
             }
             for flat in mine
@@ -205,15 +255,22 @@ def _inner(
     }
 
 
-# -- the model's files ------------------------------------------------------------------------------------------------
+# -- the model's files
+# ------------------------------------------------------------------------------------------------
 
 
 def plan_model_states(
-    plan: WritePlan, source: WeightSource, metadata: OptimizerMetadata, target: ZeroTarget, folder: Path
+    plan: WritePlan,
+    source: WeightSource,
+    metadata: OptimizerMetadata,
+    target: ZeroTarget,
+    folder: Path,
 ) -> list[Path]:
     """Add the *_model_states.pt files to a plan; return their paths."""
     if target.stage == 3:
-        return [_plan_model3(plan, source, metadata, target, folder, rank) for rank in _ranks(target)]
+        return [
+            _plan_model3(plan, source, metadata, target, folder, rank) for rank in _ranks(target)
+        ]
     module: dict[str, TensorSpec] = {}
     for name, info in source.tensors.items():
         if not info.alias_of:
@@ -227,7 +284,9 @@ def plan_model_states(
     value = {
         **_common(source, metadata, target),
         "module": module,
-        "frozen_param_shapes": {name: TorchSize(shape) for name, shape in frozen.items()} if is_saved else None,
+        "frozen_param_shapes": {name: TorchSize(shape) for name, shape in frozen.items()}
+        if is_saved
+        else None,
         "frozen_param_fragments": fragments if is_saved else None,
     }
     path = folder / "mp_rank_00_model_states.pt"
@@ -239,9 +298,17 @@ def plan_model_states(
 
 
 def _plan_model3(
-    plan: WritePlan, source: WeightSource, metadata: OptimizerMetadata, target: ZeroTarget, folder: Path, rank: int
+    plan: WritePlan,
+    source: WeightSource,
+    metadata: OptimizerMetadata,
+    target: ZeroTarget,
+    folder: Path,
+    rank: int,
 ) -> Path:
-    nothing = {dtype: TensorSpec(dtype, (0,), []) for dtype in {metadata.compute_dtype, *_frozen_dtypes(source)}}
+    nothing = {
+        dtype: TensorSpec(dtype, (0,), [])
+        for dtype in {metadata.compute_dtype, *_frozen_dtypes(source)}
+    }
     module, fragments, shapes = {}, {}, {}
     padding, sent = [], []
     for name, info in source.tensors.items():
@@ -250,10 +317,15 @@ def _plan_model3(
             module[name] = TensorSpec(info.dtype, info.shape)
             sent.append((name, module[name], _Piece(name, 0, 0, info.numel)))
             continue
-        module[name] = nothing[metadata.compute_dtype if owner.kind == "trainable" else owner.dtype]
+        module[name] = nothing[
+            metadata.compute_dtype if owner.kind == "trainable" else owner.dtype
+        ]
         if info.kind == "frozen":
             flat = _gathered([name], {name: info.numel}, rank, target.world_size)
-            shapes[name], fragments[name] = TorchSize(info.shape), TensorSpec(info.dtype, (flat.size,))
+            shapes[name], fragments[name] = (
+                TorchSize(info.shape),
+                TensorSpec(info.dtype, (flat.size,)),
+            )
             padding += [(fragments[name], first, count) for first, count in flat.gaps]
             sent += [(name, fragments[name], piece) for piece in flat.pieces]
     value = {
@@ -266,7 +338,9 @@ def _plan_model3(
     file = TorchFileWriter(path, [TorchFileLayout(value, path.stem)], padding)
     plan.files.append(file)
     for name, tensor, piece in sent:
-        plan.add(name, WEIGHT, [WriteSegment(file, tensor, piece.offset, piece.start, piece.count)])
+        plan.add(
+            name, WEIGHT, [WriteSegment(file, tensor, piece.offset, piece.start, piece.count)]
+        )
     return path
 
 
@@ -274,7 +348,9 @@ def _frozen_dtypes(source: WeightSource) -> Iterator[str]:
     return (info.dtype for info in source.tensors.values() if info.kind == "frozen")
 
 
-def _common(source: WeightSource, metadata: OptimizerMetadata, target: ZeroTarget) -> dict[str, Any]:
+def _common(
+    source: WeightSource, metadata: OptimizerMetadata, target: ZeroTarget
+) -> dict[str, Any]:
     shapes = [
         {name: TorchSize(source.tensors[name].shape) for name in names}
         for _, names in flat_groups_of(source, metadata, target)
@@ -283,7 +359,9 @@ def _common(source: WeightSource, metadata: OptimizerMetadata, target: ZeroTarge
         "buffer_names": [name for name, info in source.tensors.items() if info.kind == "buffer"],
         "optimizer": None,
         "param_shapes": shapes,
-        "shared_params": {name: info.alias_of for name, info in source.tensors.items() if info.alias_of},
+        "shared_params": {
+            name: info.alias_of for name, info in source.tensors.items() if info.alias_of
+        },
         **metadata.model_states,
         "dp_world_size": target.world_size,
         "mp_world_size": 1,
@@ -296,7 +374,10 @@ def ds_config(metadata: OptimizerMetadata, target: ZeroTarget) -> dict[str, Any]
     """Return the source's DeepSpeed config with the new stage, or a minimal one if it has none."""
     config = dict(metadata.ds_config)
     zero = config.get("zero_optimization")
-    config["zero_optimization"] = {**(zero if isinstance(zero, dict) else {}), "stage": target.stage}
+    config["zero_optimization"] = {
+        **(zero if isinstance(zero, dict) else {}),
+        "stage": target.stage,
+    }
     if not metadata.ds_config:
         config["bf16"] = {"enabled": metadata.compute_dtype == "bfloat16"}
         config["fp16"] = {"enabled": metadata.compute_dtype == "float16"}

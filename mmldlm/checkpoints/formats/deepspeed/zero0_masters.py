@@ -1,8 +1,9 @@
 """Match fp32 masters to parameters in a ZeRO-0 checkpoint of a 16-bit engine.
 
-DeepSpeed's FP16_UnfusedOptimizer saves its masters as lists of tensors without names. A rounded master equals the
-module's weight bit for bit, so the weights identify the names. For weights with equal bits but different masters the
-order of the parameters decides if possible; otherwise the checkpoint is refused.
+DeepSpeed's FP16_UnfusedOptimizer saves its masters as lists of tensors without names. A rounded
+master equals the module's weight bit for bit, so the weights identify the names. For weights with
+equal bits but different masters the order of the parameters decides if possible; otherwise the
+checkpoint is refused.
 """
 
 from __future__ import annotations
@@ -28,9 +29,10 @@ def match_masters(
 
     Args:
         optimizer: the saved state of the optimizer, from `optimizer` of the model file.
-        names: `optimizer_param_names` of the model file: the names of every group in order, if the training
-            program recorded them (client_state); None otherwise.
-        low_precision_copies: the low-precision weights of all parameters, trainable or frozen, in the module's order.
+        names: `optimizer_param_names` of the model file: the names of every group in order, if the
+            training program recorded them (client_state); None otherwise.
+        low_precision_copies: the low-precision weights of all parameters, trainable or frozen, in
+            the module's order.
         shapes: their shapes.
 
     Raises:
@@ -46,7 +48,9 @@ def match_masters(
     flat = [(number, ref) for number, group in enumerate(groups) for ref in group]
     for _, ref in flat:
         if not isinstance(ref, TensorRef) or not ref.is_contiguous:
-            raise corrupt_file_error(file.path, "something other than plain tensors in fp32_groups")
+            raise corrupt_file_error(
+                file.path, "something other than plain tensors in fp32_groups"
+            )
         file.check_ref(ref, "fp32_groups")
     if _are_names(names, [len(group) for group in groups]):
         return _named(file, flat, [name for group in names for name in group], shapes)
@@ -54,10 +58,14 @@ def match_masters(
 
 
 def names_of_groups(optimizer: dict, masters: dict[str, FileRange]) -> list[list[str]]:
-    """Return the names of the masters of every parameter group, in the order of the optimizer's state."""
+    """Return the names of the masters of every parameter group, in the order of the optimizer's
+    state.
+    """
     names = {id(part.ref): name for name, part in masters.items()}
     groups = optimizer.get("fp32_groups")
-    if groups is None:  # FP16_Optimizer has one flat tensor per group; no engine of mmldlm saves that
+    if (
+        groups is None
+    ):  # FP16_Optimizer has one flat tensor per group; no engine of mmldlm saves that
         raise UserError(
             "AdamW's moments of every parameter in the checkpoint",
             "fp32_groups_flat (FusedAdam under ZeRO-0), whose moments are flat too",
@@ -67,7 +75,11 @@ def names_of_groups(optimizer: dict, masters: dict[str, FileRange]) -> list[list
 
 
 def _are_names(names: Any, counts: list[int]) -> bool:
-    return isinstance(names, list) and all(isinstance(n, list) for n in names) and [len(n) for n in names] == counts
+    return (
+        isinstance(names, list)
+        and all(isinstance(n, list) for n in names)
+        and [len(n) for n in names] == counts
+    )
 
 
 def _named(file: TorchFile, flat: list, names: list[str], shapes: dict) -> dict[str, FileRange]:
@@ -75,7 +87,8 @@ def _named(file: TorchFile, flat: list, names: list[str], shapes: dict) -> dict[
     for name, (_, ref) in zip(names, flat):
         if shapes.get(name) != ref.shape:
             raise corrupt_file_error(
-                file.path, f"a master of {name} of shape {ref.shape}, the weight has {shapes.get(name)}"
+                file.path,
+                f"a master of {name} of shape {ref.shape}, the weight has {shapes.get(name)}",
             )
         masters[name] = FileRange(file, ref, 0, ref.numel)
     return masters
@@ -87,30 +100,37 @@ def _flat_masters(file: TorchFile, groups: Any, names: Any, shapes: dict) -> dic
         raise UserError(
             f"the names of the flat fp32 masters in {file.path}",
             "fp32_groups_flat without names (FusedAdam under ZeRO-0 does not save their order)",
-            "save with client_state={'optimizer_param_names': [[names of group 0], ...]}, or train with ZeRO-1",
+            "save with client_state={'optimizer_param_names': [[names of group 0], ...]}, or train"
+            " with ZeRO-1",
         )
     masters = {}
     for ref, group in zip(groups, names):
         if not isinstance(ref, TensorRef) or len(ref.shape) != 1 or not isinstance(group, list):
-            raise corrupt_file_error(file.path, "something other than flat tensors in fp32_groups_flat")
+            raise corrupt_file_error(
+                file.path, "something other than flat tensors in fp32_groups_flat"
+            )
         file.check_ref(ref, "fp32_groups_flat")
         offset = 0
         for name in group:
             if name not in shapes:
                 raise corrupt_file_error(
-                    file.path, f"{name!r} in optimizer_param_names, which is not a parameter of the module"
+                    file.path,
+                    f"{name!r} in optimizer_param_names, which is not a parameter of the module",
                 )
             count = numel(shapes[name])
             masters[name] = FileRange(file, ref, offset, count)
             offset += count
         if offset != ref.numel:
             raise corrupt_file_error(
-                file.path, f"a flat group of {ref.numel} masters for parameters of {offset} elements"
+                file.path,
+                f"a flat group of {ref.numel} masters for parameters of {offset} elements",
             )
     return masters
 
 
-def _by_value(file: TorchFile, flat: list, copies: dict[str, list[FileRange]], shapes: dict) -> dict[str, FileRange]:
+def _by_value(
+    file: TorchFile, flat: list, copies: dict[str, list[FileRange]], shapes: dict
+) -> dict[str, FileRange]:
     low_dtypes = {parts[0].ref.dtype for parts in copies.values() if parts}
     candidates: dict[tuple, list[str]] = {}
     for name, parts in copies.items():
@@ -140,14 +160,19 @@ def _by_value(file: TorchFile, flat: list, copies: dict[str, list[FileRange]], s
             raise UserError(
                 f"distinguishable fp32 masters in {file.path}",
                 f"{len(found)} masters for {', '.join(names)}, whose 16-bit weights are identical",
-                "save with client_state={'optimizer_param_names': [[names of group 0], ...]}, or train with ZeRO-1",
+                "save with client_state={'optimizer_param_names': [[names of group 0], ...]}, or"
+                " train with ZeRO-1",
             )
-        masters.update({name: FileRange(file, ref, 0, ref.numel) for name, (_, ref, _) in zip(names, found)})
+        masters.update(
+            {name: FileRange(file, ref, 0, ref.numel) for name, (_, ref, _) in zip(names, found)}
+        )
     return masters
 
 
 def _fingerprint(part: FileRange, low: str) -> tuple[tuple, bool]:
-    """Return two checksums of a tensor's elements rounded to dtype `low`, and whether the rounding was exact."""
+    """Return two checksums of a tensor's elements rounded to dtype `low`, and whether the rounding
+    was exact.
+    """
     source = part.ref.dtype
     step = CHUNK_BYTES // DTYPES[source].itemsize
     crc, adler, is_exact = 0, 1, True

@@ -26,10 +26,20 @@ def read_optimizer_metadata(opened: OpenedCheckpoint) -> OptimizerMetadata:
     owners = iter(source.resolve_tied(group_names(file, names), file.path))
     names_of = [[next(owners) for _ in group] for group in names or []]
     tables = state.get("param_groups")
-    tables = tables if isinstance(tables, list) and len(tables) == len(names_of) else [{} for _ in names_of]
-    groups = [Group(names, settings) for names, settings in zip(names_of, group_settings(file, tables))]
+    tables = (
+        tables
+        if isinstance(tables, list) and len(tables) == len(names_of)
+        else [{} for _ in names_of]
+    )
+    groups = [
+        Group(names, settings) for names, settings in zip(names_of, group_settings(file, tables))
+    ]
     first = next(iter((state.get("state") or {}).values()), {})
-    steps = float(to_plain_value(file, first["step"])) if "step" in first else applied_steps(opened)
+    steps = (
+        float(to_plain_value(file, first["step"])) if "step" in first else applied_steps(opened)
+    )
     counters = default_counters(opened, steps)
-    metadata = OptimizerMetadata(groups, steps, configured_dtype(opened), counters, default_scaler())
+    metadata = OptimizerMetadata(
+        groups, steps, configured_dtype(opened), counters, default_scaler()
+    )
     return add_deepspeed_state(metadata, file.path.parent)

@@ -1,4 +1,6 @@
-"""Reader of `model.pt`, a torch.save'd dict name -> tensor, and of mmldlm's `optimizer.pt` next to it."""
+"""Reader of `model.pt`, a torch.save'd dict name -> tensor, and of mmldlm's `optimizer.pt` next to
+it.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,8 @@ from mmldlm.checkpoints.formats.torch_save.reader import TorchFile
 from mmldlm.checkpoints.formats.torch_save.unpickler import TensorRef, module_names_of
 from mmldlm.checkpoints.formats.weight_source import WeightSource
 
-# accelerate and the Hugging Face Trainer save the optimizer of FSDP's full state dict in a file beside it.
+# accelerate and the Hugging Face Trainer save the optimizer of FSDP's full state dict in a file
+# beside it.
 _ACCELERATE = re.compile(r"pytorch_model_fsdp(_\d+)?\.bin")
 
 
@@ -26,12 +29,17 @@ def _optimizer_beside(path: Path) -> Path | None:
 
 
 def _of_trainer(tensors: dict[str, TensorRef], notes: list[str]) -> dict[str, TensorRef]:
-    """Return the weights of an MM-LDLM trainer: the model under `model.`, without the noise schedules next to it."""
+    """Return the weights of an MM-LDLM trainer: the model under `model.`, without the noise
+    schedules next to it.
+    """
     schedules = [name for name in tensors if "noise_schedule" in name.partition(".")[0]]
     others = [name for name in tensors if name not in schedules]
     if not schedules or not others or not all(name.startswith("model.") for name in others):
         return tensors
-    notes.append(f"the trainer's noise schedules ({len(schedules)} tensors) are not weights and were left out")
+    notes.append(
+        f"the trainer's noise schedules ({len(schedules)} tensors) are not weights and were"
+        " left out"
+    )
     return {name.removeprefix("model."): tensors[name] for name in others}
 
 
@@ -54,11 +62,11 @@ class ModelFile(WeightSource):
 
         Args:
             allow_nonfinite: return NaN and infinite weights instead of raising.
-            optimizer: the optimizer.pt saved with it, which records the trained weights: {"state", "param_groups"} of
-                torch's AdamW, "param_names" [[names of group 0], ...], and optionally "buffer_names" and "aliases"
-                {second name: name} of tied weights.
-            with_moments: find the moments in it too; without an optimizer.pt, those of an optimizer beside the model
-                that names its parameters.
+            optimizer: the optimizer.pt saved with it, which records the trained weights: {"state",
+                "param_groups"} of torch's AdamW, "param_names" [[names of group 0], ...], and
+                optionally "buffer_names" and "aliases" {second name: name} of tied weights.
+            with_moments: find the moments in it too; without an optimizer.pt, those of an
+                optimizer beside the model that names its parameters.
             random_access: see torch_save/reader.
             key: which state dict of the file is the model, if there are several.
 

@@ -1,4 +1,6 @@
-"""Write model.pt and optimizer.pt, as torch.save of a state_dict and of AdamW's, and as mmldlm's single and ddp."""
+"""Write model.pt and optimizer.pt, as torch.save of a state_dict and of AdamW's, and as mmldlm's
+single and ddp.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,9 @@ from mmldlm.checkpoints.formats.write_plan import WEIGHT, WritePlan, WriteSegmen
 from mmldlm.checkpoints.layout import MODEL_FILE, OPTIMIZER_FILE
 
 
-def plan_model_file(tensors: dict[str, TensorSpec], names: dict[str, str], path: Path) -> WritePlan:
+def plan_model_file(
+    tensors: dict[str, TensorSpec], names: dict[str, str], path: Path
+) -> WritePlan:
     """Return the plan of one file, a dict name -> tensor.
 
     Args:
@@ -28,9 +32,13 @@ def plan_model_file(tensors: dict[str, TensorSpec], names: dict[str, str], path:
     return plan
 
 
-def plan_model_and_optimizer(source: WeightSource, optimizer: OptimizerMetadata, folder: Path) -> WritePlan:
+def plan_model_and_optimizer(
+    source: WeightSource, optimizer: OptimizerMetadata, folder: Path
+) -> WritePlan:
     """Return the plan of model.pt and optimizer.pt in `folder`."""
-    stored = {name: TensorSpec(i.dtype, i.shape) for name, i in source.tensors.items() if not i.alias_of}
+    stored = {
+        name: TensorSpec(i.dtype, i.shape) for name, i in source.tensors.items() if not i.alias_of
+    }
     owners = {name: info.alias_of or name for name, info in source.tensors.items()}
     plan = plan_model_file(stored, owners, folder / MODEL_FILE)
     names = [name for group in optimizer.groups for name in group.names]
@@ -43,7 +51,10 @@ def plan_model_and_optimizer(source: WeightSource, optimizer: OptimizerMetadata,
                 **{what: TensorSpec("float32", shape) for what in source.moments_of(name)},
             }
     number_of = {name: number for number, name in enumerate(names)}
-    groups = [{**group.settings, "params": [number_of[name] for name in group.names]} for group in optimizer.groups]
+    groups = [
+        {**group.settings, "params": [number_of[name] for name in group.names]}
+        for group in optimizer.groups
+    ]
     value = {
         "state": states,
         "param_groups": groups,
@@ -55,5 +66,7 @@ def plan_model_and_optimizer(source: WeightSource, optimizer: OptimizerMetadata,
     plan.files.append(file)
     for number, state in states.items():
         for what in source.moments_of(names[number]):
-            plan.add(names[number], what, [WriteSegment(file, state[what], 0, 0, state[what].numel)])
+            plan.add(
+                names[number], what, [WriteSegment(file, state[what], 0, 0, state[what].numel)]
+            )
     return plan

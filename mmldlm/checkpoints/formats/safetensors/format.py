@@ -9,7 +9,9 @@ from mmldlm.checkpoints.layout import SAFETENSORS_FILE, SAFETENSORS_INDEX
 
 
 class SafetensorsFormat:
-    """A .safetensors file, an index of shards, or a Hugging Face folder with model.safetensors or its index."""
+    """A .safetensors file, an index of shards, or a Hugging Face folder with model.safetensors or
+    its index.
+    """
 
     name = "safetensors"
     targets: tuple[str, ...] = ()
@@ -39,4 +41,7 @@ def find_safetensors(path: Path) -> Path | None:
     """Return the file or index of a model at `path`, a file or a folder; None if there is none."""
     if path.is_file():
         return path if path.name.endswith((".safetensors", ".safetensors.index.json")) else None
-    return next((path / name for name in (SAFETENSORS_FILE, SAFETENSORS_INDEX) if (path / name).is_file()), None)
+    return next(
+        (path / name for name in (SAFETENSORS_FILE, SAFETENSORS_INDEX) if (path / name).is_file()),
+        None,
+    )

@@ -1,6 +1,8 @@
-"""Reader of safetensors: one file, or a Hugging Face folder with model.safetensors or its shards and their index.
+"""Reader of safetensors: one file, or a Hugging Face folder with model.safetensors or its shards
+and their index.
 
-Format: see writer. It has no checksums; the reader checks that the tensors fill the file without gaps.
+Format: see writer. It has no checksums; the reader checks that the tensors fill the file without
+    gaps.
 """
 
 from __future__ import annotations
@@ -51,7 +53,8 @@ class SafetensorsFile:
         length = int.from_bytes(os.pread(self._fd, 8, 0), "little")
         if size < 8 or length > min(size - 8, MAX_HEADER_BYTES):
             raise corrupt_file_error(
-                self.path, f"{size} bytes with a header of {length}: not a safetensors file, or truncated"
+                self.path,
+                f"{size} bytes with a header of {length}: not a safetensors file, or truncated",
             )
         try:
             header = json.loads(os.pread(self._fd, length, 8))
@@ -59,27 +62,41 @@ class SafetensorsFile:
                 raise ValueError(f"a {type(header).__name__}")
             metadata = header.pop(METADATA_KEY, {})
         except (ValueError, RecursionError) as error:
-            raise corrupt_file_error(self.path, f"a header that is not a JSON object ({str(error)[:80]})") from error
+            raise corrupt_file_error(
+                self.path, f"a header that is not a JSON object ({str(error)[:80]})"
+            ) from error
         metadata = metadata if isinstance(metadata, dict) else {}
         self.metadata = {key: value for key, value in metadata.items() if isinstance(value, str)}
         self._base = 8 + length
-        self.tensors: dict[str, tuple[str, tuple[int, ...], int]] = {}  # name -> dtype, shape, first byte
+        self.tensors: dict[
+            str, tuple[str, tuple[int, ...], int]
+        ] = {}  # name -> dtype, shape, first byte
         spans = [self._add(name, entry) for name, entry in header.items()]
         end = 0
         for start, stop in sorted(spans):
             if start != end:
-                raise corrupt_file_error(self.path, f"tensors that overlap or leave a gap at byte {end} of the data")
+                raise corrupt_file_error(
+                    self.path, f"tensors that overlap or leave a gap at byte {end} of the data"
+                )
             end = stop
         if self._base + end != size:
             raise corrupt_file_error(
-                self.path, f"{size} bytes instead of the {self._base + end} in its header: truncated or appended to"
+                self.path,
+                f"{size} bytes instead of the {self._base + end} in its header: truncated or"
+                " appended to",
             )
 
     def _add(self, name: str, entry: Any) -> tuple[int, int]:
         code = entry.get("dtype") if isinstance(entry, dict) else None
-        if isinstance(code, str) and code not in _BY_CODE and re.fullmatch(r"[A-Z]\d+[A-Z0-9_]*", code):
+        if (
+            isinstance(code, str)
+            and code not in _BY_CODE
+            and re.fullmatch(r"[A-Z]\d+[A-Z0-9_]*", code)
+        ):
             fix = "convert it to another type with the program that wrote it"
-            raise UserError(f"tensors of types that mmldlm reads in {self.path}", f"{name} of type {code}", fix)
+            raise UserError(
+                f"tensors of types that mmldlm reads in {self.path}", f"{name} of type {code}", fix
+            )
         try:
             dtype, shape = _BY_CODE[entry["dtype"]], tuple(entry["shape"])
             start, stop = entry["data_offsets"]
@@ -99,7 +116,9 @@ class SafetensorsFile:
             self._fd = -1
 
     def position_of(self, ref: TensorRef, start: int = 0) -> int:
-        """Return the position of element `start` of a tensor, in bytes from the start of the file."""
+        """Return the position of element `start` of a tensor, in bytes from the start of
+        the file.
+        """
         return self._base + self.tensors[ref.key][2] + start * DTYPES[ref.dtype].itemsize
 
     def read_elements_into(self, ref: TensorRef, start: int, view: memoryview) -> None:
@@ -108,7 +127,9 @@ class SafetensorsFile:
         while view:
             got = os.preadv(self._fd, [view], position)
             if got == 0:
-                raise corrupt_file_error(self.path, f"the file ends at byte {position} while it is being read")
+                raise corrupt_file_error(
+                    self.path, f"the file ends at byte {position} while it is being read"
+                )
             view, position = view[got:], position + got
 
     def read_strided(self, ref: TensorRef, what: str):
@@ -164,24 +185,34 @@ class SafetensorsModel(WeightSource):
 
     def _read_shards(self, index: Path) -> None:
         shard_of = read_shard_index(index)
-        files = {name: self._open(path_inside(index.parent, name)) for name in sorted(set(shard_of.values()))}
+        files = {
+            name: self._open(path_inside(index.parent, name))
+            for name in sorted(set(shard_of.values()))
+        }
         check_listed(index, shard_of, {name: set(file.tensors) for name, file in files.items()})
         for name, shard in shard_of.items():
             self._add(files[shard], name)
 
     def _read_metadata(self) -> None:
-        """Read the second names of tied weights, and the step if mmldlm's converter wrote the file.
+        """Read the second names of tied weights, and the step if mmldlm's converter wrote the
+        file.
 
-        safetensors.torch.save_model records {second name: name} among the metadata. A pair of any other program may
-        look the same by chance, so both names must be of one parameter: their last parts are equal.
+        safetensors.torch.save_model records {second name: name} among the metadata. A pair of any
+        other program may look the same by chance, so both names must be of one parameter: their
+        last parts are equal.
         """
         metadata = self.files[0].metadata if self.files else {}
         named = {alias: owner for alias, owner in metadata.items() if owner in self.tensors}
-        is_tied = {alias: alias.rpartition(".")[2] == owner.rpartition(".")[2] for alias, owner in named.items()}
+        is_tied = {
+            alias: alias.rpartition(".")[2] == owner.rpartition(".")[2]
+            for alias, owner in named.items()
+        }
         aliases: Any = {alias: owner for alias, owner in named.items() if is_tied[alias]}
         others = [f"{alias!r} ({owner})" for alias, owner in named.items() if not is_tied[alias]]
         if others:
-            self.notes.append(f"not taken as second names of tied weights: {join_some(others)} in the header")
+            self.notes.append(
+                f"not taken as second names of tied weights: {join_some(others)} in the header"
+            )
         if "mmldlm_version" in metadata:
             if str(metadata.get("step", "")).isdigit():
                 self.step = int(metadata["step"])
@@ -192,4 +223,6 @@ class SafetensorsModel(WeightSource):
         for alias, owner in aliases.items() if isinstance(aliases, dict) else ():
             if isinstance(owner, str) and owner in self.tensors and alias not in self.tensors:
                 info = self.tensors[owner]
-                self.tensors[alias] = TensorInfo(alias, info.dtype, info.shape, "alias", info.alias_of or owner)
+                self.tensors[alias] = TensorInfo(
+                    alias, info.dtype, info.shape, "alias", info.alias_of or owner
+                )

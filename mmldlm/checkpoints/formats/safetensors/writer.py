@@ -1,7 +1,8 @@
 """Write a safetensors file in pieces of tensors, in bounded memory.
 
-Format (https://github.com/huggingface/safetensors, "Format"): 8 bytes little-endian header length, a JSON header,
-then the tensors without gaps. safetensors' own save_file needs every tensor in memory at once.
+Format (https://github.com/huggingface/safetensors, "Format"): 8 bytes little-endian header length,
+a JSON header, then the tensors without gaps. safetensors' own save_file needs every tensor in
+memory at once.
 """
 
 from __future__ import annotations
@@ -24,13 +25,15 @@ class SafetensorsWriter:
 
     Args:
         path: the file to create; it must not exist.
-        tensors: (name, dtype name, shape) of every tensor. Wide elements are laid out first, so that every tensor
-            starts at a multiple of its element size, as readers that map the file expect; otherwise in this order.
+        tensors: (name, dtype name, shape) of every tensor. Wide elements are laid out first, so
+            that every tensor starts at a multiple of its element size, as readers that map the
+            file expect; otherwise in this order.
         metadata: strings for the header's `__metadata__`.
         fsync: flush it to the disk in finish().
 
     Raises:
-        UserError: a name that the format reserves. OSError: no space for the complete file, or a failed write.
+        UserError: a name that the format reserves. OSError: no space for the complete file, or a
+            failed write.
     """
 
     def __init__(
@@ -49,7 +52,11 @@ class SafetensorsWriter:
         for name, dtype, shape in sorted(tensors, key=lambda item: -DTYPES[item[1]].itemsize):
             if name == METADATA_KEY:
                 found = f"a tensor named {name!r}, which the format uses for something else"
-                raise UserError(f"names that safetensors can hold in {path.name}", found, "convert with --to model.pt")
+                raise UserError(
+                    f"names that safetensors can hold in {path.name}",
+                    found,
+                    "convert with --to model.pt",
+                )
             count = nbytes(shape, dtype)
             header[name] = {
                 "dtype": DTYPES[dtype].safetensors,
@@ -61,7 +68,9 @@ class SafetensorsWriter:
         text = json.dumps(header, separators=(",", ":")).encode()
         text += b" " * (-len(text) % 8)
         if len(text) > MAX_HEADER_BYTES:
-            raise ValueError(f"a header of {len(text)} bytes, safetensors allows {MAX_HEADER_BYTES}")
+            raise ValueError(
+                f"a header of {len(text)} bytes, safetensors allows {MAX_HEADER_BYTES}"
+            )
         self._base = 8 + len(text)
         self.total_bytes = self._base + position
         self._file = OutputFile(path, self.total_bytes, fsync)

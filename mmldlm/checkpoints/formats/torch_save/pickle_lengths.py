@@ -1,7 +1,7 @@
 """Check the lengths in a pickle against its size, before anything is built from them.
 
-The pickle machine of C reserves memory for a length or a memo index before it looks for the bytes: `LONG_BINPUT 2**31`
-alone, five bytes, fills 32 GiB.
+The pickle machine of C reserves memory for a length or a memo index before it looks for the bytes:
+`LONG_BINPUT 2**31` alone, five bytes, fills 32 GiB.
 """
 
 from __future__ import annotations
@@ -10,7 +10,11 @@ import pickletools
 from array import array
 
 _MAX_MEMO_GAP = 1024  # picklers number their memo 0, 1, 2, ...
-_LINE, _LINES, _UNKNOWN = -1, -2, -3  # an argument up to the end of a line, two of them, no such opcode
+_LINE, _LINES, _UNKNOWN = (
+    -1,
+    -2,
+    -3,
+)  # an argument up to the end of a line, two of them, no such opcode
 _PREFIX = {  # bytes of the length that precedes an argument
     pickletools.TAKEN_FROM_ARGUMENT1: 1,
     pickletools.TAKEN_FROM_ARGUMENT4: 4,

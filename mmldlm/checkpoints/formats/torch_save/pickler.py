@@ -1,7 +1,7 @@
 """Write a pickle of protocol 2 for torch.load; the counterpart of unpickler.
 
-Plain values and tensors satisfy weights_only=True. The few objects of classes that DeepSpeed or torch require are
-written by name; no class is imported.
+Plain values and tensors satisfy weights_only=True. The few objects of classes that DeepSpeed or
+torch require are written by name; no class is imported.
 """
 
 from __future__ import annotations
@@ -21,12 +21,14 @@ _STORAGE_OF = {dtype: name for name, dtype in STORAGES.items()}
 
 @dataclass(frozen=True, eq=False)
 class TensorSpec:
-    """A tensor to write. One that occurs in several places is stored once, and torch.load ties them.
+    """A tensor to write. One that occurs in several places is stored once, and torch.load ties
+    them.
 
     Attributes:
         dtype: its torch name.
         shape: its shape.
-        chunks: its elements in order, flat, as DTYPES[dtype].raw; None if they are written later (write_plan).
+        chunks: its elements in order, flat, as DTYPES[dtype].raw; None if they are written later
+            (write_plan).
     """
 
     dtype: str
@@ -151,14 +153,19 @@ class PickleWriter:
     def _tensor(self, tensor: TensorSpec) -> None:
         """Append _rebuild_tensor_v2(storage, offset, size, stride, requires_grad, hooks).
 
-        Types without a storage class of their own are bytes in an UntypedStorage: _rebuild_tensor_v3(..., dtype).
+        Types without a storage class of their own are bytes in an UntypedStorage:
+        _rebuild_tensor_v3(..., dtype).
         """
         key = self._keys.setdefault(id(tensor), len(self.tensors))
         if key == len(self.tensors):
             self.tensors.append(tensor)
-        stride = tuple(max(numel(tensor.shape[axis + 1 :]), 1) for axis in range(len(tensor.shape)))
+        stride = tuple(
+            max(numel(tensor.shape[axis + 1 :]), 1) for axis in range(len(tensor.shape))
+        )
         is_typed = tensor.dtype in _STORAGE_OF
-        self._global(GlobalRef("torch._utils", "_rebuild_tensor_v2" if is_typed else "_rebuild_tensor_v3"))
+        self._global(
+            GlobalRef("torch._utils", "_rebuild_tensor_v2" if is_typed else "_rebuild_tensor_v3")
+        )
         self.out += b"(("
         self.add("storage")
         untyped = GlobalRef("torch.storage", "UntypedStorage")

@@ -1,9 +1,10 @@
 """Restricted unpickler for checkpoints: builds only plain values and descriptions of tensors.
 
-torch.load(weights_only=False), which DeepSpeed's own tools use, executes any code that a checkpoint names. Here every
-global of a pickle is looked up in the tables below only; no module is imported, and any other name becomes an inert
-OpaqueObject: trainers save objects of their own classes beside the weights. A pickle that names a way to run programs
-is refused all the same, as nobody should use what else is in it. The pickle machine is the standard library's.
+torch.load(weights_only=False), which DeepSpeed's own tools use, executes any code that a
+checkpoint names. Here every global of a pickle is looked up in the tables below only; no module is
+imported, and any other name becomes an inert OpaqueObject: trainers save objects of their own
+classes beside the weights. A pickle that names a way to run programs is refused all the same, as
+nobody should use what else is in it. The pickle machine is the standard library's.
 """
 
 from __future__ import annotations
@@ -24,16 +25,22 @@ class RefusedPickle(ValueError):
 
 
 class _NoSetattr:
-    """Refuse the BUILD opcode, with which a pickle could set attributes of any object that it can name."""
+    """Refuse the BUILD opcode, with which a pickle could set attributes of any object that it can
+    name.
+    """
 
     def __setstate__(self, state: Any) -> None:
         raise RefusedPickle("it tries to modify the reader itself")
 
 
-# Not dataclass(slots=True): with frozen it installs a __setstate__ of its own, and BUILD would work again.
+# Not dataclass(slots=True): with frozen it installs a __setstate__ of its own, and BUILD would
+# work again.
 @dataclass(frozen=True)
 class StorageRef(_NoSetattr):
-    """A storage: `key` names the zip record data/<key>; `num_elements` counts elements of `dtype`."""
+    """A storage: `key` names the zip record data/<key>;
+
+    `num_elements` counts elements of `dtype`.
+    """
 
     dtype: str
     key: str
@@ -44,8 +51,9 @@ class StorageRef(_NoSetattr):
 class TensorRef(_NoSetattr):
     """A tensor that was not loaded. `offset` and `stride` count elements of `dtype`.
 
-    Of a negative view (of the imaginary part of a conjugate, for example) torch saves the storage as it is: the
-    tensor's elements are those of the storage, `negated`. Likewise `conjugated`, of complex tensors.
+    Of a negative view (of the imaginary part of a conjugate, for example) torch saves the storage
+    as it is: the tensor's elements are those of the storage, `negated`. Likewise `conjugated`, of
+    complex tensors.
     """
 
     dtype: str
@@ -114,9 +122,15 @@ class OpaqueObject:
 
     @property
     def may_be_tensor(self) -> bool:
-        """Whether it may stand for a tensor: of a subclass, sparse, quantized, sharded, or on no device."""
+        """Whether it may stand for a tensor: of a subclass, sparse, quantized, sharded, or on no
+        device.
+        """
         name = self.kind.rpartition(".")[2]
-        return name.startswith("_rebuild") or name.endswith(("Tensor", "Parameter", "Storage")) or _holds_tensor(self)
+        return (
+            name.startswith("_rebuild")
+            or name.endswith(("Tensor", "Parameter", "Storage"))
+            or _holds_tensor(self)
+        )
 
     def __repr__(self) -> str:
         return f"OpaqueObject({self.kind}{self.args})"
@@ -138,10 +152,12 @@ def _holds_tensor(value: Any, depth: int = 8) -> bool:
 
 
 class _Dict(dict):
-    """collections.OrderedDict. Of its attributes it keeps the names in `_metadata`, which a state_dict has.
+    """collections.OrderedDict. Of its attributes it keeps the names in `_metadata`, which a
+    state_dict has.
 
     Attributes:
-        module_names: dotted names of all modules of the model, "" for the model itself; None if it is no state_dict.
+        module_names: dotted names of all modules of the model, "" for the model itself; None if it
+            is no state_dict.
     """
 
     __slots__ = ("module_names",)
@@ -157,7 +173,9 @@ class _Dict(dict):
 
 
 def module_names_of(state: Any) -> frozenset[str] | None:
-    """Return the names of all modules of the model whose state_dict this is; None if that was not saved."""
+    """Return the names of all modules of the model whose state_dict this is; None if that was not
+    saved.
+    """
     return state.module_names if isinstance(state, _Dict) else None
 
 
@@ -182,7 +200,12 @@ class _AllowedCall(_NoSetattr):
 
 
 def _tensor(
-    storage: Any, offset: Any, size: Any, stride: Any, dtype: str | None = None, metadata: Any = None
+    storage: Any,
+    offset: Any,
+    size: Any,
+    stride: Any,
+    dtype: str | None = None,
+    metadata: Any = None,
 ) -> TensorRef | OpaqueObject:
     if isinstance(storage, OpaqueObject):
         return OpaqueObject(storage.kind, (storage,))
@@ -214,11 +237,15 @@ def _signs(metadata: Any) -> tuple[bool, bool]:
     if not metadata:
         return False, False
     if not isinstance(metadata, dict) or set(metadata) - {"neg", "conj"}:
-        raise RefusedPickle(f"a tensor with metadata {str(metadata)[:80]}, whose meaning is not known")
+        raise RefusedPickle(
+            f"a tensor with metadata {str(metadata)[:80]}, whose meaning is not known"
+        )
     return bool(metadata.get("neg")), bool(metadata.get("conj"))
 
 
-def _rebuild_tensor_v2(storage, offset, size, stride, requires_grad=False, hooks=None, metadata=None):
+def _rebuild_tensor_v2(
+    storage, offset, size, stride, requires_grad=False, hooks=None, metadata=None
+):
     return _tensor(storage, offset, size, stride, None, metadata)
 
 
@@ -231,17 +258,30 @@ def _rebuild_tensor_v3(storage, offset, size, stride, requires_grad, hooks, dtyp
 
 
 def _rebuild_parameter(data, requires_grad=False, hooks=None, state=None):
-    """Return the tensor. `state`, attributes that a program gave to a parameter, changes no value."""
+    """Return the tensor.
+
+    `state`, attributes that a program gave to a parameter, changes no value.
+    """
     return data
 
 
 def _rebuild_from_type_v2(function, kind, args, state):
-    """Return a tensor that has attributes; of a tensor subclass, whose values may mean another thing, a placeholder."""
+    """Return a tensor that has attributes; of a tensor subclass, whose values may mean another
+    thing, a placeholder.
+    """
     allowed = (_rebuild_tensor_v2, _rebuild_tensor_v3, _rebuild_parameter)
-    is_plain = isinstance(kind, type) and issubclass(kind, OpaqueObject) and kind().kind in _TENSOR_CLASSES
+    is_plain = (
+        isinstance(kind, type)
+        and issubclass(kind, OpaqueObject)
+        and kind().kind in _TENSOR_CLASSES
+    )
     if is_plain and isinstance(function, _AllowedCall) and function.function in allowed:
         return function(*args)
-    name = kind().kind if isinstance(kind, type) and issubclass(kind, OpaqueObject) else "a tensor subclass"
+    name = (
+        kind().kind
+        if isinstance(kind, type) and issubclass(kind, OpaqueObject)
+        else "a tensor subclass"
+    )
     return OpaqueObject(f"{name}.Tensor", (function, args, state))
 
 
@@ -270,17 +310,29 @@ _ENUMS: dict[str, dict[str, Any]] = {
 
 
 def _enum_member(kind, name):
-    """Emulate getattr(enum, name), as which Python 3.11.2 (Debian 12) pickles a member, and nothing else."""
+    """Emulate getattr(enum, name), as which Python 3.11.2 (Debian 12) pickles a member, and
+    nothing else.
+    """
     if isinstance(kind, type) and issubclass(kind, OpaqueObject) and isinstance(name, str):
         return kind(_ENUMS.get(kind().kind, {}).get(name, name))
-    raise RefusedPickle("it asks for builtins.getattr, which a checkpoint of tensors does not need")
+    raise RefusedPickle(
+        "it asks for builtins.getattr, which a checkpoint of tensors does not need"
+    )
 
 
 STORAGES = {
-    "DoubleStorage": "float64", "FloatStorage": "float32", "HalfStorage": "float16", "BFloat16Storage": "bfloat16",
-    "LongStorage": "int64", "IntStorage": "int32", "ShortStorage": "int16", "CharStorage": "int8",
-    "ByteStorage": "uint8", "BoolStorage": "bool", "ComplexFloatStorage": "complex64",
-}  # fmt: skip
+    "DoubleStorage": "float64",
+    "FloatStorage": "float32",
+    "HalfStorage": "float16",
+    "BFloat16Storage": "bfloat16",
+    "LongStorage": "int64",
+    "IntStorage": "int32",
+    "ShortStorage": "int16",
+    "CharStorage": "int8",
+    "ByteStorage": "uint8",
+    "BoolStorage": "bool",
+    "ComplexFloatStorage": "complex64",
+}
 
 _GLOBALS: dict[tuple[str, str], Any] = {
     ("builtins", "getattr"): _AllowedCall(_enum_member),
@@ -297,33 +349,73 @@ _GLOBALS: dict[tuple[str, str], Any] = {
     **{("torch", name): _DType(name) for name in DTYPES},
 }
 
-# Present in ordinary checkpoints (DeepSpeed's own, or a user's client_state) and never needed for the weights.
+# Present in ordinary checkpoints (DeepSpeed's own, or a user's client_state) and never needed for
+# the weights.
 _OPAQUE = {
-    ("torch", "Tensor"), ("torch", "device"), ("torch.nn.parameter", "Parameter"),
+    ("torch", "Tensor"),
+    ("torch", "device"),
+    ("torch.nn.parameter", "Parameter"),
     ("deepspeed.runtime.zero.config", "ZeroStageEnum"),
     ("deepspeed.runtime.fp16.loss_scaler", "LossScaler"),
     ("deepspeed.runtime.fp16.loss_scaler", "DynamicLossScaler"),
     ("deepspeed.utils.tensor_fragment", "fragment_address"),
-    ("argparse", "Namespace"), ("collections", "defaultdict"), ("collections", "Counter"), ("_codecs", "encode"),
-    ("builtins", "set"), ("builtins", "frozenset"), ("builtins", "slice"), ("builtins", "complex"),
-    ("pathlib", "PosixPath"), ("pathlib", "PurePosixPath"), ("datetime", "datetime"), ("datetime", "timedelta"),
-    ("numpy", "dtype"), ("numpy", "ndarray"),
-    ("numpy.core.multiarray", "scalar"), ("numpy._core.multiarray", "scalar"),
-    ("numpy.core.multiarray", "_reconstruct"), ("numpy._core.multiarray", "_reconstruct"),
+    ("argparse", "Namespace"),
+    ("collections", "defaultdict"),
+    ("collections", "Counter"),
+    ("_codecs", "encode"),
+    ("builtins", "set"),
+    ("builtins", "frozenset"),
+    ("builtins", "slice"),
+    ("builtins", "complex"),
+    ("pathlib", "PosixPath"),
+    ("pathlib", "PurePosixPath"),
+    ("datetime", "datetime"),
+    ("datetime", "timedelta"),
+    ("numpy", "dtype"),
+    ("numpy", "ndarray"),
+    ("numpy.core.multiarray", "scalar"),
+    ("numpy._core.multiarray", "scalar"),
+    ("numpy.core.multiarray", "_reconstruct"),
+    ("numpy._core.multiarray", "_reconstruct"),
     # In the .metadata of torch.distributed.checkpoint too; Python 3.13 moved pathlib's classes.
-    ("torch.serialization", "_get_layout"), ("pathlib._local", "PosixPath"),
+    ("torch.serialization", "_get_layout"),
+    ("pathlib._local", "PosixPath"),
     ("torch.torch_version", "TorchVersion"),
-}  # fmt: skip
+}
 
 
 _HOSTILE_MODULES = {
-    "os", "posix", "nt", "sys", "subprocess", "importlib", "runpy", "pty", "socket", "shutil", "ctypes", "webbrowser",
-    "pdb", "timeit",
-}  # fmt: skip
+    "os",
+    "posix",
+    "nt",
+    "sys",
+    "subprocess",
+    "importlib",
+    "runpy",
+    "pty",
+    "socket",
+    "shutil",
+    "ctypes",
+    "webbrowser",
+    "pdb",
+    "timeit",
+}
 _HOSTILE_BUILTINS = {
-    "eval", "exec", "execfile", "compile", "open", "input", "breakpoint", "__import__", "setattr", "delattr", "globals",
-    "locals", "vars", "apply",
-}  # fmt: skip
+    "eval",
+    "exec",
+    "execfile",
+    "compile",
+    "open",
+    "input",
+    "breakpoint",
+    "__import__",
+    "setattr",
+    "delattr",
+    "globals",
+    "locals",
+    "vars",
+    "apply",
+}
 
 
 class _Reader(pickle.Unpickler):
@@ -337,8 +429,12 @@ class _Reader(pickle.Unpickler):
         known = _GLOBALS.get((module, name))
         if known is not None:
             return known
-        if module.partition(".")[0] in _HOSTILE_MODULES or (module == "builtins" and name in _HOSTILE_BUILTINS):
-            raise RefusedPickle(f"it asks for {module}.{name}, which a checkpoint of tensors does not need")
+        if module.partition(".")[0] in _HOSTILE_MODULES or (
+            module == "builtins" and name in _HOSTILE_BUILTINS
+        ):
+            raise RefusedPickle(
+                f"it asks for {module}.{name}, which a checkpoint of tensors does not need"
+            )
         if (module, name) not in _OPAQUE:
             self._foreign.add(f"{module}.{name}")
         return _opaque_class(f"{module}.{name}")
@@ -349,7 +445,9 @@ class _Reader(pickle.Unpickler):
         _, kind, key, _, num_elements = pid
         if isinstance(kind, type) and issubclass(kind, OpaqueObject):
             return kind(key)
-        if not (isinstance(kind, _StorageType) and isinstance(key, str) and type(num_elements) is int):
+        if not (
+            isinstance(kind, _StorageType) and isinstance(key, str) and type(num_elements) is int
+        ):
             raise RefusedPickle(f"a storage reference of an unknown form: {str(pid)[:80]}")
         if num_elements < 0:
             raise RefusedPickle(f"a storage of {num_elements} elements")
@@ -370,19 +468,24 @@ def _opaque_class(kind: str) -> type:
         return instance
 
     return type(
-        "OpaqueObject", (OpaqueObject,), {"__slots__": (), "__new__": new, "__init__": lambda self, *a, **k: None}
+        "OpaqueObject",
+        (OpaqueObject,),
+        {"__slots__": (), "__new__": new, "__init__": lambda self, *a, **k: None},
     )
 
 
 def read_pickle(data: bytes, foreign: set[str] | None = None) -> Any:
-    """Unpickle `data` with tensors as TensorRef, sizes as tuples, OrderedDict as dict, other objects as OpaqueObject.
+    """Unpickle `data` with tensors as TensorRef, sizes as tuples, OrderedDict as dict, other
+    objects as OpaqueObject.
 
     Args:
         data: the pickle.
-        foreign: gets the names of the classes and functions that are not in the tables above; nothing of them was run.
+        foreign: gets the names of the classes and functions that are not in the tables above;
+            nothing of them was run.
 
     Raises:
-        RefusedPickle: a malformed stream, or one that calls what it must not; nothing was executed.
+        RefusedPickle: a malformed stream, or one that calls what it must not; nothing was
+            executed.
     """
     try:
         check_lengths(data)
@@ -392,4 +495,6 @@ def read_pickle(data: bytes, foreign: set[str] | None = None) -> Any:
     except RecursionError as error:
         raise RefusedPickle("it is nested too deeply") from error
     except Exception as error:  # the pickle machine raises nearly any type on a malformed stream
-        raise RefusedPickle(f"its pickle is malformed ({type(error).__name__}: {str(error)[:120]})") from error
+        raise RefusedPickle(
+            f"its pickle is malformed ({type(error).__name__}: {str(error)[:120]})"
+        ) from error

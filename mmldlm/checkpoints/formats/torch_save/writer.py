@@ -1,7 +1,8 @@
 """Write a file for torch.load, in pieces and any order, without torch; the counterpart of reader.
 
-A pickle, and one uncompressed zip record per tensor, aligned to 64 bytes as by torch, so that torch.load(mmap=True)
-works. All sizes, and so all positions, are known before writing; the CRC of a record is combined from its pieces.
+A pickle, and one uncompressed zip record per tensor, aligned to 64 bytes as by torch, so that
+torch.load(mmap=True) works. All sizes, and so all positions, are known before writing; the CRC of
+a record is combined from its pieces.
 """
 
 from __future__ import annotations
@@ -79,7 +80,10 @@ class TorchFileLayout:
         self._end = 0
         small = [("data.pkl", pickled.finish()), ("byteorder", b"little"), ("version", b"3\n")]
         self.small = [(self._add_record(f"{top}/{name}", len(data)), data) for name, data in small]
-        self.records = [self._add_record(f"{top}/data/{key}", tensor.nbytes) for key, tensor in enumerate(self.tensors)]
+        self.records = [
+            self._add_record(f"{top}/data/{key}", tensor.nbytes)
+            for key, tensor in enumerate(self.tensors)
+        ]
         self.size = self._end + len(self._directory([0] * len(self._records)))
 
     def _add_record(self, name: str, nbytes: int) -> _Record:
@@ -92,7 +96,10 @@ class TorchFileLayout:
     def headers(self) -> list[tuple[int, bytes]]:
         """Return (position, bytes) of everything around the records, which must be complete."""
         crcs = [record.crc() for record in self._records]
-        found = [(record.header_offset, _local_header(record, crc)) for record, crc in zip(self._records, crcs)]
+        found = [
+            (record.header_offset, _local_header(record, crc))
+            for record, crc in zip(self._records, crcs)
+        ]
         return [*found, (self._end, self._directory(crcs))]
 
     def _directory(self, crcs: list[int]) -> bytes:
@@ -101,18 +108,22 @@ class TorchFileLayout:
         count, at, size = len(self._records), self._end, len(entries)
         end64 = b""
         if at >= _ZIP64 or count >= 0xFFFF:
-            end64 = struct.pack("<IQHHIIQQQQ", 0x06064B50, 44, 45, 45, 0, 0, count, count, size, at)
+            end64 = struct.pack(
+                "<IQHHIIQQQQ", 0x06064B50, 44, 45, 45, 0, 0, count, count, size, at
+            )
             end64 += struct.pack("<IIQI", 0x07064B50, 0, at + size, 1)
         few = min(count, 0xFFFF)
-        end = struct.pack("<IHHHHIIH", 0x06054B50, 0, 0, few, few, min(size, _ZIP64), min(at, _ZIP64), 0)
+        end = struct.pack(
+            "<IHHHHIIH", 0x06054B50, 0, 0, few, few, min(size, _ZIP64), min(at, _ZIP64), 0
+        )
         return entries + end64 + end
 
 
 class TorchFileWriter:
     """One file of one zip, or of several back to back (DCP). It is created at the first write.
 
-    Tensors with chunks and the zeros of `padding` are written when it is created, all others by write(). The file is
-    not flushed to the disk.
+    Tensors with chunks and the zeros of `padding` are written when it is created, all others by
+    write(). The file is not flushed to the disk.
 
     Args:
         path: the new file.
@@ -123,9 +134,16 @@ class TorchFileWriter:
         OSError: no space for the complete file, or a failed write.
     """
 
-    def __init__(self, path: Path, layouts: list[TorchFileLayout], padding: Sequence[tuple[TensorSpec, int, int]] = ()):
+    def __init__(
+        self,
+        path: Path,
+        layouts: list[TorchFileLayout],
+        padding: Sequence[tuple[TensorSpec, int, int]] = (),
+    ):
         self.path, self._layouts, self._padding = path, layouts, padding
-        self.bases = [sum(layout.size for layout in layouts[:number]) for number in range(len(layouts))]
+        self.bases = [
+            sum(layout.size for layout in layouts[:number]) for number in range(len(layouts))
+        ]
         self.size = sum(layout.size for layout in layouts)
         self.tensor_bytes = sum(layout.tensor_bytes for layout in layouts)
         self._missing = self.tensor_bytes
@@ -139,8 +157,11 @@ class TorchFileWriter:
         self._is_done = False
         self._lock = threading.Lock()
 
-    def write(self, tensor: TensorSpec, offset: int, values: np.ndarray, crc: int | None = None) -> int:
-        """Write consecutive elements of a tensor from its byte `offset` on; return their bytes. Thread-safe.
+    def write(
+        self, tensor: TensorSpec, offset: int, values: np.ndarray, crc: int | None = None
+    ) -> int:
+        """Write consecutive elements of a tensor from its byte `offset` on; return their bytes.
+        Thread-safe.
 
         The thread that writes the last bytes finishes the file.
 
@@ -150,7 +171,9 @@ class TorchFileWriter:
         self._open()
         return self._write(tensor, offset, values, crc)
 
-    def _write(self, tensor: TensorSpec, offset: int, values: np.ndarray, crc: int | None = None) -> int:
+    def _write(
+        self, tensor: TensorSpec, offset: int, values: np.ndarray, crc: int | None = None
+    ) -> int:
         record, base = self._record_of[id(tensor)]
         view = memoryview(np.ascontiguousarray(values).reshape(-1).view(np.uint8))
         self._put(record, base, offset, view, crc)
@@ -211,7 +234,9 @@ class TorchFileWriter:
             for record, data in layout.small:
                 self._put(record, base, 0, memoryview(data))
 
-    def _put(self, record: _Record, base: int, offset: int, data: memoryview, crc: int | None = None) -> None:
+    def _put(
+        self, record: _Record, base: int, offset: int, data: memoryview, crc: int | None = None
+    ) -> None:
         end = offset + len(data)
         assert end <= record.nbytes, f"bytes {offset}..{end} of {record.name.decode()}"
         if data:
@@ -226,7 +251,19 @@ def _local_header(record: _Record, crc: int) -> bytes:
     padding = -before % _ALIGNMENT
     extra += struct.pack("<HH", _PADDING, padding) + b"Z" * padding
     size = min(record.nbytes, _ZIP64)
-    fields = (0x04034B50, 45 if large else 20, _flags(record), 0, 0, 0, crc, size, size, len(record.name), len(extra))
+    fields = (
+        0x04034B50,
+        45 if large else 20,
+        _flags(record),
+        0,
+        0,
+        0,
+        crc,
+        size,
+        size,
+        len(record.name),
+        len(extra),
+    )
     return struct.pack("<IHHHHHIIIHH", *fields) + record.name + extra
 
 
@@ -234,8 +271,25 @@ def _entry(record: _Record, crc: int) -> bytes:
     large, far = record.nbytes >= _ZIP64, record.header_offset >= _ZIP64
     wide = ([record.nbytes] * 2 if large else []) + ([record.header_offset] if far else [])
     extra = struct.pack(f"<HH{len(wide)}Q", 1, 8 * len(wide), *wide) if wide else b""
-    size, at, version = min(record.nbytes, _ZIP64), min(record.header_offset, _ZIP64), 45 if wide else 20
-    fields = (0x02014B50, version, version, _flags(record), 0, 0, 0, crc, size, size, len(record.name), len(extra))
+    size, at, version = (
+        min(record.nbytes, _ZIP64),
+        min(record.header_offset, _ZIP64),
+        45 if wide else 20,
+    )
+    fields = (
+        0x02014B50,
+        version,
+        version,
+        _flags(record),
+        0,
+        0,
+        0,
+        crc,
+        size,
+        size,
+        len(record.name),
+        len(extra),
+    )
     return struct.pack("<IHHHHHHIIIHHHHHII", *fields, 0, 0, 0, 0, at) + record.name + extra
 
 

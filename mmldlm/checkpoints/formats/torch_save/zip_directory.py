@@ -1,7 +1,9 @@
-"""Parse the directory of a zip file, alone or inside a larger file, that fills its bytes from the first to the last.
+"""Parse the directory of a zip file, alone or inside a larger file, that fills its bytes from the
+first to the last.
 
-The standard library's zipfile accepts bytes before and after the archive: of two joined files, or of a tar of several,
-it returns the last one. It also takes half a millisecond per archive, and a DCP file holds hundreds back to back.
+The standard library's zipfile accepts bytes before and after the archive: of two joined files, or
+of a tar of several, it returns the last one. It also takes half a millisecond per archive, and a
+DCP file holds hundreds back to back.
 
 Format: PKWARE's APPNOTE.TXT, 4.3: end record, zip64 end record and locator, central directory.
 """
@@ -18,7 +20,9 @@ _FULL32 = 0xFFFFFFFF
 
 
 class ZipEntry(NamedTuple):
-    """One record of a zip directory: name, CRC-32, stored and unpacked size, position of its local header."""
+    """One record of a zip directory: name, CRC-32, stored and unpacked size, position of its local
+    header.
+    """
 
     name: str
     crc: int
@@ -56,8 +60,8 @@ def read_directory(size: int, read: Callable[[int, int], bytes]) -> list[ZipEntr
     locator = read(locator_at, 20) if locator_at >= 0 else b""
     if locator[:4] == struct.pack("<I", _LOCATOR):  # torch always writes one
         limit = struct.unpack("<IIQI", locator)[2]
-        # Exactly before its locator: of two joined files with equal layouts, the place that the second names is in the
-        # first.
+        # Exactly before its locator: of two joined files with equal layouts, the place that the
+        # second names is in the first.
         record = read(limit, 56) if limit + 56 == locator_at else b""
         if len(record) != 56 or record[:4] != struct.pack("<I", _END64):
             raise BadZip("no zip64 end record where its locator points")
@@ -81,7 +85,22 @@ def _entries(data: bytes, count: int) -> list[ZipEntry]:
         if at + 46 > len(data):
             raise BadZip("a directory that ends in an entry")
         fields = struct.unpack("<IHHHHHHIIIHHHHHII", data[at : at + 46])
-        (signature, _, _, flags, method, _, _, crc, stored, size, len_name, len_extra, len_comment, disk) = fields[:14]
+        (
+            signature,
+            _,
+            _,
+            flags,
+            method,
+            _,
+            _,
+            crc,
+            stored,
+            size,
+            len_name,
+            len_extra,
+            len_comment,
+            disk,
+        ) = fields[:14]
         header_offset = fields[16]
         if signature != _ENTRY or disk not in (0, 0xFFFF):
             raise BadZip(f"no entry at byte {at} of the directory")

@@ -1,7 +1,7 @@
 """A corpus of images with captions: an ordered list of samples, and how their images are read.
 
-`glyphs`, `emoji`, a folder of images with captions in .txt files, a .jsonl, a .json (COCO captions, MM-LDLM's list), or
-.tar shards.
+`glyphs`, `emoji`, a folder of images with captions in .txt files, a .jsonl, a .json (COCO
+captions, MM-LDLM's list), or .tar shards.
 """
 
 from __future__ import annotations
@@ -37,7 +37,8 @@ class ImageSample:
     Attributes:
         image: its name, which samples of one image share: a relative path, or what is drawn.
         caption: with single spaces.
-        group: samples that share it count as hits of each other and stay in one split; None: of its own.
+        group: samples that share it count as hits of each other and stay in one split; None: of
+            its own.
         path: the file; None for a drawing.
         part: offset and number of bytes of an image inside the file; None: all of it.
     """
@@ -57,14 +58,17 @@ class ImageCorpus:
         source: its name in the manifest.
         samples: the samples whose images are to be read.
         read: sample -> image uint8 [S, S, C]; raises UnreadableImage.
-        unreadable: name -> reason of files of several samples that are damaged; each counts as one that was read.
+        unreadable: name -> reason of files of several samples that are damaged; each counts as one
+            that was read.
         counts: `read` (samples listed), and `drop_<reason>` for those that are not in `samples`.
         validation_share: of the validation split; None: that of every corpus (1,000 or 5 %).
         words_in_training: every word of a validation caption must occur in training.
-        may_hold_out: whether a sample may be in the validation split; None: every one. The share is of these.
+        may_hold_out: whether a sample may be in the validation split; None: every one. The share
+            is of these.
         tokenizer: default tokenizer of its captions.
         left_out: the files of its folder, or of its shards, that are not read.
-        peaks: receives from `read` the largest value of each image of 16 bits whose range the file does not declare.
+        peaks: receives from `read` the largest value of each image of 16 bits whose range the file
+            does not declare.
     """
 
     source: str
@@ -80,10 +84,14 @@ class ImageCorpus:
     peaks: list[int] = field(default_factory=list)
 
     def digest(self) -> str:
-        """SHA-256 of the samples, by which a resume knows the corpus, together with the identities of `files`."""
+        """SHA-256 of the samples, by which a resume knows the corpus, together with the identities
+        of `files`.
+        """
         digest = hashlib.sha256(self.source.encode())
         for sample in self.samples:
-            digest.update(json.dumps([sample.image, sample.caption, sample.group]).encode() + b"\n")
+            digest.update(
+                json.dumps([sample.image, sample.caption, sample.group]).encode() + b"\n"
+            )
         return digest.hexdigest()
 
     def files(self) -> dict[str, Path]:
@@ -96,7 +104,9 @@ class ImageCorpus:
 
 
 def holds_images(name: str | os.PathLike) -> bool:
-    """Whether a corpus is one of images: by its name, its suffix, the fields of its first record, or its files."""
+    """Whether a corpus is one of images: by its name, its suffix, the fields of its first record,
+    or its files.
+    """
     path = Path(name)
     suffix = path.suffix.lower()
     if path.is_file():
@@ -107,7 +117,8 @@ def holds_images(name: str | os.PathLike) -> bool:
         images = {file.with_suffix("") for file in files if file.suffix.lower() in IMAGE_SUFFIXES}
         captions = {file.with_suffix("") for file in files if file.suffix.lower() == ".txt"}
         num_pictures = len(images) + suffixes[".tar"]
-        # As many pictures as texts and no pair: names that do not fit, which opening the corpus says.
+        # As many pictures as texts and no pair: names that do not fit, which opening the corpus
+        # says.
         if images & captions or num_pictures >= max(sum(suffixes[kind] for kind in _OF_TEXTS), 1):
             return True
         return bool(images) and any(is_metadata(file) and lists_images(file) for file in files)
@@ -115,12 +126,15 @@ def holds_images(name: str | os.PathLike) -> bool:
 
 
 def is_metadata(path: Path) -> bool:
-    """Whether a file has the name of the list that Hugging Face's datasets of images keep beside the images."""
+    """Whether a file has the name of the list that Hugging Face's datasets of images keep beside
+    the images.
+    """
     return path.name.lower() in ("metadata.jsonl", "metadata.csv")
 
 
 def lists_images(path: Path) -> bool:
-    """Whether a file is a list of images with captions: .csv or .jsonl, the latter also compressed.
+    """Whether a file is a list of images with captions: .csv or .jsonl, the latter also
+    compressed.
 
     Raises:
         UserError: the first line of a .jsonl is not JSON.
@@ -138,11 +152,16 @@ def read_csv(path: Path) -> Iterator[dict[str, str]]:
     """
     fix = "write it as UTF-8, with a first row of names such as file_name,text"
     try:
-        with open_regular(path) as raw, io.TextIOWrapper(raw, encoding="utf-8-sig", newline="") as file:
+        with (
+            open_regular(path) as raw,
+            io.TextIOWrapper(raw, encoding="utf-8-sig", newline="") as file,
+        ):
             rows = csv.DictReader(file, strict=True)
             for row in rows:
                 if None in row or None in row.values():
-                    raise csv.Error(f"another number of values than of columns at line {rows.line_num}")
+                    raise csv.Error(
+                        f"another number of values than of columns at line {rows.line_num}"
+                    )
                 yield row
     except (OSError, UnicodeDecodeError, csv.Error) as error:
         raise UserError(f"a table of images and captions in {path}", str(error), fix) from None

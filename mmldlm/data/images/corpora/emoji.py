@@ -1,6 +1,7 @@
 """The corpus `emoji`: the pictures of Noto Color Emoji with the names of Unicode's CLDR.
 
-Debian's fonts-noto-color-emoji (pictures Apache-2.0, font OFL) and PyPI's emoji (BSD); both are local.
+Debian's fonts-noto-color-emoji (pictures Apache-2.0, font OFL) and PyPI's emoji (BSD); both are
+local.
 """
 
 from __future__ import annotations
@@ -20,15 +21,23 @@ from mmldlm.utils.atomic_files import sha256_of
 
 FONT = Path("/usr/share/fonts/truetype/noto/NotoColorEmoji.ttf")
 VALIDATION_SHARE = 0.12
-_STRIKE, _CANVAS, _TOP = 109, 136, 4  # the only size of its bitmaps, their width, and the free rows above them
+_STRIKE, _CANVAS, _TOP = (
+    109,
+    136,
+    4,
+)  # the only size of its bitmaps, their width, and the free rows above them
 _SKIN_TONE = "skin tone"
 _SET_UP = "apt-get install fonts-noto-color-emoji, or give its NotoColorEmoji.ttf with --font FILE"
 
 
-def open_emoji(size: int, channels: int, font_file: str | os.PathLike | None = None) -> ImageCorpus:
-    """Return the fully qualified emoji that the font draws as one picture, over white, with their English names.
+def open_emoji(
+    size: int, channels: int, font_file: str | os.PathLike | None = None
+) -> ImageCorpus:
+    """Return the fully qualified emoji that the font draws as one picture, over white, with their
+    English names.
 
-    Only names with a skin tone are held out, so that validation has unseen compositions of seen words.
+    Only names with a skin tone are held out, so that validation has unseen compositions of seen
+    words.
 
     Args:
         size: side of an image in pixels.
@@ -36,7 +45,8 @@ def open_emoji(size: int, channels: int, font_file: str | os.PathLike | None = N
         font_file: Noto Color Emoji with bitmaps (default: where Debian's package puts it).
 
     Raises:
-        UserError: no such font, no package `emoji`, a Pillow that cannot join sequences, or images too small.
+        UserError: no such font, no package `emoji`, a Pillow that cannot join sequences, or images
+            too small.
     """
     if size < 8:
         raise UserError("--image-size of at least 8 for emoji", str(size), "give 32, or more")
@@ -44,8 +54,16 @@ def open_emoji(size: int, channels: int, font_file: str | os.PathLike | None = N
     font, names = _open_font(path), _package()
     qualified = names.STATUS["fully_qualified"]
     # Sorted, so that another order in the package changes nothing.
-    known = sorted((char, entry["en"]) for char, entry in names.EMOJI_DATA.items() if entry["status"] == qualified)
-    samples = [ImageSample(char, name.strip(":").replace("_", " ")) for char, name in known if _has(font, char)]
+    known = sorted(
+        (char, entry["en"])
+        for char, entry in names.EMOJI_DATA.items()
+        if entry["status"] == qualified
+    )
+    samples = [
+        ImageSample(char, name.strip(":").replace("_", " "))
+        for char, name in known
+        if _has(font, char)
+    ]
     if not samples:
         raise UserError(f"a font with emoji in {path}", f"none of {len(known):,} emoji", _SET_UP)
     return ImageCorpus(
@@ -64,7 +82,9 @@ def _package() -> ModuleType:
     try:
         return importlib.import_module("emoji")
     except ImportError:
-        raise UserError("the package emoji, for names", "it is not installed", "pip install 'mmldlm[emoji]'") from None
+        raise UserError(
+            "the package emoji, for names", "it is not installed", "pip install 'mmldlm[emoji]'"
+        ) from None
 
 
 def _open_font(path: Path) -> ImageFont.FreeTypeFont:
@@ -85,7 +105,9 @@ def _open_font(path: Path) -> ImageFont.FreeTypeFont:
 
 
 def _has(font: ImageFont.FreeTypeFont, char: str) -> bool:
-    """Whether the font draws an emoji as one picture: newer ones are blank, newer sequences fall into their parts."""
+    """Whether the font draws an emoji as one picture: newer ones are blank, newer sequences fall
+    into their parts.
+    """
     left, top, right, bottom = font.getbbox(char)
     return bottom > top and right > left and font.getlength(char) <= _CANVAS + 1
 
@@ -94,5 +116,7 @@ def _draw(font: ImageFont.FreeTypeFont, char: str, size: int, channels: int) -> 
     """Draw one emoji: uint8 [size, size, channels]."""
     image = Image.new("RGB", (_CANVAS, _CANVAS), "white")
     ImageDraw.Draw(image).text((0, _TOP), char, font=font, embedded_color=True)
-    image = image.resize((size, size), Image.Resampling.LANCZOS).convert("L" if channels == 1 else "RGB")
+    image = image.resize((size, size), Image.Resampling.LANCZOS).convert(
+        "L" if channels == 1 else "RGB"
+    )
     return np.array(image, np.uint8).reshape(size, size, channels)

@@ -1,4 +1,6 @@
-"""A folder of images, with captions in .txt files of the same names or in lists that Hugging Face's datasets keep."""
+"""A folder of images, with captions in .txt files of the same names or in lists that Hugging
+Face's datasets keep.
+"""
 
 from __future__ import annotations
 
@@ -17,10 +19,14 @@ from mmldlm.utils.input_files import open_regular
 from mmldlm.utils.walk_files import OTHER_KIND, LeftOut, walk_files
 
 
-def list_folder(folder: Path, counts: Counter, left_out: LeftOut | None = None) -> list[ImageSample]:
-    """Return the captioned images below a folder, by name; count images without caption and the reverse.
+def list_folder(
+    folder: Path, counts: Counter, left_out: LeftOut | None = None
+) -> list[ImageSample]:
+    """Return the captioned images below a folder, by name; count images without caption and the
+    reverse.
 
-    A metadata.jsonl or metadata.csv has the captions of the images that it names, whatever .txt files there are.
+    A metadata.jsonl or metadata.csv has the captions of the images that it names, whatever .txt
+    files there are.
 
     Args:
         left_out: receives the files that are neither images nor captions.
@@ -50,8 +56,12 @@ def list_folder(folder: Path, counts: Counter, left_out: LeftOut | None = None) 
     return samples
 
 
-def _sort(folder: Path, counts: Counter, left_out: LeftOut) -> tuple[list[Path], dict[Path, Path], list[Path]]:
-    """Return the images below a folder, its .txt files by name without suffix, and its lists of captions."""
+def _sort(
+    folder: Path, counts: Counter, left_out: LeftOut
+) -> tuple[list[Path], dict[Path, Path], list[Path]]:
+    """Return the images below a folder, its .txt files by name without suffix, and its lists of
+    captions.
+    """
     images, captions, lists = [], {}, []
     for path in walk_files(folder, left_out):
         suffix = path.suffix.lower()
@@ -76,7 +86,13 @@ def _of_metadata(path: Path, folder: Path, counts: Counter) -> list[ImageSample]
     for sample in listing(path, path.parent, counts):
         image = (prefix / sample.image).as_posix()
         own = f"image {sample.image}"
-        samples.append(replace(sample, image=image, group=f"image {image}" if sample.group == own else sample.group))
+        samples.append(
+            replace(
+                sample,
+                image=image,
+                group=f"image {image}" if sample.group == own else sample.group,
+            )
+        )
     return samples
 
 
@@ -85,19 +101,27 @@ def _normal(path: Path | None) -> str:
 
 
 def _no_pair(
-    folder: Path, images: list[Path], captions: dict[Path, Path], counts: Counter, left_out: LeftOut
+    folder: Path,
+    images: list[Path],
+    captions: dict[Path, Path],
+    counts: Counter,
+    left_out: LeftOut,
 ) -> UserError:
     found = f"{count_noun(len(images), 'image')} and {count_noun(len(captions), '.txt file')}"
     some = join_some(path.name for path in [*images[:2], *sorted(captions.values())[:2]])
     found = f"{found}, no pair of one name: {some}" if some else "neither of them"
     dropped = {key: value for key, value in counts.items() if value}
     others = left_out.names.get(OTHER_KIND, [])
-    more = [f"records of its lists: {dropped}"] * bool(dropped) + [f"other files: {join_some(others)}"] * bool(others)
+    more = [f"records of its lists: {dropped}"] * bool(dropped) + [
+        f"other files: {join_some(others)}"
+    ] * bool(others)
     return UserError(
-        f"images ({', '.join(IMAGE_SUFFIXES)}) and captions of the same name (cat.png, cat.txt) in {folder}",
+        f"images ({', '.join(IMAGE_SUFFIXES)}) and captions of the same name (cat.png, cat.txt) in"
+        f" {folder}",
         "; ".join([found, *more]),
-        "write the caption of each image into a .txt file next to it, or a metadata.jsonl of {file_name, text}; a list "
-        "with another name can be given itself as the corpus; to prepare texts, move the images elsewhere",
+        "write the caption of each image into a .txt file next to it, or a metadata.jsonl of"
+        " {file_name, text}; a list with another name can be given itself as the corpus; to"
+        " prepare texts, move the images elsewhere",
     )
 
 

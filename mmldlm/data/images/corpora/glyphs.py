@@ -1,6 +1,8 @@
-"""The corpus `glyphs`: letters and digits of matplotlib's own fonts, with their Unicode names. Needs no download.
+"""The corpus `glyphs`: letters and digits of matplotlib's own fonts, with their Unicode names.
+Needs no download.
 
-DejaVu (Bitstream Vera's license) and STIX (OFL) come with matplotlib; the names are the standard library's.
+DejaVu (Bitstream Vera's license) and STIX (OFL) come with matplotlib; the names are the standard
+library's.
 """
 
 from __future__ import annotations
@@ -31,12 +33,15 @@ FACES = {
 }
 # Digits, Latin, Greek (without the reserved place in its capitals) and Russian letters.
 _RANGES = ("09", "AZ", "az", "\u0391\u03a1", "\u03a3\u03a9", "\u03b1\u03c9", "\u0410\u044f")
-CHARACTERS = "".join(chr(code) for first, last in _RANGES for code in range(ord(first), ord(last) + 1))
+CHARACTERS = "".join(
+    chr(code) for first, last in _RANGES for code in range(ord(first), ord(last) + 1)
+)
 VALIDATION_SHARE = 0.12
 
 
 def open_glyphs(size: int, channels: int, faces: int | None = None) -> ImageCorpus:
-    """Return 175 letters and digits in the first `faces` of ten faces (default: all), black on white.
+    """Return 175 letters and digits in the first `faces` of ten faces (default: all), black on
+    white.
 
     Args:
         size: side of an image in pixels.
@@ -46,7 +51,11 @@ def open_glyphs(size: int, channels: int, faces: int | None = None) -> ImageCorp
         UserError: an unknown number of faces, or images too small for letters.
     """
     if faces is not None and not 1 <= faces <= len(FACES):
-        raise UserError(f"--faces from 1 to {len(FACES)}", str(faces), f"choose how many of: {', '.join(FACES)}")
+        raise UserError(
+            f"--faces from 1 to {len(FACES)}",
+            str(faces),
+            f"choose how many of: {', '.join(FACES)}",
+        )
     if size < 8:
         raise UserError("--image-size of at least 8 for glyphs", str(size), "give 16, or more")
     styles = list(FACES)[:faces]
@@ -70,7 +79,9 @@ def draw(style: str, character: str, size: int, channels: int) -> np.ndarray:
     """Draw one character of a face: uint8 [size, size, channels]."""
     image = Image.new("L", (size, size), 255)
     place = (size / 2, size - round(3 * size / 16))
-    ImageDraw.Draw(image).text(place, character, fill=0, font=_font(FACES[style], round(15 * size / 16)), anchor="ms")
+    ImageDraw.Draw(image).text(
+        place, character, fill=0, font=_font(FACES[style], round(15 * size / 16)), anchor="ms"
+    )
     return np.repeat(np.asarray(image)[:, :, None], channels, axis=2)
 
 

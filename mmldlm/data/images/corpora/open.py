@@ -30,13 +30,15 @@ def open_image_corpus(
     data_root: str | None = None,
     white: int | None = None,
 ) -> ImageCorpus:
-    """Open a corpus by name: `glyphs`, `emoji`, a folder, a .jsonl, a .csv, a .json, or .tar shards.
+    """Open a corpus by name: `glyphs`, `emoji`, a folder, a .jsonl, a .csv, a .json, or .tar
+    shards.
 
     Args:
         size, channels: of the images that are read.
         faces: of glyphs.
         font: file of the font of emoji.
-        data_root: folder to which the image paths of a list are relative (default: that of the file).
+        data_root: folder to which the image paths of a list are relative (default: that of the
+            file).
         white: largest value of gray images of 16 bits.
 
     Raises:
@@ -51,8 +53,8 @@ def open_image_corpus(
         return _open_shards(name, shards, size, channels, white)
     if not path.exists():
         raise UserError(
-            f"a corpus of images at {path}: a folder of images with captions in .txt files, a .jsonl, a .csv, a .json "
-            "or .tar shards",
+            f"a corpus of images at {path}: a folder of images with captions in .txt files, a"
+            " .jsonl, a .csv, a .json or .tar shards",
             "nothing there",
             f"check the path, or use one of: {', '.join(DRAWN)}",
         )
@@ -64,9 +66,13 @@ def open_image_corpus(
         samples = _LISTS[kind](path, Path(data_root or path.parent), counts)
     else:
         fix = "convert it to one of these"
-        raise UserError("a corpus of images: a folder, .jsonl, .csv, .json or .tar", path.name, fix)
+        raise UserError(
+            "a corpus of images: a folder, .jsonl, .csv, .json or .tar", path.name, fix
+        )
     if not samples:
-        fix = "check the fields and the names; a list of texts alone is a .txt or a .jsonl of {text}"
+        fix = (
+            "check the fields and the names; a list of texts alone is a .txt or a .jsonl of {text}"
+        )
         raise UserError(f"images with captions in {path}", f"none; {dict(counts)}", fix)
     return ImageCorpus(
         f"{kind}:{path.resolve().name}",
@@ -78,9 +84,15 @@ def open_image_corpus(
     )
 
 
-def _open_shards(name: str, shards: list[Path], size: int, channels: int, white: int | None) -> ImageCorpus:
+def _open_shards(
+    name: str, shards: list[Path], size: int, channels: int, white: int | None
+) -> ImageCorpus:
     path, counts, unreadable, left_out, peaks = Path(name), Counter(), {}, LeftOut(), []
-    others = [file for file in walk_files(path, left_out) if file not in set(shards)] if path.is_dir() else []
+    others = (
+        [file for file in walk_files(path, left_out) if file not in set(shards)]
+        if path.is_dir()
+        else []
+    )
     if loose := next((file for file in others if file.suffix.lower() in IMAGE_SUFFIXES), None):
         raise UserError(
             f"a folder of images or one of .tar shards in {path}",

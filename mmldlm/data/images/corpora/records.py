@@ -1,4 +1,6 @@
-"""Lists of images with captions: .jsonl, COCO's captions, and the list of the earlier MM-LDLM scripts."""
+"""Lists of images with captions: .jsonl, COCO's captions, and the list of the earlier MM-LDLM
+scripts.
+"""
 
 from __future__ import annotations
 
@@ -17,13 +19,14 @@ from mmldlm.utils.formatting import describe_os_error, is_utf8
 from mmldlm.utils.input_files import read_bytes
 
 _FORMS = (
-    "a list of {image_path, caption, image_id}, or COCO's object with images {id, file_name} and annotations "
-    "{image_id, caption}"
+    "a list of {image_path, caption, image_id}, or COCO's object with images {id, file_name} and"
+    " annotations {image_id, caption}"
 )
 
 
 def list_jsonl(path: Path, root: Path, counts: Counter) -> list[ImageSample]:
-    """Return the samples of a .jsonl of {image, caption or text[, group]}; a caption may be a list of captions.
+    """Return the samples of a .jsonl of {image, caption or text[, group]}; a caption may be a list
+    of captions.
 
     Lines that are not such records are counted as dropped.
 
@@ -47,7 +50,8 @@ def list_csv(path: Path, root: Path, counts: Counter) -> list[ImageSample]:
 
 
 def list_json(path: Path, root: Path, counts: Counter) -> list[ImageSample]:
-    """Return the samples of a .json: COCO's captions, or MM-LDLM's list. Captions of one image are one group.
+    """Return the samples of a .json: COCO's captions, or MM-LDLM's list. Captions of one image are
+    one group.
 
     Raises:
         UserError: not JSON, or of another form.
@@ -57,14 +61,20 @@ def list_json(path: Path, root: Path, counts: Counter) -> list[ImageSample]:
     except OSError as error:
         raise UserError(f"a readable {path}", describe_os_error(error), "check the file") from None
     except (ValueError, RecursionError) as error:
-        raise UserError(f"JSON in {path}", f"damaged file: {str(error)[:200]}", "copy the file again") from None
+        raise UserError(
+            f"JSON in {path}", f"damaged file: {str(error)[:200]}", "copy the file again"
+        ) from None
     if isinstance(content, list):
         records: Iterator[Any] = iter(content)
-    elif isinstance(content, dict) and all(isinstance(content.get(key), list) for key in ("images", "annotations")):
+    elif isinstance(content, dict) and all(
+        isinstance(content.get(key), list) for key in ("images", "annotations")
+    ):
         records = _of_coco(content, counts)
     else:
         keys = sorted(content)[:6] if isinstance(content, dict) else type(content).__name__
-        raise UserError(f"{_FORMS}, in {path}", str(keys), "convert it to one of these, or to a .jsonl")
+        raise UserError(
+            f"{_FORMS}, in {path}", str(keys), "convert it to one of these, or to a .jsonl"
+        )
     return [sample for record in records for sample in samples_of(record, root, counts)]
 
 
@@ -87,7 +97,8 @@ def _of_coco(content: dict[str, Any], counts: Counter) -> Iterator[Any]:
 
 
 def samples_of(record: Any, root: Path, counts: Counter) -> Iterator[ImageSample]:
-    """Yield the samples of a record of {image, caption or text[, group]}, or count why it has none.
+    """Yield the samples of a record of {image, caption or text[, group]}, or count why it has
+    none.
 
     Other names of the image, such as file_name, are those of `image_of`.
     """
@@ -97,7 +108,12 @@ def samples_of(record: Any, root: Path, counts: Counter) -> Iterator[ImageSample
     group = record.get("group", record.get("image_id"))
     for caption in captions if isinstance(captions, list) and captions else [captions]:
         counts["read"] += 1
-        if not isinstance(image, str) or not image or "\0" in image or not isinstance(group, str | int | None):
+        if (
+            not isinstance(image, str)
+            or not image
+            or "\0" in image
+            or not isinstance(group, str | int | None)
+        ):
             counts["drop_bad_record"] += 1
         elif not isinstance(caption, str) or not fold_spaces(caption):
             counts["drop_no_caption"] += 1
@@ -109,8 +125,14 @@ def samples_of(record: Any, root: Path, counts: Counter) -> Iterator[ImageSample
 
 
 def _name(image: str, root: Path) -> str:
-    """Return the name of an image in the manifest: relative, because paths of this machine mean nothing elsewhere."""
+    """Return the name of an image in the manifest: relative, because paths of this machine mean
+    nothing elsewhere.
+    """
     path = PurePosixPath(image)
     if not path.is_absolute():
         return image
-    return path.relative_to(root.resolve()).as_posix() if path.is_relative_to(root.resolve()) else path.name
+    return (
+        path.relative_to(root.resolve()).as_posix()
+        if path.is_relative_to(root.resolve())
+        else path.name
+    )

@@ -1,6 +1,8 @@
-"""Shards of images and captions as WebDataset lays them out: .tar files with key.jpg and key.txt or key.json.
+"""Shards of images and captions as WebDataset lays them out: .tar files with key.jpg and key.txt
+or key.json.
 
-Listing reads headers and captions; images are read later, each from its place in its shard, by the rank that needs it.
+Listing reads headers and captions; images are read later, each from its place in its shard, by the
+rank that needs it.
 """
 
 from __future__ import annotations
@@ -29,14 +31,28 @@ from mmldlm.utils.walk_files import MACOS, NOT_REGULAR, LeftOut, is_of_macos, wa
 SUFFIX = ".tar"
 _CAPTIONS = (".txt", ".json")  # in order of preference
 _BRACES = re.compile(r"\{([^{}]*)\}")
-_RECORDS = (tarfile.GNUTYPE_LONGNAME, tarfile.GNUTYPE_LONGLINK, tarfile.XHDTYPE, tarfile.XGLTYPE, b"X")
+_RECORDS = (
+    tarfile.GNUTYPE_LONGNAME,
+    tarfile.GNUTYPE_LONGLINK,
+    tarfile.XHDTYPE,
+    tarfile.XGLTYPE,
+    b"X",
+)
 _MAX_RECORD = 1 << 20  # bytes of a name or of attributes before a member
-_LINKS, _SPARSE, _OTHERS = "links in archives", "sparse files in archives", "members of another kind"
+_LINKS, _SPARSE, _OTHERS = (
+    "links in archives",
+    "sparse files in archives",
+    "members of another kind",
+)
 
 
 def is_pattern(name: str) -> bool:
-    """Whether a corpus is a pattern of shards, such as shards/0000*.tar or shards/{000..012}.tar."""
-    return name.lower().endswith(SUFFIX) and (glob.has_magic(name) or _BRACES.search(name) is not None)
+    """Whether a corpus is a pattern of shards, such as shards/0000*.tar or
+    shards/{000..012}.tar.
+    """
+    return name.lower().endswith(SUFFIX) and (
+        glob.has_magic(name) or _BRACES.search(name) is not None
+    )
 
 
 def find_shards(name: str) -> list[Path]:
@@ -56,12 +72,18 @@ def find_shards(name: str) -> list[Path]:
     missing = [pattern for pattern, names in found.items() if not names]
     if missing and len(found) > 1:
         some = join_some(missing, limit=3)
-        raise UserError(f"shards for {name}", f"none for {len(missing):,} of {len(found):,}: {some}", "check the range")
+        raise UserError(
+            f"shards for {name}",
+            f"none for {len(missing):,} of {len(found):,}: {some}",
+            "check the range",
+        )
     return sorted({Path(name) for names in found.values() for name in names})
 
 
 def expand_braces(pattern: str) -> list[str]:
-    """Return the patterns that braces stand for, as bash and WebDataset read them: {000..012} and {a,b}."""
+    """Return the patterns that braces stand for, as bash and WebDataset read them: {000..012} and
+    {a,b}.
+    """
     match = _BRACES.search(pattern)
     if match is None:
         return [pattern]
@@ -79,21 +101,29 @@ def expand_braces(pattern: str) -> list[str]:
 
 
 def list_shards(
-    shards: list[Path], counts: Counter, unreadable: dict[str, str], left_out: LeftOut | None = None
+    shards: list[Path],
+    counts: Counter,
+    unreadable: dict[str, str],
+    left_out: LeftOut | None = None,
 ) -> list[ImageSample]:
     """Return the captioned images of shards, in their order.
 
     Args:
         counts: of what is not a sample: images without caption, captions without image.
-        unreadable: receives the name and the reason of each damaged shard; what precedes the damage is kept.
+        unreadable: receives the name and the reason of each damaged shard; what precedes the
+            damage is kept.
         left_out: receives the members that are neither images nor captions.
 
     Raises:
         UserError: two shards of one name.
     """
-    repeated = [name for name, number in Counter(shard.name for shard in shards).items() if number > 1]
+    repeated = [
+        name for name, number in Counter(shard.name for shard in shards).items() if number > 1
+    ]
     if repeated:
-        raise UserError("shards with different names", f"several named {repeated[0]}", "rename one of them")
+        raise UserError(
+            "shards with different names", f"several named {repeated[0]}", "rename one of them"
+        )
     samples: list[ImageSample] = []
     left_out = LeftOut() if left_out is None else left_out
     for shard in shards:
@@ -121,7 +151,9 @@ class _Damage(ValueError):
 
 
 class _BoundedHeader(tarfile.TarInfo):
-    """A header whose numbers are held against sane bounds before anything is read or skipped by them."""
+    """A header whose numbers are held against sane bounds before anything is read or skipped by
+    them.
+    """
 
     @classmethod
     def frombuf(cls, buf, encoding, errors):
@@ -150,7 +182,9 @@ def _members(file: BinaryIO) -> Iterator[tarfile.TarInfo]:
                     if stored and not 0 <= member.size <= size - member.offset_data:
                         raise _Damage("damaged archive: unexpected end of data")
                     if archive.offset <= offset:
-                        raise _Damage(f"damaged archive: a size that leads back, at byte {offset:,}")
+                        raise _Damage(
+                            f"damaged archive: a size that leads back, at byte {offset:,}"
+                        )
                     offset = archive.offset
                     yield member
                 end = archive.offset
@@ -169,7 +203,9 @@ def _members(file: BinaryIO) -> Iterator[tarfile.TarInfo]:
 
 
 def _skip_zeros(file: BinaryIO, start: int) -> int | None:
-    """Return the first byte from `start` on of a block that is not zeros; None at the end of the file."""
+    """Return the first byte from `start` on of a block that is not zeros; None at the end of the
+    file.
+    """
     file.seek(start)
     while block := file.read(1 << 20):
         if rest := block.lstrip(b"\0"):
@@ -225,12 +261,16 @@ def _samples(
         yield replace(sample, path=shard, part=(image.offset_data, image.size))
 
 
-def _caption(file: BinaryIO, member: tarfile.TarInfo, kind: str, counts: Counter) -> dict[str, Any]:
+def _caption(
+    file: BinaryIO, member: tarfile.TarInfo, kind: str, counts: Counter
+) -> dict[str, Any]:
     """Return the fields of a caption's file; none where it holds no text."""
     if member.size > MAX_TEXT_BYTES:
         return {"caption": TOO_LARGE}
     file.seek(member.offset_data)
-    text = file.read(member.size).decode("utf-8-sig", errors="surrogateescape")  # counted as not Unicode later
+    text = file.read(member.size).decode(
+        "utf-8-sig", errors="surrogateescape"
+    )  # counted as not Unicode later
     if kind == ".txt":
         return {"caption": text}
     try:

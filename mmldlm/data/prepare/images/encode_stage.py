@@ -1,4 +1,6 @@
-"""The autoencoder of latents `vae:NAME` on the device of a rank: images are encoded as soon as they are read."""
+"""The autoencoder of latents `vae:NAME` on the device of a rank: images are encoded as soon as
+they are read.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,8 @@ def load_encoder(options: ImageOptions, files: VaeFiles, queue: TaskQueue) -> Va
     """Load the autoencoder of completed options on the device of this rank.
 
     Raises:
-        UserError: diffusers is not installed, the weights are damaged, or a precision that they do not allow.
+        UserError: diffusers is not installed, the weights are damaged, or a precision that they do
+            not allow.
     """
     from mmldlm.data.encoders.vae import default_device, usable_dtype
 

@@ -1,4 +1,6 @@
-"""Make the codec of a store from its training images: nothing, principal components, or a codebook."""
+"""Make the codec of a store from its training images: nothing, principal components, or a
+codebook.
+"""
 
 from __future__ import annotations
 
@@ -21,10 +23,13 @@ _PCA_IMAGES = 16_384  # more do not change the components
 _CODE_PATCHES, _PATCHES_A_CODE = 1 << 17, 8  # nor more patches 512 codes
 
 
-def fit_codec(options: ImageOptions, train: ImageSplit, folder: Path, console: Console) -> ImageCodec:
+def fit_codec(
+    options: ImageOptions, train: ImageSplit, folder: Path, console: Console
+) -> ImageCodec:
     """Return the codec of completed options; its file, if it has one, is written into `folder`.
 
-    A function of the images and their order alone, so that any number of ranks prepares the same bytes.
+    A function of the images and their order alone, so that any number of ranks prepares the same
+    bytes.
 
     Raises:
         UserError: too few images for the components or codes.
@@ -59,14 +64,20 @@ def _fit_basis(options: ImageOptions, train: ImageSplit, console: Console) -> np
     step = -(-len(train.rows) // _PCA_IMAGES)
     blocks = train.shards.blocks(train.rows[::step])
     with console.status(f"fitting {count} principal components"):
-        basis, kept = fit_components(((images / 127.5 - 1).astype(np.float32) for _, images in blocks), count)
+        basis, kept = fit_components(
+            ((images / 127.5 - 1).astype(np.float32) for _, images in blocks), count
+        )
     console.print(f"{options.latents} keeps {kept:.1%} of the variance of the training images")
     return basis
 
 
 def _fit_codebook(options: ImageOptions, train: ImageSplit) -> Codebook:
     num_latents = (options.image_size // options.patch_size) ** 2
-    step = -(-len(train.rows) * num_latents // max(_CODE_PATCHES, _PATCHES_A_CODE * (options.num_codes or 0)))
+    step = -(
+        -len(train.rows)
+        * num_latents
+        // max(_CODE_PATCHES, _PATCHES_A_CODE * (options.num_codes or 0))
+    )
     images = [images for _, images in train.shards.blocks(train.rows[::step])]
     patches = to_patches(np.concatenate(images), options.patch_size)
     patches = patches.reshape(-1, patches.shape[-1])

@@ -17,8 +17,17 @@ from mmldlm.data.images.pca import MAX_VALUES
 from mmldlm.errors import UserError
 from mmldlm.utils.output_paths import output_root
 
-# Options that affect how the work is done, where files lie, or whether there is a result, but not the result.
-_RUN_ONLY_OPTIONS = ("output_dir", "force", "cache_dir", "data_root", "font", "max_quarantined", "batch_size")
+# Options that affect how the work is done, where files lie, or whether there is a result, but not
+# the result.
+_RUN_ONLY_OPTIONS = (
+    "output_dir",
+    "force",
+    "cache_dir",
+    "data_root",
+    "font",
+    "max_quarantined",
+    "batch_size",
+)
 _VAE = "vae:"
 
 DEFAULT_CODES = 512
@@ -26,7 +35,9 @@ DEFAULT_CODES = 512
 
 @dataclass
 class ImageOptions:
-    """The options of `mmldlm prepare` for images; each field is the option of the same name, None its default."""
+    """The options of `mmldlm prepare` for images; each field is the option of the same name, None
+    its default.
+    """
 
     output_dir: str
     corpus: str = GLYPHS
@@ -83,7 +94,9 @@ class ImageOptions:
 
     def identity(self) -> dict[str, Any]:
         """Return the options that affect the result, without the folders of this machine."""
-        values = {key: value for key, value in asdict(self).items() if key not in _RUN_ONLY_OPTIONS}
+        values = {
+            key: value for key, value in asdict(self).items() if key not in _RUN_ONLY_OPTIONS
+        }
         for key in ("corpus", "validation_corpus", "tokenizer"):
             if values[key] and (Path(values[key]).exists() or is_pattern(values[key])):
                 values[key] = Path(values[key]).resolve().name
@@ -93,17 +106,23 @@ class ImageOptions:
 
 
 def complete_options(options: ImageOptions) -> ImageOptions:
-    """Return the options with the defaults of their corpus: small gray letters, else color images of 32 pixels."""
+    """Return the options with the defaults of their corpus: small gray letters, else color images
+    of 32 pixels.
+    """
     is_glyphs, vae = options.drawn == GLYPHS, options.find_vae()
     if vae is not None:
         return _complete_for_vae(options, vae)
     size = options.image_size or (16 if is_glyphs else 32)
-    has_codes = options.latents.startswith("codes:")  # the fewer values a code stands for, the sharper the image
+    has_codes = options.latents.startswith(
+        "codes:"
+    )  # the fewer values a code stands for, the sharper the image
     return replace(
         options,
         image_size=size,
         patch_size=options.patch_size or _default_patch(size, has_codes),
-        latents=f"codes:kmeans:{DEFAULT_CODES}" if options.latents == "codes:kmeans" else options.latents,
+        latents=f"codes:kmeans:{DEFAULT_CODES}"
+        if options.latents == "codes:kmeans"
+        else options.latents,
         channels=options.channels or (1 if is_glyphs else 3),
     )
 
@@ -124,7 +143,9 @@ def _complete_for_vae(options: ImageOptions, vae: VaeFiles) -> ImageOptions:
         if getattr(options, name) not in (None, own):
             flag = f"--{name.replace('_', '-')}"
             raise UserError(
-                f"{flag} {own}, that of {options.latents}", str(getattr(options, name)), f"leave {flag} out"
+                f"{flag} {own}, that of {options.latents}",
+                str(getattr(options, name)),
+                f"leave {flag} out",
             )
     size = options.image_size or 256
     return replace(options, image_size=size, patch_size=vae.patch, channels=vae.channels)
@@ -136,19 +157,38 @@ def check_options(options: ImageOptions) -> Path:
     Raises:
         UserError: a value is out of range, unknown, or not read by this corpus.
     """
-    for name in ("image_size", "patch_size", "max_samples", "validation_samples", "max_tokens", "batch_size"):
+    for name in (
+        "image_size",
+        "patch_size",
+        "max_samples",
+        "validation_samples",
+        "max_tokens",
+        "batch_size",
+    ):
         value = getattr(options, name)
         if value is not None and value < 1:
-            raise UserError(f"--{name.replace('_', '-')} of at least 1", str(value), "give a positive number")
+            raise UserError(
+                f"--{name.replace('_', '-')} of at least 1", str(value), "give a positive number"
+            )
     size, patch = options.image_size, options.patch_size
     if size % patch:
         raise UserError(
-            f"--image-size as a multiple of --patch-size={patch}", str(size), f"give {size // patch * patch or patch}"
+            f"--image-size as a multiple of --patch-size={patch}",
+            str(size),
+            f"give {size // patch * patch or patch}",
         )
     if options.white is not None and not 1 <= options.white <= 65535:
-        raise UserError("--white from 1 to 65535", str(options.white), "give the largest value, 4095 for 12 bits")
+        raise UserError(
+            "--white from 1 to 65535",
+            str(options.white),
+            "give the largest value, 4095 for 12 bits",
+        )
     if not 0 <= options.max_quarantined <= 1:
-        raise UserError("--max-quarantined from 0 to 1", str(options.max_quarantined), "give a share, such as 0.01")
+        raise UserError(
+            "--max-quarantined from 0 to 1",
+            str(options.max_quarantined),
+            "give a share, such as 0.01",
+        )
     _check_latents(options)
     corpus = Path(options.corpus)
     is_list = kind_of(corpus) == "jsonl" or corpus.suffix.lower() in (".json", ".csv")
@@ -165,9 +205,15 @@ def check_options(options: ImageOptions) -> Path:
             found = f"the corpus {options.corpus}, --latents {options.latents}"
             raise UserError(f"{flag} with {readers}", found, f"leave {flag} out")
     if options.dtype not in (None, "fp32", "bf16"):
-        raise UserError("--dtype fp32 or bf16 for an autoencoder", options.dtype, "give one of them")
+        raise UserError(
+            "--dtype fp32 or bf16 for an autoencoder", options.dtype, "give one of them"
+        )
     if options.drawn and options.validation_corpus:
-        raise UserError(f"{options.drawn} without --validation-corpus", options.validation_corpus, "leave it out")
+        raise UserError(
+            f"{options.drawn} without --validation-corpus",
+            options.validation_corpus,
+            "leave it out",
+        )
     return output_root(options.output_dir)
 
 
@@ -179,8 +225,15 @@ def _check_latents(options: ImageOptions) -> None:
         return
     if not re.fullmatch(r"pca:[1-9][0-9]{0,5}", options.latents):
         expected = "--latents pixels, pca:M, vae:NAME_OR_FOLDER, codes:kmeans:Q or codes:fsq"
-        raise UserError(expected, options.latents, "give one of them, such as pixels, pca:64 or codes:kmeans:512")
-    num_values, num_latents = options.image_size**2 * options.channels, (options.image_size // options.patch_size) ** 2
+        raise UserError(
+            expected,
+            options.latents,
+            "give one of them, such as pixels, pca:64 or codes:kmeans:512",
+        )
+    num_values, num_latents = (
+        options.image_size**2 * options.channels,
+        (options.image_size // options.patch_size) ** 2,
+    )
     if num_values > MAX_VALUES:
         raise UserError(
             f"--latents pca:M for images of at most {MAX_VALUES:,} values",
@@ -202,7 +255,11 @@ def _check_codes(options: ImageOptions) -> None:
         fix = "give a number, such as codes:kmeans:512"
         raise UserError("--latents codes:kmeans:Q or codes:fsq", options.latents, fix)
     if options.num_codes is not None and not 2 <= options.num_codes <= MAX_CODES:
-        raise UserError(f"--latents codes:kmeans:Q with Q from 2 to {MAX_CODES}", options.latents, "choose another Q")
+        raise UserError(
+            f"--latents codes:kmeans:Q with Q from 2 to {MAX_CODES}",
+            options.latents,
+            "choose another Q",
+        )
     values = options.patch_size**2 * options.channels
     if options.num_codes is None and values < len(FSQ_LEVELS):
         raise UserError(

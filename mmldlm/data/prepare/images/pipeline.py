@@ -1,7 +1,8 @@
 """Prepare images with captions: read -> drop repeats -> groups and splits -> tokenize -> write.
 
-Reading is cut into tasks that ranks claim; the result of a task is one file, written atomically. So a preparation can
-be killed and resumed with any number of ranks, and the same bytes are written in the end.
+Reading is cut into tasks that ranks claim; the result of a task is one file, written atomically.
+So a preparation can be killed and resumed with any number of ranks, and the same bytes are written
+in the end.
 """
 
 from __future__ import annotations
@@ -30,7 +31,12 @@ from mmldlm.data.prepare.images import read_stage, select_stage
 from mmldlm.data.prepare.images.encode_stage import load_encoder
 from mmldlm.data.prepare.images.fit_codec import fit_codec
 from mmldlm.data.prepare.images.options import ImageOptions, check_options, complete_options
-from mmldlm.data.prepare.images.publish_stage import CorpusReport, ImageSplit, print_image_summary, publish
+from mmldlm.data.prepare.images.publish_stage import (
+    CorpusReport,
+    ImageSplit,
+    print_image_summary,
+    publish,
+)
 from mmldlm.data.prepare.images.read_stage import ImageShards
 from mmldlm.data.prepare.inputs import (
     autoencoder_inputs,
@@ -39,7 +45,11 @@ from mmldlm.data.prepare.inputs import (
     file_inputs,
     tokenizer_inputs,
 )
-from mmldlm.data.prepare.publish_stage import TOKENIZER_IDENTITY, check_output_free, existing_output
+from mmldlm.data.prepare.publish_stage import (
+    TOKENIZER_IDENTITY,
+    check_output_free,
+    existing_output,
+)
 from mmldlm.data.prepare.select_stage import sample_keys
 from mmldlm.data.prepare.summary import RankProgress
 from mmldlm.data.prepare.task_queue import RankFailed, TaskQueue
@@ -55,8 +65,11 @@ from mmldlm.utils.screen import open_console
 _COMPLETE = "already complete"  # counter that rank 0 sets for the other ranks
 
 
-def prepare_images(options: ImageOptions, console: Console | None = None, queue: TaskQueue | None = None) -> Path:
-    """Read images and captions, split them by group, and write the store atomically; return its folder.
+def prepare_images(
+    options: ImageOptions, console: Console | None = None, queue: TaskQueue | None = None
+) -> Path:
+    """Read images and captions, split them by group, and write the store atomically; return its
+    folder.
 
     Args:
         options: the options of `mmldlm prepare` for images.
@@ -64,7 +77,8 @@ def prepare_images(options: ImageOptions, console: Console | None = None, queue:
         queue: the ranks that work together; every one of them calls this.
 
     Raises:
-        UserError: bad options, a missing or empty corpus, an existing output folder, or too many unreadable images.
+        UserError: bad options, a missing or empty corpus, an existing output folder, or too many
+            unreadable images.
     """
     queue = queue or TaskQueue()
     console = (console or open_console()) if queue.rank == 0 else open_console(quiet=True)
@@ -84,15 +98,26 @@ def _open_corpora(options: ImageOptions) -> dict[str, ImageCorpus]:
     named = {"train": options.corpus, "validation": options.validation_corpus}
     corpora = {
         split: open_image_corpus(
-            name, options.image_size, options.channels, options.faces, options.font, options.data_root, options.white
+            name,
+            options.image_size,
+            options.channels,
+            options.faces,
+            options.font,
+            options.data_root,
+            options.white,
         )
         for split, name in named.items()
         if name
     }
     if options.max_samples is not None:
         corpus = corpora["train"]
-        hashes = np.array([content_hash(f"{sample.caption} {sample.image}") for sample in corpus.samples], np.uint64)
-        chosen = np.sort(np.argsort(sample_keys(hashes, options.seed), kind="stable")[: options.max_samples])
+        hashes = np.array(
+            [content_hash(f"{sample.caption} {sample.image}") for sample in corpus.samples],
+            np.uint64,
+        )
+        chosen = np.sort(
+            np.argsort(sample_keys(hashes, options.seed), kind="stable")[: options.max_samples]
+        )
         corpus.counts["drop_not_sampled"] += len(corpus.samples) - len(chosen)
         corpus.samples = [corpus.samples[row] for row in chosen.tolist()]
     return corpora
@@ -124,12 +149,16 @@ class _Preparation:
     def _encoder_inputs(self, vae: VaeFiles | None) -> dict[str, str]:
         if vae is None:
             return {}
-        dtype = usable_dtype(vae, self.options.dtype, device_of_rank(self.queue.local_rank) or default_device())
+        dtype = usable_dtype(
+            vae, self.options.dtype, device_of_rank(self.queue.local_rank) or default_device()
+        )
         return autoencoder_inputs(vae, dtype, self.identities)
 
     def _check_encoder(self, vae: VaeFiles | None) -> None:
         if self.queue.rank > 0:
-            check_same_encoder(self._encoder_inputs(vae), self.work.read_plan()["inputs"], self.queue.rank)
+            check_same_encoder(
+                self._encoder_inputs(vae), self.work.read_plan()["inputs"], self.queue.rank
+            )
 
     def _files(self) -> list[dict[str, Path]]:
         return [corpus.files() for corpus in self.corpora.values()]
@@ -140,7 +169,10 @@ class _Preparation:
         return {
             "options": options.identity(),
             "shards": [read_stage.SHARD],
-            "corpus": {name: [f"{corpus.source} {corpus.digest()}"] for name, corpus in self.corpora.items()},
+            "corpus": {
+                name: [f"{corpus.source} {corpus.digest()}"]
+                for name, corpus in self.corpora.items()
+            },
             "inputs": {
                 **self._encoder_inputs(vae),
                 **tokenizer_inputs(name, options.cache_dir, options.add_mask_token),
@@ -163,9 +195,13 @@ class _Preparation:
 
     def _read(self, name: str, corpus: ImageCorpus) -> ImageShards:
         stage, size = f"read-images-{name}", read_stage.SHARD
-        parts = [corpus.samples[start : start + size] for start in range(0, len(corpus.samples), size)]
+        parts = [
+            corpus.samples[start : start + size] for start in range(0, len(corpus.samples), size)
+        ]
         paths, shape = self.work.task_paths(stage, len(parts)), (self.options.image_size,) * 2
-        with RankProgress(self.console, self.queue, f"reading {name}", "images", len(corpus.samples)) as progress:
+        with RankProgress(
+            self.console, self.queue, f"reading {name}", "images", len(corpus.samples)
+        ) as progress:
             self.work.run(
                 stage,
                 paths,
@@ -178,7 +214,9 @@ class _Preparation:
 
     def _write(self, shards: dict[str, ImageShards], started: float) -> None:
         check_unchanged(self._files(), self.plan["inputs"], self.identities)
-        reports = {name: self._report(corpus, shards[name]) for name, corpus in self.corpora.items()}
+        reports = {
+            name: self._report(corpus, shards[name]) for name, corpus in self.corpora.items()
+        }
         self._check_unreadable(reports)
         try:
             self._check_depth(reports)
@@ -214,7 +252,8 @@ class _Preparation:
         raise UserError(
             "images of 16 bits that use their range, 0 to 65,535",
             f"{len(dark):,} of {len(peaks):,} whose largest value is {dark.max():,} or less",
-            f"give the value of white: --white {2**bits - 1} for {bits} bits, --white 65535 if they are so dark",
+            f"give the value of white: --white {2**bits - 1} for {bits} bits, --white 65535 if"
+            " they are so dark",
         )
 
     def _check_unreadable(self, reports: dict[str, CorpusReport]) -> None:
@@ -222,16 +261,25 @@ class _Preparation:
         total = sum(len(corpus.samples) for corpus in self.corpora.values())
         if num_bad <= self.options.max_quarantined * total:
             return
-        named = [f"{name}: {reason}" for report in reports.values() for name, reason in report.unreadable.items()]
+        named = [
+            f"{name}: {reason}"
+            for report in reports.values()
+            for name, reason in report.unreadable.items()
+        ]
         raise UserError(
             f"at most {self.options.max_quarantined:.2%} of {total:,} images that cannot be read",
             f"{num_bad:,}: {join_some(named, limit=5)}",
-            "repair or remove these files (--data-root names the folder of a list's images), or allow more with "
-            f"--max-quarantined; nothing was written, {self.work.folder} keeps the finished work",
+            "repair or remove these files (--data-root names the folder of a list's images), or"
+            f" allow more with --max-quarantined; nothing was written, {self.work.folder} keeps"
+            " the finished work",
         )
 
-    def _split(self, shards: dict[str, ImageShards], reports: dict[str, CorpusReport]) -> dict[str, ImageSplit]:
-        """Return both splits, tokenized; repeated pairs and samples of groups of a validation corpus are dropped."""
+    def _split(
+        self, shards: dict[str, ImageShards], reports: dict[str, CorpusReport]
+    ) -> dict[str, ImageSplit]:
+        """Return both splits, tokenized; repeated pairs and samples of groups of a validation
+        corpus are dropped.
+        """
         rows, own, columns = self._kept(shards, reports)
         captions, hashes, pixels, given = columns
         groups = select_stage.join_groups(pixels.tolist(), given)
@@ -245,9 +293,19 @@ class _Preparation:
             keys = select_stage.order_hashes(captions, hashes, names)
             words = [caption.split() for caption in captions] if corpus.words_in_training else None
             test = corpus.may_hold_out
-            eligible = None if test is None else np.array([test(corpus.samples[row]) for row in rows.tolist()])
+            eligible = (
+                None
+                if test is None
+                else np.array([test(corpus.samples[row]) for row in rows.tolist()])
+            )
             inside = select_stage.split_groups(
-                groups, keys, options.validation_samples, corpus.validation_share, options.seed, words, eligible
+                groups,
+                keys,
+                options.validation_samples,
+                corpus.validation_share,
+                options.seed,
+                words,
+                eligible,
             )
             leaks = np.zeros(len(rows), dtype=bool)
         chosen = {"train": np.flatnonzero(~inside & ~leaks), "validation": np.flatnonzero(inside)}
@@ -256,18 +314,24 @@ class _Preparation:
         splits = {}
         for name, positions in chosen.items():
             source = name if name in shards else "train"
-            found = self._tokenize(tokenizer, [captions[i] for i in positions], reports[source].counts)
+            found = self._tokenize(
+                tokenizer, [captions[i] for i in positions], reports[source].counts
+            )
             kept = np.flatnonzero([len(ids) for _, ids in found])
             num_tokens = sum(len(ids) for _, ids in found)
             num_unknown = count_unknown([ids for _, ids in found], tokenizer.unk_token_id)
             if (warning := check_unknown_share(num_unknown, num_tokens, name)) is not None:
                 self.console.print(f"warning: {warning}", soft_wrap=True)
             texts, tokens = [found[i][0] for i in kept], [found[i][1] for i in kept]
-            splits[name] = ImageSplit(shards[source], rows[positions[kept]], texts, tokens, groups[positions[kept]])
+            splits[name] = ImageSplit(
+                shards[source], rows[positions[kept]], texts, tokens, groups[positions[kept]]
+            )
         return splits
 
     def _kept(self, shards: dict[str, ImageShards], reports: dict[str, CorpusReport]):
-        """Return row, corpus (0, 1) and columns (caption, its hash, pixel hash, given group) of the kept samples."""
+        """Return row, corpus (0, 1) and columns (caption, its hash, pixel hash, given group) of
+        the kept samples.
+        """
         rows, own, columns = [], [], ([], [], [], [])
         for number, (name, part) in enumerate(shards.items()):
             samples = [self.corpora[name].samples[row] for row in part.rows.tolist()]
@@ -280,7 +344,12 @@ class _Preparation:
             own.append(np.full(len(keep), number))
             # Two corpora may number their images alike.
             given = [samples[i].group and (number, samples[i].group) for i in keep]
-            found = ([samples[i].caption for i in keep], hashes[keep].tolist(), part.hashes[keep].tolist(), given)
+            found = (
+                [samples[i].caption for i in keep],
+                hashes[keep].tolist(),
+                part.hashes[keep].tolist(),
+                given,
+            )
             for column, values in zip(columns, found):
                 column.extend(values)
         captions, hashes, pixels, given = columns
@@ -290,7 +359,9 @@ class _Preparation:
             (captions, np.array(hashes, np.uint64), np.array(pixels, np.uint64), given),
         )
 
-    def _check_sizes(self, chosen: dict[str, np.ndarray], reports: dict[str, CorpusReport]) -> None:
+    def _check_sizes(
+        self, chosen: dict[str, np.ndarray], reports: dict[str, CorpusReport]
+    ) -> None:
         for name, positions in chosen.items():
             if len(positions) < 2:
                 found = {key: value for key, value in reports["train"].counts.items() if value}
@@ -305,19 +376,31 @@ class _Preparation:
         options = self.options
         folder = self.work.folder / TOKENIZER_FOLDER
         name = options.tokenizer or self.corpora["train"].tokenizer
-        tokenizer = tokenizers.load(name, options.cache_dir, options.add_mask_token, captions, options.vocab_size)
+        tokenizer = tokenizers.load(
+            name, options.cache_dir, options.add_mask_token, captions, options.vocab_size
+        )
         shutil.rmtree(folder, ignore_errors=True)
         with atomic_folder(folder) as partial:
             save_tokenizer(tokenizer, partial)
         write_json(self.work.folder / TOKENIZER_IDENTITY, tokenizers.identity(tokenizer, name))
-        saved = read_tokenizer(folder, f"the tokenizer saved in {folder}", "delete this folder and rerun")
+        saved = read_tokenizer(
+            folder, f"the tokenizer saved in {folder}", "delete this folder and rerun"
+        )
         saved.split_special_tokens = True  # "[MASK]" in a caption is six characters, not a mask
         return saved
 
-    def _tokenize(self, tokenizer, captions: list[str], counts: Counter) -> list[tuple[str, np.ndarray]]:
-        """Return caption and token ids of each; too long captions are cut, those without a token have no ids."""
+    def _tokenize(
+        self, tokenizer, captions: list[str], counts: Counter
+    ) -> list[tuple[str, np.ndarray]]:
+        """Return caption and token ids of each; too long captions are cut, those without a token
+        have no ids.
+        """
         limit = self.options.max_tokens
-        found = list(zip(captions, tokenizer(captions, add_special_tokens=False, verbose=False)["input_ids"]))
+        found = list(
+            zip(
+                captions, tokenizer(captions, add_special_tokens=False, verbose=False)["input_ids"]
+            )
+        )
         for place, (caption, ids) in enumerate(found):
             counts["drop_no_token"] += not ids
             if len(ids) > limit:

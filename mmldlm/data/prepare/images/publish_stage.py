@@ -1,4 +1,6 @@
-"""Stage 3: write the samples as one store, with a manifest that accounts for every image and caption."""
+"""Stage 3: write the samples as one store, with a manifest that accounts for every image and
+caption.
+"""
 
 from __future__ import annotations
 
@@ -46,7 +48,12 @@ from mmldlm.utils.json_files import to_json
 from mmldlm.utils.walk_files import LeftOut
 
 _MAX_NAMED = 20
-_DTYPES = {"pixels": np.uint8, "pca": np.float16, "codes": np.uint16, "vae": np.float16}  # of latents.npy
+_DTYPES = {
+    "pixels": np.uint8,
+    "pca": np.float16,
+    "codes": np.uint16,
+    "vae": np.float16,
+}  # of latents.npy
 _IMAGE_KEYS = ("size", "patch", "channels", "grid", "latents", "vae", "vae_folder")
 
 
@@ -88,10 +95,19 @@ class CorpusReport:
 
     def entry(self, kept: int) -> dict[str, Any]:
         """Return the manifest's entry, in which every sample is accounted for."""
-        dropped = {key[5:]: value for key, value in sorted(self.counts.items()) if key.startswith("drop_") and value}
+        dropped = {
+            key[5:]: value
+            for key, value in sorted(self.counts.items())
+            if key.startswith("drop_") and value
+        }
         lost = self.counts["read"] - kept - sum(dropped.values())
         assert lost == 0, f"{lost} samples are not accounted for: {self.counts}, {kept} kept"
-        entry = {"source": self.source, "read": self.counts["read"], "kept": kept, "dropped": dropped}
+        entry = {
+            "source": self.source,
+            "read": self.counts["read"],
+            "kept": kept,
+            "dropped": dropped,
+        }
         entry |= self.left_out.entry()
         if dark := int(is_dark(self.peaks).sum()):
             entry["dark_16_bit_images"] = dark
@@ -99,8 +115,15 @@ class CorpusReport:
             entry["truncated"] = self.counts["truncated"]
         if not self.unreadable:
             return entry
-        named = [f"{printable(name)}: {reason}" for name, reason in list(self.unreadable.items())[:_MAX_NAMED]]
-        return {**entry, "unreadable": dict(Counter(self.unreadable.values())), "unreadable_images": named}
+        named = [
+            f"{printable(name)}: {reason}"
+            for name, reason in list(self.unreadable.items())[:_MAX_NAMED]
+        ]
+        return {
+            **entry,
+            "unreadable": dict(Counter(self.unreadable.values())),
+            "unreadable_images": named,
+        }
 
 
 def publish(
@@ -112,7 +135,8 @@ def publish(
     splits: dict[str, ImageSplit],
     reports: dict[str, CorpusReport],
 ) -> dict[str, Any]:
-    """Write splits, tokenizer, basis and manifest to the work folder, then rename it; return the manifest.
+    """Write splits, tokenizer, basis and manifest to the work folder, then rename it; return the
+    manifest.
 
     Args:
         reports: split -> its corpus; that of validation only with a corpus of its own.
@@ -123,14 +147,22 @@ def publish(
     tokenizer = json.loads(read_text(work.folder / TOKENIZER_IDENTITY))
     summaries, statistics = {}, {}
     for name, split in splits.items():
-        summaries[name], statistics[name] = _write_split(partial, name, split, codec, tokenizer["vocab_size"])
+        summaries[name], statistics[name] = _write_split(
+            partial, name, split, codec, tokenizer["vocab_size"]
+        )
         summaries[name]["num_unknown"] = count_unknown(split.tokens, tokenizer["unk_token_id"])
     shutil.copytree(work.folder / TOKENIZER_FOLDER, partial / TOKENIZER_FOLDER)
     for name, path in codec.files().items():
         shutil.copyfile(path, partial / name)
     _write_unreadable(partial, reports)
-    own = {name: sum(summary["num_samples"] for key, summary in summaries.items() if _corpus_of(key, reports) == name)
-           for name in reports}  # fmt: skip
+    own = {
+        name: sum(
+            summary["num_samples"]
+            for key, summary in summaries.items()
+            if _corpus_of(key, reports) == name
+        )
+        for name in reports
+    }
     manifest = {
         "format": FORMAT,
         "version": VERSION,
@@ -151,7 +183,9 @@ def publish(
         "units": plan_digest(plan),
         **inputs_entry(plan["inputs"]),
         "files": list_files(partial),
-        "created_with": versions("pillow", "matplotlib", *(["diffusers"] if codec.latents == "vae" else [])),
+        "created_with": versions(
+            "pillow", "matplotlib", *(["diffusers"] if codec.latents == "vae" else [])
+        ),
     }
     if "validation" in reports:
         manifest["validation_corpus"] = reports["validation"].entry(own["validation"])
@@ -168,20 +202,32 @@ def _corpus_of(split: str, reports: dict[str, CorpusReport]) -> str:
 def _encoder(codec: ImageCodec) -> dict[str, Any]:
     # normalize is said, never guessed: latents of images can have norms near 1 by chance.
     entry = {"name": codec.name, "source": codec.source, "normalize": False}
-    return entry if codec.weights_sha256 is None else {**entry, "weights_sha256": codec.weights_sha256}
+    return (
+        entry
+        if codec.weights_sha256 is None
+        else {**entry, "weights_sha256": codec.weights_sha256}
+    )
 
 
 def _codes_entry(codec: ImageCodec, statistics: dict[str, Any]) -> dict[str, Any]:
-    """Return the number and kind of codes, and what each split says of them; nothing for other latents."""
+    """Return the number and kind of codes, and what each split says of them; nothing for other
+    latents.
+    """
     if codec.codebook is None:
         return {}
-    return {"codes": len(codec.codebook), "codebook": codec.codebook.kind, "codebook_statistics": statistics}
+    return {
+        "codes": len(codec.codebook),
+        "codebook": codec.codebook.kind,
+        "codebook_statistics": statistics,
+    }
 
 
 def _write_split(
     folder: Path, name: str, split: ImageSplit, codec: ImageCodec, vocab_size: int
 ) -> tuple[dict[str, int], dict[str, Any]]:
-    """Write one split; return its summary and the statistics of its latents (of codes: of their use)."""
+    """Write one split; return its summary and the statistics of its latents (of codes: of their
+    use).
+    """
     count, dim, codebook = codec.num_latents, codec.latent_dim, codec.codebook
     statistics: LatentStatistics | CodeStatistics = LatentStatistics(dim, len(split.rows) * count)
     if codebook is not None:
@@ -203,16 +249,25 @@ def _write_split(
         else:
             statistics.add(as_float32(latents))
         latents = latents[:, 0] if count == 1 else latents
-        writer.add(split.captions[start:stop], split.tokens[start:stop], latents, groups=split.groups[start:stop])
+        writer.add(
+            split.captions[start:stop],
+            split.tokens[start:stop],
+            latents,
+            groups=split.groups[start:stop],
+        )
         start = stop
     return writer.close(), statistics.result()
 
 
 def _latents(codec: ImageCodec, values: np.ndarray) -> np.ndarray:
-    """Return latents as they are stored, of images uint8 [n, S, S, C] or of what the autoencoder made of them."""
+    """Return latents as they are stored, of images uint8 [n, S, S, C] or of what the autoencoder
+    made of them.
+    """
     if codec.latents == "pixels":
         return to_patches(values, codec.patch)
-    return values if codec.latents == "vae" else codec.encode(values).astype(_DTYPES[codec.latents])
+    return (
+        values if codec.latents == "vae" else codec.encode(values).astype(_DTYPES[codec.latents])
+    )
 
 
 def _write_unreadable(folder: Path, reports: dict[str, CorpusReport]) -> None:
@@ -225,9 +280,15 @@ def _write_unreadable(folder: Path, reports: dict[str, CorpusReport]) -> None:
         write_text(folder / QUARANTINE, "".join(lines))
 
 
-def print_image_summary(console: Console, root: Path, manifest: dict[str, Any], seconds: float) -> None:
+def print_image_summary(
+    console: Console, root: Path, manifest: dict[str, Any], seconds: float
+) -> None:
     """Print the table that ends a preparation of images."""
-    table, image, corpus = Table(title=f"store {root}", show_header=False), manifest["image"], manifest["corpus"]
+    table, image, corpus = (
+        Table(title=f"store {root}", show_header=False),
+        manifest["image"],
+        manifest["corpus"],
+    )
     table.add_row("corpus", corpus["source"])
     table.add_row("images read", f"{corpus['read']:,}")
     for reason, number in corpus["dropped"].items():
@@ -241,23 +302,45 @@ def print_image_summary(console: Console, root: Path, manifest: dict[str, Any], 
     if "truncated" in corpus:
         table.add_row("  captions cut", f"{corpus['truncated']:,}")
     for name, split in manifest["splits"].items():
-        lengths = f"mean {split['num_tokens'] / split['num_samples']:.1f}, max {split['max_tokens']}"
-        table.add_row(name, f"{split['num_samples']:,} images, captions of {split['num_tokens']:,} tokens ({lengths})")
+        lengths = (
+            f"mean {split['num_tokens'] / split['num_samples']:.1f}, max {split['max_tokens']}"
+        )
+        table.add_row(
+            name,
+            f"{split['num_samples']:,} images, captions of {split['num_tokens']:,} tokens"
+            f" ({lengths})",
+        )
         table.add_row("  [UNK]", describe_share(split["num_unknown"], split["num_tokens"]))
-    table.add_row("tokenizer", f"{manifest['tokenizer']['key']}, {manifest['tokenizer']['vocab_size']:,} tokens")
+    table.add_row(
+        "tokenizer",
+        f"{manifest['tokenizer']['key']}, {manifest['tokenizer']['vocab_size']:,} tokens",
+    )
     color = "gray" if image["channels"] == 1 else "RGB"
-    table.add_row("images", f"{image['size']} x {image['size']} {color}, {manifest['encoder']['name']}")
+    table.add_row(
+        "images", f"{image['size']} x {image['size']} {color}, {manifest['encoder']['name']}"
+    )
     count = manifest.get("latents_per_text", 1)
-    kind = f"of {manifest['latent_dim']}" if "codes" not in image else f"ids of {image['codes']:,} codes"
+    kind = (
+        f"of {manifest['latent_dim']}"
+        if "codes" not in image
+        else f"ids of {image['codes']:,} codes"
+    )
     table.add_row("latents", f"{count} {kind} (patch {image['patch']})")
     for name, found in image.get("codebook_statistics", {}).items():
         sharpness = "exact" if found["psnr"] is None else f"PSNR {found['psnr']:.1f} dB"
-        use = f"{found['used_codes']:,} codes in use, {found['entropy_bits']:.2f} bits each without context"
+        use = (
+            f"{found['used_codes']:,} codes in use, {found['entropy_bits']:.2f} bits each without"
+            " context"
+        )
         table.add_row(f"  codebook, {name}", f"{sharpness}; {use}")
-    table.add_row("size", f"{sum(entry['bytes'] for entry in manifest['files'].values()) / 2**20:.1f} MiB")
+    table.add_row(
+        "size", f"{sum(entry['bytes'] for entry in manifest['files'].values()) / 2**20:.1f} MiB"
+    )
     table.add_row("time", f"{seconds:.0f} s")
     console.print(table)
-    console.print(f"look: mmldlm verify-data {shlex.quote(str(root))} --sheet FILE.png", soft_wrap=True)
+    console.print(
+        f"look: mmldlm verify-data {shlex.quote(str(root))} --sheet FILE.png", soft_wrap=True
+    )
     preset = _preset_for(image)
     key = shlex.quote(f"data.latent_data_root={root}")
     console.print(f"next: mmldlm config --config-name {preset} {key}", soft_wrap=True)
@@ -271,4 +354,8 @@ def _preset_for(image: dict[str, Any]) -> str:
         return "image_text_vae_512"
     if image["source"].startswith(f"{GLYPHS}:"):
         return "image_text_quick"
-    return "image_text_256" if image["latents"] == "pixels" and image["size"] >= 256 else "image_text_continuous"
+    return (
+        "image_text_256"
+        if image["latents"] == "pixels" and image["size"] >= 256
+        else "image_text_continuous"
+    )

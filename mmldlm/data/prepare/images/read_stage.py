@@ -1,4 +1,6 @@
-"""Stage 1: read the images of a corpus, shard by shard, into pixels or latents with a hash of each image."""
+"""Stage 1: read the images of a corpus, shard by shard, into pixels or latents with a hash of each
+image.
+"""
 
 from __future__ import annotations
 
@@ -25,10 +27,12 @@ def read_shard(
     shape: tuple[int, int, int],
     codec: ImageCodec | None,
 ) -> None:
-    """Read the images of one shard, of shape (S, S, C), and write them as one file, with the reasons of the rest.
+    """Read the images of one shard, of shape (S, S, C), and write them as one file, with the
+    reasons of the rest.
 
     Args:
-        codec: that encodes them at once, because pixels would need much more space; None: pixels are written.
+        codec: that encodes them at once, because pixels would need much more space; None: pixels
+            are written.
     """
     images, places, reasons = [], [], {}
     corpus.peaks.clear()
@@ -46,7 +50,10 @@ def read_shard(
     if codec is not None:
         values, is_finite = _encode(codec, values)
         reasons |= {place: NOT_FINITE for place, good in zip(places, is_finite) if not good}
-        places, hashes = [place for place, good in zip(places, is_finite) if good], hashes[is_finite]
+        places, hashes = (
+            [place for place, good in zip(places, is_finite) if good],
+            hashes[is_finite],
+        )
     write_npz(
         path,
         values=values,
@@ -58,7 +65,9 @@ def read_shard(
 
 
 def _encode(codec: ImageCodec, images: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return latents float16 [M, N, D] of the images whose latents are finite, and which they are [B] bool."""
+    """Return latents float16 [M, N, D] of the images whose latents are finite, and which they are
+    [B] bool.
+    """
     if not len(images):
         return np.empty((0, codec.num_latents, codec.latent_dim), np.float16), np.zeros(0, bool)
     with np.errstate(over="ignore"):
@@ -92,7 +101,9 @@ class ImageShards:
     def __init__(self, paths: Sequence[Path]):
         self._paths = list(paths)
         files = [read_npz(path, "places", "hashes", "reasons", "peaks") for path in paths]
-        self.rows = np.concatenate([file["places"] + np.int64(i * SHARD) for i, file in enumerate(files)] or [[]])
+        self.rows = np.concatenate(
+            [file["places"] + np.int64(i * SHARD) for i, file in enumerate(files)] or [[]]
+        )
         self.hashes = np.concatenate([file["hashes"] for file in files] or [[]])
         self.peaks = np.concatenate([file["peaks"] for file in files] or [[]])
         self.reasons = {
@@ -102,7 +113,9 @@ class ImageShards:
         }
 
     def blocks(self, rows: np.ndarray) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-        """Yield (rows, images uint8 [n, S, S, C], or latents float16 [n, N, D]) of ascending rows, shard by shard."""
+        """Yield (rows, images uint8 [n, S, S, C], or latents float16 [n, N, D]) of ascending rows,
+        shard by shard.
+        """
         for number, path in enumerate(self._paths):
             own = rows[(rows >= number * SHARD) & (rows < (number + 1) * SHARD)]
             if len(own):

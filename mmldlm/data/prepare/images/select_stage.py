@@ -1,4 +1,6 @@
-"""Stage 2: drop repeated pairs, join samples into groups, and assign whole groups to the splits."""
+"""Stage 2: drop repeated pairs, join samples into groups, and assign whole groups to the
+splits.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,8 @@ def caption_hashes(captions: Sequence[str]) -> np.ndarray:
 
 
 def order_hashes(captions: Sequence[str], hashes: np.ndarray, names: Sequence[str]) -> np.ndarray:
-    """Return [N] uint64 hashes that order samples: of the caption, and of the image's name too where captions repeat.
+    """Return [N] uint64 hashes that order samples: of the caption, and of the image's name too
+    where captions repeat.
 
     So images of one caption, as in a folder with class names, are spread over the splits.
     """
@@ -36,7 +39,8 @@ def first_pairs(pixel_hashes: np.ndarray, caption_hashes: np.ndarray) -> np.ndar
 
 
 def join_groups(*columns: Sequence) -> np.ndarray:
-    """Return [N] int64 groups: samples that are equal in any column are of one group, directly or through others.
+    """Return [N] int64 groups: samples that are equal in any column are of one group, directly or
+    through others.
 
     A value of None joins nothing. Groups are numbered by their first sample.
     """
@@ -70,11 +74,14 @@ def split_groups(
 
     Args:
         groups, order_hashes: [N] of every sample.
-        requested: number of validation samples (at most; groups that would exceed it are passed over).
+        requested: number of validation samples (at most; groups that would exceed it are passed
+            over).
         share: of the eligible samples, where no number is requested; None: 1,000 or 5 %.
         seed: of the order.
-        words: of every caption; a group is passed over if a word of it would be missing from training.
-        eligible: [N] bool, whether a sample may be in validation; a group is passed over if one of it may not.
+        words: of every caption; a group is passed over if a word of it would be missing from
+            training.
+        eligible: [N] bool, whether a sample may be in validation; a group is passed over if one of
+            it may not.
 
     Returns:
         [N] bool, whether a sample is in validation.

@@ -1,4 +1,7 @@
-"""Text strategies: which positions a pass fills, by name. Add a sampler as one class and one entry here."""
+"""Text strategies: which positions a pass fills, by name.
+
+Add a sampler as one class and one entry here.
+"""
 
 from mmldlm.sampling.text.strategies.adaptive import (
     EntropyBoundedStrategy,
@@ -7,8 +10,16 @@ from mmldlm.sampling.text.strategies.adaptive import (
     ThresholdStrategy,
 )
 from mmldlm.sampling.text.strategies.base import TextStrategy
-from mmldlm.sampling.text.strategies.confidence import ConfidenceStrategy, EntropyStrategy, MarginStrategy
-from mmldlm.sampling.text.strategies.random_order import AncestralStrategy, FirstHittingStrategy, ScheduledStrategy
+from mmldlm.sampling.text.strategies.confidence import (
+    ConfidenceStrategy,
+    EntropyStrategy,
+    MarginStrategy,
+)
+from mmldlm.sampling.text.strategies.random_order import (
+    AncestralStrategy,
+    FirstHittingStrategy,
+    ScheduledStrategy,
+)
 from mmldlm.sampling.text.strategies.remasking import RemaskingStrategy
 
 STRATEGIES: dict[str, type[TextStrategy]] = {

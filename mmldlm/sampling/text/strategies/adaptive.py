@@ -1,6 +1,8 @@
-"""Samplers that fill all positions of which the model is sure enough: as many passes as a text needs.
+"""Samplers that fill all positions of which the model is sure enough: as many passes as a text
+needs.
 
-With c_1 >= c_2 >= ... the largest probabilities of the undecided positions, n of them are filled, at least one.
+With c_1 >= c_2 >= ... the largest probabilities of the undecided positions, n of them are filled,
+at least one.
 """
 
 from __future__ import annotations
@@ -18,7 +20,9 @@ from mmldlm.sampling.text.strategies.ranked import RankedStrategy
 
 
 class ThresholdStrategy(RankedStrategy):
-    """Fill the positions with c >= threshold (Fast-dLLM, arXiv 2505.22618); above 1: one at a time."""
+    """Fill the positions with c >= threshold (Fast-dLLM, arXiv 2505.22618); above 1: one at a
+    time.
+    """
 
     defaults: ClassVar = {"threshold": 0.9, **RankedStrategy.defaults}
 
@@ -38,7 +42,8 @@ class ThresholdStrategy(RankedStrategy):
 class FactorStrategy(RankedStrategy):
     """Fill the largest n with (n + 1)(1 - c_n) < factor (Fast-dLLM, arXiv 2505.22618).
 
-    For factor <= 1 the most probable tokens of these positions are those of their joint distribution.
+    For factor <= 1 the most probable tokens of these positions are those of their joint
+    distribution.
     """
 
     defaults: ClassVar = {"factor": 0.75, **RankedStrategy.defaults}
@@ -58,10 +63,11 @@ class FactorStrategy(RankedStrategy):
 
 
 class FrechetStrategy(RankedStrategy):
-    """Fill the largest n whose joint probability has a lower bound of more than delta above any other text's.
+    """Fill the largest n whose joint probability has a lower bound of more than delta above any
+    other text's.
 
-    The bound is Frechet's: sum of the n largest c - (n - 1) - (1 - c_n) > delta. It never fills fewer than `factor`
-    with factor = 1 - delta, and as many where all c are equal.
+    The bound is Frechet's: sum of the n largest c - (n - 1) - (1 - c_n) > delta. It never fills
+    fewer than `factor` with factor = 1 - delta, and as many where all c are equal.
     """
 
     defaults: ClassVar = {"delta": 0.25, **RankedStrategy.defaults}
@@ -80,10 +86,11 @@ class FrechetStrategy(RankedStrategy):
 
 
 class EntropyBoundedStrategy(RankedStrategy):
-    """Fill the largest set, surest first, whose entropies sum to at most gamma without the largest (arXiv 2505.24857).
+    """Fill the largest set, surest first, whose entropies sum to at most gamma without the largest
+    (arXiv 2505.24857).
 
-    This sum bounds the nats by which the tokens depend on each other, which filling them at once ignores. gamma in
-    nats; 0: one at a time but for certain tokens.
+    This sum bounds the nats by which the tokens depend on each other, which filling them at once
+    ignores. gamma in nats; 0: one at a time but for certain tokens.
     """
 
     defaults: ClassVar = {"gamma": 0.1, **RankedStrategy.defaults}

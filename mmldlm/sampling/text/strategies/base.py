@@ -19,7 +19,8 @@ if TYPE_CHECKING:
 
 
 class TextStrategy(ABC):
-    """Fill the undecided positions of a batch of texts; every pass fills at least one of every unfinished text.
+    """Fill the undecided positions of a batch of texts; every pass fills at least one of every
+    unfinished text.
 
         while len(positions := strategy.positions()):
             logits = model(tokens, z, strategy.timesteps())          # at these positions
@@ -27,23 +28,27 @@ class TextStrategy(ABC):
             at = positions[strategy.choose(positions, logits)]
             strategy.commit(at, tokens drawn at these positions)
 
-    A sampler is `positions` and `choose`. The draws never decide what is chosen next: a text's random numbers belong
-    to its positions.
+    A sampler is `positions` and `choose`. The draws never decide what is chosen next: a text's
+    random numbers belong to its positions.
 
     Args:
         state: the batch.
         diffusion: masking process of training.
         uniform: [B, 2, >= S] fp64 in [0, 1): when a position is decided, and which token it gets.
         draw: how tokens are drawn.
-        redraw: returns [B, 3, >= S] further numbers for a step, needed by samplers that write a position twice.
-        options: of the sampler, by the names in `defaults`; an option that is missing or None has its default.
-        shared_schedule: all texts take all of num_steps passes (joint sampling), some of which may fill nothing.
+        redraw: returns [B, 3, >= S] further numbers for a step, needed by samplers that write a
+            position twice.
+        options: of the sampler, by the names in `defaults`; an option that is missing or None has
+            its default.
+        shared_schedule: all texts take all of num_steps passes (joint sampling), some of which may
+            fill nothing.
 
     Class attributes:
         defaults: options that the sampler reads, with their defaults.
         default_temperature: of the draws.
-        deterministic_order: what is chosen depends on the state and the logits alone, not on `uniform`. Then the
-            likelihood of a text is that of its tokens, each given what stands when it is filled.
+        deterministic_order: what is chosen depends on the state and the logits alone, not on
+            `uniform`. Then the likelihood of a text is that of its tokens, each given what stands
+            when it is filled.
         writes_once: a position that is filled keeps its token.
 
     Attributes:
@@ -74,7 +79,9 @@ class TextStrategy(ABC):
         self.shared_schedule = shared_schedule
         if shared_schedule and "num_steps" not in self.defaults:
             raise ValueError(f"{type(self).__name__} has no schedule that texts could share")
-        self.temperature = self.default_temperature if draw.temperature is None else draw.temperature
+        self.temperature = (
+            self.default_temperature if draw.temperature is None else draw.temperature
+        )
         lengths, width = state.lengths, state.tokens.shape[1]
         self.uniform = uniform[:, :, :width].to(lengths.device)
         self.token_uniform = self.uniform[:, 1].reshape(-1)
@@ -92,9 +99,15 @@ class TextStrategy(ABC):
         given = {key: value for key, value in given.items() if value is not None}
         if unread := [key for key in given if key not in cls.defaults]:
             known = ", ".join(cls.defaults) or "none"
-            raise UserError(f"options that this sampler reads: {known}", ", ".join(unread), "omit them")
+            raise UserError(
+                f"options that this sampler reads: {known}", ", ".join(unread), "omit them"
+            )
         if {"num_steps", "schedule"} <= given.keys():
-            raise UserError("--num-steps or --schedule, which says how many there are", "both", "omit one of them")
+            raise UserError(
+                "--num-steps or --schedule, which says how many there are",
+                "both",
+                "omit one of them",
+            )
         options = {**cls.defaults, **given}
         cls.check(options)
         return options
@@ -105,16 +118,21 @@ class TextStrategy(ABC):
         check_range(options, "num_steps", 1)
 
     def timesteps(self) -> Tensor:
-        """Return the timestep of each text, that of its share of masked tokens as in training: [B] fp32."""
+        """Return the timestep of each text, that of its share of masked tokens as in training: [B]
+        fp32.
+        """
         return self.diffusion.timestep_of(self.state.masked_share()).float()
 
     @abstractmethod
     def positions(self) -> Tensor:
-        """Return the positions in B * S whose logits the next pass needs: [M] int64; [0] when nothing is left."""
+        """Return the positions in B * S whose logits the next pass needs: [M] int64; [0] when
+        nothing is left.
+        """
 
     @abstractmethod
     def choose(self, positions: Tensor, logits: Tensor) -> Tensor:
-        """Return the indices into `positions` that this pass fills: [N] int64, at least one for each of their texts.
+        """Return the indices into `positions` that this pass fills: [N] int64, at least one for
+        each of their texts.
 
         Args:
             positions: the result of `positions()`. [M]
@@ -156,16 +174,24 @@ class TextStrategy(ABC):
 
     def draw_tokens(self, positions: Tensor, logits: Tensor) -> Tensor:
         """Return the tokens [N] drawn from logits [N, V] at positions [N]."""
-        return draw_tokens(logits, self.token_uniform[positions], self.temperature, self.draw.top_p)
+        return draw_tokens(
+            logits, self.token_uniform[positions], self.temperature, self.draw.top_p
+        )
 
-    def take_pass(self, positions: Tensor, logits: Tensor, observer: Observer | None = None) -> None:
+    def take_pass(
+        self, positions: Tensor, logits: Tensor, observer: Observer | None = None
+    ) -> None:
         """Choose, draw and write by logits [M, V] at positions [M]; the logits are overwritten."""
         self.prepare(positions, logits)
         chosen = self.choose(positions, logits) if len(positions) else positions
         self.write(positions[chosen], logits[chosen], observer)
 
     def write(
-        self, positions: Tensor, logits: Tensor, observer: Observer | None = None, guided: Tensor | None = None
+        self,
+        positions: Tensor,
+        logits: Tensor,
+        observer: Observer | None = None,
+        guided: Tensor | None = None,
     ) -> None:
         """Draw tokens at positions [N] and write them.
 
@@ -181,9 +207,13 @@ class TextStrategy(ABC):
             observer.after(self)
 
 
-def check_range(options: Mapping[str, Any], key: str, low: float, high: float = float("inf")) -> None:
+def check_range(
+    options: Mapping[str, Any], key: str, low: float, high: float = float("inf")
+) -> None:
     """Raise a UserError if options[key] is not in low .. high; a missing key is fine."""
     value = options.get(key)
     if value is not None and not low <= value <= high:
         bound = f"at least {low:g}" if high == float("inf") else f"from {low:g} to {high:g}"
-        raise UserError(f"--{key.replace('_', '-')} {bound}", str(value), "choose a value in this range")
+        raise UserError(
+            f"--{key.replace('_', '-')} {bound}", str(value), "choose a value in this range"
+        )

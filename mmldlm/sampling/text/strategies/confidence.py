@@ -15,20 +15,27 @@ from mmldlm.sampling.text.strategies.schedule import filled_after
 class ConfidenceStrategy(RankedStrategy):
     """Decide, at each step, the positions with the largest top probability.
 
-    How many, the noise schedule prescribes for num_steps (even for the log-linear one), or the option `schedule`. A
-    pass decides at least one position, so a text of n tokens needs at most n passes. With spacing or distinct, what had
-    to wait is filled in later passes, of which there may be more than num_steps.
+    How many, the noise schedule prescribes for num_steps (even for the log-linear one), or the
+    option `schedule`. A pass decides at least one position, so a text of n tokens needs at most n
+    passes. With spacing or distinct, what had to wait is filled in later passes, of which there
+    may be more than num_steps.
     """
 
     defaults: ClassVar = {"num_steps": 16, "schedule": None, **RankedStrategy.defaults}
 
     def __init__(self, state, **settings):
         super().__init__(state, **settings)
-        steps, schedule, num_open = self.options["num_steps"], self.options["schedule"], self.num_open
+        steps, schedule, num_open = (
+            self.options["num_steps"],
+            self.options["schedule"],
+            self.num_open,
+        )
         if schedule is not None:
             self.masks_left = num_open[:, None] - filled_after(schedule, num_open, num_open + 1)
             return
-        row_steps = torch.full_like(num_open, steps) if self.shared_schedule else num_open.clamp(1, steps)
+        row_steps = (
+            torch.full_like(num_open, steps) if self.shared_schedule else num_open.clamp(1, steps)
+        )
         k = torch.arange(1, steps + 1, device=row_steps.device, dtype=torch.float64)
         times = (1.0 - k / row_steps[:, None]).clamp_min(0.0)  # a text with fewer steps stays at 0
         fraction = self.diffusion.stay_masked(torch.ones(1, 1, device=row_steps.device), times)

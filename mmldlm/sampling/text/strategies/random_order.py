@@ -1,4 +1,6 @@
-"""Samplers whose order is drawn before the first pass: a pass computes only the positions that it fills."""
+"""Samplers whose order is drawn before the first pass: a pass computes only the positions that it
+fills.
+"""
 
 from __future__ import annotations
 
@@ -15,8 +17,8 @@ from mmldlm.sampling.text.strategies.schedule import filled_after
 class RandomOrderStrategy(TextStrategy):
     """Fill each position at a step that its uniform number determines.
 
-    Steps without a token of a text cost it no pass, unless all texts share the schedule. The EOS has its step, too:
-    written there, it is visible to all later ones.
+    Steps without a token of a text cost it no pass, unless all texts share the schedule. The EOS
+    has its step, too: written there, it is visible to all later ones.
     """
 
     default_temperature: ClassVar[float] = 1.0
@@ -33,15 +35,21 @@ class RandomOrderStrategy(TextStrategy):
         """Return the step of each position from uniform [B, S]: [B, S] int64 from 0."""
 
     def _dense(self, steps: Tensor) -> Tensor:
-        """Number the steps that fill tokens of a text from 0; the EOS gets the last of them up to its own, or -1."""
-        taken = torch.zeros(len(steps), int(steps.max()) + 1, dtype=torch.int64, device=steps.device)
+        """Number the steps that fill tokens of a text from 0; the EOS gets the last of them up to
+        its own, or -1.
+        """
+        taken = torch.zeros(
+            len(steps), int(steps.max()) + 1, dtype=torch.int64, device=steps.device
+        )
         taken.scatter_add_(1, steps, self.state.undecided.long())
         return (taken > 0).cumsum(1).gather(1, steps) - 1
 
     def _ranks(self, uniform: Tensor) -> Tensor:
-        """Return the place of each masked position in the order of masks, the largest number first: [B, S] int64.
+        """Return the place of each masked position in the order of masks, the largest number
+        first: [B, S] int64.
 
-        A position with number u is masked while the masked share is above u, so large numbers are opened first.
+        A position with number u is masked while the masked share is above u, so large numbers are
+        opened first.
         """
         masked = (self.state.tokens == self.state.mask_token_id) & self.state.real
         order = uniform.masked_fill(~masked, -1.0).argsort(dim=1, descending=True, stable=True)
@@ -58,7 +66,8 @@ class RandomOrderStrategy(TextStrategy):
 
 
 class AncestralStrategy(RandomOrderStrategy):
-    """Decide each position at a random step, as the posterior of the masking process prescribes (MDLM).
+    """Decide each position at a random step, as the posterior of the masking process prescribes
+    (MDLM).
 
     A position masked at t stays masked at s with probability (1 - alpha_s) / (1 - alpha_t).
     """
@@ -76,8 +85,9 @@ class AncestralStrategy(RandomOrderStrategy):
 class FirstHittingStrategy(RandomOrderStrategy):
     """Fill one token at a time in random order (first-hitting sampler, arXiv 2409.02908).
 
-    The limit of ancestral sampling for many steps: the times at which positions open are independent draws of the
-    schedule's law, so their order is uniform, and the time that the model sees is that of the masked share.
+    The limit of ancestral sampling for many steps: the times at which positions open are
+    independent draws of the schedule's law, so their order is uniform, and the time that the model
+    sees is that of the masked share.
     """
 
     def _steps(self, uniform: Tensor) -> Tensor:
@@ -87,9 +97,9 @@ class FirstHittingStrategy(RandomOrderStrategy):
 class ScheduledStrategy(RandomOrderStrategy):
     """Fill given numbers of tokens in random order.
 
-    The negative log-likelihood of these texts is at most sum_i n_i c(r_i), with c(r) the nats of a token given r others
-    (`mmldlm evaluate` measures c, from which the best schedule follows). The numbers count the EOS; a pass that would
-    fill it alone is left out.
+    The negative log-likelihood of these texts is at most sum_i n_i c(r_i), with c(r) the nats of a
+    token given r others (`mmldlm evaluate` measures c, from which the best schedule follows). The
+    numbers count the EOS; a pass that would fill it alone is left out.
     """
 
     defaults: ClassVar = {"num_steps": 8, "schedule": None}

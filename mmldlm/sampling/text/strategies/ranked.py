@@ -15,10 +15,11 @@ from mmldlm.sampling.text.strategies.base import TextStrategy, check_range
 class RankedStrategy(TextStrategy):
     """Rank the undecided positions of each text by a score and fill the first few.
 
-    The order depends on state and logits alone. Equal scores are ranked by position. Option spacing: of the positions
-    so chosen, one nearer than `spacing` x the masked share (rounded up) to a surer one waits for a later pass (in the
-    manner of dilated unmasking, arXiv 2506.19037); 1: none does. Option distinct: of those with the same most probable
-    token all but the surest wait. A pass writes them independently, and then the word that is the surest comes twice.
+    The order depends on state and logits alone. Equal scores are ranked by position. Option
+    spacing: of the positions so chosen, one nearer than `spacing` x the masked share (rounded up)
+    to a surer one waits for a later pass (in the manner of dilated unmasking, arXiv 2506.19037);
+    1: none does. Option distinct: of those with the same most probable token all but the surest
+    wait. A pass writes them independently, and then the word that is the surest comes twice.
     """
 
     defaults: ClassVar[Mapping[str, Any]] = {"spacing": 1, "distinct": False}
@@ -33,11 +34,14 @@ class RankedStrategy(TextStrategy):
 
     @abstractmethod
     def score(self, logits: Tensor) -> Tensor:
-        """Return how sure the model is of a position: logits [M, V] -> [M]; NaN logits are an error."""
+        """Return how sure the model is of a position: logits [M, V] -> [M]; NaN logits are an
+        error.
+        """
 
     @abstractmethod
     def count(self, scores: Tensor, num_open: Tensor) -> Tensor:
-        """Return how many positions of each text to fill, before the bounds of 1 and all: [B] int64.
+        """Return how many positions of each text to fill, before the bounds of 1 and all: [B]
+        int64.
 
         Args:
             scores: of each text, the surest first, -inf after those that are undecided. [B, S]
@@ -63,7 +67,8 @@ class RankedStrategy(TextStrategy):
         return chosen.flatten()[positions].nonzero()[:, 0]
 
     def _apart(self, order: Tensor, count: Tensor, tokens: Tensor) -> Tensor:
-        """Return the first `count` [B] in order [B, S], less those that have to wait for a surer one: [B, S] bool.
+        """Return the first `count` [B] in order [B, S], less those that have to wait for a surer
+        one: [B, S] bool.
 
         Args:
             tokens: the most probable ones, read with distinct. [B, S]

@@ -17,14 +17,17 @@ LOOP_ON, LOOP_OFF, LOOP_ALPHA = 0.55, 0.05, 0.9
 
 
 class RemaskingStrategy(TextStrategy):
-    """Ancestral sampling whose tokens are masked again with probability sigma a step, so that errors can be corrected.
+    """Ancestral sampling whose tokens are masked again with probability sigma a step, so that
+    errors can be corrected.
 
-    From t to s a token is masked again with sigma <= (1 - alpha_s) / alpha_t, and a masked position opens with
-    probability (alpha_s - (1 - sigma) alpha_t) / (1 - alpha_t): at every time as many are masked as without.
+    From t to s a token is masked again with sigma <= (1 - alpha_s) / alpha_t, and a masked
+    position opens with probability (alpha_s - (1 - sigma) alpha_t) / (1 - alpha_t): at every time
+    as many are masked as without.
 
-    Option remask: cap: sigma at most remask_eta; rescale: remask_eta times the largest sigma; loop: nothing is masked
-    again but in a middle phase, in which the share of masks stays at 0.1 and sigma is remask_eta. The EOS stays once it
-    is written. It takes num_steps of at least the length to pay, and wants top_p about 0.9.
+    Option remask: cap: sigma at most remask_eta; rescale: remask_eta times the largest sigma;
+    loop: nothing is masked again but in a middle phase, in which the share of masks stays at 0.1
+    and sigma is remask_eta. The EOS stays once it is written. It takes num_steps of at least the
+    length to pay, and wants top_p about 0.9.
     """
 
     defaults: ClassVar = {"num_steps": 64, "remask": "cap", "remask_eta": None}
@@ -39,7 +42,9 @@ class RemaskingStrategy(TextStrategy):
         self.alpha = self._alphas(times)
         self.sigma = self._sigmas(times)
         self.own = state.undecided.clone()  # what stands in a draft stays
-        self.masked_at = self.uniform[:, 0].clone()  # opens when the share that stays masked has fallen to this number
+        self.masked_at = self.uniform[
+            :, 0
+        ].clone()  # opens when the share that stays masked has fallen to this number
         self.stays = torch.ones_like(self.masked_at)
         self.token_numbers = self.uniform[:, 1].clone()
         self.step, self._fresh = -1, torch.empty(0)
@@ -49,15 +54,22 @@ class RemaskingStrategy(TextStrategy):
     def check(cls, options: Mapping[str, Any]) -> None:
         super().check(options)
         if options["remask"] not in ETAS:
-            raise UserError(f"--remask {', '.join(ETAS)}", str(options["remask"]), "choose one of them")
+            raise UserError(
+                f"--remask {', '.join(ETAS)}", str(options["remask"]), "choose one of them"
+            )
         check_range(options, "remask_eta", 0, 1)
 
     def _alphas(self, times: Tensor) -> Tensor:
         """Return the share of tokens that stand at each time: [num_steps + 1] fp64."""
         if self.options["remask"] != "loop":
             return self.diffusion.alpha(times)
-        before, after = (1 - times) * LOOP_ALPHA / (1 - LOOP_ON), 1 - times * (1 - LOOP_ALPHA) / LOOP_OFF
-        return torch.where(times > LOOP_ON, before, torch.where(times > LOOP_OFF, LOOP_ALPHA, after))
+        before, after = (
+            (1 - times) * LOOP_ALPHA / (1 - LOOP_ON),
+            1 - times * (1 - LOOP_ALPHA) / LOOP_OFF,
+        )
+        return torch.where(
+            times > LOOP_ON, before, torch.where(times > LOOP_OFF, LOOP_ALPHA, after)
+        )
 
     def _sigmas(self, times: Tensor) -> Tensor:
         """Return sigma of each step: [num_steps] fp64."""
@@ -85,9 +97,13 @@ class RemaskingStrategy(TextStrategy):
         """Decide what the step from t to s opens and closes."""
         k, state = self.number, self.state
         self.step = k
-        before, after, sigma = (float(x) for x in (self.alpha[k], self.alpha[k + 1], self.sigma[k]))
+        before, after, sigma = (
+            float(x) for x in (self.alpha[k], self.alpha[k + 1], self.sigma[k])
+        )
         masked = (state.tokens == state.mask_token_id) & state.real
-        self.stays = torch.where(masked, self.stays * (1 - after - sigma * before) / (1 - before), self.stays)
+        self.stays = torch.where(
+            masked, self.stays * (1 - after - sigma * before) / (1 - before), self.stays
+        )
         self.opens = masked & (self.masked_at >= self.stays)
         self.closes = torch.zeros_like(self.opens)
         if sigma > 0:

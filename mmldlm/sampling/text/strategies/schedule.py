@@ -16,14 +16,18 @@ from mmldlm.utils.option_types import MAX_COUNT
 _FIX = "correct it, or write it with `mmldlm evaluate --suite information --write-schedule FILE`"
 
 Schedule = Sequence[float] | Mapping[int, Sequence[float]]
-"""Numbers of tokens per pass, or those for texts of each length (EOS counted); scaled to the tokens of a text."""
+"""Numbers of tokens per pass, or those for texts of each length (EOS counted); scaled to the
+tokens of a text.
+"""
 
 
 def read_schedule(word: str, passes: int | None = None) -> Schedule:
-    """Read --schedule: numbers such as 1,2,4,8, or a JSON file of a list, of {length: list}, or of `schedule_file`.
+    """Read --schedule: numbers such as 1,2,4,8, or a JSON file of a list, of {length: list}, or of
+    `schedule_file`.
 
     Args:
-        passes: which schedules of a `schedule_file`; other forms say themselves how many passes there are.
+        passes: which schedules of a `schedule_file`; other forms say themselves how many passes
+            there are.
 
     Raises:
         UserError: not readable, not such numbers, or no schedules for this number of passes.
@@ -43,12 +47,16 @@ def read_schedule(word: str, passes: int | None = None) -> Schedule:
         raise UserError(expected, f"{word[:200]}: {found[:200]}", "correct it") from error
     lists = list(values.values()) if isinstance(values, dict) else [values]
     if not lists or not all(_is_schedule(numbers) for numbers in lists):
-        raise UserError(expected + ", numbers from 0 to 2^31 that are not all 0", word[:200], "correct it")
+        raise UserError(
+            expected + ", numbers from 0 to 2^31 that are not all 0", word[:200], "correct it"
+        )
     return values  # type: ignore[return-value]
 
 
 def names_passes(word: str) -> bool:
-    """Whether --schedule is a file with schedules for several numbers of passes, of which --num-steps chooses."""
+    """Whether --schedule is a file with schedules for several numbers of passes, of which
+    --num-steps chooses.
+    """
     if not word.endswith(".json"):
         return False
     try:

@@ -16,9 +16,9 @@ _CANDIDATE_STREAM = 3  # apart from those of the text collator
 
 
 class ArCollator(TextCollator):
-    """Adds the clean text_tokens [B, S] int64 and, of the M tokens of real samples (EOS among them), text_positions [M]
-    int64 in B * S, text_targets [M] int64 and text_weights [M] fp32, all 1; with candidates text_candidates [C] and
-    text_columns [M] int64.
+    """Adds the clean text_tokens [B, S] int64 and, of the M tokens of real samples (EOS among
+    them), text_positions [M] int64 in B * S, text_targets [M] int64 and text_weights [M] fp32, all
+    1; with candidates text_candidates [C] and text_columns [M] int64.
 
     Args:
         data: of the run. condition_dropout, seed: see TextCollator.
@@ -41,7 +41,9 @@ class ArCollator(TextCollator):
             "text_weights": torch.ones(len(positions)),
         }
 
-    def collate(self, batch: GlobalBatch, slots: np.ndarray, samples, lengths: np.ndarray) -> Batch:
+    def collate(
+        self, batch: GlobalBatch, slots: np.ndarray, samples, lengths: np.ndarray
+    ) -> Batch:
         """Build a micro-batch; see Collator."""
         found = super().collate(batch, slots, samples, lengths)
         if self.candidates is not None:  # one sample of them for the global batch

@@ -17,8 +17,8 @@ class ArModelConfig(PlainConfig):
     causal: Literal[True] = True
     """A position sees itself and those before it."""
     conditioning: Literal["none", "prefix", "cross_attention"] = "prefix"
-    """How the latent enters. prefix: its chunk tokens are rows before the text, without a loss. cross_attention: every
-    block attends to its chunk tokens. none: unconditional."""
+    """How the latent enters. prefix: its chunk tokens are rows before the text, without a loss.
+    cross_attention: every block attends to its chunk tokens. none: unconditional."""
     reads_time: Literal[False] = False
     """Nothing has a timestep."""
     extra_input_tokens: Literal[0] = 0
@@ -29,9 +29,9 @@ class ArLossConfig(Section):
     """Options of the loss."""
 
     text_candidates: int | None = Field(None, ge=1)
-    """In training, score tokens against this many most frequent tokens and a sample of 1,024 others that stands for the
-    rest: an estimate of the NLL at a fraction of the text head's cost. Evaluation is exact. None: against the whole
-    vocabulary."""
+    """In training, score tokens against this many most frequent tokens and a sample of 1,024
+    others that stands for the rest: an estimate of the NLL at a fraction of the text head's cost.
+    Evaluation is exact. None: against the whole vocabulary."""
 
 
 class ArConfig(BaselineConfig):

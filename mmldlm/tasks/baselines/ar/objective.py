@@ -21,7 +21,8 @@ class ArObjective:
 
     def __init__(self, config: ArConfig):
         self.config = config
-        # Taken into the rows' weights the share saves a pass over the head's gradients; float16 lacks the range.
+        # Taken into the rows' weights the share saves a pass over the head's gradients; float16
+        # lacks the range.
         self._weighs_inside = config.training.dtype != "fp16"
 
     def __call__(self, model, batch) -> tuple[Tensor, dict[str, Tensor]]:
@@ -29,8 +30,9 @@ class ArObjective:
 
         Returns:
             loss: fp32 scalar, this micro-batch's share of the global batch's loss.
-            sums: fp32 scalars, detached: loss, text_nll_sum (nats; an estimate under loss.text_candidates),
-                text_correct and text_scored (tokens), text_logits (logits computed under loss.text_candidates, else 0).
+            sums: fp32 scalars, detached: loss, text_nll_sum (nats; an estimate under
+                loss.text_candidates), text_correct and text_scored (tokens), text_logits (logits
+                computed under loss.text_candidates, else 0).
         """
         tensors = batch.tensors
         share = 1.0 / max(batch.counts["text_tokens"], 1)

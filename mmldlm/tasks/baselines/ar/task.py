@@ -30,7 +30,14 @@ class ArTask(BaselineTask):
     config_class = ArConfig
     sums = ("loss", "text_nll_sum", "text_correct", "text_scored", "text_logits")
     metrics = (
-        Metric("text_loss", "text_nll_sum", "text_tokens", label="text", is_loss=True, evaluation="nll"),
+        Metric(
+            "text_loss",
+            "text_nll_sum",
+            "text_tokens",
+            label="text",
+            is_loss=True,
+            evaluation="nll",
+        ),
         Metric("text_accuracy", "text_correct", "text_scored", evaluation="token_accuracy"),
     )
     scored_sum = "text_scored"
@@ -74,20 +81,33 @@ class ArTask(BaselineTask):
 
         return sampler not in EXPONENTS
 
-    def write_texts(self, pretrained: Pretrained, latents: Tensor | None, **options: Any) -> TextSamples:
+    def write_texts(
+        self, pretrained: Pretrained, latents: Tensor | None, **options: Any
+    ) -> TextSamples:
         from mmldlm.sampling.autoregressive.write import write_texts
 
         return write_texts(pretrained.model, latents, **options)
 
     def writing_flops(self, model_config: Any, samples: TextSamples) -> float:
-        """A row of the cache is one token: all rows cost what a pass over the texts costs a token."""
+        """A row of the cache is one token: all rows cost what a pass over the texts costs
+        a token.
+        """
         lengths = samples.lengths.tolist()
-        return samples.num_rows / sum(lengths) * costs.step_flops(model_config, lengths, sum(lengths)).forward
+        return (
+            samples.num_rows
+            / sum(lengths)
+            * costs.step_flops(model_config, lengths, sum(lengths)).forward
+        )
 
     def score_texts(
-        self, pretrained: Pretrained, tokens: Tensor, real: Tensor, latents: Tensor | None, uniform: Tensor,
+        self,
+        pretrained: Pretrained,
+        tokens: Tensor,
+        real: Tensor,
+        latents: Tensor | None,
+        uniform: Tensor,
         stratum: tuple[int, int],
-    ) -> TextScores:  # fmt: skip
+    ) -> TextScores:
         """Exact: neither uniform nor stratum is read."""
         import torch
 

@@ -16,7 +16,9 @@ from mmldlm.tasks.translation.parameter_plan import no_decay_names
 STACKED = {"to_qkv": 3, "to_key_value": 2}  # matrices that one weight holds
 
 
-def build_model(data: BaselineData, kind: type[PlainTransformer] = PlainTransformer) -> PlainTransformer:
+def build_model(
+    data: BaselineData, kind: type[PlainTransformer] = PlainTransformer
+) -> PlainTransformer:
     """A function of config and data alone (training.seed, model.*). kind: the model's class."""
     config = data.config.model
     torch.manual_seed(data.config.training.seed)
@@ -39,10 +41,16 @@ def parameter_plan(model: PlainTransformer) -> ParameterPlan:
         for name, module in model.named_modules()
         if name.startswith("blocks.") and type(module) is nn.Linear
     }
-    return ParameterPlan(sharding_units=list(model.blocks), no_decay=no_decay_names(model), matrices=matrices)
+    return ParameterPlan(
+        sharding_units=list(model.blocks), no_decay=no_decay_names(model), matrices=matrices
+    )
 
 
 def unused_parameters(model: PlainTransformer, batch: Batch) -> tuple[str, ...]:
     """Beginnings of the names of parameters that rightly get a zero gradient from a batch."""
     dropped = batch.tensors.get("latent_is_null")
-    return () if dropped is None or bool(dropped.any()) else ("latent_tokens.null_", "latent_pooled.null_")
+    return (
+        ()
+        if dropped is None or bool(dropped.any())
+        else ("latent_tokens.null_", "latent_pooled.null_")
+    )

@@ -10,7 +10,9 @@ from mmldlm.tasks.latent_data import LatentData, open_latent_data
 
 @dataclass(kw_only=True)
 class BaselineData(LatentData):
-    """Stores and the scaling of their latents: mean and standard deviation [D] of the training split, fp32."""
+    """Stores and the scaling of their latents: mean and standard deviation [D] of the training
+    split, fp32.
+    """
 
     config: BaselineConfig
 

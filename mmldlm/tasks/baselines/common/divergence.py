@@ -1,4 +1,6 @@
-"""Losses that read the whole distribution over the vocabulary, scored chunk by chunk inside the text head."""
+"""Losses that read the whole distribution over the vocabulary, scored chunk by chunk inside the
+text head.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,9 @@ from mmldlm.tasks.text_scores import TextScores, sum_by_row
 
 
 class _Score(torch.autograd.Function):
-    """d of a chunk of rows; its closed gradient is computed in the backward pass, which keeps the logits alone."""
+    """d of a chunk of rows; its closed gradient is computed in the backward pass, which keeps the
+    logits alone.
+    """
 
     @staticmethod
     def forward(ctx, logits, divergence, rows):
@@ -30,7 +34,9 @@ class _Score(torch.autograd.Function):
 
 
 def row_scores(divergence: Divergence) -> LogitsFunction:
-    """For `PlainTransformer.forward(text_function=...)`: d and whether the clean token is the most probable [R, 2]."""
+    """For `PlainTransformer.forward(text_function=...)`: d and whether the clean token is the most
+    probable [R, 2].
+    """
 
     def scores(logits: Tensor, rows: slice) -> Tensor:
         target = logits.detach().gather(1, divergence.targets[rows, None])[:, 0]
@@ -44,8 +50,8 @@ def row_scores(divergence: Divergence) -> LogitsFunction:
 class DivergenceObjective:
     """(model, batch of NoisingCollator) -> loss and metric sums.
 
-    loss = weighted divergence / text tokens + length_loss_weight * length NLL / lengths, both counted over the GLOBAL
-    batch.
+    loss = weighted divergence / text tokens + length_loss_weight * length NLL / lengths, both
+    counted over the GLOBAL batch.
 
     Args:
         kind: class of the divergence; its fields are tensors `text_{field}` of the batch.
@@ -60,8 +66,9 @@ class DivergenceObjective:
 
         Returns:
             loss: fp32 scalar, this micro-batch's share of the global batch's loss.
-            sums: fp32 scalars, detached: loss, text_nelbo_sum (nats, with the NELBO's weights whatever the training
-                weighs by), text_correct and text_scored (scored tokens), length_nll_sum, length_scored.
+            sums: fp32 scalars, detached: loss, text_nelbo_sum (nats, with the NELBO's weights
+                whatever the training weighs by), text_correct and text_scored (scored tokens),
+                length_nll_sum, length_scored.
         """
         tensors = batch.tensors
         divergence = self.kind(*(tensors[f"text_{field}"] for field in self.kind._fields))
@@ -85,7 +92,9 @@ def divergence_scores(
     uniform: Tensor,
     stratum: tuple[int, int],
 ) -> TextScores:
-    """One draw of the exact NELBO of every text; the arguments are those of `TextTask.score_texts`."""
+    """One draw of the exact NELBO of every text; the arguments are those of
+    `TextTask.score_texts`.
+    """
     width, (draw, draws) = tokens.shape[1], stratum
     t, density = arcsine((draw + uniform[:, -1]) / draws)
     noised, scored = process.corrupt(tokens, t, uniform[:, :width], real)
@@ -94,7 +103,15 @@ def divergence_scores(
     targets, states = tokens.flatten()[positions], noised.flatten()[positions]
     weights = process.elbo_weights(targets, states, t[owner]) * density[owner]
     divergence = process.divergence(targets, states, t[owner])
-    out = model(noised, latents, t.float(), None, real, text_positions=positions, text_function=row_scores(divergence))
+    out = model(
+        noised,
+        latents,
+        t.float(),
+        None,
+        real,
+        text_positions=positions,
+        text_function=row_scores(divergence),
+    )
     found, correct = out["text_function"].double().unbind(-1)
     return TextScores(
         sum_by_row(found * weights, owner, len(tokens)),

@@ -30,26 +30,46 @@ class DivergenceTask(BaselineTask):
     A task adds its config, process, training weights and objective.
 
     Class attributes:
-        logit_copies: tensors of a chunk's logits in fp32 that the backward pass holds at once (measured).
+        logit_copies: tensors of a chunk's logits in fp32 that the backward pass holds at once
+            (measured).
     """
 
     logit_copies: ClassVar[int]
 
-    sums = ("loss", "text_nelbo_sum", "text_correct", "text_scored", "length_nll_sum", "length_scored")
+    sums = (
+        "loss",
+        "text_nelbo_sum",
+        "text_correct",
+        "text_scored",
+        "length_nll_sum",
+        "length_scored",
+    )
     metrics = (
-        Metric("text_loss", "text_nelbo_sum", "text_tokens", label="text", is_loss=True, evaluation="nelbo"),
+        Metric(
+            "text_loss",
+            "text_nelbo_sum",
+            "text_tokens",
+            label="text",
+            is_loss=True,
+            evaluation="nelbo",
+        ),
         Metric("length_loss", "length_nll_sum", "length_scored", evaluation="length_nll"),
         Metric("text_accuracy", "text_correct", "text_scored", evaluation="token_accuracy"),
     )
     scored_sum: ClassVar[str] = "text_scored"
     samplers = {"l2t": ("ancestral",), "unconditional": ("ancestral",)}
     sampling_options = frozenset({"num_steps", "sampler", "temperature", "top_p", "guidance"})
-    evaluation_decoding = "steps of the exact posterior, lengths from the model (median of p(length | latent))"
+    evaluation_decoding = (
+        "steps of the exact posterior, lengths from the model (median of p(length | latent))"
+    )
 
     def model_sizes(self, config: BaselineConfig, length: int) -> ModelSizes:
         model, batch, dtype = config.model, config.training.train_batch_size, config.training.dtype
         counted = round(2 * self.scored_share(config) * length)
-        cpu, gpu = (self.logit_copies * costs.logits_bytes(model, batch, counted, "fp32", on_gpu) for on_gpu in (0, 1))
+        cpu, gpu = (
+            self.logit_copies * costs.logits_bytes(model, batch, counted, "fp32", on_gpu)
+            for on_gpu in (0, 1)
+        )
         return {
             **super().model_sizes(config, length),
             "logits_cpu": cpu if dtype == "fp32" else 2 * cpu,
@@ -66,10 +86,15 @@ class DivergenceTask(BaselineTask):
 
     @abstractmethod
     def training_weights(self, data: BaselineData) -> Callable[[Tensor, Tensor], Tensor]:
-        """Return (NELBO weights [M], t [M]) -> weights of the training [M] (`loss.text_weighting`)."""
+        """Return (NELBO weights [M], t [M]) -> weights of the training [M]
+        (`loss.text_weighting`).
+        """
 
     def model_config(self, data: BaselineData) -> dict[str, Any]:
-        return {**super().model_config(data), "text_diffusion": data.config.text_diffusion.model_dump()}
+        return {
+            **super().model_config(data),
+            "text_diffusion": data.config.text_diffusion.model_dump(),
+        }
 
     def collator(
         self, data: BaselineData, seed: int | None = None, condition_dropout: float | None = None
@@ -79,8 +104,12 @@ class DivergenceTask(BaselineTask):
 
         dropout = None
         if data.config.model.conditioning != "none":
-            dropout = data.config.condition_dropout if condition_dropout is None else condition_dropout
-        return NoisingCollator(data, self.process_of_data(data), self.training_weights(data), dropout, seed)
+            dropout = (
+                data.config.condition_dropout if condition_dropout is None else condition_dropout
+            )
+        return NoisingCollator(
+            data, self.process_of_data(data), self.training_weights(data), dropout, seed
+        )
 
     def validation(self, data: BaselineData, engine: Engine) -> Validation:
         from mmldlm.tasks.baselines.common.validation import validation
@@ -97,14 +126,23 @@ class DivergenceTask(BaselineTask):
 
         given = {name: value for name, value in options.items() if value is not None}
         process = self.process_of_model(pretrained)
-        return sample_by_posterior(pretrained.model, latents, process, corrects=sampler == "self_correction", **given)
+        return sample_by_posterior(
+            pretrained.model, latents, process, corrects=sampler == "self_correction", **given
+        )
 
     def score_texts(
-        self, pretrained: Pretrained, tokens: Tensor, real: Tensor, latents: Tensor | None, uniform: Tensor,
+        self,
+        pretrained: Pretrained,
+        tokens: Tensor,
+        real: Tensor,
+        latents: Tensor | None,
+        uniform: Tensor,
         stratum: tuple[int, int],
-    ) -> TextScores:  # fmt: skip
+    ) -> TextScores:
         """One draw of the exact NELBO."""
         from mmldlm.tasks.baselines.common.divergence import divergence_scores
 
         process = self.process_of_model(pretrained)
-        return divergence_scores(pretrained.model, process, tokens, real, latents, uniform, stratum)
+        return divergence_scores(
+            pretrained.model, process, tokens, real, latents, uniform, stratum
+        )

@@ -13,11 +13,13 @@ from mmldlm.tasks.baselines.common.text_collator import PaddedTexts, TextCollato
 
 
 class NoisingCollator(TextCollator):
-    """Adds text_tokens [B, S] int64 (noised), text_timesteps [B] fp32, and of the M scored tokens of real samples
-    text_positions [M] int64 in B * S, text_weights [M] fp32 (of the training), text_elbo_weights [M] fp32 and the
-    fields of the process's divergence, `text_{field}` (text_targets [M] int64 among them).
+    """Adds text_tokens [B, S] int64 (noised), text_timesteps [B] fp32, and of the M scored tokens
+    of real samples text_positions [M] int64 in B * S, text_weights [M] fp32 (of the training),
+    text_elbo_weights [M] fp32 and the fields of the process's divergence, `text_{field}`
+    (text_targets [M] int64 among them).
 
-    Times are drawn by the arcsine law; the weights hold dt/du, so that expectations are those over a uniform t.
+    Times are drawn by the arcsine law; the weights hold dt/du, so that expectations are those over
+    a uniform t.
 
     Args:
         process: of the tokens.
@@ -41,7 +43,11 @@ class NoisingCollator(TextCollator):
         noised, scored = self.process.corrupt(texts.tokens, t, texts.uniform, texts.attention)
         positions = (scored & texts.real[:, None]).flatten().nonzero()[:, 0]
         rows = positions // texts.tokens.shape[1]
-        targets, states, times = texts.tokens.flatten()[positions], noised.flatten()[positions], t[rows]
+        targets, states, times = (
+            texts.tokens.flatten()[positions],
+            noised.flatten()[positions],
+            t[rows],
+        )
         weights = self.process.elbo_weights(targets, states, times)
         fields = self.process.divergence(targets, states, times)._asdict()
         return {

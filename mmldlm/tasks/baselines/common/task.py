@@ -1,4 +1,7 @@
-"""The part of a Task that all tasks on the plain transformer share. Torch is imported where it is needed."""
+"""The part of a Task that all tasks on the plain transformer share.
+
+Torch is imported where it is needed.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +33,8 @@ class BaselineTask(TextTask):
     scored_sum: ClassVar[str] = "text_masked"
     buffers = frozenset({"latent_mean", "latent_std"})
 
-    # -- without torch ----------------------------------------------------------------------------------------------
+    # -- without torch
+    # ---------------------------------------------------------------------------------------------
 
     def open_data(self, config: BaselineConfig) -> BaselineData:
         return open_data(config)
@@ -63,10 +67,16 @@ class BaselineTask(TextTask):
         return 1.0 if config.model.causal else 0.5
 
     def training_flops(
-        self, config: BaselineConfig, num_samples: int, num_tokens: float, sums: Mapping[str, float]
+        self,
+        config: BaselineConfig,
+        num_samples: int,
+        num_tokens: float,
+        sums: Mapping[str, float],
     ) -> float:
         num_logits = sums.get("text_logits") or None  # under loss.text_candidates
-        return costs.training_flops(config.model, num_samples, num_tokens, sums[self.scored_sum], num_logits)
+        return costs.training_flops(
+            config.model, num_samples, num_tokens, sums[self.scored_sum], num_logits
+        )
 
     def describe(self, config: BaselineConfig) -> str:
         return f"conditioning {config.model.conditioning}"
@@ -74,7 +84,8 @@ class BaselineTask(TextTask):
     def expected_shapes(self, model_config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
         return costs.expected_shapes(model_config)
 
-    # -- with torch -------------------------------------------------------------------------------------------------
+    # -- with torch
+    # ---------------------------------------------------------------------------------------------
 
     def model_class(self) -> type[PlainTransformer]:
         from mmldlm.models.plain.model import PlainTransformer
@@ -95,22 +106,32 @@ class BaselineTask(TextTask):
         model.compile_blocks()
 
     def model_config(self, data: BaselineData) -> dict[str, Any]:
-        """Return the model, what it was trained for, and the encoder that its latents belong to."""
+        """Return the model, what it was trained for, and the encoder that its latents
+        belong to.
+        """
         config = data.config
         return {
             "task": self.name,
             "architecture": self.architecture,
             "buffers": sorted(self.buffers),
             **config.model.model_dump(),
-            "training": {"mode_weights": config.mode_weights, "condition_dropout": config.condition_dropout},
+            "training": {
+                "mode_weights": config.mode_weights,
+                "condition_dropout": config.condition_dropout,
+            },
             "encoder": data.train.manifest["encoder"],
             "tokenizer": data.train.manifest["tokenizer"],
         }
 
-    # -- debugging --------------------------------------------------------------------------------------------------
+    # -- debugging
+    # ---------------------------------------------------------------------------------------------
 
-    def unused_parameters(self, model: PlainTransformer, config: BaselineConfig, batch: Batch) -> Sequence[str]:
-        """The learned null waits for a sample whose latent was dropped; zero gates let nothing through yet."""
+    def unused_parameters(
+        self, model: PlainTransformer, config: BaselineConfig, batch: Batch
+    ) -> Sequence[str]:
+        """The learned null waits for a sample whose latent was dropped; zero gates let nothing
+        through yet.
+        """
         from mmldlm.tasks.baselines.common.build_model import unused_parameters
 
         return unused_parameters(model, batch)

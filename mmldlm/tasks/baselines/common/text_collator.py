@@ -40,16 +40,19 @@ class PaddedTexts(NamedTuple):
 
 
 class TextCollator:
-    """Reads texts and latents of a store, checks and pads them. Draws are functions of (seed, epoch, sample, slot).
+    """Reads texts and latents of a store, checks and pads them. Draws are functions of (seed,
+    epoch, sample, slot).
 
-    `noise` is the place for a task's own tensors. The others are attention_mask [B, S] bool, token_positions [T] int64
-    in B * S (real tokens), length_targets [B] int64 (length - 1), length_weights [B] fp32 (0 for placeholders) and, for
-    a model that reads latents, latents [B, D] (or [B, N, D]) fp32 in model space and latent_is_null [B] bool; with
-    model.dropout, in training, dropout_keys [B] int64. Counts: text_tokens, lengths (texts).
+    `noise` is the place for a task's own tensors. The others are attention_mask [B, S] bool,
+    token_positions [T] int64 in B * S (real tokens), length_targets [B] int64 (length - 1),
+    length_weights [B] fp32 (0 for placeholders) and, for a model that reads latents, latents [B,
+    D] (or [B, N, D]) fp32 in model space and latent_is_null [B] bool; with model.dropout, in
+    training, dropout_keys [B] int64. Counts: text_tokens, lengths (texts).
 
     Args:
         data: of the run, with latent_mean and latent_std [D], the scaling into model space.
-        condition_dropout: share of samples given the learned null latent; None: the model reads no latents.
+        condition_dropout: share of samples given the learned null latent; None: the model reads no
+            latents.
         seed: None: training.seed. Evaluation passes its own, so that it never sees training noise.
     """
 
@@ -61,13 +64,17 @@ class TextCollator:
         self.has_dropout = seed is None and config.model.dropout > 0
         self.seed = config.training.seed if seed is None else seed
         vocab_size, max_norm = config.model.vocab_size, data.max_latent_norm()
-        self.reader = RowReader(vocab_size, data.latent_mean, max_norm, config.stability.nan_to_num)
+        self.reader = RowReader(
+            vocab_size, data.latent_mean, max_norm, config.stability.nan_to_num
+        )
 
     def noise(self, texts: PaddedTexts) -> dict[str, Tensor]:
         """Return the task's own tensors; here the clean text_tokens [B, S]."""
         return {"text_tokens": texts.tokens}
 
-    def collate(self, batch: GlobalBatch, slots: np.ndarray, samples, lengths: np.ndarray) -> Batch:
+    def collate(
+        self, batch: GlobalBatch, slots: np.ndarray, samples, lengths: np.ndarray
+    ) -> Batch:
         """Build a micro-batch; see Collator.
 
         Args:
@@ -87,10 +94,15 @@ class TextCollator:
             **self.noise(texts),
         }
         if self.condition_dropout is not None:
-            raw, mean, std = map(torch.from_numpy, (rows.latents.astype(np.float32), self.latent_mean, self.latent_std))
-            # In memory of torch, not numpy's: a product's last bits depend on the alignment of its inputs.
+            raw, mean, std = map(
+                torch.from_numpy,
+                (rows.latents.astype(np.float32), self.latent_mean, self.latent_std),
+            )
+            # In memory of torch, not numpy's: a product's last bits depend on the alignment of its
+            # inputs.
             tensors["latents"] = (raw - mean) / std
-            # Present even when no row is null: the learned null must be in the graph on every rank.
+            # Present even when no row is null: the learned null must be in the graph on every
+            # rank.
             tensors["latent_is_null"] = dropout < self.condition_dropout
         if self.has_dropout:
             tensors["dropout_keys"] = dropout_keys(self.seed, batch.epoch, ids, slots)
@@ -106,7 +118,12 @@ class TextCollator:
         )
 
     def _pad(
-        self, batch: GlobalBatch, texts: list[np.ndarray], ids: np.ndarray, slots: np.ndarray, real: np.ndarray
+        self,
+        batch: GlobalBatch,
+        texts: list[np.ndarray],
+        ids: np.ndarray,
+        slots: np.ndarray,
+        real: np.ndarray,
     ) -> tuple[PaddedTexts, Tensor]:
         """The padded texts, and the uniforms [B] of the condition dropout."""
         count, width = len(ids), int(max(len(tokens) for tokens in texts)) + 1
@@ -123,10 +140,14 @@ class TextCollator:
             uniform[row, :length] = generator.random(length)
         arrays = (tokens, attention, real, uniform)
         dropout, own = map(torch.from_numpy, draws)
-        return PaddedTexts(*map(torch.from_numpy, arrays), self._strata(batch, slots), own), dropout
+        return PaddedTexts(
+            *map(torch.from_numpy, arrays), self._strata(batch, slots), own
+        ), dropout
 
     def _strata(self, batch: GlobalBatch, slots: np.ndarray) -> Tensor:
-        offset = float(counter_generator(self.seed, batch.epoch, batch.index, 0, _BATCH_STREAM).random())
+        offset = float(
+            counter_generator(self.seed, batch.epoch, batch.index, 0, _BATCH_STREAM).random()
+        )
         in_batch = np.minimum(slots, batch.size - 1)  # of placeholders, any slot will do
         key = batch.epoch * 1_000_003 + batch.index
         ranks = permute(np.arange(batch.size), batch.size, self.seed * 3 + 12, key)

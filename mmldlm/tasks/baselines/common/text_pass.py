@@ -35,8 +35,8 @@ def forward_text(model, tensors: dict[str, Tensor], **scored: Any) -> dict[str, 
 def add_length_loss(
     loss: Tensor, out: dict[str, Tensor], batch: Batch, weight: float
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """The loss plus weight * length NLL / lengths of the global batch; and the sums loss, length_nll_sum and
-    length_scored, detached."""
+    """The loss plus weight * length NLL / lengths of the global batch; and the sums loss,
+    length_nll_sum and length_scored, detached."""
     tensors = batch.tensors
     length_nll = F.cross_entropy(out["length_logits"], tensors["length_targets"], reduction="none")
     length_sum = torch.dot(length_nll, tensors["length_weights"])

@@ -1,4 +1,6 @@
-"""Evaluation of a baseline during training: given its latents and the null latent, or unconditionally."""
+"""Evaluation of a baseline during training: given its latents and the null latent, or
+unconditionally.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,9 @@ from mmldlm.tasks.validation import PassTotals, Validation
 
 
 def validation(task: BaselineTask, data: BaselineData, engine: Engine) -> Validation:
-    """Return the passes over the validation samples: l2t and, if it is trained, l2t_null; or unconditional."""
+    """Return the passes over the validation samples: l2t and, if it is trained, l2t_null; or
+    unconditional.
+    """
     config, seed = data.config, data.config.training.seed + Validation.SEED_OFFSET
     if config.model.conditioning == "none":
         passes = [("unconditional", task.collator(data, seed))]
@@ -21,11 +25,13 @@ def validation(task: BaselineTask, data: BaselineData, engine: Engine) -> Valida
 
 
 def figures(task: BaselineTask, totals: dict[str, PassTotals]) -> dict[str, float]:
-    """Return `{pass}_{metric.evaluation}` of every metric, and l2t_gain_null: the first metric with the null minus with
-    the right latent."""
+    """Return `{pass}_{metric.evaluation}` of every metric, and l2t_gain_null: the first metric
+    with the null minus with the right latent."""
     found = {}
     for name, total in totals.items():
-        counts = total.counts | {"text_tokens": total.num_tokens}  # without samples that were left out
+        counts = total.counts | {
+            "text_tokens": total.num_tokens
+        }  # without samples that were left out
         for metric in task.metrics:
             value = metric.value(total.sums, counts)
             if value is not None:

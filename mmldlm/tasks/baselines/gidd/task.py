@@ -23,7 +23,9 @@ _SAMPLERS = ("ancestral", "self_correction")
 
 
 class GiddTask(DivergenceTask):
-    """Masks and uniform noise (arXiv 2503.04482); GIDD+ with loss.text_weighting=dynamic and weight decay 0.02."""
+    """Masks and uniform noise (arXiv 2503.04482); GIDD+ with loss.text_weighting=dynamic and
+    weight decay 0.02.
+    """
 
     name = "gidd"
     config_class = GiddConfig
@@ -44,7 +46,9 @@ class GiddTask(DivergenceTask):
 
     def training_weights(self, data: BaselineData) -> Callable[[Tensor, Tensor], Tensor]:
         loss, process = data.config.loss, self.process_of_data(data)
-        return partial(process.training_weights, weighting=loss.text_weighting, largest=loss.largest_weight)
+        return partial(
+            process.training_weights, weighting=loss.text_weighting, largest=loss.largest_weight
+        )
 
     def objective(self, config: GiddConfig) -> DivergenceObjective:
         from mmldlm.diffusion.gidd import GiddDivergence
@@ -57,8 +61,10 @@ class GiddTask(DivergenceTask):
     ) -> TextSamples:
         if sampler == "self_correction" and pretrained.text_config.uniform_share == 0:
             raise UserError(
-                "a model trained with text_diffusion.uniform_share above 0, for --sampler self_correction",
-                f"text_diffusion.uniform_share=0 in {pretrained.folder}: it never saw a wrong token",
+                "a model trained with text_diffusion.uniform_share above 0, for --sampler"
+                " self_correction",
+                f"text_diffusion.uniform_share=0 in {pretrained.folder}: it never saw a wrong"
+                " token",
                 "omit --sampler",
             )
         return super().write_texts(pretrained, latents, sampler=sampler, **options)

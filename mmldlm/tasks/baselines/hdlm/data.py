@@ -34,7 +34,8 @@ class HdlmData(BaselineData):
         vectors = self._vectors()
         if count > len(vectors) - len(specials):
             raise UserError(
-                f"text_diffusion.num_clusters of at most {len(vectors) - len(specials)}, the words of the tokenizer",
+                f"text_diffusion.num_clusters of at most {len(vectors) - len(specials)}, the words"
+                " of the tokenizer",
                 f"text_diffusion.num_clusters={count}",
                 "choose fewer clusters",
             )
@@ -60,11 +61,17 @@ class HdlmData(BaselineData):
 
         folder, model = self.train.root / "tokenizer", self.config.model
         tokenizer = read_tokenizer(folder, f"the tokenizer in {folder}", "prepare the store again")
-        return {*tokenizer.all_special_ids, model.mask_token_id, model.pad_token_id, model.eos_token_id}
+        return {
+            *tokenizer.all_special_ids,
+            model.mask_token_id,
+            model.pad_token_id,
+            model.eos_token_id,
+        }
 
 
 def cooccurrence_vectors(texts: list[np.ndarray], vocab_size: int) -> np.ndarray:
-    """Positive pointwise mutual information of tokens with the CONTEXTS most frequent ones, at most WINDOW apart.
+    """Positive pointwise mutual information of tokens with the CONTEXTS most frequent ones, at
+    most WINDOW apart.
 
     Returns:
         [vocab_size, CONTEXTS or fewer] fp32; zeros for tokens that do not occur.
@@ -78,7 +85,10 @@ def cooccurrence_vectors(texts: list[np.ndarray], vocab_size: int) -> np.ndarray
     row[known], column[contexts] = np.arange(len(known)), np.arange(len(contexts))
     counts = np.zeros(len(known) * len(contexts), dtype=np.int64)
     for distance in range(1, WINDOW + 1):
-        for token, near in ((tokens[distance:], tokens[:-distance]), (tokens[:-distance], tokens[distance:])):
+        for token, near in (
+            (tokens[distance:], tokens[:-distance]),
+            (tokens[:-distance], tokens[distance:]),
+        ):
             seen = (row[token] >= 0) & (column[near] >= 0)
             places = row[token[seen]] * len(contexts) + column[near[seen]]
             counts += np.bincount(places, minlength=len(counts))
@@ -91,7 +101,8 @@ def cooccurrence_vectors(texts: list[np.ndarray], vocab_size: int) -> np.ndarray
 
 
 def open_data(config: HdlmConfig) -> HdlmData:
-    """Open both splits and fill in what they decide: also num_clusters and model.extra_input_tokens.
+    """Open both splits and fill in what they decide: also num_clusters and
+    model.extra_input_tokens.
 
     Raises:
         UserError: see `open_latent_data`; a contradiction of the number of clusters.

@@ -9,7 +9,8 @@ from mmldlm.models.plain.model import PlainTransformer
 
 
 class HierarchicalTransformer(PlainTransformer):
-    """A PlainTransformer that reads clusters as tokens V, V + 1, ... and holds which words they stand for.
+    """A PlainTransformer that reads clusters as tokens V, V + 1, ... and holds which words they
+    stand for.
 
     Attributes:
         token_clusters: buffer, cluster of every token, -1 for tokens in none. [V] int64
@@ -17,4 +18,6 @@ class HierarchicalTransformer(PlainTransformer):
 
     def __init__(self, config: PlainConfig):
         super().__init__(config)
-        self.register_buffer("token_clusters", torch.full((config.vocab_size,), -1, dtype=torch.int64))
+        self.register_buffer(
+            "token_clusters", torch.full((config.vocab_size,), -1, dtype=torch.int64)
+        )

@@ -22,7 +22,9 @@ if TYPE_CHECKING:
 
 
 class HdlmTask(DivergenceTask):
-    """Word -> cluster -> [MASK] (arXiv 2510.08632) with the exact posterior; clusters are stored with the model."""
+    """Word -> cluster -> [MASK] (arXiv 2510.08632) with the exact posterior; clusters are stored
+    with the model.
+    """
 
     name = "hdlm"
     config_class = HdlmConfig
@@ -41,7 +43,10 @@ class HdlmTask(DivergenceTask):
         return f"{super().describe(config)}, {config.text_diffusion.num_clusters} clusters"
 
     def expected_shapes(self, model_config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
-        return {**super().expected_shapes(model_config), "token_clusters": (model_config["vocab_size"],)}
+        return {
+            **super().expected_shapes(model_config),
+            "token_clusters": (model_config["vocab_size"],),
+        }
 
     def model_class(self) -> type[HierarchicalTransformer]:
         from mmldlm.tasks.baselines.hdlm.model import HierarchicalTransformer
@@ -58,7 +63,9 @@ class HdlmTask(DivergenceTask):
         return model
 
     def scored_share(self, config: HdlmConfig) -> float:
-        """1 - E[(1 - t)^gamma] with t = sin^2(pi u / 2): a word that still stands is not scored."""
+        """1 - E[(1 - t)^gamma] with t = sin^2(pi u / 2): a word that still stands is not
+        scored.
+        """
         gamma = config.text_diffusion.gamma
         return 1 - math.gamma(gamma + 0.5) / (math.sqrt(math.pi) * math.gamma(gamma + 1))
 
@@ -68,14 +75,18 @@ class HdlmTask(DivergenceTask):
         from mmldlm.diffusion.hierarchical import HierarchicalProcess
 
         clusters = torch.from_numpy(data.clusters)
-        return HierarchicalProcess(clusters, data.config.model.mask_token_id, data.config.text_diffusion.gamma)
+        return HierarchicalProcess(
+            clusters, data.config.model.mask_token_id, data.config.text_diffusion.gamma
+        )
 
     def process_of_model(self, pretrained: Pretrained) -> HierarchicalProcess:
         from mmldlm.diffusion.hierarchical import HierarchicalProcess
 
         model = pretrained.model
         clusters, gamma = model.token_clusters.cpu(), pretrained.text_config.gamma
-        return HierarchicalProcess(clusters, model.config.mask_token_id, gamma).to(model.token_clusters.device)
+        return HierarchicalProcess(clusters, model.config.mask_token_id, gamma).to(
+            model.token_clusters.device
+        )
 
     def training_weights(self, data: HdlmData) -> Callable[[Tensor, Tensor], Tensor]:
         largest = data.config.loss.largest_weight

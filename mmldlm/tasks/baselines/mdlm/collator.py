@@ -11,11 +11,13 @@ from mmldlm.tasks.masking import dynamic_weights, mask_texts
 
 
 class MaskingCollator(TextCollator):
-    """Adds text_tokens [B, S] int64 (masked), text_timesteps [B] fp32, and of the M masked tokens of real samples
-    text_positions [M] int64 in B * S, text_targets [M] int64 and text_weights [M] fp32 (the NELBO's);
-    under loss.text_weighting=dynamic text_loss_weights [M] fp32."""
+    """Adds text_tokens [B, S] int64 (masked), text_timesteps [B] fp32, and of the M masked tokens
+    of real samples text_positions [M] int64 in B * S, text_targets [M] int64 and text_weights [M]
+    fp32 (the NELBO's); under loss.text_weighting=dynamic text_loss_weights [M] fp32."""
 
-    def __init__(self, data: BaselineData, condition_dropout: float | None, seed: int | None = None):
+    def __init__(
+        self, data: BaselineData, condition_dropout: float | None, seed: int | None = None
+    ):
         super().__init__(data, condition_dropout, seed)
         self.text = data.config.text_diffusion
         self.weighs_dynamically = data.config.loss.text_weighting == "dynamic"

@@ -12,7 +12,8 @@ from mmldlm.tasks.baselines.mdlm.config import MdlmConfig
 class MdlmObjective:
     """(model, batch of MaskingCollator) -> loss and metric sums.
 
-    loss = NELBO / text tokens + length_loss_weight * length NLL / lengths, both counted over the GLOBAL batch.
+    loss = NELBO / text tokens + length_loss_weight * length NLL / lengths, both counted over the
+    GLOBAL batch.
 
     Args:
         config: the run's config.
@@ -20,7 +21,8 @@ class MdlmObjective:
 
     def __init__(self, config: MdlmConfig):
         self.loss = config.loss
-        # Taken into the rows' weights the share saves a pass over the head's gradients; float16 lacks the range.
+        # Taken into the rows' weights the share saves a pass over the head's gradients; float16
+        # lacks the range.
         self._weighs_inside = config.training.dtype != "fp16"
 
     def __call__(self, model, batch) -> tuple[Tensor, dict[str, Tensor]]:
@@ -28,8 +30,9 @@ class MdlmObjective:
 
         Returns:
             loss: fp32 scalar, this micro-batch's share of the global batch's loss.
-            sums: fp32 scalars, detached: loss, text_nelbo_sum (nats, with the NELBO's weights whatever the training
-                weighs by), text_correct and text_masked (masked tokens), length_nll_sum, length_scored.
+            sums: fp32 scalars, detached: loss, text_nelbo_sum (nats, with the NELBO's weights
+                whatever the training weighs by), text_correct and text_masked (masked tokens),
+                length_nll_sum, length_scored.
         """
         tensors = batch.tensors
         share = 1.0 / max(batch.counts["text_tokens"], 1)
@@ -55,4 +58,8 @@ class MdlmObjective:
             return torch.full_like(weights, 2.0)  # a token is masked half of the time
         if self.loss.text_weighting == "dynamic":
             return tensors["text_loss_weights"]
-        return weights if self.loss.text_weight_clip is None else weights.clamp_max(self.loss.text_weight_clip)
+        return (
+            weights
+            if self.loss.text_weight_clip is None
+            else weights.clamp_max(self.loss.text_weight_clip)
+        )

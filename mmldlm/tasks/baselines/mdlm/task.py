@@ -19,7 +19,9 @@ if TYPE_CHECKING:
 
 
 class MdlmTask(MaskedTextTask, BaselineTask):
-    """Masked diffusion of text (arXiv 2406.07524) on a one-stream transformer, with a length head."""
+    """Masked diffusion of text (arXiv 2406.07524) on a one-stream transformer, with a
+    length head.
+    """
 
     name = "mdlm"
     config_class = MdlmConfig
@@ -32,7 +34,14 @@ class MdlmTask(MaskedTextTask, BaselineTask):
         "length_scored",
     )
     metrics = (
-        Metric("text_loss", "text_nelbo_sum", "text_tokens", label="text", is_loss=True, evaluation="nelbo"),
+        Metric(
+            "text_loss",
+            "text_nelbo_sum",
+            "text_tokens",
+            label="text",
+            is_loss=True,
+            evaluation="nelbo",
+        ),
         Metric("length_loss", "length_nll_sum", "length_scored", evaluation="length_nll"),
         Metric("text_accuracy", "text_correct", "text_masked", evaluation="token_accuracy"),
     )
@@ -41,7 +50,10 @@ class MdlmTask(MaskedTextTask, BaselineTask):
         return costs.step_flops(model_config, [length], scored).forward
 
     def model_config(self, data: BaselineData) -> dict[str, Any]:
-        return {**super().model_config(data), "text_diffusion": data.config.text_diffusion.model_dump()}
+        return {
+            **super().model_config(data),
+            "text_diffusion": data.config.text_diffusion.model_dump(),
+        }
 
     def collator(
         self, data: BaselineData, seed: int | None = None, condition_dropout: float | None = None

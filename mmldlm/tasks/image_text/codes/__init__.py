@@ -1,1 +1,3 @@
-"""Images as ids of codes: masked diffusion on their own clock, in place of the noise of continuous latents."""
+"""Images as ids of codes: masked diffusion on their own clock, in place of the noise of continuous
+latents.
+"""

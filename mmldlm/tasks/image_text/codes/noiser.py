@@ -21,13 +21,14 @@ _CODE_STREAM = 10  # last counter word; `noise_keys` has 9
 class CodeNoiser(ImageNoiser):
     """Collator of the image_text task on a store of codes.
 
-    Of the N ids of an image exactly k = ceil(t N) are replaced by [MASK], id num_codes, and each is scored with weight
-    N / k: `MaskedDiffusion.corrupt_count`, so that the loss is a bound (NELBO) on -log p(image | caption).
+    Of the N ids of an image exactly k = ceil(t N) are replaced by [MASK], id num_codes, and each
+    is scored with weight N / k: `MaskedDiffusion.corrupt_count`, so that the loss is a bound
+    (NELBO) on -log p(image | caption).
 
     A batch has, in place of the tensors of noised latents:
-        latents [B, N, 1] int64 (with [MASK]), latent_clean [B, N, 1] int64, latent_timesteps [B] fp32 (k / N, 0 where
-        the image is given), code_positions [M] int64 in B * N, code_targets [M] int64, code_weights [M] fp32,
-        latent_is_null [B] bool.
+        latents [B, N, 1] int64 (with [MASK]), latent_clean [B, N, 1] int64, latent_timesteps [B]
+        fp32 (k / N, 0 where the image is given), code_positions [M] int64 in B * N, code_targets
+        [M] int64, code_weights [M] fp32, latent_is_null [B] bool.
     `counts` has codes (of all images to score) instead of latents.
     """
 
@@ -36,7 +37,9 @@ class CodeNoiser(ImageNoiser):
         self.num_codes = config.model.num_codes
         self.reader.num_codes = self.num_codes
 
-    def collate(self, batch: GlobalBatch, slots: np.ndarray, samples: Any, lengths: np.ndarray) -> NoisedBatch:
+    def collate(
+        self, batch: GlobalBatch, slots: np.ndarray, samples: Any, lengths: np.ndarray
+    ) -> NoisedBatch:
         noised = super().collate(batch, slots, samples, lengths)
         noised.counts["codes"] = noised.counts.pop("latents")
         return noised
@@ -47,7 +50,9 @@ class CodeNoiser(ImageNoiser):
     def _draws_noise(self, latents: np.ndarray) -> bool:
         return False
 
-    def _pad(self, batch: GlobalBatch, rows: Rows, ids: np.ndarray, slots: np.ndarray) -> PaddedSamples:
+    def _pad(
+        self, batch: GlobalBatch, rows: Rows, ids: np.ndarray, slots: np.ndarray
+    ) -> PaddedSamples:
         """Return the samples with uniform numbers [B, N] fp64, for the masks, as their noise."""
         if rows.latents.ndim == 2:  # an image of one patch
             rows = rows._replace(latents=rows.latents[:, None])
@@ -56,7 +61,11 @@ class CodeNoiser(ImageNoiser):
             counter_generator(self.seed, batch.epoch, sample, slot, _CODE_STREAM).random(count)
             for sample, slot in zip(ids.tolist(), slots.tolist(), strict=True)
         ]
-        return super()._pad(batch, rows, ids, slots)._replace(noise=torch.from_numpy(np.stack(uniform)))
+        return (
+            super()
+            ._pad(batch, rows, ids, slots)
+            ._replace(noise=torch.from_numpy(np.stack(uniform)))
+        )
 
     def _latent_tensors(
         self, padded: PaddedSamples, modes: np.ndarray, real: np.ndarray, strata: Tensor
@@ -83,16 +92,21 @@ class CodeNoiser(ImageNoiser):
 def code_problems(batch: NoisedBatch, num_codes: int) -> list[str]:
     """Return what is wrong with the codes of a micro-batch.
 
-    Masked ids are exactly those that are scored, or of a sample whose weight is 0; all others are the clean ones.
+    Masked ids are exactly those that are scored, or of a sample whose weight is 0; all others are
+    the clean ones.
     """
     tensors = {name: tensor.cpu() for name, tensor in batch.tensors.items()}
     noised, clean = tensors["latents"][..., 0], tensors["latent_clean"][..., 0]
     masked, problems = noised == num_codes, []
     if clean.numel() and not 0 <= int(clean.min()) <= int(clean.max()) < num_codes:
-        problems.append(f"codes hold ids {int(clean.min())}..{int(clean.max())} outside 0..{num_codes - 1}")
+        problems.append(
+            f"codes hold ids {int(clean.min())}..{int(clean.max())} outside 0..{num_codes - 1}"
+        )
     if not torch.equal(noised[~masked], clean[~masked]):
         problems.append("codes that are not masked differ from the clean ones")
     positions, targets = tensors["code_positions"], tensors["code_targets"]
-    if not bool(masked.flatten()[positions].all()) or not torch.equal(clean.flatten()[positions], targets):
+    if not bool(masked.flatten()[positions].all()) or not torch.equal(
+        clean.flatten()[positions], targets
+    ):
         problems.append("code_targets are not the clean ids of masked codes")
     return problems

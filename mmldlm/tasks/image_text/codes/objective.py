@@ -14,13 +14,18 @@ from mmldlm.tasks.translation.objective import LatentTerm, TranslationObjective
 class CodeObjective(TranslationObjective):
     """loss = latent_loss_weight * NELBO of the images / codes + the terms of text and length.
 
-    Its metrics have, beside those of TranslationObjective (0 where they are of latents): code_nelbo_sum (nats, weighted
-    by N / k), code_correct (masked codes predicted right), code_scored (masked codes) and code_total (all codes of the
-    images that are scored: the sum of the weights).
+    Its metrics have, beside those of TranslationObjective (0 where they are of latents):
+    code_nelbo_sum (nats, weighted by N / k), code_correct (masked codes predicted right),
+    code_scored (masked codes) and code_total (all codes of the images that are scored: the sum of
+    the weights).
     """
 
     def _latent_arguments(self, tensors: dict[str, Tensor]) -> dict[str, Any]:
-        return {"codes": CodeTargets(tensors["code_positions"], tensors["code_targets"], tensors["code_weights"])}
+        return {
+            "codes": CodeTargets(
+                tensors["code_positions"], tensors["code_targets"], tensors["code_weights"]
+            )
+        }
 
     def _latent_term(self, out: dict[str, Tensor], tensors: dict[str, Tensor]) -> LatentTerm:
         return LatentTerm(out["code_loss_sum"], "codes")

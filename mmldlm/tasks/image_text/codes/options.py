@@ -10,13 +10,20 @@ _OF_VALUES: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("latent_diffusion", ()),
     (
         "loss",
-        ("latent_loss", "normalize_eps", "latent_loss_clamp", "latent_weight_clip", "latent_prediction_clamp",
-         "latent_target_clamp", "allow_scale_free_latent_loss"),
+        (
+            "latent_loss",
+            "normalize_eps",
+            "latent_loss_clamp",
+            "latent_weight_clip",
+            "latent_prediction_clamp",
+            "latent_target_clamp",
+            "allow_scale_free_latent_loss",
+        ),
     ),
     ("training", ("t2l_pure_noise", "l2t_condition_noise", "l2t_condition_timestep")),
     ("model", ("latent_predictions", "scale_noisy_latents")),
     ("data", ("shift_pixels", "shift_only_i2t")),
-)  # fmt: skip
+)
 
 
 def refuse_options_of_values(config: ImageTextConfig) -> None:
@@ -35,7 +42,9 @@ def refuse_options_of_values(config: ImageTextConfig) -> None:
                 found.append(f"{name}.{key}={value}")
     if found:
         raise UserError(
-            "options that a store of codes reads: its ids are masked, neither noised, weighted nor shifted",
+            "options that a store of codes reads: its ids are masked, neither noised, weighted nor"
+            " shifted",
             ", ".join(found),
-            "drop them, start from --config-name image_text_discrete, or prepare with --latents pixels",
+            "drop them, start from --config-name image_text_discrete, or prepare with --latents"
+            " pixels",
         )

@@ -1,4 +1,6 @@
-"""Reading real DeepSpeed checkpoints: bit-equal to the live engine, and no damaged one is ever read as a whole one."""
+"""Reading real DeepSpeed checkpoints: bit-equal to the live engine, and no damaged one is ever
+read as a whole one.
+"""
 
 from __future__ import annotations
 
@@ -37,15 +39,22 @@ def test_equals_the_live_engine(zero_dir, case):
         assert checkpoint.step == CASES[case].get("steps", 2)
         assert set(checkpoint.tensors) == set(index)
         kinds = {name: info.kind for name, info in checkpoint.tensors.items()}
-        assert kinds["head.weight"] == "alias" and checkpoint.tensors["head.weight"].alias_of == "embed.weight"
+        assert (
+            kinds["head.weight"] == "alias"
+            and checkpoint.tensors["head.weight"].alias_of == "embed.weight"
+        )
         assert {name for name in kinds if kinds[name] == "buffer"} == {"counts", "flag", "mean"}
         if case != "z0_fp32" and "frozen.weight" in kinds:
-            assert {name for name in kinds if kinds[name] == "frozen"} == {"frozen.weight", "frozen.bias"}
+            assert {name for name in kinds if kinds[name] == "frozen"} == {
+                "frozen.weight",
+                "frozen.bias",
+            }
         for name, expected in index.items():
             values = checkpoint.read(name)
             assert values.shape == tuple(expected["shape"]), name
             if case == "z2_robin" and kinds[name] == "trainable":
-                # The live getter is wrong here (make_zero): what decides is that the rounded master is the weight.
+                # The live getter is wrong here (make_zero): what decides is that the rounded
+                # master is the weight.
                 assert fp32_to_bf16(values).tobytes() == truth[name].tobytes(), name
                 continue
             if kinds[name] == "alias" and case == "z2_robin":
@@ -61,7 +70,9 @@ def test_imports_neither_torch_nor_deepspeed(zero_dir):
         "c = ZeroCheckpoint.open(sys.argv[1]); [c.read(n) for n in c.tensors]\n"
         "print([m for m in ('torch', 'deepspeed', 'transformers') if m in sys.modules])"
     )
-    done = subprocess.run([sys.executable, "-c", code, str(zero_dir / "z2_bf16")], capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(zero_dir / "z2_bf16")], capture_output=True, text=True
+    )
     assert done.stdout.strip() == "[]", done.stderr
 
 
@@ -81,7 +92,8 @@ def test_tag_folder_and_latest_file(zero_copy):
         ZeroCheckpoint.open(folder.parent)
 
 
-# -- faults: each must be refused with the file's name ----------------------------------------------------------------
+# -- faults: each must be refused with the file's name
+# ----------------------------------------------------------------
 
 
 def swap(folder, first, second):
@@ -142,7 +154,9 @@ def test_extra_rank_file(zero_copy, case):
 @pytest.mark.parametrize(
     "case, name", [("z1_bf16", OPTIM.format(1)), ("z3_bf16", MODEL3.format(0)), ("z2_bf16", MODEL)]
 )
-@pytest.mark.parametrize("damage", [truncate, lambda folder, name: (folder / name).write_bytes(b"")])
+@pytest.mark.parametrize(
+    "damage", [truncate, lambda folder, name: (folder / name).write_bytes(b"")]
+)
 def test_truncated_and_empty(zero_copy, case, name, damage):
     folder = zero_copy(case)
     damage(folder, name)
@@ -150,7 +164,8 @@ def test_truncated_and_empty(zero_copy, case, name, damage):
 
 
 @pytest.mark.parametrize(
-    "case, pattern", [("z2_bf16", OPTIM), ("z3_bf16", OPTIM), ("z3_bf16", MODEL3), ("z1_bf16opt", OPTIM)]
+    "case, pattern",
+    [("z2_bf16", OPTIM), ("z3_bf16", OPTIM), ("z3_bf16", MODEL3), ("z1_bf16opt", OPTIM)],
 )
 def test_swapped_rank_files(zero_copy, case, pattern):
     folder = zero_copy(case)
@@ -175,7 +190,9 @@ def test_mixed_steps(zero_dir, zero_copy, case, later, name):
 
 @pytest.mark.parametrize("case, later", [("z2_bf16", "z2_later"), ("z3_bf16", "z3_later")])
 def test_all_optimizer_files_of_a_later_step(zero_dir, zero_copy, case, later):
-    """Every optimizer file agrees with every other; the step count of the model files tells (trials 1, BAD 6)."""
+    """Every optimizer file agrees with every other; the step count of the model files tells
+    (trials 1, BAD 6).
+    """
     folder = zero_copy(case)
     for rank in (0, 1):
         from_other(zero_dir, later, folder, OPTIM.format(rank))
@@ -195,11 +212,17 @@ def test_an_optimizer_behind_its_model_is_a_note(zero_dir, zero_copy):
     for rank in (0, 1):
         from_other(zero_dir, "z3_bf16", folder, OPTIM.format(rank))
     with open_source(folder).weights as source:
-        assert any("made 2 steps" in note and "counts 4" in note for note in source.notes), source.notes
+        assert any("made 2 steps" in note and "counts 4" in note for note in source.notes), (
+            source.notes
+        )
 
 
 @pytest.mark.parametrize(
-    "name, word", [("mp_rank_01_model_states.pt", "mp_rank 1"), ("layer_00-model_00-model_states.pt", "pipeline")]
+    "name, word",
+    [
+        ("mp_rank_01_model_states.pt", "mp_rank 1"),
+        ("layer_00-model_00-model_states.pt", "pipeline"),
+    ],
 )
 def test_model_parallel_is_refused(zero_copy, name, word):
     folder = zero_copy("z2_bf16")
@@ -208,7 +231,9 @@ def test_model_parallel_is_refused(zero_copy, name, word):
 
 
 def test_world_size_that_disagrees(zero_copy):
-    """The files of one rank alone, as if the run had been of world size 1: partition_count is 2, one file."""
+    """The files of one rank alone, as if the run had been of world size 1: partition_count is 2,
+    one file.
+    """
     folder = zero_copy("z3_bf16")
     (folder / OPTIM.format(1)).unlink()
     (folder / MODEL3.format(1)).unlink()
@@ -227,7 +252,9 @@ def test_any_flipped_bit_is_refused_or_harmless(zero_copy, case):
         path = chooser.choice(files)
         data = path.read_bytes()
         place = chooser.randrange(len(data))
-        path.write_bytes(data[:place] + bytes([data[place] ^ (1 << chooser.randrange(8))]) + data[place + 1 :])
+        path.write_bytes(
+            data[:place] + bytes([data[place] ^ (1 << chooser.randrange(8))]) + data[place + 1 :]
+        )
         try:
             assert read_all(folder) == expected, (path.name, place)
         except UserError as error:
@@ -251,7 +278,9 @@ def test_every_byte_of_a_weight_is_guarded(zero_copy):
 
 
 def test_nonfinite_weights(zero_dir, tmp_path):
-    """A NaN in a master, with the zip's CRC made right again: the sums are fine, the weight is not."""
+    """A NaN in a master, with the zip's CRC made right again: the sums are fine, the weight is
+    not.
+    """
     folder = tmp_path / "zero"
     folder.mkdir()
     for path in (zero_dir / "z3_bf16" / "zero").glob("*_states.pt"):
@@ -272,4 +301,6 @@ def test_nonfinite_weights(zero_dir, tmp_path):
         checkpoint.read("wide.weight")
     with ZeroCheckpoint.open(folder, allow_nonfinite=True) as checkpoint:
         values = checkpoint.read("wide.weight")
-    assert np.isnan(values.reshape(-1)[0]) and np.array_equal(values.reshape(-1)[1:], intact.reshape(-1)[1:])
+    assert np.isnan(values.reshape(-1)[0]) and np.array_equal(
+        values.reshape(-1)[1:], intact.reshape(-1)[1:]
+    )

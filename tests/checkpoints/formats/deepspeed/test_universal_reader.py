@@ -1,4 +1,6 @@
-"""Universal checkpoints: those of DeepSpeed's own tool are read right, and ours are what DeepSpeed loads."""
+"""Universal checkpoints: those of DeepSpeed's own tool are read right, and ours are what DeepSpeed
+loads.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,7 @@ for case in cases:
     sys.argv = ["x", "--input_folder", f"{source}/{case}/zero", "--output_folder", f"{out}/{case}/universal",
                 "--inject_missing_state", "--num_extract_workers", "1", "--num_merge_workers", "1"]
     ds_to_universal.main(ds_to_universal.parse_arguments())
-"""
+"""  # noqa: E501
 
 
 @pytest.fixture(scope="module")
@@ -71,7 +73,10 @@ def test_moments(zero_dir, universal_dir, case):
             if source.kind(name) == "trainable":
                 for what in ("weight", "exp_avg", "exp_avg_sq"):
                     expected = source.read(name, what, 0, count)
-                    assert np.array_equal(universal.read(name, what, 0, count), expected), (name, what)
+                    assert np.array_equal(universal.read(name, what, 0, count), expected), (
+                        name,
+                        what,
+                    )
 
 
 @pytest.mark.parametrize("gone", ["fp32.pt", "exp_avg_sq.pt"])
@@ -84,12 +89,15 @@ def test_a_missing_state_is_named(universal_dir, tmp_path, gone):
     assert "wide.weight" in str(caught.value)
 
 
-# -- our own writer ----------------------------------------------------------------------------------------------------
+# -- our own writer
+# -------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
 def written_dir(zero_dir, tmp_path_factory) -> Path:
-    """The same checkpoints, and others that DeepSpeed's tool gets wrong, through `mmldlm convert --to universal`."""
+    """The same checkpoints, and others that DeepSpeed's tool gets wrong, through `mmldlm convert
+    --to universal`.
+    """
     out = tmp_path_factory.mktemp("written")
     for case in (*CASES, "z1_bf16opt", "z2_robin", "z3_subgroups"):
         convert_state(zero_dir / case, out / case, "universal")
@@ -108,15 +116,27 @@ def test_writes_what_ds_to_universal_writes(zero_dir, universal_dir, written_dir
         elif name.name != "optimizer_state.pt":
             expected = torch.load(theirs / name, weights_only=True)
             found = torch.load(ours / name, weights_only=True, mmap=True)
-            if name.parent.name == "head.weight":  # theirs is the tied weight rounded to bf16, ours the master
-                expected = {"param": torch.load(theirs / "zero" / "embed.weight" / "fp32.pt")["param"]}
+            if (
+                name.parent.name == "head.weight"
+            ):  # theirs is the tied weight rounded to bf16, ours the master
+                expected = {
+                    "param": torch.load(theirs / "zero" / "embed.weight" / "fp32.pt")["param"]
+                }
             pairs = (
-                zip(expected.items(), found.items()) if isinstance(expected, dict) else [((0, expected), (0, found))]
+                zip(expected.items(), found.items())
+                if isinstance(expected, dict)
+                else [((0, expected), (0, found))]
             )
             for (key, one), (other_key, two) in pairs:
                 assert key == other_key
-                assert torch.equal(one, two) and one.shape == two.shape if torch.is_tensor(one) else one == two, name
-    known = torch.load(theirs / "zero" / "optimizer_state.pt", weights_only=False)  # DeepSpeed's own file
+                assert (
+                    torch.equal(one, two) and one.shape == two.shape
+                    if torch.is_tensor(one)
+                    else one == two
+                ), name
+    known = torch.load(
+        theirs / "zero" / "optimizer_state.pt", weights_only=False
+    )  # DeepSpeed's own file
     state = torch.load(ours / "zero" / "optimizer_state.pt", weights_only=True)
     assert state["param_groups"] == known["param_groups"] and state["ds_version"]
     if case.startswith("z3"):
@@ -134,7 +154,9 @@ def test_written_state_reads_back(zero_dir, written_dir, case):
         for name in source.names:
             assert written.kind(name) == source.kind(name)
             if source.kind(name) != "trainable":
-                assert written.read_tensor(name)[0].tobytes() == source.read_tensor(name)[0].tobytes()
+                assert (
+                    written.read_tensor(name)[0].tobytes() == source.read_tensor(name)[0].tobytes()
+                )
                 continue
             count = int(np.prod(source.shape(name)))
             for what in ("weight", "exp_avg", "exp_avg_sq"):
@@ -142,7 +164,9 @@ def test_written_state_reads_back(zero_dir, written_dir, case):
                 assert np.array_equal(written.read(name, what, 0, count), expected), (name, what)
 
 
-@pytest.mark.parametrize("case, word", [("z0_fp32", "trained"), ("z2_step0", "stepped"), ("z2_elastic", "elastic")])
+@pytest.mark.parametrize(
+    "case, word", [("z0_fp32", "trained"), ("z2_step0", "stepped"), ("z2_elastic", "elastic")]
+)
 def test_sources_that_cannot_become_universal(zero_dir, tmp_path, case, word):
     with pytest.raises(UserError, match=word):
         convert_state(zero_dir / case, tmp_path / "out", "universal")
@@ -192,7 +216,9 @@ def test_torch_reads_every_dtype_and_shape_we_write(tmp_path):
 
 
 def test_records_beyond_4_gib(tmp_path):
-    """Headers and directory of a file whose tensors were never written: 5 GiB of a sparse file, then one behind it."""
+    """Headers and directory of a file whose tensors were never written: 5 GiB of a sparse file,
+    then one behind it.
+    """
     torch = pytest.importorskip("torch", reason="torch is not installed")
     large, behind = TensorSpec("float32", (1280 << 20,)), TensorSpec("float32", (3,))
     layout = TorchFileLayout({"large": large, "behind": behind}, "file")
@@ -214,4 +240,8 @@ def test_records_beyond_4_gib(tmp_path):
     state = torch.load(tmp_path / "file.pt", weights_only=True, mmap=True)
     assert state["large"].shape == large.shape and state["behind"].tolist() == [0, 1, 2]
     with ModelFile.open(tmp_path / "file.pt") as source:
-        assert source.tensors["large"].shape == large.shape and source.read("behind").tolist() == [0, 1, 2]
+        assert source.tensors["large"].shape == large.shape and source.read("behind").tolist() == [
+            0,
+            1,
+            2,
+        ]

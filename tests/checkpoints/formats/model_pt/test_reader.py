@@ -1,4 +1,6 @@
-"""model.pt in the forms that other programs give it: MM-LDLM's checkpoint.pt, weights under a key, two candidates."""
+"""model.pt in the forms that other programs give it: MM-LDLM's checkpoint.pt, weights under a key,
+two candidates.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,9 @@ torch = pytest.importorskip("torch", reason="torch is not installed")
 
 
 def mm_ldlm_checkpoint(path, key: str) -> dict:
-    """checkpoint.pt as MM-LDLM's trainer saves it: its own state_dict, AdamW's, a pickled dataclass, config None."""
+    """checkpoint.pt as MM-LDLM's trainer saves it: its own state_dict, AdamW's, a pickled
+    dataclass, config None.
+    """
 
     @dataclass
     class TrainingState:
@@ -34,7 +38,12 @@ def mm_ldlm_checkpoint(path, key: str) -> dict:
     optimizer.step()
     trainer = {f"model.{name}": value for name, value in model.state_dict().items()}
     trainer["text_noise_schedule.sigmas"] = torch.linspace(0, 1, 5)
-    saved = {key: trainer, "optimizer": optimizer.state_dict(), "training_state": TrainingState(), "config": None}
+    saved = {
+        key: trainer,
+        "optimizer": optimizer.state_dict(),
+        "training_state": TrainingState(),
+        "config": None,
+    }
     torch.save(saved, path)
     del sys.modules[module.__name__]
     return model.state_dict()

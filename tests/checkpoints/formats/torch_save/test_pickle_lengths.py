@@ -9,9 +9,23 @@ import pytest
 from mmldlm.checkpoints.formats.torch_save.pickle_lengths import check_lengths
 
 VALUE = {
-    "a": [1, 2.5, "x" * 300, b"y" * 70_000, (1, 2), 10**40, 2**3000, None, True, {1}, frozenset([2]), bytearray(9)],
-    "many": {number: str(number) for number in range(3000)}, "é\n\\": print,
-}  # fmt: skip
+    "a": [
+        1,
+        2.5,
+        "x" * 300,
+        b"y" * 70_000,
+        (1, 2),
+        10**40,
+        2**3000,
+        None,
+        True,
+        {1},
+        frozenset([2]),
+        bytearray(9),
+    ],
+    "many": {number: str(number) for number in range(3000)},
+    "é\n\\": print,
+}
 
 
 @pytest.mark.parametrize("protocol", range(pickle.HIGHEST_PROTOCOL + 1))
@@ -26,11 +40,20 @@ def test_what_picklers_write(protocol):
 @pytest.mark.parametrize(
     "data",
     [
-        b"}r\xff\xff\xff\x7f.", b"}p2147483647\n.", b"p" + b"9" * 40 + b"\n.", b"\x8e" + bytes(7) + b"\x01.",
-        b"B\xff\xff\xff\x7f.", b"\x96" + bytes(6) + b"\x01\0.", b"\x8b\xff\xff\xff\x7f.", b"T\xff\xff\xff\xff.",
-        b"", b"}", b"\xfe.", b"cmodule\nname",
+        b"}r\xff\xff\xff\x7f.",
+        b"}p2147483647\n.",
+        b"p" + b"9" * 40 + b"\n.",
+        b"\x8e" + bytes(7) + b"\x01.",
+        b"B\xff\xff\xff\x7f.",
+        b"\x96" + bytes(6) + b"\x01\0.",
+        b"\x8b\xff\xff\xff\x7f.",
+        b"T\xff\xff\xff\xff.",
+        b"",
+        b"}",
+        b"\xfe.",
+        b"cmodule\nname",
     ],
-)  # fmt: skip
+)
 def test_claims_without_bytes(data):
     with pytest.raises(ValueError):
         check_lengths(data)

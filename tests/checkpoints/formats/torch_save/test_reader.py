@@ -13,14 +13,18 @@ torch = pytest.importorskip("torch", reason="torch is not installed: nothing to 
 
 
 def test_damaged_files_are_refused_or_the_same(tmp_path):
-    """Every changed byte or truncation: UserError, or the saved values; never another exception or value."""
+    """Every changed byte or truncation: UserError, or the saved values; never another exception or
+    value.
+    """
     path, values = tmp_path / "w.pt", torch.arange(64, dtype=torch.float32)
     torch.save({"w": values}, path)
     data, chooser, refused = path.read_bytes(), random.Random(2), 0
     for number in range(1500):
         position = chooser.randrange(len(data))
         byte = bytes([data[position] ^ 1 << chooser.randrange(8)])
-        path.write_bytes(data[:position] + (b"" if number % 3 == 0 else byte + data[position + 1 :]))
+        path.write_bytes(
+            data[:position] + (b"" if number % 3 == 0 else byte + data[position + 1 :])
+        )
         try:
             with TorchFile(path) as file:
                 ref = file.load()["w"]

@@ -1,4 +1,6 @@
-"""The restricted pickle reader: what torch saves is described, everything else is refused and nothing runs."""
+"""The restricted pickle reader: what torch saves is described, everything else is refused and
+nothing runs.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,12 @@ import pytest
 
 from mmldlm.checkpoints.formats.model_pt.reader import ModelFile
 from mmldlm.checkpoints.formats.torch_save import unpickler
-from mmldlm.checkpoints.formats.torch_save.unpickler import OpaqueObject, RefusedPickle, TensorRef, read_pickle
+from mmldlm.checkpoints.formats.torch_save.unpickler import (
+    OpaqueObject,
+    RefusedPickle,
+    TensorRef,
+    read_pickle,
+)
 from mmldlm.errors import UserError
 
 
@@ -53,7 +60,8 @@ def test_code_is_refused_by_name_and_never_runs(tmp_path, protocol):
         b"cbuiltins\neval\n(X\x05\x00\x00\x001+1+1tR.",
         b"cbuiltins\ngetattr\n(ccollections\nOrderedDict\nX\x08\x00\x00\x00fromkeystR.",
         b"\x80\x04\x8c\x08builtins\x8c\x04exec\x93.",
-        b"ctorch\nFloatStorage\n}X\x05\x00\x00\x00dtypeX\x05\x00\x00\x00int64sb.",  # BUILD on a table entry
+        # BUILD on a table entry
+        b"ctorch\nFloatStorage\n}X\x05\x00\x00\x00dtypeX\x05\x00\x00\x00int64sb.",
         b"ctorch._utils\n_rebuild_tensor_v2\n(N}X\x0c\x00\x00\x00__defaults__)st\x62.",
         b"garbage",
         b"",
@@ -61,10 +69,14 @@ def test_code_is_refused_by_name_and_never_runs(tmp_path, protocol):
     ],
 )
 def test_tricks_are_refused(code):
-    before = {key: repr(getattr(value, "dtype", value)) for key, value in unpickler._GLOBALS.items()}
+    before = {
+        key: repr(getattr(value, "dtype", value)) for key, value in unpickler._GLOBALS.items()
+    }
     with pytest.raises(RefusedPickle):
         read_pickle(code)
-    assert before == {key: repr(getattr(value, "dtype", value)) for key, value in unpickler._GLOBALS.items()}
+    assert before == {
+        key: repr(getattr(value, "dtype", value)) for key, value in unpickler._GLOBALS.items()
+    }
 
 
 @pytest.mark.parametrize(
@@ -89,13 +101,18 @@ def test_other_names_are_inert(code):
     assert isinstance(value, OpaqueObject) or issubclass(value, OpaqueObject)
 
 
-STORAGE = b"(X\x07\x00\x00\x00storagectorch\nFloatStorage\nX\x01\x00\x00\x000X\x03\x00\x00\x00cpuK\x04tQ"
+STORAGE = (
+    b"(X\x07\x00\x00\x00storagectorch\nFloatStorage\nX\x01\x00\x00\x000X\x03\x00\x00\x00cpuK\x04tQ"
+)
 TENSOR = b"ctorch._utils\n_rebuild_tensor_v2\n(" + STORAGE + b"K\x00(K\x02t(K\x01ttR"
 
 
-@pytest.mark.parametrize("value", [STORAGE, TENSOR, b"ctorch\nfloat32\n", b"ctorch._utils\n_rebuild_parameter\n"])
 @pytest.mark.parametrize(
-    "state", [b"}X\x05\x00\x00\x00dtypeX\x05\x00\x00\x00int64s", b"N}\x86", b"](X\x01\x00\x00\x00ae"]
+    "value", [STORAGE, TENSOR, b"ctorch\nfloat32\n", b"ctorch._utils\n_rebuild_parameter\n"]
+)
+@pytest.mark.parametrize(
+    "state",
+    [b"}X\x05\x00\x00\x00dtypeX\x05\x00\x00\x00int64s", b"N}\x86", b"](X\x01\x00\x00\x00ae"],
 )
 def test_no_attribute_can_be_set(value, state):
     """BUILD on descriptions: dataclasses must not get a __setstate__ that obeys it."""
@@ -151,7 +168,9 @@ def test_torch_tensors_of_every_form(tmp_path):
         assert source.tensors["tied"].alias_of == "view"
         for name, tensor in state.items():
             info = source.tensors[name]
-            assert info.shape == tuple(tensor.shape) and f"torch.{info.dtype}" == str(tensor.dtype), name
+            assert info.shape == tuple(tensor.shape) and f"torch.{info.dtype}" == str(
+                tensor.dtype
+            ), name
             raw = (
                 tensor.detach()
                 .resolve_conj()
@@ -173,7 +192,10 @@ def test_impossible_tensors_are_refused(tmp_path):
     with zipfile.ZipFile(path) as archive:
         names = {info.filename: archive.read(info) for info in archive.infolist()}
     short = {name: data[:-4] if name.endswith("data/0") else data for name, data in names.items()}
-    for broken in (short, {name: data for name, data in names.items() if not name.endswith("data/0")}):
+    for broken in (
+        short,
+        {name: data for name, data in names.items() if not name.endswith("data/0")},
+    ):
         with zipfile.ZipFile(path, "w") as archive:
             for name, data in broken.items():
                 archive.writestr(name, data)
@@ -195,7 +217,9 @@ def test_negative_sizes_are_refused():
 
 
 def test_members_of_enums_as_the_python_of_debian_12_pickles_them():
-    """Python 3.11.2 writes getattr(class, name): no ZeRO checkpoint could be resumed or converted there."""
+    """Python 3.11.2 writes getattr(class, name): no ZeRO checkpoint could be resumed or converted
+    there.
+    """
     stage = b"cdeepspeed.runtime.zero.config\nZeroStageEnum\n"
     by_name = read_pickle(b"cbuiltins\ngetattr\n(" + stage + b"X\x09\x00\x00\x00gradientstR.")
     by_value = read_pickle(stage + b"(K\x02tR.")

@@ -27,7 +27,10 @@ def directory(data: bytes):
 @pytest.mark.parametrize("data", [zipped(), zipped(0), zipped(300)])
 def test_as_the_standard_library_reads_them(data):
     with zipfile.ZipFile(io.BytesIO(data)) as archive:
-        expected = [(i.filename, i.CRC, i.compress_size, i.file_size, i.header_offset) for i in archive.infolist()]
+        expected = [
+            (i.filename, i.CRC, i.compress_size, i.file_size, i.header_offset)
+            for i in archive.infolist()
+        ]
     assert [tuple(entry)[:5] for entry in directory(data)] == expected
 
 
@@ -39,7 +42,9 @@ def test_as_torch_writes_them():
     assert {"archive/data.pkl", "archive/data/0", "archive/data/1"} <= names
 
 
-@pytest.mark.parametrize("first, last", [(b"x", b""), (b"", b"x"), (zipped(), b""), (b"", zipped()), (bytes(512), b"")])
+@pytest.mark.parametrize(
+    "first, last", [(b"x", b""), (b"", b"x"), (zipped(), b""), (b"", zipped()), (bytes(512), b"")]
+)
 def test_bytes_before_or_after_are_refused(first, last):
     """conversion-trials part 2 BAD 6: zipfile returns the last of two archives."""
     with pytest.raises(BadZip):
@@ -69,15 +74,40 @@ def test_offsets_shifted_to_bytes_before_are_refused():
 
 
 def test_compression_is_told():
-    assert {entry.method for entry in directory(zipped(compression=zipfile.ZIP_DEFLATED))} == {zipfile.ZIP_DEFLATED}
+    assert {entry.method for entry in directory(zipped(compression=zipfile.ZIP_DEFLATED))} == {
+        zipfile.ZIP_DEFLATED
+    }
 
 
 def test_sizes_beyond_32_bits():
     """An entry of 5 GB at 6 GB after a small one, without their 11 GB."""
     size, at, end = 5 << 30, 6 << 30, 11 << 30
     extra = struct.pack("<HHQQQ", 1, 24, size, size, at)
-    fields = (0x02014B50, 45, 45, 0, 0, 0, 0, 7, 0xFFFFFFFF, 0xFFFFFFFF, 1, len(extra), 0, 0, 0, 0, 0xFFFFFFFF)
-    small = struct.pack("<IHHHHHHIIIHHHHHII", 0x02014B50, 45, 45, 0, 0, 0, 0, 7, 9, 9, 1, 0, 0, 0, 0, 0, 0) + b"m"
+    fields = (
+        0x02014B50,
+        45,
+        45,
+        0,
+        0,
+        0,
+        0,
+        7,
+        0xFFFFFFFF,
+        0xFFFFFFFF,
+        1,
+        len(extra),
+        0,
+        0,
+        0,
+        0,
+        0xFFFFFFFF,
+    )
+    small = (
+        struct.pack(
+            "<IHHHHHHIIIHHHHHII", 0x02014B50, 45, 45, 0, 0, 0, 0, 7, 9, 9, 1, 0, 0, 0, 0, 0, 0
+        )
+        + b"m"
+    )
     entry = small + struct.pack("<IHHHHHHIIIHHHHHII", *fields) + b"n" + extra
     tail = entry + struct.pack("<IQHHIIQQQQ", 0x06064B50, 44, 45, 45, 0, 0, 2, 2, len(entry), end)
     tail += struct.pack("<IIQI", 0x07064B50, 0, end + len(entry), 1)
@@ -87,7 +117,13 @@ def test_sizes_beyond_32_bits():
         return (bytes(max(end - place, 0)) + tail[max(place - end, 0) :])[:count]
 
     _, found = read_directory(end + len(tail), read)
-    assert (found.name, found.crc, found.stored, found.size, found.header_offset) == ("n", 7, size, size, at)
+    assert (found.name, found.crc, found.stored, found.size, found.header_offset) == (
+        "n",
+        7,
+        size,
+        size,
+        at,
+    )
 
 
 def test_damaged_ones_are_refused_or_the_same():

@@ -31,4 +31,6 @@ def test_names_and_files(tmp_path):
     (tmp_path / "a.jsonl").write_text('{"image": "a.png", "text": "a"}')
     (tmp_path / "b.jsonl").write_text('{"text": "a"}')
     assert holds_images(tmp_path / "a.jsonl") and not holds_images(tmp_path / "b.jsonl")
-    assert all(map(holds_images, ("glyphs", "emoji", "shards/*.tar"))) and not holds_images("docstrings")
+    assert all(map(holds_images, ("glyphs", "emoji", "shards/*.tar"))) and not holds_images(
+        "docstrings"
+    )

@@ -15,7 +15,13 @@ def test_pairs_and_counts(tmp_path):
     (tmp_path / "more").mkdir()
     for name in ("a.png", "more/a.jpg", "b.PNG", "lone.png", "empty.png", "bad.png"):
         Image.new("L", (4, 4)).save(tmp_path / name)
-    captions = {"a.txt": "a  red\ncat ", "more/a.txt": "another", "b.txt": "b", "empty.txt": " \n", "nothing.txt": "x"}
+    captions = {
+        "a.txt": "a  red\ncat ",
+        "more/a.txt": "another",
+        "b.txt": "b",
+        "empty.txt": " \n",
+        "nothing.txt": "x",
+    }
     for name, caption in captions.items():
         (tmp_path / name).write_text(caption)
     (tmp_path / "bad.txt").write_bytes(b"\xff\xfe\xff")

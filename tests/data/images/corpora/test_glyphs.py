@@ -15,7 +15,9 @@ def test_every_character_has_ink_in_every_face():
     assert len({sample.caption for sample in corpus.samples}) == 1750
     for sample in corpus.samples[::31]:
         image = corpus.read(sample)
-        assert image.shape == (16, 16, 1) and image.min() < 100 and image.max() == 255, sample.caption
+        assert image.shape == (16, 16, 1) and image.min() < 100 and image.max() == 255, (
+            sample.caption
+        )
     captions = {sample.image: sample.caption for sample in corpus.samples}
     assert captions["serif bold \u03b4"] == "serif bold greek small letter delta"
 

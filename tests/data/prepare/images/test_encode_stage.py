@@ -1,4 +1,6 @@
-"""Images as latents of an autoencoder: the store, its checks, what contradicts it; training to evaluation."""
+"""Images as latents of an autoencoder: the store, its checks, what contradicts it; training to
+evaluation.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,9 @@ def vae(tmp_path_factory):
 
 
 def options(root, vae, **more):
-    return ImageOptions(str(root), latents=f"vae:{vae}", image_size=16, faces=2, max_samples=120, **more)
+    return ImageOptions(
+        str(root), latents=f"vae:{vae}", image_size=16, faces=2, max_samples=120, **more
+    )
 
 
 @pytest.fixture(scope="module")
@@ -39,7 +43,11 @@ def store(vae, tmp_path_factory):
 def test_the_store_has_raw_latents_and_the_identity_of_their_autoencoder(store, vae):
     train_split, manifest = Store(store), json.loads((store / "manifest.json").read_text())
     assert verify(store) == [] and manifest["encoder"]["normalize"] is False
-    assert (manifest["latent_dim"], manifest["latents_per_text"], manifest["image"]["grid"]) == (8, 16, [4, 4])
+    assert (manifest["latent_dim"], manifest["latents_per_text"], manifest["image"]["grid"]) == (
+        8,
+        16,
+        [4, 4],
+    )
     assert np.load(store / "train" / "latents.npy").dtype == np.float16
     assert manifest["encoder"]["weights_sha256"] == manifest["image"]["vae"]["weights_sha256"]
     codec = ImageCodec.open(store)
@@ -64,7 +72,12 @@ def test_a_killed_preparation_ends_in_the_same_bytes(store, vae, tmp_path, monke
     with pytest.raises(UserError, match="autoencoder tiny of sha256"):
         prepare_images(options(tmp_path / "s", other))
     resumed = prepare_images(options(tmp_path / "s", vae))
-    for name in ("train/latents.npy", "validation/latents.npy", "train/groups.npy", "train/tokens.npy"):
+    for name in (
+        "train/latents.npy",
+        "validation/latents.npy",
+        "train/groups.npy",
+        "train/tokens.npy",
+    ):
         assert (resumed / name).read_bytes() == (store / name).read_bytes()
 
 
@@ -90,14 +103,37 @@ def test_options_of_an_autoencoder_need_one(tmp_path):
 
 
 def test_a_model_of_these_latents_trains_samples_and_is_evaluated(store, vae, tmp_path, capsys):
-    words = ["task=image_text", f"data.latent_data_root={store}", f"logging.save_dir={tmp_path}", "engine.kind=single"]
-    words += ["logging.run_name=run", "training.num_train_steps=2", "logging.eval_freq=100", "logging.plot=false"]
-    for word, expected in (("data.shift_pixels=1", "shift_pixels"), ("latent_diffusion.clamp_x0=1", "clamp_x0=null")):
+    words = [
+        "task=image_text",
+        f"data.latent_data_root={store}",
+        f"logging.save_dir={tmp_path}",
+        "engine.kind=single",
+    ]
+    words += [
+        "logging.run_name=run",
+        "training.num_train_steps=2",
+        "logging.eval_freq=100",
+        "logging.plot=false",
+    ]
+    for word, expected in (
+        ("data.shift_pixels=1", "shift_pixels"),
+        ("latent_diffusion.clamp_x0=1", "clamp_x0=null"),
+    ):
         with pytest.raises(UserError, match=expected):
             check_run(load_config("tiny", None, [*words, word]), 1)
     train(check_run(load_config("tiny", None, words), 1))
     run = ["--checkpoint", str(tmp_path / "run")]
-    t2i = ["sample", "t2i", *run, "--text", "sans digit one", "--num-steps", "2", "--output-dir", str(tmp_path / "o")]
+    t2i = [
+        "sample",
+        "t2i",
+        *run,
+        "--text",
+        "sans digit one",
+        "--num-steps",
+        "2",
+        "--output-dir",
+        str(tmp_path / "o"),
+    ]
     assert main(t2i) == 0 and (tmp_path / "o" / "images" / "000000.png").is_file()
     other = save_tiny_vae(tmp_path / "other", seed=1)
     for words in (["--vae", str(other)], ["--vae", str(tmp_path / "absent")]):
@@ -109,7 +145,16 @@ def test_a_model_of_these_latents_trains_samples_and_is_evaluated(store, vae, tm
         sheet = ["verify-data", str(store), "--sheet", str(tmp_path / "s.png")]
         assert main(sheet) == 2 and main([*sheet, "--vae", str(moved)]) == 0
         report = tmp_path / "e.json"
-        few = ["--num-samples", "4", "--control-samples", "2", "--num-steps", "1", "--latent-steps", "1"]
+        few = [
+            "--num-samples",
+            "4",
+            "--control-samples",
+            "2",
+            "--num-steps",
+            "1",
+            "--latent-steps",
+            "1",
+        ]
         evaluate = ["evaluate", *run, "--data", str(store), *few, "--json", str(report)]
         assert main(evaluate) == 2 and main([*evaluate, "--vae", str(moved)]) == 0
         assert "vae:tiny" in report.read_text()

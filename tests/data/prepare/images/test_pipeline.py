@@ -1,4 +1,6 @@
-"""Preparing images: nothing leaks, every sample is accounted for, and a killed preparation ends in the same bytes."""
+"""Preparing images: nothing leaks, every sample is accounted for, and a killed preparation ends in
+the same bytes.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,11 @@ from tests.support.helpers import rank_server, run_ranks
 
 
 def _files(root):
-    return {path.relative_to(root).as_posix(): path.read_bytes() for path in root.rglob("*") if path.is_file()}
+    return {
+        path.relative_to(root).as_posix(): path.read_bytes()
+        for path in root.rglob("*")
+        if path.is_file()
+    }
 
 
 def _splits(root):
@@ -29,11 +35,15 @@ def _splits(root):
 
 @pytest.fixture
 def folder(tmp_path):
-    """30 pairs; 0 and 1 are the same pair, 2 and 3 the same image, 4 and 5 the same caption, one file is damaged."""
+    """30 pairs; 0 and 1 are the same pair, 2 and 3 the same image, 4 and 5 the same caption, one
+    file is damaged.
+    """
     path = tmp_path / "photos"
     path.mkdir()
     rng = np.random.default_rng(0)
-    pictures = [Image.fromarray(rng.integers(0, 256, (20, 28, 3), dtype=np.uint8)) for _ in range(30)]
+    pictures = [
+        Image.fromarray(rng.integers(0, 256, (20, 28, 3), dtype=np.uint8)) for _ in range(30)
+    ]
     captions = [f"picture of {'abcdefghij'[i % 10]} {'uvw'[i // 10]}" for i in range(30)]
     pictures[1], pictures[3] = pictures[0], pictures[2]
     captions[1], captions[5] = captions[0], captions[4]
@@ -77,7 +87,9 @@ def test_a_folder_is_read_counted_and_split_by_group(folder, tmp_path, capsys):
     corpus = train.manifest["corpus"]
     assert corpus["read"] == 30 and corpus["kept"] == 28 == len(train) + len(validation)
     assert sorted(corpus["dropped"].values()) == [1, 1] and corpus["dropped"]["duplicate"] == 1
-    assert "29.png" in (root / "quarantine.jsonl").read_text() and "29.png" in capsys.readouterr().out
+    assert (
+        "29.png" in (root / "quarantine.jsonl").read_text() and "29.png" in capsys.readouterr().out
+    )
     assert verify(root) == [] and train.manifest["image"]["channels"] == 3
     assert len(ImageCodec.open(root).decode(train.get([0]).latents)[0]) == 16
     assert str(tmp_path) not in (root / "manifest.json").read_text()
@@ -87,11 +99,17 @@ def test_a_folder_of_class_names_is_split(tmp_path):
     folder, rng = tmp_path / "classes", np.random.default_rng(1)
     folder.mkdir()
     for number in range(40):
-        Image.fromarray(rng.integers(0, 256, (8, 8, 3), dtype=np.uint8)).save(folder / f"{number:02}.png")
+        Image.fromarray(rng.integers(0, 256, (8, 8, 3), dtype=np.uint8)).save(
+            folder / f"{number:02}.png"
+        )
         (folder / f"{number:02}.txt").write_text("a cat" if number < 20 else "a dog")
-    (folder / "00.png").write_bytes((folder / "39.png").read_bytes())  # one picture under two names
+    (folder / "00.png").write_bytes(
+        (folder / "39.png").read_bytes()
+    )  # one picture under two names
     train, validation = _splits(
-        prepare_images(ImageOptions(str(tmp_path / "s"), str(folder), image_size=8, validation_samples=12))
+        prepare_images(
+            ImageOptions(str(tmp_path / "s"), str(folder), image_size=8, validation_samples=12)
+        )
     )
     assert (len(train), len(validation)) == (28, 12) and verify(train.root) == []
     for split in (train, validation):
@@ -122,7 +140,10 @@ def test_a_killed_preparation_ends_in_the_same_bytes(folder, tmp_path, monkeypat
         patch.setattr(read_stage, "read_shard", killed)
         prepare_images(ImageOptions(str(tmp_path / "s"), str(folder), **options))
     assert not (tmp_path / "s").exists()
-    done = [path.stat().st_mtime_ns for path in sorted((tmp_path / "s.work" / "read-images-train").iterdir())]
+    done = [
+        path.stat().st_mtime_ns
+        for path in sorted((tmp_path / "s.work" / "read-images-train").iterdir())
+    ]
     assert len(done) == 2
     resumed = prepare_images(ImageOptions(str(tmp_path / "s"), str(folder), **options))
     assert _files(resumed) == _files(whole) and not (tmp_path / "s.work").exists()
@@ -159,10 +180,24 @@ os._exit(code)  # taking down all that a forked rank has imported takes longer t
 STAGES = {"read": 2, "select": 3, "tokenize": 1, "fit": 2, "write": 3, "committed": 2}
 
 
-def test_killed_in_any_stage_and_resumed_on_any_number_of_ranks_the_bytes_are_the_same(folder, tmp_path):
-    """Ranks of their own processes: SIGKILL ends one of them where its stage works, then all others."""
+def test_killed_in_any_stage_and_resumed_on_any_number_of_ranks_the_bytes_are_the_same(
+    folder, tmp_path
+):
+    """Ranks of their own processes: SIGKILL ends one of them where its stage works, then all
+    others.
+    """
     (script := tmp_path / "killed.py").write_text(KILLED_IN)
-    words = [str(folder), "--image-size", 16, "--patch-size", 4, "--latents", "pca:16", "--validation-samples", 6]
+    words = [
+        str(folder),
+        "--image-size",
+        16,
+        "--patch-size",
+        4,
+        "--latents",
+        "pca:16",
+        "--validation-samples",
+        6,
+    ]
     words = ["prepare", *words, "--max-quarantined", 0.1]
     straight = run_ranks(1, script, "none", *words, "--output-dir", tmp_path / "whole")
     assert straight.returncode == 0, straight.stdout[-3000:]
@@ -180,9 +215,15 @@ def test_killed_in_any_stage_and_resumed_on_any_number_of_ranks_the_bytes_are_th
 def test_a_validation_corpus_shares_nothing_with_training(folder, tmp_path):
     held = tmp_path / "held.jsonl"
     records = [{"image": f"{i:02}.png", "caption": f"held {i}"} for i in (2, 7, 8)]
-    held.write_text("\n".join(map(json.dumps, [*records, {"image": "09.png", "caption": "picture of e u"}])))
-    options = ImageOptions(str(tmp_path / "s"), str(folder), str(held), image_size=16, max_quarantined=0.1)
-    with pytest.raises(UserError, match="cannot be read"):  # its images lie in the folder of the training images
+    held.write_text(
+        "\n".join(map(json.dumps, [*records, {"image": "09.png", "caption": "picture of e u"}]))
+    )
+    options = ImageOptions(
+        str(tmp_path / "s"), str(folder), str(held), image_size=16, max_quarantined=0.1
+    )
+    with pytest.raises(
+        UserError, match="cannot be read"
+    ):  # its images lie in the folder of the training images
         prepare_images(options)
     held.rename(folder / "held.jsonl")
     options = replace(options, validation_corpus=str(folder / "held.jsonl"), force=True)
@@ -193,8 +234,12 @@ def test_a_validation_corpus_shares_nothing_with_training(folder, tmp_path):
 
 def test_components_need_images(tmp_path):
     with pytest.raises(UserError, match="training images"):
-        prepare_images(ImageOptions(str(tmp_path / "s"), latents="pca:240", max_samples=200, faces=2))
-    root = prepare_images(ImageOptions(str(tmp_path / "t"), latents="pca:64", max_samples=200, faces=2))
+        prepare_images(
+            ImageOptions(str(tmp_path / "s"), latents="pca:240", max_samples=200, faces=2)
+        )
+    root = prepare_images(
+        ImageOptions(str(tmp_path / "t"), latents="pca:64", max_samples=200, faces=2)
+    )
     train, _ = _splits(root)
     assert train.latent_dim == 4 and train.manifest["image"]["grid"] is None and verify(root) == []
     assert pipeline.ImageCodec.open(root).name == "pca:64"
@@ -205,14 +250,18 @@ def test_codes_are_the_same_bytes_however_the_work_is_cut(latents, codes, tmp_pa
     found = []
     for shard in (256, 50):
         monkeypatch.setattr(read_stage, "SHARD", shard)
-        options = ImageOptions(str(tmp_path / f"s{shard}"), latents=latents, max_samples=200, faces=2)
+        options = ImageOptions(
+            str(tmp_path / f"s{shard}"), latents=latents, max_samples=200, faces=2
+        )
         found.append(prepare_images(options))
     own = ("codebook.npy", "train/latents.npy", "validation/latents.npy")
     assert all((found[0] / name).read_bytes() == (found[1] / name).read_bytes() for name in own)
     root = found[0]
     train, validation = _splits(root)
     image, rows = train.manifest["image"], train.get([0, 1]).latents
-    assert verify(root) == [] and train.manifest["latent_stats"] is None and image["codes"] == codes
+    assert (
+        verify(root) == [] and train.manifest["latent_stats"] is None and image["codes"] == codes
+    )
     assert rows.shape == (2, 16, 1) and rows.dtype == np.int64 and image["grid"] == [4, 4]
     assert np.load(root / "train" / "latents.npy").dtype == np.uint16
     # The manifest's PSNR is that of the original images, which the store of pixels has.
@@ -229,17 +278,25 @@ def test_codes_are_the_same_bytes_however_the_work_is_cut(latents, codes, tmp_pa
 
 
 def test_an_id_that_names_no_code_is_found_by_its_row(tmp_path):
-    root = prepare_images(ImageOptions(str(tmp_path / "s"), latents="codes:kmeans:32", max_samples=200, faces=2))
+    root = prepare_images(
+        ImageOptions(str(tmp_path / "s"), latents="codes:kmeans:32", max_samples=200, faces=2)
+    )
     latents = np.load(root / "train" / "latents.npy", mmap_mode="r+")
     latents[17, 3, 0] = 32
     latents.flush()
     problems = verify(root)
     assert any("SHA-256" in problem for problem in problems)
-    assert any("ids of codes from 0 to 31" in problem and "rows are 17" in problem for problem in problems)
+    assert any(
+        "ids of codes from 0 to 31" in problem and "rows are 17" in problem for problem in problems
+    )
 
 
-@pytest.mark.parametrize("latents", ["codes", "codes:vq", "codes:kmeans:1", "codes:kmeans:70000", "codes:kmeans:3000"])
+@pytest.mark.parametrize(
+    "latents", ["codes", "codes:vq", "codes:kmeans:1", "codes:kmeans:70000", "codes:kmeans:3000"]
+)
 def test_wrong_codebooks_are_refused(latents, tmp_path):
     with pytest.raises(UserError, match="codes"):
-        prepare_images(ImageOptions(str(tmp_path / "s"), latents=latents, max_samples=200, faces=2))
+        prepare_images(
+            ImageOptions(str(tmp_path / "s"), latents=latents, max_samples=200, faces=2)
+        )
     assert not (tmp_path / "s").exists() and not (tmp_path / "s.work").exists()

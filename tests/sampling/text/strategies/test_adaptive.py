@@ -1,4 +1,6 @@
-"""Adaptive samplers: limits and order of their parameters, and the certificates that they rest on."""
+"""Adaptive samplers: limits and order of their parameters, and the certificates that they
+rest on.
+"""
 
 from __future__ import annotations
 
@@ -15,11 +17,16 @@ B, S, V = 400, 9, 12
 
 def chosen_by(sampler, logits, **options):
     """Positions [B, S] of the first pass over B texts of S tokens."""
-    state = DecodingState(torch.full((B,), S + 1), S + 1, mask_token_id=0, pad_token_id=1, eos_token_id=2)
+    state = DecodingState(
+        torch.full((B,), S + 1), S + 1, mask_token_id=0, pad_token_id=1, eos_token_id=2
+    )
     strategy = strategy_class(sampler)(
-        state, diffusion=MaskedDiffusion(0), uniform=torch.rand(B, 2, S + 1).double(), draw=DrawSettings(),
+        state,
+        diffusion=MaskedDiffusion(0),
+        uniform=torch.rand(B, 2, S + 1).double(),
+        draw=DrawSettings(),
         options=options,
-    )  # fmt: skip
+    )
     positions = strategy.positions()
     out = torch.zeros(B, S + 1, dtype=torch.bool)
     out.view(-1)[positions[strategy.choose(positions, logits.flatten(0, 1))]] = True
@@ -52,19 +59,27 @@ def test_more_is_chosen_the_less_certainty_is_asked_for(logits, sampler, option,
 
 
 @pytest.mark.parametrize("factor", [0.3, 0.75, 1.0, 1.8])
-def test_frechet_chooses_no_fewer_than_factor_and_as_many_where_all_are_equally_sure(logits, factor):
+def test_frechet_chooses_no_fewer_than_factor_and_as_many_where_all_are_equally_sure(
+    logits, factor
+):
     by_factor = chosen_by("factor", logits, factor=factor)
     by_bound = chosen_by("frechet", logits, delta=1 - factor)
     assert bool((by_factor <= by_bound).all()) and int(by_factor.sum()) < int(by_bound.sum())
     flat = logits[:, :1].expand(-1, S, -1)
-    assert torch.equal(chosen_by("factor", flat, factor=factor), chosen_by("frechet", flat, delta=1 - factor))
+    assert torch.equal(
+        chosen_by("factor", flat, factor=factor), chosen_by("frechet", flat, delta=1 - factor)
+    )
 
 
 def test_greedy_tokens_of_factor_below_one_are_those_of_the_joint():
-    """Random joints of two tokens with sharp marginals: where both are chosen, the product's mode is the joint's."""
+    """Random joints of two tokens with sharp marginals: where both are chosen, the product's mode
+    is the joint's.
+    """
     generator = torch.Generator().manual_seed(2)
     joint = torch.rand(B, 3, 3, generator=generator).double() ** 8
-    joint += 3 * torch.nn.functional.one_hot(torch.randint(9, (B,), generator=generator), 9).view(B, 3, 3)
+    joint += 3 * torch.nn.functional.one_hot(torch.randint(9, (B,), generator=generator), 9).view(
+        B, 3, 3
+    )
     joint /= joint.sum((1, 2), keepdim=True)
     logits = torch.full((B, S, V), float("-inf"))
     logits[:, :, 3:6] = 0.0  # the other positions are far from sure
@@ -78,7 +93,9 @@ def test_greedy_tokens_of_factor_below_one_are_those_of_the_joint():
 
 
 def test_the_entropy_bound_is_above_the_dependence_that_it_ignores():
-    """H_1 + H_2 - max(H_1, H_2) >= I(1; 2): a set of two within gamma depends on each other by gamma at most."""
+    """H_1 + H_2 - max(H_1, H_2) >= I(1; 2): a set of two within gamma depends on each other by
+    gamma at most.
+    """
     generator = torch.Generator().manual_seed(3)
     joint = torch.rand(B, 3, 3, generator=generator).double() ** 9
     joint /= joint.sum((1, 2), keepdim=True)

@@ -1,4 +1,6 @@
-"""One table of invariants over all strategies: exact laws, bounds on passes, and what must never happen."""
+"""One table of invariants over all strategies: exact laws, bounds on passes, and what must never
+happen.
+"""
 
 from __future__ import annotations
 
@@ -21,13 +23,23 @@ NAMES = list(STRATEGIES)
 # Options with which a sampler fills one token a pass, and all tokens at once.
 SINGLE = {
     **dict.fromkeys(("confidence", "margin", "entropy", "scheduled"), {"num_steps": 12}),
-    "threshold": {"threshold": 1.01}, "factor": {"factor": 0.0}, "frechet": {"delta": 1.0}, "eb": {"gamma": 0.0},
-    "first_hitting": {}, "ancestral": {"num_steps": 400}, "remdm": {"num_steps": 24, "remask_eta": 0.05},
-}  # fmt: skip
+    "threshold": {"threshold": 1.01},
+    "factor": {"factor": 0.0},
+    "frechet": {"delta": 1.0},
+    "eb": {"gamma": 0.0},
+    "first_hitting": {},
+    "ancestral": {"num_steps": 400},
+    "remdm": {"num_steps": 24, "remask_eta": 0.05},
+}
 AT_ONCE = {
-    **dict.fromkeys(("confidence", "margin", "entropy", "scheduled", "ancestral", "remdm"), {"num_steps": 1}),
-    "threshold": {"threshold": 0.0}, "factor": {"factor": 99.0}, "frechet": {"delta": -99.0}, "eb": {"gamma": 1e9},
-}  # fmt: skip
+    **dict.fromkeys(
+        ("confidence", "margin", "entropy", "scheduled", "ancestral", "remdm"), {"num_steps": 1}
+    ),
+    "threshold": {"threshold": 0.0},
+    "factor": {"factor": 99.0},
+    "frechet": {"delta": -99.0},
+    "eb": {"gamma": 1e9},
+}
 DETERMINISTIC = [name for name in NAMES if STRATEGIES[name].deterministic_order]
 
 
@@ -39,7 +51,9 @@ def write(model, sampler, **options):
 def test_the_names_without_torch_are_those_of_the_strategies():
     assert {*BY_CERTAINTY, *BY_CHANCE, "remdm"} == set(STRATEGIES)
     assert set(BY_CERTAINTY) == set(DETERMINISTIC)
-    assert {key for strategy in STRATEGIES.values() for key in strategy.defaults} == STRATEGY_OPTIONS
+    assert {
+        key for strategy in STRATEGIES.values() for key in strategy.defaults
+    } == STRATEGY_OPTIONS
 
 
 @pytest.mark.parametrize("sampler", NAMES)
@@ -65,14 +79,22 @@ def test_all_at_once_is_exact_where_tokens_are_independent_and_only_there(toys, 
 
 @pytest.mark.parametrize("sampler", DETERMINISTIC)
 def test_likelihoods_of_a_deterministic_order_sum_to_one(toys, sampler):
-    """Teacher-forced: product over passes of p(token | what stands), also with defaults, spacing and distinct."""
+    """Teacher-forced: product over passes of p(token | what stands), also with defaults, spacing
+    and distinct.
+    """
     model, diffusion = toys.Noisy(max_seq_len=4), MaskedDiffusion(toys.MASK)
     truth = torch.tensor([[*text, toys.EOS] for text in itertools.product(range(3, 8), repeat=3)])
     for options in (SINGLE[sampler], AT_ONCE[sampler], {}, {"spacing": 2}, {"distinct": True}):
         strategy = start_decoding(
-            sampler, model, torch.full((125,), 4), range(125), diffusion=diffusion, draw=DrawSettings(), seed=0,
+            sampler,
+            model,
+            torch.full((125,), 4),
+            range(125),
+            diffusion=diffusion,
+            draw=DrawSettings(),
+            seed=0,
             options=options,
-        )  # fmt: skip
+        )
         denoiser, total = Denoiser(model, None), torch.zeros(125, dtype=torch.float64)
         while len(positions := strategy.positions()):
             logits = denoiser(strategy.state, strategy.timesteps(), positions)
@@ -90,7 +112,9 @@ def test_a_certain_model_gets_back_its_text_at_once_where_passes_adapt(toys, sam
     texts = [[3, 4, 5], [7], [6, 6, 3, 4, 7, 5, 3], [5, 4], []]
     latents = torch.zeros(5, 4)
     latents[:, 0] = torch.arange(5)
-    found = sample_text(toys.Perfect(texts), latents, diffusion=MaskedDiffusion(toys.MASK), sampler=sampler)
+    found = sample_text(
+        toys.Perfect(texts), latents, diffusion=MaskedDiffusion(toys.MASK), sampler=sampler
+    )
     assert found.tokens == texts
     if sampler in ("threshold", "factor", "frechet", "eb"):
         assert found.passes.tolist() == [1, 1, 1, 1, 0]
@@ -99,7 +123,9 @@ def test_a_certain_model_gets_back_its_text_at_once_where_passes_adapt(toys, sam
 @pytest.mark.parametrize("sampler", NAMES)
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_the_model_sees_only_pairs_of_state_and_time_of_training(toys, sampler, schedule):
-    """The noiser masks k of L tokens, EOS counted, and gives the time of k / L (masking=fixed_count)."""
+    """The noiser masks k of L tokens, EOS counted, and gives the time of k / L
+    (masking=fixed_count).
+    """
     model, diffusion = toys.Noisy(max_seq_len=12), MaskedDiffusion(toys.MASK, schedule)
     lengths = torch.tensor([1, 2, 5, 12, 12])
     found = write(model, sampler, num_samples=5, lengths=lengths, diffusion=diffusion)
@@ -111,11 +137,15 @@ def test_the_model_sees_only_pairs_of_state_and_time_of_training(toys, sampler, 
 
 
 @pytest.mark.parametrize("sampler", NAMES)
-def test_passes_and_log_probabilities_are_reported_and_each_position_is_written_once(toys, sampler):
+def test_passes_and_log_probabilities_are_reported_and_each_position_is_written_once(
+    toys, sampler
+):
     model, seen, indices = toys.Noisy(max_seq_len=12), [], (7, 3, 5, 0)
     lengths = torch.tensor([4, 9, 1, 12])
     options = {"num_samples": 4, "lengths": lengths, "indices": indices, "presence_penalty": 1.0}
-    found = write(model, sampler, with_log_probabilities=True, recorder=Recorder(seen.append, 2), **options)
+    found = write(
+        model, sampler, with_log_probabilities=True, recorder=Recorder(seen.append, 2), **options
+    )
     plain, once = write(model, sampler, **options), STRATEGIES[sampler].writes_once
     assert found.tokens == plain.tokens and found.passes.tolist() == plain.passes.tolist()
     assert found.passes[2] == 0 and found.num_rows == int(found.passes.sum())
@@ -123,7 +153,9 @@ def test_passes_and_log_probabilities_are_reported_and_each_position_is_written_
     filled = {index: {} for index in indices}
     for one in seen:
         assert one.top_tokens.shape == (len(one.rows), 2)
-        for row, position, value in zip(one.rows.tolist(), one.positions.tolist(), one.log_probabilities.tolist()):
+        for row, position, value in zip(
+            one.rows.tolist(), one.positions.tolist(), one.log_probabilities.tolist()
+        ):
             assert one.before[row, position] == toys.MASK
             place, token = filled[int(one.samples[row])], int(one.after[row, position])
             assert not once or position not in place
@@ -131,7 +163,9 @@ def test_passes_and_log_probabilities_are_reported_and_each_position_is_written_
                 place[position] = token, value
     for index, text, values in zip(indices, found.tokens, found.log_probabilities):
         assert [filled[index][place][0] for place in range(len(text))] == text
-        assert [filled[index][place][1] for place in range(len(text))] == pytest.approx(values.tolist())
+        assert [filled[index][place][1] for place in range(len(text))] == pytest.approx(
+            values.tolist()
+        )
 
 
 @pytest.mark.parametrize("sampler", NAMES)
@@ -168,14 +202,23 @@ def test_special_tokens_are_not_drawn_and_nan_is_an_error(toys, sampler, tempera
 @pytest.mark.parametrize("sampler", NAMES)
 def test_drafts_are_filled_and_kept(toys, sampler):
     drafts = torch.tensor([[3, 0, 4, 2, 1], [0, 0, 0, 0, 2], [5, 6, 7, 3, 2]])
-    found = write(toys.Noisy(max_seq_len=12), sampler, num_samples=3, lengths=torch.tensor([4, 5, 5]), drafts=drafts)
+    found = write(
+        toys.Noisy(max_seq_len=12),
+        sampler,
+        num_samples=3,
+        lengths=torch.tensor([4, 5, 5]),
+        drafts=drafts,
+    )
     assert found.tokens[0][::2] == [3, 4] and found.tokens[2] == [5, 6, 7, 3]
     assert all(toys.MASK not in text for text in found.tokens)
     assert found.passes[2] == 0 and (found.passes[0] == 1 or sampler == "remdm")
 
 
 def test_guidance_does_not_choose_positions(toys):
-    """Given, the model is surer of the left; guided, of the right. Guided tokens are written from the left."""
+    """Given, the model is surer of the left; guided, of the right.
+
+    Guided tokens are written from the left.
+    """
 
     class Two(toys.Toy):
         def logits(self, tokens, latents, t, real):
@@ -185,8 +228,15 @@ def test_guidance_does_not_choose_positions(toys):
 
     seen = []
     for guidance in (1.0, 3.0):
-        sample_text(Two(), torch.zeros(1, 4), lengths=torch.tensor([3]), diffusion=MaskedDiffusion(0), steps=2,
-                    guidance=guidance, recorder=Recorder(lambda one: seen.append(one.positions.tolist())))  # fmt: skip
+        sample_text(
+            Two(),
+            torch.zeros(1, 4),
+            lengths=torch.tensor([3]),
+            diffusion=MaskedDiffusion(0),
+            steps=2,
+            guidance=guidance,
+            recorder=Recorder(lambda one: seen.append(one.positions.tolist())),
+        )
     assert seen == [[0], [1]] * 2
 
 
@@ -206,6 +256,8 @@ def test_guidance_does_not_choose_positions(toys):
         ("eb", {"spacing": 0}, "--spacing"),
     ],
 )
-def test_options_that_a_sampler_does_not_read_or_cannot_use_are_refused(toys, sampler, options, named):
+def test_options_that_a_sampler_does_not_read_or_cannot_use_are_refused(
+    toys, sampler, options, named
+):
     with pytest.raises(UserError, match=named):
         write(toys.Noisy(max_seq_len=12), sampler, num_samples=1, sampler_options=options)

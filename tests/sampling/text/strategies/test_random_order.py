@@ -1,4 +1,6 @@
-"""Random orders: first hitting is the limit of ancestral sampling, and schedules fill what they say."""
+"""Random orders: first hitting is the limit of ancestral sampling, and schedules fill what they
+say.
+"""
 
 from __future__ import annotations
 
@@ -13,10 +15,17 @@ from mmldlm.sampling.text.records import Recorder
 def write(toys, sampler, lengths, process="loglinear", **options):
     seen = []
     found = sample_text(
-        toys.Noisy(max_seq_len=12), None, num_samples=len(lengths), lengths=torch.tensor(lengths), sampler=sampler,
-        diffusion=MaskedDiffusion(0, process), sampler_options=options, recorder=Recorder(seen.append), seed=3,
+        toys.Noisy(max_seq_len=12),
+        None,
+        num_samples=len(lengths),
+        lengths=torch.tensor(lengths),
+        sampler=sampler,
+        diffusion=MaskedDiffusion(0, process),
+        sampler_options=options,
+        recorder=Recorder(seen.append),
+        seed=3,
         batch_tokens=10**6,
-    )  # fmt: skip
+    )
     return found, seen
 
 
@@ -34,7 +43,10 @@ def test_first_hitting_takes_one_token_a_pass_in_uniform_order(toys):
     for one in seen:
         counts = torch.bincount(one.positions, minlength=words).double()
         # 4 degrees of freedom: 18.5 is the 0.1 % point.
-        assert float(counts.sum()) == count and float(((counts - count / words) ** 2 / (count / words)).sum()) < 18.5
+        assert (
+            float(counts.sum()) == count
+            and float(((counts - count / words) ** 2 / (count / words)).sum()) < 18.5
+        )
 
 
 def test_a_schedule_fills_its_numbers_and_counts_the_eos(toys):
@@ -43,7 +55,11 @@ def test_a_schedule_fills_its_numbers_and_counts_the_eos(toys):
     assert found.passes.tolist() == [3] * 50
     # One of the numbers has the EOS, too: with each of the three passes in some text.
     missing = torch.tensor([3, 3, 6]) - numbers
-    assert bool((missing.sum(1) == 1).all()) and bool((missing >= 0).all()) and bool((missing.sum(0) > 3).all())
+    assert (
+        bool((missing.sum(1) == 1).all())
+        and bool((missing >= 0).all())
+        and bool((missing.sum(0) > 3).all())
+    )
 
 
 def test_no_text_takes_more_passes_than_steps_or_words(toys):
@@ -51,4 +67,6 @@ def test_no_text_takes_more_passes_than_steps_or_words(toys):
     for steps in (1, 3, 8):
         for sampler in ("ancestral", "scheduled"):
             found, _ = write(toys, sampler, lengths, num_steps=steps)
-            assert int(found.passes.max()) <= steps and bool((found.passes <= found.lengths - 1).all())
+            assert int(found.passes.max()) <= steps and bool(
+                (found.passes <= found.lengths - 1).all()
+            )

@@ -14,10 +14,19 @@ def orders(model, sampler, lengths, **options):
     """Positions of each pass, and of each text in it."""
     seen = []
     found = sample_text(
-        model, None, num_samples=len(lengths), lengths=torch.tensor(lengths), diffusion=MaskedDiffusion(0),
-        sampler=sampler, sampler_options=options, recorder=Recorder(seen.append),
-    )  # fmt: skip
-    passes = [{int(row): one.positions[one.rows == row].tolist() for row in one.rows.unique()} for one in seen]
+        model,
+        None,
+        num_samples=len(lengths),
+        lengths=torch.tensor(lengths),
+        diffusion=MaskedDiffusion(0),
+        sampler=sampler,
+        sampler_options=options,
+        recorder=Recorder(seen.append),
+    )
+    passes = [
+        {int(row): one.positions[one.rows == row].tolist() for row in one.rows.unique()}
+        for one in seen
+    ]
     return passes, found
 
 
@@ -46,19 +55,29 @@ def test_confidence_margin_and_entropy_rank_differently(toys):
 
 def test_equally_sure_positions_are_filled_from_the_left(toys):
     for sampler in ("confidence", "margin", "entropy", "threshold", "eb"):
-        options = {"threshold": 1.01} if sampler == "threshold" else {"gamma": 0.0} if sampler == "eb" else {}
+        options = (
+            {"threshold": 1.01}
+            if sampler == "threshold"
+            else {"gamma": 0.0}
+            if sampler == "eb"
+            else {}
+        )
         passes, _ = orders(fixed(toys, [[0.6, 0.3, 0.1]] * 5), sampler, [6], **options)
         assert [one[0] for one in passes] == [[0], [1], [2], [3], [4]]
 
 
-@pytest.mark.parametrize("sampler, options", [("threshold", {"threshold": 0.0}), ("confidence", {"num_steps": 2})])
+@pytest.mark.parametrize(
+    "sampler, options", [("threshold", {"threshold": 0.0}), ("confidence", {"num_steps": 2})]
+)
 def test_spacing_keeps_neighbours_apart_and_ends(toys, sampler, options):
     """Distance: spacing x the masked share, rounded up; the surer of two near ones stays."""
     passes, found = orders(toys.Noisy(max_seq_len=12), sampler, [12, 7, 2], spacing=3, **options)
     left = [11, 6, 1]
     for number, one in enumerate(passes):
         for row, positions in one.items():
-            share = (left[row] + (number == 0)) / [12, 7, 2][row]  # the EOS is masked in the first pass
+            share = (left[row] + (number == 0)) / [12, 7, 2][
+                row
+            ]  # the EOS is masked in the first pass
             need = -(-3 * share // 1)
             assert all(b - a >= need for a, b in zip(positions, positions[1:]))
             left[row] -= len(positions)
@@ -73,7 +92,9 @@ def test_spacing_keeps_the_surest_of_those_that_are_near(toys):
     assert passes[0][0] == [1, 4]  # 4 is the surest and excludes 3; 1 is next and excludes 0 and 2
 
 
-@pytest.mark.parametrize("sampler, options", [("threshold", {"threshold": 0.0}), ("margin", {"num_steps": 2})])
+@pytest.mark.parametrize(
+    "sampler, options", [("threshold", {"threshold": 0.0}), ("margin", {"num_steps": 2})]
+)
 def test_distinct_fills_no_token_twice_in_a_pass_and_ends(toys, sampler, options):
     lengths = [12, 7, 2, 1]
     passes, found = orders(toys.Noisy(max_seq_len=12), sampler, lengths, distinct=True, **options)
@@ -89,7 +110,13 @@ def test_distinct_fills_no_token_twice_in_a_pass_and_ends(toys, sampler, options
 
 
 def test_distinct_keeps_the_surest_of_those_with_one_token(toys):
-    table = [[0.6, 0.3, 0.1], [0.1, 0.7, 0.2], [0.9, 0.05, 0.05], [0.2, 0.75, 0.05], [0.8, 0.1, 0.1]]
+    table = [
+        [0.6, 0.3, 0.1],
+        [0.1, 0.7, 0.2],
+        [0.9, 0.05, 0.05],
+        [0.2, 0.75, 0.05],
+        [0.8, 0.1, 0.1],
+    ]
     passes, _ = orders(fixed(toys, table), "threshold", [6], threshold=0.0, distinct=True)
     assert [one[0] for one in passes] == [[2, 3], [1, 4], [0]]
     both, _ = orders(fixed(toys, table), "threshold", [6], threshold=0.0, distinct=True, spacing=2)
@@ -99,6 +126,7 @@ def test_distinct_keeps_the_surest_of_those_with_one_token(toys):
 def test_one_token_a_pass_is_distinct_already(toys):
     model, given = toys.Noisy(max_seq_len=12), {"num_steps": 12}
     (plain, texts), (passes, same) = (
-        orders(model, "confidence", [12, 7, 2], distinct=is_distinct, **given) for is_distinct in (False, True)
+        orders(model, "confidence", [12, 7, 2], distinct=is_distinct, **given)
+        for is_distinct in (False, True)
     )
     assert passes == plain and same.tokens == texts.tokens

@@ -1,4 +1,6 @@
-"""ReMDM: without remasking it is ancestral sampling; cap and rescale keep the share of masks; loop holds it."""
+"""ReMDM: without remasking it is ancestral sampling; cap and rescale keep the share of masks; loop
+holds it.
+"""
 
 from __future__ import annotations
 
@@ -15,8 +17,13 @@ STEPS, ROWS, LENGTH = 12, 500, 10
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_without_remasking_it_is_ancestral_sampling_draw_for_draw(toys, schedule):
-    options = {"num_samples": 30, "lengths": torch.arange(30) % 12 + 1, "diffusion": MaskedDiffusion(0, schedule),
-               "steps": 9, "seed": 2}  # fmt: skip
+    options = {
+        "num_samples": 30,
+        "lengths": torch.arange(30) % 12 + 1,
+        "diffusion": MaskedDiffusion(0, schedule),
+        "steps": 9,
+        "seed": 2,
+    }
     model = toys.Noisy(max_seq_len=12)
     plain = sample_text(model, None, sampler="ancestral", **options)
     for remask in ("cap", "rescale"):
@@ -24,17 +31,28 @@ def test_without_remasking_it_is_ancestral_sampling_draw_for_draw(toys, schedule
         found = sample_text(model, None, sampler="remdm", sampler_options=own, **options)
         assert found.tokens == plain.tokens and found.passes.tolist() == plain.passes.tolist()
     other = {"remask": "cap", "remask_eta": 0.3}
-    assert sample_text(model, None, sampler="remdm", sampler_options=other, **options).tokens != plain.tokens
+    assert (
+        sample_text(model, None, sampler="remdm", sampler_options=other, **options).tokens
+        != plain.tokens
+    )
 
 
 def masks_after_each_step(toys, remask, eta, schedule="loglinear"):
-    """[STEPS] masked words after each step, of ROWS x (LENGTH - 1), and how often a word was masked again."""
+    """[STEPS] masked words after each step, of ROWS x (LENGTH - 1), and how often a word was
+    masked again.
+    """
     model = toys.Noisy(max_seq_len=12)
     strategy = start_decoding(
-        "remdm", model, torch.full((ROWS,), LENGTH), range(ROWS), diffusion=MaskedDiffusion(0, schedule),
-        draw=DrawSettings(), seed=1, options={"num_steps": STEPS, "remask": remask, "remask_eta": eta},
+        "remdm",
+        model,
+        torch.full((ROWS,), LENGTH),
+        range(ROWS),
+        diffusion=MaskedDiffusion(0, schedule),
+        draw=DrawSettings(),
+        seed=1,
+        options={"num_steps": STEPS, "remask": remask, "remask_eta": eta},
         shared_schedule=True,
-    )  # fmt: skip
+    )
     masks, again = [], 0
     for _ in range(STEPS):
         before = strategy.state.undecided.clone()

@@ -37,7 +37,9 @@ def test_lists_and_files_are_read(tmp_path):
     assert read_schedule(str(tmp_path / "b.json")) == {4: [1, 3], 9: [9]}
 
 
-@pytest.mark.parametrize("text", ["[]", "{}", "[0, 0]", "[-1, 2]", '{"a": [1]}', '["x"]', "3", "{"])
+@pytest.mark.parametrize(
+    "text", ["[]", "{}", "[0, 0]", "[-1, 2]", '{"a": [1]}', '["x"]', "3", "{"]
+)
 def test_other_files_are_refused(tmp_path, text):
     (tmp_path / "x.json").write_text(text)
     with pytest.raises(UserError, match="--schedule 1,2,4,8"):
@@ -52,8 +54,14 @@ def test_other_words_are_refused(word):
 
 def test_confidence_fills_by_a_schedule(toys):
     lengths = torch.tensor([9, 12])
-    found = sample_text(toys.Noisy(max_seq_len=12), None, num_samples=2, lengths=lengths,
-                        diffusion=MaskedDiffusion(0), sampler_options={"schedule": [1, 1, 6]})  # fmt: skip
+    found = sample_text(
+        toys.Noisy(max_seq_len=12),
+        None,
+        num_samples=2,
+        lengths=lengths,
+        diffusion=MaskedDiffusion(0),
+        sampler_options={"schedule": [1, 1, 6]},
+    )
     assert found.passes.tolist() == [3, 3]
 
 

@@ -1,4 +1,6 @@
-"""The autoregressive task: its batches, its loss as a share of the global batch's, its config, one whole run."""
+"""The autoregressive task: its batches, its loss as a share of the global batch's, its config, one
+whole run.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,13 @@ from mmldlm.errors import UserError
 from tests.support.helpers import read_log
 
 TASK = find_task("ar")
-TINY = ["model.hidden_size=32", "model.n_blocks=2", "model.n_heads=2", "model.max_seq_len=64", "training.dtype=fp32"]
+TINY = [
+    "model.hidden_size=32",
+    "model.n_blocks=2",
+    "model.n_heads=2",
+    "model.max_seq_len=64",
+    "training.dtype=fp32",
+]
 
 
 def words(store, *more: str) -> list[str]:
@@ -73,7 +81,9 @@ def test_micro_batches_add_up_to_the_global_batch(data):
         latent_is_null=tensors["latent_is_null"],
     )["text_logits"]  # fmt: skip
     rows = logits.flatten(0, 1)[tensors["text_positions"]]
-    assert whole == pytest.approx(float(F.cross_entropy(rows, tensors["text_targets"]).detach()), rel=1e-5)
+    assert whole == pytest.approx(
+        float(F.cross_entropy(rows, tensors["text_targets"]).detach()), rel=1e-5
+    )
     assert 0 < int(tensors["latent_is_null"].sum()) < 6
 
 
@@ -89,7 +99,10 @@ def test_sampled_candidates_estimate_the_exact_loss(store):
     exact = TASK.open_data(load_config("ar", None, words(store)))
     sampled = TASK.open_data(load_config("ar", None, words(store, "loss.text_candidates=200")))
     model = TASK.build_model(exact)
-    losses = [float(TASK.objective(d.config)(model, batch_of(d, range(5), 0.0))[0].detach()) for d in (exact, sampled)]
+    losses = [
+        float(TASK.objective(d.config)(model, batch_of(d, range(5), 0.0))[0].detach())
+        for d in (exact, sampled)
+    ]
     assert losses[1] != losses[0] and losses[1] == pytest.approx(losses[0], rel=0.05)
     validation = TASK.collator(sampled, seed=5)
     assert validation.candidates is None, "evaluation is exact"
@@ -132,9 +145,22 @@ def run(store, tmp_path_factory):
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(ArCollator, "collate", planted)
-        more = ["training.num_train_steps=12", "training.train_batch_size=4", "logging.save_freq=4"]
-        more += ["logging.eval_freq=6", f"logging.save_dir={folder}", "logging.run_name=run", "optimizer.lr=3e-3"]
-        more += ["optimizer.warmup_steps=2", "data.max_validation_samples=null", "optimizer.kind=muon"]
+        more = [
+            "training.num_train_steps=12",
+            "training.train_batch_size=4",
+            "logging.save_freq=4",
+        ]
+        more += [
+            "logging.eval_freq=6",
+            f"logging.save_dir={folder}",
+            "logging.run_name=run",
+            "optimizer.lr=3e-3",
+        ]
+        more += [
+            "optimizer.warmup_steps=2",
+            "data.max_validation_samples=null",
+            "optimizer.kind=muon",
+        ]
         assert main(["--config-name", "ar", *words(store, *more)]) == 0
         report = folder / "replay.json"
         from mmldlm.cli import main as command
@@ -165,7 +191,9 @@ def test_validation_is_exact_with_the_right_and_the_null_latent(run, store, data
     for text, latent in zip(rows.tokens, rows.latents, strict=True):
         line = torch.tensor([[*text.tolist(), config.eos_token_id]])
         given = pretrained.model.scale_latents(torch.from_numpy(latent[None]))
-        scores = TASK.score_texts(pretrained, line, torch.ones_like(line, dtype=torch.bool), given, None, (0, 1))
+        scores = TASK.score_texts(
+            pretrained, line, torch.ones_like(line, dtype=torch.bool), given, None, (0, 1)
+        )
         total, tokens = total + float(scores.nats), tokens + line.shape[1]
     assert last["l2t_nll"] == pytest.approx(total / tokens, rel=1e-5)
 
@@ -175,21 +203,53 @@ def test_sample_and_evaluate_through_the_seam(run, store, tmp_path, capsys):
 
     out = tmp_path / "out"
     words = ["--checkpoint", str(run / "run"), "--output-dir", str(out)]
-    for more in (["--sampler", "beam", "--num-beams", "2"], ["--sampler", "ancestral", "--temperature", "0.7"]):
-        shared = ["sample", "l2t", *words, "--data", str(store), "--num-samples", "3", "--overwrite"]
+    for more in (
+        ["--sampler", "beam", "--num-beams", "2"],
+        ["--sampler", "ancestral", "--temperature", "0.7"],
+    ):
+        shared = [
+            "sample",
+            "l2t",
+            *words,
+            "--data",
+            str(store),
+            "--num-samples",
+            "3",
+            "--overwrite",
+        ]
         assert main([*shared, *more]) == 0
         records = [json.loads(line) for line in (out / "samples.jsonl").read_text().splitlines()]
         assert len(records) == 3
     assert main(["sample", "unconditional", *words, "--num-samples", "2", "--overwrite"]) == 0
-    assert main(["sample", "l2t", *words, "--data", str(store), "--num-steps", "4", "--overwrite"]) == 2
+    assert (
+        main(["sample", "l2t", *words, "--data", str(store), "--num-steps", "4", "--overwrite"])
+        == 2
+    )
     assert "--num-steps" in capsys.readouterr().err
     assert main(["sample", "t2l", *words, "--text", "a b", "--overwrite"]) == 2
     report = tmp_path / "report.json"
     sizes = ["--num-samples", "8", "--control-samples", "4", "--json", str(report)]
     assert main(["evaluate", "--checkpoint", str(run / "run"), "--data", str(store), *sizes]) == 0
     capsys.readouterr()
-    for option in ("--latent-steps", "--num-draws"):  # it makes no embeddings, and its likelihood is exact
-        assert main(["evaluate", "--checkpoint", str(run / "run"), "--data", str(store), *sizes, option, "3"]) == 2
+    for option in (
+        "--latent-steps",
+        "--num-draws",
+    ):  # it makes no embeddings, and its likelihood is exact
+        assert (
+            main(
+                [
+                    "evaluate",
+                    "--checkpoint",
+                    str(run / "run"),
+                    "--data",
+                    str(store),
+                    *sizes,
+                    option,
+                    "3",
+                ]
+            )
+            == 2
+        )
         assert option in capsys.readouterr().err
     model = json.loads(report.read_text())["details"]["model"]
     gain = model["nelbo_null"]["value"] - model["nelbo_right"]["value"]
@@ -204,6 +264,12 @@ def test_the_converted_model_is_the_trained_one(run, tmp_path, store):
     assert main(["convert", str(run / "run" / "latest"), str(tmp_path / "out")]) == 0
     first, second = load_pretrained(run / "run").model, load_pretrained(tmp_path / "out").model
     tokens, latents = torch.tensor([[7, 8, 9]]), torch.ones(1, first.config.latent_dim)
-    assert torch.equal(first(tokens, latents)["text_logits"], second(tokens, latents)["text_logits"])
+    assert torch.equal(
+        first(tokens, latents)["text_logits"], second(tokens, latents)["text_logits"]
+    )
     config = json.loads((tmp_path / "out" / "config.json").read_text())
-    assert (config["task"], config["architecture"], config["causal"]) == ("ar", "PlainTransformer", True)
+    assert (config["task"], config["architecture"], config["causal"]) == (
+        "ar",
+        "PlainTransformer",
+        True,
+    )

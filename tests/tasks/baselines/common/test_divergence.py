@@ -1,4 +1,6 @@
-"""Losses over the vocabulary inside the text head: gradients, sums, micro-batches, and known denoisers."""
+"""Losses over the vocabulary inside the text head: gradients, sums, micro-batches, and known
+denoisers.
+"""
 
 from __future__ import annotations
 
@@ -35,10 +37,19 @@ class FakeStore:
 
 def data_of(name, conditioning="none", **sections):
     model = {
-        "hidden_size": 16, "n_blocks": 2, "n_heads": 2, "cond_dim": 16, "max_seq_len": 16, "latent_dim": DIM,
-        "vocab_size": VOCAB, "mask_token_id": MASK, "pad_token_id": PAD, "eos_token_id": EOS,
-        "conditioning": conditioning, "extra_input_tokens": 4 if name == "hdlm" else 0,
-    }  # fmt: skip
+        "hidden_size": 16,
+        "n_blocks": 2,
+        "n_heads": 2,
+        "cond_dim": 16,
+        "max_seq_len": 16,
+        "latent_dim": DIM,
+        "vocab_size": VOCAB,
+        "mask_token_id": MASK,
+        "pad_token_id": PAD,
+        "eos_token_id": EOS,
+        "conditioning": conditioning,
+        "extra_input_tokens": 4 if name == "hdlm" else 0,
+    }
     return SimpleNamespace(
         config=build_config({"task": name, "model": model, **sections}),
         latent_mean=np.full(DIM, 0.5, np.float32),
@@ -52,7 +63,9 @@ def micro_batches(name, data, world=1, accum=1, step=0, size=12, store=None, **o
     rows = store or FakeStore()
     collator, plan = TASKS[name].collator(data, **options), BatchPlan(rows.lengths, size, 0)
     return [
-        collator.collate(plan.batch(step), local_slots(size, world, accum, rank, micro), rows, rows.lengths)
+        collator.collate(
+            plan.batch(step), local_slots(size, world, accum, rank, micro), rows, rows.lengths
+        )
         for micro in range(accum)
         for rank in range(world)
     ]
@@ -75,8 +88,12 @@ def gradients(name, data, batches):
     return sums, {name: parameter.grad for name, parameter in model.named_parameters()}
 
 
-@pytest.mark.parametrize("step", [0, 3])  # step 3 is the epoch's last batch: 4 of 12 samples, some ranks have none
-@pytest.mark.parametrize("name, conditioning", [("gidd", "prefix"), ("gidd", "none"), ("hdlm", "adaln")])
+@pytest.mark.parametrize(
+    "step", [0, 3]
+)  # step 3 is the epoch's last batch: 4 of 12 samples, some ranks have none
+@pytest.mark.parametrize(
+    "name, conditioning", [("gidd", "prefix"), ("gidd", "none"), ("hdlm", "adaln")]
+)
 def test_gradients_add_up_however_the_batch_is_cut(name, conditioning, step):
     data = data_of(name, conditioning)
     sums, whole = gradients(name, data, micro_batches(name, data, step=step))
@@ -105,7 +122,12 @@ def test_the_head_gives_values_and_gradients_of_all_logits_at_once(name, monkeyp
         torch.manual_seed(1)
         head = PlainTextHead(data.config.model.model_copy(update={"reads_time": False}))
         hidden = torch.randn(len(weights), 16, requires_grad=True)
-        out = head(hidden, torch.zeros(len(hidden), dtype=torch.int64), None, function=row_scores(divergence))
+        out = head(
+            hidden,
+            torch.zeros(len(hidden), dtype=torch.int64),
+            None,
+            function=row_scores(divergence),
+        )
         found = out["text_function"][:, 0]
         (found @ weights).backward()
         results.append((found.detach(), hidden.grad, head.weight.grad))
@@ -120,8 +142,14 @@ class ContextFree(torch.nn.Module):
         super().__init__()
         self.log_p = log_p
 
-    def forward(self, tokens, latents, t, latent_t, mask, *, text_positions, text_function, **unread):
-        assert bool(mask.flatten()[text_positions].all()) and float(t.min()) >= 0 and float(t.max()) <= 1
+    def forward(
+        self, tokens, latents, t, latent_t, mask, *, text_positions, text_function, **unread
+    ):
+        assert (
+            bool(mask.flatten()[text_positions].all())
+            and float(t.min()) >= 0
+            and float(t.max()) <= 1
+        )
         logits = self.log_p.expand(len(text_positions), -1)
         return {
             "text_function": text_function(logits, slice(0, len(logits))),
@@ -129,9 +157,13 @@ class ContextFree(torch.nn.Module):
         }
 
 
-@pytest.mark.parametrize("name, diffusion", [("gidd", {"uniform_share": 0.0}), ("gidd", {}), ("hdlm", {"gamma": 2.0})])
+@pytest.mark.parametrize(
+    "name, diffusion", [("gidd", {"uniform_share": 0.0}), ("gidd", {}), ("hdlm", {"gamma": 2.0})]
+)
 def test_a_context_free_denoiser_costs_its_cross_entropy(name, diffusion):
-    """In training's batches and in the scores of `mmldlm evaluate`, whatever the training weighs by."""
+    """In training's batches and in the scores of `mmldlm evaluate`, whatever the training weighs
+    by.
+    """
     rows = FakeStore(2000)
     log_p = torch.randn(VOCAB, generator=torch.Generator().manual_seed(1))
     log_p[MASK] = float("-inf")
@@ -140,7 +172,9 @@ def test_a_context_free_denoiser_costs_its_cross_entropy(name, diffusion):
     words = np.concatenate([np.append(tokens, EOS) for tokens in rows.tokens])
     expected = -float(log_p[torch.from_numpy(words)].double().mean())
     objective, model = TASKS[name].objective(data.config), ContextFree(log_p)
-    batches = [b for step in range(20) for b in micro_batches(name, data, step=step, size=100, store=rows)]
+    batches = [
+        b for step in range(20) for b in micro_batches(name, data, step=step, size=100, store=rows)
+    ]
     found = [objective(model, batch)[1]["text_nelbo_sum"] / batch.num_tokens for batch in batches]
     assert_mean(torch.stack(found), expected)
 
@@ -167,10 +201,16 @@ def test_a_context_free_denoiser_costs_its_cross_entropy(name, diffusion):
 
 def assert_mean(found, expected):
     error = float(found.double().std() / len(found) ** 0.5)
-    assert abs(float(found.double().mean()) - expected) <= 4 * error, (float(found.double().mean()), expected, error)
+    assert abs(float(found.double().mean()) - expected) <= 4 * error, (
+        float(found.double().mean()),
+        expected,
+        error,
+    )
 
 
-@pytest.mark.parametrize("name, weightings", [("gidd", ("elbo", "clip", "dynamic")), ("hdlm", ("elbo", "clip"))])
+@pytest.mark.parametrize(
+    "name, weightings", [("gidd", ("elbo", "clip", "dynamic")), ("hdlm", ("elbo", "clip"))]
+)
 def test_training_weights_change_the_loss_and_never_the_reported_nelbo(name, weightings):
     losses, nelbos = [], []
     for weighting in weightings:
@@ -180,7 +220,9 @@ def test_training_weights_change_the_loss_and_never_the_reported_nelbo(name, wei
         loss, sums = TASKS[name].objective(data.config)(fresh_model(name, data), batch)
         losses.append(float(loss.detach()))
         nelbos.append(float(sums["text_nelbo_sum"]) / batch.counts["text_tokens"])
-    assert len(set(losses)) == len(weightings) and nelbos == pytest.approx([losses[0]] * len(nelbos), rel=1e-5)
+    assert len(set(losses)) == len(weightings) and nelbos == pytest.approx(
+        [losses[0]] * len(nelbos), rel=1e-5
+    )
 
 
 def test_a_latent_that_cannot_be_used_becomes_a_placeholder():

@@ -1,4 +1,6 @@
-"""GIDD and HDLM as tasks: a whole run of each, its replay, validation, samples, evaluation and conversion."""
+"""GIDD and HDLM as tasks: a whole run of each, its replay, validation, samples, evaluation and
+conversion.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,13 @@ from mmldlm.config.load import load_config
 from mmldlm.config.task_registry import find_task
 from tests.support.helpers import read_log
 
-TINY = ["model.hidden_size=32", "model.n_blocks=2", "model.n_heads=2", "model.max_seq_len=64", "training.dtype=fp32"]
+TINY = [
+    "model.hidden_size=32",
+    "model.n_blocks=2",
+    "model.n_heads=2",
+    "model.max_seq_len=64",
+    "training.dtype=fp32",
+]
 OWN = {
     "gidd": ["model.conditioning=prefix", "model.tokens_per_latent=2"],
     "hdlm": ["model.conditioning=cross_attention", "text_diffusion.num_clusters=6"],
@@ -26,7 +34,10 @@ def words(store, name, *more: str) -> list[str]:
 
 @pytest.fixture(scope="module")
 def runs(store, tmp_path_factory):
-    """A run of ten steps of both; one sample of one step has a NaN behind all checks. Then its replay."""
+    """A run of ten steps of both; one sample of one step has a NaN behind all checks.
+
+    Then its replay.
+    """
     from mmldlm.cli import main as command
     from mmldlm.tasks.baselines.common.noising_collator import NoisingCollator
     from mmldlm.train import main
@@ -42,12 +53,29 @@ def runs(store, tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(NoisingCollator, "collate", planted)
         for name in OWN:
-            more = ["training.num_train_steps=10", "training.train_batch_size=4", "logging.save_freq=5"]
-            more += ["logging.eval_freq=10", f"logging.save_dir={folder}", f"logging.run_name={name}"]
-            more += ["optimizer.warmup_steps=2", "data.max_validation_samples=16", "optimizer.lr=3e-3"]
+            more = [
+                "training.num_train_steps=10",
+                "training.train_batch_size=4",
+                "logging.save_freq=5",
+            ]
+            more += [
+                "logging.eval_freq=10",
+                f"logging.save_dir={folder}",
+                f"logging.run_name={name}",
+            ]
+            more += [
+                "optimizer.warmup_steps=2",
+                "data.max_validation_samples=16",
+                "optimizer.lr=3e-3",
+            ]
             more += ["loss.text_weight_clip=2", "logging.plot=false"]
             assert main(["--config-name", name, *words(store, name, *more)]) == 0
-            assert command(["replay", str(folder / name), "last", "--json", str(folder / f"{name}.json")]) == 0
+            assert (
+                command(
+                    ["replay", str(folder / name), "last", "--json", str(folder / f"{name}.json")]
+                )
+                == 0
+            )
     return folder
 
 
@@ -62,7 +90,9 @@ def test_a_nan_is_skipped_and_replayed(runs, name):
 
 @pytest.mark.parametrize("name", OWN)
 def test_it_learns_and_validation_reports_the_exact_nelbo(runs, name, store):
-    """The seam of `mmldlm evaluate` scores the same texts as the evaluation during training, up to its draws."""
+    """The seam of `mmldlm evaluate` scores the same texts as the evaluation during training, up to
+    its draws.
+    """
     from mmldlm.sampling.pretrained import load_pretrained
 
     last = read_log(runs, name, "eval_log.jsonl")[-1]
@@ -72,7 +102,10 @@ def test_it_learns_and_validation_reports_the_exact_nelbo(runs, name, store):
     ids = np.unique(np.linspace(0, len(data.validation_lengths) - 1, 16).round().astype(int))
     rows, eos = data.validation.get(ids), data.config.model.eos_token_id
     width = max(len(text) for text in rows.tokens) + 1
-    tokens, real = torch.full((len(ids), width), data.config.model.pad_token_id), torch.zeros(len(ids), width).bool()
+    tokens, real = (
+        torch.full((len(ids), width), data.config.model.pad_token_id),
+        torch.zeros(len(ids), width).bool(),
+    )
     for row, text in enumerate(rows.tokens):
         tokens[row, : len(text) + 1] = torch.tensor([*text.tolist(), eos])
         real[row, : len(text) + 1] = True
@@ -81,7 +114,10 @@ def test_it_learns_and_validation_reports_the_exact_nelbo(runs, name, store):
     with torch.inference_mode():
         for draw in range(6):
             uniform = torch.rand(len(ids), width + 1, dtype=torch.float64, generator=generator)
-            nats.append(task.score_texts(pretrained, tokens, real, latents, uniform, (draw, 6)).nats.sum() / real.sum())
+            nats.append(
+                task.score_texts(pretrained, tokens, real, latents, uniform, (draw, 6)).nats.sum()
+                / real.sum()
+            )
     found = torch.stack(nats)
     # Both are means over draws of 16 texts: one draw of each there, six strata of t here.
     assert abs(last["l2t_nelbo"] - float(found.mean())) < 4 * float(found.std())
@@ -95,13 +131,28 @@ def test_sample_through_the_seam(runs, name, store, tmp_path, capsys, monkeypatc
 
     monkeypatch.setattr(posterior, "CORRECTION_ROUNDS", 3)
     out = tmp_path / "out"
-    shared = ["--checkpoint", str(runs / name), "--output-dir", str(out), "--overwrite", "--num-steps", "3"]
+    shared = [
+        "--checkpoint",
+        str(runs / name),
+        "--output-dir",
+        str(out),
+        "--overwrite",
+        "--num-steps",
+        "3",
+    ]
     l2t = ["sample", "l2t", *shared, "--data", str(store), "--num-samples", "3"]
-    more = ["--sampler", "self_correction"] if name == "gidd" else ["--temperature", "0.5", "--top-p", "0.9"]
+    more = (
+        ["--sampler", "self_correction"]
+        if name == "gidd"
+        else ["--temperature", "0.5", "--top-p", "0.9"]
+    )
     assert main([*l2t, *more]) == 0
     assert len((out / "samples.jsonl").read_text().splitlines()) == 3
     assert main(["sample", "unconditional", *shared, "--num-samples", "2"]) == 0
-    assert main([*l2t, "--presence-penalty", "1"]) == 2 and "--presence-penalty" in capsys.readouterr().err
+    assert (
+        main([*l2t, "--presence-penalty", "1"]) == 2
+        and "--presence-penalty" in capsys.readouterr().err
+    )
     assert main([*l2t, "--sampler", "confidence"]) == 2 and "ancestral" in capsys.readouterr().err
 
 
@@ -113,7 +164,9 @@ def test_the_converted_model_is_the_trained_one(runs, name, store, tmp_path):
     assert main(["convert", str(runs / name / "latest"), str(tmp_path / "out")]) == 0
     first, second = load_pretrained(runs / name), load_pretrained(tmp_path / "out")
     tokens, latents = torch.tensor([[7, 8, 9]]), torch.ones(1, first.model.config.latent_dim)
-    assert torch.equal(first.model(tokens, latents)["text_logits"], second.model(tokens, latents)["text_logits"])
+    assert torch.equal(
+        first.model(tokens, latents)["text_logits"], second.model(tokens, latents)["text_logits"]
+    )
     assert first.text_config == second.text_config
     if name == "hdlm":
         data = find_task(name).open_data(load_config(name, None, words(store, name)))
@@ -126,7 +179,9 @@ def test_a_batch_holds_what_the_store_has(store, name):
     task = find_task(name)
     data = task.open_data(load_config(name, None, words(store, name)))
     (batch,) = (
-        task.collator(data).collate(data.training_plan(4).batch(0), np.arange(4), data.train, data.train_lengths),
+        task.collator(data).collate(
+            data.training_plan(4).batch(0), np.arange(4), data.train, data.train_lengths
+        ),
     )
     assert task.check_batch(data, batch) == []
     batch.tensors["text_targets"][0] += 1

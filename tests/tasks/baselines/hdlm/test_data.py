@@ -26,13 +26,19 @@ def test_words_of_the_same_neighbors_have_the_same_vectors():
 
 
 def test_the_data_decides_the_clusters_and_the_same_seed_finds_the_same(store):
-    data, other = data_of(store, "text_diffusion.num_clusters=6"), data_of(store, "text_diffusion.num_clusters=7")
+    data, other = (
+        data_of(store, "text_diffusion.num_clusters=6"),
+        data_of(store, "text_diffusion.num_clusters=7"),
+    )
     model, clusters = data.config.model, data.clusters
     assert model.extra_input_tokens == 6 and len(clusters) == model.vocab_size
     sizes = np.bincount(clusters[clusters >= 0], minlength=6)
     mean = sizes.mean()
     assert len(sizes) == 6 and sizes.min() >= 0.1 * mean and sizes.max() <= 5 * mean
-    assert all(clusters[token] == -1 for token in (model.mask_token_id, model.pad_token_id, model.eos_token_id))
+    assert all(
+        clusters[token] == -1
+        for token in (model.mask_token_id, model.pad_token_id, model.eos_token_id)
+    )
     again = data_of(store, "text_diffusion.num_clusters=6")
     assert np.array_equal(clusters, again.clusters) and data.fingerprint() == again.fingerprint()
     assert data.fingerprint() != other.fingerprint()
@@ -45,19 +51,35 @@ def test_clusters_of_the_encoders_vectors_hold_words_that_mean_alike(store):
 
     words = ("text_diffusion.num_clusters=6", "text_diffusion.cluster_vectors=encoder")
     data, other = data_of(store, *words), data_of(store, words[0])
-    clusters, tokenizer = data.clusters, read_tokenizer(data.train.root / "tokenizer", "the tokenizer", "")
-    days = clusters[tokenizer.convert_tokens_to_ids("monday tuesday wednesday thursday friday saturday".split())]
+    clusters, tokenizer = (
+        data.clusters,
+        read_tokenizer(data.train.root / "tokenizer", "the tokenizer", ""),
+    )
+    days = clusters[
+        tokenizer.convert_tokens_to_ids(
+            "monday tuesday wednesday thursday friday saturday".split()
+        )
+    ]
     numbers = clusters[tokenizer.convert_tokens_to_ids("three four five six seven eight".split())]
-    assert days[0] >= 0 and len(set(days.tolist())) == 1 and len(set(numbers.tolist())) == 1, (days, numbers)
+    assert days[0] >= 0 and len(set(days.tolist())) == 1 and len(set(numbers.tolist())) == 1, (
+        days,
+        numbers,
+    )
     assert (clusters == -1).sum() == (other.clusters == -1).sum() and clusters.max() == 5
-    assert data.fingerprint() != other.fingerprint() and np.array_equal(clusters, data_of(store, *words).clusters)
+    assert data.fingerprint() != other.fingerprint() and np.array_equal(
+        clusters, data_of(store, *words).clusters
+    )
 
 
 @pytest.mark.parametrize(
     "word, message",
-    [("model.extra_input_tokens=5", "extra_input_tokens"), ("text_diffusion.xi=0.9", "xi"),
-     ("model.tie_embeddings=true", "tie_embeddings"), ("loss.text_weighting=dynamic", "text_weighting")],
-)  # fmt: skip
+    [
+        ("model.extra_input_tokens=5", "extra_input_tokens"),
+        ("text_diffusion.xi=0.9", "xi"),
+        ("model.tie_embeddings=true", "tie_embeddings"),
+        ("loss.text_weighting=dynamic", "text_weighting"),
+    ],
+)
 def test_what_contradicts_the_clusters_is_an_error(store, word, message):
     with pytest.raises(UserError, match=message) as error:
         data_of(store, "text_diffusion.num_clusters=6", word)

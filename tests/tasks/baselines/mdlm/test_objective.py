@@ -1,4 +1,6 @@
-"""MDLM's loss: exact for known denoisers, the same however a batch is cut, and what its options may change."""
+"""MDLM's loss: exact for known denoisers, the same however a batch is cut, and what its options
+may change.
+"""
 
 from __future__ import annotations
 
@@ -35,10 +37,19 @@ class FakeStore:
 
 def data_of(conditioning="prefix", **sections):
     model = {
-        "hidden_size": 16, "n_blocks": 2, "n_heads": 2, "cond_dim": 16, "max_seq_len": 16, "latent_dim": DIM,
-        "vocab_size": VOCAB, "mask_token_id": MASK, "pad_token_id": PAD, "eos_token_id": EOS,
-        "conditioning": conditioning, "reads_time": conditioning != "none",
-    }  # fmt: skip
+        "hidden_size": 16,
+        "n_blocks": 2,
+        "n_heads": 2,
+        "cond_dim": 16,
+        "max_seq_len": 16,
+        "latent_dim": DIM,
+        "vocab_size": VOCAB,
+        "mask_token_id": MASK,
+        "pad_token_id": PAD,
+        "eos_token_id": EOS,
+        "conditioning": conditioning,
+        "reads_time": conditioning != "none",
+    }
     config = build_config({"task": "mdlm", "model": model, **sections})
     return SimpleNamespace(
         config=config,
@@ -52,7 +63,9 @@ def micro_batches(data, world=1, accum=1, step=0, size=12, store=None, **options
     rows = store or FakeStore()
     collator, plan = MdlmTask().collator(data, **options), BatchPlan(rows.lengths, size, 0)
     return [
-        collator.collate(plan.batch(step), local_slots(size, world, accum, rank, micro), rows, rows.lengths)
+        collator.collate(
+            plan.batch(step), local_slots(size, world, accum, rank, micro), rows, rows.lengths
+        )
         for micro in range(accum)
         for rank in range(world)
     ]
@@ -69,7 +82,9 @@ def gradients(data, batches):
     return loss.detach(), {name: parameter.grad for name, parameter in model.named_parameters()}
 
 
-@pytest.mark.parametrize("step", [0, 3])  # step 3 is the epoch's last batch: 4 of 12 samples, some ranks have none
+@pytest.mark.parametrize(
+    "step", [0, 3]
+)  # step 3 is the epoch's last batch: 4 of 12 samples, some ranks have none
 @pytest.mark.parametrize("dropout", [0.0, 0.3])
 @pytest.mark.parametrize("conditioning", CONDITIONINGS)
 def test_gradients_add_up_however_the_batch_is_cut(conditioning, dropout, step):
@@ -91,12 +106,31 @@ class ContextFree(torch.nn.Module):
         super().__init__()
         self.log_p = log_p
 
-    def forward(self, tokens, latents, t, latent_t, mask, *, text_positions, text_targets, text_weights, **unread):
-        assert bool((tokens.flatten()[text_positions] == MASK).all()) and bool(mask.flatten()[text_positions].all())
+    def forward(
+        self,
+        tokens,
+        latents,
+        t,
+        latent_t,
+        mask,
+        *,
+        text_positions,
+        text_targets,
+        text_weights,
+        **unread,
+    ):
+        assert bool((tokens.flatten()[text_positions] == MASK).all()) and bool(
+            mask.flatten()[text_positions].all()
+        )
         nll = -self.log_p[text_targets]
         lengths = torch.zeros(len(tokens), 16)
         correct = torch.zeros(len(nll), dtype=torch.bool)
-        return {"text_loss_sum": nll @ text_weights, "text_nll": nll, "text_correct": correct, "length_logits": lengths}
+        return {
+            "text_loss_sum": nll @ text_weights,
+            "text_nll": nll,
+            "text_correct": correct,
+            "length_logits": lengths,
+        }
 
 
 @pytest.mark.parametrize("masking", ["fixed_count", "bernoulli"])
@@ -106,10 +140,15 @@ def test_a_context_free_denoiser_costs_its_cross_entropy(schedule, masking):
     rows = FakeStore(2000)
     log_p = torch.randn(VOCAB, generator=torch.Generator().manual_seed(1)).log_softmax(0)
     data = data_of(text_diffusion={"schedule": schedule, "masking": masking, "min_timestep": 1e-4})
-    batches = [b for step in range(20) for b in micro_batches(data, step=step, size=100, store=rows)]
+    batches = [
+        b for step in range(20) for b in micro_batches(data, step=step, size=100, store=rows)
+    ]
     for law, expected in ((log_p, None), (torch.zeros(VOCAB), 0.0)):
         objective = MdlmObjective(data.config)
-        sums = [objective(ContextFree(law), batch)[1]["text_nelbo_sum"] / batch.num_tokens for batch in batches]
+        sums = [
+            objective(ContextFree(law), batch)[1]["text_nelbo_sum"] / batch.num_tokens
+            for batch in batches
+        ]
         found = torch.stack(sums).double()
         if expected is None:
             words = np.concatenate([np.append(tokens, EOS) for tokens in rows.tokens])
@@ -122,26 +161,33 @@ def test_a_context_free_denoiser_costs_its_cross_entropy(schedule, masking):
 def test_training_weights_change_the_loss_and_never_the_reported_nelbo():
     losses, nelbos = {}, {}
     for name, options in {
-        "elbo": {}, "uniform": {"text_weighting": "uniform"}, "dynamic": {"text_weighting": "dynamic"},
+        "elbo": {},
+        "uniform": {"text_weighting": "uniform"},
+        "dynamic": {"text_weighting": "dynamic"},
         "clipped": {"text_weight_clip": 1.5},
-    }.items():  # fmt: skip
+    }.items():
         data = data_of("none", loss={**options, "length_loss_weight": 0})
         (batch,) = micro_batches(data)
         torch.manual_seed(0)
         loss, sums = MdlmObjective(data.config)(PlainTransformer(data.config.model), batch)
         losses[name], nelbos[name] = float(loss.detach()), float(sums["text_nelbo_sum"])
-        nll = nelbos[name] / float(batch.tensors["text_weights"].sum())  # a fresh model: nearly the same everywhere
+        nll = nelbos[name] / float(
+            batch.tensors["text_weights"].sum()
+        )  # a fresh model: nearly the same everywhere
         mask = batch.tensors["attention_mask"]
         rows, length = batch.tensors["text_positions"] // mask.shape[1], mask.sum(1)
         count = torch.bincount(rows, minlength=len(length))
         weights = {
             "elbo": batch.tensors["text_weights"],
             "uniform": torch.full_like(batch.tensors["text_weights"], 2.0),
-            # E[2 (1 - t)] given that k of L tokens are masked, times how much rarer k is in 0 .. L than in 1 .. L.
+            # E[2 (1 - t)] given that k of L tokens are masked, times how much rarer k is in 0 .. L
+            # than in 1 .. L.
             "dynamic": (2 * length * (length - count + 1) / ((length + 1) * (length + 2)))[rows],
             "clipped": batch.tensors["text_weights"].clamp_max(1.5),
         }[name]
-        assert losses[name] == pytest.approx(float(weights.sum()) * nll / batch.counts["text_tokens"], rel=0.1)
+        assert losses[name] == pytest.approx(
+            float(weights.sum()) * nll / batch.counts["text_tokens"], rel=0.1
+        )
     assert len(set(losses.values())) == 4
     assert max(nelbos.values()) == pytest.approx(min(nelbos.values()), rel=1e-6)
     assert losses["elbo"] == pytest.approx(nelbos["elbo"] / batch.counts["text_tokens"], rel=1e-6)
@@ -154,10 +200,16 @@ def test_a_latent_that_cannot_be_used_becomes_a_placeholder():
     hit = int(clean.ids[2])
     rows.latents[hit, 1] = np.nan
     (batch,) = micro_batches(data, store=rows)
-    assert not batch.real[2] and batch.bad[0]["id"] == hit and "non-finite" in batch.bad[0]["reason"]
+    assert (
+        not batch.real[2] and batch.bad[0]["id"] == hit and "non-finite" in batch.bad[0]["reason"]
+    )
     assert batch.counts == clean.counts  # other ranks do not know of it
     assert (
-        not bool((batch.tensors["text_positions"] // batch.tensors["attention_mask"].shape[1] == 2).any())
+        not bool(
+            (
+                batch.tensors["text_positions"] // batch.tensors["attention_mask"].shape[1] == 2
+            ).any()
+        )
         and batch.tensors["length_weights"][2] == 0
     )
     assert bool(torch.isfinite(batch.tensors["latents"]).all())
@@ -170,7 +222,11 @@ def test_latents_are_scaled_and_dropped_as_often_as_configured():
     expected = (rows.latents[batch.ids] - 0.5) / 2
     np.testing.assert_allclose(batch.tensors["latents"].numpy(), expected, rtol=1e-6)
     # Aligned as torch does it: a run that is resumed has the same bits in every product.
-    assert all(b.tensors["latents"].data_ptr() % 64 == 0 for step in range(20) for b in micro_batches(data, 4, 1, step))
+    assert all(
+        b.tensors["latents"].data_ptr() % 64 == 0
+        for step in range(20)
+        for b in micro_batches(data, 4, 1, step)
+    )
     assert 60 <= int(batch.tensors["latent_is_null"].sum()) <= 140
     for dropout in (0.0, 1.0):  # the passes of evaluation
         (other,) = micro_batches(data, size=400, store=rows, seed=5, condition_dropout=dropout)

@@ -1,4 +1,6 @@
-"""MDLM's samples and scores: latents encoded once, the null latent, and what an untrained model does with a latent."""
+"""MDLM's samples and scores: latents encoded once, the null latent, and what an untrained model
+does with a latent.
+"""
 
 from __future__ import annotations
 
@@ -23,14 +25,26 @@ def pretrained_of(conditioning: str) -> Pretrained:
     """A model whose gates are open."""
     torch.manual_seed(0)
     config = MdlmModelConfig(
-        hidden_size=16, n_blocks=2, n_heads=2, cond_dim=16, max_seq_len=16, latent_dim=DIM, vocab_size=VOCAB,
-        mask_token_id=3, pad_token_id=0, eos_token_id=2, conditioning=conditioning, reads_time=conditioning != "none",
-    )  # fmt: skip
+        hidden_size=16,
+        n_blocks=2,
+        n_heads=2,
+        cond_dim=16,
+        max_seq_len=16,
+        latent_dim=DIM,
+        vocab_size=VOCAB,
+        mask_token_id=3,
+        pad_token_id=0,
+        eos_token_id=2,
+        conditioning=conditioning,
+        reads_time=conditioning != "none",
+    )
     model = PlainTransformer(config).eval()
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(0.2 * torch.randn_like(parameter))
-    weights = {"unconditional": 1.0} if conditioning == "none" else {"l2t": 0.9, "unconditional": 0.1}
+    weights = (
+        {"unconditional": 1.0} if conditioning == "none" else {"l2t": 0.9, "unconditional": 0.1}
+    )
     return Pretrained(model, None, TextDiffusionConfig(), None, weights, 0.1, task=MdlmTask())
 
 
@@ -39,12 +53,19 @@ def test_a_latent_is_encoded_once_and_the_texts_are_the_same(conditioning, monke
     """With guidance, which also reads the null latent; whatever the sampler and the batch."""
     pretrained = pretrained_of(conditioning)
     latents = None if conditioning == "none" else torch.randn(5, DIM)
-    options = {"num_steps": 6, "seed": 1, "guidance": 1.0 if latents is None else 2.0, "num_samples": 5}
+    options = {
+        "num_steps": 6,
+        "seed": 1,
+        "guidance": 1.0 if latents is None else 2.0,
+        "num_samples": 5,
+    }
     encode, calls = PlainTransformer.encode_latents, []
 
     def write(sampler, batch_tokens=None):
         calls.clear()
-        texts = MdlmTask().write_texts(pretrained, latents, sampler=sampler, batch_tokens=batch_tokens, **options)
+        texts = MdlmTask().write_texts(
+            pretrained, latents, sampler=sampler, batch_tokens=batch_tokens, **options
+        )
         assert all(3 not in text and 0 not in text and 2 not in text for text in texts.tokens)
         return texts.tokens
 
@@ -81,7 +102,9 @@ def test_a_fresh_model_ignores_its_latent_exactly_and_open_gates_read_it(conditi
         found = likelihood_estimates(measure(fresh, texts, latents, partner, score=score, draws=2))
         assert (found["latent_sensitivity"].value > 1e-6) == gates
         assert gates or found["gain_null"].value == found["gain_shuffled"].value == 0
-        assert found["length_nll_right"].value != found["length_nll_null"].value  # the length head has no gate
+        assert (
+            found["length_nll_right"].value != found["length_nll_null"].value
+        )  # the length head has no gate
 
 
 def test_an_unconditional_model_is_scored_without_a_latent():
@@ -91,6 +114,11 @@ def test_an_unconditional_model_is_scored_without_a_latent():
     def score(*arguments):
         return MdlmTask().score_texts(pretrained, *arguments)
 
-    found = likelihood_estimates(measure(pretrained.model, texts, None, np.array([1, 0]), score=score, draws=3))
-    assert set(found) == {"nelbo_null", "token_accuracy_null", "length_nll_null"} and found["nelbo_null"].value > 0
+    found = likelihood_estimates(
+        measure(pretrained.model, texts, None, np.array([1, 0]), score=score, draws=3)
+    )
+    assert (
+        set(found) == {"nelbo_null", "token_accuracy_null", "length_nll_null"}
+        and found["nelbo_null"].value > 0
+    )
     assert not pretrained.reads_latents

@@ -1,4 +1,6 @@
-"""Batches of codes: masked as the text is, on their own clock, as functions of seed, epoch, sample and slot."""
+"""Batches of codes: masked as the text is, on their own clock, as functions of seed, epoch, sample
+and slot.
+"""
 
 from __future__ import annotations
 
@@ -24,13 +26,20 @@ def codes(tmp_path_factory):
 
 def opened(root, *more):
     task = find_task("image_text")
-    words = ["task=image_text", f"data.latent_data_root={root}", "training.train_batch_size=32", *more]
+    words = [
+        "task=image_text",
+        f"data.latent_data_root={root}",
+        "training.train_batch_size=32",
+        *more,
+    ]
     return task, task.open_data(load_config("tiny", None, words))
 
 
 def collate(task, data, slots, step=3, size=32):
     plan = BatchPlan(data.train_lengths, size, data.config.training.seed)
-    return task.collator(data).collate(plan.batch(step), np.asarray(slots), data.train, data.train_lengths)
+    return task.collator(data).collate(
+        plan.batch(step), np.asarray(slots), data.train, data.train_lengths
+    )
 
 
 def test_masked_ids_are_never_data_and_the_others_are_kept(codes):
@@ -39,16 +48,24 @@ def test_masked_ids_are_never_data_and_the_others_are_kept(codes):
     tensors = batch.tensors
     noised, clean = tensors["latents"][..., 0], tensors["latent_clean"][..., 0]
     stored = torch.from_numpy(data.train.get(batch.ids).latents)
-    assert torch.equal(tensors["latent_clean"], stored) and int(clean.max()) < Q and noised.dtype == torch.int64
+    assert (
+        torch.equal(tensors["latent_clean"], stored)
+        and int(clean.max()) < Q
+        and noised.dtype == torch.int64
+    )
     masked = noised == Q
     assert torch.equal(noised[~masked], clean[~masked]) and int(noised.max()) == Q
     given = torch.from_numpy(batch.modes == L2T)
     assert 0 < int(given.sum()) < 32 and not bool(masked[given].any())
-    assert bool((tensors["latent_timesteps"][given] == 0).all()) and bool(masked[~given].any(1).all())
+    assert bool((tensors["latent_timesteps"][given] == 0).all()) and bool(
+        masked[~given].any(1).all()
+    )
     torch.testing.assert_close(tensors["latent_timesteps"], (masked.sum(1) / N).float())
     assert torch.equal(tensors["code_positions"], masked.flatten().nonzero()[:, 0])
     assert torch.equal(tensors["code_targets"], clean.flatten()[tensors["code_positions"]])
-    weights = torch.zeros(32).index_add_(0, tensors["code_positions"] // N, tensors["code_weights"])
+    weights = torch.zeros(32).index_add_(
+        0, tensors["code_positions"] // N, tensors["code_weights"]
+    )
     torch.testing.assert_close(weights, N * (~given).float())  # of an image: its number of codes
     assert batch.counts["codes"] == N * int((~given).sum()) and "latents" not in batch.counts
     assert task.check_batch(data, batch) == []
@@ -58,7 +75,9 @@ def test_numbers_of_masks_are_spread_evenly_and_independent_of_the_text(codes):
     task, data = opened(codes, "training.loss_type=unconditional")
     batch = collate(task, data, range(32), step=0)
     counts = (batch.tensors["latents"][..., 0] == Q).sum(1)
-    assert counts.bincount(minlength=N + 1)[1:].tolist() == [2] * N, "two of each in a batch of 2 N"
+    assert counts.bincount(minlength=N + 1)[1:].tolist() == [2] * N, (
+        "two of each in a batch of 2 N"
+    )
     share = batch.tensors["text_timesteps"]
     assert abs(float(torch.corrcoef(torch.stack([share, counts.float()]))[0, 1])) < 0.6
 
@@ -66,7 +85,9 @@ def test_numbers_of_masks_are_spread_evenly_and_independent_of_the_text(codes):
 def test_draws_do_not_depend_on_micro_batches_nor_change_those_of_the_text(codes, tmp_path):
     task, data = opened(codes)
     whole = collate(task, data, range(16), size=16)
-    parts = [collate(task, data, slots, size=16) for slots in ([9, 10, 11, 12, 13, 14, 15], range(9))]
+    parts = [
+        collate(task, data, slots, size=16) for slots in ([9, 10, 11, 12, 13, 14, 15], range(9))
+    ]
     for name in ("latents", "latent_timesteps", "latent_is_null"):
         joined = torch.cat([parts[1].tensors[name], parts[0].tensors[name]])
         assert torch.equal(whole.tensors[name], joined), name
@@ -79,7 +100,11 @@ def test_null_captions_and_null_images_are_drawn_as_for_pixels(codes):
     batch = collate(task, data, range(32), step=0)
     for key, mode in (("text_is_null", T2L), ("latent_is_null", L2T)):
         null = batch.tensors[key].numpy()
-        assert null.any() and (batch.modes[null] == mode).all() and not null[batch.modes == mode].all()
+        assert (
+            null.any()
+            and (batch.modes[null] == mode).all()
+            and not null[batch.modes == mode].all()
+        )
 
 
 def test_a_damaged_id_is_left_out_and_named(codes, tmp_path):
@@ -90,9 +115,15 @@ def test_a_damaged_id_is_left_out_and_named(codes, tmp_path):
     latents.flush()
     found = collate(task, data, range(32), step=0)
     (bad,) = found.bad
-    assert bad["id"] == int(batch.ids[2]) and f"id {Q} of a code, expected one below {Q}" in bad["reason"]
+    assert (
+        bad["id"] == int(batch.ids[2])
+        and f"id {Q} of a code, expected one below {Q}" in bad["reason"]
+    )
     assert found.real.tolist() == [slot != 2 for slot in range(32)]
-    assert 2 not in (found.tensors["code_positions"] // N).tolist() and int(found.tensors["latents"].max()) <= Q
+    assert (
+        2 not in (found.tensors["code_positions"] // N).tolist()
+        and int(found.tensors["latents"].max()) <= Q
+    )
 
 
 def test_the_check_of_batches_knows_what_is_wrong(codes):

@@ -1,4 +1,6 @@
-"""Stores of codes and of pixels are never taken for each other, and no option is silently left unread."""
+"""Stores of codes and of pixels are never taken for each other, and no option is silently left
+unread.
+"""
 
 from __future__ import annotations
 
@@ -14,11 +16,16 @@ from tests.support.image_store import make_image_store
 @pytest.fixture(scope="module")
 def stores(tmp_path_factory):
     folder = tmp_path_factory.mktemp("stores")
-    return {"codes": make_image_store(folder / "codes", codes=40), "pixels": make_image_store(folder / "pixels")}
+    return {
+        "codes": make_image_store(folder / "codes", codes=40),
+        "pixels": make_image_store(folder / "pixels"),
+    }
 
 
 def open_data(root, *words, preset="tiny"):
-    config = load_config(preset, None, ["task=image_text", f"data.latent_data_root={root}", *words])
+    config = load_config(
+        preset, None, ["task=image_text", f"data.latent_data_root={root}", *words]
+    )
     return find_task("image_text").open_data(config)
 
 
@@ -53,7 +60,12 @@ def test_the_presets_know_their_stores(stores):
         open_data(stores["pixels"], "model.num_codes=40")
     data = open_data(stores["codes"], preset="image_text_discrete")
     model = data.config.model
-    assert (model.latent_kind, model.num_codes, model.latent_dim, model.num_latents) == ("ids", 40, 1, 16)
+    assert (model.latent_kind, model.num_codes, model.latent_dim, model.num_latents) == (
+        "ids",
+        40,
+        1,
+        16,
+    )
     assert model.latent_grid == [4, 4] and "codebook.npy" in data.files_to_keep()
     assert "16 ids of 40 codes" in data.describe()
 
@@ -61,8 +73,13 @@ def test_the_presets_know_their_stores(stores):
 def test_the_embeddings_of_codes_begin_with_their_patches_and_memory_is_known(stores):
     task, data = find_task("image_text"), open_data(stores["codes"], preset="image_text_discrete")
     model = task.build_model(data)
-    assert torch.equal(*(task.build_model(data).latent_encoder.code_embedding.weight for _ in range(2)))
-    table, codes = model.latent_encoder.code_embedding.weight[:40].detach(), data.codec.codebook.as_float32()
+    assert torch.equal(
+        *(task.build_model(data).latent_encoder.code_embedding.weight for _ in range(2))
+    )
+    table, codes = (
+        model.latent_encoder.code_embedding.weight[:40].detach(),
+        data.codec.codebook.as_float32(),
+    )
     apart = [torch.pdist(torch.as_tensor(rows)) for rows in (table, codes)]
     assert float(torch.corrcoef(torch.stack(apart))[0, 1]) > 0.9
     sizes = task.model_sizes(data.config, 12)
@@ -73,7 +90,11 @@ def test_the_embeddings_of_codes_begin_with_their_patches_and_memory_is_known(st
 def test_codes_of_two_stores_do_not_mix_unless_their_codebook_is_one(stores, tmp_path):
     other = make_image_store(tmp_path / "other", faces=2, codes=41)
     with pytest.raises(UserError, match="one tokenizer and one encoder"):
-        open_data(stores["codes"], "data.latent_data_root=null", f"data.mixture={{{stores['codes']}: 1, {other}: 1}}")
+        open_data(
+            stores["codes"],
+            "data.latent_data_root=null",
+            f"data.mixture={{{stores['codes']}: 1, {other}: 1}}",
+        )
     same = f"data.mixture={{{stores['codes']}: 0.5, {stores['codes']}/../codes: 0.5}}"
     data = open_data(stores["codes"], "data.latent_data_root=null", same)
     assert data.train.get([0, len(data.train) - 1]).latents.dtype.kind == "i"
