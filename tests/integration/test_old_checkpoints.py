@@ -48,30 +48,43 @@ ZERO2, FSDP = ("deepspeed ZeRO-2", 2), ("fsdp", 2)
 IMAGES, CODES = {"data.latent_data_root": "images"}, {"data.latent_data_root": "codes"}
 HYPOTHESES = {"data.latent_data_root": "store", "data.hypotheses": "hypotheses"}
 CHECKPOINTS = {
-    "2b95890/zero2": Saved("e9e7ad0b70147a659a62178475d294893fa55882580ca04010b8057832718b6e", *ZERO2),
-    "2b95890/fsdp": Saved("87d6f82abb06f8ef62b58bce6a28d8c76c99b721a80212f0423a3ffba3d7cfa4", *FSDP),
+    "2b95890/zero2": Saved(
+        "e9e7ad0b70147a659a62178475d294893fa55882580ca04010b8057832718b6e", *ZERO2
+    ),
+    "2b95890/fsdp": Saved(
+        "87d6f82abb06f8ef62b58bce6a28d8c76c99b721a80212f0423a3ffba3d7cfa4", *FSDP
+    ),
     "2b95890/single": Saved("693e203d777cf36077cf5541233033170b4a0a0e20a20612d963280f1143e1fd"),
-    "1d30e24/zero2": Saved("e2a763152eea0c09ac9f1b4e892b0490720fbec272bf4d00ea8736995ab7ee7c", *ZERO2),  # with Muon
-    "1d30e24/fsdp": Saved("cc0be5ad1b5b36e8b6fb4b2f3ce14116577e2a125bbf9813e4a743eeb704adb6", *FSDP),
+    "1d30e24/zero2": Saved(
+        "e2a763152eea0c09ac9f1b4e892b0490720fbec272bf4d00ea8736995ab7ee7c", *ZERO2
+    ),  # with Muon
+    "1d30e24/fsdp": Saved(
+        "cc0be5ad1b5b36e8b6fb4b2f3ce14116577e2a125bbf9813e4a743eeb704adb6", *FSDP
+    ),
     "1d30e24/single": Saved("26cac5c10c8ea90eeb2139f5d390b80cd93714a467ff689065d600d6d0fd695e"),
     "1d30e24/decoupled": Saved("d1e3e69ed7da4383d7d4c6eb345998df84ffc89d039a9444464589d0b346510e"),
     "1d30e24/quality": Saved("0c38823eb5050a6b98103317976575ab8e0dc25e9288b8cd90c6e1e1a8696389"),
-    "1d30e24/corrector": Saved("fdd0ea349c197ca8d279fb43a873580a5e143cecb3a5a26a3a9ed4ff80c12e98", data=HYPOTHESES),
+    "1d30e24/corrector": Saved(
+        "fdd0ea349c197ca8d279fb43a873580a5e143cecb3a5a26a3a9ed4ff80c12e98", data=HYPOTHESES
+    ),
     "1d30e24/image_text": Saved(
         "f5fafd0128def41e24eadda224b8b238e2b142f8cd3993a030861725fffd0231", *ZERO2, data=IMAGES
     ),
-    "1d30e24/image_codes": Saved("9018a50ec87258f76ba212dcc0b82bd22ba12dc75e946d785bfecc4da464ad34", data=CODES),
-    "1d30e24/ar": Saved("45eedc049adc466ae2de4c9f478b52be2fa1facd3634fbceef1acc9f2b3efb19", *ZERO2),
+    "1d30e24/image_codes": Saved(
+        "9018a50ec87258f76ba212dcc0b82bd22ba12dc75e946d785bfecc4da464ad34", data=CODES
+    ),
+    "1d30e24/ar": Saved(
+        "45eedc049adc466ae2de4c9f478b52be2fa1facd3634fbceef1acc9f2b3efb19", *ZERO2
+    ),
     "1d30e24/gidd": Saved("0f05cc7966dc5ffd1fcbd4ecdc2fed1911d60ba176ed3d36eb85d42cf6aff92a"),
     "1d30e24/hdlm": Saved("8073b8253f216064a759c9294efe74e70023ae65688041ae13b976a389c0b6df"),
     "1d30e24/own_task": Saved(
-        "6dc8dc330b11bdf0fd645f6a10fc967b1c57124c4692b9024393e12443e1f765", data={"data.text_file": "corpus.txt"}
+        "6dc8dc330b11bdf0fd645f6a10fc967b1c57124c4692b9024393e12443e1f765",
+        data={"data.text_file": "corpus.txt"},
     ),
 }
-SAMPLED = [
-    f"1d30e24/{name}" for name in
-    ("single", "decoupled", "quality", "corrector", "image_text", "image_codes", "ar", "gidd", "hdlm")
-]  # fmt: skip
+SAMPLED = [f"1d30e24/{name}" for name in "single decoupled quality corrector".split()]
+SAMPLED += [f"1d30e24/{name}" for name in "image_text image_codes ar gidd hdlm".split()]
 STORES = ["2b95890/store", "1d30e24/store", "1d30e24/images", "1d30e24/codes"]
 
 
@@ -116,17 +129,21 @@ def resume_words(old: Path, folder: Path, name: str) -> list[str]:
     words = ["--config", str(config), f"logging.save_dir={folder}", "logging.run_name=run"]
     words += [f"training.resume={old / name / STEP}"]
     version = name.split("/")[0]
-    return words + [f"{key}={old / version / path}" for key, path in CHECKPOINTS[name].data.items()]
+    return words + [
+        f"{key}={old / version / path}" for key, path in CHECKPOINTS[name].data.items()
+    ]
 
 
-def check_resume(old: Path, folder: Path, name: str, *more: str, world_size: int, loss: float, norm: float) -> None:
+def check_resume(
+    old: Path, folder: Path, name: str, *more: str, world_size: int, loss: float, norm: float
+) -> None:
     """Resume a checkpoint, and compare losses and gradient norms up to these relative errors."""
     words = resume_words(old, folder, name)
     done = run_ranks(world_size, ROOT / "mmldlm" / "train.py", *words, *more)
     assert done.returncode == 0, done.stdout[-4000:]
     expected = json.loads((old / name / "losses.json").read_text())
     records = read_log(folder, "run")
-    assert [record["step"] for record in records] == [row[0] for row in expected] == [5, 6, 7, 8, 9]
+    assert [record["step"] for record in records] == [5, 6, 7, 8, 9]
     losses, norms = ([record[key] for record in records] for key in ("loss", "grad_norm"))
     assert losses == pytest.approx([row[1] for row in expected], rel=loss)
     assert norms == pytest.approx([row[2] for row in expected], rel=norm)
@@ -136,8 +153,8 @@ def check_resume(old: Path, folder: Path, name: str, *more: str, world_size: int
 def test_it_opens(old, name, capsys):
     assert main(["convert", "inspect", str(old / name / STEP)]) == 0
     saved, shown = CHECKPOINTS[name], capsys.readouterr().out
-    for line in (f"engine      {saved.engine}", f"world size  {saved.world_size}", "step        4"):
-        assert f"\n{line}\n" in shown
+    assert f"\nengine      {saved.engine}\n" in shown
+    assert f"\nworld size  {saved.world_size}\nstep        4\n" in shown
     assert "\nmoments     exp_avg of" in shown
 
 
@@ -148,8 +165,10 @@ def test_the_store_is_whole(old, name):
 
 @pytest.mark.parametrize("name", CHECKPOINTS)
 def test_it_resumes_with_the_same_losses(old, tmp_path, name):
-    # Another processor may round a product differently; on the one that wrote the file they are equal.
-    check_resume(old, tmp_path, name, world_size=CHECKPOINTS[name].world_size, loss=1e-6, norm=1e-4)
+    # Another processor may round a product differently; on that of the archive they are equal.
+    check_resume(
+        old, tmp_path, name, world_size=CHECKPOINTS[name].world_size, loss=1e-6, norm=1e-4
+    )
 
 
 @pytest.mark.parametrize("name", ["2b95890/zero2", "1d30e24/zero2"])
@@ -162,9 +181,8 @@ def test_another_optimizer_refuses_its_state(old, tmp_path):
     """The config of that time has no optimizer.kind: what the files hold decides."""
     words = [*resume_words(old, tmp_path, "2b95890/single"), "optimizer.kind=muon"]
     done = run_ranks(1, ROOT / "mmldlm" / "train.py", *words)
-    assert done.returncode == 2 and "exp_avg and exp_avg_sq of blocks" in done.stdout, done.stdout[
-        -2000:
-    ]
+    assert done.returncode == 2, done.stdout[-2000:]
+    assert "exp_avg and exp_avg_sq of blocks" in done.stdout
     assert "set optimizer.kind=adamw" in done.stdout and "training.init_from" in done.stdout
 
 
@@ -176,11 +194,17 @@ def test_it_converts_to_the_same_tensors(converted, name):
 
 @pytest.mark.parametrize("name", SAMPLED)
 def test_it_samples_the_same(old, converted, tmp_path, name):
-    """Texts are equal, those of weights changed by 1e-6 too; embeddings and pixels are so to rounding."""
+    """Texts are those written then, embeddings and pixels to rounding.
+
+    No token was chosen by a hair: weights with relative noise of 1e-6 give the same texts.
+    """
     version = old / name.split("/")[0]
     for kind, expected in json.loads((old / name / "samples.json").read_text()).items():
         out = tmp_path / kind
-        words = [str(version / word) if word in ("store", "images") else word for word in expected["words"]]
+        words = [
+            str(version / word) if word in ("store", "images") else word
+            for word in expected["words"]
+        ]
         words += ["--checkpoint", str(converted(name)), "--output-dir", str(out)]
         assert main(["sample", *words, "--seed", "1", "--device", "cpu"]) == 0
         records = map(json.loads, (out / "samples.jsonl").read_text().splitlines())
