@@ -63,7 +63,15 @@ setup(
     version=VERSION,
     description="One MMDiT that translates between text and sentence embeddings, trained at scale",
     license="Apache-2.0",
-    python_requires=">=3.10",
+    python_requires=">=3.11",
+    # 3.14 may work and is untested: torch's wheels for it are new.
+    classifiers=[
+        "Operating System :: POSIX :: Linux",
+        "Programming Language :: Python :: 3.11",
+        "Programming Language :: Python :: 3.12",
+        "Programming Language :: Python :: 3.13",
+        "Topic :: Scientific/Engineering :: Artificial Intelligence",
+    ],
     packages=find_packages(include=["mmldlm", "mmldlm.*"]),
     package_data={
         "mmldlm": ["py.typed"],

@@ -4,7 +4,7 @@
 # PYTHON. Settings:
 #   MMLDLM_VENV     folder of the environment (default: .venv of this checkout)
 #   MMLDLM_VENV_TAKE   1: set up an environment again that belongs to another checkout
-#   MMLDLM_PYTHON   Python of a new environment (default: the first Python >= 3.10 in PATH)
+#   MMLDLM_PYTHON   Python of a new environment (default: the first Python >= 3.11 in PATH)
 
 MMLDLM_ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 
@@ -16,15 +16,15 @@ mmldlm_fail() {
 
 # Print the first Python that runs and is recent enough. A name in PATH may be a shim without a Python.
 mmldlm_find_python() {
-    local name names=(python3 python3.13 python3.12 python3.11 python3.10 python)
+    local name names=(python3 python3.13 python3.12 python3.11 python)
     [ -z "${MMLDLM_PYTHON:-}" ] || names=("$MMLDLM_PYTHON")
     for name in "${names[@]}"; do
-        if "$name" -c 'import sys; sys.exit(sys.version_info < (3, 10))' >/dev/null 2>&1; then
+        if "$name" -c 'import sys; sys.exit(sys.version_info < (3, 11))' >/dev/null 2>&1; then
             "$name" -c 'import sys; print(sys.executable)'
             return
         fi
     done
-    mmldlm_fail "expected Python 3.10 or newer, found none among: ${MMLDLM_PYTHON:-python3 python3.10 ... python3.13}" \
+    mmldlm_fail "expected Python 3.11 or newer, found none among: ${MMLDLM_PYTHON:-python3 python3.11 ... python3.13}" \
         "install one, or set MMLDLM_PYTHON=path/to/python3"
 }
 

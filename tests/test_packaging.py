@@ -14,7 +14,7 @@ import pytest
 from packaging.requirements import Requirement
 
 ROOT = Path(__file__).resolve().parents[1]
-PYTHONS = ("3.10", "3.11", "3.12", "3.13")
+PYTHONS = ("3.11", "3.12", "3.13")
 DS_CONFIGS = sorted((ROOT / "ds_configs").glob("*.json"))
 # Numbers that mmldlm's own config owns (ARCHITECTURE: one owner for every number).
 OWNED = (
@@ -181,7 +181,7 @@ def test_no_python_is_a_clear_error(tmp_path):
         MMLDLM_PYTHON="no-such-python",
     )
     assert run.returncode == 2 and "not reached" not in run.stdout
-    assert "expected Python 3.10 or newer" in run.stderr and "MMLDLM_PYTHON=" in run.stderr
+    assert "expected Python 3.11 or newer" in run.stderr and "MMLDLM_PYTHON=" in run.stderr
 
 
 def launch(script, venv, *words, **env):

@@ -16,7 +16,7 @@ import sys
 import tempfile
 import time
 import traceback
-from datetime import datetime, timezone
+from datetime import UTC, datetime
 from pathlib import Path
 
 from mmldlm.utils.atomic_files import write_text
@@ -37,7 +37,7 @@ def log_line(message: str) -> None:
     with contextlib.suppress(
         OSError
     ):  # stderr is closed: the exit code still reports how the run ended
-        line = f"[{datetime.now(timezone.utc):%H:%M:%S}] {message}"
+        line = f"[{datetime.now(UTC):%H:%M:%S}] {message}"
         print(for_screen(line, sys.stderr), file=sys.stderr, flush=True)
 
 

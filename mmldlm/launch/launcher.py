@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
-from datetime import datetime, timezone
+from datetime import UTC, datetime
 from pathlib import Path
 
 from mmldlm.checkpoints.locate import find_latest_valid
@@ -77,7 +77,7 @@ def create_log_dir(context: Context) -> Path:
     Raises:
         UserError: it cannot be created.
     """
-    stamp = datetime.now(timezone.utc).strftime("%Y%m%d_%H%M%S")
+    stamp = datetime.now(UTC).strftime("%Y%m%d_%H%M%S")
     folder = context.config.run_dir() / "logs"
     for name in (f"launch_{stamp}", *(f"launch_{stamp}_{number}" for number in range(2, 100))):
         try:

@@ -10,7 +10,7 @@ import time
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from datetime import datetime, timedelta, timezone
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -242,7 +242,7 @@ def _now_of_the_run(tail: LogTail) -> datetime:
     """
     last = tail.records[-1].get("time") if tail.records else None
     if last is None:
-        return datetime.now(timezone.utc)
+        return datetime.now(UTC)
     changed, present = tail.path.stat().st_mtime, time.time()
     with (
         contextlib.suppress(OSError),
@@ -284,7 +284,7 @@ def follow(
                 events.records,
                 tail.num_skipped,
             )
-            difference = (now - datetime.now(timezone.utc)).total_seconds()
+            difference = (now - datetime.now(UTC)).total_seconds()
             if abs(difference) > _MAX_CLOCK_DIFFERENCE:
                 direction = "ahead of" if difference > 0 else "behind"
                 health.messages.append(

@@ -7,7 +7,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping
-from datetime import datetime, timezone
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -49,7 +49,7 @@ class JsonlLog:
             TypeError, ValueError: a value that JSON cannot represent.
         """
         plain = to_strict_json(record)
-        plain.setdefault("time", datetime.now(timezone.utc).isoformat(timespec="milliseconds"))
+        plain.setdefault("time", datetime.now(UTC).isoformat(timespec="milliseconds"))
         self._file.write(json.dumps(plain, allow_nan=False) + "\n")
         self._file.flush()
 

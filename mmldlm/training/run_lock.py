@@ -16,7 +16,7 @@ import os
 import socket
 import time
 from collections.abc import Callable
-from datetime import datetime, timezone
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -185,7 +185,7 @@ class RunLock:
             "pid": os.getpid(),
             "job": os.environ.get("SLURM_JOB_ID"),
             "restarts": int_from_env("SLURM_RESTART_COUNT", 0),
-            "started": datetime.now(timezone.utc).isoformat(timespec="microseconds"),
+            "started": datetime.now(UTC).isoformat(timespec="microseconds"),
             "place": _host_key(),
             "born": _process_start_time(os.getpid()),
         }

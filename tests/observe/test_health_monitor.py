@@ -6,7 +6,7 @@ import signal
 import subprocess
 import sys
 import tracemalloc
-from datetime import datetime, timedelta, timezone
+from datetime import UTC, datetime, timedelta
 
 import pytest
 
@@ -18,7 +18,7 @@ from mmldlm.observe.jsonl_log import JsonlLog, is_event
 from mmldlm.observe.log_tail import LogTail
 from mmldlm.utils.json_files import to_strict_json
 
-NOW = datetime(2030, 1, 1, tzinfo=timezone.utc)
+NOW = datetime(2030, 1, 1, tzinfo=UTC)
 
 
 def records(steps=300, pace=1.0, **more):
@@ -206,7 +206,7 @@ def write_run(folder, total, **more):
     (folder / "config.yaml").write_text(f"training:\n  num_train_steps: {total}\n")
     with JsonlLog(folder / "training_log.jsonl") as log:
         for record in records(**more):
-            log.write({**record, "time": datetime.now(timezone.utc).isoformat()})
+            log.write({**record, "time": datetime.now(UTC).isoformat()})
 
 
 def test_exit_codes_of_once(tmp_path, capsys):

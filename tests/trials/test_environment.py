@@ -304,7 +304,7 @@ def test_a_machine_without_loopback_is_told_so(trial_store, tmp_path):
 def _log(folder, offset: float, age: float) -> None:
     """A run's log by a clock that is `offset` seconds ahead, last written `age` seconds ago."""
     folder.mkdir()
-    last = datetime.datetime.now(datetime.timezone.utc) + datetime.timedelta(seconds=offset - age)
+    last = datetime.datetime.now(datetime.UTC) + datetime.timedelta(seconds=offset - age)
     (folder / "config.yaml").write_text("training:\n  num_train_steps: 1000\n", encoding="utf-8")
     lines = []
     for step in range(1, 21):

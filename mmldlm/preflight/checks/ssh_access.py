@@ -231,5 +231,5 @@ def python_and_folder(context):
 @check("PY002", 1, "node", "mmldlm imports")
 def package_imports(context):
     """That interpreter can import mmldlm on the node."""
-    fix = "copy this checkout to {name} at the same path; its python must be 3.10 or newer"
+    fix = "copy this checkout to {name} at the same path; its python must be 3.11 or newer"
     yield from _ssh(context, {"import": fix}, "mmldlm at the same path")
