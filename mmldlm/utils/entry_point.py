@@ -1,16 +1,13 @@
-"""Start modules of this package: as `python -m mmldlm.ROOM`, and from another process."""
+"""Starting modules of this package: `python -m mmldlm.ROOM`, and by another process."""
 
 from __future__ import annotations
 
 import argparse
-import os
-import runpy
 import sys
-from pathlib import Path
 from types import ModuleType
 
 from mmldlm.errors import EXIT_FAILED, MmldlmError
-from mmldlm.utils import entry_point as run_module
+from mmldlm.utils import run_module
 from mmldlm.utils.formatting import explain_os_error
 from mmldlm.utils.screen import open_standard_streams
 from mmldlm.utils.stop_signals import keep_exit_codes
@@ -43,14 +40,3 @@ def run_command(prog: str, description: str, command: ModuleType) -> int:
     except OSError as error:
         print(f"error: {explain_os_error(error)}", file=sys.stderr)
         return EXIT_FAILED
-
-
-if __name__ == "__main__":
-    folder = str(Path(__file__).resolve().parents[2])
-    sys.path[: 0 if getattr(sys.flags, "safe_path", False) else 1] = [folder]
-    if not sys.argv[1].startswith(
-        "mmldlm."
-    ):  # a launcher, which starts others with -m (heeded since Python 3.11)
-        os.environ.setdefault("PYTHONSAFEPATH", "1")
-    del sys.argv[0]
-    runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
