@@ -44,8 +44,6 @@ class TranslationTask(MaskedTextTask):
         "latent_error_sum",
         "latent_cosine_sum",
         "latent_scored",
-        "latent_gap_sum",
-        "latent_gap_scored",
         "length_nll_sum",
         "length_scored",
         "quality_bce_sum",
@@ -78,9 +76,6 @@ class TranslationTask(MaskedTextTask):
         Metric(
             "quality_right", "quality_right", "quality_scored"
         ),  # share of the drafts' tokens that are right
-        Metric(
-            "latent_gap", "latent_gap_sum", "latent_gap_scored"
-        ),  # of latent_diffusion.prediction=x0_epsilon
     )
     buffers = frozenset({"latent_mean", "latent_std"})
     architecture = "MultimodalMMDiT"
@@ -168,6 +163,13 @@ class TranslationTask(MaskedTextTask):
 
     def encoding_flops(self, model_config: Any) -> float:
         return costs.step_flops(model_config, [1], 0).latent_inputs
+
+    def metrics_of(self, config: TranslationConfig) -> tuple[Metric, ...]:
+        of_process = config.latent_diffusion.process().diagnostics
+        return (
+            *self.metrics,
+            *(Metric(name, f"{name}_sum", "latent_scored") for name in of_process),
+        )
 
     def describe(self, config: TranslationConfig) -> str:
         shift = config.latent_diffusion.timestep_shift
