@@ -15,7 +15,6 @@ import torch
 from mmldlm.config.text_samplers import BY_CERTAINTY, STRATEGY_OPTIONS
 from mmldlm.data.batching.store_data import check_store_kind
 from mmldlm.errors import UserError
-from mmldlm.sampling.code_sampler import sample_codes, sample_codes_and_texts
 from mmldlm.sampling.inputs import (
     encode_texts,
     given_texts,
@@ -34,6 +33,7 @@ from mmldlm.sampling.text.draw import PRESENCE_PENALTY
 from mmldlm.sampling.text.records import Recorder, TextSamples
 from mmldlm.sampling.text.strategies import strategy_class
 from mmldlm.sampling.text.strategies.schedule import names_passes, read_schedule
+from mmldlm.tasks.image_codes.sampling import sample_codes, sample_codes_and_texts
 from mmldlm.utils.formatting import count_noun
 from mmldlm.utils.progress import ProgressBar
 

@@ -15,7 +15,6 @@ from mmldlm.data.batching.store_data import check_store_kind
 from mmldlm.data.images.codec import HINTS, ImageCodec
 from mmldlm.data.store.store import Store
 from mmldlm.errors import UserError
-from mmldlm.sampling.code_sampler import CODE_STEPS, sample_codes
 from mmldlm.sampling.generate import (
     SampleOptions,
     Samples,
@@ -27,6 +26,8 @@ from mmldlm.sampling.inputs import given_texts, tokenize_texts, unknown_tokens
 from mmldlm.sampling.latent_sampler import sample_latents
 from mmldlm.sampling.pretrained import Pretrained
 from mmldlm.sampling.text.records import Recorder
+from mmldlm.tasks.image_codes.config import CODE_STEPS
+from mmldlm.tasks.image_codes.sampling import sample_codes
 from mmldlm.utils.formatting import count_noun
 from mmldlm.utils.progress import ProgressBar, ProgressCallback
 

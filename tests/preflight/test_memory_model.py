@@ -11,10 +11,10 @@ from mmldlm.config.load import load_config, preset_names
 from mmldlm.config.task_registry import find_task
 from mmldlm.models import MultimodalMMDiT
 from mmldlm.models.linear_cross_entropy import logits_bytes
-from mmldlm.models.mmdit.codes import CodeTargets
 from mmldlm.models.mmdit.costs import activation_bytes
 from mmldlm.models.mmdit.hypothesis import Hypotheses
 from mmldlm.preflight.memory_model import PLANS, state_bytes
+from mmldlm.tasks.image_codes.model import CodeTargets
 from mmldlm.tasks.translation.freezing import apply_freezing, decided_freeze
 from mmldlm.tasks.translation.parameter_plan import stacked_matrices
 

@@ -14,9 +14,9 @@ from mmldlm.diffusion import MaskedDiffusion
 from mmldlm.errors import MmldlmError
 from mmldlm.evaluation.sentences import Sentences
 from mmldlm.evaluation.statistics import Estimate, mean
-from mmldlm.models.mmdit.codes import CodeTargets
 from mmldlm.sampling.device import device_of
 from mmldlm.sampling.latent_sampler import pad_texts
+from mmldlm.tasks.image_codes.model import CodeTargets
 from mmldlm.utils.counter_rng import Stream, uniforms
 from mmldlm.utils.progress import ProgressCallback
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from mmldlm.sampling.code_sampler import CODE_STEPS
 from mmldlm.sampling.options import IMAGE_GUIDANCE, IMAGE_STEPS, NUM_LENGTHS
+from mmldlm.tasks.image_codes.config import CODE_STEPS
 
 TIMESTEPS = (0.75, 0.9, 1.0)
 """Noise levels at which the x0 error is measured; below them the noisy image itself says nearly

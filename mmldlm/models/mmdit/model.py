@@ -16,13 +16,6 @@ from mmldlm.models.latent_transformer import EncodedLatent, LatentTransformer, r
 from mmldlm.models.layers import Modulation, StreamLinear, TimestepEmbedding, compute_dtype
 from mmldlm.models.linear_cross_entropy import Candidates
 from mmldlm.models.mmdit.block import MMDiTBlock
-from mmldlm.models.mmdit.codes import (
-    CodeTargets,
-    checked_ids,
-    latent_encoder,
-    latent_head,
-    latent_outputs,
-)
 from mmldlm.models.mmdit.config import ModelConfig
 from mmldlm.models.mmdit.costs import GROUPS, group_of
 from mmldlm.models.mmdit.encoders import TextEncoder
@@ -38,6 +31,13 @@ from mmldlm.models.mmdit.packing import (
     ragged_kind,
     row_positions,
     text_keys,
+)
+from mmldlm.tasks.image_codes.model import (
+    CodeTargets,
+    checked_ids,
+    latent_encoder,
+    latent_head,
+    latent_outputs,
 )
 
 

@@ -14,7 +14,7 @@ from mmldlm.data.images.codec import ImageCodec
 from mmldlm.data.store.mixture import MixedStore
 from mmldlm.data.store.store import Store
 from mmldlm.errors import UserError
-from mmldlm.tasks.image_text.codes.options import refuse_options_of_values
+from mmldlm.tasks.image_codes.data import refuse_options_of_values
 from mmldlm.tasks.image_text.config import ImageTextConfig
 from mmldlm.tasks.latent_data import open_latent_data
 from mmldlm.tasks.translation.data import TranslationData, latent_scaling

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from mmldlm.config.text_samplers import CODE_SAMPLERS
 from mmldlm.tasks.base import Metric
+from mmldlm.tasks.image_codes.config import CODE_SAMPLERS
 from mmldlm.tasks.image_text.config import ImageTextConfig
 from mmldlm.tasks.image_text.data import ImageTextData, open_data
 from mmldlm.tasks.image_text.words import MODES, both_words
@@ -67,7 +67,7 @@ class ImageTextTask(TranslationTask):
 
     def noiser_class(self, config: ImageTextConfig) -> type[Noiser]:
         if config.model.num_codes is not None:
-            from mmldlm.tasks.image_text.codes.noiser import CodeNoiser
+            from mmldlm.tasks.image_codes.noiser import CodeNoiser
 
             return CodeNoiser
         from mmldlm.tasks.image_text.noiser import ImageNoiser
@@ -101,7 +101,7 @@ class ImageTextTask(TranslationTask):
             from mmldlm.tasks.image_text.objective import ImageObjective
 
             return ImageObjective(config)
-        from mmldlm.tasks.image_text.codes.objective import CodeObjective
+        from mmldlm.tasks.image_codes.objective import CodeObjective
 
         return CodeObjective(config)
 
@@ -132,7 +132,7 @@ class ImageTextTask(TranslationTask):
 
         problems = batch_problems(data, batch, data.shifted_latents)
         if (codes := data.config.model.num_codes) is not None:
-            from mmldlm.tasks.image_text.codes.noiser import code_problems
+            from mmldlm.tasks.image_codes.noiser import code_problems
 
             problems += code_problems(batch, codes)
         return problems

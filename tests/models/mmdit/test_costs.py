@@ -8,9 +8,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from mmldlm.models import MultimodalMMDiT
-from mmldlm.models.mmdit.codes import CodeTargets
 from mmldlm.models.mmdit.config import ModelConfig
 from mmldlm.models.mmdit.costs import expected_shapes, parameter_counts, step_flops, training_flops
+from mmldlm.tasks.image_codes.model import CodeTargets
 
 
 @pytest.mark.parametrize("num_latents,grid", [(16, [4, 4]), (64, None), (256, [16, 16])])

@@ -11,8 +11,8 @@ import torch
 
 from mmldlm.errors import UserError
 from mmldlm.models import MultimodalMMDiT
-from mmldlm.models.mmdit.codes import CodeTargets
 from mmldlm.models.mmdit.config import ModelConfig
+from mmldlm.tasks.image_codes.model import CodeTargets
 
 Q, N = 37, 6
 

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mmldlm.models.mmdit.codes import CodeTargets
+from mmldlm.tasks.image_codes.model import CodeTargets
 from mmldlm.tasks.translation.objective import LatentTerm, TranslationObjective
 
 

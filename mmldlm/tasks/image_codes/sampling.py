@@ -10,10 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from mmldlm.config.text_samplers import CODE_SAMPLERS
 from mmldlm.data.encoders.encoder import token_budget_batches
 from mmldlm.diffusion import MaskedDiffusion
-from mmldlm.models.mmdit.codes import CodeTargets
 from mmldlm.sampling.device import device_of
 from mmldlm.sampling.latent_sampler import check_guidance_interval, latent_shape, pad_texts
 from mmldlm.sampling.text.draw import DrawSettings
@@ -22,10 +20,10 @@ from mmldlm.sampling.text.loop import start_decoding
 from mmldlm.sampling.text.records import Observer, Recorder, TextSamples
 from mmldlm.sampling.text.state import DecodingState
 from mmldlm.sampling.text.strategies import TextStrategy, strategy_class
+from mmldlm.tasks.image_codes.config import CODE_SAMPLERS, CODE_STEPS
+from mmldlm.tasks.image_codes.model import CodeTargets
 from mmldlm.utils.counter_rng import Stream, uniforms
 
-CODE_STEPS = 12
-"""Default number of passes of an image (Show-o, arXiv 2408.12528, has as many)."""
 _SPECIAL = (
     3  # ids after the codes: [MASK], and those that a state of texts needs for padding and end
 )
