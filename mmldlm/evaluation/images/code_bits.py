@@ -105,7 +105,7 @@ def _nats(
         tokens, real = pad_texts(captions, config.eos_token_id, config.pad_token_id, device)
         own["text_positions"] = torch.empty(0, dtype=torch.int64, device=device)
     wanted = CodeTargets(positions, ids.flatten()[positions], weights.float())
-    nll = model(tokens, noised[..., None], None, share.float(), real, codes=wanted, **own)[
+    nll = model(tokens, noised[..., None], None, share.float(), real, latent_query=wanted, **own)[
         "code_nll"
     ]
     return torch.zeros(len(ids), dtype=torch.float64, device=device).index_add_(

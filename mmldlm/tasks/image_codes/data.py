@@ -1,50 +1,66 @@
-"""Options that only latents of values read."""
+"""Data of the image_codes task: stores of images as ids of codes."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
+import numpy as np
+
+from mmldlm.data.store.mixture import MixedStore
+from mmldlm.data.store.store import Store
 from mmldlm.errors import UserError
-from mmldlm.tasks.image_text.config import ImageTextConfig
-
-# (section, keys): all keys where none is named.
-_OF_VALUES: tuple[tuple[str, tuple[str, ...]], ...] = (
-    ("latent_diffusion", ()),
-    (
-        "loss",
-        (
-            "latent_loss",
-            "normalize_eps",
-            "latent_loss_clamp",
-            "latent_weight_clip",
-            "latent_prediction_clamp",
-            "latent_target_clamp",
-            "allow_scale_free_latent_loss",
-        ),
-    ),
-    ("training", ("t2l_pure_noise", "l2t_condition_noise", "l2t_condition_timestep")),
-    ("model", ("latent_predictions", "scale_noisy_latents")),
-    ("data", ("shift_pixels", "shift_only_i2t")),
-)
+from mmldlm.tasks.image_codes.config import ImageCodesConfig
+from mmldlm.tasks.image_text.data import ImageTextData
+from mmldlm.tasks.latent_data import open_latent_data
+from mmldlm.tasks.translation.freezing import decided_freeze
 
 
-def refuse_options_of_values(config: ImageTextConfig) -> None:
-    """Check that nothing is set away from its default that a store of codes does not read.
+@dataclass(kw_only=True)
+class ImageCodesData(ImageTextData):
+    """Stores of images as ids, and captions; ids are not scaled."""
+
+    config: ImageCodesConfig
+
+    @property
+    def latents_in_words(self) -> str:
+        return f"ids of {self.config.model.num_codes:,} codes"
+
+    def shape(self) -> list[str]:
+        """Return the number of codes and vocabulary size."""
+        return [f"Q={self.config.model.num_codes}", *super().shape()[1:]]
+
+
+def open_data(config: ImageCodesConfig) -> ImageCodesData:
+    """Open both splits and fill in what they decide; see `open_latent_data`.
 
     Raises:
-        UserError: names all such keys.
+        UserError: no store, a damaged one, one of texts or of other latents, or a config that
+            contradicts the data.
     """
-    found = []
-    for name, keys in _OF_VALUES:
-        section = getattr(config, name)
-        fields = type(section).model_fields
-        for key in keys or fields:
-            value = getattr(section, key)
-            if value != fields[key].default:
-                found.append(f"{name}.{key}={value}")
-    if found:
+    data = open_latent_data(ImageCodesData, config, _unscaled, store_kind="image")
+    model, store = data.config.model, data.train
+    if model.num_codes not in (None, store.num_codes):
         raise UserError(
-            "options that a store of codes reads: its ids are masked, neither noised, weighted nor"
-            " shifted",
-            ", ".join(found),
-            "drop them, start from --config-name image_text_discrete, or prepare with --latents"
-            " pixels",
+            f"model.num_codes={store.num_codes}, the codes of {store.root}",
+            f"model.num_codes={model.num_codes}",
+            "leave model.num_codes unset",
         )
+    model.num_codes = store.num_codes
+    data.config.training.freeze = decided_freeze(data.config)
+    return data
+
+
+def _unscaled(store: Store | MixedStore) -> tuple[np.ndarray, np.ndarray]:
+    """Return a mean of 0 and a deviation of 1, both [1].
+
+    Raises:
+        UserError: the latents are no ids.
+    """
+    if store.num_codes is None:
+        raise UserError(
+            "a store of codes for task=image_codes",
+            f"latents of values in {store.root}",
+            "prepare with --latents codes:kmeans:512, or train with task=image_text"
+            " (--config-name image_text_quick)",
+        )
+    return np.zeros(1, np.float32), np.ones(1, np.float32)

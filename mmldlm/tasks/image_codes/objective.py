@@ -22,7 +22,7 @@ class CodeObjective(TranslationObjective):
 
     def _latent_arguments(self, tensors: dict[str, Tensor]) -> dict[str, Any]:
         return {
-            "codes": CodeTargets(
+            "latent_query": CodeTargets(
                 tensors["code_positions"], tensors["code_targets"], tensors["code_weights"]
             )
         }

@@ -107,7 +107,7 @@ def sample_codes(
     null).
 
     Args:
-        model: a MultimodalMMDiT of codes.
+        model: a CodesMMDiT.
         texts: N lists of ids without EOS, or None.
         steps: number of passes; at most the number of codes of an image are needed.
         sampler: one of CODE_SAMPLERS. Those by certainty choose which codes to fill without
@@ -198,11 +198,10 @@ def code_logits(
     not a code.
     """
     nothing = torch.empty(0, dtype=torch.int64, device=times.device)
-    codes = state.targets(positions)
+    query = state.targets(positions)
     own = {"text_positions": nothing} if tokens is not None else {}
-    return pad_logits(
-        model(tokens, state.ids, None, times, real, codes=codes, **own)["code_logits"]
-    )
+    out = model(tokens, state.ids, None, times, real, latent_query=query, **own)
+    return pad_logits(out["code_logits"])
 
 
 def pad_logits(logits: Tensor) -> Tensor:
@@ -264,7 +263,7 @@ def sample_codes_and_texts(
                 codes.timesteps(),
                 words.state.real,
                 text_positions=places,
-                codes=codes.state.targets(positions),
+                latent_query=codes.state.targets(positions),
             )
             words.take_pass(places, out["text_logits"], observer if len(places) else None)
             codes.take_pass(positions, pad_logits(out["code_logits"]))

@@ -43,7 +43,7 @@ def runs(stores, tmp_path_factory):
     folder = tmp_path_factory.mktemp("runs")
     for name, root in stores.items():
         words = [
-            "task=image_text",
+            f"task={'image_codes' if name == 'codes' else 'image_text'}",
             f"data.latent_data_root={root}",
             f"logging.save_dir={folder}",
             "engine.kind=single",
