@@ -10,7 +10,7 @@ from mmldlm.data.corpora.corpus import DEFAULT_CORPUS
 from mmldlm.data.encoders.specs import ENCODERS, POOLINGS
 from mmldlm.data.store.writers import LAYOUTS
 from mmldlm.errors import UserError
-from mmldlm.utils.output_paths import output_root
+from mmldlm.utils.paths import output_root
 
 OVERLONG = ("drop", "truncate", "chunk")
 # Options that affect how the work is done, but not its result.

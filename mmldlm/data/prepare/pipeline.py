@@ -48,8 +48,8 @@ from mmldlm.data.store.store import TOKENIZER_FOLDER
 from mmldlm.data.unknown_tokens import check_unknown_share, check_unknown_to_encoder
 from mmldlm.errors import UserError
 from mmldlm.utils.atomic_files import atomic_folder, write_json
+from mmldlm.utils.input_files import LeftOut
 from mmldlm.utils.screen import open_console
-from mmldlm.utils.walk_files import LeftOut
 
 _COMPLETE = "already complete"  # counters that rank 0 sets for the other ranks
 _READS = "tokens of a text that the encoder reads"

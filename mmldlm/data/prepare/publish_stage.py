@@ -34,9 +34,8 @@ from mmldlm.data.unknown_tokens import count_unknown
 from mmldlm.errors import UserError
 from mmldlm.utils.atomic_files import fsync_path, list_files, write_json, write_text
 from mmldlm.utils.formatting import is_utf8, printable
-from mmldlm.utils.input_files import read_text
+from mmldlm.utils.input_files import LeftOut, read_text
 from mmldlm.utils.json_files import to_json
-from mmldlm.utils.walk_files import LeftOut
 
 QUARANTINE = "quarantine.jsonl"
 TOKENIZER_IDENTITY = "tokenizer.json"  # next to the tokenizer's folder in the work folder

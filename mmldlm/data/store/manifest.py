@@ -9,7 +9,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, Field, ValidationError, field_validator, model_validator
 
 from mmldlm.data.encoders.identity import EncoderIdentity
-from mmldlm.utils.inside_paths import path_inside
+from mmldlm.utils.paths import path_inside
 from mmldlm.utils.validation import describe_problems
 
 MAX_VOCAB_SIZE = 1 << 24  # far above every tokenizer's: a model has a row for every id

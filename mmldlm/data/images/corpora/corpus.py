@@ -22,8 +22,7 @@ import numpy as np
 from mmldlm.data.corpora.image_records import IMAGE_SUFFIXES, image_of
 from mmldlm.data.corpora.text_files import kind_of, names_images
 from mmldlm.errors import UserError
-from mmldlm.utils.input_files import open_regular
-from mmldlm.utils.walk_files import LeftOut, walk_files
+from mmldlm.utils.input_files import LeftOut, open_regular, walk_files
 
 GLYPHS, EMOJI = "glyphs", "emoji"
 _OF_TEXTS = (".txt", ".jsonl", ".parquet", ".gz", ".zst")

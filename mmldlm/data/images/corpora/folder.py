@@ -15,8 +15,7 @@ from mmldlm.data.images.corpora.records import list_csv, list_jsonl
 from mmldlm.data.sentences import MAX_TEXT_BYTES, TOO_LARGE, fold_spaces
 from mmldlm.errors import UserError
 from mmldlm.utils.formatting import count_noun, join_some
-from mmldlm.utils.input_files import open_regular
-from mmldlm.utils.walk_files import OTHER_KIND, LeftOut, walk_files
+from mmldlm.utils.input_files import OTHER_KIND, LeftOut, open_regular, walk_files
 
 
 def list_folder(

@@ -16,7 +16,7 @@ from mmldlm.data.images.corpora.tar_shards import find_shards, list_shards
 from mmldlm.data.images.image_files import read_image
 from mmldlm.errors import UserError
 from mmldlm.utils.formatting import join_some
-from mmldlm.utils.walk_files import OTHER_KIND, LeftOut, walk_files
+from mmldlm.utils.input_files import OTHER_KIND, LeftOut, walk_files
 
 _LISTS = {"json": list_json, "jsonl": list_jsonl, "csv": list_csv}
 

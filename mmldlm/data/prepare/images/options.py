@@ -15,7 +15,7 @@ from mmldlm.data.images.corpora.tar_shards import is_pattern
 from mmldlm.data.images.fit_codebook import FSQ_LEVELS
 from mmldlm.data.images.pca import MAX_VALUES
 from mmldlm.errors import UserError
-from mmldlm.utils.output_paths import output_root
+from mmldlm.utils.paths import output_root
 
 # Options that affect how the work is done, where files lie, or whether there is a result, but not
 # the result.

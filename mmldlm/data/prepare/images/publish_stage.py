@@ -43,9 +43,8 @@ from mmldlm.data.store.writers import StoreSplit
 from mmldlm.data.unknown_tokens import count_unknown, describe_share
 from mmldlm.utils.atomic_files import list_files, write_json, write_text
 from mmldlm.utils.formatting import join_some, printable
-from mmldlm.utils.input_files import read_text
+from mmldlm.utils.input_files import LeftOut, read_text
 from mmldlm.utils.json_files import to_json
-from mmldlm.utils.walk_files import LeftOut
 
 _MAX_NAMED = 20
 _DTYPES = {
