@@ -45,7 +45,8 @@ def open_data(config: ImageCodesConfig) -> ImageCodesData:
             f"model.num_codes={model.num_codes}",
             "leave model.num_codes unset",
         )
-    model.num_codes = store.num_codes
+    # This reads the codebook: damage is found here, and the run needs the file no more.
+    model.num_codes = len(data.codec.codebook)
     data.config.training.freeze = decided_freeze(data.config)
     return data
 
