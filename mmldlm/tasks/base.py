@@ -153,7 +153,7 @@ class Task(ABC):
 
     def model_sizes(self, config: Config, length: int) -> ModelSizes | None:
         """Return the sizes for a micro-batch whose longest sample has `length` tokens; None: not
-        known.
+        known. It may import torch.
         """
         return None
 
@@ -173,15 +173,6 @@ class Task(ABC):
     def warnings(self, config: Config) -> list[str]:
         """Return warnings to print when a run starts afresh."""
         return []
-
-    def expected_shapes(self, model_config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
-        """Return shapes that `convert` checks weights against before it writes them next to
-        `model_config`.
-
-        Raises:
-            KeyError, TypeError, ValueError: a damaged model_config.
-        """
-        return {}
 
     # -- with torch
     # ---------------------------------------------------------------------------------------------
