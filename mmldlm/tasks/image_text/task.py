@@ -31,13 +31,13 @@ class ImageTextTask(TranslationTask):
     name = "image_text"
     config_class = ImageTextConfig
     samplers: ClassVar = TranslationTask.samplers | {
-        **{word: TranslationTask.samplers[mode] for word, mode in MODES.items()}
+        word: TranslationTask.samplers[mode] for word, mode in MODES.items()
     }
     sample_rate = "images_per_second"
     unread_of_kinds: ClassVar[Mapping[str, tuple[str, ...]]] = {
         "t2i": ("sampler", "temperature", "top_p")
     }
-    """Kind of `mmldlm sample` -> options of it that are read where latents are others."""
+    """Kind of `mmldlm sample` -> options of it that only a task of other latents reads."""
     t2i_options: ClassVar[tuple[str, ...]] = ("method", "eta")
     """Options of t2i alone that `draw_images` reads."""
     t2i_steps: ClassVar[int | None] = None
