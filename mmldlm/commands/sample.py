@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from mmldlm.commands import RenamedOption
+from mmldlm.commands import RemovedOption, RenamedOption
 from mmldlm.errors import EXIT_DONE, UserError
 from mmldlm.observe.pages.page import check_page_path, write_page
 from mmldlm.observe.pages.trace_page import trace_page
@@ -104,6 +104,8 @@ def add_arguments(parser: argparse.ArgumentParser, kind: str | None = None) -> N
         choices = {"choices": METHODS[kind]} if key == "method" and kind in METHODS else {}
         add(_option(key), **{**options, **choices, "help": text})
     add("--way", action=RenamedOption, new="--method joint or --method chain")
+    for option in ("--critic-rounds", "--critic-share"):
+        add(option, action=RemovedOption, page="docs/results/options.md")
     add(
         "--seed",
         type=option_types.seed,
@@ -269,8 +271,8 @@ def _sample(args: argparse.Namespace, given: list[str], device: str, out: Path) 
     use_words_of_images(args, given, pretrained)
     if args.trace is not None and "num_lengths" not in given:
         args.num_lengths = None  # a text that is watched is written once
-    fit_to_task(args, given, pretrained)
     fit_to_latents(args, given, pretrained)
+    fit_to_task(args, given, pretrained)
     mode = IMAGE_KINDS.get(args.kind, args.kind)
     if (
         mode != "unconditional" or pretrained.latent_config is None

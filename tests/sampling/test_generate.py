@@ -807,3 +807,10 @@ def test_a_guidance_interval_is_read_by_t2l_alone_and_needs_guidance(
             tmp_path / "l",
             *interval,
         )
+
+
+def test_a_removed_option_names_its_page(capsys):
+    with pytest.raises(SystemExit) as end:
+        run("l2t", "--critic-rounds", 2, "--checkpoint", "x", "--output-dir", "y")
+    assert end.value.code == 2
+    assert "--critic-rounds was removed: docs/results/options.md" in capsys.readouterr().err
