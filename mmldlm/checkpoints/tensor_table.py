@@ -15,7 +15,7 @@ from typing import Any
 from mmldlm.checkpoints.formats.weight_source import WeightSource
 from mmldlm.checkpoints.layout import MODEL_CONFIG
 from mmldlm.checkpoints.manifest import MANIFEST, read_manifest
-from mmldlm.config.renamed_keys import model_config_with_new_names
+from mmldlm.config.renamed_keys import is_removed_weight, model_config_with_new_names
 from mmldlm.errors import UserError
 from mmldlm.utils.input_files import read_bytes
 
@@ -32,13 +32,19 @@ def tensor_table(shapes: Mapping[str, Iterable[int]]) -> dict[str, str]:
 
 
 def check_tensors(weights: WeightSource, checkpoint: Path | None) -> None:
-    """Compare the weights of a checkpoint with its table, or with its model_config.json.
+    """Compare the weights of a checkpoint with its table, or with its model_config.json, and note
+    those that no model of today has.
 
     Raises:
         UserError: a weight is missing, is one too many, or has another shape.
     """
     if checkpoint is None:
         return
+    removed = sorted({name.split(".")[0] for name in weights.tensors if is_removed_weight(name)})
+    if removed:
+        weights.notes.append(
+            f"mmldlm does not read {', '.join(removed)}.* any more (docs/results/options.md)"
+        )
     table = read_manifest(checkpoint).get(TABLE)
     if table is None:
         _check_with_config(weights, checkpoint / MODEL_CONFIG)
@@ -96,7 +102,6 @@ def _shapes_by_config(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
         "token_embedding.weight": (vocab + config.get("extra_input_tokens", 0), width),
         "latent_encoder.latent_position": (config["num_latents"], 1, width),
         "latent_tokens.latent_position": (config["num_latents"], 1, width),
-        "quality_head.to_hidden.weight": (width, width),
     }
     if chunks is not None:
         joined, predictions = chunks * width, config.get("latent_predictions", 1)

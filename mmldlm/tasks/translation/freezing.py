@@ -26,7 +26,7 @@ UNREAD_MODULES = {
     "unconditional": (),
     "mixed": (),
     "l2t": ("latent_head",),
-    "t2l": ("text_head", "length_head", "quality_head"),
+    "t2l": ("text_head", "length_head"),
 }
 
 

@@ -47,9 +47,6 @@ class TranslationTask(MaskedTextTask):
         "latent_scored",
         "length_nll_sum",
         "length_scored",
-        "quality_bce_sum",
-        "quality_right",
-        "quality_scored",
     )
     metrics = (
         Metric(
@@ -71,12 +68,6 @@ class TranslationTask(MaskedTextTask):
         Metric("length_loss", "length_nll_sum", "lengths"),
         Metric("text_accuracy", "text_correct", "text_masked"),
         Metric("latent_cosine", "latent_cosine_sum", "latents"),
-        Metric(
-            "quality_loss", "quality_bce_sum", "quality_scored"
-        ),  # of model.quality_head, nats a token
-        Metric(
-            "quality_right", "quality_right", "quality_scored"
-        ),  # share of the drafts' tokens that are right
     )
     buffers = frozenset({"latent_mean", "latent_std"})
     architecture = "MultimodalMMDiT"
@@ -86,8 +77,6 @@ class TranslationTask(MaskedTextTask):
         "solver",
         "eta",
         "condition_timestep",
-        "critic_rounds",
-        "critic_share",
         "guidance_interval",
     }
 
@@ -159,13 +148,7 @@ class TranslationTask(MaskedTextTask):
         }
         num_logits = None if config.loss.text_candidates is None else sums["text_logits"]
         flops = self.estimate_flops(model, lengths, scored, num_logits=num_logits, **work)
-        if not model.quality_head:
-            return flops.training
-        # The text head's forward pass, then a pass over the draft.
-        draft = self.estimate_flops(model, lengths, num_tokens, num_logits=0, **work)
-        drafting = 2 * scored * model.vocab_size * model.hidden_size
-        judging = 6 * num_tokens * model.hidden_size * (model.hidden_size + 1)
-        return flops.training + drafting + draft.training + judging
+        return flops.training
 
     def latent_work(self, sums: Mapping[str, float]) -> dict[str, float]:
         """Return further counts of a batch that `estimate_flops` takes."""
@@ -243,12 +226,6 @@ class TranslationTask(MaskedTextTask):
             from mmldlm.tasks.translation.candidates import CandidateSampler
 
             candidates = CandidateSampler(data)
-        swaps = None
-        if seed is None and model.quality_head:
-            from mmldlm.tasks.translation.frequencies import word_counts
-            from mmldlm.tasks.translation.word_swaps import WordSwaps
-
-            swaps = WordSwaps(word_counts(data))
         hypotheses = None
         if data.hypotheses is not None and (seed is None or masks_hypotheses):
             hypotheses = data.hypotheses[0 if seed is None else 1]
@@ -266,7 +243,6 @@ class TranslationTask(MaskedTextTask):
             condition_dropout=condition_dropout,
             max_norm=data.max_latent_norm(),
             candidates=candidates,
-            swaps=swaps,
             hypotheses=hypotheses,
             reads_hypotheses=reads_hypotheses,
             in_training=seed is None,
@@ -330,16 +306,6 @@ class TranslationTask(MaskedTextTask):
         from mmldlm.models import MultimodalMMDiT
 
         return MultimodalMMDiT
-
-    def write_texts(
-        self, pretrained: Pretrained, latents: Tensor | None, **options: Any
-    ) -> TextSamples:
-        rounds, share = options.pop("critic_rounds", None), options.pop("critic_share", None)
-        if not rounds:
-            return super().write_texts(pretrained, latents, **options)
-        from mmldlm.sampling.text.critic import write_corrected
-
-        return write_corrected(super().write_texts, pretrained, latents, rounds, share, **options)
 
     def draw_latents(
         self, pretrained: Pretrained, num_samples: int, *, solver: str, **options: Any
