@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from mmldlm.data.batching.batch import Batch
-from mmldlm.data.batching.run_data import RunData
+from mmldlm.data.batch import Batch
+from mmldlm.data.run_data import RunData
 from mmldlm.debug.findings import Findings, format_names
 from mmldlm.tasks.base import Task
 

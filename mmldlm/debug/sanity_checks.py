@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from mmldlm.config.schema import Config
-from mmldlm.data.batching.batch import Batch
+from mmldlm.data.batch import Batch
 from mmldlm.debug.findings import Findings, format_names
 from mmldlm.engines.base import Engine, compute_dtype
 from mmldlm.engines.deepspeed.engine import DeepSpeedEngine

@@ -11,9 +11,9 @@ from collections.abc import Callable
 import torch
 
 from mmldlm.config.task_registry import find_task
-from mmldlm.data.batching.batch import Batch
-from mmldlm.data.batching.loader import MicroBatches, iterate_steps
-from mmldlm.data.batching.run_data import RunData
+from mmldlm.data.batch import Batch
+from mmldlm.data.loader import MicroBatches, iterate_steps
+from mmldlm.data.run_data import RunData
 from mmldlm.debug import sanity_checks as checks
 from mmldlm.debug.batch_checks import check_batch, check_pinned
 from mmldlm.debug.findings import Findings, format_names

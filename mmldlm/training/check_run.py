@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from mmldlm.checkpoints.locate import list_checkpoints, locate_checkpoint
 from mmldlm.config.schema import Config
-from mmldlm.data.batching.run_data import RunData, open_run_data
+from mmldlm.data.run_data import RunData, open_run_data
 from mmldlm.engines.build import check_engine
 from mmldlm.errors import UserError
 from mmldlm.training.run_lock import check_no_checkpoints

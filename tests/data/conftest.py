@@ -7,10 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from mmldlm.data.encoders.download import find_model_folder
-from mmldlm.data.prepare.images.options import ImageOptions
+from mmldlm.data.encoders.model_files import find_model_folder
 from mmldlm.data.prepare.images.pipeline import prepare_images
-from mmldlm.data.prepare.options import PrepareOptions
+from mmldlm.data.prepare.options import ImageOptions, PrepareOptions
 from mmldlm.data.prepare.pipeline import prepare
 from mmldlm.errors import UserError
 

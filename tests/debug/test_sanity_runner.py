@@ -16,7 +16,7 @@ import torch
 
 from mmldlm.commands import sanity
 from mmldlm.config.load import load_config
-from mmldlm.data.batching import loader
+from mmldlm.data import loader
 from mmldlm.debug import sanity_runner
 from mmldlm.debug.findings import CHECKS, FAIL, NOT_RUN, PASS
 from mmldlm.debug.sanity_runner import SanityRunner

@@ -12,9 +12,9 @@ import torch
 
 from mmldlm.config.load import load_config
 from mmldlm.config.task_registry import find_task
-from mmldlm.data.batching.batch_plan import local_slots
-from mmldlm.data.prepare.images.options import ImageOptions
+from mmldlm.data.batch_plan import local_slots
 from mmldlm.data.prepare.images.pipeline import prepare_images
+from mmldlm.data.prepare.options import ImageOptions
 from mmldlm.errors import UserError
 from mmldlm.models.mmdit.costs import step_flops
 from mmldlm.models.mmdit.encoders import grid_positions

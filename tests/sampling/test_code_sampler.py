@@ -14,8 +14,8 @@ from PIL import Image
 from mmldlm.cli import main
 from mmldlm.config.load import load_config
 from mmldlm.config.text_samplers import CODE_SAMPLERS
-from mmldlm.data.images.codec import ImageCodec
-from mmldlm.data.store.store import Store
+from mmldlm.data.image_codec import ImageCodec
+from mmldlm.data.store import Store
 from mmldlm.sampling.code_sampler import CodeState, sample_codes, sample_codes_and_texts
 from mmldlm.sampling.pretrained import load_pretrained
 from mmldlm.train import check_run, train

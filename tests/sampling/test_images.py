@@ -15,11 +15,11 @@ from PIL import Image
 
 from mmldlm.cli import main
 from mmldlm.config.load import load_config
-from mmldlm.data.images.codec import ImageCodec
-from mmldlm.data.images.corpora.glyphs import CHARACTERS
-from mmldlm.data.prepare.images.options import ImageOptions
+from mmldlm.data.corpora.drawn_images import CHARACTERS
+from mmldlm.data.image_codec import ImageCodec
 from mmldlm.data.prepare.images.pipeline import prepare_images
-from mmldlm.data.store.store import Store
+from mmldlm.data.prepare.options import ImageOptions
+from mmldlm.data.store import Store
 from mmldlm.errors import UserError
 from mmldlm.evaluation.images.settings import ImageSettings
 from mmldlm.sampling.inputs import encode_texts

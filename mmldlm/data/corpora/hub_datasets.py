@@ -7,8 +7,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import islice
 
-from mmldlm.data.corpora.image_records import image_column
-from mmldlm.data.corpora.text_files import clean
+from mmldlm.data.corpora.text_files import clean, image_column
 from mmldlm.errors import UserError
 from mmldlm.utils.formatting import first_line
 

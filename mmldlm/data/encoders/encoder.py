@@ -15,7 +15,12 @@ from typing import Any
 import numpy as np
 import torch
 
-from mmldlm.data.encoders.download import find_model_folder, name_to_load, weights_files
+from mmldlm.data.encoders.model_files import (
+    find_model_folder,
+    name_to_load,
+    read_tokenizer,
+    weights_files,
+)
 from mmldlm.data.encoders.pooling import Dense, pool
 from mmldlm.data.encoders.sentence_transformer import (
     MODULES,
@@ -24,7 +29,6 @@ from mmldlm.data.encoders.sentence_transformer import (
     read_sentence_transformer,
 )
 from mmldlm.data.encoders.specs import ENCODERS, EncoderSpec, Step, with_options
-from mmldlm.data.encoders.tokenizer_files import read_tokenizer
 from mmldlm.errors import UserError
 from mmldlm.utils.atomic_files import sha256_of
 from mmldlm.utils.formatting import first_line, join_some

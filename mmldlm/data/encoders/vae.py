@@ -14,8 +14,8 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from mmldlm.data.encoders.vae_files import VaeFiles
-from mmldlm.data.images.patches import from_patches, to_patches
+from mmldlm.data.encoders.model_files import VaeFiles
+from mmldlm.data.images import from_patches, to_patches
 from mmldlm.errors import UserError
 from mmldlm.utils.formatting import first_line
 

@@ -8,8 +8,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from mmldlm.data.store.repair_hints import MANIFEST
-from mmldlm.data.store.store import SPLITS, TOKENIZER_FOLDER
+from mmldlm.data.manifest import MANIFEST
+from mmldlm.data.store import SPLITS, TOKENIZER_FOLDER
 from mmldlm.errors import UserError
 from mmldlm.utils.formatting import join_some
 from mmldlm.utils.input_files import read_text

@@ -23,11 +23,12 @@ from typing import Any
 import numpy as np
 from rich.console import Console
 
-from mmldlm.data.encoders.tokenizer_files import save_tokenizer
+from mmldlm.data.arrays import read_array, read_small_npz
+from mmldlm.data.encoders.model_files import save_tokenizer
 from mmldlm.data.importers.folder_layouts import SampleFiles, find_samples
-from mmldlm.data.prepare import select_stage
+from mmldlm.data.manifest import MANIFEST
+from mmldlm.data.prepare import select as select_stage
 from mmldlm.data.prepare import tokenizer as tokenizers
-from mmldlm.data.prepare.chunking import truncate
 from mmldlm.data.prepare.publish_stage import (
     check_output_free,
     check_readable,
@@ -36,13 +37,11 @@ from mmldlm.data.prepare.publish_stage import (
     versions,
 )
 from mmldlm.data.prepare.summary import print_summary
+from mmldlm.data.prepare.tokenize import truncate
 from mmldlm.data.sentences import MAX_TEXT_BYTES, content_hash, fold_spaces
-from mmldlm.data.store.arrays import read_array, read_small_npz
-from mmldlm.data.store.latent_statistics import LatentStatistics
-from mmldlm.data.store.repair_hints import MANIFEST
-from mmldlm.data.store.store import FORMAT, SPLITS, TOKENIZER_FOLDER, VERSION
-from mmldlm.data.store.writers import FILES_FORMAT, StoreSplit
+from mmldlm.data.store import FORMAT, SPLITS, TOKENIZER_FOLDER, VERSION
 from mmldlm.data.unknown_tokens import check_unknown_share, count_unknown
+from mmldlm.data.writers import FILES_FORMAT, LatentStatistics, StoreSplit
 from mmldlm.errors import UserError
 from mmldlm.utils.atomic_files import list_files, write_json
 from mmldlm.utils.formatting import join_some

@@ -17,9 +17,8 @@ from pathlib import Path
 from typing import Any
 
 from mmldlm.data.corpora.hub_datasets import UNKNOWN_VERSION
-from mmldlm.data.encoders.download import find_model_folder, model_files
+from mmldlm.data.encoders.model_files import VaeFiles, find_model_folder, model_files
 from mmldlm.data.encoders.specs import ENCODERS
-from mmldlm.data.encoders.vae_files import VaeFiles
 from mmldlm.data.prepare import tokenizer as tokenizers
 from mmldlm.errors import UserError
 from mmldlm.utils.atomic_files import sha256_of, write_json

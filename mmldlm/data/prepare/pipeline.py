@@ -18,12 +18,20 @@ from typing import Any
 import numpy as np
 from rich.console import Console
 
-from mmldlm.data.corpora.corpus import Corpus, open_corpus
-from mmldlm.data.encoders.devices import device_of_rank
+from mmldlm.data.corpora.text_corpus import Corpus, open_corpus
 from mmldlm.data.encoders.encoder import Encoder, usable_device, usable_dtype
-from mmldlm.data.encoders.tokenizer_files import read_tokenizer, save_tokenizer
-from mmldlm.data.prepare import encode_stage, select_stage, tokenize_stage
+from mmldlm.data.encoders.model_files import read_tokenizer, save_tokenizer
+from mmldlm.data.prepare import (
+    encode as encode_stage,
+)
+from mmldlm.data.prepare import (
+    select as select_stage,
+)
+from mmldlm.data.prepare import (
+    tokenize as tokenize_stage,
+)
 from mmldlm.data.prepare import tokenizer as tokenizers
+from mmldlm.data.prepare.encode import device_of_rank
 from mmldlm.data.prepare.inputs import (
     check_same_encoder,
     check_unchanged,
@@ -39,12 +47,12 @@ from mmldlm.data.prepare.publish_stage import (
     existing_output,
     publish,
 )
-from mmldlm.data.prepare.read_stage import SelectedTexts, TextShards, read_unit
-from mmldlm.data.prepare.select_stage import Samples
+from mmldlm.data.prepare.read import SelectedTexts, TextShards, read_unit
+from mmldlm.data.prepare.select import Samples
 from mmldlm.data.prepare.summary import RankProgress, print_summary
 from mmldlm.data.prepare.task_queue import RankFailed, TaskQueue
 from mmldlm.data.prepare.work_dir import WorkDir
-from mmldlm.data.store.store import TOKENIZER_FOLDER
+from mmldlm.data.store import TOKENIZER_FOLDER
 from mmldlm.data.unknown_tokens import check_unknown_share, check_unknown_to_encoder
 from mmldlm.errors import UserError
 from mmldlm.utils.atomic_files import atomic_folder, write_json
@@ -186,7 +194,7 @@ class _Preparation:
         corpora = {"train": self.corpora, "validation": [self.held_out] if self.held_out else []}
         return {
             "options": options.identity(),
-            "shards": [tokenize_stage.SHARD, encode_stage.SHARD],
+            "shards": [tokenize_stage.TEXTS_PER_SHARD, encode_stage.SAMPLES_PER_SHARD],
             "corpus": {
                 name: [f"{corpus.source} {unit.name}" for corpus in part for unit in corpus.units]
                 for name, part in corpora.items()
@@ -375,7 +383,7 @@ class _Preparation:
         num_kept, number = 0, 0
         with RankProgress(self.console, self.queue, f"tokenizing {name}", "texts") as progress:
             while (round_rows := rounds.next(num_kept)) is not None:
-                size = tokenize_stage.SHARD
+                size = tokenize_stage.TEXTS_PER_SHARD
                 parts = [
                     round_rows[start : start + size] for start in range(0, len(round_rows), size)
                 ]
@@ -463,7 +471,7 @@ class _Preparation:
     def _encode_split(
         self, stage: str, samples: Samples, texts: TextShards, progress: RankProgress
     ) -> list[Path]:
-        options, starts = self.options, range(0, len(samples), encode_stage.SHARD)
+        options, starts = self.options, range(0, len(samples), encode_stage.SAMPLES_PER_SHARD)
         paths = self.work.task_paths(stage, len(starts))
         num_counted: Counter = Counter()  # samples of a shard that are in the progress already
 
@@ -472,14 +480,19 @@ class _Preparation:
                 num_counted[number] += num_done
                 progress(num_done)
 
-            part, _ = samples.read(texts, starts[number], starts[number] + encode_stage.SHARD)
+            part, _ = samples.read(
+                texts, starts[number], starts[number] + encode_stage.SAMPLES_PER_SHARD
+            )
             result = encode_stage.encode(
                 self.encoder, part, options.retries, count, options.latents_per_text
             )
             encode_stage.write_encoded(paths[number], result)
 
         def count_rest(number: int) -> None:
-            progress(min(encode_stage.SHARD, len(samples) - starts[number]) - num_counted[number])
+            progress(
+                min(encode_stage.SAMPLES_PER_SHARD, len(samples) - starts[number])
+                - num_counted[number]
+            )
 
         self.work.run(stage, paths, encode, count_rest)
         return paths

@@ -20,17 +20,16 @@ import numpy as np
 
 import mmldlm
 from mmldlm.data.encoders.encoder import Encoder
-from mmldlm.data.prepare import encode_stage
+from mmldlm.data.manifest import MANIFEST
+from mmldlm.data.prepare import encode as encode_stage
 from mmldlm.data.prepare.inputs import diff_inputs, inputs_entry, with_known_versions
 from mmldlm.data.prepare.options import PrepareOptions, diff_options
-from mmldlm.data.prepare.read_stage import TextShards
-from mmldlm.data.prepare.select_stage import Samples
+from mmldlm.data.prepare.read import TextShards
+from mmldlm.data.prepare.select import Samples
 from mmldlm.data.prepare.work_dir import WorkDir
-from mmldlm.data.store.latent_statistics import LatentStatistics
-from mmldlm.data.store.repair_hints import MANIFEST
-from mmldlm.data.store.store import FORMAT, TOKENIZER_FOLDER, VERSION, Store
-from mmldlm.data.store.writers import FILES_FORMAT, FilesSplit, StoreSplit
+from mmldlm.data.store import FORMAT, TOKENIZER_FOLDER, VERSION, Store
 from mmldlm.data.unknown_tokens import count_unknown
+from mmldlm.data.writers import FILES_FORMAT, FilesSplit, LatentStatistics, StoreSplit
 from mmldlm.errors import UserError
 from mmldlm.utils.atomic_files import fsync_path, list_files, write_json, write_text
 from mmldlm.utils.formatting import is_utf8, printable
@@ -209,7 +208,7 @@ def _check_quarantine(output: StoreOutput) -> list[dict[str, Any]]:
         num_bad = 0
         for number, path in enumerate(output.encoded[name]):
             for position, reason in encode_stage.read_reasons(path).items():
-                row = number * encode_stage.SHARD + position
+                row = number * encode_stage.SAMPLES_PER_SHARD + position
                 text = samples.read(output.texts[name], row, row + 1)[0][0]
                 found.append(
                     {"split": name, "row": int(samples.rows[row]), "reason": reason, "text": text}
@@ -243,11 +242,11 @@ def _blocks(
     """
     samples, texts = output.splits[name], output.texts[name]
     for number, path in enumerate(output.encoded[name]):
-        start = number * encode_stage.SHARD
+        start = number * encode_stage.SAMPLES_PER_SHARD
         encoded = encode_stage.read_encoded(path)
-        part, ids = samples.read(texts, start, start + encode_stage.SHARD)
+        part, ids = samples.read(texts, start, start + encode_stage.SAMPLES_PER_SHARD)
         keep = np.flatnonzero(encoded.is_ok)
-        rows = samples.rows[start : start + encode_stage.SHARD][keep]
+        rows = samples.rows[start : start + encode_stage.SAMPLES_PER_SHARD][keep]
         yield (
             [part[i] for i in keep],
             [ids[i] for i in keep],

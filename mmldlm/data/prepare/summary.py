@@ -10,8 +10,8 @@ from rich.console import Console
 from rich.table import Table
 
 from mmldlm.data.prepare.task_queue import TaskQueue
-from mmldlm.data.store.verify import cut_warnings
 from mmldlm.data.unknown_tokens import describe_share
+from mmldlm.data.verify import cut_warnings
 from mmldlm.utils.formatting import join_some
 from mmldlm.utils.progress import ProgressBar
 

@@ -11,10 +11,9 @@ from pathlib import Path
 
 from transformers import PreTrainedTokenizerFast
 
-from mmldlm.data.encoders.download import find_model_folder
+from mmldlm.data.encoders.model_files import find_model_folder, read_tokenizer
 from mmldlm.data.encoders.sentence_transformer import transformer_folder
 from mmldlm.data.encoders.specs import ENCODERS
-from mmldlm.data.encoders.tokenizer_files import read_tokenizer
 from mmldlm.errors import UserError
 
 TRAIN, WORDS = "train", "words"

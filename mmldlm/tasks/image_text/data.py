@@ -9,10 +9,9 @@ from pathlib import Path
 
 import numpy as np
 
-from mmldlm.data.images.augment import shift_latents
-from mmldlm.data.images.codec import ImageCodec
-from mmldlm.data.store.mixture import MixedStore
-from mmldlm.data.store.store import Store
+from mmldlm.data.image_codec import ImageCodec, shift_latents
+from mmldlm.data.mixture import MixedStore
+from mmldlm.data.store import Store
 from mmldlm.errors import UserError
 from mmldlm.tasks.image_text.codes.options import refuse_options_of_values
 from mmldlm.tasks.image_text.config import ImageTextConfig

@@ -8,9 +8,8 @@ import shutil
 import numpy as np
 import pytest
 
-from mmldlm.data.encoders.vae_files import find_vae
-from mmldlm.data.images.codec import ImageCodec
-from mmldlm.data.images.vae_codec import VaeCodec
+from mmldlm.data.encoders.model_files import find_vae
+from mmldlm.data.image_codec import ImageCodec, VaeCodec
 from mmldlm.errors import UserError
 
 pytest.importorskip("diffusers", reason="needs mmldlm[vae]")

@@ -17,12 +17,13 @@ import torch
 
 from mmldlm import cli
 from mmldlm.commands import prepare, verify_data
+from mmldlm.data import verify
 from mmldlm.data.encoders import encoder
-from mmldlm.data.prepare import encode_stage, pipeline
+from mmldlm.data.prepare import encode as encode_stage
+from mmldlm.data.prepare import pipeline
 from mmldlm.data.prepare.options import PrepareOptions
 from mmldlm.data.sentences import normalize
-from mmldlm.data.store import verify
-from mmldlm.data.store.store import Store, load_tokenizer
+from mmldlm.data.store import Store, load_tokenizer
 from mmldlm.errors import MmldlmError, UserError
 from tests.support.helpers import run_ranks
 
@@ -273,7 +274,7 @@ class TestWithTheEncoder:
             return encode(self, texts, progress, is_cut)
 
         monkeypatch.setattr(encoder.Encoder, "encode", counted)
-        monkeypatch.setattr(encode_stage, "SHARD", 8)
+        monkeypatch.setattr(encode_stage, "SAMPLES_PER_SHARD", 8)
         options = PrepareOptions(str(tmp_path / "s"), str(corpus_file), validation_samples=10)
         with pytest.raises(KeyboardInterrupt):
             pipeline.prepare(options)
@@ -446,7 +447,7 @@ def test_interrupted_it_says_how_to_go_on(need_minilm, corpus_file, tmp_path, ca
 
 ONE_RANK_IS_ASKED_TO_STOP = """
 import os, runpy, signal, sys, time
-from mmldlm.data.encoders import encoder as encoders; from mmldlm.data.prepare import encode_stage as encoding
+from mmldlm.data.encoders import encoder as encoders; from mmldlm.data.prepare import encode as encoding
 
 def encode(self, texts, progress=None, is_cut=None):
     if os.environ["RANK"] == "1":
@@ -455,7 +456,7 @@ def encode(self, texts, progress=None, is_cut=None):
         progress(1)
         time.sleep(0.02)
 
-encoders.Encoder.encode, encoding.SHARD = encode, 8
+encoders.Encoder.encode, encoding.SAMPLES_PER_SHARD = encode, 8
 runpy.run_module("mmldlm.data.prepare", run_name="__main__")
 """  # noqa: E501
 

@@ -17,27 +17,24 @@ from typing import Any
 import numpy as np
 from rich.console import Console
 
-from mmldlm.data.encoders.devices import device_of_rank
-from mmldlm.data.encoders.tokenizer_files import read_tokenizer, save_tokenizer
+from mmldlm.data.corpora.image_corpus import open_image_corpus
+from mmldlm.data.corpora.image_lists import ImageCorpus
+from mmldlm.data.encoders.model_files import VaeFiles, read_tokenizer, save_tokenizer
 from mmldlm.data.encoders.vae import default_device, usable_dtype
-from mmldlm.data.encoders.vae_files import VaeFiles
-from mmldlm.data.images.codec import ImageCodec
-from mmldlm.data.images.corpora.corpus import ImageCorpus
-from mmldlm.data.images.corpora.open import open_image_corpus
-from mmldlm.data.images.image_files import is_dark
+from mmldlm.data.image_codec import ImageCodec
+from mmldlm.data.images import is_dark
+from mmldlm.data.prepare import read as read_stage
+from mmldlm.data.prepare import select as select_stage
 from mmldlm.data.prepare import tokenizer as tokenizers
-from mmldlm.data.prepare.chunking import truncate
-from mmldlm.data.prepare.images import read_stage, select_stage
-from mmldlm.data.prepare.images.encode_stage import load_encoder
-from mmldlm.data.prepare.images.fit_codec import fit_codec
-from mmldlm.data.prepare.images.options import ImageOptions, check_options, complete_options
+from mmldlm.data.prepare.encode import device_of_rank
+from mmldlm.data.prepare.encode import load_vae_codec as load_encoder
+from mmldlm.data.prepare.fit_codec import fit_codec
 from mmldlm.data.prepare.images.publish_stage import (
     CorpusReport,
     ImageSplit,
     print_image_summary,
     publish,
 )
-from mmldlm.data.prepare.images.read_stage import ImageShards
 from mmldlm.data.prepare.inputs import (
     autoencoder_inputs,
     check_same_encoder,
@@ -45,17 +42,24 @@ from mmldlm.data.prepare.inputs import (
     file_inputs,
     tokenizer_inputs,
 )
+from mmldlm.data.prepare.options import (
+    ImageOptions,
+    check_image_options,
+    complete_options,
+)
 from mmldlm.data.prepare.publish_stage import (
     TOKENIZER_IDENTITY,
     check_output_free,
     existing_output,
 )
-from mmldlm.data.prepare.select_stage import sample_keys
+from mmldlm.data.prepare.read import ImageShards
+from mmldlm.data.prepare.select import sample_keys
 from mmldlm.data.prepare.summary import RankProgress
 from mmldlm.data.prepare.task_queue import RankFailed, TaskQueue
+from mmldlm.data.prepare.tokenize import truncate
 from mmldlm.data.prepare.work_dir import WorkDir
 from mmldlm.data.sentences import content_hash
-from mmldlm.data.store.store import TOKENIZER_FOLDER
+from mmldlm.data.store import TOKENIZER_FOLDER
 from mmldlm.data.unknown_tokens import check_unknown_share, count_unknown
 from mmldlm.errors import UserError
 from mmldlm.utils.atomic_files import atomic_folder, write_json
@@ -84,7 +88,7 @@ def prepare_images(
     console = (console or open_console()) if queue.rank == 0 else open_console(quiet=True)
     try:
         options = complete_options(options)
-        root = check_options(options)
+        root = check_image_options(options)
         _Preparation(options, root, _open_corpora(options), queue, console).run()
     except BaseException as error:
         if not isinstance(error, RankFailed):
@@ -168,7 +172,7 @@ class _Preparation:
         name = options.tokenizer or self.corpora["train"].tokenizer
         return {
             "options": options.identity(),
-            "shards": [read_stage.SHARD],
+            "shards": [read_stage.IMAGES_PER_SHARD],
             "corpus": {
                 name: [f"{corpus.source} {corpus.digest()}"]
                 for name, corpus in self.corpora.items()
@@ -194,7 +198,7 @@ class _Preparation:
         self.identities.save()
 
     def _read(self, name: str, corpus: ImageCorpus) -> ImageShards:
-        stage, size = f"read-images-{name}", read_stage.SHARD
+        stage, size = f"read-images-{name}", read_stage.IMAGES_PER_SHARD
         parts = [
             corpus.samples[start : start + size] for start in range(0, len(corpus.samples), size)
         ]
@@ -205,7 +209,7 @@ class _Preparation:
             self.work.run(
                 stage,
                 paths,
-                lambda i: read_stage.read_shard(
+                lambda i: read_stage.read_images(
                     paths[i], corpus, parts[i], (*shape, self.options.channels), self.encoder
                 ),
                 lambda i: progress(len(parts[i])),

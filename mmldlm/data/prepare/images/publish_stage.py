@@ -16,14 +16,13 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from mmldlm.data.images.codebook import CodeStatistics
-from mmldlm.data.images.codec import ImageCodec
-from mmldlm.data.images.corpora.corpus import GLYPHS
-from mmldlm.data.images.image_files import is_dark
-from mmldlm.data.images.patches import to_patches
-from mmldlm.data.prepare.images.options import ImageOptions
-from mmldlm.data.prepare.images.read_stage import ImageShards
+from mmldlm.data.codebook import CodeStatistics
+from mmldlm.data.corpora.image_lists import GLYPHS
+from mmldlm.data.image_codec import ImageCodec
+from mmldlm.data.images import is_dark, to_patches
+from mmldlm.data.manifest import MANIFEST
 from mmldlm.data.prepare.inputs import inputs_entry
+from mmldlm.data.prepare.options import ImageOptions
 from mmldlm.data.prepare.publish_stage import (
     QUARANTINE,
     TOKENIZER_IDENTITY,
@@ -33,14 +32,12 @@ from mmldlm.data.prepare.publish_stage import (
     plan_digest,
     versions,
 )
+from mmldlm.data.prepare.read import ImageShards
 from mmldlm.data.prepare.summary import add_files_not_read
 from mmldlm.data.prepare.work_dir import WorkDir
-from mmldlm.data.store.latent_statistics import LatentStatistics
-from mmldlm.data.store.latent_values import as_float32
-from mmldlm.data.store.repair_hints import MANIFEST
-from mmldlm.data.store.store import FORMAT, TOKENIZER_FOLDER, VERSION
-from mmldlm.data.store.writers import StoreSplit
+from mmldlm.data.store import FORMAT, TOKENIZER_FOLDER, VERSION, as_float32
 from mmldlm.data.unknown_tokens import count_unknown, describe_share
+from mmldlm.data.writers import LatentStatistics, StoreSplit
 from mmldlm.utils.atomic_files import list_files, write_json, write_text
 from mmldlm.utils.formatting import join_some, printable
 from mmldlm.utils.input_files import read_text

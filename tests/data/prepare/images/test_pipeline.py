@@ -11,12 +11,13 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from mmldlm.data.images.codec import ImageCodec
-from mmldlm.data.prepare.images import pipeline, read_stage
-from mmldlm.data.prepare.images.options import ImageOptions
+from mmldlm.data.image_codec import ImageCodec
+from mmldlm.data.prepare import read as read_stage
+from mmldlm.data.prepare.images import pipeline
 from mmldlm.data.prepare.images.pipeline import prepare_images
-from mmldlm.data.store.store import Store, load_tokenizer
-from mmldlm.data.store.verify import verify
+from mmldlm.data.prepare.options import ImageOptions
+from mmldlm.data.store import Store, load_tokenizer
+from mmldlm.data.verify import verify
 from mmldlm.errors import UserError
 from tests.support.helpers import rank_server, run_ranks
 
@@ -126,9 +127,9 @@ def test_too_many_damaged_files_write_nothing(folder, tmp_path):
 
 def test_a_killed_preparation_ends_in_the_same_bytes(folder, tmp_path, monkeypatch):
     options = {"image_size": 16, "validation_samples": 6, "max_quarantined": 0.1}
-    monkeypatch.setattr(read_stage, "SHARD", 8)
+    monkeypatch.setattr(read_stage, "IMAGES_PER_SHARD", 8)
     whole = prepare_images(ImageOptions(str(tmp_path / "whole"), str(folder), **options))
-    calls, read_shard = [], read_stage.read_shard
+    calls, read_shard = [], read_stage.read_images
 
     def killed(*args):
         if len(calls) == 2:
@@ -137,7 +138,7 @@ def test_a_killed_preparation_ends_in_the_same_bytes(folder, tmp_path, monkeypat
         read_shard(*args)
 
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(read_stage, "read_shard", killed)
+        patch.setattr(read_stage, "read_images", killed)
         prepare_images(ImageOptions(str(tmp_path / "s"), str(folder), **options))
     assert not (tmp_path / "s").exists()
     done = [
@@ -152,9 +153,10 @@ def test_a_killed_preparation_ends_in_the_same_bytes(folder, tmp_path, monkeypat
 KILLED_IN = """
 import os, signal, sys
 from mmldlm.cli import main
-from mmldlm.data.prepare.images import fit_codec, pipeline, publish_stage, read_stage
+from mmldlm.data.prepare import fit_codec, read as read_stage
+from mmldlm.data.prepare.images import pipeline, publish_stage
 
-stage, read_stage.SHARD, calls = sys.argv[1], 8, []
+stage, read_stage.IMAGES_PER_SHARD, calls = sys.argv[1], 8, []
 places = {
     "read": (read_stage, "write_npz"), "select": (pipeline.select_stage, "join_groups"),
     "tokenize": (pipeline.tokenizers, "identity"), "fit": (fit_codec, "_write"),
@@ -249,7 +251,7 @@ def test_components_need_images(tmp_path):
 def test_codes_are_the_same_bytes_however_the_work_is_cut(latents, codes, tmp_path, monkeypatch):
     found = []
     for shard in (256, 50):
-        monkeypatch.setattr(read_stage, "SHARD", shard)
+        monkeypatch.setattr(read_stage, "IMAGES_PER_SHARD", shard)
         options = ImageOptions(
             str(tmp_path / f"s{shard}"), latents=latents, max_samples=200, faces=2
         )
