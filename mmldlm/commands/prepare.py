@@ -366,16 +366,10 @@ def main(args: argparse.Namespace) -> int:
 
 def run_rank(args: argparse.Namespace) -> int:
     """Prepare as one of the ranks of this launch; see `run_shared`."""
-    from mmldlm.data.prepare.images.pipeline import prepare_images
     from mmldlm.data.prepare.pipeline import prepare
 
     options = to_options(args)
-    work: Callable[[TaskQueue], object] = (
-        (lambda queue: prepare_images(options, queue=queue))
-        if isinstance(options, ImageOptions)
-        else (lambda queue: prepare(options, queue=queue))
-    )
-    return run_shared(options.output_dir, work)
+    return run_shared(options.output_dir, lambda queue: prepare(options, queue=queue))
 
 
 def run_shared(output_dir: str, work: Callable[[TaskQueue], object]) -> int:

@@ -130,8 +130,9 @@ class FilesSplit:
         tokens: Sequence[np.ndarray],
         latents: np.ndarray,
         documents: np.ndarray | None = None,
+        groups: np.ndarray | None = None,
     ) -> None:
-        """Write samples, two files each."""
+        """Write samples, two files each; this layout has no groups."""
         for position, (text, ids, latent) in enumerate(zip(texts, tokens, latents, strict=True)):
             number = self.summary["num_samples"]
             name = f"{self.split}_{number:09d}"

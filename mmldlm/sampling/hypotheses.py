@@ -29,7 +29,7 @@ from mmldlm.data.arrays import read_npz, write_npz
 from mmldlm.data.hypotheses import HYPOTHESES_VERSION
 from mmldlm.data.manifest import MANIFEST, sample_checksums
 from mmldlm.data.mixture import describe_encoder
-from mmldlm.data.prepare.publish_stage import (
+from mmldlm.data.prepare.output import (
     check_output_free,
     check_readable,
     commit,

@@ -27,9 +27,9 @@ from mmldlm.data.arrays import read_array, read_small_npz
 from mmldlm.data.encoders.model_files import save_tokenizer
 from mmldlm.data.importers.folder_layouts import SampleFiles, find_samples
 from mmldlm.data.manifest import MANIFEST
-from mmldlm.data.prepare import select as select_stage
+from mmldlm.data.prepare import select
 from mmldlm.data.prepare import tokenizer as tokenizers
-from mmldlm.data.prepare.publish_stage import (
+from mmldlm.data.prepare.output import (
     check_output_free,
     check_readable,
     commit,
@@ -368,7 +368,7 @@ def _choose(
     for split in texts:
         keep = np.arange(len(positions[split]))
         if not options.keep_duplicates:
-            keep = select_stage.first_occurrences(hashes[split])
+            keep = select.first_occurrences(hashes[split])
         counts["drop_duplicate"] += len(positions[split]) - len(keep)
         if split == "train" and "validation" in texts:
             is_new = ~np.isin(hashes["train"][keep], hashes["validation"])
@@ -379,8 +379,8 @@ def _choose(
         return {
             split: [(split, int(position)) for position in positions[split]] for split in SPLITS
         }
-    keys = select_stage.split_keys(hashes["train"], options.seed)
-    number = min(select_stage.num_validation(len(keys), options.validation_samples), len(keys))
+    keys = select.split_keys(hashes["train"], options.seed)
+    number = min(select.num_validation(len(keys), options.validation_samples), len(keys))
     inside = keys <= np.sort(keys)[number - 1] if number else np.zeros(0, dtype=bool)
     return {
         "train": [("train", int(position)) for position in positions["train"][~inside]],

@@ -14,8 +14,8 @@ from rich.console import Console
 from mmldlm.data.codebook import CODEBOOK, FSQ_LEVELS, Codebook, exact_dtype, nearest_codes
 from mmldlm.data.image_codec import BASIS, ImageCodec
 from mmldlm.data.images import to_patches
-from mmldlm.data.prepare.images.publish_stage import ImageSplit
 from mmldlm.data.prepare.options import ImageOptions
+from mmldlm.data.prepare.read import ImageShards
 from mmldlm.errors import UserError
 from mmldlm.utils.atomic_files import atomic_file
 
@@ -26,12 +26,16 @@ _MARGIN = 0.01  # share of the patches beyond each end of the levels
 
 
 def fit_codec(
-    options: ImageOptions, train: ImageSplit, folder: Path, console: Console
+    options: ImageOptions, shards: ImageShards, rows: np.ndarray, folder: Path, console: Console
 ) -> ImageCodec:
     """Return the codec of completed options; its file, if it has one, is written into `folder`.
 
     A function of the images and their order alone, so that any number of ranks prepares the same
     bytes.
+
+    Args:
+        shards: Images of the corpus.
+        rows: Rows of the training images.
 
     Raises:
         UserError: too few images for the components or codes.
@@ -43,28 +47,30 @@ def fit_codec(
     if options.latents == "pixels":
         return ImageCodec(**shape, latents="pixels", latent_dim=values)
     if options.num_components is not None:
-        path, basis = folder / BASIS, _fit_basis(options, train, console)
+        path, basis = folder / BASIS, _fit_basis(options, shards, rows, console)
         _write(path, basis)
         dim = options.num_components // num_latents
         return ImageCodec(**shape, latents="pca", latent_dim=dim, basis=basis, basis_file=path)
     with console.status("fitting the codes of patches"):
-        codebook = _fit_codebook(options, train)
+        codebook = _fit_codebook(options, shards, rows)
     _write(folder / CODEBOOK, codebook.as_float32())
     codebook = Codebook(codebook.kind, codebook.values, folder / CODEBOOK)
     return ImageCodec(**shape, latents="codes", latent_dim=1, codebook=codebook)
 
 
-def _fit_basis(options: ImageOptions, train: ImageSplit, console: Console) -> np.ndarray:
+def _fit_basis(
+    options: ImageOptions, shards: ImageShards, rows: np.ndarray, console: Console
+) -> np.ndarray:
     count = options.num_components
     assert count is not None
-    if len(train.rows) <= count:
+    if len(rows) <= count:
         raise UserError(
             f"more training images than the {count} components of --latents {options.latents}",
-            f"{len(train.rows)}",
+            f"{len(rows)}",
             "give fewer components, or --latents pixels",
         )
-    step = -(-len(train.rows) // _PCA_IMAGES)
-    blocks = train.shards.blocks(train.rows[::step])
+    step = -(-len(rows) // _PCA_IMAGES)
+    blocks = shards.blocks(rows[::step])
     with console.status(f"fitting {count} principal components"):
         basis, kept = fit_components(
             ((images / 127.5 - 1).astype(np.float32) for _, images in blocks), count
@@ -73,14 +79,12 @@ def _fit_basis(options: ImageOptions, train: ImageSplit, console: Console) -> np
     return basis
 
 
-def _fit_codebook(options: ImageOptions, train: ImageSplit) -> Codebook:
+def _fit_codebook(options: ImageOptions, shards: ImageShards, rows: np.ndarray) -> Codebook:
     num_latents = (options.image_size // options.patch_size) ** 2
     step = -(
-        -len(train.rows)
-        * num_latents
-        // max(_CODE_PATCHES, _PATCHES_A_CODE * (options.num_codes or 0))
+        -len(rows) * num_latents // max(_CODE_PATCHES, _PATCHES_A_CODE * (options.num_codes or 0))
     )
-    images = [images for _, images in train.shards.blocks(train.rows[::step])]
+    images = [images for _, images in shards.blocks(rows[::step])]
     patches = to_patches(np.concatenate(images), options.patch_size)
     patches = patches.reshape(-1, patches.shape[-1])
     if options.num_codes is None:

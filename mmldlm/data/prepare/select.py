@@ -12,7 +12,7 @@ from pathlib import Path
 
 import numpy as np
 
-from mmldlm.data.prepare import tokenize as tokenize_stage
+from mmldlm.data.prepare import tokenize
 from mmldlm.data.prepare.read import TextShards
 from mmldlm.utils.counter_rng import mix64
 
@@ -55,7 +55,7 @@ class Samples:
             self.pieces[start:end].tolist(),
             self.rows[start:end].tolist(),
         ):
-            shard = tokenize_stage.read_shard(self.paths[shard_number])
+            shard = tokenize.read_shard(self.paths[shard_number])
             first, last = shard["offsets"][piece : piece + 2]
             found_ids.append(shard["ids"][first:last])
             first, last = shard["text_offsets"][piece : piece + 2]
@@ -133,7 +133,7 @@ class SelectionRounds:
             self._end = min(total, self.limit + self.limit // 20 + 64)
         else:
             needed = (self.limit - num_kept) * start // max(num_kept, 1)
-            self._end = min(total, start + needed + needed // 5 + tokenize_stage.TEXTS_PER_SHARD)
+            self._end = min(total, start + needed + needed // 5 + tokenize.TEXTS_PER_SHARD)
         return np.sort(self.rows[self.order[start : self._end]])
 
 
@@ -152,16 +152,14 @@ def collect_samples(
     all_seen = seen = np.concatenate(shard_rows)
     if rounds.limit is not None:
         samples, seen, status = _first_by_key(texts, samples, seen, status, rounds.limit, seed)
-    counts["drop_too_short"] += int((status == tokenize_stage.TOO_SHORT).sum())
-    counts["drop_too_long"] += int((status == tokenize_stage.TOO_LONG).sum())
-    counts["truncated"] += int((status == tokenize_stage.TRUNCATED).sum())
+    counts["drop_too_short"] += int((status == tokenize.TOO_SHORT).sum())
+    counts["drop_too_long"] += int((status == tokenize.TOO_LONG).sum())
+    counts["truncated"] += int((status == tokenize.TRUNCATED).sum())
     counts["drop_not_sampled"] += len(rounds.rows) - len(seen)
-    num_chunked = int((status == tokenize_stage.CHUNKED).sum())
+    num_chunked = int((status == tokenize.CHUNKED).sum())
     if num_chunked:
         counts["chunked"] += num_chunked
-        counts["chunks"] += int(
-            np.isin(samples.rows, seen[status == tokenize_stage.CHUNKED]).sum()
-        )
+        counts["chunks"] += int(np.isin(samples.rows, seen[status == tokenize.CHUNKED]).sum())
         dropped = int(num_short[np.isin(all_seen, seen)].sum())
         counts["chunks"] += dropped
         counts["drop_piece_too_short"] += dropped
@@ -184,7 +182,7 @@ def _read_shards(
     parts: list[list[np.ndarray]] = [[] for _ in _FIELDS]
     statuses, num_short = [], []
     for number, (rows, path) in enumerate(zip(shard_rows, paths, strict=True)):
-        shard = tokenize_stage.read_shard(path)
+        shard = tokenize.read_shard(path)
         statuses.append(shard["status"])
         num_short.append(shard.get("num_short", np.zeros(len(rows), np.int32)))
         num = len(shard["places"])

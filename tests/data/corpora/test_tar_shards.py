@@ -16,8 +16,8 @@ from mmldlm.data.corpora.image_corpus import open_image_corpus
 from mmldlm.data.corpora.image_lists import holds_images
 from mmldlm.data.corpora.tar_shards import expand_braces
 from mmldlm.data.images import UnreadableImage
-from mmldlm.data.prepare.images.pipeline import prepare_images
 from mmldlm.data.prepare.options import ImageOptions
+from mmldlm.data.prepare.pipeline import prepare
 from mmldlm.data.store import Store
 from mmldlm.data.verify import verify
 from mmldlm.errors import UserError
@@ -135,7 +135,7 @@ def test_a_store_of_shards_accounts_for_damage(shards, tmp_path):
         validation_samples=6,
         max_quarantined=0.1,
     )
-    root = prepare_images(options)
+    root = prepare(options)
     entry = Store(root).manifest["corpus"]
     assert entry["kept"] == 42 and entry["dropped"]["unreadable"] == 1 and verify(root) == []
     assert (

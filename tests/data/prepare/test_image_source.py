@@ -12,10 +12,10 @@ import pytest
 from PIL import Image
 
 from mmldlm.data.image_codec import ImageCodec
-from mmldlm.data.prepare import read as read_stage
-from mmldlm.data.prepare.images import pipeline
-from mmldlm.data.prepare.images.pipeline import prepare_images
+from mmldlm.data.prepare import image_source as pipeline
+from mmldlm.data.prepare import read
 from mmldlm.data.prepare.options import ImageOptions
+from mmldlm.data.prepare.pipeline import prepare
 from mmldlm.data.store import Store, load_tokenizer
 from mmldlm.data.verify import verify
 from mmldlm.errors import UserError
@@ -83,7 +83,7 @@ def test_a_folder_is_read_counted_and_split_by_group(folder, tmp_path, capsys):
     options = ImageOptions(
         str(tmp_path / "s"), str(folder), image_size=16, validation_samples=6, max_quarantined=0.05
     )  # fmt: skip
-    root = prepare_images(options)
+    root = prepare(options)
     train, validation = _splits(root)
     corpus = train.manifest["corpus"]
     assert corpus["read"] == 30 and corpus["kept"] == 28 == len(train) + len(validation)
@@ -108,7 +108,7 @@ def test_a_folder_of_class_names_is_split(tmp_path):
         (folder / "39.png").read_bytes()
     )  # one picture under two names
     train, validation = _splits(
-        prepare_images(
+        prepare(
             ImageOptions(str(tmp_path / "s"), str(folder), image_size=8, validation_samples=12)
         )
     )
@@ -121,46 +121,45 @@ def test_a_folder_of_class_names_is_split(tmp_path):
 
 def test_too_many_damaged_files_write_nothing(folder, tmp_path):
     with pytest.raises(UserError, match="29.png"):
-        prepare_images(ImageOptions(str(tmp_path / "s"), str(folder), image_size=16))
+        prepare(ImageOptions(str(tmp_path / "s"), str(folder), image_size=16))
     assert not (tmp_path / "s").exists()
 
 
 def test_a_killed_preparation_ends_in_the_same_bytes(folder, tmp_path, monkeypatch):
     options = {"image_size": 16, "validation_samples": 6, "max_quarantined": 0.1}
-    monkeypatch.setattr(read_stage, "IMAGES_PER_SHARD", 8)
-    whole = prepare_images(ImageOptions(str(tmp_path / "whole"), str(folder), **options))
-    calls, read_shard = [], read_stage.read_images
+    monkeypatch.setattr(read, "IMAGES_PER_SHARD", 8)
+    whole = prepare(ImageOptions(str(tmp_path / "whole"), str(folder), **options))
+    calls, read_images = [], read.read_images
 
     def killed(*args):
         if len(calls) == 2:
             raise KeyboardInterrupt
         calls.append(args[0].name)
-        read_shard(*args)
+        read_images(*args)
 
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(read_stage, "read_images", killed)
-        prepare_images(ImageOptions(str(tmp_path / "s"), str(folder), **options))
+        patch.setattr(read, "read_images", killed)
+        prepare(ImageOptions(str(tmp_path / "s"), str(folder), **options))
     assert not (tmp_path / "s").exists()
     done = [
         path.stat().st_mtime_ns
         for path in sorted((tmp_path / "s.work" / "read-images-train").iterdir())
     ]
     assert len(done) == 2
-    resumed = prepare_images(ImageOptions(str(tmp_path / "s"), str(folder), **options))
+    resumed = prepare(ImageOptions(str(tmp_path / "s"), str(folder), **options))
     assert _files(resumed) == _files(whole) and not (tmp_path / "s.work").exists()
 
 
 KILLED_IN = """
 import os, signal, sys
 from mmldlm.cli import main
-from mmldlm.data.prepare import fit_codec, read as read_stage
-from mmldlm.data.prepare.images import pipeline, publish_stage
+from mmldlm.data.prepare import fit_codec, image_source, pipeline, read, source
 
-stage, read_stage.IMAGES_PER_SHARD, calls = sys.argv[1], 8, []
+stage, read.IMAGES_PER_SHARD, calls = sys.argv[1], 8, []
 places = {
-    "read": (read_stage, "write_npz"), "select": (pipeline.select_stage, "join_groups"),
-    "tokenize": (pipeline.tokenizers, "identity"), "fit": (fit_codec, "_write"),
-    "write": (publish_stage, "_write_split"), "committed": (publish_stage, "commit"),
+    "read": (read, "write_npz"), "select": (image_source.select, "join_groups"),
+    "tokenize": (source.tokenizers, "identity"), "fit": (fit_codec, "_write"),
+    "write": (pipeline._Preparation, "_write_split"), "committed": (pipeline, "commit"),
 }
 
 def killed(*args, **options):
@@ -226,22 +225,18 @@ def test_a_validation_corpus_shares_nothing_with_training(folder, tmp_path):
     with pytest.raises(
         UserError, match="cannot be read"
     ):  # its images lie in the folder of the training images
-        prepare_images(options)
+        prepare(options)
     held.rename(folder / "held.jsonl")
     options = replace(options, validation_corpus=str(folder / "held.jsonl"), force=True)
-    train, validation = _splits(prepare_images(options))
+    train, validation = _splits(prepare(options))
     assert len(validation) == 4 and verify(train.root) == []
     assert train.manifest["corpus"]["dropped"]["in_validation_corpus"] >= 5
 
 
 def test_components_need_images(tmp_path):
     with pytest.raises(UserError, match="training images"):
-        prepare_images(
-            ImageOptions(str(tmp_path / "s"), latents="pca:240", max_samples=200, faces=2)
-        )
-    root = prepare_images(
-        ImageOptions(str(tmp_path / "t"), latents="pca:64", max_samples=200, faces=2)
-    )
+        prepare(ImageOptions(str(tmp_path / "s"), latents="pca:240", max_samples=200, faces=2))
+    root = prepare(ImageOptions(str(tmp_path / "t"), latents="pca:64", max_samples=200, faces=2))
     train, _ = _splits(root)
     assert train.latent_dim == 4 and train.manifest["image"]["grid"] is None and verify(root) == []
     assert pipeline.ImageCodec.open(root).name == "pca:64"
@@ -251,11 +246,11 @@ def test_components_need_images(tmp_path):
 def test_codes_are_the_same_bytes_however_the_work_is_cut(latents, codes, tmp_path, monkeypatch):
     found = []
     for shard in (256, 50):
-        monkeypatch.setattr(read_stage, "IMAGES_PER_SHARD", shard)
+        monkeypatch.setattr(read, "IMAGES_PER_SHARD", shard)
         options = ImageOptions(
             str(tmp_path / f"s{shard}"), latents=latents, max_samples=200, faces=2
         )
-        found.append(prepare_images(options))
+        found.append(prepare(options))
     own = ("codebook.npy", "train/latents.npy", "validation/latents.npy")
     assert all((found[0] / name).read_bytes() == (found[1] / name).read_bytes() for name in own)
     root = found[0]
@@ -267,7 +262,7 @@ def test_codes_are_the_same_bytes_however_the_work_is_cut(latents, codes, tmp_pa
     assert rows.shape == (2, 16, 1) and rows.dtype == np.int64 and image["grid"] == [4, 4]
     assert np.load(root / "train" / "latents.npy").dtype == np.uint16
     # The manifest's PSNR is that of the original images, which the store of pixels has.
-    pixels = prepare_images(ImageOptions(str(tmp_path / "pixels"), max_samples=200, faces=2))
+    pixels = prepare(ImageOptions(str(tmp_path / "pixels"), max_samples=200, faces=2))
     for store, original in zip((train, validation), _splits(pixels)):
         every = range(len(store))
         assert store.texts(every) == original.texts(every)
@@ -280,7 +275,7 @@ def test_codes_are_the_same_bytes_however_the_work_is_cut(latents, codes, tmp_pa
 
 
 def test_an_id_that_names_no_code_is_found_by_its_row(tmp_path):
-    root = prepare_images(
+    root = prepare(
         ImageOptions(str(tmp_path / "s"), latents="codes:kmeans:32", max_samples=200, faces=2)
     )
     latents = np.load(root / "train" / "latents.npy", mmap_mode="r+")
@@ -298,7 +293,5 @@ def test_an_id_that_names_no_code_is_found_by_its_row(tmp_path):
 )
 def test_wrong_codebooks_are_refused(latents, tmp_path):
     with pytest.raises(UserError, match="codes"):
-        prepare_images(
-            ImageOptions(str(tmp_path / "s"), latents=latents, max_samples=200, faces=2)
-        )
+        prepare(ImageOptions(str(tmp_path / "s"), latents=latents, max_samples=200, faces=2))
     assert not (tmp_path / "s").exists() and not (tmp_path / "s.work").exists()
