@@ -26,7 +26,7 @@ def largest_error() -> float:
     import torch
 
     from mmldlm.diffusion.gidd import GiddProcess
-    from mmldlm.diffusion.hierarchical import HierarchicalProcess
+    from mmldlm.diffusion.hdlm import HierarchicalProcess
 
     log_p = torch.randn(VOCAB, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     log_p[MASK] = float("-inf")

@@ -143,10 +143,10 @@ def in_state(key: str):
     before the fault's.
     """
     from mmldlm.stability.guard import Guard
-    from mmldlm.training import setup
+    from mmldlm.training import session as session_module
 
     decide, engines = Guard.decide, []
-    build_engine = setup.build_engine
+    build_engine = session_module.build_engine
 
     def remember(*args, **kwargs):
         engines.append(build_engine(*args, **kwargs))
@@ -167,7 +167,7 @@ def in_state(key: str):
         return decide(self, *args)
 
     with (
-        mock.patch.object(setup, "build_engine", remember),
+        mock.patch.object(session_module, "build_engine", remember),
         mock.patch.object(Guard, "decide", decide_after_fault),
     ):
         yield
@@ -308,14 +308,14 @@ def change_newest_state() -> None:
 @contextlib.contextmanager
 def excluded():
     """The reference of a skipped step: the same batches without it."""
-    from mmldlm.training import setup
+    from mmldlm.training import session as session_module
 
-    state_of = setup.TrainingState
+    state_of = session_module.TrainingState
 
     def made(*args, **values):
         return state_of(*args, **values, passed_over=[[FAULT_STEP - 1, FAULT_STEP]])
 
-    with mock.patch.object(setup, "TrainingState", made):
+    with mock.patch.object(session_module, "TrainingState", made):
         yield
 
 
@@ -456,13 +456,13 @@ def main() -> None:
         train_once(
             store, folder, slug(f"{engine} {accum} {fault}"), accum, words, FAULTS[fault][1]
         )
-    from mmldlm.distributed.exit import leave_process_group
+    from mmldlm.distributed.error_reporting import leave_process_group
 
     leave_process_group()
 
 
 if __name__ == "__main__":
     main()
-    from mmldlm.distributed.exit import exit_without_teardown
+    from mmldlm.distributed.error_reporting import exit_without_teardown
 
     exit_without_teardown(0)

@@ -252,7 +252,7 @@ def model_flops(task, data, steps: int) -> float:
 
 def optimizer_flops(task, data, model) -> float:
     """FLOPs of one update: Muon's orthogonalizations, and what every element costs."""
-    from mmldlm.engines.muon.orthogonalize import update_flops
+    from mmldlm.engines.muon import update_flops
 
     plan, total = task.parameter_plan(model, data.config), 0.0
     for name, parameter in model.named_parameters():

@@ -37,7 +37,7 @@ PAIRS = 4  # of windows with and without a save (--pairs), after a pair that is 
 def rank_main(report: str, words: list[str]) -> None:
     """One rank: the product's own entry, with a clock around everything that saves."""
     import mmldlm.train as product
-    from mmldlm.distributed.exit import exit_without_teardown
+    from mmldlm.distributed.error_reporting import exit_without_teardown
     from mmldlm.training.checkpointer import Checkpointer
     from mmldlm.training.run_logger import RunLogger
 

@@ -28,7 +28,7 @@ import _runs
 import _store
 import torch
 
-from mmldlm.engines.deepspeed.config import CPU_BUCKET, GPU_BUCKET
+from mmldlm.engines.deepspeed_config import CPU_BUCKET, GPU_BUCKET
 
 SIZES = (CPU_BUCKET, GPU_BUCKET, 500_000_000)  # elements; the last one is DeepSpeed's own default
 SHIPPED = GPU_BUCKET if torch.cuda.is_available() else CPU_BUCKET

@@ -81,7 +81,7 @@ def run(args, folder: str, name: str, guarded: bool, count_syncs: bool) -> Meter
 
     from mmldlm.config.load import load_config
     from mmldlm.distributed.heartbeat import Heartbeat
-    from mmldlm.engines.torch_engine import TorchEngine
+    from mmldlm.engines.torch_engines import TorchEngine
     from mmldlm.stability.guard import Guard, StepDecision
     from mmldlm.train import check_run, train
 
@@ -178,7 +178,7 @@ def audit_seconds(args, folder: str) -> float:
     from mmldlm.config.load import load_config
     from mmldlm.engines.build import build_engine
     from mmldlm.models import MultimodalMMDiT
-    from mmldlm.stability.state_audit import audit_on_all_ranks
+    from mmldlm.stability.audit import audit_on_all_ranks
     from mmldlm.tasks.translation.data import open_data
     from mmldlm.tasks.translation.parameter_plan import parameter_plan
 

@@ -276,7 +276,7 @@ def rank_main(kind: str, folder: str, report: str, words: list[str]) -> None:
     it.
     """
     import mmldlm.train as product
-    from mmldlm.distributed.exit import exit_without_teardown
+    from mmldlm.distributed.error_reporting import exit_without_teardown
 
     if kind == "--source":
         keep_what_is_saved(Path(folder))

@@ -467,7 +467,7 @@ def gpu_claims(args) -> tuple[list[dict], dict]:
     Without a GPU the same code runs a small model on the CPU (--device cpu --gpu-form) and claims
     nothing of MFU.
     """
-    from mmldlm.observe.flops import peak_flops
+    from mmldlm.observe.throughput import peak_flops
 
     on_gpu = args.device == "cuda"
     size = dict(depth=24, width=1024) if on_gpu else dict(depth=2, width=64, vocab=500, latent=32)

@@ -7,7 +7,7 @@
 #   CARRY            further variables for the ranks, for example "NCCL_SOCKET_IFNAME HF_HOME": mpirun propagates none
 #   CONFIG_NAME, DS_CONFIG, LEARNING_RATE ...: as in launchers/single_node.sh
 #
-# Ranks get their numbers from mpi4py (mmldlm/distributed/mpi_environment.py). Checkout, virtual environment and data
+# Ranks get their numbers from mpi4py (mmldlm/distributed/environment.py). Checkout, virtual environment and data
 # must have the same path on every node.
 set -euo pipefail
 here=$(cd "$(dirname "$0")" && pwd)

@@ -21,7 +21,7 @@ from mmldlm.errors import (
     UserError,
 )
 from mmldlm.utils.formatting import explain_os_error, first_line, for_screen
-from mmldlm.utils.standard_streams import open_standard_streams
+from mmldlm.utils.screen import open_standard_streams
 from mmldlm.utils.stop_signals import interrupt_on_stop_signals, keep_exit_codes
 
 

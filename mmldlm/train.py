@@ -20,15 +20,19 @@ if __package__ in (
 
 from mmldlm.config.command_line import add_arguments, parse_config
 from mmldlm.config.own_code import report_exit_as_error
-from mmldlm.distributed.error_reporting import report_error_once, report_traceback
-from mmldlm.distributed.exit import exit_without_teardown, leave_process_group
-from mmldlm.distributed.launcher_environment import local_world_size, set_rank_environment
+from mmldlm.distributed.environment import local_world_size, set_rank_environment
+from mmldlm.distributed.error_reporting import (
+    exit_without_teardown,
+    leave_process_group,
+    report_error_once,
+    report_traceback,
+)
 from mmldlm.errors import EXIT_FAILED, Interrupted, MmldlmError
-from mmldlm.training.check_run import check_run
+from mmldlm.training.session import check_run
 from mmldlm.training.signals import StopSignal
 from mmldlm.utils.environment import int_from_env
 from mmldlm.utils.resources import threads_per_rank
-from mmldlm.utils.standard_streams import open_standard_streams
+from mmldlm.utils.screen import open_standard_streams
 from mmldlm.utils.stop_signals import keep_exit_codes
 
 if TYPE_CHECKING:  # torch is imported after the command line was checked
@@ -45,9 +49,10 @@ def train(data: RunData, stop: StopSignal | None = None) -> None:
     Raises:
         Interrupted: on every rank, when a signal ended the run.
     """
-    from mmldlm.training import loop, setup
+    from mmldlm.training import loop
+    from mmldlm.training.session import open_session
 
-    with setup.open_session(data, stop or StopSignal()) as session:
+    with open_session(data, stop or StopSignal()) as session:
         loop.train(session)
 
 

@@ -17,7 +17,7 @@ from mmldlm.data.prepare.task_queue import TaskQueue
 from mmldlm.data.prepare.work_dir import WorkDir
 from mmldlm.errors import UserError
 from mmldlm.utils.formatting import fold, for_screen
-from mmldlm.utils.output_paths import check_writable_dir, check_writable_file
+from mmldlm.utils.paths import check_writable_dir, check_writable_file
 from tests.support.helpers import ROOT
 
 

@@ -16,19 +16,21 @@ def test_the_house_keeps(rule):
     assert RULES[rule] == []
 
 
-def test_a_test_without_module_is_found(tmp_path):
+def test_a_test_without_folder_is_found(tmp_path):
     for name in (
         "tests/a/test_c.py",
-        "tests/a/test_d.py",
+        "tests/b/test_d.py",
         "tests/integration/test_e.py",
         "tests/test_p.py",
+        "tests/test_q.py",
     ):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).touch()
-    for name in ("mmldlm/a/c.py", "mmldlm/p/__init__.py"):
+    for name in ("mmldlm/a/__init__.py", "mmldlm/p.py"):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).touch()
-    assert house.tests_without_module(tmp_path / "tests", tmp_path / "mmldlm") == ["a/test_d.py"]
+    missing = house.tests_without_folder(tmp_path / "tests", tmp_path / "mmldlm")
+    assert missing == ["b/test_d.py", "test_q.py"]
 
 
 def test_the_architecture_page_has_the_order():

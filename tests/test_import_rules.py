@@ -74,7 +74,7 @@ BAD = [
     ),
     ("from mpi4py import MPI", "mmldlm.launch.launcher", "only inside the function"),
     ("import wandb", "mmldlm.observe.wandb_logger", "only inside the function"),
-    ("from mmldlm.config import load", "mmldlm.utils.output_paths", "config comes after utils"),
+    ("from mmldlm.config import load", "mmldlm.utils.paths", "config comes after utils"),
     ("from mmldlm.models import mmdit", "mmldlm", "comes before all rooms"),
     ("", "mmldlm.callbacks.base", "knows no room callbacks"),
 ]
@@ -92,7 +92,7 @@ GOOD = [
         "mmldlm.data.batch_plan",
     ),
     ("from .batch_plan import BatchPlan\nimport torch", "mmldlm.data.loader"),
-    ("import torch.distributed\nimport deepspeed", "mmldlm.engines.deepspeed.engine"),
+    ("import torch.distributed\nimport deepspeed", "mmldlm.engines.deepspeed"),
     ("def check():\n    import torch", "mmldlm.preflight.probes.gpu"),
     ("def f():\n    import wandb", "mmldlm.observe.wandb_logger"),
     ("if TYPE_CHECKING:\n    from mmldlm.tasks import base", "mmldlm.data.loader"),

@@ -13,7 +13,7 @@ from mmldlm.checkpoints.training_state import read_training_state
 from mmldlm.errors import UserError
 from mmldlm.utils.formatting import describe_os_error, join_some
 from mmldlm.utils.input_files import read_bytes
-from mmldlm.utils.inside_paths import path_inside
+from mmldlm.utils.paths import path_inside
 
 _STEP = re.compile(r"step_(\d{8,})")
 

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 from mmldlm.checkpoints.io.open_files import open_regular_descriptor
 from mmldlm.utils.formatting import describe_os_error
 from mmldlm.utils.input_files import read_bytes
-from mmldlm.utils.inside_paths import path_inside
+from mmldlm.utils.paths import path_inside
 
 MANIFEST = "manifest.json"
 FORMAT = "mmldlm-checkpoint"

@@ -10,9 +10,9 @@ from mmldlm.config.schema import Config
 from mmldlm.config.task_registry import find_task
 from mmldlm.data.run_data import open_run_data
 from mmldlm.errors import EXIT_DONE
-from mmldlm.training.check_run import check_run
+from mmldlm.training.session import check_run
 from mmldlm.utils import option_types
-from mmldlm.utils.output_paths import check_writable_dir
+from mmldlm.utils.paths import check_writable_dir
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -21,7 +21,7 @@ from mmldlm.sampling.search.options import SearchOptions
 from mmldlm.utils import option_types
 from mmldlm.utils.formatting import join_some
 from mmldlm.utils.json_files import nonfinite_places
-from mmldlm.utils.output_paths import check_writable_file, claimed_file
+from mmldlm.utils.paths import check_writable_file, claimed_file
 from mmldlm.utils.progress import ProgressBar
 
 if TYPE_CHECKING:

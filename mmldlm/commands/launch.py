@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 
 from mmldlm.commands.preflight import add_run_arguments
-from mmldlm.distributed.launcher_environment import check_single_process
+from mmldlm.distributed.environment import check_single_process
 from mmldlm.utils import option_types
 
 

@@ -10,7 +10,7 @@ from mmldlm.data.importers.folder_layouts import LAYOUTS
 from mmldlm.errors import EXIT_DONE
 from mmldlm.utils import option_types
 from mmldlm.utils.atomic_files import naming_errors
-from mmldlm.utils.output_paths import claimed_file
+from mmldlm.utils.paths import claimed_file
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

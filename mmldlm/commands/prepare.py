@@ -17,13 +17,13 @@ from mmldlm.data.corpora.text_files import kind_of
 from mmldlm.data.encoders.specs import ENCODERS, POOLINGS
 from mmldlm.data.prepare.options import OVERLONG, ImageOptions, PrepareOptions, to_arguments
 from mmldlm.data.writers import LAYOUTS
-from mmldlm.distributed.launcher_environment import set_rank_environment
+from mmldlm.distributed.environment import set_rank_environment
 from mmldlm.errors import EXIT_DONE, EXIT_FAILED, EXIT_INTERRUPTED, MmldlmError, UserError
 from mmldlm.utils import option_types
 from mmldlm.utils.atomic_files import naming_errors
 from mmldlm.utils.entry_point import module_command
 from mmldlm.utils.formatting import join_some
-from mmldlm.utils.output_paths import output_root
+from mmldlm.utils.paths import output_root
 
 if TYPE_CHECKING:
     from mmldlm.data.prepare.task_queue import TaskQueue

@@ -11,7 +11,7 @@ from mmldlm.debug.replay import DTYPES, replay_skipped_step
 from mmldlm.errors import EXIT_DONE
 from mmldlm.utils import option_types
 from mmldlm.utils.atomic_files import write_json
-from mmldlm.utils.output_paths import check_writable_file, claimed_file
+from mmldlm.utils.paths import check_writable_file, claimed_file
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

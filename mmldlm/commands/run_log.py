@@ -27,7 +27,7 @@ def add_plot_arguments(parser: argparse.ArgumentParser) -> None:
 def plot(args: argparse.Namespace) -> int:
     """Draw, and print the path of the image."""
     from mmldlm.observe.loss_plots import load_steps, plot_path, plot_run
-    from mmldlm.utils.output_paths import check_writable_file, claimed_file
+    from mmldlm.utils.paths import check_writable_file, claimed_file
 
     if args.out:
         check_writable_file(args.out, "--out")

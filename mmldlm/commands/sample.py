@@ -43,7 +43,7 @@ from mmldlm.utils import option_types
 from mmldlm.utils.atomic_files import write_json, write_text
 from mmldlm.utils.formatting import count_noun
 from mmldlm.utils.json_files import to_json
-from mmldlm.utils.output_paths import (
+from mmldlm.utils.paths import (
     check_writable_dir,
     claimed_file,
     claimed_folder,

@@ -10,14 +10,13 @@ import os
 from mmldlm.config import command_line
 from mmldlm.config.schema import Config
 from mmldlm.data.run_data import open_run_data
-from mmldlm.debug.sanity_report import as_dict, heading, print_tables
-from mmldlm.debug.sanity_runner import OVERFIT_STEPS, SanityRunner
+from mmldlm.debug.sanity import OVERFIT_STEPS, SanityRunner, as_dict, heading, print_tables
 from mmldlm.engines.build import check_engine
 from mmldlm.errors import EXIT_DONE, EXIT_FAILED, UserError
 from mmldlm.utils import option_types
 from mmldlm.utils.atomic_files import write_json
 from mmldlm.utils.environment import int_from_env
-from mmldlm.utils.output_paths import check_writable_file, claimed_file
+from mmldlm.utils.paths import check_writable_file, claimed_file
 from mmldlm.utils.screen import open_console
 
 

@@ -11,9 +11,9 @@ from pathlib import Path
 
 import mmldlm
 from mmldlm.config import command_line
-from mmldlm.distributed.launcher_environment import check_single_process
-from mmldlm.engines.deepspeed.config import check_fp16
-from mmldlm.training.check_run import check_run
+from mmldlm.distributed.environment import check_single_process
+from mmldlm.engines.deepspeed_config import check_fp16
+from mmldlm.training.session import check_run
 from mmldlm.utils import option_types
 from mmldlm.utils.entry_point import module_command
 

@@ -14,7 +14,7 @@ from mmldlm.data.verify import StoreReport, examine
 from mmldlm.errors import EXIT_DONE, EXIT_FAILED, UserError
 from mmldlm.utils import option_types
 from mmldlm.utils.figures import new_figure, save_figure
-from mmldlm.utils.output_paths import check_writable_file, claimed_file
+from mmldlm.utils.paths import check_writable_file, claimed_file
 from mmldlm.utils.screen import open_console
 
 BARS, DIGITS = (

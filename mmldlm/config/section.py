@@ -13,7 +13,7 @@ from typing import Annotated, Any, ClassVar, Literal, get_args, get_origin
 from pydantic import BaseModel, ConfigDict, ValidationInfo, field_validator
 
 from mmldlm.config.yaml_reader import WrittenFloat, WrittenInt
-from mmldlm.utils.user_paths import expand_path
+from mmldlm.utils.paths import expand_path
 
 # Bounds far above any model: a config.json of unknown origin must not ask for more than a machine
 # has.

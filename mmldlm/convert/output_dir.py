@@ -18,7 +18,7 @@ from mmldlm.errors import MmldlmError, UserError
 from mmldlm.utils.atomic_files import fsync_path
 from mmldlm.utils.formatting import describe_os_error, explain_os_error
 from mmldlm.utils.input_files import read_bytes
-from mmldlm.utils.output_paths import lock_file
+from mmldlm.utils.paths import lock_file
 
 # Files next to the weights in a Hugging Face folder, which belong to them in any format.
 TOKENIZER_FILES = re.compile(

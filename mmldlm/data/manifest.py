@@ -14,7 +14,7 @@ from pydantic import BaseModel, Field, ValidationError, field_validator, model_v
 
 from mmldlm.data.encoders.specs import EncoderIdentity
 from mmldlm.utils.formatting import join_some
-from mmldlm.utils.inside_paths import path_inside
+from mmldlm.utils.paths import path_inside
 from mmldlm.utils.validation import describe_problems
 
 MAX_VOCAB_SIZE = 1 << 24  # far above every tokenizer's: a model has a row for every id

@@ -1,22 +1,24 @@
-"""Sanity checks of the engine and of a training step."""
+"""Checks of `mmldlm sanity`: batches, engine and training step, as rows of a table."""
 
 from __future__ import annotations
 
 import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
 from mmldlm.config.schema import Config
 from mmldlm.data.batch import Batch
-from mmldlm.debug.findings import Findings, format_names
+from mmldlm.data.run_data import RunData
 from mmldlm.engines.base import Engine, compute_dtype
-from mmldlm.engines.deepspeed.engine import DeepSpeedEngine
-from mmldlm.engines.gradient_shards import gradient_shards
-from mmldlm.engines.parameter_shards import ParameterShard
+from mmldlm.engines.deepspeed import DeepSpeedEngine
+from mmldlm.engines.shards import ParameterShard
 from mmldlm.observe.layer_stats import LayerStats
+from mmldlm.tasks.base import Task
+from mmldlm.utils.formatting import join_some
 from mmldlm.utils.moments import MOMENTS
 
 # -- before the first step
@@ -210,7 +212,7 @@ def measured_loss_drop(
         return f"a loss of {before} with a gradient of norm {norm} cannot be compared"
     expected = relative_drop * abs(before)
     with torch.no_grad():
-        for fragment, gradient in gradient_shards(engine):
+        for fragment, gradient in engine.gradient_shards():
             if gradient is not None and fragment.count:
                 alpha = -expected / norm**2 / engine.loss_scale
                 fragment.slice_of(fragment.owner).add_(gradient, alpha=alpha)
@@ -230,7 +232,7 @@ def connected(engine: Engine, fired: set[str]) -> set[str]:
     if isinstance(engine, DeepSpeedEngine) and engine.stage > 0:
         return set(fired)
     return {
-        fragment.name for fragment, gradient in gradient_shards(engine) if gradient is not None
+        fragment.name for fragment, gradient in engine.gradient_shards() if gradient is not None
     }
 
 
@@ -287,3 +289,113 @@ class GradientHooks:
         """Remove the hooks."""
         for handle in self._handles:
             handle.remove()
+
+
+# id -> title, in the order of the table.
+CHECKS = {
+    "step_runs": "forward, backward and step run",
+    "device": "the model is on the device",
+    "optimizer": "the optimizer holds the parameters",
+    "groups": "parameter groups",
+    "precision": "precision and autocast",
+    "gradient_scale": "gradients are those of the loss",
+    "batches": "batches are intact, on the device",
+    "train_mode": "train mode",
+    "loss_graph": "the loss has its graph",
+    "in_place": "nothing is changed in place",
+    "gradient_coverage": "gradients reach what is trainable",
+    "frozen": "frozen parameters stay as they are",
+    "finite": "every number is finite",
+    "clipping": "the optimizer gets clipped gradients",
+    "weights_update": "parameters with a gradient change",
+    "overfit": "the loss falls on one batch",
+    "memory": "peak memory",
+}
+PASS, FAIL, NOT_RUN = "PASS", "FAIL", "NOT RUN"
+MAX_LISTED = 4
+"""Names and failures that one reason spells out."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """One line of the table.
+
+    Attributes:
+        id: key of CHECKS.
+        title: description of the check.
+        status: PASS, FAIL, or NOT RUN if an earlier failure ended the steps.
+        reason: what was found.
+    """
+
+    id: str
+    title: str
+    status: str
+    reason: str
+
+
+class Findings:
+    """Failures per check. A check passes if it ran and found none."""
+
+    def __init__(self):
+        self._failures: dict[str, dict[str, None]] = defaultdict(dict)
+        self._passed: dict[str, str] = {}
+
+    def passed(self, check: str, reason: str) -> None:
+        """Record that a check ran; `reason` is printed if it has no failure."""
+        assert check in CHECKS
+        self._passed[check] = reason
+
+    def failed(self, check: str, text: str) -> None:
+        """Record a failure; the same text counts once."""
+        assert check in CHECKS
+        self._failures[check][text] = None
+
+    def rows(self) -> list[Row]:
+        """Return the table."""
+        rows = []
+        for check, title in CHECKS.items():
+            failures = list(self._failures[check])
+            more = f"; {len(failures) - MAX_LISTED} more" if len(failures) > MAX_LISTED else ""
+            status = FAIL if failures else PASS if check in self._passed else NOT_RUN
+            not_reached = "the steps ended before this check"
+            reason = (
+                "; ".join(failures[:MAX_LISTED]) + more
+                if failures
+                else self._passed.get(check, not_reached)
+            )
+            rows.append(Row(check, title, status, reason))
+        return rows
+
+
+def format_names(names: list[str]) -> str:
+    """Join names: `a, b, c, d and 3 more`."""
+    return join_some(names, MAX_LISTED)
+
+
+def check_pinned(batches: list[Batch], device: torch.device, findings: Findings) -> None:
+    """Check that batches for a GPU are in pinned memory; otherwise the copy is synchronous."""
+    if device.type == "cuda":
+        tensors = [item for batch in batches for item in batch.tensors.items()]
+        unpinned = [name for name, tensor in tensors if tensor.numel() and not tensor.is_pinned()]
+        if unpinned:
+            findings.failed("batches", f"not in pinned memory: {format_names(unpinned)}")
+
+
+def check_batch(
+    task: Task, batch: Batch, data: RunData, device: torch.device, findings: Findings
+) -> None:
+    """Check a micro-batch on the device against the data it was made from."""
+    for bad in batch.bad:
+        findings.failed("batches", f"sample {bad['id']} is left out: {bad['reason']}")
+    for text in [*_tensor_problems(batch, device), *task.check_batch(data, batch)]:
+        findings.failed("batches", text)
+
+
+def _tensor_problems(batch: Batch, device: torch.device) -> list[str]:
+    problems = []
+    for name, tensor in batch.tensors.items():
+        if tensor.device != device:
+            problems.append(f"{name} on {tensor.device}, not on {device}")
+        if tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):
+            problems.append(f"{int((~torch.isfinite(tensor)).sum())} non-finite values in {name}")
+    return problems

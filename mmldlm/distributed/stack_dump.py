@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 
-from mmldlm.distributed.nccl_environment import FLIGHT_RECORDER_FILE
+from mmldlm.distributed.environment import FLIGHT_RECORDER_FILE
 from mmldlm.errors import EXIT_FAILED
 from mmldlm.utils.atomic_files import atomic_file
 

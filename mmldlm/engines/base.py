@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from mmldlm.engines.parameter_shards import ParameterShard
-from mmldlm.engines.pinned_copy import PinnedSnapshot
+from mmldlm.engines.shards import ParameterShard, PinnedSnapshot
 from mmldlm.errors import UserError
 from mmldlm.utils.moments import MOMENTS, MUON_MOMENTS, moment_keys
 
@@ -87,6 +86,22 @@ class Engine(ABC):
         """Shards of the fp32 master weights that this rank updates; all ranks' cover every
         trainable parameter.
         """
+
+    def gradient_shards(self) -> list[tuple[ParameterShard, Tensor | None]]:
+        """`parameter_shards`, each with its gradient [count], summed over ranks and micro-batches
+        and not clipped.
+
+        Valid between `grad_norm` and `step` or `discard_gradients` only. Gradients are views where
+        the engine stores the elements together, and None for parameters without a gradient (ZeRO-1
+        to 3 store zeros there). Ranks that hold the same shards (`saves_shards`) get the same
+        values. No collective, no host sync.
+        """
+        shards = self.parameter_shards()
+        gradients = [shard.owner.grad for shard in shards]
+        return [
+            (shard, None if gradient is None else shard.slice_of(gradient))
+            for shard, gradient in zip(shards, gradients, strict=True)
+        ]
 
     @abstractmethod
     def frozen_shards(self) -> list[ParameterShard]:

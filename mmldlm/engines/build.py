@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from mmldlm.config.schema import Config
-from mmldlm.engines.deepspeed.config import merged_config
+from mmldlm.engines.deepspeed_config import merged_config
 from mmldlm.errors import UserError
 
 if TYPE_CHECKING:  # preflight calls check_engine, and starts without torch
@@ -23,16 +23,16 @@ def build_engine(model: nn.Module, config: Config, plan: ParameterPlan) -> Engin
     plan.set_requires_grad(model)
     kind = config.engine.kind
     if kind == "single":
-        from mmldlm.engines.single import SingleEngine as Kind
+        from mmldlm.engines.torch_engines import SingleEngine as Kind
     elif kind == "ddp":
-        from mmldlm.engines.ddp import DdpEngine as Kind
+        from mmldlm.engines.torch_engines import DdpEngine as Kind
     elif kind == "fsdp":
         from mmldlm.engines.fsdp import FsdpEngine as Kind
     else:
-        from mmldlm.engines.deepspeed.engine import DeepSpeedEngine as Kind
+        from mmldlm.engines.deepspeed import DeepSpeedEngine as Kind
     engine = Kind(model, config, plan)
     if config.optimizer.kind == "muon":
-        from mmldlm.engines.muon.attach import attach_muon
+        from mmldlm.engines.muon import attach_muon
 
         attach_muon(engine, plan)
     return engine

@@ -22,8 +22,8 @@ from mmldlm.distributed.environment import pick_device, rank_environment
 from mmldlm.distributed.process_group import start_process_group
 from mmldlm.engines.base import compute_dtype, persistent_buffers, tied_names
 from mmldlm.engines.parameter_plan import ParameterPlan
-from mmldlm.engines.parameter_shards import ParameterShard, dim0_shard
-from mmldlm.engines.torch_engine import TorchEngine
+from mmldlm.engines.shards import ParameterShard, dim0_shard
+from mmldlm.engines.torch_engines import TorchEngine
 from mmldlm.utils.moments import MOMENTS
 
 TRAINABLE = "trainable.json"

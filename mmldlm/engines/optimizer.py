@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from mmldlm.config.schema import OptimizerConfig
-from mmldlm.engines.muon.optimizer import MuonAdamW
+from mmldlm.engines.muon import MuonAdamW
 from mmldlm.engines.parameter_plan import ParameterPlan
 from mmldlm.errors import UserError
 

@@ -16,7 +16,7 @@ from mmldlm.launch.watcher import Watcher
 from mmldlm.preflight.collect import data_address
 from mmldlm.preflight.context import Context, train_arguments
 from mmldlm.preflight.runner import run_preflight
-from mmldlm.utils.standard_streams import print_line
+from mmldlm.utils.screen import print_line
 
 
 def launch(args: argparse.Namespace) -> int:

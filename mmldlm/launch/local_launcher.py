@@ -15,7 +15,7 @@ import subprocess
 import sys
 import time
 
-from mmldlm.distributed.exit import exit_without_teardown
+from mmldlm.distributed.error_reporting import exit_without_teardown
 from mmldlm.errors import (
     EXIT_DONE,
     EXIT_FAILED,
@@ -27,7 +27,7 @@ from mmldlm.errors import (
 from mmldlm.utils.network import free_port
 from mmldlm.utils.processes import set_parent_death_signal
 from mmldlm.utils.resources import threads_per_rank
-from mmldlm.utils.standard_streams import open_standard_streams, print_line
+from mmldlm.utils.screen import open_standard_streams, print_line
 from mmldlm.utils.stop_signals import handle_stop_signals, keep_exit_codes
 
 # Codes with which all ranks exit together, by agreement; the slower ones may still be writing. If

@@ -29,7 +29,7 @@ from mmldlm.distributed.failure_attribution import FAILED_RANKS_FD
 from mmldlm.launch import state_files
 from mmldlm.utils.environment import int_from_env
 from mmldlm.utils.processes import set_parent_death_signal
-from mmldlm.utils.standard_streams import print_line
+from mmldlm.utils.screen import print_line
 from mmldlm.utils.stop_signals import handle_stop_signals, keep_exit_codes
 
 LAUNCH_ID_VAR = "MMLDLM_LAUNCH"

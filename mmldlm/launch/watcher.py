@@ -35,7 +35,7 @@ from mmldlm.launch.outcome import (
 )
 from mmldlm.preflight.context import Context
 from mmldlm.preflight.remote.ssh import CONNECT_SECONDS, Agent, AgentFailure, AgentPool
-from mmldlm.utils.standard_streams import print_line
+from mmldlm.utils.screen import print_line
 from mmldlm.utils.stop_signals import handle_stop_signals
 
 POLL_SECONDS = 1.0

@@ -18,8 +18,7 @@ from typing import Any
 from mmldlm.config.yaml_reader import read_yaml
 from mmldlm.errors import EXIT_DONE, EXIT_INTERRUPTED
 from mmldlm.observe.console import format_step
-from mmldlm.observe.jsonl_log import is_event
-from mmldlm.observe.log_tail import LogTail
+from mmldlm.observe.jsonl_log import LogTail, is_event
 from mmldlm.observe.loss_plots import LOG_NAME, find_log
 from mmldlm.utils.formatting import for_screen, format_duration
 

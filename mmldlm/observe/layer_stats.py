@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 from mmldlm.engines.base import Engine
-from mmldlm.engines.gradient_shards import gradient_shards
 from mmldlm.observe.activations import STREAMS, ActivationRecorder, layer_modules
 from mmldlm.utils.moments import MOMENTS
 
@@ -209,7 +208,7 @@ class LayerStatsCollector:
             for shard in self.engine.parameter_shards()
             if shard.count and groups[shard.owner].get("muon")
         }
-        for fragment, gradient in gradient_shards(self.engine):
+        for fragment, gradient in self.engine.gradient_shards():
             if not fragment.count:
                 continue
             for row, part in self._parts(self._sums, fragment):

@@ -12,7 +12,7 @@ import torch
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
-from mmldlm.engines.muon.optimizer import LABEL
+from mmldlm.engines.muon import LABEL
 
 _COLLECTIVES = ("nccl", "gloo:", "mpi:", "ucc:")  # name prefixes in c10d and NCCL
 

@@ -1,4 +1,6 @@
-"""Measure the cost of a step: throughput, MFU, fractions of the wall time, peak memory."""
+"""Cost of a step: throughput, MFU (with the peak FLOPs of known devices), fractions of the wall
+time, peak memory.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,6 @@ from typing import Any
 import torch
 
 from mmldlm.config.schema import Config
-from mmldlm.observe.flops import peak_flops
 from mmldlm.tasks.base import Task
 
 SECTIONS = ("data", "checkpoint", "evaluation")
@@ -119,3 +120,38 @@ def reset_peak_memory(device: torch.device) -> None:
         return
     with contextlib.suppress(OSError):
         Path("/proc/self/clear_refs").write_text("5", encoding="utf-8")
+
+
+# Dense peak of one device, TFLOP/s: (bf16, fp32 outside tensor cores). Sources: NVIDIA's data
+# sheets of the H100 and H200 Tensor Core GPUs (2024), the A100 (2022) and the L40S (2023); figures
+# given with sparsity are halved. Names as torch.cuda.get_device_name has them; the longest that
+# fits counts. Devices of which no sheet was at hand are left out: logging.peak_tflops names
+# theirs.
+PEAK_TFLOPS = {
+    "H200": (989.4, 66.9),
+    "H200 NVL": (835.5, 60.0),
+    "H100 PCIe": (756.0, 51.2),
+    "H100 NVL": (835.5, 60.0),
+    "H100": (989.4, 66.9),
+    "A100": (312.0, 19.5),
+    "L40S": (362.0, 91.6),
+}
+
+
+def peak_flops(
+    device_name: str | None, dtype: str, override_tflops: float | None = None
+) -> float | None:
+    """FLOP/s that one device could do; None where that is not known (a CPU, a device outside the
+    table).
+
+    Args:
+        device_name: as torch.cuda.get_device_name gives it, None for a CPU. dtype: training.dtype
+            (bf16 and fp16 have one peak).
+        override_tflops: logging.peak_tflops, in TFLOP/s.
+    """
+    if override_tflops is not None:
+        return override_tflops * 1e12
+    for name in sorted(PEAK_TFLOPS, key=len, reverse=True):
+        if device_name is not None and name in device_name:
+            return PEAK_TFLOPS[name][dtype == "fp32"] * 1e12
+    return None

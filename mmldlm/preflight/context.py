@@ -112,7 +112,7 @@ class Context:
 
     def engine_plan(self) -> str:
         """Return the engine of the config as an entry of memory_model.PLANS."""
-        from mmldlm.engines.deepspeed.config import resolve_stage
+        from mmldlm.engines.deepspeed_config import resolve_stage
 
         kind = self.config.engine.kind
         if kind == "deepspeed":

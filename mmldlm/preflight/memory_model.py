@@ -36,7 +36,7 @@ def state_bytes(
             updates.
         world_size: number of ranks.
         dtype: training.dtype.
-        bucket: elements of a communication bucket of DeepSpeed (engines/deepspeed/config.py); 0
+        bucket: elements of a communication bucket of DeepSpeed (engines/deepspeed_config.py); 0
             for DDP and FSDP.
         offload: "optimizer" and "param", if they are in another memory (see host_bytes).
     """

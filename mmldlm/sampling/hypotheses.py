@@ -51,7 +51,7 @@ from mmldlm.sampling.text.draw import PRESENCE_PENALTY
 from mmldlm.sampling.text.length_rule import most_probable_lengths
 from mmldlm.utils.atomic_files import list_files, write_json
 from mmldlm.utils.counter_rng import Stream, uniforms
-from mmldlm.utils.output_paths import output_root
+from mmldlm.utils.paths import output_root
 from mmldlm.utils.screen import open_console
 
 if TYPE_CHECKING:

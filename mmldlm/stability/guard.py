@@ -1,14 +1,14 @@
-"""Decide for every step whether it is applied, from numbers that are equal on all ranks."""
+"""The guard: decide for every step whether it is applied, from numbers that are equal on all
+ranks. With what it keeps: spike window, rate of bad samples, fp16 loss scale.
+"""
 
 from __future__ import annotations
 
 import math
+from collections import deque
 from dataclasses import dataclass
 
 from mmldlm.config.schema import StabilityConfig
-from mmldlm.stability.bad_sample_rate import BadSampleRate
-from mmldlm.stability.loss_scaler import LossScaler
-from mmldlm.stability.spike_window import SpikeWindow
 
 
 @dataclass(frozen=True)
@@ -118,3 +118,143 @@ class Guard:
         self.loss.restore(state.get("loss", []))
         self.norm.restore(state.get("norm", []))
         self.bad_samples.restore(state.get("bad_share", []))
+
+
+class SpikeWindow:
+    """The last `size` finite values that were not spikes.
+
+    A value is a spike if it is more than sigma standard deviations above the mean of at least size
+    / 2 values. This is OLMo's rule with two additions: non-finite values never enter, and the
+    window is part of the checkpoint.
+    """
+
+    def __init__(self, size: int, sigma: float):
+        self.size, self.sigma = size, sigma
+        self.values: deque[float] = deque(maxlen=size)
+
+    def threshold(self) -> float:
+        """Return the value above which a value is a spike; inf with too few values."""
+        count = len(self.values)
+        if count < max(self.size // 2, 2):
+            return math.inf
+        mean = math.fsum(self.values) / count
+        variance = math.fsum((value - mean) ** 2 for value in self.values) / count
+        return mean + self.sigma * math.sqrt(variance)
+
+    def is_spike(self, value: float) -> bool:
+        """Whether a finite value is a spike. The window is not changed."""
+        return value > self.threshold()
+
+    def update(self, value: float) -> None:
+        """Add a value to the window, unless it is not finite."""
+        if math.isfinite(value):
+            self.values.append(value)
+
+    def state(self) -> list[float]:
+        """Return the state for the checkpoint."""
+        return list(self.values)
+
+    def restore(self, values: list[float]) -> None:
+        """Restore the state of a checkpoint."""
+        self.values = deque(values, maxlen=self.size)
+
+
+WINDOW = 100  # global batches
+MIN_BATCHES = 20  # with fewer, one bad batch would be a high fraction
+
+
+class BadSampleRate:
+    """Fraction of bad samples in the last WINDOW global batches.
+
+    It is part of the checkpoint, so that a resumed run stops at the same step as an uninterrupted
+    one. A checkpoint never holds a window above the limit, because the run ends first: after the
+    data is repaired, the run can resume.
+
+    Args:
+        limit: stability.max_bad_sample_fraction.
+    """
+
+    def __init__(self, limit: float):
+        self.limit = limit
+        self._batches: deque[tuple[int, int]] = deque(maxlen=WINDOW)
+
+    def update(self, num_bad: int, num_samples: int) -> None:
+        """Count one global batch; both numbers are sums over all ranks."""
+        self._batches.append((num_bad, num_samples))
+
+    def check(self) -> str | None:
+        """Return a message if the fraction in the window is above the limit, else None."""
+        num_bad, num_samples = (
+            (sum(column) for column in zip(*self._batches)) if self._batches else (0, 0)
+        )
+        if len(self._batches) < MIN_BATCHES or num_bad <= self.limit * num_samples:
+            return None
+        return (
+            f"{num_bad} of the {num_samples} samples of the last {len(self._batches)} global"
+            f" batches were bad ({num_bad / num_samples:.0%}, above"
+            f" stability.max_bad_sample_fraction={self.limit:g})"
+        )
+
+    def state(self) -> list[tuple[int, int]]:
+        """Return the state for the checkpoint."""
+        return list(self._batches)
+
+    def restore(self, batches: list[tuple[int, int]]) -> None:
+        """Restore the state of a checkpoint."""
+        self._batches = deque(map(tuple, batches), maxlen=WINDOW)
+
+
+INITIAL, WINDOW, MIN, LARGEST = 65536.0, 1000, 1.0, 2.0**24
+
+
+class LossScaler:
+    """Halve the scale when scaled gradients overflow; double it after a window of steps without
+    overflow.
+
+    bf16 and fp32 have the range of fp32 and need no scaling: the scale stays 1.
+
+    Args:
+        config: loss_scale and loss_scale_window.
+        dtype: training.dtype.
+
+    Attributes:
+        value: factor of the next step's losses.
+        good_steps: steps since the scale last changed.
+    """
+
+    def __init__(self, config: StabilityConfig, dtype: str):
+        self.is_on = dtype == "fp16"
+        self.value = (config.loss_scale or INITIAL) if self.is_on else 1.0
+        self.window = config.loss_scale_window or WINDOW
+        self.good_steps = 0
+
+    def on_overflow(self) -> float:
+        """Lower the scale after a step with finite losses and non-finite gradients; return the new
+        scale.
+        """
+        self.value, self.good_steps = max(self.value / 2, MIN), 0
+        return self.value
+
+    def on_success(self) -> None:
+        """Count a step with finite gradients."""
+        if not self.is_on:
+            return
+        self.good_steps += 1
+        if self.good_steps >= self.window and self.value < LARGEST:
+            self.value, self.good_steps = self.value * 2, 0
+
+    @property
+    def can_decrease(self) -> bool:
+        """Whether an overflow may be caused by the scale and not by the run."""
+        return self.is_on and self.value > MIN
+
+    def state(self) -> list[float]:
+        """Return the state for the checkpoint."""
+        return [self.value, self.good_steps] if self.is_on else []
+
+    def restore(self, state: list[float]) -> None:
+        """Restore the state of a checkpoint; one of another dtype ([]) starts from the initial
+        scale.
+        """
+        if self.is_on and state:
+            self.value, self.good_steps = float(state[0]), int(state[1])

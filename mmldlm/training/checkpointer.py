@@ -20,9 +20,10 @@ from mmldlm.config.resume_compat import CONFIG_FILE, check_resume_config
 from mmldlm.engines.ema import WeightAverage
 from mmldlm.errors import MmldlmError, UserError
 from mmldlm.stability.guard import Guard
-from mmldlm.stability.rollback_policy import RollbackReason, stability_stop_error
+from mmldlm.stability.rollback import RollbackReason, stability_stop_error
 from mmldlm.training.async_save import BackgroundTask, PendingSave, wait_on_all_ranks
 from mmldlm.training.checkpoint_contents import (
+    CheckpointSearch,
     describe_rate_jump,
     load_engine_state,
     load_training_state,
@@ -32,7 +33,6 @@ from mmldlm.training.checkpoint_contents import (
     restore_rng,
     write_metadata,
 )
-from mmldlm.training.checkpoint_search import CheckpointSearch
 from mmldlm.training.run_logger import RunLogger, engine_folders
 
 SAVE_REQUEST_FILE = "save_now"

@@ -7,10 +7,14 @@ from dataclasses import dataclass
 
 from mmldlm.config.schema import Config
 from mmldlm.errors import EXIT_INTERRUPTED, Interrupted
-from mmldlm.stability.rollback_policy import RollbackReason, needs_rollback, no_step_applied_error
+from mmldlm.stability.audit import audit_on_all_ranks
+from mmldlm.stability.rollback import (
+    RollbackReason,
+    needs_rollback,
+    no_step_applied_error,
+)
 from mmldlm.stability.skipped_steps import collect_step_record
-from mmldlm.stability.state_audit import audit_on_all_ranks
-from mmldlm.training.setup import Session
+from mmldlm.training.session import Session
 from mmldlm.training.state import TrainingState
 from mmldlm.training.step import StepReport, train_step
 

@@ -34,8 +34,14 @@ from mmldlm.observe.layer_stats import LayerStats
 from mmldlm.observe.loss_plots import LossCurve, plot_run
 from mmldlm.stability.skipped_steps import bad_micro_batches, save_skipped_step
 from mmldlm.tasks.base import Task, ValidationRun
-from mmldlm.training.log_files import EVALUATIONS, LAYERS, STEPS, LogFiles
-from mmldlm.training.run_lock import RunLock, check_no_checkpoints
+from mmldlm.training.run_folder import (
+    EVALUATIONS,
+    LAYERS,
+    STEPS,
+    LogFiles,
+    RunLock,
+    check_no_checkpoints,
+)
 from mmldlm.training.start_summary import setting_warnings, summary
 from mmldlm.training.state import TrainingState
 from mmldlm.utils.atomic_files import write_text

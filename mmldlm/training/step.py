@@ -18,7 +18,7 @@ from mmldlm.observe.layer_stats import LayerStats
 from mmldlm.stability.guard import StepDecision
 
 if TYPE_CHECKING:
-    from mmldlm.training.setup import Session
+    from mmldlm.training.session import Session
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from types import ModuleType
 from mmldlm.errors import EXIT_FAILED, MmldlmError
 from mmldlm.utils import run_module
 from mmldlm.utils.formatting import explain_os_error
-from mmldlm.utils.standard_streams import open_standard_streams
+from mmldlm.utils.screen import open_standard_streams
 from mmldlm.utils.stop_signals import keep_exit_codes
 
 

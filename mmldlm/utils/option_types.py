@@ -11,7 +11,7 @@ import math
 import re
 from collections.abc import Callable
 
-from mmldlm.utils.user_paths import expand_path
+from mmldlm.utils.paths import expand_path
 
 MAX_COUNT = 1 << 31  # of samples, steps and tokens
 ONE_YEAR = 366 * 86_400.0  # longest time limit in seconds; longer ones overflow in C

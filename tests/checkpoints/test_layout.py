@@ -9,10 +9,9 @@ def test_engines_use_the_same_names():
     import pytest
 
     pytest.importorskip("torch", reason="torch is not installed")
-    from mmldlm.engines import fsdp
-    from mmldlm.engines.deepspeed import engine
+    from mmldlm.engines import deepspeed, fsdp
 
-    assert engine.TAG == layout.ZERO_TAG
+    assert deepspeed.TAG == layout.ZERO_TAG
     assert fsdp.TRAINABLE == layout.TRAINABLE_FILE
 
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from mmldlm.diffusion.hierarchical import HierarchicalProcess
+from mmldlm.diffusion.hdlm import HierarchicalProcess
 from tests.support.toy_text import (
     WORDS,
     all_states,

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from mmldlm.diffusion.token_clusters import cluster_tokens
+from mmldlm.diffusion.hdlm import cluster_tokens
 
 
 def blobs(sizes, seed=0):

@@ -24,8 +24,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import torch  # noqa: E402
 
+from mmldlm.distributed.environment import prepare_environment  # noqa: E402
 from mmldlm.distributed.heartbeat import Heartbeat  # noqa: E402
-from mmldlm.distributed.nccl_environment import prepare_environment  # noqa: E402
 from mmldlm.errors import StabilityStop  # noqa: E402
 
 WORLD, TIMEOUT, FAULT_STEP = 3, 12.0, 3

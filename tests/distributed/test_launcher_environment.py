@@ -6,7 +6,7 @@ import os
 
 import pytest
 
-from mmldlm.distributed.launcher_environment import (
+from mmldlm.distributed.environment import (
     check_rank_environment,
     first_host,
     set_rank_environment,

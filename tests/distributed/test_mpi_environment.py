@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from mmldlm.distributed.mpi_environment import set_env_from_mpi
+from mmldlm.distributed.environment import set_env_from_mpi
 from mmldlm.errors import UserError
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -36,7 +36,7 @@ def test_ranks_under_mpirun_keep_a_given_master(tmp_path):
     if shutil.which("mpirun") is None:
         pytest.skip("mpirun is not installed (Debian: openmpi-bin)")
     code = (
-        "import os; from mmldlm.distributed.mpi_environment import set_env_from_mpi;"
+        "import os; from mmldlm.distributed.environment import set_env_from_mpi;"
         " set_env_from_mpi(); "
         # A file a rank: mpirun mixes the ranks' lines.
         f"file = open(os.path.join({str(tmp_path)!r}, os.environ['RANK']), 'w'); "

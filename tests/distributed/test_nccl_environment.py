@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 
-from mmldlm.distributed.nccl_environment import FLIGHT_RECORDER_FILE, prepare_environment
+from mmldlm.distributed.environment import FLIGHT_RECORDER_FILE, prepare_environment
 
 
 def test_environment_is_bounded_by_the_timeout(monkeypatch, tmp_path):

@@ -7,7 +7,7 @@ import threading
 import torch
 
 from mmldlm.distributed.stack_dump import current_location
-from mmldlm.engines.single import SingleEngine
+from mmldlm.engines.torch_engines import SingleEngine
 
 
 def test_a_rank_that_reads_the_sum_over_ranks_waits_in_a_collective():

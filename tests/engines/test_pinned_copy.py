@@ -8,7 +8,7 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
-from mmldlm.engines.pinned_copy import PinnedSnapshot
+from mmldlm.engines.shards import PinnedSnapshot
 
 
 def shard_of_a_gpu_mesh(part: torch.Tensor, ranks: int) -> DTensor:

@@ -96,8 +96,8 @@ def test_the_skipped_step_is_replayed(runs, arm, tmp_path, monkeypatch):
 @pytest.mark.parametrize("arm", ["ar", "mdlm", "latent_dit_cross_attention", "gidd", "hdlm"])
 def test_sanity_finds_nothing_wrong(store, tmp_path, arm):
     from mmldlm.config.task_registry import find_task
-    from mmldlm.debug.findings import FAIL
-    from mmldlm.debug.sanity_runner import SanityRunner
+    from mmldlm.debug.sanity import SanityRunner
+    from mmldlm.debug.sanity_checks import FAIL
 
     config = config_of(arm, str(store), str(tmp_path), "sanity", 1, "engine.kind=single")
     found = SanityRunner(find_task(config.task).open_data(config))

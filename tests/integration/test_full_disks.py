@@ -68,14 +68,14 @@ def test_a_full_disk_under_every_log_ends_no_run(store, tmp_path, monkeypatch, c
 
     Also through a rollback and the end.
     """
-    from mmldlm.stability.rollback_policy import RollbackReason
+    from mmldlm.stability.rollback import RollbackReason
     from mmldlm.train import main
-    from mmldlm.training import log_files, loop, run_logger
+    from mmldlm.training import loop, run_folder, run_logger
 
     def full(self, *_):
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    class Full(log_files.JsonlLog):
+    class Full(run_folder.JsonlLog):
         write = close = full
 
         def __init__(self, path, resume_step=None):
@@ -84,7 +84,7 @@ def test_a_full_disk_under_every_log_ends_no_run(store, tmp_path, monkeypatch, c
             super().__init__(path, resume_step)
 
     troubles = [RollbackReason(3, "made up")]
-    monkeypatch.setattr(log_files, "JsonlLog", Full)
+    monkeypatch.setattr(run_folder, "JsonlLog", Full)
     monkeypatch.setattr(run_logger, "train_log_path", lambda *_: Path("/dev/full"))
     find = lambda _, step, *__: troubles.pop() if step == 3 and troubles else None  # noqa: E731
     monkeypatch.setattr(loop, "needs_rollback", find)
@@ -107,7 +107,7 @@ def test_without_a_reader_and_without_wandb_a_run_continues(store, tmp_path, mon
     that of a good run.
     """
     from mmldlm.train import main
-    from mmldlm.training import log_files
+    from mmldlm.training import run_folder
 
     words = [
         "engine.kind=single",
@@ -138,7 +138,7 @@ def test_without_a_reader_and_without_wandb_a_run_continues(store, tmp_path, mon
 
         finish = log
 
-    monkeypatch.setattr(log_files, "open_wandb", lambda *_: Gone())
+    monkeypatch.setattr(run_folder, "open_wandb", lambda *_: Gone())
     words = ["engine.kind=single", "training.num_train_steps=4", "logging.plot=false"]
     assert main(train_words(store, tmp_path, "alone", *words)) == 0
     assert capfd.readouterr().out.count("logging to wandb ended (ConnectionResetError") == 1

@@ -38,7 +38,7 @@ def test_the_plain_loop_dies_of_it_and_ours_skips_one_step(store, tmp_path, monk
     from mmldlm.tasks.translation.noiser import Noiser
     from mmldlm.tasks.translation.objective import TranslationObjective
     from mmldlm.train import main
-    from mmldlm.training import setup
+    from mmldlm.training import session as session_module
 
     words = [
         "engine.kind=single",
@@ -70,13 +70,13 @@ def test_the_plain_loop_dies_of_it_and_ours_skips_one_step(store, tmp_path, monk
     )
     assert not all(bool(torch.isfinite(parameter).all()) for parameter in model.parameters())
 
-    build_engine = setup.build_engine
+    build_engine = session_module.build_engine
 
     def planted(model, config, plan):
         with_an_inf(model, bad_step=3)
         return build_engine(model, config, plan)
 
-    monkeypatch.setattr(setup, "build_engine", planted)
+    monkeypatch.setattr(session_module, "build_engine", planted)
     assert main(train_words(store, tmp_path, "run", *words)) == 0
     records = read_log(tmp_path, "run")
     assert [record["skipped"] for record in records] == [step == 3 for step in range(1, 9)]

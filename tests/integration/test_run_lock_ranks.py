@@ -7,15 +7,15 @@ import subprocess
 import sys
 import time
 
-from mmldlm.training.run_lock import LOCK
+from mmldlm.training.run_folder import LOCK
 from tests.support.helpers import ROOT, environment, read_log, run_ranks, train_words
 
 RANK = """
 import sys
-from mmldlm.training import run_lock
-from mmldlm.distributed.exit import exit_without_teardown
+from mmldlm.training import run_folder
+from mmldlm.distributed.error_reporting import exit_without_teardown
 from mmldlm.train import main
-run_lock.EXIT_GRACE = 0.5
+run_folder.EXIT_GRACE = 0.5
 code = main(sys.argv[1:])
 print("ended with", code, flush=True)
 exit_without_teardown(code)

@@ -45,7 +45,7 @@ import os, sys
 from mmldlm.launch.local_launcher import run_local
 if "RANK" not in os.environ:
     sys.exit(run_local([sys.executable, *sys.argv], 2, grace=1.0))
-from mmldlm.distributed.exit import exit_without_teardown
+from mmldlm.distributed.error_reporting import exit_without_teardown
 from mmldlm.train import main
 more = [] if os.environ["RANK"] == "0" else ["data.latent_data_root=/not/on/this/node"]
 exit_without_teardown(main([*sys.argv[1:], *more]))

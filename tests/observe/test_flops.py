@@ -11,7 +11,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from mmldlm.models.mmdit.block import MMDiTBlock
 from mmldlm.models.mmdit.config import ModelConfig
 from mmldlm.models.mmdit.costs import step_flops, training_flops
-from mmldlm.observe.flops import peak_flops
+from mmldlm.observe.throughput import peak_flops
 
 SHAPE = Shape("small", depth=2, width=128, length=48, batch=4, vocab=1500, latent=96)
 

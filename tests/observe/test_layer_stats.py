@@ -121,7 +121,7 @@ def steps(
 
 
 def main(store: str, folder: str) -> None:
-    from mmldlm.distributed.exit import leave_process_group
+    from mmldlm.distributed.error_reporting import leave_process_group
 
     for dtype in ("fp32", "bf16"):
         for name, words in ENGINES.items():

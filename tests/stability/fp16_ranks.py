@@ -18,7 +18,7 @@ ENGINES = {
 
 
 def main() -> None:
-    from mmldlm.engines.deepspeed.engine import import_deepspeed
+    from mmldlm.engines.deepspeed import import_deepspeed
 
     import_deepspeed()
     from deepspeed.accelerator import get_accelerator
@@ -61,6 +61,6 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
-    from mmldlm.distributed.exit import exit_without_teardown
+    from mmldlm.distributed.error_reporting import exit_without_teardown
 
     exit_without_teardown(0)

@@ -10,7 +10,7 @@ import pytest
 
 from mmldlm.config.schema import StabilityConfig
 from mmldlm.stability import Guard
-from mmldlm.stability.bad_sample_rate import MIN_BATCHES, WINDOW, BadSampleRate
+from mmldlm.stability.guard import MIN_BATCHES, WINDOW, BadSampleRate
 from tests.support.helpers import read_log, run_ranks, train_words
 
 
@@ -83,7 +83,7 @@ def test_zeros_for_latents_are_no_loss_of_zero(
 ONE_RANK_LOSES = """
 import os, sys
 from mmldlm.data.store import Store
-from mmldlm.distributed.exit import exit_without_teardown
+from mmldlm.distributed.error_reporting import exit_without_teardown
 from mmldlm.train import main
 get = Store.get
 def lost(self, indices):

@@ -8,7 +8,7 @@ import pytest
 
 from mmldlm.config.schema import StabilityConfig
 from mmldlm.stability import Guard
-from mmldlm.stability.spike_window import SpikeWindow
+from mmldlm.stability.guard import SpikeWindow
 
 
 def filled(action: str, count: int = 64) -> Guard:

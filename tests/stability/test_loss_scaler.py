@@ -13,8 +13,7 @@ import pytest
 from mmldlm.config.load import load_config
 from mmldlm.config.schema import StabilityConfig
 from mmldlm.errors import UserError
-from mmldlm.stability.guard import Guard
-from mmldlm.stability.loss_scaler import LossScaler
+from mmldlm.stability.guard import Guard, LossScaler
 from tests.stability.fp16_ranks import ENGINES
 from tests.support.helpers import launch, read_log, run_ranks
 

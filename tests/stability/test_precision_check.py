@@ -9,11 +9,11 @@ import torch
 
 from mmldlm.config.load import load_config
 from mmldlm.engines.parameter_plan import ParameterPlan
-from mmldlm.engines.single import SingleEngine
+from mmldlm.engines.torch_engines import SingleEngine
 from mmldlm.errors import UserError
 from mmldlm.models import MultimodalMMDiT
 from mmldlm.models.mmdit.config import ModelConfig
-from mmldlm.stability.precision_check import check_precision, precision_problems
+from mmldlm.stability.audit import check_precision, precision_problems
 
 
 def engine_and_config(dtype: str):

@@ -95,7 +95,7 @@ def test_a_corrupted_row_is_left_out_and_named(store, tmp_path, monkeypatch):
 def test_a_bad_weight_is_found_before_it_is_saved_and_the_run_returns(
     store, tmp_path, monkeypatch
 ):
-    from mmldlm.engines import torch_engine
+    from mmldlm.engines import torch_engines as torch_engine
     from mmldlm.train import main
 
     apply, count = torch_engine.TorchEngine.step, [0]

@@ -10,7 +10,7 @@ import sys
 import time
 
 from mmldlm.config.load import load_config
-from mmldlm.distributed.exit import leave_process_group
+from mmldlm.distributed.error_reporting import leave_process_group
 from mmldlm.train import check_run, train
 from tests.support.helpers import train_words
 

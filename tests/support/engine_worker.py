@@ -16,7 +16,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from mmldlm.config.load import load_config  # noqa: E402
-from mmldlm.distributed.exit import leave_process_group
+from mmldlm.distributed.error_reporting import leave_process_group
 from mmldlm.train import check_run, train
 from tests.support.run_files import drop_checkpoints
 
@@ -106,8 +106,8 @@ def nonfinite(store: str, folder: str) -> None:
     """At one step, one rank has a NaN in each latent of its micro-batch, at the next an Inf in one
     row of a gradient behind a finite loss: under every engine, in fp32 and in bf16."""
     from mmldlm.data import loader
-    from mmldlm.engines.deepspeed.config import CPU_BUCKET
-    from mmldlm.engines.deepspeed.engine import DeepSpeedEngine
+    from mmldlm.engines.deepspeed import DeepSpeedEngine
+    from mmldlm.engines.deepspeed_config import CPU_BUCKET
     from mmldlm.models import MultimodalMMDiT
 
     make = loader.MicroBatches.__getitem__

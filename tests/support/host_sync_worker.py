@@ -147,8 +147,8 @@ def step(
     from mmldlm.data.loader import MicroBatches
     from mmldlm.engines.base import Autocast, compute_dtype
     from mmldlm.engines.ema import WeightAverage
-    from mmldlm.engines.muon.attach import attach_muon
-    from mmldlm.engines.single import SingleEngine
+    from mmldlm.engines.muon import attach_muon
+    from mmldlm.engines.torch_engines import SingleEngine
 
     sizes = [
         f"data.latent_data_root={store}",

@@ -44,17 +44,18 @@ def sources() -> dict[str, str]:
     }
 
 
-def tests_without_module(tests: Path = TESTS, package: Path = PACKAGE) -> list[str]:
-    """Test files tests/a/b/test_c.py for which there is neither mmldlm/a/b/c.py nor a folder
-    mmldlm/a/b/c.
-    """
+def tests_without_folder(tests: Path = TESTS, package: Path = PACKAGE) -> list[str]:
+    """Test files tests/a/b/test_c.py for which there is no folder (or file) mmldlm/a/b."""
     missing = []
     for path in sorted(tests.rglob("test_*.py")):
         name = path.relative_to(tests)
         if name.parts[0] in UNMIRRORED or name.as_posix() in UNMIRRORED_FILES:
             continue
-        module = package / name.parent / path.stem.removeprefix("test_")
-        if not module.with_suffix(".py").is_file() and not (module / "__init__.py").is_file():
+        if len(name.parts) == 1:
+            folder = package / path.stem.removeprefix("test_")
+        else:
+            folder = package / name.parent
+        if not folder.is_dir() and not folder.with_suffix(".py").is_file():
             missing.append(name.as_posix())
     return missing
 
@@ -65,7 +66,7 @@ def broken_rules() -> dict[str, list[str]]:
     return {
         "the import order": all_violations(),
         "no import circle": [" -> ".join(circle)] if circle else [],
-        "tests/a/b/test_c.py tests mmldlm/a/b/c.py": tests_without_module(),
+        "tests/a/b/test_c.py tests the folder mmldlm/a/b": tests_without_folder(),
     }
 
 

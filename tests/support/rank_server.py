@@ -263,7 +263,7 @@ def _import_what_ranks_need() -> None:
     own = [module.name for module in pkgutil.walk_packages(mmldlm.__path__, "mmldlm.")]
     for name in _SLOW_IMPORTS + [name for name in own if not name.endswith(".__main__")]:
         importlib.import_module(name)
-    from mmldlm.engines.deepspeed.engine import import_deepspeed
+    from mmldlm.engines.deepspeed import import_deepspeed
 
     import_deepspeed()
     # A collection in a forked rank would touch, and so copy, every page of these modules: 1.5 s of

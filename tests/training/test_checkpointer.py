@@ -275,7 +275,7 @@ def wreck(monkeypatch, at: int, times: int = 1) -> None:
     """Finite weights that give no finite loss any more, made by the at-th applied step (and the
     next ones).
     """
-    from mmldlm.engines.torch_engine import TorchEngine
+    from mmldlm.engines.torch_engines import TorchEngine
 
     apply, count = TorchEngine.step, [0]
 

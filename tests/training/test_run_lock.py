@@ -13,8 +13,8 @@ import time
 import pytest
 
 from mmldlm.errors import UserError
-from mmldlm.training import run_lock
-from mmldlm.training.run_lock import LOCK, RunLock
+from mmldlm.training import run_folder
+from mmldlm.training.run_folder import LOCK, RunLock
 from tests.support.helpers import environment, train_words
 
 
@@ -26,7 +26,9 @@ def child(code: str = "import time; time.sleep(600)") -> subprocess.Popen:
 
 def hold(folder) -> subprocess.Popen:
     """Another process of this host that holds the lock."""
-    code = f"from mmldlm.training.run_lock import *; RunLock(Path({str(folder)!r})).acquire(print)"
+    code = (
+        f"from mmldlm.training.run_folder import *; RunLock(Path({str(folder)!r})).acquire(print)"
+    )
     code += "; print('held', flush=True)"
     process = child(f"{code}; time.sleep(600)")
     assert process.stdout.readline() == "held\n"
@@ -50,7 +52,7 @@ OTHER = {"place": ["elsewhere"], "host": "elsewhere", "pid": 7}
 
 
 def test_on_one_host_the_process_decides(tmp_path, monkeypatch):
-    monkeypatch.setattr(run_lock, "EXIT_GRACE", 0.5)
+    monkeypatch.setattr(run_folder, "EXIT_GRACE", 0.5)
     holder = hold(tmp_path)
     rewrite(tmp_path, age=10_000)  # nothing was logged for long, but it lives
     with pytest.raises(UserError, match=f"process {holder.pid} on .*trains in it"):
@@ -80,7 +82,7 @@ def test_a_reused_process_number_is_another_process(tmp_path):
 def test_from_another_host_what_this_job_watches_decides_whatever_the_clocks_say(
     tmp_path, monkeypatch, age
 ):
-    monkeypatch.setattr(run_lock, "STALE_AFTER", 0.6)
+    monkeypatch.setattr(run_folder, "STALE_AFTER", 0.6)
     acquire(tmp_path)
     rewrite(tmp_path, age=age, **OTHER)
     with pytest.raises(UserError, match="half of engine.collective_timeout"):  # less patience
@@ -127,7 +129,7 @@ def test_a_lock_that_cannot_be_read_is_named_and_not_waited_for(tmp_path, monkey
         raise PermissionError(13, "Permission denied", str(found))
 
     with monkeypatch.context() as patch, pytest.raises(UserError, match="Permission denied"):
-        patch.setattr(run_lock, "read_bytes", refuse)
+        patch.setattr(run_folder, "read_bytes", refuse)
         acquire(tmp_path)
     for partial in ('{"host": "x"}', '{"host": "x", "pid": "7"}', "[]", '"x"', "[" * 100_000):
         path.write_text(partial)
@@ -151,7 +153,7 @@ def test_renewing_keeps_it_fresh_and_sees_that_it_was_taken(tmp_path, monkeypatc
     assert lock.renew() and (tmp_path / LOCK).stat().st_mtime == 0, (
         "not oftener than every so many seconds"
     )
-    monkeypatch.setattr(run_lock, "RENEW_INTERVAL", 0.0)
+    monkeypatch.setattr(run_folder, "RENEW_INTERVAL", 0.0)
     assert lock.renew() and time.time() - (tmp_path / LOCK).stat().st_mtime < 60
     rewrite(tmp_path, **OTHER)
     assert not lock.renew()

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from mmldlm.utils.inside_paths import check_distinct, path_inside
+from mmldlm.utils.paths import check_distinct, path_inside
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ import pytest
 from mmldlm.errors import MmldlmError, UserError
 from mmldlm.utils import atomic_files
 from mmldlm.utils.formatting import describe_os_error
-from mmldlm.utils.output_paths import (
+from mmldlm.utils.paths import (
     check_writable_file,
     claimed_file,
     claimed_folder,

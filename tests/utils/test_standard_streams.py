@@ -11,8 +11,8 @@ from tests.support.helpers import environment
 
 CODE = """
 import os, subprocess, sys
-from mmldlm.distributed.exit import exit_without_teardown
-from mmldlm.utils.standard_streams import open_standard_streams
+from mmldlm.distributed.error_reporting import exit_without_teardown
+from mmldlm.utils.screen import open_standard_streams
 open_standard_streams()
 for stream in (sys.stdout, sys.stderr):
     print("text", file=stream, flush=True)
@@ -31,7 +31,9 @@ def test_closed_streams_become_the_null_device(closed):
 
 
 def test_the_exit_code_survives_closed_streams():
-    code = "from mmldlm.distributed.exit import exit_without_teardown; exit_without_teardown(0)"
+    code = (
+        "from mmldlm.distributed.error_reporting import exit_without_teardown as leave; leave(0)"
+    )
     done = subprocess.run(
         ["sh", "-c", f'exec "{sys.executable}" -c "{code}" >&- 2>&-'], env=environment()
     )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 
-from mmldlm.utils.walk_files import LeftOut, is_of_macos, walk_files
+from mmldlm.utils.input_files import LeftOut, is_of_macos, walk_files
 
 
 def test_links_are_followed_and_everything_else_is_named(tmp_path):

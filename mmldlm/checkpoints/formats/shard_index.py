@@ -10,7 +10,7 @@ from pathlib import Path
 
 from mmldlm.checkpoints.formats.torch_save.reader import corrupt_file_error
 from mmldlm.utils.input_files import read_bytes
-from mmldlm.utils.inside_paths import path_inside
+from mmldlm.utils.paths import path_inside
 
 INDEX_SUFFIX = ".index.json"
 _OF = re.compile(r"-\d+-of-0*(\d+)\.\w+$")

@@ -26,8 +26,7 @@ from mmldlm.data.images import read_image
 from mmldlm.data.sentences import MAX_TEXT_BYTES, TOO_LARGE, fold_spaces
 from mmldlm.errors import UserError
 from mmldlm.utils.formatting import count_noun, join_some
-from mmldlm.utils.input_files import open_regular
-from mmldlm.utils.walk_files import OTHER_KIND, LeftOut, walk_files
+from mmldlm.utils.input_files import OTHER_KIND, LeftOut, open_regular, walk_files
 
 _LISTS = {"json": list_json, "jsonl": list_jsonl, "csv": list_csv}
 

@@ -30,8 +30,7 @@ from mmldlm.data.corpora.text_files import (
 from mmldlm.data.sentences import fold_spaces
 from mmldlm.errors import UserError
 from mmldlm.utils.formatting import describe_os_error, is_utf8
-from mmldlm.utils.input_files import open_regular, read_bytes
-from mmldlm.utils.walk_files import LeftOut, walk_files
+from mmldlm.utils.input_files import LeftOut, open_regular, read_bytes, walk_files
 
 GLYPHS, EMOJI = "glyphs", "emoji"
 _OF_TEXTS = (".txt", ".jsonl", ".parquet", ".gz", ".zst")

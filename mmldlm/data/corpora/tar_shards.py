@@ -24,8 +24,14 @@ from mmldlm.data.corpora.text_files import IMAGE_SUFFIXES
 from mmldlm.data.sentences import MAX_TEXT_BYTES, TOO_LARGE
 from mmldlm.errors import UserError
 from mmldlm.utils.formatting import describe_os_error, first_line, join_some
-from mmldlm.utils.input_files import open_regular
-from mmldlm.utils.walk_files import MACOS, NOT_REGULAR, LeftOut, is_of_macos, walk_files
+from mmldlm.utils.input_files import (
+    MACOS,
+    NOT_REGULAR,
+    LeftOut,
+    is_of_macos,
+    open_regular,
+    walk_files,
+)
 
 SUFFIX = ".tar"
 _CAPTIONS = (".txt", ".json")  # in order of preference

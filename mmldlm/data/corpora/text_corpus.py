@@ -26,7 +26,7 @@ from mmldlm.data.corpora.text_files import (
 )
 from mmldlm.data.sentences import MAX_TEXT_BYTES, TOO_LARGE, split_sentences
 from mmldlm.errors import UserError
-from mmldlm.utils.walk_files import OTHER_KIND, LeftOut, walk_files
+from mmldlm.utils.input_files import OTHER_KIND, LeftOut, walk_files
 
 DEFAULT_CORPUS = "docstrings"
 _GROUP_BYTES, _GROUP_FILES = 32 << 20, 2048  # small files of a folder are read together

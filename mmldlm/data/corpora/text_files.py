@@ -21,8 +21,7 @@ from typing import Any, BinaryIO
 from mmldlm.data.sentences import MAX_TEXT_BYTES, TOO_LARGE, fold_spaces
 from mmldlm.errors import UserError
 from mmldlm.utils.formatting import describe_os_error, first_line
-from mmldlm.utils.git_lfs import refuse_pointer
-from mmldlm.utils.input_files import open_regular, require_regular
+from mmldlm.utils.input_files import open_regular, refuse_pointer, require_regular
 
 KINDS = (".txt", ".jsonl", ".txt.gz", ".jsonl.gz", ".txt.zst", ".jsonl.zst", ".parquet")
 PART_BYTES = 32 << 20

@@ -12,8 +12,7 @@ from mmldlm.data.manifest import MANIFEST
 from mmldlm.data.store import SPLITS, TOKENIZER_FOLDER
 from mmldlm.errors import UserError
 from mmldlm.utils.formatting import join_some
-from mmldlm.utils.input_files import read_text
-from mmldlm.utils.walk_files import LeftOut, is_of_macos, walk_files
+from mmldlm.utils.input_files import LeftOut, is_of_macos, read_text, walk_files
 
 _OWN_FILES = (MANIFEST, *(f"{split}_data.json" for split in SPLITS))
 LAYOUTS = (

@@ -45,11 +45,10 @@ from mmldlm.data.writers import FILES_FORMAT, LatentStatistics, StoreSplit
 from mmldlm.errors import UserError
 from mmldlm.utils.atomic_files import list_files, write_json
 from mmldlm.utils.formatting import join_some
-from mmldlm.utils.input_files import open_regular
+from mmldlm.utils.input_files import LeftOut, open_regular
 from mmldlm.utils.json_files import read_json
-from mmldlm.utils.output_paths import check_writable_dir, output_root
+from mmldlm.utils.paths import check_writable_dir, output_root
 from mmldlm.utils.screen import open_console
-from mmldlm.utils.walk_files import LeftOut
 
 _BLOCK = 4096
 

@@ -23,8 +23,7 @@ from mmldlm.data.prepare import tokenizer as tokenizers
 from mmldlm.errors import UserError
 from mmldlm.utils.atomic_files import sha256_of, write_json
 from mmldlm.utils.formatting import describe_os_error, join_some
-from mmldlm.utils.git_lfs import refuse_pointer
-from mmldlm.utils.input_files import open_regular, read_text
+from mmldlm.utils.input_files import open_regular, read_text, refuse_pointer
 
 _WHOLE_BYTES = 1 << 30
 _SAMPLE_BYTES = 1 << 20  # read at the start, in the middle and at the end of a larger file

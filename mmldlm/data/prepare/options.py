@@ -18,7 +18,7 @@ from mmldlm.data.encoders.model_files import VaeFiles, find_vae
 from mmldlm.data.encoders.specs import ENCODERS, POOLINGS
 from mmldlm.data.writers import LAYOUTS
 from mmldlm.errors import UserError
-from mmldlm.utils.output_paths import output_root
+from mmldlm.utils.paths import output_root
 
 OVERLONG = ("drop", "truncate", "chunk")
 # Of an image: the covariance has that many rows, and is decomposed as a whole.

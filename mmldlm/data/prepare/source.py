@@ -31,7 +31,7 @@ from mmldlm.data.store import FORMAT, TOKENIZER_FOLDER
 from mmldlm.data.unknown_tokens import check_unknown_share
 from mmldlm.data.writers import FilesSplit, LatentStatistics, StoreSplit
 from mmldlm.utils.atomic_files import atomic_folder, write_json
-from mmldlm.utils.walk_files import LeftOut
+from mmldlm.utils.input_files import LeftOut
 
 _NOTED = ("documents", "files", "files_unreadable", "truncated", "chunked", "chunks")
 

@@ -30,7 +30,7 @@ from mmldlm.data.store import FORMAT
 from mmldlm.data.unknown_tokens import check_unknown_to_encoder
 from mmldlm.data.writers import FILES_FORMAT, FilesSplit, LatentStatistics, StoreSplit
 from mmldlm.errors import UserError
-from mmldlm.utils.walk_files import LeftOut
+from mmldlm.utils.input_files import LeftOut
 
 _REACH = "tokens of a text that the encoder reads"  # counter that rank 0 sets for the others
 _SAMPLES_OF_A_CHECK = 2048

@@ -18,7 +18,7 @@ from mmldlm.errors import UserError
 from mmldlm.utils.atomic_files import write_json
 from mmldlm.utils.formatting import join_some
 from mmldlm.utils.input_files import open_append, read_text
-from mmldlm.utils.output_paths import check_writable_dir
+from mmldlm.utils.paths import check_writable_dir
 
 PLAN = "plan.json"
 _IDENTITIES = "file_identities.json"

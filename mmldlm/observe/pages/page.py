@@ -16,7 +16,7 @@ from typing import Any
 from mmldlm.errors import UserError
 from mmldlm.utils import atomic_files
 from mmldlm.utils.json_files import plain_value
-from mmldlm.utils.output_paths import check_writable_file
+from mmldlm.utils.paths import check_writable_file
 
 _TEMPLATES = Path(__file__).with_name("templates")
 

@@ -22,7 +22,7 @@ def deepspeed_json_agrees(context):
     """The DeepSpeed JSON agrees with the config; DeepSpeed knows, and mmldlm supports, all of its
     keys.
     """
-    from mmldlm.engines.deepspeed.config import merged_config, read_json
+    from mmldlm.engines.deepspeed_config import merged_config, read_json
 
     config = context.config
     if config is None:
@@ -95,7 +95,7 @@ def batch_arithmetic(context):
 
 
 def _json_disagrees(config, world_size: int) -> bool:
-    from mmldlm.engines.deepspeed.config import merged_config
+    from mmldlm.engines.deepspeed_config import merged_config
 
     try:
         return config.engine.kind == "deepspeed" and not merged_config(config, world_size)

@@ -112,7 +112,7 @@ def _rank_bytes(context, plan: str, on_gpu: bool, offloaded) -> int:
 
 def _offloaded(context) -> dict[str, str]:
     """Return "optimizer" and "param" -> device of what the DeepSpeed JSON offloads."""
-    from mmldlm.engines.deepspeed.config import offloaded
+    from mmldlm.engines.deepspeed_config import offloaded
 
     engine, plan = context.config.engine, context.engine_plan()
     return offloaded(int(plan[4:]), engine.deepspeed_config) if engine.kind == "deepspeed" else {}
@@ -120,7 +120,7 @@ def _offloaded(context) -> dict[str, str]:
 
 def _bucket(context, plan: str, on_gpu: bool) -> int:
     """Return the elements of a DeepSpeed bucket; the run's JSON applies to its own stage only."""
-    from mmldlm.engines.deepspeed.config import bucket_elements
+    from mmldlm.engines.deepspeed_config import bucket_elements
 
     engine, is_own = context.config.engine, plan == context.engine_plan()
     if not plan.startswith("zero") or (is_own and engine.kind != "deepspeed"):

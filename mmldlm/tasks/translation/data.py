@@ -13,7 +13,7 @@ from mmldlm.data.hypotheses import SplitHypotheses
 from mmldlm.data.manifest import sample_checksums
 from mmldlm.data.mixture import MixedStore
 from mmldlm.data.store import Store
-from mmldlm.engines.deepspeed.config import resolve_stage
+from mmldlm.engines.deepspeed_config import resolve_stage
 from mmldlm.errors import UserError
 from mmldlm.tasks.latent_data import LatentData, open_latent_data, standard_scaling
 from mmldlm.tasks.translation.config import TranslationConfig

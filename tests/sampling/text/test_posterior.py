@@ -9,7 +9,7 @@ import torch
 
 from mmldlm.config.load import build_config
 from mmldlm.diffusion.gidd import GiddProcess
-from mmldlm.diffusion.hierarchical import HierarchicalProcess
+from mmldlm.diffusion.hdlm import HierarchicalProcess
 from mmldlm.errors import MmldlmError
 from mmldlm.models.plain.model import PlainTransformer
 from mmldlm.sampling.text.posterior import sample_by_posterior

@@ -13,7 +13,7 @@ import torch
 from mmldlm.commands.sample import add_arguments, main
 from mmldlm.config.load import build_config
 from mmldlm.diffusion.gidd import GiddProcess
-from mmldlm.diffusion.hierarchical import HierarchicalProcess
+from mmldlm.diffusion.hdlm import HierarchicalProcess
 from mmldlm.errors import UserError
 from mmldlm.models.plain.model import PlainTransformer
 from mmldlm.sampling.autoregressive.write import write_texts

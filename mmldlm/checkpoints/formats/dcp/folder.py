@@ -30,8 +30,8 @@ from mmldlm.checkpoints.layout import DCP_METADATA
 from mmldlm.errors import UserError
 from mmldlm.utils.formatting import describe_os_error
 from mmldlm.utils.input_files import read_bytes
-from mmldlm.utils.inside_paths import path_inside
 from mmldlm.utils.moments import MOMENTS
+from mmldlm.utils.paths import path_inside
 
 Location = tuple[str, int, int]  # file, first byte, number of bytes
 # Keys of pickled objects that may hold the model.

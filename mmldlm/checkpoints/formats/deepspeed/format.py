@@ -10,7 +10,7 @@ from mmldlm.checkpoints.formats.base import OpenedCheckpoint, ReadOptions, Write
 from mmldlm.checkpoints.layout import ENGINE_FOLDER, LATEST, UNIVERSAL_TAG, ZERO_TAG
 from mmldlm.errors import UserError
 from mmldlm.utils.input_files import read_bytes
-from mmldlm.utils.inside_paths import path_inside
+from mmldlm.utils.paths import path_inside
 
 _SUBFOLDERS = (
     ZERO_TAG,

@@ -23,8 +23,8 @@ from mmldlm.checkpoints.formats.torch_save.unpickler import TensorRef
 from mmldlm.checkpoints.formats.weight_source import FileRange, TensorInfo, WeightSource
 from mmldlm.checkpoints.layout import ZERO_TAG
 from mmldlm.errors import UserError
-from mmldlm.utils.inside_paths import check_distinct, path_inside
 from mmldlm.utils.moments import MOMENTS, moment_keys
+from mmldlm.utils.paths import check_distinct, path_inside
 
 OPTIMIZER_STATE = "optimizer_state.pt"
 PARAMETER_FILES = ("fp32", *MOMENTS, "step")  # in the folder of a parameter, each with .pt

@@ -23,7 +23,7 @@ from mmldlm.checkpoints.formats.torch_save.unpickler import TensorRef
 from mmldlm.checkpoints.formats.weight_source import FileRange, TensorInfo, WeightSource
 from mmldlm.errors import UserError
 from mmldlm.utils.formatting import join_some
-from mmldlm.utils.inside_paths import path_inside
+from mmldlm.utils.paths import path_inside
 
 _BY_CODE = {dtype.safetensors: name for name, dtype in DTYPES.items()}
 

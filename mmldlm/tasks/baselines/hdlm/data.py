@@ -27,7 +27,7 @@ class HdlmData(BaselineData):
     @cached_property
     def clusters(self) -> np.ndarray:
         """Cluster of every token, -1 for special tokens. [V] int64"""
-        from mmldlm.diffusion.token_clusters import cluster_tokens
+        from mmldlm.diffusion.hdlm import cluster_tokens
 
         config = self.config
         count, specials = config.text_diffusion.num_clusters, self._special_tokens()

@@ -15,7 +15,7 @@ from mmldlm.tasks.baselines.hdlm.data import HdlmData, open_data
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from mmldlm.diffusion.hierarchical import HierarchicalProcess
+    from mmldlm.diffusion.hdlm import HierarchicalProcess
     from mmldlm.sampling.pretrained import Pretrained
     from mmldlm.tasks.baselines.common.divergence import DivergenceObjective
     from mmldlm.tasks.baselines.hdlm.model import HierarchicalTransformer
@@ -72,7 +72,7 @@ class HdlmTask(DivergenceTask):
     def process_of_data(self, data: HdlmData) -> HierarchicalProcess:
         import torch
 
-        from mmldlm.diffusion.hierarchical import HierarchicalProcess
+        from mmldlm.diffusion.hdlm import HierarchicalProcess
 
         clusters = torch.from_numpy(data.clusters)
         return HierarchicalProcess(
@@ -80,7 +80,7 @@ class HdlmTask(DivergenceTask):
         )
 
     def process_of_model(self, pretrained: Pretrained) -> HierarchicalProcess:
-        from mmldlm.diffusion.hierarchical import HierarchicalProcess
+        from mmldlm.diffusion.hdlm import HierarchicalProcess
 
         model = pretrained.model
         clusters, gamma = model.token_clusters.cpu(), pretrained.text_config.gamma
@@ -93,7 +93,7 @@ class HdlmTask(DivergenceTask):
         return partial(_clipped, largest=largest)
 
     def objective(self, config: HdlmConfig) -> DivergenceObjective:
-        from mmldlm.diffusion.hierarchical import HierarchicalDivergence
+        from mmldlm.diffusion.hdlm import HierarchicalDivergence
         from mmldlm.tasks.baselines.common.divergence import DivergenceObjective
 
         return DivergenceObjective(HierarchicalDivergence, config.loss.length_loss_weight)

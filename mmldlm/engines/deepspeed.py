@@ -1,0 +1,503 @@
+"""DeepSpeed ZeRO 0 to 3: the engine, its overflow decision, and the slices of the weights and
+gradients that it keeps on a rank.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import math
+import os
+import warnings
+from bisect import bisect_right
+from itertools import accumulate
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from mmldlm.config.schema import Config
+from mmldlm.distributed.environment import pick_device, rank_environment
+from mmldlm.distributed.process_group import backend_for, start_process_group
+from mmldlm.engines.base import Autocast, Engine, compute_dtype, tied_names
+from mmldlm.engines.deepspeed_config import (
+    CPU_BUCKET,
+    GPU_BUCKET,
+    check_fp16,
+    merged_config,
+    resolve_stage,
+)
+from mmldlm.engines.optimizer import build_optimizer, scale_gradients, set_learning_rate
+from mmldlm.engines.parameter_plan import ParameterPlan
+from mmldlm.engines.shards import ParameterShard, full_shard
+from mmldlm.errors import UserError
+
+MINIMUM_VERSION = (0, 19, 8)
+TAG = "zero"
+
+
+class DeepSpeedEngine(Engine):
+    """The model under deepspeed.initialize, with our AdamW, learning rate and loss
+    normalization.
+    """
+
+    kind = "deepspeed"
+    folders = (TAG,)
+
+    def __init__(self, model: nn.Module, config: Config, plan: ParameterPlan):
+        deepspeed = import_deepspeed()
+        self.rank, local_rank, self.world_size = rank_environment()
+        self.device = pick_device(local_rank)
+        self.stage = resolve_stage(config)
+        check_fp16(config, deepspeed.accelerator.get_accelerator().is_fp16_supported() or False)
+        bucket = GPU_BUCKET if self.device.type == "cuda" else CPU_BUCKET
+        ds_config = merged_config(config, self.world_size, bucket)
+        if self.stage == 0:
+            ds_config["gradient_clipping"] = (
+                0.0  # `step` clips: DeepSpeed would not report the norm before clipping
+            )
+        start_process_group(self.device, config.engine.collective_timeout)
+        deepspeed.init_distributed(dist_backend=backend_for(self.device), verbose=False)
+        self.model = model
+        self.saves_shards = self.stage > 0 or self.rank == 0
+        self.steps_one_by_one = self.stage > 0
+        optimizer = build_optimizer(model, plan, config.optimizer)
+        self._names = {id(parameter): name for name, parameter in model.named_parameters()}
+        # DeepSpeed replaces the optimizer's parameters by its masters; ZeRO-0 saves those without
+        # their names.
+        self._own_groups = [{"params": list(group["params"])} for group in optimizer.param_groups]
+        dtype = compute_dtype(config.training.dtype)
+        is_rounded = dtype != torch.float32 and self.stage > 0
+        exact = (
+            {name: p.detach().clone() for name, p in model.named_parameters()}
+            if is_rounded
+            else {}
+        )
+        if (
+            self.stage == 3
+        ):  # a unit reads its layers' weights directly: they are gathered together, for the unit
+            for unit in plan.sharding_units:
+                deepspeed.utils.set_z3_leaf_module(unit, True)
+        if self.world_size > 1:
+            check_same_hooks(model)
+        self._engine, self.zero_optimizer, _, _ = deepspeed.initialize(
+            model=model, optimizer=optimizer, config=ds_config
+        )
+        self._init_masters_exactly(exact)
+        # ZeRO-0 has no 16-bit optimizer with fp32 accumulation; fp32 weights under autocast are
+        # the same arithmetic.
+        autocast = self.stage == 0 and dtype != torch.float32
+        self.module = Autocast(self._engine, self.device.type, dtype) if autocast else self._engine
+        self._clip = config.optimizer.grad_clip_norm
+        self._own_parameters = [
+            parameter for group in self._own_groups for parameter in group["params"]
+        ]
+        self._override = (
+            OverflowOverride(self.zero_optimizer, self.stage) if self.stage > 0 else None
+        )
+        # DeepSpeed averages over ranks and accumulated micro-batches; losses are shares of a sum.
+        self._undo_averaging = self.world_size * config.training.grad_accum_steps
+
+    def _init_masters_exactly(self, exact: dict[str, Tensor]) -> None:
+        """Overwrite DeepSpeed's fp32 masters, made from weights rounded to 16 bits, with the exact
+        weights.
+
+        Every other engine starts from the exact weights, too.
+        """
+        for shard in self.parameter_shards() if exact else ():
+            values = exact[shard.name].view(-1)[shard.start : shard.start + shard.count]
+            shard.slice_of(shard.owner).copy_(values)
+
+    def backward(self, loss: Tensor) -> None:
+        if self._override is not None:
+            self.zero_optimizer.loss_scale = (
+                self.loss_scale
+            )  # its backward multiplies by it, its step divides by it
+            self._engine.backward(loss * self._undo_averaging)
+        else:
+            self._engine.backward(loss * (self._undo_averaging * self.loss_scale))
+        if not self._engine.is_gradient_accumulation_boundary():
+            self._engine.step()
+
+    def grad_norm(self) -> Tensor:
+        if self._override is not None:
+            return self._override.grad_norm() / self.loss_scale
+        return (
+            nn.utils.get_total_norm([p.grad for p in self._own_parameters if p.grad is not None])
+            / self.loss_scale
+        )
+
+    def step(self, lr: float, grad_norm: float) -> None:
+        set_learning_rate(self.zero_optimizer, lr)
+        if self._override is not None:
+            self._override.set_skip(False, grad_norm * self.loss_scale)
+        else:
+            scale_gradients(self._own_parameters, self._clip, grad_norm, self.loss_scale)
+        self._engine.step()
+
+    def discard_gradients(self) -> None:
+        if self._override is not None:
+            self._override.set_skip(True, math.inf)
+            with _silence_logging():  # it would log the skip a second time
+                self._engine.step()
+            return
+        # ZeRO-0 runs the plain optimizer, which cannot skip.
+        plain_step, self.zero_optimizer.step = (
+            self.zero_optimizer.step,
+            lambda *args, **kwargs: None,
+        )
+        try:
+            self._engine.step()
+        finally:
+            self.zero_optimizer.step = plain_step
+
+    # -- shards of this rank
+    # -------------------------------------------------------------------------------------------
+
+    def parameter_shards(self) -> list[ParameterShard]:
+        if self.stage == 0:
+            return [
+                full_shard(self._names[id(p)], p)
+                for group in self._own_groups
+                for p in group["params"]
+            ]
+        return master_shards(self.zero_optimizer, self._engine.param_names, self.stage, self.rank)
+
+    def frozen_shards(self) -> list[ParameterShard]:
+        frozen = [(name, p) for name, p in self.model.named_parameters() if not p.requires_grad]
+        if self.stage < 3:
+            return [full_shard(name, parameter) for name, parameter in frozen]
+        return [
+            local_partition(name, parameter, parameter.ds_tensor, 0, self.rank)
+            for name, parameter in frozen
+        ]
+
+    def gradient_shards(self) -> list[tuple[ParameterShard, Tensor | None]]:
+        if self.stage == 0:
+            return super().gradient_shards()
+        flat_gradients = _zero_gradients(self.zero_optimizer, self.stage)
+        return [
+            (shard, flat_gradients[id(shard.owner)].slice(shard.offset, shard.count))
+            for shard in self.parameter_shards()
+        ]
+
+    def optimizer_state(self) -> dict[Tensor, dict[str, Any]]:
+        return (
+            self.zero_optimizer.state if self.stage == 0 else self.zero_optimizer.optimizer.state
+        )
+
+    def optimizer_groups(self) -> dict[Tensor, dict[str, Any]]:
+        if (
+            self.stage == 3
+        ):  # an optimizer group holds its sub-groups one after another, and none between steps
+            group_of, groups = (
+                self.zero_optimizer.sub_group_to_group_id,
+                self.zero_optimizer.optimizer.param_groups,
+            )
+            masters = self.zero_optimizer.fp32_partitioned_groups_flat
+            return {flat: groups[group_of[number]] for number, flat in enumerate(masters)}
+        inner = self.zero_optimizer if self.stage == 0 else self.zero_optimizer.optimizer
+        return {owner: group for group in inner.param_groups for owner in group["params"]}
+
+    def sync_weights_from_masters(self) -> None:
+        if self.stage > 0:
+            copy_masters_to_model(self.zero_optimizer, self.stage)
+
+    # -- checkpoints
+    # ---------------------------------------------------------------------------------------------
+
+    def snapshot_state(self, folder: Path, step: int) -> Any:
+        """What DeepSpeed's save_checkpoint would write: (file below folder, values).
+
+        Its save has barriers between creating folders and writing files. Here all ranks pass them
+        before any file is written, so a rank with a failing disk cannot leave the others waiting.
+        """
+        writer, files = self._engine.checkpoint_engine, []
+        writer.makedirs = lambda path, exist_ok=False: None
+        writer.save = lambda state_dict, path: files.append(
+            (str(Path(path).relative_to(folder)), state_dict)
+        )
+        # Scripts that rank 0 would copy next to the files; `mmldlm convert` does not need them.
+        self._engine._copy_recovery_script = lambda save_path: None
+        # The training state counts skipped steps; DeepSpeed's own count is wrong after a rollback.
+        self._engine.global_steps, self._engine.skipped_steps = step, 0
+        try:
+            groups = [[self._names[id(p)] for p in group["params"]] for group in self._own_groups]
+            state = (
+                {"optimizer_param_names": groups, "aliases": tied_names(self.model)}
+                if self.stage == 0
+                else {}
+            )
+            self._engine.save_checkpoint(
+                str(folder), tag=TAG, client_state=state, save_latest=False
+            )
+        finally:
+            del writer.makedirs, writer.save, self._engine._copy_recovery_script
+        return files
+
+    def describe(self) -> str:
+        return f"deepspeed ZeRO-{self.stage}"
+
+
+@contextlib.contextmanager
+def _silence_logging():
+    from deepspeed.utils import logger
+
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
+
+
+def check_same_hooks(model: nn.Module) -> None:
+    """Check that every rank has hooks on the same modules. Collective.
+
+    A module with a hook is called where it would otherwise be fused with others, so that its
+    gradients become ready in another order; ZeRO-1 and 2 reduce gradients in that order and would
+    add those of different parameters.
+
+    Raises:
+        UserError: on every rank.
+    """
+    kinds = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+    own = [
+        name or "the model"
+        for name, module in model.named_modules()
+        if any(getattr(module, k) for k in kinds)
+    ]
+    found: list[list[str]] = [[]] * torch.distributed.get_world_size()
+    torch.distributed.all_gather_object(found, own)
+    for rank, names in enumerate(found):
+        if names != found[0]:
+            name = next(iter(sorted(set(names) ^ set(found[0]))))
+            ranks = (0, rank) if name in found[0] else (rank, 0)
+            raise UserError(
+                "module hooks on all ranks or on none",
+                f"a hook of {name} on rank {ranks[0]}, none on rank {ranks[1]}",
+                "register it on every rank, or use engine.kind=ddp or fsdp",
+            )
+
+
+def import_deepspeed():
+    """Import DeepSpeed: recent enough, quiet, and without the op that is compiled at start.
+
+    The shared-memory op saves little time in reductions between ranks of one CPU node. Building it
+    takes minutes, and a killed build leaves a lock on which every later start waits forever. gloo
+    does the same work without it.
+
+    Raises:
+        UserError: an older DeepSpeed.
+    """
+    if not torch.cuda.is_available():
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")
+    import deepspeed
+
+    version = tuple(int(part) for part in deepspeed.__version__.split("+")[0].split(".")[:3])
+    if version < MINIMUM_VERSION:
+        raise UserError(
+            f"deepspeed >= {'.'.join(map(str, MINIMUM_VERSION))} (older ones step on NaN under"
+            " ZeRO-1, 2 or 3)",
+            f"deepspeed {deepspeed.__version__}",
+            "pip install -c constraints.txt deepspeed",
+        )
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    # torch renames collectives that DeepSpeed calls; a user cannot change that.
+    renamed = ".*(all_gather_into|reduce_scatter)_tensor.*deprecated"
+    warnings.filterwarnings("ignore", message=renamed, category=FutureWarning)
+    from deepspeed.utils import logger
+
+    logger.setLevel(logging.WARNING)
+    from deepspeed.runtime import bf16_optimizer
+
+    bf16_optimizer.see_memory_usage = lambda *args, **kwargs: None  # it prints at every log level
+    return deepspeed
+
+
+class OverflowOverride:
+    """Overrides the overflow check of DeepSpeedZeroOptimizer, BF16_Optimizer or
+    DeepSpeedZeroOptimizer_Stage3.
+    """
+
+    def __init__(self, optimizer: Any, stage: int):
+        self.optimizer = optimizer
+        self.skip, self.norm = False, torch.zeros(())
+        if stage == 3:
+            self._norm_groups = optimizer._get_norm_groups
+            optimizer._get_norm_groups = lambda: [self.norm]
+            optimizer._overflow_check_and_loss_scale_update = self._has_overflow_stage3
+        elif hasattr(optimizer, "single_partition_of_fp32_groups"):
+            self._scaled_norm = optimizer.scaled_global_norm
+            optimizer.scaled_global_norm = lambda *args, **kwargs: self.norm
+            optimizer.check_grad_overflow = True
+            optimizer.check_overflow = self._has_overflow
+        else:
+            self._grads_for_norm = optimizer.get_grads_for_norm
+            optimizer.get_grads_for_norm = self._grads_for_norm_bf16
+
+    def grad_norm(self) -> Tensor:
+        """Global L2 norm of the reduced gradients, 0-d, not finite if any element is not.
+
+        Collective.
+        """
+        if hasattr(self, "_norm_groups"):
+            from deepspeed.runtime.utils import combine_grad_norm_groups
+
+            return torch.as_tensor(combine_grad_norm_groups(self._norm_groups()))
+        if hasattr(self, "_scaled_norm"):
+            return torch.as_tensor(self._scaled_norm())
+        from deepspeed.runtime.utils import get_global_norm_of_tensors
+
+        grads, _ = self._grads_for_norm()
+        norm = torch.as_tensor(
+            get_global_norm_of_tensors(input_tensors=grads, mpu=self.optimizer.mpu)
+        )
+        # DeepSpeed returns -1 for a norm that is not finite; combine_grad_norm_groups above turns
+        # that into inf.
+        return torch.where(norm < 0, torch.inf, norm)
+
+    def set_skip(self, skip: bool, norm: float) -> None:
+        """Decide what the next step() of the optimizer does."""
+        self.skip, self.norm = skip, torch.tensor(norm)
+
+    def _has_overflow(self, *args, **kwargs) -> None:
+        self.optimizer.overflow = self.skip
+
+    def _has_overflow_stage3(self, update_scale: bool = True) -> bool:
+        self.optimizer.overflow = self.skip
+        return (
+            self.optimizer._loss_scale_update_and_overflow_cleanup() if update_scale else self.skip
+        )
+
+    def _grads_for_norm_bf16(self, for_clipping: bool = False):
+        if for_clipping:
+            return self._grads_for_norm(for_clipping=True)
+        return [torch.tensor(float("inf")) if self.skip else self.norm], {}
+
+
+def master_shards(
+    optimizer: Any, names: dict[Tensor, str], stage: int, rank: int
+) -> list[ParameterShard]:
+    """Shards of the fp32 masters that this rank updates.
+
+    Args:
+        optimizer: DeepSpeed's ZeRO optimizer.
+        names: parameter -> name (DeepSpeedEngine.param_names).
+        stage: ZeRO stage, 1 to 3.
+        rank: of this process.
+    """
+    if stage == 3:
+        return _stage3_shards(optimizer, names, rank)
+    if hasattr(optimizer, "single_partition_of_fp32_groups"):
+        # Under round_robin_gradients the flat order differs from the optimizer's.
+        groups, flats = (
+            optimizer.round_robin_bit16_groups,
+            optimizer.single_partition_of_fp32_groups,
+        )
+        offsets = [[offset for offset in group] for group in optimizer.round_robin_bit16_offsets]
+    else:
+        groups, flats = optimizer.bf16_groups, optimizer.fp32_groups_flat_partition
+        offsets = [_cumulative_sizes([p.numel() for p in group]) for group in groups]
+    shards = []
+    for group, flat, starts in zip(groups, flats, offsets, strict=True):
+        low = rank * flat.numel()
+        for parameter, start in zip(group, starts, strict=True):
+            first = max(start, low)
+            count = min(start + parameter.numel(), low + flat.numel()) - first
+            if count > 0:
+                shape = tuple(parameter.shape)
+                shards.append(
+                    ParameterShard(
+                        names[parameter], shape, first - start, count, flat, first - low
+                    )
+                )
+    return shards
+
+
+def _stage3_shards(optimizer: Any, names: dict[Tensor, str], rank: int) -> list[ParameterShard]:
+    shards = []
+    for group, flat in zip(
+        optimizer.fp16_groups, optimizer.fp32_partitioned_groups_flat, strict=True
+    ):
+        offset = 0
+        for parameter in group:
+            size = parameter.ds_tensor.ds_numel
+            shards.append(local_partition(names[parameter], parameter, flat, offset, rank))
+            offset += size
+        assert offset == flat.numel(), "a ZeRO-3 sub-group is not the sum of its partitions"
+    return [shard for shard in shards if shard.count]
+
+
+def local_partition(
+    name: str, parameter: Tensor, owner: Tensor, offset: int, rank: int
+) -> ParameterShard:
+    """This rank's partition of a ZeRO-3 parameter, at this offset in the owner."""
+    size = parameter.ds_tensor.ds_numel
+    count = max(0, min(size, parameter.ds_numel - rank * size))
+    return ParameterShard(
+        name, tuple(parameter.ds_shape), rank * size if count else 0, count, owner, offset
+    )
+
+
+def copy_masters_to_model(optimizer: Any, stage: int) -> None:
+    """Round the masters into the weights that the model computes with, on all ranks.
+
+    Collective.
+    """
+    if stage < 3:
+        optimizer.update_lp_params()
+        return
+    # Small parameters stay gathered between steps: release them, change the partitions, gather
+    # them again.
+    optimizer._partition_all_parameters()
+    for sub_group in range(len(optimizer.fp16_groups)):
+        optimizer._reassign_or_swap_out_partitioned_parameters(sub_group)
+    if optimizer.persistent_parameters:
+        optimizer.persistent_parameters[0].all_gather(optimizer.persistent_parameters)
+
+
+def _cumulative_sizes(sizes: list[int]) -> list[int]:
+    sums = [0]
+    for size in sizes[:-1]:
+        sums.append(sums[-1] + size)
+    return sums
+
+
+class _ConcatView:
+    """A flat tensor that is stored as consecutive pieces."""
+
+    def __init__(self, pieces: list[Tensor]):
+        self.pieces = [piece.detach().reshape(-1) for piece in pieces]
+        self.starts = [0, *accumulate(piece.numel() for piece in self.pieces)]
+
+    def slice(self, offset: int, count: int) -> Tensor:
+        """Elements [offset, offset + count); a view if one piece holds them all."""
+        parts, end = [], offset + count
+        assert end <= self.starts[-1], "DeepSpeed's gradients do not cover its masters"
+        index = bisect_right(self.starts, offset) - 1
+        while not parts or self.starts[index] < end:
+            start = self.starts[index]
+            parts.append(self.pieces[index][max(offset - start, 0) : end - start])
+            index += 1
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
+def _zero_gradients(optimizer: Any, stage: int) -> dict[int, _ConcatView]:
+    """id of each flat master -> its gradients, in the same layout (DeepSpeed 0.19.8)."""
+    if stage == 3:
+        flats, is_offloaded = optimizer.fp32_partitioned_groups_flat, optimizer.offload_optimizer
+    elif hasattr(optimizer, "single_partition_of_fp32_groups"):
+        flats, is_offloaded = optimizer.single_partition_of_fp32_groups, optimizer.cpu_offload
+    else:
+        flats, grads = (
+            optimizer.fp32_groups_flat_partition,
+            optimizer.fp32_groups_gradient_flat_partition,
+        )
+        return {id(flat): _ConcatView([grad]) for flat, grad in zip(flats, grads, strict=True)}
+    pieces = [
+        [flat.grad] if is_offloaded else optimizer.averaged_gradients[i]
+        for i, flat in enumerate(flats)
+    ]
+    return {id(flat): _ConcatView(parts) for flat, parts in zip(flats, pieces, strict=True)}

@@ -1,3 +1,0 @@
-"""Muon for the matrices of a model: one implementation over the shards that every engine
-reports.
-"""

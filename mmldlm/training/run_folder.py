@@ -1,0 +1,421 @@
+"""RUN/.lock, held by rank 0: only one job at a time trains in a run's folder.
+
+Two jobs in one folder (the default logging.run_name, a requeued job next to one that was believed
+dead) would overwrite each other's logs and delete each other's checkpoints, both with exit 0. The
+lock names host and process; its mtime is renewed while the run writes its logs. On the holder's
+host it is free as soon as the process has exited. Another host watches it: it is free when it has
+not changed for STALE_AFTER seconds. Clocks of two hosts are never compared.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import json
+import os
+import socket
+import time
+from collections.abc import Callable
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from mmldlm.checkpoints.locate import holds_checkpoints
+from mmldlm.config.schema import Config
+from mmldlm.errors import UserError
+from mmldlm.observe.jsonl_log import JsonlLog
+from mmldlm.observe.wandb_logger import WandbError, open_wandb
+from mmldlm.training.state import TrainingState
+from mmldlm.utils.environment import int_from_env
+from mmldlm.utils.formatting import describe_os_error, first_line
+from mmldlm.utils.input_files import read_bytes
+from mmldlm.utils.processes import read_stat
+
+LOCK = ".lock"
+# seconds of watching without a renewal after which a holder on another host counts as dead
+STALE_AFTER = 180.0
+RENEW_INTERVAL = 20.0  # seconds between two renewals, at least
+EXIT_GRACE = (
+    10.0  # seconds for a process on this host to exit: the previous job may just have been killed
+)
+_POLL = 0.5
+_MAX_BYTES = 1 << 20  # of a lock
+_MOST_VANISHED = 20  # times that a lock may exist when it is created and be gone when it is read
+_FIELDS: dict[str, tuple[type, ...]] = {
+    "host": (str,),
+    "pid": (int,),
+    "started": (str,),
+    "restarts": (int,),
+    "place": (list,),
+    "job": (str, type(None)),
+    "born": (str, type(None)),
+}
+
+
+def check_no_checkpoints(config: Config) -> None:
+    """Refuse to start a run where another one left checkpoints; repeated under the lock, as it may
+    just have ended.
+
+    Raises:
+        UserError: the folder has checkpoints and training.resume is not set.
+    """
+    run_dir = config.run_dir()
+    if config.training.resume is None and holds_checkpoints(run_dir):
+        raise UserError(
+            f"a new folder for the run, or training.resume to continue the one in {run_dir}",
+            f"{run_dir} already holds checkpoints",
+            "add training.resume=auto, choose another logging.run_name, or move the old run away",
+        )
+
+
+class RunLock:
+    """The lock of one run's folder; call it on rank 0 only."""
+
+    def __init__(self, run_dir: Path):
+        self.path = run_dir / LOCK
+        self._own: dict[str, Any] | None = None
+        self._renewed = 0.0
+
+    def acquire(
+        self,
+        log: Callable[[str], None],
+        heartbeat: Callable[[], None] = lambda: None,
+        timeout: float = STALE_AFTER,
+    ) -> None:
+        """Take the lock, or wait for a holder that may have exited.
+
+        Args:
+            log: called with a line before waiting, and when a lock is taken over.
+            heartbeat: called while waiting.
+            timeout: longest wait in seconds.
+
+        Raises:
+            UserError: another job holds it, or it cannot be read.
+            OSError: the folder cannot be written to.
+        """
+        started, first, has_announced, num_vanished = time.monotonic(), None, False, 0
+        while not self._create():
+            try:
+                holder, mtime = _read(self.path), self.path.stat().st_mtime_ns
+            except OSError as error:
+                num_vanished += 1
+                if not isinstance(error, FileNotFoundError) or num_vanished > _MOST_VANISHED:
+                    raise self._unreadable(error) from error
+                heartbeat()
+                time.sleep(_POLL / 10)  # released at this moment
+                continue
+            first = first or (holder, mtime)
+            was_renewed, waited = (holder, mtime) != first, time.monotonic() - started
+            reason = _takeover_reason(holder, 0.0 if was_renewed else waited)
+            if reason is not None:
+                if reason:
+                    log(f"{self.path} of {_describe_holder(holder)} taken over: {reason}")
+                self._remove(holder)
+                continue
+            is_same_host = holder.get("place") == _host_key()
+            limit = min(EXIT_GRACE if is_same_host else STALE_AFTER, timeout)
+            if was_renewed or waited > limit:
+                may_watch = "" if limit == STALE_AFTER or is_same_host else f"{limit:.0f} s"
+                short = (
+                    may_watch
+                    and f"; this job may wait for {may_watch}, half of engine.collective_timeout"
+                )
+                seen = (
+                    "was renewed while this job watched it"
+                    if was_renewed
+                    else f"was watched for {waited:.0f} s"
+                )
+                raise UserError(
+                    f"a run's folder for this job alone at {self.path.parent}",
+                    f"{_describe_holder(holder)} trains in it ({self.path} {seen})",
+                    "choose another logging.run_name, or end the other job and add"
+                    " training.resume=auto; delete the file if that job has certainly ended (it"
+                    f" counts as dead after {STALE_AFTER:.0f} s without a change{short})",
+                )
+            if not has_announced:
+                has_announced = True
+                log(
+                    f"{self.path} is held by {_describe_holder(holder)}; waiting up to {limit:.0f}"
+                    " s for its release"
+                )
+            heartbeat()
+            time.sleep(_POLL)
+
+    def _unreadable(self, error: OSError) -> UserError:
+        dangling = self.path.is_symlink() and isinstance(error, FileNotFoundError)
+        why = (
+            f"a link to {os.readlink(self.path)}, which does not exist"
+            if dangling
+            else describe_os_error(error)
+        )
+        return UserError(
+            f"a readable lock at {self.path}, or none",
+            why,
+            "it names the job that trains here: make it readable, delete it if no job runs, or"
+            " choose another logging.run_name",
+        )
+
+    def renew(self) -> bool:
+        """Show that the run is alive, at most every RENEW_INTERVAL seconds; return False if
+        another job took it.
+        """
+        now = time.monotonic()
+        if self._own is None or now - self._renewed < RENEW_INTERVAL:
+            return True
+        self._renewed = now
+        try:
+            if _read(self.path) != self._own:
+                return False
+            os.utime(self.path)
+        except FileNotFoundError:
+            return False
+        except OSError:  # a transient error of the file system: the next renewal comes soon
+            pass
+        return True
+
+    def release(self) -> None:
+        """Release the lock if it is still this process's own. May be called twice."""
+        own, self._own = self._own, None
+        atexit.unregister(self.release)
+        if own is not None and own["pid"] == os.getpid():  # not by a data loader's worker
+            with contextlib.suppress(OSError):
+                if _read(self.path) == own:
+                    self.path.unlink()
+
+    def _create(self) -> bool:
+        own = {
+            "host": socket.gethostname(),
+            "pid": os.getpid(),
+            "job": os.environ.get("SLURM_JOB_ID"),
+            "restarts": int_from_env("SLURM_RESTART_COUNT", 0),
+            "started": datetime.now(UTC).isoformat(timespec="microseconds"),
+            "place": _host_key(),
+            "born": _process_start_time(os.getpid()),
+        }
+        try:
+            file = os.open(self.path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o666)
+        except FileExistsError:
+            return False
+        try:
+            with open(file, "w", encoding="utf-8") as opened:
+                opened.write(json.dumps(own) + "\n")
+        except OSError:  # a full disk: an empty lock would block the next job
+            self.path.unlink(missing_ok=True)
+            raise
+        self._own, self._renewed = own, time.monotonic()
+        atexit.register(self.release)  # also after an error; not after SIGKILL
+        return True
+
+    def _remove(self, holder: dict[str, Any]) -> None:
+        """Remove a stale lock: only one of several processes does so, and never one that was
+        created meanwhile.
+        """
+        aside = self.path.with_name(f"{LOCK}_of_{socket.gethostname()}_{os.getpid()}")
+        with contextlib.suppress(FileNotFoundError):
+            os.rename(self.path, aside)
+            if _read(aside) == holder:
+                aside.unlink()
+            else:
+                os.rename(aside, self.path)
+
+
+def _takeover_reason(holder: dict[str, Any], unchanged: float) -> str | None:
+    """Return why a lock may be taken over, "" for this process's own, None when it may not.
+
+    Args:
+        holder: content of the lock.
+        unchanged: seconds for which this process has watched it without a change.
+    """
+    if holder.get("place") == _host_key():
+        if holder["pid"] == os.getpid():  # a process that trains twice
+            return ""
+        return None if _is_alive(holder["pid"], holder["born"]) else "that process has exited"
+    requeued = holder.get("job") is not None and holder["job"] == os.environ.get("SLURM_JOB_ID")
+    if requeued and int_from_env("SLURM_RESTART_COUNT", 0) > holder["restarts"]:
+        return "Slurm ended it and restarted the job"
+    return f"not renewed for {unchanged:.0f} s" if unchanged > STALE_AFTER else None
+
+
+def _read(path: Path) -> dict[str, Any]:
+    """Return the content of the lock; {} for one that is not written yet, torn, or not of this
+    program.
+    """
+    content = read_bytes(path, _MAX_BYTES)
+    try:
+        found = json.loads(content)
+    except (ValueError, RecursionError):
+        return {}
+    if not isinstance(found, dict):
+        return {}
+    found = {"job": None, "born": None, **found}
+    are_typed = all(type(found.get(name)) in kinds for name, kinds in _FIELDS.items())
+    return (
+        found
+        if are_typed and 0 < found["pid"] < 1 << 31 and 0 <= found["restarts"] < 1 << 31
+        else {}
+    )
+
+
+def _describe_holder(holder: dict[str, Any]) -> str:
+    if not holder:
+        return "an unknown job"
+    job = f", Slurm job {holder['job']}" if holder["job"] else ""
+    return (
+        f"process {holder['pid']} on {holder['host']}{job}, started {holder['started'][:19]} UTC"
+    )
+
+
+def _host_key() -> list[str]:
+    """Return what makes a PID unique: host name, boot and PID namespace (two containers may share
+    the name).
+    """
+    found = [socket.gethostname()]
+    with contextlib.suppress(OSError):
+        found.append(Path("/proc/sys/kernel/random/boot_id").read_text(encoding="utf-8").strip())
+        found.append(os.readlink("/proc/self/ns/pid"))
+    return found
+
+
+def _is_alive(pid: int, born: str | None) -> bool:
+    if born is not None:
+        return _process_start_time(pid) == born
+    try:  # no /proc here
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        pass
+    return True
+
+
+def _process_start_time(pid: int) -> str | None:
+    """Return the start time of a process, which distinguishes it from a later one with its PID;
+    None: not running.
+    """
+    stat = read_stat(pid)
+    return None if stat is None or stat.state in "ZX" else stat.start_time
+
+
+STEPS, EVALUATIONS, LAYERS, EVENTS = (
+    "training_log.jsonl",
+    "eval_log.jsonl",
+    "gradient_log.jsonl",
+    "events.jsonl",
+)
+
+
+class LogFiles:
+    """The open logs.
+
+    Args:
+        run_dir: folder of the run.
+        state: records after its step are cut off.
+        warn: prints a warning.
+
+    Raises:
+        OSError: a log cannot be opened.
+        MmldlmError: wandb cannot be opened.
+    """
+
+    def __init__(
+        self,
+        run_dir: Path,
+        config: Config,
+        state: TrainingState,
+        is_resumed: bool,
+        warn: Callable[[str], None],
+    ):
+        self.state, self._warn = state, warn
+        self._failing: set[str] = set()  # logs whose last record could not be written
+        self._logs = {
+            STEPS: JsonlLog(run_dir / STEPS, state.step),
+            # An evaluation that a signal cut short is repeated.
+            EVALUATIONS: JsonlLog(run_dir / EVALUATIONS, state.step - state.evaluation_left),
+            LAYERS: JsonlLog(run_dir / LAYERS, state.step),
+            EVENTS: JsonlLog(run_dir / EVENTS),
+        }
+        settings = config.logging.wandb
+        self._wandb = open_wandb(
+            settings.mode,
+            settings.project,
+            config.logging.run_name,
+            run_dir,
+            config.model_dump(),
+            is_resumed,
+        )
+
+    def write(self, name: str, record: dict) -> None:
+        """Append a record; an error is reported once per log until a write succeeds again."""
+        try:
+            self._logs[name].write(record)
+        # A full disk, a closed log or a value that cannot be written does not end a training.
+        except Exception as error:
+            if name not in self._failing:
+                self._failing.add(name)
+                reason = error if isinstance(error, OSError) else first_line(error)
+                self._warn(
+                    f"step {self.state.step}: cannot write to {name}; will retry with the next"
+                    f" record: {reason}"
+                )
+        else:
+            self._failing.discard(name)
+
+    def event(self, kind: str, **values) -> None:
+        """Append an event."""
+        self.write(EVENTS, {"event": kind, **values})
+
+    def to_wandb(self, record: dict, prefix: str = "") -> None:
+        """Log to wandb; its first error of any kind ends logging there, not the run."""
+        if self._wandb is None:
+            return
+        try:
+            self._wandb.log(record, prefix)
+        except Exception as error:
+            self._wandb = None
+            self._report_wandb_error(error)
+
+    def finish_wandb(self, exit_code: int, stop: Callable[[], bool]) -> None:
+        """Upload what is left, which may take long.
+
+        Args:
+            stop: whether the process was asked to end; then it takes a few seconds only.
+        """
+        tracker, self._wandb = self._wandb, None
+        if tracker is None:
+            return
+        try:
+            tracker.finish(exit_code, stop)
+        except Exception as error:
+            self._report_wandb_error(error)
+
+    def _report_wandb_error(self, error: Exception) -> None:
+        reason = (
+            str(error) if isinstance(error, WandbError) else f"{type(error).__name__}: {error}"
+        )
+        self.event("wandb_failed", step=self.state.step, reason=reason)
+        self._warn(f"step {self.state.step}: logging to wandb ended ({reason}); the run continues")
+
+    def truncate(self) -> None:
+        """Drop records after the state's step; a log stays as it is where the disk has no room to
+        rewrite it.
+        """
+        for name in (STEPS, EVALUATIONS, LAYERS):
+            log = self._logs[name]
+            try:
+                truncated = JsonlLog(log.path, self.state.step)
+            except OSError as error:
+                self._warn(f"{name} keeps its records from before the rollback: {error}")
+                continue
+            self._close(log)
+            self._logs[name] = truncated
+
+    def close(self) -> None:
+        """Close all logs."""
+        for log in self._logs.values():
+            self._close(log)
+
+    def _close(self, log: JsonlLog) -> None:
+        try:
+            log.close()
+        except (OSError, ValueError) as error:  # records that a full disk kept in memory
+            self._warn(f"the last records of {log.path.name} could not be written: {error}")

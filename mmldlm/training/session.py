@@ -1,0 +1,321 @@
+"""From a config to a session: checks, data, model, engine, and everything that the loop uses."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import socket
+from collections.abc import Generator, Iterator
+from dataclasses import dataclass
+
+import torch
+
+from mmldlm.checkpoints.init_from import InitReport, init_weights
+from mmldlm.checkpoints.locate import list_checkpoints, locate_checkpoint
+from mmldlm.config.schema import Config
+from mmldlm.config.section import Section
+from mmldlm.config.task_registry import find_task
+from mmldlm.data.batch import Batch
+from mmldlm.data.batch_plan import BatchPlan
+from mmldlm.data.loader import MicroBatches, iterate_steps
+from mmldlm.data.run_data import RunData, open_run_data
+from mmldlm.distributed.environment import (
+    hidden_gpu_note,
+    pick_device,
+    prepare_environment,
+    rank_environment,
+)
+from mmldlm.distributed.error_reporting import log_line
+from mmldlm.distributed.heartbeat import Heartbeat
+from mmldlm.distributed.process_group import start_process_group
+from mmldlm.engines.base import Engine
+from mmldlm.engines.build import build_engine, check_engine
+from mmldlm.engines.ema import WeightAverage
+from mmldlm.engines.optimizer import parameter_groups
+from mmldlm.errors import UserError
+from mmldlm.observe.layer_stats import LayerStatsCollector
+from mmldlm.observe.profiler import StepProfiler
+from mmldlm.observe.throughput import StepTimer
+from mmldlm.preflight import receipt
+from mmldlm.stability.audit import check_precision
+from mmldlm.stability.guard import Guard
+from mmldlm.tasks.base import Objective, Task, ValidationRun
+from mmldlm.training.checkpointer import Checkpointer
+from mmldlm.training.run_folder import check_no_checkpoints
+from mmldlm.training.run_logger import RunLogger
+from mmldlm.training.signals import StopSignal
+from mmldlm.training.state import TrainingState
+from mmldlm.utils.environment import int_from_env
+
+
+@dataclass
+class Session:
+    """Everything that the loop uses. Built by open_session."""
+
+    task: Task
+    config: Config
+    engine: Engine
+    plan: BatchPlan
+    dataset: MicroBatches
+    objective: Objective
+    validation: ValidationRun
+    state: TrainingState
+    logger: RunLogger
+    checkpointer: Checkpointer
+    guard: Guard
+    layer_stats: LayerStatsCollector
+    average: WeightAverage | None
+    heartbeat: Heartbeat
+    stop: StopSignal
+    profiler: StepProfiler
+    timer: StepTimer
+
+    @property
+    def num_steps(self) -> int:
+        """Step at which the run is finished."""
+        return self.config.training.num_train_steps
+
+    def batches(self) -> Generator[list[Batch], None, None]:
+        """This rank's micro-batches, one list per step, from the present step on."""
+        data = self.config.data
+        return iterate_steps(
+            self.dataset, self.state.step, self.num_steps, data.num_workers, data.prefetch_factor
+        )
+
+    def enter_phase(self, name: str, timeout_factor: float = 1.0) -> None:
+        """Announce to the heartbeat what this rank does until the next phase.
+
+        Args:
+            timeout_factor: multiplies engine.collective_timeout, after which a rank without
+                progress counts as failed.
+        """
+        self.heartbeat.enter_phase(self.state.step, name, timeout_factor)
+
+    @contextlib.contextmanager
+    def phase(self, name: str, section: str | None = None) -> Iterator[None]:
+        """Enter a phase, and account its wall time as a section of StepTimer (default: of the same
+        name).
+        """
+        self.enter_phase(name)
+        with self.timer.section(section or name):
+            yield
+
+    def continue_evaluation(self, num_done: int) -> bool:
+        """Return whether an evaluation continues with its next batch; the same on every rank.
+
+        Collective.
+        """
+        self.heartbeat.touch()
+        self.logger.renew_lock()
+        self.logger.progress.evaluation(self.state.step, num_done, self.validation.num_batches)
+        return not self.stop.agreed(self.engine)
+
+
+@contextlib.contextmanager
+def open_session(data: RunData, stop: StopSignal) -> Iterator[Session]:
+    """Build model and engine, continue from a checkpoint where there is one, open the logs.
+    Collective over all ranks.
+
+    Args:
+        data: what check_run returned.
+        stop: of this process.
+
+    Raises:
+        UserError: on every rank.
+        Interrupted: on every rank, where a signal came before the first step.
+    """
+    config, training = data.config, data.config.training
+    task = find_task(config.task)
+    logs = config.run_dir() / "logs"
+    for note in filter(
+        None, (*prepare_environment(config.engine.collective_timeout, logs), hidden_gpu_note())
+    ):
+        if int_from_env("RANK", 0) == 0:
+            log_line(f"warning: {note}")
+    model = task.build_model(data)
+    # A resumed run does not read training.init_from; the source may have been deleted.
+    is_resuming = training.resume is not None and bool(list_checkpoints(config.run_dir()))
+    init_report = (
+        None
+        if training.init_from is None or is_resuming
+        else init_weights(model, training.init_from)
+    )
+    check_same_config(config)
+    parameters = task.parameter_plan(model, config)
+    trainable = parameters.apply(model, task.parameter_groups(model))
+    groups = parameter_groups(model, parameters, config.optimizer)
+    sizes = [(group["weight_decay"], sum(p.numel() for p in group["params"])) for group in groups]
+    if training.compile_model:
+        task.compile(model, parameters)
+    engine = build_engine(model, config, parameters)
+    stop.all_have_met()
+    check_precision(engine, config)
+    with (
+        Heartbeat(
+            engine.rank, engine.world_size, config.engine.collective_timeout, logs=logs
+        ) as heartbeat,
+        contextlib.ExitStack() as at_end,
+    ):
+        session = _assemble(task, data, engine, heartbeat, stop)
+        at_end.push(session.logger.log_end)
+        _restore_or_start(session, trainable, sizes, init_report)
+        yield session
+
+
+def _assemble(
+    task: Task, data: RunData, engine: Engine, heartbeat: Heartbeat, stop: StopSignal
+) -> Session:
+    config, training = data.config, data.config.training
+    average = (
+        None
+        if config.optimizer.ema_decay is None
+        else WeightAverage(engine, config.optimizer.ema_decay)
+    )
+    global_batch = training.train_batch_size * training.grad_accum_steps * engine.world_size
+    plan = data.training_plan(global_batch)
+    collator = task.collator(data)
+    dataset = MicroBatches(
+        data.train, plan, collator, engine.rank, engine.world_size, training.grad_accum_steps
+    )
+    state = TrainingState(
+        global_batch,
+        len(data.train_lengths),
+        training.seed,
+        plan=plan.version,
+        data=data.fingerprint(),
+    )
+    guard = Guard(config.stability, training.dtype)
+    logger = RunLogger(task, config, data, engine, state)
+    profiled = training.profile if engine.rank == 0 else None
+    return Session(
+        task=task,
+        config=config,
+        engine=engine,
+        plan=plan,
+        dataset=dataset,
+        objective=task.objective(config),
+        validation=task.validation(data, engine),
+        state=state,
+        logger=logger,
+        checkpointer=Checkpointer(logger, average, guard, heartbeat.touch, lambda: stop.received),
+        guard=guard,
+        layer_stats=LayerStatsCollector(engine, config.logging.layer_stats_freq, training.dtype),
+        average=average,
+        heartbeat=heartbeat,
+        stop=stop,
+        profiler=StepProfiler(profiled, config.run_dir() / "profile", engine.rank),
+        timer=StepTimer(task, config, engine.world_size, engine.device),
+    )
+
+
+def _restore_or_start(
+    session: Session,
+    trainable: dict[str, tuple[int, int]],
+    optimizer_groups: list[tuple[float, int]],
+    init_report: InitReport | None,
+) -> None:
+    """Lock the run's folder, resume from its checkpoint or start afresh, and open the logs.
+
+    Collective.
+    """
+    stop, logger, checkpointer = session.stop, session.logger, session.checkpointer
+    stop.leave_if_agreed(session.engine, "before the first step")
+    session.enter_phase("claim")
+    logger.acquire_lock(lambda: (session.heartbeat.touch(), stop.leave_if_received()))
+    checkpointer.read_files_to_keep()
+    resume_from, notes = checkpointer.find_resume(), []
+    if resume_from is not None:
+        session.enter_phase("load")
+        notes = checkpointer.resume(resume_from)
+    elif session.config.training.init_from is not None and init_report is None:
+        raise UserError(
+            f"a valid checkpoint in {session.config.run_dir()}, or none at all",
+            "only damaged ones",
+            "move them away to start again from training.init_from",
+        )
+    stop.leave_if_agreed(session.engine, "before the first step")
+    logger.open_logs(
+        trainable, optimizer_groups, resume_from, None if resume_from is not None else init_report
+    )
+    logger.log_validation(session.validation)
+    for note in notes:
+        logger.log_note(note)
+    if session.engine.rank == 0:
+        receipt.log_receipt(session.config, session.engine.world_size, logger)
+    session.timer.restart()
+
+
+def check_same_config(config: Config) -> None:
+    """Compare the resolved configs of all ranks before an engine is built on them. Collective.
+
+    What the data and the checkpoints decide may differ on a node that does not see them; its
+    collectives would then differ from those of the others.
+
+    Raises:
+        UserError: on every rank.
+    """
+    _, local_rank, world_size = rank_environment()
+    if world_size == 1:
+        return
+    start_process_group(pick_device(local_rank), config.engine.collective_timeout)
+    gathered: list[tuple[str, str]] = [("", "")] * world_size
+    torch.distributed.all_gather_object(
+        gathered, (socket.gethostname(), json.dumps(_compared_values(config)))
+    )
+    if len({dumped for _, dumped in gathered}) == 1:
+        return
+    configs = [(host, json.loads(dumped)) for host, dumped in gathered]
+    keys = sorted({key for _, values in configs for key in values})
+    key = next(key for key in keys if len({str(values.get(key)) for _, values in configs}) > 1)
+    raise UserError(
+        f"one {key} on all ranks",
+        ", ".join(
+            f"{value} on {host}"
+            for host, value in dict.fromkeys((h, str(v.get(key))) for h, v in configs)
+        ),
+        f"let every host see {config.run_dir()} and the data, or set {key}",
+    )
+
+
+def _compared_values(section: Section, prefix: str = "") -> dict[str, str]:
+    """Values as `section.key`, without the paths themselves: each node may keep the data in a
+    folder of its own.
+    """
+    found: dict[str, str] = {}
+    for name in type(section).model_fields:
+        value, key, marker = getattr(section, name), f"{prefix}{name}", section.path_marker(name)
+        if isinstance(value, Section):
+            found |= _compared_values(value, f"{key}.")
+        elif marker is None or value is None or value in marker.words or marker.or_name:
+            found[key] = str(value)
+        else:
+            found[key] = str(list(value.values())) if isinstance(value, dict) else "a path"
+    return found
+
+
+def check_run(config: Config, world_size: int) -> RunData:
+    """Check everything about a run that can be checked without a GPU or another rank.
+
+    Raises:
+        UserError: the first thing that is wrong.
+    """
+    check_engine(config, world_size)
+    data = open_run_data(config)
+    check_no_checkpoints(config)
+    if config.training.resume not in (None, "auto"):
+        source, run_dir = locate_checkpoint(config.training.resume), config.run_dir()
+        if list_checkpoints(run_dir) and not source.is_relative_to(run_dir.resolve()):
+            raise UserError(
+                f"a new folder for a run that begins with {source}",
+                f"{run_dir} holds checkpoints of its own",
+                "add training.resume=auto to continue them, or choose another logging.run_name",
+            )
+        if config.training.init_from is not None:
+            raise UserError(
+                "training.resume (continue a run) or training.init_from (a new run from its"
+                " weights)",
+                f"training.resume={config.training.resume} and"
+                f" training.init_from={config.training.init_from}",
+                "drop one of them",
+            )
+    return data
