@@ -41,8 +41,8 @@ BAD = [
         "tasks comes after diffusion",
     ),
     ("from mmldlm import observe", "mmldlm.engines.base", "observe comes after engines"),
-    ("from ...sampling import text", "mmldlm.data.loader", "sampling comes after data"),
-    ("from ... import sampling", "mmldlm.data.loader", "sampling comes after data"),
+    ("from ..sampling import text", "mmldlm.data.loader", "sampling comes after data"),
+    ("from .. import sampling", "mmldlm.data.loader", "sampling comes after data"),
     (
         "def f():\n    from mmldlm.train import main",
         "mmldlm.launch.watcher",
