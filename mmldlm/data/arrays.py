@@ -104,9 +104,8 @@ def _read_header(file: BinaryIO, size: int) -> None:
     if dtype.hasobject:
         raise UnreadableArrayError("Python objects, which are never read")
     expected = file.tell() + math.prod(shape) * dtype.itemsize
-    is_absurd = any(
-        not 0 <= count < 1 << 48 for count in shape
-    )  # a 0 in the shape would hide it in the product
+    # A 0 in the shape would hide it in the product.
+    is_absurd = any(not 0 <= count < 1 << 48 for count in shape)
     if is_absurd or expected != size:
         raise UnreadableArrayError(
             f"{size} bytes where its header, {dtype} {list(shape)}, asks for {expected}"
@@ -146,9 +145,9 @@ class NpyWriter:
     """Write a .npy file block by block, with any number of rows in the memory of one block.
 
     Args:
-        path: the file.
-        dtype: of its items.
-        row: shape of a row; () for a one-dimensional array.
+        path: File to write.
+        dtype: Dtype of its items.
+        row: Shape of a row; () for a one-dimensional array.
     """
 
     def __init__(self, path: Path, dtype, row: Sequence[int] = ()):

@@ -30,8 +30,8 @@ def permute(positions: np.ndarray, count: int, seed: int, epoch: int) -> np.ndar
 
     Args:
         positions: [P] int64 in [0, count).
-        count: number of samples.
-        seed, epoch: key of the permutation.
+        count: Number of samples.
+        seed, epoch: Key of the permutation.
 
     Returns:
         [P] int64 ids; over all positions every id appears once.
@@ -62,10 +62,10 @@ class GlobalBatch:
     Attributes:
         step: 0-based step.
         epoch: 0-based epoch.
-        index: position of the batch in the epoch.
+        index: Position of the batch in the epoch.
         ids: [n] int64 sample ids sorted by length; n is the global batch size, less at an epoch's
             end.
-        size: the configured global batch size, or that of ids under data.batching=tokens.
+        size: The configured global batch size, or that of ids under data.batching=tokens.
     """
 
     step: int
@@ -92,8 +92,8 @@ class Order(ABC):
     """The samples in use, and their order in each epoch before a window is sorted by length.
 
     Attributes:
-        count: samples of an epoch.
-        name: part of the plan's version.
+        count: Samples of an epoch.
+        name: Part of the plan's version.
     """
 
     count: int
@@ -125,9 +125,9 @@ class SpacedOrder(Order):
     (evaluation).
 
     Args:
-        count: number of samples to use.
-        total: number of samples in the split.
-        first: id of the first of them.
+        count: Number of samples to use.
+        total: Number of samples in the split.
+        first: Id of the first of them.
     """
 
     def __init__(self, count: int, total: int, first: int = 0):
@@ -146,13 +146,13 @@ class MixtureOrder(Order):
     the stores in the given order.
 
     Args:
-        counts: number of samples per store.
-        weights: share per store, numbers that `check_weights` accepts for shares of at least 1 /
+        counts: Number of samples per store.
+        weights: Share per store, numbers that `check_weights` accepts for shares of at least 1 /
             MIXTURE_BLOCK.
-        seed: of the order.
-        run: every `run` positions are of one store, and a window's batches each of one: for stores
-            whose samples cannot share a batch, the global batch size. An epoch then has full runs
-            only, and the blocks above are of runs.
+        seed: Seed of the order.
+        run: Number of positions in a row that are of one store, and a window's batches each of
+            one: for stores whose samples cannot share a batch, the global batch size. An epoch
+            then has full runs only, and the blocks above are of runs.
     """
 
     def __init__(self, counts: Sequence[int], weights: Sequence[float], seed: int, run: int = 1):
@@ -211,15 +211,15 @@ class BatchPlan:
 
     Args:
         lengths: [N] token counts.
-        global_batch: samples per optimizer step over all ranks.
-        seed: of the order.
-        bucket_batches: global batches per window.
+        global_batch: Samples per optimizer step over all ranks.
+        seed: Seed of the order.
+        bucket_batches: Global batches per window.
         shuffle: False keeps the order of the batches of a window (evaluation).
-        order: the samples in use and their order before sorting (default: all, shuffled or as
+        order: The samples in use and their order before sorting (default: all, shuffled or as
             stored).
 
     Attributes:
-        version: identifies the order together with seed, global batch and lengths; a resumed run
+        version: Identifies the order together with seed, global batch and lengths; a resumed run
             must keep it.
     """
 
@@ -248,9 +248,8 @@ class BatchPlan:
         """Return the global batch of a 0-based step, in time independent of the step."""
         epoch, index = divmod(step, self.batches_per_epoch)
         window, position = divmod(index, self.bucket_batches)
-        key, batches = (
-            self._cached
-        )  # one tuple: the prefetch thread asks for later steps in the meantime
+        # One tuple: the prefetch thread asks for later steps in the meantime.
+        key, batches = self._cached
         if key != (epoch, window):
             batches = self._make_window(epoch, window)
             self._cached = ((epoch, window), batches)

@@ -29,7 +29,7 @@ class Codebook:
     Attributes:
         kind: `kmeans` or `fsq`.
         values: uint8 [Q, D], D values of a patch.
-        file: where it lies, if it was read or written.
+        file: File of the codes, if it was read or written.
     """
 
     kind: str
@@ -55,7 +55,7 @@ class Codebook:
         """Read `codebook.npy`, float32 [Q, D] of values in -1 .. 1.
 
         Args:
-            identity: of the codebook.
+            identity: Identity of the codebook.
             values: D.
 
         Raises:
@@ -111,8 +111,8 @@ def check_ids(ids: np.ndarray, codes: int, where: str = "the latents", first_row
 
     Args:
         codes: Q.
-        where: their file, for the error.
-        first_row: number of the first of these rows in `where`.
+        where: File of the ids, for the error.
+        first_row: Row of the first of these ids in `where`.
 
     Raises:
         UserError: an id outside 0 .. Q - 1; names the rows.

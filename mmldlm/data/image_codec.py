@@ -43,16 +43,17 @@ class ImageCodec:
     """Turns images into latents and back.
 
     Attributes:
-        size: side S of an image in pixels.
-        patch: side of a patch; N = (S / patch)^2 latents an image.
+        size: Side S of an image in pixels.
+        patch: Side of a patch; N = (S / patch)^2 latents per image.
         channels: C, 1 (gray) or 3 (RGB).
         latents: `pixels` (the values of a patch, u / 127.5 - 1), `pca` (components, largest
             variance first), `codes` (ids int64 of the nearest codes of patches, D = 1), or `vae`
             (`VaeCodec`).
         num_latents, latent_dim: N and D.
-        basis: of pca, float32 [N * D + 1, S * S * C]: the mean image, then orthonormal components.
-        basis_file: where the basis lies, if it was read from a file.
-        codebook: of codes.
+        basis: Basis of pca, float32 [N * D + 1, S * S * C]: the mean image, then orthonormal
+            components.
+        basis_file: File of the basis, if it was read from one.
+        codebook: Codebook of codes.
     """
 
     size: int
@@ -73,9 +74,8 @@ class ImageCodec:
         identity.
 
         Args:
-            source: a folder, a store's manifest, or the `identity` of a codec.
-            folder: of a manifest or an identity of kind pca or codes: the folder that has their
-                file.
+            source: Folder, store's manifest, or the `identity` of a codec.
+            folder: For a manifest or an identity of kind pca or codes: folder that has their file.
 
         Raises:
             UserError: not a codec of images, or its file is missing, damaged or another one.
@@ -341,9 +341,9 @@ class VaeCodec(ImageCodec):
     identity is kept.
 
     Attributes:
-        vae: name, source, weights_sha256 and, if it is not fp32, dtype of the autoencoder.
-        vae_folder: where it was, if it was a folder; not part of the identity.
-        module: the loaded autoencoder; None before `ready`.
+        vae: Name, source, weights_sha256 and, if it is not fp32, dtype of the autoencoder.
+        vae_folder: Folder in which it was, if it was one; not part of the identity.
+        module: Loaded autoencoder; None before `ready`.
     """
 
     vae: dict[str, Any] = field(default_factory=dict)
@@ -375,7 +375,7 @@ class VaeCodec(ImageCodec):
         """Return the codec of an autoencoder for images of a size in pixels.
 
         Args:
-            folder: that the user named, to find it again.
+            folder: Folder that the user named, to find it again.
         """
         identity = {
             "name": files.name,
@@ -418,9 +418,9 @@ class VaeCodec(ImageCodec):
         """Return the codec with its autoencoder loaded.
 
         Args:
-            folder: of the autoencoder, if it is elsewhere than the identity says.
-            device: a torch device (default: a GPU if available).
-            batch_size: images per forward pass.
+            folder: Folder of the autoencoder, if it is elsewhere than the identity says.
+            device: Torch device (default: a GPU if available).
+            batch_size: Number of images per forward pass.
 
         Raises:
             UserError: the autoencoder is not there, is another one, or is damaged.
@@ -462,9 +462,8 @@ class VaeCodec(ImageCodec):
         return self._module().encode(images)
 
     def decode(self, latents: np.ndarray) -> np.ndarray:
-        parts = range(
-            0, max(len(latents), 1), _DECODED
-        )  # as floats, large images need four times their memory
+        # As floats, large images need four times their memory.
+        parts = range(0, max(len(latents), 1), _DECODED)
         return np.concatenate(
             [ImageCodec.decode(self, latents[start : start + _DECODED]) for start in parts]
         )

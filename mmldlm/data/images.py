@@ -26,12 +26,8 @@ _FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF", "PPM")
 _DEEP_WHITE = 65535  # the largest value of 16 bits
 _DECLARED = (341, 281, 258)  # TIFF: SMaxSampleValue, MaxSampleValue, BitsPerSample
 _DIRECT = ("1", "L", "LA", "P", "PA", "RGB", "RGBA", "RGBX", "CMYK", "YCbCr")
-_CELL, _GAP, _LINE, _FONT = (
-    96,
-    8,
-    13,
-    11,
-)  # pixels: least width of a cell, its margin, a line of text, its letters
+# Pixels: least width of a cell, its margin, a line of text, its letters.
+_CELL, _GAP, _LINE, _FONT = (96, 8, 13, 11)
 _MAX_LINES = 3
 
 
@@ -54,10 +50,10 @@ def read_image(
     the file's tags declare, or `white`.
 
     Args:
-        channels: 3 (RGB) or 1 (gray, ITU-R 601-2 luma).
-        part: offset and number of bytes of the image in a larger file; None: all of it.
-        white: the largest value of gray images of 16 bits (default: as they declare, else 65,535).
-        peaks: receives the largest value of an image of 16 bits that declares no range, for a
+        channels: Number of channels, 3 (RGB) or 1 (gray, ITU-R 601-2 luma).
+        part: Offset and number of bytes of the image in a larger file; None: all of it.
+        white: Largest value of gray images of 16 bits (default: as they declare, else 65,535).
+        peaks: Receiver of the largest value of an image of 16 bits that declares no range, for a
             caller who judges many images together; None: an image that uses less than a quarter of
             the range is refused.
 
@@ -169,9 +165,8 @@ def _is_deep(image: Image.Image) -> bool:
 
 def _convert(image: Image.Image, size: int, channels: int, depth: _Depth) -> np.ndarray:
     num_frames = getattr(image, "n_frames", 1)
-    if (
-        num_frames > 1 and image.format != "MPO"
-    ):  # a stereo photograph: its first picture is the photograph
+    # A stereo photograph: its first picture is the photograph.
+    if num_frames > 1 and image.format != "MPO":
         raise UnreadableImage("several frames")
     declared, is_deep = _declared_white(image), _is_deep(image)
     image = ImageOps.exif_transpose(image)
@@ -216,9 +211,9 @@ def contact_sheet(
 
     Args:
         images: uint8 [n, H, W, C], C of 1 or 3.
-        captions: n texts; what does not fit into three lines is cut.
-        path: the PNG, written atomically.
-        columns: images a row (default: about a square sheet).
+        captions: N texts; what does not fit into three lines is cut.
+        path: PNG file, written atomically.
+        columns: Images per row (default: about a square sheet).
     """
     assert len(images) == len(captions) > 0
     factor = max(1, -(-_CELL // images.shape[1]))

@@ -66,9 +66,8 @@ def iterate_steps(
     # Without workers a GPU would idle while its process builds a batch; on a CPU a thread would
     # only take its core.
     if num_workers == 0 and torch.cuda.is_available():
-        device = (
-            torch.cuda.current_device()
-        )  # a thread starts on device 0, where pinning would open a context
+        # A thread starts on device 0, where pinning would open a context.
+        device = torch.cuda.current_device()
         batches = prefetch(loader, prefetch_factor, on_start=lambda: torch.cuda.set_device(device))
     else:
         batches = start_workers(loader)

@@ -35,8 +35,8 @@ class MixedStore:
     at a time, and manifest, root and latents_per_text are those of the largest.
 
     Args:
-        stores: of one split.
-        weights: share of each store in training; the latent statistics are those of the mixture.
+        stores: Stores of one split.
+        weights: Share of each store in training; the latent statistics are those of the mixture.
 
     Attributes:
         grids: [rows, columns] of the latents of images of several sizes, the smallest first; None:

@@ -36,14 +36,14 @@ class RunData(ABC):
     """The data of a run.
 
     Attributes:
-        config: with the keys filled in that the data decides.
-        train: training split, read by the task's collator.
-        validation: validation split.
+        config: Config with the keys filled in that the data decides.
+        train: Training split, read by the task's collator.
+        validation: Validation split.
         train_lengths: [N] int32 tokens of the training samples in use.
         validation_lengths: [M] int32 tokens of the validation samples in use.
-        source: file or folder that the data comes from, for the screen and for messages about bad
+        source: File or folder that the data comes from, for the screen and for messages about bad
             samples.
-        notes: lines for the user.
+        notes: Lines for the user.
     """
 
     config: Config
@@ -64,7 +64,7 @@ class RunData(ABC):
         """Return file or folder of a sample, and its row in it: where to look for a bad one.
 
         Args:
-            split: self.train or self.validation.
+            split: Split of the sample, self.train or self.validation.
         """
         return self.source, sample
 
@@ -235,7 +235,7 @@ def check_store_kind(store: Store, kind: str) -> None:
     """Check that a store holds what a task learns.
 
     Args:
-        kind: text or image.
+        kind: Kind of the store, text or image.
 
     Raises:
         UserError: it holds the other.
@@ -252,8 +252,8 @@ def open_splits(
     """Open and check the training and the validation split.
 
     Args:
-        max_seq_len: longest text in tokens, EOS included.
-        kind: what the task learns, text or image.
+        max_seq_len: Longest text in tokens, EOS included.
+        kind: What the task learns, text or image.
 
     Raises:
         UserError: no store, one of another kind, a damaged or empty store, unusable latents.

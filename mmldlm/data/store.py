@@ -122,10 +122,10 @@ def check_files(
     """Compare the files below `prefix` with the manifest.
 
     Args:
-        root: the store.
-        manifest: of the store.
+        root: Folder of the store.
+        manifest: Manifest of the store.
         level: `sizes`, `checksums` (SHA-256 of every byte), or `none`.
-        prefix: of the names of the files to check.
+        prefix: Prefix of the names of the files to check.
 
     Raises:
         UserError: the first file that is missing, or whose size or content differs.
@@ -177,10 +177,10 @@ def check_latents(
 
     Args:
         latents: [B, D], or [B, K, D] with K latents per text.
-        where: their file or encoder, for the error.
-        latent_dim: the expected D, if known.
-        first_row: number of the first of these rows in `where`.
-        zero_ok: zero vectors are valid, as those of an image may be.
+        where: File or encoder of the latents, for the error.
+        latent_dim: Expected D, if known.
+        first_row: Row of the first of these latents in `where`.
+        zero_ok: Whether zero vectors are valid, as those of an image may be.
 
     Raises:
         UserError: a wrong shape, NaN or infinite values, or zero vectors; names the rows.
@@ -242,18 +242,18 @@ class Store:
     """One split of a packed store, cheap to open, to pickle (by path) and to index.
 
     Args:
-        root: the folder that `mmldlm prepare` wrote.
+        root: Folder that `mmldlm prepare` wrote.
         split: `train` or `validation`.
         verify: `sizes` (compare sizes with the manifest), `checksums` (also read every byte), or
             `none`.
-        max_tokens: longer texts are truncated on reading (default: not).
+        max_tokens: Length to which longer texts are truncated on reading (default: not).
 
     Attributes:
         lengths: [N] int32 tokens per sample, as `get` returns them.
-        num_truncated: number of truncated samples.
+        num_truncated: Number of truncated samples.
         text_offsets, token_offsets: [N + 1] int64 memory maps of the offsets into texts and
             tokens.
-        token_ids: memory map of all token ids.
+        token_ids: Memory map of all token ids.
 
     Raises:
         UserError: not a store, an unknown split, damaged files, or arrays that contradict the

@@ -49,12 +49,12 @@ class SplitFindings:
     """Measurements of one split.
 
     Attributes:
-        hashes: sorted uint64 hashes of the contents of all texts.
-        norms: of all latents.
-        lengths: tokens per sample.
-        statistics: of the latents; None if some are unusable.
-        images: of a store of images.
-        num_unknown: tokens that are [UNK].
+        hashes: Sorted uint64 hashes of the contents of all texts.
+        norms: Norms of all latents.
+        lengths: Number of tokens per sample.
+        statistics: Statistics of the latents; None if some are unusable.
+        images: Measurements of a store of images.
+        num_unknown: Number of tokens that are [UNK].
     """
 
     hashes: np.ndarray = field(default_factory=lambda: np.empty(0, np.uint64))
@@ -70,9 +70,9 @@ class StoreReport:
     """The results of all checks of a store.
 
     Attributes:
-        checks: check -> its problems, one sentence each.
-        splits: split -> measurements.
-        warnings: what is no damage, but should be known.
+        checks: Check -> its problems, one sentence each.
+        splits: Split -> measurements.
+        warnings: Findings that are not damage, but should be known.
     """
 
     checks: dict[str, list[str]]
@@ -264,9 +264,8 @@ def _compare_tokens_with_texts(store: Store, problems: list[str]) -> None:
 
 
 def _examine_latents(store: Store, checks: dict[str, list[str]], found: SplitFindings) -> None:
-    if (
-        store.num_codes is not None
-    ):  # ids have neither norms nor statistics; examine_images checks their range
+    # Ids have neither norms nor statistics; examine_images checks their range.
+    if store.num_codes is not None:
         return
     where, manifest = store.root / store.split, store.manifest
     statistics, norms = LatentStatistics(store.latent_dim, len(store) * store.latents_per_text), []
@@ -327,9 +326,9 @@ class ImageFindings:
     """Measurements of the images of one split.
 
     Attributes:
-        pixels: sorted distinct uint64 hashes of the decoded images; of codes none, which may
+        pixels: Sorted distinct uint64 hashes of the decoded images; of codes none, which may
             render two images alike.
-        groups: sorted distinct groups.
+        groups: Sorted distinct groups.
     """
 
     pixels: np.ndarray = field(default_factory=lambda: np.empty(0, np.uint64))

@@ -24,14 +24,15 @@ class StoreSplit:
     """One split of a packed store, written block by block in the order of its samples.
 
     Args:
-        root: folder of the store.
-        split: its name.
-        latent_shape: of a sample's latents, [D] or [K, D].
-        vocab_size: upper bound of the token ids.
-        with_documents: also write documents.npy, the row of the document that each sample is a
-            piece of.
-        latent_dtype: float32, float16 or uint8; latents must be given in it.
-        with_groups: also write groups.npy.
+        root: Folder of the store.
+        split: Name of the split.
+        latent_shape: Shape of a sample's latents, [D] or [K, D].
+        vocab_size: Upper bound of the token ids.
+        with_documents: Whether to write documents.npy, the row of the document that each sample is
+            a piece of.
+        latent_dtype: Dtype of latents.npy and of all given latents: float32, float16, uint8 or
+            uint16.
+        with_groups: Whether to write groups.npy.
     """
 
     def __init__(
@@ -111,9 +112,9 @@ class FilesSplit:
     """One split as texts/SPLIT/*.txt, latents/SPLIT/*.npy and SPLIT_data.json (MM-LDLM's layout).
 
     Args:
-        root: the folder.
-        split: its name.
-        dataset, model: entries of every record.
+        root: Folder of the output.
+        split: Name of the split.
+        dataset, model: Entries of every record.
     """
 
     def __init__(self, root: Path, split: str, dataset: str, model: str):
@@ -167,9 +168,9 @@ class LatentStatistics:
 
     Args:
         latent_dim: D.
-        num_expected: number of rows to come; above `covariance_rows` the effective rank uses every
+        num_expected: Number of rows to come; above `covariance_rows` the effective rank uses every
             n-th block only.
-        covariance_rows: about the most rows in the covariance.
+        covariance_rows: Largest number of rows in the covariance, about.
     """
 
     def __init__(

@@ -169,7 +169,7 @@ class _ProseReader:
     """Collect the paragraphs of prose from lines.
 
     Attributes:
-        paragraphs: finished paragraphs.
+        paragraphs: Finished paragraphs.
     """
 
     def __init__(self) -> None:

@@ -46,11 +46,8 @@ CHARACTERS = "".join(
 _GLYPHS_HELD_OUT = 0.12
 FONT = Path("/usr/share/fonts/truetype/noto/NotoColorEmoji.ttf")
 _EMOJI_HELD_OUT = 0.12
-_STRIKE, _CANVAS, _TOP = (
-    109,
-    136,
-    4,
-)  # the only size of its bitmaps, their width, and the free rows above them
+# The only size of its bitmaps, their width, and the free rows above them.
+_STRIKE, _CANVAS, _TOP = (109, 136, 4)
 _SKIN_TONE = "skin tone"
 _SET_UP = "apt-get install fonts-noto-color-emoji, or give its NotoColorEmoji.ttf with --font FILE"
 
@@ -60,7 +57,7 @@ def open_glyphs(size: int, channels: int, faces: int | None = None) -> ImageCorp
     white.
 
     Args:
-        size: side of an image in pixels.
+        size: Side of an image in pixels.
         channels: 1, or 3 equal ones.
 
     Raises:
@@ -117,7 +114,7 @@ def open_emoji(
     words.
 
     Args:
-        size: side of an image in pixels.
+        size: Side of an image in pixels.
         channels: 3 (RGB) or 1 (gray).
         font_file: Noto Color Emoji with bitmaps (default: where Debian's package puts it).
 

@@ -44,12 +44,12 @@ def open_image_corpus(
     shards.
 
     Args:
-        size, channels: of the images that are read.
-        faces: of glyphs.
-        font: file of the font of emoji.
-        data_root: folder to which the image paths of a list are relative (default: that of the
+        size, channels: Side and channels of the images that are read.
+        faces: Number of faces of glyphs.
+        font: Font file of emoji.
+        data_root: Folder to which the image paths of a list are relative (default: that of the
             file).
-        white: largest value of gray images of 16 bits.
+        white: Largest value of gray images of 16 bits.
 
     Raises:
         UserError: not there, of an unknown form, or without a captioned image.
@@ -140,7 +140,7 @@ def list_folder(
     files there are.
 
     Args:
-        left_out: receives the files that are neither images nor captions.
+        left_out: Receiver of the files that are neither images nor captions.
 
     Raises:
         UserError: no image has a caption.

@@ -46,12 +46,12 @@ class ImageSample:
     """One image with one caption.
 
     Attributes:
-        image: its name, which samples of one image share: a relative path, or what is drawn.
-        caption: with single spaces.
-        group: samples that share it count as hits of each other and stay in one split; None: of
-            its own.
-        path: the file; None for a drawing.
-        part: offset and number of bytes of an image inside the file; None: all of it.
+        image: Name of the image, which its samples share: a relative path, or what is drawn.
+        caption: Caption, with single spaces.
+        group: Name of a group, whose samples count as hits of each other and stay in one split;
+            None: of its own.
+        path: File of the image; None for a drawing.
+        part: Offset and number of bytes of an image inside the file; None: all of it.
     """
 
     image: str
@@ -66,20 +66,21 @@ class ImageCorpus:
     """Samples in a reproducible order.
 
     Attributes:
-        source: its name in the manifest.
-        samples: the samples whose images are to be read.
-        read: sample -> image uint8 [S, S, C]; raises UnreadableImage.
-        unreadable: name -> reason of files of several samples that are damaged; each counts as one
+        source: Name of the corpus in the manifest.
+        samples: Samples whose images are to be read.
+        read: Function sample -> image uint8 [S, S, C]; raises UnreadableImage.
+        unreadable: Name -> reason of files of several samples that are damaged; each counts as one
             that was read.
         counts: `read` (samples listed), and `drop_<reason>` for those that are not in `samples`.
-        validation_share: of the validation split; None: that of every corpus (1,000 or 5 %).
-        words_in_training: every word of a validation caption must occur in training.
-        may_hold_out: whether a sample may be in the validation split; None: every one. The share
+        validation_share: Fraction of samples in the validation split; None: that of every corpus
+            (1,000 or 5 %).
+        words_in_training: Whether every word of a validation caption must occur in training.
+        may_hold_out: Whether a sample may be in the validation split; None: every one. The share
             is of these.
-        tokenizer: default tokenizer of its captions.
-        left_out: the files of its folder, or of its shards, that are not read.
-        peaks: receives from `read` the largest value of each image of 16 bits whose range the file
-            does not declare.
+        tokenizer: Default tokenizer of the captions.
+        left_out: Files of its folder, or of its shards, that are not read.
+        peaks: Receiver, from `read`, of the largest value of each image of 16 bits whose range the
+            file does not declare.
     """
 
     source: str

@@ -114,10 +114,10 @@ def list_shards(
     """Return the captioned images of shards, in their order.
 
     Args:
-        counts: of what is not a sample: images without caption, captions without image.
-        unreadable: receives the name and the reason of each damaged shard; what precedes the
+        counts: Counters of what is not a sample: images without caption, captions without image.
+        unreadable: Receiver of the name and the reason of each damaged shard; what precedes the
             damage is kept.
-        left_out: receives the members that are neither images nor captions.
+        left_out: Receiver of the members that are neither images nor captions.
 
     Raises:
         UserError: two shards of one name.
@@ -273,9 +273,8 @@ def _caption(
     if member.size > MAX_TEXT_BYTES:
         return {"caption": TOO_LARGE}
     file.seek(member.offset_data)
-    text = file.read(member.size).decode(
-        "utf-8-sig", errors="surrogateescape"
-    )  # counted as not Unicode later
+    # Counted as not Unicode later.
+    text = file.read(member.size).decode("utf-8-sig", errors="surrogateescape")
     if kind == ".txt":
         return {"caption": text}
     try:

@@ -37,8 +37,9 @@ class ReadUnit:
     """A part of a corpus that one rank reads.
 
     Attributes:
-        name: identifies the texts, if they are distinguishable without reading them.
-        read: yields the texts and updates the given counters.
+        name: Name that identifies the texts, as far as they are distinguishable without reading
+            them.
+        read: Function that yields the texts and updates the given counters.
     """
 
     name: str
@@ -50,15 +51,15 @@ class Corpus:
     """One pass over texts, in the order of its units.
 
     Attributes:
-        source: its name in the manifest.
-        units: its parts, in a reproducible order.
-        counts: updated by iterating: `read` (candidate texts), `drop_<reason>`, and numbers of
-            files.
-        has_documents: whether texts are documents of any length rather than sentences.
-        files: name -> file of everything that is read, by which a later launch knows the corpus
+        source: Name of the corpus in the manifest.
+        units: Parts of the corpus, in a reproducible order.
+        counts: Counters that iterating updates: `read` (candidate texts), `drop_<reason>`, and
+            numbers of files.
+        has_documents: Whether texts are documents of any length rather than sentences.
+        files: Name -> file of everything that is read, by which a later launch knows the corpus
             again.
-        left_out: the files of its folder that are not read.
-        versions: name -> version of what is not read from files.
+        left_out: Files of its folder that are not read.
+        versions: Name -> version of what is not read from files.
     """
 
     source: str
@@ -85,12 +86,13 @@ def open_corpus(
     """Open a corpus by name.
 
     Args:
-        name: see the module.
-        text_field: the field of a record that holds the text (default: `text`, or that of the
-            dataset; records of images with captions are texts only if it is given).
-        max_documents: read only the first texts.
-        sentences: split every text into sentences.
-        whole_files: each .txt file of a folder is one text (default: split into sentences).
+        name: Name of the corpus; see the module.
+        text_field: Field of a record that holds the text (default: `text`, or that of the dataset;
+            records of images with captions are texts only if it is given).
+        max_documents: Largest number of texts to read.
+        sentences: Whether to split every text into sentences.
+        whole_files: Whether each .txt file of a folder is one text (default: split into
+            sentences).
 
     Raises:
         UserError: the path does not exist, has no text files, is of an unknown kind, or lists

@@ -44,16 +44,8 @@ IMAGE_SUFFIXES = (
     ".ppm",
     ".pgm",
 )
-_NOT_READ = (
-    ".heic",
-    ".heif",
-    ".avif",
-    ".jp2",
-    ".jxl",
-    ".svg",
-    ".tga",
-    ".dng",
-)  # images that are not supported
+# Images that are not supported.
+_NOT_READ = (".heic", ".heif", ".avif", ".jp2", ".jxl", ".svg", ".tga", ".dng")
 _ALWAYS = ("image", "image_path")
 # Names that records of texts have, too: they count where the value ends like the name of an image.
 _PERHAPS = (
@@ -101,7 +93,7 @@ class FileUnit:
     file.
 
     Attributes:
-        errors: as in bytes.decode; `strict`: a file that is not UTF-8 is an error.
+        errors: Error handler of bytes.decode; `strict`: a file that is not UTF-8 is an error.
     """
 
     path: Path
@@ -160,7 +152,8 @@ class FileUnit:
         """Yield (first byte, value) of every line of JSON; lines of white space are no records.
 
         Args:
-            keep_bad: yield None for a line that is not JSON, if it is not the first one.
+            keep_bad: Whether to yield None for a line that is not JSON, if it is not the first
+                one.
 
         Raises:
             UserError: a line is not JSON.
@@ -367,7 +360,7 @@ def parquet_units(
     """Return the (name, reader) of every row group of a parquet file.
 
     Args:
-        text_field: the column of texts (default: `text`, of a file without a column of images).
+        text_field: Column of texts (default: `text`, of a file without a column of images).
 
     Raises:
         UserError: pyarrow is not installed, the file is not parquet, it is one of images with
@@ -458,7 +451,7 @@ def image_column(names: list[str], is_picture: list[bool]) -> str | None:
     """Return the column of a table that holds or names images; None for a table of texts.
 
     Args:
-        names: of the columns.
-        is_picture: whether each holds the bytes of files, as datasets of images do.
+        names: Names of the columns.
+        is_picture: Whether each column holds the bytes of files, as datasets of images do.
     """
     return next((name for name, holds in zip(names, is_picture) if holds or name in _ALWAYS), None)

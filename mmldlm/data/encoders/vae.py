@@ -51,10 +51,11 @@ class ImageVae:
     """A frozen autoencoder on the CPU or on one GPU.
 
     Args:
-        files: of the autoencoder.
-        device: a torch device.
-        dtype: fp32 or bf16.
-        batch_size: images per forward pass (default: as many as a bound of pixels allows).
+        files: Files of the autoencoder.
+        device: Torch device.
+        dtype: Precision, fp32 or bf16.
+        batch_size: Number of images per forward pass (default: as many as a bound of pixels
+            allows).
 
     Raises:
         UserError: diffusers is not installed, or the files are damaged.

@@ -37,7 +37,7 @@ def find_samples(
     """Return split -> samples of a folder, and count files without a partner.
 
     Args:
-        left_out: receives the files that are part of no sample, such as those of other folders.
+        left_out: Receiver of the files that are part of no sample, such as those of other folders.
 
     Raises:
         UserError: an unknown layout.

@@ -336,9 +336,8 @@ class _Packer:
                         f"{int(ids.min())}..{int(ids.max())} in {sample.tokens_path}",
                         "give the --tokenizer that made them",
                     )
-                ids = ids[
-                    ~np.isin(ids, list(self.specials))
-                ]  # CLS, SEP and PAD are not part of a text
+                # CLS, SEP and PAD are not part of a text.
+                ids = ids[~np.isin(ids, list(self.specials))]
                 return self.tokenizer.decode(ids), ids
             text = sample.text if sample.text is not None else _read_text(sample.text_path)
         except (OSError, ValueError, IndexError) as error:

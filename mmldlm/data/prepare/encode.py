@@ -39,7 +39,7 @@ class EncodeResult:
     Attributes:
         is_ok: [N] whether each text has a latent.
         latents: [M, D] float32 of the M texts that have one, or [M, K, D] with K latents per text.
-        reasons: position in the shard -> reason of a missing latent.
+        reasons: Position in the shard -> reason of a missing latent.
         is_cut: [N] whether each text is longer than the encoder reads.
     """
 
@@ -59,11 +59,11 @@ def encode(
     """Encode texts; retry those on which the encoder fails one by one.
 
     Args:
-        encoder: the sentence encoder.
-        texts: of one shard.
-        retries: attempts per text after the failure of its batch.
-        progress: called with the number of texts done since the last call.
-        latents_per_text: number of pieces per text (`split_into_parts`); a text is valid if all
+        encoder: Sentence encoder.
+        texts: Texts of one shard.
+        retries: Attempts per text after the failure of its batch.
+        progress: Function that is called with the number of texts done since the last call.
+        latents_per_text: Number of pieces per text (`split_into_parts`); a text is valid if all
             its pieces are.
 
     Raises:
@@ -185,9 +185,8 @@ def write_encoded(path: Path, encoded: EncodeResult) -> None:
 def read_encoded(path: Path) -> EncodeResult:
     """Read a shard of latents, with its CRCs checked."""
     file = read_npz(path)
-    is_cut = file.get(
-        "is_cut", np.zeros(len(file["is_ok"]), bool)
-    )  # work of an earlier version has none
+    # Work of an earlier version has none.
+    is_cut = file.get("is_cut", np.zeros(len(file["is_ok"]), bool))
     return EncodeResult(file["is_ok"], file["latents"], _reasons(file), is_cut)
 
 

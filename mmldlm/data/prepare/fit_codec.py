@@ -114,7 +114,7 @@ def fit_kmeans(patches: np.ndarray, count: int, seed: int) -> Codebook:
     Args:
         patches: uint8 [M, D] with at least `count` distinct ones (`distinct_patches`).
         count: Q.
-        seed: of the first codes.
+        seed: Seed of the first codes.
     """
     points, weights = distinct_patches(patches)
     assert len(points) >= count
@@ -192,8 +192,8 @@ def fit_components(blocks: Iterable[np.ndarray], count: int) -> tuple[np.ndarray
     """Fit the components of largest variance (Hotelling, 1933).
 
     Args:
-        blocks: images float32 [B, S, S, C].
-        count: number of components M, below the number of images.
+        blocks: Images float32 [B, S, S, C].
+        count: Number of components M, below the number of images.
 
     Returns:
         float32 [M + 1, S * S * C], the mean and then the components, each with its largest entry

@@ -80,7 +80,7 @@ class ImageSplit:
         shards: Images of its corpus.
         rows: [N] ascending rows of its corpus.
         captions, tokens: N texts and their token ids.
-        groups: [N] int64.
+        groups: [N] int64 groups.
     """
 
     shards: ImageShards

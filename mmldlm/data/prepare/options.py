@@ -92,9 +92,8 @@ class PrepareOptions:
         }
         for key in ("corpus", "validation_corpus", "tokenizer", "encoder"):
             value = values.get(key)
-            if (
-                value and Path(value).exists()
-            ):  # the folders of this machine are not part of the identity
+            # The folders of this machine are not part of the identity.
+            if value and Path(value).exists():
                 values[key] = Path(value).resolve().name
         if "datasets" in values:
             names = [
@@ -122,7 +121,7 @@ def diff_options(found: dict[str, Any], requested: dict[str, Any]) -> list[str]:
             values.get(key, getattr(defaults, key, None)) for values in (found, requested)
         )
         if before != now:
-            name = "CORPUS" if key == "corpus" else f"--{key.replace('_', '-')}"
+            name = "CORPUS" if key == "corpus" else _flag(key)
             lines.append(f"{name} was {_format_value(before)}, now {_format_value(now)}")
     return lines
 
@@ -138,7 +137,7 @@ def _format_value(value: Any) -> str:
 
 
 def check_options(options: PrepareOptions) -> Path:
-    """Check the values of options; return the output folder, links resolved.
+    """Check the values of options for texts; return the output folder, links resolved.
 
     Raises:
         UserError: a value is out of range or unknown.
@@ -165,36 +164,25 @@ def check_options(options: PrepareOptions) -> Path:
             str(options.latents_per_text),
             "give fewer latents, or longer texts with --max-tokens",
         )
-    for name, known in (
-        ("overlong", (None, *OVERLONG)),
-        ("layout", LAYOUTS),
-        ("pooling", (None, *POOLINGS)),
-    ):
-        if getattr(options, name) not in known:
-            choices = ", ".join(choice for choice in known if choice)
+    choices = {"overlong": OVERLONG, "layout": LAYOUTS, "pooling": POOLINGS}
+    for name, known in choices.items():
+        value = getattr(options, name)
+        if value not in known and not (value is None and name != "layout"):
             raise UserError(
-                f"--{name} among: {choices}", str(getattr(options, name)), "choose one of these"
+                f"--{name} among: {', '.join(known)}", str(value), "choose one of these"
             )
-    positive = (
+    _check_positive(
+        options,
         "max_samples",
         "validation_samples",
         "batch_tokens",
         "batch_size",
         "max_documents",
         "max_length",
+        "latent_dim",
+        "latents_per_text",
     )
-    for name in (*positive, "latent_dim", "latents_per_text"):
-        value = getattr(options, name)
-        if value is not None and value < 1:
-            raise UserError(
-                f"--{name.replace('_', '-')} of at least 1", str(value), "give a positive number"
-            )
-    if not 0 <= options.max_quarantined <= 1:
-        raise UserError(
-            "--max-quarantined from 0 to 1",
-            str(options.max_quarantined),
-            "give a share, such as 0.01",
-        )
+    _check_max_quarantined(options)
     if options.datasets and options.corpus != DEFAULT_CORPUS:
         raise UserError(
             "a CORPUS or --datasets",
@@ -204,11 +192,32 @@ def check_options(options: PrepareOptions) -> Path:
     return output_root(options.output_dir)
 
 
+def _check_positive(options: PrepareOptions | ImageOptions, *names: str) -> None:
+    for name in names:
+        value = getattr(options, name)
+        if value is not None and value < 1:
+            raise UserError(f"{_flag(name)} of at least 1", str(value), "give a positive number")
+
+
+def _check_max_quarantined(options: PrepareOptions | ImageOptions) -> None:
+    if not 0 <= options.max_quarantined <= 1:
+        raise UserError(
+            "--max-quarantined from 0 to 1",
+            str(options.max_quarantined),
+            "give a share, such as 0.01",
+        )
+
+
+def _flag(name: str) -> str:
+    """Return the option on the command line that sets a field."""
+    return f"--{name.replace('_', '-')}"
+
+
 def to_arguments(options: Any) -> list[str]:
     """Return a command line that parses to these options, of texts or of images (a dataclass)."""
     defaults, args = type(options)(options.output_dir), []
     for name, value in asdict(options).items():
-        flag = f"--{name.replace('_', '-')}"
+        flag = _flag(name)
         if name == "corpus" or (value == getattr(defaults, name) and name != "output_dir"):
             continue
         if isinstance(value, bool):
@@ -300,9 +309,8 @@ def complete_options(options: ImageOptions) -> ImageOptions:
     if vae is not None:
         return _complete_for_vae(options, vae)
     size = options.image_size or (16 if is_glyphs else 32)
-    has_codes = options.latents.startswith(
-        "codes:"
-    )  # the fewer values a code stands for, the sharper the image
+    # The fewer values a code stands for, the sharper the image.
+    has_codes = options.latents.startswith("codes:")
     return replace(
         options,
         image_size=size,
@@ -328,7 +336,7 @@ def _complete_for_vae(options: ImageOptions, vae: VaeFiles) -> ImageOptions:
     """
     for name, own in (("patch_size", vae.patch), ("channels", vae.channels)):
         if getattr(options, name) not in (None, own):
-            flag = f"--{name.replace('_', '-')}"
+            flag = _flag(name)
             raise UserError(
                 f"{flag} {own}, that of {options.latents}",
                 str(getattr(options, name)),
@@ -339,24 +347,20 @@ def _complete_for_vae(options: ImageOptions, vae: VaeFiles) -> ImageOptions:
 
 
 def check_image_options(options: ImageOptions) -> Path:
-    """Check the values of completed options; return the output folder, links resolved.
+    """Check the values of completed options for images; return the output folder, links resolved.
 
     Raises:
         UserError: a value is out of range, unknown, or not read by this corpus.
     """
-    for name in (
+    _check_positive(
+        options,
         "image_size",
         "patch_size",
         "max_samples",
         "validation_samples",
         "max_tokens",
         "batch_size",
-    ):
-        value = getattr(options, name)
-        if value is not None and value < 1:
-            raise UserError(
-                f"--{name.replace('_', '-')} of at least 1", str(value), "give a positive number"
-            )
+    )
     size, patch = options.image_size, options.patch_size
     if size % patch:
         raise UserError(
@@ -370,12 +374,7 @@ def check_image_options(options: ImageOptions) -> Path:
             str(options.white),
             "give the largest value, 4095 for 12 bits",
         )
-    if not 0 <= options.max_quarantined <= 1:
-        raise UserError(
-            "--max-quarantined from 0 to 1",
-            str(options.max_quarantined),
-            "give a share, such as 0.01",
-        )
+    _check_max_quarantined(options)
     _check_latents(options)
     corpus = Path(options.corpus)
     is_list = kind_of(corpus) == "jsonl" or corpus.suffix.lower() in (".json", ".csv")
@@ -388,7 +387,7 @@ def check_image_options(options: ImageOptions) -> Path:
         ("batch_size", "--latents vae:NAME_OR_FOLDER", options.vae is not None),
     ):
         if getattr(options, name) is not None and not used:
-            flag = f"--{name.replace('_', '-')}"
+            flag = _flag(name)
             found = f"the corpus {options.corpus}, --latents {options.latents}"
             raise UserError(f"{flag} with {readers}", found, f"leave {flag} out")
     if options.dtype not in (None, "fp32", "bf16"):

@@ -85,9 +85,9 @@ def check_output_free(root: Path, force: bool, plan: dict[str, Any] | None = Non
     """Check that the output folder is free or, with `force`, a store that may be replaced.
 
     Args:
-        root: the output folder.
-        force: replace an existing store.
-        plan: of this preparation, to describe how an existing store differs.
+        root: Output folder.
+        force: Whether to replace an existing store.
+        plan: Plan of this preparation, to describe how an existing store differs.
 
     Raises:
         UserError: the folder is in use.

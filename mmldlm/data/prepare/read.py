@@ -55,7 +55,7 @@ class TextShards:
 
     Attributes:
         hashes: [N] uint64 content hashes.
-        counts: counters of reading: texts read, and texts dropped by reason.
+        counts: Counters of reading: texts read, and texts dropped by reason.
     """
 
     def __init__(self, folders: Sequence[Path]):
@@ -120,8 +120,8 @@ def read_images(
     reasons of the rest.
 
     Args:
-        codec: that encodes them at once, because pixels would need much more space; None: pixels
-            are written.
+        codec: Codec that encodes them at once, because pixels would need much more space; None:
+            pixels are written.
     """
     images, places, reasons = [], [], {}
     corpus.peaks.clear()
@@ -183,8 +183,8 @@ class ImageShards:
     Attributes:
         rows: [N] int64 rows whose image was read, ascending.
         hashes: [N] uint64 hashes of their pixels.
-        reasons: row -> why its image could not be read.
-        peaks: largest value of each image of 16 bits that declares no range.
+        reasons: Row -> reason why its image could not be read.
+        peaks: Largest value of each image of 16 bits that declares no range.
     """
 
     def __init__(self, paths: Sequence[Path]):

@@ -24,7 +24,7 @@ class Samples:
     """References to samples in the shards of the tokenizing stage, in corpus order.
 
     Attributes:
-        paths: the shards.
+        paths: Files of the shards.
         shards, pieces: [N] shard and position in it of each sample.
         rows: [N] row of its text in the corpus.
         hashes: [N] uint64 hash of its own content.
@@ -165,9 +165,8 @@ def collect_samples(
         counts["drop_piece_too_short"] += dropped
     samples = samples.take(np.lexsort((samples.pieces, samples.shards, samples.rows)))
     if not keep_duplicates and (counts["truncated"] or num_chunked):
-        first = first_occurrences(
-            samples.hashes
-        )  # texts that differed only after the cut are equal now
+        # Texts that differed only after the cut are equal now.
+        first = first_occurrences(samples.hashes)
         counts["drop_duplicate"] += len(samples) - len(first)
         samples = samples.take(first)
     return samples
@@ -302,12 +301,12 @@ def split_groups(
     """Choose whole groups for validation, in the order of the hashes of their samples.
 
     Args:
-        groups, order_hashes: [N] of every sample.
-        requested: number of validation samples (at most; groups that would exceed it are passed
+        groups, order_hashes: [N] groups and hashes of the samples.
+        requested: Number of validation samples (at most; groups that would exceed it are passed
             over).
-        share: of the eligible samples, where no number is requested; None: 1,000 or 5 %.
-        seed: of the order.
-        words: of every caption; a group is passed over if a word of it would be missing from
+        share: Fraction of the eligible samples, where no number is requested; None: 1,000 or 5 %.
+        seed: Seed of the order.
+        words: Words of every caption; a group is passed over if a word of it would be missing from
             training.
         eligible: [N] bool, whether a sample may be in validation; a group is passed over if one of
             it may not.

@@ -21,7 +21,7 @@ class RankProgress:
     """Progress of one stage, counted over all ranks and displayed by rank 0.
 
     Attributes:
-        total: number of items of the stage over all ranks.
+        total: Number of items of the stage over all ranks.
     """
 
     def __init__(self, console: Console, queue: TaskQueue, label: str, unit: str, total: int = 0):

@@ -24,9 +24,9 @@ class LengthRules:
     """The lengths of samples, and the treatment of longer texts.
 
     Attributes:
-        min_tokens, max_tokens: bounds of a sample.
-        overlong: `drop`, `truncate` or `chunk`.
-        latents_per_text: samples with fewer characters than latents are too short.
+        min_tokens, max_tokens: Bounds of a sample.
+        overlong: Treatment of longer texts: `drop`, `truncate` or `chunk`.
+        latents_per_text: Number of latents; samples with fewer characters are too short.
     """
 
     min_tokens: int
