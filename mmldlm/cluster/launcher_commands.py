@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import os
 import sys
 from collections.abc import Sequence
@@ -14,6 +15,18 @@ from mmldlm.utils.entry_point import module_command
 
 PACKAGE = Path(__file__).resolve().parents[1]
 TRAIN = str(PACKAGE / "train.py")
+
+
+def train_arguments(options: argparse.Namespace) -> list[str]:
+    """Return the arguments of train.py that correspond to a command line."""
+    given = (
+        ("--config-name", options.config_name),
+        ("--config", options.config),
+        ("--deepspeed_config", options.deepspeed_config),
+    )
+    return [text for name, value in given if value for text in (name, value)] + list(
+        options.overrides
+    )
 
 
 def deepspeed_command(

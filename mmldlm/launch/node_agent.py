@@ -17,10 +17,10 @@ import subprocess
 import sys
 import time
 
+from mmldlm.cluster.agent import serve
+from mmldlm.cluster.connections import port_owner
 from mmldlm.launch import state_files
 from mmldlm.launch.rank_wrapper import LAUNCH_ID_VAR, launch_file, state_file
-from mmldlm.preflight.remote.agent import ACTIONS, serve
-from mmldlm.preflight.remote.connections import port_owner
 from mmldlm.utils.processes import list_ancestors, list_pids, read_command, read_stat
 from mmldlm.utils.stop_signals import keep_exit_codes
 
@@ -234,9 +234,8 @@ def main() -> int:
         stop,
         release,
     )
-    actions = {**ACTIONS, **{action.__name__: action for action in own}}
     try:
-        serve(actions, IDLE_TIMEOUT)
+        serve({action.__name__: action for action in own}, IDLE_TIMEOUT)
     finally:
         _release_ports()
         for launch in list(_launches):

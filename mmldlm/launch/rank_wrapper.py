@@ -97,7 +97,7 @@ def main() -> int:
     last_lines = _stream_log(child, log, to_screen=rank == 0 and sys.stdout is not None)
     code = child.wait()
     if code == -signal.SIGBUS:
-        from mmldlm.launch.sigbus_report import explain_sigbus
+        from mmldlm.launch.local_launcher import explain_sigbus
 
         last_lines.append(f"rank {rank} ended with SIGBUS: {explain_sigbus(launch['args'])}")
     code = code if code >= 0 else 128 - code

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import importlib
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
+from typing import Any
 
 PASS, WARN, FAIL, SKIP, ERROR = "PASS", "WARN", "FAIL", "SKIP", "ERROR"
 SCOPES = ("head", "node", "pair", "cluster")
@@ -100,17 +100,9 @@ def check(id: str, level: int, scope: str, title: str):
     return register
 
 
-def all_checks() -> list[Check]:
-    """Return every check, by level, then in the order of checks.MODULES and of each file."""
-    from mmldlm.preflight import checks
-
-    modules = [f"{checks.__name__}.{name}" for name in checks.MODULES]
-    for module in modules:
-        importlib.import_module(module)
-    registered = [found for found in _REGISTRY.values() if found.function.__module__ in modules]
-    return sorted(
-        registered, key=lambda found: (found.level, modules.index(found.function.__module__))
-    )
+def registered_checks() -> list[Check]:
+    """Return the checks of all imported files, in the order of their registration."""
+    return list(_REGISTRY.values())
 
 
 def run_check(found: Check, context) -> list[Result]:
@@ -130,3 +122,9 @@ def run_check(found: Check, context) -> list[Result]:
         )
         result.seconds = round(time.perf_counter() - started, 3)
     return results
+
+
+def majority(values: dict[str, Any]) -> Any:
+    """Return the value of most nodes; in a tie, that of the first node."""
+    counted = list(values.values())
+    return max(counted, key=counted.count) if counted else None

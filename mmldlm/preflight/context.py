@@ -6,10 +6,12 @@ import argparse
 from dataclasses import dataclass, field
 from typing import Any
 
+from mmldlm.cluster.agent import AgentFailure
+from mmldlm.cluster.env_propagation import propagated_variables, run_variables
 from mmldlm.cluster.hostfile import Node
 from mmldlm.config.schema import Config
+from mmldlm.engines.deepspeed_config import resolve_stage
 from mmldlm.errors import UserError
-from mmldlm.preflight.remote.ssh import AgentFailure
 
 Facts = dict[str, dict[str, Any]]
 
@@ -25,7 +27,7 @@ class Context:
         hostfile_error: why the hostfile cannot be used.
         config: resolved config.
         config_error: why the config is invalid.
-        data_facts: result of dynamic/data_probe.py: samples, model sizes, or errors of data and
+        data_facts: result of checks/config.py's child: samples, model sizes, or errors of data and
             engine.
         data_probe_error: why the data probe failed.
         head: probe -> {"value"} or {"error"} of this machine.
@@ -112,7 +114,6 @@ class Context:
 
     def engine_plan(self) -> str:
         """Return the engine of the config as an entry of memory_model.PLANS."""
-        from mmldlm.engines.deepspeed_config import resolve_stage
 
         kind = self.config.engine.kind
         if kind == "deepspeed":
@@ -145,7 +146,6 @@ class Context:
         environment plus the variables that the launcher is known to propagate. None if the
         launcher starts ranks in shells unknown here.
         """
-        from mmldlm.cluster.env_propagation import propagated_variables, run_variables
 
         if name in self.launched:
             return self.launched[name]["variables"]
@@ -158,20 +158,26 @@ class Context:
             propagated = propagated_variables(self.launcher, self.has_gpus())
         return None if login is None or propagated is None else {**login, **propagated}
 
-
-def train_arguments(options: argparse.Namespace) -> list[str]:
-    """Return the arguments of train.py that correspond to a command line."""
-    given = (
-        ("--config-name", options.config_name),
-        ("--config", options.config),
-        ("--deepspeed_config", options.deepspeed_config),
-    )
-    return [text for name, value in given if value for text in (name, value)] + list(
-        options.overrides
-    )
-
-
-def majority(values: dict[str, Any]) -> Any:
-    """Return the value of most nodes; in a tie, that of the first node."""
-    counted = list(values.values())
-    return max(counted, key=counted.count) if counted else None
+    def data_address(self, name: str) -> str:
+        """Return the address that ranks on a node publish: of GLOO_SOCKET_IFNAME, else of the
+        node's own name.
+        """
+        network = self.value(name, "network") or {}
+        interfaces = network.get("interfaces", [])
+        interface = (self.environment_on(name) or {}).get("GLOO_SOCKET_IFNAME")
+        # NET001 reports an unusable interface; the connections are then tested over a usable one.
+        by_name = {
+            e["name"]: e["address"]
+            for e in interfaces
+            if e["address"] and e["up"] and not e["loopback"]
+        }
+        if interface in by_name:
+            return by_name[interface]
+        own = [
+            a
+            for a in network.get("hostname_addresses", [])
+            if not a.startswith("127.") and a in by_name.values()
+        ]
+        if own:
+            return own[0]
+        return (network.get("route_to_master") or {}).get("source") or name

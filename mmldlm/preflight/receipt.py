@@ -13,7 +13,7 @@ from typing import Any
 
 from mmldlm.config.schema import Config
 from mmldlm.config.section import FilledFromData, Section
-from mmldlm.preflight.probes.system import code, versions
+from mmldlm.preflight.checks.versions import code, versions
 from mmldlm.utils.atomic_files import write_bytes
 from mmldlm.utils.input_files import read_bytes, read_text
 

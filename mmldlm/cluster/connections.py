@@ -1,21 +1,28 @@
-"""TCP connections between nodes: listening sockets of an agent, and measured exchanges with the
-other agents.
+"""TCP connections between nodes: listening sockets, measured exchanges, small packets.
+
+Run as a module it is the ProxyCommand of ssh for such logins: HOST PORT.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
+import select
+import shlex
 import socket
 import struct
+import subprocess
+import sys
 import threading
 import time
+from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 
-from mmldlm.preflight.remote.small_packets import SEGMENT
+from mmldlm.utils import run_module
 from mmldlm.utils.formatting import describe_os_error
 from mmldlm.utils.processes import list_pids, read_command
 
+SEGMENT = 500  # bytes; every IPv4 path accepts them
 CONNECT_SECONDS = 3.0
 EXCHANGE_SECONDS = 6.0
 # Bytes per direction of a connection: enough segments to detect one percent loss, few enough for a
@@ -190,3 +197,56 @@ def _open_files(pid: int):
         for fd in os.listdir(f"/proc/{pid}/fd"):
             with contextlib.suppress(OSError):  # closed in the meantime
                 yield os.readlink(f"/proc/{pid}/fd/{fd}")
+
+
+def login_works(ssh: Iterable[str]) -> bool:
+    """Return whether a login succeeds if no packet of either direction carries more than SEGMENT
+    bytes.
+
+    A jump host of the user's configuration is bypassed; the result is then False if only the jump
+    host is reachable.
+
+    Args:
+        ssh: command line of ssh that ends with the host name.
+    """
+    *options, name = ssh
+    path = shlex.join([sys.executable, run_module.__file__, "mmldlm.cluster.connections"]).replace(
+        "%", "%%"
+    )
+    command = [*options, "-o", f"ProxyCommand={path} %h %p", name, "true"]
+    try:
+        return (
+            subprocess.run(
+                command, stdin=subprocess.DEVNULL, capture_output=True, timeout=12
+            ).returncode
+            == 0
+        )
+    except subprocess.TimeoutExpired:
+        return False
+
+
+def relay(host: str, port: int) -> None:
+    """Copy stdin to a connection with small segments, and the connection to stdout, until either
+    ends.
+    """
+    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as connection:
+        connection.setsockopt(
+            socket.IPPROTO_TCP, socket.TCP_MAXSEG, SEGMENT
+        )  # announced to the peer too
+        connection.settimeout(CONNECT_SECONDS)
+        connection.connect((host, port))
+        connection.settimeout(None)
+        while True:
+            ready = select.select([0, connection], [], [])[0]
+            data = os.read(0, 1 << 16) if 0 in ready else connection.recv(1 << 16)
+            if not data:
+                return
+            if 0 in ready:
+                connection.sendall(data)
+            else:
+                sys.stdout.buffer.write(data)
+                sys.stdout.buffer.flush()
+
+
+if __name__ == "__main__":
+    relay(sys.argv[1], int(sys.argv[2]))

@@ -1,4 +1,4 @@
-"""Leftover ranks, stale build locks and build caches.
+"""Leftovers of earlier runs on a node: ranks, locks of builds, build caches.
 
 They are reported, never killed or deleted.
 """
@@ -11,9 +11,22 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from mmldlm.preflight.probes.storage import file_system
+from mmldlm.preflight.check import check, fail, ok, warn
+from mmldlm.preflight.checks.storage import file_system
 from mmldlm.utils.processes import ProcessStat, list_ancestors, list_pids, read_command, read_stat
 
+NETWORK_FILE_SYSTEMS = (
+    "nfs",
+    "lustre",
+    "gpfs",
+    "beegfs",
+    "ceph",
+    "cifs",
+    "smb",
+    "fuse.",
+    "9p",
+    "wekafs",
+)
 # Parts of the command line of a rank or launcher of this project.
 _MARKS = ("mmldlm/train.py", "mmldlm.train", "deepspeed.launcher.launch")
 _BUILDERS = ("ninja", "nvcc", "cc1plus", "g++", "c++", "clang")
@@ -94,3 +107,68 @@ def _running() -> Iterator[tuple[int, list[str], ProcessStat]]:
         command, stat = read_command(pid), read_stat(pid)
         if command and stat is not None:
             yield pid, command, stat
+
+
+def _ssh_prefix(context, name: str) -> str:
+    """Return the prefix of a shell command for a node."""
+    return "" if context.local else f"ssh {name} "
+
+
+@check("PROC001", 1, "node", "leftover ranks")
+def no_leftover_ranks(context):
+    """No rank or launcher of an earlier run is alive."""
+    for name, found in context.probe_values("processes").items():
+        # Only the user can distinguish a leftover from a running launch.
+        for entry in found:
+            measured = (
+                f"pid {entry['pid']} of {entry['user']}, {entry['age']} s old: {entry['command']}"
+            )
+            fix = f"if it is a leftover: {_ssh_prefix(context, name)}kill {entry['pid']}"
+            if not entry["own"]:
+                fix = (
+                    "another user's: check that the node has space for both, or ask"
+                    f" {entry['user']} to end it"
+                )
+            yield warn(measured, "no other rank", fix, name)
+        if not found:
+            yield ok("none", name)
+
+
+@check("JIT001", 1, "node", "build locks")
+def no_stale_locks(context):
+    """torch's extension cache has no lock of a killed JIT build, on which torch would wait
+    forever.
+    """
+    for name, found in context.probe_values("locks").items():
+        stale = [entry for entry in found if entry["stale"]]
+        for entry in stale:
+            measured = f"{entry['path']}, {entry['age']} s old, without a running compiler"
+            yield fail(
+                measured,
+                "no lock without its build",
+                f"{_ssh_prefix(context, name)}rm {entry['path']}",
+                name,
+            )
+        if not stale:
+            yield ok("none", name)
+
+
+@check("JIT002", 1, "node", "build caches")
+def caches_are_local(context):
+    """torch and Triton compile to a local disk; on a shared one, the ranks of all nodes race for
+    the cache.
+    """
+    for name, found in context.probe_values("caches").items():
+        shared = {
+            k: v for k, v in found.items() if v["file_system"].startswith(NETWORK_FILE_SYSTEMS)
+        }
+        for variable, cache in shared.items():
+            measured = f"{cache['folder']} is on {cache['file_system']}"
+            yield warn(
+                measured,
+                "a local disk",
+                f"export {variable}=/tmp/$USER/{variable.lower()} (propagated: ENV002)",
+                name,
+            )
+        if not shared:
+            yield ok("local", name)

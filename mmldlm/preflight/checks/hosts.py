@@ -2,7 +2,58 @@
 
 from __future__ import annotations
 
+import os
+import platform
+import socket
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from mmldlm.cluster.agent import AgentFailure, AgentPool, ssh_command
+from mmldlm.cluster.connections import SEGMENT, login_works
 from mmldlm.preflight.check import ERROR, Result, check, fail, ok, skip, warn
+
+
+def identity(args: dict) -> dict:
+    """Return the identity of the machine: two names of it share the boot id and the namespaces."""
+    boot = Path("/proc/sys/kernel/random/boot_id")
+    spaces = [
+        os.readlink(f"/proc/self/ns/{kind}")
+        for kind in ("net", "pid", "uts")
+        if Path("/proc/self/ns").is_dir()
+    ]
+    return {
+        "hostname": socket.gethostname(),
+        "machine": "/".join(
+            [
+                boot.read_text(encoding="utf-8").strip() if boot.exists() else platform.node(),
+                *spaces,
+            ]
+        ),
+        "uptime": float(Path("/proc/uptime").read_text(encoding="utf-8").split()[0])
+        if Path("/proc/uptime").exists()
+        else None,
+        "user": os.environ.get("USER") or str(os.getuid()),
+        "time": time.time(),
+    }
+
+
+def detect_lost_packets(context, pool: AgentPool) -> None:
+    """Retry logins that timed out with small packets; where those succeed, the MTU is the
+    cause.
+    """
+    options = context.options
+    late = {
+        name: failure for name, failure in pool.failures.items() if "timed out" in failure.message
+    }
+    with ThreadPoolExecutor(max(len(late), 1)) as executor:
+        commands = [ssh_command(name, options.ssh_port, options.ssh_option) for name in late]
+        for (name, failure), works in zip(
+            late.items(), executor.map(login_works, commands), strict=True
+        ):
+            if works:
+                message = f"{failure.message}; with packets of {SEGMENT} bytes it works"
+                pool.failures[name] = AgentFailure("mtu", message)
 
 
 @check("HOST001", 0, "head", "hostfile")

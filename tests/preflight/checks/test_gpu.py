@@ -1,4 +1,4 @@
-"""GPUs, limits and leftovers on facts written by hand, without such machines."""
+"""GPUs on facts written by hand, without such machines."""
 
 from __future__ import annotations
 
@@ -64,60 +64,4 @@ def test_another_driver_warns_on_the_odd_node():
     )
     assert (
         found["b"].status == WARN and "535.1" in found["b"].measured and found["a"].status == PASS
-    )
-
-
-def test_a_full_temporary_folder_fails_on_its_node():
-    sound = {"folder": "/tmp", "free": GIB, "bytes": 1 << 20}
-    full = {**sound, "folder": "/job/tmp", "free": 0, "error": "No space left on device"}
-    found = run("LIM004", make_context(("a", "b"), temporary={"a": sound, "b": full}))
-    assert found["a"].status == PASS and found["b"].status == FAIL and "/job/tmp" in found["b"].fix
-
-
-@pytest.mark.parametrize(
-    ("nofile", "slots", "entry", "status"),
-    [
-        (1024, 1, {}, PASS),  # what an ordinary user's login has; on a CPU that trains
-        (256, 1, {}, FAIL),
-        (1024, 16, {}, FAIL),  # 48 ranks
-        (1024, 1, gpu(), WARN),
-        (4096, 1, gpu(), PASS),
-        (-1, 16, gpu(), PASS),
-    ],
-)
-def test_open_files(nofile, slots, entry, status):
-    found = gpus(entry) if entry else {"absent": "no NVIDIA driver"}
-    context = make_context(slots=slots, limits={"nofile": nofile}, gpus=found)
-    assert {r.status for r in run("LIM003", context).values()} == {status}
-
-
-def test_another_users_rank_is_not_to_be_killed():
-    entry = {"pid": 7, "user": "eve", "age": 9, "command": "python mmldlm/train.py"}
-    (own, other) = (
-        run("PROC001", make_context(processes=[{**entry, "own": own}]))["a"]
-        for own in (True, False)
-    )
-    assert "kill 7" in own.fix and "kill" not in other.fix and "ask eve" in other.fix
-
-
-def test_a_build_cache_on_a_network_file_system_warns():
-    place = {"TORCH_EXTENSIONS_DIR": {"folder": "/data/x", "file_system": "ext4"}}
-    found = run(
-        "JIT002",
-        make_context(
-            caches={
-                n: place
-                | (
-                    {"TRITON_CACHE_DIR": {"folder": "/h", "file_system": "nfs4"}}
-                    if n == "b"
-                    else {}
-                )
-                for n in "abc"
-            }
-        ),
-    )
-    assert (
-        found["b"].status == WARN
-        and "TRITON_CACHE_DIR" in found["b"].fix
-        and found["a"].status == PASS
     )

@@ -1,19 +1,193 @@
-"""Files and versions on the nodes: present, equal, and shared where required."""
+"""Data and checkpoint folders: present, equal and writable on every node, and shared."""
 
 from __future__ import annotations
 
+import contextlib
+import hashlib
+import json
 import os
+import time
+import uuid
 from pathlib import Path
 
-from mmldlm.preflight.check import check, fail, ok, skip, warn
-from mmldlm.preflight.context import majority
-from mmldlm.preflight.probes.storage import files_of
-from mmldlm.utils.formatting import format_bytes, join_some
-from mmldlm.utils.input_files import read_bytes
+from mmldlm.cluster.agent import AgentFailure, AgentPool
+from mmldlm.preflight.check import check, fail, majority, ok, skip, warn
+from mmldlm.utils.formatting import describe_os_error, format_bytes, join_some
+from mmldlm.utils.input_files import open_regular, read_bytes
 
-# Different versions of these break collectives, checkpoints or arithmetic; of other packages they
-# warn.
-_MUST_AGREE = ("torch", "deepspeed", "nccl", "python")
+READ_BUDGET = 256 << 20  # bytes of the store that a node reads; larger stores are sampled
+SECONDS_BUDGET = 12.0
+_BLOCK = 1 << 20
+WRITE_BYTES = 32 << 20
+
+
+def data(args: dict) -> dict:
+    """Return manifests and files of the stores at args["data_roots"]: sizes, and hashes within the
+    read budget.
+
+    The files of several stores are named with their folders. A complete file gets its SHA-256, as
+    in the manifest; of larger stores, blocks at the same offsets on every node are hashed
+    together.
+    """
+    texts = {root: read_bytes(Path(root) / "manifest.json") for root in args["data_roots"]}
+    entries = files_of(texts)
+    total = sum(entry["bytes"] for entry in entries.values())
+    share = min(1.0, READ_BUDGET / max(total, 1))
+    deadline = time.monotonic() + SECONDS_BUDGET
+    files: dict[str, dict] = {}
+    read = 0
+    for name in entries:
+        path = Path(args["data_roots"][0], name)  # with several stores, name is the full path
+        try:
+            size = path.stat().st_size
+        except OSError as error:
+            files[name] = {"error": describe_os_error(error)}
+            continue
+        found = {"bytes": size}
+        if share == 1.0 and time.monotonic() < deadline:
+            found["sha256"], done = _hash(path, [(0, size)])
+            read += done
+        elif time.monotonic() < deadline:
+            count = max(2, int(size * share) // _BLOCK)
+            starts = sorted({i * max(size - _BLOCK, 0) // (count - 1) for i in range(count)})
+            found["blocks"], done = _hash(path, [(start, _BLOCK) for start in starts])
+            read += done
+        files[name] = found
+    return {
+        "manifest_sha256": [hashlib.sha256(text).hexdigest() for text in texts.values()],
+        "files": files,
+        "bytes_total": total,
+        "bytes_read": read,
+    }
+
+
+def files_of(manifests: dict[str, bytes]) -> dict[str, dict]:
+    """Return name -> {bytes, sha256} of the files of one store, or full path -> ... of several.
+
+    Args:
+        manifests: folder -> content of its manifest.json.
+    """
+    several = len(manifests) > 1
+    return {
+        os.path.join(root, name) if several else name: entry
+        for root, text in manifests.items()
+        for name, entry in json.loads(text)["files"].items()
+    }
+
+
+def _hash(path: Path, spans: list[tuple[int, int]]) -> tuple[str, int]:
+    """Return the SHA-256 of some (offset, length) spans of a file, and the bytes read."""
+    digest, done = hashlib.sha256(), 0
+    with open_regular(path) as file:
+        for start, length in spans:
+            file.seek(start)
+            remaining = length
+            while remaining and (chunk := file.read(min(remaining, 1 << 20))):
+                digest.update(chunk)
+                remaining -= len(chunk)
+                done += len(chunk)
+    return digest.hexdigest(), done
+
+
+def checkpoints(args: dict) -> dict:
+    """Test args["save_dir"] for checkpoints: free space, write speed, an atomic rename.
+
+    If the folder does not exist, its nearest existing parent is tested. All written files are
+    removed.
+    """
+    save_dir = Path(args["save_dir"])
+    folder = save_dir
+    while not folder.exists():
+        folder = folder.parent
+    space = os.statvfs(folder)
+    found: dict = {
+        "folder": str(folder),
+        "exists": folder == save_dir,
+        "free": space.f_bavail * space.f_frsize,
+        "total": space.f_blocks * space.f_frsize,
+        "free_inodes": space.f_favail if space.f_files else None,
+        "file_system": file_system(folder),
+    }
+    probe = folder / f".mmldlm_preflight_{os.uname().nodename}_{os.getpid()}"
+    try:
+        block = os.urandom(1 << 20)
+        size = max(min(WRITE_BYTES, found["free"] // 2), 1)
+        started, written = time.perf_counter(), 0
+        with open(probe, "wb") as file:
+            while written < size and time.perf_counter() - started < 5:
+                written += file.write(block[: size - written])
+            file.flush()
+            os.fsync(file.fileno())
+        found["bytes_per_second"] = written / (time.perf_counter() - started)
+        renamed = probe.with_name(probe.name + "_renamed")
+        os.rename(probe, renamed)
+        found["rename"] = renamed.exists() and not probe.exists()
+        renamed.unlink()
+    except OSError as error:
+        found["write_error"] = describe_os_error(error)
+    finally:
+        with contextlib.suppress(OSError):  # fails on a read-only file system
+            probe.unlink(missing_ok=True)
+    return found
+
+
+def file_system(folder: Path) -> str:
+    """Return the file system type of a folder."""
+    best, kind = "", "unknown"
+    real = str(folder.resolve())
+    for line in Path("/proc/self/mounts").read_text(encoding="utf-8").splitlines():
+        _, point, found, *_ = line.split()
+        if (real == point or real.startswith(point.rstrip("/") + "/")) and len(point) >= len(best):
+            best, kind = point, found
+    return kind
+
+
+def collect_shared_folder(context, pool: AgentPool) -> None:
+    """Test whether all nodes see a file of the first writer, and the first one a file of the last
+    reader.
+    """
+    folders = context.probe_values("checkpoints")
+    writers = [
+        name
+        for name, found in folders.items()
+        if "write_error" not in found and name not in pool.failures
+    ]
+    if not writers:
+        return
+    first = writers[0]
+    seen = _file_visible_from(pool, first, folders[first]["folder"], None)
+    context.shared_folder.update(seen)
+    readers = [name for (_, name), visible in seen.items() if visible and name in writers]
+    if readers:
+        context.shared_folder.update(
+            _file_visible_from(pool, readers[-1], folders[readers[-1]]["folder"], first)
+        )
+
+
+def _file_visible_from(
+    pool: AgentPool, writer: str, folder: str, reader: str | None
+) -> dict[tuple[str, str], bool]:
+    """Return (writer, reader) -> whether a new file of the writer is visible, for one reader or
+    all other nodes.
+    """
+    text = uuid.uuid4().hex
+    path = os.path.join(folder, f".mmldlm_preflight_{text}")
+    agent = pool.agents[writer]
+    try:
+        if "value" not in agent.request("write_probe_file", {"path": path, "text": text}, 15):
+            return {}
+        if reader is not None:
+            answers = {reader: pool.agents[reader].request("read_probe_file", {"path": path}, 15)}
+        else:
+            answers = pool.call("read_probe_file", {"path": path}, timeout=15)
+        agent.request("remove_probe_file", {"path": path}, 15)
+        return {
+            (writer, name): answer.get("value") == text
+            for name, answer in answers.items()
+            if name != writer
+        }
+    except (AgentFailure, RuntimeError):
+        return {}
 
 
 @check("DATA002", 1, "node", "data present")
@@ -178,54 +352,3 @@ def checkpoint_folder_is_shared(context):
             fix = "set logging.save_dir to a file system that all nodes mount at this path"
             measured = f"does not see the file of {writer} in {context.config.logging.save_dir}"
             yield fail(measured, "a shared folder", fix, reader)
-
-
-@check("VER001", 2, "node", "versions")
-def versions_agree(context):
-    """The versions of Python, torch, DeepSpeed, the loaded NCCL and other packages are those of
-    the majority.
-    """
-    found = {
-        name: {**value["packages"], "nccl": value["nccl"], "machine": value["machine"]}
-        for name, value in context.probe_values("versions").items()
-    }
-    usual = {
-        key: majority({n: v[key] for n, v in found.items()})
-        for key in next(iter(found.values()), {})
-    }
-    for name, own in found.items():
-        differ = {key: value for key, value in own.items() if value != usual[key]}
-        measured = ", ".join(
-            f"{k} {v or 'missing'} (others {usual[k] or 'none'})" for k, v in differ.items()
-        )
-        fix = f"on {name}: pip install -c constraints.txt " + " ".join(
-            f"{k}=={usual[k]}" for k in differ if usual[k]
-        )
-        if any(key in _MUST_AGREE for key in differ):
-            yield fail(measured, "the same versions on all nodes", fix, name)
-        elif differ:
-            yield warn(measured, "the same versions on all nodes", fix, name)
-        else:
-            yield ok(
-                f"torch {own['torch']}, deepspeed {own['deepspeed']}, python {own['python']}", name
-            )
-
-
-@check("VER002", 2, "node", "same code")
-def code_agrees(context):
-    """The sources of mmldlm and their commit are the same on every node."""
-    found = context.probe_values("code")
-    sources = majority({n: v["sources"] for n, v in found.items()})
-    commit = majority({n: v["commit"] for n, v in found.items()})
-    for name, own in found.items():
-        if own["sources"] == sources and own["commit"] == commit:
-            yield ok((commit or sources)[:12], name)
-            continue
-        measured = f"commit {(own['commit'] or 'none')[:12]}, sources {own['sources'][:8]}"
-        expected = f"commit {(commit or 'none')[:12]}, sources {sources[:8]}"
-        yield fail(
-            measured,
-            expected,
-            f"on {name}: git checkout {(commit or 'COMMIT')[:12]} (or copy this checkout)",
-            name,
-        )
