@@ -20,7 +20,6 @@ from concurrent.futures import ThreadPoolExecutor
 
 from mmldlm.utils import run_module
 from mmldlm.utils.formatting import describe_os_error
-from mmldlm.utils.processes import list_pids, read_command
 
 SEGMENT = 500  # bytes; every IPv4 path accepts them
 CONNECT_SECONDS = 3.0
@@ -174,29 +173,17 @@ def port_owner(port: int) -> dict | None:
     """Return {"pid", "command"} of the process that listens on a TCP port; None if this user
     cannot see it.
     """
-    inodes = set()
-    for table in ("/proc/net/tcp", "/proc/net/tcp6"):
-        try:
-            with open(table, encoding="utf-8") as file:
-                rows = [line.split() for line in file.readlines()[1:]]
-        except OSError:
-            continue
-        inodes |= {
-            row[9] for row in rows if int(row[1].rpartition(":")[2], 16) == port and row[3] == "0A"
-        }
-    sockets = {f"socket:[{inode}]" for inode in inodes}
-    for pid in list_pids():
-        if sockets & set(_open_files(pid)) and (command := read_command(pid)) is not None:
-            return {"pid": pid, "command": " ".join(command).strip()[:160]}
+    import psutil
+
+    for connection in psutil.net_connections("tcp"):
+        is_listener = connection.status == psutil.CONN_LISTEN and connection.laddr.port == port
+        if is_listener and connection.pid is not None:
+            try:
+                command = " ".join(psutil.Process(connection.pid).cmdline())
+            except psutil.Error:  # it has exited
+                continue
+            return {"pid": connection.pid, "command": command.strip()[:160]}
     return None
-
-
-def _open_files(pid: int):
-    """Yield the targets of a process's open file descriptors that this user may read."""
-    with contextlib.suppress(OSError):
-        for fd in os.listdir(f"/proc/{pid}/fd"):
-            with contextlib.suppress(OSError):  # closed in the meantime
-                yield os.readlink(f"/proc/{pid}/fd/{fd}")
 
 
 def login_works(ssh: Iterable[str]) -> bool:

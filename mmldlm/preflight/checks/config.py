@@ -22,7 +22,6 @@ from mmldlm.errors import UserError
 from mmldlm.preflight.check import check, fail, ok, skip
 from mmldlm.preflight.context import Context
 from mmldlm.utils.entry_point import module_command
-from mmldlm.utils.processes import read_stat
 
 DATA_IDLE_SECONDS = 30
 
@@ -75,14 +74,16 @@ def _communicate_while_active(child: subprocess.Popen) -> tuple[str, str]:
         subprocess.TimeoutExpired: it used no CPU time for DATA_IDLE_SECONDS. A slow child is not a
             hung one.
     """
-    last_ticks, last_change = -1, time.monotonic()
+    import psutil
+
+    last_times, last_change = None, time.monotonic()
     while True:
         try:
             return child.communicate(timeout=1)
         except subprocess.TimeoutExpired:
-            stat = read_stat(child.pid)
-            if stat is not None and stat.cpu_ticks != last_ticks:
-                last_ticks, last_change = stat.cpu_ticks, time.monotonic()
+            times = psutil.Process(child.pid).cpu_times()[:2]  # user, system
+            if times != last_times:
+                last_times, last_change = times, time.monotonic()
             elif time.monotonic() - last_change > DATA_IDLE_SECONDS:
                 raise
 

@@ -255,6 +255,10 @@ def everything_was_measured(context):
                     f"log in to {name} and find the cause of the hang (a file system, DNS, /proc)"
                 )
                 yield fail(f"{probe}: {found['error']}", "an answer in time", fix, name)
+            elif found["error"].startswith("ModuleNotFoundError"):
+                package = found["error"].split("'")[1]
+                fix = f"on {name}: pip install -c constraints.txt {package}"
+                yield fail(f"{probe}: no {package}", "mmldlm's requirements", fix, name)
             else:
                 yield Result(
                     ERROR, node=name, why=f"{probe} could not be measured: {found['error']}"

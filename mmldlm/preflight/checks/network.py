@@ -5,9 +5,7 @@ IPv4 on Linux: the default of gloo's and NCCL's sockets.
 
 from __future__ import annotations
 
-import fcntl
 import socket
-import struct
 import subprocess
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -16,8 +14,6 @@ from pathlib import Path
 from mmldlm.preflight.check import check, fail, ok, skip
 from mmldlm.utils.formatting import describe_os_error
 
-_SIOCGIFFLAGS, _SIOCGIFADDR, _SIOCGIFNETMASK, _SIOCGIFMTU = 0x8913, 0x8915, 0x891B, 0x8921
-_IFF_UP, _IFF_LOOPBACK, _IFF_RUNNING = 0x1, 0x8, 0x40
 VIRTUAL = ("docker", "veth", "br-", "virbr", "cni", "flannel", "cali", "tunl", "kube")
 
 
@@ -47,39 +43,25 @@ def network(args: dict) -> dict:
 
 def interfaces() -> list[dict]:
     """Return every interface in the kernel's order; `up` means switched on and with a carrier."""
+    import psutil
+
+    addresses, states = psutil.net_if_addrs(), psutil.net_if_stats()
     found = []
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        for _, name in sorted(socket.if_nameindex()):
-            # Not from /sys, which may show the host's interfaces in a container.
-            answer = fcntl.ioctl(
-                probe.fileno(), _SIOCGIFFLAGS, struct.pack("256s", name.encode()[:15])
-            )
-            flags = struct.unpack("H", answer[16:18])[0]
-            answer = fcntl.ioctl(
-                probe.fileno(), _SIOCGIFMTU, struct.pack("256s", name.encode()[:15])
-            )
-            mtu = struct.unpack("i", answer[16:20])[0]
-            found.append(
-                {
-                    "name": name,
-                    "address": _get_address(probe, name, _SIOCGIFADDR),
-                    "netmask": _get_address(probe, name, _SIOCGIFNETMASK),
-                    "switched_on": bool(flags & _IFF_UP),
-                    "up": bool(flags & _IFF_UP and flags & _IFF_RUNNING),
-                    "loopback": bool(flags & _IFF_LOOPBACK),
-                    "virtual": name.startswith(VIRTUAL),
-                    "mtu": mtu,
-                }
-            )
+    for _, name in sorted(socket.if_nameindex()):
+        flags = states[name].flags.split(",") if name in states else []
+        ipv4 = [entry for entry in addresses.get(name, ()) if entry.family == socket.AF_INET]
+        found.append(
+            {
+                "name": name,
+                "address": ipv4[0].address if ipv4 else None,
+                "switched_on": "up" in flags,
+                "up": "up" in flags and "running" in flags,
+                "loopback": "loopback" in flags,
+                "virtual": name.startswith(VIRTUAL),
+                "mtu": states[name].mtu if name in states else None,
+            }
+        )
     return found
-
-
-def _get_address(probe: socket.socket, name: str, request: int) -> str | None:
-    try:
-        answer = fcntl.ioctl(probe.fileno(), request, struct.pack("256s", name.encode()[:15]))
-    except OSError:
-        return None
-    return socket.inet_ntoa(answer[20:24])
 
 
 def route_to(address: str, known: list[dict]) -> dict:

@@ -6,14 +6,12 @@ They are reported, never killed or deleted.
 from __future__ import annotations
 
 import os
-import pwd
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
 from mmldlm.preflight.check import check, fail, ok, warn
 from mmldlm.preflight.checks.storage import file_system
-from mmldlm.utils.processes import ProcessStat, list_ancestors, list_pids, read_command, read_stat
 
 NETWORK_FILE_SYSTEMS = (
     "nfs",
@@ -35,33 +33,35 @@ STALE_SECONDS = 60
 
 def processes(args: dict) -> list[dict]:
     """Return the ranks and launchers of a run on this node, without ancestors of this process."""
-    own = list_ancestors(os.getpid())
-    ticks, uptime = (
-        os.sysconf("SC_CLK_TCK"),
-        float(Path("/proc/uptime").read_text(encoding="utf-8").split()[0]),
-    )
+    import psutil
+
+    this = psutil.Process()
+    ancestors = {this.pid, *(parent.pid for parent in this.parents())}
     found = []
-    for pid, command, stat in _running():
-        text = " ".join(command)
-        is_python = os.path.basename(command[0]).startswith("python")
-        if (
-            pid in own
-            or not is_python
-            or not any(mark in text for mark in _MARKS)
-            or stat.state == "Z"
-        ):
-            continue
-        uid = os.stat(f"/proc/{pid}").st_uid
-        try:
-            user = pwd.getpwuid(uid).pw_name
-        except KeyError:
-            user = str(uid)
-        age = uptime - int(stat.start_time) / ticks
-        own_user = os.geteuid() in (0, uid)  # whether this user may end it
-        found.append(
-            {"pid": pid, "user": user, "own": own_user, "age": round(age), "command": text[:200]}
-        )
+    for process in _running("uids", "username", "create_time"):
+        command = " ".join(process.info["cmdline"])
+        is_python = os.path.basename(process.info["cmdline"][0]).startswith("python")
+        if is_python and process.pid not in ancestors and any(mark in command for mark in _MARKS):
+            found.append(
+                {
+                    "pid": process.pid,
+                    "user": process.info["username"],
+                    # Whether this user may end it.
+                    "own": os.geteuid() in (0, process.info["uids"].effective),
+                    "age": round(time.time() - process.info["create_time"]),
+                    "command": command[:200],
+                }
+            )
     return found
+
+
+def _running(*attributes: str) -> Iterator:
+    """Yield the processes of this node that have a command line; `info` has the attributes."""
+    import psutil
+
+    for process in psutil.process_iter(["cmdline", *attributes]):
+        if process.info["cmdline"]:
+            yield process
 
 
 def locks(args: dict) -> list[dict]:
@@ -72,7 +72,9 @@ def locks(args: dict) -> list[dict]:
     root = os.environ.get("TORCH_EXTENSIONS_DIR") or os.path.join(
         os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"), "torch_extensions"
     )
-    building = any(os.path.basename(command[0]) in _BUILDERS for _, command, _ in _running())
+    building = any(
+        os.path.basename(process.info["cmdline"][0]) in _BUILDERS for process in _running()
+    )
     found = []
     for path in Path(root).glob("**/lock"):
         age = time.time() - path.stat().st_mtime
@@ -99,14 +101,6 @@ def caches(args: dict) -> dict[str, dict]:
             folder = folder.parent
         found[name] = {"folder": text, "file_system": file_system(folder)}
     return found
-
-
-def _running() -> Iterator[tuple[int, list[str], ProcessStat]]:
-    """Yield (pid, command, stat) of every process with a command line."""
-    for pid in list_pids():
-        command, stat = read_command(pid), read_stat(pid)
-        if command and stat is not None:
-            yield pid, command, stat
 
 
 def _ssh_prefix(context, name: str) -> str:

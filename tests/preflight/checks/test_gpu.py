@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import ctypes
+import sys
+
 import pytest
 
 from mmldlm.preflight.check import FAIL, PASS, SKIP, WARN
+from mmldlm.preflight.checks import gpu as probe
 from tests.support.preflight_context import GIB, gpu, gpus, make_context, run
 
 
@@ -65,3 +69,20 @@ def test_another_driver_warns_on_the_odd_node():
     assert (
         found["b"].status == WARN and "535.1" in found["b"].measured and found["a"].status == PASS
     )
+
+
+def test_a_driver_without_nvidia_ml_py_is_a_failure_and_not_a_cpu_run(monkeypatch):
+    monkeypatch.setitem(sys.modules, "pynvml", None)
+    monkeypatch.setattr(ctypes, "CDLL", lambda name: None)
+    found = run("GPU001", make_context(gpus=probe.gpus({})))["a"]
+    assert found.status == FAIL and "pynvml" in found.measured and "pip install" in found.fix
+
+
+def test_no_driver_needs_no_nvidia_ml_py(monkeypatch):
+    def missing(name):
+        raise OSError(name)
+
+    monkeypatch.setitem(sys.modules, "pynvml", None)
+    monkeypatch.setattr(ctypes, "CDLL", missing)
+    found = run("GPU001", make_context(gpus=probe.gpus({})))["a"]
+    assert found.status == SKIP and "no NVIDIA driver" in found.why
