@@ -12,6 +12,7 @@ import select
 import stat
 import sys
 import time
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -76,6 +77,12 @@ def read_hostfile(path: str | Path) -> list[Node]:
             "correct the lines named above",
         )
     return nodes
+
+
+def write_hostfile(path: str | Path, nodes: Iterable[Node]) -> None:
+    """Write a DeepSpeed hostfile."""
+    lines = (f"{node.name} slots={node.slots}\n" for node in nodes)
+    Path(path).write_text("".join(lines), encoding="utf-8")
 
 
 def _parse(text: str, path: Path) -> tuple[list[Node], list[str]]:

@@ -120,15 +120,9 @@ def torchrun_command(
 
 
 def mpi_command(
-    nodes: Sequence[Node],
-    local: bool,
-    environment: dict[str, str],
-    ssh_port: int | None,
-    script: list[str],
+    nodes: Sequence[Node], local: bool, ssh_port: int | None, script: list[str]
 ) -> list[str]:
-    """Return Open MPI's `mpirun` command: ranks in hostfile order, variables by name (no quoting
-    of values).
-    """
+    """Return Open MPI's `mpirun` command, with ranks in hostfile order."""
     hosts = ",".join(f"{'localhost' if local else node.name}:{node.slots}" for node in nodes)
     num_ranks = sum(node.slots for node in nodes)
     command = [
@@ -146,8 +140,6 @@ def mpi_command(
     command += ["--mca", "plm_rsh_agent", agent]
     if os.geteuid() == 0:
         command.append("--allow-run-as-root")
-    for name in sorted(environment):
-        command += ["-x", name]
     return [*command, sys.executable, *script]
 
 

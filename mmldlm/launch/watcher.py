@@ -25,9 +25,6 @@ from mmldlm.cluster.env_propagation import (
 )
 from mmldlm.cluster.launcher_commands import (
     TRAIN,
-    deepspeed_command,
-    mpi_command,
-    srun_command,
     torchrun_command,
 )
 from mmldlm.errors import EXIT_DONE, EXIT_FAILED
@@ -63,22 +60,18 @@ class Watcher:
     """Start and watch one attempt.
 
     Args:
-        context: of the preflight: nodes, launcher, master address.
-        train_args: arguments of train.py.
-        log_dir: existing folder that all nodes share; gets one log per rank, the launcher's log,
-            and the hostfile.
-        grace: seconds for saving a checkpoint after an interrupt.
+        context: Context of the preflight, with nodes, launcher and master address.
+        train_args: Arguments of train.py.
+        log_dir: Existing folder that all nodes share, for one log per rank, the launcher's log and
+            the hostfile.
+        grace: Seconds for saving a checkpoint after an interrupt.
     """
 
     def __init__(
         self, context: Context, train_args: list[str], log_dir: Path, grace: float = 120.0
     ):
-        self.context, self.train_args, self.log_dir, self.grace = (
-            context,
-            train_args,
-            log_dir,
-            grace,
-        )
+        self.context, self.train_args = context, train_args
+        self.log_dir, self.grace = log_dir, grace
         self.launch_id = uuid.uuid4().hex
         self.pool = AgentPool([self._agent(name) for name in context.names])
         self.process: subprocess.Popen | None = None
@@ -131,9 +124,6 @@ class Watcher:
     def _count_interrupt(self, number, frame) -> None:
         self.interrupts += 1
 
-    # -- starting
-    # ---------------------------------------------------------------------------------------------
-
     def _prepare_nodes(self) -> Outcome | None:
         """Write the launch file on every node and reserve the master port; return the outcome of a
         failure.
@@ -155,7 +145,13 @@ class Watcher:
             return Outcome(EXIT_FAILED, reason)
         # Variables may be secrets: they are sent over ssh, not in a command line or a shared
         # folder.
-        values = launch_file_values(self.train_args, self.log_dir, self.variables)
+        values = {
+            "script": TRAIN,
+            "args": self.train_args,
+            "environment": self.variables,
+            "folder": os.getcwd(),
+            "logs": str(self.log_dir.absolute()),
+        }
         self.pool.call(
             "write_launch_file", {"launch": self.launch_id, "values": values}, timeout=20
         )
@@ -173,7 +169,8 @@ class Watcher:
         return None
 
     def _start(self) -> None:
-        script = rank_script(self.launch_id)
+        # The script of every launcher, instead of train.py: it contains no text of the user.
+        script = [rank_wrapper.__file__, self.launch_id]
         if self.context.launcher == "torchrun":
             self._start_torchrun(script)
             return
@@ -234,9 +231,6 @@ class Watcher:
                 with contextlib.suppress(OSError):
                     sys.stdout.write(line)
                     sys.stdout.flush()
-
-    # -- watching
-    # ---------------------------------------------------------------------------------------------
 
     def _watch(self) -> Outcome:
         start_time = time.monotonic()
@@ -355,7 +349,7 @@ class Watcher:
         return None
 
     def evaluate_failed_rank(self, views: Views) -> Outcome:
-        """Give the other ranks a moment to end, then find the rank that failed first."""
+        """Wait briefly for the other ranks, then find the first failure."""
         start_time, timeout = time.monotonic(), SETTLE_SECONDS
         while time.monotonic() - start_time < timeout:
             # A node that is lost meanwhile keeps its last answer.
@@ -377,9 +371,6 @@ class Watcher:
         offsets = {name: offset for name, (offset, _) in self.context.clocks.items()}
         return failed_rank_outcome(views, offsets, self.interrupts > 0)
 
-    # -- stopping
-    # ---------------------------------------------------------------------------------------------
-
     def _stop_all(self, grace: float) -> None:
         """Stop the run on every reachable node, and the launcher on this machine."""
         if self.process is not None and self.context.launcher == "deepspeed":
@@ -399,24 +390,24 @@ def rank_variables(context: Context) -> dict[str, str]:
     """Return the variables that every rank gets, by value: those of the head override those of
     .deepspeed_env.
     """
-    found: dict[str, str] = {}
+    variables: dict[str, str] = {}
     if context.launcher == "deepspeed" and not context.local:
         for path in env_files():
-            found.update(read_env_file(path)[0])
-        found["PYTHONPATH"] = _python_path()
-        # Variables that DeepSpeed exports in addition to those of all launchers.
-        found.update(
-            {
-                k: v
-                for k, v in os.environ.items()
-                if k.startswith(DEEPSPEED_EXPORTS) and k != "PYTHONPATH"
-            }
-        )
-    found.update(run_variables())
+            variables.update(read_env_file(path)[0])
+        variables["PYTHONPATH"] = _python_path()
+        # What DeepSpeed exports in addition to the variables of all launchers.
+        for name, value in os.environ.items():
+            if name.startswith(DEEPSPEED_EXPORTS) and name != "PYTHONPATH":
+                variables[name] = value
+    variables.update(run_variables())
     if not context.has_gpus():
-        found.setdefault("DS_ACCELERATOR", "cpu")
-        found.setdefault("OMP_NUM_THREADS", str(_threads_per_rank(context)))
-    return found
+        variables.setdefault("DS_ACCELERATOR", "cpu")
+        cores_per_rank = [
+            memory["cores"] // context.slots(node)
+            for node, memory in context.probe_values("memory").items()
+        ]
+        variables.setdefault("OMP_NUM_THREADS", str(max(min(cores_per_rank, default=1), 1)))
+    return variables
 
 
 def _python_path() -> str:
@@ -429,67 +420,21 @@ def _python_path() -> str:
     return os.pathsep.join(os.path.abspath(part) for part in parts if part)
 
 
-def _threads_per_rank(context: Context) -> int:
-    cores = [
-        memory["cores"] // context.slots(node)
-        for node, memory in context.probe_values("memory").items()
-    ]
-    return max(min(cores, default=1), 1)
-
-
-def launch_file_values(train_args: list[str], log_dir: Path, variables: dict[str, str]) -> dict:
-    """Return the content of the launch file that rank_wrapper.py reads on every node."""
-    folders = {"folder": os.getcwd(), "logs": str(log_dir.absolute())}
-    return {"script": TRAIN, "args": train_args, "environment": variables, **folders}
-
-
-def rank_script(launch_id: str) -> list[str]:
-    """Return the script that every launcher starts instead of train.py; it contains no text of the
-    user.
-    """
-    return [rank_wrapper.__file__, launch_id]
-
-
 def launcher_start(
     context: Context, log_dir: Path, script: list[str], variables: dict[str, str]
 ) -> dict:
     """Return the Popen arguments of the launcher on the head: "args", "env", "cwd".
 
-    The hostfile is written to the log folder, because the given one may be a pipe that can be read
-    only once.
-
     Raises:
         UserError: a value that DeepSpeed would pass through a shell on every node is not plain
             text.
     """
-    options, address = context.options, context.master_address()
-    plain = {"env": {**os.environ, **variables}, "cwd": os.getcwd()}
-    if context.launcher == "mpi":
-        return {
-            **plain,
-            "args": mpi_command(context.nodes, context.local, {}, options.ssh_port, script),
-        }
-    if context.launcher == "slurm":
-        return {**plain, "args": srun_command(context.nodes, address, options.master_port, script)}
-    hostfile = log_dir.absolute() / "hostfile"
-    hostfile.write_text(
-        "".join(f"{node.name} slots={node.slots}\n" for node in context.nodes), encoding="utf-8"
-    )
-    command = deepspeed_command(
-        context.nodes,
-        context.local,
-        str(hostfile),
-        address,
-        options.master_port,
-        options.ssh_port,
-        script,
-        "/",
-    )
-    return {
-        "args": command,
-        "env": plain["env"] if context.local else _runner_environment(),
-        "cwd": "/",
-    }
+    args = context.launcher_command(script, log_dir.absolute() / "hostfile", folder="/")
+    environment, folder = {**os.environ, **variables}, os.getcwd()
+    if context.launcher == "deepspeed":
+        folder = "/"
+        environment = environment if context.local else _runner_environment()
+    return {"args": args, "env": environment, "cwd": folder}
 
 
 def _runner_environment() -> dict[str, str]:

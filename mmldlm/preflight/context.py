@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import argparse
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from mmldlm.cluster.agent import AgentFailure
 from mmldlm.cluster.env_propagation import propagated_variables, run_variables
-from mmldlm.cluster.hostfile import Node
+from mmldlm.cluster.hostfile import Node, write_hostfile
+from mmldlm.cluster.launcher_commands import deepspeed_command, mpi_command, srun_command
 from mmldlm.config.schema import Config
 from mmldlm.engines.deepspeed_config import resolve_stage
 from mmldlm.errors import UserError
@@ -130,6 +132,40 @@ class Context:
             return "127.0.0.1"
         known = next(iter(self.reachable_addresses(self.names[0])), self.names[0])
         return self.master.get("address") or self.options.master_addr or known
+
+    def launcher_command(
+        self,
+        script: list[str],
+        hostfile: Path,
+        nodes: list[Node] | None = None,
+        folder: str | None = None,
+    ) -> list[str]:
+        """Return the command with which the launcher starts a script on every rank.
+
+        Args:
+            script: Script and its arguments.
+            hostfile: Path for a hostfile of the nodes. The user's own may be a pipe, which can be
+                read only once.
+            nodes: Nodes to start on; by default all.
+            folder: Working folder of the command; by default the current one.
+
+        Raises:
+            UserError: DeepSpeed would paste a value into a shell line that changes it.
+        """
+        nodes = nodes or self.nodes
+        address, port, ssh_port = (
+            self.master_address(),
+            self.options.master_port,
+            self.options.ssh_port,
+        )
+        if self.launcher == "mpi":
+            return mpi_command(nodes, self.local, ssh_port, script)
+        if self.launcher == "slurm":
+            return srun_command(nodes, address, port, script)
+        write_hostfile(hostfile, nodes)
+        return deepspeed_command(
+            nodes, self.local, str(hostfile), address, port, ssh_port, script, folder
+        )
 
     def addresses(self, name: str) -> list[str]:
         """Return the addresses of a hostfile name, as this machine resolves it."""

@@ -16,9 +16,6 @@ from pathlib import Path
 from mmldlm.cluster.agent import AgentPool
 from mmldlm.cluster.launcher_commands import (
     TRAIN,
-    deepspeed_command,
-    mpi_command,
-    srun_command,
     torchrun_command,
     train_arguments,
 )
@@ -124,31 +121,12 @@ def _run_torchrun(context: Context, pool: AgentPool, script: list[str], limit: i
 
 def _run_launcher(context: Context, pool: AgentPool, script: list[str], limit: int) -> dict:
     """Run deepspeed, mpirun or srun on this machine."""
-    options, address = context.options, context.master_address()
     environment = {**os.environ, "DEEPSPEED_TIMEOUT": "2"}
     if not context.has_gpus():
         environment.setdefault("DS_ACCELERATOR", "cpu")
-    with tempfile.NamedTemporaryFile(
-        "w", encoding="utf-8", prefix="mmldlm_hostfile_"
-    ) as hostfile:  # the user's may be a pipe, read once
-        hostfile.write("".join(f"{node.name} slots={node.slots}\n" for node in context.nodes))
-        hostfile.flush()
-        if context.launcher == "mpi":
-            command = mpi_command(context.nodes, context.local, {}, options.ssh_port, script)
-        elif context.launcher == "slurm":
-            command = srun_command(context.nodes, address, options.master_port, script)
-        else:
-            command = deepspeed_command(
-                context.nodes,
-                context.local,
-                hostfile.name,
-                address,
-                options.master_port,
-                options.ssh_port,
-                script,
-            )
+    with tempfile.TemporaryDirectory(prefix="mmldlm_preflight_") as folder:
         process = subprocess.Popen(
-            command,
+            context.launcher_command(script, Path(folder) / "hostfile"),
             env=environment,
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,

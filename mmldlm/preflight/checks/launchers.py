@@ -30,7 +30,6 @@ from mmldlm.cluster.env_propagation import (
     read_env_file,
     run_variables,
 )
-from mmldlm.cluster.launcher_commands import deepspeed_command, mpi_command, srun_command
 from mmldlm.preflight.check import check, fail, ok, skip, warn
 from mmldlm.preflight.context import Context
 from mmldlm.utils.formatting import join_some
@@ -69,7 +68,9 @@ class LauncherProbe:
         nodes = [replace(node, slots=1) for node in context.nodes]
         try:
             self.process = subprocess.Popen(
-                self._command(nodes),
+                context.launcher_command(
+                    [print_environment.__file__], Path(self._folder.name) / "hostfile", nodes
+                ),
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,
@@ -82,19 +83,6 @@ class LauncherProbe:
             raise LauncherMissing(str(error)) from error
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()
-
-    def _command(self, nodes) -> list[str]:
-        options, script = self.context.options, [print_environment.__file__]
-        address = self.context.master_address()
-        if self.context.launcher == "mpi":
-            return mpi_command(nodes, False, {}, options.ssh_port, script)
-        if self.context.launcher == "slurm":
-            return srun_command(nodes, address, options.master_port, script)
-        hostfile = Path(self._folder.name) / "hostfile"
-        hostfile.write_text("".join(f"{node.name} slots=1\n" for node in nodes), encoding="utf-8")
-        return deepspeed_command(
-            nodes, False, str(hostfile), address, options.master_port, options.ssh_port, script
-        )
 
     def _read(self) -> None:
         self.output = self.process.stdout.read()
