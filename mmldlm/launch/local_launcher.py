@@ -31,11 +31,7 @@ from mmldlm.utils.formatting import join_some
 from mmldlm.utils.network import free_port
 from mmldlm.utils.resources import threads_per_rank
 from mmldlm.utils.screen import open_standard_streams, print_line
-from mmldlm.utils.stop_signals import (
-    handle_stop_signals,
-    keep_exit_codes,
-    set_parent_death_signal,
-)
+from mmldlm.utils.stop_signals import handle_stop_signals, keep_exit_codes, set_parent_death_signal
 
 # Codes with which all ranks exit together, by agreement; the slower ones may still be writing. If
 # only one rank exits with such a code (for example, missing data on its node), the others would

@@ -23,10 +23,7 @@ from mmldlm.cluster.env_propagation import (
     read_env_file,
     run_variables,
 )
-from mmldlm.cluster.launcher_commands import (
-    TRAIN,
-    torchrun_command,
-)
+from mmldlm.cluster.launcher_commands import TRAIN, torchrun_command
 from mmldlm.errors import EXIT_DONE, EXIT_FAILED
 from mmldlm.launch import rank_wrapper
 from mmldlm.launch.local_launcher import COLLECTIVE_EXIT_CODES

@@ -14,11 +14,7 @@ from datetime import datetime
 from pathlib import Path
 
 from mmldlm.cluster.agent import AgentPool
-from mmldlm.cluster.launcher_commands import (
-    TRAIN,
-    torchrun_command,
-    train_arguments,
-)
+from mmldlm.cluster.launcher_commands import TRAIN, torchrun_command, train_arguments
 from mmldlm.preflight.check import check, fail, ok, skip
 from mmldlm.preflight.checks.collectives import group_seconds
 from mmldlm.preflight.context import Context

@@ -71,10 +71,7 @@ def _gpu(pynvml, index: int) -> dict:
             return None
 
     memory = pynvml.nvmlDeviceGetMemoryInfo(device)
-    uncorrected, since_boot = (
-        pynvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED,
-        pynvml.NVML_VOLATILE_ECC,
-    )
+    uncorrected, since_boot = (pynvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED, pynvml.NVML_VOLATILE_ECC)
     _, _, pending, failed = supported(pynvml.nvmlDeviceGetRemappedRows) or [None] * 4
     reasons = supported(pynvml.nvmlDeviceGetCurrentClocksThrottleReasons)
     # Without idling and the power cap, which throttle a healthy GPU too.
