@@ -37,7 +37,7 @@ def listen(args: dict) -> dict:
     Returns:
         {"ports": [{"port"}, or {"port", "error", "holder"} for a port in use]}.
     """
-    found = []
+    listeners = []
     for port in args["ports"]:
         server = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
         # As torch's store does: a port in TIME_WAIT after the last run is free.
@@ -47,12 +47,12 @@ def listen(args: dict) -> dict:
             server.listen(4096)
         except OSError as error:
             server.close()
-            found.append({"port": port, "error": error.strerror, "holder": port_owner(port)})
+            listeners.append({"port": port, "error": error.strerror, "holder": port_owner(port)})
             continue
         _listening.append(server)
         threading.Thread(target=_accept, args=(server,), daemon=True).start()
-        found.append({"port": server.getsockname()[1]})
-    return {"ports": found}
+        listeners.append({"port": server.getsockname()[1]})
+    return {"ports": listeners}
 
 
 def close(args: dict) -> None:
@@ -160,13 +160,13 @@ def _measure(connection: socket.socket) -> dict:
     """
     info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 256)
 
-    def number(offset: int) -> int:  # 0 if the kernel is too old
+    def field(offset: int) -> int:  # 0 if the kernel is too old
         return struct.unpack_from("I", info, offset)[0] if len(info) >= offset + 4 else 0
 
     # Duplicates (tcpi_dsack_dups) were late, not lost.
-    lost = max(number(_TOTAL_RETRANS) - number(_DSACK_DUPS), 0)
-    microseconds = number(_MIN_RTT) or number(_RTT)
-    return {"ms": microseconds / 1000, "segments": number(_SEGS_OUT), "retransmitted": lost}
+    lost = max(field(_TOTAL_RETRANS) - field(_DSACK_DUPS), 0)
+    microseconds = field(_MIN_RTT) or field(_RTT)
+    return {"ms": microseconds / 1000, "segments": field(_SEGS_OUT), "retransmitted": lost}
 
 
 def port_owner(port: int) -> dict | None:

@@ -19,12 +19,12 @@ TRAIN = str(PACKAGE / "train.py")
 
 def train_arguments(options: argparse.Namespace) -> list[str]:
     """Return the arguments of train.py that correspond to a command line."""
-    given = (
+    options_of_train = (
         ("--config-name", options.config_name),
         ("--config", options.config),
         ("--deepspeed_config", options.deepspeed_config),
     )
-    return [text for name, value in given if value for text in (name, value)] + list(
+    return [text for name, value in options_of_train if value for text in (name, value)] + list(
         options.overrides
     )
 

@@ -79,7 +79,7 @@ def create_log_dir(context: Context) -> Path:
     """
     stamp = datetime.now(UTC).strftime("%Y%m%d_%H%M%S")
     folder = context.config.run_dir() / "logs"
-    for name in (f"launch_{stamp}", *(f"launch_{stamp}_{number}" for number in range(2, 100))):
+    for name in (f"launch_{stamp}", *(f"launch_{stamp}_{suffix}" for suffix in range(2, 100))):
         try:
             (folder / name).mkdir(parents=True)
         except FileExistsError:

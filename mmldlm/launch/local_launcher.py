@@ -58,10 +58,10 @@ def run_local(command: list[str], nproc: int, grace: float = EXIT_GRACE) -> int:
     """
     ranks: list[subprocess.Popen] = []
 
-    def forward(number, frame) -> None:
+    def forward(signum, frame) -> None:
         for process in ranks:
             if process.poll() is None:
-                process.send_signal(number)
+                process.send_signal(signum)
 
     keep_exit_codes()
     handlers = handle_stop_signals(forward)
@@ -79,8 +79,8 @@ def run_local(command: list[str], nproc: int, grace: float = EXIT_GRACE) -> int:
         for process in ranks:
             if process.poll() is None:
                 process.kill()
-        for number, handler in handlers.items():
-            signal.signal(number, handler)
+        for signum, handler in handlers.items():
+            signal.signal(signum, handler)
 
 
 def _wait(ranks: list[subprocess.Popen], grace: float, command: list[str]) -> int:
@@ -153,7 +153,7 @@ def _environment(rank: int, nproc: int, port: int) -> dict[str, str]:
         **threads,
         **os.environ,
         **fixed,
-        **{name: str(number) for name, number in numbers.items()},
+        **{name: str(value) for name, value in numbers.items()},
     }
 
 

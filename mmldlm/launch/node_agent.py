@@ -192,10 +192,10 @@ def stop(args: dict) -> int:
     return len(pids)
 
 
-def _send(pids: list[int], number: int) -> None:
+def _send(pids: list[int], signum: int) -> None:
     for pid in pids:
         with contextlib.suppress(OSError):
-            os.kill(pid, number)
+            os.kill(pid, signum)
 
 
 def release(args: dict) -> None:
@@ -231,7 +231,7 @@ def _is_superseded(launch: str) -> bool:
 def main() -> int:
     """Serve requests; then stop the node's part of every launch without a head."""
     keep_exit_codes()
-    own = (
+    actions = (
         write_launch_file,
         reserve_port,
         report_ranks,
@@ -241,7 +241,7 @@ def main() -> int:
         release,
     )
     try:
-        serve({action.__name__: action for action in own}, IDLE_TIMEOUT)
+        serve({action.__name__: action for action in actions}, IDLE_TIMEOUT)
     finally:
         _release_ports()
         for launch in list(_launches):

@@ -109,17 +109,17 @@ def main() -> int:
 def _start_child(launch: dict, launch_id: str) -> tuple[subprocess.Popen, int]:
     """Start train.py and forward signals to it; return (process, pipe of its failure report)."""
     read_end, write_end = os.pipe()
-    own = {"PYTHONFAULTHANDLER": "1", FAILED_RANKS_FD: str(write_end)}
+    additions = {"PYTHONFAULTHANDLER": "1", FAILED_RANKS_FD: str(write_end)}
     child = subprocess.Popen(
         [sys.executable, "-u", launch["script"], *launch["args"]],
-        env={**os.environ, **own, **launch["environment"], LAUNCH_ID_VAR: launch_id},
+        env={**os.environ, **additions, **launch["environment"], LAUNCH_ID_VAR: launch_id},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         preexec_fn=functools.partial(set_parent_death_signal, signal.SIGKILL),
         pass_fds=[write_end],
     )
     os.close(write_end)
-    handle_stop_signals(lambda number, frame: child.poll() is None and child.send_signal(number))
+    handle_stop_signals(lambda signum, frame: child.poll() is None and child.send_signal(signum))
     return child, read_end
 
 

@@ -115,10 +115,10 @@ class Watcher:
             self._finished.set()
             if self._follower is not None:
                 self._follower.join(5)
-            for number, handler in handlers.items():
-                signal.signal(number, handler)
+            for signum, handler in handlers.items():
+                signal.signal(signum, handler)
 
-    def _count_interrupt(self, number, frame) -> None:
+    def _count_interrupt(self, signum, frame) -> None:
         self.interrupts += 1
 
     def _prepare_nodes(self) -> Outcome | None:
@@ -441,10 +441,10 @@ def _runner_environment() -> dict[str, str]:
     Ranks get these variables, and those of .deepspeed_env, from the launch file. PYTHONPATH is
     kept for the node's launch.py; deepspeed_command rejects one that is not plain.
     """
-    kept = {k: v for k, v in os.environ.items() if not k.startswith(DEEPSPEED_EXPORTS)}
+    environment = {k: v for k, v in os.environ.items() if not k.startswith(DEEPSPEED_EXPORTS)}
     python_path = [
         part for part in os.environ.get("PYTHONPATH", "").split(os.pathsep) if os.path.isabs(part)
     ]
     if python_path:
-        kept["PYTHONPATH"] = os.pathsep.join(python_path)
-    return {**kept, "DS_ENV_FILE": "/nonexistent"}
+        environment["PYTHONPATH"] = os.pathsep.join(python_path)
+    return {**environment, "DS_ENV_FILE": "/nonexistent"}

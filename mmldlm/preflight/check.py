@@ -105,20 +105,20 @@ def registered_checks() -> list[Check]:
     return list(_REGISTRY.values())
 
 
-def run_check(found: Check, context) -> list[Result]:
+def run_check(check: Check, context) -> list[Result]:
     """Run one check; an exception in it is an ERROR of the tool, not a statement about a node."""
     started = time.perf_counter()
     try:
-        returned = found.function(context)
+        returned = check.function(context)
         results = [returned] if isinstance(returned, Result) else list(returned)
     except Exception as error:
         results = [Result(ERROR, why=f"the check failed: {type(error).__name__}: {error}")]
     for result in results:
         result.id, result.scope, result.level, result.title = (
-            found.id,
-            found.scope,
-            found.level,
-            found.title,
+            check.id,
+            check.scope,
+            check.level,
+            check.title,
         )
         result.seconds = round(time.perf_counter() - started, 3)
     return results

@@ -98,8 +98,8 @@ class Context:
 
     def probe_values(self, probe: str) -> dict[str, Any]:
         """Return node -> value of a probe, without nodes that have none."""
-        found = {name: self.value(name, probe) for name in self.names}
-        return {name: value for name, value in found.items() if value is not None}
+        values = {name: self.value(name, probe) for name in self.names}
+        return {name: value for name, value in values.items() if value is not None}
 
     def probe_errors(self, probe: str) -> dict[str, str]:
         """Return node -> error of a probe, for nodes whose agent answered without a value."""
@@ -111,16 +111,16 @@ class Context:
 
     def has_gpus(self) -> bool:
         """Return whether any node (or this machine, if no node was asked) has a GPU."""
-        found = list(self.probe_values("gpus").values()) or [self.head_value("gpus") or {}]
-        return any(entry.get("gpus") for entry in found)
+        facts = list(self.probe_values("gpus").values()) or [self.head_value("gpus") or {}]
+        return any(entry.get("gpus") for entry in facts)
 
     def engine_plan(self) -> str:
         """Return the engine of the config as an entry of memory_model.PLANS."""
 
-        kind = self.config.engine.kind
-        if kind == "deepspeed":
+        engine = self.config.engine.kind
+        if engine == "deepspeed":
             return f"zero{resolve_stage(self.config)}"
-        return {"ddp": "zero0"}.get(kind, kind)
+        return {"ddp": "zero0"}.get(engine, engine)
 
     def master_address(self) -> str:
         """Return the address of the first node for the launcher.
@@ -209,11 +209,11 @@ class Context:
         }
         if interface in by_name:
             return by_name[interface]
-        own = [
+        published = [
             a
             for a in network.get("hostname_addresses", [])
             if not a.startswith("127.") and a in by_name.values()
         ]
-        if own:
-            return own[0]
+        if published:
+            return published[0]
         return (network.get("route_to_master") or {}).get("source") or name

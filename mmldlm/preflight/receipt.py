@@ -156,15 +156,15 @@ def log_receipt(config: Config, world_size: int, folder) -> None:
         folder: open mmldlm.training.run_logger.RunLogger.
     """
     try:
-        found = read(config.run_dir())
-        if found is None:
+        receipt = read(config.run_dir())
+        if receipt is None:
             return
         reasons = staleness_reasons(config, world_size)
         folder.event(
             "preflight",
-            level=found["level"],
-            exit_code=found["exit_code"],
-            made=found["time"],
+            level=receipt["level"],
+            exit_code=receipt["exit_code"],
+            made=receipt["time"],
             stale=reasons,
         )
     except Exception as error:  # of one rank alone

@@ -266,11 +266,11 @@ def apply_fix(context: Context) -> None:
         return
     path = Path(os.environ.get("DS_ENV_FILE", ".deepspeed_env"))
     refused = write_env_file(path, missing)
-    written = [name for name in missing if name not in refused]
-    print(f"wrote {', '.join(written) or 'nothing'} to {path}")
+    added = [name for name in missing if name not in refused]
+    print(f"wrote {', '.join(added) or 'nothing'} to {path}")
     if refused:
         print(f"not written (secret, or not plain text): {', '.join(refused)}")
-    if written and (probe := launchers.start_probe(context)) is not None:
+    if added and (probe := launchers.start_probe(context)) is not None:
         context.launched.clear()
         probe.finish()
 
@@ -300,9 +300,9 @@ def explain(id: str) -> int:
         for check in checks:
             print(f"{check.id}  level {check.level}, {check.scope:7}  {check.title}")
         return EXIT_DONE
-    found = next((check for check in checks if check.id == id.upper()), None)
-    if found is None:
+    explained = next((check for check in checks if check.id == id.upper()), None)
+    if explained is None:
         raise UserError("the id of a check", id, "mmldlm preflight --explain all lists them")
-    print(f"{found.id} {found.title} (level {found.level}, {found.scope})\n")
-    print(inspect.cleandoc(found.function.__doc__))
+    print(f"{explained.id} {explained.title} (level {explained.level}, {explained.scope})\n")
+    print(inspect.cleandoc(explained.function.__doc__))
     return EXIT_DONE

@@ -92,8 +92,11 @@ def _collective_groups(context: Context, names: list[str]) -> list[Group]:
     """Return the groups of all rounds: two rounds of pairs, all nodes, and the group of FSDP's
     checkpoint writers.
     """
-    groups = [(f"{number}.{index}", members) for number, found in enumerate(pair_rounds(names), 1)
-              for index, members in enumerate(found, 1)]  # fmt: skip
+    groups = [
+        (f"{round_number}.{index}", members)
+        for round_number, pairs in enumerate(pair_rounds(names), 1)
+        for index, members in enumerate(pairs, 1)
+    ]
     if len(names) > 2:
         groups.append(("all", names))
     if context.config is not None and context.config.engine.kind == "fsdp" and context.has_gpus():
@@ -129,11 +132,11 @@ def _parse_rounds(output: dict) -> dict[str, dict]:
     is none.
     """
     lines = [json.loads(line) for line in output["output"].splitlines() if line.startswith("{")]
-    found = {line["round"]: line for line in lines}
-    if not found:
+    rounds = {line["round"]: line for line in lines}
+    if not rounds:
         last = (output["output"].strip().splitlines() or [f"status {output['code']}"])[-1]
-        found["start"] = {"error": last}
-    return found
+        rounds["start"] = {"error": last}
+    return rounds
 
 
 def check_values(torch, rank: int, world: int, device) -> list[str]:
@@ -141,20 +144,20 @@ def check_values(torch, rank: int, world: int, device) -> list[str]:
     dist, wrong = torch.distributed, []
     positions = torch.arange(1024, dtype=torch.float64, device=device)
 
-    def compare(name: str, found, expected) -> None:
-        if not torch.equal(found, expected):
+    def compare(name: str, received, expected) -> None:
+        if not torch.equal(received, expected):
             wrong.append(name)
 
-    own = positions * (rank + 1)
-    summed = own.clone()
+    values = positions * (rank + 1)
+    summed = values.clone()
     dist.all_reduce(summed)
     total = positions * (world * (world + 1) // 2)
     compare("all_reduce", summed, total)
-    sent = own.clone()
+    sent = values.clone()
     dist.broadcast(sent, src=world - 1)
     compare("broadcast", sent, positions * world)
-    gathered = [torch.empty_like(own) for _ in range(world)]
-    dist.all_gather(gathered, own)
+    gathered = [torch.empty_like(values) for _ in range(world)]
+    dist.all_gather(gathered, values)
     compare(
         "all_gather",
         torch.stack(gathered),
@@ -162,7 +165,7 @@ def check_values(torch, rank: int, world: int, device) -> list[str]:
     )
     if device.type == "cuda":
         part = torch.empty(1024, dtype=torch.float64, device=device)
-        dist.reduce_scatter_tensor(part, own.repeat(world))
+        dist.reduce_scatter_tensor(part, values.repeat(world))
         compare("reduce_scatter", part, total)
     return wrong
 
@@ -216,16 +219,16 @@ def run_round(torch, entry: dict, device) -> dict:
     )
     try:
         wrong = check_values(torch, entry["rank"], entry["world"], device)
-        found = {
+        result = {
             "formed": round(time.perf_counter() - started, 3),
             "wrong": wrong,
             "backend": backend,
         }
         if entry["world"] > 1:
-            found["busbw"], found["seconds"] = bus_bandwidth(
+            result["busbw"], result["seconds"] = bus_bandwidth(
                 torch, entry["world"], device, BYTES[backend]
             )
-        return found
+        return result
     finally:
         torch.distributed.destroy_process_group()
 
@@ -249,11 +252,11 @@ def main() -> int:
     for entry in json.loads(sys.argv[1]):
         started = time.perf_counter()
         try:
-            found = run_round(torch, entry, device)
+            result = run_round(torch, entry, device)
         except Exception as error:
-            found = {"error": first_line(error)}
+            result = {"error": first_line(error)}
         seconds = round(time.perf_counter() - started, 2)
-        print("\n" + json.dumps({"round": entry["name"], "took": seconds, **found}), flush=True)
+        print("\n" + json.dumps({"round": entry["name"], "took": seconds, **result}), flush=True)
     print(
         "\n" + json.dumps({"round": "compute", "seconds": compute_seconds(torch, device)}),
         flush=True,
@@ -267,8 +270,8 @@ def _rounds(context, selects):
     for name, nodes in context.collectives.get("rounds", ()):
         if selects(name):
             results = {
-                key: found.get(name, found.get("start", {}))
-                for key, found in ranks.items()
+                key: by_round.get(name, by_round.get("start", {}))
+                for key, by_round in ranks.items()
                 if key[0] in nodes
             }
             yield nodes, results
@@ -352,9 +355,9 @@ def no_stragglers(context):
     """No node computes at less than half of the median speed."""
     ranks = context.collectives.get("ranks", {})
     compute: dict[str, float] = {}
-    for (node, _), found in ranks.items():
-        if "compute" in found:
-            compute[node] = max(compute.get(node, 0.0), found["compute"]["seconds"])
+    for (node, _), by_round in ranks.items():
+        if "compute" in by_round:
+            compute[node] = max(compute.get(node, 0.0), by_round["compute"]["seconds"])
     if len(compute) < 2:
         yield skip("fewer than two nodes measured")
         return

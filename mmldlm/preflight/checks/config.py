@@ -100,27 +100,27 @@ def measure(config, world_size: int) -> dict:
     from mmldlm.data.batching.run_data import open_run_data
     from mmldlm.engines.build import check_engine
 
-    found: dict = {}
+    facts: dict = {}
     try:
         check_engine(config, world_size)
     except UserError as error:
-        found["engine_error"] = _to_json(error)
+        facts["engine_error"] = _to_json(error)
     try:
         data = open_run_data(config)
     except UserError as error:
-        return {**found, "data_error": _to_json(error)}
+        return {**facts, "data_error": _to_json(error)}
     config, task = data.config, find_task(config.task)
-    found["samples"] = {
+    facts["samples"] = {
         "train": len(data.train_lengths),
         "validation": len(data.validation_lengths),
     }
-    found["fingerprint"] = data.fingerprint()
-    found["longest"] = int(max(data.train_lengths.max(), data.validation_lengths.max()))
-    found["shape"] = data.shape()
-    found["config"] = config.model_dump(mode="json")
-    found.update(task.model_sizes(config, found["longest"]) or {})
-    found["single_moment"] = found.get("matrices", 0) if config.optimizer.kind == "muon" else 0
-    return found
+    facts["fingerprint"] = data.fingerprint()
+    facts["longest"] = int(max(data.train_lengths.max(), data.validation_lengths.max()))
+    facts["shape"] = data.shape()
+    facts["config"] = config.model_dump(mode="json")
+    facts.update(task.model_sizes(config, facts["longest"]) or {})
+    facts["single_moment"] = facts.get("matrices", 0) if config.optimizer.kind == "muon" else 0
+    return facts
 
 
 def _to_json(error: UserError) -> dict[str, str]:
@@ -131,8 +131,8 @@ def main() -> int:
     """Print the facts of the config file in sys.argv; return the exit code."""
 
     path, world_size = sys.argv[1:]
-    found = measure(load_config(None, path, []), int(world_size))
-    print("\n" + json.dumps(found), flush=True)
+    facts = measure(load_config(None, path, []), int(world_size))
+    print("\n" + json.dumps(facts), flush=True)
     return 0
 
 

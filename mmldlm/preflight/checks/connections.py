@@ -59,9 +59,9 @@ def _merge_connections(first: dict, second: dict) -> dict:
     """Merge two connections of one direction: an error of either, else the shorter round trip and
     all segments.
     """
-    for found in (first, second):
-        if "error" in found:
-            return found
+    for result in (first, second):
+        if "error" in result:
+            return result
     added = {key: first[key] + second[key] for key in ("segments", "retransmitted")}
     return {"ms": min(first["ms"], second["ms"]), **added}
 
@@ -70,22 +70,24 @@ def _collect_master(context: Context, pool: AgentPool, ports: list[dict]) -> int
     """Fill context.master; return the port on which the master's addresses are tested."""
     first, listening = context.names[0], ports[2]
     options, network = context.options, context.value(first, "network") or {}
-    resolved, own = context.reachable_addresses(first), network.get("addresses", [])
+    resolved, addresses = context.reachable_addresses(first), network.get("addresses", [])
     guessed = (
         options.master_addr is None
         and context.launcher == "deepspeed"
         and not options.propagates_all
     )
     if context.local:
-        address, own = "127.0.0.1", []
+        address, addresses = "127.0.0.1", []
     else:
-        address = options.master_addr or next(iter(own if guessed else resolved + own), None)
+        address = options.master_addr or next(
+            iter(addresses if guessed else resolved + addresses), None
+        )
     context.master = {
         "address": address,
         "guessed": guessed and not context.local,
         "port": options.master_port,
         "listening": listening,
-        "candidates": list(dict.fromkeys(filter(None, [address, *resolved, *own]))),
+        "candidates": list(dict.fromkeys(filter(None, [address, *resolved, *addresses]))),
         "reach": {},
     }
     if "error" not in listening:
@@ -101,13 +103,13 @@ def _collect_master(context: Context, pool: AgentPool, ports: list[dict]) -> int
 @check("NET004", 2, "node", "master port")
 def master_port_is_free(context):
     """The master port is free on the first node; otherwise its owner is reported."""
-    found = context.master.get("listening")
-    if found is None:
+    listening = context.master.get("listening")
+    if listening is None:
         return skip("the first node gave no answer" if context.nodes else "no nodes")
     name, port = context.names[0], context.master["port"]
-    if "error" not in found:
+    if "error" not in listening:
         return ok(f"{port} on {name}", name)
-    holder = found.get("holder")
+    holder = listening.get("holder")
     owner = f"pid {holder['pid']}: {holder['command']}" if holder else "a process of another user"
     free = context.master.get("free_port")
     fix = (
@@ -232,18 +234,18 @@ def mtu_is_alike(context):
     """The interface to the master has the MTU of the majority: packets larger than the path's MTU
     are lost.
     """
-    found = {}
+    interfaces = {}
     for name, network in context.probe_values("network").items():
         by_name = {entry["name"]: entry for entry in network["interfaces"] if entry["up"]}
         interface = (context.environment_on(name) or {}).get("GLOO_SOCKET_IFNAME")
         entry = by_name.get(interface if interface in by_name else default_interface(network))
         if entry is not None:
-            found[name] = entry
-    if len(context.nodes) < 2 or len(found) < 2:
+            interfaces[name] = entry
+    if len(context.nodes) < 2 or len(interfaces) < 2:
         yield skip("fewer than two nodes to compare")
         return
-    usual = majority({name: entry["mtu"] for name, entry in found.items()})
-    for name, entry in found.items():
+    usual = majority({name: entry["mtu"] for name, entry in interfaces.items()})
+    for name, entry in interfaces.items():
         if entry["mtu"] == usual:
             yield ok(f"{entry['name']} {usual}", name)
         else:
@@ -264,8 +266,8 @@ def lookups_are_fast(context):
     """Resolving the node's own name and those of the hostfile takes under a second: every process
     group does it.
     """
-    for name, found in context.probe_values("resolve").items():
-        seconds = {other: there["seconds"] for other, there in found.items()}
+    for name, lookups in context.probe_values("resolve").items():
+        seconds = {other: there["seconds"] for other, there in lookups.items()}
         network = context.value(name, "network") or {}
         seconds[network.get("hostname", "its own name")] = network.get("hostname_seconds", 0.0)
         slow = {

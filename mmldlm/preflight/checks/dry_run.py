@@ -44,13 +44,13 @@ def dry_run_arguments(context: Context, name: str, more: list[str]) -> list[str]
     """Return the arguments of train.py for the dry run: those of the run, with another run
     name.
     """
-    own = [
+    overrides = [
         f"logging.run_name={name}",
         "logging.wandb.mode=disabled",
         "logging.log_freq=1",
         f"logging.eval_freq={1 << 30}",
     ]
-    return [*train_arguments(context.options), *own, *more]
+    return [*train_arguments(context.options), *overrides, *more]
 
 
 def run_training(context: Context, pool: AgentPool) -> None:
@@ -59,24 +59,24 @@ def run_training(context: Context, pool: AgentPool) -> None:
     """
     name = f".preflight_{uuid.uuid4().hex[:8]}"
     folder = Path(context.config.logging.save_dir) / name
-    found: dict = {}
-    context.dry_run = found
+    results: dict = {}
+    context.dry_run = results
     try:
         first = [
             f"training.num_train_steps={DRY_STEPS}",
             f"logging.save_freq={DRY_STEPS}",
             "training.resume=null",
         ]
-        found["train"] = _launch(context, pool, dry_run_arguments(context, name, first))
-        found["log"] = _read_log(folder)
-        if found["train"]["code"] == 0:
+        results["train"] = _launch(context, pool, dry_run_arguments(context, name, first))
+        results["log"] = _read_log(folder)
+        if results["train"]["code"] == 0:
             more = [
                 f"training.num_train_steps={DRY_STEPS + 1}",
                 "logging.save_freq=1000000",
                 "training.resume=auto",
             ]
-            found["resume"] = _launch(context, pool, dry_run_arguments(context, name, more))
-            found["log"] = _read_log(folder)
+            results["resume"] = _launch(context, pool, dry_run_arguments(context, name, more))
+            results["log"] = _read_log(folder)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 
@@ -90,8 +90,8 @@ def _launch(context: Context, pool: AgentPool, train_args: list[str]) -> dict:
     """Run train.py through the selected launcher; return {"code", "output", "seconds"}."""
     started, limit = time.monotonic(), dry_seconds(context)
     run = _run_torchrun if context.launcher == "torchrun" else _run_launcher
-    found = run(context, pool, [TRAIN, *train_args], limit)
-    return {**found, "seconds": time.monotonic() - started}
+    result = run(context, pool, [TRAIN, *train_args], limit)
+    return {**result, "seconds": time.monotonic() - started}
 
 
 def _run_torchrun(context: Context, pool: AgentPool, script: list[str], limit: int) -> dict:
@@ -153,14 +153,14 @@ def two_steps_run(context):
     """Two real steps of this config and a save run through the launcher; the report shows step and
     total time.
     """
-    found = context.dry_run.get("train")
-    if found is None:
+    result = context.dry_run.get("train")
+    if result is None:
         return skip("not run (see the failures above)")
     log = context.dry_run.get("log", [])
-    if found["code"] != 0 or len(log) < 2:
-        status = "timed out" if found["code"] is None else f"status {found['code']}"
+    if result["code"] != 0 or len(log) < 2:
+        status = "timed out" if result["code"] is None else f"status {result['code']}"
         return fail(
-            f"{status}: {_last_error(found['output'])}",
+            f"{status}: {_last_error(result['output'])}",
             "two steps and status 0",
             "fix the cause in the message, then try again",
         )
@@ -173,7 +173,7 @@ def two_steps_run(context):
     data_share = log[1].get("data_share")
     data_wait = "" if data_share is None else f", {data_share:.0%} of it waiting for data"
     speed = f"{step:.2f} s per step{data_wait}, {rate:.0f} tokens/s"
-    return ok(f"{found['seconds']:.0f} s in total, {speed}: about {hours:.1f} h for the run")
+    return ok(f"{result['seconds']:.0f} s in total, {speed}: about {hours:.1f} h for the run")
 
 
 def _step_seconds(log: list[dict]) -> float:
@@ -185,13 +185,13 @@ def _step_seconds(log: list[dict]) -> float:
 @check("DRY002", 4, "cluster", "save and resume")
 def save_and_resume(context):
     """The launcher resumes the checkpoint of these steps, and a third step follows."""
-    found = context.dry_run.get("resume")
-    if found is None:
+    result = context.dry_run.get("resume")
+    if result is None:
         return skip("no checkpoint to resume (see DRY001)")
     steps = [record["step"] for record in context.dry_run.get("log", [])]
-    if found["code"] != 0 or steps[-1:] != [3]:
+    if result["code"] != 0 or steps[-1:] != [3]:
         return fail(
-            f"status {found['code']}: {_last_error(found['output'])}",
+            f"status {result['code']}: {_last_error(result['output'])}",
             "a third step after the resume",
             "check the checkpoint folder (CKPT001, CKPT002) and the message",
         )

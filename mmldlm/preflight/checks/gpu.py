@@ -140,10 +140,10 @@ def _each_gpu(context):
     """Yield (node, GPU, None) of every GPU that a rank would use, (node, None, reason) for nodes
     without GPUs.
     """
-    for name, found in context.probe_values("gpus").items():
-        if found.get("absent"):
-            yield name, None, found["absent"]
-        for gpu in (found.get("gpus") or ())[: context.slots(name)]:
+    for name, facts in context.probe_values("gpus").items():
+        if facts.get("absent"):
+            yield name, None, facts["absent"]
+        for gpu in (facts.get("gpus") or ())[: context.slots(name)]:
             yield name, gpu, None
 
 
@@ -164,8 +164,8 @@ def _check_gpus(context, evaluate, pass_message: str):
         num_faults.setdefault(name, 0)
         if fault is not None:
             num_faults[name] += 1
-            measured, expected, fix, *kind = fault
-            yield (kind[0] if kind else fail)(
+            measured, expected, fix, *severity = fault
+            yield (severity[0] if severity else fail)(
                 f"GPU {gpu['index']} ({gpu.get('name', '?')}): {measured}", expected, fix, name
             )
     for name, count in num_faults.items():
@@ -176,13 +176,13 @@ def _check_gpus(context, evaluate, pass_message: str):
 @check("GPU001", 1, "node", "GPU count")
 def gpus_for_all_slots(context):
     """Every node has at least as many GPUs as slots, unless no node has a GPU (a CPU run)."""
-    for name, found in context.probe_values("gpus").items():
-        count, slots = len(found.get("gpus") or ()), context.slots(name)
-        if "fix" in found:
-            yield fail(found["absent"], "a working driver", found["fix"], name)
+    for name, facts in context.probe_values("gpus").items():
+        count, slots = len(facts.get("gpus") or ()), context.slots(name)
+        if "fix" in facts:
+            yield fail(facts["absent"], "a working driver", facts["fix"], name)
         elif not context.has_gpus():
             yield skip(
-                f"{found.get('absent', 'no GPU')}; no other node has GPUs either: a CPU run with"
+                f"{facts.get('absent', 'no GPU')}; no other node has GPUs either: a CPU run with"
                 " gloo",
                 name,
             )
@@ -194,7 +194,7 @@ def gpus_for_all_slots(context):
             )
             yield fail(f"{count} GPU(s) for {slots} slots", f"at least {slots}", fix, name)
         else:
-            yield ok(f"{count} x {found['gpus'][0].get('name')}", name)
+            yield ok(f"{count} x {facts['gpus'][0].get('name')}", name)
     for name, error in context.probe_errors("gpus").items():
         yield fail(
             error,
@@ -287,18 +287,18 @@ def gpus_are_free(context):
 @check("GPU005", 2, "node", "same GPUs and driver")
 def gpus_are_alike(context):
     """GPU model and driver are those of the majority."""
-    kinds = {
-        name: f"{found['gpus'][0].get('name')}, driver {found['driver']}"
-        for name, found in context.probe_values("gpus").items()
-        if found.get("gpus")
+    models = {
+        name: f"{facts['gpus'][0].get('name')}, driver {facts['driver']}"
+        for name, facts in context.probe_values("gpus").items()
+        if facts.get("gpus")
     }
-    if not kinds:
+    if not models:
         yield skip("no node has GPUs")
-    usual = majority(kinds)
-    for name, kind in kinds.items():
-        if kind == usual:
-            yield ok(kind, name)
+    usual = majority(models)
+    for name, model in models.items():
+        if model == usual:
+            yield ok(model, name)
         else:
             yield warn(
-                kind, usual, "expect the speed of the slowest GPU, or exclude the node", name
+                model, usual, "expect the speed of the slowest GPU, or exclude the node", name
             )

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import platform
 import socket
-import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -18,8 +17,8 @@ def identity(args: dict) -> dict:
     """Return the identity of the machine: two names of it share the boot id and the namespaces."""
     boot = Path("/proc/sys/kernel/random/boot_id")
     spaces = [
-        os.readlink(f"/proc/self/ns/{kind}")
-        for kind in ("net", "pid", "uts")
+        os.readlink(f"/proc/self/ns/{namespace}")
+        for namespace in ("net", "pid", "uts")
         if Path("/proc/self/ns").is_dir()
     ]
     return {
@@ -30,11 +29,6 @@ def identity(args: dict) -> dict:
                 *spaces,
             ]
         ),
-        "uptime": float(Path("/proc/uptime").read_text(encoding="utf-8").split()[0])
-        if Path("/proc/uptime").exists()
-        else None,
-        "user": os.environ.get("USER") or str(os.getuid()),
-        "time": time.time(),
     }
 
 
@@ -98,9 +92,9 @@ def single_host_is_this_one(context):
     """
     if len(context.nodes) != 1 or context.local or context.launcher != "deepspeed":
         return ok("not a hostfile with one host" if len(context.nodes) != 1 else "this machine")
-    name, own = context.nodes[0].name, context.head_value("network") or {}
-    addresses = {entry["address"] for entry in own.get("interfaces", ())}
-    if name == own.get("hostname") or set(context.addresses(name)) & addresses:
+    name, network = context.nodes[0].name, context.head_value("network") or {}
+    addresses = {entry["address"] for entry in network.get("interfaces", ())}
+    if name == network.get("hostname") or set(context.addresses(name)) & addresses:
         return ok(f"{name} is this machine")
     measured = (
         f"the only host is {name}, which is not this machine; DeepSpeed would train here instead"
@@ -245,23 +239,23 @@ def everything_was_measured(context):
     """
     for name, facts in context.facts.items():
         failed = {
-            probe: found
-            for probe, found in facts.items()
-            if "value" not in found and probe not in COVERED_BY_OTHER_CHECKS
+            probe: answer
+            for probe, answer in facts.items()
+            if "value" not in answer and probe not in COVERED_BY_OTHER_CHECKS
         }
-        for probe, found in failed.items():
-            if found.get("timeout"):
+        for probe, answer in failed.items():
+            if answer.get("timeout"):
                 fix = (
                     f"log in to {name} and find the cause of the hang (a file system, DNS, /proc)"
                 )
-                yield fail(f"{probe}: {found['error']}", "an answer in time", fix, name)
-            elif found["error"].startswith("ModuleNotFoundError"):
-                package = found["error"].split("'")[1]
+                yield fail(f"{probe}: {answer['error']}", "an answer in time", fix, name)
+            elif answer["error"].startswith("ModuleNotFoundError"):
+                package = answer["error"].split("'")[1]
                 fix = f"on {name}: pip install -c constraints.txt {package}"
                 yield fail(f"{probe}: no {package}", "mmldlm's requirements", fix, name)
             else:
                 yield Result(
-                    ERROR, node=name, why=f"{probe} could not be measured: {found['error']}"
+                    ERROR, node=name, why=f"{probe} could not be measured: {answer['error']}"
                 )
         if not failed:
             yield ok(f"{len(facts)} measurements", name)

@@ -51,7 +51,7 @@ def skip_reason(context: Context) -> str | None:
         return "torchrun is started on each node by its own shell: set variables there"
     if context.failures or len(context.facts) < len(context.nodes):
         return "a node does not answer, so the launcher would not reach it either"
-    machines = [found["machine"] for found in context.probe_values("identity").values()]
+    machines = [identity["machine"] for identity in context.probe_values("identity").values()]
     if len(set(machines)) < len(machines):
         return "two names are one machine (see HOST004)"
     if context.launcher == "deepspeed" and any(read_env_file(path)[1] for path in env_files()):
@@ -109,20 +109,20 @@ class LauncherProbe:
         """Fill context.launched from the output; return its other lines."""
         context, other = self.context, []
         names = {
-            found["hostname"]: name for name, found in context.probe_values("identity").items()
+            report["hostname"]: name for name, report in context.probe_values("identity").items()
         }
         for line in self.output.splitlines():
             if print_environment.MARK not in line:
                 other.append(line)
                 continue
             with contextlib.suppress(ValueError):  # truncated by the timeout
-                found = json.loads(line.split(print_environment.MARK, 1)[1])
-                if found["hostname"] in names:
+                report = json.loads(line.split(print_environment.MARK, 1)[1])
+                if report["hostname"] in names:
                     variables = {
-                        k: v for k, v in found["environment"].items() if k.startswith(PREFIXES)
+                        k: v for k, v in report["environment"].items() if k.startswith(PREFIXES)
                     }
-                    context.launched[names[found["hostname"]]] = {
-                        "rank": found["rank"],
+                    context.launched[names[report["hostname"]]] = {
+                        "rank": report["rank"],
                         "variables": variables,
                     }
         return [line for line in other if line.strip()]
@@ -184,8 +184,8 @@ def versions_work_together(context):
             "deepspeed >= 0.19.8",
             "pip install -c constraints.txt deepspeed",
         )
-    number = tuple(int(part) for part in version.split("+")[0].split(".")[:3])
-    if number < (0, 19, 8):
+    release = tuple(int(part) for part in version.split("+")[0].split(".")[:3])
+    if release < (0, 19, 8):
         return fail(
             f"deepspeed {version}",
             "deepspeed >= 0.19.8 (older ones step on NaN, lose hosts of --include, and call srun"
@@ -198,26 +198,26 @@ def versions_work_together(context):
 @check("ENV001", 0, "head", "harmful variables")
 def no_harmful_variables(context):
     """No variable on this machine makes a hang endless or contradicts the launch."""
-    found = os.environ
-    if found.get("TORCH_NCCL_ENABLE_MONITORING") == "0":
+    variables = os.environ
+    if variables.get("TORCH_NCCL_ENABLE_MONITORING") == "0":
         yield warn(
             "TORCH_NCCL_ENABLE_MONITORING=0",
             "the NCCL watchdog on",
             "unset it: a hang would never end",
         )
-    timeout = found.get("TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC", "0")
+    timeout = variables.get("TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC", "0")
     if timeout.isdigit() and int(timeout) > 7200:
         measured = f"TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC={timeout} ({int(timeout) / 86400:.0f} days)"
         yield warn(
             measured, "minutes", "unset it: the others would wait that long for a dead rank"
         )
     if (
-        found.get("NCCL_ASYNC_ERROR_HANDLING") == "0"
-        or found.get("TORCH_NCCL_ASYNC_ERROR_HANDLING") == "0"
+        variables.get("NCCL_ASYNC_ERROR_HANDLING") == "0"
+        or variables.get("TORCH_NCCL_ASYNC_ERROR_HANDLING") == "0"
     ):
         yield warn("async error handling is off", "on", "unset it: a failed collective would hang")
-    ranks = [name for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE") if name in found]
-    if ranks and "SLURM_JOB_ID" not in found:
+    ranks = [name for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE") if name in variables]
+    if ranks and "SLURM_JOB_ID" not in variables:
         measured = f"{', '.join(ranks)} set in this shell"
         yield warn(measured, "unset: a launcher starts the ranks", f"unset {' '.join(ranks)}")
     for path in env_files():

@@ -26,9 +26,9 @@ def limits(args: dict) -> dict:
     """Return the soft limits that a rank would inherit (-1: unlimited), and the space of /dev/shm
     in bytes.
     """
-    found = {
-        name: resource.getrlimit(number)[0]
-        for name, number in (
+    facts = {
+        name: resource.getrlimit(limit)[0]
+        for name, limit in (
             ("memlock", resource.RLIMIT_MEMLOCK),
             ("nofile", resource.RLIMIT_NOFILE),
         )
@@ -37,26 +37,26 @@ def limits(args: dict) -> dict:
         shm = os.statvfs("/dev/shm")
     except OSError as error:
         return {
-            **found,
+            **facts,
             "shm_total": 0,
             "shm_free": 0,
             "shm_writable": False,
             "shm_error": error.strerror,
         }
-    found["shm_total"], found["shm_free"] = (
+    facts["shm_total"], facts["shm_free"] = (
         shm.f_blocks * shm.f_frsize,
         shm.f_bavail * shm.f_frsize,
     )
     probe = Path("/dev/shm") / f".mmldlm_preflight_{os.getpid()}"
     try:
         probe.write_bytes(b"x")
-        found["shm_writable"] = True
+        facts["shm_writable"] = True
     except OSError as error:
-        found["shm_writable"], found["shm_error"] = False, error.strerror
+        facts["shm_writable"], facts["shm_error"] = False, error.strerror
     finally:
         with contextlib.suppress(OSError):  # fails on a read-only file system
             probe.unlink(missing_ok=True)
-    return found
+    return facts
 
 
 def temporary(args: dict) -> dict:
@@ -66,58 +66,53 @@ def temporary(args: dict) -> dict:
     """
     candidates = [os.environ[name] for name in ("TMPDIR", "TEMP", "TMP") if os.environ.get(name)]
     folder = next((name for name in candidates if os.path.isdir(name)), "/tmp")
-    found = {"folder": folder, "bytes": TEMPORARY_BYTES}
+    facts = {"folder": folder, "bytes": TEMPORARY_BYTES}
     probe = Path(folder) / f".mmldlm_preflight_{os.uname().nodename}_{os.getpid()}"
     try:
         space = os.statvfs(folder)
-        found["free"] = space.f_bavail * space.f_frsize
+        facts["free"] = space.f_bavail * space.f_frsize
         with open(probe, "wb") as file:
             file.write(bytes(TEMPORARY_BYTES))
     except OSError as error:
-        found["error"] = describe_os_error(error)
+        facts["error"] = describe_os_error(error)
     finally:
         with contextlib.suppress(OSError):
             probe.unlink(missing_ok=True)
-    return found
+    return facts
 
 
 def memory(args: dict) -> dict:
     """Return the memory in bytes and the cores of this process, within the limits of its container
     or job.
     """
-    found = resources.memory()
-    return {
-        "total": found.total,
-        "available": found.available,
-        "cores": resources.available_cpus(),
-    }
+    return {**resources.memory()._asdict(), "cores": resources.available_cpus()}
 
 
 @check("LIM001", 1, "node", "/dev/shm")
 def shared_memory(context):
     """/dev/shm is writable and large enough for gloo, NCCL and workers."""
     needed = SHM_GPU if context.has_gpus() else SHM_NEEDED
-    for name, found in context.probe_values("limits").items():
+    for name, facts in context.probe_values("limits").items():
         fix = (
             "docker run --shm-size=16g (Kubernetes: emptyDir, medium Memory), or mount -o"
             " remount,size=50% /dev/shm"
         )
-        if not found["shm_writable"]:
-            yield fail(f"/dev/shm: {found.get('shm_error')}", "a writable /dev/shm", fix, name)
-        elif found["shm_free"] < needed:
+        if not facts["shm_writable"]:
+            yield fail(f"/dev/shm: {facts.get('shm_error')}", "a writable /dev/shm", fix, name)
+        elif facts["shm_free"] < needed:
             measured = (
-                f"{format_bytes(found['shm_free'])} free of {format_bytes(found['shm_total'])}"
+                f"{format_bytes(facts['shm_free'])} free of {format_bytes(facts['shm_total'])}"
             )
             yield fail(measured, f"at least {format_bytes(needed)} free", fix, name)
         else:
-            yield ok(f"{format_bytes(found['shm_free'])} free", name)
+            yield ok(f"{format_bytes(facts['shm_free'])} free", name)
 
 
 @check("LIM002", 1, "node", "locked memory")
 def locked_memory(context):
     """Locked memory is unlimited on nodes with GPUs, as InfiniBand and GPUDirect require."""
-    for name, found in context.probe_values("limits").items():
-        limit = found["memlock"]
+    for name, facts in context.probe_values("limits").items():
+        limit = facts["memlock"]
         if not (context.value(name, "gpus") or {}).get("gpus"):
             yield skip("no GPU: no memory is registered", name)
         elif limit != -1 and limit < MEMLOCK_NEEDED:
@@ -136,18 +131,18 @@ def open_files(context):
     """
     minimum = NOFILE_MIN + NOFILE_PER_RANK * context.world_size
     recommended = max(minimum, NOFILE_GPU) if context.has_gpus() else minimum
-    for name, found in context.probe_values("limits").items():
-        if found["nofile"] != -1 and found["nofile"] < recommended:
+    for name, facts in context.probe_values("limits").items():
+        if facts["nofile"] != -1 and facts["nofile"] < recommended:
             fix = f"ulimit -n {recommended}"
             if not context.local:
                 fix += (
                     " for ssh sessions: /etc/security/limits.conf, or LimitNOFILE of the ssh"
                     " service"
                 )
-            result = fail if found["nofile"] < minimum else warn
-            yield result(f"nofile {found['nofile']}", f"at least {recommended}", fix, name)
+            result = fail if facts["nofile"] < minimum else warn
+            yield result(f"nofile {facts['nofile']}", f"at least {recommended}", fix, name)
         else:
-            yield ok(f"nofile {found['nofile']}", name)
+            yield ok(f"nofile {facts['nofile']}", name)
 
 
 @check("LIM004", 1, "node", "temporary files")
@@ -155,15 +150,15 @@ def temporary_files(context):
     """A file can be written to the folder for temporary files (TMPDIR, else /tmp): state files,
     sockets, builds.
     """
-    for name, found in context.probe_values("temporary").items():
-        if "error" in found:
-            measured = f"{found['folder']}: {found['error']}"
-            if "free" in found:
-                measured += f" ({format_bytes(found['free'])} free)"
+    for name, facts in context.probe_values("temporary").items():
+        if "error" in facts:
+            measured = f"{facts['folder']}: {facts['error']}"
+            if "free" in facts:
+                measured += f" ({format_bytes(facts['free'])} free)"
             fix = (
-                f"free some space in {found['folder']} on {name}, or set TMPDIR there to another"
+                f"free some space in {facts['folder']} on {name}, or set TMPDIR there to another"
                 " folder"
             )
-            yield fail(measured, f"{format_bytes(found['bytes'])} of writable space", fix, name)
+            yield fail(measured, f"{format_bytes(facts['bytes'])} of writable space", fix, name)
         else:
-            yield ok(f"{found['folder']}, {format_bytes(found['free'])} free", name)
+            yield ok(f"{facts['folder']}, {format_bytes(facts['free'])} free", name)

@@ -76,7 +76,7 @@ def hosts_hold_offloaded_tensors(context):
     """
     if (reason := _missing_sizes(context)) is not None:
         return skip(reason)
-    offloaded = [kind for kind, device in _offloaded(context).items() if device == "cpu"]
+    offloaded = [tensors for tensors, device in _offloaded(context).items() if device == "cpu"]
     if not offloaded:
         return skip("nothing is offloaded to CPU memory")
     smallest = _smallest_memory(context, of_hosts=True)
@@ -135,7 +135,7 @@ def _smallest_memory(context, of_hosts: bool = False) -> tuple[str, float, bool]
         context: facts of the nodes, or of this machine at level 0.
         of_hosts: take the host memory of nodes with GPUs instead of their GPU memory.
     """
-    found = []
+    candidates = []
     for node in context.nodes:
         facts = context.facts.get(node.name) or (context.head if context.level == 0 else {})
         location = node.name if context.level or context.local else "a node like this machine"
@@ -147,16 +147,16 @@ def _smallest_memory(context, of_hosts: bool = False) -> tuple[str, float, bool]
         memory = facts.get("memory", {}).get("value")
         if gpus and not of_hosts:
             free = min(gpu["memory_free"] for gpu in gpus[: node.slots])
-            found.append((f"a GPU of {location}", free, True))
+            candidates.append((f"a GPU of {location}", free, True))
         elif memory and (gpus or not of_hosts):
-            found.append(
+            candidates.append(
                 (
                     f"{location} for each of {node.slots} rank(s)",
                     memory["available"] / node.slots,
                     False,
                 )
             )
-    return min(found, key=lambda entry: entry[1], default=None)
+    return min(candidates, key=lambda entry: entry[1], default=None)
 
 
 @check("DISK001", 0, "cluster", "checkpoints fit")

@@ -23,20 +23,22 @@ def network(args: dict) -> dict:
     args["master"]: address of the first node, or None.
     """
     name = socket.gethostname()
-    own = _look_up(name)
+    lookup = _look_up(name)
     low, high = Path("/proc/sys/net/ipv4/ip_local_port_range").read_text(encoding="utf-8").split()
-    found = interfaces()
+    entries = interfaces()
     return {
-        "interfaces": found,
+        "interfaces": entries,
         "hostname": name,
-        "hostname_addresses": own.get("addresses", []),
-        "hostname_error": own.get("error"),
-        "hostname_seconds": own["seconds"],
+        "hostname_addresses": lookup.get("addresses", []),
+        "hostname_error": lookup.get("error"),
+        "hostname_seconds": lookup["seconds"],
         # As `hostname -I` prints them; DeepSpeed takes the first as the master's address.
         "addresses": [
-            e["address"] for e in found if e["address"] and e["switched_on"] and not e["loopback"]
+            e["address"]
+            for e in entries
+            if e["address"] and e["switched_on"] and not e["loopback"]
         ],
-        "route_to_master": route_to(args["master"], found) if args.get("master") else None,
+        "route_to_master": route_to(args["master"], entries) if args.get("master") else None,
         "ephemeral_ports": [int(low), int(high)],
     }
 
@@ -46,11 +48,11 @@ def interfaces() -> list[dict]:
     import psutil
 
     addresses, states = psutil.net_if_addrs(), psutil.net_if_stats()
-    found = []
+    entries = []
     for _, name in sorted(socket.if_nameindex()):
         flags = states[name].flags.split(",") if name in states else []
         ipv4 = [entry for entry in addresses.get(name, ()) if entry.family == socket.AF_INET]
-        found.append(
+        entries.append(
             {
                 "name": name,
                 "address": ipv4[0].address if ipv4 else None,
@@ -61,7 +63,7 @@ def interfaces() -> list[dict]:
                 "mtu": states[name].mtu if name in states else None,
             }
         )
-    return found
+    return entries
 
 
 def route_to(address: str, known: list[dict]) -> dict:
@@ -86,14 +88,14 @@ def resolve(args: dict) -> dict:
     """
 
     def one(name: str) -> dict:
-        found = _look_up(name)
-        if "error" in found and (host := _ssh_host(name)) is not None:
+        lookup = _look_up(name)
+        if "error" in lookup and (host := _ssh_host(name)) is not None:
             return {
                 "addresses": _look_up(host).get("addresses", []),
-                "seconds": found["seconds"],
+                "seconds": lookup["seconds"],
                 "ssh": host,
             }
-        return found
+        return lookup
 
     with ThreadPoolExecutor(32) as executor:
         return dict(zip(args["names"], executor.map(one, args["names"]), strict=True))
@@ -146,7 +148,7 @@ def interface_is_usable(context):
     It is not loopback or a container bridge. The variables are those of a rank on the node. A run
     of one machine needs its loopback interface.
     """
-    for name, found in context.probe_values("network").items():
+    for name, facts in context.probe_values("network").items():
         there = context.environment_on(name)
         if there is None:
             there = context.value(name, "environment") or {}
@@ -155,12 +157,12 @@ def interface_is_usable(context):
             for key in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
             if there.get(key)
         }
-        usual = default_interface(found)
+        usual = default_interface(facts)
         problems = [
-            _interface_problem(key, value, found, usual) for key, value in variables.items()
+            _interface_problem(key, value, facts, usual) for key, value in variables.items()
         ]
         if context.local and not any(
-            entry["loopback"] and entry["up"] for entry in found["interfaces"]
+            entry["loopback"] and entry["up"] for entry in facts["interfaces"]
         ):
             fix = "ip link set lo up (in a sandbox: let it set up the loopback interface)"
             yield fail(
@@ -191,12 +193,12 @@ def interface_is_usable(context):
                 )
 
 
-def default_interface(found: dict) -> str | None:
+def default_interface(facts: dict) -> str | None:
     """Return the interface of the route to the master; on the master itself the first
     usable one.
     """
-    route = (found.get("route_to_master") or {}).get("interface")
-    usable = [entry["name"] for entry in found["interfaces"] if _is_usable(entry)]
+    route = (facts.get("route_to_master") or {}).get("interface")
+    usable = [entry["name"] for entry in facts["interfaces"] if _is_usable(entry)]
     return route if route in usable else usable[0] if usable else None
 
 
@@ -205,15 +207,15 @@ def _is_usable(entry: dict) -> bool:
 
 
 def _interface_problem(
-    key: str, value: str, found: dict, usual: str | None
+    key: str, value: str, facts: dict, usual: str | None
 ) -> tuple[str, str] | None:
     """Return (problem, variable) if a variable selects an unusable interface; None otherwise."""
     if key.startswith("GLOO") and (value.startswith(("^", "=")) or "," in value):
         return f"{key}={value}: gloo accepts one plain name", key
     matching = _selected_interfaces(
-        "=" + value if key.startswith("GLOO") else value, found["interfaces"]
+        "=" + value if key.startswith("GLOO") else value, facts["interfaces"]
     )
-    known = ", ".join(entry["name"] for entry in found["interfaces"])
+    known = ", ".join(entry["name"] for entry in facts["interfaces"])
     if not matching:
         return f"{key}={value}: this node has only {known}", key
     usable = [entry for entry in matching if _is_usable(entry)]
@@ -234,35 +236,35 @@ def own_name_is_not_loopback(context):
     """The node's own name has an address that the others can reach: gloo publishes exactly that
     address.
     """
-    for name, found in context.probe_values("network").items():
-        own, host = found["hostname_addresses"], found["hostname"]
+    for name, facts in context.probe_values("network").items():
+        addresses, host = facts["hostname_addresses"], facts["hostname"]
         if context.local:
             yield skip("this machine alone: loopback is sufficient", name)
             continue
         if (context.environment_on(name) or {}).get("GLOO_SOCKET_IFNAME"):
             yield skip("GLOO_SOCKET_IFNAME is set (NET001)", name)
             continue
-        usual = default_interface(found)
-        better = next((e["address"] for e in found["interfaces"] if e["name"] == usual), None)
+        usual = default_interface(facts)
+        better = next((e["address"] for e in facts["interfaces"] if e["name"] == usual), None)
         fix = f"on {name}, give {host} its address in /etc/hosts: '{better or 'ADDRESS'} {host}'"
-        if not own:
+        if not addresses:
             yield fail(
-                f"{host} does not resolve on itself ({found['hostname_error']})",
+                f"{host} does not resolve on itself ({facts['hostname_error']})",
                 "an address",
                 fix,
                 name,
             )
-        elif any(address.startswith("127.") for address in own):
+        elif any(address.startswith("127.") for address in addresses):
             measured = (
-                f"{host} is {', '.join(own)} on itself, so its ranks would publish a loopback"
-                " address"
+                f"{host} is {', '.join(addresses)} on itself, so its ranks would publish a"
+                " loopback address"
             )
             yield fail(measured, f"{better or 'an address that the others can reach'}", fix, name)
-        elif not set(own) & {entry["address"] for entry in found["interfaces"]}:
-            measured = f"{host} is {', '.join(own)}, an address of no interface on the node"
+        elif not set(addresses) & {entry["address"] for entry in facts["interfaces"]}:
+            measured = f"{host} is {', '.join(addresses)}, an address of no interface on the node"
             yield fail(measured, f"{better or 'an own address'}", fix, name)
         else:
-            yield ok(f"{host} is {', '.join(own)}", name)
+            yield ok(f"{host} is {', '.join(addresses)}", name)
 
 
 @check("NET003", 2, "node", "names agree")
@@ -273,28 +275,28 @@ def names_resolve_alike(context):
     nodes do not need them.
     """
     here = context.head_value("resolve") or {}
-    for name, found in context.probe_values("resolve").items():
+    for name, lookups in context.probe_values("resolve").items():
         if context.local:
             yield skip("one node", name)
             continue
         different = []
-        for other, there in found.items():
-            own = here.get(other, {})
-            if "ssh" in own:
+        for other, there in lookups.items():
+            lookup_here = here.get(other, {})
+            if "ssh" in lookup_here:
                 continue
             if "error" in there:
                 different.append(f"{other}: {there['error']}")
             elif (
                 other != name
-                and "addresses" in own
-                and not set(there["addresses"]) & set(own["addresses"])
+                and "addresses" in lookup_here
+                and not set(there["addresses"]) & set(lookup_here["addresses"])
             ):
                 different.append(
                     f"{other} is {', '.join(there['addresses'])} there,"
-                    f" {', '.join(own['addresses'])} here"
+                    f" {', '.join(lookup_here['addresses'])} here"
                 )
         if different:
             fix = f"correct /etc/hosts or DNS on {name}"
             yield fail("; ".join(different), "the same addresses as on this machine", fix, name)
         else:
-            yield ok(f"{len(found)} name(s)", name)
+            yield ok(f"{len(lookups)} name(s)", name)

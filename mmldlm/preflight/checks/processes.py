@@ -37,12 +37,12 @@ def processes(args: dict) -> list[dict]:
 
     this = psutil.Process()
     ancestors = {this.pid, *(parent.pid for parent in this.parents())}
-    found = []
+    ranks = []
     for process in _running("uids", "username", "create_time"):
         command = " ".join(process.info["cmdline"])
         is_python = os.path.basename(process.info["cmdline"][0]).startswith("python")
         if is_python and process.pid not in ancestors and any(mark in command for mark in _MARKS):
-            found.append(
+            ranks.append(
                 {
                     "pid": process.pid,
                     "user": process.info["username"],
@@ -52,7 +52,7 @@ def processes(args: dict) -> list[dict]:
                     "command": command[:200],
                 }
             )
-    return found
+    return ranks
 
 
 def _running(*attributes: str) -> Iterator:
@@ -75,13 +75,13 @@ def locks(args: dict) -> list[dict]:
     building = any(
         os.path.basename(process.info["cmdline"][0]) in _BUILDERS for process in _running()
     )
-    found = []
+    lock_files = []
     for path in Path(root).glob("**/lock"):
         age = time.time() - path.stat().st_mtime
-        found.append(
+        lock_files.append(
             {"path": str(path), "age": round(age), "stale": age > STALE_SECONDS and not building}
         )
-    return found
+    return lock_files
 
 
 def caches(args: dict) -> dict[str, dict]:
@@ -94,13 +94,13 @@ def caches(args: dict) -> dict[str, dict]:
         "TORCH_EXTENSIONS_DIR": os.environ.get("TORCH_EXTENSIONS_DIR") or extensions,
         "TRITON_CACHE_DIR": os.environ.get("TRITON_CACHE_DIR") or f"{home}/.triton/cache",
     }
-    found = {}
+    by_variable = {}
     for name, text in folders.items():
         folder = Path(text)
         while not folder.exists():
             folder = folder.parent
-        found[name] = {"folder": text, "file_system": file_system(folder)}
-    return found
+        by_variable[name] = {"folder": text, "file_system": file_system(folder)}
+    return by_variable
 
 
 def _ssh_prefix(context, name: str) -> str:
@@ -111,9 +111,9 @@ def _ssh_prefix(context, name: str) -> str:
 @check("PROC001", 1, "node", "leftover ranks")
 def no_leftover_ranks(context):
     """No rank or launcher of an earlier run is alive."""
-    for name, found in context.probe_values("processes").items():
+    for name, ranks in context.probe_values("processes").items():
         # Only the user can distinguish a leftover from a running launch.
-        for entry in found:
+        for entry in ranks:
             measured = (
                 f"pid {entry['pid']} of {entry['user']}, {entry['age']} s old: {entry['command']}"
             )
@@ -124,7 +124,7 @@ def no_leftover_ranks(context):
                     f" {entry['user']} to end it"
                 )
             yield warn(measured, "no other rank", fix, name)
-        if not found:
+        if not ranks:
             yield ok("none", name)
 
 
@@ -133,8 +133,8 @@ def no_stale_locks(context):
     """torch's extension cache has no lock of a killed JIT build, on which torch would wait
     forever.
     """
-    for name, found in context.probe_values("locks").items():
-        stale = [entry for entry in found if entry["stale"]]
+    for name, lock_files in context.probe_values("locks").items():
+        stale = [entry for entry in lock_files if entry["stale"]]
         for entry in stale:
             measured = f"{entry['path']}, {entry['age']} s old, without a running compiler"
             yield fail(
@@ -152,9 +152,11 @@ def caches_are_local(context):
     """torch and Triton compile to a local disk; on a shared one, the ranks of all nodes race for
     the cache.
     """
-    for name, found in context.probe_values("caches").items():
+    for name, by_variable in context.probe_values("caches").items():
         shared = {
-            k: v for k, v in found.items() if v["file_system"].startswith(NETWORK_FILE_SYSTEMS)
+            k: v
+            for k, v in by_variable.items()
+            if v["file_system"].startswith(NETWORK_FILE_SYSTEMS)
         }
         for variable, cache in shared.items():
             measured = f"{cache['folder']} is on {cache['file_system']}"

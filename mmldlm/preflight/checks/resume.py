@@ -86,26 +86,26 @@ def _resume_differences(context, folder: Path, manifest: dict) -> list[str]:
     config = context.config
     state = read_training_state(folder)
     batch = _global_batch(context)
-    found = []
+    differences = []
     if state.get("seed") not in (None, config.training.seed):
-        found.append(f"training.seed {state['seed']}, now {config.training.seed}")
+        differences.append(f"training.seed {state['seed']}, now {config.training.seed}")
     if state.get("global_batch") not in (None, batch):
-        found.append(
+        differences.append(
             f"global batch {state['global_batch']} (saved by {manifest.get('world_size')} ranks),"
             f" now {batch} ({context.world_size} ranks)"
         )
     samples = context.data_facts.get("samples", {}).get("train")
     if samples is not None and state.get("num_samples") not in (None, samples):
-        found.append(f"{state['num_samples']} training samples, now {samples}")
+        differences.append(f"{state['num_samples']} training samples, now {samples}")
     if state.get("data", context.data_facts.get("fingerprint")) != context.data_facts.get(
         "fingerprint"
     ):
-        found.append("another training split")
+        differences.append("another training split")
     # The data probe has the config with the keys that the data sets.
     resolved = (
         build_config(context.data_facts["config"]) if "config" in context.data_facts else config
     )
-    return found + diff_configs(folder, resolved).errors
+    return differences + diff_configs(folder, resolved).errors
 
 
 def _global_batch(context) -> int:

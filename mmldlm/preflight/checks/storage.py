@@ -32,7 +32,7 @@ def data(args: dict) -> dict:
     texts = {root: read_bytes(Path(root) / "manifest.json") for root in args["data_roots"]}
     entries = files_of(texts)
     total = sum(entry["bytes"] for entry in entries.values())
-    share = min(1.0, READ_BUDGET / max(total, 1))
+    fraction = min(1.0, READ_BUDGET / max(total, 1))
     deadline = time.monotonic() + SECONDS_BUDGET
     files: dict[str, dict] = {}
     read = 0
@@ -43,16 +43,16 @@ def data(args: dict) -> dict:
         except OSError as error:
             files[name] = {"error": describe_os_error(error)}
             continue
-        found = {"bytes": size}
-        if share == 1.0 and time.monotonic() < deadline:
-            found["sha256"], done = _hash(path, [(0, size)])
+        facts = {"bytes": size}
+        if fraction == 1.0 and time.monotonic() < deadline:
+            facts["sha256"], done = _hash(path, [(0, size)])
             read += done
         elif time.monotonic() < deadline:
-            count = max(2, int(size * share) // _BLOCK)
+            count = max(2, int(size * fraction) // _BLOCK)
             starts = sorted({i * max(size - _BLOCK, 0) // (count - 1) for i in range(count)})
-            found["blocks"], done = _hash(path, [(start, _BLOCK) for start in starts])
+            facts["blocks"], done = _hash(path, [(start, _BLOCK) for start in starts])
             read += done
-        files[name] = found
+        files[name] = facts
     return {
         "manifest_sha256": [hashlib.sha256(text).hexdigest() for text in texts.values()],
         "files": files,
@@ -95,51 +95,48 @@ def checkpoints(args: dict) -> dict:
     If the folder does not exist, its nearest existing parent is tested. All written files are
     removed.
     """
-    save_dir = Path(args["save_dir"])
-    folder = save_dir
+    folder = Path(args["save_dir"])
     while not folder.exists():
         folder = folder.parent
     space = os.statvfs(folder)
-    found: dict = {
+    facts: dict = {
         "folder": str(folder),
-        "exists": folder == save_dir,
         "free": space.f_bavail * space.f_frsize,
-        "total": space.f_blocks * space.f_frsize,
         "free_inodes": space.f_favail if space.f_files else None,
         "file_system": file_system(folder),
     }
     probe = folder / f".mmldlm_preflight_{os.uname().nodename}_{os.getpid()}"
     try:
         block = os.urandom(1 << 20)
-        size = max(min(WRITE_BYTES, found["free"] // 2), 1)
-        started, written = time.perf_counter(), 0
+        size = max(min(WRITE_BYTES, facts["free"] // 2), 1)
+        started, num_bytes = time.perf_counter(), 0
         with open(probe, "wb") as file:
-            while written < size and time.perf_counter() - started < 5:
-                written += file.write(block[: size - written])
+            while num_bytes < size and time.perf_counter() - started < 5:
+                num_bytes += file.write(block[: size - num_bytes])
             file.flush()
             os.fsync(file.fileno())
-        found["bytes_per_second"] = written / (time.perf_counter() - started)
+        facts["bytes_per_second"] = num_bytes / (time.perf_counter() - started)
         renamed = probe.with_name(probe.name + "_renamed")
         os.rename(probe, renamed)
-        found["rename"] = renamed.exists() and not probe.exists()
+        facts["rename"] = renamed.exists() and not probe.exists()
         renamed.unlink()
     except OSError as error:
-        found["write_error"] = describe_os_error(error)
+        facts["write_error"] = describe_os_error(error)
     finally:
         with contextlib.suppress(OSError):  # fails on a read-only file system
             probe.unlink(missing_ok=True)
-    return found
+    return facts
 
 
 def file_system(folder: Path) -> str:
     """Return the file system type of a folder."""
-    best, kind = "", "unknown"
+    best, type_name = "", "unknown"
     real = str(folder.resolve())
     for line in Path("/proc/self/mounts").read_text(encoding="utf-8").splitlines():
-        _, point, found, *_ = line.split()
+        _, point, entry_type, *_ = line.split()
         if (real == point or real.startswith(point.rstrip("/") + "/")) and len(point) >= len(best):
-            best, kind = point, found
-    return kind
+            best, type_name = point, entry_type
+    return type_name
 
 
 def collect_shared_folder(context, pool: AgentPool) -> None:
@@ -149,8 +146,8 @@ def collect_shared_folder(context, pool: AgentPool) -> None:
     folders = context.probe_values("checkpoints")
     writers = [
         name
-        for name, found in folders.items()
-        if "write_error" not in found and name not in pool.failures
+        for name, facts in folders.items()
+        if "write_error" not in facts and name not in pool.failures
     ]
     if not writers:
         return
@@ -211,9 +208,9 @@ def data_is_there(context):
             fix = f"copy the store to {name}:{', '.join(missing)}, or mount it there"
         yield fail(error, expected, fix, name)
     entries = _manifest(context)
-    for name, found in context.probe_values("data").items():
+    for name, facts in context.probe_values("data").items():
         wrong = []
-        for file, seen in found["files"].items():
+        for file, seen in facts["files"].items():
             size = entries[file]["bytes"] if file in entries else None
             if size is not None and ("error" in seen or seen["bytes"] != size):
                 error = (
@@ -231,7 +228,7 @@ def data_is_there(context):
                 join_some(wrong, 3, "; "), "files with the sizes in the manifest", fix, name
             )
         else:
-            yield ok(f"{len(found['files'])} files", name)
+            yield ok(f"{len(facts['files'])} files", name)
 
 
 def _manifest(context) -> dict:
@@ -263,14 +260,14 @@ def data_is_the_same(context):
         _manifest(context),
         majority({n: a["manifest_sha256"] for n, a in answers.items()}),
     )
-    for name, found in answers.items():
+    for name, facts in answers.items():
         fix = f"copy the store to {name} again (rsync -ac), or mount one store on all nodes"
-        if found["manifest_sha256"] != usual:
+        if facts["manifest_sha256"] != usual:
             measured = "a different manifest.json: another preparation of the data"
             yield fail(measured, "the manifest of the majority", fix, name)
             continue
         wrong = []
-        for file, seen in found["files"].items():
+        for file, seen in facts["files"].items():
             if "sha256" in seen and file in entries and seen["sha256"] != entries[file]["sha256"]:
                 wrong.append(f"{file} does not match the SHA-256 in the manifest")
             elif "blocks" in seen:
@@ -283,12 +280,12 @@ def data_is_the_same(context):
                 )
                 if seen["blocks"] != blocks:
                     wrong.append(f"{file} differs from the majority in the sampled blocks")
-        share = found["bytes_read"] / max(found["bytes_total"], 1)
+        fraction = facts["bytes_read"] / max(facts["bytes_total"], 1)
         if wrong:
-            measured = f"{len(wrong)} of {len(found['files'])} files: {join_some(wrong, 3, '; ')}"
+            measured = f"{len(wrong)} of {len(facts['files'])} files: {join_some(wrong, 3, '; ')}"
             yield fail(measured, "the same bytes", fix, name)
         else:
-            yield ok(f"{share:.0%} of {format_bytes(found['bytes_total'])} read", name)
+            yield ok(f"{fraction:.0%} of {format_bytes(facts['bytes_total'])} read", name)
 
 
 @check("CKPT001", 1, "node", "checkpoint folder")
@@ -302,8 +299,8 @@ def checkpoint_folder_works(context):
             else f"check logging.save_dir on {name}"
         )
         yield fail(error, "an answer within 15 s", fix, name)
-    for name, found in context.probe_values("checkpoints").items():
-        if "write_error" in found:
+    for name, facts in context.probe_values("checkpoints").items():
+        if "write_error" in facts:
             fix = {
                 "No space left on device": (
                     "free some space, or set logging.save_dir to a larger disk"
@@ -312,27 +309,27 @@ def checkpoint_folder_works(context):
                     f"remount it read-write on {name}, or set logging.save_dir to another folder"
                 ),
                 "Permission denied": f"give this user write permission on {name}",
-            }.get(found["write_error"], f"check {found['folder']} on {name}")
+            }.get(facts["write_error"], f"check {facts['folder']} on {name}")
             yield fail(
-                f"{found['folder']}: {found['write_error']}", "a writable folder", fix, name
+                f"{facts['folder']}: {facts['write_error']}", "a writable folder", fix, name
             )
-        elif not found["rename"]:
+        elif not facts["rename"]:
             yield fail(
-                f"{found['folder']}: rename is not atomic",
+                f"{facts['folder']}: rename is not atomic",
                 "an atomic rename",
                 "use another file system",
                 name,
             )
-        elif found["free_inodes"] is not None and found["free_inodes"] < 10_000:
+        elif facts["free_inodes"] is not None and facts["free_inodes"] < 10_000:
             yield warn(
-                f"{found['free_inodes']} inodes free",
+                f"{facts['free_inodes']} inodes free",
                 "at least 10,000",
                 "delete small files there",
                 name,
             )
         else:
-            speed = f"{format_bytes(found['bytes_per_second'])}/s on {found['file_system']}"
-            yield ok(f"{format_bytes(found['free'])} free, {speed}", name)
+            speed = f"{format_bytes(facts['bytes_per_second'])}/s on {facts['file_system']}"
+            yield ok(f"{format_bytes(facts['free'])} free, {speed}", name)
 
 
 @check("CKPT002", 2, "node", "checkpoint folder shared")

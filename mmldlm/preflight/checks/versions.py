@@ -21,15 +21,14 @@ _MUST_AGREE = ("torch", "deepspeed", "nccl", "python")
 
 def versions(args: dict) -> dict:
     """Return package versions from pip's metadata: importing torch takes seconds."""
-    found: dict[str, str | None] = {"python": platform.python_version()}
+    installed: dict[str, str | None] = {"python": platform.python_version()}
     for package in PACKAGES:
         try:
-            found[package] = metadata.version(package)
+            installed[package] = metadata.version(package)
         except metadata.PackageNotFoundError:
-            found[package] = None
+            installed[package] = None
     return {
-        "packages": found,
-        "kernel": platform.release(),
+        "packages": installed,
         "nccl": _nccl_version(),
         "machine": platform.machine(),
     }
@@ -40,9 +39,11 @@ def _nccl_version() -> str | None:
 
     for folder in sys.path:
         for library in Path(folder or ".").glob("nvidia/nccl/lib/libnccl.so.2"):
-            number = ctypes.c_int()
-            if ctypes.CDLL(str(library)).ncclGetVersion(ctypes.byref(number)) == 0:
-                return f"{number.value // 10000}.{number.value // 100 % 100}.{number.value % 100}"
+            version = ctypes.c_int()
+            if ctypes.CDLL(str(library)).ncclGetVersion(ctypes.byref(version)) == 0:
+                return (
+                    f"{version.value // 10000}.{version.value // 100 % 100}.{version.value % 100}"
+                )
     return None
 
 
@@ -68,16 +69,16 @@ def versions_agree(context):
     """The versions of Python, torch, DeepSpeed, the loaded NCCL and other packages are those of
     the majority.
     """
-    found = {
+    by_node = {
         name: {**value["packages"], "nccl": value["nccl"], "machine": value["machine"]}
         for name, value in context.probe_values("versions").items()
     }
     usual = {
-        key: majority({n: v[key] for n, v in found.items()})
-        for key in next(iter(found.values()), {})
+        key: majority({n: v[key] for n, v in by_node.items()})
+        for key in next(iter(by_node.values()), {})
     }
-    for name, own in found.items():
-        differ = {key: value for key, value in own.items() if value != usual[key]}
+    for name, installed in by_node.items():
+        differ = {key: value for key, value in installed.items() if value != usual[key]}
         measured = ", ".join(
             f"{k} {v or 'missing'} (others {usual[k] or 'none'})" for k, v in differ.items()
         )
@@ -90,21 +91,23 @@ def versions_agree(context):
             yield warn(measured, "the same versions on all nodes", fix, name)
         else:
             yield ok(
-                f"torch {own['torch']}, deepspeed {own['deepspeed']}, python {own['python']}", name
+                f"torch {installed['torch']}, deepspeed {installed['deepspeed']},"
+                f" python {installed['python']}",
+                name,
             )
 
 
 @check("VER002", 2, "node", "same code")
 def code_agrees(context):
     """The sources of mmldlm and their commit are the same on every node."""
-    found = context.probe_values("code")
-    sources = majority({n: v["sources"] for n, v in found.items()})
-    commit = majority({n: v["commit"] for n, v in found.items()})
-    for name, own in found.items():
-        if own["sources"] == sources and own["commit"] == commit:
+    by_node = context.probe_values("code")
+    sources = majority({n: v["sources"] for n, v in by_node.items()})
+    commit = majority({n: v["commit"] for n, v in by_node.items()})
+    for name, state in by_node.items():
+        if state["sources"] == sources and state["commit"] == commit:
             yield ok((commit or sources)[:12], name)
             continue
-        measured = f"commit {(own['commit'] or 'none')[:12]}, sources {own['sources'][:8]}"
+        measured = f"commit {(state['commit'] or 'none')[:12]}, sources {state['sources'][:8]}"
         expected = f"commit {(commit or 'none')[:12]}, sources {sources[:8]}"
         yield fail(
             measured,
