@@ -17,10 +17,9 @@ import torch
 from pydantic import ValidationError
 from torch import Tensor, nn
 
-from mmldlm.config.renamed_keys import model_config_with_new_names
+from mmldlm.config.renamed_keys import is_removed_weight, model_config_with_new_names
 from mmldlm.config.section import Section
 from mmldlm.errors import UserError
-from mmldlm.models.mmdit.config import ModelConfig
 from mmldlm.utils.atomic_files import write_text
 from mmldlm.utils.json_files import plain_value, read_json
 from mmldlm.utils.validation import describe_problems
@@ -57,11 +56,16 @@ def read(
     folder = Path(path)
     if not folder.is_dir():
         folder = _download(str(path))
-    config = model_config(read_config(folder / "config.json"))
+    config_path = folder / "config.json"
+    config = checked_section(read_values(config_path), kind.config_class, config_path)
     files = _weight_files(folder)
     shapes = {name: shape for name, shape, _ in iter_safetensors(files)}
-    check_shapes(kind, config, shapes, folder / "config.json")
-    tensors = {name: read_tensor() for name, _, read_tensor in iter_safetensors(files)}
+    check_shapes(kind, config, shapes, config_path)
+    tensors = {
+        name: read_tensor()
+        for name, _, read_tensor in iter_safetensors(files)
+        if not is_removed_weight(name)
+    }
     if other := [
         f"{name}: {tensor.dtype}"
         for name, tensor in tensors.items()
@@ -97,17 +101,6 @@ def _download(repository: str) -> Path:
         ) from error
 
 
-def read_config(path: Path) -> dict[str, Any]:
-    """Read config.json of an MMDiT (under any name) and check its model section.
-
-    Raises:
-        UserError: a missing or corrupt file, or sizes that do not define a model.
-    """
-    values = read_values(path)
-    checked_section(values, ModelConfig, path)
-    return values
-
-
 def read_values(path: Path) -> dict[str, Any]:
     """Read config.json of any model.
 
@@ -134,13 +127,6 @@ def checked_section(values: dict[str, Any], section: type[AnySection], path: Pat
         raise UserError(
             f"valid sizes of a model in {path}", f"damaged file: {problems}", COPY_AGAIN
         ) from error
-
-
-def model_config(values: dict[str, Any]) -> ModelConfig:
-    """The model section of a config that `read_config` returned."""
-    return ModelConfig(
-        **{key: value for key, value in values.items() if key in ModelConfig.model_fields}
-    )
 
 
 def _weight_files(folder: Path) -> list[Path]:
@@ -218,6 +204,7 @@ def check_shapes(
     with torch.device("meta"):
         model = kind(config)
     own = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+    found = {name: shape for name, shape in found.items() if not is_removed_weight(name)}
     first_names: dict[nn.Parameter, str] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         first = first_names.setdefault(parameter, name)

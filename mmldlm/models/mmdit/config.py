@@ -55,11 +55,6 @@ class ModelConfig(Section):
     """Queries and keys of latents turn by their place in model.latent_grid: the first half of a
     head's pairs by the row, the second by the column (axial RoPE, as in JiT, arXiv 2511.13720). A
     head's width must be a multiple of 4."""
-    latent_kind: Annotated[Literal["values", "ids"], FilledFromData()] = "values"
-    """What a latent is: D values, or the id of a code (`mmldlm prepare ... --latents codes:...`).
-    values: as the data says; ids: refuse other data."""
-    num_codes: Annotated[int | None, FilledFromData()] = Field(None, ge=2, le=1 << 16)
-    """Codes Q of which latents are ids. None: taken from the data; latents of values have none."""
     latent_predictions: int = Field(1, ge=1, le=2)
     """Vectors that the latent head predicts for each latent: 2 with
     latent_diffusion.prediction=x0_epsilon, which sets it."""
@@ -86,11 +81,6 @@ class ModelConfig(Section):
     """In training, the fraction of the elements of each block's attention output and MLP output
     that is set to 0. The masks are functions of seed, epoch, sample and position: equal on every
     engine and number of ranks, and after a resume."""
-    quality_head: bool = False
-    """Also learn, at every word of a finished draft, the probability that it is right (after
-    PRISM, arXiv 2510.01384): in training the model fills its masks itself, a tenth of the words is
-    replaced by others, and a second pass judges the text. Read by `mmldlm sample l2t
-    --critic-rounds`. A training step computes about twice as much."""
     corrector: Literal["none", "feedback", "blind"] = "none"
     """feedback: also learn to correct a hypothesis, from its words and the difference of its
     embedding to the latent (after vec2text, arXiv 2310.06816). Training reads hypotheses from
@@ -114,22 +104,6 @@ class ModelConfig(Section):
         check_heads(self.hidden_size, self.n_heads)
         check_mlp_width(self.hidden_size, self.mlp_ratio)
         check_token_ids(self)
-        return self
-
-    @model_validator(mode="after")
-    def _ids_are_of_codes(self) -> ModelConfig:
-        if self.num_codes is None:
-            return self
-        for key, allowed in (
-            ("latent_predictions", 1),
-            ("scale_noisy_latents", False),
-            ("corrector", "none"),
-        ):
-            if (value := getattr(self, key)) != allowed:
-                raise ValueError(
-                    f"model.{key}={value} needs latents of values (model.num_codes is set):"
-                    " drop it"
-                )
         return self
 
     @model_validator(mode="after")
@@ -157,11 +131,8 @@ class ModelConfig(Section):
                 f" of places, and model.latent_grid={self.latent_grid} one of them: leave both"
                 " unset (the data has them)"
             )
-        if self.num_codes is not None or self.corrector != "none":
-            raise ValueError(
-                "model.latent_grids goes with latents of values and model.corrector=none only:"
-                " drop it"
-            )
+        if self.corrector != "none":
+            raise ValueError("model.latent_grids goes with model.corrector=none only: drop it")
         return self
 
     @model_validator(mode="after")

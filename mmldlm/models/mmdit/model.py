@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -16,18 +16,11 @@ from mmldlm.models.latent_transformer import EncodedLatent, LatentTransformer, r
 from mmldlm.models.layers import Modulation, StreamLinear, TimestepEmbedding, compute_dtype
 from mmldlm.models.linear_cross_entropy import Candidates
 from mmldlm.models.mmdit.block import MMDiTBlock
-from mmldlm.models.mmdit.codes import (
-    CodeTargets,
-    checked_ids,
-    latent_encoder,
-    latent_head,
-    latent_outputs,
-)
 from mmldlm.models.mmdit.config import ModelConfig
 from mmldlm.models.mmdit.costs import GROUPS, group_of
-from mmldlm.models.mmdit.encoders import TextEncoder
+from mmldlm.models.mmdit.encoders import LatentEncoder, TextEncoder
 from mmldlm.models.mmdit.fused_block import select_rows
-from mmldlm.models.mmdit.heads import QualityHead, TextHead
+from mmldlm.models.mmdit.heads import LatentHead, TextHead
 from mmldlm.models.mmdit.hypothesis import Hypotheses, HypothesisEncoder
 from mmldlm.models.mmdit.null_condition import apply_null_condition
 from mmldlm.models.mmdit.packing import (
@@ -60,6 +53,10 @@ class MultimodalMMDiT(LatentTransformer):
     (DiT, arXiv 2212.09748) on both timesteps and the pooled latent, RoPE on text (on latents with
     latent_rope), QK-RMSNorm, each latent as K chunk tokens.
 
+    A subclass whose latents are no vectors overrides what reads and predicts them:
+    `make_latent_encoder`, `make_latent_head`, `initialize_latents`, `encode_latents` and
+    `latent_outputs` (tasks/image_codes has an example).
+
     Args:
         config: shape and vocabulary; latent_dim, vocab_size and the token ids must be set.
 
@@ -67,12 +64,14 @@ class MultimodalMMDiT(LatentTransformer):
         UserError: one of those is missing or out of range, or latent_rope without a latent_grid.
     """
 
+    config_class: ClassVar[type[ModelConfig]] = ModelConfig
+
     def __init__(self, config: ModelConfig):
         super().__init__(config)
         config.check_places()
         width, cond = config.hidden_size, config.cond_dim
         self.text_encoder = TextEncoder(config.vocab_size, width, config.token_embedding_scale)
-        self.latent_encoder = latent_encoder(config)
+        self.latent_encoder = self.make_latent_encoder()
         self.text_timestep = TimestepEmbedding(cond)
         self.latent_timestep = TimestepEmbedding(cond)
         self.blocks = nn.ModuleList(
@@ -80,14 +79,13 @@ class MultimodalMMDiT(LatentTransformer):
             for _ in range(config.n_blocks)
         )
         self.text_head = TextHead(width, cond, config.vocab_size, config.mask_token_id)
-        self.latent_head = latent_head(config)
+        self.latent_head = self.make_latent_head()
         # Sampling must not see a text's true length, so the model also learns p(length | latent).
         self.length_head = nn.Sequential(
             nn.SiLU(), nn.Linear(cond, cond), nn.SiLU(), nn.Linear(cond, config.max_seq_len)
         )
         self._initialize()
         # Last, so that the rest starts from the same weights with and without them.
-        self.quality_head = QualityHead(width) if config.quality_head else None
         self.hypothesis_encoder = None
         if config.corrector != "none":
             is_blind = config.corrector == "blind"
@@ -106,23 +104,55 @@ class MultimodalMMDiT(LatentTransformer):
                     nn.init.zeros_(module.bias)
             elif isinstance(module, nn.Embedding):
                 nn.init.normal_(module.weight, std=0.02)
-        if self.config.num_codes is None:
-            nn.init.zeros_(self.latent_head.to_latent.weight)
-        else:
-            self.latent_encoder.reset_embedding()
+        self.initialize_latents()
         if self.config.tie_embeddings:
             self.text_head.weight = self.text_encoder.token_embedding.weight
 
     # -- latents
     # ---------------------------------------------------------------------------------------------
 
-    def scale_latents(self, raw: Tensor) -> Tensor:
-        """Encoder's latents [..., D] -> model space, fp32; of a model of codes their ids as they
-        are, int64.
+    def make_latent_encoder(self) -> nn.Module:
+        """What turns latents and `is_null` into chunk tokens and a pooled vector, with the learned
+        `null_pooled`.
         """
-        if self.config.num_codes is None:
-            return super().scale_latents(raw)
-        return checked_ids(raw, self.config.num_codes)
+        config = self.config
+        return LatentEncoder(
+            config.latent_dim,
+            config.tokens_per_latent,
+            config.num_latents,
+            config.hidden_size,
+            config.cond_dim,
+            config.latent_grid,
+            config.latent_grids,
+        )
+
+    def make_latent_head(self) -> nn.Module:
+        """What `latent_outputs` predicts latents with."""
+        config = self.config
+        outputs = config.latent_predictions * config.latent_dim
+        return LatentHead(config.hidden_size, config.cond_dim, config.tokens_per_latent, outputs)
+
+    def initialize_latents(self) -> None:
+        """Start encoder and head of the latents where they differ from the common rules."""
+        nn.init.zeros_(self.latent_head.to_latent.weight)
+
+    def latent_outputs(
+        self, rows: Tensor, condition: Tensor, latents: Tensor | None, query: Any
+    ) -> dict[str, Tensor]:
+        """What `forward` returns of the latents.
+
+        Args:
+            rows: of the last block. [B, N * K, H]
+            condition: [B, C]
+            latents, query: latents and latent_query of `forward`.
+        """
+        if query is not None:
+            raise ValueError(f"latent_query is not read by {type(self).__name__}")
+        prediction = self.latent_head(rows, condition).float()
+        if latents is None or latents.dim() == 2:  # [B, D], as they were given
+            only = prediction.shape[1] == 1
+            prediction = prediction.squeeze(1) if only else prediction[:, 0]
+        return {"latent_pred": prediction}
 
     def encode_latents(
         self,
@@ -148,17 +178,13 @@ class MultimodalMMDiT(LatentTransformer):
         """
         config, device = self.config, self.latent_mean.device
         if latents is None:
-            dtype = None if config.num_codes is None else torch.int64
-            latents = torch.zeros(
-                batch, config.num_latents, config.latent_dim, device=device, dtype=dtype
-            )
+            latents = torch.zeros(batch, config.num_latents, config.latent_dim, device=device)
             is_null = _all_true(latents)
         points = latents[:, None] if latents.dim() == 2 else latents
         self.check_latents(points)
         if config.scale_noisy_latents and timesteps is not None:
             points = points * torch.cos(0.5 * math.pi * timesteps)[:, None, None].to(points.dtype)
-        if config.num_codes is None:
-            points = points.to(self.text_encoder.null_text.dtype)
+        points = points.to(self.text_encoder.null_text.dtype)
         if self.hypothesis_encoder is None:
             return EncodedLatent(*self.latent_encoder(points, is_null))
         return self.hypothesis_encoder.latents_beside(
@@ -184,10 +210,9 @@ class MultimodalMMDiT(LatentTransformer):
         text_weights: Tensor | None = None,
         text_candidates: Candidates | None = None,
         dropout_keys: Tensor | None = None,
-        draft_swaps: Tensor | None = None,
         hypotheses: Hypotheses | None = None,
         encoded: EncodedLatent | None = None,
-        codes: CodeTargets | None = None,
+        latent_query: Any = None,
     ) -> dict[str, Tensor]:
         """Joint forward pass.
 
@@ -195,8 +220,7 @@ class MultimodalMMDiT(LatentTransformer):
             text_tokens: int64, S <= max_seq_len. None: latent-only, with the learned null text.
                 [B, S]
             latents: in model space (`scale_latents`). None: text-only, with the learned null
-                latent. [B, D] or [B, N, D]; of a model of codes (model.num_codes) their ids,
-                int64, num_codes for [MASK]. [B, N, 1]
+                latent. [B, D] or [B, N, D]
             text_timesteps, latent_timesteps: in [0, 1], 0 clean, 1 fully masked or pure noise.
                 None: 0. [B]
             attention_mask: bool, True for real tokens. None: all real. Tokens at a False position
@@ -215,23 +239,19 @@ class MultimodalMMDiT(LatentTransformer):
                 Candidates.
             dropout_keys: int64, random, of each sample; needed in training with model.dropout,
                 unused otherwise. [B]
-            draft_swaps: int64, with text_targets and model.quality_head: also judge the text with
-                the most probable tokens at the scored positions, and these where they are not -1.
-                [B, S]
-            hypotheses: earlier texts for the latents (model.corrector). codes: which codes to
-                score, see CodeTargets.
+            hypotheses: earlier texts for the latents (model.corrector).
+            latent_query: what a subclass is asked of the latents (`latent_outputs`).
             encoded: result of `encode_latents` in place of latents: only text_* is returned, given
                 text_positions.
 
         Returns:
-            latent_pred: [B, P * D] or, as `latents`, [B, N, P * D]; P: latent_predictions. Of
-                codes: CodeHead's.
+            latent_pred: [B, P * D] or, as `latents`, [B, N, P * D]; P: latent_predictions. Of a
+                subclass what its `latent_outputs` returns.
             length_logits: of lengths 1..max_seq_len (EOS counted), given the latent if its
                 timestep is 0, without it otherwise. [B, max_seq_len]
             text_logits: fp32 with -inf for [MASK]; absent with targets. [M, V], or [B, S, V]
             without positions text_loss_sum (fp32 scalar), text_nll and text_correct [M]: with
-            targets. Without text_tokens, no text_*. quality_logits fp32 and quality_targets bool
-            [N]: of every computed token of the draft, with draft_swaps.
+            targets. Without text_tokens, no text_*.
 
         Raises:
             ValueError: on shapes that do not fit the config, dropout without keys, token_positions
@@ -256,7 +276,7 @@ class MultimodalMMDiT(LatentTransformer):
         )
         out = {}
         if encoded is None:
-            out = latent_outputs(self.latent_head, rows.latent, rows.condition, latents, codes)
+            out = self.latent_outputs(rows.latent, rows.condition, latents, latent_query)
             out["length_logits"] = self.length_head(
                 self._pooled_condition(rows.pooled, latent_timesteps)
             ).float()
@@ -267,77 +287,7 @@ class MultimodalMMDiT(LatentTransformer):
         )
         if text_positions is None and text_targets is None:
             out["text_logits"] = out["text_logits"].view(*text_tokens.shape, -1)
-        if draft_swaps is not None:
-            clean, draft = self._drafts(
-                rows, text_tokens, text_positions, text_targets, draft_swaps
-            )
-            judged = (
-                torch.arange(draft.numel(), device=draft.device)
-                if token_positions is None
-                else token_positions
-            )
-            out["quality_logits"] = self.quality_logits(
-                draft,
-                latents,
-                latent_timesteps,
-                attention_mask,
-                judged,
-                text_is_null,
-                latent_is_null,
-                token_positions,
-                dropout_keys,
-            )
-            out["quality_targets"] = (draft == clean).flatten().index_select(0, judged)
         return out
-
-    def quality_logits(
-        self,
-        text_tokens: Tensor,
-        latents: Tensor | None,
-        latent_timesteps: Tensor | None,
-        attention_mask: Tensor | None,
-        text_positions: Tensor,
-        text_is_null: Tensor | None = None,
-        latent_is_null: Tensor | None = None,
-        token_positions: Tensor | None = None,
-        dropout_keys: Tensor | None = None,
-    ) -> Tensor:
-        """Judge finished texts: logits [M] fp32 of the probability that the tokens at
-        text_positions are right.
-
-        The arguments are those of `forward`.
-        """
-        rows = self._run(
-            text_tokens,
-            latents,
-            None,
-            latent_timesteps,
-            attention_mask,
-            text_is_null,
-            latent_is_null,
-            token_positions,
-            text_positions,
-            dropout_keys,
-        )
-        return self.quality_head(rows.text)
-
-    @torch.no_grad()
-    def _drafts(
-        self, rows: _LastRows, tokens: Tensor, positions: Tensor, targets: Tensor, swaps: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        """[B, S] the clean text, and what a sampler would write in one pass, with words
-        swapped.
-        """
-        ids = self.config.mask_token_id, self.config.pad_token_id, self.config.eos_token_id
-        best = self.text_head(rows.text, rows.sample, rows.condition, None, None, excluded=ids)[
-            "text_best"
-        ]
-        best = torch.where(targets == self.config.eos_token_id, targets, best)
-        clean, draft = (
-            tokens.flatten().index_copy(0, positions, own).view_as(tokens)
-            for own in (targets, best)
-        )
-        return clean, torch.where(swaps >= 0, swaps, draft)
 
     def _run(
         self,
