@@ -14,6 +14,7 @@ from typing import Any
 from mmldlm.config.schema import Config
 from mmldlm.config.section import FilledFromData, Section
 from mmldlm.preflight.checks.versions import code, versions
+from mmldlm.preflight.report import failing_nodes
 from mmldlm.utils.atomic_files import write_bytes
 from mmldlm.utils.input_files import read_bytes, read_text
 
@@ -53,8 +54,6 @@ def installed_versions() -> dict:
 
 def create(context, results, code: int, seconds: float) -> dict:
     """Return the receipt as JSON values."""
-    from mmldlm.preflight.report import failing_nodes
-
     hostfile = context.options.hostfile
     return {
         "format": FORMAT,

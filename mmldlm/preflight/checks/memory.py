@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from mmldlm.engines.deepspeed_config import bucket_elements, offloaded
 from mmldlm.errors import UserError
 from mmldlm.preflight import memory_model
 from mmldlm.preflight.check import check, fail, ok, skip, warn
@@ -112,16 +113,12 @@ def _rank_bytes(context, plan: str, on_gpu: bool, offloaded) -> int:
 
 def _offloaded(context) -> dict[str, str]:
     """Return "optimizer" and "param" -> device of what the DeepSpeed JSON offloads."""
-    from mmldlm.engines.deepspeed_config import offloaded
-
     engine, plan = context.config.engine, context.engine_plan()
     return offloaded(int(plan[4:]), engine.deepspeed_config) if engine.kind == "deepspeed" else {}
 
 
 def _bucket(context, plan: str, on_gpu: bool) -> int:
     """Return the elements of a DeepSpeed bucket; the run's JSON applies to its own stage only."""
-    from mmldlm.engines.deepspeed_config import bucket_elements
-
     engine, is_own = context.config.engine, plan == context.engine_plan()
     if not plan.startswith("zero") or (is_own and engine.kind != "deepspeed"):
         return 0  # DDP's buckets are the gradients themselves
