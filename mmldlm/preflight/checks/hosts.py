@@ -234,8 +234,10 @@ COVERED_BY_OTHER_CHECKS = ("data", "checkpoints", "gpus")
 
 @check("SSH006", 1, "node", "measurements")
 def everything_was_measured(context):
-    """Every probe returned a value in time; a failed probe is an error of this tool, a hung one of
-    the node.
+    """Every probe returned a value in time.
+
+    A hung probe, or one without its package, is a fault of the node, a failed one an error of this
+    tool.
     """
     for name, facts in context.facts.items():
         failed = {
