@@ -6,7 +6,7 @@ import os
 import signal
 import time
 
-from mmldlm.preflight.remote.timeouts import run_with_timeout
+from mmldlm.preflight.agent import run_with_timeout
 
 
 def _raise():

@@ -22,3 +22,11 @@ def test_a_failed_probe_is_an_error_and_a_hung_one_a_failure():
     found = run("SSH006", context)
     assert (found["a"].status, found["b"].status, found["c"].status) == (ERROR, FAIL, PASS)
     assert exit_code([found["a"]]) == 3
+
+
+def test_a_node_without_a_package_says_which_to_install():
+    context = make_context(processes=[])
+    context.facts["b"]["processes"] = {"error": "ModuleNotFoundError: No module named 'psutil'"}
+    found = run("SSH006", context)["b"]
+    assert found.status == FAIL and "psutil" in found.measured
+    assert found.fix == "on b: pip install -c constraints.txt psutil"

@@ -2,7 +2,52 @@
 
 from __future__ import annotations
 
+import os
+import platform
+import socket
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from mmldlm.cluster.agent import AgentFailure, AgentPool, ssh_command
+from mmldlm.cluster.connections import SEGMENT, login_works
 from mmldlm.preflight.check import ERROR, Result, check, fail, ok, skip, warn
+
+
+def identity(args: dict) -> dict:
+    """Return the identity of the machine: two names of it share the boot id and the namespaces."""
+    boot = Path("/proc/sys/kernel/random/boot_id")
+    spaces = [
+        os.readlink(f"/proc/self/ns/{namespace}")
+        for namespace in ("net", "pid", "uts")
+        if Path("/proc/self/ns").is_dir()
+    ]
+    return {
+        "hostname": socket.gethostname(),
+        "machine": "/".join(
+            [
+                boot.read_text(encoding="utf-8").strip() if boot.exists() else platform.node(),
+                *spaces,
+            ]
+        ),
+    }
+
+
+def detect_lost_packets(context, pool: AgentPool) -> None:
+    """Retry logins that timed out with small packets; where those succeed, the MTU is the
+    cause.
+    """
+    options = context.options
+    late = {
+        name: failure for name, failure in pool.failures.items() if "timed out" in failure.message
+    }
+    with ThreadPoolExecutor(max(len(late), 1)) as executor:
+        commands = [ssh_command(name, options.ssh_port, options.ssh_option) for name in late]
+        for (name, failure), works in zip(
+            late.items(), executor.map(login_works, commands), strict=True
+        ):
+            if works:
+                message = f"{failure.message}; with packets of {SEGMENT} bytes it works"
+                pool.failures[name] = AgentFailure("mtu", message)
 
 
 @check("HOST001", 0, "head", "hostfile")
@@ -47,9 +92,9 @@ def single_host_is_this_one(context):
     """
     if len(context.nodes) != 1 or context.local or context.launcher != "deepspeed":
         return ok("not a hostfile with one host" if len(context.nodes) != 1 else "this machine")
-    name, own = context.nodes[0].name, context.head_value("network") or {}
-    addresses = {entry["address"] for entry in own.get("interfaces", ())}
-    if name == own.get("hostname") or set(context.addresses(name)) & addresses:
+    name, network = context.nodes[0].name, context.head_value("network") or {}
+    addresses = {entry["address"] for entry in network.get("interfaces", ())}
+    if name == network.get("hostname") or set(context.addresses(name)) & addresses:
         return ok(f"{name} is this machine")
     measured = (
         f"the only host is {name}, which is not this machine; DeepSpeed would train here instead"
@@ -189,24 +234,30 @@ COVERED_BY_OTHER_CHECKS = ("data", "checkpoints", "gpus")
 
 @check("SSH006", 1, "node", "measurements")
 def everything_was_measured(context):
-    """Every probe returned a value in time; a failed probe is an error of this tool, a hung one of
-    the node.
+    """Every probe returned a value in time.
+
+    A hung probe, or one without its package, is a fault of the node, a failed one an error of this
+    tool.
     """
     for name, facts in context.facts.items():
         failed = {
-            probe: found
-            for probe, found in facts.items()
-            if "value" not in found and probe not in COVERED_BY_OTHER_CHECKS
+            probe: answer
+            for probe, answer in facts.items()
+            if "value" not in answer and probe not in COVERED_BY_OTHER_CHECKS
         }
-        for probe, found in failed.items():
-            if found.get("timeout"):
+        for probe, answer in failed.items():
+            if answer.get("timeout"):
                 fix = (
                     f"log in to {name} and find the cause of the hang (a file system, DNS, /proc)"
                 )
-                yield fail(f"{probe}: {found['error']}", "an answer in time", fix, name)
+                yield fail(f"{probe}: {answer['error']}", "an answer in time", fix, name)
+            elif answer["error"].startswith("ModuleNotFoundError"):
+                package = answer["error"].split("'")[1]
+                fix = f"on {name}: pip install -c constraints.txt {package}"
+                yield fail(f"{probe}: no {package}", "mmldlm's requirements", fix, name)
             else:
                 yield Result(
-                    ERROR, node=name, why=f"{probe} could not be measured: {found['error']}"
+                    ERROR, node=name, why=f"{probe} could not be measured: {answer['error']}"
                 )
         if not failed:
             yield ok(f"{len(facts)} measurements", name)

@@ -6,8 +6,9 @@ import sys
 
 import pytest
 
-from mmldlm.preflight.remote import ssh
-from mmldlm.preflight.remote.ssh import Agent, AgentFailure, AgentPool, classify
+from mmldlm.cluster import agent as agents
+from mmldlm.cluster.agent import Agent, AgentFailure, AgentPool, classify
+from mmldlm.preflight.runner import AGENT
 
 
 @pytest.mark.parametrize(
@@ -55,7 +56,7 @@ def test_a_login_shell_that_exits_is_not_an_import_error():
 
 
 def local(name: str, command: list[str] | None = None) -> Agent:
-    agent = Agent(name, local=True)
+    agent = Agent(name, AGENT, local=True)
     if command is not None:
         agent.command = command
     return agent
@@ -100,7 +101,7 @@ def test_a_greeting_after_a_prompt_is_found():
 
 
 def test_what_came_instead_of_an_agent_is_shown(monkeypatch):
-    monkeypatch.setattr(ssh, "START_SECONDS", 1.0)
+    monkeypatch.setattr(agents, "START_SECONDS", 1.0)
     agent = local("asks", ["sh", "-c", "printf 'Which project? '; sleep 1000"])
     try:
         with pytest.raises(
@@ -139,8 +140,7 @@ def test_a_held_port_names_its_holder():
         port = agent.request("listen", {"ports": [0]})["ports"][0]["port"]
         (again,) = agent.request("listen", {"ports": [port]})["ports"]
         assert (
-            "in use" in again["error"]
-            and "mmldlm.preflight.remote.agent" in again["holder"]["command"]
+            "in use" in again["error"] and "mmldlm.preflight.agent" in again["holder"]["command"]
         )
         assert "ms" in agent.request("connect", {"to": [["127.0.0.1", port]]})[0]
         agent.request("close")

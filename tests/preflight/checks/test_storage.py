@@ -9,7 +9,7 @@ import pytest
 
 from mmldlm.config.load import build_config
 from mmldlm.preflight.check import FAIL, PASS, WARN
-from mmldlm.preflight.probes import storage
+from mmldlm.preflight.checks import storage
 from tests.support.preflight_context import make_context, run
 
 

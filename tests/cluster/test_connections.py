@@ -8,7 +8,8 @@ import subprocess
 import sys
 import threading
 
-from mmldlm.preflight.remote import connections, small_packets
+from mmldlm.cluster import connections
+from mmldlm.utils import run_module
 
 
 def test_data_goes_to_and_fro_and_is_measured():
@@ -47,10 +48,16 @@ def test_the_relay_carries_both_directions_in_small_segments():
     with socket.create_server(("127.0.0.1", 0)) as server:
         thread = threading.Thread(target=answer, args=(server,))
         thread.start()
-        words = [sys.executable, small_packets.__file__, "127.0.0.1", str(server.getsockname()[1])]
+        words = [
+            sys.executable,
+            run_module.__file__,
+            connections.__name__,
+            "127.0.0.1",
+            str(server.getsockname()[1]),
+        ]
         with subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
             process.stdin.write(asked)
             process.stdin.flush()
             assert process.stdout.read(len(asked)) == asked[::-1]
         thread.join()
-    assert size[0] <= small_packets.SEGMENT
+    assert size[0] <= connections.SEGMENT

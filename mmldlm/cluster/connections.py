@@ -1,21 +1,27 @@
-"""TCP connections between nodes: listening sockets of an agent, and measured exchanges with the
-other agents.
+"""TCP connections between nodes: listening sockets, measured exchanges, small packets.
+
+Run as a module it is the ProxyCommand of ssh for such logins: HOST PORT.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
+import select
+import shlex
 import socket
 import struct
+import subprocess
+import sys
 import threading
 import time
+from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 
-from mmldlm.preflight.remote.small_packets import SEGMENT
+from mmldlm.utils import run_module
 from mmldlm.utils.formatting import describe_os_error
-from mmldlm.utils.processes import list_pids, read_command
 
+SEGMENT = 500  # bytes; every IPv4 path accepts them
 CONNECT_SECONDS = 3.0
 EXCHANGE_SECONDS = 6.0
 # Bytes per direction of a connection: enough segments to detect one percent loss, few enough for a
@@ -31,7 +37,7 @@ def listen(args: dict) -> dict:
     Returns:
         {"ports": [{"port"}, or {"port", "error", "holder"} for a port in use]}.
     """
-    found = []
+    listeners = []
     for port in args["ports"]:
         server = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
         # As torch's store does: a port in TIME_WAIT after the last run is free.
@@ -41,12 +47,12 @@ def listen(args: dict) -> dict:
             server.listen(4096)
         except OSError as error:
             server.close()
-            found.append({"port": port, "error": error.strerror, "holder": port_owner(port)})
+            listeners.append({"port": port, "error": error.strerror, "holder": port_owner(port)})
             continue
         _listening.append(server)
         threading.Thread(target=_accept, args=(server,), daemon=True).start()
-        found.append({"port": server.getsockname()[1]})
-    return {"ports": found}
+        listeners.append({"port": server.getsockname()[1]})
+    return {"ports": listeners}
 
 
 def close(args: dict) -> None:
@@ -154,39 +160,80 @@ def _measure(connection: socket.socket) -> dict:
     """
     info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 256)
 
-    def number(offset: int) -> int:  # 0 if the kernel is too old
+    def field(offset: int) -> int:  # 0 if the kernel is too old
         return struct.unpack_from("I", info, offset)[0] if len(info) >= offset + 4 else 0
 
     # Duplicates (tcpi_dsack_dups) were late, not lost.
-    lost = max(number(_TOTAL_RETRANS) - number(_DSACK_DUPS), 0)
-    microseconds = number(_MIN_RTT) or number(_RTT)
-    return {"ms": microseconds / 1000, "segments": number(_SEGS_OUT), "retransmitted": lost}
+    lost = max(field(_TOTAL_RETRANS) - field(_DSACK_DUPS), 0)
+    microseconds = field(_MIN_RTT) or field(_RTT)
+    return {"ms": microseconds / 1000, "segments": field(_SEGS_OUT), "retransmitted": lost}
 
 
 def port_owner(port: int) -> dict | None:
     """Return {"pid", "command"} of the process that listens on a TCP port; None if this user
     cannot see it.
     """
-    inodes = set()
-    for table in ("/proc/net/tcp", "/proc/net/tcp6"):
-        try:
-            with open(table, encoding="utf-8") as file:
-                rows = [line.split() for line in file.readlines()[1:]]
-        except OSError:
-            continue
-        inodes |= {
-            row[9] for row in rows if int(row[1].rpartition(":")[2], 16) == port and row[3] == "0A"
-        }
-    sockets = {f"socket:[{inode}]" for inode in inodes}
-    for pid in list_pids():
-        if sockets & set(_open_files(pid)) and (command := read_command(pid)) is not None:
-            return {"pid": pid, "command": " ".join(command).strip()[:160]}
+    import psutil
+
+    for connection in psutil.net_connections("tcp"):
+        is_listener = connection.status == psutil.CONN_LISTEN and connection.laddr.port == port
+        if is_listener and connection.pid is not None:
+            try:
+                command = " ".join(psutil.Process(connection.pid).cmdline())
+            except psutil.Error:  # it has exited
+                continue
+            return {"pid": connection.pid, "command": command.strip()[:160]}
     return None
 
 
-def _open_files(pid: int):
-    """Yield the targets of a process's open file descriptors that this user may read."""
-    with contextlib.suppress(OSError):
-        for fd in os.listdir(f"/proc/{pid}/fd"):
-            with contextlib.suppress(OSError):  # closed in the meantime
-                yield os.readlink(f"/proc/{pid}/fd/{fd}")
+def login_works(ssh: Iterable[str]) -> bool:
+    """Return whether a login succeeds if no packet of either direction carries more than SEGMENT
+    bytes.
+
+    A jump host of the user's configuration is bypassed; the result is then False if only the jump
+    host is reachable.
+
+    Args:
+        ssh: command line of ssh that ends with the host name.
+    """
+    *options, name = ssh
+    path = shlex.join([sys.executable, run_module.__file__, "mmldlm.cluster.connections"]).replace(
+        "%", "%%"
+    )
+    command = [*options, "-o", f"ProxyCommand={path} %h %p", name, "true"]
+    try:
+        return (
+            subprocess.run(
+                command, stdin=subprocess.DEVNULL, capture_output=True, timeout=12
+            ).returncode
+            == 0
+        )
+    except subprocess.TimeoutExpired:
+        return False
+
+
+def relay(host: str, port: int) -> None:
+    """Copy stdin to a connection with small segments, and the connection to stdout, until either
+    ends.
+    """
+    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as connection:
+        connection.setsockopt(
+            socket.IPPROTO_TCP, socket.TCP_MAXSEG, SEGMENT
+        )  # announced to the peer too
+        connection.settimeout(CONNECT_SECONDS)
+        connection.connect((host, port))
+        connection.settimeout(None)
+        while True:
+            ready = select.select([0, connection], [], [])[0]
+            data = os.read(0, 1 << 16) if 0 in ready else connection.recv(1 << 16)
+            if not data:
+                return
+            if 0 in ready:
+                connection.sendall(data)
+            else:
+                sys.stdout.buffer.write(data)
+                sys.stdout.buffer.flush()
+
+
+if __name__ == "__main__":
+    relay(sys.argv[1], int(sys.argv[2]))

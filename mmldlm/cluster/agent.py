@@ -1,10 +1,15 @@
-"""Sessions to the agents: one persistent ssh connection per node, all nodes in parallel."""
+"""Agents on the nodes: one persistent ssh session per node, all nodes in parallel.
+
+`Agent` and `AgentPool` are the head's end of the sessions, `serve` is the node's. A request is one
+line of JSON; an answer follows MARK, which distinguishes it from the output of the login shell.
+"""
 
 from __future__ import annotations
 
 import json
 import os
 import queue
+import select
 import shlex
 import subprocess
 import sys
@@ -16,14 +21,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from mmldlm.preflight.remote.agent import MARK
-
-ROOT = Path(__file__).resolve().parents[3]
+MARK = "@mmldlm "
+ROOT = Path(__file__).resolve().parents[2]
 CONNECT_SECONDS = 5
 START_SECONDS = 20.0
 FAN_OUT = 64  # simultaneous logins; each server sees only one, far below sshd's MaxStartups
 _KEPT_BYTES = 2000  # of the login shell's output
-
 _NO_CWD, _NO_PYTHON = 70, 71
 BOOTSTRAP = (
     "cd {cwd} 2>/dev/null || exit 70; [ -x {python} ] || command -v {python} >/dev/null || exit"
@@ -35,7 +38,6 @@ _CODE = (
     "import sys; sys.path[:] = [{root!r}, *filter(None, sys.path)]; from {module} import main;"
     " sys.exit(main())"
 )
-
 # Causes of failure and the messages of OpenSSH 7 to 10.
 _CAUSES = (
     ("name", ("Could not resolve hostname",)),
@@ -145,21 +147,21 @@ class Agent:
     """Session to the agent of one node. Threads may share it; requests are sent one at a time.
 
     Args:
-        name: host name for ssh.
-        local: start the agent on this machine, without ssh.
-        port: port of sshd; None for the default.
-        options: additional arguments of ssh.
-        module: module of the agent, with a function `main`.
-        connect: timeout of the connection in seconds.
+        name: Host name for ssh.
+        module: Module with a function `main` that calls `serve`.
+        local: Whether the agent runs on this machine, without ssh.
+        port: Port of sshd; None for the default.
+        options: Additional arguments of ssh.
+        connect: Timeout of the connection in seconds.
     """
 
     def __init__(
         self,
         name: str,
+        module: str,
         local: bool = False,
         port: int | None = None,
         options: Iterable[str] = (),
-        module: str = "mmldlm.preflight.remote.agent",
         connect: int = CONNECT_SECONDS,
     ):
         self.name, self.local = name, local
@@ -177,7 +179,7 @@ class Agent:
         self._stderr: list[str] = []
         self._printed: bytes | None = b""  # end of the output before the greeting; None after it
         self._process: subprocess.Popen | None = None
-        self._number = 0
+        self._request_id = 0
         self._lock = threading.Lock()
 
     def start(self) -> None:
@@ -212,15 +214,17 @@ class Agent:
             RuntimeError: the action failed on the node.
         """
         with self._lock:
-            self._number += 1
+            self._request_id += 1
             try:
-                request = json.dumps({"id": self._number, "do": action, "args": args or {}}) + "\n"
+                request = (
+                    json.dumps({"id": self._request_id, "do": action, "args": args or {}}) + "\n"
+                )
                 self._process.stdin.write(request.encode())
                 self._process.stdin.flush()
             except (OSError, ValueError):
                 pass  # the session has ended; _wait raises the cause
             answer = self._wait(timeout, f"no answer to '{action}'")
-            while answer.get("id") != self._number:  # a late answer to an abandoned request
+            while answer.get("id") != self._request_id:  # a late answer to an abandoned request
                 answer = self._wait(timeout, f"no answer to '{action}'")
         if "error" in answer:
             raise RuntimeError(f"{self.name}: {answer['error']}")
@@ -346,3 +350,24 @@ class AgentPool:
         for future in [self._executor.submit(agent.stop) for agent in self.agents.values()]:
             future.result()
         self._executor.shutdown()
+
+
+def serve(actions: dict[str, Callable[[dict], object]], idle_timeout: float | None = None) -> None:
+    """Answer requests until the input ends, or until `idle_timeout` seconds without a request."""
+    # The login shell may have printed an incomplete line (a prompt, a terminal title).
+    print("\n" + MARK + json.dumps({"hello": os.getpid()}), flush=True)
+    partial = b""
+    while True:
+        if idle_timeout is not None and not select.select([0], [], [], idle_timeout)[0]:
+            return
+        chunk = os.read(0, 1 << 16)
+        if not chunk:
+            return
+        *lines, partial = (partial + chunk).split(b"\n")
+        for line in lines:
+            request = json.loads(line)
+            try:
+                answer = {"value": actions[request["do"]](request.get("args", {}))}
+            except Exception as error:
+                answer = {"error": f"{type(error).__name__}: {error}"}
+            print(MARK + json.dumps({"id": request["id"], **answer}), flush=True)

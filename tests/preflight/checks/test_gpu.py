@@ -1,10 +1,14 @@
-"""GPUs, limits and leftovers on facts written by hand, without such machines."""
+"""GPUs on facts written by hand, without such machines."""
 
 from __future__ import annotations
+
+import ctypes
+import sys
 
 import pytest
 
 from mmldlm.preflight.check import FAIL, PASS, SKIP, WARN
+from mmldlm.preflight.checks import gpu as probe
 from tests.support.preflight_context import GIB, gpu, gpus, make_context, run
 
 
@@ -67,57 +71,18 @@ def test_another_driver_warns_on_the_odd_node():
     )
 
 
-def test_a_full_temporary_folder_fails_on_its_node():
-    sound = {"folder": "/tmp", "free": GIB, "bytes": 1 << 20}
-    full = {**sound, "folder": "/job/tmp", "free": 0, "error": "No space left on device"}
-    found = run("LIM004", make_context(("a", "b"), temporary={"a": sound, "b": full}))
-    assert found["a"].status == PASS and found["b"].status == FAIL and "/job/tmp" in found["b"].fix
+def test_a_driver_without_nvidia_ml_py_is_a_failure_and_not_a_cpu_run(monkeypatch):
+    monkeypatch.setitem(sys.modules, "pynvml", None)
+    monkeypatch.setattr(ctypes, "CDLL", lambda name: None)
+    found = run("GPU001", make_context(gpus=probe.gpus({})))["a"]
+    assert found.status == FAIL and "pynvml" in found.measured and "pip install" in found.fix
 
 
-@pytest.mark.parametrize(
-    ("nofile", "slots", "entry", "status"),
-    [
-        (1024, 1, {}, PASS),  # what an ordinary user's login has; on a CPU that trains
-        (256, 1, {}, FAIL),
-        (1024, 16, {}, FAIL),  # 48 ranks
-        (1024, 1, gpu(), WARN),
-        (4096, 1, gpu(), PASS),
-        (-1, 16, gpu(), PASS),
-    ],
-)
-def test_open_files(nofile, slots, entry, status):
-    found = gpus(entry) if entry else {"absent": "no NVIDIA driver"}
-    context = make_context(slots=slots, limits={"nofile": nofile}, gpus=found)
-    assert {r.status for r in run("LIM003", context).values()} == {status}
+def test_no_driver_needs_no_nvidia_ml_py(monkeypatch):
+    def missing(name):
+        raise OSError(name)
 
-
-def test_another_users_rank_is_not_to_be_killed():
-    entry = {"pid": 7, "user": "eve", "age": 9, "command": "python mmldlm/train.py"}
-    (own, other) = (
-        run("PROC001", make_context(processes=[{**entry, "own": own}]))["a"]
-        for own in (True, False)
-    )
-    assert "kill 7" in own.fix and "kill" not in other.fix and "ask eve" in other.fix
-
-
-def test_a_build_cache_on_a_network_file_system_warns():
-    place = {"TORCH_EXTENSIONS_DIR": {"folder": "/data/x", "file_system": "ext4"}}
-    found = run(
-        "JIT002",
-        make_context(
-            caches={
-                n: place
-                | (
-                    {"TRITON_CACHE_DIR": {"folder": "/h", "file_system": "nfs4"}}
-                    if n == "b"
-                    else {}
-                )
-                for n in "abc"
-            }
-        ),
-    )
-    assert (
-        found["b"].status == WARN
-        and "TRITON_CACHE_DIR" in found["b"].fix
-        and found["a"].status == PASS
-    )
+    monkeypatch.setitem(sys.modules, "pynvml", None)
+    monkeypatch.setattr(ctypes, "CDLL", missing)
+    found = run("GPU001", make_context(gpus=probe.gpus({})))["a"]
+    assert found.status == SKIP and "no NVIDIA driver" in found.why
