@@ -20,10 +20,11 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from mmldlm.checkpoints.layout import CHECKPOINTS, LATEST
 from mmldlm.checkpoints.locate import recover_interrupted_commit
 from mmldlm.checkpoints.manifest import (
+    CHECKPOINTS,
     FORMAT,
+    LATEST,
     MANIFEST,
     VERSION,
     describe_file,

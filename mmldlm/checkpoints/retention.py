@@ -10,14 +10,13 @@ import shutil
 from pathlib import Path
 
 from mmldlm.checkpoints.commit import set_aside, update_latest
-from mmldlm.checkpoints.layout import LATEST
 from mmldlm.checkpoints.locate import (
     is_rollback_candidate,
     list_checkpoints,
     read_latest,
     unreadable_error,
 )
-from mmldlm.checkpoints.manifest import examine
+from mmldlm.checkpoints.manifest import LATEST, examine
 
 
 def set_aside_after(run_dir: Path | str, step: int) -> list[Path]:

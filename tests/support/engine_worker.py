@@ -265,7 +265,7 @@ CONVERTED = {
         },
     },
 }
-"""Number of ranks -> name -> settings of the trainings whose checkpoints tests/convert takes
+"""Number of ranks -> name -> settings of the trainings whose checkpoints tests/checkpoints takes
 through every format.
 """
 

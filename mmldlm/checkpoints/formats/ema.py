@@ -11,12 +11,12 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from mmldlm.checkpoints.formats.torch_save.reader import (
+from mmldlm.checkpoints.files.torch_file import (
     SAME_SAVE_HINT,
     TorchFile,
     corrupt_file_error,
 )
-from mmldlm.checkpoints.formats.torch_save.unpickler import TensorRef
+from mmldlm.checkpoints.files.unpickler import TensorRef
 from mmldlm.checkpoints.formats.weight_source import FileRange, WeightSource
 from mmldlm.errors import UserError
 

@@ -5,13 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 from typing import NamedTuple
 
-from mmldlm.checkpoints.formats.base import CheckpointFormat, OpenedCheckpoint, ReadOptions
-from mmldlm.checkpoints.formats.dcp.format import DcpFormat
-from mmldlm.checkpoints.formats.deepspeed.format import DeepSpeedFormat
-from mmldlm.checkpoints.formats.model_pt.format import ModelPtFormat
-from mmldlm.checkpoints.formats.optimizer_metadata import OptimizerMetadata, check_groups
-from mmldlm.checkpoints.formats.safetensors.format import SafetensorsFormat
-from mmldlm.checkpoints.formats.weight_source import WeightSource
+from mmldlm.checkpoints.formats.base import CheckpointFormat, ReadOptions
+from mmldlm.checkpoints.formats.dcp import DcpFormat
+from mmldlm.checkpoints.formats.deepspeed import DeepSpeedFormat
+from mmldlm.checkpoints.formats.model_pt import ModelPtFormat
+from mmldlm.checkpoints.formats.named_optimizer import named_optimizer_metadata
+from mmldlm.checkpoints.formats.optimizer import OptimizerMetadata, check_groups
+from mmldlm.checkpoints.formats.safetensors import SafetensorsFormat
+from mmldlm.checkpoints.formats.weight_source import OpenedCheckpoint, WeightSource
 from mmldlm.errors import UserError
 from mmldlm.utils.formatting import is_utf8, join_some
 
@@ -89,8 +90,11 @@ def read_optimizer_metadata(opened: OpenedCheckpoint) -> OptimizerMetadata:
             f"an optimizer that cannot be carried over: {reason}" if reason else weights,
             "write weights alone with --to safetensors, model.pt or dcp",
         )
-    found = detect(source.path)
-    assert found is not None, f"{source.path} has lost its files"
-    metadata = found.format.read_optimizer_metadata(opened)
+    if source.named_optimizer is not None:
+        metadata = named_optimizer_metadata(opened)
+    else:
+        found = detect(source.path)
+        assert found is not None, f"{source.path} has lost its files"
+        metadata = found.format.read_optimizer_metadata(opened)
     check_groups(source, metadata)
     return metadata

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
-from mmldlm.checkpoints.formats.dtypes import (
+from mmldlm.checkpoints.files.dtypes import (
     DTYPES,
     bf16_to_fp32,
     cast,
@@ -18,18 +21,17 @@ from mmldlm.checkpoints.formats.dtypes import (
     nbytes,
     numel,
 )
-from mmldlm.checkpoints.formats.torch_save.reader import (
+from mmldlm.checkpoints.files.torch_file import (
     CHUNK_BYTES,
     SAME_SAVE_HINT,
     corrupt_file_error,
 )
-from mmldlm.checkpoints.formats.torch_save.unpickler import TensorRef
+from mmldlm.checkpoints.files.unpickler import TensorRef
+from mmldlm.checkpoints.manifest import MANIFEST, read_manifest
 from mmldlm.errors import UserError
 from mmldlm.utils.formatting import join_some
+from mmldlm.utils.input_files import read_bytes
 from mmldlm.utils.moments import MOMENTS
-
-if TYPE_CHECKING:
-    from mmldlm.checkpoints.formats.named_optimizer import NamedOptimizer
 
 RANGE_ELEMENTS = 4 << 20  # of a range that one thread reads
 
@@ -87,6 +89,26 @@ class FileRange(NamedTuple):
     count: int
 
 
+@dataclass
+class NamedOptimizer:
+    """An optimizer by the names of the model.
+
+    Attributes:
+        groups: (names, settings) of every parameter group.
+        state: name -> what was saved for it (leaves); empty before the first step.
+        steps: number of steps; None before the first.
+    """
+
+    groups: list[tuple[list[str], dict[str, Any]]] = field(default_factory=list)
+    state: dict[str, dict[str, Any]] = field(default_factory=dict)
+    steps: float | None = None
+
+    @property
+    def names(self) -> list[str]:
+        """Every parameter in the optimizer's order."""
+        return [name for names, _ in self.groups for name in names]
+
+
 def read_parts(parts: list[FileRange], start: int, count: int) -> np.ndarray:
     """Return elements [start, start + count) of the concatenation of `parts`, which all have one
     dtype.
@@ -133,7 +155,7 @@ class WeightSource:
     Attributes:
         path: what was opened.
         engine: "deepspeed", "fsdp", "model.pt" or "safetensors".
-        random_access: read only what is requested (see torch_save/reader).
+        random_access: read only what is requested (see torch_file).
         stage: ZeRO stage; None if not recorded.
         world_size: number of ranks that saved it; None if not recorded.
         step: training step; None if not recorded.
@@ -506,3 +528,43 @@ class WeightSource:
                 " rounding: the files are of different steps, or of swapped ranks",
                 f"{SAME_SAVE_HINT} in {self.path}",
             )
+
+
+class OpenedCheckpoint:
+    """An opened source of weights.
+
+    Attributes:
+        weights: the source.
+        checkpoint: the mmldlm checkpoint folder that contains it; None for weights of other
+            programs.
+    """
+
+    def __init__(self, weights: WeightSource, checkpoint: Path | None):
+        self.weights, self.checkpoint = weights, checkpoint
+
+    def manifest_sha256(self) -> str | None:
+        """Return the SHA-256 of the manifest, which lists the checksum of every file; None without
+        a manifest.
+        """
+        if self.checkpoint is None:
+            return None
+        return hashlib.sha256(read_bytes(self.checkpoint / MANIFEST)).hexdigest()
+
+    @cached_property
+    def _manifest(self) -> dict[str, Any]:
+        return {} if self.checkpoint is None else read_manifest(self.checkpoint)
+
+    @property
+    def engine(self) -> str:
+        """The engine that saved it, or the kind of file."""
+        return str(self._manifest.get("engine", self.weights.engine))
+
+    @property
+    def step(self) -> int | None:
+        """Training step; None if not recorded."""
+        return self._manifest.get("step", self.weights.step)
+
+    @property
+    def world_size(self) -> int | None:
+        """Number of ranks that saved it; None if not recorded."""
+        return self._manifest.get("world_size", self.weights.world_size)
