@@ -35,6 +35,7 @@ from mmldlm import __version__
 from mmldlm.checkpoints.copy_files import check_links, copy_tokenizer_files, model_folder
 from mmldlm.checkpoints.files.dtypes import DTYPES, cast, count_nonfinite, nbytes
 from mmldlm.checkpoints.files.file_io import RangedCrc32, run_in_threads
+from mmldlm.checkpoints.formats.base import WEIGHT, check_nothing_left
 from mmldlm.checkpoints.formats.open import open_source, reports_deletion
 from mmldlm.checkpoints.formats.safetensors import SafetensorsModel, SafetensorsWriter
 from mmldlm.checkpoints.formats.weight_source import OpenedCheckpoint, TensorInfo, WeightSource
@@ -83,7 +84,9 @@ def convert(
     strip_prefix: str = "",
     key: str | None = None,
 ) -> Summary:
-    """Convert a checkpoint into the folder `out`.
+    """Convert a checkpoint into the folder `out`: open, check, plan, copy, compare.
+
+    The module's docstring says which bytes are read when.
 
     Args:
         source: any path that open_source accepts.
@@ -127,6 +130,9 @@ def convert(
             notes.extend([*weights.notes, *copy_tokenizer_files(opened, plan.dtype, folder)])
             if verify:
                 _verify(folder, sums)
+            if not only:
+                covered = {(name, WEIGHT): item.info.numel for name, item in plan.tensors.items()}
+                check_nothing_left(weights, covered)
             num_bytes = sum((folder / name).stat().st_size for name in files)
 
         # Tokenizer files may come from anywhere; next to them the marker permits --force to

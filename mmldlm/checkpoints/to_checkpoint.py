@@ -30,7 +30,15 @@ from mmldlm.checkpoints.copy_files import check_links, copy_file, copy_tokenizer
 from mmldlm.checkpoints.files.torch_file import corrupt_file_error
 from mmldlm.checkpoints.files.torch_writer import TensorSpec
 from mmldlm.checkpoints.formats import registry
-from mmldlm.checkpoints.formats.base import ReadOptions, WritePlan, WriteRequest, execute, verify
+from mmldlm.checkpoints.formats.base import (
+    WEIGHT,
+    ReadOptions,
+    WritePlan,
+    WriteRequest,
+    check_nothing_left,
+    execute,
+    read_through,
+)
 from mmldlm.checkpoints.formats.ema import list_ema_files
 from mmldlm.checkpoints.formats.open import open_source, reports_deletion
 from mmldlm.checkpoints.formats.optimizer import OptimizerMetadata
@@ -48,6 +56,7 @@ from mmldlm.checkpoints.manifest import (
 from mmldlm.checkpoints.output_folder import write_atomically
 from mmldlm.errors import MmldlmError, UserError
 from mmldlm.utils.formatting import count_noun
+from mmldlm.utils.moments import MOMENTS
 
 MAX_WORLD_SIZE = 1 << 17
 _RNG = re.compile(r"rng_state_rank(\d+)\.pt")
@@ -84,6 +93,8 @@ def convert_state(
     key: str | None = None,
 ) -> Summary:
     """Convert a checkpoint of any engine into another format, with its optimizer.
+
+    The steps are those of convert.
 
     Args:
         source: any path that open_source accepts.
@@ -189,7 +200,7 @@ def dry_run(
             to, _world_size(opened, world_size), dtype, only, sub_group_size, strip_prefix
         )
         plan, _ = _plan(opened, _optimizer_metadata(opened, to, dtype), target, Path("OUT"))
-        verify(weights, plan)
+        read_through(weights, plan)
         return summarize(opened), len(plan.files), plan.nbytes
 
 
@@ -232,18 +243,22 @@ def _write(
     """Write the checkpoint into `folder`, inside a committed checkpoint if the source is one;
     return the plan.
     """
+    weights = opened.weights
     is_run = opened.checkpoint is not None and target.name not in ("model.pt", "dcp")
     pending = commit.begin(folder, opened.step or 0) if is_run else None
     engine_folder = folder if pending is None else pending.path / ENGINE_FOLDER
     plan, write_others = _plan(opened, optimizer, target, engine_folder)
     engine_folder.mkdir(parents=True, exist_ok=True)
-    execute(opened.weights, plan, on_bytes)
+    execute(weights, plan, on_bytes)
     write_others(engine_folder)
+    if not target.only:
+        copied = {(name, WEIGHT): weights.tensors[name].numel for name in plan.copied}
+        check_nothing_left(weights, plan.covered() | copied, MOMENTS if optimizer else ())
     if verify:
-        _verify(opened.weights, engine_folder)
+        _verify(weights, engine_folder)
     if pending is not None:
         _copy_run(opened, pending.path, target.world_size)
-        engine = _describe(target.name)
+        engine = target.name.replace("zero", "deepspeed ZeRO-")
         pending.commit(engine=engine, world_size=target.world_size, converted_from=opened.engine)
     return plan
 
@@ -376,10 +391,6 @@ def _copy_run(opened: OpenedCheckpoint, folder: Path, world: int) -> None:
                 source / name,
                 "it has changed since it was saved (its CRC-32 is not the manifest's)",
             )
-
-
-def _describe(to: str) -> str:
-    return f"deepspeed ZeRO-{to[4:]}" if to.startswith("zero") else to
 
 
 def _bytes_needed(weights: WeightSource, to: str) -> int:

@@ -22,11 +22,15 @@ from mmldlm.checkpoints import output_folder as output_dir
 from mmldlm.checkpoints.commit import begin
 from mmldlm.checkpoints.convert import convert
 from mmldlm.checkpoints.files.dtypes import bf16_to_fp32, fp32_to_bf16
+from mmldlm.checkpoints.files.torch_writer import TensorSpec
+from mmldlm.checkpoints.formats.base import WEIGHT, WritePlan, WriteSegment, check_nothing_left
 from mmldlm.checkpoints.formats.deepspeed_reader import ZeroCheckpoint
+from mmldlm.checkpoints.formats.open import open_source
 from mmldlm.checkpoints.formats.safetensors import SafetensorsWriter
 from mmldlm.commands import convert as convert_module
 from mmldlm.errors import MmldlmError, UserError
 from mmldlm.models.mmdit.costs import expected_shapes
+from mmldlm.utils.moments import MOMENTS
 from tests.support.convert_command import command
 
 
@@ -97,7 +101,6 @@ def test_bf16_and_keep(zero_dir, tmp_path):
 
 
 def test_the_safetensors_library_reads_it(zero_dir, tmp_path):
-    torch = pytest.importorskip("torch", reason="torch is not installed")
     load_file = pytest.importorskip(
         "safetensors.torch", reason="safetensors is not installed"
     ).load_file
@@ -141,7 +144,6 @@ def test_a_file_of_another_save_in_a_run(zero_dir, tmp_path):
 
 
 def test_model_pt(tmp_path):
-    torch = pytest.importorskip("torch", reason="torch is not installed")
     weight = torch.randn(3, 5, generator=torch.Generator().manual_seed(0))
     torch.save(
         {
@@ -163,7 +165,6 @@ def test_model_pt(tmp_path):
 
 
 def test_model_pt_in_a_checkpoint(tmp_path):
-    torch = pytest.importorskip("torch", reason="torch is not installed")
     pending = begin(tmp_path / "run", 3)
     (pending.path / "engine").mkdir()
     # One name alone starts with "module.": it is the model's own.
@@ -177,7 +178,6 @@ def test_model_pt_in_a_checkpoint(tmp_path):
 
 
 def test_a_model_comes_back_whole_from_model_pt(tmp_path, capsys):
-    torch = pytest.importorskip("torch", reason="torch is not installed")
     folder, path = tmp_path / "model", str(tmp_path)
     (folder / "tokenizer").mkdir(parents=True)
     (folder / "tokenizer" / "tokenizer.json").write_text("{}")
@@ -223,7 +223,6 @@ def test_what_is_no_checkpoint_is_named_for_what_it_is(tmp_path, target):
 
 
 def test_values_that_do_not_fit(tmp_path):
-    torch = pytest.importorskip("torch", reason="torch is not installed")
     torch.save({"huge": torch.tensor([1e30])}, tmp_path / "model.pt")
     with pytest.raises(UserError, match="huge"):
         convert(tmp_path / "model.pt", tmp_path / "out", dtype="fp16")
@@ -299,7 +298,6 @@ def test_interrupted_conversion_starts_clean(zero_dir, tmp_path):
 
 def test_memory_stays_bounded(tmp_path):
     """192 MiB of weights in one tensor, through a few chunks."""
-    torch = pytest.importorskip("torch", reason="torch is not installed")
     torch.save({"w": torch.zeros(48 << 20)}, tmp_path / "model.pt")
     code = (
         "import resource, sys; from mmldlm.commands.convert import convert\n"
@@ -436,10 +434,29 @@ def test_writer_refuses_an_existing_file(tmp_path):
     "value", [0.0, -0.0, 1.0, 1.0039062, 1.00390625, 1.0117188, 3.4e38, float("inf"), float("nan")]
 )
 def test_bf16_rounds_as_torch(value):
-    torch = pytest.importorskip("torch", reason="torch is not installed")
     expected = torch.tensor([value]).to(torch.bfloat16).float().numpy()
     got = bf16_to_fp32(fp32_to_bf16(np.array([value], np.float32)))
     np.testing.assert_array_equal(got, expected)
+
+
+def test_an_element_that_is_left_over_is_an_error(tmp_path):
+    """A plan with a hole in a weight, and one without the moments of another."""
+    weights = {"a": torch.arange(6.0).reshape(2, 3), "b": torch.ones(4), "empty": torch.ones(0)}
+    torch.save(weights, tmp_path / "model.pt")
+    with open_source(tmp_path / "model.pt").weights as source:
+        file, tensor = None, TensorSpec("float32", (6,))
+        plan = WritePlan()
+        plan.add("a", WEIGHT, [WriteSegment(file, tensor, 0, 0, 4)])
+        plan.add("a", WEIGHT, [WriteSegment(file, tensor, 0, 2, 3)])
+        plan.add("b", WEIGHT, [WriteSegment(file, tensor, 0, 0, 4)])
+        assert plan.covered() == {("a", WEIGHT): 5, ("b", WEIGHT): 4}
+        with pytest.raises(MmldlmError, match="weight of a$"):
+            check_nothing_left(source, plan.covered())
+        plan.add("a", WEIGHT, [WriteSegment(file, tensor, 0, 5, 1)])
+        check_nothing_left(source, plan.covered())
+        source.moments = {"exp_avg": {"a": source.parts["a"]}}
+        with pytest.raises(MmldlmError, match="exp_avg of a$"):
+            check_nothing_left(source, plan.covered(), MOMENTS)
 
 
 SIZES = {

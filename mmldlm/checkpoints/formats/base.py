@@ -8,7 +8,7 @@ the size of the model; every byte is read and written once.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
@@ -21,7 +21,8 @@ from mmldlm.checkpoints.files.torch_writer import TensorSpec, TorchFileWriter
 from mmldlm.checkpoints.formats.optimizer import OptimizerMetadata
 from mmldlm.checkpoints.formats.weight_source import OpenedCheckpoint, WeightSource
 from mmldlm.checkpoints.manifest import SUB_GROUP_SIZE
-from mmldlm.errors import UserError
+from mmldlm.errors import MmldlmError, UserError
+from mmldlm.utils.formatting import join_some
 from mmldlm.utils.moments import MOMENTS
 
 
@@ -143,16 +144,29 @@ class WritePlan:
     Attributes:
         files: all files.
         segments: (name, "weight" | "exp_avg" | "exp_avg_sq") -> where its elements go.
+        copied: Names of weights in files that are copied as they are.
     """
 
     files: list[TorchFileWriter] = field(default_factory=list)
     segments: dict[tuple[str, str], list[WriteSegment]] = field(default_factory=dict)
+    copied: set[str] = field(default_factory=set)
 
     def add(self, name: str, what: str, segments: Iterable[WriteSegment]) -> None:
         """Add targets of a tensor; empty segments are dropped."""
         self.segments.setdefault((name, what), []).extend(
             segment for segment in segments if segment.count
         )
+
+    def covered(self) -> dict[tuple[str, str], int]:
+        """Return the number of different elements of every weight and moment that are written."""
+        counts = {}
+        for key, segments in self.segments.items():
+            end = counts[key] = 0
+            for segment in sorted(segments, key=lambda segment: segment.start):
+                last = segment.start + segment.count
+                counts[key] += max(0, last - max(end, segment.start))
+                end = max(end, last)
+        return counts
 
     @property
     def nbytes(self) -> int:
@@ -218,7 +232,32 @@ def execute(
             file.close()
 
 
-def verify(source: WeightSource, plan: WritePlan) -> None:
+def check_nothing_left(
+    source: WeightSource, covered: Mapping[tuple[str, str], int], moments: Iterable[str] = ()
+) -> None:
+    """Compare what was written with what the source holds: every weight, and its moments.
+
+    A writer knows whether its own tensors are complete. This finds the elements of the source for
+    which no writer has a place.
+
+    Args:
+        covered: (name in the source, "weight" or a moment) -> number of elements in the output.
+        moments: Moments that belong into the output.
+
+    Raises:
+        MmldlmError: elements of the source are left over.
+    """
+    expected = [(name, WEIGHT) for name, info in source.tensors.items() if not info.alias_of]
+    expected += [(name, what) for what in moments for name in source.moments.get(what, {})]
+    left = [key for key in expected if covered.get(key, 0) < source.tensors[key[0]].numel]
+    if left:
+        missing = join_some(f"{what} of {name}" for name, what in left)
+        raise MmldlmError(
+            f"nothing was published, as the output would not hold all of {source.path}: {missing}"
+        )
+
+
+def read_through(source: WeightSource, plan: WritePlan) -> None:
     """Read and check what a plan would write, without writing.
 
     Raises:

@@ -21,7 +21,7 @@ param_shapes, which is correct under round_robin_gradients too.
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -331,9 +331,9 @@ def _plan_model3(
     folder: Path,
     rank: int,
 ) -> Path:
+    frozen_dtypes = {info.dtype for info in source.tensors.values() if info.kind == "frozen"}
     nothing = {
-        dtype: TensorSpec(dtype, (0,), [])
-        for dtype in {metadata.compute_dtype, *_frozen_dtypes(source)}
+        dtype: TensorSpec(dtype, (0,), []) for dtype in {metadata.compute_dtype, *frozen_dtypes}
     }
     module, fragments, shapes = {}, {}, {}
     padding, sent = [], []
@@ -368,10 +368,6 @@ def _plan_model3(
             name, WEIGHT, [WriteSegment(file, tensor, piece.offset, piece.start, piece.count)]
         )
     return path
-
-
-def _frozen_dtypes(source: WeightSource) -> Iterator[str]:
-    return (info.dtype for info in source.tensors.values() if info.kind == "frozen")
 
 
 def _common(
@@ -445,7 +441,9 @@ def plan_universal(source: WeightSource, metadata: OptimizerMetadata, folder: Pa
             tensor = TensorSpec("float32", shape)
             value = tensor if stage == 3 else {"cat_dim": 0, "param": tensor}
             _add_file(plan, name, what, folders[name] / f"{key}.pt", value, tensor)
-    if not model_files(source):
+    if model_files(source):
+        plan.copied = {name for name, info in source.tensors.items() if info.kind != "trainable"}
+    else:
         plan_model_states(plan, source, metadata, ZeroTarget(stage, source.world_size or 1), out)
     return plan
 

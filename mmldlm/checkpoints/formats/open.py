@@ -156,7 +156,9 @@ def _nothing_error(path: Path) -> UserError:
     kind = (kind_of_file(path.stat().st_mode) or "a file") if path.exists() else "nothing"
     found = f"a folder with {_list_some(path)}" if path.is_dir() else kind
     fix = "give e.g. RUN/latest, or the folder that holds the *_states.pt files"
-    if path.is_dir() and (inside := where_models_are(path)):
+    if path.is_dir() and (
+        inside := [sub for sub in sorted(path.iterdir()) if sub.is_dir() and list_models(sub)]
+    ):  # such as a pipeline of diffusers
         fix = f"give one of the models in it: {join_some(inside, 8, ' or ')}"
     return UserError(
         f"a run, a checkpoint, a DeepSpeed or DCP folder, a model.pt or safetensors at {path}",
@@ -387,15 +389,15 @@ def check_folder(folder: Path, notes: list[str]) -> Path | None:
             modules.
     """
     models = list_models(folder)
-    others = modules_with_weights(folder)
+    others = [path for path in list_modules(folder) if any(_weights_below(folder / path))]
     if others:
-        own = [str(paths[0]) for paths in models.values()]
+        files = [paths[0] for paths in models.values()]
+        files += [next(_weights_below(folder / name)) for name in others]
         raise UserError(
             f"one model in {folder}",
             f"a model of sentence-transformers, whose {MODULES} lists weights in"
             f" {join_some(others)}, too",
-            "give the file of one module:"
-            f" {join_some([*own, *(str(path) for path in _files_of(folder, others))])}",
+            f"give the file of one module: {join_some(map(str, files))}",
         )
     if len(models) > 1:
         for first, *_ in models.values():
@@ -415,13 +417,6 @@ def check_folder(folder: Path, notes: list[str]) -> Path | None:
     return None
 
 
-def modules_with_weights(folder: Path) -> list[str]:
-    """Return the folders of the modules of a sentence-transformers model, besides the first, that
-    hold weights.
-    """
-    return [path for path in list_modules(folder) if any(_weights_below(folder / path))]
-
-
 def list_modules(folder: Path) -> list[str]:
     """Return the subfolders that the modules.json of a sentence-transformers model names; [] for
     other folders.
@@ -430,15 +425,6 @@ def list_modules(folder: Path) -> list[str]:
         UserError: one that is not a list of modules inside the folder.
     """
     return [part for _, part in read_modules(folder) or () if part not in ("", ".")]
-
-
-def where_models_are(folder: Path) -> list[Path]:
-    """Return the subfolders of a folder that hold models, as of a pipeline of diffusers."""
-    return [path for path in sorted(folder.iterdir()) if path.is_dir() and list_models(path)]
-
-
-def _files_of(folder: Path, modules: list[str]) -> list[Path]:
-    return [next(_weights_below(folder / name)) for name in modules]
 
 
 def _weights_below(folder: Path):

@@ -316,7 +316,7 @@ def test_nonfinite_weights(zero_dir, tmp_path):
     )
 
 
-CASES = ("z2_bf16", "z3_bf16")
+UNIVERSAL_CASES = ("z2_bf16", "z3_bf16")
 CODE = """
 import sys
 from deepspeed.checkpoint import ds_to_universal
@@ -331,13 +331,13 @@ for case in cases:
 @pytest.fixture(scope="module")
 def universal_dir(zero_dir, tmp_path_factory) -> Path:
     out = tmp_path_factory.mktemp("universal")
-    command = [sys.executable, "-c", CODE, str(zero_dir), str(out), ",".join(CASES)]
+    command = [sys.executable, "-c", CODE, str(zero_dir), str(out), ",".join(UNIVERSAL_CASES)]
     done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr[-3000:]
     return out
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", UNIVERSAL_CASES)
 def test_weights_frozen_and_buffers(zero_dir, universal_dir, case):
     truth = np.load(zero_dir / case / "truth.npz")
     index = json.loads((zero_dir / case / "truth.json").read_text())
@@ -353,7 +353,7 @@ def test_weights_frozen_and_buffers(zero_dir, universal_dir, case):
         universal.finish()
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", UNIVERSAL_CASES)
 def test_moments(zero_dir, universal_dir, case):
     with (
         open_training_state(universal_dir / case / "universal") as universal,
@@ -391,12 +391,12 @@ def written_dir(zero_dir, tmp_path_factory) -> Path:
     --to universal`.
     """
     out = tmp_path_factory.mktemp("written")
-    for case in (*CASES, "z1_bf16opt", "z2_robin", "z3_subgroups"):
+    for case in (*UNIVERSAL_CASES, "z1_bf16opt", "z2_robin", "z3_subgroups"):
         convert_state(zero_dir / case, out / case, "universal")
     return out
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", UNIVERSAL_CASES)
 def test_writes_what_ds_to_universal_writes(zero_dir, universal_dir, written_dir, case):
     torch = pytest.importorskip("torch", reason="torch is not installed")
     theirs, ours = universal_dir / case / "universal", written_dir / case / "universal"
@@ -436,7 +436,7 @@ def test_writes_what_ds_to_universal_writes(zero_dir, universal_dir, written_dir
     assert (written_dir / case / "latest_universal").read_text() == "universal"
 
 
-@pytest.mark.parametrize("case", [*CASES, "z1_bf16opt", "z2_robin", "z3_subgroups"])
+@pytest.mark.parametrize("case", [*UNIVERSAL_CASES, "z1_bf16opt", "z2_robin", "z3_subgroups"])
 def test_written_state_reads_back(zero_dir, written_dir, case):
     with (
         open_training_state(written_dir / case / "universal") as written,
