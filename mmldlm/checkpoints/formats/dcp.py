@@ -38,18 +38,14 @@ from mmldlm.checkpoints.formats.dcp_folder import DcpFolder, DcpTensor
 from mmldlm.checkpoints.formats.deepspeed_files import add_deepspeed_state, write_deepspeed_state
 from mmldlm.checkpoints.formats.named_optimizer import add_named_optimizer
 from mmldlm.checkpoints.formats.optimizer import (
-    COPIED_KEYS,
-    PLAIN_SCALER,
-    PLAIN_TYPES,
     Group,
     OptimizerMetadata,
     applied_steps,
     check_no_other_moment,
     configured_dtype,
-    default_counters,
-    default_scaler,
-    loss_scaler,
-    plain_scaler,
+    plain_scaling,
+    read_scaling,
+    torch_metadata,
 )
 from mmldlm.checkpoints.formats.selection import (
     FileTensor,
@@ -354,12 +350,9 @@ def read_optimizer_metadata(opened: OpenedCheckpoint) -> OptimizerMetadata:
     dtype = record.get("compute_dtype") or configured_dtype(opened)
     saved = record.get("deepspeed")
     saved = saved if isinstance(saved, dict) else {}
-    copied = {
-        key: saved[key] for key in COPIED_KEYS if key in saved and type(saved[key]) in PLAIN_TYPES
-    }
-    optimizer = {**default_scaler(), **copied, "loss_scaler": loss_scaler(saved.get(PLAIN_SCALER))}
-    counters = default_counters(opened, steps)
-    metadata = OptimizerMetadata(groups, steps, dtype, counters, optimizer, notes=notes)
+    metadata = torch_metadata(opened, groups, steps, dtype)
+    metadata.optimizer |= read_scaling(saved)
+    metadata.notes += notes
     return add_deepspeed_state(metadata, source.path)
 
 
@@ -440,10 +433,7 @@ def trainable_names(source: WeightSource, optimizer: OptimizerMetadata) -> dict[
         ],
         "steps": optimizer.steps,
         "compute_dtype": optimizer.compute_dtype,
-        "deepspeed": {
-            **{key: optimizer.optimizer[key] for key in COPIED_KEYS if key in optimizer.optimizer},
-            PLAIN_SCALER: plain_scaler(optimizer.optimizer["loss_scaler"]),
-        },
+        "deepspeed": plain_scaling(optimizer),
     }
 
 

@@ -25,15 +25,12 @@ from mmldlm.checkpoints.formats.deepspeed_writer import (
     write_other_files,
 )
 from mmldlm.checkpoints.formats.optimizer import (
-    COPIED_KEYS,
-    PLAIN_SCALER,
-    PLAIN_TYPES,
     Group,
     OptimizerMetadata,
     copied_values,
     group_names,
     group_settings,
-    loss_scaler,
+    read_scaling,
     to_plain_value,
 )
 from mmldlm.checkpoints.formats.weight_source import OpenedCheckpoint, WeightSource
@@ -133,10 +130,6 @@ def read_optimizer_metadata(opened: OpenedCheckpoint) -> OptimizerMetadata:
             "the optimizer's settings are not in the checkpoint: DeepSpeed's own loader would miss"
             " them"
         )
-    copied = {
-        key: inner[key] for key in COPIED_KEYS if key in inner and type(inner[key]) in PLAIN_TYPES
-    }
-    scaler = loss_scaler(inner.get("loss_scaler", inner.get(PLAIN_SCALER)))
     try:
         config = copied_values(model, config, "ds_config")
     except ValueError:
@@ -150,7 +143,7 @@ def read_optimizer_metadata(opened: OpenedCheckpoint) -> OptimizerMetadata:
         steps=steps,
         compute_dtype=_compute_dtype(source),
         model_states=model_states,
-        optimizer={"loss_scaler": scaler, **copied},
+        optimizer=read_scaling(inner),
         ds_config=config,
         notes=notes,
         is_of_deepspeed=True,

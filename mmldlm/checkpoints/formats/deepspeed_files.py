@@ -28,13 +28,10 @@ from mmldlm.checkpoints.files.torch_file import (
 from mmldlm.checkpoints.files.torch_writer import write_torch
 from mmldlm.checkpoints.files.unpickler import OpaqueObject, TensorRef
 from mmldlm.checkpoints.formats.optimizer import (
-    COPIED_KEYS,
-    PLAIN_SCALER,
-    PLAIN_TYPES,
     OptimizerMetadata,
     copied_values,
-    loss_scaler,
-    plain_scaler,
+    plain_scaling,
+    read_scaling,
 )
 from mmldlm.checkpoints.formats.weight_source import FileRange
 from mmldlm.checkpoints.manifest import (
@@ -577,10 +574,7 @@ def write_deepspeed_state(metadata: OptimizerMetadata | None, folder: Path) -> N
         return
     value = {
         "model_states": metadata.model_states,
-        "optimizer": {
-            **{key: metadata.optimizer[key] for key in COPIED_KEYS if key in metadata.optimizer},
-            PLAIN_SCALER: plain_scaler(metadata.optimizer["loss_scaler"]),
-        },
+        "optimizer": plain_scaling(metadata),
         "ds_config": metadata.ds_config,
     }
     write_torch(folder / DEEPSPEED_STATE, value)
@@ -603,12 +597,7 @@ def add_deepspeed_state(metadata: OptimizerMetadata, folder: Path) -> OptimizerM
         if not all(isinstance(part, dict) for part in (model_states, optimizer, config)):
             raise corrupt_file_error(path, "no model_states, optimizer and ds_config in it")
         metadata.model_states = {**metadata.model_states, **_copied(file, model_states)}
-        copied = {
-            key: optimizer[key]
-            for key in COPIED_KEYS
-            if key in optimizer and type(optimizer[key]) in PLAIN_TYPES
-        }
-        metadata.optimizer.update(copied, loss_scaler=loss_scaler(optimizer.get(PLAIN_SCALER)))
+        metadata.optimizer |= read_scaling(optimizer)
         metadata.ds_config = _copied(file, config)
     metadata.is_of_deepspeed = True
     return metadata

@@ -45,9 +45,8 @@ from mmldlm.checkpoints.formats.deepspeed_reader import (
     folders_of_parameters,
 )
 from mmldlm.checkpoints.formats.optimizer import (
-    PLAIN_SCALER,
     OptimizerMetadata,
-    plain_scaler,
+    plain_scaling,
 )
 from mmldlm.checkpoints.formats.weight_source import WeightSource
 from mmldlm.checkpoints.manifest import SUB_GROUP_SIZE, UNIVERSAL_TAG, ZERO_TAG
@@ -490,15 +489,13 @@ def model_files(source: WeightSource) -> list[TorchFile]:
 def _optimizer_state(
     source: WeightSource, metadata: OptimizerMetadata, stage: int
 ) -> dict[str, Any]:
-    saved = {key: value for key, value in metadata.optimizer.items() if key != "loss_scaler"}
-    saved[PLAIN_SCALER] = plain_scaler(metadata.optimizer["loss_scaler"])
     owner = {name: number for number, group in enumerate(metadata.groups) for name in group.names}
     owners = [owner[next(iter(names))] for names in _flat_groups(source, metadata, stage)]
     groups = [
         {**group.settings, "params": [flat for flat, of in enumerate(owners) if of == number]}
         for number, group in enumerate(metadata.groups)
     ]
-    state = {**saved, "ds_version": LAYOUT, "param_groups": groups}
+    state = {**plain_scaling(metadata), "ds_version": LAYOUT, "param_groups": groups}
     if stage == 3:
         state["optimizer_state_dict"] = {
             "state": {0: {"step": scalar(metadata.steps or 0.0)}},

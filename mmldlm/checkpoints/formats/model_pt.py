@@ -31,13 +31,12 @@ from mmldlm.checkpoints.formats.optimizer import (
     OptimizerMetadata,
     applied_steps,
     configured_dtype,
-    default_counters,
-    default_scaler,
     group_names,
     group_settings,
     moments_by_name,
     states_by_index,
     to_plain_value,
+    torch_metadata,
 )
 from mmldlm.checkpoints.formats.part_files import (
     INDEX_SUFFIX,
@@ -294,10 +293,7 @@ def read_optimizer_metadata(opened: OpenedCheckpoint) -> OptimizerMetadata:
     steps = (
         float(to_plain_value(file, first["step"])) if "step" in first else applied_steps(opened)
     )
-    counters = default_counters(opened, steps)
-    metadata = OptimizerMetadata(
-        groups, steps, configured_dtype(opened), counters, default_scaler()
-    )
+    metadata = torch_metadata(opened, groups, steps, configured_dtype(opened))
     return add_deepspeed_state(metadata, file.path.parent)
 
 

@@ -19,8 +19,7 @@ from mmldlm.checkpoints.formats.optimizer import (
     PLAIN_TYPES,
     Group,
     OptimizerMetadata,
-    default_counters,
-    default_scaler,
+    torch_metadata,
 )
 from mmldlm.checkpoints.formats.selection import Keys, StoredValue, is_tensor, write_path
 from mmldlm.checkpoints.formats.weight_source import (
@@ -92,12 +91,12 @@ def named_optimizer_metadata(opened: OpenedCheckpoint) -> OptimizerMetadata:
     groups = [Group(names, settings) for names, settings in found.groups]
     stored = {source.parts[name][0].ref.dtype for name in found.names if source.parts[name]}
     dtype = stored.pop() if len(stored) == 1 else "float32"
-    counters = default_counters(opened, found.steps)
-    notes = [
+    metadata = torch_metadata(opened, groups, found.steps, dtype)
+    metadata.notes.append(
         "the optimizer and its step count were carried over; learning-rate schedule and other"
         " counters were not"
-    ]
-    return OptimizerMetadata(groups, found.steps, dtype, counters, default_scaler(), notes=notes)
+    )
+    return metadata
 
 
 class Unreadable(ValueError):

@@ -31,13 +31,11 @@ from mmldlm.utils.formatting import join_some
 from mmldlm.utils.input_files import read_bytes
 from mmldlm.utils.moments import MOMENTS, moment_keys
 
-COPIED_KEYS = (
-    "dynamic_loss_scale",
-    "overflow",
-    "clip_grad",
-)  # next to the loss scaler in DeepSpeed's files
-MAX_COPIED_VALUES, MAX_COPIED_DEPTH = 1_000_000, 100  # of an entry of the caller's
-PLAIN_SCALER = "plain_loss_scaler"
+# What DeepSpeed saves next to its loss scaler.
+_SCALING_KEYS = ("dynamic_loss_scale", "overflow", "clip_grad")
+# Limits of an entry of the caller's: the lists of a pickle may contain each other.
+MAX_COPIED_VALUES, MAX_COPIED_DEPTH = 1_000_000, 100
+_PLAIN_SCALER = "plain_loss_scaler"
 PLAIN_TYPES = (str, int, float, bool, type(None))
 _SCALER_MODULE = "deepspeed.runtime.fp16.loss_scaler"
 _SCALERS = ("LossScaler", "DynamicLossScaler")
@@ -192,6 +190,28 @@ def _copied(file: TorchFile, value: Any, what: str, left: list[int], depth: int 
 # -------------------------------------------------------------------------------------------------
 
 
+def read_scaling(saved: dict) -> dict[str, Any]:
+    """Return OptimizerMetadata.optimizer of a DeepSpeed file, or of what plain_scaling wrote."""
+    copied = {
+        key: saved[key]
+        for key in _SCALING_KEYS
+        if key in saved and type(saved[key]) in PLAIN_TYPES
+    }
+    scaler = saved.get("loss_scaler", saved.get(_PLAIN_SCALER))
+    return {"loss_scaler": loss_scaler(scaler), **copied}
+
+
+def plain_scaling(metadata: OptimizerMetadata) -> dict[str, Any]:
+    """Return OptimizerMetadata.optimizer as plain values, for a file without objects."""
+    scaler = metadata.optimizer["loss_scaler"]
+    state = {
+        key: f"torch.{item.name}" if isinstance(item, GlobalRef) else item
+        for key, item in scaler.state.items()
+    }
+    plain = {key: value for key, value in metadata.optimizer.items() if key != "loss_scaler"}
+    return {**plain, _PLAIN_SCALER: {"class": scaler.type.name, "state": state}}
+
+
 def loss_scaler(value: Any) -> ObjectSpec:
     """Return DeepSpeed's loss scaler as saved; by default the static one of scale 1 that bf16 and
     fp32 engines have.
@@ -216,51 +236,46 @@ def loss_scaler(value: Any) -> ObjectSpec:
             isinstance(key, str) and isinstance(item, PLAIN_TYPES)
             for key, item in value["state"].items()
         ):
-            state = {key: _dtype_or_plain(item) for key, item in value["state"].items()}
+            state = {
+                key: GlobalRef("torch", str(item).removeprefix("torch."))
+                if isinstance(item, str) and item.removeprefix("torch.") in DTYPES
+                else item
+                for key, item in value["state"].items()
+            }
             return ObjectSpec(GlobalRef(_SCALER_MODULE, value["class"]), state=state)
     return ObjectSpec(
         GlobalRef(_SCALER_MODULE, "LossScaler"), state={"cur_scale": 1.0, "dynamic": False}
     )
 
 
-def _dtype_or_plain(item: Any) -> Any:
-    is_dtype = isinstance(item, str) and item.removeprefix("torch.") in DTYPES
-    return GlobalRef("torch", item.removeprefix("torch.")) if is_dtype else item
-
-
-def plain_scaler(scaler: ObjectSpec) -> dict[str, Any]:
-    """Return a loss scaler as plain values, for a file without objects; loss_scaler()
-    reverses it.
-    """
-    state = {
-        key: f"torch.{item.name}" if isinstance(item, GlobalRef) else item
-        for key, item in scaler.state.items()
-    }
-    return {"class": scaler.type.name, "state": state}
-
-
-def default_scaler() -> dict[str, Any]:
-    """Return OptimizerMetadata.optimizer of an engine without loss scaling."""
-    return {"loss_scaler": loss_scaler(None), "dynamic_loss_scale": False, "overflow": False}
-
-
 # -- the run around a checkpoint
 # --------------------------------------------------------------------------------------
 
 
-def default_counters(opened: OpenedCheckpoint, steps: float | None) -> dict[str, Any]:
-    """Return OptimizerMetadata.model_states of a checkpoint that DeepSpeed did not save.
-
-    Without a recorded training step it is the number of the optimizer's steps.
+def torch_metadata(
+    opened: OpenedCheckpoint, groups: list[Group], steps: float | None, compute_dtype: str
+) -> OptimizerMetadata:
+    """Return the metadata of an optimizer that DeepSpeed did not save: without loss scaling, at
+    the run's training step, or else at the number of the optimizer's steps.
     """
     step = int(steps or 0) if opened.step is None else opened.step
-    return {
-        "lr_scheduler": None,
-        "data_sampler": None,
-        "random_ltd": None,
-        "skipped_steps": 0,
-        "global_steps": step,
-    }
+    return OptimizerMetadata(
+        groups,
+        steps,
+        compute_dtype,
+        model_states={
+            "lr_scheduler": None,
+            "data_sampler": None,
+            "random_ltd": None,
+            "skipped_steps": 0,
+            "global_steps": step,
+        },
+        optimizer={
+            "loss_scaler": loss_scaler(None),
+            "dynamic_loss_scale": False,
+            "overflow": False,
+        },
+    )
 
 
 def applied_steps(opened: OpenedCheckpoint) -> float | None:
