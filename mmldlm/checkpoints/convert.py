@@ -38,7 +38,12 @@ from mmldlm.checkpoints.files.file_io import RangedCrc32, run_in_threads
 from mmldlm.checkpoints.formats.base import WEIGHT, check_nothing_left
 from mmldlm.checkpoints.formats.open import open_source, reports_deletion
 from mmldlm.checkpoints.formats.safetensors import SafetensorsModel, SafetensorsWriter
-from mmldlm.checkpoints.formats.weight_source import OpenedCheckpoint, TensorInfo, WeightSource
+from mmldlm.checkpoints.formats.weight_source import (
+    OpenedCheckpoint,
+    ReadOptions,
+    TensorInfo,
+    WeightSource,
+)
 from mmldlm.checkpoints.manifest import (
     MODEL_CONFIG,
     SAFETENSORS_FILE,
@@ -268,7 +273,7 @@ def source_metadata(opened: OpenedCheckpoint) -> dict[str, object]:
 def _check_range(
     weights: WeightSource, planned: PlannedTensor, chunk: np.ndarray, converted: np.ndarray
 ) -> None:
-    if planned.dtype == planned.info.dtype or weights.allow_nonfinite:
+    if planned.dtype == planned.info.dtype or weights.options.allow_nonfinite:
         return
     count = count_nonfinite(converted, planned.dtype)
     if count > count_nonfinite(chunk, planned.info.dtype):
@@ -285,7 +290,7 @@ def _verify(folder: Path, sums: dict[str, int]) -> None:
     Raises:
         MmldlmError: one differs from what was written.
     """
-    with SafetensorsModel.open(folder, allow_nonfinite=True) as written:
+    with SafetensorsModel.open(folder, ReadOptions(allow_nonfinite=True)) as written:
         for name, expected in sums.items():
             crc = 0
             for chunk in written.iter_chunks(name):

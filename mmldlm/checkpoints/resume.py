@@ -17,10 +17,10 @@ import numpy as np
 from mmldlm.checkpoints.files.dtypes import DTYPES, cast
 from mmldlm.checkpoints.files.torch_file import CHUNK_BYTES
 from mmldlm.checkpoints.formats import registry
-from mmldlm.checkpoints.formats.base import ReadOptions
 from mmldlm.checkpoints.formats.ema import add_ema
 from mmldlm.checkpoints.formats.weight_source import (
     FileRange,
+    ReadOptions,
     TensorInfo,
     WeightSource,
     read_parts_into,

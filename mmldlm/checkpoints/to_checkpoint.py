@@ -32,7 +32,6 @@ from mmldlm.checkpoints.files.torch_writer import TensorSpec
 from mmldlm.checkpoints.formats import registry
 from mmldlm.checkpoints.formats.base import (
     WEIGHT,
-    ReadOptions,
     WritePlan,
     WriteRequest,
     check_nothing_left,
@@ -42,7 +41,7 @@ from mmldlm.checkpoints.formats.base import (
 from mmldlm.checkpoints.formats.ema import list_ema_files
 from mmldlm.checkpoints.formats.open import open_source, reports_deletion
 from mmldlm.checkpoints.formats.optimizer import OptimizerMetadata
-from mmldlm.checkpoints.formats.weight_source import OpenedCheckpoint, WeightSource
+from mmldlm.checkpoints.formats.weight_source import OpenedCheckpoint, ReadOptions, WeightSource
 from mmldlm.checkpoints.inspect import compare, summarize
 from mmldlm.checkpoints.manifest import (
     ENGINE_FOLDER,
@@ -270,7 +269,7 @@ def _verify(source: WeightSource, folder: Path) -> None:
         MmldlmError: an element differs.
     """
     written = registry.open_path(
-        folder, ReadOptions(source.allow_nonfinite, with_moments=bool(source.moments))
+        folder, ReadOptions(source.options.allow_nonfinite, with_moments=bool(source.moments))
     )
     assert written is not None, f"nothing readable in {folder}"
     with written:

@@ -19,33 +19,11 @@ from mmldlm.checkpoints.files.dtypes import DTYPES, cast, count_nonfinite
 from mmldlm.checkpoints.files.file_io import run_in_threads
 from mmldlm.checkpoints.files.torch_writer import TensorSpec, TorchFileWriter
 from mmldlm.checkpoints.formats.optimizer import OptimizerMetadata
-from mmldlm.checkpoints.formats.weight_source import OpenedCheckpoint, WeightSource
+from mmldlm.checkpoints.formats.weight_source import OpenedCheckpoint, ReadOptions, WeightSource
 from mmldlm.checkpoints.manifest import SUB_GROUP_SIZE
 from mmldlm.errors import MmldlmError, UserError
 from mmldlm.utils.formatting import join_some
 from mmldlm.utils.moments import MOMENTS
-
-
-@dataclass(frozen=True)
-class ReadOptions:
-    """How to open a checkpoint.
-
-    Attributes:
-        allow_nonfinite: return NaN and infinite weights instead of raising.
-        with_moments: find the moments too, and refuse a checkpoint of another optimizer than AdamW
-            and Muon.
-        random_access: read only what is requested (see torch_file).
-        is_one_save: a manifest was compared with the files: their counters are not compared with
-            each other. Those of mmldlm's runs may differ (skipped steps, rollbacks).
-        key: which state dict of a file or DCP folder is the model (see selection); None for the
-            only one.
-    """
-
-    allow_nonfinite: bool = False
-    with_moments: bool = False
-    random_access: bool = False
-    is_one_save: bool = False
-    key: str | None = None
 
 
 @dataclass(frozen=True)
@@ -314,7 +292,11 @@ def _cast_to(
     if not DTYPES[dtype].is_float:
         return values.astype(DTYPES[target].raw)  # a buffer, as ds_to_universal widens it
     values = cast(values, dtype, target)
-    if target == "float16" and not source.allow_nonfinite and count_nonfinite(values, target):
+    if (
+        target == "float16"
+        and not source.options.allow_nonfinite
+        and count_nonfinite(values, target)
+    ):
         raise UserError(
             f"weights in the range of {target}",
             f"larger ones in {name}",

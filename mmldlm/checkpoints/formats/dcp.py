@@ -29,7 +29,6 @@ from mmldlm.checkpoints.files.torch_writer import (
 from mmldlm.checkpoints.files.unpickler import TensorRef
 from mmldlm.checkpoints.formats.base import (
     WEIGHT,
-    ReadOptions,
     WritePlan,
     WriteRequest,
     WriteSegment,
@@ -54,7 +53,13 @@ from mmldlm.checkpoints.formats.selection import (
     find_optimizers,
     select_model,
 )
-from mmldlm.checkpoints.formats.weight_source import OpenedCheckpoint, TensorInfo, WeightSource
+from mmldlm.checkpoints.formats.weight_source import (
+    READ_DEFAULTS,
+    OpenedCheckpoint,
+    ReadOptions,
+    TensorInfo,
+    WeightSource,
+)
 from mmldlm.checkpoints.manifest import DCP_METADATA, TRAINABLE_FILE
 from mmldlm.errors import UserError
 from mmldlm.utils.formatting import join_some
@@ -80,9 +85,7 @@ class DcpFormat:
         )
 
     def open(self, path: Path, options: ReadOptions):
-        return DcpCheckpoint.open(
-            path, options.allow_nonfinite, options.with_moments, options.random_access, options.key
-        )
+        return DcpCheckpoint.open(path, options)
 
     def can_resume(self, path: Path) -> bool:
         return True
@@ -120,28 +123,18 @@ class DcpCheckpoint(WeightSource):
     engine = "fsdp"
 
     @classmethod
-    def open(
-        cls,
-        path: Path | str,
-        allow_nonfinite: bool = False,
-        with_moments: bool = False,
-        random_access: bool = False,
-        key: str | None = None,
-    ) -> DcpCheckpoint:
+    def open(cls, path: Path | str, options: ReadOptions = READ_DEFAULTS) -> DcpCheckpoint:
         """Open a folder with a .metadata file.
-
-        Args:
-            key: which state dict is the model, if there are several.
 
         Raises:
             UserError: missing or truncated files, a hostile or unknown .metadata, compressed
                 tensors, tensors cut along another dimension than the first, chunks that do not
                 cover a tensor exactly.
         """
-        source = cls(Path(path), allow_nonfinite, random_access)
+        source = cls(Path(path), options)
         source._folders: list[DcpFolder] = []
         try:
-            source._read(with_moments, key)
+            source._read()
         except BaseException:
             source.close()
             raise
@@ -152,7 +145,8 @@ class DcpCheckpoint(WeightSource):
         for folder in self._folders:
             folder.close()
 
-    def _read(self, with_moments: bool, key: str | None) -> None:
+    def _read(self) -> None:
+        with_moments, key = self.options.with_moments, self.options.key
         _refuse_megatron(self.path)
         folder = self._open(self.path)
         names_file = _read_trainable(self.path)
@@ -182,7 +176,7 @@ class DcpCheckpoint(WeightSource):
         self.files.sort(key=lambda item: (item.path.parent.name, item.path.name, item.offset))
 
     def _open(self, path: Path) -> DcpFolder:
-        self._folders.append(DcpFolder(path, self.random_access))
+        self._folders.append(DcpFolder(path, self.options.random_access))
         return self._folders[-1]
 
     def _set_kinds(self, names_file: dict[str, Any]) -> None:

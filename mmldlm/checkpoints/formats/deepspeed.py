@@ -9,7 +9,9 @@ from typing import Any
 
 from mmldlm.checkpoints.files.torch_file import TorchFile, corrupt_file_error
 from mmldlm.checkpoints.files.unpickler import TensorRef
-from mmldlm.checkpoints.formats.base import ReadOptions, WriteRequest
+from mmldlm.checkpoints.formats.base import (
+    WriteRequest,
+)
 from mmldlm.checkpoints.formats.deepspeed_files import (
     STEPS_AHEAD,
     find_states,
@@ -33,7 +35,7 @@ from mmldlm.checkpoints.formats.optimizer import (
     read_scaling,
     to_plain_value,
 )
-from mmldlm.checkpoints.formats.weight_source import OpenedCheckpoint, WeightSource
+from mmldlm.checkpoints.formats.weight_source import OpenedCheckpoint, ReadOptions, WeightSource
 from mmldlm.checkpoints.manifest import UNIVERSAL_TAG, ZERO_TAG
 from mmldlm.errors import UserError
 from mmldlm.utils.formatting import join_some
@@ -51,13 +53,7 @@ class DeepSpeedFormat:
         return find_states(path)
 
     def open(self, path: Path, options: ReadOptions):
-        return ZeroCheckpoint.open(
-            path,
-            options.allow_nonfinite,
-            options.with_moments,
-            options.random_access,
-            options.is_one_save,
-        )
+        return ZeroCheckpoint.open(path, options)
 
     def can_resume(self, path: Path) -> bool:
         return True

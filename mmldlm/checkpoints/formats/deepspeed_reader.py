@@ -75,7 +75,9 @@ from mmldlm.checkpoints.formats.optimizer import (
 )
 from mmldlm.checkpoints.formats.selection import add_tensors, tensors_of
 from mmldlm.checkpoints.formats.weight_source import (
+    READ_DEFAULTS,
     FileRange,
+    ReadOptions,
     TensorInfo,
     WeightSource,
     read_parts,
@@ -91,26 +93,11 @@ class ZeroCheckpoint(WeightSource):
     """An opened DeepSpeed checkpoint; see WeightSource."""
 
     engine = "deepspeed"
-    with_moments = False
-    is_one_save = False
 
     @classmethod
-    def open(
-        cls,
-        path: Path | str,
-        allow_nonfinite: bool = False,
-        with_moments: bool = False,
-        random_access: bool = False,
-        is_one_save: bool = False,
-    ) -> ZeroCheckpoint:
+    def open(cls, path: Path | str, options: ReadOptions = READ_DEFAULTS) -> ZeroCheckpoint:
         """Open a folder of *_states.pt files, or one that contains it (`latest`, zero/,
         engine/zero/).
-
-        Args:
-            with_moments: find the moments too, and refuse a checkpoint of another optimizer than
-                AdamW and Muon.
-            random_access: see torch_file.
-            is_one_save: see ReadOptions.
 
         Raises:
             UserError: missing, extra, renamed, damaged or mismatched files; tensor, pipeline or
@@ -123,8 +110,7 @@ class ZeroCheckpoint(WeightSource):
                 "no *_states.pt files there or under its `latest`",
                 "give the folder that holds the mp_rank_* and zero_pp_rank_* files",
             )
-        source = cls(folder, allow_nonfinite, random_access)
-        source.with_moments, source.is_one_save = with_moments, is_one_save
+        source = cls(folder, options)
         try:
             source._open_folder()
         except BaseException:
@@ -182,7 +168,7 @@ class ZeroCheckpoint(WeightSource):
         else:
             plain = {name: ref for name, ref in module.items() if name not in trainable}
         kinds = {**dict.fromkeys(plain, "frozen"), **dict.fromkeys(buffer_names(state), "buffer")}
-        add_universal(self, groups, self.with_moments)
+        add_universal(self, groups, self.options.with_moments)
         self._check_universal_steps(file, state, list(trainable))
         if self.stage in (1, 2):
             self._add_universal_copies(file, module, trainable)
@@ -233,7 +219,7 @@ class ZeroCheckpoint(WeightSource):
         """Hold the optimizer's steps against the model file's, unless a manifest says that it is
         one save.
         """
-        if not self.is_one_save and (
+        if not self.options.is_one_save and (
             note := compare_steps(model.path, state, optimizer, counters)
         ):
             self.notes.append(note)
@@ -252,7 +238,7 @@ class ZeroCheckpoint(WeightSource):
         self.tensors = {name: self.tensors[name] for name in order}
 
     def _open(self, path: Path) -> TorchFile:
-        file = open_named(path, self.random_access)
+        file = open_named(path, self.options.random_access)
         self.files.append(file)
         return file
 
@@ -308,7 +294,7 @@ class ZeroCheckpoint(WeightSource):
                 self.low_precision_copies[name] = self.parts[name]
                 self._add_trainable(name, shapes[name], [masters[name]])
         self.update_aliases()
-        if self.with_moments:
+        if self.options.with_moments:
             if masters is not None:
                 self.names_of_groups = names_of_groups(optimizer, masters)
             in_order = (
@@ -384,7 +370,7 @@ class ZeroCheckpoint(WeightSource):
         """Return the inner optimizers' states per rank; [] if not requested, or before the first
         step.
         """
-        if not self.with_moments:
+        if not self.options.with_moments:
             return []
         states = [
             states_by_index(file, inner.get(key), count) for file, inner in zip(optim, inners)
@@ -740,7 +726,7 @@ def universal_steps(source: WeightSource, names: list[str]) -> list[tuple[Path, 
     ]
     found = []
     for path in (path for path in (folder / OPTIMIZER_STATE, *paths) if path.exists()):
-        with TorchFile(path, source.random_access) as file:
+        with TorchFile(path, source.options.random_access) as file:
             value = file.load()
             if path.name == OPTIMIZER_STATE:
                 value = value.get("optimizer_state_dict") if isinstance(value, dict) else None
@@ -760,7 +746,7 @@ def _moment_keys(source: WeightSource, folder: Path, count: int) -> list[tuple[s
     keys = [MOMENTS] * count
     if not (folder / OPTIMIZER_STATE).exists():
         return keys
-    file = TorchFile(folder / OPTIMIZER_STATE, source.random_access)
+    file = TorchFile(folder / OPTIMIZER_STATE, source.options.random_access)
     source.files.append(file)
     try:
         for table in file.load_dict().get("param_groups") or []:
@@ -779,7 +765,7 @@ def _state(
     path = folder / f"{key}.pt"
     if not os.path.lexists(path):
         raise missing_file_error(path.parent, f"{key}.pt of {name}", "no such file")
-    file = TorchFile(path, source.random_access)
+    file = TorchFile(path, source.options.random_access)
     source.files.append(file)
     value: Any = file.load()
     ref = value.get("param") if isinstance(value, dict) else value

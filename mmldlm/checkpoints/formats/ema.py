@@ -49,7 +49,7 @@ def add_ema(source: WeightSource, folder: Path) -> None:
         folder = source.path
         paths = list(list_ema_files(folder).values())
     for path in paths:
-        file = TorchFile(path, source.random_access)
+        file = TorchFile(path, source.options.random_access)
         source.files.append(file)
         for name, entry in file.load_dict().items():
             owner, start, ref = _fragment(source, file, name, entry)

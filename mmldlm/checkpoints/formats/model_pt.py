@@ -7,6 +7,7 @@ from __future__ import annotations
 import codecs
 import os
 import re
+from dataclasses import replace
 from pathlib import Path
 
 from mmldlm.checkpoints.files.torch_file import TorchFile
@@ -19,7 +20,6 @@ from mmldlm.checkpoints.files.torch_writer import (
 from mmldlm.checkpoints.files.unpickler import TensorRef, module_names_of
 from mmldlm.checkpoints.formats.base import (
     WEIGHT,
-    ReadOptions,
     WritePlan,
     WriteRequest,
     WriteSegment,
@@ -53,7 +53,12 @@ from mmldlm.checkpoints.formats.selection import (
     tensors_of,
     tree_of,
 )
-from mmldlm.checkpoints.formats.weight_source import OpenedCheckpoint, WeightSource
+from mmldlm.checkpoints.formats.weight_source import (
+    READ_DEFAULTS,
+    OpenedCheckpoint,
+    ReadOptions,
+    WeightSource,
+)
 from mmldlm.checkpoints.manifest import DCP_METADATA, MODEL_FILE, OPTIMIZER_FILE
 from mmldlm.errors import UserError
 from mmldlm.utils.input_files import open_regular
@@ -82,26 +87,12 @@ class ModelPtFormat:
     def open(self, path: Path, options: ReadOptions):
         if path.is_file():  # a file given by itself holds weights alone
             if path.name.endswith(INDEX_SUFFIX):
-                return ModelFile.open_shards(path, options.allow_nonfinite)
+                return ModelFile.open_shards(path, options)
             _refuse_text(path)
-            return ModelFile.open(
-                path,
-                options.allow_nonfinite,
-                None,
-                options.with_moments,
-                options.random_access,
-                options.key,
-            )
-        optimizer = path / OPTIMIZER_FILE if self.can_resume(path) else None
-        with_moments = options.with_moments and optimizer is not None
-        return ModelFile.open(
-            path / MODEL_FILE,
-            options.allow_nonfinite,
-            optimizer,
-            with_moments,
-            options.random_access,
-            options.key,
-        )
+            return ModelFile.open(path, options)
+        if self.can_resume(path):
+            return ModelFile.open(path / MODEL_FILE, options, path / OPTIMIZER_FILE)
+        return ModelFile.open(path / MODEL_FILE, replace(options, with_moments=False))
 
     def can_resume(self, path: Path) -> bool:
         return os.path.lexists(
@@ -178,55 +169,49 @@ class ModelFile(WeightSource):
     def open(
         cls,
         path: Path | str,
-        allow_nonfinite: bool = False,
+        options: ReadOptions = READ_DEFAULTS,
         optimizer: Path | None = None,
-        with_moments: bool = False,
-        random_access: bool = False,
-        key: str | None = None,
     ) -> ModelFile:
         """Open a file of weights.
 
         Args:
-            allow_nonfinite: return NaN and infinite weights instead of raising.
-            optimizer: the optimizer.pt saved with it, which records the trained weights: {"state",
+            options: With moments: those in `optimizer`, or else of an optimizer beside the model
+                that names its parameters.
+            optimizer: The optimizer.pt saved with it, which records the trained weights: {"state",
                 "param_groups"} of torch's AdamW, "param_names" [[names of group 0], ...], and
                 optionally "buffer_names" and "aliases" {second name: name} of tied weights.
-            with_moments: find the moments in it too; without an optimizer.pt, those of an
-                optimizer beside the model that names its parameters.
-            random_access: see torch_file.
-            key: which state dict of the file is the model, if there are several.
 
         Raises:
             UserError: a file is damaged, unsafe, without tensors, or the two do not match.
         """
-        source = cls(Path(path), allow_nonfinite, random_access)
+        source = cls(Path(path), options)
         try:
             file = source._open(source.path)
             value = file.load()
             check_keys(source.path, value)
-            model = select_model(tree_of(file, value), source.path, key)
+            model = select_model(tree_of(file, value), source.path, options.key)
             source.notes += model.notes
             source.other_models = model.other_models
             source.module_names = module_names_of(node_at(value, model.path))
             refs = {name: tensor.ref for name, tensor in model.tensors.items()}
             add_tensors(source, file, _of_trainer(refs, source.notes), {})
-            if optimizer is None and with_moments:
+            if optimizer is None and options.with_moments:
                 source._read_named_optimizer(model.optimizers, model.path)
             elif optimizer is not None:
-                source._read_optimizer(source._open(optimizer), with_moments)
+                source._read_optimizer(source._open(optimizer))
         except BaseException:
             source.close()
             raise
         return source
 
     @classmethod
-    def open_shards(cls, index: Path, allow_nonfinite: bool = False) -> ModelFile:
+    def open_shards(cls, index: Path, options: ReadOptions = READ_DEFAULTS) -> ModelFile:
         """Open the files of an index of shards, each a torch.save'd dict name -> tensor.
 
         Raises:
             UserError: damaged or missing files, or an index that disagrees with the shards.
         """
-        source = cls(index, allow_nonfinite)
+        source = cls(index, options)
         try:
             shard_of = read_shard_index(index)
             states = {}
@@ -242,7 +227,7 @@ class ModelFile(WeightSource):
         return source
 
     def _open(self, path: Path) -> TorchFile:
-        file = TorchFile(path, self.random_access)
+        file = TorchFile(path, self.options.random_access)
         self.files.append(file)
         return file
 
@@ -253,16 +238,16 @@ class ModelFile(WeightSource):
             optimizers = optimizers | find_optimizers(tree_of(file, file.load()))
         add_named_optimizer(self, optimizers, path)
 
-    def _read_optimizer(self, file: TorchFile, with_moments: bool) -> None:
+    def _read_optimizer(self, file: TorchFile) -> None:
         state = file.load_dict()
-        if "param_names" not in state and not with_moments:
+        if "param_names" not in state and not self.options.with_moments:
             return  # an old mmldlm did not save the names: only the weights can be used
         aliases = state.get("aliases")
         self.mark_tied(aliases if isinstance(aliases, dict) else {}, file.path)
         names = self.resolve_tied(group_names(file, state.get("param_names")), file.path)
         buffers = state.get("buffer_names") or []
         self.classify(set(names), set(buffers))
-        if with_moments:
+        if self.options.with_moments:
             states = states_by_index(file, state, len(names))
             shapes = {name: info.shape for name, info in self.tensors.items()}
             self.moments = moments_by_name(file, states, names, shapes) if states else {}

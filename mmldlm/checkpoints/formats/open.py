@@ -19,12 +19,11 @@ from typing import Concatenate, ParamSpec, TypeVar
 
 from mmldlm.checkpoints.files.torch_file import TorchFile
 from mmldlm.checkpoints.formats import part_files, registry
-from mmldlm.checkpoints.formats.base import ReadOptions
 from mmldlm.checkpoints.formats.ema import add_ema
 from mmldlm.checkpoints.formats.model_pt import ModelFile
 from mmldlm.checkpoints.formats.part_files import PartOfCheckpoint, check_siblings
 from mmldlm.checkpoints.formats.safetensors import SafetensorsModel
-from mmldlm.checkpoints.formats.weight_source import OpenedCheckpoint, WeightSource
+from mmldlm.checkpoints.formats.weight_source import OpenedCheckpoint, ReadOptions, WeightSource
 from mmldlm.checkpoints.formats.wrapper_names import remove_wrappers
 from mmldlm.checkpoints.locate import locate_checkpoint
 from mmldlm.checkpoints.manifest import (
@@ -445,7 +444,7 @@ def _holds_matrix(path: Path) -> bool:
     statistics.
     """
     try:
-        with ModelFile.open(path, allow_nonfinite=True) as source:
+        with ModelFile.open(path, ReadOptions(allow_nonfinite=True)) as source:
             return any(len(info.shape) > 1 for info in source.tensors.values())
     except PartOfCheckpoint:
         return True
@@ -461,7 +460,7 @@ def _refuse_parts(path: Path) -> None:
         check_siblings(path)
     except PartOfCheckpoint:
         reader = SafetensorsModel if path.suffix == ".safetensors" else ModelFile
-        reader.open(path, allow_nonfinite=True).close()
+        reader.open(path, ReadOptions(allow_nonfinite=True)).close()
         raise
 
 

@@ -5,14 +5,16 @@ from __future__ import annotations
 from pathlib import Path
 from typing import NamedTuple
 
-from mmldlm.checkpoints.formats.base import CheckpointFormat, ReadOptions
+from mmldlm.checkpoints.formats.base import (
+    CheckpointFormat,
+)
 from mmldlm.checkpoints.formats.dcp import DcpFormat
 from mmldlm.checkpoints.formats.deepspeed import DeepSpeedFormat
 from mmldlm.checkpoints.formats.model_pt import ModelPtFormat
 from mmldlm.checkpoints.formats.named_optimizer import named_optimizer_metadata
 from mmldlm.checkpoints.formats.optimizer import OptimizerMetadata, check_groups
 from mmldlm.checkpoints.formats.safetensors import SafetensorsFormat
-from mmldlm.checkpoints.formats.weight_source import OpenedCheckpoint, WeightSource
+from mmldlm.checkpoints.formats.weight_source import OpenedCheckpoint, ReadOptions, WeightSource
 from mmldlm.errors import UserError
 from mmldlm.utils.formatting import is_utf8, join_some
 

@@ -21,7 +21,9 @@ from mmldlm.checkpoints.files.dtypes import DTYPES, nbytes, numel
 from mmldlm.checkpoints.files.file_io import OutputFile
 from mmldlm.checkpoints.files.torch_file import corrupt_file_error, open_for_reading
 from mmldlm.checkpoints.files.unpickler import TensorRef
-from mmldlm.checkpoints.formats.base import ReadOptions, WriteRequest
+from mmldlm.checkpoints.formats.base import (
+    WriteRequest,
+)
 from mmldlm.checkpoints.formats.part_files import (
     INDEX_SUFFIX,
     check_header,
@@ -29,8 +31,10 @@ from mmldlm.checkpoints.formats.part_files import (
     read_shard_index,
 )
 from mmldlm.checkpoints.formats.weight_source import (
+    READ_DEFAULTS,
     FileRange,
     OpenedCheckpoint,
+    ReadOptions,
     TensorInfo,
     WeightSource,
 )
@@ -55,7 +59,7 @@ class SafetensorsFormat:
         return path if find_safetensors(path) is not None else None
 
     def open(self, path: Path, options: ReadOptions):
-        return SafetensorsModel.open(path, options.allow_nonfinite)
+        return SafetensorsModel.open(path, options)
 
     def can_resume(self, path: Path) -> bool:
         return False
@@ -203,13 +207,13 @@ class SafetensorsModel(WeightSource):
     engine = "safetensors"
 
     @classmethod
-    def open(cls, path: Path | str, allow_nonfinite: bool = False) -> SafetensorsModel:
+    def open(cls, path: Path | str, options: ReadOptions = READ_DEFAULTS) -> SafetensorsModel:
         """Open a file, an index, or a folder with one of them.
 
         Raises:
             UserError: damaged or missing files, or an index that disagrees with the shards.
         """
-        source = cls(Path(path), allow_nonfinite)
+        source = cls(Path(path), options)
         try:
             found = find_safetensors(source.path)
             assert found is not None, f"no safetensors at {path}"

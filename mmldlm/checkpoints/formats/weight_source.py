@@ -148,6 +148,31 @@ def _renamed(
     return {names[name]: parts for name, parts in table.items() if name in names}
 
 
+@dataclass(frozen=True)
+class ReadOptions:
+    """How to open a checkpoint.
+
+    Attributes:
+        allow_nonfinite: Return NaN and infinite weights instead of raising.
+        with_moments: Find the moments too, and refuse a checkpoint of another optimizer than AdamW
+            and Muon.
+        random_access: Read only what is requested (see torch_file).
+        is_one_save: A manifest was compared with the files, so their counters are not compared
+            with each other. Those of mmldlm's runs may differ (skipped steps, rollbacks).
+        key: State dict of a file or DCP folder that is the model (see selection); None for the
+            only one.
+    """
+
+    allow_nonfinite: bool = False
+    with_moments: bool = False
+    random_access: bool = False
+    is_one_save: bool = False
+    key: str | None = None
+
+
+READ_DEFAULTS = ReadOptions()
+
+
 class WeightSource:
     """Base class of the readers of all formats. Subclasses fill the attributes; reading is
     implemented here.
@@ -155,7 +180,7 @@ class WeightSource:
     Attributes:
         path: what was opened.
         engine: "deepspeed", "fsdp", "model.pt" or "safetensors".
-        random_access: read only what is requested (see torch_file).
+        options: How it was opened.
         stage: ZeRO stage; None if not recorded.
         world_size: number of ranks that saved it; None if not recorded.
         step: training step; None if not recorded.
@@ -181,10 +206,8 @@ class WeightSource:
 
     engine = ""
 
-    def __init__(self, path: Path, allow_nonfinite: bool = False, random_access: bool = False):
-        self.path = path
-        self.allow_nonfinite = allow_nonfinite
-        self.random_access = random_access
+    def __init__(self, path: Path, options: ReadOptions = READ_DEFAULTS):
+        self.path, self.options = path, options
         self.stage: int | None = None
         self.world_size: int | None = None
         self.step: int | None = None
@@ -463,17 +486,17 @@ class WeightSource:
             else:
                 chunk, crc = parts[0].file.read_strided(stored, name)[low:high], None
             self._check_finite(info, chunk, stored.dtype)
-            if self.low_precision_copies.get(name) and not self.random_access:
+            if self.low_precision_copies.get(name) and not self.options.random_access:
                 self._check_copy(name, start, chunk, stored.dtype)
             yield cast(chunk, stored.dtype, info.dtype), None if is_cast else crc
 
     def read(self, name: str) -> np.ndarray:
         """Return the complete tensor in its shape, as DTYPES[info.dtype].raw, its CRC verified
-        (see random_access).
+        (see ReadOptions.random_access).
         """
         info = self.tensors[name]
         chunks = list(self.iter_chunks(name))
-        if not self.random_access:
+        if not self.options.random_access:
             for part in self.parts[info.alias_of or name] + self.low_precision_copies.get(
                 name, []
             ):
@@ -492,7 +515,7 @@ class WeightSource:
 
     def _check_finite(self, info: TensorInfo, chunk: np.ndarray, dtype: str) -> None:
         # Buffers may hold infinities by design (attention masks).
-        if self.allow_nonfinite or info.kind == "buffer":
+        if self.options.allow_nonfinite or info.kind == "buffer":
             return
         count = count_nonfinite(chunk, dtype)
         if count and info.kind == "parameter" and len(info.shape) > 1 and is_mask(chunk, dtype):

@@ -23,6 +23,7 @@ from mmldlm.checkpoints.files.torch_writer import TensorSpec, TorchFileLayout, w
 from mmldlm.checkpoints.formats.deepspeed_reader import ZeroCheckpoint
 from mmldlm.checkpoints.formats.model_pt import ModelFile
 from mmldlm.checkpoints.formats.open import open_source
+from mmldlm.checkpoints.formats.weight_source import ReadOptions
 from mmldlm.checkpoints.resume import open_training_state
 from mmldlm.checkpoints.to_checkpoint import convert_state
 from mmldlm.errors import UserError
@@ -309,7 +310,7 @@ def test_nonfinite_weights(zero_dir, tmp_path):
             archive.writestr(info.filename, data)
     with ZeroCheckpoint.open(folder) as checkpoint, pytest.raises(UserError, match="wide.weight"):
         checkpoint.read("wide.weight")
-    with ZeroCheckpoint.open(folder, allow_nonfinite=True) as checkpoint:
+    with ZeroCheckpoint.open(folder, ReadOptions(allow_nonfinite=True)) as checkpoint:
         values = checkpoint.read("wide.weight")
     assert np.isnan(values.reshape(-1)[0]) and np.array_equal(
         values.reshape(-1)[1:], intact.reshape(-1)[1:]
@@ -467,7 +468,7 @@ def test_sources_that_cannot_become_universal(zero_dir, tmp_path, case, word):
 
 def test_a_flipped_bit_in_the_optimizer_is_refused(zero_copy, tmp_path):
     folder = zero_copy("z3_bf16")
-    with ZeroCheckpoint.open(folder, with_moments=True) as source:
+    with ZeroCheckpoint.open(folder, ReadOptions(with_moments=True)) as source:
         part = source.moments["exp_avg_sq"]["wide.weight"][0]
         place = part.file.position_of(part.ref, part.start)
     data = bytearray(part.file.path.read_bytes())
