@@ -94,22 +94,22 @@ def convert(
     The module's docstring says which bytes are read when.
 
     Args:
-        source: any path that open_source accepts.
-        out: the new folder.
+        source: Any path that open_source accepts.
+        out: The new folder.
         dtype: fp32, bf16, fp16 or keep (the dtype of each tensor in the source; masters are fp32).
             Applies to parameters; buffers keep their dtype, integers always do.
-        force: replace `out` if it is an earlier conversion.
-        allow_nonfinite: write NaN and infinite weights too.
-        on_bytes: called with the bytes written so far and in total.
-        ema: write the moving average of the weights instead of the weights.
-        shard_bytes: split the output into files of at most this many bytes (a larger tensor has
-            its own file), with model.safetensors.index.json; None for one file.
-        only: names to write, as shell patterns (`blocks.0.*`); empty: all.
-        verify: read the output back and compare every byte with what was written.
-        fsync: flush everything to the disk before `out` appears.
-        keep_names: see open_source.
-        strip_prefix: removed from all names that begin with it.
-        key: see open_source.
+        force: Whether to replace an earlier conversion at `out`.
+        allow_nonfinite: Whether to write NaN and infinite weights.
+        on_bytes: Callback with the bytes written so far and in total.
+        ema: Whether to write the moving average of the weights in their place.
+        shard_bytes: Maximum size of a file (a larger tensor has its own), with
+            model.safetensors.index.json; None for one file.
+        only: Names to write, as shell patterns (`blocks.0.*`); empty: all.
+        verify: Whether to read the output back and compare every byte.
+        fsync: Whether to flush everything to the disk before `out` appears.
+        keep_names: Whether to keep what torch's wrappers put before the names of a state_dict.
+        strip_prefix: Prefix that is removed from all names that begin with it.
+        key: State dict of a file or DCP folder that is the model, if it holds several.
 
     Raises:
         UserError: the source is damaged or unsafe, `out` exists, the disk has no space, or values
@@ -364,7 +364,7 @@ def plan_tensors(
     Args:
         weights: the source.
         dtype: one of DTYPE_NAMES.
-        only: names to write, as shell patterns; empty: all.
+        only: Names to write, as shell patterns; empty: all.
         strip_prefix: removed from the names that begin with it, before `only` is applied.
 
     Raises:
@@ -478,7 +478,8 @@ def check_config(weights: WeightSource, checkpoint: Path | None) -> None:
         )
         if task not in TASKS:
             return
-        if config.get("n_blocks", 0) > len(weights.tensors):  # before a loop over all of them
+        # Checked before a loop over all blocks.
+        if config.get("n_blocks", 0) > len(weights.tensors):
             raise ValueError(f"n_blocks {config['n_blocks']} for {len(weights.tensors)} tensors")
         shapes = find_task(task).expected_shapes(config)
     except (

@@ -43,7 +43,8 @@ def check_links(opened: OpenedCheckpoint) -> None:
     """
     weights = opened.weights
     root = opened.checkpoint or weights.path
-    if not root.is_dir():  # one file, or an index with its shards
+    # The path is one file, or an index with its shards.
+    if not root.is_dir():
         root = root.parent
     for path in {file.path for file in weights.files} - {weights.path}:
         # accelerate keeps the optimizer in a folder beside that of the model.
@@ -106,7 +107,8 @@ def real_path(root: Path, path: Path) -> Path:
     """
     try:
         real, real_root = path.resolve(strict=True), root.resolve(strict=True)
-    except (OSError, RuntimeError) as error:  # RuntimeError: links in a circle, before Python 3.13
+    except (OSError, RuntimeError) as error:
+        # Before Python 3.13 links in a circle raise RuntimeError.
         raise _unusable(path, getattr(error, "strerror", None) or "links in a circle") from error
     if real != real_root and real_root not in real.parents:
         if not any(blobs == real.parent for blobs in _hub_blobs(real_root)):

@@ -54,9 +54,8 @@ def inspect(path: Path | str, keep_names: bool = False, key: str | None = None) 
     options = {"allow_nonfinite": True, "with_ema": True, "keep_names": keep_names, "key": key}
     try:
         opened = open_source(path, with_moments=True, **options)
-    except (
-        UserError
-    ) as error:  # weights alone can be read without an optimizer state that mmldlm can continue
+    except UserError as error:
+        # The weights can be read even if mmldlm cannot continue the optimizer.
         opened = open_source(path, **options)
         opened.weights.notes.append(
             f"optimizer state not shown: expected {error.expected}, found {error.found}"

@@ -33,7 +33,8 @@ def recover_interrupted_commit(run_dir: Path) -> None:
         if not os.path.lexists(final):
             try:
                 os.rename(replaced, final)
-            except OSError:  # another process did it, or the run is read-only
+            except OSError:
+                # Another process has renamed it, or the run is read-only.
                 pass
 
 

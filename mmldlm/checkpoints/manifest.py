@@ -29,22 +29,24 @@ MODEL_CONFIG = "model_config.json"
 RUN_CONFIG = "config.yaml"
 
 # An engine's folder
-ZERO_TAG = "zero"  # tag folder of DeepSpeed files, as mmldlm's engine names it
+# The tag folder of DeepSpeed files, as mmldlm's engine names it.
+ZERO_TAG = "zero"
 UNIVERSAL_TAG = "universal"
-TRAINABLE_FILE = "trainable.json"  # next to DCP files: names of trained weights and buffers
+# Next to DCP files: the names of trained weights and buffers.
+TRAINABLE_FILE = "trainable.json"
 DCP_METADATA = ".metadata"
 MODEL_FILE = "model.pt"
 OPTIMIZER_FILE = "optimizer.pt"
-DEEPSPEED_STATE = (
-    "deepspeed.pt"  # next to DCP files or optimizer.pt: what DeepSpeed recorded of a converted run
-)
+# Next to DCP files or optimizer.pt: what DeepSpeed recorded of a converted run.
+DEEPSPEED_STATE = "deepspeed.pt"
 
 # An exported model
 SAFETENSORS_FILE = "model.safetensors"
 SAFETENSORS_INDEX = "model.safetensors.index.json"
 CONFIG_FILE = "config.json"
 
-SUB_GROUP_SIZE = 10**9  # zero_optimization.sub_group_size if a DeepSpeed config does not set it
+# zero_optimization.sub_group_size where a DeepSpeed config does not set it.
+SUB_GROUP_SIZE = 10**9
 
 # Values of `mmldlm convert --to` other than safetensors
 TARGETS = ("model.pt", "dcp", "universal", "zero1", "zero2", "zero3", "fsdp", "ddp")
@@ -130,7 +132,8 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     try:
         manifest = json.loads(read_bytes(path))
     except FileNotFoundError:
-        if not os.path.isdir(folder):  # a symlink to a disk that is not mounted
+        # It may be a symlink to a disk that is not mounted.
+        if not os.path.isdir(folder):
             raise CannotRead(f"{folder} is not a folder that can be opened") from None
         raise ValueError(
             f"{path} is missing: the checkpoint was never finished or is being deleted"

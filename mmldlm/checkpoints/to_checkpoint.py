@@ -96,25 +96,26 @@ def convert_state(
     The steps are those of convert.
 
     Args:
-        source: any path that open_source accepts.
-        out: the new folder.
-        to: see TARGETS.
-        world_size: number of ranks of the new checkpoint; None for the source's (1 if not
+        source: Any path that open_source accepts.
+        out: The new folder.
+        to: One of TARGETS.
+        world_size: Number of ranks of the new checkpoint; None for the source's (1 if not
             recorded).
         dtype: fp32, bf16, fp16: of model.pt's parameters (default fp32), or of ZeRO's
             low-precision copy next to the fp32 masters (default: the source's). keep: the source's
             in both.
-        force: replace `out` if it is an earlier conversion.
-        allow_nonfinite: write NaN and infinite weights too.
-        on_bytes: called with the bytes written so far and in total.
-        ema: model.pt only: write the moving average of the weights.
-        only: model.pt only: names to write, as shell patterns.
-        sub_group_size: ZeRO-3's, as in the DeepSpeed config that will load it.
-        verify: read the output back and compare every element with the source.
-        fsync: flush everything to the disk before `out` appears; a checkpoint of a run always is.
-        keep_names: see open_source.
-        strip_prefix: model.pt only: removed from all names that begin with it.
-        key: see open_source.
+        force: Whether to replace an earlier conversion at `out`.
+        allow_nonfinite: Whether to write NaN and infinite weights.
+        on_bytes: Callback with the bytes written so far and in total.
+        ema: For model.pt: whether to write the moving average of the weights.
+        only: For model.pt: names to write, as shell patterns.
+        sub_group_size: That of ZeRO-3, as in the DeepSpeed config that will load it.
+        verify: Whether to read the output back and compare every element.
+        fsync: Whether to flush everything to the disk before `out` appears; a checkpoint of a
+            run always is.
+        keep_names: Whether to keep what torch's wrappers put before the names of a state_dict.
+        strip_prefix: For model.pt: prefix that is removed from the names.
+        key: State dict of a file or DCP folder that is the model, if it holds several.
 
     Raises:
         UserError: the source is damaged or incomplete for the target, `out` exists, or the disk

@@ -155,9 +155,8 @@ def cast(chunk: np.ndarray, source: str, target: str) -> np.ndarray:
     if source not in wide or target not in wide:
         raise ValueError(f"no cast from {source} to {target}")
     values = bf16_to_fp32(chunk) if source == "bfloat16" else chunk
-    with np.errstate(
-        over="ignore"
-    ):  # the caller counts infinities; a warning would not name the tensor
+    # The caller counts infinities; a warning would not name the tensor.
+    with np.errstate(over="ignore"):
         if target == "bfloat16":
             return fp32_to_bf16(values.astype(np.float32, copy=False))
         return values.astype(DTYPES[target].raw, copy=False)

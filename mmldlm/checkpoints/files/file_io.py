@@ -52,10 +52,12 @@ def open_regular_descriptor(path: Path) -> int:
     Raises:
         OSError: as of `utils.input_files.open_regular`.
     """
-    require_regular(path)  # before opening, which may act on a device
+    # Opening may act on a device, so the kind of the file is checked first.
+    require_regular(path)
     fd = open_descriptor(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     try:
-        check_kind(path, os.fstat(fd).st_mode)  # again: it may have been replaced
+        # The file may have been replaced since.
+        check_kind(path, os.fstat(fd).st_mode)
     except OSError:
         os.close(fd)
         raise
@@ -126,7 +128,8 @@ def preallocate(fd: int, size: int) -> None:
 # -- Checksums
 # -------------------------------------------------------------------------------------------------
 
-_POLYNOMIAL = 0xEDB88320  # of CRC-32, lowest power in the highest bit
+# The polynomial of CRC-32, its lowest power in the highest bit.
+_POLYNOMIAL = 0xEDB88320
 
 
 def combine(first: int, second: int, second_bytes: int) -> int:
@@ -173,14 +176,16 @@ class RangedCrc32:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._runs: dict[int, tuple[int, int]] = {}  # end -> (start, CRC) of contiguous pieces
+        # End -> (start, CRC) of contiguous pieces.
+        self._runs: dict[int, tuple[int, int]] = {}
 
     def add(self, start: int, data: memoryview | bytes, crc: int | None = None) -> int:
         """Add the bytes from position `start` on and return their CRC; `crc` is that CRC if it is
         known.
         """
         if crc is None:
-            crc = zlib.crc32(data)  # outside the lock; zlib releases the GIL
+            # Outside the lock, because zlib releases the GIL.
+            crc = zlib.crc32(data)
         with self._lock:
             first, previous = self._runs.pop(start, (start, 0))
             self._runs[start + len(data)] = (
@@ -252,7 +257,8 @@ def run_in_threads(work: Callable[[T], None], items: Iterable[T]) -> None:
                 if item is end:
                     return
                 work(item)
-            except BaseException as error:  # re-raised by the calling thread
+            except BaseException as error:
+                # The calling thread raises it again.
                 errors.append(error)
 
     threads = [

@@ -72,7 +72,8 @@ class _Record:
     __slots__ = ("start", "size", "crc", "read", "is_touched", "is_verified")
 
     def __init__(self, start: int, size: int, crc: int):
-        self.start = start  # of the payload, in bytes from the start of the zip
+        # The position of the payload, in bytes from the start of the zip.
+        self.start = start
         self.size, self.crc = size, crc
         self.read = RangedCrc32()
         self.is_touched = self.is_verified = False
@@ -165,9 +166,8 @@ class TorchFile:
         return read_directory(self.file_size, self._pread)
 
     def _byteorder(self) -> bytes:
-        if self.records["byteorder"].size > len(
-            b"little"
-        ):  # a record of any size may have that name
+        # A record of any size may have that name.
+        if self.records["byteorder"].size > len(b"little"):
             return b""
         return self.read_record("byteorder")
 
@@ -403,7 +403,8 @@ class TorchFile:
 # -------------------------------------------------------------------------------------------------
 
 _END, _END64, _LOCATOR, _ENTRY = 0x06054B50, 0x06064B50, 0x07064B50, 0x02014B50
-_TAIL_BYTES = 4096  # they hold the complete directory of a small zip
+# These bytes hold the complete directory of a small zip.
+_TAIL_BYTES = 4096
 _FULL32 = 0xFFFFFFFF
 
 
@@ -547,7 +548,8 @@ _UNPACK = (
 _SAVE_AGAIN = (
     'write it again with torch 1.6 or newer: torch.save(torch.load(FILE, map_location="cpu"), NEW)'
 )
-_OLD_TORCH = b"\x80\x02\x8a\x0al\xfc\x9cF\xf9 j\xa8P\x19."  # torch's magic number as a pickle
+# torch's magic number as a pickle.
+_OLD_TORCH = b"\x80\x02\x8a\x0al\xfc\x9cF\xf9 j\xa8P\x19."
 
 # (position, bytes) at the start of a file.
 _BY_BYTES: tuple[tuple[int, bytes, FileKind], ...] = (

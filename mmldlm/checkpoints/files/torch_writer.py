@@ -200,8 +200,10 @@ class PickleWriter:
 # -------------------------------------------------------------------------------------------------
 
 _ALIGNMENT = 64
-_PADDING = 0x4246  # the id that torch gives to the extra field with which it aligns
-_ZIP64 = 0xFFFFFFFF  # sizes and positions from here on need fields of 8 bytes
+# The id of the extra field with which torch aligns.
+_PADDING = 0x4246
+# Sizes and positions from here on need fields of 8 bytes.
+_ZIP64 = 0xFFFFFFFF
 _PREFETCH_DEPTH = 8  # chunks
 
 

@@ -464,7 +464,8 @@ def dtype_name(value: Any) -> str | None:
     return value.name if isinstance(value, _DType) else None
 
 
-@lru_cache(maxsize=1024)  # a pickle may name a class a million times
+# A pickle may name a class a million times.
+@lru_cache(maxsize=1024)
 def _opaque_class(kind: str) -> type:
     # A class, because the NEWOBJ opcode requires one; instances take any arguments.
     def new(cls, *args, **kwargs):
@@ -499,7 +500,8 @@ def read_pickle(data: bytes, foreign: set[str] | None = None) -> Any:
         raise
     except RecursionError as error:
         raise RefusedPickle("it is nested too deeply") from error
-    except Exception as error:  # the pickle machine raises nearly any type on a malformed stream
+    except Exception as error:
+        # The pickle machine raises nearly any type on a malformed stream.
         raise RefusedPickle(
             f"its pickle is malformed ({type(error).__name__}: {str(error)[:120]})"
         ) from error
@@ -508,13 +510,15 @@ def read_pickle(data: bytes, foreign: set[str] | None = None) -> Any:
 # -- Lengths
 # -------------------------------------------------------------------------------------------------
 
-_MAX_MEMO_GAP = 1024  # picklers number their memo 0, 1, 2, ...
+# Picklers number their memo 0, 1, 2, ...
+_MAX_MEMO_GAP = 1024
 _LINE, _LINES, _UNKNOWN = (
     -1,
     -2,
     -3,
 )  # an argument up to the end of a line, two of them, no such opcode
-_PREFIX = {  # bytes of the length that precedes an argument
+# The number of bytes of the length that precedes an argument.
+_PREFIX = {
     pickletools.TAKEN_FROM_ARGUMENT1: 1,
     pickletools.TAKEN_FROM_ARGUMENT4: 4,
     pickletools.TAKEN_FROM_ARGUMENT4U: 4,

@@ -290,7 +290,8 @@ def _cast_to(
         fix = "leave it out with --only, or write --to safetensors"
         raise UserError(f"numbers that can be written as {target}", f"complex ones in {name}", fix)
     if not DTYPES[dtype].is_float:
-        return values.astype(DTYPES[target].raw)  # a buffer, as ds_to_universal widens it
+        # A buffer: ds_to_universal widens it, too.
+        return values.astype(DTYPES[target].raw)
     values = cast(values, dtype, target)
     if (
         target == "float16"

@@ -321,7 +321,8 @@ def read_optimizer_metadata(opened: OpenedCheckpoint) -> OptimizerMetadata:
     """See CheckpointFormat.read_optimizer_metadata."""
     source = opened.weights
     path = source.path / TRAINABLE_FILE
-    record = json.loads(read_bytes(path))  # DcpCheckpoint has validated it
+    # DcpCheckpoint has validated the file.
+    record = json.loads(read_bytes(path))
     notes = []
     try:
         groups = [

@@ -45,7 +45,8 @@ from mmldlm.utils.input_files import read_bytes
 from mmldlm.utils.moments import MOMENTS
 from mmldlm.utils.paths import path_inside
 
-Location = tuple[str, int, int]  # file, first byte, number of bytes
+# File, first byte, number of bytes.
+Location = tuple[str, int, int]
 # Keys of pickled objects that may hold the model.
 _MAY_HOLD_MODEL = (*MODEL_KEYS, "state", "app", "net", "network", "ema")
 _FLAT_OPTIMIZERS = ("optim.", "optimizer.", "optimizers.")
@@ -215,7 +216,8 @@ class DcpFolder:
             raise corrupt_file_error(self.metadata_path, f"no file for a chunk of {name}")
         relative, offset, length = location
         needed = numel(sizes) * DTYPES[dtype].itemsize
-        if needed > length:  # before memory or disk space is taken for it
+        # Checked before memory or disk space is taken for the chunk.
+        if needed > length:
             found = (
                 f"a chunk of {name} {sizes} in {dtype}, {needed} bytes, in {length} bytes of"
                 f" {relative}"
@@ -394,7 +396,8 @@ def _row_major(shape: tuple[int, ...]) -> tuple[int, ...]:
 # -- Items
 # -------------------------------------------------------------------------------------------------
 
-_NEAR_BYTES = 4096  # head and tail of an item, which hold all descriptions of a small one
+# The head and the tail of an item hold all descriptions of a small one.
+_NEAR_BYTES = 4096
 
 
 class DcpFile:

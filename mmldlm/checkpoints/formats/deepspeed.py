@@ -172,7 +172,8 @@ def _group_names(
         return source.names_of_groups
     if source.stage == 0:
         saved = state.get("optimizer_param_names")
-        names = group_names(model, saved)  # refuses anything but lists of names
+        # group_names refuses anything but lists of names.
+        names = group_names(model, saved)
         owners = iter(source.resolve_tied(names, model.path))
         return [[next(owners) for _ in group] for group in saved]
     names_of = [list(group) for group in param_shapes(model, state)]

@@ -233,7 +233,8 @@ def saved_stage(file: TorchFile, inner: dict) -> int:
     if isinstance(stage, OpaqueObject) and len(stage.args) == 1:
         stage = stage.args[0]
     if stage is None and "single_partition_of_fp32_groups" in inner:
-        stage = 1  # BF16_Optimizer does not record it
+        # BF16_Optimizer does not record its stage.
+        stage = 1
     if stage not in (1, 2, 3):
         raise corrupt_file_error(file.path, f"zero_stage {stage!r}")
     return int(stage)
@@ -320,7 +321,8 @@ def inner_paddings(file: TorchFile, inner: dict, group: int, count: int) -> list
     (parameter_alignment; mostly 0).
     """
     groups = inner.get("param_alignment_paddings")
-    if groups is None:  # DeepSpeed before 0.19.8, and BF16_Optimizer
+    # DeepSpeed before 0.19.8 and BF16_Optimizer record no paddings.
+    if groups is None:
         return [0] * count
     try:
         pads = list(groups[group])

@@ -528,9 +528,8 @@ def names_of_groups(optimizer: dict, masters: dict[str, FileRange]) -> list[list
     """
     names = {id(part.ref): name for name, part in masters.items()}
     groups = optimizer.get("fp32_groups")
-    if (
-        groups is None
-    ):  # FP16_Optimizer has one flat tensor per group; no engine of mmldlm saves that
+    # FP16_Optimizer has one flat tensor per group, which no engine of mmldlm saves.
+    if groups is None:
         raise UserError(
             "AdamW's moments of every parameter in the checkpoint",
             "fp32_groups_flat (FusedAdam under ZeRO-0), whose moments are flat too",
@@ -653,7 +652,8 @@ def _fingerprint(part: FileRange, low: str) -> tuple[tuple, bool]:
 # -------------------------------------------------------------------------------------------------
 
 OPTIMIZER_STATE = "optimizer_state.pt"
-PARAMETER_FILES = ("fp32", *MOMENTS, "step")  # in the folder of a parameter, each with .pt
+# The files in the folder of a parameter, without .pt.
+PARAMETER_FILES = ("fp32", *MOMENTS, "step")
 
 
 def is_universal(folder: Path) -> bool:

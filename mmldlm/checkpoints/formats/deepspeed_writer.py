@@ -52,7 +52,8 @@ from mmldlm.checkpoints.formats.weight_source import WeightSource
 from mmldlm.checkpoints.manifest import SUB_GROUP_SIZE, UNIVERSAL_TAG, ZERO_TAG
 from mmldlm.utils.moments import moment_keys
 
-LAYOUT = "0.19.8"  # the version of DeepSpeed with this layout
+# The version of DeepSpeed with this layout.
+LAYOUT = "0.19.8"
 _FRAGMENT = GlobalRef("deepspeed.utils.tensor_fragment", "fragment_address")
 
 
@@ -305,7 +306,8 @@ def plan_model_states(
     module = {name: stored[info.alias_of or name] for name, info in source.tensors.items()}
     frozen = {name: info.shape for name, info in source.tensors.items() if info.kind == "frozen"}
     fragments = {name: stored[name] for name in frozen}
-    is_saved = target.stage == 2  # ZeRO-1 leaves frozen weights to `module`
+    # ZeRO-1 leaves frozen weights to `module`.
+    is_saved = target.stage == 2
     value = {
         **_common(source, metadata, target),
         "module": module,

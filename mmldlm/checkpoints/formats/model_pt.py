@@ -85,7 +85,8 @@ class ModelPtFormat:
         return path if (path / MODEL_FILE).is_file() else None
 
     def open(self, path: Path, options: ReadOptions):
-        if path.is_file():  # a file given by itself holds weights alone
+        # A file that is opened by itself holds weights alone.
+        if path.is_file():
             if path.name.endswith(INDEX_SUFFIX):
                 return ModelFile.open_shards(path, options)
             _refuse_text(path)
@@ -95,9 +96,8 @@ class ModelPtFormat:
         return ModelFile.open(path / MODEL_FILE, replace(options, with_moments=False))
 
     def can_resume(self, path: Path) -> bool:
-        return os.path.lexists(
-            path / OPTIMIZER_FILE
-        )  # if it is no regular file, opening it says so
+        # Opening it reports what is not a regular file.
+        return os.path.lexists(path / OPTIMIZER_FILE)
 
     def read_optimizer_metadata(self, opened: OpenedCheckpoint):
         return read_optimizer_metadata(opened)
@@ -120,7 +120,8 @@ def _refuse_text(path: Path) -> None:
         with open_regular(path) as file:
             head = file.read(_HEAD_BYTES)
         text = codecs.getincrementaldecoder("utf-8")().decode(head)
-    except (OSError, UnicodeDecodeError):  # the reader reports an unreadable file
+    except (OSError, UnicodeDecodeError):
+        # The reader reports an unreadable file.
         return
     if text and all(char.isprintable() or char.isspace() for char in text):
         line = text.strip().partition("\n")[0][:60]
@@ -241,7 +242,8 @@ class ModelFile(WeightSource):
     def _read_optimizer(self, file: TorchFile) -> None:
         state = file.load_dict()
         if "param_names" not in state and not self.options.with_moments:
-            return  # an old mmldlm did not save the names: only the weights can be used
+            # Old versions of mmldlm did not save the names: only the weights can be used.
+            return
         aliases = state.get("aliases")
         self.mark_tied(aliases if isinstance(aliases, dict) else {}, file.path)
         names = self.resolve_tied(group_names(file, state.get("param_names")), file.path)

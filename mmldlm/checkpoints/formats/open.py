@@ -65,14 +65,14 @@ def open_source(
     first.
 
     Args:
-        allow_nonfinite: return NaN and infinite weights instead of raising.
-        with_ema: find the moving average of the weights too, if one was saved.
-        with_moments: find the optimizer's moments too, if there are any.
-        weights_only: ignore damaged files without training state (the tokenizer, copies of the
+        allow_nonfinite: Whether to return NaN and infinite weights instead of raising.
+        with_ema: Whether to find the moving average of the weights, if one was saved.
+        with_moments: Whether to find the optimizer's moments, if there are any.
+        weights_only: Whether to ignore damaged files without training state (the tokenizer, copies of the
             config).
-        keep_names: keep what torch's wrappers put before the names of a state_dict (see
+        keep_names: Whether to keep what torch's wrappers put before the names of a state_dict (see
             wrapper_names).
-        key: which state dict of a file or DCP folder is the model, if it holds several
+        key: State dict of a file or DCP folder that is the model, if it holds several
             (`state/model`).
 
     Raises:
@@ -155,9 +155,12 @@ def _nothing_error(path: Path) -> UserError:
     kind = (kind_of_file(path.stat().st_mode) or "a file") if path.exists() else "nothing"
     found = f"a folder with {_list_some(path)}" if path.is_dir() else kind
     fix = "give e.g. RUN/latest, or the folder that holds the *_states.pt files"
+    # A pipeline of diffusers, for example, has a folder per model.
     if path.is_dir() and (
-        inside := [sub for sub in sorted(path.iterdir()) if sub.is_dir() and list_models(sub)]
-    ):  # such as a pipeline of diffusers
+        inside := [
+            child for child in sorted(path.iterdir()) if child.is_dir() and list_models(child)
+        ]
+    ):
         fix = f"give one of the models in it: {join_some(inside, 8, ' or ')}"
     return UserError(
         f"a run, a checkpoint, a DeepSpeed or DCP folder, a model.pt or safetensors at {path}",
@@ -277,7 +280,8 @@ def _is_manifest(path: Path) -> bool:
     """Return whether a file is the manifest of a checkpoint, damaged or not; other programs write
     one, too.
     """
-    if not path.is_file():  # the reader of manifests says what a folder or a FIFO is
+    # The reader of manifests reports a folder or a FIFO.
+    if not path.is_file():
         return os.path.lexists(path)
     try:
         value = json.loads(read_bytes(path))

@@ -169,7 +169,8 @@ def _copied(file: TorchFile, value: Any, what: str, left: list[int], depth: int 
     if isinstance(value, TensorRef):
         file.check_ref(value, what)
         if value.numel * DTYPES[value.dtype].itemsize > file.file_size:
-            raise ValueError(what)  # an expanded tensor: many elements of few bytes
+            # An expanded tensor has many elements of few bytes.
+            raise ValueError(what)
         flat = (
             file.read_elements(value, 0, value.numel)
             if value.is_contiguous

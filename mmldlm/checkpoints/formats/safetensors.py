@@ -127,9 +127,8 @@ class SafetensorsFile:
         metadata = metadata if isinstance(metadata, dict) else {}
         self.metadata = {key: value for key, value in metadata.items() if isinstance(value, str)}
         self._base = 8 + length
-        self.tensors: dict[
-            str, tuple[str, tuple[int, ...], int]
-        ] = {}  # name -> dtype, shape, first byte
+        # Name -> dtype, shape, first byte.
+        self.tensors: dict[str, tuple[str, tuple[int, ...], int]] = {}
         spans = [self._add(name, entry) for name, entry in header.items()]
         end = 0
         for start, stop in sorted(spans):
@@ -291,7 +290,8 @@ class SafetensorsModel(WeightSource):
 # -------------------------------------------------------------------------------------------------
 
 MAX_HEADER_BYTES = 100_000_000  # the format's own limit
-METADATA_KEY = "__metadata__"  # the entry of the header that is no tensor
+# The entry of the header that is not a tensor.
+METADATA_KEY = "__metadata__"
 
 
 class SafetensorsWriter:

@@ -44,7 +44,8 @@ MOMENT_KEYS = frozenset(
     }
 )
 STATE_KEYS = MOMENT_KEYS | {"step", "sum", "variance", "prev", "step_size", "ax", "eta", "mu"}
-_EXTRA_STATE = "_extra_state"  # torch's name for what a module saves beside its tensors
+# torch's name for what a module saves beside its tensors.
+_EXTRA_STATE = "_extra_state"
 MAX_DEPTH = 100
 
 
@@ -241,7 +242,8 @@ def _scan(root: Any) -> _Tree:
             elif _is_opaque_tensor(node):
                 found.opaque.append(path[:-1])
             continue
-        if id(node) in seen or len(path) > MAX_DEPTH:  # one dict may stand under several keys
+        # One dict may stand under several keys.
+        if id(node) in seen or len(path) > MAX_DEPTH:
             continue
         seen.add(id(node))
         if isinstance(node, dict) and is_optimizer(node):
@@ -390,9 +392,8 @@ def _choose(found: _Tree, file: Path) -> Keys:
     if found.num_values and not any(
         state.has_vectors or state.has_matrices for state in candidates
     ):
-        raise _several(
-            found, file, "no weights beside"
-        )  # the model may be one of the other values
+        # The model may be one of the other values.
+        raise _several(found, file, "no weights beside")
     opaque = [path for path in found.opaque if path and path[-1] in MODEL_KEYS]
     if opaque and not any(state.path and state.path[-1] in MODEL_KEYS for state in candidates):
         raise _several(
@@ -411,9 +412,8 @@ def _choose(found: _Tree, file: Path) -> Keys:
         candidates = beside
     path = candidates[0].path
     tensors, beside_it = _tensors_of(found.nodes[path], path)
-    if len(tensors) > len(
-        candidates[0].tensors
-    ):  # a tree of parameters, or a model beside others: the user knows
+    # It may be a tree of parameters, or a model beside others: the user knows.
+    if len(tensors) > len(candidates[0].tensors):
         raise _several(found, file, "several state dicts:", below=path)
     return path
 

@@ -33,7 +33,8 @@ from mmldlm.utils.formatting import join_some
 from mmldlm.utils.input_files import read_bytes
 from mmldlm.utils.moments import MOMENTS
 
-RANGE_ELEMENTS = 4 << 20  # of a range that one thread reads
+# The number of elements of a range that one thread reads.
+RANGE_ELEMENTS = 4 << 20
 
 
 class TensorInfo(NamedTuple):
@@ -312,9 +313,8 @@ class WeightSource:
             mine, other = self.tensors.get(alias), self.tensors.get(owner)
             if mine is None or other is None or mine.alias_of or other.alias_of:
                 continue
-            if (
-                not mine.numel and not other.numel
-            ):  # DeepSpeed lists all tensors without elements as shared
+            # DeepSpeed lists all tensors without elements as shared.
+            if not mine.numel and not other.numel:
                 continue
             if (mine.dtype, mine.shape) != (other.dtype, other.shape):
                 found = f"{alias} {mine.shape} listed as tied to {owner} {other.shape}"
