@@ -289,8 +289,8 @@ def _sample(args: argparse.Namespace, given: list[str], device: str, out: Path) 
     use_words_of_images(args, given, pretrained)
     if args.trace is not None and "num_lengths" not in given:
         args.num_lengths = None  # a text that is watched is written once
-    fit_to_task(args, given, pretrained)
     fit_to_latents(args, given, pretrained)
+    fit_to_task(args, given, pretrained)
     mode = IMAGE_KINDS.get(args.kind, args.kind)
     if (
         mode != "unconditional" or pretrained.latent_config is None

@@ -15,7 +15,12 @@ from typing import Any, Literal, TypeVar, get_args, get_origin
 from pydantic import BaseModel, ValidationError
 
 from mmldlm.config.old_keys import hint_for_old_key
-from mmldlm.config.renamed_keys import PRESETS, hint_for_renamed_key, new_value
+from mmldlm.config.renamed_keys import (
+    PRESETS,
+    hint_for_renamed_key,
+    new_value,
+    without_unused_keys,
+)
 from mmldlm.config.schema import Config
 from mmldlm.config.section import Section
 from mmldlm.config.task_registry import DEFAULT_TASK, find_task
@@ -84,6 +89,7 @@ def config_class_of(values: dict[str, Any]) -> type[Config]:
 def build_config(values: dict[str, Any]) -> Config:
     """Validate a nested dict; every problem is listed in one UserError."""
     config_class = config_class_of(values)
+    values = without_unused_keys(values)
     problems = list(_unknown_keys(values, config_class, config_class, ""))
     if problems:
         raise UserError(

@@ -1,10 +1,10 @@
-"""Keys that had another name in an earlier release: an error in a config, translated in files of
-that release.
+"""Keys that had another name or task in an earlier release: an error in a config, translated in
+files of that release.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 from mmldlm.config.task_registry import DEFAULT_TASK, TASKS
 
@@ -39,6 +39,56 @@ PRESETS = {"base": "mmdit_300m"}
 """Old preset -> new preset."""
 
 
+class MovedKey(NamedTuple):
+    """A key that another task has now.
+
+    Attributes:
+        source: Task that had it.
+        default: Value that saved configs hold where the key was not used.
+        task: Task to which a config of `source` with another value belongs.
+        is_read: Whether that task reads the key; else naming the task says as much.
+    """
+
+    source: str
+    default: Any
+    task: str
+    is_read: bool
+
+
+MOVED = {
+    "model.latent_kind": MovedKey("image_text", "values", "image_codes", is_read=False),
+    "model.num_codes": MovedKey("image_text", None, "image_codes", is_read=True),
+}
+"""Key -> where it is now."""
+
+
+def without_unused_keys(values: dict[str, Any]) -> dict[str, Any]:
+    """Return a copy of a config without the moved keys that say nothing: every config that an
+    earlier release saved holds them.
+    """
+    values = {name: dict(v) if isinstance(v, dict) else v for name, v in values.items()}
+    task = values.get("task", DEFAULT_TASK)
+    for key, moved in MOVED.items():
+        section, _, name = key.partition(".")
+        keys = values.get(section)
+        if task in TASKS and isinstance(keys, dict) and name in keys:
+            is_unused = not moved.is_read if task == moved.task else keys[name] == moved.default
+            if is_unused:
+                del keys[name]
+    return values
+
+
+def _task_of_moved_keys(values: dict[str, Any]) -> str | None:
+    """Return the task to which a stored config belongs by its moved keys; None: its own."""
+    for key, moved in MOVED.items():
+        section, _, name = key.partition(".")
+        keys = values.get(section)
+        if values.get("task") == moved.source and isinstance(keys, dict):
+            if keys.get(name, moved.default) != moved.default:
+                return moved.task
+    return None
+
+
 def with_new_names(values: dict[str, Any]) -> dict[str, Any]:
     """Return a copy of a stored config with today's keys and values.
 
@@ -47,10 +97,9 @@ def with_new_names(values: dict[str, Any]) -> dict[str, Any]:
     """
     if values.get("task", DEFAULT_TASK) not in TASKS:
         return values
-    renamed = {
-        name: dict(section) if isinstance(section, dict) else section
-        for name, section in values.items()
-    }
+    if (task := _task_of_moved_keys(values)) is not None:
+        values = values | {"task": task}
+    renamed = without_unused_keys(values)
     for old, new in KEYS.items():
         section, _, name = old.partition(".")
         found = renamed.get(section)
@@ -69,11 +118,20 @@ def model_config_with_new_names(values: dict[str, Any]) -> dict[str, Any]:
     sections = with_new_names(
         {key: value for key, value in values.items() if isinstance(value, dict)}
     )
-    return with_new_names({"model": values})["model"] | sections
+    task = values.get("task")
+    known = {"task": task} if isinstance(task, str) and task in TASKS else {}
+    renamed = with_new_names({**known, "model": values})
+    model = renamed["model"] | sections
+    if known and renamed["task"] != task:
+        model["task"] = renamed["task"]
+        model.pop("architecture", None)  # that of a task's model has the name of its class
+    return model
 
 
 def hint_for_renamed_key(key: str) -> str:
     """Return " (now NEW)" for an old key, "" for any other."""
+    if key in MOVED:
+        return f" (now {'of ' if MOVED[key].is_read else ''}task={MOVED[key].task})"
     return f" (now {KEYS[key]})" if key in KEYS else ""
 
 

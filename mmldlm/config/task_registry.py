@@ -22,6 +22,7 @@ TASKS = {
     "ar": "mmldlm.tasks.baselines.ar.task:ArTask",
     "gidd": "mmldlm.tasks.baselines.gidd.task:GiddTask",
     "hdlm": "mmldlm.tasks.baselines.hdlm.task:HdlmTask",
+    "image_codes": "mmldlm.tasks.image_codes.task:ImageCodesTask",
     "image_text": "mmldlm.tasks.image_text.task:ImageTextTask",
     "mdlm": "mmldlm.tasks.baselines.mdlm.task:MdlmTask",
     "translation": "mmldlm.tasks.translation.task:TranslationTask",

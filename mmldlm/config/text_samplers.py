@@ -5,8 +5,6 @@
 # Those that fill the surest positions first, and those of random order.
 BY_CERTAINTY = ("confidence", "margin", "entropy", "threshold", "factor", "frechet", "eb")
 BY_CHANCE = ("ancestral", "first_hitting", "scheduled")
-# Those of images as codes, the default first.
-CODE_SAMPLERS = ("confidence", "margin", "entropy", "ancestral")
 # Options that only some of them read.
 STRATEGY_OPTIONS = frozenset(
     "num_steps schedule spacing distinct threshold factor delta gamma remask remask_eta".split()

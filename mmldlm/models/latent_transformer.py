@@ -71,6 +71,11 @@ class LatentTransformer(nn.Module):
         self.register_buffer("latent_mean", torch.zeros(config.latent_dim))
         self.register_buffer("latent_std", torch.ones(config.latent_dim))
 
+    @property
+    def num_ids(self) -> int | None:
+        """Number of ids of which each latent is one; None: latents are vectors of values."""
+        return None
+
     @torch.no_grad()
     def set_latent_statistics(self, mean: Tensor, std: Tensor) -> None:
         """Store the training latents' scaling: model space = (raw - mean [D]) / std [D]."""
@@ -152,15 +157,7 @@ class LatentTransformer(nn.Module):
 
 def check_config(config) -> None:
     """Raise a UserError for sizes or token ids that are unset or out of range."""
-    keys: tuple[str, ...] = (
-        "latent_dim",
-        "vocab_size",
-        "mask_token_id",
-        "pad_token_id",
-        "eos_token_id",
-    )
-    if getattr(config, "latent_kind", "values") == "ids":
-        keys = (*keys, "num_codes")
+    keys = ("latent_dim", "vocab_size", "mask_token_id", "pad_token_id", "eos_token_id")
     missing = [key for key in keys if getattr(config, key) is None]
     if missing:
         raise UserError(

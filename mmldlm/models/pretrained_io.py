@@ -20,7 +20,6 @@ from torch import Tensor, nn
 from mmldlm.config.renamed_keys import model_config_with_new_names
 from mmldlm.config.section import Section
 from mmldlm.errors import UserError
-from mmldlm.models.mmdit.config import ModelConfig
 from mmldlm.utils.atomic_files import write_text
 from mmldlm.utils.json_files import plain_value, read_json
 from mmldlm.utils.validation import describe_problems
@@ -57,10 +56,11 @@ def read(
     folder = Path(path)
     if not folder.is_dir():
         folder = _download(str(path))
-    config = model_config(read_config(folder / "config.json"))
+    config_path = folder / "config.json"
+    config = checked_section(read_values(config_path), kind.config_class, config_path)
     files = _weight_files(folder)
     shapes = {name: shape for name, shape, _ in iter_safetensors(files)}
-    check_shapes(kind, config, shapes, folder / "config.json")
+    check_shapes(kind, config, shapes, config_path)
     tensors = {name: read_tensor() for name, _, read_tensor in iter_safetensors(files)}
     if other := [
         f"{name}: {tensor.dtype}"
@@ -97,17 +97,6 @@ def _download(repository: str) -> Path:
         ) from error
 
 
-def read_config(path: Path) -> dict[str, Any]:
-    """Read config.json of an MMDiT (under any name) and check its model section.
-
-    Raises:
-        UserError: a missing or corrupt file, or sizes that do not define a model.
-    """
-    values = read_values(path)
-    checked_section(values, ModelConfig, path)
-    return values
-
-
 def read_values(path: Path) -> dict[str, Any]:
     """Read config.json of any model.
 
@@ -134,13 +123,6 @@ def checked_section(values: dict[str, Any], section: type[AnySection], path: Pat
         raise UserError(
             f"valid sizes of a model in {path}", f"damaged file: {problems}", COPY_AGAIN
         ) from error
-
-
-def model_config(values: dict[str, Any]) -> ModelConfig:
-    """The model section of a config that `read_config` returned."""
-    return ModelConfig(
-        **{key: value for key, value in values.items() if key in ModelConfig.model_fields}
-    )
 
 
 def _weight_files(folder: Path) -> list[Path]:

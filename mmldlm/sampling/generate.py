@@ -15,7 +15,6 @@ import torch
 from mmldlm.config.text_samplers import BY_CERTAINTY, STRATEGY_OPTIONS
 from mmldlm.data.batching.store_data import check_store_kind
 from mmldlm.errors import UserError
-from mmldlm.sampling.code_sampler import sample_codes, sample_codes_and_texts
 from mmldlm.sampling.inputs import (
     encode_texts,
     given_texts,
@@ -24,7 +23,7 @@ from mmldlm.sampling.inputs import (
     tokenize_texts,
     unknown_tokens,
 )
-from mmldlm.sampling.joint_sampler import choose_method, sample_joint
+from mmldlm.sampling.joint_sampler import choose_method
 from mmldlm.sampling.latent_sampler import check_latents_per_text, sample_latents, steps_given_text
 from mmldlm.sampling.latent_solver import LatentSolver
 from mmldlm.sampling.pretrained import Pretrained
@@ -375,37 +374,17 @@ def _sample_together(
             " the steps"
         )
         raise UserError(expected, found, "add --method chain, or choose another --sampler")
-    if pretrained.num_codes is not None:
-        return sample_codes_and_texts(
-            pretrained.model,
-            count,
-            text_diffusion=pretrained.text_diffusion,
-            steps=steps,
-            sampler=options.sampler,
-            temperature=options.temperature,
-            top_p=options.top_p,
-            seed=options.seed,
-            progress=progress.start(
-                f"sampling {count} texts and images together in {steps} steps"
-            ),
-            recorder=recorder,
-        )
-    return sample_joint(
-        pretrained.model,
+    latents = "embeddings" if pretrained.image is None else "images"
+    return pretrained.task.draw_pairs(
+        pretrained,
         count,
-        text_diffusion=pretrained.text_diffusion,
-        latent_diffusion=pretrained.latent_diffusion,
         steps=steps,
         sampler=options.sampler,
         temperature=options.temperature,
         top_p=options.top_p,
-        renormalize=pretrained.renormalize,
-        clamp=pretrained.clamp_x0,
         solver=options.solver,
         seed=options.seed,
-        progress=progress.start(
-            f"sampling {count} texts and embeddings together in {steps} steps"
-        ),
+        progress=progress.start(f"sampling {count} texts and {latents} together in {steps} steps"),
         recorder=recorder,
     )
 
@@ -416,7 +395,16 @@ def _sample_chain(
     progress: ProgressBar,
     recorder: Recorder | None,
 ) -> tuple[TextSamples, torch.Tensor]:
-    latents = _sample_first(pretrained, options, progress)
+    count, steps = options.num_samples, options.num_steps
+    what = "embeddings" if pretrained.image is None else "images"
+    latents = pretrained.task.draw_latents(
+        pretrained,
+        count,
+        steps=steps,
+        solver=options.solver,
+        seed=options.seed,
+        progress=progress.start(f"sampling {count} {what} in {steps} steps"),
+    )
     by_list = options.schedule is not None and not names_passes(options.schedule)
     if by_list or "num_steps" not in strategy_class(options.sampler).defaults:
         options = dataclasses.replace(options, num_steps=None)
@@ -424,36 +412,6 @@ def _sample_chain(
         pretrained, latents, options, recorder, progress=progress.start("writing their texts")
     )
     return samples, latents
-
-
-def _sample_first(
-    pretrained: Pretrained, options: SampleOptions, progress: ProgressBar
-) -> torch.Tensor:
-    """Return the latents of a chain, without a text."""
-    count, steps = options.num_samples, options.num_steps
-    if pretrained.num_codes is not None:
-        return sample_codes(
-            pretrained.model,
-            None,
-            num_samples=count,
-            steps=steps,
-            sampler="ancestral",  # one by certainty would make the same image every time
-            seed=options.seed,
-            progress=progress.start(f"sampling {count} images in {steps} steps"),
-        )
-    return sample_latents(
-        pretrained.model,
-        None,
-        num_samples=count,
-        diffusion=pretrained.latent_diffusion,
-        steps=steps,
-        method=options.solver,
-        renormalize=pretrained.renormalize,
-        clamp=pretrained.clamp_x0,
-        unit=pretrained.renormalize,
-        seed=options.seed,
-        progress=progress.start(f"sampling {count} embeddings in {steps} steps"),
-    )
 
 
 def _costs(samples: TextSamples) -> dict[str, Any]:

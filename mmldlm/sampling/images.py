@@ -15,7 +15,6 @@ from mmldlm.data.batching.store_data import check_store_kind
 from mmldlm.data.images.codec import HINTS, ImageCodec
 from mmldlm.data.store.store import Store
 from mmldlm.errors import UserError
-from mmldlm.sampling.code_sampler import CODE_STEPS, sample_codes
 from mmldlm.sampling.generate import (
     SampleOptions,
     Samples,
@@ -24,7 +23,6 @@ from mmldlm.sampling.generate import (
     write_from_latents,
 )
 from mmldlm.sampling.inputs import given_texts, tokenize_texts, unknown_tokens
-from mmldlm.sampling.latent_sampler import sample_latents
 from mmldlm.sampling.pretrained import Pretrained
 from mmldlm.sampling.text.records import Recorder
 from mmldlm.utils.formatting import count_noun
@@ -69,29 +67,16 @@ def make_images(
     """Sample one image per caption of ids without EOS.
 
     Args:
-        options: others of `sample_latents`, or of `sample_codes` for a model of codes.
+        options: others of the task's `draw_images`.
 
     Returns:
-        latents [B, N, D] fp32 (of codes ids [B, N, 1] int64) and images [B, S, S, C] uint8.
+        latents [B, N, D] fp32 (of ids [B, N, 1] int64) and images [B, S, S, C] uint8.
     """
-    if pretrained.num_codes is not None:
-        ids = sample_codes(
-            pretrained.model,
-            captions,
-            steps=steps,
-            guidance=guidance,
-            seed=seed,
-            progress=progress,
-            **options,
-        ).numpy()
-        return ids, codec_of(pretrained).decode(ids)
-    latents = sample_latents(
-        pretrained.model,
+    latents = pretrained.task.draw_images(
+        pretrained,
         captions,
-        diffusion=pretrained.latent_diffusion,
         steps=steps,
         guidance=guidance,
-        clamp=pretrained.clamp_x0,
         seed=seed,
         progress=progress,
         **options,
@@ -146,7 +131,7 @@ def sample_t2i(pretrained: Pretrained, options: SampleOptions, progress: Progres
         guidance_interval=options.guidance_interval,
         seed=options.seed,
         progress=progress.start(message),
-        **_own_options(pretrained, options),
+        **{key: getattr(options, key) for key in pretrained.task.t2i_options},
     )
     records = [
         {
@@ -163,48 +148,30 @@ def sample_t2i(pretrained: Pretrained, options: SampleOptions, progress: Progres
     return Samples(records, latents, {}, images, None if real is None else real[source])
 
 
-def _own_options(pretrained: Pretrained, options: SampleOptions) -> dict[str, Any]:
-    """Return the options of t2i that only one kind of latents reads."""
-    if pretrained.num_codes is None:
-        return {"method": options.method, "eta": options.eta}
-    return {"sampler": options.sampler, "temperature": options.temperature, "top_p": options.top_p}
-
-
-# Kind of samples -> options that only images of codes read, and only those of values.
-_OF_CODES = {"t2i": ("sampler", "temperature", "top_p")}
-_OF_VALUES = {
-    "t2i": ("method", "eta"),
-    "i2t": ("condition_timestep",),
-    "joint": ("solver", "condition_timestep"),
-}
-
-
 def fit_to_latents(args: Namespace, given: Sequence[str], pretrained: Pretrained) -> None:
-    """Refuse what the latents of a model of images do not read, and fill in the defaults of codes.
+    """Refuse what the latents of a model of images do not read, and fill in its number of steps.
 
     Args:
         args: options of `mmldlm sample`; `given`: those that the user gave.
 
     Raises:
-        UserError: an option of the other kind of latents.
+        UserError: an option of other latents.
     """
     if pretrained.image is None:
         return
-    is_codes = pretrained.num_codes is not None
-    unread = (_OF_VALUES if is_codes else _OF_CODES).get(args.kind, ())
+    task = pretrained.task
+    unread = task.unread_of_kinds.get(args.kind, ())
     if wrong := ["--" + key.replace("_", "-") for key in unread if key in given]:
-        kind = (
-            "codes, which are masked"
-            if is_codes
-            else f"{pretrained.image['latents']}, which are noised"
-        )
+        latents = f"{pretrained.image['latents']}, which are {task.corruption}"
         raise UserError(
-            f"options of `sample {args.kind}` for a model of {kind}", ", ".join(wrong), "omit them"
+            f"options of `sample {args.kind}` for a model of {latents}",
+            ", ".join(wrong),
+            "omit them",
         )
     for key in unread:
         setattr(args, key, None)
-    if is_codes and args.kind == "t2i" and "num_steps" not in given:
-        args.num_steps = CODE_STEPS
+    if args.kind == "t2i" and task.t2i_steps is not None and "num_steps" not in given:
+        args.num_steps = task.t2i_steps
 
 
 def sample_i2t(

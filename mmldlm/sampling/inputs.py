@@ -31,7 +31,7 @@ def read_latents(path: str, pretrained: Pretrained) -> np.ndarray:
     latents per text.
 
     Returns:
-        [N, D] or [N, M, D] fp32; of a model of codes their ids, int64.
+        [N, D] or [N, M, D] fp32; of a model of ids int64.
 
     Raises:
         UserError: a missing file, not an array, an empty one, another dimension, NaN, infinite or
@@ -50,16 +50,16 @@ def read_latents(path: str, pretrained: Pretrained) -> np.ndarray:
         raise UserError(expected, "no such file", "check the path") from None
     except (OSError, ValueError) as error:
         raise UserError(expected, f"not a .npy file: {error}", fix) from error
-    is_codes = pretrained.num_codes is not None
-    kind = np.integer if is_codes else np.floating
+    num_ids = pretrained.num_ids
+    kind = np.floating if num_ids is None else np.integer
     if not isinstance(values, np.ndarray) or not np.issubdtype(values.dtype, kind):
         raise UserError(expected, f"{getattr(values, 'dtype', type(values).__name__)}", fix)
     rows = values[None] if values.ndim == len(shape) else values
     if rows.shape[1:] != shape or rows.size == 0:
         raise UserError(expected, f"shape {list(values.shape)}", fix)
-    if is_codes:
+    if num_ids is not None:
         rows = rows.astype(np.int64)
-        check_ids(rows, pretrained.num_codes, path)
+        check_ids(rows, num_ids, path)
         return rows
     rows = np.ascontiguousarray(rows, dtype=np.float32)
     is_zero = ~rows.any(-1) & (pretrained.image is None)  # a patch of an image may be zero

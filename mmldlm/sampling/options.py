@@ -159,8 +159,8 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "num_steps": {
         "type": option_types.count,
         "help": (
-            "denoising steps (t2l: default 1, or 10 for a model that predicts epsilon; t2i of"
-            " codes: 12); a text of n tokens takes at most n passes"
+            "denoising steps (t2l: default 1, or 10 for a model that predicts epsilon; t2i of a"
+            " model that masks: 12); a text of n tokens takes at most n passes"
         ),
     },
     "sampler": {

@@ -96,9 +96,9 @@ class Pretrained:
         )
 
     @property
-    def num_codes(self) -> int | None:
-        """Number of codes of which its latents are ids; None: they are values."""
-        return getattr(self.model.config, "num_codes", None)
+    def num_ids(self) -> int | None:
+        """Number of ids of which each of its latents is one; None: they are values."""
+        return getattr(self.model, "num_ids", None)
 
     @property
     def clamp_x0(self) -> float | None:

@@ -100,6 +100,13 @@ def data_notes(
 def fill_from_store(config: Config, store: Store | MixedStore) -> None:
     """Set what the store decides; a config that contradicts it is an error."""
     model, tokenizer = config.model, store.manifest["tokenizer"]
+    if store.num_codes is not None and "num_codes" not in type(model).model_fields:
+        raise UserError(
+            f"a store of values for task={config.task}",
+            f"ids of {store.num_codes:,} codes in {store.root}",
+            "train with task=image_codes (--config-name image_text_discrete), or prepare with"
+            " --latents pixels",
+        )
     if model.latent_dim not in (None, store.latent_dim):
         raise UserError(
             f"model.latent_dim={store.latent_dim}, the dimension of the latents in {store.root}",
@@ -138,40 +145,11 @@ def fill_from_store(config: Config, store: Store | MixedStore) -> None:
             )
         setattr(model, key, tokenizer[key])
     grid, grids = _grid_of(model, store), _grids_of(model, store)
-    _fill_codes(model, store)
     model.latent_dim, model.num_latents = store.latent_dim, store.latents_per_text
     if "latent_grid" in type(model).model_fields:  # other models know no places
         model.latent_grid, model.latent_grids = grid, grids
         model.check_places()
     model.vocab_size = model.vocab_size or tokenizer["vocab_size"]
-
-
-def _fill_codes(model: Section, store: Store | MixedStore) -> None:
-    """Set what latents are: values, or ids of codes.
-
-    Raises:
-        UserError: the model wants the other, has no place for ids, or another number of codes.
-    """
-    kind = "values" if store.num_codes is None else "ids"
-    found = f"latents of {kind} in {store.root}"
-    if "latent_kind" not in type(model).model_fields:
-        if kind == "ids":
-            raise UserError("latents of values", found, "prepare with --latents pixels")
-        return
-    wanted = "ids" if model.num_codes is not None else model.latent_kind
-    if wanted == "ids" and kind == "values":
-        fix = (
-            "prepare with --latents codes:kmeans:512, or set model.latent_kind=values and"
-            " model.num_codes=null"
-        )
-        raise UserError("a store of codes for model.latent_kind=ids", found, fix)
-    if model.num_codes not in (None, store.num_codes):
-        raise UserError(
-            f"model.num_codes={store.num_codes}, the codes of {store.root}",
-            f"model.num_codes={model.num_codes}",
-            "leave model.num_codes unset",
-        )
-    model.latent_kind, model.num_codes = kind, store.num_codes
 
 
 def _grids_of(model: Section, store: Store | MixedStore) -> list[list[int]] | None:

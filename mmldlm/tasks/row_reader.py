@@ -24,7 +24,6 @@ class RowReader:
     ):
         self.vocab_size, self.latent_mean, self.max_norm = vocab_size, latent_mean, max_norm
         self.nan_to_num, self.zero_ok = nan_to_num, False
-        self.num_codes: int | None = None  # of a collator that reads ids
 
     def read(
         self, samples, ids: np.ndarray, slots: np.ndarray, num_real: int, lengths: np.ndarray
@@ -86,12 +85,11 @@ class RowReader:
 
     def _rejection_reason(self, tokens: np.ndarray, latent: np.ndarray, length: int) -> str | None:
         """Return why a sample must not be trained on; None for a valid one."""
+        return self._rejected_latent(latent) or self._rejected_tokens(tokens, length)
+
+    def _rejected_latent(self, latent: np.ndarray) -> str | None:
         if not np.isfinite(latent).all():
             return f"{int((~np.isfinite(latent)).sum())} non-finite values in its latent"
-        if self.num_codes is not None:
-            if latent.min() < 0 or latent.max() >= self.num_codes:
-                return f"the id {latent.max()} of a code, expected one below {self.num_codes}"
-            return self._rejected_tokens(tokens, length)
         norms = np.linalg.norm(latent, axis=-1).reshape(-1).tolist()
         norm = next(
             (norm for norm in norms if norm > self.max_norm or not (norm or self.zero_ok)), None
@@ -99,7 +97,7 @@ class RowReader:
         if norm is not None:
             least = "" if self.zero_ok else "above 0 and "
             return f"a latent of norm {norm:.4g}, expected {least}at most {self.max_norm:.4g}"
-        return self._rejected_tokens(tokens, length)
+        return None
 
     def _rejected_tokens(self, tokens: np.ndarray, length: int) -> str | None:
         if len(tokens) + 1 != length:

@@ -131,15 +131,15 @@ def test_uneven_batches_and_frozen_groups_on_every_engine(store, tmp_path):
                 # AdamW divides the rounding of a sum by tiny second moments: one element may move
                 # far.
                 torch.testing.assert_close(tensors[key], results[0][key], rtol=1e-3, atol=5e-4)
-    from mmldlm.sampling.code_sampler import sample_codes
     from mmldlm.sampling.latent_sampler import sample_latents
     from mmldlm.sampling.pretrained import load_pretrained
+    from mmldlm.tasks.image_codes.sampling import sample_codes
 
     made = []
     for engine in ("single", "fsdp", "zero3"):  # ids, converted and sampled
         convert(tmp_path / f"codes_{engine}" / "latest", out := tmp_path / f"codes_{engine}_out")
         loaded = load_pretrained(out)
-        assert loaded.num_codes == 48 and (out / "codebook.npy").is_file()
+        assert loaded.num_ids == 48 and (out / "codebook.npy").is_file()
         made.append(loaded.model.state_dict())
         ids = sample_codes(loaded.model, [[5, 6]], steps=4, sampler="ancestral")
         assert ids.shape == (1, 16, 1) and 0 <= int(ids.min()) <= int(ids.max()) < 48

@@ -121,12 +121,12 @@ def test_damaged_images_exit_2_before_anything_starts(
 ):
     from mmldlm.train import main
 
-    root = image_stores[latents]
+    root, task = image_stores[latents], "image_codes" if latents == "codes" else "image_text"
     root = root if change is None else damaged(root, tmp_path, change)
     assert (
         main(
             train_words(
-                root, tmp_path / "runs", "run", "engine.kind=single", "task=image_text", *words
+                root, tmp_path / "runs", "run", "engine.kind=single", f"task={task}", *words
             )
         )
         == 2

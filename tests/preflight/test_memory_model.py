@@ -9,17 +9,14 @@ import torch
 
 from mmldlm.config.load import load_config, preset_names
 from mmldlm.config.task_registry import find_task
-from mmldlm.models import MultimodalMMDiT
 from mmldlm.models.linear_cross_entropy import logits_bytes
-from mmldlm.models.mmdit.codes import CodeTargets
-from mmldlm.models.mmdit.costs import activation_bytes
 from mmldlm.models.mmdit.hypothesis import Hypotheses
 from mmldlm.preflight.memory_model import PLANS, state_bytes
+from mmldlm.tasks.image_codes.model import CodeTargets
 from mmldlm.tasks.translation.freezing import apply_freezing, decided_freeze
 from mmldlm.tasks.translation.parameter_plan import stacked_matrices
 
-model_sizes = find_task("translation").model_sizes
-IMAGE_PRESETS = [name for name in preset_names() if load_config(name).task == "image_text"]
+IMAGE_PRESETS = [name for name in preset_names() if load_config(name).task.startswith("image_")]
 FROM_DATA = [
     "model.latent_dim=71",
     "model.vocab_size=1009",
@@ -33,9 +30,13 @@ def configured(name, *words):
     return load_config(name, None, [*FROM_DATA, *words])
 
 
+def model_sizes(config, length):
+    return find_task(config.task).model_sizes(config, length)
+
+
 def meta_model(config):
     with torch.device("meta"):
-        model = MultimodalMMDiT(config.model)
+        model = find_task(config.task).model_class()(config.model)
     apply_freezing(model, config.training.loss_type, decided_freeze(config))
     return model
 
@@ -146,10 +147,11 @@ def kept_for_backward(config, length) -> int:
         if config.model.quality_head:
             inputs["draft_swaps"] = torch.full((batch, length), -1)
         tokens = torch.zeros(batch, length, dtype=torch.int64)
-        if config.model.num_codes is not None:  # half of the codes is scored
+        is_codes = config.task == "image_codes"
+        if is_codes:  # half of the codes is scored
             inputs["latents"] = inputs["latents"].long()
             half = batch * config.model.num_latents // 2
-            inputs["codes"] = CodeTargets(
+            inputs["latent_query"] = CodeTargets(
                 *torch.zeros(2, half, dtype=torch.int64), torch.zeros(half)
             )
     weights = {p.untyped_storage()._cdata for p in model.parameters()}
@@ -165,7 +167,7 @@ def kept_for_backward(config, length) -> int:
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         out = model(tokens, **inputs)
-        if config.model.num_codes is None:
+        if not is_codes:
             latents = torch.nn.functional.mse_loss(
                 out["latent_pred"], torch.zeros_like(out["latent_pred"])
             )
@@ -219,12 +221,21 @@ def kept_for_backward(config, length) -> int:
         (
             "small",
             16,
+            "task=image_codes",
             "model.num_latents=64",
             "model.latent_dim=1",
             "model.num_codes=512",
             "model.tokens_per_latent=1",
         ),
-        ("tiny", 9, "model.num_latents=16", "model.latent_dim=1", "model.num_codes=512"),
+        (
+            "tiny",
+            9,
+            "task=image_codes",
+            "model.num_latents=16",
+            "model.latent_dim=1",
+            "model.num_codes=512",
+            "model.tokens_per_latent=4",
+        ),
     ],
     ids=lambda words: f"{words[0]}_{words[1]}",
 )
@@ -233,7 +244,8 @@ def test_activations(words, dtype):
     config = configured(
         name, f"training.dtype={dtype}", "model.gradient_checkpointing=false", *more
     )
-    found = activation_bytes(config.model, config.training.train_batch_size, length, dtype)
+    costs, batch = find_task(config.task).costs, config.training.train_batch_size
+    found = costs.activation_bytes(config.model, batch, length, dtype)
     assert found == pytest.approx(kept_for_backward(config, length), rel=0.04)
 
 
@@ -250,6 +262,7 @@ def test_logits(name, dtype):
 
 def test_logits_of_codes_count_where_they_are_more_than_those_of_the_text():
     words = (
+        "task=image_codes",
         "model.num_latents=256",
         "model.latent_dim=1",
         "model.num_codes=4096",

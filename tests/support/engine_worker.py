@@ -70,7 +70,7 @@ UNEVEN = {
     ],
     # Images as ids of codes, masked on their own clock; micro-batches without a masked code.
     "codes": [
-        "task=image_text",
+        "task=image_codes",
         "data.latent_data_root=FOLDER/codes",
         "training.loss_type_weights={t2i: 0.4, i2t: 0.6}",
     ],

@@ -14,9 +14,9 @@ from mmldlm.diffusion import MaskedDiffusion
 from mmldlm.errors import MmldlmError
 from mmldlm.evaluation.sentences import Sentences
 from mmldlm.evaluation.statistics import Estimate, mean
-from mmldlm.models.mmdit.codes import CodeTargets
 from mmldlm.sampling.device import device_of
 from mmldlm.sampling.latent_sampler import pad_texts
+from mmldlm.tasks.image_codes.model import CodeTargets
 from mmldlm.utils.counter_rng import Stream, uniforms
 from mmldlm.utils.progress import ProgressCallback
 
@@ -105,7 +105,7 @@ def _nats(
         tokens, real = pad_texts(captions, config.eos_token_id, config.pad_token_id, device)
         own["text_positions"] = torch.empty(0, dtype=torch.int64, device=device)
     wanted = CodeTargets(positions, ids.flatten()[positions], weights.float())
-    nll = model(tokens, noised[..., None], None, share.float(), real, codes=wanted, **own)[
+    nll = model(tokens, noised[..., None], None, share.float(), real, latent_query=wanted, **own)[
         "code_nll"
     ]
     return torch.zeros(len(ids), dtype=torch.float64, device=device).index_add_(

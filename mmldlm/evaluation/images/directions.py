@@ -174,7 +174,7 @@ def measure_x0(
 
     Of a model of codes, the bits per code instead.
     """
-    if pretrained.num_codes is not None:
+    if pretrained.num_ids is not None:
         progress = log(
             f"bits per code of {count_noun(len(sentences), 'image')}, right / null / shuffled"
             " caption"

@@ -50,7 +50,7 @@ def evaluate_images(
         MmldlmError: NaN predictions.
     """
     settings, started = (
-        (settings or ImageSettings()).fitted(pretrained.num_codes),
+        (settings or ImageSettings()).fitted(pretrained.task),
         time.perf_counter(),
     )
     weights = NamedWeights(settings, pretrained)
@@ -75,9 +75,9 @@ def evaluate_images(
     pictures = {"real": images}
     if pretrained.supports("t2l"):
         arms["model"] |= measure_x0(pretrained, pretrained.model, sentences, settings, log)
-        if pretrained.num_codes is not None:
+        if pretrained.num_ids is not None:
             blocks = training.store.latent_blocks(training.limit)
-            arms["code_frequencies"] = frequency_estimates(blocks, sentences, pretrained.num_codes)
+            arms["code_frequencies"] = frequency_estimates(blocks, sentences, pretrained.num_ids)
         for name, made in _make_pictures(pretrained, sentences, gallery, settings, log).items():
             arms[name] = made.estimates | copy_estimates(
                 made.images, near_distances, sentences, training
@@ -159,7 +159,7 @@ def _notes(pretrained: Pretrained, store: Store) -> list[str]:
         )
     if store.groups is None:
         notes.append("the store has no groups: only images of equal pixels are hits of each other")
-    if pretrained.num_codes is not None:
+    if pretrained.num_ids is not None:
         found = codebook_psnr(store)
         notes.append(
             "real images are those that the codebook renders"
@@ -187,7 +187,7 @@ def _conditions(
     settings: ImageSettings,
 ) -> dict[str, Any]:
     codec = codec_of(pretrained)
-    codes = {} if pretrained.num_codes is None else {"codebook_psnr": codebook_psnr(store)}
+    codes = {} if pretrained.num_ids is None else {"codebook_psnr": codebook_psnr(store)}
     return {
         **codes,
         "store": store.root.name,

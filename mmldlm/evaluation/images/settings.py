@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from mmldlm.sampling.code_sampler import CODE_STEPS
 from mmldlm.sampling.options import IMAGE_GUIDANCE, IMAGE_STEPS, NUM_LENGTHS
+from mmldlm.tasks.image_text.task import ImageTextTask
 
 TIMESTEPS = (0.75, 0.9, 1.0)
 """Noise levels at which the x0 error is measured; below them the noisy image itself says nearly
@@ -45,7 +45,7 @@ class ImageSettings:
     clip: str | None = None
     inception_weights: str | None = None
 
-    def fitted(self, num_codes: int | None) -> ImageSettings:
-        """Return the settings with the default of the model's latents: values, or ids of codes."""
-        steps = IMAGE_STEPS if num_codes is None else CODE_STEPS
+    def fitted(self, task: ImageTextTask) -> ImageSettings:
+        """Return the settings with the default number of steps of a task's images."""
+        steps = IMAGE_STEPS if task.t2i_steps is None else task.t2i_steps
         return self if self.latent_steps is not None else replace(self, latent_steps=steps)

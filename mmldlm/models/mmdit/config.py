@@ -55,11 +55,6 @@ class ModelConfig(Section):
     """Queries and keys of latents turn by their place in model.latent_grid: the first half of a
     head's pairs by the row, the second by the column (axial RoPE, as in JiT, arXiv 2511.13720). A
     head's width must be a multiple of 4."""
-    latent_kind: Annotated[Literal["values", "ids"], FilledFromData()] = "values"
-    """What a latent is: D values, or the id of a code (`mmldlm prepare ... --latents codes:...`).
-    values: as the data says; ids: refuse other data."""
-    num_codes: Annotated[int | None, FilledFromData()] = Field(None, ge=2, le=1 << 16)
-    """Codes Q of which latents are ids. None: taken from the data; latents of values have none."""
     latent_predictions: int = Field(1, ge=1, le=2)
     """Vectors that the latent head predicts for each latent: 2 with
     latent_diffusion.prediction=x0_epsilon, which sets it."""
@@ -117,22 +112,6 @@ class ModelConfig(Section):
         return self
 
     @model_validator(mode="after")
-    def _ids_are_of_codes(self) -> ModelConfig:
-        if self.num_codes is None:
-            return self
-        for key, allowed in (
-            ("latent_predictions", 1),
-            ("scale_noisy_latents", False),
-            ("corrector", "none"),
-        ):
-            if (value := getattr(self, key)) != allowed:
-                raise ValueError(
-                    f"model.{key}={value} needs latents of values (model.num_codes is set):"
-                    " drop it"
-                )
-        return self
-
-    @model_validator(mode="after")
     def _grid_holds_the_latents(self) -> ModelConfig:
         if self.latent_grid is not None and math.prod(self.latent_grid) != self.num_latents:
             raise ValueError(
@@ -157,11 +136,8 @@ class ModelConfig(Section):
                 f" of places, and model.latent_grid={self.latent_grid} one of them: leave both"
                 " unset (the data has them)"
             )
-        if self.num_codes is not None or self.corrector != "none":
-            raise ValueError(
-                "model.latent_grids goes with latents of values and model.corrector=none only:"
-                " drop it"
-            )
+        if self.corrector != "none":
+            raise ValueError("model.latent_grids goes with model.corrector=none only: drop it")
         return self
 
     @model_validator(mode="after")

@@ -71,20 +71,14 @@ def parameter_counts(model: ModelConfig) -> dict[str, int]:
 
 
 def _latent_inputs(model: ModelConfig) -> int:
-    """Parameters that read a latent, with nulls and positions of its chunk tokens: a projection,
-    or a table of ids.
-    """
+    """Parameters that read a latent, with nulls and positions of its chunk tokens."""
     chunks = model.tokens_per_latent * model.hidden_size
-    if model.num_codes is not None:
-        return (model.num_codes + 3) * chunks + chunks * model.cond_dim
     return (model.latent_dim + 3) * chunks + model.latent_dim * model.cond_dim
 
 
 def _latent_outputs(model: ModelConfig) -> int:
     """Numbers that the latent head computes for each latent."""
-    return (
-        model.latent_predictions * model.latent_dim if model.num_codes is None else model.num_codes
-    )
+    return model.latent_predictions * model.latent_dim
 
 
 def block_elements(model: ModelConfig) -> int:
@@ -140,12 +134,7 @@ def activation_bytes(model: ModelConfig, batch: int, length: int, dtype: str) ->
         * size
         * (head + 12 * model.cond_dim + 2 * FREQUENCIES + model.num_latents * model.latent_dim)
     )
-    if model.num_codes is None:
-        outside += (
-            batch * size * 2 * (model.num_latents - 1) * model.cond_dim
-        )  # hidden layers of the pooled vector
-        # Of the loss, in fp32: predictions and targets, later gradients in their place.
-        outside += batch * 4 * 2 * model.num_latents * model.latent_predictions * model.latent_dim
+    outside += regression_bytes(model, batch, dtype)
     if model.quality_head:  # the pass over the draft, whose last block computes all text rows
         blocks += (
             model.n_blocks * inputs + block
@@ -156,6 +145,14 @@ def activation_bytes(model: ModelConfig, batch: int, length: int, dtype: str) ->
     if model.corrector != "none":  # words, the factor of each, and their product
         outside += batch * size * 3 * length * width
     return int(blocks + outside)
+
+
+def regression_bytes(model: ModelConfig, batch: int, dtype: str) -> int:
+    """Bytes of `activation_bytes` that exist because latents are vectors that are predicted."""
+    size = 4 if dtype == "fp32" else 2
+    pooled = size * 2 * (model.num_latents - 1) * model.cond_dim  # hidden layers of the vector
+    # Of the loss, in fp32: predictions and targets, later gradients in their place.
+    return batch * (pooled + 4 * 2 * model.num_latents * _latent_outputs(model))
 
 
 def working_bytes(model: ModelConfig, batch: int, length: int, dtype: str) -> int:
@@ -175,13 +172,8 @@ def working_bytes(model: ModelConfig, batch: int, length: int, dtype: str) -> in
 def logits_bytes(model: ModelConfig, batch: int, length: int, dtype: str, on_gpu: bool) -> int:
     """Most bytes of logits that exist at once when half of the text is scored
     (models/linear_cross_entropy.py).
-
-    Of a model of codes half of them, too; the heads of text and codes run one after the other.
     """
-    own = head_bytes(model.vocab_size, batch * length // 2, dtype, on_gpu)
-    if model.num_codes is None:
-        return own
-    return max(own, head_bytes(model.num_codes, batch * model.num_latents // 2, dtype, on_gpu))
+    return head_bytes(model.vocab_size, batch * length // 2, dtype, on_gpu)
 
 
 def head_bytes(classes: int, scored: int, dtype: str, on_gpu: bool) -> int:
@@ -254,7 +246,6 @@ def step_flops(
     lengths: Sequence[int],
     scored: int,
     num_latents: float | None = None,
-    scored_codes: int | None = None,
 ) -> StepFlops:
     """Forward FLOPs of one batch.
 
@@ -266,7 +257,6 @@ def step_flops(
         model: its shape; latent_dim and vocab_size set. lengths: text tokens of each sample.
         scored: text positions that the head scores. num_latents: latents per sample (default:
             model.num_latents).
-        scored_codes: codes that the head of a model of codes scores (default: all).
     """
     num_latents = model.num_latents if num_latents is None else num_latents
     width, cond, inner = (
@@ -279,14 +269,10 @@ def step_flops(
     a_row = 2 * width * (4 * width + 2 * inner)  # to_qkv, to_out, and the two MLP layers
     behind_attention = 2 * width * (width + 2 * inner)
     pairs = sum((length + tokens_per_latent) ** 2 for length in lengths)
-    chunks, scored_latents = model.tokens_per_latent * width, batch * num_latents
+    chunks = model.tokens_per_latent * width
     timesteps = 2 * (2 * 256 * cond + 2 * cond * cond)
-    if model.num_codes is None:
-        projected = num_latents * 2 * model.latent_dim * (chunks + cond)
-        latent_in = projected + num_latents * 2 * cond * cond
-    else:  # rows of a table, whose mean is pooled
-        projected, latent_in = 0, 2 * cond * (chunks + cond)
-        scored_latents = scored_latents if scored_codes is None else scored_codes
+    projected = num_latents * 2 * model.latent_dim * (chunks + cond)
+    latent_in = projected + num_latents * 2 * cond * cond
     words = 0
     if (
         model.corrector != "none"
@@ -301,7 +287,7 @@ def step_flops(
         latent_blocks=model.n_blocks * batch * tokens_per_latent * a_row,
         attention=model.n_blocks * 4 * pairs * width,
         text_head=2 * scored * width * model.vocab_size,
-        latent_head=scored_latents * 2 * chunks * _latent_outputs(model),
+        latent_head=batch * num_latents * 2 * chunks * _latent_outputs(model),
         length_head=batch * 2 * cond * (cond + model.max_seq_len),
         inputs=batch * first,
         latents_behind_attention=batch * tokens_per_latent * behind_attention,
@@ -321,18 +307,14 @@ def expected_shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
         "latent_encoder.latent_position": (config["num_latents"], 1, width),
         "text_head.weight": (vocab, width),
         "length_head.3.weight": (config["max_seq_len"], cond),
+        "latent_encoder.to_tokens.weight": (tokens * width, latent),
+        "latent_head.to_latent.weight": (
+            config.get("latent_predictions", 1) * latent,
+            tokens * width,
+        ),
     }
     if config.get("latent_grids") is not None:  # fixed positions
         del shapes["latent_encoder.latent_position"]
-    if (codes := config.get("num_codes")) is None:
-        shapes["latent_encoder.to_tokens.weight"] = (tokens * width, latent)
-        shapes["latent_head.to_latent.weight"] = (
-            config.get("latent_predictions", 1) * latent,
-            tokens * width,
-        )
-    else:
-        shapes["latent_encoder.code_embedding.weight"] = (codes + 1, tokens * width)
-        shapes["latent_head.weight"] = (codes, tokens * width)
     if config.get("corrector", "none") != "none":
         shapes["hypothesis_encoder.position"] = (config["num_latents"] * tokens, width)
     if config.get("quality_head"):
@@ -352,15 +334,13 @@ def training_flops(
     num_tokens: float,
     num_scored: float,
     num_logits: float | None = None,
-    scored_codes: float = 0,
     num_latents: float | None = None,
 ) -> float:
     """Return forward and backward FLOPs of a global batch's real work, from its counts
     (recomputation does not count).
 
     num_logits: that the head computes; None: the whole vocabulary at each scored position.
-    scored_codes: of a model of codes. num_latents: of each sample of this batch; None:
-    model.num_latents.
+    num_latents: of each sample of this batch; None: model.num_latents.
 
     Attention is quadratic in the length: the sum of squares is taken at the batch's mean length,
     which length-bucketed batches hold within a few percent of attention's share.
@@ -368,7 +348,7 @@ def training_flops(
     if not num_samples or not num_tokens:
         return 0.0
     num_latents = model.num_latents if num_latents is None else num_latents
-    one = step_flops(model, [1], 1, num_latents, scored_codes=0)
+    one = step_flops(model, [1], 1, num_latents)
     unread = step_flops(model, [1], 0, num_latents)
     mean = num_tokens / num_samples
     latents = num_latents * _tokens_of_a_latent(model)
@@ -379,8 +359,6 @@ def training_flops(
     fixed += one.latent_blocks + one.latent_head + one.length_head
     num_logits = num_scored * model.vocab_size if num_logits is None else num_logits
     head = 2 * num_logits * model.hidden_size
-    if model.num_codes is not None:
-        head += 2 * scored_codes * model.tokens_per_latent * model.hidden_size * model.num_codes
     blocks = num_samples * (fixed + per_row * mean + one.attention * pairs)
     quality = 0.0
     if model.quality_head:  # the text head's forward pass, then a pass over the draft

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -16,18 +16,11 @@ from mmldlm.models.latent_transformer import EncodedLatent, LatentTransformer, r
 from mmldlm.models.layers import Modulation, StreamLinear, TimestepEmbedding, compute_dtype
 from mmldlm.models.linear_cross_entropy import Candidates
 from mmldlm.models.mmdit.block import MMDiTBlock
-from mmldlm.models.mmdit.codes import (
-    CodeTargets,
-    checked_ids,
-    latent_encoder,
-    latent_head,
-    latent_outputs,
-)
 from mmldlm.models.mmdit.config import ModelConfig
 from mmldlm.models.mmdit.costs import GROUPS, group_of
-from mmldlm.models.mmdit.encoders import TextEncoder
+from mmldlm.models.mmdit.encoders import LatentEncoder, TextEncoder
 from mmldlm.models.mmdit.fused_block import select_rows
-from mmldlm.models.mmdit.heads import QualityHead, TextHead
+from mmldlm.models.mmdit.heads import LatentHead, QualityHead, TextHead
 from mmldlm.models.mmdit.hypothesis import Hypotheses, HypothesisEncoder
 from mmldlm.models.mmdit.null_condition import apply_null_condition
 from mmldlm.models.mmdit.packing import (
@@ -60,6 +53,10 @@ class MultimodalMMDiT(LatentTransformer):
     (DiT, arXiv 2212.09748) on both timesteps and the pooled latent, RoPE on text (on latents with
     latent_rope), QK-RMSNorm, each latent as K chunk tokens.
 
+    A subclass whose latents are no vectors overrides what reads and predicts them:
+    `make_latent_encoder`, `make_latent_head`, `initialize_latents`, `encode_latents` and
+    `latent_outputs` (tasks/image_codes has an example).
+
     Args:
         config: shape and vocabulary; latent_dim, vocab_size and the token ids must be set.
 
@@ -67,12 +64,14 @@ class MultimodalMMDiT(LatentTransformer):
         UserError: one of those is missing or out of range, or latent_rope without a latent_grid.
     """
 
+    config_class: ClassVar[type[ModelConfig]] = ModelConfig
+
     def __init__(self, config: ModelConfig):
         super().__init__(config)
         config.check_places()
         width, cond = config.hidden_size, config.cond_dim
         self.text_encoder = TextEncoder(config.vocab_size, width, config.token_embedding_scale)
-        self.latent_encoder = latent_encoder(config)
+        self.latent_encoder = self.make_latent_encoder()
         self.text_timestep = TimestepEmbedding(cond)
         self.latent_timestep = TimestepEmbedding(cond)
         self.blocks = nn.ModuleList(
@@ -80,7 +79,7 @@ class MultimodalMMDiT(LatentTransformer):
             for _ in range(config.n_blocks)
         )
         self.text_head = TextHead(width, cond, config.vocab_size, config.mask_token_id)
-        self.latent_head = latent_head(config)
+        self.latent_head = self.make_latent_head()
         # Sampling must not see a text's true length, so the model also learns p(length | latent).
         self.length_head = nn.Sequential(
             nn.SiLU(), nn.Linear(cond, cond), nn.SiLU(), nn.Linear(cond, config.max_seq_len)
@@ -106,23 +105,55 @@ class MultimodalMMDiT(LatentTransformer):
                     nn.init.zeros_(module.bias)
             elif isinstance(module, nn.Embedding):
                 nn.init.normal_(module.weight, std=0.02)
-        if self.config.num_codes is None:
-            nn.init.zeros_(self.latent_head.to_latent.weight)
-        else:
-            self.latent_encoder.reset_embedding()
+        self.initialize_latents()
         if self.config.tie_embeddings:
             self.text_head.weight = self.text_encoder.token_embedding.weight
 
     # -- latents
     # ---------------------------------------------------------------------------------------------
 
-    def scale_latents(self, raw: Tensor) -> Tensor:
-        """Encoder's latents [..., D] -> model space, fp32; of a model of codes their ids as they
-        are, int64.
+    def make_latent_encoder(self) -> nn.Module:
+        """What turns latents and `is_null` into chunk tokens and a pooled vector, with the learned
+        `null_pooled`.
         """
-        if self.config.num_codes is None:
-            return super().scale_latents(raw)
-        return checked_ids(raw, self.config.num_codes)
+        config = self.config
+        return LatentEncoder(
+            config.latent_dim,
+            config.tokens_per_latent,
+            config.num_latents,
+            config.hidden_size,
+            config.cond_dim,
+            config.latent_grid,
+            config.latent_grids,
+        )
+
+    def make_latent_head(self) -> nn.Module:
+        """What `latent_outputs` predicts latents with."""
+        config = self.config
+        outputs = config.latent_predictions * config.latent_dim
+        return LatentHead(config.hidden_size, config.cond_dim, config.tokens_per_latent, outputs)
+
+    def initialize_latents(self) -> None:
+        """Start encoder and head of the latents where they differ from the common rules."""
+        nn.init.zeros_(self.latent_head.to_latent.weight)
+
+    def latent_outputs(
+        self, rows: Tensor, condition: Tensor, latents: Tensor | None, query: Any
+    ) -> dict[str, Tensor]:
+        """What `forward` returns of the latents.
+
+        Args:
+            rows: of the last block. [B, N * K, H]
+            condition: [B, C]
+            latents, query: latents and latent_query of `forward`.
+        """
+        if query is not None:
+            raise ValueError(f"latent_query is not read by {type(self).__name__}")
+        prediction = self.latent_head(rows, condition).float()
+        if latents is None or latents.dim() == 2:  # [B, D], as they were given
+            only = prediction.shape[1] == 1
+            prediction = prediction.squeeze(1) if only else prediction[:, 0]
+        return {"latent_pred": prediction}
 
     def encode_latents(
         self,
@@ -148,17 +179,13 @@ class MultimodalMMDiT(LatentTransformer):
         """
         config, device = self.config, self.latent_mean.device
         if latents is None:
-            dtype = None if config.num_codes is None else torch.int64
-            latents = torch.zeros(
-                batch, config.num_latents, config.latent_dim, device=device, dtype=dtype
-            )
+            latents = torch.zeros(batch, config.num_latents, config.latent_dim, device=device)
             is_null = _all_true(latents)
         points = latents[:, None] if latents.dim() == 2 else latents
         self.check_latents(points)
         if config.scale_noisy_latents and timesteps is not None:
             points = points * torch.cos(0.5 * math.pi * timesteps)[:, None, None].to(points.dtype)
-        if config.num_codes is None:
-            points = points.to(self.text_encoder.null_text.dtype)
+        points = points.to(self.text_encoder.null_text.dtype)
         if self.hypothesis_encoder is None:
             return EncodedLatent(*self.latent_encoder(points, is_null))
         return self.hypothesis_encoder.latents_beside(
@@ -187,7 +214,7 @@ class MultimodalMMDiT(LatentTransformer):
         draft_swaps: Tensor | None = None,
         hypotheses: Hypotheses | None = None,
         encoded: EncodedLatent | None = None,
-        codes: CodeTargets | None = None,
+        latent_query: Any = None,
     ) -> dict[str, Tensor]:
         """Joint forward pass.
 
@@ -195,8 +222,7 @@ class MultimodalMMDiT(LatentTransformer):
             text_tokens: int64, S <= max_seq_len. None: latent-only, with the learned null text.
                 [B, S]
             latents: in model space (`scale_latents`). None: text-only, with the learned null
-                latent. [B, D] or [B, N, D]; of a model of codes (model.num_codes) their ids,
-                int64, num_codes for [MASK]. [B, N, 1]
+                latent. [B, D] or [B, N, D]
             text_timesteps, latent_timesteps: in [0, 1], 0 clean, 1 fully masked or pure noise.
                 None: 0. [B]
             attention_mask: bool, True for real tokens. None: all real. Tokens at a False position
@@ -218,14 +244,14 @@ class MultimodalMMDiT(LatentTransformer):
             draft_swaps: int64, with text_targets and model.quality_head: also judge the text with
                 the most probable tokens at the scored positions, and these where they are not -1.
                 [B, S]
-            hypotheses: earlier texts for the latents (model.corrector). codes: which codes to
-                score, see CodeTargets.
+            hypotheses: earlier texts for the latents (model.corrector).
+            latent_query: what a subclass is asked of the latents (`latent_outputs`).
             encoded: result of `encode_latents` in place of latents: only text_* is returned, given
                 text_positions.
 
         Returns:
-            latent_pred: [B, P * D] or, as `latents`, [B, N, P * D]; P: latent_predictions. Of
-                codes: CodeHead's.
+            latent_pred: [B, P * D] or, as `latents`, [B, N, P * D]; P: latent_predictions. Of a
+                subclass what its `latent_outputs` returns.
             length_logits: of lengths 1..max_seq_len (EOS counted), given the latent if its
                 timestep is 0, without it otherwise. [B, max_seq_len]
             text_logits: fp32 with -inf for [MASK]; absent with targets. [M, V], or [B, S, V]
@@ -256,7 +282,7 @@ class MultimodalMMDiT(LatentTransformer):
         )
         out = {}
         if encoded is None:
-            out = latent_outputs(self.latent_head, rows.latent, rows.condition, latents, codes)
+            out = self.latent_outputs(rows.latent, rows.condition, latents, latent_query)
             out["length_logits"] = self.length_head(
                 self._pooled_condition(rows.pooled, latent_timesteps)
             ).float()

@@ -11,10 +11,7 @@ import numpy as np
 
 from mmldlm.data.images.augment import shift_latents
 from mmldlm.data.images.codec import ImageCodec
-from mmldlm.data.store.mixture import MixedStore
-from mmldlm.data.store.store import Store
 from mmldlm.errors import UserError
-from mmldlm.tasks.image_text.codes.options import refuse_options_of_values
 from mmldlm.tasks.image_text.config import ImageTextConfig
 from mmldlm.tasks.latent_data import open_latent_data
 from mmldlm.tasks.translation.data import TranslationData, latent_scaling
@@ -44,21 +41,19 @@ class ImageTextData(TranslationData):
 
     def describe(self) -> str:
         """Return one line for the screen."""
-        codec, codecs, kind = self.codec, self.codecs, f"latents of {self.codec.latent_dim}"
+        codec, codecs = self.codec, self.codecs
         sizes = " or ".join(f"{own.size} x {own.size}" for own in codecs.values())
-        if codec.codebook is not None:
-            kind = f"ids of {len(codec.codebook):,} codes"
         return (
             f"{len(self.train_lengths):,} training and {len(self.validation_lengths):,} validation"
             f" images of {sizes} x {codec.channels} from {self.source}, each as"
-            f" {' or '.join(map(str, codecs))} {kind} ({codec.name}), and captions of"
-            f" {int(self.train_lengths.sum()):,} tokens"
+            f" {' or '.join(map(str, codecs))} {self.latents_in_words} ({codec.name}), and"
+            f" captions of {int(self.train_lengths.sum()):,} tokens"
         )
 
-    def shape(self) -> list[str]:
-        """Return the size of a latent (of codes their number) and vocabulary size."""
-        codes, found = self.config.model.num_codes, super().shape()
-        return found if codes is None else [f"Q={codes}", *found[1:]]
+    @property
+    def latents_in_words(self) -> str:
+        """What `describe` calls the latents of an image."""
+        return f"latents of {self.codec.latent_dim}"
 
     def shifted_latents(self, latents: np.ndarray) -> list[np.ndarray]:
         """Return latents [B, N, D] under every shift of data.shift_pixels; no shift: as
@@ -85,22 +80,12 @@ def open_data(config: ImageTextConfig) -> ImageTextData:
     Raises:
         UserError: no store, a damaged one, one of texts, or a config that contradicts the data.
     """
-    data = open_latent_data(ImageTextData, config, partial(_scaling, config), store_kind="image")
+    data = open_latent_data(
+        ImageTextData, config, partial(latent_scaling, config), store_kind="image"
+    )
     _check_values(config, data.codec)
     data.config.training.freeze = decided_freeze(data.config)
     return data
-
-
-def _scaling(config: ImageTextConfig, store: Store | MixedStore) -> tuple[np.ndarray, np.ndarray]:
-    """Return mean and standard deviation [D] of latents; ids of codes stay as they are.
-
-    Raises:
-        UserError: a store of codes, and options that only latents of values read.
-    """
-    if store.num_codes is None:
-        return latent_scaling(config, store)
-    refuse_options_of_values(config)
-    return np.zeros(1, np.float32), np.ones(1, np.float32)
 
 
 def _check_values(config: ImageTextConfig, codec: ImageCodec) -> None:

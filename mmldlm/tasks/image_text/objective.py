@@ -1,4 +1,4 @@
-"""The objective of images as values; `codes/objective.py` has that of images as codes."""
+"""The objective of images."""
 
 from __future__ import annotations
 
@@ -8,12 +8,9 @@ from torch import Tensor
 
 from mmldlm.tasks.translation.objective import LatentTerm, TranslationObjective
 
-CODE_SUMS = ("code_nelbo_sum", "code_correct", "code_scored", "code_total")
-"""Sums of images as codes; the task has one list of sums for both."""
-
 
 class ImageObjective(TranslationObjective):
-    """That of the translation task; the sums of codes are 0.
+    """That of the translation task.
 
     With images of several sizes (model.latent_grids) the error of an image is the mean over its
     own latents, and sums and count of latents are of images: a large image weighs as much as a
@@ -40,4 +37,4 @@ class ImageObjective(TranslationObjective):
         )
         if count > 1:
             found = {name: total / count for name, total in found.items()}
-        return found | dict.fromkeys(CODE_SUMS, zero)
+        return found

@@ -5,21 +5,21 @@ Torch is imported where it is needed.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from mmldlm.config.text_samplers import CODE_SAMPLERS
-from mmldlm.tasks.base import Metric
 from mmldlm.tasks.image_text.config import ImageTextConfig
 from mmldlm.tasks.image_text.data import ImageTextData, open_data
 from mmldlm.tasks.image_text.words import MODES, both_words
 from mmldlm.tasks.translation.task import TranslationTask
 
 if TYPE_CHECKING:
-    from mmldlm.models import MultimodalMMDiT
+    from torch import Tensor
+
+    from mmldlm.sampling.pretrained import Pretrained
     from mmldlm.tasks.image_text.noiser import ImageNoiser
     from mmldlm.tasks.translation.noiser import NoisedBatch, Noiser
     from mmldlm.tasks.translation.objective import TranslationObjective
-    from mmldlm.tasks.validation import PassTotals
 
 
 class ImageTextTask(TranslationTask):
@@ -31,22 +31,19 @@ class ImageTextTask(TranslationTask):
     name = "image_text"
     config_class = ImageTextConfig
     samplers: ClassVar = TranslationTask.samplers | {
-        **{word: TranslationTask.samplers[mode] or CODE_SAMPLERS for word, mode in MODES.items()}
+        word: TranslationTask.samplers[mode] for word, mode in MODES.items()
     }
     sample_rate = "images_per_second"
-    sums = (*TranslationTask.sums, "code_nelbo_sum", "code_correct", "code_scored", "code_total")
-    metrics = (
-        *TranslationTask.metrics,
-        Metric(
-            "code_loss",
-            "code_nelbo_sum",
-            "codes",
-            label="image",
-            is_loss=True,
-            evaluation="code_nelbo",
-        ),
-        Metric("code_accuracy", "code_correct", "code_scored"),
-    )
+    unread_of_kinds: ClassVar[Mapping[str, tuple[str, ...]]] = {
+        "t2i": ("sampler", "temperature", "top_p")
+    }
+    """Kind of `mmldlm sample` -> options of it that only a task of other latents reads."""
+    t2i_options: ClassVar[tuple[str, ...]] = ("method", "eta")
+    """Options of t2i alone that `draw_images` reads."""
+    t2i_steps: ClassVar[int | None] = None
+    """Default number of steps of an image; None: that of `mmldlm sample`."""
+    corruption = "noised"
+    """What is done to the latents."""
 
     # -- without torch
     # ---------------------------------------------------------------------------------------------
@@ -57,19 +54,16 @@ class ImageTextTask(TranslationTask):
     def describe(self, config: ImageTextConfig) -> str:
         shares = {mode: share for mode, share in config.training.mode_weights().items() if share}
         modes = ", ".join(f"{both_words(mode)} {share:.0%}" for mode, share in shares.items())
-        shift = f"timestep_shift={config.latent_diffusion.timestep_shift:g}"
-        if config.model.latent_kind == "ids":
-            shift = "masked ids"
-        return f"{modes}; {shift}, freeze={config.training.freeze}"
+        return f"{modes}; {self.describe_latents(config)}, freeze={config.training.freeze}"
+
+    def describe_latents(self, config: ImageTextConfig) -> str:
+        """Return a few words about how the latents are corrupted, for `describe`."""
+        return f"timestep_shift={config.latent_diffusion.timestep_shift:g}"
 
     # -- with torch
     # ---------------------------------------------------------------------------------------------
 
     def noiser_class(self, config: ImageTextConfig) -> type[Noiser]:
-        if config.model.num_codes is not None:
-            from mmldlm.tasks.image_text.codes.noiser import CodeNoiser
-
-            return CodeNoiser
         from mmldlm.tasks.image_text.noiser import ImageNoiser
 
         return ImageNoiser
@@ -85,44 +79,36 @@ class ImageTextTask(TranslationTask):
             noiser.shift_only_i2t = data.config.data.shift_only_i2t
         return noiser
 
-    def build_model(self, data: ImageTextData) -> MultimodalMMDiT:
-        """A function of config and data alone; the embeddings of codes start from their
-        patches.
-        """
-        import torch
-
-        model, codebook = super().build_model(data), data.codec.codebook
-        if codebook is not None:
-            model.latent_encoder.start_from(torch.from_numpy(codebook.as_float32()))
-        return model
-
     def objective(self, config: ImageTextConfig) -> TranslationObjective:
-        if config.model.num_codes is None:
-            from mmldlm.tasks.image_text.objective import ImageObjective
+        from mmldlm.tasks.image_text.objective import ImageObjective
 
-            return ImageObjective(config)
-        from mmldlm.tasks.image_text.codes.objective import CodeObjective
-
-        return CodeObjective(config)
-
-    def validation_figures(self, totals: dict[str, PassTotals]) -> dict[str, float]:
-        """Return the figures of the translation task; of codes {mode}_code_nelbo (nats a code),
-        _code_accuracy.
-        """
-        found = super().validation_figures(totals)
-        for name, total in totals.items():
-            if total.sums["code_scored"]:
-                found[f"{name}_code_nelbo"] = (
-                    total.sums["code_nelbo_sum"] / total.sums["code_total"]
-                )
-                found[f"{name}_code_accuracy"] = (
-                    total.sums["code_correct"] / total.sums["code_scored"]
-                )
-        return found
+        return ImageObjective(config)
 
     def model_config(self, data: ImageTextData) -> dict[str, Any]:
         """Return what the translation task returns, and what turns latents into pixels."""
         return super().model_config(data) | {"image": data.codec.identity}
+
+    # -- sampling
+    # ---------------------------------------------------------------------------------------------
+
+    def draw_images(
+        self, pretrained: Pretrained, captions: list[list[int]], **options: Any
+    ) -> Tensor:
+        """Sample the latents of one image for each caption.
+
+        Args:
+            options: steps, guidance, guidance_interval, seed, batch_tokens and progress of
+                `sample_latents`, and `t2i_options`.
+        """
+        from mmldlm.sampling.latent_sampler import sample_latents
+
+        return sample_latents(
+            pretrained.model,
+            captions,
+            diffusion=pretrained.latent_diffusion,
+            clamp=pretrained.clamp_x0,
+            **options,
+        )
 
     # -- debugging
     # ---------------------------------------------------------------------------------------------
@@ -130,9 +116,4 @@ class ImageTextTask(TranslationTask):
     def check_batch(self, data: ImageTextData, batch: NoisedBatch) -> list[str]:
         from mmldlm.tasks.translation.batch_checks import batch_problems
 
-        problems = batch_problems(data, batch, data.shifted_latents)
-        if (codes := data.config.model.num_codes) is not None:
-            from mmldlm.tasks.image_text.codes.noiser import code_problems
-
-            problems += code_problems(batch, codes)
-        return problems
+        return batch_problems(data, batch, data.shifted_latents)

@@ -12,13 +12,13 @@ from mmldlm.tasks.translation.embedding_init import encoder_token_embeddings
 from mmldlm.tasks.translation.frequencies import log_length_frequencies, log_token_frequencies
 
 
-def build_model(data: TranslationData) -> MultimodalMMDiT:
+def build_model(data: TranslationData, kind: type[MultimodalMMDiT]) -> MultimodalMMDiT:
     """A function of config and data alone (training.seed, model.*); nothing is frozen yet, no
     engine wraps it.
     """
     config = data.config
     torch.manual_seed(config.training.seed)
-    model = MultimodalMMDiT(config.model)
+    model = kind(config.model)
     model.set_latent_statistics(data.latent_mean, data.latent_std)
     if config.model.token_embedding_init == "encoder":
         embeddings = encoder_token_embeddings(data.train, config.model.hidden_size)

@@ -36,7 +36,7 @@ class LatentTerm(NamedTuple):
     Attributes:
         total: its weighted sum, in the graph. fp32 scalar
         count: name of the count of the batch that it is divided by.
-        error: unweighted errors [B] or [B, N], for the metrics; None: of codes.
+        error: unweighted errors [B] or [B, N], for the metrics; None: there are none.
     """
 
     total: Tensor

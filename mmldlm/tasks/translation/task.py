@@ -84,6 +84,8 @@ class TranslationTask(MaskedTextTask):
     )
     buffers = frozenset({"latent_mean", "latent_std"})
     architecture = "MultimodalMMDiT"
+    costs: ClassVar[Any] = costs
+    """Module with the costs and shapes of the model."""
     samplers: ClassVar[Mapping[str, tuple[str, ...]]] = {**MaskedTextTask.samplers, "t2l": ()}
     sampling_options = MaskedTextTask.sampling_options | {
         "method",
@@ -108,16 +110,16 @@ class TranslationTask(MaskedTextTask):
         if config.model.latent_dim is None or config.model.vocab_size is None:
             return None
         modules, counts = (
-            costs.parameter_counts(config.model),
+            self.costs.parameter_counts(config.model),
             {"text": 0, "latent": 0, "shared": 0},
         )
         for module, count in modules.items():
-            counts[costs.group_of(module)] += count
+            counts[self.costs.group_of(module)] += count
         return counts
 
     def model_sizes(self, config: TranslationConfig, length: int) -> ModelSizes:
         model, training = config.model, config.training
-        modules = costs.parameter_counts(model)
+        modules = self.costs.parameter_counts(model)
         num_frozen = sum(
             modules.get(name, 0)
             for name in freezing.frozen_modules(training.loss_type, training.freeze)
@@ -125,20 +127,20 @@ class TranslationTask(MaskedTextTask):
         tied = model.vocab_size * model.hidden_size if model.tie_embeddings else 0
         batch, dtype = training.train_batch_size, training.dtype
         return ModelSizes(
-            matrices=costs.matrix_elements(model),
+            matrices=self.costs.matrix_elements(model),
             trainable=sum(modules.values()) - num_frozen,
             frozen=num_frozen,
             largest_block=max(
-                costs.block_elements(model),
+                self.costs.block_elements(model),
                 modules["text_encoder"],
                 modules["text_head"] + tied,
                 modules["latent_encoder"],
             ),
             buffers=2 * model.latent_dim,
-            activations=costs.activation_bytes(model, batch, length, dtype)
-            + costs.working_bytes(model, batch, length, dtype),
-            logits_cpu=costs.logits_bytes(model, batch, length, dtype, on_gpu=False),
-            logits_gpu=costs.logits_bytes(model, batch, length, dtype, on_gpu=True),
+            activations=self.costs.activation_bytes(model, batch, length, dtype)
+            + self.costs.working_bytes(model, batch, length, dtype),
+            logits_cpu=self.costs.logits_bytes(model, batch, length, dtype, on_gpu=False),
+            logits_gpu=self.costs.logits_bytes(model, batch, length, dtype, on_gpu=True),
         )
 
     def training_flops(
@@ -152,22 +154,26 @@ class TranslationTask(MaskedTextTask):
         num_latents = (
             sums["all_latents"] / num_samples if "all_latents" in sums and num_samples else None
         )
-        return costs.training_flops(
+        return self.costs.training_flops(
             config.model,
             num_samples,
             num_tokens,
             sums["text_masked"],
             num_logits,
-            sums.get("code_scored", 0),
             num_latents,
+            **self.latent_work(sums),
         )
 
+    def latent_work(self, sums: Mapping[str, float]) -> dict[str, float]:
+        """Further counts of a batch that `costs.training_flops` takes."""
+        return {}
+
     def pass_flops(self, model_config: Any, length: float, scored: float) -> float:
-        flops = costs.step_flops(model_config, [length], scored)
+        flops = self.costs.step_flops(model_config, [length], scored)
         return flops.text_alone if scored else flops.forward
 
     def encoding_flops(self, model_config: Any) -> float:
-        return costs.step_flops(model_config, [1], 0).latent_inputs
+        return self.costs.step_flops(model_config, [1], 0).latent_inputs
 
     def describe(self, config: TranslationConfig) -> str:
         shift = config.latent_diffusion.timestep_shift
@@ -182,7 +188,7 @@ class TranslationTask(MaskedTextTask):
         return [] if frozen is None else [frozen]
 
     def expected_shapes(self, model_config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
-        return costs.expected_shapes(model_config)
+        return self.costs.expected_shapes(model_config)
 
     # -- with torch
     # ---------------------------------------------------------------------------------------------
@@ -190,7 +196,7 @@ class TranslationTask(MaskedTextTask):
     def build_model(self, data: TranslationData) -> MultimodalMMDiT:
         from mmldlm.tasks.translation.build_model import build_model
 
-        return build_model(data)
+        return build_model(data, self.model_class())
 
     def parameter_plan(self, model: MultimodalMMDiT, config: TranslationConfig) -> ParameterPlan:
         from mmldlm.tasks.translation.parameter_plan import parameter_plan
@@ -327,6 +333,48 @@ class TranslationTask(MaskedTextTask):
         from mmldlm.sampling.text.critic import write_corrected
 
         return write_corrected(super().write_texts, pretrained, latents, rounds, share, **options)
+
+    def draw_latents(
+        self, pretrained: Pretrained, num_samples: int, *, solver: str, **options: Any
+    ) -> Tensor:
+        """Sample latents without a text, in the encoder's space.
+
+        Args:
+            options: steps, seed and progress of `sample_latents`.
+        """
+        from mmldlm.sampling.latent_sampler import sample_latents
+
+        return sample_latents(
+            pretrained.model,
+            None,
+            num_samples=num_samples,
+            diffusion=pretrained.latent_diffusion,
+            method=solver,
+            renormalize=pretrained.renormalize,
+            clamp=pretrained.clamp_x0,
+            unit=pretrained.renormalize,
+            **options,
+        )
+
+    def draw_pairs(
+        self, pretrained: Pretrained, num_samples: int, **options: Any
+    ) -> tuple[TextSamples, Tensor]:
+        """Sample texts and latents together.
+
+        Args:
+            options: those of `sample_joint`.
+        """
+        from mmldlm.sampling.joint_sampler import sample_joint
+
+        return sample_joint(
+            pretrained.model,
+            num_samples,
+            text_diffusion=pretrained.text_diffusion,
+            latent_diffusion=pretrained.latent_diffusion,
+            renormalize=pretrained.renormalize,
+            clamp=pretrained.clamp_x0,
+            **options,
+        )
 
     # -- debugging
     # ---------------------------------------------------------------------------------------------

@@ -29,9 +29,9 @@ def codes(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def opened(codes):
-    task = find_task("image_text")
+    task = find_task("image_codes")
     data = task.open_data(
-        load_config("tiny", None, ["task=image_text", f"data.latent_data_root={codes}"])
+        load_config("tiny", None, ["task=image_codes", f"data.latent_data_root={codes}"])
     )
     torch.manual_seed(0)
     model = task.build_model(data).eval()
@@ -91,7 +91,7 @@ def test_frequencies_pay_the_cross_entropy_of_training_codes(opened):
 
 def test_the_report_of_a_model_of_codes(codes, tmp_path):
     words = [
-        "task=image_text",
+        "task=image_codes",
         f"data.latent_data_root={codes}",
         f"logging.save_dir={tmp_path}",
         "engine.kind=single",

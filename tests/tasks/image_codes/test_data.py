@@ -7,7 +7,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from mmldlm.config.load import load_config
+from mmldlm.config.load import build_config, load_config
+from mmldlm.config.renamed_keys import model_config_with_new_names, with_new_names
 from mmldlm.config.task_registry import find_task
 from mmldlm.errors import UserError
 from tests.support.image_store import make_image_store
@@ -22,11 +23,9 @@ def stores(tmp_path_factory):
     }
 
 
-def open_data(root, *words, preset="tiny"):
-    config = load_config(
-        preset, None, ["task=image_text", f"data.latent_data_root={root}", *words]
-    )
-    return find_task("image_text").open_data(config)
+def open_data(root, *words, preset="tiny", task="image_codes"):
+    words = [f"task={task}", f"data.latent_data_root={root}", *words]
+    return find_task(task).open_data(load_config(preset, None, words))
 
 
 @pytest.mark.parametrize(
@@ -40,19 +39,24 @@ def open_data(root, *words, preset="tiny"):
         "training.t2l_pure_noise=0.2",
         "training.l2t_condition_noise=0.2",
         "model.scale_noisy_latents=true",
+        "model.latent_predictions=2",
+        "model.corrector=blind",
         "data.shift_pixels=1",
     ],
 )
 def test_options_of_values_are_refused_with_codes(stores, word):
-    with pytest.raises((UserError, ValueError), match=word.split("=")[0].split(".")[1]):
-        open_data(stores["codes"], word)
-    open_data(stores["pixels"], word)
+    with pytest.raises(UserError, match=word.split("=")[0].split(".")[1]):
+        load_config("tiny", None, ["task=image_codes", word])
+    if word.startswith(("latent_diffusion", "loss", "training", "data")):
+        open_data(stores["pixels"], word, task="image_text")
 
 
-def test_the_presets_know_their_stores(stores):
+def test_each_store_names_the_task_that_reads_it(stores):
+    with pytest.raises(UserError, match="task=image_codes"):
+        open_data(stores["codes"], task="image_text")
     with pytest.raises(UserError, match="clamp_x0"):
         open_data(stores["codes"], preset="image_text_quick")
-    with pytest.raises(UserError, match="a store of codes"):
+    with pytest.raises(UserError, match="task=image_text"):
         open_data(stores["pixels"], preset="image_text_discrete")
     with pytest.raises(UserError, match="num_codes=40"):
         open_data(stores["codes"], "model.num_codes=41")
@@ -60,18 +64,28 @@ def test_the_presets_know_their_stores(stores):
         open_data(stores["pixels"], "model.num_codes=40")
     data = open_data(stores["codes"], preset="image_text_discrete")
     model = data.config.model
-    assert (model.latent_kind, model.num_codes, model.latent_dim, model.num_latents) == (
-        "ids",
-        40,
-        1,
-        16,
-    )
+    assert (model.num_codes, model.latent_dim, model.num_latents) == (40, 1, 16)
     assert model.latent_grid == [4, 4] and "codebook.npy" in data.files_to_keep()
-    assert "16 ids of 40 codes" in data.describe()
+    assert "16 ids of 40 codes" in data.describe() and data.shape()[0] == "Q=40"
+
+
+def test_configs_of_the_time_when_image_text_read_codes():
+    """A saved one opens as one of image_codes; a user's is told so."""
+    old = {"task": "image_text", "model": {"latent_kind": "ids", "num_codes": 40}}
+    assert with_new_names(old) == {"task": "image_codes", "model": {"num_codes": 40}}
+    with pytest.raises(UserError, match=r"model.num_codes \(now of task=image_codes\)"):
+        build_config(old)
+    assert build_config(old | {"task": "image_codes"}).model.num_codes == 40
+    for task in ("image_text", "translation"):
+        unused = {"task": task, "model": {"latent_kind": "values", "num_codes": None}}
+        assert with_new_names(unused) == {"task": task, "model": {}}
+        assert build_config(unused).task == task
+    model = {**old["model"], "task": "image_text", "architecture": "MultimodalMMDiT"}
+    assert model_config_with_new_names(model) == {"task": "image_codes", "num_codes": 40}
 
 
 def test_the_embeddings_of_codes_begin_with_their_patches_and_memory_is_known(stores):
-    task, data = find_task("image_text"), open_data(stores["codes"], preset="image_text_discrete")
+    task, data = find_task("image_codes"), open_data(stores["codes"], preset="image_text_discrete")
     model = task.build_model(data)
     assert torch.equal(
         *(task.build_model(data).latent_encoder.code_embedding.weight for _ in range(2))

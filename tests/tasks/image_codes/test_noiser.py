@@ -25,9 +25,9 @@ def codes(tmp_path_factory):
 
 
 def opened(root, *more):
-    task = find_task("image_text")
+    task = find_task("image_codes")
     words = [
-        "task=image_text",
+        "task=image_codes",
         f"data.latent_data_root={root}",
         "training.train_batch_size=32",
         *more,

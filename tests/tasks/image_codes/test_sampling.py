@@ -13,11 +13,15 @@ from PIL import Image
 
 from mmldlm.cli import main
 from mmldlm.config.load import load_config
-from mmldlm.config.text_samplers import CODE_SAMPLERS
 from mmldlm.data.images.codec import ImageCodec
 from mmldlm.data.store.store import Store
-from mmldlm.sampling.code_sampler import CodeState, sample_codes, sample_codes_and_texts
 from mmldlm.sampling.pretrained import load_pretrained
+from mmldlm.tasks.image_codes.config import CODE_SAMPLERS
+from mmldlm.tasks.image_codes.sampling import (
+    CodeState,
+    sample_codes,
+    sample_codes_and_texts,
+)
 from mmldlm.train import check_run, train
 from tests.support.image_store import make_image_store
 
@@ -39,7 +43,7 @@ def runs(stores, tmp_path_factory):
     folder = tmp_path_factory.mktemp("runs")
     for name, root in stores.items():
         words = [
-            "task=image_text",
+            f"task={'image_codes' if name == 'codes' else 'image_text'}",
             f"data.latent_data_root={root}",
             f"logging.save_dir={folder}",
             "engine.kind=single",

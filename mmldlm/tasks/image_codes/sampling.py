@@ -10,10 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from mmldlm.config.text_samplers import CODE_SAMPLERS
 from mmldlm.data.encoders.encoder import token_budget_batches
 from mmldlm.diffusion import MaskedDiffusion
-from mmldlm.models.mmdit.codes import CodeTargets
 from mmldlm.sampling.device import device_of
 from mmldlm.sampling.latent_sampler import check_guidance_interval, latent_shape, pad_texts
 from mmldlm.sampling.text.draw import DrawSettings
@@ -22,10 +20,10 @@ from mmldlm.sampling.text.loop import start_decoding
 from mmldlm.sampling.text.records import Observer, Recorder, TextSamples
 from mmldlm.sampling.text.state import DecodingState
 from mmldlm.sampling.text.strategies import TextStrategy, strategy_class
+from mmldlm.tasks.image_codes.config import CODE_SAMPLERS, CODE_STEPS
+from mmldlm.tasks.image_codes.model import CodeTargets
 from mmldlm.utils.counter_rng import Stream, uniforms
 
-CODE_STEPS = 12
-"""Default number of passes of an image (Show-o, arXiv 2408.12528, has as many)."""
 _SPECIAL = (
     3  # ids after the codes: [MASK], and those that a state of texts needs for padding and end
 )
@@ -109,7 +107,7 @@ def sample_codes(
     null).
 
     Args:
-        model: a MultimodalMMDiT of codes.
+        model: a CodesMMDiT.
         texts: N lists of ids without EOS, or None.
         steps: number of passes; at most the number of codes of an image are needed.
         sampler: one of CODE_SAMPLERS. Those by certainty choose which codes to fill without
@@ -200,11 +198,10 @@ def code_logits(
     not a code.
     """
     nothing = torch.empty(0, dtype=torch.int64, device=times.device)
-    codes = state.targets(positions)
+    query = state.targets(positions)
     own = {"text_positions": nothing} if tokens is not None else {}
-    return pad_logits(
-        model(tokens, state.ids, None, times, real, codes=codes, **own)["code_logits"]
-    )
+    out = model(tokens, state.ids, None, times, real, latent_query=query, **own)
+    return pad_logits(out["code_logits"])
 
 
 def pad_logits(logits: Tensor) -> Tensor:
@@ -266,7 +263,7 @@ def sample_codes_and_texts(
                 codes.timesteps(),
                 words.state.real,
                 text_positions=places,
-                codes=codes.state.targets(positions),
+                latent_query=codes.state.targets(positions),
             )
             words.take_pass(places, out["text_logits"], observer if len(places) else None)
             codes.take_pass(positions, pad_logits(out["code_logits"]))

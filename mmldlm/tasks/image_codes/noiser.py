@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import numpy as np
@@ -13,13 +14,27 @@ from mmldlm.data.store.store import Rows
 from mmldlm.diffusion import MaskedDiffusion
 from mmldlm.tasks.batch_draws import counter_generator
 from mmldlm.tasks.image_text.noiser import ImageNoiser
+from mmldlm.tasks.row_reader import RowReader
 from mmldlm.tasks.translation.noiser import L2T, NoisedBatch, PaddedSamples
 
 _CODE_STREAM = 10  # last counter word; `noise_keys` has 9
 
 
+class CodeReader(RowReader):
+    """Reads rows of ids below num_codes."""
+
+    def __init__(self, num_codes: int, vocab_size: int):
+        super().__init__(vocab_size, np.zeros(1), math.inf, nan_to_num=False)
+        self.num_codes = num_codes
+
+    def _rejected_latent(self, latent: np.ndarray) -> str | None:
+        if latent.min() < 0 or latent.max() >= self.num_codes:
+            return f"the id {latent.max()} of a code, expected one below {self.num_codes}"
+        return None
+
+
 class CodeNoiser(ImageNoiser):
-    """Collator of the image_text task on a store of codes.
+    """Collator of the image_codes task.
 
     Of the N ids of an image exactly k = ceil(t N) are replaced by [MASK], id num_codes, and each
     is scored with weight N / k: `MaskedDiffusion.corrupt_count`, so that the loss is a bound
@@ -35,7 +50,7 @@ class CodeNoiser(ImageNoiser):
     def __init__(self, config: Any, *words: Any, **options: Any):
         super().__init__(config, *words, **options)
         self.num_codes = config.model.num_codes
-        self.reader.num_codes = self.num_codes
+        self.reader = CodeReader(self.num_codes, self.reader.vocab_size)
 
     def collate(
         self, batch: GlobalBatch, slots: np.ndarray, samples: Any, lengths: np.ndarray

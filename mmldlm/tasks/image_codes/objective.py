@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mmldlm.models.mmdit.codes import CodeTargets
+from mmldlm.tasks.image_codes.model import CodeTargets
 from mmldlm.tasks.translation.objective import LatentTerm, TranslationObjective
 
 
@@ -22,7 +22,7 @@ class CodeObjective(TranslationObjective):
 
     def _latent_arguments(self, tensors: dict[str, Tensor]) -> dict[str, Any]:
         return {
-            "codes": CodeTargets(
+            "latent_query": CodeTargets(
                 tensors["code_positions"], tensors["code_targets"], tensors["code_weights"]
             )
         }

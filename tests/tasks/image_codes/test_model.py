@@ -11,15 +11,16 @@ import torch
 
 from mmldlm.errors import UserError
 from mmldlm.models import MultimodalMMDiT
-from mmldlm.models.mmdit.codes import CodeTargets
 from mmldlm.models.mmdit.config import ModelConfig
+from mmldlm.tasks.image_codes.config import ImageCodesModelConfig
+from mmldlm.tasks.image_codes.model import CodesMMDiT, CodeTargets
 
 Q, N = 37, 6
 
 
-def make_model(**more) -> MultimodalMMDiT:
+def make_model(**more) -> CodesMMDiT:
     torch.manual_seed(0)
-    config = ModelConfig(
+    config = ImageCodesModelConfig(
         hidden_size=32,
         n_blocks=2,
         n_heads=2,
@@ -34,7 +35,7 @@ def make_model(**more) -> MultimodalMMDiT:
         eos_token_id=2,
         **{"tokens_per_latent": 1, **more},
     )
-    model = MultimodalMMDiT(config)
+    model = CodesMMDiT(config)
     with torch.no_grad():
         for parameter in model.parameters():  # adaLN-Zero would hide what the blocks read
             parameter.add_(0.05 * torch.randn_like(parameter))
@@ -56,13 +57,13 @@ def test_only_the_named_codes_are_scored_and_logits_give_the_same_likelihood(chu
     model, (tokens, ids, t) = make_model(tokens_per_latent=chunks), inputs()
     positions, targets = torch.tensor([0, 4, 9, 17]), torch.tensor([5, 0, 36, 12])
     weights = torch.tensor([1.0, 2.0, 0.5, 3.0])
-    found = model(tokens, ids, t, t, codes=CodeTargets(positions, targets, weights))
-    logits = model(tokens, ids, t, t, codes=CodeTargets(positions))["code_logits"]
+    found = model(tokens, ids, t, t, latent_query=CodeTargets(positions, targets, weights))
+    logits = model(tokens, ids, t, t, latent_query=CodeTargets(positions))["code_logits"]
     assert logits.shape == (4, Q) and "latent_pred" not in found
     expected = -logits.log_softmax(-1).gather(1, targets[:, None])[:, 0]
     torch.testing.assert_close(found["code_nll"], expected, rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(found["code_loss_sum"], (expected * weights).sum())
-    whole = model(tokens, ids, t, t, codes=CodeTargets(torch.arange(3 * N)))["code_logits"]
+    whole = model(tokens, ids, t, t, latent_query=CodeTargets(torch.arange(3 * N)))["code_logits"]
     torch.testing.assert_close(whole[positions], logits)
     assert not any(key.startswith("code_") for key in model(tokens, ids, t, t))
 
@@ -73,7 +74,7 @@ def test_gradients_agree_with_those_of_all_logits():
     grads = []
     for wanted in (CodeTargets(positions, targets, torch.ones(3)), CodeTargets(positions)):
         model.zero_grad()
-        out = model(tokens, ids, t, t, codes=wanted)
+        out = model(tokens, ids, t, t, latent_query=wanted)
         loss = out.get("code_loss_sum")
         if loss is None:
             loss = torch.nn.functional.cross_entropy(out["code_logits"], targets, reduction="sum")
@@ -108,8 +109,8 @@ def test_the_caption_reads_ids_and_a_null_image_hides_them():
 def test_ids_are_never_rounded_to_the_dtype_of_the_weights():
     """bf16 holds whole numbers to 256 only."""
     torch.manual_seed(0)
-    many = ModelConfig(**{**make_model().config.model_dump(), "num_codes": 1000})
-    model = MultimodalMMDiT(many).bfloat16().eval()
+    many = ImageCodesModelConfig(**{**make_model().config.model_dump(), "num_codes": 1000})
+    model = CodesMMDiT(many).bfloat16().eval()
     table = model.latent_encoder.code_embedding.weight
     rows, _ = model.latent_encoder(torch.tensor([[[999]], [[998]]]), None)
     own = (
@@ -132,9 +133,9 @@ def test_a_uniform_head_pays_log2_of_the_codes():
         model.latent_head.bias.zero_()
     positions = torch.arange(3 * N)
     targets = torch.randint(0, Q, (3 * N,), generator=torch.Generator().manual_seed(2))
-    nll = model(tokens, ids, t, t, codes=CodeTargets(positions, targets, torch.ones(3 * N)))[
-        "code_nll"
-    ]
+    nll = model(
+        tokens, ids, t, t, latent_query=CodeTargets(positions, targets, torch.ones(3 * N))
+    )["code_nll"]
     torch.testing.assert_close(nll / math.log(2), torch.full((3 * N,), math.log2(Q)))
 
 
@@ -152,22 +153,16 @@ def test_embeddings_start_from_their_patches():
     )
 
 
-def test_ids_out_of_range_and_options_of_values_are_refused():
+def test_ids_out_of_range_and_models_of_the_other_kind_are_refused():
     model, (tokens, ids, t) = make_model(), inputs()
     assert torch.equal(model.scale_latents(ids.clamp_max(Q - 1)), ids.clamp_max(Q - 1))
     for wrong in (-1, Q):
         with pytest.raises(UserError, match="0 to 36"):
             model.scale_latents(torch.full_like(ids, wrong))
-    for key, value in (
-        ("scale_noisy_latents", True),
-        ("latent_predictions", 2),
-        ("corrector", "blind"),
-    ):
-        with pytest.raises(ValueError, match=key):
-            make_model(**{key: value})
-    values = {**model.config.model_dump(), "num_codes": None}
+    values = model.config.model_dump()
     with pytest.raises(UserError, match="num_codes"):
-        MultimodalMMDiT(ModelConfig(**{**values, "latent_kind": "ids"}))
+        CodesMMDiT(ImageCodesModelConfig(**{**values, "num_codes": None}))
+    del values["num_codes"]
     pixels = MultimodalMMDiT(ModelConfig(**values))
-    with pytest.raises(ValueError, match="codes"):
-        pixels(tokens, ids.float(), t, t, codes=CodeTargets(torch.arange(2)))
+    with pytest.raises(ValueError, match="latent_query"):
+        pixels(tokens, ids.float(), t, t, latent_query=CodeTargets(torch.arange(2)))

@@ -22,9 +22,9 @@ Q = 48
 @pytest.fixture(scope="module")
 def opened(tmp_path_factory):
     root = make_image_store(tmp_path_factory.mktemp("codes") / "store", codes=Q)
-    task = find_task("image_text")
+    task = find_task("image_codes")
     data = task.open_data(
-        load_config("tiny", None, ["task=image_text", f"data.latent_data_root={root}"])
+        load_config("tiny", None, ["task=image_codes", f"data.latent_data_root={root}"])
     )
     return task, data, task.build_model(data)
 

@@ -1,26 +1,27 @@
-"""Latents as ids of codes: their embedding in place of the latent projection, and a head over
+"""The MMDiT on ids of codes: their embedding in place of the latent projection, and a head over
 codes.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from mmldlm.errors import UserError
 from mmldlm.models.embedding import embedding
+from mmldlm.models.latent_transformer import EncodedLatent
 from mmldlm.models.layers import Modulation, has_no_hooks, modulate
 from mmldlm.models.linear_cross_entropy import linear_cross_entropy
-from mmldlm.models.mmdit.config import ModelConfig
-from mmldlm.models.mmdit.encoders import LatentEncoder, grid_positions
-from mmldlm.models.mmdit.heads import LatentHead
+from mmldlm.models.mmdit.encoders import grid_positions
+from mmldlm.models.mmdit.model import MultimodalMMDiT
 from mmldlm.models.mmdit.null_condition import apply_null_condition
+from mmldlm.tasks.image_codes.config import ImageCodesModelConfig
 
 
 class CodeTargets(NamedTuple):
-    """The ids that a model of codes is asked for.
+    """The ids that the model is asked for: `latent_query` of its forward pass.
 
     Attributes:
         positions: int64 indices into B * N of the codes to score. [M]
@@ -139,65 +140,88 @@ class CodeHead(nn.Module):
         return {"code_logits": torch.addmm(self.bias, rows, self.weight.t()).float()}
 
 
-def latent_encoder(config: ModelConfig) -> LatentEncoder | CodeEncoder:
-    """Return what a model reads its latents with."""
-    shape = (
-        config.tokens_per_latent,
-        config.num_latents,
-        config.hidden_size,
-        config.cond_dim,
-        config.latent_grid,
-    )
-    if config.num_codes is not None:
-        return CodeEncoder(config.num_codes, *shape)
-    return LatentEncoder(config.latent_dim, *shape, config.latent_grids)
+class CodesMMDiT(MultimodalMMDiT):
+    """MultimodalMMDiT whose latents are ids of codes: int64 [B, N, 1], num_codes for [MASK].
 
-
-def latent_head(config: ModelConfig) -> LatentHead | CodeHead:
-    """Return what a model predicts its latents with."""
-    shape = (config.hidden_size, config.cond_dim, config.tokens_per_latent)
-    if config.num_codes is not None:
-        return CodeHead(*shape, config.num_codes)
-    return LatentHead(*shape, config.latent_predictions * config.latent_dim)
-
-
-def latent_outputs(
-    head: LatentHead | CodeHead,
-    rows: Tensor,
-    condition: Tensor,
-    latents: Tensor | None,
-    codes: CodeTargets | None,
-) -> dict[str, Tensor]:
-    """Return what a head makes of latent rows [B, N * K, H]: `latent_pred`, or the code_* of
-    CodeHead.
-    """
-    if isinstance(head, CodeHead):
-        return head(rows, condition, codes)
-    if codes is not None:
-        raise ValueError(
-            "codes are asked of a model whose latents are values (model.num_codes is not set)"
-        )
-    return {"latent_pred": _like_given(head(rows, condition).float(), latents)}
-
-
-def _like_given(latent_pred: Tensor, latents: Tensor | None) -> Tensor:
-    """[B, N, D], or [B, D] where the latents were given so, or not given."""
-    if latents is not None and latents.dim() == 3:
-        return latent_pred
-    return latent_pred.squeeze(1) if latent_pred.shape[1] == 1 else latent_pred[:, 0]
-
-
-def checked_ids(raw: Tensor, num_codes: int) -> Tensor:
-    """Return ids of codes as int64.
+    Args:
+        config: of a MultimodalMMDiT, and num_codes.
 
     Raises:
-        UserError: an id that names no code; on a GPU it would end the process without a name.
+        UserError: num_codes is not set; or as MultimodalMMDiT.
     """
-    if raw.numel() and not 0 <= int(raw.min()) <= int(raw.max()) < num_codes:
-        raise UserError(
-            f"ids of codes from 0 to {num_codes - 1}",
-            f"ids from {int(raw.min())} to {int(raw.max())}",
-            "mmldlm verify-data STORE names the damaged rows; or give latents that this model's"
-            " codec made",
+
+    config_class: ClassVar[type[ImageCodesModelConfig]] = ImageCodesModelConfig
+    config: ImageCodesModelConfig
+
+    def __init__(self, config: ImageCodesModelConfig):
+        if config.num_codes is None:
+            raise UserError(
+                "a complete model config",
+                "model.num_codes unset",
+                "set it, or take it from a store",
+            )
+        super().__init__(config)
+
+    @property
+    def num_ids(self) -> int:
+        return self.config.num_codes
+
+    def make_latent_encoder(self) -> CodeEncoder:
+        config = self.config
+        return CodeEncoder(
+            config.num_codes,
+            config.tokens_per_latent,
+            config.num_latents,
+            config.hidden_size,
+            config.cond_dim,
+            config.latent_grid,
         )
-    return raw.long()
+
+    def make_latent_head(self) -> CodeHead:
+        config = self.config
+        return CodeHead(
+            config.hidden_size, config.cond_dim, config.tokens_per_latent, config.num_codes
+        )
+
+    def initialize_latents(self) -> None:
+        self.latent_encoder.reset_embedding()
+
+    def scale_latents(self, raw: Tensor) -> Tensor:
+        """Stored ids of codes as int64.
+
+        Raises:
+            UserError: an id that names no code; on a GPU it would end the process without a name.
+        """
+        num_codes = self.config.num_codes
+        if raw.numel() and not 0 <= int(raw.min()) <= int(raw.max()) < num_codes:
+            raise UserError(
+                f"ids of codes from 0 to {num_codes - 1}",
+                f"ids from {int(raw.min())} to {int(raw.max())}",
+                "mmldlm verify-data STORE names the damaged rows; or give latents that this"
+                " model's codec made",
+            )
+        return raw.long()
+
+    def encode_latents(
+        self,
+        latents: Tensor | None,
+        is_null: Tensor | None = None,
+        batch: int | None = None,
+        caches: bool = False,
+        *,
+        timesteps: Tensor | None = None,
+        hypotheses: None = None,
+    ) -> EncodedLatent:
+        config = self.config
+        if latents is None:
+            shape = (batch, config.num_latents, config.latent_dim)
+            latents = torch.zeros(shape, device=self.latent_mean.device, dtype=torch.int64)
+            is_null = torch.ones(len(latents), dtype=torch.bool, device=latents.device)
+        ids = latents[:, None] if latents.dim() == 2 else latents
+        self.check_latents(ids)
+        return EncodedLatent(*self.latent_encoder(ids, is_null))
+
+    def latent_outputs(
+        self, rows: Tensor, condition: Tensor, latents: Tensor | None, query: CodeTargets | None
+    ) -> dict[str, Tensor]:
+        return self.latent_head(rows, condition, query)

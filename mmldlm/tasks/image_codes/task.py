@@ -1,0 +1,149 @@
+"""The image_codes task: captions from images and images from captions, each image as ids of codes.
+
+Torch is imported where it is needed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from mmldlm.tasks.base import Metric
+from mmldlm.tasks.image_codes import costs
+from mmldlm.tasks.image_codes.config import CODE_SAMPLERS, CODE_STEPS, ImageCodesConfig
+from mmldlm.tasks.image_codes.data import ImageCodesData, open_data
+from mmldlm.tasks.image_text.task import ImageTextTask
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from mmldlm.sampling.pretrained import Pretrained
+    from mmldlm.sampling.text.records import TextSamples
+    from mmldlm.tasks.image_codes.model import CodesMMDiT
+    from mmldlm.tasks.image_codes.noiser import CodeNoiser
+    from mmldlm.tasks.image_codes.objective import CodeObjective
+    from mmldlm.tasks.translation.noiser import NoisedBatch
+    from mmldlm.tasks.validation import PassTotals
+
+CODE_SUMS = ("code_nelbo_sum", "code_correct", "code_scored", "code_total")
+
+
+class ImageCodesTask(ImageTextTask):
+    """The image_text task on ids of codes, which are masked as the text is
+    (docs/images.md#images-as-codes).
+    """
+
+    name = "image_codes"
+    config_class = ImageCodesConfig
+    architecture = "CodesMMDiT"
+    costs: ClassVar[Any] = costs
+    sums = (*ImageTextTask.sums, *CODE_SUMS)
+    metrics = (
+        *ImageTextTask.metrics,
+        Metric(
+            "code_loss",
+            "code_nelbo_sum",
+            "codes",
+            label="image",
+            is_loss=True,
+            evaluation="code_nelbo",
+        ),
+        Metric("code_accuracy", "code_correct", "code_scored"),
+    )
+    samplers: ClassVar = ImageTextTask.samplers | {"t2i": CODE_SAMPLERS}
+    unread_of_kinds: ClassVar[Mapping[str, tuple[str, ...]]] = {
+        "t2i": ("method", "eta"),
+        "i2t": ("condition_timestep",),
+        "joint": ("solver", "condition_timestep"),
+    }
+    t2i_options: ClassVar[tuple[str, ...]] = ("sampler", "temperature", "top_p")
+    t2i_steps: ClassVar[int | None] = CODE_STEPS
+    corruption = "masked"
+
+    # -- without torch
+    # ---------------------------------------------------------------------------------------------
+
+    def open_data(self, config: ImageCodesConfig) -> ImageCodesData:
+        return open_data(config)
+
+    def describe_latents(self, config: ImageCodesConfig) -> str:
+        return "masked ids"
+
+    def latent_work(self, sums: Mapping[str, float]) -> dict[str, float]:
+        return {"scored_codes": sums["code_scored"]}
+
+    # -- with torch
+    # ---------------------------------------------------------------------------------------------
+
+    def model_class(self) -> type[CodesMMDiT]:
+        from mmldlm.tasks.image_codes.model import CodesMMDiT
+
+        return CodesMMDiT
+
+    def noiser_class(self, config: ImageCodesConfig) -> type[CodeNoiser]:
+        from mmldlm.tasks.image_codes.noiser import CodeNoiser
+
+        return CodeNoiser
+
+    def build_model(self, data: ImageCodesData) -> CodesMMDiT:
+        """A function of config and data alone; the embeddings of codes start from their
+        patches.
+        """
+        import torch
+
+        model = super().build_model(data)
+        model.latent_encoder.start_from(torch.from_numpy(data.codec.codebook.as_float32()))
+        return model
+
+    def objective(self, config: ImageCodesConfig) -> CodeObjective:
+        from mmldlm.tasks.image_codes.objective import CodeObjective
+
+        return CodeObjective(config)
+
+    def validation_figures(self, totals: dict[str, PassTotals]) -> dict[str, float]:
+        """Return the figures of the translation task, {mode}_code_nelbo (nats a code) and
+        {mode}_code_accuracy.
+        """
+        figures = super().validation_figures(totals)
+        for name, total in totals.items():
+            sums = total.sums
+            if sums["code_scored"]:
+                figures[f"{name}_code_nelbo"] = sums["code_nelbo_sum"] / sums["code_total"]
+                figures[f"{name}_code_accuracy"] = sums["code_correct"] / sums["code_scored"]
+        return figures
+
+    # -- sampling
+    # ---------------------------------------------------------------------------------------------
+
+    def draw_images(
+        self, pretrained: Pretrained, captions: list[list[int]], **options: Any
+    ) -> Tensor:
+        from mmldlm.tasks.image_codes.sampling import sample_codes
+
+        return sample_codes(pretrained.model, captions, **options)
+
+    def draw_latents(
+        self, pretrained: Pretrained, num_samples: int, *, solver: None, **options: Any
+    ) -> Tensor:
+        from mmldlm.tasks.image_codes.sampling import sample_codes
+
+        # A sampler by certainty would make the same image every time.
+        options |= {"num_samples": num_samples, "sampler": "ancestral"}
+        return sample_codes(pretrained.model, None, **options)
+
+    def draw_pairs(
+        self, pretrained: Pretrained, num_samples: int, *, solver: None, **options: Any
+    ) -> tuple[TextSamples, Tensor]:
+        from mmldlm.tasks.image_codes.sampling import sample_codes_and_texts
+
+        return sample_codes_and_texts(
+            pretrained.model, num_samples, text_diffusion=pretrained.text_diffusion, **options
+        )
+
+    # -- debugging
+    # ---------------------------------------------------------------------------------------------
+
+    def check_batch(self, data: ImageCodesData, batch: NoisedBatch) -> list[str]:
+        from mmldlm.tasks.image_codes.noiser import code_problems
+
+        return super().check_batch(data, batch) + code_problems(batch, data.config.model.num_codes)
