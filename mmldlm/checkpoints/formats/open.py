@@ -68,8 +68,8 @@ def open_source(
         allow_nonfinite: Whether to return NaN and infinite weights instead of raising.
         with_ema: Whether to find the moving average of the weights, if one was saved.
         with_moments: Whether to find the optimizer's moments, if there are any.
-        weights_only: Whether to ignore damaged files without training state (the tokenizer, copies of the
-            config).
+        weights_only: Whether to ignore damaged files without training state (the tokenizer,
+            copies of the config).
         keep_names: Whether to keep what torch's wrappers put before the names of a state_dict (see
             wrapper_names).
         key: State dict of a file or DCP folder that is the model, if it holds several
@@ -85,7 +85,8 @@ def open_source(
         and not (path.parent / CHECKPOINTS).is_dir()
         and registry.detect(path.parent) is not None
     ):
-        path = path.parent  # the file is DeepSpeed's
+        # The file is DeepSpeed's.
+        path = path.parent
     options = ReadOptions(allow_nonfinite, with_moments, key=key)
     _refuse_store(path)
     if _is_run_checkpoint(path):
