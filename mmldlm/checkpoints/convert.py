@@ -6,15 +6,17 @@ The order of reads, here and in to_checkpoint:
 1. Manifest (of mmldlm's own checkpoints): presence, size and tail checksum of every file.
 2. Descriptions: the pickles and headers of all files are read, and no tensor. They give the names,
    shapes and places of the tensors; names come from the format (DeepSpeed's `param_shapes`, DCP's
-   `.metadata`, the keys of a state dict), without the prefixes of torch's wrappers.
+   `.metadata`, the keys of a state dict), without the prefixes of torch's wrappers. Tensors are
+   read here only where no name is recorded: ZeRO-0's masters, and weights that were saved twice,
+   are recognized by their values.
 3. Plan: what is written under which name and dtype. Links that leave the source, a
-   model_config.json that does not fit, an OUT that exists and a full disk are errors before any
-   tensor is read.
+   model_config.json that does not fit, an OUT that exists and a full disk are errors before a
+   byte is written.
 4. Tensors: one sequential pass in the order of the files. Each chunk is checked for NaN, infinity
    and, where ZeRO keeps a low-precision copy, against that copy; it is cast and written. At the
    end the rest of every record that was read is read too, and all CRCs are compared.
 5. Small files: config, tokenizer, and what else the manifest lists beside the engine's files.
-6. The count: every tensor of the source is in the output, complete, or was left out by `only`.
+6. Comparison: every element of the source is in the output, or was left out by `only`.
 """
 
 from __future__ import annotations
@@ -118,8 +120,10 @@ def convert(
     """
     started = time.monotonic()
     out = Path(os.path.abspath(out))
+    # 1. and 2.: the manifest, and the descriptions of all tensors.
     opened = open_source(source, allow_nonfinite, with_ema=ema, keep_names=keep_names, key=key)
     with opened.weights as weights:
+        # 3.: what is written.
         check_links(opened)
         check_config(weights, opened.checkpoint)
         if ema:
@@ -131,6 +135,7 @@ def convert(
 
         def write(folder: Path) -> None:
             nonlocal num_bytes
+            # 4. to 6.: tensors, small files, comparison.
             sums = _write_model(opened, plan, files, folder, ema, verify, on_bytes, fsync)
             notes.extend([*weights.notes, *copy_tokenizer_files(opened, plan.dtype, folder)])
             if verify:

@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 import torch
 
-from mmldlm.checkpoints import output_folder as output_dir
+from mmldlm.checkpoints import output_folder
 from mmldlm.checkpoints.commit import begin
 from mmldlm.checkpoints.convert import convert
 from mmldlm.checkpoints.files.dtypes import bf16_to_fp32, fp32_to_bf16
@@ -273,7 +273,7 @@ def test_failed_write_leaves_nothing(zero_dir, tmp_path, monkeypatch):
 
 def test_no_space(zero_dir, tmp_path, monkeypatch):
     usage = shutil.disk_usage(tmp_path)
-    monkeypatch.setattr(output_dir.shutil, "disk_usage", lambda path: usage._replace(free=100))
+    monkeypatch.setattr(output_folder.shutil, "disk_usage", lambda path: usage._replace(free=100))
     with pytest.raises(UserError, match="free space"):
         convert(zero_dir / "z2_bf16", tmp_path / "out")
 
@@ -282,7 +282,7 @@ def test_an_output_that_cannot_be_made_is_no_lack_of_space(zero_dir, tmp_path, m
     (tmp_path / "file").write_text("kept")
     usage = shutil.disk_usage(tmp_path)
     monkeypatch.setattr(
-        output_dir.shutil, "disk_usage", lambda path: usage._replace(free=0)
+        output_folder.shutil, "disk_usage", lambda path: usage._replace(free=0)
     )  # as /proc has
     with pytest.raises(UserError, match="Not a directory"):
         convert(zero_dir / "z2_bf16", tmp_path / "file" / "out")
@@ -334,7 +334,7 @@ def test_without_the_flush_the_bytes_are_the_same(zero_dir, tmp_path, monkeypatc
     assert command(source, str(tmp_path / "flushed"), *words) == 0
     flushed = []
     for name in ("fsync_path", "sync_file_system"):
-        monkeypatch.setattr(output_dir, name, flushed.append)
+        monkeypatch.setattr(output_folder, name, flushed.append)
     monkeypatch.setattr(os, "fsync", flushed.append)
     assert command(source, str(tmp_path / "loose"), *words, "--no-fsync") == 0
     assert not flushed

@@ -463,7 +463,7 @@ def test_another_optimizer_is_refused(zero_copy, tmp_path):
 
 
 def test_a_full_disk_leaves_nothing(zero_dir, tmp_path, monkeypatch):
-    from mmldlm.checkpoints import output_folder as output_dir
+    from mmldlm.checkpoints import output_folder
     from mmldlm.checkpoints.files import file_io as output_file
 
     def full(fd: int, size: int) -> None:
@@ -474,7 +474,7 @@ def test_a_full_disk_leaves_nothing(zero_dir, tmp_path, monkeypatch):
         convert_state(zero_dir / "z2_bf16", tmp_path / "out", "zero3", 4)
     monkeypatch.undo()
     usage = type("Usage", (), {"free": 100})
-    monkeypatch.setattr(output_dir.shutil, "disk_usage", lambda path: usage)
+    monkeypatch.setattr(output_folder.shutil, "disk_usage", lambda path: usage)
     with pytest.raises(UserError, match="free space"):
         convert_state(zero_dir / "z2_bf16", tmp_path / "out", "zero3", 4)
     assert not list(tmp_path.iterdir())

@@ -32,7 +32,7 @@ class WriteRequest:
 
     Attributes:
         source: the opened checkpoint.
-        target: one of layout.TARGETS.
+        target: one of manifest.TARGETS.
         folder: where the files go.
         world_size: number of ranks of the new checkpoint.
         optimizer: None to write the weights alone.
@@ -57,7 +57,7 @@ class CheckpointFormat(Protocol):
 
     Attributes:
         name: its name.
-        targets: those of layout.TARGETS that it writes.
+        targets: those of manifest.TARGETS that it writes.
         has_keys: whether its files may hold several state dicts, of which ReadOptions.key names
             one.
     """

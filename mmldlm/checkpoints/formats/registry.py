@@ -37,9 +37,9 @@ class Detected(NamedTuple):
 def detect(path: Path) -> Detected | None:
     """Return the format of a file or folder; None if it is in none of them."""
     for candidate in FORMATS:
-        found = candidate.detect(path)
-        if found is not None:
-            return Detected(candidate, found)
+        opened_path = candidate.detect(path)
+        if opened_path is not None:
+            return Detected(candidate, opened_path)
     return None
 
 
@@ -49,17 +49,17 @@ def open_path(path: Path, options: ReadOptions) -> WeightSource | None:
     Raises:
         UserError: damaged, missing, hostile or mismatched files.
     """
-    found = detect(path)
-    if found is None:
+    detected = detect(path)
+    if detected is None:
         return None
-    if options.key is not None and not found.format.has_keys:
+    if options.key is not None and not detected.format.has_keys:
         raise UserError(
             f"--key {options.key} for a torch.save'd file or a DCP folder, which may hold several"
             " state dicts",
-            f"{path}, a checkpoint of {found.format.name}, which holds one model",
+            f"{path}, a checkpoint of {detected.format.name}, which holds one model",
             "leave --key out",
         )
-    source = found.format.open(found.path, options)
+    source = detected.format.open(detected.path, options)
     for name in source.tensors:
         if not is_utf8(name):
             source.close()
@@ -71,7 +71,7 @@ def open_path(path: Path, options: ReadOptions) -> WeightSource | None:
 
 
 def writer_of(target: str) -> CheckpointFormat:
-    """Return the format that writes a target of layout.TARGETS."""
+    """Return the format that writes a target of manifest.TARGETS."""
     return next(candidate for candidate in FORMATS if target in candidate.targets)
 
 
@@ -95,8 +95,8 @@ def read_optimizer_metadata(opened: OpenedCheckpoint) -> OptimizerMetadata:
     if source.named_optimizer is not None:
         metadata = named_optimizer_metadata(opened)
     else:
-        found = detect(source.path)
-        assert found is not None, f"{source.path} has lost its files"
-        metadata = found.format.read_optimizer_metadata(opened)
+        detected = detect(source.path)
+        assert detected is not None, f"{source.path} has lost its files"
+        metadata = detected.format.read_optimizer_metadata(opened)
     check_groups(source, metadata)
     return metadata
