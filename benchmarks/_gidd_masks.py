@@ -11,7 +11,7 @@ def bound_difference(run: Path, store: str, count: int = 64, draws: int = 4) -> 
     """
     import torch
 
-    from mmldlm.data.store.store import Store
+    from mmldlm.data.store import Store
     from mmldlm.diffusion.timesteps import arcsine
     from mmldlm.evaluation.sentences import choose_sentences
     from mmldlm.sampling.latent_sampler import pad_texts

@@ -25,7 +25,7 @@ from mmldlm.checkpoints.manifest import (
     read_manifest,
 )
 from mmldlm.checkpoints.output_folder import TOKENIZER_FILES
-from mmldlm.data.images.codec import FILES
+from mmldlm.data.image_codec import FILES
 from mmldlm.errors import UserError
 from mmldlm.utils.formatting import describe_os_error
 from mmldlm.utils.input_files import read_bytes
