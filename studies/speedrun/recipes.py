@@ -16,8 +16,7 @@ import sys
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))  # benchmarks run from a checkout, installed or not
+ROOT = Path(__file__).resolve().parents[2]
 
 # The quickstart's preset at commit 2b95890, and the defaults of that commit that a recipe may
 # change.

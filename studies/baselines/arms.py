@@ -10,8 +10,7 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))  # benchmarks run from a checkout, installed or not
+ROOT = Path(__file__).resolve().parents[2]
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from _inversion_arms import ONE_BY_ONE, Way
+from studies.inversion.arms import ONE_BY_ONE, Way
 
 FIGURES = ("sentence_bleu", "sentence_bleu_unknown", "word_f1", "exact_match", "length_exact")
 

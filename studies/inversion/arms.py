@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from _baselines import Arm
+from studies.baselines.arms import Arm
 
 _TEXT_LOSS = ("loss.text_weighting=uniform", "loss.length_loss_weight=0.5")
 _BOTH = (
@@ -26,7 +26,7 @@ TRAINED = (
     ),
     Arm("mmdit_both", "translation", True, (*_BOTH, "model.cond_dim=WIDTH")),
 )
-"""Their losses are those of the quickstart (docs/speedrun.md)."""
+"""Their losses are those of the quickstart (studies/speedrun)."""
 DEEP, DEEPER = (
     "ar_equal_parameters",
     3.5,

@@ -1,8 +1,9 @@
 """How well do models write a text from its embedding at equal compute, and what does the encoder
 in the loop give?
 
-    python benchmarks/inversion.py [--data STORE] [--quick | --full] [--all-arms] [--runs FOLDER]
-                                   [--samples N] [--plot FILE.png] [--tables FILE] [--json FILE]
+    python studies/inversion/inversion.py [--data STORE] [--quick | --full] [--all-arms]
+                                          [--runs FOLDER] [--samples N] [--plot FILE.png]
+                                          [--tables FILE] [--json FILE]
 
 Three models of equal width and depth (about equal FLOPs a text token) train on the same batches
 from the encoder's token embeddings, each with the best of Muon and AdamW at several rates: an
@@ -37,12 +38,17 @@ from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
+import yaml
+
+# A study runs from a checkout, installed or not, and reports as the benchmarks do.
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
+
 import _report
 import _store
-import yaml
-from _baselines import ROOT, Arm, Scale, length_words, train
-from _inversion import Reached, measure_ways, plot, table
-from _inversion_arms import (
+
+from studies.baselines.arms import ROOT, Arm, Scale, length_words, train
+from studies.inversion.arms import (
     ADAPTIVE,
     BLIND,
     COMPARED,
@@ -65,6 +71,7 @@ from _inversion_arms import (
     Further,
     Way,
 )
+from studies.inversion.measure import Reached, measure_ways, plot, table
 
 SCALES = {
     "quick": Scale(32, 1, 2, 4, 16, (), (0,), 8),

@@ -1,15 +1,10 @@
-"""Have the bounds of the diffusion processes the weights they must have? A denoiser whose bound is
-known says so.
+"""Identities of baselines.py that hold whatever the models learned: AR with and without its cache,
+GIDD without uniform noise against MDLM, and every bound for a denoiser whose NELBO is known.
 """
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
-
-sys.path.insert(
-    0, str(Path(__file__).resolve().parent.parent)
-)  # benchmarks run from a checkout, installed or not
 
 VOCAB, MASK, EOS, NUM_CLUSTERS = 24, 3, 2, 4
 POINTS = 5_000  # of the integral over time: errors fall below 1e-3 at every setting
@@ -115,3 +110,81 @@ def _hierarchical_states(process, x, t):
     ):  # fmt: skip
         real = torch.ones_like(x, dtype=torch.bool)[:, None]
         yield process.corrupt(x[:, None], t, middle[:, None], real)[0][:, 0], probability
+
+
+def cache_difference(run: Path, store: str, count: int = 16) -> float:
+    """Largest difference in nats a token between teacher forcing and one token after the other,
+    over some texts.
+    """
+    import torch
+
+    from mmldlm.data.store.store import Store
+    from mmldlm.evaluation.sentences import choose_sentences
+    from mmldlm.models.plain.decode import next_logits, start_text
+    from mmldlm.sampling.latent_sampler import pad_texts
+    from mmldlm.sampling.pretrained import load_pretrained
+
+    pretrained = load_pretrained(run / "latest")
+    model, config = pretrained.model, pretrained.model.config
+    sentences = choose_sentences(Store(store, "validation"), model, count, 0)
+    tokens, real = pad_texts(sentences.tokens, config.eos_token_id, config.pad_token_id)
+    latents = None
+    if config.conditioning != "none":
+        latents = model.scale_latents(torch.from_numpy(sentences.latents))
+    with torch.inference_mode():
+        unread = torch.empty(len(tokens), tokens.shape[1] + 1)
+        expected = pretrained.task.score_texts(
+            pretrained, tokens, real, latents, unread, (0, 1)
+        ).nats
+        cache, found = start_text(model, latents, len(tokens)), torch.zeros_like(expected)
+        for place in range(tokens.shape[1]):
+            logits = next_logits(model, cache, None if place == 0 else tokens[:, place - 1])
+            log_p = logits.double().log_softmax(-1).gather(1, tokens[:, place, None])[:, 0]
+            found -= torch.where(real[:, place], log_p, 0.0)
+    return float(((found - expected).abs() / real.sum(1)).max())
+
+
+def bound_difference(run: Path, store: str, count: int = 64, draws: int = 4) -> float:
+    """Difference in nats a token between GIDD's bound (at uniform_share 0) and MDLM's, whose
+    weight is 1 / t.
+    """
+    import torch
+
+    from mmldlm.data.store.store import Store
+    from mmldlm.diffusion.timesteps import arcsine
+    from mmldlm.evaluation.sentences import choose_sentences
+    from mmldlm.sampling.latent_sampler import pad_texts
+    from mmldlm.sampling.pretrained import load_pretrained
+    from mmldlm.tasks.text_scores import sum_by_row
+    from mmldlm.utils.counter_rng import Stream, uniforms
+
+    pretrained = load_pretrained(run / "latest")
+    task, model, config = pretrained.task, pretrained.model, pretrained.model.config
+    split = Store(store, "validation")
+    sentences = choose_sentences(split, model, min(count, len(split)), 0)
+    tokens, real = pad_texts(sentences.tokens, config.eos_token_id, config.pad_token_id)
+    uniform = uniforms(0, Stream.LIKELIHOOD, range(len(tokens)), (draws, tokens.shape[1] + 1))
+    process, difference = task.process_of_model(pretrained), 0.0
+    with torch.inference_mode():
+        for draw in range(draws):
+            own = torch.cat([uniform[:, draw, :-1], uniform[:, 0, -1:]], dim=1)
+            ours = task.score_texts(pretrained, tokens, real, None, own, (draw, draws)).nats
+            t, density = arcsine((draw + own[:, -1]) / draws)
+            noised, _ = process.corrupt(tokens, t, own[:, :-1], real)
+            positions = (noised == config.mask_token_id).flatten().nonzero()[:, 0]
+            owner, targets = positions // tokens.shape[1], tokens.flatten()[positions]
+            out = model(
+                noised,
+                None,
+                t.float(),
+                None,
+                real,
+                text_positions=positions,
+                text_targets=targets,
+                text_weights=torch.ones(len(targets)),
+            )
+            theirs = sum_by_row(
+                out["text_nll"].double() * (density / t)[owner], owner, len(tokens)
+            )
+            difference += float((ours - theirs).sum())
+    return abs(difference) / draws / float(real.sum())
