@@ -19,3 +19,20 @@ class RenamedOption(argparse.Action):
 
     def __call__(self, parser, namespace, values, option_string=None):
         parser.error(f"{option_string} was renamed: use {self.new}")
+
+
+class RemovedOption(argparse.Action):
+    """An option that is gone: an error that names the page with its measurements. Not listed in
+    --help.
+
+    Args:
+        page: the page.
+    """
+
+    def __init__(self, option_strings: list[str], dest: str, page: str, **options):
+        options |= {"nargs": "?", "help": argparse.SUPPRESS, "default": argparse.SUPPRESS}
+        super().__init__(option_strings, dest, **options)
+        self.page = page
+
+    def __call__(self, parser, namespace, values, option_string=None):
+        parser.error(f"{option_string} was removed: {self.page} has what was measured with it")

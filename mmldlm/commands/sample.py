@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from mmldlm.commands import RenamedOption
+from mmldlm.commands import RemovedOption, RenamedOption
 from mmldlm.errors import EXIT_DONE, UserError
 from mmldlm.observe.pages.page import check_page_path, write_page
 from mmldlm.observe.pages.trace_page import trace_page
@@ -104,6 +104,8 @@ def add_arguments(parser: argparse.ArgumentParser, kind: str | None = None) -> N
         choices = {"choices": METHODS[kind]} if key == "method" and kind in METHODS else {}
         add(_option(key), **{**options, **choices, "help": text})
     add("--way", action=RenamedOption, new="--method joint or --method chain")
+    for option in ("--critic-rounds", "--critic-share"):
+        add(option, action=RemovedOption, page="docs/results/options.md")
     add(
         "--seed",
         type=option_types.seed,
@@ -142,7 +144,6 @@ def resolve_options(args: argparse.Namespace) -> list[str]:
     for key, defaults in DEFAULTS.items():
         if getattr(args, key) is None:
             setattr(args, key, defaults.get(args.kind))
-    _check_critic(args)
     return given
 
 
@@ -171,24 +172,6 @@ def use_words_of_images(
             setattr(args, key, DEFAULTS[key].get(word))
     if "guidance" not in given and args.guidance is not None and pretrained.condition_dropout == 0:
         args.guidance = 1.0  # no null condition was trained
-
-
-def _check_critic(args: argparse.Namespace) -> None:
-    if args.critic_share is not None and not args.critic_rounds:
-        raise UserError(
-            "--critic-share with --critic-rounds R",
-            "--critic-share alone",
-            "add --critic-rounds, or omit it",
-        )
-    if args.critic_rounds and (
-        other := "search" if args.search else "correct" if args.correct else None
-    ):
-        found = f"--critic-rounds and {_option(other)}"
-        raise UserError(
-            f"--critic-rounds or {_option(other)}, which changes texts as well",
-            found,
-            "omit one of them",
-        )
 
 
 def fit_to_task(args: argparse.Namespace, given: list[str], pretrained: Pretrained) -> None:
@@ -245,7 +228,6 @@ def _check_trace(args: argparse.Namespace, given: list[str]) -> None:
     several = (
         "search" if args.search is not None else "correct" if args.correct is not None else several
     )
-    several = "critic_rounds" if args.critic_rounds else several
     if several is not None:
         option = _option(several)
         found = f"{option} {getattr(args, several)}, which writes several and keeps one"

@@ -17,6 +17,7 @@ from pydantic import BaseModel, ValidationError
 from mmldlm.config.old_keys import hint_for_old_key
 from mmldlm.config.renamed_keys import (
     PRESETS,
+    hint_for_removed_value,
     hint_for_renamed_key,
     new_value,
     without_unused_keys,
@@ -135,6 +136,8 @@ def _describe_problem(key: str, problem: Any, config_class: type[Config]) -> str
     found, kind, context = problem.get("input"), problem["type"], problem.get("ctx") or {}
     field = _field(key, config_class)
     if kind == "literal_error" and isinstance(found, str):
+        if removed := hint_for_removed_value(key, found):
+            return removed
         choices = re.findall(r"'([^']*)'", str(context.get("expected", "")))
         meant = (
             new_value(key, found)

@@ -1,5 +1,5 @@
-"""Keys that had another name or task in an earlier release: an error in a config, translated in
-files of that release.
+"""Keys that an earlier release had under another name or task, or that are gone: an error in a
+config, translated in files of that release.
 """
 
 from __future__ import annotations
@@ -62,17 +62,45 @@ MOVED = {
 """Key -> where it is now."""
 
 
+class RemovedKey(NamedTuple):
+    """A key that is gone.
+
+    Attributes:
+        default: Value that saved configs hold where the key was not used.
+        page: Page with the measurements for which it went.
+    """
+
+    default: Any
+    page: str = "docs/results/options.md"
+
+
+REMOVED = {
+    "model.quality_head": RemovedKey(False),
+    "loss.quality_loss_weight": RemovedKey(None),
+    "training.t2l_pure_noise": RemovedKey(0.0),
+}
+"""Key of a task of ours -> what it was."""
+REMOVED_VALUES = {"loss.text_weighting": {"dynamic": "docs/results/options.md"}}
+"""Key -> removed value -> page. (`gidd` still has the value.)"""
+REMOVED_WEIGHTS = ("quality_head.",)
+"""Beginnings of the names of weights that no model has any more; old checkpoints may hold them."""
+
+
 def without_unused_keys(values: dict[str, Any]) -> dict[str, Any]:
-    """Return a copy of a config without the moved keys that say nothing: every config that an
-    earlier release saved holds them.
+    """Return a copy of a config without the moved and removed keys that say nothing: every config
+    that an earlier release saved holds them.
     """
     values = {name: dict(v) if isinstance(v, dict) else v for name, v in values.items()}
     task = values.get("task", DEFAULT_TASK)
-    for key, moved in MOVED.items():
+    past_keys: dict[str, MovedKey | RemovedKey] = {**MOVED, **REMOVED}
+    for key, past in past_keys.items():
         section, _, name = key.partition(".")
         keys = values.get(section)
         if task in TASKS and isinstance(keys, dict) and name in keys:
-            is_unused = not moved.is_read if task == moved.task else keys[name] == moved.default
+            if isinstance(past, MovedKey) and task == past.task:
+                is_unused = not past.is_read
+            else:
+                is_unused = keys[name] == past.default
             if is_unused:
                 del keys[name]
     return values
@@ -129,7 +157,9 @@ def model_config_with_new_names(values: dict[str, Any]) -> dict[str, Any]:
 
 
 def hint_for_renamed_key(key: str) -> str:
-    """Return " (now NEW)" for an old key, "" for any other."""
+    """Return " (now NEW)" for an old key, where a removed one is explained, "" for any other."""
+    if key in REMOVED:
+        return f" (removed, with its measurements in {REMOVED[key].page})"
     if key in MOVED:
         return f" (now {'of ' if MOVED[key].is_read else ''}task={MOVED[key].task})"
     return f" (now {KEYS[key]})" if key in KEYS else ""
@@ -138,3 +168,14 @@ def hint_for_renamed_key(key: str) -> str:
 def new_value(key: str, value: Any) -> str | None:
     """Return today's name of an old value of a key; None for any other value."""
     return VALUES.get(key, {}).get(value) if isinstance(value, str) else None
+
+
+def hint_for_removed_value(key: str, value: Any) -> str:
+    """Return where a removed value is explained, "" for any other."""
+    page = REMOVED_VALUES.get(key, {}).get(value) if isinstance(value, str) else None
+    return "" if page is None else f"; removed, with its measurements in {page}"
+
+
+def is_removed_weight(name: str) -> bool:
+    """Return whether a weight belongs to a part of a model that is gone."""
+    return name.startswith(REMOVED_WEIGHTS)

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from mmldlm.checkpoints.formats.weight_source import WeightSource
 from mmldlm.checkpoints.layout import MODEL_CONFIG
-from mmldlm.config.renamed_keys import model_config_with_new_names
+from mmldlm.config.renamed_keys import is_removed_weight, model_config_with_new_names
 from mmldlm.config.task_registry import DEFAULT_TASK, TASKS, find_task
 from mmldlm.errors import UserError
 from mmldlm.utils.input_files import read_bytes
@@ -24,6 +24,11 @@ def check_config(weights: WeightSource, checkpoint: Path | None) -> None:
         UserError: a weight is missing or has another shape than in the config, or there are more
             blocks.
     """
+    removed = sorted({name.split(".")[0] for name in weights.tensors if is_removed_weight(name)})
+    if removed and checkpoint is not None:
+        weights.notes.append(
+            f"mmldlm does not read {', '.join(removed)}.* any more (docs/results/options.md)"
+        )
     path = checkpoint / MODEL_CONFIG if checkpoint else None
     if path is None or not path.is_file():
         return

@@ -52,28 +52,6 @@ class MaskedDiffusion:
             return 0.5 * math.pi / torch.tan(0.25 * math.pi * t)
         return 2 / t
 
-    def dynamic_weights(self, t: Tensor) -> Tensor:
-        """GIDD+'s weight 2 (1 - t) of the log-linear schedule (arXiv 2503.04482), in the time of
-        this one; fp64.
-
-        In terms of the masked fraction m = 1 - alpha_t, which a change of time leaves alone: the
-        NELBO's weight times 2 m (1 - m).
-        """
-        alpha = self.alpha(t)
-        return self.loss_weights(t) * 2 * (1 - alpha) * alpha
-
-    @staticmethod
-    def dynamic_count_weights(length: Tensor, count: Tensor) -> Tensor:
-        """The weight for `corrupt_count` of the same expected loss: 2 L (L - k + 1) / ((L + 1) (L
-        + 2)); fp64.
-
-        Of L tokens masked independently at a uniform t, each k in 0 .. L is masked with
-        probability 1 / (L + 1), and then t is Beta(k + 1, L - k + 1), so that 2 (1 - t) is 2 (L -
-        k + 1) / (L + 2) on average. Here k in 1 .. L has probability 1 / L.
-        """
-        length, count = length.double(), count.double()
-        return 2 * length * (length - count + 1) / ((length + 1) * (length + 2))
-
     def corrupt(
         self, tokens: Tensor, t: Tensor, uniform: Tensor, maskable: Tensor
     ) -> tuple[Tensor, Tensor]:

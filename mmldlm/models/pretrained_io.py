@@ -17,7 +17,7 @@ import torch
 from pydantic import ValidationError
 from torch import Tensor, nn
 
-from mmldlm.config.renamed_keys import model_config_with_new_names
+from mmldlm.config.renamed_keys import is_removed_weight, model_config_with_new_names
 from mmldlm.config.section import Section
 from mmldlm.errors import UserError
 from mmldlm.utils.atomic_files import write_text
@@ -61,7 +61,11 @@ def read(
     files = _weight_files(folder)
     shapes = {name: shape for name, shape, _ in iter_safetensors(files)}
     check_shapes(kind, config, shapes, config_path)
-    tensors = {name: read_tensor() for name, _, read_tensor in iter_safetensors(files)}
+    tensors = {
+        name: read_tensor()
+        for name, _, read_tensor in iter_safetensors(files)
+        if not is_removed_weight(name)
+    }
     if other := [
         f"{name}: {tensor.dtype}"
         for name, tensor in tensors.items()
@@ -200,6 +204,7 @@ def check_shapes(
     with torch.device("meta"):
         model = kind(config)
     own = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+    found = {name: shape for name, shape in found.items() if not is_removed_weight(name)}
     first_names: dict[nn.Parameter, str] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         first = first_names.setdefault(parameter, name)

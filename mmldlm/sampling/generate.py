@@ -67,8 +67,6 @@ class SampleOptions:
     remask: str | None = None
     remask_eta: float | None = None
     num_lengths: int | None = None
-    critic_rounds: int | None = None
-    critic_share: float | None = None
     num_beams: int | None = None
     method: str | None = None
     solver: str | None = None

@@ -17,6 +17,7 @@ from mmldlm.checkpoints.formats.open import open_source
 from mmldlm.checkpoints.formats.weight_source import WeightSource
 from mmldlm.checkpoints.init_from import as_torch
 from mmldlm.checkpoints.layout import MODEL_CONFIG
+from mmldlm.config.renamed_keys import is_removed_weight
 from mmldlm.config.task_registry import DEFAULT_TASK, TASKS, find_task
 from mmldlm.errors import UserError
 from mmldlm.models.latent_transformer import LatentTransformer
@@ -119,9 +120,8 @@ def _find_config(opened: OpenedCheckpoint, named: str | Path) -> Path:
 @torch.no_grad()
 def _copy_weights(model: nn.Module, weights: WeightSource) -> None:
     own = model.state_dict()
-    for (
-        name,
-        info,
-    ) in weights.tensors.items():  # of tied weights, one name is enough: they share their memory
-        own[name].copy_(as_torch(weights.read(name), info.dtype))
+    # Of tied weights, one name is enough: they share their memory.
+    for name, info in weights.tensors.items():
+        if not is_removed_weight(name):
+            own[name].copy_(as_torch(weights.read(name), info.dtype))
     weights.finish()

@@ -62,8 +62,6 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     "remask": {"l2t": None, "unconditional": None},
     "remask_eta": {"l2t": None, "unconditional": None},
     "num_lengths": {"l2t": None, "i2t": NUM_LENGTHS},
-    "critic_rounds": {"l2t": None},
-    "critic_share": {"l2t": None},
     "num_beams": {"l2t": None, "unconditional": None},
     "method": {"t2l": "ddim", "unconditional": None},
     "solver": {"unconditional": "ddim"},
@@ -101,8 +99,6 @@ TASK_OPTIONS = (
     "remask",
     "remask_eta",
     "num_lengths",
-    "critic_rounds",
-    "critic_share",
     "guidance_interval",
 )
 METHODS = {"t2l": SOLVERS, "t2i": SOLVERS, "unconditional": JOINT_METHODS, "joint": JOINT_METHODS}
@@ -257,22 +253,6 @@ OPTIONS: dict[str, dict[str, Any]] = {
         "help": (
             "write a text in each of the M most probable lengths and keep the most probable one"
             " (default: one text of the median length)"
-        ),
-    },
-    "critic_rounds": {
-        "type": option_types.size,
-        "metavar": "R",
-        "help": (
-            "then R times mask the words that the quality head doubts most, write them again, and"
-            " keep a text if its mean quality is higher (a model of model.quality_head=true)"
-        ),
-    },
-    "critic_share": {
-        "type": option_types.number(0, 1),
-        "metavar": "RHO",
-        "help": (
-            "share of the words of a text that the first of --critic-rounds masks, falling to 0"
-            " (default 0.1)"
         ),
     },
     "num_beams": {

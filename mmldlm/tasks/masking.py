@@ -62,22 +62,3 @@ def mask_wholly(
     masked = masked | rows[:, None] & maskable
     noised = torch.where(masked, process.mask_token_id, tokens)
     return noised, masked, timesteps.masked_fill(rows, 1.0), weights.masked_fill(rows, 1.0)
-
-
-def dynamic_weights(
-    process: MaskedDiffusion,
-    config: TextDiffusionConfig,
-    timesteps: Tensor,
-    weights: Tensor,
-    maskable: Tensor,
-) -> Tensor:
-    """Weight of a masked token under loss.text_weighting=dynamic. [B] fp64
-
-    Args:
-        timesteps, weights: of `mask_texts`. [B]
-        maskable: [B, S] bool.
-    """
-    if config.masking == "fixed_count":
-        length = maskable.sum(1)
-        return process.dynamic_count_weights(length, length / weights)
-    return process.dynamic_weights(timesteps)

@@ -4,18 +4,23 @@ in stored files.
 
 from __future__ import annotations
 
+import json
+
 import pytest
 
 from mmldlm.config.load import all_keys, load_config
 from mmldlm.config.renamed_keys import (
     KEYS,
     PRESETS,
+    REMOVED,
+    REMOVED_VALUES,
     VALUES,
     model_config_with_new_names,
     with_new_names,
 )
 from mmldlm.errors import UserError
 from mmldlm.tasks.translation.config import TranslationConfig
+from tests.support.helpers import ROOT
 
 TODAY = {key for key, _, _ in all_keys(TranslationConfig)}
 
@@ -65,3 +70,22 @@ def test_stored_configs_are_translated():
         "tokens_per_latent": 2,
         "latent_diffusion": {"schedule": "cosine", "scaling": "standardize"},
     }
+
+
+@pytest.mark.parametrize("key", REMOVED)
+def test_a_removed_key_names_its_page_and_its_default_loads(key):
+    section, _, name = key.partition(".")
+    config = load_config("tiny", None, [f"{key}={json.dumps(REMOVED[key].default)}"])
+    assert not hasattr(getattr(config, section), name) and key not in TODAY
+    with pytest.raises(UserError, match=f"{key} .removed(.|\n)*{REMOVED[key].page}") as error:
+        load_config("tiny", None, [f"{key}=0.5"])
+    assert error.value.exit_code == 2 and (ROOT / REMOVED[key].page).is_file()
+    stored = {"task": "translation", section: {name: REMOVED[key].default, "other": 1}}
+    assert with_new_names(stored)[section] == {"other": 1}
+
+
+@pytest.mark.parametrize("key", REMOVED_VALUES)
+def test_a_removed_value_names_its_page(key):
+    for value, page in REMOVED_VALUES[key].items():
+        with pytest.raises(UserError, match=page):
+            load_config("tiny", None, [f"{key}={value}"])

@@ -180,35 +180,3 @@ def test_ancestral_steps_draw_the_predicted_tokens():
         assert abs(masked - s) < 0.02
     found = torch.bincount(tokens.flatten(), minlength=VOCABULARY) / tokens.numel()
     torch.testing.assert_close(found, logits.softmax(0), rtol=0, atol=0.01)
-
-
-@pytest.mark.parametrize("schedule", SCHEDULES)
-def test_dynamic_weights_are_2_of_1_minus_t_whatever_the_schedule(schedule):
-    """Over the masked fraction m the loss weighs a masked token with 2 (1 - m), as under alpha = 1
-    - t.
-    """
-    diffusion = MaskedDiffusion(0, schedule, eps=0.0)
-    t = torch.linspace(1e-4, 1 - 1e-4, 1001, dtype=torch.float64)
-    masked = 1 - diffusion.alpha(t)
-    slope = torch.gradient(masked, spacing=(t,))[0]
-    torch.testing.assert_close(
-        (diffusion.dynamic_weights(t) / slope)[2:-2],
-        (2 * (1 - masked))[2:-2],
-        rtol=1e-3,
-        atol=1e-4,
-    )
-    if schedule == "loglinear":
-        torch.testing.assert_close(diffusion.dynamic_weights(t), 2 * (1 - t))
-
-
-@pytest.mark.parametrize("length", [1, 2, 7])
-def test_counted_masks_have_the_same_expected_dynamic_loss(length):
-    """Each token's weight times the probability that it is one of the masked, for every number of
-    masked tokens.
-    """
-    count = torch.arange(1, length + 1, dtype=torch.float64)
-    found = MaskedDiffusion.dynamic_count_weights(torch.full_like(count, length), count) / length
-    t = torch.linspace(0, 1, 200_001, dtype=torch.float64)
-    for k in range(1, length + 1):
-        states = math.comb(length, k) * t**k * (1 - t) ** (length - k) * 2 * (1 - t)
-        assert float(found[k - 1]) == pytest.approx(float(torch.trapezoid(states, t)), rel=1e-6)

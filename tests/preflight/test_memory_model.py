@@ -61,7 +61,6 @@ TWO_PREDICTIONS = (
             "model.tie_embeddings=true",
             "model.qk_rmsnorm=false",
             "model.num_latents=3",
-            "model.quality_head=true",
             "model.corrector=blind",
         ),  # fmt: skip
         TWO_PREDICTIONS,
@@ -144,8 +143,6 @@ def kept_for_backward(config, length) -> int:
         if config.model.corrector != "none":
             words = torch.zeros(batch, length, dtype=torch.int64)
             inputs["hypotheses"] = Hypotheses(words, inputs["latents"].clone(), flags.clone())
-        if config.model.quality_head:
-            inputs["draft_swaps"] = torch.full((batch, length), -1)
         tokens = torch.zeros(batch, length, dtype=torch.int64)
         is_codes = config.task == "image_codes"
         if is_codes:  # half of the codes is scored
@@ -174,7 +171,6 @@ def kept_for_backward(config, length) -> int:
         else:
             latents = out["code_loss_sum"]
         loss = out["text_loss_sum"] + latents + out["length_logits"].sum()
-        loss = loss + out["quality_logits"].sum() if config.model.quality_head else loss
     del loss
     return sum(kept.values())
 
@@ -187,7 +183,6 @@ def kept_for_backward(config, length) -> int:
         ("tiny", 64, "training.train_batch_size=32", "model.hidden_size=192", "model.n_blocks=5"),
         ("small", 64, "training.train_batch_size=4", "model.dropout=0.1"),
         ("mmdit", 128, "training.train_batch_size=2", "model.tokens_per_latent=9"),
-        ("small", 64, "training.train_batch_size=4", "model.quality_head=true"),
         ("small", 64, "training.train_batch_size=4", "model.corrector=feedback"),
         ("tiny", 12, "model.num_latents=16", "model.tokens_per_latent=1"),
         (

@@ -719,11 +719,6 @@ def test_every_pass_of_every_sampler_is_reported(checkpoint):
         (["l2t", "--schedule", "1,x"], "--schedule 1,2,4,8"),
         (["l2t", "--sampler", "eb", "--gamma", -1], "--gamma at least 0"),
         (["unconditional", "--num-lengths", 2], "--num-lengths"),
-        (["l2t", "--critic-rounds", 2], "a model with a quality head"),
-        (["l2t", "--critic-share", 0.2], "--critic-share alone"),
-        (["l2t", "--critic-rounds", 2, "--search", "local"], "--critic-rounds or --search"),
-        (["l2t", "--critic-rounds", 2, "--trace", "page.html"], "omit --critic-rounds or --trace"),
-        (["unconditional", "--critic-rounds", 2], "--critic-rounds"),
         (["unconditional", "--method", "joint", "--sampler", "first_hitting"], "--method chain"),
         (
             ["unconditional", "--method", "joint", "--sampler", "remdm", "--remask", "cap"],
@@ -738,41 +733,6 @@ def test_options_that_the_chosen_sampler_does_not_read_are_refused(
     with pytest.raises(UserError, match=named) as error:
         run(*words, *source, "--checkpoint", checkpoint, "--output-dir", tmp_path / "out")
     assert error.value.exit_code == 2 and not (tmp_path / "out").exists()
-
-
-def test_the_critic_is_reached_from_the_command_line(checkpoint, latent_file, tmp_path):
-    from safetensors.torch import load_file, save_file
-
-    folder = changed(checkpoint, tmp_path / "model", quality_head=True)
-    tensors = load_file(folder / "model.safetensors")
-    width = tensors["text_head.weight"].shape[1]
-    for name, shape in (("to_hidden", (width, width)), ("to_logit", (1, width))):
-        tensors |= {
-            f"quality_head.{name}.weight": torch.randn(shape),
-            f"quality_head.{name}.bias": torch.zeros(shape[0]),
-        }
-    save_file(tensors, folder / "model.safetensors")
-    words = [
-        "l2t",
-        "--latent-file",
-        latent_file,
-        "--checkpoint",
-        folder,
-        "--num-steps",
-        1,
-        "--output-dir",
-    ]
-    assert run(*words, tmp_path / "plain") == 0
-    assert run(*words, tmp_path / "out", "--critic-rounds", 3, "--critic-share", 0.5) == 0
-    plain, found = (
-        json.loads((tmp_path / name / "settings.json").read_text()) for name in ("plain", "out")
-    )
-    assert (
-        found["critic_rounds"] == 3
-        and found["passes"]["maximum"] >= plain["passes"]["maximum"] + 3
-    )
-    pairs = zip(lines(tmp_path / "plain"), lines(tmp_path / "out"), strict=True)
-    assert all(one["num_tokens"] == other["num_tokens"] for one, other in pairs)
 
 
 def test_every_sampler_and_its_options_are_reached_from_the_command_line(
@@ -847,3 +807,10 @@ def test_a_guidance_interval_is_read_by_t2l_alone_and_needs_guidance(
             tmp_path / "l",
             *interval,
         )
+
+
+def test_a_removed_option_names_its_page(capsys):
+    with pytest.raises(SystemExit) as end:
+        run("l2t", "--critic-rounds", 2, "--checkpoint", "x", "--output-dir", "y")
+    assert end.value.code == 2
+    assert "--critic-rounds was removed: docs/results/options.md" in capsys.readouterr().err

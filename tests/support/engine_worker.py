@@ -38,7 +38,7 @@ UNEVEN = {
     "sparse_modes": ["training.loss_type_weights={t2l: 0.8, l2t: 0.2}", "training.profile=[2,3]"],
     "frozen_l2t": ["training.freeze=by_mode", "training.loss_type=l2t"],
     # Everything that draws for itself: masks of dropout (with recomputed blocks), noised
-    # conditions, pure noise, hypotheses.
+    # conditions, hypotheses.
     "options": [
         "model.corrector=feedback",
         "data.hypotheses=FOLDER/hypotheses",
@@ -48,15 +48,7 @@ UNEVEN = {
         "latent_diffusion.schedule=decoupled",
         "latent_diffusion.prediction=x0_epsilon",
         "latent_diffusion.weighting=ddm",
-        "training.t2l_pure_noise=0.3",
         "training.l2t_condition_noise=0.3",
-    ],
-    # Two passes through the blocks in one forward pass.
-    "critic": [
-        "model.quality_head=true",
-        "model.dropout=0.2",
-        "training.grad_accum_steps=2",
-        "loss.text_weighting=dynamic",
     ],
     # Images of 16 and of 36 latents, a batch of one size each, moved before they are noised.
     "images": [
@@ -78,8 +70,8 @@ UNEVEN = {
 }
 # The others share their code, and images of values run on all of them.
 LEFT_OUT = {("codes", engine) for engine in ("ddp", "zero0", "zero1")}
-REFUSED = {("critic", "zero3"), *LEFT_OUT}
-"""Cases that an engine refuses, or is spared."""
+REFUSED = LEFT_OUT
+"""Cases that an engine is spared."""
 CONVERTED_AFTER_UNEVEN = {
     *(f"frozen_{mode}_{name}" for mode in ("l2t", "t2l") for name in ENGINES),
     *(f"codes_{name}" for name in ("single", "fsdp", "zero3")),

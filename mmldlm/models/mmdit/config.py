@@ -81,11 +81,6 @@ class ModelConfig(Section):
     """In training, the fraction of the elements of each block's attention output and MLP output
     that is set to 0. The masks are functions of seed, epoch, sample and position: equal on every
     engine and number of ranks, and after a resume."""
-    quality_head: bool = False
-    """Also learn, at every word of a finished draft, the probability that it is right (after
-    PRISM, arXiv 2510.01384): in training the model fills its masks itself, a tenth of the words is
-    replaced by others, and a second pass judges the text. Read by `mmldlm sample l2t
-    --critic-rounds`. A training step computes about twice as much."""
     corrector: Literal["none", "feedback", "blind"] = "none"
     """feedback: also learn to correct a hypothesis, from its words and the difference of its
     embedding to the latent (after vec2text, arXiv 2310.06816). Training reads hypotheses from

@@ -21,7 +21,6 @@ _GROUP_OF_MODULE = {
     "text_encoder": "text",
     "text_head": "text",
     "length_head": "text",
-    "quality_head": "text",
     "latent_encoder": "latent",
     "latent_head": "latent",
     "text_timestep": "shared",
@@ -50,7 +49,7 @@ def parameter_counts(model: ModelConfig) -> dict[str, int]:
     chunks = model.tokens_per_latent * width
     positions = 0 if model.latent_grids is not None else model.num_latents * width
     two_layers = cond * cond + cond  # the second layer of every small MLP
-    more = {"quality_head": width * width + 2 * width + 1} if model.quality_head else {}
+    more = {}
     if model.corrector != "none":
         rows = 2 * model.num_latents * chunks  # positions and nulls of the differences' tokens
         more["hypothesis_encoder"] = (
@@ -135,13 +134,6 @@ def activation_bytes(model: ModelConfig, batch: int, length: int, dtype: str) ->
         * (head + 12 * model.cond_dim + 2 * FREQUENCIES + model.num_latents * model.latent_dim)
     )
     outside += regression_bytes(model, batch, dtype)
-    if model.quality_head:  # the pass over the draft, whose last block computes all text rows
-        blocks += (
-            model.n_blocks * inputs + block
-            if model.gradient_checkpointing
-            else model.n_blocks * block
-        )
-        outside += batch * size * 5 * length * width
     if model.corrector != "none":  # words, the factor of each, and their product
         outside += batch * size * 3 * length * width
     return int(blocks + outside)
@@ -317,8 +309,6 @@ def expected_shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
         del shapes["latent_encoder.latent_position"]
     if config.get("corrector", "none") != "none":
         shapes["hypothesis_encoder.position"] = (config["num_latents"] * tokens, width)
-    if config.get("quality_head"):
-        shapes["quality_head.to_hidden.weight"] = (width, width)
     for block in range(config["n_blocks"]):
         name = f"blocks.{block}"
         shapes[f"{name}.modulation.weight"] = (12 * width, cond)
@@ -360,10 +350,6 @@ def training_flops(
     num_logits = num_scored * model.vocab_size if num_logits is None else num_logits
     head = 2 * num_logits * model.hidden_size
     blocks = num_samples * (fixed + per_row * mean + one.attention * pairs)
-    quality = 0.0
-    if model.quality_head:  # the text head's forward pass, then a pass over the draft
-        quality = 2 * num_scored * model.vocab_size * model.hidden_size + 3 * blocks
-        quality += 6 * num_tokens * model.hidden_size * (model.hidden_size + 1)
     has_words = model.corrector != "none"  # those of hypotheses; `one` has one of each
     words = 4 * (num_tokens - num_samples) * model.hidden_size**2 if has_words else 0.0
-    return 3 * (blocks - saved + head + words) + quality
+    return 3 * (blocks - saved + head + words)

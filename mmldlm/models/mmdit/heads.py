@@ -5,12 +5,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from mmldlm.models.layers import Modulation, compute_dtype, modulate
+from mmldlm.models.layers import Modulation, modulate
 from mmldlm.models.linear_cross_entropy import (
     Candidates,
     linear_cross_entropy,
     linear_logits,
-    rows_of_a_chunk,
 )
 
 
@@ -35,13 +34,9 @@ class TextHead(nn.Module):
         targets: Tensor | None,
         weights: Tensor | None,
         candidates: Candidates | None = None,
-        excluded: tuple[int, ...] | None = None,
     ) -> dict[str, Tensor]:
         """Score rows [M, H] of samples [M]; `MultimodalMMDiT.forward` documents the other
         arguments and the result.
-
-        With `excluded`, only the most probable tokens besides those are returned: text_best [M]
-        int64.
         """
         shift, scale = self.modulation(condition).index_select(0, sample).chunk(2, dim=-1)
         rows = modulate(self.norm(rows), shift, scale)
@@ -56,40 +51,11 @@ class TextHead(nn.Module):
                 candidates=candidates,
             )
             return {"text_loss_sum": loss_sum, "text_nll": nll, "text_correct": correct}
-        if excluded is not None:
-            return {"text_best": self._best(rows, excluded)}
         logits = linear_logits(rows, self.weight, self.bias).float()
         logits[:, self.mask_token_id].fill_(
             float("-inf")
         )  # an assignment would make the host wait for a GPU
         return {"text_logits": logits}
-
-    def _best(self, rows: Tensor, excluded: tuple[int, ...]) -> Tensor:
-        """[M] int64; only a chunk's logits exist at once."""
-        size = rows_of_a_chunk(len(self.bias), rows.device.type, compute_dtype(rows).itemsize)
-        best = []
-        for chunk in rows.split(size):
-            logits = linear_logits(chunk, self.weight, self.bias)
-            logits[:, list(excluded)] = float("-inf")
-            best.append(logits.argmax(-1))
-        return torch.cat(best)
-
-
-class QualityHead(nn.Module):
-    """Two layers that judge each token: the logit of the probability that it is right."""
-
-    def __init__(self, hidden_size: int):
-        super().__init__()
-        self.norm = nn.LayerNorm(hidden_size, elementwise_affine=False, eps=1e-6)
-        self.to_hidden = nn.Linear(hidden_size, hidden_size)
-        self.to_logit = nn.Linear(hidden_size, 1)
-        for layer in (self.to_hidden, self.to_logit):
-            nn.init.xavier_uniform_(layer.weight)
-            nn.init.zeros_(layer.bias)
-
-    def forward(self, rows: Tensor) -> Tensor:
-        """[M, H] -> [M] fp32."""
-        return self.to_logit(nn.functional.gelu(self.to_hidden(self.norm(rows))))[:, 0].float()
 
 
 class LatentHead(nn.Module):

@@ -20,7 +20,7 @@ from mmldlm.models.mmdit.config import ModelConfig
 from mmldlm.models.mmdit.costs import GROUPS, group_of
 from mmldlm.models.mmdit.encoders import LatentEncoder, TextEncoder
 from mmldlm.models.mmdit.fused_block import select_rows
-from mmldlm.models.mmdit.heads import LatentHead, QualityHead, TextHead
+from mmldlm.models.mmdit.heads import LatentHead, TextHead
 from mmldlm.models.mmdit.hypothesis import Hypotheses, HypothesisEncoder
 from mmldlm.models.mmdit.null_condition import apply_null_condition
 from mmldlm.models.mmdit.packing import (
@@ -86,7 +86,6 @@ class MultimodalMMDiT(LatentTransformer):
         )
         self._initialize()
         # Last, so that the rest starts from the same weights with and without them.
-        self.quality_head = QualityHead(width) if config.quality_head else None
         self.hypothesis_encoder = None
         if config.corrector != "none":
             is_blind = config.corrector == "blind"
@@ -211,7 +210,6 @@ class MultimodalMMDiT(LatentTransformer):
         text_weights: Tensor | None = None,
         text_candidates: Candidates | None = None,
         dropout_keys: Tensor | None = None,
-        draft_swaps: Tensor | None = None,
         hypotheses: Hypotheses | None = None,
         encoded: EncodedLatent | None = None,
         latent_query: Any = None,
@@ -241,9 +239,6 @@ class MultimodalMMDiT(LatentTransformer):
                 Candidates.
             dropout_keys: int64, random, of each sample; needed in training with model.dropout,
                 unused otherwise. [B]
-            draft_swaps: int64, with text_targets and model.quality_head: also judge the text with
-                the most probable tokens at the scored positions, and these where they are not -1.
-                [B, S]
             hypotheses: earlier texts for the latents (model.corrector).
             latent_query: what a subclass is asked of the latents (`latent_outputs`).
             encoded: result of `encode_latents` in place of latents: only text_* is returned, given
@@ -256,8 +251,7 @@ class MultimodalMMDiT(LatentTransformer):
                 timestep is 0, without it otherwise. [B, max_seq_len]
             text_logits: fp32 with -inf for [MASK]; absent with targets. [M, V], or [B, S, V]
             without positions text_loss_sum (fp32 scalar), text_nll and text_correct [M]: with
-            targets. Without text_tokens, no text_*. quality_logits fp32 and quality_targets bool
-            [N]: of every computed token of the draft, with draft_swaps.
+            targets. Without text_tokens, no text_*.
 
         Raises:
             ValueError: on shapes that do not fit the config, dropout without keys, token_positions
@@ -293,77 +287,7 @@ class MultimodalMMDiT(LatentTransformer):
         )
         if text_positions is None and text_targets is None:
             out["text_logits"] = out["text_logits"].view(*text_tokens.shape, -1)
-        if draft_swaps is not None:
-            clean, draft = self._drafts(
-                rows, text_tokens, text_positions, text_targets, draft_swaps
-            )
-            judged = (
-                torch.arange(draft.numel(), device=draft.device)
-                if token_positions is None
-                else token_positions
-            )
-            out["quality_logits"] = self.quality_logits(
-                draft,
-                latents,
-                latent_timesteps,
-                attention_mask,
-                judged,
-                text_is_null,
-                latent_is_null,
-                token_positions,
-                dropout_keys,
-            )
-            out["quality_targets"] = (draft == clean).flatten().index_select(0, judged)
         return out
-
-    def quality_logits(
-        self,
-        text_tokens: Tensor,
-        latents: Tensor | None,
-        latent_timesteps: Tensor | None,
-        attention_mask: Tensor | None,
-        text_positions: Tensor,
-        text_is_null: Tensor | None = None,
-        latent_is_null: Tensor | None = None,
-        token_positions: Tensor | None = None,
-        dropout_keys: Tensor | None = None,
-    ) -> Tensor:
-        """Judge finished texts: logits [M] fp32 of the probability that the tokens at
-        text_positions are right.
-
-        The arguments are those of `forward`.
-        """
-        rows = self._run(
-            text_tokens,
-            latents,
-            None,
-            latent_timesteps,
-            attention_mask,
-            text_is_null,
-            latent_is_null,
-            token_positions,
-            text_positions,
-            dropout_keys,
-        )
-        return self.quality_head(rows.text)
-
-    @torch.no_grad()
-    def _drafts(
-        self, rows: _LastRows, tokens: Tensor, positions: Tensor, targets: Tensor, swaps: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        """[B, S] the clean text, and what a sampler would write in one pass, with words
-        swapped.
-        """
-        ids = self.config.mask_token_id, self.config.pad_token_id, self.config.eos_token_id
-        best = self.text_head(rows.text, rows.sample, rows.condition, None, None, excluded=ids)[
-            "text_best"
-        ]
-        best = torch.where(targets == self.config.eos_token_id, targets, best)
-        clean, draft = (
-            tokens.flatten().index_copy(0, positions, own).view_as(tokens)
-            for own in (targets, best)
-        )
-        return clean, torch.where(swaps >= 0, swaps, draft)
 
     def _run(
         self,

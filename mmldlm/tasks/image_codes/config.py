@@ -25,7 +25,7 @@ _OF_VALUES: dict[str, tuple[str, ...]] = {
         "latent_target_clamp",
         "allow_scale_free_latent_loss",
     ),
-    "training": ("t2l_pure_noise", "l2t_condition_noise", "l2t_condition_timestep"),
+    "training": ("l2t_condition_noise", "l2t_condition_timestep"),
     "model": ("latent_predictions", "scale_noisy_latents", "latent_grids"),
     "data": ("shift_pixels", "shift_only_i2t"),
 }

@@ -182,8 +182,6 @@ class LossConfig(Section):
     """Weight of the text NELBO per token."""
     length_loss_weight: float = Field(0.1, ge=0, le=MAX_WEIGHT)
     """Weight of the length head's negative log-likelihood (per sample)."""
-    quality_loss_weight: float | None = Field(None, gt=0, le=MAX_WEIGHT)
-    """Weight of the quality head's cross-entropy per token (model.quality_head=true). None: 1."""
     latent_loss: Literal["mse", "normalized_mse"] = "mse"
     """normalized_mse is MM-LDLM's: both sides L2-normalized, 2 (1 - cos); valid for x0-prediction
     only.
@@ -201,11 +199,10 @@ class LossConfig(Section):
     """In training, score masked tokens against this many most frequent tokens and a sample of
     1,024 others that stands for the rest: an estimate of the NELBO at a fraction of the text
     head's cost. Evaluation is exact. None: against the whole vocabulary."""
-    text_weighting: Literal["elbo", "uniform", "dynamic"] = "elbo"
+    text_weighting: Literal["elbo", "uniform"] = "elbo"
     """Weight of a masked token in training. elbo: the NELBO's. uniform: 2 for all, of the same
-    mean. dynamic: GIDD+'s 2 (1 - t) without uniform noise (arXiv 2503.04482), of a third of it.
-    With the latter two the loss bounds no likelihood, but its gradients vary less. Logs and
-    evaluations report the NELBO in every case."""
+    mean; the loss then bounds no likelihood, but its gradients vary less. Logs and evaluations
+    report the NELBO in both cases."""
     text_weight_clip: float | None = Field(None, gt=0, le=1e30)
     """Largest weight of a masked token (1 / t under MDLM). Clipped, the loss bounds no likelihood.
 
@@ -233,14 +230,9 @@ class LossConfig(Section):
         if self.text_weighting != "elbo" and self.text_weight_clip is not None:
             raise ValueError(
                 "loss.text_weight_clip is read only with loss.text_weighting=elbo (the weights of"
-                " uniform are 2, those of dynamic at most 2): drop one"
+                " uniform are 2): drop one"
             )
         return self
-
-    @property
-    def quality_weight(self) -> float:
-        """Weight of the quality head's loss."""
-        return 1.0 if self.quality_loss_weight is None else self.quality_loss_weight
 
 
 class TranslationTrainingConfig(TrainingConfig):
@@ -265,9 +257,6 @@ class TranslationTrainingConfig(TrainingConfig):
     """Fraction of l2t and t2l samples whose condition is replaced by the learned null
     (classifier-free guidance).
     """
-    t2l_pure_noise: float = Field(0.0, ge=0, lt=1)
-    """Fraction of the t2l samples with a given text that are trained at t = 1, where sampling
-    starts, and in one step ends. Evaluations draw timesteps as without it."""
     l2t_condition_noise: float = Field(0.0, ge=0, lt=1)
     """Fraction of the l2t samples with a given latent whose latent is noised, and the model is
     given the timestep of that noise: conditioning augmentation (arXiv 2106.15282) for latents that
@@ -293,13 +282,11 @@ class TranslationTrainingConfig(TrainingConfig):
 
     @model_validator(mode="after")
     def _options_belong_to_a_mode(self) -> TranslationTrainingConfig:
-        shares = self.mode_weights()
-        for key, mode in (("t2l_pure_noise", "t2l"), ("l2t_condition_noise", "l2t")):
-            if getattr(self, key) > 0 and shares[mode] == 0:
-                raise ValueError(
-                    f"training.{key} is read only where {mode} is trained (training.loss_type is"
-                    f" {self.loss_type}): drop it, or train that mode"
-                )
+        if self.l2t_condition_noise > 0 and self.mode_weights()["l2t"] == 0:
+            raise ValueError(
+                "training.l2t_condition_noise is read only where l2t is trained"
+                f" (training.loss_type is {self.loss_type}): drop it, or train that mode"
+            )
         if self.l2t_condition_timestep != 0.3 and self.l2t_condition_noise == 0:
             raise ValueError(
                 "training.l2t_condition_timestep is read only with training.l2t_condition_noise"
@@ -354,41 +341,6 @@ class TranslationConfig(Config):
             )
         if model.latent_predictions != 2:  # an assignment validates once more
             model.latent_predictions = 2
-        return self
-
-    @model_validator(mode="after")
-    def _training_options_fit(self) -> TranslationConfig:
-        only_fully = (
-            ("text_diffusion.fully_masked_only=true", self.text_diffusion.fully_masked_only),
-            (
-                f"with hypotheses model.corrector={self.model.corrector}",
-                self.model.corrector != "none",
-            ),
-        )
-        for key, is_set in only_fully:
-            if is_set and self.loss.text_weighting == "dynamic":
-                raise ValueError(
-                    f"loss.text_weighting=dynamic gives a fully masked text no weight, and {key}"
-                    " trains no other: drop one"
-                )
-        if self.model.quality_head and self.training.loss_type == "t2l":
-            raise ValueError(
-                "model.quality_head judges written texts, and training.loss_type=t2l writes none:"
-                " drop it"
-            )
-        if self.loss.quality_loss_weight is not None and not self.model.quality_head:
-            raise ValueError(
-                "loss.quality_loss_weight is read only with model.quality_head=true: drop it"
-            )
-        latent = self.latent_diffusion
-        if self.training.t2l_pure_noise > 0 and (
-            latent.prediction == "epsilon" or latent.weighting == "min_snr"
-        ):
-            raise ValueError(
-                "training.t2l_pure_noise teaches nothing with latent_diffusion.prediction=epsilon"
-                " (at t = 1 the model reads what it is to predict) or"
-                " latent_diffusion.weighting=min_snr (whose weight is 0 there): drop one"
-            )
         return self
 
     @model_validator(mode="after")

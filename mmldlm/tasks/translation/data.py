@@ -13,7 +13,6 @@ from mmldlm.data.store.hypotheses import SplitHypotheses
 from mmldlm.data.store.manifest import sample_checksums
 from mmldlm.data.store.mixture import MixedStore
 from mmldlm.data.store.store import Store
-from mmldlm.engines.deepspeed_config import resolve_stage
 from mmldlm.errors import UserError
 from mmldlm.tasks.latent_data import LatentData, open_latent_data, standard_scaling
 from mmldlm.tasks.translation.config import TranslationConfig
@@ -46,19 +45,8 @@ def open_data(config: TranslationConfig) -> TranslationData:
 
     Raises:
         UserError: no store, damaged store, unusable latents, a config that contradicts the data,
-            model.quality_head under ZeRO-3, or model.corrector without hypotheses for this store.
+            or model.corrector without hypotheses for this store.
     """
-    if (
-        config.model.quality_head
-        and config.engine.kind == "deepspeed"
-        and resolve_stage(config) == 3
-    ):
-        raise UserError(
-            "an engine under which one step can pass through the blocks twice, as"
-            " model.quality_head=true does",
-            "ZeRO-3, which reduces the gradients of a block once",
-            "set engine.kind=fsdp, or engine.zero_stage=2",
-        )
     data = open_latent_data(TranslationData, config, partial(latent_scaling, config))
     data.config.training.freeze = decided_freeze(data.config)
     if config.model.corrector != "none":

@@ -26,7 +26,7 @@ UNREAD_MODULES = {
     "unconditional": (),
     "mixed": (),
     "l2t": ("latent_head",),
-    "t2l": ("text_head", "length_head", "quality_head"),
+    "t2l": ("text_head", "length_head"),
 }
 
 
@@ -35,7 +35,7 @@ def frozen_modules(mode: str, freeze: str) -> set[str]:
     torch.
     """
     sides = {
-        "text": ("text_encoder", "text_head", "length_head", "quality_head"),
+        "text": ("text_encoder", "text_head", "length_head"),
         "latent": ("latent_encoder", "latent_head"),
     }
     frozen = (

@@ -20,11 +20,10 @@ from mmldlm.data.store.store import Rows
 from mmldlm.diffusion import GaussianProcess, MaskedDiffusion
 from mmldlm.diffusion.timesteps import logit_normal, low_discrepancy, shift, stretch
 from mmldlm.tasks.batch_draws import counter_generator, dropout_keys, keyed_normals, noise_keys
-from mmldlm.tasks.masking import dynamic_weights, mask_texts, mask_wholly
+from mmldlm.tasks.masking import mask_texts, mask_wholly
 from mmldlm.tasks.row_reader import RowReader
 from mmldlm.tasks.translation.candidates import CandidateSampler
 from mmldlm.tasks.translation.config import PURE_MODES, TranslationConfig
-from mmldlm.tasks.translation.word_swaps import WordSwaps
 
 UNCONDITIONAL, L2T, T2L = range(3)
 assert PURE_MODES == ("unconditional", "l2t", "t2l")
@@ -34,7 +33,7 @@ assert PURE_MODES == ("unconditional", "l2t", "t2l")
 MAX_HOST_NOISE = 16_384
 # Key words that keep the streams of one seed apart.
 _SAMPLE_STREAM, _BATCH_STREAM, _CANDIDATE_STREAM, _OPTION_STREAM = 1, 2, 3, 4
-_HYPOTHESIS_STREAM = 7  # dropout_keys has 5, WordSwaps 6, shifts of images 8, noise_keys 9
+_HYPOTHESIS_STREAM = 7  # dropout_keys has 5, shifts of images 8, noise_keys 9
 
 
 @dataclass(kw_only=True)
@@ -54,12 +53,10 @@ class NoisedBatch(Batch):
             weight), text_rows [M] int64 (sample of each scored position), latent_targets [B, D]
             fp32, latent_clean [B, D] fp32, latent_weights [B] fp32 (0 where the latent is not
             scored), length_targets [B] int64 (length - 1), length_weights [B] fp32; with
-            candidates text_candidates [C] and text_columns [M] int64; with
-            loss.text_weighting=dynamic text_loss_weights [M] fp32; with model.dropout dropout_keys
-            [B] int64; with model.quality_head draft_swaps [B, S] int64 (WordSwaps); with
-            hypotheses the tensors of SplitHypotheses. Above MAX_HOST_NOISE elements a sample,
-            noise_keys [B] int64 stand for latents and latent_targets until `to` has drawn the
-            noise.
+            candidates text_candidates [C] and text_columns [M] int64; with model.dropout
+            dropout_keys [B] int64; with hypotheses the tensors of SplitHypotheses. Above
+            MAX_HOST_NOISE elements a sample, noise_keys [B] int64 stand for latents and
+            latent_targets until `to` has drawn the noise.
         process: of the latents.
         modes: [B] index in PURE_MODES.
         counts: text_tokens, latents (of N latents per text, each), lengths.
@@ -122,7 +119,7 @@ class PaddedSamples(NamedTuple):
         dropout: [B] fp64, for the condition dropout.
         text: [B] fp64, for text timesteps under timesteps=uniform.
         latent: [B] fp64, for latent timesteps under timesteps=uniform.
-        options: [B, 3] fp64, for t2l_pure_noise and l2t_condition_noise; of zeros where both are
+        condition: [B, 2] fp64, for l2t_condition_noise: whether, and how much; zeros where it is
             off.
     """
 
@@ -134,7 +131,7 @@ class PaddedSamples(NamedTuple):
     dropout: Tensor
     text: Tensor
     latent: Tensor
-    options: Tensor
+    condition: Tensor
 
 
 class Noiser:
@@ -152,12 +149,11 @@ class Noiser:
         condition_dropout: None: training.condition_dropout.
         max_norm: a latent above this norm is a corrupted row; it is left out and reported.
         candidates: of loss.text_candidates; None: the text head scores the whole vocabulary.
-        swaps: words for the drafts that the quality head judges; None: there is none.
         hypotheses: of the split whose samples are noised; a text that has one is wholly masked.
             None: there is none.
         reads_hypotheses: whether the model reads them.
-        in_training: whether the training options that no evaluation has apply (t2l_pure_noise,
-            l2t_condition_noise, dropout).
+        in_training: whether the training options that no evaluation has apply
+            (l2t_condition_noise, dropout).
     """
 
     def __init__(
@@ -173,7 +169,6 @@ class Noiser:
         condition_dropout: float | None = None,
         max_norm: float = math.inf,
         candidates: CandidateSampler | None = None,
-        swaps: WordSwaps | None = None,
         hypotheses: SplitHypotheses | None = None,
         reads_hypotheses: bool = True,
         in_training: bool = True,
@@ -183,10 +178,9 @@ class Noiser:
         )
         self.latent = config.latent_diffusion.process()
         self.text_config, self.latent_config = config.text_diffusion, config.latent_diffusion
-        self.weighs_dynamically = config.loss.text_weighting == "dynamic"
         self.pad_token_id, self.eos_token_id = pad_token_id, eos_token_id
         self.latent_mean, self.latent_std = latent_mean, latent_std
-        self.candidates, self.swaps, self.hypotheses = candidates, swaps, hypotheses
+        self.candidates, self.hypotheses = candidates, hypotheses
         self.reads_hypotheses = reads_hypotheses
         self.hypothesis_share = config.training.hypothesis_share if in_training else 1.0
         vocab_size = config.model.vocab_size or np.iinfo(np.int64).max
@@ -198,7 +192,6 @@ class Noiser:
         self.dropout = (
             training.condition_dropout if condition_dropout is None else condition_dropout
         )
-        self.pure_noise = training.t2l_pure_noise if in_training else 0.0
         self.condition_noise = training.l2t_condition_noise if in_training else 0.0
         self.condition_timestep = training.l2t_condition_timestep
         self.has_dropout = in_training and config.model.dropout > 0
@@ -255,10 +248,6 @@ class Noiser:
             tensors["noise_keys"] = noise_keys(self.seed, batch.epoch, ids, slots)
         if self.has_dropout:
             tensors["dropout_keys"] = dropout_keys(self.seed, batch.epoch, ids, slots)
-        if self.swaps is not None:
-            tensors["draft_swaps"] = self.swaps.draw(
-                self.seed, batch.epoch, ids, slots, padded.attention
-            )
         if self.candidates is not None:
             generator = counter_generator(
                 self.seed, batch.epoch, batch.index, 0, _CANDIDATE_STREAM
@@ -334,7 +323,7 @@ class Noiser:
         latents = self._scaled(rows.latents)
         noise = np.empty_like(latents) if self._draws_noise(latents) else None
         drop, text_u, latent_u = np.empty(num_rows), np.empty(num_rows), np.empty(num_rows)
-        options = np.zeros((num_rows, 3))
+        condition = np.zeros((num_rows, 2))
         for row, (sample, slot) in enumerate(zip(ids.tolist(), slots.tolist(), strict=True)):
             generator = counter_generator(self.seed, batch.epoch, sample, slot, _SAMPLE_STREAM)
             drop[row], text_u[row], latent_u[row] = generator.random(3)
@@ -345,11 +334,12 @@ class Noiser:
             tokens[row, length - 1] = self.eos_token_id
             attention[row, :length] = True
             uniform[row, :length] = generator.random(length)
-            if self.pure_noise or self.condition_noise:
-                options[row] = counter_generator(
+            if self.condition_noise:
+                # The first draw of this stream belonged to an option that is gone.
+                condition[row] = counter_generator(
                     self.seed, batch.epoch, sample, slot, _OPTION_STREAM
-                ).random(3)
-        given, drawn = (tokens, attention, latents), (uniform, drop, text_u, latent_u, options)
+                ).random(3)[1:]
+        given, drawn = (tokens, attention, latents), (uniform, drop, text_u, latent_u, condition)
         normals = None if noise is None else torch.from_numpy(noise)
         return PaddedSamples(*map(torch.from_numpy, given), normals, *map(torch.from_numpy, drawn))
 
@@ -383,13 +373,7 @@ class Noiser:
         width = padded.tokens.shape[1]
         computed = torch.where(is_null[:, None], torch.arange(width) == 0, padded.attention)
         text_rows = positions // width
-        extra = {}
-        if self.weighs_dynamically:
-            dynamic = dynamic_weights(
-                self.text, self.text_config, timesteps, weights, padded.attention
-            )
-            extra["text_loss_weights"] = dynamic[text_rows].float()
-        return extra | {
+        return {
             "text_tokens": torch.where(is_t2l[:, None], padded.tokens, noised),
             "attention_mask": padded.attention,
             "text_timesteps": torch.where(is_t2l, 0.0, timesteps).float(),
@@ -411,15 +395,11 @@ class Noiser:
         is_l2t, is_real = torch.from_numpy(modes) == L2T, torch.from_numpy(real)
         is_given = padded.dropout >= self.dropout
         condition = torch.where(
-            is_l2t & is_given & (padded.options[:, 1] < self.condition_noise),
-            (1 - padded.options[:, 2]) * self.condition_timestep,
+            is_l2t & is_given & (padded.condition[:, 0] < self.condition_noise),
+            (1 - padded.condition[:, 1]) * self.condition_timestep,
             0.0,
         )
-        is_pure = (
-            (torch.from_numpy(modes) == T2L) & is_given & (padded.options[:, 0] < self.pure_noise)
-        )
-        timesteps = self._latent_timesteps(strata, padded.latent).masked_fill(is_pure, 1.0)
-        timesteps = torch.where(is_l2t, condition, timesteps)
+        timesteps = torch.where(is_l2t, condition, self._latent_timesteps(strata, padded.latent))
         clean = padded.latents
         weights = self.latent.loss_weights(timesteps.clamp_min(1e-6))
         noised = (

@@ -45,7 +45,6 @@ class LatentTerm(NamedTuple):
 
 
 GAP_SUMS = ("latent_gap_sum", "latent_gap_scored")
-QUALITY_SUMS = ("quality_bce_sum", "quality_right", "quality_scored")
 
 
 class TranslationObjective:
@@ -53,10 +52,9 @@ class TranslationObjective:
 
     loss = text_loss_weight * NELBO / text tokens + latent_loss_weight * weighted error / latents
          + length_loss_weight * length NLL / lengths
-         + quality_loss_weight * cross-entropy of the quality head / text tokens, every denominator
-         counted over the
-    GLOBAL batch, so that summing gradients over ranks and micro-batches gives exactly the gradient
-    of the whole batch.
+
+    Every denominator is counted over the GLOBAL batch, so that summing gradients over ranks and
+    micro-batches gives exactly the gradient of the whole batch.
 
     Args:
         config: the run's config (loss weights, options, latent diffusion).
@@ -82,15 +80,12 @@ class TranslationObjective:
                 per dimension), latent_cosine_sum (cosine of the x0 estimate with the clean
                 latent), latent_scored, latent_gap_sum (of two predictions: the distance per
                 dimension between the x0 of its own and that of both), latent_gap_scored,
-                length_nll_sum, length_scored, loss, and quality_bce_sum, quality_right,
-                quality_scored of the tokens that the quality head judged (else 0).
+                length_nll_sum, length_scored, loss.
         """
         tensors = batch.tensors
         weights = tensors["text_weights"]
         if self.loss.text_weighting == "uniform":
             weights = torch.full_like(weights, 2.0)  # a token is masked half of the time
-        elif self.loss.text_weighting == "dynamic":
-            weights = tensors["text_loss_weights"]
         if self.loss.text_weight_clip is not None:
             weights = weights.clamp_max(self.loss.text_weight_clip)
         if self.loss.text_loss_clamp is not None:
@@ -115,16 +110,10 @@ class TranslationObjective:
         latent_share = self.loss.latent_loss_weight / max(batch.counts[latent.count], 1)
         length_share = self.loss.length_loss_weight / max(batch.counts["lengths"], 1)
         loss = text_loss.add(latent.total, alpha=latent_share).add(length_sum, alpha=length_share)
-        quality = self._quality_sums(out, tensors)
-        if "quality_logits" in out:
-            quality_share = self.loss.quality_weight / max(batch.counts["text_tokens"], 1)
-            loss = loss.add(quality["quality_bce_sum"], alpha=quality_share)
         with torch.no_grad():
-            return loss, self._metrics(loss, out, tensors, latent, length_sum, quality)
+            return loss, self._metrics(loss, out, tensors, latent, length_sum)
 
-    def _forward(
-        self, model, tensors: dict[str, Tensor], weights: Tensor, judges: bool = True
-    ) -> dict[str, Tensor]:
+    def _forward(self, model, tensors: dict[str, Tensor], weights: Tensor) -> dict[str, Tensor]:
         return model(
             tensors["text_tokens"],
             tensors["latents"],
@@ -141,11 +130,6 @@ class TranslationObjective:
             if "text_candidates" in tensors
             else None,
             dropout_keys=tensors.get("dropout_keys"),
-            **(
-                {"draft_swaps": tensors["draft_swaps"]}
-                if judges and "draft_swaps" in tensors
-                else {}
-            ),
             **({"hypotheses": _hypotheses_of(tensors)} if "hypothesis_given" in tensors else {}),
             **self._latent_arguments(tensors),
         )
@@ -159,28 +143,6 @@ class TranslationObjective:
         return LatentTerm(
             self._latent_sum(errors, tensors["latent_weights"]), error=_add_up(errors)
         )
-
-    def _quality_sums(
-        self, out: dict[str, Tensor], tensors: dict[str, Tensor]
-    ) -> dict[str, Tensor]:
-        """Of the words that were judged: binary cross-entropy, how many are right, and how many
-        there are; else {}.
-
-        The EOS is not judged: a sampler writes it where the length says.
-        """
-        if "quality_logits" not in out:
-            return {}
-        positions, width = tensors["token_positions"], tensors["text_tokens"].shape[1]
-        sample, offset = positions // width, positions % width
-        is_word = offset != tensors["length_targets"].index_select(0, sample)
-        weights = tensors["length_weights"].index_select(0, sample) * is_word
-        right = out["quality_targets"].float()
-        bce = F.binary_cross_entropy_with_logits(out["quality_logits"], right, reduction="none")
-        return {
-            "quality_bce_sum": torch.dot(bce, weights),
-            "quality_right": torch.dot(right, weights),
-            "quality_scored": weights.sum(),
-        }
 
     def _latent_errors(self, predictions: Tensor, targets: Tensor) -> tuple[Tensor, ...]:
         """The error of each of the P predictions that stand side by side in the last dimension."""
@@ -229,16 +191,14 @@ class TranslationObjective:
         Costs a second forward pass.
         """
         tensors = batch.tensors
-        nll = self._forward(model, tensors, weights, judges=False)["text_nll"]
+        nll = self._forward(model, tensors, weights)["text_nll"]
         sums = torch.zeros(len(batch.ids), device=nll.device).index_add_(
             0, tensors["text_rows"], nll * weights
         )
         kept = sums / tensors["attention_mask"].sum(1) <= self.loss.text_loss_clamp
         return weights * kept[tensors["text_rows"]]
 
-    def _metrics(
-        self, loss, out, tensors, latent: LatentTerm, length_sum, quality
-    ) -> dict[str, Tensor]:
+    def _metrics(self, loss, out, tensors, latent: LatentTerm, length_sum) -> dict[str, Tensor]:
         num_logits = len(tensors["text_targets"]) * len(tensors.get("text_candidates", ()))
         zero = torch.zeros_like(loss)
         return {
@@ -250,7 +210,6 @@ class TranslationObjective:
             **self._latent_metrics(out, tensors, latent, zero),
             "length_nll_sum": length_sum.detach(),
             "length_scored": tensors["length_weights"].sum(),
-            **{name: quality[name].detach() if quality else zero for name in QUALITY_SUMS},
         }
 
     def _latent_metrics(

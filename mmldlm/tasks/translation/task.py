@@ -48,9 +48,6 @@ class TranslationTask(MaskedTextTask):
         "latent_gap_scored",
         "length_nll_sum",
         "length_scored",
-        "quality_bce_sum",
-        "quality_right",
-        "quality_scored",
     )
     metrics = (
         Metric(
@@ -73,12 +70,6 @@ class TranslationTask(MaskedTextTask):
         Metric("text_accuracy", "text_correct", "text_masked"),
         Metric("latent_cosine", "latent_cosine_sum", "latents"),
         Metric(
-            "quality_loss", "quality_bce_sum", "quality_scored"
-        ),  # of model.quality_head, nats a token
-        Metric(
-            "quality_right", "quality_right", "quality_scored"
-        ),  # share of the drafts' tokens that are right
-        Metric(
             "latent_gap", "latent_gap_sum", "latent_gap_scored"
         ),  # of latent_diffusion.prediction=x0_epsilon
     )
@@ -92,8 +83,6 @@ class TranslationTask(MaskedTextTask):
         "solver",
         "eta",
         "condition_timestep",
-        "critic_rounds",
-        "critic_share",
         "guidance_interval",
     }
 
@@ -236,12 +225,6 @@ class TranslationTask(MaskedTextTask):
             from mmldlm.tasks.translation.candidates import CandidateSampler
 
             candidates = CandidateSampler(data)
-        swaps = None
-        if seed is None and model.quality_head:
-            from mmldlm.tasks.translation.frequencies import word_counts
-            from mmldlm.tasks.translation.word_swaps import WordSwaps
-
-            swaps = WordSwaps(word_counts(data))
         hypotheses = None
         if data.hypotheses is not None and (seed is None or masks_hypotheses):
             hypotheses = data.hypotheses[0 if seed is None else 1]
@@ -259,7 +242,6 @@ class TranslationTask(MaskedTextTask):
             condition_dropout=condition_dropout,
             max_norm=data.max_latent_norm(),
             candidates=candidates,
-            swaps=swaps,
             hypotheses=hypotheses,
             reads_hypotheses=reads_hypotheses,
             in_training=seed is None,
@@ -323,16 +305,6 @@ class TranslationTask(MaskedTextTask):
         from mmldlm.models import MultimodalMMDiT
 
         return MultimodalMMDiT
-
-    def write_texts(
-        self, pretrained: Pretrained, latents: Tensor | None, **options: Any
-    ) -> TextSamples:
-        rounds, share = options.pop("critic_rounds", None), options.pop("critic_share", None)
-        if not rounds:
-            return super().write_texts(pretrained, latents, **options)
-        from mmldlm.sampling.text.critic import write_corrected
-
-        return write_corrected(super().write_texts, pretrained, latents, rounds, share, **options)
 
     def draw_latents(
         self, pretrained: Pretrained, num_samples: int, *, solver: str, **options: Any

@@ -36,7 +36,6 @@ def open_data(root, *words, preset="tiny", task="image_codes"):
         "latent_diffusion.scaling=none",
         "loss.latent_loss_clamp=3",
         "loss.latent_loss=normalized_mse",
-        "training.t2l_pure_noise=0.2",
         "training.l2t_condition_noise=0.2",
         "model.scale_noisy_latents=true",
         "model.latent_predictions=2",

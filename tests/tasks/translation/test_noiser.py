@@ -62,15 +62,13 @@ def by_sample(batches):
                 int(batch.modes[row]),
                 t["latent_targets"][row].tolist(),
                 t["latent_weights"][row].tolist(),
-                t["text_loss_weights"][scored].tolist() if "text_loss_weights" in t else None,
                 int(t["dropout_keys"][row]) if "dropout_keys" in t else None,
             )
     return seen
 
 
 OPTIONS = {
-    "training": {"t2l_pure_noise": 0.3, "l2t_condition_noise": 0.4},
-    "loss": {"text_weighting": "dynamic"},
+    "training": {"l2t_condition_noise": 0.4},
     "model": {"dropout": 0.1},
     "latent_diffusion": {"schedule": "decoupled", "prediction": "x0_epsilon", "weighting": "ddm"},
 }
@@ -245,28 +243,22 @@ def test_nan_to_num_keeps_the_sample_and_names_it():
 
 def test_options_change_their_samples_and_no_other_and_no_evaluation():
     plain = by_sample([dataset()[i] for i in range(9)])
-    training = {"t2l_pure_noise": 0.5, "l2t_condition_noise": 0.5, "l2t_condition_timestep": 0.2}
+    training = {"l2t_condition_noise": 0.5, "l2t_condition_timestep": 0.2}
     changed = by_sample([dataset(**training)[i] for i in range(9)])
     assert by_sample([dataset(in_training=False, **training)[i] for i in range(9)]) == plain
-    pure = noised = total = 0
+    noised = 0
     for sample, after in changed.items():
         before = plain[sample]
         mode, timestep, dropped = after[8], after[3], after[4] or after[5]
         if after == before:
             continue
-        assert not dropped and mode in (L2T, T2L)
+        assert not dropped and mode == L2T
         assert (
             after[0] == before[0] and after[2] == before[2] and after[6:9] == before[6:9]
         )  # the text is the same
-        if mode == T2L:
-            assert timestep == 1.0 and before[3] < 1.0
-            pure += 1
-        else:
-            assert before[3] == 0.0 and 0 < timestep <= 0.2 and after[1] != before[1]
-            assert after[10] == 0.0  # nothing is scored on a condition
-            noised += 1
-    total = sum(before[8] == T2L and not before[4] for before in plain.values())
-    assert 0.25 * total < pure < 0.75 * total
+        assert before[3] == 0.0 and 0 < timestep <= 0.2 and after[1] != before[1]
+        assert after[10] == 0.0  # nothing is scored on a condition
+        noised += 1
     total = sum(before[8] == L2T and not before[5] for before in plain.values())
     assert 0.25 * total < noised < 0.75 * total
 
@@ -281,51 +273,18 @@ def test_a_noised_condition_is_the_process_at_its_timestep():
     assert torch.equal(t["latents"][~moved], off["latents"][~moved])
 
 
-def test_pure_noise_holds_nothing_of_its_latent():
-    t = dataset(loss_type="t2l", t2l_pure_noise=0.9, condition_dropout=0.0)[0].tensors
-    off = dataset(loss_type="t2l", condition_dropout=0.0)[0].tensors
-    pure = t["latent_timesteps"] == 1
-    assert pure.sum() >= 8 and torch.equal(t["latent_targets"], off["latent_targets"])
-    assert not torch.isclose(t["latents"][pure], off["latents"][pure], atol=1e-3).all(1).any()
-    assert (t["latent_weights"] > 0).all()
-
-
 @pytest.mark.parametrize(
     "values, match",
     [
-        (
-            {"training": {"loss_type": "l2t", "t2l_pure_noise": 0.2}},
-            "t2l_pure_noise is read only where t2l",
-        ),
         (
             {"training": {"loss_type": "t2l", "l2t_condition_noise": 0.2}},
             "l2t_condition_noise is read only where l2t",
         ),
         (
-            {"training": {"loss_type_weights": {"l2t": 1.0}, "t2l_pure_noise": 0.2}},
-            "t2l_pure_noise is read only",
-        ),
-        (
             {"training": {"l2t_condition_timestep": 0.1}},
             "read only with training.l2t_condition_noise",
         ),
-        (
-            {"training": {"t2l_pure_noise": 0.2}, "latent_diffusion": {"prediction": "epsilon"}},
-            "teaches nothing",
-        ),
-        (
-            {"training": {"t2l_pure_noise": 0.2}, "latent_diffusion": {"weighting": "min_snr"}},
-            "teaches nothing",
-        ),
-        (
-            {"loss": {"text_weighting": "dynamic"}, "text_diffusion": {"fully_masked_only": True}},
-            "no weight",
-        ),
-        (
-            {"loss": {"text_weighting": "dynamic"}, "model": {"corrector": "feedback"}},
-            "no weight, and with hypotheses",
-        ),
-        ({"loss": {"text_weighting": "dynamic", "text_weight_clip": 1.0}}, "text_weight_clip"),
+        ({"loss": {"text_weighting": "uniform", "text_weight_clip": 1.0}}, "text_weight_clip"),
         ({"latent_diffusion": {"prediction": "x0_epsilon"}}, "x0_epsilon to decoupled"),
         ({"latent_diffusion": {"schedule": "decoupled", "prediction": "v"}}, "v to cosine"),
         ({"latent_diffusion": {"schedule": "decoupled", "prediction": "flow"}}, "flow belongs"),

@@ -30,10 +30,9 @@ class MdlmLossConfig(Section):
 
     length_loss_weight: float = Field(0.1, ge=0, le=MAX_WEIGHT)
     """Weight of the length head's negative log-likelihood (per sample)."""
-    text_weighting: Literal["elbo", "uniform", "dynamic"] = "elbo"
+    text_weighting: Literal["elbo", "uniform"] = "elbo"
     """Weight of a masked token in training. elbo: the NELBO's. uniform: 2 for all, of the same
-    mean. dynamic: 2 (1 - t), that of GIDD+ at p_u = 0. Logs and evaluations report the NELBO in
-    all cases."""
+    mean. Logs and evaluations report the NELBO in both cases."""
     text_weight_clip: float | None = Field(None, gt=0, le=1e30)
     """Largest weight of a masked token (1 / t). Clipped, the loss bounds no likelihood. None: off.
 
@@ -43,8 +42,8 @@ class MdlmLossConfig(Section):
     def _only_the_elbo_is_clipped(self) -> MdlmLossConfig:
         if self.text_weighting != "elbo" and self.text_weight_clip is not None:
             raise ValueError(
-                "loss.text_weight_clip is read only with loss.text_weighting=elbo (others are at"
-                " most 2): drop one"
+                "loss.text_weight_clip is read only with loss.text_weighting=elbo (those of"
+                " uniform are 2): drop one"
             )
         return self
 

@@ -56,8 +56,6 @@ class MdlmObjective:
         weights = tensors["text_weights"]
         if self.loss.text_weighting == "uniform":
             return torch.full_like(weights, 2.0)  # a token is masked half of the time
-        if self.loss.text_weighting == "dynamic":
-            return tensors["text_loss_weights"]
         return (
             weights
             if self.loss.text_weight_clip is None
