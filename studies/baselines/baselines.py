@@ -70,7 +70,8 @@ def compare(
     workers: int,
 ) -> dict[str, dict]:
     """Train and measure the arms, some at a time; name -> what `run_arm` gives."""
-    os.environ["OMP_NUM_THREADS"] = "1"  # of the workers; one process an arm
+    # The workers inherit it. Each arm has a process of its own.
+    os.environ["OMP_NUM_THREADS"] = "1"
     spawn = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(workers, mp_context=spawn, max_tasks_per_child=1) as pool:
         futures = {

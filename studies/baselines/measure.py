@@ -11,7 +11,8 @@ from pathlib import Path
 
 from studies.baselines.arms import Arm, Scale, best_rate, costs, length_words, train
 
-STEPS = {"l2t": 12, "unconditional": 64}  # of samplers that take a number of steps
+# Steps of the samplers that take a number of them.
+STEPS = {"l2t": 12, "unconditional": 64}
 COLUMNS = (
     ("text_and_length", "nats/token", 3),
     ("gain_null", "gain of the latent", 3),

@@ -38,9 +38,10 @@ import _report
 
 from studies.speedrun.recipes import ROOT, Recipe, Result, reference_recipe, run, todays_recipe
 
-# of the reference; the quickstart takes 3,200 for other corpora, which --reference-steps sets
+# Steps of the reference. The quickstart took 3,200 for other corpora: --reference-steps.
 STEPS = 1300
-TOLERANCE = 0.04  # of the reference's steps, to which the length is found
+# The length is found to this fraction of the reference's steps.
+TOLERANCE = 0.04
 # What the reference gives on the quickstart's 31,000 docstrings: NELBO at most, gain and cosine at
 # least.
 TARGET = (4.18, 1.15, 0.746)
