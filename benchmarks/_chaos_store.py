@@ -11,8 +11,8 @@ from pathlib import Path
 
 import numpy as np
 
-from mmldlm.data.batching.store_data import ROWS_CHECKED
-from mmldlm.data.store.store import Store, read_manifest
+from mmldlm.data.run_data import ROWS_CHECKED
+from mmldlm.data.store import Store, read_manifest
 from mmldlm.utils.atomic_files import list_files, write_json
 
 BAD_SHARE = 0.015  # of the samples: one every eight batches of eight

@@ -50,7 +50,7 @@ def in_batch(change: Callable[[dict], None], on_all: bool = False, always: bool 
     """Change the tensors of the fault step's (or of every step's) first micro-batch, on rank 1 or
     on all ranks.
     """
-    from mmldlm.data.batching import loader
+    from mmldlm.data import loader
 
     make = loader.MicroBatches.__getitem__
 
@@ -178,7 +178,7 @@ def on_rank_1(act: Callable[[], None], undo: Callable[[], None] | None = None):
     """Rank 1 does something else than its data loading at the fault step, and undoes it two steps
     later.
     """
-    from mmldlm.data.batching import loader
+    from mmldlm.data import loader
 
     make = loader.MicroBatches.__getitem__
 

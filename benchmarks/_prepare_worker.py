@@ -8,9 +8,9 @@ import sys
 
 from mmldlm.cli import main
 from mmldlm.data.corpora import text_files
-from mmldlm.data.prepare import encode_stage, tokenize_stage
+from mmldlm.data.prepare import encode, tokenize
 
-encode_stage.SHARD = tokenize_stage.SHARD = int(sys.argv[1])
+encode.SAMPLES_PER_SHARD = tokenize.TEXTS_PER_SHARD = int(sys.argv[1])
 text_files.PART_BYTES = 16384
 
 if __name__ == "__main__":

@@ -66,8 +66,7 @@ def stdlib_sentences(count: int) -> list[str]:
     of its modules.
     """
     sys.path.insert(0, str(ROOT))
-    from mmldlm.data.corpora.docstring_prose import prose_paragraphs, reject_reason
-    from mmldlm.data.corpora.docstrings import docstrings_of
+    from mmldlm.data.corpora.docstrings import docstrings_of, prose_paragraphs, reject_reason
     from mmldlm.data.sentences import split_sentences
 
     found: dict[str, None] = {}

@@ -74,8 +74,7 @@ def reset_peak() -> None:
 
 def real_texts(corpus: str | None, num: int) -> list[str]:
     """Return different texts: prose of docstrings, or the lines of a file."""
-    from mmldlm.data.corpora.docstring_prose import prose_paragraphs
-    from mmldlm.data.corpora.docstrings import docstrings_of, source_files
+    from mmldlm.data.corpora.docstrings import docstrings_of, prose_paragraphs, source_files
 
     if corpus is not None:
         return list(dict.fromkeys(Path(corpus).read_text(encoding="utf-8").splitlines()))[:num]
@@ -98,7 +97,7 @@ def write_layouts(folder: Path, texts: list[str]) -> float:
     import numpy as np
 
     from mmldlm.data.prepare import tokenizer as tokenizers
-    from mmldlm.data.prepare.chunking import truncate
+    from mmldlm.data.prepare.tokenize import truncate
 
     tokenizer = tokenizers.load("minilm")
     rng = np.random.default_rng(0)
@@ -146,8 +145,7 @@ def write_store(root: Path, splits: dict, identity: dict, dim: int) -> None:
     """Write a store as `mmldlm prepare` does, from samples or from an iterator of blocks of
     samples.
     """
-    from mmldlm.data.store.latent_statistics import LatentStatistics
-    from mmldlm.data.store.writers import StoreSplit
+    from mmldlm.data.writers import LatentStatistics, StoreSplit
     from mmldlm.utils.atomic_files import list_files, write_json
 
     root.mkdir()
@@ -251,8 +249,8 @@ def read_store(folder: Path):
     import numpy as np
     import torch
 
-    from mmldlm.data.batching.batch_plan import build_batch_plan
-    from mmldlm.data.store.store import Store
+    from mmldlm.data.batch_plan import build_batch_plan
+    from mmldlm.data.store import Store
 
     yield "ready"
     store = Store(folder / "store")
@@ -269,7 +267,7 @@ def read_store(folder: Path):
 def read_noised(folder: Path):
     """Read the packed store through the training loader, with timesteps, masks and noise."""
     from mmldlm.config.load import load_config
-    from mmldlm.data.batching.loader import iterate_steps
+    from mmldlm.data.loader import iterate_steps
 
     overrides = [
         f"data.latent_data_root={folder / 'store'}",
@@ -290,7 +288,7 @@ def read_noised(folder: Path):
 
 def open_dataset(config):
     """What training reads from, for one rank, and the config that the store has completed."""
-    from mmldlm.data.batching.loader import MicroBatches
+    from mmldlm.data.loader import MicroBatches
     from mmldlm.tasks.translation.data import open_data
     from mmldlm.tasks.translation.noiser import Noiser
 
@@ -312,7 +310,7 @@ def measure_reading(kind: str, folder: Path) -> dict:
     import torch
 
     torch.set_num_threads(1)
-    from mmldlm.data.store import store  # noqa: F401  imports do not count as opening
+    from mmldlm.data import store  # noqa: F401  imports do not count as opening
 
     reader = READERS[kind](folder)
     next(reader)
@@ -337,7 +335,7 @@ def measure_reading(kind: str, folder: Path) -> dict:
 def measure_rows(folder: Path) -> dict:
     """Measure opening, and the first batch after a resume."""
     from mmldlm.config.load import load_config
-    from mmldlm.data.batching import loader
+    from mmldlm.data import loader
     from mmldlm.tasks.translation import noiser  # noqa: F401  imports do not count as opening
     from mmldlm.tasks.translation.data import open_data
 
@@ -364,7 +362,7 @@ def measure_wait(folder: Path, steps: int, preset: str) -> dict:
     import torch
 
     from mmldlm.config.load import load_config
-    from mmldlm.data.batching.loader import iterate_steps
+    from mmldlm.data.loader import iterate_steps
     from mmldlm.models import MultimodalMMDiT
     from mmldlm.tasks.translation.objective import TranslationObjective
 

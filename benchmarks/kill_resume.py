@@ -191,7 +191,7 @@ class Run:
 
         from mmldlm.config.load import load_config
         from mmldlm.config.task_registry import find_task
-        from mmldlm.data.batching.batch_plan import BatchPlan
+        from mmldlm.data.batch_plan import BatchPlan
 
         ranks = self.start()
         codes = ranks.wait(LAST_LIMIT)

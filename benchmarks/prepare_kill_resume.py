@@ -215,7 +215,7 @@ def texts(corpus: str | None):
     sys.path.insert(0, str(ROOT))
     from itertools import islice
 
-    from mmldlm.data.corpora.corpus import open_corpus
+    from mmldlm.data.corpora.text_corpus import open_corpus
 
     return list(islice(open_corpus("docstrings"), 3000))
 

@@ -36,7 +36,7 @@ from mmldlm.utils.screen import open_standard_streams
 from mmldlm.utils.stop_signals import keep_exit_codes
 
 if TYPE_CHECKING:  # torch is imported after the command line was checked
-    from mmldlm.data.batching.run_data import RunData
+    from mmldlm.data.run_data import RunData
 
 
 def train(data: RunData, stop: StopSignal | None = None) -> None:

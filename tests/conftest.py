@@ -58,8 +58,7 @@ def sentences() -> list[str]:
     import unittest.mock
     import zipfile
 
-    from mmldlm.data.corpora.docstring_prose import prose_paragraphs, reject_reason
-    from mmldlm.data.corpora.docstrings import docstrings_of
+    from mmldlm.data.corpora.docstrings import docstrings_of, prose_paragraphs, reject_reason
     from mmldlm.data.sentences import split_sentences
 
     found: dict[str, None] = {}
@@ -88,7 +87,7 @@ def sentences() -> list[str]:
 def store(tmp_path_factory, sentences):
     """Folder of a store with about 200 training and 40 validation sentences, encoded by MiniLM."""
     from mmldlm.cli import main
-    from mmldlm.data.encoders.download import find_model_folder
+    from mmldlm.data.encoders.model_files import find_model_folder
 
     try:
         find_model_folder("minilm")

@@ -34,15 +34,15 @@ BAD = [
         "mmldlm.data.prepare.pipeline",
         "commands comes after data",
     ),
-    ("import mmldlm.data.store.store", "mmldlm.models.mmdit.model", "data comes after models"),
+    ("import mmldlm.data.store", "mmldlm.models.mmdit.model", "data comes after models"),
     (
         "from mmldlm.tasks.translation import objective",
         "mmldlm.diffusion.masked",
         "tasks comes after diffusion",
     ),
     ("from mmldlm import observe", "mmldlm.engines.base", "observe comes after engines"),
-    ("from ...sampling import text", "mmldlm.data.batching.loader", "sampling comes after data"),
-    ("from ... import sampling", "mmldlm.data.batching.loader", "sampling comes after data"),
+    ("from ..sampling import text", "mmldlm.data.loader", "sampling comes after data"),
+    ("from .. import sampling", "mmldlm.data.loader", "sampling comes after data"),
     (
         "def f():\n    from mmldlm.train import main",
         "mmldlm.launch.watcher",
@@ -89,13 +89,13 @@ GOOD = [
     ("from mmldlm.commands.prepare import run_rank", "mmldlm.data.prepare.__main__"),
     (
         "from mmldlm.models import mmdit\nfrom mmldlm.errors import UserError",
-        "mmldlm.data.batching.batch_plan",
+        "mmldlm.data.batch_plan",
     ),
-    ("from .batch_plan import BatchPlan\nimport torch", "mmldlm.data.batching.loader"),
+    ("from .batch_plan import BatchPlan\nimport torch", "mmldlm.data.loader"),
     ("import torch.distributed\nimport deepspeed", "mmldlm.engines.deepspeed"),
     ("def check():\n    import torch", "mmldlm.preflight.probes.gpu"),
     ("def f():\n    import wandb", "mmldlm.observe.wandb_logger"),
-    ("if TYPE_CHECKING:\n    from mmldlm.tasks import base", "mmldlm.data.batching.loader"),
+    ("if TYPE_CHECKING:\n    from mmldlm.tasks import base", "mmldlm.data.loader"),
     (
         (
             "from mmldlm.observe import console\nfrom mmldlm.models import mmdit\nfrom mmldlm"

@@ -14,8 +14,8 @@ from pydantic import Field
 
 from mmldlm.config.schema import Config, DataConfig
 from mmldlm.config.section import FilePath, OnResume, Section
-from mmldlm.data.batching.batch import Batch
-from mmldlm.data.batching.run_data import RunData
+from mmldlm.data.batch import Batch
+from mmldlm.data.run_data import RunData
 from mmldlm.errors import UserError
 from mmldlm.tasks.base import Metric, ModelSizes, Task
 

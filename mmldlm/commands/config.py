@@ -8,7 +8,7 @@ from mmldlm.config import command_line
 from mmldlm.config.load import all_keys, allowed_words, to_yaml
 from mmldlm.config.schema import Config
 from mmldlm.config.task_registry import find_task
-from mmldlm.data.batching.run_data import open_run_data
+from mmldlm.data.run_data import open_run_data
 from mmldlm.errors import EXIT_DONE
 from mmldlm.training.session import check_run
 from mmldlm.utils import option_types

@@ -237,7 +237,7 @@ def _write_files(args: argparse.Namespace, report: Report) -> list[str]:
 
 
 def _measure(args: argparse.Namespace) -> Report:
-    from mmldlm.data.batching.store_data import check_store_kind
+    from mmldlm.data.run_data import check_store_kind
     from mmldlm.evaluation import conditioning_gain
     from mmldlm.evaluation.directions import Settings
     from mmldlm.evaluation.information.measure import measure_information
@@ -249,7 +249,7 @@ def _measure(args: argparse.Namespace) -> Report:
     pairs = sts_benchmark.read_pairs(args.sts_file) if args.suite == "stsb" else None
     store = None
     if pairs is None:
-        from mmldlm.data.store.store import Store
+        from mmldlm.data.store import Store
 
         store = Store(args.data, "validation")
     pretrained = load_pretrained(args.checkpoint, device)

@@ -11,13 +11,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from mmldlm.data.corpora.corpus import DEFAULT_CORPUS
+from mmldlm.data.corpora.image_lists import holds_images
+from mmldlm.data.corpora.text_corpus import DEFAULT_CORPUS
 from mmldlm.data.corpora.text_files import kind_of
 from mmldlm.data.encoders.specs import ENCODERS, POOLINGS
-from mmldlm.data.images.corpora.corpus import holds_images
-from mmldlm.data.prepare.images.options import ImageOptions
-from mmldlm.data.prepare.options import OVERLONG, PrepareOptions, to_arguments
-from mmldlm.data.store.writers import LAYOUTS
+from mmldlm.data.prepare.options import OVERLONG, ImageOptions, PrepareOptions, to_arguments
+from mmldlm.data.writers import LAYOUTS
 from mmldlm.distributed.environment import set_rank_environment
 from mmldlm.errors import EXIT_DONE, EXIT_FAILED, EXIT_INTERRUPTED, MmldlmError, UserError
 from mmldlm.utils import option_types
@@ -367,16 +366,10 @@ def main(args: argparse.Namespace) -> int:
 
 def run_rank(args: argparse.Namespace) -> int:
     """Prepare as one of the ranks of this launch; see `run_shared`."""
-    from mmldlm.data.prepare.images.pipeline import prepare_images
     from mmldlm.data.prepare.pipeline import prepare
 
     options = to_options(args)
-    work: Callable[[TaskQueue], object] = (
-        (lambda queue: prepare_images(options, queue=queue))
-        if isinstance(options, ImageOptions)
-        else (lambda queue: prepare(options, queue=queue))
-    )
-    return run_shared(options.output_dir, work)
+    return run_shared(options.output_dir, lambda queue: prepare(options, queue=queue))
 
 
 def run_shared(output_dir: str, work: Callable[[TaskQueue], object]) -> int:

@@ -9,7 +9,7 @@ import os
 
 from mmldlm.config import command_line
 from mmldlm.config.schema import Config
-from mmldlm.data.batching.run_data import open_run_data
+from mmldlm.data.run_data import open_run_data
 from mmldlm.debug.sanity import OVERFIT_STEPS, SanityRunner, as_dict, heading, print_tables
 from mmldlm.engines.build import check_engine
 from mmldlm.errors import EXIT_DONE, EXIT_FAILED, UserError

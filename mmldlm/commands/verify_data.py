@@ -9,8 +9,8 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from mmldlm.data.store.store import Store, read_manifest
-from mmldlm.data.store.verify import StoreReport, examine
+from mmldlm.data.store import Store, read_manifest
+from mmldlm.data.verify import StoreReport, examine
 from mmldlm.errors import EXIT_DONE, EXIT_FAILED, UserError
 from mmldlm.utils import option_types
 from mmldlm.utils.figures import new_figure, save_figure
@@ -104,8 +104,8 @@ def write_sheet(root: str, path: str, count: int = 60, vae: str | None = None) -
     """Draw images of both splits with their captions, evenly spread: the first three quarters are
     of training.
     """
-    from mmldlm.data.images.codec import ImageCodec
-    from mmldlm.data.images.sheet import contact_sheet
+    from mmldlm.data.image_codec import ImageCodec
+    from mmldlm.data.images import contact_sheet
 
     codec, images, captions = ImageCodec.open(root).ready(vae), [], []
     for split, share in (("train", count * 3 // 4), ("validation", count // 4)):

@@ -43,7 +43,7 @@ from mmldlm.convert.export_plan import (
     split_into_files,
 )
 from mmldlm.convert.output_dir import TOKENIZER_FILES, write_atomically
-from mmldlm.data.images.codec import FILES
+from mmldlm.data.image_codec import FILES
 from mmldlm.errors import MmldlmError, UserError
 from mmldlm.utils.input_files import read_bytes
 from mmldlm.utils.json_files import read_json

@@ -106,9 +106,8 @@ def split_into_parts(text: str, count: int) -> list[str] | None:
         return parts
     ends = list(itertools.accumulate(map(len, parts)))
     pieces, start = [], 0
-    for number in range(
-        1, count
-    ):  # cut at the sentence end nearest to the even share; each piece keeps one sentence
+    # Cut at the sentence end nearest to the even share; each piece keeps one sentence.
+    for number in range(1, count):
         share = ends[-1] * number / count
         end = min(
             range(start + 1, len(parts) - (count - number) + 1),

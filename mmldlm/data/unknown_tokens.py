@@ -41,10 +41,10 @@ def check_unknown_share(
     """Return a warning for a split of which a tokenizer does not know some words.
 
     Args:
-        num_unknown: [UNK] among its tokens.
-        num_tokens: all of its tokens.
-        split: its name.
-        where: that it is of, for the message.
+        num_unknown: Number of [UNK] among its tokens.
+        num_tokens: Number of its tokens.
+        split: Name of the split.
+        where: Owner of the split, for the message.
 
     Raises:
         UserError: more than MAX_SHARE of the training tokens, of which a model would learn next to
@@ -71,9 +71,9 @@ def check_unknown_to_encoder(num_unknown: int, num_tokens: int, encoder: str) ->
     """Return a warning for texts of which an encoder does not know some words.
 
     Args:
-        num_unknown: [UNK] among the encoder's tokens of some training texts.
-        num_tokens: all of these tokens.
-        encoder: its name.
+        num_unknown: Number of [UNK] among the encoder's tokens of some training texts.
+        num_tokens: Number of these tokens.
+        encoder: Name of the encoder.
 
     Raises:
         UserError: more than MAX_ENCODER_SHARE of them, so that different texts have nearly equal

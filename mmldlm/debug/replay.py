@@ -22,9 +22,9 @@ from mmldlm.checkpoints.training_state import read_training_state
 from mmldlm.config.load import build_config
 from mmldlm.config.renamed_keys import with_new_names
 from mmldlm.config.task_registry import find_task
-from mmldlm.data.batching.batch import Batch
-from mmldlm.data.batching.loader import MicroBatches
-from mmldlm.data.batching.run_data import open_run_data
+from mmldlm.data.batch import Batch
+from mmldlm.data.loader import MicroBatches
+from mmldlm.data.run_data import open_run_data
 from mmldlm.debug.nan_tracer import (
     NanOrigin,
     NanTracer,

@@ -13,9 +13,9 @@ from rich.table import Column, Table
 from rich.text import Text
 
 from mmldlm.config.task_registry import find_task
-from mmldlm.data.batching.batch import Batch
-from mmldlm.data.batching.loader import MicroBatches, iterate_steps
-from mmldlm.data.batching.run_data import RunData
+from mmldlm.data.batch import Batch
+from mmldlm.data.loader import MicroBatches, iterate_steps
+from mmldlm.data.run_data import RunData
 from mmldlm.debug import sanity_checks as checks
 from mmldlm.debug.sanity_checks import (
     FAIL,

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from mmldlm.config.schema import Config
-from mmldlm.data.batching.batch import Batch
-from mmldlm.data.batching.run_data import RunData
+from mmldlm.data.batch import Batch
+from mmldlm.data.run_data import RunData
 from mmldlm.engines.base import Engine, compute_dtype
 from mmldlm.engines.deepspeed import DeepSpeedEngine
 from mmldlm.engines.shards import ParameterShard

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from mmldlm.data.store.store import Store
+from mmldlm.data.store import Store
 from mmldlm.errors import UserError
 from mmldlm.evaluation.directions import (
     DirectionResult,

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from mmldlm.data.store.store import Store
+from mmldlm.data.store import Store
 from mmldlm.evaluation.metrics import retrieval
 from mmldlm.utils.counter_rng import Stream, generator
 

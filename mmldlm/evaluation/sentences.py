@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 from torch import nn
 
-from mmldlm.data.store.store import Store, check_latents
+from mmldlm.data.store import Store, check_latents
 from mmldlm.errors import UserError
 from mmldlm.evaluation.statistics import derangement
 from mmldlm.sampling.latent_sampler import check_latents_per_text

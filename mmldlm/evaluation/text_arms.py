@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from mmldlm.data.store.store import Store
+from mmldlm.data.store import Store
 from mmldlm.errors import UserError
 from mmldlm.evaluation.floors import (
     NEAR_DUPLICATE,

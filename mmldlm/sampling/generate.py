@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from mmldlm.config.text_samplers import BY_CERTAINTY, STRATEGY_OPTIONS
-from mmldlm.data.batching.store_data import check_store_kind
+from mmldlm.data.run_data import check_store_kind
 from mmldlm.errors import UserError
 from mmldlm.sampling.inputs import (
     encode_texts,
@@ -221,7 +221,7 @@ def read_l2t_input(
     if options.latent_file:
         return None, read_latents(options.latent_file, pretrained), []
     if options.data:
-        from mmldlm.data.store.store import Store, check_latents
+        from mmldlm.data.store import Store, check_latents
 
         store = Store(options.data, "validation")
         ids = np.arange(min(options.num_samples or len(store), len(store)))

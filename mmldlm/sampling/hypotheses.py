@@ -25,8 +25,11 @@ import numpy as np
 import torch
 from rich.console import Console
 
-from mmldlm.data.batching.store_data import check_store_kind
-from mmldlm.data.prepare.publish_stage import (
+from mmldlm.data.arrays import read_npz, write_npz
+from mmldlm.data.hypotheses import HYPOTHESES_VERSION
+from mmldlm.data.manifest import MANIFEST, sample_checksums
+from mmldlm.data.mixture import describe_encoder
+from mmldlm.data.prepare.output import (
     check_output_free,
     check_readable,
     commit,
@@ -36,14 +39,9 @@ from mmldlm.data.prepare.publish_stage import (
 from mmldlm.data.prepare.summary import RankProgress
 from mmldlm.data.prepare.task_queue import RankFailed, TaskQueue
 from mmldlm.data.prepare.work_dir import WorkDir
-from mmldlm.data.store.arrays import read_npz, write_npz
-from mmldlm.data.store.hypotheses import HYPOTHESES_VERSION
-from mmldlm.data.store.latent_statistics import LatentStatistics
-from mmldlm.data.store.manifest import sample_checksums
-from mmldlm.data.store.mixture import describe_encoder
-from mmldlm.data.store.repair_hints import MANIFEST
-from mmldlm.data.store.store import TOKENIZER_FOLDER, Store, latent_shape, load_tokenizer
-from mmldlm.data.store.writers import StoreSplit
+from mmldlm.data.run_data import check_store_kind
+from mmldlm.data.store import TOKENIZER_FOLDER, Store, latent_shape, load_tokenizer
+from mmldlm.data.writers import LatentStatistics, StoreSplit
 from mmldlm.errors import UserError
 from mmldlm.sampling.device import usable_device
 from mmldlm.sampling.pretrained import Pretrained, load_pretrained

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from mmldlm.data.images.codec import ImageCodec
-from mmldlm.data.store.store import read_manifest
+from mmldlm.data.image_codec import ImageCodec
+from mmldlm.data.store import read_manifest
 from mmldlm.errors import UserError
 from mmldlm.sampling.pretrained import Pretrained
 

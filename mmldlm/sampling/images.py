@@ -11,9 +11,9 @@ from typing import Any
 
 import numpy as np
 
-from mmldlm.data.batching.store_data import check_store_kind
-from mmldlm.data.images.codec import HINTS, ImageCodec
-from mmldlm.data.store.store import Store
+from mmldlm.data.image_codec import HINTS, ImageCodec
+from mmldlm.data.run_data import check_store_kind
+from mmldlm.data.store import Store
 from mmldlm.errors import UserError
 from mmldlm.sampling.generate import (
     SampleOptions,
@@ -202,7 +202,7 @@ def sample_i2t(
 
 
 def _read(path: str, codec: ImageCodec) -> np.ndarray:
-    from mmldlm.data.images.image_files import UnreadableImage, read_image
+    from mmldlm.data.images import UnreadableImage, read_image
 
     try:
         return read_image(Path(path), codec.size, codec.channels)
@@ -242,7 +242,7 @@ def write_pictures(samples: Samples, out: Path, keeps_each: bool) -> None:
     """
     from PIL import Image
 
-    from mmldlm.data.images.sheet import contact_sheet
+    from mmldlm.data.images import contact_sheet
 
     assert samples.images is not None
     count = min(len(samples.images), MAX_ON_SHEET)

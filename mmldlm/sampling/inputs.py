@@ -12,10 +12,10 @@ from typing import Any
 
 import numpy as np
 
+from mmldlm.data.arrays import read_array
+from mmldlm.data.codebook import check_ids
 from mmldlm.data.corpora.text_files import FileUnit
-from mmldlm.data.images.codebook import check_ids
 from mmldlm.data.sentences import MAX_TEXT_BYTES, TOO_LARGE
-from mmldlm.data.store.arrays import read_array
 from mmldlm.errors import UserError
 from mmldlm.sampling.latent_sampler import latent_shape
 from mmldlm.sampling.pretrained import Pretrained

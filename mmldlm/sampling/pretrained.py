@@ -13,9 +13,9 @@ from pydantic import BaseModel, ValidationError
 from torch import Tensor, nn
 
 from mmldlm.config.task_registry import DEFAULT_TASK, find_task
-from mmldlm.data.encoders.identity import find_identity_problems
-from mmldlm.data.encoders.tokenizer_files import read_tokenizer
-from mmldlm.data.store.manifest import find_codec_problems
+from mmldlm.data.encoders.model_files import read_tokenizer
+from mmldlm.data.encoders.specs import find_identity_problems
+from mmldlm.data.manifest import find_codec_problems
 from mmldlm.diffusion import GaussianProcess, MaskedDiffusion
 from mmldlm.errors import UserError
 from mmldlm.models.pretrained_io import COPY_AGAIN

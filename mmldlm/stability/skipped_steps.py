@@ -19,7 +19,7 @@ from torch import Tensor
 
 from mmldlm.checkpoints.training_state import Count
 from mmldlm.config.section import MAX_COUNT
-from mmldlm.data.batching.batch import Batch
+from mmldlm.data.batch import Batch
 from mmldlm.engines.base import Engine
 from mmldlm.errors import UserError
 from mmldlm.utils.atomic_files import write_text

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol, TypedDict
 
 from mmldlm.config.schema import Config
-from mmldlm.data.batching.batch import Batch, Collator
-from mmldlm.data.batching.run_data import RunData
+from mmldlm.data.batch import Batch, Collator
+from mmldlm.data.run_data import RunData
 from mmldlm.errors import UserError
 
 if TYPE_CHECKING:  # preflight asks a task before torch is imported

@@ -11,9 +11,9 @@ import numpy as np
 
 from mmldlm.config.schema import Config
 from mmldlm.config.section import Section
-from mmldlm.data.batching.store_data import StoreData, lengths_in_use, open_splits
-from mmldlm.data.store.mixture import MixedStore
-from mmldlm.data.store.store import Store
+from mmldlm.data.mixture import MixedStore
+from mmldlm.data.run_data import StoreData, lengths_in_use, open_splits
+from mmldlm.data.store import Store
 from mmldlm.errors import UserError
 
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from mmldlm.data.store.store import Rows
+from mmldlm.data.store import Rows
 
 
 class RowReader:

@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING
 import torch
 
 from mmldlm.config.schema import Config
-from mmldlm.data.batching.batch import Collator
-from mmldlm.data.batching.batch_plan import BatchPlan
-from mmldlm.data.batching.loader import MicroBatches, iterate_steps
-from mmldlm.data.batching.run_data import RunData
+from mmldlm.data.batch import Collator
+from mmldlm.data.batch_plan import BatchPlan
+from mmldlm.data.loader import MicroBatches, iterate_steps
+from mmldlm.data.run_data import RunData
 from mmldlm.engines.base import Engine
 
 if TYPE_CHECKING:

@@ -21,7 +21,7 @@ from mmldlm.config.renamed_keys import with_new_names
 from mmldlm.config.resume_compat import CONFIG_FILE, batch_fix
 from mmldlm.config.schema import Config, OptimizerConfig
 from mmldlm.config.yaml_reader import read_yaml
-from mmldlm.data.batching.run_data import RunData
+from mmldlm.data.run_data import RunData
 from mmldlm.engines.base import Engine, persistent_buffers
 from mmldlm.engines.ema import WeightAverage
 from mmldlm.engines.optimizer import learning_rate

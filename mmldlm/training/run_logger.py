@@ -18,7 +18,7 @@ from mmldlm.checkpoints.init_from import InitReport
 from mmldlm.checkpoints.layout import ENGINE_FOLDER
 from mmldlm.config.load import to_yaml, with_absolute_paths
 from mmldlm.config.schema import Config
-from mmldlm.data.batching.run_data import RunData
+from mmldlm.data.run_data import RunData
 from mmldlm.distributed import error_reporting
 from mmldlm.engines.base import Engine
 from mmldlm.errors import (

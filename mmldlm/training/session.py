@@ -15,10 +15,10 @@ from mmldlm.checkpoints.locate import list_checkpoints, locate_checkpoint
 from mmldlm.config.schema import Config
 from mmldlm.config.section import Section
 from mmldlm.config.task_registry import find_task
-from mmldlm.data.batching.batch import Batch
-from mmldlm.data.batching.batch_plan import BatchPlan
-from mmldlm.data.batching.loader import MicroBatches, iterate_steps
-from mmldlm.data.batching.run_data import RunData, open_run_data
+from mmldlm.data.batch import Batch
+from mmldlm.data.batch_plan import BatchPlan
+from mmldlm.data.loader import MicroBatches, iterate_steps
+from mmldlm.data.run_data import RunData, open_run_data
 from mmldlm.distributed.environment import (
     hidden_gpu_note,
     pick_device,

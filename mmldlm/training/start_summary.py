@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from mmldlm.config.schema import Config, OptimizerConfig
-from mmldlm.data.batching.run_data import RunData
+from mmldlm.data.run_data import RunData
 from mmldlm.engines.base import Engine
 from mmldlm.engines.muon import muon_of
 from mmldlm.tasks.base import Task

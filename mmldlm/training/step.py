@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from mmldlm.data.batching.batch import Batch
+from mmldlm.data.batch import Batch
 from mmldlm.engines.base import Engine
 from mmldlm.engines.optimizer import learning_rate
 from mmldlm.observe.layer_stats import LayerStats

@@ -119,7 +119,7 @@ def cache_difference(run: Path, store: str, count: int = 16) -> float:
     """
     import torch
 
-    from mmldlm.data.store.store import Store
+    from mmldlm.data.store import Store
     from mmldlm.evaluation.sentences import choose_sentences
     from mmldlm.models.plain.decode import next_logits, start_text
     from mmldlm.sampling.latent_sampler import pad_texts
@@ -151,7 +151,7 @@ def bound_difference(run: Path, store: str, count: int = 64, draws: int = 4) -> 
     """
     import torch
 
-    from mmldlm.data.store.store import Store
+    from mmldlm.data.store import Store
     from mmldlm.diffusion.timesteps import arcsine
     from mmldlm.evaluation.sentences import choose_sentences
     from mmldlm.sampling.latent_sampler import pad_texts

@@ -58,7 +58,7 @@ def measure(run: Path, store: str, samples: int | None, judge: Path | None) -> d
     """
     import torch
 
-    from mmldlm.data.store.store import Store
+    from mmldlm.data.store import Store
     from mmldlm.evaluation.directions import (
         Settings,
         likelihood_estimates,
@@ -97,7 +97,7 @@ def measure(run: Path, store: str, samples: int | None, judge: Path | None) -> d
 
 def real_texts(store: str, samples: int | None, judge: Path) -> dict[str, dict]:
     """The row of the table for the unseen texts themselves."""
-    from mmldlm.data.store.store import Store
+    from mmldlm.data.store import Store
     from mmldlm.evaluation.metrics.strings import set_figures
     from mmldlm.evaluation.sentences import choose_sentences
     from mmldlm.evaluation.text_arms import decode

@@ -16,7 +16,7 @@ def cut(store: str, arms: Path, judge: Path, every: int = 4) -> None:
     """
     import numpy as np
 
-    from mmldlm.data.store.store import Store
+    from mmldlm.data.store import Store
 
     whole = Store(store, "train")
     rows = np.arange(len(whole))
@@ -25,10 +25,10 @@ def cut(store: str, arms: Path, judge: Path, every: int = 4) -> None:
 
 
 def _write(whole, rows, folder: Path) -> None:
-    from mmldlm.data.prepare.publish_stage import check_readable
-    from mmldlm.data.store.repair_hints import MANIFEST
-    from mmldlm.data.store.store import TOKENIZER_FOLDER, latent_shape
-    from mmldlm.data.store.writers import StoreSplit
+    from mmldlm.data.manifest import MANIFEST
+    from mmldlm.data.prepare.output import check_readable
+    from mmldlm.data.store import TOKENIZER_FOLDER, latent_shape
+    from mmldlm.data.writers import StoreSplit
     from mmldlm.utils.atomic_files import list_files, write_json
 
     manifest = dict(whole.manifest)

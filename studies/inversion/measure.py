@@ -43,7 +43,7 @@ def measure_ways(
     """
     import torch
 
-    from mmldlm.data.store.store import Store
+    from mmldlm.data.store import Store
     from mmldlm.evaluation.floors import NEAR_DUPLICATE, nearest_training_sentences
     from mmldlm.evaluation.sentences import choose_sentences
     from mmldlm.sampling.pretrained import load_pretrained

@@ -17,7 +17,7 @@ pytestmark = pytest.mark.long
 @pytest.fixture(scope="module")
 def corpus(sentences, tmp_path_factory):
     """A file of real sentences."""
-    from mmldlm.data.encoders.download import find_model_folder
+    from mmldlm.data.encoders.model_files import find_model_folder
     from mmldlm.errors import UserError
 
     try:

@@ -8,8 +8,7 @@ import pytest
 
 from mmldlm.commands import prepare
 from mmldlm.data.prepare import options
-from mmldlm.data.prepare.images.options import ImageOptions
-from mmldlm.data.prepare.options import PrepareOptions
+from mmldlm.data.prepare.options import ImageOptions, PrepareOptions
 from mmldlm.errors import UserError
 
 

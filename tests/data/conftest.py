@@ -7,10 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from mmldlm.data.encoders.download import find_model_folder
-from mmldlm.data.prepare.images.options import ImageOptions
-from mmldlm.data.prepare.images.pipeline import prepare_images
-from mmldlm.data.prepare.options import PrepareOptions
+from mmldlm.data.encoders.model_files import find_model_folder
+from mmldlm.data.prepare.options import ImageOptions, PrepareOptions
 from mmldlm.data.prepare.pipeline import prepare
 from mmldlm.errors import UserError
 
@@ -67,4 +65,4 @@ def store_copy(made_store, tmp_path) -> Path:
 def glyph_store(tmp_path_factory) -> Path:
     """The letters of three faces, drawn here; read-only."""
     root = tmp_path_factory.mktemp("images") / "glyphs"
-    return prepare_images(ImageOptions(str(root), faces=3))
+    return prepare(ImageOptions(str(root), faces=3))

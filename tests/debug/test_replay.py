@@ -118,7 +118,7 @@ def test_one_sample_of_a_later_step_is_singled_out(store, tmp_path, monkeypatch,
     """A latent so large that fp32 overflows, let through as if no check had seen it; weights
     trained up to the step.
     """
-    from mmldlm.data.store.store import Store
+    from mmldlm.data.store import Store
     from mmldlm.tasks.row_reader import RowReader
     from mmldlm.train import main
 
@@ -134,7 +134,7 @@ def test_one_sample_of_a_later_step_is_singled_out(store, tmp_path, monkeypatch,
     monkeypatch.setattr(Store, "get", corrupted)
     monkeypatch.setattr(RowReader, "_rejection_reason", lambda self, tokens, latent, length: None)
     from mmldlm.config.load import load_config
-    from mmldlm.data.batching.batch_plan import BatchPlan
+    from mmldlm.data.batch_plan import BatchPlan
     from mmldlm.tasks.translation.data import open_data
 
     lengths = open_data(
@@ -163,8 +163,8 @@ def test_a_damaged_image_is_left_out_named_and_replayed(tmp_path, monkeypatch, c
     """
     from mmldlm.config.load import load_config
     from mmldlm.config.task_registry import find_task
-    from mmldlm.data.batching.batch_plan import BatchPlan
-    from mmldlm.data.store.store import Store
+    from mmldlm.data.batch_plan import BatchPlan
+    from mmldlm.data.store import Store
     from mmldlm.tasks.row_reader import RowReader
     from mmldlm.train import main
 

@@ -16,7 +16,7 @@ import torch
 
 from mmldlm.commands import sanity
 from mmldlm.config.load import load_config
-from mmldlm.data.batching import loader
+from mmldlm.data import loader
 from mmldlm.debug import sanity as sanity_steps
 from mmldlm.debug.sanity import SanityRunner
 from mmldlm.debug.sanity_checks import CHECKS, FAIL, NOT_RUN, PASS

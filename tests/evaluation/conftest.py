@@ -133,7 +133,7 @@ def pretrained():
 
 @pytest.fixture
 def store(tmp_path):
-    from mmldlm.data.store.store import Store
+    from mmldlm.data.store import Store
 
     return Store(write_store(tmp_path / "store", 40), "validation")
 

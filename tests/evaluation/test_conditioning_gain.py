@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from mmldlm.commands.evaluate import add_arguments, main
-from mmldlm.data.store.store import Store
+from mmldlm.data.store import Store
 from mmldlm.diffusion import MaskedDiffusion
 from mmldlm.diffusion.masked import SCHEDULES
 from mmldlm.errors import MmldlmError, UserError

@@ -7,7 +7,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from mmldlm.data.store.store import Store
+from mmldlm.data.store import Store
 from mmldlm.evaluation import floors
 from mmldlm.evaluation.floors import nearest_training_sentences, unigram_texts
 

@@ -12,7 +12,7 @@ import torch
 from rich.console import Console
 
 from mmldlm.config.task_registry import find_task
-from mmldlm.data.store.store import Store
+from mmldlm.data.store import Store
 from mmldlm.evaluation.conditioning_gain import evaluate
 from mmldlm.evaluation.directions import Settings
 from mmldlm.evaluation.floors import nearest_training_sentences

@@ -84,13 +84,13 @@ def flip_a_byte(name):
 @pytest.fixture(scope="module")
 def image_stores(tmp_path_factory):
     """Stores of letters: bytes, float16, and ids of codes."""
-    from mmldlm.data.prepare.images.options import ImageOptions
-    from mmldlm.data.prepare.images.pipeline import prepare_images
+    from mmldlm.data.prepare.options import ImageOptions
+    from mmldlm.data.prepare.pipeline import prepare
 
     folder, stores = tmp_path_factory.mktemp("images"), {}
     for latents, dtype in (("pixels", np.uint8), ("pca:16", np.float16)):
         root = folder / latents.split(":")[0]
-        stores[latents] = prepare_images(
+        stores[latents] = prepare(
             ImageOptions(str(root), latents=latents, faces=2, max_samples=100)
         )
         assert np.load(root / "train" / "latents.npy", mmap_mode="r").dtype == dtype
@@ -179,7 +179,7 @@ def test_a_folder_that_cannot_be_made_is_refused(store, tmp_path, capsys):
 
 
 def test_too_many_skips_exit_4_and_another_seed_is_refused(store, tmp_path, capsys, monkeypatch):
-    from mmldlm.data.batching import loader
+    from mmldlm.data import loader
     from mmldlm.train import main
 
     words = train_words(

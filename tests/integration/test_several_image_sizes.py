@@ -12,9 +12,9 @@ import torch
 
 from mmldlm.config.load import load_config
 from mmldlm.config.task_registry import find_task
-from mmldlm.data.batching.batch_plan import local_slots
-from mmldlm.data.prepare.images.options import ImageOptions
-from mmldlm.data.prepare.images.pipeline import prepare_images
+from mmldlm.data.batch_plan import local_slots
+from mmldlm.data.prepare.options import ImageOptions
+from mmldlm.data.prepare.pipeline import prepare
 from mmldlm.errors import UserError
 from mmldlm.models.mmdit.costs import step_flops
 from mmldlm.models.mmdit.encoders import grid_positions
@@ -240,7 +240,7 @@ def test_what_cannot_have_sizes_is_refused(stores, tmp_path):
     with pytest.raises(UserError, match="by their number of places"):
         opened(stores, "model.latent_grids=[[6,6],[4,4]]")
     roots = [
-        prepare_images(
+        prepare(
             ImageOptions(str(tmp_path / str(size)), latents="pca:16", image_size=size, faces=1)
         )
         for size in (8, 16)

@@ -10,14 +10,14 @@ import pytest
 import torch
 
 from mmldlm.config.load import load_config
-from mmldlm.data.batching.batch_plan import local_slots
+from mmldlm.data.batch_plan import local_slots
 from mmldlm.data.encoders.encoder import Encoder
 from mmldlm.data.importers import sample_folders
 from mmldlm.data.prepare import pipeline
 from mmldlm.data.prepare.options import PrepareOptions
 from mmldlm.data.sentences import split_into_parts
-from mmldlm.data.store.store import Store
-from mmldlm.data.store.verify import verify
+from mmldlm.data.store import Store
+from mmldlm.data.verify import verify
 from mmldlm.errors import UserError
 from mmldlm.models import MultimodalMMDiT
 from mmldlm.tasks.translation.data import open_data

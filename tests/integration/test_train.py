@@ -278,7 +278,7 @@ def test_bad_validation_samples_are_reported_and_not_scored(
     """Rows read so from a failing disk: a store that lies there with them is refused at
     the start.
     """
-    from mmldlm.data.store.store import Store
+    from mmldlm.data.store import Store
     from mmldlm.train import main
 
     words = [

@@ -66,7 +66,7 @@ def test_a_rank_that_lacks_the_data_says_so_and_ends_the_others(store, tmp_path)
 
 READS_A_STORE_THAT_IS_CUT = """
 import os, sys
-from mmldlm.data.store.store import Store
+from mmldlm.data.store import Store
 root = sys.argv[-1].removeprefix("data.latent_data_root=")
 store = Store(root)
 os.truncate(f"{root}/train/latents.npy", 4096)

@@ -214,8 +214,8 @@ def test_nan_lies_where_a_start_does_not_look(store, tmp_path):
     import numpy as np
     from _chaos_store import plant_nan
 
-    from mmldlm.data.batching.store_data import ROWS_CHECKED
-    from mmldlm.data.store.store import Store, check_latents
+    from mmldlm.data.run_data import ROWS_CHECKED
+    from mmldlm.data.store import Store, check_latents
 
     folder, bad = plant_nan(store, tmp_path, random.Random(1))
     train = Store(folder, "train")

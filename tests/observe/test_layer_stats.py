@@ -16,8 +16,8 @@ import pytest
 import torch
 
 from mmldlm.config.load import load_config
-from mmldlm.data.batching.batch_plan import BatchPlan
-from mmldlm.data.batching.loader import MicroBatches
+from mmldlm.data.batch_plan import BatchPlan
+from mmldlm.data.loader import MicroBatches
 from mmldlm.engines.build import build_engine
 from mmldlm.models import MultimodalMMDiT
 from mmldlm.observe.layer_stats import (

@@ -10,7 +10,7 @@ import pytest
 
 from mmldlm.cli import main
 from mmldlm.config.load import load_config
-from mmldlm.data.store.store import Store
+from mmldlm.data.store import Store
 from mmldlm.errors import UserError
 from mmldlm.sampling import hypotheses as module
 from mmldlm.tasks.translation.data import open_data

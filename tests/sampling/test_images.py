@@ -15,11 +15,11 @@ from PIL import Image
 
 from mmldlm.cli import main
 from mmldlm.config.load import load_config
-from mmldlm.data.images.codec import ImageCodec
-from mmldlm.data.images.corpora.glyphs import CHARACTERS
-from mmldlm.data.prepare.images.options import ImageOptions
-from mmldlm.data.prepare.images.pipeline import prepare_images
-from mmldlm.data.store.store import Store
+from mmldlm.data.corpora.drawn_images import CHARACTERS
+from mmldlm.data.image_codec import ImageCodec
+from mmldlm.data.prepare.options import ImageOptions
+from mmldlm.data.prepare.pipeline import prepare
+from mmldlm.data.store import Store
 from mmldlm.errors import UserError
 from mmldlm.evaluation.images.settings import ImageSettings
 from mmldlm.sampling.inputs import encode_texts
@@ -62,9 +62,7 @@ def model(images, tmp_path_factory):
 def components(tmp_path_factory):
     """A converted model of principal components whose store and run are gone."""
     folder = tmp_path_factory.mktemp("components")
-    root = prepare_images(
-        ImageOptions(str(folder / "store"), latents="pca:32", faces=2, max_samples=100)
-    )
+    root = prepare(ImageOptions(str(folder / "store"), latents="pca:32", faces=2, max_samples=100))
     pictures = ImageCodec.open(root).decode(Store(root, "validation").get([0, 1]).latents)
     for row, picture in enumerate(pictures):
         Image.fromarray(picture[..., 0]).save(folder / f"{row}.png")

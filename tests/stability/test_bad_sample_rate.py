@@ -55,7 +55,7 @@ def test_the_window_goes_through_a_checkpoint():
 def test_zeros_for_latents_are_no_loss_of_zero(
     store, tmp_path, monkeypatch, capsys, words, steps, said
 ):
-    from mmldlm.data.store.store import Store
+    from mmldlm.data.store import Store
     from mmldlm.train import main
 
     get, count = Store.get, [0]
@@ -82,7 +82,7 @@ def test_zeros_for_latents_are_no_loss_of_zero(
 
 ONE_RANK_LOSES = """
 import os, sys
-from mmldlm.data.store.store import Store
+from mmldlm.data.store import Store
 from mmldlm.distributed.error_reporting import exit_without_teardown
 from mmldlm.train import main
 get = Store.get

@@ -25,7 +25,7 @@ def words(store, folder, name: str, *more: str) -> list[str]:
 
 
 def test_skips_in_a_row_roll_back_and_pass_the_batches_over(store, tmp_path, monkeypatch):
-    from mmldlm.data.batching import loader
+    from mmldlm.data import loader
     from mmldlm.train import main
 
     make = loader.MicroBatches.__getitem__
@@ -67,7 +67,7 @@ def test_skips_in_a_row_roll_back_and_pass_the_batches_over(store, tmp_path, mon
 
 
 def test_a_corrupted_row_is_left_out_and_named(store, tmp_path, monkeypatch):
-    from mmldlm.data.store.store import Store
+    from mmldlm.data.store import Store
     from mmldlm.train import main
 
     get, bad_row = Store.get, 17

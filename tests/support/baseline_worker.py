@@ -92,7 +92,7 @@ def run(arm: str, store: str, folder: str, name: str, *words: str) -> None:
 
 def poison_one_step() -> None:
     """At one step, the last rank's weights of text tokens are NaN."""
-    from mmldlm.data.batching import loader
+    from mmldlm.data import loader
 
     make = loader.MicroBatches.__getitem__
 

@@ -97,7 +97,7 @@ def run(store: str, folder: str, name: str, *words: str) -> None:
 def nonfinite(store: str, folder: str) -> None:
     """At one step, one rank has a NaN in each latent of its micro-batch, at the next an Inf in one
     row of a gradient behind a finite loss: under every engine, in fp32 and in bf16."""
-    from mmldlm.data.batching import loader
+    from mmldlm.data import loader
     from mmldlm.engines.deepspeed import DeepSpeedEngine
     from mmldlm.engines.deepspeed_config import CPU_BUCKET
     from mmldlm.models import MultimodalMMDiT
@@ -177,7 +177,7 @@ def muon(store: str, folder: str) -> None:
     """Muon on every engine: a NaN at one step, a checkpoint after it, and the rest of the run on
     another engine.
     """
-    from mmldlm.data.batching import loader
+    from mmldlm.data import loader
     from mmldlm.engines import build
 
     world = int(os.environ["WORLD_SIZE"])

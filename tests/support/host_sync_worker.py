@@ -142,7 +142,7 @@ def step(
 
     from mmldlm.config.load import load_config
     from mmldlm.config.task_registry import find_task
-    from mmldlm.data.batching.loader import MicroBatches
+    from mmldlm.data.loader import MicroBatches
     from mmldlm.engines.base import Autocast, compute_dtype
     from mmldlm.engines.ema import WeightAverage
     from mmldlm.engines.muon import attach_muon

@@ -10,13 +10,14 @@ from pathlib import Path
 
 import numpy as np
 
-from mmldlm.data.images.codebook import CODEBOOK
-from mmldlm.data.images.codec import ImageCodec
-from mmldlm.data.images.corpora.glyphs import CHARACTERS, FACES, draw
-from mmldlm.data.images.fit_codebook import fit_kmeans
-from mmldlm.data.images.patches import to_patches
+from mmldlm.data.codebook import CODEBOOK
+from mmldlm.data.corpora.drawn_images import CHARACTERS, FACES
+from mmldlm.data.corpora.drawn_images import draw_glyph as draw
+from mmldlm.data.image_codec import ImageCodec
+from mmldlm.data.images import to_patches
+from mmldlm.data.prepare.fit_codec import fit_kmeans
 from mmldlm.data.prepare.tokenizer import load
-from mmldlm.data.store.writers import StoreSplit
+from mmldlm.data.writers import StoreSplit
 from mmldlm.utils.atomic_files import sha256_of
 
 CODEC = ImageCodec(16, 4, 1, "pixels", 16, 16)

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from mmldlm.config.load import load_config
-from mmldlm.data.batching.batch_plan import BatchPlan, SpacedOrder
+from mmldlm.data.batch_plan import BatchPlan, SpacedOrder
 from mmldlm.tasks import validation
 from mmldlm.tasks.translation.validation import passes_of
 

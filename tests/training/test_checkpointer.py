@@ -162,7 +162,7 @@ def test_a_run_saves_without_its_store(store, tmp_path, monkeypatch):
     """Moved or deleted in mid-run, it stays mapped; its tokenizer was read at the start."""
     own = tmp_path / "store"
     shutil.copytree(store, own)
-    from mmldlm.data.batching import loader
+    from mmldlm.data import loader
 
     make = loader.MicroBatches.__getitem__
 
@@ -327,7 +327,7 @@ def test_a_second_rollback_without_progress_goes_further(store, tmp_path, monkey
 
 
 def test_a_run_whose_last_steps_are_excluded_ends_normally(store, tmp_path, monkeypatch):
-    from mmldlm.data.batching import loader
+    from mmldlm.data import loader
 
     make = loader.MicroBatches.__getitem__
 

@@ -496,8 +496,8 @@ GOOD_TASK = """
 import numpy as np, torch
 from pathlib import Path
 from mmldlm.config.schema import Config
-from mmldlm.data.batching.batch import Batch
-from mmldlm.data.batching.run_data import RunData
+from mmldlm.data.batch import Batch
+from mmldlm.data.run_data import RunData
 from mmldlm.tasks.base import Metric, Task
 
 class Data(RunData):

@@ -1,1 +1,1 @@
-"""Where text comes from: files, hub datasets, docstrings."""
+"""Where texts and images come from: files, lists, hub datasets, docstrings, and drawings."""

@@ -7,8 +7,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import islice
 
-from mmldlm.data.corpora.image_records import image_column
-from mmldlm.data.corpora.text_files import clean
+from mmldlm.data.corpora.text_files import clean, image_column
 from mmldlm.errors import UserError
 from mmldlm.utils.formatting import first_line
 
@@ -20,12 +19,12 @@ class DatasetSpec:
     """The location of a dataset on the hub.
 
     Attributes:
-        path: the repository.
-        name: its configuration.
-        revision: of the repository. The hub has parquet copies of script datasets, which new
-            releases of `datasets` do not run.
-        split: the split to read.
-        text_field: the field that holds the text.
+        path: Repository on the hub.
+        name: Configuration of the dataset.
+        revision: Revision of the repository. The hub has parquet copies of script datasets, which
+            new releases of `datasets` do not run.
+        split: Split to read.
+        text_field: Field that holds the text.
     """
 
     path: str
@@ -61,9 +60,9 @@ def open_dataset(
     """Return the source, and the (name, reader) of every shard of a dataset.
 
     Args:
-        name: as in `parse`; also a folder that `datasets` can load.
-        text_field: the field that holds the text (default: that of the DatasetSpec).
-        max_documents: the most texts that the caller reads; the dataset is then one unit.
+        name: Name as in `parse`, or a folder that `datasets` can load.
+        text_field: Field that holds the text (default: that of the DatasetSpec).
+        max_documents: Largest number of texts that the caller reads; the dataset is then one unit.
 
     Raises:
         UserError: the package `datasets`, the dataset, or the field is missing; a dataset of

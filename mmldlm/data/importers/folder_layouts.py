@@ -8,8 +8,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from mmldlm.data.store.repair_hints import MANIFEST
-from mmldlm.data.store.store import SPLITS, TOKENIZER_FOLDER
+from mmldlm.data.manifest import MANIFEST
+from mmldlm.data.store import SPLITS, TOKENIZER_FOLDER
 from mmldlm.errors import UserError
 from mmldlm.utils.formatting import join_some
 from mmldlm.utils.input_files import LeftOut, is_of_macos, read_text, walk_files
@@ -37,7 +37,7 @@ def find_samples(
     """Return split -> samples of a folder, and count files without a partner.
 
     Args:
-        left_out: receives the files that are part of no sample, such as those of other folders.
+        left_out: Receiver of the files that are part of no sample, such as those of other folders.
 
     Raises:
         UserError: an unknown layout.

@@ -23,12 +23,13 @@ from typing import Any
 import numpy as np
 from rich.console import Console
 
-from mmldlm.data.encoders.tokenizer_files import save_tokenizer
+from mmldlm.data.arrays import read_array, read_small_npz
+from mmldlm.data.encoders.model_files import save_tokenizer
 from mmldlm.data.importers.folder_layouts import SampleFiles, find_samples
-from mmldlm.data.prepare import select_stage
+from mmldlm.data.manifest import MANIFEST
+from mmldlm.data.prepare import select
 from mmldlm.data.prepare import tokenizer as tokenizers
-from mmldlm.data.prepare.chunking import truncate
-from mmldlm.data.prepare.publish_stage import (
+from mmldlm.data.prepare.output import (
     check_output_free,
     check_readable,
     commit,
@@ -36,13 +37,11 @@ from mmldlm.data.prepare.publish_stage import (
     versions,
 )
 from mmldlm.data.prepare.summary import print_summary
+from mmldlm.data.prepare.tokenize import truncate
 from mmldlm.data.sentences import MAX_TEXT_BYTES, content_hash, fold_spaces
-from mmldlm.data.store.arrays import read_array, read_small_npz
-from mmldlm.data.store.latent_statistics import LatentStatistics
-from mmldlm.data.store.repair_hints import MANIFEST
-from mmldlm.data.store.store import FORMAT, SPLITS, TOKENIZER_FOLDER, VERSION
-from mmldlm.data.store.writers import FILES_FORMAT, StoreSplit
+from mmldlm.data.store import FORMAT, SPLITS, TOKENIZER_FOLDER, VERSION
 from mmldlm.data.unknown_tokens import check_unknown_share, count_unknown
+from mmldlm.data.writers import FILES_FORMAT, LatentStatistics, StoreSplit
 from mmldlm.errors import UserError
 from mmldlm.utils.atomic_files import list_files, write_json
 from mmldlm.utils.formatting import join_some
@@ -337,9 +336,8 @@ class _Packer:
                         f"{int(ids.min())}..{int(ids.max())} in {sample.tokens_path}",
                         "give the --tokenizer that made them",
                     )
-                ids = ids[
-                    ~np.isin(ids, list(self.specials))
-                ]  # CLS, SEP and PAD are not part of a text
+                # CLS, SEP and PAD are not part of a text.
+                ids = ids[~np.isin(ids, list(self.specials))]
                 return self.tokenizer.decode(ids), ids
             text = sample.text if sample.text is not None else _read_text(sample.text_path)
         except (OSError, ValueError, IndexError) as error:
@@ -368,7 +366,7 @@ def _choose(
     for split in texts:
         keep = np.arange(len(positions[split]))
         if not options.keep_duplicates:
-            keep = select_stage.first_occurrences(hashes[split])
+            keep = select.first_occurrences(hashes[split])
         counts["drop_duplicate"] += len(positions[split]) - len(keep)
         if split == "train" and "validation" in texts:
             is_new = ~np.isin(hashes["train"][keep], hashes["validation"])
@@ -379,8 +377,8 @@ def _choose(
         return {
             split: [(split, int(position)) for position in positions[split]] for split in SPLITS
         }
-    keys = select_stage.split_keys(hashes["train"], options.seed)
-    number = min(select_stage.num_validation(len(keys), options.validation_samples), len(keys))
+    keys = select.split_keys(hashes["train"], options.seed)
+    number = min(select.num_validation(len(keys), options.validation_samples), len(keys))
     inside = keys <= np.sort(keys)[number - 1] if number else np.zeros(0, dtype=bool)
     return {
         "train": [("train", int(position)) for position in positions["train"][~inside]],

@@ -17,9 +17,8 @@ from pathlib import Path
 from typing import Any
 
 from mmldlm.data.corpora.hub_datasets import UNKNOWN_VERSION
-from mmldlm.data.encoders.download import find_model_folder, model_files
+from mmldlm.data.encoders.model_files import VaeFiles, find_model_folder, model_files
 from mmldlm.data.encoders.specs import ENCODERS
-from mmldlm.data.encoders.vae_files import VaeFiles
 from mmldlm.data.prepare import tokenizer as tokenizers
 from mmldlm.errors import UserError
 from mmldlm.utils.atomic_files import sha256_of, write_json
@@ -37,7 +36,7 @@ class FileIdentities:
     stay the same.
 
     Args:
-        path: file in which they are kept between launches.
+        path: File in which the identities are kept between launches.
     """
 
     def __init__(self, path: Path):
@@ -72,9 +71,8 @@ class FileIdentities:
         except OSError as error:
             return describe_os_error(error)
         except ValueError as error:
-            if isinstance(error, UnicodeError) or "null" in str(
-                error
-            ):  # a name that no file can have
+            # A name that no file can have.
+            if isinstance(error, UnicodeError) or "null" in str(error):
                 return "No such file or directory"
             raise
 
@@ -145,8 +143,8 @@ def check_same_encoder(own: dict[str, str], plan: dict[str, str], rank: int) -> 
     """Check that a rank, perhaps on another machine, encodes as rank 0 does.
 
     Args:
-        own: the encoder's inputs on this rank.
-        plan: all inputs of rank 0.
+        own: Inputs of the encoder on this rank.
+        plan: All inputs of rank 0.
 
     Raises:
         UserError: its encoder has other files, or another precision.

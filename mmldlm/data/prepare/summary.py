@@ -9,9 +9,10 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from mmldlm.data.corpora.image_lists import GLYPHS
 from mmldlm.data.prepare.task_queue import TaskQueue
-from mmldlm.data.store.verify import cut_warnings
 from mmldlm.data.unknown_tokens import describe_share
+from mmldlm.data.verify import cut_warnings
 from mmldlm.utils.formatting import join_some
 from mmldlm.utils.progress import ProgressBar
 
@@ -20,7 +21,7 @@ class RankProgress:
     """Progress of one stage, counted over all ranks and displayed by rank 0.
 
     Attributes:
-        total: number of items of the stage over all ranks.
+        total: Number of items of the stage over all ranks.
     """
 
     def __init__(self, console: Console, queue: TaskQueue, label: str, unit: str, total: int = 0):
@@ -45,69 +46,113 @@ class RankProgress:
         self._bar.close()
 
 
-def add_files_not_read(table: Table, corpus: dict[str, Any]) -> None:
-    """Add a row for each reason for which files of a corpus were not read, with the names
-    of some.
-    """
-    for reason, found in corpus.get("not_read", {}).items():
-        table.add_row(
-            f"  not read: {reason}", f"{found['number']:,}: {join_some(found['such_as'], limit=3)}"
-        )
-
-
 def print_summary(console: Console, root: Path, manifest: dict[str, Any], seconds: float) -> None:
-    """Print the table that ends a preparation."""
+    """Print the table that ends a preparation, and what to do next."""
+    of_images = manifest.get("kind") == "image"
     table = Table(title=f"store {root}", show_header=False)
-    corpus, statistics = manifest["corpus"], manifest["latent_stats"]
-    table.add_row("corpus", corpus["source"])
-    table.add_row("texts read", f"{corpus['read']:,}")
-    for reason, number in corpus["dropped"].items():
-        table.add_row(f"  dropped: {reason.replace('_', ' ')}", f"{number:,}")
-    add_files_not_read(table, corpus)
-    table.add_row("kept", f"{corpus['kept']:,}")
-    if corpus.get("truncated"):
-        table.add_row("  truncated", f"{corpus['truncated']:,}")
-    if corpus.get("chunked"):
-        table.add_row("  pieces", f"{corpus['chunks']:,} of {corpus['chunked']:,} longer texts")
+    _add_corpus(table, manifest["corpus"], "images" if of_images else "texts")
     for name, split in manifest["splits"].items():
-        lengths = (
-            f"mean {split['num_tokens'] / split['num_samples']:.1f}, max {split['max_tokens']}"
-        )
-        table.add_row(
-            name, f"{split['num_samples']:,} samples, {split['num_tokens']:,} tokens ({lengths})"
-        )
-        if "num_unknown" in split:
-            table.add_row("  [UNK]", describe_share(split["num_unknown"], split["num_tokens"]))
-        if split.get("num_cut_by_encoder"):
-            table.add_row("  cut by the encoder", f"{split['num_cut_by_encoder']:,} texts")
-    table.add_row(
-        "tokenizer",
-        f"{manifest['tokenizer']['key']}, {manifest['tokenizer']['vocab_size']:,} tokens",
-    )
-    norm = statistics["norm"]
-    encoder = manifest["encoder"]
-    table.add_row(
-        "latents", f"{encoder['name']} ({encoder['source']}), {manifest['latent_dim']} dimensions"
-    )
-    if "latents_per_text" in manifest:
-        table.add_row("  per text", f"{manifest['latents_per_text']}")
-    table.add_row("  norm", f"{norm['mean']:.4f} ({norm['min']:.4f} to {norm['max']:.4f})")
-    table.add_row(
-        "  effective rank", f"{statistics['effective_rank']:.1f} of {manifest['latent_dim']}"
-    )
+        _add_split(table, name, split, of_images)
+    tokenizer = manifest["tokenizer"]
+    table.add_row("tokenizer", f"{tokenizer['key']}, {tokenizer['vocab_size']:,} tokens")
+    if of_images:
+        _add_image_latents(table, manifest)
+    else:
+        _add_text_latents(table, manifest)
     if manifest["files"]:
-        table.add_row(
-            "size",
-            f"{sum(entry['bytes'] for entry in manifest['files'].values()) / 2**20:.1f} MiB",
-        )
+        num_bytes = sum(entry["bytes"] for entry in manifest["files"].values())
+        table.add_row("size", f"{num_bytes / 2**20:.1f} MiB")
     table.add_row("time", f"{seconds:.0f} s")
     console.print(table)
-    for warning in cut_warnings(manifest):
+    for warning in () if of_images else cut_warnings(manifest):
         console.print(f"warning: {warning}", soft_wrap=True)
+    folder = shlex.quote(str(root))
+    if of_images:
+        console.print(f"look: mmldlm verify-data {folder} --sheet FILE.png", soft_wrap=True)
     if manifest["files"]:
+        preset = _preset_for(manifest["image"]) if of_images else "quickstart"
         key = shlex.quote(f"data.latent_data_root={root}")
-        console.print(f"next: mmldlm config --config-name quickstart {key}", soft_wrap=True)
+        console.print(f"next: mmldlm config --config-name {preset} {key}", soft_wrap=True)
     else:
-        console.print(
-            f"next: mmldlm pack {shlex.quote(str(root))} --output-dir STORE", soft_wrap=True
+        console.print(f"next: mmldlm pack {folder} --output-dir STORE", soft_wrap=True)
+
+
+def _add_corpus(table: Table, corpus: dict[str, Any], items: str) -> None:
+    """Add what was read, what became of it, and what was not read."""
+    table.add_row("corpus", corpus["source"])
+    table.add_row(f"{items} read", f"{corpus['read']:,}")
+    for reason, number in corpus["dropped"].items():
+        table.add_row(f"  dropped: {reason.replace('_', ' ')}", f"{number:,}")
+    if "unreadable_images" in corpus:
+        table.add_row("  such as", join_some(corpus["unreadable_images"], limit=3, separator="\n"))
+    for reason, left_out in corpus.get("not_read", {}).items():
+        names = join_some(left_out["such_as"], limit=3)
+        table.add_row(f"  not read: {reason}", f"{left_out['number']:,}: {names}")
+    if "dark_16_bit_images" in corpus:
+        table.add_row("  16 bits, below a quarter of white", f"{corpus['dark_16_bit_images']:,}")
+    table.add_row("kept", f"{corpus['kept']:,}")
+    if corpus.get("truncated"):
+        label = "  captions cut" if items == "images" else "  truncated"
+        table.add_row(label, f"{corpus['truncated']:,}")
+    if corpus.get("chunked"):
+        table.add_row("  pieces", f"{corpus['chunks']:,} of {corpus['chunked']:,} longer texts")
+
+
+def _add_split(table: Table, name: str, split: dict[str, int], of_images: bool) -> None:
+    lengths = f"mean {split['num_tokens'] / split['num_samples']:.1f}, max {split['max_tokens']}"
+    items = "images, captions of" if of_images else "samples,"
+    table.add_row(
+        name, f"{split['num_samples']:,} {items} {split['num_tokens']:,} tokens ({lengths})"
+    )
+    if "num_unknown" in split:
+        table.add_row("  [UNK]", describe_share(split["num_unknown"], split["num_tokens"]))
+    if split.get("num_cut_by_encoder"):
+        table.add_row("  cut by the encoder", f"{split['num_cut_by_encoder']:,} texts")
+
+
+def _add_text_latents(table: Table, manifest: dict[str, Any]) -> None:
+    encoder, statistics, dim = (
+        manifest["encoder"],
+        manifest["latent_stats"],
+        manifest["latent_dim"],
+    )
+    table.add_row("latents", f"{encoder['name']} ({encoder['source']}), {dim} dimensions")
+    if "latents_per_text" in manifest:
+        table.add_row("  per text", f"{manifest['latents_per_text']}")
+    norm = statistics["norm"]
+    table.add_row("  norm", f"{norm['mean']:.4f} ({norm['min']:.4f} to {norm['max']:.4f})")
+    table.add_row("  effective rank", f"{statistics['effective_rank']:.1f} of {dim}")
+
+
+def _add_image_latents(table: Table, manifest: dict[str, Any]) -> None:
+    image, size = manifest["image"], manifest["image"]["size"]
+    color = "gray" if image["channels"] == 1 else "RGB"
+    table.add_row("images", f"{size} x {size} {color}, {manifest['encoder']['name']}")
+    values = (
+        f"ids of {image['codes']:,} codes" if "codes" in image else f"of {manifest['latent_dim']}"
+    )
+    count = manifest.get("latents_per_text", 1)
+    table.add_row("latents", f"{count} {values} (patch {image['patch']})")
+    for name, statistics in image.get("codebook_statistics", {}).items():
+        psnr = statistics["psnr"]
+        sharpness = "exact" if psnr is None else f"PSNR {psnr:.1f} dB"
+        use = (
+            f"{statistics['used_codes']:,} codes in use,"
+            f" {statistics['entropy_bits']:.2f} bits each without context"
         )
+        table.add_row(f"  codebook, {name}", f"{sharpness}; {use}")
+
+
+def _preset_for(image: dict[str, Any]) -> str:
+    """Return the preset that trains on a store with this `image` entry of its manifest."""
+    if "codes" in image:
+        return "image_text_discrete"
+    if image["latents"] == "vae":
+        return "image_text_vae_512"
+    if image["source"].startswith(f"{GLYPHS}:"):
+        return "image_text_quick"
+    return (
+        "image_text_256"
+        if image["latents"] == "pixels" and image["size"] >= 256
+        else "image_text_continuous"
+    )

@@ -25,7 +25,7 @@ class RankFailed(MmldlmError):
     """Another rank failed.
 
     Attributes:
-        already_reported: that rank reports the error itself.
+        already_reported: Whether that rank reports the error itself.
     """
 
     def __init__(self, message: str, exit_code: int, already_reported: bool):
@@ -37,7 +37,7 @@ class TaskQueue:
     """The tasks of a process that works alone.
 
     Attributes:
-        rank, world_size, local_rank: of this process.
+        rank, world_size, local_rank: Place of this process among the ranks.
     """
 
     rank, world_size, local_rank = 0, 1, 0
@@ -132,9 +132,8 @@ class StoreTaskQueue(TaskQueue):
                 and time.monotonic() < deadline
             ):
                 time.sleep(_POLL)
-        except (
-            Exception
-        ):  # rank 0, which keeps the store, is gone: the other ranks notice it themselves
+        except Exception:
+            # Rank 0, which keeps the store, is gone: the other ranks notice it themselves.
             pass
 
     def is_reporter(self) -> bool:

@@ -11,10 +11,9 @@ from pathlib import Path
 
 from transformers import PreTrainedTokenizerFast
 
-from mmldlm.data.encoders.download import find_model_folder
+from mmldlm.data.encoders.model_files import find_model_folder, read_tokenizer
 from mmldlm.data.encoders.sentence_transformer import transformer_folder
 from mmldlm.data.encoders.specs import ENCODERS
-from mmldlm.data.encoders.tokenizer_files import read_tokenizer
 from mmldlm.errors import UserError
 
 TRAIN, WORDS = "train", "words"
@@ -32,13 +31,13 @@ def load(
     """Load a fast tokenizer with three different ids for PAD, MASK and EOS.
 
     Args:
-        name: an encoder (`minilm`: the tokenizer that it ships), a Hugging Face name, a folder, or
-            `train` (a lower-casing WordPiece trained on `texts`), or `words` (one token for every
-            lower-case word of them).
-        cache_dir: folder for hub files.
-        add_mask_token: add missing special tokens instead of rejecting the tokenizer.
-        texts: training texts of `train`, which iterates over them twice.
-        vocab_size: the largest vocabulary of `train` and `words`.
+        name: Name of an encoder (`minilm`: the tokenizer that it ships), a Hugging Face name, a
+            folder, or `train` (a lower-casing WordPiece trained on `texts`), or `words` (one token
+            for every lower-case word of them).
+        cache_dir: Folder for hub files.
+        add_mask_token: Whether to add missing special tokens instead of rejecting the tokenizer.
+        texts: Training texts of `train`, which iterates over them twice.
+        vocab_size: Largest vocabulary of `train` and `words`.
 
     Raises:
         UserError: it cannot be loaded, is not a fast tokenizer, or lacks a special token.
@@ -197,9 +196,8 @@ def identity(tokenizer: PreTrainedTokenizerFast, name: str) -> dict[str, object]
     """
     digest = hashlib.sha256(tokenizer.backend_tokenizer.to_str().encode("utf-8")).hexdigest()
     if Path(name).is_dir():
-        name = (
-            Path(name).resolve().name
-        )  # the folders of this machine are not part of the identity
+        # The folders of this machine are not part of the identity.
+        name = Path(name).resolve().name
     return {
         "key": f"{name.replace('/', '-')}-{digest[:12]}",
         "name": name,

@@ -44,8 +44,8 @@ class WorkDir:
     """ROOT.work: the results of finished tasks as files, and the plan that they belong to.
 
     Args:
-        root: the output folder.
-        queue: the ranks of this launch.
+        root: Output folder.
+        queue: Ranks of this launch.
     """
 
     def __init__(self, root: Path, queue: TaskQueue):
@@ -134,10 +134,10 @@ class WorkDir:
         tasks are done.
 
         Args:
-            stage: a name that is used once.
-            paths: the results.
-            run_task: writes paths[i] atomically.
-            on_done: called on one rank for each finished task.
+            stage: Name of the stage, used once.
+            paths: Results of the tasks.
+            run_task: Function that writes paths[i] atomically.
+            on_done: Function that is called on one rank for each finished task.
         """
         for number in self.queue.claim(stage, len(paths)):
             if not paths[number].exists():

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from mmldlm.data.store.store import Store
+from mmldlm.data.store import Store
 from mmldlm.evaluation.conditioning_gain import untrained_control
 from mmldlm.evaluation.images.code_bits import frequency_estimates
 from mmldlm.evaluation.images.directions import (

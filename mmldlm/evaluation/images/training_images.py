@@ -9,8 +9,8 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from mmldlm.data.images.codec import ImageCodec
-from mmldlm.data.store.store import Store
+from mmldlm.data.image_codec import ImageCodec
+from mmldlm.data.store import Store
 from mmldlm.evaluation.images.figures import as_vectors, group_ids
 from mmldlm.evaluation.sentences import Sentences
 

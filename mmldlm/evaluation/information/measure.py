@@ -12,7 +12,7 @@ from functools import partial
 import numpy as np
 import torch
 
-from mmldlm.data.store.store import Store
+from mmldlm.data.store import Store
 from mmldlm.errors import UserError
 from mmldlm.evaluation.information.curve import InformationCurve, TextCurves, text_curves
 from mmldlm.evaluation.information.report import InformationReport, SamplerRow, ScheduleRow

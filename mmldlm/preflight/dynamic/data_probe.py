@@ -21,7 +21,7 @@ def measure(config, world_size: int) -> dict:
         entries of Task.model_sizes.
     """
     from mmldlm.config.task_registry import find_task
-    from mmldlm.data.batching.run_data import open_run_data
+    from mmldlm.data.run_data import open_run_data
     from mmldlm.engines.build import check_engine
 
     found: dict = {}

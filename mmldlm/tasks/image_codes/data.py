@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from mmldlm.data.store.mixture import MixedStore
-from mmldlm.data.store.store import Store
+from mmldlm.data.mixture import MixedStore
+from mmldlm.data.store import Store
 from mmldlm.errors import UserError
 from mmldlm.tasks.image_codes.config import ImageCodesConfig
 from mmldlm.tasks.image_text.data import ImageTextData

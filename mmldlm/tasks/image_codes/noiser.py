@@ -9,8 +9,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mmldlm.data.batching.batch_plan import GlobalBatch
-from mmldlm.data.store.store import Rows
+from mmldlm.data.batch_plan import GlobalBatch
+from mmldlm.data.store import Rows
 from mmldlm.diffusion import MaskedDiffusion
 from mmldlm.tasks.batch_draws import counter_generator
 from mmldlm.tasks.image_text.noiser import ImageNoiser

@@ -9,8 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
-from mmldlm.data.images.augment import shift_latents
-from mmldlm.data.images.codec import ImageCodec
+from mmldlm.data.image_codec import ImageCodec, shift_latents
 from mmldlm.errors import UserError
 from mmldlm.tasks.image_text.config import ImageTextConfig
 from mmldlm.tasks.latent_data import open_latent_data

@@ -7,10 +7,9 @@ from typing import Any
 
 import numpy as np
 
-from mmldlm.data.batching.batch_plan import GlobalBatch
-from mmldlm.data.images.augment import draw_shifts, shift_latents
-from mmldlm.data.images.codec import ImageCodec
-from mmldlm.data.store.store import Rows
+from mmldlm.data.batch_plan import GlobalBatch
+from mmldlm.data.image_codec import ImageCodec, draw_shifts, shift_latents
+from mmldlm.data.store import Rows
 from mmldlm.tasks.translation.noiser import L2T, NoisedBatch, Noiser, PaddedSamples
 
 

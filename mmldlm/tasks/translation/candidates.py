@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mmldlm.data.batching.run_data import RunData
+from mmldlm.data.run_data import RunData
 from mmldlm.models.linear_cross_entropy import Candidates
 from mmldlm.tasks.translation.config import TranslationConfig
 from mmldlm.tasks.translation.frequencies import token_counts

@@ -9,7 +9,7 @@ from pydantic import Field, model_validator
 from mmldlm.config.schema import Config, TrainingConfig
 from mmldlm.config.section import MAX_WEIGHT, FilePath, FilledFromData, OnResume, Section
 from mmldlm.config.weights import check_weights
-from mmldlm.data.store.config import StoreDataConfig, TokenizerConfig
+from mmldlm.data.config import StoreDataConfig, TokenizerConfig
 from mmldlm.models.mmdit.config import ModelConfig
 
 if TYPE_CHECKING:  # preflight reads a config without torch

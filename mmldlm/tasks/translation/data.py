@@ -9,10 +9,10 @@ from functools import partial
 
 import numpy as np
 
-from mmldlm.data.store.hypotheses import SplitHypotheses
-from mmldlm.data.store.manifest import sample_checksums
-from mmldlm.data.store.mixture import MixedStore
-from mmldlm.data.store.store import Store
+from mmldlm.data.hypotheses import SplitHypotheses
+from mmldlm.data.manifest import sample_checksums
+from mmldlm.data.mixture import MixedStore
+from mmldlm.data.store import Store
 from mmldlm.errors import UserError
 from mmldlm.tasks.latent_data import LatentData, open_latent_data, standard_scaling
 from mmldlm.tasks.translation.config import TranslationConfig

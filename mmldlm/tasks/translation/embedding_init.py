@@ -7,10 +7,9 @@ from typing import Any
 
 import numpy as np
 
-from mmldlm.data.encoders.download import find_model_folder, name_to_load
+from mmldlm.data.encoders.model_files import find_model_folder, name_to_load, read_tokenizer
 from mmldlm.data.encoders.sentence_transformer import transformer_folder
-from mmldlm.data.encoders.tokenizer_files import read_tokenizer
-from mmldlm.data.store.store import Store, load_tokenizer
+from mmldlm.data.store import Store, load_tokenizer
 from mmldlm.errors import UserError
 from mmldlm.utils.atomic_files import sha256_of
 

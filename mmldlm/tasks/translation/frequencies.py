@@ -6,8 +6,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from mmldlm.data.batching.run_data import RunData
-from mmldlm.data.store.mixture import MixedStore
+from mmldlm.data.mixture import MixedStore
+from mmldlm.data.run_data import RunData
 
 COUNTED_TEXTS = 65_536  # spread over the split: enough to rank tokens
 UNSEEN = 0.1  # occurrences added to every token

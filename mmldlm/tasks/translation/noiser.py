@@ -13,10 +13,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mmldlm.data.batching.batch import Batch
-from mmldlm.data.batching.batch_plan import GlobalBatch, permute
-from mmldlm.data.store.hypotheses import SplitHypotheses
-from mmldlm.data.store.store import Rows
+from mmldlm.data.batch import Batch
+from mmldlm.data.batch_plan import GlobalBatch, permute
+from mmldlm.data.hypotheses import SplitHypotheses
+from mmldlm.data.store import Rows
 from mmldlm.diffusion import GaussianProcess, MaskedDiffusion
 from mmldlm.diffusion.timesteps import logit_normal, low_discrepancy, shift, stretch
 from mmldlm.tasks.batch_draws import counter_generator, dropout_keys, keyed_normals, noise_keys

@@ -9,7 +9,7 @@ import tracemalloc
 import pytest
 
 from mmldlm.data.corpora import text_files
-from mmldlm.data.corpora.corpus import open_corpus
+from mmldlm.data.corpora.text_corpus import open_corpus
 from mmldlm.errors import UserError
 
 

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 import torch
 
-from mmldlm.data.encoders.download import find_model_folder
 from mmldlm.data.encoders.encoder import Encoder, token_budget_batches
+from mmldlm.data.encoders.model_files import find_model_folder
 from mmldlm.data.encoders.specs import ENCODERS, EncoderSpec
 from mmldlm.errors import UserError
 

@@ -19,8 +19,8 @@ from mmldlm.data.importers.sample_folders import PackOptions
 from mmldlm.data.prepare import tokenizer as tokenizers
 from mmldlm.data.prepare.options import PrepareOptions
 from mmldlm.data.prepare.pipeline import prepare
-from mmldlm.data.store.store import Store
-from mmldlm.data.store.verify import verify
+from mmldlm.data.store import Store
+from mmldlm.data.verify import verify
 from mmldlm.errors import UserError
 
 pytestmark = pytest.mark.usefixtures("need_minilm")

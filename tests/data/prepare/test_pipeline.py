@@ -17,12 +17,12 @@ import torch
 
 from mmldlm import cli
 from mmldlm.commands import prepare, verify_data
+from mmldlm.data import verify
 from mmldlm.data.encoders import encoder
-from mmldlm.data.prepare import encode_stage, pipeline
+from mmldlm.data.prepare import encode, pipeline
 from mmldlm.data.prepare.options import PrepareOptions
 from mmldlm.data.sentences import normalize
-from mmldlm.data.store import verify
-from mmldlm.data.store.store import Store, load_tokenizer
+from mmldlm.data.store import Store, load_tokenizer
 from mmldlm.errors import MmldlmError, UserError
 from tests.support.helpers import run_ranks
 
@@ -264,16 +264,16 @@ class TestWithTheEncoder:
     def test_what_is_done_is_kept_and_not_done_again(
         self, made_store, corpus_file, tmp_path, monkeypatch
     ):
-        encode, calls = encoder.Encoder.encode, []
+        encode_texts, calls = encoder.Encoder.encode, []
 
         def counted(self, texts, progress=None, is_cut=None):
             calls.append(len(texts))
             if len(calls) == 3:
                 raise KeyboardInterrupt
-            return encode(self, texts, progress, is_cut)
+            return encode_texts(self, texts, progress, is_cut)
 
         monkeypatch.setattr(encoder.Encoder, "encode", counted)
-        monkeypatch.setattr(encode_stage, "SHARD", 8)
+        monkeypatch.setattr(encode, "SAMPLES_PER_SHARD", 8)
         options = PrepareOptions(str(tmp_path / "s"), str(corpus_file), validation_samples=10)
         with pytest.raises(KeyboardInterrupt):
             pipeline.prepare(options)
@@ -300,20 +300,17 @@ class TestWithTheEncoder:
         assert pipeline.prepare(options) == root and len(calls) == 8  # it is whole already
 
     def test_a_damaged_shard_is_named(self, corpus_file, tmp_path, monkeypatch):
-        write = pipeline.publish
-
         def stop(*args):
             raise KeyboardInterrupt
 
-        monkeypatch.setattr(pipeline, "publish", stop)
         options = PrepareOptions(str(tmp_path / "s"), str(corpus_file))
-        with pytest.raises(KeyboardInterrupt):
+        with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+            patch.setattr(pipeline, "commit", stop)
             pipeline.prepare(options)
         shard = tmp_path / "s.work" / "encode-train" / "000000"
         raw = bytearray(shard.read_bytes())
         raw[len(raw) // 2] ^= 1
         shard.write_bytes(raw)
-        monkeypatch.setattr(pipeline, "publish", write)
         with pytest.raises(MmldlmError, match="encode-train/000000 is damaged"):
             pipeline.prepare(options)
         shard.unlink()
@@ -435,7 +432,7 @@ def test_interrupted_it_says_how_to_go_on(need_minilm, corpus_file, tmp_path, ca
         signal.signal(number, signal.SIG_DFL)  # a background job of a shell ignores SIGINT
         with monkeypatch.context() as patch:
             patch.setattr(
-                encode_stage, "encode", lambda *args, number=number: os.kill(os.getpid(), number)
+                encode, "encode", lambda *args, number=number: os.kill(os.getpid(), number)
             )
             assert cli.main(words) == 5
         err = capsys.readouterr().err
@@ -446,7 +443,7 @@ def test_interrupted_it_says_how_to_go_on(need_minilm, corpus_file, tmp_path, ca
 
 ONE_RANK_IS_ASKED_TO_STOP = """
 import os, runpy, signal, sys, time
-from mmldlm.data.encoders import encoder as encoders; from mmldlm.data.prepare import encode_stage as encoding
+from mmldlm.data.encoders import encoder as encoders; from mmldlm.data.prepare import encode as encoding
 
 def encode(self, texts, progress=None, is_cut=None):
     if os.environ["RANK"] == "1":
@@ -455,7 +452,7 @@ def encode(self, texts, progress=None, is_cut=None):
         progress(1)
         time.sleep(0.02)
 
-encoders.Encoder.encode, encoding.SHARD = encode, 8
+encoders.Encoder.encode, encoding.SAMPLES_PER_SHARD = encode, 8
 runpy.run_module("mmldlm.data.prepare", run_name="__main__")
 """  # noqa: E501
 

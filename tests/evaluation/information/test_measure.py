@@ -24,7 +24,7 @@ from mmldlm.sampling.text.schedule_file import read_schedules, schedules_of
 
 @pytest.fixture(scope="module")
 def report(make, tmp_path_factory):
-    from mmldlm.data.store.store import Store
+    from mmldlm.data.store import Store
     from mmldlm.sampling.pretrained import Pretrained
     from mmldlm.tasks.translation.config import LatentDiffusionConfig, TextDiffusionConfig
 

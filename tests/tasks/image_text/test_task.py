@@ -15,11 +15,11 @@ from torch.profiler import ProfilerActivity, profile
 
 from mmldlm.config.load import load_config
 from mmldlm.config.task_registry import find_task
-from mmldlm.data.batching.batch_plan import BatchPlan
-from mmldlm.data.images.codec import ImageCodec
-from mmldlm.data.prepare.images.options import ImageOptions
-from mmldlm.data.prepare.images.pipeline import prepare_images
-from mmldlm.data.store.store import Rows
+from mmldlm.data.batch_plan import BatchPlan
+from mmldlm.data.image_codec import ImageCodec
+from mmldlm.data.prepare.options import ImageOptions
+from mmldlm.data.prepare.pipeline import prepare
+from mmldlm.data.store import Rows
 from mmldlm.errors import UserError
 from mmldlm.tasks.translation.noiser import L2T
 from tests.support.image_store import make_image_store
@@ -199,7 +199,7 @@ def pictures(tmp_path_factory):
             f"a {color} box on the {'left' if left else 'right'}"
         )
     store = folder / "store"
-    prepare_images(ImageOptions(str(store), str(folder), image_size=256, validation_samples=2))
+    prepare(ImageOptions(str(store), str(folder), image_size=256, validation_samples=2))
     return store
 
 

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from mmldlm.config.load import build_config
-from mmldlm.data.batching.batch_plan import BatchPlan
-from mmldlm.data.batching.loader import MicroBatches
+from mmldlm.data.batch_plan import BatchPlan
+from mmldlm.data.loader import MicroBatches
 from mmldlm.models import MultimodalMMDiT
 from mmldlm.tasks.translation.candidates import CandidateSampler, candidate_sizes
 from mmldlm.tasks.translation.noiser import Noiser

@@ -4,9 +4,9 @@ import shutil
 import numpy as np
 import pytest
 
-from mmldlm.data.encoders.download import find_model_folder
+from mmldlm.data.encoders.model_files import find_model_folder
 from mmldlm.data.prepare.tokenizer import load
-from mmldlm.data.store.store import Store
+from mmldlm.data.store import Store
 from mmldlm.errors import UserError
 from mmldlm.tasks.translation.embedding_init import encoder_token_embeddings, spellings
 

@@ -5,9 +5,9 @@ import pytest
 import torch
 
 from mmldlm.config.load import build_config
-from mmldlm.data.batching.batch_plan import BatchPlan
-from mmldlm.data.batching.loader import MicroBatches, iterate_steps
-from mmldlm.data.store.store import Rows
+from mmldlm.data.batch_plan import BatchPlan
+from mmldlm.data.loader import MicroBatches, iterate_steps
+from mmldlm.data.store import Rows
 from mmldlm.errors import UserError
 from mmldlm.tasks.translation.noiser import L2T, T2L, UNCONDITIONAL, Noiser
 

@@ -3,8 +3,8 @@ import pytest
 import torch
 
 from mmldlm.config.load import build_config
-from mmldlm.data.batching.batch_plan import BatchPlan, local_slots
-from mmldlm.data.store.store import Rows
+from mmldlm.data.batch_plan import BatchPlan, local_slots
+from mmldlm.data.store import Rows
 from mmldlm.errors import UserError
 from mmldlm.models import MultimodalMMDiT
 from mmldlm.models.mmdit.config import ModelConfig

@@ -6,8 +6,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mmldlm.data.batching.batch import Batch
-from mmldlm.data.batching.batch_plan import GlobalBatch
+from mmldlm.data.batch import Batch
+from mmldlm.data.batch_plan import GlobalBatch
 from mmldlm.tasks.baselines.common.data import BaselineData
 from mmldlm.tasks.baselines.common.text_collator import PaddedTexts, TextCollator
 from mmldlm.tasks.translation.candidates import CandidateSampler

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from mmldlm.data.batching.batch import Batch
+from mmldlm.data.batch import Batch
 from mmldlm.tasks.baselines.common.data import BaselineData
 
 

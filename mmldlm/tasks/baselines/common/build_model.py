@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from mmldlm.data.batching.batch import Batch
+from mmldlm.data.batch import Batch
 from mmldlm.engines.parameter_plan import ParameterPlan
 from mmldlm.models.plain.model import PlainTransformer
 from mmldlm.tasks.baselines.common.data import BaselineData

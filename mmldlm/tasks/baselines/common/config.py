@@ -5,7 +5,7 @@ from __future__ import annotations
 from pydantic import Field, model_validator
 
 from mmldlm.config.schema import Config, TrainingConfig
-from mmldlm.data.store.config import StoreDataConfig, TokenizerConfig
+from mmldlm.data.config import StoreDataConfig, TokenizerConfig
 from mmldlm.models.plain.config import PlainConfig
 
 DEFAULT_DROPOUT = 0.1

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from mmldlm.data.batching.batch import Batch
+from mmldlm.data.batch import Batch
 from mmldlm.models.plain import costs
 from mmldlm.tasks.base import ModelSizes
 from mmldlm.tasks.baselines.common.config import BaselineConfig

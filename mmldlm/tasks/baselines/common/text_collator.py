@@ -8,9 +8,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mmldlm.data.batching.batch import Batch
-from mmldlm.data.batching.batch_plan import GlobalBatch, permute
-from mmldlm.data.batching.store_data import StoreData
+from mmldlm.data.batch import Batch
+from mmldlm.data.batch_plan import GlobalBatch, permute
+from mmldlm.data.run_data import StoreData
 from mmldlm.diffusion.timesteps import low_discrepancy
 from mmldlm.tasks.batch_draws import counter_generator, dropout_keys
 from mmldlm.tasks.row_reader import RowReader

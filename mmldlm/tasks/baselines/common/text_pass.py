@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from mmldlm.data.batching.batch import Batch
+from mmldlm.data.batch import Batch
 
 
 def forward_text(model, tensors: dict[str, Tensor], **scored: Any) -> dict[str, Tensor]:

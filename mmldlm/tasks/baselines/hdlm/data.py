@@ -57,7 +57,7 @@ class HdlmData(BaselineData):
         return cooccurrence_vectors(self.train.get(spread).tokens, model.vocab_size)
 
     def _special_tokens(self) -> set[int]:
-        from mmldlm.data.encoders.tokenizer_files import read_tokenizer
+        from mmldlm.data.encoders.model_files import read_tokenizer
 
         folder, model = self.train.root / "tokenizer", self.config.model
         tokenizer = read_tokenizer(folder, f"the tokenizer in {folder}", "prepare the store again")

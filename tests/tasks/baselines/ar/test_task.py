@@ -13,7 +13,7 @@ import torch.nn.functional as F
 
 from mmldlm.config.load import load_config
 from mmldlm.config.task_registry import find_task
-from mmldlm.data.batching.batch_plan import GlobalBatch
+from mmldlm.data.batch_plan import GlobalBatch
 from mmldlm.errors import UserError
 from tests.support.helpers import read_log
 

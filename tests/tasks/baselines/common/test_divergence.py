@@ -12,8 +12,8 @@ import torch
 
 from mmldlm.config.load import build_config
 from mmldlm.config.task_registry import find_task
-from mmldlm.data.batching.batch_plan import BatchPlan, local_slots
-from mmldlm.data.store.store import Rows
+from mmldlm.data.batch_plan import BatchPlan, local_slots
+from mmldlm.data.store import Rows
 from mmldlm.models.plain.head import PlainTextHead
 from mmldlm.tasks.baselines.common.divergence import row_scores
 

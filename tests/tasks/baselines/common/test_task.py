@@ -12,8 +12,8 @@ from torch.profiler import ProfilerActivity, profile
 
 from mmldlm.config.load import load_config
 from mmldlm.config.task_registry import find_task
-from mmldlm.data.batching.batch_plan import BatchPlan
-from mmldlm.data.store.store import Rows
+from mmldlm.data.batch_plan import BatchPlan
+from mmldlm.data.store import Rows
 
 BATCH, LENGTH, VOCAB, DIM, CLUSTERS = 12, 96, 4096, 64, 50
 BASELINES = (

@@ -47,7 +47,7 @@ def test_the_data_decides_the_clusters_and_the_same_seed_finds_the_same(store):
 
 def test_clusters_of_the_encoders_vectors_hold_words_that_mean_alike(store):
     """Its vectors know words that the training texts do not have: weekdays share a cluster."""
-    from mmldlm.data.encoders.tokenizer_files import read_tokenizer
+    from mmldlm.data.encoders.model_files import read_tokenizer
 
     words = ("text_diffusion.num_clusters=6", "text_diffusion.cluster_vectors=encoder")
     data, other = data_of(store, *words), data_of(store, words[0])

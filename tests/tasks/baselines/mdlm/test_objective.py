@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from mmldlm.config.load import build_config
-from mmldlm.data.batching.batch_plan import BatchPlan, local_slots
-from mmldlm.data.store.store import Rows
+from mmldlm.data.batch_plan import BatchPlan, local_slots
+from mmldlm.data.store import Rows
 from mmldlm.errors import UserError
 from mmldlm.models.plain.model import PlainTransformer
 from mmldlm.tasks.baselines.mdlm.objective import MdlmObjective

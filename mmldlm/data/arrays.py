@@ -1,0 +1,183 @@
+"""Read and write .npy and .npz files.
+
+Readers of foreign files trust nothing: the header is compared with the size of the file, and
+objects are never unpickled.
+"""
+
+from __future__ import annotations
+
+import io
+import math
+import os
+import zipfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import BinaryIO
+
+import numpy as np
+
+from mmldlm.errors import MmldlmError
+from mmldlm.utils.atomic_files import write_bytes
+from mmldlm.utils.input_files import open_regular
+
+MAX_NPZ_BYTES = 64 << 20  # of one array, uncompressed: the tokens of one sample
+
+
+class UnreadableArrayError(ValueError):
+    """The file does not hold the array that its header promises."""
+
+
+def read_array(path: Path) -> np.ndarray:
+    """Read a .npy file.
+
+    Raises:
+        UnreadableArrayError: not a .npy file, or its size contradicts its header.
+        OSError: not a regular file.
+    """
+    with open_regular(path) as file:
+        _read_header(file, os.fstat(file.fileno()).st_size)
+        file.seek(0)
+        return _load(file)
+
+
+def map_array(path: Path) -> np.ndarray:
+    """Memory-map a .npy file as a plain array: slicing `np.memmap` costs several times as much.
+
+    Raises:
+        UnreadableArrayError, OSError: as for `read_array`.
+    """
+    with open_regular(path) as file:
+        _read_header(file, os.fstat(file.fileno()).st_size)
+    return np.load(path, mmap_mode="r", allow_pickle=False).view(np.ndarray)
+
+
+def read_small_npz(path: Path, *names: str) -> list[np.ndarray]:
+    """Read the named arrays of a small .npz file.
+
+    Raises:
+        UnreadableArrayError: not a .npz file, or an array is missing, damaged or too large.
+        OSError: not a regular file.
+    """
+    with open_regular(path) as file:
+        try:
+            with zipfile.ZipFile(file) as archive:
+                return [_read_member(archive, f"{name}.npy") for name in names]
+        except (
+            zipfile.BadZipFile,
+            KeyError,
+            NotImplementedError,
+            RuntimeError,
+            EOFError,
+        ) as error:
+            raise UnreadableArrayError(
+                f"not a .npz file with {', '.join(names)}: {error}"
+            ) from error
+
+
+def _read_member(archive: zipfile.ZipFile, name: str) -> np.ndarray:
+    if archive.getinfo(name).file_size > MAX_NPZ_BYTES:
+        raise UnreadableArrayError(f"{name} of {archive.getinfo(name).file_size} bytes")
+    content = archive.read(name)
+    _read_header(io.BytesIO(content), len(content))
+    return _load(io.BytesIO(content))
+
+
+def _read_header(file: BinaryIO, size: int) -> None:
+    """Compare the shape and dtype of a header with the size of the file."""
+    try:
+        version = np.lib.format.read_magic(file)
+        read = {
+            (1, 0): np.lib.format.read_array_header_1_0,
+            (2, 0): np.lib.format.read_array_header_2_0,
+        }[version]
+        shape, _, dtype = read(file)
+    except (
+        ValueError,
+        KeyError,
+        TypeError,
+        SyntaxError,
+        RecursionError,
+        MemoryError,
+        EOFError,
+    ) as error:
+        raise UnreadableArrayError(f"not a .npy file: {str(error)[:100]}") from error
+    if dtype.hasobject:
+        raise UnreadableArrayError("Python objects, which are never read")
+    expected = file.tell() + math.prod(shape) * dtype.itemsize
+    # A 0 in the shape would hide it in the product.
+    is_absurd = any(not 0 <= count < 1 << 48 for count in shape)
+    if is_absurd or expected != size:
+        raise UnreadableArrayError(
+            f"{size} bytes where its header, {dtype} {list(shape)}, asks for {expected}"
+        )
+
+
+def _load(file: BinaryIO) -> np.ndarray:
+    try:
+        return np.lib.format.read_array(file, allow_pickle=False)
+    except (OverflowError, MemoryError) as error:  # no bytes of an absurd shape
+        raise UnreadableArrayError(str(error)[:100]) from error
+
+
+def write_npz(path: Path, **arrays: np.ndarray) -> None:
+    """Write arrays atomically as an uncompressed .npz file, whose CRCs are checked on reading."""
+    buffer = io.BytesIO()
+    np.savez(buffer, **arrays)
+    write_bytes(path, buffer.getvalue())
+
+
+def read_npz(path: Path, *names: str) -> dict[str, np.ndarray]:
+    """Read the named (default: all) arrays that `write_npz` wrote, with their CRCs checked.
+
+    Raises:
+        MmldlmError: the file is damaged.
+    """
+    try:
+        with open_regular(path) as opened, np.load(opened, allow_pickle=False) as file:
+            return {name: file[name] for name in names or file.files}
+    except (ValueError, EOFError, zipfile.BadZipFile) as error:
+        raise MmldlmError(
+            f"{path} is damaged ({error}): delete it and rerun; it will be rebuilt"
+        ) from error
+
+
+class NpyWriter:
+    """Write a .npy file block by block, with any number of rows in the memory of one block.
+
+    Args:
+        path: File to write.
+        dtype: Dtype of its items.
+        row: Shape of a row; () for a one-dimensional array.
+    """
+
+    def __init__(self, path: Path, dtype, row: Sequence[int] = ()):
+        self.dtype, self.row, self.num_rows = np.dtype(dtype), tuple(row), 0
+        self._file = open(path, "w+b")
+        self._file.write(self._header())
+
+    def _header(self) -> bytes:
+        shape = (self.num_rows, *self.row)
+        buffer = io.BytesIO()
+        # numpy pads for the largest count, so the length of the header does not depend on it
+        np.lib.format.write_array_header_1_0(
+            buffer, {"descr": self.dtype.str, "fortran_order": False, "shape": shape}
+        )
+        return buffer.getvalue()
+
+    def append(self, block: np.ndarray) -> None:
+        """Add the items (or rows) of a block."""
+        block = np.ascontiguousarray(block, dtype=self.dtype)
+        assert block.shape[1:] == self.row
+        self._file.write(block.tobytes())
+        self.num_rows += len(block)
+
+    def close(self) -> None:
+        """Write the number of rows and sync the file."""
+        header = self._header()
+        self._file.seek(0)
+        assert len(self._file.read(len(header))) == len(header)
+        self._file.seek(0)
+        self._file.write(header)
+        self._file.flush()
+        os.fsync(self._file.fileno())
+        self._file.close()

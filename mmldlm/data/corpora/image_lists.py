@@ -1,0 +1,293 @@
+"""A corpus of images with captions: an ordered list of samples, and how their images are read.
+
+`glyphs`, `emoji`, a folder of images with captions in .txt files, a .jsonl, a .json (COCO
+captions, MM-LDLM's list), or .tar shards.
+"""
+
+from __future__ import annotations
+
+import csv
+import hashlib
+import io
+import json
+import os
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from itertools import islice
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+import numpy as np
+
+from mmldlm.data.corpora.text_files import (
+    IMAGE_SUFFIXES,
+    FileUnit,
+    image_of,
+    kind_of,
+    names_images,
+)
+from mmldlm.data.sentences import fold_spaces
+from mmldlm.errors import UserError
+from mmldlm.utils.formatting import describe_os_error, is_utf8
+from mmldlm.utils.input_files import LeftOut, open_regular, read_bytes, walk_files
+
+GLYPHS, EMOJI = "glyphs", "emoji"
+_OF_TEXTS = (".txt", ".jsonl", ".parquet", ".gz", ".zst")
+DRAWN = (GLYPHS, EMOJI)  # not read from files of the user
+_FORMS = (
+    "a list of {image_path, caption, image_id}, or COCO's object with images {id, file_name} and"
+    " annotations {image_id, caption}"
+)
+
+
+@dataclass(frozen=True)
+class ImageSample:
+    """One image with one caption.
+
+    Attributes:
+        image: Name of the image, which its samples share: a relative path, or what is drawn.
+        caption: Caption, with single spaces.
+        group: Name of a group, whose samples count as hits of each other and stay in one split;
+            None: of its own.
+        path: File of the image; None for a drawing.
+        part: Offset and number of bytes of an image inside the file; None: all of it.
+    """
+
+    image: str
+    caption: str
+    group: str | None = None
+    path: Path | None = None
+    part: tuple[int, int] | None = None
+
+
+@dataclass
+class ImageCorpus:
+    """Samples in a reproducible order.
+
+    Attributes:
+        source: Name of the corpus in the manifest.
+        samples: Samples whose images are to be read.
+        read: Function sample -> image uint8 [S, S, C]; raises UnreadableImage.
+        unreadable: Name -> reason of files of several samples that are damaged; each counts as one
+            that was read.
+        counts: `read` (samples listed), and `drop_<reason>` for those that are not in `samples`.
+        validation_share: Fraction of samples in the validation split; None: that of every corpus
+            (1,000 or 5 %).
+        words_in_training: Whether every word of a validation caption must occur in training.
+        may_hold_out: Whether a sample may be in the validation split; None: every one. The share
+            is of these.
+        tokenizer: Default tokenizer of the captions.
+        left_out: Files of its folder, or of its shards, that are not read.
+        peaks: Receiver, from `read`, of the largest value of each image of 16 bits whose range the
+            file does not declare.
+    """
+
+    source: str
+    samples: list[ImageSample]
+    read: Callable[[ImageSample], np.ndarray]
+    counts: Counter = field(default_factory=Counter)
+    validation_share: float | None = None
+    words_in_training: bool = False
+    may_hold_out: Callable[[ImageSample], bool] | None = None
+    tokenizer: str = "train"
+    unreadable: dict[str, str] = field(default_factory=dict)
+    left_out: LeftOut = field(default_factory=LeftOut)
+    peaks: list[int] = field(default_factory=list)
+
+    def digest(self) -> str:
+        """SHA-256 of the samples, by which a resume knows the corpus, together with the identities
+        of `files`.
+        """
+        digest = hashlib.sha256(self.source.encode())
+        for sample in self.samples:
+            digest.update(
+                json.dumps([sample.image, sample.caption, sample.group]).encode() + b"\n"
+            )
+        return digest.hexdigest()
+
+    def files(self) -> dict[str, Path]:
+        """Return name -> file of everything that `read` opens."""
+        return {
+            sample.image if sample.part is None else sample.path.name: sample.path
+            for sample in self.samples
+            if sample.path is not None
+        }
+
+
+def holds_images(name: str | os.PathLike) -> bool:
+    """Whether a corpus is one of images: by its name, its suffix, the fields of its first record,
+    or its files.
+    """
+    path = Path(name)
+    suffix = path.suffix.lower()
+    if path.is_file():
+        return suffix in (".json", ".tar") or lists_images(path)
+    if path.is_dir():
+        files = walk_files(path)
+        suffixes = Counter(file.suffix.lower() for file in files)
+        images = {file.with_suffix("") for file in files if file.suffix.lower() in IMAGE_SUFFIXES}
+        captions = {file.with_suffix("") for file in files if file.suffix.lower() == ".txt"}
+        num_pictures = len(images) + suffixes[".tar"]
+        # As many pictures as texts and no pair: names that do not fit, which opening the corpus
+        # says.
+        if images & captions or num_pictures >= max(sum(suffixes[kind] for kind in _OF_TEXTS), 1):
+            return True
+        return bool(images) and any(is_metadata(file) and lists_images(file) for file in files)
+    return str(name) in DRAWN or suffix == ".tar"
+
+
+def is_metadata(path: Path) -> bool:
+    """Whether a file has the name of the list that Hugging Face's datasets of images keep beside
+    the images.
+    """
+    return path.name.lower() in ("metadata.jsonl", "metadata.csv")
+
+
+def lists_images(path: Path) -> bool:
+    """Whether a file is a list of images with captions: .csv or .jsonl, the latter also
+    compressed.
+
+    Raises:
+        UserError: the first line of a .jsonl is not JSON.
+    """
+    if path.suffix.lower() == ".csv":
+        return any(image_of(record) is not None for record in islice(read_csv(path), 1))
+    return kind_of(path) == "jsonl" and names_images(path)
+
+
+def read_csv(path: Path) -> Iterator[dict[str, str]]:
+    """Yield the rows of a .csv whose first row names its columns.
+
+    Raises:
+        UserError: it is not readable, not UTF-8, or a row has more values than there are columns.
+    """
+    fix = "write it as UTF-8, with a first row of names such as file_name,text"
+    try:
+        with (
+            open_regular(path) as raw,
+            io.TextIOWrapper(raw, encoding="utf-8-sig", newline="") as file,
+        ):
+            rows = csv.DictReader(file, strict=True)
+            for row in rows:
+                if None in row or None in row.values():
+                    raise csv.Error(
+                        f"another number of values than of columns at line {rows.line_num}"
+                    )
+                yield row
+    except (OSError, UnicodeDecodeError, csv.Error) as error:
+        raise UserError(f"a table of images and captions in {path}", str(error), fix) from None
+
+
+def list_jsonl(path: Path, root: Path, counts: Counter) -> list[ImageSample]:
+    """Return the samples of a .jsonl of {image, caption or text[, group]}; a caption may be a list
+    of captions.
+
+    Lines that are not such records are counted as dropped.
+
+    Raises:
+        UserError: it is not readable, or its first line is not JSON.
+    """
+    unit, overlong = FileUnit(path, "jsonl", 0, None, errors="surrogateescape"), Counter()
+    records = unit.records(overlong, keep_bad=True)
+    samples = [sample for _, record in records for sample in samples_of(record, root, counts)]
+    counts.update(overlong)
+    return samples
+
+
+def list_csv(path: Path, root: Path, counts: Counter) -> list[ImageSample]:
+    """Return the samples of a .csv with columns for the image and its caption.
+
+    Raises:
+        UserError: it is not such a table.
+    """
+    return [sample for record in read_csv(path) for sample in samples_of(record, root, counts)]
+
+
+def list_json(path: Path, root: Path, counts: Counter) -> list[ImageSample]:
+    """Return the samples of a .json: COCO's captions, or MM-LDLM's list. Captions of one image are
+    one group.
+
+    Raises:
+        UserError: not JSON, or of another form.
+    """
+    try:
+        content = json.loads(read_bytes(path, 1 << 34))
+    except OSError as error:
+        raise UserError(f"a readable {path}", describe_os_error(error), "check the file") from None
+    except (ValueError, RecursionError) as error:
+        raise UserError(
+            f"JSON in {path}", f"damaged file: {str(error)[:200]}", "copy the file again"
+        ) from None
+    if isinstance(content, list):
+        records: Iterator[Any] = iter(content)
+    elif isinstance(content, dict) and all(
+        isinstance(content.get(key), list) for key in ("images", "annotations")
+    ):
+        records = _of_coco(content, counts)
+    else:
+        keys = sorted(content)[:6] if isinstance(content, dict) else type(content).__name__
+        raise UserError(
+            f"{_FORMS}, in {path}", str(keys), "convert it to one of these, or to a .jsonl"
+        )
+    return [sample for record in records for sample in samples_of(record, root, counts)]
+
+
+def _of_coco(content: dict[str, Any], counts: Counter) -> Iterator[Any]:
+    """Yield a record for every annotation; count images without one as dropped."""
+    images = [image for image in content["images"] if isinstance(image, dict)]
+    yield from [None] * (len(content["images"]) - len(images))
+    names = {str(image.get("id")): image.get("file_name") for image in images}
+    captioned = set()
+    for annotation in content["annotations"]:
+        if not isinstance(annotation, dict):
+            yield None
+            continue
+        key = str(annotation.get("image_id"))
+        captioned.add(key)
+        yield {"image": names.get(key), "caption": annotation.get("caption"), "group": key}
+    without = len(names.keys() - captioned)
+    counts["read"] += without
+    counts["drop_no_caption"] += without
+
+
+def samples_of(record: Any, root: Path, counts: Counter) -> Iterator[ImageSample]:
+    """Yield the samples of a record of {image, caption or text[, group]}, or count why it has
+    none.
+
+    Other names of the image, such as file_name, are those of `image_of`.
+    """
+    record = record if isinstance(record, dict) else {}
+    image = image_of(record)
+    captions = record.get("caption", record.get("text"))
+    group = record.get("group", record.get("image_id"))
+    for caption in captions if isinstance(captions, list) and captions else [captions]:
+        counts["read"] += 1
+        if (
+            not isinstance(image, str)
+            or not image
+            or "\0" in image
+            or not isinstance(group, str | int | None)
+        ):
+            counts["drop_bad_record"] += 1
+        elif not isinstance(caption, str) or not fold_spaces(caption):
+            counts["drop_no_caption"] += 1
+        elif not is_utf8(caption + image):
+            counts["drop_not_unicode"] += 1
+        else:
+            own = f"image {image}" if group is None else f"group {group}"
+            yield ImageSample(_name(image, root), fold_spaces(caption), own, root / image)
+
+
+def _name(image: str, root: Path) -> str:
+    """Return the name of an image in the manifest: relative, because paths of this machine mean
+    nothing elsewhere.
+    """
+    path = PurePosixPath(image)
+    if not path.is_absolute():
+        return image
+    return (
+        path.relative_to(root.resolve()).as_posix()
+        if path.is_relative_to(root.resolve())
+        else path.name
+    )

@@ -1,0 +1,305 @@
+"""Open a corpus: an ordered, repeatable pass over texts, cut into units of reading.
+
+A corpus is a file (.txt, .jsonl or .parquet, the first two also as .gz or .zst), a folder of such
+files, `docstrings` (English sentences in the documentation of the installed Python packages: real
+text without a download), or a Hugging Face dataset, which is streamed.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from itertools import islice
+from pathlib import Path
+
+from mmldlm.data.corpora.docstrings import docstrings_source, read_docstrings
+from mmldlm.data.corpora.text_files import (
+    KINDS,
+    FileUnit,
+    clean,
+    file_units,
+    kind_of,
+    names_images,
+    parquet_units,
+)
+from mmldlm.data.sentences import MAX_TEXT_BYTES, TOO_LARGE, split_sentences
+from mmldlm.errors import UserError
+from mmldlm.utils.input_files import OTHER_KIND, LeftOut, walk_files
+
+DEFAULT_CORPUS = "docstrings"
+_GROUP_BYTES, _GROUP_FILES = 32 << 20, 2048  # small files of a folder are read together
+
+
+@dataclass(frozen=True)
+class ReadUnit:
+    """A part of a corpus that one rank reads.
+
+    Attributes:
+        name: Name that identifies the texts, as far as they are distinguishable without reading
+            them.
+        read: Function that yields the texts and updates the given counters.
+    """
+
+    name: str
+    read: Callable[[Counter], Iterator[str]]
+
+
+@dataclass
+class Corpus:
+    """One pass over texts, in the order of its units.
+
+    Attributes:
+        source: Name of the corpus in the manifest.
+        units: Parts of the corpus, in a reproducible order.
+        counts: Counters that iterating updates: `read` (candidate texts), `drop_<reason>`, and
+            numbers of files.
+        has_documents: Whether texts are documents of any length rather than sentences.
+        files: Name -> file of everything that is read, by which a later launch knows the corpus
+            again.
+        left_out: Files of its folder that are not read.
+        versions: Name -> version of what is not read from files.
+    """
+
+    source: str
+    units: list[ReadUnit]
+    counts: Counter = field(default_factory=Counter)
+    has_documents: bool = False
+    files: dict[str, Path] = field(default_factory=dict)
+    left_out: LeftOut = field(default_factory=LeftOut)
+    versions: dict[str, str] = field(default_factory=dict)
+
+    def __iter__(self) -> Iterator[str]:
+        self.counts.clear()
+        for unit in self.units:
+            yield from unit.read(self.counts)
+
+
+def open_corpus(
+    name: str | os.PathLike,
+    text_field: str | None = None,
+    max_documents: int | None = None,
+    sentences: bool = False,
+    whole_files: bool = False,
+) -> Corpus:
+    """Open a corpus by name.
+
+    Args:
+        name: Name of the corpus; see the module.
+        text_field: Field of a record that holds the text (default: `text`, or that of the dataset;
+            records of images with captions are texts only if it is given).
+        max_documents: Largest number of texts to read.
+        sentences: Whether to split every text into sentences.
+        whole_files: Whether each .txt file of a folder is one text (default: split into
+            sentences).
+
+    Raises:
+        UserError: the path does not exist, has no text files, is of an unknown kind, or lists
+            images.
+    """
+    corpus = _open(name, text_field, max_documents, whole_files)
+    if max_documents is not None:
+        corpus.units = [_limit_documents(corpus.units, max_documents)]
+    if sentences:
+        corpus.units = [_split_unit(unit) for unit in corpus.units]
+        corpus.has_documents = False
+    return corpus
+
+
+def _open(
+    name: str | os.PathLike, text_field: str | None, max_documents: int | None, whole_files: bool
+) -> Corpus:
+    path = Path(name)
+    if path.is_dir():
+        return _open_folder(path, text_field, whole_files)
+    if whole_files:
+        raise UserError(
+            "a folder of .txt files, for --whole-files",
+            str(name),
+            "name a folder, or leave the flag out",
+        )
+    if str(name) == DEFAULT_CORPUS and not path.exists():
+        source = docstrings_source()
+        return Corpus(source, [ReadUnit(source, read_docstrings)])
+    if path.exists():
+        kind = kind_of(path)
+        if kind is None:
+            raise UserError(
+                f"a corpus that ends in {', '.join(KINDS)}, or a folder of such files",
+                f"{path.name} (suffix {path.suffix or 'none'!r})",
+                "rename the file if its content is one of these, or convert it",
+            )
+        if not path.is_file():
+            fix = "write it to a regular file, and give that"
+            raise UserError(
+                f"a corpus in a file or a folder at {path}", "a FIFO, a socket or a device", fix
+            )
+        return Corpus(
+            f"{kind}:{path.name}",
+            _units_of(path, path.name, kind, text_field),
+            files={path.name: path},
+        )
+    if not _looks_like_path(str(name)):
+        from mmldlm.data.corpora.hub_datasets import open_dataset, version_of
+
+        source, parts = open_dataset(str(name), text_field, max_documents)
+        versions = {f"dataset {source}": version_of(str(name))}
+        return Corpus(
+            source, [ReadUnit(*part) for part in parts], has_documents=True, versions=versions
+        )
+    raise UserError(
+        f"a corpus at {path}: a file that ends in {', '.join(KINDS)}, or a folder of such files",
+        "nothing there",
+        f"check the path, or leave it out to use the default corpus '{DEFAULT_CORPUS}'",
+    )
+
+
+def _looks_like_path(name: str) -> bool:
+    """Whether an unknown name is a mistyped path, such as `corpus.csv`, which must not be looked
+    up on the hub.
+    """
+    path = Path(name)
+    if kind_of(path) or path.is_absolute() or len(path.parts) > 2 or name.startswith("."):
+        return True
+    if ":" in name or "@" in name:  # a configuration or a split
+        return False
+    return path.parent.is_dir() if len(path.parts) == 2 else bool(path.suffix)
+
+
+def _open_folder(folder: Path, text_field: str | None, whole_files: bool) -> Corpus:
+    left_out = LeftOut()
+    files = []
+    for path in walk_files(folder, left_out):
+        if kind_of(path):
+            files.append(path)
+        else:
+            left_out.add(OTHER_KIND, path.relative_to(folder))
+    kinds = sorted({kind_of(path) for path in files})
+    if len(kinds) != 1:
+        found = (
+            f"files of the kinds {', '.join(kinds)}" if kinds else "no such file in it or below it"
+        )
+        raise UserError(
+            f"a folder with files of one kind ({', '.join(KINDS)}) at {folder}",
+            found,
+            "give the folder that holds the documents, or one of the files",
+        )
+    source = f"folder:{folder.name}" if kinds == ["txt"] else f"{kinds[0]}:{folder.name}"
+    named = {path.relative_to(folder).as_posix(): path for path in files}
+    known = {
+        "files": {f"{folder.name}/{name}": path for name, path in named.items()},
+        "left_out": left_out,
+    }
+    if kinds != ["txt"]:
+        if whole_files:
+            raise UserError(
+                "a folder of .txt files, for --whole-files",
+                f"{kinds[0]} in {folder}",
+                "leave the flag out",
+            )
+        units = [
+            unit
+            for name, path in named.items()
+            for unit in _units_of(path, name, kinds[0], text_field)
+        ]
+        return Corpus(source, units, **known)
+    groups: list[list[Path]] = [[]]
+    size = 0
+    for path in files:
+        if groups[-1] and (size >= _GROUP_BYTES or len(groups[-1]) >= _GROUP_FILES):
+            groups.append([])
+            size = 0
+        groups[-1].append(path)
+        size += path.stat().st_size
+    units = []
+    for group in groups:
+        name = ";".join(
+            f"{path.relative_to(folder).as_posix()}:{path.stat().st_size}" for path in group
+        )
+        units.append(
+            ReadUnit(name, lambda counts, group=group: _read_documents(group, counts, whole_files))
+        )
+    return Corpus(source, units, has_documents=whole_files, **known)
+
+
+def _units_of(path: Path, name: str, kind: str, text_field: str | None) -> list[ReadUnit]:
+    """Return the units of a file.
+
+    Raises:
+        UserError: it lists images with captions, and no field of texts was named.
+    """
+    if kind == "parquet":
+        return [ReadUnit(f"{name}#{part}", read) for part, read in parquet_units(path, text_field)]
+    if kind == "jsonl" and text_field is None and names_images(path):
+        raise UserError(
+            f"a corpus of texts in {path}",
+            "records that name images",
+            "give this file alone as CORPUS to prepare images with captions, or name the field of"
+            " the captions with --text-field to prepare them as texts",
+        )
+    text_field = text_field or "text"
+    return [
+        ReadUnit(f"{name}#{part.start}-{part.end}", part.read)
+        for part in file_units(path, kind, text_field)
+    ]
+
+
+def _read_documents(files: list[Path], counts: Counter, whole_files: bool) -> Iterator[str]:
+    for path in files:
+        counts["files"] += 1
+        for piece in _pieces(FileUnit(path, "txt", 0, None).lines(counts), whole_files):
+            if piece is None:
+                counts["read"] += 1
+                counts[TOO_LARGE] += 1
+            elif whole_files:
+                yield from clean(piece, counts)
+            else:
+                for sentence in split_sentences(" ".join(piece.split())):
+                    counts["read"] += 1
+                    yield sentence
+
+
+def _pieces(lines: Iterator[tuple[int, str]], whole_files: bool) -> Iterator[str | None]:
+    """Yield the paragraphs of a document, or all of it as one;
+
+    None for each above MAX_TEXT_BYTES.
+    """
+    piece: list[str] = []
+    size = 0
+
+    def joined() -> str | None:
+        return "\n".join(piece) if size <= MAX_TEXT_BYTES else None
+
+    for _, line in lines:
+        if not line and not whole_files:
+            if size:
+                yield joined()
+            piece, size = [], 0
+            continue
+        size += len(line) + 1
+        if size <= MAX_TEXT_BYTES:
+            piece.append(line)
+    if size or whole_files:
+        yield joined()
+
+
+def _limit_documents(units: list[ReadUnit], max_documents: int) -> ReadUnit:
+    def read(counts: Counter) -> Iterator[str]:
+        return islice((text for unit in units for text in unit.read(counts)), max_documents)
+
+    return ReadUnit(f"first {max_documents} of {';'.join(unit.name for unit in units)}", read)
+
+
+def _split_unit(unit: ReadUnit) -> ReadUnit:
+    def read(counts: Counter) -> Iterator[str]:
+        own: Counter = Counter()
+        for text in unit.read(own):
+            for sentence in split_sentences(text):
+                counts["read"] += 1
+                yield sentence
+        counts["documents"] += own.pop("read", 0)
+        counts.update(own)
+        counts["read"] += sum(number for key, number in own.items() if key.startswith("drop_"))
+
+    return ReadUnit(f"sentences of {unit.name}", read)

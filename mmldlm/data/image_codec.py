@@ -1,0 +1,522 @@
+"""The codec between images and latents: pixels or codes of patches, components of the image, or an
+autoencoder's.
+
+`pixels` needs no encoder (Li and He, "Back to Basics: Let Denoising Generative Models Denoise",
+arXiv 2511.13720).
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import shutil
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from mmldlm.data.arrays import read_array
+from mmldlm.data.codebook import CODEBOOK, Codebook
+from mmldlm.data.encoders.model_files import VaeFiles, find_vae
+from mmldlm.data.images import from_patches, to_patches
+from mmldlm.data.manifest import MANIFEST, find_codec_problems
+from mmldlm.errors import UserError
+from mmldlm.utils.atomic_files import sha256_of, write_json
+from mmldlm.utils.json_files import read_json
+
+if TYPE_CHECKING:
+    from mmldlm.data.encoders.vae import ImageVae
+
+CODEC, BASIS = "image_codec.json", "pca_basis.npy"
+FILES = (BASIS, CODEBOOK)  # that belong to a model next to its config.json
+HINTS = ("vae_folder",)  # entries of an identity that say where something was, not what it is
+_MAX_NORM_RATIO = 20.0  # times the root mean square norm of an autoencoder's training latents
+_SHA256_OF = {"basis_sha256": BASIS, "codebook_sha256": CODEBOOK}
+_KEYS = ("size", "patch", "channels", "grid", "latents", "num_latents", "latent_dim")
+_DECODED = 32  # images at a time
+_SHIFT_STREAM = 8  # last counter word; the collators' own draws have 1 to 7
+
+
+@dataclass(frozen=True)
+class ImageCodec:
+    """Turns images into latents and back.
+
+    Attributes:
+        size: Side S of an image in pixels.
+        patch: Side of a patch; N = (S / patch)^2 latents per image.
+        channels: C, 1 (gray) or 3 (RGB).
+        latents: `pixels` (the values of a patch, u / 127.5 - 1), `pca` (components, largest
+            variance first), `codes` (ids int64 of the nearest codes of patches, D = 1), or `vae`
+            (`VaeCodec`).
+        num_latents, latent_dim: N and D.
+        basis: Basis of pca, float32 [N * D + 1, S * S * C]: the mean image, then orthonormal
+            components.
+        basis_file: File of the basis, if it was read from one.
+        codebook: Codebook of codes.
+    """
+
+    size: int
+    patch: int
+    channels: int
+    latents: str
+    num_latents: int
+    latent_dim: int
+    basis: np.ndarray | None = None
+    basis_file: Path | None = None
+    codebook: Codebook | None = None
+
+    @classmethod
+    def open(
+        cls, source: str | os.PathLike | dict[str, Any], folder: str | os.PathLike | None = None
+    ) -> ImageCodec:
+        """Open the codec of a store, of a folder that `save` wrote, of a manifest, or of an
+        identity.
+
+        Args:
+            source: Folder, store's manifest, or the `identity` of a codec.
+            folder: For a manifest or an identity of kind pca or codes: folder that has their file.
+
+        Raises:
+            UserError: not a codec of images, or its file is missing, damaged or another one.
+        """
+        if not isinstance(source, dict):
+            folder = Path(source)
+            is_store = (folder / MANIFEST).is_file()
+            source = read_json(
+                folder / (MANIFEST if is_store else CODEC), "give the folder of a store of images"
+            )
+        identity = _identity_of(source)
+        codec = cls(**{key: identity[key] for key in _KEYS if key != "grid"})
+        if codec.latents == "pixels":
+            return codec
+        if codec.latents == "vae":
+            pass
+
+            return VaeCodec.of_identity(identity, codec._fields())
+        if codec.latents == "codes":
+            values = codec.patch**2 * codec.channels
+            return cls(
+                **codec._fields(),
+                codebook=Codebook.read(Path(folder or ".") / CODEBOOK, identity, values),
+            )
+        path = Path(folder or ".") / BASIS
+        return cls(
+            **codec._fields(),
+            basis=_read_basis(path, codec, identity["basis_sha256"]),
+            basis_file=path,
+        )
+
+    def _fields(self) -> dict[str, Any]:
+        return {key: getattr(self, key) for key in _KEYS if key != "grid"}
+
+    @property
+    def grid(self) -> list[int] | None:
+        """Rows and columns of the latents in the image;
+
+        None for components, which have no place.
+        """
+        side = self.size // self.patch
+        return None if self.latents == "pca" else [side, side]
+
+    def of_size(self, size: int) -> ImageCodec:
+        """Return the codec of images of another side, for latents that are pixels of the same
+        patches.
+        """
+        assert self.latents == "pixels", self.latents
+        return replace(self, size=size, num_latents=(size // self.patch) ** 2)
+
+    @property
+    def name(self) -> str:
+        """`pixels`, `pca:M` or `codes:...`, the name of the encoder in a manifest."""
+        if self.codebook is not None:
+            return self.codebook.name
+        return (
+            "pixels" if self.latents == "pixels" else f"pca:{self.num_latents * self.latent_dim}"
+        )
+
+    @property
+    def identity(self) -> dict[str, Any]:
+        """JSON-ready: with the file of pca or codes all that `open` needs."""
+        own = {**self._fields(), "grid": self.grid}
+        if self.codebook is not None:
+            return own | self.codebook.identity
+        return (
+            own if self.basis_file is None else {**own, "basis_sha256": sha256_of(self.basis_file)}
+        )
+
+    def files(self) -> dict[str, Path]:
+        """Name -> path of the files that belong to the identity."""
+        if self.codebook is not None and self.codebook.file is not None:
+            return {CODEBOOK: self.codebook.file}
+        return {} if self.basis_file is None else {BASIS: self.basis_file}
+
+    def save(self, folder: str | os.PathLike) -> None:
+        """Write identity and files into a folder that exists; `open` reads it."""
+        for name, path in self.files().items():
+            shutil.copyfile(path, Path(folder, name))
+        write_json(Path(folder, CODEC), self.identity)
+
+    @property
+    def source(self) -> str:
+        """Where its weights come from, as in a manifest."""
+        return "mmldlm"
+
+    @property
+    def weights_sha256(self) -> str | None:
+        """SHA-256 of what was fitted or pretrained; None for pixels."""
+        return self.identity.get("basis_sha256") or self.identity.get("codebook_sha256")
+
+    def ready(self, folder: str | None = None, device: str | None = None) -> ImageCodec:
+        """Return the codec with everything loaded that it needs; only an autoencoder needs
+        something.
+
+        Raises:
+            UserError: a folder of an autoencoder was given for other latents.
+        """
+        if folder is not None:
+            raise UserError(
+                "--vae with latents of an autoencoder", f"latents {self.name}", "leave --vae out"
+            )
+        return self
+
+    def encode(self, images: np.ndarray) -> np.ndarray:
+        """Return latents float32 [B, N, D], or ids int64 [B, N, 1] of codes, of images uint8 [B,
+        S, S, C].
+
+        Raises:
+            UserError: images of another size, number of channels or type.
+        """
+        self.check_images(images)
+        if self.codebook is not None:
+            return self.codebook.encode(to_patches(images, self.patch))[..., None]
+        return self.from_values((images / 127.5 - 1).astype(np.float32))
+
+    def check_images(self, images: np.ndarray) -> None:
+        """Raise a UserError unless images are uint8 [B, S, S, C]."""
+        if images.dtype != np.uint8 or images.shape[1:] != self.image_shape:
+            raise UserError(
+                f"uint8 images of shape {list(self.image_shape)}",
+                f"{images.dtype} of shape {list(images.shape[1:])}",
+                "resize and convert them as the model's images were",
+            )
+
+    def decode(self, latents: np.ndarray) -> np.ndarray:
+        """Return images uint8 [B, S, S, C] of latents [B, N, D] (or [B, D] with N = 1); values are
+        clipped.
+
+        Raises:
+            UserError: latents of another shape, or an id that names no code.
+        """
+        return np.clip(np.rint((self.to_values(latents) + 1) * 127.5), 0, 255).astype(np.uint8)
+
+    @property
+    def image_shape(self) -> tuple[int, int, int]:
+        """(S, S, C)."""
+        return (self.size, self.size, self.channels)
+
+    def from_values(self, values: np.ndarray) -> np.ndarray:
+        """Return latents float32 [B, N, D] of pixel values [B, S, S, C], from -1 (black) to 1
+        (white); not of codes.
+        """
+        assert self.codebook is None, "images are given to codes in whole gray levels (`encode`)"
+        if self.basis is None:
+            return to_patches(np.asarray(values, np.float32), self.patch)
+        flat = values.reshape(len(values), -1).astype(np.float64) - self.basis[0]
+        # In float64, so that the sums' rounding, which depends on the number of threads, does not
+        # reach the result.
+        found = flat @ self.basis[1:].T.astype(np.float64)
+        return found.astype(np.float32).reshape(-1, self.num_latents, self.latent_dim)
+
+    def to_values(self, latents: np.ndarray) -> np.ndarray:
+        """Return pixel values float32 [B, S, S, C] of latents [B, N, D], neither rounded nor
+        clipped.
+
+        Raises:
+            UserError: latents of another shape.
+        """
+        latents = self.check_latents(latents)
+        if self.codebook is not None:
+            patches = self.codebook.decode(latents)
+            return from_patches(
+                (patches / 127.5 - 1).astype(np.float32), self.patch, self.channels
+            )
+        if self.basis is None:
+            return from_patches(latents, self.patch, self.channels)
+        return (latents.reshape(len(latents), -1) @ self.basis[1:] + self.basis[0]).reshape(
+            -1, *self.image_shape
+        )
+
+    def check_latents(self, latents: np.ndarray) -> np.ndarray:
+        """Return latents as float32 [B, N, D], or ids [B, N] of codes; raise a UserError if they
+        have another shape.
+        """
+        num, dim = self.num_latents, self.latent_dim
+        if latents.shape[1:] != (num, dim) and not (num == 1 and latents.shape[1:] == (dim,)):
+            raise UserError(
+                f"latents of shape [samples, {num}, {dim}], those of images of {self.size} pixels",
+                f"shape {list(latents.shape)}",
+                "give the latents of images that this codec encoded, or that its model sampled",
+            )
+        if self.codebook is not None:
+            return latents.reshape(-1, num)
+        return np.asarray(latents, np.float32).reshape(-1, num, dim)
+
+
+def max_image_norm(manifest: dict[str, Any]) -> float:
+    """Return the largest norm that a latent of a store of images can have; above it, its file is
+    damaged.
+
+    The norm of an id is the id.
+    """
+    image = manifest["image"]
+    if image["latents"] == "vae":  # no bound is known: far above what training has
+        moments = (np.square(manifest["latent_stats"][key]).sum() for key in ("mean", "std"))
+        return _MAX_NORM_RATIO * math.sqrt(sum(moments))
+    if image["latents"] == "codes":
+        return image["codes"] - 1
+    num_values = image["size"] ** 2 * image["channels"]
+    # Values lie in [-1, 1]; a component is of the difference of two images.
+    bound = (
+        math.sqrt(manifest["latent_dim"])
+        if image["latents"] == "pixels"
+        else 2 * math.sqrt(num_values)
+    )
+    return 1.001 * bound
+
+
+def _identity_of(source: dict[str, Any]) -> dict[str, Any]:
+    """Return the identity of a codec from itself or from a store's manifest."""
+    identity = source
+    if "files" in source:  # a manifest
+        if source.get("kind", "text") != "image":
+            raise UserError(
+                "a store of images", "a store of texts", "prepare one: mmldlm prepare glyphs"
+            )
+        shape = {
+            "num_latents": source.get("latents_per_text", 1),
+            "latent_dim": source["latent_dim"],
+        }
+        own = {
+            key: source["files"].get(name, {}).get("sha256") for key, name in _SHA256_OF.items()
+        }
+        identity = {**source["image"], **shape, **own}
+    missing = [key for key in _KEYS if key not in identity]
+    if missing or identity["latents"] not in ("pixels", "pca", "codes", "vae"):
+        found = f"no {', '.join(missing)}" if missing else f"latents {identity['latents']!r}"
+        raise UserError(
+            "the codec of a model or store of images", found, "train on a store of images"
+        )
+    if problem := find_codec_problems(identity):
+        raise UserError(
+            "a valid codec of images (image in a config.json or manifest)",
+            problem,
+            "copy the file again",
+        )
+    return identity
+
+
+def _read_basis(path: Path, codec: ImageCodec, sha256: str | None) -> np.ndarray:
+    shape = (codec.num_latents * codec.latent_dim + 1, codec.size**2 * codec.channels)
+    fix = f"copy {BASIS} again from the store or the checkpoint that the latents belong to"
+    try:
+        basis = read_array(path)
+    except (OSError, ValueError) as error:
+        raise UserError(f"the components of {codec.name} in {path}", str(error), fix) from None
+    if basis.shape != shape or basis.dtype != np.float32 or sha256_of(path) != sha256:
+        found = f"{basis.dtype} {list(basis.shape)}" if basis.shape != shape else "other content"
+        raise UserError(
+            f"float32 {list(shape)} with the SHA-256 of its codec in {path}", found, fix
+        )
+    if not np.isfinite(basis).all():
+        raise UserError(
+            f"finite components of {codec.name} in {path}", "NaN or infinite values", fix
+        )
+    return basis
+
+
+@dataclass(frozen=True)
+class VaeCodec(ImageCodec):
+    """Turns images into latents and back through an autoencoder, which lies elsewhere: only its
+    identity is kept.
+
+    Attributes:
+        vae: Name, source, weights_sha256 and, if it is not fp32, dtype of the autoencoder.
+        vae_folder: Folder in which it was, if it was one; not part of the identity.
+        module: Loaded autoencoder; None before `ready`.
+    """
+
+    vae: dict[str, Any] = field(default_factory=dict)
+    vae_folder: str | None = None
+    module: ImageVae | None = None
+
+    @classmethod
+    def of_identity(cls, identity: dict[str, Any], fields: dict[str, Any]) -> VaeCodec:
+        """Return the codec of an identity; see `ImageCodec.open`.
+
+        Raises:
+            UserError: no autoencoder is named.
+        """
+        vae = identity.get("vae")
+        if not isinstance(vae, dict) or not all(
+            isinstance(vae.get(key), str) for key in ("name", "weights_sha256")
+        ):
+            raise UserError(
+                "the name and the SHA-256 of the autoencoder of these images",
+                repr(vae)[:100],
+                "copy it again",
+            )
+        return cls(**fields, vae=vae, vae_folder=identity.get("vae_folder"))
+
+    @classmethod
+    def of_files(
+        cls, files: VaeFiles, size: int, dtype: str, folder: str | None = None
+    ) -> VaeCodec:
+        """Return the codec of an autoencoder for images of a size in pixels.
+
+        Args:
+            folder: Folder that the user named, to find it again.
+        """
+        identity = {
+            "name": files.name,
+            "source": files.source,
+            "weights_sha256": files.weights_sha256(),
+        }
+        precision = {} if dtype == "fp32" else {"dtype": dtype}
+        shape = {"size": size, "patch": files.patch, "channels": files.channels}
+        num, dim = (size // files.patch) ** 2, 4 * files.latent_channels
+        return cls(
+            **shape,
+            latents="vae",
+            num_latents=num,
+            latent_dim=dim,
+            vae=identity | precision,
+            vae_folder=folder,
+        )
+
+    @property
+    def name(self) -> str:
+        return f"vae:{self.vae['name']}"
+
+    @property
+    def source(self) -> str:
+        return self.vae.get("source", "unknown")
+
+    @property
+    def weights_sha256(self) -> str:
+        """SHA-256 of the autoencoder's weights."""
+        return self.vae["weights_sha256"]
+
+    @property
+    def identity(self) -> dict[str, Any]:
+        own = {**self._fields(), "grid": self.grid, "vae": self.vae}
+        return own if self.vae_folder is None else {**own, "vae_folder": self.vae_folder}
+
+    def ready(
+        self, folder: str | None = None, device: str | None = None, batch_size: int | None = None
+    ) -> VaeCodec:
+        """Return the codec with its autoencoder loaded.
+
+        Args:
+            folder: Folder of the autoencoder, if it is elsewhere than the identity says.
+            device: Torch device (default: a GPU if available).
+            batch_size: Number of images per forward pass.
+
+        Raises:
+            UserError: the autoencoder is not there, is another one, or is damaged.
+        """
+        from mmldlm.data.encoders import vae as autoencoders
+
+        files = self._find(folder)
+        device = device or autoencoders.default_device()
+        dtype = self.vae.get("dtype", "fp32")
+        if batch_size is None:
+            module = autoencoders.load_vae(files, device, dtype)
+        else:
+            module = autoencoders.ImageVae(files, device, dtype, batch_size)
+        return replace(self, module=module)
+
+    def _find(self, folder: str | None) -> VaeFiles:
+        name = self.vae["name"]
+        fix = f"give the folder of {name} with --vae FOLDER"
+        try:
+            files = find_vae(folder or self.vae_folder or name)
+        except UserError as error:
+            if folder is not None:
+                raise
+            raise UserError(
+                f"the autoencoder {name}, with which these latents were made", error.found, fix
+            ) from error
+        own = files.weights_sha256()
+        if own != self.weights_sha256:
+            raise UserError(
+                f"the autoencoder {name} with the weights of these latents (sha256"
+                f" {self.weights_sha256[:12]})",
+                f"weights of sha256 {own[:12]} in {files.folder}",
+                fix,
+            )
+        return files
+
+    def encode(self, images: np.ndarray) -> np.ndarray:
+        self.check_images(images)
+        return self._module().encode(images)
+
+    def decode(self, latents: np.ndarray) -> np.ndarray:
+        # As floats, large images need four times their memory.
+        parts = range(0, max(len(latents), 1), _DECODED)
+        return np.concatenate(
+            [ImageCodec.decode(self, latents[start : start + _DECODED]) for start in parts]
+        )
+
+    def from_values(self, values: np.ndarray) -> np.ndarray:
+        raise AssertionError("an autoencoder is given whole gray levels (`encode`)")
+
+    def to_values(self, latents: np.ndarray) -> np.ndarray:
+        return self._module().decode(self.check_latents(latents))
+
+    def _module(self) -> ImageVae:
+        return self.module or self.ready().module
+
+
+def draw_shifts(
+    seed: int, epoch: int, ids: np.ndarray, slots: np.ndarray, max_shift: int
+) -> np.ndarray:
+    """Draw shifts [B, 2] int64 (down, right) of at most max_shift pixels each way.
+
+    They are functions of (seed, epoch, sample, slot): the same on any number of ranks. Philox4x64
+    (Salmon et al., SC 2011), with the counter of the collators' other draws.
+
+    Args:
+        ids, slots: [B] samples, and their positions in the global batch.
+    """
+    draws = [
+        np.random.Generator(
+            np.random.Philox(key=[seed, epoch], counter=[0, sample, slot, _SHIFT_STREAM])
+        ).integers(-max_shift, max_shift, 2, endpoint=True)
+        for sample, slot in zip(ids.tolist(), slots.tolist(), strict=True)
+    ]
+    return np.array(draws, np.int64).reshape(-1, 2)
+
+
+def shift_images(images: np.ndarray, shifts: np.ndarray) -> np.ndarray:
+    """Shift images [B, S, S, C] of any dtype by [B, 2] pixels; what comes in has the color of the
+    border.
+    """
+    size = images.shape[1]
+    shifted = np.empty_like(images)
+    for row, (down, right) in enumerate(shifts.tolist()):
+        rows, columns = (
+            np.clip(np.arange(size) - offset, 0, size - 1) for offset in (down, right)
+        )
+        shifted[row] = images[row][rows[:, None], columns]
+    return shifted
+
+
+def shift_latents(codec: ImageCodec, latents: np.ndarray, shifts: np.ndarray) -> np.ndarray:
+    """Shift the images of latents float32 [B, N, D] by [B, 2] pixels; return latents of the same
+    shape.
+
+    Of `pixels` only values move; of `pca` the image that the components describe is shifted and
+    encoded again.
+    """
+    return codec.from_values(shift_images(codec.to_values(latents), shifts)).reshape(latents.shape)

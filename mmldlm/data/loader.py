@@ -1,0 +1,123 @@
+"""Load the micro-batches of one rank in the order of the batch plan, starting at any step."""
+
+from __future__ import annotations
+
+import atexit
+import multiprocessing
+import multiprocessing.util  # noqa: F401  its exit handler must be registered before ours, which then runs first
+import os
+import signal
+import sys
+import threading
+from collections.abc import Generator, Iterator
+from typing import TYPE_CHECKING
+
+import torch
+from torch.utils.data import DataLoader, Dataset
+
+from mmldlm.data.batch_plan import BatchPlan
+from mmldlm.errors import UserError
+from mmldlm.utils.prefetch import prefetch
+from mmldlm.utils.stop_signals import STOP_SIGNALS
+
+if TYPE_CHECKING:
+    from mmldlm.data.batch import Batch, Collator
+
+
+class MicroBatches(Dataset):
+    """Item i is this rank's micro-batch i % accum of step i // accum, with random access."""
+
+    def __init__(
+        self, samples, plan: BatchPlan, collator: Collator, rank: int, world_size: int, accum: int
+    ):
+        self.samples, self.plan, self.collator = samples, plan, collator
+        self.rank, self.world_size, self.accum = rank, world_size, accum
+
+    def __getitem__(self, item: int) -> Batch:
+        step, micro = divmod(item, self.accum)
+        batch = self.plan.batch(step)
+        slots = self.plan.slots(batch, self.world_size, self.accum, self.rank, micro)
+        return self.collator.collate(batch, slots, self.samples, self.plan.lengths)
+
+
+def iterate_steps(
+    dataset: MicroBatches,
+    first_step: int,
+    last_step: int,
+    num_workers: int = 0,
+    prefetch_factor: int = 4,
+) -> Generator[list[Batch], None, None]:
+    """Yield the micro-batches of steps first_step .. last_step - 1, one list of `accum` per step.
+
+    The start costs the same at every step: nothing is read and skipped. Closing the iterator ends
+    the workers.
+    """
+    items = range(first_step * dataset.accum, last_step * dataset.accum)
+    loader = DataLoader(
+        dataset,
+        batch_size=None,
+        sampler=items,
+        num_workers=num_workers,
+        prefetch_factor=prefetch_factor if num_workers else None,
+        persistent_workers=False,
+        pin_memory=torch.cuda.is_available(),
+        worker_init_fn=ignore_stop_signals,
+    )
+    # Without workers a GPU would idle while its process builds a batch; on a CPU a thread would
+    # only take its core.
+    if num_workers == 0 and torch.cuda.is_available():
+        # A thread starts on device 0, where pinning would open a context.
+        device = torch.cuda.current_device()
+        batches = prefetch(loader, prefetch_factor, on_start=lambda: torch.cuda.set_device(device))
+    else:
+        batches = start_workers(loader)
+    for _ in range(first_step, last_step):
+        yield [next(batches) for _ in range(dataset.accum)]
+
+
+def ignore_stop_signals(worker_id: int) -> None:
+    """Ignore, in a worker, the signals that ask the run to save and stop.
+
+    Slurm, systemd and terminals send them to every process of the job. A worker that dies of
+    SIGTERM raises in the training loop, which would then end without saving.
+    """
+    for name in STOP_SIGNALS:
+        signal.signal(name, signal.SIG_IGN)
+
+
+def start_workers(loader: DataLoader) -> Iterator:
+    """Return iter(loader), whose workers start with the stop signals blocked until they ignore
+    them.
+    """
+    # Queues are semaphores in shared memory. Checked before: a half-built iterator would print a
+    # traceback of its own.
+    if (
+        loader.num_workers
+        and sys.platform == "linux"
+        and not os.access("/dev/shm", os.W_OK | os.X_OK)
+    ):
+        raise UserError(
+            "a writable /dev/shm, which the workers of data.num_workers need",
+            "none" if not os.path.isdir("/dev/shm") else "no permission to write to it",
+            "mount -t tmpfs tmpfs /dev/shm (docker run --shm-size=16g), or set data.num_workers=0",
+        )
+    others = set(multiprocessing.active_children())
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
+    try:
+        batches = iter(loader)
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+    # At exit multiprocessing sends its children SIGTERM, which they ignore, and would wait for
+    # them forever.
+    for worker in set(multiprocessing.active_children()) - others:
+        atexit.register(_kill, worker)
+    return batches
+
+
+def _kill(worker: multiprocessing.Process) -> None:
+    """End a worker at exit, without the error that torch's handler of SIGCHLD raises for a killed
+    worker.
+    """
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    worker.kill()

@@ -1,0 +1,265 @@
+"""The manifest of a store: types and ranges of the entries that are used, and hints for finding or
+rebuilding a store.
+"""
+
+from __future__ import annotations
+
+import math
+import shlex
+from itertools import islice
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import BaseModel, Field, ValidationError, field_validator, model_validator
+
+from mmldlm.data.encoders.specs import EncoderIdentity
+from mmldlm.utils.formatting import join_some
+from mmldlm.utils.paths import path_inside
+from mmldlm.utils.validation import describe_problems
+
+MAX_VOCAB_SIZE = 1 << 24  # far above every tokenizer's: a model has a row for every id
+MANIFEST = "manifest.json"
+MAX_EXAMINED, MAX_NAMED = 1000, 5
+_PATHS_NOT_RECORDED = "(the store records only the names of files and folders: give their paths)"
+
+
+class _File(BaseModel):
+    bytes: int = Field(ge=0)
+    sha256: str
+
+
+class _Split(BaseModel):
+    num_samples: int = Field(ge=0, lt=1 << 48)
+    num_tokens: int = Field(0, ge=0, lt=1 << 62)
+    max_tokens: int = Field(0, ge=0, lt=1 << 31)
+
+
+class _Norm(BaseModel):
+    min: float = Field(ge=0, allow_inf_nan=False)
+    mean: float = Field(ge=0, allow_inf_nan=False)
+    max: float = Field(ge=0, allow_inf_nan=False)
+
+
+class _Statistics(BaseModel):
+    mean: list[float]
+    std: list[float]
+    norm: _Norm | None = None
+    effective_rank: float | None = Field(None, ge=0, allow_inf_nan=False)
+
+    def find_problem(self, latent_dim: int) -> str | None:
+        """Say why these are not the mean and deviation of latents of this dimension."""
+        for key in ("mean", "std"):
+            values = getattr(self, key)
+            if len(values) != latent_dim:
+                return f"{key} has {len(values)} values for latents of {latent_dim}"
+            # fp32 is what models keep: 1e300 would be infinite there.
+            bad = next(
+                (
+                    i
+                    for i, value in enumerate(values)
+                    if not math.isfinite(value) or abs(value) > 1e30
+                ),
+                None,
+            )
+            if bad is not None:
+                return f"{key}[{bad}] is {values[bad]}, not a finite number"
+        bad = next((i for i, value in enumerate(self.std) if value < 0), None)
+        if bad is not None:
+            return f"std[{bad}] is {self.std[bad]}, below 0"
+        return (
+            None
+            if max(self.std) > 0
+            else "std is 0 in every dimension: all latents would be equal"
+        )
+
+
+class _Tokenizer(BaseModel):
+    name: str
+    vocab_size: int = Field(ge=1, le=MAX_VOCAB_SIZE)
+    mask_token_id: int
+    pad_token_id: int
+    eos_token_id: int
+    unk_token_id: int | None = None
+
+    @model_validator(mode="after")
+    def _ids_are_of_the_vocabulary(self) -> _Tokenizer:
+        for key in ("mask_token_id", "pad_token_id", "eos_token_id", "unk_token_id"):
+            value = getattr(self, key)
+            if value is not None and not 0 <= value < self.vocab_size:
+                raise ValueError(f"{key} {value} in a vocabulary of {self.vocab_size}")
+        return self
+
+
+class _Image(BaseModel):
+    size: int = Field(ge=1, le=1 << 14)
+    patch: int = Field(ge=1)
+    channels: Literal[1, 3]
+    grid: list[int] | None = Field(min_length=2, max_length=2)
+    latents: Literal["pixels", "pca", "codes", "vae"]
+    codes: int | None = Field(None, ge=2, le=1 << 16)
+    codebook: Literal["kmeans", "fsq"] | None = None
+
+
+class _Codec(_Image):
+    num_latents: int = Field(ge=1, le=1 << 20)
+    latent_dim: int = Field(ge=1, le=1 << 20)
+
+
+class _Manifest(BaseModel):
+    kind: Literal["text", "image"] = "text"
+    image: _Image | None = None
+    latent_dim: int = Field(ge=1, le=1 << 20)
+    latents_per_text: int = Field(1, ge=1, le=1 << 20)
+    latent_stats: _Statistics | None
+    tokenizer: _Tokenizer
+    encoder: EncoderIdentity
+    splits: dict[str, _Split]
+    files: dict[str, _File]
+
+    @field_validator("files")
+    @classmethod
+    def _check_relative(cls, files: dict[str, _File]) -> dict[str, _File]:
+        for name in files:
+            try:
+                path_inside(Path(), name)
+            except ValueError as error:
+                raise ValueError(f"{error}, is outside the store") from None
+        return files
+
+    @model_validator(mode="after")
+    def _check_image(self) -> _Manifest:
+        if (self.kind == "image") != (self.image is not None):
+            raise ValueError(
+                f"kind {self.kind} {'without' if self.image is None else 'with'} the entry image"
+            )
+        if self.image is None:
+            return self
+        image, shape = self.image, (self.latents_per_text, self.latent_dim)
+        side = image.size // image.patch
+        if image.size % image.patch or shape[0] != side**2:
+            raise ValueError(
+                f"{shape[0]} latents of patches of {image.patch} in images of {image.size}"
+            )
+        if image.latents == "pixels" and shape[1] != image.patch**2 * image.channels:
+            raise ValueError(
+                f"latents of {shape[1]} values for patches of {image.patch} x {image.patch}"
+            )
+        has_codes = image.latents == "codes"
+        if has_codes != (image.codes is not None) or has_codes != (image.codebook is not None):
+            raise ValueError(
+                f"latents {image.latents} with {image.codes} codes of {image.codebook}"
+            )
+        if has_codes and shape[1] != 1:
+            raise ValueError(f"{shape[1]} ids a patch")
+        return self
+
+    @model_validator(mode="after")
+    def _check_statistics(self) -> _Manifest:
+        has_codes = self.image is not None and self.image.latents == "codes"
+        if has_codes != (self.latent_stats is None):
+            raise ValueError(
+                "latent_stats are those of values: ids of codes have none, other latents have them"
+            )
+        if self.latent_stats is not None and (
+            problem := self.latent_stats.find_problem(self.latent_dim)
+        ):
+            raise ValueError(f"latent_stats: {problem}")
+        return self
+
+
+def find_problems(manifest: dict[str, Any]) -> str | None:
+    """Describe the problems of a manifest; None for a valid one. Unknown keys are ignored."""
+    try:
+        _Manifest.model_validate(manifest, strict=True)
+    except ValidationError as error:
+        return describe_problems(error)
+    return None
+
+
+def find_codec_problems(identity: dict[str, Any]) -> str | None:
+    """Describe the problems of the identity of an image codec, as the config of a model
+    holds it.
+    """
+    try:
+        codec = _Codec.model_validate(identity, strict=True)
+    except ValidationError as error:
+        return describe_problems(error)
+    return (
+        f"patches of {codec.patch} in images of {codec.size}" if codec.size % codec.patch else None
+    )
+
+
+def sample_checksums(manifest: dict[str, Any]) -> dict[str, str]:
+    """Return the checksums of tokens and latents of all splits: what other data of these samples
+    can be known by.
+    """
+    names = [
+        f"{split}/{array}.npy" for split in manifest["splits"] for array in ("tokens", "latents")
+    ]
+    return {name: manifest["files"][name]["sha256"] for name in names}
+
+
+def rebuild_hint(root: Path, manifest: Any = None) -> str:
+    """Return the advice for a damaged store, with the corpus and options of its manifest if it is
+    readable.
+    """
+    return f"copy the store again, or rebuild it with: {_command(root, manifest)}"
+
+
+def _command(root: Path, manifest: Any) -> str:
+    """Return the command that made the store; a bare `prepare --force` would replace it with the
+    default corpus.
+    """
+    from mmldlm.data.prepare.options import ImageOptions, PrepareOptions, to_arguments
+
+    target = shlex.join(["--force", "--output-dir", str(root)])
+    known = manifest if isinstance(manifest, dict) else {}
+    options, corpus = known.get("options"), known.get("corpus")
+    source = str(corpus.get("source", "")) if isinstance(corpus, dict) else ""
+    if source.startswith("files:"):
+        return (
+            f"mmldlm pack {shlex.quote(source.removeprefix('files:'))} {target}"
+            f" {_PATHS_NOT_RECORDED}"
+        )
+    if not isinstance(options, dict) or not (options.get("corpus") or options.get("datasets")):
+        return f"mmldlm prepare CORPUS {target} (with the CORPUS and options that made it)"
+    of_images = known.get("kind") == "image"
+    kind = ImageOptions if of_images else PrepareOptions
+    names = kind.__dataclass_fields__
+    original = kind(str(root), **{key: value for key, value in options.items() if key in names})
+    args = [arg for arg in to_arguments(original) if not arg.startswith("--output-dir")]
+    datasets = None if of_images else original.datasets
+    if not datasets and args[:1] != [original.corpus]:
+        args.insert(0, original.corpus)  # to_arguments omits the default; the reader should see it
+    needs_paths = (
+        original.corpus != names["corpus"].default or datasets or original.validation_corpus
+    )
+    note = _PATHS_NOT_RECORDED if needs_paths else ""
+    return " ".join(filter(None, [f"mmldlm prepare {shlex.join(args)}", target, note]))
+
+
+def find_store_hint(root: Path) -> str:
+    """Return the advice for a missing store: the stores directly below the path or next to it."""
+    found = _stores_in(root) or _stores_in(root.parent, except_for=root)
+    named = join_some(found, limit=MAX_NAMED)
+    near = (
+        f" (there {'is a store' if len(found) == 1 else 'are stores'} at {named})" if found else ""
+    )
+    make = shlex.join(["mmldlm", "prepare", "CORPUS", "--output-dir", str(root)])
+    return f"check the path{near}, or make a store there with: {make}"
+
+
+def _stores_in(folder: Path, except_for: Path | None = None) -> list[Path]:
+    try:
+        inside = list(islice(folder.iterdir(), MAX_EXAMINED))
+        return sorted(
+            path
+            for path in inside
+            if path != except_for and (path / MANIFEST).is_file() and _is_store(path)
+        )
+    except OSError:
+        return []
+
+
+def _is_store(path: Path) -> bool:
+    return (path / "train").is_dir() or (path / "validation").is_dir()

@@ -1,0 +1,205 @@
+"""Several stores as one, for training on a mixture: ids count through the stores in the given
+order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from mmldlm.data.store import Rows, Store, latent_shape
+from mmldlm.errors import UserError
+
+# Latents of two stores are comparable if these entries are equal.
+_ENCODER_KEYS = (
+    "name",
+    "weights_sha256",
+    "pooling",
+    "normalize",
+    "prefix",
+    "cut_to",
+    "lower_case",
+    "include_prompt",
+    "is_bare",
+    "modules",
+)
+
+
+class MixedStore:
+    """One split of several stores that have one tokenizer and one encoder.
+
+    Stores of images as pixels may differ in the images' size. Then `get` takes samples of one size
+    at a time, and manifest, root and latents_per_text are those of the largest.
+
+    Args:
+        stores: Stores of one split.
+        weights: Share of each store in training; the latent statistics are those of the mixture.
+
+    Attributes:
+        grids: [rows, columns] of the latents of images of several sizes, the smallest first; None:
+            all have one size.
+
+    Raises:
+        UserError: their tokenizers, encoders or latent shapes differ.
+    """
+
+    def __init__(self, stores: Sequence[Store], weights: Sequence[float]):
+        self.stores, self.weights = list(stores), list(weights)
+        largest = max(stores, key=lambda store: store.latents_per_text)  # of equal ones the first
+        self.root, first = largest.root, largest.manifest
+        has_sizes = all(
+            (store.manifest.get("image") or {}).get("latents") == "pixels" for store in stores
+        )
+        for store in stores:
+            for subject, own, expected in (
+                (
+                    "the tokenizer",
+                    store.manifest["tokenizer"].get("sha256"),
+                    first["tokenizer"].get("sha256"),
+                ),
+                ("the dimension of latents", store.latent_dim, first["latent_dim"]),
+                (
+                    "the number of latents per text",
+                    *(
+                        0 if has_sizes else manifest.get("latents_per_text", 1)
+                        for manifest in (store.manifest, first)
+                    ),
+                ),
+                (
+                    "the encoder",
+                    *(describe_encoder(manifest) for manifest in (store.manifest, first)),
+                ),
+                (
+                    "the form of images",
+                    *(_image_of(manifest, has_sizes) for manifest in (store.manifest, first)),
+                ),
+            ):
+                if own != expected:
+                    raise UserError(
+                        f"one tokenizer and one encoder in all stores of data.mixture: {subject}"
+                        f" of {self.root} ({expected})",
+                        f"{own} in {store.root}",
+                        "prepare both with the same --tokenizer and --encoder (images:"
+                        " --patch-size and --latents)",
+                    )
+        grids = (
+            {store.latents_per_text: store.manifest["image"]["grid"] for store in stores}
+            if has_sizes
+            else {}
+        )
+        self.grids = [grids[count] for count in sorted(grids)] if len(grids) > 1 else None
+        self.manifest: dict[str, Any] = first
+        self.lengths = np.concatenate([store.lengths for store in stores])
+        self.num_truncated = sum(store.num_truncated for store in stores)
+        self._starts = np.concatenate([[0], np.cumsum([len(store) for store in stores])])
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    @property
+    def kind(self) -> str:
+        """What the latents are of: `text` or `image`."""
+        return self.stores[0].kind
+
+    @property
+    def num_codes(self) -> int | None:
+        """Number of codes Q, of which latents are ids; None: latents are values."""
+        return self.stores[0].num_codes
+
+    @property
+    def latent_dim(self) -> int:
+        """Number of components D of a latent."""
+        return self.stores[0].latent_dim
+
+    @property
+    def latents_per_text(self) -> int:
+        """Number of latents K per sample; of images of several sizes that of the largest."""
+        return max(store.latents_per_text for store in self.stores)
+
+    def _moments(self) -> tuple[np.ndarray, np.ndarray]:
+        shares = np.asarray(self.weights) / sum(self.weights)
+        means = np.stack([store.latent_mean.astype(np.float64) for store in self.stores])
+        squares = (
+            np.stack([store.latent_std.astype(np.float64) ** 2 for store in self.stores])
+            + means**2
+        )
+        mean = shares @ means
+        return mean, np.sqrt(np.clip(shares @ squares - mean**2, 0, None))
+
+    @property
+    def latent_mean(self) -> np.ndarray:
+        """float32 [D]: mean of the latents of the mixture."""
+        return self._moments()[0].astype(np.float32)
+
+    @property
+    def latent_std(self) -> np.ndarray:
+        """float32 [D]: standard deviation of the latents of the mixture."""
+        return self._moments()[1].astype(np.float32)
+
+    def get(self, indices: Sequence[int]) -> Rows:
+        """Return the samples at `indices`, as Store.get does; a ValueError where their sizes
+        differ.
+        """
+        rows = np.asarray(indices, dtype=np.int64).reshape(-1)
+        owners = np.searchsorted(self._starts, rows, side="right") - 1
+        tokens: list = [None] * len(rows)
+        dtype = np.float32 if self.num_codes is None else np.int64
+        present = np.unique(owners).tolist()
+        if not all(0 <= owner < len(self.stores) for owner in present):
+            raise IndexError(
+                f"indices {rows.min()}..{rows.max()} of a mixture with {len(self)} samples"
+            )
+        shapes = {latent_shape(self.stores[owner].manifest) for owner in present}
+        if len(shapes) > 1:
+            raise ValueError(f"samples of one size at a time, not of latents {sorted(shapes)}")
+        latents = np.empty(
+            (len(rows), *(shapes.pop() if shapes else latent_shape(self.manifest))), dtype
+        )
+        for owner in present:
+            own = np.flatnonzero(owners == owner)
+            batch = self.stores[owner].get(rows[own] - self._starts[owner])
+            latents[own] = batch.latents
+            for position, ids in zip(own.tolist(), batch.tokens):
+                tokens[position] = ids
+        return Rows(tokens, latents)
+
+    def of_one_size(self, indices: np.ndarray) -> list[np.ndarray]:
+        """Split samples into those that `get` takes together: all, or one store at a time."""
+        if self.grids is None:
+            return [indices]
+        owners = np.searchsorted(self._starts, indices, side="right") - 1
+        return [indices[owners == owner] for owner in np.unique(owners)]
+
+    def locate(self, index: int) -> tuple[Path, int]:
+        """Return the folder of a sample's split and its row in it."""
+        owner = int(np.searchsorted(self._starts, index, side="right")) - 1
+        return self.stores[owner].locate(index - int(self._starts[owner]))
+
+    def text(self, index: int) -> str:
+        """Return the text of one sample."""
+        owner = int(np.searchsorted(self._starts, index, side="right")) - 1
+        return self.stores[owner].text(index - int(self._starts[owner]))
+
+    def texts(self, indices: Sequence[int]) -> list[str]:
+        """Return the texts of several samples."""
+        return [self.text(int(index)) for index in indices]
+
+
+def describe_encoder(manifest: dict[str, Any]) -> str:
+    """Return what decides the latents of an encoder: two with the same description can be
+    compared.
+    """
+    encoder = manifest.get("encoder", {})
+    return ", ".join(
+        f"{key} {encoder[key]}" for key in _ENCODER_KEYS if encoder.get(key) is not None
+    )
+
+
+def _image_of(manifest: dict[str, Any], has_sizes: bool) -> str:
+    image, keys = manifest.get("image") or {}, ("patch", "channels", "latents")
+    return ", ".join(
+        f"{key} {image[key]}" for key in (keys if has_sizes else ("size", *keys)) if key in image
+    )

@@ -1,1 +1,0 @@
-"""`mmldlm prepare` for images: the stages that turn images with captions into a store."""

@@ -1,0 +1,220 @@
+"""Stage 1: read a corpus, part by part: texts into flat files, images into pixels or latents,
+with a hash of each item's content.
+"""
+
+from __future__ import annotations
+
+import array
+import hashlib
+import json
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from mmldlm.data.arrays import read_npz, write_npz
+from mmldlm.data.corpora.image_lists import ImageCorpus, ImageSample
+from mmldlm.data.corpora.text_corpus import ReadUnit
+from mmldlm.data.image_codec import ImageCodec
+from mmldlm.data.images import UnreadableImage
+from mmldlm.data.sentences import content_hash
+from mmldlm.utils.atomic_files import atomic_folder, write_json
+from mmldlm.utils.input_files import read_text
+
+IMAGES_PER_SHARD = 256
+NOT_FINITE = "NaN or infinite latents"
+
+
+def read_unit(unit: ReadUnit, folder: Path) -> None:
+    """Read one unit into text.bin, offsets.npy, hashes.npy and counts.json; memory holds one text
+    at a time.
+    """
+    counts: Counter = Counter()
+    offsets, hashes = array.array("q", [0]), array.array("Q")
+    with atomic_folder(folder) as partial:
+        with open(partial / "text.bin", "wb") as file:
+            for text in unit.read(counts):
+                raw = text.encode("utf-8", "surrogatepass")
+                try:
+                    raw.decode("utf-8")
+                except UnicodeDecodeError:  # lone surrogates, from broken escapes in JSON
+                    counts["drop_not_unicode"] += 1
+                    continue
+                file.write(raw)
+                offsets.append(offsets[-1] + len(raw))
+                hashes.append(content_hash(text))
+        np.save(partial / "offsets.npy", np.array(offsets, dtype=np.int64))
+        np.save(partial / "hashes.npy", np.array(hashes, dtype=np.uint64))
+        write_json(partial / "counts.json", counts)
+
+
+class TextShards:
+    """All texts of a corpus after reading, by row: the number of a text in corpus order.
+
+    Attributes:
+        hashes: [N] uint64 content hashes.
+        counts: Counters of reading: texts read, and texts dropped by reason.
+    """
+
+    def __init__(self, folders: Sequence[Path]):
+        # Plain views: slicing a numpy memmap costs several times as much.
+        self._offsets = [
+            np.load(folder / "offsets.npy", mmap_mode="r").view(np.ndarray) for folder in folders
+        ]
+        self._raw = [_map_bytes(folder / "text.bin") for folder in folders]
+        hashes = [np.load(folder / "hashes.npy") for folder in folders]
+        self.hashes = np.concatenate(hashes) if hashes else np.empty(0, np.uint64)
+        self._starts = np.concatenate([[0], np.cumsum([len(part) for part in hashes])]).astype(
+            np.int64
+        )
+        self.counts: Counter = Counter()
+        for folder in folders:
+            self.counts.update(json.loads(read_text(folder / "counts.json")))
+
+    def __len__(self) -> int:
+        return len(self.hashes)
+
+    def get(self, rows: Sequence[int]) -> list[str]:
+        """Return the texts at some rows."""
+        return list(self.iterate(rows))
+
+    def iterate(self, rows: Sequence[int]) -> Iterator[str]:
+        """Yield the texts at some rows."""
+        for row in np.asarray(rows, dtype=np.int64).tolist():
+            part = int(np.searchsorted(self._starts, row, side="right")) - 1
+            start, end = self._offsets[part][
+                row - self._starts[part] : row - self._starts[part] + 2
+            ].tolist()
+            yield self._raw[part][start:end].tobytes().decode("utf-8")
+
+
+@dataclass
+class SelectedTexts:
+    """The texts at some rows, as an iterable that can be read any number of times."""
+
+    texts: TextShards
+    rows: Sequence[int]
+
+    def __iter__(self) -> Iterator[str]:
+        return self.texts.iterate(self.rows)
+
+
+def _map_bytes(path: Path) -> np.ndarray:
+    return (
+        np.memmap(path, np.uint8, "r").view(np.ndarray)
+        if path.stat().st_size
+        else np.empty(0, np.uint8)
+    )
+
+
+def read_images(
+    path: Path,
+    corpus: ImageCorpus,
+    samples: Sequence[ImageSample],
+    shape: tuple[int, int, int],
+    codec: ImageCodec | None,
+) -> None:
+    """Read the images of one shard, of shape (S, S, C), and write them as one file, with the
+    reasons of the rest.
+
+    Args:
+        codec: Codec that encodes them at once, because pixels would need much more space; None:
+            pixels are written.
+    """
+    images, places, reasons = [], [], {}
+    corpus.peaks.clear()
+    last, found = None, None
+    for place, sample in enumerate(samples):
+        if last is None or sample.image != last:  # several captions of one image follow each other
+            last, found = sample.image, _read_image(corpus, sample)
+        if isinstance(found, str):
+            reasons[place] = found
+        else:
+            images.append(found)
+            places.append(place)
+    values = np.stack(images) if images else np.empty((0, *shape), np.uint8)
+    hashes = np.array([pixel_hash(image) for image in images], np.uint64)
+    if codec is not None:
+        values, is_finite = _encode_finite(codec, values)
+        reasons |= {place: NOT_FINITE for place, good in zip(places, is_finite) if not good}
+        places, hashes = (
+            [place for place, good in zip(places, is_finite) if good],
+            hashes[is_finite],
+        )
+    write_npz(
+        path,
+        values=values,
+        places=np.array(places, np.int32),
+        hashes=hashes,
+        peaks=np.array(corpus.peaks, np.int32),
+        reasons=np.frombuffer(json.dumps(reasons).encode(), np.uint8),
+    )
+
+
+def _encode_finite(codec: ImageCodec, images: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Return latents float16 [M, N, D] of the images whose latents are finite, and which they are
+    [B] bool.
+    """
+    if not len(images):
+        return np.empty((0, codec.num_latents, codec.latent_dim), np.float16), np.zeros(0, bool)
+    with np.errstate(over="ignore"):
+        latents = codec.encode(images).astype(np.float16)
+    is_finite = np.isfinite(latents).all(axis=(1, 2))
+    return latents[is_finite], is_finite
+
+
+def _read_image(corpus: ImageCorpus, sample: ImageSample) -> np.ndarray | str:
+    try:
+        return corpus.read(sample)
+    except UnreadableImage as error:
+        return str(error)
+
+
+def pixel_hash(image: np.ndarray) -> int:
+    """Return a 64-bit hash of an image uint8 [S, S, C]."""
+    return int.from_bytes(hashlib.blake2b(image.tobytes(), digest_size=8).digest(), "big")
+
+
+class ImageShards:
+    """The images of a corpus after reading, by row: the number of a sample in corpus order.
+
+    Attributes:
+        rows: [N] int64 rows whose image was read, ascending.
+        hashes: [N] uint64 hashes of their pixels.
+        reasons: Row -> reason why its image could not be read.
+        peaks: Largest value of each image of 16 bits that declares no range.
+    """
+
+    def __init__(self, paths: Sequence[Path]):
+        self._paths = list(paths)
+        files = [read_npz(path, "places", "hashes", "reasons", "peaks") for path in paths]
+        self.rows = np.concatenate(
+            [file["places"] + np.int64(i * IMAGES_PER_SHARD) for i, file in enumerate(files)]
+            or [[]]
+        )
+        self.hashes = np.concatenate([file["hashes"] for file in files] or [[]])
+        self.peaks = np.concatenate([file["peaks"] for file in files] or [[]])
+        self.reasons = {
+            i * IMAGES_PER_SHARD + int(place): reason
+            for i, file in enumerate(files)
+            for place, reason in json.loads(file["reasons"].tobytes()).items()
+        }
+
+    def blocks(self, rows: np.ndarray) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+        """Yield (rows, images uint8 [n, S, S, C], or latents float16 [n, N, D]) of ascending rows,
+        shard by shard.
+        """
+        for number, path in enumerate(self._paths):
+            own = rows[
+                (rows >= number * IMAGES_PER_SHARD) & (rows < (number + 1) * IMAGES_PER_SHARD)
+            ]
+            if len(own):
+                file = read_npz(path, "values", "places")
+                yield (
+                    own,
+                    file["values"][
+                        np.searchsorted(file["places"], own - number * IMAGES_PER_SHARD)
+                    ],
+                )

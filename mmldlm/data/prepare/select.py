@@ -1,0 +1,338 @@
+"""Select samples and assign their splits: texts by the hashes of the complete corpus, images in
+whole groups.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from mmldlm.data.prepare import tokenize
+from mmldlm.data.prepare.read import TextShards
+from mmldlm.utils.counter_rng import mix64
+
+_FIELDS = ("shards", "pieces", "rows", "hashes", "lengths", "unknown")
+
+
+@dataclass
+class Samples:
+    """References to samples in the shards of the tokenizing stage, in corpus order.
+
+    Attributes:
+        paths: Files of the shards.
+        shards, pieces: [N] shard and position in it of each sample.
+        rows: [N] row of its text in the corpus.
+        hashes: [N] uint64 hash of its own content.
+        lengths: [N] tokens.
+        unknown: [N] tokens that the tokenizer does not know.
+    """
+
+    paths: list[Path]
+    shards: np.ndarray
+    pieces: np.ndarray
+    rows: np.ndarray
+    hashes: np.ndarray
+    lengths: np.ndarray
+    unknown: np.ndarray
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def take(self, chosen: np.ndarray) -> Samples:
+        """Select samples by position or by mask."""
+        return Samples(self.paths, *(getattr(self, name)[chosen] for name in _FIELDS))
+
+    def read(self, texts: TextShards, start: int, end: int) -> tuple[list[str], list[np.ndarray]]:
+        """Return the texts and token ids of a range of samples."""
+        found_texts, found_ids = [], []
+        for shard_number, piece, row in zip(
+            self.shards[start:end].tolist(),
+            self.pieces[start:end].tolist(),
+            self.rows[start:end].tolist(),
+        ):
+            shard = tokenize.read_shard(self.paths[shard_number])
+            first, last = shard["offsets"][piece : piece + 2]
+            found_ids.append(shard["ids"][first:last])
+            first, last = shard["text_offsets"][piece : piece + 2]
+            own = shard["text"][first:last].tobytes().decode("utf-8")
+            found_texts.append(own or texts.get([row])[0])
+        return found_texts, found_ids
+
+
+def _random_keys(hashes: np.ndarray, salt: int) -> np.ndarray:
+    """Return uint64 keys that order texts at random, as a function of content and salt."""
+    offset = np.uint64((salt * 0x9E3779B97F4A7C15 + 0x632BE59BD9B4E019) % 2**64)
+    return mix64(np.asarray(hashes, dtype=np.uint64) + offset)
+
+
+def split_keys(hashes: np.ndarray, seed: int) -> np.ndarray:
+    """Return the keys of the split: the texts with the smallest keys become validation."""
+    return _random_keys(hashes, 2 * seed)
+
+
+def sample_keys(hashes: np.ndarray, seed: int) -> np.ndarray:
+    """Return the keys of the order in which --max-samples takes texts."""
+    return _random_keys(hashes, 2 * seed + 1)
+
+
+def first_occurrences(hashes: np.ndarray) -> np.ndarray:
+    """Return the ascending positions of the first text of each content."""
+    return np.sort(np.unique(hashes, return_index=True)[1])
+
+
+def deduplicate(
+    texts: TextShards, held_out: np.ndarray, keep_duplicates: bool, counts: Counter
+) -> np.ndarray:
+    """Return the rows that may become samples: not held out and, unless duplicates are kept, all
+    different.
+    """
+    rows = np.arange(len(texts)) if keep_duplicates else first_occurrences(texts.hashes)
+    counts["drop_duplicate"] += len(texts) - len(rows)
+    kept = rows[~np.isin(texts.hashes[rows], held_out)]
+    counts["drop_in_validation_corpus"] += len(rows) - len(kept)
+    return kept
+
+
+def num_validation(num_texts: int, requested: int | None) -> int:
+    """Return the size of the validation split: as requested, else a twentieth and at most
+    1,000.
+    """
+    return max(2, min(1000, num_texts // 20)) if requested is None else requested
+
+
+class SelectionRounds:
+    """The candidates in the order of tokenizing: all at once, or in rounds until there are enough
+    samples.
+
+    A round holds the candidates with the next sample keys, in corpus order. So the samples are
+    those with the smallest keys of an allowed length, independent of the sizes of the rounds.
+    """
+
+    def __init__(self, rows: np.ndarray, hashes: np.ndarray, limit: int | None, seed: int):
+        self.rows, self.limit = rows, limit
+        keys = sample_keys(hashes[rows], seed)
+        self.order = np.argsort(keys, kind="stable") if limit is not None else np.arange(len(rows))
+        self._end = 0
+
+    def next(self, num_kept: int) -> np.ndarray | None:
+        """Return the ascending rows of the next round; None with enough samples or no more
+        candidates.
+        """
+        total = len(self.order)
+        if self._end >= total or (self.limit is not None and num_kept >= self.limit):
+            return None
+        start = self._end
+        if self.limit is None:
+            self._end = total
+        elif start == 0:
+            self._end = min(total, self.limit + self.limit // 20 + 64)
+        else:
+            needed = (self.limit - num_kept) * start // max(num_kept, 1)
+            self._end = min(total, start + needed + needed // 5 + tokenize.TEXTS_PER_SHARD)
+        return np.sort(self.rows[self.order[start : self._end]])
+
+
+def collect_samples(
+    texts: TextShards,
+    rounds: SelectionRounds,
+    shard_rows: list[np.ndarray],
+    paths: list[Path],
+    keep_duplicates: bool,
+    counts: Counter,
+    seed: int,
+    unk_token_id: int | None = None,
+) -> Samples:
+    """Collect the tokenized samples in corpus order, and count the outcome of every candidate."""
+    samples, status, num_short = _read_shards(shard_rows, paths, unk_token_id)
+    all_seen = seen = np.concatenate(shard_rows)
+    if rounds.limit is not None:
+        samples, seen, status = _first_by_key(texts, samples, seen, status, rounds.limit, seed)
+    counts["drop_too_short"] += int((status == tokenize.TOO_SHORT).sum())
+    counts["drop_too_long"] += int((status == tokenize.TOO_LONG).sum())
+    counts["truncated"] += int((status == tokenize.TRUNCATED).sum())
+    counts["drop_not_sampled"] += len(rounds.rows) - len(seen)
+    num_chunked = int((status == tokenize.CHUNKED).sum())
+    if num_chunked:
+        counts["chunked"] += num_chunked
+        counts["chunks"] += int(np.isin(samples.rows, seen[status == tokenize.CHUNKED]).sum())
+        dropped = int(num_short[np.isin(all_seen, seen)].sum())
+        counts["chunks"] += dropped
+        counts["drop_piece_too_short"] += dropped
+    samples = samples.take(np.lexsort((samples.pieces, samples.shards, samples.rows)))
+    if not keep_duplicates and (counts["truncated"] or num_chunked):
+        # Texts that differed only after the cut are equal now.
+        first = first_occurrences(samples.hashes)
+        counts["drop_duplicate"] += len(samples) - len(first)
+        samples = samples.take(first)
+    return samples
+
+
+def _read_shards(
+    shard_rows: list[np.ndarray], paths: list[Path], unk_token_id: int | None
+) -> tuple[Samples, np.ndarray, np.ndarray]:
+    """Return all samples of the shards, and per text its status and its number of pieces that are
+    too short.
+    """
+    parts: list[list[np.ndarray]] = [[] for _ in _FIELDS]
+    statuses, num_short = [], []
+    for number, (rows, path) in enumerate(zip(shard_rows, paths, strict=True)):
+        shard = tokenize.read_shard(path)
+        statuses.append(shard["status"])
+        num_short.append(shard.get("num_short", np.zeros(len(rows), np.int32)))
+        num = len(shard["places"])
+        columns = (
+            np.full(num, number, np.int32),
+            np.arange(num, dtype=np.int32),
+            rows[shard["places"]],
+            shard["hashes"],
+            shard["lengths"],
+            np.diff(
+                np.concatenate([[0], np.cumsum(shard["ids"] == unk_token_id)])[shard["offsets"]]
+            ).astype(np.int32),
+        )
+        for part, column in zip(parts, columns):
+            part.append(column)
+    return (
+        Samples(list(paths), *map(np.concatenate, parts)),
+        np.concatenate(statuses),
+        np.concatenate(num_short),
+    )
+
+
+def _first_by_key(
+    texts: TextShards,
+    samples: Samples,
+    seen: np.ndarray,
+    status: np.ndarray,
+    limit: int,
+    seed: int,
+) -> tuple[Samples, np.ndarray, np.ndarray]:
+    """Return the first `limit` samples in the order of sample keys, and the rows and status of the
+    texts up to them.
+    """
+    text_keys = sample_keys(texts.hashes[seen], seed)
+    text_order = np.lexsort((seen, text_keys))
+    rank = np.empty(len(seen), np.int64)
+    rank[text_order] = np.arange(len(seen))
+    by_row = np.argsort(seen)
+    ranks = rank[by_row[np.searchsorted(seen[by_row], samples.rows)]]
+    order = np.lexsort((samples.pieces, samples.shards, ranks))[:limit]
+    if len(order) < limit:
+        return samples, seen, status
+    examined = text_order[: int(ranks[order[-1]]) + 1]
+    return samples.take(order), seen[examined], status[examined]
+
+
+def split_validation(samples: Samples, requested: int | None, seed: int) -> dict[str, Samples]:
+    """Assign the smallest split keys to validation; equal texts have equal keys and stay
+    together.
+    """
+    keys = split_keys(samples.hashes, seed)
+    number = num_validation(len(keys), requested)
+    if number > len(keys):
+        inside = np.ones(len(keys), dtype=bool)
+    else:
+        inside = keys <= np.partition(keys, number - 1)[number - 1]
+    return {"train": samples.take(~inside), "validation": samples.take(inside)}
+
+
+def caption_hashes(captions: Sequence[str]) -> np.ndarray:
+    """Return [N] uint64 hashes (BLAKE2) of captions, exact: case and marks count."""
+    digests = (hashlib.blake2b(caption.encode(), digest_size=8).digest() for caption in captions)
+    return np.array([int.from_bytes(digest, "big") for digest in digests], np.uint64)
+
+
+def order_hashes(captions: Sequence[str], hashes: np.ndarray, names: Sequence[str]) -> np.ndarray:
+    """Return [N] uint64 hashes that order samples: of the caption, and of the image's name too
+    where captions repeat.
+
+    So images of one caption, as in a folder with class names, are spread over the splits.
+    """
+    num = Counter(captions)
+    repeated = [place for place, caption in enumerate(captions) if num[caption] > 1]
+    found = hashes.copy()
+    found[repeated] = caption_hashes([f"{captions[place]}\n{names[place]}" for place in repeated])
+    return found
+
+
+def first_pairs(pixel_hashes: np.ndarray, caption_hashes: np.ndarray) -> np.ndarray:
+    """Return the ascending positions of the first sample of every (pixels, caption)."""
+    pairs = np.stack([pixel_hashes, caption_hashes], axis=1)
+    return np.sort(np.unique(pairs, axis=0, return_index=True)[1])
+
+
+def join_groups(*columns: Sequence) -> np.ndarray:
+    """Return [N] int64 groups: samples that are equal in any column are of one group, directly or
+    through others.
+
+    A value of None joins nothing. Groups are numbered by their first sample.
+    """
+    parents = list(range(len(columns[0])))
+
+    def find(node: int) -> int:
+        while parents[node] != node:
+            parents[node] = node = parents[parents[node]]
+        return node
+
+    for column in columns:
+        first: dict = {}
+        for position, value in enumerate(column):
+            if value is not None:
+                one, other = find(first.setdefault(value, position)), find(position)
+                parents[max(one, other)] = min(one, other)
+    roots = np.array([find(position) for position in range(len(parents))], np.int64)
+    return np.unique(roots, return_inverse=True)[1].astype(np.int64)
+
+
+def split_groups(
+    groups: np.ndarray,
+    order_hashes: np.ndarray,
+    requested: int | None,
+    share: float | None,
+    seed: int,
+    words: Sequence[Sequence[str]] | None = None,
+    eligible: np.ndarray | None = None,
+) -> np.ndarray:
+    """Choose whole groups for validation, in the order of the hashes of their samples.
+
+    Args:
+        groups, order_hashes: [N] groups and hashes of the samples.
+        requested: Number of validation samples (at most; groups that would exceed it are passed
+            over).
+        share: Fraction of the eligible samples, where no number is requested; None: 1,000 or 5 %.
+        seed: Seed of the order.
+        words: Words of every caption; a group is passed over if a word of it would be missing from
+            training.
+        eligible: [N] bool, whether a sample may be in validation; a group is passed over if one of
+            it may not.
+
+    Returns:
+        [N] bool, whether a sample is in validation.
+    """
+    num_eligible = len(groups) if eligible is None else int(eligible.sum())
+    by_share = None if share is None else max(2, round(share * num_eligible))
+    number = num_validation(len(groups), requested if requested is not None else by_share)
+    order = np.argsort(groups, kind="stable")
+    starts = np.flatnonzero(np.diff(groups[order], prepend=-1))
+    members = np.split(order, starts[1:])
+    # A group's key is that of its sample with the smallest hash, whatever their order.
+    keys = split_keys(np.array([order_hashes[own].min() for own in members], np.uint64), seed)
+    left = Counter(word for own in words or () for word in own)
+    inside, count = np.zeros(len(groups), dtype=bool), 0
+    for index in np.argsort(keys, kind="stable"):
+        own = members[index]
+        if count + len(own) > number or (eligible is not None and not eligible[own].all()):
+            continue
+        needed = Counter(word for position in own for word in words[position]) if words else {}
+        if all(left[word] > needed[word] for word in needed):
+            inside[own] = True
+            count += len(own)
+            left.subtract(needed)
+        if count == number:
+            break
+    return inside

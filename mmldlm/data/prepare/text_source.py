@@ -1,0 +1,415 @@
+"""Samples of texts, whose latents a sentence encoder makes of them.
+
+read -> deduplicate -> tokenize -> split -> encode. Reading, tokenizing and encoding are cut into
+tasks that ranks claim.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from rich.console import Console
+
+from mmldlm.data.corpora.text_corpus import Corpus, open_corpus
+from mmldlm.data.encoders.encoder import Encoder, usable_device, usable_dtype
+from mmldlm.data.prepare import encode, select, tokenize
+from mmldlm.data.prepare.encode import device_of_rank
+from mmldlm.data.prepare.inputs import FileIdentities, encoder_inputs
+from mmldlm.data.prepare.options import PrepareOptions, check_options
+from mmldlm.data.prepare.read import SelectedTexts, TextShards, read_unit
+from mmldlm.data.prepare.select import Samples
+from mmldlm.data.prepare.source import Block, CorpusReport, Source
+from mmldlm.data.prepare.summary import RankProgress
+from mmldlm.data.prepare.task_queue import TaskQueue
+from mmldlm.data.store import FORMAT
+from mmldlm.data.unknown_tokens import check_unknown_to_encoder
+from mmldlm.data.writers import FILES_FORMAT, FilesSplit, LatentStatistics, StoreSplit
+from mmldlm.errors import UserError
+from mmldlm.utils.input_files import LeftOut
+
+_REACH = "tokens of a text that the encoder reads"  # counter that rank 0 sets for the others
+_SAMPLES_OF_A_CHECK = 2048
+
+
+class TextSource(Source):
+    """Texts of one or more corpora, and their sentence encoder."""
+
+    def __init__(self, options: PrepareOptions, queue: TaskQueue, console: Console):
+        super().__init__(options, check_options(options), queue, console)
+
+        def open_named(name: str) -> Corpus:
+            return open_corpus(
+                name,
+                options.text_field,
+                options.max_documents,
+                options.sentences,
+                options.whole_files,
+            )
+
+        self.corpora = {"train": [open_named(n) for n in options.datasets or [options.corpus]]}
+        if options.validation_corpus:
+            self.corpora["validation"] = [open_named(options.validation_corpus)]
+        if options.overlong is None:
+            has_documents = any(corpus.has_documents for corpus in self.corpora["train"])
+            options = replace(options, overlong="chunk" if has_documents else "drop")
+        self.options = options
+        self.reports: dict[str, CorpusReport] = {}
+        self.format = FORMAT if options.layout == "store" else FILES_FORMAT
+        self.encoder: Encoder | None = None
+
+    @property
+    def tokenizer_name(self) -> str:
+        return self.options.tokenizer
+
+    def _all_corpora(self) -> list[Corpus]:
+        return [corpus for part in self.corpora.values() for corpus in part]
+
+    def plan(self) -> dict[str, Any]:
+        return {
+            "shards": [tokenize.TEXTS_PER_SHARD, encode.SAMPLES_PER_SHARD],
+            "corpus": {
+                name: [
+                    f"{corpus.source} {unit.name}"
+                    for corpus in self.corpora.get(name, [])
+                    for unit in corpus.units
+                ]
+                for name in ("train", "validation")
+            },
+        }
+
+    def files(self) -> list[dict[str, Path]]:
+        return [corpus.files for corpus in self._all_corpora()]
+
+    def versions(self) -> dict[str, str]:
+        return {
+            name: version
+            for corpus in self._all_corpora()
+            for name, version in corpus.versions.items()
+        }
+
+    def encoder_inputs(self, identities: FileIdentities) -> dict[str, str]:
+        options = self.options
+        dtype = usable_dtype(options.dtype, usable_device(device_of_rank(self.queue.local_rank)))
+        return encoder_inputs(options.encoder, options.cache_dir, dtype, identities)
+
+    def load_encoder(self) -> None:
+        if self.encoder is None:
+            device = device_of_rank(self.queue.local_rank)
+            self.encoder = Encoder(
+                self.options.encoder, device=device, **self.options.encoder_options()
+            )
+            if self.queue.rank == 0:
+                self.queue.add(_REACH, self._check_reach(self.encoder))
+
+    def _check_reach(self, encoder: Encoder) -> int:
+        """Return the tokens of a text that the encoder reads.
+
+        Raises:
+            UserError: --max-tokens allows more, so that the latents of long texts would not say
+                how they end.
+        """
+        options, reach = self.options, encoder.max_text_tokens
+        if options.max_tokens <= reach or options.latents_per_text > 1:
+            return reach
+        if options.overlong == "chunk":
+            self.console.print(
+                f"pieces of at most {reach} tokens, all that encoder {encoder.name} reads",
+                soft_wrap=True,
+            )
+            return reach
+        # Nobody chose the default for this encoder: texts that are cut are counted, with a
+        # warning.
+        if options.max_tokens == PrepareOptions.max_tokens:
+            return reach
+        raise UserError(
+            f"--max-tokens of at most {reach}: encoder {encoder.name} reads"
+            f" {encoder.spec.max_length} tokens of a text, special ones and prefix included",
+            f"--max-tokens {options.max_tokens} --overlong {options.overlong}",
+            f"give --max-tokens {reach}, cut longer texts into pieces with --overlong chunk,"
+            " or choose an encoder that reads more",
+        )
+
+    def read(self) -> None:
+        self.texts = {name: self._read(name, part) for name, part in self.corpora.items()}
+        left_out = LeftOut().update(corpus.left_out for corpus in self._all_corpora())
+        for name, texts in self.texts.items():
+            source = "+".join(corpus.source for corpus in self.corpora[name])
+            self.reports[name] = CorpusReport(source, Counter(texts.counts))
+        self.reports["train"].left_out = left_out
+
+    def _read(self, name: str, corpora: list[Corpus]) -> TextShards:
+        units = [unit for corpus in corpora for unit in corpus.units]
+        paths = self.work.task_paths(f"read-{name}", len(units))
+        with self.console.status(f"reading {name}"):
+            self.work.run(
+                f"read-{name}", paths, lambda i: read_unit(units[i], paths[i]), lambda i: None
+            )
+        texts = TextShards(paths)
+        if not len(texts):
+            counts = texts.counts
+            raise UserError(
+                f"texts in {'+'.join(corpus.source for corpus in corpora)}",
+                (
+                    f"none kept of {counts['read']} read: {dict(counts)}"
+                    if counts["read"]
+                    else "none (the corpus is empty)"
+                ),
+                "check the file, or use the default corpus 'docstrings'",
+            )
+        self.console.print(f"read {texts.counts['read']:,} texts ({name})", soft_wrap=True)
+        return texts
+
+    def select(self) -> None:
+        options, train = self.options, self.texts["train"]
+        held = self.texts.get("validation")
+        rows = self._deduplicate("train", None if held is None else held.hashes)
+        self.queue.rank_0_first("tokenizer", lambda: self._make_tokenizer(train, rows))
+        self.tokenizer = self.read_tokenizer()
+        samples = self._tokenize("train", rows, options.max_samples)
+        if held is None:
+            self.samples = select.split_validation(
+                samples, options.validation_samples, options.seed
+            )
+        else:
+            held_rows = self._deduplicate("validation", None)
+            validation = self._tokenize("validation", held_rows, options.validation_samples)
+            # Cuts can make texts equal that were different.
+            kept = samples.take(~np.isin(samples.hashes, validation.hashes))
+            counts = self.reports["train"].counts
+            counts["drop_in_validation_corpus"] += len(samples) - len(kept)
+            self.samples = {"train": kept, "validation": validation}
+        self.splits = list(self.samples)
+        self._check_splits()
+
+    def _deduplicate(self, name: str, held_out: np.ndarray | None) -> np.ndarray:
+        return select.deduplicate(
+            self.texts[name],
+            np.empty(0, np.uint64) if held_out is None else held_out,
+            self.options.keep_duplicates,
+            self.reports[name].counts,
+        )
+
+    def _make_tokenizer(self, texts: TextShards, rows: np.ndarray) -> None:
+        """Make the tokenizer without the texts with the smallest split keys: they become
+        validation, on which it must not be trained.
+        """
+        options = self.options
+        keys = select.split_keys(texts.hashes[rows], options.seed)
+        num_reserved = 2 * select.num_validation(len(keys), options.validation_samples)
+        reserved = np.sort(keys)[: 0 if "validation" in self.texts else num_reserved]
+        training_texts = SelectedTexts(texts, rows[~np.isin(keys, reserved)])
+        self.make_tokenizer(training_texts, options.add_mask_token, options.vocab_size)
+
+    def _tokenize(self, name: str, rows: np.ndarray, limit: int | None) -> Samples:
+        options, texts = self.options, self.texts[name]
+        rounds = select.SelectionRounds(rows, texts.hashes, limit, options.seed)
+        max_tokens = options.max_tokens
+        if options.overlong == "chunk" and options.latents_per_text == 1:
+            max_tokens = min(max_tokens, self.queue.add(_REACH, 0))
+        rules = tokenize.LengthRules(
+            options.min_tokens, max_tokens, options.overlong, options.latents_per_text
+        )
+        shard_rows: list[np.ndarray] = []
+        paths: list[Path] = []
+        num_kept = num_rounds = 0
+        with RankProgress(self.console, self.queue, f"tokenizing {name}", "texts") as progress:
+            while (chosen := rounds.next(num_kept)) is not None:
+                size = tokenize.TEXTS_PER_SHARD
+                parts = [chosen[start : start + size] for start in range(0, len(chosen), size)]
+                progress.total += len(chosen)
+                stage = f"tokenize-{name}-{num_rounds}"
+                new_paths = self._tokenize_round(stage, texts, parts, rules, progress)
+                shard_rows, paths = shard_rows + parts, paths + new_paths
+                num_kept += sum(len(tokenize.read_shard(path)["places"]) for path in new_paths)
+                num_rounds += 1
+        if not shard_rows:
+            shard_rows = [np.empty(0, np.int64)]
+            paths = self.work.task_paths(f"tokenize-{name}-0", 1)
+            tokenize.tokenize_shard(paths[0], texts, shard_rows[0], self.tokenizer, rules)
+        return select.collect_samples(
+            texts,
+            rounds,
+            shard_rows,
+            paths,
+            options.keep_duplicates,
+            self.reports[name].counts,
+            options.seed,
+            self.tokenizer.unk_token_id,
+        )
+
+    def _tokenize_round(
+        self,
+        stage: str,
+        texts: TextShards,
+        parts: list[np.ndarray],
+        rules: tokenize.LengthRules,
+        progress: RankProgress,
+    ) -> list[Path]:
+        """Tokenize the texts at some rows, shared by all ranks; return the shards."""
+        paths = self.work.task_paths(stage, len(parts))
+        self.work.run(
+            stage,
+            paths,
+            lambda i: tokenize.tokenize_shard(paths[i], texts, parts[i], self.tokenizer, rules),
+            lambda i: progress(len(parts[i])),
+        )
+        return paths
+
+    def _check_splits(self) -> None:
+        counts = self.reports["train"].counts
+        for name, part in self.samples.items():
+            if len(part) < 2:
+                dropped = {
+                    key: value
+                    for key, value in counts.items()
+                    if key.startswith("drop_") and value
+                }
+                raise UserError(
+                    f"at least 2 samples for the {name} split",
+                    f"{len(part)} left of {counts['read']} texts read"
+                    f" ({dropped or 'nothing dropped'})",
+                    "give a larger corpus, or loosen --min-tokens, --max-tokens, --max-samples or"
+                    " --validation-samples",
+                )
+        train, validation = self.samples["train"], self.samples["validation"]
+        assert not np.isin(train.hashes, validation.hashes).any(), "a text is in both splits"
+        for name, part in self.samples.items():
+            self.warn_of_unknown(name, int(part.unknown.sum()), int(part.lengths.sum()))
+
+    def _texts_of(self, split: str) -> TextShards:
+        """Return the texts of the corpus of a split."""
+        return self.texts.get(split, self.texts["train"])
+
+    def encode(self) -> None:
+        self.queue.rank_0_first("unknown to the encoder", self._check_unknown_words)
+        self.load_encoder()
+        total = sum(map(len, self.samples.values()))
+        label = f"encoding with {self._encoder.name}"
+        with RankProgress(self.console, self.queue, label, "sentences", total) as progress:
+            self.encoded = {split: self._encode_split(split, progress) for split in self.splits}
+
+    @property
+    def _encoder(self) -> Encoder:
+        assert self.encoder is not None, "rank 0 loads it at the start, the others before encoding"
+        return self.encoder
+
+    def _check_unknown_words(self) -> None:
+        """Check, before hours of encoding, that the encoder's tokenizer knows the texts; on
+        samples spread over them.
+
+        Raises:
+            UserError: it knows too few of their tokens.
+        """
+        samples, encoder = self.samples["train"], self._encoder
+        count = min(len(samples), _SAMPLES_OF_A_CHECK)
+        rows = np.unique(np.linspace(0, len(samples) - 1, count).astype(np.int64))
+        part, _ = samples.take(rows).read(self.texts["train"], 0, len(rows))
+        num_unknown, num_tokens = np.sum(encoder.num_unknown(part), axis=0).tolist()
+        warning = check_unknown_to_encoder(num_unknown, num_tokens, encoder.name)
+        if warning is not None:
+            self.console.print(f"warning: {warning}", soft_wrap=True)
+
+    def _encode_split(self, split: str, progress: RankProgress) -> list[Path]:
+        options, samples, texts = self.options, self.samples[split], self._texts_of(split)
+        size = encode.SAMPLES_PER_SHARD
+        starts = range(0, len(samples), size)
+        paths = self.work.task_paths(f"encode-{split}", len(starts))
+        num_counted: Counter = Counter()  # samples of a shard that are in the progress already
+
+        def encode_shard(shard: int) -> None:
+            def count(num_done: int) -> None:
+                num_counted[shard] += num_done
+                progress(num_done)
+
+            part, _ = samples.read(texts, starts[shard], starts[shard] + size)
+            result = encode.encode(
+                self._encoder, part, options.retries, count, options.latents_per_text
+            )
+            encode.write_encoded(paths[shard], result)
+
+        def count_rest(shard: int) -> None:
+            progress(min(size, len(samples) - starts[shard]) - num_counted[shard])
+
+        self.work.run(f"encode-{split}", paths, encode_shard, count_rest)
+        return paths
+
+    @property
+    def has_costly_work(self) -> bool:
+        return bool(list(self.work.folder.glob("encode-*/*")))
+
+    def quarantined(self) -> list[dict[str, Any]]:
+        """Return the split, corpus row, text and reason of every sample without a latent."""
+        found = []
+        for name, samples in self.samples.items():
+            num_bad = 0
+            for shard, path in enumerate(self.encoded[name]):
+                for position, reason in encode.read_reasons(path).items():
+                    row = shard * encode.SAMPLES_PER_SHARD + position
+                    text = samples.read(self._texts_of(name), row, row + 1)[0][0]
+                    entry = {"split": name, "row": int(samples.rows[row]), "reason": reason}
+                    found.append({**entry, "text": text})
+                    num_bad += 1
+            if len(samples) - num_bad < 2:
+                reasons = Counter(entry["reason"] for entry in found)
+                raise UserError(
+                    f"at least 2 samples with a latent in the {name} split",
+                    f"{num_bad} of {len(samples)} without: {dict(reasons)}",
+                    "check these texts and the encoder (its weights, --dtype), then prepare again",
+                )
+            report = self.reports.get(name, self.reports["train"])
+            report.counts["drop_quarantined"] += num_bad
+        self._check_quarantined(found)
+        return found
+
+    def _check_quarantined(self, found: list[dict[str, Any]]) -> None:
+        total, most = sum(map(len, self.samples.values())), self.options.max_quarantined
+        if len(found) <= most * total:
+            return
+        reasons = Counter(entry["reason"] for entry in found)
+        raise UserError(
+            f"at most {most:.2%} of {total:,} samples on which {self._encoder.name} fails",
+            f"{len(found)}: {dict(reasons)}, first {found[0]['text'][:80]!r}",
+            "check the encoder (its weights, --dtype), or allow more with --max-quarantined;"
+            f" nothing was written, {self.work.folder} keeps the finished work",
+        )
+
+    @property
+    def latent_shape(self) -> tuple[int, ...]:
+        count, dim = self.options.latents_per_text, self._encoder.latent_dim
+        return (dim,) if count == 1 else (count, dim)
+
+    def encoder_entry(self) -> dict[str, Any]:
+        return self._encoder.identity()
+
+    def open_split(self, folder: Path, split: str, vocab_size: int) -> StoreSplit | FilesSplit:
+        report = self.reports["train"]
+        if self.format == FILES_FORMAT:
+            return FilesSplit(folder, split, report.source, self._encoder.name)
+        has_documents = bool(report.counts["chunked"])
+        return StoreSplit(folder, split, self.latent_shape, vocab_size, has_documents)
+
+    def blocks(self, split: str) -> Iterator[Block]:
+        """Yield the samples that have a latent, shard by shard."""
+        samples, texts = self.samples[split], self._texts_of(split)
+        num_latents = len(samples) * self.options.latents_per_text
+        statistics = LatentStatistics(self._encoder.latent_dim, num_latents)
+        self.statistics[split] = statistics
+        for shard, path in enumerate(self.encoded[split]):
+            start = shard * encode.SAMPLES_PER_SHARD
+            stop = start + encode.SAMPLES_PER_SHARD
+            encoded = encode.read_encoded(path)
+            part, ids = samples.read(texts, start, stop)
+            keep = np.flatnonzero(encoded.is_ok)
+            statistics.add(encoded.latents)
+            yield Block(
+                [part[i] for i in keep],
+                [ids[i] for i in keep],
+                encoded.latents,
+                documents=samples.rows[start:stop][keep],
+                num_cut=int(encoded.is_cut[keep].sum()),
+            )

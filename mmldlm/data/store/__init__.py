@@ -1,1 +1,0 @@
-"""The packed store: reading, writing, verifying."""

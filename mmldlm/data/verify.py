@@ -1,0 +1,403 @@
+"""Check that a store is complete and that its samples are usable for training."""
+
+from __future__ import annotations
+
+import array
+import contextlib
+import hashlib
+import os
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from mmldlm.data.codebook import check_ids
+from mmldlm.data.image_codec import ImageCodec, max_image_norm
+from mmldlm.data.sentences import content_hash
+from mmldlm.data.store import (
+    SPLITS,
+    Store,
+    check_files,
+    check_latents,
+    load_tokenizer,
+    read_manifest,
+)
+from mmldlm.data.unknown_tokens import check_unknown_share
+from mmldlm.data.writers import LatentStatistics
+from mmldlm.errors import UserError
+
+CHECKS = (
+    "checksums",
+    "tokenizer",
+    "shape",
+    "token ids",
+    "latents",
+    "statistics",
+    "texts",
+    "duplicates",
+    "leakage",
+)
+_BLOCK = 4096
+_TOKEN_BLOCK = 1 << 20
+_COMPARED = 1000  # samples whose tokens are compared with their text
+
+
+@dataclass
+class SplitFindings:
+    """Measurements of one split.
+
+    Attributes:
+        hashes: Sorted uint64 hashes of the contents of all texts.
+        norms: Norms of all latents.
+        lengths: Number of tokens per sample.
+        statistics: Statistics of the latents; None if some are unusable.
+        images: Measurements of a store of images.
+        num_unknown: Number of tokens that are [UNK].
+    """
+
+    hashes: np.ndarray = field(default_factory=lambda: np.empty(0, np.uint64))
+    norms: np.ndarray = field(default_factory=lambda: np.empty(0))
+    lengths: np.ndarray = field(default_factory=lambda: np.empty(0, np.int32))
+    statistics: dict[str, Any] | None = None
+    images: ImageFindings | None = None
+    num_unknown: int = 0
+
+
+@dataclass
+class StoreReport:
+    """The results of all checks of a store.
+
+    Attributes:
+        checks: Check -> its problems, one sentence each.
+        splits: Split -> measurements.
+        warnings: Findings that are not damage, but should be known.
+    """
+
+    checks: dict[str, list[str]]
+    splits: dict[str, SplitFindings]
+    warnings: list[str] = field(default_factory=list)
+
+    @property
+    def problems(self) -> list[str]:
+        """The problems of all checks."""
+        return [problem for found in self.checks.values() for problem in found]
+
+
+def verify(root: str | os.PathLike) -> list[str]:
+    """Return the problems of a store, one sentence each; none for a valid store. See `examine`."""
+    return examine(root).problems
+
+
+def examine(root: str | os.PathLike) -> StoreReport:
+    """Run all checks of a store.
+
+    They cover the size and SHA-256 of every file, offsets, latents (dimension, finite and non-zero
+    values, norms, statistics), token ids against the tokenizer, duplicate texts in a split, and
+    texts in both splits. Of images: their range, repeated pairs of image and caption, and groups
+    and pixels in both splits; captions may repeat.
+
+    Raises:
+        UserError: `root` is not a store.
+    """
+    root = Path(root)
+    manifest = read_manifest(root)
+    checks: dict[str, list[str]] = {name: [] for name in CHECKS}
+    for name in manifest["files"]:
+        _collect(
+            checks["checksums"],
+            check_files,
+            root,
+            {"files": {name: manifest["files"][name]}},
+            "checksums",
+        )
+    _collect(checks["tokenizer"], load_tokenizer, root)
+    absent = [split for split in SPLITS if split not in manifest["splits"]]
+    checks["shape"] += [f"the {split} split is missing" for split in absent]
+    found: dict[str, SplitFindings] = {}
+    for split in (split for split in SPLITS if split not in absent):
+        try:
+            store = Store(root, split, verify="sizes")
+        except UserError as error:
+            if _sentence(error) not in checks["checksums"]:
+                checks["shape"].append(_sentence(error))
+            continue
+        found[split] = _examine_split(store, checks)
+    if len(found) == 2:
+        shared = len(np.intersect1d(found["train"].hashes, found["validation"].hashes))
+        if shared and found["train"].images is None:  # images of both splits may have one caption
+            checks["leakage"].append(
+                f"{shared} texts are in both train and validation: evaluation would see training"
+                " texts"
+            )
+        if found["train"].images and found["validation"].images:
+            checks["leakage"] += image_leaks(found["train"].images, found["validation"].images)
+    warnings = cut_warnings(manifest)
+    for split, findings in found.items():
+        num_tokens = int(findings.lengths.sum())
+        try:
+            if (
+                warning := check_unknown_share(
+                    findings.num_unknown, num_tokens, split, f"{root}'s"
+                )
+            ) is not None:
+                warnings.append(warning)
+        except UserError as error:
+            checks["token ids"].append(f"{_sentence(error)}: {error.fix}")
+    return StoreReport(checks, found, warnings)
+
+
+def cut_warnings(manifest: dict[str, Any]) -> list[str]:
+    """Return one sentence for each split with texts of which the encoder has read the beginning
+    only.
+    """
+    reads = manifest.get("encoder", {}).get("max_length")
+    return [
+        f"{split['num_cut_by_encoder']:,} of {split['num_samples']:,} texts of {name} are longer"
+        f" than the encoder reads ({reads} tokens): their latents say nothing of what comes behind"
+        " (prepare with a smaller --max-tokens)"
+        for name, split in manifest["splits"].items()
+        if split.get("num_cut_by_encoder")
+    ]
+
+
+def _examine_split(store: Store, checks: dict[str, list[str]]) -> SplitFindings:
+    where, manifest, found = store.root / store.split, store.manifest, SplitFindings()
+    for name, offsets in (("text", store.text_offsets), ("token", store.token_offsets)):
+        if offsets[0] != 0 or (np.diff(offsets) < 0).any():
+            checks["shape"].append(f"{where}/{name}_offsets.npy does not start at 0 and ascend")
+            return found
+    found.lengths = store.lengths
+    summary = manifest["splits"][store.split]
+    own = {
+        "num_samples": len(store),
+        "num_tokens": int(store.lengths.sum()),
+        "max_tokens": int(store.lengths.max()),
+    }
+    checks["shape"] += [
+        f"{where}: {key} is {own[key]}, but {summary.get(key)} in the manifest"
+        for key in own
+        if own[key] != summary.get(key)
+    ]
+    _collect(checks["shape"], lambda: store.documents)
+    _collect(checks["shape"], lambda: store.groups)
+    if store.lengths.min() == 0:
+        checks["shape"].append(
+            f"{where}: {int((store.lengths == 0).sum())} samples without tokens"
+        )
+    found.num_unknown = _examine_tokens(store, checks["token ids"])
+    _compare_tokens_with_texts(store, checks["token ids"])
+    _examine_latents(store, checks, found)
+    hashes = array.array("Q")
+    try:
+        for index in range(len(store)):
+            hashes.append(content_hash(store.text(index)))
+    except UserError as error:
+        checks["texts"].append(_sentence(error))
+    found.hashes = np.unique(np.array(hashes, np.uint64))
+    if store.kind == "image":
+        with contextlib.suppress(UserError):  # damaged files are reported by their checksums
+            found.images = examine_images(store, checks)
+        return found
+    if len(found.hashes) < len(hashes) and not manifest.get("options", {}).get("keep_duplicates"):
+        checks["duplicates"].append(
+            f"{where}: {len(hashes) - len(found.hashes)} texts repeat other texts of the split"
+        )
+    return found
+
+
+def _examine_tokens(store: Store, problems: list[str]) -> int:
+    """Return the number of unknown tokens."""
+    where, vocab_size = store.root / store.split, store.manifest["tokenizer"]["vocab_size"]
+    special = [store.manifest["tokenizer"][f"{kind}_token_id"] for kind in ("mask", "pad")]
+    num_special, num_unknown, unknown = 0, 0, store.manifest["tokenizer"].get("unk_token_id")
+    for start in range(0, len(store.token_ids), _TOKEN_BLOCK):
+        block = np.asarray(store.token_ids[start : start + _TOKEN_BLOCK])
+        if block.min() < 0 or block.max() >= vocab_size:
+            problems.append(
+                f"{where}: token ids {block.min()}..{block.max()}, the vocabulary has {vocab_size}"
+            )
+            return num_unknown
+        num_special += int(np.isin(block, special).sum())
+        num_unknown += 0 if unknown is None else int((block == unknown).sum())
+    if num_special:
+        problems.append(f"{where}: {num_special} MASK or PAD tokens in texts")
+    return num_unknown
+
+
+def _compare_tokens_with_texts(store: Store, problems: list[str]) -> None:
+    """Compare what tokens say with what the tokenizer makes of the text, in samples spread over
+    the split.
+
+    Both are decoded: a text that was cut inside a word may have other tokens than the word's
+    beginning.
+    """
+    try:
+        tokenizer = load_tokenizer(store.root)
+        tokenizer.split_special_tokens = True
+        rows = np.unique(
+            np.linspace(0, len(store) - 1, min(len(store), _COMPARED)).astype(np.int64)
+        )
+        texts = store.texts(rows)
+    except UserError:  # reported by their own checks
+        return
+    encoded = tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"]
+    # Ids that the tokenizer does not have were reported.
+    own = [ids.tolist() for ids in store.get(rows).tokens]
+    if any(max(ids, default=0) >= len(tokenizer) for ids in own):
+        return
+    for row, text, mine, theirs in zip(rows.tolist(), texts, own, encoded):
+        if mine == theirs:
+            continue
+        # Special tokens in a text, such as "[UNK]", are its characters, which a tokenizer may
+        # lower-case.
+        found, expected = (
+            "".join(tokenizer.decode(ids).split()).casefold() for ids in (mine, theirs)
+        )
+        if found != expected:
+            problems.append(
+                f"{store.root / store.split}: the tokens of sample {row} are not its text: they"
+                f" end in {found[-20:]!r}, the text in {text[-20:]!r}"
+            )
+            return
+
+
+def _examine_latents(store: Store, checks: dict[str, list[str]], found: SplitFindings) -> None:
+    # Ids have neither norms nor statistics; examine_images checks their range.
+    if store.num_codes is not None:
+        return
+    where, manifest = store.root / store.split, store.manifest
+    statistics, norms = LatentStatistics(store.latent_dim, len(store) * store.latents_per_text), []
+    is_valid, zero_ok = True, store.kind == "image"
+    for start, block in store.latent_blocks(len(store)):
+        is_valid &= _collect(
+            checks["latents"], check_latents, block, str(where), store.latent_dim, start, zero_ok
+        )
+        norms.append(np.linalg.norm(block, axis=-1).ravel())
+        if is_valid:
+            statistics.add(block)
+    found.norms = np.concatenate(norms)
+    finite = found.norms[np.isfinite(found.norms)]
+    if (
+        manifest.get("encoder", {}).get("normalize", False)
+        and len(finite)
+        and np.abs(finite - 1).max() > 1e-3
+    ):
+        checks["latents"].append(
+            f"{where}: norms {finite.min():.4f}..{finite.max():.4f}, the encoder's latents have"
+            " norm 1"
+        )
+    if not is_valid:
+        return
+    found.statistics = statistics.result()
+    if store.split == "train":
+        scale = max(float(store.latent_std.max()), 1e-12)
+        for name in ("mean", "std"):
+            gap = (
+                np.abs(
+                    np.array(found.statistics[name]) - np.array(manifest["latent_stats"][name])
+                ).max()
+                / scale
+            )
+            if gap > 1e-3:
+                checks["statistics"].append(
+                    f"{where}: {name} of the latents differs from the manifest's by {gap:.2g}"
+                    " standard deviations"
+                )
+
+
+def _collect(problems: list[str], check: Callable, *args) -> bool:
+    """Run a check; return whether it passed, or add its problem."""
+    try:
+        check(*args)
+    except UserError as error:
+        problems.append(_sentence(error))
+        return False
+    return True
+
+
+def _sentence(error: UserError) -> str:
+    return f"expected {error.expected}, found {error.found}"
+
+
+@dataclass
+class ImageFindings:
+    """Measurements of the images of one split.
+
+    Attributes:
+        pixels: Sorted distinct uint64 hashes of the decoded images; of codes none, which may
+            render two images alike.
+        groups: Sorted distinct groups.
+    """
+
+    pixels: np.ndarray = field(default_factory=lambda: np.empty(0, np.uint64))
+    groups: np.ndarray = field(default_factory=lambda: np.empty(0, np.int64))
+
+
+def examine_images(store: Store, checks: dict[str, list[str]]) -> ImageFindings:
+    """Check the images of one split; problems are added to `checks`.
+
+    Raises:
+        UserError: the codec's files are damaged.
+    """
+    where, codec = store.root / store.split, ImageCodec.open(store.manifest, store.root)
+    limit, hashes = max_image_norm(store.manifest), np.empty(len(store), np.uint64)
+    for start, block in store.latent_blocks(len(store)):
+        if store.num_codes is not None:
+            try:
+                check_ids(block, store.num_codes, f"{where}/latents.npy", start)
+            except UserError as error:
+                checks["latents"].append(
+                    f"expected {error.expected}, found {error.found}; {error.fix}"
+                )
+                return ImageFindings()
+        norms = np.linalg.norm(block, axis=-1)
+        if not (norms <= limit).all():
+            checks["latents"].append(
+                f"{where}: latents of norm {norms.max():.4g}, those of images are at most"
+                f" {limit:.4g}"
+            )
+            return ImageFindings()
+        # Equal images have equal latents of an autoencoder, which is not needed for this.
+        for row, image in enumerate(
+            block if codec.latents == "vae" else codec.decode(block), start
+        ):
+            hashes[row] = int.from_bytes(
+                hashlib.blake2b(image.tobytes(), digest_size=8).digest(), "big"
+            )
+    own = np.unique(hashes) if store.num_codes is None else np.empty(0, np.uint64)
+    groups = store.groups
+    if groups is None or len(groups) != len(store) or groups.dtype != np.int64:
+        found = (
+            "no groups.npy"
+            if groups is None
+            else f"groups.npy of {len(groups)} rows, {groups.dtype}"
+        )
+        checks["shape"].append(f"{where}: {found}, expected {len(store)} of int64")
+        return ImageFindings(own)
+    captions = np.array([content_hash(store.text(row)) for row in range(len(store))], np.uint64)
+    repeated = len(store) - len(np.unique(np.stack([hashes, captions]), axis=1).T)
+    if (
+        repeated
+        and not store.manifest.get("options", {}).get("keep_duplicates")
+        and codec.latents == "pixels"
+    ):
+        checks["duplicates"].append(
+            f"{where}: {repeated} images repeat another with the same caption"
+        )
+    return ImageFindings(own, np.unique(groups))
+
+
+def image_leaks(train: ImageFindings, validation: ImageFindings) -> list[str]:
+    """Describe what both splits share: groups, and images of the same pixels."""
+    kinds = (
+        ("groups", train.groups, validation.groups),
+        ("images of the same pixels", train.pixels, validation.pixels),
+    )
+    counts = [(name, len(np.intersect1d(left, right))) for name, left, right in kinds]
+    return [
+        f"{count} {name} are in both train and validation: evaluation would see training images"
+        for name, count in counts
+        if count
+    ]

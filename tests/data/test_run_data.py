@@ -1,0 +1,192 @@
+"""A run opens its data: mixtures of stores, texts longer than the model, and what must agree."""
+
+from __future__ import annotations
+
+import json
+import shutil
+
+import numpy as np
+import pytest
+
+from mmldlm.config.load import load_config
+from mmldlm.data.manifest import MANIFEST
+from mmldlm.data.mixture import MixedStore
+from mmldlm.data.prepare.options import PrepareOptions
+from mmldlm.data.prepare.pipeline import prepare
+from mmldlm.data.store import Store
+from mmldlm.errors import MmldlmError, UserError
+from mmldlm.tasks.translation.data import open_data
+
+
+@pytest.fixture(scope="module")
+def other_store(need_minilm, sentences, tmp_path_factory):
+    """A second store of the same encoder and tokenizer."""
+    folder = tmp_path_factory.mktemp("other")
+    (folder / "o.txt").write_text("\n".join(f"Later, {text.lower()}" for text in sentences[:20]))
+    return prepare(PrepareOptions(str(folder / "s"), str(folder / "o.txt"), validation_samples=4))
+
+
+def _config(*words):
+    return load_config("tiny", None, list(words))
+
+
+def test_a_mixture_is_one_store_with_the_statistics_of_its_weights(made_store, other_store):
+    data = open_data(
+        _config(f"data.mixture={json.dumps({str(made_store): 0.75, str(other_store): 0.25})}")
+    )
+    first, second = Store(made_store), Store(other_store)
+    assert (
+        isinstance(data.train, MixedStore)
+        and len(data.train) == len(first) + len(second) == 38 + 16
+    )
+    found, own = data.train.get([40, 3, 38]), second.get([2, 0])
+    np.testing.assert_array_equal(found.latents[[0, 2]], own.latents)
+    np.testing.assert_array_equal(found.latents[1], first.get([3]).latents[0])
+    assert [ids.tolist() for ids in found.tokens] == [
+        own.tokens[0].tolist(), first.get([3]).tokens[0].tolist(), own.tokens[1].tolist(),
+    ]  # fmt: skip
+    assert data.train.texts([1, 39]) == [first.text(1), second.text(1)]
+    assert data.train.locate(39) == (other_store / "train", 1)
+    latents = [
+        store.get(range(len(store))).latents.astype(np.float64) for store in (first, second)
+    ]
+    weights = np.concatenate([np.full(38, 0.75 / 38), np.full(16, 0.25 / 16)])[:, None]
+    mean = (weights * np.concatenate(latents)).sum(0)
+    np.testing.assert_allclose(data.latent_mean, mean, atol=1e-6)
+    std = np.sqrt((weights * (np.concatenate(latents) - mean) ** 2).sum(0))
+    np.testing.assert_allclose(data.train.latent_std, std, atol=1e-6)
+    plan = data.training_plan(8)
+    ids = np.concatenate([plan.batch(step).ids for step in range(200)])
+    assert (ids < 38).mean() == pytest.approx(0.75, abs=0.02)
+
+
+def test_stores_that_mean_different_things_are_not_mixed(made_store, store_copy):
+    path = store_copy / MANIFEST
+    whole = path.read_text()
+    for key, value in (("encoder", {"pooling": "cls"}), ("tokenizer", {"sha256": "0"})):
+        manifest = json.loads(whole)
+        manifest[key].update(value)
+        path.write_text(json.dumps(manifest))
+        with pytest.raises(UserError, match=f"the {key} of"):
+            open_data(
+                _config(f"data.mixture={json.dumps({str(made_store): 1, str(store_copy): 1})}")
+            )
+
+
+def test_a_mixture_and_one_root_are_refused_together(made_store):
+    for words in ([f"data.latent_data_root={made_store}"], ["data.max_train_samples=3"]):
+        with pytest.raises(UserError, match="mixture"):
+            _config(f"data.mixture={json.dumps({str(made_store): 1})}", *words)
+    with pytest.raises(UserError, match="above 0"):
+        _config(f"data.mixture={json.dumps({str(made_store): 0})}")
+
+
+def test_texts_longer_than_the_model_are_refused_or_cut_and_counted(made_store):
+    words = (f"data.latent_data_root={made_store}", "model.max_seq_len=12")
+    with pytest.raises(UserError, match="data.long_texts=truncate"):
+        open_data(_config(*words))
+    data = open_data(_config(*words, "data.long_texts=truncate"))
+    whole = Store(made_store)
+    num_long = int((whole.lengths > 11).sum())
+    assert data.train_lengths.max() == 12 and num_long > 0
+    assert (
+        data.notes[0]
+        == f"{num_long} of 38 training texts cut to 11 tokens (data.long_texts=truncate)"
+    )
+    for ids, full in zip(data.train.get(range(38)).tokens, whole.get(range(38)).tokens):
+        assert np.array_equal(ids, full[:11])
+
+
+def test_token_batches_train_on_every_rank_alike(made_store):
+    """The union of what four ranks compute is what one rank computes."""
+    from mmldlm.data.loader import MicroBatches
+    from mmldlm.tasks.translation.noiser import Noiser
+
+    data = open_data(_config(f"data.latent_data_root={made_store}", "data.batching=tokens"))
+    model, plan = data.config.model, data.training_plan(8)
+    noiser = Noiser(
+        data.config,
+        model.mask_token_id,
+        model.pad_token_id,
+        model.eos_token_id,
+        data.latent_mean,
+        data.latent_std,
+    )
+    assert plan.version == "tokens-1:64"
+    for step in (0, 4, 7):
+        (whole,) = [MicroBatches(data.train, plan, noiser, 0, 1, 1)[step]]
+        parts = [MicroBatches(data.train, plan, noiser, rank, 4, 1)[step] for rank in range(4)]
+        ids = np.concatenate([part.ids[part.real] for part in parts])
+        assert np.array_equal(ids, whole.ids) and {
+            part.counts["text_tokens"] for part in parts
+        } == {whole.counts["text_tokens"]}
+        for name in ("text_timesteps", "latent_timesteps", "latents"):
+            joined = np.concatenate([part.tensors[name].numpy()[part.real] for part in parts])
+            np.testing.assert_array_equal(joined, whole.tensors[name].numpy())
+
+
+def test_a_sample_of_latents_is_looked_at_when_a_run_opens(store_copy):
+    latents = np.load(store_copy / "train" / "latents.npy")
+    latents[17] = 0
+    np.save(store_copy / "train" / "latents.npy", latents)
+    with pytest.raises(UserError, match="zero vectors in 1 row"):
+        open_data(_config(f"data.latent_data_root={store_copy}"))
+
+
+def test_offsets_that_fall_are_refused_at_open(store_copy):
+    path = store_copy / "train" / "token_offsets.npy"
+    offsets = np.load(path)
+    offsets[5], offsets[6] = offsets[6], offsets[5]
+    np.save(path, offsets)
+    with pytest.raises(UserError, match="ascending offsets"):
+        Store(store_copy)
+
+
+def test_blocks_of_latents_are_those_of_the_map(made_store, tmp_path):
+    store = Store(made_store)
+    whole = store.get(range(len(store))).latents
+    blocks = list(store.latent_blocks(len(store)))
+    np.testing.assert_array_equal(np.concatenate([block for _, block in blocks]), whole)
+    for start, block in store.latent_blocks(10, num_blocks=5):
+        assert len(block) == 2
+        np.testing.assert_array_equal(block, whole[start : start + 2])
+    shutil.copytree(made_store, tmp_path / "cut")
+    cut = Store(tmp_path / "cut", max_tokens=5)
+    assert cut.lengths.max() == 5 and cut.num_truncated == int((store.lengths > 5).sum())
+
+
+def test_a_run_goes_on_with_its_own_plan_only(tmp_path, monkeypatch):
+    """Checkpoints from before plans had names were written under the one that is still the
+    default.
+    """
+    from types import SimpleNamespace
+
+    from mmldlm.training import checkpointer
+    from mmldlm.training.checkpointer import Checkpointer
+    from mmldlm.training.state import TrainingState
+
+    def load(saved, plan):
+        checkpoints = Checkpointer.__new__(Checkpointer)
+        checkpoints.state, checkpoints.config = TrainingState(8, 100, 0, plan=plan), _config()
+        checkpoints.engine = SimpleNamespace(
+            world_size=1, all_agree=lambda ok: ok, gather_messages=lambda text: [text]
+        )
+
+        checkpoints.average = None
+
+        def reached(*args):
+            raise MmldlmError("the plan was accepted")
+
+        monkeypatch.setattr(checkpointer, "load_engine_state", reached)
+        (tmp_path / "training_state.json").write_text(json.dumps(saved))
+        checkpoints.load(tmp_path)
+
+    old = {"step": 3, "global_batch": 8, "num_samples": 100, "seed": 0, "applied_steps": 3}
+    for saved, plan, found in (
+        (old, "samples-1:64", "was accepted"),
+        (old, "tokens-1:64", "plan=samples-1:64"),
+        ({**old, "plan": "tokens-1:64"}, "tokens-1:64", "was accepted"),
+        ({**old, "plan": "samples-1:32"}, "samples-1:64", "plan=samples-1:32"),
+    ):
+        with pytest.raises(MmldlmError, match=found):
+            load(saved, plan)
