@@ -1,4 +1,4 @@
-"""benchmarks/speedrun.py: its search for the shortest length, what it counts, and its
+"""studies/speedrun/speedrun.py: its search for the shortest length, what it counts, and its
 short form.
 """
 
@@ -10,9 +10,9 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import speedrun
-from _speedrun import Result
 
+from studies.speedrun import speedrun
+from studies.speedrun.recipes import Result
 from tests.support.helpers import ROOT, launch
 
 WORSE = Result(
@@ -70,7 +70,7 @@ def test_quick_continues_from_finished_runs(store, tmp_path):
         "--json",
         str(report),
     ]
-    command = [sys.executable, str(ROOT / "benchmarks" / "speedrun.py"), *words]
+    command = [sys.executable, str(ROOT / "studies" / "speedrun" / "speedrun.py"), *words]
     done = launch(command, timeout=600)
     assert done.returncode == 0, done.stdout[-3000:]
     answer = json.loads(report.read_text())

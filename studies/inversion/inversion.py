@@ -1,8 +1,9 @@
 """How well do models write a text from its embedding at equal compute, and what does the encoder
 in the loop give?
 
-    python benchmarks/inversion.py [--data STORE] [--quick | --full] [--all-arms] [--runs FOLDER]
-                                   [--samples N] [--plot FILE.png] [--tables FILE] [--json FILE]
+    python studies/inversion/inversion.py [--data STORE] [--quick | --full] [--all-arms]
+                                          [--runs FOLDER] [--samples N] [--plot FILE.png]
+                                          [--tables FILE] [--json FILE]
 
 Three models of equal width and depth (about equal FLOPs a text token) train on the same batches
 from the encoder's token embeddings, each with the best of Muon and AdamW at several rates: an
@@ -37,12 +38,17 @@ from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
+import yaml
+
+# A study runs from a checkout, installed or not, and reports as the benchmarks do.
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
+
 import _report
 import _store
-import yaml
-from _baselines import ROOT, Arm, Scale, length_words, train
-from _inversion import Reached, measure_ways, plot, table
-from _inversion_arms import (
+
+from studies.baselines.arms import ROOT, Arm, Scale, length_words, train
+from studies.inversion.arms import (
     ADAPTIVE,
     BLIND,
     COMPARED,
@@ -65,19 +71,19 @@ from _inversion_arms import (
     Further,
     Way,
 )
+from studies.inversion.measure import Reached, measure_ways, plot, table
 
 SCALES = {
     "quick": Scale(32, 1, 2, 4, 16, (), (0,), 8),
     "default": Scale(192, 4, 4, 400, 96, (), (0, 1), 400),
     "full": Scale(192, 4, 4, 1300, 96, (), (0, 1, 2), 1000),
 }
-HYPOTHESES = {
-    "quick": 32,
-    "default": 31_000,
-    "full": 31_000,
-}  # training sentences that hypotheses are written for
-MANY = {"quick": 8, "default": 1000, "full": 1000}  # sentences of the ways without a search
-BLEU_WITHIN = 0.5  # points of one token a pass, to count as equal
+# Training sentences that hypotheses are written for.
+HYPOTHESES = {"quick": 32, "default": 31_000, "full": 31_000}
+# Unseen sentences of the ways without a search.
+MANY = {"quick": 8, "default": 1000, "full": 1000}
+# A way within so many points of one token a pass counts as equal.
+BLEU_WITHIN = 0.5
 AR = "AR greedy"
 
 
@@ -116,13 +122,14 @@ def is_there(run: Path) -> bool:
     """
     if not (run / "latest").exists():
         return False
-    own = yaml.safe_load((run / "config.yaml").read_text())["model"]
-    wanted = [word.removeprefix("model.").split("=") for word in START]
-    if other := [key for key, value in wanted if own[key] != yaml.safe_load(value)]:
-        raise SystemExit(
-            f"{run} was trained with another model.{other[0]} ({own[other[0]]}): name another"
-            " --runs"
-        )
+    trained_with = yaml.safe_load((run / "config.yaml").read_text())["model"]
+    for word in START:
+        key, value = word.removeprefix("model.").split("=")
+        if trained_with[key] != yaml.safe_load(value):
+            raise SystemExit(
+                f"{run} was trained with another model.{key} ({trained_with[key]}): name another"
+                " --runs"
+            )
     return True
 
 
@@ -137,7 +144,7 @@ def train_arm(arm: Arm, seed: int, scale: Scale, store: str, folder: Path) -> No
     )
 
 
-def write_hypotheses(seed: int, scale: Scale, store: str, folder: Path, number: int) -> None:
+def write_hypotheses(seed: int, scale: Scale, store: str, folder: Path, num_samples: int) -> None:
     """Hypotheses of `mmdit_both`, for the correctors of this seed."""
     out = folder / f"hypotheses_seed_{seed}"
     if (out / "manifest.json").exists():
@@ -151,7 +158,7 @@ def write_hypotheses(seed: int, scale: Scale, store: str, folder: Path, number: 
         "--output-dir",
         str(out),
         "--num-samples",
-        str(number),
+        str(num_samples),
     ]
     command = [sys.executable, "-m", "mmldlm.cli", "hypotheses", *words, "--seed", str(seed)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
@@ -235,10 +242,9 @@ def measure_all(
             {arm.name: folder / f"{arm.name}_seed_{seed}" for arm in (*arms, *FURTHER)}
             for seed in scale.seeds
         ]
-        compared = [
-            pool.submit(measure_ways, COMPARED, own, store, samples) for own in runs
-        ]  # take longest: first
-        others = [pool.submit(measure_ways, written, own, store, many) for own in runs]
+        # First those that take longest.
+        compared = [pool.submit(measure_ways, COMPARED, models, store, samples) for models in runs]
+        others = [pool.submit(measure_ways, written, models, store, many) for models in runs]
         return [Measured(one.result(), other.result()) for one, other in zip(others, compared)]
 
 

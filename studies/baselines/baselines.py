@@ -1,7 +1,7 @@
 """Which model of text wins? Every baseline and the MMDiT on one corpus, with equal tokens.
 
-    python benchmarks/baselines.py [--data STORE] [--quick | --full] [--arms NAME ...]
-                                   [--workers 2] [--out DIR] [--tables FILE] [--json FILE]
+    python studies/baselines/baselines.py [--data STORE] [--quick | --full] [--arms NAME ...]
+                                          [--workers 2] [--out DIR] [--tables FILE] [--json FILE]
 
 Each arm sees the same batches of the same texts. Its learning rate is the best of three at a tenth
 of the length. The first table has equal width and depth, hence about equal FLOPs a text token; the
@@ -27,16 +27,18 @@ import time
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
+# A study runs from a checkout, installed or not, and reports as the benchmarks do.
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
+
 import _report
 import _runs
-import _shards
 import _store
-from _ar_cache import cache_difference
-from _baselines import Arm, Scale, known_arms, length_words, train
-from _baselines_measure import real_texts, run_arm
-from _baselines_tables import markdown
-from _context_free import largest_error
-from _gidd_masks import bound_difference
+
+from studies.baselines import split_store
+from studies.baselines.arms import Arm, Scale, known_arms, length_words, train
+from studies.baselines.identities import bound_difference, cache_difference, largest_error
+from studies.baselines.measure import markdown, real_texts, run_arm
 
 SCALES = {
     "quick": Scale(32, 1, 2, 4, 16, (1e-3,), (0,), 16),
@@ -68,7 +70,8 @@ def compare(
     workers: int,
 ) -> dict[str, dict]:
     """Train and measure the arms, some at a time; name -> what `run_arm` gives."""
-    os.environ["OMP_NUM_THREADS"] = "1"  # of the workers; one process an arm
+    # The workers inherit it. Each arm has a process of its own.
+    os.environ["OMP_NUM_THREADS"] = "1"
     spawn = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(workers, mp_context=spawn, max_tasks_per_child=1) as pool:
         futures = {
@@ -187,7 +190,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory(prefix="mmldlm_baselines_") as temporary:
         folder = (args.out or Path(temporary)).resolve()
         store, judges_store = folder / "store", folder / "judges_store"
-        _shards.cut(_store.given_or_made(args.data), store, judges_store)
+        split_store.cut(_store.given_or_made(args.data), store, judges_store)
         judge, store = judge_of(scale, judges_store, folder), str(store)
         table = compare(arms, scale, store, folder / "equal_flops", False, judge, args.workers)
         real = {"real texts": {"figures": real_texts(store, scale.samples, judge)}}

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from _baselines import Arm
+from studies.baselines.arms import Arm
 
 _TEXT_LOSS = ("loss.text_weighting=uniform", "loss.length_loss_weight=0.5")
 _BOTH = (
@@ -26,11 +26,10 @@ TRAINED = (
     ),
     Arm("mmdit_both", "translation", True, (*_BOTH, "model.cond_dim=WIDTH")),
 )
-"""Their losses are those of the quickstart (docs/speedrun.md)."""
-DEEP, DEEPER = (
-    "ar_equal_parameters",
-    3.5,
-)  # its blocks for one of the MMDiT, which has two streams: 1.6 % more weights
+"""Their losses are those of the quickstart (studies/speedrun)."""
+
+# The MMDiT has two streams, so 3.5 blocks of AR for one of its own give 1.6 % more weights.
+DEEP, DEEPER = "ar_equal_parameters", 3.5
 MORE_TRAINED = (
     Arm("ar_cross", "ar", True, ("model.conditioning=cross_attention",)),
     Arm(DEEP, "ar", True, ("model.conditioning=prefix",)),
@@ -65,9 +64,8 @@ START = (
 
 Tables of their own, or untied, cost AR 0.25 and 0.16 nats a token and the MMDiT more.
 """
-SWEEP_SHARE = (
-    4  # the sweep takes a fourth of the steps: at a tenth it prefers rates that are too low
-)
+# The sweep takes a fourth of the steps: at a tenth it prefers rates that are too low.
+SWEEP_SHARE = 4
 
 
 @dataclass(frozen=True)

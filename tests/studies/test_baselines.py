@@ -1,14 +1,14 @@
-"""benchmarks/baselines.py: its arms are configs that exist, at equal width and depth, and its
-claims read the table.
+"""studies/baselines/baselines.py: its arms are configs that exist, at equal width and depth, and
+its claims read the table.
 """
 
 from __future__ import annotations
 
-import baselines
 import pytest
-from _baselines import known_arms
 
 from mmldlm.config.load import load_config
+from studies.baselines import baselines
+from studies.baselines.arms import known_arms
 
 
 @pytest.mark.parametrize("arm", known_arms(), ids=lambda arm: arm.name)

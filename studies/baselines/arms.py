@@ -10,8 +10,7 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))  # benchmarks run from a checkout, installed or not
+ROOT = Path(__file__).resolve().parents[2]
 
 
 @dataclass(frozen=True)
@@ -74,9 +73,8 @@ _TIME = ("model.reads_time=true", "model.cond_dim=WIDTH")
 ARMS = (
     Arm("ar", "ar", False, ("model.conditioning=none",)),
     Arm("mdlm", "mdlm", False, ("model.cond_dim=WIDTH",)),
-    Arm(
-        "mdlm_time", "mdlm", False, _TIME
-    ),  # reads the timestep as GIDD, HDLM and the latent DiTs do
+    # It reads the timestep, as GIDD, HDLM and the latent DiTs do.
+    Arm("mdlm_time", "mdlm", False, _TIME),
     Arm("gidd", "gidd", False, ("model.cond_dim=WIDTH", "text_diffusion.uniform_share=0.1")),
     Arm("gidd_masks", "gidd", False, ("model.cond_dim=WIDTH", "text_diffusion.uniform_share=0")),
     Arm("hdlm", "hdlm", False, ("model.cond_dim=WIDTH",)),

@@ -16,8 +16,7 @@ import sys
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))  # benchmarks run from a checkout, installed or not
+ROOT = Path(__file__).resolve().parents[2]
 
 # The quickstart's preset at commit 2b95890, and the defaults of that commit that a recipe may
 # change.
@@ -32,13 +31,14 @@ training: {loss_type: mixed, loss_type_weights: {l2t: 0.6, t2l: 0.4}, condition_
 optimizer: {kind: adamw, lr: 2.5e-3, min_lr: 2.5e-5, schedule: cosine, warmup_steps: 80, betas: [0.9, 0.98],
             eps: 1.0e-8, weight_decay: 0.01, grad_clip_norm: 1.0}
 """  # noqa: E501
-# Of one process: the reference's batch of two ranks with 48 samples each, in the same order.
-REFERENCE_BATCH, RANKS = 96, 2
-EVALUATION_BATCH = 96  # fixed: timesteps and masks of the evaluation are drawn per batch
-ADAMW_FLOPS = (
-    16  # of an element: decay, two moments, their corrections, a root, a quotient and the update
-)
-MOMENTUM_FLOPS = 9  # of an element of a Muon matrix: momentum, look-ahead, scale, decay and update
+# The quickstart's ranks; one process trains here with the batches of both, in the same order.
+RANKS = 2
+# Fixed, because timesteps and masks of the evaluation are drawn per batch.
+EVALUATION_BATCH = 96
+# FLOPs of an element: decay, two moments, their corrections, a root, a quotient and the update.
+ADAMW_FLOPS = 16
+# FLOPs of an element of a Muon matrix: momentum, look-ahead, scale, decay and update.
+MOMENTUM_FLOPS = 9
 
 
 @dataclass(frozen=True)
@@ -220,9 +220,8 @@ def _evaluate(task, data, model) -> dict[str, float]:
     frozen = yaml.safe_load(REFERENCE)
     for section in ("text_diffusion", "latent_diffusion"):
         for key, value in frozen[section].items():
-            if (
-                key != "prediction"
-            ):  # the space of the network's output; the cosine is that of its x0
+            # The prediction is the space of the network's output; the cosine is that of its x0.
+            if key != "prediction":
                 setattr(getattr(config, section), key, value)
     config.training.condition_dropout = frozen["training"]["condition_dropout"]
     engine = build_engine(model, config, task.parameter_plan(model, config))

@@ -1,4 +1,4 @@
-"""benchmarks/inversion.py: its ways exist in their tasks, and its claims read what they
+"""studies/inversion/inversion.py: its ways exist in their tasks, and its claims read what they
 reached.
 """
 
@@ -6,11 +6,15 @@ from __future__ import annotations
 
 import json
 
-import inversion
 import numpy as np
 import pytest
-from _inversion import Reached, line, table
-from _inversion_arms import (
+
+from mmldlm.config.load import load_config
+from mmldlm.config.task_registry import find_task
+from mmldlm.sampling.search.options import SearchOptions
+from mmldlm.sampling.text.strategies import strategy_class
+from studies.inversion import inversion
+from studies.inversion.arms import (
     ADAPTIVE,
     BLIND,
     COMPARED,
@@ -26,11 +30,7 @@ from _inversion_arms import (
     TRAINED,
     WRITTEN,
 )
-
-from mmldlm.config.load import load_config
-from mmldlm.config.task_registry import find_task
-from mmldlm.sampling.search.options import SearchOptions
-from mmldlm.sampling.text.strategies import strategy_class
+from studies.inversion.measure import Reached, line, table
 
 TASKS = {arm.name: find_task(arm.task) for arm in TRAINED + MORE_TRAINED}
 TASKS |= {further.name: TASKS["mmdit_both"] for further in FURTHER}

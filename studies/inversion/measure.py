@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from _inversion_arms import ONE_BY_ONE, Way
+from studies.inversion.arms import ONE_BY_ONE, Way
 
 FIGURES = ("sentence_bleu", "sentence_bleu_unknown", "word_f1", "exact_match", "length_exact")
 
@@ -174,13 +174,12 @@ def plot(found: dict[str, Reached], path: Path) -> None:
         axes.errorbar(
             gflops, estimate.value, estimate.se, fmt="o", color=color, markerfacecolor=filled
         )
+        # Of names that would cover each other, the first is drawn.
         if not any(
             abs(math.log10(gflops / x)) < 0.45 and abs(estimate.value - y) < 0.3
             for x, y, _ in drawn
         ):
-            drawn.append(
-                (gflops, estimate.value, name)
-            )  # of names that would cover each other, the first
+            drawn.append((gflops, estimate.value, name))
     for gflops, value, name in drawn:
         axes.annotate(name, (gflops, value), fontsize=7, xytext=(4, 4), textcoords="offset points")
     axes.set(xscale="log", xlabel="GFLOP a text (model and encoder)", ylabel="sentence BLEU")

@@ -1,10 +1,10 @@
 """FLOPs, steps and CPU seconds to the quality of the quickstart of commit 2b95890: its recipe
 against today's.
 
-    python benchmarks/speedrun.py [--data STORE] [--corpus FILE] [--out DIR] [--steps N] [--set
-                                  KEY=VALUE ...] [--quick] [--json FILE]
+    python studies/speedrun/speedrun.py [--data STORE] [--corpus FILE] [--out DIR] [--steps N]
+                                        [--set KEY=VALUE ...] [--quick] [--json FILE]
 
-The reference is frozen in _speedrun.py: AdamW, 1,300 steps of 96 samples. Today's recipe is the
+The reference is frozen in recipes.py: AdamW, 1,300 steps of 96 samples. Today's recipe is the
 preset `quickstart`. Both train on one process and one thread, with the same order of samples.
 Target: at most the reference's l2t NELBO, at least its gain over the null latent and its t2l
 cosine, on the complete validation split with the reference's noise; fixed for the quickstart's
@@ -14,8 +14,8 @@ model plus the optimizer's.
 A schedule ends with its budget, so today's recipe is trained to several lengths, each with its own
 schedule: the shortest that holds the target is found by bisection to 4 % of the reference's steps
 (or --steps names it). On the docstrings one more run spends what the reference spends. Finished
-runs stay in --out and are read from there, so an interrupted benchmark continues. --set changes a
-key of today's recipe: a candidate (docs/speedrun.md is their log).
+runs stay in --out and are read from there, so an interrupted study continues. --set changes a
+key of today's recipe: a candidate (README.md is their log).
 
 Default data: the quickstart's docstrings; with --corpus a text file, prepared as the quickstart
 does.
@@ -30,12 +30,18 @@ import sys
 import tempfile
 from pathlib import Path
 
-import _report
-from _speedrun import ROOT, Recipe, Result, reference_recipe, run, todays_recipe
+# A study runs from a checkout, installed or not, and reports as the benchmarks do.
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
 
-# of the reference; the quickstart takes 3,200 for other corpora, which --reference-steps sets
+import _report
+
+from studies.speedrun.recipes import ROOT, Recipe, Result, reference_recipe, run, todays_recipe
+
+# Steps of the reference. The quickstart took 3,200 for other corpora: --reference-steps.
 STEPS = 1300
-TOLERANCE = 0.04  # of the reference's steps, to which the length is found
+# The length is found to this fraction of the reference's steps.
+TOLERANCE = 0.04
 # What the reference gives on the quickstart's 31,000 docstrings: NELBO at most, gain and cosine at
 # least.
 TARGET = (4.18, 1.15, 0.746)
