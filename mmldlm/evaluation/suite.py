@@ -13,10 +13,6 @@ SUITES = {
         "NELBO, text overlap and retrieval on unseen sentences, with and without the condition"
     ),
     "stsb": "correlation of embedding similarity with human scores (STS Benchmark)",
-    "information": (
-        "cost of parallel decoding: NELBO by number of passes, best schedules, samplers' exact"
-        " likelihood"
-    ),
 }
 
 Log = Callable[[str], ProgressCallback | None]

@@ -267,7 +267,7 @@ def test_a_sampler_and_several_lengths(pretrained, store):
     [
         (["--sampler", "greedy"], "--sampler confidence"),
         (["--sampler", "eb", "--num-steps", "3"], "--num-steps"),
-        (["--sampler", "confidence", "--suite", "information"], "--sampler"),
+        (["--sampler", "confidence", "--suite", "stsb", "--sts-file", "F"], "--sampler"),
     ],
 )
 def test_samplers_that_do_not_fit_are_refused(words, named, pretrained, store, monkeypatch):

@@ -29,6 +29,7 @@ UNMIRRORED = (
     "support",
     "multinode",
     "benchmarks",
+    "studies",
     "launchers",
     "examples",
     "trials",

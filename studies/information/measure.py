@@ -14,15 +14,16 @@ import torch
 
 from mmldlm.data.store import Store
 from mmldlm.errors import UserError
-from mmldlm.evaluation.information.curve import InformationCurve, TextCurves, text_curves
-from mmldlm.evaluation.information.report import InformationReport, SamplerRow, ScheduleRow
-from mmldlm.evaluation.information.sampler_likelihood import sampler_likelihood
-from mmldlm.evaluation.information.schedule import even_schedule, optimal_schedules
 from mmldlm.evaluation.sentences import choose_sentences
 from mmldlm.evaluation.statistics import mean, ratio
 from mmldlm.evaluation.suite import Log, batch_budget
 from mmldlm.sampling.pretrained import Pretrained
 from mmldlm.sampling.text.strategies import strategy_class
+from mmldlm.tasks.text_task import MaskedTextTask
+from studies.information.curve import InformationCurve, TextCurves, text_curves
+from studies.information.report import InformationReport, SamplerRow, ScheduleRow
+from studies.information.sampler_likelihood import sampler_likelihood
+from studies.information.schedule import even_schedule, optimal_schedules
 
 NATS = "nats/text"
 PASSES = (1, 2, 4, 8, 16)
@@ -123,11 +124,11 @@ def check_task(pretrained: Pretrained) -> None:
     trained.
     """
     task = pretrained.task
-    if not task.scores_by_count:
+    if not isinstance(task, MaskedTextTask):
         raise UserError(
             "a model of masked diffusion, whose NELBO is a sum over numbers of known tokens",
             f"task={task.name} in {pretrained.folder or 'a model'}",
-            "evaluate it with --suite conditioning_gain",
+            "measure it with `mmldlm evaluate`",
         )
     if pretrained.reads_latents:
         pretrained.check_mode("l2t")

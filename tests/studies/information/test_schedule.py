@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 import torch
 
-from mmldlm.evaluation.information.curve import InformationCurve
-from mmldlm.evaluation.information.schedule import even_schedule, optimal_schedules, schedule_cost
+from studies.information.curve import InformationCurve
+from studies.information.schedule import even_schedule, optimal_schedules, schedule_cost
 
 
 def compositions(total: int, parts: int):

@@ -1,4 +1,4 @@
-"""The report of `mmldlm evaluate --suite information`: tables and JSON."""
+"""The report of the information curve: tables, JSON and the file of schedules."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ import os
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from mmldlm.evaluation.information.curve import InformationCurve
-from mmldlm.evaluation.information.schedule import optimal_schedules
 from mmldlm.evaluation.report import write_report
 from mmldlm.evaluation.statistics import Estimate
 from mmldlm.sampling.text.schedule_file import Schedules, write_schedules
 from mmldlm.utils.screen import open_console
+from studies.information.curve import InformationCurve
+from studies.information.schedule import optimal_schedules
 
 # Numbers of passes in a file of schedules; 1 and L need none.
 FILE_PASSES = (*range(2, 17), 20, 24, 32, 48, 64)
@@ -121,7 +121,7 @@ class InformationReport:
         """
         lines = []
         if plot:
-            from mmldlm.evaluation.information.plot import plot_information
+            from studies.information.plot import plot_information
 
             plot_information(self, plot)
             lines.append(f"plot: {plot}")
@@ -129,12 +129,6 @@ class InformationReport:
             write_schedules(schedule, self.best_schedules(), model)
             lines.append(f"schedules: {schedule}")
         return lines
-
-    def page(self) -> str:
-        """Return the report as a page for a browser."""
-        from mmldlm.evaluation.information.page import information_page
-
-        return information_page(self)
 
     def show(self, console=None) -> None:
         """Print the tables and where the curve rises."""

@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from mmldlm.evaluation.information.report import InformationReport
 from mmldlm.evaluation.statistics import Estimate
 from mmldlm.utils.figures import new_figure, save_figure
+from studies.information.report import InformationReport
 
 _COLORS = {"right": "tab:blue", "null": "tab:orange"}
 _SAMPLER_COLORS = (

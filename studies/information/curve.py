@@ -17,7 +17,6 @@ from torch import nn
 
 from mmldlm.data.encoders.encoder import token_budget_batches
 from mmldlm.errors import MmldlmError
-from mmldlm.evaluation.information.isotonic import decreasing_fit
 from mmldlm.evaluation.metrics.nelbo import Score
 from mmldlm.sampling.device import device_of
 from mmldlm.sampling.latent_sampler import pad_texts
@@ -81,7 +80,7 @@ def text_curves(
         texts: N lists of ids without EOS.
         latents: [N, D] (or [N, M, D]) in the encoder's space; None: the null condition, on the
             same masks.
-        score: `TextTask.score_texts` of a task with `scores_by_count`.
+        score: `TextTask.score_texts` of a task of masked diffusion.
         seed: the order of a text depends on the seed and its index only.
         progress: called with the number of scored (text, count) pairs and their total.
 
@@ -271,3 +270,26 @@ def length_buckets(lengths: np.ndarray) -> list[tuple[int, int]]:
             buckets.append((int(values[start]), int(values[index])))
             start, size = index + 1, 0
     return buckets
+
+
+def decreasing_fit(values: np.ndarray, weights: np.ndarray) -> np.ndarray:
+    """Return the weighted least-squares fit that never rises: [N] fp64.
+
+    Pool adjacent violators (Ayer et al., 1955): neighbors in the wrong order get their common
+    mean.
+
+    Args:
+        values: [N].
+        weights: [N], positive.
+    """
+    blocks: list[tuple[float, float, int]] = []  # mean, weight, size
+    for value, weight in zip(
+        np.asarray(values, np.float64), np.asarray(weights, np.float64), strict=True
+    ):
+        mean, total, size = float(value), float(weight), 1
+        while blocks and blocks[-1][0] < mean:
+            before, own, count = blocks.pop()
+            mean = (mean * total + before * own) / (total + own)
+            total, size = total + own, size + count
+        blocks.append((mean, total, size))
+    return np.repeat([block[0] for block in blocks], [block[2] for block in blocks])

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from mmldlm.models.latent_transformer import EncodedLatent
 from mmldlm.sampling.pretrained import Pretrained
 from mmldlm.tasks.translation.config import TextDiffusionConfig
+from tests.evaluation.conftest import make, pretrained, store  # noqa: F401
 from tests.support.toy_text import toy_law
 
 MASK, PAD, EOS, FIRST = 0, 1, 2, 3
@@ -100,12 +101,12 @@ def random_model_curves(count: int = 90, seed: int = 0) -> list[np.ndarray]:
 
 @pytest.fixture(scope="session")
 def toy():
-    def pretrained(**options) -> Pretrained:
+    def toy_pretrained(**options) -> Pretrained:
         return Pretrained(Toy(**options).eval(), None, TextDiffusionConfig(), None)
 
     return SimpleNamespace(
         Model=Toy,
-        pretrained=pretrained,
+        pretrained=toy_pretrained,
         texts=all_texts(),
         law=toy_law()[1].numpy(),
         curves=random_model_curves,

@@ -13,15 +13,15 @@ import torch
 from mmldlm.diffusion import MaskedDiffusion
 from mmldlm.diffusion.masked import SCHEDULES
 from mmldlm.errors import MmldlmError
-from mmldlm.evaluation.information.curve import (
+from mmldlm.evaluation.metrics.nelbo import measure
+from mmldlm.tasks.text_scores import masked_text_scores
+from mmldlm.utils.counter_rng import Stream, uniforms
+from studies.information.curve import (
     BucketCurve,
     InformationCurve,
     length_buckets,
     text_curves,
 )
-from mmldlm.evaluation.metrics.nelbo import measure
-from mmldlm.tasks.text_scores import masked_text_scores
-from mmldlm.utils.counter_rng import Stream, uniforms
 
 
 def curves_of(model, texts, latents=None, schedule="loglinear", **options):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from mmldlm.evaluation.information.isotonic import decreasing_fit
+from studies.information.curve import decreasing_fit
 
 
 def test_a_falling_curve_stays_and_a_rising_one_becomes_its_mean():

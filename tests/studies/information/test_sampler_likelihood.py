@@ -10,8 +10,8 @@ import torch
 
 from mmldlm.diffusion import MaskedDiffusion
 from mmldlm.errors import MmldlmError
-from mmldlm.evaluation.information.sampler_likelihood import sampler_likelihood
 from mmldlm.sampling.text.strategies import STRATEGIES
+from studies.information.sampler_likelihood import sampler_likelihood
 
 DETERMINISTIC = [
     name
