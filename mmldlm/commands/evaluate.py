@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 from mmldlm.commands import RemovedOption, RenamedOption
 from mmldlm.config.text_samplers import BY_CERTAINTY
 from mmldlm.errors import EXIT_DONE, EXIT_FAILED, UserError
-from mmldlm.evaluation.suite import SUITES
 from mmldlm.observe.pages.page import check_page_path, write_page
 from mmldlm.sampling.options import IMAGE_GUIDANCE, IMAGE_STEPS, NUM_LENGTHS
 from mmldlm.sampling.search.options import ARGUMENTS as SEARCH_ARGUMENTS
@@ -23,13 +22,19 @@ from mmldlm.utils.paths import check_writable_file, claimed_file
 from mmldlm.utils.progress import ProgressBar
 
 if TYPE_CHECKING:
-    from mmldlm.evaluation.images.report import ImageReport
+    from mmldlm.evaluation.image_report import ImageReport
     from mmldlm.sampling.pretrained import Pretrained
 
     Report = Any  # each suite has a class of its own, with as_dict, show, page and write
 
 INFORMATION_PAGE = "studies/information/README.md"
-# Those of l2t, which the suite `stsb` does not read.
+SUITES = {
+    "conditioning_gain": (
+        "NELBO, text overlap and retrieval on unseen sentences, with and without the condition"
+    ),
+    "stsb": "correlation of embedding similarity with human scores (STS Benchmark)",
+}
+# Options of l2t, which the suite `stsb` does not read.
 NOT_STSB = ("num_steps", "sampler", "num_lengths", "num_draws", "presence_penalty")
 NUM_LENGTHS_HELP = (
     "l2t in the M most probable lengths, the most probable text kept "
@@ -215,14 +220,13 @@ def _write_files(args: argparse.Namespace, report: Report) -> list[str]:
 
 def _measure(args: argparse.Namespace) -> Report:
     from mmldlm.data.run_data import check_store_kind
-    from mmldlm.evaluation import conditioning_gain
+    from mmldlm.evaluation import gain, sts
     from mmldlm.evaluation.directions import Settings
-    from mmldlm.evaluation.metrics import sts_benchmark
     from mmldlm.sampling.device import usable_device
     from mmldlm.sampling.pretrained import load_pretrained
 
     device = usable_device(args.device)
-    pairs = sts_benchmark.read_pairs(args.sts_file) if args.suite == "stsb" else None
+    pairs = sts.read_pairs(args.sts_file) if args.suite == "stsb" else None
     store = None
     if pairs is None:
         from mmldlm.data.store import Store
@@ -238,7 +242,7 @@ def _measure(args: argparse.Namespace) -> Report:
         if pretrained.image is not None:
             report = _evaluate_images(args, pretrained, progress)
         elif pairs is not None:
-            report = sts_benchmark.evaluate(
+            report = sts.evaluate(
                 pretrained,
                 pairs,
                 steps=args.latent_steps,
@@ -253,7 +257,7 @@ def _measure(args: argparse.Namespace) -> Report:
             settings = Settings(
                 **{key: value for key, value in given.items() if value is not None}
             )
-            report = conditioning_gain.evaluate(pretrained, store, settings, progress.start)
+            report = gain.evaluate(pretrained, store, settings, progress.start)
     return report
 
 
@@ -269,8 +273,7 @@ def _check_no_image_options(args: argparse.Namespace, pretrained: Pretrained) ->
 def _evaluate_images(
     args: argparse.Namespace, pretrained: Pretrained, progress: ProgressBar
 ) -> ImageReport:
-    from mmldlm.evaluation.images.evaluate import evaluate_images
-    from mmldlm.evaluation.images.settings import ImageSettings
+    from mmldlm.evaluation.images import ImageSettings, evaluate_images
 
     if args.suite != "conditioning_gain":
         raise UserError(

@@ -33,7 +33,7 @@ from mmldlm.observe.pages.page import render
 from mmldlm.observe.pages.svg import Interval, interval_plot
 
 if TYPE_CHECKING:
-    from mmldlm.evaluation.metrics.sts_benchmark import StsReport
+    from mmldlm.evaluation.sts import StsReport
 
 # Standard errors to each side of a 95 % interval.
 _SIGMAS = 1.96

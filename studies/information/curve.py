@@ -17,7 +17,7 @@ from torch import nn
 
 from mmldlm.data.encoders.encoder import token_budget_batches
 from mmldlm.errors import MmldlmError
-from mmldlm.evaluation.metrics.nelbo import Score
+from mmldlm.evaluation.nelbo import Score
 from mmldlm.sampling.device import device_of
 from mmldlm.sampling.latent_sampler import pad_texts
 from mmldlm.utils.counter_rng import Stream, uniforms

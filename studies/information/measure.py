@@ -14,9 +14,8 @@ import torch
 
 from mmldlm.data.store import Store
 from mmldlm.errors import UserError
-from mmldlm.evaluation.sentences import choose_sentences
+from mmldlm.evaluation.sentences import Log, batch_budget, choose_sentences
 from mmldlm.evaluation.statistics import mean, ratio
-from mmldlm.evaluation.suite import Log, batch_budget
 from mmldlm.sampling.pretrained import Pretrained
 from mmldlm.sampling.text.strategies import strategy_class
 from mmldlm.tasks.text_task import MaskedTextTask

@@ -14,10 +14,10 @@ import pytest
 from mmldlm.commands.evaluate import add_arguments, main
 from mmldlm.errors import UserError
 from mmldlm.evaluation.meanings import CLAIM_MEANINGS, MEANINGS
-from mmldlm.evaluation.metrics.sts_benchmark import StsReport, correlations
 from mmldlm.evaluation.report import ROWS, EvaluationReport
 from mmldlm.evaluation.report_page import PLOTS
 from mmldlm.evaluation.statistics import Difference, Estimate
+from mmldlm.evaluation.sts import StsReport, correlations
 from mmldlm.evaluation.text_tables import (
     OVERLAP_COLUMNS,
     OVERLAP_LEGEND,

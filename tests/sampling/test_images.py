@@ -21,7 +21,7 @@ from mmldlm.data.prepare.options import ImageOptions
 from mmldlm.data.prepare.pipeline import prepare
 from mmldlm.data.store import Store
 from mmldlm.errors import UserError
-from mmldlm.evaluation.images.settings import ImageSettings
+from mmldlm.evaluation.images import ImageSettings
 from mmldlm.sampling.inputs import encode_texts
 from mmldlm.sampling.pretrained import load_pretrained
 from mmldlm.sampling.text.length_rule import most_probable_lengths

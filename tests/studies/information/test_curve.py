@@ -13,7 +13,7 @@ import torch
 from mmldlm.diffusion import MaskedDiffusion
 from mmldlm.diffusion.masked import SCHEDULES
 from mmldlm.errors import MmldlmError
-from mmldlm.evaluation.metrics.nelbo import measure
+from mmldlm.evaluation.nelbo import measure
 from mmldlm.tasks.text_scores import masked_text_scores
 from mmldlm.utils.counter_rng import Stream, uniforms
 from studies.information.curve import (

@@ -18,9 +18,9 @@ from mmldlm.data.store import Store
 from mmldlm.diffusion import MaskedDiffusion
 from mmldlm.diffusion.masked import SCHEDULES
 from mmldlm.errors import MmldlmError, UserError
-from mmldlm.evaluation.conditioning_gain import evaluate, untrained_control
 from mmldlm.evaluation.directions import Settings, latent_estimates, measure_l2t
-from mmldlm.evaluation.metrics.nelbo import measure
+from mmldlm.evaluation.gain import evaluate, untrained_control
+from mmldlm.evaluation.nelbo import measure
 from mmldlm.evaluation.sentences import choose_sentences
 from mmldlm.evaluation.statistics import derangement, ratio
 from mmldlm.tasks.text_scores import masked_text_scores

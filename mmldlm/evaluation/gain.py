@@ -5,6 +5,7 @@ latent.
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -12,8 +13,10 @@ import numpy as np
 import torch
 from torch import nn
 
+from mmldlm.data.sentences import split_into_parts
 from mmldlm.data.store import Store
 from mmldlm.errors import UserError
+from mmldlm.evaluation import metrics
 from mmldlm.evaluation.directions import (
     DirectionResult,
     Settings,
@@ -24,19 +27,25 @@ from mmldlm.evaluation.directions import (
     measure_t2l,
     text_costs,
     write_unconditionally,
+    writing_options,
 )
-from mmldlm.evaluation.reencoding import reencoded_estimates
 from mmldlm.evaluation.report import EvaluationReport
-from mmldlm.evaluation.search_arm import NAME as SEARCH
-from mmldlm.evaluation.search_arm import add_search
-from mmldlm.evaluation.sentences import Sentences, choose_sentences
-from mmldlm.evaluation.suite import Log
-from mmldlm.evaluation.text_arms import TextArms, decode, measure_set, measure_text_arms
-from mmldlm.sampling.inputs import reason_without_encoder
+from mmldlm.evaluation.sentences import Log, Sentences, choose_sentences
+from mmldlm.evaluation.statistics import Estimate, mean, paired_bootstrap
+from mmldlm.evaluation.texts import (
+    Scorer,
+    TextArms,
+    decode,
+    differences,
+    measure_set,
+    measure_text_arms,
+)
+from mmldlm.sampling.inputs import encode_texts, encoder_identity, reason_without_encoder
 from mmldlm.sampling.latent_sampler import steps_given_text
 from mmldlm.sampling.pretrained import Pretrained
-from mmldlm.sampling.search.judge import Judge
+from mmldlm.sampling.search.judge import Judge, cosines
 from mmldlm.sampling.search.options import SearchOptions
+from mmldlm.utils.formatting import count_noun
 
 
 def untrained_control(model: nn.Module, seed: int, random_gates: bool) -> nn.Module:
@@ -280,3 +289,86 @@ def example_records(
         | ({} if searched is None else {"searched": searched[row]})
         for row, text in zip(rows, written)
     ]
+
+
+def reencoded_estimates(
+    pretrained: Pretrained, written: Sequence[Sequence[int]], sentences: Sentences, log: Log
+) -> dict[str, Estimate]:
+    """Compare the encoder's embeddings of written texts with the embeddings that they were written
+    from.
+
+    A text too short to be embedded (no character, or fewer than the model has latents per text)
+    scores 0.
+
+    Args:
+        written: N lists of ids, one for each sentence.
+
+    Raises:
+        UserError, ImportError, OSError: as `encode_texts`, if the encoder is not available.
+    """
+    encoder_identity(pretrained)  # before the line of progress
+    texts = [
+        text.strip()
+        for text in pretrained.tokenizer.batch_decode(written, skip_special_tokens=True)
+    ]
+    count = pretrained.model.config.num_latents
+    rows = [
+        row for row, text in enumerate(texts) if text and split_into_parts(text, count) is not None
+    ]
+    encoded = np.zeros_like(sentences.latents)
+    progress = log(f"embedding {count_noun(len(rows), 'written text')} again with the encoder")
+    if rows:
+        encoded[rows] = encode_texts([texts[row] for row in rows], pretrained, progress)
+    targets, others = sentences.latents, sentences.latents[sentences.shuffled_index]
+    return {
+        "reencoded_cosine": mean(metrics.cosine_similarity(encoded, targets), "cosine"),
+        "reencoded_cosine_shuffled": mean(metrics.cosine_similarity(encoded, others), "cosine"),
+    }
+
+
+SEARCH = "search"
+
+
+def add_search(
+    found: TextArms,
+    pretrained: Pretrained,
+    sentences: Sentences,
+    written: Sequence[Sequence[int]],
+    judge: Judge,
+    settings: Settings,
+    log: Log,
+) -> list[list[int]]:
+    """Add the arm `search` and its paired differences to the model's texts; the search never reads
+    the sentences.
+
+    Args:
+        found: figures of the model's texts; completed here.
+        written: N lists of ids, the model's texts.
+        judge: of `SearchOptions.open_judge`.
+
+    Returns:
+        N texts as lists of ids.
+    """
+    options, latents = SearchOptions.of(settings), torch.from_numpy(sentences.latents)
+    progress = log(f"{options.describe()}, for {len(sentences)} embeddings")
+    own = writing_options(
+        pretrained, replace(settings, num_lengths=None), pretrained.task.samplers["l2t"][0]
+    )
+    texts = options.run(pretrained, latents, judge, seed=settings.seed, progress=progress, **own)
+    scorer = Scorer(pretrained, sentences, "bleu" in found.conditions, settings.seed)
+    scores, before = scorer.overlap(texts.tokens), scorer.overlap(written)
+    cosine_before = cosines(judge.embed(written), sentences.latents)
+    cosine = {"judge_cosine": mean(texts.cosine, "cosine")}
+    found.arms[SEARCH] = scorer.estimates(scores) | cosine
+    found.arms.setdefault("model", {})["judge_cosine"] = mean(cosine_before, "cosine")
+    change = differences(scores[0], before[0], settings.seed)
+    change["judge_cosine"] = paired_bootstrap(
+        texts.cosine, cosine_before, settings.seed, unit="cosine"
+    )
+    found.differences[f"{SEARCH}_minus_model"] = change
+    found.conditions[SEARCH] = {
+        "what": options.describe(),
+        "most_judge_calls": int(np.max(texts.calls)),
+        **texts.cost.per_text(),
+    }
+    return texts.tokens

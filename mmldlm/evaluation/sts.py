@@ -13,10 +13,10 @@ from typing import Any
 import numpy as np
 
 from mmldlm.errors import UserError
-from mmldlm.evaluation.metrics import retrieval
+from mmldlm.evaluation import metrics
 from mmldlm.evaluation.report import write_report
+from mmldlm.evaluation.sentences import Log, batch_budget
 from mmldlm.evaluation.statistics import Difference, paired_bootstrap
-from mmldlm.evaluation.suite import Log, batch_budget
 from mmldlm.sampling.inputs import encode_texts, tokenize_texts
 from mmldlm.sampling.latent_sampler import sample_latents, steps_given_text
 from mmldlm.sampling.pretrained import Pretrained
@@ -315,9 +315,9 @@ def evaluate(
     ).numpy()
 
     def similarities(vectors: np.ndarray) -> np.ndarray:
-        vectors = retrieval.pool_latents(vectors)
+        vectors = metrics.pool_latents(vectors)
         left, right = ([row_of[text] for text in side] for side in (pairs.first, pairs.second))
-        return retrieval.cosine_similarity(vectors[left], vectors[right])
+        return metrics.cosine_similarity(vectors[left], vectors[right])
 
     rows = {
         MODEL: similarities(sampled),

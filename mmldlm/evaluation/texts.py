@@ -12,17 +12,11 @@ import numpy as np
 
 from mmldlm.data.store import Store
 from mmldlm.errors import UserError
-from mmldlm.evaluation.floors import (
-    NEAR_DUPLICATE,
-    Neighbors,
-    nearest_training_sentences,
-    unigram_texts,
-)
-from mmldlm.evaluation.metrics import strings
-from mmldlm.evaluation.sentences import Sentences
+from mmldlm.evaluation import metrics
+from mmldlm.evaluation.sentences import Log, Sentences
 from mmldlm.evaluation.statistics import Difference, Estimate, mean, paired_bootstrap
-from mmldlm.evaluation.suite import Log
 from mmldlm.sampling.pretrained import Pretrained
+from mmldlm.utils.counter_rng import Stream, generator
 
 Arms = dict[str, dict[str, Estimate]]
 _APART = "_without_near_duplicates"
@@ -74,19 +68,19 @@ class Scorer:
         self.references = decode(pretrained, sentences.tokens)
         self.lengths = np.array([len(text) for text in sentences.tokens])
 
-    def overlap(self, tokens: Sequence[Sequence[int]]) -> tuple[strings.Overlap, np.ndarray]:
+    def overlap(self, tokens: Sequence[Sequence[int]]) -> tuple[metrics.Overlap, np.ndarray]:
         """Score N texts of ids; also return [N] bool: the number of tokens is right."""
-        found = strings.compare(decode(self.pretrained, tokens), self.references, self.with_bleu)
+        found = metrics.compare(decode(self.pretrained, tokens), self.references, self.with_bleu)
         return found, np.array([len(text) for text in tokens]) == self.lengths
 
     def estimates(
-        self, scores: tuple[strings.Overlap, np.ndarray], keep: np.ndarray | None = None
+        self, scores: tuple[metrics.Overlap, np.ndarray], keep: np.ndarray | None = None
     ) -> dict:
         """Return the figures of all rows, or of those where keep [N] is True."""
         overlap, is_exact = scores
         if keep is not None:
             overlap, is_exact = overlap.rows(keep), is_exact[keep]
-        return overlap.estimates(self.seed) | {"length_exact": mean(is_exact, strings.POINTS, 100)}
+        return overlap.estimates(self.seed) | {"length_exact": mean(is_exact, metrics.POINTS, 100)}
 
 
 def measure_text_arms(
@@ -122,7 +116,7 @@ def measure_text_arms(
         scorer.overlap([written[row] for row in sentences.shuffled_index])
     )
     for name, texts in (("model", written), ("sentences", sentences.tokens)):
-        found.arms.setdefault(name, {}).update(strings.set_figures(decode(pretrained, texts)))
+        found.arms.setdefault(name, {}).update(metrics.set_figures(decode(pretrained, texts)))
     progress(1, total)
     if not has_train:
         found.notes.append(
@@ -150,13 +144,13 @@ def measure_set(
     """Figures of texts that were written without a latent, beside those of as many sentences."""
     texts = {"model": written, "sentences": sentences.tokens}
     return TextArms(
-        {name: strings.set_figures(decode(pretrained, tokens)) for name, tokens in texts.items()}
+        {name: metrics.set_figures(decode(pretrained, tokens)) for name, tokens in texts.items()}
     )
 
 
 def _has_bleu(found: TextArms) -> bool:
     try:
-        found.conditions["bleu"] = strings.bleu_signatures()
+        found.conditions["bleu"] = metrics.bleu_signatures()
     except UserError as error:
         found.notes.append(f"no BLEU: {error.expected} {error.found}; {error.fix}")
         return False
@@ -178,7 +172,7 @@ def _against_originals(
             " figures of strings compare with sentences as it writes them, those that end in"
             " _original with the text before it"
         )
-    overlap = strings.compare(decode(scorer.pretrained, written), originals, scorer.with_bleu)
+    overlap = metrics.compare(decode(scorer.pretrained, written), originals, scorer.with_bleu)
     estimates = overlap.estimates(scorer.seed)
     return {
         f"{key}_original": estimates[key]
@@ -190,7 +184,7 @@ def _against_originals(
 def _add_nearest(
     found: TextArms,
     scorer: Scorer,
-    scores: tuple[strings.Overlap, np.ndarray],
+    scores: tuple[metrics.Overlap, np.ndarray],
     train: Store,
     neighbors: Neighbors,
 ) -> None:
@@ -217,16 +211,95 @@ def _add_nearest(
 
 
 def differences(
-    first: strings.Overlap, second: strings.Overlap, seed: int
+    first: metrics.Overlap, second: metrics.Overlap, seed: int
 ) -> dict[str, Difference]:
     """Return first - second of two arms on the same sentences in points, with 95 % intervals
     (`paired_bootstrap`).
     """
     found = {}
     if first.bleu is not None and second.bleu is not None:
-        pairs = strings.sentence_bleu(first.bleu), strings.sentence_bleu(second.bleu)
-        found["sentence_bleu"] = paired_bootstrap(*pairs, seed, unit=strings.POINTS)
+        pairs = metrics.sentence_bleu(first.bleu), metrics.sentence_bleu(second.bleu)
+        found["sentence_bleu"] = paired_bootstrap(*pairs, seed, unit=metrics.POINTS)
     for name in ("word_f1", "exact_match"):
         values = 100.0 * getattr(first, name), 100.0 * getattr(second, name)
-        found[name] = paired_bootstrap(*values, seed, unit=strings.POINTS)
+        found[name] = paired_bootstrap(*values, seed, unit=metrics.POINTS)
     return found
+
+
+# A sentence with a training neighbor of a higher cosine is a near-duplicate: a look-up would
+# answer it, too.
+NEAR_DUPLICATE = 0.95
+# Training sentences compared, spread over the split; it bounds the time, blocks bound the memory.
+MAX_COMPARED = 1_000_000
+MAX_COUNTED = 65_536  # training texts whose tokens are counted, spread over the split
+_QUERIES, _ROWS = 1024, 4096  # a block of cosines has 16 MB
+
+
+@dataclass(frozen=True)
+class Neighbors:
+    """The training sentence nearest to each of N latents.
+
+    Attributes:
+        rows: [N] int64 rows of the training split.
+        cosines: [N] fp32.
+        num_compared: training sentences that were compared; fewer than the split has if it is
+            larger than MAX_COMPARED.
+    """
+
+    rows: np.ndarray
+    cosines: np.ndarray
+    num_compared: int
+
+
+def nearest_training_sentences(
+    train: Store, latents: np.ndarray, limit: int = MAX_COMPARED
+) -> Neighbors:
+    """Find the training sentence of the largest cosine for each latent, in blocks of bounded
+    memory.
+
+    Args:
+        train: training split.
+        latents: [N, D], or [N, M, D]: the mean of a text's latents is compared.
+        limit: compare about this many, spread evenly over the split.
+    """
+    queries = _units(latents)
+    best = np.full(len(queries), -np.inf, dtype=np.float32)
+    rows, num_compared = np.zeros(len(queries), dtype=np.int64), 0
+    for first, block in train.latent_blocks(limit):
+        num_compared += len(block)
+        for start in range(0, len(block), _ROWS):
+            keys = _units(block[start : start + _ROWS]).T
+            for query in range(0, len(queries), _QUERIES):
+                part = slice(query, query + _QUERIES)
+                cosines = queries[part] @ keys
+                nearest = cosines.argmax(1)
+                value = cosines[np.arange(len(cosines)), nearest]
+                is_better = value > best[part]
+                best[part] = np.where(is_better, value, best[part])
+                rows[part] = np.where(is_better, first + start + nearest, rows[part])
+    return Neighbors(rows, best, num_compared)
+
+
+def _units(latents: np.ndarray) -> np.ndarray:
+    return metrics.normalize(metrics.pool_latents(latents)).astype(np.float32)
+
+
+def unigram_texts(train: Store, count: int, seed: int) -> tuple[list[list[int]], list[int]]:
+    """Return texts of tokens drawn by their frequency in training, and the text of the most
+    frequent tokens.
+
+    Lengths are drawn from those of training texts; the second text has their median length and
+    holds each token once, which is the constant text of about the best set-F1.
+    """
+    spread = np.unique(
+        np.linspace(0, len(train) - 1, min(len(train), MAX_COUNTED)).astype(np.int64)
+    )
+    tokens = train.get(spread).tokens
+    frequency = np.bincount(np.concatenate(tokens))
+    lengths = np.array([len(text) for text in tokens])
+    draw = generator(seed, Stream.UNIGRAM_FLOOR)
+    own = draw.choice(lengths, count)
+    flat = draw.choice(len(frequency), int(own.sum()), p=frequency / frequency.sum())
+    drawn = [part.tolist() for part in np.split(flat, np.cumsum(own)[:-1])]
+    order = np.argsort(-frequency, kind="stable")[: int(np.median(lengths))]
+    return drawn, order[frequency[order] > 0].tolist()

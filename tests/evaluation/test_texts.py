@@ -13,12 +13,11 @@ from rich.console import Console
 
 from mmldlm.config.task_registry import find_task
 from mmldlm.data.store import Store
-from mmldlm.evaluation.conditioning_gain import evaluate
 from mmldlm.evaluation.directions import Settings
-from mmldlm.evaluation.floors import nearest_training_sentences
+from mmldlm.evaluation.gain import evaluate
 from mmldlm.evaluation.sentences import choose_sentences
-from mmldlm.evaluation.text_arms import measure_set, measure_text_arms
 from mmldlm.evaluation.text_tables import OVERLAP_LEGEND, SET_LEGEND, show_texts
+from mmldlm.evaluation.texts import measure_set, measure_text_arms, nearest_training_sentences
 from mmldlm.sampling.pretrained import Pretrained
 from tests.evaluation.conftest import Words
 

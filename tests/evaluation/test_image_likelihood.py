@@ -14,7 +14,12 @@ import torch
 from mmldlm.cli import main
 from mmldlm.config.load import load_config
 from mmldlm.config.task_registry import find_task
-from mmldlm.evaluation.images.code_bits import ARMS, bit_estimates, code_bits, frequency_estimates
+from mmldlm.evaluation.image_likelihood import (
+    ARMS,
+    bit_estimates,
+    code_bits,
+    frequency_estimates,
+)
 from mmldlm.evaluation.sentences import choose_sentences
 from mmldlm.train import check_run, train
 from tests.support.image_store import make_image_store

@@ -13,8 +13,14 @@ import torch
 from torch import nn
 
 from mmldlm.errors import UserError
-from mmldlm.evaluation.images.clip_score import ClipScorer, clip_score
-from mmldlm.evaluation.images.inception import FeatureNetwork, distance_estimates, fid, kid
+from mmldlm.evaluation.named_weights import (
+    ClipScorer,
+    FeatureNetwork,
+    clip_score,
+    distance_estimates,
+    fid,
+    kid,
+)
 from tests.support.named_weights import save_clip, save_features
 
 CPU = torch.device("cpu")

@@ -292,7 +292,7 @@ class ImageReport:
 
     def page(self) -> str:
         """Return the report as a page for a browser."""
-        from mmldlm.evaluation.images.page import image_page
+        from mmldlm.evaluation.image_page import image_page
 
         return image_page(self)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from mmldlm.evaluation.images.figures import (
+from mmldlm.evaluation.image_figures import (
     Gallery,
     group_ids,
     nearest,

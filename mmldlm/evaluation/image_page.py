@@ -20,7 +20,7 @@ from mmldlm.observe.pages.elements import (
 from mmldlm.observe.pages.page import render
 
 if TYPE_CHECKING:
-    from mmldlm.evaluation.images.report import ImageReport
+    from mmldlm.evaluation.image_report import ImageReport
 
 _SIDE = 64  # pixels of a picture on the page; small ones are enlarged without smoothing
 
