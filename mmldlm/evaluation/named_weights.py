@@ -6,6 +6,7 @@ Off by default.
 from __future__ import annotations
 
 import json
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -216,10 +217,11 @@ class FeatureNetwork:
     StyleGAN2-ADA).
 
     Raises:
-        UserError: not a TorchScript file, or of other outputs.
+        UserError: not a TorchScript file, or torchmetrics is not installed.
     """
 
     def __init__(self, path: str, device: torch.device) -> None:
+        load_torchmetrics()  # its absence is found before anything is measured
         if not Path(path).is_file():
             raise _no_network(f"{path}: no such file")
         try:
@@ -306,42 +308,57 @@ def check_count(count: int) -> None:
 
 
 def fid(made: np.ndarray, real: np.ndarray) -> float:
-    """Return the Frechet distance of the Gaussians of features [N, F] and [M, F] fp64.
-
-    tr sqrt(A B) of covariances A = X'X and B = Y'Y is the sum of the singular values of XY': exact
-    where the covariances have no full rank, too.
-    """
-    shift = made.mean(0) - real.mean(0)
-    first, second = (_root(features) for features in (made, real))
-    cross = np.linalg.svd(first @ second.T, compute_uv=False).sum()
-    return float(shift @ shift + (first**2).sum() + (second**2).sum() - 2 * cross)
-
-
-def _root(features: np.ndarray) -> np.ndarray:
-    """Return X [min(N, F), F] whose X'X is the covariance of [N, F]."""
-    centered = (features - features.mean(0)) / np.sqrt(len(features) - 1)
-    return np.linalg.qr(centered, mode="r") if len(centered) > centered.shape[1] else centered
+    """Return torchmetrics' Frechet distance of the Gaussians of features [N, F] and [M, F]."""
+    frechet, _ = load_torchmetrics()
+    metric = frechet(feature=_GivenFeatures(made.shape[1]))
+    metric.update(torch.from_numpy(made), real=False)
+    metric.update(torch.from_numpy(real), real=True)
+    return float(metric.compute())
 
 
 def kid(made: np.ndarray, real: np.ndarray) -> float:
-    """Return the unbiased squared MMD with the kernel (x'y / F + 1)^3 of features [N, F] of both,
-    N >= 2.
-
-    A made and a real image of one caption are no independent pair, so row i is not compared with
-    row i (the U-statistic of Gretton et al., JMLR 2012).
+    """Return torchmetrics' unbiased squared MMD with the kernel (x'y / F + 1)^3 of features [N, F]
+    of both, N >= 2.
     """
-    count, width = made.shape
+    _, kernel = load_torchmetrics()
+    with warnings.catch_warnings(), torch.random.fork_rng(devices=[]):
+        # It warns that it keeps all features, and draws its subset, here all of them in an order
+        # that moves the last digits.
+        warnings.simplefilter("ignore", UserWarning)
+        torch.manual_seed(0)
+        metric = kernel(feature=_GivenFeatures(made.shape[1]), subsets=1, subset_size=len(made))
+        metric.update(torch.from_numpy(made), real=False)
+        metric.update(torch.from_numpy(real), real=True)
+        return float(metric.compute()[0])
 
-    def mean_kernel(first: np.ndarray, second: np.ndarray) -> float:
-        kernel = (first @ second.T / width + 1) ** 3
-        return float(kernel.sum() - np.trace(kernel)) / (count * (count - 1))
 
-    return (
-        mean_kernel(made, made)
-        + mean_kernel(real, real)
-        - mean_kernel(made, real)
-        - mean_kernel(real, made)
-    )
+class _GivenFeatures(nn.Module):
+    """The feature network of a metric that is given features instead of images."""
+
+    def __init__(self, num_features: int) -> None:
+        super().__init__()
+        self.num_features = num_features
+
+    def forward(self, features: torch.Tensor) -> torch.Tensor:
+        return features
+
+
+def load_torchmetrics() -> tuple[Any, Any]:
+    """Return torchmetrics' FrechetInceptionDistance and KernelInceptionDistance.
+
+    Raises:
+        UserError: torchmetrics is not installed.
+    """
+    try:
+        from torchmetrics.image.fid import FrechetInceptionDistance
+        from torchmetrics.image.kid import KernelInceptionDistance
+    except ImportError:
+        raise UserError(
+            "torchmetrics, for --inception-weights",
+            "it is not installed",
+            "pip install 'mmldlm[eval]'",
+        ) from None
+    return FrechetInceptionDistance, KernelInceptionDistance
 
 
 def _last_line(error: Exception) -> str:

@@ -384,6 +384,7 @@ def test_text_checkpoints_and_stores_are_refused(model, images, store, tmp_path,
 
 
 def test_an_evaluation_measures_both_directions(model, tmp_path, capsys):
+    pytest.importorskip("torchmetrics", reason="the extra eval is not installed")
     images = make_image_store(
         tmp_path / "store", characters=CHARACTERS[:62:3] * 3
     )  # the same letters, 20 unseen
