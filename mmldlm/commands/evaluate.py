@@ -6,7 +6,7 @@ import argparse
 import contextlib
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from mmldlm.commands import RemovedOption, RenamedOption
 from mmldlm.config.text_samplers import BY_CERTAINTY
@@ -23,9 +23,8 @@ from mmldlm.utils.progress import ProgressBar
 
 if TYPE_CHECKING:
     from mmldlm.evaluation.image_report import ImageReport
+    from mmldlm.evaluation.report import Report
     from mmldlm.sampling.pretrained import Pretrained
-
-    Report = Any  # each suite has a class of its own, with as_dict, show, page and write
 
 INFORMATION_PAGE = "studies/information/README.md"
 SUITES = {

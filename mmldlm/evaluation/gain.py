@@ -29,7 +29,7 @@ from mmldlm.evaluation.directions import (
     write_unconditionally,
     writing_options,
 )
-from mmldlm.evaluation.report import EvaluationReport
+from mmldlm.evaluation.gain_report import EvaluationReport
 from mmldlm.evaluation.sentences import Log, Sentences, choose_sentences
 from mmldlm.evaluation.statistics import Estimate, mean, paired_bootstrap
 from mmldlm.evaluation.texts import (

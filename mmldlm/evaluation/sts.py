@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import os
 import re
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -14,9 +13,11 @@ import numpy as np
 
 from mmldlm.errors import UserError
 from mmldlm.evaluation import metrics
-from mmldlm.evaluation.report import write_report
+from mmldlm.evaluation.report import Report, conditions_section, html_page
 from mmldlm.evaluation.sentences import Log, batch_budget
 from mmldlm.evaluation.statistics import Difference, paired_bootstrap
+from mmldlm.observe.pages.elements import Column, Element, element, section, table
+from mmldlm.observe.pages.svg import Interval, interval_plot
 from mmldlm.sampling.inputs import encode_texts, tokenize_texts
 from mmldlm.sampling.latent_sampler import sample_latents, steps_given_text
 from mmldlm.sampling.pretrained import Pretrained
@@ -25,6 +26,8 @@ from mmldlm.utils.formatting import count_noun, describe_os_error
 from mmldlm.utils.input_files import read_text
 from mmldlm.utils.screen import open_console
 
+# Colors of the plot: the model, and what needs no model.
+_MODEL, _FLOOR = 0, 4
 _RESAMPLES = 1000
 MODEL, TF_IDF, CEILING = "model (t2l)", "floor: TF-IDF", "ceiling: the encoder"
 
@@ -215,7 +218,7 @@ def bag_similarities(pairs: Pairs, weighted: bool) -> np.ndarray:
 
 
 @dataclass
-class StsReport:
+class StsReport(Report):
     """Correlations of the model, the floors and the ceiling; their paired differences; Spearman by
     source.
     """
@@ -231,15 +234,40 @@ class StsReport:
         details = {**self.rows, "differences": found, "by_source": self.sources}
         return {"conditions": self.conditions, "claims": [], "details": details}
 
-    def write(self, path: str | os.PathLike) -> None:
-        """Write the JSON atomically."""
-        write_report(path, self.as_dict())
-
     def page(self) -> str:
         """Return the report as a page for a browser."""
-        from mmldlm.evaluation.report_page import sts_page
-
-        return sts_page(self)
+        conditions = self.conditions
+        intervals = [
+            Interval(
+                name,
+                row["spearman"]["value"],
+                *row["spearman"]["ci95"],
+                _MODEL if name.startswith("model") else _FLOOR,
+            )
+            for name, row in self.rows.items()
+        ]
+        plot = interval_plot(
+            intervals,
+            "Spearman",
+            "How well similarities rank pairs as people do. Right is better.",
+        )
+        rows = [
+            (name, *(_with_interval(row[key]) for key in row)) for name, row in self.rows.items()
+        ]
+        caption = (
+            "Correlation of the similarity of two embeddings with human scores, with 95 %"
+            " bootstrap intervals over pairs. Spearman compares ranks, Pearson values; 1 is"
+            " perfect, 0 is none. A floor reads words alone. The ceiling is the encoder that the"
+            " model learned from."
+        )
+        figures = section(
+            "Figures",
+            table(
+                caption, [Column("similarity", False), Column("Spearman"), Column("Pearson")], rows
+            ),
+        )
+        title = f"STS Benchmark: {conditions['num_pairs']} pairs of {conditions['file']}"
+        return html_page(title, [figures, section("Plot", plot), conditions_section(conditions)])
 
     def show(self, console=None) -> None:
         """Print the table."""
@@ -276,6 +304,13 @@ class StsReport:
                 source, str(row["num_pairs"]), *(f"{row[name]['value']:.3f}" for name in names)
             )
         console.print(table)
+
+
+def _with_interval(found: Mapping[str, Any]) -> Element:
+    low, high = found["ci95"]
+    return element(
+        "span", f"{found['value']:.3f} ", element("span", f"[{low:.3f}, {high:.3f}]", class_="se")
+    )
 
 
 def evaluate(

@@ -16,7 +16,7 @@ from mmldlm.data.store import Store
 from mmldlm.evaluation.directions import Settings
 from mmldlm.evaluation.gain import evaluate
 from mmldlm.evaluation.sentences import choose_sentences
-from mmldlm.evaluation.text_tables import OVERLAP_LEGEND, SET_LEGEND, show_texts
+from mmldlm.evaluation.text_report import OVERLAP_LEGEND, SET_LEGEND, show_texts
 from mmldlm.evaluation.texts import measure_set, measure_text_arms, nearest_training_sentences
 from mmldlm.sampling.pretrained import Pretrained
 from tests.evaluation.conftest import Words

@@ -1,16 +1,24 @@
 """Tables of written strings: against their references beside the floors, and as a set beside real
-sentences.
+sentences, as text and as parts of a page.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from mmldlm.evaluation.measured_rows import measured_rows
+from mmldlm.evaluation.report import html_cell, label_element, measured_rows
 from mmldlm.evaluation.statistics import Difference, Estimate
+from mmldlm.observe.pages.elements import Column, Element, definitions, section, table
 
 Arms = Mapping[str, Mapping[str, Estimate]]
+Differences = Mapping[str, Mapping[str, Difference]]
+
+# Caption of a table of estimates.
+ERRORS = (
+    "\N{PLUS-MINUS SIGN} is one standard error over sentences. An indented line belongs to the"
+    " line above it."
+)
 
 # (arm, label) of the rows, in order.
 OVERLAP_ROWS = (
@@ -66,9 +74,7 @@ SET_LEGEND = {
 }
 
 
-def show_texts(
-    arms: Arms, differences: Mapping[str, Mapping[str, Difference]], conditions: dict, console
-) -> None:
+def show_texts(arms: Arms, differences: Differences, conditions: dict, console) -> None:
     """Print what was measured of written strings; nothing if no text was written."""
     if "sentences" not in arms:
         return
@@ -98,7 +104,9 @@ def _print(
     for _, heading, _ in columns:
         table.add_column(heading, justify="right", no_wrap=True)
     for name, label in rows:
-        table.add_row(label, *(_cell(arms[name].get(key), digits) for key, _, digits in columns))
+        table.add_row(
+            label, *(_short_cell(arms[name].get(key), digits) for key, _, digits in columns)
+        )
     console.print(table)
     shown = {name for name, _ in rows} | {key for key, _, _ in columns}
     for name, words in legend.items():
@@ -107,9 +115,7 @@ def _print(
     console.print()
 
 
-def _print_known(
-    differences: Mapping[str, Mapping[str, Difference]], conditions: dict[str, Any], console
-) -> None:
+def _print_known(differences: Differences, conditions: dict[str, Any], console) -> None:
     """Print how many sentences are near-duplicates, and whether the model is better than a
     look-up.
     """
@@ -139,7 +145,7 @@ def _print_known(
 
 def _print_search(
     arms: Arms,
-    differences: Mapping[str, Mapping[str, Difference]],
+    differences: Differences,
     conditions: dict[str, Any],
     console,
 ) -> None:
@@ -168,7 +174,7 @@ def _print_search(
     console.print()
 
 
-def _cell(estimate: Estimate | None, digits: int) -> str:
+def _short_cell(estimate: Estimate | None, digits: int) -> str:
     """Return value+-error, without decimals of a value of 100 or an error of 10: the table must
     fit 80 columns.
     """
@@ -178,3 +184,95 @@ def _cell(estimate: Estimate | None, digits: int) -> str:
     value = "100" if value == "100.0" else value
     error = error.split(".")[0] if estimate.se >= 10 else error
     return f"{value}+-{error}"
+
+
+def text_sections(
+    arms: Arms, differences: Differences, conditions: Mapping[str, Any]
+) -> list[Element]:
+    """Return what `show_texts` prints as parts of a page."""
+    parts = []
+    if "word_f1" in arms["model"]:
+        count = arms["model"]["word_f1"].n
+        caption = (
+            f"Texts written from {count} embeddings against their sentences, in points of 100."
+            f" {ERRORS}"
+        )
+        found = _arms_table(arms, caption, OVERLAP_ROWS, OVERLAP_COLUMNS, OVERLAP_LEGEND)
+        extra = [*_difference_tables(differences, conditions), *_search_costs(conditions)]
+        parts.append(section("Written texts against their sentences", *found, *extra))
+    if "sentences" in arms:
+        caption = f"The same number of real sentences shows what to compare with. {ERRORS}"
+        found = _arms_table(arms, caption, SET_ROWS, SET_COLUMNS, SET_LEGEND)
+        parts.append(section("Written texts as a set", *found))
+    return parts
+
+
+def _arms_table(
+    arms: Arms, caption: str, rows: Sequence, columns: Sequence, legend: Mapping[str, str]
+) -> tuple[Element, Element]:
+    """Return a table of arms by figures, and what both mean."""
+    rows = [(arm, label) for arm, label in rows if arm in arms]
+    columns = [column for column in columns if any(column[0] in arms[arm] for arm, _ in rows)]
+    heads = [Column("", False), *(Column(heading.replace("\n", " ")) for _, heading, _ in columns)]
+    cells = [
+        (
+            label_element(label),
+            *(html_cell(arms[arm].get(key), n) for key, _, n in columns),
+        )
+        for arm, label in rows
+    ]
+    shown = {arm for arm, _ in rows} | {key for key, _, _ in columns}
+    words = [text.partition(": ")[::2] for name, text in legend.items() if name in shown]
+    return table(caption, heads, cells), definitions(words)
+
+
+def _difference_tables(differences: Differences, conditions: Mapping[str, Any]) -> list[Element]:
+    """A table of paired differences; of near-duplicates, how many there are."""
+    rows = []
+    for name, estimates in differences.items():
+        for key, found in estimates.items():
+            digits = 3 if found.unit == "cosine" else 1
+            interval = f"[{found.low:+.{digits}f}, {found.high:+.{digits}f}]"
+            label = f"{name.replace('_', ' ')}: {key.replace('_', ' ')}"
+            rows.append((label, f"{found.value:+.{digits}f} {found.unit}", interval))
+    if not rows:
+        return []
+    caption = "Differences on the same sentences, with 95 % bootstrap intervals."
+    known = conditions.get("near_duplicates")
+    if known is not None:
+        share = f"{known['count']} of {conditions['num_sentences']}"
+        caption += (
+            f" Known: {share} sentences have a training sentence of a cosine above"
+            f" {known['cosine_above']}."
+        )
+    return [
+        table(caption, [Column("difference", False), Column("value"), Column("interval")], rows)
+    ]
+
+
+def _search_costs(conditions: Mapping[str, Any]) -> list[Element]:
+    """What the texts of a search cost beside the model's own, if there was one."""
+    search = conditions.get("search")
+    if search is None:
+        return []
+    costs = (
+        ("model", conditions.get("gflops_per_text"), conditions["most_passes"], 0),
+        (f"search: {search['what']}", search["gflops"], search["depth"], search["judge_calls"]),
+    )
+    rows = [
+        (name, "" if gflops is None else f"{gflops:.1f}", f"{depth:g}", f"{calls:.0f}")
+        for name, gflops, depth, calls in costs
+    ]
+    columns = [
+        Column("texts of", False),
+        Column("GFLOP"),
+        Column("most passes in sequence"),
+        Column("texts judged"),
+    ]
+    return [
+        table(
+            "Cost of one text. A judge embeds texts and compares them with the embedding.",
+            columns,
+            rows,
+        )
+    ]
