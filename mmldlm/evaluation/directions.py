@@ -11,11 +11,10 @@ import numpy as np
 import torch
 from torch import nn
 
-from mmldlm.evaluation.metrics import retrieval, text_overlap
-from mmldlm.evaluation.metrics.nelbo import Likelihood, measure
-from mmldlm.evaluation.sentences import Sentences
+from mmldlm.evaluation import metrics
+from mmldlm.evaluation.nelbo import Likelihood, measure
+from mmldlm.evaluation.sentences import Log, Sentences, batch_budget
 from mmldlm.evaluation.statistics import Estimate, mean, proportion, ratio
-from mmldlm.evaluation.suite import Log, batch_budget
 from mmldlm.sampling.latent_sampler import sample_latents, steps_given_text
 from mmldlm.sampling.options import DEFAULTS
 from mmldlm.sampling.pretrained import Pretrained
@@ -117,7 +116,7 @@ def measure_l2t(
     }
     result.written, result.f1 = (
         samples.tokens,
-        text_overlap.token_f1(samples.tokens, sentences.tokens),
+        metrics.token_f1(samples.tokens, sentences.tokens),
     )
     return result
 
@@ -232,18 +231,18 @@ def text_estimates(
     """
     shuffled = [samples.tokens[other] for other in shuffled_index]
     f1, shuffled_f1 = (
-        text_overlap.token_f1(samples.tokens, references),
-        text_overlap.token_f1(shuffled, references),
+        metrics.token_f1(samples.tokens, references),
+        metrics.token_f1(shuffled, references),
     )
     lengths = samples.lengths.numpy()
     return {
         "f1_right": mean(f1, "points", 100),
         "f1_shuffled": mean(shuffled_f1, "points", 100),
         "f1_gap": mean(f1 - shuffled_f1, "points", 100),
-        "piece_bleu_right": text_overlap.piece_bleu(samples.tokens, references, seed),
-        "piece_bleu_shuffled": text_overlap.piece_bleu(shuffled, references, seed),
+        "piece_bleu_right": metrics.piece_bleu(samples.tokens, references, seed),
+        "piece_bleu_shuffled": metrics.piece_bleu(shuffled, references, seed),
         "piece_exact_match_right": mean(
-            text_overlap.exact_match(samples.tokens, references), "points", 100
+            metrics.exact_match(samples.tokens, references), "points", 100
         ),
         "passes": mean(samples.passes.numpy(), "passes/text"),
         "length_error": mean(np.abs(lengths - num_tokens), "tokens"),
@@ -291,18 +290,16 @@ def latent_estimates(
     With several latents per text, [Q, M, D], cosine and norm ratio are means over them; retrieval
     uses their mean.
     """
-    pooled, pooled_gallery = retrieval.pool_latents(predictions), retrieval.pool_latents(gallery)
-    ranks = retrieval.ranks(pooled, pooled_gallery, np.arange(len(predictions)))
+    pooled, pooled_gallery = metrics.pool_latents(predictions), metrics.pool_latents(gallery)
+    ranks = metrics.ranks(pooled, pooled_gallery, np.arange(len(predictions)))
     norm_ratio = np.linalg.norm(predictions, axis=-1) / np.linalg.norm(sentences.latents, axis=-1)
     shuffled = predictions[sentences.shuffled_index]
     return {
-        "cosine": mean(retrieval.cosine_similarity(predictions, sentences.latents), "cosine"),
-        "cosine_shuffled": mean(
-            retrieval.cosine_similarity(shuffled, sentences.latents), "cosine"
-        ),
+        "cosine": mean(metrics.cosine_similarity(predictions, sentences.latents), "cosine"),
+        "cosine_shuffled": mean(metrics.cosine_similarity(shuffled, sentences.latents), "cosine"),
         "recall_at_1": proportion(ranks < 1, f"share, of {len(gallery)}"),
         "recall_at_10": proportion(ranks < 10, f"share, of {len(gallery)}"),
-        "norm_ratio": mean(retrieval.mean_over_latents(norm_ratio), "made / true"),
+        "norm_ratio": mean(metrics.mean_over_latents(norm_ratio), "made / true"),
     }
 
 

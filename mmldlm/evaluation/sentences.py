@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -12,6 +13,7 @@ from mmldlm.errors import UserError
 from mmldlm.evaluation.statistics import derangement
 from mmldlm.sampling.latent_sampler import check_latents_per_text
 from mmldlm.utils.counter_rng import Stream, generator
+from mmldlm.utils.progress import ProgressCallback
 
 
 @dataclass
@@ -89,3 +91,14 @@ def choose_sentences(
     tokens = [row.tolist() for row in batch.tokens]
     texts = store.texts(ids)
     return Sentences(tokens, batch.latents, texts, derangement(count, seed, texts), ids)
+
+
+Log = Callable[[str], ProgressCallback | None]
+"""Called with one line per stage; the result, if any, is called as the stage progresses
+(`ProgressBar.start`).
+"""
+
+
+def batch_budget(model: nn.Module, batch_size: int | None) -> dict[str, int]:
+    """Return `batch_tokens` of the samplers and the NELBO for batch_size texts of full length."""
+    return {} if batch_size is None else {"batch_tokens": batch_size * model.config.max_seq_len}

@@ -196,8 +196,8 @@ OPTIONS: dict[str, dict[str, Any]] = {
         "metavar": "N1,N2,..|FILE",
         "help": (
             "tokens per pass instead of --num-steps, scaled to each text: numbers, or a JSON file"
-            " of a list, of {length: list}, or of evaluate --write-schedule, of which --num-steps"
-            " chooses (scheduled, confidence, margin, entropy)"
+            " of a list, of {length: list}, or as studies/information writes it, of which"
+            " --num-steps chooses (scheduled, confidence, margin, entropy)"
         ),
     },
     "spacing": {

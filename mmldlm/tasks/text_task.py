@@ -39,9 +39,6 @@ class TextTask(Task):
             texts with kept tokens.
         exact_likelihood: whether `score_texts` gives the exact likelihood, so that one draw is
             enough.
-        scores_by_count: whether `score_texts` masks 1 .. L of a text's L tokens, a number that the
-            last column of `uniform` chooses evenly. Then the information curve can be measured,
-            and the samplers' exact likelihood.
         evaluation_decoding: how evaluation writes texts, in words.
     """
 
@@ -51,7 +48,6 @@ class TextTask(Task):
     )
     fills_lengths: ClassVar[bool] = False
     exact_likelihood: ClassVar[bool] = False
-    scores_by_count: ClassVar[bool] = False
     evaluation_decoding: ClassVar[str] = (
         "confidence, greedy, lengths from the model (median of p(length | latent))"
     )
@@ -133,6 +129,9 @@ class TextTask(Task):
 class MaskedTextTask(TextTask):
     """A task of masked diffusion: a model with the forward contract of MultimodalMMDiT, a section
     `text_diffusion`.
+
+    Its `score_texts` masks 1 .. L of a text's L tokens, a number that the last column of `uniform`
+    chooses evenly.
     """
 
     fills_lengths = True
@@ -141,7 +140,6 @@ class MaskedTextTask(TextTask):
         "unconditional": (*BY_CHANCE, "remdm", *BY_CERTAINTY),
     }
     sampling_options = TextTask.sampling_options | STRATEGY_OPTIONS | {"num_lengths"}
-    scores_by_count = True
 
     def records_passes(self, sampler: str) -> bool:
         return True

@@ -65,9 +65,9 @@ def measure(run: Path, store: str, samples: int | None, judge: Path | None) -> d
         measure_l2t,
         measure_likelihood,
     )
-    from mmldlm.evaluation.metrics.strings import set_figures
+    from mmldlm.evaluation.metrics import set_figures
     from mmldlm.evaluation.sentences import choose_sentences
-    from mmldlm.evaluation.text_arms import Scorer, decode
+    from mmldlm.evaluation.texts import Scorer, decode
     from mmldlm.sampling.pretrained import load_pretrained
 
     torch.set_num_threads(1)
@@ -98,9 +98,9 @@ def measure(run: Path, store: str, samples: int | None, judge: Path | None) -> d
 def real_texts(store: str, samples: int | None, judge: Path) -> dict[str, dict]:
     """The row of the table for the unseen texts themselves."""
     from mmldlm.data.store import Store
-    from mmldlm.evaluation.metrics.strings import set_figures
+    from mmldlm.evaluation.metrics import set_figures
     from mmldlm.evaluation.sentences import choose_sentences
-    from mmldlm.evaluation.text_arms import decode
+    from mmldlm.evaluation.texts import decode
     from mmldlm.sampling.pretrained import load_pretrained
 
     pretrained = load_pretrained(judge / "latest")

@@ -44,8 +44,8 @@ def measure_ways(
     import torch
 
     from mmldlm.data.store import Store
-    from mmldlm.evaluation.floors import NEAR_DUPLICATE, nearest_training_sentences
     from mmldlm.evaluation.sentences import choose_sentences
+    from mmldlm.evaluation.texts import NEAR_DUPLICATE, nearest_training_sentences
     from mmldlm.sampling.pretrained import load_pretrained
     from mmldlm.sampling.search.judge import EncoderJudge
 
@@ -106,13 +106,13 @@ def _penalty() -> float:
 
 def _values(pretrained, sentences, tokens: list[list[int]], referee) -> dict[str, Any]:
     """[N] of each figure, in points, and the cosine of each text's embedding with the latent."""
-    from mmldlm.evaluation.metrics import strings
-    from mmldlm.evaluation.text_arms import Scorer
+    from mmldlm.evaluation import metrics
+    from mmldlm.evaluation.texts import Scorer
     from mmldlm.sampling.search.judge import cosines
 
     overlap, is_exact = Scorer(pretrained, sentences, True, 0).overlap(tokens)
     return {
-        "sentence_bleu": strings.sentence_bleu(overlap.bleu),
+        "sentence_bleu": metrics.sentence_bleu(overlap.bleu),
         "word_f1": 100.0 * overlap.word_f1,
         "exact_match": 100.0 * overlap.exact_match,
         "length_exact": 100.0 * is_exact,

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from mmldlm.data.store import Store
-from mmldlm.evaluation import floors
-from mmldlm.evaluation.floors import nearest_training_sentences, unigram_texts
+from mmldlm.evaluation import texts as floors
+from mmldlm.evaluation.texts import nearest_training_sentences, unigram_texts
 
 
 @pytest.mark.parametrize("count", [1, 2])

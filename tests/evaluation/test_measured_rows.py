@@ -1,7 +1,7 @@
 """Indented rows belong to the row above them."""
 
-from mmldlm.evaluation.measured_rows import measured_rows
-from mmldlm.evaluation.report import ROWS
+from mmldlm.evaluation.gain_report import ROWS
+from mmldlm.evaluation.report import measured_rows
 
 TABLE = (
     ("a", "figure", 1),

@@ -9,9 +9,8 @@ import pytest
 
 from mmldlm.data.encoders.encoder import Encoder
 from mmldlm.errors import UserError
-from mmldlm.evaluation.conditioning_gain import evaluate
 from mmldlm.evaluation.directions import Settings
-from mmldlm.evaluation.reencoding import reencoded_estimates
+from mmldlm.evaluation.gain import evaluate, reencoded_estimates
 from mmldlm.evaluation.sentences import Sentences
 from mmldlm.sampling.pretrained import Pretrained
 from mmldlm.tasks.translation.config import LatentDiffusionConfig, TextDiffusionConfig

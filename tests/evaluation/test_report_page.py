@@ -13,12 +13,10 @@ import pytest
 
 from mmldlm.commands.evaluate import add_arguments, main
 from mmldlm.errors import UserError
-from mmldlm.evaluation.meanings import CLAIM_MEANINGS, MEANINGS
-from mmldlm.evaluation.metrics.sts_benchmark import StsReport, correlations
-from mmldlm.evaluation.report import ROWS, EvaluationReport
-from mmldlm.evaluation.report_page import PLOTS
+from mmldlm.evaluation.gain_report import CLAIM_MEANINGS, PLOTS, ROWS, EvaluationReport
 from mmldlm.evaluation.statistics import Difference, Estimate
-from mmldlm.evaluation.text_tables import (
+from mmldlm.evaluation.sts import StsReport, correlations
+from mmldlm.evaluation.text_report import (
     OVERLAP_COLUMNS,
     OVERLAP_LEGEND,
     OVERLAP_ROWS,
@@ -33,7 +31,7 @@ UNITS = {"nelbo": "nats/token", "gain": "nats/token", "f1": "points", "recall": 
 @pytest.fixture
 def report():
     """A different value for every figure; one hostile sample, note and store."""
-    names = [key for key, _, _ in ROWS]
+    names = [key for key, *_ in ROWS]
     unit = {
         name: next((unit for start, unit in UNITS.items() if start in name), "cosine")
         for name in names
@@ -81,11 +79,13 @@ def words(page: str) -> str:
 
 def test_every_figure_has_its_error_and_its_meaning(report):
     page = words(report.page())
-    found = report.figures()
-    assert [key for key, *_ in found] == [key for key, _, _ in ROWS]
-    for key, label, digits, estimate, _ in found:
+    table = report.figures()
+    model = dict(table.columns)["model"]
+    assert [row.key for row in table.rows] == [key for key, *_ in ROWS]
+    for key, label, digits, meaning in table.rows:
+        estimate = model[key]
         assert f"{estimate.value:.{digits}f} ± {estimate.se:.{digits}f}" in page
-        assert label.strip() + MEANINGS[key] in page
+        assert label.strip() + meaning in page
     assert "9.500 ± 0.100" in page and "on 10 of the sentences" in page
     assert all(item["id"] + CLAIM_MEANINGS[item["id"]] in page for item in report.claims)
 

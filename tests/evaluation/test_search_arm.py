@@ -13,8 +13,8 @@ import pytest
 from mmldlm.commands.evaluate import _check_arguments, _check_task, add_arguments
 from mmldlm.config.task_registry import find_task
 from mmldlm.errors import UserError
-from mmldlm.evaluation.conditioning_gain import evaluate
 from mmldlm.evaluation.directions import Settings
+from mmldlm.evaluation.gain import evaluate
 from mmldlm.sampling.search.judge import T2lJudge
 
 

@@ -15,7 +15,7 @@ import torch
 from mmldlm.commands.sample import add_arguments, main
 from mmldlm.diffusion import GaussianProcess, MaskedDiffusion
 from mmldlm.errors import UserError
-from mmldlm.evaluation.metrics.nelbo import measure
+from mmldlm.evaluation.nelbo import measure
 from mmldlm.sampling.joint_sampler import choose_method, sample_joint
 from mmldlm.sampling.latent_sampler import sample_latents
 from mmldlm.sampling.pretrained import load_pretrained

@@ -21,7 +21,7 @@ from mmldlm.data.prepare.options import ImageOptions
 from mmldlm.data.prepare.pipeline import prepare
 from mmldlm.data.store import Store
 from mmldlm.errors import UserError
-from mmldlm.evaluation.images.settings import ImageSettings
+from mmldlm.evaluation.images import ImageSettings
 from mmldlm.sampling.inputs import encode_texts
 from mmldlm.sampling.pretrained import load_pretrained
 from mmldlm.sampling.text.length_rule import most_probable_lengths
@@ -309,7 +309,7 @@ def test_a_black_patch_is_a_latent(model, tmp_path):
             "masked diffusion on texts",
         ),
         (
-            ["evaluate", "--checkpoint", "RUN", "--data", "IMAGES", "--suite", "information"],
+            ["evaluate", "--checkpoint", "RUN", "--suite", "stsb", "--sts-file", "STS"],
             "for a model of images",
         ),
         (["evaluate", "--checkpoint", "RUN", "--data", "IMAGES", "--search", "local"], "--search"),
@@ -327,9 +327,12 @@ def test_a_black_patch_is_a_latent(model, tmp_path):
     ],
 )
 def test_commands_of_texts_refuse_images_by_name(
-    model, images, store, tmp_path, capsys, words, expected
+    model, images, store, tmp_path, tmp_path_factory, capsys, words, expected
 ):
+    sts = tmp_path_factory.mktemp("sts") / "dev.csv"
+    sts.write_text("".join(f"a\ta\t1\t{n}\t{n}\ta {n}\tb {n}\n" for n in range(4)))
     places = {"RUN": model / "run", "IMAGES": images, "TEXTS": store, "OUT": tmp_path / "out"}
+    places["STS"] = sts
     for name, path in places.items():
         words = [word.replace(name, str(path)) for word in words]
     assert main(words) == 2
@@ -381,6 +384,7 @@ def test_text_checkpoints_and_stores_are_refused(model, images, store, tmp_path,
 
 
 def test_an_evaluation_measures_both_directions(model, tmp_path, capsys):
+    pytest.importorskip("torchmetrics", reason="the extra eval is not installed")
     images = make_image_store(
         tmp_path / "store", characters=CHARACTERS[:62:3] * 3
     )  # the same letters, 20 unseen

@@ -4,8 +4,7 @@ and number of passes.
     {"version": 1, "model": "runs/a", "schedules": {"12": {"1": [12], "2": [3, 9]}, "13": ...}}
 
 The length of a text counts its EOS, and so does the sum of a schedule: in a random order the EOS
-has a place like any token. `mmldlm evaluate --suite information --write-schedule FILE` writes one
-from a measured curve.
+has a place like any token. The study studies/information writes one from a measured curve.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from mmldlm.utils import atomic_files
 from mmldlm.utils.json_files import read_json
 
 VERSION = 1
-_FIX = "write it with `mmldlm evaluate --suite information --write-schedule FILE`"
+_FIX = "write it with studies/information/main.py --write-schedule FILE"
 
 Schedules = dict[int, dict[int, list[int]]]
 """Length (EOS counted) -> number of passes -> positions that each pass fills."""

@@ -13,7 +13,7 @@ from mmldlm.sampling.text.schedule_file import read_schedules, schedules_of
 from mmldlm.utils.json_files import read_json_value
 from mmldlm.utils.option_types import MAX_COUNT
 
-_FIX = "correct it, or write it with `mmldlm evaluate --suite information --write-schedule FILE`"
+_FIX = "correct it, or write it with studies/information/main.py --write-schedule FILE"
 
 Schedule = Sequence[float] | Mapping[int, Sequence[float]]
 """Numbers of tokens per pass, or those for texts of each length (EOS counted); scaled to the

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 import torch
 
-from mmldlm.evaluation.conditioning_gain import untrained_control
 from mmldlm.evaluation.directions import likelihood_estimates
-from mmldlm.evaluation.metrics.nelbo import measure
+from mmldlm.evaluation.gain import untrained_control
+from mmldlm.evaluation.nelbo import measure
 from mmldlm.models.plain.model import PlainTransformer
 from mmldlm.sampling.pretrained import Pretrained
 from mmldlm.tasks.baselines.mdlm.config import MdlmModelConfig

@@ -1,0 +1,470 @@
+"""The report of a conditioning gain: figures, plots, samples and claims, as text and as a page."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from mmldlm.evaluation.report import (
+    FigureTable,
+    Report,
+    Row,
+    cell,
+    claim,
+    claims_section,
+    conditions_section,
+    html_page,
+    measured_rows,
+    note_elements,
+    print_claims,
+)
+from mmldlm.evaluation.statistics import Difference, Estimate
+from mmldlm.evaluation.text_report import ERRORS, OVERLAP_ROWS, Arms, show_texts, text_sections
+from mmldlm.observe.pages.elements import Column, Element, element, section, table
+from mmldlm.observe.pages.svg import Interval, interval_plot
+from mmldlm.utils.screen import open_console
+
+# The figures of model and untrained control, in order.
+ROWS = (
+    Row(
+        "nelbo_right",
+        "l2t NELBO, nats/token",
+        3,
+        "How surprised the model is by a text, given its own embedding. Lower is better.",
+    ),
+    Row(
+        "nelbo_shuffled",
+        "  another sentence's embedding",
+        3,
+        "The same, given the embedding of another sentence.",
+    ),
+    Row("nelbo_null", "  none (learned null)", 3, "The same, given no embedding."),
+    Row(
+        "gain_null",
+        "  gain: none - right",
+        3,
+        "What the embedding tells the model about the text. 0 means that the model ignores it.",
+    ),
+    Row(
+        "gain_shuffled",
+        "  gain: another's - right",
+        3,
+        "What the right embedding tells beyond the embedding of any other sentence.",
+    ),
+    Row(
+        "token_accuracy_right",
+        "l2t accuracy at masked tokens",
+        3,
+        "Share of hidden tokens whose most probable candidate is right.",
+    ),
+    Row("token_accuracy_null", "  none", 3, "The same without an embedding."),
+    Row(
+        "length_nll_right",
+        "length NLL, nats/text",
+        3,
+        "How surprised the model is by the length of the text, given its embedding.",
+    ),
+    Row("length_nll_null", "  none", 3, "The same without an embedding."),
+    Row(
+        "length_error",
+        "length error, tokens",
+        2,
+        "Mean distance between the length that the model chose and the right one.",
+    ),
+    Row(
+        "length_error_shuffled",
+        "  another sentence's embedding",
+        2,
+        "The same, against the length of another sentence.",
+    ),
+    Row(
+        "passes",
+        "l2t passes, one after the other",
+        1,
+        "Passes of the model, one after the other, until a text was complete; the mean.",
+    ),
+    Row(
+        "f1_right",
+        "l2t set-F1 of tokens, points",
+        1,
+        "Overlap of the token sets of a written text and its sentence, from 0 to 100.",
+    ),
+    Row(
+        "f1_shuffled",
+        "  another sentence's embedding",
+        1,
+        "The same, for the text that was written from another sentence's embedding.",
+    ),
+    Row(
+        "f1_gap", "  gap", 1, "Difference of the two: what the texts owe to their own embeddings."
+    ),
+    Row(
+        "reencoded_cosine",
+        "l2t cosine of the text embedded again",
+        3,
+        "Similarity of the embedding of the written text and the embedding it was written from.",
+    ),
+    Row(
+        "reencoded_cosine_shuffled",
+        "  with another sentence's embedding",
+        3,
+        "The same, with the embedding of another sentence.",
+    ),
+    Row(
+        "nearest_training_cosine",
+        "  floor: nearest training sentence",
+        3,
+        "Without a model: the nearest sentence of the training split instead of a written one.",
+    ),
+    Row(
+        "cosine",
+        "t2l cosine with the encoder's",
+        3,
+        "Similarity of the embedding that the model made of a text and the encoder's.",
+    ),
+    Row(
+        "cosine_shuffled",
+        "  with another sentence's",
+        3,
+        "The same, with the encoder's embedding of another sentence.",
+    ),
+    Row(
+        "mean_embedding_cosine",
+        "  floor: the mean embedding",
+        3,
+        "Without a model: the mean of all embeddings, whatever the text.",
+    ),
+    Row(
+        "recall_at_1",
+        "t2l recall@1",
+        4,
+        "Share of texts whose made embedding is nearer to its own than to any other sentence's.",
+    ),
+    Row(
+        "recall_at_10",
+        "t2l recall@10",
+        4,
+        "Share of texts whose own embedding is among the ten nearest to the made one.",
+    ),
+    Row(
+        "mean_embedding_recall_at_1",
+        "  floor: the mean embedding, @1",
+        4,
+        "The same for the mean embedding.",
+    ),
+    Row("chance_recall_at_1", "  floor: chance, @1", 4, "The same for a guess."),
+    Row(
+        "norm_ratio",
+        "t2l norm, made / true",
+        3,
+        "Length of the made embedding as a vector over that of the encoder's. 1 is right.",
+    ),
+)
+
+# Labels of a model that reads no latents: its rows have no "right" above them.
+WITHOUT_LATENTS = {
+    "nelbo_null": "NELBO, nats/token",
+    "token_accuracy_null": "accuracy at masked tokens",
+    "length_nll_null": "length NLL, nats/text",
+}
+
+# (row, words) below the table, for the rows that it has.
+LEGEND = (
+    ("nelbo_null", "{name}: negative log-likelihood of a text, {kind}; lower is better"),
+    ("gain_null", "gain: what the embedding says about its text; 0: the model ignores it"),
+    (
+        "token_accuracy_null",
+        "accuracy: of the best token at masked places, at random shares of masks",
+    ),
+    (
+        "length_nll_null",
+        "length NLL: the same of the number of tokens alone; error: |written - right|",
+    ),
+    ("f1_right", "set-F1 of tokens: overlap of the sets of tokens of text and sentence"),
+    (
+        "reencoded_cosine",
+        "embedded again: the encoder's embedding of the written text, with the given one",
+    ),
+    ("recall_at_1", "recall@k: made embeddings with their own sentence's among the k nearest"),
+)
+
+CLAIM_MEANINGS = {
+    "l2t_gain_null_nats": "The embedding tells the model much about the text.",
+    "l2t_f1_gap_points": "The written texts fit their own embeddings better than others'.",
+    "t2l_recall_at_1": "An embedding made from a text leads back to it.",
+    "untrained_gain_in_standard_errors": (
+        "A model without training gains nothing: the measurement is sound."
+    ),
+}
+
+# Standard errors to each side of a 95 % interval.
+_SIGMAS = 1.96
+# Colors of a plot: the model, a control, a search by a judge, no embedding, what needs no model.
+_MODEL, _CONTROL, _SEARCH, _NULL, _FLOOR = range(5)
+
+
+def _text_rows(key: str) -> tuple[tuple[str, str, str, int], ...]:
+    """Return a plot's rows of a figure of strings, for the model, its control and the floors."""
+    colors = {"model": _MODEL, "shuffled": _CONTROL, "search": _SEARCH}
+    rows = ((arm, label) for arm, label in OVERLAP_ROWS if not label.startswith(" "))
+    return tuple((arm, key, label, colors.get(arm, _FLOOR)) for arm, label in rows)
+
+
+# (caption, ((arm, figure, label, color), ...)) of the plots, in order.
+PLOTS = (
+    (
+        "How surprised the model is by a text, per token. Left is better.",
+        (
+            ("model", "nelbo_right", "its own embedding", _MODEL),
+            ("model", "nelbo_shuffled", "another sentence's", _CONTROL),
+            ("model", "nelbo_null", "none", _NULL),
+            ("untrained", "nelbo_right", "untrained model", _FLOOR),
+        ),
+    ),
+    (
+        "How close the texts are to their sentences (sentence BLEU). Right is better.",
+        _text_rows("sentence_bleu"),
+    ),
+    (
+        "How many words they share, each as often as it occurs (word F1). Right is better.",
+        _text_rows("word_f1"),
+    ),
+    (
+        "How similar embeddings are to the right ones. Right is better.",
+        (
+            ("model", "reencoded_cosine", "of the written texts", _MODEL),
+            ("model", "reencoded_cosine_shuffled", "  another sentence's", _CONTROL),
+            ("model", "cosine", "made from texts", _MODEL),
+            ("model", "cosine_shuffled", "  another sentence's", _CONTROL),
+            ("floors", "mean_embedding_cosine", "the mean embedding", _FLOOR),
+        ),
+    ),
+    (
+        "How often an embedding made from a text leads back to it. Right is better.",
+        (
+            ("model", "recall_at_1", "nearest of all", _MODEL),
+            ("model", "recall_at_10", "among the nearest ten", _MODEL),
+            ("floors", "mean_embedding_recall_at_1", "the mean embedding", _FLOOR),
+            ("floors", "chance_recall_at_1", "a guess", _FLOOR),
+        ),
+    ),
+)
+# What a figure of a unit can be: an interval ends there.
+_RANGES = {"share": (0.0, 1.0), "points": (0.0, 100.0), "cosine": (-1.0, 1.0)}
+
+
+@dataclass
+class EvaluationReport(Report):
+    """The results of an evaluation.
+
+    Attributes:
+        conditions: how it was measured.
+        arms: named estimates of the model, the two untrained controls and the floors.
+        examples: sentences, and the texts that the model wrote from their embeddings.
+        differences: named paired differences between two arms.
+    """
+
+    conditions: dict[str, Any]
+    arms: dict[str, dict[str, Estimate]]
+    examples: list[dict[str, Any]]
+    differences: dict[str, dict[str, Difference]] = field(default_factory=dict)
+
+    @property
+    def claims(self) -> list[dict[str, Any]]:
+        """The claims that apply to this model's modes."""
+        model, untrained = self.arms["model"], self.arms["untrained"]
+        claims = []
+        if "gain_null" in model:
+            claims.append(claim("l2t_gain_null_nats", model["gain_null"].value, ">=", 0.5))
+            claims.append(claim("l2t_f1_gap_points", model["f1_gap"].value, ">=", 15.0))
+        if "recall_at_1" in model:
+            claims.append(claim("t2l_recall_at_1", model["recall_at_1"].value, ">=", 0.3))
+        if "gain_null" in untrained:
+            claims.append(
+                claim(
+                    "untrained_gain_in_standard_errors",
+                    untrained["gain_null"].in_standard_errors,
+                    "<=",
+                    2.0,
+                )
+            )
+        return claims
+
+    @property
+    def likelihood(self) -> str:
+        """How the negative log-likelihood was measured: NLL (exact) or NELBO."""
+        return "NLL" if self.conditions["likelihood"] == "exact" else "NELBO"
+
+    def figures(self) -> FigureTable:
+        """Return the table of model and untrained control, of all that was measured."""
+        nearest = self.arms.get("nearest_training_sentence", {})
+        floors = {"nearest_training_cosine": nearest["reencoded_cosine"]} if nearest else {}
+        model = {**self.arms["model"], **self.arms.get("floors", {}), **floors}
+        untrained = self.arms["untrained"]
+        labels = {} if "nelbo_right" in model else WITHOUT_LATENTS
+        rows = [
+            row._replace(label=labels.get(row.key, row.label).replace("NELBO", self.likelihood))
+            for row in ROWS
+        ]
+        return FigureTable(
+            title=f"{self.conditions['num_sentences']} unseen sentences, +- one standard error",
+            heading="Figures",
+            caption=f"{ERRORS} Untrained: the same model with fresh weights, on"
+            f" {self.conditions['num_control_sentences']} of the sentences.",
+            rows=measured_rows(rows, lambda key: key in model or key in untrained),
+            columns=[("model", model), ("untrained", untrained)],
+        )
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return {"conditions", "claims", "details"}, JSON-ready."""
+        details: dict[str, Any] = {
+            arm: {name: estimate.as_dict() for name, estimate in found.items()}
+            for arm, found in self.arms.items()
+        }
+        gates = self.arms["untrained_random_gates"]
+        if "gain_shuffled" in gates:
+            details["untrained_random_gates_gain_shuffled_in_standard_errors"] = gates[
+                "gain_shuffled"
+            ].in_standard_errors
+        details["differences"] = {
+            arms: {name: difference.as_dict() for name, difference in found.items()}
+            for arms, found in self.differences.items()
+        }
+        details["examples"] = self.examples
+        return {"conditions": self.conditions, "claims": self.claims, "details": details}
+
+    def page(self) -> str:
+        """Return the report as a page for a browser."""
+        conditions = self.conditions
+        title = (
+            f"Evaluation on {conditions['num_sentences']} unseen sentences of"
+            f" {conditions['store']}"
+        )
+        parts = [*note_elements(conditions), *_plots(self.arms)]
+        if self.examples:
+            parts.append(_samples(self.examples))
+        parts += [
+            self.figures().section(),
+            *text_sections(self.arms, self.differences, conditions),
+        ]
+        if self.claims:
+            caption = "Fixed bounds that the quickstart's model must meet."
+            parts.append(claims_section(caption, self.claims, CLAIM_MEANINGS))
+        return html_page(title, [*parts, conditions_section(conditions)])
+
+    def show(self, console=None) -> None:
+        """Print the estimates, the claims and the examples."""
+        console = console or open_console()
+        conditions, gates = self.conditions, self.arms["untrained_random_gates"]
+        figures = self.figures()
+        figures.show(console)
+        measured = {row.key for row in figures.rows}
+        kind = "exact" if self.likelihood == "NLL" else "upper bound"
+        for key, words in LEGEND:
+            if key in measured:
+                console.print(words.format(name=self.likelihood, kind=kind))
+        console.print(
+            f"untrained: same config, fresh weights, {conditions['num_control_sentences']} of the"
+            " sentences."
+        )
+        if "gain_shuffled" in gates:
+            sensitivity, gain = gates["latent_sensitivity"].value, gates["gain_shuffled"]
+            console.print(
+                "It ignores its embedding exactly (adaLN-Zero): its gain is 0 by"
+                " construction.\nWith its zero layers initialized at random, another embedding"
+                f" changes the NELBO by\n{sensitivity:.3f}, but the mean of another's - right is"
+                f" {cell(gain, 4)}: {gain.in_standard_errors:.1f} SE."
+            )
+        console.print()
+        show_texts(self.arms, self.differences, conditions, console)
+        for note in conditions["notes"]:
+            console.print(f"note: {note}")
+        if self.claims:
+            print_claims(self.claims, console)
+        if self.examples:
+            self._show_examples(console)
+
+    def _show_examples(self, console) -> None:
+        from rich.table import Table
+
+        table = Table(
+            title="unseen sentences, and the texts that the model wrote from their embeddings",
+            show_lines=True,
+        )
+        columns = {
+            "sentence": "sentence",
+            "written": "written from its embedding",
+            "searched": "found by the search",
+        }
+        columns = {key: title for key, title in columns.items() if key in self.examples[0]}
+        for title in columns.values():
+            table.add_column(title, ratio=1, overflow="fold")
+        table.add_column("set-F1", justify="right")
+        for example in self.examples:
+            table.add_row(*(example[key] for key in columns), f"{100 * example['set_f1']:.0f}")
+        console.print(table)
+
+
+def _plots(arms: Arms) -> list[Element]:
+    plots = []
+    for caption, entries in PLOTS:
+        found = [
+            (arms[arm][key], label, color)
+            for arm, key, label, color in entries
+            if key in arms.get(arm, {})
+        ]
+        if len(found) > 1:
+            unit = _unit(found[0][0])
+            plots.append(interval_plot([_interval(*entry) for entry in found], unit, caption))
+    if not plots:
+        return []
+    caption = element("p", "Lines are 95 % intervals.", class_="caption")
+    return [section("Plots", caption, element("div", *plots, class_="plots"))]
+
+
+def _interval(estimate: Estimate, label: str, color: int) -> Interval:
+    half = _SIGMAS * estimate.se
+    low, high = _RANGES.get(_unit(estimate), (float("-inf"), float("inf")))
+    return Interval(
+        label,
+        estimate.value,
+        max(estimate.value - half, low),
+        min(estimate.value + half, high),
+        color,
+    )
+
+
+def _unit(estimate: Estimate) -> str:
+    """Return the unit without what follows a comma ("share, of 1000")."""
+    return estimate.unit.split(",")[0]
+
+
+def _samples(examples: Sequence[Mapping[str, Any]]) -> Element:
+    texts = {"written": "written from its embedding", "searched": "found by the search"}
+    texts = {key: heading for key, heading in texts.items() if key in examples[0]}
+    rows = [
+        (
+            example["sentence"],
+            *(element("span", *_marked(example[key], example["sentence"])) for key in texts),
+            f"{100 * example['set_f1']:.0f}",
+        )
+        for example in examples
+    ]
+    columns = [
+        Column("sentence", False),
+        *(Column(heading, False) for heading in texts.values()),
+        Column("set-F1"),
+    ]
+    caption = (
+        "Spread evenly over the sentences, not chosen by quality. Marked: words of the sentence."
+    )
+    return section("Samples", table(caption, columns, rows))
+
+
+def _marked(text: str, reference: str) -> list[Element | str]:
+    """Return the text with those words marked that the reference has, too, whatever their case."""
+    known = set(re.findall(r"\w+", reference.lower()))
+    parts = re.split(r"(\w+)", text)
+    return [element("mark", part) if part.lower() in known else part for part in parts if part]

@@ -1,0 +1,251 @@
+"""Figures of pictures [N, S, S, C] uint8: errors, similarity and retrieval after centering, seams,
+copies.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from mmldlm.data.image_codec import ImageCodec
+from mmldlm.data.store import Store
+from mmldlm.evaluation import metrics
+from mmldlm.evaluation.sentences import Sentences
+from mmldlm.evaluation.statistics import Estimate, mean, proportion, ratio
+
+_BLOCK = 512
+
+
+def as_vectors(images: np.ndarray) -> np.ndarray:
+    """Return [N, S * S * C] fp32 pixels in -1 .. 1."""
+    return images.reshape(len(images), -1).astype(np.float32) / 127.5 - 1
+
+
+@dataclass(frozen=True)
+class Gallery:
+    """The unseen images among which made ones are found again.
+
+    Attributes:
+        images: [N, S, S, C] uint8.
+        groups: [N] int64; images of one group are hits of each other, as are images of one
+            caption.
+        center: [S * S * C] mean training image, subtracted before a cosine: all images share most
+            of it.
+    """
+
+    images: np.ndarray
+    groups: np.ndarray
+    center: np.ndarray
+
+    def centered(self, images: np.ndarray) -> np.ndarray:
+        """Return [N, S * S * C] pixels less the mean training image."""
+        return as_vectors(images) - self.center
+
+    def first(self, count: int) -> Gallery:
+        """Return the first images alone."""
+        return Gallery(self.images[:count], self.groups[:count], self.center)
+
+
+def group_ids(
+    groups: np.ndarray | None, images: np.ndarray, captions: Sequence[Sequence[int]] | None = None
+) -> np.ndarray:
+    """Return [N] int64: equal for images of one group, of equal pixels or, where captions are
+    given, of one caption.
+    """
+    pixels = np.unique(images.reshape(len(images), -1), axis=0, return_inverse=True)[1].reshape(-1)
+    found = pixels if groups is None else _joined(groups, pixels)
+    if captions is None:
+        return found
+    numbers: dict[tuple, int] = {}
+    return _joined(
+        found, np.array([numbers.setdefault(tuple(caption), len(numbers)) for caption in captions])
+    )
+
+
+def _joined(groups: np.ndarray, others: np.ndarray) -> np.ndarray:
+    """Return groups [N] int64, those that share a value of `others` [N] joined."""
+    parent = {int(group): int(group) for group in groups}
+
+    def root(group: int) -> int:
+        while parent[group] != group:
+            group = parent[group]
+        return group
+
+    first: dict[int, int] = {}
+    for value, group in zip(others.tolist(), groups.tolist(), strict=True):
+        parent[root(int(group))] = root(first.setdefault(value, int(group)))
+    return np.array([root(int(group)) for group in groups], dtype=np.int64)
+
+
+def ranks(made: np.ndarray, gallery: Gallery) -> np.ndarray:
+    """Return [Q] int64: how many images of other groups are as near to a made one as its own, or
+    nearer.
+
+    Args:
+        made: [Q, S, S, C] uint8; the q-th was made from the caption of the q-th image of the
+            gallery.
+    """
+    queries, keys = (
+        metrics.normalize(gallery.centered(images)) for images in (made, gallery.images)
+    )
+    result = np.empty(len(made), dtype=np.int64)
+    for start in range(0, len(made), _BLOCK):
+        similarity = queries[start : start + _BLOCK] @ keys.T
+        is_hit = gallery.groups[start : start + len(similarity), None] == gallery.groups[None]
+        best = np.where(is_hit, similarity, -np.inf).max(1, keepdims=True)
+        result[start : start + len(similarity)] = ((similarity >= best - 1e-12) & ~is_hit).sum(1)
+    return result
+
+
+def seam_ratio(images: np.ndarray, patch: int) -> Estimate:
+    """Return the mean step between neighboring pixels across patch borders over that inside of
+    patches.
+    """
+    pixels = images.astype(np.float64)
+    across, inside = np.zeros(len(images)), np.zeros(len(images))
+    num_across = num_inside = 0
+    for axis in (1, 2):
+        steps = np.abs(np.diff(pixels, axis=axis)).mean(axis=3 - axis).mean(-1)  # [N, S - 1]
+        is_border = np.arange(1, pixels.shape[axis]) % patch == 0
+        across += steps[:, is_border].sum(1)
+        inside += steps[:, ~is_border].sum(1)
+        num_across, num_inside = (
+            num_across + int(is_border.sum()),
+            num_inside + int((~is_border).sum()),
+        )
+    return ratio(across / max(num_across, 1), inside / max(num_inside, 1), "across / inside")
+
+
+def picture_estimates(
+    made: np.ndarray, partner: np.ndarray, gallery: Gallery, patch: int | None
+) -> dict[str, Estimate]:
+    """Compare made images with those whose captions they were made from.
+
+    Args:
+        made: [Q, S, S, C] uint8, of the first Q images of the gallery.
+        partner: [Q] another image for each: what was made from its caption is the shuffled
+            control.
+        patch: width of a patch; None: the latents are no patches, and seams are not measured.
+    """
+    real, unit = gallery.images[: len(made)], f"share, of {len(gallery.images)}"
+    own, true = as_vectors(made), as_vectors(real)
+    right, shuffled = ((true - vectors) ** 2 for vectors in (own, own[partner]))
+    cosine, other = (
+        metrics.cosine_similarity(gallery.centered(images), gallery.centered(real))
+        for images in (made, made[partner])
+    )
+    found = ranks(made, gallery)
+    estimates = {
+        "recall_at_1": proportion(found < 1, unit),
+        "recall_at_5": proportion(found < 5, unit),
+        "image_cosine": mean(cosine, "cosine"),
+        "image_cosine_gap": mean(cosine - other, "cosine"),
+        "pixel_mse": mean(right.mean(1), "squared, of -1 .. 1"),
+        "pixel_mse_shuffled": mean(shuffled.mean(1), "squared, of -1 .. 1"),
+        "pixel_mse_ratio": ratio(right.mean(1), shuffled.mean(1), "right / shuffled"),
+    }
+    if patch is not None:
+        own_seams, real_seams = seam_ratio(made, patch), seam_ratio(real, patch)
+        estimates |= {"seam_ratio": own_seams, "seam_ratio_real": real_seams}
+        relative = np.hypot(own_seams.se / own_seams.value, real_seams.se / real_seams.value)
+        value = own_seams.value / real_seams.value
+        estimates["seam_ratio_over_real"] = Estimate(
+            value, float(value * relative), "made / real", len(made)
+        )
+    return estimates
+
+
+def nearest(
+    images: np.ndarray, blocks: Iterable[tuple[int, np.ndarray]]
+) -> tuple[np.ndarray, np.ndarray]:
+    """Return the row of the nearest image of the blocks [N] int64, and the root mean square
+    distance to it [N] fp64.
+
+    Args:
+        images: [N, S, S, C] uint8.
+        blocks: (first row, [n, S, S, C] uint8) of the training split.
+    """
+    queries = as_vectors(images)
+    best, rows = np.full(len(queries), np.inf), np.zeros(len(queries), dtype=np.int64)
+    for first, block in blocks:
+        keys = as_vectors(block)
+        squares = (queries**2).sum(1)[:, None] - 2 * queries @ keys.T + (keys**2).sum(1)[None]
+        index = squares.argmin(1)
+        value = squares[np.arange(len(squares)), index]
+        rows = np.where(value < best, first + index, rows)
+        best = np.minimum(best, value)
+    return rows, np.sqrt(np.maximum(best, 0) / queries.shape[1])
+
+
+MAX_COMPARED = 200_000
+"""Training images compared, spread over the split; it bounds the time, blocks bound the memory."""
+MAX_DECODED = 2_000
+"""The same where an autoencoder must make them, several times in an evaluation."""
+_BLOCK_BYTES = 1 << 27
+
+
+class TrainingImages:
+    """Reads the training split as pixels.
+
+    Args:
+        store: of images, of any split.
+        codec: of its latents.
+        limit: read about this many images, spread evenly (default: MAX_COMPARED, or MAX_DECODED).
+    """
+
+    def __init__(self, store: Store, codec: ImageCodec, limit: int | None = None):
+        self.store = Store(store.root, "train")
+        self.limit = limit or (MAX_DECODED if codec.latents == "vae" else MAX_COMPARED)
+        self.codec = codec
+
+    def blocks(self) -> Iterator[tuple[int, np.ndarray]]:
+        """Yield (first row, images [n, S, S, C] uint8)."""
+        rows = max(1, _BLOCK_BYTES // math.prod(self.codec.image_shape))
+        for first, latents in self.store.latent_blocks(self.limit):
+            for start in range(0, len(latents), rows):
+                yield first + start, self.codec.decode(latents[start : start + rows])
+
+    def mean(self) -> np.ndarray:
+        """Return the mean image [S * S * C] in -1 .. 1."""
+        total, count = np.zeros(1), 0
+        for _, images in self.blocks():
+            total, count = total + as_vectors(images).sum(0, dtype=np.float64), count + len(images)
+        return (total / count).astype(np.float32)
+
+    def captions(self, rows: np.ndarray) -> list[list[int]]:
+        """Return the ids of captions, without EOS."""
+        return [tokens.tolist() for tokens in self.store.get(rows).tokens]
+
+    def names(
+        self, images: np.ndarray, groups: np.ndarray | None, sentences: Sentences
+    ) -> list[set]:
+        """Return N sets of captions (tuples of ids) of all images that are equal to, or in one
+        group with, each image.
+
+        Args:
+            images: [N, S, S, C] uint8, unseen.
+            groups: [N] of these, as in the store; None where it has none.
+        """
+        found: dict[object, set] = {}
+        own = group_ids(groups, images).tolist()
+        pixels = [image.tobytes() for image in images]
+        for group, picture, tokens in zip(own, pixels, sentences.tokens, strict=True):
+            names = found.setdefault(("group", group), set())
+            names.add(tuple(tokens))
+            found.setdefault(picture, names)
+        if groups is not None:
+            for group, original in zip(own, groups.tolist()):
+                found[("stored", original)] = found["group", group]
+        stored = self.store.groups
+        for first, block in self.blocks():
+            for row, image in enumerate(block, first):
+                keys: list[object] = [image.tobytes()]
+                if groups is not None and stored is not None:
+                    keys.append(("stored", int(stored[row])))
+                names = next((found[key] for key in keys if key in found), None)
+                if names is not None:
+                    names.add(tuple(self.captions(np.array([row]))[0]))
+        return [found["group", group] for group in own]

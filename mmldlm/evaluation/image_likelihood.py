@@ -1,0 +1,225 @@
+"""The error of the clean image that a model predicts from a noisy one, by noise level and
+caption.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from mmldlm.diffusion import MaskedDiffusion
+from mmldlm.errors import MmldlmError
+from mmldlm.evaluation.sentences import Sentences
+from mmldlm.evaluation.statistics import Estimate, mean
+from mmldlm.sampling.device import device_of
+from mmldlm.sampling.latent_sampler import pad_texts
+from mmldlm.sampling.pretrained import Pretrained
+from mmldlm.tasks.image_codes.model import CodeTargets
+from mmldlm.utils.counter_rng import Stream, normals, uniforms
+from mmldlm.utils.progress import ProgressCallback
+
+TIMESTEPS = (0.75, 0.9, 1.0)
+"""Noise levels at which the x0 error is measured; below them the noisy image itself says nearly
+all.
+"""
+ARMS = ("right", "null", "shuffled")
+_ROWS = 64
+
+
+@torch.inference_mode()
+def x0_errors(
+    pretrained: Pretrained,
+    sentences: Sentences,
+    *,
+    draws: int,
+    seed: int,
+    progress: ProgressCallback | None = None,
+) -> dict[tuple[float, str], np.ndarray]:
+    """Return the squared error per dimension, in model space, of (t, arm of ARMS): [N] fp64.
+
+    All arms of an image share its noise, so that their differences are paired.
+
+    Args:
+        sentences: captions, and latents [N, L, D] of images.
+        draws: of noise per image.
+    """
+    model, device = pretrained.model, device_of(pretrained.model)
+    count, shape = len(sentences), sentences.latents.shape[1:]
+    found = {(t, arm): np.zeros(count) for t in TIMESTEPS for arm in ARMS}
+    for start in range(0, count, _ROWS):
+        rows = np.arange(start, min(start + _ROWS, count))
+        clean = model.scale_latents(torch.from_numpy(sentences.latents[rows]).to(device))
+        noise = normals(seed, Stream.X0_ERROR, rows.tolist(), (draws, *shape)).to(device)
+        partners = sentences.shuffled_index[rows]
+        for t in TIMESTEPS:
+            for draw in range(draws):
+                given = {
+                    "right": sentences.tokens_of(rows),
+                    "null": None,
+                    "shuffled": sentences.tokens_of(partners),
+                }
+                for arm, captions in given.items():
+                    error = _error(pretrained, captions, clean, noise[:, draw], t)
+                    found[t, arm][rows] += error.cpu().numpy() / draws
+        if progress is not None:
+            progress(len(rows) + start, count)
+    return found
+
+
+def _error(
+    pretrained: Pretrained,
+    captions: Sequence[Sequence[int]] | None,
+    clean: Tensor,
+    noise: Tensor,
+    t: float,
+) -> Tensor:
+    """Return the squared error [B] fp64 of the x0 estimate at one noise level."""
+    model, process = pretrained.model, pretrained.latent_diffusion
+    times = torch.full((len(clean),), t, dtype=torch.float64, device=clean.device)
+    z = process.add_noise(clean, noise, times)
+    tokens = real = None
+    if captions is not None:
+        tokens, real = pad_texts(
+            captions, model.config.eos_token_id, model.config.pad_token_id, clean.device
+        )
+    no_positions = torch.empty(0, dtype=torch.int64, device=clean.device)
+    prediction = model(tokens, z, None, times.float(), real, text_positions=no_positions)[
+        "latent_pred"
+    ].float()
+    x0 = process.to_x0(prediction, z, times)
+    return (x0 - clean).double().square().flatten(1).mean(1)
+
+
+def x0_estimates(errors: dict[tuple[float, str], np.ndarray]) -> dict[str, Estimate]:
+    """Return error and paired gains of the right caption at every t."""
+    unit, found = "squared error", {}
+    for t in TIMESTEPS:
+        name = f"x0_error_t{round(100 * t)}"
+        right = errors[t, "right"]
+        found |= {f"{name}_{arm}": mean(errors[t, arm], unit) for arm in ARMS}
+        found |= {
+            f"{name}_gain_{arm}": mean(errors[t, arm] - right, unit)
+            for arm in ("null", "shuffled")
+        }
+    return found
+
+
+UNSEEN = 0.1  # occurrences added to every code
+
+
+@torch.inference_mode()
+def code_bits(
+    model: nn.Module,
+    sentences: Sentences,
+    *,
+    draws: int,
+    seed: int,
+    progress: ProgressCallback | None = None,
+) -> dict[str, np.ndarray]:
+    """Return an upper bound (NELBO) of the bits per code of every image, by arm of ARMS: [N] fp64.
+
+    Of the L codes of an image k are masked, and each counts L / k
+    (`MaskedDiffusion.corrupt_count`); k is drawn from as many equal strata of 1 .. L as there are
+    draws. All arms of an image share its masks, so their differences are paired.
+
+    Args:
+        model: of codes.
+        sentences: captions, and ids [N, L, 1] of images (of one code an image [N, 1]).
+        draws: masks per image.
+
+    Raises:
+        MmldlmError: NaN predictions.
+    """
+    device, count = device_of(model), len(sentences)
+    ids = model.scale_latents(torch.from_numpy(sentences.latents)).reshape(count, -1)
+    found = {arm: np.zeros(count) for arm in ARMS}
+    for start in range(0, count, _ROWS):
+        rows = np.arange(start, min(start + _ROWS, count))
+        clean = ids[torch.from_numpy(rows)].to(device)
+        uniform = uniforms(seed, Stream.CODE_BITS, rows.tolist(), (draws, clean.shape[1] + 1)).to(
+            device
+        )
+        captions = {
+            "right": sentences.tokens_of(rows),
+            "null": None,
+            "shuffled": sentences.tokens_of(sentences.shuffled_index[rows]),
+        }
+        for draw in range(draws):
+            level = (draw + uniform[:, 0, -1]) / draws
+            for arm in ARMS:
+                nats = _nats(model, captions[arm], clean, level, uniform[:, draw, :-1])
+                found[arm][rows] += nats.cpu().numpy() / (draws * clean.shape[1] * math.log(2))
+        if progress is not None:
+            progress(start + len(rows), count)
+    if not all(np.isfinite(values).all() for values in found.values()):
+        raise MmldlmError(
+            "the model returned NaN or infinite likelihoods of codes: its weights are corrupt"
+        )
+    return found
+
+
+def _nats(
+    model: nn.Module,
+    captions: Sequence[Sequence[int]] | None,
+    ids: Tensor,
+    level: Tensor,
+    uniform: Tensor,
+) -> Tensor:
+    """Return one draw of the NELBO of images [B] fp64, in nats.
+
+    Args:
+        ids: [B, L] int64.
+        level: [B] in [0, 1), how many are masked.
+        uniform: [B, L], which.
+    """
+    config, device = model.config, ids.device
+    everything = torch.ones_like(ids, dtype=torch.bool)
+    noised, masked, share = MaskedDiffusion.corrupt_count(
+        ids, level, uniform, everything, config.num_codes
+    )
+    positions = masked.flatten().nonzero()[:, 0]
+    rows = positions // ids.shape[1]
+    weights = (1 / share)[rows]
+    tokens = real = None
+    own: dict[str, Any] = {}
+    if captions is not None:
+        tokens, real = pad_texts(captions, config.eos_token_id, config.pad_token_id, device)
+        own["text_positions"] = torch.empty(0, dtype=torch.int64, device=device)
+    wanted = CodeTargets(positions, ids.flatten()[positions], weights.float())
+    nll = model(tokens, noised[..., None], None, share.float(), real, latent_query=wanted, **own)[
+        "code_nll"
+    ]
+    return torch.zeros(len(ids), dtype=torch.float64, device=device).index_add_(
+        0, rows, nll.double() * weights
+    )
+
+
+def bit_estimates(bits: dict[str, np.ndarray]) -> dict[str, Estimate]:
+    """Return bits per code of every arm, and the paired gains of the right caption."""
+    found = {f"code_bits_{arm}": mean(bits[arm], "bits / code") for arm in ARMS}
+    gains = {
+        f"code_bits_gain_{arm}": mean(bits[arm] - bits["right"], "bits / code")
+        for arm in ("null", "shuffled")
+    }
+    return found | gains
+
+
+def frequency_estimates(
+    blocks: Iterable[tuple[int, np.ndarray]], sentences: Sentences, num_codes: int
+) -> dict[str, Estimate]:
+    """Return the bits per code of the frequencies of training codes alone: what a model without
+    context pays.
+
+    Args:
+        blocks: (first row, ids [n, L, 1]) of the training split.
+    """
+    counts = np.full(num_codes, UNSEEN)
+    for _, ids in blocks:
+        counts += np.bincount(ids.ravel(), minlength=num_codes)
+    bits = -np.log2(counts / counts.sum())[sentences.latents.reshape(len(sentences), -1)]
+    return {"code_bits_right": mean(bits.mean(1), "bits / code")}

@@ -1,1 +1,0 @@
-"""Evaluation of models of images and captions."""

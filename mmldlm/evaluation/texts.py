@@ -1,0 +1,305 @@
+"""Strings written from latents, beside what reaches such figures without the model: floors and
+known sentences.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from mmldlm.data.store import Store
+from mmldlm.errors import UserError
+from mmldlm.evaluation import metrics
+from mmldlm.evaluation.sentences import Log, Sentences
+from mmldlm.evaluation.statistics import Difference, Estimate, mean, paired_bootstrap
+from mmldlm.sampling.pretrained import Pretrained
+from mmldlm.utils.counter_rng import Stream, generator
+
+Arms = dict[str, dict[str, Estimate]]
+_APART = "_without_near_duplicates"
+
+
+@dataclass
+class TextArms:
+    """Figures of several ways to a text for each latent.
+
+    Attributes:
+        arms: name -> figures of `strings`, for the model and the floors.
+        differences: name -> figure -> paired difference.
+        conditions: entries of the report.
+        notes: what is missing, and why.
+    """
+
+    arms: Arms = field(default_factory=dict)
+    differences: dict[str, dict[str, Difference]] = field(default_factory=dict)
+    conditions: dict[str, Any] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+
+
+def decode(pretrained: Pretrained, tokens: Sequence[Sequence[int]]) -> list[str]:
+    """Return ids as strings, without special tokens and white space at the ends."""
+    return [
+        text.strip()
+        for text in pretrained.tokenizer.batch_decode(list(tokens), skip_special_tokens=True)
+    ]
+
+
+class Scorer:
+    """Scores texts against the sentences, as the tokenizer writes these (vec2text decodes its
+    references, too).
+
+    Args:
+        pretrained: whose tokenizer decodes.
+        sentences: the references.
+        with_bleu: False without sacrebleu.
+        seed: of the bootstrap.
+    """
+
+    def __init__(self, pretrained: Pretrained, sentences: Sentences, with_bleu: bool, seed: int):
+        self.pretrained, self.sentences, self.with_bleu, self.seed = (
+            pretrained,
+            sentences,
+            with_bleu,
+            seed,
+        )
+        self.references = decode(pretrained, sentences.tokens)
+        self.lengths = np.array([len(text) for text in sentences.tokens])
+
+    def overlap(self, tokens: Sequence[Sequence[int]]) -> tuple[metrics.Overlap, np.ndarray]:
+        """Score N texts of ids; also return [N] bool: the number of tokens is right."""
+        found = metrics.compare(decode(self.pretrained, tokens), self.references, self.with_bleu)
+        return found, np.array([len(text) for text in tokens]) == self.lengths
+
+    def estimates(
+        self, scores: tuple[metrics.Overlap, np.ndarray], keep: np.ndarray | None = None
+    ) -> dict:
+        """Return the figures of all rows, or of those where keep [N] is True."""
+        overlap, is_exact = scores
+        if keep is not None:
+            overlap, is_exact = overlap.rows(keep), is_exact[keep]
+        return overlap.estimates(self.seed) | {"length_exact": mean(is_exact, metrics.POINTS, 100)}
+
+
+def measure_text_arms(
+    pretrained: Pretrained,
+    store: Store,
+    sentences: Sentences,
+    written: list[list[int]],
+    seed: int,
+    log: Log,
+) -> TextArms:
+    """Score the written texts and the floors.
+
+    Arms: `model`; `nearest_training_sentence` (of the largest cosine); `shuffled` (the text
+    written from another sentence's latent); `unigram_draws`, `most_frequent_tokens`
+    (`unigram_texts`); `sentences` (figures of the references themselves as a set). The first two
+    come a second time without the sentences that have a training neighbor of a cosine above
+    NEAR_DUPLICATE.
+
+    Args:
+        store: whose training split gives the floors.
+        written: N lists of ids, one for each sentence.
+    """
+    found = TextArms()
+    scorer = Scorer(pretrained, sentences, _has_bleu(found), seed)
+    has_train = "train" in store.manifest["splits"]
+    progress = log(f"figures of the written strings{' and of floors' * has_train}") or (
+        lambda done, total: None
+    )
+    total = 3 if has_train else 1
+    scores = scorer.overlap(written)
+    found.arms["model"] = scorer.estimates(scores) | _against_originals(scorer, written, found)
+    found.arms["shuffled"] = scorer.estimates(
+        scorer.overlap([written[row] for row in sentences.shuffled_index])
+    )
+    for name, texts in (("model", written), ("sentences", sentences.tokens)):
+        found.arms.setdefault(name, {}).update(metrics.set_figures(decode(pretrained, texts)))
+    progress(1, total)
+    if not has_train:
+        found.notes.append(
+            "the store has no training split: no floors from training sentences, no"
+            " near-duplicates"
+        )
+        return found
+    train = Store(store.root, "train")
+    drawn, frequent = unigram_texts(train, len(sentences), seed)
+    found.arms["unigram_draws"] = scorer.estimates(scorer.overlap(drawn))
+    found.arms["most_frequent_tokens"] = scorer.estimates(
+        scorer.overlap([frequent] * len(sentences))
+    )
+    progress(2, total)
+    _add_nearest(
+        found, scorer, scores, train, nearest_training_sentences(train, sentences.latents)
+    )
+    progress(3, total)
+    return found
+
+
+def measure_set(
+    pretrained: Pretrained, sentences: Sentences, written: list[list[int]]
+) -> TextArms:
+    """Figures of texts that were written without a latent, beside those of as many sentences."""
+    texts = {"model": written, "sentences": sentences.tokens}
+    return TextArms(
+        {name: metrics.set_figures(decode(pretrained, tokens)) for name, tokens in texts.items()}
+    )
+
+
+def _has_bleu(found: TextArms) -> bool:
+    try:
+        found.conditions["bleu"] = metrics.bleu_signatures()
+    except UserError as error:
+        found.notes.append(f"no BLEU: {error.expected} {error.found}; {error.fix}")
+        return False
+    return True
+
+
+def _against_originals(
+    scorer: Scorer, written: list[list[int]], found: TextArms
+) -> dict[str, Estimate]:
+    """Figures against the sentences before they were tokenized; a note if the tokenizer changes
+    them.
+    """
+    originals = [text.strip() for text in scorer.sentences.texts]
+    changed = sum(a != b for a, b in zip(scorer.references, originals))
+    found.conditions["sentences_changed_by_tokenizer"] = changed
+    if changed:
+        found.notes.append(
+            f"the tokenizer changes {changed} of the {len(originals)} sentences (case, spaces):"
+            " figures of strings compare with sentences as it writes them, those that end in"
+            " _original with the text before it"
+        )
+    overlap = metrics.compare(decode(scorer.pretrained, written), originals, scorer.with_bleu)
+    estimates = overlap.estimates(scorer.seed)
+    return {
+        f"{key}_original": estimates[key]
+        for key in ("sentence_bleu", "exact_match")
+        if key in estimates
+    }
+
+
+def _add_nearest(
+    found: TextArms,
+    scorer: Scorer,
+    scores: tuple[metrics.Overlap, np.ndarray],
+    train: Store,
+    neighbors: Neighbors,
+) -> None:
+    """Add the nearest training sentences, the near-duplicate split and the model's differences to
+    this floor.
+    """
+    copies = [row.tolist() for row in train.get(neighbors.rows).tokens]
+    floor, keep = scorer.overlap(copies), neighbors.cosines <= NEAR_DUPLICATE
+    name, cosine = "nearest_training_sentence", "reencoded_cosine"
+    found.arms[name] = scorer.estimates(floor) | {cosine: mean(neighbors.cosines, "cosine")}
+    found.conditions["near_duplicates"] = {
+        "cosine_above": NEAR_DUPLICATE,
+        "count": int((~keep).sum()),
+        "training_sentences_compared": neighbors.num_compared,
+        "training_sentences": len(train),
+    }
+    found.differences[f"model_minus_{name}"] = differences(scores[0], floor[0], scorer.seed)
+    if 2 <= keep.sum() < len(keep):
+        rest = {cosine: mean(neighbors.cosines[keep], "cosine")}
+        found.arms["model" + _APART] = scorer.estimates(scores, keep)
+        found.arms[name + _APART] = scorer.estimates(floor, keep) | rest
+        apart = differences(scores[0].rows(keep), floor[0].rows(keep), scorer.seed)
+        found.differences[f"model_minus_{name}{_APART}"] = apart
+
+
+def differences(
+    first: metrics.Overlap, second: metrics.Overlap, seed: int
+) -> dict[str, Difference]:
+    """Return first - second of two arms on the same sentences in points, with 95 % intervals
+    (`paired_bootstrap`).
+    """
+    found = {}
+    if first.bleu is not None and second.bleu is not None:
+        pairs = metrics.sentence_bleu(first.bleu), metrics.sentence_bleu(second.bleu)
+        found["sentence_bleu"] = paired_bootstrap(*pairs, seed, unit=metrics.POINTS)
+    for name in ("word_f1", "exact_match"):
+        values = 100.0 * getattr(first, name), 100.0 * getattr(second, name)
+        found[name] = paired_bootstrap(*values, seed, unit=metrics.POINTS)
+    return found
+
+
+# A sentence with a training neighbor of a higher cosine is a near-duplicate: a look-up would
+# answer it, too.
+NEAR_DUPLICATE = 0.95
+# Training sentences compared, spread over the split; it bounds the time, blocks bound the memory.
+MAX_COMPARED = 1_000_000
+MAX_COUNTED = 65_536  # training texts whose tokens are counted, spread over the split
+_QUERIES, _ROWS = 1024, 4096  # a block of cosines has 16 MB
+
+
+@dataclass(frozen=True)
+class Neighbors:
+    """The training sentence nearest to each of N latents.
+
+    Attributes:
+        rows: [N] int64 rows of the training split.
+        cosines: [N] fp32.
+        num_compared: training sentences that were compared; fewer than the split has if it is
+            larger than MAX_COMPARED.
+    """
+
+    rows: np.ndarray
+    cosines: np.ndarray
+    num_compared: int
+
+
+def nearest_training_sentences(
+    train: Store, latents: np.ndarray, limit: int = MAX_COMPARED
+) -> Neighbors:
+    """Find the training sentence of the largest cosine for each latent, in blocks of bounded
+    memory.
+
+    Args:
+        train: training split.
+        latents: [N, D], or [N, M, D]: the mean of a text's latents is compared.
+        limit: compare about this many, spread evenly over the split.
+    """
+    queries = _units(latents)
+    best = np.full(len(queries), -np.inf, dtype=np.float32)
+    rows, num_compared = np.zeros(len(queries), dtype=np.int64), 0
+    for first, block in train.latent_blocks(limit):
+        num_compared += len(block)
+        for start in range(0, len(block), _ROWS):
+            keys = _units(block[start : start + _ROWS]).T
+            for query in range(0, len(queries), _QUERIES):
+                part = slice(query, query + _QUERIES)
+                cosines = queries[part] @ keys
+                nearest = cosines.argmax(1)
+                value = cosines[np.arange(len(cosines)), nearest]
+                is_better = value > best[part]
+                best[part] = np.where(is_better, value, best[part])
+                rows[part] = np.where(is_better, first + start + nearest, rows[part])
+    return Neighbors(rows, best, num_compared)
+
+
+def _units(latents: np.ndarray) -> np.ndarray:
+    return metrics.normalize(metrics.pool_latents(latents)).astype(np.float32)
+
+
+def unigram_texts(train: Store, count: int, seed: int) -> tuple[list[list[int]], list[int]]:
+    """Return texts of tokens drawn by their frequency in training, and the text of the most
+    frequent tokens.
+
+    Lengths are drawn from those of training texts; the second text has their median length and
+    holds each token once, which is the constant text of about the best set-F1.
+    """
+    spread = np.unique(
+        np.linspace(0, len(train) - 1, min(len(train), MAX_COUNTED)).astype(np.int64)
+    )
+    tokens = train.get(spread).tokens
+    frequency = np.bincount(np.concatenate(tokens))
+    lengths = np.array([len(text) for text in tokens])
+    draw = generator(seed, Stream.UNIGRAM_FLOOR)
+    own = draw.choice(lengths, count)
+    flat = draw.choice(len(frequency), int(own.sum()), p=frequency / frequency.sum())
+    drawn = [part.tolist() for part in np.split(flat, np.cumsum(own)[:-1])]
+    order = np.argsort(-frequency, kind="stable")[: int(np.median(lengths))]
+    return drawn, order[frequency[order] > 0].tolist()
