@@ -142,6 +142,8 @@ class TranslationObjective:
 
     def _latent_errors(self, predictions: Tensor, targets: Tensor) -> tuple[Tensor, ...]:
         """The error of each of the P predictions that stand side by side in the last dimension."""
+        if self.latent.num_predictions == 1:  # without two operations that cut nothing
+            return (self._latent_error(predictions, targets),)
         pairs = zip(
             *(values.chunk(self.latent.num_predictions, -1) for values in (predictions, targets))
         )
