@@ -13,7 +13,7 @@ from mmldlm.commands.evaluate import add_arguments
 from mmldlm.config.task_registry import find_task
 from mmldlm.errors import EXIT_USAGE, UserError
 from mmldlm.sampling.text.schedule_file import read_schedules, schedules_of
-from studies.information import information
+from studies.information import main as information
 from studies.information.curve import TextCurves
 from studies.information.measure import (
     InformationSettings,
