@@ -21,8 +21,6 @@ from mmldlm.utils.input_files import read_bytes
 TABLE = "tensors"  # key of the manifest
 _MMDIT = ("MultimodalMMDiT", "CodesMMDiT")
 _ARCHITECTURES = (*_MMDIT, "PlainTransformer", "HierarchicalTransformer")
-# Weights that every model of an architecture above has.
-_ALWAYS = ("latent_mean", "text_head.weight")
 
 
 def tensor_table(shapes: Mapping[str, Iterable[int]]) -> dict[str, str]:
@@ -73,14 +71,13 @@ def _check_with_config(weights: WeightSource, path: Path) -> None:
             return
         if config.get("n_blocks", 0) > len(found):  # before a loop over all of them
             raise ValueError(f"n_blocks {config['n_blocks']} for {len(found)} tensors")
-        shapes = tensor_table(_shapes_by_config(config))
+        shapes, needed = tensor_table(_shapes_by_config(config)), _needed_names(config)
     except (ValueError, KeyError, TypeError, AttributeError, ArithmeticError, RecursionError) as e:
         raise UserError(
             f"the config of a model in {path}", repr(e)[:200], "use an intact checkpoint"
         ) from e
     for name, expected in shapes.items():
-        is_needed = name in _ALWAYS or name.endswith(".mlp_in.weight")
-        actual = found.get(name, "no such weight" if is_needed else expected)
+        actual = found.get(name, "no such weight" if name in needed else expected)
         if actual != expected:
             raise _mismatch_error(path, weights, f"{name}: {expected}", actual)
     num_blocks = len({name.split(".")[1] for name in found if name.startswith("blocks.")})
@@ -122,6 +119,30 @@ def _shapes_by_config(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
         if cond is not None:
             shapes[f"{name}.modulation.weight"] = (6 * streams * width, cond)
     return shapes
+
+
+def _needed_names(config: dict[str, Any]) -> set[str]:
+    """Names of `_shapes_by_config` that every model of this config has."""
+    blocks = [f"blocks.{block}" for block in range(config["n_blocks"])]
+    names = {"latent_mean", "text_head.weight", *(f"{block}.mlp_in.weight" for block in blocks)}
+    if config["architecture"] not in _MMDIT:
+        names.add("token_embedding.weight")
+        if config.get("qk_rmsnorm"):
+            names |= {f"{block}.query_norm.weight" for block in blocks}
+        return names
+    names |= {"text_encoder.token_embedding.weight", "length_head.3.weight"}
+    names |= {f"{block}.modulation.weight" for block in blocks}
+    if config.get("qk_rmsnorm"):
+        names |= {f"{block}.qk_norm.weight" for block in blocks}
+    if config.get("latent_grids") is None:  # else the positions are fixed
+        names.add("latent_encoder.latent_position")
+    if config.get("num_codes") is None:
+        names |= {"latent_encoder.to_tokens.weight", "latent_head.to_latent.weight"}
+    else:
+        names |= {"latent_encoder.code_embedding.weight", "latent_head.weight"}
+    if config.get("corrector", "none") != "none":
+        names.add("hypothesis_encoder.position")
+    return names
 
 
 def _mismatch_error(path: Path, weights: WeightSource, expected: str, found: str) -> UserError:

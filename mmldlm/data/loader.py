@@ -6,6 +6,7 @@ import atexit
 import multiprocessing
 import multiprocessing.util  # noqa: F401  its exit handler must be registered before ours, which then runs first
 import os
+import pickle
 import signal
 import sys
 import threading
@@ -13,7 +14,7 @@ from collections.abc import Generator, Iterator
 from typing import TYPE_CHECKING
 
 import torch
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, get_worker_info
 
 from mmldlm.data.batch_plan import BatchPlan
 from mmldlm.errors import UserError
@@ -32,12 +33,34 @@ class MicroBatches(Dataset):
     ):
         self.samples, self.plan, self.collator = samples, plan, collator
         self.rank, self.world_size, self.accum = rank, world_size, accum
+        self._is_sendable = False
 
     def __getitem__(self, item: int) -> Batch:
         step, micro = divmod(item, self.accum)
         batch = self.plan.batch(step)
         slots = self.plan.slots(batch, self.world_size, self.accum, self.rank, micro)
-        return self.collator.collate(batch, slots, self.samples, self.plan.lengths)
+        made = self.collator.collate(batch, slots, self.samples, self.plan.lengths)
+        if not self._is_sendable and get_worker_info() is not None:
+            _check_sendable(made)
+            self._is_sendable = True
+        return made
+
+
+def _check_sendable(batch: Batch) -> None:
+    """Raise a UserError, in a worker, for a batch that cannot be sent to the training process.
+
+    torch's queue pickles in a thread of its own: an error there is printed, and the training
+    process waits for ever.
+    """
+    try:
+        pickle.dumps(batch)
+    except Exception as error:
+        raise UserError(
+            "batches that pickle, since the workers of data.num_workers send them",
+            f"{type(error).__name__}: {error}",
+            "keep functions and open files out of the collator's batches, or set"
+            " data.num_workers=0",
+        ) from error
 
 
 def iterate_steps(

@@ -102,6 +102,26 @@ def test_every_size_is_noticed(tmp_path, key):
     convert(run_of(tmp_path / "right", state, config), tmp_path / "out")
 
 
+@pytest.mark.parametrize(
+    "name",
+    [
+        "text_encoder.token_embedding.weight",
+        "latent_encoder.latent_position",
+        "latent_encoder.to_tokens.weight",
+        "latent_head.to_latent.weight",
+        "length_head.3.weight",
+        "text_head.weight",
+        "blocks.1.modulation.weight",
+        "blocks.0.qk_norm.weight",
+    ],
+)
+def test_a_missing_weight_is_noticed_without_a_table(tmp_path, name):
+    config, state = built()
+    del state[name]
+    with pytest.raises(UserError, match=f"{name}(.|\\n)*no such weight"):
+        convert(run_of(tmp_path / "run", state, config), tmp_path / "out")
+
+
 def test_a_config_that_is_none(tmp_path):
     _, state = built()
     run = run_of(tmp_path / "run", state, {})

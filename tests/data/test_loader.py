@@ -22,3 +22,17 @@ def test_workers_do_not_outlive_the_run():
         "print('ended')"
     )
     assert "ended" in launch([sys.executable, "-c", code], timeout=60).stdout
+
+
+def test_a_batch_that_cannot_be_sent_is_an_error():
+    """torch's queue would print the reason in the worker, and the training would wait for ever."""
+    code = (
+        "from types import SimpleNamespace\n"
+        "from mmldlm.data.loader import MicroBatches, iterate_steps\n"
+        "plan = SimpleNamespace(batch=lambda step: step, slots=lambda *_: None, lengths=None)\n"
+        "made = SimpleNamespace(collate=lambda *_: lambda: None)\n"
+        "data = MicroBatches(None, plan, made, rank=0, world_size=1, accum=1)\n"
+        "next(iterate_steps(data, 0, 1, num_workers=1))\n"
+    )
+    done = launch([sys.executable, "-c", code], timeout=60)
+    assert done.returncode == 1 and "batches that pickle" in done.stdout + (done.stderr or "")
