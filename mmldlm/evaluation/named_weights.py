@@ -308,8 +308,17 @@ def check_count(count: int) -> None:
 
 
 def fid(made: np.ndarray, real: np.ndarray) -> float:
-    """Return torchmetrics' Frechet distance of the Gaussians of features [N, F] and [M, F]."""
+    """Return torchmetrics' Frechet distance of the Gaussians of features [N, F] and [M, F].
+
+    It is taken in the space that the features span, where it is the same: of fewer images than
+    features, all other directions would add the roots of rounding errors, and time.
+    """
     frechet, _ = load_torchmetrics()
+    both = np.concatenate([made, real])
+    both = both - both.mean(0)
+    _, lengths, directions = np.linalg.svd(both, full_matrices=False)
+    both = both @ directions[lengths >= 1e-12 * lengths[0]].T
+    made, real = both[: len(made)], both[len(made) :]
     metric = frechet(feature=_GivenFeatures(made.shape[1]))
     metric.update(torch.from_numpy(made), real=False)
     metric.update(torch.from_numpy(real), real=True)
