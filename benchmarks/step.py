@@ -199,11 +199,11 @@ def _gradients_kept(loss: torch.Tensor) -> int:
 
 def training_flops(variant: Ours) -> float:
     """FLOPs of forward and backward of a variant's batch, by the FLOP model."""
-    from mmldlm.models.mmdit.costs import step_flops
+    from mmldlm.models.flops import estimate_flops
 
     tensors = variant.batch.tensors
     lengths = tensors["attention_mask"].sum(1).tolist()
-    return step_flops(variant.model.config, lengths, len(tensors["text_positions"])).training
+    return estimate_flops(variant.model.config, lengths, len(tensors["text_positions"])).training
 
 
 def flop_error(shape: Shape) -> float:
@@ -214,15 +214,15 @@ def flop_error(shape: Shape) -> float:
     from torch.nn.attention import SDPBackend, sdpa_kernel
     from torch.utils.flop_counter import FlopCounterMode
 
-    from mmldlm.models.mmdit.costs import step_flops
+    from mmldlm.models.flops import estimate_flops
 
     variant = Ours(shape, torch.float32)
     with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
         variant.forward_backward()
     batch = variant.batch.tensors
     lengths = batch["attention_mask"].sum(1).tolist()
-    found = step_flops(variant.model.config, lengths, len(batch["text_positions"]))
-    return abs(found.without_input_gradients / counter.get_total_flops() - 1)
+    found = estimate_flops(variant.model.config, lengths, len(batch["text_positions"]))
+    return abs(found.training / counter.get_total_flops() - 1)
 
 
 # -- memory

@@ -30,7 +30,7 @@ from mmldlm.checkpoints.formats.weight_source import WeightSource
 from mmldlm.checkpoints.formats.write_plan import WritePlan, execute, verify
 from mmldlm.checkpoints.layout import ENGINE_FOLDER, LATEST, SUB_GROUP_SIZE, TARGETS, ZERO_TAG
 from mmldlm.checkpoints.manifest import describe_file, read_manifest
-from mmldlm.convert.config_compat import check_config
+from mmldlm.checkpoints.tensor_table import check_tensors, tensor_table
 from mmldlm.convert.copy_files import check_links, copy_file
 from mmldlm.convert.export_plan import DTYPE_NAMES, plan_tensors
 from mmldlm.convert.inspect import compare, summarize
@@ -115,7 +115,7 @@ def convert_state(
     )
     with opened.weights as weights:
         check_links(opened)
-        check_config(weights, opened.checkpoint)
+        check_tensors(weights, opened.checkpoint)
         if ema:
             weights.use_ema()
         target = _Target(
@@ -174,7 +174,7 @@ def dry_run(
     )
     with opened.weights as weights:
         check_links(opened)
-        check_config(weights, opened.checkpoint)
+        check_tensors(weights, opened.checkpoint)
         target = _Target(
             to, _world_size(opened, world_size), dtype, only, sub_group_size, strip_prefix
         )
@@ -234,7 +234,13 @@ def _write(
     if pending is not None:
         _copy_run(opened, pending.path, target.world_size)
         engine = _describe(target.name)
-        pending.commit(engine=engine, world_size=target.world_size, converted_from=opened.engine)
+        shapes = {name: info.shape for name, info in opened.weights.tensors.items()}
+        pending.commit(
+            engine=engine,
+            world_size=target.world_size,
+            converted_from=opened.engine,
+            tensors=tensor_table(shapes),
+        )
     return plan
 
 

@@ -33,7 +33,7 @@ from mmldlm.checkpoints.layout import (
     SAFETENSORS_INDEX,
 )
 from mmldlm.checkpoints.manifest import MANIFEST, read_manifest
-from mmldlm.convert.config_compat import check_config
+from mmldlm.checkpoints.tensor_table import check_tensors
 from mmldlm.convert.copy_files import check_links, copy_file, copy_tree, real_path
 from mmldlm.convert.export_plan import (
     WIDE_FLOATS,
@@ -113,7 +113,7 @@ def convert(
     opened = open_source(source, allow_nonfinite, with_ema=ema, keep_names=keep_names, key=key)
     with opened.weights as weights:
         check_links(opened)
-        check_config(weights, opened.checkpoint)
+        check_tensors(weights, opened.checkpoint)
         if ema:
             weights.use_ema()
         plan = plan_tensors(weights, dtype, only, strip_prefix)

@@ -5,13 +5,11 @@ prediction targets.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from typing import NamedTuple
+from collections.abc import Callable, Mapping
+from typing import ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
-
-from mmldlm.diffusion import decoupled
 
 Eta = float | Callable[[Tensor, Tensor], Tensor]
 """Noise of a DDIM step: 0 none, 1 ancestral, or a function of (t, s) in fp64."""
@@ -52,9 +50,7 @@ class Prediction(NamedTuple):
         target: (alpha, sigma, x0, noise) -> what the network should output.
         to_x0: (alpha, sigma, prediction, z) -> x0 estimate.
         weight: (x0-space weight, SNR, sigma) -> the weight in this target's space.
-        schedules: names of the schedules under which these conversions hold.
-        count: vectors per latent: targets and predictions are [B, ..., count * D], the weights of
-            more than one [B, count].
+        schedules: names of the schedules under which these conversions hold; None: all.
         max_timestep: largest t at which `to_x0` is computed; above it, t is replaced by it.
         sampling_start: timestep at which sampling starts.
     """
@@ -62,8 +58,7 @@ class Prediction(NamedTuple):
     target: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
     to_x0: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
     weight: Callable[[Tensor, Tensor, Tensor], Tensor]
-    schedules: tuple[str, ...]
-    count: int = 1
+    schedules: tuple[str, ...] | None = None
     max_timestep: float = 1.0
     sampling_start: float = 1.0
 
@@ -74,28 +69,24 @@ SCHEDULES = {
     "linear": _linear,
     "sigmoid": _sigmoid,
     "rectified_flow": _rectified_flow,
-    "decoupled": decoupled.alpha_sigma,
 }
-_ALL, _VARIANCE_PRESERVING = tuple(SCHEDULES), ("cosine", "linear", "sigmoid")
 PREDICTIONS = {
     "x0": Prediction(
         target=lambda alpha, sigma, x0, noise: x0,
         to_x0=lambda alpha, sigma, prediction, z: prediction,
         weight=lambda weight, snr, sigma: weight,
-        schedules=_ALL,
     ),
     "v": Prediction(
         target=lambda alpha, sigma, x0, noise: alpha * noise - sigma * x0,
         to_x0=lambda alpha, sigma, prediction, z: alpha * z - sigma * prediction,
         weight=lambda weight, snr, sigma: weight / (snr + 1),
-        schedules=_VARIANCE_PRESERVING,
+        schedules=("cosine", "linear", "sigmoid"),
     ),
     # Its x0 estimate divides by alpha(t), which is 0 at t = 1 under most schedules.
     "epsilon": Prediction(
         target=lambda alpha, sigma, x0, noise: noise,
         to_x0=lambda alpha, sigma, prediction, z: (z - sigma * prediction) / alpha,
         weight=lambda weight, snr, sigma: weight / snr.clamp_min(1e-8),
-        schedules=_ALL,
         max_timestep=0.999,
         sampling_start=0.99,
     ),
@@ -105,18 +96,7 @@ PREDICTIONS = {
         weight=lambda weight, snr, sigma: weight * sigma**2,
         schedules=("rectified_flow",),
     ),
-    # DDM's x0 estimate z - t C - sqrt(t) noise with C = -x0: it trusts z where t is small.
-    "x0_epsilon": Prediction(
-        target=lambda alpha, sigma, x0, noise: torch.cat([x0, noise], -1),
-        to_x0=lambda alpha, sigma, prediction, z: (
-            z - sigma * prediction.chunk(2, -1)[1] + sigma**2 * prediction.chunk(2, -1)[0]
-        ),
-        weight=lambda weight, snr, sigma: torch.stack([weight, weight / snr.clamp_min(1e-8)], -1),
-        schedules=("decoupled",),
-        count=2,
-    ),
 }
-DDM_WEIGHTINGS = ("ddm", "ddm_inverse")
 
 
 class GaussianProcess:
@@ -125,22 +105,26 @@ class GaussianProcess:
     Schedules are continuous in t in [0, 1] (t = 0 data, t = 1 noise). Variance preserving: alpha =
     cos(pi t / 2) (cosine), the linear-beta DDPM (linear, arXiv 2006.11239) and linear in logit
     space (sigmoid). The straight path alpha = 1 - t, sigma = t is rectified flow (arXiv
-    2209.03003), alpha = 1 - t, sigma = sqrt(t) is decoupled diffusion (decoupled.py). There are no
-    discrete timestep indices.
+    2209.03003). There are no discrete timestep indices.
 
     Args:
-        schedule: one of SCHEDULES.
-        prediction: what the network outputs, one of PREDICTIONS.
-        weighting: unit, min_snr (arXiv 2303.09556), velocity, or of the decoupled path ddm and
-            ddm_inverse; always in the space of the prediction.
+        schedule: one of `schedules`.
+        prediction: what the network outputs, one of `predictions`.
+        weighting: one of `weightings`: unit, min_snr (arXiv 2303.09556) or velocity; always in the
+            space of the prediction.
         min_snr_gamma: gamma of min_snr.
-        ddm_weight_cap: largest weight of ddm_inverse.
         velocity_floor: least sigma that velocity divides by on the straight path.
 
     Raises:
-        ValueError: an unknown schedule or prediction, or one that does not go with the other or
-            with the weighting.
+        ValueError: an unknown schedule, prediction or weighting, or a prediction that does not go
+            with the schedule.
     """
+
+    schedules: ClassVar[Mapping[str, Callable[[Tensor], tuple[Tensor, Tensor]]]] = SCHEDULES
+    predictions: ClassVar[Mapping[str, Prediction]] = PREDICTIONS
+    weightings: ClassVar[tuple[str, ...]] = ("unit", "min_snr", "velocity")
+    named_etas: Mapping[str, Callable[[Tensor, Tensor], Tensor]] = {}
+    diagnostics: tuple[str, ...] = ()
 
     def __init__(
         self,
@@ -148,37 +132,29 @@ class GaussianProcess:
         prediction: str = "x0",
         weighting: str = "unit",
         min_snr_gamma: float = 5.0,
-        ddm_weight_cap: float = 100.0,
         velocity_floor: float = 1e-3,
     ):
-        if schedule not in SCHEDULES or prediction not in PREDICTIONS:
+        if schedule not in self.schedules or prediction not in self.predictions:
             raise ValueError(
-                f"schedule {schedule!r} of {tuple(SCHEDULES)}, prediction {prediction!r} of"
-                f" {tuple(PREDICTIONS)}"
+                f"schedule {schedule!r} of {tuple(self.schedules)}, prediction {prediction!r} of"
+                f" {tuple(self.predictions)}"
             )
-        if schedule not in PREDICTIONS[prediction].schedules:
+        self._rule = self.predictions[prediction]
+        if self._rule.schedules is not None and schedule not in self._rule.schedules:
             raise ValueError(
-                f"prediction {prediction} needs schedule {PREDICTIONS[prediction].schedules}:"
-                f" {schedule}"
+                f"prediction {prediction} needs schedule {self._rule.schedules}: {schedule}"
             )
-        # On the decoupled path dz/dt = -x0 + noise / (2 sqrt(t)) is infinite at t = 0.
-        if weighting in (("velocity",) if schedule == "decoupled" else DDM_WEIGHTINGS):
+        if weighting not in self.weightings:
             raise ValueError(f"weighting {weighting} does not go with schedule {schedule}")
-        self.schedule, self.prediction = schedule, prediction
-        self.weighting, self.min_snr_gamma, self.ddm_weight_cap = (
-            weighting,
-            min_snr_gamma,
-            ddm_weight_cap,
-        )
-        self.velocity_floor = velocity_floor
-        self.num_predictions = PREDICTIONS[prediction].count
-        self.sampling_start = PREDICTIONS[prediction].sampling_start
-        self.named_etas = {"bridge": decoupled.bridge_eta} if schedule == "decoupled" else {}
+        self.schedule, self.prediction, self.weighting = schedule, prediction, weighting
+        self.min_snr_gamma, self.velocity_floor = min_snr_gamma, velocity_floor
+        self.num_predictions = 1
+        self.sampling_start = self._rule.sampling_start
         self.solvers = ("ddim", "dpm++2m", *(("heun",) if schedule == "rectified_flow" else ()))
 
     def alpha_sigma(self, t: Tensor) -> tuple[Tensor, Tensor]:
         """alpha(t) and sigma(t) in fp64, same shape as t in [0, 1]."""
-        return SCHEDULES[self.schedule](t.double())
+        return self.schedules[self.schedule](t.double())
 
     def _alpha_sigma_like(self, t: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
         """alpha(t) and sigma(t) of t [B] in the dtype of x [B, ...], with trailing dimensions to
@@ -193,10 +169,8 @@ class GaussianProcess:
         return values.reshape(values.shape + (1,) * (x.dim() - values.dim())).to(x.dtype)
 
     def sampling_grid(self, steps: int) -> Tensor:
-        """[steps + 1] fp64 timesteps from `sampling_start` to 0: evenly spaced, on the decoupled
-        path in the cosine path's time, whose steps of the SNR are even near both ends."""
-        grid = torch.linspace(self.sampling_start, 0.0, steps + 1, dtype=torch.float64)
-        return decoupled.timestep_of_cosine(grid) if self.schedule == "decoupled" else grid
+        """Evenly spaced timesteps from `sampling_start` to 0. [steps + 1] fp64"""
+        return torch.linspace(self.sampling_start, 0.0, steps + 1, dtype=torch.float64)
 
     def add_noise(self, x0: Tensor, noise: Tensor, t: Tensor) -> Tensor:
         """x0, noise [B, ..., D] and t [B] -> z_t, shape and dtype of x0."""
@@ -205,7 +179,7 @@ class GaussianProcess:
 
     def targets(self, x0: Tensor, noise: Tensor, t: Tensor) -> Tensor:
         """What the network should output for (x0, noise, t). [B, ..., P * D]"""
-        return PREDICTIONS[self.prediction].target(*self._alpha_sigma_like(t, x0), x0, noise)
+        return self._rule.target(*self._alpha_sigma_like(t, x0), x0, noise)
 
     def to_x0(self, predictions: Tensor, z: Tensor, t: Tensor) -> Tensor:
         """Estimate of x0 from the network's output at (z, t).
@@ -214,38 +188,27 @@ class GaussianProcess:
         """
         if self.prediction == "x0":
             return predictions
-        rule = PREDICTIONS[self.prediction]
-        return rule.to_x0(
-            *self._alpha_sigma_like(t.clamp_max(rule.max_timestep), z), predictions, z
-        )
+        alpha, sigma = self._alpha_sigma_like(t.clamp_max(self._rule.max_timestep), z)
+        return self._rule.to_x0(alpha, sigma, predictions, z)
+
+    def diagnose(self, predictions: Tensor, x0: Tensor) -> tuple[Tensor, ...]:
+        """Nothing: one prediction has no `diagnostics`."""
+        return ()
 
     def loss_weights(self, t: Tensor) -> Tensor:
-        """Weight of the squared error in the prediction's own space. [B], of P > 1 predictions [B,
-        P]; fp64
-        """
+        """Weight of the squared error in the prediction's own space. [B]; fp64"""
         alpha, sigma = self.alpha_sigma(t)
         if self.weighting == "unit":
-            ones = torch.ones_like(alpha)
-            return (
-                ones
-                if self.num_predictions == 1
-                else ones[..., None].expand(*ones.shape, self.num_predictions)
-            )
-        if self.weighting in DDM_WEIGHTINGS:
-            pair = decoupled.loss_weights(t.double(), self.weighting, self.ddm_weight_cap)
-            return {"x0": pair[..., 0], "epsilon": pair[..., 1], "x0_epsilon": pair}[
-                self.prediction
-            ]
+            return torch.ones_like(alpha)
         snr = (alpha / sigma.clamp_min(1e-8)) ** 2
         if self.weighting == "min_snr":
             x0_weight = snr.clamp_max(self.min_snr_gamma)
-        elif (
-            self.schedule == "rectified_flow"
-        ):  # the flow loss weighs the squared x0 error by 1 / sigma^2
+        elif self.schedule == "rectified_flow":
+            # The flow loss weighs the squared x0 error by 1 / sigma^2.
             x0_weight = 1 / sigma.clamp_min(self.velocity_floor) ** 2
-        else:  # the v loss weighs it by SNR + 1
+        else:  # The v loss weighs it by SNR + 1.
             x0_weight = snr + 1
-        return PREDICTIONS[self.prediction].weight(x0_weight, snr, sigma)
+        return self._rule.weight(x0_weight, snr, sigma)
 
     def step(
         self,
@@ -266,8 +229,7 @@ class GaussianProcess:
             z: state at t. [B, ..., D]
             t: current timestep. [B]
             s: next timestep. [B]
-            eta: 0 deterministic, 1 ancestral, or a function of (t, s) such as
-                `decoupled.bridge_eta`.
+            eta: 0 deterministic, 1 ancestral, or a function of (t, s), one of `named_etas`.
             noise: standard normal noise like z, needed when eta > 0.
             project: applied to the x0 estimate before the step.
         """

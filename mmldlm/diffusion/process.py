@@ -20,6 +20,7 @@ class LatentProcess(Protocol):
         sampling_start: timestep at which sampling starts: 1, or below it where `to_x0` is not
             defined at 1.
         named_etas: functions (t, s) -> eta of `step` that belong to this process, by name.
+        diagnostics: names of the figures that `diagnose` returns, as in the logs.
         solvers: names of the solvers that `step` (ddim), `multistep` (dpm++2m) and `heun_step`
             (heun) offer.
     """
@@ -27,6 +28,7 @@ class LatentProcess(Protocol):
     num_predictions: int
     sampling_start: float
     named_etas: Mapping[str, Callable[[Tensor, Tensor], Tensor]]
+    diagnostics: tuple[str, ...]
     solvers: tuple[str, ...]
 
     def sampling_grid(self, steps: int) -> Tensor:
@@ -43,6 +45,15 @@ class LatentProcess(Protocol):
 
     def to_x0(self, predictions: Tensor, z: Tensor, t: Tensor) -> Tensor:
         """Estimate of x0 from the network's output at (z, t); finite for every t in [0, 1]."""
+        ...
+
+    def diagnose(self, predictions: Tensor, x0: Tensor) -> tuple[Tensor, ...]:
+        """Figures of each latent that only this process has, for the logs. [B, ...]
+
+        Args:
+            predictions: the network's output at some (z, t). [B, ..., P * D]
+            x0: `to_x0` of them. [B, ..., D]
+        """
         ...
 
     def loss_weights(self, t: Tensor) -> Tensor:

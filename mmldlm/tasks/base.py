@@ -153,7 +153,7 @@ class Task(ABC):
 
     def model_sizes(self, config: Config, length: int) -> ModelSizes | None:
         """Return the sizes for a micro-batch whose longest sample has `length` tokens; None: not
-        known.
+        known. It may import torch.
         """
         return None
 
@@ -173,15 +173,6 @@ class Task(ABC):
     def warnings(self, config: Config) -> list[str]:
         """Return warnings to print when a run starts afresh."""
         return []
-
-    def expected_shapes(self, model_config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
-        """Return shapes that `convert` checks weights against before it writes them next to
-        `model_config`.
-
-        Raises:
-            KeyError, TypeError, ValueError: a damaged model_config.
-        """
-        return {}
 
     # -- with torch
     # ---------------------------------------------------------------------------------------------
@@ -242,16 +233,24 @@ class Task(ABC):
     def objective(self, config: Config) -> Objective:
         """Return the loss."""
 
-    def stack_sums(self, loss: Tensor, sums: Mapping[str, Tensor]) -> Tensor:
-        """Return the declared sums of what the objective returned, [len(self.sums)] fp64 on its
-        device.
+    def metrics_of(self, config: Config) -> tuple[Metric, ...]:
+        """Return the figures of a run: `metrics`, and those that only some configs have."""
+        return self.metrics
+
+    def sums_of(self, config: Config) -> tuple[str, ...]:
+        """Return the sums that the objective returns: `sums`, and those of `metrics_of`."""
+        numerators = (metric.numerator for metric in self.metrics_of(config))
+        return tuple(dict.fromkeys((*self.sums, *numerators)))
+
+    def stack_sums(self, names: Sequence[str], loss: Tensor, sums: Mapping[str, Tensor]) -> Tensor:
+        """Return the named sums of what the objective returned, [len(names)] fp64 on its device.
 
         Raises:
             UserError: the loss or a sum is missing, or is not a scalar tensor.
         """
         import torch
 
-        values = {"the loss": loss, **{name: sums.get(name) for name in self.sums}}
+        values = {"the loss": loss, **{name: sums.get(name) for name in names}}
         for name, value in values.items():
             if not (isinstance(value, torch.Tensor) and value.numel() == 1):
                 shape = f" {tuple(value.shape)}" if isinstance(value, torch.Tensor) else ""
@@ -261,7 +260,7 @@ class Task(ABC):
                     found,
                     "return (loss, {name: sum}) with every name of `sums` (docs/tasks.md)",
                 )
-        return torch.stack([sums[name].detach().double().reshape(()) for name in self.sums])
+        return torch.stack([sums[name].detach().double().reshape(()) for name in names])
 
     def validation(self, data: RunData, engine: Engine) -> ValidationRun:
         """Return the evaluation during training. Default: every metric on the validation split."""

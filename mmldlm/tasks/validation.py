@@ -109,7 +109,7 @@ class Validation:
             engine,
             task.objective(config),
             task,
-            task.sums,
+            task.sums_of(config),
         )
         self._figures = figures
         training = config.training
@@ -175,7 +175,7 @@ class Validation:
                     loss, metrics = self.objective(
                         self.engine.module, batch.to(self.engine.device)
                     )
-                    sums += self.task.stack_sums(loss, metrics)
+                    sums += self.task.stack_sums(self.sums, loss, metrics)
                     num_tokens += batch.num_tokens  # of valid samples; the counts are the plan's
                     counts = {
                         key: counts.get(key, 0) + value for key, value in batch.counts.items()

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
 from mmldlm.checkpoints import locate
 from mmldlm.checkpoints.layout import ENGINE_FOLDER, MODEL_CONFIG, STATE_FILE
@@ -97,6 +98,19 @@ def describe_rate_jump(checkpoint: Path, config: Config, state: TrainingState) -
     ]
 
 
+def saved_shapes(model: nn.Module) -> dict[str, tuple[int, ...]]:
+    """Shapes of what a checkpoint holds of a model: parameters, a tied one under each of its
+    names, and persistent buffers.
+    """
+    # Under ZeRO-3 a parameter itself is empty.
+    shapes = {
+        name: tuple(getattr(parameter, "ds_shape", parameter.shape))
+        for name, parameter in model.named_parameters(remove_duplicate=False)
+    }
+    buffers = persistent_buffers(model).items()
+    return shapes | {name: tuple(buffer.shape) for name, buffer in buffers}
+
+
 def load_engine_state(
     checkpoint: Path, engine: Engine, average: WeightAverage | None, applied_steps: int
 ) -> None:
@@ -107,15 +121,13 @@ def load_engine_state(
         UserError: another model, or damaged files.
     """
     with open_training_state(checkpoint / ENGINE_FOLDER) as reader:
-        model = engine.model
-        # Under ZeRO-3 a parameter itself is empty.
-        ours = {
-            name: (p.requires_grad, tuple(getattr(p, "ds_shape", p.shape)))
-            for name, p in model.named_parameters(remove_duplicate=False)
+        trains = {
+            name: parameter.requires_grad
+            for name, parameter in engine.model.named_parameters(remove_duplicate=False)
         }
-        ours |= {
-            name: ("buffer", tuple(buffer.shape))
-            for name, buffer in persistent_buffers(model).items()
+        ours = {
+            name: (trains.get(name, "buffer"), shape)
+            for name, shape in saved_shapes(engine.model).items()
         }
         theirs = {
             name: ("buffer" if reader.kind(name) == "buffer" else reader.kind(name) == "trainable",

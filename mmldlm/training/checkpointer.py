@@ -16,6 +16,7 @@ import torch
 from mmldlm.checkpoints import commit, retention
 from mmldlm.checkpoints.layout import ENGINE_FOLDER
 from mmldlm.checkpoints.manifest import is_as_saved
+from mmldlm.checkpoints.tensor_table import tensor_table
 from mmldlm.config.resume_compat import CONFIG_FILE, check_resume_config
 from mmldlm.engines.ema import WeightAverage
 from mmldlm.errors import MmldlmError, UserError
@@ -31,6 +32,7 @@ from mmldlm.training.checkpoint_contents import (
     read_files_to_keep,
     read_rng,
     restore_rng,
+    saved_shapes,
     write_metadata,
 )
 from mmldlm.training.run_logger import RunLogger, engine_folders
@@ -377,7 +379,11 @@ class Checkpointer:
         skips = {"consecutive_skips": saving.consecutive_skips} if saving.consecutive_skips else {}
         try:
             step_dir = saving.pending.commit(
-                saving.failure, has_entry=True, engine=self.engine.describe(), **skips
+                saving.failure,
+                has_entry=True,
+                engine=self.engine.describe(),
+                tensors=tensor_table(saved_shapes(self.engine.model)),
+                **skips,
             )
         except commit.CommitFailed as error:
             self._log_save_failure(saving.step, error)

@@ -168,7 +168,7 @@ class RunLogger:
             log_freq=config.logging.log_freq,
             log_file=path,
             start_step=self.state.step,
-            metrics=self.task.metrics,
+            metrics=self.task.metrics_of(config),
         )
         if path is not None:
             with contextlib.suppress(OSError):  # a file system without links
@@ -199,7 +199,7 @@ class RunLogger:
             self.progress.warning(warning)
         losses = [
             LossCurve(metric.name, metric.label or metric.name, metric.evaluation or metric.name)
-            for metric in self.task.metrics
+            for metric in self.task.metrics_of(self.config)
             if metric.is_loss
         ]
         kind, source = "start" if resumed_from is None else "resume", str(resumed_from or "")
@@ -223,7 +223,7 @@ class RunLogger:
             "lr": report.lr,
             **{
                 metric.name: metric.value(shared.sums, batch.counts)
-                for metric in self.task.metrics
+                for metric in self.task.metrics_of(self.config)
             },
             "grad_norm": shared.grad_norm,
             **{key: value for key, value in report.cost.items() if value is not None},

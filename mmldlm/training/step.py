@@ -133,11 +133,12 @@ def train_step(session: Session, batches: list[Batch]) -> StepReport:
         state.applied_steps, config.training.num_train_steps, config.optimizer
     )
     session.layer_stats.before_forward(state.step + 1)
-    sums = torch.zeros(len(session.task.sums) + 1, dtype=torch.float64, device=engine.device)
+    names = session.task.sums_of(config)
+    sums = torch.zeros(len(names) + 1, dtype=torch.float64, device=engine.device)
     engine.loss_scale, losses = guard.loss_scale.value, []
     for batch in batches:
         loss, metrics = session.objective(engine.module, batch.to(engine.device))
-        declared = session.task.stack_sums(loss, metrics)
+        declared = session.task.stack_sums(names, loss, metrics)
         # Run backward even for a non-finite loss, so that all ranks issue the same collectives.
         engine.backward(loss)
         losses.append(loss.detach())
@@ -145,7 +146,7 @@ def train_step(session: Session, batches: list[Batch]) -> StepReport:
         sums += torch.cat([declared, is_bad.double().reshape(1)])
     norm = engine.grad_norm().to(sums)
     session.layer_stats.before_step()
-    shared = reduce_step(engine, session.task.sums, sums, norm, LocalCounts.of(session, batches))
+    shared = reduce_step(engine, names, sums, norm, LocalCounts.of(session, batches))
     decision = guard.decide(
         shared.sums["loss"], shared.num_bad_losses, shared.grad_norm, int(shared.counts.usable)
     )

@@ -7,7 +7,12 @@ import math
 import pytest
 import torch
 
-from mmldlm.diffusion.decoupled import bridge_eta, loss_weights, timestep_of_cosine
+from mmldlm.diffusion.decoupled import (
+    DecoupledProcess,
+    bridge_eta,
+    loss_weights,
+    timestep_of_cosine,
+)
 from mmldlm.diffusion.gaussian import GaussianProcess
 
 PREDICTIONS = ("x0", "epsilon", "x0_epsilon")
@@ -20,7 +25,7 @@ def normal(*shape, seed=0, dtype=torch.float64):
 
 def test_path_and_signal_to_noise():
     t = torch.linspace(0, 1, 101, dtype=torch.float64)
-    alpha, sigma = GaussianProcess("decoupled").alpha_sigma(t)
+    alpha, sigma = DecoupledProcess().alpha_sigma(t)
     torch.testing.assert_close(alpha, 1 - t, rtol=0, atol=0)
     torch.testing.assert_close(sigma**2, t)
     total = alpha**2 + sigma**2
@@ -33,7 +38,7 @@ def test_its_own_step_is_ddim_with_the_bridge_as_noise():
     """Mean z - h C - (h / sqrt(t)) noise with C = -x0 and variance s (t - s) / t, against DDIM's
     a' x0 + ... .
     """
-    diffusion = GaussianProcess("decoupled")
+    diffusion = DecoupledProcess()
     x0, noise, fresh = normal(2000, 3), normal(2000, 3, seed=1), normal(2000, 3, seed=2)
     t = 1e-4 + (1 - 1e-4) * torch.rand(
         2000, dtype=torch.float64, generator=torch.Generator().manual_seed(3)
@@ -54,7 +59,7 @@ def test_its_own_step_is_ddim_with_the_bridge_as_noise():
 
 
 def test_ddim_is_that_of_the_cosine_path_at_equal_signal_to_noise():
-    decoupled, cosine = GaussianProcess("decoupled"), GaussianProcess("cosine")
+    decoupled, cosine = DecoupledProcess(), GaussianProcess("cosine")
     u = torch.linspace(1, 0, 9, dtype=torch.float64)
     grid = timestep_of_cosine(u)
     assert grid[0] == 1 and grid[-1] == 0
@@ -84,7 +89,7 @@ def test_ddim_is_that_of_the_cosine_path_at_equal_signal_to_noise():
 @pytest.mark.parametrize("prediction", PREDICTIONS)
 @pytest.mark.parametrize("steps", [1, 6])
 def test_one_data_point_comes_back(prediction, steps, eta):
-    diffusion = GaussianProcess("decoupled", prediction)
+    diffusion = DecoupledProcess(prediction)
     point, z = torch.full((16, 3), 2.5, dtype=torch.float64), normal(16, 3)
     grid = diffusion.sampling_grid(steps)
     for t, s in zip(grid[:-1], grid[1:], strict=True):
@@ -96,7 +101,7 @@ def test_one_data_point_comes_back(prediction, steps, eta):
 
 
 def test_the_last_step_takes_no_noise():
-    diffusion = GaussianProcess("decoupled", "x0_epsilon")
+    diffusion = DecoupledProcess("x0_epsilon")
     z, output, t = normal(8, 3), normal(8, 6, seed=1), torch.full((8,), 0.3, dtype=torch.float64)
     for eta in (0.0, 1.0, bridge_eta):
         found = diffusion.step(
@@ -109,7 +114,7 @@ def test_two_predictions_combine_and_agree_at_a_point():
     """x0 = z + t x0_hat - sqrt(t) noise_hat; its error is t e_x - sqrt(t) e_noise, so a small t
     trusts z.
     """
-    diffusion = GaussianProcess("decoupled", "x0_epsilon")
+    diffusion = DecoupledProcess("x0_epsilon")
     x0, noise = normal(64, 3), normal(64, 3, seed=1)
     t = torch.linspace(1e-4, 1, 64, dtype=torch.float64)
     z, truth = diffusion.add_noise(x0, noise, t), diffusion.targets(x0, noise, t)
@@ -134,25 +139,25 @@ def test_weights():
     assert (capped == 100.0).any() and torch.equal(
         loss_weights(t, "ddm_inverse", 100.0)[2], torch.tensor([1.0, 100.0])
     )
-    one = GaussianProcess("decoupled", "x0", "ddm").loss_weights(t)
-    two = GaussianProcess("decoupled", "x0_epsilon", "ddm").loss_weights(t)
+    one = DecoupledProcess("x0", "ddm").loss_weights(t)
+    two = DecoupledProcess("x0_epsilon", "ddm").loss_weights(t)
     assert torch.equal(two[:, 0], one)
-    assert torch.equal(two[:, 1], GaussianProcess("decoupled", "epsilon", "ddm").loss_weights(t))
+    assert torch.equal(two[:, 1], DecoupledProcess("epsilon", "ddm").loss_weights(t))
 
 
 @pytest.mark.parametrize(
     "arguments",
     [
-        ("decoupled", "v"),
-        ("decoupled", "flow"),
-        ("cosine", "x0_epsilon"),
-        ("decoupled", "x0", "velocity"),
-        ("cosine", "x0", "ddm"),
+        (DecoupledProcess, "v"),
+        (DecoupledProcess, "flow"),
+        (GaussianProcess, "cosine", "x0_epsilon"),
+        (DecoupledProcess, "x0", "velocity"),
+        (GaussianProcess, "cosine", "x0", "ddm"),
     ],
 )
 def test_what_does_not_belong_together_is_refused(arguments):
     with pytest.raises(ValueError, match=arguments[-1]):
-        GaussianProcess(*arguments)
+        arguments[0](*arguments[1:])
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
@@ -162,7 +167,7 @@ def test_losses_gradients_and_steps_are_finite_at_both_ends(prediction, weightin
     """The published NaNs: weights of 1 / t in fp16, roots of rounded negatives, grids by repeated
     subtraction.
     """
-    diffusion = GaussianProcess("decoupled", prediction, weighting)
+    diffusion = DecoupledProcess(prediction, weighting)
     t = torch.tensor([1e-6, 1e-4, 1e-3, 0.5, 1 - 1e-6, 1.0], dtype=torch.float64)
     weights = diffusion.loss_weights(t).view(6, -1).float()
     assert torch.isfinite(weights).all() and weights.min() >= 0 and weights.max() <= 100.0
@@ -182,5 +187,5 @@ def test_losses_gradients_and_steps_are_finite_at_both_ends(prediction, weightin
 
 def test_no_grid_leaves_the_unit_interval():
     for steps in (1, 7, 1000):
-        grid = GaussianProcess("decoupled").sampling_grid(steps)
+        grid = DecoupledProcess().sampling_grid(steps)
         assert grid[0] == 1 and grid[-1] == 0 and (grid.diff() < 0).all()

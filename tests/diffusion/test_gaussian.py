@@ -3,14 +3,24 @@ import itertools
 import pytest
 import torch
 
-from mmldlm.diffusion.decoupled import bridge_eta
+from mmldlm.diffusion.decoupled import DecoupledProcess, bridge_eta
 from mmldlm.diffusion.gaussian import PREDICTIONS, SCHEDULES, GaussianProcess
 
+ALL_SCHEDULES = [*SCHEDULES, "decoupled"]
+
+
+def process(schedule, *options):
+    """The latent process of a schedule."""
+    if schedule == "decoupled":
+        return DecoupledProcess(*options)
+    return GaussianProcess(schedule, *options)
+
+
 PAIRS = [
-    pair
-    for pair in itertools.product(SCHEDULES, PREDICTIONS)
-    if pair[0] in PREDICTIONS[pair[1]].schedules
-]
+    (schedule, name)
+    for schedule, (name, rule) in itertools.product(SCHEDULES, PREDICTIONS.items())
+    if rule.schedules is None or schedule in rule.schedules
+] + [("decoupled", prediction) for prediction in DecoupledProcess.predictions]
 
 
 def sample(size=64, dim=8, low=0.01, high=0.99):
@@ -27,7 +37,7 @@ def sample(size=64, dim=8, low=0.01, high=0.99):
 
 @pytest.mark.parametrize(("schedule", "prediction"), PAIRS)
 def test_round_trips(schedule, prediction):
-    diffusion = GaussianProcess(schedule, prediction)
+    diffusion = process(schedule, prediction)
     x0, noise, t = sample()
     z = diffusion.add_noise(x0, noise, t)
     back = diffusion.to_x0(diffusion.targets(x0, noise, t), z, t)
@@ -39,9 +49,9 @@ def test_round_trips(schedule, prediction):
     torch.testing.assert_close((z - alpha * x0) / sigma, noise, rtol=0, atol=1e-9)
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("schedule", ALL_SCHEDULES)
 def test_ends_are_data_and_noise(schedule):
-    diffusion = GaussianProcess(schedule)
+    diffusion = process(schedule)
     alpha, sigma = diffusion.alpha_sigma(torch.tensor([0.0, 1.0]))
     assert alpha[0] == pytest.approx(1, abs=1e-12) and sigma[0] == pytest.approx(0, abs=1e-9)
     assert alpha[1] < 7e-3 and sigma[1] == pytest.approx(1, abs=1e-4)
@@ -90,7 +100,7 @@ def test_gaussian_data_with_the_optimal_field_keeps_its_variance(schedule, eta):
     """Data N(0, v): the posterior mean is a v z / (a^2 v + s^2); a correct sampler ends with
     variance v.
     """
-    diffusion = GaussianProcess(schedule)
+    diffusion = process(schedule)
     v = 0.49
 
     def denoise(z, t):
@@ -119,7 +129,7 @@ def test_one_step_keeps_the_marginal(schedule, eta):
     """With the true x0, a step from q(z_t | x0) lands in q(z_s | x0): mean a_s x0, variance s_s^2,
     for every eta.
     """
-    diffusion = GaussianProcess(schedule)
+    diffusion = process(schedule)
     generator = torch.Generator().manual_seed(1)
     size = 200_000
     x0 = torch.full((size, 1), 1.7, dtype=torch.float64)
@@ -133,9 +143,9 @@ def test_one_step_keeps_the_marginal(schedule, eta):
     assert out.std().item() == pytest.approx(sigma.item(), abs=5e-3)
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("schedule", ALL_SCHEDULES)
 def test_a_single_data_point_is_found(schedule):
-    diffusion = GaussianProcess(schedule)
+    diffusion = process(schedule)
     point = torch.full((16, 3), 2.5, dtype=torch.float64)
     out = integrate(
         diffusion, lambda z, t: point, torch.randn(16, 3, dtype=torch.float64), steps=7, eta=1.0
@@ -178,12 +188,12 @@ def solve(diffusion, denoise, z, steps, method):
     return denoise(z, grid[-2].expand(len(z)))
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("schedule", ALL_SCHEDULES)
 @pytest.mark.parametrize("steps", [1, 2, 7])
 def test_2m_is_exact_where_the_estimate_is_constant(schedule, steps):
     point = torch.full((16, 3), 2.5, dtype=torch.float64)
     out = solve(
-        GaussianProcess(schedule),
+        process(schedule),
         lambda z, t: point,
         torch.randn(16, 3, dtype=torch.float64),
         steps,
@@ -192,9 +202,9 @@ def test_2m_is_exact_where_the_estimate_is_constant(schedule, steps):
     assert torch.equal(out, point)
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("schedule", ALL_SCHEDULES)
 def test_the_first_step_of_2m_is_that_of_ddim(schedule):
-    diffusion = GaussianProcess(schedule)
+    diffusion = process(schedule)
     x0, noise, t = sample(low=0.5, high=0.9)
     z, s = diffusion.add_noise(x0, noise, t), 0.7 * t
     guess = x0 + 0.3 * noise.sin()
@@ -217,13 +227,13 @@ def timestep_at(diffusion, log_snr):
     return (low + high) / 2
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("schedule", ALL_SCHEDULES)
 def test_2m_is_of_second_order(schedule):
     """Gaussian data N(0, v), whose flow is known: z grows like sqrt(a^2 v + s^2).
 
     Steps even in log(a / s).
     """
-    diffusion, v = GaussianProcess(schedule), 0.25
+    diffusion, v = process(schedule), 0.25
 
     def variance(t):
         alpha, sigma = (value[:, None] for value in diffusion.alpha_sigma(t))
@@ -248,9 +258,9 @@ def test_2m_is_of_second_order(schedule):
     assert 3.6 < error("2m", 40) / error("2m", 80) < 4.4
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("schedule", ALL_SCHEDULES)
 def test_2m_needs_fewer_steps_from_pure_noise(schedule):
-    diffusion, v = GaussianProcess(schedule), 0.25
+    diffusion, v = process(schedule), 0.25
 
     def denoise(z, t):
         alpha, sigma = (value[:, None] for value in diffusion.alpha_sigma(t))

@@ -16,7 +16,7 @@ from mmldlm.data.batch_plan import local_slots
 from mmldlm.data.prepare.options import ImageOptions
 from mmldlm.data.prepare.pipeline import prepare
 from mmldlm.errors import UserError
-from mmldlm.models.mmdit.costs import step_flops
+from mmldlm.models.flops import estimate_flops
 from mmldlm.models.mmdit.encoders import grid_positions
 from tests.support.image_store import make_image_store
 
@@ -111,7 +111,7 @@ def test_the_flops_of_a_step_are_those_of_its_size(run):
         flops = task.training_flops(
             data.config, len(lengths), sum(lengths), {"text_masked": 9.0, **part.counts}
         )
-        expected = step_flops(data.config.model, lengths, 9, count).training
+        expected = estimate_flops(data.config.model, lengths, 9, num_latents=count).training
         assert flops == pytest.approx(expected, rel=0.01)
 
 

@@ -12,8 +12,8 @@ import torch
 
 from mmldlm.config.schema import Config
 from mmldlm.config.task_registry import find_task
-from mmldlm.models.mmdit.costs import step_flops
-from mmldlm.observe.throughput import StepTimer
+from mmldlm.models.flops import estimate_flops
+from mmldlm.observe.throughput import StepTimer, peak_flops
 from mmldlm.tasks.translation.config import TranslationConfig
 from tests.support.helpers import read_log, train_words
 
@@ -127,4 +127,17 @@ def test_the_records_flops_are_those_of_the_batch():
     """
     lengths, scored = [20, 21, 22, 23], 40
     found = TASK.training_flops(config(), 4, float(sum(lengths)), {"text_masked": float(scored)})
-    assert found == pytest.approx(step_flops(config().model, lengths, scored).training, rel=1e-3)
+    expected = estimate_flops(config().model, lengths, scored).training
+    assert found == pytest.approx(expected, rel=1e-3)
+    assert TASK.training_flops(config(), 0, 0.0, {"text_masked": 0.0}) == 0.0
+
+
+def test_peaks_are_known_or_not_given():
+    assert peak_flops("NVIDIA H200", "bf16") == 989.4e12
+    assert peak_flops("NVIDIA H100 PCIe", "bf16") == 756e12
+    assert peak_flops("NVIDIA A100-SXM4-80GB", "fp32") == 19.5e12
+    assert (
+        peak_flops("NVIDIA H200 NVL", "fp16") == peak_flops("NVIDIA H200 NVL", "bf16") == 835.5e12
+    )
+    assert peak_flops(None, "bf16") is None and peak_flops("Some GPU 1", "bf16") is None
+    assert peak_flops(None, "bf16", 2.5) == 2.5e12

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from mmldlm.diffusion import GaussianProcess
+from mmldlm.diffusion import DecoupledProcess, GaussianProcess
 from mmldlm.errors import MmldlmError, UserError
 from mmldlm.sampling.latent_sampler import pad_texts, sample_latents, steps_given_text
 from mmldlm.sampling.latent_solver import LatentSolver
@@ -26,6 +26,13 @@ PAIRS = [
     ("decoupled", "epsilon"),
     ("decoupled", "x0_epsilon"),
 ]
+
+
+def process(path, prediction):
+    """The latent process of a path."""
+    if path == "decoupled":
+        return DecoupledProcess(prediction)
+    return GaussianProcess(path, prediction)
 
 
 def field_model(toys, diffusion, x0_of, **shape):
@@ -61,7 +68,7 @@ METHODS = [("ddim", 0.0), ("ddim", 1.0), ("dpm++2m", 0.0)]
     + [(*pair, "ddim", "bridge") for pair in PAIRS if pair[0] == "decoupled"],
 )
 def test_single_data_point_comes_out(toys, path, prediction, method, eta):
-    diffusion = GaussianProcess(path, prediction)
+    diffusion = process(path, prediction)
     point = torch.tensor([1.0, -2.0, 0.5, 3.0], dtype=torch.float64)
     model = field_model(toys, diffusion, lambda z, a, s: point.expand_as(z), mean=2.0, std=3.0)
     found = sample_latents(
@@ -71,7 +78,7 @@ def test_single_data_point_comes_out(toys, path, prediction, method, eta):
 
 
 def variance(toys, path, prediction, steps, **options):
-    diffusion = GaussianProcess(path, prediction)
+    diffusion = process(path, prediction)
     # Optimal field of N(0, 1) data.
     model = field_model(toys, diffusion, lambda z, a, s: a * z / (a**2 + s**2), latent_dim=200)
     found = sample_latents(

@@ -17,7 +17,6 @@ from mmldlm.models.layers import Modulation, StreamLinear, TimestepEmbedding, co
 from mmldlm.models.linear_cross_entropy import Candidates
 from mmldlm.models.mmdit.block import MMDiTBlock
 from mmldlm.models.mmdit.config import ModelConfig
-from mmldlm.models.mmdit.costs import GROUPS, group_of
 from mmldlm.models.mmdit.encoders import LatentEncoder, TextEncoder
 from mmldlm.models.mmdit.fused_block import select_rows
 from mmldlm.models.mmdit.heads import LatentHead, TextHead
@@ -480,9 +479,16 @@ class MultimodalMMDiT(LatentTransformer):
         """Names of the parameters in the groups text, latent and shared (MM-LDLM's freezing
         groups).
         """
-        groups: dict[str, list[str]] = {group: [] for group in GROUPS}
+        groups: dict[str, list[str]] = {"text": [], "latent": [], "shared": []}
+        sides = {
+            "text_encoder": "text",
+            "text_head": "text",
+            "length_head": "text",
+            "latent_encoder": "latent",
+            "latent_head": "latent",
+        }
         for name, _ in self.named_parameters():
-            groups[group_of(name)].append(name)
+            groups[sides.get(name.split(".")[0], "shared")].append(name)
         return groups
 
     # -- files

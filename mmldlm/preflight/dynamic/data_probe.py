@@ -1,5 +1,5 @@
-"""Child process of level 0 that opens the data, because its file system may hang. Without torch;
-prints a JSON object.
+"""Child process of level 0 that opens the data, because its file system may hang, and counts the
+parameters on the model (the one part of level 0 that imports torch); prints a JSON object.
 
 python -m mmldlm.preflight.dynamic.data_probe CONFIG.yaml WORLD_SIZE
 """

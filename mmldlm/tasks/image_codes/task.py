@@ -5,11 +5,12 @@ Torch is imported where it is needed.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from mmldlm.models.flops import Flops
+from mmldlm.models.memory import head_bytes, regression_bytes
 from mmldlm.tasks.base import Metric
-from mmldlm.tasks.image_codes import costs
 from mmldlm.tasks.image_codes.config import CODE_SAMPLERS, CODE_STEPS, ImageCodesConfig
 from mmldlm.tasks.image_codes.data import ImageCodesData, open_data
 from mmldlm.tasks.image_text.task import ImageTextTask
@@ -36,7 +37,6 @@ class ImageCodesTask(ImageTextTask):
     name = "image_codes"
     config_class = ImageCodesConfig
     architecture = "CodesMMDiT"
-    costs: ClassVar[Any] = costs
     sums = (*ImageTextTask.sums, *CODE_SUMS)
     metrics = (
         *ImageTextTask.metrics,
@@ -68,6 +68,47 @@ class ImageCodesTask(ImageTextTask):
 
     def describe_latents(self, config: ImageCodesConfig) -> str:
         return "masked ids"
+
+    def activation_bytes(self, config: ImageCodesConfig, length: int) -> int:
+        batch, dtype = config.training.train_batch_size, config.training.dtype
+        regression = regression_bytes(config.model, batch, dtype)
+        return super().activation_bytes(config, length) - regression
+
+    def logits_bytes(self, config: ImageCodesConfig, length: int, on_gpu: bool) -> int:
+        """The most bytes of logits when half of text and codes is scored; their heads run one
+        after the other.
+        """
+        model, training = config.model, config.training
+        scored = training.train_batch_size * model.num_latents // 2
+        return max(
+            super().logits_bytes(config, length, on_gpu),
+            head_bytes(model.num_codes, scored, training.dtype, on_gpu),
+        )
+
+    def estimate_flops(
+        self,
+        model_config: Any,
+        lengths: Sequence[float],
+        num_scored: float,
+        *,
+        scored_codes: float | None = None,
+        **work: Any,
+    ) -> Flops:
+        """Return the forward FLOPs of a batch: rows of a table, whose mean is pooled, and a head
+        over codes in place of the projections.
+
+        Args:
+            scored_codes: Codes that the head scores; None: all.
+        """
+        flops = super().estimate_flops(model_config, lengths, num_scored, **work)
+        samples, cond = len(lengths), model_config.cond_dim
+        chunks = model_config.tokens_per_latent * model_config.hidden_size
+        if scored_codes is None:
+            scored_codes = samples * (work.get("num_latents") or model_config.num_latents)
+        return flops._replace(
+            latent_inputs=samples * 2 * cond * (chunks + cond),
+            latent_head=scored_codes * 2 * chunks * model_config.num_codes,
+        )
 
     def latent_work(self, sums: Mapping[str, float]) -> dict[str, float]:
         return {"scored_codes": sums["code_scored"]}

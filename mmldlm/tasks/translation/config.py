@@ -161,16 +161,12 @@ class LatentDiffusionConfig(Section):
 
     def process(self) -> GaussianProcess:
         """Return the noise process."""
-        from mmldlm.diffusion import GaussianProcess
+        from mmldlm.diffusion import DecoupledProcess, GaussianProcess
 
-        return GaussianProcess(
-            self.schedule,
-            self.prediction,
-            self.weighting,
-            self.min_snr_gamma,
-            self.ddm_weight_cap,
-            self.velocity_floor,
-        )
+        options = (self.prediction, self.weighting, self.min_snr_gamma)
+        if self.schedule == "decoupled":
+            return DecoupledProcess(*options, self.ddm_weight_cap)
+        return GaussianProcess(self.schedule, *options, self.velocity_floor)
 
 
 class LossConfig(Section):

@@ -30,22 +30,6 @@ UNREAD_MODULES = {
 }
 
 
-def frozen_modules(mode: str, freeze: str) -> set[str]:
-    """Return the top-level modules that are not trained; preflight counts with it, without
-    torch.
-    """
-    sides = {
-        "text": ("text_encoder", "text_head", "length_head"),
-        "latent": ("latent_encoder", "latent_head"),
-    }
-    frozen = (
-        {name for group in FROZEN_GROUPS[mode] for name in sides[group]}
-        if freeze == "by_mode"
-        else set()
-    )
-    return frozen | set(UNREAD_MODULES[mode])
-
-
 def frozen_names(model: nn.Module, mode: str, freeze: str) -> set[str]:
     """Names of the parameters that training.loss_type=mode with training.freeze=freeze leaves
     alone.

@@ -17,7 +17,8 @@ from mmldlm.data.batch import Batch
 from mmldlm.data.batch_plan import GlobalBatch, permute
 from mmldlm.data.hypotheses import SplitHypotheses
 from mmldlm.data.store import Rows
-from mmldlm.diffusion import GaussianProcess, MaskedDiffusion
+from mmldlm.diffusion import MaskedDiffusion
+from mmldlm.diffusion.process import LatentProcess
 from mmldlm.diffusion.timesteps import logit_normal, low_discrepancy, shift, stretch
 from mmldlm.tasks.batch_draws import counter_generator, dropout_keys, keyed_normals, noise_keys
 from mmldlm.tasks.masking import mask_texts, mask_wholly
@@ -63,7 +64,7 @@ class NoisedBatch(Batch):
     """
 
     modes: np.ndarray
-    process: GaussianProcess | None = None
+    process: LatentProcess | None = None
 
     def to(self, device: torch.device | str, non_blocking: bool = True) -> NoisedBatch:
         """Move the tensors to a device, and noise there the latents that come with keys."""
@@ -77,7 +78,7 @@ class NoisedBatch(Batch):
 
 
 def noised_latents(
-    process: GaussianProcess, clean: Tensor, noise: Tensor, timesteps: Tensor
+    process: LatentProcess, clean: Tensor, noise: Tensor, timesteps: Tensor
 ) -> dict[str, Tensor]:
     """Tensors `latents` and `latent_targets` of a batch; a latent at timestep 0 stays as it is."""
     noised = process.add_noise(clean, noise, timesteps)

@@ -44,9 +44,6 @@ class LatentTerm(NamedTuple):
     error: Tensor | None = None
 
 
-GAP_SUMS = ("latent_gap_sum", "latent_gap_scored")
-
-
 class TranslationObjective:
     """(model, noised batch) -> loss and metric sums.
 
@@ -60,7 +57,7 @@ class TranslationObjective:
         config: the run's config (loss weights, options, latent diffusion).
     """
 
-    LATENT_SUMS = ("latent_error_sum", "latent_cosine_sum", "latent_scored", *GAP_SUMS)
+    LATENT_SUMS = ("latent_error_sum", "latent_cosine_sum", "latent_scored")
 
     def __init__(self, config: TranslationConfig):
         self.config, self.loss = config, config.loss
@@ -78,9 +75,8 @@ class TranslationObjective:
                 (masked positions predicted right), text_masked (masked positions), text_logits
                 (logits computed under text_candidates, else 0), latent_error_sum (squared error
                 per dimension), latent_cosine_sum (cosine of the x0 estimate with the clean
-                latent), latent_scored, latent_gap_sum (of two predictions: the distance per
-                dimension between the x0 of its own and that of both), latent_gap_scored,
-                length_nll_sum, length_scored, loss.
+                latent), latent_scored, {name}_sum of each of the diagnostics of the latents'
+                process, length_nll_sum, length_scored, loss.
         """
         tensors = batch.tensors
         weights = tensors["text_weights"]
@@ -146,8 +142,6 @@ class TranslationObjective:
 
     def _latent_errors(self, predictions: Tensor, targets: Tensor) -> tuple[Tensor, ...]:
         """The error of each of the P predictions that stand side by side in the last dimension."""
-        if self.latent.num_predictions == 1:
-            return (self._latent_error(predictions, targets),)
         pairs = zip(
             *(values.chunk(self.latent.num_predictions, -1) for values in (predictions, targets))
         )
@@ -159,7 +153,7 @@ class TranslationObjective:
             weights = weights.clamp_max(self.loss.latent_weight_clip)
         if self.loss.latent_loss_clamp is not None:
             errors = tuple(error.clamp_max(self.loss.latent_loss_clamp) for error in errors)
-        columns = weights.unbind(1) if weights.dim() == 2 else (weights,)
+        columns = weights.view(-1, self.latent.num_predictions).unbind(1)
         return _add_up(
             [_weighted_sum(error, column) for error, column in zip(errors, columns, strict=True)]
         )
@@ -216,30 +210,17 @@ class TranslationObjective:
         self, out: dict[str, Tensor], tensors: dict[str, Tensor], term: LatentTerm, zero: Tensor
     ) -> dict[str, Tensor]:
         assert term.error is not None
-        is_scored = tensors["latent_weights"] > 0
-        scored = (is_scored if is_scored.dim() == 1 else is_scored.any(1)).float()
+        weights = tensors["latent_weights"].view(-1, self.latent.num_predictions)
+        scored = (weights > 0).any(1).float()
         x0 = self.latent.to_x0(out["latent_pred"], tensors["latents"], tensors["latent_timesteps"])
         num_scored = scored.sum() if term.error.dim() == 1 else scored.sum() * term.error.shape[1]
+        cosine = F.cosine_similarity(x0, tensors["latent_clean"], dim=-1)
+        diagnosed = zip(
+            self.latent.diagnostics, self.latent.diagnose(out["latent_pred"], x0), strict=True
+        )
         return {
             "latent_error_sum": _weighted_sum(term.error, scored),
-            "latent_cosine_sum": _weighted_sum(
-                F.cosine_similarity(x0, tensors["latent_clean"], dim=-1), scored
-            ),
+            "latent_cosine_sum": _weighted_sum(cosine, scored),
             "latent_scored": num_scored,
-            **(
-                self._heads_gap(out["latent_pred"], x0, scored, num_scored)
-                or dict.fromkeys(GAP_SUMS, zero)
-            ),
+            **{f"{name}_sum": _weighted_sum(values, scored) for name, values in diagnosed},
         }
-
-    def _heads_gap(
-        self, predictions: Tensor, x0: Tensor, scored: Tensor, num_scored: Tensor
-    ) -> dict[str, Tensor]:
-        """Over scored samples, the root mean square difference between the predicted x0 and that
-        of both; or {}.
-        """
-        if self.latent.num_predictions == 1:
-            return {}
-        difference = predictions.float().chunk(self.latent.num_predictions, -1)[0] - x0
-        total = _weighted_sum(difference.square().mean(-1).sqrt(), scored)
-        return dict(zip(GAP_SUMS, (total, num_scored), strict=True))

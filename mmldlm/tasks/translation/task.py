@@ -8,7 +8,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from mmldlm.models.mmdit import costs
+from mmldlm.models.flops import Flops, estimate_flops
+from mmldlm.models.memory import logits_bytes, mmdit_activation_bytes, mmdit_working_bytes
 from mmldlm.tasks.base import Metric, ModelSizes
 from mmldlm.tasks.text_task import MaskedTextTask
 from mmldlm.tasks.translation import freezing
@@ -44,8 +45,6 @@ class TranslationTask(MaskedTextTask):
         "latent_error_sum",
         "latent_cosine_sum",
         "latent_scored",
-        "latent_gap_sum",
-        "latent_gap_scored",
         "length_nll_sum",
         "length_scored",
     )
@@ -69,14 +68,9 @@ class TranslationTask(MaskedTextTask):
         Metric("length_loss", "length_nll_sum", "lengths"),
         Metric("text_accuracy", "text_correct", "text_masked"),
         Metric("latent_cosine", "latent_cosine_sum", "latents"),
-        Metric(
-            "latent_gap", "latent_gap_sum", "latent_gap_scored"
-        ),  # of latent_diffusion.prediction=x0_epsilon
     )
     buffers = frozenset({"latent_mean", "latent_std"})
     architecture = "MultimodalMMDiT"
-    costs: ClassVar[Any] = costs
-    """Module with the costs and shapes of the model."""
     samplers: ClassVar[Mapping[str, tuple[str, ...]]] = {**MaskedTextTask.samplers, "t2l": ()}
     sampling_options = MaskedTextTask.sampling_options | {
         "method",
@@ -98,39 +92,41 @@ class TranslationTask(MaskedTextTask):
     def parameter_counts(self, config: TranslationConfig) -> dict[str, int] | None:
         if config.model.latent_dim is None or config.model.vocab_size is None:
             return None
-        modules, counts = (
-            self.costs.parameter_counts(config.model),
-            {"text": 0, "latent": 0, "shared": 0},
-        )
-        for module, count in modules.items():
-            counts[self.costs.group_of(module)] += count
-        return counts
+        from mmldlm.tasks.parameter_sizes import count_by_group
+
+        return count_by_group(self, config)
 
     def model_sizes(self, config: TranslationConfig, length: int) -> ModelSizes:
-        model, training = config.model, config.training
-        modules = self.costs.parameter_counts(model)
-        num_frozen = sum(
-            modules.get(name, 0)
-            for name in freezing.frozen_modules(training.loss_type, training.freeze)
-        )
-        tied = model.vocab_size * model.hidden_size if model.tie_embeddings else 0
-        batch, dtype = training.train_batch_size, training.dtype
+        from mmldlm.tasks.parameter_sizes import parameter_sizes
+
+        freeze = {"freeze": freezing.decided_freeze(config)}
+        config = config.model_copy(update={"training": config.training.model_copy(update=freeze)})
+        logits = (self.logits_bytes(config, length, on_gpu) for on_gpu in (False, True))
+        logits_cpu, logits_gpu = logits
         return ModelSizes(
-            matrices=self.costs.matrix_elements(model),
-            trainable=sum(modules.values()) - num_frozen,
-            frozen=num_frozen,
-            largest_block=max(
-                self.costs.block_elements(model),
-                modules["text_encoder"],
-                modules["text_head"] + tied,
-                modules["latent_encoder"],
-            ),
-            buffers=2 * model.latent_dim,
-            activations=self.costs.activation_bytes(model, batch, length, dtype)
-            + self.costs.working_bytes(model, batch, length, dtype),
-            logits_cpu=self.costs.logits_bytes(model, batch, length, dtype, on_gpu=False),
-            logits_gpu=self.costs.logits_bytes(model, batch, length, dtype, on_gpu=True),
+            **parameter_sizes(self, config),
+            activations=self.activation_bytes(config, length),
+            logits_cpu=logits_cpu,
+            logits_gpu=logits_gpu,
         )
+
+    def activation_bytes(self, config: TranslationConfig, length: int) -> int:
+        """Return what autograd keeps for a micro-batch, with the working memory of one block's
+        backward pass.
+        """
+        shape = (config.model, config.training.train_batch_size, length, config.training.dtype)
+        return mmdit_activation_bytes(*shape) + mmdit_working_bytes(*shape)
+
+    def logits_bytes(self, config: TranslationConfig, length: int, on_gpu: bool) -> int:
+        """Return the most bytes of logits that exist at once."""
+        batch, dtype = config.training.train_batch_size, config.training.dtype
+        return logits_bytes(config.model, batch, length, dtype, on_gpu)
+
+    def estimate_flops(
+        self, model_config: Any, lengths: Sequence[float], num_scored: float, **work: Any
+    ) -> Flops:
+        """Return the forward FLOPs of a batch (models/flops.py)."""
+        return estimate_flops(model_config, lengths, num_scored, **work)
 
     def training_flops(
         self,
@@ -139,30 +135,38 @@ class TranslationTask(MaskedTextTask):
         num_tokens: float,
         sums: Mapping[str, float],
     ) -> float:
-        num_logits = None if config.loss.text_candidates is None else sums["text_logits"]
-        num_latents = (
-            sums["all_latents"] / num_samples if "all_latents" in sums and num_samples else None
-        )
-        return self.costs.training_flops(
-            config.model,
-            num_samples,
-            num_tokens,
-            sums["text_masked"],
-            num_logits,
-            num_latents,
+        """Return forward and backward FLOPs of a global batch, whose texts count as equally long:
+        length-bucketed batches hold the sum of squares within a few percent of attention's share.
+        """
+        if not num_samples or not num_tokens:
+            return 0.0
+        model, scored = config.model, sums["text_masked"]
+        lengths = [num_tokens / num_samples] * num_samples
+        work = {
+            "num_latents": sums["all_latents"] / num_samples if "all_latents" in sums else None,
             **self.latent_work(sums),
-        )
+        }
+        num_logits = None if config.loss.text_candidates is None else sums["text_logits"]
+        flops = self.estimate_flops(model, lengths, scored, num_logits=num_logits, **work)
+        return flops.training
 
     def latent_work(self, sums: Mapping[str, float]) -> dict[str, float]:
-        """Further counts of a batch that `costs.training_flops` takes."""
+        """Return further counts of a batch that `estimate_flops` takes."""
         return {}
 
     def pass_flops(self, model_config: Any, length: float, scored: float) -> float:
-        flops = self.costs.step_flops(model_config, [length], scored)
-        return flops.text_alone if scored else flops.forward
+        flops = self.estimate_flops(model_config, [length], scored)
+        return flops.text if scored else flops.forward
 
     def encoding_flops(self, model_config: Any) -> float:
-        return self.costs.step_flops(model_config, [1], 0).latent_inputs
+        return self.estimate_flops(model_config, [1], 0).latent_inputs
+
+    def metrics_of(self, config: TranslationConfig) -> tuple[Metric, ...]:
+        of_process = config.latent_diffusion.process().diagnostics
+        return (
+            *self.metrics,
+            *(Metric(name, f"{name}_sum", "latent_scored") for name in of_process),
+        )
 
     def describe(self, config: TranslationConfig) -> str:
         shift = config.latent_diffusion.timestep_shift
@@ -175,9 +179,6 @@ class TranslationTask(MaskedTextTask):
             training.loss_type, training.freeze, training.init_from
         )
         return [] if frozen is None else [frozen]
-
-    def expected_shapes(self, model_config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
-        return self.costs.expected_shapes(model_config)
 
     # -- with torch
     # ---------------------------------------------------------------------------------------------

@@ -3,7 +3,6 @@
 import pytest
 import torch
 
-from mmldlm.models.mmdit import costs
 from mmldlm.models.mmdit.hypothesis import Hypotheses
 from tests.models.mmdit.test_model import inputs, make
 
@@ -111,17 +110,3 @@ def test_every_parameter_learns():
     ).backward()
     for name, parameter in model.hypothesis_encoder.named_parameters():
         assert parameter.grad is not None and parameter.grad.any(), name
-
-
-@pytest.mark.parametrize("shape", [{}, {"num_latents": 2, "tokens_per_latent": 2}])
-def test_costs(shape):
-    model = make(corrector="feedback", **shape)
-    counts = {}
-    for name, parameter in model.named_parameters():
-        counts[name.split(".")[0]] = counts.get(name.split(".")[0], 0) + parameter.numel()
-    assert (
-        costs.parameter_counts(model.config)["hypothesis_encoder"] == counts["hypothesis_encoder"]
-    )
-    shapes = costs.expected_shapes(model.config.model_dump())
-    found = {name: tuple(value.shape) for name, value in model.state_dict().items()}
-    assert all(found[name] == expected for name, expected in shapes.items() if name in found)

@@ -15,6 +15,7 @@ from mmldlm.tasks.translation.freezing import (
 )
 from mmldlm.tasks.translation.noiser import Noiser
 from mmldlm.tasks.translation.objective import TranslationObjective
+from mmldlm.tasks.translation.task import TranslationTask
 
 DIM, SIZE = 6, 40
 
@@ -350,7 +351,12 @@ def test_two_predictions_have_two_weighted_errors(weighting):
     torch.testing.assert_close(metrics["latent_cosine_sum"].double(), cosine, rtol=1e-5, atol=1e-5)
     gap = (x0 - both).square().mean(-1).sqrt().sum()
     torch.testing.assert_close(metrics["latent_gap_sum"].double(), gap, rtol=1e-5, atol=1e-5)
-    assert metrics["latent_gap_scored"] == 12
+    assert metrics["latent_scored"] == 12
+    (metric,) = (m for m in TranslationTask().metrics_of(config) if m.name == "latent_gap")
+    assert metric.value({k: float(v) for k, v in metrics.items()}, batch.counts) == pytest.approx(
+        float(gap.detach()) / 12, rel=1e-5
+    )
+    assert set(TranslationTask().sums_of(config)) == set(metrics)
     clipped = build_config(
         {"latent_diffusion": DECOUPLED, "training": {"loss_type": "t2l"},
          "loss": {"latent_weight_clip": 2.5, "length_loss_weight": 0.0}}
@@ -363,9 +369,12 @@ def test_two_predictions_have_two_weighted_errors(weighting):
 
 
 def test_one_prediction_logs_no_gap():
-    (batch,) = micro_batches(build_config({}))
-    metrics = TranslationObjective(build_config({}))(model(), batch)[1]
-    assert metrics["latent_gap_sum"] == metrics["latent_gap_scored"] == 0
+    config = build_config({})
+    (batch,) = micro_batches(config)
+    metrics = TranslationObjective(config)(model(), batch)[1]
+    assert set(TranslationTask().sums_of(config)) == set(metrics)
+    assert not any("gap" in name for name in metrics)
+    assert "latent_gap" not in [metric.name for metric in TranslationTask().metrics_of(config)]
 
 
 def test_gradients_with_dropout_and_two_predictions_add_up_however_the_batch_is_cut():

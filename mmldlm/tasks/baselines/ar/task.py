@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from mmldlm.models.plain import costs
+from mmldlm.models.flops import estimate_flops
 from mmldlm.tasks.base import Metric
 from mmldlm.tasks.baselines.ar.config import ArConfig
 from mmldlm.tasks.baselines.common.data import BaselineData
@@ -96,7 +96,7 @@ class ArTask(BaselineTask):
         return (
             samples.num_rows
             / sum(lengths)
-            * costs.step_flops(model_config, lengths, sum(lengths)).forward
+            * estimate_flops(model_config, lengths, sum(lengths)).forward
         )
 
     def score_texts(

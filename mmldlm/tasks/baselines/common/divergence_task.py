@@ -6,7 +6,7 @@ from abc import abstractmethod
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from mmldlm.models.plain import costs
+from mmldlm.models.memory import logits_bytes
 from mmldlm.tasks.base import Metric, ModelSizes
 from mmldlm.tasks.baselines.common.config import BaselineConfig
 from mmldlm.tasks.baselines.common.data import BaselineData
@@ -67,7 +67,7 @@ class DivergenceTask(BaselineTask):
         model, batch, dtype = config.model, config.training.train_batch_size, config.training.dtype
         counted = round(2 * self.scored_share(config) * length)
         cpu, gpu = (
-            self.logit_copies * costs.logits_bytes(model, batch, counted, "fp32", on_gpu)
+            self.logit_copies * logits_bytes(model, batch, counted, "fp32", on_gpu)
             for on_gpu in (0, 1)
         )
         return {

@@ -9,7 +9,8 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from mmldlm.data.batch import Batch
-from mmldlm.models.plain import costs
+from mmldlm.models.flops import estimate_flops
+from mmldlm.models.memory import logits_bytes, plain_activation_bytes
 from mmldlm.tasks.base import ModelSizes
 from mmldlm.tasks.baselines.common.config import BaselineConfig
 from mmldlm.tasks.baselines.common.data import BaselineData, open_data
@@ -45,21 +46,21 @@ class BaselineTask(TextTask):
     def parameter_counts(self, config: BaselineConfig) -> dict[str, int] | None:
         if config.model.latent_dim is None or config.model.vocab_size is None:
             return None
-        return costs.parameter_counts(config.model)
+        from mmldlm.tasks.parameter_sizes import count_by_group
+
+        return count_by_group(self, config)
 
     def model_sizes(self, config: BaselineConfig, length: int) -> ModelSizes:
+        from mmldlm.tasks.parameter_sizes import parameter_sizes
+
         model, batch, dtype = config.model, config.training.train_batch_size, config.training.dtype
         share = self.scored_share(config)
         counted = round(2 * share * length)  # logits_bytes takes half of the text
         return ModelSizes(
-            matrices=costs.matrix_elements(model),
-            trainable=sum(costs.parameter_counts(model).values()),
-            frozen=0,
-            largest_block=costs.largest_unit(model),
-            buffers=2 * model.latent_dim,
-            activations=costs.activation_bytes(model, batch, length, dtype, share),
-            logits_cpu=costs.logits_bytes(model, batch, counted, dtype, on_gpu=False),
-            logits_gpu=costs.logits_bytes(model, batch, counted, dtype, on_gpu=True),
+            **parameter_sizes(self, config),
+            activations=plain_activation_bytes(model, batch, length, dtype, share),
+            logits_cpu=logits_bytes(model, batch, counted, dtype, on_gpu=False),
+            logits_gpu=logits_bytes(model, batch, counted, dtype, on_gpu=True),
         )
 
     def scored_share(self, config: BaselineConfig) -> float:
@@ -73,16 +74,15 @@ class BaselineTask(TextTask):
         num_tokens: float,
         sums: Mapping[str, float],
     ) -> float:
+        if not num_samples or not num_tokens:
+            return 0.0
+        lengths = [num_tokens / num_samples] * num_samples
         num_logits = sums.get("text_logits") or None  # under loss.text_candidates
-        return costs.training_flops(
-            config.model, num_samples, num_tokens, sums[self.scored_sum], num_logits
-        )
+        scored = sums[self.scored_sum]
+        return estimate_flops(config.model, lengths, scored, num_logits=num_logits).training
 
     def describe(self, config: BaselineConfig) -> str:
         return f"conditioning {config.model.conditioning}"
-
-    def expected_shapes(self, model_config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
-        return costs.expected_shapes(model_config)
 
     # -- with torch
     # ---------------------------------------------------------------------------------------------

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from mmldlm.tasks.base import ModelSizes
 from mmldlm.tasks.baselines.common.divergence_task import DivergenceTask
 from mmldlm.tasks.baselines.hdlm.config import HdlmConfig
 from mmldlm.tasks.baselines.hdlm.data import HdlmData, open_data
@@ -35,18 +34,8 @@ class HdlmTask(DivergenceTask):
     def open_data(self, config: HdlmConfig) -> HdlmData:
         return open_data(config)
 
-    def model_sizes(self, config: HdlmConfig, length: int) -> ModelSizes:
-        sizes = super().model_sizes(config, length)
-        return {**sizes, "buffers": sizes["buffers"] + config.model.vocab_size}
-
     def describe(self, config: HdlmConfig) -> str:
         return f"{super().describe(config)}, {config.text_diffusion.num_clusters} clusters"
-
-    def expected_shapes(self, model_config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
-        return {
-            **super().expected_shapes(model_config),
-            "token_clusters": (model_config["vocab_size"],),
-        }
 
     def model_class(self) -> type[HierarchicalTransformer]:
         from mmldlm.tasks.baselines.hdlm.model import HierarchicalTransformer

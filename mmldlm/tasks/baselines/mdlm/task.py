@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from mmldlm.models.plain import costs
+from mmldlm.models.flops import estimate_flops
 from mmldlm.tasks.base import Metric
 from mmldlm.tasks.baselines.common.data import BaselineData
 from mmldlm.tasks.baselines.common.task import BaselineTask
@@ -47,7 +47,7 @@ class MdlmTask(MaskedTextTask, BaselineTask):
     )
 
     def pass_flops(self, model_config: Any, length: float, scored: float) -> float:
-        return costs.step_flops(model_config, [length], scored).forward
+        return estimate_flops(model_config, [length], scored).forward
 
     def model_config(self, data: BaselineData) -> dict[str, Any]:
         return {

@@ -195,5 +195,3 @@ def test_the_memory_model_counts_the_parameters(store, name):
     model, sizes = task.build_model(data), task.model_sizes(data.config, 20)
     assert sizes["trainable"] == sum(parameter.numel() for parameter in model.parameters())
     assert {key for key, _ in model.named_buffers()} == task.buffers
-    shapes = task.expected_shapes(task.model_config(data))
-    assert all(tuple(model.state_dict()[key].shape) == shape for key, shape in shapes.items())

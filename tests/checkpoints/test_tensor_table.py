@@ -11,9 +11,9 @@ import sys
 import pytest
 
 from mmldlm.checkpoints.commit import begin
+from mmldlm.checkpoints.tensor_table import tensor_table
 from mmldlm.convert.to_safetensors import convert
 from mmldlm.errors import UserError
-from mmldlm.models.mmdit.costs import expected_shapes
 
 torch = pytest.importorskip("torch", reason="torch is not installed")
 SIZES = {
@@ -42,24 +42,35 @@ def built(**more):
     return config.model_dump(), MultimodalMMDiT(config).state_dict()
 
 
-def run_of(run_dir, state: dict, config: dict):
+def run_of(run_dir, state: dict, config: dict, **manifest):
     pending = begin(run_dir, 1)
     (pending.path / "engine").mkdir()
     torch.save(state, pending.path / "engine" / "model.pt")
     (pending.path / "model_config.json").write_text(
         json.dumps({"architecture": "MultimodalMMDiT", **config})
     )
-    pending.commit(engine="single")
+    pending.commit(engine="single", **manifest)
     return run_dir
 
 
-@pytest.mark.parametrize(
-    "more", [{}, {"qk_rmsnorm": False}, {"tie_embeddings": True, "mlp_ratio": 0.7}]
-)
-def test_the_shapes_are_the_models(more):
-    config, state = built(**more)
-    for name, shape in expected_shapes(config).items():
-        assert tuple(state[name].shape) == shape, name
+@pytest.mark.parametrize("name", ["hidden_size", "vocab_size", "n_blocks"])
+def test_the_table_decides_where_there_is_one(tmp_path, name):
+    """Then weights are compared tensor by tensor, and no name in the config is known."""
+    config, state = built()
+    config = {**config, "architecture": "SomebodysModel"}
+    _, other = built(**{name: 2 * config[name]})
+    table = tensor_table({key: value.shape for key, value in other.items()})
+    with pytest.raises(UserError, match=r"as .*manifest.json says"):
+        convert(run_of(tmp_path / "other", state, config, tensors=table), tmp_path / "out")
+    table = tensor_table({key: value.shape for key, value in state.items()})
+    more = {**table, "one_more.weight": "2x3"}
+    with pytest.raises(UserError, match="one_more.weight: 2x3"):
+        convert(run_of(tmp_path / "more", state, config, tensors=more), tmp_path / "out")
+    first = next(iter(table))
+    fewer = {key: shape for key, shape in table.items() if key != first}
+    with pytest.raises(UserError, match=f"{first}: no such weight"):
+        convert(run_of(tmp_path / "fewer", state, config, tensors=fewer), tmp_path / "out")
+    convert(run_of(tmp_path / "right", state, config, tensors=table), tmp_path / "out")
 
 
 @pytest.mark.parametrize(

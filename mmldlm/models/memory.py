@@ -1,0 +1,153 @@
+"""Memory that a step of the networks needs beside parameters, by arithmetic alone: activations,
+working memory of the backward pass, logits.
+
+Preflight's memory model adds them to what the engine keeps of the parameters. Tests hold the
+counts against the storages that autograd keeps.
+"""
+
+from __future__ import annotations
+
+from mmldlm.models.flops import FREQUENCIES, latent_rows
+from mmldlm.models.mmdit.config import ModelConfig
+from mmldlm.models.plain.config import PlainConfig
+
+# Of models/linear_cross_entropy.py; elements on a CPU, on a GPU.
+_CHUNK_ELEMENTS, _CHUNK_ROWS, _SHARE_ROWS, _ROW_ALIGNMENT = (8 << 20, 64 << 20), 64, 64, 64
+
+
+def mmdit_activation_bytes(model: ModelConfig, batch: int, length: int, dtype: str) -> int:
+    """Bytes that autograd keeps for one micro-batch; attention is a fused kernel, which keeps no
+    weights.
+
+    Counted from mmldlm/models/mmdit/fused_block.py, which keeps products of matrices only, and no
+    masks of dropout. With gradient checkpointing: every block's inputs, and the whole of the one
+    block that is being computed again.
+    """
+    size = 4 if dtype == "fp32" else 2
+    width, mlp, heads = model.hidden_size, int(model.hidden_size * model.mlp_ratio), model.n_heads
+    tokens = length + latent_rows(model)
+    # A row in a block: itself, queries, keys and values, what attention mixed, both branches, the
+    # MLP's hidden layer; queries and keys before the weights of their norms. In low precision
+    # unfused attention copies 3 H.
+    token = size * ((7 + (2 if model.qk_rmsnorm else 0) + (0 if size == 4 else 3)) * width + mlp)
+    token += (
+        4 * heads * (1 + (2 if model.qk_rmsnorm else 0))
+    )  # attention's log-sum-exp; what the norms divided by
+    block = batch * (tokens * token + size * 12 * width)
+    inputs = batch * tokens * width * size
+    if model.gradient_checkpointing:
+        blocks = model.n_blocks * inputs + block
+    else:  # in the last one, both branches and the MLP of the scored half alone
+        blocks = model.n_blocks * block - batch * length / 2 * size * (2 * width + mlp)
+    head = 2.5 * length * width + 8 * width  # rows of the scored half, their norm and modulation
+    head += 3 * (tokens - length) * width  # the norm of the latents' head and its input
+    outside = (
+        batch
+        * size
+        * (head + 12 * model.cond_dim + 2 * FREQUENCIES + model.num_latents * model.latent_dim)
+    )
+    outside += regression_bytes(model, batch, dtype)
+    if model.corrector != "none":  # words, the factor of each, and their product
+        outside += batch * size * 3 * length * width
+    return int(blocks + outside)
+
+
+def regression_bytes(model: ModelConfig, batch: int, dtype: str) -> int:
+    """Bytes of `activation_bytes` that exist because latents are vectors that are predicted."""
+    size = 4 if dtype == "fp32" else 2
+    pooled = size * 2 * (model.num_latents - 1) * model.cond_dim  # hidden layers of the vector
+    # Of the loss, in fp32: predictions and targets, later gradients in their place.
+    return batch * (
+        pooled + 4 * 2 * model.num_latents * model.latent_predictions * model.latent_dim
+    )
+
+
+def mmdit_working_bytes(model: ModelConfig, batch: int, length: int, dtype: str) -> int:
+    """Most bytes that the backward pass of one block needs for its own results, while all that is
+    kept is still there.
+
+    Counted from mmldlm/models/mmdit/fused_block.py: gradients of modulation and norms of every
+    row, of what goes into and out of the products, and the hidden layer of the MLP with its two
+    gradients.
+    """
+    size = 4 if dtype == "fp32" else 2
+    width, mlp = model.hidden_size, int(model.hidden_size * model.mlp_ratio)
+    rows = batch * (length + latent_rows(model))
+    return rows * size * ((10 if model.qk_rmsnorm else 8) * width + 3 * mlp)
+
+
+def plain_activation_bytes(
+    model: PlainConfig, batch: int, length: int, dtype: str, scored_share: float = 0.5
+) -> int:
+    """Bytes that autograd keeps for one micro-batch (unfused blocks), attention's weights among
+    them.
+
+    Args:
+        scored_share: share of the text that the head scores.
+    """
+    size = 4 if dtype == "fp32" else 2
+    width, inner, heads = (
+        model.hidden_size,
+        int(model.hidden_size * model.mlp_ratio),
+        model.n_heads,
+    )
+    rows, memory = length + model.prefix_rows, model.num_latents * model.chunks
+    low, crosses, gated = (
+        size == 2,
+        model.conditioning == "cross_attention",
+        2 * model.is_modulated,
+    )
+    # In units of H elements a row. A norm: its input (a weighted one copies it to fp32), the
+    # normalized rows, the branch's input; under adaLN scale and shift. A gate: itself and what it
+    # multiplies.
+    weighted = 4 if low else 3
+    norm = 5 if model.is_modulated else weighted
+    # Before and after the norms of queries and keys; then what attention copies, in fp32.
+    attention = norm + ((6 if low else 5) if model.qk_rmsnorm else 0) + (6 if low else 3)
+    out = 1 + gated
+    mlp = norm + gated + 2 * inner / width
+    cross = (
+        (weighted + ((3 if low else 2) if model.qk_rmsnorm else 0) + (2 if low else 1) + 2)
+        if crosses
+        else 0
+    )
+    weights = 4 * heads * (rows + (memory if crosses else 0))
+    dropped = (2 + crosses) * width if model.dropout else 0  # masks, a byte an element
+    block = batch * rows * (size * width * (attention + out + cross + mlp) + weights + dropped)
+    block += batch * memory * size * width * (12 if low else 8) if crosses else 0
+    kept = length * scored_share
+    if model.gradient_checkpointing:
+        blocks = model.n_blocks * batch * rows * width * size + block
+    else:  # the last block computes what is behind attention for the scored rows alone
+        blocks = model.n_blocks * block - batch * (rows - kept) * size * width * (
+            mlp + (0 if crosses else out)
+        )
+    head = batch * kept * size * norm * width
+    inputs = (
+        batch
+        * size
+        * (rows * width + model.num_latents * model.latent_dim + 12 * model.cond_width)
+    )
+    return int(blocks + head + inputs)
+
+
+def logits_bytes(
+    model: ModelConfig | PlainConfig, batch: int, length: int, dtype: str, on_gpu: bool
+) -> int:
+    """Most bytes of logits that exist at once when half of the text is scored
+    (models/linear_cross_entropy.py).
+    """
+    return head_bytes(model.vocab_size, batch * length // 2, dtype, on_gpu)
+
+
+def head_bytes(classes: int, scored: int, dtype: str, on_gpu: bool) -> int:
+    """Most bytes of logits over so many classes that exist at once when so many positions are
+    scored.
+    """
+    low = 4 if dtype == "fp32" else 2
+    wide = -(-classes // _ROW_ALIGNMENT) * _ROW_ALIGNMENT
+    elements = _CHUNK_ELEMENTS[on_gpu] * (1 if on_gpu or low == 4 else 2)
+    scored = max(scored, 1)
+    rows = min(max(elements // wide, _CHUNK_ROWS), scored)
+    shares = 0 if low == 4 else 4 * (rows if on_gpu else min(rows, _SHARE_ROWS))
+    return wide * (rows * low + shares)
