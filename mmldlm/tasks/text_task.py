@@ -136,10 +136,10 @@ class MaskedTextTask(TextTask):
 
     fills_lengths = True
     samplers: ClassVar[Mapping[str, tuple[str, ...]]] = {
-        "l2t": (*BY_CERTAINTY, *BY_CHANCE, "remdm"),
-        "unconditional": (*BY_CHANCE, "remdm", *BY_CERTAINTY),
+        "l2t": (*BY_CERTAINTY, *BY_CHANCE),
+        "unconditional": (*BY_CHANCE, *BY_CERTAINTY),
     }
-    sampling_options = TextTask.sampling_options | STRATEGY_OPTIONS | {"num_lengths"}
+    sampling_options = TextTask.sampling_options | STRATEGY_OPTIONS
 
     def records_passes(self, sampler: str) -> bool:
         return True

@@ -60,7 +60,7 @@ NUM_CANDIDATES = 16
 READERS = {"num_candidates": "best_of", "encoder_calls": "local"}
 # Of `write_texts`: a search chooses samplers, lengths and temperatures itself, and reads the
 # embedding as it is.
-OWN_CHOICES = ("sampler", "temperature", "num_beams", "num_lengths", "condition_timestep")
+OWN_CHOICES = ("sampler", "temperature", "num_beams", "condition_timestep")
 
 
 @dataclass(frozen=True)
