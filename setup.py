@@ -27,6 +27,8 @@ INSTALL_REQUIRES = [
     "matplotlib>=3.8",
     "pillow>=10.1",  # matplotlib brings it; named because images are read and written with it
     "wandb>=0.18",
+    "psutil>=5.9.5",  # processes and interfaces of a node, for the preflight and the watcher
+    "nvidia-ml-py>=12.535",  # GPUs of a node; pure Python, useful only with a driver
     # binary wheels need no compiler; imported only by MPI launches, which also need a libmpi
     "mpi4py>=4",
 ]

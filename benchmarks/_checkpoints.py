@@ -181,8 +181,7 @@ PATTERN = 251
 def synthetic(args: argparse.Namespace) -> None:
     import numpy as np
 
-    from mmldlm.checkpoints.formats.torch_save.pickler import TensorSpec
-    from mmldlm.checkpoints.formats.torch_save.writer import write_torch
+    from mmldlm.checkpoints.files.torch_writer import TensorSpec, write_torch
 
     def values(start: int, count: int, dtype: str):
         for low in range(start, start + count, 1 << 20):

@@ -1,15 +1,15 @@
-"""Run every benchmark in a process of its own and report which claims hold, fail, or were not
-checked.
+"""Run every benchmark and every study in a process of its own and report which claims hold, fail,
+or were not checked.
 
     python benchmarks/all.py [--quick] [--only NAME ...] [--data STORE] [--json FILE] [--logs DIR]
     [--timeout SECONDS]
 
-The scripts are those of this folder whose names do not begin with an underscore. They share one
-store. A script that ends with an error, runs out of time or makes no claim counts as a failure.
-Not checked, and not counted as held: a script that cannot measure here (exit code 3: it needs a
-package of the extra `bench`, root or network namespaces), and times and memory under --quick,
-whose shapes are toys. Exit codes: 0 no failure, 1 some failure, 2 usage, 3 nothing could be
-judged.
+The scripts are those of this folder whose names do not begin with an underscore, and the studies
+beside it, studies/NAME/NAME.py. They share one store. A script that ends with an error, runs out
+of time or makes no claim counts as a failure. Not checked, and not counted as held: a script that
+cannot measure here (exit code 3: it needs a package of the extra `bench`, root or network
+namespaces), and times and memory under --quick, whose shapes are toys. Exit codes: 0 no failure,
+1 some failure, 2 usage, 3 nothing could be judged.
 """
 
 from __future__ import annotations
@@ -56,9 +56,14 @@ class Outcome:
 
 
 def discover(folder: Path = HERE) -> dict[str, Path]:
-    """Return name -> path of the benchmark scripts in a folder."""
-    found = sorted(path for path in folder.glob("*.py") if not path.name.startswith("_"))
-    return {path.stem: path for path in found if path.resolve() != Path(__file__).resolve()}
+    """Return name -> path of the benchmarks in a folder and of the studies beside it."""
+    scripts = [path for path in folder.glob("*.py") if not path.name.startswith("_")]
+    scripts += [
+        path for path in folder.parent.glob("studies/*/*.py") if path.stem == path.parent.name
+    ]
+    return {
+        path.stem: path for path in sorted(scripts) if path.resolve() != Path(__file__).resolve()
+    }
 
 
 def run_script(path: Path, words: list[str], log: Path, timeout: float) -> Outcome:

@@ -422,8 +422,8 @@ def fuzz(folder: Path, scratch: Path, count: int) -> tuple[int, int]:
     """Damaged checkpoints that were refused, and those that gave a wrong file or ran code."""
     sys.path.insert(0, str(ROOT))
     from mmldlm.checkpoints.commit import begin
-    from mmldlm.convert.to_checkpoint import convert_state
-    from mmldlm.convert.to_safetensors import convert as convert_here
+    from mmldlm.checkpoints.convert import convert as convert_here
+    from mmldlm.checkpoints.to_checkpoint import convert_state
     from mmldlm.errors import UserError
 
     pending = begin(scratch / "run", 1)
@@ -483,7 +483,7 @@ def fuzz_foreign(scratch: Path, count: int) -> tuple[int, int]:
     sys.path.insert(0, str(ROOT))
     from safetensors.torch import load_file
 
-    from mmldlm.convert.to_safetensors import convert as convert_here
+    from mmldlm.checkpoints.convert import convert as convert_here
     from mmldlm.errors import UserError
 
     chooser, refused, wrong = random.Random(17), 0, 0
@@ -636,7 +636,7 @@ def _joined(folder: Path, chooser: random.Random) -> tuple[Path, dict | None, st
 def _same_state(source: Path, out: Path) -> bool:
     """Weights and moments, as mmldlm's reader finds them in both."""
     from mmldlm.checkpoints.formats.open import open_source
-    from mmldlm.convert.inspect import compare
+    from mmldlm.checkpoints.inspect import compare
 
     with (
         open_source(source, with_moments=True).weights as one,

@@ -168,7 +168,7 @@ def nonfinite(checkpoint: Path) -> str:
     sys.path.insert(0, str(ROOT))
     import numpy as np
 
-    from mmldlm.checkpoints.resume_reader import open_training_state
+    from mmldlm.checkpoints.resume import open_training_state
 
     with open_training_state(checkpoint / "engine") as reader:
         for name in reader.names:

@@ -41,7 +41,7 @@ def weight_distance(run: Path, reference: Path) -> float:
     """
     import numpy as np
 
-    from mmldlm.checkpoints.resume_reader import open_training_state
+    from mmldlm.checkpoints.resume import open_training_state
 
     difference = norm = 0.0
     with (

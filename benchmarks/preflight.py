@@ -107,7 +107,8 @@ def fan_out(names: int, folder: Path) -> float:
     """Return the seconds to start, call and stop agents on N names whose ssh answers after
     0.3 s.
     """
-    from mmldlm.preflight.remote.ssh import Agent, AgentPool
+    from mmldlm.cluster.agent import Agent, AgentPool
+    from mmldlm.preflight.runner import AGENT
 
     programs = folder / "bin"
     programs.mkdir(exist_ok=True)
@@ -125,7 +126,7 @@ def fan_out(names: int, folder: Path) -> float:
     os.environ["PATH"] = f"{programs}:{before}"
     try:
         started = time.perf_counter()
-        pool = AgentPool([Agent(f"node{number}") for number in range(names)])
+        pool = AgentPool([Agent(f"node{number}", AGENT) for number in range(names)])
         pool.start()
         answers = pool.call("collect_facts", {"probes": []})
         pool.stop()

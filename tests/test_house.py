@@ -9,6 +9,7 @@ from tests.support import house
 from tests.support.import_rules import ORDER
 
 RULES = house.broken_rules()
+PAGES = ("*.md", "docs/**/*.md", "studies/**/*.md", "examples/**/*.md", "tests/**/*.md")
 
 
 @pytest.mark.parametrize("rule", RULES)
@@ -74,9 +75,11 @@ def test_the_changelog_lists_every_renamed_key():
 def test_no_page_and_no_script_names_an_old_key():
     root = house.PACKAGE.parent
     files = [
-        *root.glob("docs/*.md"),
+        *root.glob("docs/**/*.md"),
         root / "README.md",
         *root.glob("benchmarks/*.py"),
+        *root.glob("studies/*/*.py"),
+        *root.glob("studies/*/*.md"),
         *root.glob("launchers/*.sh"),
     ]
     old = re.compile("|".join(rf"\b{re.escape(key)}(?!\w)" for key in KEYS))
@@ -86,7 +89,7 @@ def test_no_page_and_no_script_names_an_old_key():
 def test_links_between_pages_lead_somewhere():
     root = house.PACKAGE.parent
     broken = []
-    for page in [*root.glob("*.md"), *root.glob("docs/*.md")]:
+    for page in [page for place in PAGES for page in root.glob(place)]:
         for link in re.findall(r"\]\(([^)\s]+)\)", page.read_text()):
             path, _, anchor = link.partition("#")
             if "://" in link:

@@ -66,7 +66,7 @@ BAD = [
         "mmldlm.engines.fsdp",
         "engines import no model",
     ),
-    ("import torch", "mmldlm.preflight.collect", "only inside the GPU checks"),
+    ("import torch", "mmldlm.preflight.runner", "only inside the GPU checks"),
     (
         "try:\n    from torch import cuda\nexcept ImportError:\n    pass",
         "mmldlm.launch.watcher",
@@ -93,7 +93,7 @@ GOOD = [
     ),
     ("from .batch_plan import BatchPlan\nimport torch", "mmldlm.data.loader"),
     ("import torch.distributed\nimport deepspeed", "mmldlm.engines.deepspeed"),
-    ("def check():\n    import torch", "mmldlm.preflight.probes.gpu"),
+    ("def check():\n    import torch", "mmldlm.preflight.checks.gpu"),
     ("def f():\n    import wandb", "mmldlm.observe.wandb_logger"),
     ("if TYPE_CHECKING:\n    from mmldlm.tasks import base", "mmldlm.data.loader"),
     (

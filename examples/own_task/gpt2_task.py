@@ -69,9 +69,8 @@ class LineCollator:
         for row, (sample, is_real) in enumerate(zip(ids.tolist(), real.tolist())):
             line = samples[sample][: lengths[sample] - 1]
             if is_real and b"\0" in line:  # left out: it becomes a placeholder, with the weight 0
-                bad.append(
-                    {"id": sample, "reason": f"a zero byte at position {line.index(0)}: not text"}
-                )
+                reason = f"a zero byte at position {line.index(0)}: not text"
+                bad.append({"id": sample, "reason": reason})
                 line, real[row] = b"", False
             rows.append([EOS, *line, EOS])
         width = max(map(len, rows))
@@ -82,9 +81,7 @@ class LineCollator:
             tensors={"inputs": tokens[:, :-1], "targets": tokens[:, 1:], "weights": weights},
             ids=ids,
             real=real,
-            counts={
-                "tokens": int(lengths[batch.ids].sum())
-            },  # of the GLOBAL batch, as every rank knows it
+            counts={"tokens": int(lengths[batch.ids].sum())},  # of the GLOBAL batch
             num_tokens=int(num_targets.sum()),
             epoch=batch.epoch,
             index=batch.index,
@@ -93,9 +90,7 @@ class LineCollator:
 
 
 def next_byte_loss(module, batch: Batch):
-    """Return this micro-batch's share of the loss of the global batch, and the sums that the
-    metrics are made of.
-    """
+    """Return this micro-batch's share of the global batch's loss, and the sums of the metrics."""
     import torch.nn.functional as F
 
     logits = module(input_ids=batch.tensors["inputs"], use_cache=False).logits.float()
@@ -118,14 +113,11 @@ class Gpt2Task(Task):
         path, count = Path(config.data.text_file or ""), config.data.validation_lines
         lines = path.read_bytes().splitlines() if path.is_file() else []
         if len(lines) <= count:
-            found, fix = (
-                f"{len(lines)} lines in data.text_file={path}",
-                "name a longer one, or lower validation_lines",
-            )
+            found = f"{len(lines)} lines in data.text_file={path}"
+            fix = "name a longer one, or lower validation_lines"
             raise UserError(f"a file of more than data.validation_lines={count} lines", found, fix)
-        lengths = np.array(
-            [min(len(line) + 1, config.model.n_positions) for line in lines], np.int32
-        )
+        longest = config.model.n_positions
+        lengths = np.array([min(len(line) + 1, longest) for line in lines], np.int32)
         train, validation = config.data.limit_samples(lengths[:-count], lengths[-count:])
         data = {"train": lines[:-count], "validation": lines[-count:], "source": str(path)}
         return TextData(config=config, **data, train_lengths=train, validation_lengths=validation)
@@ -135,19 +127,17 @@ class Gpt2Task(Task):
         tokens = config.training.train_batch_size * length
         block = 12 * model.n_embd**2 + 13 * model.n_embd
         outside = (VOCAB_SIZE + model.n_positions + 2) * model.n_embd
-        sizes = {
-            "trainable": model.n_layer * block + outside,
-            "frozen": 0,
-            "largest_block": max(block, outside),
-        }
-        activations = (
-            17 * num_bytes * model.n_embd * model.n_layer * tokens
-        )  # arXiv 2205.05198, fused attention
-        logits = (
-            (8 + 2 * num_bytes) * VOCAB_SIZE * tokens
-        )  # in the compute dtype and fp32, with their gradients
+        # In the compute dtype and in fp32, with their gradients.
+        logits = (8 + 2 * num_bytes) * VOCAB_SIZE * tokens
         return ModelSizes(
-            **sizes, buffers=0, activations=activations, logits_cpu=logits, logits_gpu=logits
+            trainable=model.n_layer * block + outside,
+            frozen=0,
+            largest_block=max(block, outside),
+            buffers=0,
+            # arXiv 2205.05198, with fused attention.
+            activations=17 * num_bytes * model.n_embd * model.n_layer * tokens,
+            logits_cpu=logits,
+            logits_gpu=logits,
         )
 
     def build_model(self, data: TextData):
@@ -170,11 +160,8 @@ class Gpt2Task(Task):
 def gpt2_config(config: Gpt2RunConfig):
     from transformers import GPT2Config
 
-    dropout = {
-        "resid_pdrop": 0.0,
-        "embd_pdrop": 0.0,
-        "attn_pdrop": 0.0,
-    }  # its masks would depend on the world size
+    # The masks of dropout would depend on the world size.
+    dropout = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
     ids = {"vocab_size": VOCAB_SIZE, "bos_token_id": EOS, "eos_token_id": EOS}
     return GPT2Config(
         **config.model.model_dump(), **dropout, **ids, architectures=["GPT2LMHeadModel"]

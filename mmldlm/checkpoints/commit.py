@@ -20,10 +20,11 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from mmldlm.checkpoints.layout import CHECKPOINTS, LATEST
 from mmldlm.checkpoints.locate import recover_interrupted_commit
 from mmldlm.checkpoints.manifest import (
+    CHECKPOINTS,
     FORMAT,
+    LATEST,
     MANIFEST,
     VERSION,
     describe_file,
@@ -34,8 +35,10 @@ from mmldlm.errors import MmldlmError, UserError
 from mmldlm.utils.atomic_files import fsync_path, write_text_synced
 
 _OWNER = re.compile(r"(?:pp_rank_|rng_state_rank|ema_rank|^__)(\d+)")
-_PROBE_FILE = ".try_rank"  # first file of every rank in a new checkpoint
-_MAX_NAME_LENGTH = 64  # of any file in the folders of a checkpoint
+# The first file that every rank writes in a new checkpoint.
+_PROBE_FILE = ".try_rank"
+# The longest name of a file inside a checkpoint.
+_MAX_NAME_LENGTH = 64
 # Fixes for errors of the system that have one.
 _ADVICE = {
     errno.ENOSPC: "free the disk",
@@ -49,7 +52,8 @@ _ADVICE = {
     errno.EIO: "check the disk and the system log (dmesg)",
     errno.ESTALE: "the file server has lost the folder: mount it again",
 }
-_DISK_FULL_BYTES = 16 * 2**20  # a disk with fewer bytes left counts as full
+# A disk with fewer bytes left counts as full.
+_DISK_FULL_BYTES = 16 * 2**20
 
 
 class CommitFailed(MmldlmError):
@@ -165,9 +169,8 @@ class PendingCheckpoint:
         self.discard()
         more = f", and {len(messages) - 3} more ranks" if len(messages) > 3 else ""
         reasons = ("; ".join(messages[:3]) or "on another rank") + more
-        is_kept = os.path.lexists(
-            self.run_dir / LATEST
-        )  # a conversion writes the first of its run
+        # There is none while a conversion writes the first checkpoint of its run.
+        is_kept = os.path.lexists(self.run_dir / LATEST)
         kept = f" The previous checkpoint in {self.run_dir} is untouched." if is_kept else ""
         raise CommitFailed(
             f"checkpoint of step {self.step} was not saved: {phase} failed ({reasons}).{kept}"
@@ -272,7 +275,8 @@ def _prepare(pending: PendingCheckpoint, folders: Sequence[str]) -> None:
     parent.mkdir(parents=True, exist_ok=True)
     recover_interrupted_commit(pending.run_dir)
     if os.path.lexists(pending.final):
-        _is_replaceable(pending.final)  # fail before everything is written
+        # A checkpoint that cannot be replaced is an error before anything is written.
+        _is_replaceable(pending.final)
     patterns = (".partial_*", ".deleting_*", ".replaced_*", ".longest_*")
     for stale in (path for pattern in patterns for path in parent.glob(pattern)):
         try:
@@ -369,9 +373,8 @@ def _free_name(path: Path) -> Path:
 def _try(work: Callable[..., None], *args: Any) -> Exception | None:
     try:
         work(*args)
-    except (
-        Exception
-    ) as error:  # the caller votes on it; raising here would leave the other ranks waiting
+    except Exception as error:
+        # The caller votes on it; raising here would leave the other ranks waiting.
         return error
     return None
 
@@ -379,7 +382,8 @@ def _try(work: Callable[..., None], *args: Any) -> Exception | None:
 def _advice(error: BaseException, folder: Path) -> str:
     """Return a fix for a failed write, to append to the error; "" if none is known."""
     number = _errno(error)
-    if number is None:  # torch hides the system's error
+    # torch may hide the system's error, which a small write shows.
+    if number is None:
         number = _errno(_try(_try_writing, [folder], f"{_PROBE_FILE}_again"))
     free = _free_bytes(folder)
     if number == errno.ENOSPC or (number is None and free is not None and free < _DISK_FULL_BYTES):

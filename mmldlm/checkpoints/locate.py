@@ -7,8 +7,14 @@ import re
 from collections.abc import Callable
 from pathlib import Path
 
-from mmldlm.checkpoints.layout import CHECKPOINTS, LATEST
-from mmldlm.checkpoints.manifest import MANIFEST, Examination, examine, read_manifest
+from mmldlm.checkpoints.manifest import (
+    CHECKPOINTS,
+    LATEST,
+    MANIFEST,
+    Examination,
+    examine,
+    read_manifest,
+)
 from mmldlm.checkpoints.training_state import read_training_state
 from mmldlm.errors import UserError
 from mmldlm.utils.formatting import describe_os_error, join_some
@@ -27,7 +33,8 @@ def recover_interrupted_commit(run_dir: Path) -> None:
         if not os.path.lexists(final):
             try:
                 os.rename(replaced, final)
-            except OSError:  # another process did it, or the run is read-only
+            except OSError:
+                # Another process has renamed it, or the run is read-only.
                 pass
 
 

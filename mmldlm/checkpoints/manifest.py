@@ -1,6 +1,6 @@
-"""manifest.json: the files of a checkpoint with sizes and checksums.
+"""The names of a checkpoint's files, and manifest.json: every file with its size and checksums.
 
-A folder with one is a checkpoint.
+A folder with a manifest of mmldlm is a checkpoint.
 """
 
 from __future__ import annotations
@@ -12,10 +12,48 @@ import zlib
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from mmldlm.checkpoints.io.open_files import open_regular_descriptor
+from mmldlm.checkpoints.files.file_io import open_regular_descriptor
 from mmldlm.utils.formatting import describe_os_error
 from mmldlm.utils.input_files import read_bytes
 from mmldlm.utils.paths import path_inside
+
+# -- Names
+# -------------------------------------------------------------------------------------------------
+
+# A run
+CHECKPOINTS = "checkpoints"
+LATEST = "latest"
+ENGINE_FOLDER = "engine"
+STATE_FILE = "training_state.json"
+MODEL_CONFIG = "model_config.json"
+RUN_CONFIG = "config.yaml"
+
+# An engine's folder
+# The tag folder of DeepSpeed files, as mmldlm's engine names it.
+ZERO_TAG = "zero"
+UNIVERSAL_TAG = "universal"
+# Next to DCP files: the names of trained weights and buffers.
+TRAINABLE_FILE = "trainable.json"
+DCP_METADATA = ".metadata"
+MODEL_FILE = "model.pt"
+OPTIMIZER_FILE = "optimizer.pt"
+# Next to DCP files or optimizer.pt: what DeepSpeed recorded of a converted run.
+DEEPSPEED_STATE = "deepspeed.pt"
+
+# An exported model
+SAFETENSORS_FILE = "model.safetensors"
+SAFETENSORS_INDEX = "model.safetensors.index.json"
+CONFIG_FILE = "config.json"
+
+# zero_optimization.sub_group_size where a DeepSpeed config does not set it.
+SUB_GROUP_SIZE = 10**9
+
+# Values of `mmldlm convert --to` other than safetensors
+TARGETS = ("model.pt", "dcp", "universal", "zero1", "zero2", "zero3", "fsdp", "ddp")
+
+
+# -- The manifest
+# -------------------------------------------------------------------------------------------------
 
 MANIFEST = "manifest.json"
 FORMAT = "mmldlm-checkpoint"
@@ -94,7 +132,8 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     try:
         manifest = json.loads(read_bytes(path))
     except FileNotFoundError:
-        if not os.path.isdir(folder):  # a symlink to a disk that is not mounted
+        # It may be a symlink to a disk that is not mounted.
+        if not os.path.isdir(folder):
             raise CannotRead(f"{folder} is not a folder that can be opened") from None
         raise ValueError(
             f"{path} is missing: the checkpoint was never finished or is being deleted"

@@ -10,14 +10,13 @@ import shutil
 from pathlib import Path
 
 from mmldlm.checkpoints.commit import set_aside, update_latest
-from mmldlm.checkpoints.layout import LATEST
 from mmldlm.checkpoints.locate import (
     is_rollback_candidate,
     list_checkpoints,
     read_latest,
     unreadable_error,
 )
-from mmldlm.checkpoints.manifest import examine
+from mmldlm.checkpoints.manifest import LATEST, examine
 
 
 def set_aside_after(run_dir: Path | str, step: int) -> list[Path]:
@@ -40,9 +39,11 @@ def set_aside_after(run_dir: Path | str, step: int) -> list[Path]:
     for path in later:
         if unreadable := examine(path, checksums=False).unreadable:
             raise unreadable_error(run_dir, unreadable[0])
-    if later and remaining:  # first, so that after a crash in between `latest` exists
+    # `latest` moves first, so that it exists after a crash in between.
+    if later and remaining:
         update_latest(run_dir, remaining[-1])
-    elif later:  # the run resumed from another run and has no checkpoint of its own
+    elif later:
+        # The run resumed from another run and has no checkpoint of its own.
         (run_dir / LATEST).unlink(missing_ok=True)
     return [set_aside(path) for path in later]
 

@@ -13,8 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from mmldlm.checkpoints.formats.weight_source import WeightSource
-from mmldlm.checkpoints.layout import MODEL_CONFIG
-from mmldlm.checkpoints.manifest import MANIFEST, read_manifest
+from mmldlm.checkpoints.manifest import MANIFEST, MODEL_CONFIG, read_manifest
 from mmldlm.config.renamed_keys import is_removed_weight, model_config_with_new_names
 from mmldlm.errors import UserError
 from mmldlm.utils.input_files import read_bytes

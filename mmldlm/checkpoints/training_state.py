@@ -12,7 +12,7 @@ from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from mmldlm.checkpoints.layout import STATE_FILE
+from mmldlm.checkpoints.manifest import STATE_FILE
 from mmldlm.utils.input_files import read_bytes
 from mmldlm.utils.validation import describe_problems
 

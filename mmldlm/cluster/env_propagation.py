@@ -177,8 +177,8 @@ def env_files() -> list[Path]:
     """Return the .deepspeed_env files that DeepSpeed reads, in its order (the later file wins)."""
     name = os.environ.get("DS_ENV_FILE", ".deepspeed_env")
     paths = [Path(folder, name) for folder in (os.path.expanduser("~"), ".")]
-    found = [path for path in paths if path.is_file()]
-    return found[:1] if len(found) == 2 and found[0].samefile(found[1]) else found
+    existing = [path for path in paths if path.is_file()]
+    return existing[:1] if len(existing) == 2 and existing[0].samefile(existing[1]) else existing
 
 
 def read_env_file(path: Path) -> tuple[dict[str, str], list[str]]:
@@ -191,17 +191,17 @@ def read_env_file(path: Path) -> tuple[dict[str, str], list[str]]:
     """
     values, problems = {}, []
     text = path.read_text(encoding="utf-8", errors="surrogateescape")
-    for number, line in enumerate(text.removesuffix("\n").split("\n") if text else [], 1):
+    for line_number, line in enumerate(text.removesuffix("\n").split("\n") if text else [], 1):
         name, equals, value = (part.strip() for part in line.partition("="))
         if not equals or name.startswith("#"):
             problems.append(
-                f"{path}:{number}: DeepSpeed fails on a blank line, a comment, or a line"
+                f"{path}:{line_number}: DeepSpeed fails on a blank line, a comment, or a line"
                 " without '='"
             )
             continue
         if not _VARIABLE.fullmatch(name):
             problems.append(
-                f"{path}:{number}: {name!r} is not a valid variable name, and a shell would"
+                f"{path}:{line_number}: {name!r} is not a valid variable name, and a shell would"
                 " expand it"
             )
             continue
@@ -211,9 +211,9 @@ def read_env_file(path: Path) -> tuple[dict[str, str], list[str]]:
             quoted and (value[0] == "'" or re.search(r"\s", value))
         ):
             problems.append(
-                f"{path}:{number}: the value of {name} changes in the shells between DeepSpeed and"
-                ' a rank: write the final value, without $ ` \\ " %h %n %u, and without quotes'
-                " around it"
+                f"{path}:{line_number}: the value of {name} changes in the shells between"
+                ' DeepSpeed and a rank: write the final value, without $ ` \\ " %h %n %u, and'
+                " without quotes around it"
             )
     return values, problems
 
@@ -229,10 +229,10 @@ def propagated_variables(launcher: str, has_gpus: bool) -> dict[str, str] | None
     if launcher == "mpi":
         return {}  # mpirun propagates only variables named with -x
     prefixes = _DEEPSPEED_PREFIXES + (_DEEPSPEED_CUDA if has_gpus else ())
-    found = {k: v for k, v in run_variables().items() if k.startswith(prefixes)}
+    variables = {k: v for k, v in run_variables().items() if k.startswith(prefixes)}
     for path in env_files():
-        found.update(read_env_file(path)[0])
-    return found
+        variables.update(read_env_file(path)[0])
+    return variables
 
 
 def write_env_file(path: Path, names: list[str]) -> list[str]:
@@ -243,7 +243,9 @@ def write_env_file(path: Path, names: list[str]) -> list[str]:
     secrets.
     """
     lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
-    kept = [line for line in lines if "=" in line and line.split("=", 1)[0].strip() not in names]
+    remaining = [
+        line for line in lines if "=" in line and line.split("=", 1)[0].strip() not in names
+    ]
     refused = []
     for name in names:
         value = os.environ[name]
@@ -254,6 +256,6 @@ def write_env_file(path: Path, names: list[str]) -> list[str]:
         ):
             refused.append(name)
         else:
-            kept.append(f"{name}={value}")
-    path.write_text("".join(line + "\n" for line in kept), encoding="utf-8")
+            remaining.append(f"{name}={value}")
+    path.write_text("".join(line + "\n" for line in remaining), encoding="utf-8")
     return refused

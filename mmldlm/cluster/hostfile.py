@@ -12,6 +12,7 @@ import select
 import stat
 import sys
 import time
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -78,6 +79,12 @@ def read_hostfile(path: str | Path) -> list[Node]:
     return nodes
 
 
+def write_hostfile(path: str | Path, nodes: Iterable[Node]) -> None:
+    """Write a DeepSpeed hostfile."""
+    lines = (f"{node.name} slots={node.slots}\n" for node in nodes)
+    Path(path).write_text("".join(lines), encoding="utf-8")
+
+
 def _parse(text: str, path: Path) -> tuple[list[Node], list[str]]:
     """Return the nodes and the problems of a hostfile's text."""
     problems: list[str] = []
@@ -85,16 +92,16 @@ def _parse(text: str, path: Path) -> tuple[list[Node], list[str]]:
         problems.append(f"{path}:1: a byte order mark, which would become part of the first name")
         text = text[1:]
     nodes: list[Node] = []
-    for number, line in enumerate(
+    for line_number, line in enumerate(
         re.split(r"\r\n|\r|\n", text), 1
     ):  # DeepSpeed's line ends: a form feed is not one
         if not line.strip() or line.lstrip().startswith("#"):
             continue
-        node, problem = _read_line(line, number)
+        node, problem = _read_line(line, line_number)
         if problem is None and (first := next((n for n in nodes if n.name == node.name), None)):
             problem = f"{node.name} is already in line {first.line}"
         if problem is not None:
-            problems.append(f"{path}:{number}: {problem}")
+            problems.append(f"{path}:{line_number}: {problem}")
         else:
             nodes.append(node)
     if not nodes and not problems:
@@ -119,8 +126,8 @@ def _read_bytes(path: Path) -> bytes:
         path, os.O_RDONLY | os.O_NONBLOCK
     )  # otherwise open() blocks on a pipe without a writer
     try:
-        kind, deadline, data = os.fstat(file).st_mode, time.monotonic() + _PIPE_SECONDS, b""
-        if not (stat.S_ISREG(kind) or stat.S_ISFIFO(kind) or stat.S_ISDIR(kind)):
+        mode, deadline, data = os.fstat(file).st_mode, time.monotonic() + _PIPE_SECONDS, b""
+        if not (stat.S_ISREG(mode) or stat.S_ISFIFO(mode) or stat.S_ISDIR(mode)):
             raise OSError(None, "neither a file nor a pipe")
         while len(data) <= _MAX_BYTES:
             if not select.select([file], [], [], max(deadline - time.monotonic(), 0))[0]:
@@ -129,7 +136,7 @@ def _read_bytes(path: Path) -> bytes:
                 )
             chunk = os.read(file, 1 << 16)
             if not chunk:
-                if not data and stat.S_ISFIFO(kind):
+                if not data and stat.S_ISFIFO(mode):
                     raise OSError(None, "an empty pipe")
                 return data
             data += chunk
@@ -138,7 +145,7 @@ def _read_bytes(path: Path) -> bytes:
         os.close(file)
 
 
-def _read_line(line: str, number: int) -> tuple[Node | None, str | None]:
+def _read_line(line: str, line_number: int) -> tuple[Node | None, str | None]:
     """Return (node, None) or (None, problem)."""
     name, *rest = line.split()
     if "#" in line:
@@ -186,7 +193,7 @@ def _read_line(line: str, number: int) -> tuple[Node | None, str | None]:
         return None, f"{rest[0]!r}: slots must be an integer"
     if int(value) == 0:
         return None, f"slots=0: {name} would start no rank; delete the line"
-    return Node(name, int(value), number), None
+    return Node(name, int(value), line_number), None
 
 
 def main(path: str) -> int:

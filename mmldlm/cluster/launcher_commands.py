@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import os
 import sys
 from collections.abc import Sequence
@@ -14,6 +15,18 @@ from mmldlm.utils.entry_point import module_command
 
 PACKAGE = Path(__file__).resolve().parents[1]
 TRAIN = str(PACKAGE / "train.py")
+
+
+def train_arguments(options: argparse.Namespace) -> list[str]:
+    """Return the arguments of train.py that correspond to a command line."""
+    options_of_train = (
+        ("--config-name", options.config_name),
+        ("--config", options.config),
+        ("--deepspeed_config", options.deepspeed_config),
+    )
+    return [text for name, value in options_of_train if value for text in (name, value)] + list(
+        options.overrides
+    )
 
 
 def deepspeed_command(
@@ -107,15 +120,9 @@ def torchrun_command(
 
 
 def mpi_command(
-    nodes: Sequence[Node],
-    local: bool,
-    environment: dict[str, str],
-    ssh_port: int | None,
-    script: list[str],
+    nodes: Sequence[Node], local: bool, ssh_port: int | None, script: list[str]
 ) -> list[str]:
-    """Return Open MPI's `mpirun` command: ranks in hostfile order, variables by name (no quoting
-    of values).
-    """
+    """Return Open MPI's `mpirun` command, with ranks in hostfile order."""
     hosts = ",".join(f"{'localhost' if local else node.name}:{node.slots}" for node in nodes)
     num_ranks = sum(node.slots for node in nodes)
     command = [
@@ -133,8 +140,6 @@ def mpi_command(
     command += ["--mca", "plm_rsh_agent", agent]
     if os.geteuid() == 0:
         command.append("--allow-run-as-root")
-    for name in sorted(environment):
-        command += ["-x", name]
     return [*command, sys.executable, *script]
 
 

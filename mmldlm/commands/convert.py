@@ -12,14 +12,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from mmldlm.checkpoints.convert import DTYPE_NAMES, Summary, convert, copy_planned, plan_tensors
+from mmldlm.checkpoints.files.file_io import raise_malloc_thresholds
 from mmldlm.checkpoints.formats.open import open_source
-from mmldlm.checkpoints.io.parallel import raise_malloc_thresholds
-from mmldlm.checkpoints.layout import SAFETENSORS_FILE, SUB_GROUP_SIZE, TARGETS
+from mmldlm.checkpoints.inspect import diff, inspect, summarize
+from mmldlm.checkpoints.manifest import SAFETENSORS_FILE, SUB_GROUP_SIZE, TARGETS
+from mmldlm.checkpoints.to_checkpoint import convert_state, dry_run
 from mmldlm.commands import RenamedOption
-from mmldlm.convert.export_plan import DTYPE_NAMES, plan_tensors
-from mmldlm.convert.inspect import diff, inspect, summarize
-from mmldlm.convert.to_checkpoint import convert_state, dry_run
-from mmldlm.convert.to_safetensors import Summary, convert, copy_planned
 from mmldlm.errors import EXIT_DONE, EXIT_FAILED, UserError
 from mmldlm.utils import option_types
 from mmldlm.utils.formatting import print_table

@@ -16,8 +16,8 @@ from torch import nn
 
 from mmldlm.checkpoints import locate
 from mmldlm.checkpoints.init_from import init_weights
-from mmldlm.checkpoints.layout import ENGINE_FOLDER
-from mmldlm.checkpoints.resume_reader import open_training_state
+from mmldlm.checkpoints.manifest import ENGINE_FOLDER
+from mmldlm.checkpoints.resume import open_training_state
 from mmldlm.checkpoints.training_state import read_training_state
 from mmldlm.config.load import build_config
 from mmldlm.config.renamed_keys import with_new_names

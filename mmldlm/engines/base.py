@@ -16,7 +16,7 @@ from mmldlm.errors import UserError
 from mmldlm.utils.moments import MOMENTS, MUON_MOMENTS, moment_keys
 
 if TYPE_CHECKING:
-    from mmldlm.checkpoints.resume_reader import ResumeReader
+    from mmldlm.checkpoints.resume import ResumeReader
 
 
 class Engine(ABC):
@@ -161,7 +161,7 @@ class Engine(ABC):
         ranks have read.
 
         Args:
-            reader: mmldlm.checkpoints.resume_reader.ResumeReader.
+            reader: mmldlm.checkpoints.resume.ResumeReader.
             applied_steps: the optimizer's step count.
 
         Raises:

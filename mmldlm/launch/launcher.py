@@ -9,12 +9,12 @@ from pathlib import Path
 
 from mmldlm.checkpoints.locate import find_latest_valid
 from mmldlm.checkpoints.manifest import MANIFEST
+from mmldlm.cluster.launcher_commands import train_arguments
 from mmldlm.errors import EXIT_DONE, EXIT_FAILED, EXIT_INTERRUPTED, EXIT_USAGE, UserError
 from mmldlm.launch.local_launcher import COLLECTIVE_EXIT_CODES
 from mmldlm.launch.outcome import Outcome
 from mmldlm.launch.watcher import Watcher
-from mmldlm.preflight.collect import data_address
-from mmldlm.preflight.context import Context, train_arguments
+from mmldlm.preflight.context import Context
 from mmldlm.preflight.runner import run_preflight
 from mmldlm.utils.screen import print_line
 
@@ -79,7 +79,7 @@ def create_log_dir(context: Context) -> Path:
     """
     stamp = datetime.now(UTC).strftime("%Y%m%d_%H%M%S")
     folder = context.config.run_dir() / "logs"
-    for name in (f"launch_{stamp}", *(f"launch_{stamp}_{number}" for number in range(2, 100))):
+    for name in (f"launch_{stamp}", *(f"launch_{stamp}_{suffix}" for suffix in range(2, 100))):
         try:
             (folder / name).mkdir(parents=True)
         except FileExistsError:
@@ -140,6 +140,6 @@ def exclude_nodes(context: Context, failed: list[str], global_batch: int) -> lis
     first = remaining[0].name
     if first != old_first:  # the known master address was that of another node
         context.master["address"] = (
-            data_address(context, first) if context.value(first, "network") else first
+            context.data_address(first) if context.value(first, "network") else first
         )
     return overrides

@@ -8,12 +8,14 @@ mmldlm.launch.local_launcher NPROC SCRIPT ARG...`.
 
 from __future__ import annotations
 
+import argparse
 import functools
 import os
 import signal
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 
 from mmldlm.distributed.error_reporting import exit_without_teardown
 from mmldlm.errors import (
@@ -22,13 +24,14 @@ from mmldlm.errors import (
     EXIT_INTERRUPTED,
     EXIT_STABILITY,
     EXIT_USAGE,
+    MmldlmError,
     UserError,
 )
+from mmldlm.utils.formatting import join_some
 from mmldlm.utils.network import free_port
-from mmldlm.utils.processes import set_parent_death_signal
 from mmldlm.utils.resources import threads_per_rank
 from mmldlm.utils.screen import open_standard_streams, print_line
-from mmldlm.utils.stop_signals import handle_stop_signals, keep_exit_codes
+from mmldlm.utils.stop_signals import handle_stop_signals, keep_exit_codes, set_parent_death_signal
 
 # Codes with which all ranks exit together, by agreement; the slower ones may still be writing. If
 # only one rank exits with such a code (for example, missing data on its node), the others would
@@ -55,10 +58,10 @@ def run_local(command: list[str], nproc: int, grace: float = EXIT_GRACE) -> int:
     """
     ranks: list[subprocess.Popen] = []
 
-    def forward(number, frame) -> None:
+    def forward(signum, frame) -> None:
         for process in ranks:
             if process.poll() is None:
-                process.send_signal(number)
+                process.send_signal(signum)
 
     keep_exit_codes()
     handlers = handle_stop_signals(forward)
@@ -76,8 +79,8 @@ def run_local(command: list[str], nproc: int, grace: float = EXIT_GRACE) -> int:
         for process in ranks:
             if process.poll() is None:
                 process.kill()
-        for number, handler in handlers.items():
-            signal.signal(number, handler)
+        for signum, handler in handlers.items():
+            signal.signal(signum, handler)
 
 
 def _wait(ranks: list[subprocess.Popen], grace: float, command: list[str]) -> int:
@@ -123,8 +126,6 @@ def _wait(ranks: list[subprocess.Popen], grace: float, command: list[str]) -> in
 
 def _describe_exit(code: int, command: list[str]) -> str:
     if code == -signal.SIGBUS:
-        from mmldlm.launch.sigbus_report import explain_sigbus
-
         return f"SIGBUS: {explain_sigbus(command[3:])}"  # the arguments after python -u SCRIPT
     return signal.Signals(-code).name if code < 0 else f"exit code {code}"
 
@@ -152,8 +153,40 @@ def _environment(rank: int, nproc: int, port: int) -> dict[str, str]:
         **threads,
         **os.environ,
         **fixed,
-        **{name: str(number) for name, number in numbers.items()},
+        **{name: str(value) for name, value in numbers.items()},
     }
+
+
+def explain_sigbus(train_args: Sequence[str]) -> str:
+    """Return one sentence for the report of a rank that SIGBUS ended; never raises.
+
+    Args:
+        train_args: arguments of train.py, from which the stores are located.
+    """
+    try:
+        changed = _changed_files(train_args)
+    except (MmldlmError, OSError, ImportError, ValueError):
+        changed = []
+    if not changed:
+        return "a memory-mapped file became shorter, or /dev/shm is full (df /dev/shm)"
+    return (
+        f"files of the store were changed while it was read: {join_some(changed, 5, '; ')}. Copy"
+        " the store again and resume; replace a store by renaming a new folder, never by"
+        " overwriting its files"
+    )
+
+
+def _changed_files(train_args: Sequence[str]) -> list[str]:
+    from mmldlm.config.load import load_config
+    from mmldlm.data.store import changed_files
+
+    parser = argparse.ArgumentParser(add_help=False, exit_on_error=False)
+    parser.add_argument("--config-name")
+    parser.add_argument("--config")
+    known, rest = parser.parse_known_args(train_args)
+    overrides = [argument for argument in rest if "=" in argument and not argument.startswith("-")]
+    config = load_config(known.config_name, known.config, overrides)
+    return [line for root in config.data.roots for line in changed_files(root)]
 
 
 if __name__ == "__main__":

@@ -17,11 +17,12 @@ import subprocess
 import sys
 import time
 
+import psutil
+
+from mmldlm.cluster.agent import serve
+from mmldlm.cluster.connections import port_owner
 from mmldlm.launch import state_files
 from mmldlm.launch.rank_wrapper import LAUNCH_ID_VAR, launch_file, state_file
-from mmldlm.preflight.remote.agent import ACTIONS, serve
-from mmldlm.preflight.remote.connections import port_owner
-from mmldlm.utils.processes import list_ancestors, list_pids, read_command, read_stat
 from mmldlm.utils.stop_signals import keep_exit_codes
 
 IDLE_TIMEOUT = 25.0
@@ -84,28 +85,33 @@ def reserve_port(args: dict) -> dict:
 
 def launch_processes(launch: str) -> list[int]:
     """Return the processes of a launch on this node, without this agent and its ancestors."""
-    excluded = list_ancestors(os.getpid())
-    return [pid for pid in list_pids() if pid not in excluded and _belongs_to(pid, launch)]
+    this = psutil.Process()
+    excluded = {this.pid, *(parent.pid for parent in this.parents())}
+    return [
+        process.pid
+        for process in psutil.process_iter()
+        if process.pid not in excluded and _belongs_to(process, launch)
+    ]
 
 
-def _belongs_to(pid: int, launch: str) -> bool:
+def _belongs_to(process: psutil.Process, launch: str) -> bool:
     """Return whether a running process has the launch id in its command line or environment."""
-    stat, command = read_stat(pid), read_command(pid)
-    if stat is None or command is None or stat.state == "Z":
-        return False
-    if any(launch in argument for argument in command):
-        return True
     try:
-        with open(f"/proc/{pid}/environ", "rb") as file:
-            return f"{LAUNCH_ID_VAR}={launch}".encode() in file.read().split(b"\0")
-    except OSError:  # it has exited, or belongs to another user
+        if process.status() == psutil.STATUS_ZOMBIE:
+            return False
+        in_command = any(launch in word for word in process.cmdline())
+        return in_command or process.environ().get(LAUNCH_ID_VAR) == launch
+    except psutil.Error:  # it has exited, or belongs to another user
         return False
 
 
 def _parent(pid: int) -> int | None:
     """Return the parent of a running process; None if it has exited."""
-    stat = read_stat(pid)
-    return None if stat is None or stat.state == "Z" else stat.parent
+    try:
+        process = psutil.Process(pid)
+        return None if process.status() == psutil.STATUS_ZOMBIE else process.ppid()
+    except psutil.Error:
+        return None
 
 
 def report_ranks(args: dict) -> dict:
@@ -186,10 +192,10 @@ def stop(args: dict) -> int:
     return len(pids)
 
 
-def _send(pids: list[int], number: int) -> None:
+def _send(pids: list[int], signum: int) -> None:
     for pid in pids:
         with contextlib.suppress(OSError):
-            os.kill(pid, number)
+            os.kill(pid, signum)
 
 
 def release(args: dict) -> None:
@@ -225,7 +231,7 @@ def _is_superseded(launch: str) -> bool:
 def main() -> int:
     """Serve requests; then stop the node's part of every launch without a head."""
     keep_exit_codes()
-    own = (
+    actions = (
         write_launch_file,
         reserve_port,
         report_ranks,
@@ -234,9 +240,8 @@ def main() -> int:
         stop,
         release,
     )
-    actions = {**ACTIONS, **{action.__name__: action for action in own}}
     try:
-        serve(actions, IDLE_TIMEOUT)
+        serve({action.__name__: action for action in actions}, IDLE_TIMEOUT)
     finally:
         _release_ports()
         for launch in list(_launches):

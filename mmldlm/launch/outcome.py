@@ -98,19 +98,19 @@ def failed_rank_outcome(
 
 def describe_exit(state: dict, node: str, interrupted: bool) -> str:
     """Return the meaning of a rank's exit status, if its own last lines cannot contain it."""
-    number = state["exit"] - 128
+    signum = state["exit"] - 128
     if state.get("out_of_memory"):
         return (
             " (signal 9) while the kernel's OOM killer was active: out of memory, see dmesg on"
             f" {node}"
         )
-    if number == signal.SIGKILL:
+    if signum == signal.SIGKILL:
         return (
             " (signal 9): killed manually, by the scheduler, or for lack of memory (see dmesg on"
             f" {node})"
         )
-    if number > 0:
-        return f" (signal {number})"
+    if signum > 0:
+        return f" (signal {signum})"
     if state["exit"] == EXIT_INTERRUPTED and not interrupted:
         return ": it received a signal that this launch did not send"
     return ""

@@ -28,9 +28,8 @@ if __package__ in (None, ""):  # run by its path
 from mmldlm.distributed.failure_attribution import FAILED_RANKS_FD
 from mmldlm.launch import state_files
 from mmldlm.utils.environment import int_from_env
-from mmldlm.utils.processes import set_parent_death_signal
 from mmldlm.utils.screen import print_line
-from mmldlm.utils.stop_signals import handle_stop_signals, keep_exit_codes
+from mmldlm.utils.stop_signals import handle_stop_signals, keep_exit_codes, set_parent_death_signal
 
 LAUNCH_ID_VAR = "MMLDLM_LAUNCH"
 LAST_LINES = 20
@@ -97,7 +96,7 @@ def main() -> int:
     last_lines = _stream_log(child, log, to_screen=rank == 0 and sys.stdout is not None)
     code = child.wait()
     if code == -signal.SIGBUS:
-        from mmldlm.launch.sigbus_report import explain_sigbus
+        from mmldlm.launch.local_launcher import explain_sigbus
 
         last_lines.append(f"rank {rank} ended with SIGBUS: {explain_sigbus(launch['args'])}")
     code = code if code >= 0 else 128 - code
@@ -110,17 +109,17 @@ def main() -> int:
 def _start_child(launch: dict, launch_id: str) -> tuple[subprocess.Popen, int]:
     """Start train.py and forward signals to it; return (process, pipe of its failure report)."""
     read_end, write_end = os.pipe()
-    own = {"PYTHONFAULTHANDLER": "1", FAILED_RANKS_FD: str(write_end)}
+    additions = {"PYTHONFAULTHANDLER": "1", FAILED_RANKS_FD: str(write_end)}
     child = subprocess.Popen(
         [sys.executable, "-u", launch["script"], *launch["args"]],
-        env={**os.environ, **own, **launch["environment"], LAUNCH_ID_VAR: launch_id},
+        env={**os.environ, **additions, **launch["environment"], LAUNCH_ID_VAR: launch_id},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         preexec_fn=functools.partial(set_parent_death_signal, signal.SIGKILL),
         pass_fds=[write_end],
     )
     os.close(write_end)
-    handle_stop_signals(lambda number, frame: child.poll() is None and child.send_signal(number))
+    handle_stop_signals(lambda signum, frame: child.poll() is None and child.send_signal(signum))
     return child, read_end
 
 

@@ -23,14 +23,14 @@ RESERVED = 1 << 14  # bytes per state file: its blocks can be overwritten when t
 
 def state_folders(launch_id: str) -> list[Path]:
     """Return the existing folders of a launch on this node that belong to this user."""
-    found = []
+    folders = []
     for root in ROOTS:
         folder = Path(root) / f"mmldlm_{launch_id}"
         with contextlib.suppress(OSError):
             status = folder.lstat()
             if stat.S_ISDIR(status.st_mode) and status.st_uid == os.geteuid():
-                found.append(folder)
-    return found
+                folders.append(folder)
+    return folders
 
 
 def make_folders(launch_id: str) -> None:
@@ -87,14 +87,14 @@ def write_anywhere(launch_id: str, name: str, text: str) -> bool:
 
 def read_newest(launch_id: str, pattern: str) -> dict[str, Any]:
     """Return name -> parsed content of the newest readable file of each name."""
-    found: dict[str, tuple[int, Any]] = {}
+    newest: dict[str, tuple[int, Any]] = {}
     for folder in state_folders(launch_id):
         for path in folder.glob(pattern):
             with contextlib.suppress(OSError, ValueError):
                 entry = (path.stat().st_mtime_ns, json.loads(read_text(path)))
-                if path.name not in found or found[path.name][0] < entry[0]:
-                    found[path.name] = entry
-    return {name: content for name, (_, content) in sorted(found.items())}
+                if path.name not in newest or newest[path.name][0] < entry[0]:
+                    newest[path.name] = entry
+    return {name: content for name, (_, content) in sorted(newest.items())}
 
 
 def remove(launch_id: str, pattern: str) -> None:

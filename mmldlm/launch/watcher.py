@@ -16,14 +16,16 @@ import uuid
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from mmldlm.cluster.launcher_commands import torchrun_command
-from mmldlm.errors import EXIT_DONE, EXIT_FAILED
-from mmldlm.launch.launcher_start import (
-    launch_file_values,
-    launcher_start,
-    rank_script,
-    rank_variables,
+from mmldlm.cluster.agent import CONNECT_SECONDS, Agent, AgentFailure, AgentPool
+from mmldlm.cluster.env_propagation import (
+    DEEPSPEED_EXPORTS,
+    env_files,
+    read_env_file,
+    run_variables,
 )
+from mmldlm.cluster.launcher_commands import TRAIN, torchrun_command
+from mmldlm.errors import EXIT_DONE, EXIT_FAILED
+from mmldlm.launch import rank_wrapper
 from mmldlm.launch.local_launcher import COLLECTIVE_EXIT_CODES
 from mmldlm.launch.outcome import (
     Outcome,
@@ -34,7 +36,6 @@ from mmldlm.launch.outcome import (
     rank_states,
 )
 from mmldlm.preflight.context import Context
-from mmldlm.preflight.remote.ssh import CONNECT_SECONDS, Agent, AgentFailure, AgentPool
 from mmldlm.utils.screen import print_line
 from mmldlm.utils.stop_signals import handle_stop_signals
 
@@ -56,22 +57,18 @@ class Watcher:
     """Start and watch one attempt.
 
     Args:
-        context: of the preflight: nodes, launcher, master address.
-        train_args: arguments of train.py.
-        log_dir: existing folder that all nodes share; gets one log per rank, the launcher's log,
-            and the hostfile.
-        grace: seconds for saving a checkpoint after an interrupt.
+        context: Context of the preflight, with nodes, launcher and master address.
+        train_args: Arguments of train.py.
+        log_dir: Existing folder that all nodes share, for one log per rank, the launcher's log and
+            the hostfile.
+        grace: Seconds for saving a checkpoint after an interrupt.
     """
 
     def __init__(
         self, context: Context, train_args: list[str], log_dir: Path, grace: float = 120.0
     ):
-        self.context, self.train_args, self.log_dir, self.grace = (
-            context,
-            train_args,
-            log_dir,
-            grace,
-        )
+        self.context, self.train_args = context, train_args
+        self.log_dir, self.grace = log_dir, grace
         self.launch_id = uuid.uuid4().hex
         self.pool = AgentPool([self._agent(name) for name in context.names])
         self.process: subprocess.Popen | None = None
@@ -84,10 +81,10 @@ class Watcher:
         context, options = self.context, self.context.options
         return Agent(
             name,
+            "mmldlm.launch.node_agent",
             context.local,
             options.ssh_port,
             options.ssh_option,
-            "mmldlm.launch.node_agent",
             connect,
         )
 
@@ -118,14 +115,11 @@ class Watcher:
             self._finished.set()
             if self._follower is not None:
                 self._follower.join(5)
-            for number, handler in handlers.items():
-                signal.signal(number, handler)
+            for signum, handler in handlers.items():
+                signal.signal(signum, handler)
 
-    def _count_interrupt(self, number, frame) -> None:
+    def _count_interrupt(self, signum, frame) -> None:
         self.interrupts += 1
-
-    # -- starting
-    # ---------------------------------------------------------------------------------------------
 
     def _prepare_nodes(self) -> Outcome | None:
         """Write the launch file on every node and reserve the master port; return the outcome of a
@@ -148,7 +142,13 @@ class Watcher:
             return Outcome(EXIT_FAILED, reason)
         # Variables may be secrets: they are sent over ssh, not in a command line or a shared
         # folder.
-        values = launch_file_values(self.train_args, self.log_dir, self.variables)
+        values = {
+            "script": TRAIN,
+            "args": self.train_args,
+            "environment": self.variables,
+            "folder": os.getcwd(),
+            "logs": str(self.log_dir.absolute()),
+        }
         self.pool.call(
             "write_launch_file", {"launch": self.launch_id, "values": values}, timeout=20
         )
@@ -166,7 +166,8 @@ class Watcher:
         return None
 
     def _start(self) -> None:
-        script = rank_script(self.launch_id)
+        # The script of every launcher, instead of train.py: it contains no text of the user.
+        script = [rank_wrapper.__file__, self.launch_id]
         if self.context.launcher == "torchrun":
             self._start_torchrun(script)
             return
@@ -227,9 +228,6 @@ class Watcher:
                 with contextlib.suppress(OSError):
                     sys.stdout.write(line)
                     sys.stdout.flush()
-
-    # -- watching
-    # ---------------------------------------------------------------------------------------------
 
     def _watch(self) -> Outcome:
         start_time = time.monotonic()
@@ -348,7 +346,7 @@ class Watcher:
         return None
 
     def evaluate_failed_rank(self, views: Views) -> Outcome:
-        """Give the other ranks a moment to end, then find the rank that failed first."""
+        """Wait briefly for the other ranks, then find the first failure."""
         start_time, timeout = time.monotonic(), SETTLE_SECONDS
         while time.monotonic() - start_time < timeout:
             # A node that is lost meanwhile keeps its last answer.
@@ -370,9 +368,6 @@ class Watcher:
         offsets = {name: offset for name, (offset, _) in self.context.clocks.items()}
         return failed_rank_outcome(views, offsets, self.interrupts > 0)
 
-    # -- stopping
-    # ---------------------------------------------------------------------------------------------
-
     def _stop_all(self, grace: float) -> None:
         """Stop the run on every reachable node, and the launcher on this machine."""
         if self.process is not None and self.context.launcher == "deepspeed":
@@ -386,3 +381,70 @@ class Watcher:
             with contextlib.suppress(OSError):
                 os.killpg(self.process.pid, signal.SIGKILL)
             self.process.wait()
+
+
+def rank_variables(context: Context) -> dict[str, str]:
+    """Return the variables that every rank gets, by value: those of the head override those of
+    .deepspeed_env.
+    """
+    variables: dict[str, str] = {}
+    if context.launcher == "deepspeed" and not context.local:
+        for path in env_files():
+            variables.update(read_env_file(path)[0])
+        variables["PYTHONPATH"] = _python_path()
+        # What DeepSpeed exports in addition to the variables of all launchers.
+        for name, value in os.environ.items():
+            if name.startswith(DEEPSPEED_EXPORTS) and name != "PYTHONPATH":
+                variables[name] = value
+    variables.update(run_variables())
+    if not context.has_gpus():
+        variables.setdefault("DS_ACCELERATOR", "cpu")
+        cores_per_rank = [
+            memory["cores"] // context.slots(node)
+            for node, memory in context.probe_values("memory").items()
+        ]
+        variables.setdefault("OMP_NUM_THREADS", str(max(min(cores_per_rank, default=1), 1)))
+    return variables
+
+
+def _python_path() -> str:
+    """Return PYTHONPATH with absolute paths, because the runner works in /.
+
+    Without this folder, which DeepSpeed's runner puts first: its modules would replace those of
+    the same names.
+    """
+    parts = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+    return os.pathsep.join(os.path.abspath(part) for part in parts if part)
+
+
+def launcher_start(
+    context: Context, log_dir: Path, script: list[str], variables: dict[str, str]
+) -> dict:
+    """Return the Popen arguments of the launcher on the head: "args", "env", "cwd".
+
+    Raises:
+        UserError: a value that DeepSpeed would pass through a shell on every node is not plain
+            text.
+    """
+    args = context.launcher_command(script, log_dir.absolute() / "hostfile", folder="/")
+    environment, folder = {**os.environ, **variables}, os.getcwd()
+    if context.launcher == "deepspeed":
+        folder = "/"
+        environment = environment if context.local else _runner_environment()
+    return {"args": args, "env": environment, "cwd": folder}
+
+
+def _runner_environment() -> dict[str, str]:
+    """Return the environment of DeepSpeed's runner, without variables that it would paste into
+    shell lines.
+
+    Ranks get these variables, and those of .deepspeed_env, from the launch file. PYTHONPATH is
+    kept for the node's launch.py; deepspeed_command rejects one that is not plain.
+    """
+    environment = {k: v for k, v in os.environ.items() if not k.startswith(DEEPSPEED_EXPORTS)}
+    python_path = [
+        part for part in os.environ.get("PYTHONPATH", "").split(os.pathsep) if os.path.isabs(part)
+    ]
+    if python_path:
+        environment["PYTHONPATH"] = os.pathsep.join(python_path)
+    return {**environment, "DS_ENV_FILE": "/nonexistent"}

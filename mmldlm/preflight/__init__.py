@@ -1,7 +1,7 @@
 """Preflight: check whether a run will start on its hosts, fit in their memory and finish on their
 disks.
 
-probes/ measure on a node, remote/ runs them there over ssh, collect.py puts the facts into a
-Context, checks/ evaluates them (one function per check), report.py prints the results.
-docs/preflight.md lists the checks.
+runner.py collects the facts of this machine and, through agent.py on every node, those of the
+nodes into a Context. checks/ has one file per subject: its probe, and one function per check.
+report.py prints the results, receipt.py keeps them. docs/preflight.md lists the checks.
 """

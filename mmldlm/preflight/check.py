@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import importlib
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
+from typing import Any
 
 PASS, WARN, FAIL, SKIP, ERROR = "PASS", "WARN", "FAIL", "SKIP", "ERROR"
 SCOPES = ("head", "node", "pair", "cluster")
@@ -100,33 +100,31 @@ def check(id: str, level: int, scope: str, title: str):
     return register
 
 
-def all_checks() -> list[Check]:
-    """Return every check, by level, then in the order of checks.MODULES and of each file."""
-    from mmldlm.preflight import checks
-
-    modules = [f"{checks.__name__}.{name}" for name in checks.MODULES]
-    for module in modules:
-        importlib.import_module(module)
-    registered = [found for found in _REGISTRY.values() if found.function.__module__ in modules]
-    return sorted(
-        registered, key=lambda found: (found.level, modules.index(found.function.__module__))
-    )
+def registered_checks() -> list[Check]:
+    """Return the checks of all imported files, in the order of their registration."""
+    return list(_REGISTRY.values())
 
 
-def run_check(found: Check, context) -> list[Result]:
+def run_check(check: Check, context) -> list[Result]:
     """Run one check; an exception in it is an ERROR of the tool, not a statement about a node."""
     started = time.perf_counter()
     try:
-        returned = found.function(context)
+        returned = check.function(context)
         results = [returned] if isinstance(returned, Result) else list(returned)
     except Exception as error:
         results = [Result(ERROR, why=f"the check failed: {type(error).__name__}: {error}")]
     for result in results:
         result.id, result.scope, result.level, result.title = (
-            found.id,
-            found.scope,
-            found.level,
-            found.title,
+            check.id,
+            check.scope,
+            check.level,
+            check.title,
         )
         result.seconds = round(time.perf_counter() - started, 3)
     return results
+
+
+def majority(values: dict[str, Any]) -> Any:
+    """Return the value of most nodes; in a tie, that of the first node."""
+    counted = list(values.values())
+    return max(counted, key=counted.count) if counted else None

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import argparse
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
-from mmldlm.cluster.hostfile import Node
+from mmldlm.cluster.agent import AgentFailure
+from mmldlm.cluster.env_propagation import propagated_variables, run_variables
+from mmldlm.cluster.hostfile import Node, write_hostfile
+from mmldlm.cluster.launcher_commands import deepspeed_command, mpi_command, srun_command
 from mmldlm.config.schema import Config
+from mmldlm.engines.deepspeed_config import resolve_stage
 from mmldlm.errors import UserError
-from mmldlm.preflight.remote.ssh import AgentFailure
 
 Facts = dict[str, dict[str, Any]]
 
@@ -25,7 +29,7 @@ class Context:
         hostfile_error: why the hostfile cannot be used.
         config: resolved config.
         config_error: why the config is invalid.
-        data_facts: result of dynamic/data_probe.py: samples, model sizes, or errors of data and
+        data_facts: result of checks/config.py's child: samples, model sizes, or errors of data and
             engine.
         data_probe_error: why the data probe failed.
         head: probe -> {"value"} or {"error"} of this machine.
@@ -94,8 +98,8 @@ class Context:
 
     def probe_values(self, probe: str) -> dict[str, Any]:
         """Return node -> value of a probe, without nodes that have none."""
-        found = {name: self.value(name, probe) for name in self.names}
-        return {name: value for name, value in found.items() if value is not None}
+        values = {name: self.value(name, probe) for name in self.names}
+        return {name: value for name, value in values.items() if value is not None}
 
     def probe_errors(self, probe: str) -> dict[str, str]:
         """Return node -> error of a probe, for nodes whose agent answered without a value."""
@@ -107,17 +111,16 @@ class Context:
 
     def has_gpus(self) -> bool:
         """Return whether any node (or this machine, if no node was asked) has a GPU."""
-        found = list(self.probe_values("gpus").values()) or [self.head_value("gpus") or {}]
-        return any(entry.get("gpus") for entry in found)
+        facts = list(self.probe_values("gpus").values()) or [self.head_value("gpus") or {}]
+        return any(entry.get("gpus") for entry in facts)
 
     def engine_plan(self) -> str:
         """Return the engine of the config as an entry of memory_model.PLANS."""
-        from mmldlm.engines.deepspeed_config import resolve_stage
 
-        kind = self.config.engine.kind
-        if kind == "deepspeed":
+        engine = self.config.engine.kind
+        if engine == "deepspeed":
             return f"zero{resolve_stage(self.config)}"
-        return {"ddp": "zero0"}.get(kind, kind)
+        return {"ddp": "zero0"}.get(engine, engine)
 
     def master_address(self) -> str:
         """Return the address of the first node for the launcher.
@@ -129,6 +132,40 @@ class Context:
             return "127.0.0.1"
         known = next(iter(self.reachable_addresses(self.names[0])), self.names[0])
         return self.master.get("address") or self.options.master_addr or known
+
+    def launcher_command(
+        self,
+        script: list[str],
+        hostfile: Path,
+        nodes: list[Node] | None = None,
+        folder: str | None = None,
+    ) -> list[str]:
+        """Return the command with which the launcher starts a script on every rank.
+
+        Args:
+            script: Script and its arguments.
+            hostfile: Path for a hostfile of the nodes. The user's own may be a pipe, which can be
+                read only once.
+            nodes: Nodes to start on; by default all.
+            folder: Working folder of the command; by default the current one.
+
+        Raises:
+            UserError: DeepSpeed would paste a value into a shell line that changes it.
+        """
+        nodes = nodes or self.nodes
+        address, port, ssh_port = (
+            self.master_address(),
+            self.options.master_port,
+            self.options.ssh_port,
+        )
+        if self.launcher == "mpi":
+            return mpi_command(nodes, self.local, ssh_port, script)
+        if self.launcher == "slurm":
+            return srun_command(nodes, address, port, script)
+        write_hostfile(hostfile, nodes)
+        return deepspeed_command(
+            nodes, self.local, str(hostfile), address, port, ssh_port, script, folder
+        )
 
     def addresses(self, name: str) -> list[str]:
         """Return the addresses of a hostfile name, as this machine resolves it."""
@@ -145,7 +182,6 @@ class Context:
         environment plus the variables that the launcher is known to propagate. None if the
         launcher starts ranks in shells unknown here.
         """
-        from mmldlm.cluster.env_propagation import propagated_variables, run_variables
 
         if name in self.launched:
             return self.launched[name]["variables"]
@@ -158,20 +194,26 @@ class Context:
             propagated = propagated_variables(self.launcher, self.has_gpus())
         return None if login is None or propagated is None else {**login, **propagated}
 
-
-def train_arguments(options: argparse.Namespace) -> list[str]:
-    """Return the arguments of train.py that correspond to a command line."""
-    given = (
-        ("--config-name", options.config_name),
-        ("--config", options.config),
-        ("--deepspeed_config", options.deepspeed_config),
-    )
-    return [text for name, value in given if value for text in (name, value)] + list(
-        options.overrides
-    )
-
-
-def majority(values: dict[str, Any]) -> Any:
-    """Return the value of most nodes; in a tie, that of the first node."""
-    counted = list(values.values())
-    return max(counted, key=counted.count) if counted else None
+    def data_address(self, name: str) -> str:
+        """Return the address that ranks on a node publish: of GLOO_SOCKET_IFNAME, else of the
+        node's own name.
+        """
+        network = self.value(name, "network") or {}
+        interfaces = network.get("interfaces", [])
+        interface = (self.environment_on(name) or {}).get("GLOO_SOCKET_IFNAME")
+        # NET001 reports an unusable interface; the connections are then tested over a usable one.
+        by_name = {
+            e["name"]: e["address"]
+            for e in interfaces
+            if e["address"] and e["up"] and not e["loopback"]
+        }
+        if interface in by_name:
+            return by_name[interface]
+        published = [
+            a
+            for a in network.get("hostname_addresses", [])
+            if not a.startswith("127.") and a in by_name.values()
+        ]
+        if published:
+            return published[0]
+        return (network.get("route_to_master") or {}).get("source") or name

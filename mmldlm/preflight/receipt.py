@@ -13,7 +13,8 @@ from typing import Any
 
 from mmldlm.config.schema import Config
 from mmldlm.config.section import FilledFromData, Section
-from mmldlm.preflight.probes.system import code, versions
+from mmldlm.preflight.checks.versions import code, versions
+from mmldlm.preflight.report import failing_nodes
 from mmldlm.utils.atomic_files import write_bytes
 from mmldlm.utils.input_files import read_bytes, read_text
 
@@ -53,8 +54,6 @@ def installed_versions() -> dict:
 
 def create(context, results, code: int, seconds: float) -> dict:
     """Return the receipt as JSON values."""
-    from mmldlm.preflight.report import failing_nodes
-
     hostfile = context.options.hostfile
     return {
         "format": FORMAT,
@@ -156,15 +155,15 @@ def log_receipt(config: Config, world_size: int, folder) -> None:
         folder: open mmldlm.training.run_logger.RunLogger.
     """
     try:
-        found = read(config.run_dir())
-        if found is None:
+        receipt = read(config.run_dir())
+        if receipt is None:
             return
         reasons = staleness_reasons(config, world_size)
         folder.event(
             "preflight",
-            level=found["level"],
-            exit_code=found["exit_code"],
-            made=found["time"],
+            level=receipt["level"],
+            exit_code=receipt["exit_code"],
+            made=receipt["time"],
             stale=reasons,
         )
     except Exception as error:  # of one rank alone

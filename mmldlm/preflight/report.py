@@ -20,8 +20,8 @@ ALWAYS_SHOWN = ("CFG003", "DATA001", "MEM001", "DISK001", "RES001", "COLL002", "
 
 def worst(results: list[Result]) -> str:
     """Return the most severe status; SKIP without any evaluated result."""
-    found = {result.status for result in results}
-    return next((status for status in _WORST if status in found), SKIP)
+    statuses = {result.status for result in results}
+    return next((status for status in _WORST if status in statuses), SKIP)
 
 
 def exit_code(results: list[Result], strict: bool = False) -> int:
@@ -49,14 +49,14 @@ def failing_nodes(context: Context, results: list[Result]) -> list[str]:
     A failed pair does not identify one of its two nodes; only the node with the most failed pairs
     is included.
     """
-    own = {r.node for r in results if r.status == FAIL and r.scope != "pair"}
+    failing = {r.node for r in results if r.status == FAIL and r.scope != "pair"}
     pairs = Counter(
         name for r in results if r.status == FAIL and r.scope == "pair" for name in nodes_of(r)
     )
     return [
         name
         for name in context.names
-        if name in own or (pairs[name] > 1 and pairs[name] == max(pairs.values()))
+        if name in failing or (pairs[name] > 1 and pairs[name] == max(pairs.values()))
     ]
 
 
@@ -71,11 +71,15 @@ def print_report(context: Context, results: list[Result], seconds: float, out: T
         for name in (context.names if context.level else ())
     ]
     width = max(len(name) for name, _ in rows)
-    for name, own in rows:
-        counts = Counter(r.status for r in own)
-        problems = ", ".join(dict.fromkeys(r.id for r in own if r.status in (FAIL, ERROR, WARN)))
+    for name, node_results in rows:
+        counts = Counter(r.status for r in node_results)
+        problems = ", ".join(
+            dict.fromkeys(r.id for r in node_results if r.status in (FAIL, ERROR, WARN))
+        )
         skipped = f", {counts[SKIP]} skipped" if counts[SKIP] else ""
-        line = f"  {name:{width}}  {worst(own):5} {counts[PASS]} passed{skipped}  {problems}"
+        line = (
+            f"  {name:{width}}  {worst(node_results):5} {counts[PASS]} passed{skipped}  {problems}"
+        )
         print(line.rstrip(), file=out)
     for r in results:
         if r.id in ALWAYS_SHOWN and r.status == PASS:
@@ -117,11 +121,11 @@ def _grouped(results: list[Result]) -> list[list[Result]]:
     """Group equal results of several nodes; the most severe first."""
     groups: dict[tuple, list[Result]] = {}
     for r in results:
-        own = r.node or "\0"
+        node = r.node or "\0"
         key = (
             r.status,
             r.id,
-            *(text.replace(own, "NODE") for text in (r.measured, r.expected, r.why)),
+            *(text.replace(node, "NODE") for text in (r.measured, r.expected, r.why)),
         )
         groups.setdefault(key, []).append(r)
     return sorted(

@@ -1,4 +1,4 @@
-"""Run a preflight: collect the facts up to a level, run the checks, print the report, write the
+"""Run a preflight: collect facts up to a level, run the checks, print the report, write the
 receipt.
 """
 
@@ -9,17 +9,65 @@ import inspect
 import os
 import sys
 import time
+from collections.abc import Iterable
 from pathlib import Path
 
+from mmldlm.cluster.agent import Agent, AgentPool
 from mmldlm.cluster.env_propagation import run_variables, write_env_file
 from mmldlm.cluster.hostfile import LOCAL_NAMES, Node, read_hostfile
 from mmldlm.config.load import load_config
 from mmldlm.errors import EXIT_DONE, UserError
-from mmldlm.preflight import collect, receipt
-from mmldlm.preflight.check import Check, Result, all_checks, run_check
+from mmldlm.preflight import receipt
+from mmldlm.preflight.agent import PROBES, run_probes
+from mmldlm.preflight.check import Check, Result, registered_checks, run_check
+from mmldlm.preflight.checks import (
+    collectives,
+    config,
+    connections,
+    dry_run,
+    gpu,
+    hosts,
+    launchers,
+    limits,
+    memory,
+    network,
+    processes,
+    resume,
+    storage,
+    versions,
+)
 from mmldlm.preflight.context import Context
-from mmldlm.preflight.dynamic import dry_run, launcher_probe
 from mmldlm.preflight.report import exit_code, print_report
+
+# Order of the checks of one level, in reports and in docs/preflight.md.
+CHECK_MODULES = (
+    storage,
+    versions,
+    collectives,
+    dry_run,
+    gpu,
+    limits,
+    processes,
+    launchers,
+    config,
+    memory,
+    resume,
+    network,
+    connections,
+    hosts,
+)
+
+AGENT = "mmldlm.preflight.agent"
+HEAD_PROBES = (
+    "identity",
+    "gpus",
+    "memory",
+    "network",
+    "resolve",
+    "checkpoints",
+    "versions",
+    "code",
+)
 
 
 def run_preflight(args: argparse.Namespace) -> tuple[Context, int]:
@@ -46,6 +94,15 @@ def run_checks(args: argparse.Namespace) -> tuple[Context, list[Result]]:
     if args.fix:
         apply_fix(context)
     return context, [result for check in selected for result in run_check(check, context)]
+
+
+def all_checks() -> list[Check]:
+    """Return every check, by level, then in the order of CHECK_MODULES and of each file."""
+    modules = [module.__name__ for module in CHECK_MODULES]
+    checks = [check for check in registered_checks() if check.function.__module__ in modules]
+    return sorted(
+        checks, key=lambda check: (check.level, modules.index(check.function.__module__))
+    )
 
 
 def select_checks(only: str | None, without: str | None, level: int) -> list[Check]:
@@ -97,24 +154,30 @@ def create_context(args: argparse.Namespace) -> Context:
 
 def collect_facts(context: Context) -> None:
     """Fill the context up to the requested level."""
-    collect.collect_head(context)
+    collect_head(context)
     if context.nodes and context.nodes[0].slots == 0:
         gpus = (context.head_value("gpus") or {}).get("gpus") or ()
         context.nodes = [Node("localhost", len(gpus) or 1)]
-    child = collect.start_data_probe(context)
+    child = config.start_data_probe(context)
     try:
         if context.level >= 1 and context.nodes:
-            pool = collect.create_pool(context)
+            options = context.options
+            pool = AgentPool(
+                [
+                    Agent(name, AGENT, context.local, options.ssh_port, options.ssh_option)
+                    for name in context.names
+                ]
+            )
             try:
                 _log_progress(f"asking {len(context.nodes)} node(s) ...")
-                collect.collect_nodes(context, pool)
+                collect_nodes(context, pool)
                 if context.level >= 2:
-                    collect.collect_cluster(context, pool)
+                    collect_cluster(context, pool)
                 if context.level >= 3:
                     _log_progress("collectives on all ranks (a few minutes at most) ...")
-                    dry_run.run_collectives(context, pool)
+                    collectives.run_collectives(context, pool)
                 if context.level >= 4 and context.config is not None and len(pool.failures) == 0:
-                    collect.finish_data_probe(context, child)
+                    config.finish_data_probe(context, child)
                     child = None
                     if "data_error" not in context.data_facts:
                         _log_progress(
@@ -124,7 +187,61 @@ def collect_facts(context: Context) -> None:
             finally:
                 pool.stop()
     finally:
-        collect.finish_data_probe(context, child)
+        config.finish_data_probe(context, child)
+
+
+def collect_head(context: Context) -> None:
+    """Collect the facts of this machine.
+
+    Call it before any thread is started, because probes fork.
+    """
+    context.head = run_probes(_probe_request(context, HEAD_PROBES))
+
+
+def _probe_request(context: Context, probes: Iterable[str]) -> dict:
+    """Return the arguments of the probes, and as "probes" those for which the config has them."""
+    request: dict = {"names": context.names, "master": context.options.master_addr}
+    if request["master"] is None and context.nodes and not context.local:
+        # An address of the first node, to which the nodes look up their route.
+        first = context.names[0]
+        request["master"] = next(iter(context.reachable_addresses(first)), first)
+    lacking = {"checkpoints", "data"}
+    if context.config is not None:
+        request["save_dir"] = os.path.abspath(context.config.logging.save_dir)
+        lacking.remove("checkpoints")
+        if context.config.data.roots:
+            request["data_roots"] = [os.path.abspath(root) for root in context.config.data.roots]
+            lacking.remove("data")
+    return {**request, "probes": [name for name in probes if name not in lacking]}
+
+
+def collect_nodes(context: Context, pool: AgentPool) -> None:
+    """Level 1: collect the facts of every node, all at the same time."""
+    pool.start()
+    hosts.detect_lost_packets(context, pool)
+    request = _probe_request(context, PROBES)
+    longest = max(PROBES[name][1] for name in request["probes"])
+    context.facts = pool.call("collect_facts", request, timeout=longest + 5)
+    context.failures.update(pool.failures)
+    context.errors.update(pool.errors)
+
+
+def collect_cluster(context: Context, pool: AgentPool) -> None:
+    """Level 2: collect clocks, master address and port, all connections, the shared folder,
+    launcher environments.
+    """
+    context.clocks = pool.clocks()
+    connections.collect_connections(context, pool)
+    # The launcher waits for the interpreters on the nodes; meanwhile the shared folder is tested.
+    probe = launchers.start_probe(context)
+    try:
+        if context.config is not None and len(context.nodes) > 1:
+            storage.collect_shared_folder(context, pool)
+    finally:
+        if probe is not None:
+            probe.finish()
+    context.failures.update(pool.failures)
+    context.errors.update(pool.errors)
 
 
 def _log_progress(text: str) -> None:
@@ -149,11 +266,11 @@ def apply_fix(context: Context) -> None:
         return
     path = Path(os.environ.get("DS_ENV_FILE", ".deepspeed_env"))
     refused = write_env_file(path, missing)
-    written = [name for name in missing if name not in refused]
-    print(f"wrote {', '.join(written) or 'nothing'} to {path}")
+    added = [name for name in missing if name not in refused]
+    print(f"wrote {', '.join(added) or 'nothing'} to {path}")
     if refused:
         print(f"not written (secret, or not plain text): {', '.join(refused)}")
-    if written and (probe := launcher_probe.start_probe(context)) is not None:
+    if added and (probe := launchers.start_probe(context)) is not None:
         context.launched.clear()
         probe.finish()
 
@@ -183,9 +300,9 @@ def explain(id: str) -> int:
         for check in checks:
             print(f"{check.id}  level {check.level}, {check.scope:7}  {check.title}")
         return EXIT_DONE
-    found = next((check for check in checks if check.id == id.upper()), None)
-    if found is None:
+    explained = next((check for check in checks if check.id == id.upper()), None)
+    if explained is None:
         raise UserError("the id of a check", id, "mmldlm preflight --explain all lists them")
-    print(f"{found.id} {found.title} (level {found.level}, {found.scope})\n")
-    print(inspect.cleandoc(found.function.__doc__))
+    print(f"{explained.id} {explained.title} (level {explained.level}, {explained.scope})\n")
+    print(inspect.cleandoc(explained.function.__doc__))
     return EXIT_DONE

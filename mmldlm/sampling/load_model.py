@@ -12,11 +12,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from mmldlm.checkpoints.formats.base import OpenedCheckpoint
 from mmldlm.checkpoints.formats.open import open_source
-from mmldlm.checkpoints.formats.weight_source import WeightSource
+from mmldlm.checkpoints.formats.weight_source import OpenedCheckpoint, WeightSource
 from mmldlm.checkpoints.init_from import as_torch
-from mmldlm.checkpoints.layout import MODEL_CONFIG
+from mmldlm.checkpoints.manifest import MODEL_CONFIG
 from mmldlm.config.renamed_keys import is_removed_weight
 from mmldlm.config.task_registry import DEFAULT_TASK, TASKS, find_task
 from mmldlm.errors import UserError

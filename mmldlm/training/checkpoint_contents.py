@@ -14,8 +14,8 @@ import torch
 from torch import nn
 
 from mmldlm.checkpoints import locate
-from mmldlm.checkpoints.layout import ENGINE_FOLDER, MODEL_CONFIG, STATE_FILE
-from mmldlm.checkpoints.resume_reader import open_training_state
+from mmldlm.checkpoints.manifest import ENGINE_FOLDER, MODEL_CONFIG, STATE_FILE
+from mmldlm.checkpoints.resume import open_training_state
 from mmldlm.checkpoints.training_state import read_training_state
 from mmldlm.config.load import to_yaml, with_absolute_paths
 from mmldlm.config.renamed_keys import with_new_names

@@ -14,8 +14,7 @@ from typing import Any
 import torch
 
 from mmldlm.checkpoints import commit, retention
-from mmldlm.checkpoints.layout import ENGINE_FOLDER
-from mmldlm.checkpoints.manifest import is_as_saved
+from mmldlm.checkpoints.manifest import ENGINE_FOLDER, is_as_saved
 from mmldlm.checkpoints.tensor_table import tensor_table
 from mmldlm.config.resume_compat import CONFIG_FILE, check_resume_config
 from mmldlm.engines.ema import WeightAverage

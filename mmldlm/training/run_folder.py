@@ -29,7 +29,6 @@ from mmldlm.training.state import TrainingState
 from mmldlm.utils.environment import int_from_env
 from mmldlm.utils.formatting import describe_os_error, first_line
 from mmldlm.utils.input_files import read_bytes
-from mmldlm.utils.processes import read_stat
 
 LOCK = ".lock"
 # seconds of watching without a renewal after which a holder on another host counts as dead
@@ -291,9 +290,16 @@ def _is_alive(pid: int, born: str | None) -> bool:
 def _process_start_time(pid: int) -> str | None:
     """Return the start time of a process, which distinguishes it from a later one with its PID;
     None: not running.
+
+    In clock ticks after boot, as the locks of running jobs have it: unlike psutil's time of day,
+    it does not move with the clock.
     """
-    stat = read_stat(pid)
-    return None if stat is None or stat.state in "ZX" else stat.start_time
+    try:
+        stat = read_bytes(f"/proc/{pid}/stat", 1 << 16).decode(errors="replace")
+        state, *fields = stat.rpartition(") ")[2].split()  # from the third field of proc(5) on
+        return None if state in "ZX" else fields[18]
+    except (OSError, IndexError):
+        return None
 
 
 STEPS, EVALUATIONS, LAYERS, EVENTS = (

@@ -15,7 +15,7 @@ import torch
 
 from mmldlm.checkpoints.commit import try_longest
 from mmldlm.checkpoints.init_from import InitReport
-from mmldlm.checkpoints.layout import ENGINE_FOLDER
+from mmldlm.checkpoints.manifest import ENGINE_FOLDER
 from mmldlm.config.load import to_yaml, with_absolute_paths
 from mmldlm.config.schema import Config
 from mmldlm.data.run_data import RunData

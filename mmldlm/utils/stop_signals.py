@@ -1,4 +1,4 @@
-"""Signals that ask a process to stop, and the signal that keeps the exit codes of its children.
+"""Signals that ask a process to stop, and signals between a process and its children.
 
 A process inherits which signals are ignored. One that was ignored at the start stays ignored
 (nohup, a shell's background job): the parent decided that. SIGCHLD is the exception, because
@@ -7,12 +7,15 @@ ignoring it loses exit codes.
 
 from __future__ import annotations
 
+import ctypes
 import signal
+import sys
 import threading
 from collections.abc import Callable
 from types import FrameType
 from typing import NoReturn
 
+_PR_SET_PDEATHSIG = 1
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
 """Requests to stop; SIGUSR1 is Slurm's warning, SIGHUP says that the terminal was closed."""
 
@@ -49,3 +52,11 @@ def keep_exit_codes() -> None:
         and signal.getsignal(signal.SIGCHLD) is signal.SIG_IGN
     ):
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+
+
+def set_parent_death_signal(number: signal.Signals) -> None:
+    """Ask the kernel to send `number` to this process when its parent exits (prctl(2)); Linux
+    only.
+    """
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, number)

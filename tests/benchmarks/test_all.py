@@ -105,10 +105,11 @@ def test_scripts_are_found_and_have_a_test():
     too.
     """
     found = every.discover()
-    assert {"guard_overhead", "parity", "step", "preflight"} <= set(found) and not {
-        "all",
-        "_runs",
-    } & set(found)
+    assert {"guard_overhead", "parity", "step", "preflight"} <= set(found)
+    assert {"baselines", "inversion", "speedrun"} <= set(found)
+    assert not {"all", "_runs", "arms", "recipes"} & set(found)
+    studies = [path for path in (ROOT / "studies").iterdir() if list(path.glob("*.py"))]
+    assert [study.name for study in studies if not (study / "README.md").is_file()] == []
     tests = "".join(path.read_text() for path in (ROOT / "tests").rglob("test_*.py"))
     assert [name for name in found if f"{name}.py" not in tests] == []
     for name, path in found.items():

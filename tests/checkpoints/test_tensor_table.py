@@ -11,8 +11,8 @@ import sys
 import pytest
 
 from mmldlm.checkpoints.commit import begin
+from mmldlm.checkpoints.convert import convert
 from mmldlm.checkpoints.tensor_table import tensor_table
-from mmldlm.convert.to_safetensors import convert
 from mmldlm.errors import UserError
 
 torch = pytest.importorskip("torch", reason="torch is not installed")

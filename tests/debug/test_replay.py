@@ -85,14 +85,14 @@ def test_an_inf_of_one_module_in_bf16_alone_is_found(store, tmp_path, monkeypatc
 
 def test_weights_that_bf16_cannot_hold_are_named(store, tmp_path):
     from mmldlm.config.load import load_config
-    from mmldlm.tasks.translation.build_model import build_model
     from mmldlm.tasks.translation.data import open_data
+    from mmldlm.tasks.translation.task import TranslationTask
     from mmldlm.train import main
 
     data = open_data(
         load_config("tiny", None, [f"data.latent_data_root={store}", "model.n_blocks=4"])
     )
-    model = build_model(data)
+    model = TranslationTask().build_model(data)
     with torch.no_grad():
         block = model.blocks[1]
         block.mlp_in.weight[0] *= 0.01  # what the large weight is multiplied with

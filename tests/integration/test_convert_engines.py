@@ -11,12 +11,12 @@ import numpy as np
 import pytest
 
 from mmldlm.checkpoints.commit import begin
-from mmldlm.checkpoints.formats.dcp.reader import DcpCheckpoint
+from mmldlm.checkpoints.convert import convert
+from mmldlm.checkpoints.formats.dcp import DcpCheckpoint
 from mmldlm.checkpoints.formats.open import open_source
-from mmldlm.checkpoints.formats.safetensors.reader import SafetensorsModel
+from mmldlm.checkpoints.formats.safetensors import SafetensorsModel
+from mmldlm.checkpoints.inspect import compare
 from mmldlm.commands.convert import parse_size
-from mmldlm.convert.inspect import compare
-from mmldlm.convert.to_safetensors import convert
 from mmldlm.errors import UserError
 from tests.support.convert_command import command
 
@@ -300,7 +300,7 @@ def test_damaged_safetensors(fsdp_dir, tmp_path, damage):
 
 
 def test_written_output_that_changed_is_seen(fsdp_dir, tmp_path, monkeypatch):
-    from mmldlm.convert import to_safetensors
+    from mmldlm.checkpoints import convert as to_safetensors
     from mmldlm.errors import MmldlmError
 
     original = to_safetensors._write_model

@@ -21,7 +21,7 @@ WORKER = str(ROOT / "tests" / "support" / "engine_worker.py")
 
 
 def test_a_nan_on_one_rank_skips_the_step_on_all(store, tmp_path):
-    from mmldlm.convert.to_safetensors import convert
+    from mmldlm.checkpoints.convert import convert
 
     done = run_ranks(2, WORKER, "nonfinite", str(store), str(tmp_path), timeout=400)
     assert done.returncode == 0, done.stdout[-4000:]
@@ -78,7 +78,7 @@ def test_uneven_batches_and_frozen_groups_on_every_engine(store, tmp_path):
     """
     from safetensors.torch import load_file
 
-    from mmldlm.convert.to_safetensors import convert
+    from mmldlm.checkpoints.convert import convert
     from mmldlm.models import MultimodalMMDiT
     from mmldlm.models.mmdit.config import ModelConfig
     from mmldlm.tasks.translation.freezing import frozen_names

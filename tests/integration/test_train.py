@@ -33,7 +33,7 @@ def poisoned_copy(checkpoint, target, kind) -> Path:
     """
     from safetensors.torch import load_file, save_file
 
-    from mmldlm.convert.to_safetensors import convert
+    from mmldlm.checkpoints.convert import convert
 
     name = "text_head.weight"
     target.mkdir()

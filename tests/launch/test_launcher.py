@@ -20,8 +20,8 @@ from mmldlm.cluster.hostfile import Node
 from mmldlm.config.load import load_config
 from mmldlm.launch import launcher
 from mmldlm.launch.launcher import exclude_nodes
-from mmldlm.launch.launcher_start import launcher_start
 from mmldlm.launch.outcome import Outcome
+from mmldlm.launch.watcher import launcher_start
 from mmldlm.preflight.context import Context
 from tests.support.helpers import LONG, ROOT
 

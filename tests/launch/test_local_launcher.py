@@ -8,8 +8,7 @@ import time
 
 import pytest
 
-from mmldlm.launch.local_launcher import run_local
-from mmldlm.launch.sigbus_report import explain_sigbus
+from mmldlm.launch.local_launcher import explain_sigbus, run_local
 from tests.support.helpers import launch, train_words
 
 RANK = """

@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 
 from mmldlm.preflight import checks
-from mmldlm.preflight.check import ERROR, Check, all_checks, check, run_check
+from mmldlm.preflight.check import ERROR, Check, check, majority, run_check
 from mmldlm.preflight.report import exit_code
+from mmldlm.preflight.runner import CHECK_MODULES, all_checks
 from tests.support.helpers import ROOT
 from tests.support.preflight_context import CHECKS, make_context
 
@@ -45,4 +46,8 @@ def test_the_table_lists_every_check_with_its_level():
 
 def test_every_file_of_checks_is_listed():
     files = {path.stem for path in Path(checks.__file__).parent.glob("*.py")} - {"__init__"}
-    assert files == set(checks.MODULES)
+    assert files == {module.__name__.rpartition(".")[2] for module in CHECK_MODULES}
+
+
+def test_majority_prefers_the_first_node_of_a_tie():
+    assert majority({"a": 1, "b": 2}) == 1 and majority({"a": 1, "b": 2, "c": 2}) == 2

@@ -79,7 +79,7 @@ def test_explain_prints_what_a_check_looks_at(tmp_path, capsys):
 
 WITHOUT_TORCH = """
 import sys
-from mmldlm.preflight import __main__; from mmldlm.preflight.dynamic import data_probe
+from mmldlm.preflight import __main__; from mmldlm.preflight.checks import config
 sys.argv[1:] = sys.argv[1:] or {words!r}
 {call}
 slow = [name for name in {slow!r} if name in sys.modules]
@@ -103,7 +103,7 @@ def test_level_0_needs_no_torch(store, tmp_path, part):
         (tmp_path / "c.yaml").write_text(
             f"data: {{latent_data_root: {store}}}\nengine: {{zero_stage: 3}}\n"
         )
-        words, call = [str(tmp_path / "c.yaml"), "2"], "assert data_probe.main() == 0"
+        words, call = [str(tmp_path / "c.yaml"), "2"], "assert config.main() == 0"
     code = WITHOUT_TORCH.format(words=words, call=call, slow=slow)
     done = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, timeout=120

@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from mmldlm.checkpoints.commit import begin
-from mmldlm.convert.to_checkpoint import convert_state
-from mmldlm.convert.to_safetensors import convert
+from mmldlm.checkpoints.convert import convert
+from mmldlm.checkpoints.to_checkpoint import convert_state
 from mmldlm.errors import UserError
 from mmldlm.models import MultimodalMMDiT
 from mmldlm.sampling.device import usable_device

@@ -257,7 +257,7 @@ CONVERTED = {
         },
     },
 }
-"""Number of ranks -> name -> settings of the trainings whose checkpoints tests/convert takes
+"""Number of ranks -> name -> settings of the trainings whose checkpoints tests/checkpoints takes
 through every format.
 """
 

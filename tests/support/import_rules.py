@@ -17,7 +17,6 @@ ORDER = (
     "distributed",
     "engines",
     "checkpoints",
-    "convert",
     "sampling",
     "tasks",
     "observe",

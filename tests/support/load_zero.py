@@ -33,7 +33,7 @@ def check_moments(torch, engine, like: Path) -> None:
     """make_zero set every second moment to master^2 + 1/4; of the first ones a sum and a product
     tell their places.
     """
-    from mmldlm.checkpoints.resume_reader import open_training_state
+    from mmldlm.checkpoints.resume import open_training_state
 
     sums = torch.zeros(2, dtype=torch.float64)
     for parameter, state in engine.optimizer.optimizer.state.items():

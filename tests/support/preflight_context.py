@@ -5,8 +5,9 @@ from __future__ import annotations
 import argparse
 
 from mmldlm.cluster.hostfile import Node
-from mmldlm.preflight.check import Result, all_checks, run_check
+from mmldlm.preflight.check import Result, run_check
 from mmldlm.preflight.context import Context
+from mmldlm.preflight.runner import all_checks
 
 CHECKS = {found.id: found for found in all_checks()}
 GIB = 1 << 30

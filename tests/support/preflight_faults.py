@@ -347,8 +347,8 @@ def _(scene, stack):
 
 @fault("package broken", ("PY002", "n3"), words=("SyntaxError", "copy this checkout to n3"))
 def _(scene, stack):
-    path = ROOT / "mmldlm" / "preflight" / "remote" / "timeouts.py"
-    stack.enter_context(scene.cluster["n3"].changed(path, "def run_with_timeout(:\n"))
+    path = ROOT / "mmldlm" / "preflight" / "agent.py"
+    stack.enter_context(scene.cluster["n3"].changed(path, "def main(:\n"))
 
 
 @fault("other torch version", ("VER001", "n2"), words=("torch 1.13.1", "pip install", "torch=="))

@@ -20,7 +20,9 @@ import tempfile
 import time
 from pathlib import Path
 
-from mmldlm.utils.processes import list_pids, read_stat, set_parent_death_signal
+import psutil
+
+from mmldlm.utils.stop_signals import set_parent_death_signal
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = {
@@ -254,7 +256,7 @@ def end(process: subprocess.Popen) -> None:
     """Kill nsenter and all of its descendants on the host; a survivor would hold the pipe of its
     output open.
     """
-    parents = {pid: stat.parent for pid in list_pids() if (stat := read_stat(pid)) is not None}
+    parents = {process.pid: process.info["ppid"] for process in psutil.process_iter(["ppid"])}
     below = [process.pid]
     for pid in below:
         below += [child for child, parent in parents.items() if parent == pid]

@@ -17,8 +17,8 @@ from mmldlm.checkpoints import commit, locate
 from mmldlm.checkpoints.init_from import init_weights
 from mmldlm.checkpoints.manifest import MANIFEST, describe_file
 from mmldlm.config.load import load_config
-from mmldlm.tasks.translation.build_model import build_model
 from mmldlm.tasks.translation.data import open_data
+from mmldlm.tasks.translation.task import TranslationTask
 from mmldlm.train import main
 from tests.support.helpers import read_log, train_words
 
@@ -141,7 +141,10 @@ def test_files_that_hold_no_state_cost_no_checkpoint(store, copy, capsys):
     )
     source = copy / "run" / "checkpoints" / "step_00000006"  # whose weights another run can take
     assert init_weights(
-        build_model(open_data(load_config("tiny", None, words(store, copy)[2:]))), str(source)
+        TranslationTask().build_model(
+            open_data(load_config("tiny", None, words(store, copy)[2:]))
+        ),
+        str(source),
     ).loaded
 
 

@@ -245,7 +245,7 @@ def during_conversion(source: Path, out: Path, action) -> Result:
     """Convert in this process, and call `action` once while OUT is being written; the error counts
     as the output.
     """
-    from mmldlm.convert.to_safetensors import convert
+    from mmldlm.checkpoints.convert import convert
     from mmldlm.errors import MmldlmError
 
     calls = []
@@ -267,7 +267,7 @@ def killed_conversion(source: Path, out: Path) -> None:
     """Convert in a process that is killed while it writes OUT."""
     lines = [
         "import os, sys",
-        "from mmldlm.convert.to_safetensors import convert",
+        "from mmldlm.checkpoints.convert import convert",
         "convert(sys.argv[1], sys.argv[2], on_bytes=lambda done, total: os.kill(os.getpid(), 9))",
     ]
     assert shell([sys.executable, "-c", "\n".join(lines), source, out]).code == -9

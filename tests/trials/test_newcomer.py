@@ -288,7 +288,6 @@ def test_help_fits_a_terminal(verb):
     assert max(map(len, found.output.splitlines())) <= 80
 
 
-@todo("newcomer 1: four commands, and launch first")
 def test_the_readme_says_what_to_do_with_own_data():
     """newcomer 1: prepare, train, convert and sample in one block, and the checked way to many
     nodes first.

@@ -1,7 +1,7 @@
 """Conversions of DeepSpeed's checkpoints: names, mixed saves, counters, universal folders.
 
 The sources are written by `mmldlm convert` from a state_dict and an AdamW's state that the test
-saves with torch; tests/checkpoints and tests/convert have DeepSpeed's own.
+saves with torch; tests/checkpoints has DeepSpeed's own.
 """
 
 from __future__ import annotations

@@ -1,45 +1,29 @@
-"""What a checkpoint format offers: detect, open, read optimizer metadata, plan a write."""
+"""What a checkpoint format offers: detect, open, read optimizer metadata, plan a write.
+
+A plan maps ranges of every weight and moment to tensors of new files, which may be filled in any
+order. `execute` copies a source into them in one sequential pass. Memory is a few chunks, whatever
+the size of the model; every byte is read and written once.
+"""
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Callable
-from dataclasses import dataclass
-from functools import cached_property
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Protocol
 
-from mmldlm.checkpoints.layout import SUB_GROUP_SIZE
-from mmldlm.checkpoints.manifest import MANIFEST, read_manifest
-from mmldlm.utils.input_files import read_bytes
+import numpy as np
 
-if TYPE_CHECKING:
-    from mmldlm.checkpoints.formats.optimizer_metadata import OptimizerMetadata
-    from mmldlm.checkpoints.formats.torch_save.pickler import TensorSpec
-    from mmldlm.checkpoints.formats.weight_source import WeightSource
-    from mmldlm.checkpoints.formats.write_plan import WritePlan
-
-
-@dataclass(frozen=True)
-class ReadOptions:
-    """How to open a checkpoint.
-
-    Attributes:
-        allow_nonfinite: return NaN and infinite weights instead of raising.
-        with_moments: find the moments too, and refuse a checkpoint of another optimizer than AdamW
-            and Muon.
-        random_access: read only what is requested (see torch_save/reader).
-        is_one_save: a manifest was compared with the files: their counters are not compared with
-            each other. Those of mmldlm's runs may differ (skipped steps, rollbacks).
-        key: which state dict of a file or DCP folder is the model (see selection); None for the
-            only one.
-    """
-
-    allow_nonfinite: bool = False
-    with_moments: bool = False
-    random_access: bool = False
-    is_one_save: bool = False
-    key: str | None = None
+from mmldlm.checkpoints.files.dtypes import DTYPES, cast, count_nonfinite
+from mmldlm.checkpoints.files.file_io import run_in_threads
+from mmldlm.checkpoints.files.torch_writer import TensorSpec, TorchFileWriter
+from mmldlm.checkpoints.formats.optimizer import OptimizerMetadata
+from mmldlm.checkpoints.formats.weight_source import OpenedCheckpoint, ReadOptions, WeightSource
+from mmldlm.checkpoints.manifest import SUB_GROUP_SIZE
+from mmldlm.errors import MmldlmError, UserError
+from mmldlm.utils.formatting import join_some
+from mmldlm.utils.moments import MOMENTS
 
 
 @dataclass(frozen=True)
@@ -48,7 +32,7 @@ class WriteRequest:
 
     Attributes:
         source: the opened checkpoint.
-        target: one of layout.TARGETS.
+        target: one of manifest.TARGETS.
         folder: where the files go.
         world_size: number of ranks of the new checkpoint.
         optimizer: None to write the weights alone.
@@ -67,53 +51,13 @@ class WriteRequest:
     names: dict[str, str] | None = None
 
 
-class OpenedCheckpoint:
-    """An opened source of weights.
-
-    Attributes:
-        weights: the source.
-        checkpoint: the mmldlm checkpoint folder that contains it; None for weights of other
-            programs.
-    """
-
-    def __init__(self, weights: WeightSource, checkpoint: Path | None):
-        self.weights, self.checkpoint = weights, checkpoint
-
-    def manifest_sha256(self) -> str | None:
-        """Return the SHA-256 of the manifest, which lists the checksum of every file; None without
-        a manifest.
-        """
-        if self.checkpoint is None:
-            return None
-        return hashlib.sha256(read_bytes(self.checkpoint / MANIFEST)).hexdigest()
-
-    @cached_property
-    def _manifest(self) -> dict[str, Any]:
-        return {} if self.checkpoint is None else read_manifest(self.checkpoint)
-
-    @property
-    def engine(self) -> str:
-        """The engine that saved it, or the kind of file."""
-        return str(self._manifest.get("engine", self.weights.engine))
-
-    @property
-    def step(self) -> int | None:
-        """Training step; None if not recorded."""
-        return self._manifest.get("step", self.weights.step)
-
-    @property
-    def world_size(self) -> int | None:
-        """Number of ranks that saved it; None if not recorded."""
-        return self._manifest.get("world_size", self.weights.world_size)
-
-
 class CheckpointFormat(Protocol):
     """A file format of checkpoints. One module `format.py` per folder; registry.FORMATS lists
     them.
 
     Attributes:
         name: its name.
-        targets: those of layout.TARGETS that it writes.
+        targets: those of manifest.TARGETS that it writes.
         has_keys: whether its files may hold several state dicts, of which ReadOptions.key names
             one.
     """
@@ -150,3 +94,213 @@ class CheckpointFormat(Protocol):
         """Return the plan of the tensor files, and a function that writes all other files into the
         folder.
         """
+
+
+# -- Writing
+# -------------------------------------------------------------------------------------------------
+
+WEIGHT = "weight"
+
+
+@dataclass(frozen=True)
+class WriteSegment:
+    """Elements [start, start + count) of a source's tensor, written to `tensor` in `file` from
+    element `offset` on.
+    """
+
+    file: TorchFileWriter
+    tensor: TensorSpec
+    offset: int
+    start: int
+    count: int
+
+
+@dataclass
+class WritePlan:
+    """What to write.
+
+    Attributes:
+        files: all files.
+        segments: (name, "weight" | "exp_avg" | "exp_avg_sq") -> where its elements go.
+        copied: Names of weights in files that are copied as they are.
+    """
+
+    files: list[TorchFileWriter] = field(default_factory=list)
+    segments: dict[tuple[str, str], list[WriteSegment]] = field(default_factory=dict)
+    copied: set[str] = field(default_factory=set)
+
+    def add(self, name: str, what: str, segments: Iterable[WriteSegment]) -> None:
+        """Add targets of a tensor; empty segments are dropped."""
+        self.segments.setdefault((name, what), []).extend(
+            segment for segment in segments if segment.count
+        )
+
+    def covered(self) -> dict[tuple[str, str], int]:
+        """Return the number of different elements of every weight and moment that are written."""
+        counts = {}
+        for key, segments in self.segments.items():
+            end = counts[key] = 0
+            for segment in sorted(segments, key=lambda segment: segment.start):
+                last = segment.start + segment.count
+                counts[key] += max(0, last - max(end, segment.start))
+                end = max(end, last)
+        return counts
+
+    @property
+    def nbytes(self) -> int:
+        """Number of bytes of all files."""
+        return sum(file.size for file in self.files)
+
+
+def execute(
+    source: WeightSource,
+    plan: WritePlan,
+    on_bytes: Callable[[int, int], None] = lambda done, total: None,
+) -> None:
+    """Write all files of a plan.
+
+    The files are flushed to the disk by the caller.
+
+    Args:
+        source: opened with the moments that the plan has.
+        plan: what to write.
+        on_bytes: called with the bytes written so far and in total.
+
+    Raises:
+        UserError: a damaged source, weights or moments that are not finite. OSError: a failed
+            write.
+    """
+    done, total = 0, sum(file.tensor_bytes for file in plan.files)
+    lock = threading.Lock()
+
+    def copy(item: tuple[str, str, str, int, int]) -> None:
+        """Copy one range of one tensor, chunk by chunk."""
+        nonlocal done
+        name, what, dtype, low, _ = item
+        for chunk, crc in _iter_item(source, item):
+            written = 0
+            for segment in plan.segments[name, what]:
+                first, last = (
+                    max(segment.start, low),
+                    min(segment.start + segment.count, low + chunk.size),
+                )
+                if first < last:
+                    values = (
+                        chunk if last - first == chunk.size else chunk[first - low : last - low]
+                    )
+                    values = _cast_to(source, name, values, dtype, segment.tensor.dtype)
+                    at = (segment.offset + first - segment.start) * DTYPES[
+                        segment.tensor.dtype
+                    ].itemsize
+                    written += segment.file.write(
+                        segment.tensor, at, values, crc if values is chunk else None
+                    )
+            low += chunk.size
+            with lock:
+                done += written
+                on_bytes(done, total)
+
+    try:
+        run_in_threads(copy, _ranges(source, plan))
+        source.finish()
+        for file in plan.files:
+            file.finish()
+    finally:
+        for file in plan.files:
+            file.close()
+
+
+def check_nothing_left(
+    source: WeightSource, covered: Mapping[tuple[str, str], int], moments: Iterable[str] = ()
+) -> None:
+    """Compare what was written with what the source holds: every weight, and its moments.
+
+    A writer knows whether its own tensors are complete. This finds the elements of the source for
+    which no writer has a place.
+
+    Args:
+        covered: (name in the source, "weight" or a moment) -> number of elements in the output.
+        moments: Moments that belong into the output.
+
+    Raises:
+        MmldlmError: elements of the source are left over.
+    """
+    expected = [(name, WEIGHT) for name, info in source.tensors.items() if not info.alias_of]
+    expected += [(name, what) for what in moments for name in source.moments.get(what, {})]
+    left = [key for key in expected if covered.get(key, 0) < source.tensors[key[0]].numel]
+    if left:
+        missing = join_some(f"{what} of {name}" for name, what in left)
+        raise MmldlmError(
+            f"nothing was published, as the output would not hold all of {source.path}: {missing}"
+        )
+
+
+def read_through(source: WeightSource, plan: WritePlan) -> None:
+    """Read and check what a plan would write, without writing.
+
+    Raises:
+        UserError: as execute.
+    """
+
+    def read(item: tuple[str, str, str, int, int]) -> None:
+        for _ in _iter_item(source, item):
+            pass
+
+    run_in_threads(read, _ranges(source, plan))
+    source.finish()
+
+
+def _iter_item(
+    source: WeightSource, item: tuple[str, str, str, int, int]
+) -> Iterator[tuple[np.ndarray, int | None]]:
+    name, what, _, low, high = item
+    return (
+        source.iter_range(name, low, high)
+        if what == WEIGHT
+        else source.iter_moment_range(what, name, low, high)
+    )
+
+
+def _ranges(source: WeightSource, plan: WritePlan) -> Iterator[tuple[str, str, str, int, int]]:
+    """Yield (name, what, dtype, first element, end) of everything in the plan, in the order of the
+    source's files.
+    """
+    for name in source.reading_order():
+        if (name, WEIGHT) in plan.segments:
+            yield from (
+                (name, WEIGHT, source.tensors[name].dtype, *bounds)
+                for bounds in source.ranges(name)
+            )
+    for what in MOMENTS:
+        planned = {
+            name: parts
+            for name, parts in source.moments.get(what, {}).items()
+            if (name, what) in plan.segments
+        }
+        for name in source.in_file_order(planned):
+            yield from ((name, what, "float32", *bounds) for bounds in source.ranges(name))
+
+
+def _cast_to(
+    source: WeightSource, name: str, values: np.ndarray, dtype: str, target: str
+) -> np.ndarray:
+    if dtype == target:
+        return values
+    if dtype == "complex64":
+        fix = "leave it out with --only, or write --to safetensors"
+        raise UserError(f"numbers that can be written as {target}", f"complex ones in {name}", fix)
+    if not DTYPES[dtype].is_float:
+        # A buffer: ds_to_universal widens it, too.
+        return values.astype(DTYPES[target].raw)
+    values = cast(values, dtype, target)
+    if (
+        target == "float16"
+        and not source.options.allow_nonfinite
+        and count_nonfinite(values, target)
+    ):
+        raise UserError(
+            f"weights in the range of {target}",
+            f"larger ones in {name}",
+            "use --dtype bf16 or fp32",
+        )
+    return values

@@ -11,12 +11,12 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from mmldlm.checkpoints.formats.torch_save.reader import (
+from mmldlm.checkpoints.files.torch_file import (
     SAME_SAVE_HINT,
     TorchFile,
     corrupt_file_error,
 )
-from mmldlm.checkpoints.formats.torch_save.unpickler import TensorRef
+from mmldlm.checkpoints.files.unpickler import TensorRef
 from mmldlm.checkpoints.formats.weight_source import FileRange, WeightSource
 from mmldlm.errors import UserError
 
@@ -49,7 +49,7 @@ def add_ema(source: WeightSource, folder: Path) -> None:
         folder = source.path
         paths = list(list_ema_files(folder).values())
     for path in paths:
-        file = TorchFile(path, source.random_access)
+        file = TorchFile(path, source.options.random_access)
         source.files.append(file)
         for name, entry in file.load_dict().items():
             owner, start, ref = _fragment(source, file, name, entry)

@@ -10,45 +10,27 @@ read.
 from __future__ import annotations
 
 from collections.abc import Container, Iterable
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from mmldlm.checkpoints.formats.base import OpenedCheckpoint
-from mmldlm.checkpoints.formats.dtypes import DTYPES, numel
-from mmldlm.checkpoints.formats.optimizer_metadata import (
+from mmldlm.checkpoints.files.dtypes import DTYPES, numel
+from mmldlm.checkpoints.files.torch_file import corrupt_file_error
+from mmldlm.checkpoints.formats.optimizer import (
     PLAIN_TYPES,
     Group,
     OptimizerMetadata,
-    default_counters,
-    default_scaler,
+    torch_metadata,
 )
 from mmldlm.checkpoints.formats.selection import Keys, StoredValue, is_tensor, write_path
-from mmldlm.checkpoints.formats.torch_save.reader import corrupt_file_error
-from mmldlm.checkpoints.formats.weight_source import WeightSource, read_parts
+from mmldlm.checkpoints.formats.weight_source import (
+    NamedOptimizer,
+    OpenedCheckpoint,
+    WeightSource,
+    read_parts,
+)
 from mmldlm.errors import UserError
 from mmldlm.utils.formatting import join_some
 from mmldlm.utils.moments import MOMENTS, moment_keys
-
-
-@dataclass
-class NamedOptimizer:
-    """An optimizer by the names of the model.
-
-    Attributes:
-        groups: (names, settings) of every parameter group.
-        state: name -> what was saved for it (leaves); empty before the first step.
-        steps: number of steps; None before the first.
-    """
-
-    groups: list[tuple[list[str], dict[str, Any]]] = field(default_factory=list)
-    state: dict[str, dict[str, Any]] = field(default_factory=dict)
-    steps: float | None = None
-
-    @property
-    def names(self) -> list[str]:
-        """Every parameter in the optimizer's order."""
-        return [name for names, _ in self.groups for name in names]
 
 
 def add_named_optimizer(source: WeightSource, optimizers: dict[Keys, dict], path: Keys) -> None:
@@ -109,12 +91,12 @@ def named_optimizer_metadata(opened: OpenedCheckpoint) -> OptimizerMetadata:
     groups = [Group(names, settings) for names, settings in found.groups]
     stored = {source.parts[name][0].ref.dtype for name in found.names if source.parts[name]}
     dtype = stored.pop() if len(stored) == 1 else "float32"
-    counters = default_counters(opened, found.steps)
-    notes = [
+    metadata = torch_metadata(opened, groups, found.steps, dtype)
+    metadata.notes.append(
         "the optimizer and its step count were carried over; learning-rate schedule and other"
         " counters were not"
-    ]
-    return OptimizerMetadata(groups, found.steps, dtype, counters, default_scaler(), notes=notes)
+    )
+    return metadata
 
 
 class Unreadable(ValueError):

@@ -5,13 +5,16 @@ from __future__ import annotations
 from pathlib import Path
 from typing import NamedTuple
 
-from mmldlm.checkpoints.formats.base import CheckpointFormat, OpenedCheckpoint, ReadOptions
-from mmldlm.checkpoints.formats.dcp.format import DcpFormat
-from mmldlm.checkpoints.formats.deepspeed.format import DeepSpeedFormat
-from mmldlm.checkpoints.formats.model_pt.format import ModelPtFormat
-from mmldlm.checkpoints.formats.optimizer_metadata import OptimizerMetadata, check_groups
-from mmldlm.checkpoints.formats.safetensors.format import SafetensorsFormat
-from mmldlm.checkpoints.formats.weight_source import WeightSource
+from mmldlm.checkpoints.formats.base import (
+    CheckpointFormat,
+)
+from mmldlm.checkpoints.formats.dcp import DcpFormat
+from mmldlm.checkpoints.formats.deepspeed import DeepSpeedFormat
+from mmldlm.checkpoints.formats.model_pt import ModelPtFormat
+from mmldlm.checkpoints.formats.named_optimizer import named_optimizer_metadata
+from mmldlm.checkpoints.formats.optimizer import OptimizerMetadata, check_groups
+from mmldlm.checkpoints.formats.safetensors import SafetensorsFormat
+from mmldlm.checkpoints.formats.weight_source import OpenedCheckpoint, ReadOptions, WeightSource
 from mmldlm.errors import UserError
 from mmldlm.utils.formatting import is_utf8, join_some
 
@@ -34,9 +37,9 @@ class Detected(NamedTuple):
 def detect(path: Path) -> Detected | None:
     """Return the format of a file or folder; None if it is in none of them."""
     for candidate in FORMATS:
-        found = candidate.detect(path)
-        if found is not None:
-            return Detected(candidate, found)
+        opened_path = candidate.detect(path)
+        if opened_path is not None:
+            return Detected(candidate, opened_path)
     return None
 
 
@@ -46,17 +49,17 @@ def open_path(path: Path, options: ReadOptions) -> WeightSource | None:
     Raises:
         UserError: damaged, missing, hostile or mismatched files.
     """
-    found = detect(path)
-    if found is None:
+    detected = detect(path)
+    if detected is None:
         return None
-    if options.key is not None and not found.format.has_keys:
+    if options.key is not None and not detected.format.has_keys:
         raise UserError(
             f"--key {options.key} for a torch.save'd file or a DCP folder, which may hold several"
             " state dicts",
-            f"{path}, a checkpoint of {found.format.name}, which holds one model",
+            f"{path}, a checkpoint of {detected.format.name}, which holds one model",
             "leave --key out",
         )
-    source = found.format.open(found.path, options)
+    source = detected.format.open(detected.path, options)
     for name in source.tensors:
         if not is_utf8(name):
             source.close()
@@ -68,7 +71,7 @@ def open_path(path: Path, options: ReadOptions) -> WeightSource | None:
 
 
 def writer_of(target: str) -> CheckpointFormat:
-    """Return the format that writes a target of layout.TARGETS."""
+    """Return the format that writes a target of manifest.TARGETS."""
     return next(candidate for candidate in FORMATS if target in candidate.targets)
 
 
@@ -89,8 +92,11 @@ def read_optimizer_metadata(opened: OpenedCheckpoint) -> OptimizerMetadata:
             f"an optimizer that cannot be carried over: {reason}" if reason else weights,
             "write weights alone with --to safetensors, model.pt or dcp",
         )
-    found = detect(source.path)
-    assert found is not None, f"{source.path} has lost its files"
-    metadata = found.format.read_optimizer_metadata(opened)
+    if source.named_optimizer is not None:
+        metadata = named_optimizer_metadata(opened)
+    else:
+        detected = detect(source.path)
+        assert detected is not None, f"{source.path} has lost its files"
+        metadata = detected.format.read_optimizer_metadata(opened)
     check_groups(source, metadata)
     return metadata

@@ -3,7 +3,8 @@ states.
 
 A torch.save'd object and a DCP folder are read as the same tree: dicts and lists, whose leaves are
 StoredTensor, StoredValue or plain values. A path is the tuple of keys that leads to a node; users
-write it with slashes (`--key state/model`), and `.` for the top level.
+write it with slashes (`--key state/model`), and `.` for the top level. The tensors of the chosen
+state dict become those of a WeightSource (add_tensors).
 """
 
 from __future__ import annotations
@@ -12,9 +13,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from mmldlm.checkpoints.formats.dtypes import DTYPES, numel
-from mmldlm.checkpoints.formats.torch_save.unpickler import OpaqueObject
-from mmldlm.checkpoints.formats.weight_source import FileRange
+from mmldlm.checkpoints.files.dtypes import DTYPES, numel
+from mmldlm.checkpoints.files.torch_file import TorchFile, corrupt_file_error
+from mmldlm.checkpoints.files.unpickler import OpaqueObject, TensorRef
+from mmldlm.checkpoints.formats.weight_source import FileRange, TensorInfo, WeightSource
 from mmldlm.errors import UserError
 from mmldlm.utils.formatting import count_noun, join_some
 
@@ -42,7 +44,8 @@ MOMENT_KEYS = frozenset(
     }
 )
 STATE_KEYS = MOMENT_KEYS | {"step", "sum", "variance", "prev", "step_size", "ax", "eta", "mu"}
-_EXTRA_STATE = "_extra_state"  # torch's name for what a module saves beside its tensors
+# torch's name for what a module saves beside its tensors.
+_EXTRA_STATE = "_extra_state"
 MAX_DEPTH = 100
 
 
@@ -239,7 +242,8 @@ def _scan(root: Any) -> _Tree:
             elif _is_opaque_tensor(node):
                 found.opaque.append(path[:-1])
             continue
-        if id(node) in seen or len(path) > MAX_DEPTH:  # one dict may stand under several keys
+        # One dict may stand under several keys.
+        if id(node) in seen or len(path) > MAX_DEPTH:
             continue
         seen.add(id(node))
         if isinstance(node, dict) and is_optimizer(node):
@@ -388,9 +392,8 @@ def _choose(found: _Tree, file: Path) -> Keys:
     if found.num_values and not any(
         state.has_vectors or state.has_matrices for state in candidates
     ):
-        raise _several(
-            found, file, "no weights beside"
-        )  # the model may be one of the other values
+        # The model may be one of the other values.
+        raise _several(found, file, "no weights beside")
     opaque = [path for path in found.opaque if path and path[-1] in MODEL_KEYS]
     if opaque and not any(state.path and state.path[-1] in MODEL_KEYS for state in candidates):
         raise _several(
@@ -409,9 +412,8 @@ def _choose(found: _Tree, file: Path) -> Keys:
         candidates = beside
     path = candidates[0].path
     tensors, beside_it = _tensors_of(found.nodes[path], path)
-    if len(tensors) > len(
-        candidates[0].tensors
-    ):  # a tree of parameters, or a model beside others: the user knows
+    # It may be a tree of parameters, or a model beside others: the user knows.
+    if len(tensors) > len(candidates[0].tensors):
         raise _several(found, file, "several state dicts:", below=path)
     return path
 
@@ -503,3 +505,115 @@ def _nothing(found: _Tree, file: Path) -> UserError:
     else:
         inside = "something other than a dict of tensors"
     return UserError(f"weights in {file}", inside, "give a file with the state_dict of a model")
+
+
+# -- Objects of torch.save
+# -------------------------------------------------------------------------------------------------
+
+
+class FileTensor(StoredTensor):
+    """A tensor of a torch.save'd object."""
+
+    def __init__(self, file: TorchFile, ref: TensorRef):
+        self.file, self.ref, self.dtype, self.shape = file, ref, ref.dtype, ref.shape
+
+    def parts(self) -> list[FileRange]:
+        ref = self.ref
+        self.file.check_ref(ref, f"a tensor of shape {ref.shape}")
+        if not ref.is_contiguous:
+            found = f"one of shape {ref.shape} with strides {ref.stride}"
+            raise UserError(
+                f"tensors in row-major order in {self.file.path}",
+                found,
+                "save them with .contiguous()",
+            )
+        return [FileRange(self.file, ref, 0, ref.numel)] if ref.numel else []
+
+
+def tree_of(
+    file: TorchFile, value: Any, seen: dict[int, Any] | None = None, depth: int = 0
+) -> Any:
+    """Return a loaded object with FileTensor for its tensors.
+
+    Raises:
+        UserError: it is nested too deeply.
+    """
+    seen = {} if seen is None else seen
+    if depth > MAX_DEPTH:
+        raise corrupt_file_error(file.path, f"dicts and lists nested more than {MAX_DEPTH} deep")
+    if isinstance(value, TensorRef):
+        return FileTensor(file, value)
+    if not isinstance(value, dict | list | tuple):
+        return value
+    if id(value) not in seen:
+        seen[id(value)] = None  # a dict that contains itself
+        if isinstance(value, dict):
+            seen[id(value)] = {
+                key: tree_of(file, entry, seen, depth + 1) for key, entry in value.items()
+            }
+        else:
+            items = [tree_of(file, entry, seen, depth + 1) for entry in value]
+            seen[id(value)] = items if isinstance(value, list) else tuple(items)
+    return seen[id(value)]
+
+
+def node_at(value: Any, path: tuple[Any, ...]) -> Any:
+    """Return what is at a path of keys in a loaded object."""
+    for key in path:
+        value = value[key]
+    return value
+
+
+def tensors_of(value: Any, path: Path, what: str, notes: list[str]) -> dict[str, TensorRef]:
+    """Return the TensorRef entries of a state_dict; note all others.
+
+    Raises:
+        UserError: `value` is not a dict, or an entry of it is a tensor of a kind that is not read.
+    """
+    if not isinstance(value, dict):
+        raise UserError(
+            f"a dict name -> tensor as {what} in {path}",
+            type(value).__name__,
+            "check what was saved",
+        )
+    tensors = {}
+    for name, ref in value.items():
+        if isinstance(ref, TensorRef) and isinstance(name, str):
+            tensors[name] = ref
+        else:
+            refuse_opaque_tensor(f"{what} of {path}", name, ref)
+            notes.append(f"{what} entry {str(name)[:80]!r} is not a tensor and was left out")
+    return tensors
+
+
+def add_tensors(
+    source: WeightSource, file: TorchFile, state: dict[str, TensorRef], kinds: dict[str, str]
+) -> None:
+    """Add a state_dict's tensors to `source` in their stored dtype.
+
+    Two names of the same elements of one storage are one tensor: the first owns it, the other is
+    an alias.
+
+    Args:
+        kinds: name -> TensorInfo.kind; "parameter" for names that are not in it.
+    """
+    owners: dict[tuple, str] = {}
+    for name, ref in state.items():
+        file.check_ref(ref, name)
+        location = (
+            ref.key,
+            ref.dtype,
+            ref.offset,
+            ref.shape,
+            ref.stride,
+            ref.negated,
+            ref.conjugated,
+        )
+        owner = owners.setdefault(location, name) if ref.numel else name
+        if owner != name:
+            source.tensors[name] = TensorInfo(
+                name, source.tensors[owner].dtype, ref.shape, "alias", owner
+            )
+            continue
+        source.tensors[name] = TensorInfo(name, ref.dtype, ref.shape, kinds.get(name, "parameter"))
+        source.parts[name] = [FileRange(file, ref, 0, ref.numel)] if ref.numel else []

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
-from mmldlm.checkpoints.formats.dtypes import (
+from mmldlm.checkpoints.files.dtypes import (
     DTYPES,
     bf16_to_fp32,
     cast,
@@ -18,20 +21,20 @@ from mmldlm.checkpoints.formats.dtypes import (
     nbytes,
     numel,
 )
-from mmldlm.checkpoints.formats.torch_save.reader import (
+from mmldlm.checkpoints.files.torch_file import (
     CHUNK_BYTES,
     SAME_SAVE_HINT,
     corrupt_file_error,
 )
-from mmldlm.checkpoints.formats.torch_save.unpickler import TensorRef
+from mmldlm.checkpoints.files.unpickler import TensorRef
+from mmldlm.checkpoints.manifest import MANIFEST, read_manifest
 from mmldlm.errors import UserError
 from mmldlm.utils.formatting import join_some
+from mmldlm.utils.input_files import read_bytes
 from mmldlm.utils.moments import MOMENTS
 
-if TYPE_CHECKING:
-    from mmldlm.checkpoints.formats.named_optimizer import NamedOptimizer
-
-RANGE_ELEMENTS = 4 << 20  # of a range that one thread reads
+# The number of elements of a range that one thread reads.
+RANGE_ELEMENTS = 4 << 20
 
 
 class TensorInfo(NamedTuple):
@@ -87,6 +90,26 @@ class FileRange(NamedTuple):
     count: int
 
 
+@dataclass
+class NamedOptimizer:
+    """An optimizer by the names of the model.
+
+    Attributes:
+        groups: (names, settings) of every parameter group.
+        state: name -> what was saved for it (leaves); empty before the first step.
+        steps: number of steps; None before the first.
+    """
+
+    groups: list[tuple[list[str], dict[str, Any]]] = field(default_factory=list)
+    state: dict[str, dict[str, Any]] = field(default_factory=dict)
+    steps: float | None = None
+
+    @property
+    def names(self) -> list[str]:
+        """Every parameter in the optimizer's order."""
+        return [name for names, _ in self.groups for name in names]
+
+
 def read_parts(parts: list[FileRange], start: int, count: int) -> np.ndarray:
     """Return elements [start, start + count) of the concatenation of `parts`, which all have one
     dtype.
@@ -126,6 +149,31 @@ def _renamed(
     return {names[name]: parts for name, parts in table.items() if name in names}
 
 
+@dataclass(frozen=True)
+class ReadOptions:
+    """How to open a checkpoint.
+
+    Attributes:
+        allow_nonfinite: Return NaN and infinite weights instead of raising.
+        with_moments: Find the moments too, and refuse a checkpoint of another optimizer than AdamW
+            and Muon.
+        random_access: Read only what is requested (see torch_file).
+        is_one_save: A manifest was compared with the files, so their counters are not compared
+            with each other. Those of mmldlm's runs may differ (skipped steps, rollbacks).
+        key: State dict of a file or DCP folder that is the model (see selection); None for the
+            only one.
+    """
+
+    allow_nonfinite: bool = False
+    with_moments: bool = False
+    random_access: bool = False
+    is_one_save: bool = False
+    key: str | None = None
+
+
+READ_DEFAULTS = ReadOptions()
+
+
 class WeightSource:
     """Base class of the readers of all formats. Subclasses fill the attributes; reading is
     implemented here.
@@ -133,7 +181,7 @@ class WeightSource:
     Attributes:
         path: what was opened.
         engine: "deepspeed", "fsdp", "model.pt" or "safetensors".
-        random_access: read only what is requested (see torch_save/reader).
+        options: How it was opened.
         stage: ZeRO stage; None if not recorded.
         world_size: number of ranks that saved it; None if not recorded.
         step: training step; None if not recorded.
@@ -159,10 +207,8 @@ class WeightSource:
 
     engine = ""
 
-    def __init__(self, path: Path, allow_nonfinite: bool = False, random_access: bool = False):
-        self.path = path
-        self.allow_nonfinite = allow_nonfinite
-        self.random_access = random_access
+    def __init__(self, path: Path, options: ReadOptions = READ_DEFAULTS):
+        self.path, self.options = path, options
         self.stage: int | None = None
         self.world_size: int | None = None
         self.step: int | None = None
@@ -267,9 +313,8 @@ class WeightSource:
             mine, other = self.tensors.get(alias), self.tensors.get(owner)
             if mine is None or other is None or mine.alias_of or other.alias_of:
                 continue
-            if (
-                not mine.numel and not other.numel
-            ):  # DeepSpeed lists all tensors without elements as shared
+            # DeepSpeed lists all tensors without elements as shared.
+            if not mine.numel and not other.numel:
                 continue
             if (mine.dtype, mine.shape) != (other.dtype, other.shape):
                 found = f"{alias} {mine.shape} listed as tied to {owner} {other.shape}"
@@ -441,17 +486,17 @@ class WeightSource:
             else:
                 chunk, crc = parts[0].file.read_strided(stored, name)[low:high], None
             self._check_finite(info, chunk, stored.dtype)
-            if self.low_precision_copies.get(name) and not self.random_access:
+            if self.low_precision_copies.get(name) and not self.options.random_access:
                 self._check_copy(name, start, chunk, stored.dtype)
             yield cast(chunk, stored.dtype, info.dtype), None if is_cast else crc
 
     def read(self, name: str) -> np.ndarray:
         """Return the complete tensor in its shape, as DTYPES[info.dtype].raw, its CRC verified
-        (see random_access).
+        (see ReadOptions.random_access).
         """
         info = self.tensors[name]
         chunks = list(self.iter_chunks(name))
-        if not self.random_access:
+        if not self.options.random_access:
             for part in self.parts[info.alias_of or name] + self.low_precision_copies.get(
                 name, []
             ):
@@ -470,7 +515,7 @@ class WeightSource:
 
     def _check_finite(self, info: TensorInfo, chunk: np.ndarray, dtype: str) -> None:
         # Buffers may hold infinities by design (attention masks).
-        if self.allow_nonfinite or info.kind == "buffer":
+        if self.options.allow_nonfinite or info.kind == "buffer":
             return
         count = count_nonfinite(chunk, dtype)
         if count and info.kind == "parameter" and len(info.shape) > 1 and is_mask(chunk, dtype):
@@ -506,3 +551,43 @@ class WeightSource:
                 " rounding: the files are of different steps, or of swapped ranks",
                 f"{SAME_SAVE_HINT} in {self.path}",
             )
+
+
+class OpenedCheckpoint:
+    """An opened source of weights.
+
+    Attributes:
+        weights: the source.
+        checkpoint: the mmldlm checkpoint folder that contains it; None for weights of other
+            programs.
+    """
+
+    def __init__(self, weights: WeightSource, checkpoint: Path | None):
+        self.weights, self.checkpoint = weights, checkpoint
+
+    def manifest_sha256(self) -> str | None:
+        """Return the SHA-256 of the manifest, which lists the checksum of every file; None without
+        a manifest.
+        """
+        if self.checkpoint is None:
+            return None
+        return hashlib.sha256(read_bytes(self.checkpoint / MANIFEST)).hexdigest()
+
+    @cached_property
+    def _manifest(self) -> dict[str, Any]:
+        return {} if self.checkpoint is None else read_manifest(self.checkpoint)
+
+    @property
+    def engine(self) -> str:
+        """The engine that saved it, or the kind of file."""
+        return str(self._manifest.get("engine", self.weights.engine))
+
+    @property
+    def step(self) -> int | None:
+        """Training step; None if not recorded."""
+        return self._manifest.get("step", self.weights.step)
+
+    @property
+    def world_size(self) -> int | None:
+        """Number of ranks that saved it; None if not recorded."""
+        return self._manifest.get("world_size", self.weights.world_size)

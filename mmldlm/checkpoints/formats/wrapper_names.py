@@ -23,7 +23,8 @@ WRAPPERS = {
     "_fpw_module": "FullyShardedDataParallel",
     "_checkpoint_wrapped_module": "activation checkpointing",
 }
-_AVERAGED = "n_averaged"  # the counter of AveragedModel, next to its `module`
+# The counter of AveragedModel, next to its `module`.
+_AVERAGED = "n_averaged"
 
 
 class BareNames(NamedTuple):
@@ -70,9 +71,8 @@ def remove_wrappers(
         name: ".".join(part for part in name.split(".")[depth:] if part not in WRAPPERS)
         for name in of_model
     }
-    if (
-        len(set(bare.values())) < len(bare) or "" in bare.values()
-    ):  # two names of one: those in the file are right
+    # Two names would become one: those in the file are right.
+    if len(set(bare.values())) < len(bare) or "" in bare.values():
         return same
     removed = {part for name in of_model for part in name.split(".") if part in WRAPPERS}
     if not removed and not depth:

@@ -1,13 +1,139 @@
-"""Config against the DeepSpeed JSON, the world size and the data."""
+"""Config against the DeepSpeed JSON, the world size and the data.
+
+The data are opened in a child process, because their file system may hang. Run as a module, this
+child: CONFIG.yaml WORLD_SIZE. It prints a JSON object, and needs no torch.
+"""
 
 from __future__ import annotations
 
 import ast
 import importlib.util
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
 from pathlib import Path
 
+from mmldlm.config.load import load_config, to_yaml
+from mmldlm.engines.deepspeed_config import merged_config, read_json
 from mmldlm.errors import UserError
 from mmldlm.preflight.check import check, fail, ok, skip
+from mmldlm.preflight.context import Context
+from mmldlm.utils.entry_point import module_command
+
+DATA_IDLE_SECONDS = 30
+
+
+def start_data_probe(context: Context) -> subprocess.Popen | None:
+    """Start the child process that opens the data, while the nodes are asked."""
+    if context.config is None:
+        return None
+    with tempfile.NamedTemporaryFile("w", encoding="utf-8", suffix=".yaml", delete=False) as file:
+        file.write(to_yaml(context.config))
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    command = module_command(__name__, file.name, str(context.world_size))
+    child = subprocess.Popen(
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=environment,
+        start_new_session=True,
+    )
+    child.config_file = file.name
+    return child
+
+
+def finish_data_probe(context: Context, child: subprocess.Popen | None) -> None:
+    """Store the child's result in the context, or why it has none."""
+    if child is None:
+        return
+    try:
+        output, errors = _communicate_while_active(child)
+        if child.returncode == 0:
+            context.data_facts = json.loads(output.strip().splitlines()[-1])
+        else:
+            context.data_probe_error = (
+                errors.strip().splitlines() or [f"status {child.returncode}"]
+            )[-1]
+    except subprocess.TimeoutExpired:
+        child.kill()
+        context.data_probe_error = (
+            f"reading the data stalled for {DATA_IDLE_SECONDS} s: its file system may hang"
+        )
+    finally:
+        os.unlink(child.config_file)
+
+
+def _communicate_while_active(child: subprocess.Popen) -> tuple[str, str]:
+    """Return the child's output.
+
+    Raises:
+        subprocess.TimeoutExpired: it used no CPU time for DATA_IDLE_SECONDS. A slow child is not a
+            hung one.
+    """
+    import psutil
+
+    last_times, last_change = None, time.monotonic()
+    while True:
+        try:
+            return child.communicate(timeout=1)
+        except subprocess.TimeoutExpired:
+            times = psutil.Process(child.pid).cpu_times()[:2]  # user, system
+            if times != last_times:
+                last_times, last_change = times, time.monotonic()
+            elif time.monotonic() - last_change > DATA_IDLE_SECONDS:
+                raise
+
+
+def measure(config, world_size: int) -> dict:
+    """Return samples and model sizes, or the errors of engine and data.
+
+    Returns:
+        {"engine_error"} and {"data_error"} as {"expected", "found", "fix"} if any; else "samples",
+        "fingerprint", "longest" (tokens), "shape", "config" (with what the data decides) and the
+        entries of Task.model_sizes.
+    """
+    from mmldlm.config.task_registry import find_task
+    from mmldlm.data.run_data import open_run_data
+    from mmldlm.engines.build import check_engine
+
+    facts: dict = {}
+    try:
+        check_engine(config, world_size)
+    except UserError as error:
+        facts["engine_error"] = _to_json(error)
+    try:
+        data = open_run_data(config)
+    except UserError as error:
+        return {**facts, "data_error": _to_json(error)}
+    config, task = data.config, find_task(config.task)
+    facts["samples"] = {
+        "train": len(data.train_lengths),
+        "validation": len(data.validation_lengths),
+    }
+    facts["fingerprint"] = data.fingerprint()
+    facts["longest"] = int(max(data.train_lengths.max(), data.validation_lengths.max()))
+    facts["shape"] = data.shape()
+    facts["config"] = config.model_dump(mode="json")
+    facts.update(task.model_sizes(config, facts["longest"]) or {})
+    facts["single_moment"] = facts.get("matrices", 0) if config.optimizer.kind == "muon" else 0
+    return facts
+
+
+def _to_json(error: UserError) -> dict[str, str]:
+    return {"expected": error.expected, "found": error.found, "fix": error.fix}
+
+
+def main() -> int:
+    """Print the facts of the config file in sys.argv; return the exit code."""
+
+    path, world_size = sys.argv[1:]
+    facts = measure(load_config(None, path, []), int(world_size))
+    print("\n" + json.dumps(facts), flush=True)
+    return 0
 
 
 @check("CFG001", 0, "head", "config")
@@ -22,7 +148,6 @@ def deepspeed_json_agrees(context):
     """The DeepSpeed JSON agrees with the config; DeepSpeed knows, and mmldlm supports, all of its
     keys.
     """
-    from mmldlm.engines.deepspeed_config import merged_config, read_json
 
     config = context.config
     if config is None:
@@ -95,7 +220,6 @@ def batch_arithmetic(context):
 
 
 def _json_disagrees(config, world_size: int) -> bool:
-    from mmldlm.engines.deepspeed_config import merged_config
 
     try:
         return config.engine.kind == "deepspeed" and not merged_config(config, world_size)
@@ -121,3 +245,7 @@ def data_fits_config(context):
         )
     facts = context.data_facts
     return ok(", ".join([f"{facts['samples']['train']:,} samples", *facts["shape"]]))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,141 +1,144 @@
-"""Results of levels 3 and 4: collectives on all nodes, and two real training steps."""
+"""Level 4: two real training steps through the launcher, a save, and a step after a resume."""
 
 from __future__ import annotations
 
-from statistics import median
+import json
+import os
+import shutil
+import signal
+import subprocess
+import tempfile
+import time
+import uuid
+from datetime import datetime
+from pathlib import Path
 
-from mmldlm.preflight.check import check, fail, ok, skip, warn
-from mmldlm.utils.formatting import format_bytes
+from mmldlm.cluster.agent import AgentPool
+from mmldlm.cluster.launcher_commands import TRAIN, torchrun_command, train_arguments
+from mmldlm.preflight.check import check, fail, ok, skip
+from mmldlm.preflight.checks.collectives import group_seconds
+from mmldlm.preflight.context import Context
+from mmldlm.preflight.memory_model import checkpoint_bytes
+from mmldlm.utils.input_files import read_text
 
-CHECKPOINTS = "checkpoints"  # round of FSDP's checkpoint writers
-SLOW = 2.0  # times the median (DLRover)
-
-
-def _rounds(context, selects):
-    """Yield (nodes, {(node, local rank): result}) of the rounds whose names `selects` accepts."""
-    ranks = context.collectives.get("ranks", {})
-    for name, nodes in context.collectives.get("rounds", ()):
-        if selects(name):
-            results = {
-                key: found.get(name, found.get("start", {}))
-                for key, found in ranks.items()
-                if key[0] in nodes
-            }
-            yield nodes, results
-
-
-def _evaluate_round(nodes: list[str], results: dict) -> dict[str, str]:
-    """Return node -> problem of a round; empty if it passed."""
-    bad = {}
-    for (node, local_rank), entry in results.items():
-        if entry.get("error"):
-            bad[node] = f"rank {local_rank}: {entry['error']}"
-        elif entry.get("wrong"):
-            bad[node] = f"rank {local_rank}: wrong values from {', '.join(entry['wrong'])}"
-        elif "formed" not in entry:
-            bad[node] = f"rank {local_rank} gave no answer"
-    for node in nodes:
-        if not any(key[0] == node for key in results):
-            bad[node] = "gave no answer"
-    return bad
+DRY_STEPS = 2
+SLOW_DISK = 100e6  # bytes per second of a checkpoint on its way to a shared file system
+COMPILE_SECONDS = 600
 
 
-@check("COLL001", 3, "node", "collectives in pairs")
-def pairs_compute_right(context):
-    """Two rounds of pairs form process groups and get correct values from every collective that
-    training uses.
-
-    A node that fails in both rounds is reported; a bad pair whose nodes both pass elsewhere
-    reports both.
+def dry_seconds(context: Context) -> int:
+    """Return the time limit of one launch in level 4: imports, two steps, compilation if enabled,
+    a checkpoint.
     """
-    bad: dict[str, list[str]] = {}
-    good: set[str] = set()
-    for nodes, results in _rounds(context, lambda name: name not in ("all", CHECKPOINTS)):
-        wrong = _evaluate_round(nodes, results)
-        for node in nodes:
-            if wrong:
-                bad.setdefault(node, []).append(
-                    f"with {', '.join(n for n in nodes if n != node)}:"
-                    f" {next(iter(wrong.values()))}"
-                )
-            else:
-                good.add(node)
-    if not bad and not good:
-        yield skip("no node took part")
-    for node in sorted(good - set(bad)):
-        yield ok("correct values", node)
-    # A node that passed in any pair is healthy; if no node did, report all.
-    failed = {node for node in bad if node not in good} or set(bad)
-    for node in sorted(failed):
-        fix = "fix NET001-NET006 first; otherwise exclude the node"
-        yield fail("; ".join(bad[node]), "a process group with correct values", fix, node)
-
-
-@check("COLL002", 3, "cluster", "collectives on all ranks")
-def all_ranks_compute_right(context):
-    """All ranks together get correct values; the report shows the bus bandwidth of all_reduce."""
-    rounds = list(_rounds(context, lambda name: name == "all")) or list(
-        _rounds(context, lambda name: name != CHECKPOINTS)
-    )
-    if not rounds:
-        return skip("no node took part")
-    nodes, results = rounds[-1]
-    wrong = _evaluate_round(nodes, results)
-    if wrong:
-        node, problem = next(iter(wrong.items()))
-        return fail(
-            f"{node}, {problem}",
-            "correct values on all ranks",
-            "see COLL001 for the failing node",
-            node,
+    config, sizes = context.config, context.data_facts
+    seconds = 140 + 4 * (group_seconds(context.world_size) - 25)
+    seconds += COMPILE_SECONDS if config.training.compile_model else 0
+    if "trainable" in sizes:
+        seconds += (
+            checkpoint_bytes(context.engine_plan(), sizes, config.training.dtype) / SLOW_DISK
         )
-    rates = [entry["busbw"] for entry in results.values() if "busbw" in entry]
-    backend = next(iter(results.values()))["backend"]
-    return ok(
-        f"{len(results)} ranks, {backend}"
-        + (f", bus bandwidth {format_bytes(min(rates))}/s" if rates else "")
+    return int(seconds)
+
+
+def dry_run_arguments(context: Context, name: str, more: list[str]) -> list[str]:
+    """Return the arguments of train.py for the dry run: those of the run, with another run
+    name.
+    """
+    overrides = [
+        f"logging.run_name={name}",
+        "logging.wandb.mode=disabled",
+        "logging.log_freq=1",
+        f"logging.eval_freq={1 << 30}",
+    ]
+    return [*train_arguments(context.options), *overrides, *more]
+
+
+def run_training(context: Context, pool: AgentPool) -> None:
+    """Level 4: fill context.dry_run with two steps, a save, and a third step after a resume;
+    delete their files.
+    """
+    name = f".preflight_{uuid.uuid4().hex[:8]}"
+    folder = Path(context.config.logging.save_dir) / name
+    results: dict = {}
+    context.dry_run = results
+    try:
+        first = [
+            f"training.num_train_steps={DRY_STEPS}",
+            f"logging.save_freq={DRY_STEPS}",
+            "training.resume=null",
+        ]
+        results["train"] = _launch(context, pool, dry_run_arguments(context, name, first))
+        results["log"] = _read_log(folder)
+        if results["train"]["code"] == 0:
+            more = [
+                f"training.num_train_steps={DRY_STEPS + 1}",
+                "logging.save_freq=1000000",
+                "training.resume=auto",
+            ]
+            results["resume"] = _launch(context, pool, dry_run_arguments(context, name, more))
+            results["log"] = _read_log(folder)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _read_log(folder: Path) -> list[dict]:
+    path = folder / "training_log.jsonl"
+    return [json.loads(line) for line in read_text(path).splitlines()] if path.exists() else []
+
+
+def _launch(context: Context, pool: AgentPool, train_args: list[str]) -> dict:
+    """Run train.py through the selected launcher; return {"code", "output", "seconds"}."""
+    started, limit = time.monotonic(), dry_seconds(context)
+    run = _run_torchrun if context.launcher == "torchrun" else _run_launcher
+    result = run(context, pool, [TRAIN, *train_args], limit)
+    return {**result, "seconds": time.monotonic() - started}
+
+
+def _run_torchrun(context: Context, pool: AgentPool, script: list[str], limit: int) -> dict:
+    """Run torchrun on every node; return the result of the first node that failed, else of the
+    first node.
+    """
+    address, port = context.master_address(), context.options.master_port
+
+    def run_args(node: str) -> dict:
+        command = torchrun_command(context.nodes, context.names.index(node), address, port, script)
+        return {
+            "commands": [{"command": command, "environment": {"OMP_NUM_THREADS": "1"}}],
+            "seconds": limit,
+        }
+
+    answers = pool.call("run", run_args, timeout=limit + 10)
+    outputs = [answer[0] for answer in answers.values()]
+    return next(
+        (o for o in outputs if o["code"] != 0),
+        outputs[0] if outputs else {"code": None, "output": ""},
     )
 
 
-@check("COLL003", 3, "node", "stragglers")
-def no_stragglers(context):
-    """No node computes at less than half of the median speed."""
-    ranks = context.collectives.get("ranks", {})
-    compute: dict[str, float] = {}
-    for (node, _), found in ranks.items():
-        if "compute" in found:
-            compute[node] = max(compute.get(node, 0.0), found["compute"]["seconds"])
-    if len(compute) < 2:
-        yield skip("fewer than two nodes measured")
-        return
-    usual = median(compute.values())
-    for node, seconds in compute.items():
-        if seconds > SLOW * usual:
-            measured = (
-                f"a matrix product takes {seconds * 1e3:.1f} ms, the median node"
-                f" {usual * 1e3:.1f} ms"
-            )
-            fix = "look for other load or throttling, or exclude the node"
-            yield warn(measured, "at most twice the median", fix, node)
-        else:
-            yield ok(f"{seconds * 1e3:.1f} ms", node)
-
-
-@check("COLL004", 3, "cluster", "group of FSDP's writers")
-def writers_form_their_group(context):
-    """The gloo group of FSDP's checkpoint writers, in addition to NCCL's, forms on all ranks."""
-    rounds = list(_rounds(context, lambda name: name == CHECKPOINTS))
-    if not rounds:
-        return skip("only for engine.kind=fsdp on GPUs")
-    wrong = _evaluate_round(*rounds[0])
-    if wrong:
-        node, problem = next(iter(wrong.items()))
-        fix = (
-            "set GLOO_SOCKET_IFNAME to the interface between the nodes (does a host's own name"
-            " resolve to 127.0.1.1?)"
+def _run_launcher(context: Context, pool: AgentPool, script: list[str], limit: int) -> dict:
+    """Run deepspeed, mpirun or srun on this machine."""
+    environment = {**os.environ, "DEEPSPEED_TIMEOUT": "2"}
+    if not context.has_gpus():
+        environment.setdefault("DS_ACCELERATOR", "cpu")
+    with tempfile.TemporaryDirectory(prefix="mmldlm_preflight_") as folder:
+        process = subprocess.Popen(
+            context.launcher_command(script, Path(folder) / "hostfile"),
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            errors="replace",
+            start_new_session=True,
         )
-        return fail(f"{node}, {problem}", "a gloo group of all ranks", fix, node)
-    return ok(f"{len(rounds[0][1])} ranks, gloo")
+        try:
+            output, _ = process.communicate(timeout=limit)
+            code = process.returncode
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+            output, _ = process.communicate()
+            code = None
+    return {"code": code, "output": output[-8000:]}
 
 
 def _last_error(output: str) -> str:
@@ -150,14 +153,14 @@ def two_steps_run(context):
     """Two real steps of this config and a save run through the launcher; the report shows step and
     total time.
     """
-    found = context.dry_run.get("train")
-    if found is None:
+    result = context.dry_run.get("train")
+    if result is None:
         return skip("not run (see the failures above)")
     log = context.dry_run.get("log", [])
-    if found["code"] != 0 or len(log) < 2:
-        status = "timed out" if found["code"] is None else f"status {found['code']}"
+    if result["code"] != 0 or len(log) < 2:
+        status = "timed out" if result["code"] is None else f"status {result['code']}"
         return fail(
-            f"{status}: {_last_error(found['output'])}",
+            f"{status}: {_last_error(result['output'])}",
             "two steps and status 0",
             "fix the cause in the message, then try again",
         )
@@ -170,11 +173,10 @@ def two_steps_run(context):
     data_share = log[1].get("data_share")
     data_wait = "" if data_share is None else f", {data_share:.0%} of it waiting for data"
     speed = f"{step:.2f} s per step{data_wait}, {rate:.0f} tokens/s"
-    return ok(f"{found['seconds']:.0f} s in total, {speed}: about {hours:.1f} h for the run")
+    return ok(f"{result['seconds']:.0f} s in total, {speed}: about {hours:.1f} h for the run")
 
 
 def _step_seconds(log: list[dict]) -> float:
-    from datetime import datetime
 
     first, second = (datetime.fromisoformat(record["time"]) for record in log[:2])
     return max((second - first).total_seconds(), 1e-3)
@@ -183,13 +185,13 @@ def _step_seconds(log: list[dict]) -> float:
 @check("DRY002", 4, "cluster", "save and resume")
 def save_and_resume(context):
     """The launcher resumes the checkpoint of these steps, and a third step follows."""
-    found = context.dry_run.get("resume")
-    if found is None:
+    result = context.dry_run.get("resume")
+    if result is None:
         return skip("no checkpoint to resume (see DRY001)")
     steps = [record["step"] for record in context.dry_run.get("log", [])]
-    if found["code"] != 0 or steps[-1:] != [3]:
+    if result["code"] != 0 or steps[-1:] != [3]:
         return fail(
-            f"status {found['code']}: {_last_error(found['output'])}",
+            f"status {result['code']}: {_last_error(result['output'])}",
             "a third step after the resume",
             "check the checkpoint folder (CKPT001, CKPT002) and the message",
         )

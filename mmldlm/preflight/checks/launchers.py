@@ -1,13 +1,27 @@
-"""The launcher: installed, supported version, reachable nodes, and propagated variables."""
+"""The launcher: installed, supported version, reachable nodes, and propagated variables.
+
+Level 2 starts one process per node with the real launcher, and collects the environment that it
+receives.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
+import json
 import os
 import shutil
+import signal
+import subprocess
+import tempfile
+import threading
+from dataclasses import replace
 from importlib import metadata
+from pathlib import Path
 
+from mmldlm.cluster import print_environment
 from mmldlm.cluster.env_propagation import (
+    PREFIXES,
     REQUIRED,
     compared_variables,
     env_files,
@@ -17,7 +31,121 @@ from mmldlm.cluster.env_propagation import (
     run_variables,
 )
 from mmldlm.preflight.check import check, fail, ok, skip, warn
+from mmldlm.preflight.context import Context
 from mmldlm.utils.formatting import join_some
+
+SECONDS = 60.0
+CHECKS = {"ENV002", "LNCH003"}
+
+
+def skip_reason(context: Context) -> str | None:
+    """Return why the probe would measure nothing; None if it should run."""
+    if context.local:
+        return "one machine: no variables are propagated"
+    if context.options.propagates_all:
+        return (
+            "mmldlm launch passes the variables itself, and its watcher reports nodes that do not"
+            " start"
+        )
+    if context.launcher == "torchrun":
+        return "torchrun is started on each node by its own shell: set variables there"
+    if context.failures or len(context.facts) < len(context.nodes):
+        return "a node does not answer, so the launcher would not reach it either"
+    machines = [identity["machine"] for identity in context.probe_values("identity").values()]
+    if len(set(machines)) < len(machines):
+        return "two names are one machine (see HOST004)"
+    if context.launcher == "deepspeed" and any(read_env_file(path)[1] for path in env_files()):
+        return "DeepSpeed fails on its .deepspeed_env (see ENV001)"
+    return None
+
+
+class LauncherProbe:
+    """A launch of print_environment.py with one rank per node, in the background."""
+
+    def __init__(self, context: Context):
+        self.context, self.output = context, ""
+        self._folder = tempfile.TemporaryDirectory(prefix="mmldlm_preflight_")
+        nodes = [replace(node, slots=1) for node in context.nodes]
+        try:
+            self.process = subprocess.Popen(
+                context.launcher_command(
+                    [print_environment.__file__], Path(self._folder.name) / "hostfile", nodes
+                ),
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+                errors="replace",
+                start_new_session=True,
+            )
+        except OSError as error:  # no such launcher on this machine: LNCH001
+            self._folder.cleanup()
+            raise LauncherMissing(str(error)) from error
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+
+    def _read(self) -> None:
+        self.output = self.process.stdout.read()
+
+    def finish(self) -> None:
+        """Wait for the end, at most SECONDS, and fill context.launched and
+        context.launcher_result.
+        """
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.process.wait(SECONDS)
+        timed_out = self.process.poll() is None
+        with contextlib.suppress(OSError):  # remaining processes of the launcher on this machine
+            os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait()
+        self._reader.join(5)
+        self._folder.cleanup()
+        lines = self._parse_output()
+        self.context.launcher_result = {
+            "code": None if timed_out else self.process.returncode,
+            "lines": lines[-20:],
+        }
+
+    def _parse_output(self) -> list[str]:
+        """Fill context.launched from the output; return its other lines."""
+        context, other = self.context, []
+        names = {
+            report["hostname"]: name for name, report in context.probe_values("identity").items()
+        }
+        for line in self.output.splitlines():
+            if print_environment.MARK not in line:
+                other.append(line)
+                continue
+            with contextlib.suppress(ValueError):  # truncated by the timeout
+                report = json.loads(line.split(print_environment.MARK, 1)[1])
+                if report["hostname"] in names:
+                    variables = {
+                        k: v for k, v in report["environment"].items() if k.startswith(PREFIXES)
+                    }
+                    context.launched[names[report["hostname"]]] = {
+                        "rank": report["rank"],
+                        "variables": variables,
+                    }
+        return [line for line in other if line.strip()]
+
+
+class LauncherMissing(Exception):
+    """The launcher's program is not installed on this machine."""
+
+
+def start_probe(context: Context) -> LauncherProbe | None:
+    """Start the probe if one of its checks is selected; otherwise context.launcher_result has the
+    reason.
+    """
+    if not CHECKS & context.check_ids:
+        return None
+    reason = skip_reason(context)
+    if reason is None:
+        with contextlib.suppress(LauncherMissing):
+            return LauncherProbe(context)
+        reason = "the launcher is not on this machine (see LNCH001)"
+    context.launcher_result = {"skipped": reason}
+    return None
+
 
 _PROGRAMS = {
     "deepspeed": ("pdsh", "apt-get install pdsh (or use --launcher torchrun)"),
@@ -56,8 +184,8 @@ def versions_work_together(context):
             "deepspeed >= 0.19.8",
             "pip install -c constraints.txt deepspeed",
         )
-    number = tuple(int(part) for part in version.split("+")[0].split(".")[:3])
-    if number < (0, 19, 8):
+    release = tuple(int(part) for part in version.split("+")[0].split(".")[:3])
+    if release < (0, 19, 8):
         return fail(
             f"deepspeed {version}",
             "deepspeed >= 0.19.8 (older ones step on NaN, lose hosts of --include, and call srun"
@@ -70,26 +198,26 @@ def versions_work_together(context):
 @check("ENV001", 0, "head", "harmful variables")
 def no_harmful_variables(context):
     """No variable on this machine makes a hang endless or contradicts the launch."""
-    found = os.environ
-    if found.get("TORCH_NCCL_ENABLE_MONITORING") == "0":
+    variables = os.environ
+    if variables.get("TORCH_NCCL_ENABLE_MONITORING") == "0":
         yield warn(
             "TORCH_NCCL_ENABLE_MONITORING=0",
             "the NCCL watchdog on",
             "unset it: a hang would never end",
         )
-    timeout = found.get("TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC", "0")
+    timeout = variables.get("TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC", "0")
     if timeout.isdigit() and int(timeout) > 7200:
         measured = f"TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC={timeout} ({int(timeout) / 86400:.0f} days)"
         yield warn(
             measured, "minutes", "unset it: the others would wait that long for a dead rank"
         )
     if (
-        found.get("NCCL_ASYNC_ERROR_HANDLING") == "0"
-        or found.get("TORCH_NCCL_ASYNC_ERROR_HANDLING") == "0"
+        variables.get("NCCL_ASYNC_ERROR_HANDLING") == "0"
+        or variables.get("TORCH_NCCL_ASYNC_ERROR_HANDLING") == "0"
     ):
         yield warn("async error handling is off", "on", "unset it: a failed collective would hang")
-    ranks = [name for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE") if name in found]
-    if ranks and "SLURM_JOB_ID" not in found:
+    ranks = [name for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE") if name in variables]
+    if ranks and "SLURM_JOB_ID" not in variables:
         measured = f"{', '.join(ranks)} set in this shell"
         yield warn(measured, "unset: a launcher starts the ranks", f"unset {' '.join(ranks)}")
     for path in env_files():

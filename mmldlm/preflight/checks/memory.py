@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from mmldlm.engines.deepspeed_config import bucket_elements, offloaded
 from mmldlm.errors import UserError
 from mmldlm.preflight import memory_model
 from mmldlm.preflight.check import check, fail, ok, skip, warn
@@ -76,7 +77,7 @@ def hosts_hold_offloaded_tensors(context):
     """
     if (reason := _missing_sizes(context)) is not None:
         return skip(reason)
-    offloaded = [kind for kind, device in _offloaded(context).items() if device == "cpu"]
+    offloaded = [tensors for tensors, device in _offloaded(context).items() if device == "cpu"]
     if not offloaded:
         return skip("nothing is offloaded to CPU memory")
     smallest = _smallest_memory(context, of_hosts=True)
@@ -112,16 +113,12 @@ def _rank_bytes(context, plan: str, on_gpu: bool, offloaded) -> int:
 
 def _offloaded(context) -> dict[str, str]:
     """Return "optimizer" and "param" -> device of what the DeepSpeed JSON offloads."""
-    from mmldlm.engines.deepspeed_config import offloaded
-
     engine, plan = context.config.engine, context.engine_plan()
     return offloaded(int(plan[4:]), engine.deepspeed_config) if engine.kind == "deepspeed" else {}
 
 
 def _bucket(context, plan: str, on_gpu: bool) -> int:
     """Return the elements of a DeepSpeed bucket; the run's JSON applies to its own stage only."""
-    from mmldlm.engines.deepspeed_config import bucket_elements
-
     engine, is_own = context.config.engine, plan == context.engine_plan()
     if not plan.startswith("zero") or (is_own and engine.kind != "deepspeed"):
         return 0  # DDP's buckets are the gradients themselves
@@ -135,7 +132,7 @@ def _smallest_memory(context, of_hosts: bool = False) -> tuple[str, float, bool]
         context: facts of the nodes, or of this machine at level 0.
         of_hosts: take the host memory of nodes with GPUs instead of their GPU memory.
     """
-    found = []
+    candidates = []
     for node in context.nodes:
         facts = context.facts.get(node.name) or (context.head if context.level == 0 else {})
         location = node.name if context.level or context.local else "a node like this machine"
@@ -147,16 +144,16 @@ def _smallest_memory(context, of_hosts: bool = False) -> tuple[str, float, bool]
         memory = facts.get("memory", {}).get("value")
         if gpus and not of_hosts:
             free = min(gpu["memory_free"] for gpu in gpus[: node.slots])
-            found.append((f"a GPU of {location}", free, True))
+            candidates.append((f"a GPU of {location}", free, True))
         elif memory and (gpus or not of_hosts):
-            found.append(
+            candidates.append(
                 (
                     f"{location} for each of {node.slots} rank(s)",
                     memory["available"] / node.slots,
                     False,
                 )
             )
-    return min(found, key=lambda entry: entry[1], default=None)
+    return min(candidates, key=lambda entry: entry[1], default=None)
 
 
 @check("DISK001", 0, "cluster", "checkpoints fit")

@@ -4,6 +4,14 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from mmldlm.checkpoints.locate import (
+    check_complete,
+    find_latest_valid,
+    list_checkpoints,
+    locate_checkpoint,
+)
+from mmldlm.checkpoints.manifest import read_manifest
+from mmldlm.checkpoints.training_state import read_training_state
 from mmldlm.config.load import build_config
 from mmldlm.config.resume_compat import batch_fix, diff_configs
 from mmldlm.errors import UserError
@@ -18,14 +26,6 @@ def resume_plan(context):
     Another engine, ZeRO stage or number of ranks is supported: the checkpoint is then read in
     other pieces.
     """
-    from mmldlm.checkpoints.locate import (
-        check_complete,
-        find_latest_valid,
-        list_checkpoints,
-        locate_checkpoint,
-    )
-    from mmldlm.checkpoints.manifest import read_manifest
-
     config = context.config
     if config is None:
         return skip("no config")
@@ -81,31 +81,29 @@ def resume_plan(context):
 
 def _resume_differences(context, folder: Path, manifest: dict) -> list[str]:
     """Return the differences between the checkpoint and this run that forbid a resume."""
-    from mmldlm.checkpoints.training_state import read_training_state
-
     config = context.config
     state = read_training_state(folder)
     batch = _global_batch(context)
-    found = []
+    differences = []
     if state.get("seed") not in (None, config.training.seed):
-        found.append(f"training.seed {state['seed']}, now {config.training.seed}")
+        differences.append(f"training.seed {state['seed']}, now {config.training.seed}")
     if state.get("global_batch") not in (None, batch):
-        found.append(
+        differences.append(
             f"global batch {state['global_batch']} (saved by {manifest.get('world_size')} ranks),"
             f" now {batch} ({context.world_size} ranks)"
         )
     samples = context.data_facts.get("samples", {}).get("train")
     if samples is not None and state.get("num_samples") not in (None, samples):
-        found.append(f"{state['num_samples']} training samples, now {samples}")
+        differences.append(f"{state['num_samples']} training samples, now {samples}")
     if state.get("data", context.data_facts.get("fingerprint")) != context.data_facts.get(
         "fingerprint"
     ):
-        found.append("another training split")
+        differences.append("another training split")
     # The data probe has the config with the keys that the data sets.
     resolved = (
         build_config(context.data_facts["config"]) if "config" in context.data_facts else config
     )
-    return found + diff_configs(folder, resolved).errors
+    return differences + diff_configs(folder, resolved).errors
 
 
 def _global_batch(context) -> int:
@@ -114,8 +112,6 @@ def _global_batch(context) -> int:
 
 
 def _resume_fix(context, folder: Path) -> str:
-    from mmldlm.checkpoints.training_state import read_training_state
-
     state = read_training_state(folder)
     batch = state.get("global_batch") or 0
     if batch and batch != _global_batch(context):

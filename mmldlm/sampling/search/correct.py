@@ -32,14 +32,14 @@ STARTS, CORRECTIONS = 4, 16
 """First texts of a latent, and edits that are judged in a round.
 
 The passes over a text name more edits that are worth a judge than local search's 8 (measured in
-docs/inversion.md).
+studies/inversion).
 """
 NATS_A_COSINE = 400.0
 """What a cosine of 1 is worth beside the edits' log-ratios, in nats, when judged texts are
 compared.
 
 By the cosine alone, edits are kept that the encoder likes and the model does not (measured in
-docs/inversion.md).
+studies/inversion).
 """
 
 
@@ -107,7 +107,7 @@ class CorrectingEditor(Editor):
     with a hole for each gap what is missing. But such a row reads the words around a place as a
     guess alone. So the model is also asked without the hypothesis, with one [MASK] among the words
     as they stand, and the mean of both log-probabilities counts. By the first alone texts come as
-    near in words that fit less (docs/inversion.md).
+    near in words that fit less (studies/inversion).
     """
 
     # More bring hardly nearer texts, and every one costs a pass of t2l (docs/sampling.md).

@@ -23,9 +23,8 @@ from safetensors.torch import load_file
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict
 
-from mmldlm.checkpoints.formats.selection import select_model
-from mmldlm.checkpoints.formats.state_dict import FileTensor
-from mmldlm.checkpoints.formats.torch_save.unpickler import OpaqueObject, TensorRef
+from mmldlm.checkpoints.files.unpickler import OpaqueObject, TensorRef
+from mmldlm.checkpoints.formats.selection import FileTensor, select_model
 from mmldlm.errors import MmldlmError, UserError
 from tests.support.convert_command import command
 from tests.trials.harness import Result, refuses, succeeds

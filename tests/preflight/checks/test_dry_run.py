@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from mmldlm.preflight.check import FAIL, PASS
-from mmldlm.preflight.checks.dry_run import CHECKPOINTS
+from mmldlm.preflight.checks.collectives import CHECKPOINTS
 from tests.support.preflight_context import make_context, run
 
 

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import subprocess
+
 import pytest
 
 from mmldlm.preflight.check import FAIL, PASS, WARN
+from mmldlm.preflight.checks import network as probes
 from tests.support.preflight_context import make_context, run
 
 
@@ -157,3 +160,20 @@ def test_interface_names_in_the_syntax_of_nccl_and_of_gloo(name, value, status, 
     monkeypatch.delenv("DS_ENV_FILE", raising=False)
     found = run("NET001", make_context(network=network(), environment={name: value}))
     assert {r.status for r in found.values()} == {status}
+
+
+def test_a_name_that_only_sshs_configuration_knows(tmp_path, monkeypatch):
+    real = subprocess.run
+
+    def with_own_file(command, **more):
+        return real([command[0], "-F", str(tmp_path / "config"), *command[1:]], **more)
+
+    (tmp_path / "config").write_text("Host worker2.invalid\n  HostName 127.0.0.1\n")
+    monkeypatch.setattr(probes.subprocess, "run", with_own_file)
+    found = probes.resolve({"names": ["worker2.invalid", "worker3.invalid", "localhost"]})
+    assert (
+        found["worker2.invalid"]["addresses"] == ["127.0.0.1"]
+        and found["worker2.invalid"]["ssh"] == "127.0.0.1"
+    )
+    assert "error" in found["worker3.invalid"]
+    assert "127.0.0.1" in found["localhost"]["addresses"] and "ssh" not in found["localhost"]

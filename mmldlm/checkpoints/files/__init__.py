@@ -1,0 +1,1 @@
+"""Bytes of checkpoint files: dtypes, descriptors, checksums, torch.save; without torch."""

@@ -1,0 +1,162 @@
+"""Element types of checkpoint tensors, their sizes and the casts between them, with numpy alone.
+
+numpy has no bfloat16 and no float8: such elements are raw unsigned integers next to the name of
+their dtype.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+
+class DType(NamedTuple):
+    """One element type.
+
+    Attributes:
+        name: its name in torch.
+        raw: the numpy type that carries its bytes.
+        safetensors: its code in safetensors files.
+        is_float: whether it is a real floating-point type.
+        itemsize: bytes per element.
+    """
+
+    name: str
+    raw: str
+    safetensors: str
+    is_float: bool
+    itemsize: int
+
+
+def _table() -> dict[str, DType]:
+    rows = [
+        ("float64", "<f8", "F64", True),
+        ("float32", "<f4", "F32", True),
+        ("float16", "<f2", "F16", True),
+        ("bfloat16", "<u2", "BF16", True),
+        ("float8_e4m3fn", "|u1", "F8_E4M3", True),
+        ("float8_e5m2", "|u1", "F8_E5M2", True),
+        ("float8_e4m3fnuz", "|u1", "F8_E4M3FNUZ", True),
+        ("float8_e5m2fnuz", "|u1", "F8_E5M2FNUZ", True),
+        ("float8_e8m0fnu", "|u1", "F8_E8M0", True),
+        ("complex64", "<c8", "C64", False),
+        ("int64", "<i8", "I64", False),
+        ("int32", "<i4", "I32", False),
+        ("int16", "<i2", "I16", False),
+        ("int8", "|i1", "I8", False),
+        ("uint64", "<u8", "U64", False),
+        ("uint32", "<u4", "U32", False),
+        ("uint16", "<u2", "U16", False),
+        ("uint8", "|u1", "U8", False),
+        ("bool", "|b1", "BOOL", False),
+    ]
+    return {
+        name: DType(name, raw, code, is_float, int(raw[2:])) for name, raw, code, is_float in rows
+    }
+
+
+DTYPES: dict[str, DType] = _table()
+
+
+def numel(shape: Sequence[int]) -> int:
+    """Return the number of elements of a shape."""
+    return math.prod(shape)
+
+
+def nbytes(shape: Sequence[int], dtype: str) -> int:
+    """Return the number of bytes of a tensor."""
+    return numel(shape) * DTYPES[dtype].itemsize
+
+
+def bf16_to_fp32(bits: np.ndarray) -> np.ndarray:
+    """Convert bfloat16 bits (uint16) to float32, exactly."""
+    return (bits.astype(np.uint32) << 16).view(np.float32)
+
+
+def fp32_to_bf16(values: np.ndarray) -> np.ndarray:
+    """Convert float32 to bfloat16 bits (uint16), rounding to nearest even as torch and CUDA; NaN
+    stays NaN.
+    """
+    result = _rounded(values).view(np.uint16)[..., 1::2].copy()
+    nan = np.isnan(values)
+    if nan.any():
+        result[nan] = 0x7FC0
+    return result
+
+
+def is_rounded(values: np.ndarray, bits: np.ndarray) -> bool:
+    """Return True if bfloat16 `bits` are float32 `values` rounded; False may need an exact
+    comparison (NaN, -0.0).
+    """
+    differing = np.left_shift(bits, 16, dtype=np.uint32)
+    differing ^= _rounded(values)
+    return not differing.size or bool(differing.max() < 1 << 16)
+
+
+def _rounded(values: np.ndarray) -> np.ndarray:
+    """Round float32 to nearest even in the upper halves of the bits; wrong for NaN payloads that
+    wrap.
+    """
+    bits = np.ascontiguousarray(values).view(np.uint32)
+    rounded = bits >> 16
+    rounded &= 1
+    rounded += 0x7FFF
+    rounded += bits
+    return rounded
+
+
+def count_nonfinite(chunk: np.ndarray, dtype: str) -> int:
+    """Count the NaN and infinite elements of a chunk of `dtype`; integers and float8 count as
+    finite.
+    """
+    if dtype == "bfloat16":
+        return int(np.count_nonzero((chunk & 0x7F80) == 0x7F80))
+    if dtype in ("float64", "float32", "float16", "complex64"):
+        return chunk.size - int(np.count_nonzero(np.isfinite(chunk)))
+    return 0
+
+
+def negate(values: np.ndarray, dtype: str) -> np.ndarray:
+    """Return -values, exactly, also of zeros and NaN.
+
+    Raises:
+        ValueError: a type of which torch has no negative views.
+    """
+    if dtype == "bfloat16":
+        return values ^ np.uint16(0x8000)
+    if dtype in ("float64", "float32", "float16", "complex64"):
+        return np.negative(values)
+    raise ValueError(f"a negative view of {dtype}")
+
+
+def is_mask(chunk: np.ndarray, dtype: str) -> bool:
+    """Return whether a chunk holds zeros and infinities of one sign alone, as attention
+    masks do.
+    """
+    values = bf16_to_fp32(chunk) if dtype == "bfloat16" else chunk
+    infinite = values[values != 0]  # NaN is among them
+    return 0 < infinite.size < values.size and bool(
+        np.isinf(infinite).all() and (infinite == infinite[0]).all()
+    )
+
+
+def cast(chunk: np.ndarray, source: str, target: str) -> np.ndarray:
+    """Cast a chunk from dtype `source` to dtype `target`, both as DTYPES[...].raw.
+
+    Raises:
+        ValueError: not a cast between float types wider than 8 bits.
+    """
+    if source == target:
+        return chunk
+    wide = ("float64", "float32", "float16", "bfloat16")
+    if source not in wide or target not in wide:
+        raise ValueError(f"no cast from {source} to {target}")
+    values = bf16_to_fp32(chunk) if source == "bfloat16" else chunk
+    # The caller counts infinities; a warning would not name the tensor.
+    with np.errstate(over="ignore"):
+        if target == "bfloat16":
+            return fp32_to_bf16(values.astype(np.float32, copy=False))
+        return values.astype(DTYPES[target].raw, copy=False)

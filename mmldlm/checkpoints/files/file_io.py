@@ -1,0 +1,289 @@
+"""Read and write the files of checkpoints: regular files alone, by ranges, in several threads.
+
+* Descriptors: opened beyond the soft limit of open files, which a checkpoint of many ranks
+  exceeds. What is read as a whole (manifests, indexes, configs) is opened by utils/input_files.
+* Writing: a new file of known size, written at any position.
+* Checksums: the CRC-32 of a byte range from the CRCs of its pieces (zlib's crc32_combine, which
+  Python does not expose).
+* Threads: they read, check and write chunks; and the allocator settings for them.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import os
+import resource
+import threading
+import zlib
+from collections.abc import Callable, Iterable
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, TypeVar
+
+from mmldlm.utils.input_files import check_kind, require_regular
+from mmldlm.utils.resources import available_cpus
+
+# -- Descriptors
+# -------------------------------------------------------------------------------------------------
+
+
+def open_descriptor(path: Path, flags: int, mode: int = 0o644) -> int:
+    """Open a file; raise the soft limit of open files to the hard limit if it is reached.
+
+    A checkpoint of many ranks has more files than the usual soft limit of 1024.
+
+    Raises:
+        OSError: the file cannot be opened, or the hard limit is reached.
+    """
+    try:
+        return os.open(path, flags, mode)
+    except OSError as error:
+        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        if error.errno != errno.EMFILE or soft == hard:
+            raise
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+        return os.open(path, flags, mode)
+
+
+def open_regular_descriptor(path: Path) -> int:
+    """Open a regular file for reading, without waiting for anything.
+
+    Raises:
+        OSError: as of `utils.input_files.open_regular`.
+    """
+    # Opening may act on a device, so the kind of the file is checked first.
+    require_regular(path)
+    fd = open_descriptor(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    try:
+        # The file may have been replaced since.
+        check_kind(path, os.fstat(fd).st_mode)
+    except OSError:
+        os.close(fd)
+        raise
+    return fd
+
+
+# -- Writing
+# -------------------------------------------------------------------------------------------------
+
+_NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+
+
+class OutputFile:
+    """Create `path`, which must not exist, with space reserved for `size` bytes.
+
+    Args:
+        path: the new file.
+        size: its number of bytes; every byte must be written.
+        fsync: flush the file to the disk in finish().
+
+    Raises:
+        OSError: the file exists, or the disk has no space for all of it.
+    """
+
+    def __init__(self, path: Path, size: int, fsync: bool = True):
+        self._fsync = fsync
+        self._fd = open_descriptor(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
+        try:
+            preallocate(self._fd, size)
+        except BaseException:
+            self.close()
+            raise
+
+    def write(self, data: bytes | memoryview, position: int) -> None:
+        """Write bytes at `position`. Thread-safe for disjoint ranges."""
+        view = memoryview(data)
+        while view:
+            count = os.pwrite(self._fd, view, position)
+            view, position = view[count:], position + count
+
+    def finish(self) -> None:
+        """Flush to the disk, if requested, and close."""
+        if self._fsync:
+            os.fsync(self._fd)
+        self.close()
+
+    def close(self) -> None:
+        """Close the descriptor; without finish() the file may be incomplete."""
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+
+
+def preallocate(fd: int, size: int) -> None:
+    """Reserve the space of a new file; make a sparse file where the file system cannot reserve.
+
+    Raises:
+        OSError: the disk has no space for it.
+    """
+    try:
+        os.posix_fallocate(fd, 0, size)
+    except (AttributeError, OSError) as error:
+        if getattr(error, "errno", None) in _NO_SPACE:
+            raise
+        os.truncate(fd, size)
+
+
+# -- Checksums
+# -------------------------------------------------------------------------------------------------
+
+# The polynomial of CRC-32, its lowest power in the highest bit.
+_POLYNOMIAL = 0xEDB88320
+
+
+def combine(first: int, second: int, second_bytes: int) -> int:
+    """Return the CRC-32 of two concatenated byte strings from the CRC-32 of each and the length of
+    the second.
+    """
+    return _multiply(_power(second_bytes), first) ^ second
+
+
+def _multiply(a: int, b: int) -> int:
+    """Return a * b modulo the polynomial."""
+    product, bit = 0, 1 << 31
+    while bit:
+        if a & bit:
+            product ^= b
+        b = b >> 1 ^ (_POLYNOMIAL if b & 1 else 0)
+        bit >>= 1
+    return product
+
+
+def _squares() -> list[int]:
+    """Return x to the powers 1, 2, 4, 8, ... modulo the polynomial."""
+    powers = [1 << 30]
+    while len(powers) < 64:
+        powers.append(_multiply(powers[-1], powers[-1]))
+    return powers
+
+
+_SQUARES = _squares()
+
+
+@lru_cache(maxsize=4096)
+def _power(num_bytes: int) -> int:
+    """Return x to the power 8 * num_bytes, which shifts a CRC past that many bytes."""
+    result = 1 << 31
+    for bit in range(num_bytes.bit_length()):
+        if num_bytes >> bit & 1:
+            result = _multiply(_SQUARES[bit + 3], result)
+    return result
+
+
+class RangedCrc32:
+    """CRC-32 of a byte range whose pieces are read or written in any order, by several threads."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        # End -> (start, CRC) of contiguous pieces.
+        self._runs: dict[int, tuple[int, int]] = {}
+
+    def add(self, start: int, data: memoryview | bytes, crc: int | None = None) -> int:
+        """Add the bytes from position `start` on and return their CRC; `crc` is that CRC if it is
+        known.
+        """
+        if crc is None:
+            # Outside the lock, because zlib releases the GIL.
+            crc = zlib.crc32(data)
+        with self._lock:
+            first, previous = self._runs.pop(start, (start, 0))
+            self._runs[start + len(data)] = (
+                first,
+                combine(previous, crc, len(data)) if previous else crc,
+            )
+        return crc
+
+    def gaps(self, size: int) -> list[tuple[int, int]]:
+        """Return [(start, end)] of the bytes of 0..size that were not added."""
+        with self._lock:
+            self._merge()
+            gaps, position = [], 0
+            for end, (start, _) in self._runs.items():
+                if start > position:
+                    gaps.append((position, start))
+                position = end
+            return gaps + ([(position, size)] if position < size else [])
+
+    def value(self) -> tuple[int, int]:
+        """Return (number of bytes, CRC) of the contiguous range that starts at byte 0."""
+        with self._lock:
+            self._merge()
+            return next(
+                ((end, crc) for end, (start, crc) in self._runs.items() if start == 0), (0, 0)
+            )
+
+    def _merge(self) -> None:
+        """Join adjacent runs; of bytes that were added twice only the first run counts, as both
+        are the same bytes.
+        """
+        joined: list[list[int]] = []
+        for start, end, crc in sorted(
+            (start, end, crc) for end, (start, crc) in self._runs.items()
+        ):
+            if joined and start == joined[-1][1]:
+                joined[-1][1:] = end, combine(joined[-1][2], crc, end - start)
+            elif not joined or start > joined[-1][1]:
+                joined.append([start, end, crc])
+        self._runs = {end: (start, crc) for start, end, crc in joined}
+
+
+# -- Threads
+# -------------------------------------------------------------------------------------------------
+
+T = TypeVar("T")
+# More threads only help a remote file system, and each of them holds several chunks.
+_NUM_WORKERS = max(2, min(4, available_cpus()))
+
+
+def run_in_threads(work: Callable[[T], None], items: Iterable[T]) -> None:
+    """Call work(item) for every item, started in order, a few at a time.
+
+    Reading, CRCs, numpy and writing release the GIL; one thread per chunk keeps the chunk in its
+    processor's cache.
+
+    Raises:
+        BaseException: the first exception of `work` or `items`, after all threads have stopped.
+    """
+    lock, remaining = threading.Lock(), iter(items)
+    errors: list[BaseException] = []
+    end: Any = object()
+
+    def loop() -> None:
+        while not errors:
+            try:
+                with lock:
+                    item = next(remaining, end)
+                if item is end:
+                    return
+                work(item)
+            except BaseException as error:
+                # The calling thread raises it again.
+                errors.append(error)
+
+    threads = [
+        threading.Thread(target=loop, name="worker", daemon=True) for _ in range(_NUM_WORKERS - 1)
+    ]
+    for thread in threads:
+        thread.start()
+    loop()
+    for thread in threads:
+        thread.join()
+    if errors:
+        raise errors[0]
+
+
+def raise_malloc_thresholds() -> None:
+    """Keep up to 256 MiB of freed memory in this process instead of returning it to the kernel;
+    glibc only.
+
+    Chunks are allocated by the ten thousand, and fresh pages would cost more time than reading
+    them.
+    """
+    try:
+        mallopt = ctypes.CDLL(None).mallopt
+    except (AttributeError, OSError):
+        return
+    mallopt.argtypes = (ctypes.c_int, ctypes.c_int)
+    mallopt(-3, 32 << 20)  # M_MMAP_THRESHOLD, its maximum
+    mallopt(-1, 256 << 20)  # M_TRIM_THRESHOLD

@@ -1,0 +1,556 @@
+"""A torch.distributed.checkpoint folder: its .metadata, and the tensors and pickled objects in its
+files.
+
+Layout (torch 2.13, torch/distributed/checkpoint/{metadata,filesystem}.py): `.metadata` is a pickle
+with the dtype, size and chunks of every name, and the file and bytes of every chunk.
+`__{rank}_{k}.distcp` files hold the chunks back to back, each a complete zip file of torch.save.
+FSDP2 cuts along dimension 0, so a chunk is a range of the flat tensor; a replicated tensor is one
+chunk, stored once. `planner_data` has the path of every name in the nested dict that was saved.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from pathlib import Path
+from typing import Any
+
+from mmldlm.checkpoints.files.dtypes import DTYPES, numel
+from mmldlm.checkpoints.files.torch_file import (
+    MAX_PICKLE_BYTES,
+    FileKind,
+    TorchFile,
+    corrupt_file_error,
+    open_for_reading,
+)
+from mmldlm.checkpoints.files.unpickler import (
+    OpaqueObject,
+    RefusedPickle,
+    TensorRef,
+    dtype_name,
+    read_pickle,
+)
+from mmldlm.checkpoints.formats.selection import (
+    MODEL_KEYS,
+    Keys,
+    StoredTensor,
+    StoredValue,
+    tree_of,
+)
+from mmldlm.checkpoints.formats.weight_source import FileRange
+from mmldlm.checkpoints.manifest import DCP_METADATA
+from mmldlm.errors import UserError
+from mmldlm.utils.formatting import describe_os_error
+from mmldlm.utils.input_files import read_bytes
+from mmldlm.utils.moments import MOMENTS
+from mmldlm.utils.paths import path_inside
+
+# File, first byte, number of bytes.
+Location = tuple[str, int, int]
+# Keys of pickled objects that may hold the model.
+_MAY_HOLD_MODEL = (*MODEL_KEYS, "state", "app", "net", "network", "ema")
+_FLAT_OPTIMIZERS = ("optim.", "optimizer.", "optimizers.")
+
+
+class DcpTensor(StoredTensor):
+    """One tensor of a folder."""
+
+    def __init__(
+        self, folder: DcpFolder, name: str, dtype: str, shape: tuple[int, ...], chunks: list
+    ):
+        self.folder, self.name, self.dtype, self.shape, self.chunks = (
+            folder,
+            name,
+            dtype,
+            shape,
+            chunks,
+        )
+
+    def parts(self) -> list[FileRange]:
+        # The chunks must follow each other without gap or overlap.
+        path, name, shape = self.folder.metadata_path, self.name, self.shape
+        parts, row = [], 0
+        for offsets, sizes in sorted(self.chunks):
+            if 0 in sizes:
+                continue
+            if (
+                len(offsets) != len(shape)
+                or len(sizes) != len(shape)
+                or sizes[1:] != shape[1:]
+                or any(offsets[1:])
+            ):
+                raise UserError(
+                    f"tensors in {self.folder.path} cut along their first dimension only",
+                    f"a chunk of {sizes} at {offsets} of {name} {shape}",
+                    "save without tensor parallelism",
+                )
+            if shape and offsets[0] != row:
+                raise corrupt_file_error(
+                    path, f"rows of {name} {shape} from {row} on in no chunk, or in two"
+                )
+            row += sizes[0] if shape else 1
+            parts.append(self.folder.part(name, self.dtype, sizes, offsets))
+        if sum(part.count for part in parts) != numel(shape):
+            raise corrupt_file_error(
+                path, f"chunks of {name} {shape} with {sum(part.count for part in parts)} elements"
+            )
+        return parts
+
+
+class DcpValue(StoredValue):
+    """One pickled object of a folder."""
+
+    def __init__(self, folder: DcpFolder, name: str):
+        self.folder, self.name = folder, name
+
+    def load(self) -> Any:
+        item = self.folder.open_object(self.name)
+        return tree_of(item, item.load())
+
+
+class DcpFolder:
+    """The names and files of a DCP folder; closing is the caller's.
+
+    Attributes:
+        path: the folder.
+        tree: the nested dict that was saved, with DcpTensor and DcpValue as leaves.
+        values: name -> every pickled object.
+        items: every chunk and object that was requested so far.
+    """
+
+    def __init__(self, path: Path, random_access: bool = False):
+        """Read .metadata and open every file.
+
+        Raises:
+            UserError: missing or truncated files, a hostile or unknown .metadata, compressed
+                tensors.
+        """
+        self.path, self.random_access = path, random_access
+        self.metadata_path = path / DCP_METADATA
+        self.items: list[DcpItem | DcpObject] = []
+        self.values: dict[str, DcpValue] = {}
+        self._files: dict[str, DcpFile] = {}
+        metadata = read_metadata(self.metadata_path)
+        self._chunks, self._objects = _locations(self.metadata_path, metadata["storage_data"])
+        self.tree = self._build_tree(metadata["state_dict_metadata"], metadata.get("planner_data"))
+        try:
+            self._open_files()
+            if not metadata.get("planner_data"):
+                self._load_dicts()
+        except BaseException:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        """Close the files."""
+        for file in self._files.values():
+            file.close()
+
+    def _open_files(self) -> None:
+        """Open every file; each must be as long as .metadata requires, also where it will not be
+        read.
+        """
+        ends: dict[str, int] = {}
+        for relative, offset, length in self._chunks.values():
+            ends[relative] = max(ends.get(relative, 0), offset + length)
+        for relative, end in ends.items():
+            file = self._file(relative)
+            if file.size < end:
+                raise corrupt_file_error(
+                    file.path, f"it ends at byte {file.size}, its last part at {end}: truncated"
+                )
+
+    def _file(self, relative: str) -> DcpFile:
+        if relative not in self._files:
+            self._files[relative] = DcpFile(self.path / relative)
+        return self._files[relative]
+
+    def _build_tree(self, entries: dict[str, Any], planner_data: Any) -> dict[Any, Any]:
+        tree: dict[Any, Any] = {}
+        paths = _paths(self.metadata_path, entries, planner_data)
+        for name, entry in entries.items():
+            if _kind_of(entry) == "TensorStorageMetadata":
+                leaf: Any = DcpTensor(self, name, *_description(self.metadata_path, name, entry))
+            else:
+                leaf = self.values[name] = DcpValue(self, name)
+            node = tree
+            for key in paths[name][:-1]:
+                node = node.setdefault(key, {})
+                if not isinstance(node, dict):
+                    raise corrupt_file_error(self.metadata_path, f"{name} inside of another entry")
+            if paths[name][-1] in node:
+                raise corrupt_file_error(
+                    self.metadata_path, f"{name} at the place of another entry"
+                )
+            node[paths[name][-1]] = leaf
+        return tree
+
+    def _load_dicts(self) -> None:
+        """Replace the pickled dicts of a folder that was saved with flatten_state_dict=False by
+        their content.
+
+        Raises:
+            UserError: one that may be the model cannot be read.
+        """
+        for name, value in self.values.items():
+            if self.tree.get(name) is not value:
+                continue
+            try:
+                self.tree[name] = value.load()
+            except UserError as error:
+                if name not in _MAY_HOLD_MODEL:
+                    continue
+                found = f"one pickled object, which cannot be read ({error.found})"
+                fix = (
+                    "save it with flatten_state_dict=True, torch's default, so that every tensor"
+                    " has a name"
+                )
+                raise UserError(f"the tensors of {name!r} in {self.path}", found, fix) from error
+
+    def part(
+        self, name: str, dtype: str, sizes: tuple[int, ...], offsets: tuple[int, ...]
+    ) -> FileRange:
+        """Return one chunk of a tensor."""
+        location = self._chunks.get((name, offsets))
+        if location is None:
+            raise corrupt_file_error(self.metadata_path, f"no file for a chunk of {name}")
+        relative, offset, length = location
+        needed = numel(sizes) * DTYPES[dtype].itemsize
+        # Checked before memory or disk space is taken for the chunk.
+        if needed > length:
+            found = (
+                f"a chunk of {name} {sizes} in {dtype}, {needed} bytes, in {length} bytes of"
+                f" {relative}"
+            )
+            raise corrupt_file_error(self.metadata_path, found)
+        ref = TensorRef(dtype, sizes, _row_major(sizes), "", 0, numel(sizes))
+        item = DcpItem(self._files[relative], offset, length, ref, name, self.random_access)
+        self.items.append(item)
+        return FileRange(item, ref, 0, ref.numel)
+
+    def open_object(self, name: str) -> DcpObject:
+        """Open the file of a pickled object."""
+        if name not in self._objects:
+            raise corrupt_file_error(self.metadata_path, f"no file for {name}")
+        relative, offset, length = self._objects[name]
+        item = DcpObject(self._file(relative), offset, length, name, self.random_access)
+        self.items.append(item)
+        return item
+
+
+# -- .metadata
+# -------------------------------------------------------------------------------------------------
+
+
+def read_metadata(path: Path) -> dict[str, Any]:
+    """Return the fields of a .metadata file.
+
+    Raises:
+        UserError: damaged, of an unknown form, or naming code; nothing was executed.
+    """
+    try:
+        value = read_pickle(read_bytes(path, MAX_PICKLE_BYTES))
+    except OSError as error:
+        raise corrupt_file_error(path, f"it cannot be read: {describe_os_error(error)}") from error
+    except RefusedPickle as error:
+        raise UserError(
+            f"only descriptions of tensors in {path}",
+            f"{error}; nothing was executed",
+            "use a checkpoint you trust",
+        ) from error
+    fields = (
+        value.state if isinstance(value, OpaqueObject) and _kind_of(value) == "Metadata" else None
+    )
+    if not isinstance(fields, dict) or not all(
+        isinstance(fields.get(key), dict) for key in ("state_dict_metadata", "storage_data")
+    ):
+        raise corrupt_file_error(
+            path, "something other than the Metadata of torch.distributed.checkpoint"
+        )
+    if not all(isinstance(name, str) for name in fields["state_dict_metadata"]):
+        raise corrupt_file_error(path, "names that are not text")
+    return fields
+
+
+def _kind_of(value: Any) -> str:
+    return value.kind.rpartition(".")[2] if isinstance(value, OpaqueObject) else ""
+
+
+def _fields(path: Path, value: Any, kind: str) -> dict[str, Any]:
+    if _kind_of(value) != kind or not isinstance(value.state, dict):
+        raise corrupt_file_error(path, f"{str(value)[:80]} instead of a {kind}")
+    return value.state
+
+
+def _sizes(path: Path, value: Any) -> tuple[int, ...]:
+    if not isinstance(value, tuple) or not all(type(size) is int and size >= 0 for size in value):
+        raise corrupt_file_error(path, f"{str(value)[:80]} instead of sizes")
+    return value
+
+
+def _description(
+    path: Path, name: str, entry: Any
+) -> tuple[str, tuple[int, ...], list[tuple[tuple, tuple]]]:
+    """Return dtype, shape and [(offsets, sizes)] of the chunks of a tensor."""
+    fields = _fields(path, entry, "TensorStorageMetadata")
+    properties = fields.get("properties")
+    # TensorProperties pickles itself as the tuple (dtype, layout, requires_grad, memory format,
+    # pinned).
+    state = properties.state if _kind_of(properties) == "TensorProperties" else None
+    dtype = dtype_name(state[0]) if isinstance(state, tuple) and state else None
+    chunks = fields.get("chunks")
+    if dtype is None or not isinstance(chunks, list):
+        raise corrupt_file_error(path, f"no dtype or no chunks of {name}")
+    offsets_and_sizes = []
+    for chunk in chunks:
+        entry = _fields(path, chunk, "ChunkStorageMetadata")
+        offsets_and_sizes.append(
+            (_sizes(path, entry.get("offsets")), _sizes(path, entry.get("sizes")))
+        )
+    return dtype, _sizes(path, fields.get("size")), offsets_and_sizes
+
+
+def _paths(path: Path, names: dict[str, Any], planner_data: Any) -> dict[str, Keys]:
+    """Return the path of every name in the nested dict that was saved.
+
+    Without `planner_data` nothing was flattened, or another program wrote the folder: names are
+    then taken as they are, unless an optimizer's names show that {"model", "optim"} was flattened.
+    """
+    saved = planner_data if isinstance(planner_data, dict) else {}
+    known: dict[str, Keys] = {}
+    for name in names:
+        keys = saved.get(name)
+        if keys is None:
+            continue
+        if (
+            not isinstance(keys, tuple)
+            or not keys
+            or not all(isinstance(key, str | int) for key in keys)
+        ):
+            raise corrupt_file_error(path, f"{str(keys)[:80]} instead of the path of {name}")
+        known[name] = keys
+    is_flattened = not known and any(name.startswith(_FLAT_OPTIMIZERS) for name in names)
+    for name in names:
+        if name not in known:
+            first, _, rest = name.partition(".")
+            is_prefix = (
+                is_flattened and rest and (first == "model" or name.startswith(_FLAT_OPTIMIZERS))
+            )
+            moment, _, owner = rest.partition(".")
+            if is_prefix and first != "model" and moment in MOMENTS:  # mmldlm's own
+                known[name] = (first, moment, owner)
+            else:
+                known[name] = (first, rest) if is_prefix else (name,)
+    return known
+
+
+def _locations(
+    path: Path, storage: dict
+) -> tuple[dict[tuple[str, tuple[int, ...]], Location], dict[str, Location]]:
+    """Return (name, offsets) -> place of every chunk, and name -> place of every pickled
+    object.
+    """
+    chunks: dict[tuple[str, tuple[int, ...]], Location] = {}
+    objects: dict[str, Location] = {}
+    inside: set[str] = set()
+    for index, info in storage.items():
+        key, location = _fields(path, index, "MetadataIndex"), _fields(path, info, "_StorageInfo")
+        name, offsets = key.get("fqn"), key.get("offset")
+        relative, offset, length = (
+            location.get("relative_path"),
+            location.get("offset"),
+            location.get("length"),
+        )
+        if location.get("transform_descriptors"):
+            if offsets is None:  # refused when it is asked for
+                continue
+            found = f"{name} written through {location['transform_descriptors']}"
+            raise UserError(
+                f"uncompressed chunks in {path.parent}", found, "save without compression"
+            )
+        if relative not in inside:
+            try:
+                path_inside(path.parent, relative)
+            except ValueError as error:
+                raise corrupt_file_error(path, f"{name} in a file of {error}") from error
+            inside.add(relative)
+        if type(offset) is not int or type(length) is not int or offset < 0 or length < 0:
+            raise corrupt_file_error(
+                path, f"{name} at bytes {offset!r} + {length!r} of {relative}"
+            )
+        if offsets is None:
+            objects[name] = (relative, offset, length)
+        else:
+            chunks[name, _sizes(path, offsets)] = (relative, offset, length)
+    return chunks, objects
+
+
+def _row_major(shape: tuple[int, ...]) -> tuple[int, ...]:
+    strides, step = [], 1
+    for size in reversed(shape):
+        strides.append(step)
+        step *= size
+    return tuple(reversed(strides))
+
+
+# -- Items
+# -------------------------------------------------------------------------------------------------
+
+# The head and the tail of an item hold all descriptions of a small one.
+_NEAR_BYTES = 4096
+
+
+class DcpFile:
+    """One .distcp file; its items share the descriptor."""
+
+    def __init__(self, path: Path):
+        self.path = path
+        self.fd = open_for_reading(path)
+        self.size = os.fstat(self.fd).st_size
+
+    def close(self) -> None:
+        if self.fd >= 0:
+            os.close(self.fd)
+            self.fd = -1
+
+
+class _ItemFile(TorchFile):
+    """The zip of one chunk inside a .distcp file.
+
+    Its head and tail are read once: a file holds hundreds of small items, and system calls would
+    dominate.
+    """
+
+    def __init__(self, file: DcpFile, offset: int, length: int, random_access: bool):
+        self._near: list[tuple[int, bytes]] = []  # (first byte, bytes)
+        super().__init__(file.path, random_access, file.fd, (offset, length))
+
+    def _read_directory(self):
+        self._near.append((0, self._pread(0, min(_NEAR_BYTES, self.file_size))))
+        return super()._read_directory()
+
+    def _check_kind(self, kind: FileKind | None) -> None:
+        if kind is not None and kind.found.startswith("a safetensors file"):
+            fix = (
+                "save with FileSystemWriter(...,"
+                " serialization_format=SerializationFormat.TORCH_SAVE), the default"
+            )
+            raise UserError(
+                f"items written by torch.save in {self.path}", "safetensors items", fix
+            )
+        super()._check_kind(kind)
+
+    def load(self) -> Any:
+        try:
+            return super().load()
+        finally:
+            self._near = []
+
+    def _pread(self, position: int, count: int) -> bytes:
+        data = self._find_near(position, count)
+        if data is None:
+            data = super()._pread(position, count)
+            if position and count >= _NEAR_BYTES:
+                self._near.append((position, data))
+        return data
+
+    def _pread_into(self, view: memoryview, position: int) -> None:
+        data = self._find_near(position, len(view)) if self._near else None
+        if data is None:
+            super()._pread_into(view, position)
+        else:
+            view[:] = data
+
+    def _find_near(self, position: int, count: int) -> bytes | None:
+        for start, data in self._near:
+            if start <= position and position + count <= start + len(data):
+                return data[position - start : position - start + count]
+        return None
+
+
+class DcpObject(_ItemFile):
+    """One pickled object, such as a setting of the optimizer or a dict that was not flattened."""
+
+    def __init__(self, file: DcpFile, offset: int, length: int, what: str, random_access: bool):
+        self.offset, self.what = offset, what
+        super().__init__(file, offset, length, random_access)
+
+
+class DcpItem:
+    """One chunk, opened when it is read first: a rank needs few chunks of a large checkpoint.
+
+    Implements TensorFile. `ref` is the tensor's description in .metadata, which the item must
+    match.
+    """
+
+    def __init__(
+        self,
+        file: DcpFile,
+        offset: int,
+        length: int,
+        ref: TensorRef,
+        what: str,
+        random_access: bool,
+    ):
+        self.path = file.path
+        self._file, self.offset, self._length = file, offset, length
+        self._what, self._random_access = what, random_access
+        self.ref = ref
+        self._zip: TorchFile | None = None
+        self._stored = ref
+        self._lock = threading.Lock()
+
+    def _open(self) -> TorchFile:
+        with self._lock:
+            return self._opened()
+
+    def _opened(self) -> TorchFile:
+        if self._zip is None:
+            item = _ItemFile(self._file, self.offset, self._length, self._random_access)
+            stored = item.load()
+            if not isinstance(stored, TensorRef) or (stored.dtype, stored.shape) != (
+                self.ref.dtype,
+                self.ref.shape,
+            ):
+                found = (
+                    f"{stored.dtype} {stored.shape}"
+                    if isinstance(stored, TensorRef)
+                    else type(stored).__name__
+                )
+                expected = f"{self.ref.dtype} {self.ref.shape}"
+                raise corrupt_file_error(
+                    self.path, f"{found} for a part of {self._what}, {expected} in {DCP_METADATA}"
+                )
+            item.check_ref(stored, self._what)
+            if not stored.is_contiguous:
+                found = (
+                    f"a part of {self._what} with strides {stored.stride}"
+                    + ", negated" * stored.negated
+                )
+                fix = "call .resolve_conj().resolve_neg().contiguous() on it before it is saved"
+                raise UserError(f"chunks in row-major order in {self.path}", found, fix)
+            self._zip, self._stored = item, stored
+        return self._zip
+
+    def position_of(self, ref: TensorRef, start: int = 0) -> int:
+        """Return the approximate position of element `start`, to sort reads without opening the
+        item.
+        """
+        return self.offset + start * DTYPES[ref.dtype].itemsize
+
+    def read_elements_into(self, ref: TensorRef, start: int, view: memoryview) -> int | None:
+        item = self._open()
+        return item.read_elements_into(self._stored, start, view)
+
+    def read_strided(self, ref: TensorRef, what: str):
+        raise AssertionError("chunks are contiguous")
+
+    def check_ref_crc(self, ref: TensorRef) -> None:
+        self._open().check_ref_crc(self._stored)
+
+    def verify_read_records(self) -> None:
+        if self._zip is not None:
+            self._zip.verify_read_records()
+
+    def close(self) -> None:
+        self._file.close()

@@ -1,0 +1,264 @@
+"""DeepSpeed ZeRO-0 to 3 and universal checkpoints: the format, and the optimizer metadata in their
+model and optimizer files.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from mmldlm.checkpoints.files.torch_file import TorchFile, corrupt_file_error
+from mmldlm.checkpoints.files.unpickler import TensorRef
+from mmldlm.checkpoints.formats.base import (
+    WriteRequest,
+)
+from mmldlm.checkpoints.formats.deepspeed_files import (
+    STEPS_AHEAD,
+    find_states,
+    inner_optimizer,
+    param_shapes,
+    steps_ahead,
+)
+from mmldlm.checkpoints.formats.deepspeed_reader import ZeroCheckpoint
+from mmldlm.checkpoints.formats.deepspeed_writer import (
+    ZeroTarget,
+    plan_universal,
+    plan_zero,
+    write_other_files,
+)
+from mmldlm.checkpoints.formats.optimizer import (
+    Group,
+    OptimizerMetadata,
+    copied_values,
+    group_names,
+    group_settings,
+    read_scaling,
+    to_plain_value,
+)
+from mmldlm.checkpoints.formats.weight_source import OpenedCheckpoint, ReadOptions, WeightSource
+from mmldlm.checkpoints.manifest import UNIVERSAL_TAG, ZERO_TAG
+from mmldlm.errors import UserError
+from mmldlm.utils.formatting import join_some
+from mmldlm.utils.moments import MOMENTS
+
+
+class DeepSpeedFormat:
+    """A folder with *_states.pt files."""
+
+    name = "deepspeed"
+    targets: tuple[str, ...] = ("universal", "zero1", "zero2", "zero3")
+    has_keys = False
+
+    def detect(self, path: Path) -> Path | None:
+        return find_states(path)
+
+    def open(self, path: Path, options: ReadOptions):
+        return ZeroCheckpoint.open(path, options)
+
+    def can_resume(self, path: Path) -> bool:
+        return True
+
+    def read_optimizer_metadata(self, opened: OpenedCheckpoint):
+        return read_optimizer_metadata(opened)
+
+    def plan_write(self, request: WriteRequest):
+        source, optimizer, folder = request.source, request.optimizer, request.folder
+        if request.target == UNIVERSAL_TAG:
+            plan = plan_universal(source, optimizer, folder)
+            return plan, lambda folder: write_other_files(source, optimizer, folder)
+        target = ZeroTarget(
+            int(request.target.removeprefix("zero")), request.world_size, request.sub_group_size
+        )
+        return plan_zero(source, optimizer, target, folder / ZERO_TAG), lambda folder: None
+
+
+# -- The optimizer
+# -------------------------------------------------------------------------------------------------
+
+# Entries of model_states files that the writers compute themselves.
+REGENERATED_KEYS = {
+    "module",
+    "buffer_names",
+    "optimizer",
+    "param_shapes",
+    "frozen_param_shapes",
+    "shared_params",
+    "frozen_param_fragments",
+    "dp_world_size",
+    "mp_world_size",
+    "ds_config",
+    "ds_version",
+    "optimizer_param_names",
+    "aliases",
+}
+
+
+def read_optimizer_metadata(opened: OpenedCheckpoint) -> OptimizerMetadata:
+    """See CheckpointFormat.read_optimizer_metadata."""
+    source = opened.weights
+    model = _first(source, "model_states.pt")
+    assert model is not None
+    state = model.load_dict()
+    notes: list[str] = []
+    model_states = _other_entries(model, state, notes)
+    file, inner, optimizer = _optimizer_of(source, model, state)
+    tables = optimizer.get("param_groups") if isinstance(optimizer, dict) else None
+    tables = (
+        tables
+        if isinstance(tables, list) and all(isinstance(table, dict) for table in tables)
+        else []
+    )
+    config = state.get("ds_config")
+    config = config if isinstance(config, dict) else {}
+    names_of = _group_names(source, model, state, file, tables)
+    zero = config.get("zero_optimization")
+    if source.stage in (1, 2) and isinstance(zero, dict) and zero.get("round_robin_gradients"):
+        number_of = {name: number for number, name in enumerate(source.tensors)}
+        names_of = [sorted(group, key=number_of.__getitem__) for group in names_of]
+        notes.append(
+            "round_robin_gradients reordered the groups' parameters: written in the model's order"
+        )
+    settings = group_settings(file, tables)
+    if len(settings) != len(names_of):
+        settings = [{} for _ in names_of]
+    if not all(settings):
+        notes.append(
+            "the optimizer's settings are not in the checkpoint: DeepSpeed's own loader would miss"
+            " them"
+        )
+    try:
+        config = copied_values(model, config, "ds_config")
+    except ValueError:
+        config = {}
+        notes.append("ds_config holds an object of a class and was left out")
+    steps = _steps(file, optimizer, source)
+    if (ahead := steps_ahead(state, steps)) > 0:
+        model_states[STEPS_AHEAD] = ahead
+    return OptimizerMetadata(
+        groups=[Group(names, values) for names, values in zip(names_of, settings)],
+        steps=steps,
+        compute_dtype=_compute_dtype(source),
+        model_states=model_states,
+        optimizer=read_scaling(inner),
+        ds_config=config,
+        notes=notes,
+        is_of_deepspeed=True,
+    )
+
+
+def _first(source: WeightSource, ending: str) -> TorchFile | None:
+    return next((file for file in source.files if file.path.name.endswith(ending)), None)
+
+
+def _other_entries(model: TorchFile, state: dict, notes: list[str]) -> dict[str, Any]:
+    entries = {}
+    for key, value in state.items():
+        if key not in REGENERATED_KEYS:
+            try:
+                entries[copied_values(model, key, "a key")] = copied_values(model, value, str(key))
+            except ValueError:
+                notes.append(
+                    f"entry {str(key)[:80]!r} of the model file holds an object of a class and was"
+                    " left out"
+                )
+    return entries
+
+
+def _group_names(
+    source: WeightSource, model: TorchFile, state: dict, file: TorchFile, tables: list[dict]
+) -> list[list[str]]:
+    """Return the names of every parameter group."""
+    if source.stage == 0 and source.names_of_groups:
+        return source.names_of_groups
+    if source.stage == 0:
+        saved = state.get("optimizer_param_names")
+        # group_names refuses anything but lists of names.
+        names = group_names(model, saved)
+        owners = iter(source.resolve_tied(names, model.path))
+        return [[next(owners) for _ in group] for group in saved]
+    names_of = [list(group) for group in param_shapes(model, state)]
+    return _join_sub_groups(file, names_of, tables) if source.stage == 3 else names_of
+
+
+def _optimizer_of(
+    source: WeightSource, model: TorchFile, state: dict
+) -> tuple[TorchFile, dict, Any]:
+    """Return the file, DeepSpeed's optimizer in it, and the torch optimizer's state_dict (or
+    elastic list) in that.
+    """
+    file = _first(source, "optim_states.pt")
+    if file is not None:
+        inner = inner_optimizer(file)
+        return file, inner, inner.get("base_optimizer_state", inner.get("optimizer_state_dict"))
+    if source.stage == 0:
+        inner = state.get("optimizer")
+        inner = inner if isinstance(inner, dict) else {}
+        return model, inner, inner.get("optimizer_state_dict", inner)
+    file = TorchFile(source.path / ZERO_TAG / "optimizer_state.pt")
+    source.files.append(file)
+    inner = file.load_dict()
+    return (
+        file,
+        inner,
+        {**inner.get("optimizer_state_dict", {}), "param_groups": inner.get("param_groups")},
+    )
+
+
+def _join_sub_groups(
+    file: TorchFile, sub_groups: list[list[str]], tables: list[dict]
+) -> list[list[str]]:
+    """Join ZeRO-3's sub-groups, whose numbers an optimizer group lists as its parameters."""
+    counts = [
+        len(table["params"]) if isinstance(table.get("params"), list) else 0 for table in tables
+    ]
+    if sum(counts) != len(sub_groups):
+        found = f"{len(sub_groups)} sub-groups in param_shapes, {sum(counts)} in its param_groups"
+        raise corrupt_file_error(file.path, found)
+    remaining = iter(sub_groups)
+    return [[name for _ in range(count) for name in next(remaining)] for count in counts]
+
+
+def _steps(file: TorchFile, optimizer: Any, source: WeightSource) -> float | None:
+    states: Any = optimizer.get("state") if isinstance(optimizer, dict) else optimizer
+    states = (
+        list(states.values())
+        if isinstance(states, dict)
+        else states
+        if isinstance(states, list)
+        else []
+    )
+    states = [state for state in states if isinstance(state, dict)]
+    for state in states:
+        extra = [
+            key
+            for key in state
+            if key not in (*MOMENTS, "step") and isinstance(state[key], TensorRef)
+        ]
+        if extra:
+            raise UserError(
+                f"AdamW's exp_avg and exp_avg_sq alone in {file.path}",
+                f"{join_some(extra)} too (amsgrad, or another optimizer)",
+                "take the weights alone with --to safetensors; such state cannot be carried over",
+            )
+    for state in states:
+        if "step" in state:
+            return float(to_plain_value(file, state["step"]))
+    tables = optimizer.get("param_groups") if isinstance(optimizer, dict) else None
+    steps = tables[0].get("step") if tables else None
+    if steps is None and (path := next((source.path / ZERO_TAG).rglob("step.pt"), None)):
+        file = TorchFile(path)
+        source.files.append(file)
+        steps = file.load()
+    return None if steps is None else float(to_plain_value(file, steps))
+
+
+def _compute_dtype(source: WeightSource) -> str:
+    """Return the dtype of the model file's weights; ZeRO-3 leaves empty tensors there, which have
+    it too.
+    """
+    state = source.files[0].load_dict()
+    module = state.get("module") if isinstance(state.get("module"), dict) else {}
+    for name, info in source.tensors.items():
+        if info.kind == "trainable" and isinstance(module.get(name), TensorRef):
+            return module[name].dtype
+    return "float32"

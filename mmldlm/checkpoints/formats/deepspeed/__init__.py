@@ -1,1 +1,0 @@
-"""DeepSpeed ZeRO and universal checkpoints."""

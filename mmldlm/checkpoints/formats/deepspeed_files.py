@@ -1,0 +1,612 @@
+"""The files of a DeepSpeed checkpoint and the fields of the dicts in them, all validated.
+
+* Fields: names, shapes, stages, flat groups.
+* Partitions: how ZeRO cuts parameters over the ranks.
+* Counters tell files of two saves from files of one. What they cannot show: rank files of an
+  optimizer without a step count (SGD) under ZeRO-3, whose learning rate and loss scale are the
+  same at both saves. Under ZeRO-1 and 2 the 16-bit weights show those too.
+* `deepspeed.pt`, beside the files of other formats: what DeepSpeed records besides tensors.
+  Counters, lr_scheduler, the caller's client state, the loss scaler and the config have no place
+  in torch's DCP or in an optimizer.pt. Without them DeepSpeed would resume at step 0, with a fresh
+  schedule, after ZeRO -> fsdp or ddp -> ZeRO.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from mmldlm.checkpoints.files.dtypes import DTYPES
+from mmldlm.checkpoints.files.torch_file import (
+    SAME_SAVE_HINT,
+    TorchFile,
+    corrupt_file_error,
+)
+from mmldlm.checkpoints.files.torch_writer import write_torch
+from mmldlm.checkpoints.files.unpickler import OpaqueObject, TensorRef
+from mmldlm.checkpoints.formats.optimizer import (
+    OptimizerMetadata,
+    copied_values,
+    plain_scaling,
+    read_scaling,
+)
+from mmldlm.checkpoints.formats.weight_source import FileRange
+from mmldlm.checkpoints.manifest import (
+    DEEPSPEED_STATE,
+    ENGINE_FOLDER,
+    LATEST,
+    UNIVERSAL_TAG,
+    ZERO_TAG,
+)
+from mmldlm.errors import UserError
+from mmldlm.utils.formatting import join_some
+from mmldlm.utils.input_files import read_bytes
+from mmldlm.utils.paths import path_inside
+
+_OPTIM = re.compile(r"(bf16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_?optim_states\.pt")
+_MODEL = re.compile(r"mp_rank_(\d+)_model_states\.pt")
+_MODEL3 = re.compile(r"zero_pp_rank_(\d+)_mp_rank_(\d+)_model_states\.pt")
+_OTHER_FRAMEWORKS = re.compile(r"(layer_\d+.*|.*expert_\d+.*)[_-](model|optim)_states\.pt")
+
+
+_SUBFOLDERS = (
+    ZERO_TAG,
+    ENGINE_FOLDER,
+    f"{ENGINE_FOLDER}/{ZERO_TAG}",
+    UNIVERSAL_TAG,
+    f"{ENGINE_FOLDER}/{UNIVERSAL_TAG}",
+)
+
+
+def find_states(path: Path) -> Path | None:
+    """Return the folder with the *_states.pt files for an engine, tag or step folder.
+
+    Raises:
+        UserError: a `latest` file names a tag that does not exist.
+    """
+    if _has_states(path):
+        return path
+    latest = path / LATEST
+    if latest.is_file():
+        tag = read_bytes(latest, 1 << 16).decode(errors="replace").strip()
+        try:
+            folder = path_inside(path, tag)
+        except ValueError:
+            return None
+        if not _has_states(folder):
+            raise UserError(
+                f"the checkpoint {tag!r} that {latest} names",
+                "no *_states.pt files there",
+                f"give the folder of the checkpoint itself, one of those in {path}",
+            )
+        return folder
+    return next((path / name for name in _SUBFOLDERS if _has_states(path / name)), None)
+
+
+def _has_states(folder: Path) -> bool:
+    return folder.is_dir() and any(folder.glob("*_states.pt"))
+
+
+def list_files(folder: Path) -> tuple[dict[int, Path], dict[int, Path], dict[int, Path]]:
+    """List a checkpoint's files.
+
+    Returns:
+        rank -> optimizer file; {0: model file of ZeRO-0, 1 or 2}; rank -> model file of ZeRO-3.
+
+    Raises:
+        UserError: tensor, pipeline or expert parallelism, files of two saves, or no model file.
+    """
+    optim: dict[int, Path] = {}
+    model: dict[int, Path] = {}
+    model3: dict[int, Path] = {}
+    # macOS puts a file of attributes, "._" and the name, next to every file that it copies to
+    # other systems.
+    paths = [path for path in sorted(folder.glob("*_states.pt")) if not path.name.startswith("._")]
+    # Pipeline stages have tensor-parallel names, too: what is not ZeRO's is named first.
+    paths.sort(key=lambda path: _OTHER_FRAMEWORKS.fullmatch(path.name) is None)
+    for path in paths:
+        name = path.name
+        if found := _OPTIM.fullmatch(name):
+            rank, mp, table = int(found[2]), int(found[3]), optim
+        elif found := _MODEL3.fullmatch(name):
+            rank, mp, table = int(found[1]), int(found[2]), model3
+        elif found := _MODEL.fullmatch(name):
+            rank, mp, table = 0, int(found[1]), model
+        else:
+            kind = (
+                "pipeline or expert parallel" if _OTHER_FRAMEWORKS.fullmatch(name) else "unknown"
+            )
+            fix = "convert such checkpoints with DeepSpeed's own tools"
+            raise UserError(f"ZeRO files only in {folder}", f"{name} ({kind})", fix)
+        if mp != 0:
+            fix = "merge the tensor-parallel parts with the tool that made them"
+            raise UserError(
+                f"a checkpoint without tensor parallelism in {folder}",
+                f"{name} (mp_rank {mp})",
+                fix,
+            )
+        if rank in table:
+            found_two = f"a second file of rank {rank}, next to {table[rank].name}"
+            raise corrupt_file_error(
+                path, found_two, "remove the one that belongs to another save"
+            )
+        table[rank] = path
+    if model and model3:
+        found_two = (
+            f"model files of ZeRO-3 ({model3[min(model3)].name}) next to one of another stage"
+        )
+        raise corrupt_file_error(model[0], found_two, "remove the files of the other checkpoint")
+    if not model and not model3:
+        raise missing_file_error(
+            folder, "mp_rank_00_model_states.pt or zero_pp_rank_*_model_states.pt", "neither"
+        )
+    return optim, model, model3
+
+
+def missing_file_error(folder: Path, expected: str, found: str) -> UserError:
+    """Return the error for an incomplete checkpoint."""
+    return UserError(
+        f"{expected} in {folder}", found, "copy the checkpoint again with all of its files"
+    )
+
+
+def open_named(path: Path, random_access: bool = False) -> TorchFile:
+    """Open a rank's file.
+
+    Raises:
+        UserError: it was renamed since it was saved.
+    """
+    file = TorchFile(path, random_access)
+    # torch names the zip's top folder after the file; writers that go through a buffer say
+    # "archive".
+    if file.top not in (path.stem, "archive"):
+        file.close()
+        renamed = f"it was saved as {file.top}.pt and renamed since: rank files are swapped"
+        raise corrupt_file_error(
+            path, renamed, "restore the files under the names they were saved with"
+        )
+    return file
+
+
+def check_ranks(folder: Path, files: dict[int, Path], world_size: int, what: str) -> None:
+    """Check that there is exactly one file per rank.
+
+    Raises:
+        UserError: a missing or surplus file.
+    """
+    # A recorded world size may be any number: no table of its length is built.
+    absent = list(islice((rank for rank in range(world_size) if rank not in files), 5))
+    extra = sorted(rank for rank in files if rank >= world_size)
+    if absent:
+        more = " ..." if len(absent) == 5 else ""
+        raise missing_file_error(
+            folder,
+            f"{world_size} {what} files, one per rank",
+            f"none for rank(s) {join_some(absent[:4])}{more}",
+        )
+    if extra:
+        found = (
+            f"a file of rank {extra[0]}, but the checkpoint is of {world_size} ranks"
+            " (dp_world_size)"
+        )
+        raise corrupt_file_error(
+            files[extra[0]], found, "remove the files of an older run with more ranks"
+        )
+
+
+# -- fields
+# -------------------------------------------------------------------------------------------------
+
+
+def inner_optimizer(file: TorchFile) -> dict:
+    """Return the optimizer's state in an optim_states file."""
+    inner = file.load_dict().get("optimizer_state_dict")
+    if not isinstance(inner, dict):
+        raise corrupt_file_error(
+            file.path, "no optimizer_state_dict in it: not an optimizer file of ZeRO"
+        )
+    return inner
+
+
+def count_of(file: TorchFile, state: dict, key: str) -> int:
+    """Return an entry that must be a non-negative int."""
+    value = state.get(key)
+    if type(value) is not int or not 0 <= value < 1 << 63:
+        raise corrupt_file_error(file.path, f"{key} = {str(value)[:80]} instead of a count")
+    return value
+
+
+def configured_stage(state: dict) -> int:
+    """Return zero_optimization.stage of the DeepSpeed config in a model_states file."""
+    config = state.get("ds_config")
+    zero = config.get("zero_optimization") if isinstance(config, dict) else None
+    stage = zero.get("stage", 0) if isinstance(zero, dict) else 0
+    return stage if isinstance(stage, int) else 0
+
+
+def saved_stage(file: TorchFile, inner: dict) -> int:
+    """Return the ZeRO stage recorded in an optim_states file."""
+    stage: Any = inner.get("zero_stage")
+    if isinstance(stage, OpaqueObject) and len(stage.args) == 1:
+        stage = stage.args[0]
+    if stage is None and "single_partition_of_fp32_groups" in inner:
+        # BF16_Optimizer does not record its stage.
+        stage = 1
+    if stage not in (1, 2, 3):
+        raise corrupt_file_error(file.path, f"zero_stage {stage!r}")
+    return int(stage)
+
+
+def param_shapes(file: TorchFile, state: dict) -> list[dict[str, tuple[int, ...]]]:
+    """Return one dict name -> shape per group, in the order of the flat weights."""
+    groups = state.get("param_shapes")
+    if not isinstance(groups, list) or not all(isinstance(group, dict) for group in groups):
+        raise corrupt_file_error(
+            file.path, "no param_shapes in it: the order of the flat weights is unknown"
+        )
+    for name, shape in ((n, s) for group in groups for n, s in group.items()):
+        is_shape = isinstance(shape, tuple) and all(
+            type(size) is int and size >= 0 for size in shape
+        )
+        if not isinstance(name, str) or not is_shape:
+            raise corrupt_file_error(file.path, f"param_shapes with {name!r}: {shape!r}")
+    names = [name for group in groups for name in group]
+    if len(names) != len(set(names)):
+        raise corrupt_file_error(file.path, "param_shapes names a parameter twice")
+    return groups
+
+
+def frozen_shapes(file: TorchFile, state: dict) -> dict[str, tuple[int, ...]]:
+    """Return name -> shape of the frozen parameters that a model file of ZeRO-2 or 3 records."""
+    shapes = state.get("frozen_param_shapes") or {}
+    for name, shape in shapes.items() if isinstance(shapes, dict) else [(None, shapes)]:
+        is_shape = isinstance(shape, tuple) and all(
+            type(size) is int and size >= 0 for size in shape
+        )
+        if not isinstance(name, str) or not is_shape:
+            raise corrupt_file_error(
+                file.path, f"frozen_param_shapes with {str(name)[:80]!r}: {str(shape)[:80]}"
+            )
+    return shapes
+
+
+def shared_params(file: TorchFile, state: dict) -> dict[str, str]:
+    """Return second name -> name of the tied weights that a model file records."""
+    shared = state.get("shared_params") or {}
+    if not isinstance(shared, dict) or not all(
+        isinstance(name, str) for pair in shared.items() for name in pair
+    ):
+        raise corrupt_file_error(
+            file.path, f"shared_params that are not names: {str(shared)[:80]}"
+        )
+    return shared
+
+
+def buffer_names(state: dict) -> set[str]:
+    """Return the names of the buffers in a model_states file."""
+    names = state.get("buffer_names")
+    return {name for name in names if isinstance(name, str)} if isinstance(names, list) else set()
+
+
+def flat_groups(file: TorchFile, inner: dict, key: str, count: int) -> list[TensorRef]:
+    """Return a rank's flat masters, one per group."""
+    flats = inner.get(key)
+    if (
+        not isinstance(flats, list)
+        or len(flats) != count
+        or not all(isinstance(flat, TensorRef) for flat in flats)
+    ):
+        count_found = f"{len(flats)} entries" if isinstance(flats, list) else type(flats).__name__
+        raise corrupt_file_error(
+            file.path, f"{count_found} in {key} instead of {count} flat tensors (one per group)"
+        )
+    for flat in flats:
+        file.check_ref(flat, key)
+        if (
+            not flat.is_contiguous
+            or not DTYPES[flat.dtype].is_float
+            or DTYPES[flat.dtype].itemsize == 1
+        ):
+            raise corrupt_file_error(
+                file.path, f"{key} holds a {flat.dtype} tensor of shape {flat.shape}"
+            )
+    return flats
+
+
+def inner_paddings(file: TorchFile, inner: dict, group: int, count: int) -> list[int]:
+    """Return the padding after each of a group's `count` parameters, in elements
+    (parameter_alignment; mostly 0).
+    """
+    groups = inner.get("param_alignment_paddings")
+    # DeepSpeed before 0.19.8 and BF16_Optimizer record no paddings.
+    if groups is None:
+        return [0] * count
+    try:
+        pads = list(groups[group])
+    except (TypeError, IndexError, KeyError):
+        pads = []
+    if len(pads) != count or not all(type(pad) is int and pad >= 0 for pad in pads):
+        raise corrupt_file_error(
+            file.path,
+            f"param_alignment_paddings of group {group}: {str(pads)[:80]}, {count} parameters",
+        )
+    return pads
+
+
+# -- Partitions
+# -------------------------------------------------------------------------------------------------
+
+
+def slice_sizes(needed: int, world: int) -> list[list[int]]:
+    """Return, per rank, the elements of its slice of a flat group with and without the tail
+    padding (ZeRO-1 and 2).
+    """
+    size = -(-needed // (2 * world)) * 2
+    return [[size, max(0, min(size, needed - rank * size))] for rank in range(world)]
+
+
+def slice_parts(
+    files: list[TorchFile], flats: list[TensorRef], offset: int, count: int
+) -> list[FileRange]:
+    """Return [offset, offset + count) of the concatenation of all ranks' flat tensors (ZeRO-1 and
+    2).
+    """
+    parts = []
+    base = 0
+    for file, flat in zip(files, flats):
+        low, high = max(offset, base), min(offset + count, base + flat.numel)
+        if low < high:
+            parts.append(FileRange(file, flat, low - base, high - low))
+        base += flat.numel
+    return parts
+
+
+def gather_parts(
+    files: list[TorchFile], flats: list[TensorRef], offset: int, count: int
+) -> list[FileRange]:
+    """Return a parameter of `count` elements, cut into equal shares that start at `offset` on
+    every rank (ZeRO-3).
+    """
+    share = -(-count // len(files))
+    counts = [max(0, min(share, count - rank * share)) for rank in range(len(files))]
+    return [FileRange(file, flat, offset, held) for file, flat, held in zip(files, flats, counts)]
+
+
+# -- Counters
+# -------------------------------------------------------------------------------------------------
+
+# In a model file that mmldlm wrote: by how many steps the optimizer was ahead in the source, where
+# that was one save (ZeRO-0 in bf16 has one file, and steps once by itself when it starts, as
+# DeepSpeed before 0.14 did at every stage).
+STEPS_AHEAD = "mmldlm_optimizer_steps_ahead"
+_OF_MODEL = (
+    "global_steps",
+    "global_samples",
+    "skipped_steps",
+    "dp_world_size",
+    "mp_world_size",
+    "ds_version",
+)
+_OF_SCHEDULER = ("last_batch_iteration", "last_epoch", "_step_count")
+_OF_SCALER = ("cur_iter", "last_overflow_iter", "cur_scale")
+
+
+def check_model_files(files: list[TorchFile], states: list[dict]) -> None:
+    """Check that the counters of the ranks' model files agree.
+
+    Raises:
+        UserError: they differ.
+    """
+    _check_equal(files, [_model_counters(state) for state in states])
+
+
+def check_optimizer_files(
+    files: list[TorchFile], inners: list[dict], world_size: int
+) -> dict[str, Any]:
+    """Check that the counters of the ranks' optimizer files agree, and return them.
+
+    Raises:
+        UserError: they differ, or the files are of another world size.
+    """
+    for file, inner in zip(files, inners):
+        counts = inner.get("partition_count")
+        for count in counts if isinstance(counts, list) else [counts]:
+            if type(count) is int and count != world_size:
+                found = f"partition_count = {count}, but dp_world_size is {world_size}"
+                raise corrupt_file_error(file.path, found, SAME_SAVE_HINT)
+    counters = [_optimizer_counters(file, inner) for file, inner in zip(files, inners)]
+    _check_equal(files, counters)
+    return counters[0]
+
+
+def compare_steps(model: Path, state: dict, optimizer: Path, counters: dict[str, Any]) -> str:
+    """Compare the optimizer's step count with that of the model file.
+
+    Args:
+        model: the model file, for messages.
+        state: what it holds.
+        optimizer: the optimizer's file, for messages.
+        counters: the result of check_optimizer_files, or {"step": [steps]}.
+
+    Returns:
+        "", or a note if the optimizer is behind: it may have been started anew, or the files are
+        of two saves.
+
+    Raises:
+        UserError: the optimizer is ahead: the files are of two saves.
+    """
+    steps = [value for value in counters.get("step", []) if isinstance(value, (int, float))]
+    made, skipped = state.get("global_steps"), state.get("skipped_steps", 0)
+    if type(made) is not int or type(skipped) is not int:
+        return ""
+    scaled = counters.get("cur_iter")
+    if made == 0 and "global_samples" not in state and steps:
+        return f"{model.name} records no global_steps, the optimizer made {max(steps):.0f} steps"
+    applied = made - skipped
+    behind = (
+        f", but {model.name} is at {made} (global_steps, {skipped} of them skipped): files of two"
+        " saves"
+    )
+    if steps and max(steps) > applied + extra_optimizer_steps(state):
+        raise corrupt_file_error(
+            optimizer, f"optimizer step {max(steps):.0f}{behind}", SAME_SAVE_HINT
+        )
+    if isinstance(scaled, int) and scaled > made:
+        raise corrupt_file_error(
+            optimizer, f"step {scaled} of the loss scaler{behind}", SAME_SAVE_HINT
+        )
+    if steps and max(steps) < applied:
+        return (
+            f"the optimizer in {optimizer.name} made {max(steps):.0f} steps, {model.name} counts"
+            f" {applied}: it was started anew since, or the files are of two saves"
+        )
+    return ""
+
+
+def extra_optimizer_steps(state: dict) -> int:
+    """Return by how many steps the optimizer of one save may be ahead of its model file.
+
+    DeepSpeed before 0.14 stepped once by itself when it started (its pull request 5104).
+    """
+    recorded = state.get(STEPS_AHEAD)
+    if type(recorded) is int:
+        return recorded
+    version = re.match(r"(\d+)\.(\d+)", str(state.get("ds_version")))
+    is_old = version is None or (int(version[1]), int(version[2])) < (0, 14)
+    return int(is_old)
+
+
+def steps_ahead(state: dict, steps: float | None) -> int:
+    """Return by how many steps the optimizer is ahead of the model file of the same save; 0 if
+    that is unknown.
+    """
+    made, skipped = state.get("global_steps"), state.get("skipped_steps", 0)
+    if steps is None or type(made) is not int or type(skipped) is not int:
+        return 0
+    return int(steps) - (made - skipped)
+
+
+def read_scalar(file: TorchFile, value: Any) -> Any:
+    """Return a plain number, or that in a tensor of one element; None for anything else."""
+    if not isinstance(value, TensorRef):
+        return value if isinstance(value, (int, float)) else None
+    if value.numel != 1 or value.dtype not in ("float32", "float64", "int64", "int32"):
+        return None
+    file.check_ref(value, "step")
+    one = TensorRef(value.dtype, (1,), (1,), value.key, value.offset, value.storage_elements)
+    return file.read_elements(one, 0, 1)[0].item()
+
+
+def _check_equal(files: list[TorchFile], counters: list[dict[str, Any]]) -> None:
+    for file, found in zip(files, counters):
+        for key in {*found, *counters[0]}:
+            mine, first = found.get(key), counters[0].get(key)
+            if repr(mine) != repr(first):  # nan is equal to itself here
+                what = f"{key} {mine!r} while {files[0].path.name} is at {first!r}"
+                raise corrupt_file_error(file.path, what, SAME_SAVE_HINT)
+
+
+def _model_counters(state: dict) -> dict[str, Any]:
+    found = {key: state.get(key) for key in _OF_MODEL}
+    scheduler = state.get("lr_scheduler")
+    if isinstance(scheduler, dict):
+        found.update(
+            {
+                f"lr_scheduler.{key}": scheduler[key]
+                for key in _OF_SCHEDULER
+                if _is_number(scheduler.get(key))
+            }
+        )
+    return found
+
+
+def _optimizer_counters(file: TorchFile, inner: dict) -> dict[str, Any]:
+    """Return the counters of an optimizer file; "step" and "lr" are lists."""
+    optimizer: Any = inner.get("base_optimizer_state", inner.get("optimizer_state_dict"))
+    tables = optimizer.get("param_groups") if isinstance(optimizer, dict) else None
+    tables = (
+        [table for table in tables if isinstance(table, dict)] if isinstance(tables, list) else []
+    )
+    in_tables = [
+        read_scalar(file, table["step"]) for table in tables if "step" in table
+    ]  # older FusedAdam
+    found = {
+        "step": [
+            *(read_scalar(file, state.get("step")) for state in _states(optimizer)),
+            *in_tables,
+        ],
+        "lr": [read_scalar(file, table.get("lr")) for table in tables],
+    }
+    scaler = inner.get("loss_scaler")
+    if isinstance(scaler, OpaqueObject) and isinstance(scaler.state, dict):
+        found.update(
+            {key: scaler.state[key] for key in _OF_SCALER if _is_number(scaler.state.get(key))}
+        )
+    return found
+
+
+def _states(optimizer: Any) -> Iterator[dict]:
+    """Yield the states of an optimizer's tensors in a fixed order."""
+    states: Any = optimizer
+    if isinstance(states, dict):
+        of_index = states.get("state")
+        items = of_index.items() if isinstance(of_index, dict) else ()
+        states = [value for _, value in sorted(items, key=lambda item: str(item[0]))]
+    for state in states if isinstance(states, list) else ():
+        if isinstance(state, dict):
+            yield state
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float))
+
+
+# -- deepspeed.pt
+# -------------------------------------------------------------------------------------------------
+
+
+def write_deepspeed_state(metadata: OptimizerMetadata | None, folder: Path) -> None:
+    """Write deepspeed.pt into `folder` if DeepSpeed saved the source; plain values and tensors
+    alone.
+    """
+    if metadata is None or not metadata.is_of_deepspeed:
+        return
+    value = {
+        "model_states": metadata.model_states,
+        "optimizer": plain_scaling(metadata),
+        "ds_config": metadata.ds_config,
+    }
+    write_torch(folder / DEEPSPEED_STATE, value)
+
+
+def add_deepspeed_state(metadata: OptimizerMetadata, folder: Path) -> OptimizerMetadata:
+    """Add what the deepspeed.pt in `folder` holds, if there is one; return the metadata.
+
+    Raises:
+        UserError: the file is damaged, unsafe, or something else.
+    """
+    path = folder / DEEPSPEED_STATE
+    if not path.exists():
+        return metadata
+    with TorchFile(path) as file:
+        saved = file.load_dict()
+        model_states, optimizer, config = (
+            saved.get(key) for key in ("model_states", "optimizer", "ds_config")
+        )
+        if not all(isinstance(part, dict) for part in (model_states, optimizer, config)):
+            raise corrupt_file_error(path, "no model_states, optimizer and ds_config in it")
+        metadata.model_states = {**metadata.model_states, **_copied(file, model_states)}
+        metadata.optimizer |= read_scaling(optimizer)
+        metadata.ds_config = _copied(file, config)
+    metadata.is_of_deepspeed = True
+    return metadata
+
+
+def _copied(file: TorchFile, value: dict) -> dict[str, Any]:
+    try:
+        return copied_values(file, value, "an entry")
+    except ValueError as error:
+        raise corrupt_file_error(file.path, "an object of a class in it") from error

@@ -1,0 +1,786 @@
+"""Reader of DeepSpeed's ZeRO-0/1/2/3 and universal checkpoints, without torch or deepspeed, in
+bounded memory.
+
+Layouts (DeepSpeed 0.19, deepspeed/runtime/engine.py, zero/stage_1_and_2.py, zero/stage3.py,
+bf16_optimizer.py):
+
+* ZeRO-1 and 2: a parameter group is flat, its parameters in the order of `param_shapes`, padded to
+  a multiple of 2 * world size and cut into equal slices, one per rank. Masters are saved without
+  the tail padding.
+* BF16_Optimizer (ZeRO-1 with fp32 accumulation): the same, but the padding is saved too.
+* ZeRO-3: every parameter gives ceil(numel / world size) elements to every rank, padded at its own
+  end; a sub-group is flat on each rank.
+* ZeRO-0: the module, and for 16-bit engines the masters as a list without names, which
+  FP16_UnfusedOptimizer saves. A rounded master equals the module's weight bit for bit, so the
+  weights identify the names. For weights with equal bits but different masters the order of the
+  parameters decides if possible; otherwise the checkpoint is refused.
+* Universal (ds_to_universal): one file per parameter and state,
+
+      DIR/zero/<parameter>/{fp32,exp_avg,exp_avg_sq}.pt    {"param": tensor} from ZeRO-1 and 2;
+                                                           a bare flat tensor from ZeRO-3
+      DIR/zero/optimizer_state.pt                          the groups (Muon has no exp_avg_sq.pt)
+      DIR/*_model_states.pt                                those of the source, with all buffers
+
+`param_slice_mappings` is not used: it disagrees with the data under round_robin_gradients.
+"""
+
+from __future__ import annotations
+
+import os
+import zlib
+from collections.abc import Container, Iterable
+from pathlib import Path
+from typing import Any
+
+from mmldlm.checkpoints.files.dtypes import DTYPES, cast, numel
+from mmldlm.checkpoints.files.torch_file import (
+    CHUNK_BYTES,
+    SAME_SAVE_HINT,
+    TorchFile,
+    corrupt_file_error,
+)
+from mmldlm.checkpoints.files.unpickler import TensorRef
+from mmldlm.checkpoints.formats.deepspeed_files import (
+    buffer_names,
+    check_model_files,
+    check_optimizer_files,
+    check_ranks,
+    compare_steps,
+    configured_stage,
+    count_of,
+    find_states,
+    flat_groups,
+    frozen_shapes,
+    gather_parts,
+    inner_optimizer,
+    inner_paddings,
+    list_files,
+    missing_file_error,
+    open_named,
+    param_shapes,
+    read_scalar,
+    saved_stage,
+    shared_params,
+    slice_parts,
+    slice_sizes,
+)
+from mmldlm.checkpoints.formats.optimizer import (
+    TensorState,
+    check_equal_steps,
+    check_no_other_moment,
+    flat_moments,
+    group_names,
+    moments_by_name,
+    states_by_index,
+)
+from mmldlm.checkpoints.formats.selection import add_tensors, tensors_of
+from mmldlm.checkpoints.formats.weight_source import (
+    READ_DEFAULTS,
+    FileRange,
+    ReadOptions,
+    TensorInfo,
+    WeightSource,
+    read_parts,
+)
+from mmldlm.checkpoints.manifest import ZERO_TAG
+from mmldlm.errors import UserError
+from mmldlm.utils.formatting import join_some
+from mmldlm.utils.moments import MOMENTS, moment_keys
+from mmldlm.utils.paths import check_distinct, path_inside
+
+
+class ZeroCheckpoint(WeightSource):
+    """An opened DeepSpeed checkpoint; see WeightSource."""
+
+    engine = "deepspeed"
+
+    @classmethod
+    def open(cls, path: Path | str, options: ReadOptions = READ_DEFAULTS) -> ZeroCheckpoint:
+        """Open a folder of *_states.pt files, or one that contains it (`latest`, zero/,
+        engine/zero/).
+
+        Raises:
+            UserError: missing, extra, renamed, damaged or mismatched files; tensor, pipeline or
+                expert parallelism. It names the file.
+        """
+        folder = find_states(Path(path))
+        if folder is None:
+            raise UserError(
+                f"a DeepSpeed checkpoint at {path}",
+                "no *_states.pt files there or under its `latest`",
+                "give the folder that holds the mp_rank_* and zero_pp_rank_* files",
+            )
+        source = cls(folder, options)
+        try:
+            source._open_folder()
+        except BaseException:
+            source.close()
+            raise
+        return source
+
+    def _open_folder(self) -> None:
+        optim, model, model3 = list_files(self.path)
+        model_files = [self._open(path) for _, path in sorted((model3 or model).items())]
+        models = [file.load_dict() for file in model_files]
+        self.step = count_of(model_files[0], models[0], "global_steps")
+        self.world_size = count_of(model_files[0], models[0], "dp_world_size")
+        check_model_files(model_files, models)
+        if not optim and is_universal(self.path):
+            self.stage = configured_stage(models[0])
+            self._read_universal(model_files, models)
+            return
+        if not optim:
+            stage = configured_stage(models[0]) or (3 if model3 else 0)
+            if stage != 0:
+                files = (
+                    f"the {self.world_size} zero_pp_rank_*_optim_states.pt files of ZeRO-{stage}"
+                )
+                raise missing_file_error(self.path, files, "none")
+            self.stage = 0
+            self._read_zero0(model_files[0], models[0])
+            return
+        check_ranks(self.path, optim, self.world_size, "optim_states")
+        optim_files = [self._open(path) for _, path in sorted(optim.items())]
+        inners = [inner_optimizer(file) for file in optim_files]
+        self.stage = saved_stage(optim_files[0], inners[0])
+        counters = check_optimizer_files(optim_files, inners, self.world_size)
+        self._compare_steps(model_files[0], models[0], optim_files[0].path, counters)
+        if (self.stage == 3) != bool(model3):
+            found = (
+                f"a model file of {'ZeRO-3' if model3 else 'another stage'}, with optimizer files"
+                f" of ZeRO-{self.stage}"
+            )
+            raise corrupt_file_error(model_files[0].path, found, SAME_SAVE_HINT)
+        if self.stage == 3:
+            check_ranks(self.path, model3, self.world_size, "model_states")
+            self._read_zero3(model_files, models, optim_files, inners)
+        else:
+            self._read_zero12(model_files[0], models[0], optim_files, inners)
+
+    def _read_universal(self, model_files: list[TorchFile], models: list[dict]) -> None:
+        """Read masters and moments by name, frozen parameters and buffers from the model files."""
+        file, state = model_files[0], models[0]
+        module = tensors_of(state.get("module"), file.path, "module", self.notes)
+        groups = param_shapes(file, state)
+        trainable = {name: shape for group in groups for name, shape in group.items()}
+        if self.stage == 3:
+            plain = {name: module[name] for name in module if name in buffer_names(state)}
+        else:
+            plain = {name: ref for name, ref in module.items() if name not in trainable}
+        kinds = {**dict.fromkeys(plain, "frozen"), **dict.fromkeys(buffer_names(state), "buffer")}
+        add_universal(self, groups, self.options.with_moments)
+        self._check_universal_steps(file, state, list(trainable))
+        if self.stage in (1, 2):
+            self._add_universal_copies(file, module, trainable)
+        shared = shared_params(file, state)
+        add_tensors(
+            self, file, {name: ref for name, ref in plain.items() if name not in shared}, kinds
+        )
+        self._add_frozen3(model_files, models if self.stage == 3 else [{}])
+        self._add_shared3(file, state)
+        self._order_like(module)
+
+    def _add_universal_copies(
+        self, file: TorchFile, module: dict, trainable: dict[str, tuple[int, ...]]
+    ) -> None:
+        """Find the low-precision weights in the model file of ZeRO-1 or 2, which the masters must
+        round to.
+
+        ZeRO-3 leaves none there.
+        """
+        _check_in_module(file, module, trainable, module)
+        for name in trainable:
+            file.check_ref(module[name], name)
+            if module[name].is_contiguous and module[name].numel:
+                self.low_precision_copies[name] = [
+                    FileRange(file, module[name], 0, module[name].numel)
+                ]
+
+    def _check_universal_steps(self, model: TorchFile, state: dict, names: list[str]) -> None:
+        """Compare the optimizer's steps with each other and with the model file's.
+
+        Raises:
+            UserError: they are of two saves.
+        """
+        counted = universal_steps(self, names)
+        for path, step in counted:
+            if step != counted[0][1]:
+                found = (
+                    f"optimizer step {step} while {counted[0][0].parent.name} is at"
+                    f" {counted[0][1]}"
+                )
+                raise corrupt_file_error(path, found, SAME_SAVE_HINT)
+        if counted:
+            self._compare_steps(model, state, counted[0][0], {"step": [counted[0][1]]})
+
+    def _compare_steps(
+        self, model: TorchFile, state: dict, optimizer: Path, counters: dict[str, Any]
+    ) -> None:
+        """Hold the optimizer's steps against the model file's, unless a manifest says that it is
+        one save.
+        """
+        if not self.options.is_one_save and (
+            note := compare_steps(model.path, state, optimizer, counters)
+        ):
+            self.notes.append(note)
+
+    def _order_like(self, module: dict) -> None:
+        """Sort the tensors in the model's order.
+
+        Raises:
+            UserError: the module names a tensor that is not stored.
+        """
+        unknown = [name for name in module if name not in self.tensors]
+        if unknown:
+            found = f"{join_some(unknown)} named in module, without weights in the checkpoint"
+            raise corrupt_file_error(self.files[0].path, found)
+        order = [*module, *(name for name in self.tensors if name not in module)]
+        self.tensors = {name: self.tensors[name] for name in order}
+
+    def _open(self, path: Path) -> TorchFile:
+        file = open_named(path, self.options.random_access)
+        self.files.append(file)
+        return file
+
+    def _mark_tied(self, file: TorchFile, state: dict) -> None:
+        """Mark tied weights that were saved twice, as mmldlm does when it saves a copy
+        asynchronously.
+
+        DeepSpeed names them from ZeRO-1 on; under ZeRO-0 mmldlm does, in the client state.
+        """
+        shared = state.get("shared_params") or state.get("aliases")
+        self.mark_tied(shared if isinstance(shared, dict) else {}, file.path)
+
+    def _add_trainable(self, name: str, shape: tuple[int, ...], parts: list[FileRange]) -> None:
+        self.tensors[name] = TensorInfo(name, "float32", shape, "trainable")
+        self.parts[name] = [part for part in parts if part.count]
+
+    # -- ZeRO-0
+    # ---------------------------------------------------------------------------------------------
+
+    def _read_zero0(self, file: TorchFile, state: dict) -> None:
+        module = tensors_of(state.get("module"), file.path, "module", self.notes)
+        add_tensors(self, file, module, dict.fromkeys(buffer_names(state), "buffer"))
+        self._mark_tied(file, state)
+        optimizer = state.get("optimizer")
+        if not isinstance(optimizer, dict):
+            return
+        mirrors = {
+            name: parts
+            for name, parts in self.parts.items()
+            if self.tensors[name].kind == "parameter"
+        }
+        shapes = {name: self.tensors[name].shape for name in mirrors}
+        names = state.get("optimizer_param_names")
+        masters = match_masters(file, optimizer, names, mirrors, shapes)
+        if masters is None and any(
+            self.tensors[name].dtype in ("bfloat16", "float16") for name in mirrors
+        ):
+            self.notes.append("no fp32 masters were saved: the weights are those of 16 bits")
+        if masters is None and names is None:
+            # an fp32 engine: the module is the master; which of it was trained is not recorded
+            return
+        trained = (
+            list(masters)
+            if masters is not None
+            else self.resolve_tied(group_names(file, names), file.path)
+        )
+        for name in mirrors:
+            if name not in trained:
+                self.set_kind_and_dtype(name, "frozen")
+            elif masters is None:
+                self.set_kind_and_dtype(name, "trainable")
+            else:
+                self.low_precision_copies[name] = self.parts[name]
+                self._add_trainable(name, shapes[name], [masters[name]])
+        self.update_aliases()
+        if self.options.with_moments:
+            if masters is not None:
+                self.names_of_groups = names_of_groups(optimizer, masters)
+            in_order = (
+                trained
+                if masters is None
+                else [name for group in self.names_of_groups for name in group]
+            )
+            states = states_by_index(
+                file, optimizer.get("optimizer_state_dict", optimizer), len(trained)
+            )
+            self.moments = moments_by_name(file, states, in_order, shapes) if states else {}
+
+    # -- ZeRO-1 and 2
+    # ---------------------------------------------------------------------------------------------
+
+    def _read_zero12(
+        self, file: TorchFile, state: dict, optim: list[TorchFile], inners: list[dict]
+    ) -> None:
+        module = tensors_of(state.get("module"), file.path, "module", self.notes)
+        groups = param_shapes(file, state)
+        trainable = {name: shape for group in groups for name, shape in group.items()}
+        kinds = {**dict.fromkeys(module, "frozen"), **dict.fromkeys(buffer_names(state), "buffer")}
+        # Trainable names first: of two tied names, the one in param_shapes must own the weights.
+        names = [
+            *(name for name in module if name in trainable),
+            *(name for name in module if name not in trainable),
+        ]
+        add_tensors(self, file, {name: module[name] for name in names}, kinds)
+        self._mark_tied(file, state)
+        _check_in_module(file, module, trainable, self.parts)
+        ranks = list(zip(optim, inners))
+        states = self._states(optim, inners, "base_optimizer_state", len(groups))
+        all_flats = [
+            flat_groups(f, i, "single_partition_of_fp32_groups", len(groups)) for f, i in ranks
+        ]
+        for number, group in enumerate(groups):
+            flats = [flats[number] for flats in all_flats]
+            pads = inner_paddings(optim[0], inners[0], number, len(group))
+            needed = sum(map(numel, group.values())) + sum(pads)
+            self._check_slices(optim, flats, needed, number)
+            sizes = slice_sizes(needed, len(optim))
+            moments = flat_moments(optim, states, number, sizes) if states else {}
+            offset = 0
+            for (name, shape), pad in zip(group.items(), pads):
+                self.low_precision_copies[name] = self.parts[name]
+                self._add_trainable(name, shape, slice_parts(optim, flats, offset, numel(shape)))
+                for key, flat in moments.items():
+                    self.moments.setdefault(key, {})[name] = slice_parts(
+                        optim, flat, offset, numel(shape)
+                    )
+                offset += numel(shape) + pad
+        self.update_aliases()
+        self.tensors = {name: self.tensors[name] for name in module}
+
+    def _check_slices(
+        self, optim: list[TorchFile], flats: list[TensorRef], needed: int, group: int
+    ) -> None:
+        """Check that every rank holds its equal slice, with or without the tail padding."""
+        sizes = slice_sizes(needed, len(flats))
+        is_padded = sum(flat.numel for flat in flats) == sum(padded for padded, _ in sizes)
+        for rank, (file, flat) in enumerate(zip(optim, flats)):
+            expected = sizes[rank][0 if is_padded else 1]
+            if flat.numel != expected or flat.dtype != flats[0].dtype:
+                found = (
+                    f"{flat.numel} {flat.dtype} elements of group {group} on rank {rank}, whose"
+                    f" slice is {expected}"
+                )
+                raise corrupt_file_error(file.path, found, SAME_SAVE_HINT)
+
+    def _states(
+        self, optim: list[TorchFile], inners: list[dict], key: str, count: int
+    ) -> list[list[TensorState]]:
+        """Return the inner optimizers' states per rank; [] if not requested, or before the first
+        step.
+        """
+        if not self.options.with_moments:
+            return []
+        states = [
+            states_by_index(file, inner.get(key), count) for file, inner in zip(optim, inners)
+        ]
+        return states if check_equal_steps(optim, states) else []
+
+    # -- ZeRO-3
+    # ---------------------------------------------------------------------------------------------
+
+    def _read_zero3(
+        self,
+        model_files: list[TorchFile],
+        models: list[dict],
+        optim: list[TorchFile],
+        inners: list[dict],
+    ) -> None:
+        file, state = model_files[0], models[0]
+        module = tensors_of(state.get("module"), file.path, "module", self.notes)
+        groups = param_shapes(file, state)
+        for other, other_state in zip(model_files[1:], models[1:]):
+            if param_shapes(other, other_state) != groups:
+                raise corrupt_file_error(
+                    other.path,
+                    f"param_shapes that differ from those in {file.path.name}",
+                    SAME_SAVE_HINT,
+                )
+        buffers = {name: ref for name, ref in module.items() if name in buffer_names(state)}
+        add_tensors(self, file, buffers, dict.fromkeys(buffers, "buffer"))
+        world = len(optim)
+        states = self._states(optim, inners, "optimizer_state_dict", len(groups))
+        all_flats = [
+            flat_groups(f, i, "fp32_flat_groups", len(groups)) for f, i in zip(optim, inners)
+        ]
+        for number, group in enumerate(groups):
+            flats = [flats[number] for flats in all_flats]
+            needed = sum(-(-numel(shape) // world) for shape in group.values())
+            for rank_file, flat in zip(optim, flats):
+                if flat.numel != needed or flat.dtype != flats[0].dtype:
+                    found = (
+                        f"{flat.numel} {flat.dtype} elements of sub-group {number}, its parameters"
+                        f" need {needed}"
+                    )
+                    raise corrupt_file_error(rank_file.path, found, SAME_SAVE_HINT)
+            moments = flat_moments(optim, states, number, [[needed]] * world) if states else {}
+            offset = 0
+            for name, shape in group.items():
+                self._add_trainable(name, shape, gather_parts(optim, flats, offset, numel(shape)))
+                for key, flat in moments.items():
+                    self.moments.setdefault(key, {})[name] = gather_parts(
+                        optim, flat, offset, numel(shape)
+                    )
+                offset += -(-numel(shape) // world)
+        self._add_frozen3(model_files, models)
+        self._add_shared3(file, state)
+        self._order_like(module)
+
+    def _add_frozen3(self, files: list[TorchFile], models: list[dict]) -> None:
+        shapes = frozen_shapes(files[0], models[0])
+        fragments = [model.get("frozen_param_fragments") for model in models]
+        for name, shape in shapes.items():
+            share = -(-numel(shape) // len(files))
+            flats = []
+            for file, held in zip(files, fragments):
+                ref = held.get(name) if isinstance(held, dict) else None
+                if not isinstance(ref, TensorRef) or ref.numel != share or not ref.is_contiguous:
+                    found = (
+                        f"a fragment {getattr(ref, 'shape', ref)} of frozen {name} instead of"
+                        f" ({share},)"
+                    )
+                    raise corrupt_file_error(file.path, found)
+                file.check_ref(ref, name)
+                flats.append(ref)
+            if len({flat.dtype for flat in flats}) > 1:
+                raise corrupt_file_error(
+                    files[0].path,
+                    f"fragments of frozen {name} have different dtypes over the ranks",
+                )
+            self.tensors[name] = TensorInfo(name, flats[0].dtype, tuple(shape), "frozen")
+            self.parts[name] = [
+                part for part in gather_parts(files, flats, 0, numel(shape)) if part.count
+            ]
+
+    def _add_shared3(self, file: TorchFile, state: dict) -> None:
+        for alias, owner in shared_params(file, state).items():
+            if owner not in self.tensors:
+                found = f"{alias} tied to {owner}, which has no weights in the checkpoint"
+                raise corrupt_file_error(file.path, found)
+            info = self.tensors[owner]
+            self.tensors[alias] = TensorInfo(alias, info.dtype, info.shape, "alias", owner)
+
+
+def _check_in_module(
+    file: TorchFile,
+    module: dict[str, TensorRef],
+    trainable: dict[str, tuple[int, ...]],
+    stored: Container[str],
+) -> None:
+    """Raise UserError unless every trainable parameter is among `stored`, with its shape in
+    `module`.
+    """
+    for name, shape in trainable.items():
+        if name not in stored or module[name].shape != shape:
+            found = module[name].shape if name in module else "nothing of that name"
+            raise corrupt_file_error(
+                file.path, f"{name} {shape} in param_shapes, {found} in module"
+            )
+
+
+# -- Masters of ZeRO-0
+# -------------------------------------------------------------------------------------------------
+
+
+def match_masters(
+    file: TorchFile,
+    optimizer: dict,
+    names: Any,
+    low_precision_copies: dict[str, list[FileRange]],
+    shapes: dict[str, tuple[int, ...]],
+) -> dict[str, FileRange] | None:
+    """Return name -> fp32 master; None if the optimizer keeps none (an fp32 engine).
+
+    Args:
+        optimizer: the saved state of the optimizer, from `optimizer` of the model file.
+        names: `optimizer_param_names` of the model file: the names of every group in order, if the
+            training program recorded them (client_state); None otherwise.
+        low_precision_copies: the low-precision weights of all parameters, trainable or frozen, in
+            the module's order.
+        shapes: their shapes.
+
+    Raises:
+        UserError: masters that match no weight (files of different steps), or that are ambiguous.
+    """
+    if "fp32_groups_flat" in optimizer:
+        return _flat_masters(file, optimizer["fp32_groups_flat"], names, shapes)
+    groups = optimizer.get("fp32_groups")
+    if groups is None:
+        return None
+    if not isinstance(groups, list) or not all(isinstance(group, list) for group in groups):
+        raise corrupt_file_error(file.path, "fp32_groups that are not a list of lists of tensors")
+    flat = [(number, ref) for number, group in enumerate(groups) for ref in group]
+    for _, ref in flat:
+        if not isinstance(ref, TensorRef) or not ref.is_contiguous:
+            raise corrupt_file_error(
+                file.path, "something other than plain tensors in fp32_groups"
+            )
+        file.check_ref(ref, "fp32_groups")
+    if _are_names(names, [len(group) for group in groups]):
+        return _named(file, flat, [name for group in names for name in group], shapes)
+    return _by_value(file, flat, low_precision_copies, shapes)
+
+
+def names_of_groups(optimizer: dict, masters: dict[str, FileRange]) -> list[list[str]]:
+    """Return the names of the masters of every parameter group, in the order of the optimizer's
+    state.
+    """
+    names = {id(part.ref): name for name, part in masters.items()}
+    groups = optimizer.get("fp32_groups")
+    # FP16_Optimizer has one flat tensor per group, which no engine of mmldlm saves.
+    if groups is None:
+        raise UserError(
+            "AdamW's moments of every parameter in the checkpoint",
+            "fp32_groups_flat (FusedAdam under ZeRO-0), whose moments are flat too",
+            "take the weights alone with training.init_from, or save under ZeRO-1",
+        )
+    return [[names[id(ref)] for ref in group] for group in groups]
+
+
+def _are_names(names: Any, counts: list[int]) -> bool:
+    return (
+        isinstance(names, list)
+        and all(isinstance(n, list) for n in names)
+        and [len(n) for n in names] == counts
+    )
+
+
+def _named(file: TorchFile, flat: list, names: list[str], shapes: dict) -> dict[str, FileRange]:
+    masters = {}
+    for name, (_, ref) in zip(names, flat):
+        if shapes.get(name) != ref.shape:
+            raise corrupt_file_error(
+                file.path,
+                f"a master of {name} of shape {ref.shape}, the weight has {shapes.get(name)}",
+            )
+        masters[name] = FileRange(file, ref, 0, ref.numel)
+    return masters
+
+
+def _flat_masters(file: TorchFile, groups: Any, names: Any, shapes: dict) -> dict[str, FileRange]:
+    """Split the flat tensors of FP16_Optimizer, one per group, its parameters back to back."""
+    if not (isinstance(groups, list) and isinstance(names, list) and len(names) == len(groups)):
+        raise UserError(
+            f"the names of the flat fp32 masters in {file.path}",
+            "fp32_groups_flat without names (FusedAdam under ZeRO-0 does not save their order)",
+            "save with client_state={'optimizer_param_names': [[names of group 0], ...]}, or train"
+            " with ZeRO-1",
+        )
+    masters = {}
+    for ref, group in zip(groups, names):
+        if not isinstance(ref, TensorRef) or len(ref.shape) != 1 or not isinstance(group, list):
+            raise corrupt_file_error(
+                file.path, "something other than flat tensors in fp32_groups_flat"
+            )
+        file.check_ref(ref, "fp32_groups_flat")
+        offset = 0
+        for name in group:
+            if name not in shapes:
+                raise corrupt_file_error(
+                    file.path,
+                    f"{name!r} in optimizer_param_names, which is not a parameter of the module",
+                )
+            count = numel(shapes[name])
+            masters[name] = FileRange(file, ref, offset, count)
+            offset += count
+        if offset != ref.numel:
+            raise corrupt_file_error(
+                file.path,
+                f"a flat group of {ref.numel} masters for parameters of {offset} elements",
+            )
+    return masters
+
+
+def _by_value(
+    file: TorchFile, flat: list, copies: dict[str, list[FileRange]], shapes: dict
+) -> dict[str, FileRange]:
+    low_dtypes = {parts[0].ref.dtype for parts in copies.values() if parts}
+    candidates: dict[tuple, list[str]] = {}
+    for name, parts in copies.items():
+        if parts and parts[0].ref.is_contiguous:
+            fingerprint, _ = _fingerprint(parts[0], parts[0].ref.dtype)
+            candidates.setdefault((shapes[name], fingerprint), []).append(name)
+    matches: dict[tuple, list[tuple[int, TensorRef, bool]]] = {}
+    for group, ref in flat:
+        part = FileRange(file, ref, 0, ref.numel)
+        for low in sorted(low_dtypes):
+            fingerprint, is_exact = _fingerprint(part, low)
+            key = (ref.shape, fingerprint)
+            if key in candidates:
+                matches.setdefault(key, []).append((group, ref, is_exact))
+                break
+        else:
+            raise UserError(
+                f"fp32 masters in {file.path} of the weights in it",
+                f"one of shape {ref.shape} that rounds to none of the weights of that shape",
+                "restore the file from an intact save",
+            )
+    masters = {}
+    for key, found in matches.items():
+        names = candidates[key]
+        in_order = len(found) == len(names) and len({group for group, _, _ in found}) == 1
+        if len(found) > len(names) or not (in_order or all(is_exact for _, _, is_exact in found)):
+            raise UserError(
+                f"distinguishable fp32 masters in {file.path}",
+                f"{len(found)} masters for {', '.join(names)}, whose 16-bit weights are identical",
+                "save with client_state={'optimizer_param_names': [[names of group 0], ...]}, or"
+                " train with ZeRO-1",
+            )
+        masters.update(
+            {name: FileRange(file, ref, 0, ref.numel) for name, (_, ref, _) in zip(names, found)}
+        )
+    return masters
+
+
+def _fingerprint(part: FileRange, low: str) -> tuple[tuple, bool]:
+    """Return two checksums of a tensor's elements rounded to dtype `low`, and whether the rounding
+    was exact.
+    """
+    source = part.ref.dtype
+    step = CHUNK_BYTES // DTYPES[source].itemsize
+    crc, adler, is_exact = 0, 1, True
+    for start in range(0, part.count, step):
+        chunk = read_parts([part], start, min(step, part.count - start))
+        rounded = cast(chunk, source, low)
+        crc, adler = zlib.crc32(rounded, crc), zlib.adler32(rounded, adler)
+        is_exact = is_exact and bool((cast(rounded, low, source) == chunk).all())
+    return (low, crc, adler), is_exact
+
+
+# -- Universal checkpoints
+# -------------------------------------------------------------------------------------------------
+
+OPTIMIZER_STATE = "optimizer_state.pt"
+# The files in the folder of a parameter, without .pt.
+PARAMETER_FILES = ("fp32", *MOMENTS, "step")
+
+
+def is_universal(folder: Path) -> bool:
+    """Return whether a folder of model_states files stores its optimizer in one folder per
+    parameter.
+    """
+    return any((folder / ZERO_TAG).rglob("fp32.pt"))  # a name may contain slashes
+
+
+def folders_of_parameters(zero: Path, names: Iterable[str], listed_in: Path) -> dict[str, Path]:
+    """Return name -> folder of each parameter below DIR/zero: for the reader and the writer alike.
+
+    Raises:
+        UserError: a name that leaves the folder or is not valid, or names whose files would
+            collide; it names `listed_in`.
+    """
+    try:
+        folders = {name: path_inside(zero, name) for name in names}
+        check_distinct(
+            [OPTIMIZER_STATE, *(f"{name}/{key}.pt" for name in folders for key in PARAMETER_FILES)]
+        )
+    except ValueError as error:
+        raise UserError(
+            f"parameters in {listed_in} whose names are those of folders, which a universal"
+            " checkpoint makes of them",
+            str(error),
+            "rename that parameter in the model, or take another target than universal (--to"
+            " zero2, --to safetensors)",
+        ) from error
+    return folders
+
+
+def add_universal(
+    source: WeightSource, groups: list[dict[str, tuple[int, ...]]], with_moments: bool
+) -> None:
+    """Add the fp32 masters of all parameters in `groups` (param_shapes), and the moments if
+    requested.
+
+    Raises:
+        UserError: missing or damaged files, or states of some parameters only.
+    """
+    folder = source.path / ZERO_TAG
+    shapes = {name: shape for group in groups for name, shape in group.items()}
+    folders = folders_of_parameters(folder, shapes, source.path)
+    for name, shape in shapes.items():
+        source.tensors[name] = TensorInfo(name, "float32", shape, "trainable")
+        source.parts[name] = _state(source, folders[name], name, "fp32", shape)
+    if not with_moments or not any(
+        (folders[name] / f"{MOMENTS[0]}.pt").exists() for name in shapes
+    ):
+        return
+    for group, keys in zip(groups, _moment_keys(source, folder, len(groups))):
+        for name, shape in group.items():
+            saved = [key for key in MOMENTS if (folders[name] / f"{key}.pt").exists()]
+            check_no_other_moment(folders[name], saved, keys, name)
+            for key in keys:
+                source.moments.setdefault(key, {})[name] = _state(
+                    source, folders[name], name, key, shape
+                )
+
+
+def universal_steps(source: WeightSource, names: list[str]) -> list[tuple[Path, float]]:
+    """Return (file, the optimizer's step count in it) of every file that records one.
+
+    ZeRO-1 and 2 have a step.pt for each parameter, ZeRO-3 has one count in optimizer_state.pt.
+    """
+    folder = source.path / ZERO_TAG
+    paths = [
+        path / "step.pt" for path in folders_of_parameters(folder, names, source.path).values()
+    ]
+    found = []
+    for path in (path for path in (folder / OPTIMIZER_STATE, *paths) if path.exists()):
+        with TorchFile(path, source.options.random_access) as file:
+            value = file.load()
+            if path.name == OPTIMIZER_STATE:
+                value = value.get("optimizer_state_dict") if isinstance(value, dict) else None
+                value = value.get("state") if isinstance(value, dict) else None
+                value = next(iter(value.values()), None) if isinstance(value, dict) else None
+                value = value.get("step") if isinstance(value, dict) else None
+            step = read_scalar(file, value)
+        if step is not None:
+            found.append((path, step))
+    return found
+
+
+def _moment_keys(source: WeightSource, folder: Path, count: int) -> list[tuple[str, ...]]:
+    """Return which moments each of the `count` flat groups has; a group lists its flat groups as
+    its parameters.
+    """
+    keys = [MOMENTS] * count
+    if not (folder / OPTIMIZER_STATE).exists():
+        return keys
+    file = TorchFile(folder / OPTIMIZER_STATE, source.options.random_access)
+    source.files.append(file)
+    try:
+        for table in file.load_dict().get("param_groups") or []:
+            for number in table["params"]:
+                keys[number] = moment_keys(table)
+    except (TypeError, AttributeError, LookupError) as error:
+        raise corrupt_file_error(
+            file.path, f"param_groups that do not fit {count} flat groups ({error!r})"
+        ) from error
+    return keys
+
+
+def _state(
+    source: WeightSource, folder: Path, name: str, key: str, shape: tuple[int, ...]
+) -> list[FileRange]:
+    path = folder / f"{key}.pt"
+    if not os.path.lexists(path):
+        raise missing_file_error(path.parent, f"{key}.pt of {name}", "no such file")
+    file = TorchFile(path, source.options.random_access)
+    source.files.append(file)
+    value: Any = file.load()
+    ref = value.get("param") if isinstance(value, dict) else value
+    if (
+        not isinstance(ref, TensorRef)
+        or ref.shape not in (shape, (numel(shape),))
+        or not ref.is_contiguous
+    ):
+        found = (
+            f"a tensor of shape {ref.shape}"
+            if isinstance(ref, TensorRef)
+            else f"a {type(ref).__name__}"
+        )
+        raise corrupt_file_error(path, f"{found} instead of {key} of {name} {shape}")
+    if not DTYPES[ref.dtype].is_float or DTYPES[ref.dtype].itemsize == 1:
+        raise corrupt_file_error(path, f"{key} of {name} in {ref.dtype}")
+    file.check_ref(ref, f"{key} of {name}")
+    return [FileRange(file, ref, 0, ref.numel)] if ref.numel else []

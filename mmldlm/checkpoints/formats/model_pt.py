@@ -1,0 +1,346 @@
+"""`model.pt`, a torch.save'd dict name -> tensor, and mmldlm's `optimizer.pt` next to it, a torch
+optimizer's state_dict with names: detect, open, read optimizer metadata, write.
+"""
+
+from __future__ import annotations
+
+import codecs
+import os
+import re
+from dataclasses import replace
+from pathlib import Path
+
+from mmldlm.checkpoints.files.torch_file import TorchFile
+from mmldlm.checkpoints.files.torch_writer import (
+    TensorSpec,
+    TorchFileLayout,
+    TorchFileWriter,
+    scalar,
+)
+from mmldlm.checkpoints.files.unpickler import TensorRef, module_names_of
+from mmldlm.checkpoints.formats.base import (
+    WEIGHT,
+    WritePlan,
+    WriteRequest,
+    WriteSegment,
+)
+from mmldlm.checkpoints.formats.deepspeed_files import add_deepspeed_state, write_deepspeed_state
+from mmldlm.checkpoints.formats.named_optimizer import add_named_optimizer
+from mmldlm.checkpoints.formats.optimizer import (
+    Group,
+    OptimizerMetadata,
+    applied_steps,
+    configured_dtype,
+    group_names,
+    group_settings,
+    moments_by_name,
+    states_by_index,
+    to_plain_value,
+    torch_metadata,
+)
+from mmldlm.checkpoints.formats.part_files import (
+    INDEX_SUFFIX,
+    check_keys,
+    check_listed,
+    read_shard_index,
+)
+from mmldlm.checkpoints.formats.selection import (
+    Keys,
+    add_tensors,
+    find_optimizers,
+    node_at,
+    select_model,
+    tensors_of,
+    tree_of,
+)
+from mmldlm.checkpoints.formats.weight_source import (
+    READ_DEFAULTS,
+    OpenedCheckpoint,
+    ReadOptions,
+    WeightSource,
+)
+from mmldlm.checkpoints.manifest import DCP_METADATA, MODEL_FILE, OPTIMIZER_FILE
+from mmldlm.errors import UserError
+from mmldlm.utils.input_files import open_regular
+
+_HEAD_BYTES = 512
+
+
+class ModelPtFormat:
+    """A torch.save'd state_dict under any name, an index of such files, or a folder with
+    model.pt.
+    """
+
+    name = "model.pt"
+    targets: tuple[str, ...] = ("model.pt", "ddp")
+    has_keys = True
+
+    def detect(self, path: Path) -> Path | None:
+        if path.is_file():
+            is_other = (
+                path.name.endswith((".safetensors", ".safetensors.index.json"))
+                or path.name == DCP_METADATA
+            )
+            return None if is_other else path
+        return path if (path / MODEL_FILE).is_file() else None
+
+    def open(self, path: Path, options: ReadOptions):
+        # A file that is opened by itself holds weights alone.
+        if path.is_file():
+            if path.name.endswith(INDEX_SUFFIX):
+                return ModelFile.open_shards(path, options)
+            _refuse_text(path)
+            return ModelFile.open(path, options)
+        if self.can_resume(path):
+            return ModelFile.open(path / MODEL_FILE, options, path / OPTIMIZER_FILE)
+        return ModelFile.open(path / MODEL_FILE, replace(options, with_moments=False))
+
+    def can_resume(self, path: Path) -> bool:
+        # Opening it reports what is not a regular file.
+        return os.path.lexists(path / OPTIMIZER_FILE)
+
+    def read_optimizer_metadata(self, opened: OpenedCheckpoint):
+        return read_optimizer_metadata(opened)
+
+    def plan_write(self, request: WriteRequest):
+        source, folder = request.source, request.folder
+        if request.target == "ddp":
+            optimizer = request.optimizer
+            plan = plan_model_and_optimizer(source, optimizer, folder)
+            return plan, lambda folder: write_deepspeed_state(optimizer, folder)
+        return (
+            plan_model_file(request.tensors, request.names, folder / MODEL_FILE),
+            lambda folder: None,
+        )
+
+
+def _refuse_text(path: Path) -> None:
+    """Raise UserError for a text file, such as git leaves in place of large files."""
+    try:
+        with open_regular(path) as file:
+            head = file.read(_HEAD_BYTES)
+        text = codecs.getincrementaldecoder("utf-8")().decode(head)
+    except (OSError, UnicodeDecodeError):
+        # The reader reports an unreadable file.
+        return
+    if text and all(char.isprintable() or char.isspace() for char in text):
+        line = text.strip().partition("\n")[0][:60]
+        raise UserError(
+            f"a checkpoint or a model.pt at {path}",
+            f"a text file ({line!r})",
+            "give e.g. RUN/latest",
+        )
+
+
+# -- Reading
+# -------------------------------------------------------------------------------------------------
+
+# accelerate and the Hugging Face Trainer save the optimizer of FSDP's full state dict in a file
+# beside it.
+_ACCELERATE = re.compile(r"pytorch_model_fsdp(_\d+)?\.bin")
+
+
+def _optimizer_beside(path: Path) -> Path | None:
+    found = _ACCELERATE.fullmatch(path.name)
+    beside = path.parent / f"optimizer{found[1] or ''}.bin" if found else path
+    return beside if found and beside.is_file() else None
+
+
+def _of_trainer(tensors: dict[str, TensorRef], notes: list[str]) -> dict[str, TensorRef]:
+    """Return the weights of an MM-LDLM trainer: the model under `model.`, without the noise
+    schedules next to it.
+    """
+    schedules = [name for name in tensors if "noise_schedule" in name.partition(".")[0]]
+    others = [name for name in tensors if name not in schedules]
+    if not schedules or not others or not all(name.startswith("model.") for name in others):
+        return tensors
+    notes.append(
+        f"the trainer's noise schedules ({len(schedules)} tensors) are not weights and were"
+        " left out"
+    )
+    return {name.removeprefix("model."): tensors[name] for name in others}
+
+
+class ModelFile(WeightSource):
+    """An opened `model.pt`; see WeightSource."""
+
+    engine = "model.pt"
+
+    @classmethod
+    def open(
+        cls,
+        path: Path | str,
+        options: ReadOptions = READ_DEFAULTS,
+        optimizer: Path | None = None,
+    ) -> ModelFile:
+        """Open a file of weights.
+
+        Args:
+            options: With moments: those in `optimizer`, or else of an optimizer beside the model
+                that names its parameters.
+            optimizer: The optimizer.pt saved with it, which records the trained weights: {"state",
+                "param_groups"} of torch's AdamW, "param_names" [[names of group 0], ...], and
+                optionally "buffer_names" and "aliases" {second name: name} of tied weights.
+
+        Raises:
+            UserError: a file is damaged, unsafe, without tensors, or the two do not match.
+        """
+        source = cls(Path(path), options)
+        try:
+            file = source._open(source.path)
+            value = file.load()
+            check_keys(source.path, value)
+            model = select_model(tree_of(file, value), source.path, options.key)
+            source.notes += model.notes
+            source.other_models = model.other_models
+            source.module_names = module_names_of(node_at(value, model.path))
+            refs = {name: tensor.ref for name, tensor in model.tensors.items()}
+            add_tensors(source, file, _of_trainer(refs, source.notes), {})
+            if optimizer is None and options.with_moments:
+                source._read_named_optimizer(model.optimizers, model.path)
+            elif optimizer is not None:
+                source._read_optimizer(source._open(optimizer))
+        except BaseException:
+            source.close()
+            raise
+        return source
+
+    @classmethod
+    def open_shards(cls, index: Path, options: ReadOptions = READ_DEFAULTS) -> ModelFile:
+        """Open the files of an index of shards, each a torch.save'd dict name -> tensor.
+
+        Raises:
+            UserError: damaged or missing files, or an index that disagrees with the shards.
+        """
+        source = cls(index, options)
+        try:
+            shard_of = read_shard_index(index)
+            states = {}
+            for name in sorted(set(shard_of.values())):
+                file = source._open(index.parent / name)
+                states[name] = tensors_of(file.load_dict(), file.path, "the file", source.notes)
+                add_tensors(source, file, states[name], {})
+            check_listed(index, shard_of, {name: set(state) for name, state in states.items()})
+            source.tensors = {name: source.tensors[name] for name in shard_of}
+        except BaseException:
+            source.close()
+            raise
+        return source
+
+    def _open(self, path: Path) -> TorchFile:
+        file = TorchFile(path, self.options.random_access)
+        self.files.append(file)
+        return file
+
+    def _read_named_optimizer(self, optimizers: dict[Keys, dict], path: Keys) -> None:
+        beside = _optimizer_beside(self.path)
+        if beside is not None:
+            file = self._open(beside)
+            optimizers = optimizers | find_optimizers(tree_of(file, file.load()))
+        add_named_optimizer(self, optimizers, path)
+
+    def _read_optimizer(self, file: TorchFile) -> None:
+        state = file.load_dict()
+        if "param_names" not in state and not self.options.with_moments:
+            # Old versions of mmldlm did not save the names: only the weights can be used.
+            return
+        aliases = state.get("aliases")
+        self.mark_tied(aliases if isinstance(aliases, dict) else {}, file.path)
+        names = self.resolve_tied(group_names(file, state.get("param_names")), file.path)
+        buffers = state.get("buffer_names") or []
+        self.classify(set(names), set(buffers))
+        if self.options.with_moments:
+            states = states_by_index(file, state, len(names))
+            shapes = {name: info.shape for name, info in self.tensors.items()}
+            self.moments = moments_by_name(file, states, names, shapes) if states else {}
+
+
+# -- The optimizer
+# -------------------------------------------------------------------------------------------------
+
+
+def read_optimizer_metadata(opened: OpenedCheckpoint) -> OptimizerMetadata:
+    """See CheckpointFormat.read_optimizer_metadata."""
+    source = opened.weights
+    file = source.files[1]
+    state = file.load_dict()
+    names = state.get("param_names")
+    owners = iter(source.resolve_tied(group_names(file, names), file.path))
+    names_of = [[next(owners) for _ in group] for group in names or []]
+    tables = state.get("param_groups")
+    tables = (
+        tables
+        if isinstance(tables, list) and len(tables) == len(names_of)
+        else [{} for _ in names_of]
+    )
+    groups = [
+        Group(names, settings) for names, settings in zip(names_of, group_settings(file, tables))
+    ]
+    first = next(iter((state.get("state") or {}).values()), {})
+    steps = (
+        float(to_plain_value(file, first["step"])) if "step" in first else applied_steps(opened)
+    )
+    metadata = torch_metadata(opened, groups, steps, configured_dtype(opened))
+    return add_deepspeed_state(metadata, file.path.parent)
+
+
+# -- Writing
+# -------------------------------------------------------------------------------------------------
+
+
+def plan_model_file(
+    tensors: dict[str, TensorSpec], names: dict[str, str], path: Path
+) -> WritePlan:
+    """Return the plan of one file, a dict name -> tensor.
+
+    Args:
+        tensors: source name -> what to write of it.
+        names: every name in the file -> source name; tied weights share one.
+        path: the file.
+    """
+    layout = TorchFileLayout({name: tensors[owner] for name, owner in names.items()}, path.stem)
+    file = TorchFileWriter(path, [layout])
+    plan = WritePlan([file])
+    for name, tensor in tensors.items():
+        plan.add(name, WEIGHT, [WriteSegment(file, tensor, 0, 0, tensor.numel)])
+    return plan
+
+
+def plan_model_and_optimizer(
+    source: WeightSource, optimizer: OptimizerMetadata, folder: Path
+) -> WritePlan:
+    """Return the plan of model.pt and optimizer.pt in `folder`."""
+    stored = {
+        name: TensorSpec(i.dtype, i.shape) for name, i in source.tensors.items() if not i.alias_of
+    }
+    owners = {name: info.alias_of or name for name, info in source.tensors.items()}
+    plan = plan_model_file(stored, owners, folder / MODEL_FILE)
+    names = [name for group in optimizer.groups for name in group.names]
+    states: dict[int, dict[str, TensorSpec]] = {}
+    if optimizer.steps is not None:
+        for number, name in enumerate(names):
+            shape = source.tensors[name].shape
+            states[number] = {
+                "step": scalar(optimizer.steps),
+                **{what: TensorSpec("float32", shape) for what in source.moments_of(name)},
+            }
+    number_of = {name: number for number, name in enumerate(names)}
+    groups = [
+        {**group.settings, "params": [number_of[name] for name in group.names]}
+        for group in optimizer.groups
+    ]
+    value = {
+        "state": states,
+        "param_groups": groups,
+        "param_names": [group.names for group in optimizer.groups],
+        "buffer_names": [name for name, info in source.tensors.items() if info.kind == "buffer"],
+        "aliases": {name: info.alias_of for name, info in source.tensors.items() if info.alias_of},
+    }
+    file = TorchFileWriter(folder / OPTIMIZER_FILE, [TorchFileLayout(value, "optimizer")])
+    plan.files.append(file)
+    for number, state in states.items():
+        for what in source.moments_of(names[number]):
+            plan.add(
+                names[number], what, [WriteSegment(file, state[what], 0, 0, state[what].numel)]
+            )
+    return plan

@@ -1,1 +1,0 @@
-"""model.pt and optimizer.pt."""

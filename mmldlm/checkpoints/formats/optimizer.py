@@ -1,0 +1,505 @@
+"""What a checkpoint records of its training besides weights: parameter groups, settings, counters,
+and where the moments of AdamW and Muon are.
+
+Each format reads its OptimizerMetadata; a writer of another format needs it.
+
+A torch optimizer's state_dict numbers its parameters through the groups and has no names.
+DeepSpeed gives the optimizer one flat tensor per group (ZeRO-1, 2) or sub-group (ZeRO-3), so the
+index is that of the group.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Container
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from mmldlm.checkpoints.files.dtypes import DTYPES
+from mmldlm.checkpoints.files.torch_file import (
+    SAME_SAVE_HINT,
+    TorchFile,
+    corrupt_file_error,
+)
+from mmldlm.checkpoints.files.torch_writer import GlobalRef, ObjectSpec, TensorSpec
+from mmldlm.checkpoints.files.unpickler import OpaqueObject, TensorRef, dtype_name
+from mmldlm.checkpoints.formats.weight_source import FileRange, OpenedCheckpoint, WeightSource
+from mmldlm.checkpoints.manifest import RUN_CONFIG, STATE_FILE
+from mmldlm.errors import UserError
+from mmldlm.utils.formatting import join_some
+from mmldlm.utils.input_files import read_bytes
+from mmldlm.utils.moments import MOMENTS, moment_keys
+
+# What DeepSpeed saves next to its loss scaler.
+_SCALING_KEYS = ("dynamic_loss_scale", "overflow", "clip_grad")
+# Limits of an entry of the caller's: the lists of a pickle may contain each other.
+MAX_COPIED_VALUES, MAX_COPIED_DEPTH = 1_000_000, 100
+_PLAIN_SCALER = "plain_loss_scaler"
+PLAIN_TYPES = (str, int, float, bool, type(None))
+_SCALER_MODULE = "deepspeed.runtime.fp16.loss_scaler"
+_SCALERS = ("LossScaler", "DynamicLossScaler")
+_PRECISIONS = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
+
+
+@dataclass
+class Group:
+    """One parameter group.
+
+    Attributes:
+        names: its parameters in the optimizer's order.
+        settings: lr, betas, ..., if known; see utils.moments.moment_keys.
+    """
+
+    names: list[str]
+    settings: dict[str, Any]
+
+
+@dataclass
+class OptimizerMetadata:
+    """Everything about an optimizer but its moments.
+
+    Attributes:
+        groups: every trainable name once.
+        steps: number of the optimizer's steps; None if not recorded, or before the first step.
+        compute_dtype: of the weights in the forward pass.
+        model_states: other entries of DeepSpeed's model file (counters, lr_scheduler, the caller's
+            own).
+        optimizer: loss scaler and clipping, under the keys of DeepSpeed's optimizer file.
+        ds_config: the DeepSpeed config as saved.
+        notes: what could not be carried over.
+        is_of_deepspeed: whether model_states and ds_config are DeepSpeed's own, and not defaults.
+    """
+
+    groups: list[Group]
+    steps: float | None
+    compute_dtype: str
+    model_states: dict[str, Any]
+    optimizer: dict[str, Any]
+    ds_config: dict[str, Any] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+    is_of_deepspeed: bool = False
+
+
+def check_groups(source: WeightSource, metadata: OptimizerMetadata) -> None:
+    """Check that the groups name every trained weight once, and that each weight has the moments
+    of its group.
+
+    Drop the step count of a source without moments.
+
+    Raises:
+        UserError: they do not.
+    """
+    trained = {name for name, info in source.tensors.items() if info.kind == "trainable"}
+    names = [name for group in metadata.groups for name in group.names]
+    if set(names) != trained or len(names) != len(trained):
+        differing = sorted(trained.symmetric_difference(names)) or names
+        found = (
+            f"parameter groups that do not match its trained weights, first {join_some(differing)}"
+        )
+        raise corrupt_file_error(source.path, found)
+    if not source.moments:
+        metadata.steps = None
+        return
+    for number, group in enumerate(metadata.groups):
+        keys = moment_keys(group.settings)
+        if others := [name for name in group.names if source.moments_of(name) != keys]:
+            found = (
+                f"{' and '.join(keys)} in group {number} by its settings, not so in"
+                f" {join_some(others)}"
+            )
+            raise corrupt_file_error(source.path, found)
+
+
+# -- values
+# -------------------------------------------------------------------------------------------------
+
+
+def to_plain_value(file: TorchFile, value: Any) -> Any:
+    """Return numbers and strings unchanged, a one-element tensor as its number.
+
+    Raises:
+        UserError: any other value.
+    """
+    if isinstance(value, PLAIN_TYPES):
+        return value
+    if isinstance(value, (list, tuple)):
+        return type(value)(to_plain_value(file, item) for item in value)
+    if isinstance(value, dict):
+        return {key: to_plain_value(file, item) for key, item in value.items()}
+    if (
+        isinstance(value, TensorRef)
+        and value.numel == 1
+        and value.dtype in ("float32", "float64", "int64", "int32")
+    ):
+        file.check_ref(value, "a setting of the optimizer")
+        return file.read_elements(value, 0, 1)[0].item()
+    raise corrupt_file_error(
+        file.path, f"{str(value)[:80]} instead of a number among the settings of the optimizer"
+    )
+
+
+def group_settings(file: TorchFile, tables: list[dict]) -> list[dict[str, Any]]:
+    """Return the settings of torch's param_groups, without their parameters."""
+    return [
+        {key: to_plain_value(file, value) for key, value in table.items() if key != "params"}
+        for table in tables
+    ]
+
+
+def copied_values(file: TorchFile, value: Any, what: str) -> Any:
+    """Return a value in a form that can be written: plain values, and tensors with their elements.
+
+    Raises:
+        ValueError: an object of a class, which was never built, or more values than any file
+            needs: the lists of a pickle may contain each other.
+    """
+    return _copied(file, value, what, [MAX_COPIED_VALUES])
+
+
+def _copied(file: TorchFile, value: Any, what: str, left: list[int], depth: int = 0) -> Any:
+    left[0] -= 1
+    if left[0] < 0 or depth > MAX_COPIED_DEPTH:
+        raise ValueError(what)
+    if isinstance(value, str):
+        # its UnicodeEncodeError is a ValueError: half of a character, which no file can hold
+        value.encode()
+    if isinstance(value, PLAIN_TYPES):
+        return value
+    if isinstance(value, TensorRef):
+        file.check_ref(value, what)
+        if value.numel * DTYPES[value.dtype].itemsize > file.file_size:
+            # An expanded tensor has many elements of few bytes.
+            raise ValueError(what)
+        flat = (
+            file.read_elements(value, 0, value.numel)
+            if value.is_contiguous
+            else file.read_strided(value, what)
+        )
+        return TensorSpec(value.dtype, value.shape, [flat])
+    if isinstance(value, (list, tuple)):
+        return type(value)(_copied(file, item, what, left, depth + 1) for item in value)
+    if isinstance(value, dict):
+        return {
+            _copied(file, key, what, left, depth + 1): _copied(file, item, what, left, depth + 1)
+            for key, item in value.items()
+        }
+    raise ValueError(what)
+
+
+# -- loss scaler
+# -------------------------------------------------------------------------------------------------
+
+
+def read_scaling(saved: dict) -> dict[str, Any]:
+    """Return OptimizerMetadata.optimizer of a DeepSpeed file, or of what plain_scaling wrote."""
+    copied = {
+        key: saved[key]
+        for key in _SCALING_KEYS
+        if key in saved and type(saved[key]) in PLAIN_TYPES
+    }
+    scaler = saved.get("loss_scaler", saved.get(_PLAIN_SCALER))
+    return {"loss_scaler": loss_scaler(scaler), **copied}
+
+
+def plain_scaling(metadata: OptimizerMetadata) -> dict[str, Any]:
+    """Return OptimizerMetadata.optimizer as plain values, for a file without objects."""
+    scaler = metadata.optimizer["loss_scaler"]
+    state = {
+        key: f"torch.{item.name}" if isinstance(item, GlobalRef) else item
+        for key, item in scaler.state.items()
+    }
+    plain = {key: value for key, value in metadata.optimizer.items() if key != "loss_scaler"}
+    return {**plain, _PLAIN_SCALER: {"class": scaler.type.name, "state": state}}
+
+
+def loss_scaler(value: Any) -> ObjectSpec:
+    """Return DeepSpeed's loss scaler as saved; by default the static one of scale 1 that bf16 and
+    fp32 engines have.
+    """
+    if (
+        isinstance(value, OpaqueObject)
+        and value.kind.removeprefix(_SCALER_MODULE + ".") in _SCALERS
+        and isinstance(value.state, dict)
+    ):
+        dtypes = {
+            key: f"torch.{dtype_name(item)}"
+            for key, item in value.state.items()
+            if dtype_name(item)
+        }
+        value = {"class": value.kind.rpartition(".")[2], "state": {**value.state, **dtypes}}
+    if (
+        isinstance(value, dict)
+        and value.get("class") in _SCALERS
+        and isinstance(value.get("state"), dict)
+    ):
+        if all(
+            isinstance(key, str) and isinstance(item, PLAIN_TYPES)
+            for key, item in value["state"].items()
+        ):
+            state = {
+                key: GlobalRef("torch", str(item).removeprefix("torch."))
+                if isinstance(item, str) and item.removeprefix("torch.") in DTYPES
+                else item
+                for key, item in value["state"].items()
+            }
+            return ObjectSpec(GlobalRef(_SCALER_MODULE, value["class"]), state=state)
+    return ObjectSpec(
+        GlobalRef(_SCALER_MODULE, "LossScaler"), state={"cur_scale": 1.0, "dynamic": False}
+    )
+
+
+# -- the run around a checkpoint
+# --------------------------------------------------------------------------------------
+
+
+def torch_metadata(
+    opened: OpenedCheckpoint, groups: list[Group], steps: float | None, compute_dtype: str
+) -> OptimizerMetadata:
+    """Return the metadata of an optimizer that DeepSpeed did not save: without loss scaling, at
+    the run's training step, or else at the number of the optimizer's steps.
+    """
+    step = int(steps or 0) if opened.step is None else opened.step
+    return OptimizerMetadata(
+        groups,
+        steps,
+        compute_dtype,
+        model_states={
+            "lr_scheduler": None,
+            "data_sampler": None,
+            "random_ltd": None,
+            "skipped_steps": 0,
+            "global_steps": step,
+        },
+        optimizer={
+            "loss_scaler": loss_scaler(None),
+            "dynamic_loss_scale": False,
+            "overflow": False,
+        },
+    )
+
+
+def applied_steps(opened: OpenedCheckpoint) -> float | None:
+    """Return the optimizer's step count from training_state.json; None if it is not recorded."""
+    state = _read_json(opened.checkpoint / STATE_FILE) if opened.checkpoint else {}
+    steps = state.get("applied_steps")
+    return float(steps) if isinstance(steps, int) else None
+
+
+def configured_dtype(opened: OpenedCheckpoint) -> str:
+    """Return training.dtype of the run: engines with fp32 weights do not save the low-precision
+    copy.
+    """
+    path = opened.checkpoint / RUN_CONFIG if opened.checkpoint else None
+    if path is None or not path.is_file():
+        return "float32"
+    from mmldlm.config.yaml_reader import read_yaml
+
+    training = read_yaml(path).get("training")
+    return (
+        _PRECISIONS.get(str(training.get("dtype")), "float32")
+        if isinstance(training, dict)
+        else "float32"
+    )
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        value = json.loads(read_bytes(path))
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return value if isinstance(value, dict) else {}
+
+
+# -- Moments
+# -------------------------------------------------------------------------------------------------
+
+
+class TensorState(NamedTuple):
+    """State of one of an optimizer's tensors.
+
+    Attributes:
+        values: what was saved: its moments, its step, ...
+        keys: those of MOMENTS that its group has.
+    """
+
+    values: dict
+    keys: tuple[str, ...]
+
+
+def states_by_index(file: TorchFile, optimizer: Any, count: int) -> list[TensorState]:
+    """Return the state of each of an optimizer's `count` tensors, in order; [] before the first
+    step.
+
+    Args:
+        optimizer: a state_dict of a torch optimizer, or DeepSpeed's elastic list of states.
+
+    Raises:
+        UserError: another structure, an index twice or missing, a state of none or of a moment
+            that its group lacks.
+    """
+    if isinstance(optimizer, list):
+        states = dict(enumerate(optimizer))
+        order, keys = list(range(len(optimizer))), [MOMENTS] * len(optimizer)
+    else:
+        states, order, keys = _states_and_keys(file, optimizer)
+    if not any(states.values()):
+        return []
+    if len(order) != count:
+        raise corrupt_file_error(
+            file.path, f"an optimizer of {len(order)} tensors, {count} are trained"
+        )
+    missing = [
+        index for index in order if not isinstance(states.get(index), dict) or not states[index]
+    ]
+    if missing:
+        raise corrupt_file_error(
+            file.path, f"no optimizer state of tensor {join_some(missing)}, while others have one"
+        )
+    found = [TensorState(states[index], of_group) for index, of_group in zip(order, keys)]
+    for index, state in zip(order, found):
+        check_no_other_moment(file.path, state.values, state.keys, f"tensor {index}")
+    return found
+
+
+def check_no_other_moment(
+    path: Path, found: Container[str], keys: tuple[str, ...], what: str
+) -> None:
+    """Raise UserError if `found` has a moment that is not among `keys`, those of its group."""
+    for key in MOMENTS:
+        if key in found and key not in keys:
+            raise corrupt_file_error(
+                path, f"{key} of {what}, whose group is Muon's and has none", SAME_SAVE_HINT
+            )
+
+
+def _states_and_keys(file: TorchFile, optimizer: Any) -> tuple[dict, list, list[tuple[str, ...]]]:
+    """Return index -> state; the indices in the order of the groups; the moments that the group of
+    each has.
+    """
+    states = optimizer.get("state") if isinstance(optimizer, dict) else None
+    groups = optimizer.get("param_groups") if isinstance(optimizer, dict) else None
+    lists = [group.get("params") if isinstance(group, dict) else None for group in groups or []]
+    if not isinstance(states, dict) or not all(isinstance(params, list) for params in lists):
+        raise corrupt_file_error(
+            file.path,
+            "something other than the state_dict of a torch optimizer (state and param_groups)",
+        )
+    order = [index for params in lists for index in params]
+    if len(set(map(str, order))) != len(order):
+        raise corrupt_file_error(file.path, "a parameter twice in param_groups")
+    return (
+        states,
+        order,
+        [moment_keys(group) for group, params in zip(groups or [], lists) for _ in params],
+    )
+
+
+def moment(file: TorchFile, state: TensorState, key: str, what: str) -> TensorRef:
+    """Return one moment of one tensor: a contiguous float tensor inside its record.
+
+    Raises:
+        UserError: anything else.
+    """
+    ref = state.values.get(key)
+    if not isinstance(ref, TensorRef):
+        raise UserError(
+            f"the state of AdamW or Muon in {file.path}, the optimizers that can be continued",
+            f"no {key} in the optimizer state of {what} (it has {join_some(list(state.values))})",
+            "take the weights alone: --to safetensors or model.pt, or training.init_from",
+        )
+    file.check_ref(ref, f"{key} of {what}")
+    if not ref.is_contiguous or not DTYPES[ref.dtype].is_float or DTYPES[ref.dtype].itemsize == 1:
+        raise corrupt_file_error(file.path, f"{key} of {what} in {ref.dtype} of shape {ref.shape}")
+    return ref
+
+
+def moments_by_name(
+    file: TorchFile,
+    states: list[TensorState],
+    names: list[str],
+    shapes: dict[str, tuple[int, ...]],
+) -> dict[str, dict[str, list[FileRange]]]:
+    """Return the moments of an optimizer over unsharded parameters, `names` in its order.
+
+    Raises:
+        UserError: a moment whose shape is not its parameter's.
+    """
+    found: dict[str, dict[str, list[FileRange]]] = {key: {} for key in MOMENTS}
+    for state, name in zip(states, names):
+        for key in state.keys:
+            ref = moment(file, state, key, name)
+            if ref.shape != shapes[name]:
+                raise corrupt_file_error(
+                    file.path,
+                    f"{key} of {name} of shape {ref.shape}, the weight has {shapes[name]}",
+                )
+            found[key][name] = [FileRange(file, ref, 0, ref.numel)] if ref.numel else []
+    return found
+
+
+def flat_moments(
+    files: list[TorchFile], states: list[list[TensorState]], group: int, sizes: list[list[int]]
+) -> dict[str, list[TensorRef]]:
+    """Return key -> the group's flat moment on every rank.
+
+    Args:
+        files: one per rank.
+        states: per rank, the result of states_by_index.
+        group: its number.
+        sizes: per rank, the allowed numbers of elements (with and without padding).
+
+    Raises:
+        UserError: another size, or moments or dtypes that differ over the ranks.
+    """
+    flats: dict[str, list[TensorRef]] = {}
+    for file, rank in zip(files, states):
+        if rank[group].keys != states[0][group].keys:
+            found = f"settings of group {group} that differ from those in {files[0].path.name}"
+            raise corrupt_file_error(file.path, found, SAME_SAVE_HINT)
+    for key in states[0][group].keys:
+        flats[key] = [
+            moment(file, rank[group], key, f"group {group}") for file, rank in zip(files, states)
+        ]
+        for file, flat, allowed in zip(files, flats[key], sizes):
+            if flat.numel not in allowed or flat.dtype != flats[key][0].dtype:
+                found = (
+                    f"{flat.numel} {flat.dtype} elements of {key} of group {group}, expected"
+                    f" {allowed[0]}"
+                )
+                raise corrupt_file_error(file.path, found, SAME_SAVE_HINT)
+    return flats
+
+
+def check_equal_steps(files: list[TorchFile], states: list[list[TensorState]]) -> bool:
+    """Return whether the ranks' optimizers have state.
+
+    Raises:
+        UserError: some have and some have not.
+    """
+    for file, rank in zip(files, states):
+        if bool(rank) != bool(states[0]):
+            has = "an" if rank else "no"
+            raise corrupt_file_error(
+                file.path, f"{has} optimizer state, unlike {files[0].path.name}", SAME_SAVE_HINT
+            )
+    return bool(states[0])
+
+
+def group_names(file: TorchFile, names: Any) -> list[str]:
+    """Return the flat list of [[names of group 0], ...].
+
+    Raises:
+        UserError: anything else.
+    """
+    is_list = isinstance(names, list) and all(isinstance(group, list) for group in names)
+    flat = [name for group in names for name in group] if is_list else []
+    if (
+        not is_list
+        or not all(isinstance(name, str) for name in flat)
+        or len(set(flat)) != len(flat)
+    ):
+        raise corrupt_file_error(
+            file.path, "names of the optimizer's parameters that are not a list of lists of names"
+        )
+    return flat

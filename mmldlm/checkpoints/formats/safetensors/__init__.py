@@ -1,1 +1,0 @@
-"""safetensors files."""

@@ -1,1 +1,0 @@
-"""Files of torch.save, read and written without torch and without executing anything."""

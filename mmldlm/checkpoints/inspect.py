@@ -1,0 +1,292 @@
+"""Show the content of a checkpoint, and the differences between two."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+
+from mmldlm.checkpoints.files.dtypes import DTYPES, bf16_to_fp32
+from mmldlm.checkpoints.formats.open import open_source
+from mmldlm.checkpoints.formats.weight_source import OpenedCheckpoint, WeightSource
+from mmldlm.errors import UserError
+from mmldlm.utils.formatting import print_table
+from mmldlm.utils.moments import MOMENTS
+
+
+def summarize(opened: OpenedCheckpoint) -> list[tuple[str, str]]:
+    """Return rows (label, value) that describe a source."""
+    weights = opened.weights
+    stored = [info for info in weights.tensors.values() if info.kind != "alias"]
+    rows = [("source", str(opened.checkpoint or weights.path)), ("engine", opened.engine)]
+    rows += [(key, str(value)) for key, value in (
+        ("ZeRO stage", weights.stage), ("world size", opened.world_size), ("step", opened.step),
+    ) if value is not None]  # fmt: skip
+    rows.append(("tensors", f"{len(stored)} stored, {len(weights.tensors) - len(stored)} tied"))
+    for kind in ("trainable", "frozen", "parameter", "buffer"):
+        of_kind = [info for info in stored if info.kind == kind]
+        if of_kind:
+            elements, size = (
+                sum(info.numel for info in of_kind),
+                sum(info.nbytes for info in of_kind),
+            )
+            rows.append((kind, f"{len(of_kind)} tensors, {elements:,} elements, {size:,} bytes"))
+    if weights.moments:
+        counts = [f"{what} of {len(table)} tensors" for what, table in weights.moments.items()]
+        rows.append(("moments", ", ".join(counts)))
+    num_averaged = sum(weights.tensors[name].numel for name in weights.ema)
+    rows.append(
+        (
+            "EMA",
+            f"of {len(weights.ema)} tensors, {num_averaged:,} elements" if weights.ema else "none",
+        )
+    )
+    return rows
+
+
+def inspect(path: Path | str, keep_names: bool = False, key: str | None = None) -> int:
+    """Print the content of a checkpoint without reading its weights; return the exit code.
+
+    For `keep_names` and `key` see open_source.
+    """
+    options = {"allow_nonfinite": True, "with_ema": True, "keep_names": keep_names, "key": key}
+    try:
+        opened = open_source(path, with_moments=True, **options)
+    except UserError as error:
+        # The weights can be read even if mmldlm cannot continue the optimizer.
+        opened = open_source(path, **options)
+        opened.weights.notes.append(
+            f"optimizer state not shown: expected {error.expected}, found {error.found}"
+        )
+    with opened.weights as weights:
+        print_table(summarize(opened))
+        width = max((len(name) for name in weights.tensors), default=0)
+        print()
+        for name, info in weights.tensors.items():
+            tied = f" -> {info.alias_of}" if info.alias_of else ""
+            moments = "".join(f"  {what}" for what in weights.moments_of(name))
+            print(
+                f"{name:<{width}}  {info.dtype:<9} {info.kind:<9}"
+                f" {_shape(info.shape)}{tied}{moments}"
+            )
+        for note in weights.notes:
+            print(f"note: {note}")
+    return 0
+
+
+@dataclass
+class CheckpointDiff:
+    """Differences between two sources; names include the second names of tied weights.
+
+    Attributes:
+        equal: number of tensors with equal bits (after widening if the dtypes differ).
+        values: name -> (number of differing elements, largest absolute difference; NaN if only one
+            of them is).
+        shapes: name -> (shape in a, in b).
+        dtypes: name -> (dtype in a, in b); the values may still be equal.
+        only_a: names only in a.
+        only_b: names only in b.
+        renamed: what tells the names of the two apart, although the rest of them is the same;
+            empty for nothing.
+    """
+
+    equal: int = 0
+    values: dict[str, tuple[int, float]] = field(default_factory=dict)
+    shapes: dict[str, tuple[tuple[int, ...], tuple[int, ...]]] = field(default_factory=dict)
+    dtypes: dict[str, tuple[str, str]] = field(default_factory=dict)
+    only_a: list[str] = field(default_factory=list)
+    only_b: list[str] = field(default_factory=list)
+    renamed: str = ""
+
+    @property
+    def any(self) -> bool:
+        """Whether a tensor is missing or has other values or names; a different dtype alone does
+        not count.
+        """
+        return bool(self.values or self.shapes or self.only_a or self.only_b or self.renamed)
+
+    def add(
+        self,
+        name: str,
+        a: Iterator[np.ndarray],
+        b: Iterator[np.ndarray],
+        in_a: str = "float32",
+        in_b: str = "float32",
+    ) -> None:
+        """Compare the chunks of one tensor, of dtype `in_a` and `in_b`."""
+        count, largest = 0, 0.0
+        for x, y in _align(a, b):
+            differ, most = _difference(x, in_a, y, in_b)
+            count, largest = count + differ, float(np.maximum(largest, most))
+        if count:
+            self.values[name] = (count, largest)
+        else:
+            self.equal += 1
+
+
+def compare(a: WeightSource, b: WeightSource, strip_prefix: str = "") -> CheckpointDiff:
+    """Compare two sources tensor by tensor, in chunks, and the moments that they were opened with.
+
+    If the names of one are those of the other behind a prefix, they are compared without it.
+
+    Args:
+        a: one source.
+        b: the other.
+        strip_prefix: removed from the names of both; that is no difference.
+
+    Raises:
+        UserError: one of them is damaged.
+    """
+    found = CheckpointDiff()
+    names_a = {name.removeprefix(strip_prefix): name for name in a.tensors}
+    names_b = {name.removeprefix(strip_prefix): name for name in b.tensors}
+    for one, other, label in ((names_a, names_b, "A"), (names_b, names_a, "B")):
+        if prefix := _extra_prefix(list(one), list(other)):
+            found.renamed = (
+                f"all {len(one)} names of {label} begin with {prefix!r}, compared without it"
+            )
+            stripped = {name.removeprefix(prefix): origin for name, origin in one.items()}
+            one.clear()
+            one.update(stripped)
+            break
+    found.only_a = [name for name in names_a if name not in names_b]
+    found.only_b = [name for name in names_b if name not in names_a]
+    for name in names_a:
+        if name not in names_b:
+            continue
+        one, two = a.tensors[names_a[name]], b.tensors[names_b[name]]
+        if one.shape != two.shape:
+            found.shapes[name] = (one.shape, two.shape)
+            continue
+        if one.dtype != two.dtype:
+            found.dtypes[name] = (one.dtype, two.dtype)
+        found.add(name, a.iter_chunks(one.name), b.iter_chunks(two.name), one.dtype, two.dtype)
+    for what in MOMENTS:
+        of_a = {
+            name: origin for name, origin in names_a.items() if origin in a.moments.get(what, {})
+        }
+        of_b = {
+            name: origin for name, origin in names_b.items() if origin in b.moments.get(what, {})
+        }
+        for name in of_a:
+            if name in of_b:
+                found.add(
+                    f"{what} of {name}",
+                    a.iter_moment(what, of_a[name]),
+                    b.iter_moment(what, of_b[name]),
+                )
+        found.only_a += [f"{what} of {name}" for name in of_a if name not in of_b]
+        found.only_b += [f"{what} of {name}" for name in of_b if name not in of_a]
+    a.finish()
+    b.finish()
+    return found
+
+
+def _extra_prefix(names: list[str], others: list[str]) -> str:
+    """Return the prefix without which names that are in none of `others` are among them; "" if
+    there is none.
+    """
+    known = set(others)
+    if not known or known & set(names):
+        return ""
+    first = names[0].split(".") if names else []
+    prefixes = [".".join(first[:depth]) + "." for depth in range(1, len(first))]
+    shared = [prefix for prefix in prefixes if all(name.startswith(prefix) for name in names)]
+    return next(
+        (prefix for prefix in shared if known & {name.removeprefix(prefix) for name in names}), ""
+    )
+
+
+def diff(
+    path_a: Path | str,
+    path_b: Path | str,
+    with_ema: bool = False,
+    with_moments: bool = False,
+    keep_names: bool = False,
+    strip_prefix: str = "",
+    key_a: str | None = None,
+    key_b: str | None = None,
+) -> int:
+    """Print the differences between two checkpoints; return 0 if all tensors are equal, else 1.
+
+    For `keep_names`, `key_a` and `key_b` see open_source.
+    """
+    options = {"with_ema": with_ema, "with_moments": with_moments, "keep_names": keep_names}
+    opened_a = open_source(path_a, allow_nonfinite=True, key=key_a, **options)
+    with opened_a.weights as a:
+        opened_b = open_source(path_b, allow_nonfinite=True, key=key_b, **options)
+        with opened_b.weights as b:
+            if with_ema:
+                a.use_ema()
+                b.use_ema()
+            found = compare(a, b, strip_prefix)
+            notes = [
+                f"{label}: {note}"
+                for label, source in (("A", a), ("B", b))
+                for note in source.notes
+            ]
+    for note in notes:
+        print(f"note: {note}")
+    if found.renamed:
+        print(f"names      {found.renamed}")
+    for name in found.only_a:
+        print(f"only in A  {name}")
+    for name in found.only_b:
+        print(f"only in B  {name}")
+    for name, (one, two) in found.shapes.items():
+        print(f"shape      {name}: {_shape(one)} in A, {_shape(two)} in B")
+    for name, (count, largest) in found.values.items():
+        print(f"values     {name}: {count:,} elements differ, by at most {largest:.6g}")
+    for name, (one, two) in found.dtypes.items():
+        print(f"dtype      {name}: {one} in A, {two} in B")
+    differing = len(found.values) + len(found.shapes)
+    absent = len(found.only_a) + len(found.only_b)
+    print(f"{found.equal} tensors equal, {differing} differ, {absent} in one alone")
+    return int(found.any)
+
+
+def _align(
+    one: Iterator[np.ndarray], two: Iterator[np.ndarray]
+) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    """Yield chunks of two streams of the same length, cut at the same positions."""
+    x, y = next(one, None), next(two, None)
+    while x is not None and y is not None:
+        count = min(x.size, y.size)
+        yield x[:count], y[:count]
+        x = x[count:] if x.size > count else next(one, None)
+        y = y[count:] if y.size > count else next(two, None)
+    assert x is None and y is None, "two tensors of one shape with different numbers of elements"
+
+
+def _difference(x: np.ndarray, x_dtype: str, y: np.ndarray, y_dtype: str) -> tuple[int, float]:
+    """Return the number of differing elements and the largest difference.
+
+    NaNs are equal; 0.0 and -0.0 are not.
+    """
+    if x_dtype == y_dtype:
+        if np.array_equal(x.view(np.uint8), y.view(np.uint8)):
+            return 0, 0.0
+        # Correct also for integers beyond 2^53; NaNs with different bits are handled below.
+        same = x == y
+    x, y = _widened(x, x_dtype), _widened(y, y_dtype)
+    if "complex64" in (x_dtype, y_dtype):
+        same = (x == y) | (np.isnan(x) & np.isnan(y))
+    elif DTYPES[x_dtype].is_float or x_dtype != y_dtype:
+        same = (x == y) & (np.signbit(x) == np.signbit(y)) | (np.isnan(x) & np.isnan(y))
+    if same.all():
+        return 0, 0.0
+    with np.errstate(invalid="ignore"):
+        return int(np.count_nonzero(~same)), float(np.abs(x - y)[~same].max())
+
+
+def _widened(values: np.ndarray, dtype: str) -> np.ndarray:
+    """Widen to float64 (complex128); float8 stays bits, which suffices for equality."""
+    if dtype == "complex64":
+        return values.astype(np.complex128)
+    return (bf16_to_fp32(values) if dtype == "bfloat16" else values).astype(np.float64)
+
+
+def _shape(shape: tuple[int, ...]) -> str:
+    return "x".join(str(size) for size in shape) or "scalar"

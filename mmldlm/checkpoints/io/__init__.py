@@ -1,1 +1,0 @@
-"""Low-level file access: descriptors, one output file, checksums of ranges, threads."""

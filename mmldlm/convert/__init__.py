@@ -1,1 +1,0 @@
-"""From any checkpoint to any other."""

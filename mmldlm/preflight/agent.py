@@ -1,0 +1,231 @@
+"""Agent of the preflight on every node: probes with time limits, and its part in joint tests.
+
+A probe returns JSON values without an evaluation, and undoes its changes; it is defined beside the
+checks that read it. The agent exits at the end of its input, so that a dead head leaves no process
+behind. It imports neither torch nor pydantic, so that it starts in a fraction of a second.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+from mmldlm.cluster.agent import serve
+from mmldlm.cluster.connections import close, connect, listen
+from mmldlm.cluster.env_propagation import PREFIXES
+from mmldlm.preflight.checks import gpu, hosts, limits, network, processes, storage, versions
+from mmldlm.utils.stop_signals import keep_exit_codes
+
+
+def environment(args: dict) -> dict:
+    """Return the variables relevant to a run, in a process that ssh started on this node."""
+    return {name: value for name, value in os.environ.items() if name.startswith(PREFIXES)}
+
+
+# name -> (probe, a function of the request's arguments; its time limit in seconds)
+PROBES = {
+    "identity": (hosts.identity, 5),
+    "versions": (versions.versions, 10),
+    "code": (versions.code, 10),
+    "limits": (limits.limits, 5),
+    "temporary": (limits.temporary, 10),
+    "memory": (limits.memory, 5),
+    "environment": (environment, 5),
+    "network": (network.network, 30),
+    "resolve": (network.resolve, 30),
+    "gpus": (gpu.gpus, 20),
+    "processes": (processes.processes, 5),
+    "locks": (processes.locks, 5),
+    "caches": (processes.caches, 5),
+    "data": (storage.data, 20),
+    "checkpoints": (storage.checkpoints, 15),
+}
+
+
+def run_probes(args: dict) -> dict:
+    """Run the probes in args["probes"] at the same time, each in a child with its time limit."""
+    jobs = {}
+    for name in args["probes"]:
+        function, seconds = PROBES[name]
+        jobs[name] = (lambda function=function: function(args), seconds)
+    return run_with_timeout(jobs)
+
+
+def clock(args: dict) -> float:
+    """Return this node's time in seconds since 1970."""
+    return time.time()
+
+
+def write_probe_file(args: dict) -> dict:
+    """Write args["text"] to args["path"], to test whether a folder is shared."""
+
+    def write() -> str:
+        with open(args["path"], "w", encoding="utf-8") as file:
+            file.write(args["text"])
+            file.flush()
+            os.fsync(file.fileno())
+        return args["text"]
+
+    return run_with_timeout({"write": (write, 10)})["write"]
+
+
+def read_probe_file(args: dict) -> dict:
+    """Read args["path"], waiting up to three seconds for it; the value is None if it is
+    missing.
+    """
+
+    def read() -> str | None:
+        deadline = time.monotonic() + 3.0
+        while True:
+            try:
+                os.listdir(os.path.dirname(args["path"]))  # refreshes the NFS cache
+                with open(args["path"], encoding="utf-8") as file:
+                    return file.read()
+            except OSError:
+                if time.monotonic() > deadline:
+                    return None
+                time.sleep(0.1)
+
+    return run_with_timeout({"read": (read, 10)})["read"]
+
+
+def remove_probe_file(args: dict) -> None:
+    """Delete the probe file args["path"]."""
+    if os.path.basename(args["path"]).startswith(".mmldlm_preflight_") and os.path.exists(
+        args["path"]
+    ):
+        os.unlink(args["path"])
+
+
+def run(args: dict) -> list[dict]:
+    """Run args["commands"] ([{"command", "environment"}]) in parallel, for at most
+    args["seconds"].
+
+    A command that exceeds the limit is killed with its children.
+
+    Returns:
+        per command {"code", "output": its end}; after a timeout the code is None and "timeout" is
+        True.
+    """
+
+    def one(entry: dict) -> dict:
+        process = subprocess.Popen(
+            entry["command"],
+            env={**os.environ, **entry.get("environment", {})},
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            errors="replace",
+            start_new_session=True,
+        )
+        try:
+            output, _ = process.communicate(timeout=args["seconds"])
+            return {"code": process.returncode, "output": output[-20000:]}
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+            output, _ = process.communicate()
+            return {"code": None, "output": output[-20000:], "timeout": True}
+
+    with ThreadPoolExecutor(len(args["commands"])) as executor:
+        return list(executor.map(one, args["commands"]))
+
+
+_ACTIONS = (
+    clock,
+    listen,
+    close,
+    connect,
+    write_probe_file,
+    read_probe_file,
+    remove_probe_file,
+    run,
+)
+ACTIONS = {"collect_facts": run_probes, **{action.__name__: action for action in _ACTIONS}}
+
+
+def main() -> int:
+    """Answer requests until the input ends."""
+    keep_exit_codes()
+    serve(ACTIONS)
+    return 0
+
+
+def run_with_timeout(
+    jobs: dict[str, tuple[Callable[[], Any], float]],
+) -> dict[str, dict[str, Any]]:
+    """Run jobs at the same time, each in a forked child.
+
+    Args:
+        jobs: name -> (function without arguments and with a JSON value, time limit in seconds).
+
+    Returns:
+        name -> {"value"} or {"error": one sentence}, with "seconds" and, after a timeout,
+        "timeout": True. A child that cannot be killed (uninterruptible sleep) is left behind
+        without waiting.
+    """
+    started = time.monotonic()
+    running: dict[int, tuple[str, int, float]] = {}  # read end -> name, pid, deadline
+    collected: dict[int, bytes] = {}
+    answers: dict[str, dict[str, Any]] = {}
+    for name, (function, seconds) in jobs.items():
+        read_end, write_end = os.pipe()
+        pid = os.fork()
+        if pid == 0:
+            os.close(read_end)
+            _child(function, write_end)
+        os.close(write_end)
+        running[read_end] = (name, pid, started + seconds)
+        collected[read_end] = b""
+    while running:
+        wait = max(min(deadline for _, _, deadline in running.values()) - time.monotonic(), 0)
+        ready = select.select(list(running), [], [], wait)[0]
+        now = time.monotonic()
+        for end in list(running):
+            name, pid, deadline = running[end]
+            if end in ready:
+                chunk = os.read(end, 1 << 16)
+                collected[end] += chunk
+                if chunk:
+                    continue
+                os.waitpid(pid, 0)
+                try:
+                    answer = json.loads(collected[end])
+                except ValueError:
+                    answer = {"error": "the probe exited without an answer"}
+            elif now >= deadline:
+                os.kill(pid, signal.SIGKILL)
+                os.waitpid(pid, os.WNOHANG)
+                answer = {"error": f"no answer within {deadline - started:.0f} s", "timeout": True}
+            else:
+                continue
+            answers[name] = {**answer, "seconds": round(now - started, 3)}
+            os.close(end)
+            del running[end]
+    return answers
+
+
+def _child(function: Callable[[], Any], write_end: int) -> None:
+    """Run the function and write its answer to the pipe; never returns."""
+    try:
+        try:
+            answer = {"value": function()}
+        except Exception as error:
+            answer = {"error": f"{type(error).__name__}: {error}"}
+        data = json.dumps(answer).encode()
+        while data:
+            data = data[os.write(write_end, data) :]
+    finally:
+        os._exit(0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,395 @@
+"""Level 3: collectives on all ranks, checked by value and time.
+
+Run as a module, one rank of the test: ROUNDS is a JSON list of {"name", "rank", "world",
+"address", "port", "seconds", "on_cpu"}. Prints one JSON object per round. The backend is NCCL with
+a GPU, gloo without one or with on_cpu.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from datetime import timedelta
+from statistics import median
+
+from mmldlm.cluster.agent import AgentPool
+from mmldlm.preflight.check import check, fail, ok, skip, warn
+from mmldlm.preflight.context import Context
+from mmldlm.utils.entry_point import module_command
+from mmldlm.utils.environment import int_from_env
+from mmldlm.utils.formatting import first_line, format_bytes
+
+CHECKPOINTS = "checkpoints"  # round of FSDP's checkpoint writers
+SLOW = 2.0  # times the median (DLRover)
+BYTES = {"nccl": 256 << 20, "gloo": 4 << 20}
+REPEATS = 5
+Group = tuple[str, list[str]]  # name of a round, its nodes
+
+
+def group_seconds(world_size: int) -> int:
+    """Return the time limit of a process group in level 3; NCCL's start takes longer with many
+    ranks.
+    """
+    return 25 + world_size // 16
+
+
+def collective_seconds(world_size: int) -> int:
+    """Return the time limit of level 3: imports, up to four groups and their measurements."""
+    return 110 + 4 * (group_seconds(world_size) - 25)
+
+
+def pair_rounds(names: list[str]) -> list[list[list[str]]]:
+    """Return two rounds of pairs (a group of three if the count is odd): a bad node fails in both
+    rounds (DLRover).
+    """
+    if len(names) < 3:
+        return [[names]]
+    rotated = names[1:] + names[:1]
+    return [_pairs(names), _pairs(rotated)]
+
+
+def _pairs(names: list[str]) -> list[list[str]]:
+    groups = [names[i : i + 2] for i in range(0, len(names) - 1, 2)]
+    if len(names) % 2:
+        groups[-1].append(names[-1])
+    return groups
+
+
+def run_collectives(context: Context, pool: AgentPool) -> None:
+    """Level 3: fill context.collectives: "rounds" [(name, nodes)], "ranks" {(node, local rank):
+    {round: result}}.
+    """
+    names = [name for name in context.names if name in context.facts and name not in pool.failures]
+    if not names:
+        return
+    groups = _collective_groups(context, names)
+    rounds = _rounds_per_rank(context, pool, names, groups)
+    limit = collective_seconds(context.world_size)
+
+    def run_args(node: str) -> dict:
+        commands = []
+        for local_rank in range(context.slots(node)):
+            rounds_json = json.dumps(rounds[(node, local_rank)])
+            command = module_command(__name__, rounds_json)
+            environment = {"LOCAL_RANK": str(local_rank), "OMP_NUM_THREADS": "1"}
+            environment = {**(context.environment_on(node) or {}), **environment}
+            commands.append({"command": command, "environment": environment})
+        return {"commands": commands, "seconds": limit}
+
+    answers = pool.call("run", run_args, timeout=limit + 10)
+    ranks = {
+        (node, local_rank): _parse_rounds(output)
+        for node, outputs in answers.items()
+        for local_rank, output in enumerate(outputs)
+    }
+    context.collectives = {"rounds": groups, "ranks": ranks}
+    context.failures.update(pool.failures)
+
+
+def _collective_groups(context: Context, names: list[str]) -> list[Group]:
+    """Return the groups of all rounds: two rounds of pairs, all nodes, and the group of FSDP's
+    checkpoint writers.
+    """
+    groups = [
+        (f"{round_number}.{index}", members)
+        for round_number, pairs in enumerate(pair_rounds(names), 1)
+        for index, members in enumerate(pairs, 1)
+    ]
+    if len(names) > 2:
+        groups.append(("all", names))
+    if context.config is not None and context.config.engine.kind == "fsdp" and context.has_gpus():
+        groups.append((CHECKPOINTS, names))  # the writers use gloo next to NCCL (engines/fsdp.py)
+    return groups
+
+
+def _rounds_per_rank(
+    context: Context, pool: AgentPool, names: list[str], groups: list[Group]
+) -> dict:
+    """Return (node, local rank) -> list of rounds for collective_test.py, each with its rank,
+    address and port.
+    """
+    rounds: dict[tuple[str, int], list] = {
+        (n, r): [] for n in names for r in range(context.slots(n))
+    }
+    for name, members in groups:
+        opened = pool.agents[members[0]].request("listen", {"ports": [0]})
+        pool.agents[members[0]].request("close")
+        address = "127.0.0.1" if context.local else context.data_address(members[0])
+        world, rank = sum(context.slots(member) for member in members), 0
+        for member in members:
+            for local_rank in range(context.slots(member)):
+                entry = {"name": name, "rank": rank, "world": world, "address": address}
+                entry |= {"port": opened["ports"][0]["port"], "seconds": group_seconds(world)}
+                rounds[(member, local_rank)].append({**entry, "on_cpu": name == CHECKPOINTS})
+                rank += 1
+    return rounds
+
+
+def _parse_rounds(output: dict) -> dict[str, dict]:
+    """Return round -> result from the output of one rank; an error as the round "start" if there
+    is none.
+    """
+    lines = [json.loads(line) for line in output["output"].splitlines() if line.startswith("{")]
+    rounds = {line["round"]: line for line in lines}
+    if not rounds:
+        last = (output["output"].strip().splitlines() or [f"status {output['code']}"])[-1]
+        rounds["start"] = {"error": last}
+    return rounds
+
+
+def check_values(torch, rank: int, world: int, device) -> list[str]:
+    """Run the collectives that training uses; return the names of those with wrong values."""
+    dist, wrong = torch.distributed, []
+    positions = torch.arange(1024, dtype=torch.float64, device=device)
+
+    def compare(name: str, received, expected) -> None:
+        if not torch.equal(received, expected):
+            wrong.append(name)
+
+    values = positions * (rank + 1)
+    summed = values.clone()
+    dist.all_reduce(summed)
+    total = positions * (world * (world + 1) // 2)
+    compare("all_reduce", summed, total)
+    sent = values.clone()
+    dist.broadcast(sent, src=world - 1)
+    compare("broadcast", sent, positions * world)
+    gathered = [torch.empty_like(values) for _ in range(world)]
+    dist.all_gather(gathered, values)
+    compare(
+        "all_gather",
+        torch.stack(gathered),
+        torch.stack([positions * (r + 1) for r in range(world)]),
+    )
+    if device.type == "cuda":
+        part = torch.empty(1024, dtype=torch.float64, device=device)
+        dist.reduce_scatter_tensor(part, values.repeat(world))
+        compare("reduce_scatter", part, total)
+    return wrong
+
+
+def bus_bandwidth(torch, world: int, device, size: int) -> tuple[float, float]:
+    """Return (bus bandwidth of all_reduce as in nccl-tests: size / time x 2 (n - 1) / n, median
+    seconds).
+    """
+    dist = torch.distributed
+    values = torch.ones(size // 4, device=device)
+    seconds = []
+    for _ in range(REPEATS + 2):
+        dist.barrier()
+        started = time.perf_counter()
+        dist.all_reduce(values)  # at most world ^ 7, within the range of fp32
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        seconds.append(time.perf_counter() - started)
+    median = sorted(seconds[2:])[REPEATS // 2]
+    return size / median * 2 * (world - 1) / world, median
+
+
+def compute_seconds(torch, device) -> float:
+    """Return the median seconds of a matrix product: the compute speed of this rank, without the
+    network.
+    """
+    side = 4096 if device.type == "cuda" else 384
+    matrix = torch.ones(side, side, device=device)
+    seconds = []
+    for _ in range(7):
+        started = time.perf_counter()
+        for _ in range(4):
+            matrix @ matrix
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        seconds.append(time.perf_counter() - started)
+    return sorted(seconds)[3]
+
+
+def run_round(torch, entry: dict, device) -> dict:
+    """Form the group, check, measure; each operation within entry["seconds"]."""
+    device = torch.device("cpu") if entry["on_cpu"] else device
+    backend = "nccl" if device.type == "cuda" else "gloo"
+    started = time.perf_counter()
+    torch.distributed.init_process_group(
+        backend,
+        init_method=f"tcp://{entry['address']}:{entry['port']}",
+        rank=entry["rank"],
+        world_size=entry["world"],
+        timeout=timedelta(seconds=entry["seconds"]),
+    )
+    try:
+        wrong = check_values(torch, entry["rank"], entry["world"], device)
+        result = {
+            "formed": round(time.perf_counter() - started, 3),
+            "wrong": wrong,
+            "backend": backend,
+        }
+        if entry["world"] > 1:
+            result["busbw"], result["seconds"] = bus_bandwidth(
+                torch, entry["world"], device, BYTES[backend]
+            )
+        return result
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+def main() -> int:
+    """Run the rounds of sys.argv and print their results; return the exit code."""
+    # A round that times out must raise, so that the next one runs: by default NCCL's watchdog ends
+    # the process.
+    os.environ.update(
+        TORCH_NCCL_BLOCKING_WAIT="1",
+        TORCH_NCCL_ASYNC_ERROR_HANDLING="0",
+        TORCH_NCCL_DUMP_ON_TIMEOUT="0",
+    )
+    import torch
+
+    local_rank = int_from_env("LOCAL_RANK", 0)
+    device = torch.device("cuda", local_rank) if torch.cuda.is_available() else torch.device("cpu")
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    torch.set_num_threads(1)
+    for entry in json.loads(sys.argv[1]):
+        started = time.perf_counter()
+        try:
+            result = run_round(torch, entry, device)
+        except Exception as error:
+            result = {"error": first_line(error)}
+        seconds = round(time.perf_counter() - started, 2)
+        print("\n" + json.dumps({"round": entry["name"], "took": seconds, **result}), flush=True)
+    print(
+        "\n" + json.dumps({"round": "compute", "seconds": compute_seconds(torch, device)}),
+        flush=True,
+    )
+    return 0
+
+
+def _rounds(context, selects):
+    """Yield (nodes, {(node, local rank): result}) of the rounds whose names `selects` accepts."""
+    ranks = context.collectives.get("ranks", {})
+    for name, nodes in context.collectives.get("rounds", ()):
+        if selects(name):
+            results = {
+                key: by_round.get(name, by_round.get("start", {}))
+                for key, by_round in ranks.items()
+                if key[0] in nodes
+            }
+            yield nodes, results
+
+
+def _evaluate_round(nodes: list[str], results: dict) -> dict[str, str]:
+    """Return node -> problem of a round; empty if it passed."""
+    bad = {}
+    for (node, local_rank), entry in results.items():
+        if entry.get("error"):
+            bad[node] = f"rank {local_rank}: {entry['error']}"
+        elif entry.get("wrong"):
+            bad[node] = f"rank {local_rank}: wrong values from {', '.join(entry['wrong'])}"
+        elif "formed" not in entry:
+            bad[node] = f"rank {local_rank} gave no answer"
+    for node in nodes:
+        if not any(key[0] == node for key in results):
+            bad[node] = "gave no answer"
+    return bad
+
+
+@check("COLL001", 3, "node", "collectives in pairs")
+def pairs_compute_right(context):
+    """Two rounds of pairs form process groups and get correct values from every collective that
+    training uses.
+
+    A node that fails in both rounds is reported; a bad pair whose nodes both pass elsewhere
+    reports both.
+    """
+    bad: dict[str, list[str]] = {}
+    good: set[str] = set()
+    for nodes, results in _rounds(context, lambda name: name not in ("all", CHECKPOINTS)):
+        wrong = _evaluate_round(nodes, results)
+        for node in nodes:
+            if wrong:
+                bad.setdefault(node, []).append(
+                    f"with {', '.join(n for n in nodes if n != node)}:"
+                    f" {next(iter(wrong.values()))}"
+                )
+            else:
+                good.add(node)
+    if not bad and not good:
+        yield skip("no node took part")
+    for node in sorted(good - set(bad)):
+        yield ok("correct values", node)
+    # A node that passed in any pair is healthy; if no node did, report all.
+    failed = {node for node in bad if node not in good} or set(bad)
+    for node in sorted(failed):
+        fix = "fix NET001-NET006 first; otherwise exclude the node"
+        yield fail("; ".join(bad[node]), "a process group with correct values", fix, node)
+
+
+@check("COLL002", 3, "cluster", "collectives on all ranks")
+def all_ranks_compute_right(context):
+    """All ranks together get correct values; the report shows the bus bandwidth of all_reduce."""
+    rounds = list(_rounds(context, lambda name: name == "all")) or list(
+        _rounds(context, lambda name: name != CHECKPOINTS)
+    )
+    if not rounds:
+        return skip("no node took part")
+    nodes, results = rounds[-1]
+    wrong = _evaluate_round(nodes, results)
+    if wrong:
+        node, problem = next(iter(wrong.items()))
+        return fail(
+            f"{node}, {problem}",
+            "correct values on all ranks",
+            "see COLL001 for the failing node",
+            node,
+        )
+    rates = [entry["busbw"] for entry in results.values() if "busbw" in entry]
+    backend = next(iter(results.values()))["backend"]
+    return ok(
+        f"{len(results)} ranks, {backend}"
+        + (f", bus bandwidth {format_bytes(min(rates))}/s" if rates else "")
+    )
+
+
+@check("COLL003", 3, "node", "stragglers")
+def no_stragglers(context):
+    """No node computes at less than half of the median speed."""
+    ranks = context.collectives.get("ranks", {})
+    compute: dict[str, float] = {}
+    for (node, _), by_round in ranks.items():
+        if "compute" in by_round:
+            compute[node] = max(compute.get(node, 0.0), by_round["compute"]["seconds"])
+    if len(compute) < 2:
+        yield skip("fewer than two nodes measured")
+        return
+    usual = median(compute.values())
+    for node, seconds in compute.items():
+        if seconds > SLOW * usual:
+            measured = (
+                f"a matrix product takes {seconds * 1e3:.1f} ms, the median node"
+                f" {usual * 1e3:.1f} ms"
+            )
+            fix = "look for other load or throttling, or exclude the node"
+            yield warn(measured, "at most twice the median", fix, node)
+        else:
+            yield ok(f"{seconds * 1e3:.1f} ms", node)
+
+
+@check("COLL004", 3, "cluster", "group of FSDP's writers")
+def writers_form_their_group(context):
+    """The gloo group of FSDP's checkpoint writers, in addition to NCCL's, forms on all ranks."""
+    rounds = list(_rounds(context, lambda name: name == CHECKPOINTS))
+    if not rounds:
+        return skip("only for engine.kind=fsdp on GPUs")
+    wrong = _evaluate_round(*rounds[0])
+    if wrong:
+        node, problem = next(iter(wrong.items()))
+        fix = (
+            "set GLOO_SOCKET_IFNAME to the interface between the nodes (does a host's own name"
+            " resolve to 127.0.1.1?)"
+        )
+        return fail(f"{node}, {problem}", "a gloo group of all ranks", fix, node)
+    return ok(f"{len(rounds[0][1])} ranks, gloo")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,304 @@
+"""GPUs of a node: present, healthy, free and alike."""
+
+from __future__ import annotations
+
+import ctypes
+
+from mmldlm.preflight.check import check, fail, majority, ok, skip, warn
+from mmldlm.preflight.memory_model import GIB
+from mmldlm.utils.formatting import format_bytes
+
+GPU_MEMORY_IN_USE = 2 * GIB
+
+
+def gpus(args: dict) -> dict:
+    """Return {"gpus": [...], "driver"}, or {"absent": reason} on a node without an NVIDIA driver.
+
+    NVML is asked, without torch and without nvidia-smi, which hangs together with the driver. A
+    reason that somebody has to remove comes with its "fix".
+
+    Per GPU: name, memory in bytes, ECC errors, row remapping, throttle reasons, recovery action,
+    and its processes. A field that the GPU or driver does not support is None.
+    """
+    try:
+        import pynvml
+    except ImportError as error:
+        return _without_nvml(error)
+    try:
+        pynvml.nvmlInit()
+    except pynvml.NVMLError_LibraryNotFound:
+        return {"absent": NO_DRIVER}
+    except pynvml.NVMLError as error:
+        fix = "reload the NVIDIA driver, or reboot the node"
+        return {"absent": f"NVML does not start (code {error.value})", "fix": fix}
+    try:
+        indices = range(pynvml.nvmlDeviceGetCount())
+        return {
+            "driver": pynvml.nvmlSystemGetDriverVersion(),
+            "gpus": [_gpu(pynvml, index) for index in indices],
+        }
+    finally:
+        pynvml.nvmlShutdown()
+
+
+NO_DRIVER = "no NVIDIA driver on this node (libnvidia-ml.so.1 is missing)"
+
+
+def _without_nvml(error: ImportError) -> dict:
+    """Return the answer of a node without nvidia-ml-py, which matters only if it has a driver."""
+    try:
+        ctypes.CDLL("libnvidia-ml.so.1")
+    except OSError:
+        return {"absent": NO_DRIVER}
+    return {
+        "absent": f"its GPUs cannot be measured: {error}",
+        "fix": "pip install -c constraints.txt nvidia-ml-py",
+    }
+
+
+def _gpu(pynvml, index: int) -> dict:
+    """Return the facts of one GPU."""
+    try:
+        device = pynvml.nvmlDeviceGetHandleByIndex(index)
+    except pynvml.NVMLError as error:
+        return {"index": index, "lost": f"NVML code {error.value}"}
+
+    def supported(function, *args):
+        """Return the function's value; None if the GPU or the driver does not have it."""
+        try:
+            return function(device, *args)
+        except pynvml.NVMLError:
+            return None
+
+    memory = pynvml.nvmlDeviceGetMemoryInfo(device)
+    uncorrected, since_boot = (pynvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED, pynvml.NVML_VOLATILE_ECC)
+    _, _, pending, failed = supported(pynvml.nvmlDeviceGetRemappedRows) or [None] * 4
+    reasons = supported(pynvml.nvmlDeviceGetCurrentClocksThrottleReasons)
+    # Without idling and the power cap, which throttle a healthy GPU too.
+    faults = {
+        pynvml.nvmlClocksThrottleReasonHwSlowdown: "hardware slowdown",
+        pynvml.nvmlClocksThrottleReasonSwThermalSlowdown: "software thermal",
+        pynvml.nvmlClocksThrottleReasonHwThermalSlowdown: "hardware thermal",
+        pynvml.nvmlClocksThrottleReasonHwPowerBrakeSlowdown: "power brake",
+    }
+    action = supported(
+        pynvml.nvmlDeviceGetFieldValues, [pynvml.NVML_FI_DEV_GET_GPU_RECOVERY_ACTION]
+    )
+    processes = supported(pynvml.nvmlDeviceGetComputeRunningProcesses) or []
+    return {
+        "index": index,
+        "name": pynvml.nvmlDeviceGetName(device),
+        "memory_total": memory.total,
+        "memory_free": memory.free,
+        "ecc_uncorrected": supported(pynvml.nvmlDeviceGetTotalEccErrors, uncorrected, since_boot),
+        "remap_pending": None if pending is None else bool(pending),
+        "remap_failed": None if failed is None else bool(failed),
+        "slowed": None
+        if reasons is None
+        else [text for bit, text in faults.items() if reasons & bit],
+        "recovery": _recovery(action),
+        "processes": [_process(process.pid) for process in processes],
+    }
+
+
+# nvmlDeviceGpuRecoveryAction_t
+RECOVERY = {
+    0: None,
+    1: "reset the GPU",
+    2: "reboot the node",
+    3: "drain peer-to-peer traffic",
+    4: "drain and reset",
+    5: "recover the IMEX domain",
+    6: "reset the bus",
+    7: "reboot the system",
+}
+
+
+def _recovery(fields) -> str | None:
+    """Return the recovery action that the driver requests; None if there is none, or the driver is
+    older than 570.
+    """
+    if fields is None or fields[0].nvmlReturn != 0:
+        return None
+    action = fields[0].value.uiVal
+    return RECOVERY.get(action, f"recovery action {action}")
+
+
+def _process(pid: int) -> dict:
+    """Return command and user of a process; None for those of another container or user."""
+    import psutil
+
+    try:
+        process = psutil.Process(pid)
+        command, user = " ".join(process.cmdline()), process.username()
+    except psutil.Error:
+        return {"pid": pid, "command": None, "user": None}
+    return {"pid": pid, "command": command.strip()[:120], "user": user}
+
+
+def _each_gpu(context):
+    """Yield (node, GPU, None) of every GPU that a rank would use, (node, None, reason) for nodes
+    without GPUs.
+    """
+    for name, facts in context.probe_values("gpus").items():
+        if facts.get("absent"):
+            yield name, None, facts["absent"]
+        for gpu in (facts.get("gpus") or ())[: context.slots(name)]:
+            yield name, gpu, None
+
+
+def _check_gpus(context, evaluate, pass_message: str):
+    """Yield the results of evaluate(gpu) over all GPUs, and one PASS per healthy node.
+
+    Args:
+        context: facts of the nodes.
+        evaluate: returns None or (measured, expected, fix) for a GPU; (..., warn) for a warning.
+        pass_message: measured value of a healthy node.
+    """
+    num_faults: dict[str, int] = {}
+    for name, gpu, absent in _each_gpu(context):
+        if absent is not None:
+            yield skip(absent, name)
+            continue
+        fault = evaluate(gpu)
+        num_faults.setdefault(name, 0)
+        if fault is not None:
+            num_faults[name] += 1
+            measured, expected, fix, *severity = fault
+            yield (severity[0] if severity else fail)(
+                f"GPU {gpu['index']} ({gpu.get('name', '?')}): {measured}", expected, fix, name
+            )
+    for name, count in num_faults.items():
+        if count == 0:
+            yield ok(pass_message, name)
+
+
+@check("GPU001", 1, "node", "GPU count")
+def gpus_for_all_slots(context):
+    """Every node has at least as many GPUs as slots, unless no node has a GPU (a CPU run)."""
+    for name, facts in context.probe_values("gpus").items():
+        count, slots = len(facts.get("gpus") or ()), context.slots(name)
+        if "fix" in facts:
+            yield fail(facts["absent"], "a working driver", facts["fix"], name)
+        elif not context.has_gpus():
+            yield skip(
+                f"{facts.get('absent', 'no GPU')}; no other node has GPUs either: a CPU run with"
+                " gloo",
+                name,
+            )
+        elif count < slots:
+            fix = (
+                f"set slots={count} for {name}"
+                if count
+                else f"delete {name} from the hostfile, or repair its driver"
+            )
+            yield fail(f"{count} GPU(s) for {slots} slots", f"at least {slots}", fix, name)
+        else:
+            yield ok(f"{count} x {facts['gpus'][0].get('name')}", name)
+    for name, error in context.probe_errors("gpus").items():
+        yield fail(
+            error,
+            "an answer of NVML within 20 s",
+            "the driver hangs: reboot the node, or exclude it",
+            name,
+        )
+
+
+@check("GPU002", 1, "node", "GPU health")
+def gpus_are_healthy(context):
+    """No GPU is lost, has uncorrected ECC errors or a pending or failed row remap, or requests a
+    recovery action.
+    """
+
+    def evaluate(gpu):
+        if gpu.get("lost"):
+            return gpu["lost"], "an answer", "reboot the node, or exclude it"
+        if gpu["recovery"]:
+            return (
+                f"requests: {gpu['recovery']}",
+                "no recovery action",
+                f"{gpu['recovery']}, as the driver requests",
+            )
+        if gpu["remap_failed"]:
+            return (
+                "row remapping failed",
+                "no failed remap",
+                "exclude the node and replace the GPU",
+            )
+        if gpu["remap_pending"]:
+            return (
+                "row remapping is pending",
+                "none pending",
+                "reset the GPU (nvidia-smi -r) when it is idle",
+            )
+        if gpu["ecc_uncorrected"]:
+            return (
+                f"{gpu['ecc_uncorrected']} uncorrected ECC errors",
+                "0 since boot",
+                "reset the GPU; replace it if they return",
+            )
+        return None
+
+    yield from _check_gpus(context, evaluate, "ECC, row remap and recovery action are clean")
+
+
+@check("GPU003", 1, "node", "GPU clocks")
+def gpus_are_not_slowed(context):
+    """No GPU is throttled by heat or by its power supply."""
+
+    def evaluate(gpu):
+        if gpu.get("slowed"):
+            return (
+                ", ".join(gpu["slowed"]),
+                "full clocks",
+                "check the node's cooling and power",
+                warn,
+            )
+        return None
+
+    yield from _check_gpus(context, evaluate, "not throttled")
+
+
+@check("GPU004", 1, "node", "GPUs are free")
+def gpus_are_free(context):
+    """No other process uses memory of the GPUs."""
+
+    def evaluate(gpu):
+        if gpu.get("lost"):
+            return None
+        held = [
+            f"pid {p['pid']} {p['user'] or ''} {p['command'] or '(of another container)'}"
+            for p in gpu["processes"]
+        ]
+        used = gpu["memory_total"] - gpu["memory_free"]
+        if held:
+            return "; ".join(held), "no process on it", "end them (preflight never does), or wait"
+        if used > GPU_MEMORY_IN_USE:
+            return (
+                f"{format_bytes(used)} in use by no visible process",
+                "less than 2 GiB",
+                "look for leftover processes as root, or reset it",
+            )
+        return None
+
+    yield from _check_gpus(context, evaluate, "free")
+
+
+@check("GPU005", 2, "node", "same GPUs and driver")
+def gpus_are_alike(context):
+    """GPU model and driver are those of the majority."""
+    models = {
+        name: f"{facts['gpus'][0].get('name')}, driver {facts['driver']}"
+        for name, facts in context.probe_values("gpus").items()
+        if facts.get("gpus")
+    }
+    if not models:
+        yield skip("no node has GPUs")
+    usual = majority(models)
+    for name, model in models.items():
+        if model == usual:
+            yield ok(model, name)
+        else:
+            yield warn(
+                model, usual, "expect the speed of the slowest GPU, or exclude the node", name
+            )

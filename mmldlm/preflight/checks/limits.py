@@ -1,0 +1,164 @@
+"""Limits of a process on a node: locked memory, open files, /dev/shm, temporary files, memory."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import resource
+from pathlib import Path
+
+from mmldlm.preflight.check import check, fail, ok, skip, warn
+from mmldlm.preflight.memory_model import GIB
+from mmldlm.utils import resources
+from mmldlm.utils.formatting import describe_os_error, format_bytes
+
+SHM_NEEDED, SHM_GPU = (
+    GIB // 2,
+    8 * GIB,
+)  # gloo and dataloader workers; NCCL within a node (limit of Primus)
+NOFILE_MIN, NOFILE_PER_RANK = 512, 16  # libraries and shards; sockets to each rank
+NOFILE_GPU = 4096  # with GPUs: NCCL channels and pipes of workers
+MEMLOCK_NEEDED = 32 * GIB  # registered by GPUDirect and InfiniBand (limit of Primus)
+TEMPORARY_BYTES = 1 << 20  # state files, sockets, files of a compiler
+
+
+def limits(args: dict) -> dict:
+    """Return the soft limits that a rank would inherit (-1: unlimited), and the space of /dev/shm
+    in bytes.
+    """
+    facts = {
+        name: resource.getrlimit(limit)[0]
+        for name, limit in (
+            ("memlock", resource.RLIMIT_MEMLOCK),
+            ("nofile", resource.RLIMIT_NOFILE),
+        )
+    }
+    try:
+        shm = os.statvfs("/dev/shm")
+    except OSError as error:
+        return {
+            **facts,
+            "shm_total": 0,
+            "shm_free": 0,
+            "shm_writable": False,
+            "shm_error": error.strerror,
+        }
+    facts["shm_total"], facts["shm_free"] = (
+        shm.f_blocks * shm.f_frsize,
+        shm.f_bavail * shm.f_frsize,
+    )
+    probe = Path("/dev/shm") / f".mmldlm_preflight_{os.getpid()}"
+    try:
+        probe.write_bytes(b"x")
+        facts["shm_writable"] = True
+    except OSError as error:
+        facts["shm_writable"], facts["shm_error"] = False, error.strerror
+    finally:
+        with contextlib.suppress(OSError):  # fails on a read-only file system
+            probe.unlink(missing_ok=True)
+    return facts
+
+
+def temporary(args: dict) -> dict:
+    """Test whether TEMPORARY_BYTES can be written to the folder for temporary files.
+
+    tempfile.gettempdir() would silently skip a full folder, unlike compilers and shells.
+    """
+    candidates = [os.environ[name] for name in ("TMPDIR", "TEMP", "TMP") if os.environ.get(name)]
+    folder = next((name for name in candidates if os.path.isdir(name)), "/tmp")
+    facts = {"folder": folder, "bytes": TEMPORARY_BYTES}
+    probe = Path(folder) / f".mmldlm_preflight_{os.uname().nodename}_{os.getpid()}"
+    try:
+        space = os.statvfs(folder)
+        facts["free"] = space.f_bavail * space.f_frsize
+        with open(probe, "wb") as file:
+            file.write(bytes(TEMPORARY_BYTES))
+    except OSError as error:
+        facts["error"] = describe_os_error(error)
+    finally:
+        with contextlib.suppress(OSError):
+            probe.unlink(missing_ok=True)
+    return facts
+
+
+def memory(args: dict) -> dict:
+    """Return the memory in bytes and the cores of this process, within the limits of its container
+    or job.
+    """
+    return {**resources.memory()._asdict(), "cores": resources.available_cpus()}
+
+
+@check("LIM001", 1, "node", "/dev/shm")
+def shared_memory(context):
+    """/dev/shm is writable and large enough for gloo, NCCL and workers."""
+    needed = SHM_GPU if context.has_gpus() else SHM_NEEDED
+    for name, facts in context.probe_values("limits").items():
+        fix = (
+            "docker run --shm-size=16g (Kubernetes: emptyDir, medium Memory), or mount -o"
+            " remount,size=50% /dev/shm"
+        )
+        if not facts["shm_writable"]:
+            yield fail(f"/dev/shm: {facts.get('shm_error')}", "a writable /dev/shm", fix, name)
+        elif facts["shm_free"] < needed:
+            measured = (
+                f"{format_bytes(facts['shm_free'])} free of {format_bytes(facts['shm_total'])}"
+            )
+            yield fail(measured, f"at least {format_bytes(needed)} free", fix, name)
+        else:
+            yield ok(f"{format_bytes(facts['shm_free'])} free", name)
+
+
+@check("LIM002", 1, "node", "locked memory")
+def locked_memory(context):
+    """Locked memory is unlimited on nodes with GPUs, as InfiniBand and GPUDirect require."""
+    for name, facts in context.probe_values("limits").items():
+        limit = facts["memlock"]
+        if not (context.value(name, "gpus") or {}).get("gpus"):
+            yield skip("no GPU: no memory is registered", name)
+        elif limit != -1 and limit < MEMLOCK_NEEDED:
+            fix = "ulimit -l unlimited (docker run --ulimit memlock=-1; /etc/security/limits.conf)"
+            yield warn(format_bytes(limit), "unlimited", fix, name)
+        else:
+            yield ok("unlimited" if limit == -1 else format_bytes(limit), name)
+
+
+@check("LIM003", 1, "node", "open files")
+def open_files(context):
+    """A rank may open enough files: sockets to all ranks, shards, pipes of workers.
+
+    With GPUs, a limit below 4096 warns: the usual 1024 of a login is enough for few ranks without
+    workers.
+    """
+    minimum = NOFILE_MIN + NOFILE_PER_RANK * context.world_size
+    recommended = max(minimum, NOFILE_GPU) if context.has_gpus() else minimum
+    for name, facts in context.probe_values("limits").items():
+        if facts["nofile"] != -1 and facts["nofile"] < recommended:
+            fix = f"ulimit -n {recommended}"
+            if not context.local:
+                fix += (
+                    " for ssh sessions: /etc/security/limits.conf, or LimitNOFILE of the ssh"
+                    " service"
+                )
+            result = fail if facts["nofile"] < minimum else warn
+            yield result(f"nofile {facts['nofile']}", f"at least {recommended}", fix, name)
+        else:
+            yield ok(f"nofile {facts['nofile']}", name)
+
+
+@check("LIM004", 1, "node", "temporary files")
+def temporary_files(context):
+    """A file can be written to the folder for temporary files (TMPDIR, else /tmp): state files,
+    sockets, builds.
+    """
+    for name, facts in context.probe_values("temporary").items():
+        if "error" in facts:
+            measured = f"{facts['folder']}: {facts['error']}"
+            if "free" in facts:
+                measured += f" ({format_bytes(facts['free'])} free)"
+            fix = (
+                f"free some space in {facts['folder']} on {name}, or set TMPDIR there to another"
+                " folder"
+            )
+            yield fail(measured, f"{format_bytes(facts['bytes'])} of writable space", fix, name)
+        else:
+            yield ok(f"{facts['folder']}, {format_bytes(facts['free'])} free", name)

@@ -1,0 +1,351 @@
+"""Data and checkpoint folders: present, equal and writable on every node, and shared."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import time
+import uuid
+from pathlib import Path
+
+from mmldlm.cluster.agent import AgentFailure, AgentPool
+from mmldlm.preflight.check import check, fail, majority, ok, skip, warn
+from mmldlm.utils.formatting import describe_os_error, format_bytes, join_some
+from mmldlm.utils.input_files import open_regular, read_bytes
+
+READ_BUDGET = 256 << 20  # bytes of the store that a node reads; larger stores are sampled
+SECONDS_BUDGET = 12.0
+_BLOCK = 1 << 20
+WRITE_BYTES = 32 << 20
+
+
+def data(args: dict) -> dict:
+    """Return manifests and files of the stores at args["data_roots"]: sizes, and hashes within the
+    read budget.
+
+    The files of several stores are named with their folders. A complete file gets its SHA-256, as
+    in the manifest; of larger stores, blocks at the same offsets on every node are hashed
+    together.
+    """
+    texts = {root: read_bytes(Path(root) / "manifest.json") for root in args["data_roots"]}
+    entries = files_of(texts)
+    total = sum(entry["bytes"] for entry in entries.values())
+    fraction = min(1.0, READ_BUDGET / max(total, 1))
+    deadline = time.monotonic() + SECONDS_BUDGET
+    files: dict[str, dict] = {}
+    read = 0
+    for name in entries:
+        path = Path(args["data_roots"][0], name)  # with several stores, name is the full path
+        try:
+            size = path.stat().st_size
+        except OSError as error:
+            files[name] = {"error": describe_os_error(error)}
+            continue
+        facts = {"bytes": size}
+        if fraction == 1.0 and time.monotonic() < deadline:
+            facts["sha256"], done = _hash(path, [(0, size)])
+            read += done
+        elif time.monotonic() < deadline:
+            count = max(2, int(size * fraction) // _BLOCK)
+            starts = sorted({i * max(size - _BLOCK, 0) // (count - 1) for i in range(count)})
+            facts["blocks"], done = _hash(path, [(start, _BLOCK) for start in starts])
+            read += done
+        files[name] = facts
+    return {
+        "manifest_sha256": [hashlib.sha256(text).hexdigest() for text in texts.values()],
+        "files": files,
+        "bytes_total": total,
+        "bytes_read": read,
+    }
+
+
+def files_of(manifests: dict[str, bytes]) -> dict[str, dict]:
+    """Return name -> {bytes, sha256} of the files of one store, or full path -> ... of several.
+
+    Args:
+        manifests: folder -> content of its manifest.json.
+    """
+    several = len(manifests) > 1
+    return {
+        os.path.join(root, name) if several else name: entry
+        for root, text in manifests.items()
+        for name, entry in json.loads(text)["files"].items()
+    }
+
+
+def _hash(path: Path, spans: list[tuple[int, int]]) -> tuple[str, int]:
+    """Return the SHA-256 of some (offset, length) spans of a file, and the bytes read."""
+    digest, done = hashlib.sha256(), 0
+    with open_regular(path) as file:
+        for start, length in spans:
+            file.seek(start)
+            remaining = length
+            while remaining and (chunk := file.read(min(remaining, 1 << 20))):
+                digest.update(chunk)
+                remaining -= len(chunk)
+                done += len(chunk)
+    return digest.hexdigest(), done
+
+
+def checkpoints(args: dict) -> dict:
+    """Test args["save_dir"] for checkpoints: free space, write speed, an atomic rename.
+
+    If the folder does not exist, its nearest existing parent is tested. All written files are
+    removed.
+    """
+    folder = Path(args["save_dir"])
+    while not folder.exists():
+        folder = folder.parent
+    space = os.statvfs(folder)
+    facts: dict = {
+        "folder": str(folder),
+        "free": space.f_bavail * space.f_frsize,
+        "free_inodes": space.f_favail if space.f_files else None,
+        "file_system": file_system(folder),
+    }
+    probe = folder / f".mmldlm_preflight_{os.uname().nodename}_{os.getpid()}"
+    try:
+        block = os.urandom(1 << 20)
+        size = max(min(WRITE_BYTES, facts["free"] // 2), 1)
+        started, num_bytes = time.perf_counter(), 0
+        with open(probe, "wb") as file:
+            while num_bytes < size and time.perf_counter() - started < 5:
+                num_bytes += file.write(block[: size - num_bytes])
+            file.flush()
+            os.fsync(file.fileno())
+        facts["bytes_per_second"] = num_bytes / (time.perf_counter() - started)
+        renamed = probe.with_name(probe.name + "_renamed")
+        os.rename(probe, renamed)
+        facts["rename"] = renamed.exists() and not probe.exists()
+        renamed.unlink()
+    except OSError as error:
+        facts["write_error"] = describe_os_error(error)
+    finally:
+        with contextlib.suppress(OSError):  # fails on a read-only file system
+            probe.unlink(missing_ok=True)
+    return facts
+
+
+def file_system(folder: Path) -> str:
+    """Return the file system type of a folder."""
+    best, type_name = "", "unknown"
+    real = str(folder.resolve())
+    for line in Path("/proc/self/mounts").read_text(encoding="utf-8").splitlines():
+        _, point, entry_type, *_ = line.split()
+        if (real == point or real.startswith(point.rstrip("/") + "/")) and len(point) >= len(best):
+            best, type_name = point, entry_type
+    return type_name
+
+
+def collect_shared_folder(context, pool: AgentPool) -> None:
+    """Test whether all nodes see a file of the first writer, and the first one a file of the last
+    reader.
+    """
+    folders = context.probe_values("checkpoints")
+    writers = [
+        name
+        for name, facts in folders.items()
+        if "write_error" not in facts and name not in pool.failures
+    ]
+    if not writers:
+        return
+    first = writers[0]
+    seen = _file_visible_from(pool, first, folders[first]["folder"], None)
+    context.shared_folder.update(seen)
+    readers = [name for (_, name), visible in seen.items() if visible and name in writers]
+    if readers:
+        context.shared_folder.update(
+            _file_visible_from(pool, readers[-1], folders[readers[-1]]["folder"], first)
+        )
+
+
+def _file_visible_from(
+    pool: AgentPool, writer: str, folder: str, reader: str | None
+) -> dict[tuple[str, str], bool]:
+    """Return (writer, reader) -> whether a new file of the writer is visible, for one reader or
+    all other nodes.
+    """
+    text = uuid.uuid4().hex
+    path = os.path.join(folder, f".mmldlm_preflight_{text}")
+    agent = pool.agents[writer]
+    try:
+        if "value" not in agent.request("write_probe_file", {"path": path, "text": text}, 15):
+            return {}
+        if reader is not None:
+            answers = {reader: pool.agents[reader].request("read_probe_file", {"path": path}, 15)}
+        else:
+            answers = pool.call("read_probe_file", {"path": path}, timeout=15)
+        agent.request("remove_probe_file", {"path": path}, 15)
+        return {
+            (writer, name): answer.get("value") == text
+            for name, answer in answers.items()
+            if name != writer
+        }
+    except (AgentFailure, RuntimeError):
+        return {}
+
+
+@check("DATA002", 1, "node", "data present")
+def data_is_there(context):
+    """The store is on the node, and every file has the size in its manifest."""
+    if context.config is None or not context.config.data.roots:
+        yield skip("the config names no prepared store")
+        return
+    roots = context.config.data.roots
+    paths = [str(Path(root).absolute()) for root in roots]
+    expected = (
+        f"the store {roots[0]}"
+        if len(roots) == 1
+        else f"the stores {', '.join(roots)} (data.mixture)"
+    )
+    for name, error in context.probe_errors("data").items():
+        if context.facts[name]["data"].get("timeout"):
+            fix = f"the file system hangs on {name}: remount it, or exclude the node"
+        else:
+            missing = [root for root in paths if f"{root}/" in error] or paths
+            fix = f"copy the store to {name}:{', '.join(missing)}, or mount it there"
+        yield fail(error, expected, fix, name)
+    entries = _manifest(context)
+    for name, facts in context.probe_values("data").items():
+        wrong = []
+        for file, seen in facts["files"].items():
+            size = entries[file]["bytes"] if file in entries else None
+            if size is not None and ("error" in seen or seen["bytes"] != size):
+                error = (
+                    seen.get("error") or f"{format_bytes(seen['bytes'])}, not {format_bytes(size)}"
+                )
+                wrong.append(f"{file}: {error}")
+        if wrong:
+            bad = [
+                root
+                for root in paths
+                if len(paths) == 1 or any(file.startswith(f"{root}/") for file in wrong)
+            ]
+            fix = f"copy the store to {name} again (rsync -a {bad[0]}/ {name}:{bad[0]}/)"
+            yield fail(
+                join_some(wrong, 3, "; "), "files with the sizes in the manifest", fix, name
+            )
+        else:
+            yield ok(f"{len(facts['files'])} files", name)
+
+
+def _manifest(context) -> dict:
+    """Return the manifest entries of all files on this machine; empty if a manifest is missing
+    (DATA001).
+    """
+    paths = {
+        root: Path(root, "manifest.json")
+        for root in map(os.path.abspath, context.config.data.roots)
+    }
+    if not all(path.exists() for path in paths.values()):
+        return {}
+    return files_of({root: read_bytes(path) for root, path in paths.items()})
+
+
+@check("DATA003", 2, "node", "same data")
+def data_is_the_same(context):
+    """Every node has the same manifest and the same bytes: all of a small store, sampled blocks of
+    a large one.
+
+    Complete files are compared with the manifest's SHA-256, sampled blocks with the majority of
+    the nodes.
+    """
+    answers = context.probe_values("data")
+    if not answers:
+        yield skip("no node read the data")
+        return
+    entries, usual = (
+        _manifest(context),
+        majority({n: a["manifest_sha256"] for n, a in answers.items()}),
+    )
+    for name, facts in answers.items():
+        fix = f"copy the store to {name} again (rsync -ac), or mount one store on all nodes"
+        if facts["manifest_sha256"] != usual:
+            measured = "a different manifest.json: another preparation of the data"
+            yield fail(measured, "the manifest of the majority", fix, name)
+            continue
+        wrong = []
+        for file, seen in facts["files"].items():
+            if "sha256" in seen and file in entries and seen["sha256"] != entries[file]["sha256"]:
+                wrong.append(f"{file} does not match the SHA-256 in the manifest")
+            elif "blocks" in seen:
+                blocks = majority(
+                    {
+                        n: a["files"][file].get("blocks")
+                        for n, a in answers.items()
+                        if file in a["files"]
+                    }
+                )
+                if seen["blocks"] != blocks:
+                    wrong.append(f"{file} differs from the majority in the sampled blocks")
+        fraction = facts["bytes_read"] / max(facts["bytes_total"], 1)
+        if wrong:
+            measured = f"{len(wrong)} of {len(facts['files'])} files: {join_some(wrong, 3, '; ')}"
+            yield fail(measured, "the same bytes", fix, name)
+        else:
+            yield ok(f"{fraction:.0%} of {format_bytes(facts['bytes_total'])} read", name)
+
+
+@check("CKPT001", 1, "node", "checkpoint folder")
+def checkpoint_folder_works(context):
+    """Every node can write, flush, rename and delete a file in logging.save_dir."""
+    for name, error in context.probe_errors("checkpoints").items():
+        hangs = context.facts[name]["checkpoints"].get("timeout")
+        fix = (
+            f"the file system hangs on {name}: remount it"
+            if hangs
+            else f"check logging.save_dir on {name}"
+        )
+        yield fail(error, "an answer within 15 s", fix, name)
+    for name, facts in context.probe_values("checkpoints").items():
+        if "write_error" in facts:
+            fix = {
+                "No space left on device": (
+                    "free some space, or set logging.save_dir to a larger disk"
+                ),
+                "Read-only file system": (
+                    f"remount it read-write on {name}, or set logging.save_dir to another folder"
+                ),
+                "Permission denied": f"give this user write permission on {name}",
+            }.get(facts["write_error"], f"check {facts['folder']} on {name}")
+            yield fail(
+                f"{facts['folder']}: {facts['write_error']}", "a writable folder", fix, name
+            )
+        elif not facts["rename"]:
+            yield fail(
+                f"{facts['folder']}: rename is not atomic",
+                "an atomic rename",
+                "use another file system",
+                name,
+            )
+        elif facts["free_inodes"] is not None and facts["free_inodes"] < 10_000:
+            yield warn(
+                f"{facts['free_inodes']} inodes free",
+                "at least 10,000",
+                "delete small files there",
+                name,
+            )
+        else:
+            speed = f"{format_bytes(facts['bytes_per_second'])}/s on {facts['file_system']}"
+            yield ok(f"{format_bytes(facts['free'])} free, {speed}", name)
+
+
+@check("CKPT002", 2, "node", "checkpoint folder shared")
+def checkpoint_folder_is_shared(context):
+    """A file that one node writes into logging.save_dir is visible on the others: a checkpoint is
+    one folder.
+    """
+    if len(context.nodes) < 2 or not context.shared_folder:
+        yield skip(
+            "one node" if len(context.nodes) < 2 else "no file could be written (see CKPT001)"
+        )
+        return
+    for (writer, reader), visible in context.shared_folder.items():
+        if visible:
+            yield ok(f"sees the file of {writer}", reader)
+        else:
+            fix = "set logging.save_dir to a file system that all nodes mount at this path"
+            measured = f"does not see the file of {writer} in {context.config.logging.save_dir}"
+            yield fail(measured, "a shared folder", fix, reader)

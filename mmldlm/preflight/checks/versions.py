@@ -1,0 +1,117 @@
+"""Versions of packages and of the code, equal on every node."""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import platform
+import shutil
+import subprocess
+import sys
+from importlib import metadata
+from pathlib import Path
+
+from mmldlm.preflight.check import check, fail, majority, ok, warn
+
+PACKAGES = ("torch", "deepspeed", "transformers", "numpy", "pydantic", "mpi4py", "mmldlm")
+# Different versions of these break collectives, checkpoints or arithmetic; of other packages they
+# warn.
+_MUST_AGREE = ("torch", "deepspeed", "nccl", "python")
+
+
+def versions(args: dict) -> dict:
+    """Return package versions from pip's metadata: importing torch takes seconds."""
+    installed: dict[str, str | None] = {"python": platform.python_version()}
+    for package in PACKAGES:
+        try:
+            installed[package] = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            installed[package] = None
+    return {
+        "packages": installed,
+        "nccl": _nccl_version(),
+        "machine": platform.machine(),
+    }
+
+
+def _nccl_version() -> str | None:
+    """Return the version of the NCCL library that torch's wheels load; None without it."""
+
+    for folder in sys.path:
+        for library in Path(folder or ".").glob("nvidia/nccl/lib/libnccl.so.2"):
+            version = ctypes.c_int()
+            if ctypes.CDLL(str(library)).ncclGetVersion(ctypes.byref(version)) == 0:
+                return (
+                    f"{version.value // 10000}.{version.value // 100 % 100}.{version.value % 100}"
+                )
+    return None
+
+
+def code(args: dict) -> dict:
+    """Return the folder of mmldlm, a hash of its sources, and the git commit if known."""
+    package = Path(__file__).resolve().parents[2]
+    digest = hashlib.sha256()
+    for path in sorted(package.rglob("*.py")):
+        digest.update(
+            path.relative_to(package).as_posix().encode() + b"\0" + path.read_bytes() + b"\0"
+        )
+    commit = None
+    if shutil.which("git"):
+        done = subprocess.run(
+            ["git", "-C", package.parent, "rev-parse", "HEAD"], capture_output=True, text=True
+        )
+        commit = done.stdout.strip() or None if done.returncode == 0 else None
+    return {"folder": str(package), "sources": digest.hexdigest()[:16], "commit": commit}
+
+
+@check("VER001", 2, "node", "versions")
+def versions_agree(context):
+    """The versions of Python, torch, DeepSpeed, the loaded NCCL and other packages are those of
+    the majority.
+    """
+    by_node = {
+        name: {**value["packages"], "nccl": value["nccl"], "machine": value["machine"]}
+        for name, value in context.probe_values("versions").items()
+    }
+    usual = {
+        key: majority({n: v[key] for n, v in by_node.items()})
+        for key in next(iter(by_node.values()), {})
+    }
+    for name, installed in by_node.items():
+        differ = {key: value for key, value in installed.items() if value != usual[key]}
+        measured = ", ".join(
+            f"{k} {v or 'missing'} (others {usual[k] or 'none'})" for k, v in differ.items()
+        )
+        fix = f"on {name}: pip install -c constraints.txt " + " ".join(
+            f"{k}=={usual[k]}" for k in differ if usual[k]
+        )
+        if any(key in _MUST_AGREE for key in differ):
+            yield fail(measured, "the same versions on all nodes", fix, name)
+        elif differ:
+            yield warn(measured, "the same versions on all nodes", fix, name)
+        else:
+            yield ok(
+                f"torch {installed['torch']}, deepspeed {installed['deepspeed']},"
+                f" python {installed['python']}",
+                name,
+            )
+
+
+@check("VER002", 2, "node", "same code")
+def code_agrees(context):
+    """The sources of mmldlm and their commit are the same on every node."""
+    by_node = context.probe_values("code")
+    sources = majority({n: v["sources"] for n, v in by_node.items()})
+    commit = majority({n: v["commit"] for n, v in by_node.items()})
+    for name, state in by_node.items():
+        if state["sources"] == sources and state["commit"] == commit:
+            yield ok((commit or sources)[:12], name)
+            continue
+        measured = f"commit {(state['commit'] or 'none')[:12]}, sources {state['sources'][:8]}"
+        expected = f"commit {(commit or 'none')[:12]}, sources {sources[:8]}"
+        yield fail(
+            measured,
+            expected,
+            f"on {name}: git checkout {(commit or 'COMMIT')[:12]} (or copy this checkout)",
+            name,
+        )

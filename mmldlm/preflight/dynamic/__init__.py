@@ -1,1 +1,0 @@
-"""Measurements that start processes: data probe, launcher probe, collectives, dry run."""

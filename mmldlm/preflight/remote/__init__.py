@@ -1,1 +1,0 @@
-"""The agent on every node and the ssh session to it."""

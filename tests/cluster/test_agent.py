@@ -1,0 +1,149 @@
+"""ssh's many ways to fail, and an agent as a real process."""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+
+from mmldlm.cluster import agent as agents
+from mmldlm.cluster.agent import Agent, AgentFailure, AgentPool, classify
+from mmldlm.preflight.runner import AGENT
+
+
+@pytest.mark.parametrize(
+    ("code", "stderr", "cause"),
+    [
+        (255, "ssh: Could not resolve hostname n9: Name or service not known", "name"),
+        (
+            255,
+            (
+                "No ED25519 host key is known for n2 and you have requested strict checking.\nHost"
+                " key verification failed."
+            ),
+            "key_unknown",
+        ),
+        (
+            255,
+            "@ WARNING: REMOTE HOST IDENTIFICATION HAS CHANGED! @\nHost key verification failed.",
+            "key_changed",
+        ),
+        (255, "root@n2: Permission denied (publickey).", "denied"),
+        (255, "ssh: connect to host n2 port 22: Connection refused", "refused"),
+        (255, "ssh: connect to host n2 port 22: Connection timed out", "unreachable"),
+        (255, "ssh: connect to host n2 port 22: No route to host", "unreachable"),
+        (255, "kex_exchange_identification: Connection closed by remote host", "closed"),
+        (255, "something new", "ended"),
+        (70, "", "cwd"),
+        (71, "", "python"),
+        (1, "Traceback ...\nModuleNotFoundError: No module named 'mmldlm'", "import"),
+    ],
+)
+def test_causes(code, stderr, cause):
+    failure = classify(code, stderr)
+    assert failure.cause == cause and failure.message
+
+
+def test_a_login_shell_that_exits_is_not_an_import_error():
+    failure = classify(0, "", b"\x1b]0;cluster\x07Account expired.\n")
+    assert (
+        failure.cause == "shell"
+        and "status 0" in failure.message
+        and "Account expired." in failure.message
+    )
+    assert failure.message.isprintable()
+    assert classify(-9, "", None).cause == "ended"  # of an agent that had started
+
+
+def local(name: str, command: list[str] | None = None) -> Agent:
+    agent = Agent(name, AGENT, local=True)
+    if command is not None:
+        agent.command = command
+    return agent
+
+
+def test_a_pool_answers_for_the_healthy_nodes():
+    greeting = """print('motd'); print('@mmldlm {"hello": 1}', flush=True); """
+    silent = [sys.executable, "-c", greeting + "import time; time.sleep(1000)"]
+    broken = [sys.executable, "-c", "import nothing_of_this_name"]
+    pool = AgentPool([local("good"), local("silent", silent), local("broken", broken)])
+    try:
+        pool.start()
+        assert set(pool.failures) == {"broken"} and pool.failures["broken"].cause == "import"
+        answers = pool.call("collect_facts", {"probes": ["identity", "limits"]}, timeout=8)
+        assert set(answers) == {"good"} and answers["good"]["identity"]["value"]["hostname"]
+        assert pool.failures["silent"].cause == "silent"
+        offset, slack = pool.clocks()["good"]
+        assert abs(offset) <= slack + 1.0
+    finally:
+        pool.stop()
+
+
+def printing(first: str) -> list[str]:
+    """The command of an agent behind a shell that prints first, without ending its line."""
+    return ["sh", "-c", f"printf '{first}'; " + local("x").command[2]]
+
+
+def test_a_prompt_before_the_greeting_is_ignored():
+    agent = local("prompt", printing(r"\033]0;root@cluster\007$ "))
+    agent.start()
+    try:
+        assert agent.request("clock", timeout=20) > 0
+    finally:
+        agent.stop()
+
+
+def test_a_greeting_after_a_prompt_is_found():
+    greeting = """print('prompt $ @mmldlm {"hello": 1} \\x1b[0m', flush=True); import time; time.sleep(1000)"""  # noqa: E501
+    agent = local("prompt", [sys.executable, "-c", greeting])
+    agent.start()
+    agent.stop()
+
+
+def test_what_came_instead_of_an_agent_is_shown(monkeypatch):
+    monkeypatch.setattr(agents, "START_SECONDS", 1.0)
+    agent = local("asks", ["sh", "-c", "printf 'Which project? '; sleep 1000"])
+    try:
+        with pytest.raises(
+            AgentFailure,
+            match=r"no agent was started within 1 s, after printing 'Which project\?'",
+        ):
+            agent.start()
+    finally:
+        agent.stop()
+
+
+def test_an_error_of_an_action_does_not_end_the_agent():
+    agent = local("here")
+    agent.start()
+    try:
+        with pytest.raises(RuntimeError, match="KeyError"):
+            agent.request("connect", {})
+        (answer,) = agent.request(
+            "run", {"commands": [{"command": ["sh", "-c", "echo hi; exit 3"]}], "seconds": 20}
+        )
+        assert (answer["code"], answer["output"]) == (3, "hi\n")
+        (late,) = agent.request(
+            "run", {"commands": [{"command": ["sleep", "1000"]}], "seconds": 0.3}
+        )
+        assert late["timeout"] and late["code"] is None
+    finally:
+        agent.stop()
+    with pytest.raises(AgentFailure):
+        agent.request("clock", timeout=5)
+
+
+def test_a_held_port_names_its_holder():
+    agent = local("here")
+    agent.start()
+    try:
+        port = agent.request("listen", {"ports": [0]})["ports"][0]["port"]
+        (again,) = agent.request("listen", {"ports": [port]})["ports"]
+        assert (
+            "in use" in again["error"] and "mmldlm.preflight.agent" in again["holder"]["command"]
+        )
+        assert "ms" in agent.request("connect", {"to": [["127.0.0.1", port]]})[0]
+        agent.request("close")
+        assert "error" in agent.request("connect", {"to": [["127.0.0.1", port]]})[0]
+    finally:
+        agent.stop()

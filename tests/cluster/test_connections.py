@@ -1,0 +1,63 @@
+"""Exchanges of nodes over real sockets, and a relay that sends small packets only."""
+
+from __future__ import annotations
+
+import socket
+import struct
+import subprocess
+import sys
+import threading
+
+from mmldlm.cluster import connections
+from mmldlm.utils import run_module
+
+
+def test_data_goes_to_and_fro_and_is_measured():
+    (opened,) = connections.listen({"ports": [0]})["ports"]
+    try:
+        (found,) = connections.connect({"to": [["127.0.0.1", opened["port"]]]})
+    finally:
+        connections.close({})
+    assert 0 < found["ms"] < 1000 and found["segments"] > 3 and found["retransmitted"] == 0
+    assert "error" in connections.connect({"to": [["127.0.0.1", opened["port"]]]})[0]
+
+
+def test_a_connection_without_data_is_an_error(monkeypatch):
+    """A listener that accepts and never answers, as behind a firewall that lets handshakes pass
+    alone.
+    """
+    monkeypatch.setattr(connections, "EXCHANGE_SECONDS", 0.3)
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        (found,) = connections.connect({"to": [["127.0.0.1", server.getsockname()[1]]]})
+    assert found["stalled"] and not found["small_pass"] and "no data passes" in found["error"]
+
+
+def test_the_relay_carries_both_directions_in_small_segments():
+    asked, size = b"x" * 50_000, []
+
+    def answer(server):
+        connection, _ = server.accept()
+        with connection:
+            got = b""
+            while len(got) < len(asked):
+                got += connection.recv(1 << 16)
+            info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 256)
+            size.append(struct.unpack_from("I", info, 16)[0])  # what it may send in one packet
+            connection.sendall(got[::-1])
+
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        thread = threading.Thread(target=answer, args=(server,))
+        thread.start()
+        words = [
+            sys.executable,
+            run_module.__file__,
+            connections.__name__,
+            "127.0.0.1",
+            str(server.getsockname()[1]),
+        ]
+        with subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+            process.stdin.write(asked)
+            process.stdin.flush()
+            assert process.stdout.read(len(asked)) == asked[::-1]
+        thread.join()
+    assert size[0] <= connections.SEGMENT

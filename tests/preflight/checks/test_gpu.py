@@ -1,0 +1,88 @@
+"""GPUs on facts written by hand, without such machines."""
+
+from __future__ import annotations
+
+import ctypes
+import sys
+
+import pytest
+
+from mmldlm.preflight.check import FAIL, PASS, SKIP, WARN
+from mmldlm.preflight.checks import gpu as probe
+from tests.support.preflight_context import GIB, gpu, gpus, make_context, run
+
+
+def test_healthy_gpus_pass_and_a_cpu_run_skips():
+    sound = make_context(gpus=gpus(gpu()))
+    for id in ("GPU001", "GPU002", "GPU003", "GPU004", "GPU005"):
+        assert {r.status for r in run(id, sound).values()} == {PASS}, id
+    cpu = make_context(gpus={"absent": "no NVIDIA driver"})
+    for id in ("GPU001", "GPU002", "GPU003", "GPU004"):
+        assert {r.status for r in run(id, cpu).values()} == {SKIP}, id
+        assert all("no NVIDIA driver" in r.why for r in run(id, cpu).values())
+
+
+@pytest.mark.parametrize(
+    ("id", "status", "changes", "words"),
+    [
+        ("GPU002", FAIL, {"ecc_uncorrected": 2}, "2 uncorrected"),
+        ("GPU002", FAIL, {"remap_failed": True}, "remapping failed"),
+        ("GPU002", FAIL, {"remap_pending": True}, "pending"),
+        ("GPU002", FAIL, {"recovery": "reset the GPU"}, "reset the GPU"),
+        ("GPU002", FAIL, {"lost": "NVML code 15"}, "NVML code 15"),
+        ("GPU003", WARN, {"slowed": ["hardware thermal"]}, "hardware thermal"),
+        (
+            "GPU004",
+            FAIL,
+            {"processes": [{"pid": 7, "user": "eve", "command": "python x.py"}]},
+            "pid 7 eve",
+        ),
+        ("GPU004", FAIL, {"memory_free": 60 * GIB}, "no visible process"),
+    ],
+)
+def test_a_bad_gpu_fails_on_its_node_alone(id, status, changes, words):
+    found = run(
+        id, make_context(gpus={"a": gpus(gpu()), "b": gpus(gpu(**changes)), "c": gpus(gpu())})
+    )
+    assert found["b"].status == status and words in found["b"].measured and found["b"].fix
+    assert found["a"].status == found["c"].status == PASS
+
+
+def test_a_node_without_gpus_among_others_fails():
+    found = run(
+        "GPU001",
+        make_context(gpus={"a": gpus(gpu()), "b": {"absent": "no driver"}, "c": gpus(gpu())}),
+    )
+    assert found["b"].status == FAIL and "delete b" in found["b"].fix
+
+
+def test_more_slots_than_gpus_names_both_numbers():
+    found = run("GPU001", make_context(slots=8, gpus=gpus(*[gpu()] * 4)))
+    assert found["a"].status == FAIL and "4 GPU(s) for 8 slots" in found["a"].measured
+
+
+def test_another_driver_warns_on_the_odd_node():
+    found = run(
+        "GPU005",
+        make_context(gpus={"a": gpus(gpu()), "b": gpus(gpu(), driver="535.1"), "c": gpus(gpu())}),
+    )
+    assert (
+        found["b"].status == WARN and "535.1" in found["b"].measured and found["a"].status == PASS
+    )
+
+
+def test_a_driver_without_nvidia_ml_py_is_a_failure_and_not_a_cpu_run(monkeypatch):
+    monkeypatch.setitem(sys.modules, "pynvml", None)
+    monkeypatch.setattr(ctypes, "CDLL", lambda name: None)
+    found = run("GPU001", make_context(gpus=probe.gpus({})))["a"]
+    assert found.status == FAIL and "pynvml" in found.measured and "pip install" in found.fix
+
+
+def test_no_driver_needs_no_nvidia_ml_py(monkeypatch):
+    def missing(name):
+        raise OSError(name)
+
+    monkeypatch.setitem(sys.modules, "pynvml", None)
+    monkeypatch.setattr(ctypes, "CDLL", missing)
+    found = run("GPU001", make_context(gpus=probe.gpus({})))["a"]
+    assert found.status == SKIP and "no NVIDIA driver" in found.why

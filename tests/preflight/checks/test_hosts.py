@@ -1,0 +1,32 @@
+"""Hostfile and measurements on facts written by hand."""
+
+from __future__ import annotations
+
+from mmldlm.cluster.hostfile import Node
+from mmldlm.preflight.check import ERROR, FAIL, PASS, WARN
+from mmldlm.preflight.report import exit_code
+from tests.support.preflight_context import make_context, run
+
+
+def test_uneven_slots_fail_under_deepspeed_only():
+    for launcher, status in (("deepspeed", FAIL), ("torchrun", WARN)):
+        context = make_context(launcher=launcher)
+        context.nodes[2] = Node("c", 2)
+        assert run("HOST002", context)[""].status == status
+
+
+def test_a_failed_probe_is_an_error_and_a_hung_one_a_failure():
+    context = make_context(limits={}, memory={})
+    context.facts["a"]["limits"] = {"error": "KeyError: x"}
+    context.facts["b"]["memory"] = {"error": "no answer within 5 s", "timeout": True}
+    found = run("SSH006", context)
+    assert (found["a"].status, found["b"].status, found["c"].status) == (ERROR, FAIL, PASS)
+    assert exit_code([found["a"]]) == 3
+
+
+def test_a_node_without_a_package_says_which_to_install():
+    context = make_context(processes=[])
+    context.facts["b"]["processes"] = {"error": "ModuleNotFoundError: No module named 'psutil'"}
+    found = run("SSH006", context)["b"]
+    assert found.status == FAIL and "psutil" in found.measured
+    assert found.fix == "on b: pip install -c constraints.txt psutil"
