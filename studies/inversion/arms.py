@@ -142,9 +142,6 @@ WRITTEN = (
     ),
     Way(ONE_BY_ONE, "mmdit", "confidence", {"num_steps": 10_000}),
     Way("mmdit threshold", "mmdit", "threshold"),
-    Way("mmdit factor", "mmdit", "factor"),
-    Way("mmdit frechet", "mmdit", "frechet"),
-    Way("mmdit eb", "mmdit", "eb"),
 )
 """Ways without a search, which are cheap: differences of half a point need many sentences."""
 MORE_WRITTEN = (
