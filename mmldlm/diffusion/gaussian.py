@@ -139,18 +139,23 @@ class GaussianProcess:
                 f"schedule {schedule!r} of {tuple(self.schedules)}, prediction {prediction!r} of"
                 f" {tuple(self.predictions)}"
             )
-        self._rule = self.predictions[prediction]
-        if self._rule.schedules is not None and schedule not in self._rule.schedules:
+        rule = self.predictions[prediction]
+        if rule.schedules is not None and schedule not in rule.schedules:
             raise ValueError(
-                f"prediction {prediction} needs schedule {self._rule.schedules}: {schedule}"
+                f"prediction {prediction} needs schedule {rule.schedules}: {schedule}"
             )
         if weighting not in self.weightings:
             raise ValueError(f"weighting {weighting} does not go with schedule {schedule}")
         self.schedule, self.prediction, self.weighting = schedule, prediction, weighting
         self.min_snr_gamma, self.velocity_floor = min_snr_gamma, velocity_floor
         self.num_predictions = 1
-        self.sampling_start = self._rule.sampling_start
+        self.sampling_start = rule.sampling_start
         self.solvers = ("ddim", "dpm++2m", *(("heun",) if schedule == "rectified_flow" else ()))
+
+    @property
+    def _rule(self) -> Prediction:
+        # Looked up, not kept: batches carry their process from data workers, which pickle it.
+        return self.predictions[self.prediction]
 
     def alpha_sigma(self, t: Tensor) -> tuple[Tensor, Tensor]:
         """alpha(t) and sigma(t) in fp64, same shape as t in [0, 1]."""

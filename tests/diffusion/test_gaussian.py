@@ -1,4 +1,5 @@
 import itertools
+import pickle
 
 import pytest
 import torch
@@ -296,3 +297,11 @@ def test_the_floor_bounds_the_weights_of_velocity():
         t
     )
     torch.testing.assert_close(flow[2:], torch.ones(3, dtype=torch.float64))
+
+
+@pytest.mark.parametrize("kept", [GaussianProcess(), DecoupledProcess("x0_epsilon")])
+def test_a_process_passes_between_processes(kept):
+    """Batches carry their process from data workers."""
+    t, x = torch.rand(3), torch.randn(3, 4)
+    copy = pickle.loads(pickle.dumps(kept))
+    assert torch.equal(copy.targets(x, -x, t), kept.targets(x, -x, t))

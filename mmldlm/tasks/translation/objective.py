@@ -136,6 +136,8 @@ class TranslationObjective:
 
     def _latent_errors(self, predictions: Tensor, targets: Tensor) -> tuple[Tensor, ...]:
         """The error of each of the P predictions that stand side by side in the last dimension."""
+        if self.latent.num_predictions == 1:  # without two operations that cut nothing
+            return (self._latent_error(predictions, targets),)
         pairs = zip(
             *(values.chunk(self.latent.num_predictions, -1) for values in (predictions, targets))
         )
@@ -204,8 +206,8 @@ class TranslationObjective:
         self, out: dict[str, Tensor], tensors: dict[str, Tensor], term: LatentTerm, zero: Tensor
     ) -> dict[str, Tensor]:
         assert term.error is not None
-        weights = tensors["latent_weights"].view(-1, self.latent.num_predictions)
-        scored = (weights > 0).any(1).float()
+        is_scored = tensors["latent_weights"] > 0
+        scored = (is_scored if is_scored.dim() == 1 else is_scored.any(1)).float()
         x0 = self.latent.to_x0(out["latent_pred"], tensors["latents"], tensors["latent_timesteps"])
         num_scored = scored.sum() if term.error.dim() == 1 else scored.sum() * term.error.shape[1]
         cosine = F.cosine_similarity(x0, tensors["latent_clean"], dim=-1)

@@ -313,11 +313,17 @@ def test_options_that_nothing_reads_are_refused(values, match):
 
 
 def test_the_configs_table_of_predictions_is_that_of_the_process():
+    from mmldlm.diffusion.decoupled import DecoupledProcess
     from mmldlm.diffusion.gaussian import PREDICTIONS, SCHEDULES
     from mmldlm.tasks.translation.config import SCHEDULES_OF_PREDICTION
 
-    for name, prediction in PREDICTIONS.items():
-        assert set(SCHEDULES_OF_PREDICTION.get(name, SCHEDULES)) == set(prediction.schedules)
+    schedules = (*SCHEDULES, "decoupled")
+    for name in {*PREDICTIONS, *DecoupledProcess.predictions}:
+        rule = PREDICTIONS.get(name)
+        of_process = [] if rule is None else list(rule.schedules or SCHEDULES)
+        if name in DecoupledProcess.predictions:
+            of_process.append("decoupled")
+        assert set(SCHEDULES_OF_PREDICTION.get(name, schedules)) == set(of_process)
     config = build_config(
         {"latent_diffusion": {"schedule": "decoupled", "prediction": "x0_epsilon"}}
     )
