@@ -84,8 +84,8 @@ class Further:
 
 
 FURTHER = (
-    Further("corrector", ("model.corrector=feedback",)),
-    Further("blind", ("model.corrector=blind",)),
+    Further("corrector", ("task=corrector", "model.corrector=feedback")),
+    Further("blind", ("task=corrector", "model.corrector=blind")),
     Further("longer", corrects=False),
 )
 FURTHER_MODES = "training.loss_type_weights={l2t: 0.8, t2l: 0.2}"

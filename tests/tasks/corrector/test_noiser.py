@@ -145,12 +145,12 @@ def corrector_config(store, **more):
     return build_config(sections | more)
 
 
-def test_the_folder_must_be_given_and_belong_to_the_store(made_store):
+def test_the_folder_must_be_given_and_belong_to_the_store(store):
     with pytest.raises(UserError, match="data.hypotheses") as error:
-        open_data(corrector_config(made_store))
+        open_data(corrector_config(store))
     assert "mmldlm hypotheses" in str(error.value)
     with pytest.raises(UserError, match="without hypotheses"):
-        open_data(corrector_config(made_store, data={"hypotheses": str(made_store)}))
+        open_data(corrector_config(store, data={"hypotheses": str(store)}))
 
 
 @pytest.mark.parametrize(
