@@ -33,7 +33,10 @@ from studies.inversion.arms import (
 from studies.inversion.measure import Reached, line, table
 
 TASKS = {arm.name: find_task(arm.task) for arm in TRAINED + MORE_TRAINED}
-TASKS |= {further.name: TASKS["mmdit_both"] for further in FURTHER}
+TASKS |= {
+    further.name: find_task("corrector" if further.corrects else "translation")
+    for further in FURTHER
+}
 
 
 @pytest.mark.parametrize("arm", TRAINED + MORE_TRAINED, ids=lambda arm: arm.name)

@@ -12,7 +12,7 @@ import pytest
 from mmldlm.commands.evaluate import add_arguments
 from mmldlm.config.task_registry import find_task
 from mmldlm.errors import EXIT_USAGE, UserError
-from studies.information import main
+from studies.information import main as information
 from studies.information.curve import TextCurves
 from studies.information.measure import (
     InformationSettings,
@@ -161,5 +161,5 @@ def test_evaluate_names_the_study(words, capsys):
 
 def test_the_script_refuses_a_store_before_it_measures(tmp_path, capsys):
     missing = str(tmp_path / "missing")
-    assert main.main(["--checkpoint", missing, "--data", missing]) == EXIT_USAGE
+    assert information.main(["--checkpoint", missing, "--data", missing]) == EXIT_USAGE
     assert missing in capsys.readouterr().err
