@@ -132,8 +132,8 @@ class CorrectorTask(TranslationTask):
     ) -> Sequence[str]:
         """Return those of the translation task, and those that hypotheses alone read."""
         unused = [*super().unused_parameters(model, config, batch)]
-        given = batch.tensors["hypothesis_given"]
-        if not bool(given.any()):
+        given = batch.tensors.get("hypothesis_given")
+        if given is None or not bool(given.any()):
             names = ("to_text", "to_factor", "to_product", "to_pooled", "position")
             unused += [f"hypothesis_encoder.{name}" for name in names]
         elif bool(given.all()):
