@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mmldlm.commands import RemovedOption, RenamedOption
-from mmldlm.config.text_samplers import BY_CERTAINTY
+from mmldlm.config.text_samplers import BY_CERTAINTY, RESULTS_PAGE
 from mmldlm.errors import EXIT_DONE, EXIT_FAILED, UserError
 from mmldlm.observe.pages.page import check_page_path, write_page
-from mmldlm.sampling.options import IMAGE_GUIDANCE, IMAGE_STEPS, NUM_LENGTHS
+from mmldlm.sampling.options import IMAGE_GUIDANCE, IMAGE_STEPS
 from mmldlm.sampling.search.options import ARGUMENTS as SEARCH_ARGUMENTS
 from mmldlm.sampling.search.options import SearchOptions
 from mmldlm.utils import option_types
@@ -34,11 +34,7 @@ SUITES = {
     "stsb": "correlation of embedding similarity with human scores (STS Benchmark)",
 }
 # Options of l2t, which the suite `stsb` does not read.
-NOT_STSB = ("num_steps", "sampler", "num_lengths", "num_draws", "presence_penalty")
-NUM_LENGTHS_HELP = (
-    "l2t in the M most probable lengths, the most probable text kept "
-    f"(default: the median length; images: {NUM_LENGTHS})"
-)
+NOT_STSB = ("num_steps", "sampler", "num_draws", "presence_penalty")
 LATENT_STEPS_HELP = (
     f"steps of t2l (default 1, or 10 for prediction epsilon; images: {IMAGE_STEPS}, of codes 12)"
 )
@@ -95,7 +91,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="NAME",
         help="sampler of l2t, by its own settings (default: the task's first)",
     )
-    add("--num-lengths", type=option_types.count, metavar="M", help=NUM_LENGTHS_HELP)
+    add("--num-lengths", action=RemovedOption, page=RESULTS_PAGE)
     add("--latent-steps", type=option_types.count, help=LATENT_STEPS_HELP)
     add(
         "--num-draws",
@@ -303,7 +299,7 @@ def _check_task(args: argparse.Namespace, pretrained: Pretrained) -> None:
         has_penalty = "presence_penalty" in task.sampling_options
         if args.presence_penalty is None and has_penalty and args.sampler not in BY_CERTAINTY:
             args.presence_penalty = 0.0  # as in `mmldlm sample`
-    options = {key: getattr(args, key) for key in ("num_steps", "presence_penalty", "num_lengths")}
+    options = {key: getattr(args, key) for key in ("num_steps", "presence_penalty")}
     options["guidance"] = None if args.guidance == 1 else args.guidance  # 1 is what all tasks do
     given = [
         key

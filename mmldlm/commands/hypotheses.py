@@ -43,7 +43,7 @@ def main(args: argparse.Namespace) -> int:
     """Write hypotheses as one of the ranks of this launch (torchrun), or alone; return the exit
     code.
     """
-    from mmldlm.sampling.hypotheses import HypothesisOptions, write_hypotheses
+    from mmldlm.tasks.corrector.write_hypotheses import HypothesisOptions, write_hypotheses
 
     options = HypothesisOptions(
         **{key: getattr(args, key) for key in HypothesisOptions.__dataclass_fields__}

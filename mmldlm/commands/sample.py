@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from mmldlm.commands import RemovedOption, RenamedOption
+from mmldlm.config.text_samplers import REMOVED_OPTIONS, RESULTS_PAGE
 from mmldlm.errors import EXIT_DONE, UserError
 from mmldlm.observe.pages.page import check_page_path, write_page
 from mmldlm.observe.pages.trace_page import trace_page
@@ -37,7 +38,6 @@ from mmldlm.sampling.options import (
 )
 from mmldlm.sampling.pretrained import Pretrained, load_pretrained
 from mmldlm.sampling.search.options import SearchOptions
-from mmldlm.sampling.text.strategies.schedule import names_passes, read_schedule
 from mmldlm.sampling.text.trace import TraceRecorder, start_trace
 from mmldlm.utils import option_types
 from mmldlm.utils.atomic_files import write_json, write_text
@@ -104,8 +104,8 @@ def add_arguments(parser: argparse.ArgumentParser, kind: str | None = None) -> N
         choices = {"choices": METHODS[kind]} if key == "method" and kind in METHODS else {}
         add(_option(key), **{**options, **choices, "help": text})
     add("--way", action=RenamedOption, new="--method joint or --method chain")
-    for option in ("--critic-rounds", "--critic-share"):
-        add(option, action=RemovedOption, page="docs/results/options.md")
+    for option in REMOVED_OPTIONS:
+        add("--" + option, action=RemovedOption, page=RESULTS_PAGE)
     add(
         "--seed",
         type=option_types.seed,
@@ -139,8 +139,6 @@ def resolve_options(args: argparse.Namespace) -> list[str]:
             f"--method {expected} for `sample {args.kind}`", args.method, "choose one of them"
         )
     SearchOptions.of(args)  # refuses what does not fit together
-    if args.schedule is not None:
-        read_schedule(args.schedule, args.num_steps)  # refuses what it cannot read
     for key, defaults in DEFAULTS.items():
         if getattr(args, key) is None:
             setattr(args, key, defaults.get(args.kind))
@@ -205,29 +203,17 @@ def fit_to_task(args: argparse.Namespace, given: list[str], pretrained: Pretrain
         unread += of_others
     for key in unread:
         setattr(args, key, None)
-    writes_only = args.kind in ("l2t", "i2t") or pretrained.latent_config is None
-    if args.schedule is not None and writes_only and not names_passes(args.schedule):
-        if "num_steps" in given:
-            raise UserError(
-                "--num-steps or --schedule, which says how many there are",
-                "both",
-                "omit one of them",
-            )
-        args.num_steps = None
 
 
 def _option(key: str) -> str:
     return "--" + key.replace("_", "-")
 
 
-def _check_trace(args: argparse.Namespace, given: list[str]) -> None:
+def _check_trace(args: argparse.Namespace) -> None:
     if args.trace is None:
         return
     check_page_path(args.trace, "--trace", args.overwrite)
-    several = "num_lengths" if "num_lengths" in given and args.num_lengths > 1 else None
-    several = (
-        "search" if args.search is not None else "correct" if args.correct is not None else several
-    )
+    several = next((key for key in ("search", "correct") if getattr(args, key) is not None), None)
     if several is not None:
         option = _option(several)
         found = f"{option} {getattr(args, several)}, which writes several and keeps one"
@@ -261,7 +247,7 @@ def main(args: argparse.Namespace) -> int:
     given = resolve_options(args)
     device = usable_device(args.device)
     out = output_folder(args.output_dir, args.overwrite)
-    _check_trace(args, given)
+    _check_trace(args)
     with claimed_folder(out, "--output-dir"), claimed_file(args.trace, "--trace"):
         return _sample(args, given, device, out)
 
@@ -269,8 +255,6 @@ def main(args: argparse.Namespace) -> int:
 def _sample(args: argparse.Namespace, given: list[str], device: str, out: Path) -> int:
     pretrained = load_pretrained(args.checkpoint, device)
     use_words_of_images(args, given, pretrained)
-    if args.trace is not None and "num_lengths" not in given:
-        args.num_lengths = None  # a text that is watched is written once
     fit_to_latents(args, given, pretrained)
     fit_to_task(args, given, pretrained)
     mode = IMAGE_KINDS.get(args.kind, args.kind)

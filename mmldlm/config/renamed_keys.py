@@ -44,20 +44,24 @@ class MovedKey(NamedTuple):
 
     Attributes:
         source: Task that had it.
-        default: Value that saved configs hold where the key was not used.
+        defaults: Values that saved configs hold where the key was not used.
         task: Task to which a config of `source` with another value belongs.
         is_read: Whether that task reads the key; else naming the task says as much.
     """
 
     source: str
-    default: Any
+    defaults: tuple[Any, ...]
     task: str
     is_read: bool
 
 
 MOVED = {
-    "model.latent_kind": MovedKey("image_text", "values", "image_codes", is_read=False),
-    "model.num_codes": MovedKey("image_text", None, "image_codes", is_read=True),
+    "model.latent_kind": MovedKey("image_text", ("values",), "image_codes", is_read=False),
+    "model.num_codes": MovedKey("image_text", (None,), "image_codes", is_read=True),
+    "model.corrector": MovedKey("translation", ("none",), "corrector", is_read=True),
+    "data.hypotheses": MovedKey("translation", (None,), "corrector", is_read=True),
+    # 0.8 was the default of earlier runs.
+    "training.hypothesis_share": MovedKey("translation", (0.4, 0.8), "corrector", is_read=True),
 }
 """Key -> where it is now."""
 
@@ -99,6 +103,8 @@ def without_unused_keys(values: dict[str, Any]) -> dict[str, Any]:
         if task in TASKS and isinstance(keys, dict) and name in keys:
             if isinstance(past, MovedKey) and task == past.task:
                 is_unused = not past.is_read
+            elif isinstance(past, MovedKey):
+                is_unused = keys[name] in past.defaults
             else:
                 is_unused = keys[name] == past.default
             if is_unused:
@@ -111,8 +117,8 @@ def _task_of_moved_keys(values: dict[str, Any]) -> str | None:
     for key, moved in MOVED.items():
         section, _, name = key.partition(".")
         keys = values.get(section)
-        if values.get("task") == moved.source and isinstance(keys, dict):
-            if keys.get(name, moved.default) != moved.default:
+        if values.get("task", DEFAULT_TASK) == moved.source and isinstance(keys, dict):
+            if name in keys and keys[name] not in moved.defaults:
                 return moved.task
     return None
 
@@ -147,10 +153,11 @@ def model_config_with_new_names(values: dict[str, Any]) -> dict[str, Any]:
         {key: value for key, value in values.items() if isinstance(value, dict)}
     )
     task = values.get("task")
-    known = {"task": task} if isinstance(task, str) and task in TASKS else {}
+    is_ours = task is None or isinstance(task, str) and task in TASKS
+    known = {"task": task} if is_ours and task is not None else {}
     renamed = with_new_names({**known, "model": values})
     model = renamed["model"] | sections
-    if known and renamed["task"] != task:
+    if is_ours and renamed.get("task", task) != task:
         model["task"] = renamed["task"]
         model.pop("architecture", None)  # that of a task's model has the name of its class
     return model

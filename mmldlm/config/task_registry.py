@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
 TASKS = {
     "ar": "mmldlm.tasks.baselines.ar.task:ArTask",
+    "corrector": "mmldlm.tasks.corrector.task:CorrectorTask",
     "gidd": "mmldlm.tasks.baselines.gidd.task:GiddTask",
     "hdlm": "mmldlm.tasks.baselines.hdlm.task:HdlmTask",
     "image_codes": "mmldlm.tasks.image_codes.task:ImageCodesTask",

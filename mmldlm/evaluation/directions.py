@@ -25,7 +25,7 @@ from mmldlm.utils.formatting import count_noun
 NATS = "nats/token"
 # Names of the conditions in reports (JSON keys such as nelbo_right).
 # Of Settings, passed on to a task that reads them.
-TEXT_OPTIONS = ("num_steps", "guidance", "presence_penalty", "num_lengths")
+TEXT_OPTIONS = ("num_steps", "guidance", "presence_penalty")
 _REPORT_NAMES = {"matched": "right", "shuffled": "shuffled", "null": "null"}
 
 
@@ -37,7 +37,7 @@ class Settings:
         num_samples: unseen sentences; None is 1,000, or all if there are fewer.
         num_steps: steps of l2t, as many as `mmldlm sample` takes; None for a task that takes no
             number of steps.
-        sampler: of l2t; None: the task's first. num_lengths: of l2t (see `sample_lengths`).
+        sampler: of l2t; None: the task's first.
         latent_steps: denoising steps of t2l; None: `steps_given_text`.
         num_draws: timesteps per sentence in the NELBO.
         control_samples: how many of the sentences the two untrained controls use.
@@ -53,7 +53,6 @@ class Settings:
     num_samples: int | None = None
     num_steps: int | None = DEFAULTS["num_steps"]["l2t"]
     sampler: str | None = None
-    num_lengths: int | None = None
     latent_steps: int | None = None
     num_draws: int = 2
     control_samples: int = 100

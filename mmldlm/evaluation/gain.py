@@ -201,7 +201,6 @@ def _conditions(
         "text_steps": settings.num_steps if reads_steps else None,
         "likelihood": "exact" if task.exact_likelihood else "upper bound (NELBO)",
         "text_sampler": sampler,
-        **({} if settings.num_lengths is None else {"text_lengths": settings.num_lengths}),
         "latent_steps": _latent_steps(pretrained, settings),
         "guidance": settings.guidance,
         "presence_penalty": settings.presence_penalty if has_penalty else None,
@@ -351,9 +350,7 @@ def add_search(
     """
     options, latents = SearchOptions.of(settings), torch.from_numpy(sentences.latents)
     progress = log(f"{options.describe()}, for {len(sentences)} embeddings")
-    own = writing_options(
-        pretrained, replace(settings, num_lengths=None), pretrained.task.samplers["l2t"][0]
-    )
+    own = writing_options(pretrained, settings, pretrained.task.samplers["l2t"][0])
     texts = options.run(pretrained, latents, judge, seed=settings.seed, progress=progress, **own)
     scorer = Scorer(pretrained, sentences, "bleu" in found.conditions, settings.seed)
     scores, before = scorer.overlap(texts.tokens), scorer.overlap(written)

@@ -210,7 +210,7 @@ def _conditions(
         ),
         "nelbo_draws": settings.num_draws,
         "caption_passes": settings.num_steps,
-        "caption_lengths": settings.num_lengths,
+        "caption_lengths": NUM_LENGTHS,
         "image_steps": settings.latent_steps,
         "guidance": settings.guidance,
         "presence_penalty": settings.presence_penalty,
@@ -255,14 +255,14 @@ def measure_i2t(
     arm, latents = replace(pretrained, model=model), torch.from_numpy(sentences.latents)
     likelihood = measure_likelihood(arm, sentences, latents, _text_settings(settings), log)
     progress = log(
-        f"writing {count_noun(len(sentences), 'caption')} in {settings.num_lengths} lengths each"
+        f"writing {count_noun(len(sentences), 'caption')} in {NUM_LENGTHS} lengths each"
     )
     samples = pretrained.task.write_texts(
         arm,
         latents,
         sampler=pretrained.task.samplers["l2t"][0],
         num_steps=settings.num_steps,
-        num_lengths=settings.num_lengths,
+        num_lengths=NUM_LENGTHS,
         presence_penalty=settings.presence_penalty,
         seed=settings.seed,
         progress=progress,
@@ -437,7 +437,6 @@ class ImageSettings:
         control_samples: how many of the images the untrained controls use.
         guidance: the second scale of classifier-free guidance of images; the first is 1.
         presence_penalty: of captions (see `sample_text`).
-        num_lengths: lengths in which a caption is written; the most probable one is kept.
         seed: of every draw.
         batch_size: captions of full length per pass; None: the default of each measurement.
         clip: folder of a CLIPModel that scores made images; None: no CLIP score.
@@ -451,7 +450,6 @@ class ImageSettings:
     control_samples: int = 100
     guidance: float = IMAGE_GUIDANCE
     presence_penalty: float = 0.0
-    num_lengths: int = NUM_LENGTHS
     seed: int = 0
     batch_size: int | None = None
     clip: str | None = None

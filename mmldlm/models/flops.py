@@ -56,8 +56,7 @@ def latent_rows(model: ModelConfig | PlainConfig, num_latents: float | None = No
     if isinstance(model, PlainConfig):
         return model.prefix_rows
     num_latents = model.num_latents if num_latents is None else num_latents
-    # With a corrector, the rows of the difference to a hypothesis stand beside a latent's own.
-    return (2 if model.corrector != "none" else 1) * num_latents * model.tokens_per_latent
+    return num_latents * model.rows_per_latent
 
 
 def estimate_flops(
@@ -110,10 +109,6 @@ def estimate_flops(
     unread = (tokens - num_scored) * behind_attention
     logits = num_scored * model.vocab_size if num_logits is None else num_logits
 
-    if not is_plain and model.corrector != "none":
-        # z - z_hat beside z, and the words of the hypothesis, which are not always given.
-        latent_inputs = 2 * latent_inputs + 2 * cond * (cond + width)
-        blocks += 4 * tokens * width * width
     return Flops(
         text=samples * condition + blocks + attention + latents - unread + 2 * logits * width,
         latent_inputs=samples * latent_inputs,

@@ -18,17 +18,16 @@ class EncodedLatent(NamedTuple):
     """A latent as the blocks read it; it does not change during sampling, so it is computed once.
 
     Attributes:
-        tokens: chunk tokens (with a hypothesis also those of z - ẑ); None without them. [B, M, H]
+        tokens: chunk tokens; None without them. [B, M, H]
         pooled: pooled latent; None without one. [B, C]
         keys_values: of each block's cross-attention; None: not computed yet.
-        difference: pooled z - ẑ of the hypotheses, which a pass reads beside their words; None
-            without them. [B, C]
+        side: what the text reads of a subclass's side inputs; None without them. [B, C]
     """
 
     tokens: Tensor | None = None
     pooled: Tensor | None = None
     keys_values: tuple[tuple[Tensor, Tensor], ...] | None = None
-    difference: Tensor | None = None
+    side: Tensor | None = None
 
     def select(self, rows: Tensor) -> EncodedLatent:
         """That of the samples rows [B'] int64."""
@@ -38,11 +37,11 @@ class EncodedLatent(NamedTuple):
                 (key.index_select(0, rows), value.index_select(0, rows))
                 for key, value in keys_values
             )
-        tokens, pooled, difference = (
+        tokens, pooled, side = (
             None if x is None else x.index_select(0, rows)
-            for x in (self.tokens, self.pooled, self.difference)
+            for x in (self.tokens, self.pooled, self.side)
         )
-        return EncodedLatent(tokens, pooled, keys_values, difference)
+        return EncodedLatent(tokens, pooled, keys_values, side)
 
 
 class LatentTransformer(nn.Module):

@@ -47,8 +47,6 @@ def mmdit_activation_bytes(model: ModelConfig, batch: int, length: int, dtype: s
         * (head + 12 * model.cond_dim + 2 * FREQUENCIES + model.num_latents * model.latent_dim)
     )
     outside += regression_bytes(model, batch, dtype)
-    if model.corrector != "none":  # words, the factor of each, and their product
-        outside += batch * size * 3 * length * width
     return int(blocks + outside)
 
 

@@ -32,7 +32,6 @@ from mmldlm.sampling.search.options import OWN_CHOICES, SearchOptions
 from mmldlm.sampling.text.draw import PRESENCE_PENALTY
 from mmldlm.sampling.text.records import Recorder, TextSamples
 from mmldlm.sampling.text.strategies import strategy_class
-from mmldlm.sampling.text.strategies.schedule import names_passes, read_schedule
 from mmldlm.utils.formatting import count_noun
 from mmldlm.utils.progress import ProgressBar
 
@@ -57,16 +56,9 @@ class SampleOptions:
     guidance: float = 1.0
     guidance_interval: list[float] | None = None
     presence_penalty: float | None = None
-    schedule: str | None = None
     spacing: float | None = None
     distinct: bool | None = None
     threshold: float | None = None
-    factor: float | None = None
-    delta: float | None = None
-    gamma: float | None = None
-    remask: str | None = None
-    remask_eta: float | None = None
-    num_lengths: int | None = None
     num_beams: int | None = None
     method: str | None = None
     solver: str | None = None
@@ -110,7 +102,8 @@ def sample_l2t(
     `records_passes`).
     """
     references, latents, num_unknown = read_l2t_input(pretrained, options, progress)
-    samples = write_from_latents(pretrained, options, references, latents, progress, recorder)
+    more = {} if recorder is None else {"recorder": recorder}  # a task may not know it
+    samples = write_from_latents(pretrained, options, references, latents, progress, **more)
     for record in samples.records if num_unknown else ():
         record["num_unknown"] = num_unknown[record["latent"]]
     return samples
@@ -122,10 +115,13 @@ def write_from_latents(
     references: list[str] | None,
     latents: np.ndarray,
     progress: ProgressBar,
-    recorder: Recorder | None = None,
+    **more: Any,
 ) -> Samples:
     """Sample texts from latents [N, D] (or [N, M, D]), with the texts that they belong to, if
     known.
+
+    Args:
+        more: Further options of the task's `write_texts`.
     """
     pretrained.check_condition_timestep(options.condition_timestep or 0.0)
     count = options.num_samples or len(latents)
@@ -142,7 +138,7 @@ def write_from_latents(
         steps = "" if options.num_steps is None else f" in at most {options.num_steps} steps"
         message = f"writing {count_noun(count, 'text')}{steps}"
         samples = _write_texts(
-            pretrained, given, options, recorder, progress=progress.start(message)
+            pretrained, given, options, progress=progress.start(message), **more
         )
         records = _text_records(pretrained, samples.tokens)
         extra = _costs(samples)
@@ -192,23 +188,17 @@ def _writing_options(pretrained: Pretrained, options: SampleOptions) -> dict[str
     known = (
         set(SampleOptions.__dataclass_fields__) & pretrained.task.sampling_options - LATENT_OPTIONS
     )
-    own = {key: getattr(options, key) for key in sorted(known)}
-    if options.schedule is not None:
-        own |= {"schedule": read_schedule(options.schedule, options.num_steps), "num_steps": None}
-    return own
+    return {key: getattr(options, key) for key in sorted(known)}
 
 
 def _write_texts(
     pretrained: Pretrained,
     latents: torch.Tensor | None,
     options: SampleOptions,
-    recorder: Recorder | None,
-    **more,
+    **more: Any,
 ) -> TextSamples:
     """Call the task's sampler with the options that it reads."""
     own = _writing_options(pretrained, options)
-    if recorder is not None:  # a task may not know it
-        own["recorder"] = recorder
     return pretrained.task.write_texts(pretrained, latents, seed=options.seed, **own, **more)
 
 
@@ -334,9 +324,9 @@ def sample_unconditional(
             pretrained,
             None,
             options,
-            recorder,
             num_samples=options.num_samples,
             progress=progress.start(message),
+            **({} if recorder is None else {"recorder": recorder}),
         )
         return Samples(_text_records(pretrained, samples.tokens), None, _costs(samples))
     method = choose_method(pretrained, options.method)
@@ -403,11 +393,11 @@ def _sample_chain(
         seed=options.seed,
         progress=progress.start(f"sampling {count} {what} in {steps} steps"),
     )
-    by_list = options.schedule is not None and not names_passes(options.schedule)
-    if by_list or "num_steps" not in strategy_class(options.sampler).defaults:
+    if "num_steps" not in strategy_class(options.sampler).defaults:
         options = dataclasses.replace(options, num_steps=None)
+    more = {} if recorder is None else {"recorder": recorder}
     samples = _write_texts(
-        pretrained, latents, options, recorder, progress=progress.start("writing their texts")
+        pretrained, latents, options, progress=progress.start("writing their texts"), **more
     )
     return samples, latents
 

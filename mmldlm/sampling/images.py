@@ -23,6 +23,7 @@ from mmldlm.sampling.generate import (
     write_from_latents,
 )
 from mmldlm.sampling.inputs import given_texts, tokenize_texts, unknown_tokens
+from mmldlm.sampling.options import NUM_LENGTHS
 from mmldlm.sampling.pretrained import Pretrained
 from mmldlm.sampling.text.records import Recorder
 from mmldlm.utils.formatting import count_noun
@@ -193,7 +194,13 @@ def sample_i2t(
             open_image_store(options.data, codec)
         references, latents, _ = read_l2t_input(pretrained, options, progress)
         images = codec.decode(latents)
-    samples = write_from_latents(pretrained, options, references, latents, progress, recorder)
+    if recorder is None:
+        more = {"num_lengths": NUM_LENGTHS}
+        samples = write_from_latents(pretrained, options, references, latents, progress, **more)
+        samples.extra |= more
+    else:  # a text that is watched is written once, in the median length
+        more = {"recorder": recorder}
+        samples = write_from_latents(pretrained, options, references, latents, progress, **more)
     for record in samples.records:
         if options.image:
             record["image"] = options.image[record["latent"]]

@@ -10,7 +10,6 @@ from mmldlm.sampling.joint_sampler import JOINT_METHODS
 from mmldlm.sampling.latent_solver import ETAS, SOLVERS
 from mmldlm.sampling.search.options import ARGUMENTS as SEARCH_ARGUMENTS
 from mmldlm.sampling.text.strategies import STRATEGIES
-from mmldlm.sampling.text.strategies.remasking import ETAS as REMASKING
 from mmldlm.sampling.text.trace import MAX_TEXTS
 from mmldlm.utils import option_types
 
@@ -21,8 +20,8 @@ One, which is enough for an embedding, gives a blur.
 """
 IMAGE_GUIDANCE = 2.0
 NUM_LENGTHS = 3
-"""Default number of lengths in which a caption is written: the model reads the length from the
-mean patch alone.
+"""Number of lengths in which a caption is written: the model reads the length from the mean patch
+alone.
 """
 
 KINDS = {
@@ -52,16 +51,9 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     "guidance": {"l2t": 1.0, "t2l": 1.0, "t2i": IMAGE_GUIDANCE},
     "guidance_interval": {"t2l": None, "t2i": None},
     "presence_penalty": {"l2t": None, "i2t": 0.0},
-    "schedule": {"l2t": None, "unconditional": None},
     "spacing": {"l2t": None, "unconditional": None},
     "distinct": {"l2t": None, "unconditional": None},
     "threshold": {"l2t": None, "unconditional": None},
-    "factor": {"l2t": None, "unconditional": None},
-    "delta": {"l2t": None, "unconditional": None},
-    "gamma": {"l2t": None, "unconditional": None},
-    "remask": {"l2t": None, "unconditional": None},
-    "remask_eta": {"l2t": None, "unconditional": None},
-    "num_lengths": {"l2t": None, "i2t": NUM_LENGTHS},
     "num_beams": {"l2t": None, "unconditional": None},
     "method": {"t2l": "ddim", "unconditional": None},
     "solver": {"unconditional": "ddim"},
@@ -89,16 +81,9 @@ TASK_OPTIONS = (
     "solver",
     "eta",
     "condition_timestep",
-    "schedule",
     "spacing",
     "distinct",
     "threshold",
-    "factor",
-    "delta",
-    "gamma",
-    "remask",
-    "remask_eta",
-    "num_lengths",
     "guidance_interval",
 )
 METHODS = {"t2l": SOLVERS, "t2i": SOLVERS, "unconditional": JOINT_METHODS, "joint": JOINT_METHODS}
@@ -191,15 +176,6 @@ OPTIONS: dict[str, dict[str, Any]] = {
             " by certainty, else 0)"
         ),
     },
-    "schedule": {
-        "type": option_types.path,
-        "metavar": "N1,N2,..|FILE",
-        "help": (
-            "tokens per pass instead of --num-steps, scaled to each text: numbers, or a JSON file"
-            " of a list, of {length: list}, or as studies/information writes it, of which"
-            " --num-steps chooses (scheduled, confidence, margin, entropy)"
-        ),
-    },
     "spacing": {
         "type": option_types.number(0),
         "metavar": "G",
@@ -220,40 +196,6 @@ OPTIONS: dict[str, dict[str, Any]] = {
         "type": option_types.number(),
         "metavar": "P",
         "help": "threshold: fill all positions as probable (default 0.9)",
-    },
-    "factor": {
-        "type": option_types.number(),
-        "metavar": "F",
-        "help": "factor: fill n with (n+1)(1-p_n) < F (default 0.75)",
-    },
-    "delta": {
-        "type": option_types.number(),
-        "metavar": "D",
-        "help": "frechet: margin of the joint probability (default 0.25)",
-    },
-    "gamma": {
-        "type": option_types.number(),
-        "metavar": "NATS",
-        "help": "eb: bound on the dependence ignored in a pass (default 0.1)",
-    },
-    "remask": {
-        "choices": tuple(REMASKING),
-        "help": "remdm: how tokens are masked again (default cap)",
-    },
-    "remask_eta": {
-        "type": option_types.number(0),
-        "metavar": "ETA",
-        "help": (
-            f"remdm: how much ({', '.join(f'{name} {eta}' for name, eta in REMASKING.items())})"
-        ),
-    },
-    "num_lengths": {
-        "type": option_types.count,
-        "metavar": "M",
-        "help": (
-            "write a text in each of the M most probable lengths and keep the most probable one"
-            " (default: one text of the median length)"
-        ),
     },
     "num_beams": {
         "type": option_types.count,

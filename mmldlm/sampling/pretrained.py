@@ -13,6 +13,7 @@ from pydantic import BaseModel, ValidationError
 from torch import Tensor, nn
 
 from mmldlm.config.task_registry import DEFAULT_TASK, find_task
+from mmldlm.config.text_samplers import REMOVED_SAMPLERS, RESULTS_PAGE
 from mmldlm.data.encoders.model_files import read_tokenizer
 from mmldlm.data.encoders.specs import find_identity_problems
 from mmldlm.data.manifest import find_codec_problems
@@ -140,8 +141,10 @@ class Pretrained:
         if sampler is not None and sampler not in samplers[kind]:
             known = ", ".join(samplers[kind])
             expected = f"--sampler {known} for `sample {kind}` of task={name}"
+            is_removed = sampler in REMOVED_SAMPLERS
+            removed = f" (removed, with its measurements in {RESULTS_PAGE})" if is_removed else ""
             raise UserError(
-                expected, f"--sampler {sampler}", "choose one of them, or omit --sampler"
+                expected, f"--sampler {sampler}{removed}", "choose one of them, or omit --sampler"
             )
 
     def check_mode(self, mode: str) -> None:

@@ -46,19 +46,3 @@ def mask_texts(
     t = stretch(strata, config.min_timestep)
     noised, masked = process.corrupt(tokens, t, uniform, maskable)
     return noised, masked, t, process.loss_weights(t)
-
-
-def mask_wholly(
-    process: MaskedDiffusion,
-    rows: Tensor,
-    tokens: Tensor,
-    maskable: Tensor,
-    masked_texts: tuple[Tensor, Tensor, Tensor, Tensor],
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The result of `mask_texts`, with some texts [B] bool wholly masked: timestep and
-    weight 1.
-    """
-    noised, masked, timesteps, weights = masked_texts
-    masked = masked | rows[:, None] & maskable
-    noised = torch.where(masked, process.mask_token_id, tokens)
-    return noised, masked, timesteps.masked_fill(rows, 1.0), weights.masked_fill(rows, 1.0)

@@ -9,12 +9,15 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from mmldlm.config.text_samplers import BY_CERTAINTY, BY_CHANCE, STRATEGY_OPTIONS
+from mmldlm.errors import UserError
 from mmldlm.tasks.base import Task
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from mmldlm.sampling.pretrained import Pretrained
+    from mmldlm.sampling.search.best_of import FoundTexts
+    from mmldlm.sampling.search.judge import Judge
     from mmldlm.sampling.text.loop import TextSamples
     from mmldlm.tasks.text_scores import TextScores
 
@@ -97,6 +100,36 @@ class TextTask(Task):
             MmldlmError: NaN logits.
         """
 
+    def check_correction(self) -> None:
+        """Raise a UserError unless the task has `correct_texts`."""
+        raise UserError(
+            "a model that was trained to correct texts, for --correct",
+            f"a checkpoint of task={self.name}",
+            "use --search, which needs no training, or train one: `mmldlm hypotheses`, then"
+            " task=corrector data.hypotheses=DIR training.init_from=CHECKPOINT",
+        )
+
+    def correct_texts(
+        self,
+        pretrained: Pretrained,
+        latents: Tensor,
+        judge: Judge,
+        *,
+        rounds: int,
+        seed: int = 0,
+        progress: Any = None,
+        **options: Any,
+    ) -> FoundTexts:
+        """Write a text for each latent [N, D] (or [N, M, D]) and correct it in some rounds, from
+        what the judge's embeddings of it say.
+
+        Raises:
+            UserError: the task has no corrections (`check_correction`).
+            MmldlmError: NaN logits or embeddings.
+        """
+        self.check_correction()
+        raise NotImplementedError
+
     def writing_flops(self, model_config: Any, samples: TextSamples) -> float | None:
         """Return the forward FLOPs of `write_texts`; None: not known."""
         return None
@@ -136,10 +169,10 @@ class MaskedTextTask(TextTask):
 
     fills_lengths = True
     samplers: ClassVar[Mapping[str, tuple[str, ...]]] = {
-        "l2t": (*BY_CERTAINTY, *BY_CHANCE, "remdm"),
-        "unconditional": (*BY_CHANCE, "remdm", *BY_CERTAINTY),
+        "l2t": (*BY_CERTAINTY, *BY_CHANCE),
+        "unconditional": (*BY_CHANCE, *BY_CERTAINTY),
     }
-    sampling_options = TextTask.sampling_options | STRATEGY_OPTIONS | {"num_lengths"}
+    sampling_options = TextTask.sampling_options | STRATEGY_OPTIONS
 
     def records_passes(self, sampler: str) -> bool:
         return True

@@ -2,12 +2,11 @@
 
     python studies/information/main.py --checkpoint RUN --data STORE [--samplers NAME,..]
         [--num-samples N] [--batch-size N] [--seed N] [--json FILE] [--plot FILE.png]
-        [--write-schedule FILE.json] [--device NAME]
+        [--device NAME]
 
 Measures the information curve, the NELBO by number of passes under even and optimal schedules, and
 the exact likelihood of samplers whose order does not depend on their draws. README.md explains the
-figures and has the result. --write-schedule writes the best schedules for
-`mmldlm sample l2t --sampler scheduled --schedule FILE.json`.
+figures and has the result.
 """
 
 from __future__ import annotations
@@ -27,6 +26,7 @@ from mmldlm.utils import option_types
 from mmldlm.utils.paths import check_writable_file
 from mmldlm.utils.progress import ProgressBar
 from studies.information.measure import InformationSettings, measure_information
+from studies.information.plot import plot_information
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -44,7 +44,6 @@ def main(arguments: list[str] | None = None) -> int:
     add("--device")
     add("--json", type=option_types.path, metavar="FILE")
     add("--plot", type=option_types.path, metavar="FILE.png")
-    add("--write-schedule", type=option_types.path, metavar="FILE.json")
     args = parser.parse_args(arguments)
     try:
         measure(args)
@@ -56,9 +55,9 @@ def main(arguments: list[str] | None = None) -> int:
 
 def measure(args: argparse.Namespace) -> None:
     """Measure a checkpoint, write and print its report."""
-    for option in ("json", "plot", "write_schedule"):
+    for option in ("json", "plot"):
         if getattr(args, option):
-            check_writable_file(getattr(args, option), "--" + option.replace("_", "-"))
+            check_writable_file(getattr(args, option), f"--{option}")
     names = args.samplers and [name.strip() for name in args.samplers.split(",")]
     settings = InformationSettings(args.num_samples, names, args.seed, args.batch_size)
     pretrained = load_pretrained(args.checkpoint, usable_device(args.device))
@@ -66,7 +65,10 @@ def measure(args: argparse.Namespace) -> None:
         report = measure_information(
             pretrained, Store(args.data, "validation"), settings, progress.start
         )
-    lines = report.write_files(args.plot, args.write_schedule, model=str(args.checkpoint))
+    lines = []
+    if args.plot:
+        plot_information(report, args.plot)
+        lines.append(f"plot: {args.plot}")
     if args.json:
         report.write(args.json)
         lines.append(f"written to {args.json}")

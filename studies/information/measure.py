@@ -142,9 +142,7 @@ def checked_samplers(pretrained: Pretrained, names: Sequence[str] | None) -> lis
     kind = "l2t" if pretrained.reads_latents else "unconditional"
     known = pretrained.task.samplers[kind]
     classes = {name: strategy_class(name) for name in known}
-    deterministic = [
-        name for name, found in classes.items() if found.deterministic_order and found.writes_once
-    ]
+    deterministic = [name for name, found in classes.items() if found.deterministic_order]
     if names is None:
         return deterministic[:1]
     for name in names:

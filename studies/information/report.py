@@ -1,4 +1,4 @@
-"""The report of the information curve: tables, JSON and the file of schedules."""
+"""The report of the information curve: tables, JSON and plot."""
 
 from __future__ import annotations
 
@@ -8,13 +8,9 @@ from typing import Any
 
 from mmldlm.evaluation.report import write_report
 from mmldlm.evaluation.statistics import Estimate
-from mmldlm.sampling.text.schedule_file import Schedules, write_schedules
 from mmldlm.utils.screen import open_console
 from studies.information.curve import InformationCurve
-from studies.information.schedule import optimal_schedules
 
-# Numbers of passes in a file of schedules; 1 and L need none.
-FILE_PASSES = (*range(2, 17), 20, 24, 32, 48, 64)
 SCHEDULE_TITLE = (
     "NELBO_T: bound on -log p(text) if T passes fill random positions, nats/text; excess: minus"
     " the NELBO"
@@ -102,33 +98,6 @@ class InformationReport:
     def write(self, path: str | os.PathLike) -> None:
         """Write the JSON atomically."""
         write_report(path, self.as_dict())
-
-    def best_schedules(self) -> Schedules:
-        """Return the optimal schedules of FILE_PASSES for all lengths from 2, from the curve of
-        all sentences.
-        """
-        curve, found = self.curves[self.conditions["condition"]], {}
-        for length in range(2, self.conditions["max_length"] + 1):
-            best = optimal_schedules(curve.fitted(length), min(max(FILE_PASSES), length - 1))
-            found[length] = {passes: best[passes] for passes in FILE_PASSES if passes < length}
-        return found
-
-    def write_files(self, plot: str | None, schedule: str | None, model: str) -> list[str]:
-        """Write the image and the file of schedules, if paths are given; return a line about each.
-
-        Args:
-            model: the checkpoint, named in the file.
-        """
-        lines = []
-        if plot:
-            from studies.information.plot import plot_information
-
-            plot_information(self, plot)
-            lines.append(f"plot: {plot}")
-        if schedule:
-            write_schedules(schedule, self.best_schedules(), model)
-            lines.append(f"schedules: {schedule}")
-        return lines
 
     def show(self, console=None) -> None:
         """Print the tables and where the curve rises."""

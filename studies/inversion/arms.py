@@ -84,8 +84,8 @@ class Further:
 
 
 FURTHER = (
-    Further("corrector", ("model.corrector=feedback",)),
-    Further("blind", ("model.corrector=blind",)),
+    Further("corrector", ("task=corrector", "model.corrector=feedback")),
+    Further("blind", ("task=corrector", "model.corrector=blind")),
     Further("longer", corrects=False),
 )
 FURTHER_MODES = "training.loss_type_weights={l2t: 0.8, t2l: 0.2}"
@@ -142,9 +142,6 @@ WRITTEN = (
     ),
     Way(ONE_BY_ONE, "mmdit", "confidence", {"num_steps": 10_000}),
     Way("mmdit threshold", "mmdit", "threshold"),
-    Way("mmdit factor", "mmdit", "factor"),
-    Way("mmdit frechet", "mmdit", "frechet"),
-    Way("mmdit eb", "mmdit", "eb"),
 )
 """Ways without a search, which are cheap: differences of half a point need many sentences."""
 MORE_WRITTEN = (

@@ -177,8 +177,8 @@ def train_further(further: Further, seed: int, scale: Scale, store: str, folder:
     words = ["--config", str(config), f"training.init_from={base}", *further.own, FURTHER_MODES]
     words += length_words(scale.steps, yaml.safe_load(config.read_text())["optimizer"]["lr"], seed)
     if further.corrects:
-        # The base's config has a share, though it reads none: of a run taken over it may be
-        # another default.
+        # The config of a base that an earlier version trained may hold another share, though it
+        # reads none.
         words += [
             f"data.hypotheses={folder / f'hypotheses_seed_{seed}'}",
             "training.hypothesis_share=0.4",

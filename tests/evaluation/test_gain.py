@@ -248,25 +248,24 @@ def test_numbers_out_of_bounds_are_refused(words, capsys):
     )
 
 
-def test_a_sampler_and_several_lengths(pretrained, store):
+def test_another_sampler(pretrained, store):
     reports = {}
-    for name, more in (("plain", {}), ("eb", {"sampler": "eb"}), ("lengths", {"num_lengths": 2})):
+    for name, more in (("plain", {}), ("adaptive", {"sampler": "threshold"})):
         settings = Settings(4, num_steps=1, latent_steps=1, num_draws=1, control_samples=2, **more)
         reports[name] = evaluate(pretrained, store, settings, lambda line: None).conditions
-    plain, adaptive, several = reports.values()
+    plain, adaptive = reports.values()
     assert (
-        adaptive["text_sampler"] == "eb"
+        adaptive["text_sampler"] == "threshold"
         and adaptive["text_steps"] is None
         and plain["text_steps"] == 1
     )
-    assert several["text_lengths"] == 2 and several["rows_per_text"] == 2 * plain["rows_per_text"]
 
 
 @pytest.mark.parametrize(
     "words,named",
     [
         (["--sampler", "greedy"], "--sampler confidence"),
-        (["--sampler", "eb", "--num-steps", "3"], "--num-steps"),
+        (["--sampler", "threshold", "--num-steps", "3"], "--num-steps"),
         (["--sampler", "confidence", "--suite", "stsb", "--sts-file", "F"], "--sampler"),
     ],
 )

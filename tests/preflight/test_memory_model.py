@@ -11,8 +11,8 @@ from mmldlm.config.load import load_config, preset_names
 from mmldlm.config.task_registry import find_task
 from mmldlm.models.linear_cross_entropy import logits_bytes
 from mmldlm.models.memory import mmdit_working_bytes
-from mmldlm.models.mmdit.hypothesis import Hypotheses
 from mmldlm.preflight.memory_model import PLANS, state_bytes
+from mmldlm.tasks.corrector.model import Hypotheses
 from mmldlm.tasks.image_codes.model import CodeTargets
 from mmldlm.tasks.translation.freezing import apply_freezing, decided_freeze
 from mmldlm.tasks.translation.parameter_plan import stacked_matrices
@@ -62,7 +62,7 @@ TWO_PREDICTIONS = (
             "model.tie_embeddings=true",
             "model.qk_rmsnorm=false",
             "model.num_latents=3",
-            "model.corrector=blind",
+            "task=corrector",
         ),  # fmt: skip
         TWO_PREDICTIONS,
     ],
@@ -141,9 +141,9 @@ def kept_for_backward(config, length) -> int:
             "text_weights": torch.zeros(masked),
             "dropout_keys": torch.zeros(batch, dtype=torch.int64),
         }
-        if config.model.corrector != "none":
+        if config.task == "corrector":
             words = torch.zeros(batch, length, dtype=torch.int64)
-            inputs["hypotheses"] = Hypotheses(words, inputs["latents"].clone(), flags.clone())
+            inputs["side_inputs"] = Hypotheses(words, inputs["latents"].clone(), flags.clone())
         tokens = torch.zeros(batch, length, dtype=torch.int64)
         is_codes = config.task == "image_codes"
         if is_codes:  # half of the codes is scored
@@ -184,7 +184,7 @@ def kept_for_backward(config, length) -> int:
         ("tiny", 64, "training.train_batch_size=32", "model.hidden_size=192", "model.n_blocks=5"),
         ("small", 64, "training.train_batch_size=4", "model.dropout=0.1"),
         ("mmdit", 128, "training.train_batch_size=2", "model.tokens_per_latent=9"),
-        ("small", 64, "training.train_batch_size=4", "model.corrector=feedback"),
+        ("small", 64, "training.train_batch_size=4", "task=corrector"),
         ("tiny", 12, "model.num_latents=16", "model.tokens_per_latent=1"),
         (
             "small",

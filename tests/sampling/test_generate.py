@@ -507,7 +507,8 @@ def test_scaled_embeddings_are_warned_about(checkpoint, tmp_path, capsys):
         (["t2l", "--text", "word1", "--text-file", "x"], "--text"),
         (["t2l", "--text", "word1", "--sampler", "confidence"], "--sampler"),
         (["unconditional", "--latent-file", "x.npy"], "--latent-file"),
-        (["unconditional", "--sampler", "beam"], "--sampler ancestral, first_hitting"),
+        (["unconditional", "--sampler", "beam"], "--sampler ancestral, scheduled"),
+        (["l2t", "--latent-file", "x.npy", "--sampler", "eb"], "removed, with its meas"),
     ],
 )
 def test_unusable_requests_are_refused(checkpoint, tmp_path, words, named):
@@ -523,7 +524,6 @@ def test_unusable_requests_are_refused(checkpoint, tmp_path, words, named):
         (["t2l", "--num-steps", "0"], "at least 1"),
         (["unconditional", "--top-p", "1.5"], "at most 1"),
         (["unconditional", "--temperature", "nan"], "finite number at least 0"),
-        (["l2t", "--num-lengths", "0"], "at least 1"),
         (["l2t", "--seed", "18446744073709551616"], "at least 0 and at most 9223372036854775807"),
     ],
 )
@@ -709,20 +709,17 @@ def test_every_pass_of_every_sampler_is_reported(checkpoint):
     "words, named",
     [
         (
-            ["l2t", "--sampler", "eb", "--threshold", 0.5],
-            "options that --sampler eb reads(.|\n)*--threshold",
+            ["l2t", "--sampler", "scheduled", "--threshold", 0.5],
+            "options that --sampler scheduled reads(.|\n)*--threshold",
         ),
         (["l2t", "--sampler", "threshold", "--num-steps", 3], "--num-steps"),
-        (["l2t", "--gamma", 0.5], "options that --sampler confidence reads(.|\n)*--gamma"),
-        (["l2t", "--sampler", "greedy"], "--sampler confidence, margin"),
-        (["l2t", "--schedule", "1,2", "--num-steps", 3], "--num-steps or --schedule"),
-        (["l2t", "--schedule", "1,x"], "--schedule 1,2,4,8"),
-        (["l2t", "--sampler", "eb", "--gamma", -1], "--gamma at least 0"),
-        (["unconditional", "--num-lengths", 2], "--num-lengths"),
-        (["unconditional", "--method", "joint", "--sampler", "first_hitting"], "--method chain"),
+        (["l2t", "--threshold", 0.5], "options that --sampler confidence reads(.|\n)*--threshold"),
+        (["l2t", "--sampler", "greedy"], "--sampler confidence, threshold"),
+        (["l2t", "--sampler", "threshold", "--threshold", -1], "--threshold at least 0"),
+        (["unconditional", "--method", "joint", "--sampler", "threshold"], "--method chain"),
         (
-            ["unconditional", "--method", "joint", "--sampler", "remdm", "--remask", "cap"],
-            "--remask",
+            ["unconditional", "--method", "joint", "--sampler", "confidence", "--distinct"],
+            "--distinct",
         ),
     ],
 )
@@ -738,39 +735,21 @@ def test_options_that_the_chosen_sampler_does_not_read_are_refused(
 def test_every_sampler_and_its_options_are_reached_from_the_command_line(
     checkpoint, latent_file, tmp_path
 ):
-    (tmp_path / "schedule.json").write_text('{"4": [1, 3], "9": [2, 7]}')
     l2t = ["l2t", "--latent-file", latent_file, "--checkpoint", checkpoint]
     unconditional = ["unconditional", "--num-samples", 3, "--checkpoint", checkpoint, "--method"]
     calls = {
-        "confidence": [*l2t, "--schedule", tmp_path / "schedule.json"],
-        "margin": [*l2t, "--num-steps", 2, "--spacing", 2, "--distinct"],
-        "entropy": [*unconditional, "joint", "--num-steps", 2],
+        "confidence": [*l2t, "--num-steps", 2, "--spacing", 2, "--distinct"],
         "threshold": [*l2t, "--threshold", 0.01],
-        "factor": [*l2t, "--factor", 99],
-        "frechet": [*l2t, "--delta", -99, "--num-lengths", 2],
-        "eb": [*l2t, "--gamma", 99, "--spacing", 3],
         "ancestral": [*unconditional, "chain", "--num-steps", 2],
-        "first_hitting": [*unconditional, "chain", "--num-steps", 2],
-        "scheduled": [*unconditional, "chain", "--num-steps", 2, "--schedule", "1,3"],
-        "remdm": [
-            *unconditional,
-            "chain",
-            "--num-steps",
-            4,
-            "--remask",
-            "loop",
-            "--remask-eta",
-            0.5,
-        ],
+        "scheduled": [*unconditional, "joint", "--num-steps", 2],
     }
-    remasked = [*l2t, "--num-steps", 9, "--remask", "cap", "--remask-eta", 0.5, "--num-lengths", 2]
-    for name, words in [*calls.items(), ("remdm", remasked)]:
+    for name, words in calls.items():
         out = tmp_path / f"{name}_{words[0]}"
         assert run(*words, "--sampler", name, "--output-dir", out) == 0
         assert all(len(line["text"].split()) == line["num_tokens"] for line in lines(out))
         settings = json.loads((out / "settings.json").read_text())
         assert settings["sampler"] == name
-        if name in ("threshold", "factor"):
+        if name == "threshold":
             assert (
                 settings["forward_passes_per_sample"] <= 1 and settings["passes"]["maximum"] <= 1
             )

@@ -21,7 +21,6 @@ from mmldlm.data.prepare.options import ImageOptions
 from mmldlm.data.prepare.pipeline import prepare
 from mmldlm.data.store import Store
 from mmldlm.errors import UserError
-from mmldlm.evaluation.images import ImageSettings
 from mmldlm.sampling.inputs import encode_texts
 from mmldlm.sampling.pretrained import load_pretrained
 from mmldlm.sampling.text.length_rule import most_probable_lengths
@@ -183,43 +182,21 @@ def test_captions_of_files_are_those_of_the_store(model, images, tmp_path):
     assert (tmp_path / "pairs" / "images" / "000001.png").is_file()
 
 
-def test_a_caption_is_written_in_three_lengths_unless_asked_otherwise(model, images, tmp_path):
-    costs = {}
-    for number in (None, 1, 2):
-        words = [] if number is None else ["--num-lengths", number]
-        out = tmp_path / str(number)
-        assert (
-            sample(
-                "i2t",
-                model / "run",
-                out,
-                "--data",
-                images,
-                "--num-samples",
-                3,
-                "--num-steps",
-                4,
-                *words,
-            )
-            == 0
-        )
-        settings = json.loads((out / "settings.json").read_text())
-        assert settings["num_lengths"] == (number or 3)
-        costs[settings["num_lengths"]] = settings["forward_passes_per_sample"]
-    assert costs[1] == 4 and costs[1] < costs[2] <= 8 < costs[3] <= 12
-    likely = most_probable_lengths(load_pretrained(model / "run").model, latents_of(images, 3), 3)[
-        0
-    ]
-    once, three = (records(tmp_path / name) for name in ("1", "None"))
-    for record, best, lengths in zip(once, three, likely.tolist(), strict=True):
-        assert record["num_tokens"] + 1 == lengths[0] and best["num_tokens"] + 1 in lengths
+def test_a_caption_is_written_in_three_lengths(model, images, tmp_path):
+    words = ["--data", images, "--num-samples", 3, "--num-steps", 4]
+    assert sample("i2t", model / "run", tmp_path / "out", *words) == 0
+    settings = json.loads((tmp_path / "out" / "settings.json").read_text())
+    assert settings["num_lengths"] == 3 and 4 < settings["forward_passes_per_sample"] <= 12
+    likely = most_probable_lengths(load_pretrained(model / "run").model, latents_of(images, 3), 3)
+    for record, lengths in zip(records(tmp_path / "out"), likely[0].tolist(), strict=True):
+        assert record["num_tokens"] + 1 in lengths
 
 
 def latents_of(images, count):
     return torch.from_numpy(Store(images, "validation").get(range(count)).latents)
 
 
-def test_a_caption_that_is_watched_is_written_once(model, images, tmp_path, capsys):
+def test_a_caption_that_is_watched_is_written_once(model, images, tmp_path):
     for kind in ("i2t", "l2t"):
         page, words = (
             tmp_path / f"{kind}.html",
@@ -232,20 +209,6 @@ def test_a_caption_that_is_watched_is_written_once(model, images, tmp_path, caps
             and "num_lengths" not in settings
             and page.is_file()
         )
-    assert (
-        sample(
-            "i2t",
-            model / "run",
-            tmp_path / "a",
-            *words,
-            "--trace",
-            tmp_path / "b.html",
-            "--num-lengths",
-            2,
-        )
-        == 2
-    )
-    assert "--num-lengths 2" in capsys.readouterr().err
 
 
 def test_the_basis_of_components_travels_with_the_model(components, tmp_path, capsys):
@@ -313,7 +276,10 @@ def test_a_black_patch_is_a_latent(model, tmp_path):
             "for a model of images",
         ),
         (["evaluate", "--checkpoint", "RUN", "--data", "IMAGES", "--search", "local"], "--search"),
-        (["evaluate", "--checkpoint", "RUN", "--data", "IMAGES", "--sampler", "eb"], "--sampler"),
+        (
+            ["evaluate", "--checkpoint", "RUN", "--data", "IMAGES", "--sampler", "threshold"],
+            "--sampler",
+        ),
         (["verify-data", "TEXTS", "--sheet", "OUT.png"], "--sheet with a store of images"),
         (
             ["prepare", "glyphs", "--output-dir", "OUT", "--latent-model", "minilm"],
@@ -347,7 +313,7 @@ def test_commands_of_texts_refuse_images_by_name(
         ("l2t", ["--text", CAPTION], "--text"),
         ("i2t", ["--image", "missing.png"], "missing.png"),
         ("i2t", [], "exactly one of --image"),
-        ("t2i", ["--text", CAPTION, "--remask", "cap"], "--remask"),
+        ("t2i", ["--text", CAPTION, "--distinct"], "--distinct"),
     ],
 )
 def test_what_a_model_of_images_cannot_do_is_refused(
@@ -398,7 +364,7 @@ def test_an_evaluation_measures_both_directions(model, tmp_path, capsys):
         "--num-draws",
         "1",
     ]
-    words += ["--num-lengths", "2", "--clip", str(save_clip(tmp_path / "clip"))]
+    words += ["--clip", str(save_clip(tmp_path / "clip"))]
     words += ["--inception-weights", save_features(tmp_path / "features.pt")]
     report, page = tmp_path / "r.json", tmp_path / "r.html"
     assert (
@@ -424,7 +390,7 @@ def test_an_evaluation_measures_both_directions(model, tmp_path, capsys):
         "t2i_recall_at_5",
         "seam_ratio_over_real",
     }
-    assert found["conditions"]["caption_lengths"] == 2 and ImageSettings().num_lengths == 3
+    assert found["conditions"]["caption_lengths"] == 3
     details = found["details"]
     assert details["untrained"]["gain_null"]["value"] == pytest.approx(0, abs=1e-6)
     assert set(details["nearest_training_image"]) <= set(details["model"])

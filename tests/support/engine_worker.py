@@ -40,7 +40,7 @@ UNEVEN = {
     # Everything that draws for itself: masks of dropout (with recomputed blocks), noised
     # conditions, hypotheses.
     "options": [
-        "model.corrector=feedback",
+        "task=corrector",
         "data.hypotheses=FOLDER/hypotheses",
         "model.dropout=0.2",
         "model.gradient_checkpointing=true",

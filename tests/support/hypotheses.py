@@ -9,10 +9,10 @@ from pathlib import Path
 
 import numpy as np
 
-from mmldlm.data.hypotheses import HYPOTHESES_VERSION
 from mmldlm.data.manifest import sample_checksums
 from mmldlm.data.store import Store, read_manifest
 from mmldlm.data.writers import StoreSplit
+from mmldlm.tasks.corrector.hypotheses import HYPOTHESES_VERSION
 from mmldlm.utils.atomic_files import list_files, write_json
 
 

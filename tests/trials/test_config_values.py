@@ -427,40 +427,6 @@ def test_a_deepspeed_json_with_a_byte_order_mark_is_read(tmp_path, trial_store):
     succeeds(config("--check", *words, f"logging.save_dir={tmp_path}"))
 
 
-SCHEDULES = (
-    b"[" * 100_000,
-    b"\xff[1]",
-    b"[1, 1e999]",
-    f"[{'9' * 400}]".encode(),
-    b"[1, NaN]",
-    b'{"x": [1]}',
-    b"[true]",
-    b'{"5": [99999999999999]}',
-    b'{"version": 1, "schedules": {"5": {"1": [1e999]}}}',
-    b"",
-    b"[-1, 2]",
-)
-
-
-@pytest.mark.parametrize("content", few(SCHEDULES, SCHEDULES[0]))
-def test_a_schedule_that_cannot_be_used_is_refused(content, tmp_path):
-    """trials-3 BAD 20."""
-    (tmp_path / "s.json").write_bytes(content)
-    words = (
-        "sample",
-        "l2t",
-        "--checkpoint",
-        "R",
-        "--data",
-        "S",
-        "--output-dir",
-        "N",
-        "--schedule",
-        "s.json",
-    )
-    refuses(mmldlm(*words, cwd=tmp_path), r"s\.json")
-
-
 # -- environment
 # -------------------------------------------------------------------------------------------------
 

@@ -102,11 +102,9 @@ def test_what_is_no_file_is_no_corpus(tmp_path, name, kind):
     )
 
 
-@pytest.mark.parametrize("option", ["--text-file", "--schedule"])
-def test_what_is_no_file_is_no_input_of_a_sample(trial_model, trial_store, tmp_path, option):
+def test_what_is_no_file_is_no_input_of_a_sample(trial_model, tmp_path):
     """trials-3, further hangs: FIFOs as input."""
     put("fifo", tmp_path / "f.json")
-    source = [] if option == "--text-file" else ["--data", trial_store, "--num-samples", "2"]
     words = [
         "sample",
         "l2t",
@@ -114,11 +112,10 @@ def test_what_is_no_file_is_no_input_of_a_sample(trial_model, trial_store, tmp_p
         trial_model,
         "--output-dir",
         tmp_path / "o",
-        option,
+        "--text-file",
         tmp_path / "f.json",
-        *source,
     ]
-    refuses(mmldlm(*words, option, tmp_path / "f.json"), "FIFO")
+    refuses(mmldlm(*words), "FIFO")
 
 
 def test_what_is_no_file_is_no_sts_file(trial_model, tmp_path):

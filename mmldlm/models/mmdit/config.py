@@ -81,11 +81,6 @@ class ModelConfig(Section):
     """In training, the fraction of the elements of each block's attention output and MLP output
     that is set to 0. The masks are functions of seed, epoch, sample and position: equal on every
     engine and number of ranks, and after a resume."""
-    corrector: Literal["none", "feedback", "blind"] = "none"
-    """feedback: also learn to correct a hypothesis, from its words and the difference of its
-    embedding to the latent (after vec2text, arXiv 2310.06816). Training reads hypotheses from
-    data.hypotheses, `mmldlm sample l2t --correct` writes them. blind: the ablation, without the
-    hypothesis's embedding."""
     gradient_checkpointing: Annotated[bool, OnResume.REPORT] = False
     """Keep only the rows between blocks and run each block again in the backward pass: a third
     more work for about a tenth of the memory. Off, blocks still recompute what is cheap (norms,
@@ -131,8 +126,6 @@ class ModelConfig(Section):
                 f" of places, and model.latent_grid={self.latent_grid} one of them: leave both"
                 " unset (the data has them)"
             )
-        if self.corrector != "none":
-            raise ValueError("model.latent_grids goes with model.corrector=none only: drop it")
         return self
 
     @model_validator(mode="after")
@@ -142,12 +135,12 @@ class ModelConfig(Section):
                 f"a head is model.hidden_size / model.n_heads = {self.hidden_size // self.n_heads}"
                 " wide; model.latent_rope needs a multiple of 4: choose another model.n_heads"
             )
-        if self.latent_rope and self.corrector != "none":
-            raise ValueError(
-                f"model.corrector={self.corrector} adds rows that have no place in a grid: set"
-                " model.latent_rope=false"
-            )
         return self
+
+    @property
+    def rows_per_latent(self) -> int:
+        """Rows of one latent in the blocks."""
+        return self.tokens_per_latent
 
     def grid_of(self, count: int) -> list[int] | None:
         """Return the grid of a sample of `count` latents; raise a ValueError where latent_grids

@@ -20,7 +20,6 @@ from mmldlm.models.mmdit.config import ModelConfig
 from mmldlm.models.mmdit.encoders import LatentEncoder, TextEncoder
 from mmldlm.models.mmdit.fused_block import select_rows
 from mmldlm.models.mmdit.heads import LatentHead, TextHead
-from mmldlm.models.mmdit.hypothesis import Hypotheses, HypothesisEncoder
 from mmldlm.models.mmdit.null_condition import apply_null_condition
 from mmldlm.models.mmdit.packing import (
     Packing,
@@ -54,7 +53,8 @@ class MultimodalMMDiT(LatentTransformer):
 
     A subclass whose latents are no vectors overrides what reads and predicts them:
     `make_latent_encoder`, `make_latent_head`, `initialize_latents`, `encode_latents` and
-    `latent_outputs` (tasks/image_codes has an example).
+    `latent_outputs` (tasks/image_codes has an example). One that reads more than texts and latents
+    overrides `encode_latents` and `embed_text`, which are given `side_inputs` (tasks/corrector).
 
     Args:
         config: shape and vocabulary; latent_dim, vocab_size and the token ids must be set.
@@ -84,13 +84,6 @@ class MultimodalMMDiT(LatentTransformer):
             nn.SiLU(), nn.Linear(cond, cond), nn.SiLU(), nn.Linear(cond, config.max_seq_len)
         )
         self._initialize()
-        # Last, so that the rest starts from the same weights with and without them.
-        self.hypothesis_encoder = None
-        if config.corrector != "none":
-            is_blind = config.corrector == "blind"
-            self.hypothesis_encoder = HypothesisEncoder(
-                width, config.tokens_per_latent, config.num_latents, cond, is_blind
-            )
 
     def _initialize(self) -> None:
         # adaLN-Zero: every block starts as the identity, every head reads the unmodulated norm.
@@ -161,19 +154,33 @@ class MultimodalMMDiT(LatentTransformer):
         caches: bool = False,
         *,
         timesteps: Tensor | None = None,
-        hypotheses: Hypotheses | None = None,
+        side_inputs: Any = None,
     ) -> EncodedLatent:
-        """Latents as the blocks read them, for `forward(encoded=...)`; with the embeddings of
-        hypotheses.
+        """Latents as the blocks read them, for `forward(encoded=...)`.
 
         Args:
-            latents, is_null, timesteps, hypotheses: latents, latent_is_null, latent_timesteps,
-                hypotheses of `forward`.
+            latents, is_null, timesteps, side_inputs: latents, latent_is_null, latent_timesteps,
+                side_inputs of `forward`.
             batch: B, without latents.
             caches: nothing more is computed (a place that PlainTransformer has).
 
         Raises:
             ValueError: shapes that do not fit the config.
+        """
+        if side_inputs is not None:
+            raise ValueError(f"side_inputs are not read by {type(self).__name__}")
+        points, is_null = self.latent_points(latents, is_null, batch, timesteps)
+        return EncodedLatent(*self.latent_encoder(points, is_null))
+
+    def latent_points(
+        self,
+        latents: Tensor | None,
+        is_null: Tensor | None,
+        batch: int | None,
+        timesteps: Tensor | None,
+    ) -> tuple[Tensor, Tensor | None]:
+        """What the latent encoder is given: latents [B, N, D] of the weights' dtype, and is_null
+        [B]; the arguments are those of `encode_latents`.
         """
         config, device = self.config, self.latent_mean.device
         if latents is None:
@@ -183,12 +190,31 @@ class MultimodalMMDiT(LatentTransformer):
         self.check_latents(points)
         if config.scale_noisy_latents and timesteps is not None:
             points = points * torch.cos(0.5 * math.pi * timesteps)[:, None, None].to(points.dtype)
-        points = points.to(self.text_encoder.null_text.dtype)
-        if self.hypothesis_encoder is None:
-            return EncodedLatent(*self.latent_encoder(points, is_null))
-        return self.hypothesis_encoder.latents_beside(
-            self.latent_encoder, points, is_null, hypotheses
-        )
+        return points.to(self.text_encoder.null_text.dtype), is_null
+
+    # -- text
+    # ---------------------------------------------------------------------------------------------
+
+    def embed_text(
+        self,
+        ids: Tensor,
+        packed: Tensor | None,
+        packing: Packing,
+        is_null: Tensor | None,
+        encoded: EncodedLatent,
+        side_inputs: Any,
+    ) -> Tensor:
+        """Rows of the text, as the first block reads them. [R, H]
+
+        Args:
+            ids: Tokens of the rows. [R]
+            packed: Positions of the rows in B * S; None: all of them. [R]
+            packing: Layout of the batch.
+            is_null: Samples whose text is replaced by the learned null. [B]
+            encoded: Latents of the batch.
+            side_inputs: Those of `forward`; None without text_tokens.
+        """
+        return self.text_encoder(ids, packing.first_rows, is_null)
 
     # -- forward
     # ---------------------------------------------------------------------------------------------
@@ -209,7 +235,7 @@ class MultimodalMMDiT(LatentTransformer):
         text_weights: Tensor | None = None,
         text_candidates: Candidates | None = None,
         dropout_keys: Tensor | None = None,
-        hypotheses: Hypotheses | None = None,
+        side_inputs: Any = None,
         encoded: EncodedLatent | None = None,
         latent_query: Any = None,
     ) -> dict[str, Tensor]:
@@ -238,7 +264,7 @@ class MultimodalMMDiT(LatentTransformer):
                 Candidates.
             dropout_keys: int64, random, of each sample; needed in training with model.dropout,
                 unused otherwise. [B]
-            hypotheses: earlier texts for the latents (model.corrector).
+            side_inputs: what a subclass reads besides (`encode_latents`, `embed_text`).
             latent_query: what a subclass is asked of the latents (`latent_outputs`).
             encoded: result of `encode_latents` in place of latents: only text_* is returned, given
                 text_positions.
@@ -270,7 +296,7 @@ class MultimodalMMDiT(LatentTransformer):
             token_positions,
             text_positions,
             dropout_keys,
-            hypotheses,
+            side_inputs,
             encoded,
         )
         out = {}
@@ -300,7 +326,7 @@ class MultimodalMMDiT(LatentTransformer):
         token_positions: Tensor | None,
         text_positions: Tensor | None,
         dropout_keys: Tensor | None,
-        hypotheses: Hypotheses | None = None,
+        side_inputs: Any = None,
         encoded: EncodedLatent | None = None,
     ) -> _LastRows:
         """All of `forward` but its heads."""
@@ -319,7 +345,7 @@ class MultimodalMMDiT(LatentTransformer):
                 latent_is_null,
                 len(tokens),
                 timesteps=latent_timesteps,
-                hypotheses=hypotheses,
+                side_inputs=side_inputs,
             )
         latent, pooled = encoded.tokens, encoded.pooled
         condition = nn.functional.silu(self._condition(pooled, text_timesteps, latent_timesteps))
@@ -330,23 +356,14 @@ class MultimodalMMDiT(LatentTransformer):
             tokens, latent, attention_mask, key_is_null, token_positions, selects
         )
         ids = tokens.flatten() if packed is None else tokens.flatten().index_select(0, packed)
-        if hypotheses is None or text_tokens is None:
-            text = self.text_encoder(ids, packing.first_rows, text_is_null)
-        else:
-            own = hypotheses.tokens.flatten()
-            own = own if packed is None else own.index_select(0, packed)
-            sample = packing.sample[: len(own)]
-            is_read = (own != self.config.pad_token_id) & hypotheses.given[sample]
-            text = self.hypothesis_encoder.text_beside(
-                self.text_encoder,
-                ids,
-                own,
-                is_read,
-                sample,
-                encoded.difference,
-                packing.first_rows,
-                text_is_null,
-            )
+        text = self.embed_text(
+            ids,
+            packed,
+            packing,
+            text_is_null,
+            encoded,
+            None if text_tokens is None else side_inputs,
+        )
         outputs = packing  # of the rows that a head reads
         if text_tokens is None or selects:
             read = (
@@ -362,8 +379,6 @@ class MultimodalMMDiT(LatentTransformer):
         text_rows, latent_rows = rows.tensor_split(outputs.stream_ends[:-1])
         if not is_text_alone:
             latent_rows = latent_rows.view(*latent.shape[:2], -1)
-            if self.hypothesis_encoder is not None:
-                latent_rows = latent_rows[:, : latent.shape[1] // 2]
         return _LastRows(
             text_rows, outputs.sample[: outputs.num_text], latent_rows, condition, pooled
         )

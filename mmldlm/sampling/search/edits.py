@@ -144,8 +144,7 @@ class Editor:
         Args:
             texts: ids without EOS.
             owners: index of each text's latent.
-            embedded: the texts' embeddings by the judge; `CorrectingEditor` alone reads them. [T,
-                M, D]
+            embedded: the texts' embeddings by the judge, which a subclass may read. [T, M, D]
 
         Raises:
             MmldlmError: NaN logits or estimates.

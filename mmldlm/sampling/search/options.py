@@ -11,7 +11,6 @@ from torch import Tensor
 from mmldlm.errors import UserError
 from mmldlm.sampling.pretrained import Pretrained
 from mmldlm.sampling.search.best_of import FoundTexts, best_of
-from mmldlm.sampling.search.correct import check_corrector, correct
 from mmldlm.sampling.search.judge import JUDGES, Judge
 from mmldlm.sampling.search.local_search import LocalSearchSettings, local_search
 from mmldlm.utils import option_types
@@ -40,7 +39,7 @@ ARGUMENTS: dict[str, dict[str, Any]] = {
         "help": (
             "write texts, embed them, and let the model edit the nearest from that, in about N"
             " rounds of 16 edits; the best text by embedding and log-probabilities is kept (a"
-            " model of model.corrector)"
+            " model of task=corrector)"
         ),
     },
     "encoder_calls": {
@@ -60,7 +59,7 @@ NUM_CANDIDATES = 16
 READERS = {"num_candidates": "best_of", "encoder_calls": "local"}
 # Of `write_texts`: a search chooses samplers, lengths and temperatures itself, and reads the
 # embedding as it is.
-OWN_CHOICES = ("sampler", "temperature", "num_beams", "num_lengths", "condition_timestep")
+OWN_CHOICES = ("sampler", "temperature", "num_beams", "condition_timestep")
 
 
 @dataclass(frozen=True)
@@ -130,13 +129,7 @@ class SearchOptions:
                 f"omit them, or omit {name}",
             )
         if self.correct is not None:
-            if not task.fills_lengths:
-                found = f"task={task.name}"
-                raise UserError(
-                    "a checkpoint of task=translation for --correct",
-                    found,
-                    "omit it, or use --search best_of",
-                )
+            task.check_correction()
             return
         draws = (
             "ancestral" in task.samplers.get("l2t", ()) and "temperature" in task.sampling_options
@@ -172,10 +165,8 @@ class SearchOptions:
         """Return a judge with empty counts.
 
         Raises:
-            UserError: it is not available, or the model cannot do what was asked for.
+            UserError: it is not available.
         """
-        if self.correct is not None:
-            check_corrector(pretrained)
         return JUDGES[self.judge or "encoder"](pretrained)
 
     def run(
@@ -195,7 +186,7 @@ class SearchOptions:
             options: of `TextTask.write_texts`, without OWN_CHOICES.
         """
         if self.correct is not None:
-            return correct(
+            return pretrained.task.correct_texts(
                 pretrained,
                 latents,
                 judge,

@@ -75,9 +75,6 @@ def start_decoding(
         diffusion=diffusion,
         uniform=uniforms(seed, Stream.TEXT, indices, (2, config.max_seq_len)),
         draw=draw,
-        redraw=lambda step: uniforms(
-            seed, Stream.REMASKING, indices, (3, config.max_seq_len), step
-        ),
         options=options,
         shared_schedule=shared_schedule,
     )

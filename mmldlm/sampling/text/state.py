@@ -69,11 +69,6 @@ class DecodingState:
         self.tokens.view(-1)[positions] = tokens
         self.undecided.view(-1)[positions] = False
 
-    def reopen(self, where: Tensor) -> None:
-        """Mask tokens again, where [B, S] bool."""
-        self.tokens.masked_fill_(where, self.mask_token_id)
-        self.undecided |= where
-
     def texts(self) -> list[list[int]]:
         """Return the ids of each complete text without its EOS."""
         assert not bool(self.undecided.any())

@@ -9,7 +9,7 @@ from pydantic import Field, model_validator
 from mmldlm.config.section import FilledFromData
 from mmldlm.tasks.image_text.config import ImageModelConfig, ImageTextConfig
 
-CODE_SAMPLERS = ("confidence", "margin", "entropy", "ancestral")
+CODE_SAMPLERS = ("confidence", "ancestral")
 """Samplers of images, the default first."""
 CODE_STEPS = 12
 """Default number of passes of an image (Show-o, arXiv 2408.12528, has as many)."""

@@ -210,7 +210,7 @@ class CodesMMDiT(MultimodalMMDiT):
         caches: bool = False,
         *,
         timesteps: Tensor | None = None,
-        hypotheses: None = None,
+        side_inputs: None = None,
     ) -> EncodedLatent:
         config = self.config
         if latents is None:

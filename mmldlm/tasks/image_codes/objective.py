@@ -20,7 +20,7 @@ class CodeObjective(TranslationObjective):
     the weights).
     """
 
-    def _latent_arguments(self, tensors: dict[str, Tensor]) -> dict[str, Any]:
+    def _more_arguments(self, tensors: dict[str, Tensor]) -> dict[str, Any]:
         return {
             "latent_query": CodeTargets(
                 tensors["code_positions"], tensors["code_targets"], tensors["code_weights"]

@@ -81,7 +81,6 @@ def start_codes(
         diffusion=MaskedDiffusion(config.num_codes, eps=0.0),
         uniform=uniforms(seed, Stream.CODES, indices, (2, count + 1)),
         draw=draw,
-        redraw=lambda step: uniforms(seed, Stream.CODE_REMASKING, indices, (3, count + 1), step),
         options={"num_steps": steps},
         shared_schedule=shared_schedule,
     )

@@ -13,13 +13,11 @@ from mmldlm.models.mmdit.config import ModelConfig
 from mmldlm.tasks.image_text.words import mode_of, with_modes
 from mmldlm.tasks.translation.config import (
     TranslationConfig,
-    TranslationDataConfig,
     TranslationTrainingConfig,
 )
 
 # (key, the only value for images, why)
 TEXT_ONLY = (
-    ("model.corrector", "none", "images have no encoder that embeds texts"),
     ("model.token_embedding_init", "random", "images have no encoder with token embeddings"),
     ("latent_diffusion.l2_normalize", False, "it would remove the brightness of a patch"),
 )
@@ -34,7 +32,7 @@ class ImageModelConfig(ModelConfig):
     """
 
 
-class ImageTextDataConfig(ImageDataConfig, TranslationDataConfig):
+class ImageTextDataConfig(ImageDataConfig):
     """Stores of images, and their augmentation."""
 
 

@@ -35,19 +35,7 @@ def unused_parameters(
         for side in ("text", "latent")
         if not bool(batch.tensors[f"{side}_is_null"].any())
     ]
-    return (*unread, *nulls, *_unread_of_hypotheses(batch))
-
-
-def _unread_of_hypotheses(batch: NoisedBatch) -> tuple[str, ...]:
-    given = batch.tensors.get("hypothesis_given")
-    if given is None:
-        return ()
-    if not bool(given.any()):
-        return tuple(
-            f"hypothesis_encoder.{name}"
-            for name in ("to_text", "to_factor", "to_product", "to_pooled", "position")
-        )
-    return ("hypothesis_encoder.null_tokens",) if bool(given.all()) else ()
+    return (*unread, *nulls)
 
 
 Variants = Callable[[np.ndarray], list[np.ndarray]]

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 from pydantic import Field, model_validator
 
 from mmldlm.config.schema import Config, TrainingConfig
-from mmldlm.config.section import MAX_WEIGHT, FilePath, FilledFromData, OnResume, Section
+from mmldlm.config.section import MAX_WEIGHT, FilledFromData, OnResume, Section
 from mmldlm.config.weights import check_weights
 from mmldlm.data.config import StoreDataConfig, TokenizerConfig
 from mmldlm.models.mmdit.config import ModelConfig
@@ -17,7 +17,6 @@ if TYPE_CHECKING:  # preflight reads a config without torch
 
 Mode = Literal["unconditional", "l2t", "t2l", "mixed"]
 PURE_MODES = ("unconditional", "l2t", "t2l")
-HYPOTHESIS_SHARE = 0.4  # default of training.hypothesis_share, as measured in docs/objectives.md
 # Schedules under which a prediction can be turned into x0; those that are not named go with all.
 SCHEDULES_OF_PREDICTION = {
     "v": ("cosine", "linear", "sigmoid"),
@@ -259,10 +258,6 @@ class TranslationTrainingConfig(TrainingConfig):
     no encoder made. Evaluations have none."""
     l2t_condition_timestep: float = Field(0.3, gt=0, le=1)
     """Largest timestep of l2t_condition_noise; uniform between 0 and it."""
-    hypothesis_share: float = Field(HYPOTHESIS_SHARE, gt=0, le=1)
-    """Fraction of the l2t samples with a given latent that read their hypothesis
-    (model.corrector); their texts are wholly masked. The others are trained as without a
-    corrector: their share decides how good first texts are."""
 
     @model_validator(mode="after")
     def _weights_belong_to_mixed(self) -> TranslationTrainingConfig:
@@ -299,21 +294,12 @@ class TranslationTrainingConfig(TrainingConfig):
         return {mode: weights.get(mode, 0.0) / total for mode in PURE_MODES}
 
 
-class TranslationDataConfig(StoreDataConfig):
-    """Stores, and hypotheses for a corrector."""
-
-    hypotheses: Annotated[FilePath, OnResume.IGNORE] = None
-    """Folder that `mmldlm hypotheses` wrote for the samples of latent_data_root; with
-    model.corrector.
-    """
-
-
 class TranslationConfig(Config):
     """One run of the translation task."""
 
     model: ModelConfig = Field(default_factory=ModelConfig)
     tokenizer: TokenizerConfig = Field(default_factory=TokenizerConfig)
-    data: TranslationDataConfig = Field(default_factory=TranslationDataConfig)
+    data: StoreDataConfig = Field(default_factory=StoreDataConfig)
     text_diffusion: TextDiffusionConfig = Field(default_factory=TextDiffusionConfig)
     latent_diffusion: LatentDiffusionConfig = Field(default_factory=LatentDiffusionConfig)
     loss: LossConfig = Field(default_factory=LossConfig)
@@ -337,30 +323,6 @@ class TranslationConfig(Config):
             )
         if model.latent_predictions != 2:  # an assignment validates once more
             model.latent_predictions = 2
-        return self
-
-    @model_validator(mode="after")
-    def _corrector_has_hypotheses(self) -> TranslationConfig:
-        if self.model.corrector == "none":
-            for key, value, defaults in (
-                ("data.hypotheses", self.data.hypotheses, (None,)),
-                # 0.8 was the default of runs that are older than this one.
-                (
-                    "training.hypothesis_share",
-                    self.training.hypothesis_share,
-                    (HYPOTHESIS_SHARE, 0.8),
-                ),
-            ):
-                if value not in defaults:
-                    raise ValueError(
-                        f"{key} is read only with model.corrector=feedback or blind: drop it, or"
-                        " add that"
-                    )
-        elif self.training.mode_weights()["l2t"] == 0:
-            raise ValueError(
-                f"model.corrector={self.model.corrector} corrects texts of latents, and"
-                f" training.loss_type={self.training.loss_type} trains no l2t: drop it"
-            )
         return self
 
     @model_validator(mode="after")

@@ -15,13 +15,12 @@ from torch import Tensor
 
 from mmldlm.data.batch import Batch
 from mmldlm.data.batch_plan import GlobalBatch, permute
-from mmldlm.data.hypotheses import SplitHypotheses
 from mmldlm.data.store import Rows
 from mmldlm.diffusion import MaskedDiffusion
 from mmldlm.diffusion.process import LatentProcess
 from mmldlm.diffusion.timesteps import logit_normal, low_discrepancy, shift, stretch
 from mmldlm.tasks.batch_draws import counter_generator, dropout_keys, keyed_normals, noise_keys
-from mmldlm.tasks.masking import mask_texts, mask_wholly
+from mmldlm.tasks.masking import mask_texts
 from mmldlm.tasks.row_reader import RowReader
 from mmldlm.tasks.translation.candidates import CandidateSampler
 from mmldlm.tasks.translation.config import PURE_MODES, TranslationConfig
@@ -34,7 +33,7 @@ assert PURE_MODES == ("unconditional", "l2t", "t2l")
 MAX_HOST_NOISE = 16_384
 # Key words that keep the streams of one seed apart.
 _SAMPLE_STREAM, _BATCH_STREAM, _CANDIDATE_STREAM, _OPTION_STREAM = 1, 2, 3, 4
-_HYPOTHESIS_STREAM = 7  # dropout_keys has 5, shifts of images 8, noise_keys 9
+# Of others: dropout_keys 5, the corrector 7, shifts of images 8, noise_keys 9, ids of codes 10.
 
 
 @dataclass(kw_only=True)
@@ -55,9 +54,8 @@ class NoisedBatch(Batch):
             fp32, latent_clean [B, D] fp32, latent_weights [B] fp32 (0 where the latent is not
             scored), length_targets [B] int64 (length - 1), length_weights [B] fp32; with
             candidates text_candidates [C] and text_columns [M] int64; with model.dropout
-            dropout_keys [B] int64; with hypotheses the tensors of SplitHypotheses. Above
-            MAX_HOST_NOISE elements a sample, noise_keys [B] int64 stand for latents and
-            latent_targets until `to` has drawn the noise.
+            dropout_keys [B] int64. Above MAX_HOST_NOISE elements a sample, noise_keys [B] int64
+            stand for latents and latent_targets until `to` has drawn the noise.
         process: of the latents.
         modes: [B] index in PURE_MODES.
         counts: text_tokens, latents (of N latents per text, each), lengths.
@@ -150,9 +148,6 @@ class Noiser:
         condition_dropout: None: training.condition_dropout.
         max_norm: a latent above this norm is a corrupted row; it is left out and reported.
         candidates: of loss.text_candidates; None: the text head scores the whole vocabulary.
-        hypotheses: of the split whose samples are noised; a text that has one is wholly masked.
-            None: there is none.
-        reads_hypotheses: whether the model reads them.
         in_training: whether the training options that no evaluation has apply
             (l2t_condition_noise, dropout).
     """
@@ -170,8 +165,6 @@ class Noiser:
         condition_dropout: float | None = None,
         max_norm: float = math.inf,
         candidates: CandidateSampler | None = None,
-        hypotheses: SplitHypotheses | None = None,
-        reads_hypotheses: bool = True,
         in_training: bool = True,
     ):
         self.text = MaskedDiffusion(
@@ -181,9 +174,7 @@ class Noiser:
         self.text_config, self.latent_config = config.text_diffusion, config.latent_diffusion
         self.pad_token_id, self.eos_token_id = pad_token_id, eos_token_id
         self.latent_mean, self.latent_std = latent_mean, latent_std
-        self.candidates, self.hypotheses = candidates, hypotheses
-        self.reads_hypotheses = reads_hypotheses
-        self.hypothesis_share = config.training.hypothesis_share if in_training else 1.0
+        self.candidates = candidates
         vocab_size = config.model.vocab_size or np.iinfo(np.int64).max
         self.reader = RowReader(vocab_size, latent_mean, max_norm, config.stability.nan_to_num)
         weights = mode_weights or config.training.mode_weights()
@@ -235,15 +226,12 @@ class Noiser:
         padded = self._pad(batch, rows, ids, slots)
         in_batch = np.minimum(slots, batch.size - 1)  # of placeholders, any slot will do
         modes = draws.modes[in_batch]
-        read, reasons = self._hypotheses_of(batch, ids, slots, modes, real, padded)
+        tensors, repairs = self._more_tensors(batch, ids, slots, modes, real, padded)
         bad = bad + [
             {"id": int(ids[row]), "reason": reason, "repaired": True}
-            for row, reason in reasons.items()
+            for row, reason in repairs.items()
         ]
-        tensors = self._text_tensors(
-            padded, modes, real, draws.text[in_batch], read.get("hypothesis_given")
-        )
-        tensors |= read if self.reads_hypotheses else {}
+        tensors |= self._text_tensors(padded, modes, real, draws.text[in_batch], tensors)
         tensors |= self._latent_tensors(padded, modes, real, draws.latent[in_batch])
         if padded.noise is None:
             tensors["noise_keys"] = noise_keys(self.seed, batch.epoch, ids, slots)
@@ -273,7 +261,7 @@ class Noiser:
             bad=bad,
         )
 
-    def _hypotheses_of(
+    def _more_tensors(
         self,
         batch: GlobalBatch,
         ids: np.ndarray,
@@ -282,24 +270,23 @@ class Noiser:
         real: np.ndarray,
         padded: PaddedSamples,
     ) -> tuple[dict[str, Tensor], dict[int, str]]:
-        """Tensors of `SplitHypotheses.arrays`, and its reasons; nothing without hypotheses."""
-        if self.hypotheses is None:
-            return {}, {}
-        has_latent = (modes == L2T) & (padded.dropout >= self.dropout).numpy() & real
-        draws = [
-            counter_generator(self.seed, batch.epoch, sample, slot, _HYPOTHESIS_STREAM).random()
-            for sample, slot in zip(ids.tolist(), slots.tolist(), strict=True)
-        ]
-        arrays, reasons = self.hypotheses.arrays(
-            ids,
-            has_latent & (np.array(draws) < self.hypothesis_share),
-            tuple(padded.tokens.shape),
-            self.pad_token_id,
-            self.eos_token_id,
-            self.reader.vocab_size,
-            self._scaled,
+        """Tensors that a subclass adds to a batch, and what it left out of some of the B samples:
+        position -> reason.
+        """
+        return {}, {}
+
+    def _mask(
+        self, padded: PaddedSamples, strata: Tensor, more: dict[str, Tensor]
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """The result of `mask_texts`; a subclass may mask other texts, by its own tensors."""
+        return mask_texts(
+            self.text,
+            self.text_config,
+            padded.tokens,
+            strata,
+            padded.mask_uniform,
+            padded.attention,
         )
-        return {name: torch.from_numpy(array) for name, array in arrays.items()}, reasons
 
     def _scaled(self, latents: np.ndarray) -> np.ndarray:
         """Stored latents [..., D] -> model space, fp32."""
@@ -350,23 +337,17 @@ class Noiser:
         modes: np.ndarray,
         real: np.ndarray,
         strata: Tensor,
-        wholly: Tensor | None,
+        more: dict[str, Tensor],
     ) -> dict[str, Tensor]:
-        """Tensors of the text; the texts of wholly [B] bool are wholly masked."""
+        """Tensors of the text, masked by uniform numbers [B] fp64 of their noise levels.
+
+        Args:
+            more: Result of `_more_tensors`.
+        """
         mode, is_real = torch.from_numpy(modes), torch.from_numpy(real)
         if self.text_config.timesteps != "low_discrepancy":
             strata = padded.text
-        found = mask_texts(
-            self.text,
-            self.text_config,
-            padded.tokens,
-            strata,
-            padded.mask_uniform,
-            padded.attention,
-        )
-        if wholly is not None:
-            found = mask_wholly(self.text, wholly, padded.tokens, padded.attention, found)
-        noised, masked, timesteps, weights = found
+        noised, masked, timesteps, weights = self._mask(padded, strata, more)
         is_t2l = mode == T2L
         masked &= (is_real & ~is_t2l)[:, None]
         positions = masked.flatten().nonzero()[:, 0]

@@ -9,7 +9,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from mmldlm.models.mmdit.hypothesis import Hypotheses
 from mmldlm.tasks.translation.candidates import candidates_of
 from mmldlm.tasks.translation.config import TranslationConfig
 
@@ -24,10 +23,6 @@ def _weighted_sum(values: Tensor, weights: Tensor) -> Tensor:
     timestep and weight.
     """
     return torch.dot(values if values.dim() == 1 else values.sum(1), weights.to(values.dtype))
-
-
-def _hypotheses_of(tensors: dict[str, Tensor]) -> Hypotheses:
-    return Hypotheses(*(tensors[f"hypothesis_{name}"] for name in Hypotheses._fields))
 
 
 class LatentTerm(NamedTuple):
@@ -126,11 +121,10 @@ class TranslationObjective:
             if "text_candidates" in tensors
             else None,
             dropout_keys=tensors.get("dropout_keys"),
-            **({"hypotheses": _hypotheses_of(tensors)} if "hypothesis_given" in tensors else {}),
-            **self._latent_arguments(tensors),
+            **self._more_arguments(tensors),
         )
 
-    def _latent_arguments(self, tensors: dict[str, Tensor]) -> dict[str, Any]:
+    def _more_arguments(self, tensors: dict[str, Tensor]) -> dict[str, Any]:
         """Further arguments of the model."""
         return {}
 

@@ -211,24 +211,18 @@ class TranslationTask(MaskedTextTask):
         seed: int | None = None,
         mode: str | None = None,
         condition_dropout: float | None = None,
-        masks_hypotheses: bool = False,
-        reads_hypotheses: bool = True,
+        **options: Any,
     ) -> Noiser:
         """Return the noiser; `mode` and `condition_dropout` replace those of training.
 
         Args:
-            masks_hypotheses: in an evaluation, mask the texts with a hypothesis wholly, as in
-                training.
-            reads_hypotheses: whether the model then reads it.
+            options: Further arguments of a subclass's noiser.
         """
         model, candidates = data.config.model, None
         if seed is None and data.config.loss.text_candidates is not None:  # evaluation is exact
             from mmldlm.tasks.translation.candidates import CandidateSampler
 
             candidates = CandidateSampler(data)
-        hypotheses = None
-        if data.hypotheses is not None and (seed is None or masks_hypotheses):
-            hypotheses = data.hypotheses[0 if seed is None else 1]
         return self.noiser_class(data.config)(
             data.config,
             model.mask_token_id,
@@ -243,9 +237,8 @@ class TranslationTask(MaskedTextTask):
             condition_dropout=condition_dropout,
             max_norm=data.max_latent_norm(),
             candidates=candidates,
-            hypotheses=hypotheses,
-            reads_hypotheses=reads_hypotheses,
             in_training=seed is None,
+            **options,
         )
 
     def objective(self, config: TranslationConfig) -> TranslationObjective:
@@ -254,25 +247,20 @@ class TranslationTask(MaskedTextTask):
         return TranslationObjective(config)
 
     def validation(self, data: TranslationData, engine: Engine) -> Validation:
-        from mmldlm.tasks.translation.validation import passes_of
         from mmldlm.tasks.validation import Validation
 
         seed = data.config.training.seed + Validation.SEED_OFFSET
-        passes = [
-            (
-                name,
-                self.collator(
-                    data,
-                    seed,
-                    mode,
-                    dropout,
-                    name.endswith("corrected"),
-                    name != "l2t_uncorrected",
-                ),
-            )
+        passes = self.validation_passes(data, seed)
+        return Validation(self, data, engine, passes, self.validation_figures)
+
+    def validation_passes(self, data: TranslationData, seed: int) -> list[tuple[str, Noiser]]:
+        """Return name and collator of each pass over the validation samples."""
+        from mmldlm.tasks.translation.validation import passes_of
+
+        return [
+            (name, self.collator(data, seed, mode, dropout))
             for name, mode, dropout in passes_of(data.config)
         ]
-        return Validation(self, data, engine, passes, self.validation_figures)
 
     def validation_figures(self, totals: dict[str, PassTotals]) -> dict[str, float]:
         """Return the validation metrics, from the totals of each pass."""

@@ -1,6 +1,4 @@
-"""Evaluation of the translation task: a pass per trained mode, one with the null condition, two of
-a corrector.
-"""
+"""Evaluation of the translation task: a pass per trained mode, and one with the null condition."""
 
 from __future__ import annotations
 
@@ -18,8 +16,6 @@ def passes_of(config: TranslationConfig) -> list[tuple[str, str, float]]:
             found.append((mode, mode, 0.0))
             if mode == "l2t" and config.training.condition_dropout > 0:
                 found.append(("l2t_null", "l2t", 1.0))
-            if mode == "l2t" and config.model.corrector != "none":
-                found += [("l2t_uncorrected", "l2t", 0.0), ("l2t_corrected", "l2t", 0.0)]
     return found
 
 
@@ -29,9 +25,7 @@ def figures(totals: dict[str, PassTotals]) -> dict[str, float]:
     Returns:
         {mode}_nelbo (nats per token, EOS counted), {mode}_token_accuracy (at masked positions),
         {mode}_length_nll, {mode}_latent_mse, {mode}_latent_cosine; l2t_gain_null: NELBO with the
-        null minus with the right latent; with model.corrector l2t_gain_hypothesis: NELBO without
-        minus with the hypotheses that exist, of texts that are wholly masked, where there is one.
-        A figure without anything scored is left out.
+        null minus with the right latent. A figure without anything scored is left out.
     """
     found: dict[str, float] = {}
     for name, total in totals.items():
@@ -45,8 +39,4 @@ def figures(totals: dict[str, PassTotals]) -> dict[str, float]:
             found[f"{name}_latent_cosine"] = sums["latent_cosine_sum"] / sums["latent_scored"]
     if "l2t_null_nelbo" in found:
         found["l2t_gain_null"] = found["l2t_null_nelbo"] - found["l2t_nelbo"]
-    if "l2t_corrected_nelbo" in found:
-        found["l2t_gain_hypothesis"] = (
-            found["l2t_uncorrected_nelbo"] - found["l2t_corrected_nelbo"]
-        )
     return found

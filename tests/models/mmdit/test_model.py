@@ -5,8 +5,6 @@ import torch
 
 from mmldlm.errors import UserError
 from mmldlm.models import MultimodalMMDiT
-from mmldlm.models.mmdit.config import ModelConfig
-from mmldlm.models.mmdit.hypothesis import Hypotheses
 from mmldlm.models.mmdit.packing import PackingShape, pack
 
 pytestmark = pytest.mark.long
@@ -26,12 +24,12 @@ BASE = dict(
 )
 
 
-def make(seed=0, awake=True, **more) -> MultimodalMMDiT:
+def make(seed=0, awake=True, model_class=MultimodalMMDiT, **more) -> MultimodalMMDiT:
     """A small model; `awake` gives the zero-initialized gates values, so that every path shows in
     the output.
     """
     torch.manual_seed(seed)
-    model = MultimodalMMDiT(ModelConfig(**{**BASE, **more}))
+    model = model_class(model_class.config_class(**{**BASE, **more}))
     if awake:
         generator = torch.Generator().manual_seed(seed)
         for parameter in model.parameters():
@@ -120,33 +118,25 @@ def test_logits_only_where_they_are_read():
     assert "text_logits" not in out
 
 
-@pytest.mark.parametrize(
-    "more", [{}, {"scale_noisy_latents": True}, {"corrector": "feedback"}], ids=str
-)
+@pytest.mark.parametrize("more", [{}, {"scale_noisy_latents": True}], ids=str)
 def test_latents_encoded_before_give_the_same_text_and_nothing_else(more):
     model, (tokens, latents, text_t, latent_t) = make(**more), inputs()
     real = torch.arange(10) < torch.tensor([10, 7, 3, 9])[:, None]
-    read = {}
-    if more.get("corrector"):
-        read["hypotheses"] = Hypotheses(
-            tokens.flip(0), latents.flip(0), torch.tensor([True, False, True, True])
-        )
-    given = dict(text_positions=torch.tensor([0, 4, 12, 31, 36]), **read)
-    encoded = model.encode_latents(latents, timesteps=latent_t, **read)
+    given = {"text_positions": torch.tensor([0, 4, 12, 31, 36])}
+    encoded = model.encode_latents(latents, timesteps=latent_t)
     expected = model(tokens, latents, text_t, latent_t, real, **given)
     found = model(tokens, None, text_t, latent_t, real, encoded=encoded, **given)
     assert found.keys() == {"text_logits"}
     torch.testing.assert_close(found["text_logits"], expected["text_logits"], rtol=1e-4, atol=1e-5)
-    if not read:
-        null = model(
-            tokens, None, text_t, None, real, encoded=model.encode_latents(None, batch=4), **given
-        )
-        without = model(tokens, None, text_t, None, real, **given)
-        torch.testing.assert_close(
-            null["text_logits"], without["text_logits"], rtol=1e-4, atol=1e-5
-        )
+    null = model(
+        tokens, None, text_t, None, real, encoded=model.encode_latents(None, batch=4), **given
+    )
+    without = model(tokens, None, text_t, None, real, **given)
+    torch.testing.assert_close(null["text_logits"], without["text_logits"], rtol=1e-4, atol=1e-5)
     order = torch.tensor([3, 1])
     torch.testing.assert_close(encoded.select(order).tokens, encoded.tokens[order])
+    with pytest.raises(ValueError, match="side_inputs"):
+        model(tokens, latents, text_t, latent_t, side_inputs=tokens)
 
 
 def test_qk_rmsnorm_switch_changes_parameters_and_output():

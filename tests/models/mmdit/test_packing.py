@@ -107,8 +107,6 @@ def test_it_needs_places_and_heads_of_two_axes():
         MultimodalMMDiT(ModelConfig(**settings, num_latents=6))
     with pytest.raises(ValueError, match="multiple of 4"):
         ModelConfig(hidden_size=36, n_heads=6, **settings)
-    with pytest.raises(ValueError, match="corrector"):
-        ModelConfig(**settings, corrector="blind")
 
 
 def test_samples_of_equal_length_attend_together_and_as_in_a_rectangle():

@@ -32,7 +32,7 @@ def test_plain_sampling_costs_what_torch_counts(pretrained, hidden):
 def test_guidance_takes_two_rows_a_pass(pretrained, hidden):
     costs = []
     for guidance in (1.0, 2.0):
-        given = {"sampler": "first_hitting", "guidance": guidance}
+        given = {"sampler": "scheduled", "num_steps": 16, "guidance": guidance}
         cost = SamplingCost(5)
         cost.add_texts(
             pretrained.task,

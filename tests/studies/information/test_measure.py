@@ -12,7 +12,6 @@ import pytest
 from mmldlm.commands.evaluate import add_arguments
 from mmldlm.config.task_registry import find_task
 from mmldlm.errors import EXIT_USAGE, UserError
-from mmldlm.sampling.text.schedule_file import read_schedules, schedules_of
 from studies.information import main as information
 from studies.information.curve import TextCurves
 from studies.information.measure import (
@@ -21,6 +20,7 @@ from studies.information.measure import (
     measure_information,
     schedule_rows,
 )
+from studies.information.plot import plot_information
 
 
 @pytest.fixture(scope="module")
@@ -64,11 +64,8 @@ def test_files_of_the_report(report, tmp_path, capsys):
     assert (
         set(values) == {"conditions", "claims", "details"} and values["details"]["curves"]["right"]
     )
-    lines = report.write_files(str(tmp_path / "new" / "p.png"), str(tmp_path / "s.json"), "runs/a")
-    assert len(lines) == 2 and (tmp_path / "new" / "p.png").read_bytes()[:4] == b"\x89PNG"
-    schedules = read_schedules(tmp_path / "s.json")
-    assert set(schedules) == set(range(2, 17))  # up to model.max_seq_len
-    assert all(sum(counts) == length for length, counts in schedules_of(schedules, 3).items())
+    plot_information(report, str(tmp_path / "new" / "p.png"))
+    assert (tmp_path / "new" / "p.png").read_bytes()[:4] == b"\x89PNG"
     report.show()
     shown = capsys.readouterr().out
     assert "minus even" in shown and "confidence" in shown and "40 unseen sentences" in shown
@@ -101,10 +98,12 @@ def test_every_conditioning_of_mdlm(make, store, conditioning):
         model, None, TextDiffusionConfig(), None, weights, 0.1, task=MdlmTask()
     )
     found = measure_information(
-        pretrained, store, InformationSettings(5, ["eb"]), lambda line: None
+        pretrained, store, InformationSettings(5, ["threshold"]), lambda line: None
     )
     assert set(found.nelbo) == ({"null"} if conditioning == "none" else {"right", "null"})
-    assert [row.sampler for row in found.samplers] == ["eb"] and found.samplers[0].limit is None
+    assert [row.sampler for row in found.samplers] == ["threshold"] and found.samplers[
+        0
+    ].limit is None
 
 
 def test_optimal_schedules_come_from_the_other_half(toy):

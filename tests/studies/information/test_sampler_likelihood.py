@@ -13,11 +13,7 @@ from mmldlm.errors import MmldlmError
 from mmldlm.sampling.text.strategies import STRATEGIES
 from studies.information.sampler_likelihood import sampler_likelihood
 
-DETERMINISTIC = [
-    name
-    for name, strategy in STRATEGIES.items()
-    if strategy.deterministic_order and strategy.writes_once
-]
+DETERMINISTIC = [name for name, strategy in STRATEGIES.items() if strategy.deterministic_order]
 WITH_STEPS = [
     (name, steps)
     for name in DETERMINISTIC

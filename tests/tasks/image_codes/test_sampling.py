@@ -154,7 +154,7 @@ def test_captions_of_pictures_of_ids_and_of_files_agree(runs, stores, tmp_path):
     [
         ["--num-steps", 5],
         ["--method", "chain", "--num-steps", 5],
-        ["--sampler", "remdm", "--num-steps", 5],
+        ["--sampler", "scheduled", "--num-steps", 5],
     ],
 )
 def test_pairs(runs, tmp_path, words):
@@ -169,7 +169,7 @@ def test_pairs(runs, tmp_path, words):
     [
         ("codes", "t2i", ["--text", CAPTION, "--method", "heun"], "--method"),
         ("codes", "t2i", ["--text", CAPTION, "--eta", "1"], "--eta"),
-        ("codes", "t2i", ["--text", CAPTION, "--sampler", "remdm"], "--sampler"),
+        ("codes", "t2i", ["--text", CAPTION, "--sampler", "threshold"], "--sampler"),
         (
             "codes",
             "t2i",

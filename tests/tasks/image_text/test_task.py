@@ -269,7 +269,6 @@ def test_the_peak_of_a_step(count, dim, width, length):
         config=config,
         latent_mean=np.zeros(dim, np.float32),
         latent_std=np.ones(dim, np.float32),
-        hypotheses=None,
         max_latent_norm=lambda: 1e6,
     )
     collator, samples = task.collator(data), FullSamples(size, length, count, dim)

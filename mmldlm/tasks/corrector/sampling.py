@@ -1,5 +1,5 @@
-"""Rounds of a corrector (model.corrector): a local search whose edits the model proposes from a
-text and its embedding.
+"""Rounds of correction (`mmldlm sample l2t --correct`): a local search whose edits the model
+proposes from a text and its embedding.
 
 As vec2text (arXiv 2310.06816) the model reads a text, z and z - ẑ. It does not write the text
 again: a pass says of every place what should stand there, and so which words are doubtful, which
@@ -15,8 +15,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mmldlm.errors import UserError
-from mmldlm.models.mmdit.hypothesis import Hypotheses
 from mmldlm.sampling.device import device_of
 from mmldlm.sampling.pretrained import Pretrained
 from mmldlm.sampling.search.accounting import SamplingCost
@@ -24,6 +22,7 @@ from mmldlm.sampling.search.best_of import FoundTexts
 from mmldlm.sampling.search.edits import DELETE, INSERT, SUBSTITUTE, Answer, Editor, Question, Text
 from mmldlm.sampling.search.judge import Judge
 from mmldlm.sampling.search.local_search import LocalSearchSettings, local_search
+from mmldlm.tasks.corrector.model import Hypotheses
 
 if TYPE_CHECKING:
     from mmldlm.models.latent_transformer import EncodedLatent
@@ -66,10 +65,8 @@ def correct(
         seed, progress, options: of `local_search`.
 
     Raises:
-        UserError: a model that was not trained to correct.
         MmldlmError: NaN logits or embeddings.
     """
-    check_corrector(pretrained)
     settings = LocalSearchSettings(
         STARTS + rounds * CORRECTIONS,
         STARTS,
@@ -86,18 +83,6 @@ def correct(
         progress=progress,
         **options,
     )
-
-
-def check_corrector(pretrained: Pretrained) -> None:
-    """Raise a UserError for a model without a corrector."""
-    kind = getattr(pretrained.model.config, "corrector", "none")
-    if kind == "none":
-        raise UserError(
-            "a model that was trained to correct texts, for --correct",
-            f"{pretrained.folder or 'a model'} of model.corrector=none",
-            "use --search local, which needs no training, or train one: `mmldlm hypotheses`, then "
-            "model.corrector=feedback data.hypotheses=DIR training.init_from=CHECKPOINT",
-        )
 
 
 class CorrectingEditor(Editor):
@@ -153,7 +138,7 @@ class CorrectingEditor(Editor):
         )
         given = torch.ones(len(points), dtype=torch.bool, device=points.device)
         self._cost.add_rows(0, 0.0, len(points) * task.encoding_flops(model.config))
-        return model.encode_latents(points, hypotheses=Hypotheses(given[:, None], own, given))
+        return model.encode_latents(points, side_inputs=Hypotheses(given[:, None], own, given))
 
     def _logits_beside(
         self, ids: Tensor, real: Tensor, places: Tensor, encoded: EncodedLatent
@@ -167,5 +152,5 @@ class CorrectingEditor(Editor):
         read = Hypotheses(ids, ids, given)  # their embeddings are in `encoded`
         t = torch.ones(len(ids), device=ids.device)
         return self._pretrained.model(
-            masked, None, t, None, real, text_positions=places, encoded=encoded, hypotheses=read
+            masked, None, t, None, real, text_positions=places, encoded=encoded, side_inputs=read
         )["text_logits"]

@@ -6,12 +6,14 @@ import numpy as np
 import pytest
 
 from mmldlm.config.load import build_config
+from mmldlm.config.renamed_keys import model_config_with_new_names, with_new_names
 from mmldlm.data.batch_plan import BatchPlan
-from mmldlm.data.hypotheses import SplitHypotheses
 from mmldlm.data.loader import MicroBatches
 from mmldlm.errors import UserError
-from mmldlm.tasks.translation.data import open_data
-from mmldlm.tasks.translation.noiser import L2T, Noiser
+from mmldlm.tasks.corrector.data import open_data
+from mmldlm.tasks.corrector.hypotheses import SplitHypotheses
+from mmldlm.tasks.corrector.noiser import CorrectorNoiser
+from mmldlm.tasks.translation.noiser import L2T
 from tests.tasks.translation.test_noiser import DIM, EOS, MASK, PAD, FakeStore
 
 MEAN, STD = np.full(DIM, 0.5, np.float32), np.full(DIM, 2.0, np.float32)
@@ -32,8 +34,8 @@ class FakeHypotheses(SplitHypotheses):
 def batches(world=1, accum=1, rank=0, share=0.8, **training):
     rows = FakeStore()
     training |= {"loss_type": "mixed", "condition_dropout": 0.2, "hypothesis_share": share}
-    config = build_config({"training": training, "model": {"corrector": "feedback"}})
-    noiser = Noiser(config, MASK, PAD, EOS, MEAN, STD, hypotheses=FakeHypotheses(rows))
+    config = build_config({"task": "corrector", "training": training})
+    noiser = CorrectorNoiser(config, MASK, PAD, EOS, MEAN, STD, hypotheses=FakeHypotheses(rows))
     return rows, MicroBatches(rows, BatchPlan(rows.lengths, 12, 0), noiser, rank, world, accum)
 
 
@@ -118,9 +120,9 @@ def test_normalized_latents_have_normalized_hypotheses():
     rows = FakeStore()
     sections = {
         "latent_diffusion": {"l2_normalize": True, "scaling": "sqrt_d"},
-        "model": {"corrector": "feedback"},
+        "task": "corrector",
     }
-    noiser = Noiser(
+    noiser = CorrectorNoiser(
         build_config(sections), MASK, PAD, EOS, 0 * MEAN, STD, hypotheses=FakeHypotheses(rows)
     )
     batch = MicroBatches(rows, BatchPlan(rows.lengths, 12, 0), noiser, 0, 1, 1)[0].tensors
@@ -138,25 +140,28 @@ def test_no_draw_depends_on_ranks_or_micro_batches():
 def corrector_config(store, **more):
     sections = {
         "data": {"latent_data_root": str(store), **more.pop("data", {})},
-        "model": {"corrector": "feedback"},
+        "task": "corrector",
     }
     return build_config(sections | more)
 
 
-def test_the_folder_must_be_given_and_belong_to_the_store(made_store):
+def test_the_folder_must_be_given_and_belong_to_the_store(store):
     with pytest.raises(UserError, match="data.hypotheses") as error:
-        open_data(corrector_config(made_store))
+        open_data(corrector_config(store))
     assert "mmldlm hypotheses" in str(error.value)
     with pytest.raises(UserError, match="without hypotheses"):
-        open_data(corrector_config(made_store, data={"hypotheses": str(made_store)}))
+        open_data(corrector_config(store, data={"hypotheses": str(store)}))
 
 
 @pytest.mark.parametrize(
     ("sections", "message"),
     [
-        ({"data": {"hypotheses": "x"}}, "data.hypotheses is read only with model.corrector"),
-        ({"training": {"hypothesis_share": 0.5}}, "training.hypothesis_share is read only"),
-        ({"model": {"corrector": "feedback"}, "training": {"loss_type": "t2l"}}, "trains no l2t"),
+        ({"data": {"hypotheses": "x"}}, "data.hypotheses .*task=corrector"),
+        ({"training": {"hypothesis_share": 0.5}}, "training.hypothesis_share .*task=corrector"),
+        ({"model": {"corrector": "feedback"}}, "model.corrector .*task=corrector"),
+        ({"task": "corrector", "training": {"loss_type": "t2l"}}, "trains no l2t"),
+        ({"task": "corrector", "model": {"latent_rope": True}}, "model.latent_rope=True"),
+        ({"task": "corrector", "model": {"corrector": "none"}}, "model.corrector"),
     ],
 )
 def test_config_that_does_not_fit_together(sections, message):
@@ -164,5 +169,23 @@ def test_config_that_does_not_fit_together(sections, message):
         build_config(sections)
 
 
-def test_runs_of_another_default_are_read():
-    assert build_config({"training": {"hypothesis_share": 0.8}}).training.hypothesis_share == 0.8
+def test_configs_of_translation_that_held_the_unused_keys_are_read():
+    unused = {"model": {"corrector": "none"}, "data": {"hypotheses": None}}
+    for share in (0.4, 0.8):  # 0.8 was the default of earlier runs
+        build_config(unused | {"training": {"hypothesis_share": share}})
+
+
+def test_stored_configs_of_the_translation_task_become_those_of_the_corrector():
+    stored = {
+        "task": "translation",
+        "model": {"corrector": "blind"},
+        "data": {"hypotheses": "h"},
+        "training": {"hypothesis_share": 0.8},
+    }
+    assert with_new_names(stored) == stored | {"task": "corrector"}
+    values = {"task": "translation", "architecture": "MultimodalMMDiT", "corrector": "feedback"}
+    assert model_config_with_new_names(values) == {"task": "corrector", "corrector": "feedback"}
+    assert model_config_with_new_names(values | {"corrector": "none"}) == {
+        "task": "translation",
+        "architecture": "MultimodalMMDiT",
+    }

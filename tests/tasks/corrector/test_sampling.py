@@ -10,12 +10,19 @@ import pytest
 import torch
 
 from mmldlm.errors import MmldlmError, UserError
-from mmldlm.models import MultimodalMMDiT
-from mmldlm.models.mmdit.hypothesis import Hypotheses
 from mmldlm.sampling.search.accounting import SamplingCost
-from mmldlm.sampling.search.correct import CORRECTIONS, STARTS, CorrectingEditor, correct
 from mmldlm.sampling.search.edits import DELETE, INSERT, SUBSTITUTE
 from mmldlm.sampling.search.judge import cosines
+from mmldlm.sampling.search.options import SearchOptions
+from mmldlm.tasks.corrector.config import CorrectorModelConfig
+from mmldlm.tasks.corrector.model import CorrectorMMDiT, Hypotheses
+from mmldlm.tasks.corrector.sampling import (
+    CORRECTIONS,
+    STARTS,
+    CorrectingEditor,
+    correct,
+)
+from mmldlm.tasks.corrector.task import CorrectorTask
 
 
 @pytest.fixture(scope="module")
@@ -23,13 +30,13 @@ def corrector(pretrained):
     """The checkpoint with a corrector whose weights are drawn: it reads hypotheses, and corrects
     by chance.
     """
-    config = pretrained.model.config.model_copy(update={"corrector": "feedback"})
+    config = CorrectorModelConfig(**pretrained.model.config.model_dump())
     torch.manual_seed(0)
-    model = MultimodalMMDiT(config)
+    model = CorrectorMMDiT(config)
     model.load_state_dict(pretrained.model.state_dict(), strict=False)
     for name in ("text", "product", "pooled"):
         torch.nn.init.normal_(getattr(model.hypothesis_encoder, f"to_{name}").weight, std=0.5)
-    return dataclasses.replace(pretrained, model=model.eval())
+    return dataclasses.replace(pretrained, model=model.eval(), task=CorrectorTask())
 
 
 def run(corrector, hidden, judge, rounds, **options):
@@ -49,9 +56,9 @@ def test_more_rounds_are_never_worse(corrector, hidden, new_judge):
     )
 
 
-def test_hypotheses_are_read(corrector, hidden, new_judge, pretrained):
+def test_hypotheses_are_read(corrector, hidden, new_judge):
     config = corrector.model.config.model_copy(update={"corrector": "blind"})
-    blind = dataclasses.replace(pretrained, model=MultimodalMMDiT(config).eval())
+    blind = dataclasses.replace(corrector, model=CorrectorMMDiT(config).eval())
     blind.model.load_state_dict(corrector.model.state_dict())
     judges = new_judge(), new_judge()
     for one, judge in zip((corrector, blind), judges):
@@ -88,7 +95,7 @@ def test_edits_are_what_the_model_makes_of_a_text_with_its_embedding_and_of_its_
     def beside(words):
         tokens = torch.tensor([[*words, config.eos_token_id]])
         read = Hypotheses(tokens, model.scale_latents(own[None]), torch.ones(1, dtype=torch.bool))
-        return log_probs(torch.full_like(tokens, config.mask_token_id), 1.0, hypotheses=read)
+        return log_probs(torch.full_like(tokens, config.mask_token_id), 1.0, side_inputs=read)
 
     def among(place):
         tokens = torch.tensor([[*text, config.eos_token_id]])
@@ -127,10 +134,20 @@ def test_references_are_not_among_the_arguments():
     }  # fmt: skip
 
 
-def test_a_model_without_a_corrector_is_refused(pretrained, hidden, judge):
-    with pytest.raises(UserError, match="mmldlm hypotheses") as error:
-        run(pretrained, hidden, judge, 1)
-    assert error.value.exit_code == 2
+def test_a_task_without_corrections_is_refused(pretrained, hidden, judge):
+    for refused in (
+        lambda: SearchOptions(correct=1).check(pretrained.task, ()),
+        lambda: pretrained.task.correct_texts(pretrained, hidden[1], judge, rounds=1),
+    ):
+        with pytest.raises(UserError, match="mmldlm hypotheses") as error:
+            refused()
+        assert error.value.exit_code == 2
+    SearchOptions(correct=1).check(CorrectorTask(), ())
+
+
+def test_the_search_of_the_command_line_is_that_of_the_task(corrector, hidden, new_judge):
+    found = SearchOptions(correct=1).run(corrector, hidden[1], new_judge(), seed=0, num_steps=3)
+    assert found.tokens == run(corrector, hidden, new_judge(), 1).tokens
 
 
 def test_nan_embeddings_end_the_correction(corrector, hidden, judge):

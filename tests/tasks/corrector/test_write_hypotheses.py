@@ -12,8 +12,8 @@ from mmldlm.cli import main
 from mmldlm.config.load import load_config
 from mmldlm.data.store import Store
 from mmldlm.errors import UserError
-from mmldlm.sampling import hypotheses as module
-from mmldlm.tasks.translation.data import open_data
+from mmldlm.tasks.corrector import write_hypotheses as module
+from mmldlm.tasks.corrector.data import open_data
 from mmldlm.tasks.translation.task import TranslationTask
 from tests.support.helpers import launch, torchrun
 
@@ -144,13 +144,9 @@ def test_two_ranks_write_what_one_writes(model, store, tmp_path):
 
 
 def test_a_corrector_trains_on_them_and_another_store_is_refused(whole, store, tmp_path, capsys):
-    words = [
-        f"data.latent_data_root={store}",
-        f"data.hypotheses={whole}",
-        "model.corrector=feedback",
-    ]
+    words = [f"data.latent_data_root={store}", f"data.hypotheses={whole}", "task=corrector"]
     data = open_data(load_config("tiny", None, words))
-    plain = open_data(load_config("tiny", None, words[:1]))
+    plain = TranslationTask().open_data(load_config("tiny", None, words[:1]))
     assert data.fingerprint() != plain.fingerprint()  # a resume must find the same hypotheses
     assert [len(split.store) for split in data.hypotheses] == [
         len(Store(whole, s)) for s in ("train", "validation")

@@ -1,12 +1,20 @@
-"""What a corrector's model reads of a hypothesis."""
+"""What a corrector's model reads of a hypothesis, and what that costs."""
 
 import pytest
 import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
 
-from mmldlm.models.mmdit.hypothesis import Hypotheses
-from tests.models.mmdit.test_model import inputs, make
+from mmldlm.tasks.corrector.model import CorrectorMMDiT, Hypotheses
+from mmldlm.tasks.corrector.task import CorrectorTask
+from tests.models.mmdit.test_model import inputs
+from tests.models.mmdit.test_model import make as make_plain
 
 PAD, EOS = 0, 2
+
+
+def make(seed=0, awake=True, **more) -> CorrectorMMDiT:
+    return make_plain(seed, awake, model_class=CorrectorMMDiT, **more)
 
 
 def hypotheses(given=(True, True, True, True), length=10, seed=5):
@@ -22,7 +30,7 @@ def outputs(model, read=None, **more):
     tokens, latents, text_t, _ = inputs()
     real = torch.arange(10) < torch.tensor([10, 7, 3, 9])[:, None]
     with torch.no_grad():
-        return model(tokens, latents, text_t, None, real, hypotheses=read, **more), real
+        return model(tokens, latents, text_t, None, real, side_inputs=read, **more), real
 
 
 def assert_equal(a, b, rows=slice(None)):
@@ -32,7 +40,7 @@ def assert_equal(a, b, rows=slice(None)):
 
 
 def test_a_corrector_starts_from_the_weights_of_the_model_without_one():
-    plain, corrector = make(awake=False), make(awake=False, corrector="feedback")
+    plain, corrector = make_plain(awake=False), make(awake=False)
     own = dict(corrector.named_parameters())
     assert all(torch.equal(own[name], value) for name, value in plain.named_parameters())
     zero = [
@@ -45,7 +53,7 @@ def test_a_corrector_starts_from_the_weights_of_the_model_without_one():
 
 
 def test_words_and_embedding_of_a_hypothesis_are_read_where_it_is_given():
-    model = make(corrector="feedback")
+    model = make()
     read, other = hypotheses(), hypotheses(seed=6)
     without = outputs(model)
     for changed in (read._replace(tokens=other.tokens), read._replace(latents=other.latents)):
@@ -60,7 +68,7 @@ def test_words_and_embedding_of_a_hypothesis_are_read_where_it_is_given():
 
 
 def test_latents_encoded_without_the_hypotheses_are_refused():
-    model, (tokens, latents, text_t, _) = make(corrector="feedback"), inputs()
+    model, (tokens, latents, text_t, _) = make(), inputs()
     places = torch.tensor([0, 4])
     with pytest.raises(ValueError, match="encoded without them"):
         model(
@@ -69,20 +77,20 @@ def test_latents_encoded_without_the_hypotheses_are_refused():
             text_t,
             None,
             encoded=model.encode_latents(latents),
-            hypotheses=hypotheses(),
+            side_inputs=hypotheses(),
             text_positions=places,
         )
 
 
 def test_what_stands_behind_a_hypothesis_or_its_text_is_not_read():
-    model, read = make(corrector="feedback"), hypotheses()
+    model, read = make(), hypotheses()
     tokens = read.tokens.clone()
     tokens[2, 3:] = 7  # behind a text of 3 tokens
     assert_equal(outputs(model, read), outputs(model, read._replace(tokens=tokens)))
     packed = torch.tensor([0, 5, 10, 12])
     tokens, latents, text_t, _ = inputs()
     real = torch.arange(10) < torch.tensor([10, 7, 3, 9])[:, None]
-    some = model(tokens, latents, text_t, None, real, text_positions=packed, hypotheses=read)[
+    some = model(tokens, latents, text_t, None, real, text_positions=packed, side_inputs=read)[
         "text_logits"
     ]
     torch.testing.assert_close(
@@ -102,11 +110,41 @@ def test_the_ablation_reads_the_words_alone():
 
 
 def test_every_parameter_learns():
-    model = make(corrector="feedback")
+    model = make()
     tokens, latents, text_t, _ = inputs()
-    out = model(tokens, latents, text_t, hypotheses=hypotheses((True, True, True, False)))
+    out = model(tokens, latents, text_t, side_inputs=hypotheses((True, True, True, False)))
     (
         out["text_logits"].clamp_min(-9).square().sum() + out["length_logits"].square().sum()
     ).backward()
     for name, parameter in model.hypothesis_encoder.named_parameters():
         assert parameter.grad is not None and parameter.grad.any(), name
+
+
+def test_latents_encoded_with_the_hypotheses_give_the_same_text():
+    model, (tokens, latents, text_t, latent_t) = make(), inputs()
+    real = torch.arange(10) < torch.tensor([10, 7, 3, 9])[:, None]
+    read = {"side_inputs": hypotheses((True, False, True, True))}
+    given = dict(text_positions=torch.tensor([0, 4, 12, 31, 36]), **read)
+    encoded = model.encode_latents(latents, timesteps=latent_t, **read)
+    expected = model(tokens, latents, text_t, latent_t, real, **given)
+    found = model(tokens, None, text_t, latent_t, real, encoded=encoded, **given)
+    assert found.keys() == {"text_logits"}
+    torch.testing.assert_close(found["text_logits"], expected["text_logits"], rtol=1e-4, atol=1e-5)
+    order = torch.tensor([3, 1])
+    torch.testing.assert_close(encoded.select(order).side, encoded.side[order])
+
+
+def test_flops_agree_with_torchs_counter():
+    with torch.device("meta"):
+        model = make(awake=False)
+        tokens, latents, t = (
+            torch.zeros(3, 9, dtype=torch.int64),
+            torch.zeros(3, 12),
+            torch.zeros(3),
+        )
+        read = Hypotheses(tokens, latents, torch.zeros(3, dtype=torch.bool))
+        scored = torch.zeros(13, dtype=torch.int64)
+    with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter, torch.no_grad():
+        model(tokens, latents, t, t, text_positions=scored, side_inputs=read)
+    found = CorrectorTask().estimate_flops(model.config, [9] * 3, 13)
+    assert counter.get_total_flops() == found.forward

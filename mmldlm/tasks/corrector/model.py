@@ -1,15 +1,18 @@
-"""What the MMDiT reads of an earlier text for the same latent: its tokens, its embedding, and how
-far off that is.
+"""The MMDiT that also reads an earlier text for the same latent: its tokens, its embedding, and
+how far off that is.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from mmldlm.models.latent_transformer import EncodedLatent
+from mmldlm.models.mmdit.model import MultimodalMMDiT
+from mmldlm.models.mmdit.packing import Packing
+from mmldlm.tasks.corrector.config import CorrectorModelConfig
 
 
 class Hypotheses(NamedTuple):
@@ -138,4 +141,74 @@ class HypothesisEncoder(nn.Module):
             given[:, None, None], more + self.position[:count], self.null_tokens[:count]
         )
         pooled = pooled + torch.where(given[:, None], self.to_pooled(more_pooled), 0.0)
-        return EncodedLatent(torch.cat([tokens, more], 1), pooled, difference=more_pooled)
+        return EncodedLatent(torch.cat([tokens, more], 1), pooled, side=more_pooled)
+
+
+class CorrectorMMDiT(MultimodalMMDiT):
+    """MultimodalMMDiT whose side inputs are Hypotheses.
+
+    A latent has twice the rows in the blocks, with hypotheses or without; the latent head reads
+    the first half.
+
+    Args:
+        config: Shape and vocabulary, as of MultimodalMMDiT.
+    """
+
+    config_class: ClassVar[type[CorrectorModelConfig]] = CorrectorModelConfig
+    config: CorrectorModelConfig
+
+    def __init__(self, config: CorrectorModelConfig):
+        super().__init__(config)
+        # Last, so that the rest starts from the weights of a model without it.
+        self.hypothesis_encoder = HypothesisEncoder(
+            config.hidden_size,
+            config.tokens_per_latent,
+            config.num_latents,
+            config.cond_dim,
+            is_blind=config.corrector == "blind",
+        )
+
+    def encode_latents(
+        self,
+        latents: Tensor | None,
+        is_null: Tensor | None = None,
+        batch: int | None = None,
+        caches: bool = False,
+        *,
+        timesteps: Tensor | None = None,
+        side_inputs: Hypotheses | None = None,
+    ) -> EncodedLatent:
+        points, is_null = self.latent_points(latents, is_null, batch, timesteps)
+        return self.hypothesis_encoder.latents_beside(
+            self.latent_encoder, points, is_null, side_inputs
+        )
+
+    def embed_text(
+        self,
+        ids: Tensor,
+        packed: Tensor | None,
+        packing: Packing,
+        is_null: Tensor | None,
+        encoded: EncodedLatent,
+        side_inputs: Hypotheses | None,
+    ) -> Tensor:
+        if side_inputs is None:
+            return self.text_encoder(ids, packing.first_rows, is_null)
+        words = side_inputs.tokens.flatten()
+        words = words if packed is None else words.index_select(0, packed)
+        sample = packing.sample[: len(words)]
+        return self.hypothesis_encoder.text_beside(
+            self.text_encoder,
+            ids,
+            words,
+            (words != self.config.pad_token_id) & side_inputs.given[sample],
+            sample,
+            encoded.side,
+            packing.first_rows,
+            is_null,
+        )
+
+    def latent_outputs(
+        self, rows: Tensor, condition: Tensor, latents: Tensor | None, query: Any
+    ) -> dict[str, Tensor]:
+        return super().latent_outputs(rows[:, : rows.shape[1] // 2], condition, latents, query)

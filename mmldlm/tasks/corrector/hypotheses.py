@@ -1,4 +1,4 @@
-"""Hypotheses of a store's samples (`mmldlm hypotheses`), as the corrector's batches read them.
+"""Hypotheses of a store's samples (`mmldlm hypotheses`), as batches read them.
 
 Without torch.
 """

@@ -22,23 +22,14 @@ from mmldlm.sampling.text.strategies import STRATEGIES
 NAMES = list(STRATEGIES)
 # Options with which a sampler fills one token a pass, and all tokens at once.
 SINGLE = {
-    **dict.fromkeys(("confidence", "margin", "entropy", "scheduled"), {"num_steps": 12}),
+    "confidence": {"num_steps": 12},
     "threshold": {"threshold": 1.01},
-    "factor": {"factor": 0.0},
-    "frechet": {"delta": 1.0},
-    "eb": {"gamma": 0.0},
-    "first_hitting": {},
     "ancestral": {"num_steps": 400},
-    "remdm": {"num_steps": 24, "remask_eta": 0.05},
+    "scheduled": {"num_steps": 12},
 }
 AT_ONCE = {
-    **dict.fromkeys(
-        ("confidence", "margin", "entropy", "scheduled", "ancestral", "remdm"), {"num_steps": 1}
-    ),
+    **dict.fromkeys(("confidence", "ancestral", "scheduled"), {"num_steps": 1}),
     "threshold": {"threshold": 0.0},
-    "factor": {"factor": 99.0},
-    "frechet": {"delta": -99.0},
-    "eb": {"gamma": 1e9},
 }
 DETERMINISTIC = [name for name in NAMES if STRATEGIES[name].deterministic_order]
 
@@ -49,7 +40,7 @@ def write(model, sampler, **options):
 
 
 def test_the_names_without_torch_are_those_of_the_strategies():
-    assert {*BY_CERTAINTY, *BY_CHANCE, "remdm"} == set(STRATEGIES)
+    assert {*BY_CERTAINTY, *BY_CHANCE} == set(STRATEGIES)
     assert set(BY_CERTAINTY) == set(DETERMINISTIC)
     assert {
         key for strategy in STRATEGIES.values() for key in strategy.defaults
@@ -62,7 +53,7 @@ def test_one_token_a_pass_of_a_perfect_denoiser_has_the_exact_law(toys, sampler)
     options = {"num_samples": count, "lengths": torch.full((count,), 4), "batch_tokens": 16000}
     found = write(model, sampler, sampler_options=SINGLE[sampler], **options)
     assert model.chi_square(found.tokens) < 54
-    if STRATEGIES[sampler].writes_once and sampler != "ancestral":
+    if sampler != "ancestral":
         assert found.passes.tolist() == [3] * count
 
 
@@ -116,7 +107,7 @@ def test_a_certain_model_gets_back_its_text_at_once_where_passes_adapt(toys, sam
         toys.Perfect(texts), latents, diffusion=MaskedDiffusion(toys.MASK), sampler=sampler
     )
     assert found.tokens == texts
-    if sampler in ("threshold", "factor", "frechet", "eb"):
+    if sampler == "threshold":
         assert found.passes.tolist() == [1, 1, 1, 1, 0]
 
 
@@ -146,10 +137,10 @@ def test_passes_and_log_probabilities_are_reported_and_each_position_is_written_
     found = write(
         model, sampler, with_log_probabilities=True, recorder=Recorder(seen.append, 2), **options
     )
-    plain, once = write(model, sampler, **options), STRATEGIES[sampler].writes_once
+    plain = write(model, sampler, **options)
     assert found.tokens == plain.tokens and found.passes.tolist() == plain.passes.tolist()
     assert found.passes[2] == 0 and found.num_rows == int(found.passes.sum())
-    assert not once or bool((found.passes <= lengths - 1).all())
+    assert bool((found.passes <= lengths - 1).all())
     filled = {index: {} for index in indices}
     for one in seen:
         assert one.top_tokens.shape == (len(one.rows), 2)
@@ -158,9 +149,8 @@ def test_passes_and_log_probabilities_are_reported_and_each_position_is_written_
         ):
             assert one.before[row, position] == toys.MASK
             place, token = filled[int(one.samples[row])], int(one.after[row, position])
-            assert not once or position not in place
-            if token != toys.MASK:  # masked again at once
-                place[position] = token, value
+            assert position not in place
+            place[position] = token, value
     for index, text, values in zip(indices, found.tokens, found.log_probabilities):
         assert [filled[index][place][0] for place in range(len(text))] == text
         assert [filled[index][place][1] for place in range(len(text))] == pytest.approx(
@@ -211,7 +201,7 @@ def test_drafts_are_filled_and_kept(toys, sampler):
     )
     assert found.tokens[0][::2] == [3, 4] and found.tokens[2] == [5, 6, 7, 3]
     assert all(toys.MASK not in text for text in found.tokens)
-    assert found.passes[2] == 0 and (found.passes[0] == 1 or sampler == "remdm")
+    assert found.passes[2] == 0 and found.passes[0] == 1
 
 
 def test_guidance_does_not_choose_positions(toys):
@@ -245,15 +235,12 @@ def test_guidance_does_not_choose_positions(toys):
     [
         ("confidence", {"threshold": 0.9}, "threshold"),
         ("threshold", {"num_steps": 4}, "num_steps"),
-        ("first_hitting", {"spacing": 2}, "spacing"),
+        ("ancestral", {"spacing": 2}, "spacing"),
         ("scheduled", {"distinct": True}, "distinct"),
-        ("eb", {"gamma": -1.0}, "--gamma at least 0"),
-        ("frechet", {"delta": float("nan")}, "--delta"),
+        ("threshold", {"threshold": -1.0}, "--threshold at least 0"),
+        ("threshold", {"threshold": float("nan")}, "--threshold"),
         ("confidence", {"num_steps": 0}, "--num-steps"),
-        ("margin", {"num_steps": 4, "schedule": [1, 2]}, "--schedule"),
-        ("remdm", {"remask": "conf"}, "--remask cap"),
-        ("remdm", {"remask_eta": 1.5}, "--remask-eta"),
-        ("eb", {"spacing": 0}, "--spacing"),
+        ("threshold", {"spacing": 0}, "--spacing"),
     ],
 )
 def test_options_that_a_sampler_does_not_read_or_cannot_use_are_refused(

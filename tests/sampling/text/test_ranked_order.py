@@ -42,28 +42,31 @@ def fixed(toys, table):
     return Fixed()
 
 
-def test_confidence_margin_and_entropy_rank_differently(toys):
+def test_the_largest_probability_is_filled_first(toys):
     table = [[0.50, 0.0, 0.50], [0.46, 0.27, 0.27], [0.52, 0.48, 0.0], [0.44, 0.24, 0.32]]
-    for sampler, first in (("confidence", 2), ("margin", 1), ("entropy", 2)):
-        passes, _ = orders(fixed(toys, table), sampler, [5], num_steps=4)
-        assert passes[0] == {0: [first]}
-    sharper = [[0.55, 0.45, 1e-9], [0.56, 0.22, 0.22]]
-    for sampler, first in (("confidence", 1), ("margin", 1), ("entropy", 0)):
-        passes, _ = orders(fixed(toys, sharper), sampler, [3], num_steps=2)
-        assert passes[0] == {0: [first]}
+    passes, _ = orders(fixed(toys, table), "confidence", [5], num_steps=4)
+    assert [one[0] for one in passes] == [[2], [0], [1], [3]]
 
 
 def test_equally_sure_positions_are_filled_from_the_left(toys):
-    for sampler in ("confidence", "margin", "entropy", "threshold", "eb"):
-        options = (
-            {"threshold": 1.01}
-            if sampler == "threshold"
-            else {"gamma": 0.0}
-            if sampler == "eb"
-            else {}
-        )
+    for sampler, options in (("confidence", {}), ("threshold", {"threshold": 1.01})):
         passes, _ = orders(fixed(toys, [[0.6, 0.3, 0.1]] * 5), sampler, [6], **options)
         assert [one[0] for one in passes] == [[0], [1], [2], [3], [4]]
+
+
+def test_more_is_chosen_the_less_certainty_is_asked_for(toys):
+    """From one position at a time to all at once."""
+    largest = [0.95, 0.6, 0.8, 0.45, 0.92, 0.55, 0.4, 0.75, 0.65, 0.48, 0.85]
+    table = [[p, 0.6 - 0.6 * p, 0.4 - 0.4 * p] for p in largest]
+    chosen = []
+    for threshold in (1.01, 0.9, 0.7, 0.5, 0.0):
+        passes, _ = orders(fixed(toys, table), "threshold", [12], threshold=threshold)
+        chosen.append(set(passes[0][0]))
+        if threshold < 1:
+            assert chosen[-1] == {i for i, p in enumerate(largest) if p >= threshold}
+    assert len(chosen[0]) == 1 and len(chosen[-1]) == 11
+    for fewer, more in zip(chosen, chosen[1:]):
+        assert fewer < more
 
 
 @pytest.mark.parametrize(
@@ -93,7 +96,7 @@ def test_spacing_keeps_the_surest_of_those_that_are_near(toys):
 
 
 @pytest.mark.parametrize(
-    "sampler, options", [("threshold", {"threshold": 0.0}), ("margin", {"num_steps": 2})]
+    "sampler, options", [("threshold", {"threshold": 0.0}), ("confidence", {"num_steps": 2})]
 )
 def test_distinct_fills_no_token_twice_in_a_pass_and_ends(toys, sampler, options):
     lengths = [12, 7, 2, 1]

@@ -1,4 +1,4 @@
-"""Hypotheses for the corrector (`mmldlm hypotheses`): a trained model's texts for the latents of a
+"""Write hypotheses (`mmldlm hypotheses`): a trained model's texts for the latents of a
 store, embedded.
 
 A hypothesis stands beside the sample's own text, place by place, so that the corrector learns
@@ -26,7 +26,6 @@ import torch
 from rich.console import Console
 
 from mmldlm.data.arrays import read_npz, write_npz
-from mmldlm.data.hypotheses import HYPOTHESES_VERSION
 from mmldlm.data.manifest import MANIFEST, sample_checksums
 from mmldlm.data.mixture import describe_encoder
 from mmldlm.data.prepare.output import (
@@ -49,6 +48,7 @@ from mmldlm.sampling.search.best_of import LENGTHS, write_candidate
 from mmldlm.sampling.search.judge import EncoderJudge
 from mmldlm.sampling.text.draw import PRESENCE_PENALTY
 from mmldlm.sampling.text.length_rule import most_probable_lengths
+from mmldlm.tasks.corrector.hypotheses import HYPOTHESES_VERSION
 from mmldlm.utils.atomic_files import list_files, write_json
 from mmldlm.utils.counter_rng import Stream, uniforms
 from mmldlm.utils.paths import output_root
