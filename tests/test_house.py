@@ -34,6 +34,12 @@ def test_a_test_without_folder_is_found(tmp_path):
     assert missing == ["b/test_d.py", "test_q.py"]
 
 
+def test_a_name_that_is_defined_twice_is_found():
+    """Two merged files both had a WINDOW, and the window of bad samples grew tenfold unnoticed."""
+    source = "A, WINDOW = 1, 2\nclass C: ...\nB: int = 3\nMIN, WINDOW = 4, 5\ndef C(): ...\n"
+    assert house.names_defined_twice(source) == ["WINDOW", "C"]
+
+
 def test_the_architecture_page_has_the_order():
     page = (house.PACKAGE.parent / "docs" / "architecture.md").read_text()
     assert " < ".join(ORDER) in " ".join(page.split())

@@ -20,10 +20,8 @@ DEFAULT_ZERO_STAGE = 2
 GPU_BUCKET, CPU_BUCKET = 50_000_000, 5_000_000
 # engine.py: MEMORY_OPT_ALLREDUCE_SIZE, one flat copy of the gradients; no key sets it
 ZERO0_BUCKET = 500_000_000
-LOSS_SCALE, LOSS_SCALE_WINDOW = (
-    65536.0,
-    1000,
-)  # if stability.* does not set them (stability/loss_scaler.py)
+# If stability.* does not set them, as in stability/guard.py.
+LOSS_SCALE, LOSS_SCALE_WINDOW = 65536.0, 1000
 _BUCKETS = {
     1: ("reduce_bucket_size", "allgather_bucket_size"),
     2: ("reduce_bucket_size", "allgather_bucket_size"),
@@ -138,7 +136,7 @@ def merged_config(config: Config, world_size: int, bucket: int = GPU_BUCKET) -> 
     if config.training.dtype == "fp16":
         _check_loss_scaling(config, merged["fp16"])
     if merged["fp16"]["enabled"]:
-        # A fixed scale for DeepSpeed: ours (stability/loss_scaler.py) is set on its optimizer
+        # A fixed scale for DeepSpeed: ours (stability/guard.py) is set on its optimizer
         # before every step.
         merged["fp16"]["loss_scale"] = 1.0
     if merged["bf16"]["enabled"] or merged["fp16"]["enabled"]:

@@ -159,12 +159,12 @@ class SpikeWindow:
         self.values = deque(values, maxlen=self.size)
 
 
-WINDOW = 100  # global batches
+BAD_SAMPLE_WINDOW = 100  # global batches
 MIN_BATCHES = 20  # with fewer, one bad batch would be a high fraction
 
 
 class BadSampleRate:
-    """Fraction of bad samples in the last WINDOW global batches.
+    """Fraction of bad samples in the last BAD_SAMPLE_WINDOW global batches.
 
     It is part of the checkpoint, so that a resumed run stops at the same step as an uninterrupted
     one. A checkpoint never holds a window above the limit, because the run ends first: after the
@@ -176,7 +176,7 @@ class BadSampleRate:
 
     def __init__(self, limit: float):
         self.limit = limit
-        self._batches: deque[tuple[int, int]] = deque(maxlen=WINDOW)
+        self._batches: deque[tuple[int, int]] = deque(maxlen=BAD_SAMPLE_WINDOW)
 
     def update(self, num_bad: int, num_samples: int) -> None:
         """Count one global batch; both numbers are sums over all ranks."""
@@ -201,10 +201,10 @@ class BadSampleRate:
 
     def restore(self, batches: list[tuple[int, int]]) -> None:
         """Restore the state of a checkpoint."""
-        self._batches = deque(map(tuple, batches), maxlen=WINDOW)
+        self._batches = deque(map(tuple, batches), maxlen=BAD_SAMPLE_WINDOW)
 
 
-INITIAL, WINDOW, MIN, LARGEST = 65536.0, 1000, 1.0, 2.0**24
+INITIAL_SCALE, SCALE_WINDOW, MIN_SCALE, MAX_SCALE = 65536.0, 1000, 1.0, 2.0**24
 
 
 class LossScaler:
@@ -224,15 +224,15 @@ class LossScaler:
 
     def __init__(self, config: StabilityConfig, dtype: str):
         self.is_on = dtype == "fp16"
-        self.value = (config.loss_scale or INITIAL) if self.is_on else 1.0
-        self.window = config.loss_scale_window or WINDOW
+        self.value = (config.loss_scale or INITIAL_SCALE) if self.is_on else 1.0
+        self.window = config.loss_scale_window or SCALE_WINDOW
         self.good_steps = 0
 
     def on_overflow(self) -> float:
         """Lower the scale after a step with finite losses and non-finite gradients; return the new
         scale.
         """
-        self.value, self.good_steps = max(self.value / 2, MIN), 0
+        self.value, self.good_steps = max(self.value / 2, MIN_SCALE), 0
         return self.value
 
     def on_success(self) -> None:
@@ -240,13 +240,13 @@ class LossScaler:
         if not self.is_on:
             return
         self.good_steps += 1
-        if self.good_steps >= self.window and self.value < LARGEST:
+        if self.good_steps >= self.window and self.value < MAX_SCALE:
             self.value, self.good_steps = self.value * 2, 0
 
     @property
     def can_decrease(self) -> bool:
         """Whether an overflow may be caused by the scale and not by the run."""
-        return self.is_on and self.value > MIN
+        return self.is_on and self.value > MIN_SCALE
 
     def state(self) -> list[float]:
         """Return the state for the checkpoint."""

@@ -15,7 +15,7 @@ from mmldlm.engines import deepspeed_allowed_keys as allowed_keys
 from mmldlm.engines import deepspeed_config
 from mmldlm.engines.deepspeed_config import merged_config, resolve_stage
 from mmldlm.errors import UserError
-from mmldlm.stability import guard as loss_scaler
+from mmldlm.stability.guard import INITIAL_SCALE, MIN_SCALE, SCALE_WINDOW
 
 
 class Asked(dict):
@@ -216,4 +216,4 @@ def test_what_changes_nothing_may_stay(tmp_path):
 
 def test_our_loss_scale_is_the_one_that_the_json_is_compared_with():
     ours = (deepspeed_config.LOSS_SCALE, deepspeed_config.LOSS_SCALE_WINDOW)
-    assert ours == (loss_scaler.INITIAL, loss_scaler.WINDOW) and loss_scaler.MIN == 1.0
+    assert ours == (INITIAL_SCALE, SCALE_WINDOW) and MIN_SCALE == 1.0

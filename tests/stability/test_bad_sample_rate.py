@@ -10,7 +10,7 @@ import pytest
 
 from mmldlm.config.schema import StabilityConfig
 from mmldlm.stability import Guard
-from mmldlm.stability.guard import MIN_BATCHES, WINDOW, BadSampleRate
+from mmldlm.stability.guard import BAD_SAMPLE_WINDOW, MIN_BATCHES, BadSampleRate
 from tests.support.helpers import read_log, run_ranks, train_words
 
 
@@ -21,12 +21,13 @@ def test_a_share_is_judged_over_the_window_and_not_before_enough_of_it_is_known(
         assert share.check() is None
     share.update(8, 8)
     assert "160 of the 160 samples of the last 20 global batches" in share.check()
-    for _ in range(WINDOW):
+    for _ in range(BAD_SAMPLE_WINDOW):
         share.update(4, 8)
     assert share.check() is None, (
         "half is not more than half, and what left the window no longer counts"
     )
     share.update(5, 8)
+    assert "401 of the 800 samples of the last 100 global batches" in share.check()
     assert "(50%, above stability.max_bad_sample_fraction=0.5)" in share.check()
 
 

@@ -1,13 +1,15 @@
 """What the source of the package keeps:  python tests/support/house.py
 
-Prints the verdict on the import order, on import circles and on test files without a module, and
-ends with exit code 1 if one is broken. tests/test_house.py holds the same rules. Lengths are for
-readers to judge, not for a script.
+Prints the verdict on the import order, on import circles, on names that a module defines twice
+and on test files without a folder, and ends with exit code 1 if one is broken.
+tests/test_house.py holds the same rules. Lengths are for readers to judge, not for a script.
 """
 
 from __future__ import annotations
 
+import ast
 import sys
+from collections import Counter
 from pathlib import Path
 
 if __name__ == "__main__":
@@ -61,12 +63,40 @@ def tests_without_folder(tests: Path = TESTS, package: Path = PACKAGE) -> list[s
     return missing
 
 
+def names_defined_twice(source: str) -> list[str]:
+    """Names that a module binds more than once at its top level, where the last one silently wins.
+
+    Overloads, `_`, and imports of two modules of one package do not count.
+    """
+    names: Counter[str] = Counter()
+    for node in ast.parse(source).body:
+        if isinstance(node, ast.Assign):
+            stored = [name for target in node.targets for name in ast.walk(target)]
+            names.update(
+                name.id
+                for name in stored
+                if isinstance(name, ast.Name) and isinstance(name.ctx, ast.Store)
+            )
+        elif isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
+            names[node.target.id] += 1
+        elif isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            names[node.name] += not any("overload" in ast.unparse(d) for d in node.decorator_list)
+        elif isinstance(node, ast.ImportFrom):
+            names.update(alias.asname or alias.name for alias in node.names)
+    return [name for name, count in names.items() if count > 1 and name != "_"]
+
+
 def broken_rules() -> dict[str, list[str]]:
     """Rule -> what breaks it; every rule is listed, with [] if it holds."""
     circle = find_circle(import_graph())
     return {
         "the import order": all_violations(),
         "no import circle": [" -> ".join(circle)] if circle else [],
+        "no module defines a name twice": [
+            f"{path}: {name}"
+            for path, source in sources().items()
+            for name in names_defined_twice(source)
+        ],
         "tests/a/b/test_c.py tests the folder mmldlm/a/b": tests_without_folder(),
     }
 
