@@ -14,9 +14,9 @@ from typing import Any, Literal, TypeVar, get_args, get_origin
 
 from pydantic import BaseModel, ValidationError
 
-from mmldlm.config.old_keys import hint_for_old_key
 from mmldlm.config.renamed_keys import (
     PRESETS,
+    hint_for_old_key,
     hint_for_removed_value,
     hint_for_renamed_key,
     new_value,

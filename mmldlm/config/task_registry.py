@@ -12,8 +12,8 @@ import sys
 from functools import cache
 from typing import TYPE_CHECKING
 
-from mmldlm.config.own_code import describe_error, os_exit_raises, place_of
 from mmldlm.errors import UserError
+from mmldlm.utils.own_code import describe_error, os_exit_raises, place_of
 
 if TYPE_CHECKING:
     from mmldlm.tasks.base import Task

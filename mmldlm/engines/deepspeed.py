@@ -18,8 +18,8 @@ import torch
 from torch import Tensor, nn
 
 from mmldlm.config.schema import Config
+from mmldlm.distributed.collectives import backend_for, start_process_group
 from mmldlm.distributed.environment import pick_device, rank_environment
-from mmldlm.distributed.process_group import backend_for, start_process_group
 from mmldlm.engines.base import Autocast, Engine, compute_dtype, tied_names
 from mmldlm.engines.deepspeed_config import (
     CPU_BUCKET,

@@ -15,8 +15,8 @@ from mmldlm.stability.rollback import (
 )
 from mmldlm.stability.skipped_steps import collect_step_record
 from mmldlm.training.session import Session
-from mmldlm.training.state import TrainingState
-from mmldlm.training.step import StepReport, train_step
+from mmldlm.training.state import StepReport, TrainingState
+from mmldlm.training.step import train_step
 
 FIRST_STEP_TIMEOUT_FACTOR = 3.0  # the first step compiles, builds groups and imports
 

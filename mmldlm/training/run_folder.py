@@ -24,7 +24,7 @@ from mmldlm.checkpoints.locate import holds_checkpoints
 from mmldlm.config.schema import Config
 from mmldlm.errors import UserError
 from mmldlm.observe.jsonl_log import JsonlLog
-from mmldlm.observe.wandb_logger import WandbError, open_wandb
+from mmldlm.observe.trackers import WandbError, open_wandb
 from mmldlm.training.state import TrainingState
 from mmldlm.utils.environment import int_from_env
 from mmldlm.utils.formatting import describe_os_error, first_line

@@ -31,7 +31,7 @@ from mmldlm.errors import (
 )
 from mmldlm.observe.console import Console, link_latest, train_log_path
 from mmldlm.observe.layer_stats import LayerStats
-from mmldlm.observe.loss_plots import LossCurve, plot_run
+from mmldlm.observe.plots import LossCurve, plot_run
 from mmldlm.stability.skipped_steps import bad_micro_batches, save_skipped_step
 from mmldlm.tasks.base import Task, ValidationRun
 from mmldlm.training.run_folder import (
@@ -49,7 +49,7 @@ from mmldlm.utils.environment import int_from_env
 from mmldlm.utils.formatting import first_line, join_some
 
 if TYPE_CHECKING:
-    from mmldlm.training.step import StepReport
+    from mmldlm.training.state import StepReport
 
 
 def engine_folders(engine: Engine) -> list[str]:

@@ -19,6 +19,7 @@ from mmldlm.data.batch import Batch
 from mmldlm.data.batch_plan import BatchPlan
 from mmldlm.data.loader import MicroBatches, iterate_steps
 from mmldlm.data.run_data import RunData, open_run_data
+from mmldlm.distributed.collectives import start_process_group
 from mmldlm.distributed.environment import (
     hidden_gpu_note,
     pick_device,
@@ -27,7 +28,6 @@ from mmldlm.distributed.environment import (
 )
 from mmldlm.distributed.error_reporting import log_line
 from mmldlm.distributed.heartbeat import Heartbeat
-from mmldlm.distributed.process_group import start_process_group
 from mmldlm.engines.base import Engine
 from mmldlm.engines.build import build_engine, check_engine
 from mmldlm.engines.ema import WeightAverage
