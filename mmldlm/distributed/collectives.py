@@ -1,91 +1,130 @@
-"""Start of the process group."""
+"""How the ranks of a run agree, and raise an error together.
+
+A rank that raises alone leaves the others waiting in their next collective. Whatever may fail on
+one rank therefore runs in `Ranks.run_together`, after which all ranks continue or all raise.
+"""
 
 from __future__ import annotations
 
-import os
-import socket
-from datetime import timedelta
+from collections.abc import Callable
+from typing import Any, TypeVar
 
-import torch
+from mmldlm.errors import MmldlmError, UserError
 
-from mmldlm.errors import EXIT_FAILED, MmldlmError, UserError
-from mmldlm.utils.formatting import first_line
-from mmldlm.utils.job_store import connect_job_store
-from mmldlm.utils.network import free_port
+T = TypeVar("T")
+Failure = BaseException | None
 
 
-def backend_for(device: torch.device) -> str:
-    """NCCL on GPUs, gloo on CPUs."""
-    return "nccl" if device.type == "cuda" else "gloo"
+def gather_objects(value: T, world_size: int, group: Any = None) -> list[T]:
+    """Return the values of all ranks of a process group, in the order of the ranks. Collective."""
+    if world_size == 1:
+        return [value]
+    import torch.distributed as dist  # the commit of a checkpoint by one process needs no torch
+
+    gathered: list[Any] = [None] * world_size
+    dist.all_gather_object(gathered, value, group=group)
+    return gathered
 
 
-def start_process_group(device: torch.device, timeout: float) -> None:
-    """Call init_process_group from the launcher's environment (or for this process alone).
+def broadcast_object(value: T, world_size: int) -> T:
+    """Return rank 0's value on every rank. Collective."""
+    if world_size == 1:
+        return value
+    import torch.distributed as dist
 
-    Args:
-        device: of this rank.
-        timeout: time limit of a collective in seconds.
+    shared = [value]
+    dist.broadcast_object_list(shared, src=0)
+    return shared[0]
 
-    Raises:
-        RanksNotConnected: the ranks did not find one another in time.
-        UserError: GLOO_SOCKET_IFNAME names no interface of this machine.
+
+class Ranks:
+    """The ranks of a run, seen from one of them; this base class is one process alone.
+
+    All methods are collective: every rank calls them in the same order.
+
+    Attributes:
+        rank: of this process.
+        world_size: number of ranks.
     """
-    if torch.distributed.is_initialized():
-        return
-    if "RANK" not in os.environ:
-        os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1")
-        os.environ.setdefault("MASTER_PORT", str(free_port()))
-    backend = backend_for(device)
-    if backend == "gloo":
-        check_gloo_interfaces()
-    try:
-        store, rank, world_size = connect_job_store(timeout)
-        torch.distributed.init_process_group(
-            backend,
-            store=store,
-            rank=rank,
-            world_size=world_size,
-            timeout=timedelta(seconds=timeout),
-        )
-    except (RuntimeError, OSError, ValueError) as error:  # DistError is a RuntimeError
-        raise RanksNotConnected(first_line(error)) from error
 
+    rank: int = 0
+    world_size: int = 1
 
-class RanksNotConnected(MmldlmError):
-    """The ranks did not find one another at the start; nothing was trained."""
+    def all_agree(self, ok: bool) -> bool:
+        """Return whether `ok` is True on every rank."""
+        return ok
 
-    exit_code = EXIT_FAILED
+    def gather_objects(self, value: T) -> list[T]:
+        """Return the values of all ranks, in their order, on every rank."""
+        return gather_objects(value, self.world_size)
 
-    def __init__(self, reason: str):
-        address = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
-        in_use = "EADDRINUSE" in reason or "address already in use" in reason.lower()
-        fix = (
-            "another process has that port: set MASTER_PORT to a free one, the same for all ranks"
-            if in_use
-            else (
-                "look for a rank that did not start; check that rank 0's machine has that address"
-                " and that the port is open between the nodes (mmldlm preflight checks both)"
-            )
-        )
-        expected = (
-            f"all {os.environ.get('WORLD_SIZE')} ranks to connect through MASTER_ADDR:MASTER_PORT,"
-            f" {address}"
-        )
-        super().__init__(f"expected {expected}\n  found: {reason}\n  fix:   {fix}")
+    def barrier(self) -> None:
+        """Wait for all ranks."""
+        self.all_agree(True)
 
+    def gather_messages(self, text: str | None) -> list[str]:
+        """Return the texts of the ranks that pass one, on every rank."""
+        return [message for message in self.gather_objects(text) if message is not None]
 
-def check_gloo_interfaces() -> None:
-    """Check that this machine has the network interfaces that GLOO_SOCKET_IFNAME names.
+    def raise_together(
+        self, failure: Failure, explain: Callable[[Failure], BaseException]
+    ) -> None:
+        """Return if no rank has a failure; otherwise raise on every rank.
 
-    Raises:
-        UserError: it has not; gloo would only report that it cannot find an address.
-    """
-    names = [name for name in os.environ.get("GLOO_SOCKET_IFNAME", "").split(",") if name]
-    present = [name for _, name in socket.if_nameindex()]
-    if missing := [name for name in names if name not in present]:
-        raise UserError(
-            f"a network interface {', '.join(missing)} on {socket.gethostname()}, as"
-            " GLOO_SOCKET_IFNAME says",
-            ", ".join(present) or "none",
-            "unset GLOO_SOCKET_IFNAME, or set it to one of those",
-        )
+        Args:
+            failure: of this rank.
+            explain: Makes the error of this rank from its own failure. Called on every rank once
+                any has failed, so it may call further collectives.
+        """
+        if self.all_agree(failure is None):
+            return
+        error = explain(failure)
+        if error is failure:
+            raise error
+        raise error from failure
+
+    def run_together(
+        self,
+        work: Callable[[], T],
+        explain: Callable[[Failure], BaseException],
+        catch: tuple[type[Exception], ...] = (Exception,),
+    ) -> T:
+        """Return what work() returns on this rank; an error of any rank is raised on all.
+
+        Args:
+            work: Not collective.
+            explain: See `raise_together`.
+            catch: Errors that another rank could not foresee; any other is raised at once.
+        """
+        failure: Failure = None
+        try:
+            result = work()
+        except catch as error:
+            failure = error
+        self.raise_together(failure, explain)
+        return result
+
+    def share_outcome(self, result: T, failure: Failure) -> T:
+        """Return rank 0's result on every rank, or raise its failure on every rank.
+
+        Args:
+            result: Of rank 0; other ranks' are ignored, as are their failures.
+            failure: Why rank 0 has no result.
+
+        Raises:
+            UserError: rank 0 failed with one.
+            MmldlmError: it failed with any other error.
+        """
+        outcome: tuple[T, Any] = result, None
+        if isinstance(failure, UserError):
+            outcome = result, (failure.expected, failure.found, failure.fix)
+        elif isinstance(failure, MmldlmError):
+            outcome = result, str(failure)
+        elif failure is not None:
+            outcome = result, f"{type(failure).__name__}: {failure}"
+        result, reason = broadcast_object(outcome, self.world_size)
+        if isinstance(reason, tuple):
+            raise UserError(*reason)
+        if reason is not None:
+            raise MmldlmError(reason)
+        return result

@@ -29,6 +29,7 @@ from typing import NamedTuple
 
 import torch
 
+from mmldlm.distributed.collectives import broadcast_object
 from mmldlm.distributed.failure_attribution import (
     COLLECTIVE_FAILED,
     EXITED,
@@ -140,9 +141,7 @@ class Heartbeat:
         self._store.set_timeout(timedelta(seconds=timeout))
         # A process that trains twice, and a restarted attempt under torchrun, find earlier
         # heartbeats in the store.
-        shared = [uuid.uuid4().hex]
-        torch.distributed.broadcast_object_list(shared, src=0)
-        self._prefix = f"{_KEY}/{shared[0]}"
+        self._prefix = f"{_KEY}/{broadcast_object(uuid.uuid4().hex, world_size)}"
         self._publish()
         if rank != 0:  # so that rank 0's host and pid are known, whatever happens to it next
             first = HeartbeatRecord.from_text(self._store.get(f"{self._prefix}/0"))

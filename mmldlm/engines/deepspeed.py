@@ -18,8 +18,9 @@ import torch
 from torch import Tensor, nn
 
 from mmldlm.config.schema import Config
-from mmldlm.distributed.collectives import backend_for, start_process_group
+from mmldlm.distributed.collectives import gather_objects
 from mmldlm.distributed.environment import pick_device, rank_environment
+from mmldlm.distributed.process_group import backend_for, start_process_group
 from mmldlm.engines.base import Autocast, Engine, compute_dtype, tied_names
 from mmldlm.engines.deepspeed_config import (
     CPU_BUCKET,
@@ -263,17 +264,16 @@ def check_same_hooks(model: nn.Module) -> None:
         UserError: on every rank.
     """
     kinds = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-    own = [
+    hooked = [
         name or "the model"
         for name, module in model.named_modules()
         if any(getattr(module, k) for k in kinds)
     ]
-    found: list[list[str]] = [[]] * torch.distributed.get_world_size()
-    torch.distributed.all_gather_object(found, own)
-    for rank, names in enumerate(found):
-        if names != found[0]:
-            name = next(iter(sorted(set(names) ^ set(found[0]))))
-            ranks = (0, rank) if name in found[0] else (rank, 0)
+    first, *others = gather_objects(hooked, torch.distributed.get_world_size())
+    for rank, names in enumerate(others, 1):
+        if names != first:
+            name = min(set(names) ^ set(first))
+            ranks = (0, rank) if name in first else (rank, 0)
             raise UserError(
                 "module hooks on all ranks or on none",
                 f"a hook of {name} on rank {ranks[0]}, none on rank {ranks[1]}",

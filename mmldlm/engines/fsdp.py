@@ -18,8 +18,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from mmldlm.config.schema import Config
-from mmldlm.distributed.collectives import start_process_group
 from mmldlm.distributed.environment import pick_device, rank_environment
+from mmldlm.distributed.process_group import start_process_group
 from mmldlm.engines.base import compute_dtype, persistent_buffers, tied_names
 from mmldlm.engines.parameter_plan import ParameterPlan
 from mmldlm.engines.shards import ParameterShard, dim0_shard

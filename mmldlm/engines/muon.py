@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from mmldlm.distributed.collectives import gather_objects
 from mmldlm.engines.base import Engine
 from mmldlm.engines.muon_exchange import MatrixExchange, ShardRange
 from mmldlm.engines.parameter_plan import ParameterPlan
@@ -83,9 +84,7 @@ class MuonAdamW(torch.optim.AdamW):
                 if id(shard.owner) in ids and shard.name in num_stacked and shard.count
             ]
             own = [ShardRange.of(shard) for shard in held]
-            every: list[Any] = [own] * world_size
-            if world_size > 1:
-                dist.all_gather_object(every, own, group=group)
+            every = gather_objects(own, world_size, group)
             exchange = MatrixExchange(
                 every, num_stacked, rank, device, group if world_size > 1 else None
             )

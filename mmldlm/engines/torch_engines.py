@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from mmldlm.config.schema import Config
-from mmldlm.distributed.collectives import start_process_group
 from mmldlm.distributed.environment import pick_device, rank_environment
+from mmldlm.distributed.process_group import start_process_group
 from mmldlm.engines.base import Autocast, Engine, compute_dtype, persistent_buffers, tied_names
 from mmldlm.engines.optimizer import build_optimizer, clipped_step, set_learning_rate
 from mmldlm.engines.parameter_plan import ParameterPlan

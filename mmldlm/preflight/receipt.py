@@ -152,7 +152,7 @@ def log_receipt(config: Config, world_size: int, folder) -> None:
     Args:
         config: of the run that starts.
         world_size: of the run that starts.
-        folder: open mmldlm.training.run_logger.RunLogger.
+        folder: open mmldlm.training.run_folder.RunFolder.
     """
     try:
         receipt = read(config.run_dir())
@@ -169,7 +169,7 @@ def log_receipt(config: Config, world_size: int, folder) -> None:
     except Exception as error:  # of one rank alone
         reasons = [f"it cannot be read ({type(error).__name__}: {error})"]
     if reasons:
-        folder.progress.warning(
+        folder.warning(
             f"{NAME} does not apply to this run: {'; '.join(reasons)}. `mmldlm preflight` writes a"
             " new one"
         )

@@ -52,11 +52,7 @@ def collect_step_record(engine: Engine, batches: list[Batch], losses: list[Tenso
         }
         for micro, (batch, value) in enumerate(zip(batches, values, strict=True))
     ]
-    if engine.world_size == 1:
-        return local
-    gathered: list[list[dict] | None] = [None] * engine.world_size
-    torch.distributed.all_gather_object(gathered, local)
-    return [entry for part in gathered for entry in part or []]
+    return [entry for entries in engine.gather_objects(local) for entry in entries]
 
 
 def bad_micro_batches(entries: list[dict]) -> list[dict]:

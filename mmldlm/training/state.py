@@ -1,19 +1,16 @@
-"""The progress of a run, as its checkpoints store it."""
+"""The progress of a run, as its checkpoints store it, and what one step reports."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import NamedTuple
 
 from torch import Tensor
 
 from mmldlm.data.batch import Batch
 from mmldlm.observe.layer_stats import LayerStats
 from mmldlm.stability.guard import StepDecision
-
-if TYPE_CHECKING:
-    from mmldlm.training.session import Session
 
 
 @dataclass
@@ -86,6 +83,20 @@ class TrainingState:
         self.skipped_steps += 1
 
 
+class Requests(NamedTuple):
+    """What this rank tells the others with the step's one reduction.
+
+    Attributes:
+        stop: Whether it was asked to stop.
+        writing: Whether it still writes a checkpoint.
+        save: Whether a user asked for a checkpoint.
+    """
+
+    stop: bool = False
+    writing: bool = False
+    save: bool = False
+
+
 @dataclass(frozen=True)
 class LocalCounts:
     """What this rank adds to the step's one reduction, besides losses and the gradient norm.
@@ -107,12 +118,12 @@ class LocalCounts:
     usable: float
 
     @classmethod
-    def of(cls, session: Session, batches: Sequence[Batch]) -> LocalCounts:
+    def of(cls, batches: Sequence[Batch], requests: Requests) -> LocalCounts:
         """Count this rank's micro-batches."""
         return cls(
-            stops=session.stop.received,
-            writing=session.checkpointer.write_in_progress,
-            save_requests=session.checkpointer.save_requested,
+            stops=requests.stop,
+            writing=requests.writing,
+            save_requests=requests.save,
             tokens=sum(batch.num_tokens for batch in batches),
             bad=sum(len(batch.bad) for batch in batches),
             usable=sum(int(batch.real.sum()) for batch in batches),
@@ -145,7 +156,6 @@ class StepReport:
         shared: see SharedNumbers.
         decision: whether the step was applied.
         num_samples: of the global batch.
-        cost: StepTimer's fields of the record.
         layer_stats: statistics of every layer where they were due.
         losses: of this rank's micro-batches, on the device.
         micro_batches: of this rank.
@@ -155,7 +165,6 @@ class StepReport:
     shared: SharedNumbers
     decision: StepDecision
     num_samples: int
-    cost: Mapping[str, Any]
     layer_stats: LayerStats | None
     losses: list[Tensor]
     micro_batches: list[Batch]

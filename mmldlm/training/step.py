@@ -4,67 +4,94 @@ discard on all ranks.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from mmldlm.config.schema import Config
 from mmldlm.data.batch import Batch
+from mmldlm.data.batch_plan import BatchPlan
 from mmldlm.engines.base import Engine
+from mmldlm.engines.ema import WeightAverage
 from mmldlm.engines.optimizer import learning_rate
-from mmldlm.training.state import LocalCounts, SharedNumbers, StepReport
+from mmldlm.observe.layer_stats import LayerStatsCollector
+from mmldlm.stability.guard import Guard
+from mmldlm.tasks.base import Objective, Task
+from mmldlm.training.state import (
+    LocalCounts,
+    Requests,
+    SharedNumbers,
+    StepReport,
+    TrainingState,
+)
 
-if TYPE_CHECKING:
-    from mmldlm.training.session import Session
+
+@dataclass
+class Trainer:
+    """What an optimizer step uses. A run has more of it (Session), a replay no more.
+
+    Attributes:
+        average: Moving average of the weights, if the run has one.
+    """
+
+    task: Task
+    config: Config
+    engine: Engine
+    plan: BatchPlan
+    objective: Objective
+    state: TrainingState
+    guard: Guard
+    layer_stats: LayerStatsCollector
+    average: WeightAverage | None
 
 
-def train_step(session: Session, batches: list[Batch]) -> StepReport:
-    """Train on one global batch. Collective.
+def train_step(
+    trainer: Trainer, batches: list[Batch], requests: Callable[[], Requests] = Requests
+) -> StepReport:
+    """Train on one global batch, and count it. Collective.
 
     Args:
-        batches: this rank's micro-batches.
+        batches: This rank's micro-batches.
+        requests: Called as late as possible, just before the step's one reduction.
     """
-    engine, state, guard = session.engine, session.state, session.guard
-    config = session.config
+    engine, state, guard = trainer.engine, trainer.state, trainer.guard
+    config, layer_stats = trainer.config, trainer.layer_stats
     lr = state.lr_scale * learning_rate(
         state.applied_steps, config.training.num_train_steps, config.optimizer
     )
-    session.layer_stats.before_forward(state.step + 1)
-    names = session.task.sums_of(config)
+    layer_stats.before_forward(state.step + 1)
+    names = trainer.task.sums_of(config)
     sums = torch.zeros(len(names) + 1, dtype=torch.float64, device=engine.device)
     engine.loss_scale, losses = guard.loss_scale.value, []
     for batch in batches:
-        loss, metrics = session.objective(engine.module, batch.to(engine.device))
-        declared = session.task.stack_sums(names, loss, metrics)
+        loss, metrics = trainer.objective(engine.module, batch.to(engine.device))
+        declared = trainer.task.stack_sums(names, loss, metrics)
         # Run backward even for a non-finite loss, so that all ranks issue the same collectives.
         engine.backward(loss)
         losses.append(loss.detach())
         is_bad = ~torch.isfinite(losses[-1])
         sums += torch.cat([declared, is_bad.double().reshape(1)])
     norm = engine.grad_norm().to(sums)
-    session.layer_stats.before_step()
-    shared = reduce_step(engine, names, sums, norm, LocalCounts.of(session, batches))
+    layer_stats.before_step()
+    local = LocalCounts.of(batches, requests())
+    shared = reduce_step(engine, names, sums, norm, local)
+
     decision = guard.decide(
         shared.sums["loss"], shared.num_bad_losses, shared.grad_norm, int(shared.counts.usable)
     )
     if decision.apply:
         engine.step(lr, shared.grad_norm)
-        if session.average is not None:
-            session.average.update()
+        if trainer.average is not None:
+            trainer.average.update()
     else:
         engine.discard_gradients()
-    layer_stats = session.layer_stats.after_step(lr, decision.apply)
-    num_samples = len(session.plan.batch(state.step).ids)
+    statistics = layer_stats.after_step(lr, decision.apply)
+    num_samples = len(trainer.plan.batch(state.step).ids)
     guard.bad_samples.update(int(shared.counts.bad), num_samples)
     state.advance(decision, num_samples)
-    cost = session.timer.step(
-        num_samples,
-        shared.counts.tokens,
-        {**shared.sums, **batches[0].counts},
-        epoch=batches[0].epoch,
-    )
-    return StepReport(lr, shared, decision, num_samples, cost, layer_stats, losses, batches)
+    return StepReport(lr, shared, decision, num_samples, statistics, losses, batches)
 
 
 def reduce_step(

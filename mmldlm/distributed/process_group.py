@@ -1,0 +1,91 @@
+"""Start of the process group."""
+
+from __future__ import annotations
+
+import os
+import socket
+from datetime import timedelta
+
+import torch
+
+from mmldlm.errors import EXIT_FAILED, MmldlmError, UserError
+from mmldlm.utils.formatting import first_line
+from mmldlm.utils.job_store import connect_job_store
+from mmldlm.utils.network import free_port
+
+
+def backend_for(device: torch.device) -> str:
+    """NCCL on GPUs, gloo on CPUs."""
+    return "nccl" if device.type == "cuda" else "gloo"
+
+
+def start_process_group(device: torch.device, timeout: float) -> None:
+    """Call init_process_group from the launcher's environment (or for this process alone).
+
+    Args:
+        device: of this rank.
+        timeout: time limit of a collective in seconds.
+
+    Raises:
+        RanksNotConnected: the ranks did not find one another in time.
+        UserError: GLOO_SOCKET_IFNAME names no interface of this machine.
+    """
+    if torch.distributed.is_initialized():
+        return
+    if "RANK" not in os.environ:
+        os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1")
+        os.environ.setdefault("MASTER_PORT", str(free_port()))
+    backend = backend_for(device)
+    if backend == "gloo":
+        check_gloo_interfaces()
+    try:
+        store, rank, world_size = connect_job_store(timeout)
+        torch.distributed.init_process_group(
+            backend,
+            store=store,
+            rank=rank,
+            world_size=world_size,
+            timeout=timedelta(seconds=timeout),
+        )
+    except (RuntimeError, OSError, ValueError) as error:  # DistError is a RuntimeError
+        raise RanksNotConnected(first_line(error)) from error
+
+
+class RanksNotConnected(MmldlmError):
+    """The ranks did not find one another at the start; nothing was trained."""
+
+    exit_code = EXIT_FAILED
+
+    def __init__(self, reason: str):
+        address = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
+        in_use = "EADDRINUSE" in reason or "address already in use" in reason.lower()
+        fix = (
+            "another process has that port: set MASTER_PORT to a free one, the same for all ranks"
+            if in_use
+            else (
+                "look for a rank that did not start; check that rank 0's machine has that address"
+                " and that the port is open between the nodes (mmldlm preflight checks both)"
+            )
+        )
+        expected = (
+            f"all {os.environ.get('WORLD_SIZE')} ranks to connect through MASTER_ADDR:MASTER_PORT,"
+            f" {address}"
+        )
+        super().__init__(f"expected {expected}\n  found: {reason}\n  fix:   {fix}")
+
+
+def check_gloo_interfaces() -> None:
+    """Check that this machine has the network interfaces that GLOO_SOCKET_IFNAME names.
+
+    Raises:
+        UserError: it has not; gloo would only report that it cannot find an address.
+    """
+    names = [name for name in os.environ.get("GLOO_SOCKET_IFNAME", "").split(",") if name]
+    present = [name for _, name in socket.if_nameindex()]
+    if missing := [name for name in names if name not in present]:
+        raise UserError(
+            f"a network interface {', '.join(missing)} on {socket.gethostname()}, as"
+            " GLOO_SOCKET_IFNAME says",
+            ", ".join(present) or "none",
+            "unset GLOO_SOCKET_IFNAME, or set it to one of those",
+        )
