@@ -114,7 +114,7 @@ class _Rows:
 @contextlib.contextmanager
 def in_gradient():
     """One element of the gradient that flows into the first block becomes Inf on rank 1."""
-    from mmldlm.models.mmdit.model import MultimodalMMDiT
+    from mmldlm.models.mmdit import MultimodalMMDiT
 
     forward, calls = MultimodalMMDiT.forward, [0]
 

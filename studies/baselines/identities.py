@@ -121,7 +121,7 @@ def cache_difference(run: Path, store: str, count: int = 16) -> float:
 
     from mmldlm.data.store import Store
     from mmldlm.evaluation.sentences import choose_sentences
-    from mmldlm.models.plain.decode import next_logits, start_text
+    from mmldlm.models.plain import next_logits, start_text
     from mmldlm.sampling.latent_sampler import pad_texts
     from mmldlm.sampling.pretrained import load_pretrained
 

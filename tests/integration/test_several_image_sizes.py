@@ -17,7 +17,7 @@ from mmldlm.data.prepare.options import ImageOptions
 from mmldlm.data.prepare.pipeline import prepare
 from mmldlm.errors import UserError
 from mmldlm.models.flops import estimate_flops
-from mmldlm.models.mmdit.encoders import grid_positions
+from mmldlm.models.mmdit import grid_positions
 from tests.support.image_store import make_image_store
 
 GRIDS = [[4, 4], [6, 6]]

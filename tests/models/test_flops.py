@@ -10,9 +10,9 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from mmldlm.models import MultimodalMMDiT
 from mmldlm.models.flops import estimate_flops
-from mmldlm.models.mmdit.block import MMDiTBlock
-from mmldlm.models.mmdit.config import ModelConfig
-from mmldlm.models.plain.model import PlainTransformer
+from mmldlm.models.mmdit import MMDiTBlock
+from mmldlm.models.mmdit_config import ModelConfig
+from mmldlm.models.plain import PlainTransformer
 from tests.support.plain_models import SHAPES, batch_of, configured
 
 SHAPE = Shape("small", depth=2, width=128, length=48, batch=4, vocab=1500, latent=96)

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from mmldlm.models.memory import plain_activation_bytes
-from mmldlm.models.plain.config import PlainConfig
-from mmldlm.models.plain.model import PlainTransformer
+from mmldlm.models.plain import PlainTransformer
+from mmldlm.models.plain_config import PlainConfig
 from tests.support.plain_models import SHAPES, batch_of, configured
 
 

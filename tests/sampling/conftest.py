@@ -192,7 +192,7 @@ def checkpoint(tmp_path_factory):
     from transformers import PreTrainedTokenizerFast
 
     from mmldlm.models import MultimodalMMDiT
-    from mmldlm.models.mmdit.config import ModelConfig
+    from mmldlm.models.mmdit_config import ModelConfig
     from mmldlm.tasks.translation.config import LatentDiffusionConfig, TextDiffusionConfig
 
     folder = tmp_path_factory.mktemp("converted")

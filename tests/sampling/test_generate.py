@@ -615,7 +615,7 @@ def test_unit_norm_is_known_from_encoder_or_statistics(checkpoint, tmp_path):
 
 def test_a_model_of_several_latents_a_text_reads_and_writes_them_all(checkpoint, tmp_path):
     from mmldlm.models import MultimodalMMDiT
-    from mmldlm.models.mmdit.config import ModelConfig
+    from mmldlm.models.mmdit_config import ModelConfig
 
     several = shutil.copytree(checkpoint, tmp_path / "several")
     config = json.loads((checkpoint / "config.json").read_text())

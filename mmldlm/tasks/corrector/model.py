@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from mmldlm.models.latent_transformer import EncodedLatent
-from mmldlm.models.mmdit.model import MultimodalMMDiT
-from mmldlm.models.mmdit.packing import Packing
+from mmldlm.models.mmdit import MultimodalMMDiT
+from mmldlm.models.packing import Packing
 from mmldlm.tasks.corrector.config import CorrectorModelConfig
 
 

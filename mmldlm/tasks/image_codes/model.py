@@ -10,13 +10,16 @@ import torch
 from torch import Tensor, nn
 
 from mmldlm.errors import UserError
-from mmldlm.models.embedding import embedding
 from mmldlm.models.latent_transformer import EncodedLatent
-from mmldlm.models.layers import Modulation, has_no_hooks, modulate
+from mmldlm.models.layers import (
+    Modulation,
+    apply_null_condition,
+    embedding,
+    has_no_hooks,
+    modulate,
+)
 from mmldlm.models.linear_cross_entropy import linear_cross_entropy
-from mmldlm.models.mmdit.encoders import grid_positions
-from mmldlm.models.mmdit.model import MultimodalMMDiT
-from mmldlm.models.mmdit.null_condition import apply_null_condition
+from mmldlm.models.mmdit import MultimodalMMDiT, grid_positions
 from mmldlm.tasks.image_codes.config import ImageCodesModelConfig
 
 

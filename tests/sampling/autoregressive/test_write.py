@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from mmldlm.errors import UserError
-from mmldlm.models.plain.config import PlainConfig
-from mmldlm.models.plain.model import PlainTransformer
+from mmldlm.models.plain import PlainTransformer
+from mmldlm.models.plain_config import PlainConfig
 from mmldlm.sampling.autoregressive.write import write_texts
 
 MASK, PAD, EOS = 0, 1, 2

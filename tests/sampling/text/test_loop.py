@@ -11,7 +11,7 @@ from mmldlm.diffusion import MaskedDiffusion
 from mmldlm.diffusion.masked import SCHEDULES
 from mmldlm.errors import MmldlmError
 from mmldlm.models.latent_transformer import EncodedLatent
-from mmldlm.models.mmdit.config import ModelConfig
+from mmldlm.models.mmdit_config import ModelConfig
 from mmldlm.sampling.text.draw import DrawSettings, draw_tokens
 from mmldlm.sampling.text.length_rule import choose_lengths
 from mmldlm.sampling.text.loop import sample_text

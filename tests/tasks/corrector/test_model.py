@@ -7,8 +7,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from mmldlm.tasks.corrector.model import CorrectorMMDiT, Hypotheses
 from mmldlm.tasks.corrector.task import CorrectorTask
-from tests.models.mmdit.test_model import inputs
-from tests.models.mmdit.test_model import make as make_plain
+from tests.models.test_mmdit import inputs
+from tests.models.test_mmdit import make as make_plain
 
 PAD, EOS = 0, 2
 

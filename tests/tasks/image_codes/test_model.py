@@ -11,7 +11,7 @@ import torch
 
 from mmldlm.errors import UserError
 from mmldlm.models import MultimodalMMDiT
-from mmldlm.models.mmdit.config import ModelConfig
+from mmldlm.models.mmdit_config import ModelConfig
 from mmldlm.tasks.image_codes.config import ImageCodesModelConfig
 from mmldlm.tasks.image_codes.model import CodesMMDiT, CodeTargets
 

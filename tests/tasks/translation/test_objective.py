@@ -7,7 +7,7 @@ from mmldlm.data.batch_plan import BatchPlan, local_slots
 from mmldlm.data.store import Rows
 from mmldlm.errors import UserError
 from mmldlm.models import MultimodalMMDiT
-from mmldlm.models.mmdit.config import ModelConfig
+from mmldlm.models.mmdit_config import ModelConfig
 from mmldlm.tasks.translation.freezing import (
     apply_freezing,
     frozen_names,

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from mmldlm.diffusion.process import Divergence, DivergenceProcess
 from mmldlm.diffusion.timesteps import arcsine
-from mmldlm.models.plain.head import LogitsFunction
+from mmldlm.models.plain import LogitsFunction
 from mmldlm.tasks.baselines.common.text_pass import add_length_loss, forward_text
 from mmldlm.tasks.text_scores import TextScores, sum_by_row
 

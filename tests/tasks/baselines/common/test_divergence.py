@@ -14,7 +14,7 @@ from mmldlm.config.load import build_config
 from mmldlm.config.task_registry import find_task
 from mmldlm.data.batch_plan import BatchPlan, local_slots
 from mmldlm.data.store import Rows
-from mmldlm.models.plain.head import PlainTextHead
+from mmldlm.models.plain import PlainTextHead
 from mmldlm.tasks.baselines.common.divergence import row_scores
 
 DIM, SIZE, VOCAB, MASK, PAD, EOS = 6, 40, 24, 3, 0, 2
@@ -109,7 +109,7 @@ def test_gradients_add_up_however_the_batch_is_cut(name, conditioning, step):
 @pytest.mark.parametrize("name", TASKS)
 def test_the_head_gives_values_and_gradients_of_all_logits_at_once(name, monkeypatch):
     """In chunks of a few rows that a backward pass computes again, and in one."""
-    from mmldlm.models.plain import head as plain_head
+    from mmldlm.models import plain as plain_head
 
     data = data_of(name)
     (batch,) = micro_batches(name, data)

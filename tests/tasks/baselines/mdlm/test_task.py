@@ -11,7 +11,7 @@ import torch
 from mmldlm.evaluation.directions import likelihood_estimates
 from mmldlm.evaluation.gain import untrained_control
 from mmldlm.evaluation.nelbo import measure
-from mmldlm.models.plain.model import PlainTransformer
+from mmldlm.models.plain import PlainTransformer
 from mmldlm.sampling.pretrained import Pretrained
 from mmldlm.tasks.baselines.mdlm.config import MdlmModelConfig
 from mmldlm.tasks.baselines.mdlm.task import MdlmTask

@@ -5,7 +5,7 @@ import torch
 
 from mmldlm.errors import UserError
 from mmldlm.models import MultimodalMMDiT
-from mmldlm.models.mmdit.packing import PackingShape, pack
+from mmldlm.models.packing import PackingShape, pack
 
 pytestmark = pytest.mark.long
 

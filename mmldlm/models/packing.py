@@ -14,9 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from mmldlm.models.layers import cache_tensor, rotary_table
+from mmldlm.models.layers import QK_EPS, cache_tensor, rotary_table
 
-QK_EPS = 1e-6
 # Below this fraction of real positions, attention runs over samples of equal length (or over
 # ragged rows on a GPU) instead of over a rectangle with a mask.
 RECTANGLE_FILL = 0.9
@@ -117,6 +116,30 @@ class Packing(NamedTuple):
             )
         # Elsewhere additions would race, and in bf16 each would round.
         return torch.mm(self.modulation_one_hot, rows)
+
+
+def modulation_of_rows(
+    table: Tensor, packing: Packing, output_packing: Packing
+) -> tuple[Tensor, ...]:
+    """[T * B, 6 H] -> shift, scale of attention [R, H]; its gate, the MLP's shift, scale and gate
+    [Q, H].
+    """
+    if output_packing is packing:
+        return (
+            table.index_select(0, packing.modulation_index)
+            .view(-1, 6, table.shape[1] // 6)
+            .unbind(1)
+        )
+    inputs, outputs = table.tensor_split((table.shape[1] // 3,), 1)
+    return (
+        *inputs.index_select(0, packing.modulation_index).chunk(2, 1),
+        *outputs.index_select(0, output_packing.modulation_index).chunk(4, 1),
+    )
+
+
+def select_rows(x: Tensor, output_packing: Packing) -> Tensor:
+    """[R, H] -> [Q, H]."""
+    return x if output_packing.kept_rows is None else x.index_select(0, output_packing.kept_rows)
 
 
 def text_keys(

@@ -9,8 +9,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from mmldlm.models import MultimodalMMDiT
-from mmldlm.models.mmdit.config import ModelConfig
-from mmldlm.models.mmdit.packing import has_varlen
+from mmldlm.models.mmdit_config import ModelConfig
+from mmldlm.models.packing import has_varlen
 from tests.models.reference_mmdit import use_reference_blocks
 
 RELATIVE = (

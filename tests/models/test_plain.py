@@ -8,11 +8,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from mmldlm.models import plain_layout as layout
 from mmldlm.models.dropout import RowDropout
-from mmldlm.models.plain import layout
-from mmldlm.models.plain.config import PlainConfig
-from mmldlm.models.plain.decode import next_logits, start_text
-from mmldlm.models.plain.model import PlainTransformer
+from mmldlm.models.plain import PlainTransformer, next_logits, start_text
+from mmldlm.models.plain_config import PlainConfig
 
 CONDITIONINGS = ("none", "prefix", "adaln", "cross_attention")
 KINDS = [
@@ -272,7 +271,7 @@ def test_functions_of_chunks_of_logits(batch, monkeypatch):
     grads = []
     for rows_of_a_chunk in (1000, 4):
         monkeypatch.setattr(
-            "mmldlm.models.plain.head.rows_of_a_chunk", lambda *_, rows=rows_of_a_chunk: rows
+            "mmldlm.models.plain.rows_of_a_chunk", lambda *_, rows=rows_of_a_chunk: rows
         )
         model = make_model(False, "adaln", True)
         out = call(

@@ -6,8 +6,8 @@ from torch import nn
 
 from mmldlm.errors import UserError
 from mmldlm.models import MultimodalMMDiT
-from mmldlm.models.mmdit.config import ModelConfig
-from mmldlm.models.mmdit.encoders import LatentEncoder, grid_positions
+from mmldlm.models.mmdit import LatentEncoder, grid_positions
+from mmldlm.models.mmdit_config import ModelConfig
 
 BASE = dict(
     hidden_size=32,

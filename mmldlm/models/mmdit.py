@@ -7,29 +7,364 @@ from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from mmldlm.models import pretrained_io
-from mmldlm.models.dropout import RowDropout
+from mmldlm.models.dropout import ATTENTION, MLP, RowDropout
+from mmldlm.models.fused_block import BlockWeights, FusedBlock
 from mmldlm.models.latent_transformer import EncodedLatent, LatentTransformer, rows_of_positions
-from mmldlm.models.layers import Modulation, StreamLinear, TimestepEmbedding, compute_dtype
-from mmldlm.models.linear_cross_entropy import Candidates
-from mmldlm.models.mmdit.block import MMDiTBlock
-from mmldlm.models.mmdit.config import ModelConfig
-from mmldlm.models.mmdit.encoders import LatentEncoder, TextEncoder
-from mmldlm.models.mmdit.fused_block import select_rows
-from mmldlm.models.mmdit.heads import LatentHead, TextHead
-from mmldlm.models.mmdit.null_condition import apply_null_condition
-from mmldlm.models.mmdit.packing import (
+from mmldlm.models.layers import (
+    NORM_EPS,
+    QK_EPS,
+    Modulation,
+    QKNorm,
+    StreamLinear,
+    TimestepEmbedding,
+    apply_null_condition,
+    cache_tensor,
+    compute_dtype,
+    embedding,
+    has_no_hooks,
+    modulate,
+)
+from mmldlm.models.linear_cross_entropy import Candidates, linear_cross_entropy, linear_logits
+from mmldlm.models.mmdit_config import ModelConfig
+from mmldlm.models.packing import (
     Packing,
     PackingShape,
+    attend,
+    modulation_of_rows,
     pack,
     packed_positions,
     ragged_kind,
     row_positions,
+    select_rows,
     text_keys,
 )
+
+
+class TextEncoder(nn.Module):
+    """Token embedding times a constant, and the learned null text of samples without a text."""
+
+    def __init__(self, vocab_size: int, hidden_size: int, scale: float = 1.0):
+        super().__init__()
+        self.scale = scale
+        self.token_embedding = nn.Embedding(vocab_size, hidden_size)
+        self.null_text = nn.Parameter(torch.randn(hidden_size) * 0.02)
+
+    def forward(self, tokens: Tensor, first_rows: Tensor, is_null: Tensor | None) -> Tensor:
+        """[N] ids, [B] row of each sample's first token, [B] bool -> [N, H].
+
+        A null sample starts with the null text; the caller masks or leaves out what follows it.
+        """
+        table = self.token_embedding
+        x = embedding(table.weight, tokens) if has_no_hooks(table, nn.Embedding) else table(tokens)
+        x = x if self.scale == 1 else x * self.scale
+        return (
+            x if is_null is None else apply_null_condition(x, self.null_text, is_null, first_rows)
+        )
+
+
+def grid_positions(rows: int, columns: int, width: int) -> Tensor:
+    """Two-dimensional sinusoids of a grid's places, row by row; [rows * columns, width] fp32, of
+    amplitude 1.
+
+    The formula of MAE (arXiv 2111.06377) and DiT (arXiv 2212.09748): with n = width / 4 and w_k =
+    10000^(-k / n), k = 0 .. n - 1, a place (r, c) is [sin(c w), cos(c w), sin(r w), cos(r w)]. A
+    width that 4 does not divide takes the start of the next one that it does.
+    """
+    count = -(-width // 4)
+    frequencies = 1e4 ** (-torch.arange(count, dtype=torch.float64) / count)
+    row, column = torch.meshgrid(torch.arange(rows), torch.arange(columns), indexing="ij")
+    angles = [place.reshape(-1, 1) * frequencies for place in (column, row)]
+    parts = [function(angle) for angle in angles for function in (torch.sin, torch.cos)]
+    return torch.cat(parts, dim=1)[:, :width].float()
+
+
+@cache_tensor
+def _fixed_positions(
+    rows: int, columns: int, width: int, dtype: torch.dtype, device: torch.device
+) -> Tensor:
+    """`grid_positions` as [rows * columns, 1, width]."""
+    return grid_positions(rows, columns, width)[:, None].to(device, dtype)
+
+
+class LatentEncoder(nn.Module):
+    """N latents of D -> N * K chunk tokens and one pooled vector; learned nulls of samples without
+    a latent.
+
+    Args:
+        latent_dim: D.
+        tokens_per_latent: K.
+        num_latents: N.
+        hidden_size: width H of a token.
+        cond_dim: width C of the pooled vector.
+        grid: rows and columns of the latents, N in all: `latent_position` starts from
+            `grid_positions`. None: from noise of standard deviation 0.02. It is learned either
+            way.
+        grids: of images of several sizes, known by their number of places: `grid_positions` of the
+            sample's own grid, fixed, take the place of `latent_position`.
+    """
+
+    def __init__(
+        self,
+        latent_dim: int,
+        tokens_per_latent: int,
+        num_latents: int,
+        hidden_size: int,
+        cond_dim: int,
+        grid: list[int] | None = None,
+        grids: list[list[int]] | None = None,
+    ):
+        super().__init__()
+        self.grids = {math.prod(own): own for own in grids or []}
+        self.tokens_per_latent, self.hidden_size = tokens_per_latent, hidden_size
+        self.to_tokens = nn.Linear(latent_dim, tokens_per_latent * hidden_size)
+        self.to_pooled = nn.Sequential(
+            nn.Linear(latent_dim, cond_dim), nn.SiLU(), nn.Linear(cond_dim, cond_dim)
+        )
+        self.chunk_position = nn.Parameter(torch.randn(tokens_per_latent, hidden_size) * 0.02)
+        self.latent_position = None
+        if not self.grids:
+            self.latent_position = nn.Parameter(torch.randn(num_latents, 1, hidden_size) * 0.02)
+        self.null_tokens = nn.Parameter(torch.randn(tokens_per_latent, hidden_size) * 0.02)
+        self.null_pooled = nn.Parameter(torch.zeros(cond_dim))
+        # After the draw, so that the other weights start as without a grid.
+        if grid is not None and self.latent_position is not None:
+            self.latent_position.data.copy_(grid_positions(*grid, hidden_size)[:, None])
+
+    def forward(self, latents: Tensor, is_null: Tensor | None) -> tuple[Tensor, Tensor]:
+        """[B, N, D], [B] bool -> tokens [B, N * K, H], pooled [B, C]; a ValueError for N without a
+        grid of `grids`.
+        """
+        batch, count, _ = latents.shape
+        tokens = self.to_tokens(latents).view(
+            batch, count, self.tokens_per_latent, self.hidden_size
+        )
+        pooled = self.to_pooled(latents)
+        pooled = pooled.squeeze(1) if count == 1 else pooled.mean(dim=1)
+        if is_null is not None:
+            tokens = apply_null_condition(tokens, self.null_tokens, is_null)
+            pooled = apply_null_condition(pooled, self.null_pooled, is_null)
+        tokens = tokens + self.chunk_position + self._positions(count, tokens)
+        return tokens.flatten(1, 2), pooled
+
+    def _positions(self, count: int, tokens: Tensor) -> Tensor:
+        if self.latent_position is not None:
+            return self.latent_position[:count]
+        if count not in self.grids:
+            raise ValueError(
+                f"{count} latents, but model.latent_grids is {list(self.grids.values())}"
+            )
+        return _fixed_positions(*self.grids[count], self.hidden_size, tokens.dtype, tokens.device)
+
+
+KINDS = ("shift", "scale", "gate")
+
+
+class MMDiTBlock(nn.Module):
+    """Joint attention over [text | latent] and one MLP per stream, all under adaLN-Zero (DiT,
+    arXiv 2212.09748).
+
+    Linear layers have no biases: adaLN's shift of their inputs does the same per sample, and large
+    models train more stably without them (PaLM, arXiv 2204.02311).
+
+    Args:
+        hidden_size: width H.
+        n_heads: number of attention heads.
+        cond_dim: width of the conditioning vector.
+        mlp_ratio: MLP width over H.
+        qk_rmsnorm: RMS-normalize queries and keys in every head.
+        num_streams: number of streams.
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        n_heads: int,
+        cond_dim: int,
+        mlp_ratio: float,
+        qk_rmsnorm: bool,
+        num_streams: int = 2,
+    ):
+        super().__init__()
+        self.n_heads = n_heads
+        mlp_width = int(hidden_size * mlp_ratio)
+        self.modulation = Modulation(cond_dim, hidden_size, 2 * KINDS, groups=num_streams)
+        self.to_qkv = StreamLinear(hidden_size, 3 * hidden_size, num_streams)
+        self.qk_norm = QKNorm(hidden_size // n_heads, QK_EPS, num_streams) if qk_rmsnorm else None
+        self.to_out = StreamLinear(hidden_size, hidden_size, num_streams)
+        self.mlp_in = StreamLinear(hidden_size, mlp_width, num_streams)
+        self.mlp_out = StreamLinear(mlp_width, hidden_size, num_streams)
+
+    def forward(
+        self,
+        rows: Tensor,
+        condition: Tensor,
+        packing: Packing,
+        recompute: bool = False,
+        output_packing: Packing | None = None,
+        dropout: RowDropout | None = None,
+    ) -> Tensor:
+        """Run the block.
+
+        Args:
+            rows: real text tokens, then latent tokens (packing.py). [R, H]
+            condition: SiLU'd conditioning vector. [B, C]
+            packing: layout of the rows.
+            recompute: save only the inputs for the backward pass (where `runs_fused`).
+            output_packing: the Q rows whose outputs are used (`Packing.restrict_to`), for the last
+                block: after attention, only these are computed. None: all.
+            dropout: of the outputs of attention and MLP in this layer, for all rows. None: none.
+
+        Returns:
+            The rows after the block, [R, H]; with output_packing [Q, H].
+        """
+        output_packing = packing if output_packing is None else output_packing
+        if dropout is not None:
+            dropout = dropout.select(output_packing.kept_rows)
+        if not self.runs_fused():
+            return self._forward_reference(rows, condition, packing, output_packing, dropout)
+        weights = BlockWeights(
+            self.modulation.weight, self.modulation.bias, self.to_qkv.weight,
+            None if self.qk_norm is None else self.qk_norm.weight,
+            self.to_out.weight, self.mlp_in.weight, self.mlp_out.weight,
+        )  # fmt: skip
+        needs_grad = torch.is_grad_enabled()  # inside a Function grad mode is always off
+        return FusedBlock.apply(
+            rows,
+            condition,
+            packing,
+            output_packing,
+            self.n_heads,
+            dropout,
+            recompute,
+            needs_grad,
+            *weights,
+        )
+
+    def runs_fused(self) -> bool:
+        """Whether the block computes as one operation.
+
+        Not under torch.compile, which fuses and chooses what to save; and a hooked or replaced
+        layer must really be called.
+        """
+        layers = self._modules.values()
+        kinds = (Modulation, StreamLinear, QKNorm)
+        return not torch.compiler.is_compiling() and all(
+            layer is None or has_no_hooks(layer, *kinds) for layer in layers
+        )
+
+    def _forward_reference(
+        self,
+        rows: Tensor,
+        condition: Tensor,
+        packing: Packing,
+        output_packing: Packing,
+        dropout: RowDropout | None,
+    ) -> Tensor:
+        """The same computation with one call per layer, under autograd."""
+        ends, width = packing.stream_ends, rows.shape[1]
+        table = self.modulation(condition).unflatten(1, (len(ends), -1)).flatten(0, 1)
+        shift, scale, gate, mlp_shift, mlp_scale, mlp_gate = modulation_of_rows(
+            table, packing, output_packing
+        )
+        hidden = modulate(F.layer_norm(rows, (width,), eps=NORM_EPS), shift, scale)
+        qkv = self.to_qkv(hidden, ends).view(len(rows), 3, self.n_heads, -1)
+        queries_keys, values = qkv[:, :2], qkv[:, 2:]
+        if self.qk_norm is not None:
+            queries_keys = self.qk_norm(queries_keys, ends)
+        num_turned = packing.rotation.shape[0]
+        cos, sin = packing.rotation[:, 0, None, None].to(queries_keys.dtype).unbind(-1)
+        even, odd = queries_keys[:num_turned].unflatten(-1, (-1, 2)).unbind(-1)
+        rotated = torch.stack([even * cos - odd * sin, even * sin + odd * cos], -1).flatten(-2)
+        joint = torch.cat([torch.cat([rotated, queries_keys[num_turned:]]), values], dim=1)
+        mixed = attend(joint.index_select(0, packing.order), packing).index_select(
+            0, output_packing.inverse_order
+        )
+        ends = output_packing.stream_ends
+        attended = self.to_out(mixed, ends)
+        attended = attended if dropout is None else dropout.drop(attended, ATTENTION)
+        rows = torch.addcmul(select_rows(rows, output_packing), gate, attended)
+        hidden = modulate(F.layer_norm(rows, (width,), eps=NORM_EPS), mlp_shift, mlp_scale)
+        outer = self.mlp_out(F.gelu(self.mlp_in(hidden, ends)), ends)
+        outer = outer if dropout is None else dropout.drop(outer, MLP)
+        return torch.addcmul(rows, mlp_gate, outer)
+
+    @staticmethod
+    def split_streams(
+        output: Tensor, rows: Tensor, condition: Tensor, packing: Packing, recompute: bool = False,
+        output_packing: Packing | None = None, dropout: RowDropout | None = None,
+    ) -> tuple[Tensor, ...]:  # fmt: skip
+        """The result of forward(...) of these arguments, as text rows and latent rows."""
+        ends = (packing if output_packing is None else output_packing).stream_ends
+        return output.tensor_split(ends[:-1])
+
+
+class TextHead(nn.Module):
+    """adaLN, then a linear layer over the vocabulary, run only on the rows whose logits
+    are used.
+    """
+
+    def __init__(self, hidden_size: int, cond_dim: int, vocab_size: int, mask_token_id: int):
+        super().__init__()
+        self.mask_token_id = mask_token_id
+        self.norm = nn.LayerNorm(hidden_size, elementwise_affine=False, eps=1e-6)
+        self.modulation = Modulation(cond_dim, hidden_size, ("shift", "scale"))
+        self.weight = nn.Parameter(torch.randn(vocab_size, hidden_size) * 0.02)
+        self.bias = nn.Parameter(torch.zeros(vocab_size))
+
+    def forward(
+        self,
+        rows: Tensor,
+        sample: Tensor,
+        condition: Tensor,
+        targets: Tensor | None,
+        weights: Tensor | None,
+        candidates: Candidates | None = None,
+    ) -> dict[str, Tensor]:
+        """Score rows [M, H] of samples [M]; `MultimodalMMDiT.forward` documents the other
+        arguments and the result.
+        """
+        shift, scale = self.modulation(condition).index_select(0, sample).chunk(2, dim=-1)
+        rows = modulate(self.norm(rows), shift, scale)
+        if targets is not None:
+            loss_sum, nll, correct = linear_cross_entropy(
+                rows,
+                self.weight,
+                self.bias,
+                targets,
+                weights,
+                self.mask_token_id,
+                candidates=candidates,
+            )
+            return {"text_loss_sum": loss_sum, "text_nll": nll, "text_correct": correct}
+        logits = linear_logits(rows, self.weight, self.bias).float()
+        logits[:, self.mask_token_id].fill_(
+            float("-inf")
+        )  # an assignment would make the host wait for a GPU
+        return {"text_logits": logits}
+
+
+class LatentHead(nn.Module):
+    """adaLN, then the K chunk outputs of each latent, concatenated and projected (never averaged)
+    to P predictions.
+    """
+
+    def __init__(self, hidden_size: int, cond_dim: int, tokens_per_latent: int, outputs: int):
+        super().__init__()
+        self.tokens_per_latent = tokens_per_latent
+        self.norm = nn.LayerNorm(hidden_size, elementwise_affine=False, eps=1e-6)
+        self.modulation = Modulation(cond_dim, hidden_size, ("shift", "scale"))
+        self.to_latent = nn.Linear(tokens_per_latent * hidden_size, outputs)
+
+    def forward(self, x: Tensor, condition: Tensor) -> Tensor:
+        """[B, N * K, H] -> [B, N, P * D]."""
+        shift, scale = self.modulation(condition)[:, None].chunk(2, dim=-1)
+        x = modulate(self.norm(x), shift, scale)
+        return self.to_latent(x.reshape(x.shape[0], -1, self.tokens_per_latent * x.shape[-1]))
 
 
 class _LastRows(NamedTuple):
