@@ -107,11 +107,12 @@ class Ours:
         """What each call of the model computes."""
         found: list[Pass] = []
 
-        def note(module, args, kwargs):
-            real = args[4].sum(1)
-            found.append(Pass(len(real), int(real.sum()), len(kwargs["text_positions"])))
+        def note(module, args):
+            text, _, query = args
+            real = text.attention_mask.sum(1)
+            found.append(Pass(len(real), int(real.sum()), len(query.positions)))
 
-        handle = self.model.register_forward_pre_hook(note, with_kwargs=True)
+        handle = self.model.register_forward_pre_hook(note)
         self(sampler)
         handle.remove()
         return found

@@ -269,3 +269,8 @@ def embedding(weight: Tensor, ids: Tensor) -> Tensor:
     if weight.device.type != "cpu":
         return F.embedding(ids, weight)  # elsewhere additions would race
     return _Embedding.apply(weight, ids)
+
+
+def embed_ids(table: nn.Embedding, ids: Tensor) -> Tensor:
+    """Rows [N, H] of a table for ids [N], by `embedding` where the module need not be called."""
+    return embedding(table.weight, ids) if has_no_hooks(table, nn.Embedding) else table(ids)

@@ -167,6 +167,32 @@ def packed_positions(token_positions: Tensor | None, keys: Tensor | None) -> Ten
     return keys.flatten().nonzero()[:, 0]
 
 
+def packed_values(values: Tensor, packed: Tensor | None) -> Tensor:
+    """[N] values of the rows of the text, from [B, S]; packed [N]: their positions in B * S, None:
+    all.
+    """
+    return values.flatten() if packed is None else values.flatten().index_select(0, packed)
+
+
+def rows_of_positions(positions: Tensor, packed: Tensor | None) -> Tensor:
+    """[M] index among the computed text tokens of positions in B * S.
+
+    Args:
+        packed: ascending positions that are computed; None: all. [N]
+
+    Raises:
+        ValueError: (on a CPU) a position that is not computed.
+    """
+    if packed is None:
+        return positions
+    rows = torch.searchsorted(packed, positions.contiguous())
+    if packed.device.type == "cpu" and not torch.equal(
+        packed[rows.clamp_max(len(packed) - 1)], positions
+    ):
+        raise ValueError("the query's positions name padding: only real tokens are computed")
+    return rows
+
+
 class PackingShape(NamedTuple):
     """Sizes and kind of a packing: B, S, L, the width of a head, the rows' dtype and device.
 

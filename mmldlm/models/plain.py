@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -11,23 +10,24 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from mmldlm.models.dropout import ATTENTION, CROSS, MLP, RowDropout
-from mmldlm.models.latent_transformer import EncodedLatent, LatentTransformer, rows_of_positions
+from mmldlm.models.latent_transformer import (
+    EncodedLatent,
+    LatentInputs,
+    LatentTransformer,
+    ModelOutput,
+    TextInputs,
+)
 from mmldlm.models.layers import (
     NORM_EPS,
     Modulation,
     TimestepEmbedding,
     apply_null_condition,
     compute_dtype,
+    embed_ids,
     embedding,
-    has_no_hooks,
     modulate,
 )
-from mmldlm.models.linear_cross_entropy import (
-    Candidates,
-    linear_cross_entropy,
-    linear_logits,
-    rows_of_a_chunk,
-)
+from mmldlm.models.packing import packed_values, rows_of_positions
 from mmldlm.models.plain_config import PlainConfig
 from mmldlm.models.plain_layout import (
     Layout,
@@ -38,6 +38,14 @@ from mmldlm.models.plain_layout import (
     rotations,
     row_positions,
 )
+from mmldlm.models.token_scores import TokenQuery, TokenScores, score_tokens
+
+KeysValues = tuple[Tensor, Tensor]
+"""Keys and values of M tokens, each [B, M, heads, head_dim]."""
+
+
+# -- encoders
+# -------------------------------------------------------------------------------------------------
 
 
 class LatentTokens(nn.Module):
@@ -80,9 +88,8 @@ class PooledLatent(nn.Module):
         )
 
 
-KINDS = ("shift", "scale", "gate")
-KeysValues = tuple[Tensor, Tensor]
-"""Keys and values of M tokens, each [B, M, heads, head_dim]."""
+# -- block
+# -------------------------------------------------------------------------------------------------
 
 
 class RMSNorm(nn.Module):
@@ -141,9 +148,10 @@ class PlainBlock(nn.Module):
             config.causal,
             width // config.n_heads,
         )
-        self.modulation = (
-            Modulation(config.cond_width, width, 2 * KINDS) if config.is_modulated else None
-        )
+        kinds = 2 * ("shift", "scale", "gate")  # of attention, then of the MLP
+        self.modulation = None
+        if config.is_modulated:
+            self.modulation = Modulation(config.cond_width, width, kinds)
         self.attention_norm = None if config.is_modulated else RMSNorm(width)
         self.to_qkv = nn.Linear(width, 3 * width, bias=False)
         self.query_norm = RMSNorm(head_dim) if config.qk_rmsnorm else nn.Identity()
@@ -295,8 +303,8 @@ def of_rows(table: Tensor, sample: Tensor, parts: int) -> tuple[Tensor, ...]:
     return embedding(table.contiguous(), sample).chunk(parts, dim=-1)
 
 
-LogitsFunction = Callable[[Tensor, slice], Tensor]
-"""(fp32 logits [m, V] with -inf for [MASK], which of the M rows they are) -> [m, ...]."""
+# -- head
+# -------------------------------------------------------------------------------------------------
 
 
 class PlainTextHead(nn.Module):
@@ -306,73 +314,28 @@ class PlainTextHead(nn.Module):
         super().__init__()
         width = config.hidden_size
         self.mask_token_id = config.mask_token_id
-        self.modulation = (
-            Modulation(config.cond_width, width, ("shift", "scale"))
-            if config.is_modulated
-            else None
-        )
+        self.modulation = None
+        if config.is_modulated:
+            self.modulation = Modulation(config.cond_width, width, ("shift", "scale"))
         self.norm = None if config.is_modulated else RMSNorm(width)
         self.weight = nn.Parameter(torch.randn(config.vocab_size, width) * 0.02)
         self.bias = nn.Parameter(torch.zeros(config.vocab_size))
 
     def forward(
-        self,
-        rows: Tensor,
-        sample: Tensor,
-        condition: Tensor | None,
-        targets: Tensor | None = None,
-        weights: Tensor | None = None,
-        candidates: Candidates | None = None,
-        function: LogitsFunction | None = None,
-    ) -> dict[str, Tensor]:
-        """Score rows [M, H] of samples [M]; `PlainTransformer.forward` documents the rest."""
+        self, rows: Tensor, sample: Tensor, condition: Tensor | None, query: TokenQuery
+    ) -> TokenScores:
+        """Answer the query, whose positions have the rows [M, H] of the samples [M]."""
         if self.modulation is None:
             rows = self.norm(rows)
         else:
             shift, scale = of_rows(self.modulation(condition), sample, 2)
             rows = F.layer_norm(rows, (rows.shape[-1],), eps=NORM_EPS).to(rows.dtype)
             rows = modulate(rows, shift.to(rows.dtype), scale.to(rows.dtype))
-        if targets is not None:
-            loss_sum, nll, correct = linear_cross_entropy(
-                rows,
-                self.weight,
-                self.bias,
-                targets,
-                weights,
-                self.mask_token_id,
-                candidates=candidates,
-            )
-            return {"text_loss_sum": loss_sum, "text_nll": nll, "text_correct": correct}
-        if function is not None:
-            return {"text_function": self._by_chunks(rows, function)}
-        return {"text_logits": self._logits(rows)}
+        return score_tokens(rows, self.weight, self.bias, query, self.mask_token_id)
 
-    def _logits(self, rows: Tensor) -> Tensor:
-        logits = linear_logits(rows, self.weight, self.bias)
-        logits = logits if logits.dtype == torch.float64 else logits.float()
-        logits[:, self.mask_token_id].fill_(
-            float("-inf")
-        )  # an assignment would make the host wait for a GPU
-        return logits
 
-    def _by_chunks(self, rows: Tensor, function: LogitsFunction) -> Tensor:
-        """function of all logits, of which only a chunk's exist at once; the backward pass
-        computes them again.
-        """
-
-        def of_chunk(chunk: Tensor, which: slice) -> Tensor:
-            return function(self._logits(chunk), which)
-
-        size = rows_of_a_chunk(len(self.bias), rows.device.type, compute_dtype(rows).itemsize)
-        parts = []
-        for first in range(0, max(len(rows), 1), size):
-            which = slice(first, min(first + size, len(rows)))
-            parts.append(
-                checkpoint(
-                    of_chunk, rows[which], which, use_reentrant=False, preserve_rng_state=False
-                )
-            )
-        return torch.cat(parts)
+# -- model
+# -------------------------------------------------------------------------------------------------
 
 
 class PlainTransformer(LatentTransformer):
@@ -436,25 +399,19 @@ class PlainTransformer(LatentTransformer):
         if self.config.tie_embeddings:
             self.text_head.weight = self.token_embedding.weight
 
-    # -- latents
-    # ---------------------------------------------------------------------------------------------
+    # -- forward
 
     def encode_latents(
-        self,
-        latents: Tensor | None,
-        is_null: Tensor | None = None,
-        batch: int | None = None,
-        caches: bool = False,
-    ) -> EncodedLatent | None:
-        """Latents as the blocks read them, for `forward(encoded=...)`; None in an unconditional
+        self, latents: LatentInputs | None, batch: int | None = None, caches: bool = False
+    ) -> EncodedLatent:
+        """Encode latents as the blocks read them, for `forward`; nothing in an unconditional
         model.
 
         Args:
-            latents: in model space. None: the learned null, for `batch` samples. [B, D] or [B, N,
-                D]
-            is_null: bool, samples whose latents are replaced by the learned null. [B]
+            latents: Clean latents; None: the learned null, of `batch` samples.
             batch: B, without latents.
-            caches: compute the keys and values of all cross-attentions, too (sampling).
+            caches: Whether to compute the keys and values of all cross-attentions, too (for
+                sampling).
 
         Raises:
             ValueError: shapes that do not fit the config, or latents for a model that reads none.
@@ -467,10 +424,12 @@ class PlainTransformer(LatentTransformer):
                 )
             return EncodedLatent()
         if latents is None:
-            device = self.latent_mean.device
-            latents = torch.zeros(batch, config.num_latents, config.latent_dim, device=device)
-            is_null = torch.ones(batch, dtype=torch.bool, device=device)
-        points = latents[:, None] if latents.dim() == 2 else latents
+            assert batch is not None, "batch is needed without latents"
+            latents = self.null_latents(batch)
+        if latents.timesteps is not None:
+            raise ValueError("PlainTransformer reads clean latents: they have no timesteps")
+        values, is_null = latents.values, latents.is_null
+        points = values[:, None] if values.dim() == 2 else values
         self.check_latents(points)
         tokens = None if self.latent_tokens is None else self.latent_tokens(points, is_null)
         pooled = None if self.latent_pooled is None else self.latent_pooled(points, is_null)
@@ -479,108 +438,73 @@ class PlainTransformer(LatentTransformer):
             keys_values = tuple(block.cross.keys_values(tokens) for block in self.blocks)
         return EncodedLatent(tokens, pooled, keys_values)
 
-    # -- forward
-    # ---------------------------------------------------------------------------------------------
-
     def forward(
         self,
-        text_tokens: Tensor | None,
-        latents: Tensor | None = None,
-        text_timesteps: Tensor | None = None,
-        latent_timesteps: None = None,
-        attention_mask: Tensor | None = None,
+        text: TextInputs | None,
+        latents: LatentInputs | EncodedLatent | None = None,
+        query: TokenQuery | None = None,
         *,
-        latent_is_null: Tensor | None = None,
-        token_positions: Tensor | None = None,
-        text_positions: Tensor | None = None,
-        text_targets: Tensor | None = None,
-        text_weights: Tensor | None = None,
-        text_candidates: Candidates | None = None,
-        text_function: LogitsFunction | None = None,
-        encoded: EncodedLatent | None = None,
         dropout_keys: Tensor | None = None,
-    ) -> dict[str, Tensor]:
-        """Token distributions; the contract of MultimodalMMDiT.forward for text alone.
+    ) -> ModelOutput:
+        """Token distributions and length; a call of MultimodalMMDiT, for text alone.
 
         Args:
-            text_tokens: int64, S <= max_seq_len. A causal model takes the clean tokens, too: what
-                stands at a position changes the logits of later ones only. None: length_logits
-                alone. [B, S]
-            latents: in model space, clean. None: the learned null latent. [B, D] or [B, N, D]
-            text_timesteps: in [0, 1]; read if config.reads_time. None: 0. [B]
-            latent_timesteps: None (a place that MultimodalMMDiT has).
-            attention_mask: bool, True for real tokens, which padding follows. None: all real. [B,
-                S]
-            latent_is_null: bool, samples whose latents are replaced by the learned null. [B]
-            token_positions: int64 indices into B * S, ascending, of the real tokens. With
-                text_positions, only these are computed. None: found from the mask on a CPU; on a
-                GPU padding is computed, too. [N]
-            text_positions: int64 indices into B * S of the logits to compute, real tokens. None:
-                all of B * S. [M]
-            text_targets: int64 clean tokens at text_positions (None: at all of B * S, flat); their
-                NLLs are returned instead of logits. [M]
-            text_weights: fp32 weight of each target in text_loss_sum. [M] text_candidates: see
-                Candidates.
-            text_function: function of chunks of the logits (head.py), whose results are returned
-                instead of them: a loss over the vocabulary that never holds [M, V], forward or
-                backward. It must read no random numbers.
-            encoded: result of `encode_latents` in place of latents.
-            dropout_keys: int64, random, of each sample; needed in training with model.dropout,
+            text: Texts. A causal model takes the clean tokens, too: what stands at a position
+                changes the logits of later ones only. Timesteps are read with model.reads_time.
+                None: length_logits alone.
+            latents: Clean latents, or what `encode_latents` made of them. None: the learned null.
+            query: Text positions to score; None: logits of all.
+            dropout_keys: int64, random, one per sample; needed in training with model.dropout,
                 unused otherwise. [B]
-
-        Returns:
-            text_logits: fp32 with -inf for [MASK]; absent with targets or a function. [M, V], or
-                [B, S, V] without positions
-            text_loss_sum (fp32 scalar), text_nll and text_correct [M]: with targets.
-            text_function [M, ...]: with a function.
-            length_logits: of lengths 1..max_seq_len (EOS counted), given the latent; absent in a
-                causal model. [B, max_seq_len]
 
         Raises:
             ValueError: on shapes that do not fit the config, latents for a model that reads none,
                 dropout without keys, or (on a CPU) a scored position that is padding.
         """
-        if latent_timesteps is not None:
-            raise ValueError("PlainTransformer reads clean latents: latent_timesteps must be None")
-        if text_tokens is None:
-            return {"length_logits": self.length_logits(latents)}
-        self.check_length(text_tokens)
-        if encoded is None:
-            encoded = self.encode_latents(latents, latent_is_null, len(text_tokens))
-        condition = self.condition(encoded, text_timesteps, len(text_tokens))
-        selects = text_positions is not None
-        packed, mask = self._packed_positions(
-            text_tokens, attention_mask, token_positions, selects
-        )
-        rows = self._text_rows(text_tokens, packed)
+        if text is None:
+            assert isinstance(latents, LatentInputs), "without a text there are latents"
+            return ModelOutput(length_logits=self.length_logits(latents))
+        tokens, batch = text.tokens, len(text.tokens)
+        self.check_length(tokens)
+        encoded = latents
+        if not isinstance(encoded, EncodedLatent):
+            encoded = self.encode_latents(encoded, batch)
+        condition = self.condition(encoded, text.timesteps, batch)
+
+        query = TokenQuery() if query is None else query
+        # Without positions all logits are computed, those of padding included.
+        scored = query.positions
+        packed, mask = self._packed_positions(text, leaves_padding=scored is not None)
+        rows = self._text_rows(tokens, packed)
         prefix = encoded.tokens if self.config.conditioning == "prefix" else None
-        layout = self._lay_out(packed, mask, text_tokens, prefix, compute_dtype(rows))
+        layout = self._lay_out(packed, mask, tokens, prefix, compute_dtype(rows))
         if prefix is not None:
             rows = torch.cat([prefix.flatten(0, 1).to(rows.dtype), rows]).index_select(
                 0, layout.order
             )
         kept = layout.text_rows
-        if selects:
-            text_rows = rows_of_positions(text_positions, packed)
+        if scored is not None:
+            text_rows = rows_of_positions(scored, packed)
             kept = text_rows if kept is None else kept.index_select(0, text_rows)
-        dropout = self._dropout(dropout_keys, packed, text_tokens, prefix, layout)
+        dropout = self._dropout(dropout_keys, packed, tokens, prefix, layout)
         rows = self._run_blocks(rows, condition, layout, encoded, kept, dropout)
-        sample = layout.sample if kept is None else layout.sample.index_select(0, kept)
-        out = self.text_head(
-            rows, sample, condition, text_targets, text_weights, text_candidates, text_function
-        )
-        if not selects and "text_logits" in out:
-            out["text_logits"] = out["text_logits"].view(*text_tokens.shape, -1)
-        if self.length_head is not None:
-            out["length_logits"] = self._length_logits(encoded, len(text_tokens))
-        return out
 
-    def length_logits(self, latents: Tensor | None, batch: int | None = None) -> Tensor:
+        sample = layout.sample if kept is None else layout.sample.index_select(0, kept)
+        scores = self.text_head(rows, sample, condition, query)
+        if scored is None and scores.logits is not None:
+            scores = scores._replace(logits=scores.logits.view(*tokens.shape, -1))
+        length_logits = None
+        if self.length_head is not None:
+            length_logits = self._length_logits(encoded, batch)
+        return ModelOutput(scores, length_logits=length_logits)
+
+    def length_logits(self, latents: LatentInputs | None, batch: int | None = None) -> Tensor:
         """[B, max_seq_len] fp32 logits of the lengths 1.. alone, without a pass through the
         blocks.
         """
-        count = batch if latents is None else len(latents)
-        return self._length_logits(self.encode_latents(latents, None, count), count)
+        count = batch if latents is None else len(latents.values)
+        assert count is not None, "batch is needed without latents"
+        return self._length_logits(self.encode_latents(latents, count), count)
 
     def _length_logits(self, encoded: EncodedLatent, batch: int) -> Tensor:
         pooled = self.null_length.expand(batch, -1) if encoded.pooled is None else encoded.pooled
@@ -608,17 +532,18 @@ class PlainTransformer(LatentTransformer):
 
     @staticmethod
     def _packed_positions(
-        tokens: Tensor, mask: Tensor | None, positions: Tensor | None, selects: bool
+        text: TextInputs, leaves_padding: bool
     ) -> tuple[Tensor | None, Tensor | None]:
         """Which positions of the text [B, S] are computed ([N], None for all), and which may be
         attended to.
         """
-        mask = None if mask is None else mask.bool()
-        if not selects:
+        mask = None if text.attention_mask is None else text.attention_mask.bool()
+        if not leaves_padding:
             return None, mask
+        positions = text.token_positions
         if positions is None and mask is not None and mask.device.type == "cpu":
             positions = mask.flatten().nonzero()[:, 0]
-        if positions is not None and len(positions) == tokens.numel():
+        if positions is not None and len(positions) == text.tokens.numel():
             return None, None
         return positions, mask
 
@@ -667,9 +592,7 @@ class PlainTransformer(LatentTransformer):
         """[N, H] embeddings of the text; a causal model reads it one position late."""
         if self.start_token is not None:
             tokens = nn.functional.pad(tokens[:, :-1], (1, 0))
-        rows = self.embed(
-            tokens.flatten() if packed is None else tokens.flatten().index_select(0, packed)
-        )
+        rows = self.embed(packed_values(tokens, packed))
         if self.start_token is None:
             return rows
         first = torch.arange(0, tokens.numel(), tokens.shape[1], device=tokens.device)
@@ -678,8 +601,7 @@ class PlainTransformer(LatentTransformer):
 
     def embed(self, ids: Tensor) -> Tensor:
         """[N] -> [N, H]."""
-        table = self.token_embedding
-        rows = embedding(table.weight, ids) if has_no_hooks(table, nn.Embedding) else table(ids)
+        rows = embed_ids(self.token_embedding, ids)
         scale = self.config.token_embedding_scale
         return rows if scale == 1 else rows * scale
 
@@ -757,16 +679,18 @@ def start_text(
     """Return the cache of B empty texts; the prefix is computed here.
 
     Args:
-        model: causal.
-        latents: in model space; None: the null latent, or an unconditional model. [B, D] or [B, N,
+        model: Causal model.
+        latents: In model space; None: the null latent, or an unconditional model. [B, D] or [B, N,
             D]
         batch: B, without latents.
-        is_null: as latent_is_null of `PlainTransformer.forward`.
+        is_null: bool, samples whose latents are replaced by the learned null; None: none. [B]
     """
     config = model.config
     assert config.causal, "only a causal model keeps keys and values"
-    count = len(latents) if latents is not None else batch
-    encoded = model.encode_latents(latents, is_null, count, caches=True)
+    inputs = None if latents is None else LatentInputs(latents, is_null=is_null)
+    count = batch if latents is None else len(latents)
+    assert count is not None, "batch is needed without latents"
+    encoded = model.encode_latents(inputs, count, caches=True)
     prefix = encoded.tokens.shape[1] if config.conditioning == "prefix" else 0
     shape = (
         count,
@@ -810,9 +734,8 @@ def next_logits(model: PlainTransformer, cache: TextCache, tokens: Tensor | None
     rows = model.start_token.expand(cache.batch, -1) if tokens is None else model.embed(tokens)
     rows = _extend(model, rows, cache, 1)
     sample = torch.arange(cache.batch, device=rows.device)
-    return model.text_head(rows, sample, model.condition(cache.latent, None, cache.batch))[
-        "text_logits"
-    ]
+    condition = model.condition(cache.latent, None, cache.batch)
+    return model.text_head(rows, sample, condition, TokenQuery()).logits
 
 
 def _extend(model: PlainTransformer, rows: Tensor, cache: TextCache, steps: int) -> Tensor:

@@ -261,9 +261,9 @@ def test_a_noised_condition_needs_its_training_and_is_given_with_its_timestep(
     seen = []
 
     class Watched(toys.Toy):
-        def forward(self, tokens, latents, t, latent_t, *rest, **more):
-            seen.append((more["encoded"].tokens.clone(), latent_t))
-            return super().forward(tokens, latents, t, latent_t, *rest, **more)
+        def forward(self, text, latents=None, query=None):
+            seen.append((latents.tokens.clone(), latents.timesteps))
+            return super().forward(text, latents, query)
 
         def logits(self, tokens, latents, t, real):
             return torch.zeros(*tokens.shape, self.config.vocab_size)
