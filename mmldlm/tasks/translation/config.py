@@ -9,7 +9,7 @@ from pydantic import Field, model_validator
 from mmldlm.config.schema import Config, TrainingConfig
 from mmldlm.config.section import MAX_WEIGHT, FilledFromData, OnResume, Section, check_weights
 from mmldlm.data.config import StoreDataConfig, TokenizerConfig
-from mmldlm.models.mmdit.config import ModelConfig
+from mmldlm.models.mmdit_config import ModelConfig
 
 if TYPE_CHECKING:  # preflight reads a config without torch
     from mmldlm.diffusion import GaussianProcess
