@@ -9,12 +9,18 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from mmldlm.engines.base import Engine
+from mmldlm.engines.shards import ParameterShard
 from mmldlm.utils.moments import MOMENTS
+
+STREAMS = ("text", "latent")
+"""The halves of a block's parameters and outputs."""
 
 DEAD_AFTER_REPORTS = 10
 """Measured steps before a parameter without any gradient is reported as dead. adaLN-Zero and
@@ -139,7 +145,9 @@ class LayerStatsCollector:
         self._sums: Tensor | None = None  # of the step being measured
         self._muon_weights: dict[tuple[str, int], Tensor] = {}  # before it
         self._step = 0
-        self._num_reports, self._has_gradient, self._dead = 0, set(), set()
+        self._num_reports = 0
+        self._has_gradient: set[str] = set()
+        self._dead: set[str] = set()
         if interval:
             local_sizes = {
                 fragment.name: math.prod(fragment.shape) for fragment in engine.parameter_shards()
@@ -185,7 +193,7 @@ class LayerStatsCollector:
 
     def before_forward(self, step: int) -> None:
         """Start measuring, if this 1-based step is due (the same decision on every rank)."""
-        if self.interval and step % self.interval == 0:
+        if self._activations is not None and step % self.interval == 0:
             self._step = step
             self._activations.start()
 
@@ -196,9 +204,8 @@ class LayerStatsCollector:
         """
         if not self._step:
             return
-        self._sums = torch.zeros(
-            self._num_rows, len(_SUMS), dtype=torch.float64, device=self.engine.device
-        )
+        shape = self._num_rows, len(_SUMS)
+        self._sums = sums = torch.zeros(shape, dtype=torch.float64, device=self.engine.device)
         if not self.engine.saves_shards:  # another rank counts the same elements
             return
         groups = self.engine.optimizer_groups()
@@ -210,7 +217,7 @@ class LayerStatsCollector:
         for fragment, gradient in self.engine.gradient_shards():
             if not fragment.count:
                 continue
-            for row, part in self._parts(self._sums, fragment):
+            for row, part in self._parts(sums, fragment):
                 if gradient is None:
                     row[1] += part.stop - part.start
                     continue
@@ -222,7 +229,7 @@ class LayerStatsCollector:
                 row[1] += (piece.numel() - torch.count_nonzero(piece)).to(row.device)
                 row[2] += (~torch.isfinite(piece)).sum().to(row.device)
 
-    def _parts(self, sums: Tensor, fragment) -> list[tuple[Tensor, slice]]:
+    def _parts(self, sums: Tensor, fragment: ParameterShard) -> list[tuple[Tensor, slice]]:
         """Return the rows of a fragment's elements, each with the slice of elements that it
         counts.
         """
@@ -242,16 +249,16 @@ class LayerStatsCollector:
             lr: learning rate of the step.
             applied: False if its gradients were discarded.
         """
-        if not self._step:
+        sums, step, recorder = self._sums, self._step, self._activations
+        if sums is None or recorder is None:
             return None
-        sums, step = self._sums, self._step
         self._sums, self._step = None, 0
         if self.engine.saves_shards:
             self._add_updates(sums, lr, applied)
             self._muon_weights = {}
-        activations = self._activations.collect(self.engine.device)
+        activations = recorder.collect(self.engine.device)
         total = self.engine.sum_on_host(torch.cat([sums.flatten(), activations.flatten()]))
-        return self._report(step, applied, total)
+        return self._report(step, applied, total, recorder.rms(total[sums.numel() :]))
 
     def _add_updates(self, sums: Tensor, lr: float, applied: bool) -> None:
         states, groups = self.engine.optimizer_state(), self.engine.optimizer_groups()
@@ -271,28 +278,29 @@ class LayerStatsCollector:
                     if group.get("muon"):
                         update = weight - self._muon_weights[fragment.name, fragment.start][part]
                     else:
-                        moments = [fragment.slice_of(state[key])[part] for key in MOMENTS]
-                        update = adamw_update(weight, *moments, state["step"], lr, group)
+                        mean, square = (fragment.slice_of(state[key])[part] for key in MOMENTS)
+                        update = adamw_update(weight, mean, square, state["step"], lr, group)
                     row[4] += (
                         torch.linalg.vector_norm(update, dtype=torch.float64)
                         .square()
                         .to(row.device)
                     )
 
-    def _report(self, step: int, applied: bool, total: list[float]) -> LayerStats:
+    def _report(
+        self, step: int, applied: bool, total: list[float], rms: dict[str, float]
+    ) -> LayerStats:
         width = len(_SUMS)
         sizes = {name: self._numel[name] // len(rows) for name, rows in self._rows.items()}
         parts: dict[str, tuple[int, list[float]]] = {}  # part of a parameter -> elements, sums
         by_layer: dict[str, list] = {}  # layer -> entries of its parts
         for name, rows in self._rows.items():
-            layers = layers_of(name, len(rows), self._layers)
-            for part, layer, row in zip(parts_of(name, len(rows)), layers, rows, strict=True):
+            names = layers_of(name, len(rows), self._layers)
+            for part, layer, row in zip(parts_of(name, len(rows)), names, rows, strict=True):
                 parts[part] = sizes[name], total[width * row : width * (row + 1)]
                 by_layer.setdefault(layer, []).append(parts[part])
-        rms = self._activations.rms(total[width * self._num_rows :])
         self._num_reports += 1
         self._has_gradient |= {part for part, (size, sums) in parts.items() if sums[1] < size}
-        dead = []
+        dead: list[str] = []
         if self._num_reports >= DEAD_AFTER_REPORTS:
             dead = [
                 part for part in parts if part not in self._has_gradient and part not in self._dead
@@ -301,7 +309,7 @@ class LayerStatsCollector:
         parameters = {
             part: _tensor_stats(size, sums, applied) for part, (size, sums) in parts.items()
         }
-        layers = {}
+        layers: dict[str, TensorStats] = {}
         for layer in dict.fromkeys([*by_layer, *rms]):
             summed = [
                 math.fsum(values) for values in zip(*(part for _, part in by_layer.get(layer, [])))
@@ -341,7 +349,12 @@ def layers_of(name: str, parts: int, layers: Collection[str] = ()) -> list[str]:
 
 
 def adamw_update(
-    weight: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, step, lr: float, group: dict
+    weight: Tensor,
+    exp_avg: Tensor,
+    exp_avg_sq: Tensor,
+    step: Tensor | float,
+    lr: float,
+    group: dict,
 ) -> Tensor:
     """Return the weight change of AdamW's last step, reconstructed from its moments without a copy
     of the weights.
@@ -369,10 +382,6 @@ def _tensor_stats(
     return TensorStats(
         numel, math.sqrt(grad_sq), int(zeros), int(nonfinite), math.sqrt(weight_sq), update, rms
     )
-
-
-STREAMS = ("text", "latent")
-"""The halves of a block's parameters and outputs."""
 
 
 def layer_modules(model: nn.Module, prefix: str = "") -> dict[str, nn.Module]:
@@ -420,21 +429,16 @@ class ActivationRecorder:
         for module in self._names:
             compiled = module._compiled_call_impl
             if compiled is None:
-                self._undo.append(
-                    module.register_forward_hook(
-                        lambda m, inputs, out: self._record(m, out, inputs)
-                    ).remove
+                hook = module.register_forward_hook(
+                    lambda m, args, out: self._record(m, out, args)
                 )
+                self._undo.append(hook.remove)
             else:  # a hook would be compiled into the block permanently
                 module._compiled_call_impl = self._wrap(module, compiled)
-                self._undo.append(
-                    lambda module=module, call=compiled: setattr(
-                        module, "_compiled_call_impl", call
-                    )
-                )
+                self._undo.append(partial(setattr, module, "_compiled_call_impl", compiled))
 
-    def _wrap(self, module: nn.Module, call):
-        def wrapped(*args, **kwargs):
+    def _wrap(self, module: nn.Module, call: Callable[..., Any]) -> Callable[..., Any]:
+        def wrapped(*args: Any, **kwargs: Any) -> Any:
             output = call(*args, **kwargs)
             self._record(module, output, args)
             return output
@@ -442,11 +446,11 @@ class ActivationRecorder:
         return wrapped
 
     @torch.no_grad()
-    def _record(self, module: nn.Module, output, inputs: tuple) -> None:
-        if hasattr(
-            module, "split_streams"
-        ):  # a block returns its two streams as rows of one tensor
-            output = module.split_streams(output, *inputs)
+    def _record(self, module: nn.Module, output: Any, inputs: tuple) -> None:
+        # A block returns its two streams as rows of one tensor.
+        split_streams: Callable[..., Any] | None = getattr(module, "split_streams", None)
+        if split_streams is not None:
+            output = split_streams(output, *inputs)
         tensors, names = list(_float_tensors(output)), self._names[module]
         if len(names) != len(tensors):
             names = names[:1] * len(tensors)
@@ -480,7 +484,7 @@ class ActivationRecorder:
         self._undo = []
 
 
-def _float_tensors(output) -> Iterator[Tensor]:
+def _float_tensors(output: Any) -> Iterator[Tensor]:
     if isinstance(output, Tensor):
         if output.is_floating_point():
             yield output
