@@ -146,7 +146,7 @@ class PendingCheckpoint:
             )
             self.discard()
             more = f", and {len(messages) - 3} more ranks" if len(messages) > 3 else ""
-            reasons = ("; ".join(messages[:3]) or "on another rank") + more
+            reasons = "; ".join(messages[:3]) + more
             # There is none while a conversion writes the first checkpoint of its run.
             is_kept = os.path.lexists(self.run_dir / LATEST)
             kept = f" The previous checkpoint in {self.run_dir} is untouched." if is_kept else ""

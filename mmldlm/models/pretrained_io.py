@@ -18,11 +18,10 @@ from pydantic import ValidationError
 from torch import Tensor, nn
 
 from mmldlm.config.renamed_keys import is_removed_weight, model_config_with_new_names
-from mmldlm.config.section import Section
+from mmldlm.config.section import Section, describe_problems
 from mmldlm.errors import UserError
 from mmldlm.utils.atomic_files import write_text
 from mmldlm.utils.json_files import plain_value, read_json
-from mmldlm.utils.validation import describe_problems
 
 if TYPE_CHECKING:
     from mmldlm.models.mmdit import MultimodalMMDiT
