@@ -136,14 +136,14 @@ def with_new_names(values: dict[str, Any]) -> dict[str, Any]:
     renamed = without_unused_keys(values)
     for old, new in KEYS.items():
         section, _, name = old.partition(".")
-        found = renamed.get(section)
-        if isinstance(found, dict) and name in found:
-            found[new.partition(".")[2]] = found.pop(name)
+        keys = renamed.get(section)
+        if isinstance(keys, dict) and name in keys:
+            keys[new.partition(".")[2]] = keys.pop(name)
     for key, words in VALUES.items():
         section, _, name = key.partition(".")
-        found = renamed.get(section)
-        if isinstance(found, dict) and isinstance(found.get(name), str):
-            found[name] = words.get(found[name], found[name])
+        keys = renamed.get(section)
+        if isinstance(keys, dict) and isinstance(keys.get(name), str):
+            keys[name] = words.get(keys[name], keys[name])
     return renamed
 
 

@@ -217,8 +217,8 @@ def _dict_types(annotation: Any) -> tuple[Any, Any]:
         keys, items = get_args(annotation)
         return keys, items
     nested = get_args(annotation) if get_origin(annotation) is not Literal else ()
-    found = (_dict_types(part) for part in nested if part is not Ellipsis)
-    return next((types for types in found if types != (Any, Any)), (Any, Any))
+    dict_types = (_dict_types(part) for part in nested if part is not Ellipsis)
+    return next((types for types in dict_types if types != (Any, Any)), (Any, Any))
 
 
 def check_weights(key: str, weights: Mapping[str, float], least_share: float = 0.0) -> None:

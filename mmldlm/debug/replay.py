@@ -267,7 +267,7 @@ class Replay:
         model, module = self._cast_model(dtype)
         self._loss_scale = self.case["loss_scale"] if dtype == "fp16" else 1.0
         bad_weights = nonfinite_weights(model)
-        found = {
+        findings = {
             "clean": not bad_weights,
             "weights": [str(origin) for origin in bad_weights],
             "micro_batches": [],
@@ -286,7 +286,7 @@ class Replay:
                 "samples": [],
             }
             if not result.is_clean:
-                found["clean"] = False
+                findings["clean"] = False
                 print(
                     f"{dtype}     rank {entry['rank']} micro-batch {entry['micro']}:"
                     f" {result.summary()}"
@@ -298,14 +298,14 @@ class Replay:
                     )
                     num_left -= 1
                 print_samples(record["samples"])
-            found["micro_batches"].append(record)
-        if found["clean"]:
+            findings["micro_batches"].append(record)
+        if findings["clean"]:
             total = math.sqrt(math.fsum(norm * norm for norm in norms))
             print(
                 f"{dtype}     clean: all outputs and gradients are finite (combined gradient norm"
                 f" {total:.4g})"
             )
-        return found
+        return findings
 
     def _cast_model(self, dtype: str) -> tuple[nn.Module, nn.Module]:
         """Return (model, callable module) as the run's engine computes in this dtype."""

@@ -388,15 +388,15 @@ def layer_modules(model: nn.Module, prefix: str = "") -> dict[str, nn.Module]:
     """Return the layers that statistics name: the modules of every numbered stack, and the parts
     next to the stacks.
     """
-    found: dict[str, nn.Module] = {}
+    layers: dict[str, nn.Module] = {}
     for name, module in model.named_children():
         if isinstance(module, nn.ModuleList):
-            found |= {f"{prefix}{name}.{number}": block for number, block in enumerate(module)}
+            layers |= {f"{prefix}{name}.{number}": block for number, block in enumerate(module)}
         elif any(isinstance(child, nn.ModuleList) for child in module.modules()):
-            found |= layer_modules(module, f"{prefix}{name}.")
+            layers |= layer_modules(module, f"{prefix}{name}.")
         else:
-            found[f"{prefix}{name}"] = module
-    return found
+            layers[f"{prefix}{name}"] = module
+    return layers
 
 
 class ActivationRecorder:

@@ -72,11 +72,11 @@ def check_precision(engine: Engine, config: Config) -> None:
             configured.
     """
 
-    def mismatch(found: str) -> UserError:
+    def mismatch(difference: str) -> UserError:
         return UserError(
             f"training.dtype={config.training.dtype} everywhere, fp32 masters, accumulation and"
             " reduction",
-            found,
+            difference,
             "set precision in training.dtype alone",
         )
 

@@ -81,26 +81,24 @@ def load_skipped_step(run_dir: Path, event: str) -> dict:
         UserError: no such record; the existing ones are listed.
     """
     folder = run_dir / SKIPPED_STEPS_DIR
-    found = sorted(
+    records = sorted(
         (int(name[1]), path)
         for path in folder.glob("step_*.json")
         if (name := _RECORD.fullmatch(path.name))
     )
-    steps = [step for step, _ in found]
-    chosen = (
-        steps[-1:]
-        if event == "last"
-        else [int(event)]
-        if event.isascii() and event.isdigit()
-        else []
-    )
-    if not chosen or chosen[0] not in steps:
+    steps = [step for step, _ in records]
+    step = -1
+    if event == "last" and steps:
+        step = steps[-1]
+    elif event.isascii() and event.isdigit():
+        step = int(event)
+    if step not in steps:
         raise UserError(
             f"the step number of a skip in {folder}, or `last`",
             f"{event!r}; recorded steps: {join_some(steps, 8) or 'none'}",
             f"look up the step in a `skip` line of {run_dir / 'events.jsonl'}",
         )
-    return _read_record(found[steps.index(chosen[0])][1], chosen[0])
+    return _read_record(records[steps.index(step)][1], step)
 
 
 def _read_record(path: Path, step: int) -> dict:

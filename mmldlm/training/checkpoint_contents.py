@@ -78,20 +78,20 @@ def describe_rate_jump(checkpoint: Path, config: Config, state: TrainingState) -
     A longer schedule is stretched: the rate of a run that had reached its end rises again.
     """
     try:
-        then = with_new_names(read_yaml(checkpoint / CONFIG_FILE))
-        optimizer = OptimizerConfig(**then["optimizer"])
+        saved = with_new_names(read_yaml(checkpoint / CONFIG_FILE))
+        optimizer = OptimizerConfig(**saved["optimizer"])
         before = learning_rate(
-            state.applied_steps, int(then["training"]["num_train_steps"]), optimizer
+            state.applied_steps, int(saved["training"]["num_train_steps"]), optimizer
         )
     except (KeyError, TypeError, ValueError, OSError):  # of another release, or damaged: unknown
         return []
-    now = learning_rate(state.applied_steps, config.training.num_train_steps, config.optimizer)
-    if abs(now - before) <= 0.01 * before:
+    rate = learning_rate(state.applied_steps, config.training.num_train_steps, config.optimizer)
+    if abs(rate - before) <= 0.01 * before:
         return []
-    before, now = state.lr_scale * before, state.lr_scale * now
-    direction = "rises" if now > before else "falls"
+    before, rate = state.lr_scale * before, state.lr_scale * rate
+    direction = "rises" if rate > before else "falls"
     return [
-        f"the learning rate {direction} from {before:.3g} to {now:.3g} at step {state.step + 1}:"
+        f"the learning rate {direction} from {before:.3g} to {rate:.3g} at step {state.step + 1}:"
         f" the schedule is of training.num_train_steps={config.training.num_train_steps} and"
         " optimizer.*, not that of the checkpoint"
     ]
@@ -213,15 +213,15 @@ def read_files_to_keep(run: Run) -> dict[str, bytes]:
     return {name: text.encode("utf-8", "backslashreplace") for name, text in texts.items()} | files
 
 
-def write_metadata(path: Path, training_state: str, kept: dict[str, bytes]) -> None:
+def write_metadata(path: Path, training_state: str, files_to_keep: dict[str, bytes]) -> None:
     """Write everything next to the engine's files: state, config, model config, and files of the
     data.
 
     Args:
-        kept: what read_files_to_keep returned.
+        files_to_keep: what read_files_to_keep returned.
     """
     with naming_errors(path):
-        for name, content in {STATE_FILE: training_state.encode(), **kept}.items():
+        for name, content in {STATE_FILE: training_state.encode(), **files_to_keep}.items():
             (path / name).parent.mkdir(parents=True, exist_ok=True)
             (path / name).write_bytes(content)
 

@@ -43,9 +43,8 @@ LOCK = ".lock"
 # seconds of watching without a renewal after which a holder on another host counts as dead
 STALE_AFTER = 180.0
 RENEW_INTERVAL = 20.0  # seconds between two renewals, at least
-EXIT_GRACE = (
-    10.0  # seconds for a process on this host to exit: the previous job may just have been killed
-)
+# Seconds for a process on this host to exit: the previous job may just have been killed.
+EXIT_GRACE = 10.0
 _POLL = 0.5
 _MAX_BYTES = 1 << 20  # of a lock
 _MOST_VANISHED = 20  # times that a lock may exist when it is created and be gone when it is read
@@ -183,15 +182,15 @@ class RunLock:
 
     def release(self) -> None:
         """Release the lock if it is still this process's own. May be called twice."""
-        own, self._own = self._own, None
+        content, self._own = self._own, None
         atexit.unregister(self.release)
-        if own is not None and own["pid"] == os.getpid():  # not by a data loader's worker
+        if content is not None and content["pid"] == os.getpid():  # not by a data loader's worker
             with contextlib.suppress(OSError):
-                if _read(self.path) == own:
+                if _read(self.path) == content:
                     self.path.unlink()
 
     def _create(self) -> bool:
-        own = {
+        content = {
             "host": socket.gethostname(),
             "pid": os.getpid(),
             "job": os.environ.get("SLURM_JOB_ID"),
@@ -206,11 +205,11 @@ class RunLock:
             return False
         try:
             with open(file, "w", encoding="utf-8") as opened:
-                opened.write(json.dumps(own) + "\n")
+                opened.write(json.dumps(content) + "\n")
         except OSError:  # a full disk: an empty lock would block the next job
             self.path.unlink(missing_ok=True)
             raise
-        self._own, self._renewed = own, time.monotonic()
+        self._own, self._renewed = content, time.monotonic()
         atexit.register(self.release)  # also after an error; not after SIGKILL
         return True
 
@@ -250,18 +249,16 @@ def _read(path: Path) -> dict[str, Any]:
     """
     content = read_bytes(path, _MAX_BYTES)
     try:
-        found = json.loads(content)
+        fields = json.loads(content)
     except (ValueError, RecursionError):
         return {}
-    if not isinstance(found, dict):
+    if not isinstance(fields, dict):
         return {}
-    found = {"job": None, "born": None, **found}
-    are_typed = all(type(found.get(name)) in kinds for name, kinds in _FIELDS.items())
-    return (
-        found
-        if are_typed and 0 < found["pid"] < 1 << 31 and 0 <= found["restarts"] < 1 << 31
-        else {}
-    )
+    fields = {"job": None, "born": None, **fields}
+    are_typed = all(type(fields.get(name)) in kinds for name, kinds in _FIELDS.items())
+    if are_typed and 0 < fields["pid"] < 1 << 31 and 0 <= fields["restarts"] < 1 << 31:
+        return fields
+    return {}
 
 
 def _describe_holder(holder: dict[str, Any]) -> str:
@@ -277,11 +274,11 @@ def _host_key() -> list[str]:
     """Return what makes a PID unique: host name, boot and PID namespace (two containers may share
     the name).
     """
-    found = [socket.gethostname()]
+    key = [socket.gethostname()]
     with contextlib.suppress(OSError):
-        found.append(Path("/proc/sys/kernel/random/boot_id").read_text(encoding="utf-8").strip())
-        found.append(os.readlink("/proc/self/ns/pid"))
-    return found
+        key.append(Path("/proc/sys/kernel/random/boot_id").read_text(encoding="utf-8").strip())
+        key.append(os.readlink("/proc/self/ns/pid"))
+    return key
 
 
 def _is_alive(pid: int, born: str | None) -> bool:

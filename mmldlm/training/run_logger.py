@@ -272,8 +272,8 @@ class RunLogger:
             bad: Batch.bad of this rank.
             validation: evaluation samples; each is reported once per run.
         """
-        place = {"rank": self.engine.rank, "host": socket.gethostname()}
-        gathered = self.engine.gather_objects([{**sample, **place} for sample in bad])
+        sender = {"rank": self.engine.rank, "host": socket.gethostname()}
+        gathered = self.engine.gather_objects([{**sample, **sender} for sample in bad])
         if not self.run.is_main:
             return
         data, step = self.run.data, self.state.step

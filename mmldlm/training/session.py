@@ -286,16 +286,16 @@ def _compared_values(section: Section, prefix: str = "") -> dict[str, str]:
     """Values as `section.key`, without the paths themselves: each node may keep the data in a
     folder of its own.
     """
-    found: dict[str, str] = {}
+    values: dict[str, str] = {}
     for name in type(section).model_fields:
         value, key, marker = getattr(section, name), f"{prefix}{name}", section.path_marker(name)
         if isinstance(value, Section):
-            found |= _compared_values(value, f"{key}.")
+            values |= _compared_values(value, f"{key}.")
         elif marker is None or value is None or value in marker.words or marker.or_name:
-            found[key] = str(value)
+            values[key] = str(value)
         else:
-            found[key] = str(list(value.values())) if isinstance(value, dict) else "a path"
-    return found
+            values[key] = str(list(value.values())) if isinstance(value, dict) else "a path"
+    return values
 
 
 def check_run(config: Config, world_size: int) -> RunData:
