@@ -5,7 +5,8 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -30,7 +31,7 @@ def compute_dtype(tensor: Tensor) -> torch.dtype:
     return tensor.dtype
 
 
-def without_autocast(tensor: Tensor):
+def without_autocast(tensor: Tensor) -> AbstractContextManager[Any]:
     """A context for code that casts by itself (the meta device has no autocast)."""
     kind = tensor.device.type
     return (
@@ -63,15 +64,14 @@ def cache_tensor(make: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
     Not a buffer: engines that cast a module to bf16 would cast it too.
     """
-    cached: dict[tuple, Tensor] = {}
+    cached: dict[tuple[Any, ...], Tensor] = {}
 
     @functools.wraps(make)
-    def wrapper(*args) -> Tensor:
+    def wrapper(*args: Any) -> Tensor:
         if args in cached:
             return cached[args]
-        with torch.inference_mode(
-            False
-        ):  # an inference tensor could not be saved for a backward pass
+        # An inference tensor could not be saved for a backward pass.
+        with torch.inference_mode(False):
             tensor = make(*args)
         if type(tensor) is Tensor:  # a FakeTensor is of no use outside its mode
             if len(cached) == MAX_CACHED:
@@ -207,10 +207,10 @@ class TimestepEmbedding(nn.Module):
 
     def forward(self, t: Tensor) -> Tensor:
         """[B] timesteps in [0, 1] -> [B, cond_dim] in the MLP's dtype."""
-        return self.mlp(self.sinusoids(t).to(self.mlp[0].weight.dtype))
+        return self.mlp(self.sinusoids(t).to(next(self.mlp.parameters()).dtype))
 
 
-def rotary_table(length: int, head_dim: int, device, theta: float = 1e4) -> Tensor:
+def rotary_table(length: int, head_dim: int, device: torch.device, theta: float = 1e4) -> Tensor:
     """cos and sin of RoPE (arXiv 2104.09864), [length, head_dim / 2, 2] in fp32; dimensions 2 d
     and 2 d + 1 turn together."""
     inverse = theta ** (

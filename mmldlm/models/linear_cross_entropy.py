@@ -191,17 +191,15 @@ class _ChunkedHead:
         return scores
 
     def _add_weight_grad(self, grad_logits: Tensor, rows: slice) -> None:
+        total, product = self.grad_weight, self.product
+        assert total is not None
         weighted = (self.hidden[rows] * self.weights[rows]).to(self.low)
-        if self.product is None and rows.start:
-            torch.addmm(self.grad_weight, grad_logits.t(), weighted, out=self.grad_weight)
+        if product is None and rows.start:
+            torch.addmm(total, grad_logits.t(), weighted, out=total)
         else:
-            torch.mm(
-                grad_logits.t(),
-                weighted,
-                out=self.grad_weight if self.product is None else self.product,
-            )
-        if self.product is not None:
-            _add(self.grad_weight, self.product, is_first=rows.start == 0)
+            torch.mm(grad_logits.t(), weighted, out=total if product is None else product)
+        if product is not None:
+            _add(total, product, is_first=rows.start == 0)
 
 
 class _LinearCrossEntropy(torch.autograd.Function):

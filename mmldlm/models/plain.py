@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import ClassVar, cast
 
 import torch
 import torch.nn.functional as F
@@ -39,6 +41,7 @@ from mmldlm.models.plain_layout import (
     row_positions,
 )
 from mmldlm.models.token_scores import TokenQuery, TokenScores, score_tokens
+from mmldlm.utils.validation import not_none
 
 KeysValues = tuple[Tensor, Tensor]
 """Keys and values of M tokens, each [B, M, heads, head_dim]."""
@@ -239,11 +242,11 @@ class PlainBlock(nn.Module):
         self, rows: Tensor, table: Tensor | None, layout: Layout
     ) -> tuple[Tensor, ...]:
         if table is None:
+            assert self.attention_norm is not None
             hidden = self.attention_norm(rows)
         else:
-            hidden = _modulated_norm(
-                rows, *of_rows(table[:, : 2 * rows.shape[1]], layout.sample, 2)
-            )
+            shift, scale = of_rows(table[:, : 2 * rows.shape[1]], layout.sample, 2)
+            hidden = _modulated_norm(rows, shift, scale)
         query, key, value = self.to_qkv(hidden).unflatten(-1, (3, self.n_heads, -1)).unbind(1)
         return self.query_norm(query), self.key_norm(key), value
 
@@ -267,15 +270,16 @@ class PlainBlock(nn.Module):
         gate = None if table is None else of_rows(table[:, 2 * width : 3 * width], sample, 1)[0]
         rows = _add(rows, _drop(self.to_out(mixed), dropout, ATTENTION), gate)
         if self.cross is not None:
+            assert latent is not None
             keys_values = latent if isinstance(latent, tuple) else self.cross.keys_values(latent)
             rows = rows + _drop(self.cross(rows, keys_values, layout), dropout, CROSS)
         if kept is not None:
             dropout = None if dropout is None else dropout.select(kept)
             rows, sample = rows[kept], sample[kept]
         if table is None:
-            return rows + _drop(
-                self.mlp_out(F.gelu(self.mlp_in(self.mlp_norm(rows)))), dropout, MLP
-            )
+            assert self.mlp_norm is not None
+            outer = self.mlp_out(F.gelu(self.mlp_in(self.mlp_norm(rows))))
+            return rows + _drop(outer, dropout, MLP)
         shift, scale, gate = of_rows(table[:, 3 * width :], sample, 3)
         outer = self.mlp_out(F.gelu(self.mlp_in(_modulated_norm(rows, shift, scale))))
         return _add(rows, _drop(outer, dropout, MLP), gate)
@@ -313,19 +317,20 @@ class PlainTextHead(nn.Module):
     def __init__(self, config: PlainConfig):
         super().__init__()
         width = config.hidden_size
-        self.mask_token_id = config.mask_token_id
+        self.mask_token_id = not_none(config.mask_token_id)
         self.modulation = None
         if config.is_modulated:
             self.modulation = Modulation(config.cond_width, width, ("shift", "scale"))
         self.norm = None if config.is_modulated else RMSNorm(width)
-        self.weight = nn.Parameter(torch.randn(config.vocab_size, width) * 0.02)
-        self.bias = nn.Parameter(torch.zeros(config.vocab_size))
+        self.weight = nn.Parameter(torch.randn(not_none(config.vocab_size), width) * 0.02)
+        self.bias = nn.Parameter(torch.zeros(not_none(config.vocab_size)))
 
     def forward(
         self, rows: Tensor, sample: Tensor, condition: Tensor | None, query: TokenQuery
     ) -> TokenScores:
         """Answer the query, whose positions have the rows [M, H] of the samples [M]."""
         if self.modulation is None:
+            assert self.norm is not None
             rows = self.norm(rows)
         else:
             shift, scale = of_rows(self.modulation(condition), sample, 2)
@@ -353,10 +358,15 @@ class PlainTransformer(LatentTransformer):
         UserError: one of those is missing or out of range.
     """
 
+    config_class: ClassVar[type[PlainConfig]] = PlainConfig
+    config: PlainConfig
+    blocks: Sequence[PlainBlock]
+
     def __init__(self, config: PlainConfig):
         super().__init__(config)
-        width, cond, dim = config.hidden_size, config.cond_width, config.latent_dim
-        self.token_embedding = nn.Embedding(config.vocab_size + config.extra_input_tokens, width)
+        width, cond, dim = config.hidden_size, config.cond_width, not_none(config.latent_dim)
+        num_ids = not_none(config.vocab_size) + config.extra_input_tokens
+        self.token_embedding = nn.Embedding(num_ids, width)
         self.start_token = nn.Parameter(torch.randn(width) * 0.02) if config.causal else None
         self.latent_tokens = self.latent_pooled = self.null_length = None
         if config.has_latent_tokens:
@@ -364,7 +374,8 @@ class PlainTransformer(LatentTransformer):
         if config.pools_latent:
             self.latent_pooled = PooledLatent(dim, cond)
         self.timestep = TimestepEmbedding(cond) if config.reads_time else None
-        self.blocks = nn.ModuleList(PlainBlock(config) for _ in range(config.n_blocks))
+        blocks = nn.ModuleList(PlainBlock(config) for _ in range(config.n_blocks))
+        self.blocks = cast("Sequence[PlainBlock]", blocks)
         self.text_head = PlainTextHead(config)
         self.length_head = None
         if config.has_length_head:
@@ -397,7 +408,7 @@ class PlainTransformer(LatentTransformer):
             block.to_out.weight.mul_(branches)
             block.mlp_out.weight.mul_(branches)
         if self.config.tie_embeddings:
-            self.text_head.weight = self.token_embedding.weight
+            self.text_head.weight = cast("nn.Parameter", self.token_embedding.weight)
 
     # -- forward
 
@@ -434,8 +445,8 @@ class PlainTransformer(LatentTransformer):
         tokens = None if self.latent_tokens is None else self.latent_tokens(points, is_null)
         pooled = None if self.latent_pooled is None else self.latent_pooled(points, is_null)
         keys_values = None
-        if caches and config.conditioning == "cross_attention":
-            keys_values = tuple(block.cross.keys_values(tokens) for block in self.blocks)
+        if caches and tokens is not None and config.conditioning == "cross_attention":
+            keys_values = tuple(not_none(block.cross).keys_values(tokens) for block in self.blocks)
         return EncodedLatent(tokens, pooled, keys_values)
 
     def forward(
@@ -478,10 +489,9 @@ class PlainTransformer(LatentTransformer):
         rows = self._text_rows(tokens, packed)
         prefix = encoded.tokens if self.config.conditioning == "prefix" else None
         layout = self._lay_out(packed, mask, tokens, prefix, compute_dtype(rows))
-        if prefix is not None:
-            rows = torch.cat([prefix.flatten(0, 1).to(rows.dtype), rows]).index_select(
-                0, layout.order
-            )
+        if prefix is not None and layout.order is not None:
+            both = torch.cat([prefix.flatten(0, 1).to(rows.dtype), rows])
+            rows = both.index_select(0, layout.order)
         kept = layout.text_rows
         if scored is not None:
             text_rows = rows_of_positions(scored, packed)
@@ -507,7 +517,10 @@ class PlainTransformer(LatentTransformer):
         return self._length_logits(self.encode_latents(latents, count), count)
 
     def _length_logits(self, encoded: EncodedLatent, batch: int) -> Tensor:
-        pooled = self.null_length.expand(batch, -1) if encoded.pooled is None else encoded.pooled
+        assert self.length_head is not None, "a causal model has no length head"
+        pooled = encoded.pooled
+        if pooled is None:
+            pooled = not_none(self.null_length).expand(batch, -1)
         return self.length_head(pooled).float()
 
     def condition(
@@ -527,7 +540,7 @@ class PlainTransformer(LatentTransformer):
             )
             parts.append(self.timestep(clean))
         if self.config.conditioning == "adaln" or self.config.reads_pooled:
-            parts.append(encoded.pooled)
+            parts.append(not_none(encoded.pooled))
         return nn.functional.silu(sum(parts[1:], parts[0]))
 
     @staticmethod
@@ -556,18 +569,14 @@ class PlainTransformer(LatentTransformer):
         dtype: torch.dtype,
     ) -> Layout:
         head_dim = self.config.hidden_size // self.config.n_heads
-        may_loop = (
-            not self._blocks_are_compiled
-        )  # a loop over lengths would be compiled again for every batch
-        num_rows, shape = (
-            0 if prefix is None else prefix.shape[1],
-            (tokens.shape[0], tokens.shape[1]),
-        )
-        layout = lay_out(packed, mask, shape, num_rows, head_dim, dtype, tokens.device, may_loop)
-        if (
-            self._blocks_are_compiled
-        ):  # else a batch of head_dim / 2 samples would be taken for the same size
-            torch._dynamo.mark_static(layout.rotation, (1, 2, 3))
+        # A loop over lengths would be compiled again for every batch.
+        may_loop = not self._blocks_are_compiled
+        num_prefix = 0 if prefix is None else prefix.shape[1]
+        shape = (tokens.shape[0], tokens.shape[1])
+        layout = lay_out(packed, mask, shape, num_prefix, head_dim, dtype, tokens.device, may_loop)
+        if self._blocks_are_compiled:
+            # Else a batch of head_dim / 2 samples would be taken for the same size.
+            torch._dynamo.mark_static(layout.rotation, [1, 2, 3])
         return layout
 
     def _dropout(
@@ -580,7 +589,7 @@ class PlainTransformer(LatentTransformer):
     ) -> RowDropout | None:
         """Dropout of all rows, where this pass has any."""
         rate = self.dropout_rate(keys)
-        if rate == 0:
+        if rate == 0 or keys is None:
             return None
         num_prefix = 0 if prefix is None else prefix.shape[1]
         places = 3 if self.config.conditioning == "cross_attention" else 2
@@ -691,20 +700,14 @@ def start_text(
     count = batch if latents is None else len(latents)
     assert count is not None, "batch is needed without latents"
     encoded = model.encode_latents(inputs, count, caches=True)
-    prefix = encoded.tokens.shape[1] if config.conditioning == "prefix" else 0
-    shape = (
-        count,
-        config.n_heads,
-        prefix + config.max_seq_len,
-        config.hidden_size // config.n_heads,
-    )
-    past = [
-        (model.start_token.new_empty(shape), model.start_token.new_empty(shape))
-        for _ in model.blocks
-    ]
-    cache = TextCache(encoded, past, prefix)
-    if prefix:
-        _extend(model, encoded.tokens.flatten(0, 1), cache, prefix)
+    tokens = encoded.tokens if config.conditioning == "prefix" else None
+    prefix = 0 if tokens is None else tokens.shape[1]
+    capacity, head_dim = prefix + config.max_seq_len, config.hidden_size // config.n_heads
+    new = not_none(model.start_token).new_empty
+    shape = (count, config.n_heads, capacity, head_dim)
+    cache = TextCache(encoded, [(new(shape), new(shape)) for _ in model.blocks], prefix)
+    if tokens is not None:
+        _extend(model, tokens.flatten(0, 1), cache, prefix)
     return cache
 
 
@@ -731,11 +734,14 @@ def next_logits(model: PlainTransformer, cache: TextCache, tokens: Tensor | None
         raise ValueError(
             f"the texts already have model.max_seq_len={model.config.max_seq_len} tokens"
         )
-    rows = model.start_token.expand(cache.batch, -1) if tokens is None else model.embed(tokens)
+    if tokens is None:
+        rows = not_none(model.start_token).expand(cache.batch, -1)
+    else:
+        rows = model.embed(tokens)
     rows = _extend(model, rows, cache, 1)
     sample = torch.arange(cache.batch, device=rows.device)
     condition = model.condition(cache.latent, None, cache.batch)
-    return model.text_head(rows, sample, condition, TokenQuery()).logits
+    return not_none(model.text_head(rows, sample, condition, TokenQuery()).logits)
 
 
 def _extend(model: PlainTransformer, rows: Tensor, cache: TextCache, steps: int) -> Tensor:

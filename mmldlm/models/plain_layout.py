@@ -134,11 +134,10 @@ def row_positions(
     text = (
         torch.arange(batch * length, device=device) if positions is None else positions
     ) % length
-    if not prefix:
+    if order is None:
         return text
-    return torch.cat([-1 - torch.arange(prefix, device=device).repeat(batch), text]).index_select(
-        0, order
-    )
+    before = -1 - torch.arange(prefix, device=device).repeat(batch)
+    return torch.cat([before, text]).index_select(0, order)
 
 
 @cache_tensor
@@ -173,18 +172,18 @@ def _attend(query: Tensor, key: Tensor, value: Tensor, layout: Layout, causal: b
 
         window = (-1, 0) if causal else (-1, -1)
         starts, width = layout.starts, layout.width
-        return varlen_attn(
-            query, key, value, starts, starts, width, width, window_size=window
-        ).flatten(1)
+        mixed = varlen_attn(query, key, value, starts, starts, width, width, window_size=window)
+        assert isinstance(mixed, Tensor)  # a pair only where it is asked for
+        return mixed.flatten(1)
     if layout.lengths is not None:
-        parts = zip(
-            *(x.transpose(0, 1)[None].split(layout.lengths, dim=2) for x in (query, key, value))
+        queries, keys, values = (
+            x.transpose(0, 1)[None].split(layout.lengths, dim=2) for x in (query, key, value)
         )
-        mixed = [
-            F.scaled_dot_product_attention(*part, is_causal=causal)[0].transpose(0, 1)
-            for part in parts
+        samples = [
+            F.scaled_dot_product_attention(q, k, v, is_causal=causal)[0].transpose(0, 1)
+            for q, k, v in zip(queries, keys, values)
         ]
-        return torch.cat(mixed).flatten(1)
+        return torch.cat(samples).flatten(1)
     query, key, value = (to_rectangle(x, layout) for x in (query, key, value))
     # Padding follows the text, so that a causal position never sees it.
     mask = None if causal else layout.key_mask
@@ -208,21 +207,17 @@ def cross_attend(query: Tensor, key: Tensor, value: Tensor, layout: Layout) -> T
                 0, (layout.batch + 1) * tokens, tokens, dtype=torch.int32, device=query.device
             )
             key, value = key.flatten(0, 1), value.flatten(0, 1)
-            return (
-                varlen_attn(query, key, value, layout.starts, ends, layout.width, tokens)
-                .flatten(1)
-                .to(low)
-            )
+            mixed = varlen_attn(query, key, value, layout.starts, ends, layout.width, tokens)
+            assert isinstance(mixed, Tensor)  # a pair only where it is asked for
+            return mixed.flatten(1).to(low)
         key, value = key.transpose(1, 2), value.transpose(1, 2)
         if layout.lengths is not None:
             parts = query.transpose(0, 1)[None].split(layout.lengths, dim=2)
-            mixed = [
-                F.scaled_dot_product_attention(part, key[i : i + 1], value[i : i + 1])[
-                    0
-                ].transpose(0, 1)
-                for i, part in enumerate(parts)
+            samples = [
+                F.scaled_dot_product_attention(part, k, v)[0].transpose(0, 1)
+                for part, k, v in zip(parts, key.split(1), value.split(1))
             ]
-            return torch.cat(mixed).flatten(1).to(low)
+            return torch.cat(samples).flatten(1).to(low)
         mixed = F.scaled_dot_product_attention(to_rectangle(query, layout), key, value)
         return from_rectangle(mixed, layout).to(low)
 

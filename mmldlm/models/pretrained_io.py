@@ -1,4 +1,4 @@
-"""Read and write a model in Hugging Face's layout: model.safetensors (or shards with an index) and
+"""Read a model in Hugging Face's layout: model.safetensors (or shards with an index) and
 config.json.
 
 config.json is compared with the tensors' shapes before a model is built from it.
@@ -8,10 +8,9 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from pydantic import ValidationError
@@ -20,13 +19,11 @@ from torch import Tensor, nn
 from mmldlm.config.renamed_keys import is_removed_weight, model_config_with_new_names
 from mmldlm.config.section import Section
 from mmldlm.errors import UserError
-from mmldlm.utils.atomic_files import write_text
-from mmldlm.utils.json_files import plain_value, read_json
+from mmldlm.models.latent_transformer import LatentTransformer
+from mmldlm.utils.json_files import read_json
 from mmldlm.utils.validation import describe_problems
 
-if TYPE_CHECKING:
-    from mmldlm.models.mmdit import MultimodalMMDiT
-
+Model = TypeVar("Model", bound=LatentTransformer)
 AnySection = TypeVar("AnySection", bound=Section)
 
 CONVERT = "make the folder with `mmldlm convert RUN/latest OUT`"
@@ -34,24 +31,7 @@ COPY_AGAIN = "copy it again from its source, or convert the checkpoint again"
 _DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
-def write(model: MultimodalMMDiT, folder: Path) -> None:
-    """Write model.safetensors and config.json into folder; a tied head is stored once."""
-    from safetensors.torch import save_file
-
-    folder.mkdir(parents=True, exist_ok=True)
-    tensors = {name: tensor.contiguous() for name, tensor in model.state_dict().items()}
-    if model.config.tie_embeddings:
-        del tensors["text_head.weight"]
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    write_text(
-        folder / "config.json",
-        json.dumps(model.config_dict(), indent=2, default=plain_value) + "\n",
-    )
-
-
-def read(
-    kind: type[MultimodalMMDiT], path: str | Path, device: str, dtype: torch.dtype
-) -> MultimodalMMDiT:
+def read(kind: type[Model], path: str | Path, device: str, dtype: torch.dtype) -> Model:
     """Implement `MultimodalMMDiT.from_pretrained`."""
     folder = Path(path)
     if not folder.is_dir():
