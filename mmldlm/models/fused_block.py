@@ -230,7 +230,7 @@ def _forward(
     unit = length = softmax_scale = None
     rotated = queries_keys if qkv.dtype == exact else torch.empty_like(queries_keys, dtype=exact)
     if weights.qk_norm is not None:
-        # Of length 1 here, of mean square 1 in the model: the softmax's scale makes up for it.
+        # Unit-norm here, unit-RMS in the model; the softmax scale compensates.
         softmax_scale = (width // heads) ** 0.5
         length = torch.linalg.vector_norm(queries_keys, dim=-1, keepdim=True, dtype=exact).hypot(
             packing.eps

@@ -29,15 +29,15 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from mmldlm.models import pretrained_io
-from mmldlm.models.dropout import ATTENTION, MLP, RowDropout
-from mmldlm.models.fused_block import BlockWeights, FusedBlock
-from mmldlm.models.latent_transformer import (
+from mmldlm.models.base import (
+    BaseTransformer,
     EncodedLatent,
     LatentInputs,
-    LatentTransformer,
     ModelOutput,
     TextInputs,
 )
+from mmldlm.models.dropout import ATTENTION, MLP, RowDropout
+from mmldlm.models.fused_block import BlockWeights, FusedBlock
 from mmldlm.models.layers import (
     NORM_EPS,
     QK_EPS,
@@ -347,7 +347,7 @@ class LatentHead(nn.Module):
 # -------------------------------------------------------------------------------------------------
 
 
-class MultimodalMMDiT(LatentTransformer):
+class MultimodalMMDiT(BaseTransformer):
     """Two-stream diffusion transformer over text tokens and sentence embeddings (or images).
 
     Joint bidirectional attention as in SD3's MMDiT (arXiv 2403.03206), adaLN-Zero conditioning
@@ -434,7 +434,7 @@ class MultimodalMMDiT(LatentTransformer):
         """
         reads_text = text is not None
         if text is None:
-            text = self._null_text(latents)
+            text, query = self._null_text(latents)
         self.check_length(text.tokens)
         encoded = latents
         if not isinstance(encoded, EncodedLatent):
@@ -445,17 +445,13 @@ class MultimodalMMDiT(LatentTransformer):
         query = TokenQuery() if query is None else query
         # Without positions all logits are computed, those of padding included.
         scored = query.positions
-        # The null text is one row of each sample, which needs no mask.
-        keyed = text if reads_text else TextInputs(text.tokens)
-        packed, packing = self._pack(keyed, encoded.tokens, leaves_padding=scored is not None)
+        packed, packing = self._pack(text, encoded.tokens, leaves_padding=scored is not None)
         text_rows = self.embed_text(
             text, packed, packing, encoded, side_inputs if reads_text else None
         )
         outputs = packing  # of the rows that a head reads
-        if not reads_text or scored is not None:
-            read = packing.first_rows[:0]
-            if reads_text and scored is not None:
-                read = rows_of_positions(scored, packed)
+        if scored is not None:
+            read = rows_of_positions(scored, packed)
             outputs = packing.restrict_to(read, not isinstance(latents, EncodedLatent))
         dropout = self._dropout(dropout_keys, packed, text.tokens.shape[1], packing)
         rows = torch.cat([text_rows, encoded.tokens.flatten(0, 1)])
@@ -474,14 +470,20 @@ class MultimodalMMDiT(LatentTransformer):
                 scores = scores._replace(logits=scores.logits.view(*text.tokens.shape, -1))
         return ModelOutput(scores, latent_output, length_logits)
 
-    def _null_text(self, latents: LatentInputs | EncodedLatent | None) -> TextInputs:
-        """The texts of latents without one: one token each, which the learned null replaces."""
+    def _null_text(
+        self, latents: LatentInputs | EncodedLatent | None
+    ) -> tuple[TextInputs, TokenQuery]:
+        """The texts of latents without any: one token each, which the learned null replaces and
+        which nothing asks for.
+        """
         if not isinstance(latents, LatentInputs):
             raise ValueError("forward needs text or latents")
         batch, device = len(latents.values), latents.values.device
         pad_token_id = not_none(self.config.pad_token_id)
         tokens = torch.full((batch, 1), pad_token_id, dtype=torch.int64, device=device)
-        return TextInputs(tokens, is_null=torch.ones(batch, dtype=torch.bool, device=device))
+        is_null = torch.ones(batch, dtype=torch.bool, device=device)
+        rows = torch.arange(batch, device=device)
+        return TextInputs(tokens, is_null=is_null, token_positions=rows), TokenQuery(rows[:0])
 
     def _condition(
         self, pooled: Tensor, text_timesteps: Tensor | None, latent_timesteps: Tensor | None

@@ -275,10 +275,9 @@ def pack(
         )
         if ragged == "loop":
             order = (counts * batch).index_select(0, sample).add_(sample).argsort(stable=True)
-            found, numbers = counts.unique(
-                return_counts=True
-            )  # a CPU tensor: no device to wait for
-            runs = tuple(zip(found.tolist(), numbers.tolist()))
+            # A CPU tensor: there is no device to wait for.
+            lengths, numbers = counts.unique(return_counts=True)
+            runs = tuple(zip(lengths.tolist(), numbers.tolist()))
         else:
             order = sample.argsort(stable=True)
             starts = F.pad(counts.cumsum(0), (1, 0)).int()

@@ -11,14 +11,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from mmldlm.models.dropout import ATTENTION, CROSS, MLP, RowDropout
-from mmldlm.models.latent_transformer import (
+from mmldlm.models.base import (
+    BaseTransformer,
     EncodedLatent,
     LatentInputs,
-    LatentTransformer,
     ModelOutput,
     TextInputs,
 )
+from mmldlm.models.dropout import ATTENTION, CROSS, MLP, RowDropout
 from mmldlm.models.layers import (
     NORM_EPS,
     Modulation,
@@ -178,13 +178,12 @@ class PlainBlock(nn.Module):
         """Run the block.
 
         Args:
-            rows: [R, H].
+            rows: Rows before the block. [R, H]
             condition: SiLU'd conditioning vector, under adaLN. [B, C]
-            layout: of the rows.
-            latent: tokens [B, M, H] for cross-attention, or this block's keys and values of them.
-            kept: rows whose output is used, for the last block. None: all. [Q]
-            dropout: of the outputs of attention, cross-attention and MLP in this layer, for all
-                rows. None: none.
+            layout: Layout of the rows.
+            latent: For cross-attention, tokens [B, M, H] or this block's keys and values of them.
+            kept: Rows whose output is used, for the last block; None: all. [Q]
+            dropout: Dropout of this layer, for all rows; None: none.
 
         Returns:
             [R, H], or [Q, H].
@@ -213,11 +212,12 @@ class PlainBlock(nn.Module):
         them.
 
         Args:
-            rows: [B * S, H]. condition, latent: as in `forward`.
-            layout: of the new rows alone.
-            past: buffers [B, heads, capacity, head_dim]; the new keys and values are written at
-                `length`.
-            length: positions in the buffers that are filled.
+            rows: New rows. [B * S, H]
+            condition, latent: As in `forward`.
+            layout: Layout of the new rows alone.
+            past: Buffers of keys and values, into which the new ones are written at `length`. [B,
+                heads, capacity, head_dim]
+            length: Number of filled positions in the buffers.
         """
         table = None if self.modulation is None else self.modulation(condition)
         query, key, value = self._queries_keys_values(rows, table, layout)
@@ -290,8 +290,8 @@ def _modulated_norm(rows: Tensor, shift: Tensor, scale: Tensor) -> Tensor:
     return modulate(normal, shift.to(normal.dtype), scale.to(normal.dtype)).to(rows.dtype)
 
 
-def _drop(branch: Tensor, dropout: RowDropout | None, place: int) -> Tensor:
-    return branch if dropout is None else dropout.drop(branch, place)
+def _drop(branch: Tensor, dropout: RowDropout | None, site: int) -> Tensor:
+    return branch if dropout is None else dropout.drop(branch, site)
 
 
 def _add(rows: Tensor, branch: Tensor, gate: Tensor | None) -> Tensor:
@@ -343,7 +343,7 @@ class PlainTextHead(nn.Module):
 # -------------------------------------------------------------------------------------------------
 
 
-class PlainTransformer(LatentTransformer):
+class PlainTransformer(BaseTransformer):
     """One-stream transformer over text (causal or bidirectional), given a latent as
     `config.conditioning` says.
 
@@ -352,7 +352,7 @@ class PlainTransformer(LatentTransformer):
     scores the position's own token.
 
     Args:
-        config: shape and vocabulary; latent_dim, vocab_size and the token ids must be set.
+        config: Shape and vocabulary; latent_dim, vocab_size and the token ids must be set.
 
     Raises:
         UserError: one of those is missing or out of range.
@@ -592,10 +592,10 @@ class PlainTransformer(LatentTransformer):
         if rate == 0 or keys is None:
             return None
         num_prefix = 0 if prefix is None else prefix.shape[1]
-        places = 3 if self.config.conditioning == "cross_attention" else 2
+        sites = 3 if self.config.conditioning == "cross_attention" else 2
         shape = (tokens.shape[0], tokens.shape[1])
         position = row_positions(packed, shape, num_prefix, layout.order, tokens.device)
-        return RowDropout.of_rows(keys, layout.sample, position, len(self.blocks), rate, places)
+        return RowDropout.of_rows(keys, layout.sample, position, len(self.blocks), rate, sites)
 
     def _text_rows(self, tokens: Tensor, packed: Tensor | None) -> Tensor:
         """[N, H] embeddings of the text; a causal model reads it one position late."""
@@ -632,11 +632,18 @@ class PlainTransformer(LatentTransformer):
             latent = None
             if crosses:
                 latent = encoded.tokens if encoded.keys_values is None else encoded.keys_values[i]
-            own = None if dropout is None else dropout.of_layer(i)
-            arguments = (rows, condition, layout, latent, kept if i == last else None, own)
-            if (
-                recompute
-            ):  # no random numbers to keep: reading their state would make the host wait
+            layer_dropout = None if dropout is None else dropout.of_layer(i)
+            arguments = (
+                rows,
+                condition,
+                layout,
+                latent,
+                kept if i == last else None,
+                layer_dropout,
+            )
+            if recompute:
+                # There are no random numbers to keep, and reading their state would make the host
+                # wait.
                 rows = checkpoint(block, *arguments, use_reentrant=False, preserve_rng_state=False)
             else:
                 rows = block(*arguments)
@@ -648,10 +655,10 @@ class TextCache:
     """Keys and values of B texts of equal length (and of their prefixes).
 
     Attributes:
-        latent: of the samples.
-        past: buffers of each block, [B, heads, capacity, head_dim].
-        prefix: rows before the text.
-        length: positions that are filled, the prefix among them.
+        latent: Latents of the samples.
+        past: Buffers of each block, each [B, heads, capacity, head_dim].
+        prefix: Number of rows before the text.
+        length: Number of filled positions, the prefix among them.
     """
 
     latent: EncodedLatent
@@ -715,7 +722,7 @@ def next_logits(model: PlainTransformer, cache: TextCache, tokens: Tensor | None
     """Logits of the next token of each text.
 
     Args:
-        cache: of the texts so far; it is extended in place.
+        cache: Cache of the texts so far; it is extended in place.
         tokens: int64, the last token of each text, which the cache does not have yet; None: the
             texts are empty. [B]
 

@@ -19,11 +19,11 @@ from torch import Tensor, nn
 from mmldlm.config.renamed_keys import is_removed_weight, model_config_with_new_names
 from mmldlm.config.section import Section
 from mmldlm.errors import UserError
-from mmldlm.models.latent_transformer import LatentTransformer
+from mmldlm.models.base import BaseTransformer
 from mmldlm.utils.json_files import read_json
 from mmldlm.utils.validation import describe_problems
 
-Model = TypeVar("Model", bound=LatentTransformer)
+Model = TypeVar("Model", bound=BaseTransformer)
 AnySection = TypeVar("AnySection", bound=Section)
 
 CONVERT = "make the folder with `mmldlm convert RUN/latest OUT`"

@@ -109,16 +109,16 @@ class ModelOutput(NamedTuple):
     length_logits: Tensor | None = None
 
 
-class LatentTransformer(nn.Module):
+class BaseTransformer(nn.Module):
     """Base of MultimodalMMDiT and PlainTransformer, which add `blocks` and the rest.
 
     Args:
-        config: shape and vocabulary; latent_dim, vocab_size and the token ids must be set.
+        config: Shape and vocabulary; latent_dim, vocab_size and the token ids must be set.
 
     Attributes:
-        latent_mean, latent_std: buffers [D], the training latents' scaling. They are saved with
-            the weights: without them samples cannot be unscaled.
-        normalizes_latents: trained with latent_diffusion.scaling=l2_normalize.
+        latent_mean, latent_std: Buffers with the scaling of the training latents. They are saved
+            with the weights: without them samples cannot be unscaled. [D]
+        normalizes_latents: Whether it was trained with latent_diffusion.l2_normalize.
 
     Raises:
         UserError: one of those is missing or out of range.
@@ -152,10 +152,10 @@ class LatentTransformer(nn.Module):
         self.latent_std.copy_(torch.as_tensor(std))
 
     def check_latent_statistics(self, source: str | Path) -> None:
-        """Check the latents' scaling that was read with the weights.
+        """Check the scaling of latents that was read with the weights.
 
         Args:
-            source: where they were read.
+            source: Where it was read.
 
         Raises:
             UserError: values that are not finite, or a deviation that is not above 0.
