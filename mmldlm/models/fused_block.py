@@ -23,7 +23,7 @@ from torch.autograd.function import once_differentiable
 from torch.autograd.graph import GradientEdge
 
 from mmldlm.models.dropout import ATTENTION, MLP, RowDropout
-from mmldlm.models.layers import NORM_EPS, compute_dtype, stream_slices, without_autocast
+from mmldlm.models.layers import NORM_EPS, stream_slices, without_autocast
 from mmldlm.models.packing import (
     Packing,
     attend,
@@ -56,6 +56,25 @@ class BlockWeights(NamedTuple):
     out: Tensor
     mlp_in: Tensor
     mlp_out: Tensor
+
+
+class BlockCall(NamedTuple):
+    """What a block is given beside the tensors that get gradients.
+
+    Attributes:
+        packing: Layout of the R rows.
+        output_packing: Layout of the Q rows whose outputs are used (`Packing.restrict_to`), or
+            `packing` itself: then Q = R.
+        heads: Number of attention heads.
+        dropout: Dropout of the Q rows, whose masks are computed again in the backward pass.
+        low: Dtype of matrix products.
+    """
+
+    packing: Packing
+    output_packing: Packing
+    heads: int
+    dropout: RowDropout | None
+    low: torch.dtype
 
 
 class SavedTensors(NamedTuple):
@@ -200,16 +219,9 @@ def _multiply_out(a: Tensor, b: Tensor, out: Tensor) -> None:
 
 
 def _forward(
-    x: Tensor,
-    condition: Tensor,
-    packing: Packing,
-    output_packing: Packing,
-    heads: int,
-    dropout: RowDropout | None,
-    low: torch.dtype,
-    weights: BlockWeights,
-    saves: bool,
+    x: Tensor, condition: Tensor, call: BlockCall, weights: BlockWeights, saves: bool
 ) -> tuple[Tensor, SavedTensors]:
+    packing, output_packing, heads, dropout, low = call
     num_rows, width = x.shape
     bias = weights.modulation_bias.to(low)
     table = (
@@ -264,13 +276,10 @@ def _forward(
 
 
 class FusedBlock(torch.autograd.Function):
-    """x [R, H], condition [B, C] (SiLU'd), packings, the number of heads, dropout, `BlockWeights`
-    -> [Q, H].
+    """x [R, H], condition [B, C] (SiLU'd), `BlockCall`, whether to save for a backward pass,
+    `BlockWeights` -> [Q, H].
 
-    The output packing is that of the Q rows whose outputs are used (`Packing.restrict_to`), or the
-    input's: then Q = R. Dropout is that of the Q rows; its masks are computed again in the
-    backward pass. With recompute only the inputs are saved, and the backward pass begins with the
-    forward pass.
+    Without saving, the inputs alone are kept, and a backward pass begins with the forward pass.
     """
 
     @staticmethod
@@ -278,22 +287,14 @@ class FusedBlock(torch.autograd.Function):
         ctx: Any,
         x: Tensor,
         condition: Tensor,
-        packing: Packing,
-        output_packing: Packing,
-        heads: int,
-        dropout: RowDropout | None,
-        recompute: bool,
-        needs_grad: bool,
+        call: BlockCall,
+        saves: bool,
         *parameters: Tensor,
     ) -> Tensor:
         weights = BlockWeights(*parameters)
-        saves, low = needs_grad and not recompute, compute_dtype(weights.qkv)
         with without_autocast(x):
-            out, saved = _forward(
-                x, condition, packing, output_packing, heads, dropout, low, weights, saves
-            )
-        ctx.packings, ctx.heads, ctx.low = (packing, output_packing), heads, low
-        ctx.dropout, ctx.attention = dropout, None
+            out, saved = _forward(x, condition, call, weights, saves)
+        ctx.call, ctx.attention = call, None
         tensors: tuple[Tensor | None, ...] = ()
         if saves:
             ctx.attention = saved.joint, torch.autograd.graph.get_gradient_edge(saved.mixed)
@@ -307,7 +308,6 @@ class FusedBlock(torch.autograd.Function):
         x, condition, *stored = ctx.saved_tensors
         num_weights = len(BlockWeights._fields)
         weights, tensors = BlockWeights(*stored[:num_weights]), stored[num_weights:]
-        packing, output_packing = ctx.packings
         with without_autocast(x):
             if tensors:
                 # Its graph is freed with the first pass, as torch frees any.
@@ -318,14 +318,10 @@ class FusedBlock(torch.autograd.Function):
                 (joint, edge), ctx.attention = ctx.attention, None
                 saved = SavedTensors._make((*tensors[:3], joint, *tensors[3:]))
             else:
-                given = (packing, output_packing, ctx.heads, ctx.dropout, ctx.low, weights)
-                saved = _forward(x, condition, *given, saves=True)[1]
+                saved = _forward(x, condition, ctx.call, weights, saves=True)[1]
                 edge = torch.autograd.graph.get_gradient_edge(saved.mixed)
-            needs = dict(zip(BlockWeights._fields, ctx.needs_input_grad[8:]))
-            backward = _Backward(
-                x, condition, packing, output_packing, ctx.dropout, ctx.low, weights, needs, saved
-            )
-            return backward.run(grad, edge)
+            needs = dict(zip(BlockWeights._fields, ctx.needs_input_grad[4:]))
+            return _Backward(x, condition, ctx.call, weights, needs, saved).run(grad, edge)
 
 
 class _Backward:
@@ -337,17 +333,14 @@ class _Backward:
         self,
         x: Tensor,
         condition: Tensor,
-        packing: Packing,
-        output_packing: Packing,
-        dropout: RowDropout | None,
-        low: torch.dtype,
+        call: BlockCall,
         weights: BlockWeights,
         needs: dict[str, bool],
         saved: SavedTensors,
     ):
-        self.x, self.condition, self.dropout = x, condition, dropout
-        self.packing, self.output_packing = packing, output_packing
-        self.low, self.weights, self.needs, self.saved = low, weights, needs, saved
+        self.x, self.condition = x, condition
+        self.packing, self.output_packing, _, self.dropout, self.low = call
+        self.weights, self.needs, self.saved = weights, needs, saved
         self.grads: dict[str, Tensor | None] = dict.fromkeys(BlockWeights._fields)
         # Gradients that are summed over the rows of a sample are columns of one tensor: norms of
         # queries and keys, then attention's shift and scale; the other four modulations (which may
@@ -355,7 +348,7 @@ class _Backward:
         width = x.shape[1]
         self.has_norm = saved.unit is not None
         widths = ((4 if self.has_norm else 2) * width, 4 * width)
-        if output_packing is packing:
+        if self.output_packing is self.packing:
             self.columns = x.new_empty(x.shape[0], sum(widths))
             self.input_columns, self.output_columns = self.columns.split(widths, dim=1)
         else:
@@ -370,7 +363,7 @@ class _Backward:
         d_joint = self._attention(d_middle, gate, edge)
         d_x = self._queries_keys_values(d_joint, shift, scale, d_middle)
         d_condition = self._modulation()
-        return d_x, d_condition, None, None, None, None, None, None, *self.grads.values()
+        return d_x, d_condition, None, None, *self.grads.values()
 
     def _weight_grad(self, name: str, grad: Tensor, rows: Tensor, packing: Packing) -> None:
         if self.needs[name]:

@@ -37,7 +37,7 @@ from mmldlm.models.base import (
     TextInputs,
 )
 from mmldlm.models.dropout import ATTENTION, MLP, RowDropout
-from mmldlm.models.fused_block import BlockWeights, FusedBlock
+from mmldlm.models.fused_block import BlockCall, BlockWeights, FusedBlock
 from mmldlm.models.layers import (
     NORM_EPS,
     QK_EPS,
@@ -280,9 +280,11 @@ class MMDiTBlock(nn.Module):
             None if self.qk_norm is None else self.qk_norm.weight,
             self.to_out.weight, self.mlp_in.weight, self.mlp_out.weight,
         )  # fmt: skip
-        needs_grad = torch.is_grad_enabled()  # inside a Function grad mode is always off
-        settings = (packing, outputs, self.n_heads, dropout, recompute, needs_grad)
-        return FusedBlock.apply(rows, condition, *settings, *weights)
+        low = compute_dtype(weights.qkv)
+        call = BlockCall(packing, outputs, self.n_heads, dropout, low)
+        # Decided here, because inside a Function the grad mode is always off.
+        saves = torch.is_grad_enabled() and not recompute
+        return FusedBlock.apply(rows, condition, call, saves, *weights)
 
     @staticmethod
     def split_streams(

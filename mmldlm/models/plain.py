@@ -54,13 +54,13 @@ KeysValues = tuple[Tensor, Tensor]
 class LatentTokens(nn.Module):
     """N latents of D -> N * K chunk tokens, as LatentEncoder (mmdit.py) makes them."""
 
-    def __init__(self, latent_dim: int, chunks: int, num_latents: int, hidden_size: int):
+    def __init__(self, config: PlainConfig):
         super().__init__()
-        self.chunks, self.hidden_size = chunks, hidden_size
-        self.to_tokens = nn.Linear(latent_dim, chunks * hidden_size)
-        self.chunk_position = nn.Parameter(torch.randn(chunks, hidden_size) * 0.02)
-        self.latent_position = nn.Parameter(torch.randn(num_latents, 1, hidden_size) * 0.02)
-        self.null_tokens = nn.Parameter(torch.randn(chunks, hidden_size) * 0.02)
+        self.chunks, self.hidden_size = chunks, width = config.chunks, config.hidden_size
+        self.to_tokens = nn.Linear(not_none(config.latent_dim), chunks * width)
+        self.chunk_position = nn.Parameter(torch.randn(chunks, width) * 0.02)
+        self.latent_position = nn.Parameter(torch.randn(config.num_latents, 1, width) * 0.02)
+        self.null_tokens = nn.Parameter(torch.randn(chunks, width) * 0.02)
 
     def forward(self, latents: Tensor, is_null: Tensor | None) -> Tensor:
         """[B, N, D], [B] bool -> [B, N * K, H]."""
@@ -76,12 +76,11 @@ class LatentTokens(nn.Module):
 class PooledLatent(nn.Module):
     """N latents of D -> one vector of C, their mean."""
 
-    def __init__(self, latent_dim: int, cond_dim: int):
+    def __init__(self, config: PlainConfig):
         super().__init__()
-        self.to_pooled = nn.Sequential(
-            nn.Linear(latent_dim, cond_dim), nn.SiLU(), nn.Linear(cond_dim, cond_dim)
-        )
-        self.null_pooled = nn.Parameter(torch.zeros(cond_dim))
+        dim, cond = not_none(config.latent_dim), config.cond_width
+        self.to_pooled = nn.Sequential(nn.Linear(dim, cond), nn.SiLU(), nn.Linear(cond, cond))
+        self.null_pooled = nn.Parameter(torch.zeros(cond))
 
     def forward(self, latents: Tensor, is_null: Tensor | None) -> Tensor:
         """[B, N, D], [B] bool -> [B, C]."""
@@ -364,15 +363,15 @@ class PlainTransformer(BaseTransformer):
 
     def __init__(self, config: PlainConfig):
         super().__init__(config)
-        width, cond, dim = config.hidden_size, config.cond_width, not_none(config.latent_dim)
+        width, cond = config.hidden_size, config.cond_width
         num_ids = not_none(config.vocab_size) + config.extra_input_tokens
         self.token_embedding = nn.Embedding(num_ids, width)
         self.start_token = nn.Parameter(torch.randn(width) * 0.02) if config.causal else None
         self.latent_tokens = self.latent_pooled = self.null_length = None
         if config.has_latent_tokens:
-            self.latent_tokens = LatentTokens(dim, config.chunks, config.num_latents, width)
+            self.latent_tokens = LatentTokens(config)
         if config.pools_latent:
-            self.latent_pooled = PooledLatent(dim, cond)
+            self.latent_pooled = PooledLatent(config)
         self.timestep = TimestepEmbedding(cond) if config.reads_time else None
         blocks = nn.ModuleList(PlainBlock(config) for _ in range(config.n_blocks))
         self.blocks = cast("Sequence[PlainBlock]", blocks)
@@ -648,6 +647,10 @@ class PlainTransformer(BaseTransformer):
             else:
                 rows = block(*arguments)
         return rows if last is not None or kept is None else rows.index_select(0, kept)
+
+
+# -- one token after the other
+# -------------------------------------------------------------------------------------------------
 
 
 @dataclass

@@ -165,7 +165,7 @@ def _damage_as_user_error(path: Path) -> Iterator[None]:
 def check_shapes(
     kind: Callable[[Any], nn.Module],
     config: Section,
-    found: dict[str, tuple[int, ...]],
+    stored: dict[str, tuple[int, ...]],
     config_path: Path,
 ) -> None:
     """Compare the stored shapes with those of the model that the config describes, without memory
@@ -179,21 +179,21 @@ def check_shapes(
     fix = "convert the checkpoint again; the config and the weights must come from the same run"
     expected = f"the tensors of the model in {config_path}"
     num_blocks = getattr(config, "n_blocks", 0)
-    if num_blocks > len(found):
-        raise UserError(expected, f"{len(found)} tensors for n_blocks {num_blocks}", fix)
+    if num_blocks > len(stored):
+        raise UserError(expected, f"{len(stored)} tensors for n_blocks {num_blocks}", fix)
     with torch.device("meta"):
         model = kind(config)
-    own = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
-    found = {name: shape for name, shape in found.items() if not is_removed_weight(name)}
+    expected_shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+    stored = {name: shape for name, shape in stored.items() if not is_removed_weight(name)}
     first_names: dict[nn.Parameter, str] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         first = first_names.setdefault(parameter, name)
-        if first != name and first in found:
-            found = {name: found[first], **found}
+        if first != name and first in stored:
+            stored = {name: stored[first], **stored}
     wrong = [
-        f"{name}: {found.get(name, 'missing')}, expected {shape}"
-        for name, shape in own.items()
-        if found.get(name) != shape
-    ] + [f"{name}: not a tensor of this model" for name in found if name not in own]
+        f"{name}: {stored.get(name, 'missing')}, expected {shape}"
+        for name, shape in expected_shapes.items()
+        if stored.get(name) != shape
+    ] + [f"{name}: not a tensor of this model" for name in stored if name not in expected_shapes]
     if wrong:
         raise UserError(expected, f"{len(wrong)} mismatched: " + "; ".join(wrong[:5]), fix)
