@@ -189,7 +189,7 @@ def rows_of_positions(positions: Tensor, packed: Tensor | None) -> Tensor:
     """[M] index among the computed text tokens of positions in B * S.
 
     Args:
-        packed: ascending positions that are computed; None: all. [N]
+        packed: Positions that are computed, ascending; None: all. [N]
 
     Raises:
         ValueError: (on a CPU) a position that is not computed.
@@ -348,7 +348,7 @@ def row_positions(positions: Tensor | None, length: int, packing: Packing) -> Te
     latents from -1 downwards.
 
     Args:
-        positions: as given to `pack`.
+        positions: Those given to `pack`.
         length: S.
     """
     num_text, device = packing.num_text, packing.sample.device
@@ -442,7 +442,7 @@ def attend(qkv: Tensor, packing: Packing, scale: float | None = None) -> Tensor:
     """Bidirectional attention inside every sample: [P, 3, heads, head_dim] -> [P, heads *
     head_dim].
 
-    scale: of queries times keys; None: 1 / sqrt(head_dim).
+    scale: Factor of queries times keys; None: 1 / sqrt(head_dim).
     """
     exact = attention_dtype(qkv.dtype, qkv.device)
     if qkv.dtype != exact:

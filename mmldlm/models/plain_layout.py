@@ -32,7 +32,7 @@ class Layout(NamedTuple):
         slots: int64 position in B * W of each row; None: the rows are the rectangle, or no
             rectangle is used. [R]
         key_mask: bool keys that may be attended to in the rectangle; None: all. [B, 1, 1, W]
-        lengths: rows per sample, where attention runs sample by sample.
+        lengths: Rows per sample, where attention runs sample by sample.
         starts: int32 first row of each sample, where attention runs over ragged rows. [B + 1]
     """
 
@@ -61,15 +61,15 @@ def lay_out(
     """Lay out a batch.
 
     Args:
-        positions: int64 indices into B * S of the text rows, ascending, at least one a sample;
+        positions: int64 indices into B * S of the text rows, ascending, at least one per sample;
             None: all. [N]
         mask: bool, text keys that may be attended to, where positions is None; None: all. [B, S]
         shape: B and S.
         prefix: P.
-        head_dim: width of a query.
-        dtype: in which attention computes.
-        device: of the rows.
-        may_loop: attention may run sample by sample, which reads the lengths on the host.
+        head_dim: Width of a query.
+        dtype: Dtype in which attention computes.
+        device: Device of the rows.
+        may_loop: Whether attention may run sample by sample, which reads the lengths on the host.
     """
     batch, length = shape
     width = prefix + length
@@ -128,7 +128,8 @@ def row_positions(
     from -1 downwards.
 
     Args:
-        positions, shape, prefix: as given to `lay_out`. order: of its layout.
+        positions, shape, prefix: Those given to `lay_out`.
+        order: That of its layout.
     """
     batch, length = shape
     text = (
