@@ -13,8 +13,8 @@ from typing import Annotated, Any
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from mmldlm.checkpoints.manifest import STATE_FILE
-from mmldlm.config.section import describe_problems
 from mmldlm.utils.input_files import read_bytes
+from mmldlm.utils.validation import describe_problems
 
 _STEP_FOLDER = re.compile(r"step_(\d{8,})")
 

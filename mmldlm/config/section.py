@@ -11,10 +11,9 @@ from enum import Enum
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, get_args, get_origin
 
-from pydantic import BaseModel, ConfigDict, ValidationError, ValidationInfo, field_validator
+from pydantic import BaseModel, ConfigDict, ValidationInfo, field_validator
 
 from mmldlm.config.yaml_reader import WrittenFloat, WrittenInt
-from mmldlm.utils.formatting import join_some
 from mmldlm.utils.paths import expand_path
 
 # Bounds far above any model: a config.json of unknown origin must not ask for more than a machine
@@ -257,15 +256,3 @@ def check_weights(key: str, weights: Mapping[str, float], least_share: float = 0
             f" share is at least 1/{round(1 / least_share):,}: leave it out, or give it a larger"
             " weight"
         )
-
-
-def describe_problems(error: ValidationError, name: str = "", limit: int = 3) -> str:
-    """Return the first problems: key (below `name`), what is expected, and the value."""
-    problems = []
-    for item in error.errors():
-        key, value = ".".join(map(str, filter(None, (name, *item["loc"])))), item["input"]
-        found = "" if isinstance(value, (dict, BaseModel)) else f" (found {value!r:.100})"
-        problems.append(
-            f"{key}: {item['msg'].removeprefix('Value error, ')}{found}".removeprefix(": ")
-        )
-    return join_some(problems, limit, separator="; ")

@@ -12,10 +12,10 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, Field, ValidationError, field_validator, model_validator
 
-from mmldlm.config.section import describe_problems
 from mmldlm.data.encoders.specs import EncoderIdentity
 from mmldlm.utils.formatting import join_some
 from mmldlm.utils.paths import path_inside
+from mmldlm.utils.validation import describe_problems
 
 MAX_VOCAB_SIZE = 1 << 24  # far above every tokenizer's: a model has a row for every id
 MANIFEST = "manifest.json"

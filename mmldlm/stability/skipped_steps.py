@@ -18,13 +18,14 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from torch import Tensor
 
 from mmldlm.checkpoints.training_state import Count
-from mmldlm.config.section import MAX_COUNT, describe_problems
+from mmldlm.config.section import MAX_COUNT
 from mmldlm.data.batch import Batch
 from mmldlm.engines.base import Engine
 from mmldlm.errors import UserError
 from mmldlm.utils.atomic_files import write_text
 from mmldlm.utils.formatting import join_some
 from mmldlm.utils.json_files import read_json, to_json
+from mmldlm.utils.validation import describe_problems
 
 SKIPPED_STEPS_DIR = "forensics"
 _RECORD = re.compile(r"step_(\d{8,})\.json")

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from mmldlm.diffusion import MaskedDiffusion
-from mmldlm.models.latent_transformer import LatentInputs, TextInputs
+from mmldlm.models.base import LatentInputs, TextInputs
 from mmldlm.models.token_scores import TokenQuery
 
 

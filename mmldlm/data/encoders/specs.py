@@ -7,8 +7,8 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, Field, ValidationError, field_validator
 
-from mmldlm.config.section import describe_problems
 from mmldlm.errors import UserError
+from mmldlm.utils.validation import describe_problems
 
 POOLINGS = ("mean", "cls", "last", "max", "mean_sqrt_len", "weightedmean")
 

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from mmldlm.models.latent_transformer import LatentInputs, ModelOutput, TextInputs
+from mmldlm.models.base import LatentInputs, ModelOutput, TextInputs
 from mmldlm.models.token_scores import TokenQuery
 from mmldlm.tasks.translation.candidates import candidates_of
 from mmldlm.tasks.translation.config import TranslationConfig

@@ -111,7 +111,7 @@ class ArTask(BaselineTask):
         """Exact: neither uniform nor stratum is read."""
         import torch
 
-        from mmldlm.models.latent_transformer import LatentInputs, TextInputs
+        from mmldlm.models.base import LatentInputs, TextInputs
         from mmldlm.models.token_scores import TokenQuery
         from mmldlm.tasks.text_scores import TextScores, sum_by_row
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from mmldlm.diffusion.process import Divergence, DivergenceProcess
 from mmldlm.diffusion.timesteps import arcsine
-from mmldlm.models.latent_transformer import LatentInputs, TextInputs
+from mmldlm.models.base import LatentInputs, TextInputs
 from mmldlm.models.token_scores import LogitsFunction, TokenQuery
 from mmldlm.tasks.baselines.common.text_pass import add_length_loss, forward_text
 from mmldlm.tasks.text_scores import TextScores, sum_by_row

@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from mmldlm.data.batch import Batch
-from mmldlm.models.latent_transformer import LatentInputs, ModelOutput, TextInputs
+from mmldlm.models.base import LatentInputs, ModelOutput, TextInputs
 from mmldlm.models.token_scores import TokenQuery
 
 

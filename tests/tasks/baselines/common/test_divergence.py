@@ -14,7 +14,7 @@ from mmldlm.config.load import build_config
 from mmldlm.config.task_registry import find_task
 from mmldlm.data.batch_plan import BatchPlan, local_slots
 from mmldlm.data.store import Rows
-from mmldlm.models.latent_transformer import ModelOutput
+from mmldlm.models.base import ModelOutput
 from mmldlm.models.plain import PlainTextHead
 from mmldlm.models.token_scores import TokenQuery, TokenScores
 from mmldlm.tasks.baselines.common.divergence import row_scores
