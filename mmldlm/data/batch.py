@@ -19,17 +19,17 @@ class Batch:
     """One micro-batch of B samples.
 
     Attributes:
-        tensors: inputs of the model and the objective, by name.
+        tensors: Inputs of the model and the objective, by name.
         ids: [B] sample ids.
         real: [B] False for placeholders, which fill up an incomplete batch or replace an unusable
             sample.
-        counts: sizes of the whole GLOBAL batch by which the losses are normalized, equal on every
+        counts: Sizes of the whole GLOBAL batch by which the losses are normalized, equal on every
             rank.
-        num_tokens: real tokens of this micro-batch.
-        epoch: of the global batch.
-        index: of the global batch within its epoch.
-        bad: {id, reason} of samples left out as unusable or, with "repaired": True, repaired
-            (stability.nan_to_num).
+        num_tokens: Number of real tokens of this micro-batch.
+        epoch: Epoch of the global batch.
+        index: Index of the global batch within its epoch.
+        bad: Records {id, reason} of samples left out as unusable or, with "repaired": True,
+            repaired (stability.nan_to_num).
     """
 
     tensors: dict[str, Tensor]
@@ -56,9 +56,10 @@ class Batch:
 
 
 class Collator(Protocol):
-    """Makes micro-batches.
+    """Builds micro-batches.
 
-    A function of (seed, epoch, sample ids, slots): the same on any rank and world size.
+    A micro-batch is a function of (seed, epoch, sample ids, slots), the same on any rank and
+    world size.
     """
 
     def collate(
@@ -67,9 +68,9 @@ class Collator(Protocol):
         """Build the micro-batch at some slots of a global batch, on the CPU.
 
         Args:
-            batch: the global batch.
+            batch: Global batch.
             slots: [B] positions in it; positions past its end become placeholders of weight 0.
-            samples: split of the run's data, read with `get(ids)`.
+            samples: Split of the run's data, read with `get(ids)`.
             lengths: [N] tokens of every sample.
         """
         ...

@@ -83,7 +83,8 @@ def open_dataset(
             spec.path, spec.name, split=spec.split, revision=spec.revision, streaming=True
         )
         names = stream.column_names or list(next(iter(stream)))
-    except Exception as error:  # no network, an unknown name, a script, a login: many types
+    except Exception as error:
+        # The library raises many types: no network, an unknown name, a script, a login.
         raise UserError(
             f"a corpus named '{name}': a path, or a Hugging Face dataset ({spec.path}, split"
             f" {spec.split})",
@@ -139,6 +140,7 @@ def version_of(name: str) -> str:
         from huggingface_hub import HfApi
 
         commit = HfApi().dataset_info(spec.path, revision=spec.revision, timeout=10).sha
-    except Exception:  # a local folder, no network, a mirror without this call: many types
+    except Exception:
+        # Many types: a local folder, no network, a mirror without this call.
         return UNKNOWN_VERSION
     return f"commit {commit[:12]}" if commit else UNKNOWN_VERSION

@@ -29,7 +29,8 @@ from mmldlm.errors import UserError
 from mmldlm.utils.input_files import OTHER_KIND, LeftOut, walk_files
 
 DEFAULT_CORPUS = "docstrings"
-_GROUP_BYTES, _GROUP_FILES = 32 << 20, 2048  # small files of a folder are read together
+# Small files of a folder are read together, up to these bounds.
+_GROUP_BYTES, _GROUP_FILES = 32 << 20, 2048
 
 
 @dataclass(frozen=True)
@@ -162,7 +163,8 @@ def _looks_like_path(name: str) -> bool:
     path = Path(name)
     if kind_of(path) or path.is_absolute() or len(path.parts) > 2 or name.startswith("."):
         return True
-    if ":" in name or "@" in name:  # a configuration or a split
+    if ":" in name or "@" in name:
+        # Only names of hub datasets have a configuration or a split.
         return False
     return path.parent.is_dir() if len(path.parts) == 2 else bool(path.suffix)
 
@@ -187,7 +189,7 @@ def _open_folder(folder: Path, text_field: str | None, whole_files: bool) -> Cor
         )
     source = f"folder:{folder.name}" if kinds == ["txt"] else f"{kinds[0]}:{folder.name}"
     named = {path.relative_to(folder).as_posix(): path for path in files}
-    known = {
+    common = {
         "files": {f"{folder.name}/{name}": path for name, path in named.items()},
         "left_out": left_out,
     }
@@ -203,7 +205,7 @@ def _open_folder(folder: Path, text_field: str | None, whole_files: bool) -> Cor
             for name, path in named.items()
             for unit in _units_of(path, name, kinds[0], text_field)
         ]
-        return Corpus(source, units, **known)
+        return Corpus(source, units, **common)
     groups: list[list[Path]] = [[]]
     size = 0
     for path in files:
@@ -220,7 +222,7 @@ def _open_folder(folder: Path, text_field: str | None, whole_files: bool) -> Cor
         units.append(
             ReadUnit(name, lambda counts, group=group: _read_documents(group, counts, whole_files))
         )
-    return Corpus(source, units, has_documents=whole_files, **known)
+    return Corpus(source, units, has_documents=whole_files, **common)
 
 
 def _units_of(path: Path, name: str, kind: str, text_field: str | None) -> list[ReadUnit]:
@@ -261,9 +263,8 @@ def _read_documents(files: list[Path], counts: Counter, whole_files: bool) -> It
 
 
 def _pieces(lines: Iterator[tuple[int, str]], whole_files: bool) -> Iterator[str | None]:
-    """Yield the paragraphs of a document, or all of it as one;
-
-    None for each above MAX_TEXT_BYTES.
+    """Yield the paragraphs of a document, or all of it as one; None for each above
+    MAX_TEXT_BYTES.
     """
     piece: list[str] = []
     size = 0
@@ -293,13 +294,15 @@ def _limit_documents(units: list[ReadUnit], max_documents: int) -> ReadUnit:
 
 def _split_unit(unit: ReadUnit) -> ReadUnit:
     def read(counts: Counter) -> Iterator[str]:
-        own: Counter = Counter()
-        for text in unit.read(own):
+        unit_counts: Counter = Counter()
+        for text in unit.read(unit_counts):
             for sentence in split_sentences(text):
                 counts["read"] += 1
                 yield sentence
-        counts["documents"] += own.pop("read", 0)
-        counts.update(own)
-        counts["read"] += sum(number for key, number in own.items() if key.startswith("drop_"))
+        counts["documents"] += unit_counts.pop("read", 0)
+        counts.update(unit_counts)
+        counts["read"] += sum(
+            count for key, count in unit_counts.items() if key.startswith("drop_")
+        )
 
     return ReadUnit(f"sentences of {unit.name}", read)

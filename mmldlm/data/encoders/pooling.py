@@ -43,13 +43,14 @@ def _pool(hidden: torch.Tensor, mask: torch.Tensor, pooling: str) -> torch.Tenso
     if pooling == "max":
         return hidden.masked_fill(mask.unsqueeze(-1) == 0, float("-inf")).amax(1)
     weight = mask.unsqueeze(-1).to(hidden.dtype)
-    if pooling == "weightedmean":  # by the position in the text with its prompt
+    if pooling == "weightedmean":
+        # Weights are positions in the text, the prompt included.
         weight = weight * torch.arange(
             1, mask.shape[1] + 1, device=hidden.device, dtype=hidden.dtype
         ).view(1, -1, 1)
     total = (hidden * weight).sum(1)
-    number = weight.sum(1).clamp(min=1e-9)
-    return total / (number.sqrt() if pooling == "mean_sqrt_len" else number)
+    total_weight = weight.sum(1).clamp(min=1e-9)
+    return total / (total_weight.sqrt() if pooling == "mean_sqrt_len" else total_weight)
 
 
 class Dense:

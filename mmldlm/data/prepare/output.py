@@ -22,7 +22,8 @@ from mmldlm.utils.formatting import is_utf8, printable
 from mmldlm.utils.input_files import read_text
 
 QUARANTINE = "quarantine.jsonl"
-TOKENIZER_IDENTITY = "tokenizer.json"  # next to the tokenizer's folder in the work folder
+# Lies next to the tokenizer's folder in the work folder.
+TOKENIZER_IDENTITY = "tokenizer.json"
 
 
 def existing_output(root: Path, plan: dict[str, Any]) -> str | None:

@@ -81,8 +81,8 @@ def _add_corpus(table: Table, corpus: dict[str, Any], items: str) -> None:
     """Add what was read, what became of it, and what was not read."""
     table.add_row("corpus", corpus["source"])
     table.add_row(f"{items} read", f"{corpus['read']:,}")
-    for reason, number in corpus["dropped"].items():
-        table.add_row(f"  dropped: {reason.replace('_', ' ')}", f"{number:,}")
+    for reason, count in corpus["dropped"].items():
+        table.add_row(f"  dropped: {reason.replace('_', ' ')}", f"{count:,}")
     if "unreadable_images" in corpus:
         table.add_row("  such as", join_some(corpus["unreadable_images"], limit=3, separator="\n"))
     for reason, left_out in corpus.get("not_read", {}).items():

@@ -24,20 +24,20 @@ PLAN = "plan.json"
 _IDENTITIES = "file_identities.json"
 
 
-def diff_plans(found: dict[str, Any], plan: dict[str, Any]) -> list[str]:
+def diff_plans(recorded: dict[str, Any], plan: dict[str, Any]) -> list[str]:
     """Describe each difference between two plans, with both values."""
-    lines = diff_options(found.get("options") or {}, plan["options"])
-    if found.get("corpus") != plan["corpus"]:
+    lines = diff_options(recorded.get("options") or {}, plan["options"])
+    if recorded.get("corpus") != plan["corpus"]:
         before, now = (
             dict.fromkeys(sum(side.values(), []))
-            for side in (found.get("corpus") or {}, plan["corpus"])
+            for side in (recorded.get("corpus") or {}, plan["corpus"])
         )
         removed = join_some((unit for unit in before if unit not in now), limit=3)
         added = join_some((unit for unit in now if unit not in before), limit=3)
         lines.append(f"the corpus had {removed or 'nothing more'}, has {added or 'nothing more'}")
     if "inputs" in plan:
-        lines += diff_inputs(found.get("inputs"), plan["inputs"])
-    return lines or [f"another cut of the work ({found.get('shards')}, now {plan['shards']})"]
+        lines += diff_inputs(recorded.get("inputs"), plan["inputs"])
+    return lines or [f"another cut of the work ({recorded.get('shards')}, now {plan['shards']})"]
 
 
 class WorkDir:
@@ -74,25 +74,26 @@ class WorkDir:
                 f"one holds {self.folder / 'lock'}",
                 "wait for it, or stop it; the next one resumes its work",
             ) from None
-        except OSError:  # a file system without locks: the user must keep launches apart
+        except OSError:
+            # A file system without locks: the user must keep launches apart.
             pass
         path = self.folder / PLAN
-        found = json.loads(read_text(path, 1 << 30)) if path.is_file() else None
-        if found is not None and "inputs" in plan:
-            plan = {**plan, "inputs": with_known_versions(plan["inputs"], found.get("inputs"))}
-        if found is not None and found != plan:
+        recorded = json.loads(read_text(path, 1 << 30)) if path.is_file() else None
+        if recorded is not None and "inputs" in plan:
+            plan = {**plan, "inputs": with_known_versions(plan["inputs"], recorded.get("inputs"))}
+        if recorded is not None and recorded != plan:
             if not force:
                 raise UserError(
                     f"the options and corpus that {self.folder} was started with",
-                    "; ".join(diff_plans(found, plan)),
+                    "; ".join(diff_plans(recorded, plan)),
                     "give the same to resume, --force to discard the earlier work, or another"
                     " --output-dir",
                 )
             self.clear()
-            found = None
-        if found is None:
+            recorded = None
+        if recorded is None:
             write_json(path, plan)
-        return found is not None
+        return recorded is not None
 
     def identities(self) -> FileIdentities:
         """Return the identities of input files that an earlier launch has found; rank 0 saves new
@@ -121,7 +122,7 @@ class WorkDir:
         stage.
         """
         (self.folder / stage).mkdir(exist_ok=True)
-        return [self.folder / stage / f"{number:06d}" for number in range(count)]
+        return [self.folder / stage / f"{index:06d}" for index in range(count)]
 
     def run(
         self,
@@ -139,8 +140,8 @@ class WorkDir:
             run_task: Function that writes paths[i] atomically.
             on_done: Function that is called on one rank for each finished task.
         """
-        for number in self.queue.claim(stage, len(paths)):
-            if not paths[number].exists():
-                run_task(number)
-            on_done(number)
+        for task in self.queue.claim(stage, len(paths)):
+            if not paths[task].exists():
+                run_task(task)
+            on_done(task)
         self.queue.barrier(stage)
