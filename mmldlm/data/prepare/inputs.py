@@ -17,7 +17,7 @@ from multiprocessing.pool import ThreadPool
 from pathlib import Path
 from typing import Any
 
-from mmldlm.data.corpora.hub_datasets import UNKNOWN_VERSION
+from mmldlm.data.corpora.text_corpus import UNKNOWN_VERSION
 from mmldlm.data.encoders.model_files import VaeFiles, find_model_folder, model_files
 from mmldlm.data.encoders.specs import ENCODERS
 from mmldlm.data.prepare import tokenizer as tokenizers

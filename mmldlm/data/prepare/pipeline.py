@@ -28,7 +28,11 @@ from mmldlm.data.prepare.inputs import (
     tokenizer_inputs,
 )
 from mmldlm.data.prepare.options import ImageOptions, PrepareOptions
-from mmldlm.data.prepare.output import (
+from mmldlm.data.prepare.source import Source
+from mmldlm.data.prepare.summary import print_summary
+from mmldlm.data.prepare.task_queue import RankFailed, TaskQueue
+from mmldlm.data.prepare.text_source import TextSource
+from mmldlm.data.prepare.work_dir import (
     QUARANTINE,
     TOKENIZER_IDENTITY,
     check_output_free,
@@ -39,10 +43,6 @@ from mmldlm.data.prepare.output import (
     plan_digest,
     versions,
 )
-from mmldlm.data.prepare.source import Source
-from mmldlm.data.prepare.summary import print_summary
-from mmldlm.data.prepare.task_queue import RankFailed, TaskQueue
-from mmldlm.data.prepare.text_source import TextSource
 from mmldlm.data.store import FORMAT, TOKENIZER_FOLDER, VERSION
 from mmldlm.data.unknown_tokens import count_unknown
 from mmldlm.errors import UserError

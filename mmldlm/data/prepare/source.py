@@ -24,9 +24,8 @@ from mmldlm.data.encoders.model_files import read_tokenizer, save_tokenizer
 from mmldlm.data.prepare import tokenizer as tokenizers
 from mmldlm.data.prepare.inputs import FileIdentities
 from mmldlm.data.prepare.options import ImageOptions, PrepareOptions
-from mmldlm.data.prepare.output import TOKENIZER_IDENTITY
 from mmldlm.data.prepare.task_queue import TaskQueue
-from mmldlm.data.prepare.work_dir import WorkDir
+from mmldlm.data.prepare.work_dir import TOKENIZER_IDENTITY, WorkDir
 from mmldlm.data.store import FORMAT, TOKENIZER_FOLDER
 from mmldlm.data.unknown_tokens import check_unknown_share
 from mmldlm.data.writers import FilesSplit, LatentStatistics, StoreSplit

@@ -6,7 +6,7 @@ import os
 
 import pytest
 
-from mmldlm.data.corpora.hub_datasets import UNKNOWN_VERSION
+from mmldlm.data.corpora.text_corpus import UNKNOWN_VERSION
 from mmldlm.data.prepare import inputs
 from mmldlm.data.prepare.inputs import (
     FileIdentities,

@@ -25,19 +25,19 @@ from rich.console import Console
 
 from mmldlm.data.arrays import read_array, read_small_npz
 from mmldlm.data.encoders.model_files import save_tokenizer
-from mmldlm.data.importers.folder_layouts import SampleFiles, find_samples
+from mmldlm.data.folder_layouts import SampleFiles, find_samples
 from mmldlm.data.manifest import MANIFEST
 from mmldlm.data.prepare import select
 from mmldlm.data.prepare import tokenizer as tokenizers
-from mmldlm.data.prepare.output import (
+from mmldlm.data.prepare.summary import print_summary
+from mmldlm.data.prepare.tokenize import truncate
+from mmldlm.data.prepare.work_dir import (
     check_output_free,
     check_readable,
     commit,
     latents_suffix,
     versions,
 )
-from mmldlm.data.prepare.summary import print_summary
-from mmldlm.data.prepare.tokenize import truncate
 from mmldlm.data.sentences import MAX_TEXT_BYTES, content_hash, fold_spaces
 from mmldlm.data.store import FORMAT, SPLITS, TOKENIZER_FOLDER, VERSION
 from mmldlm.data.unknown_tokens import check_unknown_share, count_unknown

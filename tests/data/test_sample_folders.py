@@ -14,11 +14,11 @@ import numpy as np
 import pytest
 
 from mmldlm.commands import pack
-from mmldlm.data.importers import sample_folders
-from mmldlm.data.importers.sample_folders import PackOptions
+from mmldlm.data import sample_folders
 from mmldlm.data.prepare import tokenizer as tokenizers
 from mmldlm.data.prepare.options import PrepareOptions
 from mmldlm.data.prepare.pipeline import prepare
+from mmldlm.data.sample_folders import PackOptions
 from mmldlm.data.store import Store
 from mmldlm.data.verify import verify
 from mmldlm.errors import UserError
