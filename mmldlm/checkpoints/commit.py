@@ -67,11 +67,12 @@ class RankGroup(NamedTuple):
     """Collective operations of the ranks: every rank calls each of them the same number of times.
 
     Attributes:
-        rank: of this process.
-        world_size: number of ranks.
-        barrier: returns once every rank has called it.
-        all_agree: True on every rank if every rank passed True (an all-reduce AND).
-        gather: on every rank, the texts of all ranks that passed one.
+        rank: Rank of this process.
+        world_size: Number of ranks.
+        barrier: Function that returns once every rank has called it.
+        all_agree: Function that returns True on every rank if every rank passed True (an
+            all-reduce AND).
+        gather: Function that returns, on every rank, the texts of all ranks that passed one.
     """
 
     rank: int
@@ -104,11 +105,11 @@ class PendingCheckpoint:
     """A checkpoint being written. Write files below `path`, then call commit() on every rank.
 
     Attributes:
-        run_dir: the run's folder.
-        step: training step.
-        group: the ranks.
-        path: RUN/checkpoints/.partial_step_N, to write into.
-        final: RUN/checkpoints/step_N, its path after the commit.
+        run_dir: Folder of the run.
+        step: Training step.
+        group: Collective operations of the ranks.
+        path: Folder to write into, RUN/checkpoints/.partial_step_N.
+        final: Path after the commit, RUN/checkpoints/step_N.
     """
 
     def __init__(self, run_dir: Path, step: int, group: RankGroup):
@@ -122,11 +123,11 @@ class PendingCheckpoint:
         """Publish the checkpoint, or remove it, on all ranks. Collective.
 
         Args:
-            error: the exception that writing the files raised on this rank; None on success.
-                Passing it here instead of raising keeps the ranks in step.
-            has_entry: True if write_manifest_entry() was called already (in the thread that wrote
+            error: Exception that writing the files raised on this rank; None on success. Passing
+                it here instead of raising keeps the ranks in step.
+            has_entry: Whether write_manifest_entry() was called already (in the thread that wrote
                 the files).
-            **metadata: further entries of the manifest, e.g. engine="deepspeed", stage=2.
+            **metadata: Further entries of the manifest, e.g. engine="deepspeed", stage=2.
 
         Returns:
             The folder RUN/checkpoints/step_N.
@@ -245,10 +246,10 @@ def begin(
     leave the others waiting; likely failures are provoked here.
 
     Args:
-        run_dir: the run's folder.
-        step: training step.
-        group: the ranks.
-        folders: those in the checkpoint that the engine writes to.
+        run_dir: Folder of the run.
+        step: Training step.
+        group: Collective operations of the ranks.
+        folders: Folders in the checkpoint that the engine writes to.
 
     Raises:
         CommitFailed: on every rank, if the folder cannot be made, or some rank cannot see it or
@@ -326,7 +327,8 @@ def try_longest(run_dir: Path, last_step: int, folders: Sequence[str]) -> None:
     """
     parent = run_dir / CHECKPOINTS
     existed = parent.is_dir()
-    longest = parent / f".longest_{step_name(last_step)}"  # as long as .partial_
+    # The name is as long as that of the partial folder.
+    longest = parent / f".longest_{step_name(last_step)}"
     try:
         for folder in folders:
             (longest / folder).mkdir(parents=True, exist_ok=True)

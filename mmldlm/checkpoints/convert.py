@@ -94,9 +94,9 @@ def convert(
 
     Args:
         source: Any path that open_source accepts.
-        out: The new folder.
-        dtype: fp32, bf16, fp16 or keep (the dtype of each tensor in the source; masters are fp32).
-            Applies to parameters; buffers keep their dtype, integers always do.
+        out: New folder.
+        dtype: Dtype of the parameters: fp32, bf16, fp16 or keep (that of each tensor in the
+            source; masters are fp32). Buffers keep their dtype, integers always do.
         force: Whether to replace an earlier conversion at `out`.
         allow_nonfinite: Whether to write NaN and infinite weights.
         on_bytes: Callback with the bytes written so far and in total.
@@ -315,9 +315,9 @@ class PlannedTensor(NamedTuple):
     """One tensor to write.
 
     Attributes:
-        info: the tensor in the source.
-        name: its name in the output.
-        dtype: its dtype in the output.
+        info: Tensor in the source.
+        name: Name in the output.
+        dtype: Dtype in the output.
     """
 
     info: TensorInfo
@@ -334,9 +334,9 @@ class ExportPlan(NamedTuple):
     """What to write.
 
     Attributes:
-        tensors: source name -> what to write, in the model's order.
-        aliases: second name of a tied weight in the output -> its name.
-        names: all names in the output, in the model's order.
+        tensors: Source name -> what to write, in the model's order.
+        aliases: Second name of a tied weight in the output -> its first name.
+        names: All names in the output, in the model's order.
     """
 
     tensors: dict[str, PlannedTensor]
@@ -364,10 +364,11 @@ def plan_tensors(
     """Plan what to write of a source.
 
     Args:
-        weights: the source.
-        dtype: one of DTYPE_NAMES.
+        weights: Source of the weights.
+        dtype: Key of DTYPE_NAMES.
         only: Names to write, as shell patterns; empty: all.
-        strip_prefix: removed from the names that begin with it, before `only` is applied.
+        strip_prefix: Prefix that is removed from the names that begin with it, before `only` is
+            applied.
 
     Raises:
         UserError: an unknown dtype, a source without tensors, patterns or a prefix without a

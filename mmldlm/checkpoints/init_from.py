@@ -18,13 +18,12 @@ class InitReport:
     """What was copied into a model.
 
     Attributes:
-        source: the path.
-        loaded: names of the parameters that were copied.
-        missing: parameters of the model that the source does not have.
-        mismatched: name -> (shape in the source, shape in the model).
-        unexpected: tensors of the source that the model does not have.
-        notes: what else the user should know of the source, such as a prefix that was removed from
-            its names.
+        source: Path of the source.
+        loaded: Names of the parameters that were copied.
+        missing: Parameters of the model that the source does not have.
+        mismatched: Name -> (shape in the source, shape in the model).
+        unexpected: Tensors of the source that the model does not have.
+        notes: Further facts on the source, such as a prefix that was removed from its names.
     """
 
     source: str
@@ -57,9 +56,9 @@ def init_weights(model: nn.Module, path: str) -> InitReport:
     Buffers (the latent statistics) remain those of the current data. Every rank reads for itself.
 
     Args:
-        model: the model.
-        path: a run, a checkpoint of any engine, a DeepSpeed folder, a model.pt, or an exported
-            model's folder.
+        model: Model.
+        path: Path of a run, a checkpoint of any engine, a DeepSpeed folder, a model.pt, or the
+            folder of an exported model.
 
     Raises:
         UserError: nothing readable there, no parameter matches, or one that does has NaN or

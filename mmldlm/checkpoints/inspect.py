@@ -81,15 +81,15 @@ class CheckpointDiff:
     """Differences between two sources; names include the second names of tied weights.
 
     Attributes:
-        equal: number of tensors with equal bits (after widening if the dtypes differ).
-        values: name -> (number of differing elements, largest absolute difference; NaN if only one
+        equal: Number of tensors with equal bits (after widening if the dtypes differ).
+        values: Name -> (number of differing elements, largest absolute difference; NaN if only one
             of them is).
-        shapes: name -> (shape in a, in b).
-        dtypes: name -> (dtype in a, in b); the values may still be equal.
-        only_a: names only in a.
-        only_b: names only in b.
-        renamed: what tells the names of the two apart, although the rest of them is the same;
-            empty for nothing.
+        shapes: Name -> (shape in a, in b).
+        dtypes: Name -> (dtype in a, in b); the values may still be equal.
+        only_a: Names only in a.
+        only_b: Names only in b.
+        renamed: Difference between the names of the two whose rest is the same; empty if there is
+            none.
     """
 
     equal: int = 0
@@ -132,9 +132,9 @@ def compare(a: WeightSource, b: WeightSource, strip_prefix: str = "") -> Checkpo
     If the names of one are those of the other behind a prefix, they are compared without it.
 
     Args:
-        a: one source.
-        b: the other.
-        strip_prefix: removed from the names of both; that is no difference.
+        a: First source.
+        b: Second source.
+        strip_prefix: Prefix that is removed from the names of both; it is no difference.
 
     Raises:
         UserError: one of them is damaged.

@@ -114,12 +114,12 @@ def find_latest_valid(
     Call it on one rank and broadcast the result: with `checksums` it reads every byte.
 
     Args:
-        run_dir: the run's folder.
-        on_damaged: called with one line per damaged checkpoint that is skipped, and for damaged
+        run_dir: Folder of the run.
+        on_damaged: Callback with one line per damaged checkpoint that is skipped, and for damaged
             files without training state.
-        checksums: compare every byte, not only presence and sizes.
-        for_rollback: consider only checkpoints that a rollback may use.
-        below: consider only steps before this one.
+        checksums: Whether to compare every byte, not only presence and sizes.
+        for_rollback: Whether to consider only checkpoints that a rollback may use.
+        below: Step before which checkpoints are considered; None for all.
 
     Raises:
         UserError: a newer checkpoint cannot be read, so that it may be complete; or `latest` names
@@ -259,7 +259,8 @@ def check_complete(folder: Path, checksums: bool = True, with_state: bool = Fals
     training state.
 
     Args:
-        with_state: check also the values in training_state.json, from which a run continues.
+        with_state: Whether to check also the values in training_state.json, from which a run
+            continues.
 
     Raises:
         UserError: it cannot continue.

@@ -74,9 +74,9 @@ class Examination(NamedTuple):
     """Problems of a checkpoint folder, one line each.
 
     Attributes:
-        damaged: training state that is missing, truncated or changed.
-        unreadable: training state that cannot be read now; it may be complete.
-        descriptions: either problem of files without training state.
+        damaged: Problems of training state that is missing, truncated or changed.
+        unreadable: Problems of training state that cannot be read now; it may be complete.
+        descriptions: Problems of either kind of files without training state.
     """
 
     damaged: list[str]
@@ -167,9 +167,10 @@ def examine(folder: Path | str, checksums: bool = True, tails: bool = False) -> 
     """Compare a checkpoint folder with its manifest.
 
     Args:
-        folder: of the checkpoint.
-        checksums: read every byte and compare CRC-32; otherwise only presence and sizes.
-        tails: without `checksums`, compare the end of every file (cheap at any size).
+        folder: Folder of the checkpoint.
+        checksums: Whether to read every byte and compare CRC-32, not only presence and sizes.
+        tails: Whether to compare the end of every file where `checksums` is off (cheap at any
+            size).
     """
     folder, found = Path(folder), Examination([], [], [])
     try:

@@ -125,13 +125,13 @@ def write_atomically(
     """Call write(temporary folder) and rename the folder to `out` when it is complete.
 
     Args:
-        origin: the source; `out` must be outside it.
-        out: the new folder.
-        force: replace `out` if it is a conversion.
-        needed: bytes that will be written.
-        write: fills the folder.
-        marker: content of converted.json; None for no such file.
-        fsync: flush the folder to the disk before it is renamed.
+        origin: Source; `out` must be outside it.
+        out: New folder.
+        force: Whether to replace `out` if it is a conversion.
+        needed: Number of bytes that will be written.
+        write: Function that fills the folder.
+        marker: Content of converted.json; None for no such file.
+        fsync: Whether to flush the folder to the disk before it is renamed.
 
     Raises:
         UserError: `out` cannot be written, or the disk has no space.
@@ -274,7 +274,8 @@ def sync_file_system(folder: Path) -> bool:
     """
     try:
         syncfs = ctypes.CDLL(None, use_errno=True).syncfs
-    except (AttributeError, OSError):  # only Linux has it
+    except (AttributeError, OSError):
+        # Only Linux has this call.
         return False
     descriptor = os.open(folder, os.O_RDONLY)
     try:

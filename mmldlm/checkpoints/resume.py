@@ -81,12 +81,12 @@ class ResumeReader:
     manager or call close().
 
     Attributes:
-        names: every parameter and persistent buffer, including the second names of tied weights.
-        engine: the engine that saved it ("deepspeed", "fsdp", "model.pt").
+        names: Every parameter and persistent buffer, including the second names of tied weights.
+        engine: Engine that saved it ("deepspeed", "fsdp", "model.pt").
         stage: ZeRO stage; None if not recorded.
-        world_size: number of ranks that saved it; None if not recorded.
+        world_size: Number of ranks that saved it; None if not recorded.
         has_moments: False before the optimizer's first step.
-        has_ema: whether a moving average of the weights was saved.
+        has_ema: Whether a moving average of the weights was saved.
     """
 
     def __init__(self, source: WeightSource):
@@ -130,11 +130,11 @@ class ResumeReader:
         """Return flat elements [start, start + count) as a new float32 array.
 
         Args:
-            name: of the tensor.
+            name: Name of the tensor.
             what: "weight" (the fp32 master of a trainable one, else the stored values, widened),
                 or for a trainable one "exp_avg", "exp_avg_sq" (see moments_of) or "ema".
-            start: first element.
-            count: number of elements.
+            start: First element.
+            count: Number of elements.
 
         Raises:
             UserError: a damaged file; the error names it.

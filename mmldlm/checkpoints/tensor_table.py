@@ -18,7 +18,8 @@ from mmldlm.config.renamed_keys import is_removed_weight, model_config_with_new_
 from mmldlm.errors import UserError
 from mmldlm.utils.input_files import read_bytes
 
-TABLE = "tensors"  # key of the manifest
+# Key of the manifest.
+TABLE = "tensors"
 _MMDIT = ("MultimodalMMDiT", "CodesMMDiT")
 _ARCHITECTURES = (*_MMDIT, "PlainTransformer", "HierarchicalTransformer")
 
@@ -69,7 +70,8 @@ def _check_with_config(weights: WeightSource, path: Path) -> None:
         # A user's own task is not imported.
         if config.get("architecture") not in _ARCHITECTURES:
             return
-        if config.get("n_blocks", 0) > len(found):  # before a loop over all of them
+        if config.get("n_blocks", 0) > len(found):
+            # Checked before a loop over all of them.
             raise ValueError(f"n_blocks {config['n_blocks']} for {len(found)} tensors")
         shapes, needed = tensor_table(_shapes_by_config(config)), _needed_names(config)
     except (ValueError, KeyError, TypeError, AttributeError, ArithmeticError, RecursionError) as e:
@@ -88,7 +90,8 @@ def _check_with_config(weights: WeightSource, path: Path) -> None:
 def _shapes_by_config(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
     """Shapes of weights that between them use every size in a config; not every model has each."""
     width, vocab, dim = config["hidden_size"], config["vocab_size"], config["latent_dim"]
-    cond, chunks = config["cond_dim"], config["tokens_per_latent"]  # None: not read, or a default
+    # None: not read, or a default.
+    cond, chunks = config["cond_dim"], config["tokens_per_latent"]
     streams, head = (2 if config["architecture"] in _MMDIT else 1), width // config["n_heads"]
     shapes: dict[str, tuple[int, ...]] = {
         "latent_mean": (dim,),
@@ -134,7 +137,8 @@ def _needed_names(config: dict[str, Any]) -> set[str]:
     names |= {f"{block}.modulation.weight" for block in blocks}
     if config.get("qk_rmsnorm"):
         names |= {f"{block}.qk_norm.weight" for block in blocks}
-    if config.get("latent_grids") is None:  # else the positions are fixed
+    if config.get("latent_grids") is None:
+        # With several grids the positions are fixed, not learned.
         names.add("latent_encoder.latent_position")
     if config.get("num_codes") is None:
         names |= {"latent_encoder.to_tokens.weight", "latent_head.to_latent.weight"}

@@ -97,11 +97,11 @@ def convert_state(
 
     Args:
         source: Any path that open_source accepts.
-        out: The new folder.
+        out: New folder.
         to: One of TARGETS.
         world_size: Number of ranks of the new checkpoint; None for the source's (1 if not
             recorded).
-        dtype: fp32, bf16, fp16: of model.pt's parameters (default fp32), or of ZeRO's
+        dtype: Dtype fp32, bf16 or fp16 of model.pt's parameters (default fp32), or of ZeRO's
             low-precision copy next to the fp32 masters (default: the source's). keep: the source's
             in both.
         force: Whether to replace an earlier conversion at `out`.

@@ -134,14 +134,16 @@ REQUIRED = (
     "LD_PRELOAD",
 )
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
-_SHELL_ACTIVE = re.compile(r'[$`\\"]|%[hnu%]')  # within double quotes, and for pdsh
+# Active within double quotes, and for pdsh.
+_SHELL_ACTIVE = re.compile(r'[$`\\"]|%[hnu%]')
+# The address of a proxy may contain a password.
 _SECRET = (
     "KEY",
     "TOKEN",
     "SECRET",
     "PASSWORD",
     "PROXY",
-)  # a proxy's address may contain a password
+)
 
 
 def run_variables(environment: dict[str, str] | None = None) -> dict[str, str]:
@@ -223,11 +225,13 @@ def propagated_variables(launcher: str, has_gpus: bool) -> dict[str, str] | None
     the nodes.
     """
     if launcher == "slurm":
-        return run_variables()  # srun exports everything by default
+        # srun exports everything by default.
+        return run_variables()
     if launcher == "torchrun":
         return None
     if launcher == "mpi":
-        return {}  # mpirun propagates only variables named with -x
+        # mpirun propagates only variables named with -x.
+        return {}
     prefixes = _DEEPSPEED_PREFIXES + (_DEEPSPEED_CUDA if has_gpus else ())
     variables = {k: v for k, v in run_variables().items() if k.startswith(prefixes)}
     for path in env_files():

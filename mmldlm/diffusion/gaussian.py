@@ -50,9 +50,9 @@ class Prediction(NamedTuple):
         target: (alpha, sigma, x0, noise) -> what the network should output.
         to_x0: (alpha, sigma, prediction, z) -> x0 estimate.
         weight: (x0-space weight, SNR, sigma) -> the weight in this target's space.
-        schedules: names of the schedules under which these conversions hold; None: all.
-        max_timestep: largest t at which `to_x0` is computed; above it, t is replaced by it.
-        sampling_start: timestep at which sampling starts.
+        schedules: Names of the schedules under which these conversions hold; None: all.
+        max_timestep: Largest t at which `to_x0` is computed; above it, t is replaced by it.
+        sampling_start: Timestep at which sampling starts.
     """
 
     target: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
@@ -108,12 +108,12 @@ class GaussianProcess:
     2209.03003). There are no discrete timestep indices.
 
     Args:
-        schedule: one of `schedules`.
-        prediction: what the network outputs, one of `predictions`.
-        weighting: one of `weightings`: unit, min_snr (arXiv 2303.09556) or velocity; always in the
-            space of the prediction.
-        min_snr_gamma: gamma of min_snr.
-        velocity_floor: least sigma that velocity divides by on the straight path.
+        schedule: Schedule, one of `schedules`.
+        prediction: Output of the network, one of `predictions`.
+        weighting: Weighting, one of `weightings`: unit, min_snr (arXiv 2303.09556) or velocity;
+            always in the space of the prediction.
+        min_snr_gamma: Gamma of min_snr.
+        velocity_floor: Least sigma that velocity divides by on the straight path.
 
     Raises:
         ValueError: an unknown schedule, prediction or weighting, or a prediction that does not go
@@ -211,7 +211,8 @@ class GaussianProcess:
         elif self.schedule == "rectified_flow":
             # The flow loss weighs the squared x0 error by 1 / sigma^2.
             x0_weight = 1 / sigma.clamp_min(self.velocity_floor) ** 2
-        else:  # The v loss weighs it by SNR + 1.
+        else:
+            # The v loss weights x0 by SNR + 1.
             x0_weight = snr + 1
         return self._rule.weight(x0_weight, snr, sigma)
 
@@ -230,13 +231,13 @@ class GaussianProcess:
         an Euler step.
 
         Args:
-            predictions: network output at (z, t). [B, ..., P * D]
-            z: state at t. [B, ..., D]
-            t: current timestep. [B]
-            s: next timestep. [B]
+            predictions: Network output at (z, t). [B, ..., P * D]
+            z: State at t. [B, ..., D]
+            t: Current timestep. [B]
+            s: Next timestep. [B]
             eta: 0 deterministic, 1 ancestral, or a function of (t, s), one of `named_etas`.
-            noise: standard normal noise like z, needed when eta > 0.
-            project: applied to the x0 estimate before the step.
+            noise: Standard normal noise like z, needed when eta > 0.
+            project: Function that is applied to the x0 estimate before the step.
         """
         x0 = self.to_x0(predictions, z, t)
         x0 = x0 if project is None else project(x0)
@@ -270,10 +271,10 @@ class GaussianProcess:
         is x0 and the step that of DDIM.
 
         Args:
-            x0: estimate at (z, t). [B, ..., D]
-            z: state at t. [B, ..., D]
-            t: current timestep. [B]
-            s: next timestep, above 0. [B]
+            x0: Estimate at (z, t). [B, ..., D]
+            z: State at t. [B, ..., D]
+            t: Current timestep. [B]
+            s: Next timestep, above 0. [B]
             previous: x0 estimate and timestep of the step before.
         """
         alpha_t, sigma_t = self._alpha_sigma_like(t, z)
@@ -306,10 +307,10 @@ class GaussianProcess:
 
         Args:
             predict: (z, t) -> network output.
-            z: state at t. [B, ..., D]
-            t: current timestep.
-            s: next timestep.
-            project: applied to each x0 estimate.
+            z: State at t. [B, ..., D]
+            t: Current timestep.
+            s: Next timestep.
+            project: Function that is applied to each x0 estimate.
         """
         assert "heun" in self.solvers, (
             f"heun_step needs schedule rectified_flow, not {self.schedule}"

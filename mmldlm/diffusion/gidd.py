@@ -37,9 +37,10 @@ class GiddProcess:
 
     Args:
         vocab_size: V, [MASK] included.
-        mask_token_id: id of [MASK].
-        uniform_share: p_u in [0, 1).
-        gamma: in (0, 2]; above 2 uniform noise would have to vanish faster than tokens do.
+        mask_token_id: Id of [MASK]
+        uniform_share: Fraction of uniform noise p_u in [0, 1).
+        gamma: Exponent in (0, 2]; above 2 uniform noise would have to vanish faster than tokens
+            do.
 
     Raises:
         ValueError: a parameter out of range.
@@ -89,8 +90,8 @@ class GiddProcess:
         """Draw z_t independently for every position.
 
         Args:
-            tokens: [B, S] int64.
-            t: [B].
+            tokens: [B, S] int64
+            t: [B]
             uniform: [B, S] fp64 in [0, 1).
             noisable: [B, S] bool (real tokens).
 
@@ -103,7 +104,8 @@ class GiddProcess:
         noised = torch.where(
             uniform < keep, tokens, torch.where(uniform < keep + mask, self.mask_token_id, other)
         )
-        if self.uniform_share == 0:  # rounding of keep + mask must not let a uniform token in
+        if self.uniform_share == 0:
+            # Rounding of keep + mask must not let a uniform token in.
             noised = torch.where(uniform < keep, tokens, self.mask_token_id)
         noised = torch.where(noisable, noised, tokens)
         return noised, (
@@ -137,10 +139,10 @@ class GiddProcess:
         / N) sqrt(t / (1 - t)) there, the same to first order.
 
         Args:
-            elbo_weights: of `elbo_weights`.
-            t: broadcasts to them.
-            weighting: elbo, clip or dynamic.
-            largest: the largest weight.
+            elbo_weights: Weights that `elbo_weights` returns.
+            t: Timesteps, broadcastable to the weights.
+            weighting: Weighting: elbo, clip or dynamic.
+            largest: Largest weight.
         """
         if weighting == "elbo":
             return elbo_weights
@@ -184,11 +186,11 @@ class GiddProcess:
         a fresh draw from q_s(. | x_hat). At s = 0 no [MASK] is left.
 
         Args:
-            tokens: state at t. [B, S] int64
-            logits: of x_0, -inf for [MASK]. [B, S, V]
-            t: current timestep. [B]
-            s: next timestep. [B]
-            uniform: numbers in [0, 1): what happens, and which token. [2, B, S]
+            tokens: State at t. [B, S] int64
+            logits: Logits of x_0, -inf for [MASK]. [B, S, V]
+            t: Current timestep. [B]
+            s: Next timestep. [B]
+            uniform: Uniform numbers in [0, 1): what happens, and which token. [2, B, S]
 
         Returns:
             tokens at s. [B, S]
@@ -234,9 +236,9 @@ class GiddDivergence(NamedTuple):
     for rho = 0.
 
     Attributes:
-        targets: x. [M] int64
-        noised: z. [M] int64
-        is_masked: z is [MASK]. [M] bool
+        targets: Clean tokens x. [M] int64
+        noised: Noised tokens z. [M] int64
+        is_masked: Whether z is [MASK]. [M] bool
         alpha: [M] fp32.
         log_rho: [M] fp32; -inf without uniform noise.
     """
@@ -257,7 +259,8 @@ class GiddDivergence(NamedTuple):
         log_p = logits.log_softmax(-1)
         log_x, log_z = log_p.gather(1, x), log_p.gather(1, z)
         p = log_p.exp_()
-        floor = rho.clamp_min(torch.finfo(p.dtype).tiny ** 0.75)  # of a denominator: rho may be 0
+        # The floor of a denominator: rho may be 0.
+        floor = rho.clamp_min(torch.finfo(p.dtype).tiny ** 0.75)
         log_ratio_x = rho.log1p() - torch.logaddexp(log_x, log_rho)
         # log(1 + p_x / rho), taken out of the sum; without uniform noise it is infinite, and its
         # factor 0.
@@ -287,11 +290,11 @@ def self_correct(
     the paper).
 
     Args:
-        tokens: finished texts. [B, S] int64
-        logits: of x_0 at the texts and a small t, -inf for [MASK]. [B, S, V]
+        tokens: Finished texts. [B, S] int64
+        logits: Logits of x_0 at the texts and a small t, -inf for [MASK]. [B, S, V]
         uniform: [B, S] in [0, 1).
         real: [B, S] bool, positions that may change.
-        temperature: of the draws that are proposed.
+        temperature: Temperature of the proposed draws.
 
     Returns:
         tokens [B, S], changed [B] bool, and agreement [B]: the share of real tokens that are the

@@ -41,9 +41,9 @@ class HierarchicalProcess:
     approximate bound is known, is not offered.
 
     Args:
-        clusters: cluster of every token, -1 for tokens in none and for [MASK]. [V] int64
-        mask_token_id: id of [MASK].
-        gamma: above 0; 1 spreads clusters most evenly.
+        clusters: Cluster of every token, -1 for tokens in none and for [MASK]. [V] int64
+        mask_token_id: Id of [MASK]
+        gamma: Exponent above 0; 1 spreads clusters most evenly.
 
     Raises:
         ValueError: gamma <= 0, or [MASK] in a cluster.
@@ -69,9 +69,8 @@ class HierarchicalProcess:
 
     def levels(self, t: Tensor) -> Levels:
         """Probabilities at t in [0, 1]; each of t's shape."""
-        log_left = torch.log1p(
-            -t.double()
-        )  # of 1 - t; differences of powers of it do not cancel at small t
+        # Logarithm of 1 - t; differences of powers of it do not cancel at small t.
+        log_left = torch.log1p(-t.double())
         return Levels((self.gamma * log_left).exp(), *self._leave(log_left))
 
     def _leave(self, log_ratio: Tensor) -> tuple[Tensor, Tensor]:
@@ -105,7 +104,7 @@ class HierarchicalProcess:
 
         Args:
             tokens: [B, S] int64 below V.
-            t: [B].
+            t: [B]
             uniform: [B, S] fp64 in [0, 1).
             noisable: [B, S] bool (real tokens).
 
@@ -154,11 +153,11 @@ class HierarchicalProcess:
         that cluster. At s = 0 only words are left.
 
         Args:
-            tokens: state at t. [B, S] int64 below V + n
-            logits: of x_0, -inf for [MASK]. [B, S, V]
-            t: current timestep. [B]
-            s: next timestep. [B]
-            uniform: numbers in [0, 1): what happens, and which token. [2, B, S]
+            tokens: State at t. [B, S] int64 below V + n
+            logits: Logits of x_0, -inf for [MASK]. [B, S, V]
+            t: Current timestep. [B]
+            s: Next timestep. [B]
+            uniform: Uniform numbers in [0, 1): what happens, and which token. [2, B, S]
 
         Returns:
             tokens at s. [B, S]
@@ -190,9 +189,9 @@ class HierarchicalDivergence(NamedTuple):
     """d(z, x, x_hat) of M rows and its gradient with respect to their logits.
 
     Attributes:
-        targets: x. [M] int64
-        is_masked: z is [MASK]; otherwise it is the cluster of x. [M] bool
-        group: cluster of every token, tokens in none having one of their own. [V] int64
+        targets: Clean tokens x. [M] int64
+        is_masked: Whether z is [MASK]; otherwise it is the cluster of x. [M] bool
+        group: Cluster of every token, tokens in none having one of their own. [V] int64
     """
 
     targets: Tensor
@@ -215,7 +214,8 @@ class HierarchicalDivergence(NamedTuple):
         )
 
 
-SMALLEST, LARGEST = 0.1, 5.0  # sizes in units of the mean (HDLM)
+# Sizes of clusters in units of the mean (HDLM).
+SMALLEST, LARGEST = 0.1, 5.0
 # Unit vectors are rounded to this grid. Products and sums of such integers are exact in fp32, in
 # any order, so every rank, machine and number of threads finds the same clusters.
 _GRID = 1024
@@ -232,10 +232,10 @@ def cluster_tokens(
     Args:
         vectors: [V, D], one per token; zeros where nothing is known of a token, which then goes to
             any cluster.
-        num_clusters: n, at most the number of tokens to cluster.
-        alone: tokens in no cluster (special tokens).
-        seed: of the starting centers.
-        rounds: most rounds of k-means; it ends when no token moves.
+        num_clusters: Number of clusters n, at most the number of tokens to cluster.
+        alone: Tokens in no cluster (special tokens).
+        seed: Seed of the starting centers.
+        rounds: Largest number of rounds of k-means; it ends when no token moves.
 
     Returns:
         [V] int64, cluster of every token, -1 for those alone. Every cluster has between SMALLEST
@@ -272,7 +272,8 @@ def _k_means(vectors: np.ndarray, num_clusters: int, seed: int, rounds: int) -> 
         before, found = found, _bounded_assignment(points @ centers.T, *bounds)
         if np.array_equal(before, found):
             break
-        by_cluster = np.argsort(found, kind="stable")  # no cluster is empty
+        # No cluster is empty.
+        by_cluster = np.argsort(found, kind="stable")
         starts = np.searchsorted(found[by_cluster], np.arange(num_clusters))
         centers = _unit(np.add.reduceat(points[by_cluster], starts, dtype=np.float64)).astype(
             np.float32
@@ -297,7 +298,8 @@ def _starting_centers(points: np.ndarray, count: int, random: np.random.Generato
         distance = np.minimum(distance, np.maximum(2 * (_GRID**2 - cosine), 0))
         distance[chosen] = 0
         cumulative = distance.cumsum()
-        if cumulative[-1] <= _GRID:  # only copies of chosen points are left
+        if cumulative[-1] <= _GRID:
+            # Only copies of chosen points are left.
             chosen.append(int(np.setdiff1d(np.arange(len(points)), chosen)[0]))
             continue
         chosen.append(

@@ -17,11 +17,11 @@ class LatentProcess(Protocol):
     Attributes:
         num_predictions: P, the number of vectors that the network predicts per latent. Predictions
             and targets are [B, ..., P * D].
-        sampling_start: timestep at which sampling starts: 1, or below it where `to_x0` is not
+        sampling_start: Timestep at which sampling starts: 1, or below it where `to_x0` is not
             defined at 1.
-        named_etas: functions (t, s) -> eta of `step` that belong to this process, by name.
-        diagnostics: names of the figures that `diagnose` returns, as in the logs.
-        solvers: names of the solvers that `step` (ddim), `multistep` (dpm++2m) and `heun_step`
+        named_etas: Functions (t, s) -> eta of `step` that belong to this process, by name.
+        diagnostics: Names of the figures that `diagnose` returns, as in the logs.
+        solvers: Names of the solvers that `step` (ddim), `multistep` (dpm++2m) and `heun_step`
             (heun) offer.
     """
 
@@ -51,7 +51,7 @@ class LatentProcess(Protocol):
         """Figures of each latent that only this process has, for the logs. [B, ...]
 
         Args:
-            predictions: the network's output at some (z, t). [B, ..., P * D]
+            predictions: Network's output at some (z, t). [B, ..., P * D]
             x0: `to_x0` of them. [B, ..., D]
         """
         ...
@@ -124,7 +124,7 @@ class Divergence(Protocol):
     """d of M rows, which a NELBO weighs: a NamedTuple of tensors.
 
     Attributes:
-        targets: clean tokens. [M] int64
+        targets: Clean tokens. [M] int64
     """
 
     _fields: tuple[str, ...]
@@ -136,9 +136,9 @@ class Divergence(Protocol):
         """Return d [R] and its gradient [R, V] with respect to the logits, in their dtype.
 
         Args:
-            logits: fp32 or fp64, -inf for [MASK]. [R, V]
-            rows: which of the M rows they are.
-            wants_grad: whether to compute the gradient.
+            logits: Logits, fp32 or fp64, -inf for [MASK]. [R, V]
+            rows: Indices of these rows among the M.
+            wants_grad: Whether to compute the gradient.
         """
         ...
 
@@ -148,7 +148,7 @@ class DivergenceProcess(Protocol):
     and noised token.
 
     Attributes:
-        mask_token_id: state of every token at t = 1.
+        mask_token_id: State of every token at t = 1.
     """
 
     mask_token_id: int

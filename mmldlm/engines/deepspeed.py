@@ -54,9 +54,8 @@ class DeepSpeedEngine(Engine):
         bucket = GPU_BUCKET if self.device.type == "cuda" else CPU_BUCKET
         ds_config = merged_config(config, self.world_size, bucket)
         if self.stage == 0:
-            ds_config["gradient_clipping"] = (
-                0.0  # `step` clips: DeepSpeed would not report the norm before clipping
-            )
+            # `step` clips the gradients: DeepSpeed would not report the norm before clipping.
+            ds_config["gradient_clipping"] = 0.0
         start_process_group(self.device, config.engine.collective_timeout)
         deepspeed.init_distributed(dist_backend=backend_for(self.device), verbose=False)
         self.model = model
@@ -74,9 +73,9 @@ class DeepSpeedEngine(Engine):
             if is_rounded
             else {}
         )
-        if (
-            self.stage == 3
-        ):  # a unit reads its layers' weights directly: they are gathered together, for the unit
+        # A unit reads the weights of its layers directly, so that they are gathered together, for
+        # the unit.
+        if self.stage == 3:
             for unit in plan.sharding_units:
                 deepspeed.utils.set_z3_leaf_module(unit, True)
         if self.world_size > 1:
@@ -111,9 +110,8 @@ class DeepSpeedEngine(Engine):
 
     def backward(self, loss: Tensor) -> None:
         if self._override is not None:
-            self.zero_optimizer.loss_scale = (
-                self.loss_scale
-            )  # its backward multiplies by it, its step divides by it
+            # DeepSpeed's backward multiplies by it, and its step divides by it.
+            self.zero_optimizer.loss_scale = self.loss_scale
             self._engine.backward(loss * self._undo_averaging)
         else:
             self._engine.backward(loss * (self._undo_averaging * self.loss_scale))
@@ -139,7 +137,8 @@ class DeepSpeedEngine(Engine):
     def discard_gradients(self) -> None:
         if self._override is not None:
             self._override.set_skip(True, math.inf)
-            with _silence_logging():  # it would log the skip a second time
+            with _silence_logging():
+                # DeepSpeed would log the skip a second time.
                 self._engine.step()
             return
         # ZeRO-0 runs the plain optimizer, which cannot skip.
@@ -188,9 +187,8 @@ class DeepSpeedEngine(Engine):
         )
 
     def optimizer_groups(self) -> dict[Tensor, dict[str, Any]]:
-        if (
-            self.stage == 3
-        ):  # an optimizer group holds its sub-groups one after another, and none between steps
+        # An optimizer group holds its sub-groups one after another, and none between steps.
+        if self.stage == 3:
             group_of, groups = (
                 self.zero_optimizer.sub_group_to_group_id,
                 self.zero_optimizer.optimizer.param_groups,
@@ -312,7 +310,8 @@ def import_deepspeed():
     logger.setLevel(logging.WARNING)
     from deepspeed.runtime import bf16_optimizer
 
-    bf16_optimizer.see_memory_usage = lambda *args, **kwargs: None  # it prints at every log level
+    # It prints at every log level.
+    bf16_optimizer.see_memory_usage = lambda *args, **kwargs: None
     return deepspeed
 
 
@@ -384,9 +383,9 @@ def master_shards(
 
     Args:
         optimizer: DeepSpeed's ZeRO optimizer.
-        names: parameter -> name (DeepSpeedEngine.param_names).
+        names: Parameter -> name (DeepSpeedEngine.param_names).
         stage: ZeRO stage, 1 to 3.
-        rank: of this process.
+        rank: Rank of this process.
     """
     if stage == 3:
         return _stage3_shards(optimizer, names, rank)

@@ -267,8 +267,8 @@ def check_keys(values: Mapping[str, Any], file: str | None) -> None:
     config.
 
     Args:
-        values: of the JSON.
-        file: its name, for the message.
+        values: Values of the JSON.
+        file: Name of the JSON, for the message.
 
     Raises:
         UserError: an unknown key (the closest one is named), a value of the wrong type, or one
@@ -351,13 +351,16 @@ def _check(
 
 
 def _changes_nothing(value: Any, only: Any) -> bool:
-    if isinstance(only, dict):  # a disabled section, whatever else it contains
+    if isinstance(only, dict):
+        # A disabled section is allowed, whatever else it contains.
         return isinstance(value, dict) and value.get("enabled", False) is False
-    return value == only and isinstance(value, bool) == isinstance(only, bool)  # 0 == False
+    # The types are compared as well, because 0 == False.
+    return value == only and isinstance(value, bool) == isinstance(only, bool)
 
 
 def _has_type(value: Any, kind: str, optional: bool) -> bool:
-    if kind == SECTION:  # an offload section may be null
+    if kind == SECTION:
+        # An offload section may be null.
         return isinstance(value, dict) or (optional and value is None)
     if value == "auto" or value is None:
         return True

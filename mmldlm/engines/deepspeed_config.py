@@ -57,7 +57,8 @@ def check_fp16(config: Config, is_supported: bool) -> None:
     have other devices.
 
     Args:
-        is_supported: by DeepSpeed's accelerator: a GPU, or a CPU with fp16 instructions.
+        is_supported: Whether DeepSpeed's accelerator supports fp16: a GPU, or a CPU with fp16
+            instructions.
 
     Raises:
         UserError: the run needs it.
@@ -107,9 +108,9 @@ def merged_config(config: Config, world_size: int, bucket: int = GPU_BUCKET) -> 
     """The dict handed to deepspeed.initialize.
 
     Args:
-        config: of the run.
-        world_size: number of ranks.
-        bucket: elements of a communication bucket, if the JSON does not set it.
+        config: Config of the run.
+        world_size: Number of ranks.
+        bucket: Number of elements of a communication bucket, if the JSON does not set it.
 
     Raises:
         UserError: the JSON has an unknown or unsupported key (allowed_keys.py), or sets a value

@@ -118,7 +118,8 @@ class FsdpEngine(TorchEngine):
         writer = dcp.FileSystemWriter(folder, per_thread_copy_ahead=0)
         try:
             dcp.save(state["tensors"], storage_writer=writer, process_group=self._writers)
-        except CheckpointException as error:  # a BaseException whose text hides the cause
+        except CheckpointException as error:
+            # It is a BaseException whose text hides the cause.
             rank, (first, _) = next(iter(error.failures.items()))
             raise RuntimeError(f"rank {rank}: {type(first).__name__}: {first}") from error
         # Last, because a rank that failed here would leave the others in the collectives above.

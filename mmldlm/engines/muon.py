@@ -16,8 +16,9 @@ from mmldlm.engines.muon_exchange import MatrixExchange, ShardRange
 from mmldlm.engines.parameter_plan import ParameterPlan
 from mmldlm.engines.shards import ParameterShard, local_shard
 
-LABEL = "muon"  # of its work in a profile
-# AdamW's key of its own running mean of gradients, so that checkpoints need no third name
+# Label of its work in a profile.
+LABEL = "muon"
+# The key of AdamW's own running mean of gradients, so that checkpoints need no third name.
 MOMENTUM = "exp_avg"
 
 
@@ -64,10 +65,10 @@ class MuonAdamW(torch.optim.AdamW):
         Args:
             units: Muon's tensors that one call of `step` updates together (all parameters, or the
                 flat tensor of a ZeRO group or sub-group), in the same order on every rank.
-            shards: shards of this rank; those of other parameters are ignored.
-            num_stacked: parameter -> matrices that it stacks along dimension 0.
-            device: of the matrix products and of the process group's tensors.
-            group: ranks that shard or replicate the parameters; None: this process alone.
+            shards: Shards of this rank; those of other parameters are ignored.
+            num_stacked: Parameter -> number of matrices that it stacks along dimension 0.
+            device: Device of the matrix products and of the process group's tensors.
+            group: Ranks that shard or replicate the parameters; None: this process alone.
 
         Raises:
             ValueError: a parameter does not stack so many matrices.

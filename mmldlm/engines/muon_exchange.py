@@ -12,9 +12,9 @@ from torch import Tensor
 
 from mmldlm.engines.shards import ParameterShard
 
-BUCKET_ELEMENTS = (
-    1 << 26
-)  # that one exchange moves at most (256 MiB of fp32), or one matrix if that is larger
+# Number of elements that one exchange moves at most (256 MiB of fp32), or one matrix if that is
+# larger.
+BUCKET_ELEMENTS = 1 << 26
 
 
 @dataclass(frozen=True)
@@ -23,10 +23,10 @@ class Matrix:
     by row.
 
     Attributes:
-        name: of the parameter.
-        start: first element in the flattened parameter.
-        rows: number of rows.
-        columns: number of columns.
+        name: Name of the parameter.
+        start: First element in the flattened parameter.
+        rows: Number of rows.
+        columns: Number of columns.
     """
 
     name: str
@@ -103,15 +103,15 @@ class MatrixExchange:
     exchanges.
 
     Args:
-        shards: what each rank of the group holds, the same list on every rank.
-        num_stacked: parameter -> matrices that it stacks.
-        rank: of this process in the group.
-        device: where matrices are transformed and sent from.
-        group: ranks that share the parameters; None: this process alone.
+        shards: Shards of each rank of the group, the same list on every rank.
+        num_stacked: Parameter -> number of matrices that it stacks.
+        rank: Rank of this process.
+        device: Device on which matrices are transformed and from which they are sent.
+        group: Ranks that share the parameters; None: this process alone.
 
     Attributes:
-        matrices: of all ranks, in the same order on each.
-        owners: rank of each matrix.
+        matrices: Matrices of all ranks, in the same order on each.
+        owners: Rank of each matrix.
     """
 
     def __init__(
@@ -149,8 +149,8 @@ class MatrixExchange:
         transform(matrix). Collective.
 
         Args:
-            values: flat fp32 tensor of each shard of this rank, changed in place; elements of no
-                matrix stay.
+            values: Flat fp32 tensor of each shard of this rank, changed in place; elements of no
+                matrix are left as they are.
             transform: (Matrix, [rows, columns] fp32) -> [rows, columns] fp32.
         """
         for bucket in self._buckets:

@@ -40,11 +40,16 @@ from mmldlm.utils.screen import print_line
 from mmldlm.utils.stop_signals import handle_stop_signals
 
 POLL_SECONDS = 1.0
-ANSWER_SECONDS = 5.0  # an agent without an answer for so long is reconnected
-CALL_SECONDS = 3  # the node is lost if ssh does not reach it within so many
-START_SECONDS = 60.0  # from the launcher's start to its first process on every node
-SETTLE_SECONDS = 3.0  # after the first failure: other ranks may be ending with a better message
-AGREED_SECONDS = 30.0  # the same for collective exits: rank 0 has more to write than the others
+# An agent without an answer for so long is reconnected.
+ANSWER_SECONDS = 5.0
+# The node counts as lost if ssh does not reach it within so many seconds.
+CALL_SECONDS = 3
+# From the start of the launcher to its first process on every node.
+START_SECONDS = 60.0
+# After the first failure, other ranks may be ending with a better message.
+SETTLE_SECONDS = 3.0
+# The same for collective exits: rank 0 has more to write than the others.
+AGREED_SECONDS = 30.0
 STOP_GRACE = 2.0
 # DeepSpeed's launcher logs its plan, several lines per node: kept in launcher.log, not on the
 # screen.
@@ -291,9 +296,9 @@ class Watcher:
         """Return how the attempt ended; None while it is healthy.
 
         Args:
-            views: node -> answer of its agent.
-            launcher_ended: whether the launcher on the head had ended before the views were taken.
-            age: seconds since the start.
+            views: Node -> answer of its agent.
+            launcher_ended: Whether the launcher on the head had ended before the views were taken.
+            age: Seconds since the start.
         """
         if self.pool.failures:
             name, failure = next(iter(self.pool.failures.items()))
@@ -371,7 +376,8 @@ class Watcher:
     def _stop_all(self, grace: float) -> None:
         """Stop the run on every reachable node, and the launcher on this machine."""
         if self.process is not None and self.context.launcher == "deepspeed":
-            self._kill_launcher()  # first: it must not react to processes that end on a node
+            # First the launcher: it must not react to processes that end on a node.
+            self._kill_launcher()
         self.pool.call("stop", {"launch": self.launch_id, "grace": grace}, timeout=grace + 8)
         if self.process is not None:
             self._kill_launcher()

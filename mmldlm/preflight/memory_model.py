@@ -12,6 +12,7 @@ GIB = 1 << 30
 # A process with torch loaded (measured: 0.35 GiB resident on CPU); on a GPU its context and NCCL's
 # buffers.
 BASE_CPU, BASE_GPU = int(0.4 * GIB), int(1.2 * GIB)
+# From most to least memory per rank.
 PLANS = (
     "single",
     "zero0",
@@ -19,7 +20,7 @@ PLANS = (
     "zero2",
     "zero3",
     "fsdp",
-)  # from most to least memory per rank
+)
 
 
 def state_bytes(
@@ -31,20 +32,22 @@ def state_bytes(
     Muon's exchanges (at most 512 MiB, after the activations are freed) are not in the peak.
 
     Args:
-        plan: one of PLANS.
-        sizes: of Task.model_sizes (elements); "single_moment": trainable elements that Muon
+        plan: Plan among PLANS.
+        sizes: Sizes of Task.model_sizes in elements; "single_moment": trainable elements that Muon
             updates.
-        world_size: number of ranks.
+        world_size: Number of ranks.
         dtype: training.dtype.
-        bucket: elements of a communication bucket of DeepSpeed (engines/deepspeed_config.py); 0
+        bucket: Elements of a communication bucket of DeepSpeed (engines/deepspeed_config.py); 0
             for DDP and FSDP.
         offload: "optimizer" and "param", if they are in another memory (see host_bytes).
     """
     trainable, weights = sizes["trainable"], sizes["trainable"] + sizes["frozen"]
     share = trainable / world_size
     low = 4 if dtype == "fp32" else 2
-    buckets = min(bucket, trainable) * 4 * 2  # two with overlap_comm
-    if plan in ("single", "zero0"):  # fp32 weights under autocast
+    # There are two buckets with overlap_comm.
+    buckets = min(bucket, trainable) * 4 * 2
+    if plan in ("single", "zero0"):
+        # Weights stay in fp32 under autocast.
         return (
             4 * weights
             + 4 * trainable
@@ -56,11 +59,13 @@ def state_bytes(
     gradients, states = (
         (low * share, 0) if "optimizer" in offload else (4 * share, 4 * share + moments)
     )
-    if plan == "zero1":  # unsharded gradients, in low precision and accumulated in fp32
+    if plan == "zero1":
+        # Gradients are unsharded, in low precision and accumulated in fp32.
         return int(low * weights + (4 + (low if low == 2 else 0)) * trainable + states + buckets)
     if plan == "zero2":
         return int(low * weights + gradients + states + buckets)
-    gathered = 2 * sizes["largest_block"] * low  # the block in use and the one being prefetched
+    # The block in use, and the one that is being prefetched.
+    gathered = 2 * sizes["largest_block"] * low
     if plan == "zero3":
         kept = 0 if "param" in offload else low * weights / world_size
         return int(kept + gradients + states + gathered + buckets)

@@ -74,7 +74,7 @@ def run_preflight(args: argparse.Namespace) -> tuple[Context, int]:
     """Collect, check, print and write receipts; return the context and the exit code.
 
     Args:
-        args: options of mmldlm/commands/preflight.py or launch.py.
+        args: Options of mmldlm/commands/preflight.py or launch.py.
     """
     started = time.perf_counter()
     context, results = run_checks(args)
@@ -289,7 +289,8 @@ def write_receipts(
     ):
         try:
             receipt.write(created, context.config.run_dir() / receipt.NAME)
-        except OSError as error:  # CKPT001 reports it too; the exit code does not depend on it
+        except OSError as error:
+            # CKPT001 reports it too; the exit code does not depend on it.
             print(f"no receipt in {context.config.run_dir()}: {error.strerror}", file=sys.stderr)
 
 

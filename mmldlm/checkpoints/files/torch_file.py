@@ -83,14 +83,14 @@ class TorchFile:
     """One file written by torch.save. Use as a context manager or call close().
 
     Args:
-        path: the file, named in errors.
-        random_access: read only what is requested (see the module docstring).
-        fd: an open descriptor of `path` that the caller closes; None to open and close one here.
+        path: File, named in errors.
+        random_access: Whether to read only what is requested (see the module docstring).
+        fd: Open descriptor of `path` that the caller closes; None to open and close one here.
         window: (first byte, number of bytes) of the zip inside a larger file; None for the
             complete file.
 
     Attributes:
-        foreign_objects: classes of other programs that load() met; their objects were not built.
+        foreign_objects: Classes of other programs that load() met; their objects were not built.
 
     Raises (at construction and while reading):
         UserError: not a zip file of torch, truncated, compressed, wrong byte order, a CRC
@@ -337,9 +337,8 @@ class TorchFile:
                 f"{what} needs {needed} bytes of record data/{ref.key}, which has {record.size}"
             )
             raise corrupt_file_error(self.path, found)
-        if ref.numel * itemsize > max(
-            64 << 20, 2 * ref.extent * itemsize
-        ):  # expanded: strides of 0
+        # An expanded tensor has strides of 0: it claims more elements than its storage has.
+        if ref.numel * itemsize > max(64 << 20, 2 * ref.extent * itemsize):
             found = f"{what} claims {ref.numel} elements over a storage range of {ref.extent}"
             raise corrupt_file_error(self.path, found)
 
@@ -430,7 +429,7 @@ def read_directory(size: int, read: Callable[[int, int], bytes]) -> list[ZipEntr
     """Return the entries of a zip file.
 
     Args:
-        size: bytes of the zip.
+        size: Size of the zip in bytes.
         read: (first byte, number) -> bytes; fewer at the end.
 
     Raises:
@@ -447,7 +446,8 @@ def read_directory(size: int, read: Callable[[int, int], bytes]) -> list[ZipEntr
         raise BadZip("a zip file in several parts")
     limit, locator_at = end_at, end_at - 20
     locator = read(locator_at, 20) if locator_at >= 0 else b""
-    if locator[:4] == struct.pack("<I", _LOCATOR):  # torch always writes one
+    if locator[:4] == struct.pack("<I", _LOCATOR):
+        # torch always writes a locator.
         limit = struct.unpack("<IIQI", locator)[2]
         # Exactly before its locator: of two joined files with equal layouts, the place that the
         # second names is in the first.

@@ -38,10 +38,9 @@ class TensorSpec:
     them.
 
     Attributes:
-        dtype: its torch name.
-        shape: its shape.
-        chunks: its elements in order, flat, as DTYPES[dtype].raw; None if they are written later
-            (write_plan).
+        dtype: Name of the dtype in torch.
+        shape: Shape of the tensor.
+        chunks: Elements in order, flat, as DTYPES[dtype].raw; None if they are written later.
     """
 
     dtype: str
@@ -81,9 +80,9 @@ class ObjectSpec:
     """An object of a class.
 
     Attributes:
-        type: the class.
-        args: arguments of class(*args); None for an instance that is not initialized.
-        state: its state, set after that.
+        type: Class of the object.
+        args: Arguments of class(*args); None for an instance that is not initialized.
+        state: State that is set after the object was built.
     """
 
     type: GlobalRef
@@ -95,7 +94,7 @@ class PickleWriter:
     """Build one pickle.
 
     Attributes:
-        tensors: the tensors in it, in the order of their record numbers 0, 1, 2, ...
+        tensors: Tensors in the file, in the order of their record numbers 0, 1, 2, ...
     """
 
     def __init__(self) -> None:
@@ -204,7 +203,8 @@ _ALIGNMENT = 64
 _PADDING = 0x4246
 # Sizes and positions from here on need fields of 8 bytes.
 _ZIP64 = 0xFFFFFFFF
-_PREFETCH_DEPTH = 8  # chunks
+# Number of chunks.
+_PREFETCH_DEPTH = 8
 
 
 def write_torch(path: Path, value: Any) -> int:
@@ -227,7 +227,8 @@ class _Record:
     name: bytes
     nbytes: int
     header_offset: int
-    start: int  # of the payload, from the start of the zip
+    # First byte of the payload, from the start of the zip.
+    start: int
     written: RangedCrc32 = field(default_factory=RangedCrc32)
 
     def crc(self) -> int:
@@ -240,13 +241,13 @@ class TorchFileLayout:
     """Positions of everything in the zip file of one value, computed before writing.
 
     Args:
-        value: what torch.load will return.
-        top: the zip's top folder; torch names it after the file.
+        value: Value that torch.load will return.
+        top: Top folder of the zip; torch names it after the file.
 
     Attributes:
-        tensors: those of `value`, each once.
-        tensor_bytes: their bytes.
-        size: bytes of the zip.
+        tensors: Tensors of `value`, each once.
+        tensor_bytes: Number of bytes of these tensors.
+        size: Size of the zip in bytes.
     """
 
     def __init__(self, value: Any, top: str):
@@ -304,8 +305,8 @@ class TorchFileWriter:
     write(). The file is not flushed to the disk.
 
     Args:
-        path: the new file.
-        layouts: of its zips.
+        path: New file.
+        layouts: Layouts of its zips.
         padding: (tensor, first element, number of elements) of zeros.
 
     Raises (from write and finish):
@@ -472,4 +473,5 @@ def _entry(record: _Record, crc: int) -> bytes:
 
 
 def _flags(record: _Record) -> int:
-    return 0 if record.name.isascii() else 0x800  # names in UTF-8
+    # This flag says that names are in UTF-8.
+    return 0 if record.name.isascii() else 0x800

@@ -99,10 +99,10 @@ class OpaqueObject:
     """Placeholder for an object that is never built: it keeps its arguments and executes nothing.
 
     Attributes:
-        kind: module and name of its class or function.
-        args: what it was called with.
-        state: what it was given as its state.
-        content: what a pickle put into it, as into a list, set or dict.
+        kind: Module and name of its class or function.
+        args: Arguments of the call.
+        state: State that the pickle gives it.
+        content: Items that a pickle puts into it, as into a list, set or dict.
     """
 
     __slots__ = ("kind", "args", "state", "content")
@@ -161,7 +161,7 @@ class _Dict(dict):
     state_dict has.
 
     Attributes:
-        module_names: dotted names of all modules of the model, "" for the model itself; None if it
+        module_names: Dotted names of all modules of the model, "" for the model itself; None if it
             is no state_dict.
     """
 
@@ -485,9 +485,9 @@ def read_pickle(data: bytes, foreign: set[str] | None = None) -> Any:
     objects as OpaqueObject.
 
     Args:
-        data: the pickle.
-        foreign: gets the names of the classes and functions that are not in the tables above;
-            nothing of them was run.
+        data: Bytes of the pickle.
+        foreign: Receiver of the names of the classes and functions that are not in the tables
+            above; nothing of them was run.
 
     Raises:
         RefusedPickle: a malformed stream, or one that calls what it must not; nothing was
@@ -512,11 +512,8 @@ def read_pickle(data: bytes, foreign: set[str] | None = None) -> Any:
 
 # Picklers number their memo 0, 1, 2, ...
 _MAX_MEMO_GAP = 1024
-_LINE, _LINES, _UNKNOWN = (
-    -1,
-    -2,
-    -3,
-)  # an argument up to the end of a line, two of them, no such opcode
+# In this order: an argument up to the end of a line, two of them, no such opcode.
+_LINE, _LINES, _UNKNOWN = -1, -2, -3
 # The number of bytes of the length that precedes an argument.
 _PREFIX = {
     pickletools.TAKEN_FROM_ARGUMENT1: 1,

@@ -31,14 +31,14 @@ class WriteRequest:
     """What a format should write.
 
     Attributes:
-        source: the opened checkpoint.
-        target: one of manifest.TARGETS.
-        folder: where the files go.
-        world_size: number of ranks of the new checkpoint.
-        optimizer: None to write the weights alone.
-        sub_group_size: ZeRO-3's, in elements.
-        tensors: model.pt only: source name -> what to write of it.
-        names: model.pt only: every name in the file -> source name; tied weights share one.
+        source: Opened checkpoint.
+        target: Target among manifest.TARGETS.
+        folder: Folder of the new files.
+        world_size: Number of ranks of the new checkpoint.
+        optimizer: Optimizer metadata; None to write the weights alone.
+        sub_group_size: Size of ZeRO-3's sub-groups in elements.
+        tensors: Source name -> what to write of it (model.pt only).
+        names: Every name in the file -> source name; tied weights share one (model.pt only).
     """
 
     source: WeightSource
@@ -56,9 +56,9 @@ class CheckpointFormat(Protocol):
     them.
 
     Attributes:
-        name: its name.
-        targets: those of manifest.TARGETS that it writes.
-        has_keys: whether its files may hold several state dicts, of which ReadOptions.key names
+        name: Name of the format.
+        targets: Targets among manifest.TARGETS that it writes.
+        has_keys: Whether its files may hold several state dicts, of which ReadOptions.key names
             one.
     """
 
@@ -120,7 +120,7 @@ class WritePlan:
     """What to write.
 
     Attributes:
-        files: all files.
+        files: All files to write.
         segments: (name, "weight" | "exp_avg" | "exp_avg_sq") -> where its elements go.
         copied: Names of weights in files that are copied as they are.
     """
@@ -162,9 +162,9 @@ def execute(
     The files are flushed to the disk by the caller.
 
     Args:
-        source: opened with the moments that the plan has.
-        plan: what to write.
-        on_bytes: called with the bytes written so far and in total.
+        source: Source, opened with the moments that the plan has.
+        plan: Plan of the files.
+        on_bytes: Callback with the bytes written so far and in total.
 
     Raises:
         UserError: a damaged source, weights or moments that are not finite. OSError: a failed

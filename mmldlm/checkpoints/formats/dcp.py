@@ -329,7 +329,8 @@ def read_optimizer_metadata(opened: OpenedCheckpoint) -> OptimizerMetadata:
             Group(list(group["names"]), dict(group["settings"])) for group in record["groups"]
         ]
         for group in groups:
-            if "betas" in group.settings:  # JSON has no tuples
+            if "betas" in group.settings:
+                # JSON has no tuples.
                 group.settings["betas"] = tuple(group.settings["betas"])
     except KeyError:
         groups = [Group(list(record["trainable"]), {})]
@@ -363,7 +364,7 @@ def plan_dcp(
     """Return the plan of the ranks' files in `folder`, and the bytes of its .metadata.
 
     Args:
-        optimizer: None to write the weights alone, if the source does not record what was trained.
+        optimizer: Optimizer metadata; None to write the weights alone.
     """
     items: list[list[tuple[str, str, TensorSpec, int, tuple[int, ...]]]] = [
         [] for _ in range(world_size)

@@ -112,10 +112,10 @@ class DcpFolder:
     """The names and files of a DCP folder; closing is the caller's.
 
     Attributes:
-        path: the folder.
-        tree: the nested dict that was saved, with DcpTensor and DcpValue as leaves.
-        values: name -> every pickled object.
-        items: every chunk and object that was requested so far.
+        path: Folder of the checkpoint.
+        tree: Nested dict that was saved, with DcpTensor and DcpValue as leaves.
+        values: Name -> pickled object.
+        items: Chunks and objects that have been requested so far.
     """
 
     def __init__(self, path: Path, random_access: bool = False):
@@ -337,7 +337,8 @@ def _paths(path: Path, names: dict[str, Any], planner_data: Any) -> dict[str, Ke
                 is_flattened and rest and (first == "model" or name.startswith(_FLAT_OPTIMIZERS))
             )
             moment, _, owner = rest.partition(".")
-            if is_prefix and first != "model" and moment in MOMENTS:  # mmldlm's own
+            if is_prefix and first != "model" and moment in MOMENTS:
+                # mmldlm's own names of moments.
                 known[name] = (first, moment, owner)
             else:
                 known[name] = (first, rest) if is_prefix else (name,)
@@ -362,7 +363,8 @@ def _locations(
             location.get("length"),
         )
         if location.get("transform_descriptors"):
-            if offsets is None:  # refused when it is asked for
+            if offsets is None:
+                # It is refused when it is requested.
                 continue
             found = f"{name} written through {location['transform_descriptors']}"
             raise UserError(
@@ -422,7 +424,8 @@ class _ItemFile(TorchFile):
     """
 
     def __init__(self, file: DcpFile, offset: int, length: int, random_access: bool):
-        self._near: list[tuple[int, bytes]] = []  # (first byte, bytes)
+        # Pairs of first byte and bytes.
+        self._near: list[tuple[int, bytes]] = []
         super().__init__(file.path, random_access, file.fd, (offset, length))
 
     def _read_directory(self):

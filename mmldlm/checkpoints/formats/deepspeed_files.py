@@ -426,10 +426,10 @@ def compare_steps(model: Path, state: dict, optimizer: Path, counters: dict[str,
     """Compare the optimizer's step count with that of the model file.
 
     Args:
-        model: the model file, for messages.
-        state: what it holds.
-        optimizer: the optimizer's file, for messages.
-        counters: the result of check_optimizer_files, or {"step": [steps]}.
+        model: Model file, for messages.
+        state: Content of the model file.
+        optimizer: File of the optimizer, for messages.
+        counters: Result of check_optimizer_files, or {"step": [steps]}.
 
     Returns:
         "", or a note if the optimizer is behind: it may have been started anew, or the files are
@@ -504,7 +504,8 @@ def _check_equal(files: list[TorchFile], counters: list[dict[str, Any]]) -> None
     for file, found in zip(files, counters):
         for key in {*found, *counters[0]}:
             mine, first = found.get(key), counters[0].get(key)
-            if repr(mine) != repr(first):  # nan is equal to itself here
+            if repr(mine) != repr(first):
+                # Compared as text, nan is equal to itself.
                 what = f"{key} {mine!r} while {files[0].path.name} is at {first!r}"
                 raise corrupt_file_error(file.path, what, SAME_SAVE_HINT)
 
@@ -530,9 +531,8 @@ def _optimizer_counters(file: TorchFile, inner: dict) -> dict[str, Any]:
     tables = (
         [table for table in tables if isinstance(table, dict)] if isinstance(tables, list) else []
     )
-    in_tables = [
-        read_scalar(file, table["step"]) for table in tables if "step" in table
-    ]  # older FusedAdam
+    # Older versions of FusedAdam keep the step in the tables.
+    in_tables = [read_scalar(file, table["step"]) for table in tables if "step" in table]
     found = {
         "step": [
             *(read_scalar(file, state.get("step")) for state in _states(optimizer)),

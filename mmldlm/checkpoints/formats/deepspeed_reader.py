@@ -493,12 +493,12 @@ def match_masters(
     """Return name -> fp32 master; None if the optimizer keeps none (an fp32 engine).
 
     Args:
-        optimizer: the saved state of the optimizer, from `optimizer` of the model file.
+        optimizer: Saved state of the optimizer, from `optimizer` of the model file.
         names: `optimizer_param_names` of the model file: the names of every group in order, if the
             training program recorded them (client_state); None otherwise.
-        low_precision_copies: the low-precision weights of all parameters, trainable or frozen, in
-            the module's order.
-        shapes: their shapes.
+        low_precision_copies: Low-precision weights of all parameters, trainable or frozen, in the
+            module's order.
+        shapes: Shapes of these parameters.
 
     Raises:
         UserError: masters that match no weight (files of different steps), or that are ambiguous.
@@ -660,7 +660,8 @@ def is_universal(folder: Path) -> bool:
     """Return whether a folder of model_states files stores its optimizer in one folder per
     parameter.
     """
-    return any((folder / ZERO_TAG).rglob("fp32.pt"))  # a name may contain slashes
+    # The name of a parameter may contain slashes.
+    return any((folder / ZERO_TAG).rglob("fp32.pt"))
 
 
 def folders_of_parameters(zero: Path, names: Iterable[str], listed_in: Path) -> dict[str, Path]:

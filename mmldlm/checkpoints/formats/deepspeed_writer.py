@@ -63,8 +63,8 @@ class ZeroTarget:
 
     Attributes:
         stage: ZeRO stage (1, 2 or 3).
-        world_size: number of ranks.
-        sub_group_size: ZeRO-3's, in elements.
+        world_size: Number of ranks.
+        sub_group_size: Size of ZeRO-3's sub-groups in elements.
     """
 
     stage: int
@@ -103,9 +103,9 @@ class _Flat:
     """One flat group of one rank.
 
     Attributes:
-        size: elements with the tail padding.
-        held: elements without it.
-        pieces: the parameters in it.
+        size: Number of elements with the tail padding.
+        held: Number of elements without it.
+        pieces: Parameters in the slice.
         gaps: (first element, number) of padding.
     """
 

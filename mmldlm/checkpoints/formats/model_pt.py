@@ -294,9 +294,9 @@ def plan_model_file(
     """Return the plan of one file, a dict name -> tensor.
 
     Args:
-        tensors: source name -> what to write of it.
-        names: every name in the file -> source name; tied weights share one.
-        path: the file.
+        tensors: Source name -> what to write of it.
+        names: Every name in the file -> source name; tied weights share one.
+        path: File to write.
     """
     layout = TorchFileLayout({name: tensors[owner] for name, owner in names.items()}, path.stem)
     file = TorchFileWriter(path, [layout])

@@ -39,8 +39,8 @@ def add_named_optimizer(source: WeightSource, optimizers: dict[Keys, dict], path
     If there is one that cannot be carried over, note the reason.
 
     Args:
-        optimizers: path -> node, from selection.
-        path: that of the model; optimizers in the same dict are its own, if there are any.
+        optimizers: Path -> node of every optimizer, from `selection`.
+        path: Path of the model; optimizers in the same dict are its own, if there are any.
 
     Raises:
         UserError: damaged files.
@@ -109,9 +109,9 @@ def read_named_optimizer(
     """Return the optimizers of a model as one.
 
     Args:
-        optimizers: path -> node, from selection.
-        model: names of the model's tensors.
-        path: named in errors.
+        optimizers: Path -> node of every optimizer, from `selection`.
+        model: Names of the model's tensors.
+        path: Path that errors name.
 
     Raises:
         Unreadable: they number their parameters, train other ones, or are not AdamW or Muon.
@@ -127,7 +127,8 @@ def read_named_optimizer(
             and names
             and not any(name in model for name in names if isinstance(name, str))
         ):
-            continue  # that of another model
+            # It is the optimizer of another model.
+            continue
         _check(what, names, groups, state, model)
         if twice := [name for name in names if name in found.names]:
             raise Unreadable(f"{what} and another one both train {join_some(twice)}")

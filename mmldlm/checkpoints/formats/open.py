@@ -217,9 +217,8 @@ def report_deletion(path: Path | str) -> Iterator[None]:
     path = Path(path)
     folder = path.resolve()
     with contextlib.suppress(MmldlmError, OSError):
-        folder = (
-            locate_checkpoint(path) if _is_run_checkpoint(path) else folder
-        )  # `latest` moves on
+        # Resolved now, because `latest` moves on while the checkpoint is read.
+        folder = locate_checkpoint(path) if _is_run_checkpoint(path) else folder
     was_there = (folder / MANIFEST).exists()
     try:
         yield

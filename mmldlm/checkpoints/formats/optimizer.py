@@ -47,8 +47,8 @@ class Group:
     """One parameter group.
 
     Attributes:
-        names: its parameters in the optimizer's order.
-        settings: lr, betas, ..., if known; see utils.moments.moment_keys.
+        names: Parameters of the group, in the optimizer's order.
+        settings: Settings of the group (lr, betas, ...), if known; see utils.moments.moment_keys.
     """
 
     names: list[str]
@@ -60,15 +60,15 @@ class OptimizerMetadata:
     """Everything about an optimizer but its moments.
 
     Attributes:
-        groups: every trainable name once.
-        steps: number of the optimizer's steps; None if not recorded, or before the first step.
-        compute_dtype: of the weights in the forward pass.
-        model_states: other entries of DeepSpeed's model file (counters, lr_scheduler, the caller's
+        groups: Parameter groups, with every trainable name once.
+        steps: Number of steps of the optimizer; None if not recorded, or before the first step.
+        compute_dtype: Dtype of the weights in the forward pass.
+        model_states: Other entries of DeepSpeed's model file (counters, lr_scheduler, the caller's
             own).
-        optimizer: loss scaler and clipping, under the keys of DeepSpeed's optimizer file.
-        ds_config: the DeepSpeed config as saved.
-        notes: what could not be carried over.
-        is_of_deepspeed: whether model_states and ds_config are DeepSpeed's own, and not defaults.
+        optimizer: Loss scaler and clipping, under the keys of DeepSpeed's optimizer file.
+        ds_config: DeepSpeed config as saved.
+        notes: Notes on what could not be carried over.
+        is_of_deepspeed: Whether model_states and ds_config are DeepSpeed's own, not defaults.
     """
 
     groups: list[Group]
@@ -319,8 +319,8 @@ class TensorState(NamedTuple):
     """State of one of an optimizer's tensors.
 
     Attributes:
-        values: what was saved: its moments, its step, ...
-        keys: those of MOMENTS that its group has.
+        values: Entries that were saved for the tensor: its moments, its step, ...
+        keys: Keys of MOMENTS that its group has.
     """
 
     values: dict
@@ -332,7 +332,7 @@ def states_by_index(file: TorchFile, optimizer: Any, count: int) -> list[TensorS
     step.
 
     Args:
-        optimizer: a state_dict of a torch optimizer, or DeepSpeed's elastic list of states.
+        optimizer: `state_dict` of a torch optimizer, or DeepSpeed's elastic list of states.
 
     Raises:
         UserError: another structure, an index twice or missing, a state of none or of a moment
@@ -444,10 +444,10 @@ def flat_moments(
     """Return key -> the group's flat moment on every rank.
 
     Args:
-        files: one per rank.
-        states: per rank, the result of states_by_index.
-        group: its number.
-        sizes: per rank, the allowed numbers of elements (with and without padding).
+        files: Files, one per rank.
+        states: Result of states_by_index, per rank.
+        group: Index of the group.
+        sizes: Allowed numbers of elements per rank (with and without padding).
 
     Raises:
         UserError: another size, or moments or dtypes that differ over the ranks.

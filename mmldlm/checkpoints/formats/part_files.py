@@ -197,7 +197,8 @@ def _siblings(path: Path, inside: str | None = None) -> list[str]:
     """Return the names beside `path` that differ in the number of the rank alone, and hold
     `inside` if it is given.
     """
-    if "lora" in path.name.lower():  # the rank of its matrices
+    if "lora" in path.name.lower():
+        # In such names, "rank" is that of the matrices.
         return []
     for match in _NUMBERED.finditer(path.name):
         before, after = (

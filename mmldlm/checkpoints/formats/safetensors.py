@@ -91,8 +91,8 @@ class SafetensorsFile:
     """One file; implements TensorFile.
 
     Attributes:
-        metadata: strings in the header.
-        tensors: name -> (dtype, shape, first byte in the data).
+        metadata: Strings in the header.
+        tensors: Name -> (dtype, shape, first byte in the data).
 
     Raises (at construction):
         UserError: truncated, a header that is not JSON, tensors that overlap or leave gaps.
@@ -289,7 +289,8 @@ class SafetensorsModel(WeightSource):
 # -- Writing
 # -------------------------------------------------------------------------------------------------
 
-MAX_HEADER_BYTES = 100_000_000  # the format's own limit
+# Limit of the format itself.
+MAX_HEADER_BYTES = 100_000_000
 # The entry of the header that is not a tensor.
 METADATA_KEY = "__metadata__"
 
@@ -298,12 +299,12 @@ class SafetensorsWriter:
     """Write a new file, in any order.
 
     Args:
-        path: the file to create; it must not exist.
+        path: File to create; it must not exist.
         tensors: (name, dtype name, shape) of every tensor. Wide elements are laid out first, so
             that every tensor starts at a multiple of its element size, as readers that map the
             file expect; otherwise in this order.
-        metadata: strings for the header's `__metadata__`.
-        fsync: flush it to the disk in finish().
+        metadata: Strings for the header's `__metadata__`.
+        fsync: Whether finish() flushes the file to the disk.
 
     Raises:
         UserError: a name that the format reserves. OSError: no space for the complete file, or a
@@ -319,7 +320,8 @@ class SafetensorsWriter:
     ):
         self.path = path
         header: dict[str, object] = {METADATA_KEY: metadata}
-        self._spans: dict[str, tuple[int, int]] = {}  # name -> first byte, end
+        # Name -> first byte and end.
+        self._spans: dict[str, tuple[int, int]] = {}
         self._missing: dict[str, int] = {}
         self._lock = threading.Lock()
         position = 0

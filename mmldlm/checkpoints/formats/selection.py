@@ -80,11 +80,11 @@ class Model(NamedTuple):
     """The state dict that was chosen.
 
     Attributes:
-        path: where it is.
-        tensors: name in the model -> tensor.
-        other_models: paths of the other state dicts, as users write them.
-        optimizers: path -> node of every optimizer.
-        notes: what was chosen, and what was left out.
+        path: Path of the model in the file.
+        tensors: Name in the model -> tensor.
+        other_models: Paths of the other state dicts, as users write them.
+        optimizers: Path -> node of every optimizer.
+        notes: Notes on what was chosen, and what was left out.
     """
 
     path: Keys
@@ -102,9 +102,9 @@ def select_model(root: Any, file: Path, key: str | None = None) -> Model:
     beside it.
 
     Args:
-        root: the tree.
-        file: named in errors.
-        key: the user's choice; None for the only one.
+        root: Root of the tree.
+        file: File that errors name.
+        key: State dict that the user chose; None for the only one.
 
     Raises:
         UserError: no state dict, several, or none at `key`; the error lists what there is.
@@ -209,14 +209,14 @@ class _Tree(NamedTuple):
     """What _scan found.
 
     Attributes:
-        nodes: every dict and list outside of optimizers.
-        states: those with tensors of their own.
-        optimizers: every optimizer.
-        merged_optimizers: those of them whose entries stand in one dict with others.
-        unnamed: tensors in lists, and under keys that are not text.
-        opaque: objects of a class under a key of MODEL_KEYS, such as a pickled module, and dicts
+        nodes: Path -> dict or list outside of optimizers.
+        states: Path -> node with tensors of its own.
+        optimizers: Path -> optimizer.
+        merged_optimizers: Optimizers whose entries stand in one dict with others.
+        unnamed: Tensors in lists, and under keys that are not text.
+        opaque: Objects of a class under a key of MODEL_KEYS, such as a pickled module, and dicts
             with tensors of a class that is not read.
-        num_values: number of leaves that are not tensors.
+        num_values: Number of leaves that are not tensors.
     """
 
     nodes: dict[Keys, Any]
@@ -546,7 +546,8 @@ def tree_of(
     if not isinstance(value, dict | list | tuple):
         return value
     if id(value) not in seen:
-        seen[id(value)] = None  # a dict that contains itself
+        # A dict may contain itself.
+        seen[id(value)] = None
         if isinstance(value, dict):
             seen[id(value)] = {
                 key: tree_of(file, entry, seen, depth + 1) for key, entry in value.items()
@@ -595,7 +596,7 @@ def add_tensors(
     an alias.
 
     Args:
-        kinds: name -> TensorInfo.kind; "parameter" for names that are not in it.
+        kinds: Name -> TensorInfo.kind; "parameter" for names that are not in it.
     """
     owners: dict[tuple, str] = {}
     for name, ref in state.items():

@@ -41,12 +41,12 @@ class TensorInfo(NamedTuple):
     """One named tensor.
 
     Attributes:
-        name: its name in the model's state_dict.
-        dtype: what read() returns; of a trainable tensor that of its fp32 master.
-        shape: of the unsharded tensor.
+        name: Name in the model's state_dict.
+        dtype: Dtype that read() returns; for a trainable tensor that of its fp32 master.
+        shape: Shape of the unsharded tensor.
         kind: "trainable", "frozen", "buffer", "alias" (another name of a tied weight), or
             "parameter" where the checkpoint does not record which of these it is.
-        alias_of: the name that stores an alias.
+        alias_of: Name that stores the weight of an alias.
     """
 
     name: str
@@ -96,8 +96,8 @@ class NamedOptimizer:
 
     Attributes:
         groups: (names, settings) of every parameter group.
-        state: name -> what was saved for it (leaves); empty before the first step.
-        steps: number of steps; None before the first.
+        state: Name -> what was saved for it (leaves); empty before the first step.
+        steps: Number of steps; None before the first.
     """
 
     groups: list[tuple[list[str], dict[str, Any]]] = field(default_factory=list)
@@ -179,29 +179,29 @@ class WeightSource:
     implemented here.
 
     Attributes:
-        path: what was opened.
+        path: Path that was opened.
         engine: "deepspeed", "fsdp", "model.pt" or "safetensors".
         options: How it was opened.
         stage: ZeRO stage; None if not recorded.
-        world_size: number of ranks that saved it; None if not recorded.
-        step: training step; None if not recorded.
-        tensors: name -> TensorInfo, in the order of the model's state_dict; aliases included.
-        notes: facts for the user (tensors of the checkpoint that are not weights, ...).
-        parts: name -> where a stored tensor is.
+        world_size: Number of ranks that saved it; None if not recorded.
+        step: Training step; None if not recorded.
+        tensors: Name -> TensorInfo, in the order of the model's state_dict; aliases included.
+        notes: Facts for the user (tensors of the checkpoint that are not weights, ...).
+        parts: Name -> parts of a stored tensor.
         moments: "exp_avg" and "exp_avg_sq" -> trainable name -> parts; Muon's weights lack
             exp_avg_sq. Filled if opened `with_moments`; empty if the optimizer has not stepped
             yet.
-        ema: trainable name -> parts of its moving average (formats/ema); empty if there is none.
-        named_optimizer: an optimizer of another program that names its parameters (see
-            named_optimizer), if one was found `with_moments`.
-        optimizer_left_out: why an optimizer that is in the files cannot be carried over; empty if
-            there is none.
-        names_of_groups: names of every parameter group, if the reader found them by the weights
+        ema: Trainable name -> parts of its moving average (formats/ema); empty if there is none.
+        named_optimizer: Optimizer of another program that names its parameters (see
+            named_optimizer.py).
+        optimizer_left_out: Reason why an optimizer that is in the files cannot be carried over;
+            empty if there is none.
+        names_of_groups: Names of every parameter group, if the reader found them by the weights
             (ZeRO-0).
-        other_models: paths of the other state dicts in the file (see selection).
-        low_precision_copies: trainable name -> parts of the copy that training computed with,
+        other_models: Paths of the other state dicts in the file (see selection).
+        low_precision_copies: Trainable name -> parts of the copy that training computed with,
             which must equal the rounded master.
-        module_names: names of all modules of the model, if a state_dict lists them; None if
+        module_names: Names of all modules of the model, if a state_dict lists them; None if
             unknown.
     """
 
@@ -557,8 +557,8 @@ class OpenedCheckpoint:
     """An opened source of weights.
 
     Attributes:
-        weights: the source.
-        checkpoint: the mmldlm checkpoint folder that contains it; None for weights of other
+        weights: Source of the weights.
+        checkpoint: Folder of the mmldlm checkpoint that contains it; None for weights of other
             programs.
     """
 

@@ -31,8 +31,8 @@ class BareNames(NamedTuple):
     """What remove_wrappers found.
 
     Attributes:
-        names: name in the file -> name of the model; without what is not the model's.
-        notes: for the user; empty if the names are the model's as they are.
+        names: Name in the file -> name of the model, without what is not the model's.
+        notes: Notes for the user; empty if the names are the model's as they are.
     """
 
     names: dict[str, str]
@@ -45,8 +45,8 @@ def remove_wrappers(
     """Return the model's names of the tensors of a state_dict.
 
     Args:
-        names: as they are in the file.
-        module_names: names of all modules, as the `_metadata` of a state_dict lists them; None if
+        names: Names as they are in the file.
+        module_names: Names of all modules, as the `_metadata` of a state_dict lists them; None if
             unknown.
     """
     same = BareNames({name: name for name in names}, [])

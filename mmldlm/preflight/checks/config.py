@@ -81,7 +81,8 @@ def _communicate_while_active(child: subprocess.Popen) -> tuple[str, str]:
         try:
             return child.communicate(timeout=1)
         except subprocess.TimeoutExpired:
-            times = psutil.Process(child.pid).cpu_times()[:2]  # user, system
+            # User and system time.
+            times = psutil.Process(child.pid).cpu_times()[:2]
             if times != last_times:
                 last_times, last_change = times, time.monotonic()
             elif time.monotonic() - last_change > DATA_IDLE_SECONDS:
@@ -204,7 +205,8 @@ def batch_arithmetic(context):
             "set engine.kind=deepspeed, or one slot on one node",
         )
     error = context.data_facts.get("engine_error")
-    if error is not None and not _json_disagrees(config, world_size):  # CFG002 reports that
+    if error is not None and not _json_disagrees(config, world_size):
+        # CFG002 reports a JSON that disagrees.
         return fail(error["found"], error["expected"], error["fix"])
     training = config.training
     batch = training.train_batch_size * training.grad_accum_steps * world_size

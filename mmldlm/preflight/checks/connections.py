@@ -10,8 +10,10 @@ from mmldlm.preflight.check import check, fail, majority, ok, skip, warn
 from mmldlm.preflight.checks.network import default_interface
 from mmldlm.preflight.context import Context
 
-MAX_ROUND_TRIP_MS = 20.0  # within a data center it is far below 1 ms
-OUTLIER_ROUND_TRIP_MS, OUTLIER_FACTOR = 2.0, 10  # above both, relative to the median
+# Within a data center it is far below 1 ms.
+MAX_ROUND_TRIP_MS = 20.0
+# An outlier is above both: the absolute limit, and this multiple of the median.
+OUTLIER_ROUND_TRIP_MS, OUTLIER_FACTOR = 2.0, 10
 MIN_LOST_PACKETS, MAX_LOST_SHARE = 3, 0.01
 LOOKUP_SECONDS = 1.0
 

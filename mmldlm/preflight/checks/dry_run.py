@@ -22,7 +22,8 @@ from mmldlm.preflight.memory_model import checkpoint_bytes
 from mmldlm.utils.input_files import read_text
 
 DRY_STEPS = 2
-SLOW_DISK = 100e6  # bytes per second of a checkpoint on its way to a shared file system
+# Bytes per second of a checkpoint on its way to a shared file system.
+SLOW_DISK = 100e6
 COMPILE_SECONDS = 600
 
 

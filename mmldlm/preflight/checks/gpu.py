@@ -151,9 +151,10 @@ def _check_gpus(context, evaluate, pass_message: str):
     """Yield the results of evaluate(gpu) over all GPUs, and one PASS per healthy node.
 
     Args:
-        context: facts of the nodes.
-        evaluate: returns None or (measured, expected, fix) for a GPU; (..., warn) for a warning.
-        pass_message: measured value of a healthy node.
+        context: Facts of the nodes.
+        evaluate: Function that returns None or (measured, expected, fix) for a GPU; (..., warn)
+            for a warning.
+        pass_message: Measured value of a healthy node.
     """
     num_faults: dict[str, int] = {}
     for name, gpu, absent in _each_gpu(context):

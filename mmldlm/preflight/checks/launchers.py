@@ -78,7 +78,8 @@ class LauncherProbe:
                 errors="replace",
                 start_new_session=True,
             )
-        except OSError as error:  # no such launcher on this machine: LNCH001
+        except OSError as error:
+            # LNCH001 reports a launcher that this machine does not have.
             self._folder.cleanup()
             raise LauncherMissing(str(error)) from error
         self._reader = threading.Thread(target=self._read, daemon=True)
@@ -94,7 +95,8 @@ class LauncherProbe:
         with contextlib.suppress(subprocess.TimeoutExpired):
             self.process.wait(SECONDS)
         timed_out = self.process.poll() is None
-        with contextlib.suppress(OSError):  # remaining processes of the launcher on this machine
+        with contextlib.suppress(OSError):
+            # Ends the remaining processes of the launcher on this machine.
             os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait()
         self._reader.join(5)
@@ -115,7 +117,8 @@ class LauncherProbe:
             if print_environment.MARK not in line:
                 other.append(line)
                 continue
-            with contextlib.suppress(ValueError):  # truncated by the timeout
+            with contextlib.suppress(ValueError):
+                # The timeout may have truncated the line.
                 report = json.loads(line.split(print_environment.MARK, 1)[1])
                 if report["hostname"] in names:
                     variables = {
