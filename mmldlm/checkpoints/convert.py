@@ -46,10 +46,7 @@ from mmldlm.checkpoints.formats.weight_source import (
     TensorInfo,
     WeightSource,
 )
-from mmldlm.checkpoints.manifest import (
-    SAFETENSORS_FILE,
-    SAFETENSORS_INDEX,
-)
+from mmldlm.checkpoints.manifest import SAFETENSORS_FILE, SAFETENSORS_INDEX
 from mmldlm.checkpoints.output_folder import write_atomically
 from mmldlm.checkpoints.tensor_table import check_tensors
 from mmldlm.errors import MmldlmError, UserError
@@ -57,7 +54,7 @@ from mmldlm.utils.formatting import join_some
 
 
 class Summary(NamedTuple):
-    """What a conversion wrote.
+    """Summary of a conversion.
 
     `num_parameters` counts stored elements of parameters, without buffers and aliases.
     """
@@ -292,10 +289,10 @@ def _verify(folder: Path, sums: dict[str, int]) -> None:
     Raises:
         MmldlmError: one differs from what was written.
     """
-    with SafetensorsModel.open(folder, ReadOptions(allow_nonfinite=True)) as written:
+    with SafetensorsModel.open(folder, ReadOptions(allow_nonfinite=True)) as output:
         for name, expected in sums.items():
             crc = 0
-            for chunk in written.iter_chunks(name):
+            for chunk in output.iter_chunks(name):
                 crc = zlib.crc32(chunk.view(np.uint8), crc)
             if crc != expected:
                 raise MmldlmError(
@@ -331,7 +328,7 @@ class PlannedTensor(NamedTuple):
 
 
 class ExportPlan(NamedTuple):
-    """What to write.
+    """Plan of an export.
 
     Attributes:
         tensors: Source name -> what to write, in the model's order.
@@ -453,8 +450,8 @@ def split_into_files(plan: ExportPlan, shard_bytes: int | None) -> dict[str, lis
     if len(groups) == 1:
         return {SAFETENSORS_FILE: groups[0]}
     return {
-        f"model-{number:05d}-of-{len(groups):05d}.safetensors": group
-        for number, group in enumerate(groups, 1)
+        f"model-{index:05d}-of-{len(groups):05d}.safetensors": group
+        for index, group in enumerate(groups, 1)
     }
 
 

@@ -170,11 +170,10 @@ def copy_tokenizer_files(opened: OpenedCheckpoint, dtype: str | None, folder: Pa
 
 
 def _copy_listed_files(checkpoint: Path, dtype: str | None, folder: Path) -> list[str]:
-    """Copy what the manifest of a checkpoint of mmldlm lists beside the engine's files; return
-    notes.
+    """Copy the files that the manifest of an mmldlm checkpoint lists next to those of the engine;
+    return notes.
 
-    A file that the manifest does not list is not the checkpoint's: it was added later, by
-    whomever.
+    A file that the manifest does not list is not part of the checkpoint: it was added later.
     """
     notes = []
     listed = read_manifest(checkpoint)["files"]
@@ -191,8 +190,8 @@ def _copy_listed_files(checkpoint: Path, dtype: str | None, folder: Path) -> lis
         copy_file(checkpoint, checkpoint / name, folder / name)
     if not any(name.startswith(f"{TOKENIZER_FOLDER}/") for name in names):
         notes.append(f"the checkpoint has no {TOKENIZER_FOLDER}/: none was written")
-    known = (MODEL_CONFIG, RUN_CONFIG, TOKENIZER_FOLDER, *FILES)
-    for name in known:
+    copied = (MODEL_CONFIG, RUN_CONFIG, TOKENIZER_FOLDER, *FILES)
+    for name in copied:
         if os.path.lexists(checkpoint / name) and not any(
             name in (entry, entry.split("/")[0]) for entry in listed
         ):
@@ -216,7 +215,12 @@ def model_folder(opened: OpenedCheckpoint) -> Path | None:
     if opened.weights.engine in ("safetensors", "model.pt"):
         return folder if os.path.lexists(folder / CONFIG_FILE) else None
     return next(
-        (place for place in (folder, folder.parent) if _is_model_config(place / CONFIG_FILE)), None
+        (
+            candidate
+            for candidate in (folder, folder.parent)
+            if _is_model_config(candidate / CONFIG_FILE)
+        ),
+        None,
     )
 
 

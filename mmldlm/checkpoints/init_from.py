@@ -15,7 +15,7 @@ from mmldlm.utils.formatting import join_some
 
 @dataclass
 class InitReport:
-    """What was copied into a model.
+    """Report of the weights that were copied into a model.
 
     Attributes:
         source: Path of the source.
@@ -41,8 +41,8 @@ class InitReport:
             lines.append(f"kept as initialized, not in the source: {join_some(self.missing)}")
         if self.mismatched:
             shapes = [
-                f"{name} {theirs} there, {ours} here"
-                for name, (theirs, ours) in self.mismatched.items()
+                f"{name} {in_source} there, {in_model} here"
+                for name, (in_source, in_model) in self.mismatched.items()
             ]
             lines.append(f"kept as initialized, of another shape: {join_some(shapes)}")
         if self.unexpected:

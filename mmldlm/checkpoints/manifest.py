@@ -115,10 +115,10 @@ def tail_crc(path: Path) -> int:
 
 def list_files(folder: Path) -> list[str]:
     """Return all files below `folder` but the manifest, relative with forward slashes, sorted."""
-    found = []
+    file_names = []
     for base, _, names in os.walk(folder):
-        found += [(Path(base) / name).relative_to(folder).as_posix() for name in names]
-    return sorted(name for name in found if name != MANIFEST)
+        file_names += [(Path(base) / name).relative_to(folder).as_posix() for name in names]
+    return sorted(name for name in file_names if name != MANIFEST)
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:
@@ -172,32 +172,32 @@ def examine(folder: Path | str, checksums: bool = True, tails: bool = False) -> 
         tails: Whether to compare the end of every file where `checksums` is off (cheap at any
             size).
     """
-    folder, found = Path(folder), Examination([], [], [])
+    folder, examination = Path(folder), Examination([], [], [])
     try:
         manifest = read_manifest(folder)
     except CannotRead as error:
-        found.unreadable.append(str(error))
-        return found
+        examination.unreadable.append(str(error))
+        return examination
     except ValueError as error:
-        found.damaged.append(str(error))
-        return found
+        examination.damaged.append(str(error))
+        return examination
     for name, entry in manifest["files"].items():
         is_description = _DESCRIPTIONS.fullmatch(name) is not None
         try:
             problem = _difference(folder / name, entry, checksums, tails)
         except OSError as error:
-            lines = found.descriptions if is_description else found.unreadable
+            lines = examination.descriptions if is_description else examination.unreadable
             lines.append(f"{folder / name} cannot be read: {describe_os_error(error)}")
             continue
         if problem is not None:
-            (found.descriptions if is_description else found.damaged).append(problem)
-    return found
+            (examination.descriptions if is_description else examination.damaged).append(problem)
+    return examination
 
 
 def verify(folder: Path | str, checksums: bool = True, tails: bool = False) -> list[str]:
     """Return all findings of `examine` in one list; empty if every file is as it was saved."""
-    found = examine(folder, checksums, tails)
-    return [*found.problems, *found.descriptions]
+    examination = examine(folder, checksums, tails)
+    return [*examination.problems, *examination.descriptions]
 
 
 def is_as_saved(folder: Path, name: str) -> bool:

@@ -27,13 +27,13 @@ TOKENIZER_FILES = re.compile(
     r"|sentencepiece\.bpe\.model|chat_template\.(jinja|json)|(pre)?processor_config\.json|pca_basis\.npy"
     r"|codebook\.npy"
 )
-# What a conversion may consist of: --force deletes only a folder without other files.
+# Files of a conversion: --force deletes only a folder without other files.
 _OUTPUTS = re.compile(
     r"model(-\d{5}-of-\d{5})?\.safetensors|model\.safetensors\.index\.json|config\.json|config\.yaml|tokenizer"
     r"|universal|latest_universal|pca_basis\.npy|codebook\.npy"
 )
-# These may belong to a training run, and TOKENIZER_FILES to a model: they are deleted only next to
-# the marker, which a conversion writes first.
+# These files may belong to a training run, and TOKENIZER_FILES to a model. They are deleted only
+# next to the marker, which a conversion writes first.
 _STATES = re.compile(
     r"model\.pt|optimizer\.pt|deepspeed\.pt|\.metadata|trainable\.json|__\d+_0\.distcp|zero|latest|checkpoints"
 )
@@ -142,14 +142,14 @@ def write_atomically(
         # Another conversion may just have ended.
         check_target(origin, out, force)
         partial = partial_path(out)
-        # Leftovers of an interrupted conversion; check_target has verified that it is nothing
+        # The leftovers of an interrupted conversion; check_target has verified that it is nothing
         # else.
         shutil.rmtree(partial, ignore_errors=True)
         try:
             partial.mkdir()
         except OSError as error:
             raise _unwritable(partial, error) from error
-        own = _identity(partial)
+        identity = _identity(partial)
         try:
             check_space(out.parent, needed)
             if marker is not None:
@@ -158,7 +158,7 @@ def write_atomically(
             if fsync:
                 flush(partial)
             # File systems without locks let two processes reach this place.
-            if _identity(partial) != own:
+            if _identity(partial) != identity:
                 raise MmldlmError(
                     f"another process replaced {partial} while {out} was written: nothing was"
                     " published"
@@ -167,7 +167,7 @@ def write_atomically(
             check_target(origin, out, force)
             _publish(out, fsync)
         except BaseException as error:
-            if _identity(partial) == own:
+            if _identity(partial) == identity:
                 shutil.rmtree(partial, ignore_errors=True)
             if isinstance(error, OSError):
                 raise MmldlmError(f"writing {out} failed: {explain_os_error(error)}") from error
@@ -216,12 +216,14 @@ def _holder_of(path: Path) -> str:
 
 
 def _identity(path: Path) -> tuple[int, int] | None:
-    """Return what tells a folder from another one of the same path; None if there is none."""
+    """Return what distinguishes a folder from another one at the same path; None if there is
+    none.
+    """
     try:
-        found = os.lstat(path)
+        status = os.lstat(path)
     except OSError:
         return None
-    return found.st_dev, found.st_ino
+    return status.st_dev, status.st_ino
 
 
 def _unwritable(path: Path, error: OSError) -> UserError:

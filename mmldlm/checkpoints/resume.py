@@ -1,6 +1,6 @@
 """Read a checkpoint of any engine, stage and world size by flat element ranges, for a resume.
 
-Every engine loads through this reader, even its own files at its own world size. Every rank reads
+Every engine loads through this reader, even its own files at the same world size. Every rank reads
 only what it owns. Only descriptions are unpickled, and neither torch nor deepspeed is imported.
 
 Checksums: rank 0 must have verified the files against the manifest before (manifest.verify with
@@ -57,8 +57,8 @@ def open_training_state(engine_folder: Path | str) -> ResumeReader:
 
 
 def _open_source(folder: Path) -> WeightSource:
-    found = registry.detect(folder) if folder.is_dir() else None
-    if found is None or not found.format.can_resume(found.path):
+    detected = registry.detect(folder) if folder.is_dir() else None
+    if detected is None or not detected.format.can_resume(detected.path):
         inside = (
             sorted(path.name for path in folder.iterdir())
             if folder.is_dir()
@@ -71,8 +71,8 @@ def _open_source(folder: Path) -> WeightSource:
             "resume from another checkpoint of the run, or take the weights alone with"
             " training.init_from",
         )
-    return found.format.open(
-        found.path, ReadOptions(True, with_moments=True, random_access=True, is_one_save=True)
+    return detected.format.open(
+        detected.path, ReadOptions(True, with_moments=True, random_access=True, is_one_save=True)
     )
 
 

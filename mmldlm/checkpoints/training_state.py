@@ -1,4 +1,4 @@
-"""training_state.json of a checkpoint: where a run stands.
+"""training_state.json of a checkpoint: the progress of a run.
 
 Its values are checked wherever it is read.
 """

@@ -34,7 +34,7 @@ BOOTSTRAP = (
     "cd {cwd} 2>/dev/null || exit 70; [ -x {python} ] || command -v {python} >/dev/null || exit"
     " 71; exec {python} -c {code}"
 )
-# Without the working folder, which -c puts on the path: the user's own random.py there would
+# The working folder, which -c puts on the path, is left out: a random.py of the user there would
 # replace Python's.
 _CODE = (
     "import sys; sys.path[:] = [{root!r}, *filter(None, sys.path)]; from {module} import main;"
@@ -198,7 +198,7 @@ class Agent:
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
-                # Ctrl-C ends the head, not the sessions; their input is closed then
+                # Ctrl-C ends the head, not the sessions, whose input is then closed.
                 start_new_session=True,
             )
         except OSError as error:

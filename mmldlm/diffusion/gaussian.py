@@ -31,10 +31,8 @@ def _sigmoid(t: Tensor) -> tuple[Tensor, Tensor]:
     """alpha^2 falls from 0.9975 to 0.0025 along a logistic curve, rescaled to reach 1 and 0
     exactly.
     """
-    low, high = (
-        torch.sigmoid(torch.tensor(-6.0).double()),
-        torch.sigmoid(torch.tensor(6.0).double()),
-    )
+    low = torch.sigmoid(torch.tensor(-6.0).double())
+    high = torch.sigmoid(torch.tensor(6.0).double())
     alpha_squared = ((torch.sigmoid(6.0 - 12.0 * t) - low) / (high - low)).clamp(0, 1)
     return alpha_squared.sqrt(), (1 - alpha_squared).sqrt()
 
@@ -47,7 +45,7 @@ class Prediction(NamedTuple):
     """One prediction target.
 
     Attributes:
-        target: (alpha, sigma, x0, noise) -> what the network should output.
+        target: (alpha, sigma, x0, noise) -> target of the network.
         to_x0: (alpha, sigma, prediction, z) -> x0 estimate.
         weight: (x0-space weight, SNR, sigma) -> the weight in this target's space.
         schedules: Names of the schedules under which these conversions hold; None: all.
@@ -63,7 +61,7 @@ class Prediction(NamedTuple):
     sampling_start: float = 1.0
 
 
-# schedule -> t (fp64) -> alpha, sigma
+# Schedule -> function of t (fp64) that returns alpha and sigma.
 SCHEDULES = {
     "cosine": _cosine,
     "linear": _linear,
@@ -82,7 +80,7 @@ PREDICTIONS = {
         weight=lambda weight, snr, sigma: weight / (snr + 1),
         schedules=("cosine", "linear", "sigmoid"),
     ),
-    # Its x0 estimate divides by alpha(t), which is 0 at t = 1 under most schedules.
+    # The x0 estimate divides by alpha(t), which is 0 at t = 1 under most schedules.
     "epsilon": Prediction(
         target=lambda alpha, sigma, x0, noise: noise,
         to_x0=lambda alpha, sigma, prediction, z: (z - sigma * prediction) / alpha,
@@ -116,8 +114,8 @@ class GaussianProcess:
         velocity_floor: Least sigma that velocity divides by on the straight path.
 
     Raises:
-        ValueError: an unknown schedule, prediction or weighting, or a prediction that does not go
-            with the schedule.
+        ValueError: an unknown schedule, prediction or weighting, or a prediction that the schedule
+            does not support.
     """
 
     schedules: ClassVar[Mapping[str, Callable[[Tensor], tuple[Tensor, Tensor]]]] = SCHEDULES
@@ -154,7 +152,8 @@ class GaussianProcess:
 
     @property
     def _rule(self) -> Prediction:
-        # Looked up, not kept: batches carry their process from data workers, which pickle it.
+        # Looked up instead of stored, because batches carry their process from data workers, which
+        # pickle it.
         return self.predictions[self.prediction]
 
     def alpha_sigma(self, t: Tensor) -> tuple[Tensor, Tensor]:
@@ -183,7 +182,7 @@ class GaussianProcess:
         return alpha * x0 + sigma * noise
 
     def targets(self, x0: Tensor, noise: Tensor, t: Tensor) -> Tensor:
-        """What the network should output for (x0, noise, t). [B, ..., P * D]"""
+        """Targets of the network for (x0, noise, t). [B, ..., P * D]"""
         return self._rule.target(*self._alpha_sigma_like(t, x0), x0, noise)
 
     def to_x0(self, predictions: Tensor, z: Tensor, t: Tensor) -> Tensor:

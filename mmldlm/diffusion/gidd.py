@@ -15,8 +15,9 @@ WEIGHTINGS = ("elbo", "clip", "dynamic")
 
 
 class Marginals(NamedTuple):
-    """Shares of q_t(z | x) in fp64: alpha on the token itself, mask on [MASK], uniform on all N
-    other tokens together (the token itself among them). They sum to 1."""
+    """Probabilities of q_t(z | x) in fp64: alpha on the token itself, mask on [MASK], uniform on
+    all N tokens besides [MASK] together (the token itself among them). They sum to 1.
+    """
 
     alpha: Tensor
     mask: Tensor
@@ -37,7 +38,7 @@ class GiddProcess:
 
     Args:
         vocab_size: V, [MASK] included.
-        mask_token_id: Id of [MASK]
+        mask_token_id: Id of [MASK].
         uniform_share: Fraction of uniform noise p_u in [0, 1).
         gamma: Exponent in (0, 2]; above 2 uniform noise would have to vanish faster than tokens
             do.
@@ -98,9 +99,9 @@ class GiddProcess:
         Returns:
             noised tokens [B, S], and scored [B, S] bool: positions whose NELBO weight is not zero.
         """
-        keep, mask, share = (value[:, None] for value in self.marginals(t))
-        place = ((uniform.double() - keep - mask) / share.clamp_min(1e-300)).clamp(0, 1)
-        other = self._noise_token(place)
+        keep, mask, uniform_noise = (value[:, None] for value in self.marginals(t))
+        draw = ((uniform.double() - keep - mask) / uniform_noise.clamp_min(1e-300)).clamp(0, 1)
+        other = self._noise_token(draw)
         noised = torch.where(
             uniform < keep, tokens, torch.where(uniform < keep + mask, self.mask_token_id, other)
         )
@@ -112,9 +113,9 @@ class GiddProcess:
             noisable if self.uniform_share > 0 else noisable & (noised == self.mask_token_id)
         )
 
-    def _noise_token(self, place: Tensor) -> Tensor:
+    def _noise_token(self, draw: Tensor) -> Tensor:
         """Numbers in [0, 1) -> tokens besides [MASK]."""
-        token = (place * self.num_noise_tokens).long().clamp_max(self.num_noise_tokens - 1)
+        token = (draw * self.num_noise_tokens).long().clamp_max(self.num_noise_tokens - 1)
         return token + (token >= self.mask_token_id)
 
     def elbo_weights(self, tokens: Tensor, noised: Tensor, t: Tensor) -> Tensor:
@@ -196,7 +197,7 @@ class GiddProcess:
             tokens at s. [B, S]
         """
         at_t, at_s = (
-            Marginals(*(share[:, None] for share in self.marginals(time))) for time in (t, s)
+            Marginals(*(marginal[:, None] for marginal in self.marginals(time))) for time in (t, s)
         )
         probability = (
             logits.gather(-1, tokens[..., None])[..., 0].double() - logits.double().logsumexp(-1)
@@ -274,8 +275,8 @@ class GiddDivergence(NamedTuple):
             return divergence, None
         # With g = d(divergence)/dp, the gradient of the logits is p g - p sum(p g), and p g is
         # finite.
-        share = p / (p + floor)
-        pull = share.mul_(-alpha * rho).scatter_(
+        ratio = p / (p + floor)
+        pull = ratio.mul_(-alpha * rho).scatter_(
             1, x, -alpha * (1 + rho) * torch.sigmoid(log_x - log_rho)
         )
         at_z = torch.where(is_scored, -log_r.expm1() * torch.sigmoid(log_z - log_rho), 0.0)
@@ -297,17 +298,17 @@ def self_correct(
         temperature: Temperature of the proposed draws.
 
     Returns:
-        tokens [B, S], changed [B] bool, and agreement [B]: the share of real tokens that are the
-        most probable.
+        tokens [B, S], changed [B] bool, and agreement [B]: the fraction of real tokens that are
+        the most probable.
     """
     flat = logits.double().flatten(0, 1) / temperature
     drawn = draw(flat, uniform.flatten())
     score = flat.log_softmax(-1).gather(1, drawn[:, None])[:, 0].view(tokens.shape)
     drawn = drawn.view(tokens.shape)
-    best, place = score.masked_fill((drawn == tokens) | ~real, float("-inf")).max(1)
-    changed, place = best > float("-inf"), place[:, None]
+    best, position = score.masked_fill((drawn == tokens) | ~real, float("-inf")).max(1)
+    changed, position = best > float("-inf"), position[:, None]
     corrected = tokens.scatter(
-        1, place, torch.where(changed[:, None], drawn, tokens).gather(1, place)
+        1, position, torch.where(changed[:, None], drawn, tokens).gather(1, position)
     )
     agreement = ((logits.argmax(-1) == tokens) & real).sum(1) / real.sum(1).clamp_min(1)
     return corrected, changed, agreement

@@ -42,7 +42,7 @@ class HierarchicalProcess:
 
     Args:
         clusters: Cluster of every token, -1 for tokens in none and for [MASK]. [V] int64
-        mask_token_id: Id of [MASK]
+        mask_token_id: Id of [MASK].
         gamma: Exponent above 0; 1 spreads clusters most evenly.
 
     Raises:
@@ -120,10 +120,8 @@ class HierarchicalProcess:
     def elbo_weights(self, tokens: Tensor, noised: Tensor, t: Tensor) -> Tensor:
         """w(z, t), the NELBO's weights; tokens, noised and t in (0, 1) broadcast. fp64"""
         levels = self.levels(t)
-        at_mask, at_cluster = (
-            self.mask_inflow(t) / levels.mask,
-            self.word_outflow(t) / levels.cluster,
-        )
+        at_mask = self.mask_inflow(t) / levels.mask
+        at_cluster = self.word_outflow(t) / levels.cluster
         weights = torch.where(noised == self.mask_token_id, at_mask, at_cluster)
         return torch.where(noised == tokens, 0.0, weights)
 
@@ -165,7 +163,8 @@ class HierarchicalProcess:
         at_t, at_s = (Levels(*(level[:, None] for level in self.levels(time))) for time in (t, s))
         log_ratio = (torch.log1p(-t.double()) - torch.log1p(-s.double()))[:, None]
         stay_mask = at_s.mask / at_t.mask
-        # From t = 1 no cluster is left over: nothing stands at one, and its probability is 0 / 0.
+        # At t = 1 every token is [MASK]: no position holds a cluster, whose probability to stay
+        # would be 0 / 0.
         stay_cluster = at_s.cluster * log_ratio.exp() / at_t.cluster.clamp_min(1e-300)
         to_cluster = stay_mask + at_s.cluster * -torch.expm1(log_ratio) / at_t.mask
         is_masked, is_cluster = tokens == self.mask_token_id, tokens >= self.vocab_size
@@ -250,11 +249,11 @@ def cluster_tokens(
     is_known = vectors[words].any(1)
     if is_known.sum() < num_clusters:
         is_known[:] = True
-    found = np.empty(len(words), dtype=np.int64)
-    found[is_known] = _k_means(vectors[words[is_known]], num_clusters, seed, rounds)
-    found[~is_known] = np.arange(len(words) - is_known.sum()) % num_clusters
+    cluster_of_word = np.empty(len(words), dtype=np.int64)
+    cluster_of_word[is_known] = _k_means(vectors[words[is_known]], num_clusters, seed, rounds)
+    cluster_of_word[~is_known] = np.arange(len(words) - is_known.sum()) % num_clusters
     clusters = np.full(len(vectors), -1, dtype=np.int64)
-    clusters[words] = found
+    clusters[words] = cluster_of_word
     return clusters
 
 
@@ -267,18 +266,18 @@ def _k_means(vectors: np.ndarray, num_clusters: int, seed: int, rounds: int) -> 
         max(int(LARGEST * mean), -(-len(points) // num_clusters)),
     )
     centers = _starting_centers(points, num_clusters, generator(seed, Stream.TOKEN_CLUSTERS))
-    found = np.full(len(points), -1)
+    clusters = np.full(len(points), -1)
     for _ in range(rounds):
-        before, found = found, _bounded_assignment(points @ centers.T, *bounds)
-        if np.array_equal(before, found):
+        before, clusters = clusters, _bounded_assignment(points @ centers.T, *bounds)
+        if np.array_equal(before, clusters):
             break
         # No cluster is empty.
-        by_cluster = np.argsort(found, kind="stable")
-        starts = np.searchsorted(found[by_cluster], np.arange(num_clusters))
+        by_cluster = np.argsort(clusters, kind="stable")
+        starts = np.searchsorted(clusters[by_cluster], np.arange(num_clusters))
         centers = _unit(np.add.reduceat(points[by_cluster], starts, dtype=np.float64)).astype(
             np.float32
         )
-    return found
+    return clusters
 
 
 def _unit(rows: np.ndarray) -> np.ndarray:
@@ -316,21 +315,21 @@ def _bounded_assignment(similarity: np.ndarray, smallest: int, largest: int) -> 
     with room. Then those that are too small take their nearest points from clusters that can spare
     them.
     """
-    found = similarity.argmax(1)
-    sizes = np.bincount(found, minlength=similarity.shape[1])
+    clusters = similarity.argmax(1)
+    sizes = np.bincount(clusters, minlength=similarity.shape[1])
     pool = []
     for cluster in np.flatnonzero(sizes > largest):
-        members = np.flatnonzero(found == cluster)
+        members = np.flatnonzero(clusters == cluster)
         pool.append(members[np.argsort(-similarity[members, cluster], kind="stable")[largest:]])
         sizes[cluster] = largest
     for point in np.concatenate(pool) if pool else ():
         cluster = np.where(sizes < largest, similarity[point], -np.inf).argmax()
-        found[point], sizes[cluster] = cluster, sizes[cluster] + 1
+        clusters[point], sizes[cluster] = cluster, sizes[cluster] + 1
     for cluster in np.flatnonzero(sizes < smallest):
         for point in np.argsort(-similarity[:, cluster], kind="stable"):
             if sizes[cluster] >= smallest:
                 break
-            if sizes[found[point]] > smallest and found[point] != cluster:
-                sizes[found[point]] -= 1
-                found[point], sizes[cluster] = cluster, sizes[cluster] + 1
-    return found
+            if sizes[clusters[point]] > smallest and clusters[point] != cluster:
+                sizes[clusters[point]] -= 1
+                clusters[point], sizes[cluster] = cluster, sizes[cluster] + 1
+    return clusters

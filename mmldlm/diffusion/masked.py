@@ -19,7 +19,7 @@ class MaskedDiffusion:
     log-linear schedule, for every eps.
 
     Args:
-        mask_token_id: Id of [MASK]
+        mask_token_id: Id of [MASK].
         schedule: Schedule: loglinear (alpha = 1 - (1 - eps) t), cosine (alpha = cos(pi t / 2)),
             polynomial (alpha = 1 - t^2).
         eps: Fraction of tokens that the log-linear schedule keeps at t = 1.
@@ -48,7 +48,7 @@ class MaskedDiffusion:
         if self.schedule == "loglinear":
             return 1 / t
         if self.schedule == "cosine":
-            # pi/2 sin(a) / (1 - cos(a)) = pi/2 / tan(a/2), which does not cancel near t = 0
+            # pi/2 sin(a) / (1 - cos(a)) = pi/2 / tan(a/2), which does not cancel near t = 0.
             return 0.5 * math.pi / torch.tan(0.25 * math.pi * t)
         return 2 / t
 

@@ -1,6 +1,4 @@
-"""Protocols of noise processes: what a batch noiser, an objective and a sampler need to know of
-them.
-"""
+"""Protocols of noise processes, as batch noisers, objectives and samplers use them."""
 
 from __future__ import annotations
 
@@ -20,7 +18,7 @@ class LatentProcess(Protocol):
         sampling_start: Timestep at which sampling starts: 1, or below it where `to_x0` is not
             defined at 1.
         named_etas: Functions (t, s) -> eta of `step` that belong to this process, by name.
-        diagnostics: Names of the figures that `diagnose` returns, as in the logs.
+        diagnostics: Names of the metrics that `diagnose` returns, as in the logs.
         solvers: Names of the solvers that `step` (ddim), `multistep` (dpm++2m) and `heun_step`
             (heun) offer.
     """
@@ -48,11 +46,11 @@ class LatentProcess(Protocol):
         ...
 
     def diagnose(self, predictions: Tensor, x0: Tensor) -> tuple[Tensor, ...]:
-        """Figures of each latent that only this process has, for the logs. [B, ...]
+        """Metrics of each latent that only this process has, for the logs. [B, ...]
 
         Args:
-            predictions: Network's output at some (z, t). [B, ..., P * D]
-            x0: `to_x0` of them. [B, ..., D]
+            predictions: Output of the network at some (z, t). [B, ..., P * D]
+            x0: Estimate that `to_x0` derives from them. [B, ..., D]
         """
         ...
 
@@ -121,7 +119,7 @@ class TokenProcess(Protocol):
 
 
 class Divergence(Protocol):
-    """d of M rows, which a NELBO weighs: a NamedTuple of tensors.
+    """Divergence d of M rows, which a NELBO weights: a NamedTuple of tensors.
 
     Attributes:
         targets: Clean tokens. [M] int64
@@ -166,7 +164,7 @@ class DivergenceProcess(Protocol):
         ...
 
     def divergence(self, tokens: Tensor, noised: Tensor, t: Tensor) -> Divergence:
-        """What the weights multiply, of M scored rows."""
+        """Divergence that the weights multiply, of M scored rows."""
         ...
 
     def is_open(self, tokens: Tensor) -> Tensor:

@@ -22,9 +22,9 @@ if TYPE_CHECKING:
 class Engine(ABC):
     """Forward, backward, step, save and load on one or more ranks.
 
-    The engine sums gradients over ranks and micro-batches (it does not average them): a loss is
-    this micro-batch's share of the global batch's loss. Master weights, accumulation and reduction
-    are fp32.
+    The engine sums gradients over ranks and micro-batches instead of averaging them: a loss is the
+    part of this micro-batch in the loss of the global batch. Master weights, accumulation and
+    reduction are fp32.
 
     Attributes:
         kind: Name of the engine in the config.
@@ -176,9 +176,10 @@ class Engine(ABC):
                 buffer.copy_(torch.from_numpy(values).view(buffer.shape))
             states, groups = self.optimizer_state(), self.optimizer_groups()
             for owner in {id(shard.owner): shard.owner for shard in shards}.values():
-                states[owner] = (
-                    _fresh_state(owner, groups[owner], applied_steps) if applied_steps else {}
-                )
+                states[owner] = {}
+                if applied_steps:
+                    states[owner] = _fresh_state(owner, groups[owner], applied_steps)
+            # Before the first step the optimizer has no state.
             for shard in shards if applied_steps else ():
                 _check_same_optimizer(reader, shard.name, groups[shard.owner])
                 for key in moment_keys(groups[shard.owner]):
@@ -212,11 +213,13 @@ class Engine(ABC):
 
         Collective.
         """
-        own = None if text is None else f"rank {self.rank} on {socket.gethostname()}: {text}"
-        messages = [own]
+        own_message = (
+            None if text is None else f"rank {self.rank} on {socket.gethostname()}: {text}"
+        )
+        messages = [own_message]
         if self.world_size > 1:
             messages = [None] * self.world_size
-            torch.distributed.all_gather_object(messages, own)
+            torch.distributed.all_gather_object(messages, own_message)
         return [message for message in messages if message is not None]
 
     def all_agree(self, ok: bool) -> bool:

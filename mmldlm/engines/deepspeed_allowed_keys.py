@@ -275,11 +275,11 @@ def check_keys(values: Mapping[str, Any], file: str | None) -> None:
             that is not allowed.
     """
     _check(values, TOP, "", file)
-    for name, known in SECTIONS.items():
+    for name, allowed in SECTIONS.items():
         section: Any = values
         for part in name.split("."):
             section = section.get(part) or {}
-        _check(section, known, f"{name}.", file)
+        _check(section, allowed, f"{name}.", file)
     check_stage(values, file)
     for name, package in MONITORS.items():
         if (values.get(name) or {}).get("enabled") is True and importlib.util.find_spec(
@@ -322,13 +322,13 @@ def check_stage(values: Mapping[str, Any], file: str | None) -> None:
 
 def _check(
     section: Mapping[str, Any],
-    known: Mapping[str, str | AllowedValue | Rejected],
+    allowed: Mapping[str, str | AllowedValue | Rejected],
     prefix: str,
     file: str | None,
 ) -> None:
     for key, value in section.items():
-        if key not in known:
-            near = difflib.get_close_matches(key, known, 1)
+        if key not in allowed:
+            near = difflib.get_close_matches(key, allowed, 1)
             fix = (
                 f"write {prefix}{near[0]}, or delete it"
                 if near
@@ -337,7 +337,7 @@ def _check(
             raise UserError(
                 "keys of DeepSpeed 0.19.8 (it ignores others)", f"{prefix}{key} in {file}", fix
             )
-        rule = known[key]
+        rule = allowed[key]
         if isinstance(rule, Rejected):
             raise UserError(
                 f"a DeepSpeed JSON without {prefix}{key}", f"{prefix}{key} in {file}", rule.advice
@@ -368,8 +368,8 @@ def _has_type(value: Any, kind: str, optional: bool) -> bool:
         return isinstance(value, bool)
     if kind == TEXT:
         return isinstance(value, str)
-    number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    return number and (kind == NUMBER or (value >= (kind == COUNT) and value == int(value)))
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    return is_number and (kind == NUMBER or (value >= (kind == COUNT) and value == int(value)))
 
 
 def _invalid_key_error(key: str, expected: str, value: Any, file: str | None) -> UserError:

@@ -186,9 +186,9 @@ def _set_owned(merged: dict[str, Any], path: str, ours: str, value: Any, config:
     section = merged
     for parent in parents:
         section = section.setdefault(parent, {})
-    theirs = section.get(leaf, "auto")
-    if theirs != "auto" and theirs != value:
-        raise _disagree(ours, value, path, theirs, config)
+    json_value = section.get(leaf, "auto")
+    if json_value != "auto" and json_value != value:
+        raise _disagree(ours, value, path, json_value, config)
     section[leaf] = value
 
 
@@ -245,9 +245,9 @@ def _without_auto(values: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _disagree(ours: str, value: Any, theirs: str, found: Any, config: Config) -> UserError:
+def _disagree(key: str, value: Any, json_key: str, found: Any, config: Config) -> UserError:
     return UserError(
-        f"one owner per value: {ours}={value} (mmldlm's config)",
-        f"{theirs}={found} in {config.engine.deepspeed_config}",
-        f'set it in one place: write "auto" for {theirs} in the JSON, or change {ours}',
+        f"one owner per value: {key}={value} (mmldlm's config)",
+        f"{json_key}={found} in {config.engine.deepspeed_config}",
+        f'set it in one place: write "auto" for {json_key} in the JSON, or change {key}',
     )

@@ -105,7 +105,7 @@ class MatrixExchange:
     Args:
         shards: Shards of each rank of the group, the same list on every rank.
         num_stacked: Parameter -> number of matrices that it stacks.
-        rank: Rank of this process.
+        rank: Rank of this process in the group.
         device: Device on which matrices are transformed and from which they are sent.
         group: Ranks that share the parameters; None: this process alone.
 
@@ -132,7 +132,7 @@ class MatrixExchange:
         ]
         self.owners = assign_owners(self.matrices, len(shards))
         parts = self._find_parts()
-        # Replicas: an owner that holds its matrix needs no other rank's copy of it.
+        # With replicas, an owner that holds its whole matrix needs no other rank's copy of it.
         is_complete = [
             sum(part.count for part in parts[k] if part.rank == owner) == self.matrices[k].size
             for k, owner in enumerate(self.owners)
@@ -174,7 +174,7 @@ class MatrixExchange:
         for rank, held in enumerate(self._shards):
             for index, shard in enumerate(held):
                 by_name.setdefault(shard.name, []).append((rank, index, shard))
-        found = []
+        parts_of = []
         for k, matrix in enumerate(self.matrices):
             parts = []
             for rank, index, shard in by_name[matrix.name]:
@@ -182,8 +182,8 @@ class MatrixExchange:
                 count = min(matrix.start + matrix.size, shard.start + shard.count) - first
                 if count > 0:
                     parts.append(_Part(k, rank, index, first - matrix.start, count))
-            found.append(parts)
-        return found
+            parts_of.append(parts)
+        return parts_of
 
     def _make_buckets(self) -> list[list[int]]:
         buckets: list[list[int]] = [[]]
@@ -198,11 +198,8 @@ class MatrixExchange:
 
     def _view(self, part: _Part, values: list[Tensor]) -> Tensor:
         """The part in this rank's values."""
-        offset = (
-            self.matrices[part.matrix].start
-            + part.first
-            - self._shards[self.rank][part.shard].start
-        )
+        shard = self._shards[self.rank][part.shard]
+        offset = self.matrices[part.matrix].start + part.first - shard.start
         return values[part.shard][offset : offset + part.count]
 
     def _gather(self, bucket: list[int], values: list[Tensor]) -> dict[int, Tensor]:

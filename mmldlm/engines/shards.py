@@ -113,7 +113,7 @@ class PinnedSnapshot:
             return type(value)((key, self._copy(item)) for key, item in value.items())
         if type(value) in (list, tuple):
             return type(value)(self._copy(item) for item in value)
-        # numbers, names, torch.Size, DeepSpeed's settings: a training step does not change them
+        # Numbers, names, torch.Size, DeepSpeed's settings: a training step does not change them.
         return value
 
     def _tensor(self, tensor: Tensor) -> Tensor:

@@ -42,7 +42,7 @@ class TorchEngine(Engine):
         """Choose whether the next backward pass reduces the gradients over the ranks."""
 
     def backward(self, loss: Tensor) -> None:
-        # torch averages over the ranks; losses are shares of a sum.
+        # torch averages over the ranks, but losses are terms of a sum.
         (loss * (self.world_size * self.loss_scale)).backward()
         self._micro = (self._micro + 1) % self._accum
         if self._accum > 1:

@@ -187,9 +187,9 @@ def _changed_files(train_args: Sequence[str]) -> list[str]:
     parser = argparse.ArgumentParser(add_help=False, exit_on_error=False)
     parser.add_argument("--config-name")
     parser.add_argument("--config")
-    known, rest = parser.parse_known_args(train_args)
+    options, rest = parser.parse_known_args(train_args)
     overrides = [argument for argument in rest if "=" in argument and not argument.startswith("-")]
-    config = load_config(known.config_name, known.config, overrides)
+    config = load_config(options.config_name, options.config, overrides)
     return [line for root in config.data.roots for line in changed_files(root)]
 
 

@@ -115,12 +115,8 @@ def run_check(check: Check, context) -> list[Result]:
     except Exception as error:
         results = [Result(ERROR, why=f"the check failed: {type(error).__name__}: {error}")]
     for result in results:
-        result.id, result.scope, result.level, result.title = (
-            check.id,
-            check.scope,
-            check.level,
-            check.title,
-        )
+        result.id, result.title = check.id, check.title
+        result.scope, result.level = check.scope, check.level
         result.seconds = round(time.perf_counter() - started, 3)
     return results
 

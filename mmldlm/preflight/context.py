@@ -116,7 +116,6 @@ class Context:
 
     def engine_plan(self) -> str:
         """Return the engine of the config as an entry of memory_model.PLANS."""
-
         engine = self.config.engine.kind
         if engine == "deepspeed":
             return f"zero{resolve_stage(self.config)}"
@@ -130,8 +129,8 @@ class Context:
         """
         if self.local:
             return "127.0.0.1"
-        known = next(iter(self.reachable_addresses(self.names[0])), self.names[0])
-        return self.master.get("address") or self.options.master_addr or known
+        reachable = next(iter(self.reachable_addresses(self.names[0])), self.names[0])
+        return self.master.get("address") or self.options.master_addr or reachable
 
     def launcher_command(
         self,
@@ -153,11 +152,8 @@ class Context:
             UserError: DeepSpeed would paste a value into a shell line that changes it.
         """
         nodes = nodes or self.nodes
-        address, port, ssh_port = (
-            self.master_address(),
-            self.options.master_port,
-            self.options.ssh_port,
-        )
+        address, port = self.master_address(), self.options.master_port
+        ssh_port = self.options.ssh_port
         if self.launcher == "mpi":
             return mpi_command(nodes, self.local, ssh_port, script)
         if self.launcher == "slurm":
@@ -182,7 +178,6 @@ class Context:
         environment plus the variables that the launcher is known to propagate. None if the
         launcher starts ranks in shells unknown here.
         """
-
         if name in self.launched:
             return self.launched[name]["variables"]
         if self.local:

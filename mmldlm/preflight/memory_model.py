@@ -42,7 +42,7 @@ def state_bytes(
         offload: "optimizer" and "param", if they are in another memory (see host_bytes).
     """
     trainable, weights = sizes["trainable"], sizes["trainable"] + sizes["frozen"]
-    share = trainable / world_size
+    per_rank = trainable / world_size
     low = 4 if dtype == "fp32" else 2
     # There are two buckets with overlap_comm.
     buckets = min(bucket, trainable) * 4 * 2
@@ -57,7 +57,7 @@ def state_bytes(
     # fp32 gradients, masters and moments; gradients sent to the host are in low precision
     moments = moment_bytes(sizes) / world_size
     gradients, states = (
-        (low * share, 0) if "optimizer" in offload else (4 * share, 4 * share + moments)
+        (low * per_rank, 0) if "optimizer" in offload else (4 * per_rank, 4 * per_rank + moments)
     )
     if plan == "zero1":
         # Gradients are unsharded, in low precision and accumulated in fp32.
@@ -67,10 +67,10 @@ def state_bytes(
     # The block in use, and the one that is being prefetched.
     gathered = 2 * sizes["largest_block"] * low
     if plan == "zero3":
-        kept = 0 if "param" in offload else low * weights / world_size
-        return int(kept + gradients + states + gathered + buckets)
+        weight_bytes = 0 if "param" in offload else low * weights / world_size
+        return int(weight_bytes + gradients + states + gathered + buckets)
     assert plan == "fsdp", plan
-    return int(4 * weights / world_size + 4 * share + moments + gathered)
+    return int(4 * weights / world_size + 4 * per_rank + moments + gathered)
 
 
 def moment_bytes(sizes: dict) -> int:

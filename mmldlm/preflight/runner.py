@@ -253,14 +253,14 @@ def apply_fix(context: Context) -> None:
     """Write variables that are not propagated to ./.deepspeed_env, and run the launcher probe
     again.
     """
-    here = run_variables()
+    on_head = run_variables()
     environments = [
-        there for name in context.facts if (there := context.environment_on(name)) is not None
+        on_node for name in context.facts if (on_node := context.environment_on(name)) is not None
     ]
     missing = sorted(
         key
-        for key, value in here.items()
-        if any(there.get(key) != value for there in environments)
+        for key, value in on_head.items()
+        if any(on_node.get(key) != value for on_node in environments)
     )
     if not missing or context.launcher != "deepspeed":
         return

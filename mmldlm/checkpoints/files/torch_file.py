@@ -469,7 +469,7 @@ def read_directory(size: int, read: Callable[[int, int], bytes]) -> list[ZipEntr
 
 
 def _entries(data: bytes, count: int) -> list[ZipEntry]:
-    found, at = [], 0
+    entries, at = [], 0
     for _ in range(count):
         if at + 46 > len(data):
             raise BadZip("a directory that ends in an entry")
@@ -502,10 +502,10 @@ def _entries(data: bytes, count: int) -> list[ZipEntry]:
         if _FULL32 in (stored, size, header_offset):
             size, stored, header_offset = _widen(extra, size, stored, header_offset)
         at += len_name + len_extra + len_comment
-        found.append(ZipEntry(name, crc, stored, size, header_offset, method, flags))
+        entries.append(ZipEntry(name, crc, stored, size, header_offset, method, flags))
     if at != len(data):
         raise BadZip(f"{len(data) - at} bytes of the directory belong to no entry")
-    return found
+    return entries
 
 
 def _widen(extra: bytes, *values: int) -> list[int]:
@@ -514,14 +514,14 @@ def _widen(extra: bytes, *values: int) -> list[int]:
     while at + 4 <= len(extra):
         kind, length = struct.unpack("<HH", extra[at : at + 4])
         if kind == 1:
-            field, found = extra[at + 4 : at + 4 + length], []
+            field, widened = extra[at + 4 : at + 4 + length], []
             for value in values:
                 if value == _FULL32:
                     if len(field) < 8:
                         raise BadZip("a zip64 field that is too short")
                     value, field = struct.unpack("<Q", field[:8])[0], field[8:]
-                found.append(value)
-            return found
+                widened.append(value)
+            return widened
         at += 4 + length
     return list(values)
 

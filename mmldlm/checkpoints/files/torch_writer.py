@@ -275,11 +275,11 @@ class TorchFileLayout:
     def headers(self) -> list[tuple[int, bytes]]:
         """Return (position, bytes) of everything around the records, which must be complete."""
         crcs = [record.crc() for record in self._records]
-        found = [
+        headers = [
             (record.header_offset, _local_header(record, crc))
             for record, crc in zip(self._records, crcs)
         ]
-        return [*found, (self._end, self._directory(crcs))]
+        return [*headers, (self._end, self._directory(crcs))]
 
     def _directory(self, crcs: list[int]) -> bytes:
         """Return the zip's central directory and the end records."""
@@ -321,7 +321,7 @@ class TorchFileWriter:
     ):
         self.path, self._layouts, self._padding = path, layouts, padding
         self.bases = [
-            sum(layout.size for layout in layouts[:number]) for number in range(len(layouts))
+            sum(layout.size for layout in layouts[:index]) for index in range(len(layouts))
         ]
         self.size = sum(layout.size for layout in layouts)
         self.tensor_bytes = sum(layout.tensor_bytes for layout in layouts)

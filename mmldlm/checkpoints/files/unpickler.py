@@ -431,9 +431,9 @@ class _Reader(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         # Python 2 names that protocol 2 still writes for builtins.
         module = {"__builtin__": "builtins"}.get(module, module)
-        known = _GLOBALS.get((module, name))
-        if known is not None:
-            return known
+        target = _GLOBALS.get((module, name))
+        if target is not None:
+            return target
         if module.partition(".")[0] in _HOSTILE_MODULES or (
             module == "builtins" and name in _HOSTILE_BUILTINS
         ):

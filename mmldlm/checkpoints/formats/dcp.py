@@ -227,9 +227,9 @@ class DcpCheckpoint(WeightSource):
     # -----------------------------------------------------------------------------
 
     def _read_named_optimizer(self, optimizers: dict[Keys, dict], path: Keys) -> None:
-        number = self.path.name.removeprefix(_ACCELERATE_MODEL)
-        beside = self.path.parent / f"optimizer_{number}"
-        if number != self.path.name and (beside / DCP_METADATA).is_file():
+        suffix = self.path.name.removeprefix(_ACCELERATE_MODEL)
+        beside = self.path.parent / f"optimizer_{suffix}"
+        if suffix != self.path.name and (beside / DCP_METADATA).is_file():
             optimizers = optimizers | find_optimizers(self._open(beside).tree)
         add_named_optimizer(self, optimizers, path)
 
@@ -478,8 +478,8 @@ def _metadata(
         ]
         state = {"properties": properties, "size": TorchSize(shape), "chunks": pieces}
         tensors[key] = ObjectSpec(GlobalRef(_DCP, "TensorStorageMetadata"), state=state)
-        for number, (offsets, _) in enumerate(chunks):
-            index = {"fqn": key, "offset": TorchSize(offsets), "index": number}
+        for position, (offsets, _) in enumerate(chunks):
+            index = {"fqn": key, "offset": TorchSize(offsets), "index": position}
             file, at, length = places[key, offsets]
             info = {
                 "relative_path": file,

@@ -317,7 +317,7 @@ def _paths(path: Path, names: dict[str, Any], planner_data: Any) -> dict[str, Ke
     then taken as they are, unless an optimizer's names show that {"model", "optim"} was flattened.
     """
     saved = planner_data if isinstance(planner_data, dict) else {}
-    known: dict[str, Keys] = {}
+    paths: dict[str, Keys] = {}
     for name in names:
         keys = saved.get(name)
         if keys is None:
@@ -328,10 +328,10 @@ def _paths(path: Path, names: dict[str, Any], planner_data: Any) -> dict[str, Ke
             or not all(isinstance(key, str | int) for key in keys)
         ):
             raise corrupt_file_error(path, f"{str(keys)[:80]} instead of the path of {name}")
-        known[name] = keys
-    is_flattened = not known and any(name.startswith(_FLAT_OPTIMIZERS) for name in names)
+        paths[name] = keys
+    is_flattened = not paths and any(name.startswith(_FLAT_OPTIMIZERS) for name in names)
     for name in names:
-        if name not in known:
+        if name not in paths:
             first, _, rest = name.partition(".")
             is_prefix = (
                 is_flattened and rest and (first == "model" or name.startswith(_FLAT_OPTIMIZERS))
@@ -339,10 +339,10 @@ def _paths(path: Path, names: dict[str, Any], planner_data: Any) -> dict[str, Ke
             moment, _, owner = rest.partition(".")
             if is_prefix and first != "model" and moment in MOMENTS:
                 # mmldlm's own names of moments.
-                known[name] = (first, moment, owner)
+                paths[name] = (first, moment, owner)
             else:
-                known[name] = (first, rest) if is_prefix else (name,)
-    return known
+                paths[name] = (first, rest) if is_prefix else (name,)
+    return paths
 
 
 def _locations(

@@ -147,12 +147,12 @@ def _sliced(group: list[str], sizes: dict[str, int], rank: int, world: int) -> _
 def _gathered(group: list[str], sizes: dict[str, int], rank: int, world: int) -> _Flat:
     pieces, gaps, offset = [], [], 0
     for name in group:
-        share = -(-sizes[name] // world)
-        held = max(0, min(share, sizes[name] - rank * share))
-        pieces.append(_Piece(name, offset, rank * share, held))
-        if held < share:
-            gaps.append((offset + held, share - held))
-        offset += share
+        size = -(-sizes[name] // world)
+        held = max(0, min(size, sizes[name] - rank * size))
+        pieces.append(_Piece(name, offset, rank * size, held))
+        if held < size:
+            gaps.append((offset + held, size - held))
+        offset += size
     return _Flat(offset, offset, pieces, gaps)
 
 
@@ -162,22 +162,22 @@ def flat_groups_of(
     """Return (number of the optimizer's group, names) of every flat group; ZeRO-3 closes one at
     its maximum size.
     """
-    found: list[tuple[int, list[str]]] = []
-    for number, group in enumerate(metadata.groups):
+    flat_groups: list[tuple[int, list[str]]] = []
+    for index, group in enumerate(metadata.groups):
         shares = {
             name: -(-source.tensors[name].numel // target.world_size) for name in group.names
         }
         if target.stage < 3 or target.sub_group_size >= sum(shares.values()):
-            found.append((number, group.names))
+            flat_groups.append((index, group.names))
             continue
         names, size = [], 0
         for name in group.names:
             names.append(name)
             size += shares[name]
             if size >= target.sub_group_size or name == group.names[-1]:
-                found.append((number, names))
+                flat_groups.append((index, names))
                 names, size = [], 0
-    return found
+    return flat_groups
 
 
 def _plan_optimizer(
@@ -194,14 +194,14 @@ def _plan_optimizer(
         masters, states = [], {}
         padding: list[tuple[TensorSpec, int, int]] = []
         sent: list[tuple[_Flat, str, TensorSpec]] = []
-        for number, flat in enumerate(flats[rank]):
+        for index, flat in enumerate(flats[rank]):
             # ZeRO-1 and 2 save masters without the tail's padding, moments with it.
             masters.append(TensorSpec("float32", (flat.held,)))
             sent.append((flat, WEIGHT, masters[-1]))
             if metadata.steps is not None:
-                keys = moment_keys(metadata.groups[numbered[number][0]].settings)
+                keys = moment_keys(metadata.groups[numbered[index][0]].settings)
                 moments = {what: TensorSpec("float32", (flat.size,)) for what in keys}
-                states[number] = {"step": scalar(metadata.steps), **moments}
+                states[index] = {"step": scalar(metadata.steps), **moments}
                 sent += [(flat, what, tensor) for what, tensor in moments.items()]
         for flat, _, tensor in sent:
             padding += [
@@ -235,9 +235,9 @@ def _param_groups(
     return [
         {
             **group.settings,
-            "params": [flat for flat, (owner, _) in enumerate(numbered) if owner == number],
+            "params": [flat for flat, (owner, _) in enumerate(numbered) if owner == index],
         }
-        for number, group in enumerate(metadata.groups)
+        for index, group in enumerate(metadata.groups)
     ]
 
 
@@ -260,14 +260,14 @@ def _inner(
             "optimizer_state_dict": optimizer,
             "fp32_flat_groups": masters,
         }
-    mine = flats[rank]
+    own_flats = flats[rank]
     return {
         **common,
         "base_optimizer_state": optimizer,
         "single_partition_of_fp32_groups": masters,
-        "group_paddings": [flat.size - flat.held for flat in mine],
+        "group_paddings": [flat.size - flat.held for flat in own_flats],
         "param_alignment_paddings": [[0] * len(group.names) for group in metadata.groups],
-        "partition_count": [target.world_size] * len(mine),
+        "partition_count": [target.world_size] * len(own_flats),
         "ds_version": LAYOUT,
         "param_slice_mappings": [
             {
@@ -276,7 +276,7 @@ def _inner(
                 )
                 for piece in flat.pieces
             }
-            for flat in mine
+            for flat in own_flats
         ],
     }
 
@@ -491,11 +491,11 @@ def model_files(source: WeightSource) -> list[TorchFile]:
 def _optimizer_state(
     source: WeightSource, metadata: OptimizerMetadata, stage: int
 ) -> dict[str, Any]:
-    owner = {name: number for number, group in enumerate(metadata.groups) for name in group.names}
+    owner = {name: index for index, group in enumerate(metadata.groups) for name in group.names}
     owners = [owner[next(iter(names))] for names in _flat_groups(source, metadata, stage)]
     groups = [
-        {**group.settings, "params": [flat for flat, of in enumerate(owners) if of == number]}
-        for number, group in enumerate(metadata.groups)
+        {**group.settings, "params": [flat for flat, of in enumerate(owners) if of == index]}
+        for index, group in enumerate(metadata.groups)
     ]
     state = {**plain_scaling(metadata), "ds_version": LAYOUT, "param_groups": groups}
     if stage == 3:

@@ -141,9 +141,9 @@ _ACCELERATE = re.compile(r"pytorch_model_fsdp(_\d+)?\.bin")
 
 
 def _optimizer_beside(path: Path) -> Path | None:
-    found = _ACCELERATE.fullmatch(path.name)
-    beside = path.parent / f"optimizer{found[1] or ''}.bin" if found else path
-    return beside if found and beside.is_file() else None
+    match = _ACCELERATE.fullmatch(path.name)
+    beside = path.parent / f"optimizer{match[1] or ''}.bin" if match else path
+    return beside if match and beside.is_file() else None
 
 
 def _of_trainer(tensors: dict[str, TensorRef], notes: list[str]) -> dict[str, TensorRef]:
@@ -318,13 +318,13 @@ def plan_model_and_optimizer(
     names = [name for group in optimizer.groups for name in group.names]
     states: dict[int, dict[str, TensorSpec]] = {}
     if optimizer.steps is not None:
-        for number, name in enumerate(names):
+        for index, name in enumerate(names):
             shape = source.tensors[name].shape
-            states[number] = {
+            states[index] = {
                 "step": scalar(optimizer.steps),
                 **{what: TensorSpec("float32", shape) for what in source.moments_of(name)},
             }
-    number_of = {name: number for number, name in enumerate(names)}
+    number_of = {name: index for index, name in enumerate(names)}
     groups = [
         {**group.settings, "params": [number_of[name] for name in group.names]}
         for group in optimizer.groups
@@ -338,9 +338,9 @@ def plan_model_and_optimizer(
     }
     file = TorchFileWriter(folder / OPTIMIZER_FILE, [TorchFileLayout(value, "optimizer")])
     plan.files.append(file)
-    for number, state in states.items():
-        for what in source.moments_of(names[number]):
+    for index, state in states.items():
+        for what in source.moments_of(names[index]):
             plan.add(
-                names[number], what, [WriteSegment(file, state[what], 0, 0, state[what].numel)]
+                names[index], what, [WriteSegment(file, state[what], 0, 0, state[what].numel)]
             )
     return plan

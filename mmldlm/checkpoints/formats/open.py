@@ -119,14 +119,14 @@ def _open_foreign(path: Path, options: ReadOptions) -> tuple[WeightSource, list[
     notes: list[str] = []
     chosen = path
     if path.is_dir():
-        only, known = check_folder(path, notes), registry.detect(path)
+        only, detected = check_folder(path, notes), registry.detect(path)
         # A folder that no format knows by the names in it may still hold one file of weights.
-        if only is not None and known is None:
+        if only is not None and detected is None:
             chosen = only
         elif (
             only is not None
-            and known is not None
-            and known.format.name in ("deepspeed", "dcp")
+            and detected is not None
+            and detected.format.name in ("deepspeed", "dcp")
             and only.is_file()
         ):
             notes.append(f"{only.name}, next to the checkpoint, was not read")
@@ -247,18 +247,20 @@ def reports_deletion(
 
 
 def _check_manifest(checkpoint: Path, weights_only: bool) -> None:
-    found = examine(checkpoint, checksums=False, tails=True)
-    if found.problems:
+    examination = examine(checkpoint, checksums=False, tails=True)
+    if examination.problems:
         fix = (
-            "make it readable again" if found.unreadable else "use an older checkpoint of the run"
+            "make it readable again"
+            if examination.unreadable
+            else "use an older checkpoint of the run"
         )
         raise UserError(
-            f"a complete checkpoint in {checkpoint}", "; ".join(found.problems[:3]), fix
+            f"a complete checkpoint in {checkpoint}", "; ".join(examination.problems[:3]), fix
         )
-    if found.descriptions and not weights_only:
+    if examination.descriptions and not weights_only:
         fix = "copy these files from another checkpoint of the run; the weights are complete"
         raise UserError(
-            f"a complete checkpoint in {checkpoint}", "; ".join(found.descriptions[:3]), fix
+            f"a complete checkpoint in {checkpoint}", "; ".join(examination.descriptions[:3]), fix
         )
 
 
@@ -365,12 +367,12 @@ def list_models(folder: Path) -> dict[str, list[Path]]:
         for path in entries
         if path.name.endswith(".index.json") and _WEIGHTS.fullmatch(path.name)
     ]
-    found: dict[str, list[Path]] = {}
+    models: dict[str, list[Path]] = {}
     for path in entries:
         name = path.name
         if path.is_dir():
             if _NUMBERED_FOLDER.fullmatch(name) and _holds_checkpoint(path):
-                found.setdefault(_model_of(name), []).append(path)
+                models.setdefault(_model_of(name), []).append(path)
             continue
         match = _WEIGHTS.fullmatch(name)
         if match is None or _STATE.fullmatch(match["stem"]) or not path.is_file():
@@ -379,8 +381,8 @@ def list_models(folder: Path) -> dict[str, list[Path]]:
             continue
         if not name.endswith((".safetensors", ".index.json")) and not _holds_matrix(path):
             continue
-        found.setdefault(_model_of(match["stem"]), []).append(path)
-    return {model: sorted(paths, key=_preference) for model, paths in found.items()}
+        models.setdefault(_model_of(match["stem"]), []).append(path)
+    return {model: sorted(paths, key=_preference) for model, paths in models.items()}
 
 
 def check_folder(folder: Path, notes: list[str]) -> Path | None:
@@ -485,5 +487,5 @@ def _model_of(stem: str) -> str:
 def _preference(path: Path) -> tuple[bool, int, str]:
     match = _WEIGHTS.fullmatch(path.name)
     is_rounded = bool(match and _ROUNDED.search(_SHARD.sub("", match["stem"])))
-    kinds = [number for number, suffix in enumerate(_PREFERRED) if path.name.endswith(suffix)]
+    kinds = [rank for rank, suffix in enumerate(_PREFERRED) if path.name.endswith(suffix)]
     return (is_rounded, kinds[0] if kinds else len(_PREFERRED), path.name)

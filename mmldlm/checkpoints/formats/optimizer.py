@@ -1,5 +1,5 @@
-"""What a checkpoint records of its training besides weights: parameter groups, settings, counters,
-and where the moments of AdamW and Muon are.
+"""The optimizer in a checkpoint: parameter groups, settings, counters, and the locations of the
+moments of AdamW and Muon.
 
 Each format reads its OptimizerMetadata; a writer of another format needs it.
 
@@ -31,9 +31,9 @@ from mmldlm.utils.formatting import join_some
 from mmldlm.utils.input_files import read_bytes
 from mmldlm.utils.moments import MOMENTS, moment_keys
 
-# What DeepSpeed saves next to its loss scaler.
+# Entries that DeepSpeed saves next to its loss scaler.
 _SCALING_KEYS = ("dynamic_loss_scale", "overflow", "clip_grad")
-# Limits of an entry of the caller's: the lists of a pickle may contain each other.
+# Limits of an entry of the caller, because the lists of a pickle may contain each other.
 MAX_COPIED_VALUES, MAX_COPIED_DEPTH = 1_000_000, 100
 _PLAIN_SCALER = "plain_loss_scaler"
 PLAIN_TYPES = (str, int, float, bool, type(None))
@@ -57,7 +57,7 @@ class Group:
 
 @dataclass
 class OptimizerMetadata:
-    """Everything about an optimizer but its moments.
+    """Everything about an optimizer except its moments.
 
     Attributes:
         groups: Parameter groups, with every trainable name once.
@@ -101,11 +101,11 @@ def check_groups(source: WeightSource, metadata: OptimizerMetadata) -> None:
     if not source.moments:
         metadata.steps = None
         return
-    for number, group in enumerate(metadata.groups):
+    for index, group in enumerate(metadata.groups):
         keys = moment_keys(group.settings)
         if others := [name for name in group.names if source.moments_of(name) != keys]:
             found = (
-                f"{' and '.join(keys)} in group {number} by its settings, not so in"
+                f"{' and '.join(keys)} in group {index} by its settings, not so in"
                 f" {join_some(others)}"
             )
             raise corrupt_file_error(source.path, found)
@@ -356,10 +356,10 @@ def states_by_index(file: TorchFile, optimizer: Any, count: int) -> list[TensorS
         raise corrupt_file_error(
             file.path, f"no optimizer state of tensor {join_some(missing)}, while others have one"
         )
-    found = [TensorState(states[index], of_group) for index, of_group in zip(order, keys)]
-    for index, state in zip(order, found):
+    tensor_states = [TensorState(states[index], of_group) for index, of_group in zip(order, keys)]
+    for index, state in zip(order, tensor_states):
         check_no_other_moment(file.path, state.values, state.keys, f"tensor {index}")
-    return found
+    return tensor_states
 
 
 def check_no_other_moment(
@@ -425,7 +425,7 @@ def moments_by_name(
     Raises:
         UserError: a moment whose shape is not its parameter's.
     """
-    found: dict[str, dict[str, list[FileRange]]] = {key: {} for key in MOMENTS}
+    moments: dict[str, dict[str, list[FileRange]]] = {key: {} for key in MOMENTS}
     for state, name in zip(states, names):
         for key in state.keys:
             ref = moment(file, state, key, name)
@@ -434,8 +434,8 @@ def moments_by_name(
                     file.path,
                     f"{key} of {name} of shape {ref.shape}, the weight has {shapes[name]}",
                 )
-            found[key][name] = [FileRange(file, ref, 0, ref.numel)] if ref.numel else []
-    return found
+            moments[key][name] = [FileRange(file, ref, 0, ref.numel)] if ref.numel else []
+    return moments
 
 
 def flat_moments(

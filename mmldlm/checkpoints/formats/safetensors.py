@@ -214,12 +214,12 @@ class SafetensorsModel(WeightSource):
         """
         source = cls(Path(path), options)
         try:
-            found = find_safetensors(source.path)
-            assert found is not None, f"no safetensors at {path}"
-            if found.name.endswith(INDEX_SUFFIX):
-                source._read_shards(found)
+            file_path = find_safetensors(source.path)
+            assert file_path is not None, f"no safetensors at {path}"
+            if file_path.name.endswith(INDEX_SUFFIX):
+                source._read_shards(file_path)
             else:
-                file = source._open(found)
+                file = source._open(file_path)
                 for name in file.tensors:
                     source._add(file, name)
             source._read_metadata()

@@ -126,7 +126,7 @@ def read_parts_into(
     concatenated `parts`.
 
     Returns:
-        The CRC-32 of the bytes if it is known, that is, if they came from one part.
+        The CRC-32 of the bytes, or None if they came from more than one part.
     """
     view = out if isinstance(out, memoryview) else memoryview(out.view(np.uint8))
     size = DTYPES[parts[0].ref.dtype].itemsize if parts else 1
@@ -154,12 +154,12 @@ class ReadOptions:
     """How to open a checkpoint.
 
     Attributes:
-        allow_nonfinite: Return NaN and infinite weights instead of raising.
-        with_moments: Find the moments too, and refuse a checkpoint of another optimizer than AdamW
-            and Muon.
-        random_access: Read only what is requested (see torch_file).
-        is_one_save: A manifest was compared with the files, so their counters are not compared
-            with each other. Those of mmldlm's runs may differ (skipped steps, rollbacks).
+        allow_nonfinite: Whether to return NaN and infinite weights instead of raising.
+        with_moments: Whether to find the moments too, and to refuse a checkpoint of another
+            optimizer than AdamW and Muon.
+        random_access: Whether to read only what is requested (see torch_file).
+        is_one_save: Whether a manifest was compared with the files, so that their counters are not
+            compared with each other. Those of mmldlm's runs may differ (skipped steps, rollbacks).
         key: State dict of a file or DCP folder that is the model (see selection); None for the
             only one.
     """
@@ -175,8 +175,7 @@ READ_DEFAULTS = ReadOptions()
 
 
 class WeightSource:
-    """Base class of the readers of all formats. Subclasses fill the attributes; reading is
-    implemented here.
+    """Base class of the readers of all formats. Subclasses fill the attributes; this class reads.
 
     Attributes:
         path: Path that was opened.
@@ -310,14 +309,14 @@ class WeightSource:
             UserError: two tensors of different dtypes or shapes; it names `listed_in`.
         """
         for alias, owner in aliases.items():
-            mine, other = self.tensors.get(alias), self.tensors.get(owner)
-            if mine is None or other is None or mine.alias_of or other.alias_of:
+            info, other = self.tensors.get(alias), self.tensors.get(owner)
+            if info is None or other is None or info.alias_of or other.alias_of:
                 continue
             # DeepSpeed lists all tensors without elements as shared.
-            if not mine.numel and not other.numel:
+            if not info.numel and not other.numel:
                 continue
-            if (mine.dtype, mine.shape) != (other.dtype, other.shape):
-                found = f"{alias} {mine.shape} listed as tied to {owner} {other.shape}"
+            if (info.dtype, info.shape) != (other.dtype, other.shape):
+                found = f"{alias} {info.shape} listed as tied to {owner} {other.shape}"
                 raise corrupt_file_error(listed_in, found)
             self.tensors[alias] = TensorInfo(alias, other.dtype, other.shape, "alias", owner)
 
@@ -408,11 +407,11 @@ class WeightSource:
         """Return the names of `table` in the order of their first part in the files, empty tensors
         last.
         """
-        number_of = {id(file): number for number, file in enumerate(self.files)}
+        index_of = {id(file): index for index, file in enumerate(self.files)}
 
         def position(name: str) -> tuple[int, int]:
             first = table[name][0]
-            return number_of[id(first.file)], first.file.position_of(first.ref, first.start)
+            return index_of[id(first.file)], first.file.position_of(first.ref, first.start)
 
         empty = [name for name, parts in table.items() if not parts]
         return sorted((name for name, parts in table.items() if parts), key=position) + empty

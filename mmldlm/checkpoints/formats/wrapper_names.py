@@ -1,11 +1,9 @@
-"""Names that torch's own wrappers put before or into the names of a model's tensors, and what
-becomes of them.
+"""The parts that torch's own wrappers add to the names of a model's tensors, and their removal.
 
 torch.compile, FullyShardedDataParallel and activation checkpointing keep the model under an
 attribute that no model has by itself. DistributedDataParallel, DataParallel and AveragedModel keep
 it under `module`, which is also an ordinary name of a child: a state_dict alone does not say which
-of the two wrote it. So `module` is removed where something else shows a wrapper of torch's, and
-kept otherwise.
+of the two wrote it. `module` is therefore removed only where something else reveals a wrapper.
 """
 
 from __future__ import annotations
@@ -28,7 +26,7 @@ _AVERAGED = "n_averaged"
 
 
 class BareNames(NamedTuple):
-    """What remove_wrappers found.
+    """Names without wrappers.
 
     Attributes:
         names: Name in the file -> name of the model, without what is not the model's.

@@ -269,7 +269,7 @@ def lookups_are_fast(context):
     group does it.
     """
     for name, lookups in context.probe_values("resolve").items():
-        seconds = {other: there["seconds"] for other, there in lookups.items()}
+        seconds = {other: lookup["seconds"] for other, lookup in lookups.items()}
         network = context.value(name, "network") or {}
         seconds[network.get("hostname", "its own name")] = network.get("hostname_seconds", 0.0)
         slow = {

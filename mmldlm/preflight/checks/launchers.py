@@ -281,9 +281,9 @@ def variables_are_propagated(context):
     .deepspeed_env; mpirun those named with -x; srun all. --fix adds missing ones to
     ./.deepspeed_env.
     """
-    here = compared_variables()
+    on_head = compared_variables()
     for name in context.names:
-        there = context.environment_on(name)
+        on_node = context.environment_on(name)
         if (
             context.launcher == "torchrun"
             and not context.local
@@ -293,15 +293,15 @@ def variables_are_propagated(context):
                 "torchrun is started on each node by its own shell: set variables there", name
             )
             continue
-        if there is None:
+        if on_node is None:
             continue
         source = "" if name in context.launched or context.local else " (inferred)"
-        missing = sorted(key for key, value in here.items() if there.get(key) != value)
+        missing = sorted(key for key, value in on_head.items() if on_node.get(key) != value)
         if not missing:
-            yield ok(f"{len(here)} variable(s) propagated{source}", name)
+            yield ok(f"{len(on_head)} variable(s) propagated{source}", name)
             continue
         values = (
-            k if is_secret(k) else f"{k} (here {here[k]}, there {there.get(k, 'unset')})"
+            k if is_secret(k) else f"{k} (here {on_head[k]}, there {on_node.get(k, 'unset')})"
             for k in missing
         )
         fix = {
