@@ -240,7 +240,7 @@ def _copy_config(root: Path, path: Path, dtype: str | None, folder: Path) -> dic
     """Copy a model's config as config.json, with the dtype of the written weights; return it."""
     config = read_json(real_path(root, path), "restore the file, or move it away")
     if dtype is not None:
-        # transformers has renamed the key and reads both.
+        # transformers has renamed this key and reads both names.
         config["dtype" if "dtype" in config else "torch_dtype"] = dtype
     (folder / CONFIG_FILE).write_text(json.dumps(config, indent=2) + "\n")
     return config

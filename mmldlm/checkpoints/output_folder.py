@@ -227,7 +227,7 @@ def _identity(path: Path) -> tuple[int, int] | None:
 
 
 def _unwritable(path: Path, error: OSError) -> UserError:
-    # mkdir's "File exists" would not say that a folder was needed.
+    # The "File exists" of mkdir would not say that a folder was needed.
     reason = (
         os.strerror(errno.ENOTDIR)
         if isinstance(error, FileExistsError)

@@ -181,13 +181,9 @@ def _read_line(line: str, line_number: int) -> tuple[Node | None, str | None]:
     key, equals, value = rest[0].partition("=")
     if not equals or key != "slots":
         close = difflib.get_close_matches(key, ["slots", "max_slots"], 1, 0.5) or not equals
-        number_found = re.search(r"\d+", rest[0])
-        meant = (
-            f"did you mean 'slots={number_found.group() if number_found else 'N'}'?"
-            if close
-            else "expected slots=N"
-        )
-        return None, f"{rest[0]!r}: {meant}"
+        digits = re.search(r"\d+", rest[0])
+        meant = f"did you mean 'slots={digits.group() if digits else 'N'}'?"
+        return None, f"{rest[0]!r}: {meant if close else 'expected slots=N'}"
     if not value.isascii() or not value.isdigit():
         return None, f"{rest[0]!r}: slots must be an integer"
     if int(value) == 0:

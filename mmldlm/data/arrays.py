@@ -160,7 +160,7 @@ class NpyWriter:
     def _header(self) -> bytes:
         shape = (self.num_rows, *self.row)
         buffer = io.BytesIO()
-        # numpy pads for the largest count, so the length of the header does not depend on it
+        # NumPy pads for the largest count, so that the length of the header does not depend on it.
         np.lib.format.write_array_header_1_0(
             buffer, {"descr": self.dtype.str, "fortran_order": False, "shape": shape}
         )

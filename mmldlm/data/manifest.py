@@ -53,7 +53,7 @@ class _Statistics(BaseModel):
             values = getattr(self, key)
             if len(values) != latent_dim:
                 return f"{key} has {len(values)} values for latents of {latent_dim}"
-            # fp32 is what models keep: 1e300 would be infinite there.
+            # Models store fp32, in which 1e300 would be infinite.
             bad = next(
                 (
                     i

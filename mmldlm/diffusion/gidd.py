@@ -52,11 +52,8 @@ class GiddProcess:
     ):
         if not 0 <= uniform_share < 1 or not 0 < gamma <= 2:
             raise ValueError(f"uniform_share {uniform_share} in [0, 1), gamma {gamma} in (0, 2]")
-        self.vocab_size, self.mask_token_id, self.num_noise_tokens = (
-            vocab_size,
-            mask_token_id,
-            vocab_size - 1,
-        )
+        self.vocab_size, self.mask_token_id = vocab_size, mask_token_id
+        self.num_noise_tokens = vocab_size - 1
         self.uniform_share, self.gamma = uniform_share, gamma
         self._scale = 2**gamma * uniform_share / (1 - uniform_share)
 
@@ -202,10 +199,8 @@ class GiddProcess:
         probability = (
             logits.gather(-1, tokens[..., None])[..., 0].double() - logits.double().logsumexp(-1)
         ).exp()
-        before, after = (
-            self._probability(tokens, probability, at_s),
-            self._probability(tokens, probability, at_t),
-        )
+        before = self._probability(tokens, probability, at_s)
+        after = self._probability(tokens, probability, at_t)
         stay = at_t.alpha / at_s.alpha * before / after
         # What is left of the first number, after it has decided to leave, is uniform again.
         what = ((uniform[0].double() - stay) / (1 - stay).clamp_min(1e-300)).clamp(0, 1)

@@ -1,4 +1,5 @@
-"""Keys that a DeepSpeed JSON may have: DeepSpeed itself ignores unknown keys and obeys the others.
+"""The keys that a DeepSpeed JSON may have. DeepSpeed itself ignores unknown keys and obeys the
+others.
 
 The keys are those of DeepSpeed 0.19.8: runtime/config.py and what it calls,
 runtime/precision_config.py, runtime/zero/config.py and runtime/zero/offload_config.py.
@@ -38,7 +39,7 @@ _OFF = 'delete it, or write {"enabled": false}; mmldlm does not use it'
 _REMOVED = "DeepSpeed 0.19.8 removed it: delete it"
 
 TOP: dict[str, str | AllowedValue | Rejected] = {
-    # Owned by our config (config.merged_config compares).
+    # Keys that our config owns (deepspeed_config.merged_config compares them).
     "train_batch_size": NUMBER,
     "train_micro_batch_size_per_gpu": NUMBER,
     "gradient_accumulation_steps": NUMBER,
@@ -50,7 +51,7 @@ TOP: dict[str, str | AllowedValue | Rejected] = {
     "optimizer": SECTION,
     "scheduler": SECTION,
     "amp": SECTION,
-    # Without effect on the training.
+    # Keys without an effect on the training.
     **dict.fromkeys(
         ("comms_logger", "tensorboard", "csv_monitor", "wandb", "comet", "timers", "aio"), SECTION
     ),
@@ -135,7 +136,7 @@ ZERO: dict[str, str | AllowedValue | Rejected] = {
     "stage": NUMBER,
     "offload_param": SECTION,
     "offload_optimizer": SECTION,
-    # Partitioning of memory and messages: the sums stay the same.
+    # Keys that partition memory and messages; the sums stay the same.
     **dict.fromkeys(("reduce_bucket_size", "allgather_bucket_size", "sub_group_size"), COUNT),
     **dict.fromkeys((*_STAGE3_SIZES, *(f"stage3_{name}" for name in _STAGE3_SIZES)), SIZE),
     **dict.fromkeys(
@@ -249,8 +250,8 @@ DATA_TYPES: dict[str, str | AllowedValue | Rejected] = {
     "keep_in_fp32_modules": Rejected("training.dtype sets it: delete it"),
 }  # fmt: skip
 
+# Sections of DeepSpeed's monitors, and the packages that they import.
 MONITORS = {"tensorboard": "tensorboard", "wandb": "wandb", "comet": "comet_ml"}
-"""Sections of DeepSpeed's monitors, and the packages that they import."""
 
 SECTIONS: dict[str, dict[str, str | AllowedValue | Rejected]] = {
     "zero_optimization": ZERO,

@@ -132,8 +132,8 @@ def report_ranks(args: dict) -> dict:
     state_files.write_anywhere(
         launch, _watched_file(host), json.dumps([os.getpid(), time.monotonic()])
     )
-    # Processes first, states last: a rank that ends in between must not seem to have ended without
-    # a status.
+    # Processes are read first and states last: a rank that ends in between must not seem to have
+    # ended without a status.
     num_processes = len(launch_processes(launch))
     for name, state in state_files.read_newest(launch, state_file(host, "*")).items():
         parent = _parent(state["pid"]) if state["exit"] is None else None

@@ -1,4 +1,4 @@
-"""Wrapper of one rank, started by the launcher: `rank_wrapper.py LAUNCH_ID`. Run train.py, keep
+"""Wrapper of one rank, which the launcher starts as `rank_wrapper.py LAUNCH_ID`: run train.py, keep
 its log and its status.
 
 The arguments and variables of train.py come from the launch file that the node agent wrote

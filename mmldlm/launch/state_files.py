@@ -16,7 +16,7 @@ from typing import Any
 
 from mmldlm.utils.input_files import read_text
 
-# Several, because one may be full or private to a batch job's mount namespace.
+# Several folders, because one may be full, or private to the mount namespace of a batch job.
 ROOTS = ("/tmp", "/dev/shm", "/var/tmp")
 # Bytes per state file: its blocks can be overwritten when the disk is full.
 RESERVED = 1 << 14

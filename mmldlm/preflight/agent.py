@@ -1,8 +1,8 @@
 """Agent of the preflight on every node: probes with time limits, and its part in joint tests.
 
-A probe returns JSON values without an evaluation, and undoes its changes; it is defined beside the
-checks that read it. The agent exits at the end of its input, so that a dead head leaves no process
-behind. It imports neither torch nor pydantic, so that it starts in a fraction of a second.
+A probe returns JSON values without an evaluation, and undoes its changes; it is defined next to
+the checks that read it. The agent exits at the end of its input, so that a dead head leaves no
+process behind. It imports neither torch nor pydantic, so that it starts in a fraction of a second.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def environment(args: dict) -> dict:
     return {name: value for name, value in os.environ.items() if name.startswith(PREFIXES)}
 
 
-# name -> (probe, a function of the request's arguments; its time limit in seconds)
+# Name -> (probe, a function of the request's arguments; its time limit in seconds).
 PROBES = {
     "identity": (hosts.identity, 5),
     "versions": (versions.versions, 10),

@@ -28,7 +28,7 @@ def exit_code(results: list[Result], strict: bool = False) -> int:
     """Return the exit code.
 
     0: passed. 1: a check failed (strict: or warned). 2: unusable hostfile or config. 3: a check
-        could not run.
+    could not run.
     """
     if any(r.status == FAIL and r.id in _USAGE_IDS for r in results):
         return EXIT_USAGE

@@ -8,9 +8,9 @@ Two modes; both compute CRCs while reading:
 
 * Complete (converter): verify_read_records() reads the rest of every record that was touched, and
   so verifies it.
-* Random access (a rank that loads its share): only the requested bytes are read. A record that was
-  read from end to end, padding aside, is compared with its CRC. The file must have been verified
-  against the manifest before.
+* Random access (a rank that loads its shards): only the requested bytes are read. A record that
+  was read from end to end, except for padding, is compared with its CRC. The file must have been
+  verified against the manifest before.
 
 The directory of the zip is parsed here (PKWARE's APPNOTE.TXT, 4.3: end record, zip64 end record
 and locator, central directory), alone or inside a larger file, and must fill its bytes from the
@@ -270,9 +270,8 @@ class TorchFile:
         record.is_verified = True
 
     def verify_read_records(self) -> None:
-        """Call check_record for every record of which any byte was read.
-
-        With random access, only for the records of which nothing but padding is unread.
+        """Verify the CRC of every record that was read; with random access, only of records that
+        were read completely (except for padding).
         """
         for name, record in self.records.items():
             if record.is_touched and not record.is_verified:
@@ -441,16 +440,16 @@ def read_directory(size: int, read: Callable[[int, int], bytes]) -> list[ZipEntr
     # torch writes no comment, so the end record is the end of the file.
     if size < 22 or tail[-22:-18] != struct.pack("<I", _END) or tail[-2:] != b"\0\0":
         raise BadZip("no end record in its last 22 bytes")
-    _, disk, first_disk, here, count, length, at, _ = struct.unpack("<IHHHHIIH", tail[-22:])
-    if disk or first_disk or here != count:
+    _, disk, first_disk, count_here, count, length, at, _ = struct.unpack("<IHHHHIIH", tail[-22:])
+    if disk or first_disk or count_here != count:
         raise BadZip("a zip file in several parts")
     limit, locator_at = end_at, end_at - 20
     locator = read(locator_at, 20) if locator_at >= 0 else b""
     if locator[:4] == struct.pack("<I", _LOCATOR):
         # torch always writes a locator.
         limit = struct.unpack("<IIQI", locator)[2]
-        # Exactly before its locator: of two joined files with equal layouts, the place that the
-        # second names is in the first.
+        # The record must end exactly at its locator: of two joined files with equal layouts, the
+        # position that the second names lies in the first.
         record = read(limit, 56) if limit + 56 == locator_at else b""
         if len(record) != 56 or record[:4] != struct.pack("<I", _END64):
             raise BadZip("no zip64 end record where its locator points")
@@ -526,12 +525,12 @@ def _widen(extra: bytes, *values: int) -> list[int]:
     return list(values)
 
 
-# -- What other files are
+# -- Kinds of other files
 # -------------------------------------------------------------------------------------------------
 
 
 class FileKind(NamedTuple):
-    """What a file is, for the `found` of an error, and what to do."""
+    """Kind of a file, as the `found` of an error, and its fix."""
 
     found: str
     fix: str
@@ -594,9 +593,8 @@ def kind_by_bytes(head: bytes) -> FileKind | None:
 
 
 def kind_by_records(names: Collection[str]) -> FileKind | None:
-    """Return what a zip file is that has these records;
-
-    None for torch.save's or an unknown one.
+    """Return what a zip file with these records is; None for one of torch.save or an unknown
+    one.
     """
     inner = {name.partition("/")[2] for name in names}
     if "constants.pkl" in inner:

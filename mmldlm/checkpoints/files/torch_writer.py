@@ -199,11 +199,11 @@ class PickleWriter:
 # -------------------------------------------------------------------------------------------------
 
 _ALIGNMENT = 64
-# The id of the extra field with which torch aligns.
+# Identifier of the extra field with which torch aligns records.
 _PADDING = 0x4246
-# Sizes and positions from here on need fields of 8 bytes.
+# Sizes and positions from this value on need fields of 8 bytes.
 _ZIP64 = 0xFFFFFFFF
-# Number of chunks.
+# Number of chunks that are read ahead.
 _PREFETCH_DEPTH = 8
 
 
@@ -391,7 +391,8 @@ class TorchFileWriter:
             if self._file is not None or self._is_done:
                 return
             self._create()
-        # The first thread fills in what is known; others may write their own bytes meanwhile.
+        # The first thread writes the tensors whose chunks are known; others may write their own
+        # bytes in the meantime.
         for layout in self._layouts:
             for tensor in layout.tensors:
                 if tensor.chunks is not None:
@@ -450,11 +451,8 @@ def _entry(record: _Record, crc: int) -> bytes:
     large, far = record.nbytes >= _ZIP64, record.header_offset >= _ZIP64
     wide = ([record.nbytes] * 2 if large else []) + ([record.header_offset] if far else [])
     extra = struct.pack(f"<HH{len(wide)}Q", 1, 8 * len(wide), *wide) if wide else b""
-    size, at, version = (
-        min(record.nbytes, _ZIP64),
-        min(record.header_offset, _ZIP64),
-        45 if wide else 20,
-    )
+    size, at = min(record.nbytes, _ZIP64), min(record.header_offset, _ZIP64)
+    version = 45 if wide else 20
     fields = (
         0x02014B50,
         version,
@@ -473,5 +471,5 @@ def _entry(record: _Record, crc: int) -> bytes:
 
 
 def _flags(record: _Record) -> int:
-    # This flag says that names are in UTF-8.
+    # This flag marks names in UTF-8.
     return 0 if record.name.isascii() else 0x800

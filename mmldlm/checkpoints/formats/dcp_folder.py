@@ -58,13 +58,8 @@ class DcpTensor(StoredTensor):
     def __init__(
         self, folder: DcpFolder, name: str, dtype: str, shape: tuple[int, ...], chunks: list
     ):
-        self.folder, self.name, self.dtype, self.shape, self.chunks = (
-            folder,
-            name,
-            dtype,
-            shape,
-            chunks,
-        )
+        self.folder, self.name, self.chunks = folder, name, chunks
+        self.dtype, self.shape = dtype, shape
 
     def parts(self) -> list[FileRange]:
         # The chunks must follow each other without gap or overlap.
@@ -357,11 +352,8 @@ def _locations(
     for index, info in storage.items():
         key, location = _fields(path, index, "MetadataIndex"), _fields(path, info, "_StorageInfo")
         name, offsets = key.get("fqn"), key.get("offset")
-        relative, offset, length = (
-            location.get("relative_path"),
-            location.get("offset"),
-            location.get("length"),
-        )
+        relative = location.get("relative_path")
+        offset, length = location.get("offset"), location.get("length")
         if location.get("transform_descriptors"):
             if offsets is None:
                 # It is refused when it is requested.

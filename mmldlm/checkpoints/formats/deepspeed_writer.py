@@ -44,10 +44,7 @@ from mmldlm.checkpoints.formats.deepspeed_reader import (
     ZeroCheckpoint,
     folders_of_parameters,
 )
-from mmldlm.checkpoints.formats.optimizer import (
-    OptimizerMetadata,
-    plain_scaling,
-)
+from mmldlm.checkpoints.formats.optimizer import OptimizerMetadata, plain_scaling
 from mmldlm.checkpoints.formats.weight_source import WeightSource
 from mmldlm.checkpoints.manifest import SUB_GROUP_SIZE, UNIVERSAL_TAG, ZERO_TAG
 from mmldlm.utils.moments import moment_keys
@@ -59,7 +56,7 @@ _FRAGMENT = GlobalRef("deepspeed.utils.tensor_fragment", "fragment_address")
 
 @dataclass(frozen=True)
 class ZeroTarget:
-    """What to write.
+    """Layout of a new ZeRO checkpoint.
 
     Attributes:
         stage: ZeRO stage (1, 2 or 3).
@@ -118,19 +115,8 @@ class _Flat:
 def _flats(source: WeightSource, groups: list[list[str]], target: ZeroTarget) -> list[list[_Flat]]:
     """Return the flat groups of every rank (sub-groups under ZeRO-3)."""
     sizes = {name: source.tensors[name].numel for group in groups for name in group}
-    if target.stage == 3:
-        return [
-            [_gathered(group, sizes, rank, target.world_size) for group in groups]
-            for rank in _ranks(target)
-        ]
-    return [
-        [_sliced(group, sizes, rank, target.world_size) for group in groups]
-        for rank in _ranks(target)
-    ]
-
-
-def _ranks(target: ZeroTarget) -> range:
-    return range(target.world_size)
+    cut, world = _gathered if target.stage == 3 else _sliced, target.world_size
+    return [[cut(group, sizes, rank, world) for group in groups] for rank in range(world)]
 
 
 def _sliced(group: list[str], sizes: dict[str, int], rank: int, world: int) -> _Flat:
@@ -159,21 +145,21 @@ def _gathered(group: list[str], sizes: dict[str, int], rank: int, world: int) ->
 def flat_groups_of(
     source: WeightSource, metadata: OptimizerMetadata, target: ZeroTarget
 ) -> list[tuple[int, list[str]]]:
-    """Return (number of the optimizer's group, names) of every flat group; ZeRO-3 closes one at
+    """Return (index of the optimizer's group, names) of every flat group; ZeRO-3 closes one at
     its maximum size.
     """
     flat_groups: list[tuple[int, list[str]]] = []
     for index, group in enumerate(metadata.groups):
-        shares = {
+        partition_sizes = {
             name: -(-source.tensors[name].numel // target.world_size) for name in group.names
         }
-        if target.stage < 3 or target.sub_group_size >= sum(shares.values()):
+        if target.stage < 3 or target.sub_group_size >= sum(partition_sizes.values()):
             flat_groups.append((index, group.names))
             continue
         names, size = [], 0
         for name in group.names:
             names.append(name)
-            size += shares[name]
+            size += partition_sizes[name]
             if size >= target.sub_group_size or name == group.names[-1]:
                 flat_groups.append((index, names))
                 names, size = [], 0
@@ -190,7 +176,7 @@ def _plan_optimizer(
     numbered = flat_groups_of(source, metadata, target)
     flats = _flats(source, [names for _, names in numbered], target)
     prefix = "bf16_" if metadata.compute_dtype == "bfloat16" else ""
-    for rank in _ranks(target):
+    for rank in range(target.world_size):
         masters, states = [], {}
         padding: list[tuple[TensorSpec, int, int]] = []
         sent: list[tuple[_Flat, str, TensorSpec]] = []
@@ -231,7 +217,7 @@ def _plan_optimizer(
 def _param_groups(
     metadata: OptimizerMetadata, numbered: list[tuple[int, list[str]]]
 ) -> list[dict[str, Any]]:
-    """Return the optimizer's groups, whose parameters are the numbers of flat groups."""
+    """Return the optimizer's groups, whose parameters are the indices of flat groups."""
     return [
         {
             **group.settings,
@@ -295,7 +281,8 @@ def plan_model_states(
     """Add the *_model_states.pt files to a plan; return their paths."""
     if target.stage == 3:
         return [
-            _plan_model3(plan, source, metadata, target, folder, rank) for rank in _ranks(target)
+            _plan_model3(plan, source, metadata, target, folder, rank)
+            for rank in range(target.world_size)
         ]
     module: dict[str, TensorSpec] = {}
     for name, info in source.tensors.items():
@@ -349,10 +336,8 @@ def _plan_model3(
         ]
         if info.kind == "frozen":
             flat = _gathered([name], {name: info.numel}, rank, target.world_size)
-            shapes[name], fragments[name] = (
-                TorchSize(info.shape),
-                TensorSpec(info.dtype, (flat.size,)),
-            )
+            shapes[name] = TorchSize(info.shape)
+            fragments[name] = TensorSpec(info.dtype, (flat.size,))
             padding += [(fragments[name], first, count) for first, count in flat.gaps]
             sent += [(name, fragments[name], piece) for piece in flat.pieces]
     value = {
@@ -419,8 +404,8 @@ def plan_universal(source: WeightSource, metadata: OptimizerMetadata, folder: Pa
     folders = folders_of_parameters(out / ZERO_TAG, source.tensors, source.path)
     for name, info in source.tensors.items():
         if info.kind != "trainable":
-            # DeepSpeed's tool writes these for ZeRO-1 and 2 only, widened; its loader reads them
-            # from the model files.
+            # DeepSpeed's tool writes these for ZeRO-1 and 2 only, widened to fp32; its loader
+            # reads them from the model files.
             if stage < 3:
                 tensor = TensorSpec("float32", info.shape)
                 _add_file(

@@ -18,12 +18,7 @@ from mmldlm.checkpoints.files.torch_writer import (
     scalar,
 )
 from mmldlm.checkpoints.files.unpickler import TensorRef, module_names_of
-from mmldlm.checkpoints.formats.base import (
-    WEIGHT,
-    WritePlan,
-    WriteRequest,
-    WriteSegment,
-)
+from mmldlm.checkpoints.formats.base import WEIGHT, WritePlan, WriteRequest, WriteSegment
 from mmldlm.checkpoints.formats.deepspeed_files import add_deepspeed_state, write_deepspeed_state
 from mmldlm.checkpoints.formats.named_optimizer import add_named_optimizer
 from mmldlm.checkpoints.formats.optimizer import (
@@ -268,18 +263,15 @@ def read_optimizer_metadata(opened: OpenedCheckpoint) -> OptimizerMetadata:
     owners = iter(source.resolve_tied(group_names(file, names), file.path))
     names_of = [[next(owners) for _ in group] for group in names or []]
     tables = state.get("param_groups")
-    tables = (
-        tables
-        if isinstance(tables, list) and len(tables) == len(names_of)
-        else [{} for _ in names_of]
-    )
+    if not isinstance(tables, list) or len(tables) != len(names_of):
+        tables = [{} for _ in names_of]
     groups = [
         Group(names, settings) for names, settings in zip(names_of, group_settings(file, tables))
     ]
     first = next(iter((state.get("state") or {}).values()), {})
-    steps = (
-        float(to_plain_value(file, first["step"])) if "step" in first else applied_steps(opened)
-    )
+    steps = applied_steps(opened)
+    if "step" in first:
+        steps = float(to_plain_value(file, first["step"]))
     metadata = torch_metadata(opened, groups, steps, configured_dtype(opened))
     return add_deepspeed_state(metadata, file.path.parent)
 
@@ -324,9 +316,9 @@ def plan_model_and_optimizer(
                 "step": scalar(optimizer.steps),
                 **{what: TensorSpec("float32", shape) for what in source.moments_of(name)},
             }
-    number_of = {name: index for index, name in enumerate(names)}
+    index_of = {name: index for index, name in enumerate(names)}
     groups = [
-        {**group.settings, "params": [number_of[name] for name in group.names]}
+        {**group.settings, "params": [index_of[name] for name in group.names]}
         for group in optimizer.groups
     ]
     value = {

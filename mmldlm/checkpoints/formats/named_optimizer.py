@@ -36,7 +36,7 @@ from mmldlm.utils.moments import MOMENTS, moment_keys
 def add_named_optimizer(source: WeightSource, optimizers: dict[Keys, dict], path: Keys) -> None:
     """Find the moments and classify the tensors of a source by an optimizer that names them.
 
-    If there is one that cannot be carried over, note the reason.
+    If an optimizer cannot be carried over, the source notes the reason.
 
     Args:
         optimizers: Path -> node of every optimizer, from `selection`.
@@ -60,13 +60,11 @@ def add_named_optimizer(source: WeightSource, optimizers: dict[Keys, dict], path
         for key in (key for key in MOMENTS if key in entry):
             moment, shape = entry[key], source.tensors[name].shape
             if not is_tensor(moment) or moment.shape != shape or not DTYPES[moment.dtype].is_float:
-                found_one = (
-                    f"{moment.dtype} {moment.shape}"
-                    if is_tensor(moment)
-                    else type(moment).__name__
-                )
+                stored = type(moment).__name__
+                if is_tensor(moment):
+                    stored = f"{moment.dtype} {moment.shape}"
                 raise corrupt_file_error(
-                    source.path, f"{key} of {name}, which has the shape {shape}, as {found_one}"
+                    source.path, f"{key} of {name}, which has the shape {shape}, as {stored}"
                 )
             source.moments.setdefault(key, {})[name] = moment.parts()
     trained = set(optimizer.names)
@@ -100,7 +98,7 @@ def named_optimizer_metadata(opened: OpenedCheckpoint) -> OptimizerMetadata:
 
 
 class Unreadable(ValueError):
-    """Why an optimizer cannot be carried over."""
+    """An optimizer that cannot be carried over; the message is the reason."""
 
 
 def read_named_optimizer(

@@ -162,7 +162,7 @@ def _copied(file: TorchFile, value: Any, what: str, left: list[int], depth: int 
     if left[0] < 0 or depth > MAX_COPIED_DEPTH:
         raise ValueError(what)
     if isinstance(value, str):
-        # its UnicodeEncodeError is a ValueError: half of a character, which no file can hold
+        # Half of a character, which no file can hold, raises UnicodeEncodeError, a ValueError.
         value.encode()
     if isinstance(value, PLAIN_TYPES):
         return value

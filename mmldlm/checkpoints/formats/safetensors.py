@@ -21,9 +21,7 @@ from mmldlm.checkpoints.files.dtypes import DTYPES, nbytes, numel
 from mmldlm.checkpoints.files.file_io import OutputFile
 from mmldlm.checkpoints.files.torch_file import corrupt_file_error, open_for_reading
 from mmldlm.checkpoints.files.unpickler import TensorRef
-from mmldlm.checkpoints.formats.base import (
-    WriteRequest,
-)
+from mmldlm.checkpoints.formats.base import WriteRequest
 from mmldlm.checkpoints.formats.part_files import (
     INDEX_SUFFIX,
     check_header,

@@ -130,8 +130,8 @@ def holds_images(name: str | os.PathLike) -> bool:
         images = {file.with_suffix("") for file in files if file.suffix.lower() in IMAGE_SUFFIXES}
         captions = {file.with_suffix("") for file in files if file.suffix.lower() == ".txt"}
         num_pictures = len(images) + suffixes[".tar"]
-        # As many pictures as texts and no pair: names that do not fit, which opening the corpus
-        # says.
+        # With as many pictures as texts and no pair, the names do not match: opening the corpus
+        # reports that.
         if images & captions or num_pictures >= max(sum(suffixes[kind] for kind in _OF_TEXTS), 1):
             return True
         return bool(images) and any(is_metadata(file) and lists_images(file) for file in files)

@@ -70,21 +70,21 @@ def find_shards(name: str) -> list[Path]:
     """
     path = Path(name)
     if path.is_dir():
-        return [found for found in walk_files(path) if found.suffix.lower() == SUFFIX]
+        return [shard for shard in walk_files(path) if shard.suffix.lower() == SUFFIX]
     if path.is_file():
         return [path] if path.suffix.lower() == SUFFIX else []
     if not is_pattern(name):
         return []
-    found = {pattern: glob.glob(pattern, recursive=True) for pattern in expand_braces(name)}
-    missing = [pattern for pattern, names in found.items() if not names]
-    if missing and len(found) > 1:
+    by_pattern = {pattern: glob.glob(pattern, recursive=True) for pattern in expand_braces(name)}
+    missing = [pattern for pattern, names in by_pattern.items() if not names]
+    if missing and len(by_pattern) > 1:
         some = join_some(missing, limit=3)
         raise UserError(
             f"shards for {name}",
-            f"none for {len(missing):,} of {len(found):,}: {some}",
+            f"none for {len(missing):,} of {len(by_pattern):,}: {some}",
             "check the range",
         )
-    return sorted({Path(name) for names in found.values() for name in names})
+    return sorted({Path(name) for names in by_pattern.values() for name in names})
 
 
 def expand_braces(pattern: str) -> list[str]:
@@ -97,7 +97,7 @@ def expand_braces(pattern: str) -> list[str]:
     first, dots, last = match[1].partition("..")
     if dots and first.isdigit() and last.isdigit():
         width = max(len(first), len(last)) if first.startswith("0") or last.startswith("0") else 0
-        choices = [f"{number:0{width}}" for number in range(int(first), int(last) + 1)]
+        choices = [f"{index:0{width}}" for index in range(int(first), int(last) + 1)]
     elif "," in match[1]:
         choices = match[1].split(",")
     else:
@@ -125,7 +125,7 @@ def list_shards(
         UserError: two shards of one name.
     """
     repeated = [
-        name for name, number in Counter(shard.name for shard in shards).items() if number > 1
+        name for name, count in Counter(shard.name for shard in shards).items() if count > 1
     ]
     if repeated:
         raise UserError(

@@ -190,7 +190,7 @@ def write_encoded(path: Path, encoded: EncodeResult) -> None:
 def read_encoded(path: Path) -> EncodeResult:
     """Read a shard of latents, with its CRCs checked."""
     file = read_npz(path)
-    # Work of an earlier version has none.
+    # Results of earlier versions do not have it.
     is_cut = file.get("is_cut", np.zeros(len(file["is_ok"]), bool))
     return EncodeResult(file["is_ok"], file["latents"], _reasons(file), is_cut)
 

@@ -357,7 +357,8 @@ class ImageSource(Source):
 
     def encoder_entry(self) -> dict[str, Any]:
         codec = self._codec
-        # normalize is said, never guessed: latents of images can have norms near 1 by chance.
+        # `normalize` is stated instead of guessed: latents of images can have norms near 1 by
+        # chance.
         entry = {"name": codec.name, "source": codec.source, "normalize": False}
         weights = codec.weights_sha256
         return entry if weights is None else {**entry, "weights_sha256": weights}

@@ -318,8 +318,8 @@ def split_groups(
         [N] bool, whether a sample is in validation.
     """
     num_eligible = len(groups) if eligible is None else int(eligible.sum())
-    by_share = None if share is None else max(2, round(share * num_eligible))
-    target = num_validation(len(groups), requested if requested is not None else by_share)
+    by_fraction = None if share is None else max(2, round(share * num_eligible))
+    target = num_validation(len(groups), requested if requested is not None else by_fraction)
     order = np.argsort(groups, kind="stable")
     starts = np.flatnonzero(np.diff(groups[order], prepend=-1))
     members = np.split(order, starts[1:])

@@ -111,11 +111,8 @@ def _add_split(table: Table, name: str, split: dict[str, int], of_images: bool) 
 
 
 def _add_text_latents(table: Table, manifest: dict[str, Any]) -> None:
-    encoder, statistics, dim = (
-        manifest["encoder"],
-        manifest["latent_stats"],
-        manifest["latent_dim"],
-    )
+    encoder, statistics = manifest["encoder"], manifest["latent_stats"]
+    dim = manifest["latent_dim"]
     table.add_row("latents", f"{encoder['name']} ({encoder['source']}), {dim} dimensions")
     if "latents_per_text" in manifest:
         table.add_row("  per text", f"{manifest['latents_per_text']}")

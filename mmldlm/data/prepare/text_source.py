@@ -123,7 +123,7 @@ class TextSource(Source):
                 soft_wrap=True,
             )
             return reach
-        # Nobody chose the default for this encoder: texts that are cut are counted, with a
+        # The default was not chosen for this encoder: texts that are cut are counted, with a
         # warning.
         if options.max_tokens == PrepareOptions.max_tokens:
             return reach

@@ -130,7 +130,6 @@ def _to_json(error: UserError) -> dict[str, str]:
 
 def main() -> int:
     """Print the facts of the config file in sys.argv; return the exit code."""
-
     path, world_size = sys.argv[1:]
     facts = measure(load_config(None, path, []), int(world_size))
     print("\n" + json.dumps(facts), flush=True)
@@ -149,7 +148,6 @@ def deepspeed_json_agrees(context):
     """The DeepSpeed JSON agrees with the config; DeepSpeed knows, and mmldlm supports, all of its
     keys.
     """
-
     config = context.config
     if config is None:
         return skip("no config")
@@ -222,7 +220,6 @@ def batch_arithmetic(context):
 
 
 def _json_disagrees(config, world_size: int) -> bool:
-
     try:
         return config.engine.kind == "deepspeed" and not merged_config(config, world_size)
     except UserError:

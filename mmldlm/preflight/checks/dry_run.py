@@ -178,7 +178,6 @@ def two_steps_run(context):
 
 
 def _step_seconds(log: list[dict]) -> float:
-
     first, second = (datetime.fromisoformat(record["time"]) for record in log[:2])
     return max((second - first).total_seconds(), 1e-3)
 

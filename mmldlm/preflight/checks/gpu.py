@@ -74,7 +74,7 @@ def _gpu(pynvml, index: int) -> dict:
     uncorrected, since_boot = (pynvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED, pynvml.NVML_VOLATILE_ECC)
     _, _, pending, failed = supported(pynvml.nvmlDeviceGetRemappedRows) or [None] * 4
     reasons = supported(pynvml.nvmlDeviceGetCurrentClocksThrottleReasons)
-    # Without idling and the power cap, which throttle a healthy GPU too.
+    # Idling and the power cap are left out, because they throttle a healthy GPU, too.
     faults = {
         pynvml.nvmlClocksThrottleReasonHwSlowdown: "hardware slowdown",
         pynvml.nvmlClocksThrottleReasonSwThermalSlowdown: "software thermal",

@@ -13,10 +13,7 @@ from mmldlm.utils import resources
 from mmldlm.utils.formatting import describe_os_error, format_bytes
 
 # For gloo and dataloader workers, and for NCCL within a node (limit of Primus).
-SHM_NEEDED, SHM_GPU = (
-    GIB // 2,
-    8 * GIB,
-)
+SHM_NEEDED, SHM_GPU = GIB // 2, 8 * GIB
 # For libraries and shards, and for sockets to each rank.
 NOFILE_MIN, NOFILE_PER_RANK = 512, 16
 # With GPUs, for NCCL channels and pipes of workers.
@@ -48,10 +45,8 @@ def limits(args: dict) -> dict:
             "shm_writable": False,
             "shm_error": error.strerror,
         }
-    facts["shm_total"], facts["shm_free"] = (
-        shm.f_blocks * shm.f_frsize,
-        shm.f_bavail * shm.f_frsize,
-    )
+    facts["shm_total"] = shm.f_blocks * shm.f_frsize
+    facts["shm_free"] = shm.f_bavail * shm.f_frsize
     probe = Path("/dev/shm") / f".mmldlm_preflight_{os.getpid()}"
     try:
         probe.write_bytes(b"x")
@@ -60,7 +55,7 @@ def limits(args: dict) -> dict:
         facts["shm_writable"], facts["shm_error"] = False, error.strerror
     finally:
         with contextlib.suppress(OSError):
-            # Writing fails on a read-only file system.
+            # Deleting fails on a read-only file system.
             probe.unlink(missing_ok=True)
     return facts
 

@@ -9,10 +9,7 @@ from mmldlm.preflight.check import check, fail, ok, skip, warn
 from mmldlm.utils.formatting import format_bytes
 
 # Fractions of the available memory: the limit, and the limit without a warning.
-USABLE, COMFORTABLE = (
-    0.95,
-    0.8,
-)
+USABLE, COMFORTABLE = 0.95, 0.8
 
 
 def _missing_sizes(context) -> str | None:
@@ -42,7 +39,7 @@ def memory_fits(context):
         return skip("no node reported its memory")
     location, available, on_gpu = smallest
     plan = context.engine_plan()
-    # Without a GPU it would stay in the same memory.
+    # Without a GPU, offloaded tensors would stay in the same memory.
     offloaded = _offloaded(context) if on_gpu else {}
     needed = {
         other: _rank_bytes(context, other, on_gpu, offloaded if other == plan else ())

@@ -66,7 +66,7 @@ def interfaces() -> list[dict]:
     return entries
 
 
-def route_to(address: str, known: list[dict]) -> dict:
+def route_to(address: str, interfaces: list[dict]) -> dict:
     """Return source address and interface of the route to an address, without sending a packet."""
     try:
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
@@ -74,7 +74,7 @@ def route_to(address: str, known: list[dict]) -> dict:
             source = probe.getsockname()[0]
     except OSError as error:
         return {"error": str(error)}
-    names = [entry["name"] for entry in known if entry["address"] == source]
+    names = [entry["name"] for entry in interfaces if entry["address"] == source]
     return {"source": source, "interface": names[0] if names else None}
 
 

@@ -259,10 +259,8 @@ def data_is_the_same(context):
     if not answers:
         yield skip("no node read the data")
         return
-    entries, usual = (
-        _manifest(context),
-        majority({n: a["manifest_sha256"] for n, a in answers.items()}),
-    )
+    entries = _manifest(context)
+    usual = majority({n: a["manifest_sha256"] for n, a in answers.items()})
     for name, facts in answers.items():
         fix = f"copy the store to {name} again (rsync -ac), or mount one store on all nodes"
         if facts["manifest_sha256"] != usual:
