@@ -34,7 +34,6 @@ from typing import NamedTuple
 import numpy as np
 
 from mmldlm import __version__
-from mmldlm.checkpoints.copy_files import check_links, copy_tokenizer_files, model_folder
 from mmldlm.checkpoints.files.dtypes import DTYPES, cast, count_nonfinite, nbytes
 from mmldlm.checkpoints.files.file_io import RangedCrc32, run_in_threads
 from mmldlm.checkpoints.formats.base import WEIGHT, check_nothing_left
@@ -47,7 +46,12 @@ from mmldlm.checkpoints.formats.weight_source import (
     WeightSource,
 )
 from mmldlm.checkpoints.manifest import SAFETENSORS_FILE, SAFETENSORS_INDEX
-from mmldlm.checkpoints.output_folder import write_atomically
+from mmldlm.checkpoints.output_folder import (
+    check_links,
+    copy_tokenizer_files,
+    model_folder,
+    write_atomically,
+)
 from mmldlm.checkpoints.tensor_table import check_tensors
 from mmldlm.errors import MmldlmError, UserError
 from mmldlm.utils.formatting import join_some

@@ -20,7 +20,6 @@ from typing import NamedTuple
 
 from mmldlm.checkpoints import commit
 from mmldlm.checkpoints.convert import DTYPE_NAMES, Summary, plan_tensors, source_metadata
-from mmldlm.checkpoints.copy_files import check_links, copy_file, copy_tokenizer_files
 from mmldlm.checkpoints.files.torch_file import corrupt_file_error
 from mmldlm.checkpoints.files.torch_writer import TensorSpec
 from mmldlm.checkpoints.formats import registry
@@ -46,7 +45,12 @@ from mmldlm.checkpoints.manifest import (
     describe_file,
     read_manifest,
 )
-from mmldlm.checkpoints.output_folder import write_atomically
+from mmldlm.checkpoints.output_folder import (
+    check_links,
+    copy_file,
+    copy_tokenizer_files,
+    write_atomically,
+)
 from mmldlm.checkpoints.tensor_table import check_tensors, tensor_table
 from mmldlm.errors import MmldlmError, UserError
 from mmldlm.utils.formatting import count_noun

@@ -1,5 +1,5 @@
-"""Wrapper of one rank, which the launcher starts as `rank_wrapper.py LAUNCH_ID`: run train.py, keep
-its log and its status.
+"""Wrapper of one rank, which the launcher starts as `rank_wrapper.py LAUNCH_ID`: run train.py and
+keep its log and its status.
 
 The arguments and variables of train.py come from the launch file that the node agent wrote
 (state_files.py), so that neither passes through a launcher's shells. The state of the rank is
