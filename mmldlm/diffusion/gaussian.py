@@ -143,7 +143,7 @@ class GaussianProcess:
                 f"prediction {prediction} needs schedule {rule.schedules}: {schedule}"
             )
         if weighting not in self.weightings:
-            raise ValueError(f"weighting {weighting} does not go with schedule {schedule}")
+            raise ValueError(f"weighting {weighting} is not supported with schedule {schedule}")
         self.schedule, self.prediction, self.weighting = schedule, prediction, weighting
         self.min_snr_gamma, self.velocity_floor = min_snr_gamma, velocity_floor
         self.num_predictions = 1

@@ -34,13 +34,11 @@ from mmldlm.utils.screen import open_standard_streams, print_line
 from mmldlm.utils.stop_signals import handle_stop_signals, keep_exit_codes, set_parent_death_signal
 
 # Codes with which all ranks exit together, by agreement; the slower ones may still be writing. If
-# only one rank exits with such a code (for example, missing data on its node), the others would
-# wait forever.
+# only one rank exits with such a code (for example, for data missing on its node), the others
+# would wait forever.
 COLLECTIVE_EXIT_CODES = (EXIT_STABILITY, EXIT_INTERRUPTED, EXIT_USAGE)
-EXIT_GRACE = (
-    # Seconds from the failure of a rank until the others, which may hang, are terminated.
-    30.0
-)
+# Seconds from the failure of a rank until the others, which may hang, are terminated.
+EXIT_GRACE = 30.0
 
 
 def run_local(command: list[str], nproc: int, grace: float = EXIT_GRACE) -> int:
@@ -145,11 +143,8 @@ def _environment(rank: int, nproc: int, port: int) -> dict[str, str]:
         "LOCAL_SIZE": nproc,
         "MASTER_PORT": port,
     }
-    # The second variable prints a stack on SIGSEGV and SIGBUS.
-    fixed = {
-        "MASTER_ADDR": "127.0.0.1",
-        "PYTHONFAULTHANDLER": "1",
-    }
+    # PYTHONFAULTHANDLER prints a stack on SIGSEGV and SIGBUS.
+    fixed = {"MASTER_ADDR": "127.0.0.1", "PYTHONFAULTHANDLER": "1"}
     # By default every rank starts a thread per core: those of torch and of the tokenizers would
     # compete.
     threads = dict.fromkeys(("OMP_NUM_THREADS", "RAYON_NUM_THREADS"), str(threads_per_rank(nproc)))

@@ -9,18 +9,11 @@ from __future__ import annotations
 from collections.abc import Collection
 
 GIB = 1 << 30
-# A process with torch loaded (measured: 0.35 GiB resident on CPU); on a GPU its context and NCCL's
-# buffers.
+# Memory of a process with torch loaded (measured: 0.35 GiB resident on CPU), and on a GPU of its
+# context and NCCL's buffers.
 BASE_CPU, BASE_GPU = int(0.4 * GIB), int(1.2 * GIB)
 # From most to least memory per rank.
-PLANS = (
-    "single",
-    "zero0",
-    "zero1",
-    "zero2",
-    "zero3",
-    "fsdp",
-)
+PLANS = ("single", "zero0", "zero1", "zero2", "zero3", "fsdp")
 
 
 def state_bytes(
@@ -48,17 +41,13 @@ def state_bytes(
     buckets = min(bucket, trainable) * 4 * 2
     if plan in ("single", "zero0"):
         # Weights stay in fp32 under autocast.
-        return (
-            4 * weights
-            + 4 * trainable
-            + moment_bytes(sizes)
-            + (buckets // 2 if plan == "zero0" else 0)
-        )
-    # fp32 gradients, masters and moments; gradients sent to the host are in low precision
+        ddp_buckets = buckets // 2 if plan == "zero0" else 0
+        return 4 * weights + 4 * trainable + moment_bytes(sizes) + ddp_buckets
+    # Gradients, masters and moments are fp32; gradients sent to the host are in low precision.
     moments = moment_bytes(sizes) / world_size
-    gradients, states = (
-        (low * per_rank, 0) if "optimizer" in offload else (4 * per_rank, 4 * per_rank + moments)
-    )
+    gradients, states = 4 * per_rank, 4 * per_rank + moments
+    if "optimizer" in offload:
+        gradients, states = low * per_rank, 0
     if plan == "zero1":
         # Gradients are unsharded, in low precision and accumulated in fp32.
         return int(low * weights + (4 + (low if low == 2 else 0)) * trainable + states + buckets)
@@ -83,12 +72,12 @@ def moment_bytes(sizes: dict) -> int:
 def host_bytes(sizes: dict, world_size: int, dtype: str, offload: Collection[str]) -> int:
     """Return the bytes of host memory of one GPU rank's process, with its offloaded tensors."""
     low, weights = 4 if dtype == "fp32" else 2, sizes["trainable"] + sizes["frozen"]
-    optimizer = (
-        (8 * sizes["trainable"] + moment_bytes(sizes)) / world_size
-        if "optimizer" in offload
-        else 0
-    )
-    return int(optimizer + (low * weights / world_size if "param" in offload else 0)) + BASE_CPU
+    optimizer, parameters = 0.0, 0.0
+    if "optimizer" in offload:
+        optimizer = (8 * sizes["trainable"] + moment_bytes(sizes)) / world_size
+    if "param" in offload:
+        parameters = low * weights / world_size
+    return int(optimizer + parameters) + BASE_CPU
 
 
 def bytes_per_rank(

@@ -27,12 +27,7 @@ from mmldlm.checkpoints.files.torch_writer import (
     TorchSize,
 )
 from mmldlm.checkpoints.files.unpickler import TensorRef
-from mmldlm.checkpoints.formats.base import (
-    WEIGHT,
-    WritePlan,
-    WriteRequest,
-    WriteSegment,
-)
+from mmldlm.checkpoints.formats.base import WEIGHT, WritePlan, WriteRequest, WriteSegment
 from mmldlm.checkpoints.formats.dcp_folder import DcpFolder, DcpTensor
 from mmldlm.checkpoints.formats.deepspeed_files import add_deepspeed_state, write_deepspeed_state
 from mmldlm.checkpoints.formats.named_optimizer import add_named_optimizer
@@ -116,8 +111,8 @@ class DcpCheckpoint(WeightSource):
     mmldlm saves {"model": ..., "optim": {"exp_avg": ..., "exp_avg_sq": ...}}. `trainable.json`
     next to it lists the trained weights: {"trainable": [names]}, and optionally "buffers":
     [names], "aliases": {second name: name} and "groups": [{"names": [names], "settings": {...}}],
-    which tell Muon's weights. In folders of other programs selection finds the model, and
-    named_optimizer an optimizer that names its parameters.
+    which identify Muon's weights. In folders of other programs `selection` finds the model, and
+    `named_optimizer` an optimizer that names its parameters.
     """
 
     engine = "fsdp"
@@ -299,7 +294,7 @@ def _read_trainable(folder: Path) -> dict[str, Any] | None:
 
 
 def _moment_keys(folder: Path, content: dict[str, Any]) -> dict[str, tuple[str, ...]]:
-    """Return name -> which moments it has, for the names of all groups; files of an older mmldlm
+    """Return name -> moments of the weight, for the names of all groups; files of an older mmldlm
     name no groups.
     """
     try:

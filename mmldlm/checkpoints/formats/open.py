@@ -43,7 +43,7 @@ from mmldlm.utils.formatting import join_some
 from mmldlm.utils.input_files import kind_of_file, read_bytes
 
 P, T = ParamSpec("P"), TypeVar("T")
-# Of a MultimodalMMDiT saved before model_config.json listed them; everything else in it is
+# Buffers of a MultimodalMMDiT saved before model_config.json listed them; everything else in it is
 # trained.
 _BUFFERS = ("latent_mean", "latent_std")
 _STEP = re.compile(r"step_\d{8,}")
@@ -123,12 +123,7 @@ def _open_foreign(path: Path, options: ReadOptions) -> tuple[WeightSource, list[
         # A folder that no format knows by the names in it may still hold one file of weights.
         if only is not None and detected is None:
             chosen = only
-        elif (
-            only is not None
-            and detected is not None
-            and detected.format.name in ("deepspeed", "dcp")
-            and only.is_file()
-        ):
+        elif only is not None and only.is_file() and detected.format.name in ("deepspeed", "dcp"):
             notes.append(f"{only.name}, next to the checkpoint, was not read")
     if chosen.is_file():
         part_files.check_name(chosen)
@@ -208,8 +203,7 @@ def _note_foreign_objects(weights: WeightSource) -> None:
 
 @contextlib.contextmanager
 def report_deletion(path: Path | str) -> Iterator[None]:
-    """Say so if an error has its cause in a run that deletes its old checkpoints while one is
-    read.
+    """Report that a run has deleted the checkpoint if this causes an error while it is read.
 
     Raises:
         UserError: the checkpoint at `path` was there when the block began, and is gone.
@@ -344,7 +338,7 @@ def mark_buffers(weights: WeightSource, folder: Path) -> None:
 
 _WEIGHTS = re.compile(r"(?P<stem>.+)\.(safetensors|bin|pt|pth|ckpt)(\.index\.json|\.tar)?")
 _SHARD = re.compile(r"-\d+-of-\d+\.\w+$")
-# What trainers save beside the weights, under names of their own.
+# Names of files that trainers save next to the weights.
 _STATE = re.compile(
     r"(optim|optimizer|scheduler|lr_scheduler|scaler|rng|rng_state|random_states|sampler|dl_state_dict|training_args|args"
     r"|custom_checkpoint|training_state|trainer_state|ema_rank)([-_.]?[\d_]+)?|rng_state_.*|.*_states|\..*"

@@ -14,8 +14,8 @@ GPU_MEMORY_IN_USE = 2 * GIB
 def gpus(args: dict) -> dict:
     """Return {"gpus": [...], "driver"}, or {"absent": reason} on a node without an NVIDIA driver.
 
-    NVML is asked, without torch and without nvidia-smi, which hangs together with the driver. A
-    reason that somebody has to remove comes with its "fix".
+    The facts come from NVML, without torch and without nvidia-smi, which hangs together with the
+    driver. A reason that needs to be fixed comes with its "fix".
 
     Per GPU: name, memory in bytes, ECC errors, row remapping, throttle reasons, recovery action,
     and its processes. A field that the GPU or driver does not support is None.
