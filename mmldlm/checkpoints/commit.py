@@ -383,7 +383,7 @@ def _try(work: Callable[..., None], *args: Any) -> Exception | None:
 def _advice(error: BaseException, folder: Path) -> str:
     """Return a fix for a failed write, to append to the error; "" if none is known."""
     code = _errno(error)
-    # torch may hide the system's error, which a small write shows.
+    # torch may hide the error of the system, which a small write then reveals.
     if code is None:
         code = _errno(_try(_try_writing, [folder], f"{_PROBE_FILE}_again"))
     free = _free_bytes(folder)

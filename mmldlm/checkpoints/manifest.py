@@ -28,19 +28,18 @@ STATE_FILE = "training_state.json"
 MODEL_CONFIG = "model_config.json"
 RUN_CONFIG = "config.yaml"
 
-# An engine's folder
-# The tag folder of DeepSpeed files, as mmldlm's engine names it.
+# Files of an engine's folder: the tag folder of DeepSpeed files, as mmldlm's engine names it.
 ZERO_TAG = "zero"
 UNIVERSAL_TAG = "universal"
-# Next to DCP files: the names of trained weights and buffers.
+# Names of trained weights and buffers, next to DCP files.
 TRAINABLE_FILE = "trainable.json"
 DCP_METADATA = ".metadata"
 MODEL_FILE = "model.pt"
 OPTIMIZER_FILE = "optimizer.pt"
-# Next to DCP files or optimizer.pt: what DeepSpeed recorded of a converted run.
+# Records of DeepSpeed from a converted run, next to DCP files or optimizer.pt.
 DEEPSPEED_STATE = "deepspeed.pt"
 
-# An exported model
+# Files of an exported model.
 SAFETENSORS_FILE = "model.safetensors"
 SAFETENSORS_INDEX = "model.safetensors.index.json"
 CONFIG_FILE = "config.json"
@@ -48,7 +47,7 @@ CONFIG_FILE = "config.json"
 # zero_optimization.sub_group_size where a DeepSpeed config does not set it.
 SUB_GROUP_SIZE = 10**9
 
-# Values of `mmldlm convert --to` other than safetensors
+# Values of `mmldlm convert --to` other than safetensors.
 TARGETS = ("model.pt", "dcp", "universal", "zero1", "zero2", "zero3", "fsdp", "ddp")
 
 
@@ -59,8 +58,8 @@ MANIFEST = "manifest.json"
 FORMAT = "mmldlm-checkpoint"
 VERSION = 1
 _CHUNK = 4 << 20
-# Covers the central directory of a torch.save zip, which lists the CRC of every record: a matching
-# tail and the records' own CRCs verify what was read of a file without reading the rest.
+# Enough for the central directory of a torch.save zip, which lists the CRC of every record: a
+# matching tail and the CRCs of the records verify what was read without reading the rest.
 TAIL_BYTES = 1 << 20
 # Files without training state: a run continues without them.
 _DESCRIPTIONS = re.compile(r"config\.yaml|model_config\.json|tokenizer/.*")

@@ -29,12 +29,12 @@ class GiddProcess:
     alpha = (1 - t) / C.
 
     u is uniform over the N = vocab_size - 1 tokens besides [MASK], and B = 2^gamma p_u / (1 -
-    p_u), so that a share p_u of the tokens is uniform noise at t = 1/2. p_u = 0 is masked
+    p_u), so that a fraction p_u of the tokens is uniform noise at t = 1/2. p_u = 0 is masked
     diffusion (MDLM) with its log-linear schedule.
 
-    The NELBO of a denoiser x_hat, in nats a token, is E_{t, z} w(z, x, t) d(z, x, x_hat, t) over t
-    in (0, 1), with d = KL(q_t(. | x) || q_t(. | x_hat)) + r - log r - 1 and r = q_t(z | x) / q_t(z
-    | x_hat) (eq. 11 of the paper).
+    The NELBO of a denoiser x_hat, in nats per token, is E_{t, z} w(z, x, t) d(z, x, x_hat, t) over
+    t in (0, 1), with d = KL(q_t(. | x) || q_t(. | x_hat)) + r - log r - 1 and
+    r = q_t(z | x) / q_t(z | x_hat) (eq. 11 of the paper).
 
     Args:
         vocab_size: V, [MASK] included.
@@ -68,7 +68,7 @@ class GiddProcess:
         return 1 + 0.5 * self.gamma * (1 - 2 * t) / t
 
     def marginals(self, t: Tensor) -> Marginals:
-        """Shares at t in [0, 1]; each of t's shape, fp64."""
+        """Probabilities at t in [0, 1]; each of t's shape, fp64."""
         t = t.double()
         mass = self._uniform_mass(t)
         return Marginals((1 - t) / (1 + mass), t / (1 + mass), mass / (1 + mass))
@@ -97,8 +97,8 @@ class GiddProcess:
             noised tokens [B, S], and scored [B, S] bool: positions whose NELBO weight is not zero.
         """
         keep, mask, uniform_noise = (value[:, None] for value in self.marginals(t))
-        draw = ((uniform.double() - keep - mask) / uniform_noise.clamp_min(1e-300)).clamp(0, 1)
-        other = self._noise_token(draw)
+        position = ((uniform.double() - keep - mask) / uniform_noise.clamp_min(1e-300)).clamp(0, 1)
+        other = self._noise_token(position)
         noised = torch.where(
             uniform < keep, tokens, torch.where(uniform < keep + mask, self.mask_token_id, other)
         )
@@ -110,9 +110,9 @@ class GiddProcess:
             noisable if self.uniform_share > 0 else noisable & (noised == self.mask_token_id)
         )
 
-    def _noise_token(self, draw: Tensor) -> Tensor:
+    def _noise_token(self, uniform: Tensor) -> Tensor:
         """Numbers in [0, 1) -> tokens besides [MASK]."""
-        token = (draw * self.num_noise_tokens).long().clamp_max(self.num_noise_tokens - 1)
+        token = (uniform * self.num_noise_tokens).long().clamp_max(self.num_noise_tokens - 1)
         return token + (token >= self.mask_token_id)
 
     def elbo_weights(self, tokens: Tensor, noised: Tensor, t: Tensor) -> Tensor:
@@ -202,7 +202,7 @@ class GiddProcess:
         before = self._probability(tokens, probability, at_s)
         after = self._probability(tokens, probability, at_t)
         stay = at_t.alpha / at_s.alpha * before / after
-        # What is left of the first number, after it has decided to leave, is uniform again.
+        # Given that the token does not stay, the rest of the first number is uniform again.
         what = ((uniform[0].double() - stay) / (1 - stay).clamp_min(1e-300)).clamp(0, 1)
         drawn = draw(logits.flatten(0, 1), uniform[1].flatten()).view_as(tokens)
         fresh = torch.where(
@@ -213,20 +213,22 @@ class GiddProcess:
         fresh = torch.where(what < at_s.alpha, drawn, fresh)
         return torch.where(uniform[0] < stay, tokens, fresh)
 
-    def _probability(self, z: Tensor, probability: Tensor, shares: Marginals) -> Tensor:
+    def _probability(self, z: Tensor, probability: Tensor, marginals: Marginals) -> Tensor:
         """q(z | x_hat), where x_hat[z] is `probability`."""
         noise = torch.where(
-            z == self.mask_token_id, shares.mask, shares.uniform / self.num_noise_tokens
+            z == self.mask_token_id, marginals.mask, marginals.uniform / self.num_noise_tokens
         )
-        return shares.alpha * probability + noise
+        return marginals.alpha * probability + noise
 
 
 class GiddDivergence(NamedTuple):
     """d(z, x, x_hat, t) of M rows and its gradient with respect to their logits.
 
-    With p = x_hat and rho = c / (N (1 - t)), the share of uniform noise per token over alpha, the
-        divergence is KL = alpha ((1 + rho) log((1 + rho) / (p_x + rho)) - rho sum_{v != x} log(1 +
-        p_v / rho)),
+    With p = x_hat and rho = c / (N (1 - t)), the uniform noise per token relative to alpha, the
+    divergence is
+
+        KL = alpha ((1 + rho) log((1 + rho) / (p_x + rho)) - rho sum_{v != x} log(1 + p_v / rho)),
+
     one pass over the vocabulary, and r = (1 + rho) / (p_x + rho) at z = x, rho / (p_z + rho) at
     another token, 1 at [MASK]. Every logarithm is of p + rho in log space: finite for p = 0, and
     for rho = 0.
@@ -258,8 +260,8 @@ class GiddDivergence(NamedTuple):
         # The floor of a denominator: rho may be 0.
         floor = rho.clamp_min(torch.finfo(p.dtype).tiny ** 0.75)
         log_ratio_x = rho.log1p() - torch.logaddexp(log_x, log_rho)
-        # log(1 + p_x / rho), taken out of the sum; without uniform noise it is infinite, and its
-        # factor 0.
+        # The term log(1 + p_x / rho) is taken out of the sum; without uniform noise it is
+        # infinite, and its factor 0.
         others = (p / floor).log1p_().scatter_(1, x, 0.0).sum(1, keepdim=True)
         kl = (1 + rho) * log_ratio_x - rho * others
         is_scored = ~is_masked & (rho > 0)

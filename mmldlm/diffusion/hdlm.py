@@ -34,11 +34,11 @@ class HierarchicalProcess:
     cluster (EOS and other special tokens) keeps its own id where others show their cluster: a
     cluster of one, whose state is the token itself.
 
-    The NELBO of a denoiser x_hat, in nats a token, with P_hat the sum of x_hat over a cluster, is
-    E_{t, z} w(z, t) d over t in (0, 1): at [MASK] w = m' / m and d = -log P_hat(c(x)); at a
+    The NELBO of a denoiser x_hat, in nats per token, with P_hat the sum of x_hat over a cluster,
+    is E_{t, z} w(z, t) d over t in (0, 1): at [MASK] w = m' / m and d = -log P_hat(c(x)); at a
     cluster w = -alpha' / c and d = -log(x_hat[x] / P_hat(c(x))); 0 at a word. The cluster of a
     noised token is always the right one (xi = 1); the paper's xi < 1, for which only an
-    approximate bound is known, is not offered.
+    approximate bound is known, is not supported.
 
     Args:
         clusters: Cluster of every token, -1 for tokens in none and for [MASK]. [V] int64
@@ -57,8 +57,8 @@ class HierarchicalProcess:
         self.vocab_size, self.mask_token_id, self.gamma = len(clusters), mask_token_id, gamma
         self.num_clusters = int(clusters.max()) + 1
         alone = clusters < 0
-        # Groups are the clusters and every token that is alone; `_group` [V], `_state` [V]: what a
-        # token becomes first.
+        # Groups are the clusters and every token that is alone. `_group` [V] is the group of a
+        # token, `_state` [V] the state that it takes first.
         self._group = torch.where(alone, self.num_clusters + alone.cumsum(0) - 1, clusters)
         self._state = torch.where(alone, torch.arange(len(clusters)), self.vocab_size + clusters)
 

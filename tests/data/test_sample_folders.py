@@ -65,7 +65,7 @@ def test_the_files_layout_is_mm_ldlms_and_packs_to_the_same_store(files, made_st
     assert manifest["corpus"]["read"] == manifest["corpus"]["kept"] == 48
 
 
-def test_files_given_as_a_store_are_told_from_one(files, tmp_path):
+def test_files_are_distinguished_from_a_store(files, tmp_path):
     with pytest.raises(UserError, match="mmldlm pack"):
         Store(files)
     (tmp_path / "latents").mkdir()

@@ -374,8 +374,8 @@ def check_no_other_moment(
 
 
 def _states_and_keys(file: TorchFile, optimizer: Any) -> tuple[dict, list, list[tuple[str, ...]]]:
-    """Return index -> state; the indices in the order of the groups; the moments that the group of
-    each has.
+    """Return index -> state, the indices in the order of the groups, and for each index the
+    moments of its group.
     """
     states = optimizer.get("state") if isinstance(optimizer, dict) else None
     groups = optimizer.get("param_groups") if isinstance(optimizer, dict) else None

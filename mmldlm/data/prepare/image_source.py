@@ -437,8 +437,8 @@ def _open_corpora(options: ImageOptions) -> dict[str, ImageCorpus]:
 
 
 def _stored_latents(codec: ImageCodec, values: np.ndarray) -> np.ndarray:
-    """Return latents as they are stored, of images uint8 [n, S, S, C] or of what the autoencoder
-    made of them.
+    """Return latents as they are stored, from images uint8 [n, S, S, C] or from latents of the
+    autoencoder.
     """
     if codec.latents == "pixels":
         return to_patches(values, codec.patch)

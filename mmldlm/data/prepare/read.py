@@ -1,5 +1,5 @@
-"""Stage 1: read a corpus, part by part: texts into flat files, images into pixels or latents,
-with a hash of each item's content.
+"""The reading stage: a corpus, part by part, into flat files of texts, or into pixels or latents
+of images, with a hash of the content of each item.
 """
 
 from __future__ import annotations
