@@ -427,7 +427,7 @@ def train_once(
 
 
 def train_words(words: list[str]) -> None:
-    from mmldlm.config.load import load_config
+    from mmldlm.tasks.registry import load_config
     from mmldlm.train import check_run, train
 
     train(check_run(load_config("tiny", None, words), int(os.environ["WORLD_SIZE"])))

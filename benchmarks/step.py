@@ -244,7 +244,7 @@ def predicted_memory(shape: Shape) -> float:
 
     An upper bound: while the backward pass makes gradients, activations are freed.
     """
-    from mmldlm.config.task_registry import find_task
+    from mmldlm.tasks.registry import find_task
     from mmldlm.tasks.translation.config import TranslationConfig
 
     model = Ours(shape, torch.float32).model.config.model_dump()

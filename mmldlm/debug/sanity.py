@@ -12,7 +12,6 @@ from rich.console import Console
 from rich.table import Column, Table
 from rich.text import Text
 
-from mmldlm.config.task_registry import find_task
 from mmldlm.data.batch import Batch
 from mmldlm.data.loader import MicroBatches, iterate_steps
 from mmldlm.data.run_data import RunData
@@ -31,6 +30,7 @@ from mmldlm.observe.layer_stats import LayerStats, LayerStatsCollector
 from mmldlm.observe.throughput import peak_memory, reset_peak_memory
 from mmldlm.stability.audit import nonfinite_tensors
 from mmldlm.stability.guard import LossScaler
+from mmldlm.tasks.registry import find_task
 from mmldlm.utils.formatting import first_line
 from mmldlm.utils.json_files import plain_value
 

@@ -8,13 +8,13 @@ import shutil
 import numpy as np
 import pytest
 
-from mmldlm.config.load import load_config
 from mmldlm.data.manifest import MANIFEST
 from mmldlm.data.mixture import MixedStore
 from mmldlm.data.prepare.options import PrepareOptions
 from mmldlm.data.prepare.pipeline import prepare
 from mmldlm.data.store import Store
 from mmldlm.errors import MmldlmError, UserError
+from mmldlm.tasks.registry import load_config
 from mmldlm.tasks.translation.data import open_data
 
 

@@ -23,7 +23,7 @@ from mmldlm.evaluation.gain import evaluate, untrained_control
 from mmldlm.evaluation.nelbo import measure
 from mmldlm.evaluation.sentences import choose_sentences
 from mmldlm.evaluation.statistics import derangement, ratio
-from mmldlm.tasks.text_scores import masked_text_scores
+from mmldlm.tasks.text_task import masked_text_scores
 
 
 class Known(torch.nn.Module):

@@ -10,14 +10,13 @@ import numpy as np
 import pytest
 import torch
 
-from mmldlm.config.load import load_config
-from mmldlm.config.task_registry import find_task
 from mmldlm.data.batch_plan import local_slots
 from mmldlm.data.prepare.options import ImageOptions
 from mmldlm.data.prepare.pipeline import prepare
 from mmldlm.errors import UserError
 from mmldlm.models.flops import estimate_flops
 from mmldlm.models.mmdit.encoders import grid_positions
+from mmldlm.tasks.registry import find_task, load_config
 from tests.support.image_store import make_image_store
 
 GRIDS = [[4, 4], [6, 6]]

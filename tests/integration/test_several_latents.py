@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 import torch
 
-from mmldlm.config.load import load_config
 from mmldlm.data.batch_plan import local_slots
 from mmldlm.data.encoders.encoder import Encoder
 from mmldlm.data.importers import sample_folders
@@ -20,6 +19,7 @@ from mmldlm.data.store import Store
 from mmldlm.data.verify import verify
 from mmldlm.errors import UserError
 from mmldlm.models import MultimodalMMDiT
+from mmldlm.tasks.registry import load_config
 from mmldlm.tasks.translation.data import open_data
 from mmldlm.tasks.translation.noiser import L2T, Noiser
 from mmldlm.tasks.translation.objective import TranslationObjective

@@ -15,8 +15,8 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from mmldlm.config.load import load_config  # noqa: E402
 from mmldlm.distributed.error_reporting import leave_process_group
+from mmldlm.tasks.registry import load_config  # noqa: E402
 from mmldlm.train import check_run, train
 from tests.support.run_files import drop_checkpoints
 

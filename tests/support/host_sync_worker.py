@@ -140,13 +140,12 @@ def step(
     import torch
     from torch._subclasses.fake_tensor import FakeTensorMode
 
-    from mmldlm.config.load import load_config
-    from mmldlm.config.task_registry import find_task
     from mmldlm.data.loader import MicroBatches
     from mmldlm.engines.base import Autocast, compute_dtype
     from mmldlm.engines.ema import WeightAverage
     from mmldlm.engines.muon import attach_muon
     from mmldlm.engines.torch_engines import SingleEngine
+    from mmldlm.tasks.registry import find_task, load_config
 
     sizes = [
         f"data.latent_data_root={store}",

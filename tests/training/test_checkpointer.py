@@ -16,7 +16,7 @@ import torch
 from mmldlm.checkpoints import commit, locate
 from mmldlm.checkpoints.init_from import init_weights
 from mmldlm.checkpoints.manifest import MANIFEST, describe_file
-from mmldlm.config.load import load_config
+from mmldlm.tasks.registry import load_config
 from mmldlm.tasks.translation.data import open_data
 from mmldlm.tasks.translation.task import TranslationTask
 from mmldlm.train import main

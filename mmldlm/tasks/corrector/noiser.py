@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from mmldlm.data.batch_plan import GlobalBatch
-from mmldlm.tasks.batch_draws import counter_generator
+from mmldlm.tasks.collation import counter_generator
 from mmldlm.tasks.corrector.config import CorrectorConfig
 from mmldlm.tasks.corrector.hypotheses import SplitHypotheses
 from mmldlm.tasks.translation.noiser import L2T, NoisedBatch, Noiser, PaddedSamples

@@ -12,7 +12,7 @@ from mmldlm.errors import UserError
 from mmldlm.tasks.image_codes.config import ImageCodesConfig
 from mmldlm.tasks.image_text.data import ImageTextData
 from mmldlm.tasks.latent_data import open_latent_data
-from mmldlm.tasks.translation.freezing import decided_freeze
+from mmldlm.tasks.translation.parameter_plan import decided_freeze
 
 
 @dataclass(kw_only=True)

@@ -12,9 +12,8 @@ from torch import Tensor
 from mmldlm.data.batch_plan import GlobalBatch
 from mmldlm.data.store import Rows
 from mmldlm.diffusion import MaskedDiffusion
-from mmldlm.tasks.batch_draws import counter_generator
+from mmldlm.tasks.collation import RowReader, counter_generator
 from mmldlm.tasks.image_text.noiser import ImageNoiser
-from mmldlm.tasks.row_reader import RowReader
 from mmldlm.tasks.translation.noiser import L2T, NoisedBatch, PaddedSamples
 
 _CODE_STREAM = 10  # last counter word; `noise_keys` has 9

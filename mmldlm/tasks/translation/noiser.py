@@ -1,4 +1,4 @@
-"""Noise one rank's micro-batch of a global batch.
+"""Noise one rank's micro-batch of a global batch, and check it.
 
 Modes, timesteps, masks and noise are functions, not state.
 """
@@ -6,6 +6,7 @@ Modes, timesteps, masks and noise are functions, not state.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -19,11 +20,17 @@ from mmldlm.data.store import Rows
 from mmldlm.diffusion import MaskedDiffusion
 from mmldlm.diffusion.process import LatentProcess
 from mmldlm.diffusion.timesteps import logit_normal, low_discrepancy, shift, stretch
-from mmldlm.tasks.batch_draws import counter_generator, dropout_keys, keyed_normals, noise_keys
-from mmldlm.tasks.masking import mask_texts
-from mmldlm.tasks.row_reader import RowReader
-from mmldlm.tasks.translation.candidates import CandidateSampler
+from mmldlm.tasks.collation import (
+    CandidateSampler,
+    RowReader,
+    counter_generator,
+    dropout_keys,
+    keyed_normals,
+    mask_texts,
+    noise_keys,
+)
 from mmldlm.tasks.translation.config import PURE_MODES, TranslationConfig
+from mmldlm.tasks.translation.data import TranslationData
 
 UNCONDITIONAL, L2T, T2L = range(3)
 assert PURE_MODES == ("unconditional", "l2t", "t2l")
@@ -409,3 +416,72 @@ class Noiser:
                 strata if config.timesteps == "low_discrepancy" else own, config.min_timestep
             )
         return shift(t, config.timestep_shift)
+
+
+Variants = Callable[[np.ndarray], list[np.ndarray]]
+"""Stored latents of a batch -> what augmentation may make of them, each like the argument."""
+
+
+def batch_problems(
+    data: TranslationData, batch: NoisedBatch, variants: Variants | None = None
+) -> list[str]:
+    """Return what is wrong with a micro-batch: values out of range, or not those of the store."""
+    return [
+        *_range_problems(batch, data.config),
+        *_store_problems(batch, data, variants or (lambda latents: [latents])),
+    ]
+
+
+def _range_problems(batch: NoisedBatch, config: TranslationConfig) -> list[str]:
+    tensors, problems = batch.tensors, []
+    for name in ("text_tokens", "text_targets"):
+        ids = tensors[name]
+        if ids.numel() and not 0 <= int(ids.min()) <= int(ids.max()) < config.model.vocab_size:
+            problems.append(
+                f"{name} holds ids {int(ids.min())}..{int(ids.max())} outside"
+                f" 0..{config.model.vocab_size - 1}"
+            )
+    for name in ("text_timesteps", "latent_timesteps"):
+        if not bool(((tensors[name] >= 0) & (tensors[name] <= 1)).all()):
+            problems.append(f"{name} outside [0, 1]")
+    if not bool(tensors["attention_mask"].any(dim=1).all()):
+        problems.append("a text without a single token")
+    return problems
+
+
+def _store_problems(batch: NoisedBatch, data: TranslationData, variants: Variants) -> list[str]:
+    """Rebuild the clean text and latent of every real row and compare them with the store."""
+    tensors = {name: tensor.cpu() for name, tensor in batch.tensors.items()}
+    rows, clean = data.train.get(batch.ids), tensors["text_tokens"].clone()
+    width = clean.shape[1]
+    positions = tensors["text_positions"]
+    if positions.numel() and not 0 <= int(positions.min()) <= int(positions.max()) < clean.numel():
+        return [f"text_positions outside 0..{clean.numel() - 1}"]
+    clean.view(-1)[positions] = tensors["text_targets"]
+    expected = [
+        _in_model_space(torch.from_numpy(latents), data) for latents in variants(rows.latents)
+    ]
+    problems = []
+    for row in batch.real.nonzero()[0].tolist():
+        text = torch.tensor([*rows.tokens[row].tolist(), data.config.model.eos_token_id])
+        real = torch.arange(width) < len(text)
+        if len(text) > width or not torch.equal(tensors["attention_mask"][row], real):
+            problems.append(
+                f"sample {batch.ids[row]}: attention_mask is not that of a text of {len(text)}"
+                " tokens"
+            )
+        elif not torch.equal(clean[row, : len(text)], text):
+            problems.append(f"sample {batch.ids[row]}: its tokens are not the store's")
+        clean_latent = tensors["latent_clean"][row].float()
+        if not any(
+            torch.allclose(clean_latent, latents[row], rtol=1e-4, atol=1e-4)
+            for latents in expected
+        ):
+            problems.append(f"sample {batch.ids[row]}: its latent is not the store's")
+    return problems
+
+
+def _in_model_space(latents: torch.Tensor, data: TranslationData) -> torch.Tensor:
+    if data.config.latent_diffusion.l2_normalize:
+        latents = torch.nn.functional.normalize(latents.float(), dim=-1)
+    return (latents - torch.as_tensor(data.latent_mean)) / torch.as_tensor(data.latent_std)

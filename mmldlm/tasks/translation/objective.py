@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from mmldlm.tasks.translation.candidates import candidates_of
+from mmldlm.tasks.collation import candidates_of
 from mmldlm.tasks.translation.config import TranslationConfig
 
 

@@ -5,7 +5,6 @@ cut of a batch.
 import numpy as np
 import pytest
 
-from mmldlm.config.load import build_config
 from mmldlm.config.renamed_keys import model_config_with_new_names, with_new_names
 from mmldlm.data.batch_plan import BatchPlan
 from mmldlm.data.loader import MicroBatches
@@ -13,6 +12,7 @@ from mmldlm.errors import UserError
 from mmldlm.tasks.corrector.data import open_data
 from mmldlm.tasks.corrector.hypotheses import SplitHypotheses
 from mmldlm.tasks.corrector.noiser import CorrectorNoiser
+from mmldlm.tasks.registry import build_config
 from mmldlm.tasks.translation.noiser import L2T
 from tests.tasks.translation.test_noiser import DIM, EOS, MASK, PAD, FakeStore
 

@@ -10,9 +10,8 @@ import numpy as np
 import pytest
 import torch
 
-from mmldlm.config.load import load_config
-from mmldlm.config.task_registry import find_task
 from mmldlm.data.batch_plan import BatchPlan
+from mmldlm.tasks.registry import find_task, load_config
 from mmldlm.tasks.translation.noiser import L2T, T2L
 from tests.support.image_store import make_image_store
 

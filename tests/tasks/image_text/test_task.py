@@ -13,14 +13,13 @@ import torch
 from PIL import Image, ImageDraw
 from torch.profiler import ProfilerActivity, profile
 
-from mmldlm.config.load import load_config
-from mmldlm.config.task_registry import find_task
 from mmldlm.data.batch_plan import BatchPlan
 from mmldlm.data.image_codec import ImageCodec
 from mmldlm.data.prepare.options import ImageOptions
 from mmldlm.data.prepare.pipeline import prepare
 from mmldlm.data.store import Rows
 from mmldlm.errors import UserError
+from mmldlm.tasks.registry import find_task, load_config
 from mmldlm.tasks.translation.noiser import L2T
 from tests.support.image_store import make_image_store
 

@@ -4,11 +4,11 @@ import numpy as np
 import pytest
 import torch
 
-from mmldlm.config.load import build_config
 from mmldlm.data.batch_plan import BatchPlan
 from mmldlm.data.loader import MicroBatches, iterate_steps
 from mmldlm.data.store import Rows
 from mmldlm.errors import UserError
+from mmldlm.tasks.registry import build_config
 from mmldlm.tasks.translation.noiser import L2T, T2L, UNCONDITIONAL, Noiser
 
 MASK, PAD, EOS, DIM, SIZE = 3, 0, 2, 6, 101

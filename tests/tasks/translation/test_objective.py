@@ -2,19 +2,19 @@ import numpy as np
 import pytest
 import torch
 
-from mmldlm.config.load import build_config
 from mmldlm.data.batch_plan import BatchPlan, local_slots
 from mmldlm.data.store import Rows
 from mmldlm.errors import UserError
 from mmldlm.models import MultimodalMMDiT
 from mmldlm.models.mmdit.config import ModelConfig
-from mmldlm.tasks.translation.freezing import (
+from mmldlm.tasks.registry import build_config
+from mmldlm.tasks.translation.noiser import Noiser
+from mmldlm.tasks.translation.objective import TranslationObjective
+from mmldlm.tasks.translation.parameter_plan import (
     apply_freezing,
     frozen_names,
     verify_parameter_freezing,
 )
-from mmldlm.tasks.translation.noiser import Noiser
-from mmldlm.tasks.translation.objective import TranslationObjective
 from mmldlm.tasks.translation.task import TranslationTask
 
 DIM, SIZE = 6, 40
