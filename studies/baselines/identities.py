@@ -121,7 +121,7 @@ def cache_difference(run: Path, store: str, count: int = 16) -> float:
 
     from mmldlm.data.store import Store
     from mmldlm.evaluation.sentences import choose_sentences
-    from mmldlm.models.plain.decode import next_logits, start_text
+    from mmldlm.models.plain import next_logits, start_text
     from mmldlm.sampling.latent_sampler import pad_texts
     from mmldlm.sampling.pretrained import load_pretrained
 
@@ -154,6 +154,8 @@ def bound_difference(run: Path, store: str, count: int = 64, draws: int = 4) -> 
     from mmldlm.data.store import Store
     from mmldlm.diffusion.timesteps import arcsine
     from mmldlm.evaluation.sentences import choose_sentences
+    from mmldlm.models.latent_transformer import TextInputs
+    from mmldlm.models.token_scores import TokenQuery
     from mmldlm.sampling.latent_sampler import pad_texts
     from mmldlm.sampling.pretrained import load_pretrained
     from mmldlm.tasks.text_task import sum_by_row
@@ -175,17 +177,10 @@ def bound_difference(run: Path, store: str, count: int = 64, draws: int = 4) -> 
             positions = (noised == config.mask_token_id).flatten().nonzero()[:, 0]
             owner, targets = positions // tokens.shape[1], tokens.flatten()[positions]
             out = model(
-                noised,
+                TextInputs(noised, t.float(), real),
                 None,
-                t.float(),
-                None,
-                real,
-                text_positions=positions,
-                text_targets=targets,
-                text_weights=torch.ones(len(targets)),
+                TokenQuery(positions, targets, torch.ones(len(targets))),
             )
-            theirs = sum_by_row(
-                out["text_nll"].double() * (density / t)[owner], owner, len(tokens)
-            )
+            theirs = sum_by_row(out.text.nll.double() * (density / t)[owner], owner, len(tokens))
             difference += float((ours - theirs).sum())
     return abs(difference) / draws / float(real.sum())

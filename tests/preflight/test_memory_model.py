@@ -10,15 +10,16 @@ import torch
 from mmldlm.config.load import preset_names
 from mmldlm.models.linear_cross_entropy import logits_bytes
 from mmldlm.models.memory import mmdit_working_bytes
+from mmldlm.models.token_scores import TokenQuery
 from mmldlm.preflight.memory_model import PLANS, state_bytes
 from mmldlm.tasks.corrector.model import Hypotheses
-from mmldlm.tasks.image_codes.model import CodeTargets
 from mmldlm.tasks.registry import find_task, load_config
 from mmldlm.tasks.translation.parameter_plan import (
     apply_freezing,
     decided_freeze,
     stacked_matrices,
 )
+from tests.support.forward import run_model
 
 IMAGE_PRESETS = [name for name in preset_names() if load_config(name).task.startswith("image_")]
 FROM_DATA = [
@@ -152,7 +153,7 @@ def kept_for_backward(config, length) -> int:
         if is_codes:  # half of the codes is scored
             inputs["latents"] = inputs["latents"].long()
             half = batch * config.model.num_latents // 2
-            inputs["latent_query"] = CodeTargets(
+            inputs["latent_query"] = TokenQuery(
                 *torch.zeros(2, half, dtype=torch.int64), torch.zeros(half)
             )
     weights = {p.untyped_storage()._cdata for p in model.parameters()}
@@ -167,14 +168,12 @@ def kept_for_backward(config, length) -> int:
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        out = model(tokens, **inputs)
+        out = run_model(model, tokens, **inputs)
         if not is_codes:
-            latents = torch.nn.functional.mse_loss(
-                out["latent_pred"], torch.zeros_like(out["latent_pred"])
-            )
+            latents = torch.nn.functional.mse_loss(out.latent, torch.zeros_like(out.latent))
         else:
-            latents = out["code_loss_sum"]
-        loss = out["text_loss_sum"] + latents + out["length_logits"].sum()
+            latents = out.latent.loss_sum
+        loss = out.text.loss_sum + latents + out.length_logits.sum()
     del loss
     return sum(kept.values())
 

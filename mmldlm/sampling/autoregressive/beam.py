@@ -5,8 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from mmldlm.models.plain.decode import TextCache, next_logits
-from mmldlm.models.plain.model import PlainTransformer
+from mmldlm.models.plain import PlainTransformer, TextCache, next_logits
 from mmldlm.sampling.autoregressive.draw import LEAVE_SHARE, WrittenTexts, without_pad
 from mmldlm.sampling.text.draw import check_finite
 

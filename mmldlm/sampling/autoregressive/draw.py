@@ -8,8 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from mmldlm.models.plain.decode import TextCache, next_logits
-from mmldlm.models.plain.model import PlainTransformer
+from mmldlm.models.plain import PlainTransformer, TextCache, next_logits
 from mmldlm.sampling.text.draw import draw_tokens
 from mmldlm.sampling.text.records import Recorder, report_changes
 

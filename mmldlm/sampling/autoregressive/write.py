@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 
 from mmldlm.errors import UserError
-from mmldlm.models.plain.decode import start_text
-from mmldlm.models.plain.model import PlainTransformer
+from mmldlm.models.plain import PlainTransformer, start_text
 from mmldlm.sampling.autoregressive.beam import search
 from mmldlm.sampling.autoregressive.draw import WrittenTexts, draw_texts
 from mmldlm.sampling.device import device_of

@@ -15,6 +15,8 @@ from torch import Tensor
 from mmldlm.data.batch import Batch
 from mmldlm.data.batch_plan import GlobalBatch
 from mmldlm.models.flops import estimate_flops
+from mmldlm.models.latent_transformer import LatentInputs, TextInputs
+from mmldlm.models.token_scores import TokenQuery
 from mmldlm.sampling.autoregressive.write import EXPONENTS, write_texts
 from mmldlm.sampling.pretrained import Pretrained
 from mmldlm.sampling.text.loop import TextSamples
@@ -102,16 +104,18 @@ class ArObjective:
         out = forward_text(
             model,
             tensors,
-            text_targets=targets,
-            text_weights=weights * share if self._weighs_inside else weights,
-            text_candidates=candidates,
+            TokenQuery(
+                targets=targets,
+                weights=weights * share if self._weighs_inside else weights,
+                candidates=candidates,
+            ),
         )
-        loss = out["text_loss_sum"] if self._weighs_inside else out["text_loss_sum"] * share
+        loss = out.text.loss_sum if self._weighs_inside else out.text.loss_sum * share
         number = torch.full_like(loss.detach(), float(len(targets)))
         return loss, {
             "loss": loss.detach(),
-            "text_nll_sum": out["text_nll"].sum(),
-            "text_correct": out["text_correct"].sum(dtype=torch.float32),
+            "text_nll_sum": out.text.nll.sum(),
+            "text_correct": out.text.correct.sum(dtype=torch.float32),
             "text_scored": number,
             "text_logits": number * len(tensors.get("text_candidates", ())),
         }
@@ -188,9 +192,10 @@ class ArTask(BaselineTask):
         positions = real.flatten().nonzero()[:, 0]
         owner, targets = positions // tokens.shape[1], tokens.flatten()[positions]
         out = pretrained.model(
-            tokens, latents, attention_mask=real, text_positions=positions, text_targets=targets,
-            text_weights=torch.ones(len(targets), device=tokens.device),
-        )  # fmt: skip
-        nats = sum_by_row(out["text_nll"].double(), owner, len(tokens))
-        correct = sum_by_row(out["text_correct"].double(), owner, len(tokens))
+            TextInputs(tokens, attention_mask=real),
+            None if latents is None else LatentInputs(latents),
+            TokenQuery(positions, targets, torch.ones(len(targets), device=tokens.device)),
+        )
+        nats = sum_by_row(out.text.nll.double(), owner, len(tokens))
+        correct = sum_by_row(out.text.correct.double(), owner, len(tokens))
         return TextScores(nats, correct, real.sum(1), None)

@@ -9,7 +9,7 @@ from pydantic import Field, model_validator
 from mmldlm.config.schema import Config, TrainingConfig
 from mmldlm.config.section import MAX_COUNT, MAX_WEIGHT, FilledFromData, OnResume, Section
 from mmldlm.data.config import StoreDataConfig, TokenizerConfig
-from mmldlm.models.plain.config import Conditioning, PlainConfig
+from mmldlm.models.plain_config import Conditioning, PlainConfig
 from mmldlm.tasks.translation.config import TextDiffusionConfig
 
 DEFAULT_DROPOUT = 0.1

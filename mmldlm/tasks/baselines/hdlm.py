@@ -18,8 +18,8 @@ from torch import Tensor
 from mmldlm.data.encoders.model_files import read_tokenizer
 from mmldlm.diffusion.hdlm import HierarchicalDivergence, HierarchicalProcess, cluster_tokens
 from mmldlm.errors import UserError
-from mmldlm.models.plain.config import PlainConfig
-from mmldlm.models.plain.model import PlainTransformer
+from mmldlm.models.plain import PlainTransformer
+from mmldlm.models.plain_config import PlainConfig
 from mmldlm.sampling.pretrained import Pretrained
 from mmldlm.tasks.baselines.config import HdlmConfig
 from mmldlm.tasks.baselines.divergence import DivergenceObjective, DivergenceTask

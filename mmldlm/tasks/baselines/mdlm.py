@@ -12,6 +12,7 @@ from torch import Tensor
 
 from mmldlm.diffusion import MaskedDiffusion
 from mmldlm.models.flops import estimate_flops
+from mmldlm.models.token_scores import TokenQuery
 from mmldlm.tasks.base import Metric
 from mmldlm.tasks.baselines.config import MdlmConfig
 from mmldlm.tasks.baselines.shared import (
@@ -85,14 +86,16 @@ class MdlmObjective:
         out = forward_text(
             model,
             tensors,
-            text_targets=tensors["text_targets"],
-            text_weights=weights * share if self._weighs_inside else weights,
+            TokenQuery(
+                targets=tensors["text_targets"],
+                weights=weights * share if self._weighs_inside else weights,
+            ),
         )
-        text_loss = out["text_loss_sum"] if self._weighs_inside else out["text_loss_sum"] * share
+        text_loss = out.text.loss_sum if self._weighs_inside else out.text.loss_sum * share
         loss, sums = add_length_loss(text_loss, out, batch, self.loss.length_loss_weight)
         return loss, sums | {
-            "text_nelbo_sum": torch.dot(out["text_nll"].detach(), tensors["text_weights"]),
-            "text_correct": out["text_correct"].sum(dtype=torch.float32),
+            "text_nelbo_sum": torch.dot(out.text.nll.detach(), tensors["text_weights"]),
+            "text_correct": out.text.correct.sum(dtype=torch.float32),
             "text_masked": torch.full_like(loss.detach(), float(len(tensors["text_targets"]))),
         }
 

@@ -8,7 +8,7 @@ from typing import Any
 from pydantic import Field, field_validator, model_validator
 
 from mmldlm.data.config import ImageDataConfig
-from mmldlm.models.mmdit.config import ModelConfig
+from mmldlm.models.mmdit_config import ModelConfig
 from mmldlm.tasks.translation.config import TranslationConfig, TranslationTrainingConfig
 
 MODES = {"t2i": "t2l", "i2t": "l2t", "joint": "unconditional"}

@@ -10,7 +10,7 @@ import torch
 from mmldlm.diffusion.gidd import GiddProcess
 from mmldlm.diffusion.hdlm import HierarchicalProcess
 from mmldlm.errors import MmldlmError
-from mmldlm.models.plain.model import PlainTransformer
+from mmldlm.models.plain import PlainTransformer
 from mmldlm.sampling.text.posterior import sample_by_posterior
 from mmldlm.tasks.registry import build_config
 

@@ -14,7 +14,7 @@ from mmldlm.commands.sample import add_arguments, main
 from mmldlm.diffusion.gidd import GiddProcess
 from mmldlm.diffusion.hdlm import HierarchicalProcess
 from mmldlm.errors import UserError
-from mmldlm.models.plain.model import PlainTransformer
+from mmldlm.models.plain import PlainTransformer
 from mmldlm.sampling.autoregressive.write import write_texts
 from mmldlm.sampling.joint_sampler import sample_joint
 from mmldlm.sampling.pretrained import load_pretrained
