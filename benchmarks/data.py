@@ -280,9 +280,9 @@ def read_noised(folder: Path):
     dataset, _ = open_dataset(config)
     for (batch,) in iterate_steps(dataset, 0, dataset.plan.batches_per_epoch):
         yield (
-            batch.tensors["text_tokens"],
-            batch.tensors["attention_mask"],
-            batch.tensors["latents"],
+            batch.text_tokens,
+            batch.attention_mask,
+            batch.latents,
         )
 
 

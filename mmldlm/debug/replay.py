@@ -330,7 +330,7 @@ class Replay:
             return result
         with NanTracer(model) as tracer:
             by_layers = self._run_once(model, module, batch)
-        result.origins = nonfinite_inputs(batch.tensors)
+        result.origins = nonfinite_inputs(batch.named_tensors())
         result.origins += [
             origin for origin in (tracer.forward, tracer.backward) if origin is not None
         ]

@@ -243,7 +243,8 @@ class SanityRunner:
         batch.to(engine.device)
         check_batch(self.task, batch, self.data, engine.device, findings)
         findings.passed("batches", "every sample is as the data has it; all finite, on the device")
-        versions = {name: tensor._version for name, tensor in batch.tensors.items()}
+        inputs = batch.named_tensors()
+        versions = {name: tensor._version for name, tensor in inputs.items()}
         weights = checks.checksums(engine.parameter_shards()) if first else {}
 
         loss, _ = self.objective(engine.module, batch)
@@ -274,9 +275,7 @@ class SanityRunner:
             findings.failed(
                 "in_place", f"forward or backward changed weights: {format_names(changed)}"
             )
-        written = [
-            name for name, tensor in batch.tensors.items() if tensor._version != versions[name]
-        ]
+        written = [name for name, tensor in inputs.items() if tensor._version != versions[name]]
         if written:
             findings.failed(
                 "in_place", f"forward or backward wrote into the batch: {format_names(written)}"

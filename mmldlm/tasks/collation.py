@@ -19,6 +19,7 @@ from mmldlm.diffusion import MaskedDiffusion
 from mmldlm.diffusion.timesteps import stretch
 from mmldlm.models.dropout import STEP, mix
 from mmldlm.models.linear_cross_entropy import Candidates
+from mmldlm.tasks.baselines.config import ArConfig
 from mmldlm.tasks.initialization import token_counts
 from mmldlm.tasks.translation.config import TextDiffusionConfig, TranslationConfig
 
@@ -220,7 +221,7 @@ class CandidateSizes(NamedTuple):
     population: int
 
 
-def candidate_sizes(config: TranslationConfig) -> CandidateSizes:
+def candidate_sizes(config: TranslationConfig | ArConfig) -> CandidateSizes:
     """Sizes for a config with loss.text_candidates and model.vocab_size set; [MASK] is never a
     candidate.
     """
@@ -229,11 +230,13 @@ def candidate_sizes(config: TranslationConfig) -> CandidateSizes:
     return CandidateSizes(frequent, min(NUM_SAMPLED_CANDIDATES, population), population)
 
 
-def candidates_of(config: TranslationConfig, tensors: dict[str, Tensor]) -> Candidates:
-    """The text head's argument for a batch that CandidateSampler completed."""
-    return Candidates(
-        tensors["text_candidates"], tensors["text_columns"], *candidate_sizes(config)
-    )
+def candidates_of(
+    config: TranslationConfig | ArConfig, tokens: Tensor | None, columns: Tensor | None
+) -> Candidates | None:
+    """The text head's argument for what CandidateSampler drew; None: the whole vocabulary."""
+    if tokens is None or columns is None:
+        return None
+    return Candidates(tokens, columns, *candidate_sizes(config))
 
 
 class CandidateSampler:

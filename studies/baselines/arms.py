@@ -179,7 +179,7 @@ def costs(arm: Arm, scale: Scale, store: str, double_depth: bool) -> dict[str, f
     collated = task.collator(data).collate(
         batch, np.arange(len(batch.ids)), data.train, data.train_lengths
     )
-    scored = float(len(collated.tensors["text_targets"]))
+    scored = float(len(collated.text_targets))
     sums = {"text_masked": scored, "text_scored": scored, "text_logits": 0.0}
     flops = task.training_flops(data.config, len(batch.ids), collated.num_tokens, sums)
     total = sum(counts.values())

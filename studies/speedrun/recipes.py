@@ -237,13 +237,11 @@ def model_flops(task, data, steps: int) -> float:
     for step in range(steps):
         batch = plan.batch(step)
         noised = collator.collate(batch, np.arange(len(batch.ids)), data.train, data.train_lengths)
-        num_scored, candidates = (
-            len(noised.tensors["text_targets"]),
-            noised.tensors.get("text_candidates", ()),
-        )
+        num_scored, candidates = len(noised.text_targets), noised.text_candidates
+        num_candidates = 0 if candidates is None else len(candidates)
         sums = {
             "text_masked": float(num_scored),
-            "text_logits": float(num_scored * len(candidates)),
+            "text_logits": float(num_scored * num_candidates),
         }
         total += task.training_flops(data.config, len(batch.ids), noised.num_tokens, sums)
     return total

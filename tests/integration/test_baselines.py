@@ -73,7 +73,7 @@ def test_the_skipped_step_is_replayed(runs, arm, tmp_path, monkeypatch):
     def planted(self, batch, *arguments):
         found = make(self, batch, *arguments)
         if batch.step == BAD_STEP - 1:
-            found.tensors["text_weights"][:] = float("nan")
+            found.text_weights[:] = float("nan")
         return found
 
     monkeypatch.setattr(MaskingCollator, "collate", planted)

@@ -91,7 +91,7 @@ def steps(
         for micro in range(accum):
             batch = batches[(step - 1) * accum + micro]
             if step == BAD_STEP and micro == 0 and engine.rank == 0:
-                batch.tensors["latents"][0] = float("nan")
+                batch.latents[0] = float("nan")
             loss, _ = objective(engine.module, batch.to(engine.device))
             engine.backward(loss)
         norm = engine.grad_norm().item()

@@ -103,7 +103,7 @@ def poison_one_step() -> None:
             and self.rank == self.world_size - 1
             and item // self.accum == BAD_STEP - 1
         ):
-            batch.tensors["text_weights"][:] = float("nan")
+            batch.text_weights[:] = float("nan")
         return batch
 
     loader.MicroBatches.__getitem__ = poisoned

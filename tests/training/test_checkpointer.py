@@ -337,7 +337,7 @@ def test_a_run_whose_last_steps_are_excluded_ends_normally(store, tmp_path, monk
     def poisoned(self, item):
         batch = make(self, item)
         if self.plan.shuffle and item >= 5:
-            batch.tensors["latents"][:, 0] = float("nan")
+            batch.latents[:, 0] = float("nan")
         return batch
 
     monkeypatch.setattr(loader.MicroBatches, "__getitem__", poisoned)

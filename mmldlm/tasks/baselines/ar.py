@@ -6,13 +6,13 @@ Its collator, objective and task.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any, ClassVar
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from mmldlm.data.batch import Batch
 from mmldlm.data.batch_plan import GlobalBatch
 from mmldlm.models.flops import estimate_flops
 from mmldlm.models.latent_transformer import LatentInputs, TextInputs
@@ -23,22 +23,22 @@ from mmldlm.sampling.text.loop import TextSamples
 from mmldlm.tasks.base import Metric
 from mmldlm.tasks.baselines.config import ArConfig
 from mmldlm.tasks.baselines.shared import (
+    BaselineBatch,
     BaselineData,
     BaselineTask,
     PaddedTexts,
     TextCollator,
     forward_text,
 )
-from mmldlm.tasks.collation import CandidateSampler, candidates_of
+from mmldlm.tasks.collation import CandidateSampler, candidates_of, counter_generator
 from mmldlm.tasks.text_task import TextScores, sum_by_row
 
 _CANDIDATE_STREAM = 3  # apart from those of the text collator
 
 
 class ArCollator(TextCollator):
-    """Adds the clean text_tokens [B, S] int64 and, of the M tokens of real samples (EOS among
-    them), text_positions [M] int64 in B * S, text_targets [M] int64 and text_weights [M] fp32, all
-    1; with candidates text_candidates [C] and text_columns [M] int64.
+    """Leaves texts as they are, and scores every token of real samples, EOS among them, with the
+    weight 1.
 
     Args:
         data: of the run. condition_dropout, seed: see TextCollator.
@@ -52,7 +52,7 @@ class ArCollator(TextCollator):
         super().__init__(data, condition_dropout, seed)
         self.candidates = candidates
 
-    def noise(self, texts: PaddedTexts) -> dict[str, Tensor]:
+    def noise(self, texts: PaddedTexts) -> dict[str, Any]:
         positions = (texts.attention & texts.real[:, None]).flatten().nonzero()[:, 0]
         return {
             "text_tokens": texts.tokens,
@@ -63,14 +63,16 @@ class ArCollator(TextCollator):
 
     def collate(
         self, batch: GlobalBatch, slots: np.ndarray, samples, lengths: np.ndarray
-    ) -> Batch:
+    ) -> BaselineBatch:
         """Build a micro-batch; see Collator."""
-        found = super().collate(batch, slots, samples, lengths)
+        micro_batch = super().collate(batch, slots, samples, lengths)
         if self.candidates is not None:  # one sample of them for the global batch
-            key, counter = [self.seed, batch.epoch], [0, batch.index, 0, _CANDIDATE_STREAM]
-            generator = np.random.Generator(np.random.Philox(key=key, counter=counter))
-            found.tensors |= self.candidates.tensors(found.tensors["text_targets"], generator)
-        return found
+            generator = counter_generator(
+                self.seed, batch.epoch, batch.index, 0, _CANDIDATE_STREAM
+            )
+            candidates = self.candidates.tensors(micro_batch.text_targets, generator)
+            micro_batch = replace(micro_batch, **candidates)
+        return micro_batch
 
 
 class ArObjective:
@@ -88,7 +90,7 @@ class ArObjective:
         # lacks the range.
         self._weighs_inside = config.training.dtype != "fp16"
 
-    def __call__(self, model, batch) -> tuple[Tensor, dict[str, Tensor]]:
+    def __call__(self, model: nn.Module, batch: BaselineBatch) -> tuple[Tensor, dict[str, Tensor]]:
         """Run the model.
 
         Returns:
@@ -97,13 +99,12 @@ class ArObjective:
                 loss.text_candidates), text_correct and text_scored (tokens), text_logits (logits
                 computed under loss.text_candidates, else 0).
         """
-        tensors = batch.tensors
         share = 1.0 / max(batch.counts["text_tokens"], 1)
-        weights, targets = tensors["text_weights"], tensors["text_targets"]
-        candidates = candidates_of(self.config, tensors) if "text_candidates" in tensors else None
+        weights, targets = batch.text_weights, batch.text_targets
+        candidates = candidates_of(self.config, batch.text_candidates, batch.text_columns)
         out = forward_text(
             model,
-            tensors,
+            batch,
             TokenQuery(
                 targets=targets,
                 weights=weights * share if self._weighs_inside else weights,
@@ -111,13 +112,14 @@ class ArObjective:
             ),
         )
         loss = out.text.loss_sum if self._weighs_inside else out.text.loss_sum * share
-        number = torch.full_like(loss.detach(), float(len(targets)))
+        num_scored = torch.full_like(loss.detach(), float(len(targets)))
+        num_candidates = 0 if batch.text_candidates is None else len(batch.text_candidates)
         return loss, {
             "loss": loss.detach(),
             "text_nll_sum": out.text.nll.sum(),
             "text_correct": out.text.correct.sum(dtype=torch.float32),
-            "text_scored": number,
-            "text_logits": number * len(tensors.get("text_candidates", ())),
+            "text_scored": num_scored,
+            "text_logits": num_scored * num_candidates,
         }
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
@@ -24,6 +25,7 @@ from mmldlm.sampling.text.posterior import sample_by_posterior
 from mmldlm.tasks.base import Metric, ModelSizes
 from mmldlm.tasks.baselines.config import BaselineConfig
 from mmldlm.tasks.baselines.shared import (
+    BaselineBatch,
     BaselineData,
     BaselineTask,
     PaddedTexts,
@@ -34,11 +36,22 @@ from mmldlm.tasks.baselines.shared import (
 from mmldlm.tasks.text_task import TextScores, sum_by_row
 
 
+@dataclass(kw_only=True)
+class DivergenceBatch(BaselineBatch):
+    """One micro-batch of noised texts, scored by a divergence.
+
+    Attributes:
+        text_weights: of the training. [M] fp32
+        text_elbo_weights: the NELBO's. [M] fp32
+        divergence: of the M scored tokens; its targets are text_targets.
+    """
+
+    text_elbo_weights: Tensor
+    divergence: Divergence
+
+
 class NoisingCollator(TextCollator):
-    """Adds text_tokens [B, S] int64 (noised), text_timesteps [B] fp32, and of the M scored tokens
-    of real samples text_positions [M] int64 in B * S, text_weights [M] fp32 (of the training),
-    text_elbo_weights [M] fp32 and the fields of the process's divergence, `text_{field}`
-    (text_targets [M] int64 among them).
+    """Noises texts by a process, and scores the tokens whose weight is not zero.
 
     Times are drawn by the arcsine law; the weights hold dt/du, so that expectations are those over
     a uniform t.
@@ -48,6 +61,8 @@ class NoisingCollator(TextCollator):
         training_weights: (NELBO weights [M], t [M]) -> weights of the training [M].
         The rest as in `TextCollator`.
     """
+
+    batch_class = DivergenceBatch
 
     def __init__(
         self,
@@ -60,7 +75,7 @@ class NoisingCollator(TextCollator):
         super().__init__(data, condition_dropout, seed)
         self.process, self.training_weights = process, training_weights
 
-    def noise(self, texts: PaddedTexts) -> dict[str, Tensor]:
+    def noise(self, texts: PaddedTexts) -> dict[str, Any]:
         t, density = arcsine(texts.strata)
         noised, scored = self.process.corrupt(texts.tokens, t, texts.uniform, texts.attention)
         positions = (scored & texts.real[:, None]).flatten().nonzero()[:, 0]
@@ -71,14 +86,14 @@ class NoisingCollator(TextCollator):
             t[rows],
         )
         weights = self.process.elbo_weights(targets, states, times)
-        fields = self.process.divergence(targets, states, times)._asdict()
         return {
             "text_tokens": noised,
             "text_timesteps": t.float(),
             "text_positions": positions,
             "text_weights": (self.training_weights(weights, times) * density[rows]).float(),
             "text_elbo_weights": (weights * density[rows]).float(),
-            **{f"text_{name}": tensor for name, tensor in fields.items()},
+            "text_targets": targets,
+            "divergence": self.process.divergence(targets, states, times),
         }
 
 
@@ -119,14 +134,15 @@ class DivergenceObjective:
     counted over the GLOBAL batch.
 
     Args:
-        kind: class of the divergence; its fields are tensors `text_{field}` of the batch.
         length_loss_weight: of the length head's negative log-likelihood.
     """
 
-    def __init__(self, kind: type[Divergence], length_loss_weight: float):
-        self.kind, self.length_loss_weight = kind, length_loss_weight
+    def __init__(self, length_loss_weight: float):
+        self.length_loss_weight = length_loss_weight
 
-    def __call__(self, model, batch) -> tuple[Tensor, dict[str, Tensor]]:
+    def __call__(
+        self, model: nn.Module, batch: DivergenceBatch
+    ) -> tuple[Tensor, dict[str, Tensor]]:
         """Run the model.
 
         Returns:
@@ -135,14 +151,12 @@ class DivergenceObjective:
                 whatever the training weighs by), text_correct and text_scored (scored tokens),
                 length_nll_sum, length_scored.
         """
-        tensors = batch.tensors
-        divergence = self.kind(*(tensors[f"text_{field}"] for field in self.kind._fields))
-        out = forward_text(model, tensors, TokenQuery(function=row_scores(divergence)))
+        out = forward_text(model, batch, TokenQuery(function=row_scores(batch.divergence)))
         found, correct = out.text.values.unbind(-1)
-        text_loss = torch.dot(found, tensors["text_weights"]) / max(batch.counts["text_tokens"], 1)
+        text_loss = torch.dot(found, batch.text_weights) / max(batch.counts["text_tokens"], 1)
         loss, sums = add_length_loss(text_loss, out, batch, self.length_loss_weight)
         return loss, sums | {
-            "text_nelbo_sum": torch.dot(found.detach(), tensors["text_elbo_weights"]),
+            "text_nelbo_sum": torch.dot(found.detach(), batch.text_elbo_weights),
             "text_correct": correct.detach().sum(),
             "text_scored": torch.full_like(loss.detach(), float(len(found))),
         }
@@ -185,7 +199,7 @@ def divergence_scores(
 class DivergenceTask(BaselineTask):
     """A process whose NELBO weighs a divergence over the vocabulary, with a length head.
 
-    A task adds its config, process, training weights and objective.
+    A task adds its config, process and training weights.
 
     Class attributes:
         logit_copies: tensors of a chunk's logits in fp32 that the backward pass holds at once
@@ -262,6 +276,9 @@ class DivergenceTask(BaselineTask):
         return NoisingCollator(
             data, self.process_of_data(data), self.training_weights(data), dropout, seed
         )
+
+    def objective(self, config: BaselineConfig) -> DivergenceObjective:
+        return DivergenceObjective(config.loss.length_loss_weight)
 
     def records_passes(self, sampler: str) -> bool:
         return True

@@ -8,12 +8,12 @@ from typing import Any
 
 from torch import Tensor
 
-from mmldlm.diffusion.gidd import GiddDivergence, GiddProcess
+from mmldlm.diffusion.gidd import GiddProcess
 from mmldlm.errors import UserError
 from mmldlm.sampling.pretrained import Pretrained
 from mmldlm.sampling.text.loop import TextSamples
 from mmldlm.tasks.baselines.config import GiddConfig
-from mmldlm.tasks.baselines.divergence import DivergenceObjective, DivergenceTask
+from mmldlm.tasks.baselines.divergence import DivergenceTask
 from mmldlm.tasks.baselines.shared import BaselineData
 
 _SAMPLERS = ("ancestral", "self_correction")
@@ -46,9 +46,6 @@ class GiddTask(DivergenceTask):
         return partial(
             process.training_weights, weighting=loss.text_weighting, largest=loss.largest_weight
         )
-
-    def objective(self, config: GiddConfig) -> DivergenceObjective:
-        return DivergenceObjective(GiddDivergence, config.loss.length_loss_weight)
 
     def write_texts(
         self, pretrained: Pretrained, latents: Tensor | None, *, sampler: str, **options: Any

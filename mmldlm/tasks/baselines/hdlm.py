@@ -16,13 +16,13 @@ import torch
 from torch import Tensor
 
 from mmldlm.data.encoders.model_files import read_tokenizer
-from mmldlm.diffusion.hdlm import HierarchicalDivergence, HierarchicalProcess, cluster_tokens
+from mmldlm.diffusion.hdlm import HierarchicalProcess, cluster_tokens
 from mmldlm.errors import UserError
 from mmldlm.models.plain import PlainTransformer
 from mmldlm.models.plain_config import PlainConfig
 from mmldlm.sampling.pretrained import Pretrained
 from mmldlm.tasks.baselines.config import HdlmConfig
-from mmldlm.tasks.baselines.divergence import DivergenceObjective, DivergenceTask
+from mmldlm.tasks.baselines.divergence import DivergenceTask
 from mmldlm.tasks.baselines.shared import BaselineData
 from mmldlm.tasks.initialization import encoder_token_embeddings
 from mmldlm.tasks.latent_data import open_latent_data
@@ -187,9 +187,6 @@ class HdlmTask(DivergenceTask):
     def training_weights(self, data: HdlmData) -> Callable[[Tensor, Tensor], Tensor]:
         largest = data.config.loss.largest_weight
         return partial(_clipped, largest=largest)
-
-    def objective(self, config: HdlmConfig) -> DivergenceObjective:
-        return DivergenceObjective(HierarchicalDivergence, config.loss.length_loss_weight)
 
 
 def _clipped(weights: Tensor, t: Tensor, largest: float | None) -> Tensor:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from mmldlm.diffusion import MaskedDiffusion
 from mmldlm.models.flops import estimate_flops
@@ -16,6 +16,7 @@ from mmldlm.models.token_scores import TokenQuery
 from mmldlm.tasks.base import Metric
 from mmldlm.tasks.baselines.config import MdlmConfig
 from mmldlm.tasks.baselines.shared import (
+    BaselineBatch,
     BaselineData,
     BaselineTask,
     PaddedTexts,
@@ -28,9 +29,9 @@ from mmldlm.tasks.text_task import MaskedTextTask
 
 
 class MaskingCollator(TextCollator):
-    """Adds text_tokens [B, S] int64 (masked), text_timesteps [B] fp32, and of the M masked tokens
-    of real samples text_positions [M] int64 in B * S, text_targets [M] int64 and text_weights [M]
-    fp32 (the NELBO's)."""
+    """Masks texts as the translation task does, and scores the masked tokens with the NELBO's
+    weights.
+    """
 
     def __init__(
         self, data: BaselineData, condition_dropout: float | None, seed: int | None = None
@@ -39,7 +40,7 @@ class MaskingCollator(TextCollator):
         self.text = data.config.text_diffusion
         self.process = MaskedDiffusion(self.model.mask_token_id, self.text.schedule, self.text.eps)
 
-    def noise(self, texts: PaddedTexts) -> dict[str, Tensor]:
+    def noise(self, texts: PaddedTexts) -> dict[str, Any]:
         strata = texts.strata if self.text.timesteps == "low_discrepancy" else texts.own
         noised, masked, timesteps, weights = mask_texts(
             self.process, self.text, texts.tokens, strata, texts.uniform, texts.attention
@@ -71,7 +72,7 @@ class MdlmObjective:
         # lacks the range.
         self._weighs_inside = config.training.dtype != "fp16"
 
-    def __call__(self, model, batch) -> tuple[Tensor, dict[str, Tensor]]:
+    def __call__(self, model: nn.Module, batch: BaselineBatch) -> tuple[Tensor, dict[str, Tensor]]:
         """Run the model.
 
         Returns:
@@ -80,28 +81,28 @@ class MdlmObjective:
                 whatever the training weighs by), text_correct and text_masked (masked tokens),
                 length_nll_sum, length_scored.
         """
-        tensors = batch.tensors
         share = 1.0 / max(batch.counts["text_tokens"], 1)
-        weights = self._training_weights(tensors)
+        weights = self._training_weights(batch.text_weights)
         out = forward_text(
             model,
-            tensors,
+            batch,
             TokenQuery(
-                targets=tensors["text_targets"],
+                targets=batch.text_targets,
                 weights=weights * share if self._weighs_inside else weights,
             ),
         )
         text_loss = out.text.loss_sum if self._weighs_inside else out.text.loss_sum * share
         loss, sums = add_length_loss(text_loss, out, batch, self.loss.length_loss_weight)
         return loss, sums | {
-            "text_nelbo_sum": torch.dot(out.text.nll.detach(), tensors["text_weights"]),
+            "text_nelbo_sum": torch.dot(out.text.nll.detach(), batch.text_weights),
             "text_correct": out.text.correct.sum(dtype=torch.float32),
-            "text_masked": torch.full_like(loss.detach(), float(len(tensors["text_targets"]))),
+            "text_masked": torch.full_like(loss.detach(), float(len(batch.text_targets))),
         }
 
-    def _training_weights(self, tensors: dict[str, Tensor]) -> Tensor:
-        """[M] weight of each masked token in the loss (`loss.text_weighting`)."""
-        weights = tensors["text_weights"]
+    def _training_weights(self, weights: Tensor) -> Tensor:
+        """Return the weights [M] of masked tokens in the loss, from the NELBO's
+        (`loss.text_weighting`).
+        """
         if self.loss.text_weighting == "uniform":
             return torch.full_like(weights, 2.0)  # a token is masked half of the time
         return (

@@ -4,6 +4,7 @@ the plain transformer.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
@@ -15,7 +16,6 @@ from torch import Tensor, nn
 
 from mmldlm.data.batch import Batch
 from mmldlm.data.batch_plan import GlobalBatch, permute
-from mmldlm.data.run_data import StoreData
 from mmldlm.diffusion.timesteps import low_discrepancy
 from mmldlm.engines.base import Engine
 from mmldlm.engines.parameter_plan import ParameterPlan
@@ -48,6 +48,45 @@ class BaselineData(LatentData):
     config: BaselineConfig
 
 
+@dataclass(kw_only=True)
+class BaselineBatch(Batch):
+    """One micro-batch of texts. B samples, S positions (longest text), M scored positions, D
+    dimensions of a latent.
+
+    Attributes:
+        text_tokens: as the model reads them: noised, but for AR. [B, S] int64
+        attention_mask: True for tokens and EOS. [B, S] bool
+        token_positions: real tokens, in B * S. [T] int64
+        text_timesteps: None for AR. [B] fp32
+        text_positions: scored positions of real samples, in B * S. [M] int64
+        text_targets: clean tokens. [M] int64
+        text_weights: of the loss. [M] fp32
+        length_targets: length - 1. [B] int64
+        length_weights: 0 for placeholders. [B] fp32
+        latents: in model space; None: the model reads none. [B, D] or [B, N, D] fp32
+        latent_is_null: the learned null stands for the latent; None as `latents`. [B] bool
+        dropout_keys: with model.dropout, in training. [B] int64
+        text_candidates: tokens that are scored, with loss.text_candidates. [C] int64
+        text_columns: column of each target in text_candidates. [M] int64
+        counts: text_tokens, lengths (texts).
+    """
+
+    text_tokens: Tensor
+    attention_mask: Tensor
+    token_positions: Tensor
+    text_timesteps: Tensor | None = None
+    text_positions: Tensor
+    text_targets: Tensor
+    text_weights: Tensor
+    length_targets: Tensor
+    length_weights: Tensor
+    latents: Tensor | None = None
+    latent_is_null: Tensor | None = None
+    dropout_keys: Tensor | None = None
+    text_candidates: Tensor | None = None
+    text_columns: Tensor | None = None
+
+
 class PaddedTexts(NamedTuple):
     """The clean texts of a micro-batch and their own draws. B samples, S positions.
 
@@ -68,15 +107,14 @@ class PaddedTexts(NamedTuple):
     own: Tensor
 
 
-class TextCollator:
+class TextCollator(ABC):
     """Reads texts and latents of a store, checks and pads them. Draws are functions of (seed,
     epoch, sample, slot).
 
-    `noise` is the place for a task's own tensors. The others are attention_mask [B, S] bool,
-    token_positions [T] int64 in B * S (real tokens), length_targets [B] int64 (length - 1),
-    length_weights [B] fp32 (0 for placeholders) and, for a model that reads latents, latents [B,
-    D] (or [B, N, D]) fp32 in model space and latent_is_null [B] bool; with model.dropout, in
-    training, dropout_keys [B] int64. Counts: text_tokens, lengths (texts).
+    A task's own part is `noise`.
+
+    Class attributes:
+        batch_class: class of the batches, whose fields the tensors are.
 
     Args:
         data: of the run, with latent_mean and latent_std [D], the scaling into model space.
@@ -85,7 +123,11 @@ class TextCollator:
         seed: None: training.seed. Evaluation passes its own, so that it never sees training noise.
     """
 
-    def __init__(self, data: StoreData, condition_dropout: float | None, seed: int | None = None):
+    batch_class: ClassVar[type[BaselineBatch]] = BaselineBatch
+
+    def __init__(
+        self, data: BaselineData, condition_dropout: float | None, seed: int | None = None
+    ):
         config = data.config
         self.model = config.model
         self.latent_mean, self.latent_std = data.latent_mean, data.latent_std
@@ -97,13 +139,13 @@ class TextCollator:
             vocab_size, data.latent_mean, max_norm, config.stability.nan_to_num
         )
 
-    def noise(self, texts: PaddedTexts) -> dict[str, Tensor]:
-        """Return the task's own tensors; here the clean text_tokens [B, S]."""
-        return {"text_tokens": texts.tokens}
+    @abstractmethod
+    def noise(self, texts: PaddedTexts) -> dict[str, Any]:
+        """Return the fields of the batch that depend on what the task does to texts."""
 
     def collate(
         self, batch: GlobalBatch, slots: np.ndarray, samples, lengths: np.ndarray
-    ) -> Batch:
+    ) -> BaselineBatch:
         """Build a micro-batch; see Collator.
 
         Args:
@@ -115,7 +157,7 @@ class TextCollator:
         real = real & ~is_bad
         texts, dropout = self._pad(batch, rows.tokens, ids, slots, real)
         attention = texts.attention
-        tensors = {
+        tensors: dict[str, Any] = {
             "attention_mask": attention,
             "token_positions": attention.flatten().nonzero()[:, 0],
             "length_targets": attention.sum(1) - 1,
@@ -135,8 +177,8 @@ class TextCollator:
             tensors["latent_is_null"] = dropout < self.condition_dropout
         if self.has_dropout:
             tensors["dropout_keys"] = dropout_keys(self.seed, batch.epoch, ids, slots)
-        return Batch(
-            tensors=tensors,
+        return self.batch_class(
+            **tensors,
             ids=ids,
             real=real,
             counts={"text_tokens": int(lengths[batch.ids].sum()), "lengths": len(batch.ids)},
@@ -183,39 +225,37 @@ class TextCollator:
         return low_discrepancy(torch.from_numpy(ranks[in_batch]), offset, batch.size)
 
 
-def forward_text(model, tensors: dict[str, Tensor], query: TokenQuery) -> ModelOutput:
-    """Run a PlainTransformer on a batch of TextCollator.
+def forward_text(model: nn.Module, batch: BaselineBatch, query: TokenQuery) -> ModelOutput:
+    """Run a PlainTransformer on a batch.
 
     Args:
-        tensors: Tensors of the batch.
         query: What is wanted at its text_positions.
     """
     text = TextInputs(
-        tensors["text_tokens"],
-        tensors.get("text_timesteps"),
-        tensors["attention_mask"],
-        token_positions=tensors["token_positions"],
+        batch.text_tokens,
+        batch.text_timesteps,
+        batch.attention_mask,
+        token_positions=batch.token_positions,
     )
     latents = None
-    if "latents" in tensors:
-        latents = LatentInputs(tensors["latents"], is_null=tensors.get("latent_is_null"))
-    query = query._replace(positions=tensors["text_positions"])
-    return model(text, latents, query, dropout_keys=tensors.get("dropout_keys"))
+    if batch.latents is not None:
+        latents = LatentInputs(batch.latents, is_null=batch.latent_is_null)
+    query = query._replace(positions=batch.text_positions)
+    return model(text, latents, query, dropout_keys=batch.dropout_keys)
 
 
 def add_length_loss(
-    loss: Tensor, out: ModelOutput, batch: Batch, weight: float
+    loss: Tensor, out: ModelOutput, batch: BaselineBatch, weight: float
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """The loss plus weight * length NLL / lengths of the global batch; and the sums loss,
     length_nll_sum and length_scored, detached."""
-    tensors = batch.tensors
-    length_nll = F.cross_entropy(out.length_logits, tensors["length_targets"], reduction="none")
-    length_sum = torch.dot(length_nll, tensors["length_weights"])
+    length_nll = F.cross_entropy(out.length_logits, batch.length_targets, reduction="none")
+    length_sum = torch.dot(length_nll, batch.length_weights)
     loss = loss.add(length_sum, alpha=weight / max(batch.counts["lengths"], 1))
     return loss, {
         "loss": loss.detach(),
         "length_nll_sum": length_sum.detach(),
-        "length_scored": tensors["length_weights"].sum(),
+        "length_scored": batch.length_weights.sum(),
     }
 
 
@@ -364,33 +404,32 @@ class BaselineTask(TextTask):
     # ---------------------------------------------------------------------------------------------
 
     def unused_parameters(
-        self, model: PlainTransformer, config: BaselineConfig, batch: Batch
+        self, model: PlainTransformer, config: BaselineConfig, batch: BaselineBatch
     ) -> Sequence[str]:
         """The learned null waits for a sample whose latent was dropped; zero gates let nothing
         through yet.
         """
-        dropped = batch.tensors.get("latent_is_null")
+        dropped = batch.latent_is_null
         if dropped is None or bool(dropped.any()):
             return ()
         return "latent_tokens.null_", "latent_pooled.null_"
 
-    def check_batch(self, data: BaselineData, batch: Batch) -> list[str]:
+    def check_batch(self, data: BaselineData, batch: BaselineBatch) -> list[str]:
         """Return what is wrong with a micro-batch: its scored tokens or latents are not the
         store's.
 
         A position that is not scored may hold a noised token.
         """
-        tensors = {name: tensor.cpu() for name, tensor in batch.tensors.items()}
         rows, problems, eos = data.train.get(batch.ids), [], data.config.model.eos_token_id
-        mask, (num_rows, width) = tensors["attention_mask"], tensors["text_tokens"].shape
-        positions = tensors["text_positions"]
+        mask, clean = batch.attention_mask.cpu(), batch.text_tokens.cpu().clone()
+        latents = None if batch.latents is None else batch.latents.cpu()
+        width, positions = clean.shape[1], batch.text_positions.cpu()
         if (
             positions.numel()
-            and not 0 <= int(positions.min()) <= int(positions.max()) < num_rows * width
+            and not 0 <= int(positions.min()) <= int(positions.max()) < clean.numel()
         ):
-            return [f"text_positions outside 0..{num_rows * width - 1}"]
-        clean = tensors["text_tokens"].clone()
-        clean.view(-1)[positions] = tensors["text_targets"]
+            return [f"text_positions outside 0..{clean.numel() - 1}"]
+        clean.view(-1)[positions] = batch.text_targets.cpu()
         for row in batch.real.nonzero()[0].tolist():
             text = torch.tensor([*rows.tokens[row].tolist(), eos])
             if len(text) > width or not torch.equal(mask[row], torch.arange(width) < len(text)):
@@ -400,10 +439,10 @@ class BaselineTask(TextTask):
                 )
             elif not torch.equal(clean[row, : len(text)], text):
                 problems.append(f"sample {batch.ids[row]}: its tokens are not the store's")
-            if "latents" in tensors:
-                latent = torch.from_numpy(
+            if latents is not None:
+                stored = torch.from_numpy(
                     (rows.latents[row] - data.latent_mean) / data.latent_std
                 ).float()
-                if not torch.allclose(tensors["latents"][row], latent, rtol=1e-4, atol=1e-4):
+                if not torch.allclose(latents[row], stored, rtol=1e-4, atol=1e-4):
                     problems.append(f"sample {batch.ids[row]}: its latent is not the store's")
         return problems

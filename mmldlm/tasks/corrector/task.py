@@ -14,9 +14,9 @@ from mmldlm.sampling.search.judge import Judge
 from mmldlm.tasks.corrector.config import CorrectorConfig
 from mmldlm.tasks.corrector.data import CorrectorData, open_data
 from mmldlm.tasks.corrector.model import CorrectorMMDiT
-from mmldlm.tasks.corrector.noiser import CorrectorNoiser
+from mmldlm.tasks.corrector.noiser import CorrectorBatch, CorrectorNoiser
 from mmldlm.tasks.corrector.objective import CorrectorObjective
-from mmldlm.tasks.translation.noiser import NoisedBatch, Noiser
+from mmldlm.tasks.translation.noiser import Noiser
 from mmldlm.tasks.translation.task import TranslationTask
 from mmldlm.tasks.validation import PassTotals
 
@@ -117,14 +117,14 @@ class CorrectorTask(TranslationTask):
     # ---------------------------------------------------------------------------------------------
 
     def unused_parameters(
-        self, model: CorrectorMMDiT, config: CorrectorConfig, batch: NoisedBatch
+        self, model: CorrectorMMDiT, config: CorrectorConfig, batch: CorrectorBatch
     ) -> Sequence[str]:
         """Return those of the translation task, and those that hypotheses alone read."""
         unused = [*super().unused_parameters(model, config, batch)]
-        given = batch.tensors.get("hypothesis_given")
-        if given is None or not bool(given.any()):
+        hypotheses = batch.hypotheses
+        if hypotheses is None or not bool(hypotheses.given.any()):
             names = ("to_text", "to_factor", "to_product", "to_pooled", "position")
             unused += [f"hypothesis_encoder.{name}" for name in names]
-        elif bool(given.all()):
+        elif bool(hypotheses.given.all()):
             unused.append("hypothesis_encoder.null_tokens")
         return unused

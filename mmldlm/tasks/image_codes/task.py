@@ -16,11 +16,10 @@ from mmldlm.tasks.base import Metric
 from mmldlm.tasks.image_codes.config import CODE_SAMPLERS, CODE_STEPS, ImageCodesConfig
 from mmldlm.tasks.image_codes.data import ImageCodesData, open_data
 from mmldlm.tasks.image_codes.model import CodesMMDiT
-from mmldlm.tasks.image_codes.noiser import CodeNoiser, code_problems
+from mmldlm.tasks.image_codes.noiser import CodeNoiser, CodesBatch, code_problems
 from mmldlm.tasks.image_codes.objective import CodeObjective
 from mmldlm.tasks.image_codes.sampling import sample_codes, sample_codes_and_texts
 from mmldlm.tasks.image_text.task import ImageTextTask
-from mmldlm.tasks.translation.noiser import NoisedBatch
 from mmldlm.tasks.validation import PassTotals
 
 CODE_SUMS = ("code_nelbo_sum", "code_correct", "code_scored", "code_total")
@@ -167,5 +166,5 @@ class ImageCodesTask(ImageTextTask):
     # -- debugging
     # ---------------------------------------------------------------------------------------------
 
-    def check_batch(self, data: ImageCodesData, batch: NoisedBatch) -> list[str]:
+    def check_batch(self, data: ImageCodesData, batch: CodesBatch) -> list[str]:
         return super().check_batch(data, batch) + code_problems(batch, data.config.model.num_codes)

@@ -13,7 +13,7 @@ from mmldlm.tasks.image_text.config import MODES, ImageTextConfig, both_words
 from mmldlm.tasks.image_text.data import ImageTextData, open_data
 from mmldlm.tasks.image_text.noiser import ImageNoiser
 from mmldlm.tasks.image_text.objective import ImageObjective
-from mmldlm.tasks.translation.noiser import NoisedBatch, Noiser, batch_problems
+from mmldlm.tasks.translation.noiser import Noiser, TranslationBatch, batch_problems
 from mmldlm.tasks.translation.objective import TranslationObjective
 from mmldlm.tasks.translation.task import TranslationTask
 
@@ -103,5 +103,5 @@ class ImageTextTask(TranslationTask):
     # -- debugging
     # ---------------------------------------------------------------------------------------------
 
-    def check_batch(self, data: ImageTextData, batch: NoisedBatch) -> list[str]:
+    def check_batch(self, data: ImageTextData, batch: TranslationBatch) -> list[str]:
         return batch_problems(data, batch, data.shifted_latents)

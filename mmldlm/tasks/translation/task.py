@@ -23,7 +23,7 @@ from mmldlm.tasks.initialization import set_first_weights
 from mmldlm.tasks.text_task import MaskedTextTask
 from mmldlm.tasks.translation.config import PURE_MODES, TranslationConfig
 from mmldlm.tasks.translation.data import TranslationData, open_data
-from mmldlm.tasks.translation.noiser import NoisedBatch, Noiser, batch_problems
+from mmldlm.tasks.translation.noiser import Noiser, TranslationBatch, batch_problems
 from mmldlm.tasks.translation.objective import TranslationObjective
 from mmldlm.tasks.translation.parameter_plan import (
     decided_freeze,
@@ -337,7 +337,7 @@ class TranslationTask(MaskedTextTask):
     # ---------------------------------------------------------------------------------------------
 
     def unused_parameters(
-        self, model: MultimodalMMDiT, config: TranslationConfig, batch: NoisedBatch
+        self, model: MultimodalMMDiT, config: TranslationConfig, batch: TranslationBatch
     ) -> Sequence[str]:
         """Return beginnings of the names of parameters, or parts of them by stream, that a batch
         gives a zero gradient.
@@ -353,14 +353,11 @@ class TranslationTask(MaskedTextTask):
             if stream
             else []
         )
-        nulls = [
-            f"{side}_encoder.null_"
-            for side in ("text", "latent")
-            if not bool(batch.tensors[f"{side}_is_null"].any())
-        ]
+        is_null = {"text": batch.text_is_null, "latent": batch.latent_is_null}
+        nulls = [f"{side}_encoder.null_" for side, rows in is_null.items() if not bool(rows.any())]
         return (*unread, *nulls)
 
-    def check_batch(self, data: TranslationData, batch: NoisedBatch) -> list[str]:
+    def check_batch(self, data: TranslationData, batch: TranslationBatch) -> list[str]:
         return batch_problems(data, batch)
 
 

@@ -44,15 +44,15 @@ def batch_of(data, slots, condition_dropout=None, size=6):
 
 def test_every_token_and_eos_is_scored_and_a_placeholder_is_not(data):
     batch = batch_of(data, range(6))
-    tensors, lengths = batch.tensors, data.train_lengths[:5]
+    lengths = data.train_lengths[:5]
     assert batch.real.tolist() == [True] * 5 + [False]
-    assert len(tensors["text_positions"]) == batch.counts["text_tokens"] == int(lengths.sum())
-    owner = tensors["text_positions"] // tensors["text_tokens"].shape[1]
+    assert len(batch.text_positions) == batch.counts["text_tokens"] == int(lengths.sum())
+    owner = batch.text_positions // batch.text_tokens.shape[1]
     assert owner.bincount(minlength=6).tolist() == [*lengths.tolist(), 0]
-    last = tensors["text_targets"][lengths.cumsum() - 1]
+    last = batch.text_targets[lengths.cumsum() - 1]
     assert bool((last == data.config.model.eos_token_id).all())
     assert TASK.check_batch(data, batch) == []
-    tensors["text_targets"][0] += 1
+    batch.text_targets[0] += 1
     assert any("not the store's" in problem for problem in TASK.check_batch(data, batch))
 
 
@@ -75,22 +75,21 @@ def test_micro_batches_add_up_to_the_global_batch(data):
     for name, grad in grads.items():
         torch.testing.assert_close(other[name], grad, rtol=1e-4, atol=1e-7, msg=name)
     batch = batch_of(data, range(6), 0.5)
-    tensors = batch.tensors
     logits = run_model(model,
-        tensors["text_tokens"], tensors["latents"], None, None, tensors["attention_mask"],
-        latent_is_null=tensors["latent_is_null"],
+        batch.text_tokens, batch.latents, None, None, batch.attention_mask,
+        latent_is_null=batch.latent_is_null,
     ).text.logits  # fmt: skip
-    rows = logits.flatten(0, 1)[tensors["text_positions"]]
+    rows = logits.flatten(0, 1)[batch.text_positions]
     assert whole == pytest.approx(
-        float(F.cross_entropy(rows, tensors["text_targets"]).detach()), rel=1e-5
+        float(F.cross_entropy(rows, batch.text_targets).detach()), rel=1e-5
     )
-    assert 0 < int(tensors["latent_is_null"].sum()) < 6
+    assert 0 < int(batch.latent_is_null.sum()) < 6
 
 
 def test_the_prefix_learns_from_the_text(data):
     model = TASK.build_model(data)
     batch = batch_of(data, range(5), 0.0)
-    latents = batch.tensors["latents"].requires_grad_()
+    latents = batch.latents.requires_grad_()
     TASK.objective(data.config)(model, batch)[0].backward()
     assert bool((latents.grad.abs().amax(1) > 0).all())
 
@@ -140,7 +139,7 @@ def run(store, tmp_path_factory):
     def planted(self, batch, slots, samples, lengths):
         found = make(self, batch, slots, samples, lengths)
         if batch.step == 4 and self.condition_dropout == 0.1:
-            found.tensors["latents"][np.flatnonzero(slots == 1), 0] = float("nan")
+            found.latents[np.flatnonzero(slots == 1), 0] = float("nan")
         return found
 
     with pytest.MonkeyPatch.context() as patch:

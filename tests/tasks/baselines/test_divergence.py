@@ -114,9 +114,8 @@ def test_the_head_gives_values_and_gradients_of_all_logits_at_once(name, monkeyp
 
     data = data_of(name)
     (batch,) = micro_batches(name, data)
-    kind = TASKS[name].objective(data.config).kind
-    divergence = kind(*(batch.tensors[f"text_{field}"] for field in kind._fields))
-    weights = batch.tensors["text_elbo_weights"].clamp_max(10.0)
+    divergence = batch.divergence
+    weights = batch.text_elbo_weights.clamp_max(10.0)
     results = []
     for rows in (5, 10_000):
         monkeypatch.setattr(token_scores, "rows_of_a_chunk", lambda *_, rows=rows: rows)
@@ -225,6 +224,6 @@ def test_a_latent_that_cannot_be_used_becomes_a_placeholder():
     hit = int(clean.ids[2])
     rows.latents[hit, 1] = np.nan
     (batch,) = micro_batches("gidd", data, store=rows)
-    owners = batch.tensors["text_positions"] // batch.tensors["text_tokens"].shape[1]
+    owners = batch.text_positions // batch.text_tokens.shape[1]
     assert not batch.real[2] and batch.bad[0]["id"] == hit and not bool((owners == 2).any())
     assert batch.counts == clean.counts  # other ranks do not know of it

@@ -47,7 +47,7 @@ def runs(store, tmp_path_factory):
     def planted(self, batch, slots, samples, lengths):
         found = make(self, batch, slots, samples, lengths)
         if batch.step == NAN_STEP and self.condition_dropout == 0.1:
-            found.tensors["latents"][torch.from_numpy(slots == 1), 0] = float("nan")
+            found.latents[torch.from_numpy(slots == 1), 0] = float("nan")
         return found
 
     with pytest.MonkeyPatch.context() as patch:
@@ -185,7 +185,7 @@ def test_a_batch_holds_what_the_store_has(store, name):
         ),
     )
     assert task.check_batch(data, batch) == []
-    batch.tensors["text_targets"][0] += 1
+    batch.text_targets[0] += 1
     assert any("not the store's" in problem for problem in task.check_batch(data, batch))
 
 

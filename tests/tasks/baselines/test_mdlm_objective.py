@@ -154,12 +154,12 @@ def test_training_weights_change_the_loss_and_never_the_reported_nelbo():
         loss, sums = MdlmObjective(data.config)(PlainTransformer(data.config.model), batch)
         losses[name], nelbos[name] = float(loss.detach()), float(sums["text_nelbo_sum"])
         nll = nelbos[name] / float(
-            batch.tensors["text_weights"].sum()
+            batch.text_weights.sum()
         )  # a fresh model: nearly the same everywhere
         weights = {
-            "elbo": batch.tensors["text_weights"],
-            "uniform": torch.full_like(batch.tensors["text_weights"], 2.0),
-            "clipped": batch.tensors["text_weights"].clamp_max(1.5),
+            "elbo": batch.text_weights,
+            "uniform": torch.full_like(batch.text_weights, 2.0),
+            "clipped": batch.text_weights.clamp_max(1.5),
         }[name]
         assert losses[name] == pytest.approx(
             float(weights.sum()) * nll / batch.counts["text_tokens"], rel=0.1
@@ -181,14 +181,10 @@ def test_a_latent_that_cannot_be_used_becomes_a_placeholder():
     )
     assert batch.counts == clean.counts  # other ranks do not know of it
     assert (
-        not bool(
-            (
-                batch.tensors["text_positions"] // batch.tensors["attention_mask"].shape[1] == 2
-            ).any()
-        )
-        and batch.tensors["length_weights"][2] == 0
+        not bool((batch.text_positions // batch.attention_mask.shape[1] == 2).any())
+        and batch.length_weights[2] == 0
     )
-    assert bool(torch.isfinite(batch.tensors["latents"]).all())
+    assert bool(torch.isfinite(batch.latents).all())
 
 
 def test_latents_are_scaled_and_dropped_as_often_as_configured():
@@ -196,27 +192,27 @@ def test_latents_are_scaled_and_dropped_as_often_as_configured():
     data = data_of(training={"condition_dropout": 0.25})
     (batch,) = micro_batches(data, size=400, store=rows)
     expected = (rows.latents[batch.ids] - 0.5) / 2
-    np.testing.assert_allclose(batch.tensors["latents"].numpy(), expected, rtol=1e-6)
+    np.testing.assert_allclose(batch.latents.numpy(), expected, rtol=1e-6)
     # Aligned as torch does it: a run that is resumed has the same bits in every product.
     assert all(
-        b.tensors["latents"].data_ptr() % 64 == 0
+        b.latents.data_ptr() % 64 == 0
         for step in range(20)
         for b in micro_batches(data, 4, 1, step)
     )
-    assert 60 <= int(batch.tensors["latent_is_null"].sum()) <= 140
+    assert 60 <= int(batch.latent_is_null.sum()) <= 140
     for dropout in (0.0, 1.0):  # the passes of evaluation
         (other,) = micro_batches(data, size=400, store=rows, seed=5, condition_dropout=dropout)
-        assert float(other.tensors["latent_is_null"].float().mean()) == dropout
-    assert "latents" not in micro_batches(data_of("none"))[0].tensors
+        assert float(other.latent_is_null.float().mean()) == dropout
+    assert micro_batches(data_of("none"))[0].latents is None
 
 
 def test_only_training_has_dropout():
     data = data_of()
-    assert "dropout_keys" not in micro_batches(data)[0].tensors
+    assert micro_batches(data)[0].dropout_keys is None
     data.config.model.dropout = 0.1
-    keys = micro_batches(data, size=40)[0].tensors["dropout_keys"]
+    keys = micro_batches(data, size=40)[0].dropout_keys
     assert len(keys.unique()) == len(keys) == 40
-    assert "dropout_keys" not in micro_batches(data, seed=5)[0].tensors
+    assert micro_batches(data, seed=5)[0].dropout_keys is None
 
 
 @pytest.mark.parametrize(
