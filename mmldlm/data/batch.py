@@ -51,7 +51,7 @@ class Batch:
         """Return every tensor of the batch by its name; those of a NamedTuple as field.name."""
         named = dict(self.tensors)
         for name, value in self._inputs():
-            if isinstance(value, tuple):
+            if hasattr(value, "_asdict"):
                 named |= {f"{name}.{part}": item for part, item in value._asdict().items()}
             else:
                 named[name] = value

@@ -7,21 +7,20 @@ Draws are functions of (seed, epoch, sample, slot), never of ranks, micro-batche
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from mmldlm.data.run_data import RunData
 from mmldlm.data.store import Rows
 from mmldlm.diffusion import MaskedDiffusion
 from mmldlm.diffusion.timesteps import stretch
 from mmldlm.models.dropout import STEP, mix
 from mmldlm.models.linear_cross_entropy import Candidates
-from mmldlm.tasks.baselines.config import ArConfig
 from mmldlm.tasks.initialization import token_counts
-from mmldlm.tasks.translation.config import TextDiffusionConfig, TranslationConfig
+from mmldlm.tasks.latent_data import LatentData
+from mmldlm.tasks.translation.config import TextDiffusionConfig
 
 # Last counter words; every collator keeps its own streams apart from these.
 _DROPOUT_STREAM, _NOISE_STREAM = 5, 9
@@ -96,7 +95,7 @@ class RowReader:
         self.nan_to_num, self.zero_ok = nan_to_num, False
 
     def read(
-        self, samples, ids: np.ndarray, slots: np.ndarray, num_real: int, lengths: np.ndarray
+        self, samples: Any, ids: np.ndarray, slots: np.ndarray, num_real: int, lengths: np.ndarray
     ) -> tuple[Rows, np.ndarray, list[dict]]:
         """Read the rows; return them, which of them are unusable, and the reports of Batch.bad.
 
@@ -221,18 +220,16 @@ class CandidateSizes(NamedTuple):
     population: int
 
 
-def candidate_sizes(config: TranslationConfig | ArConfig) -> CandidateSizes:
-    """Sizes for a config with loss.text_candidates and model.vocab_size set; [MASK] is never a
-    candidate.
+def candidate_sizes(config: Any) -> CandidateSizes:
+    """Sizes for a config whose loss.text_candidates and model.vocab_size are set; [MASK] is never
+    a candidate.
     """
     frequent = min(config.loss.text_candidates, config.model.vocab_size - 1)
     population = config.model.vocab_size - 1 - frequent
     return CandidateSizes(frequent, min(NUM_SAMPLED_CANDIDATES, population), population)
 
 
-def candidates_of(
-    config: TranslationConfig | ArConfig, tokens: Tensor | None, columns: Tensor | None
-) -> Candidates | None:
+def candidates_of(config: Any, tokens: Tensor | None, columns: Tensor | None) -> Candidates | None:
     """The text head's argument for what CandidateSampler drew; None: the whole vocabulary."""
     if tokens is None or columns is None:
         return None
@@ -246,7 +243,7 @@ class CandidateSampler:
         data: of the run; the training split is counted.
     """
 
-    def __init__(self, data: RunData):
+    def __init__(self, data: LatentData):
         config = data.config
         self.sizes = candidate_sizes(config)
         vocab_size = config.model.vocab_size

@@ -12,9 +12,10 @@ from torch import nn
 from mmldlm.data.encoders.model_files import find_model_folder, name_to_load, read_tokenizer
 from mmldlm.data.encoders.sentence_transformer import transformer_folder
 from mmldlm.data.mixture import MixedStore
-from mmldlm.data.run_data import RunData
 from mmldlm.data.store import Store, load_tokenizer
 from mmldlm.errors import UserError
+from mmldlm.models import MultimodalMMDiT
+from mmldlm.models.plain import PlainTransformer
 from mmldlm.tasks.latent_data import LatentData
 from mmldlm.utils.atomic_files import sha256_of
 
@@ -26,7 +27,7 @@ _STD = 0.02
 LEAST_SPELLED = 0.5
 
 
-def token_counts(data: RunData) -> np.ndarray:
+def token_counts(data: LatentData) -> np.ndarray:
     """Occurrences [V] of each token in the training split, EOS included, or in COUNTED_TEXTS texts
     spread over it.
     """
@@ -41,20 +42,20 @@ def token_counts(data: RunData) -> np.ndarray:
     return counts
 
 
-def word_counts(data: RunData) -> np.ndarray:
+def word_counts(data: LatentData) -> np.ndarray:
     """`token_counts` of words: 0 for EOS, [PAD] and [MASK]. [V]"""
     model, counts = data.config.model, token_counts(data)
     counts[[model.eos_token_id, model.pad_token_id, model.mask_token_id]] = 0
     return counts
 
 
-def log_token_frequencies(data: RunData) -> np.ndarray:
+def log_token_frequencies(data: LatentData) -> np.ndarray:
     """[V] fp32 log probabilities of tokens without a context."""
     counts = token_counts(data) + UNSEEN
     return np.log(counts / counts.sum()).astype(np.float32)
 
 
-def log_length_frequencies(data: RunData) -> np.ndarray:
+def log_length_frequencies(data: LatentData) -> np.ndarray:
     """[max_seq_len] fp32 log probabilities of lengths 1 .. max_seq_len."""
     counts = 1.0 + np.bincount(
         np.asarray(data.train_lengths) - 1, minlength=data.config.model.max_seq_len
@@ -62,7 +63,7 @@ def log_length_frequencies(data: RunData) -> np.ndarray:
     return np.log(counts / counts.sum()).astype(np.float32)
 
 
-def encoder_token_embeddings(store: Store, hidden_size: int) -> np.ndarray:
+def encoder_token_embeddings(store: Store | MixedStore, hidden_size: int) -> np.ndarray:
     """The encoder's input embeddings, rotated to their principal components and cut or zero-filled
     to the model's width.
 
@@ -110,7 +111,7 @@ def encoder_token_embeddings(store: Store, hidden_size: int) -> np.ndarray:
     return embeddings
 
 
-def _pieces(store: Store, encoder_folder: Path, count: int) -> dict[int, list[int]]:
+def _pieces(store: Store | MixedStore, encoder_folder: Path, count: int) -> dict[int, list[int]]:
     """`spellings` of the store's tokens by the `count` tokens of its encoder."""
     encoder, tokenizer = store.manifest["encoder"], store.manifest["tokenizer"]
     if tokenizer["name"] == encoder["name"]:
@@ -166,16 +167,21 @@ def spellings(own: Any, theirs: Any) -> dict[int, list[int]]:
     return found
 
 
-def set_first_weights(model: nn.Module, token_embedding: nn.Embedding, data: LatentData) -> None:
+def set_first_weights(
+    model: MultimodalMMDiT | PlainTransformer, token_embedding: nn.Embedding, data: LatentData
+) -> None:
     """Set what the data decides of a seeded model: latent statistics, and as the config says token
     embeddings and output biases.
     """
     config = data.config.model
-    model.set_latent_statistics(data.latent_mean, data.latent_std)
+    mean, std = torch.from_numpy(data.latent_mean), torch.from_numpy(data.latent_std)
+    model.set_latent_statistics(mean, std)
     if config.token_embedding_init == "encoder":
         embeddings = torch.from_numpy(encoder_token_embeddings(data.train, config.hidden_size))
         token_embedding.weight.data[: len(embeddings)].copy_(embeddings)
     if config.output_bias_init == "frequency":
         model.text_head.bias.data.copy_(torch.from_numpy(log_token_frequencies(data)))
         if model.length_head is not None:
-            model.length_head[-1].bias.data.copy_(torch.from_numpy(log_length_frequencies(data)))
+            last = model.length_head[-1]
+            assert isinstance(last, nn.Linear)
+            last.bias.data.copy_(torch.from_numpy(log_length_frequencies(data)))

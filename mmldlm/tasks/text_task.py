@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from mmldlm.config.text_samplers import BY_CERTAINTY, BY_CHANCE, STRATEGY_OPTIONS
 from mmldlm.diffusion import MaskedDiffusion
 from mmldlm.errors import UserError
-from mmldlm.models.latent_transformer import LatentInputs, TextInputs
+from mmldlm.models.latent_transformer import LatentInputs, ModelOutput, TextInputs
 from mmldlm.models.token_scores import TokenQuery
 from mmldlm.sampling.pretrained import Pretrained
 from mmldlm.sampling.search.best_of import FoundTexts
@@ -94,6 +94,14 @@ def masked_text_scores(
         masked.sum(1),
         F.cross_entropy(out.length_logits, real.sum(1) - 1, reduction="none"),
     )
+
+
+def scores_of_targets(out: ModelOutput) -> tuple[Tensor, Tensor, Tensor]:
+    """Return loss_sum, nll and correct (`TokenScores`) of a pass with targets."""
+    assert out.text is not None
+    loss_sum, nll, correct = out.text.loss_sum, out.text.nll, out.text.correct
+    assert loss_sum is not None and nll is not None and correct is not None
+    return loss_sum, nll, correct
 
 
 def sum_by_row(values: Tensor, owner: Tensor, count: int) -> Tensor:

@@ -6,7 +6,6 @@ Its collator, objective and task.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any, ClassVar
 
 import numpy as np
@@ -16,6 +15,7 @@ from torch import Tensor, nn
 from mmldlm.data.batch_plan import GlobalBatch
 from mmldlm.models.flops import estimate_flops
 from mmldlm.models.latent_transformer import LatentInputs, TextInputs
+from mmldlm.models.plain import PlainTransformer
 from mmldlm.models.token_scores import TokenQuery
 from mmldlm.sampling.autoregressive.write import EXPONENTS, write_texts
 from mmldlm.sampling.pretrained import Pretrained
@@ -24,14 +24,14 @@ from mmldlm.tasks.base import Metric
 from mmldlm.tasks.baselines.config import ArConfig
 from mmldlm.tasks.baselines.shared import (
     BaselineBatch,
-    BaselineData,
     BaselineTask,
     PaddedTexts,
     TextCollator,
     forward_text,
 )
 from mmldlm.tasks.collation import CandidateSampler, candidates_of, counter_generator
-from mmldlm.tasks.text_task import TextScores, sum_by_row
+from mmldlm.tasks.latent_data import LatentData
+from mmldlm.tasks.text_task import TextScores, scores_of_targets, sum_by_row
 
 _CANDIDATE_STREAM = 3  # apart from those of the text collator
 
@@ -46,7 +46,7 @@ class ArCollator(TextCollator):
     """
 
     def __init__(
-        self, data: BaselineData, condition_dropout: float | None, seed: int | None = None,
+        self, data: LatentData, condition_dropout: float | None, seed: int | None = None,
         candidates: CandidateSampler | None = None,
     ):  # fmt: skip
         super().__init__(data, condition_dropout, seed)
@@ -62,7 +62,7 @@ class ArCollator(TextCollator):
         }
 
     def collate(
-        self, batch: GlobalBatch, slots: np.ndarray, samples, lengths: np.ndarray
+        self, batch: GlobalBatch, slots: np.ndarray, samples: Any, lengths: np.ndarray
     ) -> BaselineBatch:
         """Build a micro-batch; see Collator."""
         micro_batch = super().collate(batch, slots, samples, lengths)
@@ -71,7 +71,8 @@ class ArCollator(TextCollator):
                 self.seed, batch.epoch, batch.index, 0, _CANDIDATE_STREAM
             )
             candidates = self.candidates.tensors(micro_batch.text_targets, generator)
-            micro_batch = replace(micro_batch, **candidates)
+            micro_batch.text_candidates = candidates["text_candidates"]
+            micro_batch.text_columns = candidates["text_columns"]
         return micro_batch
 
 
@@ -111,13 +112,14 @@ class ArObjective:
                 candidates=candidates,
             ),
         )
-        loss = out.text.loss_sum if self._weighs_inside else out.text.loss_sum * share
+        text_sum, nll, correct = scores_of_targets(out)
+        loss = text_sum if self._weighs_inside else text_sum * share
         num_scored = torch.full_like(loss.detach(), float(len(targets)))
         num_candidates = 0 if batch.text_candidates is None else len(batch.text_candidates)
         return loss, {
             "loss": loss.detach(),
-            "text_nll_sum": out.text.nll.sum(),
-            "text_correct": out.text.correct.sum(dtype=torch.float32),
+            "text_nll_sum": nll.sum(),
+            "text_correct": correct.sum(dtype=torch.float32),
             "text_scored": num_scored,
             "text_logits": num_scored * num_candidates,
         }
@@ -150,7 +152,7 @@ class ArTask(BaselineTask):
     evaluation_decoding = "greedy, one token after the other, until EOS"
 
     def collator(
-        self, data: BaselineData, seed: int | None = None, condition_dropout: float | None = None
+        self, data: LatentData, seed: int | None = None, condition_dropout: float | None = None
     ) -> ArCollator:
         """Return the collator; `condition_dropout` replaces that of training."""
         candidates = None
@@ -168,6 +170,7 @@ class ArTask(BaselineTask):
     def write_texts(
         self, pretrained: Pretrained, latents: Tensor | None, **options: Any
     ) -> TextSamples:
+        assert isinstance(pretrained.model, PlainTransformer)
         return write_texts(pretrained.model, latents, **options)
 
     def writing_flops(self, model_config: Any, samples: TextSamples) -> float:
@@ -198,6 +201,10 @@ class ArTask(BaselineTask):
             None if latents is None else LatentInputs(latents),
             TokenQuery(positions, targets, torch.ones(len(targets), device=tokens.device)),
         )
-        nats = sum_by_row(out.text.nll.double(), owner, len(tokens))
-        correct = sum_by_row(out.text.correct.double(), owner, len(tokens))
-        return TextScores(nats, correct, real.sum(1), None)
+        _, nll, correct = scores_of_targets(out)
+        return TextScores(
+            sum_by_row(nll.double(), owner, len(tokens)),
+            sum_by_row(correct.double(), owner, len(tokens)),
+            real.sum(1),
+            None,
+        )

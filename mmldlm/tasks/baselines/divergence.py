@@ -23,16 +23,16 @@ from mmldlm.sampling.pretrained import Pretrained
 from mmldlm.sampling.text.loop import TextSamples
 from mmldlm.sampling.text.posterior import sample_by_posterior
 from mmldlm.tasks.base import Metric, ModelSizes
-from mmldlm.tasks.baselines.config import BaselineConfig
+from mmldlm.tasks.baselines.config import BaselineConfig, GiddConfig, HdlmConfig
 from mmldlm.tasks.baselines.shared import (
     BaselineBatch,
-    BaselineData,
     BaselineTask,
     PaddedTexts,
     TextCollator,
     add_length_loss,
     forward_text,
 )
+from mmldlm.tasks.latent_data import LatentData
 from mmldlm.tasks.text_task import TextScores, sum_by_row
 
 
@@ -66,7 +66,7 @@ class NoisingCollator(TextCollator):
 
     def __init__(
         self,
-        data: BaselineData,
+        data: LatentData,
         process: DivergenceProcess,
         training_weights: Callable[[Tensor, Tensor], Tensor],
         condition_dropout: float | None,
@@ -152,6 +152,7 @@ class DivergenceObjective:
                 length_nll_sum, length_scored.
         """
         out = forward_text(model, batch, TokenQuery(function=row_scores(batch.divergence)))
+        assert out.text is not None and out.text.values is not None
         found, correct = out.text.values.unbind(-1)
         text_loss = torch.dot(found, batch.text_weights) / max(batch.counts["text_tokens"], 1)
         loss, sums = add_length_loss(text_loss, out, batch, self.length_loss_weight)
@@ -240,7 +241,7 @@ class DivergenceTask(BaselineTask):
         counted = round(2 * self.scored_share(config) * length)
         cpu, gpu = (
             self.logit_copies * logits_bytes(model, batch, counted, "fp32", on_gpu)
-            for on_gpu in (0, 1)
+            for on_gpu in (False, True)
         )
         return {
             **super().model_sizes(config, length),
@@ -249,7 +250,7 @@ class DivergenceTask(BaselineTask):
         }
 
     @abstractmethod
-    def process_of_data(self, data: BaselineData) -> DivergenceProcess:
+    def process_of_data(self, data: LatentData) -> DivergenceProcess:
         """Return the process of a run."""
 
     @abstractmethod
@@ -257,19 +258,19 @@ class DivergenceTask(BaselineTask):
         """Return the process that a model was trained on, on the model's device."""
 
     @abstractmethod
-    def training_weights(self, data: BaselineData) -> Callable[[Tensor, Tensor], Tensor]:
+    def training_weights(self, data: LatentData) -> Callable[[Tensor, Tensor], Tensor]:
         """Return (NELBO weights [M], t [M]) -> weights of the training [M]
         (`loss.text_weighting`).
         """
 
-    def model_config(self, data: BaselineData) -> dict[str, Any]:
+    def model_config(self, data: LatentData) -> dict[str, Any]:
         return {
             **super().model_config(data),
             "text_diffusion": data.config.text_diffusion.model_dump(),
         }
 
     def collator(
-        self, data: BaselineData, seed: int | None = None, condition_dropout: float | None = None
+        self, data: LatentData, seed: int | None = None, condition_dropout: float | None = None
     ) -> NoisingCollator:
         """Return the collator; `condition_dropout` replaces that of training."""
         dropout = self.dropout_of_latents(data.config, condition_dropout)
@@ -277,7 +278,7 @@ class DivergenceTask(BaselineTask):
             data, self.process_of_data(data), self.training_weights(data), dropout, seed
         )
 
-    def objective(self, config: BaselineConfig) -> DivergenceObjective:
+    def objective(self, config: GiddConfig | HdlmConfig) -> DivergenceObjective:
         return DivergenceObjective(config.loss.length_loss_weight)
 
     def records_passes(self, sampler: str) -> bool:

@@ -10,11 +10,14 @@ from torch import Tensor
 
 from mmldlm.diffusion.gidd import GiddProcess
 from mmldlm.errors import UserError
+from mmldlm.models.plain import PlainTransformer
+from mmldlm.models.plain_config import PlainConfig
 from mmldlm.sampling.pretrained import Pretrained
 from mmldlm.sampling.text.loop import TextSamples
-from mmldlm.tasks.baselines.config import GiddConfig
+from mmldlm.tasks.baselines.config import GiddConfig, GiddDiffusionConfig
 from mmldlm.tasks.baselines.divergence import DivergenceTask
-from mmldlm.tasks.baselines.shared import BaselineData
+from mmldlm.tasks.latent_data import LatentData
+from mmldlm.utils.validation import not_none
 
 _SAMPLERS = ("ancestral", "self_correction")
 
@@ -35,13 +38,14 @@ class GiddTask(DivergenceTask):
     def scored_share(self, config: GiddConfig) -> float:
         return 1.0 if config.text_diffusion.uniform_share else 0.5
 
-    def process_of_data(self, data: BaselineData) -> GiddProcess:
+    def process_of_data(self, data: LatentData) -> GiddProcess:
         return _process(data.config.text_diffusion, data.config.model)
 
     def process_of_model(self, pretrained: Pretrained) -> GiddProcess:
+        assert isinstance(pretrained.model, PlainTransformer)
         return _process(pretrained.text_config, pretrained.model.config)
 
-    def training_weights(self, data: BaselineData) -> Callable[[Tensor, Tensor], Tensor]:
+    def training_weights(self, data: LatentData) -> Callable[[Tensor, Tensor], Tensor]:
         loss, process = data.config.loss, self.process_of_data(data)
         return partial(
             process.training_weights, weighting=loss.text_weighting, largest=loss.largest_weight
@@ -61,5 +65,6 @@ class GiddTask(DivergenceTask):
         return super().write_texts(pretrained, latents, sampler=sampler, **options)
 
 
-def _process(config, model) -> GiddProcess:
-    return GiddProcess(model.vocab_size, model.mask_token_id, config.uniform_share, config.gamma)
+def _process(config: GiddDiffusionConfig, model: PlainConfig) -> GiddProcess:
+    vocab_size, mask_token_id = not_none(model.vocab_size), not_none(model.mask_token_id)
+    return GiddProcess(vocab_size, mask_token_id, config.uniform_share, config.gamma)

@@ -23,16 +23,16 @@ from mmldlm.models.plain_config import PlainConfig
 from mmldlm.sampling.pretrained import Pretrained
 from mmldlm.tasks.baselines.config import HdlmConfig
 from mmldlm.tasks.baselines.divergence import DivergenceTask
-from mmldlm.tasks.baselines.shared import BaselineData
 from mmldlm.tasks.initialization import encoder_token_embeddings
-from mmldlm.tasks.latent_data import open_latent_data
+from mmldlm.tasks.latent_data import LatentData, open_latent_data
+from mmldlm.utils.validation import not_none
 
 MAX_CLUSTERS = 128  # of num_clusters=None; more gained nothing in the paper
 COUNTED_TEXTS, CONTEXTS, WINDOW = 65_536, 256, 2
 
 
 @dataclass(kw_only=True)
-class HdlmData(BaselineData):
+class HdlmData(LatentData):
     """Stores, and the clusters that they give: the same on every rank and machine."""
 
     config: HdlmConfig
@@ -41,7 +41,8 @@ class HdlmData(BaselineData):
     def clusters(self) -> np.ndarray:
         """Cluster of every token, -1 for special tokens. [V] int64"""
         config = self.config
-        count, specials = config.text_diffusion.num_clusters, self._special_tokens()
+        count = not_none(config.text_diffusion.num_clusters)
+        specials = self._special_tokens()
         vectors = self._vectors()
         if count > len(vectors) - len(specials):
             raise UserError(
@@ -57,13 +58,13 @@ class HdlmData(BaselineData):
         return hashlib.sha256(super().fingerprint().encode() + self.clusters.tobytes()).hexdigest()
 
     def _vectors(self) -> np.ndarray:
-        model = self.config.model
+        model, vocab_size = self.config.model, not_none(self.config.model.vocab_size)
         if self.config.text_diffusion.cluster_vectors == "encoder":
             vectors = encoder_token_embeddings(self.train, model.hidden_size)
-            return np.pad(vectors, ((0, model.vocab_size - len(vectors)), (0, 0)))
+            return np.pad(vectors, ((0, vocab_size - len(vectors)), (0, 0)))
         count = len(self.train_lengths)
         spread = np.unique(np.linspace(0, count - 1, min(count, COUNTED_TEXTS)).astype(np.int64))
-        return cooccurrence_vectors(self.train.get(spread).tokens, model.vocab_size)
+        return cooccurrence_vectors(self.train.get(spread).tokens, vocab_size)
 
     def _special_tokens(self) -> set[int]:
         folder, model = self.train.root / "tokenizer", self.config.model
@@ -115,10 +116,12 @@ class HierarchicalTransformer(PlainTransformer):
         token_clusters: buffer, cluster of every token, -1 for tokens in none. [V] int64
     """
 
+    token_clusters: Tensor
+
     def __init__(self, config: PlainConfig):
         super().__init__(config)
         self.register_buffer(
-            "token_clusters", torch.full((config.vocab_size,), -1, dtype=torch.int64)
+            "token_clusters", torch.full((not_none(config.vocab_size),), -1, dtype=torch.int64)
         )
 
 
@@ -143,7 +146,9 @@ class HdlmTask(DivergenceTask):
         data = open_latent_data(HdlmData, config)
         model, diffusion = data.config.model, data.config.text_diffusion
         if diffusion.num_clusters is None:
-            diffusion.num_clusters = min(MAX_CLUSTERS, max(math.isqrt(model.vocab_size), 1))
+            diffusion.num_clusters = min(
+                MAX_CLUSTERS, max(math.isqrt(not_none(model.vocab_size)), 1)
+            )
         if model.extra_input_tokens not in (0, diffusion.num_clusters):
             raise UserError(
                 f"model.extra_input_tokens={diffusion.num_clusters}, one for each cluster",
@@ -161,6 +166,7 @@ class HdlmTask(DivergenceTask):
 
     def build_model(self, data: HdlmData) -> HierarchicalTransformer:
         model = super().build_model(data)
+        assert isinstance(model, HierarchicalTransformer)
         model.token_clusters.copy_(torch.from_numpy(data.clusters))
         return model
 
@@ -173,16 +179,17 @@ class HdlmTask(DivergenceTask):
 
     def process_of_data(self, data: HdlmData) -> HierarchicalProcess:
         clusters = torch.from_numpy(data.clusters)
-        return HierarchicalProcess(
-            clusters, data.config.model.mask_token_id, data.config.text_diffusion.gamma
-        )
+        mask_token_id = not_none(data.config.model.mask_token_id)
+        return HierarchicalProcess(clusters, mask_token_id, data.config.text_diffusion.gamma)
 
     def process_of_model(self, pretrained: Pretrained) -> HierarchicalProcess:
         model = pretrained.model
-        clusters, gamma = model.token_clusters.cpu(), pretrained.text_config.gamma
-        return HierarchicalProcess(clusters, model.config.mask_token_id, gamma).to(
-            model.token_clusters.device
+        assert isinstance(model, HierarchicalTransformer)
+        mask_token_id = not_none(model.config.mask_token_id)
+        process = HierarchicalProcess(
+            model.token_clusters.cpu(), mask_token_id, pretrained.text_config.gamma
         )
+        return process.to(model.token_clusters.device)
 
     def training_weights(self, data: HdlmData) -> Callable[[Tensor, Tensor], Tensor]:
         largest = data.config.loss.largest_weight

@@ -17,7 +17,6 @@ from mmldlm.tasks.base import Metric
 from mmldlm.tasks.baselines.config import MdlmConfig
 from mmldlm.tasks.baselines.shared import (
     BaselineBatch,
-    BaselineData,
     BaselineTask,
     PaddedTexts,
     TextCollator,
@@ -25,7 +24,9 @@ from mmldlm.tasks.baselines.shared import (
     forward_text,
 )
 from mmldlm.tasks.collation import mask_texts
-from mmldlm.tasks.text_task import MaskedTextTask
+from mmldlm.tasks.latent_data import LatentData
+from mmldlm.tasks.text_task import MaskedTextTask, scores_of_targets
+from mmldlm.tasks.translation.config import TextDiffusionConfig
 
 
 class MaskingCollator(TextCollator):
@@ -33,11 +34,9 @@ class MaskingCollator(TextCollator):
     weights.
     """
 
-    def __init__(
-        self, data: BaselineData, condition_dropout: float | None, seed: int | None = None
-    ):
+    def __init__(self, data: LatentData, condition_dropout: float | None, seed: int | None = None):
         super().__init__(data, condition_dropout, seed)
-        self.text = data.config.text_diffusion
+        self.text: TextDiffusionConfig = data.config.text_diffusion
         self.process = MaskedDiffusion(self.model.mask_token_id, self.text.schedule, self.text.eps)
 
     def noise(self, texts: PaddedTexts) -> dict[str, Any]:
@@ -91,11 +90,12 @@ class MdlmObjective:
                 weights=weights * share if self._weighs_inside else weights,
             ),
         )
-        text_loss = out.text.loss_sum if self._weighs_inside else out.text.loss_sum * share
+        text_sum, nll, correct = scores_of_targets(out)
+        text_loss = text_sum if self._weighs_inside else text_sum * share
         loss, sums = add_length_loss(text_loss, out, batch, self.loss.length_loss_weight)
         return loss, sums | {
-            "text_nelbo_sum": torch.dot(out.text.nll.detach(), batch.text_weights),
-            "text_correct": out.text.correct.sum(dtype=torch.float32),
+            "text_nelbo_sum": torch.dot(nll.detach(), batch.text_weights),
+            "text_correct": correct.sum(dtype=torch.float32),
             "text_masked": torch.full_like(loss.detach(), float(len(batch.text_targets))),
         }
 
@@ -143,14 +143,14 @@ class MdlmTask(MaskedTextTask, BaselineTask):
     def pass_flops(self, model_config: Any, length: float, scored: float) -> float:
         return estimate_flops(model_config, [length], scored).forward
 
-    def model_config(self, data: BaselineData) -> dict[str, Any]:
+    def model_config(self, data: LatentData) -> dict[str, Any]:
         return {
             **super().model_config(data),
             "text_diffusion": data.config.text_diffusion.model_dump(),
         }
 
     def collator(
-        self, data: BaselineData, seed: int | None = None, condition_dropout: float | None = None
+        self, data: LatentData, seed: int | None = None, condition_dropout: float | None = None
     ) -> MaskingCollator:
         """Return the collator; `condition_dropout` replaces that of training."""
         dropout = self.dropout_of_latents(data.config, condition_dropout)

@@ -32,20 +32,12 @@ from mmldlm.tasks.latent_data import LatentData, open_latent_data
 from mmldlm.tasks.text_task import TextTask
 from mmldlm.tasks.translation.parameter_plan import no_decay_names
 from mmldlm.tasks.validation import PassTotals, Validation
+from mmldlm.utils.validation import not_none
 
 # Key words that keep the streams of one seed apart; dropout_keys has 5.
 _SAMPLE_STREAM, _BATCH_STREAM = 1, 2
 STACKED = {"to_qkv": 3, "to_key_value": 2}
 """Linear layer -> number of matrices that its weight holds."""
-
-
-@dataclass(kw_only=True)
-class BaselineData(LatentData):
-    """Stores and the scaling of their latents: mean and standard deviation [D] of the training
-    split, fp32.
-    """
-
-    config: BaselineConfig
 
 
 @dataclass(kw_only=True)
@@ -125,9 +117,7 @@ class TextCollator(ABC):
 
     batch_class: ClassVar[type[BaselineBatch]] = BaselineBatch
 
-    def __init__(
-        self, data: BaselineData, condition_dropout: float | None, seed: int | None = None
-    ):
+    def __init__(self, data: LatentData, condition_dropout: float | None, seed: int | None = None):
         config = data.config
         self.model = config.model
         self.latent_mean, self.latent_std = data.latent_mean, data.latent_std
@@ -144,7 +134,7 @@ class TextCollator(ABC):
         """Return the fields of the batch that depend on what the task does to texts."""
 
     def collate(
-        self, batch: GlobalBatch, slots: np.ndarray, samples, lengths: np.ndarray
+        self, batch: GlobalBatch, slots: np.ndarray, samples: Any, lengths: np.ndarray
     ) -> BaselineBatch:
         """Build a micro-batch; see Collator.
 
@@ -209,11 +199,16 @@ class TextCollator(ABC):
             tokens[row, length - 1] = self.model.eos_token_id
             attention[row, :length] = True
             uniform[row, :length] = generator.random(length)
-        arrays = (tokens, attention, real, uniform)
         dropout, own = map(torch.from_numpy, draws)
-        return PaddedTexts(
-            *map(torch.from_numpy, arrays), self._strata(batch, slots), own
-        ), dropout
+        padded = PaddedTexts(
+            tokens=torch.from_numpy(tokens),
+            attention=torch.from_numpy(attention),
+            real=torch.from_numpy(real),
+            uniform=torch.from_numpy(uniform),
+            strata=self._strata(batch, slots),
+            own=own,
+        )
+        return padded, dropout
 
     def _strata(self, batch: GlobalBatch, slots: np.ndarray) -> Tensor:
         offset = float(
@@ -249,7 +244,9 @@ def add_length_loss(
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """The loss plus weight * length NLL / lengths of the global batch; and the sums loss,
     length_nll_sum and length_scored, detached."""
-    length_nll = F.cross_entropy(out.length_logits, batch.length_targets, reduction="none")
+    length_nll = F.cross_entropy(
+        not_none(out.length_logits), batch.length_targets, reduction="none"
+    )
     length_sum = torch.dot(length_nll, batch.length_weights)
     loss = loss.add(length_sum, alpha=weight / max(batch.counts["lengths"], 1))
     return loss, {
@@ -275,8 +272,8 @@ class BaselineTask(TextTask):
     # -- data and costs
     # ---------------------------------------------------------------------------------------------
 
-    def open_data(self, config: BaselineConfig) -> BaselineData:
-        return open_latent_data(BaselineData, config)
+    def open_data(self, config: BaselineConfig) -> LatentData:
+        return open_latent_data(LatentData, config)
 
     def names_data(self, config: BaselineConfig) -> bool:
         return bool(config.data.roots)
@@ -319,7 +316,7 @@ class BaselineTask(TextTask):
     def model_class(self) -> type[PlainTransformer]:
         return PlainTransformer
 
-    def build_model(self, data: BaselineData) -> PlainTransformer:
+    def build_model(self, data: LatentData) -> PlainTransformer:
         torch.manual_seed(data.config.training.seed)
         model = self.model_class()(data.config.model)
         set_first_weights(model, model.token_embedding, data)
@@ -342,6 +339,12 @@ class BaselineTask(TextTask):
     # -- batches and validation
     # ---------------------------------------------------------------------------------------------
 
+    @abstractmethod
+    def collator(
+        self, data: LatentData, seed: int | None = None, condition_dropout: float | None = None
+    ) -> TextCollator:
+        """Return the collator; `condition_dropout` replaces that of training."""
+
     def dropout_of_latents(
         self, config: BaselineConfig, condition_dropout: float | None
     ) -> float | None:
@@ -352,7 +355,7 @@ class BaselineTask(TextTask):
             return None
         return config.condition_dropout if condition_dropout is None else condition_dropout
 
-    def validation(self, data: BaselineData, engine: Engine) -> Validation:
+    def validation(self, data: LatentData, engine: Engine) -> Validation:
         """Return the passes over the validation samples: l2t and, if it is trained, l2t_null; or
         unconditional.
         """
@@ -382,7 +385,7 @@ class BaselineTask(TextTask):
             figures["l2t_gain_null"] = figures[f"l2t_null_{first}"] - figures[f"l2t_{first}"]
         return figures
 
-    def model_config(self, data: BaselineData) -> dict[str, Any]:
+    def model_config(self, data: LatentData) -> dict[str, Any]:
         """Return the model, what it was trained for, and the encoder that its latents
         belong to.
         """
@@ -414,7 +417,7 @@ class BaselineTask(TextTask):
             return ()
         return "latent_tokens.null_", "latent_pooled.null_"
 
-    def check_batch(self, data: BaselineData, batch: BaselineBatch) -> list[str]:
+    def check_batch(self, data: LatentData, batch: BaselineBatch) -> list[str]:
         """Return what is wrong with a micro-batch: its scored tokens or latents are not the
         store's.
 

@@ -118,9 +118,9 @@ class SplitHypotheses:
                 )
         given[list(reasons)] = False
         tokens = np.full(shape, pad, np.int64)
-        for row in np.flatnonzero(given):
-            text = [*found.tokens[row].tolist(), eos][: shape[1]]
-            tokens[row, : len(text)] = text
+        for row in np.flatnonzero(given).tolist():
+            words = [*found.tokens[row].tolist(), eos][: shape[1]]
+            tokens[row, : len(words)] = words
         latents = np.zeros(found.latents.shape, np.float32)
         latents[given] = scale(found.latents[given])
         return (tokens, latents, given), reasons

@@ -54,7 +54,8 @@ class CorrectorNoiser(Noiser):
         in_training: bool = True,
         **options: Any,
     ):
-        super().__init__(config, *words, in_training=in_training, **options)
+        options["in_training"] = in_training
+        super().__init__(config, *words, **options)
         self.hypotheses, self.reads_hypotheses = hypotheses, reads_hypotheses
         self.hypothesis_share = config.training.hypothesis_share if in_training else 1.0
 
@@ -86,7 +87,7 @@ class CorrectorNoiser(Noiser):
         arrays, reasons = self.hypotheses.arrays(
             ids,
             has_latent & (np.array(draws) < self.hypothesis_share),
-            tuple(padded.tokens.shape),
+            (len(ids), padded.tokens.shape[1]),
             self.pad_token_id,
             self.eos_token_id,
             self.reader.vocab_size,

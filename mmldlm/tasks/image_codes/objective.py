@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from mmldlm.models.latent_transformer import ModelOutput
-from mmldlm.models.token_scores import TokenQuery, TokenScores
+from mmldlm.models.token_scores import TokenQuery
 from mmldlm.tasks.image_codes.noiser import CodesBatch
 from mmldlm.tasks.translation.noiser import TranslationBatch
 from mmldlm.tasks.translation.objective import LatentTerm, TranslationObjective
@@ -29,13 +29,12 @@ class CodeObjective(TranslationObjective):
         return {"latent_query": query}
 
     def _latent_term(self, out: ModelOutput, batch: TranslationBatch) -> LatentTerm:
-        assert isinstance(out.latent, TokenScores)
         return LatentTerm(out.latent.loss_sum, "codes")
 
     def _latent_metrics(
         self, out: ModelOutput, batch: TranslationBatch, term: LatentTerm, zero: Tensor
     ) -> dict[str, Tensor]:
-        assert isinstance(batch, CodesBatch) and isinstance(out.latent, TokenScores)
+        assert isinstance(batch, CodesBatch)
         return {
             **dict.fromkeys(self.LATENT_SUMS, zero),
             "code_nelbo_sum": torch.dot(out.latent.nll.float(), batch.code_weights),

@@ -15,12 +15,13 @@ from mmldlm.sampling.text.records import TextSamples
 from mmldlm.tasks.base import Metric
 from mmldlm.tasks.image_codes.config import CODE_SAMPLERS, CODE_STEPS, ImageCodesConfig
 from mmldlm.tasks.image_codes.data import ImageCodesData, open_data
-from mmldlm.tasks.image_codes.model import CodesMMDiT
+from mmldlm.tasks.image_codes.model import CodeEncoder, CodesMMDiT
 from mmldlm.tasks.image_codes.noiser import CodeNoiser, CodesBatch, code_problems
 from mmldlm.tasks.image_codes.objective import CodeObjective
 from mmldlm.tasks.image_codes.sampling import sample_codes, sample_codes_and_texts
 from mmldlm.tasks.image_text.task import ImageTextTask
 from mmldlm.tasks.validation import PassTotals
+from mmldlm.utils.validation import not_none
 
 CODE_SUMS = ("code_nelbo_sum", "code_correct", "code_scored", "code_total")
 
@@ -46,7 +47,10 @@ class ImageCodesTask(ImageTextTask):
         ),
         Metric("code_accuracy", "code_correct", "code_scored"),
     )
-    samplers: ClassVar = ImageTextTask.samplers | {"t2i": CODE_SAMPLERS}
+    samplers: ClassVar[Mapping[str, tuple[str, ...]]] = {
+        **ImageTextTask.samplers,
+        "t2i": CODE_SAMPLERS,
+    }
     unread_of_kinds: ClassVar[Mapping[str, tuple[str, ...]]] = {
         "t2i": ("method", "eta"),
         "i2t": ("condition_timestep",),
@@ -78,7 +82,7 @@ class ImageCodesTask(ImageTextTask):
         scored = training.train_batch_size * model.num_latents // 2
         return max(
             super().logits_bytes(config, length, on_gpu),
-            head_bytes(model.num_codes, scored, training.dtype, on_gpu),
+            head_bytes(not_none(model.num_codes), scored, training.dtype, on_gpu),
         )
 
     def estimate_flops(
@@ -123,7 +127,10 @@ class ImageCodesTask(ImageTextTask):
         patches.
         """
         model = super().build_model(data)
-        model.latent_encoder.start_from(torch.from_numpy(data.codec.codebook.as_float32()))
+        assert isinstance(model, CodesMMDiT)
+        codebook, encoder = not_none(data.codec.codebook), model.latent_encoder
+        assert isinstance(encoder, CodeEncoder)
+        encoder.start_from(torch.from_numpy(codebook.as_float32()))
         return model
 
     def objective(self, config: ImageCodesConfig) -> CodeObjective:
@@ -167,4 +174,6 @@ class ImageCodesTask(ImageTextTask):
     # ---------------------------------------------------------------------------------------------
 
     def check_batch(self, data: ImageCodesData, batch: CodesBatch) -> list[str]:
-        return super().check_batch(data, batch) + code_problems(batch, data.config.model.num_codes)
+        return super().check_batch(data, batch) + code_problems(
+            batch, not_none(data.config.model.num_codes)
+        )

@@ -26,8 +26,9 @@ class ImageTextTask(TranslationTask):
 
     name = "image_text"
     config_class = ImageTextConfig
-    samplers: ClassVar = TranslationTask.samplers | {
-        word: TranslationTask.samplers[mode] for word, mode in MODES.items()
+    samplers: ClassVar[Mapping[str, tuple[str, ...]]] = {
+        **TranslationTask.samplers,
+        **{word: TranslationTask.samplers[mode] for word, mode in MODES.items()},
     }
     sample_rate = "images_per_second"
     unread_of_kinds: ClassVar[Mapping[str, tuple[str, ...]]] = {
@@ -67,6 +68,7 @@ class ImageTextTask(TranslationTask):
     ) -> ImageNoiser:
         """Return the noiser; only that of training shifts images (data.shift_pixels)."""
         noiser = super().collator(data, seed, *words, **options)
+        assert isinstance(noiser, ImageNoiser)
         noiser.counts_images = data.config.model.latent_grids is not None
         if seed is None and data.config.data.shift_pixels:
             noiser.codecs, noiser.shift_pixels = data.codecs, data.config.data.shift_pixels

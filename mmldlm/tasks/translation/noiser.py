@@ -31,6 +31,7 @@ from mmldlm.tasks.collation import (
 )
 from mmldlm.tasks.translation.config import PURE_MODES, TranslationConfig
 from mmldlm.tasks.translation.data import TranslationData
+from mmldlm.utils.validation import not_none
 
 UNCONDITIONAL, L2T, T2L = range(3)
 assert PURE_MODES == ("unconditional", "l2t", "t2l")
@@ -254,7 +255,7 @@ class Noiser:
         return BatchDraws(modes, text_u, latent_u)
 
     def collate(
-        self, batch: GlobalBatch, slots: np.ndarray, samples, lengths: np.ndarray
+        self, batch: GlobalBatch, slots: np.ndarray, samples: Any, lengths: np.ndarray
     ) -> TranslationBatch:
         """Noise the samples at some slots of a global batch; see Collator.
 
@@ -371,9 +372,17 @@ class Noiser:
                 condition[row] = counter_generator(
                     self.seed, batch.epoch, sample, slot, _OPTION_STREAM
                 ).random(3)[1:]
-        given, drawn = (tokens, attention, latents), (uniform, drop, text_u, latent_u, condition)
-        normals = None if noise is None else torch.from_numpy(noise)
-        return PaddedSamples(*map(torch.from_numpy, given), normals, *map(torch.from_numpy, drawn))
+        return PaddedSamples(
+            tokens=torch.from_numpy(tokens),
+            attention=torch.from_numpy(attention),
+            latents=torch.from_numpy(latents),
+            noise=None if noise is None else torch.from_numpy(noise),
+            mask_uniform=torch.from_numpy(uniform),
+            dropout=torch.from_numpy(drop),
+            text=torch.from_numpy(text_u),
+            latent=torch.from_numpy(latent_u),
+            condition=torch.from_numpy(condition),
+        )
 
     def _text_tensors(
         self,
@@ -470,7 +479,7 @@ def batch_problems(
 
 
 def _range_problems(batch: TranslationBatch, config: TranslationConfig) -> list[str]:
-    problems, vocab_size = [], config.model.vocab_size
+    problems, vocab_size = [], not_none(config.model.vocab_size)
     for name, ids in (("text_tokens", batch.text_tokens), ("text_targets", batch.text_targets)):
         if ids.numel() and not 0 <= int(ids.min()) <= int(ids.max()) < vocab_size:
             problems.append(

@@ -12,8 +12,10 @@ from torch import Tensor, nn
 from mmldlm.models.latent_transformer import LatentInputs, ModelOutput, TextInputs
 from mmldlm.models.token_scores import TokenQuery
 from mmldlm.tasks.collation import candidates_of
+from mmldlm.tasks.text_task import scores_of_targets
 from mmldlm.tasks.translation.config import TranslationConfig
 from mmldlm.tasks.translation.noiser import TranslationBatch
+from mmldlm.utils.validation import not_none
 
 
 def _add_up(values: Sequence[Tensor]) -> Tensor:
@@ -33,12 +35,12 @@ class LatentTerm(NamedTuple):
 
     Attributes:
         total: its weighted sum, in the graph. fp32 scalar
-        count: name of the count of the batch that it is divided by.
+        denominator: name of the count of the batch that it is divided by.
         error: unweighted errors [B] or [B, N], for the metrics; None: there are none.
     """
 
     total: Tensor
-    count: str = "latents"
+    denominator: str = "latents"
     error: Tensor | None = None
 
 
@@ -86,25 +88,24 @@ class TranslationObjective:
         if self.loss.text_loss_clamp is not None:
             weights = self._clamped_text_weights(model, batch, weights)
         text_share = self.loss.text_loss_weight / max(batch.counts["text_tokens"], 1)
-        if self._weighs_inside:
-            out = self._forward(model, batch, weights * text_share)
-            text_loss = out.text.loss_sum
-        else:
-            out = self._forward(model, batch, weights)
-            text_loss = out.text.loss_sum * text_share
+        out = self._forward(model, batch, weights * text_share if self._weighs_inside else weights)
+        text_sum, _, _ = scores_of_targets(out)
+        text_loss = text_sum if self._weighs_inside else text_sum * text_share
         latent = self._latent_term(out, batch)
-        length_nll = F.cross_entropy(out.length_logits, batch.length_targets, reduction="none")
+        length_logits = not_none(out.length_logits)
+        length_nll = F.cross_entropy(length_logits, batch.length_targets, reduction="none")
         length_sum = _weighted_sum(length_nll, batch.length_weights)
 
         # Each term is in the graph even where this batch scores nothing of it: every parameter
         # then has a (zero) gradient on every rank, and no engine waits for one that never comes.
-        latent_share = self.loss.latent_loss_weight / max(batch.counts[latent.count], 1)
+        latent_share = self.loss.latent_loss_weight / max(batch.counts[latent.denominator], 1)
         length_share = self.loss.length_loss_weight / max(batch.counts["lengths"], 1)
         loss = text_loss.add(latent.total, alpha=latent_share).add(length_sum, alpha=length_share)
         with torch.no_grad():
             return loss, self._metrics(loss, out, batch, latent, length_sum)
 
     def _forward(self, model: nn.Module, batch: TranslationBatch, weights: Tensor) -> ModelOutput:
+        assert batch.latents is not None
         return model(
             TextInputs(
                 batch.text_tokens,
@@ -129,7 +130,6 @@ class TranslationObjective:
         return {}
 
     def _latent_term(self, out: ModelOutput, batch: TranslationBatch) -> LatentTerm:
-        assert isinstance(out.latent, Tensor)
         assert batch.latent_targets is not None and batch.latent_weights is not None
         errors = self._latent_errors(out.latent, batch.latent_targets)
         return LatentTerm(self._latent_sum(errors, batch.latent_weights), error=_add_up(errors))
@@ -182,7 +182,8 @@ class TranslationObjective:
 
         Costs a second forward pass.
         """
-        nll = self._forward(model, batch, weights).text.nll
+        assert self.loss.text_loss_clamp is not None
+        _, nll, _ = scores_of_targets(self._forward(model, batch, weights))
         sums = torch.zeros(len(batch.ids), device=nll.device).index_add_(
             0, batch.text_rows, nll * weights
         )
@@ -200,10 +201,11 @@ class TranslationObjective:
         candidates = batch.text_candidates
         num_logits = 0 if candidates is None else len(batch.text_targets) * len(candidates)
         zero = torch.zeros_like(loss)
+        _, nll, correct = scores_of_targets(out)
         return {
             "loss": loss.detach(),
-            "text_nelbo_sum": _weighted_sum(out.text.nll, batch.text_weights),
-            "text_correct": out.text.correct.sum(dtype=torch.float32),
+            "text_nelbo_sum": _weighted_sum(nll, batch.text_weights),
+            "text_correct": correct.sum(dtype=torch.float32),
             "text_masked": torch.full_like(loss, float(len(batch.text_targets))),
             "text_logits": torch.full_like(loss, float(num_logits)),
             **self._latent_metrics(out, batch, latent, zero),
@@ -214,7 +216,7 @@ class TranslationObjective:
     def _latent_metrics(
         self, out: ModelOutput, batch: TranslationBatch, term: LatentTerm, zero: Tensor
     ) -> dict[str, Tensor]:
-        assert term.error is not None and isinstance(out.latent, Tensor)
+        assert term.error is not None
         assert batch.latents is not None and batch.latent_weights is not None
         is_scored = batch.latent_weights > 0
         scored = (is_scored if is_scored.dim() == 1 else is_scored.any(1)).float()

@@ -5,14 +5,16 @@ Decided before the engine is built: DeepSpeed ignores later changes.
 
 from __future__ import annotations
 
+from typing import Literal
+
 from torch import nn
 
 from mmldlm.config.renamed_keys import with_new_names
 from mmldlm.config.resume_compat import configs_to_resume
-from mmldlm.config.schema import Config
 from mmldlm.config.yaml_reader import read_yaml
 from mmldlm.engines.parameter_plan import ParameterPlan
 from mmldlm.errors import UserError
+from mmldlm.models import MultimodalMMDiT
 from mmldlm.models.layers import StreamLinear
 from mmldlm.tasks.translation.config import TranslationConfig
 
@@ -30,7 +32,7 @@ UNREAD_MODULES = {
 }
 
 
-def frozen_names(model: nn.Module, mode: str, freeze: str) -> set[str]:
+def frozen_names(model: MultimodalMMDiT, mode: str, freeze: str) -> set[str]:
     """Names of the parameters that training.loss_type=mode with training.freeze=freeze leaves
     alone.
     """
@@ -63,7 +65,7 @@ def random_projection(mode: str, freeze: str, init_from: str | None) -> str | No
     )
 
 
-def apply_freezing(model: nn.Module, mode: str, freeze: str) -> None:
+def apply_freezing(model: MultimodalMMDiT, mode: str, freeze: str) -> None:
     """Set requires_grad of every parameter for a mode."""
     frozen = frozen_names(model, mode, freeze)
     for name, parameter in model.named_parameters():
@@ -71,7 +73,7 @@ def apply_freezing(model: nn.Module, mode: str, freeze: str) -> None:
 
 
 def verify_parameter_freezing(
-    model: nn.Module, mode: str, freeze: str
+    model: MultimodalMMDiT, mode: str, freeze: str
 ) -> dict[str, tuple[int, int]]:
     """Check that exactly the parameters of the mode are trainable.
 
@@ -108,7 +110,7 @@ def verify_parameter_freezing(
     return counts
 
 
-def decided_freeze(config: TranslationConfig) -> str:
+def decided_freeze(config: TranslationConfig) -> Literal["by_mode", "none"]:
     """training.freeze with `auto` decided: `mode` or `none`.
 
     A run that continues keeps what its checkpoints were trained with: one begun with
@@ -132,7 +134,7 @@ def decided_freeze(config: TranslationConfig) -> str:
 EMBEDDING_PREFIXES = ("null_", "chunk_position", "latent_position")
 
 
-def parameter_plan(model: nn.Module, config: Config) -> ParameterPlan:
+def parameter_plan(model: MultimodalMMDiT, config: TranslationConfig) -> ParameterPlan:
     """Plan for an MMDiT under training.loss_type and training.freeze (`auto` already resolved)."""
     return ParameterPlan(
         sharding_units=list(model.blocks),

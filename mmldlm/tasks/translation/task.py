@@ -31,6 +31,7 @@ from mmldlm.tasks.translation.parameter_plan import (
     random_projection,
 )
 from mmldlm.tasks.validation import PassTotals, Validation
+from mmldlm.utils.validation import not_none
 
 
 class TranslationTask(MaskedTextTask):
@@ -40,7 +41,7 @@ class TranslationTask(MaskedTextTask):
 
     name = "translation"
     config_class = TranslationConfig
-    sums = (
+    sums: ClassVar[tuple[str, ...]] = (
         "loss",
         "text_nelbo_sum",
         "text_correct",
@@ -52,7 +53,7 @@ class TranslationTask(MaskedTextTask):
         "length_nll_sum",
         "length_scored",
     )
-    metrics = (
+    metrics: ClassVar[tuple[Metric, ...]] = (
         Metric(
             "text_loss",
             "text_nelbo_sum",
@@ -213,9 +214,9 @@ class TranslationTask(MaskedTextTask):
             candidates = CandidateSampler(data)
         return self.noiser_class(data.config)(
             data.config,
-            model.mask_token_id,
-            model.pad_token_id,
-            model.eos_token_id,
+            not_none(model.mask_token_id),
+            not_none(model.pad_token_id),
+            not_none(model.eos_token_id),
             data.latent_mean,
             data.latent_std,
             mode_weights=(
