@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
-if TYPE_CHECKING:  # a task's data is opened before torch is imported
+# A task's data is opened before torch is imported.
+if TYPE_CHECKING:
     from typing import Self
 
     import torch
@@ -28,14 +29,14 @@ class Batch:
         ids: [B] sample ids.
         real: [B] False for placeholders, which fill up an incomplete batch or replace an unusable
             sample.
-        counts: sizes of the whole GLOBAL batch by which the losses are normalized, equal on every
+        counts: Sizes of the whole GLOBAL batch by which the losses are normalized, equal on every
             rank.
-        num_tokens: real tokens of this micro-batch.
-        epoch: of the global batch.
-        index: of the global batch within its epoch.
-        bad: {id, reason} of samples left out as unusable or, with "repaired": True, repaired
-            (stability.nan_to_num).
-        tensors: inputs without a field of their own, by name.
+        num_tokens: Number of real tokens of this micro-batch.
+        epoch: Epoch of the global batch.
+        index: Index of the global batch within its epoch.
+        bad: Records {id, reason} of samples left out as unusable or, with "repaired": True,
+            repaired (stability.nan_to_num).
+        tensors: Inputs without a field of their own, by name.
     """
 
     ids: np.ndarray
@@ -66,26 +67,28 @@ class Batch:
         return self.map_tensors(lambda tensor: tensor.pin_memory())
 
     def _inputs(self) -> list[tuple[str, Any]]:
-        """Name and value of the fields that hold a tensor or a NamedTuple of tensors."""
+        """Return name and value of the fields that hold a tensor or a NamedTuple of tensors."""
         from torch import Tensor
 
         values = [(item.name, getattr(self, item.name)) for item in fields(self)]
         return [(name, value) for name, value in values if isinstance(value, (Tensor, tuple))]
 
     def map_tensors(self, function: Callable[[Tensor], Tensor]) -> Self:
+        """Replace every tensor by its value under a function; return the batch itself."""
         self.tensors = {name: function(tensor) for name, tensor in self.tensors.items()}
         for name, value in self._inputs():
-            is_tuple = isinstance(value, tuple)
-            setattr(
-                self, name, type(value)(*map(function, value)) if is_tuple else function(value)
-            )
+            if isinstance(value, tuple):
+                setattr(self, name, type(value)(*map(function, value)))
+            else:
+                setattr(self, name, function(value))
         return self
 
 
 class Collator(Protocol):
-    """Makes micro-batches.
+    """Builds micro-batches.
 
-    A function of (seed, epoch, sample ids, slots): the same on any rank and world size.
+    A micro-batch is a function of (seed, epoch, sample ids, slots), the same on any rank and
+    world size.
     """
 
     def collate(
@@ -94,9 +97,9 @@ class Collator(Protocol):
         """Build the micro-batch at some slots of a global batch, on the CPU.
 
         Args:
-            batch: the global batch.
+            batch: Global batch.
             slots: [B] positions in it; positions past its end become placeholders of weight 0.
-            samples: split of the run's data, read with `get(ids)`.
+            samples: Split of the run's data, read with `get(ids)`.
             lengths: [N] tokens of every sample.
         """
         ...

@@ -50,9 +50,9 @@ def find_samples(
     unpaired: set[Path] = set()
     splits: dict[str, list[SampleFiles]] = {}
     for split in SPLITS:
-        found = list(_from_json(source, split))
-        if found:
-            listed = {sample.latent.resolve() for sample in found}
+        in_split = list(_from_json(source, split))
+        if in_split:
+            listed = {sample.latent.resolve() for sample in in_split}
             latents = source / "latents" / split
             others = [path for path in latents.glob("*.npy") if path.resolve() not in listed]
             others = [path for path in others if not is_of_macos(path.name)]
@@ -60,15 +60,17 @@ def find_samples(
             counts["drop_not_in_json"] += len(others)
             unpaired.update(others)
         else:
-            found = list(_from_folders(source, split, counts, unpaired))
-        if found:
-            splits[split] = found
+            in_split = list(_from_folders(source, split, counts, unpaired))
+        if in_split:
+            splits[split] = in_split
     if not splits:
         flat = list(_pairs(source, source, counts, unpaired))
         if not flat:
-            found = join_some(sorted(path.name for path in source.iterdir()), limit=8) or "nothing"
+            names = join_some(sorted(path.name for path in source.iterdir()), limit=8)
             raise UserError(
-                f"a folder with {LAYOUTS}, at {source}", found, "give the folder that has these"
+                f"a folder with {LAYOUTS}, at {source}",
+                names or "nothing",
+                "give the folder that has these",
             )
         splits["train"] = flat
     if "train" not in splits:
@@ -135,8 +137,8 @@ def _pairs(
         yield SampleFiles(
             vectors[name], None, path if is_text else None, None if is_text else path
         )
-    for reason, found, others in (("no_text", vectors, texts), ("no_latent", texts, vectors)):
-        alone = [path for name, path in found.items() if name not in others]
+    for reason, files, others in (("no_text", vectors, texts), ("no_latent", texts, vectors)):
+        alone = [path for name, path in files.items() if name not in others]
         counts["read"] += len(alone)
         counts[f"drop_{reason}"] += len(alone)
         unpaired.update(alone)
@@ -153,10 +155,10 @@ def _by_name(
         for path in folder.iterdir()
         if path.suffix.lower() in suffixes and not is_of_macos(path.name)
     ]
-    found: dict[str, Path] = {}
+    by_name: dict[str, Path] = {}
     for path in sorted(paths, key=lambda path: (suffixes.index(path.suffix.lower()), path)):
-        if found.setdefault(path.stem.removesuffix("_tokens"), path) != path:
+        if by_name.setdefault(path.stem.removesuffix("_tokens"), path) != path:
             counts["read"] += 1
             counts["drop_second_of_its_name"] += 1
             unpaired.add(path)
-    return found
+    return by_name

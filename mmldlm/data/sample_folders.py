@@ -25,19 +25,19 @@ from rich.console import Console
 
 from mmldlm.data.arrays import read_array, read_small_npz
 from mmldlm.data.encoders.model_files import save_tokenizer
-from mmldlm.data.importers.folder_layouts import SampleFiles, find_samples
+from mmldlm.data.folder_layouts import SampleFiles, find_samples
 from mmldlm.data.manifest import MANIFEST
 from mmldlm.data.prepare import select
 from mmldlm.data.prepare import tokenizer as tokenizers
-from mmldlm.data.prepare.output import (
+from mmldlm.data.prepare.summary import print_summary
+from mmldlm.data.prepare.tokenize import truncate
+from mmldlm.data.prepare.work_dir import (
     check_output_free,
     check_readable,
     commit,
     latents_suffix,
     versions,
 )
-from mmldlm.data.prepare.summary import print_summary
-from mmldlm.data.prepare.tokenize import truncate
 from mmldlm.data.sentences import MAX_TEXT_BYTES, content_hash, fold_spaces
 from mmldlm.data.store import FORMAT, SPLITS, TOKENIZER_FOLDER, VERSION
 from mmldlm.data.unknown_tokens import check_unknown_share, count_unknown
@@ -170,12 +170,12 @@ def _describe_corpus(
         for key, value in sorted(counts.items())
         if key.startswith("drop_") and value
     }
-    kept = sum(summary["num_samples"] for summary in summaries.values())
-    assert counts["read"] == kept + sum(dropped.values()), "a sample is not accounted for"
+    num_packed = sum(summary["num_samples"] for summary in summaries.values())
+    assert counts["read"] == num_packed + sum(dropped.values()), "a sample is not accounted for"
     return {
         "source": f"files:{source.resolve().name}",
         "read": counts["read"],
-        "kept": kept,
+        "kept": num_packed,
         "dropped": dropped,
         **({"truncated": counts["truncated"]} if counts["truncated"] else {}),
         "files": counts["files"],
@@ -198,12 +198,8 @@ class _Packer:
         counts: Counter,
         latents_per_text: int,
     ):
-        self.options, self.tokenizer, self.vocab_size, self.counts = (
-            options,
-            tokenizer,
-            vocab_size,
-            counts,
-        )
+        self.options, self.tokenizer, self.vocab_size = options, tokenizer, vocab_size
+        self.counts = counts
         self.latents_per_text = latents_per_text
         self.latent_dim = 0
         self.positions_of_dim: dict[int, list[tuple[str, int]]] = {}
@@ -211,13 +207,14 @@ class _Packer:
 
     def inspect(self, split: str, samples: list[SampleFiles]) -> dict[int, tuple[str, np.ndarray]]:
         """Return position -> (text, token ids) of the usable samples."""
-        found = {}
+        vectors = {}
         for position, sample in enumerate(samples):
             self.counts["read"] += 1
             dim, reason = self._inspect_latent(sample.latent)
             text, ids = ("", np.empty(0, np.int64)) if reason else self._text_and_ids(sample)
             if not reason:
-                reason = "unreadable_text" if text is None else self._length_reason(ids)
+                is_short = len(ids) < max(self.options.min_tokens, 1)
+                reason = "unreadable_text" if text is None else "too_short" if is_short else None
             if reason:
                 self.counts[f"drop_{reason}"] += 1
                 continue
@@ -228,9 +225,9 @@ class _Packer:
                     self.counts["drop_too_short"] += 1
                     continue
                 self.counts["truncated"] += 1
-            found[position] = (text, np.asarray(ids, np.int64))
+            vectors[position] = (text, np.asarray(ids, np.int64))
             self.positions_of_dim.setdefault(dim, []).append((split, position))
-        return found
+        return vectors
 
     def drop_other_dimensions(self, texts: dict[str, dict[int, Any]], source: Path) -> None:
         """Choose the dimension of most latents; count samples of other dimensions and remove them
@@ -315,7 +312,8 @@ class _Packer:
         vectors = vectors[None] if vectors.ndim == 1 else vectors
         if vectors.ndim != 2 or len(vectors) != count or not vectors.shape[1]:
             return 0, "latent_not_one_vector" if count == 1 else f"latent_not_{count}_vectors"
-        with np.errstate(over="ignore"):  # of float64; infinities are checked next
+        with np.errstate(over="ignore"):
+            # float64 may overflow float32; infinities are checked next.
             vectors = vectors.astype(np.float32)
         if not np.isfinite(vectors).all():
             return 0, "latent_not_finite"
@@ -348,9 +346,6 @@ class _Packer:
         ids = self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
         return text, np.asarray(ids, np.int64)
 
-    def _length_reason(self, ids: np.ndarray) -> str | None:
-        return "too_short" if len(ids) < max(self.options.min_tokens, 1) else None
-
 
 def _choose(
     texts: dict[str, dict[int, tuple[str, np.ndarray]]], options: PackOptions, counts: Counter
@@ -378,8 +373,10 @@ def _choose(
             split: [(split, int(position)) for position in positions[split]] for split in SPLITS
         }
     keys = select.split_keys(hashes["train"], options.seed)
-    number = min(select.num_validation(len(keys), options.validation_samples), len(keys))
-    inside = keys <= np.sort(keys)[number - 1] if number else np.zeros(0, dtype=bool)
+    num_validation = min(select.num_validation(len(keys), options.validation_samples), len(keys))
+    inside = (
+        keys <= np.sort(keys)[num_validation - 1] if num_validation else np.zeros(0, dtype=bool)
+    )
     return {
         "train": [("train", int(position)) for position in positions["train"][~inside]],
         "validation": [("train", int(position)) for position in positions["train"][inside]],

@@ -14,11 +14,11 @@ import numpy as np
 import pytest
 
 from mmldlm.commands import pack
-from mmldlm.data.importers import sample_folders
-from mmldlm.data.importers.sample_folders import PackOptions
+from mmldlm.data import sample_folders
 from mmldlm.data.prepare import tokenizer as tokenizers
 from mmldlm.data.prepare.options import PrepareOptions
 from mmldlm.data.prepare.pipeline import prepare
+from mmldlm.data.sample_folders import PackOptions
 from mmldlm.data.store import Store
 from mmldlm.data.verify import verify
 from mmldlm.errors import UserError
@@ -65,7 +65,7 @@ def test_the_files_layout_is_mm_ldlms_and_packs_to_the_same_store(files, made_st
     assert manifest["corpus"]["read"] == manifest["corpus"]["kept"] == 48
 
 
-def test_files_given_as_a_store_are_told_from_one(files, tmp_path):
+def test_files_are_distinguished_from_a_store(files, tmp_path):
     with pytest.raises(UserError, match="mmldlm pack"):
         Store(files)
     (tmp_path / "latents").mkdir()
