@@ -70,13 +70,14 @@ def step_name(step: int) -> str:
 
 
 def owner_of(name: str, world_size: int) -> int:
-    """Return the rank that wrote a file, from the names of DeepSpeed, DCP and mmldlm; rank 0 for
-    any other name.
+    """Return the rank that wrote a file, by the file names of DeepSpeed, DCP and mmldlm; 0 for any
+    other name.
 
-    The writer must fsync: on a network file system another host cannot flush its pages.
+    The rank that wrote a file must fsync it: on a network file system no other host can flush its
+    pages.
     """
-    found = _OWNER.search(Path(name).name)
-    rank = int(found[1]) if found else 0
+    match = _OWNER.search(Path(name).name)
+    rank = int(match[1]) if match else 0
     return rank if rank < world_size else 0
 
 
@@ -84,11 +85,11 @@ class PendingCheckpoint:
     """A checkpoint being written. Write files below `path`, then call commit() on every rank.
 
     Attributes:
-        run_dir: the run's folder.
-        step: training step.
-        ranks: of the run.
-        path: RUN/checkpoints/.partial_step_N, to write into.
-        final: RUN/checkpoints/step_N, its path after the commit.
+        run_dir: Folder of the run.
+        step: Training step.
+        ranks: Ranks of the run.
+        path: Folder to write into, RUN/checkpoints/.partial_step_N.
+        final: Path after the commit, RUN/checkpoints/step_N.
     """
 
     def __init__(self, run_dir: Path, step: int, ranks: Ranks):
@@ -102,11 +103,11 @@ class PendingCheckpoint:
         """Publish the checkpoint, or remove it, on all ranks. Collective.
 
         Args:
-            error: the exception that writing the files raised on this rank; None on success.
-                Passing it here instead of raising keeps the ranks in step.
-            has_entry: True if write_manifest_entry() was called already (in the thread that wrote
+            error: Exception that writing the files raised on this rank; None on success. Passing
+                it here instead of raising keeps the ranks in step.
+            has_entry: Whether write_manifest_entry() was called already (in the thread that wrote
                 the files).
-            **metadata: further entries of the manifest, e.g. engine="deepspeed", stage=2.
+            **metadata: Further entries of the manifest, e.g. engine="deepspeed", stage=2.
 
         Returns:
             The folder RUN/checkpoints/step_N.
@@ -138,20 +139,24 @@ class PendingCheckpoint:
             CommitFailed: on every rank, with the errors.
         """
 
-        def discard_and_explain(own: BaseException | None) -> CommitFailed:
-            # Before the partial files are removed, which may be what fills the disk.
-            advice = "" if own is None else _advice(own, self.path)
-            messages = self.ranks.gather_messages(
-                None if own is None else f"{type(own).__name__}: {own}{advice}"
-            )
+        def discard_and_explain(own_error: BaseException | None) -> CommitFailed:
+            message = None
+            if own_error is not None:
+                # The disk is examined before the partial files, which may fill it, are removed.
+                advice = _advice(own_error, self.path)
+                message = f"{type(own_error).__name__}: {own_error}{advice}"
+            messages = self.ranks.gather_messages(message)
             self.discard()
             more = f", and {len(messages) - 3} more ranks" if len(messages) > 3 else ""
             reasons = "; ".join(messages[:3]) + more
             # There is none while a conversion writes the first checkpoint of its run.
             is_kept = os.path.lexists(self.run_dir / LATEST)
-            kept = f" The previous checkpoint in {self.run_dir} is untouched." if is_kept else ""
+            previous = ""
+            if is_kept:
+                previous = f" The previous checkpoint in {self.run_dir} is untouched."
             return CommitFailed(
-                f"checkpoint of step {self.step} was not saved: {phase} failed ({reasons}).{kept}"
+                f"checkpoint of step {self.step} was not saved: {phase} failed"
+                f" ({reasons}).{previous}"
             )
 
         self.ranks.raise_together(error, discard_and_explain)
@@ -161,16 +166,16 @@ class PendingCheckpoint:
 
         Not collective.
         """
-        mine = [
+        names = [
             name
             for name in list_files(self.path)
             if owner_of(name, self.ranks.world_size) == self.ranks.rank
         ]
         # The lists of ranks are removed by rank 0; begin() has removed stale ones.
-        mine = [name for name in mine if not name.startswith(".files_rank")]
-        for name in mine:
+        names = [name for name in names if not name.startswith(".files_rank")]
+        for name in names:
             fsync_path(self.path / name)
-        files = {name: describe_file(self.path / name) for name in mine}
+        files = {name: describe_file(self.path / name) for name in names}
         write_text_synced(self.path / f".files_rank{self.ranks.rank}.json", json.dumps(files))
 
     def _publish(self, metadata: dict[str, Any]) -> None:
@@ -221,14 +226,14 @@ def begin(
     """Start a checkpoint: rank 0 removes leftovers of crashed saves, and every rank tries to write
     in the new folder.
 
-    Collective. An engine's own save may be collective too, so that a rank failing there would
-    leave the others waiting; likely failures are provoked here.
+    Collective. The save of an engine may be collective too, and a rank that fails there would
+    leave the others waiting. Likely failures are therefore provoked here.
 
     Args:
-        run_dir: the run's folder.
-        step: training step.
-        ranks: of the run; None is this process alone.
-        folders: those in the checkpoint that the engine writes to.
+        run_dir: Folder of the run.
+        step: Training step.
+        ranks: Ranks of the run; None is this process alone.
+        folders: Folders in the checkpoint that the engine writes to.
 
     Raises:
         CommitFailed: on every rank, if the folder cannot be made, or some rank cannot see it or
@@ -291,12 +296,12 @@ def _is_replaceable(final: Path) -> bool:
     Raises:
         RuntimeError: it cannot be read; it is left unchanged.
     """
-    found = examine(final, checksums=False)
-    if found.unreadable:
+    examination = examine(final, checksums=False)
+    if examination.unreadable:
         raise RuntimeError(
-            f"a checkpoint that cannot be read is not replaced: {found.unreadable[0]}"
+            f"a checkpoint that cannot be read is not replaced: {examination.unreadable[0]}"
         )
-    return not found.damaged
+    return not examination.damaged
 
 
 def try_longest(run_dir: Path, last_step: int, folders: Sequence[str]) -> None:
@@ -307,7 +312,8 @@ def try_longest(run_dir: Path, last_step: int, folders: Sequence[str]) -> None:
     """
     parent = run_dir / CHECKPOINTS
     existed = parent.is_dir()
-    longest = parent / f".longest_{step_name(last_step)}"  # as long as .partial_
+    # The name is as long as that of the partial folder.
+    longest = parent / f".longest_{step_name(last_step)}"
     try:
         for folder in folders:
             (longest / folder).mkdir(parents=True, exist_ok=True)
@@ -344,10 +350,10 @@ def set_aside(path: Path) -> Path:
 
 def _free_name(path: Path) -> Path:
     """Return this path, or the first free one with a number appended."""
-    original, number = path, 1
+    original, suffix = path, 1
     while path.exists():
-        number += 1
-        path = original.with_name(f"{original.name}.{number}")
+        suffix += 1
+        path = original.with_name(f"{original.name}.{suffix}")
     return path
 
 
@@ -362,19 +368,19 @@ def _try(work: Callable[..., None], *args: Any) -> Exception | None:
 
 def _advice(error: BaseException, folder: Path) -> str:
     """Return a fix for a failed write, to append to the error; "" if none is known."""
-    number = _errno(error)
-    # torch may hide the system's error, which a small write shows.
-    if number is None:
-        number = _errno(_try(_try_writing, [folder], f"{_PROBE_FILE}_again"))
+    code = _errno(error)
+    # torch may hide the error of the system, which a small write then reveals.
+    if code is None:
+        code = _errno(_try(_try_writing, [folder], f"{_PROBE_FILE}_again"))
     free = _free_bytes(folder)
-    if number == errno.ENOSPC or (number is None and free is not None and free < _DISK_FULL_BYTES):
+    if code == errno.ENOSPC or (code is None and free is not None and free < _DISK_FULL_BYTES):
         if _free_inodes(folder) == 0:
             return (
                 "; no inodes are free (df -i): delete or pack files on that disk, which holds too"
                 " many"
             )
         return f"; {_ADVICE[errno.ENOSPC]} ({(free or 0) / 2**20:,.0f} MiB are free)"
-    return f"; {_ADVICE[number]}" if number in _ADVICE else ""
+    return f"; {_ADVICE[code]}" if code in _ADVICE else ""
 
 
 def _errno(error: BaseException | None) -> int | None:

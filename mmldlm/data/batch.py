@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
+# A task's data is opened before torch is imported.
 if TYPE_CHECKING:
+    from typing import Self
+
     import torch
     from torch import Tensor
 
@@ -18,21 +22,23 @@ if TYPE_CHECKING:
 class Batch:
     """One micro-batch of B samples.
 
+    The inputs of model and objective are fields that a subclass adds, each a tensor, a NamedTuple
+    of tensors or None; a small task may put them into `tensors` instead.
+
     Attributes:
-        tensors: inputs of the model and the objective, by name.
         ids: [B] sample ids.
         real: [B] False for placeholders, which fill up an incomplete batch or replace an unusable
             sample.
-        counts: sizes of the whole GLOBAL batch by which the losses are normalized, equal on every
+        counts: Sizes of the whole GLOBAL batch by which the losses are normalized, equal on every
             rank.
-        num_tokens: real tokens of this micro-batch.
-        epoch: of the global batch.
-        index: of the global batch within its epoch.
-        bad: {id, reason} of samples left out as unusable or, with "repaired": True, repaired
-            (stability.nan_to_num).
+        num_tokens: Number of real tokens of this micro-batch.
+        epoch: Epoch of the global batch.
+        index: Index of the global batch within its epoch.
+        bad: Records {id, reason} of samples left out as unusable or, with "repaired": True,
+            repaired (stability.nan_to_num).
+        tensors: Inputs without a field of their own, by name.
     """
 
-    tensors: dict[str, Tensor]
     ids: np.ndarray
     real: np.ndarray
     counts: dict[str, int]
@@ -40,25 +46,49 @@ class Batch:
     epoch: int
     index: int
     bad: list[dict] = field(default_factory=list)
+    tensors: dict[str, Tensor] = field(default_factory=dict)
 
-    def to(self, device: torch.device | str, non_blocking: bool = True) -> Batch:
+    def named_tensors(self) -> dict[str, Tensor]:
+        """Return every tensor of the batch by its name; those of a NamedTuple as field.name."""
+        named = dict(self.tensors)
+        for name, value in self._inputs():
+            if hasattr(value, "_asdict"):
+                named |= {f"{name}.{part}": item for part, item in value._asdict().items()}
+            else:
+                named[name] = value
+        return named
+
+    def to(self, device: torch.device | str, non_blocking: bool = True) -> Self:
         """Move the tensors to a device."""
-        self.tensors = {
-            name: tensor.to(device, non_blocking=non_blocking)
-            for name, tensor in self.tensors.items()
-        }
-        return self
+        return self.map_tensors(lambda tensor: tensor.to(device, non_blocking=non_blocking))
 
-    def pin_memory(self) -> Batch:
+    def pin_memory(self) -> Self:
         """Pin the tensors; called by DataLoader's pinning thread."""
-        self.tensors = {name: tensor.pin_memory() for name, tensor in self.tensors.items()}
+        return self.map_tensors(lambda tensor: tensor.pin_memory())
+
+    def _inputs(self) -> list[tuple[str, Any]]:
+        """Return name and value of the fields that hold a tensor or a NamedTuple of tensors."""
+        from torch import Tensor
+
+        values = [(item.name, getattr(self, item.name)) for item in fields(self)]
+        return [(name, value) for name, value in values if isinstance(value, (Tensor, tuple))]
+
+    def map_tensors(self, function: Callable[[Tensor], Tensor]) -> Self:
+        """Replace every tensor by its value under a function; return the batch itself."""
+        self.tensors = {name: function(tensor) for name, tensor in self.tensors.items()}
+        for name, value in self._inputs():
+            if isinstance(value, tuple):
+                setattr(self, name, type(value)(*map(function, value)))
+            else:
+                setattr(self, name, function(value))
         return self
 
 
 class Collator(Protocol):
-    """Makes micro-batches.
+    """Builds micro-batches.
 
-    A function of (seed, epoch, sample ids, slots): the same on any rank and world size.
+    A micro-batch is a function of (seed, epoch, sample ids, slots), the same on any rank and
+    world size.
     """
 
     def collate(
@@ -67,9 +97,9 @@ class Collator(Protocol):
         """Build the micro-batch at some slots of a global batch, on the CPU.
 
         Args:
-            batch: the global batch.
+            batch: Global batch.
             slots: [B] positions in it; positions past its end become placeholders of weight 0.
-            samples: split of the run's data, read with `get(ids)`.
+            samples: Split of the run's data, read with `get(ids)`.
             lengths: [N] tokens of every sample.
         """
         ...

@@ -16,7 +16,6 @@ from typing import Any
 import numpy as np
 
 from mmldlm.config.schema import Config
-from mmldlm.config.task_registry import find_task
 from mmldlm.data.batch_plan import BatchPlan, MixtureOrder, Order, SpacedOrder, build_batch_plan
 from mmldlm.data.codebook import check_ids
 from mmldlm.data.config import StoreDataConfig
@@ -28,7 +27,8 @@ from mmldlm.errors import UserError
 # Rows whose latents are checked when a run opens a store; prepare and verify-data check all of
 # them.
 ROWS_CHECKED = 50_000
-MAX_NORM_RATIO = 20.0  # times the root mean square norm of the training latents
+# In units of the root mean square norm of the training latents.
+MAX_NORM_RATIO = 20.0
 
 
 @dataclass(kw_only=True)
@@ -56,12 +56,10 @@ class RunData(ABC):
 
     @abstractmethod
     def fingerprint(self) -> str:
-        """Return a hash of the training split, wherever it is stored: a resume must find
-        the same.
-        """
+        """Return a hash of the content of the training split, which a resumed run must match."""
 
     def locate(self, split: Any, sample: int) -> tuple[str, int]:
-        """Return file or folder of a sample, and its row in it: where to look for a bad one.
+        """Return the file or folder of a sample, and its row in it, to report a bad one.
 
         Args:
             split: Split of the sample, self.train or self.validation.
@@ -81,7 +79,7 @@ class RunData(ABC):
         )
 
     def _order(self, global_batch: int) -> Order | None:
-        """Order of the training samples; None: reshuffled in every epoch."""
+        """Return the order of the training samples; None: reshuffled in every epoch."""
         return None
 
     def validation_orders(self, count: int) -> list[Order]:
@@ -108,44 +106,6 @@ class RunData(ABC):
         a tokenizer).
         """
         return {}
-
-
-def open_run_data(config: Config) -> RunData:
-    """Let the task of a config open its data, and check what it returns: the task may be a user's
-    own.
-
-    Raises:
-        UserError: as Task.open_data, or what it returns is not the data of a run.
-    """
-    task = find_task(config.task)
-    data = task.open_data(config)
-    where = f"{type(task).__module__}:{type(task).__name__}.open_data"
-    if not isinstance(data, RunData):
-        raise UserError(f"a RunData from {where}", repr(data)[:200], "return one (docs/tasks.md)")
-    for name in ("train_lengths", "validation_lengths"):
-        lengths = getattr(data, name)
-        if not (
-            isinstance(lengths, np.ndarray)
-            and lengths.ndim == 1
-            and np.issubdtype(lengths.dtype, np.integer)
-        ):
-            found = (
-                f"{type(lengths).__name__} {getattr(lengths, 'dtype', '')}"
-                f" {getattr(lengths, 'shape', '')}"
-            )
-            raise UserError(
-                f"{name} of {where}: [N] integers of NumPy",
-                found,
-                "return np.array(..., dtype=np.int32)",
-            )
-        if not len(lengths):
-            split = name.removesuffix("_lengths")
-            raise UserError(
-                f"a sample for {split} in {data.source}",
-                "none",
-                "give more data, or split it otherwise",
-            )
-    return data
 
 
 @dataclass(kw_only=True)
@@ -189,10 +149,8 @@ class StoreData(RunData):
     def _order(self, global_batch: int) -> Order | None:
         if not isinstance(self.train, MixedStore):
             return None
-        counts, run = (
-            [len(store) for store in self.train.stores],
-            1 if self.train.grids is None else global_batch,
-        )
+        counts = [len(store) for store in self.train.stores]
+        run = 1 if self.train.grids is None else global_batch
         return MixtureOrder(counts, self.train.weights, self.config.training.seed, run)
 
     def validation_orders(self, count: int) -> list[Order]:
@@ -202,8 +160,8 @@ class StoreData(RunData):
         chosen, first = orders[0].ids(np.arange(count), 0), 0
         orders = []
         for store in self.validation.stores:
-            own = int(((chosen >= first) & (chosen < first + len(store))).sum())
-            orders += [SpacedOrder(own, len(store), first)] if own else []
+            num_chosen = int(((chosen >= first) & (chosen < first + len(store))).sum())
+            orders += [SpacedOrder(num_chosen, len(store), first)] if num_chosen else []
             first += len(store)
         return orders
 
@@ -240,10 +198,10 @@ def check_store_kind(store: Store, kind: str) -> None:
     Raises:
         UserError: it holds the other.
     """
-    found = store.manifest.get("kind", "text")
-    if found != kind:
-        fix = _OTHER_TASK.get(found, "prepare the data again")
-        raise UserError(f"a store of {kind}s in {store.root}", f"a store of {found}s", fix)
+    store_kind = store.manifest.get("kind", "text")
+    if store_kind != kind:
+        fix = _OTHER_TASK.get(store_kind, "prepare the data again")
+        raise UserError(f"a store of {kind}s in {store.root}", f"a store of {store_kind}s", fix)
 
 
 def open_splits(
@@ -296,8 +254,7 @@ def lengths_in_use(
     train: Store | MixedStore,
     validation: Store | MixedStore,
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return the lengths, EOS included, of the samples that the config's limits leave of both
-    splits.
+    """Return the lengths, EOS included, of the samples of both splits within the config's limits.
 
     Raises:
         UserError: a text is longer than max_seq_len.

@@ -17,10 +17,12 @@ from mmldlm.checkpoints.formats.weight_source import OpenedCheckpoint, WeightSou
 from mmldlm.checkpoints.init_from import as_torch
 from mmldlm.checkpoints.manifest import MODEL_CONFIG
 from mmldlm.config.renamed_keys import is_removed_weight
-from mmldlm.config.task_registry import DEFAULT_TASK, TASKS, find_task
+from mmldlm.config.task_names import DEFAULT_TASK
+from mmldlm.config.task_names import TASK_NAMES as TASKS
 from mmldlm.errors import UserError
 from mmldlm.models.base import BaseTransformer
 from mmldlm.models.pretrained_io import check_shapes, checked_section, read_values
+from mmldlm.tasks.registry import find_task
 
 if TYPE_CHECKING:
     from mmldlm.tasks.text_task import TextTask

@@ -12,7 +12,7 @@ import torch
 from pydantic import BaseModel, ValidationError
 from torch import Tensor, nn
 
-from mmldlm.config.task_registry import DEFAULT_TASK, find_task
+from mmldlm.config.task_names import DEFAULT_TASK
 from mmldlm.config.text_samplers import REMOVED_SAMPLERS, RESULTS_PAGE
 from mmldlm.data.encoders.model_files import read_tokenizer
 from mmldlm.data.encoders.specs import find_identity_problems
@@ -21,6 +21,7 @@ from mmldlm.diffusion import GaussianProcess, MaskedDiffusion
 from mmldlm.errors import UserError
 from mmldlm.models.pretrained_io import COPY_AGAIN
 from mmldlm.sampling.load_model import CONVERT, load_model
+from mmldlm.tasks.registry import find_task
 
 if TYPE_CHECKING:
     from mmldlm.tasks.text_task import TextTask

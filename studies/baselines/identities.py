@@ -158,7 +158,7 @@ def bound_difference(run: Path, store: str, count: int = 64, draws: int = 4) -> 
     from mmldlm.models.token_scores import TokenQuery
     from mmldlm.sampling.latent_sampler import pad_texts
     from mmldlm.sampling.pretrained import load_pretrained
-    from mmldlm.tasks.text_scores import sum_by_row
+    from mmldlm.tasks.text_task import sum_by_row
     from mmldlm.utils.counter_rng import Stream, uniforms
 
     pretrained = load_pretrained(run / "latest")

@@ -8,7 +8,6 @@ import shutil
 import numpy as np
 import pytest
 
-from mmldlm.config.load import load_config
 from mmldlm.data.manifest import MANIFEST
 from mmldlm.data.mixture import MixedStore
 from mmldlm.data.prepare.options import PrepareOptions
@@ -16,6 +15,7 @@ from mmldlm.data.prepare.pipeline import prepare
 from mmldlm.data.store import Store
 from mmldlm.distributed.collectives import Ranks
 from mmldlm.errors import MmldlmError, UserError
+from mmldlm.tasks.registry import load_config
 from mmldlm.tasks.translation.data import open_data
 
 
@@ -122,8 +122,8 @@ def test_token_batches_train_on_every_rank_alike(made_store):
             part.counts["text_tokens"] for part in parts
         } == {whole.counts["text_tokens"]}
         for name in ("text_timesteps", "latent_timesteps", "latents"):
-            joined = np.concatenate([part.tensors[name].numpy()[part.real] for part in parts])
-            np.testing.assert_array_equal(joined, whole.tensors[name].numpy())
+            joined = np.concatenate([getattr(part, name).numpy()[part.real] for part in parts])
+            np.testing.assert_array_equal(joined, getattr(whole, name).numpy())
 
 
 def test_a_sample_of_latents_is_looked_at_when_a_run_opens(store_copy):
@@ -156,7 +156,7 @@ def test_blocks_of_latents_are_those_of_the_map(made_store, tmp_path):
     assert cut.lengths.max() == 5 and cut.num_truncated == int((store.lengths > 5).sum())
 
 
-def test_a_run_goes_on_with_its_own_plan_only(tmp_path, monkeypatch):
+def test_a_run_continues_with_its_own_plan_only(tmp_path, monkeypatch):
     """Checkpoints from before plans had names were written under the one that is still the
     default.
     """

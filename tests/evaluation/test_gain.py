@@ -25,7 +25,7 @@ from mmldlm.evaluation.sentences import choose_sentences
 from mmldlm.evaluation.statistics import derangement, ratio
 from mmldlm.models.base import ModelOutput
 from mmldlm.models.token_scores import TokenScores
-from mmldlm.tasks.text_scores import masked_text_scores
+from mmldlm.tasks.text_task import masked_text_scores
 
 
 class Known(torch.nn.Module):

@@ -11,11 +11,11 @@ from types import SimpleNamespace
 import pytest
 
 from mmldlm.commands.evaluate import _check_arguments, _check_task, add_arguments
-from mmldlm.config.task_registry import find_task
 from mmldlm.errors import UserError
 from mmldlm.evaluation.directions import Settings
 from mmldlm.evaluation.gain import evaluate
 from mmldlm.sampling.search.judge import T2lJudge
+from mmldlm.tasks.registry import find_task
 
 
 def settings(**search):

@@ -11,7 +11,6 @@ import pytest
 import torch
 from rich.console import Console
 
-from mmldlm.config.task_registry import find_task
 from mmldlm.data.store import Store
 from mmldlm.evaluation.directions import Settings
 from mmldlm.evaluation.gain import evaluate
@@ -19,6 +18,7 @@ from mmldlm.evaluation.sentences import choose_sentences
 from mmldlm.evaluation.text_report import OVERLAP_LEGEND, SET_LEGEND, show_texts
 from mmldlm.evaluation.texts import measure_set, measure_text_arms, nearest_training_sentences
 from mmldlm.sampling.pretrained import Pretrained
+from mmldlm.tasks.registry import find_task
 from tests.evaluation.conftest import Words
 
 FLOORS = {"nearest_training_sentence", "unigram_draws", "most_frequent_tokens"}

@@ -20,7 +20,7 @@ from mmldlm.sampling.joint_sampler import choose_method, sample_joint
 from mmldlm.sampling.latent_sampler import sample_latents
 from mmldlm.sampling.pretrained import load_pretrained
 from mmldlm.sampling.text.loop import sample_text
-from mmldlm.tasks.text_scores import masked_text_scores
+from mmldlm.tasks.text_task import masked_text_scores
 
 
 def run(*words) -> int:

@@ -16,11 +16,12 @@ import tempfile
 import time
 from pathlib import Path
 
-from mmldlm.config.load import load_config, to_yaml
+from mmldlm.config.load import to_yaml
 from mmldlm.engines.deepspeed_config import merged_config, read_json
 from mmldlm.errors import UserError
 from mmldlm.preflight.check import check, fail, ok, skip
 from mmldlm.preflight.context import Context
+from mmldlm.tasks.registry import load_config
 from mmldlm.utils.entry_point import module_command
 
 DATA_IDLE_SECONDS = 30
@@ -81,7 +82,8 @@ def _communicate_while_active(child: subprocess.Popen) -> tuple[str, str]:
         try:
             return child.communicate(timeout=1)
         except subprocess.TimeoutExpired:
-            times = psutil.Process(child.pid).cpu_times()[:2]  # user, system
+            # User and system time.
+            times = psutil.Process(child.pid).cpu_times()[:2]
             if times != last_times:
                 last_times, last_change = times, time.monotonic()
             elif time.monotonic() - last_change > DATA_IDLE_SECONDS:
@@ -96,9 +98,8 @@ def measure(config, world_size: int) -> dict:
         "fingerprint", "longest" (tokens), "shape", "config" (with what the data decides) and the
         entries of Task.model_sizes.
     """
-    from mmldlm.config.task_registry import find_task
-    from mmldlm.data.run_data import open_run_data
     from mmldlm.engines.build import check_engine
+    from mmldlm.tasks.registry import find_task, open_run_data
 
     facts: dict = {}
     try:
@@ -129,7 +130,6 @@ def _to_json(error: UserError) -> dict[str, str]:
 
 def main() -> int:
     """Print the facts of the config file in sys.argv; return the exit code."""
-
     path, world_size = sys.argv[1:]
     facts = measure(load_config(None, path, []), int(world_size))
     print("\n" + json.dumps(facts), flush=True)
@@ -148,7 +148,6 @@ def deepspeed_json_agrees(context):
     """The DeepSpeed JSON agrees with the config; DeepSpeed knows, and mmldlm supports, all of its
     keys.
     """
-
     config = context.config
     if config is None:
         return skip("no config")
@@ -204,7 +203,8 @@ def batch_arithmetic(context):
             "set engine.kind=deepspeed, or one slot on one node",
         )
     error = context.data_facts.get("engine_error")
-    if error is not None and not _json_disagrees(config, world_size):  # CFG002 reports that
+    if error is not None and not _json_disagrees(config, world_size):
+        # CFG002 reports a JSON that disagrees.
         return fail(error["found"], error["expected"], error["fix"])
     training = config.training
     batch = training.train_batch_size * training.grad_accum_steps * world_size
@@ -220,7 +220,6 @@ def batch_arithmetic(context):
 
 
 def _json_disagrees(config, world_size: int) -> bool:
-
     try:
         return config.engine.kind == "deepspeed" and not merged_config(config, world_size)
     except UserError:

@@ -28,16 +28,16 @@ from rich.console import Console
 from mmldlm.data.arrays import read_npz, write_npz
 from mmldlm.data.manifest import MANIFEST, sample_checksums
 from mmldlm.data.mixture import describe_encoder
-from mmldlm.data.prepare.output import (
+from mmldlm.data.prepare.summary import RankProgress
+from mmldlm.data.prepare.task_queue import RankFailed, TaskQueue
+from mmldlm.data.prepare.work_dir import (
+    WorkDir,
     check_output_free,
     check_readable,
     commit,
     latents_suffix,
     versions,
 )
-from mmldlm.data.prepare.summary import RankProgress
-from mmldlm.data.prepare.task_queue import RankFailed, TaskQueue
-from mmldlm.data.prepare.work_dir import WorkDir
 from mmldlm.data.run_data import check_store_kind
 from mmldlm.data.store import TOKENIZER_FOLDER, Store, latent_shape, load_tokenizer
 from mmldlm.data.writers import LatentStatistics, StoreSplit

@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 import torch
 
-from mmldlm.config.task_registry import find_task
 from mmldlm.errors import MmldlmError
 from mmldlm.sampling.search.best_of import best_of, candidate, write_candidate
 from mmldlm.sampling.search.judge import cosines
 from mmldlm.sampling.text.length_rule import most_probable_lengths
+from mmldlm.tasks.registry import find_task
 
 
 def search(pretrained, hidden, judge, count=7, **options):

@@ -8,13 +8,13 @@ import inspect
 import numpy as np
 import pytest
 
-from mmldlm.config.task_registry import find_task
 from mmldlm.errors import MmldlmError, UserError
 from mmldlm.sampling.search import edits
 from mmldlm.sampling.search import local_search as module
 from mmldlm.sampling.search.best_of import best_of
 from mmldlm.sampling.search.judge import T2lJudge, cosines
 from mmldlm.sampling.search.local_search import LocalSearchSettings, local_search
+from mmldlm.tasks.registry import find_task
 
 
 @pytest.fixture(autouse=True, scope="module")
