@@ -9,12 +9,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mmldlm.commands import RemovedOption, RenamedOption
-from mmldlm.config.text_samplers import BY_CERTAINTY, RESULTS_PAGE
 from mmldlm.errors import EXIT_DONE, EXIT_FAILED, UserError
+from mmldlm.inference.options import IMAGE_GUIDANCE, IMAGE_STEPS
+from mmldlm.inference.search import ARGUMENTS as SEARCH_ARGUMENTS
+from mmldlm.inference.search import SearchOptions
 from mmldlm.observe.pages.page import check_page_path, write_page
-from mmldlm.sampling.options import IMAGE_GUIDANCE, IMAGE_STEPS
-from mmldlm.sampling.search.options import ARGUMENTS as SEARCH_ARGUMENTS
-from mmldlm.sampling.search.options import SearchOptions
+from mmldlm.sampling.settings import BY_CERTAINTY, RESULTS_PAGE
 from mmldlm.utils import option_types
 from mmldlm.utils.formatting import join_some
 from mmldlm.utils.json_files import nonfinite_places
@@ -24,7 +24,7 @@ from mmldlm.utils.progress import ProgressBar
 if TYPE_CHECKING:
     from mmldlm.evaluation.image_report import ImageReport
     from mmldlm.evaluation.report import Report
-    from mmldlm.sampling.pretrained import Pretrained
+    from mmldlm.tasks.pretrained import Pretrained
 
 INFORMATION_PAGE = "studies/information/README.md"
 SUITES = {
@@ -217,8 +217,8 @@ def _measure(args: argparse.Namespace) -> Report:
     from mmldlm.data.run_data import check_store_kind
     from mmldlm.evaluation import gain, sts
     from mmldlm.evaluation.directions import Settings
+    from mmldlm.inference.load import load_pretrained
     from mmldlm.sampling.device import usable_device
-    from mmldlm.sampling.pretrained import load_pretrained
 
     device = usable_device(args.device)
     pairs = sts.read_pairs(args.sts_file) if args.suite == "stsb" else None

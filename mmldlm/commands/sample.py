@@ -12,22 +12,25 @@ from typing import Any
 import numpy as np
 
 from mmldlm.commands import RemovedOption, RenamedOption
-from mmldlm.config.text_samplers import REMOVED_OPTIONS, RESULTS_PAGE
 from mmldlm.errors import EXIT_DONE, UserError
-from mmldlm.observe.pages.page import check_page_path, write_page
-from mmldlm.observe.pages.trace_page import trace_page
-from mmldlm.sampling.device import usable_device
-from mmldlm.sampling.generate import SampleOptions, sample_l2t, sample_t2l, sample_unconditional
-from mmldlm.sampling.image_sizes import use_image_size
-from mmldlm.sampling.images import (
+from mmldlm.inference.generate import (
+    SampleOptions,
+    sample_l2t,
+    sample_t2l,
+    sample_unconditional,
+    start_trace,
+)
+from mmldlm.inference.images import (
     EACH_PICTURE,
     fit_to_latents,
     sample_i2t,
     sample_pairs,
     sample_t2i,
+    use_image_size,
     write_pictures,
 )
-from mmldlm.sampling.options import (
+from mmldlm.inference.load import load_pretrained
+from mmldlm.inference.options import (
     DEFAULTS,
     IMAGE_KINDS,
     KINDS,
@@ -36,9 +39,13 @@ from mmldlm.sampling.options import (
     SOURCES,
     TASK_OPTIONS,
 )
-from mmldlm.sampling.pretrained import Pretrained, load_pretrained
-from mmldlm.sampling.search.options import SearchOptions
-from mmldlm.sampling.text.trace import TraceRecorder, start_trace
+from mmldlm.inference.search import SearchOptions
+from mmldlm.observe.pages.page import check_page_path, write_page
+from mmldlm.observe.pages.trace_page import trace_page
+from mmldlm.sampling.device import usable_device
+from mmldlm.sampling.records import TraceRecorder
+from mmldlm.sampling.settings import REMOVED_OPTIONS, RESULTS_PAGE
+from mmldlm.tasks.pretrained import Pretrained
 from mmldlm.utils import option_types
 from mmldlm.utils.atomic_files import write_json, write_text
 from mmldlm.utils.formatting import count_noun

@@ -15,11 +15,11 @@ from mmldlm.evaluation import metrics
 from mmldlm.evaluation.nelbo import Likelihood, measure
 from mmldlm.evaluation.sentences import Log, Sentences, batch_budget
 from mmldlm.evaluation.statistics import Estimate, mean, proportion, ratio
-from mmldlm.sampling.latent_sampler import sample_latents, steps_given_text
-from mmldlm.sampling.options import DEFAULTS
-from mmldlm.sampling.pretrained import Pretrained
-from mmldlm.sampling.text.draw import PRESENCE_PENALTY
-from mmldlm.sampling.text.loop import TextSamples
+from mmldlm.inference.options import DEFAULTS
+from mmldlm.sampling.latents import sample_latents, steps_given_text
+from mmldlm.sampling.records import TextSamples
+from mmldlm.sampling.settings import PRESENCE_PENALTY
+from mmldlm.tasks.pretrained import Pretrained
 from mmldlm.utils.formatting import count_noun
 
 NATS = "nats/token"

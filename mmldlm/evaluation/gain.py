@@ -40,11 +40,15 @@ from mmldlm.evaluation.texts import (
     measure_set,
     measure_text_arms,
 )
-from mmldlm.sampling.inputs import encode_texts, encoder_identity, reason_without_encoder
-from mmldlm.sampling.latent_sampler import steps_given_text
-from mmldlm.sampling.pretrained import Pretrained
-from mmldlm.sampling.search.judge import Judge, cosines
-from mmldlm.sampling.search.options import SearchOptions
+from mmldlm.inference.inputs import (
+    encode_texts,
+    encoder_identity,
+    reason_without_encoder,
+)
+from mmldlm.inference.search import SearchOptions
+from mmldlm.sampling.judge import Judge, cosines
+from mmldlm.sampling.latents import steps_given_text
+from mmldlm.tasks.pretrained import Pretrained
 from mmldlm.utils.formatting import count_noun
 
 

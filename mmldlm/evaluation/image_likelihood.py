@@ -17,9 +17,9 @@ from mmldlm.errors import MmldlmError
 from mmldlm.evaluation.sentences import Sentences
 from mmldlm.evaluation.statistics import Estimate, mean
 from mmldlm.sampling.device import device_of
-from mmldlm.sampling.latent_sampler import pad_texts
-from mmldlm.sampling.pretrained import Pretrained
+from mmldlm.sampling.latents import pad_texts
 from mmldlm.tasks.image_codes.model import CodeTargets
+from mmldlm.tasks.pretrained import Pretrained
 from mmldlm.utils.counter_rng import Stream, normals, uniforms
 from mmldlm.utils.progress import ProgressCallback
 

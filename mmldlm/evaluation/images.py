@@ -34,11 +34,10 @@ from mmldlm.evaluation.image_report import ImageReport
 from mmldlm.evaluation.named_weights import NamedWeights
 from mmldlm.evaluation.sentences import Log, Sentences, batch_budget, choose_sentences
 from mmldlm.evaluation.statistics import Estimate, mean, proportion
-from mmldlm.sampling.image_sizes import use_image_size
-from mmldlm.sampling.images import codec_of, make_images, open_image_store
-from mmldlm.sampling.options import IMAGE_GUIDANCE, IMAGE_STEPS, NUM_LENGTHS
-from mmldlm.sampling.pretrained import Pretrained
+from mmldlm.inference.images import codec_of, make_images, open_image_store, use_image_size
+from mmldlm.inference.options import IMAGE_GUIDANCE, IMAGE_STEPS, NUM_LENGTHS
 from mmldlm.tasks.image_text.task import ImageTextTask
+from mmldlm.tasks.pretrained import Pretrained
 from mmldlm.utils.formatting import count_noun
 
 Arms = dict[str, dict[str, Estimate]]

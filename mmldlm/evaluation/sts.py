@@ -16,11 +16,11 @@ from mmldlm.evaluation import metrics
 from mmldlm.evaluation.report import Report, conditions_section, html_page
 from mmldlm.evaluation.sentences import Log, batch_budget
 from mmldlm.evaluation.statistics import Difference, paired_bootstrap
+from mmldlm.inference.inputs import encode_texts, tokenize_texts
 from mmldlm.observe.pages.elements import Column, Element, element, section, table
 from mmldlm.observe.pages.svg import Interval, interval_plot
-from mmldlm.sampling.inputs import encode_texts, tokenize_texts
-from mmldlm.sampling.latent_sampler import sample_latents, steps_given_text
-from mmldlm.sampling.pretrained import Pretrained
+from mmldlm.sampling.latents import sample_latents, steps_given_text
+from mmldlm.tasks.pretrained import Pretrained
 from mmldlm.utils.counter_rng import Stream, generator
 from mmldlm.utils.formatting import count_noun, describe_os_error
 from mmldlm.utils.input_files import read_text

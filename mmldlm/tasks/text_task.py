@@ -8,17 +8,16 @@ from abc import abstractmethod
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from mmldlm.config.text_samplers import BY_CERTAINTY, BY_CHANCE, STRATEGY_OPTIONS
 from mmldlm.errors import UserError
+from mmldlm.sampling.settings import BY_CERTAINTY, BY_CHANCE, STRATEGY_OPTIONS
 from mmldlm.tasks.base import Task
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
-    from mmldlm.sampling.pretrained import Pretrained
-    from mmldlm.sampling.search.best_of import FoundTexts
-    from mmldlm.sampling.search.judge import Judge
-    from mmldlm.sampling.text.loop import TextSamples
+    from mmldlm.sampling.judge import FoundTexts, Judge
+    from mmldlm.sampling.records import TextSamples
+    from mmldlm.tasks.pretrained import Pretrained
     from mmldlm.tasks.text_scores import TextScores
 
 
@@ -67,7 +66,7 @@ class TextTask(Task):
 
     def records_passes(self, sampler: str) -> bool:
         """Whether `write_texts` with this sampler takes `recorder`
-        (`sampling.text.records.Recorder`).
+        (`sampling.records.Recorder`).
         """
         return False
 
@@ -204,7 +203,7 @@ class MaskedTextTask(TextTask):
         return written + len(costs) * self.encoding_flops(model_config)
 
     def unread_options(self, kind: str, sampler: str) -> frozenset[str]:
-        from mmldlm.sampling.text.strategies import strategy_class
+        from mmldlm.sampling.strategies import strategy_class
 
         unread = STRATEGY_OPTIONS - strategy_class(sampler).defaults.keys()
         makes_latents = kind == "unconditional" and "t2l" in self.samplers
@@ -213,9 +212,13 @@ class MaskedTextTask(TextTask):
     def write_texts(
         self, pretrained: Pretrained, latents: Tensor | None, **options: Any
     ) -> TextSamples:
-        from mmldlm.sampling.text.loop import sample_masked
+        from mmldlm.sampling.text import sample_masked
 
-        return sample_masked(pretrained, latents, **options)
+        if options.get("condition_timestep"):
+            options["latent_diffusion"] = pretrained.latent_diffusion
+        return sample_masked(
+            pretrained.model, latents, diffusion=pretrained.text_diffusion, **options
+        )
 
     def score_texts(
         self,

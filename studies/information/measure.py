@@ -16,8 +16,8 @@ from mmldlm.data.store import Store
 from mmldlm.errors import UserError
 from mmldlm.evaluation.sentences import Log, batch_budget, choose_sentences
 from mmldlm.evaluation.statistics import mean, ratio
-from mmldlm.sampling.pretrained import Pretrained
-from mmldlm.sampling.text.strategies import strategy_class
+from mmldlm.sampling.strategies import strategy_class
+from mmldlm.tasks.pretrained import Pretrained
 from mmldlm.tasks.text_task import MaskedTextTask
 from studies.information.curve import InformationCurve, TextCurves, text_curves
 from studies.information.report import InformationReport, SamplerRow, ScheduleRow

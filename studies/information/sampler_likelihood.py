@@ -18,11 +18,10 @@ from torch import Tensor, nn
 from mmldlm.data.encoders.encoder import token_budget_batches
 from mmldlm.diffusion import MaskedDiffusion
 from mmldlm.errors import MmldlmError
-from mmldlm.sampling.latent_sampler import pad_texts
-from mmldlm.sampling.text.denoiser import Denoiser
-from mmldlm.sampling.text.draw import DrawSettings
-from mmldlm.sampling.text.loop import start_decoding
-from mmldlm.sampling.text.strategies import TextStrategy
+from mmldlm.sampling.decoding import DrawSettings
+from mmldlm.sampling.latents import pad_texts
+from mmldlm.sampling.strategies import TextStrategy
+from mmldlm.sampling.text import Denoiser, start_decoding
 
 
 @dataclass

@@ -189,7 +189,7 @@ def _train(words: list[str], run_dir: Path) -> float:
 def _measure(config, run_dir: Path, steps: int, seconds: float) -> Result:
     """Evaluate a trained run and count its FLOPs."""
     from mmldlm.config.task_registry import find_task
-    from mmldlm.sampling.load_model import load_model
+    from mmldlm.inference.load import load_model
 
     task = find_task(config.task)
     data = task.open_data(config)

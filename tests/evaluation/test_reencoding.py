@@ -12,7 +12,7 @@ from mmldlm.errors import UserError
 from mmldlm.evaluation.directions import Settings
 from mmldlm.evaluation.gain import evaluate, reencoded_estimates
 from mmldlm.evaluation.sentences import Sentences
-from mmldlm.sampling.pretrained import Pretrained
+from mmldlm.tasks.pretrained import Pretrained
 from mmldlm.tasks.translation.config import LatentDiffusionConfig, TextDiffusionConfig
 from tests.data.conftest import need_minilm
 

@@ -15,7 +15,7 @@ from mmldlm.config.task_registry import find_task
 from mmldlm.errors import UserError
 from mmldlm.evaluation.directions import Settings
 from mmldlm.evaluation.gain import evaluate
-from mmldlm.sampling.search.judge import T2lJudge
+from mmldlm.inference.judges import T2lJudge
 
 
 def settings(**search):

@@ -11,8 +11,8 @@ import pytest
 
 from mmldlm.config.load import load_config
 from mmldlm.config.task_registry import find_task
-from mmldlm.sampling.search.options import SearchOptions
-from mmldlm.sampling.text.strategies import strategy_class
+from mmldlm.inference.search import SearchOptions
+from mmldlm.sampling.strategies import strategy_class
 from studies.inversion import inversion
 from studies.inversion.arms import (
     ADAPTIVE,

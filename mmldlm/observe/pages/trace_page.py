@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from mmldlm.observe.pages.page import render, template
-from mmldlm.sampling.text.trace import MAX_TEXTS, TextTrace
+from mmldlm.sampling.records import MAX_TEXTS, TextTrace
 from mmldlm.utils.formatting import count_noun
 
 # How a token is shown: at the start of a word, joined to the token before it, or as a state that

@@ -16,12 +16,11 @@ from mmldlm.tasks.translation.task import TranslationTask
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from mmldlm.sampling.pretrained import Pretrained
-    from mmldlm.sampling.search.best_of import FoundTexts
-    from mmldlm.sampling.search.judge import Judge
+    from mmldlm.sampling.judge import FoundTexts, Judge
     from mmldlm.tasks.corrector.model import CorrectorMMDiT
     from mmldlm.tasks.corrector.noiser import CorrectorNoiser
     from mmldlm.tasks.corrector.objective import CorrectorObjective
+    from mmldlm.tasks.pretrained import Pretrained
     from mmldlm.tasks.translation.noiser import NoisedBatch, Noiser
     from mmldlm.tasks.validation import PassTotals
 

@@ -12,14 +12,12 @@ from torch import Tensor, nn
 
 from mmldlm.data.encoders.encoder import token_budget_batches
 from mmldlm.diffusion import MaskedDiffusion
+from mmldlm.sampling.decoding import DecodingState, DrawSettings, predict_lengths
 from mmldlm.sampling.device import device_of
-from mmldlm.sampling.latent_sampler import check_guidance_interval, latent_shape, pad_texts
-from mmldlm.sampling.text.draw import DrawSettings
-from mmldlm.sampling.text.length_rule import predict_lengths
-from mmldlm.sampling.text.loop import start_decoding
-from mmldlm.sampling.text.records import Observer, Recorder, TextSamples
-from mmldlm.sampling.text.state import DecodingState
-from mmldlm.sampling.text.strategies import TextStrategy, strategy_class
+from mmldlm.sampling.latents import check_guidance_interval, latent_shape, pad_texts
+from mmldlm.sampling.records import Recorder, TextSamples
+from mmldlm.sampling.strategies import Observer, TextStrategy, strategy_class
+from mmldlm.sampling.text import start_decoding
 from mmldlm.tasks.image_codes.config import CODE_SAMPLERS, CODE_STEPS
 from mmldlm.tasks.image_codes.model import CodeTargets
 from mmldlm.utils.counter_rng import Stream, uniforms

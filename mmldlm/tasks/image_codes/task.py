@@ -18,11 +18,11 @@ from mmldlm.tasks.image_text.task import ImageTextTask
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from mmldlm.sampling.pretrained import Pretrained
-    from mmldlm.sampling.text.records import TextSamples
+    from mmldlm.sampling.records import TextSamples
     from mmldlm.tasks.image_codes.model import CodesMMDiT
     from mmldlm.tasks.image_codes.noiser import CodeNoiser
     from mmldlm.tasks.image_codes.objective import CodeObjective
+    from mmldlm.tasks.pretrained import Pretrained
     from mmldlm.tasks.translation.noiser import NoisedBatch
     from mmldlm.tasks.validation import PassTotals
 

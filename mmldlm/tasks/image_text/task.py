@@ -16,8 +16,8 @@ from mmldlm.tasks.translation.task import TranslationTask
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from mmldlm.sampling.pretrained import Pretrained
     from mmldlm.tasks.image_text.noiser import ImageNoiser
+    from mmldlm.tasks.pretrained import Pretrained
     from mmldlm.tasks.translation.noiser import NoisedBatch, Noiser
     from mmldlm.tasks.translation.objective import TranslationObjective
 
@@ -100,7 +100,7 @@ class ImageTextTask(TranslationTask):
             options: steps, guidance, guidance_interval, seed, batch_tokens and progress of
                 `sample_latents`, and `t2i_options`.
         """
-        from mmldlm.sampling.latent_sampler import sample_latents
+        from mmldlm.sampling.latents import sample_latents
 
         return sample_latents(
             pretrained.model,

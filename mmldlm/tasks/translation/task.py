@@ -22,8 +22,8 @@ if TYPE_CHECKING:
     from mmldlm.engines.base import Engine
     from mmldlm.engines.parameter_plan import ParameterPlan
     from mmldlm.models import MultimodalMMDiT
-    from mmldlm.sampling.pretrained import Pretrained
-    from mmldlm.sampling.text.loop import TextSamples
+    from mmldlm.sampling.records import TextSamples
+    from mmldlm.tasks.pretrained import Pretrained
     from mmldlm.tasks.translation.noiser import NoisedBatch, Noiser
     from mmldlm.tasks.translation.objective import TranslationObjective
     from mmldlm.tasks.validation import PassTotals, Validation
@@ -303,7 +303,7 @@ class TranslationTask(MaskedTextTask):
         Args:
             options: steps, seed and progress of `sample_latents`.
         """
-        from mmldlm.sampling.latent_sampler import sample_latents
+        from mmldlm.sampling.latents import sample_latents
 
         return sample_latents(
             pretrained.model,
@@ -325,7 +325,7 @@ class TranslationTask(MaskedTextTask):
         Args:
             options: those of `sample_joint`.
         """
-        from mmldlm.sampling.joint_sampler import sample_joint
+        from mmldlm.sampling.joint import sample_joint
 
         return sample_joint(
             pretrained.model,

@@ -16,7 +16,7 @@ from mmldlm.observe.pages.trace_page import (
     trace_data,
     trace_page,
 )
-from mmldlm.sampling.text.trace import MAX_TEXTS, TextTrace, Write
+from mmldlm.sampling.records import MAX_TEXTS, TextTrace, Write
 from tests.observe.pages.conftest import HOSTILE
 
 RUN, NING, NER, FAST, STOP, FIRST_HOSTILE, VOCAB = 4, 5, 6, 7, 8, 9, 13

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from mmldlm.models.latent_transformer import EncodedLatent
-from mmldlm.sampling.pretrained import Pretrained
+from mmldlm.tasks.pretrained import Pretrained
 from mmldlm.tasks.translation.config import TextDiffusionConfig
 from tests.evaluation.conftest import make, pretrained, store  # noqa: F401
 from tests.support.toy_text import toy_law

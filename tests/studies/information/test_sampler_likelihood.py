@@ -10,7 +10,7 @@ import torch
 
 from mmldlm.diffusion import MaskedDiffusion
 from mmldlm.errors import MmldlmError
-from mmldlm.sampling.text.strategies import STRATEGIES
+from mmldlm.sampling.strategies import STRATEGIES
 from studies.information.sampler_likelihood import sampler_likelihood
 
 DETERMINISTIC = [name for name, strategy in STRATEGIES.items() if strategy.deterministic_order]

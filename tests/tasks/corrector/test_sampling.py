@@ -10,10 +10,9 @@ import pytest
 import torch
 
 from mmldlm.errors import MmldlmError, UserError
-from mmldlm.sampling.search.accounting import SamplingCost
-from mmldlm.sampling.search.edits import DELETE, INSERT, SUBSTITUTE
-from mmldlm.sampling.search.judge import cosines
-from mmldlm.sampling.search.options import SearchOptions
+from mmldlm.inference.edits import DELETE, INSERT, SUBSTITUTE
+from mmldlm.inference.search import SearchOptions
+from mmldlm.sampling.judge import SamplingCost, cosines
 from mmldlm.tasks.corrector.config import CorrectorModelConfig
 from mmldlm.tasks.corrector.model import CorrectorMMDiT, Hypotheses
 from mmldlm.tasks.corrector.sampling import (

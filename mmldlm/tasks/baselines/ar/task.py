@@ -15,10 +15,10 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from mmldlm.engines.base import Engine
-    from mmldlm.sampling.pretrained import Pretrained
-    from mmldlm.sampling.text.loop import TextSamples
+    from mmldlm.sampling.records import TextSamples
     from mmldlm.tasks.baselines.ar.collator import ArCollator
     from mmldlm.tasks.baselines.ar.objective import ArObjective
+    from mmldlm.tasks.pretrained import Pretrained
     from mmldlm.tasks.text_scores import TextScores
     from mmldlm.tasks.validation import Validation
 
@@ -77,14 +77,14 @@ class ArTask(BaselineTask):
         return validation(self, data, engine)
 
     def records_passes(self, sampler: str) -> bool:
-        from mmldlm.sampling.autoregressive.write import EXPONENTS
+        from mmldlm.sampling.autoregressive import EXPONENTS
 
         return sampler not in EXPONENTS
 
     def write_texts(
         self, pretrained: Pretrained, latents: Tensor | None, **options: Any
     ) -> TextSamples:
-        from mmldlm.sampling.autoregressive.write import write_texts
+        from mmldlm.sampling.autoregressive import write_texts
 
         return write_texts(pretrained.model, latents, **options)
 

@@ -17,9 +17,9 @@ if TYPE_CHECKING:
 
     from mmldlm.diffusion.process import DivergenceProcess
     from mmldlm.engines.base import Engine
-    from mmldlm.sampling.pretrained import Pretrained
-    from mmldlm.sampling.text.loop import TextSamples
+    from mmldlm.sampling.records import TextSamples
     from mmldlm.tasks.baselines.common.noising_collator import NoisingCollator
+    from mmldlm.tasks.pretrained import Pretrained
     from mmldlm.tasks.text_scores import TextScores
     from mmldlm.tasks.validation import Validation
 
@@ -122,7 +122,7 @@ class DivergenceTask(BaselineTask):
     def write_texts(
         self, pretrained: Pretrained, latents: Tensor | None, *, sampler: str, **options: Any
     ) -> TextSamples:
-        from mmldlm.sampling.text.posterior import sample_by_posterior
+        from mmldlm.sampling.posterior import sample_by_posterior
 
         given = {name: value for name, value in options.items() if value is not None}
         process = self.process_of_model(pretrained)

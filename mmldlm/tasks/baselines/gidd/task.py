@@ -15,9 +15,9 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from mmldlm.diffusion.gidd import GiddProcess
-    from mmldlm.sampling.pretrained import Pretrained
-    from mmldlm.sampling.text.loop import TextSamples
+    from mmldlm.sampling.records import TextSamples
     from mmldlm.tasks.baselines.common.divergence import DivergenceObjective
+    from mmldlm.tasks.pretrained import Pretrained
 
 _SAMPLERS = ("ancestral", "self_correction")
 

@@ -15,9 +15,9 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from mmldlm.diffusion.hdlm import HierarchicalProcess
-    from mmldlm.sampling.pretrained import Pretrained
     from mmldlm.tasks.baselines.common.divergence import DivergenceObjective
     from mmldlm.tasks.baselines.hdlm.model import HierarchicalTransformer
+    from mmldlm.tasks.pretrained import Pretrained
 
 
 class HdlmTask(DivergenceTask):

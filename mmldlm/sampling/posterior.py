@@ -1,0 +1,280 @@
+"""Text by steps from the exact posterior of a process whose tokens may change again (GIDD) or have
+levels (HDLM).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+import torch
+from torch import Tensor, nn
+
+from mmldlm.data.encoders.encoder import token_budget_batches
+from mmldlm.diffusion.gidd import self_correct
+from mmldlm.diffusion.process import DivergenceProcess
+from mmldlm.models.latent_transformer import EncodedLatent
+from mmldlm.sampling.decoding import DecodingState, check_finite, predict_lengths
+from mmldlm.sampling.device import device_of
+from mmldlm.sampling.records import Recorder, TextSamples, report_changes
+from mmldlm.utils.counter_rng import Stream, uniforms
+
+# Self-correction (GIDD, section 4.3): its time, most rounds, and rounds without a higher accuracy
+# after which it ends.
+CORRECTION_TIME, CORRECTION_ROUNDS, CORRECTION_PATIENCE = 0.01, 128, 32
+# Rows whose posterior is computed at once, in fp64.
+_ROWS = 256
+
+
+@dataclass
+class _Denoiser:
+    """Logits of x_0 for a batch of texts.
+
+    Attributes:
+        model: a PlainTransformer.
+        state: of the batch; its tokens are not read.
+        given: encoded latents; None: without a condition.
+        guidance: null + g (given - null).
+        temperature: of the draws; 0 leaves the most probable token alone.
+        top_p: leaves the most probable tokens that together reach this probability.
+        num_calls: so far.
+        recorder: called after every pass; None: of nothing.
+        samples: indices of the texts, for the recorder.
+        recorded: the model's own logits of the last call, kept for the recorder alone.
+    """
+
+    model: nn.Module
+    state: DecodingState
+    given: EncodedLatent | None
+    guidance: float
+    temperature: float = 1.0
+    top_p: float = 1.0
+    num_calls: int = 0
+    recorder: Recorder | None = None
+    samples: Sequence[int] = ()
+    recorded: Tensor | None = None
+
+    @property
+    def cost(self) -> int:
+        """Rows of one call."""
+        return len(self.state.tokens) * (2 if self._is_guided else 1)
+
+    @property
+    def _is_guided(self) -> bool:
+        return self.given is not None and self.guidance != 1.0
+
+    def __call__(self, tokens: Tensor, t: float, positions: Tensor) -> Tensor:
+        """[M, V] logits at positions [M] of B * S; -inf for what cannot stand there: EOS stands at
+        the end alone.
+        """
+        state = self.state
+        self.num_calls += 1
+        times = torch.full((len(tokens),), t, device=tokens.device)
+        shared = dict(attention_mask=state.real, text_positions=positions)
+        logits = self.model(tokens, None, times, encoded=self.given, **shared)["text_logits"]
+        if self.recorder is not None:
+            self.recorded = logits.clone()
+        if self._is_guided:
+            null = self.model(tokens, None, times, **shared)["text_logits"]
+            logits = null + self.guidance * (logits - null)
+        is_last = state.is_last.flatten()[positions]
+        logits[:, [state.mask_token_id, state.pad_token_id, state.eos_token_id]] = float("-inf")
+        logits.masked_fill_(is_last[:, None], float("-inf"))
+        logits[:, state.eos_token_id].masked_fill_(is_last, 0.0)
+        check_finite(logits.amax(-1))
+        return _shaped(logits, self.temperature, self.top_p)
+
+    def report(
+        self, before: Tensor, after: Tensor, positions: Tensor, chosen: Tensor | None = None
+    ) -> None:
+        """Report what the last call led to: tokens [B, S]; `chosen` are the reported ones of its
+        positions.
+        """
+        if self.recorder is not None:
+            assert self.recorded is not None
+            logits = self.recorded if chosen is None else self.recorded[chosen]
+            places = positions if chosen is None else positions[chosen]
+            report_changes(self.recorder, self.samples, before, after, places, logits)
+
+
+def _shaped(logits: Tensor, temperature: float, top_p: float) -> Tensor:
+    """Logits of the distribution that is drawn from."""
+    if temperature == 0:
+        best = torch.zeros_like(logits, dtype=torch.bool).scatter_(
+            1, logits.argmax(-1, keepdim=True), True
+        )
+        return logits.masked_fill(~best, float("-inf"))
+    logits = logits / temperature
+    if top_p < 1.0:
+        ordered, indices = logits.softmax(-1).sort(dim=-1, descending=True)
+        dropped = torch.zeros_like(logits, dtype=torch.bool).scatter_(
+            1, indices, ordered.cumsum(-1) - ordered >= top_p
+        )
+        logits = logits.masked_fill(dropped, float("-inf"))
+    return logits
+
+
+@torch.inference_mode()
+def sample_by_posterior(
+    model: nn.Module,
+    latents: Tensor | None,
+    process: DivergenceProcess,
+    *,
+    num_steps: int = 64,
+    num_samples: int | None = None,
+    lengths: Tensor | None = None,
+    corrects: bool = False,
+    temperature: float = 1.0,
+    top_p: float = 1.0,
+    guidance: float = 1.0,
+    seed: int = 0,
+    batch_tokens: int = 1536,
+    progress: Callable[[int, int], None] | None = None,
+    recorder: Recorder | None = None,
+) -> TextSamples:
+    """Sample one text per latent, or num_samples texts without one: `num_steps` steps from t = 1
+    to 0.
+
+    Args:
+        model: a PlainTransformer.
+        latents: [N, D] (or [N, M, D]) in the encoder's space, or None.
+        process: of training.
+        num_steps: forward passes.
+        lengths: [N] with EOS; None predicts them with the model's length head.
+        corrects: replace single tokens of the finished text until the model agrees with it
+            (`self_correct`).
+        temperature: of x_hat; the posterior's own probabilities do not change.
+        top_p: nucleus of x_hat.
+        guidance: classifier-free guidance, null + g (given - null).
+        seed: the draws of a sample depend on the seed and its index only.
+        batch_tokens: maximum padded positions per pass.
+        progress: called after every step with the number of steps done and in total, over all
+            batches.
+        recorder: called after every pass.
+
+    Returns:
+        TextSamples; no text contains [MASK], [PAD] or an EOS before its end.
+
+    Raises:
+        MmldlmError: NaN logits.
+    """
+    count = len(latents) if latents is not None else num_samples
+    assert count is not None, "num_samples is needed without latents"
+    if lengths is None:
+        lengths = predict_lengths(model, latents, count, None, seed)
+    texts: list[list[int]] = [[] for _ in range(count)]
+    batches = list(token_budget_batches(lengths.tolist(), batch_tokens))
+    num_rows, passes = 0, torch.zeros(count, dtype=torch.int64)
+    for number, batch in enumerate(batches):
+        rows, index = batch.tolist(), torch.from_numpy(batch.copy())
+        denoise = _start(
+            model, lengths[index], None if latents is None else latents[index], guidance
+        )
+        denoise.temperature, denoise.top_p, denoise.recorder, denoise.samples = (
+            temperature,
+            top_p,
+            recorder,
+            rows,
+        )
+        uniform = uniforms(seed, Stream.TEXT, rows, (num_steps, 2, model.config.max_seq_len))
+        tokens = denoise.state.tokens
+        for k, (t, s) in enumerate(pairwise(process.sampling_times(num_steps).tolist())):
+            tokens, cost = _step_back(denoise, process, tokens, t, s, uniform[:, k])
+            num_rows += cost
+            if progress is not None:
+                progress(number * num_steps + k + 1, len(batches) * num_steps)
+        if corrects:
+            tokens, cost = _correct(denoise, tokens, rows, seed)
+            num_rows += cost
+        passes[index] = denoise.num_calls  # all texts of a batch take its passes
+        for row, text in zip(rows, tokens.tolist()):
+            texts[row] = text[: int(lengths[row]) - 1]
+    return TextSamples(texts, lengths, num_rows, passes)
+
+
+def _start(
+    model: nn.Module, lengths: Tensor, latents: Tensor | None, guidance: float
+) -> _Denoiser:
+    config, device, given = model.config, device_of(model), None
+    state = DecodingState(
+        lengths.to(device),
+        int(lengths.max()),
+        mask_token_id=config.mask_token_id,
+        pad_token_id=config.pad_token_id,
+        eos_token_id=config.eos_token_id,
+    )
+    state.tokens[state.real] = (
+        config.mask_token_id
+    )  # also the EOS of a text without words: it is a token like others
+    if latents is not None:
+        given = model.encode_latents(model.scale_latents(latents.to(device)), caches=True)
+    return _Denoiser(model, state, given, guidance)
+
+
+def _step_back(
+    denoise: _Denoiser,
+    process: DivergenceProcess,
+    tokens: Tensor,
+    t: float,
+    s: float,
+    uniform: Tensor,
+) -> tuple[Tensor, int]:
+    """Tokens at s from tokens at t, and the rows computed; uniform [B, 2, max_seq_len]."""
+    positions = (denoise.state.real & process.is_open(tokens)).flatten().nonzero()[:, 0]
+    if len(positions) == 0:
+        return tokens, 0
+    logits = denoise(tokens, t, positions)
+    draws = (
+        uniform[..., : tokens.shape[1]].transpose(0, 1).flatten(1).to(tokens.device)[:, positions]
+    )
+    earlier, tokens = tokens, tokens.clone()
+    flat = tokens.view(-1)
+    for part, place, numbers in zip(
+        logits.split(_ROWS), positions.split(_ROWS), draws.split(_ROWS, dim=1)
+    ):
+        before, after = (
+            torch.full((len(place),), time, dtype=torch.float64, device=tokens.device)
+            for time in (t, s)
+        )
+        drawn = process.reverse(
+            flat[place][:, None], part[:, None], before, after, numbers[..., None]
+        )
+        flat[place] = drawn[:, 0]
+    denoise.report(earlier, tokens, positions)
+    return tokens, denoise.cost
+
+
+def _correct(denoise: _Denoiser, tokens: Tensor, rows: list[int], seed: int) -> tuple[Tensor, int]:
+    """Correct one token of every text a round, until it agrees with the model; also returns the
+    rows computed.
+    """
+    state, width = denoise.state, tokens.shape[1]
+    uniform = uniforms(
+        seed, Stream.SELF_CORRECTION, rows, (CORRECTION_ROUNDS, denoise.model.config.max_seq_len)
+    )
+    positions = state.real.flatten().nonzero()[:, 0]
+    logits = torch.zeros(*tokens.shape, denoise.model.config.vocab_size, device=tokens.device)
+    goes_on = torch.ones(len(tokens), dtype=torch.bool, device=tokens.device)
+    best, stale, num_rows = (
+        torch.zeros_like(goes_on, dtype=torch.float64),
+        torch.zeros_like(tokens[:, 0]),
+        0,
+    )
+    denoise.temperature, denoise.top_p = 1.0, 1.0
+    for k in range(CORRECTION_ROUNDS):
+        logits.view(-1, logits.shape[-1])[positions] = denoise(tokens, CORRECTION_TIME, positions)
+        num_rows += denoise.cost
+        numbers = uniform[:, k, :width].to(tokens.device)
+        corrected, changed, agreement = self_correct(
+            tokens, logits, numbers, state.real & ~state.is_last
+        )
+        stale = torch.where(agreement > best, 0, stale + 1)
+        best = torch.maximum(best, agreement.double())
+        reads, earlier = goes_on[positions // width], tokens
+        goes_on &= changed & (stale < CORRECTION_PATIENCE)
+        tokens = torch.where(goes_on[:, None], corrected, tokens)
+        denoise.report(earlier, tokens, positions, reads)
+        if not bool(goes_on.any()):
+            break
+    return tokens, num_rows
