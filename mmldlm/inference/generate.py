@@ -23,7 +23,8 @@ from mmldlm.inference.inputs import (
     tokenize_texts,
     unknown_tokens,
 )
-from mmldlm.inference.search import OWN_CHOICES, SearchOptions
+from mmldlm.inference.options import OWN_CHOICES, READERS, SampleOptions
+from mmldlm.inference.search import open_judge, run_search
 from mmldlm.sampling.judge import FoundTexts
 from mmldlm.sampling.latents import LatentSolver, sample_latents, steps_given_text
 from mmldlm.sampling.records import Recorder, TextSamples, TraceRecorder
@@ -32,42 +33,10 @@ from mmldlm.sampling.strategies import strategy_class
 from mmldlm.tasks.pretrained import Pretrained
 from mmldlm.utils.formatting import count_noun
 from mmldlm.utils.progress import ProgressBar
+from mmldlm.utils.settings import flag
 
 # Options that samplers of texts do not read.
 LATENT_OPTIONS = frozenset({"method", "solver", "eta", "guidance_interval"})
-
-
-@dataclass
-class SampleOptions:
-    """Options of `mmldlm sample`, as in its --help; None where the kind does not use one."""
-
-    image: list[str] | None = None
-    latent_file: str | None = None
-    data: str | None = None
-    text: list[str] | None = None
-    text_file: str | None = None
-    num_samples: int | None = None
-    num_steps: int | None = 64
-    sampler: str | None = None
-    temperature: float | None = None
-    top_p: float = 1.0
-    guidance: float = 1.0
-    guidance_interval: list[float] | None = None
-    presence_penalty: float | None = None
-    spacing: float | None = None
-    distinct: bool | None = None
-    threshold: float | None = None
-    num_beams: int | None = None
-    method: str | None = None
-    solver: str | None = None
-    condition_timestep: float = 0.0
-    eta: float | str = 0.0
-    seed: int = 0
-    search: str | None = None
-    correct: int | None = None
-    num_candidates: int | None = None
-    encoder_calls: int | None = None
-    judge: str | None = None
 
 
 @dataclass
@@ -132,7 +101,7 @@ def write_from_latents(
         penalty = PRESENCE_PENALTY if options.sampler in BY_CERTAINTY else 0.0
     options = dataclasses.replace(options, temperature=temperature, presence_penalty=penalty)
     given, found = torch.from_numpy(latents[source]), None
-    if SearchOptions.of(options).way is None:
+    if options.way is None:
         steps = "" if options.num_steps is None else f" in at most {options.num_steps} steps"
         message = f"writing {count_noun(count, 'text')}{steps}"
         samples = _write_texts(
@@ -168,24 +137,27 @@ def _search_texts(
             str(len(latents)),
             "lower --num-samples, or omit --search",
         )
-    search = SearchOptions.of(options)
-    judge = search.open_judge(pretrained)
+    judge = open_judge(options, pretrained)
     own = {
         key: value
         for key, value in _writing_options(pretrained, options).items()
         if key not in OWN_CHOICES
     }
-    message = f"{search.describe()}, for {count_noun(num_given, 'embedding')}"
-    return search.run(
-        pretrained, latents, judge, seed=options.seed, progress=progress.start(message), **own
+    message = f"{options.describe_search()}, for {count_noun(num_given, 'embedding')}"
+    return run_search(
+        options,
+        pretrained,
+        latents,
+        judge,
+        seed=options.seed,
+        progress=progress.start(message),
+        **own,
     )
 
 
 def _writing_options(pretrained: Pretrained, options: SampleOptions) -> dict[str, Any]:
     """Return the options that the task's sampler of texts reads."""
-    known = (
-        set(SampleOptions.__dataclass_fields__) & pretrained.task.sampling_options - LATENT_OPTIONS
-    )
+    known = READERS.keys() & pretrained.task.sampling_options - LATENT_OPTIONS
     return {key: getattr(options, key) for key in sorted(known)}
 
 
@@ -387,12 +359,11 @@ def _sample_together(
     recorder: Recorder | None,
 ) -> tuple[TextSamples, torch.Tensor]:
     count, steps = options.num_samples, options.num_steps
-    reads = strategy_class(options.sampler).defaults
+    assert options.sampler is not None
+    reads = strategy_class(options.sampler).reads()
     own = [key for key in STRATEGY_OPTIONS - {"num_steps"} if getattr(options, key) is not None]
     if "num_steps" not in reads or own:
-        found = ", ".join(
-            [f"--sampler {options.sampler}", *("--" + key.replace("_", "-") for key in own)]
-        )
+        found = ", ".join([f"--sampler {options.sampler}", *map(flag, own)])
         expected = (
             "a sampler by --num-steps alone with method joint, in which text and embedding share"
             " the steps"
@@ -429,7 +400,8 @@ def _sample_chain(
         seed=options.seed,
         progress=progress.start(f"sampling {count} {what} in {steps} steps"),
     )
-    if "num_steps" not in strategy_class(options.sampler).defaults:
+    assert options.sampler is not None
+    if "num_steps" not in strategy_class(options.sampler).reads():
         options = dataclasses.replace(options, num_steps=None)
     more = {} if recorder is None else {"recorder": recorder}
     samples = _write_texts(

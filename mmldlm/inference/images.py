@@ -4,8 +4,6 @@ texts.
 
 from __future__ import annotations
 
-from argparse import Namespace
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,14 +14,13 @@ from mmldlm.data.run_data import check_store_kind
 from mmldlm.data.store import Store, read_manifest
 from mmldlm.errors import UserError
 from mmldlm.inference.generate import (
-    SampleOptions,
     Samples,
     read_l2t_input,
     sample_unconditional,
     write_from_latents,
 )
 from mmldlm.inference.inputs import given_texts, tokenize_texts, unknown_tokens
-from mmldlm.inference.options import NUM_LENGTHS
+from mmldlm.inference.options import NUM_LENGTHS, SampleOptions
 from mmldlm.sampling.records import Recorder
 from mmldlm.tasks.pretrained import Pretrained
 from mmldlm.utils.formatting import count_noun
@@ -147,32 +144,6 @@ def sample_t2i(pretrained: Pretrained, options: SampleOptions, progress: Progres
     for record, row in zip(records, source.tolist() if given else ()):
         record["num_unknown"] = given[row]
     return Samples(records, latents, {}, images, None if real is None else real[source])
-
-
-def fit_to_latents(args: Namespace, given: Sequence[str], pretrained: Pretrained) -> None:
-    """Refuse what the latents of a model of images do not read, and fill in its number of steps.
-
-    Args:
-        args: options of `mmldlm sample`; `given`: those that the user gave.
-
-    Raises:
-        UserError: an option of other latents.
-    """
-    if pretrained.image is None:
-        return
-    task = pretrained.task
-    unread = task.unread_of_kinds.get(args.kind, ())
-    if wrong := ["--" + key.replace("_", "-") for key in unread if key in given]:
-        latents = f"{pretrained.image['latents']}, which are {task.corruption}"
-        raise UserError(
-            f"options of `sample {args.kind}` for a model of {latents}",
-            ", ".join(wrong),
-            "omit them",
-        )
-    for key in unread:
-        setattr(args, key, None)
-    if args.kind == "t2i" and task.t2i_steps is not None and "num_steps" not in given:
-        args.num_steps = task.t2i_steps
 
 
 def sample_i2t(

@@ -116,9 +116,6 @@ def estimate_embeddings(
     ).numpy()  # fmt: skip
 
 
-JUDGES: dict[str, Any] = {"encoder": EncoderJudge, "t2l": T2lJudge}
-
-
 LENGTHS = 3
 """The most probable lengths that candidates have, of a task that fills given lengths."""
 TEMPERATURES = (0.5, 0.7, 0.85, 1.0)

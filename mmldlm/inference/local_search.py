@@ -18,6 +18,7 @@ from torch import Tensor
 from mmldlm.errors import UserError
 from mmldlm.inference.edits import Editor, Edits, Text
 from mmldlm.inference.judges import LENGTHS, write_candidate
+from mmldlm.inference.options import ENCODER_CALLS
 from mmldlm.sampling.decoding import most_probable_lengths
 from mmldlm.sampling.judge import FoundTexts, Judge, SamplingCost, cosines
 from mmldlm.tasks.pretrained import Pretrained
@@ -45,7 +46,7 @@ class LocalSearchSettings:
             compared. 0: the encoder alone decides.
     """
 
-    judge_calls: int = 64
+    judge_calls: int = ENCODER_CALLS
     num_starts: int = 4
     beam: int = 3
     calls_a_round: int = 8

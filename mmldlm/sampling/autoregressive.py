@@ -16,6 +16,7 @@ from mmldlm.models.plain.model import PlainTransformer
 from mmldlm.sampling.decoding import check_finite, draw_tokens
 from mmldlm.sampling.device import device_of
 from mmldlm.sampling.records import Recorder, TextSamples, report_changes
+from mmldlm.sampling.settings import BeamSettings
 from mmldlm.utils.counter_rng import Stream, uniforms
 
 # Texts leave the batch once this share of it is finished: each departure copies the cache.
@@ -225,7 +226,6 @@ def search(model: PlainTransformer, cache: TextCache, beams: int, exponent: floa
 
 EXPONENTS = {"beam": 1.0, "beam_sum": 0.0}
 """Samplers by beam search, and the power of the length by which they divide log p."""
-DEFAULT_BEAMS = 4
 BATCH_TOKENS = 8192
 
 
@@ -273,7 +273,7 @@ def write_texts(
     assert recorder is None or sampler not in EXPONENTS, "a beam search has no one text that grows"
     count = len(latents) if latents is not None else num_samples
     assert count is not None, "num_samples is needed without latents"
-    beams = (num_beams or DEFAULT_BEAMS) if sampler in EXPONENTS else 1
+    beams = (num_beams or BeamSettings.num_beams) if sampler in EXPONENTS else 1
     size = max((batch_tokens or BATCH_TOKENS) // (model.config.max_seq_len * beams), 1)
     parts: list[WrittenTexts] = []
     for first in range(0, count, size):

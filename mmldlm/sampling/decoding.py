@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -85,22 +84,6 @@ class DecodingState:
 
 # Rows of fp64 probabilities in memory at once: 256 x 30,522 tokens are 62 MB.
 _MAX_ROWS = 256
-
-
-@dataclass(frozen=True)
-class DrawSettings:
-    """How tokens are drawn from logits.
-
-    Attributes:
-        temperature: 0 takes the most probable token; None is the strategy's default.
-        top_p: draw among the most probable tokens that together reach this probability.
-        presence_penalty: nats subtracted from the logit of every token that the text already
-            contains.
-    """
-
-    temperature: float | None = None
-    top_p: float = 1.0
-    presence_penalty: float = 0.0
 
 
 def draw_tokens(logits: Tensor, uniform: Tensor, temperature: float, top_p: float = 1.0) -> Tensor:

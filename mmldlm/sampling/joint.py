@@ -9,10 +9,13 @@ from torch import Tensor, nn
 
 from mmldlm.diffusion import MaskedDiffusion
 from mmldlm.diffusion.process import LatentProcess
-from mmldlm.sampling.decoding import DrawSettings, predict_lengths
+from mmldlm.sampling.decoding import (
+    predict_lengths,
+)
 from mmldlm.sampling.device import device_of
 from mmldlm.sampling.latents import LatentSolver, estimate_rule, latent_shape, raw_latents
 from mmldlm.sampling.records import Recorder, TextSamples
+from mmldlm.sampling.settings import DrawSettings
 from mmldlm.sampling.strategies import Observer
 from mmldlm.sampling.text import start_decoding
 from mmldlm.utils.counter_rng import Stream, normals

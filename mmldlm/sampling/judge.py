@@ -35,7 +35,7 @@ class Judge(ABC):
         shape: (D,) or (M, D), that of the latents of one text.
 
     Attributes:
-        name: of JUDGES, as reports name it.
+        name: As reports name it.
         num_calls: texts that were embedded; a text that occurs twice in one call of `embed` is
             embedded once.
         num_tokens: tokens in them, special tokens counted.

@@ -10,6 +10,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from mmldlm.sampling.settings import MAX_TRACED_TEXTS
+
 
 @dataclass
 class TextSamples:
@@ -113,7 +115,6 @@ def report_changes(
     )
 
 
-MAX_TEXTS = 50
 NUM_CANDIDATES = 5
 
 
@@ -164,7 +165,7 @@ class TraceRecorder:
         starts_masked: whether the texts started as [MASK]; else their positions came one by one.
     """
 
-    def __init__(self, mask_token_id: int, max_texts: int = MAX_TEXTS):
+    def __init__(self, mask_token_id: int, max_texts: int = MAX_TRACED_TEXTS):
         self.mask_token_id, self.max_texts = mask_token_id, max_texts
         self.texts: dict[int, TextTrace] = {}
         self.starts_masked = True

@@ -1,7 +1,6 @@
 """Text samplers by name: fill masked positions pass by pass; a sampler says which.
 
-Add one as a class and an entry in STRATEGIES, and its name and options in
-sampling/settings.py.
+Add one as a class and an entry in STRATEGIES, and its settings in sampling/settings.py.
 """
 
 from __future__ import annotations
@@ -16,8 +15,16 @@ from torch import Tensor
 
 from mmldlm.diffusion import MaskedDiffusion
 from mmldlm.errors import UserError
-from mmldlm.sampling.decoding import DecodingState, DrawSettings, draw_tokens, top_log_probability
+from mmldlm.sampling.decoding import DecodingState, draw_tokens, top_log_probability
 from mmldlm.sampling.records import Recorder, TextPass
+from mmldlm.sampling.settings import (
+    AncestralSettings,
+    ConfidenceSettings,
+    DrawSettings,
+    ScheduledSettings,
+    ThresholdSettings,
+)
+from mmldlm.utils.settings import Settings, options_of
 
 
 class TextStrategy(ABC):
@@ -38,13 +45,13 @@ class TextStrategy(ABC):
         diffusion: masking process of training.
         uniform: [B, 2, >= S] fp64 in [0, 1): when a position is decided, and which token it gets.
         draw: how tokens are drawn.
-        options: of the sampler, by the names in `defaults`; an option that is missing or None has
-            its default.
+        options: Of the sampler, by the names of its settings; one that is missing or None has its
+            default.
         shared_schedule: all texts take all of num_steps passes (joint sampling), some of which may
             fill nothing.
 
     Class attributes:
-        defaults: options that the sampler reads, with their defaults.
+        settings_class: What the sampler reads, with defaults and bounds.
         default_temperature: of the draws.
         deterministic_order: what is chosen depends on the state and the logits alone, not on
             `uniform`. Then the likelihood of a text is that of its tokens, each given what stands
@@ -57,7 +64,7 @@ class TextStrategy(ABC):
         UserError: an option that the sampler does not read, or a value out of range.
     """
 
-    defaults: ClassVar[Mapping[str, Any]] = {}
+    settings_class: ClassVar[type[Settings]]
     default_temperature: ClassVar[float] = 0.0
     deterministic_order: ClassVar[bool] = True
 
@@ -72,9 +79,9 @@ class TextStrategy(ABC):
         shared_schedule: bool = False,
     ):
         self.state, self.diffusion, self.draw = state, diffusion, draw
-        self.options = self.resolve(options or {})
+        self.settings: Any = self.resolve(options or {})
         self.shared_schedule = shared_schedule
-        if shared_schedule and "num_steps" not in self.defaults:
+        if shared_schedule and "num_steps" not in self.reads():
             raise ValueError(f"{type(self).__name__} has no schedule that texts could share")
         self.temperature = (
             self.default_temperature if draw.temperature is None else draw.temperature
@@ -87,26 +94,24 @@ class TextStrategy(ABC):
         self.number = 0  # of the pass
 
     @classmethod
-    def resolve(cls, given: Mapping[str, Any]) -> dict[str, Any]:
-        """Return all options, with defaults for those that are missing or None.
+    def reads(cls) -> list[str]:
+        """Return the names of the options that the sampler reads."""
+        return list(options_of(cls.settings_class))
+
+    @classmethod
+    def resolve(cls, given: Mapping[str, Any]) -> Settings:
+        """Return the settings, with defaults for options that are missing or None.
 
         Raises:
             UserError: an option that the sampler does not read, or a value out of range.
         """
         given = {key: value for key, value in given.items() if value is not None}
-        if unread := [key for key in given if key not in cls.defaults]:
-            known = ", ".join(cls.defaults) or "none"
+        if unread := [key for key in given if key not in cls.reads()]:
+            known = ", ".join(cls.reads()) or "none"
             raise UserError(
                 f"options that this sampler reads: {known}", ", ".join(unread), "omit them"
             )
-        options = {**cls.defaults, **given}
-        cls.check(options)
-        return options
-
-    @classmethod
-    def check(cls, options: Mapping[str, Any]) -> None:
-        """Raise a UserError for a value out of range."""
-        check_range(options, "num_steps", 1)
+        return cls.settings_class(**given)
 
     def timesteps(self) -> Tensor:
         """Return the timestep of each text, that of its share of masked tokens as in training: [B]
@@ -198,18 +203,6 @@ class TextStrategy(ABC):
             observer.after(self)
 
 
-def check_range(
-    options: Mapping[str, Any], key: str, low: float, high: float = float("inf")
-) -> None:
-    """Raise a UserError if options[key] is not in low .. high; a missing key is fine."""
-    value = options.get(key)
-    if value is not None and not low <= value <= high:
-        bound = f"at least {low:g}" if high == float("inf") else f"from {low:g} to {high:g}"
-        raise UserError(
-            f"--{key.replace('_', '-')} {bound}", str(value), "choose a value in this range"
-        )
-
-
 class Observer:
     """Keep the log-probabilities of a batch's tokens, and call a recorder after each pass.
 
@@ -270,13 +263,6 @@ class RankedStrategy(TextStrategy):
     wait. A pass writes them independently, and then the word that is the surest comes twice.
     """
 
-    defaults: ClassVar[Mapping[str, Any]] = {"spacing": 1, "distinct": False}
-
-    @classmethod
-    def check(cls, options: Mapping[str, Any]) -> None:
-        super().check(options)
-        check_range(options, "spacing", 1)
-
     def positions(self) -> Tensor:
         return self.state.undecided.flatten().nonzero()[:, 0]
 
@@ -300,9 +286,9 @@ class RankedStrategy(TextStrategy):
         if not self.shared_schedule:
             count = count.clamp_min(1)
         count = torch.minimum(count, num_open)
-        if self.options["spacing"] > 1 or self.options["distinct"]:
+        if self.settings.spacing > 1 or self.settings.distinct:
             tokens = torch.zeros_like(order)
-            if self.options["distinct"]:
+            if self.settings.distinct:
                 tokens.view(-1)[positions] = logits.argmax(-1)
             chosen = self._apart(order, count, tokens)
         else:
@@ -316,7 +302,7 @@ class RankedStrategy(TextStrategy):
         Args:
             tokens: The most probable ones, read with distinct. [B, S]
         """
-        distance = (self.options["spacing"] * self.state.masked_share()).ceil()[:, None]
+        distance = (self.settings.spacing * self.state.masked_share()).ceil()[:, None]
         place = torch.arange(order.shape[1], device=order.device)
         chosen, waits = (torch.zeros_like(order, dtype=torch.bool) for _ in range(2))
         for rank in range(int(count.max())):
@@ -324,7 +310,7 @@ class RankedStrategy(TextStrategy):
             takes = (rank < count)[:, None] & ~waits.gather(1, position)
             chosen |= takes & (place == position)
             waits |= takes & ((place - position).abs() < distance)
-            if self.options["distinct"]:
+            if self.settings.distinct:
                 waits |= takes & (tokens == tokens.gather(1, position))
         return chosen
 
@@ -338,11 +324,11 @@ class ConfidenceStrategy(RankedStrategy):
     num_steps.
     """
 
-    defaults: ClassVar = {"num_steps": 16, **RankedStrategy.defaults}
+    settings_class = ConfidenceSettings
 
     def __init__(self, state, **settings):
         super().__init__(state, **settings)
-        steps, num_open = self.options["num_steps"], self.num_open
+        steps, num_open = self.settings.num_steps, self.num_open
         row_steps = (
             torch.full_like(num_open, steps) if self.shared_schedule else num_open.clamp(1, steps)
         )
@@ -366,15 +352,10 @@ class ThresholdStrategy(RankedStrategy):
     2505.22618), and at least one; above 1: one at a time.
     """
 
-    defaults: ClassVar = {"threshold": 0.9, **RankedStrategy.defaults}
-
-    @classmethod
-    def check(cls, options: Mapping[str, Any]) -> None:
-        super().check(options)
-        check_range(options, "threshold", 0)
+    settings_class = ThresholdSettings
 
     def count(self, scores: Tensor, num_open: Tensor) -> Tensor:
-        limit = self.options["threshold"]
+        limit = self.settings.threshold
         return (scores >= (math.log(limit) if limit > 0 else -math.inf)).sum(1)
 
 
@@ -426,10 +407,10 @@ class AncestralStrategy(RandomOrderStrategy):
     A position masked at t stays masked at s with probability (1 - alpha_s) / (1 - alpha_t).
     """
 
-    defaults: ClassVar = {"num_steps": 16}
+    settings_class = AncestralSettings
 
     def _steps(self, uniform: Tensor) -> Tensor:
-        steps = self.options["num_steps"]
+        steps = self.settings.num_steps
         grid = 1 - torch.arange(steps + 1, dtype=torch.float64, device=uniform.device) / steps
         # Step k unmasks what is masked at its t and not at its s; at s = 0 nothing is masked.
         stay = self.diffusion.stay_masked(torch.ones_like(grid), grid)
@@ -445,10 +426,10 @@ class ScheduledStrategy(RandomOrderStrategy):
     c). The numbers count the EOS; a pass that would fill it alone is left out.
     """
 
-    defaults: ClassVar = {"num_steps": 8}
+    settings_class = ScheduledSettings
 
     def _steps(self, uniform: Tensor) -> Tensor:
-        state, steps = self.state, self.options["num_steps"]
+        state, steps = self.state, self.settings.num_steps
         is_masked = (state.tokens == state.mask_token_id) & state.real
         # A position with number u is masked while the masked share is above u, so those with large
         # numbers are opened first.

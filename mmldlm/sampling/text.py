@@ -14,13 +14,12 @@ from mmldlm.diffusion.process import LatentProcess
 from mmldlm.models.latent_transformer import EncodedLatent
 from mmldlm.sampling.decoding import (
     DecodingState,
-    DrawSettings,
     most_probable_lengths,
     predict_lengths,
 )
 from mmldlm.sampling.device import device_of
 from mmldlm.sampling.records import Recorder, TextSamples
-from mmldlm.sampling.settings import STRATEGY_OPTIONS
+from mmldlm.sampling.settings import STRATEGY_OPTIONS, DrawSettings
 from mmldlm.sampling.strategies import Observer, TextStrategy, strategy_class
 from mmldlm.utils.counter_rng import Stream, normals, uniforms
 
@@ -117,7 +116,7 @@ def start_decoding(
     Args:
         lengths: [B] int64, EOS counted.
         indices: of the samples, on which their draws depend.
-        options: of the strategy (`TextStrategy.defaults`).
+        options: of the strategy (`TextStrategy.settings_class`).
         drafts: [B, >= S] int64, tokens that stand, [MASK] elsewhere; None: all [MASK].
         shared_schedule: all texts take all steps.
 
@@ -182,7 +181,7 @@ def sample_text(
         drafts: [N, >= longest] int64 tokens that stand, [MASK] where one is to be written; only
             with lengths.
         sampler: a name of STRATEGIES.
-        sampler_options: what the sampler reads (`TextStrategy.defaults`).
+        sampler_options: what the sampler reads (`TextStrategy.settings_class`).
         temperature, top_p: of the draws; None: the sampler's default.
         guidance: classifier-free guidance, null + g (given - null). Positions are chosen without
             it.

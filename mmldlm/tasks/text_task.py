@@ -9,8 +9,9 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from mmldlm.errors import UserError
-from mmldlm.sampling.settings import BY_CERTAINTY, BY_CHANCE, STRATEGY_OPTIONS
+from mmldlm.sampling.settings import BY_CERTAINTY, BY_CHANCE, MASKED_SAMPLERS, STRATEGY_OPTIONS
 from mmldlm.tasks.base import Task
+from mmldlm.utils.settings import options_of
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -203,9 +204,7 @@ class MaskedTextTask(TextTask):
         return written + len(costs) * self.encoding_flops(model_config)
 
     def unread_options(self, kind: str, sampler: str) -> frozenset[str]:
-        from mmldlm.sampling.strategies import strategy_class
-
-        unread = STRATEGY_OPTIONS - strategy_class(sampler).defaults.keys()
+        unread = STRATEGY_OPTIONS - options_of(MASKED_SAMPLERS[sampler]).keys()
         makes_latents = kind == "unconditional" and "t2l" in self.samplers
         return unread - {"num_steps"} if makes_latents else unread
 

@@ -181,7 +181,7 @@ def sampler_rows(
     condition = "null" if latents is None else "right"
     every = model.config.max_seq_len
     steps: tuple[int | None, ...] = (None,)
-    if "num_steps" in strategy_class(sampler).defaults:
+    if "num_steps" in strategy_class(sampler).reads():
         steps = (*(number for number in PASSES if number < every), every)
     for number in steps:
         words = "" if number is None else f" in at most {number} passes"

@@ -79,7 +79,8 @@ def measure_ways(
 def _write(way: Way, pretrained, latents) -> tuple[list[list[int]], Any, dict[str, Any]]:
     import numpy as np
 
-    from mmldlm.inference.search import SearchOptions
+    from mmldlm.inference.options import SearchOptions
+    from mmldlm.inference.search import open_judge, run_search
     from mmldlm.sampling.judge import SamplingCost
 
     task = pretrained.task
@@ -88,7 +89,8 @@ def _write(way: Way, pretrained, latents) -> tuple[list[list[int]], Any, dict[st
     )
     if way.sampler is None:
         search = SearchOptions(**way.options)
-        texts = search.run(pretrained, latents, search.open_judge(pretrained), seed=0, **penalty)
+        judge = open_judge(search, pretrained)
+        texts = run_search(search, pretrained, latents, judge, seed=0, **penalty)
         return texts.tokens, np.full(len(latents), texts.cost.depth), texts.cost.per_text()
     samples = task.write_texts(
         pretrained, latents, sampler=way.sampler, seed=0, **penalty, **way.options

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import shutil
 from functools import partial
 from pathlib import Path
@@ -18,6 +19,7 @@ from mmldlm.errors import UserError
 from mmldlm.evaluation.nelbo import measure
 from mmldlm.inference.generate import choose_method
 from mmldlm.inference.load import load_pretrained
+from mmldlm.inference.options import SampleOptions
 from mmldlm.sampling.joint import sample_joint
 from mmldlm.sampling.latents import sample_latents
 from mmldlm.sampling.text import sample_text
@@ -716,7 +718,6 @@ def test_every_pass_of_every_sampler_is_reported(checkpoint):
         (["l2t", "--sampler", "threshold", "--num-steps", 3], "--num-steps"),
         (["l2t", "--threshold", 0.5], "options that --sampler confidence reads(.|\n)*--threshold"),
         (["l2t", "--sampler", "greedy"], "--sampler confidence, threshold"),
-        (["l2t", "--sampler", "threshold", "--threshold", -1], "--threshold at least 0"),
         (["unconditional", "--method", "joint", "--sampler", "threshold"], "--method chain"),
         (
             ["unconditional", "--method", "joint", "--sampler", "confidence", "--distinct"],
@@ -731,6 +732,24 @@ def test_options_that_the_chosen_sampler_does_not_read_are_refused(
     with pytest.raises(UserError, match=named) as error:
         run(*words, *source, "--checkpoint", checkpoint, "--output-dir", tmp_path / "out")
     assert error.value.exit_code == 2 and not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    "words, named",
+    [
+        (["--sampler", "threshold", "--threshold", -1], "--threshold: '-1': .* at least 0"),
+        (["--spacing", 0.5], "--spacing: '0.5': .* at least 1"),
+        (["--top-p", 2], "--top-p: '2': .* at most 1"),
+        (["--guidance", "nan"], "--guidance: 'nan': a finite number"),
+    ],
+)
+def test_numbers_out_of_range_are_refused_before_anything_is_read(words, named, capsys):
+    with pytest.raises(SystemExit) as done:
+        run("l2t", *words, "--checkpoint", "nowhere", "--output-dir", "nowhere")
+    assert done.value.code == 2 and re.search(named, capsys.readouterr().err)
+    key, value = words[-2][2:].replace("-", "_"), float(words[-1])
+    with pytest.raises(UserError, match=words[-2]):  # and the same from Python
+        SampleOptions(**{key: value})
 
 
 def test_every_sampler_and_its_options_are_reached_from_the_command_line(

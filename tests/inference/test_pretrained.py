@@ -231,15 +231,13 @@ def test_the_former_spelling_of_method_names_the_new_one(capsys):
 
 
 def test_options_before_the_kind_are_read_as_well(checkpoint, tmp_path):
-    from mmldlm.commands.sample import add_arguments, resolve_options
+    from mmldlm.commands.sample import add_arguments
 
     parser = argparse.ArgumentParser()
     add_arguments(parser)
     words = ["--checkpoint", str(checkpoint), "--output-dir", str(tmp_path), "unconditional"]
     args = parser.parse_intermixed_args(words)
-    resolve_options(args)
     own = argparse.ArgumentParser()
     add_arguments(own, "unconditional")
     same = own.parse_intermixed_args(words[:-1])
-    resolve_options(same)
     assert vars(args) == vars(same)

@@ -11,7 +11,7 @@ import pytest
 from mmldlm.commands.sample import add_arguments, main
 from mmldlm.config.task_registry import find_task
 from mmldlm.errors import UserError
-from mmldlm.inference.search import SearchOptions
+from mmldlm.inference.options import SearchOptions
 
 
 def run(*words) -> int:
@@ -37,12 +37,12 @@ def test_options_that_do_not_fit_are_errors(given, expected):
 
 
 def test_a_task_takes_the_searches_that_it_has():
-    SearchOptions("local").check(find_task("mdlm"), ["num_steps"])
-    SearchOptions("best_of").check(find_task("ar"), [])
+    SearchOptions("local").check_search(find_task("mdlm"), ["num_steps"])
+    SearchOptions("best_of").check_search(find_task("ar"), [])
     with pytest.raises(UserError, match="--search best_of for task=ar"):
-        SearchOptions("local").check(find_task("ar"), [])
+        SearchOptions("local").check_search(find_task("ar"), [])
     with pytest.raises(UserError, match="--sampler, --temperature with --search best_of"):
-        SearchOptions("best_of").check(find_task("ar"), ["temperature", "sampler"])
+        SearchOptions("best_of").check_search(find_task("ar"), ["temperature", "sampler"])
 
 
 @pytest.fixture

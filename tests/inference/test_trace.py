@@ -21,12 +21,12 @@ from mmldlm.sampling.autoregressive import write_texts
 from mmldlm.sampling.joint import sample_joint
 from mmldlm.sampling.posterior import sample_by_posterior
 from mmldlm.sampling.records import (
-    MAX_TEXTS,
     NUM_CANDIDATES,
     TextTrace,
     TraceRecorder,
     Write,
 )
+from mmldlm.sampling.settings import MAX_TRACED_TEXTS
 from mmldlm.sampling.strategies import STRATEGIES
 from mmldlm.sampling.text import sample_text
 
@@ -84,7 +84,7 @@ def test_the_trace_of_a_strategy_is_its_text(pretrained, latents, name, guidance
         presence_penalty=1.0,
         seed=3,
     )
-    if "num_steps" in STRATEGIES[name].defaults:
+    if "num_steps" in STRATEGIES[name].reads():
         options["steps"] = 6
     trace = TraceRecorder(pretrained.model.config.mask_token_id)
     samples = sample_text(
@@ -270,10 +270,10 @@ def test_texts_beyond_the_bound_are_left_out(pretrained):
     sample_text(
         pretrained.model,
         None,
-        num_samples=MAX_TEXTS + 3,
+        num_samples=MAX_TRACED_TEXTS + 3,
         steps=1,
         diffusion=pretrained.text_diffusion,
         recorder=trace.recorder,
-        lengths=torch.full((MAX_TEXTS + 3,), 3),
+        lengths=torch.full((MAX_TRACED_TEXTS + 3,), 3),
     )
-    assert set(trace.texts) == set(range(MAX_TEXTS))
+    assert set(trace.texts) == set(range(MAX_TRACED_TEXTS))

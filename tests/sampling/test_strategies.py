@@ -12,9 +12,14 @@ import torch
 from mmldlm.diffusion import MaskedDiffusion
 from mmldlm.diffusion.masked import SCHEDULES
 from mmldlm.errors import MmldlmError, UserError
-from mmldlm.sampling.decoding import DrawSettings
 from mmldlm.sampling.records import Recorder
-from mmldlm.sampling.settings import BY_CERTAINTY, BY_CHANCE, STRATEGY_OPTIONS
+from mmldlm.sampling.settings import (
+    BY_CERTAINTY,
+    BY_CHANCE,
+    MASKED_SAMPLERS,
+    STRATEGY_OPTIONS,
+    DrawSettings,
+)
 from mmldlm.sampling.strategies import STRATEGIES
 from mmldlm.sampling.text import Denoiser, sample_text, start_decoding
 
@@ -41,8 +46,9 @@ def write(model, sampler, **options):
 def test_the_names_without_torch_are_those_of_the_strategies():
     assert {*BY_CERTAINTY, *BY_CHANCE} == set(STRATEGIES)
     assert set(BY_CERTAINTY) == set(DETERMINISTIC)
+    assert {name: kind.settings_class for name, kind in STRATEGIES.items()} == MASKED_SAMPLERS
     assert {
-        key for strategy in STRATEGIES.values() for key in strategy.defaults
+        key for strategy in STRATEGIES.values() for key in strategy.reads()
     } == STRATEGY_OPTIONS
 
 
@@ -236,7 +242,7 @@ def test_guidance_does_not_choose_positions(toys):
         ("threshold", {"num_steps": 4}, "num_steps"),
         ("ancestral", {"spacing": 2}, "spacing"),
         ("scheduled", {"distinct": True}, "distinct"),
-        ("threshold", {"threshold": -1.0}, "--threshold at least 0"),
+        ("threshold", {"threshold": -1.0}, "--threshold of at least 0"),
         ("threshold", {"threshold": float("nan")}, "--threshold"),
         ("confidence", {"num_steps": 0}, "--num-steps"),
         ("threshold", {"spacing": 0}, "--spacing"),

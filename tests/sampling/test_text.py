@@ -12,7 +12,12 @@ from mmldlm.diffusion.masked import SCHEDULES
 from mmldlm.errors import MmldlmError
 from mmldlm.models.latent_transformer import EncodedLatent
 from mmldlm.models.mmdit.config import ModelConfig
-from mmldlm.sampling.decoding import DecodingState, DrawSettings, choose_lengths, draw_tokens
+from mmldlm.sampling.decoding import (
+    DecodingState,
+    choose_lengths,
+    draw_tokens,
+)
+from mmldlm.sampling.settings import DrawSettings
 from mmldlm.sampling.strategies import strategy_class
 from mmldlm.sampling.text import sample_text
 

@@ -11,7 +11,7 @@ import pytest
 
 from mmldlm.config.load import load_config
 from mmldlm.config.task_registry import find_task
-from mmldlm.inference.search import SearchOptions
+from mmldlm.inference.options import SearchOptions
 from mmldlm.sampling.strategies import strategy_class
 from studies.inversion import inversion
 from studies.inversion.arms import (
@@ -69,7 +69,7 @@ def test_runs_of_another_recipe_are_not_mixed_in(tmp_path):
 def test_every_way_is_one_that_its_task_has(way):
     task = TASKS[way.model]
     if way.sampler is None:
-        SearchOptions(**way.options).check(task, ())
+        SearchOptions(**way.options).check_search(task, ())
         return
     assert way.sampler in task.samplers["l2t"]
     unread = task.unread_options("l2t", way.sampler)

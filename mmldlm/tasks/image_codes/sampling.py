@@ -12,10 +12,14 @@ from torch import Tensor, nn
 
 from mmldlm.data.encoders.encoder import token_budget_batches
 from mmldlm.diffusion import MaskedDiffusion
-from mmldlm.sampling.decoding import DecodingState, DrawSettings, predict_lengths
+from mmldlm.sampling.decoding import (
+    DecodingState,
+    predict_lengths,
+)
 from mmldlm.sampling.device import device_of
 from mmldlm.sampling.latents import check_guidance_interval, latent_shape, pad_texts
 from mmldlm.sampling.records import Recorder, TextSamples
+from mmldlm.sampling.settings import DrawSettings
 from mmldlm.sampling.strategies import Observer, TextStrategy, strategy_class
 from mmldlm.sampling.text import start_decoding
 from mmldlm.tasks.image_codes.config import CODE_SAMPLERS, CODE_STEPS

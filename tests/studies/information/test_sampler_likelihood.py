@@ -17,10 +17,10 @@ DETERMINISTIC = [name for name, strategy in STRATEGIES.items() if strategy.deter
 WITH_STEPS = [
     (name, steps)
     for name in DETERMINISTIC
-    if "num_steps" in STRATEGIES[name].defaults
+    if "num_steps" in STRATEGIES[name].reads()
     for steps in (1, 2, 3)
 ]
-ADAPTIVE = [(name, None) for name in DETERMINISTIC if "num_steps" not in STRATEGIES[name].defaults]
+ADAPTIVE = [(name, None) for name in DETERMINISTIC if "num_steps" not in STRATEGIES[name].reads()]
 
 
 def likelihood(toy, model, sampler, steps=None, texts=None, latents=None, **options):

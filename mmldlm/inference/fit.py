@@ -1,0 +1,94 @@
+"""Options of `mmldlm sample` for one model: what its task and its latents read, and their
+defaults.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from mmldlm.errors import UserError
+from mmldlm.inference.options import (
+    IMAGE_KINDS,
+    READERS,
+    TASK_OPTIONS,
+    SampleOptions,
+    SearchOptions,
+    check_read,
+    defaults_of,
+)
+from mmldlm.tasks.pretrained import Pretrained
+from mmldlm.utils.settings import flags, options_of
+
+
+def fit_options(
+    pretrained: Pretrained, kind: str, given: Mapping[str, Any], seed: int = 0
+) -> tuple[str, SampleOptions]:
+    """Return the kind of samples and all options for a model; None for what it does not read.
+
+    Of a model of images, l2t, t2l and unconditional mean i2t, t2i and joint, with their defaults.
+
+    Args:
+        kind: One of KINDS.
+        given: Options that the user gave, which `SampleOptions.resolve` accepted.
+
+    Raises:
+        UserError: The task lacks the kind, the sampler, or an option that was given, or an option
+            of other latents was given.
+    """
+    if pretrained.image is not None:
+        words = {mode: word for word, mode in IMAGE_KINDS.items()}
+        kind = words.get(kind, kind)
+        check_read(kind, given)
+    values = defaults_of(kind) | dict(given)
+    if pretrained.image is not None:
+        _fit_to_latents(pretrained, kind, given, values)
+    _fit_to_task(pretrained, kind, given, values)
+    return kind, SampleOptions(**values, seed=seed)
+
+
+def _fit_to_latents(
+    pretrained: Pretrained, kind: str, given: Mapping[str, Any], values: dict[str, Any]
+) -> None:
+    """Refuse what the latents of a model of images do not read, and change defaults to theirs."""
+    task: Any = pretrained.task
+    assert pretrained.image is not None
+    if (
+        "guidance" not in given
+        and values["guidance"] is not None
+        and pretrained.condition_dropout == 0
+    ):
+        values["guidance"] = 1.0  # no null condition was trained
+    unread = task.unread_of_kinds.get(kind, ())
+    if wrong := [key for key in unread if key in given]:
+        latents = f"{pretrained.image['latents']}, which are {task.corruption}"
+        expected = f"options of `sample {kind}` for a model of {latents}"
+        raise UserError(expected, flags(wrong), "omit them")
+    values.update(dict.fromkeys(unread))
+    if kind == "t2i" and task.t2i_steps is not None and "num_steps" not in given:
+        values["num_steps"] = task.t2i_steps
+
+
+def _fit_to_task(
+    pretrained: Pretrained, kind: str, given: Mapping[str, Any], values: dict[str, Any]
+) -> None:
+    """Check kind, sampler and options against the task, and drop what it does not read."""
+    task = pretrained.task
+    pretrained.check_kind(kind, values["sampler"])
+    if values["sampler"] is None and kind in READERS["sampler"] and task.samplers[kind]:
+        values["sampler"] = task.samplers[kind][0]
+    unread = [key for key in TASK_OPTIONS if key not in task.sampling_options]
+    if wrong := [key for key in unread if key in given]:
+        known = flags(key for key in TASK_OPTIONS if kind in READERS[key] and key not in unread)
+        raise UserError(f"options that task={task.name} reads: {known}", flags(wrong), "omit them")
+    if kind == "l2t":
+        search = SearchOptions(**{key: values[key] for key in options_of(SearchOptions)})
+        search.check_search(task, given)
+    sampler = values["sampler"]
+    if sampler is not None:
+        of_others = task.unread_options(IMAGE_KINDS.get(kind, kind), sampler)
+        if wrong := [key for key in TASK_OPTIONS if key in given and key in of_others]:
+            fix = "omit them, or choose the --sampler that reads them"
+            raise UserError(f"options that --sampler {sampler} reads", flags(wrong), fix)
+        unread += of_others
+    values.update(dict.fromkeys(unread))
