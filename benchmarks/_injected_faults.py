@@ -114,7 +114,7 @@ class _Rows:
 @contextlib.contextmanager
 def in_gradient():
     """One element of the gradient that flows into the first block becomes Inf on rank 1."""
-    from mmldlm.models.mmdit.model import MultimodalMMDiT
+    from mmldlm.models.mmdit import MultimodalMMDiT
 
     forward, calls = MultimodalMMDiT.forward, [0]
 
@@ -124,7 +124,7 @@ def in_gradient():
             calls[0] += 1
             accum = int(os.environ["FAULT_ACCUM"])
             if rank() == 1 and calls[0] == (FAULT_STEP - 1) * accum + 1:
-                out["latent_pred"].register_hook(_one_inf)
+                out.latent.register_hook(_one_inf)
         return out
 
     with mock.patch.object(MultimodalMMDiT, "forward", planted):

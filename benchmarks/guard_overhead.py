@@ -163,7 +163,7 @@ def reads_off_cpu() -> int:
             name: tensor.to("meta") for name, tensor in variant.batch.tensors.items()
         }
         try:
-            with mock.patch("mmldlm.models.mmdit.packing.has_varlen", return_value=ragged):
+            with mock.patch("mmldlm.models.packing.has_varlen", return_value=ragged):
                 variant.loss().backward()
         except (RuntimeError, TypeError) as error:
             num_failed += 1

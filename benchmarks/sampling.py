@@ -42,7 +42,7 @@ from torch import Tensor  # noqa: E402
 from mmldlm.diffusion import MaskedDiffusion  # noqa: E402
 from mmldlm.models import MultimodalMMDiT  # noqa: E402
 from mmldlm.models.linear_cross_entropy import ROW_ALIGNMENT  # noqa: E402
-from mmldlm.models.mmdit.config import ModelConfig  # noqa: E402
+from mmldlm.models.mmdit_config import ModelConfig  # noqa: E402
 from mmldlm.sampling.text import sample_text  # noqa: E402
 
 CHUNKS = 4
@@ -107,11 +107,12 @@ class Ours:
         """What each call of the model computes."""
         found: list[Pass] = []
 
-        def note(module, args, kwargs):
-            real = args[4].sum(1)
-            found.append(Pass(len(real), int(real.sum()), len(kwargs["text_positions"])))
+        def note(module, args):
+            text, _, query = args
+            real = text.attention_mask.sum(1)
+            found.append(Pass(len(real), int(real.sum()), len(query.positions)))
 
-        handle = self.model.register_forward_pre_hook(note, with_kwargs=True)
+        handle = self.model.register_forward_pre_hook(note)
         self(sampler)
         handle.remove()
         return found

@@ -34,7 +34,7 @@ BAD = [
         "mmldlm.data.prepare.pipeline",
         "commands comes after data",
     ),
-    ("import mmldlm.data.store", "mmldlm.models.mmdit.model", "data comes after models"),
+    ("import mmldlm.data.store", "mmldlm.models.mmdit", "data comes after models"),
     (
         "from mmldlm.tasks.translation import objective",
         "mmldlm.diffusion.masked",
@@ -49,7 +49,7 @@ BAD = [
         "train comes after launch",
     ),
     ("from mmldlm import show", "mmldlm.observe.loss_plots", "no such room"),
-    ("import torch.distributed as dist", "mmldlm.models.mmdit.model", "knows nothing of ranks"),
+    ("import torch.distributed as dist", "mmldlm.models.mmdit", "knows nothing of ranks"),
     (
         "from torch.distributed import all_reduce",
         "mmldlm.diffusion.masked",
@@ -60,9 +60,9 @@ BAD = [
         "mmldlm.models.layers",
         "knows nothing of ranks",
     ),
-    ("def f():\n    import deepspeed", "mmldlm.models.mmdit.model", "knows nothing of ranks"),
+    ("def f():\n    import deepspeed", "mmldlm.models.mmdit", "knows nothing of ranks"),
     (
-        "from mmldlm.models.mmdit.model import MultimodalMMDiT",
+        "from mmldlm.models.mmdit import MultimodalMMDiT",
         "mmldlm.engines.fsdp",
         "engines import no model",
     ),

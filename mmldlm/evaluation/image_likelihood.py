@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from typing import Any
 
 import numpy as np
 import torch
@@ -16,9 +15,10 @@ from mmldlm.diffusion import MaskedDiffusion
 from mmldlm.errors import MmldlmError
 from mmldlm.evaluation.sentences import Sentences
 from mmldlm.evaluation.statistics import Estimate, mean
+from mmldlm.models.latent_transformer import LatentInputs, TextInputs
+from mmldlm.models.token_scores import TokenQuery
 from mmldlm.sampling.device import device_of
 from mmldlm.sampling.latents import pad_texts
-from mmldlm.tasks.image_codes.model import CodeTargets
 from mmldlm.tasks.pretrained import Pretrained
 from mmldlm.utils.counter_rng import Stream, normals, uniforms
 from mmldlm.utils.progress import ProgressCallback
@@ -82,15 +82,14 @@ def _error(
     model, process = pretrained.model, pretrained.latent_diffusion
     times = torch.full((len(clean),), t, dtype=torch.float64, device=clean.device)
     z = process.add_noise(clean, noise, times)
-    tokens = real = None
+    text = None
     if captions is not None:
         tokens, real = pad_texts(
             captions, model.config.eos_token_id, model.config.pad_token_id, clean.device
         )
-    no_positions = torch.empty(0, dtype=torch.int64, device=clean.device)
-    prediction = model(tokens, z, None, times.float(), real, text_positions=no_positions)[
-        "latent_pred"
-    ].float()
+        text = TextInputs(tokens, attention_mask=real)
+    no_text = TokenQuery(torch.empty(0, dtype=torch.int64, device=clean.device))
+    prediction = model(text, LatentInputs(z, times.float()), no_text).latent.float()
     x0 = process.to_x0(prediction, z, times)
     return (x0 - clean).double().square().flatten(1).mean(1)
 
@@ -185,15 +184,14 @@ def _nats(
     positions = masked.flatten().nonzero()[:, 0]
     rows = positions // ids.shape[1]
     weights = (1 / share)[rows]
-    tokens = real = None
-    own: dict[str, Any] = {}
+    text = None
     if captions is not None:
         tokens, real = pad_texts(captions, config.eos_token_id, config.pad_token_id, device)
-        own["text_positions"] = torch.empty(0, dtype=torch.int64, device=device)
-    wanted = CodeTargets(positions, ids.flatten()[positions], weights.float())
-    nll = model(tokens, noised[..., None], None, share.float(), real, latent_query=wanted, **own)[
-        "code_nll"
-    ]
+        text = TextInputs(tokens, attention_mask=real)
+    no_text = TokenQuery(torch.empty(0, dtype=torch.int64, device=device))
+    codes = TokenQuery(positions, ids.flatten()[positions], weights.float())
+    latents = LatentInputs(noised[..., None], share.float())
+    nll = model(text, latents, no_text, latent_query=codes).latent.nll
     return torch.zeros(len(ids), dtype=torch.float64, device=device).index_add_(
         0, rows, nll.double() * weights
     )

@@ -14,7 +14,8 @@ from torch import Tensor
 
 from mmldlm.data.encoders.encoder import token_budget_batches
 from mmldlm.inference.judges import estimate_embeddings, estimates_embeddings
-from mmldlm.models.latent_transformer import EncodedLatent
+from mmldlm.models.latent_transformer import EncodedLatent, LatentInputs, TextInputs
+from mmldlm.models.token_scores import TokenQuery
 from mmldlm.sampling.decoding import check_finite
 from mmldlm.sampling.device import device_of
 from mmldlm.sampling.judge import SamplingCost, cosines
@@ -118,7 +119,8 @@ class Editor:
         self._pretrained, self._cost, self._batch_tokens = pretrained, cost, batch_tokens
         model = pretrained.model
         with torch.inference_mode():
-            self._encoded = model.encode_latents(model.scale_latents(latents.to(device_of(model))))
+            points = model.scale_latents(latents.to(device_of(model)))
+            self._encoded = model.encode_latents(LatentInputs(points))
         self.estimates_shifts = estimates_embeddings(pretrained)
         self._special = [
             model.config.mask_token_id,
@@ -250,10 +252,8 @@ class Editor:
         t = self._pretrained.text_diffusion.timestep_of(
             1 / real.sum(1, dtype=torch.float64)
         ).float()
-        given = self._pretrained.model(
-            ids, None, t, None, real, text_positions=places, encoded=encoded
-        )
-        return given["text_logits"]
+        out = self._pretrained.model(TextInputs(ids, t, real), encoded, TokenQuery(places))
+        return out.text.logits
 
     def _estimate_shifts(self, texts: Sequence[Text], found: list[Edits]) -> None:
         """Fill in `shifts`: embeddings after an edit minus those before, both estimated by the

@@ -7,14 +7,14 @@ of this package.
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from mmldlm.models.mmdit.model import MultimodalMMDiT
+    from mmldlm.models.mmdit import MultimodalMMDiT
 
 __all__ = ["MultimodalMMDiT"]
 
 
 def __getattr__(name: str) -> Any:
     if name == "MultimodalMMDiT":
-        from mmldlm.models.mmdit.model import MultimodalMMDiT
+        from mmldlm.models.mmdit import MultimodalMMDiT
 
         return MultimodalMMDiT
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -12,8 +12,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from mmldlm.models.mmdit.config import ModelConfig
-from mmldlm.models.plain.config import PlainConfig
+from mmldlm.models.mmdit_config import ModelConfig
+from mmldlm.models.plain_config import PlainConfig
 
 FREQUENCIES = 256  # sinusoids of a timestep (models/layers.py)
 

@@ -1,47 +1,106 @@
-"""What the transformers over text and latents share: the scaling of latents, compiled blocks,
-files.
+"""What the two transformers over text and latents share: inputs and outputs of a forward pass, the
+scaling of latents, compiled blocks, files.
 """
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from mmldlm.errors import UserError
 from mmldlm.models import pretrained_io
+from mmldlm.models.token_scores import TokenScores
+
+
+class TextInputs(NamedTuple):
+    """Texts of a batch.
+
+    Attributes:
+        tokens: int64, S <= max_seq_len. [B, S]
+        timesteps: In [0, 1], 0 clean, 1 fully masked; None: 0. [B]
+        attention_mask: bool, True for real tokens; None: all are. Tokens at a False position do
+            not change results at a True one. [B, S]
+        is_null: bool, samples whose text is replaced by the learned null; None: none. [B]
+        token_positions: int64 indices into B * S, ascending, of the text that may be attended to:
+            the real tokens, of a null text its first position. Where a query names positions,
+            only these are computed. None: found from the mask on a CPU; on a GPU, where that
+            would make the host wait, padding is computed, too. [N]
+    """
+
+    tokens: Tensor
+    timesteps: Tensor | None = None
+    attention_mask: Tensor | None = None
+    is_null: Tensor | None = None
+    token_positions: Tensor | None = None
+
+
+class LatentInputs(NamedTuple):
+    """Latents of a batch.
+
+    Attributes:
+        values: In model space (`scale_latents`). [B, D] or [B, N, D]
+        timesteps: In [0, 1], 0 clean, 1 pure noise; None: 0. [B]
+        is_null: bool, samples whose latents are replaced by the learned null; None: none. [B]
+    """
+
+    values: Tensor
+    timesteps: Tensor | None = None
+    is_null: Tensor | None = None
 
 
 class EncodedLatent(NamedTuple):
-    """A latent as the blocks read it; it does not change during sampling, so it is computed once.
+    """Latents as the blocks read them; they do not change while a text is sampled, so they are
+    computed once.
 
     Attributes:
-        tokens: chunk tokens; None without them. [B, M, H]
-        pooled: pooled latent; None without one. [B, C]
-        keys_values: of each block's cross-attention; None: not computed yet.
-        side: what the text reads of a subclass's side inputs; None without them. [B, C]
+        tokens: Chunk tokens; None without them. [B, M, H]
+        pooled: Pooled latent; None without one. [B, C]
+        keys_values: Those of each block's cross-attention; None: not computed yet.
+        side: What the text reads of a subclass's side inputs; None without them. [B, C]
+        timesteps: Those of the latents. [B]
     """
 
     tokens: Tensor | None = None
     pooled: Tensor | None = None
     keys_values: tuple[tuple[Tensor, Tensor], ...] | None = None
     side: Tensor | None = None
+    timesteps: Tensor | None = None
 
     def select(self, rows: Tensor) -> EncodedLatent:
-        """That of the samples rows [B'] int64."""
+        """Return the latents of the samples rows [B'] int64."""
         keys_values = self.keys_values
         if keys_values is not None:
             keys_values = tuple(
                 (key.index_select(0, rows), value.index_select(0, rows))
                 for key, value in keys_values
             )
-        tokens, pooled, side = (
+        tokens, pooled, side, timesteps = (
             None if x is None else x.index_select(0, rows)
-            for x in (self.tokens, self.pooled, self.side)
+            for x in (self.tokens, self.pooled, self.side, self.timesteps)
         )
-        return EncodedLatent(tokens, pooled, keys_values, side)
+        return EncodedLatent(tokens, pooled, keys_values, side, timesteps)
+
+
+class ModelOutput(NamedTuple):
+    """Result of a forward pass. A NamedTuple, because the hooks of DeepSpeed's ZeRO-3 walk tuples,
+    lists and dicts alone.
+
+    Attributes:
+        text: Scores of the tokens; None without a text.
+        latent: What the latent head predicts: fp32 [B, P * D] or, as the latents, [B, N, P * D],
+            with P predictions each; of a subclass what its `latent_outputs` returns. None for
+            encoded latents, and of a model that predicts none.
+        length_logits: fp32 logits of the lengths 1..max_seq_len (EOS counted), given the latents
+            if they are clean, without them otherwise; None for encoded latents, and of a causal
+            model. [B, max_seq_len]
+    """
+
+    text: TokenScores | None = None
+    latent: Any = None
+    length_logits: Tensor | None = None
 
 
 class LatentTransformer(nn.Module):
@@ -111,6 +170,12 @@ class LatentTransformer(nn.Module):
         """Model space [..., D] -> encoder's latents, fp32."""
         return latents.float() * self.latent_std.float() + self.latent_mean.float()
 
+    def null_latents(self, batch: int) -> LatentInputs:
+        """Return the inputs of samples without latents, which the learned null replaces."""
+        config, device = self.config, self.latent_mean.device
+        values = torch.zeros(batch, config.num_latents, config.latent_dim, device=device)
+        return LatentInputs(values, is_null=torch.ones(batch, dtype=torch.bool, device=device))
+
     def check_latents(self, points: Tensor) -> None:
         """Raise a ValueError for latents [B, N, D] whose shape does not fit the config."""
         config = self.config
@@ -171,22 +236,3 @@ def check_config(config) -> None:
                 f"model.{key}={getattr(config, key)}",
                 "use the vocabulary size and ids of the tokenizer the data was prepared with",
             )
-
-
-def rows_of_positions(positions: Tensor, packed: Tensor | None) -> Tensor:
-    """[M] index among the computed text tokens of positions in B * S.
-
-    Args:
-        packed: ascending positions that are computed; None: all. [N]
-
-    Raises:
-        ValueError: (on a CPU) a position that is not computed.
-    """
-    if packed is None:
-        return positions
-    rows = torch.searchsorted(packed, positions.contiguous())
-    if packed.device.type == "cpu" and not torch.equal(
-        packed[rows.clamp_max(len(packed) - 1)], positions
-    ):
-        raise ValueError("text_positions names padding: only real tokens are computed")
-    return rows

@@ -16,6 +16,8 @@ from torch.nn.modules.module import _has_any_global_hook
 # nearly all of the 256 dimensions are constant.
 TIMESTEP_SCALE = 1000.0
 MAX_CACHED = 8  # tables per function
+NORM_EPS = 1e-6
+QK_EPS = 1e-6
 
 
 def compute_dtype(tensor: Tensor) -> torch.dtype:
@@ -221,3 +223,54 @@ def rotary_table(length: int, head_dim: int, device, theta: float = 1e4) -> Tens
 def modulate(x: Tensor, shift: Tensor, scale: Tensor) -> Tensor:
     """x [..., H] * scale + shift; both [..., H], of x's shape or broadcast to it."""
     return torch.addcmul(shift, x, scale)
+
+
+def apply_null_condition(
+    x: Tensor, null: Tensor, is_null: Tensor, rows: Tensor | None = None
+) -> Tensor:
+    """x with the null embedding in place of some samples' values, in the wider dtype of both (with
+    `rows` in x's).
+
+    Args:
+        x: values of samples [B, ...]; with `rows` [N, H].
+        null: embedding of a condition that is not given, broadcast to a sample's values.
+        is_null: samples without a condition. [B] bool
+        rows: the one row of each sample that is replaced. [B]
+    """
+    mask = is_null.view(-1, *(1,) * (x.dim() - 1))
+    if rows is None:
+        return torch.where(mask, null, x)
+    return x.index_copy(0, rows, torch.where(mask, null.to(x.dtype), x.index_select(0, rows)))
+
+
+class _Embedding(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, weight, ids):
+        ctx.save_for_backward(ids)
+        ctx.num_embeddings = len(weight)
+        return F.embedding(ids, weight)
+
+    @staticmethod
+    def backward(ctx, grad):
+        (ids,) = ctx.saved_tensors
+        table = grad.new_zeros(ctx.num_embeddings, grad.shape[1])
+        if grad.dtype in (torch.float32, torch.float64):
+            return table.index_add_(0, ids, grad), None
+        # Summed in fp32: added one by one in bf16, the many rows of [MASK] would each be rounded.
+        unique_ids, inverse = ids.unique(return_inverse=True)
+        sums = torch.zeros(len(unique_ids), grad.shape[1], device=grad.device).index_add_(
+            0, inverse, grad.float()
+        )
+        return table.index_copy_(0, unique_ids, sums.to(grad.dtype)), None
+
+
+def embedding(weight: Tensor, ids: Tensor) -> Tensor:
+    """F.embedding of ids [N]: weight [V, H] -> [N, H]."""
+    if weight.device.type != "cpu":
+        return F.embedding(ids, weight)  # elsewhere additions would race
+    return _Embedding.apply(weight, ids)
+
+
+def embed_ids(table: nn.Embedding, ids: Tensor) -> Tensor:
+    """Rows [N, H] of a table for ids [N], by `embedding` where the module need not be called."""
+    return embedding(table.weight, ids) if has_no_hooks(table, nn.Embedding) else table(ids)

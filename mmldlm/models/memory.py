@@ -8,8 +8,8 @@ counts against the storages that autograd keeps.
 from __future__ import annotations
 
 from mmldlm.models.flops import FREQUENCIES, latent_rows
-from mmldlm.models.mmdit.config import ModelConfig
-from mmldlm.models.plain.config import PlainConfig
+from mmldlm.models.mmdit_config import ModelConfig
+from mmldlm.models.plain_config import PlainConfig
 
 # Of models/linear_cross_entropy.py; elements on a CPU, on a GPU.
 _CHUNK_ELEMENTS, _CHUNK_ROWS, _SHARE_ROWS, _ROW_ALIGNMENT = (8 << 20, 64 << 20), 64, 64, 64
@@ -19,7 +19,7 @@ def mmdit_activation_bytes(model: ModelConfig, batch: int, length: int, dtype: s
     """Bytes that autograd keeps for one micro-batch; attention is a fused kernel, which keeps no
     weights.
 
-    Counted from mmldlm/models/mmdit/fused_block.py, which keeps products of matrices only, and no
+    Counted from mmldlm/models/fused_block.py, which keeps products of matrices only, and no
     masks of dropout. With gradient checkpointing: every block's inputs, and the whole of the one
     block that is being computed again.
     """
@@ -64,7 +64,7 @@ def mmdit_working_bytes(model: ModelConfig, batch: int, length: int, dtype: str)
     """Most bytes that the backward pass of one block needs for its own results, while all that is
     kept is still there.
 
-    Counted from mmldlm/models/mmdit/fused_block.py: gradients of modulation and norms of every
+    Counted from mmldlm/models/fused_block.py: gradients of modulation and norms of every
     row, of what goes into and out of the products, and the hidden layer of the MLP with its two
     gradients.
     """

@@ -25,7 +25,7 @@ from mmldlm.utils.json_files import plain_value, read_json
 from mmldlm.utils.validation import describe_problems
 
 if TYPE_CHECKING:
-    from mmldlm.models.mmdit.model import MultimodalMMDiT
+    from mmldlm.models.mmdit import MultimodalMMDiT
 
 AnySection = TypeVar("AnySection", bound=Section)
 

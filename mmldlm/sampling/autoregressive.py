@@ -11,8 +11,7 @@ import torch
 from torch import Tensor
 
 from mmldlm.errors import UserError
-from mmldlm.models.plain.decode import TextCache, next_logits, start_text
-from mmldlm.models.plain.model import PlainTransformer
+from mmldlm.models.plain import PlainTransformer, TextCache, next_logits, start_text
 from mmldlm.sampling.decoding import check_finite, draw_tokens
 from mmldlm.sampling.device import device_of
 from mmldlm.sampling.records import Recorder, TextSamples, report_changes

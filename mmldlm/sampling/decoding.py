@@ -8,6 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from mmldlm.errors import MmldlmError
+from mmldlm.models.latent_transformer import LatentInputs, TextInputs
+from mmldlm.models.token_scores import TokenQuery
 from mmldlm.sampling.device import device_of
 from mmldlm.utils.counter_rng import Stream, uniforms
 
@@ -203,9 +205,8 @@ def predict_lengths(
     uniform = uniforms(seed, Stream.LENGTH, range(count), (1,))[:, 0].to(device)
     if latents is None:
         start = torch.full((1, 1), model.config.mask_token_id, dtype=torch.int64, device=device)
-        logits = model(start, None, text_positions=start.new_empty(0))["length_logits"].expand(
-            count, -1
-        )
+        out = model(TextInputs(start), None, TokenQuery(start.new_empty(0)))
+        logits = out.length_logits.expand(count, -1)
         return choose_lengths(logits, rule, uniform).cpu()
     parts = []
     for logits, part_uniform in zip(
@@ -219,7 +220,7 @@ def _length_logits(model: nn.Module, latents: Tensor, batch_size: int) -> Iterat
     """Yield the length head's logits [B, L], batch by batch."""
     device = device_of(model)
     for part in latents.split(batch_size):
-        yield model(None, model.scale_latents(part.to(device)))["length_logits"]
+        yield model(None, LatentInputs(model.scale_latents(part.to(device)))).length_logits
 
 
 @torch.inference_mode()

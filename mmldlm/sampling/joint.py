@@ -9,6 +9,8 @@ from torch import Tensor, nn
 
 from mmldlm.diffusion import MaskedDiffusion
 from mmldlm.diffusion.process import LatentProcess
+from mmldlm.models.latent_transformer import LatentInputs, TextInputs
+from mmldlm.models.token_scores import TokenQuery
 from mmldlm.sampling.decoding import (
     predict_lengths,
 )
@@ -87,11 +89,13 @@ def sample_joint(
             t = torch.full((len(rows),), time, dtype=torch.float32, device=device)
             positions = strategy.positions()
             out = model(
-                state.tokens, z, strategy.timesteps(), t, state.real, text_positions=positions
+                TextInputs(state.tokens, strategy.timesteps(), state.real),
+                LatentInputs(z, t),
+                TokenQuery(positions),
             )
-            prediction = out["latent_pred"].float()
+            prediction = out.latent.float()
             z = latent_solver.step(k, z, lambda z, t, given=prediction: given)
-            strategy.take_pass(positions, out["text_logits"], observer if len(positions) else None)
+            strategy.take_pass(positions, out.text.logits, observer if len(positions) else None)
             done += len(rows)
             if progress is not None:
                 progress(done, num_samples * steps)

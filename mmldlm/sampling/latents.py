@@ -13,6 +13,8 @@ from torch import Tensor, nn
 from mmldlm.data.encoders.encoder import token_budget_batches
 from mmldlm.diffusion.process import LatentProcess
 from mmldlm.errors import MmldlmError, UserError
+from mmldlm.models.latent_transformer import LatentInputs, TextInputs
+from mmldlm.models.token_scores import TokenQuery
 from mmldlm.sampling.device import device_of
 from mmldlm.utils.counter_rng import Stream, normals
 
@@ -314,12 +316,11 @@ def _predict(
     t: float,
     guidance: float,
 ) -> Tensor:
-    times = _times(t, z)
-    no_positions = torch.empty(0, dtype=torch.int64, device=z.device)
-    prediction = model(tokens, z, None, times.float(), real, text_positions=no_positions)[
-        "latent_pred"
-    ]
-    if guidance != 1.0 and tokens is not None:
-        null = model(None, z, None, times.float())["latent_pred"]
+    latents = LatentInputs(z, _times(t, z).float())
+    text = None if tokens is None else TextInputs(tokens, attention_mask=real)
+    no_text = TokenQuery(torch.empty(0, dtype=torch.int64, device=z.device))
+    prediction = model(text, latents, no_text).latent
+    if guidance != 1.0 and text is not None:
+        null = model(None, latents).latent
         prediction = null + guidance * (prediction - null)
     return prediction.float()

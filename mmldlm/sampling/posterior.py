@@ -14,7 +14,8 @@ from torch import Tensor, nn
 from mmldlm.data.encoders.encoder import token_budget_batches
 from mmldlm.diffusion.gidd import self_correct
 from mmldlm.diffusion.process import DivergenceProcess
-from mmldlm.models.latent_transformer import EncodedLatent
+from mmldlm.models.latent_transformer import EncodedLatent, LatentInputs, TextInputs
+from mmldlm.models.token_scores import TokenQuery
 from mmldlm.sampling.decoding import DecodingState, check_finite, predict_lengths
 from mmldlm.sampling.device import device_of
 from mmldlm.sampling.records import Recorder, TextSamples, report_changes
@@ -71,12 +72,12 @@ class _Denoiser:
         state = self.state
         self.num_calls += 1
         times = torch.full((len(tokens),), t, device=tokens.device)
-        shared = dict(attention_mask=state.real, text_positions=positions)
-        logits = self.model(tokens, None, times, encoded=self.given, **shared)["text_logits"]
+        text, query = TextInputs(tokens, times, state.real), TokenQuery(positions)
+        logits = self.model(text, self.given, query).text.logits
         if self.recorder is not None:
             self.recorded = logits.clone()
         if self._is_guided:
-            null = self.model(tokens, None, times, **shared)["text_logits"]
+            null = self.model(text, None, query).text.logits
             logits = null + self.guidance * (logits - null)
         is_last = state.is_last.flatten()[positions]
         logits[:, [state.mask_token_id, state.pad_token_id, state.eos_token_id]] = float("-inf")
@@ -208,7 +209,8 @@ def _start(
         config.mask_token_id
     )  # also the EOS of a text without words: it is a token like others
     if latents is not None:
-        given = model.encode_latents(model.scale_latents(latents.to(device)), caches=True)
+        points = model.scale_latents(latents.to(device))
+        given = model.encode_latents(LatentInputs(points), caches=True)
     return _Denoiser(model, state, given, guidance)
 
 

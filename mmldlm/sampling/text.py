@@ -11,7 +11,8 @@ from torch import Tensor, nn
 from mmldlm.data.encoders.encoder import token_budget_batches
 from mmldlm.diffusion import MaskedDiffusion
 from mmldlm.diffusion.process import LatentProcess
-from mmldlm.models.latent_transformer import EncodedLatent
+from mmldlm.models.latent_transformer import EncodedLatent, LatentInputs, TextInputs
+from mmldlm.models.token_scores import TokenQuery
 from mmldlm.sampling.decoding import (
     DecodingState,
     most_probable_lengths,
@@ -39,13 +40,13 @@ class Denoiser:
     """
 
     def __init__(self, model: nn.Module, latents: Tensor | None, times: Tensor | None = None):
-        self.model, self.times, self.num_rows, self.num_scored = model, times, 0, 0
+        self.model, self.num_rows, self.num_scored = model, 0, 0
         self.encoded: EncodedLatent | None = None
         if latents is not None and times is not None:
-            self.encoded = model.encode_latents(latents, timesteps=times, caches=True)
+            self.encoded = model.encode_latents(LatentInputs(latents, times), caches=True)
         elif latents is not None:
             given = model.scale_latents(latents.to(device_of(model)))
-            self.encoded = model.encode_latents(given, caches=True)
+            self.encoded = model.encode_latents(LatentInputs(given), caches=True)
 
     @property
     def has_latents(self) -> bool:
@@ -61,24 +62,22 @@ class Denoiser:
             timesteps: [B] fp32 of the texts.
             null: leave the condition out.
         """
-        width, more = state.tokens.shape[1], {}
+        width = state.tokens.shape[1]
         rows, row_index = torch.unique(positions // width, return_inverse=True)
         everything = len(rows) == len(state.tokens)
         self.num_rows += len(rows)
         self.num_scored += len(positions)
 
-        def select(values: Tensor | None) -> Tensor | None:
-            return values if values is None or everything else values[rows]
+        def select(values: Tensor) -> Tensor:
+            return values if everything else values[rows]
 
-        times = None
         if null or self.encoded is None:
-            more["encoded"] = self.model.encode_latents(None, batch=len(rows))
+            encoded = self.model.encode_latents(None, batch=len(rows))
         else:
-            times = select(self.times)
-            more["encoded"] = self.encoded if everything else self.encoded.select(rows)
-        given = select(state.tokens), None, select(timesteps), times, select(state.real)
-        active = row_index * width + positions % width
-        return self.model(*given, text_positions=active, **more)["text_logits"]
+            encoded = self.encoded if everything else self.encoded.select(rows)
+        text = TextInputs(select(state.tokens), select(timesteps), select(state.real))
+        query = TokenQuery(row_index * width + positions % width)
+        return self.model(text, encoded, query).text.logits
 
 
 def noised_latents(

@@ -9,6 +9,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from mmldlm.diffusion import MaskedDiffusion
+from mmldlm.models.latent_transformer import LatentInputs, TextInputs
+from mmldlm.models.token_scores import TokenQuery
 
 
 @dataclass
@@ -59,20 +61,15 @@ def masked_text_scores(
     owner = positions // width
     weight = (1 / fraction)[owner]
     out = model(
-        noised,
-        latents,
-        t.float(),
-        None,
-        real,
-        text_positions=positions,
-        text_targets=tokens.flatten()[positions],
-        text_weights=weight.float(),
+        TextInputs(noised, t.float(), real),
+        None if latents is None else LatentInputs(latents),
+        TokenQuery(positions, tokens.flatten()[positions], weight.float()),
     )
     return TextScores(
-        sum_by_row(out["text_nll"].double() * weight, owner, len(tokens)),
-        sum_by_row(out["text_correct"].double(), owner, len(tokens)),
+        sum_by_row(out.text.nll.double() * weight, owner, len(tokens)),
+        sum_by_row(out.text.correct.double(), owner, len(tokens)),
         masked.sum(1),
-        F.cross_entropy(out["length_logits"], real.sum(1) - 1, reduction="none"),
+        F.cross_entropy(out.length_logits, real.sum(1) - 1, reduction="none"),
     )
 
 

@@ -122,7 +122,7 @@ def cache_difference(run: Path, store: str, count: int = 16) -> float:
     from mmldlm.data.store import Store
     from mmldlm.evaluation.sentences import choose_sentences
     from mmldlm.inference.load import load_pretrained
-    from mmldlm.models.plain.decode import next_logits, start_text
+    from mmldlm.models.plain import next_logits, start_text
     from mmldlm.sampling.latents import pad_texts
 
     pretrained = load_pretrained(run / "latest")
@@ -155,6 +155,8 @@ def bound_difference(run: Path, store: str, count: int = 64, draws: int = 4) -> 
     from mmldlm.diffusion.timesteps import arcsine
     from mmldlm.evaluation.sentences import choose_sentences
     from mmldlm.inference.load import load_pretrained
+    from mmldlm.models.latent_transformer import TextInputs
+    from mmldlm.models.token_scores import TokenQuery
     from mmldlm.sampling.latents import pad_texts
     from mmldlm.tasks.text_scores import sum_by_row
     from mmldlm.utils.counter_rng import Stream, uniforms
@@ -175,17 +177,10 @@ def bound_difference(run: Path, store: str, count: int = 64, draws: int = 4) -> 
             positions = (noised == config.mask_token_id).flatten().nonzero()[:, 0]
             owner, targets = positions // tokens.shape[1], tokens.flatten()[positions]
             out = model(
-                noised,
+                TextInputs(noised, t.float(), real),
                 None,
-                t.float(),
-                None,
-                real,
-                text_positions=positions,
-                text_targets=targets,
-                text_weights=torch.ones(len(targets)),
+                TokenQuery(positions, targets, torch.ones(len(targets))),
             )
-            theirs = sum_by_row(
-                out["text_nll"].double() * (density / t)[owner], owner, len(tokens)
-            )
+            theirs = sum_by_row(out.text.nll.double() * (density / t)[owner], owner, len(tokens))
             difference += float((ours - theirs).sum())
     return abs(difference) / draws / float(real.sum())

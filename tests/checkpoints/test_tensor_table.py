@@ -36,7 +36,7 @@ SIZES = {
 
 def built(**more):
     from mmldlm.models import MultimodalMMDiT
-    from mmldlm.models.mmdit.config import ModelConfig
+    from mmldlm.models.mmdit_config import ModelConfig
 
     config = ModelConfig(**{**SIZES, **more})
     return config.model_dump(), MultimodalMMDiT(config).state_dict()

@@ -21,7 +21,7 @@ from mmldlm.debug import sanity as sanity_steps
 from mmldlm.debug.sanity import SanityRunner
 from mmldlm.debug.sanity_checks import CHECKS, FAIL, NOT_RUN, PASS
 from mmldlm.errors import UserError
-from mmldlm.models.mmdit import model as mmdit
+from mmldlm.models import mmdit
 from mmldlm.tasks.translation.data import open_data
 from mmldlm.tasks.translation.objective import TranslationObjective
 from tests.support.helpers import launch

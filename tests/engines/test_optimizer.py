@@ -5,7 +5,7 @@ from mmldlm.config.schema import OptimizerConfig
 from mmldlm.engines.optimizer import build_optimizer, clipped_step, learning_rate, parameter_groups
 from mmldlm.engines.parameter_plan import ParameterPlan
 from mmldlm.models import MultimodalMMDiT
-from mmldlm.models.mmdit.config import ModelConfig
+from mmldlm.models.mmdit_config import ModelConfig
 from mmldlm.tasks.translation.parameter_plan import no_decay_names
 
 

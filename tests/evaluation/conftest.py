@@ -94,7 +94,7 @@ class Words:
 
 def small_model(seed: int = 0, gates: float = 0.2, **shape):
     from mmldlm.models import MultimodalMMDiT
-    from mmldlm.models.mmdit.config import ModelConfig
+    from mmldlm.models.mmdit_config import ModelConfig
 
     torch.manual_seed(seed)
     values = {

@@ -24,6 +24,8 @@ from mmldlm.evaluation.nelbo import measure
 from mmldlm.evaluation.sentences import choose_sentences
 from mmldlm.evaluation.settings import GainSettings
 from mmldlm.evaluation.statistics import derangement, ratio
+from mmldlm.models.latent_transformer import ModelOutput
+from mmldlm.models.token_scores import TokenScores
 from mmldlm.tasks.text_scores import masked_text_scores
 
 
@@ -44,18 +46,13 @@ class Known(torch.nn.Module):
     def scale_latents(self, raw):
         return raw
 
-    def forward(
-        self, tokens, latents, t, latent_t, mask, *, text_positions, text_targets, text_weights
-    ):
-        batch, width = tokens.shape
-        assert bool((tokens.flatten()[text_positions] == self.config.mask_token_id).all())
-        assert bool(mask.flatten()[text_positions].all())
-        own = self.nll(latents, batch)[text_positions // width]
-        return {
-            "text_nll": own,
-            "text_correct": own < 1e-6,
-            "length_logits": torch.zeros(batch, 64),
-        }
+    def forward(self, text, latents, query):
+        (batch, width), positions = text.tokens.shape, query.positions
+        assert bool((text.tokens.flatten()[positions] == self.config.mask_token_id).all())
+        assert bool(text.attention_mask.flatten()[positions].all())
+        nll = self.nll(None if latents is None else latents.values, batch)[positions // width]
+        scores = TokenScores(nll=nll, correct=nll < 1e-6)
+        return ModelOutput(scores, length_logits=torch.zeros(batch, 64))
 
 
 def texts_of(count=400, longest=30):
@@ -180,7 +177,7 @@ def test_the_batch_size_reaches_every_pass_and_changes_no_figure(pretrained, sto
     forward = type(pretrained.model).forward
 
     def watched(self, text, *rest, **more):
-        widest.append(0 if text is None else text.numel())
+        widest.append(0 if text is None else text.tokens.numel())
         return forward(self, text, *rest, **more)
 
     monkeypatch.setattr(type(pretrained.model), "forward", watched)

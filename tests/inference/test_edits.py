@@ -15,6 +15,7 @@ from mmldlm.inference import edits as edits_module
 from mmldlm.inference.edits import DELETE, INSERT, SUBSTITUTE, Editor, Edits
 from mmldlm.inference.judges import estimate_embeddings
 from mmldlm.sampling.judge import SamplingCost
+from tests.support.forward import run_model
 
 
 def made(shifts=None, ratios=(0.0, 0.0, 0.0, 0.0)) -> Edits:
@@ -53,7 +54,9 @@ def test_ratios_are_the_models_own_and_texts_are_distinct(editor, pretrained, hi
     ids = torch.tensor([[*text, model.config.eos_token_id]])
     ids[0, place] = model.config.mask_token_id
     t = pretrained.text_diffusion.timestep_of(torch.tensor([1 / ids.shape[1]])).float()
-    logits = model(ids, model.scale_latents(hidden[1][[owner]]), t)["text_logits"][0, place]
+    logits = run_model(model, ids, model.scale_latents(hidden[1][[owner]]), t).text.logits[
+        0, place
+    ]
     expected = (logits[edits.tokens[row]] - logits[text[place]]).item()
     assert edits.log_ratios[row] == pytest.approx(expected, abs=1e-4)
     assert not set(edits.tokens.tolist()) & {0, 1, 2}  # no [MASK], [PAD] or EOS

@@ -264,9 +264,9 @@ def test_a_noised_condition_needs_its_training_and_is_given_with_its_timestep(
     seen = []
 
     class Watched(toys.Toy):
-        def forward(self, tokens, latents, t, latent_t, *rest, **more):
-            seen.append((more["encoded"].tokens.clone(), latent_t))
-            return super().forward(tokens, latents, t, latent_t, *rest, **more)
+        def forward(self, text, latents=None, query=None):
+            seen.append((latents.tokens.clone(), latents.timesteps))
+            return super().forward(text, latents, query)
 
         def logits(self, tokens, latents, t, real):
             return torch.zeros(*tokens.shape, self.config.vocab_size)
@@ -618,7 +618,7 @@ def test_unit_norm_is_known_from_encoder_or_statistics(checkpoint, tmp_path):
 
 def test_a_model_of_several_latents_a_text_reads_and_writes_them_all(checkpoint, tmp_path):
     from mmldlm.models import MultimodalMMDiT
-    from mmldlm.models.mmdit.config import ModelConfig
+    from mmldlm.models.mmdit_config import ModelConfig
 
     several = shutil.copytree(checkpoint, tmp_path / "several")
     config = json.loads((checkpoint / "config.json").read_text())

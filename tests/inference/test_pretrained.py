@@ -94,7 +94,7 @@ def test_a_bf16_export_is_widened(run, tmp_path):
 
 
 def test_a_tied_model_has_one_embedding(checkpoint, tmp_path):
-    from mmldlm.models.mmdit.config import ModelConfig
+    from mmldlm.models.mmdit_config import ModelConfig
 
     values = json.loads((checkpoint / "config.json").read_text())
     known = {key: value for key, value in values.items() if key in ModelConfig.model_fields}

@@ -16,7 +16,7 @@ from mmldlm.diffusion.gidd import GiddProcess
 from mmldlm.diffusion.hdlm import HierarchicalProcess
 from mmldlm.errors import UserError
 from mmldlm.inference.load import load_pretrained
-from mmldlm.models.plain.model import PlainTransformer
+from mmldlm.models.plain import PlainTransformer
 from mmldlm.sampling.autoregressive import write_texts
 from mmldlm.sampling.joint import sample_joint
 from mmldlm.sampling.posterior import sample_by_posterior

@@ -17,7 +17,8 @@ from mmldlm.data.prepare.options import ImageOptions
 from mmldlm.data.prepare.pipeline import prepare
 from mmldlm.errors import UserError
 from mmldlm.models.flops import estimate_flops
-from mmldlm.models.mmdit.encoders import grid_positions
+from mmldlm.models.mmdit import grid_positions
+from tests.support.forward import run_model
 from tests.support.image_store import make_image_store
 
 GRIDS = [[4, 4], [6, 6]]
@@ -170,7 +171,7 @@ def test_every_image_weighs_the_same_whatever_its_size(run):
         model.eval()
         out = task.objective(data.config)._forward(model, tensors, tensors["text_weights"])
         is_scored = tensors["latent_weights"] > 0
-        error = (out["latent_pred"] - tensors["latent_targets"]).square().mean(-1)
+        error = (out.latent - tensors["latent_targets"]).square().mean(-1)
         assert error.shape == (GLOBAL_BATCH, count)
         errors += error.mean(-1)[is_scored].tolist()
         loss, metrics = task.objective(data.config)(model, noised)
@@ -206,7 +207,7 @@ def test_an_image_has_the_positions_of_its_own_grid(stores, grid, rope):
     latents = torch.randn(2, count, 16)
     with torch.no_grad():
         found, expected = (
-            own(tokens, latents, attention_mask=tokens > 0) for own in (model, single)
+            run_model(own, tokens, latents, attention_mask=tokens > 0) for own in (model, single)
         )
     for name in ("latent_pred", "text_logits", "length_logits"):
         torch.testing.assert_close(found[name], expected[name])
@@ -217,7 +218,7 @@ def test_another_number_of_latents_is_an_error(run):
     with pytest.raises(
         ValueError, match=r"25 latents, but model.latent_grids is \[\[4, 4\], \[6, 6\]\]"
     ):
-        model(torch.tensor([[5, 2]]), torch.randn(1, 25, 16))
+        run_model(model, torch.tensor([[5, 2]]), torch.randn(1, 25, 16))
 
 
 def test_what_cannot_have_sizes_is_refused(stores, tmp_path):

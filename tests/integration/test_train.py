@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 
+from tests.support.forward import run_model
 from tests.support.helpers import ROOT, launch, read_log, train_words
 
 pytestmark = pytest.mark.long
@@ -146,7 +147,7 @@ def test_from_training_to_text_again(store, tmp_path):
     assert main(["convert", str(run / "latest"), str(out)]) == 0
     model = MultimodalMMDiT.from_pretrained(out)
     assert torch.isfinite(
-        model(torch.randint(4, 1000, (2, 5)), torch.randn(2, 384))["latent_pred"]
+        run_model(model, torch.randint(4, 1000, (2, 5)), torch.randn(2, 384)).latent
     ).all()
     np.save(tmp_path / "x.npy", np.load(store / "validation" / "latents.npy")[:3])
     common = ["--checkpoint", str(out), "--num-steps", "4", "--output-dir"]

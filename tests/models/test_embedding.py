@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from mmldlm.models.embedding import embedding
+from mmldlm.models.layers import embedding
 
 
 def test_gradients_are_those_of_torch_also_when_they_add_up():

@@ -10,9 +10,10 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from mmldlm.models import MultimodalMMDiT
 from mmldlm.models.flops import estimate_flops
-from mmldlm.models.mmdit.block import MMDiTBlock
-from mmldlm.models.mmdit.config import ModelConfig
-from mmldlm.models.plain.model import PlainTransformer
+from mmldlm.models.mmdit import MMDiTBlock
+from mmldlm.models.mmdit_config import ModelConfig
+from mmldlm.models.plain import PlainTransformer
+from tests.support.forward import run_model
 from tests.support.plain_models import SHAPES, batch_of, configured
 
 SHAPE = Shape("small", depth=2, width=128, length=48, batch=4, vocab=1500, latent=96)
@@ -109,7 +110,7 @@ def test_flops_of_an_image_agree_with_torchs_counter(num_latents, grid):
         )
         scored = torch.zeros(13, dtype=torch.int64)
     with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter, torch.no_grad():
-        model(tokens, latents, t, t, text_positions=scored)
+        run_model(model, tokens, latents, t, t, text_positions=scored)
     found = estimate_flops(config, [9] * 3, 13)
     assert counter.get_total_flops() == found.forward
 
@@ -141,7 +142,7 @@ def test_flops_of_each_of_several_sizes_agree_with_torchs_counter(num_latents):
         )
         scored = torch.zeros(13, dtype=torch.int64)
     with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter, torch.no_grad():
-        model(tokens, latents, t, t, text_positions=scored)
+        run_model(model, tokens, latents, t, t, text_positions=scored)
     found = estimate_flops(config, [9] * 3, 13, num_latents=num_latents)
     assert counter.get_total_flops() == found.forward
 
@@ -152,6 +153,6 @@ def test_a_plain_transformer_agrees_with_torchs_counter(name):
     model, scored = PlainTransformer(config), 33
     model.requires_grad_(False)
     with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
-        model(**batch_of(config, 3, 20, "cpu", scored))
+        run_model(model, **batch_of(config, 3, 20, "cpu", scored))
     found = estimate_flops(config, [20] * 3, scored)
     assert counter.get_total_flops() == found.forward

@@ -6,8 +6,9 @@ import pytest
 import torch
 
 from mmldlm.models.memory import plain_activation_bytes
-from mmldlm.models.plain.config import PlainConfig
-from mmldlm.models.plain.model import PlainTransformer
+from mmldlm.models.plain import PlainTransformer
+from mmldlm.models.plain_config import PlainConfig
+from tests.support.forward import run_model
 from tests.support.plain_models import SHAPES, batch_of, configured
 
 
@@ -27,7 +28,7 @@ def kept_for_backward(config: PlainConfig, batch: int, length: int, dtype: torch
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        out = model(**batch_of(config, batch, length, "meta", scored, dtype))
+        out = run_model(model, **batch_of(config, batch, length, "meta", scored, dtype))
     del out
     return sum(kept.values())
 

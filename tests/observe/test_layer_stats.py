@@ -255,7 +255,7 @@ def test_dead_parameters_are_named_once_and_only_them(store, monkeypatch):
     """The text encoder's output is cut off the graph: its parameters get no gradient at all under
     one process.
     """
-    from mmldlm.models.mmdit.model import TextEncoder
+    from mmldlm.models.mmdit import TextEncoder
 
     forward = TextEncoder.forward
     monkeypatch.setattr(

@@ -11,11 +11,12 @@ from mmldlm.config.load import load_config, preset_names
 from mmldlm.config.task_registry import find_task
 from mmldlm.models.linear_cross_entropy import logits_bytes
 from mmldlm.models.memory import mmdit_working_bytes
+from mmldlm.models.token_scores import TokenQuery
 from mmldlm.preflight.memory_model import PLANS, state_bytes
 from mmldlm.tasks.corrector.model import Hypotheses
-from mmldlm.tasks.image_codes.model import CodeTargets
 from mmldlm.tasks.translation.freezing import apply_freezing, decided_freeze
 from mmldlm.tasks.translation.parameter_plan import stacked_matrices
+from tests.support.forward import run_model
 
 IMAGE_PRESETS = [name for name in preset_names() if load_config(name).task.startswith("image_")]
 FROM_DATA = [
@@ -149,7 +150,7 @@ def kept_for_backward(config, length) -> int:
         if is_codes:  # half of the codes is scored
             inputs["latents"] = inputs["latents"].long()
             half = batch * config.model.num_latents // 2
-            inputs["latent_query"] = CodeTargets(
+            inputs["latent_query"] = TokenQuery(
                 *torch.zeros(2, half, dtype=torch.int64), torch.zeros(half)
             )
     weights = {p.untyped_storage()._cdata for p in model.parameters()}
@@ -164,14 +165,12 @@ def kept_for_backward(config, length) -> int:
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        out = model(tokens, **inputs)
+        out = run_model(model, tokens, **inputs)
         if not is_codes:
-            latents = torch.nn.functional.mse_loss(
-                out["latent_pred"], torch.zeros_like(out["latent_pred"])
-            )
+            latents = torch.nn.functional.mse_loss(out.latent, torch.zeros_like(out.latent))
         else:
-            latents = out["code_loss_sum"]
-        loss = out["text_loss_sum"] + latents + out["length_logits"].sum()
+            latents = out.latent.loss_sum
+        loss = out.text.loss_sum + latents + out.length_logits.sum()
     del loss
     return sum(kept.values())
 

@@ -10,9 +10,10 @@ import pytest
 import torch
 
 from mmldlm.errors import UserError
-from mmldlm.models.plain.config import PlainConfig
-from mmldlm.models.plain.model import PlainTransformer
+from mmldlm.models.plain import PlainTransformer
+from mmldlm.models.plain_config import PlainConfig
 from mmldlm.sampling.autoregressive import write_texts
+from tests.support.forward import run_model
 
 MASK, PAD, EOS = 0, 1, 2
 
@@ -50,7 +51,7 @@ def nll(model, texts: list[list[int]], latents) -> torch.Tensor:
     for i, text in enumerate(texts):
         tokens = torch.tensor([[*text, EOS]])
         given = None if latents is None else model.scale_latents(latents[i : i + 1])
-        logits = model(tokens, given)["text_logits"][0].double()
+        logits = run_model(model, tokens, given).text.logits[0].double()
         found.append(-logits.log_softmax(-1).gather(1, tokens[0][:, None]).sum())
     return torch.stack(found).detach()
 
@@ -70,7 +71,7 @@ def test_greedy_with_a_cache_is_greedy_without(conditioning, latents):
         tokens: list[int] = []
         for _ in range(model.config.max_seq_len - 1):
             row = None if given is None else model.scale_latents(given[i : i + 1])
-            logits = model(torch.tensor([[*tokens, EOS]]), row)["text_logits"][0, -1]
+            logits = run_model(model, torch.tensor([[*tokens, EOS]]), row).text.logits[0, -1]
             tokens.append(int(logits.argmax()))
             if tokens[-1] == EOS:
                 break
@@ -112,7 +113,7 @@ def test_draws_follow_the_exact_law():
     exact = torch.exp(-nll(model, texts, None))
     # At the last position the sampler writes EOS without a draw: sum over the last token.
     tokens = torch.tensor([[*text, EOS] for text in texts if len(text) == 2])
-    logits = model(tokens)["text_logits"].double().detach().log_softmax(-1)
+    logits = run_model(model, tokens).text.logits.double().detach().log_softmax(-1)
     full = logits[:, :2].gather(2, tokens[:, :2, None]).sum((1, 2)).exp()
     exact = torch.cat([exact[[len(text) < 2 for text in texts]], full])
     assert float(exact.sum()) == pytest.approx(1.0, abs=1e-6)
@@ -156,10 +157,10 @@ def test_a_beam_as_wide_as_the_language_finds_the_most_probable_text():
 def test_without_latents_the_null_latent_is_read(latents):
     """A conditional model that gets no latent writes as with the learned null."""
     model = make_model()
-    logits = model(torch.tensor([[5, EOS]]))["text_logits"]
-    null = model(torch.tensor([[5, EOS]]), latents[:1], latent_is_null=torch.tensor([True]))[
-        "text_logits"
-    ]
+    logits = run_model(model, torch.tensor([[5, EOS]])).text.logits
+    null = run_model(
+        model, torch.tensor([[5, EOS]]), latents[:1], latent_is_null=torch.tensor([True])
+    ).text.logits
     assert torch.equal(logits, null)
     drawn = write_texts(model, None, num_samples=3, sampler="ancestral", seed=1)
     assert torch.allclose(drawn.log_probs, -nll(model, drawn.tokens, None), atol=1e-4)

@@ -11,7 +11,7 @@ from mmldlm.config.load import build_config
 from mmldlm.diffusion.gidd import GiddProcess
 from mmldlm.diffusion.hdlm import HierarchicalProcess
 from mmldlm.errors import MmldlmError
-from mmldlm.models.plain.model import PlainTransformer
+from mmldlm.models.plain import PlainTransformer
 from mmldlm.sampling.posterior import sample_by_posterior
 
 VOCAB, MASK, PAD, EOS, DIM = 12, 3, 0, 2, 6

@@ -10,8 +10,9 @@ import torch
 from mmldlm.diffusion import MaskedDiffusion
 from mmldlm.diffusion.masked import SCHEDULES
 from mmldlm.errors import MmldlmError
-from mmldlm.models.latent_transformer import EncodedLatent
-from mmldlm.models.mmdit.config import ModelConfig
+from mmldlm.models.latent_transformer import ModelOutput, TextInputs
+from mmldlm.models.mmdit_config import ModelConfig
+from mmldlm.models.token_scores import TokenQuery, TokenScores
 from mmldlm.sampling.decoding import (
     DecodingState,
     choose_lengths,
@@ -20,6 +21,7 @@ from mmldlm.sampling.decoding import (
 from mmldlm.sampling.settings import DrawSettings
 from mmldlm.sampling.strategies import strategy_class
 from mmldlm.sampling.text import sample_text
+from tests.support.forward import encode
 
 TEXTS = [[3, 4, 5], [7], [6, 6, 3, 4, 7, 5, 3], [5, 4], []]
 
@@ -118,9 +120,8 @@ def test_confidence_commits_the_most_confident_first(toys):
     state = strategy.state
     for k in range(4):
         positions = strategy.positions()
-        logits = model(state.tokens, None, None, None, state.real, text_positions=positions)[
-            "text_logits"
-        ]
+        text = TextInputs(state.tokens, attention_mask=state.real)
+        logits = model(text, None, TokenQuery(positions)).text.logits
         strategy.take_pass(positions, logits)
         assert state.undecided[0].tolist() == [place < 3 - k for place in range(4)] + [False]
     assert diffusion.mask_token_id == toys.MASK
@@ -247,11 +248,11 @@ def test_presence_penalty_takes_what_is_there_already_off_the_table():
             return latents
 
         def encode_latents(self, latents, **_):
-            return EncodedLatent(latents)
+            return encode(latents)
 
-        def forward(self, tokens, latents, text_t, latent_t, mask, *, text_positions, **_):
-            logits = torch.tensor([0.0, 0, 0, 0, 5.0, 4.5, 4.0, 0]).repeat(len(text_positions), 1)
-            return {"text_logits": logits}
+        def forward(self, text, latents, query):
+            logits = torch.tensor([0.0, 0, 0, 0, 5.0, 4.5, 4.0, 0])
+            return ModelOutput(TokenScores(logits.repeat(len(query.positions), 1)))
 
     options = dict(diffusion=MaskedDiffusion(3), steps=8, lengths=torch.tensor([4]))
     latents = torch.zeros(1, 2)

@@ -12,7 +12,7 @@ from mmldlm.engines.parameter_plan import ParameterPlan
 from mmldlm.engines.torch_engines import SingleEngine
 from mmldlm.errors import UserError
 from mmldlm.models import MultimodalMMDiT
-from mmldlm.models.mmdit.config import ModelConfig
+from mmldlm.models.mmdit_config import ModelConfig
 from mmldlm.stability.audit import check_precision, precision_problems
 
 

@@ -119,7 +119,7 @@ def nonfinite(store: str, folder: str) -> None:
         if self.training:
             calls[0] += 1
             if calls[0] == BAD_STEP + 1 and int(os.environ["RANK"]) == 1:
-                out["latent_pred"].register_hook(
+                out.latent.register_hook(
                     lambda grad: grad.index_fill(0, grad.new_zeros(1).long(), float("inf"))
                 )
         return out

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from mmldlm.models.plain.config import PlainConfig
+from mmldlm.models.plain_config import PlainConfig
 
 IDS = {
     "vocab_size": 300,

@@ -12,7 +12,9 @@ import pytest
 import torch
 from torch import nn
 
-from mmldlm.models.latent_transformer import EncodedLatent
+from mmldlm.models.latent_transformer import ModelOutput
+from mmldlm.models.token_scores import TokenScores
+from tests.support.forward import encode, scores_of, values_of
 
 MASK, PAD, EOS = 0, 1, 2
 
@@ -39,7 +41,7 @@ class Toy(nn.Module):
         return latents.float() * self.latent_std + self.latent_mean
 
     def encode_latents(self, latents, batch=None, **_):
-        return EncodedLatent(latents)
+        return encode(latents)
 
     def logits(self, tokens, latents, t, real):
         """[B, S, V] for a batch."""
@@ -55,36 +57,24 @@ class Toy(nn.Module):
 
     def forward(
         self,
-        text_tokens,
-        latents,
-        text_timesteps=None,
-        latent_timesteps=None,
-        attention_mask=None,
-        *,
-        text_is_null=None,
-        latent_is_null=None,
-        text_positions=None,
-        text_targets=None,
-        text_weights=None,
-        encoded=None,
+        text,
+        inputs=None,
+        query=None,
     ):
-        latents = latents if encoded is None else encoded.tokens
-        given = text_tokens if text_tokens is not None else latents
+        latents = values_of(inputs)
+        given = text.tokens if text is not None else latents
         self.rows_computed += len(given)
-        out = {"length_logits": self.lengths(latents, len(given))}
+        out = ModelOutput(length_logits=self.lengths(latents, len(given)))
         if latents is not None:
-            out["latent_pred"] = self.prediction(text_tokens, latents, latent_timesteps)
-        if text_tokens is None:
+            tokens = None if text is None else text.tokens
+            out = out._replace(latent=self.prediction(tokens, latents, inputs.timesteps))
+        if text is None:
             return out
-        if text_positions is not None and len(text_positions) == 0:
-            return {**out, "text_logits": torch.empty(0, self.config.vocab_size)}
-        logits = self.logits(text_tokens, latents, text_timesteps, attention_mask).float()
+        if query.positions is not None and len(query.positions) == 0:
+            return out._replace(text=TokenScores(torch.empty(0, self.config.vocab_size)))
+        logits = self.logits(text.tokens, latents, text.timesteps, text.attention_mask).float()
         logits[..., MASK] = float("-inf")
-        rows = logits.flatten(0, 1)[text_positions]
-        if text_targets is None:
-            return {**out, "text_logits": rows}
-        nll = nn.functional.cross_entropy(rows, text_targets, reduction="none")
-        return {**out, "text_nll": nll, "text_correct": rows.argmax(-1) == text_targets}
+        return out._replace(text=scores_of(logits.flatten(0, 1)[query.positions], query))
 
 
 class Perfect(Toy):
@@ -192,7 +182,7 @@ def checkpoint(tmp_path_factory):
     from transformers import PreTrainedTokenizerFast
 
     from mmldlm.models import MultimodalMMDiT
-    from mmldlm.models.mmdit.config import ModelConfig
+    from mmldlm.models.mmdit_config import ModelConfig
     from mmldlm.tasks.translation.config import LatentDiffusionConfig, TextDiffusionConfig
 
     folder = tmp_path_factory.mktemp("converted")

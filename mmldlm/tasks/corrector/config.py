@@ -8,7 +8,7 @@ from pydantic import Field, model_validator
 
 from mmldlm.config.section import FilePath, OnResume
 from mmldlm.data.config import StoreDataConfig
-from mmldlm.models.mmdit.config import ModelConfig
+from mmldlm.models.mmdit_config import ModelConfig
 from mmldlm.tasks.translation.config import TranslationConfig, TranslationTrainingConfig
 
 

@@ -9,9 +9,9 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from mmldlm.models.latent_transformer import EncodedLatent
-from mmldlm.models.mmdit.model import MultimodalMMDiT
-from mmldlm.models.mmdit.packing import Packing
+from mmldlm.models.latent_transformer import EncodedLatent, LatentInputs, TextInputs
+from mmldlm.models.mmdit import MultimodalMMDiT
+from mmldlm.models.packing import Packing, packed_values
 from mmldlm.tasks.corrector.config import CorrectorModelConfig
 
 
@@ -168,47 +168,37 @@ class CorrectorMMDiT(MultimodalMMDiT):
             is_blind=config.corrector == "blind",
         )
 
-    def encode_latents(
-        self,
-        latents: Tensor | None,
-        is_null: Tensor | None = None,
-        batch: int | None = None,
-        caches: bool = False,
-        *,
-        timesteps: Tensor | None = None,
-        side_inputs: Hypotheses | None = None,
+    def encode_points(
+        self, latents: LatentInputs, side_inputs: Hypotheses | None
     ) -> EncodedLatent:
-        points, is_null = self.latent_points(latents, is_null, batch, timesteps)
         return self.hypothesis_encoder.latents_beside(
-            self.latent_encoder, points, is_null, side_inputs
+            self.latent_encoder, self.scaled_points(latents), latents.is_null, side_inputs
         )
 
     def embed_text(
         self,
-        ids: Tensor,
+        text: TextInputs,
         packed: Tensor | None,
         packing: Packing,
-        is_null: Tensor | None,
         encoded: EncodedLatent,
         side_inputs: Hypotheses | None,
     ) -> Tensor:
         if side_inputs is None:
-            return self.text_encoder(ids, packing.first_rows, is_null)
-        words = side_inputs.tokens.flatten()
-        words = words if packed is None else words.index_select(0, packed)
+            return super().embed_text(text, packed, packing, encoded, None)
+        words = packed_values(side_inputs.tokens, packed)
         sample = packing.sample[: len(words)]
         return self.hypothesis_encoder.text_beside(
             self.text_encoder,
-            ids,
+            packed_values(text.tokens, packed),
             words,
             (words != self.config.pad_token_id) & side_inputs.given[sample],
             sample,
             encoded.side,
             packing.first_rows,
-            is_null,
+            text.is_null,
         )
 
     def latent_outputs(
-        self, rows: Tensor, condition: Tensor, latents: Tensor | None, query: Any
-    ) -> dict[str, Tensor]:
+        self, rows: Tensor, condition: Tensor, latents: LatentInputs | None, query: Any
+    ) -> Tensor:
         return super().latent_outputs(rows[:, : rows.shape[1] // 2], condition, latents, query)

@@ -25,6 +25,8 @@ from mmldlm.inference.edits import (
     Text,
 )
 from mmldlm.inference.local_search import LocalSearchSettings, local_search
+from mmldlm.models.latent_transformer import LatentInputs, TextInputs
+from mmldlm.models.token_scores import TokenQuery
 from mmldlm.sampling.device import device_of
 from mmldlm.sampling.judge import FoundTexts, Judge, SamplingCost
 from mmldlm.tasks.corrector.model import Hypotheses
@@ -144,7 +146,9 @@ class CorrectingEditor(Editor):
         )
         given = torch.ones(len(points), dtype=torch.bool, device=points.device)
         self._cost.add_rows(0, 0.0, len(points) * task.encoding_flops(model.config))
-        return model.encode_latents(points, side_inputs=Hypotheses(given[:, None], own, given))
+        return model.encode_latents(
+            LatentInputs(points), side_inputs=Hypotheses(given[:, None], own, given)
+        )
 
     def _logits_beside(
         self, ids: Tensor, real: Tensor, places: Tensor, encoded: EncodedLatent
@@ -157,6 +161,7 @@ class CorrectingEditor(Editor):
         given = torch.ones(len(ids), dtype=torch.bool, device=ids.device)
         read = Hypotheses(ids, ids, given)  # their embeddings are in `encoded`
         t = torch.ones(len(ids), device=ids.device)
-        return self._pretrained.model(
-            masked, None, t, None, real, text_positions=places, encoded=encoded, side_inputs=read
-        )["text_logits"]
+        out = self._pretrained.model(
+            TextInputs(masked, t, real), encoded, TokenQuery(places), side_inputs=read
+        )
+        return out.text.logits

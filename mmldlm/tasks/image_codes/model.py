@@ -4,58 +4,32 @@ codes.
 
 from __future__ import annotations
 
-from typing import ClassVar, NamedTuple
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
 
 from mmldlm.errors import UserError
-from mmldlm.models.embedding import embedding
-from mmldlm.models.latent_transformer import EncodedLatent
-from mmldlm.models.layers import Modulation, has_no_hooks, modulate
+from mmldlm.models.latent_transformer import EncodedLatent, LatentInputs
+from mmldlm.models.layers import Modulation, apply_null_condition, embed_ids, modulate
 from mmldlm.models.linear_cross_entropy import linear_cross_entropy
-from mmldlm.models.mmdit.encoders import grid_positions
-from mmldlm.models.mmdit.model import MultimodalMMDiT
-from mmldlm.models.mmdit.null_condition import apply_null_condition
+from mmldlm.models.mmdit import MultimodalMMDiT, grid_positions
+from mmldlm.models.token_scores import TokenQuery, TokenScores
 from mmldlm.tasks.image_codes.config import ImageCodesModelConfig
 
 
-class CodeTargets(NamedTuple):
-    """The ids that the model is asked for: `latent_query` of its forward pass.
-
-    Attributes:
-        positions: int64 indices into B * N of the codes to score. [M]
-        ids: int64 right codes at these positions; None: their logits are returned. [M]
-        weights: fp32 weight of each in code_loss_sum; with ids. [M]
-    """
-
-    positions: Tensor
-    ids: Tensor | None = None
-    weights: Tensor | None = None
-
-
 class CodeEncoder(nn.Module):
-    """N ids of Q codes and [MASK] -> N * K chunk tokens and one pooled vector; learned nulls as in
-    LatentEncoder.
-
-    Args:
-        num_codes: Q; id Q is [MASK].
-        tokens_per_latent, num_latents, hidden_size, cond_dim, grid: of LatentEncoder.
+    """N ids of Q codes and [MASK] (id Q) -> N * K chunk tokens and one pooled vector, with nulls
+    as in LatentEncoder.
     """
 
-    def __init__(
-        self,
-        num_codes: int,
-        tokens_per_latent: int,
-        num_latents: int,
-        hidden_size: int,
-        cond_dim: int,
-        grid: list[int] | None = None,
-    ):
+    def __init__(self, config: ImageCodesModelConfig):
         super().__init__()
+        hidden_size, cond_dim = config.hidden_size, config.cond_dim
+        tokens_per_latent, num_latents = config.tokens_per_latent, config.num_latents
         self.tokens_per_latent, self.hidden_size = tokens_per_latent, hidden_size
         width = tokens_per_latent * hidden_size
-        self.code_embedding = nn.Embedding(num_codes + 1, width)
+        self.code_embedding = nn.Embedding(config.num_codes + 1, width)
         self.to_pooled = nn.Sequential(
             nn.Linear(width, cond_dim), nn.SiLU(), nn.Linear(cond_dim, cond_dim)
         )
@@ -63,8 +37,9 @@ class CodeEncoder(nn.Module):
         self.latent_position = nn.Parameter(torch.randn(num_latents, 1, hidden_size) * 0.02)
         self.null_tokens = nn.Parameter(torch.randn(tokens_per_latent, hidden_size) * 0.02)
         self.null_pooled = nn.Parameter(torch.zeros(cond_dim))
-        if grid is not None:
-            self.latent_position.data.copy_(grid_positions(*grid, hidden_size)[:, None])
+        if config.latent_grid is not None:
+            positions = grid_positions(*config.latent_grid, hidden_size)
+            self.latent_position.data.copy_(positions[:, None])
 
     def reset_embedding(self) -> None:
         """Start from unit variance, as projected pixels do: beside positions of amplitude 1 less
@@ -90,8 +65,7 @@ class CodeEncoder(nn.Module):
         embedding.
         """
         batch, count, _ = ids.shape
-        table, flat = self.code_embedding, ids.flatten()
-        rows = embedding(table.weight, flat) if has_no_hooks(table, nn.Embedding) else table(flat)
+        rows = embed_ids(self.code_embedding, ids.flatten())
         pooled = self.to_pooled(rows.view(batch, count, -1).mean(1))
         tokens = rows.view(batch, count, self.tokens_per_latent, self.hidden_size)
         if is_null is not None:
@@ -106,38 +80,40 @@ class CodeHead(nn.Module):
     where they are used.
     """
 
-    def __init__(self, hidden_size: int, cond_dim: int, tokens_per_latent: int, num_codes: int):
+    def __init__(self, config: ImageCodesModelConfig):
         super().__init__()
-        self.tokens_per_latent = tokens_per_latent
-        self.norm = nn.LayerNorm(hidden_size, elementwise_affine=False, eps=1e-6)
-        self.modulation = Modulation(cond_dim, hidden_size, ("shift", "scale"))
-        self.weight = nn.Parameter(torch.randn(num_codes, tokens_per_latent * hidden_size) * 0.02)
-        self.bias = nn.Parameter(torch.zeros(num_codes))
+        self.tokens_per_latent = config.tokens_per_latent
+        width = config.tokens_per_latent * config.hidden_size
+        self.norm = nn.LayerNorm(config.hidden_size, elementwise_affine=False, eps=1e-6)
+        self.modulation = Modulation(config.cond_dim, config.hidden_size, ("shift", "scale"))
+        self.weight = nn.Parameter(torch.randn(config.num_codes, width) * 0.02)
+        self.bias = nn.Parameter(torch.zeros(config.num_codes))
 
     def forward(
-        self, x: Tensor, condition: Tensor, wanted: CodeTargets | None
-    ) -> dict[str, Tensor]:
-        """Score codes of x [B, N * K, H].
+        self, x: Tensor, condition: Tensor, query: TokenQuery | None
+    ) -> TokenScores | None:
+        """Answer a query of codes, whose positions are indices into B * N; None: nothing is asked.
 
-        Returns:
-            with ids code_loss_sum (fp32 scalar), code_nll and code_correct [M]; else code_logits
-            fp32 [M, Q]; nothing where none is wanted.
+        Args:
+            x: Latent rows. [B, N * K, H]
+            condition: SiLU'd conditioning vector. [B, C]
+            query: Positions, and targets with weights or none.
         """
-        if wanted is None:
-            return {}
+        if query is None:
+            return None
         width = self.tokens_per_latent * x.shape[-1]
         x = x.reshape(len(x), -1, self.tokens_per_latent, x.shape[-1])
         count = x.shape[1]
-        rows = x.flatten(0, 1).index_select(0, wanted.positions)
-        own = self.modulation(condition).index_select(0, wanted.positions // count)[:, None]
+        rows = x.flatten(0, 1).index_select(0, query.positions)
+        own = self.modulation(condition).index_select(0, query.positions // count)[:, None]
         shift, scale = own.chunk(2, dim=-1)
         rows = modulate(self.norm(rows), shift, scale).reshape(-1, width)
-        if wanted.ids is not None:
-            loss_sum, nll, correct = linear_cross_entropy(
-                rows, self.weight, self.bias, wanted.ids, wanted.weights, excluded_token_id=None
-            )
-            return {"code_loss_sum": loss_sum, "code_nll": nll, "code_correct": correct}
-        return {"code_logits": torch.addmm(self.bias, rows, self.weight.t()).float()}
+        if query.targets is None:
+            return TokenScores(logits=torch.addmm(self.bias, rows, self.weight.t()).float())
+        loss_sum, nll, correct = linear_cross_entropy(
+            rows, self.weight, self.bias, query.targets, query.weights, excluded_token_id=None
+        )
+        return TokenScores(loss_sum=loss_sum, nll=nll, correct=correct)
 
 
 class CodesMMDiT(MultimodalMMDiT):
@@ -167,21 +143,10 @@ class CodesMMDiT(MultimodalMMDiT):
         return self.config.num_codes
 
     def make_latent_encoder(self) -> CodeEncoder:
-        config = self.config
-        return CodeEncoder(
-            config.num_codes,
-            config.tokens_per_latent,
-            config.num_latents,
-            config.hidden_size,
-            config.cond_dim,
-            config.latent_grid,
-        )
+        return CodeEncoder(self.config)
 
     def make_latent_head(self) -> CodeHead:
-        config = self.config
-        return CodeHead(
-            config.hidden_size, config.cond_dim, config.tokens_per_latent, config.num_codes
-        )
+        return CodeHead(self.config)
 
     def initialize_latents(self) -> None:
         self.latent_encoder.reset_embedding()
@@ -202,26 +167,15 @@ class CodesMMDiT(MultimodalMMDiT):
             )
         return raw.long()
 
-    def encode_latents(
-        self,
-        latents: Tensor | None,
-        is_null: Tensor | None = None,
-        batch: int | None = None,
-        caches: bool = False,
-        *,
-        timesteps: Tensor | None = None,
-        side_inputs: None = None,
-    ) -> EncodedLatent:
-        config = self.config
-        if latents is None:
-            shape = (batch, config.num_latents, config.latent_dim)
-            latents = torch.zeros(shape, device=self.latent_mean.device, dtype=torch.int64)
-            is_null = torch.ones(len(latents), dtype=torch.bool, device=latents.device)
-        ids = latents[:, None] if latents.dim() == 2 else latents
-        self.check_latents(ids)
-        return EncodedLatent(*self.latent_encoder(ids, is_null))
+    def encode_points(self, latents: LatentInputs, side_inputs: None) -> EncodedLatent:
+        return EncodedLatent(*self.latent_encoder(latents.values.long(), latents.is_null))
 
     def latent_outputs(
-        self, rows: Tensor, condition: Tensor, latents: Tensor | None, query: CodeTargets | None
-    ) -> dict[str, Tensor]:
+        self,
+        rows: Tensor,
+        condition: Tensor,
+        latents: LatentInputs | None,
+        query: TokenQuery | None,
+    ) -> TokenScores | None:
+        """Return the scores of `query`: positions are indices into B * N."""
         return self.latent_head(rows, condition, query)

@@ -7,7 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mmldlm.tasks.image_codes.model import CodeTargets
+from mmldlm.models.latent_transformer import ModelOutput
+from mmldlm.models.token_scores import TokenQuery
 from mmldlm.tasks.translation.objective import LatentTerm, TranslationObjective
 
 
@@ -22,21 +23,21 @@ class CodeObjective(TranslationObjective):
 
     def _more_arguments(self, tensors: dict[str, Tensor]) -> dict[str, Any]:
         return {
-            "latent_query": CodeTargets(
+            "latent_query": TokenQuery(
                 tensors["code_positions"], tensors["code_targets"], tensors["code_weights"]
             )
         }
 
-    def _latent_term(self, out: dict[str, Tensor], tensors: dict[str, Tensor]) -> LatentTerm:
-        return LatentTerm(out["code_loss_sum"], "codes")
+    def _latent_term(self, out: ModelOutput, tensors: dict[str, Tensor]) -> LatentTerm:
+        return LatentTerm(out.latent.loss_sum, "codes")
 
     def _latent_metrics(
-        self, out: dict[str, Tensor], tensors: dict[str, Tensor], term: LatentTerm, zero: Tensor
+        self, out: ModelOutput, tensors: dict[str, Tensor], term: LatentTerm, zero: Tensor
     ) -> dict[str, Tensor]:
         return {
             **dict.fromkeys(self.LATENT_SUMS, zero),
-            "code_nelbo_sum": torch.dot(out["code_nll"].float(), tensors["code_weights"]),
-            "code_correct": out["code_correct"].sum(dtype=torch.float32),
+            "code_nelbo_sum": torch.dot(out.latent.nll.float(), tensors["code_weights"]),
+            "code_correct": out.latent.correct.sum(dtype=torch.float32),
             "code_scored": torch.full_like(zero, float(len(tensors["code_targets"]))),
             "code_total": tensors["code_weights"].sum(),
         }

@@ -12,6 +12,8 @@ from torch import Tensor, nn
 
 from mmldlm.data.encoders.encoder import token_budget_batches
 from mmldlm.diffusion import MaskedDiffusion
+from mmldlm.models.latent_transformer import LatentInputs, TextInputs
+from mmldlm.models.token_scores import TokenQuery
 from mmldlm.sampling.decoding import (
     DecodingState,
     predict_lengths,
@@ -23,7 +25,6 @@ from mmldlm.sampling.settings import DrawSettings
 from mmldlm.sampling.strategies import Observer, TextStrategy, strategy_class
 from mmldlm.sampling.text import start_decoding
 from mmldlm.tasks.image_codes.config import CODE_SAMPLERS, CODE_STEPS
-from mmldlm.tasks.image_codes.model import CodeTargets
 from mmldlm.utils.counter_rng import Stream, uniforms
 
 _SPECIAL = (
@@ -56,10 +57,10 @@ class CodeState(DecodingState):
         """Return the share of masked ids of each image, as in training: [B] fp64."""
         return (self.ids[..., 0] == self.mask_token_id).sum(1) / float(self.count)
 
-    def targets(self, positions: Tensor) -> CodeTargets:
+    def targets(self, positions: Tensor) -> TokenQuery:
         """Return what to ask the model for logits at positions [M] of B * (N + 1)."""
         width = self.count + 1
-        return CodeTargets(positions // width * self.count + positions % width)
+        return TokenQuery(positions // width * self.count + positions % width)
 
 
 def start_codes(
@@ -200,9 +201,10 @@ def code_logits(
     """
     nothing = torch.empty(0, dtype=torch.int64, device=times.device)
     query = state.targets(positions)
-    own = {"text_positions": nothing} if tokens is not None else {}
-    out = model(tokens, state.ids, None, times, real, latent_query=query, **own)
-    return pad_logits(out["code_logits"])
+    text = None if tokens is None else TextInputs(tokens, attention_mask=real)
+    latents = LatentInputs(state.ids, times)
+    out = model(text, latents, TokenQuery(nothing), latent_query=query)
+    return pad_logits(out.latent.logits)
 
 
 def pad_logits(logits: Tensor) -> Tensor:
@@ -258,16 +260,13 @@ def sample_codes_and_texts(
         for _ in range(steps):
             places, positions = words.positions(), codes.positions()
             out = model(
-                words.state.tokens,
-                codes.state.ids,
-                words.timesteps(),
-                codes.timesteps(),
-                words.state.real,
-                text_positions=places,
+                TextInputs(words.state.tokens, words.timesteps(), words.state.real),
+                LatentInputs(codes.state.ids, codes.timesteps()),
+                TokenQuery(places),
                 latent_query=codes.state.targets(positions),
             )
-            words.take_pass(places, out["text_logits"], observer if len(places) else None)
-            codes.take_pass(positions, pad_logits(out["code_logits"]))
+            words.take_pass(places, out.text.logits, observer if len(places) else None)
+            codes.take_pass(positions, pad_logits(out.latent.logits))
             done += len(rows)
             if progress is not None:
                 progress(done, num_samples * steps)

@@ -9,7 +9,7 @@ from typing import Any
 from pydantic import Field, field_validator, model_validator
 
 from mmldlm.data.config import ImageDataConfig
-from mmldlm.models.mmdit.config import ModelConfig
+from mmldlm.models.mmdit_config import ModelConfig
 from mmldlm.tasks.image_text.words import mode_of, with_modes
 from mmldlm.tasks.translation.config import (
     TranslationConfig,

@@ -10,7 +10,7 @@ from mmldlm.config.schema import Config, TrainingConfig
 from mmldlm.config.section import MAX_WEIGHT, FilledFromData, OnResume, Section
 from mmldlm.config.weights import check_weights
 from mmldlm.data.config import StoreDataConfig, TokenizerConfig
-from mmldlm.models.mmdit.config import ModelConfig
+from mmldlm.models.mmdit_config import ModelConfig
 
 if TYPE_CHECKING:  # preflight reads a config without torch
     from mmldlm.diffusion import GaussianProcess

@@ -9,6 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from mmldlm.models.latent_transformer import LatentInputs, ModelOutput, TextInputs
+from mmldlm.models.token_scores import TokenQuery
 from mmldlm.tasks.translation.candidates import candidates_of
 from mmldlm.tasks.translation.config import TranslationConfig
 
@@ -83,16 +85,14 @@ class TranslationObjective:
             weights = self._clamped_text_weights(model, batch, weights)
         text_share = self.loss.text_loss_weight / max(batch.counts["text_tokens"], 1)
         if self._weighs_inside:
-            text_loss = (out := self._forward(model, tensors, weights * text_share))[
-                "text_loss_sum"
-            ]
+            out = self._forward(model, tensors, weights * text_share)
+            text_loss = out.text.loss_sum
         else:
-            text_loss = (out := self._forward(model, tensors, weights))[
-                "text_loss_sum"
-            ] * text_share
+            out = self._forward(model, tensors, weights)
+            text_loss = out.text.loss_sum * text_share
         latent = self._latent_term(out, tensors)
         length_nll = F.cross_entropy(
-            out["length_logits"], tensors["length_targets"], reduction="none"
+            out.length_logits, tensors["length_targets"], reduction="none"
         )
         length_sum = _weighted_sum(length_nll, tensors["length_weights"])
 
@@ -104,22 +104,24 @@ class TranslationObjective:
         with torch.no_grad():
             return loss, self._metrics(loss, out, tensors, latent, length_sum)
 
-    def _forward(self, model, tensors: dict[str, Tensor], weights: Tensor) -> dict[str, Tensor]:
+    def _forward(self, model, tensors: dict[str, Tensor], weights: Tensor) -> ModelOutput:
         return model(
-            tensors["text_tokens"],
-            tensors["latents"],
-            tensors["text_timesteps"],
-            tensors["latent_timesteps"],
-            tensors["attention_mask"],
-            text_is_null=tensors["text_is_null"],
-            latent_is_null=tensors["latent_is_null"],
-            token_positions=tensors["token_positions"],
-            text_positions=tensors["text_positions"],
-            text_targets=tensors["text_targets"],
-            text_weights=weights,
-            text_candidates=candidates_of(self.config, tensors)
-            if "text_candidates" in tensors
-            else None,
+            TextInputs(
+                tensors["text_tokens"],
+                tensors["text_timesteps"],
+                tensors["attention_mask"],
+                tensors["text_is_null"],
+                tensors["token_positions"],
+            ),
+            LatentInputs(
+                tensors["latents"], tensors["latent_timesteps"], tensors["latent_is_null"]
+            ),
+            TokenQuery(
+                tensors["text_positions"],
+                tensors["text_targets"],
+                weights,
+                candidates_of(self.config, tensors) if "text_candidates" in tensors else None,
+            ),
             dropout_keys=tensors.get("dropout_keys"),
             **self._more_arguments(tensors),
         )
@@ -128,8 +130,8 @@ class TranslationObjective:
         """Further arguments of the model."""
         return {}
 
-    def _latent_term(self, out: dict[str, Tensor], tensors: dict[str, Tensor]) -> LatentTerm:
-        errors = self._latent_errors(out["latent_pred"], tensors["latent_targets"])
+    def _latent_term(self, out: ModelOutput, tensors: dict[str, Tensor]) -> LatentTerm:
+        errors = self._latent_errors(out.latent, tensors["latent_targets"])
         return LatentTerm(
             self._latent_sum(errors, tensors["latent_weights"]), error=_add_up(errors)
         )
@@ -181,7 +183,7 @@ class TranslationObjective:
         Costs a second forward pass.
         """
         tensors = batch.tensors
-        nll = self._forward(model, tensors, weights)["text_nll"]
+        nll = self._forward(model, tensors, weights).text.nll
         sums = torch.zeros(len(batch.ids), device=nll.device).index_add_(
             0, tensors["text_rows"], nll * weights
         )
@@ -193,8 +195,8 @@ class TranslationObjective:
         zero = torch.zeros_like(loss)
         return {
             "loss": loss.detach(),
-            "text_nelbo_sum": _weighted_sum(out["text_nll"], tensors["text_weights"]),
-            "text_correct": out["text_correct"].sum(dtype=torch.float32),
+            "text_nelbo_sum": _weighted_sum(out.text.nll, tensors["text_weights"]),
+            "text_correct": out.text.correct.sum(dtype=torch.float32),
             "text_masked": torch.full_like(loss, float(len(tensors["text_targets"]))),
             "text_logits": torch.full_like(loss, float(num_logits)),
             **self._latent_metrics(out, tensors, latent, zero),
@@ -203,17 +205,15 @@ class TranslationObjective:
         }
 
     def _latent_metrics(
-        self, out: dict[str, Tensor], tensors: dict[str, Tensor], term: LatentTerm, zero: Tensor
+        self, out: ModelOutput, tensors: dict[str, Tensor], term: LatentTerm, zero: Tensor
     ) -> dict[str, Tensor]:
         assert term.error is not None
         is_scored = tensors["latent_weights"] > 0
         scored = (is_scored if is_scored.dim() == 1 else is_scored.any(1)).float()
-        x0 = self.latent.to_x0(out["latent_pred"], tensors["latents"], tensors["latent_timesteps"])
+        x0 = self.latent.to_x0(out.latent, tensors["latents"], tensors["latent_timesteps"])
         num_scored = scored.sum() if term.error.dim() == 1 else scored.sum() * term.error.shape[1]
         cosine = F.cosine_similarity(x0, tensors["latent_clean"], dim=-1)
-        diagnosed = zip(
-            self.latent.diagnostics, self.latent.diagnose(out["latent_pred"], x0), strict=True
-        )
+        diagnosed = zip(self.latent.diagnostics, self.latent.diagnose(out.latent, x0), strict=True)
         return {
             "latent_error_sum": _weighted_sum(term.error, scored),
             "latent_cosine_sum": _weighted_sum(cosine, scored),

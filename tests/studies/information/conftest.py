@@ -11,10 +11,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from mmldlm.models.latent_transformer import EncodedLatent
+from mmldlm.models.latent_transformer import EncodedLatent, LatentInputs, ModelOutput
 from mmldlm.tasks.pretrained import Pretrained
 from mmldlm.tasks.translation.config import TextDiffusionConfig
 from tests.evaluation.conftest import make, pretrained, store  # noqa: F401
+from tests.support.forward import encode, scores_of, values_of
 from tests.support.toy_text import toy_law
 
 MASK, PAD, EOS, FIRST = 0, 1, 2, 3
@@ -43,8 +44,8 @@ class Toy(nn.Module):
     def scale_latents(self, latents: Tensor) -> Tensor:
         return latents
 
-    def encode_latents(self, latents: Tensor | None, **_) -> EncodedLatent:
-        return EncodedLatent(latents)
+    def encode_latents(self, latents: LatentInputs | None, **_) -> EncodedLatent:
+        return encode(latents)
 
     def log_probabilities(self, tokens: Tensor) -> Tensor:
         """log p(x_i | the tokens that stand) [B, S, 6]."""
@@ -57,35 +58,21 @@ class Toy(nn.Module):
             found[:, place].index_add_(1, self.texts[:, place], fits)
         return found.clamp_min(1e-300).log()
 
-    def forward(
-        self,
-        tokens,
-        latents=None,
-        t=None,
-        latent_t=None,
-        mask=None,
-        *,
-        text_positions=None,
-        text_targets=None,
-        text_weights=None,
-        encoded=None,
-    ):
-        latents = latents if encoded is None else encoded.tokens
-        out = {
-            "length_logits": torch.zeros(len(tokens if tokens is not None else latents), LENGTH)
-        }
-        if tokens is None or text_positions is None or len(text_positions) == 0:
+    def forward(self, text, inputs=None, query=None):
+        latents = values_of(inputs)
+        count = len(latents if text is None else text.tokens)
+        out = ModelOutput(length_logits=torch.zeros(count, LENGTH))
+        if text is None or query is None or query.positions is None or len(query.positions) == 0:
             return out
-        self.states += [(*row, round(time, 6)) for row, time in zip(tokens.tolist(), t.tolist())]
+        times = text.timesteps.tolist()
+        self.states += [(*row, round(t, 6)) for row, t in zip(text.tokens.tolist(), times)]
         scale = (
             self.sharpness if latents is None else self.sharpness * latents[:, :1, None].double()
         )
-        logits = (self.log_probabilities(tokens) * scale).flatten(0, 1)[text_positions].float()
+        logits = (self.log_probabilities(text.tokens) * scale).flatten(0, 1)
+        logits = logits[query.positions].float()
         logits[:, MASK] = float("-inf")
-        if text_targets is None:
-            return {**out, "text_logits": logits}
-        nll = nn.functional.cross_entropy(logits, text_targets, reduction="none")
-        return {**out, "text_nll": nll, "text_correct": logits.argmax(-1) == text_targets}
+        return out._replace(text=scores_of(logits, query))
 
 
 def all_texts() -> list[list[int]]:

@@ -73,7 +73,7 @@ def test_files_of_the_report(report, tmp_path, capsys):
 
 @pytest.mark.parametrize("conditioning", ["none", "adaln", "cross_attention", "prefix"])
 def test_every_conditioning_of_mdlm(make, store, conditioning):
-    from mmldlm.models.plain.model import PlainTransformer
+    from mmldlm.models.plain import PlainTransformer
     from mmldlm.tasks.baselines.mdlm.config import MdlmModelConfig
     from mmldlm.tasks.baselines.mdlm.task import MdlmTask
     from mmldlm.tasks.pretrained import Pretrained

@@ -5,10 +5,12 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
+from mmldlm.models.latent_transformer import LatentInputs
 from mmldlm.tasks.corrector.model import CorrectorMMDiT, Hypotheses
 from mmldlm.tasks.corrector.task import CorrectorTask
-from tests.models.mmdit.test_model import inputs
-from tests.models.mmdit.test_model import make as make_plain
+from tests.models.test_mmdit import inputs
+from tests.models.test_mmdit import make as make_plain
+from tests.support.forward import run_model
 
 PAD, EOS = 0, 2
 
@@ -30,13 +32,15 @@ def outputs(model, read=None, **more):
     tokens, latents, text_t, _ = inputs()
     real = torch.arange(10) < torch.tensor([10, 7, 3, 9])[:, None]
     with torch.no_grad():
-        return model(tokens, latents, text_t, None, real, side_inputs=read, **more), real
+        return run_model(
+            model, tokens, latents, text_t, None, real, side_inputs=read, **more
+        ), real
 
 
 def assert_equal(a, b, rows=slice(None)):
     (a, real), (b, _) = a, b
-    assert torch.equal(a["text_logits"][rows][real[rows]], b["text_logits"][rows][real[rows]])
-    assert torch.equal(a["length_logits"][rows], b["length_logits"][rows])
+    assert torch.equal(a.text.logits[rows][real[rows]], b.text.logits[rows][real[rows]])
+    assert torch.equal(a.length_logits[rows], b.length_logits[rows])
 
 
 def test_a_corrector_starts_from_the_weights_of_the_model_without_one():
@@ -58,10 +62,8 @@ def test_words_and_embedding_of_a_hypothesis_are_read_where_it_is_given():
     without = outputs(model)
     for changed in (read._replace(tokens=other.tokens), read._replace(latents=other.latents)):
         a, b = outputs(model, read)[0], outputs(model, changed)[0]
-        assert not torch.allclose(a["text_logits"], b["text_logits"])
-    assert not torch.allclose(
-        outputs(model, read)[0]["length_logits"], without[0]["length_logits"]
-    )
+        assert not torch.allclose(a.text.logits, b.text.logits)
+    assert not torch.allclose(outputs(model, read)[0].length_logits, without[0].length_logits)
     half = outputs(model, read._replace(given=torch.tensor([True, False, True, False])))
     assert_equal(half, without, [1, 3])
     assert_equal(half, outputs(model, read), [0, 2])
@@ -71,12 +73,11 @@ def test_latents_encoded_without_the_hypotheses_are_refused():
     model, (tokens, latents, text_t, _) = make(), inputs()
     places = torch.tensor([0, 4])
     with pytest.raises(ValueError, match="encoded without them"):
-        model(
+        run_model(
+            model,
             tokens,
-            None,
+            model.encode_latents(LatentInputs(latents)),
             text_t,
-            None,
-            encoded=model.encode_latents(latents),
             side_inputs=hypotheses(),
             text_positions=places,
         )
@@ -90,11 +91,11 @@ def test_what_stands_behind_a_hypothesis_or_its_text_is_not_read():
     packed = torch.tensor([0, 5, 10, 12])
     tokens, latents, text_t, _ = inputs()
     real = torch.arange(10) < torch.tensor([10, 7, 3, 9])[:, None]
-    some = model(tokens, latents, text_t, None, real, text_positions=packed, side_inputs=read)[
-        "text_logits"
-    ]
+    some = run_model(
+        model, tokens, latents, text_t, None, real, text_positions=packed, side_inputs=read
+    ).text.logits
     torch.testing.assert_close(
-        some, outputs(model, read)[0]["text_logits"].flatten(0, 1)[packed], rtol=1e-4, atol=1e-5
+        some, outputs(model, read)[0].text.logits.flatten(0, 1)[packed], rtol=1e-4, atol=1e-5
     )
 
 
@@ -105,17 +106,17 @@ def test_the_ablation_reads_the_words_alone():
     )
     other = read._replace(tokens=hypotheses(seed=6).tokens)
     assert not torch.allclose(
-        outputs(model, read)[0]["text_logits"], outputs(model, other)[0]["text_logits"]
+        outputs(model, read)[0].text.logits, outputs(model, other)[0].text.logits
     )
 
 
 def test_every_parameter_learns():
     model = make()
     tokens, latents, text_t, _ = inputs()
-    out = model(tokens, latents, text_t, side_inputs=hypotheses((True, True, True, False)))
-    (
-        out["text_logits"].clamp_min(-9).square().sum() + out["length_logits"].square().sum()
-    ).backward()
+    out = run_model(
+        model, tokens, latents, text_t, side_inputs=hypotheses((True, True, True, False))
+    )
+    (out.text.logits.clamp_min(-9).square().sum() + out.length_logits.square().sum()).backward()
     for name, parameter in model.hypothesis_encoder.named_parameters():
         assert parameter.grad is not None and parameter.grad.any(), name
 
@@ -125,11 +126,11 @@ def test_latents_encoded_with_the_hypotheses_give_the_same_text():
     real = torch.arange(10) < torch.tensor([10, 7, 3, 9])[:, None]
     read = {"side_inputs": hypotheses((True, False, True, True))}
     given = dict(text_positions=torch.tensor([0, 4, 12, 31, 36]), **read)
-    encoded = model.encode_latents(latents, timesteps=latent_t, **read)
-    expected = model(tokens, latents, text_t, latent_t, real, **given)
-    found = model(tokens, None, text_t, latent_t, real, encoded=encoded, **given)
-    assert found.keys() == {"text_logits"}
-    torch.testing.assert_close(found["text_logits"], expected["text_logits"], rtol=1e-4, atol=1e-5)
+    encoded = model.encode_latents(LatentInputs(latents, latent_t), **read)
+    expected = run_model(model, tokens, latents, text_t, latent_t, real, **given)
+    found = run_model(model, tokens, encoded, text_t, None, real, **given)
+    assert found.latent is None and found.length_logits is None
+    torch.testing.assert_close(found.text.logits, expected.text.logits, rtol=1e-4, atol=1e-5)
     order = torch.tensor([3, 1])
     torch.testing.assert_close(encoded.select(order).side, encoded.side[order])
 
@@ -145,6 +146,6 @@ def test_flops_agree_with_torchs_counter():
         read = Hypotheses(tokens, latents, torch.zeros(3, dtype=torch.bool))
         scored = torch.zeros(13, dtype=torch.int64)
     with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter, torch.no_grad():
-        model(tokens, latents, t, t, text_positions=scored, side_inputs=read)
+        run_model(model, tokens, latents, t, t, text_positions=scored, side_inputs=read)
     found = CorrectorTask().estimate_flops(model.config, [9] * 3, 13)
     assert counter.get_total_flops() == found.forward

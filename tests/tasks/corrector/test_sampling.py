@@ -23,6 +23,7 @@ from mmldlm.tasks.corrector.sampling import (
     correct,
 )
 from mmldlm.tasks.corrector.task import CorrectorTask
+from tests.support.forward import run_model
 
 
 @pytest.fixture(scope="module")
@@ -86,9 +87,9 @@ def test_edits_are_what_the_model_makes_of_a_text_with_its_embedding_and_of_its_
 
     @torch.no_grad()
     def log_probs(tokens, t, **more):
-        logits = model(tokens, model.scale_latents(target), torch.full((1,), t), **more)[
-            "text_logits"
-        ][0]
+        logits = run_model(
+            model, tokens, model.scale_latents(target), torch.full((1,), t), **more
+        ).text.logits[0]
         logits[:, [config.mask_token_id, config.pad_token_id, config.eos_token_id]] = -torch.inf
         return logits.log_softmax(-1)
 

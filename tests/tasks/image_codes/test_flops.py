@@ -7,9 +7,11 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
+from mmldlm.models.token_scores import TokenQuery
 from mmldlm.tasks.image_codes.config import ImageCodesModelConfig
-from mmldlm.tasks.image_codes.model import CodesMMDiT, CodeTargets
+from mmldlm.tasks.image_codes.model import CodesMMDiT
 from mmldlm.tasks.image_codes.task import ImageCodesTask
+from tests.support.forward import run_model
 
 
 @pytest.mark.parametrize("tokens_per_latent", [1, 2])
@@ -37,10 +39,10 @@ def test_flops_of_codes_agree_with_torchs_counter(tokens_per_latent):
             torch.zeros(3, 16, 1, dtype=torch.int64),
             torch.zeros(3),
         )
-        wanted = CodeTargets(torch.zeros(21, dtype=torch.int64))
+        wanted = TokenQuery(torch.zeros(21, dtype=torch.int64))
         scored = torch.zeros(13, dtype=torch.int64)
     with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter, torch.no_grad():
-        model(tokens, ids, t, t, text_positions=scored, latent_query=wanted)
+        run_model(model, tokens, ids, t, t, text_positions=scored, latent_query=wanted)
     task = ImageCodesTask()
     found = task.estimate_flops(config, [9] * 3, 13, scored_codes=21)
     assert counter.get_total_flops() == found.forward

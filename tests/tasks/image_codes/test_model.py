@@ -11,9 +11,11 @@ import torch
 
 from mmldlm.errors import UserError
 from mmldlm.models import MultimodalMMDiT
-from mmldlm.models.mmdit.config import ModelConfig
+from mmldlm.models.mmdit_config import ModelConfig
+from mmldlm.models.token_scores import TokenQuery
 from mmldlm.tasks.image_codes.config import ImageCodesModelConfig
-from mmldlm.tasks.image_codes.model import CodesMMDiT, CodeTargets
+from mmldlm.tasks.image_codes.model import CodesMMDiT
+from tests.support.forward import run_model
 
 Q, N = 37, 6
 
@@ -57,27 +59,31 @@ def test_only_the_named_codes_are_scored_and_logits_give_the_same_likelihood(chu
     model, (tokens, ids, t) = make_model(tokens_per_latent=chunks), inputs()
     positions, targets = torch.tensor([0, 4, 9, 17]), torch.tensor([5, 0, 36, 12])
     weights = torch.tensor([1.0, 2.0, 0.5, 3.0])
-    found = model(tokens, ids, t, t, latent_query=CodeTargets(positions, targets, weights))
-    logits = model(tokens, ids, t, t, latent_query=CodeTargets(positions))["code_logits"]
-    assert logits.shape == (4, Q) and "latent_pred" not in found
+    found = run_model(
+        model, tokens, ids, t, t, latent_query=TokenQuery(positions, targets, weights)
+    )
+    logits = run_model(model, tokens, ids, t, t, latent_query=TokenQuery(positions)).latent.logits
+    assert logits.shape == (4, Q) and found.latent.logits is None
     expected = -logits.log_softmax(-1).gather(1, targets[:, None])[:, 0]
-    torch.testing.assert_close(found["code_nll"], expected, rtol=1e-5, atol=1e-5)
-    torch.testing.assert_close(found["code_loss_sum"], (expected * weights).sum())
-    whole = model(tokens, ids, t, t, latent_query=CodeTargets(torch.arange(3 * N)))["code_logits"]
+    torch.testing.assert_close(found.latent.nll, expected, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(found.latent.loss_sum, (expected * weights).sum())
+    whole = run_model(
+        model, tokens, ids, t, t, latent_query=TokenQuery(torch.arange(3 * N))
+    ).latent.logits
     torch.testing.assert_close(whole[positions], logits)
-    assert not any(key.startswith("code_") for key in model(tokens, ids, t, t))
+    assert run_model(model, tokens, ids, t, t).latent is None
 
 
 def test_gradients_agree_with_those_of_all_logits():
     model, (tokens, ids, t) = make_model(), inputs()
     positions, targets = torch.tensor([1, 8, 13]), torch.tensor([7, 7, 30])
     grads = []
-    for wanted in (CodeTargets(positions, targets, torch.ones(3)), CodeTargets(positions)):
+    for wanted in (TokenQuery(positions, targets, torch.ones(3)), TokenQuery(positions)):
         model.zero_grad()
-        out = model(tokens, ids, t, t, latent_query=wanted)
-        loss = out.get("code_loss_sum")
+        out = run_model(model, tokens, ids, t, t, latent_query=wanted)
+        loss = out.latent.loss_sum
         if loss is None:
-            loss = torch.nn.functional.cross_entropy(out["code_logits"], targets, reduction="sum")
+            loss = torch.nn.functional.cross_entropy(out.latent.logits, targets, reduction="sum")
         loss.backward()
         grads.append(
             {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
@@ -95,14 +101,17 @@ def test_the_caption_reads_ids_and_a_null_image_hides_them():
     other = ids.clone()
     other[:, 2] = (other[:, 2] + 1) % Q
     masked = torch.full_like(ids, Q)
-    logits = [model(tokens, given, t, None)["text_logits"] for given in (ids, other, masked)]
+    logits = [
+        run_model(model, tokens, given, t, None).text.logits for given in (ids, other, masked)
+    ]
     assert all(not torch.equal(logits[0], rest) for rest in logits[1:])
     null = torch.ones(len(ids), dtype=torch.bool)
     hidden = [
-        model(tokens, given, t, None, latent_is_null=null)["text_logits"] for given in (ids, other)
+        run_model(model, tokens, given, t, None, latent_is_null=null).text.logits
+        for given in (ids, other)
     ]
     assert torch.equal(*hidden) and torch.equal(
-        hidden[0], model(tokens, None, t, None)["text_logits"]
+        hidden[0], run_model(model, tokens, None, t, None).text.logits
     )
 
 
@@ -122,7 +131,7 @@ def test_ids_are_never_rounded_to_the_dtype_of_the_weights():
     tokens, ids, t = inputs(1)
     near, far = (torch.full_like(ids, code) for code in (998, 999))
     assert not torch.equal(
-        *(model(tokens, given, t, None)["length_logits"] for given in (near, far))
+        *(run_model(model, tokens, given, t, None).length_logits for given in (near, far))
     )
 
 
@@ -133,9 +142,9 @@ def test_a_uniform_head_pays_log2_of_the_codes():
         model.latent_head.bias.zero_()
     positions = torch.arange(3 * N)
     targets = torch.randint(0, Q, (3 * N,), generator=torch.Generator().manual_seed(2))
-    nll = model(
-        tokens, ids, t, t, latent_query=CodeTargets(positions, targets, torch.ones(3 * N))
-    )["code_nll"]
+    nll = run_model(
+        model, tokens, ids, t, t, latent_query=TokenQuery(positions, targets, torch.ones(3 * N))
+    ).latent.nll
     torch.testing.assert_close(nll / math.log(2), torch.full((3 * N,), math.log2(Q)))
 
 
@@ -165,4 +174,4 @@ def test_ids_out_of_range_and_models_of_the_other_kind_are_refused():
     del values["num_codes"]
     pixels = MultimodalMMDiT(ModelConfig(**values))
     with pytest.raises(ValueError, match="latent_query"):
-        pixels(tokens, ids.float(), t, t, latent_query=CodeTargets(torch.arange(2)))
+        run_model(pixels, tokens, ids.float(), t, t, latent_query=TokenQuery(torch.arange(2)))

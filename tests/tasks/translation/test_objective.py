@@ -7,7 +7,7 @@ from mmldlm.data.batch_plan import BatchPlan, local_slots
 from mmldlm.data.store import Rows
 from mmldlm.errors import UserError
 from mmldlm.models import MultimodalMMDiT
-from mmldlm.models.mmdit.config import ModelConfig
+from mmldlm.models.mmdit_config import ModelConfig
 from mmldlm.tasks.translation.freezing import (
     apply_freezing,
     frozen_names,
@@ -16,6 +16,7 @@ from mmldlm.tasks.translation.freezing import (
 from mmldlm.tasks.translation.noiser import Noiser
 from mmldlm.tasks.translation.objective import TranslationObjective
 from mmldlm.tasks.translation.task import TranslationTask
+from tests.support.forward import run_model
 
 DIM, SIZE = 6, 40
 
@@ -104,7 +105,8 @@ def test_metrics_are_those_of_the_definition():
     net = model()
     loss, metrics = TranslationObjective(config)(net, batch)
     t = batch.tensors
-    logits = net(
+    logits = run_model(
+        net,
         t["text_tokens"],
         t["latents"],
         t["text_timesteps"],
@@ -112,7 +114,7 @@ def test_metrics_are_those_of_the_definition():
         t["attention_mask"],
         latent_is_null=t["latent_is_null"],
         text_is_null=t["text_is_null"],
-    )["text_logits"]
+    ).text.logits
     nll = (
         -logits.flatten(0, 1)[t["text_positions"]]
         .log_softmax(-1)
@@ -332,7 +334,8 @@ def test_two_predictions_have_two_weighted_errors(weighting):
     assert torch.equal(t["latent_targets"][:, :DIM], t["latent_clean"])
     torch.nn.init.normal_(net.latent_head.to_latent.weight, std=0.1)
     loss, metrics = TranslationObjective(config)(net, batch)
-    prediction = net(
+    prediction = run_model(
+        net,
         t["text_tokens"],
         t["latents"],
         t["text_timesteps"],
@@ -340,7 +343,7 @@ def test_two_predictions_have_two_weighted_errors(weighting):
         t["attention_mask"],
         text_is_null=t["text_is_null"],
         latent_is_null=t["latent_is_null"],
-    )["latent_pred"]
+    ).latent
     error = (prediction - t["latent_targets"]).square().unflatten(1, (2, DIM)).mean(-1)
     torch.testing.assert_close(loss, (error * t["latent_weights"]).sum() / 12)
     torch.testing.assert_close(metrics["latent_error_sum"], error.sum())

@@ -7,7 +7,7 @@ from typing import Literal
 from pydantic import Field
 
 from mmldlm.config.section import Section
-from mmldlm.models.plain.config import PlainConfig
+from mmldlm.models.plain_config import PlainConfig
 from mmldlm.tasks.baselines.common.config import BaselineConfig
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from mmldlm.models.token_scores import TokenQuery
 from mmldlm.tasks.baselines.ar.config import ArConfig
 from mmldlm.tasks.baselines.common.text_pass import forward_text
 from mmldlm.tasks.translation.candidates import candidates_of
@@ -41,16 +42,18 @@ class ArObjective:
         out = forward_text(
             model,
             tensors,
-            text_targets=targets,
-            text_weights=weights * share if self._weighs_inside else weights,
-            text_candidates=candidates,
+            TokenQuery(
+                targets=targets,
+                weights=weights * share if self._weighs_inside else weights,
+                candidates=candidates,
+            ),
         )
-        loss = out["text_loss_sum"] if self._weighs_inside else out["text_loss_sum"] * share
+        loss = out.text.loss_sum if self._weighs_inside else out.text.loss_sum * share
         number = torch.full_like(loss.detach(), float(len(targets)))
         return loss, {
             "loss": loss.detach(),
-            "text_nll_sum": out["text_nll"].sum(),
-            "text_correct": out["text_correct"].sum(dtype=torch.float32),
+            "text_nll_sum": out.text.nll.sum(),
+            "text_correct": out.text.correct.sum(dtype=torch.float32),
             "text_scored": number,
             "text_logits": number * len(tensors.get("text_candidates", ())),
         }

@@ -111,14 +111,17 @@ class ArTask(BaselineTask):
         """Exact: neither uniform nor stratum is read."""
         import torch
 
+        from mmldlm.models.latent_transformer import LatentInputs, TextInputs
+        from mmldlm.models.token_scores import TokenQuery
         from mmldlm.tasks.text_scores import TextScores, sum_by_row
 
         positions = real.flatten().nonzero()[:, 0]
         owner, targets = positions // tokens.shape[1], tokens.flatten()[positions]
         out = pretrained.model(
-            tokens, latents, attention_mask=real, text_positions=positions, text_targets=targets,
-            text_weights=torch.ones(len(targets), device=tokens.device),
-        )  # fmt: skip
-        nats = sum_by_row(out["text_nll"].double(), owner, len(tokens))
-        correct = sum_by_row(out["text_correct"].double(), owner, len(tokens))
+            TextInputs(tokens, attention_mask=real),
+            None if latents is None else LatentInputs(latents),
+            TokenQuery(positions, targets, torch.ones(len(targets), device=tokens.device)),
+        )
+        nats = sum_by_row(out.text.nll.double(), owner, len(tokens))
+        correct = sum_by_row(out.text.correct.double(), owner, len(tokens))
         return TextScores(nats, correct, real.sum(1), None)

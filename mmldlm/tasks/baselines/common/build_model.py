@@ -7,7 +7,7 @@ from torch import nn
 
 from mmldlm.data.batch import Batch
 from mmldlm.engines.parameter_plan import ParameterPlan
-from mmldlm.models.plain.model import PlainTransformer
+from mmldlm.models.plain import PlainTransformer
 from mmldlm.tasks.baselines.common.data import BaselineData
 from mmldlm.tasks.translation.embedding_init import encoder_token_embeddings
 from mmldlm.tasks.translation.frequencies import log_length_frequencies, log_token_frequencies

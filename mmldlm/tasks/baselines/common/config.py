@@ -6,7 +6,7 @@ from pydantic import Field, model_validator
 
 from mmldlm.config.schema import Config, TrainingConfig
 from mmldlm.data.config import StoreDataConfig, TokenizerConfig
-from mmldlm.models.plain.config import PlainConfig
+from mmldlm.models.plain_config import PlainConfig
 
 DEFAULT_DROPOUT = 0.1
 

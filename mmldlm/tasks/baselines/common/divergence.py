@@ -10,7 +10,8 @@ from torch import Tensor, nn
 
 from mmldlm.diffusion.process import Divergence, DivergenceProcess
 from mmldlm.diffusion.timesteps import arcsine
-from mmldlm.models.plain.head import LogitsFunction
+from mmldlm.models.latent_transformer import LatentInputs, TextInputs
+from mmldlm.models.token_scores import LogitsFunction, TokenQuery
 from mmldlm.tasks.baselines.common.text_pass import add_length_loss, forward_text
 from mmldlm.tasks.text_scores import TextScores, sum_by_row
 
@@ -34,7 +35,7 @@ class _Score(torch.autograd.Function):
 
 
 def row_scores(divergence: Divergence) -> LogitsFunction:
-    """For `PlainTransformer.forward(text_function=...)`: d and whether the clean token is the most
+    """For `TokenQuery.function`: d and whether the clean token is the most
     probable [R, 2].
     """
 
@@ -72,8 +73,8 @@ class DivergenceObjective:
         """
         tensors = batch.tensors
         divergence = self.kind(*(tensors[f"text_{field}"] for field in self.kind._fields))
-        out = forward_text(model, tensors, text_function=row_scores(divergence))
-        found, correct = out["text_function"].unbind(-1)
+        out = forward_text(model, tensors, TokenQuery(function=row_scores(divergence)))
+        found, correct = out.text.values.unbind(-1)
         text_loss = torch.dot(found, tensors["text_weights"]) / max(batch.counts["text_tokens"], 1)
         loss, sums = add_length_loss(text_loss, out, batch, self.length_loss_weight)
         return loss, sums | {
@@ -104,18 +105,14 @@ def divergence_scores(
     weights = process.elbo_weights(targets, states, t[owner]) * density[owner]
     divergence = process.divergence(targets, states, t[owner])
     out = model(
-        noised,
-        latents,
-        t.float(),
-        None,
-        real,
-        text_positions=positions,
-        text_function=row_scores(divergence),
+        TextInputs(noised, t.float(), real),
+        None if latents is None else LatentInputs(latents),
+        TokenQuery(positions, function=row_scores(divergence)),
     )
-    found, correct = out["text_function"].double().unbind(-1)
+    found, correct = out.text.values.double().unbind(-1)
     return TextScores(
         sum_by_row(found * weights, owner, len(tokens)),
         sum_by_row(correct, owner, len(tokens)),
         scored.sum(1),
-        F.cross_entropy(out["length_logits"], real.sum(1) - 1, reduction="none"),
+        F.cross_entropy(out.length_logits, real.sum(1) - 1, reduction="none"),
     )

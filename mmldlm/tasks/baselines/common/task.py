@@ -18,7 +18,7 @@ from mmldlm.tasks.text_task import TextTask
 
 if TYPE_CHECKING:
     from mmldlm.engines.parameter_plan import ParameterPlan
-    from mmldlm.models.plain.model import PlainTransformer
+    from mmldlm.models.plain import PlainTransformer
 
 
 class BaselineTask(TextTask):
@@ -88,7 +88,7 @@ class BaselineTask(TextTask):
     # ---------------------------------------------------------------------------------------------
 
     def model_class(self) -> type[PlainTransformer]:
-        from mmldlm.models.plain.model import PlainTransformer
+        from mmldlm.models.plain import PlainTransformer
 
         return PlainTransformer
 

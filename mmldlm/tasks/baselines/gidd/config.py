@@ -7,7 +7,7 @@ from typing import Literal
 from pydantic import Field, model_validator
 
 from mmldlm.config.section import MAX_WEIGHT, OnResume, Section
-from mmldlm.models.plain.config import Conditioning, PlainConfig
+from mmldlm.models.plain_config import Conditioning, PlainConfig
 from mmldlm.tasks.baselines.common.config import BaselineConfig
 
 

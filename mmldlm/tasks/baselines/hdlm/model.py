@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from mmldlm.models.plain.config import PlainConfig
-from mmldlm.models.plain.model import PlainTransformer
+from mmldlm.models.plain import PlainTransformer
+from mmldlm.models.plain_config import PlainConfig
 
 
 class HierarchicalTransformer(PlainTransformer):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from mmldlm.models.token_scores import TokenQuery
 from mmldlm.tasks.baselines.common.text_pass import add_length_loss, forward_text
 from mmldlm.tasks.baselines.mdlm.config import MdlmConfig
 
@@ -40,14 +41,16 @@ class MdlmObjective:
         out = forward_text(
             model,
             tensors,
-            text_targets=tensors["text_targets"],
-            text_weights=weights * share if self._weighs_inside else weights,
+            TokenQuery(
+                targets=tensors["text_targets"],
+                weights=weights * share if self._weighs_inside else weights,
+            ),
         )
-        text_loss = out["text_loss_sum"] if self._weighs_inside else out["text_loss_sum"] * share
+        text_loss = out.text.loss_sum if self._weighs_inside else out.text.loss_sum * share
         loss, sums = add_length_loss(text_loss, out, batch, self.loss.length_loss_weight)
         return loss, sums | {
-            "text_nelbo_sum": torch.dot(out["text_nll"].detach(), tensors["text_weights"]),
-            "text_correct": out["text_correct"].sum(dtype=torch.float32),
+            "text_nelbo_sum": torch.dot(out.text.nll.detach(), tensors["text_weights"]),
+            "text_correct": out.text.correct.sum(dtype=torch.float32),
             "text_masked": torch.full_like(loss.detach(), float(len(tensors["text_targets"]))),
         }
 

@@ -15,6 +15,7 @@ from mmldlm.config.load import load_config
 from mmldlm.config.task_registry import find_task
 from mmldlm.data.batch_plan import GlobalBatch
 from mmldlm.errors import UserError
+from tests.support.forward import run_model
 from tests.support.helpers import read_log
 
 TASK = find_task("ar")
@@ -76,10 +77,10 @@ def test_micro_batches_add_up_to_the_global_batch(data):
         torch.testing.assert_close(other[name], grad, rtol=1e-4, atol=1e-7, msg=name)
     batch = batch_of(data, range(6), 0.5)
     tensors = batch.tensors
-    logits = model(
+    logits = run_model(model,
         tensors["text_tokens"], tensors["latents"], None, None, tensors["attention_mask"],
         latent_is_null=tensors["latent_is_null"],
-    )["text_logits"]  # fmt: skip
+    ).text.logits  # fmt: skip
     rows = logits.flatten(0, 1)[tensors["text_positions"]]
     assert whole == pytest.approx(
         float(F.cross_entropy(rows, tensors["text_targets"]).detach()), rel=1e-5
@@ -265,7 +266,8 @@ def test_the_converted_model_is_the_trained_one(run, tmp_path, store):
     first, second = load_pretrained(run / "run").model, load_pretrained(tmp_path / "out").model
     tokens, latents = torch.tensor([[7, 8, 9]]), torch.ones(1, first.config.latent_dim)
     assert torch.equal(
-        first(tokens, latents)["text_logits"], second(tokens, latents)["text_logits"]
+        run_model(first, tokens, latents).text.logits,
+        run_model(second, tokens, latents).text.logits,
     )
     config = json.loads((tmp_path / "out" / "config.json").read_text())
     assert (config["task"], config["architecture"], config["causal"]) == (

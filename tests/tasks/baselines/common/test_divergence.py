@@ -14,7 +14,9 @@ from mmldlm.config.load import build_config
 from mmldlm.config.task_registry import find_task
 from mmldlm.data.batch_plan import BatchPlan, local_slots
 from mmldlm.data.store import Rows
-from mmldlm.models.plain.head import PlainTextHead
+from mmldlm.models.latent_transformer import ModelOutput
+from mmldlm.models.plain import PlainTextHead
+from mmldlm.models.token_scores import TokenQuery, TokenScores
 from mmldlm.tasks.baselines.common.divergence import row_scores
 
 DIM, SIZE, VOCAB, MASK, PAD, EOS = 6, 40, 24, 3, 0, 2
@@ -109,7 +111,7 @@ def test_gradients_add_up_however_the_batch_is_cut(name, conditioning, step):
 @pytest.mark.parametrize("name", TASKS)
 def test_the_head_gives_values_and_gradients_of_all_logits_at_once(name, monkeypatch):
     """In chunks of a few rows that a backward pass computes again, and in one."""
-    from mmldlm.models.plain import head as plain_head
+    from mmldlm.models import token_scores
 
     data = data_of(name)
     (batch,) = micro_batches(name, data)
@@ -118,7 +120,7 @@ def test_the_head_gives_values_and_gradients_of_all_logits_at_once(name, monkeyp
     weights = batch.tensors["text_elbo_weights"].clamp_max(10.0)
     results = []
     for rows in (5, 10_000):
-        monkeypatch.setattr(plain_head, "rows_of_a_chunk", lambda *_, rows=rows: rows)
+        monkeypatch.setattr(token_scores, "rows_of_a_chunk", lambda *_, rows=rows: rows)
         torch.manual_seed(1)
         head = PlainTextHead(data.config.model.model_copy(update={"reads_time": False}))
         hidden = torch.randn(len(weights), 16, requires_grad=True)
@@ -126,9 +128,9 @@ def test_the_head_gives_values_and_gradients_of_all_logits_at_once(name, monkeyp
             hidden,
             torch.zeros(len(hidden), dtype=torch.int64),
             None,
-            function=row_scores(divergence),
+            TokenQuery(function=row_scores(divergence)),
         )
-        found = out["text_function"][:, 0]
+        found = out.values[:, 0]
         (found @ weights).backward()
         results.append((found.detach(), hidden.grad, head.weight.grad))
     for few, all_at_once in zip(*results, strict=True):
@@ -142,19 +144,12 @@ class ContextFree(torch.nn.Module):
         super().__init__()
         self.log_p = log_p
 
-    def forward(
-        self, tokens, latents, t, latent_t, mask, *, text_positions, text_function, **unread
-    ):
-        assert (
-            bool(mask.flatten()[text_positions].all())
-            and float(t.min()) >= 0
-            and float(t.max()) <= 1
-        )
-        logits = self.log_p.expand(len(text_positions), -1)
-        return {
-            "text_function": text_function(logits, slice(0, len(logits))),
-            "length_logits": torch.zeros(len(tokens), 16),
-        }
+    def forward(self, text, latents, query, **unread):
+        assert bool(text.attention_mask.flatten()[query.positions].all())
+        assert float(text.timesteps.min()) >= 0 and float(text.timesteps.max()) <= 1
+        logits = self.log_p.expand(len(query.positions), -1)
+        scores = TokenScores(values=query.function(logits, slice(0, len(logits))))
+        return ModelOutput(scores, length_logits=torch.zeros(len(text.tokens), 16))
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ import torch
 
 from mmldlm.config.load import load_config
 from mmldlm.config.task_registry import find_task
+from tests.support.forward import run_model
 from tests.support.helpers import read_log
 
 TINY = [
@@ -165,7 +166,8 @@ def test_the_converted_model_is_the_trained_one(runs, name, store, tmp_path):
     first, second = load_pretrained(runs / name), load_pretrained(tmp_path / "out")
     tokens, latents = torch.tensor([[7, 8, 9]]), torch.ones(1, first.model.config.latent_dim)
     assert torch.equal(
-        first.model(tokens, latents)["text_logits"], second.model(tokens, latents)["text_logits"]
+        run_model(first.model, tokens, latents).text.logits,
+        run_model(second.model, tokens, latents).text.logits,
     )
     assert first.text_config == second.text_config
     if name == "hdlm":

@@ -14,7 +14,9 @@ from mmldlm.config.load import build_config
 from mmldlm.data.batch_plan import BatchPlan, local_slots
 from mmldlm.data.store import Rows
 from mmldlm.errors import UserError
-from mmldlm.models.plain.model import PlainTransformer
+from mmldlm.models.latent_transformer import ModelOutput
+from mmldlm.models.plain import PlainTransformer
+from mmldlm.models.token_scores import TokenScores
 from mmldlm.tasks.baselines.mdlm.objective import MdlmObjective
 from mmldlm.tasks.baselines.mdlm.task import MdlmTask
 
@@ -106,31 +108,13 @@ class ContextFree(torch.nn.Module):
         super().__init__()
         self.log_p = log_p
 
-    def forward(
-        self,
-        tokens,
-        latents,
-        t,
-        latent_t,
-        mask,
-        *,
-        text_positions,
-        text_targets,
-        text_weights,
-        **unread,
-    ):
-        assert bool((tokens.flatten()[text_positions] == MASK).all()) and bool(
-            mask.flatten()[text_positions].all()
-        )
-        nll = -self.log_p[text_targets]
-        lengths = torch.zeros(len(tokens), 16)
+    def forward(self, text, latents, query, **unread):
+        assert bool((text.tokens.flatten()[query.positions] == MASK).all())
+        assert bool(text.attention_mask.flatten()[query.positions].all())
+        nll = -self.log_p[query.targets]
         correct = torch.zeros(len(nll), dtype=torch.bool)
-        return {
-            "text_loss_sum": nll @ text_weights,
-            "text_nll": nll,
-            "text_correct": correct,
-            "length_logits": lengths,
-        }
+        scores = TokenScores(loss_sum=nll @ query.weights, nll=nll, correct=correct)
+        return ModelOutput(scores, length_logits=torch.zeros(len(text.tokens), 16))
 
 
 @pytest.mark.parametrize("masking", ["fixed_count", "bernoulli"])

@@ -11,7 +11,7 @@ import torch
 from mmldlm.evaluation.directions import likelihood_estimates
 from mmldlm.evaluation.gain import untrained_control
 from mmldlm.evaluation.nelbo import measure
-from mmldlm.models.plain.model import PlainTransformer
+from mmldlm.models.plain import PlainTransformer
 from mmldlm.tasks.baselines.mdlm.config import MdlmModelConfig
 from mmldlm.tasks.baselines.mdlm.task import MdlmTask
 from mmldlm.tasks.pretrained import Pretrained
@@ -69,9 +69,9 @@ def test_a_latent_is_encoded_once_and_the_texts_are_the_same(conditioning, monke
         assert all(3 not in text and 0 not in text and 2 not in text for text in texts.tokens)
         return texts.tokens
 
-    def watched(self, given=None, is_null=None, batch=None, caches=False):
+    def watched(self, given=None, batch=None, caches=False):
         calls.append(given is not None)
-        return encode(self, given, is_null, batch, caches)
+        return encode(self, given, batch, caches)
 
     monkeypatch.setattr(PlainTransformer, "encode_latents", watched)
     found = {sampler: write(sampler) for sampler in ("confidence", "ancestral")}
@@ -79,8 +79,8 @@ def test_a_latent_is_encoded_once_and_the_texts_are_the_same(conditioning, monke
         assert sum(calls) == 2  # for the length, and for all steps
     assert write("ancestral", batch_tokens=1) == found["ancestral"]
 
-    def uncached(self, given=None, is_null=None, batch=None, caches=False):
-        return encode(self, given, is_null, batch, caches=False)
+    def uncached(self, given=None, batch=None, caches=False):
+        return encode(self, given, batch, caches=False)
 
     monkeypatch.setattr(PlainTransformer, "encode_latents", uncached)
     assert {sampler: write(sampler) for sampler in found} == found

@@ -8,11 +8,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from mmldlm.models import plain_layout as layout
 from mmldlm.models.dropout import RowDropout
-from mmldlm.models.plain import layout
-from mmldlm.models.plain.config import PlainConfig
-from mmldlm.models.plain.decode import next_logits, start_text
-from mmldlm.models.plain.model import PlainTransformer
+from mmldlm.models.latent_transformer import LatentInputs
+from mmldlm.models.plain import PlainTransformer, next_logits, start_text
+from mmldlm.models.plain_config import PlainConfig
+from tests.support.forward import run_model
 
 CONDITIONINGS = ("none", "prefix", "adaln", "cross_attention")
 KINDS = [
@@ -63,7 +64,7 @@ def batch():
 def call(model, batch, **keys):
     tokens, latents, times, mask = batch
     latents = None if model.config.conditioning == "none" else latents
-    return model(tokens, latents, times, None, mask, **keys)
+    return run_model(model, tokens, latents, times, None, mask, **keys)
 
 
 @pytest.mark.parametrize(("causal", "kind", "time"), KINDS)
@@ -74,33 +75,34 @@ def test_layouts_heads_and_caches_agree(causal, kind, time, batch, monkeypatch):
     model = make_model(causal, kind, time)
     tokens, latents, times, mask = batch
     positions = mask.flatten().nonzero()[:, 0]
-    logits = call(model, batch, text_positions=positions)["text_logits"]
+    logits = call(model, batch, text_positions=positions).text.logits
     monkeypatch.setattr(layout, "RECTANGLE_FILL", 0.0)
     others = [
-        call(model, batch, text_positions=positions)["text_logits"],
-        call(model, batch)["text_logits"].flatten(0, 1)[positions],
+        call(model, batch, text_positions=positions).text.logits,
+        call(model, batch).text.logits.flatten(0, 1)[positions],
         torch.cat(
             [
-                call(model, (tokens[i : i + 1, :n], latents[i : i + 1], times[i : i + 1], None))[
-                    "text_logits"
-                ][0]
+                call(
+                    model, (tokens[i : i + 1, :n], latents[i : i + 1], times[i : i + 1], None)
+                ).text.logits[0]
                 for i, n in enumerate(LENGTHS.tolist())
             ]
         ),
     ]
     if causal:
-        full = call(model, (tokens, latents, times, None))["text_logits"]
+        full = call(model, (tokens, latents, times, None)).text.logits
         cache = start_text(model, None if kind == "none" else latents, batch=3)
         steps = [next_logits(model, cache)] + [
             next_logits(model, cache, tokens[:, i]) for i in range(WIDTH - 1)
         ]
         torch.testing.assert_close(torch.stack(steps, 1), full)
     else:
-        encoded = model.encode_latents(None if kind == "none" else latents, None, 3, caches=True)
+        inputs = None if kind == "none" else LatentInputs(latents)
+        encoded = model.encode_latents(inputs, 3, caches=True)
         others.append(
-            model(tokens, None, times, None, mask, text_positions=positions, encoded=encoded)[
-                "text_logits"
-            ]
+            run_model(
+                model, tokens, encoded, times, None, mask, text_positions=positions
+            ).text.logits
         )
     for other in others:
         torch.testing.assert_close(other, logits)
@@ -113,7 +115,7 @@ def test_layouts_heads_and_caches_agree(causal, kind, time, batch, monkeypatch):
         text_targets=targets,
         text_weights=torch.ones(len(targets)).double(),
     )
-    torch.testing.assert_close(scored["text_nll"], expected)
+    torch.testing.assert_close(scored.text.nll, expected)
     assert bool(torch.isneginf(logits[:, MASK]).all())
 
 
@@ -132,7 +134,7 @@ def nll_sum(model, batch, **keys):
         text_weights=torch.ones(len(targets)).double(),
         **keys,
     )
-    return out["text_loss_sum"] + (0.0 if model.config.causal else out["length_logits"].sum())
+    return out.text.loss_sum + (0.0 if model.config.causal else out.length_logits.sum())
 
 
 @pytest.mark.parametrize(("causal", "kind", "time"), KINDS)
@@ -155,19 +157,20 @@ def test_dropout_depends_on_the_row_alone(causal, kind, time, batch):
     do.
     """
     model, keys = make_model(causal, kind, time, dropout=0.25), torch.tensor([5, -7, 2**62])
-    whole = call(model, batch, dropout_keys=keys)["text_logits"]
+    whole = call(model, batch, dropout_keys=keys).text.logits
     alone = [
-        model(
+        run_model(
+            model,
             batch[0][i : i + 1, :n],
             None if kind == "none" else batch[1][i : i + 1],
             batch[2][i : i + 1],
             dropout_keys=keys[i : i + 1],
-        )["text_logits"][0]
+        ).text.logits[0]
         for i, n in enumerate(LENGTHS.tolist())
     ]
     torch.testing.assert_close(torch.cat(alone), whole[batch[3]])
     order = torch.tensor([2, 0, 1])
-    swapped = call(model, [part[order] for part in batch], dropout_keys=keys[order])["text_logits"]
+    swapped = call(model, [part[order] for part in batch], dropout_keys=keys[order]).text.logits
     torch.testing.assert_close(swapped[batch[3][order]], whole[order][batch[3][order]])
     losses = []
     for other, saves in ((keys, False), (keys, True), (keys + 1, False)):
@@ -180,8 +183,8 @@ def test_dropout_depends_on_the_row_alone(causal, kind, time, batch):
     assert abs(float(losses[2][0] - losses[0][0])) > 1e-3
     with pytest.raises(ValueError, match="dropout_keys"):
         call(model, batch)
-    plain = call(make_model(causal, kind, time), batch)["text_logits"]
-    assert torch.equal(call(model.eval(), batch)["text_logits"], plain)
+    plain = call(make_model(causal, kind, time), batch).text.logits
+    assert torch.equal(call(model.eval(), batch).text.logits, plain)
 
 
 @pytest.mark.parametrize("place", range(3))
@@ -192,11 +195,11 @@ def test_each_output_of_a_block_is_dropped(place, batch, monkeypatch):
         torch.tensor([1, 2, 3]),
         RowDropout.drop,
     )
-    expected = call(model, batch, dropout_keys=keys)["text_logits"][batch[3]]
+    expected = call(model, batch, dropout_keys=keys).text.logits[batch[3]]
     monkeypatch.setattr(
         RowDropout, "drop", lambda self, x, at: x if at == place else drop(self, x, at)
     )
-    found = call(model, batch, dropout_keys=keys)["text_logits"][batch[3]]
+    found = call(model, batch, dropout_keys=keys).text.logits[batch[3]]
     assert float((found - expected)[..., 2:].detach().abs().max()) > 1e-3
 
 
@@ -207,7 +210,7 @@ def test_a_causal_model_sees_what_came_before(kind, batch):
     changed = tokens.clone()
     changed[:, at:] = torch.randint(3, VOCAB, (3, WIDTH - at))
     first, second = (
-        call(model, (t, latents, times, None))["text_logits"].detach() for t in (tokens, changed)
+        call(model, (t, latents, times, None)).text.logits.detach() for t in (tokens, changed)
     )
     torch.testing.assert_close(second[:, : at + 1], first[:, : at + 1], rtol=0, atol=1e-13)
     assert float((second[:, at + 1] - first[:, at + 1])[:, 2:].abs().min(0).values.max()) > 1e-3
@@ -218,7 +221,7 @@ def test_padding_changes_nothing(causal, kind, time, batch):
     model, (tokens, latents, times, mask) = make_model(causal, kind, time), batch
     other = torch.where(mask, tokens, torch.randint(3, VOCAB, tokens.shape))
     first, second = (
-        call(model, (t, latents, times, mask))["text_logits"][mask] for t in (tokens, other)
+        call(model, (t, latents, times, mask)).text.logits[mask] for t in (tokens, other)
     )
     torch.testing.assert_close(second, first, rtol=0, atol=1e-13)
 
@@ -227,11 +230,11 @@ def test_padding_changes_nothing(causal, kind, time, batch):
 @pytest.mark.parametrize("kind", ["prefix", "adaln", "cross_attention"])
 def test_no_latent_is_the_null_latent_and_a_latent_matters(causal, kind, batch):
     model, (tokens, latents, times, mask) = make_model(causal, kind), batch
-    null = model(
-        tokens, latents, times, None, mask, latent_is_null=torch.ones(3, dtype=torch.bool)
-    )["text_logits"]
-    torch.testing.assert_close(model(tokens, None, times, None, mask)["text_logits"], null)
-    given = call(model, batch)["text_logits"]
+    null = run_model(
+        model, tokens, latents, times, None, mask, latent_is_null=torch.ones(3, dtype=torch.bool)
+    ).text.logits
+    torch.testing.assert_close(run_model(model, tokens, None, times, None, mask).text.logits, null)
+    given = call(model, batch).text.logits
     assert float((given - null)[..., 2:].detach().abs().mean()) > 1e-2
 
 
@@ -239,11 +242,9 @@ def test_no_latent_is_the_null_latent_and_a_latent_matters(causal, kind, batch):
 def test_gates_start_at_zero_and_learn(kind, batch):
     """At the start the logits do not depend on the latent, but the gradient leads there."""
     model, (tokens, latents, times, mask) = make_model(False, kind, True, noise=0.0), batch
-    given, other = (
-        call(model, (tokens, z, times, mask))["text_logits"] for z in (latents, -latents)
-    )
+    given, other = (call(model, (tokens, z, times, mask)).text.logits for z in (latents, -latents))
     assert torch.equal(given, other)
-    call(model, batch)["text_logits"][mask][:, 3:].square().sum().backward()
+    call(model, batch).text.logits[mask][:, 3:].square().sum().backward()
     gate = model.text_head.modulation.weight if kind == "adaln" else model.blocks[0].cross.gate
     # Under adaLN a block's own output is gated as well: what learns first is the head's
     # modulation.
@@ -257,7 +258,7 @@ def test_cross_attention_to_one_token_is_a_bias(batch):
     spreads = {}
     for chunks in (1, 3):
         model = make_model(False, "cross_attention", tokens_per_latent=chunks)
-        encoded, cross = model.encode_latents(batch[1]), model.blocks[0].cross
+        encoded, cross = model.encode_latents(LatentInputs(batch[1])), model.blocks[0].cross
         rows = torch.randn(3 * WIDTH, 32).double()
         dense = layout.lay_out(None, None, (3, WIDTH), 0, 16, torch.float64, torch.device("cpu"))
         added = cross(rows, cross.keys_values(encoded.tokens), dense).view(3, WIDTH, 32)
@@ -272,7 +273,7 @@ def test_functions_of_chunks_of_logits(batch, monkeypatch):
     grads = []
     for rows_of_a_chunk in (1000, 4):
         monkeypatch.setattr(
-            "mmldlm.models.plain.head.rows_of_a_chunk", lambda *_, rows=rows_of_a_chunk: rows
+            "mmldlm.models.token_scores.rows_of_a_chunk", lambda *_, rows=rows_of_a_chunk: rows
         )
         model = make_model(False, "adaln", True)
         out = call(
@@ -282,12 +283,12 @@ def test_functions_of_chunks_of_logits(batch, monkeypatch):
             text_function=lambda logits, which: F.cross_entropy(
                 logits, targets[which], reduction="none"
             ),
-        )["text_function"]
+        ).text.values
         out.sum().backward()
         grads.append([out.detach(), *(p.grad for p in model.parameters() if p.grad is not None)])
     assert all(torch.allclose(a, b) for a, b in zip(*grads, strict=True))
     model = make_model(False, "adaln", True)
-    logits = call(model, batch, text_positions=torch.arange(27))["text_logits"]
+    logits = call(model, batch, text_positions=torch.arange(27)).text.logits
     torch.testing.assert_close(
         grads[0][0], F.cross_entropy(logits, targets, reduction="none").detach()
     )
@@ -314,7 +315,7 @@ def test_compiled_blocks_give_the_same_with_one_graph_for_all_lengths():
         )
         at = mask.flatten().nonzero()[::2, 0]
         found, expected = (
-            call(each, batch, text_positions=at)["text_logits"] for each in (compiled, model)
+            call(each, batch, text_positions=at).text.logits for each in (compiled, model)
         )
         torch.testing.assert_close(found, expected)
     assert counters["stats"]["unique_graphs"] == 1, counters["stats"]
@@ -323,14 +324,16 @@ def test_compiled_blocks_give_the_same_with_one_graph_for_all_lengths():
 def test_what_does_not_fit_is_refused(batch):
     tokens, latents, times, mask = batch
     with pytest.raises(ValueError, match="unconditional"):
-        make_model(False, "none")(tokens, latents)
+        run_model(make_model(False, "none"), tokens, latents)
     model = make_model(True, "prefix")
     with pytest.raises(ValueError, match="max_seq_len is 12"):
-        model(torch.zeros(1, 13, dtype=torch.int64), latents[:1])
+        run_model(model, torch.zeros(1, 13, dtype=torch.int64), latents[:1])
     with pytest.raises(ValueError, match="latent_dim is 8"):
-        model(tokens, latents[:, :5])
+        run_model(model, tokens, latents[:, :5])
     with pytest.raises(ValueError, match="padding"):
-        model(tokens, latents, None, None, mask, text_positions=torch.tensor([WIDTH + 5]))
+        run_model(
+            model, tokens, latents, None, None, mask, text_positions=torch.tensor([WIDTH + 5])
+        )
     with pytest.raises(ValueError, match="no tokens for empty texts"):
         next_logits(model, start_text(model, latents), tokens[:, 0])
 

@@ -9,9 +9,10 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from mmldlm.models import MultimodalMMDiT
-from mmldlm.models.mmdit.config import ModelConfig
-from mmldlm.models.mmdit.packing import has_varlen
+from mmldlm.models.mmdit_config import ModelConfig
+from mmldlm.models.packing import has_varlen
 from tests.models.reference_mmdit import use_reference_blocks
+from tests.support.forward import run_model
 
 RELATIVE = (
     1e-10  # of the largest element of a tensor; fp64 rounding through two blocks is about 1e-13
@@ -61,12 +62,10 @@ def batch(lengths, null_text=()):
 
 
 def losses(model, given) -> torch.Tensor:
-    out = model(**given)
-    nll = out["text_loss_sum"].double()
+    out = run_model(model, **given)
+    nll = out.text.loss_sum.double()
     return (
-        nll
-        + out["latent_pred"].double().square().sum()
-        + out["length_logits"].double().logsumexp(-1).sum()
+        nll + out.latent.double().square().sum() + out.length_logits.double().logsumexp(-1).sum()
     )
 
 
@@ -227,8 +226,8 @@ def test_dropout_does_not_depend_on_padding_or_on_the_other_samples():
     given = batch([16, 3, 9, 1])
     keys = torch.tensor([5, -7, 11, 2**62])
     model = make(dropout=0.25)
-    whole = model(**given, dropout_keys=keys)
-    assert not torch.equal(whole["latent_pred"], model.eval()(**given)["latent_pred"])
+    whole = run_model(model, **given, dropout_keys=keys)
+    assert not torch.equal(whole.latent, run_model(model.eval(), **given).latent)
     model.train()
     rows = given["text_positions"] // 16
     for sample, length in enumerate([16, 3, 9, 1]):
@@ -241,7 +240,8 @@ def test_dropout_does_not_depend_on_padding_or_on_the_other_samples():
         own["attention_mask"] = own["attention_mask"][:, :length]
         own["text_timesteps"] = given["text_timesteps"][sample : sample + 1]
         positions = given["text_positions"][rows == sample] % 16
-        out = model(
+        out = run_model(
+            model,
             **own,
             text_positions=positions,
             text_targets=given["text_targets"][rows == sample],
@@ -249,22 +249,22 @@ def test_dropout_does_not_depend_on_padding_or_on_the_other_samples():
             dropout_keys=keys[sample : sample + 1],
         )
         torch.testing.assert_close(
-            out["latent_pred"], whole["latent_pred"][sample : sample + 1], rtol=0, atol=1e-6
+            out.latent, whole.latent[sample : sample + 1], rtol=0, atol=1e-6
         )
         torch.testing.assert_close(
-            out["text_nll"], whole["text_nll"][rows == sample], rtol=1e-5, atol=1e-5
+            out.text.nll, whole.text.nll[rows == sample], rtol=1e-5, atol=1e-5
         )
 
 
 def test_dropout_in_training_needs_its_keys():
     with pytest.raises(ValueError, match="dropout_keys"):
-        make(dropout=0.1)(**batch([4, 3]))
+        run_model(make(dropout=0.1), **batch([4, 3]))
 
 
 def test_a_second_backward_pass_is_refused():
     """By the head and by a block: both use memory again that the first pass has used."""
-    for part in ("latent_pred", "text_loss_sum"):
-        loss = make()(**batch([10, 10]))[part].sum()
+    for part in (lambda out: out.latent, lambda out: out.text.loss_sum):
+        loss = part(run_model(make(), **batch([10, 10]))).sum()
         loss.backward(retain_graph=True)
         with pytest.raises(RuntimeError, match="backward once"):
             loss.backward()
@@ -298,10 +298,10 @@ def test_one_batch_in_all_layouts():
         for key, value in given.items()
         if not key.startswith(("text_positions", "text_targets"))
     }
-    logits = model(**everywhere)["text_logits"].flatten(0, 1)[given["text_positions"]]
-    some = model(**{key: value for key, value in given.items() if key != "text_targets"})[
-        "text_logits"
-    ]
+    logits = run_model(model, **everywhere).text.logits.flatten(0, 1)[given["text_positions"]]
+    some = run_model(
+        model, **{key: value for key, value in given.items() if key != "text_targets"}
+    ).text.logits
     torch.testing.assert_close(some, logits, rtol=1e-5, atol=1e-6)
 
 
@@ -309,10 +309,10 @@ def test_a_scored_position_of_padding_is_refused():
     given = batch([16, 3])
     given["text_positions"] = torch.tensor([0, 20])
     with pytest.raises(ValueError, match="padding"):
-        make()(**given)
+        run_model(make(), **given)
     given = {**batch([16, 3]), "attention_mask": None, "text_is_null": None}
     with pytest.raises(ValueError, match="attention_mask"):
-        make()(**given, token_positions=torch.arange(20))
+        run_model(make(), **given, token_positions=torch.arange(20))
 
 
 def test_a_bad_value_stays_in_its_sample():
@@ -321,14 +321,14 @@ def test_a_bad_value_stays_in_its_sample():
         given = batch(lengths)
         given["latents"][0] = float("nan")
         model = make()
-        out = model(**{key: value for key, value in given.items() if key != "text_targets"})
+        out = run_model(
+            model, **{key: value for key, value in given.items() if key != "text_targets"}
+        )
         rows = given["text_positions"] // max(lengths)
-        others = torch.isfinite(out["text_logits"][rows > 0][:, 4:]).all()
-        assert (
-            others
-            and torch.isfinite(out["latent_pred"][1:]).all()
-            and out["latent_pred"][0].isnan().all()
-        ), lengths
+        others = torch.isfinite(out.text.logits[rows > 0][:, 4:]).all()
+        assert others and torch.isfinite(out.latent[1:]).all() and out.latent[0].isnan().all(), (
+            lengths
+        )
 
 
 @pytest.mark.parametrize("lengths", [[10, 10, 10], [16, 3, 9, 1]])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from mmldlm.models.mmdit.null_condition import apply_null_condition
+from mmldlm.models.layers import apply_null_condition
 
 
 def where(x, null, is_null, at):

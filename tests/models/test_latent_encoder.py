@@ -6,8 +6,9 @@ from torch import nn
 
 from mmldlm.errors import UserError
 from mmldlm.models import MultimodalMMDiT
-from mmldlm.models.mmdit.config import ModelConfig
-from mmldlm.models.mmdit.encoders import LatentEncoder, grid_positions
+from mmldlm.models.mmdit import LatentEncoder, grid_positions
+from mmldlm.models.mmdit_config import ModelConfig
+from tests.support.forward import run_model
 
 BASE = dict(
     hidden_size=32,
@@ -27,7 +28,7 @@ BASE = dict(
 
 def test_without_a_grid_positions_are_the_draws_they_were():
     torch.manual_seed(0)
-    encoder = LatentEncoder(12, 3, 6, 32, 24)
+    encoder = LatentEncoder(ModelConfig(**{**BASE, "tokens_per_latent": 3}))
     after = torch.rand(4)
     torch.manual_seed(0)
     for inputs, outputs in ((12, 96), (12, 24), (24, 24)):
@@ -79,7 +80,7 @@ def test_positions_of_a_grid_are_learned_and_reload(tmp_path):
     model = MultimodalMMDiT(ModelConfig(**BASE, latent_grid=[2, 3]))
     nn.init.normal_(model.latent_head.to_latent.weight)
     latents = torch.randn(2, 6, 12)
-    model(torch.randint(4, 40, (2, 5)), latents)["latent_pred"].sum().backward()
+    run_model(model, torch.randint(4, 40, (2, 5)), latents).latent.sum().backward()
     assert model.latent_encoder.latent_position.grad.abs().sum() > 0
     with torch.no_grad():
         model.latent_encoder.latent_position.add_(1)
@@ -87,7 +88,7 @@ def test_positions_of_a_grid_are_learned_and_reload(tmp_path):
     again = MultimodalMMDiT.from_pretrained(tmp_path)
     assert again.config.latent_grid == [2, 3]
     assert torch.equal(
-        again(None, latents)["latent_pred"], model.eval()(None, latents)["latent_pred"]
+        run_model(again, None, latents).latent, run_model(model.eval(), None, latents).latent
     )
 
 

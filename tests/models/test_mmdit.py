@@ -5,7 +5,9 @@ import torch
 
 from mmldlm.errors import UserError
 from mmldlm.models import MultimodalMMDiT
-from mmldlm.models.mmdit.packing import PackingShape, pack
+from mmldlm.models.latent_transformer import LatentInputs
+from mmldlm.models.packing import PackingShape, pack
+from tests.support.forward import run_model
 
 pytestmark = pytest.mark.long
 
@@ -51,60 +53,63 @@ def inputs(batch=4, length=10, seed=1):
 def test_shapes_of_all_inputs():
     model = make(num_latents=2)
     tokens, latents, text_t, latent_t = inputs()
-    out = model(tokens, latents, text_t, latent_t)
-    assert out["text_logits"].shape == (4, 10, 40) and out["latent_pred"].shape == (4, 12)
-    assert out["length_logits"].shape == (4, 16)
-    assert torch.isneginf(out["text_logits"][..., 3]).all()
-    assert model(tokens, latents[:, None].expand(4, 2, 12), text_t, latent_t)[
-        "latent_pred"
-    ].shape == (4, 2, 12)
-    assert "text_logits" not in model(None, latents)
-    assert model(tokens, None)["latent_pred"].shape == (4, 12)
+    out = run_model(model, tokens, latents, text_t, latent_t)
+    assert out.text.logits.shape == (4, 10, 40) and out.latent.shape == (4, 12)
+    assert out.length_logits.shape == (4, 16)
+    assert torch.isneginf(out.text.logits[..., 3]).all()
+    assert run_model(
+        model, tokens, latents[:, None].expand(4, 2, 12), text_t, latent_t
+    ).latent.shape == (4, 2, 12)
+    assert run_model(model, None, latents).text is None
+    assert run_model(model, tokens, None).latent.shape == (4, 12)
     one = make(tokens_per_latent=1)
-    assert one(tokens, latents)["latent_pred"].shape == (4, 12)
+    assert run_model(one, tokens, latents).latent.shape == (4, 12)
 
 
 def test_text_only_is_the_null_latent_and_latent_only_the_null_text():
     model = make()
     tokens, latents, text_t, latent_t = inputs()
     everyone = torch.ones(4, dtype=torch.bool)
-    a = model(tokens, None, text_t)
-    b = model(tokens, latents, text_t, latent_is_null=everyone)
-    torch.testing.assert_close(a["text_logits"], b["text_logits"])
-    c = model(None, latents, None, latent_t)
-    d = model(tokens, latents, None, latent_t, text_is_null=everyone)
-    torch.testing.assert_close(c["latent_pred"], d["latent_pred"], rtol=1e-4, atol=1e-5)
+    a = run_model(model, tokens, None, text_t)
+    b = run_model(model, tokens, latents, text_t, latent_is_null=everyone)
+    torch.testing.assert_close(a.text.logits, b.text.logits)
+    c = run_model(model, None, latents, None, latent_t)
+    d = run_model(model, tokens, latents, None, latent_t, text_is_null=everyone)
+    torch.testing.assert_close(c.latent, d.latent, rtol=1e-4, atol=1e-5)
     # Null rows do not touch their neighbours.
     half = torch.tensor([True, False, True, False])
-    e = model(tokens, latents, text_t, latent_is_null=half)["text_logits"]
-    torch.testing.assert_close(e[half], b["text_logits"][half])
-    torch.testing.assert_close(e[~half], model(tokens, latents, text_t)["text_logits"][~half])
+    e = run_model(model, tokens, latents, text_t, latent_is_null=half).text.logits
+    torch.testing.assert_close(e[half], b.text.logits[half])
+    torch.testing.assert_close(
+        e[~half], run_model(model, tokens, latents, text_t).text.logits[~half]
+    )
 
 
 def test_padding_never_reaches_a_real_token():
     model = make()
     tokens, latents, text_t, latent_t = inputs(length=12)
     real = torch.arange(12) < torch.tensor([12, 7, 3, 9])[:, None]
-    a = model(tokens, latents, text_t, latent_t, real)
+    a = run_model(model, tokens, latents, text_t, latent_t, real)
     other = torch.where(real, tokens, torch.randint(4, 40, tokens.shape))
-    b = model(other, latents, text_t, latent_t, real)
-    assert torch.equal(a["text_logits"][real], b["text_logits"][real])
-    assert torch.equal(a["latent_pred"], b["latent_pred"])
-    short = model(tokens[2:3, :3], latents[2:3], text_t[2:3], latent_t[2:3])
-    torch.testing.assert_close(
-        short["text_logits"][0], a["text_logits"][2, :3], rtol=1e-4, atol=1e-4
-    )
+    b = run_model(model, other, latents, text_t, latent_t, real)
+    assert torch.equal(a.text.logits[real], b.text.logits[real])
+    assert torch.equal(a.latent, b.latent)
+    short = run_model(model, tokens[2:3, :3], latents[2:3], text_t[2:3], latent_t[2:3])
+    torch.testing.assert_close(short.text.logits[0], a.text.logits[2, :3], rtol=1e-4, atol=1e-4)
 
 
 def test_logits_only_where_they_are_read():
     model = make()
     tokens, latents, text_t, latent_t = inputs()
-    full = model(tokens, latents, text_t, latent_t)["text_logits"].flatten(0, 1)
+    full = run_model(model, tokens, latents, text_t, latent_t).text.logits.flatten(0, 1)
     positions = torch.tensor([0, 11, 37, 5])
-    some = model(tokens, latents, text_t, latent_t, text_positions=positions)["text_logits"]
+    some = run_model(
+        model, tokens, latents, text_t, latent_t, text_positions=positions
+    ).text.logits
     torch.testing.assert_close(some, full[positions])
     targets = tokens.flatten()[positions]
-    out = model(
+    out = run_model(
+        model,
         tokens,
         latents,
         text_t,
@@ -114,8 +119,8 @@ def test_logits_only_where_they_are_read():
         text_weights=torch.ones(4),
     )
     nll = -full[positions].log_softmax(-1).gather(1, targets[:, None])[:, 0]
-    torch.testing.assert_close(out["text_nll"], nll)
-    assert "text_logits" not in out
+    torch.testing.assert_close(out.text.nll, nll)
+    assert out.text.logits is None
 
 
 @pytest.mark.parametrize("more", [{}, {"scale_noisy_latents": True}], ids=str)
@@ -123,20 +128,26 @@ def test_latents_encoded_before_give_the_same_text_and_nothing_else(more):
     model, (tokens, latents, text_t, latent_t) = make(**more), inputs()
     real = torch.arange(10) < torch.tensor([10, 7, 3, 9])[:, None]
     given = {"text_positions": torch.tensor([0, 4, 12, 31, 36])}
-    encoded = model.encode_latents(latents, timesteps=latent_t)
-    expected = model(tokens, latents, text_t, latent_t, real, **given)
-    found = model(tokens, None, text_t, latent_t, real, encoded=encoded, **given)
-    assert found.keys() == {"text_logits"}
-    torch.testing.assert_close(found["text_logits"], expected["text_logits"], rtol=1e-4, atol=1e-5)
-    null = model(
-        tokens, None, text_t, None, real, encoded=model.encode_latents(None, batch=4), **given
+    encoded = model.encode_latents(LatentInputs(latents, latent_t))
+    expected = run_model(model, tokens, latents, text_t, latent_t, real, **given)
+    found = run_model(model, tokens, encoded, text_t, None, real, **given)
+    assert found.latent is None and found.length_logits is None
+    torch.testing.assert_close(found.text.logits, expected.text.logits, rtol=1e-4, atol=1e-5)
+    null = run_model(
+        model,
+        tokens,
+        model.encode_latents(None, batch=4),
+        text_t,
+        None,
+        real,
+        **given,
     )
-    without = model(tokens, None, text_t, None, real, **given)
-    torch.testing.assert_close(null["text_logits"], without["text_logits"], rtol=1e-4, atol=1e-5)
+    without = run_model(model, tokens, None, text_t, None, real, **given)
+    torch.testing.assert_close(null.text.logits, without.text.logits, rtol=1e-4, atol=1e-5)
     order = torch.tensor([3, 1])
     torch.testing.assert_close(encoded.select(order).tokens, encoded.tokens[order])
     with pytest.raises(ValueError, match="side_inputs"):
-        model(tokens, latents, text_t, latent_t, side_inputs=tokens)
+        run_model(model, tokens, latents, text_t, latent_t, side_inputs=tokens)
 
 
 def test_qk_rmsnorm_switch_changes_parameters_and_output():
@@ -150,7 +161,8 @@ def test_qk_rmsnorm_switch_changes_parameters_and_output():
     )
     tokens, latents, text_t, latent_t = inputs()
     a, b = (
-        m(tokens, latents, text_t, latent_t)["text_logits"][..., 4:] for m in (with_norm, without)
+        run_model(m, tokens, latents, text_t, latent_t).text.logits[..., 4:]
+        for m in (with_norm, without)
     )
     assert (a - b).abs().max() > 1e-3
     # and it bounds the attention logits: scaling all queries and keys changes nothing
@@ -159,7 +171,10 @@ def test_qk_rmsnorm_switch_changes_parameters_and_output():
         for weight in block.to_qkv.weight.data.chunk(2):
             weight[:64] *= 1000
     torch.testing.assert_close(
-        scaled(tokens, latents, text_t, latent_t)["text_logits"][..., 4:], a, rtol=1e-2, atol=1e-2
+        run_model(scaled, tokens, latents, text_t, latent_t).text.logits[..., 4:],
+        a,
+        rtol=1e-2,
+        atol=1e-2,
     )
 
 
@@ -178,20 +193,22 @@ def test_every_shape_key_does_something(key):
     }
     tokens, latents, text_t, latent_t = inputs()
     a, b = make(), make(**{key: other[key]})
-    outputs = [m(tokens, latents, text_t, latent_t)["text_logits"][..., 4:] for m in (a, b)]
+    outputs = [
+        run_model(m, tokens, latents, text_t, latent_t).text.logits[..., 4:] for m in (a, b)
+    ]
     assert not torch.allclose(*outputs)
 
 
 def test_timesteps_and_latent_condition_the_text():
     model = make()
     tokens, latents, text_t, latent_t = inputs()
-    base = model(tokens, latents, text_t, latent_t)["text_logits"][..., 4:]
+    base = run_model(model, tokens, latents, text_t, latent_t).text.logits[..., 4:]
     for changed in (
-        model(tokens, latents, text_t * 0.5, latent_t),
-        model(tokens, latents, text_t, latent_t * 0.5),
-        model(tokens, latents + 1, text_t, latent_t),
+        run_model(model, tokens, latents, text_t * 0.5, latent_t),
+        run_model(model, tokens, latents, text_t, latent_t * 0.5),
+        run_model(model, tokens, latents + 1, text_t, latent_t),
     ):
-        assert (changed["text_logits"][..., 4:] - base).abs().max() > 1e-3
+        assert (changed.text.logits[..., 4:] - base).abs().max() > 1e-3
 
 
 def test_close_timesteps_are_told_apart():
@@ -210,9 +227,9 @@ def test_blocks_start_as_the_identity():
 def test_length_logits_use_only_clean_latents():
     model = make()
     tokens, latents, text_t, _ = inputs()
-    clean = model(tokens, latents, text_t, torch.zeros(4))["length_logits"]
-    noisy = model(tokens, latents, text_t, torch.full((4,), 0.5))["length_logits"]
-    nothing = model(tokens, None, text_t)["length_logits"]
+    clean = run_model(model, tokens, latents, text_t, torch.zeros(4)).length_logits
+    noisy = run_model(model, tokens, latents, text_t, torch.full((4,), 0.5)).length_logits
+    nothing = run_model(model, tokens, None, text_t).length_logits
     assert not torch.allclose(clean, noisy)
     torch.testing.assert_close(noisy, nothing)
 
@@ -220,7 +237,8 @@ def test_length_logits_use_only_clean_latents():
 def loss_of(model):
     tokens, latents, text_t, latent_t = inputs()
     positions = torch.arange(0, 40, 3)
-    out = model(
+    out = run_model(
+        model,
         tokens,
         latents,
         text_t,
@@ -229,11 +247,7 @@ def loss_of(model):
         text_targets=tokens.flatten()[positions],
         text_weights=torch.ones(len(positions)),
     )
-    return (
-        out["text_loss_sum"]
-        + out["latent_pred"].square().sum()
-        + out["length_logits"].logsumexp(-1).sum()
-    )
+    return out.text.loss_sum + out.latent.square().sum() + out.length_logits.logsumexp(-1).sum()
 
 
 def test_gradient_checkpointing_changes_no_gradient():
@@ -255,7 +269,8 @@ def test_gradients_reach_every_parameter():
     positions = torch.cat(
         [torch.zeros(1, dtype=torch.int64), torch.arange(10, 40)]
     )  # of a null text only its first
-    out = model(
+    out = run_model(
+        model,
         tokens,
         latents,
         text_t,
@@ -267,9 +282,7 @@ def test_gradients_reach_every_parameter():
         text_weights=torch.ones(31),
     )
     (
-        out["text_loss_sum"]
-        + out["latent_pred"].square().sum()
-        + out["length_logits"].logsumexp(-1).sum()
+        out.text.loss_sum + out.latent.square().sum() + out.length_logits.logsumexp(-1).sum()
     ).backward()
     missing = [name for name, p in model.named_parameters() if p.grad is None or not p.grad.any()]
     assert missing == []
@@ -306,9 +319,9 @@ def test_bad_shapes_are_named():
     model = make()
     tokens, latents, _, _ = inputs(length=10)
     with pytest.raises(ValueError, match="max_seq_len"):
-        model(torch.cat([tokens, tokens], 1), latents)
+        run_model(model, torch.cat([tokens, tokens], 1), latents)
     with pytest.raises(ValueError, match="latent_dim"):
-        model(tokens, latents[:, :5])
+        run_model(model, tokens, latents[:, :5])
     with pytest.raises(ValueError, match="mask_token_id"):
         make(mask_token_id=40)
 
@@ -333,11 +346,11 @@ def test_compiled_blocks_give_the_same_with_one_graph_for_all_lengths():
         positions = real.flatten().nonzero()[::2, 0]
         for m in (model, compiled):
             m.zero_grad()
-            out = m(
+            out = run_model(m,
                 tokens, latents, text_t, latent_t, real, text_positions=positions,
                 text_targets=tokens.flatten()[positions], text_weights=torch.ones(len(positions)),
             )  # fmt: skip
-            (out["text_loss_sum"] + out["latent_pred"].square().sum()).backward()
+            (out.text.loss_sum + out.latent.square().sum()).backward()
         for (name, p), q in zip(model.named_parameters(), compiled.parameters()):
             if p.grad is not None:
                 largest = float(p.grad.abs().max())

@@ -20,10 +20,15 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from mmldlm.models.dropout import ATTENTION, MLP, RowDropout
-from mmldlm.models.layers import compute_dtype, stream_slices, without_autocast
-from mmldlm.models.mmdit.packing import Packing, attend, attention_dtype
+from mmldlm.models.layers import NORM_EPS, compute_dtype, stream_slices, without_autocast
+from mmldlm.models.packing import (
+    Packing,
+    attend,
+    attention_dtype,
+    modulation_of_rows,
+    select_rows,
+)
 
-NORM_EPS = 1e-6
 aten = torch.ops.aten
 
 
@@ -186,30 +191,6 @@ def _multiply_out(a: Tensor, b: Tensor, out: Tensor) -> None:
         out.copy_(a * b)
     else:
         torch.mul(a, b, out=out)
-
-
-def modulation_of_rows(
-    table: Tensor, packing: Packing, output_packing: Packing
-) -> tuple[Tensor, ...]:
-    """[T * B, 6 H] -> shift, scale of attention [R, H]; its gate, the MLP's shift, scale and gate
-    [Q, H].
-    """
-    if output_packing is packing:
-        return (
-            table.index_select(0, packing.modulation_index)
-            .view(-1, 6, table.shape[1] // 6)
-            .unbind(1)
-        )
-    inputs, outputs = table.tensor_split((table.shape[1] // 3,), 1)
-    return (
-        *inputs.index_select(0, packing.modulation_index).chunk(2, 1),
-        *outputs.index_select(0, output_packing.modulation_index).chunk(4, 1),
-    )
-
-
-def select_rows(x: Tensor, output_packing: Packing) -> Tensor:
-    """[R, H] -> [Q, H]."""
-    return x if output_packing.kept_rows is None else x.index_select(0, output_packing.kept_rows)
 
 
 # -- the block

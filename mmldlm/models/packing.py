@@ -14,9 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from mmldlm.models.layers import cache_tensor, rotary_table
+from mmldlm.models.layers import QK_EPS, cache_tensor, rotary_table
 
-QK_EPS = 1e-6
 # Below this fraction of real positions, attention runs over samples of equal length (or over
 # ragged rows on a GPU) instead of over a rectangle with a mask.
 RECTANGLE_FILL = 0.9
@@ -119,6 +118,30 @@ class Packing(NamedTuple):
         return torch.mm(self.modulation_one_hot, rows)
 
 
+def modulation_of_rows(
+    table: Tensor, packing: Packing, output_packing: Packing
+) -> tuple[Tensor, ...]:
+    """[T * B, 6 H] -> shift, scale of attention [R, H]; its gate, the MLP's shift, scale and gate
+    [Q, H].
+    """
+    if output_packing is packing:
+        return (
+            table.index_select(0, packing.modulation_index)
+            .view(-1, 6, table.shape[1] // 6)
+            .unbind(1)
+        )
+    inputs, outputs = table.tensor_split((table.shape[1] // 3,), 1)
+    return (
+        *inputs.index_select(0, packing.modulation_index).chunk(2, 1),
+        *outputs.index_select(0, output_packing.modulation_index).chunk(4, 1),
+    )
+
+
+def select_rows(x: Tensor, output_packing: Packing) -> Tensor:
+    """[R, H] -> [Q, H]."""
+    return x if output_packing.kept_rows is None else x.index_select(0, output_packing.kept_rows)
+
+
 def text_keys(
     attention_mask: Tensor | None, text_is_null: Tensor | None, tokens: Tensor
 ) -> Tensor | None:
@@ -142,6 +165,32 @@ def packed_positions(token_positions: Tensor | None, keys: Tensor | None) -> Ten
     if keys is None or keys.device.type != "cpu":
         return None
     return keys.flatten().nonzero()[:, 0]
+
+
+def packed_values(values: Tensor, packed: Tensor | None) -> Tensor:
+    """[N] values of the rows of the text, from [B, S]; packed [N]: their positions in B * S, None:
+    all.
+    """
+    return values.flatten() if packed is None else values.flatten().index_select(0, packed)
+
+
+def rows_of_positions(positions: Tensor, packed: Tensor | None) -> Tensor:
+    """[M] index among the computed text tokens of positions in B * S.
+
+    Args:
+        packed: ascending positions that are computed; None: all. [N]
+
+    Raises:
+        ValueError: (on a CPU) a position that is not computed.
+    """
+    if packed is None:
+        return positions
+    rows = torch.searchsorted(packed, positions.contiguous())
+    if packed.device.type == "cpu" and not torch.equal(
+        packed[rows.clamp_max(len(packed) - 1)], positions
+    ):
+        raise ValueError("the query's positions name padding: only real tokens are computed")
+    return rows
 
 
 class PackingShape(NamedTuple):

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from mmldlm.models.layers import cache_tensor, rotary_table, without_autocast
-from mmldlm.models.mmdit.packing import RECTANGLE_FILL, attention_dtype, has_varlen
+from mmldlm.models.packing import RECTANGLE_FILL, attention_dtype, has_varlen
 
 
 class Layout(NamedTuple):

@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 from pydantic import Field, model_validator
 
 from mmldlm.config.section import MAX_COUNT, MAX_WIDTH, FilledFromData, OnResume, Section
-from mmldlm.models.mmdit.config import check_heads, check_mlp_width
+from mmldlm.models.mmdit_config import check_heads, check_mlp_width
 
 Conditioning = Literal["none", "prefix", "adaln", "cross_attention"]
 DEFAULT_COND_DIM, DEFAULT_TOKENS_PER_LATENT = 256, 4

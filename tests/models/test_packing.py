@@ -9,9 +9,10 @@ import torch
 
 from mmldlm.errors import UserError
 from mmldlm.models import MultimodalMMDiT
-from mmldlm.models.mmdit.config import ModelConfig
-from mmldlm.models.mmdit.packing import PackingShape, attend, pack
-from tests.models.mmdit.test_fused_block import (
+from mmldlm.models.mmdit_config import ModelConfig
+from mmldlm.models.packing import PackingShape, attend, pack
+from tests.models.reference_mmdit import rotary, use_reference_blocks
+from tests.models.test_fused_block import (
     CASES,
     RELATIVE,
     batch,
@@ -19,7 +20,6 @@ from tests.models.mmdit.test_fused_block import (
     largest_error,
     make,
 )
-from tests.models.reference_mmdit import rotary, use_reference_blocks
 
 GRID = dict(num_latents=6, latent_grid=[2, 3])
 ROPE = dict(GRID, latent_rope=True)

@@ -1,0 +1,703 @@
+"""The MMDiT (Multimodal Diffusion Transformer): text tokens and latents in, distributions of
+tokens and latents out.
+
+Two streams, text and latents, keep their own weights and meet in one joint attention, as in SD3
+(arXiv 2403.03206):
+
+    tokens  [B, S]     -> TextEncoder   -> text rows   [N, H]      -+
+                                                                     +-> MMDiTBlock, n_blocks times
+    latents [B, n, D]  -> LatentEncoder -> latent rows [B * L, H]  -+             |
+                                        \\-> pooled latent [B, C] -+    adaLN-Zero |
+    both timesteps     -> TimestepEmbedding ---------------------+-> condition ---+
+                                                                                  v
+    TextHead: logits [M, V]     LatentHead: latents [B, n, P * D]     length head: [B, max_seq_len]
+
+A latent is K chunk tokens, so L = n * K. Rows are real tokens only (packing.py); a block computes
+as one operation where that pays, with the same results (fused_block.py).
+"""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from mmldlm.models import pretrained_io
+from mmldlm.models.dropout import ATTENTION, MLP, RowDropout
+from mmldlm.models.fused_block import BlockWeights, FusedBlock
+from mmldlm.models.latent_transformer import (
+    EncodedLatent,
+    LatentInputs,
+    LatentTransformer,
+    ModelOutput,
+    TextInputs,
+)
+from mmldlm.models.layers import (
+    NORM_EPS,
+    QK_EPS,
+    Modulation,
+    QKNorm,
+    StreamLinear,
+    TimestepEmbedding,
+    apply_null_condition,
+    cache_tensor,
+    compute_dtype,
+    embed_ids,
+    has_no_hooks,
+    modulate,
+)
+from mmldlm.models.mmdit_config import ModelConfig
+from mmldlm.models.packing import (
+    Packing,
+    PackingShape,
+    attend,
+    modulation_of_rows,
+    pack,
+    packed_positions,
+    packed_values,
+    ragged_kind,
+    row_positions,
+    rows_of_positions,
+    select_rows,
+    text_keys,
+)
+from mmldlm.models.token_scores import TokenQuery, TokenScores, score_tokens
+
+# -- encoders
+# -------------------------------------------------------------------------------------------------
+
+
+class TextEncoder(nn.Module):
+    """Token embedding times a constant, and the learned null text of samples without a text."""
+
+    def __init__(self, config: ModelConfig):
+        super().__init__()
+        self.scale = config.token_embedding_scale
+        self.token_embedding = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.null_text = nn.Parameter(torch.randn(config.hidden_size) * 0.02)
+
+    def forward(self, tokens: Tensor, first_rows: Tensor, is_null: Tensor | None) -> Tensor:
+        """[N] ids, [B] row of each sample's first token, [B] bool -> [N, H].
+
+        A null sample starts with the null text; the caller masks or leaves out what follows it.
+        """
+        x = embed_ids(self.token_embedding, tokens)
+        x = x if self.scale == 1 else x * self.scale
+        if is_null is None:
+            return x
+        return apply_null_condition(x, self.null_text, is_null, first_rows)
+
+
+def grid_positions(rows: int, columns: int, width: int) -> Tensor:
+    """Two-dimensional sinusoids of a grid's places, row by row; [rows * columns, width] fp32, of
+    amplitude 1.
+
+    The formula of MAE (arXiv 2111.06377) and DiT (arXiv 2212.09748): with n = width / 4 and w_k =
+    10000^(-k / n), k = 0 .. n - 1, a place (r, c) is [sin(c w), cos(c w), sin(r w), cos(r w)]. A
+    width that 4 does not divide takes the start of the next one that it does.
+    """
+    count = -(-width // 4)
+    frequencies = 1e4 ** (-torch.arange(count, dtype=torch.float64) / count)
+    row, column = torch.meshgrid(torch.arange(rows), torch.arange(columns), indexing="ij")
+    angles = [place.reshape(-1, 1) * frequencies for place in (column, row)]
+    parts = [function(angle) for angle in angles for function in (torch.sin, torch.cos)]
+    return torch.cat(parts, dim=1)[:, :width].float()
+
+
+@cache_tensor
+def _fixed_positions(
+    rows: int, columns: int, width: int, dtype: torch.dtype, device: torch.device
+) -> Tensor:
+    """`grid_positions` as [rows * columns, 1, width]."""
+    return grid_positions(rows, columns, width)[:, None].to(device, dtype)
+
+
+class LatentEncoder(nn.Module):
+    """n latents of D -> n * K chunk tokens and one pooled vector, with learned null embeddings.
+
+    Each latent has a learned position, which starts from noise or, with a latent_grid, from
+    `grid_positions`. Images of several sizes (latent_grids) have the fixed `grid_positions` of
+    their own grid, which is known by its number of latents.
+    """
+
+    def __init__(self, config: ModelConfig):
+        super().__init__()
+        width, cond, chunks = config.hidden_size, config.cond_dim, config.tokens_per_latent
+        self.grids = {math.prod(grid): grid for grid in config.latent_grids or []}
+        self.tokens_per_latent, self.hidden_size = chunks, width
+        self.to_tokens = nn.Linear(config.latent_dim, chunks * width)
+        self.to_pooled = nn.Sequential(
+            nn.Linear(config.latent_dim, cond), nn.SiLU(), nn.Linear(cond, cond)
+        )
+        self.chunk_position = nn.Parameter(torch.randn(chunks, width) * 0.02)
+        self.latent_position = None
+        if not self.grids:
+            self.latent_position = nn.Parameter(torch.randn(config.num_latents, 1, width) * 0.02)
+        self.null_tokens = nn.Parameter(torch.randn(chunks, width) * 0.02)
+        self.null_pooled = nn.Parameter(torch.zeros(cond))
+        # After the draw, so that the other weights start as without a grid.
+        if config.latent_grid is not None and self.latent_position is not None:
+            positions = grid_positions(*config.latent_grid, width)
+            self.latent_position.data.copy_(positions[:, None])
+
+    def forward(self, latents: Tensor, is_null: Tensor | None) -> tuple[Tensor, Tensor]:
+        """[B, n, D], [B] bool -> tokens [B, n * K, H], pooled [B, C]; a ValueError for n without a
+        grid in model.latent_grids.
+        """
+        batch, count, _ = latents.shape
+        tokens = self.to_tokens(latents)
+        tokens = tokens.view(batch, count, self.tokens_per_latent, self.hidden_size)
+        pooled = self.to_pooled(latents)
+        pooled = pooled.squeeze(1) if count == 1 else pooled.mean(dim=1)
+        if is_null is not None:
+            tokens = apply_null_condition(tokens, self.null_tokens, is_null)
+            pooled = apply_null_condition(pooled, self.null_pooled, is_null)
+        tokens = tokens + self.chunk_position + self._positions(count, tokens)
+        return tokens.flatten(1, 2), pooled
+
+    def _positions(self, count: int, tokens: Tensor) -> Tensor:
+        if self.latent_position is not None:
+            return self.latent_position[:count]
+        if count not in self.grids:
+            raise ValueError(
+                f"{count} latents, but model.latent_grids is {list(self.grids.values())}"
+            )
+        return _fixed_positions(*self.grids[count], self.hidden_size, tokens.dtype, tokens.device)
+
+
+# -- block
+# -------------------------------------------------------------------------------------------------
+
+
+class MMDiTBlock(nn.Module):
+    """Joint attention over [text | latents] and one MLP per stream, under adaLN-Zero (DiT, arXiv
+    2212.09748).
+
+    Linear layers have no biases: adaLN's shift of their inputs does the same per sample, and large
+    models train more stably without them (PaLM, arXiv 2204.02311).
+    """
+
+    def __init__(self, config: ModelConfig):
+        super().__init__()
+        width, mlp_width = config.hidden_size, int(config.hidden_size * config.mlp_ratio)
+        self.n_heads = config.n_heads
+        kinds = 2 * ("shift", "scale", "gate")  # of attention, then of the MLP
+        self.modulation = Modulation(config.cond_dim, width, kinds, groups=2)
+        self.to_qkv = StreamLinear(width, 3 * width)
+        self.qk_norm = QKNorm(width // config.n_heads, QK_EPS) if config.qk_rmsnorm else None
+        self.to_out = StreamLinear(width, width)
+        self.mlp_in = StreamLinear(width, mlp_width)
+        self.mlp_out = StreamLinear(mlp_width, width)
+
+    def forward(
+        self,
+        rows: Tensor,
+        condition: Tensor,
+        packing: Packing,
+        recompute: bool = False,
+        output_packing: Packing | None = None,
+        dropout: RowDropout | None = None,
+    ) -> Tensor:
+        """Run the block.
+
+        Args:
+            rows: Text rows, then latent rows. [R, H]
+            condition: SiLU'd conditioning vector. [B, C]
+            packing: Layout of the rows.
+            recompute: Whether to save only the inputs for the backward pass (where `runs_fused`).
+            output_packing: The Q rows whose outputs are used (`Packing.restrict_to`), for the last
+                block: behind attention, only these are computed. None: all.
+            dropout: Dropout of this layer, for all rows; None: none.
+
+        Returns:
+            The rows after the block, [R, H]; with output_packing [Q, H].
+        """
+        outputs = packing if output_packing is None else output_packing
+        if dropout is not None:
+            dropout = dropout.select(outputs.kept_rows)
+        if self.runs_fused():
+            return self._forward_fused(rows, condition, packing, outputs, dropout, recompute)
+
+        ends, width = packing.stream_ends, rows.shape[1]
+        table = self.modulation(condition).unflatten(1, (len(ends), -1)).flatten(0, 1)
+        shift, scale, gate, mlp_shift, mlp_scale, mlp_gate = modulation_of_rows(
+            table, packing, outputs
+        )
+
+        # Joint attention: queries and keys are normalized, then those with a position turn (RoPE).
+        hidden = modulate(F.layer_norm(rows, (width,), eps=NORM_EPS), shift, scale)
+        qkv = self.to_qkv(hidden, ends).view(len(rows), 3, self.n_heads, -1)
+        queries_keys, values = qkv[:, :2], qkv[:, 2:]
+        if self.qk_norm is not None:
+            queries_keys = self.qk_norm(queries_keys, ends)
+        num_turned = packing.rotation.shape[0]
+        cos, sin = packing.rotation[:, 0, None, None].to(queries_keys.dtype).unbind(-1)
+        even, odd = queries_keys[:num_turned].unflatten(-1, (-1, 2)).unbind(-1)
+        turned = torch.stack([even * cos - odd * sin, even * sin + odd * cos], -1).flatten(-2)
+        qkv = torch.cat([torch.cat([turned, queries_keys[num_turned:]]), values], dim=1)
+        mixed = attend(qkv.index_select(0, packing.order), packing)
+        mixed = mixed.index_select(0, outputs.inverse_order)
+
+        ends = outputs.stream_ends
+        attended = self.to_out(mixed, ends)
+        attended = attended if dropout is None else dropout.drop(attended, ATTENTION)
+        rows = torch.addcmul(select_rows(rows, outputs), gate, attended)
+
+        hidden = modulate(F.layer_norm(rows, (width,), eps=NORM_EPS), mlp_shift, mlp_scale)
+        outer = self.mlp_out(F.gelu(self.mlp_in(hidden, ends)), ends)
+        outer = outer if dropout is None else dropout.drop(outer, MLP)
+        return torch.addcmul(rows, mlp_gate, outer)
+
+    def runs_fused(self) -> bool:
+        """Whether the block computes as one operation.
+
+        Not under torch.compile, which fuses and chooses what to save; and a hooked or replaced
+        layer must really be called.
+        """
+        layers = self._modules.values()
+        kinds = (Modulation, StreamLinear, QKNorm)
+        return not torch.compiler.is_compiling() and all(
+            layer is None or has_no_hooks(layer, *kinds) for layer in layers
+        )
+
+    def _forward_fused(
+        self,
+        rows: Tensor,
+        condition: Tensor,
+        packing: Packing,
+        outputs: Packing,
+        dropout: RowDropout | None,
+        recompute: bool,
+    ) -> Tensor:
+        weights = BlockWeights(
+            self.modulation.weight, self.modulation.bias, self.to_qkv.weight,
+            None if self.qk_norm is None else self.qk_norm.weight,
+            self.to_out.weight, self.mlp_in.weight, self.mlp_out.weight,
+        )  # fmt: skip
+        needs_grad = torch.is_grad_enabled()  # inside a Function grad mode is always off
+        settings = (packing, outputs, self.n_heads, dropout, recompute, needs_grad)
+        return FusedBlock.apply(rows, condition, *settings, *weights)
+
+    @staticmethod
+    def split_streams(
+        output: Tensor, rows: Tensor, condition: Tensor, packing: Packing, recompute: bool = False,
+        output_packing: Packing | None = None, dropout: RowDropout | None = None,
+    ) -> tuple[Tensor, ...]:  # fmt: skip
+        """Return the output of forward(...) with these arguments as text rows and latent rows."""
+        ends = (packing if output_packing is None else output_packing).stream_ends
+        return output.tensor_split(ends[:-1])
+
+
+# -- heads
+# -------------------------------------------------------------------------------------------------
+
+
+class TextHead(nn.Module):
+    """adaLN, then a linear layer over the vocabulary, run only on the rows whose logits
+    are used.
+    """
+
+    def __init__(self, config: ModelConfig):
+        super().__init__()
+        self.mask_token_id = config.mask_token_id
+        self.norm = nn.LayerNorm(config.hidden_size, elementwise_affine=False, eps=NORM_EPS)
+        self.modulation = Modulation(config.cond_dim, config.hidden_size, ("shift", "scale"))
+        self.weight = nn.Parameter(torch.randn(config.vocab_size, config.hidden_size) * 0.02)
+        self.bias = nn.Parameter(torch.zeros(config.vocab_size))
+
+    def forward(
+        self, rows: Tensor, sample: Tensor, condition: Tensor, query: TokenQuery
+    ) -> TokenScores:
+        """Answer the query, whose positions have the rows [M, H] of the samples [M]."""
+        shift, scale = self.modulation(condition).index_select(0, sample).chunk(2, dim=-1)
+        rows = modulate(self.norm(rows), shift, scale)
+        return score_tokens(rows, self.weight, self.bias, query, self.mask_token_id)
+
+
+class LatentHead(nn.Module):
+    """adaLN, then the K chunk outputs of each latent, concatenated and projected (never averaged)
+    to P predictions.
+    """
+
+    def __init__(self, config: ModelConfig):
+        super().__init__()
+        self.tokens_per_latent = config.tokens_per_latent
+        self.norm = nn.LayerNorm(config.hidden_size, elementwise_affine=False, eps=NORM_EPS)
+        self.modulation = Modulation(config.cond_dim, config.hidden_size, ("shift", "scale"))
+        self.to_latent = nn.Linear(
+            config.tokens_per_latent * config.hidden_size,
+            config.latent_predictions * config.latent_dim,
+        )
+
+    def forward(self, x: Tensor, condition: Tensor) -> Tensor:
+        """[B, n * K, H] -> [B, n, P * D]."""
+        shift, scale = self.modulation(condition)[:, None].chunk(2, dim=-1)
+        x = modulate(self.norm(x), shift, scale)
+        return self.to_latent(x.reshape(x.shape[0], -1, self.tokens_per_latent * x.shape[-1]))
+
+
+# -- model
+# -------------------------------------------------------------------------------------------------
+
+
+class MultimodalMMDiT(LatentTransformer):
+    """Two-stream diffusion transformer over text tokens and sentence embeddings (or images).
+
+    Joint bidirectional attention as in SD3's MMDiT (arXiv 2403.03206), adaLN-Zero conditioning
+    (DiT, arXiv 2212.09748) on both timesteps and the pooled latent, RoPE on text (on latents with
+    latent_rope), QK-RMSNorm, each latent as K chunk tokens.
+
+    A subclass whose latents are not vectors overrides what reads and predicts them:
+    `make_latent_encoder`, `make_latent_head`, `initialize_latents`, `encode_points` and
+    `latent_outputs` (tasks/image_codes). One that reads more than texts and latents overrides
+    `encode_points` and `embed_text`, which are given `side_inputs` (tasks/corrector).
+
+    Args:
+        config: Shape and vocabulary; latent_dim, vocab_size and the token ids must be set.
+
+    Raises:
+        UserError: one of those is missing or out of range, or latent_rope without a latent_grid.
+    """
+
+    config_class: ClassVar[type[ModelConfig]] = ModelConfig
+    config: ModelConfig
+
+    def __init__(self, config: ModelConfig):
+        super().__init__(config)
+        config.check_places()
+        cond = config.cond_dim
+        self.text_encoder = TextEncoder(config)
+        self.latent_encoder = self.make_latent_encoder()
+        self.text_timestep = TimestepEmbedding(cond)
+        self.latent_timestep = TimestepEmbedding(cond)
+        self.blocks = nn.ModuleList(MMDiTBlock(config) for _ in range(config.n_blocks))
+        self.text_head = TextHead(config)
+        self.latent_head = self.make_latent_head()
+        # Sampling must not see a text's true length, so the model also learns p(length | latent).
+        self.length_head = nn.Sequential(
+            nn.SiLU(), nn.Linear(cond, cond), nn.SiLU(), nn.Linear(cond, config.max_seq_len)
+        )
+        self._initialize()
+
+    def _initialize(self) -> None:
+        # adaLN-Zero: every block starts as the identity, every head reads the unmodulated norm.
+        for module in self.modules():
+            if isinstance(module, (Modulation, StreamLinear)):
+                module.reset_parameters()
+            elif isinstance(module, nn.Linear):
+                nn.init.xavier_uniform_(module.weight)
+                if module.bias is not None:
+                    nn.init.zeros_(module.bias)
+            elif isinstance(module, nn.Embedding):
+                nn.init.normal_(module.weight, std=0.02)
+        self.initialize_latents()
+        if self.config.tie_embeddings:
+            self.text_head.weight = self.text_encoder.token_embedding.weight
+
+    # -- forward
+
+    def forward(
+        self,
+        text: TextInputs | None,
+        latents: LatentInputs | EncodedLatent | None = None,
+        query: TokenQuery | None = None,
+        *,
+        latent_query: Any = None,
+        dropout_keys: Tensor | None = None,
+        side_inputs: Any = None,
+    ) -> ModelOutput:
+        """Joint forward pass.
+
+        Args:
+            text: Texts; None: latents only, with the learned null text.
+            latents: Latents, or what `encode_latents` made of them; then only `text` is returned.
+                None: text only, with the learned null latent.
+            query: Text positions to score; None: logits of all.
+            latent_query: What a subclass is asked of the latents (`latent_outputs`).
+            dropout_keys: int64, random, one per sample; needed in training with model.dropout,
+                unused otherwise. [B]
+            side_inputs: What a subclass reads besides (`encode_points`, `embed_text`).
+
+        Raises:
+            ValueError: on shapes that do not fit the config, dropout without keys, token_positions
+                that leave text out without an attention_mask, or (on a CPU) a scored position that
+                is padding.
+        """
+        reads_text = text is not None
+        if text is None:
+            text = self._null_text(latents)
+        self.check_length(text.tokens)
+        encoded = latents
+        if not isinstance(encoded, EncodedLatent):
+            encoded = self.encode_latents(encoded, len(text.tokens), side_inputs=side_inputs)
+        assert encoded.tokens is not None and encoded.pooled is not None
+        condition = F.silu(self._condition(encoded.pooled, text.timesteps, encoded.timesteps))
+
+        query = TokenQuery() if query is None else query
+        # Without positions all logits are computed, those of padding included.
+        scored = query.positions
+        # The null text is one row of each sample, which needs no mask.
+        keyed = text if reads_text else TextInputs(text.tokens)
+        packed, packing = self._pack(keyed, encoded.tokens, leaves_padding=scored is not None)
+        text_rows = self.embed_text(
+            text, packed, packing, encoded, side_inputs if reads_text else None
+        )
+        outputs = packing  # of the rows that a head reads
+        if not reads_text or scored is not None:
+            read = packing.first_rows[:0]
+            if reads_text and scored is not None:
+                read = rows_of_positions(scored, packed)
+            outputs = packing.restrict_to(read, not isinstance(latents, EncodedLatent))
+        dropout = self._dropout(dropout_keys, packed, text.tokens.shape[1], packing)
+        rows = torch.cat([text_rows, encoded.tokens.flatten(0, 1)])
+        rows = self._run_blocks(rows, condition, packing, outputs, dropout)
+        text_rows, latent_rows = rows.tensor_split(outputs.stream_ends[:-1])
+
+        latent_output = length_logits = scores = None
+        if not isinstance(latents, EncodedLatent):
+            latent_rows = latent_rows.view(*encoded.tokens.shape[:2], -1)
+            latent_output = self.latent_outputs(latent_rows, condition, latents, latent_query)
+            length_logits = self._length_logits(encoded.pooled, encoded.timesteps)
+        if reads_text:
+            sample = outputs.sample[: outputs.num_text]
+            scores = self.text_head(text_rows, sample, condition, query)
+            if scored is None and scores.logits is not None:
+                scores = scores._replace(logits=scores.logits.view(*text.tokens.shape, -1))
+        return ModelOutput(scores, latent_output, length_logits)
+
+    def _null_text(self, latents: LatentInputs | EncodedLatent | None) -> TextInputs:
+        """The texts of latents without one: one token each, which the learned null replaces."""
+        if not isinstance(latents, LatentInputs):
+            raise ValueError("forward needs text or latents")
+        batch, device = len(latents.values), latents.values.device
+        tokens = torch.full((batch, 1), self.config.pad_token_id, dtype=torch.int64, device=device)
+        return TextInputs(tokens, is_null=torch.ones(batch, dtype=torch.bool, device=device))
+
+    def _condition(
+        self, pooled: Tensor, text_timesteps: Tensor | None, latent_timesteps: Tensor | None
+    ) -> Tensor:
+        """[B, C] sum of both timesteps' embeddings and the pooled latent."""
+        if text_timesteps is None or latent_timesteps is None:
+            clean = torch.zeros(len(pooled), device=pooled.device)
+        return (
+            self.text_timestep(clean if text_timesteps is None else text_timesteps)
+            + self.latent_timestep(clean if latent_timesteps is None else latent_timesteps)
+            + pooled
+        )
+
+    def _length_logits(self, pooled: Tensor, latent_timesteps: Tensor | None) -> Tensor:
+        """[B, max_seq_len] fp32 logits of p(length | latent) where the latent is clean, else of
+        p(length).
+        """
+        if latent_timesteps is not None:
+            is_noisy = latent_timesteps > 0
+            pooled = apply_null_condition(pooled, self.latent_encoder.null_pooled, is_noisy)
+        return self.length_head(pooled).float()
+
+    def _pack(
+        self, text: TextInputs, latent_tokens: Tensor, leaves_padding: bool
+    ) -> tuple[Tensor | None, Packing]:
+        """Which positions of the text [B, S] are computed ([N], None for all), and the packing of
+        the batch.
+        """
+        config, tokens, given = self.config, text.tokens, text.token_positions
+        positions = keys = None
+        if not (leaves_padding and given is not None and given.shape[0] == tokens.numel()):
+            keys = text_keys(text.attention_mask, text.is_null, tokens)
+            positions = packed_positions(given, keys) if leaves_padding else None
+            if positions is not None and positions.shape[0] == tokens.numel():
+                positions = keys = None
+        if positions is not None and keys is None:
+            raise ValueError(
+                "token_positions leaves text out, so attention_mask must name it as padding"
+            )
+        chunks, num_tokens = config.tokens_per_latent, latent_tokens.shape[1]
+        grid = config.grid_of(num_tokens // chunks) if config.latent_rope else None
+        shape = PackingShape(
+            tokens.shape[0],
+            tokens.shape[1],
+            num_tokens,
+            config.hidden_size // config.n_heads,
+            self.text_encoder.null_text.dtype,
+            tokens.device,
+            None if grid is None else (grid[0], grid[1], chunks),
+        )
+        # The dtype of an activation: under ZeRO-3, reading a weight gathers it.
+        low = compute_dtype(latent_tokens)
+        ragged = ragged_kind(positions, shape, low, self._blocks_are_compiled)
+        packing = pack(positions, keys, shape, ragged)
+        if self._blocks_are_compiled:
+            # Else a batch of head_dim / 2 samples would be taken for the same size.
+            torch._dynamo.mark_static(packing.rotation, (1, 2, 3))
+        return positions, packing
+
+    def _dropout(
+        self, keys: Tensor | None, packed: Tensor | None, length: int, packing: Packing
+    ) -> RowDropout | None:
+        """Dropout of all rows, where this pass has any."""
+        rate = self.dropout_rate(keys)
+        if rate == 0 or keys is None:
+            return None
+        position = row_positions(packed, length, packing)
+        return RowDropout.of_rows(keys, packing.sample, position, len(self.blocks), rate)
+
+    def _run_blocks(
+        self,
+        rows: Tensor,
+        condition: Tensor,
+        packing: Packing,
+        outputs: Packing,
+        dropout: RowDropout | None,
+    ) -> Tensor:
+        """[R, H] -> [Q, H], the rows of the output packing."""
+        recompute = self.config.gradient_checkpointing and torch.is_grad_enabled()
+        # Compiled, the last block would need a graph of its own: minutes for a fraction of one
+        # block.
+        last = None if self._blocks_are_compiled else self.blocks[-1]
+        for layer, block in enumerate(self.blocks):
+            layer_dropout = None if dropout is None else dropout.of_layer(layer)
+            layer_outputs = outputs if block is last else None
+            arguments = (rows, condition, packing, recompute, layer_outputs, layer_dropout)
+            # A fused block saves its inputs only by itself.
+            if recompute and (self._blocks_are_compiled or not block.runs_fused()):
+                rows = checkpoint(block, *arguments, use_reentrant=False)
+            else:
+                rows = block(*arguments)
+        return select_rows(rows, outputs) if last is None else rows
+
+    # -- what a subclass may override
+
+    def make_latent_encoder(self) -> nn.Module:
+        """Return what turns latents and `is_null` into chunk tokens and a pooled vector, with the
+        learned `null_pooled`.
+        """
+        return LatentEncoder(self.config)
+
+    def make_latent_head(self) -> nn.Module:
+        """Return what `latent_outputs` predicts latents with."""
+        return LatentHead(self.config)
+
+    def initialize_latents(self) -> None:
+        """Initialize the latents' encoder and head where they differ from the common rules."""
+        nn.init.zeros_(self.latent_head.to_latent.weight)
+
+    def encode_latents(
+        self,
+        latents: LatentInputs | None,
+        batch: int | None = None,
+        caches: bool = False,
+        *,
+        side_inputs: Any = None,
+    ) -> EncodedLatent:
+        """Encode latents as the blocks read them, for `forward`.
+
+        Args:
+            latents: Latents; None: the learned null, of `batch` samples.
+            batch: B, without latents.
+            caches: Unused (PlainTransformer has it).
+            side_inputs: Those of `forward`.
+
+        Raises:
+            ValueError: shapes that do not fit the config.
+        """
+        if latents is None:
+            assert batch is not None, "batch is needed without latents"
+            latents = self.null_latents(batch)
+        values = latents.values
+        points = values[:, None] if values.dim() == 2 else values
+        self.check_latents(points)
+        encoded = self.encode_points(latents._replace(values=points), side_inputs)
+        return encoded._replace(timesteps=latents.timesteps)
+
+    def encode_points(self, latents: LatentInputs, side_inputs: Any) -> EncodedLatent:
+        """Encode latents of shape [B, n, D]."""
+        if side_inputs is not None:
+            raise ValueError(f"side_inputs are not read by {type(self).__name__}")
+        return EncodedLatent(*self.latent_encoder(self.scaled_points(latents), latents.is_null))
+
+    def scaled_points(self, latents: LatentInputs) -> Tensor:
+        """[B, n, D] latents as the latent encoder reads them, in the weights' dtype."""
+        points, timesteps = latents.values, latents.timesteps
+        if self.config.scale_noisy_latents and timesteps is not None:
+            points = points * torch.cos(0.5 * math.pi * timesteps)[:, None, None].to(points.dtype)
+        return points.to(self.text_encoder.null_text.dtype)
+
+    def embed_text(
+        self,
+        text: TextInputs,
+        packed: Tensor | None,
+        packing: Packing,
+        encoded: EncodedLatent,
+        side_inputs: Any,
+    ) -> Tensor:
+        """[N, H] rows of the text, as the first block reads them.
+
+        Args:
+            text: Texts of the batch.
+            packed: Positions in B * S of the rows; None: all. [N]
+            packing: Layout of the batch.
+            encoded: Latents of the batch.
+            side_inputs: Those of `forward`; None without a text.
+        """
+        ids = packed_values(text.tokens, packed)
+        return self.text_encoder(ids, packing.first_rows, text.is_null)
+
+    def latent_outputs(
+        self, rows: Tensor, condition: Tensor, latents: LatentInputs | None, query: Any
+    ) -> Any:
+        """Return what `forward` returns as `latent`.
+
+        Args:
+            rows: Latent rows after the last block. [B, n * K, H]
+            condition: SiLU'd conditioning vector. [B, C]
+            latents: Those of `forward`.
+            query: latent_query of `forward`.
+        """
+        if query is not None:
+            raise ValueError(f"latent_query is not read by {type(self).__name__}")
+        prediction = self.latent_head(rows, condition).float()
+        if latents is None or latents.values.dim() == 2:  # [B, D], as they were given
+            only = prediction.shape[1] == 1
+            prediction = prediction.squeeze(1) if only else prediction[:, 0]
+        return prediction
+
+    # -- parameters and files
+
+    def parameter_groups(self) -> dict[str, list[str]]:
+        """Return the names of the parameters in the groups text, latent and shared (MM-LDLM's
+        freezing groups).
+        """
+        groups: dict[str, list[str]] = {"text": [], "latent": [], "shared": []}
+        sides = {
+            "text_encoder": "text",
+            "text_head": "text",
+            "length_head": "text",
+            "latent_encoder": "latent",
+            "latent_head": "latent",
+        }
+        for name, _ in self.named_parameters():
+            groups[sides.get(name.split(".")[0], "shared")].append(name)
+        return groups
+
+    @classmethod
+    def from_pretrained(
+        cls, path: str | Path, device: str = "cpu", dtype: torch.dtype = torch.float32
+    ) -> MultimodalMMDiT:
+        """Load a model that `mmldlm convert` or `save_pretrained` wrote.
+
+        Args:
+            path: Local folder with model.safetensors and config.json, or the name of a Hugging
+                Face repository.
+            device: Device of the model.
+            dtype: Dtype of the weights; the latent statistics stay fp32.
+
+        Raises:
+            UserError: missing files, or tensors that do not fit the config; nothing is loaded
+                partly.
+        """
+        return pretrained_io.read(cls, path, device, dtype)

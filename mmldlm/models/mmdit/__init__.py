@@ -1,1 +1,0 @@
-"""The MMDiT (Multimodal Diffusion Transformer), its blocks and its packed layout."""
