@@ -150,8 +150,7 @@ def _write_files(args: argparse.Namespace, report: Report) -> list[str]:
 def _measure(args: argparse.Namespace) -> Report:
     from mmldlm.data.run_data import check_store_kind
     from mmldlm.evaluation import gain, images, sts
-    from mmldlm.inference.load import load_pretrained
-    from mmldlm.sampling.device import usable_device
+    from mmldlm.inference.load import load_pretrained, usable_device
 
     device, given = usable_device(args.device), _given(args)
     pairs = sts.read_pairs(args.sts_file) if args.suite == "stsb" else None
@@ -174,8 +173,9 @@ def _measure(args: argparse.Namespace) -> Report:
             found = f"task={pretrained.task.name}"
             raise UserError(f"{wrong} with a model of images", found, f"omit {wrong}")
         if pairs is not None:
-            settings = StsSettings(**_read(StsSettings, given))
-            return sts.evaluate(pretrained, pairs, settings, progress.start)
+            sts_settings = StsSettings(**_read(StsSettings, given))
+            return sts.evaluate(pretrained, pairs, sts_settings, progress.start)
+        assert store is not None
         return gain.evaluate(pretrained, store, _gain_settings(given, pretrained), progress.start)
 
 
@@ -215,16 +215,15 @@ def _gain_settings(given: dict[str, Any], pretrained: Pretrained) -> GainSetting
             and settings.sampler not in BY_CERTAINTY
         ):
             settings = replace(settings, presence_penalty=0.0)  # as in `mmldlm sample`
-    unread = [
-        key
-        for key in ("num_steps", "presence_penalty", "guidance")
-        if key in given and key not in task.sampling_options
-    ]
-    if settings.guidance == 1 and "guidance" in unread:
-        unread.remove("guidance")  # 1 is what all tasks do
-    unread += ["latent_steps"] * ("latent_steps" in given and "t2l" not in task.samplers)
-    unread += ["num_draws"] * ("num_draws" in given and task.exact_likelihood)
-    if unread:
+    is_read = {
+        "num_steps": "num_steps" in task.sampling_options,
+        "presence_penalty": "presence_penalty" in task.sampling_options,
+        # Guidance 1 is what all tasks do.
+        "guidance": "guidance" in task.sampling_options or settings.guidance == 1,
+        "latent_steps": "t2l" in task.samplers,
+        "num_draws": not task.exact_likelihood,
+    }
+    if unread := [key for key, reads in is_read.items() if key in given and not reads]:
         raise UserError(f"options that task={task.name} reads", flags(unread), "omit them")
     settings.check_search(task, ())
     return settings

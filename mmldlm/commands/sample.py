@@ -24,11 +24,10 @@ from mmldlm.inference.images import (
     use_image_size,
     write_pictures,
 )
-from mmldlm.inference.load import load_pretrained
+from mmldlm.inference.load import load_pretrained, usable_device
 from mmldlm.inference.options import IMAGE_KINDS, KINDS, READERS, SampleOptions, add_sample_options
 from mmldlm.observe.pages.page import check_page_path, write_page
 from mmldlm.observe.pages.trace_page import trace_page
-from mmldlm.sampling.device import usable_device
 from mmldlm.sampling.records import TraceRecorder
 from mmldlm.sampling.settings import REMOVED_OPTIONS, RESULTS_PAGE
 from mmldlm.tasks.pretrained import Pretrained

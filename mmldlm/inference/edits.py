@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 import torch
@@ -17,9 +17,9 @@ from mmldlm.inference.judges import estimate_embeddings, estimates_embeddings
 from mmldlm.models.latent_transformer import EncodedLatent, LatentInputs, TextInputs
 from mmldlm.models.token_scores import TokenQuery
 from mmldlm.sampling.decoding import check_finite
-from mmldlm.sampling.device import device_of
 from mmldlm.sampling.judge import SamplingCost, cosines
 from mmldlm.sampling.latents import pad_texts, steps_given_text
+from mmldlm.sampling.model import device_of
 from mmldlm.tasks.pretrained import Pretrained
 
 SUBSTITUTE, INSERT, DELETE = range(3)
@@ -275,7 +275,8 @@ class Editor:
         )
 
     def _count(self, lengths: Sequence[int], scored: int, passes: int = 1) -> None:
-        task, config = self._pretrained.task, self._pretrained.model.config
+        task: Any = self._pretrained.task  # of masked diffusion
+        config = self._pretrained.model.config
         counts = np.bincount(lengths)
         flops = sum(
             counts[n] * task.pass_flops(config, n, scored) for n in np.flatnonzero(counts).tolist()
@@ -323,6 +324,8 @@ def _edits(text: Text, answers: list[Answer], most: dict[int, int]) -> Edits:
                 break
     columns = list(zip(*chosen)) or [(), (), (), ()]
     return Edits(
-        *(np.array(column, dtype=np.int64) for column in columns[:3]),
-        np.array(columns[3], dtype=np.float64),
+        kinds=np.array(columns[0], dtype=np.int64),
+        positions=np.array(columns[1], dtype=np.int64),
+        tokens=np.array(columns[2], dtype=np.int64),
+        log_ratios=np.array(columns[3], dtype=np.float64),
     )

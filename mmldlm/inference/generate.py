@@ -184,7 +184,7 @@ def read_l2t_input(
         from mmldlm.data.store import Store, check_latents
 
         store = Store(options.data, "validation")
-        ids = np.arange(min(options.num_samples or len(store), len(store)))
+        ids = list(range(min(options.num_samples or len(store), len(store))))
         check_store_kind(store, "text" if pretrained.image is None else "image")
         latents = store.get(ids).latents
         where, dim = f"{options.data}/validation", pretrained.model.config.latent_dim
@@ -204,10 +204,10 @@ def read_l2t_input(
 def sample_t2l(pretrained: Pretrained, options: SampleOptions, progress: ProgressBar) -> Samples:
     """Sample latents from texts; compare them with the encoder's if the encoder is available."""
     steps = options.num_steps or steps_given_text(pretrained.latent_diffusion)
-    LatentSolver(
-        pretrained.latent_diffusion, steps, options.method, options.eta
-    )  # refuses what it does not have
-    if steps == 1 and (options.eta != 0 or options.method != "ddim"):
+    method, eta, guidance = options.method, options.eta, options.guidance
+    assert method is not None and eta is not None and guidance is not None
+    LatentSolver(pretrained.latent_diffusion, steps, method, eta)  # refuses what it does not have
+    if steps == 1 and (eta != 0 or method != "ddim"):
         raise UserError(
             "--num-steps of at least 2 with --eta or another --method than ddim",
             "1 step (the default given a text), which all methods take alike",
@@ -221,9 +221,9 @@ def sample_t2l(pretrained: Pretrained, options: SampleOptions, progress: Progres
         ids,
         diffusion=pretrained.latent_diffusion,
         steps=steps,
-        method=options.method,
-        eta=options.eta,
-        guidance=options.guidance,
+        method=method,
+        eta=eta,
+        guidance=guidance,
         guidance_interval=options.guidance_interval,
         renormalize=pretrained.renormalize,
         clamp=pretrained.clamp_x0,
@@ -370,7 +370,8 @@ def _sample_together(
         )
         raise UserError(expected, found, "add --method chain, or choose another --sampler")
     latents = "embeddings" if pretrained.image is None else "images"
-    return pretrained.task.draw_pairs(
+    task: Any = pretrained.task  # one that predicts latents, and so has `draw_pairs`
+    return task.draw_pairs(
         pretrained,
         count,
         steps=steps,
@@ -392,7 +393,8 @@ def _sample_chain(
 ) -> tuple[TextSamples, torch.Tensor]:
     count, steps = options.num_samples, options.num_steps
     what = "embeddings" if pretrained.image is None else "images"
-    latents = pretrained.task.draw_latents(
+    task: Any = pretrained.task  # one that predicts latents, and so has `draw_latents`
+    latents = task.draw_latents(
         pretrained,
         count,
         steps=steps,

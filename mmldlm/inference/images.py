@@ -70,7 +70,8 @@ def make_images(
     Returns:
         latents [B, N, D] fp32 (of ids [B, N, 1] int64) and images [B, S, S, C] uint8.
     """
-    latents = pretrained.task.draw_images(
+    task: Any = pretrained.task  # one of images, and so has `draw_images`
+    latents = task.draw_images(
         pretrained,
         captions,
         steps=steps,
@@ -108,9 +109,8 @@ def sample_t2i(pretrained: Pretrained, options: SampleOptions, progress: Progres
     if options.data:
         store = open_image_store(options.data, codec)
         count = min(options.num_samples or len(store), len(store))
-        rows = (
-            np.linspace(0, len(store) - 1, count).round().astype(np.int64)
-        )  # spread: neighbors are alike
+        # Spread over the store, because neighbors are alike.
+        rows = np.linspace(0, len(store) - 1, count).round().astype(np.int64).tolist()
         texts = store.texts(rows)
         real = codec.decode(store.get(rows).latents)
     else:
@@ -118,18 +118,19 @@ def sample_t2i(pretrained: Pretrained, options: SampleOptions, progress: Progres
     source = np.arange(options.num_samples or len(texts)) % len(texts)
     ids = tokenize_texts(texts, pretrained)
     given = [] if options.data else unknown_tokens(texts, ids, pretrained)
-    message = (
-        f"making {count_noun(len(source), 'image')} in {count_noun(options.num_steps, 'step')}"
-    )
+    task: Any = pretrained.task
+    steps, guidance = options.num_steps, options.guidance
+    assert steps is not None and guidance is not None
+    message = f"making {count_noun(len(source), 'image')} in {count_noun(steps, 'step')}"
     latents, images = make_images(
         pretrained,
         [ids[row] for row in source],
-        steps=options.num_steps,
-        guidance=options.guidance,
+        steps=steps,
+        guidance=guidance,
         guidance_interval=options.guidance_interval,
         seed=options.seed,
         progress=progress.start(message),
-        **{key: getattr(options, key) for key in pretrained.task.t2i_options},
+        **{key: getattr(options, key) for key in task.t2i_options},
     )
     records = [
         {
@@ -165,13 +166,11 @@ def sample_i2t(
             open_image_store(options.data, codec)
         references, latents, _ = read_l2t_input(pretrained, options, progress)
         images = codec.decode(latents)
-    if recorder is None:
-        more = {"num_lengths": NUM_LENGTHS}
-        samples = write_from_latents(pretrained, options, references, latents, progress, **more)
-        samples.extra |= more
-    else:  # a text that is watched is written once, in the median length
-        more = {"recorder": recorder}
-        samples = write_from_latents(pretrained, options, references, latents, progress, **more)
+    # A text that is watched is written once, in the median length.
+    lengths = {"num_lengths": NUM_LENGTHS} if recorder is None else {}
+    more = lengths if recorder is None else {"recorder": recorder}
+    samples = write_from_latents(pretrained, options, references, latents, progress, **more)
+    samples.extra |= lengths
     for record in samples.records:
         if options.image:
             record["image"] = options.image[record["latent"]]
@@ -199,6 +198,7 @@ def sample_pairs(
     """Sample pairs of image and caption."""
     codec = codec_of(pretrained)
     samples = sample_unconditional(pretrained, options, progress, recorder)
+    assert samples.latents is not None
     samples.images = codec.decode(samples.latents)
     for record in samples.records:
         record["image"] = _name(record["index"])

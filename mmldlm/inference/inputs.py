@@ -16,6 +16,7 @@ from mmldlm.data.arrays import read_array
 from mmldlm.data.codebook import check_ids
 from mmldlm.data.corpora.text_files import FileUnit
 from mmldlm.data.sentences import MAX_TEXT_BYTES, TOO_LARGE
+from mmldlm.data.store import Store
 from mmldlm.errors import UserError
 from mmldlm.sampling.latents import latent_shape
 from mmldlm.tasks.pretrained import Pretrained
@@ -172,7 +173,7 @@ def encode_texts(
     return latents.reshape(len(texts), *latent_shape(pretrained.model.config))
 
 
-def check_latents_per_text(store, config) -> None:
+def check_latents_per_text(store: Store, config: Any) -> None:
     """Check that a store has as many latents per text as the model.
 
     Raises:

@@ -14,9 +14,9 @@ from mmldlm.data.sentences import split_into_parts
 from mmldlm.errors import UserError
 from mmldlm.inference.inputs import encoder_identity, reason_without_encoder
 from mmldlm.sampling.decoding import most_probable_lengths
-from mmldlm.sampling.device import device_of
 from mmldlm.sampling.judge import FoundTexts, Judge, SamplingCost, cosines
 from mmldlm.sampling.latents import latent_shape, sample_latents, steps_given_text
+from mmldlm.sampling.model import device_of
 from mmldlm.sampling.records import TextSamples
 from mmldlm.tasks.pretrained import Pretrained
 from mmldlm.tasks.text_task import TextTask
@@ -57,7 +57,10 @@ class EncoderJudge(Judge):
 
     def _embed(self, texts: Sequence[Ids]) -> np.ndarray:
         count = max(self._shape[:-1], default=1)
-        parts = [part for text in self.strings(texts) for part in split_into_parts(text, count)]
+        # `embed` leaves out the texts that are too short for their parts.
+        parts = [
+            part for text in self.strings(texts) for part in split_into_parts(text, count) or ()
+        ]
         lengths = self._encoder.num_tokens(parts)
         self.num_tokens += sum(lengths)
         self.flops += self._encoder.forward_flops(lengths)
@@ -88,9 +91,8 @@ class T2lJudge(Judge):
         pretrained, lengths = self._pretrained, [len(text) + 1 for text in texts]
         config, steps = pretrained.model.config, steps_given_text(pretrained.latent_diffusion)
         self.num_tokens += sum(lengths)
-        self.flops += steps * sum(
-            pretrained.task.pass_flops(config, length, 0) for length in lengths
-        )
+        task: Any = pretrained.task  # of masked diffusion, as all that estimate embeddings
+        self.flops += steps * sum(task.pass_flops(config, length, 0) for length in lengths)
         return estimate_embeddings(pretrained, texts)
 
 

@@ -36,7 +36,7 @@ CONVERT = (
 
 def load_model(
     path: str | Path, device: str = "cpu", dtype: torch.dtype = torch.float32
-) -> tuple[nn.Module, dict[str, Any], Path, TextTask]:
+) -> tuple[Any, dict[str, Any], Path, TextTask]:
     """Load the weights, not their moving average (as in `mmldlm convert` without --ema).
 
     Args:
@@ -57,14 +57,12 @@ def load_model(
         config_path = _find_config(opened, path)
         values = read_values(config_path)
         task = _task_of(values, config_path)
-        config = checked_section(
-            values, task.config_class.model_fields["model"].annotation, config_path
-        )
+        config_class: Any = task.config_class.model_fields["model"].annotation
+        config = checked_section(values, config_class, config_path)
         shapes = {name: info.shape for name, info in weights.tensors.items()}
         kind = task.model_class()
-        check_shapes(
-            kind, config, shapes, config_path
-        )  # before allocating: a corrupt config may name any size
+        # Before anything is allocated: a corrupt config may name any size.
+        check_shapes(kind, config, shapes, config_path)
         model = kind(config)
         _copy_weights(model, weights)
         if isinstance(model, LatentTransformer):
@@ -85,7 +83,7 @@ def _task_of(values: dict[str, Any], config_path: Path) -> TextTask:
         UserError: a task whose models are not sampled, or another architecture than the task's.
     """
     name = values.get("task", DEFAULT_TASK)
-    task = find_task(name) if isinstance(name, str) and name in TASKS else None
+    task: Any = find_task(name) if isinstance(name, str) and name in TASKS else None
     if task is None or not task.samplers:
         raise UserError(
             f"a model of one of the tasks {', '.join(TASKS)}, which can be sampled",
@@ -155,8 +153,9 @@ def load_pretrained(
                 f"{CONVERT}; other settings than those of training would give nonsense without an"
                 " error",
             )
+        section_class: Any = task.config_class.model_fields[key].annotation
         try:
-            sections[key] = task.config_class.model_fields[key].annotation(**values[key])
+            sections[key] = section_class(**values[key])
         except ValidationError as error:
             raise UserError(f'a valid "{key}" in {config_path}', str(error), CONVERT) from error
     if sections["latent_diffusion"] is not None:
@@ -195,7 +194,7 @@ class _TrainingSettings(BaseModel):
     l2t_condition_noise: float = 0.0
 
 
-def _load_tokenizer(folder: Path, model: nn.Module) -> Any:
+def _load_tokenizer(folder: Path, model: Any) -> Any:
     path = folder / "tokenizer"
     if not path.is_dir():
         raise UserError(f"the tokenizer in {path}", "no such folder", CONVERT)
@@ -213,3 +212,38 @@ def _load_tokenizer(folder: Path, model: nn.Module) -> Any:
             CONVERT,
         )
     return tokenizer
+
+
+def usable_device(name: str | None) -> str:
+    """Return the device of --device; by default cuda if available, else cpu.
+
+    Raises:
+        UserError: a device that this machine or this build of torch lacks.
+    """
+    if name is None:
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    if (problem := _problem_of_device(name)) is None:
+        return name
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    known = f"cpu, or cuda:0 to cuda:{count - 1}" if count else "cpu (torch finds no GPU)"
+    fix = "omit --device"
+    if not count:
+        check = "`python -c 'import torch; print(torch.version.cuda, torch.cuda.is_available())'`"
+        fix += f"; to find out why no GPU is visible: `nvidia-smi`, {check}"
+    raise UserError(f"a --device that this machine has: {known}", f"{name}: {problem}", fix)
+
+
+def _problem_of_device(name: str) -> str | None:
+    """Return why a device is not usable; None if it is."""
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        return "not a device of torch"
+    if device.type == "meta":
+        return "a device without memory"
+    try:
+        torch.empty(1, device=device)
+    except (RuntimeError, AssertionError, NotImplementedError) as error:
+        # Which of them it is depends on why the device is missing.
+        return (str(error).splitlines() or ["not available"])[0]
+    return None

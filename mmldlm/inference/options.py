@@ -9,6 +9,7 @@ its default in each. The command line, the checks, settings.json and a call from
 from __future__ import annotations
 
 import argparse
+import math
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, fields
 from typing import Any
@@ -200,15 +201,28 @@ def _read_by(reads: Mapping[str, Any], of_texts: bool = False) -> dict[str, Any]
     return {"reads": reads}
 
 
-def _of_kinds(help: str, *bounds: Any, default: Any = None, **more: Any) -> Any:
-    """Return an option of some kinds: `reads` (and `of_texts`, `by_task`) and those of `option`.
+def _of_kinds(
+    help: str,
+    number: type | None = None,
+    low: float = -math.inf,
+    high: float = math.inf,
+    *,
+    reads: Mapping[str, Any],
+    default: Any = None,
+    of_texts: bool = False,
+    by_task: bool = False,
+    **arguments: Any,
+) -> Any:
+    """Return an option of some kinds of samples.
 
-    The option has its default in l2t where no kind is named.
+    Args:
+        default: Where no kind is named, of an option that l2t does not read.
+        reads, of_texts: See `_read_by`.
+        by_task: Whether the task of a checkpoint may lack the option.
+        help, number, low, high, arguments: See `option`.
     """
-    metadata = _read_by(more.pop("reads"), more.pop("of_texts", False))
-    metadata["by_task"] = more.pop("by_task", False)
-    default = metadata["reads"].get("l2t", default)
-    return option(default, help, *bounds, more=metadata, **more)
+    metadata = {**_read_by(reads, of_texts), "by_task": by_task}
+    return option(reads.get("l2t", default), help, number, low, high, metadata, **arguments)
 
 
 def _of_sampler(settings: type, key: str, **reads: Any) -> Any:

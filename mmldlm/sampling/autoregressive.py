@@ -13,7 +13,7 @@ from torch import Tensor
 from mmldlm.errors import UserError
 from mmldlm.models.plain import PlainTransformer, TextCache, next_logits, start_text
 from mmldlm.sampling.decoding import check_finite, draw_tokens
-from mmldlm.sampling.device import device_of
+from mmldlm.sampling.model import device_of
 from mmldlm.sampling.records import Recorder, TextSamples, report_changes
 from mmldlm.sampling.settings import BeamSettings
 from mmldlm.utils.counter_rng import Stream, uniforms
@@ -94,7 +94,7 @@ def draw_texts(
         log_probs[rows] += torch.where(active, added, 0.0)
         before = None if recorder is None else tokens.clone()
         tokens[rows[active], step] = last[active]
-        if before is not None:
+        if before is not None and recorder is not None:
             report_changes(
                 recorder, samples, before, tokens, rows[active] * limit + step, logits[active]
             )
@@ -200,7 +200,7 @@ def search(model: PlainTransformer, cache: TextCache, beams: int, exponent: floa
         beams,
         config.max_seq_len,
         config.eos_token_id,
-        model.start_token.device,
+        device_of(model),
         exponent,
     )
     last, num_rows, passes = None, 0, torch.ones_like(state.lengths)

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from mmldlm.errors import MmldlmError
 from mmldlm.models.latent_transformer import LatentInputs, TextInputs
 from mmldlm.models.token_scores import TokenQuery
-from mmldlm.sampling.device import device_of
+from mmldlm.sampling.model import Model, device_of
 from mmldlm.utils.counter_rng import Stream, uniforms
 
 
@@ -172,14 +172,18 @@ def choose_lengths(logits: Tensor, rule: str = "median", uniform: Tensor | None 
     if rule == "mode":
         return logits.argmax(-1) + 1
     cumulative = logits.double().softmax(-1).cumsum(-1)
-    point = torch.full_like(cumulative[:, 0], 0.5) if rule == "median" else uniform.to(cumulative)
+    if rule == "median":
+        point = torch.full_like(cumulative[:, 0], 0.5)
+    else:
+        assert uniform is not None, "uniform is needed to draw a length"
+        point = uniform.to(cumulative)
     below = (cumulative <= (point * cumulative[:, -1])[:, None]).sum(-1)
     return below.clamp_max(logits.shape[-1] - 1) + 1
 
 
 @torch.inference_mode()
 def predict_lengths(
-    model: nn.Module,
+    model: Model,
     latents: Tensor | None,
     count: int | None = None,
     rule: str | None = None,
@@ -216,7 +220,7 @@ def predict_lengths(
     return torch.cat(parts).cpu()
 
 
-def _length_logits(model: nn.Module, latents: Tensor, batch_size: int) -> Iterator[Tensor]:
+def _length_logits(model: Model, latents: Tensor, batch_size: int) -> Iterator[Tensor]:
     """Yield the length head's logits [B, L], batch by batch."""
     device = device_of(model)
     for part in latents.split(batch_size):
@@ -225,7 +229,7 @@ def _length_logits(model: nn.Module, latents: Tensor, batch_size: int) -> Iterat
 
 @torch.inference_mode()
 def most_probable_lengths(
-    model: nn.Module, latents: Tensor, number: int, batch_size: int = 512
+    model: Model, latents: Tensor, number: int, batch_size: int = 512
 ) -> tuple[Tensor, Tensor]:
     """Return the most probable lengths of each text, the best first, and their log-probabilities.
 

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from mmldlm.diffusion import MaskedDiffusion
 from mmldlm.diffusion.process import LatentProcess
@@ -14,8 +15,8 @@ from mmldlm.models.token_scores import TokenQuery
 from mmldlm.sampling.decoding import (
     predict_lengths,
 )
-from mmldlm.sampling.device import device_of
 from mmldlm.sampling.latents import LatentSolver, estimate_rule, latent_shape, raw_latents
+from mmldlm.sampling.model import Model, device_of
 from mmldlm.sampling.records import Recorder, TextSamples
 from mmldlm.sampling.settings import DrawSettings
 from mmldlm.sampling.strategies import Observer
@@ -25,7 +26,7 @@ from mmldlm.utils.counter_rng import Stream, normals
 
 @torch.inference_mode()
 def sample_joint(
-    model: nn.Module,
+    model: Model,
     num_samples: int,
     *,
     text_diffusion: MaskedDiffusion,
@@ -94,7 +95,7 @@ def sample_joint(
                 TokenQuery(positions),
             )
             prediction = out.latent.float()
-            z = latent_solver.step(k, z, lambda z, t, given=prediction: given)
+            z = latent_solver.step(k, z, partial(_given, prediction))
             strategy.take_pass(positions, out.text.logits, observer if len(positions) else None)
             done += len(rows)
             if progress is not None:
@@ -104,3 +105,8 @@ def sample_joint(
         latents[index] = raw_latents(model, z, clamp)
     passes = torch.full((num_samples,), steps)
     return TextSamples(texts, lengths, num_samples * steps, passes), latents
+
+
+def _given(prediction: Tensor, z: Tensor, t: float) -> Tensor:
+    """Return the prediction of a pass that was taken already, for `LatentSolver.step`."""
+    return prediction

@@ -128,8 +128,10 @@ class SamplingCost:
         """Add passes of the model."""
         self.denoiser_rows += rows
         self.denoiser_positions += positions
-        unknown = flops is None or self.denoiser_flops is None
-        self.denoiser_flops = None if unknown else self.denoiser_flops + flops
+        if flops is None or self.denoiser_flops is None:
+            self.denoiser_flops = None
+        else:
+            self.denoiser_flops += flops
 
     def add_texts(self, samples: TextSamples, flops: float | None) -> None:
         """Add written texts and their forward FLOPs; the depth is the caller's to set."""

@@ -5,17 +5,18 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from functools import partial, reduce
+from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from mmldlm.data.encoders.encoder import token_budget_batches
 from mmldlm.diffusion.process import LatentProcess
 from mmldlm.errors import MmldlmError, UserError
 from mmldlm.models.latent_transformer import LatentInputs, TextInputs
 from mmldlm.models.token_scores import TokenQuery
-from mmldlm.sampling.device import device_of
+from mmldlm.sampling.model import Model, device_of
 from mmldlm.utils.counter_rng import Stream, normals
 
 
@@ -62,7 +63,9 @@ class LatentSolver:
             raise UserError(
                 expected, f"eta {eta}", "choose a number (bridge is that of schedule=decoupled)"
             )
-        self.process, self.steps, self.method, self.project = process, steps, method, project
+        # Only a process that names heun among its solvers has `heun_step`.
+        self.process: Any = process
+        self.steps, self.method, self.project = steps, method, project
         self.eta = process.named_etas[eta] if isinstance(eta, str) else eta
         self.grid: list[float] = process.sampling_grid(steps).tolist()
         self._previous: tuple[Tensor, Tensor] | None = None
@@ -110,19 +113,19 @@ def steps_given_text(process: LatentProcess) -> int:
     return 1 if process.sampling_start == 1.0 else 10
 
 
-def project_to_sphere(model: nn.Module, x0: Tensor) -> Tensor:
+def project_to_sphere(model: Model, x0: Tensor) -> Tensor:
     """Project model-space latents [..., D] to those whose raw form has norm 1."""
     raw = model.unscale_latents(x0)
     return model.scale_latents(raw / raw.norm(dim=-1, keepdim=True).clamp_min(1e-12))
 
 
-def clamp_latents(model: nn.Module, x0: Tensor, bound: float) -> Tensor:
+def clamp_latents(model: Model, x0: Tensor, bound: float) -> Tensor:
     """Clamp model-space latents [..., D] to those whose raw form lies in [-bound, bound]."""
     return model.scale_latents(model.unscale_latents(x0).clamp(-bound, bound))
 
 
 def estimate_rule(
-    model: nn.Module, renormalize: bool, clamp: float | None
+    model: Model, renormalize: bool, clamp: float | None
 ) -> Callable[[Tensor], Tensor] | None:
     """Return what samplers put every x0 estimate but the last through; None: nothing."""
     rules: list[Callable[[Tensor], Tensor]] = []
@@ -133,7 +136,7 @@ def estimate_rule(
     return (lambda x0: reduce(lambda x, rule: rule(x), rules, x0)) if rules else None
 
 
-def raw_latents(model: nn.Module, z: Tensor, clamp: float | None) -> Tensor:
+def raw_latents(model: Model, z: Tensor, clamp: float | None) -> Tensor:
     """Sampled latents [..., D] in the encoder's space, on the CPU."""
     raw = model.unscale_latents(z)
     return (raw if clamp is None else raw.clamp(-clamp, clamp)).cpu()
@@ -175,7 +178,7 @@ def check_guidance_interval(
 
 
 def pad_texts(
-    texts: Sequence[Sequence[int]], eos_token_id: int, pad_token_id: int, device=None
+    texts: Sequence[Sequence[int]], eos_token_id: int, pad_token_id: int, device: Any = None
 ) -> tuple[Tensor, Tensor]:
     """Append EOS to ids and pad them.
 
@@ -192,7 +195,7 @@ def pad_texts(
     return torch.from_numpy(tokens).to(device), torch.from_numpy(real).to(device)
 
 
-def latent_shape(config) -> tuple[int, ...]:
+def latent_shape(config: Any) -> tuple[int, ...]:
     """Return the shape of one sample's latents: (D,), or (M, D) for a model of M latents
     per text.
     """
@@ -202,7 +205,7 @@ def latent_shape(config) -> tuple[int, ...]:
 
 @torch.inference_mode()
 def sample_latents(
-    model: nn.Module,
+    model: Model,
     texts: Sequence[Sequence[int]] | None,
     *,
     diffusion: LatentProcess,
@@ -272,12 +275,16 @@ def sample_latents(
             tokens, real = pad_texts(
                 [texts[row] for row in rows], config.eos_token_id, config.pad_token_id, device
             )
-        indices = rows if draw_indices is None else [draw_indices[row] for row in rows]
+        indices = rows.tolist()
+        if draw_indices is not None:
+            indices = [draw_indices[row] for row in indices]
         draws = normals(seed, Stream.LATENT, indices, (1 + (steps if eta != 0 else 0), *shape)).to(
             device
         )
 
-        def predict(z: Tensor, t: float, tokens=tokens, real=real) -> Tensor:
+        def predict(
+            z: Tensor, t: float, tokens: Tensor | None = tokens, real: Tensor | None = real
+        ) -> Tensor:
             return _predict(model, tokens, real, z, t, guidance if low <= t <= high else 1.0)
 
         solver = LatentSolver(
@@ -309,7 +316,7 @@ def _times(t: float, z: Tensor) -> Tensor:
 
 
 def _predict(
-    model: nn.Module,
+    model: Model,
     tokens: Tensor | None,
     real: Tensor | None,
     z: Tensor,

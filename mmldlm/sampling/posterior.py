@@ -9,15 +9,19 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from mmldlm.data.encoders.encoder import token_budget_batches
 from mmldlm.diffusion.gidd import self_correct
 from mmldlm.diffusion.process import DivergenceProcess
-from mmldlm.models.latent_transformer import EncodedLatent, LatentInputs, TextInputs
+from mmldlm.models.latent_transformer import (
+    EncodedLatent,
+    LatentInputs,
+    TextInputs,
+)
 from mmldlm.models.token_scores import TokenQuery
 from mmldlm.sampling.decoding import DecodingState, check_finite, predict_lengths
-from mmldlm.sampling.device import device_of
+from mmldlm.sampling.model import Model, device_of
 from mmldlm.sampling.records import Recorder, TextSamples, report_changes
 from mmldlm.utils.counter_rng import Stream, uniforms
 
@@ -45,7 +49,7 @@ class _Denoiser:
         recorded: the model's own logits of the last call, kept for the recorder alone.
     """
 
-    model: nn.Module
+    model: Model
     state: DecodingState
     given: EncodedLatent | None
     guidance: float
@@ -118,7 +122,7 @@ def _shaped(logits: Tensor, temperature: float, top_p: float) -> Tensor:
 
 @torch.inference_mode()
 def sample_by_posterior(
-    model: nn.Module,
+    model: Model,
     latents: Tensor | None,
     process: DivergenceProcess,
     *,
@@ -194,9 +198,7 @@ def sample_by_posterior(
     return TextSamples(texts, lengths, num_rows, passes)
 
 
-def _start(
-    model: nn.Module, lengths: Tensor, latents: Tensor | None, guidance: float
-) -> _Denoiser:
+def _start(model: Model, lengths: Tensor, latents: Tensor | None, guidance: float) -> _Denoiser:
     config, device, given = model.config, device_of(model), None
     state = DecodingState(
         lengths.to(device),

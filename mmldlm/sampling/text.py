@@ -6,19 +6,23 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from mmldlm.data.encoders.encoder import token_budget_batches
 from mmldlm.diffusion import MaskedDiffusion
 from mmldlm.diffusion.process import LatentProcess
-from mmldlm.models.latent_transformer import EncodedLatent, LatentInputs, TextInputs
+from mmldlm.models.latent_transformer import (
+    EncodedLatent,
+    LatentInputs,
+    TextInputs,
+)
 from mmldlm.models.token_scores import TokenQuery
 from mmldlm.sampling.decoding import (
     DecodingState,
     most_probable_lengths,
     predict_lengths,
 )
-from mmldlm.sampling.device import device_of
+from mmldlm.sampling.model import Model, device_of
 from mmldlm.sampling.records import Recorder, TextSamples
 from mmldlm.sampling.settings import STRATEGY_OPTIONS, DrawSettings
 from mmldlm.sampling.strategies import Observer, TextStrategy, strategy_class
@@ -39,7 +43,7 @@ class Denoiser:
         num_scored: positions whose logits were computed.
     """
 
-    def __init__(self, model: nn.Module, latents: Tensor | None, times: Tensor | None = None):
+    def __init__(self, model: Model, latents: Tensor | None, times: Tensor | None = None):
         self.model, self.num_rows, self.num_scored = model, 0, 0
         self.encoded: EncodedLatent | None = None
         if latents is not None and times is not None:
@@ -81,7 +85,7 @@ class Denoiser:
 
 
 def noised_latents(
-    model: nn.Module,
+    model: Model,
     latents: Tensor,
     indices: Sequence[int],
     timestep: float,
@@ -99,7 +103,7 @@ def noised_latents(
 
 def start_decoding(
     name: str,
-    model: nn.Module,
+    model: Model,
     lengths: Tensor,
     indices: Sequence[int],
     *,
@@ -144,7 +148,7 @@ def start_decoding(
 
 @torch.inference_mode()
 def sample_text(
-    model: nn.Module,
+    model: Model,
     latents: Tensor | None,
     *,
     diffusion: MaskedDiffusion,
@@ -239,7 +243,7 @@ def sample_text(
 
 
 def _denoiser(
-    model: nn.Module, latents: Tensor | None, index: Tensor, own: list[int], timestep: float,
+    model: Model, latents: Tensor | None, index: Tensor, own: list[int], timestep: float,
     diffusion: LatentProcess | None, seed: int,
 ) -> Denoiser:  # fmt: skip
     """Return the denoiser of a batch, its latents noised to a timestep."""
@@ -331,7 +335,7 @@ def _collect(
 
 
 def sample_masked(
-    model: nn.Module,
+    model: Model,
     latents: Tensor | None,
     *,
     diffusion: MaskedDiffusion,
@@ -355,7 +359,7 @@ def sample_masked(
     return sample_lengths(model, latents, num_lengths, **given)
 
 
-def sample_lengths(model: nn.Module, latents: Tensor, num_lengths: int, **options) -> TextSamples:
+def sample_lengths(model: Model, latents: Tensor, num_lengths: int, **options: Any) -> TextSamples:
     """Write each text in its most probable lengths and keep the most probable.
 
     The score of a text is log p(L | z) plus the sum of the log-probabilities of its tokens when

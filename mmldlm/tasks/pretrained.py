@@ -6,13 +6,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from mmldlm.config.task_registry import DEFAULT_TASK, find_task
 from mmldlm.diffusion import GaussianProcess, MaskedDiffusion
 from mmldlm.errors import UserError
+from mmldlm.sampling.model import Model
 from mmldlm.sampling.settings import REMOVED_SAMPLERS, RESULTS_PAGE
 
 if TYPE_CHECKING:
@@ -44,7 +45,7 @@ class Pretrained:
         vae: folder of the autoencoder of its images, if it is elsewhere than the codec says.
     """
 
-    model: nn.Module
+    model: Model
     tokenizer: Any
     text_config: Any
     latent_config: LatentDiffusionConfig | None
@@ -53,7 +54,7 @@ class Pretrained:
     condition_noise: float = 0.0
     encoder: dict[str, Any] | None = None
     folder: Path | None = None
-    task: TextTask = field(default_factory=lambda: find_task(DEFAULT_TASK))
+    task: TextTask = field(default_factory=lambda: cast("TextTask", find_task(DEFAULT_TASK)))
     image: dict[str, Any] | None = None
     config_folder: Path | None = None
     vae: str | None = None

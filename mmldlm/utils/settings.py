@@ -93,26 +93,26 @@ def option(
     number: type | None = None,
     low: float = -math.inf,
     high: float = math.inf,
-    more: Mapping[str, Any] | None = None,
+    metadata: Mapping[str, Any] | None = None,
     **arguments: Any,
 ) -> Any:
     """Return a field of a settings class that is an option.
 
     Args:
         default: Value of the field where none is given.
-        more: Further metadata of the field.
+        metadata: Further metadata of the field.
         help, number, low, high, arguments: See `Option`.
     """
     own = Option(help, number, low, high, arguments)
-    return dataclasses.field(default=default, metadata={_KEY: own, **(more or {})})
+    return dataclasses.field(default=default, metadata={_KEY: own, **(metadata or {})})
 
 
 def same_option(
-    settings: type, key: str, default: Any, more: Mapping[str, Any] | None = None
+    settings: type, key: str, default: Any, metadata: Mapping[str, Any] | None = None
 ) -> Any:
     """Return a field like that of another settings class, with its own default."""
     own = options_of(settings)[key]
-    return dataclasses.field(default=default, metadata={_KEY: own, **(more or {})})
+    return dataclasses.field(default=default, metadata={_KEY: own, **(metadata or {})})
 
 
 def options_of(settings: type) -> dict[str, Option]:

@@ -16,9 +16,8 @@ from mmldlm.checkpoints.commit import begin
 from mmldlm.checkpoints.convert import convert
 from mmldlm.checkpoints.to_checkpoint import convert_state
 from mmldlm.errors import UserError
-from mmldlm.inference.load import load_pretrained
+from mmldlm.inference.load import load_pretrained, usable_device
 from mmldlm.models import MultimodalMMDiT
-from mmldlm.sampling.device import usable_device
 
 
 @pytest.fixture(scope="module")

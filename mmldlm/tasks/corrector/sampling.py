@@ -27,8 +27,8 @@ from mmldlm.inference.edits import (
 from mmldlm.inference.local_search import LocalSearchSettings, local_search
 from mmldlm.models.latent_transformer import LatentInputs, TextInputs
 from mmldlm.models.token_scores import TokenQuery
-from mmldlm.sampling.device import device_of
 from mmldlm.sampling.judge import FoundTexts, Judge, SamplingCost
+from mmldlm.sampling.model import device_of
 from mmldlm.tasks.corrector.model import Hypotheses
 from mmldlm.tasks.pretrained import Pretrained
 

@@ -43,9 +43,8 @@ from mmldlm.data.store import TOKENIZER_FOLDER, Store, latent_shape, load_tokeni
 from mmldlm.data.writers import LatentStatistics, StoreSplit
 from mmldlm.errors import UserError
 from mmldlm.inference.judges import LENGTHS, EncoderJudge, write_candidate
-from mmldlm.inference.load import load_pretrained
+from mmldlm.inference.load import load_pretrained, usable_device
 from mmldlm.sampling.decoding import most_probable_lengths
-from mmldlm.sampling.device import usable_device
 from mmldlm.sampling.settings import PRESENCE_PENALTY
 from mmldlm.tasks.corrector.hypotheses import HYPOTHESES_VERSION
 from mmldlm.tasks.pretrained import Pretrained

@@ -18,8 +18,8 @@ from mmldlm.sampling.decoding import (
     DecodingState,
     predict_lengths,
 )
-from mmldlm.sampling.device import device_of
 from mmldlm.sampling.latents import check_guidance_interval, latent_shape, pad_texts
+from mmldlm.sampling.model import device_of
 from mmldlm.sampling.records import Recorder, TextSamples
 from mmldlm.sampling.settings import DrawSettings
 from mmldlm.sampling.strategies import Observer, TextStrategy, strategy_class
