@@ -15,7 +15,13 @@ import numpy as np
 from mmldlm.commands import RemovedOption, RenamedOption
 from mmldlm.errors import EXIT_DONE, UserError
 from mmldlm.inference.fit import fit_options
-from mmldlm.inference.generate import sample_l2t, sample_t2l, sample_unconditional, start_trace
+from mmldlm.inference.generate import (
+    Samples,
+    sample_l2t,
+    sample_t2l,
+    sample_unconditional,
+    start_trace,
+)
 from mmldlm.inference.images import (
     EACH_PICTURE,
     sample_i2t,
@@ -25,7 +31,7 @@ from mmldlm.inference.images import (
     write_pictures,
 )
 from mmldlm.inference.load import load_pretrained, usable_device
-from mmldlm.inference.options import IMAGE_KINDS, KINDS, READERS, SampleOptions, add_sample_options
+from mmldlm.inference.options import KINDS, READERS, SampleOptions, add_sample_options
 from mmldlm.observe.pages.page import check_page_path, write_page
 from mmldlm.observe.pages.trace_page import trace_page
 from mmldlm.sampling.records import TraceRecorder
@@ -140,10 +146,6 @@ def main(args: argparse.Namespace) -> int:
 def _sample(args: argparse.Namespace, given: dict[str, Any], device: str, out: Path) -> int:
     pretrained = load_pretrained(args.checkpoint, device)
     kind, options = fit_options(pretrained, args.kind, given, args.seed)
-    mode = IMAGE_KINDS.get(kind, kind)
-    if mode != "unconditional" or pretrained.latent_config is None:
-        pretrained.check_mode(mode)  # else choose_method checks the modes
-    pretrained.check_guidance(1.0 if options.guidance is None else options.guidance)
     pretrained.vae = options.vae
     use_image_size(pretrained, options.image_size, options.data)
     trace = None
@@ -156,34 +158,39 @@ def _sample(args: argparse.Namespace, given: dict[str, Any], device: str, out: P
         samples = SAMPLERS[kind](pretrained, options, progress, **more)
     seconds = time.perf_counter() - started
 
-    records = samples.records
+    values = {**vars(args), **asdict(options), "kind": kind}
     settings = {
-        key: value
-        for key, value in {**vars(args), **asdict(options), "kind": kind}.items()
-        if isinstance(value, (str, int, float, list))
+        key: value for key, value in values.items() if isinstance(value, (str, int, float, list))
     }
+    settings |= {**samples.extra, "device": device}
     with replaced_files(out, (*OUTPUTS, EACH_PICTURE), args.overwrite) as folder:
-        if samples.latents is not None:
-            np.save(folder / "latents.npy", samples.latents)
-        if samples.images is not None:
-            write_pictures(samples, folder, keeps_each=kind != "i2t")
-        write_text(folder / "samples.jsonl", "".join(to_json(record) + "\n" for record in records))
-        write_json(
-            folder / "settings.json", {**settings, **samples.extra, "device": device}, indent=2
-        )
+        file_names = _write_files(samples, settings, folder, keeps_each=kind != "i2t")
+    records = samples.records
     if trace is not None:
         title = f"{kind}: {KINDS[kind]}"
         write_page(args.trace, _page(title, args, options, pretrained, trace, records))
     _print_table(kind, records)
-    written = "samples.jsonl" + (", latents.npy" if samples.latents is not None else "")
-    written += ", sheet.png" if samples.images is not None else ""
-    print(
-        f"{count_noun(len(records), 'sample')} in {seconds:.1f} s; {written} and settings.json in"
-        f" {out}"
-    )
+    print(f"{count_noun(len(records), 'sample')} in {seconds:.1f} s; {file_names} in {out}")
     if trace is not None:
         print(f"how they were written: {args.trace}")
     return EXIT_DONE
+
+
+def _write_files(
+    samples: Samples, settings: dict[str, Any], folder: Path, keeps_each: bool
+) -> str:
+    """Write samples and settings into a folder; return the names of the files in words."""
+    names = "samples.jsonl"
+    lines = [to_json(record) + "\n" for record in samples.records]
+    write_text(folder / "samples.jsonl", "".join(lines))
+    if samples.latents is not None:
+        np.save(folder / "latents.npy", samples.latents)
+        names += ", latents.npy"
+    if samples.images is not None:
+        write_pictures(samples, folder, keeps_each)
+        names += ", sheet.png"
+    write_json(folder / "settings.json", settings, indent=2)
+    return names + " and settings.json"
 
 
 def _page(

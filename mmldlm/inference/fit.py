@@ -33,8 +33,8 @@ def fit_options(
         given: Options that the user gave, which `SampleOptions.resolve` accepted.
 
     Raises:
-        UserError: The task lacks the kind, the sampler, or an option that was given, or an option
-            of other latents was given.
+        UserError: The task lacks the kind, the sampler, or an option that was given, an option of
+            other latents was given, or the model was not trained for the kind or for guidance.
     """
     if pretrained.image is not None:
         words = {mode: word for word, mode in IMAGE_KINDS.items()}
@@ -44,7 +44,12 @@ def fit_options(
     if pretrained.image is not None:
         _fit_to_latents(pretrained, kind, given, values)
     _fit_to_task(pretrained, kind, given, values)
-    return kind, SampleOptions(**values, seed=seed)
+    mode = IMAGE_KINDS.get(kind, kind)
+    if mode != "unconditional" or pretrained.latent_config is None:
+        pretrained.check_mode(mode)  # else choose_method checks the modes
+    options = SampleOptions(**values, seed=seed)
+    pretrained.check_guidance(1.0 if options.guidance is None else options.guidance)
+    return kind, options
 
 
 def _fit_to_latents(

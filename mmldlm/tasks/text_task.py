@@ -37,7 +37,7 @@ class TextTask(Task):
         samplers: for every kind of `mmldlm sample` that the task has (l2t, t2l, unconditional) the
             values of --sampler, the default first. Kind t2l is that of the translation task.
         sampling_options: options of `mmldlm sample` and `mmldlm evaluate` that the task reads, of
-            TASK_OPTIONS in commands/sample.py; any other is an error.
+            TASK_OPTIONS in inference/options.py; any other is an error.
         fills_lengths: whether `write_texts` takes `lengths` [N] int64, EOS counted, and refills
             texts with kept tokens.
         exact_likelihood: whether `score_texts` gives the exact likelihood, so that one draw is
