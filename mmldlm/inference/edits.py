@@ -23,7 +23,8 @@ from mmldlm.sampling.model import device_of
 from mmldlm.tasks.pretrained import Pretrained
 
 SUBSTITUTE, INSERT, DELETE = range(3)
-TOKENS_A_POSITION = 16  # tried at each position and in each gap
+# Tokens that are tried at each position and in each gap.
+TOKENS_A_POSITION = 16
 # What a cosine of 1 is worth beside the model's log-probability, in nats. With far more, edits are
 # chosen that the encoder likes and the model does not; without, fewer come nearer (measured in
 # docs/sampling.md).
@@ -38,11 +39,11 @@ class Edits:
 
     Attributes:
         kinds: SUBSTITUTE, INSERT or DELETE. [K] int64
-        positions: in the text; an insertion is in front of it. [K] int64
-        tokens: new ones; -1 for a deletion. [K] int64
-        log_ratios: log p(new text) - log p(text) by the model, in nats, of the token alone: what
+        positions: Position in the text; an insertion is in front of it. [K] int64
+        tokens: New token; -1 for a deletion. [K] int64
+        log_ratios: Log p(new text) - log p(text) by the model, in nats, of the token alone: what
             another length changes at the other tokens is not in it. [K] fp64
-        shifts: expected change of the embedding, [K, M, D] fp32; None for a model that estimates
+        shifts: Expected change of the embedding, [K, M, D] fp32; None for a model that estimates
             no embeddings.
     """
 
@@ -63,7 +64,8 @@ class Edits:
         the text cancels.
 
         Args:
-            embedding, target: of the text by the judge, and the latent. [M, D]
+            embedding: Embedding of the text by the judge. [M, D]
+            target: The latent. [M, D]
 
         Returns:
             [K] fp64.
@@ -84,11 +86,11 @@ class Question(NamedTuple):
     """A row that the model reads.
 
     Attributes:
-        source: index of the text.
+        source: Index of the text.
         kind: SUBSTITUTE or INSERT.
-        words: of the text, with [MASK] or a hole where it is asked.
-        places: in words, that the model is asked about.
-        old: tokens that stand there; -1 for none.
+        words: Ids of the text, with [MASK] or a hole where the model is asked.
+        places: Positions in `words` that the model is asked about.
+        old: Tokens that stand there; -1 for none.
     """
 
     source: int
@@ -102,13 +104,13 @@ class Editor:
     """Proposes edits of texts, by the model's own probabilities at one masked position at a time.
 
     Args:
-        pretrained: of a task of masked diffusion.
-        latents: [N, D] (or [N, M, D]) in the encoder's space.
-        cost: that passes of the model are added to.
-        batch_tokens: maximum padded positions per pass.
+        pretrained: A model of a task of masked diffusion.
+        latents: Latents in the encoder's space. [N, D] or [N, M, D]
+        cost: Cost to which passes of the model are added.
+        batch_tokens: Maximum of padded positions per pass.
 
     Attributes:
-        most: edits of each kind that are looked at, the likeliest.
+        most: Number of edits of each kind that are looked at, the likeliest.
     """
 
     most: ClassVar[dict[int, int]] = {SUBSTITUTE: 40, INSERT: 16, DELETE: 8}
@@ -142,9 +144,9 @@ class Editor:
         are distinct.
 
         Args:
-            texts: ids without EOS.
-            owners: index of each text's latent.
-            embedded: the texts' embeddings by the judge, which a subclass may read. [T, M, D]
+            texts: Ids without EOS.
+            owners: Index of each text's latent.
+            embedded: Embeddings of the texts by the judge, which a subclass may read. [T, M, D]
 
         Raises:
             MmldlmError: NaN logits or estimates.

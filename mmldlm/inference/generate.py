@@ -1,5 +1,5 @@
-"""The three kinds of `mmldlm sample`: text from latents, latents from text, both
-unconditionally.
+"""The kinds of `mmldlm sample` for texts and embeddings: text from latents, latents from text, or
+both without a condition.
 """
 
 from __future__ import annotations
@@ -44,12 +44,12 @@ class Samples:
     """The result of one call.
 
     Attributes:
-        records: one JSON-ready record per sample.
-        latents: [N, D] (or [N, M, D]); None for text from given latents.
-        images: [N, S, S, C] uint8, made or given; None for a model of texts.
-        real_images: [N, S, S, C] uint8, those of a store to the captions given to t2i; None
-            without a store.
-        extra: further entries of settings.json.
+        records: One JSON-ready record per sample.
+        latents: Sampled latents, [N, D] or [N, M, D]; None for texts from latents.
+        images: Images that were generated or read, [N, S, S, C] uint8; None for a model of texts.
+        real_images: Images of a store to the captions of t2i, [N, S, S, C] uint8; None without a
+            store.
+        extra: Further entries of settings.json.
     """
 
     records: list[dict[str, Any]]
@@ -100,25 +100,26 @@ def write_from_latents(
     if penalty is None:
         penalty = PRESENCE_PENALTY if options.sampler in BY_CERTAINTY else 0.0
     options = dataclasses.replace(options, temperature=temperature, presence_penalty=penalty)
-    given, found = torch.from_numpy(latents[source]), None
+    condition, found_texts = torch.from_numpy(latents[source]), None
     if options.way is None:
         steps = "" if options.num_steps is None else f" in at most {options.num_steps} steps"
         message = f"writing {count_noun(count, 'text')}{steps}"
         samples = _write_texts(
-            pretrained, given, options, progress=progress.start(message), **more
+            pretrained, condition, options, progress=progress.start(message), **more
         )
         records = _text_records(pretrained, samples.tokens)
         extra = _costs(samples)
     else:
-        found = _search_texts(pretrained, given, options, len(latents), progress)
-        records = _text_records(pretrained, found.tokens)
-        extra = {"cost_per_sample": found.cost.per_text()}
+        found_texts = _search_texts(pretrained, condition, options, len(latents), progress)
+        records = _text_records(pretrained, found_texts.tokens)
+        extra = {"cost_per_sample": found_texts.cost.per_text()}
     for i, (record, row) in enumerate(zip(records, source.tolist())):
         record["latent"] = row
         if references is not None:
             record["reference"] = references[row]
-        if found is not None:
-            record.update(judge_cosine=float(found.cosine[i]), judge_calls=int(found.calls[i]))
+        if found_texts is not None:
+            record["judge_cosine"] = float(found_texts.cosine[i])
+            record["judge_calls"] = int(found_texts.calls[i])
     return Samples(records, None, extra)
 
 
@@ -126,24 +127,24 @@ def _search_texts(
     pretrained: Pretrained,
     latents: torch.Tensor,
     options: SampleOptions,
-    num_given: int,
+    num_latents: int,
     progress: ProgressBar,
 ) -> FoundTexts:
     """Search the text of each latent (--search)."""
-    if len(latents) > num_given:
+    if len(latents) > num_latents:
         raise UserError(
-            f"--num-samples of at most the {count_noun(num_given, 'embedding')}: a search returns"
-            " one text for each",
+            f"--num-samples of at most the {count_noun(num_latents, 'embedding')}: a search"
+            " returns one text for each",
             str(len(latents)),
             "lower --num-samples, or omit --search",
         )
     judge = open_judge(options, pretrained)
-    own = {
+    writing = {
         key: value
         for key, value in _writing_options(pretrained, options).items()
         if key not in OWN_CHOICES
     }
-    message = f"{options.describe_search()}, for {count_noun(num_given, 'embedding')}"
+    message = f"{options.describe_search()}, for {count_noun(num_latents, 'embedding')}"
     return run_search(
         options,
         pretrained,
@@ -151,7 +152,7 @@ def _search_texts(
         judge,
         seed=options.seed,
         progress=progress.start(message),
-        **own,
+        **writing,
     )
 
 

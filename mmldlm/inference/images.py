@@ -65,7 +65,7 @@ def make_images(
     """Sample one image per caption of ids without EOS.
 
     Args:
-        options: others of the task's `draw_images`.
+        options: Further options of the task's `draw_images`.
 
     Returns:
         latents [B, N, D] fp32 (of ids [B, N, 1] int64) and images [B, S, S, C] uint8.
@@ -215,8 +215,8 @@ def write_pictures(samples: Samples, out: Path, keeps_each: bool) -> None:
     Made images of a store's captions stand on the sheet left of the store's own.
 
     Args:
-        samples: of which `images` is set.
-        out: an existing folder without pictures.
+        samples: Samples whose `images` are set.
+        out: An existing folder without pictures.
     """
     from PIL import Image
 
@@ -260,7 +260,7 @@ def use_image_size(
     config.
 
     Args:
-        size: side in pixels; None: that of the store `data`, or the one in use (of a loaded model
+        size: Side in pixels; None: that of the store `data`, or the one in use (of a loaded model
             the largest).
 
     Raises:

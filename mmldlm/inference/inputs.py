@@ -129,11 +129,11 @@ def encode_texts(
     """Embed texts with the encoder that produced the model's training latents.
 
     Args:
-        progress: called after every batch with the number of texts (or parts of texts) done and in
-            total.
-        num_unknown: receives the tokens of each text that the encoder's tokenizer does not know,
-            checked as those of given texts (`check_unknown`). Texts that a model wrote are not
-            checked.
+        progress: Callback after every batch, with the number of texts (or parts of texts) done and
+            in total.
+        num_unknown: List that receives the number of tokens of each text that the encoder's
+            tokenizer does not know (`check_unknown`); None for texts that a model wrote, which are
+            not checked.
 
     Returns:
         [N, D], or [N, M, D] for a model of M latents per text.
@@ -147,7 +147,8 @@ def encode_texts(
 
     identity = encoder_identity(pretrained)
     count, all_parts = pretrained.model.config.num_latents, []
-    for text in texts:  # split as in `mmldlm prepare`
+    for text in texts:
+        # Split as in `mmldlm prepare`.
         parts = split_into_parts(text, count)
         if parts is None:
             raise UserError(
@@ -237,8 +238,8 @@ def check_unknown(
     """Check given texts for words that a tokenizer does not know, which are all the same to it.
 
     Args:
-        counts: unknown tokens and all tokens of each text.
-        whose: the tokenizer, for the message.
+        counts: Unknown tokens and all tokens of each text.
+        whose: Name of the tokenizer, for the message.
 
     Returns:
         The unknown tokens of each text; a warning names the texts that have any.

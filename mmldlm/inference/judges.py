@@ -128,9 +128,9 @@ class Candidate:
     """How the k-th text of every latent is written; a function of k and the task alone.
 
     Attributes:
-        sampler: of the task.
-        temperature: None: the sampler's own.
-        length_rank: 0 is the most probable length; None: the task chooses the length.
+        sampler: Sampler of the task.
+        temperature: Temperature of the draws; None: the sampler's own.
+        length_rank: Rank of the length, 0 the most probable; None: the task chooses the length.
     """
 
     sampler: str
@@ -147,10 +147,10 @@ def candidate(task: TextTask, k: int) -> Candidate:
         return Candidate(samplers[0])
     if not task.fills_lengths:
         return Candidate("ancestral", TEMPERATURES[(k - 1) % len(TEMPERATURES)])
-    rank, number = (k - 1) % LENGTHS, (k - 1) // LENGTHS
-    if number == 0:
+    rank, turn = (k - 1) % LENGTHS, (k - 1) // LENGTHS
+    if turn == 0:
         return Candidate(samplers[0], None, rank)
-    return Candidate("ancestral", TEMPERATURES[(number - 1) % len(TEMPERATURES)], rank)
+    return Candidate("ancestral", TEMPERATURES[(turn - 1) % len(TEMPERATURES)], rank)
 
 
 def write_candidate(
@@ -165,22 +165,23 @@ def write_candidate(
     latent, k).
 
     Args:
-        lengths: the most probable lengths of each latent, of a task that fills given lengths. [N,
-            LENGTHS]
-        options: of `TextTask.write_texts`.
+        lengths: The most probable lengths of each latent, [N, LENGTHS]; None for a task that does
+            not fill given lengths.
+        options: Options of `TextTask.write_texts`.
     """
     plan = candidate(pretrained.task, k)
     unread = pretrained.task.unread_options("l2t", plan.sampler)
-    given = {key: value for key, value in options.items() if key not in unread}
+    writing = {key: value for key, value in options.items() if key not in unread}
     if plan.temperature is not None:
-        given.update(temperature=plan.temperature)
-        if "presence_penalty" in given:  # that of greedy decoding, which repeats tokens
-            given.update(presence_penalty=0.0)
+        writing["temperature"] = plan.temperature
+        if "presence_penalty" in writing:
+            # The penalty is that of greedy decoding, which repeats tokens; draws do not.
+            writing["presence_penalty"] = 0.0
     if plan.length_rank is not None:
         assert lengths is not None
-        given.update(lengths=lengths[:, plan.length_rank])
+        writing["lengths"] = lengths[:, plan.length_rank]
     return pretrained.task.write_texts(
-        pretrained, latents, sampler=plan.sampler, seed=candidate_seed(seed, k), **given
+        pretrained, latents, sampler=plan.sampler, seed=candidate_seed(seed, k), **writing
     )
 
 
@@ -194,17 +195,17 @@ def best_of(
     progress: Callable[[int, int], None] | None = None,
     **options: Any,
 ) -> FoundTexts:
-    """Write several texts a latent and keep the one that the judge finds nearest; references are
-    never read.
+    """Write several texts per latent and keep the one that the judge finds nearest; references
+    are never read.
 
     Args:
-        latents: [N, D] (or [N, M, D]) in the encoder's space.
-        judge: used for this call alone, so that its counts are those of this search.
-        num_candidates: texts a latent; equal ones are judged once.
-        seed: the candidates of a latent depend on the seed, its index and the candidate's number
-            only.
-        progress: called after every candidate with those done and in total.
-        options: of `TextTask.write_texts`, the same for all candidates.
+        latents: Latents in the encoder's space. [N, D] or [N, M, D]
+        judge: A judge of this call alone, so that its counts are those of this search.
+        num_candidates: Texts per latent; equal ones are judged once.
+        seed: Seed of the draws; a candidate depends on it, on the index of its latent and on its
+            own number only.
+        progress: Callback after every candidate, with those done and in total.
+        options: Options of `TextTask.write_texts`, the same for all candidates.
 
     Raises:
         MmldlmError: NaN logits or embeddings.
@@ -222,8 +223,8 @@ def best_of(
         strings = judge.strings(samples.tokens)
         fresh = [row for row in range(count) if strings[row] not in seen[row]]
         if fresh:
-            found = cosines(judge.embed([samples.tokens[row] for row in fresh]), targets[fresh])
-            for row, value in zip(fresh, found.tolist()):
+            embedded = judge.embed([samples.tokens[row] for row in fresh])
+            for row, value in zip(fresh, cosines(embedded, targets[fresh]).tolist()):
                 seen[row].add(strings[row])
                 calls[row] += 1
                 if value > cosine[row]:

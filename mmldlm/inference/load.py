@@ -41,11 +41,11 @@ def load_model(
 
     Args:
         path: RUN, RUN/latest, a step folder, a model.pt, or a folder written by `mmldlm convert`.
-        device: device of the model.
-        dtype: dtype of the weights; the task's buffers (latent statistics) stay as they are.
+        device: Device of the model.
+        dtype: Type of the weights; the task's buffers (latent statistics) stay as they are.
 
     Returns:
-        the model in eval mode, its config.json as a dict, the path of that file (the tokenizer is
+        The model in eval mode, its config.json as a dict, the path of that file (the tokenizer is
         next to it), and the task that trained it.
 
     Raises:
@@ -133,7 +133,7 @@ def load_pretrained(
     """Load a model and its settings from a run, checkpoint or converted folder.
 
     Args:
-        path: a run, RUN/latest, a checkpoint of any engine, a model.pt, or a folder written by
+        path: A run, RUN/latest, a checkpoint of any engine, a model.pt, or a folder written by
             `mmldlm convert`. From a checkpoint the weights are read, not their moving average (as
             in `mmldlm convert` without --ema).
 

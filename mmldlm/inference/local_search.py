@@ -35,14 +35,14 @@ class LocalSearchSettings:
     """Extent of a local search.
 
     Attributes:
-        judge_calls: most texts that the judge embeds for one latent.
-        num_starts: texts that the search starts from (`best_of.candidate`).
-        beam: distinct texts that are kept after each round; the second and later ones are edited
+        judge_calls: Most texts that the judge embeds for one latent.
+        num_starts: Texts that the search starts from (`judges.candidate`).
+        beam: Distinct texts that are kept after each round; the second and later ones are edited
             only where the first did not get better in the last round.
-        calls_a_round: edited texts that are judged in a round. As many new texts are written
+        calls_a_round: Edited texts that are judged in a round. As many new texts are written
             whenever edits lead no further, until the calls are used up or the model writes nothing
             new.
-        cosine_a_nat: what a nat of the edits' log-ratios adds to the cosine when judged texts are
+        cosine_a_nat: Cosine that a nat of the edits' log-ratios is worth when judged texts are
             compared. 0: the encoder alone decides.
     """
 
@@ -58,8 +58,8 @@ class _Found:
     """A judged text; edits are proposed when it is edited for the first time.
 
     Attributes:
-        log_ratio: sum over the edits that lead to it from a text that the model wrote, in nats.
-        score: what the search makes larger: the cosine, and the log-ratio by `cosine_a_nat`.
+        log_ratio: Sum over the edits that lead to it from a text that the model wrote, in nats.
+        score: What the search maximizes: the cosine, and the log-ratio by `cosine_a_nat`.
     """
 
     text: Text
@@ -75,18 +75,18 @@ class _Beam:
     """The state of one latent's search.
 
     Attributes:
-        row: index of the latent.
-        owner: its index in its group.
-        target: the latent. [M, D]
-        members: the best texts, best first.
-        seen: strings of all judged texts.
-        written: candidates of `best_of.candidate` so far.
-        calls: texts judged.
-        stale: rounds without a gain.
-        depth: passes one after the other, the judge's among them.
-        writing_depth: those of the longest text of the present round of writing.
-        edited_out: edits of the members gave no new text.
-        ended: the model wrote no new text either.
+        row: Index of the latent.
+        owner: Index of the latent in its group.
+        target: The latent. [M, D]
+        members: The best texts, best first.
+        seen: Strings of all judged texts.
+        written: Candidates of `judges.candidate` so far.
+        calls: Texts judged.
+        stale: Rounds without a gain.
+        depth: Passes one after the other, the judge's among them.
+        writing_depth: Passes of the longest text of the present round of writing.
+        edited_out: Whether edits of the members gave no new text.
+        ended: Whether the model wrote no new text either.
     """
 
     row: int
@@ -190,7 +190,7 @@ def local_search(
 
 
 class _Writer:
-    """Writes whole texts of latents, numbered as `best_of` numbers its candidates."""
+    """Writes whole texts of latents, numbered as `judges.best_of` numbers its candidates."""
 
     def __init__(
         self,

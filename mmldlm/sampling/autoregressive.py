@@ -27,11 +27,11 @@ class WrittenTexts:
     """Texts of a batch of B.
 
     Attributes:
-        tokens: int64, EOS written, then padded with EOS. [B, S]
-        lengths: int64, EOS counted. [B]
-        log_probs: fp64 log p(text) under the model, whatever temperature and nucleus drew it. [B]
-        num_rows: rows that the model computed.
-        passes: int64, one after the other, of each text. [B]
+        tokens: Ids, EOS written, then padded with EOS. [B, S] int64
+        lengths: Lengths, EOS counted. [B] int64
+        log_probs: Log p(text) under the model, whatever temperature and nucleus drew it. [B] fp64
+        num_rows: Rows that the model computed.
+        passes: Passes of each text, one after the other. [B] int64
     """
 
     tokens: Tensor
@@ -64,12 +64,12 @@ def draw_texts(
     a draw.
 
     Args:
-        cache: of B empty texts; used up.
-        uniform: fp64 in [0, 1), one a token. [B, max_seq_len]
-        temperature: 0 takes the most probable token.
-        top_p: nucleus of the draws.
-        recorder: called after every token, but not for EOS.
-        samples: indices of the texts, for the recorder.
+        cache: Cache of B empty texts; used up.
+        uniform: Numbers in [0, 1), one per token. [B, max_seq_len] fp64
+        temperature: Temperature of the draws; 0 takes the most probable token.
+        top_p: Nucleus of the draws.
+        recorder: Callback after every token, but not for EOS.
+        samples: Indices of the texts, for the recorder.
 
     Raises:
         MmldlmError: NaN logits.
@@ -101,10 +101,10 @@ def draw_texts(
         ends = active & (last == eos)
         lengths[rows[ends]] = step + 1
         active = active & ~ends
-        number = int(active.sum())
-        if number == 0:
+        num_active = int(active.sum())
+        if num_active == 0:
             break
-        if number <= (1 - LEAVE_SHARE) * len(rows):
+        if num_active <= (1 - LEAVE_SHARE) * len(rows):
             kept = active.nonzero()[:, 0]
             cache.select(kept)
             rows, last, active = rows[kept], last[kept], active[kept]
@@ -187,9 +187,9 @@ def search(model: PlainTransformer, cache: TextCache, beams: int, exponent: floa
     ends when no beam can still beat its best finished text.
 
     Args:
-        cache: of B * beams empty texts, those of a text side by side; used up.
-        beams: W.
-        exponent: of the length.
+        cache: Cache of B * beams empty texts, those of a text side by side; used up.
+        beams: Number of beams W.
+        exponent: Exponent of the length.
 
     Raises:
         MmldlmError: NaN logits.
@@ -211,10 +211,10 @@ def search(model: PlainTransformer, cache: TextCache, beams: int, exponent: floa
         parents, last = state.advance(without_pad(model, logits), step)
         going = state.may_improve()
         passes[state.rows[going]] = step + 2
-        number = int(going.sum())
-        if number == 0:
+        num_active = int(going.sum())
+        if num_active == 0:
             break
-        if number <= (1 - LEAVE_SHARE) * len(going):
+        if num_active <= (1 - LEAVE_SHARE) * len(going):
             state.select(going)
             alive = going.repeat_interleave(beams)
             parents, last = parents[alive], last[alive]
@@ -253,16 +253,16 @@ def write_texts(
     """Write one text per latent, or num_samples texts without a latent.
 
     Args:
-        model: causal.
-        latents: [N, D] (or [N, M, D]) in the encoder's space, or None.
+        model: A causal model.
+        latents: Latents in the encoder's space, [N, D] or [N, M, D]; None: no condition.
         sampler: greedy (the most probable token), ancestral (draws), beam (beam search by the mean
-            log-likelihood of a token), beam_sum (by that of the text).
-        temperature, top_p: of ancestral (default 1 and 1).
-        num_beams: of a beam search (default 4).
-        seed: the draws of a text depend on the seed and its index only.
-        batch_tokens: cached positions of one batch; None: 8,192.
-        progress: called after every batch with the texts done and in total.
-        recorder: called after every token; of samplers without beams.
+            log-likelihood of a token), or beam_sum (by that of the text).
+        temperature, top_p: Options of ancestral (default 1 and 1).
+        num_beams: Number of beams of a beam search (default 4).
+        seed: Seed of the draws; those of a text depend on it and on the text's index only.
+        batch_tokens: Cached positions of one batch; None: 8,192.
+        progress: Callback after every batch, with the texts done and in total.
+        recorder: Callback after every token, of samplers without beams.
 
     Raises:
         UserError: an option that the sampler does not read.

@@ -20,19 +20,17 @@ class DecodingState:
     The last position of a text of known length is its EOS: it is written, not predicted.
 
     Args:
-        lengths: [B] int64, EOS counted.
-        width: number of positions S.
-        mask_token_id: id of [MASK].
-        pad_token_id: id of [PAD].
-        eos_token_id: id of EOS.
-        drafts: [B, >= S] int64 tokens that stand from the start, [MASK] where one is to be filled;
-            None: all [MASK].
+        lengths: Lengths of the texts, EOS counted. [B] int64
+        width: Number of positions S.
+        mask_token_id, pad_token_id, eos_token_id: Ids of the special tokens.
+        drafts: Tokens that stand from the start, [MASK] where one is to be filled; None: all
+            [MASK]. [B, >= S] int64
 
     Attributes:
-        tokens: [B, S] int64.
-        real: [B, S] bool, False at padding.
-        is_last: [B, S] bool, the EOS position of each text.
-        undecided: [B, S] bool, positions that a strategy has yet to fill.
+        tokens: Ids. [B, S] int64
+        real: False at padding. [B, S] bool
+        is_last: The EOS position of each text. [B, S] bool
+        undecided: Positions that a strategy has yet to fill. [B, S] bool
     """
 
     def __init__(
@@ -94,10 +92,10 @@ def draw_tokens(logits: Tensor, uniform: Tensor, temperature: float, top_p: floa
     In fp32, uniforms and Gumbels truncate the tail (arXiv 2409.02908).
 
     Args:
-        logits: [M, V].
-        uniform: [M] fp64 in [0, 1).
-        temperature: 0 takes the most probable token.
-        top_p: draw among the most probable tokens that together reach this probability.
+        logits: Logits. [M, V]
+        uniform: Numbers in [0, 1). [M] fp64
+        temperature: Temperature; 0 takes the most probable token.
+        top_p: Probability that the most probable tokens, among which one is drawn, reach together.
 
     Returns:
         [M] int64; never a token of logit -inf.
@@ -160,9 +158,9 @@ def choose_lengths(logits: Tensor, rule: str = "median", uniform: Tensor | None 
     latent the distribution is broad, and only drawing from it gives texts of different lengths.
 
     Args:
-        logits: [B, L] for lengths 1 .. L, EOS counted.
-        rule: one of RULES.
-        uniform: [B] in [0, 1), required by `sample`.
+        logits: Logits of lengths 1 .. L, EOS counted. [B, L]
+        rule: One of RULES.
+        uniform: Numbers in [0, 1), required by `sample`. [B]
 
     Returns:
         [B] int64 in 1 .. L.
@@ -193,10 +191,10 @@ def predict_lengths(
     """Predict lengths with the model's length head; see `choose_lengths`.
 
     Args:
-        latents: [count, D] (or [count, M, D]) in the encoder's space, or None.
-        count: needed without latents.
-        rule: None takes the median of p(length | latent), or a draw from p(length) without a
-            latent.
+        latents: Latents in the encoder's space, [count, D] or [count, M, D]; None: no condition.
+        count: Number of texts, needed without latents.
+        rule: Rule of `choose_lengths`; None: the median of p(length | latent), or a draw from
+            p(length) without a latent.
 
     Returns:
         [count] int64 lengths, EOS counted.
@@ -234,8 +232,8 @@ def most_probable_lengths(
     """Return the most probable lengths of each text, the best first, and their log-probabilities.
 
     Args:
-        latents: [N, D] (or [N, M, D]) in the encoder's space.
-        number: K; no more than there are lengths.
+        latents: Latents in the encoder's space. [N, D] or [N, M, D]
+        number: Number of lengths K; at most as many as there are.
 
     Returns:
         [N, K] int64, EOS counted, and [N, K] fp64, both on the CPU.

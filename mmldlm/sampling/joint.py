@@ -1,4 +1,4 @@
-"""Text and latent unconditionally, by whichever method the model was trained for."""
+"""Text and latent together, without a condition."""
 
 from __future__ import annotations
 
@@ -48,13 +48,12 @@ def sample_joint(
     Training draws the two timesteps independently, so any schedule of the pair is in distribution.
 
     Args:
-        model: trained in mode unconditional.
-        num_samples: N.
-        steps: number of passes.
-        solver: of the latents: ddim or dpm++2m.
-        progress: called after every step with the number of steps done and in total, over all
+        model: Model trained in mode unconditional.
+        steps: Number of passes.
+        solver: Solver of the latents: ddim or dpm++2m.
+        progress: Callback after every step, with the number of steps done and in total over all
             samples.
-        recorder: called after every step that wrote something.
+        recorder: Callback after every step that wrote something.
         The rest as in `sample_text` and `sample_latents`.
 
     Returns:

@@ -23,23 +23,23 @@ def cosines(embedded: np.ndarray, latents: np.ndarray) -> np.ndarray:
     """
     embedded, latents = embedded.astype(np.float64), latents.astype(np.float64)
     norms = np.linalg.norm(embedded, axis=-1) * np.linalg.norm(latents, axis=-1)
-    found = np.where(norms > 0, (embedded * latents).sum(-1) / np.maximum(norms, 1e-12), -1.0)
-    return found.reshape(len(found), -1).mean(-1)
+    values = np.where(norms > 0, (embedded * latents).sum(-1) / np.maximum(norms, 1e-12), -1.0)
+    return values.reshape(len(values), -1).mean(-1)
 
 
 class Judge(ABC):
     """Embeds texts, and counts what that costs.
 
     Args:
-        tokenizer: That of the ids.
-        shape: (D,) or (M, D), that of the latents of one text.
+        tokenizer: Tokenizer of the ids.
+        shape: Shape of the latents of one text, (D,) or (M, D).
 
     Attributes:
-        name: As reports name it.
-        num_calls: texts that were embedded; a text that occurs twice in one call of `embed` is
+        name: Name in reports.
+        num_calls: Texts that were embedded; a text that occurs twice in one call of `embed` is
             embedded once.
-        num_tokens: tokens in them, special tokens counted.
-        flops: forward FLOPs of that.
+        num_tokens: Tokens in them, special tokens counted.
+        flops: Forward FLOPs of the embedding.
     """
 
     name: ClassVar[str]
@@ -60,7 +60,7 @@ class Judge(ABC):
         Returns:
             [N, D] (or [N, M, D]) fp32, in the encoder's space. A text without characters (or with
             fewer than the model has latents per text) is a zero vector, without a call: `cosines`
-            puts it last.
+            ranks it last.
 
         Raises:
             MmldlmError: an embedding with NaN or infinite values.
@@ -76,16 +76,16 @@ class Judge(ABC):
             ):
                 rows.append(row)
         if rows:
-            found = self._embed([texts[row] for row in rows])
+            embedded = self._embed([texts[row] for row in rows])
             self.num_calls += len(rows)
-            bad = np.flatnonzero(~np.isfinite(found.reshape(len(rows), -1)).all(-1))
+            bad = np.flatnonzero(~np.isfinite(embedded.reshape(len(rows), -1)).all(-1))
             if len(bad):
                 text = self.strings([texts[rows[bad[0]]]])[0]
                 raise MmldlmError(
                     f"the judge ({self.name}) returned NaN or infinite values for the text"
                     f" {text[:80]!r}"
                 )
-            result[rows] = found
+            result[rows] = embedded
         return result[[first[text] for text in self.strings(texts)]]
 
     @abstractmethod
@@ -98,15 +98,15 @@ class SamplingCost:
     """The cost of N texts, so that arms of equal cost can be compared.
 
     Attributes:
-        num_texts: N.
-        denoiser_rows: passes of the model times the texts in them.
-        denoiser_positions: text positions in these rows, EOS counted.
-        denoiser_flops: forward FLOPs of these rows; None for a task without a cost model.
-        judge: its name; None: the texts were written without one.
-        judge_calls: texts that the judge embedded.
-        judge_tokens: tokens that it read, special tokens counted.
-        judge_flops: its forward FLOPs.
-        depth: passes of model and judge one after the other, of the text that took most.
+        num_texts: Number of texts N.
+        denoiser_rows: Passes of the model times the texts in them.
+        denoiser_positions: Text positions in these rows, EOS counted.
+        denoiser_flops: Forward FLOPs of these rows; None for a task without a cost model.
+        judge: Name of the judge; None: the texts were written without one.
+        judge_calls: Texts that the judge embedded.
+        judge_tokens: Tokens that it read, special tokens counted.
+        judge_flops: Forward FLOPs of the judge.
+        depth: Passes of model and judge one after the other, of the text that took most.
     """
 
     num_texts: int
@@ -142,7 +142,7 @@ class SamplingCost:
         self.add_rows(samples.num_rows, positions, flops)
 
     def add_judge(self, judge: Judge) -> None:
-        """Take over the counts of a judge that served these texts alone."""
+        """Copy the counts of a judge that judged these texts alone."""
         self.judge, self.judge_calls = judge.name, judge.num_calls
         self.judge_tokens, self.judge_flops = judge.num_tokens, judge.flops
 
@@ -169,12 +169,12 @@ class FoundTexts:
     """The result of a search.
 
     Attributes:
-        tokens: ids of the texts that were kept, without EOS.
-        cosine: by the judge, of each text's embedding with its latent. [N] fp64
-        score: what the search made larger: the cosine, of a correction with the log-ratios of its
+        tokens: Ids of the texts that were kept, without EOS.
+        cosine: Cosine of each text's embedding by the judge with its latent. [N] fp64
+        score: What the search maximized: the cosine, of a correction with the log-ratios of its
             edits. [N] fp64
-        calls: texts that the judge was given for each latent. [N] int64
-        cost: of all of it.
+        calls: Texts that the judge embedded for each latent. [N] int64
+        cost: Cost of the whole search.
     """
 
     tokens: list[list[int]]

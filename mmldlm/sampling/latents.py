@@ -24,12 +24,12 @@ class LatentSolver:
     """Denoise one batch step by step.
 
     Args:
-        process: noise process of training.
-        steps: number of steps.
-        method: one of `process.solvers`: ddim, dpm++2m (second order, one pass a step) or heun
+        process: Noise process of training.
+        steps: Number of steps.
+        method: One of `process.solvers`: ddim, dpm++2m (second order, one pass per step) or heun
             (second order, two).
-        eta: noise of DDIM: 0 none, 1 ancestral, or one of `process.named_etas`.
-        project: applied to every x0 estimate but the last.
+        eta: Noise of DDIM: 0 none, 1 ancestral, or one of `process.named_etas`.
+        project: Function of every x0 estimate but the last.
 
     Raises:
         UserError: a method or eta that the process does not have, or noise for a method that takes
@@ -80,10 +80,10 @@ class LatentSolver:
         """Take step k; the last returns its x0 estimate as it is.
 
         Args:
-            k: 0 .. steps - 1, in order.
-            z: state. [B, ..., D]
-            predict: (z, t) -> network output.
-            noise: like z, needed where eta is not 0.
+            k: Number of the step, 0 .. steps - 1 in order.
+            z: State. [B, ..., D]
+            predict: Function (z, t) -> network output.
+            noise: Standard normal noise like z, needed where eta is not 0.
         """
         t, s = self.grid[k : k + 2]
         if k < self.steps - 1 and self.method == "heun":
@@ -127,7 +127,7 @@ def clamp_latents(model: Model, x0: Tensor, bound: float) -> Tensor:
 def estimate_rule(
     model: Model, renormalize: bool, clamp: float | None
 ) -> Callable[[Tensor], Tensor] | None:
-    """Return what samplers put every x0 estimate but the last through; None: nothing."""
+    """Return the function that samplers apply to every x0 estimate but the last; None: none."""
     rules: list[Callable[[Tensor], Tensor]] = []
     if renormalize:
         rules.append(partial(project_to_sphere, model))
@@ -148,9 +148,9 @@ def check_guidance_interval(
     """Check timesteps (low, high) between which there is guidance.
 
     Args:
-        guidance: its scale.
+        guidance: Scale of the guidance.
         interval: (low, high); None: all timesteps.
-        times: those at which the network is asked. [T]
+        times: Timesteps at which the network is called. [T]
 
     Raises:
         UserError: they are not an interval within [0, 1], or there is guidance nowhere.
@@ -226,26 +226,25 @@ def sample_latents(
     """Sample one latent per text, or num_samples latents unconditionally (the learned null text).
 
     Args:
-        model: with the forward contract of MultimodalMMDiT.
         texts: N lists of ids without EOS, or None.
-        diffusion: noise process of training.
-        steps: number of steps (heun: 2 steps - 1 passes); `steps_given_text` is a good number with
+        diffusion: Noise process of training.
+        steps: Number of steps (heun: 2 steps - 1 passes); `steps_given_text` is a good number with
             texts.
-        method: ddim or dpm++2m (second order; any prediction), or heun for rectified flow (second
-            order).
-        eta: noise of DDIM: 1 is ancestral, "bridge" that of decoupled diffusion.
-        guidance: classifier-free guidance, null + g (given - null) in the prediction's space.
-        guidance_interval: the timesteps, ends included, at which there is guidance (arXiv
+        method: Solver: ddim, dpm++2m (second order; any prediction), or heun for rectified flow
+            (second order).
+        eta: Noise of DDIM: 1 is ancestral, "bridge" that of decoupled diffusion.
+        guidance: Scale g of classifier-free guidance, null + g (conditional - null) in the
+            prediction's space.
+        guidance_interval: Timesteps, ends included, at which there is guidance (arXiv
             2404.07724); None: all.
-        renormalize: project every x0 estimate but the last onto the sphere (only for encoders of
-            unit vectors).
-        clamp: keep every x0 estimate within [-clamp, clamp] in the encoder's space (pixels: 1);
-            None: do not.
-        unit: return vectors of norm 1.
-        seed: the noise of a sample depends on the seed and its index only.
+        renormalize: Whether to project every x0 estimate but the last onto the sphere (only for
+            encoders of unit vectors).
+        clamp: Bound of every x0 estimate in the encoder's space (pixels: 1); None: no bound.
+        unit: Whether to return vectors of norm 1.
+        seed: Seed of the noise; that of a sample depends on it and on the sample's index only.
         draw_indices: [N] indices instead of 0 .. N - 1; equal ones get equal noise.
-        batch_tokens: maximum padded positions per pass; the rows of several latents count as well.
-        progress: called after every step with the number of steps done and in total, over all
+        batch_tokens: Maximum of padded positions per pass; the rows of several latents count, too.
+        progress: Callback after every step, with the number of steps done and in total over all
             latents.
 
     Returns:

@@ -37,21 +37,21 @@ class _Denoiser:
     """Logits of x_0 for a batch of texts.
 
     Attributes:
-        model: a PlainTransformer.
-        state: of the batch; its tokens are not read.
-        given: encoded latents; None: without a condition.
-        guidance: null + g (given - null).
-        temperature: of the draws; 0 leaves the most probable token alone.
-        top_p: leaves the most probable tokens that together reach this probability.
-        num_calls: so far.
-        recorder: called after every pass; None: of nothing.
-        samples: indices of the texts, for the recorder.
-        recorded: the model's own logits of the last call, kept for the recorder alone.
+        model: A PlainTransformer.
+        state: State of the batch; its tokens are not read.
+        condition: Encoded latents; None: no condition.
+        guidance: Scale g of null + g (conditional - null).
+        temperature: Temperature of the draws; 0 leaves the most probable token alone.
+        top_p: Probability that the most probable tokens, which are left, reach together.
+        num_calls: Number of calls so far.
+        recorder: Callback after every pass.
+        samples: Indices of the texts, for the recorder.
+        recorded: Logits of the last call before guidance, kept for the recorder alone.
     """
 
     model: Model
     state: DecodingState
-    given: EncodedLatent | None
+    condition: EncodedLatent | None
     guidance: float
     temperature: float = 1.0
     top_p: float = 1.0
@@ -67,7 +67,7 @@ class _Denoiser:
 
     @property
     def _is_guided(self) -> bool:
-        return self.given is not None and self.guidance != 1.0
+        return self.condition is not None and self.guidance != 1.0
 
     def __call__(self, tokens: Tensor, t: float, positions: Tensor) -> Tensor:
         """[M, V] logits at positions [M] of B * S; -inf for what cannot stand there: EOS stands at
@@ -77,7 +77,7 @@ class _Denoiser:
         self.num_calls += 1
         times = torch.full((len(tokens),), t, device=tokens.device)
         text, query = TextInputs(tokens, times, state.real), TokenQuery(positions)
-        logits = self.model(text, self.given, query).text.logits
+        logits = self.model(text, self.condition, query).text.logits
         if self.recorder is not None:
             self.recorded = logits.clone()
         if self._is_guided:
@@ -142,21 +142,21 @@ def sample_by_posterior(
     to 0.
 
     Args:
-        model: a PlainTransformer.
-        latents: [N, D] (or [N, M, D]) in the encoder's space, or None.
-        process: of training.
-        num_steps: forward passes.
-        lengths: [N] with EOS; None predicts them with the model's length head.
-        corrects: replace single tokens of the finished text until the model agrees with it
-            (`self_correct`).
-        temperature: of x_hat; the posterior's own probabilities do not change.
-        top_p: nucleus of x_hat.
-        guidance: classifier-free guidance, null + g (given - null).
-        seed: the draws of a sample depend on the seed and its index only.
-        batch_tokens: maximum padded positions per pass.
-        progress: called after every step with the number of steps done and in total, over all
+        model: A PlainTransformer.
+        latents: Latents in the encoder's space, [N, D] or [N, M, D]; None: no condition.
+        process: Process of training.
+        num_steps: Number of forward passes.
+        lengths: Lengths with EOS, [N] int64; None predicts them with the model's length head.
+        corrects: Whether to replace single tokens of the finished text until the model agrees with
+            it (`self_correct`).
+        temperature: Temperature of x_hat; the posterior's own probabilities do not change.
+        top_p: Nucleus of x_hat.
+        guidance: Scale g of classifier-free guidance, null + g (conditional - null).
+        seed: Seed of the draws; those of a sample depend on it and on the sample's index only.
+        batch_tokens: Maximum of padded positions per pass.
+        progress: Callback after every step, with the number of steps done and in total over all
             batches.
-        recorder: called after every pass.
+        recorder: Callback after every pass.
 
     Returns:
         TextSamples; no text contains [MASK], [PAD] or an EOS before its end.
@@ -171,24 +171,20 @@ def sample_by_posterior(
     texts: list[list[int]] = [[] for _ in range(count)]
     batches = list(token_budget_batches(lengths.tolist(), batch_tokens))
     num_rows, passes = 0, torch.zeros(count, dtype=torch.int64)
-    for number, batch in enumerate(batches):
+    for batch_number, batch in enumerate(batches):
         rows, index = batch.tolist(), torch.from_numpy(batch.copy())
         denoise = _start(
             model, lengths[index], None if latents is None else latents[index], guidance
         )
-        denoise.temperature, denoise.top_p, denoise.recorder, denoise.samples = (
-            temperature,
-            top_p,
-            recorder,
-            rows,
-        )
+        denoise.temperature, denoise.top_p = temperature, top_p
+        denoise.recorder, denoise.samples = recorder, rows
         uniform = uniforms(seed, Stream.TEXT, rows, (num_steps, 2, model.config.max_seq_len))
         tokens = denoise.state.tokens
         for k, (t, s) in enumerate(pairwise(process.sampling_times(num_steps).tolist())):
             tokens, cost = _step_back(denoise, process, tokens, t, s, uniform[:, k])
             num_rows += cost
             if progress is not None:
-                progress(number * num_steps + k + 1, len(batches) * num_steps)
+                progress(batch_number * num_steps + k + 1, len(batches) * num_steps)
         if corrects:
             tokens, cost = _correct(denoise, tokens, rows, seed)
             num_rows += cost
@@ -199,7 +195,7 @@ def sample_by_posterior(
 
 
 def _start(model: Model, lengths: Tensor, latents: Tensor | None, guidance: float) -> _Denoiser:
-    config, device, given = model.config, device_of(model), None
+    config, device, condition = model.config, device_of(model), None
     state = DecodingState(
         lengths.to(device),
         int(lengths.max()),
@@ -207,13 +203,12 @@ def _start(model: Model, lengths: Tensor, latents: Tensor | None, guidance: floa
         pad_token_id=config.pad_token_id,
         eos_token_id=config.eos_token_id,
     )
-    state.tokens[state.real] = (
-        config.mask_token_id
-    )  # also the EOS of a text without words: it is a token like others
+    # Also the EOS of a text without words is masked: it is a token like others.
+    state.tokens[state.real] = config.mask_token_id
     if latents is not None:
         points = model.scale_latents(latents.to(device))
-        given = model.encode_latents(LatentInputs(points), caches=True)
-    return _Denoiser(model, state, given, guidance)
+        condition = model.encode_latents(LatentInputs(points), caches=True)
+    return _Denoiser(model, state, condition, guidance)
 
 
 def _step_back(

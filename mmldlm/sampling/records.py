@@ -18,15 +18,14 @@ class TextSamples:
     """Sampled texts in the order of the latents.
 
     Attributes:
-        tokens: ids of each text without its EOS.
-        lengths: [N] int64 lengths that were filled, EOS counted.
-        num_rows: forward passes times samples in them (guidance counts twice): the cost of all
+        tokens: Ids of each text without its EOS.
+        lengths: Lengths that were filled, EOS counted. [N] int64
+        num_rows: Forward passes times samples in them (guidance counts twice): the cost of all
             texts.
-        passes: [N] int64, the passes that wrote each text one after the other: its sequential
-            depth.
-        num_scored: positions whose logits these passes computed; 0: not counted.
-        log_probabilities: [n] fp32 of each text, of its tokens when they were written; None: not
-            asked for.
+        passes: Passes that wrote each text, one after the other: its sequential depth. [N] int64
+        num_scored: Positions whose logits these passes computed; 0: not counted.
+        log_probabilities: Log-probabilities of each text's tokens when they were written, [n]
+            fp32; None: not asked for.
     """
 
     tokens: list[list[int]]
@@ -45,14 +44,14 @@ class TextPass:
     guidance and penalties).
 
     Attributes:
-        samples: [R] int64, indices of the texts.
-        before, after: [R, S] int64 tokens, padded.
-        rows: [N] int64, the text of each filled position, of R.
-        positions: [N] int64, its place in the text.
-        log_probabilities: [N] fp32, of the token that was written; NaN for a state that is not a
-            token.
-        top_tokens: [N, K] int64, the most probable tokens there, the best first.
-        top_log_probabilities: [N, K] fp32.
+        samples: Indices of the texts. [R] int64
+        before, after: Tokens before and after the pass, padded. [R, S] int64
+        rows: The text of each filled position, of R. [N] int64
+        positions: Its position in the text. [N] int64
+        log_probabilities: Log-probability of the token that was written; NaN for a state that is
+            not a token. [N] fp32
+        top_tokens: The most probable tokens there, the best first. [N, K] int64
+        top_log_probabilities: Their log-probabilities. [N, K] fp32
     """
 
     samples: Tensor
@@ -70,8 +69,8 @@ class Recorder:
     """What to do after every pass.
 
     Attributes:
-        on_pass: called with the pass.
-        num_candidates: K, how many of the most probable tokens of each filled position it gets.
+        on_pass: Function of the pass.
+        num_candidates: Number K of the most probable tokens of each filled position.
     """
 
     on_pass: Callable[[TextPass], None]
@@ -90,10 +89,10 @@ def report_changes(
     states.
 
     Args:
-        samples: indices of the B texts.
-        before, after: [B, S] int64.
-        positions: [M] int64 of B * S, which the pass could change.
-        logits: [M, V] of the model there.
+        samples: Indices of the B texts.
+        before, after: Tokens before and after the pass. [B, S] int64
+        positions: Positions in B * S that the pass could change. [M] int64
+        logits: Logits of the model there. [M, V]
     """
     width, vocab_size = before.shape[1], logits.shape[1]
     rows, row_index = torch.unique(positions // width, return_inverse=True)
@@ -122,9 +121,9 @@ class Write(NamedTuple):
     """One position that a pass changed.
 
     Attributes:
-        position: in the text, from 0.
-        token: id of the new token; None: masked again.
-        probability: that the model gave the token; None if it gave none.
+        position: Position in the text, from 0.
+        token: Id of the new token; None: masked again.
+        probability: Probability that the model gave the token; None if it gave none.
         candidates: (id, probability) of the most probable tokens, in descending order.
     """
 
@@ -157,12 +156,12 @@ class TraceRecorder:
     A sampler that changes tokens again, or masks them again, is recorded like any other.
 
     Args:
-        mask_token_id: id of [MASK].
-        max_texts: texts with an index from here on are left out.
+        mask_token_id: Id of [MASK].
+        max_texts: Index from which on texts are left out.
 
     Attributes:
-        texts: traces by the index of their sample.
-        starts_masked: whether the texts started as [MASK]; else their positions came one by one.
+        texts: Traces by the index of their sample.
+        starts_masked: Whether the texts started as [MASK]; else their positions came one by one.
     """
 
     def __init__(self, mask_token_id: int, max_texts: int = MAX_TRACED_TEXTS):

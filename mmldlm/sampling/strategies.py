@@ -41,24 +41,25 @@ class TextStrategy(ABC):
     random numbers belong to its positions.
 
     Args:
-        state: the batch.
-        diffusion: masking process of training.
-        uniform: [B, 2, >= S] fp64 in [0, 1): when a position is decided, and which token it gets.
-        draw: how tokens are drawn.
+        state: State of the batch.
+        diffusion: Masking process of training.
+        uniform: Numbers in [0, 1): when a position is decided, and which token it gets. [B, 2, >=
+            S] fp64
+        draw: How tokens are drawn.
         options: Of the sampler, by the names of its settings; one that is missing or None has its
             default.
-        shared_schedule: all texts take all of num_steps passes (joint sampling), some of which may
-            fill nothing.
+        shared_schedule: Whether all texts take all of num_steps passes (joint sampling), some of
+            which may fill nothing.
 
     Class attributes:
         settings_class: What the sampler reads, with defaults and bounds.
-        default_temperature: of the draws.
-        deterministic_order: what is chosen depends on the state and the logits alone, not on
-            `uniform`. Then the likelihood of a text is that of its tokens, each given what stands
+        default_temperature: Temperature of the draws where none is set.
+        deterministic_order: Whether the state and the logits alone, and not `uniform`, decide what
+            is chosen. Then the likelihood of a text is that of its tokens, each given what stands
             when it is filled.
 
     Attributes:
-        passes: [B] int64, passes that filled something of a text.
+        passes: Passes that filled something of each text. [B] int64
 
     Raises:
         UserError: an option that the sampler does not read, or a value out of range.
@@ -91,7 +92,7 @@ class TextStrategy(ABC):
         self.token_uniform = self.uniform[:, 1].reshape(-1)
         self.num_open = state.undecided.sum(1)
         self.passes = torch.zeros_like(lengths)
-        self.number = 0  # of the pass
+        self.pass_number = 0
 
     @classmethod
     def reads(cls) -> list[str]:
@@ -131,8 +132,8 @@ class TextStrategy(ABC):
         each of their texts.
 
         Args:
-            positions: the result of `positions()`. [M]
-            logits: prepared, of the conditional distribution (without guidance). [M, V]
+            positions: Result of `positions()`. [M]
+            logits: Prepared logits of the conditional distribution (without guidance). [M, V]
 
         Raises:
             MmldlmError: NaN logits.
@@ -145,7 +146,7 @@ class TextStrategy(ABC):
         self.passes += rows
         self.state.fill(positions, tokens)
         self._write_eos(rows)
-        self.number += 1
+        self.pass_number += 1
 
     def _write_eos(self, rows: Tensor) -> None:
         """Write the EOS of the texts of which this pass filled something, rows [B] bool."""
@@ -192,8 +193,8 @@ class TextStrategy(ABC):
         """Draw tokens at positions [N] and write them.
 
         Args:
-            logits: [N, V], of the conditional distribution, which the observer sees.
-            guided: [N, V] logits that the tokens are drawn from; None: the same.
+            logits: Logits of the conditional distribution, which the observer sees. [N, V]
+            guided: Logits that the tokens are drawn from, [N, V]; None: the same.
         """
         tokens = self.draw_tokens(positions, logits if guided is None else guided)
         if observer is not None:
@@ -207,12 +208,12 @@ class Observer:
     """Keep the log-probabilities of a batch's tokens, and call a recorder after each pass.
 
     Args:
-        state: of the batch.
-        indices: of its B samples.
-        recorder: called after every pass; None: only log-probabilities.
+        state: State of the batch.
+        indices: Indices of its B samples.
+        recorder: Callback after every pass; None: only log-probabilities.
 
     Attributes:
-        log_probabilities: [B, S] fp32; 0 where nothing was written.
+        log_probabilities: Those of the tokens; 0 where nothing was written. [B, S] fp32
     """
 
     def __init__(self, state: DecodingState, indices: Sequence[int], recorder: Recorder | None):
@@ -344,7 +345,7 @@ class ConfidenceStrategy(RankedStrategy):
         return undecided.flatten().nonzero()[:, 0]
 
     def count(self, scores: Tensor, num_open: Tensor) -> Tensor:
-        return num_open - self.masks_left[:, min(self.number, self.masks_left.shape[1] - 1)]
+        return num_open - self.masks_left[:, min(self.pass_number, self.masks_left.shape[1] - 1)]
 
 
 class ThresholdStrategy(RankedStrategy):
@@ -391,13 +392,15 @@ class RandomOrderStrategy(TextStrategy):
         return (taken > 0).cumsum(1).gather(1, steps) - 1
 
     def positions(self) -> Tensor:
-        return (self.state.undecided & (self.pass_of == self.number)).flatten().nonzero()[:, 0]
+        return (
+            (self.state.undecided & (self.pass_of == self.pass_number)).flatten().nonzero()[:, 0]
+        )
 
     def choose(self, positions: Tensor, logits: Tensor) -> Tensor:
         return torch.arange(len(positions), device=positions.device)
 
     def _write_eos(self, rows: Tensor) -> None:
-        self.state.write_eos(self.pass_of == self.number)
+        self.state.write_eos(self.pass_of == self.pass_number)
 
 
 class AncestralStrategy(RandomOrderStrategy):

@@ -33,14 +33,13 @@ class Denoiser:
     """Logits of a batch of texts.
 
     Args:
-        model: with the forward contract of MultimodalMMDiT.
-        latents: [B, D] (or [B, M, D]) in the encoder's space; None: the null condition.
-        times: [B] timesteps of latents that are noised already and in model space; None: clean
-            ones.
+        latents: Latents in the encoder's space, [B, D] or [B, M, D]; None: the null condition.
+        times: Timesteps of latents that are noised already and in model space, [B]; None: clean
+            latents.
 
     Attributes:
-        num_rows: texts computed so far, summed over the passes.
-        num_scored: positions whose logits were computed.
+        num_rows: Texts computed so far, summed over the passes.
+        num_scored: Positions whose logits were computed.
     """
 
     def __init__(self, model: Model, latents: Tensor | None, times: Tensor | None = None):
@@ -63,8 +62,8 @@ class Denoiser:
         """Return logits [M, V] at positions [M] of B * S.
 
         Args:
-            timesteps: [B] fp32 of the texts.
-            null: leave the condition out.
+            timesteps: Timesteps of the texts. [B] fp32
+            null: Whether to leave the condition out.
         """
         width = state.tokens.shape[1]
         rows, row_index = torch.unique(positions // width, return_inverse=True)
@@ -117,11 +116,12 @@ def start_decoding(
     """Return the strategy `name` with a fresh state for one batch.
 
     Args:
-        lengths: [B] int64, EOS counted.
-        indices: of the samples, on which their draws depend.
-        options: of the strategy (`TextStrategy.settings_class`).
-        drafts: [B, >= S] int64, tokens that stand, [MASK] elsewhere; None: all [MASK].
-        shared_schedule: all texts take all steps.
+        lengths: Lengths of the texts, EOS counted. [B] int64
+        indices: Indices of the samples, on which their draws depend.
+        options: Options of the strategy (`TextStrategy.settings_class`).
+        drafts: Tokens that stand from the start, [MASK] elsewhere; None: all [MASK]. [B, >= S]
+            int64
+        shared_schedule: Whether all texts take all steps.
 
     Raises:
         ValueError: unknown strategy.
@@ -175,31 +175,28 @@ def sample_text(
     """Sample one text per latent, or num_samples texts unconditionally.
 
     Args:
-        model: with the forward contract of MultimodalMMDiT.
-        latents: [N, D] (or [N, M, D]) in the encoder's space, or None.
-        diffusion: masking process of training.
-        steps: the sampler's option num_steps; None: its default.
-        lengths: [N] with EOS; None predicts them with the model's length head.
-        length_rule: see `predict_lengths`.
-        drafts: [N, >= longest] int64 tokens that stand, [MASK] where one is to be written; only
-            with lengths.
-        sampler: a name of STRATEGIES.
-        sampler_options: what the sampler reads (`TextStrategy.settings_class`).
-        temperature, top_p: of the draws; None: the sampler's default.
-        guidance: classifier-free guidance, null + g (given - null). Positions are chosen without
-            it.
-        presence_penalty: nats subtracted from the logit of every token that the text already
-            contains.
-        latent_diffusion: noise process of the latents, needed for condition_timestep above 0.
-        condition_timestep: noise the latents to this timestep and say so to the model: for latents
-            that no encoder made (conditioning augmentation, arXiv 2106.15282). The length is
-            predicted without.
-        seed: the draws of a sample depend on the seed and its index only.
-        indices: of the N samples; None: 0 .. N - 1.
-        batch_tokens: maximum padded positions per pass.
-        progress: called after every pass with the number of tokens written and in total. recorder:
-            likewise.
-        with_log_probabilities: also return those of the tokens.
+        latents: Latents in the encoder's space, [N, D] or [N, M, D]; None: no condition.
+        diffusion: Masking process of training.
+        steps: Number of steps, the sampler's option num_steps; None: its default.
+        lengths: Lengths with EOS, [N] int64; None predicts them with the model's length head.
+        length_rule: Rule of `predict_lengths`.
+        drafts: Tokens that stand from the start, [MASK] where one is to be written; only with
+            lengths. [N, >= longest] int64
+        sampler: Name of a strategy.
+        sampler_options: Options of the sampler (`TextStrategy.settings_class`).
+        temperature, top_p, presence_penalty: Options of the draws (`DrawSettings`).
+        guidance: Scale g of classifier-free guidance, null + g (conditional - null). Positions are
+            chosen without it.
+        latent_diffusion: Noise process of the latents, needed for condition_timestep above 0.
+        condition_timestep: Timestep that the latents are noised to, which the model is told: for
+            latents that no encoder made (conditioning augmentation, arXiv 2106.15282). The length
+            is predicted from the clean ones.
+        seed: Seed of the draws; those of a sample depend on it and on the sample's index only.
+        indices: Indices of the N samples; None: 0 .. N - 1.
+        batch_tokens: Maximum of padded positions per pass.
+        progress: Callback after every pass, with the number of tokens written and in total.
+        recorder: Callback after every pass, with what it wrote.
+        with_log_probabilities: Whether to return the log-probabilities of the tokens.
 
     Returns:
         TextSamples; no text contains [MASK], [PAD] or an EOS before its end.
@@ -288,7 +285,7 @@ def take_pass(
     """Take one pass over the texts that need it.
 
     Args:
-        positions: the result of `strategy.positions()`, not empty.
+        positions: Result of `strategy.positions()`, not empty.
     """
     state, timesteps = strategy.state, strategy.timesteps()
     logits = denoiser(state, timesteps, positions)
@@ -306,7 +303,7 @@ def take_pass(
 
 
 def _empty(lengths: Tensor, with_log_probabilities: bool) -> TextSamples:
-    """Return the places of texts."""
+    """Return the result of N texts, which `_collect` fills in."""
     samples = TextSamples([[] for _ in lengths], lengths, 0, torch.zeros_like(lengths))
     if with_log_probabilities:
         samples.log_probabilities = [torch.empty(0) for _ in lengths]
@@ -320,7 +317,7 @@ def _collect(
     denoiser: Denoiser,
     observer: Observer | None,
 ) -> None:
-    """Put the texts of a batch in their places."""
+    """Fill the texts of a batch into the result."""
     samples.num_rows += denoiser.num_rows
     samples.num_scored += denoiser.num_scored
     samples.passes[index] = strategy.passes.cpu()
@@ -367,8 +364,8 @@ def sample_lengths(model: Model, latents: Tensor, num_lengths: int, **options: A
     would prefer short texts.
 
     Args:
-        num_lengths: 1: the text in the most probable length.
-        options: of `sample_text`; the candidates of a text have the same draws.
+        num_lengths: Number of lengths per text, the most probable first.
+        options: Options of `sample_text`; the candidates of a text have the same draws.
 
     Returns:
         The best texts; `passes`: the most of the candidates of a text, which are written side by

@@ -29,20 +29,20 @@ class Pretrained:
     """A model and the settings it was trained with.
 
     Attributes:
-        model: in eval mode.
-        tokenizer: fast Hugging Face tokenizer, or None (not needed to sample ids).
-        text_config: the text_diffusion section of its training; None for a task without one.
-        latent_config: the latent_diffusion section of its training; None for a task that predicts
-            no latents.
-        mode_weights: fraction of each mode in training; None if unknown.
-        condition_dropout: how often the null conditions were trained; None if unknown.
-        condition_noise: share of the l2t samples that were trained on a noised latent.
-        encoder: identity of the encoder of its latents; None if unknown.
-        folder: the path that was opened.
-        task: that trained it.
-        image: identity of the codec of its images; None for a model of texts.
-        config_folder: folder of its config.json, which has the files of the codec.
-        vae: folder of the autoencoder of its images, if it is elsewhere than the codec says.
+        model: The model, in eval mode.
+        tokenizer: Fast Hugging Face tokenizer, or None (not needed to sample ids).
+        text_config: Section text_diffusion of its training; None for a task without one.
+        latent_config: Section latent_diffusion of its training; None for a task that predicts no
+            latents.
+        mode_weights: Fraction of each mode in training; None if unknown.
+        condition_dropout: Fraction of samples trained on the null condition; None if unknown.
+        condition_noise: Fraction of the l2t samples that were trained on a noised latent.
+        encoder: Identity of the encoder of its latents; None if unknown.
+        folder: Path that was opened.
+        task: Task that trained it.
+        image: Identity of the codec of its images; None for a model of texts.
+        config_folder: Folder of its config.json, which has the files of the codec.
+        vae: Folder of the autoencoder of its images, if it is elsewhere than the codec says.
     """
 
     model: Model
