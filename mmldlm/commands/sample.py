@@ -14,24 +14,17 @@ import numpy as np
 
 from mmldlm.commands import RemovedOption, RenamedOption
 from mmldlm.errors import EXIT_DONE, UserError
-from mmldlm.inference.fit import fit_options
 from mmldlm.inference.generate import (
     Samples,
-    sample_l2t,
-    sample_t2l,
-    sample_unconditional,
     start_trace,
 )
 from mmldlm.inference.images import (
     EACH_PICTURE,
-    sample_i2t,
-    sample_pairs,
-    sample_t2i,
-    use_image_size,
     write_pictures,
 )
 from mmldlm.inference.load import load_pretrained, usable_device
 from mmldlm.inference.options import KINDS, READERS, SampleOptions, add_sample_options
+from mmldlm.inference.sample import fit_options, run_sampler
 from mmldlm.observe.pages.page import check_page_path, write_page
 from mmldlm.observe.pages.trace_page import trace_page
 from mmldlm.sampling.records import TraceRecorder
@@ -52,10 +45,6 @@ from mmldlm.utils.screen import open_console
 from mmldlm.utils.settings import given_options
 
 OUTPUTS = ("samples.jsonl", "latents.npy", "settings.json", "sheet.png")
-SAMPLERS = {
-    "l2t": sample_l2t, "t2l": sample_t2l, "unconditional": sample_unconditional,
-    "i2t": sample_i2t, "t2i": sample_t2i, "joint": sample_pairs,
-}  # fmt: skip
 CHECKPOINT_HELP = (
     "a run, RUN/latest, a checkpoint, a model.pt, or a folder written by `mmldlm convert`"
 )
@@ -146,16 +135,14 @@ def main(args: argparse.Namespace) -> int:
 def _sample(args: argparse.Namespace, given: dict[str, Any], device: str, out: Path) -> int:
     pretrained = load_pretrained(args.checkpoint, device)
     kind, options = fit_options(pretrained, args.kind, given, args.seed)
-    pretrained.vae = options.vae
-    use_image_size(pretrained, options.image_size, options.data)
     trace = None
     if options.trace is not None:
         assert options.sampler is not None
         trace = start_trace(pretrained, options.sampler)
     started = time.perf_counter()
-    more = {} if trace is None else {"recorder": trace.recorder}
+    recorder = None if trace is None else trace.recorder
     with ProgressBar(log=lambda line: print(line, file=sys.stderr, flush=True)) as progress:
-        samples = SAMPLERS[kind](pretrained, options, progress, **more)
+        samples = run_sampler(pretrained, kind, options, progress, recorder)
     seconds = time.perf_counter() - started
 
     values = {**vars(args), **asdict(options), "kind": kind}

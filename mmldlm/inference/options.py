@@ -1,9 +1,8 @@
 """The options of `mmldlm sample`, each declared once, without torch.
 
 `SampleOptions` says of every option its type, bounds and help, which kinds of samples read it, and
-its default in each. The command line, the checks, settings.json and a call from Python follow:
-
-    options = SampleOptions.resolve("l2t", {"text": ["A sentence."], "num_steps": 32})
+its default in each. The command line, the checks, settings.json and a call from Python
+(`inference.sample.sample`) follow.
 """
 
 from __future__ import annotations

@@ -20,6 +20,7 @@ from mmldlm.evaluation.nelbo import measure
 from mmldlm.inference.generate import choose_method
 from mmldlm.inference.load import load_pretrained
 from mmldlm.inference.options import SampleOptions
+from mmldlm.inference.sample import sample
 from mmldlm.sampling.joint import sample_joint
 from mmldlm.sampling.latents import sample_latents
 from mmldlm.sampling.text import sample_text
@@ -72,6 +73,21 @@ def test_l2t_writes_one_text_for_every_embedding(checkpoint, latent_file, tmp_pa
     )
     assert json.loads((out / "settings.json").read_text())["seed"] == 0
     assert "3 samples" in capsys.readouterr().out
+
+
+def test_a_call_from_python_has_the_options_and_the_errors_of_the_command(
+    checkpoint, latent_file, tmp_path
+):
+    out, words = tmp_path / "out", ["--num-steps", 4, "--distinct", "--seed", 3]
+    shared = ["l2t", "--checkpoint", checkpoint, "--output-dir", out, "--latent-file", latent_file]
+    assert run(*shared, *words) == 0
+    pretrained = load_pretrained(checkpoint)
+    given = {"latent_file": str(latent_file), "num_steps": 4, "distinct": True}
+    assert sample(pretrained, "l2t", given, seed=3).records == lines(out)
+    with pytest.raises(UserError, match="options that --sampler ancestral reads"):
+        sample(pretrained, "l2t", given | {"sampler": "ancestral"})
+    with pytest.raises(UserError, match="options of `sample t2l`"):
+        sample(pretrained, "t2l", given)
 
 
 def test_samples_are_never_overwritten_unasked(checkpoint, latent_file, tmp_path, monkeypatch):

@@ -1,13 +1,16 @@
-"""Options of `mmldlm sample` for one model: what its task and its latents read, and their
-defaults.
+"""Samples of any kind from a model, with the options and the checks of `mmldlm sample`.
+
+samples = sample(load_pretrained("RUN"), "l2t", {"text": ["A sentence."], "num_steps": 32})
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from mmldlm.errors import UserError
+from mmldlm.inference.generate import Samples, sample_l2t, sample_t2l, sample_unconditional
+from mmldlm.inference.images import sample_i2t, sample_pairs, sample_t2i, use_image_size
 from mmldlm.inference.options import (
     IMAGE_KINDS,
     READERS,
@@ -17,8 +20,54 @@ from mmldlm.inference.options import (
     check_read,
     defaults_of,
 )
+from mmldlm.sampling.records import Recorder
 from mmldlm.tasks.pretrained import Pretrained
+from mmldlm.utils.progress import ProgressBar
 from mmldlm.utils.settings import flags, options_of
+
+SAMPLERS: dict[str, Callable[..., Samples]] = {
+    "l2t": sample_l2t,
+    "t2l": sample_t2l,
+    "unconditional": sample_unconditional,
+    "i2t": sample_i2t,
+    "t2i": sample_t2i,
+    "joint": sample_pairs,
+}
+
+
+def sample(
+    pretrained: Pretrained, kind: str, given: Mapping[str, Any] | None = None, seed: int = 0
+) -> Samples:
+    """Return what `mmldlm sample KIND` writes into files.
+
+    Args:
+        kind: One of KINDS.
+        given: Options by the names of `SampleOptions`; the others have the defaults of the kind.
+        seed: Seed of every draw.
+
+    Raises:
+        UserError: Options that do not fit together, the kind, the model or its task.
+    """
+    given = {} if given is None else given
+    SampleOptions.resolve(kind, given, seed)
+    kind, options = fit_options(pretrained, kind, given, seed)
+    return run_sampler(
+        pretrained, kind, options, ProgressBar(enabled=False, log=lambda line: None)
+    )
+
+
+def run_sampler(
+    pretrained: Pretrained,
+    kind: str,
+    options: SampleOptions,
+    progress: ProgressBar,
+    recorder: Recorder | None = None,
+) -> Samples:
+    """Sample with the options of `fit_options`; a recorder sees every pass (`records_passes`)."""
+    pretrained.vae = options.vae
+    use_image_size(pretrained, options.image_size, options.data)
+    more = {} if recorder is None else {"recorder": recorder}
+    return SAMPLERS[kind](pretrained, options, progress, **more)
 
 
 def fit_options(
