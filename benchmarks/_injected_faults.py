@@ -46,7 +46,7 @@ def rank() -> int:
 
 
 @contextlib.contextmanager
-def in_batch(change: Callable[[dict], None], on_all: bool = False, always: bool = False):
+def in_batch(change: Callable, on_all: bool = False, always: bool = False):
     """Change the tensors of the fault step's (or of every step's) first micro-batch, on rank 1 or
     on all ranks.
     """
@@ -58,7 +58,7 @@ def in_batch(change: Callable[[dict], None], on_all: bool = False, always: bool 
         batch = make(self, item)
         is_faulty = item % self.accum == 0 if always else item == (FAULT_STEP - 1) * self.accum
         if self.plan.shuffle and is_faulty and (on_all or self.rank == 1):
-            change(batch.tensors)
+            change(batch)
         return batch
 
     with mock.patch.object(loader.MicroBatches, "__getitem__", changed):
@@ -319,10 +319,10 @@ def excluded():
         yield
 
 
-def scale(names: tuple[str, ...], factor: float) -> Callable[[dict], None]:
-    def change(tensors: dict) -> None:
+def scale(names: tuple[str, ...], factor: float) -> Callable:
+    def change(batch) -> None:
         for name in names:
-            tensors[name] = tensors[name] * factor
+            setattr(batch, name, getattr(batch, name) * factor)
 
     return change
 
@@ -427,7 +427,7 @@ def train_once(
 
 
 def train_words(words: list[str]) -> None:
-    from mmldlm.config.load import load_config
+    from mmldlm.tasks.registry import load_config
     from mmldlm.train import check_run, train
 
     train(check_run(load_config("tiny", None, words), int(os.environ["WORLD_SIZE"])))

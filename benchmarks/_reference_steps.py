@@ -123,7 +123,7 @@ class Ours(Variant):
         from mmldlm.engines.parameter_plan import ParameterPlan
         from mmldlm.models import MultimodalMMDiT
         from mmldlm.tasks.translation.config import TranslationConfig
-        from mmldlm.tasks.translation.noiser import NoisedBatch
+        from mmldlm.tasks.translation.noiser import TranslationBatch
         from mmldlm.tasks.translation.objective import TranslationObjective
         from mmldlm.tasks.translation.parameter_plan import no_decay_names
 
@@ -185,8 +185,8 @@ class Ours(Variant):
             "latent_is_null": torch.zeros(shape.batch, dtype=torch.bool, device=device),
             "token_positions": batch.attention_mask.flatten().nonzero()[:, 0],
         }
-        self.batch = NoisedBatch(
-            tensors=tensors,
+        self.batch = TranslationBatch(
+            **tensors,
             ids=np.arange(shape.batch),
             modes=np.zeros(shape.batch),
             real=np.ones(shape.batch, bool),

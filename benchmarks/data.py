@@ -266,8 +266,8 @@ def read_store(folder: Path):
 
 def read_noised(folder: Path):
     """Read the packed store through the training loader, with timesteps, masks and noise."""
-    from mmldlm.config.load import load_config
     from mmldlm.data.loader import iterate_steps
+    from mmldlm.tasks.registry import load_config
 
     overrides = [
         f"data.latent_data_root={folder / 'store'}",
@@ -280,9 +280,9 @@ def read_noised(folder: Path):
     dataset, _ = open_dataset(config)
     for (batch,) in iterate_steps(dataset, 0, dataset.plan.batches_per_epoch):
         yield (
-            batch.tensors["text_tokens"],
-            batch.tensors["attention_mask"],
-            batch.tensors["latents"],
+            batch.text_tokens,
+            batch.attention_mask,
+            batch.latents,
         )
 
 
@@ -334,8 +334,8 @@ def measure_reading(kind: str, folder: Path) -> dict:
 
 def measure_rows(folder: Path) -> dict:
     """Measure opening, and the first batch after a resume."""
-    from mmldlm.config.load import load_config
     from mmldlm.data import loader
+    from mmldlm.tasks.registry import load_config
     from mmldlm.tasks.translation import noiser  # noqa: F401  imports do not count as opening
     from mmldlm.tasks.translation.data import open_data
 
@@ -361,9 +361,9 @@ def measure_wait(folder: Path, steps: int, preset: str) -> dict:
     """Measure the seconds of waiting for batches, and of complete steps, of a preset."""
     import torch
 
-    from mmldlm.config.load import load_config
     from mmldlm.data.loader import iterate_steps
     from mmldlm.models import MultimodalMMDiT
+    from mmldlm.tasks.registry import load_config
     from mmldlm.tasks.translation.objective import TranslationObjective
 
     config = load_config(preset, None, [f"data.latent_data_root={folder / 'store'}", *OVERRIDES])

@@ -79,10 +79,10 @@ def run(args, folder: str, name: str, guarded: bool, count_syncs: bool) -> Meter
     """Run one short training and measure its steps."""
     import torch
 
-    from mmldlm.config.load import load_config
     from mmldlm.distributed.heartbeat import Heartbeat
     from mmldlm.engines.torch_engines import TorchEngine
     from mmldlm.stability.guard import Guard, StepDecision
+    from mmldlm.tasks.registry import load_config
     from mmldlm.train import check_run, train
 
     meter = Meter()
@@ -159,9 +159,7 @@ def reads_off_cpu() -> int:
     for dtype, ragged in ((torch.float32, False), (torch.bfloat16, False), (torch.bfloat16, True)):
         variant = Ours(shape, dtype)
         variant.model.to("meta")
-        variant.batch.tensors = {
-            name: tensor.to("meta") for name, tensor in variant.batch.tensors.items()
-        }
+        variant.batch.to("meta")
         try:
             with mock.patch("mmldlm.models.packing.has_varlen", return_value=ragged):
                 variant.loss().backward()
@@ -175,10 +173,10 @@ def audit_seconds(args, folder: str) -> float:
     """CPU seconds of one audit of the whole training state."""
     import torch
 
-    from mmldlm.config.load import load_config
     from mmldlm.engines.build import build_engine
     from mmldlm.models import MultimodalMMDiT
     from mmldlm.stability.audit import audit_on_all_ranks
+    from mmldlm.tasks.registry import load_config
     from mmldlm.tasks.translation.data import open_data
     from mmldlm.tasks.translation.parameter_plan import parameter_plan
 

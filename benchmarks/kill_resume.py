@@ -189,9 +189,8 @@ class Run:
         """Let the run finish and compare it with an undisturbed one; returns what is wrong."""
         import numpy as np
 
-        from mmldlm.config.load import load_config
-        from mmldlm.config.task_registry import find_task
         from mmldlm.data.batch_plan import BatchPlan
+        from mmldlm.tasks.registry import find_task, load_config
 
         ranks = self.start()
         codes = ranks.wait(LAST_LIMIT)

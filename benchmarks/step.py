@@ -201,9 +201,10 @@ def training_flops(variant: Ours) -> float:
     """FLOPs of forward and backward of a variant's batch, by the FLOP model."""
     from mmldlm.models.flops import estimate_flops
 
-    tensors = variant.batch.tensors
-    lengths = tensors["attention_mask"].sum(1).tolist()
-    return estimate_flops(variant.model.config, lengths, len(tensors["text_positions"])).training
+    lengths = variant.batch.attention_mask.sum(1).tolist()
+    return estimate_flops(
+        variant.model.config, lengths, len(variant.batch.text_positions)
+    ).training
 
 
 def flop_error(shape: Shape) -> float:
@@ -219,9 +220,9 @@ def flop_error(shape: Shape) -> float:
     variant = Ours(shape, torch.float32)
     with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
         variant.forward_backward()
-    batch = variant.batch.tensors
-    lengths = batch["attention_mask"].sum(1).tolist()
-    found = estimate_flops(variant.model.config, lengths, len(batch["text_positions"]))
+    batch = variant.batch
+    lengths = batch.attention_mask.sum(1).tolist()
+    found = estimate_flops(variant.model.config, lengths, len(batch.text_positions))
     return abs(found.training / counter.get_total_flops() - 1)
 
 
@@ -244,7 +245,7 @@ def predicted_memory(shape: Shape) -> float:
 
     An upper bound: while the backward pass makes gradients, activations are freed.
     """
-    from mmldlm.config.task_registry import find_task
+    from mmldlm.tasks.registry import find_task
     from mmldlm.tasks.translation.config import TranslationConfig
 
     model = Ours(shape, torch.float32).model.config.model_dump()
@@ -488,8 +489,7 @@ def gpu_claims(args) -> tuple[list[dict], dict]:
             if compiled:
                 variant.model.compile_blocks()
             seconds, peak_bytes = gpu_steps(variant, args.rounds + 3, on_gpu)
-            tensors = variant.batch.tensors
-            real = tensors["attention_mask"].sum(1).tolist()
+            real = variant.batch.attention_mask.sum(1).tolist()
             flops = training_flops(variant)
             mfu = flops / seconds / peak if peak else None
             best = max(best, mfu or 0.0)

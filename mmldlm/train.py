@@ -18,7 +18,7 @@ if __package__ in (
         str(Path(__file__).resolve().parent.parent)
     ]
 
-from mmldlm.config.command_line import add_arguments, parse_config
+from mmldlm.commands.config_options import add_arguments, parse_config
 from mmldlm.config.own_code import report_exit_as_error
 from mmldlm.distributed.environment import local_world_size, set_rank_environment
 from mmldlm.distributed.error_reporting import (

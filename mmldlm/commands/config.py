@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import argparse
 
-from mmldlm.config import command_line
+from mmldlm.commands import config_options
 from mmldlm.config.load import all_keys, allowed_words, to_yaml
 from mmldlm.config.schema import Config
-from mmldlm.config.task_registry import find_task
-from mmldlm.data.run_data import open_run_data
 from mmldlm.errors import EXIT_DONE
+from mmldlm.tasks.registry import find_task, open_run_data
 from mmldlm.training.session import check_run
 from mmldlm.utils import option_types
 from mmldlm.utils.paths import check_writable_dir
@@ -17,7 +16,7 @@ from mmldlm.utils.paths import check_writable_dir
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of `mmldlm config` to those of `train`."""
-    command_line.add_arguments(parser)
+    config_options.add_arguments(parser)
     parser.add_argument(
         "--keys",
         action="store_true",
@@ -38,7 +37,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def main(args: argparse.Namespace) -> int:
     """Print the config; if it names data, also check it against the data."""
-    config = command_line.parse_config(args)
+    config = config_options.parse_config(args)
     if args.check:
         check_run(config, args.world_size)
         check_writable_dir(config.run_dir(), "logging.save_dir and logging.run_name")

@@ -7,12 +7,12 @@ from __future__ import annotations
 import argparse
 import os
 
-from mmldlm.config import command_line
+from mmldlm.commands import config_options
 from mmldlm.config.schema import Config
-from mmldlm.data.run_data import open_run_data
 from mmldlm.debug.sanity import OVERFIT_STEPS, SanityRunner, as_dict, heading, print_tables
 from mmldlm.engines.build import check_engine
 from mmldlm.errors import EXIT_DONE, EXIT_FAILED, UserError
+from mmldlm.tasks.registry import open_run_data
 from mmldlm.utils import option_types
 from mmldlm.utils.atomic_files import write_json
 from mmldlm.utils.environment import int_from_env
@@ -22,7 +22,7 @@ from mmldlm.utils.screen import open_console
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of `mmldlm sanity` to those of `train`. Their names are those of LMOL."""
-    command_line.add_arguments(parser)
+    config_options.add_arguments(parser)
     option = parser.add_argument
     option(
         "--max_steps",
@@ -77,7 +77,7 @@ def main(args: argparse.Namespace) -> int:
         *args.overrides,
         *(f"{key}={value}" for key, value in overrides.items() if value is not None),
     ]
-    config = command_line.parse_config(args)
+    config = config_options.parse_config(args)
     check_engine(config, 1)
     if args.json:
         check_writable_file(args.json, "--json")

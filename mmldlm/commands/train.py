@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 import mmldlm
-from mmldlm.config import command_line
+from mmldlm.commands import config_options
 from mmldlm.distributed.environment import check_single_process
 from mmldlm.engines.deepspeed_config import check_fp16
 from mmldlm.training.session import check_run
@@ -20,7 +20,7 @@ from mmldlm.utils.entry_point import module_command
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of `mmldlm train`."""
-    command_line.add_arguments(parser)
+    config_options.add_arguments(parser)
     parser.add_argument(
         "--nproc",
         type=option_types.integer(1, 4096),
@@ -37,7 +37,7 @@ def main(args: argparse.Namespace) -> int:
     import torch
 
     nproc = args.nproc or max(torch.cuda.device_count(), 1)
-    config = command_line.parse_config(args)
+    config = config_options.parse_config(args)
     check_fp16(config, torch.cuda.is_available() or torch.ops.mkldnn._is_mkldnn_fp16_supported())
     check_run(config, nproc)
     options = {

@@ -8,7 +8,7 @@ import difflib
 import json
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from importlib import resources
 from typing import Any, Literal, TypeVar, get_args, get_origin
 
@@ -24,7 +24,7 @@ from mmldlm.config.renamed_keys import (
 )
 from mmldlm.config.schema import Config
 from mmldlm.config.section import Section
-from mmldlm.config.task_registry import DEFAULT_TASK, find_task
+from mmldlm.config.task_names import DEFAULT_TASK
 from mmldlm.config.yaml_reader import as_sections, format_yaml, parse_yaml, read_yaml
 from mmldlm.errors import UserError
 
@@ -37,15 +37,20 @@ def preset_names() -> list[str]:
     return sorted(entry.name[:-5] for entry in folder.iterdir() if entry.name.endswith(".yaml"))
 
 
-def load_config(
-    name: str | None = None, path: str | None = None, overrides: list[str] | tuple[str, ...] = ()
+def resolve_config(
+    find_config_class: Callable[[str], type[Config]],
+    name: str | None,
+    path: str | None,
+    overrides: Sequence[str],
 ) -> Config:
     """Resolve a run's config: preset, then file, then overrides, each winning over what came
     before.
 
     Args:
-        name: preset (`--config-name`). path: YAML file (`--config`). overrides:
-            `section.key=value` words; values are YAML.
+        find_config_class: name of a task -> class of its config.
+        name: preset (`--config-name`).
+        path: YAML file (`--config`).
+        overrides: `section.key=value` words; values are YAML.
 
     Raises:
         UserError: unknown preset, file, key or value, with the nearest known one.
@@ -66,30 +71,35 @@ def load_config(
         values = _merge(values, read_yaml(path, spelling=True))
     named = [word.partition("=")[2] for word in overrides if word.startswith("task=")]
     values |= {"task": named[-1]} if named else {}
-    config_class = config_class_of(values)
+    config_class = find_config_class(_task_of(values))
     for word in overrides:
         values = _merge(values, parse_override(word, config_class))
-    return build_config(values)
+    return validate_config(find_config_class, values)
 
 
-def config_class_of(values: dict[str, Any]) -> type[Config]:
-    """Return the config class of the task that a nested dict names (`translation` where it names
-    none).
+def _task_of(values: dict[str, Any]) -> str:
+    """Return the task that a nested dict names, `translation` where it names none.
 
     Raises:
-        UserError: not the name of a task.
+        UserError: not a name.
     """
     name = values.get("task", DEFAULT_TASK)
     if not isinstance(name, str):
         raise UserError(
             "task: a name, or package.module:Class", f"task={name!r}", "write task=translation"
         )
-    return find_task(name).config_class
+    return name
 
 
-def build_config(values: dict[str, Any]) -> Config:
-    """Validate a nested dict; every problem is listed in one UserError."""
-    config_class = config_class_of(values)
+def validate_config(
+    find_config_class: Callable[[str], type[Config]], values: dict[str, Any]
+) -> Config:
+    """Validate a nested dict; every problem is listed in one UserError.
+
+    Args:
+        find_config_class: name of a task -> class of its config.
+    """
+    config_class = find_config_class(_task_of(values))
     values = without_unused_keys(values)
     problems = list(_unknown_keys(values, config_class, config_class, ""))
     if problems:

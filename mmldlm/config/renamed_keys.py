@@ -6,7 +6,8 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from mmldlm.config.task_registry import DEFAULT_TASK, TASKS
+from mmldlm.config.task_names import DEFAULT_TASK
+from mmldlm.config.task_names import TASK_NAMES as TASKS
 
 KEYS: dict[str, str] = {
     "logging.grad_log_interval": "logging.layer_stats_freq",

@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, model_validator
 
 from mmldlm.config.section import MAX_COUNT, MAX_INT, FilePath, IsPath, OnResume, Section
-from mmldlm.config.task_registry import DEFAULT_TASK
+from mmldlm.config.task_names import DEFAULT_TASK
 from mmldlm.utils.option_types import ONE_YEAR
 
 # Bounds of what memory, fp32 and C can hold, far above any use.

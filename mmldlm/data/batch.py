@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
-if TYPE_CHECKING:
+if TYPE_CHECKING:  # a task's data is opened before torch is imported
+    from typing import Self
+
     import torch
     from torch import Tensor
 
@@ -18,8 +21,10 @@ if TYPE_CHECKING:
 class Batch:
     """One micro-batch of B samples.
 
+    The inputs of model and objective are fields that a subclass adds, each a tensor, a NamedTuple
+    of tensors or None; a small task may put them into `tensors` instead.
+
     Attributes:
-        tensors: inputs of the model and the objective, by name.
         ids: [B] sample ids.
         real: [B] False for placeholders, which fill up an incomplete batch or replace an unusable
             sample.
@@ -30,9 +35,9 @@ class Batch:
         index: of the global batch within its epoch.
         bad: {id, reason} of samples left out as unusable or, with "repaired": True, repaired
             (stability.nan_to_num).
+        tensors: inputs without a field of their own, by name.
     """
 
-    tensors: dict[str, Tensor]
     ids: np.ndarray
     real: np.ndarray
     counts: dict[str, int]
@@ -40,18 +45,40 @@ class Batch:
     epoch: int
     index: int
     bad: list[dict] = field(default_factory=list)
+    tensors: dict[str, Tensor] = field(default_factory=dict)
 
-    def to(self, device: torch.device | str, non_blocking: bool = True) -> Batch:
+    def named_tensors(self) -> dict[str, Tensor]:
+        """Return every tensor of the batch by its name; those of a NamedTuple as field.name."""
+        named = dict(self.tensors)
+        for name, value in self._inputs():
+            if hasattr(value, "_asdict"):
+                named |= {f"{name}.{part}": item for part, item in value._asdict().items()}
+            else:
+                named[name] = value
+        return named
+
+    def to(self, device: torch.device | str, non_blocking: bool = True) -> Self:
         """Move the tensors to a device."""
-        self.tensors = {
-            name: tensor.to(device, non_blocking=non_blocking)
-            for name, tensor in self.tensors.items()
-        }
-        return self
+        return self.map_tensors(lambda tensor: tensor.to(device, non_blocking=non_blocking))
 
-    def pin_memory(self) -> Batch:
+    def pin_memory(self) -> Self:
         """Pin the tensors; called by DataLoader's pinning thread."""
-        self.tensors = {name: tensor.pin_memory() for name, tensor in self.tensors.items()}
+        return self.map_tensors(lambda tensor: tensor.pin_memory())
+
+    def _inputs(self) -> list[tuple[str, Any]]:
+        """Name and value of the fields that hold a tensor or a NamedTuple of tensors."""
+        from torch import Tensor
+
+        values = [(item.name, getattr(self, item.name)) for item in fields(self)]
+        return [(name, value) for name, value in values if isinstance(value, (Tensor, tuple))]
+
+    def map_tensors(self, function: Callable[[Tensor], Tensor]) -> Self:
+        self.tensors = {name: function(tensor) for name, tensor in self.tensors.items()}
+        for name, value in self._inputs():
+            is_tuple = isinstance(value, tuple)
+            setattr(
+                self, name, type(value)(*map(function, value)) if is_tuple else function(value)
+            )
         return self
 
 

@@ -139,7 +139,7 @@ class MixedStore:
         """float32 [D]: standard deviation of the latents of the mixture."""
         return self._moments()[1].astype(np.float32)
 
-    def get(self, indices: Sequence[int]) -> Rows:
+    def get(self, indices: Sequence[int] | np.ndarray) -> Rows:
         """Return the samples at `indices`, as Store.get does; a ValueError where their sizes
         differ.
         """

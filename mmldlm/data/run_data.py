@@ -16,7 +16,6 @@ from typing import Any
 import numpy as np
 
 from mmldlm.config.schema import Config
-from mmldlm.config.task_registry import find_task
 from mmldlm.data.batch_plan import BatchPlan, MixtureOrder, Order, SpacedOrder, build_batch_plan
 from mmldlm.data.codebook import check_ids
 from mmldlm.data.config import StoreDataConfig
@@ -108,44 +107,6 @@ class RunData(ABC):
         a tokenizer).
         """
         return {}
-
-
-def open_run_data(config: Config) -> RunData:
-    """Let the task of a config open its data, and check what it returns: the task may be a user's
-    own.
-
-    Raises:
-        UserError: as Task.open_data, or what it returns is not the data of a run.
-    """
-    task = find_task(config.task)
-    data = task.open_data(config)
-    where = f"{type(task).__module__}:{type(task).__name__}.open_data"
-    if not isinstance(data, RunData):
-        raise UserError(f"a RunData from {where}", repr(data)[:200], "return one (docs/tasks.md)")
-    for name in ("train_lengths", "validation_lengths"):
-        lengths = getattr(data, name)
-        if not (
-            isinstance(lengths, np.ndarray)
-            and lengths.ndim == 1
-            and np.issubdtype(lengths.dtype, np.integer)
-        ):
-            found = (
-                f"{type(lengths).__name__} {getattr(lengths, 'dtype', '')}"
-                f" {getattr(lengths, 'shape', '')}"
-            )
-            raise UserError(
-                f"{name} of {where}: [N] integers of NumPy",
-                found,
-                "return np.array(..., dtype=np.int32)",
-            )
-        if not len(lengths):
-            split = name.removesuffix("_lengths")
-            raise UserError(
-                f"a sample for {split} in {data.source}",
-                "none",
-                "give more data, or split it otherwise",
-            )
-    return data
 
 
 @dataclass(kw_only=True)

@@ -431,7 +431,7 @@ class Store:
         """float32 [D]: standard deviation of the training latents (0 for a constant dimension)."""
         return np.asarray(self.manifest["latent_stats"]["std"], dtype=np.float32)
 
-    def get(self, indices: Sequence[int]) -> Rows:
+    def get(self, indices: Sequence[int] | np.ndarray) -> Rows:
         """Return copies of the samples at `indices`, in any order and with repeats.
 
         Raises:

@@ -19,12 +19,9 @@ from mmldlm.checkpoints.init_from import init_weights
 from mmldlm.checkpoints.manifest import ENGINE_FOLDER
 from mmldlm.checkpoints.resume import open_training_state
 from mmldlm.checkpoints.training_state import read_training_state
-from mmldlm.config.load import build_config
 from mmldlm.config.renamed_keys import with_new_names
-from mmldlm.config.task_registry import find_task
 from mmldlm.data.batch import Batch
 from mmldlm.data.loader import MicroBatches
-from mmldlm.data.run_data import open_run_data
 from mmldlm.debug.nan_tracer import (
     NanOrigin,
     NanTracer,
@@ -40,6 +37,7 @@ from mmldlm.engines.torch_engines import SingleEngine
 from mmldlm.errors import UserError
 from mmldlm.stability.guard import Guard
 from mmldlm.stability.skipped_steps import bad_micro_batches, load_skipped_step
+from mmldlm.tasks.registry import build_config, find_task, open_run_data
 from mmldlm.utils.formatting import for_screen, join_some
 from mmldlm.utils.json_files import plain_value
 
@@ -332,7 +330,7 @@ class Replay:
             return result
         with NanTracer(model) as tracer:
             by_layers = self._run_once(model, module, batch)
-        result.origins = nonfinite_inputs(batch.tensors)
+        result.origins = nonfinite_inputs(batch.named_tensors())
         result.origins += [
             origin for origin in (tracer.forward, tracer.backward) if origin is not None
         ]

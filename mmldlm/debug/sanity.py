@@ -12,7 +12,6 @@ from rich.console import Console
 from rich.table import Column, Table
 from rich.text import Text
 
-from mmldlm.config.task_registry import find_task
 from mmldlm.data.batch import Batch
 from mmldlm.data.loader import MicroBatches, iterate_steps
 from mmldlm.data.run_data import RunData
@@ -31,6 +30,7 @@ from mmldlm.observe.layer_stats import LayerStats, LayerStatsCollector
 from mmldlm.observe.throughput import peak_memory, reset_peak_memory
 from mmldlm.stability.audit import nonfinite_tensors
 from mmldlm.stability.guard import LossScaler
+from mmldlm.tasks.registry import find_task
 from mmldlm.utils.formatting import first_line
 from mmldlm.utils.json_files import plain_value
 
@@ -243,7 +243,8 @@ class SanityRunner:
         batch.to(engine.device)
         check_batch(self.task, batch, self.data, engine.device, findings)
         findings.passed("batches", "every sample is as the data has it; all finite, on the device")
-        versions = {name: tensor._version for name, tensor in batch.tensors.items()}
+        inputs = batch.named_tensors()
+        versions = {name: tensor._version for name, tensor in inputs.items()}
         weights = checks.checksums(engine.parameter_shards()) if first else {}
 
         loss, _ = self.objective(engine.module, batch)
@@ -274,9 +275,7 @@ class SanityRunner:
             findings.failed(
                 "in_place", f"forward or backward changed weights: {format_names(changed)}"
             )
-        written = [
-            name for name, tensor in batch.tensors.items() if tensor._version != versions[name]
-        ]
+        written = [name for name, tensor in inputs.items() if tensor._version != versions[name]]
         if written:
             findings.failed(
                 "in_place", f"forward or backward wrote into the batch: {format_names(written)}"

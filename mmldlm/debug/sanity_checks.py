@@ -375,7 +375,7 @@ def format_names(names: list[str]) -> str:
 def check_pinned(batches: list[Batch], device: torch.device, findings: Findings) -> None:
     """Check that batches for a GPU are in pinned memory; otherwise the copy is synchronous."""
     if device.type == "cuda":
-        tensors = [item for batch in batches for item in batch.tensors.items()]
+        tensors = [item for batch in batches for item in batch.named_tensors().items()]
         unpinned = [name for name, tensor in tensors if tensor.numel() and not tensor.is_pinned()]
         if unpinned:
             findings.failed("batches", f"not in pinned memory: {format_names(unpinned)}")
@@ -393,7 +393,7 @@ def check_batch(
 
 def _tensor_problems(batch: Batch, device: torch.device) -> list[str]:
     problems = []
-    for name, tensor in batch.tensors.items():
+    for name, tensor in batch.named_tensors().items():
         if tensor.device != device:
             problems.append(f"{name} on {tensor.device}, not on {device}")
         if tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):

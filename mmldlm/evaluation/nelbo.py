@@ -15,7 +15,7 @@ from mmldlm.data.encoders.encoder import token_budget_batches
 from mmldlm.errors import MmldlmError
 from mmldlm.sampling.latents import pad_texts
 from mmldlm.sampling.model import device_of
-from mmldlm.tasks.text_scores import TextScores
+from mmldlm.tasks.text_task import TextScores
 from mmldlm.utils.counter_rng import Stream, uniforms
 
 CONDITIONS = ("matched", "shuffled", "null")

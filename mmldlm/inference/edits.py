@@ -14,7 +14,7 @@ from torch import Tensor
 
 from mmldlm.data.encoders.encoder import token_budget_batches
 from mmldlm.inference.judges import estimate_embeddings, estimates_embeddings
-from mmldlm.models.latent_transformer import EncodedLatent, LatentInputs, TextInputs
+from mmldlm.models.base import EncodedLatent, LatentInputs, TextInputs
 from mmldlm.models.token_scores import TokenQuery
 from mmldlm.sampling.decoding import check_finite
 from mmldlm.sampling.judge import SamplingCost, cosines

@@ -18,14 +18,15 @@ from mmldlm.checkpoints.formats.weight_source import OpenedCheckpoint, WeightSou
 from mmldlm.checkpoints.init_from import as_torch
 from mmldlm.checkpoints.manifest import MODEL_CONFIG
 from mmldlm.config.renamed_keys import is_removed_weight
-from mmldlm.config.task_registry import DEFAULT_TASK, TASKS, find_task
+from mmldlm.config.task_names import DEFAULT_TASK, TASK_NAMES
 from mmldlm.data.encoders.model_files import read_tokenizer
 from mmldlm.data.encoders.specs import find_identity_problems
 from mmldlm.data.manifest import find_codec_problems
 from mmldlm.errors import UserError
-from mmldlm.models.latent_transformer import LatentTransformer
+from mmldlm.models.base import BaseTransformer
 from mmldlm.models.pretrained_io import COPY_AGAIN, check_shapes, checked_section, read_values
 from mmldlm.tasks.pretrained import Pretrained
+from mmldlm.tasks.registry import find_task
 from mmldlm.tasks.text_task import TextTask
 
 CONVERT = (
@@ -65,7 +66,7 @@ def load_model(
         check_shapes(kind, config, shapes, config_path)
         model = kind(config)
         _copy_weights(model, weights)
-        if isinstance(model, LatentTransformer):
+        if isinstance(model, BaseTransformer):
             model.check_latent_statistics(weights.path)
     kept = {name: model.get_buffer(name).clone() for name in task.buffers}
     model.to(device=device, dtype=dtype)
@@ -83,10 +84,10 @@ def _task_of(values: dict[str, Any], config_path: Path) -> TextTask:
         UserError: a task whose models are not sampled, or another architecture than the task's.
     """
     name = values.get("task", DEFAULT_TASK)
-    task: Any = find_task(name) if isinstance(name, str) and name in TASKS else None
+    task: Any = find_task(name) if isinstance(name, str) and name in TASK_NAMES else None
     if task is None or not task.samplers:
         raise UserError(
-            f"a model of one of the tasks {', '.join(TASKS)}, which can be sampled",
+            f"a model of one of the tasks {', '.join(TASK_NAMES)}, which can be sampled",
             f"task={name} in {config_path}",
             "convert it with `mmldlm convert` and sample it with the library that it belongs to",
         )

@@ -11,7 +11,7 @@ import argparse
 import math
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from mmldlm.errors import UserError
 from mmldlm.sampling.settings import (
@@ -25,9 +25,11 @@ from mmldlm.sampling.settings import (
     StepSettings,
     ThresholdSettings,
 )
-from mmldlm.tasks.text_task import TextTask
 from mmldlm.utils import option_types
 from mmldlm.utils.settings import Settings, flag, flags, option, options_of, same_option
+
+if TYPE_CHECKING:  # a task imports torch, which --help does without
+    from mmldlm.tasks.text_task import TextTask
 
 IMAGE_STEPS = 20
 """Default number of denoising steps of an image.

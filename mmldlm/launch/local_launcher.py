@@ -177,8 +177,8 @@ def explain_sigbus(train_args: Sequence[str]) -> str:
 
 
 def _changed_files(train_args: Sequence[str]) -> list[str]:
-    from mmldlm.config.load import load_config
     from mmldlm.data.store import changed_files
+    from mmldlm.tasks.registry import load_config
 
     parser = argparse.ArgumentParser(add_help=False, exit_on_error=False)
     parser.add_argument("--config-name")

@@ -15,7 +15,6 @@ from pathlib import Path
 from mmldlm.cluster.agent import Agent, AgentPool
 from mmldlm.cluster.env_propagation import run_variables, write_env_file
 from mmldlm.cluster.hostfile import LOCAL_NAMES, Node, read_hostfile
-from mmldlm.config.load import load_config
 from mmldlm.errors import EXIT_DONE, UserError
 from mmldlm.preflight import receipt
 from mmldlm.preflight.agent import PROBES, run_probes
@@ -38,6 +37,7 @@ from mmldlm.preflight.checks import (
 )
 from mmldlm.preflight.context import Context
 from mmldlm.preflight.report import exit_code, print_report
+from mmldlm.tasks.registry import load_config
 
 # Order of the checks of one level, in reports and in docs/preflight.md.
 CHECK_MODULES = (

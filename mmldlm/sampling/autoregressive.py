@@ -17,6 +17,7 @@ from mmldlm.sampling.model import device_of
 from mmldlm.sampling.records import Recorder, TextSamples, report_changes
 from mmldlm.sampling.settings import BeamSettings
 from mmldlm.utils.counter_rng import Stream, uniforms
+from mmldlm.utils.validation import not_none
 
 # Texts leave the batch once this share of it is finished: each departure copies the cache.
 LEAVE_SHARE = 0.25
@@ -75,7 +76,7 @@ def draw_texts(
         MmldlmError: NaN logits.
     """
     batch, device, limit = cache.batch, uniform.device, model.config.max_seq_len
-    eos = model.config.eos_token_id
+    eos = not_none(model.config.eos_token_id)
     tokens = torch.full((batch, limit), eos, device=device)
     lengths = torch.full((batch,), limit, device=device)
     log_probs = torch.zeros(batch, dtype=torch.float64, device=device)
@@ -199,7 +200,7 @@ def search(model: PlainTransformer, cache: TextCache, beams: int, exponent: floa
         cache.batch // beams,
         beams,
         config.max_seq_len,
-        config.eos_token_id,
+        not_none(config.eos_token_id),
         device_of(model),
         exponent,
     )

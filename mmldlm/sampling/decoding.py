@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from mmldlm.errors import MmldlmError
-from mmldlm.models.latent_transformer import LatentInputs, TextInputs
+from mmldlm.models.base import LatentInputs, TextInputs
 from mmldlm.models.token_scores import TokenQuery
 from mmldlm.sampling.model import Model, device_of
 from mmldlm.utils.counter_rng import Stream, uniforms

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from mmldlm.diffusion import MaskedDiffusion
 from mmldlm.diffusion.process import LatentProcess
-from mmldlm.models.latent_transformer import LatentInputs, TextInputs
+from mmldlm.models.base import LatentInputs, TextInputs
 from mmldlm.models.token_scores import TokenQuery
 from mmldlm.sampling.decoding import (
     predict_lengths,

@@ -14,7 +14,7 @@ from torch import Tensor
 from mmldlm.data.encoders.encoder import token_budget_batches
 from mmldlm.diffusion.process import LatentProcess
 from mmldlm.errors import MmldlmError, UserError
-from mmldlm.models.latent_transformer import LatentInputs, TextInputs
+from mmldlm.models.base import LatentInputs, TextInputs
 from mmldlm.models.token_scores import TokenQuery
 from mmldlm.sampling.model import Model, device_of
 from mmldlm.utils.counter_rng import Stream, normals

@@ -14,11 +14,7 @@ from torch import Tensor
 from mmldlm.data.encoders.encoder import token_budget_batches
 from mmldlm.diffusion.gidd import self_correct
 from mmldlm.diffusion.process import DivergenceProcess
-from mmldlm.models.latent_transformer import (
-    EncodedLatent,
-    LatentInputs,
-    TextInputs,
-)
+from mmldlm.models.base import EncodedLatent, LatentInputs, TextInputs
 from mmldlm.models.token_scores import TokenQuery
 from mmldlm.sampling.decoding import DecodingState, check_finite, predict_lengths
 from mmldlm.sampling.model import Model, device_of

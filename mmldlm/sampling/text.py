@@ -11,11 +11,7 @@ from torch import Tensor
 from mmldlm.data.encoders.encoder import token_budget_batches
 from mmldlm.diffusion import MaskedDiffusion
 from mmldlm.diffusion.process import LatentProcess
-from mmldlm.models.latent_transformer import (
-    EncodedLatent,
-    LatentInputs,
-    TextInputs,
-)
+from mmldlm.models.base import EncodedLatent, LatentInputs, TextInputs
 from mmldlm.models.token_scores import TokenQuery
 from mmldlm.sampling.decoding import (
     DecodingState,

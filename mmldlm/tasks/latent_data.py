@@ -5,11 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 
-from mmldlm.config.schema import Config
 from mmldlm.config.section import Section
 from mmldlm.data.mixture import MixedStore
 from mmldlm.data.run_data import StoreData, lengths_in_use, open_splits
@@ -22,10 +21,12 @@ class LatentData(StoreData):
     """Stores and the scaling of their latents.
 
     Attributes:
+        config: of a task, with sections model, tokenizer and data (of stores).
         latent_mean: [D] fp32, subtracted from a latent on its way into model space.
         latent_std: [D] fp32, by which the difference is divided.
     """
 
+    config: Any
     latent_mean: np.ndarray
     latent_std: np.ndarray
 
@@ -47,7 +48,7 @@ def standard_scaling(store: Store | MixedStore) -> tuple[np.ndarray, np.ndarray]
 
 def open_latent_data(
     kind: type[_Data],
-    config: Config,
+    config: Any,
     scaling: Callable[[Store | MixedStore], tuple[np.ndarray, np.ndarray]] = standard_scaling,
     store_kind: str = "text",
 ) -> _Data:
@@ -97,7 +98,7 @@ def data_notes(
     return notes
 
 
-def fill_from_store(config: Config, store: Store | MixedStore) -> None:
+def fill_from_store(config: Any, store: Store | MixedStore) -> None:
     """Set what the store decides; a config that contradicts it is an error."""
     model, tokenizer = config.model, store.manifest["tokenizer"]
     if store.num_codes is not None and "num_codes" not in type(model).model_fields:

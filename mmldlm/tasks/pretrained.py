@@ -10,11 +10,12 @@ from typing import TYPE_CHECKING, Any, cast
 
 from torch import Tensor
 
-from mmldlm.config.task_registry import DEFAULT_TASK, find_task
+from mmldlm.config.task_names import DEFAULT_TASK
 from mmldlm.diffusion import GaussianProcess, MaskedDiffusion
 from mmldlm.errors import UserError
 from mmldlm.sampling.model import Model
 from mmldlm.sampling.settings import REMOVED_SAMPLERS, RESULTS_PAGE
+from mmldlm.tasks.registry import find_task
 
 if TYPE_CHECKING:
     from mmldlm.tasks.text_task import TextTask

@@ -6,20 +6,110 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, ClassVar
+from dataclasses import dataclass
+from typing import Any, ClassVar, TypedDict
 
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from mmldlm.diffusion import MaskedDiffusion
 from mmldlm.errors import UserError
+from mmldlm.models.base import LatentInputs, ModelOutput, TextInputs
+from mmldlm.models.token_scores import TokenQuery
+from mmldlm.sampling.judge import FoundTexts, Judge
+from mmldlm.sampling.model import Model
+from mmldlm.sampling.records import TextSamples
 from mmldlm.sampling.settings import BY_CERTAINTY, BY_CHANCE, MASKED_SAMPLERS, STRATEGY_OPTIONS
+from mmldlm.sampling.text import sample_masked
 from mmldlm.tasks.base import Task
+from mmldlm.tasks.pretrained import Pretrained
 from mmldlm.utils.settings import options_of
 
-if TYPE_CHECKING:
-    from torch import Tensor, nn
 
-    from mmldlm.sampling.judge import FoundTexts, Judge
-    from mmldlm.sampling.records import TextSamples
-    from mmldlm.tasks.pretrained import Pretrained
-    from mmldlm.tasks.text_scores import TextScores
+class ParameterSizes(TypedDict):
+    """The part of `ModelSizes` that is known of the model alone, in elements."""
+
+    trainable: int
+    frozen: int
+    largest_block: int
+    buffers: int
+    matrices: int
+
+
+@dataclass
+class TextScores:
+    """Scores of B texts.
+
+    Attributes:
+        nats: [B] fp64, the negative log-likelihood of a text (EOS counted) or one draw of an upper
+            bound on it.
+        correct: [B] fp64, scored tokens that are the most probable.
+        scored: [B] scored tokens.
+        length_nll: [B] nats of the length, or None for a model that writes EOS itself.
+    """
+
+    nats: Tensor
+    correct: Tensor
+    scored: Tensor
+    length_nll: Tensor | None
+
+
+def masked_text_scores(
+    model: Model,
+    tokens: Tensor,
+    real: Tensor,
+    latents: Tensor | None,
+    uniform: Tensor,
+    stratum: tuple[int, int],
+    *,
+    diffusion: MaskedDiffusion,
+) -> TextScores:
+    """Draw the NELBO of masked diffusion with fixed mask counts (`MaskedDiffusion.corrupt_count`).
+
+    Unbiased for every schedule: the masked positions count 1 / their fraction.
+
+    Args:
+        model: with the forward contract of MultimodalMMDiT.
+        diffusion: masking process of training.
+        The rest as in `TextTask.score_texts`.
+    """
+    width, (draw, draws) = tokens.shape[1], stratum
+    strata = (draw + uniform[:, -1]) / draws
+    mask_token_id = diffusion.mask_token_id
+    noised, masked, fraction = diffusion.corrupt_count(
+        tokens, strata, uniform[:, :width], real, mask_token_id
+    )
+    t = diffusion.timestep_of(fraction)
+    positions = masked.flatten().nonzero()[:, 0]
+    owner = positions // width
+    weight = (1 / fraction)[owner]
+    out = model(
+        TextInputs(noised, t.float(), real),
+        None if latents is None else LatentInputs(latents),
+        TokenQuery(positions, tokens.flatten()[positions], weight.float()),
+    )
+    return TextScores(
+        sum_by_row(out.text.nll.double() * weight, owner, len(tokens)),
+        sum_by_row(out.text.correct.double(), owner, len(tokens)),
+        masked.sum(1),
+        F.cross_entropy(out.length_logits, real.sum(1) - 1, reduction="none"),
+    )
+
+
+def scores_of_targets(out: ModelOutput) -> tuple[Tensor, Tensor, Tensor]:
+    """Return loss_sum, nll and correct (`TokenScores`) of a pass with targets."""
+    assert out.text is not None
+    loss_sum, nll, correct = out.text.loss_sum, out.text.nll, out.text.correct
+    assert loss_sum is not None and nll is not None and correct is not None
+    return loss_sum, nll, correct
+
+
+def sum_by_row(values: Tensor, owner: Tensor, count: int) -> Tensor:
+    """Return [count] fp64 sums of values [M] fp64, which belong to rows `owner` [M]."""
+    return torch.zeros(count, dtype=torch.float64, device=values.device).index_add_(
+        0, owner, values
+    )
 
 
 class TextTask(Task):
@@ -54,6 +144,45 @@ class TextTask(Task):
     evaluation_decoding: ClassVar[str] = (
         "confidence, greedy, lengths from the model (median of p(length | latent))"
     )
+
+    # -- parameters, counted on torch's meta device, where tensors have shapes and no values
+    # ---------------------------------------------------------------------------------------------
+
+    def _model_without_values(self, config: Any) -> nn.Module:
+        with torch.device("meta"):
+            return self.model_class()(config.model)
+
+    def parameter_counts(self, config: Any) -> dict[str, int] | None:
+        """Return parameters by group, tied weights once; None: the data decides keys that are
+        unset.
+        """
+        if config.model.latent_dim is None or config.model.vocab_size is None:
+            return None
+        model = self._model_without_values(config)
+        sizes = {name: parameter.numel() for name, parameter in model.named_parameters()}
+        groups = self.parameter_groups(model)
+        return {group: sum(sizes[name] for name in names) for group, names in groups.items()}
+
+    def parameter_sizes(self, config: Any) -> ParameterSizes:
+        """Count the model of a config whose keys are all set, training.freeze=auto too."""
+        model = self._model_without_values(config)
+        plan = self.parameter_plan(model, config)
+        sizes = {name: parameter.numel() for name, parameter in model.named_parameters()}
+        buffers = dict(model.named_buffers())
+        # What a sharding engine gathers at once; tied weights count wherever they are read.
+        others = [module for module in model.children() if not isinstance(module, nn.ModuleList)]
+        units = [*plan.sharding_units, *others]
+        num_frozen = sum(sizes[name] for name in plan.frozen)
+        return ParameterSizes(
+            trainable=sum(sizes.values()) - num_frozen,
+            frozen=num_frozen,
+            largest_block=max(sum(p.numel() for p in unit.parameters()) for unit in units),
+            buffers=sum(buffers[name].numel() for name in self.buffers),
+            matrices=sum(sizes[name] for name in plan.matrices),
+        )
+
+    # -- sampling and evaluation
+    # ---------------------------------------------------------------------------------------------
 
     def unread_options(self, kind: str, sampler: str) -> frozenset[str]:
         """Return those of `sampling_options` that one sampler does not read for a kind of
@@ -211,8 +340,6 @@ class MaskedTextTask(TextTask):
     def write_texts(
         self, pretrained: Pretrained, latents: Tensor | None, **options: Any
     ) -> TextSamples:
-        from mmldlm.sampling.text import sample_masked
-
         if options.get("condition_timestep"):
             options["latent_diffusion"] = pretrained.latent_diffusion
         return sample_masked(
@@ -228,7 +355,7 @@ class MaskedTextTask(TextTask):
         uniform: Tensor,
         stratum: tuple[int, int],
     ) -> TextScores:
-        from mmldlm.tasks.text_scores import masked_text_scores
+        pass
 
         diffusion = pretrained.text_diffusion
         return masked_text_scores(

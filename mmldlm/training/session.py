@@ -14,11 +14,10 @@ from mmldlm.checkpoints.init_from import InitReport, init_weights
 from mmldlm.checkpoints.locate import list_checkpoints, locate_checkpoint
 from mmldlm.config.schema import Config
 from mmldlm.config.section import Section
-from mmldlm.config.task_registry import find_task
 from mmldlm.data.batch import Batch
 from mmldlm.data.batch_plan import BatchPlan
 from mmldlm.data.loader import MicroBatches, iterate_steps
-from mmldlm.data.run_data import RunData, open_run_data
+from mmldlm.data.run_data import RunData
 from mmldlm.distributed.environment import (
     hidden_gpu_note,
     pick_device,
@@ -40,6 +39,7 @@ from mmldlm.preflight import receipt
 from mmldlm.stability.audit import check_precision
 from mmldlm.stability.guard import Guard
 from mmldlm.tasks.base import Objective, Task, ValidationRun
+from mmldlm.tasks.registry import find_task, open_run_data
 from mmldlm.training.checkpointer import Checkpointer
 from mmldlm.training.run_folder import check_no_checkpoints
 from mmldlm.training.run_logger import RunLogger

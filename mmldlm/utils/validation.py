@@ -1,10 +1,14 @@
-"""Describe in one line what pydantic refuses."""
+"""What pydantic refuses, in one line; and what must be set by now."""
 
 from __future__ import annotations
+
+from typing import TypeVar
 
 from pydantic import BaseModel, ValidationError
 
 from mmldlm.utils.formatting import join_some
+
+T = TypeVar("T")
 
 
 def describe_problems(error: ValidationError, name: str = "", limit: int = 3) -> str:
@@ -17,3 +21,9 @@ def describe_problems(error: ValidationError, name: str = "", limit: int = 3) ->
             f"{key}: {item['msg'].removeprefix('Value error, ')}{found}".removeprefix(": ")
         )
     return join_some(problems, limit, separator="; ")
+
+
+def not_none(value: T | None) -> T:
+    """Return a value whose type allows None where the caller knows that it is set."""
+    assert value is not None
+    return value

@@ -90,7 +90,7 @@ ARMS = (
 
 def known_arms() -> list[Arm]:
     """The arms whose task this version has."""
-    from mmldlm.config.task_registry import TASKS
+    from mmldlm.config.task_names import TASK_NAMES as TASKS
 
     return [arm for arm in ARMS if arm.task in TASKS]
 
@@ -162,8 +162,7 @@ def costs(arm: Arm, scale: Scale, store: str, double_depth: bool) -> dict[str, f
     """
     import numpy as np
 
-    from mmldlm.config.load import load_config
-    from mmldlm.config.task_registry import find_task
+    from mmldlm.tasks.registry import find_task, load_config
 
     words = [*arm.words(scale, double_depth), f"data.latent_data_root={store}"]
     config = load_config(None, None, words)
@@ -180,7 +179,7 @@ def costs(arm: Arm, scale: Scale, store: str, double_depth: bool) -> dict[str, f
     collated = task.collator(data).collate(
         batch, np.arange(len(batch.ids)), data.train, data.train_lengths
     )
-    scored = float(len(collated.tensors["text_targets"]))
+    scored = float(len(collated.text_targets))
     sums = {"text_masked": scored, "text_scored": scored, "text_logits": 0.0}
     flops = task.training_flops(data.config, len(batch.ids), collated.num_tokens, sums)
     total = sum(counts.values())

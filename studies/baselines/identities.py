@@ -155,10 +155,10 @@ def bound_difference(run: Path, store: str, count: int = 64, draws: int = 4) -> 
     from mmldlm.diffusion.timesteps import arcsine
     from mmldlm.evaluation.sentences import choose_sentences
     from mmldlm.inference.load import load_pretrained
-    from mmldlm.models.latent_transformer import TextInputs
+    from mmldlm.models.base import TextInputs
     from mmldlm.models.token_scores import TokenQuery
     from mmldlm.sampling.latents import pad_texts
-    from mmldlm.tasks.text_scores import sum_by_row
+    from mmldlm.tasks.text_task import sum_by_row
     from mmldlm.utils.counter_rng import Stream, uniforms
 
     pretrained = load_pretrained(run / "latest")

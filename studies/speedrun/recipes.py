@@ -61,7 +61,7 @@ class Recipe:
 
     def config(self, *more: str):
         """The config of its words and some more."""
-        from mmldlm.config.load import load_config
+        from mmldlm.tasks.registry import load_config
 
         kind, value, *overrides = (*self.words, *more)
         return load_config(
@@ -118,7 +118,7 @@ def todays_recipe(overrides: tuple[str, ...] = ()) -> Recipe:
     """The preset `quickstart` on one process, with the global batch of the quickstart's
     two ranks.
     """
-    from mmldlm.config.load import load_config
+    from mmldlm.tasks.registry import load_config
 
     batch = RANKS * load_config("quickstart", None, list(overrides)).training.train_batch_size
     return Recipe(
@@ -188,8 +188,8 @@ def _train(words: list[str], run_dir: Path) -> float:
 
 def _measure(config, run_dir: Path, steps: int, seconds: float) -> Result:
     """Evaluate a trained run and count its FLOPs."""
-    from mmldlm.config.task_registry import find_task
     from mmldlm.inference.load import load_model
+    from mmldlm.tasks.registry import find_task
 
     task = find_task(config.task)
     data = task.open_data(config)
@@ -237,13 +237,11 @@ def model_flops(task, data, steps: int) -> float:
     for step in range(steps):
         batch = plan.batch(step)
         noised = collator.collate(batch, np.arange(len(batch.ids)), data.train, data.train_lengths)
-        num_scored, candidates = (
-            len(noised.tensors["text_targets"]),
-            noised.tensors.get("text_candidates", ()),
-        )
+        num_scored, candidates = len(noised.text_targets), noised.text_candidates
+        num_candidates = 0 if candidates is None else len(candidates)
         sums = {
             "text_masked": float(num_scored),
-            "text_logits": float(num_scored * len(candidates)),
+            "text_logits": float(num_scored * num_candidates),
         }
         total += task.training_flops(data.config, len(batch.ids), noised.num_tokens, sums)
     return total

@@ -147,7 +147,7 @@ def test_the_shapes_need_no_torch():
     """The import of torch would take longer than most conversions."""
     code = (
         "import sys, mmldlm.commands.convert\n"
-        "from mmldlm.config.task_registry import find_task\n"
+        "from mmldlm.tasks.registry import find_task\n"
         "find_task('translation')\n"
         "sys.exit('torch' in sys.modules)"
     )

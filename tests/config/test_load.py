@@ -2,8 +2,6 @@ import pytest
 
 from mmldlm.config.load import (
     all_keys,
-    build_config,
-    load_config,
     parse_override,
     preset_names,
     to_yaml,
@@ -11,6 +9,7 @@ from mmldlm.config.load import (
 )
 from mmldlm.config.schema import Config
 from mmldlm.errors import UserError
+from mmldlm.tasks.registry import build_config, load_config
 from mmldlm.tasks.translation.config import TranslationConfig
 
 

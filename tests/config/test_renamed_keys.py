@@ -8,7 +8,7 @@ import json
 
 import pytest
 
-from mmldlm.config.load import all_keys, load_config
+from mmldlm.config.load import all_keys
 from mmldlm.config.renamed_keys import (
     KEYS,
     PRESETS,
@@ -19,6 +19,7 @@ from mmldlm.config.renamed_keys import (
     with_new_names,
 )
 from mmldlm.errors import UserError
+from mmldlm.tasks.registry import load_config
 from mmldlm.tasks.translation.config import TranslationConfig
 from tests.support.helpers import ROOT
 

@@ -6,11 +6,11 @@ from typing import Annotated
 
 import pytest
 
-from mmldlm.config.load import load_config
 from mmldlm.config.resume_compat import diff_configs
 from mmldlm.config.schema import Config, DataConfig
 from mmldlm.config.section import FilePath, IsPath, OnResume
-from mmldlm.tasks.translation.freezing import decided_freeze
+from mmldlm.tasks.registry import load_config
+from mmldlm.tasks.translation.parameter_plan import decided_freeze
 
 
 def decided(folder, *words, preset="mmdit_stable"):

@@ -9,10 +9,10 @@ import sys
 import pytest
 import yaml
 
-from mmldlm.config.load import load_config
 from mmldlm.config.schema import WandbConfig
 from mmldlm.config.yaml_reader import format_yaml, parse_yaml, read_yaml
 from mmldlm.errors import UserError
+from mmldlm.tasks.registry import load_config
 
 LAUGHS = "a0: &a0 [x, x, x, x, x, x, x, x, x, x]\n" + "".join(
     f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 10)}]\n" for n in range(1, 9)

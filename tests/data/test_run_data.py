@@ -8,13 +8,13 @@ import shutil
 import numpy as np
 import pytest
 
-from mmldlm.config.load import load_config
 from mmldlm.data.manifest import MANIFEST
 from mmldlm.data.mixture import MixedStore
 from mmldlm.data.prepare.options import PrepareOptions
 from mmldlm.data.prepare.pipeline import prepare
 from mmldlm.data.store import Store
 from mmldlm.errors import MmldlmError, UserError
+from mmldlm.tasks.registry import load_config
 from mmldlm.tasks.translation.data import open_data
 
 
@@ -121,8 +121,8 @@ def test_token_batches_train_on_every_rank_alike(made_store):
             part.counts["text_tokens"] for part in parts
         } == {whole.counts["text_tokens"]}
         for name in ("text_timesteps", "latent_timesteps", "latents"):
-            joined = np.concatenate([part.tensors[name].numpy()[part.real] for part in parts])
-            np.testing.assert_array_equal(joined, whole.tensors[name].numpy())
+            joined = np.concatenate([getattr(part, name).numpy()[part.real] for part in parts])
+            np.testing.assert_array_equal(joined, getattr(whole, name).numpy())
 
 
 def test_a_sample_of_latents_is_looked_at_when_a_run_opens(store_copy):

@@ -84,7 +84,7 @@ def test_an_inf_of_one_module_in_bf16_alone_is_found(store, tmp_path, monkeypatc
 
 
 def test_weights_that_bf16_cannot_hold_are_named(store, tmp_path):
-    from mmldlm.config.load import load_config
+    from mmldlm.tasks.registry import load_config
     from mmldlm.tasks.translation.data import open_data
     from mmldlm.tasks.translation.task import TranslationTask
     from mmldlm.train import main
@@ -119,7 +119,7 @@ def test_one_sample_of_a_later_step_is_singled_out(store, tmp_path, monkeypatch,
     trained up to the step.
     """
     from mmldlm.data.store import Store
-    from mmldlm.tasks.row_reader import RowReader
+    from mmldlm.tasks.collation import RowReader
     from mmldlm.train import main
 
     get, chosen = Store.get, []
@@ -133,8 +133,8 @@ def test_one_sample_of_a_later_step_is_singled_out(store, tmp_path, monkeypatch,
 
     monkeypatch.setattr(Store, "get", corrupted)
     monkeypatch.setattr(RowReader, "_rejection_reason", lambda self, tokens, latent, length: None)
-    from mmldlm.config.load import load_config
     from mmldlm.data.batch_plan import BatchPlan
+    from mmldlm.tasks.registry import load_config
     from mmldlm.tasks.translation.data import open_data
 
     lengths = open_data(
@@ -161,11 +161,10 @@ def test_a_damaged_image_is_left_out_named_and_replayed(tmp_path, monkeypatch, c
     """A float latent that becomes infinite on its way from the disk; let through, the step is
     skipped and replayed.
     """
-    from mmldlm.config.load import load_config
-    from mmldlm.config.task_registry import find_task
     from mmldlm.data.batch_plan import BatchPlan
     from mmldlm.data.store import Store
-    from mmldlm.tasks.row_reader import RowReader
+    from mmldlm.tasks.collation import RowReader
+    from mmldlm.tasks.registry import find_task, load_config
     from mmldlm.train import main
 
     root = make_image_store(tmp_path / "images")

@@ -15,13 +15,13 @@ import pytest
 import torch
 
 from mmldlm.commands import sanity
-from mmldlm.config.load import load_config
 from mmldlm.data import loader
 from mmldlm.debug import sanity as sanity_steps
 from mmldlm.debug.sanity import SanityRunner
 from mmldlm.debug.sanity_checks import CHECKS, FAIL, NOT_RUN, PASS
 from mmldlm.errors import UserError
 from mmldlm.models import mmdit
+from mmldlm.tasks.registry import load_config
 from mmldlm.tasks.translation.data import open_data
 from mmldlm.tasks.translation.objective import TranslationObjective
 from tests.support.helpers import launch
@@ -298,7 +298,7 @@ def broken_batches(monkeypatch, act) -> None:
 
 def test_a_nan_batch_is_told_apart_and_never_reaches_the_weights(store, monkeypatch):
     def poison(batch):
-        batch.tensors["latents"][1, 5] = float("nan")
+        batch.latents[1, 5] = float("nan")
 
     broken_batches(monkeypatch, poison)
     found = examined(store)
@@ -310,8 +310,8 @@ def test_a_nan_batch_is_told_apart_and_never_reaches_the_weights(store, monkeypa
 
 def test_tokens_and_latents_of_another_sample_are_seen(store, monkeypatch):
     def swap(batch):
-        batch.tensors["latent_clean"][[0, 1]] = batch.tensors["latent_clean"][[1, 0]]
-        batch.tensors["text_targets"][0] += 1
+        batch.latent_clean[[0, 1]] = batch.latent_clean[[1, 0]]
+        batch.text_targets[0] += 1
 
     broken_batches(monkeypatch, swap)
     found = failed(examined(store))
@@ -326,7 +326,7 @@ def test_writing_into_the_batch_is_seen(store, monkeypatch):
     objective = TranslationObjective.__call__
 
     def writing(self, model, batch):
-        batch.tensors["latents"].mul_(1.0)
+        batch.latents.mul_(1.0)
         return objective(self, model, batch)
 
     monkeypatch.setattr(TranslationObjective, "__call__", writing)
@@ -417,7 +417,7 @@ def test_several_processes_are_refused(store, monkeypatch):
 
 
 def test_a_fault_gives_exit_code_1_and_strict_json(store, tmp_path, monkeypatch):
-    broken_batches(monkeypatch, lambda batch: batch.tensors["latents"].fill_(float("inf")))
+    broken_batches(monkeypatch, lambda batch: batch.latents.fill_(float("inf")))
     file = tmp_path / "report.json"
     assert command(store, "engine.kind=single", "--overfit_steps", "2", "--json", str(file)) == 1
     report = json.loads(

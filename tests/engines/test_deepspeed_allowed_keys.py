@@ -10,12 +10,12 @@ import sys
 
 import pytest
 
-from mmldlm.config.load import load_config
 from mmldlm.engines import deepspeed_allowed_keys as allowed_keys
 from mmldlm.engines import deepspeed_config
 from mmldlm.engines.deepspeed_config import merged_config, resolve_stage
 from mmldlm.errors import UserError
 from mmldlm.stability.guard import INITIAL_SCALE, MIN_SCALE, SCALE_WINDOW
+from mmldlm.tasks.registry import load_config
 
 
 class Asked(dict):

@@ -3,7 +3,6 @@ from pathlib import Path
 
 import pytest
 
-from mmldlm.config.load import load_config
 from mmldlm.engines.deepspeed_config import (
     CPU_BUCKET,
     GPU_BUCKET,
@@ -12,6 +11,7 @@ from mmldlm.engines.deepspeed_config import (
     resolve_stage,
 )
 from mmldlm.errors import UserError
+from mmldlm.tasks.registry import load_config
 from tests.trials.test_config_values import JSON_FILES
 
 DS_CONFIGS = sorted((Path(__file__).resolve().parents[2] / "ds_configs").glob("*.json"))

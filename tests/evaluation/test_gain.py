@@ -24,9 +24,9 @@ from mmldlm.evaluation.nelbo import measure
 from mmldlm.evaluation.sentences import choose_sentences
 from mmldlm.evaluation.settings import GainSettings
 from mmldlm.evaluation.statistics import derangement, ratio
-from mmldlm.models.latent_transformer import ModelOutput
+from mmldlm.models.base import ModelOutput
 from mmldlm.models.token_scores import TokenScores
-from mmldlm.tasks.text_scores import masked_text_scores
+from mmldlm.tasks.text_task import masked_text_scores
 
 
 class Known(torch.nn.Module):

@@ -12,8 +12,6 @@ import pytest
 import torch
 
 from mmldlm.cli import main
-from mmldlm.config.load import load_config
-from mmldlm.config.task_registry import find_task
 from mmldlm.evaluation.image_likelihood import (
     ARMS,
     bit_estimates,
@@ -21,6 +19,7 @@ from mmldlm.evaluation.image_likelihood import (
     frequency_estimates,
 )
 from mmldlm.evaluation.sentences import choose_sentences
+from mmldlm.tasks.registry import find_task, load_config
 from mmldlm.train import check_run, train
 from tests.support.image_store import make_image_store
 

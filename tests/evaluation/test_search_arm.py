@@ -11,11 +11,11 @@ from types import SimpleNamespace
 import pytest
 
 from mmldlm.commands.evaluate import _check_arguments, _gain_settings, add_arguments
-from mmldlm.config.task_registry import find_task
 from mmldlm.errors import UserError
 from mmldlm.evaluation.gain import evaluate
 from mmldlm.evaluation.settings import GainSettings
 from mmldlm.inference.judges import T2lJudge
+from mmldlm.tasks.registry import find_task
 
 
 def settings(**search):

@@ -11,7 +11,6 @@ import pytest
 import torch
 from rich.console import Console
 
-from mmldlm.config.task_registry import find_task
 from mmldlm.data.store import Store
 from mmldlm.evaluation.gain import evaluate
 from mmldlm.evaluation.sentences import choose_sentences
@@ -19,6 +18,7 @@ from mmldlm.evaluation.settings import GainSettings
 from mmldlm.evaluation.text_report import OVERLAP_LEGEND, SET_LEGEND, show_texts
 from mmldlm.evaluation.texts import measure_set, measure_text_arms, nearest_training_sentences
 from mmldlm.tasks.pretrained import Pretrained
+from mmldlm.tasks.registry import find_task
 from tests.evaluation.conftest import Words
 
 FLOORS = {"nearest_training_sentence", "unigram_draws", "most_frequent_tokens"}

@@ -7,8 +7,8 @@ from types import SimpleNamespace
 import pytest
 from torch.utils.flop_counter import FlopCounterMode
 
-from mmldlm.config.task_registry import find_task
 from mmldlm.sampling.judge import SamplingCost
+from mmldlm.tasks.registry import find_task
 
 
 def test_plain_sampling_costs_what_torch_counts(pretrained, hidden):

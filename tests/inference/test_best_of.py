@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 import torch
 
-from mmldlm.config.task_registry import find_task
 from mmldlm.errors import MmldlmError
 from mmldlm.inference.judges import best_of, candidate, write_candidate
 from mmldlm.sampling.decoding import most_probable_lengths
 from mmldlm.sampling.judge import cosines
+from mmldlm.tasks.registry import find_task
 
 
 def search(pretrained, hidden, judge, count=7, **options):

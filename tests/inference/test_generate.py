@@ -24,7 +24,7 @@ from mmldlm.inference.sample import sample
 from mmldlm.sampling.joint import sample_joint
 from mmldlm.sampling.latents import sample_latents
 from mmldlm.sampling.text import sample_text
-from mmldlm.tasks.text_scores import masked_text_scores
+from mmldlm.tasks.text_task import masked_text_scores
 
 
 def run(*words) -> int:
@@ -618,9 +618,14 @@ def test_the_documents_way_to_model_and_tokenizer(checkpoint):
         for line in text.splitlines()
         if line.startswith("    ") and "mmldlm convert" not in line
     ]
-    found = {}
-    exec("\n".join(filter(None, code)).replace('"OUT', f'"{checkpoint}'), found)
-    assert found["model"].config.vocab_size == 32 and found["tokenizer"].mask_token == "[MASK]"
+    values = {
+        "tokens": torch.tensor([[5, 6, 2]]),
+        "timesteps": torch.full((1,), 0.5),
+        "latents": torch.randn(1, 6),
+    }
+    exec("\n".join(filter(None, code)).replace('"OUT', f'"{checkpoint}'), values)
+    assert values["model"].config.vocab_size == 32 and values["tokenizer"].mask_token == "[MASK]"
+    assert values["out"].text.logits.shape == (1, 3, 32)
 
 
 def test_unit_norm_is_known_from_encoder_or_statistics(checkpoint, tmp_path):

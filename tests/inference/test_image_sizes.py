@@ -10,8 +10,7 @@ import pytest
 from PIL import Image
 
 from mmldlm.cli import main
-from mmldlm.config.load import load_config
-from mmldlm.config.task_registry import find_task
+from mmldlm.tasks.registry import find_task, load_config
 from mmldlm.train import check_run, train
 from tests.support.helpers import read_log
 from tests.support.image_store import make_image_store

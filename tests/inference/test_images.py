@@ -14,7 +14,6 @@ import torch
 from PIL import Image
 
 from mmldlm.cli import main
-from mmldlm.config.load import load_config
 from mmldlm.data.corpora.drawn_images import CHARACTERS
 from mmldlm.data.image_codec import ImageCodec
 from mmldlm.data.prepare.options import ImageOptions
@@ -24,6 +23,7 @@ from mmldlm.errors import UserError
 from mmldlm.inference.inputs import encode_texts
 from mmldlm.inference.load import load_pretrained
 from mmldlm.sampling.decoding import most_probable_lengths
+from mmldlm.tasks.registry import load_config
 from mmldlm.train import check_run, train
 from tests.support.image_store import make_image_store
 from tests.support.named_weights import save_clip, save_features

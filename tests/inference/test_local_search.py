@@ -8,13 +8,13 @@ import inspect
 import numpy as np
 import pytest
 
-from mmldlm.config.task_registry import find_task
 from mmldlm.errors import MmldlmError, UserError
 from mmldlm.inference import edits
 from mmldlm.inference import local_search as module
 from mmldlm.inference.judges import T2lJudge, best_of
 from mmldlm.inference.local_search import LocalSearchSettings, local_search
 from mmldlm.sampling.judge import cosines
+from mmldlm.tasks.registry import find_task
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 from mmldlm.commands.sample import add_arguments, main
-from mmldlm.config.task_registry import find_task
 from mmldlm.errors import UserError
 from mmldlm.inference.options import SearchOptions
+from mmldlm.tasks.registry import find_task
 
 
 def run(*words) -> int:

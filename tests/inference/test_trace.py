@@ -11,7 +11,6 @@ import pytest
 import torch
 
 from mmldlm.commands.sample import add_arguments, main
-from mmldlm.config.load import build_config
 from mmldlm.diffusion.gidd import GiddProcess
 from mmldlm.diffusion.hdlm import HierarchicalProcess
 from mmldlm.errors import UserError
@@ -29,6 +28,7 @@ from mmldlm.sampling.records import (
 from mmldlm.sampling.settings import MAX_TRACED_TEXTS
 from mmldlm.sampling.strategies import STRATEGIES
 from mmldlm.sampling.text import sample_text
+from mmldlm.tasks.registry import build_config
 
 VOCAB, MASK, PAD, EOS, DIM = 12, 3, 0, 2, 6
 CLUSTERS = torch.tensor([-1, 0, -1, -1, *[k % 2 for k in range(VOCAB - 4)]])
@@ -246,7 +246,7 @@ def test_traces_that_cannot_be_written_are_refused_before_the_model_is_read(
 
 
 def test_samplers_that_show_no_passes_are_refused(checkpoint, tmp_path, monkeypatch):
-    from mmldlm.tasks.baselines.ar.task import ArTask
+    from mmldlm.tasks.baselines.ar import ArTask
     from mmldlm.tasks.translation.task import TranslationTask
 
     assert [ArTask().records_passes(name) for name in ArTask.samplers["l2t"]] == [

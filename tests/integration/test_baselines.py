@@ -66,14 +66,14 @@ def test_a_resumed_run_has_the_same_losses(runs, arm, engine):
 )  # AR, GIDD and HDLM: in the tests of their tasks
 def test_the_skipped_step_is_replayed(runs, arm, tmp_path, monkeypatch):
     from mmldlm.cli import main
-    from mmldlm.tasks.baselines.mdlm.collator import MaskingCollator
+    from mmldlm.tasks.baselines.mdlm import MaskingCollator
 
     make = MaskingCollator.collate
 
     def planted(self, batch, *arguments):
         found = make(self, batch, *arguments)
         if batch.step == BAD_STEP - 1:
-            found.tensors["text_weights"][:] = float("nan")
+            found.text_weights[:] = float("nan")
         return found
 
     monkeypatch.setattr(MaskingCollator, "collate", planted)
@@ -95,9 +95,9 @@ def test_the_skipped_step_is_replayed(runs, arm, tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("arm", ["ar", "mdlm", "latent_dit_cross_attention", "gidd", "hdlm"])
 def test_sanity_finds_nothing_wrong(store, tmp_path, arm):
-    from mmldlm.config.task_registry import find_task
     from mmldlm.debug.sanity import SanityRunner
     from mmldlm.debug.sanity_checks import FAIL
+    from mmldlm.tasks.registry import find_task
 
     config = config_of(arm, str(store), str(tmp_path), "sanity", 1, "engine.kind=single")
     found = SanityRunner(find_task(config.task).open_data(config))

@@ -81,7 +81,7 @@ def test_uneven_batches_and_frozen_groups_on_every_engine(store, tmp_path):
     from mmldlm.checkpoints.convert import convert
     from mmldlm.models import MultimodalMMDiT
     from mmldlm.models.mmdit_config import ModelConfig
-    from mmldlm.tasks.translation.freezing import frozen_names
+    from mmldlm.tasks.translation.parameter_plan import frozen_names
 
     make_hypotheses(store, tmp_path / "hypotheses")
     make_image_store(tmp_path / "images")

@@ -30,10 +30,10 @@ def with_an_inf(model, bad_step: int):
 
 
 def test_the_plain_loop_dies_of_it_and_ours_skips_one_step(store, tmp_path, monkeypatch):
-    from mmldlm.config.load import load_config
     from mmldlm.data.batch_plan import BatchPlan
     from mmldlm.data.loader import MicroBatches, iterate_steps
     from mmldlm.models import MultimodalMMDiT
+    from mmldlm.tasks.registry import load_config
     from mmldlm.tasks.translation.data import open_data
     from mmldlm.tasks.translation.noiser import Noiser
     from mmldlm.tasks.translation.objective import TranslationObjective

@@ -157,9 +157,9 @@ def test_killed_and_resumed_it_has_the_same_losses(text, tmp_path):
 
 
 def test_a_resume_refuses_another_model_and_other_data(runs, text, tmp_path, command):
-    from mmldlm.config.load import load_config
     from mmldlm.config.resume_compat import diff_configs
     from mmldlm.errors import UserError
+    from mmldlm.tasks.registry import load_config
 
     words = words_of(text, runs, "single", "fragile_gpt2:FragileGpt2Task")
     diff = diff_configs(
@@ -232,8 +232,7 @@ def test_the_dry_run_of_preflight_trains_it(text, tmp_path):
 
 def test_the_memory_model_counts_the_parameters(text, monkeypatch):
     monkeypatch.syspath_prepend(str(EXAMPLE))
-    from mmldlm.config.load import load_config
-    from mmldlm.config.task_registry import find_task
+    from mmldlm.tasks.registry import find_task, load_config
 
     config = load_config(None, None, words_of(text, text.parent, "count"))
     task = find_task(config.task)

@@ -195,7 +195,7 @@ def test_too_many_skips_exit_4_and_another_seed_is_refused(store, tmp_path, caps
     def poisoned(self, item):
         batch = make(self, item)
         if self.plan.shuffle and item >= 4:
-            batch.tensors["latents"][:, 0] = float("nan")
+            batch.latents[:, 0] = float("nan")
         return batch
 
     monkeypatch.setattr(loader.MicroBatches, "__getitem__", poisoned)

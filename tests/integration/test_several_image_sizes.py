@@ -10,14 +10,13 @@ import numpy as np
 import pytest
 import torch
 
-from mmldlm.config.load import load_config
-from mmldlm.config.task_registry import find_task
 from mmldlm.data.batch_plan import local_slots
 from mmldlm.data.prepare.options import ImageOptions
 from mmldlm.data.prepare.pipeline import prepare
 from mmldlm.errors import UserError
 from mmldlm.models.flops import estimate_flops
 from mmldlm.models.mmdit import grid_positions
+from mmldlm.tasks.registry import find_task, load_config
 from tests.support.forward import run_model
 from tests.support.image_store import make_image_store
 
@@ -167,11 +166,10 @@ def test_every_image_weighs_the_same_whatever_its_size(run):
             .collate(batch, np.arange(GLOBAL_BATCH), data.train, data.train_lengths)
             .to("cpu")
         )
-        tensors = noised.tensors
         model.eval()
-        out = task.objective(data.config)._forward(model, tensors, tensors["text_weights"])
-        is_scored = tensors["latent_weights"] > 0
-        error = (out.latent - tensors["latent_targets"]).square().mean(-1)
+        out = task.objective(data.config)._forward(model, noised, noised.text_weights)
+        is_scored = noised.latent_weights > 0
+        error = (out.latent - noised.latent_targets).square().mean(-1)
         assert error.shape == (GLOBAL_BATCH, count)
         errors += error.mean(-1)[is_scored].tolist()
         loss, metrics = task.objective(data.config)(model, noised)
@@ -209,8 +207,9 @@ def test_an_image_has_the_positions_of_its_own_grid(stores, grid, rope):
         found, expected = (
             run_model(own, tokens, latents, attention_mask=tokens > 0) for own in (model, single)
         )
-    for name in ("latent_pred", "text_logits", "length_logits"):
-        torch.testing.assert_close(found[name], expected[name])
+    torch.testing.assert_close(found.latent, expected.latent)
+    torch.testing.assert_close(found.text.logits, expected.text.logits)
+    torch.testing.assert_close(found.length_logits, expected.length_logits)
 
 
 def test_another_number_of_latents_is_an_error(run):

@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 import torch
 
-from mmldlm.config.load import load_config
 from mmldlm.data.batch_plan import local_slots
 from mmldlm.data.encoders.encoder import Encoder
 from mmldlm.data.importers import sample_folders
@@ -20,6 +19,7 @@ from mmldlm.data.store import Store
 from mmldlm.data.verify import verify
 from mmldlm.errors import UserError
 from mmldlm.models import MultimodalMMDiT
+from mmldlm.tasks.registry import load_config
 from mmldlm.tasks.translation.data import open_data
 from mmldlm.tasks.translation.noiser import L2T, Noiser
 from mmldlm.tasks.translation.objective import TranslationObjective
@@ -198,7 +198,7 @@ def test_gradients_add_up_and_every_latent_counts(data):
     for step in (0, last):
         (whole,) = _batches(data, 1, 1, step)
         assert whole.counts["latents"] == N * int((whole.modes[whole.real] != L2T).sum())
-        assert whole.tensors["latents"].shape == (len(whole.ids), N, D)
+        assert whole.latents.shape == (len(whole.ids), N, D)
         loss, expected = gradients([whole])
         for world, accum in ((2, 1), (1, 3)):
             other, found = gradients(_batches(data, world, accum, step))
@@ -209,22 +209,22 @@ def test_gradients_add_up_and_every_latent_counts(data):
 
 def test_the_latent_loss_is_the_mean_over_real_latents(data):
     (batch,) = _batches(data, 1, 1)
-    net, tensors = _model(data), batch.tensors
+    net = _model(data)
     _, metrics = TranslationObjective(data.config)(net, batch)
     assert float(metrics["latent_scored"]) == batch.counts["latents"]
-    scored = tensors["latent_weights"] > 0
+    scored = batch.latent_weights > 0
     with torch.no_grad():
         out = run_model(
             net,
-            tensors["text_tokens"],
-            tensors["latents"],
-            tensors["text_timesteps"],
-            tensors["latent_timesteps"],
-            tensors["attention_mask"],
-            text_is_null=tensors["text_is_null"],
-            latent_is_null=tensors["latent_is_null"],
+            batch.text_tokens,
+            batch.latents,
+            batch.text_timesteps,
+            batch.latent_timesteps,
+            batch.attention_mask,
+            text_is_null=batch.text_is_null,
+            latent_is_null=batch.latent_is_null,
         ).latent
-    error = (out - tensors["latent_targets"])[scored].square().mean()
+    error = (out - batch.latent_targets)[scored].square().mean()
     torch.testing.assert_close(
         metrics["latent_error_sum"] / batch.counts["latents"], error, rtol=1e-4, atol=1e-6
     )
@@ -242,14 +242,16 @@ def test_one_bad_vector_masks_its_sample(data):
     noiser = Noiser(data.config, *ids, data.latent_mean, data.latent_std)
     batch = noiser.collate(plan.batch(0), np.arange(6), Damaged(), plan.lengths)
     assert [entry["id"] for entry in batch.bad] == [int(batch.ids[2])] and not batch.real[2]
-    assert all(torch.isfinite(t).all() for t in batch.tensors.values() if t.is_floating_point())
+    assert all(
+        torch.isfinite(t).all() for t in batch.named_tensors().values() if t.is_floating_point()
+    )
 
 
 def test_the_null_condition_is_that_of_training(data):
     net = _model(data).eval()
     tokens = torch.randint(5, 50, (2, 7))
     t = torch.full((2,), 0.5)
-    none = net(tokens, None, t)
+    none = run_model(net, tokens, None, t)
     given = run_model(
         net, tokens, torch.randn(2, N, D), t, latent_is_null=torch.ones(2, dtype=torch.bool)
     )

@@ -72,8 +72,7 @@ def test_no_row_of_padding_is_projected():
     """
     shape = replace(SMALL, fill=0.4)
     variant = Ours(shape, torch.float32)
-    tensors = variant.batch.tensors
-    num_real, scored = int(tensors["attention_mask"].sum()), len(tensors["text_positions"])
+    num_real, scored = int(variant.batch.attention_mask.sum()), len(variant.batch.text_positions)
     num_rows = num_real + shape.batch  # of latents, one each
     assert num_real < 0.5 * shape.batch * shape.length
     rows: set[int] = set()

@@ -17,12 +17,12 @@ import pytest
 
 from mmldlm.checkpoints import commit
 from mmldlm.cluster.hostfile import Node
-from mmldlm.config.load import load_config
 from mmldlm.launch import launcher
 from mmldlm.launch.launcher import exclude_nodes
 from mmldlm.launch.outcome import Outcome
 from mmldlm.launch.watcher import launcher_start
 from mmldlm.preflight.context import Context
+from mmldlm.tasks.registry import load_config
 from tests.support.helpers import LONG, ROOT
 
 SECRET = b"cannot-be-read-in-the-run"

@@ -40,9 +40,8 @@ def test_model_agrees_with_torchs_counter(fill, more, fused, monkeypatch):
     if fused:  # the counter hooks all modules, and hooked layers are really called
         monkeypatch.setattr(MMDiTBlock, "runs_fused", lambda self: True)
     variant = Ours(Shape(**{**vars(SHAPE), "fill": fill}), torch.float32, **more)
-    tensors = variant.batch.tensors
-    lengths = tensors["attention_mask"].sum(1).tolist()
-    found = estimate_flops(variant.model.config, lengths, len(tensors["text_positions"]))
+    lengths = variant.batch.attention_mask.sum(1).tolist()
+    found = estimate_flops(variant.model.config, lengths, len(variant.batch.text_positions))
     with sdpa_kernel(SDPBackend.MATH), counter() as forward, torch.no_grad():
         variant.loss()
     assert forward.get_total_flops() == found.forward

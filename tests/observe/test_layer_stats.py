@@ -15,7 +15,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from mmldlm.config.load import load_config
 from mmldlm.data.batch_plan import BatchPlan
 from mmldlm.data.loader import MicroBatches
 from mmldlm.engines.build import build_engine
@@ -26,11 +25,11 @@ from mmldlm.observe.layer_stats import (
     adamw_update,
     layers_of,
 )
+from mmldlm.tasks.registry import load_config
 from mmldlm.tasks.translation.data import open_data
-from mmldlm.tasks.translation.freezing import apply_freezing
 from mmldlm.tasks.translation.noiser import Noiser
 from mmldlm.tasks.translation.objective import TranslationObjective
-from mmldlm.tasks.translation.parameter_plan import parameter_plan
+from mmldlm.tasks.translation.parameter_plan import apply_freezing, parameter_plan
 from tests.support.helpers import run_ranks
 
 ENGINES = {
@@ -92,7 +91,7 @@ def steps(
         for micro in range(accum):
             batch = batches[(step - 1) * accum + micro]
             if step == BAD_STEP and micro == 0 and engine.rank == 0:
-                batch.tensors["latents"][0] = float("nan")
+                batch.latents[0] = float("nan")
             loss, _ = objective(engine.module, batch.to(engine.device))
             engine.backward(loss)
         norm = engine.grad_norm().item()

@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from mmldlm.config.schema import Config
-from mmldlm.config.task_registry import find_task
 from mmldlm.models.flops import estimate_flops
 from mmldlm.observe.throughput import StepTimer, peak_flops
+from mmldlm.tasks.registry import find_task
 from mmldlm.tasks.translation.config import TranslationConfig
 from tests.support.helpers import read_log, train_words
 

@@ -7,15 +7,18 @@ from __future__ import annotations
 import pytest
 import torch
 
-from mmldlm.config.load import load_config, preset_names
-from mmldlm.config.task_registry import find_task
+from mmldlm.config.load import preset_names
 from mmldlm.models.linear_cross_entropy import logits_bytes
 from mmldlm.models.memory import mmdit_working_bytes
 from mmldlm.models.token_scores import TokenQuery
 from mmldlm.preflight.memory_model import PLANS, state_bytes
 from mmldlm.tasks.corrector.model import Hypotheses
-from mmldlm.tasks.translation.freezing import apply_freezing, decided_freeze
-from mmldlm.tasks.translation.parameter_plan import stacked_matrices
+from mmldlm.tasks.registry import find_task, load_config
+from mmldlm.tasks.translation.parameter_plan import (
+    apply_freezing,
+    decided_freeze,
+    stacked_matrices,
+)
 from tests.support.forward import run_model
 
 IMAGE_PRESETS = [name for name in preset_names() if load_config(name).task.startswith("image_")]

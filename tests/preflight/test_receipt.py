@@ -10,9 +10,9 @@ import sys
 import pytest
 
 from mmldlm.commands import preflight
-from mmldlm.config.load import load_config
 from mmldlm.errors import UserError
 from mmldlm.preflight import receipt
+from mmldlm.tasks.registry import load_config
 
 
 def run(tmp_path, *words, capsys=None):

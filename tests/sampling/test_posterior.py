@@ -7,12 +7,12 @@ from __future__ import annotations
 import pytest
 import torch
 
-from mmldlm.config.load import build_config
 from mmldlm.diffusion.gidd import GiddProcess
 from mmldlm.diffusion.hdlm import HierarchicalProcess
 from mmldlm.errors import MmldlmError
 from mmldlm.models.plain import PlainTransformer
 from mmldlm.sampling.posterior import sample_by_posterior
+from mmldlm.tasks.registry import build_config
 
 VOCAB, MASK, PAD, EOS, DIM = 12, 3, 0, 2, 6
 CLUSTERS = torch.tensor([-1, 0, -1, -1, *[k % 2 for k in range(VOCAB - 4)]])

@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from mmldlm.config.load import load_config
 from mmldlm.config.schema import StabilityConfig
 from mmldlm.errors import UserError
 from mmldlm.stability.guard import Guard, LossScaler
+from mmldlm.tasks.registry import load_config
 from tests.stability.fp16_ranks import ENGINES
 from tests.support.helpers import launch, read_log, run_ranks
 

@@ -7,13 +7,13 @@ from __future__ import annotations
 import pytest
 import torch
 
-from mmldlm.config.load import load_config
 from mmldlm.engines.parameter_plan import ParameterPlan
 from mmldlm.engines.torch_engines import SingleEngine
 from mmldlm.errors import UserError
 from mmldlm.models import MultimodalMMDiT
 from mmldlm.models.mmdit_config import ModelConfig
 from mmldlm.stability.audit import check_precision, precision_problems
+from mmldlm.tasks.registry import load_config
 
 
 def engine_and_config(dtype: str):

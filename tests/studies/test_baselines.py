@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import pytest
 
-from mmldlm.config.load import load_config
+from mmldlm.tasks.registry import load_config
 from studies.baselines import baselines
 from studies.baselines.arms import known_arms
 

@@ -9,10 +9,9 @@ import json
 import numpy as np
 import pytest
 
-from mmldlm.config.load import load_config
-from mmldlm.config.task_registry import find_task
 from mmldlm.inference.options import SearchOptions
 from mmldlm.sampling.strategies import strategy_class
+from mmldlm.tasks.registry import find_task, load_config
 from studies.inversion import inversion
 from studies.inversion.arms import (
     ADAPTIVE,

@@ -13,8 +13,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from mmldlm.config.load import load_config  # noqa: E402
 from mmldlm.distributed.error_reporting import leave_process_group  # noqa: E402
+from mmldlm.tasks.registry import load_config  # noqa: E402
 from mmldlm.train import check_run, train  # noqa: E402
 from tests.support.run_files import drop_checkpoints  # noqa: E402
 
@@ -103,7 +103,7 @@ def poison_one_step() -> None:
             and self.rank == self.world_size - 1
             and item // self.accum == BAD_STEP - 1
         ):
-            batch.tensors["text_weights"][:] = float("nan")
+            batch.text_weights[:] = float("nan")
         return batch
 
     loader.MicroBatches.__getitem__ = poisoned

@@ -9,8 +9,8 @@ from __future__ import annotations
 import sys
 import time
 
-from mmldlm.config.load import load_config
 from mmldlm.distributed.error_reporting import leave_process_group
+from mmldlm.tasks.registry import load_config
 from mmldlm.train import check_run, train
 from tests.support.helpers import train_words
 

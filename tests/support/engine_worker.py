@@ -15,8 +15,8 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from mmldlm.config.load import load_config  # noqa: E402
 from mmldlm.distributed.error_reporting import leave_process_group
+from mmldlm.tasks.registry import load_config  # noqa: E402
 from mmldlm.train import check_run, train
 from tests.support.run_files import drop_checkpoints
 
@@ -108,7 +108,7 @@ def nonfinite(store: str, folder: str) -> None:
         batch = make(self, item)
         # Validation has another plan; only training's rank 1 at one step is hit.
         if self.rank == 1 and item // self.accum == BAD_STEP - 1 and self.plan.shuffle:
-            batch.tensors["latents"][:, 0] = float("nan")
+            batch.latents[:, 0] = float("nan")
         return batch
 
     loader.MicroBatches.__getitem__ = poisoned
@@ -186,7 +186,7 @@ def muon(store: str, folder: str) -> None:
     def poisoned(self, item):
         batch = make_batch(self, item)
         if self.rank == world - 1 and item // self.accum == BAD_STEP - 1 and self.plan.shuffle:
-            batch.tensors["latents"][:, 0] = float("nan")
+            batch.latents[:, 0] = float("nan")
         return batch
 
     def watched(*args):

@@ -140,13 +140,12 @@ def step(
     import torch
     from torch._subclasses.fake_tensor import FakeTensorMode
 
-    from mmldlm.config.load import load_config
-    from mmldlm.config.task_registry import find_task
     from mmldlm.data.loader import MicroBatches
     from mmldlm.engines.base import Autocast, compute_dtype
     from mmldlm.engines.ema import WeightAverage
     from mmldlm.engines.muon import attach_muon
     from mmldlm.engines.torch_engines import SingleEngine
+    from mmldlm.tasks.registry import find_task, load_config
 
     sizes = [
         f"data.latent_data_root={store}",
@@ -164,7 +163,7 @@ def step(
     )
     batch = batches[0]
     if full:
-        batch = cut(batch, int(batch.tensors["attention_mask"].sum(1).min()))
+        batch = cut(batch, int(batch.attention_mask.sum(1).min()))
     with FakeTensorMode(allow_non_fake_inputs=True) as mode:
         torch.set_default_dtype(torch.float32 if autocast else compute_dtype(dtype))
         with device:
@@ -180,9 +179,7 @@ def step(
         if config.optimizer.kind == "muon":
             attach_muon(engine, plan)
         engine.module = Autocast(model, "cuda", compute_dtype(dtype)) if autocast else model
-        batch.tensors = {
-            name: mode.from_tensor(tensor).to(device) for name, tensor in batch.tensors.items()
-        }
+        batch.map_tensors(lambda tensor: mode.from_tensor(tensor).to(device))
         objective, average = task.objective(config), WeightAverage(engine, 0.99)
         for _ in range(2):
             with crossings() as seen:
@@ -203,20 +200,19 @@ def step(
 
 def cut(batch, length: int):
     """The first `length` tokens of every text: a batch without padding."""
-    tensors = batch.tensors
-    rows, width = tensors["text_tokens"].shape
-    keep = tensors["text_positions"] % width < length
+    rows, width = batch.text_tokens.shape
+    keep = batch.text_positions % width < length
 
     def moved(places):
         return places // width * length + places % width
 
-    every = tensors["token_positions"]
-    tensors["token_positions"] = moved(every[every % width < length])
+    every = batch.token_positions
+    batch.token_positions = moved(every[every % width < length])
     for name in ("text_targets", "text_weights", "text_rows"):
-        tensors[name] = tensors[name][keep]
-    tensors["text_positions"] = moved(tensors["text_positions"][keep])
+        setattr(batch, name, getattr(batch, name)[keep])
+    batch.text_positions = moved(batch.text_positions[keep])
     for name in ("text_tokens", "attention_mask"):
-        tensors[name] = tensors[name][:, :length].contiguous()
+        setattr(batch, name, getattr(batch, name)[:, :length].contiguous())
     return batch
 
 

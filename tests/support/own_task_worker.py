@@ -14,8 +14,8 @@ ROOT = Path(__file__).resolve().parents[2]
 EXAMPLE = ROOT / "examples" / "own_task"
 sys.path[:0] = [str(ROOT), str(EXAMPLE), str(ROOT / "tests" / "support")]
 
-from mmldlm.config.load import load_config  # noqa: E402
 from mmldlm.distributed.error_reporting import leave_process_group  # noqa: E402
+from mmldlm.tasks.registry import load_config  # noqa: E402
 from mmldlm.train import check_run, main, train  # noqa: E402
 
 ENGINES = {

@@ -21,10 +21,10 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from mmldlm.checkpoints import locate  # noqa: E402
-from mmldlm.config.load import load_config  # noqa: E402
 from mmldlm.distributed.error_reporting import leave_process_group  # noqa: E402
 from mmldlm.errors import MmldlmError  # noqa: E402
 from mmldlm.stability.rollback import RollbackReason  # noqa: E402
+from mmldlm.tasks.registry import load_config  # noqa: E402
 from mmldlm.tasks.translation.objective import TranslationObjective  # noqa: E402
 from mmldlm.train import check_run, train  # noqa: E402
 from mmldlm.training import checkpointer, loop  # noqa: E402

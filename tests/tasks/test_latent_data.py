@@ -4,9 +4,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from mmldlm.config.load import build_config
 from mmldlm.errors import UserError
 from mmldlm.tasks.latent_data import fill_from_store
+from mmldlm.tasks.registry import build_config
 
 TOKENIZER = {
     "name": "words",

@@ -5,10 +5,10 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from mmldlm.config.load import load_config
 from mmldlm.data.batch_plan import BatchPlan, SpacedOrder
 from mmldlm.tasks import validation
-from mmldlm.tasks.translation.validation import passes_of
+from mmldlm.tasks.registry import load_config
+from mmldlm.tasks.translation.task import passes_of
 
 
 def num_samples(config, available: int, global_batch: int) -> int:

@@ -16,7 +16,7 @@ import torch
 from mmldlm.checkpoints import commit, locate
 from mmldlm.checkpoints.init_from import init_weights
 from mmldlm.checkpoints.manifest import MANIFEST, describe_file
-from mmldlm.config.load import load_config
+from mmldlm.tasks.registry import load_config
 from mmldlm.tasks.translation.data import open_data
 from mmldlm.tasks.translation.task import TranslationTask
 from mmldlm.train import main
@@ -337,7 +337,7 @@ def test_a_run_whose_last_steps_are_excluded_ends_normally(store, tmp_path, monk
     def poisoned(self, item):
         batch = make(self, item)
         if self.plan.shuffle and item >= 5:
-            batch.tensors["latents"][:, 0] = float("nan")
+            batch.latents[:, 0] = float("nan")
         return batch
 
     monkeypatch.setattr(loader.MicroBatches, "__getitem__", poisoned)

@@ -16,11 +16,12 @@ import tempfile
 import time
 from pathlib import Path
 
-from mmldlm.config.load import load_config, to_yaml
+from mmldlm.config.load import to_yaml
 from mmldlm.engines.deepspeed_config import merged_config, read_json
 from mmldlm.errors import UserError
 from mmldlm.preflight.check import check, fail, ok, skip
 from mmldlm.preflight.context import Context
+from mmldlm.tasks.registry import load_config
 from mmldlm.utils.entry_point import module_command
 
 DATA_IDLE_SECONDS = 30
@@ -96,9 +97,8 @@ def measure(config, world_size: int) -> dict:
         "fingerprint", "longest" (tokens), "shape", "config" (with what the data decides) and the
         entries of Task.model_sizes.
     """
-    from mmldlm.config.task_registry import find_task
-    from mmldlm.data.run_data import open_run_data
     from mmldlm.engines.build import check_engine
+    from mmldlm.tasks.registry import find_task, open_run_data
 
     facts: dict = {}
     try:

@@ -12,10 +12,10 @@ from mmldlm.checkpoints.locate import (
 )
 from mmldlm.checkpoints.manifest import read_manifest
 from mmldlm.checkpoints.training_state import read_training_state
-from mmldlm.config.load import build_config
 from mmldlm.config.resume_compat import batch_fix, diff_configs
 from mmldlm.errors import UserError
 from mmldlm.preflight.check import check, fail, ok, skip, warn
+from mmldlm.tasks.registry import build_config
 
 
 @check("RES001", 0, "head", "resume")

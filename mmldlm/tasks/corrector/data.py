@@ -13,7 +13,7 @@ from mmldlm.tasks.corrector.config import CorrectorConfig
 from mmldlm.tasks.corrector.hypotheses import SplitHypotheses
 from mmldlm.tasks.latent_data import open_latent_data
 from mmldlm.tasks.translation.data import TranslationData, latent_scaling
-from mmldlm.tasks.translation.freezing import decided_freeze
+from mmldlm.tasks.translation.parameter_plan import decided_freeze
 
 
 @dataclass(kw_only=True)

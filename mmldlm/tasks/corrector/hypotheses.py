@@ -88,9 +88,8 @@ class SplitHypotheses:
         eos: int,
         vocab_size: int,
         scale: Callable[[np.ndarray], np.ndarray],
-    ) -> tuple[dict[str, np.ndarray], dict[int, str]]:
-        """Return hypothesis_tokens [B, S] int64, hypothesis_latents fp32 in model space,
-        hypothesis_given [B] bool.
+    ) -> tuple[tuple[np.ndarray, np.ndarray, np.ndarray], dict[int, str]]:
+        """Return tokens [B, S] int64, latents fp32 in model space, and which are given [B] bool.
 
         Args:
             ids: [B] of the samples.
@@ -119,13 +118,9 @@ class SplitHypotheses:
                 )
         given[list(reasons)] = False
         tokens = np.full(shape, pad, np.int64)
-        for row in np.flatnonzero(given):
-            text = [*found.tokens[row].tolist(), eos][: shape[1]]
-            tokens[row, : len(text)] = text
+        for row in np.flatnonzero(given).tolist():
+            words = [*found.tokens[row].tolist(), eos][: shape[1]]
+            tokens[row, : len(words)] = words
         latents = np.zeros(found.latents.shape, np.float32)
         latents[given] = scale(found.latents[given])
-        return {
-            "hypothesis_tokens": tokens,
-            "hypothesis_latents": latents,
-            "hypothesis_given": given,
-        }, reasons
+        return (tokens, latents, given), reasons

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -9,20 +10,29 @@ import torch
 from torch import Tensor
 
 from mmldlm.data.batch_plan import GlobalBatch
-from mmldlm.tasks.batch_draws import counter_generator
+from mmldlm.tasks.collation import counter_generator
 from mmldlm.tasks.corrector.config import CorrectorConfig
 from mmldlm.tasks.corrector.hypotheses import SplitHypotheses
-from mmldlm.tasks.translation.noiser import L2T, NoisedBatch, Noiser, PaddedSamples
+from mmldlm.tasks.corrector.model import Hypotheses
+from mmldlm.tasks.translation.noiser import L2T, Noiser, PaddedSamples, TranslationBatch
 
 _HYPOTHESIS_STREAM = 7
 """Last counter word; those of other collators are in tasks/translation/noiser.py."""
 
 
+@dataclass(kw_only=True)
+class CorrectorBatch(TranslationBatch):
+    """One micro-batch, noised, with earlier texts for its latents.
+
+    Attributes:
+        hypotheses: None: the model reads none.
+    """
+
+    hypotheses: Hypotheses | None = None
+
+
 class CorrectorNoiser(Noiser):
     """Collator of the corrector task.
-
-    A batch also has hypothesis_tokens, hypothesis_latents and hypothesis_given
-    (`SplitHypotheses.arrays`).
 
     Args:
         config: The run's config.
@@ -33,6 +43,8 @@ class CorrectorNoiser(Noiser):
         options: Further arguments of Noiser.
     """
 
+    batch_class = CorrectorBatch
+
     def __init__(
         self,
         config: CorrectorConfig,
@@ -42,17 +54,18 @@ class CorrectorNoiser(Noiser):
         in_training: bool = True,
         **options: Any,
     ):
-        super().__init__(config, *words, in_training=in_training, **options)
+        options["in_training"] = in_training
+        super().__init__(config, *words, **options)
         self.hypotheses, self.reads_hypotheses = hypotheses, reads_hypotheses
         self.hypothesis_share = config.training.hypothesis_share if in_training else 1.0
 
     def collate(
         self, batch: GlobalBatch, slots: np.ndarray, samples: Any, lengths: np.ndarray
-    ) -> NoisedBatch:
+    ) -> CorrectorBatch:
         noised = super().collate(batch, slots, samples, lengths)
+        assert isinstance(noised, CorrectorBatch)
         if not self.reads_hypotheses:
-            for name in [name for name in noised.tensors if name.startswith("hypothesis_")]:
-                del noised.tensors[name]
+            noised.hypotheses = None
         return noised
 
     def _more_tensors(
@@ -63,7 +76,7 @@ class CorrectorNoiser(Noiser):
         modes: np.ndarray,
         real: np.ndarray,
         padded: PaddedSamples,
-    ) -> tuple[dict[str, Tensor], dict[int, str]]:
+    ) -> tuple[dict[str, Any], dict[int, str]]:
         if self.hypotheses is None:
             return {}, {}
         has_latent = (modes == L2T) & (padded.dropout >= self.dropout).numpy() & real
@@ -74,23 +87,24 @@ class CorrectorNoiser(Noiser):
         arrays, reasons = self.hypotheses.arrays(
             ids,
             has_latent & (np.array(draws) < self.hypothesis_share),
-            tuple(padded.tokens.shape),
+            (len(ids), padded.tokens.shape[1]),
             self.pad_token_id,
             self.eos_token_id,
             self.reader.vocab_size,
             self._scaled,
         )
-        return {name: torch.from_numpy(array) for name, array in arrays.items()}, reasons
+        return {"hypotheses": Hypotheses(*map(torch.from_numpy, arrays))}, reasons
 
     def _mask(
-        self, padded: PaddedSamples, strata: Tensor, more: dict[str, Tensor]
+        self, padded: PaddedSamples, strata: Tensor, more: dict[str, Any]
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """The result of `mask_texts`, with the texts that have a hypothesis wholly masked: their
         timestep and weight are 1.
         """
         masks = super()._mask(padded, strata, more)
-        if (is_given := more.get("hypothesis_given")) is None:
+        if "hypotheses" not in more:
             return masks
+        is_given = more["hypotheses"].given
         _, masked, timesteps, weights = masks
         masked = masked | is_given[:, None] & padded.attention
         noised = torch.where(masked, self.text.mask_token_id, padded.tokens)

@@ -25,7 +25,7 @@ from mmldlm.inference.edits import (
     Text,
 )
 from mmldlm.inference.local_search import LocalSearchSettings, local_search
-from mmldlm.models.latent_transformer import LatentInputs, TextInputs
+from mmldlm.models.base import LatentInputs, TextInputs
 from mmldlm.models.token_scores import TokenQuery
 from mmldlm.sampling.judge import FoundTexts, Judge, SamplingCost
 from mmldlm.sampling.model import device_of
@@ -33,7 +33,7 @@ from mmldlm.tasks.corrector.model import Hypotheses
 from mmldlm.tasks.pretrained import Pretrained
 
 if TYPE_CHECKING:
-    from mmldlm.models.latent_transformer import EncodedLatent
+    from mmldlm.models.base import EncodedLatent
 
 STARTS, CORRECTIONS = 4, 16
 """First texts of a latent, and edits that are judged in a round.

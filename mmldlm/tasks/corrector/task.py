@@ -1,28 +1,23 @@
-"""The corrector task: translation that also corrects an earlier text for the same latent.
-
-Torch is imported where it is needed.
-"""
+"""The corrector task: translation that also corrects an earlier text for the same latent."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from torch import Tensor
 
 from mmldlm.models.flops import Flops
+from mmldlm.sampling.judge import FoundTexts, Judge
 from mmldlm.tasks.corrector.config import CorrectorConfig
 from mmldlm.tasks.corrector.data import CorrectorData, open_data
+from mmldlm.tasks.corrector.model import CorrectorMMDiT
+from mmldlm.tasks.corrector.noiser import CorrectorBatch, CorrectorNoiser
+from mmldlm.tasks.corrector.objective import CorrectorObjective
+from mmldlm.tasks.pretrained import Pretrained
+from mmldlm.tasks.translation.noiser import Noiser
 from mmldlm.tasks.translation.task import TranslationTask
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from mmldlm.sampling.judge import FoundTexts, Judge
-    from mmldlm.tasks.corrector.model import CorrectorMMDiT
-    from mmldlm.tasks.corrector.noiser import CorrectorNoiser
-    from mmldlm.tasks.corrector.objective import CorrectorObjective
-    from mmldlm.tasks.pretrained import Pretrained
-    from mmldlm.tasks.translation.noiser import NoisedBatch, Noiser
-    from mmldlm.tasks.validation import PassTotals
+from mmldlm.tasks.validation import PassTotals
 
 
 class CorrectorTask(TranslationTask):
@@ -32,7 +27,7 @@ class CorrectorTask(TranslationTask):
     config_class = CorrectorConfig
     architecture = "CorrectorMMDiT"
 
-    # -- without torch
+    # -- data and costs
     # ---------------------------------------------------------------------------------------------
 
     def open_data(self, config: CorrectorConfig) -> CorrectorData:
@@ -59,17 +54,13 @@ class CorrectorTask(TranslationTask):
             latent_inputs=2 * flops.latent_inputs + len(lengths) * 2 * cond * (cond + width),
         )
 
-    # -- with torch
+    # -- model, batches and loss
     # ---------------------------------------------------------------------------------------------
 
     def model_class(self) -> type[CorrectorMMDiT]:
-        from mmldlm.tasks.corrector.model import CorrectorMMDiT
-
         return CorrectorMMDiT
 
     def noiser_class(self, config: CorrectorConfig) -> type[CorrectorNoiser]:
-        from mmldlm.tasks.corrector.noiser import CorrectorNoiser
-
         return CorrectorNoiser
 
     def collator(
@@ -81,8 +72,6 @@ class CorrectorTask(TranslationTask):
         return super().collator(data, seed, *words, **options)
 
     def objective(self, config: CorrectorConfig) -> CorrectorObjective:
-        from mmldlm.tasks.corrector.objective import CorrectorObjective
-
         return CorrectorObjective(config)
 
     def validation_passes(self, data: CorrectorData, seed: int) -> list[tuple[str, Noiser]]:
@@ -127,14 +116,14 @@ class CorrectorTask(TranslationTask):
     # ---------------------------------------------------------------------------------------------
 
     def unused_parameters(
-        self, model: CorrectorMMDiT, config: CorrectorConfig, batch: NoisedBatch
+        self, model: CorrectorMMDiT, config: CorrectorConfig, batch: CorrectorBatch
     ) -> Sequence[str]:
         """Return those of the translation task, and those that hypotheses alone read."""
         unused = [*super().unused_parameters(model, config, batch)]
-        given = batch.tensors.get("hypothesis_given")
-        if given is None or not bool(given.any()):
+        hypotheses = batch.hypotheses
+        if hypotheses is None or not bool(hypotheses.given.any()):
             names = ("to_text", "to_factor", "to_product", "to_pooled", "position")
             unused += [f"hypothesis_encoder.{name}" for name in names]
-        elif bool(given.all()):
+        elif bool(hypotheses.given.all()):
             unused.append("hypothesis_encoder.null_tokens")
         return unused

@@ -12,7 +12,8 @@ from mmldlm.errors import UserError
 from mmldlm.tasks.image_codes.config import ImageCodesConfig
 from mmldlm.tasks.image_text.data import ImageTextData
 from mmldlm.tasks.latent_data import open_latent_data
-from mmldlm.tasks.translation.freezing import decided_freeze
+from mmldlm.tasks.translation.parameter_plan import decided_freeze
+from mmldlm.utils.validation import not_none
 
 
 @dataclass(kw_only=True)
@@ -46,7 +47,7 @@ def open_data(config: ImageCodesConfig) -> ImageCodesData:
             "leave model.num_codes unset",
         )
     # This reads the codebook: damage is found here, and the run needs the file no more.
-    model.num_codes = len(data.codec.codebook)
+    model.num_codes = len(not_none(data.codec.codebook))
     data.config.training.freeze = decided_freeze(data.config)
     return data
 

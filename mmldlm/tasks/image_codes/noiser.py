@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -12,12 +13,31 @@ from torch import Tensor
 from mmldlm.data.batch_plan import GlobalBatch
 from mmldlm.data.store import Rows
 from mmldlm.diffusion import MaskedDiffusion
-from mmldlm.tasks.batch_draws import counter_generator
+from mmldlm.tasks.collation import RowReader, counter_generator
 from mmldlm.tasks.image_text.noiser import ImageNoiser
-from mmldlm.tasks.row_reader import RowReader
-from mmldlm.tasks.translation.noiser import L2T, NoisedBatch, PaddedSamples
+from mmldlm.tasks.translation.noiser import L2T, PaddedSamples, TranslationBatch
 
 _CODE_STREAM = 10  # last counter word; `noise_keys` has 9
+
+
+@dataclass(kw_only=True)
+class CodesBatch(TranslationBatch):
+    """One micro-batch of images as N ids of codes, masked. Nothing is regressed: there are no
+    latent_targets and no latent_weights.
+
+    Attributes:
+        latents: ids, num_codes for [MASK]. [B, N, 1] int64
+        latent_clean: ids. [B, N, 1] int64
+        latent_timesteps: k / N, 0 where the image is given. [B] fp32
+        code_positions: scored codes, in B * N. [M] int64
+        code_targets: their ids. [M] int64
+        code_weights: the NELBO's. [M] fp32
+        counts: codes (of all images to score) in place of latents.
+    """
+
+    code_positions: Tensor
+    code_targets: Tensor
+    code_weights: Tensor
 
 
 class CodeReader(RowReader):
@@ -39,13 +59,9 @@ class CodeNoiser(ImageNoiser):
     Of the N ids of an image exactly k = ceil(t N) are replaced by [MASK], id num_codes, and each
     is scored with weight N / k: `MaskedDiffusion.corrupt_count`, so that the loss is a bound
     (NELBO) on -log p(image | caption).
-
-    A batch has, in place of the tensors of noised latents:
-        latents [B, N, 1] int64 (with [MASK]), latent_clean [B, N, 1] int64, latent_timesteps [B]
-        fp32 (k / N, 0 where the image is given), code_positions [M] int64 in B * N, code_targets
-        [M] int64, code_weights [M] fp32, latent_is_null [B] bool.
-    `counts` has codes (of all images to score) instead of latents.
     """
+
+    batch_class = CodesBatch
 
     def __init__(self, config: Any, *words: Any, **options: Any):
         super().__init__(config, *words, **options)
@@ -54,7 +70,7 @@ class CodeNoiser(ImageNoiser):
 
     def collate(
         self, batch: GlobalBatch, slots: np.ndarray, samples: Any, lengths: np.ndarray
-    ) -> NoisedBatch:
+    ) -> TranslationBatch:
         noised = super().collate(batch, slots, samples, lengths)
         noised.counts["codes"] = noised.counts.pop("latents")
         return noised
@@ -104,14 +120,14 @@ class CodeNoiser(ImageNoiser):
         }
 
 
-def code_problems(batch: NoisedBatch, num_codes: int) -> list[str]:
+def code_problems(batch: CodesBatch, num_codes: int) -> list[str]:
     """Return what is wrong with the codes of a micro-batch.
 
     Masked ids are exactly those that are scored, or of a sample whose weight is 0; all others are
     the clean ones.
     """
-    tensors = {name: tensor.cpu() for name, tensor in batch.tensors.items()}
-    noised, clean = tensors["latents"][..., 0], tensors["latent_clean"][..., 0]
+    assert batch.latents is not None
+    noised, clean = batch.latents.cpu()[..., 0], batch.latent_clean.cpu()[..., 0]
     masked, problems = noised == num_codes, []
     if clean.numel() and not 0 <= int(clean.min()) <= int(clean.max()) < num_codes:
         problems.append(
@@ -119,7 +135,7 @@ def code_problems(batch: NoisedBatch, num_codes: int) -> list[str]:
         )
     if not torch.equal(noised[~masked], clean[~masked]):
         problems.append("codes that are not masked differ from the clean ones")
-    positions, targets = tensors["code_positions"], tensors["code_targets"]
+    positions, targets = batch.code_positions.cpu(), batch.code_targets.cpu()
     if not bool(masked.flatten()[positions].all()) or not torch.equal(
         clean.flatten()[positions], targets
     ):

@@ -7,8 +7,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mmldlm.models.latent_transformer import ModelOutput
+from mmldlm.models.base import ModelOutput
 from mmldlm.models.token_scores import TokenQuery
+from mmldlm.tasks.image_codes.noiser import CodesBatch
+from mmldlm.tasks.translation.noiser import TranslationBatch
 from mmldlm.tasks.translation.objective import LatentTerm, TranslationObjective
 
 
@@ -21,23 +23,22 @@ class CodeObjective(TranslationObjective):
     the weights).
     """
 
-    def _more_arguments(self, tensors: dict[str, Tensor]) -> dict[str, Any]:
-        return {
-            "latent_query": TokenQuery(
-                tensors["code_positions"], tensors["code_targets"], tensors["code_weights"]
-            )
-        }
+    def _more_arguments(self, batch: TranslationBatch) -> dict[str, Any]:
+        assert isinstance(batch, CodesBatch)
+        query = TokenQuery(batch.code_positions, batch.code_targets, batch.code_weights)
+        return {"latent_query": query}
 
-    def _latent_term(self, out: ModelOutput, tensors: dict[str, Tensor]) -> LatentTerm:
+    def _latent_term(self, out: ModelOutput, batch: TranslationBatch) -> LatentTerm:
         return LatentTerm(out.latent.loss_sum, "codes")
 
     def _latent_metrics(
-        self, out: ModelOutput, tensors: dict[str, Tensor], term: LatentTerm, zero: Tensor
+        self, out: ModelOutput, batch: TranslationBatch, term: LatentTerm, zero: Tensor
     ) -> dict[str, Tensor]:
+        assert isinstance(batch, CodesBatch)
         return {
             **dict.fromkeys(self.LATENT_SUMS, zero),
-            "code_nelbo_sum": torch.dot(out.latent.nll.float(), tensors["code_weights"]),
+            "code_nelbo_sum": torch.dot(out.latent.nll.float(), batch.code_weights),
             "code_correct": out.latent.correct.sum(dtype=torch.float32),
-            "code_scored": torch.full_like(zero, float(len(tensors["code_targets"]))),
-            "code_total": tensors["code_weights"].sum(),
+            "code_scored": torch.full_like(zero, float(len(batch.code_targets))),
+            "code_total": batch.code_weights.sum(),
         }

@@ -8,18 +8,18 @@ from collections.abc import Callable, Sequence
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from mmldlm.data.encoders.encoder import token_budget_batches
 from mmldlm.diffusion import MaskedDiffusion
-from mmldlm.models.latent_transformer import LatentInputs, TextInputs
+from mmldlm.models.base import LatentInputs, TextInputs
 from mmldlm.models.token_scores import TokenQuery
 from mmldlm.sampling.decoding import (
     DecodingState,
     predict_lengths,
 )
 from mmldlm.sampling.latents import check_guidance_interval, latent_shape, pad_texts
-from mmldlm.sampling.model import device_of
+from mmldlm.sampling.model import Model, device_of
 from mmldlm.sampling.records import Recorder, TextSamples
 from mmldlm.sampling.settings import DrawSettings
 from mmldlm.sampling.strategies import Observer, TextStrategy, strategy_class
@@ -65,7 +65,7 @@ class CodeState(DecodingState):
 
 def start_codes(
     name: str,
-    model: nn.Module,
+    model: Model,
     indices: Sequence[int],
     *,
     draw: DrawSettings,
@@ -91,7 +91,7 @@ def start_codes(
 
 @torch.inference_mode()
 def sample_codes(
-    model: nn.Module,
+    model: Model,
     texts: Sequence[Sequence[int]] | None,
     *,
     steps: int = CODE_STEPS,
@@ -164,7 +164,7 @@ def sample_codes(
 
 
 def _take_pass(
-    model: nn.Module,
+    model: Model,
     tokens: Tensor | None,
     real: Tensor | None,
     strategy: TextStrategy,
@@ -189,7 +189,7 @@ def _take_pass(
 
 
 def code_logits(
-    model: nn.Module,
+    model: Model,
     tokens: Tensor | None,
     real: Tensor | None,
     state: CodeState,
@@ -214,7 +214,7 @@ def pad_logits(logits: Tensor) -> Tensor:
 
 @torch.inference_mode()
 def sample_codes_and_texts(
-    model: nn.Module,
+    model: Model,
     num_samples: int,
     *,
     text_diffusion: MaskedDiffusion,

@@ -1,30 +1,27 @@
-"""The image_codes task: captions from images and images from captions, each image as ids of codes.
-
-Torch is imported where it is needed.
-"""
+"""The image_codes task: captions from images, and images as ids of codes from captions."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
 
 from mmldlm.models.flops import Flops
 from mmldlm.models.memory import head_bytes, regression_bytes
+from mmldlm.sampling.records import TextSamples
 from mmldlm.tasks.base import Metric
 from mmldlm.tasks.image_codes.config import CODE_SAMPLERS, CODE_STEPS, ImageCodesConfig
 from mmldlm.tasks.image_codes.data import ImageCodesData, open_data
+from mmldlm.tasks.image_codes.model import CodeEncoder, CodesMMDiT
+from mmldlm.tasks.image_codes.noiser import CodeNoiser, CodesBatch, code_problems
+from mmldlm.tasks.image_codes.objective import CodeObjective
+from mmldlm.tasks.image_codes.sampling import sample_codes, sample_codes_and_texts
 from mmldlm.tasks.image_text.task import ImageTextTask
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from mmldlm.sampling.records import TextSamples
-    from mmldlm.tasks.image_codes.model import CodesMMDiT
-    from mmldlm.tasks.image_codes.noiser import CodeNoiser
-    from mmldlm.tasks.image_codes.objective import CodeObjective
-    from mmldlm.tasks.pretrained import Pretrained
-    from mmldlm.tasks.translation.noiser import NoisedBatch
-    from mmldlm.tasks.validation import PassTotals
+from mmldlm.tasks.pretrained import Pretrained
+from mmldlm.tasks.validation import PassTotals
+from mmldlm.utils.validation import not_none
 
 CODE_SUMS = ("code_nelbo_sum", "code_correct", "code_scored", "code_total")
 
@@ -50,7 +47,10 @@ class ImageCodesTask(ImageTextTask):
         ),
         Metric("code_accuracy", "code_correct", "code_scored"),
     )
-    samplers: ClassVar = ImageTextTask.samplers | {"t2i": CODE_SAMPLERS}
+    samplers: ClassVar[Mapping[str, tuple[str, ...]]] = {
+        **ImageTextTask.samplers,
+        "t2i": CODE_SAMPLERS,
+    }
     unread_of_kinds: ClassVar[Mapping[str, tuple[str, ...]]] = {
         "t2i": ("method", "eta"),
         "i2t": ("condition_timestep",),
@@ -60,7 +60,7 @@ class ImageCodesTask(ImageTextTask):
     t2i_steps: ClassVar[int | None] = CODE_STEPS
     corruption = "masked"
 
-    # -- without torch
+    # -- data and costs
     # ---------------------------------------------------------------------------------------------
 
     def open_data(self, config: ImageCodesConfig) -> ImageCodesData:
@@ -82,7 +82,7 @@ class ImageCodesTask(ImageTextTask):
         scored = training.train_batch_size * model.num_latents // 2
         return max(
             super().logits_bytes(config, length, on_gpu),
-            head_bytes(model.num_codes, scored, training.dtype, on_gpu),
+            head_bytes(not_none(model.num_codes), scored, training.dtype, on_gpu),
         )
 
     def estimate_flops(
@@ -113,32 +113,27 @@ class ImageCodesTask(ImageTextTask):
     def latent_work(self, sums: Mapping[str, float]) -> dict[str, float]:
         return {"scored_codes": sums["code_scored"]}
 
-    # -- with torch
+    # -- model, batches and loss
     # ---------------------------------------------------------------------------------------------
 
     def model_class(self) -> type[CodesMMDiT]:
-        from mmldlm.tasks.image_codes.model import CodesMMDiT
-
         return CodesMMDiT
 
     def noiser_class(self, config: ImageCodesConfig) -> type[CodeNoiser]:
-        from mmldlm.tasks.image_codes.noiser import CodeNoiser
-
         return CodeNoiser
 
     def build_model(self, data: ImageCodesData) -> CodesMMDiT:
         """A function of config and data alone; the embeddings of codes start from their
         patches.
         """
-        import torch
-
         model = super().build_model(data)
-        model.latent_encoder.start_from(torch.from_numpy(data.codec.codebook.as_float32()))
+        assert isinstance(model, CodesMMDiT)
+        codebook, encoder = not_none(data.codec.codebook), model.latent_encoder
+        assert isinstance(encoder, CodeEncoder)
+        encoder.start_from(torch.from_numpy(codebook.as_float32()))
         return model
 
     def objective(self, config: ImageCodesConfig) -> CodeObjective:
-        from mmldlm.tasks.image_codes.objective import CodeObjective
-
         return CodeObjective(config)
 
     def validation_figures(self, totals: dict[str, PassTotals]) -> dict[str, float]:
@@ -159,15 +154,11 @@ class ImageCodesTask(ImageTextTask):
     def draw_images(
         self, pretrained: Pretrained, captions: list[list[int]], **options: Any
     ) -> Tensor:
-        from mmldlm.tasks.image_codes.sampling import sample_codes
-
         return sample_codes(pretrained.model, captions, **options)
 
     def draw_latents(
         self, pretrained: Pretrained, num_samples: int, *, solver: None, **options: Any
     ) -> Tensor:
-        from mmldlm.tasks.image_codes.sampling import sample_codes
-
         # A sampler by certainty would make the same image every time.
         options |= {"num_samples": num_samples, "sampler": "ancestral"}
         return sample_codes(pretrained.model, None, **options)
@@ -175,8 +166,6 @@ class ImageCodesTask(ImageTextTask):
     def draw_pairs(
         self, pretrained: Pretrained, num_samples: int, *, solver: None, **options: Any
     ) -> tuple[TextSamples, Tensor]:
-        from mmldlm.tasks.image_codes.sampling import sample_codes_and_texts
-
         return sample_codes_and_texts(
             pretrained.model, num_samples, text_diffusion=pretrained.text_diffusion, **options
         )
@@ -184,7 +173,7 @@ class ImageCodesTask(ImageTextTask):
     # -- debugging
     # ---------------------------------------------------------------------------------------------
 
-    def check_batch(self, data: ImageCodesData, batch: NoisedBatch) -> list[str]:
-        from mmldlm.tasks.image_codes.noiser import code_problems
-
-        return super().check_batch(data, batch) + code_problems(batch, data.config.model.num_codes)
+    def check_batch(self, data: ImageCodesData, batch: CodesBatch) -> list[str]:
+        return super().check_batch(data, batch) + code_problems(
+            batch, not_none(data.config.model.num_codes)
+        )

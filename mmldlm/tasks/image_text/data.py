@@ -14,7 +14,7 @@ from mmldlm.errors import UserError
 from mmldlm.tasks.image_text.config import ImageTextConfig
 from mmldlm.tasks.latent_data import open_latent_data
 from mmldlm.tasks.translation.data import TranslationData, latent_scaling
-from mmldlm.tasks.translation.freezing import decided_freeze
+from mmldlm.tasks.translation.parameter_plan import decided_freeze
 
 
 @dataclass(kw_only=True)

@@ -10,7 +10,7 @@ import numpy as np
 from mmldlm.data.batch_plan import GlobalBatch
 from mmldlm.data.image_codec import ImageCodec, draw_shifts, shift_latents
 from mmldlm.data.store import Rows
-from mmldlm.tasks.translation.noiser import L2T, NoisedBatch, Noiser, PaddedSamples
+from mmldlm.tasks.translation.noiser import L2T, Noiser, PaddedSamples, TranslationBatch
 
 
 class ImageNoiser(Noiser):
@@ -32,13 +32,13 @@ class ImageNoiser(Noiser):
 
     def collate(
         self, batch: GlobalBatch, slots: np.ndarray, samples: Any, lengths: np.ndarray
-    ) -> NoisedBatch:
-        found = super().collate(batch, slots, samples, lengths)
+    ) -> TranslationBatch:
+        noised = super().collate(batch, slots, samples, lengths)
         if self.counts_images:
-            of_an_image = math.prod(found.tensors["latent_clean"].shape[1:-1])
-            found.counts["latents"] //= of_an_image
-            found.counts["all_latents"] = len(batch.ids) * of_an_image
-        return found
+            of_an_image = math.prod(noised.latent_clean.shape[1:-1])
+            noised.counts["latents"] //= of_an_image
+            noised.counts["all_latents"] = len(batch.ids) * of_an_image
+        return noised
 
     def _pad(
         self, batch: GlobalBatch, rows: Rows, ids: np.ndarray, slots: np.ndarray

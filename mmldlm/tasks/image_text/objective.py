@@ -6,6 +6,8 @@ import math
 
 from torch import Tensor
 
+from mmldlm.models.base import ModelOutput
+from mmldlm.tasks.translation.noiser import TranslationBatch
 from mmldlm.tasks.translation.objective import LatentTerm, TranslationObjective
 
 
@@ -17,24 +19,21 @@ class ImageObjective(TranslationObjective):
     small one.
     """
 
-    def _num_latents(self, tensors: dict[str, Tensor]) -> int:
+    def _num_latents(self, batch: TranslationBatch) -> int:
         """What the errors of an image are divided by; 1 where all have one size, and the count is
         of latents.
         """
         has_sizes = self.config.model.latent_grids is not None
-        return math.prod(tensors["latents"].shape[1:-1]) if has_sizes else 1
+        return math.prod(batch.latent_clean.shape[1:-1]) if has_sizes else 1
 
-    def _latent_term(self, out: dict[str, Tensor], tensors: dict[str, Tensor]) -> LatentTerm:
-        term, count = super()._latent_term(out, tensors), self._num_latents(tensors)
+    def _latent_term(self, out: ModelOutput, batch: TranslationBatch) -> LatentTerm:
+        term, count = super()._latent_term(out, batch), self._num_latents(batch)
         return term if count == 1 else term._replace(total=term.total / count)
 
     def _latent_metrics(
-        self, out: dict[str, Tensor], tensors: dict[str, Tensor], term: LatentTerm, zero: Tensor
+        self, out: ModelOutput, batch: TranslationBatch, term: LatentTerm, zero: Tensor
     ) -> dict[str, Tensor]:
-        found, count = (
-            super()._latent_metrics(out, tensors, term, zero),
-            self._num_latents(tensors),
-        )
-        if count > 1:
-            found = {name: total / count for name, total in found.items()}
-        return found
+        sums = super()._latent_metrics(out, batch, term, zero)
+        if (count := self._num_latents(batch)) > 1:
+            sums = {name: total / count for name, total in sums.items()}
+        return sums

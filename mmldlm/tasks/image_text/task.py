@@ -1,25 +1,21 @@
-"""The image_text task: captions from images and images from captions.
-
-Torch is imported where it is needed.
-"""
+"""The image_text task: captions from images and images from captions."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
-from mmldlm.tasks.image_text.config import ImageTextConfig
+from torch import Tensor
+
+from mmldlm.sampling.latents import sample_latents
+from mmldlm.tasks.image_text.config import MODES, ImageTextConfig, both_words
 from mmldlm.tasks.image_text.data import ImageTextData, open_data
-from mmldlm.tasks.image_text.words import MODES, both_words
+from mmldlm.tasks.image_text.noiser import ImageNoiser
+from mmldlm.tasks.image_text.objective import ImageObjective
+from mmldlm.tasks.pretrained import Pretrained
+from mmldlm.tasks.translation.noiser import Noiser, TranslationBatch, batch_problems
+from mmldlm.tasks.translation.objective import TranslationObjective
 from mmldlm.tasks.translation.task import TranslationTask
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from mmldlm.tasks.image_text.noiser import ImageNoiser
-    from mmldlm.tasks.pretrained import Pretrained
-    from mmldlm.tasks.translation.noiser import NoisedBatch, Noiser
-    from mmldlm.tasks.translation.objective import TranslationObjective
 
 
 class ImageTextTask(TranslationTask):
@@ -30,8 +26,9 @@ class ImageTextTask(TranslationTask):
 
     name = "image_text"
     config_class = ImageTextConfig
-    samplers: ClassVar = TranslationTask.samplers | {
-        word: TranslationTask.samplers[mode] for word, mode in MODES.items()
+    samplers: ClassVar[Mapping[str, tuple[str, ...]]] = {
+        **TranslationTask.samplers,
+        **{word: TranslationTask.samplers[mode] for word, mode in MODES.items()},
     }
     sample_rate = "images_per_second"
     unread_of_kinds: ClassVar[Mapping[str, tuple[str, ...]]] = {
@@ -45,7 +42,7 @@ class ImageTextTask(TranslationTask):
     corruption = "noised"
     """What is done to the latents."""
 
-    # -- without torch
+    # -- data and costs
     # ---------------------------------------------------------------------------------------------
 
     def open_data(self, config: ImageTextConfig) -> ImageTextData:
@@ -60,12 +57,10 @@ class ImageTextTask(TranslationTask):
         """Return a few words about how the latents are corrupted, for `describe`."""
         return f"timestep_shift={config.latent_diffusion.timestep_shift:g}"
 
-    # -- with torch
+    # -- model, batches and loss
     # ---------------------------------------------------------------------------------------------
 
     def noiser_class(self, config: ImageTextConfig) -> type[Noiser]:
-        from mmldlm.tasks.image_text.noiser import ImageNoiser
-
         return ImageNoiser
 
     def collator(
@@ -73,6 +68,7 @@ class ImageTextTask(TranslationTask):
     ) -> ImageNoiser:
         """Return the noiser; only that of training shifts images (data.shift_pixels)."""
         noiser = super().collator(data, seed, *words, **options)
+        assert isinstance(noiser, ImageNoiser)
         noiser.counts_images = data.config.model.latent_grids is not None
         if seed is None and data.config.data.shift_pixels:
             noiser.codecs, noiser.shift_pixels = data.codecs, data.config.data.shift_pixels
@@ -80,8 +76,6 @@ class ImageTextTask(TranslationTask):
         return noiser
 
     def objective(self, config: ImageTextConfig) -> TranslationObjective:
-        from mmldlm.tasks.image_text.objective import ImageObjective
-
         return ImageObjective(config)
 
     def model_config(self, data: ImageTextData) -> dict[str, Any]:
@@ -100,8 +94,6 @@ class ImageTextTask(TranslationTask):
             options: steps, guidance, guidance_interval, seed, batch_tokens and progress of
                 `sample_latents`, and `t2i_options`.
         """
-        from mmldlm.sampling.latents import sample_latents
-
         return sample_latents(
             pretrained.model,
             captions,
@@ -113,7 +105,5 @@ class ImageTextTask(TranslationTask):
     # -- debugging
     # ---------------------------------------------------------------------------------------------
 
-    def check_batch(self, data: ImageTextData, batch: NoisedBatch) -> list[str]:
-        from mmldlm.tasks.translation.batch_checks import batch_problems
-
+    def check_batch(self, data: ImageTextData, batch: TranslationBatch) -> list[str]:
         return batch_problems(data, batch, data.shifted_latents)

@@ -16,7 +16,8 @@ if TYPE_CHECKING:  # preflight reads a config without torch
     from mmldlm.diffusion import GaussianProcess
 
 Mode = Literal["unconditional", "l2t", "t2l", "mixed"]
-PURE_MODES = ("unconditional", "l2t", "t2l")
+PureMode = Literal["unconditional", "l2t", "t2l"]
+PURE_MODES: tuple[PureMode, ...] = ("unconditional", "l2t", "t2l")
 # Schedules under which a prediction can be turned into x0; those that are not named go with all.
 SCHEDULES_OF_PREDICTION = {
     "v": ("cosine", "linear", "sigmoid"),
@@ -237,7 +238,7 @@ class TranslationTrainingConfig(TrainingConfig):
     """Mode: unconditional, l2t (embedding to text), t2l (text to embedding), or mixed (one mode
     per sample).
     """
-    loss_type_weights: dict[Literal["unconditional", "l2t", "t2l"], float] | None = None
+    loss_type_weights: dict[PureMode, float] | None = None
     """Weights of the modes under mixed, as in 'training.loss_type_weights={l2t: 0.7, t2l: 0.3}' or
     training.loss_type_weights.l2t=0.7; a mode that is not named has weight 0. None: equal
     weights."""
@@ -268,7 +269,7 @@ class TranslationTrainingConfig(TrainingConfig):
                     "training.loss_type_weights is read only when training.loss_type=mixed (it is"
                     f" {self.loss_type})"
                 )
-            check_weights("training.loss_type_weights", weights)
+            check_weights("training.loss_type_weights", {str(k): v for k, v in weights.items()})
         return self
 
     @model_validator(mode="after")

@@ -11,7 +11,7 @@ from mmldlm.data.mixture import MixedStore
 from mmldlm.data.store import Store
 from mmldlm.tasks.latent_data import LatentData, open_latent_data, standard_scaling
 from mmldlm.tasks.translation.config import TranslationConfig
-from mmldlm.tasks.translation.freezing import decided_freeze
+from mmldlm.tasks.translation.parameter_plan import decided_freeze
 
 
 @dataclass(kw_only=True)

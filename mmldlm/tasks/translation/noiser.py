@@ -1,4 +1,4 @@
-"""Noise one rank's micro-batch of a global batch.
+"""Noise one rank's micro-batch of a global batch, and check it.
 
 Modes, timesteps, masks and noise are functions, not state.
 """
@@ -6,8 +6,9 @@ Modes, timesteps, masks and noise are functions, not state.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, ClassVar, NamedTuple, Self
 
 import numpy as np
 import torch
@@ -19,11 +20,18 @@ from mmldlm.data.store import Rows
 from mmldlm.diffusion import MaskedDiffusion
 from mmldlm.diffusion.process import LatentProcess
 from mmldlm.diffusion.timesteps import logit_normal, low_discrepancy, shift, stretch
-from mmldlm.tasks.batch_draws import counter_generator, dropout_keys, keyed_normals, noise_keys
-from mmldlm.tasks.masking import mask_texts
-from mmldlm.tasks.row_reader import RowReader
-from mmldlm.tasks.translation.candidates import CandidateSampler
+from mmldlm.tasks.collation import (
+    CandidateSampler,
+    RowReader,
+    counter_generator,
+    dropout_keys,
+    keyed_normals,
+    mask_texts,
+    noise_keys,
+)
 from mmldlm.tasks.translation.config import PURE_MODES, TranslationConfig
+from mmldlm.tasks.translation.data import TranslationData
+from mmldlm.utils.validation import not_none
 
 UNCONDITIONAL, L2T, T2L = range(3)
 assert PURE_MODES == ("unconditional", "l2t", "t2l")
@@ -37,53 +45,85 @@ _SAMPLE_STREAM, _BATCH_STREAM, _CANDIDATE_STREAM, _OPTION_STREAM = 1, 2, 3, 4
 
 
 @dataclass(kw_only=True)
-class NoisedBatch(Batch):
+class TranslationBatch(Batch):
     """One micro-batch, noised. B samples, S positions (longest text), M scored positions, D latent
     dim.
 
     Where a text has N latents, [B, D] below is [B, N, D]; where the model makes two predictions of
-    each, latent_targets are [B, 2 * D] and latent_weights [B, 2].
+    each, latent_targets are [B, 2 * D] and latent_weights [B, 2]. Latents are in model space.
 
     Attributes:
-        tensors: text_tokens [B, S] int64 (noised), attention_mask [B, S] bool, latents [B, D] fp32
-            (noised, in model space, as latent_targets and latent_clean), text_timesteps [B],
-            latent_timesteps [B] fp32, text_is_null and latent_is_null [B] bool, token_positions
-            [T] int64 in B * S (text to compute: real tokens, of a null text the first position),
-            text_positions [M] int64 in B * S, text_targets [M] int64, text_weights [M] fp32 (NELBO
-            weight), text_rows [M] int64 (sample of each scored position), latent_targets [B, D]
-            fp32, latent_clean [B, D] fp32, latent_weights [B] fp32 (0 where the latent is not
-            scored), length_targets [B] int64 (length - 1), length_weights [B] fp32; with
-            candidates text_candidates [C] and text_columns [M] int64; with model.dropout
-            dropout_keys [B] int64. Above MAX_HOST_NOISE elements a sample, noise_keys [B] int64
-            stand for latents and latent_targets until `to` has drawn the noise.
-        process: of the latents.
+        text_tokens: noised. [B, S] int64
+        attention_mask: True for tokens and EOS. [B, S] bool
+        text_timesteps: 0 where the text is given. [B] fp32
+        text_is_null: the learned null stands for the text. [B] bool
+        token_positions: text to compute, in B * S: real tokens, of a null text the first position.
+            [T] int64
+        text_positions: scored positions, in B * S. [M] int64
+        text_targets: clean tokens. [M] int64
+        text_weights: the NELBO's. [M] fp32
+        text_rows: sample of each scored position. [M] int64
+        length_targets: length - 1. [B] int64
+        length_weights: 0 where the length is not scored. [B] fp32
+        latents: noised. [B, D] fp32; None until `to` has drawn the noise
+        latent_clean: [B, D] fp32
+        latent_targets: of the prediction. [B, D] fp32; None as `latents`
+        latent_timesteps: [B] fp32
+        latent_weights: 0 where the latent is not scored. [B] fp32
+        latent_is_null: the learned null stands for the latent. [B] bool
+        noise_keys: of the noise that `to` draws, above MAX_HOST_NOISE elements a sample. [B] int64
+        dropout_keys: with model.dropout, in training. [B] int64
+        text_candidates: tokens that are scored, with loss.text_candidates. [C] int64
+        text_columns: column of each target in text_candidates. [M] int64
         modes: [B] index in PURE_MODES.
+        process: of the latents.
         counts: text_tokens, latents (of N latents per text, each), lengths.
     """
 
+    text_tokens: Tensor
+    attention_mask: Tensor
+    text_timesteps: Tensor
+    text_is_null: Tensor
+    token_positions: Tensor
+    text_positions: Tensor
+    text_targets: Tensor
+    text_weights: Tensor
+    text_rows: Tensor
+    length_targets: Tensor
+    length_weights: Tensor
+    latents: Tensor | None = None
+    latent_clean: Tensor
+    latent_targets: Tensor | None = None
+    latent_timesteps: Tensor
+    latent_weights: Tensor | None = None
+    latent_is_null: Tensor
+    noise_keys: Tensor | None = None
+    dropout_keys: Tensor | None = None
+    text_candidates: Tensor | None = None
+    text_columns: Tensor | None = None
     modes: np.ndarray
     process: LatentProcess | None = None
 
-    def to(self, device: torch.device | str, non_blocking: bool = True) -> NoisedBatch:
+    def to(self, device: torch.device | str, non_blocking: bool = True) -> Self:
         """Move the tensors to a device, and noise there the latents that come with keys."""
         super().to(device, non_blocking)
-        if "noise_keys" in self.tensors:
+        if self.noise_keys is not None:
             assert self.process is not None
-            clean, timesteps = self.tensors["latent_clean"], self.tensors["latent_timesteps"]
-            noise = keyed_normals(self.tensors.pop("noise_keys"), clean.shape[1:])
-            self.tensors |= noised_latents(self.process, clean, noise, timesteps)
+            noise = keyed_normals(self.noise_keys, self.latent_clean.shape[1:])
+            self.noise_keys = None
+            self.latents, self.latent_targets = noised_latents(
+                self.process, self.latent_clean, noise, self.latent_timesteps
+            )
         return self
 
 
 def noised_latents(
     process: LatentProcess, clean: Tensor, noise: Tensor, timesteps: Tensor
-) -> dict[str, Tensor]:
-    """Tensors `latents` and `latent_targets` of a batch; a latent at timestep 0 stays as it is."""
+) -> tuple[Tensor, Tensor]:
+    """Noised latents, a latent at timestep 0 as it is, and the targets of their prediction."""
     noised = process.add_noise(clean, noise, timesteps)
-    return {
-        "latents": torch.where(_expand_like(timesteps == 0, clean), clean, noised),
-        "latent_targets": process.targets(clean, noise, timesteps),
-    }
+    latents = torch.where(_expand_like(timesteps == 0, clean), clean, noised)
+    return latents, process.targets(clean, noise, timesteps)
 
 
 def _expand_like(rows, like):
@@ -150,7 +190,12 @@ class Noiser:
         candidates: of loss.text_candidates; None: the text head scores the whole vocabulary.
         in_training: whether the training options that no evaluation has apply
             (l2t_condition_noise, dropout).
+
+    Class attributes:
+        batch_class: class of the batches, whose fields the tensors are.
     """
+
+    batch_class: ClassVar[type[TranslationBatch]] = TranslationBatch
 
     def __init__(
         self,
@@ -210,8 +255,8 @@ class Noiser:
         return BatchDraws(modes, text_u, latent_u)
 
     def collate(
-        self, batch: GlobalBatch, slots: np.ndarray, samples, lengths: np.ndarray
-    ) -> NoisedBatch:
+        self, batch: GlobalBatch, slots: np.ndarray, samples: Any, lengths: np.ndarray
+    ) -> TranslationBatch:
         """Noise the samples at some slots of a global batch; see Collator.
 
         Args:
@@ -244,8 +289,8 @@ class Noiser:
             tensors |= self.candidates.tensors(tensors["text_targets"], generator)
         modes_real = draws.modes[:num_real]
         has_text = modes_real != T2L
-        return NoisedBatch(
-            tensors=tensors,
+        return self.batch_class(
+            **tensors,
             ids=ids,
             modes=modes,
             process=self.latent,
@@ -269,14 +314,14 @@ class Noiser:
         modes: np.ndarray,
         real: np.ndarray,
         padded: PaddedSamples,
-    ) -> tuple[dict[str, Tensor], dict[int, str]]:
-        """Tensors that a subclass adds to a batch, and what it left out of some of the B samples:
+    ) -> tuple[dict[str, Any], dict[int, str]]:
+        """Fields that a subclass adds to a batch, and what it left out of some of the B samples:
         position -> reason.
         """
         return {}, {}
 
     def _mask(
-        self, padded: PaddedSamples, strata: Tensor, more: dict[str, Tensor]
+        self, padded: PaddedSamples, strata: Tensor, more: dict[str, Any]
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """The result of `mask_texts`; a subclass may mask other texts, by its own tensors."""
         return mask_texts(
@@ -327,9 +372,17 @@ class Noiser:
                 condition[row] = counter_generator(
                     self.seed, batch.epoch, sample, slot, _OPTION_STREAM
                 ).random(3)[1:]
-        given, drawn = (tokens, attention, latents), (uniform, drop, text_u, latent_u, condition)
-        normals = None if noise is None else torch.from_numpy(noise)
-        return PaddedSamples(*map(torch.from_numpy, given), normals, *map(torch.from_numpy, drawn))
+        return PaddedSamples(
+            tokens=torch.from_numpy(tokens),
+            attention=torch.from_numpy(attention),
+            latents=torch.from_numpy(latents),
+            noise=None if noise is None else torch.from_numpy(noise),
+            mask_uniform=torch.from_numpy(uniform),
+            dropout=torch.from_numpy(drop),
+            text=torch.from_numpy(text_u),
+            latent=torch.from_numpy(latent_u),
+            condition=torch.from_numpy(condition),
+        )
 
     def _text_tensors(
         self,
@@ -337,7 +390,7 @@ class Noiser:
         modes: np.ndarray,
         real: np.ndarray,
         strata: Tensor,
-        more: dict[str, Tensor],
+        more: dict[str, Any],
     ) -> dict[str, Tensor]:
         """Tensors of the text, masked by uniform numbers [B] fp64 of their noise levels.
 
@@ -384,12 +437,12 @@ class Noiser:
         timesteps = torch.where(is_l2t, condition, self._latent_timesteps(strata, padded.latent))
         clean = padded.latents
         weights = self.latent.loss_weights(timesteps.clamp_min(1e-6))
-        noised = (
-            {}
-            if padded.noise is None
-            else noised_latents(self.latent, clean, padded.noise, timesteps)
-        )
-        return noised | {
+        tensors = {}
+        if padded.noise is not None:
+            tensors["latents"], tensors["latent_targets"] = noised_latents(
+                self.latent, clean, padded.noise, timesteps
+            )
+        return tensors | {
             "latent_timesteps": timesteps.float(),
             "latent_clean": clean,
             "latent_weights": torch.where(
@@ -409,3 +462,70 @@ class Noiser:
                 strata if config.timesteps == "low_discrepancy" else own, config.min_timestep
             )
         return shift(t, config.timestep_shift)
+
+
+Variants = Callable[[np.ndarray], list[np.ndarray]]
+"""Stored latents of a batch -> what augmentation may make of them, each like the argument."""
+
+
+def batch_problems(
+    data: TranslationData, batch: TranslationBatch, variants: Variants | None = None
+) -> list[str]:
+    """Return what is wrong with a micro-batch: values out of range, or not those of the store."""
+    return [
+        *_range_problems(batch, data.config),
+        *_store_problems(batch, data, variants or (lambda latents: [latents])),
+    ]
+
+
+def _range_problems(batch: TranslationBatch, config: TranslationConfig) -> list[str]:
+    problems, vocab_size = [], not_none(config.model.vocab_size)
+    for name, ids in (("text_tokens", batch.text_tokens), ("text_targets", batch.text_targets)):
+        if ids.numel() and not 0 <= int(ids.min()) <= int(ids.max()) < vocab_size:
+            problems.append(
+                f"{name} holds ids {int(ids.min())}..{int(ids.max())} outside 0..{vocab_size - 1}"
+            )
+    for name in ("text_timesteps", "latent_timesteps"):
+        timesteps = getattr(batch, name)
+        if not bool(((timesteps >= 0) & (timesteps <= 1)).all()):
+            problems.append(f"{name} outside [0, 1]")
+    if not bool(batch.attention_mask.any(dim=1).all()):
+        problems.append("a text without a single token")
+    return problems
+
+
+def _store_problems(
+    batch: TranslationBatch, data: TranslationData, variants: Variants
+) -> list[str]:
+    """Rebuild the clean text and latent of every real row and compare them with the store."""
+    rows, clean = data.train.get(batch.ids), batch.text_tokens.cpu().clone()
+    attention, latents = batch.attention_mask.cpu(), batch.latent_clean.cpu().float()
+    width, positions = clean.shape[1], batch.text_positions.cpu()
+    if positions.numel() and not 0 <= int(positions.min()) <= int(positions.max()) < clean.numel():
+        return [f"text_positions outside 0..{clean.numel() - 1}"]
+    clean.view(-1)[positions] = batch.text_targets.cpu()
+    expected = [
+        _in_model_space(torch.from_numpy(variant), data) for variant in variants(rows.latents)
+    ]
+    problems = []
+    for row in batch.real.nonzero()[0].tolist():
+        text = torch.tensor([*rows.tokens[row].tolist(), data.config.model.eos_token_id])
+        real = torch.arange(width) < len(text)
+        if len(text) > width or not torch.equal(attention[row], real):
+            problems.append(
+                f"sample {batch.ids[row]}: attention_mask is not that of a text of {len(text)}"
+                " tokens"
+            )
+        elif not torch.equal(clean[row, : len(text)], text):
+            problems.append(f"sample {batch.ids[row]}: its tokens are not the store's")
+        if not any(
+            torch.allclose(latents[row], stored[row], rtol=1e-4, atol=1e-4) for stored in expected
+        ):
+            problems.append(f"sample {batch.ids[row]}: its latent is not the store's")
+    return problems
+
+
+def _in_model_space(latents: torch.Tensor, data: TranslationData) -> torch.Tensor:
+    if data.config.latent_diffusion.l2_normalize:
+        latents = torch.nn.functional.normalize(latents.float(), dim=-1)
+    return (latents - torch.as_tensor(data.latent_mean)) / torch.as_tensor(data.latent_std)

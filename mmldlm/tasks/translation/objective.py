@@ -7,12 +7,15 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
-from mmldlm.models.latent_transformer import LatentInputs, ModelOutput, TextInputs
+from mmldlm.models.base import LatentInputs, ModelOutput, TextInputs
 from mmldlm.models.token_scores import TokenQuery
-from mmldlm.tasks.translation.candidates import candidates_of
+from mmldlm.tasks.collation import candidates_of
+from mmldlm.tasks.text_task import scores_of_targets
 from mmldlm.tasks.translation.config import TranslationConfig
+from mmldlm.tasks.translation.noiser import TranslationBatch
+from mmldlm.utils.validation import not_none
 
 
 def _add_up(values: Sequence[Tensor]) -> Tensor:
@@ -32,12 +35,12 @@ class LatentTerm(NamedTuple):
 
     Attributes:
         total: its weighted sum, in the graph. fp32 scalar
-        count: name of the count of the batch that it is divided by.
+        denominator: name of the count of the batch that it is divided by.
         error: unweighted errors [B] or [B, N], for the metrics; None: there are none.
     """
 
     total: Tensor
-    count: str = "latents"
+    denominator: str = "latents"
     error: Tensor | None = None
 
 
@@ -63,8 +66,10 @@ class TranslationObjective:
         self._weighs_inside = config.training.dtype != "fp16"
         self.latent = config.latent_diffusion.process()
 
-    def __call__(self, model, batch) -> tuple[Tensor, dict[str, Tensor]]:
-        """Run the model on a NoisedBatch.
+    def __call__(
+        self, model: nn.Module, batch: TranslationBatch
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """Run the model.
 
         Returns:
             loss: fp32 scalar, this micro-batch's share of the global batch's loss.
@@ -75,8 +80,7 @@ class TranslationObjective:
                 latent), latent_scored, {name}_sum of each of the diagnostics of the latents'
                 process, length_nll_sum, length_scored, loss.
         """
-        tensors = batch.tensors
-        weights = tensors["text_weights"]
+        weights = batch.text_weights
         if self.loss.text_weighting == "uniform":
             weights = torch.full_like(weights, 2.0)  # a token is masked half of the time
         if self.loss.text_weight_clip is not None:
@@ -84,57 +88,51 @@ class TranslationObjective:
         if self.loss.text_loss_clamp is not None:
             weights = self._clamped_text_weights(model, batch, weights)
         text_share = self.loss.text_loss_weight / max(batch.counts["text_tokens"], 1)
-        if self._weighs_inside:
-            out = self._forward(model, tensors, weights * text_share)
-            text_loss = out.text.loss_sum
-        else:
-            out = self._forward(model, tensors, weights)
-            text_loss = out.text.loss_sum * text_share
-        latent = self._latent_term(out, tensors)
-        length_nll = F.cross_entropy(
-            out.length_logits, tensors["length_targets"], reduction="none"
-        )
-        length_sum = _weighted_sum(length_nll, tensors["length_weights"])
+        out = self._forward(model, batch, weights * text_share if self._weighs_inside else weights)
+        text_sum, _, _ = scores_of_targets(out)
+        text_loss = text_sum if self._weighs_inside else text_sum * text_share
+        latent = self._latent_term(out, batch)
+        length_logits = not_none(out.length_logits)
+        length_nll = F.cross_entropy(length_logits, batch.length_targets, reduction="none")
+        length_sum = _weighted_sum(length_nll, batch.length_weights)
 
         # Each term is in the graph even where this batch scores nothing of it: every parameter
         # then has a (zero) gradient on every rank, and no engine waits for one that never comes.
-        latent_share = self.loss.latent_loss_weight / max(batch.counts[latent.count], 1)
+        latent_share = self.loss.latent_loss_weight / max(batch.counts[latent.denominator], 1)
         length_share = self.loss.length_loss_weight / max(batch.counts["lengths"], 1)
         loss = text_loss.add(latent.total, alpha=latent_share).add(length_sum, alpha=length_share)
         with torch.no_grad():
-            return loss, self._metrics(loss, out, tensors, latent, length_sum)
+            return loss, self._metrics(loss, out, batch, latent, length_sum)
 
-    def _forward(self, model, tensors: dict[str, Tensor], weights: Tensor) -> ModelOutput:
+    def _forward(self, model: nn.Module, batch: TranslationBatch, weights: Tensor) -> ModelOutput:
+        assert batch.latents is not None
         return model(
             TextInputs(
-                tensors["text_tokens"],
-                tensors["text_timesteps"],
-                tensors["attention_mask"],
-                tensors["text_is_null"],
-                tensors["token_positions"],
+                batch.text_tokens,
+                batch.text_timesteps,
+                batch.attention_mask,
+                batch.text_is_null,
+                batch.token_positions,
             ),
-            LatentInputs(
-                tensors["latents"], tensors["latent_timesteps"], tensors["latent_is_null"]
-            ),
+            LatentInputs(batch.latents, batch.latent_timesteps, batch.latent_is_null),
             TokenQuery(
-                tensors["text_positions"],
-                tensors["text_targets"],
+                batch.text_positions,
+                batch.text_targets,
                 weights,
-                candidates_of(self.config, tensors) if "text_candidates" in tensors else None,
+                candidates_of(self.config, batch.text_candidates, batch.text_columns),
             ),
-            dropout_keys=tensors.get("dropout_keys"),
-            **self._more_arguments(tensors),
+            dropout_keys=batch.dropout_keys,
+            **self._more_arguments(batch),
         )
 
-    def _more_arguments(self, tensors: dict[str, Tensor]) -> dict[str, Any]:
+    def _more_arguments(self, batch: TranslationBatch) -> dict[str, Any]:
         """Further arguments of the model."""
         return {}
 
-    def _latent_term(self, out: ModelOutput, tensors: dict[str, Tensor]) -> LatentTerm:
-        errors = self._latent_errors(out.latent, tensors["latent_targets"])
-        return LatentTerm(
-            self._latent_sum(errors, tensors["latent_weights"]), error=_add_up(errors)
-        )
+    def _latent_term(self, out: ModelOutput, batch: TranslationBatch) -> LatentTerm:
+        assert batch.latent_targets is not None and batch.latent_weights is not None
+        errors = self._latent_errors(out.latent, batch.latent_targets)
+        return LatentTerm(self._latent_sum(errors, batch.latent_weights), error=_add_up(errors))
 
     def _latent_errors(self, predictions: Tensor, targets: Tensor) -> tuple[Tensor, ...]:
         """The error of each of the P predictions that stand side by side in the last dimension."""
@@ -177,42 +175,54 @@ class TranslationObjective:
         return F.mse_loss(prediction, target, reduction="none").mean(-1)
 
     @torch.no_grad()
-    def _clamped_text_weights(self, model, batch, weights: Tensor) -> Tensor:
+    def _clamped_text_weights(
+        self, model: nn.Module, batch: TranslationBatch, weights: Tensor
+    ) -> Tensor:
         """Weights with the samples above text_loss_clamp set to 0: the gradient a clamp leaves.
 
         Costs a second forward pass.
         """
-        tensors = batch.tensors
-        nll = self._forward(model, tensors, weights).text.nll
+        assert self.loss.text_loss_clamp is not None
+        _, nll, _ = scores_of_targets(self._forward(model, batch, weights))
         sums = torch.zeros(len(batch.ids), device=nll.device).index_add_(
-            0, tensors["text_rows"], nll * weights
+            0, batch.text_rows, nll * weights
         )
-        kept = sums / tensors["attention_mask"].sum(1) <= self.loss.text_loss_clamp
-        return weights * kept[tensors["text_rows"]]
+        kept = sums / batch.attention_mask.sum(1) <= self.loss.text_loss_clamp
+        return weights * kept[batch.text_rows]
 
-    def _metrics(self, loss, out, tensors, latent: LatentTerm, length_sum) -> dict[str, Tensor]:
-        num_logits = len(tensors["text_targets"]) * len(tensors.get("text_candidates", ()))
+    def _metrics(
+        self,
+        loss: Tensor,
+        out: ModelOutput,
+        batch: TranslationBatch,
+        latent: LatentTerm,
+        length_sum: Tensor,
+    ) -> dict[str, Tensor]:
+        candidates = batch.text_candidates
+        num_logits = 0 if candidates is None else len(batch.text_targets) * len(candidates)
         zero = torch.zeros_like(loss)
+        _, nll, correct = scores_of_targets(out)
         return {
             "loss": loss.detach(),
-            "text_nelbo_sum": _weighted_sum(out.text.nll, tensors["text_weights"]),
-            "text_correct": out.text.correct.sum(dtype=torch.float32),
-            "text_masked": torch.full_like(loss, float(len(tensors["text_targets"]))),
+            "text_nelbo_sum": _weighted_sum(nll, batch.text_weights),
+            "text_correct": correct.sum(dtype=torch.float32),
+            "text_masked": torch.full_like(loss, float(len(batch.text_targets))),
             "text_logits": torch.full_like(loss, float(num_logits)),
-            **self._latent_metrics(out, tensors, latent, zero),
+            **self._latent_metrics(out, batch, latent, zero),
             "length_nll_sum": length_sum.detach(),
-            "length_scored": tensors["length_weights"].sum(),
+            "length_scored": batch.length_weights.sum(),
         }
 
     def _latent_metrics(
-        self, out: ModelOutput, tensors: dict[str, Tensor], term: LatentTerm, zero: Tensor
+        self, out: ModelOutput, batch: TranslationBatch, term: LatentTerm, zero: Tensor
     ) -> dict[str, Tensor]:
         assert term.error is not None
-        is_scored = tensors["latent_weights"] > 0
+        assert batch.latents is not None and batch.latent_weights is not None
+        is_scored = batch.latent_weights > 0
         scored = (is_scored if is_scored.dim() == 1 else is_scored.any(1)).float()
-        x0 = self.latent.to_x0(out.latent, tensors["latents"], tensors["latent_timesteps"])
+        x0 = self.latent.to_x0(out.latent, batch.latents, batch.latent_timesteps)
         num_scored = scored.sum() if term.error.dim() == 1 else scored.sum() * term.error.shape[1]
-        cosine = F.cosine_similarity(x0, tensors["latent_clean"], dim=-1)
+        cosine = F.cosine_similarity(x0, batch.latent_clean, dim=-1)
         diagnosed = zip(self.latent.diagnostics, self.latent.diagnose(out.latent, x0), strict=True)
         return {
             "latent_error_sum": _weighted_sum(term.error, scored),

@@ -1,19 +1,140 @@
-"""How engines treat the parameters of the translation model."""
+"""Which parameters a mode trains, and how engines treat them.
+
+Decided before the engine is built: DeepSpeed ignores later changes.
+"""
 
 from __future__ import annotations
 
+from typing import Literal
+
 from torch import nn
 
-from mmldlm.config.schema import Config
+from mmldlm.config.renamed_keys import with_new_names
+from mmldlm.config.resume_compat import configs_to_resume
+from mmldlm.config.yaml_reader import read_yaml
 from mmldlm.engines.parameter_plan import ParameterPlan
+from mmldlm.errors import UserError
+from mmldlm.models import MultimodalMMDiT
 from mmldlm.models.layers import StreamLinear
-from mmldlm.tasks.translation.freezing import frozen_names
+from mmldlm.tasks.translation.config import TranslationConfig
+
+# MM-LDLM's rule: l2t keeps the latent side, t2l the text side as it is. Valid for a model whose
+# frozen side is already trained; from scratch it leaves a random projection (docs/objectives.md),
+# hence training.freeze=auto.
+FROZEN_GROUPS = {"unconditional": (), "mixed": (), "l2t": ("latent",), "t2l": ("text",)}
+# Heads that no loss of the mode reads: frozen under freeze=none as well, or weight decay alone
+# would move them.
+UNREAD_MODULES = {
+    "unconditional": (),
+    "mixed": (),
+    "l2t": ("latent_head",),
+    "t2l": ("text_head", "length_head"),
+}
+
+
+def frozen_names(model: MultimodalMMDiT, mode: str, freeze: str) -> set[str]:
+    """Names of the parameters that training.loss_type=mode with training.freeze=freeze leaves
+    alone.
+    """
+    assert freeze in (
+        "by_mode",
+        "none",
+    ), "auto is decided when the data is opened (decided_freeze)"
+    groups = model.parameter_groups()
+    names = (
+        {name for group in FROZEN_GROUPS[mode] for name in groups[group]}
+        if freeze == "by_mode"
+        else set()
+    )
+    names |= {
+        name for name, _ in model.named_parameters() if name.split(".")[0] in UNREAD_MODULES[mode]
+    }
+    return names
+
+
+def random_projection(mode: str, freeze: str, init_from: str | None) -> str | None:
+    """The warning for a run from scratch that freezes weights which nothing has trained; None
+    where it does not.
+    """
+    if freeze != "by_mode" or init_from is not None or not FROZEN_GROUPS[mode]:
+        return None
+    return (
+        f"training.freeze=by_mode without training.init_from: the {FROZEN_GROUPS[mode][0]} side"
+        " stays a random projection (docs/objectives.md says what it costs); training.freeze=auto"
+        " trains it"
+    )
+
+
+def apply_freezing(model: MultimodalMMDiT, mode: str, freeze: str) -> None:
+    """Set requires_grad of every parameter for a mode."""
+    frozen = frozen_names(model, mode, freeze)
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(name not in frozen)
+
+
+def verify_parameter_freezing(
+    model: MultimodalMMDiT, mode: str, freeze: str
+) -> dict[str, tuple[int, int]]:
+    """Check that exactly the parameters of the mode are trainable.
+
+    Returns:
+        group -> (trainable, all) parameter counts, for printing at start.
+
+    Raises:
+        UserError: naming parameters whose requires_grad is not what the mode asks for, or when
+            nothing is trainable.
+    """
+    frozen = frozen_names(model, mode, freeze)
+    wrong = [name for name, p in model.named_parameters() if p.requires_grad == (name in frozen)]
+    if wrong:
+        raise UserError(
+            f"{len(frozen)} frozen tensors for training.loss_type={mode},"
+            f" training.freeze={freeze}",
+            f"{len(wrong)} with the wrong requires_grad, first {wrong[0]}",
+            "do not change requires_grad after mmldlm has set it; choose with training.freeze",
+        )
+    parameters = dict(model.named_parameters())
+    counts = {}
+    for group, names in model.parameter_groups().items():
+        total = sum(parameters[name].numel() for name in names)
+        counts[group] = (
+            sum(parameters[name].numel() for name in names if name not in frozen),
+            total,
+        )
+    if not any(trainable for trainable, _ in counts.values()):
+        raise UserError(
+            "at least one trainable parameter",
+            "none",
+            "choose another training.freeze or training.loss_type",
+        )
+    return counts
+
+
+def decided_freeze(config: TranslationConfig) -> Literal["by_mode", "none"]:
+    """training.freeze with `auto` decided: `mode` or `none`.
+
+    A run that continues keeps what its checkpoints were trained with: one begun with
+    training.init_from need not name it again. Else trained weights are frozen by mode, and a
+    random projection never.
+    """
+    training = config.training
+    if training.freeze != "auto":
+        return training.freeze
+    for path in configs_to_resume(config):
+        try:
+            before = with_new_names(read_yaml(path))["training"]["freeze"]
+        except (OSError, UserError, KeyError, TypeError):
+            continue  # what cannot be read is refused where the checkpoint itself is read
+        if before in ("by_mode", "none"):
+            return before
+    return "none" if training.init_from is None else "by_mode"
+
 
 # Learned tokens and positions are embeddings that are not held by an nn.Embedding.
 EMBEDDING_PREFIXES = ("null_", "chunk_position", "latent_position")
 
 
-def parameter_plan(model: nn.Module, config: Config) -> ParameterPlan:
+def parameter_plan(model: MultimodalMMDiT, config: TranslationConfig) -> ParameterPlan:
     """Plan for an MMDiT under training.loss_type and training.freeze (`auto` already resolved)."""
     return ParameterPlan(
         sharding_units=list(model.blocks),

@@ -1,32 +1,37 @@
-"""The translation task: text from latents and latents from text, by one MMDiT.
-
-Torch is imported where it is needed.
-"""
+"""The translation task: text from latents and latents from text, by one MMDiT."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
+import torch
+from torch import Tensor
+
+from mmldlm.engines.base import Engine
+from mmldlm.engines.parameter_plan import ParameterPlan
+from mmldlm.models import MultimodalMMDiT
 from mmldlm.models.flops import Flops, estimate_flops
 from mmldlm.models.memory import logits_bytes, mmdit_activation_bytes, mmdit_working_bytes
+from mmldlm.sampling.joint import sample_joint
+from mmldlm.sampling.latents import sample_latents
+from mmldlm.sampling.records import TextSamples
 from mmldlm.tasks.base import Metric, ModelSizes
+from mmldlm.tasks.collation import CandidateSampler
+from mmldlm.tasks.initialization import set_first_weights
+from mmldlm.tasks.pretrained import Pretrained
 from mmldlm.tasks.text_task import MaskedTextTask
-from mmldlm.tasks.translation import freezing
 from mmldlm.tasks.translation.config import PURE_MODES, TranslationConfig
 from mmldlm.tasks.translation.data import TranslationData, open_data
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from mmldlm.engines.base import Engine
-    from mmldlm.engines.parameter_plan import ParameterPlan
-    from mmldlm.models import MultimodalMMDiT
-    from mmldlm.sampling.records import TextSamples
-    from mmldlm.tasks.pretrained import Pretrained
-    from mmldlm.tasks.translation.noiser import NoisedBatch, Noiser
-    from mmldlm.tasks.translation.objective import TranslationObjective
-    from mmldlm.tasks.validation import PassTotals, Validation
+from mmldlm.tasks.translation.noiser import Noiser, TranslationBatch, batch_problems
+from mmldlm.tasks.translation.objective import TranslationObjective
+from mmldlm.tasks.translation.parameter_plan import (
+    decided_freeze,
+    parameter_plan,
+    random_projection,
+)
+from mmldlm.tasks.validation import PassTotals, Validation
+from mmldlm.utils.validation import not_none
 
 
 class TranslationTask(MaskedTextTask):
@@ -36,7 +41,7 @@ class TranslationTask(MaskedTextTask):
 
     name = "translation"
     config_class = TranslationConfig
-    sums = (
+    sums: ClassVar[tuple[str, ...]] = (
         "loss",
         "text_nelbo_sum",
         "text_correct",
@@ -48,7 +53,7 @@ class TranslationTask(MaskedTextTask):
         "length_nll_sum",
         "length_scored",
     )
-    metrics = (
+    metrics: ClassVar[tuple[Metric, ...]] = (
         Metric(
             "text_loss",
             "text_nelbo_sum",
@@ -80,7 +85,7 @@ class TranslationTask(MaskedTextTask):
         "guidance_interval",
     }
 
-    # -- without torch
+    # -- data and costs
     # ---------------------------------------------------------------------------------------------
 
     def open_data(self, config: TranslationConfig) -> TranslationData:
@@ -89,22 +94,13 @@ class TranslationTask(MaskedTextTask):
     def names_data(self, config: TranslationConfig) -> bool:
         return bool(config.data.roots)
 
-    def parameter_counts(self, config: TranslationConfig) -> dict[str, int] | None:
-        if config.model.latent_dim is None or config.model.vocab_size is None:
-            return None
-        from mmldlm.tasks.parameter_sizes import count_by_group
-
-        return count_by_group(self, config)
-
     def model_sizes(self, config: TranslationConfig, length: int) -> ModelSizes:
-        from mmldlm.tasks.parameter_sizes import parameter_sizes
-
-        freeze = {"freeze": freezing.decided_freeze(config)}
+        freeze = {"freeze": decided_freeze(config)}
         config = config.model_copy(update={"training": config.training.model_copy(update=freeze)})
         logits = (self.logits_bytes(config, length, on_gpu) for on_gpu in (False, True))
         logits_cpu, logits_gpu = logits
         return ModelSizes(
-            **parameter_sizes(self, config),
+            **self.parameter_sizes(config),
             activations=self.activation_bytes(config, length),
             logits_cpu=logits_cpu,
             logits_gpu=logits_gpu,
@@ -175,22 +171,19 @@ class TranslationTask(MaskedTextTask):
 
     def warnings(self, config: TranslationConfig) -> list[str]:
         training = config.training
-        frozen = freezing.random_projection(
-            training.loss_type, training.freeze, training.init_from
-        )
+        frozen = random_projection(training.loss_type, training.freeze, training.init_from)
         return [] if frozen is None else [frozen]
 
-    # -- with torch
+    # -- model, batches and loss
     # ---------------------------------------------------------------------------------------------
 
     def build_model(self, data: TranslationData) -> MultimodalMMDiT:
-        from mmldlm.tasks.translation.build_model import build_model
-
-        return build_model(data, self.model_class())
+        torch.manual_seed(data.config.training.seed)
+        model = self.model_class()(data.config.model)
+        set_first_weights(model, model.text_encoder.token_embedding, data)
+        return model
 
     def parameter_plan(self, model: MultimodalMMDiT, config: TranslationConfig) -> ParameterPlan:
-        from mmldlm.tasks.translation.parameter_plan import parameter_plan
-
         return parameter_plan(model, config)
 
     def parameter_groups(self, model: MultimodalMMDiT) -> dict[str, list[str]]:
@@ -201,8 +194,6 @@ class TranslationTask(MaskedTextTask):
 
     def noiser_class(self, config: TranslationConfig) -> type[Noiser]:
         """Return the class of the collators."""
-        from mmldlm.tasks.translation.noiser import Noiser
-
         return Noiser
 
     def collator(
@@ -220,14 +211,12 @@ class TranslationTask(MaskedTextTask):
         """
         model, candidates = data.config.model, None
         if seed is None and data.config.loss.text_candidates is not None:  # evaluation is exact
-            from mmldlm.tasks.translation.candidates import CandidateSampler
-
             candidates = CandidateSampler(data)
         return self.noiser_class(data.config)(
             data.config,
-            model.mask_token_id,
-            model.pad_token_id,
-            model.eos_token_id,
+            not_none(model.mask_token_id),
+            not_none(model.pad_token_id),
+            not_none(model.eos_token_id),
             data.latent_mean,
             data.latent_std,
             mode_weights=(
@@ -242,31 +231,45 @@ class TranslationTask(MaskedTextTask):
         )
 
     def objective(self, config: TranslationConfig) -> TranslationObjective:
-        from mmldlm.tasks.translation.objective import TranslationObjective
-
         return TranslationObjective(config)
 
     def validation(self, data: TranslationData, engine: Engine) -> Validation:
-        from mmldlm.tasks.validation import Validation
-
         seed = data.config.training.seed + Validation.SEED_OFFSET
         passes = self.validation_passes(data, seed)
         return Validation(self, data, engine, passes, self.validation_figures)
 
     def validation_passes(self, data: TranslationData, seed: int) -> list[tuple[str, Noiser]]:
         """Return name and collator of each pass over the validation samples."""
-        from mmldlm.tasks.translation.validation import passes_of
-
         return [
             (name, self.collator(data, seed, mode, dropout))
             for name, mode, dropout in passes_of(data.config)
         ]
 
     def validation_figures(self, totals: dict[str, PassTotals]) -> dict[str, float]:
-        """Return the validation metrics, from the totals of each pass."""
-        from mmldlm.tasks.translation.validation import figures
+        """Return the validation metrics, from the totals of each pass.
 
-        return figures(totals)
+        Returns:
+            {mode}_nelbo (nats per token, EOS counted), {mode}_token_accuracy (at masked
+            positions), {mode}_length_nll, {mode}_latent_mse, {mode}_latent_cosine; l2t_gain_null:
+            NELBO with the null minus with the right latent. A figure without anything scored is
+            left out.
+        """
+        figures: dict[str, float] = {}
+        for name, total in totals.items():
+            sums = total.sums
+            if not name.startswith("t2l") and total.num_tokens:
+                figures[f"{name}_nelbo"] = sums["text_nelbo_sum"] / total.num_tokens
+                correct, num_masked = sums["text_correct"], max(sums["text_masked"], 1)
+                figures[f"{name}_token_accuracy"] = correct / num_masked
+                length_nll, num_lengths = sums["length_nll_sum"], max(sums["length_scored"], 1)
+                figures[f"{name}_length_nll"] = length_nll / num_lengths
+            if sums["latent_scored"]:
+                figures[f"{name}_latent_mse"] = sums["latent_error_sum"] / sums["latent_scored"]
+                cosine = sums["latent_cosine_sum"] / sums["latent_scored"]
+                figures[f"{name}_latent_cosine"] = cosine
+        if "l2t_null_nelbo" in figures:
+            figures["l2t_gain_null"] = figures["l2t_null_nelbo"] - figures["l2t_nelbo"]
+        return figures
 
     def model_config(self, data: TranslationData) -> dict[str, Any]:
         """Return the model, its diffusion, and the encoder that its latents belong to."""
@@ -291,8 +294,6 @@ class TranslationTask(MaskedTextTask):
     # ------------------------------------------------------------------------------------
 
     def model_class(self) -> type[MultimodalMMDiT]:
-        from mmldlm.models import MultimodalMMDiT
-
         return MultimodalMMDiT
 
     def draw_latents(
@@ -303,8 +304,6 @@ class TranslationTask(MaskedTextTask):
         Args:
             options: steps, seed and progress of `sample_latents`.
         """
-        from mmldlm.sampling.latents import sample_latents
-
         return sample_latents(
             pretrained.model,
             None,
@@ -325,8 +324,6 @@ class TranslationTask(MaskedTextTask):
         Args:
             options: those of `sample_joint`.
         """
-        from mmldlm.sampling.joint import sample_joint
-
         return sample_joint(
             pretrained.model,
             num_samples,
@@ -341,13 +338,38 @@ class TranslationTask(MaskedTextTask):
     # ---------------------------------------------------------------------------------------------
 
     def unused_parameters(
-        self, model: MultimodalMMDiT, config: TranslationConfig, batch: NoisedBatch
+        self, model: MultimodalMMDiT, config: TranslationConfig, batch: TranslationBatch
     ) -> Sequence[str]:
-        from mmldlm.tasks.translation.batch_checks import unused_parameters
+        """Return beginnings of the names of parameters, or parts of them by stream, that a batch
+        gives a zero gradient.
 
-        return unused_parameters(model, config, batch)
+        In the last block the stream that no head of the mode reads still gives keys and values to
+        the other stream; the rest of it changes nothing. A learned null waits for a sample whose
+        condition was dropped.
+        """
+        stream = {"l2t": "latent", "t2l": "text"}.get(config.training.loss_type)
+        last = f"blocks.{len(model.blocks) - 1}"
+        unread = (
+            [f"{last}.{layer}.weight[{stream}]" for layer in ("to_out", "mlp_in", "mlp_out")]
+            if stream
+            else []
+        )
+        is_null = {"text": batch.text_is_null, "latent": batch.latent_is_null}
+        nulls = [f"{side}_encoder.null_" for side, rows in is_null.items() if not bool(rows.any())]
+        return (*unread, *nulls)
 
-    def check_batch(self, data: TranslationData, batch: NoisedBatch) -> list[str]:
-        from mmldlm.tasks.translation.batch_checks import batch_problems
-
+    def check_batch(self, data: TranslationData, batch: TranslationBatch) -> list[str]:
         return batch_problems(data, batch)
+
+
+def passes_of(config: TranslationConfig) -> list[tuple[str, str, float]]:
+    """Return name, mode and fraction of null conditions of each pass over the validation samples:
+    one per trained mode, and one of l2t with the null condition.
+    """
+    passes = []
+    for mode, weight in config.training.mode_weights().items():
+        if weight > 0:
+            passes.append((mode, mode, 0.0))
+            if mode == "l2t" and config.training.condition_dropout > 0:
+                passes.append(("l2t_null", "l2t", 1.0))
+    return passes

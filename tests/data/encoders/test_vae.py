@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 
 from mmldlm.cli import main
-from mmldlm.config.load import load_config
 from mmldlm.data.encoders.model_files import find_vae
 from mmldlm.data.image_codec import ImageCodec, VaeCodec
 from mmldlm.data.prepare import read
@@ -20,6 +19,7 @@ from mmldlm.data.prepare.pipeline import prepare
 from mmldlm.data.store import Store
 from mmldlm.data.verify import verify
 from mmldlm.errors import UserError
+from mmldlm.tasks.registry import load_config
 from mmldlm.train import check_run, train
 
 pytest.importorskip("diffusers", reason="needs mmldlm[vae]")

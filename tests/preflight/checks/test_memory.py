@@ -6,10 +6,10 @@ import json
 
 import pytest
 
-from mmldlm.config.load import build_config
 from mmldlm.engines.deepspeed_config import GPU_BUCKET
 from mmldlm.preflight import memory_model
 from mmldlm.preflight.check import FAIL, PASS, SKIP, Result
+from mmldlm.tasks.registry import build_config
 from tests.support.preflight_context import GIB, gpu, gpus, make_context, run
 
 

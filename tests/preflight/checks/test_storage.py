@@ -7,9 +7,9 @@ import json
 
 import pytest
 
-from mmldlm.config.load import build_config
 from mmldlm.preflight.check import FAIL, PASS, WARN
 from mmldlm.preflight.checks import storage
+from mmldlm.tasks.registry import build_config
 from tests.support.preflight_context import make_context, run
 
 

@@ -14,7 +14,7 @@ from mmldlm.diffusion import MaskedDiffusion
 from mmldlm.diffusion.masked import SCHEDULES
 from mmldlm.errors import MmldlmError
 from mmldlm.evaluation.nelbo import measure
-from mmldlm.tasks.text_scores import masked_text_scores
+from mmldlm.tasks.text_task import masked_text_scores
 from mmldlm.utils.counter_rng import Stream, uniforms
 from studies.information.curve import (
     BucketCurve,

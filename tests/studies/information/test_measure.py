@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from mmldlm.commands.evaluate import add_arguments
-from mmldlm.config.task_registry import find_task
 from mmldlm.errors import EXIT_USAGE, UserError
+from mmldlm.tasks.registry import find_task
 from studies.information import main as information
 from studies.information.curve import TextCurves
 from studies.information.measure import (
@@ -74,8 +74,8 @@ def test_files_of_the_report(report, tmp_path, capsys):
 @pytest.mark.parametrize("conditioning", ["none", "adaln", "cross_attention", "prefix"])
 def test_every_conditioning_of_mdlm(make, store, conditioning):
     from mmldlm.models.plain import PlainTransformer
-    from mmldlm.tasks.baselines.mdlm.config import MdlmModelConfig
-    from mmldlm.tasks.baselines.mdlm.task import MdlmTask
+    from mmldlm.tasks.baselines.config import MdlmModelConfig
+    from mmldlm.tasks.baselines.mdlm import MdlmTask
     from mmldlm.tasks.pretrained import Pretrained
     from mmldlm.tasks.translation.config import TextDiffusionConfig
 

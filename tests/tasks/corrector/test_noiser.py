@@ -5,7 +5,6 @@ cut of a batch.
 import numpy as np
 import pytest
 
-from mmldlm.config.load import build_config
 from mmldlm.config.renamed_keys import model_config_with_new_names, with_new_names
 from mmldlm.data.batch_plan import BatchPlan
 from mmldlm.data.loader import MicroBatches
@@ -13,6 +12,7 @@ from mmldlm.errors import UserError
 from mmldlm.tasks.corrector.data import open_data
 from mmldlm.tasks.corrector.hypotheses import SplitHypotheses
 from mmldlm.tasks.corrector.noiser import CorrectorNoiser
+from mmldlm.tasks.registry import build_config
 from mmldlm.tasks.translation.noiser import L2T
 from tests.tasks.translation.test_noiser import DIM, EOS, MASK, PAD, FakeStore
 
@@ -42,15 +42,14 @@ def batches(world=1, accum=1, rank=0, share=0.8, **training):
 def by_sample(found):
     seen = {}
     for batch in found:
-        tensors = batch.tensors
         for row in np.flatnonzero(batch.real):
-            length = int(tensors["attention_mask"][row].sum())
+            length = int(batch.attention_mask[row].sum())
             seen[int(batch.ids[row])] = (
-                bool(tensors["hypothesis_given"][row]),
-                tensors["hypothesis_tokens"][row, :length].tolist(),
-                tensors["hypothesis_latents"][row].tolist(),
+                bool(batch.hypotheses.given[row]),
+                batch.hypotheses.tokens[row, :length].tolist(),
+                batch.hypotheses.latents[row].tolist(),
                 int(batch.modes[row]),
-                bool(tensors["latent_is_null"][row]),
+                bool(batch.latent_is_null[row]),
             )
     return seen
 
@@ -81,19 +80,19 @@ def test_texts_with_one_are_wholly_masked_and_the_others_masked_as_before():
     plain.collator.hypotheses = None
     numbers = [0, 0]
     for i in range(4):
-        batch, without = found[i].tensors, plain[i].tensors
+        batch, without = found[i], plain[i]
         for row in np.flatnonzero(found[i].real & (found[i].modes == L2T)):
-            given, real = bool(batch["hypothesis_given"][row]), batch["attention_mask"][row]
+            given, real = bool(batch.hypotheses.given[row]), batch.attention_mask[row]
             numbers[given] += 1
             if given:
-                assert (batch["text_tokens"][row, real] == MASK).all() and batch["text_timesteps"][
+                assert (batch.text_tokens[row, real] == MASK).all() and batch.text_timesteps[
                     row
                 ] == 1
-                assert (batch["text_weights"][batch["text_rows"] == row] == 1).all()
-                assert int((batch["text_rows"] == row).sum()) == int(real.sum())
+                assert (batch.text_weights[batch.text_rows == row] == 1).all()
+                assert int((batch.text_rows == row).sum()) == int(real.sum())
             else:
-                assert (batch["text_tokens"][row] == without["text_tokens"][row]).all()
-                assert batch["text_timesteps"][row] == without["text_timesteps"][row]
+                assert (batch.text_tokens[row] == without.text_tokens[row]).all()
+                assert batch.text_timesteps[row] == without.text_timesteps[row]
     assert min(numbers) > 3
 
 
@@ -125,9 +124,9 @@ def test_normalized_latents_have_normalized_hypotheses():
     noiser = CorrectorNoiser(
         build_config(sections), MASK, PAD, EOS, 0 * MEAN, STD, hypotheses=FakeHypotheses(rows)
     )
-    batch = MicroBatches(rows, BatchPlan(rows.lengths, 12, 0), noiser, 0, 1, 1)[0].tensors
-    given = batch["hypothesis_given"]
-    norms = batch["hypothesis_latents"][given].norm(dim=-1) * float(STD[0])
+    batch = MicroBatches(rows, BatchPlan(rows.lengths, 12, 0), noiser, 0, 1, 1)[0]
+    given = batch.hypotheses.given
+    norms = batch.hypotheses.latents[given].norm(dim=-1) * float(STD[0])
     assert given.any() and np.allclose(norms, 1, atol=1e-5)
 
 

@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 
 from mmldlm.cli import main
-from mmldlm.config.load import load_config
 from mmldlm.data.store import Store
 from mmldlm.errors import UserError
 from mmldlm.tasks.corrector import write_hypotheses as module
 from mmldlm.tasks.corrector.data import open_data
+from mmldlm.tasks.registry import load_config
 from mmldlm.tasks.translation.task import TranslationTask
 from tests.support.helpers import launch, torchrun
 

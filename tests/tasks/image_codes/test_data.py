@@ -7,10 +7,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from mmldlm.config.load import build_config, load_config
 from mmldlm.config.renamed_keys import model_config_with_new_names, with_new_names
-from mmldlm.config.task_registry import find_task
 from mmldlm.errors import UserError
+from mmldlm.tasks.registry import build_config, find_task, load_config
 from tests.support.image_store import make_image_store
 
 

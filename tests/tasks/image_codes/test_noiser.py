@@ -10,9 +10,8 @@ import numpy as np
 import pytest
 import torch
 
-from mmldlm.config.load import load_config
-from mmldlm.config.task_registry import find_task
 from mmldlm.data.batch_plan import BatchPlan
+from mmldlm.tasks.registry import find_task, load_config
 from mmldlm.tasks.translation.noiser import L2T, T2L
 from tests.support.image_store import make_image_store
 
@@ -45,11 +44,10 @@ def collate(task, data, slots, step=3, size=32):
 def test_masked_ids_are_never_data_and_the_others_are_kept(codes):
     task, data = opened(codes)
     batch = collate(task, data, range(32), step=0)
-    tensors = batch.tensors
-    noised, clean = tensors["latents"][..., 0], tensors["latent_clean"][..., 0]
+    noised, clean = batch.latents[..., 0], batch.latent_clean[..., 0]
     stored = torch.from_numpy(data.train.get(batch.ids).latents)
     assert (
-        torch.equal(tensors["latent_clean"], stored)
+        torch.equal(batch.latent_clean, stored)
         and int(clean.max()) < Q
         and noised.dtype == torch.int64
     )
@@ -57,15 +55,11 @@ def test_masked_ids_are_never_data_and_the_others_are_kept(codes):
     assert torch.equal(noised[~masked], clean[~masked]) and int(noised.max()) == Q
     given = torch.from_numpy(batch.modes == L2T)
     assert 0 < int(given.sum()) < 32 and not bool(masked[given].any())
-    assert bool((tensors["latent_timesteps"][given] == 0).all()) and bool(
-        masked[~given].any(1).all()
-    )
-    torch.testing.assert_close(tensors["latent_timesteps"], (masked.sum(1) / N).float())
-    assert torch.equal(tensors["code_positions"], masked.flatten().nonzero()[:, 0])
-    assert torch.equal(tensors["code_targets"], clean.flatten()[tensors["code_positions"]])
-    weights = torch.zeros(32).index_add_(
-        0, tensors["code_positions"] // N, tensors["code_weights"]
-    )
+    assert bool((batch.latent_timesteps[given] == 0).all()) and bool(masked[~given].any(1).all())
+    torch.testing.assert_close(batch.latent_timesteps, (masked.sum(1) / N).float())
+    assert torch.equal(batch.code_positions, masked.flatten().nonzero()[:, 0])
+    assert torch.equal(batch.code_targets, clean.flatten()[batch.code_positions])
+    weights = torch.zeros(32).index_add_(0, batch.code_positions // N, batch.code_weights)
     torch.testing.assert_close(weights, N * (~given).float())  # of an image: its number of codes
     assert batch.counts["codes"] == N * int((~given).sum()) and "latents" not in batch.counts
     assert task.check_batch(data, batch) == []
@@ -74,11 +68,11 @@ def test_masked_ids_are_never_data_and_the_others_are_kept(codes):
 def test_numbers_of_masks_are_spread_evenly_and_independent_of_the_text(codes):
     task, data = opened(codes, "training.loss_type=unconditional")
     batch = collate(task, data, range(32), step=0)
-    counts = (batch.tensors["latents"][..., 0] == Q).sum(1)
+    counts = (batch.latents[..., 0] == Q).sum(1)
     assert counts.bincount(minlength=N + 1)[1:].tolist() == [2] * N, (
         "two of each in a batch of 2 N"
     )
-    share = batch.tensors["text_timesteps"]
+    share = batch.text_timesteps
     assert abs(float(torch.corrcoef(torch.stack([share, counts.float()]))[0, 1])) < 0.6
 
 
@@ -89,17 +83,17 @@ def test_draws_do_not_depend_on_micro_batches_nor_change_those_of_the_text(codes
         collate(task, data, slots, size=16) for slots in ([9, 10, 11, 12, 13, 14, 15], range(9))
     ]
     for name in ("latents", "latent_timesteps", "latent_is_null"):
-        joined = torch.cat([parts[1].tensors[name], parts[0].tensors[name]])
-        assert torch.equal(whole.tensors[name], joined), name
+        joined = torch.cat([getattr(parts[1], name), getattr(parts[0], name)])
+        assert torch.equal(getattr(whole, name), joined), name
     # Two clocks: the masks of the codes are not those of the text.
-    assert len(torch.unique(whole.tensors["latent_timesteps"])) > 4
+    assert len(torch.unique(whole.latent_timesteps)) > 4
 
 
 def test_null_captions_and_null_images_are_drawn_as_for_pixels(codes):
     task, data = opened(codes, "training.condition_dropout=0.5")
     batch = collate(task, data, range(32), step=0)
     for key, mode in (("text_is_null", T2L), ("latent_is_null", L2T)):
-        null = batch.tensors[key].numpy()
+        null = getattr(batch, key).numpy()
         assert (
             null.any()
             and (batch.modes[null] == mode).all()
@@ -120,18 +114,15 @@ def test_a_damaged_id_is_left_out_and_named(codes, tmp_path):
         and f"id {Q} of a code, expected one below {Q}" in bad["reason"]
     )
     assert found.real.tolist() == [slot != 2 for slot in range(32)]
-    assert (
-        2 not in (found.tensors["code_positions"] // N).tolist()
-        and int(found.tensors["latents"].max()) <= Q
-    )
+    assert 2 not in (found.code_positions // N).tolist() and int(found.latents.max()) <= Q
 
 
 def test_the_check_of_batches_knows_what_is_wrong(codes):
     task, data = opened(codes, "training.loss_type=t2l")
     batch = collate(task, data, range(8), size=8)
-    places = (batch.tensors["latents"][..., 0] != Q).nonzero()
-    batch.tensors["latents"][tuple(places[0])] += 1
+    places = (batch.latents[..., 0] != Q).nonzero()
+    batch.latents[tuple(places[0])] += 1
     assert len(task.check_batch(data, batch)) == 1
     batch = collate(task, data, range(8), size=8)
-    batch.tensors["code_targets"][0] += 1
+    batch.code_targets[0] += 1
     assert "code_targets" in task.check_batch(data, batch)[0]

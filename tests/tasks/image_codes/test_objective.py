@@ -10,9 +10,8 @@ import numpy as np
 import pytest
 import torch
 
-from mmldlm.config.load import load_config
-from mmldlm.config.task_registry import find_task
 from mmldlm.data.batch_plan import BatchPlan
+from mmldlm.tasks.registry import find_task, load_config
 from mmldlm.tasks.validation import PassTotals
 from tests.support.image_store import make_image_store
 
@@ -70,7 +69,7 @@ def test_micro_batches_add_up_to_the_loss_of_the_batch(opened):
 def test_a_batch_without_masked_codes_gives_every_parameter_a_gradient(opened):
     task, data, model = opened
     batch = batch_of(task, data, range(4), mode="l2t", seed=1, condition_dropout=0.0)
-    assert not len(batch.tensors["code_targets"])
+    assert not len(batch.code_targets)
     model.zero_grad()
     task.objective(data.config)(model, batch)[0].backward()
     assert [name for name, parameter in model.named_parameters() if parameter.grad is None] == []

@@ -12,7 +12,6 @@ import torch
 from PIL import Image
 
 from mmldlm.cli import main
-from mmldlm.config.load import load_config
 from mmldlm.data.image_codec import ImageCodec
 from mmldlm.data.store import Store
 from mmldlm.inference.load import load_pretrained
@@ -22,6 +21,7 @@ from mmldlm.tasks.image_codes.sampling import (
     sample_codes,
     sample_codes_and_texts,
 )
+from mmldlm.tasks.registry import load_config
 from mmldlm.train import check_run, train
 from tests.support.image_store import make_image_store
 

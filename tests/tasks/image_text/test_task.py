@@ -13,14 +13,13 @@ import torch
 from PIL import Image, ImageDraw
 from torch.profiler import ProfilerActivity, profile
 
-from mmldlm.config.load import load_config
-from mmldlm.config.task_registry import find_task
 from mmldlm.data.batch_plan import BatchPlan
 from mmldlm.data.image_codec import ImageCodec
 from mmldlm.data.prepare.options import ImageOptions
 from mmldlm.data.prepare.pipeline import prepare
 from mmldlm.data.store import Rows
 from mmldlm.errors import UserError
+from mmldlm.tasks.registry import find_task, load_config
 from mmldlm.tasks.translation.noiser import L2T
 from tests.support.image_store import make_image_store
 
@@ -104,16 +103,14 @@ def collate(task, data, slots):
 
 def test_shifts_do_not_depend_on_micro_batches_and_are_known_to_the_check(images):
     task, data = opened(images, "data.shift_pixels=2", "latent_diffusion.scaling=none")
-    whole = collate(task, data, range(8)).tensors["latent_clean"]
-    parts = [
-        collate(task, data, part).tensors["latent_clean"] for part in ([5, 6, 7], [0, 1, 2, 3, 4])
-    ]
+    whole = collate(task, data, range(8)).latent_clean
+    parts = [collate(task, data, part).latent_clean for part in ([5, 6, 7], [0, 1, 2, 3, 4])]
     assert torch.equal(whole, torch.cat([parts[1], parts[0]]))
     batch = collate(task, data, range(8))
     stored = torch.from_numpy(data.train.get(batch.ids).latents)
     moved = [not torch.equal(a, b) for a, b in zip(stored, whole)]
     assert sum(moved) >= 4 and task.check_batch(data, batch) == []
-    batch.tensors["latent_clean"][0, 0, 0] += 0.5
+    batch.latent_clean[0, 0, 0] += 0.5
     assert len(task.check_batch(data, batch)) == 1
     evaluated = task.collator(data, seed=7)
     assert evaluated.shift_pixels == 0
@@ -131,15 +128,13 @@ def test_images_to_make_may_stay_where_they_are(images):
     stored = torch.from_numpy(data.train.get(batch.ids).latents)
     for mode, found, shifted, own in zip(
         batch.modes.tolist(),
-        batch.tensors["latent_clean"],
-        all_shifted.tensors["latent_clean"],
+        batch.latent_clean,
+        all_shifted.latent_clean,
         stored,
     ):
         assert torch.equal(found, shifted if mode == L2T else own)
-    parts = [
-        collate(task, data, part).tensors["latent_clean"] for part in ([5, 6, 7], [0, 1, 2, 3, 4])
-    ]
-    assert torch.equal(batch.tensors["latent_clean"], torch.cat([parts[1], parts[0]]))
+    parts = [collate(task, data, part).latent_clean for part in ([5, 6, 7], [0, 1, 2, 3, 4])]
+    assert torch.equal(batch.latent_clean, torch.cat([parts[1], parts[0]]))
 
 
 @pytest.mark.parametrize(
@@ -161,7 +156,7 @@ def test_a_damaged_image_is_left_out_and_named(images, tmp_path):
     assert {entry["id"] for entry in found.bad} == {int(batch.ids[2]), int(batch.ids[5])}
     assert "non-finite" in found.bad[0]["reason"] and "norm" in found.bad[1]["reason"]
     assert found.real.tolist() == [slot not in (2, 5) for slot in range(8)]
-    assert bool((found.tensors["latent_weights"][[2, 5]] == 0).all())
+    assert bool((found.latent_weights[[2, 5]] == 0).all())
 
 
 def test_a_patch_of_zeros_is_trained_on(images, tmp_path):
@@ -218,11 +213,11 @@ def test_the_preset_of_256_pixels_takes_a_step(pictures):
         True,
     )
     batch = collate(task, data, range(6))
-    assert "latents" not in batch.tensors and batch.tensors["noise_keys"].shape == (6,)
+    assert batch.latents is None and batch.noise_keys.shape == (6,)
     network = task.build_model(data)
     loss, sums = task.objective(data.config)(network, batch.to("cpu"))
     loss.backward()
-    assert torch.isfinite(loss) and batch.tensors["latents"].shape == (6, 256, 768)
+    assert torch.isfinite(loss) and batch.latents.shape == (6, 256, 768)
     assert network.blocks[0].modulation.weight.grad.abs().sum() > 0
 
 

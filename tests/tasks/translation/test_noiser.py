@@ -4,11 +4,11 @@ import numpy as np
 import pytest
 import torch
 
-from mmldlm.config.load import build_config
 from mmldlm.data.batch_plan import BatchPlan
 from mmldlm.data.loader import MicroBatches, iterate_steps
 from mmldlm.data.store import Rows
 from mmldlm.errors import UserError
+from mmldlm.tasks.registry import build_config
 from mmldlm.tasks.translation.noiser import L2T, T2L, UNCONDITIONAL, Noiser
 
 MASK, PAD, EOS, DIM, SIZE = 3, 0, 2, 6, 101
@@ -46,23 +46,23 @@ def by_sample(batches):
     """What the model would see of every real sample, whatever the micro-batch it lies in."""
     seen = {}
     for batch in batches:
-        t = batch.tensors
+        t = batch
         for row in np.flatnonzero(batch.real):
-            length = int(t["attention_mask"][row].sum())
-            scored = t["text_rows"] == row
+            length = int(t.attention_mask[row].sum())
+            scored = t.text_rows == row
             seen[int(batch.ids[row])] = (
-                t["text_tokens"][row, :length].tolist(),
-                t["latents"][row].tolist(),
-                float(t["text_timesteps"][row]),
-                float(t["latent_timesteps"][row]),
-                bool(t["text_is_null"][row]),
-                bool(t["latent_is_null"][row]),
-                t["text_targets"][scored].tolist(),
-                t["text_weights"][scored].tolist(),
+                t.text_tokens[row, :length].tolist(),
+                t.latents[row].tolist(),
+                float(t.text_timesteps[row]),
+                float(t.latent_timesteps[row]),
+                bool(t.text_is_null[row]),
+                bool(t.latent_is_null[row]),
+                t.text_targets[scored].tolist(),
+                t.text_weights[scored].tolist(),
                 int(batch.modes[row]),
-                t["latent_targets"][row].tolist(),
-                t["latent_weights"][row].tolist(),
-                int(t["dropout_keys"][row]) if "dropout_keys" in t else None,
+                t.latent_targets[row].tolist(),
+                t.latent_weights[row].tolist(),
+                None if t.dropout_keys is None else int(t.dropout_keys[row]),
             )
     return seen
 
@@ -100,20 +100,14 @@ def test_noise_does_not_depend_on_how_the_batch_is_cut(world, accum, sections):
 def test_placeholders_weigh_nothing():
     part = dataset(world=4, rank=3)[8]
     assert not part.real.any() and part.num_tokens == 0
-    t = part.tensors
-    assert (
-        len(t["text_targets"]) == 0
-        and not t["latent_weights"].any()
-        and not t["length_weights"].any()
-    )
+    t = part
+    assert len(t.text_targets) == 0 and not t.latent_weights.any() and not t.length_weights.any()
 
 
 def test_counts_are_those_of_the_whole_batch():
     batch = dataset()[0]
     text = batch.modes != T2L
-    assert batch.counts["text_tokens"] == int(
-        batch.tensors["attention_mask"].sum(1).numpy()[text].sum()
-    )
+    assert batch.counts["text_tokens"] == int(batch.attention_mask.sum(1).numpy()[text].sum())
     assert (
         batch.counts["latents"] == (batch.modes != L2T).sum()
         and batch.counts["lengths"] == text.sum()
@@ -122,22 +116,19 @@ def test_counts_are_those_of_the_whole_batch():
 
 def test_modes_noise_the_right_side():
     for batch in (dataset()[i] for i in range(6)):
-        t, modes = batch.tensors, torch.from_numpy(batch.modes)
-        clean = t["latent_clean"]
-        assert torch.equal(t["latents"][modes == L2T], clean[modes == L2T])
-        assert (t["latent_timesteps"][modes == L2T] == 0).all() and (
-            t["text_timesteps"][modes == T2L] == 0
+        t, modes = batch, torch.from_numpy(batch.modes)
+        clean = t.latent_clean
+        assert torch.equal(t.latents[modes == L2T], clean[modes == L2T])
+        assert (t.latent_timesteps[modes == L2T] == 0).all() and (
+            t.text_timesteps[modes == T2L] == 0
         ).all()
-        assert not (t["text_tokens"][modes == T2L] == MASK).any()
-        assert (t["text_timesteps"][modes != T2L] > 0).all() and (
-            t["latent_timesteps"][modes != L2T] > 0
+        assert not (t.text_tokens[modes == T2L] == MASK).any()
+        assert (t.text_timesteps[modes != T2L] > 0).all() and (
+            t.latent_timesteps[modes != L2T] > 0
         ).all()
-        assert (modes[t["text_rows"]] != T2L).all()
-        assert (
-            not t["latent_is_null"][modes != L2T].any()
-            and not t["text_is_null"][modes != T2L].any()
-        )
-        assert torch.equal(t["latent_weights"] > 0, modes != L2T)
+        assert (modes[t.text_rows] != T2L).all()
+        assert not t.latent_is_null[modes != L2T].any() and not t.text_is_null[modes != T2L].any()
+        assert torch.equal(t.latent_weights > 0, modes != L2T)
 
 
 def test_mode_shares_are_exact_over_an_epoch_of_strata():
@@ -152,20 +143,17 @@ def test_mode_shares_are_exact_over_an_epoch_of_strata():
 
 def test_padding_and_special_tokens():
     for step in range(4):
-        t = dataset(loss_type="l2t")[step].tensors
-        real = t["attention_mask"]
-        assert (t["text_tokens"][~real] == PAD).all()
-        assert real.flatten()[t["text_positions"]].all()
-        assert torch.isin(t["text_targets"], torch.tensor([MASK, PAD])).sum() == 0
-        ends = t["length_targets"]
+        t = dataset(loss_type="l2t")[step]
+        real = t.attention_mask
+        assert (t.text_tokens[~real] == PAD).all()
+        assert real.flatten()[t.text_positions].all()
+        assert torch.isin(t.text_targets, torch.tensor([MASK, PAD])).sum() == 0
+        ends = t.length_targets
         restored = (
-            t["text_tokens"]
-            .flatten()
-            .scatter(0, t["text_positions"], t["text_targets"])
-            .view(real.shape)
+            t.text_tokens.flatten().scatter(0, t.text_positions, t.text_targets).view(real.shape)
         )
         assert (restored.gather(1, ends[:, None]) == EOS).all()
-        assert (t["text_tokens"].flatten()[t["text_positions"]] == MASK).all()
+        assert (t.text_tokens.flatten()[t.text_positions] == MASK).all()
 
 
 def test_epochs_and_seeds_differ():
@@ -180,10 +168,10 @@ def test_epochs_and_seeds_differ():
 
 
 def test_iteration_from_the_middle_and_with_workers():
-    straight = [b[0].tensors["latents"] for b in iterate_steps(dataset(), 0, 12)]
-    resumed = [b[0].tensors["latents"] for b in iterate_steps(dataset(), 7, 12)]
+    straight = [b[0].latents for b in iterate_steps(dataset(), 0, 12)]
+    resumed = [b[0].latents for b in iterate_steps(dataset(), 7, 12)]
     assert all(torch.equal(x, y) for x, y in zip(straight[7:], resumed, strict=True))
-    workers = [b[0].tensors["latents"] for b in iterate_steps(dataset(), 7, 12, num_workers=2)]
+    workers = [b[0].latents for b in iterate_steps(dataset(), 7, 12, num_workers=2)]
     assert all(torch.equal(x, y) for x, y in zip(resumed, workers, strict=True))
 
 
@@ -193,10 +181,8 @@ def test_fully_masked_only_is_the_named_option():
     )
     rows = FakeStore()
     noiser = Noiser(config, MASK, PAD, EOS, np.zeros(DIM, np.float32), np.ones(DIM, np.float32))
-    t = MicroBatches(rows, BatchPlan(rows.lengths, 12, 0), noiser, 0, 1, 1)[0].tensors
-    assert (t["text_timesteps"] == 1).all() and len(t["text_targets"]) == int(
-        t["attention_mask"].sum()
-    )
+    t = MicroBatches(rows, BatchPlan(rows.lengths, 12, 0), noiser, 0, 1, 1)[0]
+    assert (t.text_timesteps == 1).all() and len(t.text_targets) == int(t.attention_mask.sum())
 
 
 def noised(rows, **sections):
@@ -215,7 +201,7 @@ def noised(rows, **sections):
 
 def test_l2_normalise_makes_unit_vectors_before_scaling():
     batch = noised(FakeStore(), latent_diffusion={"l2_normalize": True, "scaling": "sqrt_d"})
-    norms = batch.tensors["latent_clean"].norm(dim=1)
+    norms = batch.latent_clean.norm(dim=1)
     assert torch.allclose(norms, torch.full_like(norms, DIM**0.5), rtol=1e-5)
     with pytest.raises(UserError, match="scaling=sqrt_d"):
         build_config({"latent_diffusion": {"l2_normalize": True}})
@@ -231,10 +217,7 @@ def test_nan_to_num_keeps_the_sample_and_names_it():
     assert [bad["id"] for bad in left_out.bad] == [bad["id"] for bad in mended.bad] == [victim]
     assert "replaced by the mean" in mended.bad[0]["reason"]
     assert mended.bad[0]["repaired"] and "repaired" not in left_out.bad[0]
-    assert (
-        mended.tensors["latent_clean"][place, 2] == 0
-        and torch.isfinite(mended.tensors["latents"]).all()
-    )
+    assert mended.latent_clean[place, 2] == 0 and torch.isfinite(mended.latents).all()
 
 
 # -- options of training alone
@@ -264,13 +247,13 @@ def test_options_change_their_samples_and_no_other_and_no_evaluation():
 
 
 def test_a_noised_condition_is_the_process_at_its_timestep():
-    t = dataset(loss_type="l2t", l2t_condition_noise=0.9, condition_dropout=0.0)[0].tensors
-    off = dataset(loss_type="l2t", condition_dropout=0.0)[0].tensors
-    angle = 0.5 * np.pi * t["latent_timesteps"][:, None]
-    noise = (t["latents"] - angle.cos() * off["latents"]) / angle.sin().clamp_min(1e-3)
-    moved = t["latent_timesteps"] > 0
+    t = dataset(loss_type="l2t", l2t_condition_noise=0.9, condition_dropout=0.0)[0]
+    off = dataset(loss_type="l2t", condition_dropout=0.0)[0]
+    angle = 0.5 * np.pi * t.latent_timesteps[:, None]
+    noise = (t.latents - angle.cos() * off.latents) / angle.sin().clamp_min(1e-3)
+    moved = t.latent_timesteps > 0
     assert 0.6 < float(moved.float().mean()) <= 1 and 0.5 < float(noise[moved].std()) < 1.5
-    assert torch.equal(t["latents"][~moved], off["latents"][~moved])
+    assert torch.equal(t.latents[~moved], off.latents[~moved])
 
 
 @pytest.mark.parametrize(
@@ -339,9 +322,7 @@ def test_logit_normal_has_the_mean_and_spread_of_the_config():
             "training": {"loss_type": "t2l"},
         }
         batches = [dataset(batch=50, sections=sections)[step] for step in range(2)]
-        return torch.logit(
-            torch.cat([batch.tensors["latent_timesteps"] for batch in batches]).double()
-        )
+        return torch.logit(torch.cat([batch.latent_timesteps for batch in batches]).double())
 
     default, moved = logits(), logits(logit_normal_mean=0.8, logit_normal_std=0.5)
     inside = default.abs() < 6  # min_timestep clamps the rest
@@ -399,25 +380,21 @@ def test_only_large_samples_are_noised_on_the_device(monkeypatch):
     """
     latent = {"latent_diffusion": {"schedule": "rectified_flow", "prediction": "flow"}}
     host = dataset(batch=100, sections=latent)[0]
-    assert "noise_keys" not in host.tensors
+    assert host.noise_keys is None
     monkeypatch.setattr("mmldlm.tasks.translation.noiser.MAX_HOST_NOISE", DIM - 1)
     batch = pickle.loads(
         pickle.dumps(dataset(batch=100, sections=latent)[0])
     )  # as a loading process sends it
-    assert not {"latents", "latent_targets"} & batch.tensors.keys()
-    assert batch.to("cpu").to("cpu").tensors.keys() == host.tensors.keys()
-    t, clean = batch.tensors, batch.tensors["latent_clean"]
+    assert batch.latents is batch.latent_targets is None
+    assert batch.to("cpu").to("cpu").named_tensors().keys() == host.named_tensors().keys()
+    t, clean = batch, batch.latent_clean
     for name in ("latent_clean", "latent_timesteps", "latent_weights", "latent_is_null"):
-        assert torch.equal(t[name], host.tensors[name]), name
+        assert torch.equal(getattr(t, name), getattr(host, name)), name
     is_l2t = torch.from_numpy(batch.modes == L2T)
-    assert is_l2t.any() and torch.equal(t["latents"][is_l2t], clean[is_l2t])
-    times = t["latent_timesteps"][~is_l2t, None]
-    noise = t["latent_targets"][~is_l2t] + clean[~is_l2t]  # the velocity is noise - clean
-    torch.testing.assert_close(t["latents"][~is_l2t], (1 - times) * clean[~is_l2t] + times * noise)
+    assert is_l2t.any() and torch.equal(t.latents[is_l2t], clean[is_l2t])
+    times = t.latent_timesteps[~is_l2t, None]
+    noise = t.latent_targets[~is_l2t] + clean[~is_l2t]  # the velocity is noise - clean
+    torch.testing.assert_close(t.latents[~is_l2t], (1 - times) * clean[~is_l2t] + times * noise)
     error = noise.numel() ** -0.5
     assert abs(float(noise.mean())) < 4 * error and abs(float(noise.var()) - 1) < 6 * error
-    assert (
-        not torch.isclose(noise, (host.tensors["latent_targets"] + clean)[~is_l2t], atol=1e-3)
-        .any(1)
-        .all()
-    )
+    assert not torch.isclose(noise, (host.latent_targets + clean)[~is_l2t], atol=1e-3).any(1).all()

@@ -2,19 +2,19 @@ import numpy as np
 import pytest
 import torch
 
-from mmldlm.config.load import build_config
 from mmldlm.data.batch_plan import BatchPlan, local_slots
 from mmldlm.data.store import Rows
 from mmldlm.errors import UserError
 from mmldlm.models import MultimodalMMDiT
 from mmldlm.models.mmdit_config import ModelConfig
-from mmldlm.tasks.translation.freezing import (
+from mmldlm.tasks.registry import build_config
+from mmldlm.tasks.translation.noiser import Noiser
+from mmldlm.tasks.translation.objective import TranslationObjective
+from mmldlm.tasks.translation.parameter_plan import (
     apply_freezing,
     frozen_names,
     verify_parameter_freezing,
 )
-from mmldlm.tasks.translation.noiser import Noiser
-from mmldlm.tasks.translation.objective import TranslationObjective
 from mmldlm.tasks.translation.task import TranslationTask
 from tests.support.forward import run_model
 
@@ -93,8 +93,8 @@ def test_gradients_add_up_however_the_batch_is_cut(mode, step):
 def test_changing_padding_changes_nothing():
     config = build_config({})
     first, second = micro_batches(config)[0], micro_batches(config)[0]
-    pads = ~second.tensors["attention_mask"]
-    second.tensors["text_tokens"][pads] = 17
+    pads = ~second.attention_mask
+    second.text_tokens[pads] = 17
     net, objective = model(), TranslationObjective(config)
     assert torch.equal(objective(net, first)[0], objective(net, second)[0])
 
@@ -104,23 +104,23 @@ def test_metrics_are_those_of_the_definition():
     batch = micro_batches(config)[0]
     net = model()
     loss, metrics = TranslationObjective(config)(net, batch)
-    t = batch.tensors
+    t = batch
     logits = run_model(
         net,
-        t["text_tokens"],
-        t["latents"],
-        t["text_timesteps"],
-        t["latent_timesteps"],
-        t["attention_mask"],
-        latent_is_null=t["latent_is_null"],
-        text_is_null=t["text_is_null"],
+        t.text_tokens,
+        t.latents,
+        t.text_timesteps,
+        t.latent_timesteps,
+        t.attention_mask,
+        latent_is_null=t.latent_is_null,
+        text_is_null=t.text_is_null,
     ).text.logits
     nll = (
-        -logits.flatten(0, 1)[t["text_positions"]]
+        -logits.flatten(0, 1)[t.text_positions]
         .log_softmax(-1)
-        .gather(1, t["text_targets"][:, None])[:, 0]
+        .gather(1, t.text_targets[:, None])[:, 0]
     )
-    expected = (nll * t["text_weights"]).sum()
+    expected = (nll * t.text_weights).sum()
     torch.testing.assert_close(metrics["text_nelbo_sum"], expected)
     rest = loss - expected / batch.counts["text_tokens"]
     torch.testing.assert_close(
@@ -170,9 +170,9 @@ def test_t2l_loss_is_not_solved_by_copying_the_input():
     config = build_config({"training": {"loss_type": "t2l"}})
     total = count = 0.0
     for step in range(4):
-        t = micro_batches(config, step=step)[0].tensors
-        scored = t["latent_weights"] > 0
-        z, target = t["latents"][scored], t["latent_targets"][scored]
+        t = micro_batches(config, step=step)[0]
+        scored = t.latent_weights > 0
+        z, target = t.latents[scored], t.latent_targets[scored]
         best = (z * target).sum() / (z * z).sum()
         total, count = total + (best * z - target).square().mean(1).sum(), count + scored.sum()
     assert total / count > 0.3
@@ -259,10 +259,10 @@ def loss_of(batch, **loss):
 
 def test_clipped_weights_are_those_of_the_batch_cut_off():
     (batch,) = micro_batches(build_config({"text_diffusion": {"masking": "bernoulli"}}))
-    limit = float(batch.tensors["text_weights"].median())
+    limit = float(batch.text_weights.median())
     clipped = loss_of(batch, text_weight_clip=limit, latent_weight_clip=0.25)
-    batch.tensors["text_weights"] = batch.tensors["text_weights"].clamp_max(limit)
-    batch.tensors["latent_weights"] = batch.tensors["latent_weights"].clamp_max(0.25)
+    batch.text_weights = batch.text_weights.clamp_max(limit)
+    batch.latent_weights = batch.latent_weights.clamp_max(0.25)
     assert torch.equal(clipped, loss_of(batch)) and not torch.equal(
         clipped, loss_of(micro_batches(build_config({}))[0])
     )
@@ -274,9 +274,8 @@ def test_a_clamped_prediction_has_no_gradient_beyond_and_a_clamped_target_is_ano
     net = model()
     TranslationObjective(build_config({"loss": tight}))(net, batch)[0].backward()
     assert all(not p.grad.any() for p in net.parameters() if p.grad is not None)
-    tensors = batch.tensors
     clamped = loss_of(batch, latent_target_clamp=0.5)
-    tensors["latent_targets"] = tensors["latent_targets"].clamp(-0.5, 0.5)
+    batch.latent_targets = batch.latent_targets.clamp(-0.5, 0.5)
     assert torch.equal(clamped, loss_of(batch))
 
 
@@ -288,7 +287,7 @@ def test_uniform_text_weights_change_the_loss_and_not_the_nelbo():
     )
     assert not torch.equal(found[0], expected[0])
     assert torch.equal(found[1]["text_nelbo_sum"], expected[1]["text_nelbo_sum"])
-    batch.tensors["text_weights"].fill_(2.0)
+    batch.text_weights.fill_(2.0)
     assert torch.equal(found[0], TranslationObjective(build_config({}))(model(), batch)[0])
     with pytest.raises(UserError, match="text_weight_clip"):
         build_config({"loss": {"text_weighting": "uniform", "text_weight_clip": 3.0}})
@@ -329,28 +328,28 @@ def test_two_predictions_have_two_weighted_errors(weighting):
         }
     )
     (batch,) = micro_batches(config)
-    t, net = batch.tensors, wide_model()
-    assert t["latent_targets"].shape == (12, 2 * DIM) and t["latent_weights"].shape == (12, 2)
-    assert torch.equal(t["latent_targets"][:, :DIM], t["latent_clean"])
+    t, net = batch, wide_model()
+    assert t.latent_targets.shape == (12, 2 * DIM) and t.latent_weights.shape == (12, 2)
+    assert torch.equal(t.latent_targets[:, :DIM], t.latent_clean)
     torch.nn.init.normal_(net.latent_head.to_latent.weight, std=0.1)
     loss, metrics = TranslationObjective(config)(net, batch)
     prediction = run_model(
         net,
-        t["text_tokens"],
-        t["latents"],
-        t["text_timesteps"],
-        t["latent_timesteps"],
-        t["attention_mask"],
-        text_is_null=t["text_is_null"],
-        latent_is_null=t["latent_is_null"],
+        t.text_tokens,
+        t.latents,
+        t.text_timesteps,
+        t.latent_timesteps,
+        t.attention_mask,
+        text_is_null=t.text_is_null,
+        latent_is_null=t.latent_is_null,
     ).latent
-    error = (prediction - t["latent_targets"]).square().unflatten(1, (2, DIM)).mean(-1)
-    torch.testing.assert_close(loss, (error * t["latent_weights"]).sum() / 12)
+    error = (prediction - t.latent_targets).square().unflatten(1, (2, DIM)).mean(-1)
+    torch.testing.assert_close(loss, (error * t.latent_weights).sum() / 12)
     torch.testing.assert_close(metrics["latent_error_sum"], error.sum())
-    times = t["latent_timesteps"][:, None].double()
+    times = t.latent_timesteps[:, None].double()
     x0, noise = prediction.double().chunk(2, -1)
-    both = t["latents"] - times.sqrt() * noise + times * x0
-    cosine = torch.nn.functional.cosine_similarity(both, t["latent_clean"].double(), dim=-1).sum()
+    both = t.latents - times.sqrt() * noise + times * x0
+    cosine = torch.nn.functional.cosine_similarity(both, t.latent_clean.double(), dim=-1).sum()
     torch.testing.assert_close(metrics["latent_cosine_sum"].double(), cosine, rtol=1e-5, atol=1e-5)
     gap = (x0 - both).square().mean(-1).sqrt().sum()
     torch.testing.assert_close(metrics["latent_gap_sum"].double(), gap, rtol=1e-5, atol=1e-5)
@@ -365,7 +364,7 @@ def test_two_predictions_have_two_weighted_errors(weighting):
          "loss": {"latent_weight_clip": 2.5, "length_loss_weight": 0.0}}
     )  # fmt: skip
     (batch,) = micro_batches(clipped)
-    weights = batch.tensors["latent_weights"]
+    weights = batch.latent_weights
     assert (weights > 2.5).any() and (weights < 2.5).any()
     found = TranslationObjective(clipped)(net, batch)[0]
     torch.testing.assert_close(found, (error * weights.clamp_max(2.5)).sum() / 12)

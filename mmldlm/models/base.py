@@ -1,0 +1,261 @@
+"""What the two transformers over text and latents share: inputs and outputs of a forward pass, the
+scaling of latents, compiled blocks, files.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, ClassVar, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from mmldlm.errors import UserError
+from mmldlm.models.mmdit_config import ModelConfig
+from mmldlm.models.plain_config import PlainConfig
+from mmldlm.models.token_scores import TokenScores
+from mmldlm.utils.atomic_files import write_text
+from mmldlm.utils.json_files import plain_value
+from mmldlm.utils.validation import not_none
+
+
+class TextInputs(NamedTuple):
+    """Texts of a batch.
+
+    Attributes:
+        tokens: int64, S <= max_seq_len. [B, S]
+        timesteps: In [0, 1], 0 clean, 1 fully masked; None: 0. [B]
+        attention_mask: bool, True for real tokens; None: all are. Tokens at a False position do
+            not change results at a True one. [B, S]
+        is_null: bool, samples whose text is replaced by the learned null; None: none. [B]
+        token_positions: int64 indices into B * S, ascending, of the text that may be attended to:
+            the real tokens, of a null text its first position. Where a query names positions,
+            only these are computed. None: found from the mask on a CPU; on a GPU, where that
+            would make the host wait, padding is computed, too. [N]
+    """
+
+    tokens: Tensor
+    timesteps: Tensor | None = None
+    attention_mask: Tensor | None = None
+    is_null: Tensor | None = None
+    token_positions: Tensor | None = None
+
+
+class LatentInputs(NamedTuple):
+    """Latents of a batch.
+
+    Attributes:
+        values: In model space (`scale_latents`). [B, D] or [B, N, D]
+        timesteps: In [0, 1], 0 clean, 1 pure noise; None: 0. [B]
+        is_null: bool, samples whose latents are replaced by the learned null; None: none. [B]
+    """
+
+    values: Tensor
+    timesteps: Tensor | None = None
+    is_null: Tensor | None = None
+
+
+class EncodedLatent(NamedTuple):
+    """Latents as the blocks read them; they do not change while a text is sampled, so they are
+    computed once.
+
+    Attributes:
+        tokens: Chunk tokens; None without them. [B, M, H]
+        pooled: Pooled latent; None without one. [B, C]
+        keys_values: Those of each block's cross-attention; None: not computed yet.
+        side: What the text reads of a subclass's side inputs; None without them. [B, C]
+        timesteps: Those of the latents. [B]
+    """
+
+    tokens: Tensor | None = None
+    pooled: Tensor | None = None
+    keys_values: tuple[tuple[Tensor, Tensor], ...] | None = None
+    side: Tensor | None = None
+    timesteps: Tensor | None = None
+
+    def select(self, rows: Tensor) -> EncodedLatent:
+        """Return the latents of the samples rows [B'] int64."""
+        keys_values = self.keys_values
+        if keys_values is not None:
+            keys_values = tuple(
+                (key.index_select(0, rows), value.index_select(0, rows))
+                for key, value in keys_values
+            )
+        tokens, pooled, side, timesteps = (
+            None if x is None else x.index_select(0, rows)
+            for x in (self.tokens, self.pooled, self.side, self.timesteps)
+        )
+        return EncodedLatent(tokens, pooled, keys_values, side, timesteps)
+
+
+class ModelOutput(NamedTuple):
+    """Result of a forward pass. A NamedTuple, because the hooks of DeepSpeed's ZeRO-3 walk tuples,
+    lists and dicts alone.
+
+    Attributes:
+        text: Scores of the tokens; None without a text.
+        latent: What the latent head predicts: fp32 [B, P * D] or, as the latents, [B, N, P * D],
+            with P predictions each; of a subclass what its `latent_outputs` returns. None for
+            encoded latents, and of a model that predicts none.
+        length_logits: fp32 logits of the lengths 1..max_seq_len (EOS counted), given the latents
+            if they are clean, without them otherwise; None for encoded latents, and of a causal
+            model. [B, max_seq_len]
+    """
+
+    text: TokenScores | None = None
+    latent: Any = None
+    length_logits: Tensor | None = None
+
+
+class BaseTransformer(nn.Module):
+    """Base of MultimodalMMDiT and PlainTransformer, which add `blocks` and the rest.
+
+    Args:
+        config: Shape and vocabulary; latent_dim, vocab_size and the token ids must be set.
+
+    Attributes:
+        latent_mean, latent_std: Buffers with the scaling of the training latents. They are saved
+            with the weights: without them samples cannot be unscaled. [D]
+        normalizes_latents: Whether it was trained with latent_diffusion.l2_normalize.
+
+    Raises:
+        UserError: one of those is missing or out of range.
+    """
+
+    config_class: ClassVar[type[ModelConfig | PlainConfig]]
+    config: ModelConfig | PlainConfig
+    blocks: Sequence[nn.Module]
+    latent_mean: Tensor
+    latent_std: Tensor
+
+    def __init__(self, config: ModelConfig | PlainConfig):
+        super().__init__()
+        check_config(config)
+        self.config = config
+        self._blocks_are_compiled = False
+        self.normalizes_latents = False
+        latent_dim = not_none(config.latent_dim)
+        self.register_buffer("latent_mean", torch.zeros(latent_dim))
+        self.register_buffer("latent_std", torch.ones(latent_dim))
+
+    @property
+    def num_ids(self) -> int | None:
+        """Number of ids of which each latent is one; None: latents are vectors of values."""
+        return None
+
+    @torch.no_grad()
+    def set_latent_statistics(self, mean: Tensor, std: Tensor) -> None:
+        """Store the training latents' scaling: model space = (raw - mean [D]) / std [D]."""
+        self.latent_mean.copy_(torch.as_tensor(mean))
+        self.latent_std.copy_(torch.as_tensor(std))
+
+    def check_latent_statistics(self, source: str | Path) -> None:
+        """Check the scaling of latents that was read with the weights.
+
+        Args:
+            source: Where it was read.
+
+        Raises:
+            UserError: values that are not finite, or a deviation that is not above 0.
+        """
+        mean, std = self.latent_mean.float(), self.latent_std.float()
+        is_wrong = ~torch.isfinite(mean) | ~torch.isfinite(std) | (std <= 0)
+        if is_wrong.any():
+            at = int(is_wrong.nonzero()[0])
+            raise UserError(
+                "the training latents' finite mean and deviation above 0 (latent_mean,"
+                f" latent_std) in {source}",
+                f"{float(mean[at])} and {float(std[at])} in dimension {at}",
+                "copy the model again from its source, or convert the checkpoint again",
+            )
+
+    def scale_latents(self, raw: Tensor) -> Tensor:
+        """Encoder's latents [..., D] -> model space, fp32."""
+        if self.normalizes_latents:
+            raw = nn.functional.normalize(raw.float(), dim=-1)
+        return (raw.float() - self.latent_mean.float()) / self.latent_std.float()
+
+    def unscale_latents(self, latents: Tensor) -> Tensor:
+        """Model space [..., D] -> encoder's latents, fp32."""
+        return latents.float() * self.latent_std.float() + self.latent_mean.float()
+
+    def null_latents(self, batch: int) -> LatentInputs:
+        """Return the inputs of samples without latents, which the learned null replaces."""
+        config, device = self.config, self.latent_mean.device
+        shape = (batch, config.num_latents, not_none(config.latent_dim))
+        values = torch.zeros(shape, device=device)
+        return LatentInputs(values, is_null=torch.ones(batch, dtype=torch.bool, device=device))
+
+    def check_latents(self, points: Tensor) -> None:
+        """Raise a ValueError for latents [B, N, D] whose shape does not fit the config."""
+        config = self.config
+        if points.shape[-1] != config.latent_dim or points.shape[1] > config.num_latents:
+            raise ValueError(
+                f"latents of shape {tuple(points.shape)}, but model.latent_dim is"
+                f" {config.latent_dim} and model.num_latents {config.num_latents}"
+            )
+
+    def check_length(self, tokens: Tensor) -> None:
+        """Raise a ValueError for texts [B, S] longer than model.max_seq_len."""
+        if tokens.shape[1] > self.config.max_seq_len:
+            raise ValueError(
+                f"text of {tokens.shape[1]} tokens, but model.max_seq_len is"
+                f" {self.config.max_seq_len}"
+            )
+
+    def dropout_rate(self, keys: Tensor | None) -> float:
+        """model.dropout in training, 0 otherwise; a ValueError where it has no keys."""
+        rate = self.config.dropout if self.training else 0.0
+        if rate and keys is None:
+            raise ValueError(
+                f"model.dropout={rate} needs dropout_keys in training (or model.eval())"
+            )
+        return rate
+
+    def compile_blocks(self) -> None:
+        """torch.compile every block by itself: compiling the complete model takes many minutes and
+        gains nothing.
+        """
+        self._blocks_are_compiled = True
+        for block in self.blocks:
+            block.compile(dynamic=True)
+
+    def save_pretrained(self, folder: str | Path) -> None:
+        """Write model.safetensors and config.json (Hugging Face layout); a tied head is stored
+        once.
+        """
+        from safetensors.torch import save_file
+
+        folder = Path(folder)
+        folder.mkdir(parents=True, exist_ok=True)
+        tensors = {name: tensor.contiguous() for name, tensor in self.state_dict().items()}
+        if self.config.tie_embeddings:
+            del tensors["text_head.weight"]
+        save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+        values = json.dumps(self.config_dict(), indent=2, default=plain_value)
+        write_text(folder / "config.json", values + "\n")
+
+    def config_dict(self) -> dict[str, Any]:
+        """Contents of config.json: the model section plus the architecture's name."""
+        return {"architecture": type(self).__name__, **self.config.model_dump()}
+
+
+def check_config(config: ModelConfig | PlainConfig) -> None:
+    """Raise a UserError for sizes or token ids that are unset or out of range."""
+    keys = ("latent_dim", "vocab_size", "mask_token_id", "pad_token_id", "eos_token_id")
+    missing = [key for key in keys if getattr(config, key) is None]
+    if missing:
+        raise UserError(
+            "a complete model config",
+            f"model.{', model.'.join(missing)} unset",
+            "set them, or take them from a store",
+        )
+    for key in ("mask_token_id", "pad_token_id", "eos_token_id"):
+        if not 0 <= getattr(config, key) < not_none(config.vocab_size):
+            raise UserError(
+                f"model.{key} below model.vocab_size={config.vocab_size}",
+                f"model.{key}={getattr(config, key)}",
+                "use the vocabulary size and ids of the tokenizer the data was prepared with",
+            )

@@ -1,0 +1,210 @@
+"""Autoregressive language model: p(x) = prod p(x_i | x_<i, z), EOS modelled, exact likelihood.
+
+Its collator, objective and task.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from mmldlm.data.batch_plan import GlobalBatch
+from mmldlm.models.base import LatentInputs, TextInputs
+from mmldlm.models.flops import estimate_flops
+from mmldlm.models.plain import PlainTransformer
+from mmldlm.models.token_scores import TokenQuery
+from mmldlm.sampling.autoregressive import EXPONENTS, write_texts
+from mmldlm.sampling.records import TextSamples
+from mmldlm.tasks.base import Metric
+from mmldlm.tasks.baselines.config import ArConfig
+from mmldlm.tasks.baselines.shared import (
+    BaselineBatch,
+    BaselineTask,
+    PaddedTexts,
+    TextCollator,
+    forward_text,
+)
+from mmldlm.tasks.collation import CandidateSampler, candidates_of, counter_generator
+from mmldlm.tasks.latent_data import LatentData
+from mmldlm.tasks.pretrained import Pretrained
+from mmldlm.tasks.text_task import TextScores, scores_of_targets, sum_by_row
+
+_CANDIDATE_STREAM = 3  # apart from those of the text collator
+
+
+class ArCollator(TextCollator):
+    """Leaves texts as they are, and scores every token of real samples, EOS among them, with the
+    weight 1.
+
+    Args:
+        data: of the run. condition_dropout, seed: see TextCollator.
+        candidates: of loss.text_candidates; None: the text head scores the whole vocabulary.
+    """
+
+    def __init__(
+        self, data: LatentData, condition_dropout: float | None, seed: int | None = None,
+        candidates: CandidateSampler | None = None,
+    ):  # fmt: skip
+        super().__init__(data, condition_dropout, seed)
+        self.candidates = candidates
+
+    def noise(self, texts: PaddedTexts) -> dict[str, Any]:
+        positions = (texts.attention & texts.real[:, None]).flatten().nonzero()[:, 0]
+        return {
+            "text_tokens": texts.tokens,
+            "text_positions": positions,
+            "text_targets": texts.tokens.flatten()[positions],
+            "text_weights": torch.ones(len(positions)),
+        }
+
+    def collate(
+        self, batch: GlobalBatch, slots: np.ndarray, samples: Any, lengths: np.ndarray
+    ) -> BaselineBatch:
+        """Build a micro-batch; see Collator."""
+        micro_batch = super().collate(batch, slots, samples, lengths)
+        if self.candidates is not None:  # one sample of them for the global batch
+            generator = counter_generator(
+                self.seed, batch.epoch, batch.index, 0, _CANDIDATE_STREAM
+            )
+            candidates = self.candidates.tensors(micro_batch.text_targets, generator)
+            micro_batch.text_candidates = candidates["text_candidates"]
+            micro_batch.text_columns = candidates["text_columns"]
+        return micro_batch
+
+
+class ArObjective:
+    """(model, batch of ArCollator) -> loss and metric sums.
+
+    loss = sum of the NLLs of all tokens and EOS / their number in the GLOBAL batch.
+
+    Args:
+        config: the run's config.
+    """
+
+    def __init__(self, config: ArConfig):
+        self.config = config
+        # Taken into the rows' weights the share saves a pass over the head's gradients; float16
+        # lacks the range.
+        self._weighs_inside = config.training.dtype != "fp16"
+
+    def __call__(self, model: nn.Module, batch: BaselineBatch) -> tuple[Tensor, dict[str, Tensor]]:
+        """Run the model.
+
+        Returns:
+            loss: fp32 scalar, this micro-batch's share of the global batch's loss.
+            sums: fp32 scalars, detached: loss, text_nll_sum (nats; an estimate under
+                loss.text_candidates), text_correct and text_scored (tokens), text_logits (logits
+                computed under loss.text_candidates, else 0).
+        """
+        share = 1.0 / max(batch.counts["text_tokens"], 1)
+        weights, targets = batch.text_weights, batch.text_targets
+        candidates = candidates_of(self.config, batch.text_candidates, batch.text_columns)
+        out = forward_text(
+            model,
+            batch,
+            TokenQuery(
+                targets=targets,
+                weights=weights * share if self._weighs_inside else weights,
+                candidates=candidates,
+            ),
+        )
+        text_sum, nll, correct = scores_of_targets(out)
+        loss = text_sum if self._weighs_inside else text_sum * share
+        num_scored = torch.full_like(loss.detach(), float(len(targets)))
+        num_candidates = 0 if batch.text_candidates is None else len(batch.text_candidates)
+        return loss, {
+            "loss": loss.detach(),
+            "text_nll_sum": nll.sum(),
+            "text_correct": correct.sum(dtype=torch.float32),
+            "text_scored": num_scored,
+            "text_logits": num_scored * num_candidates,
+        }
+
+
+class ArTask(BaselineTask):
+    """p(x) = prod p(x_i | x_<i, z) with EOS as a token, given a latent or not."""
+
+    name = "ar"
+    config_class = ArConfig
+    sums = ("loss", "text_nll_sum", "text_correct", "text_scored", "text_logits")
+    metrics = (
+        Metric(
+            "text_loss",
+            "text_nll_sum",
+            "text_tokens",
+            label="text",
+            is_loss=True,
+            evaluation="nll",
+        ),
+        Metric("text_accuracy", "text_correct", "text_scored", evaluation="token_accuracy"),
+    )
+    scored_sum = "text_scored"
+    samplers: ClassVar[Mapping[str, tuple[str, ...]]] = {
+        "l2t": ("greedy", "ancestral", "beam", "beam_sum"),
+        "unconditional": ("ancestral", "greedy", "beam", "beam_sum"),
+    }
+    sampling_options = frozenset({"sampler", "temperature", "top_p", "num_beams"})
+    exact_likelihood = True
+    evaluation_decoding = "greedy, one token after the other, until EOS"
+
+    def collator(
+        self, data: LatentData, seed: int | None = None, condition_dropout: float | None = None
+    ) -> ArCollator:
+        """Return the collator; `condition_dropout` replaces that of training."""
+        candidates = None
+        if seed is None and data.config.loss.text_candidates is not None:  # evaluation is exact
+            candidates = CandidateSampler(data)
+        dropout = self.dropout_of_latents(data.config, condition_dropout)
+        return ArCollator(data, dropout, seed, candidates)
+
+    def objective(self, config: ArConfig) -> ArObjective:
+        return ArObjective(config)
+
+    def records_passes(self, sampler: str) -> bool:
+        return sampler not in EXPONENTS
+
+    def write_texts(
+        self, pretrained: Pretrained, latents: Tensor | None, **options: Any
+    ) -> TextSamples:
+        assert isinstance(pretrained.model, PlainTransformer)
+        return write_texts(pretrained.model, latents, **options)
+
+    def writing_flops(self, model_config: Any, samples: TextSamples) -> float:
+        """A row of the cache is one token: all rows cost what a pass over the texts costs
+        a token.
+        """
+        lengths = samples.lengths.tolist()
+        return (
+            samples.num_rows
+            / sum(lengths)
+            * estimate_flops(model_config, lengths, sum(lengths)).forward
+        )
+
+    def score_texts(
+        self,
+        pretrained: Pretrained,
+        tokens: Tensor,
+        real: Tensor,
+        latents: Tensor | None,
+        uniform: Tensor,
+        stratum: tuple[int, int],
+    ) -> TextScores:
+        """Exact: neither uniform nor stratum is read."""
+        positions = real.flatten().nonzero()[:, 0]
+        owner, targets = positions // tokens.shape[1], tokens.flatten()[positions]
+        out = pretrained.model(
+            TextInputs(tokens, attention_mask=real),
+            None if latents is None else LatentInputs(latents),
+            TokenQuery(positions, targets, torch.ones(len(targets), device=tokens.device)),
+        )
+        _, nll, correct = scores_of_targets(out)
+        return TextScores(
+            sum_by_row(nll.double(), owner, len(tokens)),
+            sum_by_row(correct.double(), owner, len(tokens)),
+            real.sum(1),
+            None,
+        )

@@ -1,1 +1,0 @@
-"""Autoregressive language model: p(x) = prod p(x_i | x_<i, z), EOS modelled, exact likelihood."""

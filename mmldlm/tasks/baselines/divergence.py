@@ -1,0 +1,310 @@
+"""What GIDD and HDLM share: a process whose NELBO weighs a divergence over the vocabulary.
+
+Its collator, objective, scores, and the part of a task.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from mmldlm.diffusion.process import Divergence, DivergenceProcess
+from mmldlm.diffusion.timesteps import arcsine
+from mmldlm.models.base import LatentInputs, TextInputs
+from mmldlm.models.memory import logits_bytes
+from mmldlm.models.token_scores import LogitsFunction, TokenQuery
+from mmldlm.sampling.model import Model
+from mmldlm.sampling.posterior import sample_by_posterior
+from mmldlm.sampling.records import TextSamples
+from mmldlm.tasks.base import Metric, ModelSizes
+from mmldlm.tasks.baselines.config import BaselineConfig, GiddConfig, HdlmConfig
+from mmldlm.tasks.baselines.shared import (
+    BaselineBatch,
+    BaselineTask,
+    PaddedTexts,
+    TextCollator,
+    add_length_loss,
+    forward_text,
+)
+from mmldlm.tasks.latent_data import LatentData
+from mmldlm.tasks.pretrained import Pretrained
+from mmldlm.tasks.text_task import TextScores, sum_by_row
+
+
+@dataclass(kw_only=True)
+class DivergenceBatch(BaselineBatch):
+    """One micro-batch of noised texts, scored by a divergence.
+
+    Attributes:
+        text_weights: of the training. [M] fp32
+        text_elbo_weights: the NELBO's. [M] fp32
+        divergence: of the M scored tokens; its targets are text_targets.
+    """
+
+    text_elbo_weights: Tensor
+    divergence: Divergence
+
+
+class NoisingCollator(TextCollator):
+    """Noises texts by a process, and scores the tokens whose weight is not zero.
+
+    Times are drawn by the arcsine law; the weights hold dt/du, so that expectations are those over
+    a uniform t.
+
+    Args:
+        process: of the tokens.
+        training_weights: (NELBO weights [M], t [M]) -> weights of the training [M].
+        The rest as in `TextCollator`.
+    """
+
+    batch_class = DivergenceBatch
+
+    def __init__(
+        self,
+        data: LatentData,
+        process: DivergenceProcess,
+        training_weights: Callable[[Tensor, Tensor], Tensor],
+        condition_dropout: float | None,
+        seed: int | None = None,
+    ):
+        super().__init__(data, condition_dropout, seed)
+        self.process, self.training_weights = process, training_weights
+
+    def noise(self, texts: PaddedTexts) -> dict[str, Any]:
+        t, density = arcsine(texts.strata)
+        noised, scored = self.process.corrupt(texts.tokens, t, texts.uniform, texts.attention)
+        positions = (scored & texts.real[:, None]).flatten().nonzero()[:, 0]
+        rows = positions // texts.tokens.shape[1]
+        targets, states, times = (
+            texts.tokens.flatten()[positions],
+            noised.flatten()[positions],
+            t[rows],
+        )
+        weights = self.process.elbo_weights(targets, states, times)
+        return {
+            "text_tokens": noised,
+            "text_timesteps": t.float(),
+            "text_positions": positions,
+            "text_weights": (self.training_weights(weights, times) * density[rows]).float(),
+            "text_elbo_weights": (weights * density[rows]).float(),
+            "text_targets": targets,
+            "divergence": self.process.divergence(targets, states, times),
+        }
+
+
+class _Score(torch.autograd.Function):
+    """d of a chunk of rows; its closed gradient is computed in the backward pass, which keeps the
+    logits alone.
+    """
+
+    @staticmethod
+    def forward(ctx, logits, divergence, rows):
+        ctx.save_for_backward(logits)
+        ctx.divergence, ctx.rows = divergence, rows
+        return divergence.score(logits, rows, False)[0]
+
+    @staticmethod
+    def backward(ctx, grad):
+        (logits,) = ctx.saved_tensors
+        _, slope = ctx.divergence.score(logits, ctx.rows, True)
+        return slope.mul_(grad[:, None]), None, None
+
+
+def row_scores(divergence: Divergence) -> LogitsFunction:
+    """For `TokenQuery.function`: d and whether the clean token is the most probable [R, 2]."""
+
+    def scores(logits: Tensor, rows: slice) -> Tensor:
+        target = logits.detach().gather(1, divergence.targets[rows, None])[:, 0]
+        is_best = target >= logits.detach().amax(-1)
+        found = _Score.apply(logits, divergence, rows)
+        return torch.stack([found, is_best.to(found.dtype)], -1)
+
+    return scores
+
+
+class DivergenceObjective:
+    """(model, batch of NoisingCollator) -> loss and metric sums.
+
+    loss = weighted divergence / text tokens + length_loss_weight * length NLL / lengths, both
+    counted over the GLOBAL batch.
+
+    Args:
+        length_loss_weight: of the length head's negative log-likelihood.
+    """
+
+    def __init__(self, length_loss_weight: float):
+        self.length_loss_weight = length_loss_weight
+
+    def __call__(
+        self, model: nn.Module, batch: DivergenceBatch
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """Run the model.
+
+        Returns:
+            loss: fp32 scalar, this micro-batch's share of the global batch's loss.
+            sums: fp32 scalars, detached: loss, text_nelbo_sum (nats, with the NELBO's weights
+                whatever the training weighs by), text_correct and text_scored (scored tokens),
+                length_nll_sum, length_scored.
+        """
+        out = forward_text(model, batch, TokenQuery(function=row_scores(batch.divergence)))
+        assert out.text is not None and out.text.values is not None
+        found, correct = out.text.values.unbind(-1)
+        text_loss = torch.dot(found, batch.text_weights) / max(batch.counts["text_tokens"], 1)
+        loss, sums = add_length_loss(text_loss, out, batch, self.length_loss_weight)
+        return loss, sums | {
+            "text_nelbo_sum": torch.dot(found.detach(), batch.text_elbo_weights),
+            "text_correct": correct.detach().sum(),
+            "text_scored": torch.full_like(loss.detach(), float(len(found))),
+        }
+
+
+def divergence_scores(
+    model: Model,
+    process: DivergenceProcess,
+    tokens: Tensor,
+    real: Tensor,
+    latents: Tensor | None,
+    uniform: Tensor,
+    stratum: tuple[int, int],
+) -> TextScores:
+    """One draw of the exact NELBO of every text; the arguments are those of
+    `TextTask.score_texts`.
+    """
+    width, (draw, draws) = tokens.shape[1], stratum
+    t, density = arcsine((draw + uniform[:, -1]) / draws)
+    noised, scored = process.corrupt(tokens, t, uniform[:, :width], real)
+    positions = scored.flatten().nonzero()[:, 0]
+    owner = positions // width
+    targets, states = tokens.flatten()[positions], noised.flatten()[positions]
+    weights = process.elbo_weights(targets, states, t[owner]) * density[owner]
+    divergence = process.divergence(targets, states, t[owner])
+    out = model(
+        TextInputs(noised, t.float(), real),
+        None if latents is None else LatentInputs(latents),
+        TokenQuery(positions, function=row_scores(divergence)),
+    )
+    found, correct = out.text.values.double().unbind(-1)
+    return TextScores(
+        sum_by_row(found * weights, owner, len(tokens)),
+        sum_by_row(correct, owner, len(tokens)),
+        scored.sum(1),
+        F.cross_entropy(out.length_logits, real.sum(1) - 1, reduction="none"),
+    )
+
+
+class DivergenceTask(BaselineTask):
+    """A process whose NELBO weighs a divergence over the vocabulary, with a length head.
+
+    A task adds its config, process and training weights.
+
+    Class attributes:
+        logit_copies: tensors of a chunk's logits in fp32 that the backward pass holds at once
+            (measured).
+    """
+
+    logit_copies: ClassVar[int]
+
+    sums = (
+        "loss",
+        "text_nelbo_sum",
+        "text_correct",
+        "text_scored",
+        "length_nll_sum",
+        "length_scored",
+    )
+    metrics = (
+        Metric(
+            "text_loss",
+            "text_nelbo_sum",
+            "text_tokens",
+            label="text",
+            is_loss=True,
+            evaluation="nelbo",
+        ),
+        Metric("length_loss", "length_nll_sum", "length_scored", evaluation="length_nll"),
+        Metric("text_accuracy", "text_correct", "text_scored", evaluation="token_accuracy"),
+    )
+    scored_sum: ClassVar[str] = "text_scored"
+    samplers = {"l2t": ("ancestral",), "unconditional": ("ancestral",)}
+    sampling_options = frozenset({"num_steps", "sampler", "temperature", "top_p", "guidance"})
+    evaluation_decoding = (
+        "steps of the exact posterior, lengths from the model (median of p(length | latent))"
+    )
+
+    def model_sizes(self, config: BaselineConfig, length: int) -> ModelSizes:
+        model, batch, dtype = config.model, config.training.train_batch_size, config.training.dtype
+        counted = round(2 * self.scored_share(config) * length)
+        cpu, gpu = (
+            self.logit_copies * logits_bytes(model, batch, counted, "fp32", on_gpu)
+            for on_gpu in (False, True)
+        )
+        return {
+            **super().model_sizes(config, length),
+            "logits_cpu": cpu if dtype == "fp32" else 2 * cpu,
+            "logits_gpu": gpu,
+        }
+
+    @abstractmethod
+    def process_of_data(self, data: LatentData) -> DivergenceProcess:
+        """Return the process of a run."""
+
+    @abstractmethod
+    def process_of_model(self, pretrained: Pretrained) -> DivergenceProcess:
+        """Return the process that a model was trained on, on the model's device."""
+
+    @abstractmethod
+    def training_weights(self, data: LatentData) -> Callable[[Tensor, Tensor], Tensor]:
+        """Return (NELBO weights [M], t [M]) -> weights of the training [M]
+        (`loss.text_weighting`).
+        """
+
+    def model_config(self, data: LatentData) -> dict[str, Any]:
+        return {
+            **super().model_config(data),
+            "text_diffusion": data.config.text_diffusion.model_dump(),
+        }
+
+    def collator(
+        self, data: LatentData, seed: int | None = None, condition_dropout: float | None = None
+    ) -> NoisingCollator:
+        """Return the collator; `condition_dropout` replaces that of training."""
+        dropout = self.dropout_of_latents(data.config, condition_dropout)
+        return NoisingCollator(
+            data, self.process_of_data(data), self.training_weights(data), dropout, seed
+        )
+
+    def objective(self, config: GiddConfig | HdlmConfig) -> DivergenceObjective:
+        return DivergenceObjective(config.loss.length_loss_weight)
+
+    def records_passes(self, sampler: str) -> bool:
+        return True
+
+    def write_texts(
+        self, pretrained: Pretrained, latents: Tensor | None, *, sampler: str, **options: Any
+    ) -> TextSamples:
+        given = {name: value for name, value in options.items() if value is not None}
+        process = self.process_of_model(pretrained)
+        return sample_by_posterior(
+            pretrained.model, latents, process, corrects=sampler == "self_correction", **given
+        )
+
+    def score_texts(
+        self,
+        pretrained: Pretrained,
+        tokens: Tensor,
+        real: Tensor,
+        latents: Tensor | None,
+        uniform: Tensor,
+        stratum: tuple[int, int],
+    ) -> TextScores:
+        """One draw of the exact NELBO."""
+        process = self.process_of_model(pretrained)
+        return divergence_scores(
+            pretrained.model, process, tokens, real, latents, uniform, stratum
+        )

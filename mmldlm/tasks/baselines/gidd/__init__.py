@@ -1,1 +1,0 @@
-"""GIDD and GIDD+ on a one-stream transformer, unconditional or given a latent."""

@@ -1,0 +1,200 @@
+"""HDLM on a one-stream transformer, unconditional or given a latent.
+
+Its clusters of tokens, model and task.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property, partial
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from mmldlm.data.encoders.model_files import read_tokenizer
+from mmldlm.diffusion.hdlm import HierarchicalProcess, cluster_tokens
+from mmldlm.errors import UserError
+from mmldlm.models.plain import PlainTransformer
+from mmldlm.models.plain_config import PlainConfig
+from mmldlm.tasks.baselines.config import HdlmConfig
+from mmldlm.tasks.baselines.divergence import DivergenceTask
+from mmldlm.tasks.initialization import encoder_token_embeddings
+from mmldlm.tasks.latent_data import LatentData, open_latent_data
+from mmldlm.tasks.pretrained import Pretrained
+from mmldlm.utils.validation import not_none
+
+MAX_CLUSTERS = 128  # of num_clusters=None; more gained nothing in the paper
+COUNTED_TEXTS, CONTEXTS, WINDOW = 65_536, 256, 2
+
+
+@dataclass(kw_only=True)
+class HdlmData(LatentData):
+    """Stores, and the clusters that they give: the same on every rank and machine."""
+
+    config: HdlmConfig
+
+    @cached_property
+    def clusters(self) -> np.ndarray:
+        """Cluster of every token, -1 for special tokens. [V] int64"""
+        config = self.config
+        count = not_none(config.text_diffusion.num_clusters)
+        specials = self._special_tokens()
+        vectors = self._vectors()
+        if count > len(vectors) - len(specials):
+            raise UserError(
+                f"text_diffusion.num_clusters of at most {len(vectors) - len(specials)}, the words"
+                " of the tokenizer",
+                f"text_diffusion.num_clusters={count}",
+                "choose fewer clusters",
+            )
+        return cluster_tokens(vectors, count, specials, config.training.seed)
+
+    def fingerprint(self) -> str:
+        """That of the training split and of the clusters: a resume must find both."""
+        return hashlib.sha256(super().fingerprint().encode() + self.clusters.tobytes()).hexdigest()
+
+    def _vectors(self) -> np.ndarray:
+        model, vocab_size = self.config.model, not_none(self.config.model.vocab_size)
+        if self.config.text_diffusion.cluster_vectors == "encoder":
+            vectors = encoder_token_embeddings(self.train, model.hidden_size)
+            return np.pad(vectors, ((0, vocab_size - len(vectors)), (0, 0)))
+        count = len(self.train_lengths)
+        spread = np.unique(np.linspace(0, count - 1, min(count, COUNTED_TEXTS)).astype(np.int64))
+        return cooccurrence_vectors(self.train.get(spread).tokens, vocab_size)
+
+    def _special_tokens(self) -> set[int]:
+        folder, model = self.train.root / "tokenizer", self.config.model
+        tokenizer = read_tokenizer(folder, f"the tokenizer in {folder}", "prepare the store again")
+        return {
+            *tokenizer.all_special_ids,
+            model.mask_token_id,
+            model.pad_token_id,
+            model.eos_token_id,
+        }
+
+
+def cooccurrence_vectors(texts: list[np.ndarray], vocab_size: int) -> np.ndarray:
+    """Positive pointwise mutual information of tokens with the CONTEXTS most frequent ones, at
+    most WINDOW apart.
+
+    Returns:
+        [vocab_size, CONTEXTS or fewer] fp32; zeros for tokens that do not occur.
+    """
+    gap = np.full(WINDOW, vocab_size)  # no token: it keeps texts apart
+    tokens = np.concatenate([part for text in texts for part in (text.astype(np.int64), gap)])
+    frequency = np.bincount(tokens, minlength=vocab_size + 1)[:vocab_size]
+    known = np.flatnonzero(frequency)
+    contexts = np.argsort(-frequency, kind="stable")[: min(CONTEXTS, len(known))]
+    row, column = np.full(vocab_size + 1, -1), np.full(vocab_size + 1, -1)
+    row[known], column[contexts] = np.arange(len(known)), np.arange(len(contexts))
+    counts = np.zeros(len(known) * len(contexts), dtype=np.int64)
+    for distance in range(1, WINDOW + 1):
+        for token, near in (
+            (tokens[distance:], tokens[:-distance]),
+            (tokens[:-distance], tokens[distance:]),
+        ):
+            seen = (row[token] >= 0) & (column[near] >= 0)
+            places = row[token[seen]] * len(contexts) + column[near[seen]]
+            counts += np.bincount(places, minlength=len(counts))
+    pairs = counts.reshape(len(known), len(contexts)).astype(np.float64)
+    expected = pairs.sum(1, keepdims=True) * pairs.sum(0, keepdims=True) / max(pairs.sum(), 1)
+    vectors = np.zeros((vocab_size, len(contexts)), dtype=np.float32)
+    ratio = np.divide(pairs, expected, out=np.ones_like(pairs), where=pairs > 0)
+    vectors[known] = np.log(ratio).clip(0)
+    return vectors
+
+
+class HierarchicalTransformer(PlainTransformer):
+    """A PlainTransformer that reads clusters as tokens V, V + 1, ... and holds which words they
+    stand for.
+
+    Attributes:
+        token_clusters: buffer, cluster of every token, -1 for tokens in none. [V] int64
+    """
+
+    token_clusters: Tensor
+
+    def __init__(self, config: PlainConfig):
+        super().__init__(config)
+        self.register_buffer(
+            "token_clusters", torch.full((not_none(config.vocab_size),), -1, dtype=torch.int64)
+        )
+
+
+class HdlmTask(DivergenceTask):
+    """Word -> cluster -> [MASK] (arXiv 2510.08632) with the exact posterior; clusters are stored
+    with the model.
+    """
+
+    name = "hdlm"
+    config_class = HdlmConfig
+    logit_copies = 5
+    architecture = "HierarchicalTransformer"
+    buffers = DivergenceTask.buffers | {"token_clusters"}
+
+    def open_data(self, config: HdlmConfig) -> HdlmData:
+        """Open both splits and fill in what they decide: also num_clusters and
+        model.extra_input_tokens.
+
+        Raises:
+            UserError: see `open_latent_data`; a contradiction of the number of clusters.
+        """
+        data = open_latent_data(HdlmData, config)
+        model, diffusion = data.config.model, data.config.text_diffusion
+        if diffusion.num_clusters is None:
+            diffusion.num_clusters = min(
+                MAX_CLUSTERS, max(math.isqrt(not_none(model.vocab_size)), 1)
+            )
+        if model.extra_input_tokens not in (0, diffusion.num_clusters):
+            raise UserError(
+                f"model.extra_input_tokens={diffusion.num_clusters}, one for each cluster",
+                f"model.extra_input_tokens={model.extra_input_tokens}",
+                "leave model.extra_input_tokens unset",
+            )
+        model.extra_input_tokens = diffusion.num_clusters
+        return data
+
+    def describe(self, config: HdlmConfig) -> str:
+        return f"{super().describe(config)}, {config.text_diffusion.num_clusters} clusters"
+
+    def model_class(self) -> type[HierarchicalTransformer]:
+        return HierarchicalTransformer
+
+    def build_model(self, data: HdlmData) -> HierarchicalTransformer:
+        model = super().build_model(data)
+        assert isinstance(model, HierarchicalTransformer)
+        model.token_clusters.copy_(torch.from_numpy(data.clusters))
+        return model
+
+    def scored_share(self, config: HdlmConfig) -> float:
+        """1 - E[(1 - t)^gamma] with t = sin^2(pi u / 2): a word that still stands is not
+        scored.
+        """
+        gamma = config.text_diffusion.gamma
+        return 1 - math.gamma(gamma + 0.5) / (math.sqrt(math.pi) * math.gamma(gamma + 1))
+
+    def process_of_data(self, data: HdlmData) -> HierarchicalProcess:
+        clusters = torch.from_numpy(data.clusters)
+        mask_token_id = not_none(data.config.model.mask_token_id)
+        return HierarchicalProcess(clusters, mask_token_id, data.config.text_diffusion.gamma)
+
+    def process_of_model(self, pretrained: Pretrained) -> HierarchicalProcess:
+        model = pretrained.model
+        assert isinstance(model, HierarchicalTransformer)
+        mask_token_id = not_none(model.config.mask_token_id)
+        process = HierarchicalProcess(
+            model.token_clusters.cpu(), mask_token_id, pretrained.text_config.gamma
+        )
+        return process.to(model.token_clusters.device)
+
+    def training_weights(self, data: HdlmData) -> Callable[[Tensor, Tensor], Tensor]:
+        largest = data.config.loss.largest_weight
+        return partial(_clipped, largest=largest)
+
+
+def _clipped(weights: Tensor, t: Tensor, largest: float | None) -> Tensor:
+    return weights if largest is None else weights.clamp_max(largest)

@@ -1,1 +1,0 @@
-"""HDLM on a one-stream transformer, unconditional or given a latent."""

@@ -1,0 +1,160 @@
+"""MDLM on a one-stream transformer, unconditional or given a latent (latent DiT).
+
+Its collator, objective and task.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from mmldlm.diffusion import MaskedDiffusion
+from mmldlm.models.flops import estimate_flops
+from mmldlm.models.token_scores import TokenQuery
+from mmldlm.tasks.base import Metric
+from mmldlm.tasks.baselines.config import MdlmConfig
+from mmldlm.tasks.baselines.shared import (
+    BaselineBatch,
+    BaselineTask,
+    PaddedTexts,
+    TextCollator,
+    add_length_loss,
+    forward_text,
+)
+from mmldlm.tasks.collation import mask_texts
+from mmldlm.tasks.latent_data import LatentData
+from mmldlm.tasks.text_task import MaskedTextTask, scores_of_targets
+from mmldlm.tasks.translation.config import TextDiffusionConfig
+
+
+class MaskingCollator(TextCollator):
+    """Masks texts as the translation task does, and scores the masked tokens with the NELBO's
+    weights.
+    """
+
+    def __init__(self, data: LatentData, condition_dropout: float | None, seed: int | None = None):
+        super().__init__(data, condition_dropout, seed)
+        self.text: TextDiffusionConfig = data.config.text_diffusion
+        self.process = MaskedDiffusion(self.model.mask_token_id, self.text.schedule, self.text.eps)
+
+    def noise(self, texts: PaddedTexts) -> dict[str, Any]:
+        strata = texts.strata if self.text.timesteps == "low_discrepancy" else texts.own
+        noised, masked, timesteps, weights = mask_texts(
+            self.process, self.text, texts.tokens, strata, texts.uniform, texts.attention
+        )
+        positions = (masked & texts.real[:, None]).flatten().nonzero()[:, 0]
+        rows = positions // texts.tokens.shape[1]
+        return {
+            "text_tokens": noised,
+            "text_timesteps": timesteps.float(),
+            "text_positions": positions,
+            "text_targets": texts.tokens.flatten()[positions],
+            "text_weights": weights[rows].float(),
+        }
+
+
+class MdlmObjective:
+    """(model, batch of MaskingCollator) -> loss and metric sums.
+
+    loss = NELBO / text tokens + length_loss_weight * length NLL / lengths, both counted over the
+    GLOBAL batch.
+
+    Args:
+        config: the run's config.
+    """
+
+    def __init__(self, config: MdlmConfig):
+        self.loss = config.loss
+        # Taken into the rows' weights the share saves a pass over the head's gradients; float16
+        # lacks the range.
+        self._weighs_inside = config.training.dtype != "fp16"
+
+    def __call__(self, model: nn.Module, batch: BaselineBatch) -> tuple[Tensor, dict[str, Tensor]]:
+        """Run the model.
+
+        Returns:
+            loss: fp32 scalar, this micro-batch's share of the global batch's loss.
+            sums: fp32 scalars, detached: loss, text_nelbo_sum (nats, with the NELBO's weights
+                whatever the training weighs by), text_correct and text_masked (masked tokens),
+                length_nll_sum, length_scored.
+        """
+        share = 1.0 / max(batch.counts["text_tokens"], 1)
+        weights = self._training_weights(batch.text_weights)
+        out = forward_text(
+            model,
+            batch,
+            TokenQuery(
+                targets=batch.text_targets,
+                weights=weights * share if self._weighs_inside else weights,
+            ),
+        )
+        text_sum, nll, correct = scores_of_targets(out)
+        text_loss = text_sum if self._weighs_inside else text_sum * share
+        loss, sums = add_length_loss(text_loss, out, batch, self.loss.length_loss_weight)
+        return loss, sums | {
+            "text_nelbo_sum": torch.dot(nll.detach(), batch.text_weights),
+            "text_correct": correct.sum(dtype=torch.float32),
+            "text_masked": torch.full_like(loss.detach(), float(len(batch.text_targets))),
+        }
+
+    def _training_weights(self, weights: Tensor) -> Tensor:
+        """Return the weights [M] of masked tokens in the loss, from the NELBO's
+        (`loss.text_weighting`).
+        """
+        if self.loss.text_weighting == "uniform":
+            return torch.full_like(weights, 2.0)  # a token is masked half of the time
+        return (
+            weights
+            if self.loss.text_weight_clip is None
+            else weights.clamp_max(self.loss.text_weight_clip)
+        )
+
+
+class MdlmTask(MaskedTextTask, BaselineTask):
+    """Masked diffusion of text (arXiv 2406.07524) on a one-stream transformer, with a
+    length head.
+    """
+
+    name = "mdlm"
+    config_class = MdlmConfig
+    sums = (
+        "loss",
+        "text_nelbo_sum",
+        "text_correct",
+        "text_masked",
+        "length_nll_sum",
+        "length_scored",
+    )
+    metrics = (
+        Metric(
+            "text_loss",
+            "text_nelbo_sum",
+            "text_tokens",
+            label="text",
+            is_loss=True,
+            evaluation="nelbo",
+        ),
+        Metric("length_loss", "length_nll_sum", "length_scored", evaluation="length_nll"),
+        Metric("text_accuracy", "text_correct", "text_masked", evaluation="token_accuracy"),
+    )
+
+    def pass_flops(self, model_config: Any, length: float, scored: float) -> float:
+        return estimate_flops(model_config, [length], scored).forward
+
+    def model_config(self, data: LatentData) -> dict[str, Any]:
+        return {
+            **super().model_config(data),
+            "text_diffusion": data.config.text_diffusion.model_dump(),
+        }
+
+    def collator(
+        self, data: LatentData, seed: int | None = None, condition_dropout: float | None = None
+    ) -> MaskingCollator:
+        """Return the collator; `condition_dropout` replaces that of training."""
+        dropout = self.dropout_of_latents(data.config, condition_dropout)
+        return MaskingCollator(data, dropout, seed)
+
+    def objective(self, config: MdlmConfig) -> MdlmObjective:
+        return MdlmObjective(config)

@@ -1,1 +1,0 @@
-"""MDLM on a one-stream transformer, unconditional or given a latent."""

@@ -1,0 +1,451 @@
+"""What the baselines share: the collator, the forward pass, and the part of a task that belongs to
+the plain transformer.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, NamedTuple
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from mmldlm.data.batch import Batch
+from mmldlm.data.batch_plan import GlobalBatch, permute
+from mmldlm.diffusion.timesteps import low_discrepancy
+from mmldlm.engines.base import Engine
+from mmldlm.engines.parameter_plan import ParameterPlan
+from mmldlm.models.base import LatentInputs, ModelOutput, TextInputs
+from mmldlm.models.flops import estimate_flops
+from mmldlm.models.memory import logits_bytes, plain_activation_bytes
+from mmldlm.models.plain import PlainTransformer
+from mmldlm.models.token_scores import TokenQuery
+from mmldlm.tasks.base import ModelSizes
+from mmldlm.tasks.baselines.config import BaselineConfig
+from mmldlm.tasks.collation import RowReader, counter_generator, dropout_keys
+from mmldlm.tasks.initialization import set_first_weights
+from mmldlm.tasks.latent_data import LatentData, open_latent_data
+from mmldlm.tasks.text_task import TextTask
+from mmldlm.tasks.translation.parameter_plan import no_decay_names
+from mmldlm.tasks.validation import PassTotals, Validation
+from mmldlm.utils.validation import not_none
+
+# Key words that keep the streams of one seed apart; dropout_keys has 5.
+_SAMPLE_STREAM, _BATCH_STREAM = 1, 2
+STACKED = {"to_qkv": 3, "to_key_value": 2}
+"""Linear layer -> number of matrices that its weight holds."""
+
+
+@dataclass(kw_only=True)
+class BaselineBatch(Batch):
+    """One micro-batch of texts. B samples, S positions (longest text), M scored positions, D
+    dimensions of a latent.
+
+    Attributes:
+        text_tokens: as the model reads them: noised, but for AR. [B, S] int64
+        attention_mask: True for tokens and EOS. [B, S] bool
+        token_positions: real tokens, in B * S. [T] int64
+        text_timesteps: None for AR. [B] fp32
+        text_positions: scored positions of real samples, in B * S. [M] int64
+        text_targets: clean tokens. [M] int64
+        text_weights: of the loss. [M] fp32
+        length_targets: length - 1. [B] int64
+        length_weights: 0 for placeholders. [B] fp32
+        latents: in model space; None: the model reads none. [B, D] or [B, N, D] fp32
+        latent_is_null: the learned null stands for the latent; None as `latents`. [B] bool
+        dropout_keys: with model.dropout, in training. [B] int64
+        text_candidates: tokens that are scored, with loss.text_candidates. [C] int64
+        text_columns: column of each target in text_candidates. [M] int64
+        counts: text_tokens, lengths (texts).
+    """
+
+    text_tokens: Tensor
+    attention_mask: Tensor
+    token_positions: Tensor
+    text_timesteps: Tensor | None = None
+    text_positions: Tensor
+    text_targets: Tensor
+    text_weights: Tensor
+    length_targets: Tensor
+    length_weights: Tensor
+    latents: Tensor | None = None
+    latent_is_null: Tensor | None = None
+    dropout_keys: Tensor | None = None
+    text_candidates: Tensor | None = None
+    text_columns: Tensor | None = None
+
+
+class PaddedTexts(NamedTuple):
+    """The clean texts of a micro-batch and their own draws. B samples, S positions.
+
+    Attributes:
+        tokens: [B, S] int64, EOS written, padded.
+        attention: [B, S] bool, True for tokens and EOS.
+        real: [B] bool, False for placeholders.
+        uniform: [B, S] fp64 in [0, 1), for the noise of each token.
+        strata: [B] fp64 in [0, 1), spread evenly over the global batch, for timesteps.
+        own: [B] fp64 in [0, 1), independent ones.
+    """
+
+    tokens: Tensor
+    attention: Tensor
+    real: Tensor
+    uniform: Tensor
+    strata: Tensor
+    own: Tensor
+
+
+class TextCollator(ABC):
+    """Reads texts and latents of a store, checks and pads them. Draws are functions of (seed,
+    epoch, sample, slot).
+
+    A task's own part is `noise`.
+
+    Class attributes:
+        batch_class: class of the batches, whose fields the tensors are.
+
+    Args:
+        data: of the run, with latent_mean and latent_std [D], the scaling into model space.
+        condition_dropout: share of samples given the learned null latent; None: the model reads no
+            latents.
+        seed: None: training.seed. Evaluation passes its own, so that it never sees training noise.
+    """
+
+    batch_class: ClassVar[type[BaselineBatch]] = BaselineBatch
+
+    def __init__(self, data: LatentData, condition_dropout: float | None, seed: int | None = None):
+        config = data.config
+        self.model = config.model
+        self.latent_mean, self.latent_std = data.latent_mean, data.latent_std
+        self.condition_dropout = condition_dropout
+        self.has_dropout = seed is None and config.model.dropout > 0
+        self.seed = config.training.seed if seed is None else seed
+        vocab_size, max_norm = config.model.vocab_size, data.max_latent_norm()
+        self.reader = RowReader(
+            vocab_size, data.latent_mean, max_norm, config.stability.nan_to_num
+        )
+
+    @abstractmethod
+    def noise(self, texts: PaddedTexts) -> dict[str, Any]:
+        """Return the fields of the batch that depend on what the task does to texts."""
+
+    def collate(
+        self, batch: GlobalBatch, slots: np.ndarray, samples: Any, lengths: np.ndarray
+    ) -> BaselineBatch:
+        """Build a micro-batch; see Collator.
+
+        Args:
+            samples: a store.
+            lengths: [N] tokens of every sample, EOS included.
+        """
+        ids, real = batch.samples_at(slots)
+        rows, is_bad, bad = self.reader.read(samples, ids, slots, len(batch.ids), lengths)
+        real = real & ~is_bad
+        texts, dropout = self._pad(batch, rows.tokens, ids, slots, real)
+        attention = texts.attention
+        tensors: dict[str, Any] = {
+            "attention_mask": attention,
+            "token_positions": attention.flatten().nonzero()[:, 0],
+            "length_targets": attention.sum(1) - 1,
+            "length_weights": texts.real.float(),
+            **self.noise(texts),
+        }
+        if self.condition_dropout is not None:
+            raw, mean, std = map(
+                torch.from_numpy,
+                (rows.latents.astype(np.float32), self.latent_mean, self.latent_std),
+            )
+            # In memory of torch, not numpy's: a product's last bits depend on the alignment of its
+            # inputs.
+            tensors["latents"] = (raw - mean) / std
+            # Present even when no row is null: the learned null must be in the graph on every
+            # rank.
+            tensors["latent_is_null"] = dropout < self.condition_dropout
+        if self.has_dropout:
+            tensors["dropout_keys"] = dropout_keys(self.seed, batch.epoch, ids, slots)
+        return self.batch_class(
+            **tensors,
+            ids=ids,
+            real=real,
+            counts={"text_tokens": int(lengths[batch.ids].sum()), "lengths": len(batch.ids)},
+            num_tokens=int(attention.numpy()[real].sum()),
+            epoch=batch.epoch,
+            index=batch.index,
+            bad=bad,
+        )
+
+    def _pad(
+        self,
+        batch: GlobalBatch,
+        texts: list[np.ndarray],
+        ids: np.ndarray,
+        slots: np.ndarray,
+        real: np.ndarray,
+    ) -> tuple[PaddedTexts, Tensor]:
+        """The padded texts, and the uniforms [B] of the condition dropout."""
+        count, width = len(ids), int(max(len(tokens) for tokens in texts)) + 1
+        tokens = np.full((count, width), self.model.pad_token_id, dtype=np.int64)
+        attention, uniform = np.zeros((count, width), dtype=bool), np.zeros((count, width))
+        draws = np.empty((2, count))
+        for row, (sample, slot) in enumerate(zip(ids.tolist(), slots.tolist(), strict=True)):
+            generator = counter_generator(self.seed, batch.epoch, sample, slot, _SAMPLE_STREAM)
+            draws[:, row] = generator.random(2)
+            length = len(texts[row]) + 1
+            tokens[row, : length - 1] = texts[row]
+            tokens[row, length - 1] = self.model.eos_token_id
+            attention[row, :length] = True
+            uniform[row, :length] = generator.random(length)
+        dropout, own = map(torch.from_numpy, draws)
+        padded = PaddedTexts(
+            tokens=torch.from_numpy(tokens),
+            attention=torch.from_numpy(attention),
+            real=torch.from_numpy(real),
+            uniform=torch.from_numpy(uniform),
+            strata=self._strata(batch, slots),
+            own=own,
+        )
+        return padded, dropout
+
+    def _strata(self, batch: GlobalBatch, slots: np.ndarray) -> Tensor:
+        offset = float(
+            counter_generator(self.seed, batch.epoch, batch.index, 0, _BATCH_STREAM).random()
+        )
+        in_batch = np.minimum(slots, batch.size - 1)  # of placeholders, any slot will do
+        key = batch.epoch * 1_000_003 + batch.index
+        ranks = permute(np.arange(batch.size), batch.size, self.seed * 3 + 12, key)
+        return low_discrepancy(torch.from_numpy(ranks[in_batch]), offset, batch.size)
+
+
+def forward_text(model: nn.Module, batch: BaselineBatch, query: TokenQuery) -> ModelOutput:
+    """Run a PlainTransformer on a batch.
+
+    Args:
+        query: What is wanted at its text_positions.
+    """
+    text = TextInputs(
+        batch.text_tokens,
+        batch.text_timesteps,
+        batch.attention_mask,
+        token_positions=batch.token_positions,
+    )
+    latents = None
+    if batch.latents is not None:
+        latents = LatentInputs(batch.latents, is_null=batch.latent_is_null)
+    query = query._replace(positions=batch.text_positions)
+    return model(text, latents, query, dropout_keys=batch.dropout_keys)
+
+
+def add_length_loss(
+    loss: Tensor, out: ModelOutput, batch: BaselineBatch, weight: float
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """The loss plus weight * length NLL / lengths of the global batch; and the sums loss,
+    length_nll_sum and length_scored, detached."""
+    length_nll = F.cross_entropy(
+        not_none(out.length_logits), batch.length_targets, reduction="none"
+    )
+    length_sum = torch.dot(length_nll, batch.length_weights)
+    loss = loss.add(length_sum, alpha=weight / max(batch.counts["lengths"], 1))
+    return loss, {
+        "loss": loss.detach(),
+        "length_nll_sum": length_sum.detach(),
+        "length_scored": batch.length_weights.sum(),
+    }
+
+
+class BaselineTask(TextTask):
+    """Data, model and costs of a task on the plain transformer.
+
+    A task adds its config, collator, objective, figures, sampler and scores.
+
+    Class attributes:
+        scored_sum: name of the sum that counts the tokens that the text head scores.
+    """
+
+    architecture = "PlainTransformer"
+    scored_sum: ClassVar[str] = "text_masked"
+    buffers = frozenset({"latent_mean", "latent_std"})
+
+    # -- data and costs
+    # ---------------------------------------------------------------------------------------------
+
+    def open_data(self, config: BaselineConfig) -> LatentData:
+        return open_latent_data(LatentData, config)
+
+    def names_data(self, config: BaselineConfig) -> bool:
+        return bool(config.data.roots)
+
+    def model_sizes(self, config: BaselineConfig, length: int) -> ModelSizes:
+        model, batch, dtype = config.model, config.training.train_batch_size, config.training.dtype
+        share = self.scored_share(config)
+        counted = round(2 * share * length)  # logits_bytes takes half of the text
+        return ModelSizes(
+            **self.parameter_sizes(config),
+            activations=plain_activation_bytes(model, batch, length, dtype, share),
+            logits_cpu=logits_bytes(model, batch, counted, dtype, on_gpu=False),
+            logits_gpu=logits_bytes(model, batch, counted, dtype, on_gpu=True),
+        )
+
+    def scored_share(self, config: BaselineConfig) -> float:
+        """Return the mean share of a text's tokens that the loss scores."""
+        return 1.0 if config.model.causal else 0.5
+
+    def training_flops(
+        self,
+        config: BaselineConfig,
+        num_samples: int,
+        num_tokens: float,
+        sums: Mapping[str, float],
+    ) -> float:
+        if not num_samples or not num_tokens:
+            return 0.0
+        lengths = [num_tokens / num_samples] * num_samples
+        num_logits = sums.get("text_logits") or None  # under loss.text_candidates
+        scored = sums[self.scored_sum]
+        return estimate_flops(config.model, lengths, scored, num_logits=num_logits).training
+
+    def describe(self, config: BaselineConfig) -> str:
+        return f"conditioning {config.model.conditioning}"
+
+    # -- model
+    # ---------------------------------------------------------------------------------------------
+
+    def model_class(self) -> type[PlainTransformer]:
+        return PlainTransformer
+
+    def build_model(self, data: LatentData) -> PlainTransformer:
+        torch.manual_seed(data.config.training.seed)
+        model = self.model_class()(data.config.model)
+        set_first_weights(model, model.token_embedding, data)
+        return model
+
+    def parameter_plan(self, model: PlainTransformer, config: BaselineConfig) -> ParameterPlan:
+        """Blocks are sharded; Muon updates their linear layers, q, k and v each by itself."""
+        matrices = {
+            f"{name}.weight": STACKED.get(name.rsplit(".", 1)[-1], 1)
+            for name, module in model.named_modules()
+            if name.startswith("blocks.") and type(module) is nn.Linear
+        }
+        return ParameterPlan(
+            sharding_units=list(model.blocks), no_decay=no_decay_names(model), matrices=matrices
+        )
+
+    def compile(self, model: PlainTransformer, plan: ParameterPlan) -> None:
+        model.compile_blocks()
+
+    # -- batches and validation
+    # ---------------------------------------------------------------------------------------------
+
+    @abstractmethod
+    def collator(
+        self, data: LatentData, seed: int | None = None, condition_dropout: float | None = None
+    ) -> TextCollator:
+        """Return the collator; `condition_dropout` replaces that of training."""
+
+    def dropout_of_latents(
+        self, config: BaselineConfig, condition_dropout: float | None
+    ) -> float | None:
+        """Return the share of samples given the null latent, `condition_dropout` in place of that
+        of training; None: the model reads no latents.
+        """
+        if config.model.conditioning == "none":
+            return None
+        return config.condition_dropout if condition_dropout is None else condition_dropout
+
+    def validation(self, data: LatentData, engine: Engine) -> Validation:
+        """Return the passes over the validation samples: l2t and, if it is trained, l2t_null; or
+        unconditional.
+        """
+        config, seed = data.config, data.config.training.seed + Validation.SEED_OFFSET
+        if config.model.conditioning == "none":
+            passes = [("unconditional", self.collator(data, seed))]
+        else:
+            passes = [("l2t", self.collator(data, seed, condition_dropout=0.0))]
+            if config.condition_dropout > 0:
+                passes.append(("l2t_null", self.collator(data, seed, condition_dropout=1.0)))
+        return Validation(self, data, engine, passes, self.validation_figures)
+
+    def validation_figures(self, totals: dict[str, PassTotals]) -> dict[str, float]:
+        """Return `{pass}_{metric.evaluation}` of every metric, and l2t_gain_null: the first metric
+        with the null minus with the right latent.
+        """
+        figures = {}
+        for name, total in totals.items():
+            # Without samples that were left out.
+            counts = total.counts | {"text_tokens": total.num_tokens}
+            for metric in self.metrics:
+                value = metric.value(total.sums, counts)
+                if value is not None:
+                    figures[f"{name}_{metric.evaluation or metric.name}"] = value
+        first = self.metrics[0].evaluation or self.metrics[0].name
+        if f"l2t_{first}" in figures and f"l2t_null_{first}" in figures:
+            figures["l2t_gain_null"] = figures[f"l2t_null_{first}"] - figures[f"l2t_{first}"]
+        return figures
+
+    def model_config(self, data: LatentData) -> dict[str, Any]:
+        """Return the model, what it was trained for, and the encoder that its latents
+        belong to.
+        """
+        config = data.config
+        return {
+            "task": self.name,
+            "architecture": self.architecture,
+            "buffers": sorted(self.buffers),
+            **config.model.model_dump(),
+            "training": {
+                "mode_weights": config.mode_weights,
+                "condition_dropout": config.condition_dropout,
+            },
+            "encoder": data.train.manifest["encoder"],
+            "tokenizer": data.train.manifest["tokenizer"],
+        }
+
+    # -- debugging
+    # ---------------------------------------------------------------------------------------------
+
+    def unused_parameters(
+        self, model: PlainTransformer, config: BaselineConfig, batch: BaselineBatch
+    ) -> Sequence[str]:
+        """The learned null waits for a sample whose latent was dropped; zero gates let nothing
+        through yet.
+        """
+        dropped = batch.latent_is_null
+        if dropped is None or bool(dropped.any()):
+            return ()
+        return "latent_tokens.null_", "latent_pooled.null_"
+
+    def check_batch(self, data: LatentData, batch: BaselineBatch) -> list[str]:
+        """Return what is wrong with a micro-batch: its scored tokens or latents are not the
+        store's.
+
+        A position that is not scored may hold a noised token.
+        """
+        rows, problems, eos = data.train.get(batch.ids), [], data.config.model.eos_token_id
+        mask, clean = batch.attention_mask.cpu(), batch.text_tokens.cpu().clone()
+        latents = None if batch.latents is None else batch.latents.cpu()
+        width, positions = clean.shape[1], batch.text_positions.cpu()
+        if (
+            positions.numel()
+            and not 0 <= int(positions.min()) <= int(positions.max()) < clean.numel()
+        ):
+            return [f"text_positions outside 0..{clean.numel() - 1}"]
+        clean.view(-1)[positions] = batch.text_targets.cpu()
+        for row in batch.real.nonzero()[0].tolist():
+            text = torch.tensor([*rows.tokens[row].tolist(), eos])
+            if len(text) > width or not torch.equal(mask[row], torch.arange(width) < len(text)):
+                problems.append(
+                    f"sample {batch.ids[row]}: attention_mask is not that of a text of {len(text)}"
+                    " tokens"
+                )
+            elif not torch.equal(clean[row, : len(text)], text):
+                problems.append(f"sample {batch.ids[row]}: its tokens are not the store's")
+            if latents is not None:
+                stored = torch.from_numpy(
+                    (rows.latents[row] - data.latent_mean) / data.latent_std
+                ).float()
+                if not torch.allclose(latents[row], stored, rtol=1e-4, atol=1e-4):
+                    problems.append(f"sample {batch.ids[row]}: its latent is not the store's")
+        return problems
