@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import NoReturn
 
 from mmldlm import __version__
-from mmldlm.config.own_code import report_exit_as_error
 from mmldlm.errors import (
     EXIT_DONE,
     EXIT_FAILED,
@@ -21,6 +20,7 @@ from mmldlm.errors import (
     UserError,
 )
 from mmldlm.utils.formatting import explain_os_error, first_line, for_screen
+from mmldlm.utils.own_code import report_exit_as_error
 from mmldlm.utils.screen import open_standard_streams
 from mmldlm.utils.stop_signals import interrupt_on_stop_signals, keep_exit_codes
 

@@ -19,7 +19,6 @@ if __package__ in (
     ]
 
 from mmldlm.commands.config_options import add_arguments, parse_config
-from mmldlm.config.own_code import report_exit_as_error
 from mmldlm.distributed.environment import local_world_size, set_rank_environment
 from mmldlm.distributed.error_reporting import (
     exit_without_teardown,
@@ -31,6 +30,7 @@ from mmldlm.errors import EXIT_FAILED, Interrupted, MmldlmError
 from mmldlm.training.session import check_run
 from mmldlm.training.signals import StopSignal
 from mmldlm.utils.environment import int_from_env
+from mmldlm.utils.own_code import report_exit_as_error
 from mmldlm.utils.resources import threads_per_rank
 from mmldlm.utils.screen import open_standard_streams
 from mmldlm.utils.stop_signals import keep_exit_codes

@@ -48,7 +48,7 @@ BAD = [
         "mmldlm.launch.watcher",
         "train comes after launch",
     ),
-    ("from mmldlm import show", "mmldlm.observe.loss_plots", "no such room"),
+    ("from mmldlm import show", "mmldlm.observe.plots", "no such room"),
     ("import torch.distributed as dist", "mmldlm.models.mmdit", "knows nothing of ranks"),
     (
         "from torch.distributed import all_reduce",
@@ -73,7 +73,7 @@ BAD = [
         "inside the GPU checks",
     ),
     ("from mpi4py import MPI", "mmldlm.launch.launcher", "only inside the function"),
-    ("import wandb", "mmldlm.observe.wandb_logger", "only inside the function"),
+    ("import wandb", "mmldlm.observe.trackers", "only inside the function"),
     ("from mmldlm.config import load", "mmldlm.utils.paths", "config comes after utils"),
     ("from mmldlm.models import mmdit", "mmldlm", "comes before all rooms"),
     ("", "mmldlm.callbacks.base", "knows no room callbacks"),
@@ -94,7 +94,7 @@ GOOD = [
     ("from .batch_plan import BatchPlan\nimport torch", "mmldlm.data.loader"),
     ("import torch.distributed\nimport deepspeed", "mmldlm.engines.deepspeed"),
     ("def check():\n    import torch", "mmldlm.preflight.checks.gpu"),
-    ("def f():\n    import wandb", "mmldlm.observe.wandb_logger"),
+    ("def f():\n    import wandb", "mmldlm.observe.trackers"),
     ("if TYPE_CHECKING:\n    from mmldlm.tasks import base", "mmldlm.data.loader"),
     (
         (

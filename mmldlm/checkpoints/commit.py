@@ -18,7 +18,7 @@ import re
 import shutil
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from mmldlm.checkpoints.locate import recover_interrupted_commit
 from mmldlm.checkpoints.manifest import (
@@ -31,6 +31,7 @@ from mmldlm.checkpoints.manifest import (
     examine,
     list_files,
 )
+from mmldlm.distributed.collectives import Ranks
 from mmldlm.errors import MmldlmError, UserError
 from mmldlm.utils.atomic_files import fsync_path, write_text_synced
 
@@ -63,28 +64,6 @@ class CommitFailed(MmldlmError):
     """
 
 
-class RankGroup(NamedTuple):
-    """Collective operations of the ranks: every rank calls each of them the same number of times.
-
-    Attributes:
-        rank: Rank of this process.
-        world_size: Number of ranks.
-        barrier: Function that returns once every rank has called it.
-        all_agree: Function that returns True on every rank if every rank passed True (an
-            all-reduce AND).
-        gather: Function that returns, on every rank, the texts of all ranks that passed one.
-    """
-
-    rank: int
-    world_size: int
-    barrier: Callable[[], None]
-    all_agree: Callable[[bool], bool]
-    gather: Callable[[str | None], list[str]] = lambda text: [] if text is None else [text]
-
-
-SINGLE_RANK = RankGroup(rank=0, world_size=1, barrier=lambda: None, all_agree=lambda ok: ok)
-
-
 def step_name(step: int) -> str:
     """Return the folder name of a step."""
     return f"step_{step:08d}"
@@ -108,13 +87,13 @@ class PendingCheckpoint:
     Attributes:
         run_dir: Folder of the run.
         step: Training step.
-        group: Collective operations of the ranks.
+        ranks: Ranks of the run.
         path: Folder to write into, RUN/checkpoints/.partial_step_N.
         final: Path after the commit, RUN/checkpoints/step_N.
     """
 
-    def __init__(self, run_dir: Path, step: int, group: RankGroup):
-        self.run_dir, self.step, self.group = run_dir, step, group
+    def __init__(self, run_dir: Path, step: int, ranks: Ranks):
+        self.run_dir, self.step, self.ranks = run_dir, step, ranks
         self.final = run_dir / CHECKPOINTS / step_name(step)
         self.path = self.final.with_name(f".partial_{self.final.name}")
 
@@ -140,17 +119,17 @@ class PendingCheckpoint:
         if not has_entry:
             error = _try(self.write_manifest_entry)
             self.raise_together("flushing its files to the disk", error)
-        error = _try(self._publish, metadata) if self.group.rank == 0 else None
+        error = _try(self._publish, metadata) if self.ranks.rank == 0 else None
         self.raise_together("publishing the checkpoint", error)
         return self.final
 
     def discard(self) -> None:
         """Remove the partial folder. Collective."""
-        self.group.barrier()
-        if self.group.rank == 0:
+        self.ranks.barrier()
+        if self.ranks.rank == 0:
             shutil.rmtree(self.path, ignore_errors=True)
             _try(recover_interrupted_commit, self.run_dir)
-        self.group.barrier()
+        self.ranks.barrier()
 
     def raise_together(self, phase: str, error: BaseException | None) -> None:
         """Return if no rank had an error in this phase; otherwise remove the checkpoint.
@@ -159,22 +138,28 @@ class PendingCheckpoint:
         Raises:
             CommitFailed: on every rank, with the errors.
         """
-        if self.group.all_agree(error is None):
-            return
-        message = None
-        if error is not None:
-            # The disk is examined before the partial files, which may fill it, are removed.
-            message = f"{type(error).__name__}: {error}{_advice(error, self.path)}"
-        messages = self.group.gather(message)
-        self.discard()
-        more = f", and {len(messages) - 3} more ranks" if len(messages) > 3 else ""
-        reasons = ("; ".join(messages[:3]) or "on another rank") + more
-        # There is none while a conversion writes the first checkpoint of its run.
-        is_kept = os.path.lexists(self.run_dir / LATEST)
-        previous = f" The previous checkpoint in {self.run_dir} is untouched." if is_kept else ""
-        raise CommitFailed(
-            f"checkpoint of step {self.step} was not saved: {phase} failed ({reasons}).{previous}"
-        ) from error
+
+        def discard_and_explain(own_error: BaseException | None) -> CommitFailed:
+            message = None
+            if own_error is not None:
+                # The disk is examined before the partial files, which may fill it, are removed.
+                advice = _advice(own_error, self.path)
+                message = f"{type(own_error).__name__}: {own_error}{advice}"
+            messages = self.ranks.gather_messages(message)
+            self.discard()
+            more = f", and {len(messages) - 3} more ranks" if len(messages) > 3 else ""
+            reasons = "; ".join(messages[:3]) + more
+            # There is none while a conversion writes the first checkpoint of its run.
+            is_kept = os.path.lexists(self.run_dir / LATEST)
+            previous = ""
+            if is_kept:
+                previous = f" The previous checkpoint in {self.run_dir} is untouched."
+            return CommitFailed(
+                f"checkpoint of step {self.step} was not saved: {phase} failed"
+                f" ({reasons}).{previous}"
+            )
+
+        self.ranks.raise_together(error, discard_and_explain)
 
     def write_manifest_entry(self) -> None:
         """Flush this rank's files to the disk and list them with sizes and checksums.
@@ -184,18 +169,18 @@ class PendingCheckpoint:
         names = [
             name
             for name in list_files(self.path)
-            if owner_of(name, self.group.world_size) == self.group.rank
+            if owner_of(name, self.ranks.world_size) == self.ranks.rank
         ]
         # The lists of ranks are removed by rank 0; begin() has removed stale ones.
         names = [name for name in names if not name.startswith(".files_rank")]
         for name in names:
             fsync_path(self.path / name)
         files = {name: describe_file(self.path / name) for name in names}
-        write_text_synced(self.path / f".files_rank{self.group.rank}.json", json.dumps(files))
+        write_text_synced(self.path / f".files_rank{self.ranks.rank}.json", json.dumps(files))
 
     def _publish(self, metadata: dict[str, Any]) -> None:
         files: dict[str, dict] = {}
-        lists = [self.path / f".files_rank{rank}.json" for rank in range(self.group.world_size)]
+        lists = [self.path / f".files_rank{rank}.json" for rank in range(self.ranks.world_size)]
         for rank, path in enumerate(lists):
             try:
                 files.update(json.loads(path.read_text(encoding="utf-8")))
@@ -213,7 +198,7 @@ class PendingCheckpoint:
             "format": FORMAT,
             "version": VERSION,
             "step": self.step,
-            "world_size": self.group.world_size,
+            "world_size": self.ranks.world_size,
             **metadata,
             "files": {name: files[name] for name in sorted(files)},
         }
@@ -236,7 +221,7 @@ class PendingCheckpoint:
 
 
 def begin(
-    run_dir: Path | str, step: int, group: RankGroup = SINGLE_RANK, folders: Sequence[str] = ()
+    run_dir: Path | str, step: int, ranks: Ranks | None = None, folders: Sequence[str] = ()
 ) -> PendingCheckpoint:
     """Start a checkpoint: rank 0 removes leftovers of crashed saves, and every rank tries to write
     in the new folder.
@@ -247,15 +232,16 @@ def begin(
     Args:
         run_dir: Folder of the run.
         step: Training step.
-        group: Collective operations of the ranks.
+        ranks: Ranks of the run; None is this process alone.
         folders: Folders in the checkpoint that the engine writes to.
 
     Raises:
         CommitFailed: on every rank, if the folder cannot be made, or some rank cannot see it or
             write there.
     """
-    pending = PendingCheckpoint(Path(run_dir), step, group)
-    error = _try(_prepare, pending, folders) if group.rank == 0 else None
+    ranks = ranks or Ranks()
+    pending = PendingCheckpoint(Path(run_dir), step, ranks)
+    error = _try(_prepare, pending, folders) if ranks.rank == 0 else None
     pending.raise_together("making its folder", error)
     error = _try(_check_visible, pending.path)
     pending.raise_together(
@@ -264,7 +250,7 @@ def begin(
     error = _try(
         _try_writing,
         [pending.path, *(pending.path / name for name in folders)],
-        f"{_PROBE_FILE}{group.rank}",
+        f"{_PROBE_FILE}{ranks.rank}",
     )
     pending.raise_together("trying to write in its folder", error)
     return pending

@@ -26,7 +26,7 @@ def add_plot_arguments(parser: argparse.ArgumentParser) -> None:
 
 def plot(args: argparse.Namespace) -> int:
     """Draw, and print the path of the image."""
-    from mmldlm.observe.loss_plots import load_steps, plot_path, plot_run
+    from mmldlm.observe.plots import load_steps, plot_path, plot_run
     from mmldlm.utils.paths import check_writable_file, claimed_file
 
     if args.out:
@@ -65,7 +65,7 @@ def monitor(args: argparse.Namespace) -> int:
     """Report until the run ends (or once); return 0 if healthy, 1 if unhealthy at the last
     report.
     """
-    from mmldlm.observe.health_monitor import follow
+    from mmldlm.observe.monitor import follow
 
     health = follow(Path(args.run), args.once, args.interval, args.window, args.stall_seconds)
     return EXIT_FAILED if health.problems else EXIT_DONE

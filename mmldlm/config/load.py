@@ -14,9 +14,9 @@ from typing import Any, Literal, TypeVar, get_args, get_origin
 
 from pydantic import BaseModel, ValidationError
 
-from mmldlm.config.old_keys import hint_for_old_key
 from mmldlm.config.renamed_keys import (
     PRESETS,
+    hint_for_old_key,
     hint_for_removed_value,
     hint_for_renamed_key,
     new_value,
@@ -143,16 +143,16 @@ _ALIASES |= {
 
 def _describe_problem(key: str, problem: Any, config_class: type[Config]) -> str:
     """What the user may have meant; "" where nothing comes to mind."""
-    found, kind, context = problem.get("input"), problem["type"], problem.get("ctx") or {}
+    value, kind, context = problem.get("input"), problem["type"], problem.get("ctx") or {}
     field = _field(key, config_class)
-    if kind == "literal_error" and isinstance(found, str):
-        if removed := hint_for_removed_value(key, found):
+    if kind == "literal_error" and isinstance(value, str):
+        if removed := hint_for_removed_value(key, value):
             return removed
         choices = re.findall(r"'([^']*)'", str(context.get("expected", "")))
         meant = (
-            new_value(key, found)
-            or _ALIASES.get(found.lower())
-            or next(iter(difflib.get_close_matches(found.lower(), choices, 1)), None)
+            new_value(key, value)
+            or _ALIASES.get(value.lower())
+            or next(iter(difflib.get_close_matches(value.lower(), choices, 1)), None)
         )
         return f"; did you mean {meant}?" if meant else ""
     if kind == "model_type" and hasattr(field, "model_fields"):
@@ -161,7 +161,7 @@ def _describe_problem(key: str, problem: Any, config_class: type[Config]) -> str
         )
     if key.startswith("training.profile"):
         return "; write the first and the last step as [100,105]"
-    none_is_meant = str(found).lower() in ("none", "off", "no", "false") or found == 0
+    none_is_meant = str(value).lower() in ("none", "off", "no", "false") or value == 0
     return "; null switches it off" if none_is_meant and type(None) in get_args(field) else ""
 
 

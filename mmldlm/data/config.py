@@ -7,8 +7,7 @@ from typing import Annotated, Literal
 from pydantic import Field, model_validator
 
 from mmldlm.config.schema import DataConfig
-from mmldlm.config.section import FilePath, IsPath, OnResume, Section
-from mmldlm.config.weights import check_weights
+from mmldlm.config.section import FilePath, IsPath, OnResume, Section, check_weights
 from mmldlm.data.batch_plan import MIXTURE_BLOCK
 
 

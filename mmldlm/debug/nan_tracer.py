@@ -99,8 +99,8 @@ class NanTracer(TorchDispatchMode):
         kwargs = kwargs or {}
         backward = self._tracker.is_bw
         packet = function.overloadpacket
-        found = self.backward if backward else self.forward
-        if found is not None or packet in _UNINITIALIZED_OPS or packet in ALLOWED_INF_OPS:
+        origin = self.backward if backward else self.forward
+        if origin is not None or packet in _UNINITIALIZED_OPS or packet in ALLOWED_INF_OPS:
             return function(*args, **kwargs)
         inputs = [leaf for leaf in tree_flatten((args, kwargs))[0] if isinstance(leaf, Tensor)]
         # An in-place operation overwrites its inputs.

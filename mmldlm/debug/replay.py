@@ -32,12 +32,14 @@ from mmldlm.debug.nan_tracer import (
 from mmldlm.distributed.environment import pick_device
 from mmldlm.engines.base import Autocast, compute_dtype
 from mmldlm.engines.deepspeed_config import resolve_stage
-from mmldlm.engines.optimizer import learning_rate
 from mmldlm.engines.torch_engines import SingleEngine
 from mmldlm.errors import UserError
+from mmldlm.observe.layer_stats import LayerStatsCollector
 from mmldlm.stability.guard import Guard
 from mmldlm.stability.skipped_steps import bad_micro_batches, load_skipped_step
 from mmldlm.tasks.registry import build_config, find_task, open_run_data
+from mmldlm.training.state import TrainingState
+from mmldlm.training.step import Trainer, train_step
 from mmldlm.utils.formatting import for_screen, join_some
 from mmldlm.utils.json_files import plain_value
 
@@ -211,44 +213,47 @@ class Replay:
         case, config = self.case, copy.deepcopy(self.config)
         if path is None and config.training.init_from is not None:
             init_weights(self.model, config.training.init_from)
-        shares = case["world_size"] * case["accum"]
-        config.training.grad_accum_steps = shares
+        num_micro_batches = case["world_size"] * case["accum"]
+        config.training.grad_accum_steps = num_micro_batches
         engine = SingleEngine(self.model, config, self.parameters)
         saved = {} if path is None else read_training_state(path)
-        applied = saved.get("applied_steps", 0)
+        state = TrainingState(
+            case["global_batch"],
+            len(self.data.train_lengths),
+            step=start,
+            applied_steps=saved.get("applied_steps", 0),
+            lr_scale=case["lr_scale"],
+            passed_over=[list(steps) for steps in case["passed_over"]],
+        )
         if path is not None:
             with open_training_state(path / ENGINE_FOLDER) as reader:
-                engine.load(reader, applied if reader.has_moments else 0)
+                engine.load(reader, state.applied_steps if reader.has_moments else 0)
             engine.sync_weights_from_masters()
         guard = Guard(config.stability, config.training.dtype)
         guard.restore(saved.get("guard", {}))
-        batches = MicroBatches(self.data.train, self.plan, self.collator, 0, 1, shares)
-        for step in range(start, end):
-            if any(first <= step < last for first, last in case["passed_over"]):
+        no_layer_stats = LayerStatsCollector(engine, 0)
+        trainer = Trainer(
+            self.task,
+            config,
+            engine,
+            self.plan,
+            self.objective,
+            state,
+            guard,
+            no_layer_stats,
+            average=None,
+        )
+        micro_batches = MicroBatches(
+            self.data.train, self.plan, self.collator, 0, 1, num_micro_batches
+        )
+        while state.step < end:
+            if state.is_excluded():
+                state.skip_batch(case["global_batch"])
                 continue
-            lr = learning_rate(applied, config.training.num_train_steps, config.optimizer)
-            applied += self._retrain_step(engine, guard, batches, step, case["lr_scale"] * lr)
-            print(f"trained  step {step + 1} of {end}", end="\r", flush=True)
+            first = state.step * num_micro_batches
+            train_step(trainer, [micro_batches[first + i] for i in range(num_micro_batches)])
+            print(f"trained  step {state.step} of {end}", end="\r", flush=True)
         print()
-
-    def _retrain_step(
-        self, engine: SingleEngine, guard: Guard, batches: MicroBatches, step: int, lr: float
-    ) -> bool:
-        """Take one step as the training loop does; return whether it was applied."""
-        shares = batches.accum
-        total, num_bad, num_usable, engine.loss_scale = 0.0, 0, 0, guard.loss_scale.value
-        for micro in range(shares):
-            batch = batches[step * shares + micro].to(self.device)
-            loss, _ = self.objective(engine.module, batch)
-            engine.backward(loss)
-            total, num_bad = total + loss.item(), num_bad + (not math.isfinite(loss.item()))
-            num_usable += int(batch.real.sum())
-        norm = engine.grad_norm().item()
-        if guard.decide(total, num_bad, norm, num_usable).apply:
-            engine.step(lr, norm)
-            return True
-        engine.discard_gradients()
-        return False
 
     # -- running
     # ---------------------------------------------------------------------------------------------
@@ -260,7 +265,7 @@ class Replay:
         model, module = self._cast_model(dtype)
         self._loss_scale = self.case["loss_scale"] if dtype == "fp16" else 1.0
         bad_weights = nonfinite_weights(model)
-        found = {
+        findings = {
             "clean": not bad_weights,
             "weights": [str(origin) for origin in bad_weights],
             "micro_batches": [],
@@ -279,7 +284,7 @@ class Replay:
                 "samples": [],
             }
             if not result.is_clean:
-                found["clean"] = False
+                findings["clean"] = False
                 print(
                     f"{dtype}     rank {entry['rank']} micro-batch {entry['micro']}:"
                     f" {result.summary()}"
@@ -291,14 +296,14 @@ class Replay:
                     )
                     num_left -= 1
                 print_samples(record["samples"])
-            found["micro_batches"].append(record)
-        if found["clean"]:
+            findings["micro_batches"].append(record)
+        if findings["clean"]:
             total = math.sqrt(math.fsum(norm * norm for norm in norms))
             print(
                 f"{dtype}     clean: all outputs and gradients are finite (combined gradient norm"
                 f" {total:.4g})"
             )
-        return found
+        return findings
 
     def _cast_model(self, dtype: str) -> tuple[nn.Module, nn.Module]:
         """Return (model, callable module) as the run's engine computes in this dtype."""

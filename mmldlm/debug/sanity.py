@@ -275,10 +275,13 @@ class SanityRunner:
             findings.failed(
                 "in_place", f"forward or backward changed weights: {format_names(changed)}"
             )
-        written = [name for name, tensor in inputs.items() if tensor._version != versions[name]]
-        if written:
+        changed_inputs = [
+            name for name, tensor in inputs.items() if tensor._version != versions[name]
+        ]
+        if changed_inputs:
             findings.failed(
-                "in_place", f"forward or backward wrote into the batch: {format_names(written)}"
+                "in_place",
+                f"forward or backward wrote into the batch: {format_names(changed_inputs)}",
             )
         findings.passed("in_place", "inputs and weights unchanged, no saved tensor overwritten")
         return float(loss.detach())

@@ -146,15 +146,15 @@ def check_rank_environment() -> None:
     if os.environ.get("RANK", "").strip():
         return
     size = int_from_env("WORLD_SIZE", 1)
-    found: list[tuple[str, object]] = [("WORLD_SIZE", size)] if size > 1 else []
+    started: list[tuple[str, object]] = [("WORLD_SIZE", size)] if size > 1 else []
     for rank_name, size_name in _OTHER_LAUNCHERS:
         number, total = (os.environ.get(name, "") for name in (rank_name, size_name))
         if rank_name == "SLURM_PROCID" and not _started_by_srun():
             continue  # a batch script or a shell in an allocation
         if number.isdigit() and (int(number) > 0 or (total.isdigit() and int(total) > 1)):
-            found.append((rank_name, f"{number} of {total or 'unknown'}"))
-    if found:
-        listed = ", ".join(f"{name}={value}" for name, value in found)
+            started.append((rank_name, f"{number} of {total or 'unknown'}"))
+    if started:
+        listed = ", ".join(f"{name}={value}" for name, value in started)
         raise UserError(
             "RANK for each of several processes",
             f"{listed} without RANK",

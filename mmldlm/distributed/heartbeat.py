@@ -25,10 +25,12 @@ from collections.abc import Callable
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
+from types import TracebackType
 from typing import NamedTuple
 
 import torch
 
+from mmldlm.distributed.collectives import broadcast_object
 from mmldlm.distributed.failure_attribution import (
     COLLECTIVE_FAILED,
     EXITED,
@@ -116,7 +118,8 @@ class Heartbeat:
         self.failure: FailureReport | None = None
         self._failed_at, self._found_alone = 0.0, False  # alone: by this rank without rank 0
         self._progress = _Progress(0, "start", 0, 1.0, time.monotonic())
-        self._state, self._message, self._collective_failed_at = RUNNING, "", None
+        self._state, self._message = RUNNING, ""
+        self._collective_failed_at: float | None = None
         self._main_thread = threading.get_ident()
         self._observations: dict[int, Observation] = {}
         self._printed = threading.Lock()
@@ -140,9 +143,7 @@ class Heartbeat:
         self._store.set_timeout(timedelta(seconds=timeout))
         # A process that trains twice, and a restarted attempt under torchrun, find earlier
         # heartbeats in the store.
-        shared = [uuid.uuid4().hex]
-        torch.distributed.broadcast_object_list(shared, src=0)
-        self._prefix = f"{_KEY}/{shared[0]}"
+        self._prefix = f"{_KEY}/{broadcast_object(uuid.uuid4().hex, world_size)}"
         self._publish()
         if rank != 0:  # so that rank 0's host and pid are known, whatever happens to it next
             first = HeartbeatRecord.from_text(self._store.get(f"{self._prefix}/0"))
@@ -241,12 +242,18 @@ class Heartbeat:
     def __enter__(self) -> Heartbeat:
         return self
 
-    def __exit__(self, kind, error: BaseException | None, trace) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         if error is None or isinstance(error, MmldlmError) or self.world_size == 1:
             self.close(error)
             return
         self._print_failure(self.attribute_error(error))
-        error.is_attributed = True  # for report_traceback: the screen has its message
+        # For report_traceback: the screen has its message.
+        error.is_attributed = True  # type: ignore[attr-defined]
         # The watchdog stays: it ends this process if the exit hangs.
         self._deadline = time.monotonic() + min(self.limits.stalled, SHUTDOWN_TIMEOUT)
         self._stop_publishing()
@@ -307,9 +314,9 @@ class Heartbeat:
         expected = range(self.world_size) if self.rank == 0 else (0,)
         missing = [rank for rank in expected if rank not in self._observations]
         if missing and now - self._opened_at > self.limits.stalled:
-            ranks = join_some(map(str, missing), 8)
+            names = join_some(map(str, missing), 8)
             self._announce_failure(
-                FailureReport(f"rank {ranks} never sent a heartbeat", tuple(missing))
+                FailureReport(f"rank {names} never sent a heartbeat", tuple(missing))
             )
         elif self.rank == 0:
             observations = self._observations.values()

@@ -64,10 +64,10 @@ def current_location(thread: int) -> tuple[str, bool]:
         frame = frame.f_back
     if not locations:
         return "", False
-    own = next(
+    innermost = next(
         (location for name, location in locations if "mmldlm" in name.parts[:-1]), locations[0][1]
     )
-    return own, in_collective
+    return innermost, in_collective
 
 
 def exit_with_stacks(rank: int, logs: Path | None) -> None:

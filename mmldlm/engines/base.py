@@ -6,20 +6,29 @@ import socket
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
+from mmldlm.distributed.collectives import Ranks
 from mmldlm.engines.shards import ParameterShard, PinnedSnapshot
 from mmldlm.errors import UserError
 from mmldlm.utils.moments import MOMENTS, MUON_MOMENTS, moment_keys
 
-if TYPE_CHECKING:
-    from mmldlm.checkpoints.resume import ResumeReader
+
+class StateReader(Protocol):
+    """What `Engine.load` reads from: the weights and moments of a checkpoint, in slices."""
+
+    def read(self, name: str, what: str, start: int, count: int) -> np.ndarray:
+        """Return elements [start, start + count) of a parameter's weight or moment."""
+
+    def moments_of(self, name: str) -> tuple[str, ...]:
+        """Return the moments that are stored for a parameter."""
 
 
-class Engine(ABC):
+class Engine(Ranks, ABC):
     """Forward, backward, step, save and load on one or more ranks.
 
     The engine sums gradients over ranks and micro-batches instead of averaging them: a loss is the
@@ -153,14 +162,14 @@ class Engine(ABC):
         """Prepare for the next checkpoint after one that a rank could not write. Collective."""
         return
 
-    def load(self, reader: ResumeReader, applied_steps: int) -> None:
+    def load(self, reader: StateReader, applied_steps: int) -> None:
         """Load weights, moments and buffers from a checkpoint of any engine, stage and world size.
 
         Reads only this rank's shards; call `sync_weights_from_masters` on every rank when all
         ranks have read.
 
         Args:
-            reader: Reader of the checkpoint (mmldlm.checkpoints.resume.ResumeReader).
+            reader: Reader of the checkpoint.
             applied_steps: Step count of the optimizer.
 
         Raises:
@@ -209,33 +218,20 @@ class Engine(ABC):
         return on_host.to(self.device, non_blocking=True)
 
     def gather_messages(self, text: str | None) -> list[str]:
-        """Gather non-empty messages from all ranks, prefixed with rank and host, on every rank.
-
-        Collective.
-        """
-        own_message = (
-            None if text is None else f"rank {self.rank} on {socket.gethostname()}: {text}"
-        )
-        messages = [own_message]
-        if self.world_size > 1:
-            messages = [None] * self.world_size
-            torch.distributed.all_gather_object(messages, own_message)
-        return [message for message in messages if message is not None]
+        """Return the texts of the ranks that pass one, each with its rank and host."""
+        signed = None if text is None else f"rank {self.rank} on {socket.gethostname()}: {text}"
+        return super().gather_messages(signed)
 
     def all_agree(self, ok: bool) -> bool:
-        """Whether `ok` is True on every rank. Collective."""
+        """Return whether `ok` is True on every rank. Collective."""
         return ok if self.world_size == 1 else self.sum_on_host(self.to_device([not ok])) == [0]
-
-    def barrier(self) -> None:
-        """Wait for all ranks. Collective."""
-        self.all_agree(True)
 
     def describe(self) -> str:
         """One phrase for the screen and the manifest."""
         return self.kind
 
 
-def _check_same_optimizer(reader: ResumeReader, name: str, group: dict[str, Any]) -> None:
+def _check_same_optimizer(reader: StateReader, name: str, group: dict[str, Any]) -> None:
     # Checkpoints older than optimizer.kind do not record it.
     if reader.moments_of(name) != moment_keys(group):
         kinds = {MOMENTS: "adamw", MUON_MOMENTS: "muon"}

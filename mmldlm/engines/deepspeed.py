@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from mmldlm.config.schema import Config
+from mmldlm.distributed.collectives import gather_objects
 from mmldlm.distributed.environment import pick_device, rank_environment
 from mmldlm.distributed.process_group import backend_for, start_process_group
 from mmldlm.engines.base import Autocast, Engine, compute_dtype, tied_names
@@ -259,12 +260,11 @@ def check_same_hooks(model: nn.Module) -> None:
         for name, module in model.named_modules()
         if any(getattr(module, k) for k in kinds)
     ]
-    hooked_by_rank: list[list[str]] = [[]] * torch.distributed.get_world_size()
-    torch.distributed.all_gather_object(hooked_by_rank, hooked)
-    for rank, names in enumerate(hooked_by_rank):
-        if names != hooked_by_rank[0]:
-            name = next(iter(sorted(set(names) ^ set(hooked_by_rank[0]))))
-            ranks = (0, rank) if name in hooked_by_rank[0] else (rank, 0)
+    first, *others = gather_objects(hooked, torch.distributed.get_world_size())
+    for rank, names in enumerate(others, 1):
+        if names != first:
+            name = min(set(names) ^ set(first))
+            ranks = (0, rank) if name in first else (rank, 0)
             raise UserError(
                 "module hooks on all ranks or on none",
                 f"a hook of {name} on rank {ranks[0]}, none on rank {ranks[1]}",

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from mmldlm.distributed.collectives import gather_objects
 from mmldlm.engines.base import Engine
 from mmldlm.engines.muon_exchange import MatrixExchange, ShardRange
 from mmldlm.engines.parameter_plan import ParameterPlan
@@ -84,9 +85,7 @@ class MuonAdamW(torch.optim.AdamW):
                 if id(shard.owner) in ids and shard.name in num_stacked and shard.count
             ]
             own_ranges = [ShardRange.of(shard) for shard in held]
-            ranges_by_rank: list[Any] = [own_ranges] * world_size
-            if world_size > 1:
-                dist.all_gather_object(ranges_by_rank, own_ranges, group=group)
+            ranges_by_rank = gather_objects(own_ranges, world_size, group)
             exchange = MatrixExchange(
                 ranges_by_rank, num_stacked, rank, device, group if world_size > 1 else None
             )

@@ -14,8 +14,9 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
-from typing import Any, TextIO
+from typing import IO, Any, TextIO
 
+from rich.console import RenderableType
 from rich.live import Live
 from rich.progress_bar import ProgressBar
 from rich.table import Table
@@ -66,7 +67,7 @@ class _SafeConsole(PlainConsole):
         raise  # the current BrokenPipeError
 
 
-def _drop_output(stream: TextIO) -> None:
+def _drop_output(stream: IO[str]) -> None:
     """Redirect a closed stream to /dev/null, so that Python's flush at exit does not raise
     again.
     """
@@ -219,15 +220,9 @@ class Console:
             self._write_file(line)
             if self._console is not None and self._live is None:
                 self._print(line)
-        if self._live is not None and (
-            due or time.monotonic() - self._drawn_at >= _REFRESH_SECONDS
-        ):
-            self._drawn_at = time.monotonic()
-            line = self._live_line(
-                _format_live(with_mean_losses(record, self._recent, self._metrics), *progress),
-                step,
-            )
-            self._draw_safely(lambda: self._live.update(line, refresh=True))
+        if due or time.monotonic() - self._drawn_at >= _REFRESH_SECONDS:
+            means = with_mean_losses(record, self._recent, self._metrics)
+            self._draw_live(lambda: self._live_line(_format_live(means, *progress), step))
 
     def evaluation(self, step: int, done: int, total: int) -> None:
         """Show the progress of an evaluation: in the live line, elsewhere a plain line every half
@@ -252,13 +247,8 @@ class Console:
             self._write_file(line)
             if self._live is None:
                 self._print(line)
-        if self._live is not None and (done == 0 or now - self._drawn_at >= _REFRESH_SECONDS):
-            self._drawn_at = now
-            self._draw_safely(
-                lambda: self._live.update(
-                    Text(line, no_wrap=True, overflow="ellipsis"), refresh=True
-                )
-            )
+        if done == 0 or now - self._drawn_at >= _REFRESH_SECONDS:
+            self._draw_live(lambda: Text(line, no_wrap=True, overflow="ellipsis"))
 
     def eta(self) -> float | None:
         """Return the seconds left at the pace of the last steps, pauses included;
@@ -339,12 +329,21 @@ class Console:
             )
 
     def _print(self, text: str | Text) -> None:
-        if self._console is None:
+        console = self._console
+        if console is None:
             return
-        if self._console.is_terminal:  # a terminal would break lines inside words
-            folded = fold(str(text), self._console.width, _INDENT)
+        if console.is_terminal:  # a terminal would break lines inside words
+            folded = fold(str(text), console.width, _INDENT)
             text = Text(folded, style=text.style) if isinstance(text, Text) else folded
-        self._draw_safely(lambda: self._console.print(text))
+        self._draw_safely(lambda: console.print(text))
+
+    def _draw_live(self, draw: Callable[[], RenderableType]) -> None:
+        """Show something in the live line, where there is one."""
+        live = self._live
+        if live is not None:
+            self._drawn_at = time.monotonic()
+            content = draw()
+            self._draw_safely(lambda: live.update(content, refresh=True))
 
     def _draw_safely(self, draw: Callable[[], object]) -> None:
         """Draw; after an error, continue the run without the screen.
@@ -355,8 +354,9 @@ class Console:
         try:
             draw()
         except Exception as error:
-            stream, self._console, live, self._live = self._console.file, None, self._live, None
-            _drop_output(stream)
+            console, self._console, live, self._live = self._console, None, self._live, None
+            if console is not None:
+                _drop_output(console.file)
             if live is not None:
                 atexit.unregister(self.close)
                 with contextlib.suppress(Exception):

@@ -133,7 +133,8 @@ def _truncate(path: Path, resume_step: int | None) -> int:
     """
     if not path.exists():
         return 0
-    kept, dropped = [], []
+    kept: list[str] = []
+    dropped: list[str] = []
     with open_text(path, errors="replace") as file:
         for line in file:
             record = parse_line(line)
@@ -185,7 +186,8 @@ class LogTail:
         self.path, self.is_valid, self.is_relevant = path, is_valid, is_relevant
         self.records: deque[dict[str, Any]] = deque(maxlen=keep)
         self.num_unreadable = self.num_skipped = 0
-        self._offset, self._file_id = 0, None
+        self._offset = 0
+        self._file_id: int | None = None  # inode
 
     def read(self) -> int:
         """Read new lines; return the number of new records.

@@ -7,15 +7,20 @@ host sync on a measured step, nothing on any other.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from mmldlm.engines.base import Engine
-from mmldlm.observe.activations import STREAMS, ActivationRecorder, layer_modules
+from mmldlm.engines.shards import ParameterShard
 from mmldlm.utils.moments import MOMENTS
+
+STREAMS = ("text", "latent")
+"""The halves of a block's parameters and outputs."""
 
 DEAD_AFTER_REPORTS = 10
 """Measured steps before a parameter without any gradient is reported as dead. adaLN-Zero and
@@ -140,7 +145,9 @@ class LayerStatsCollector:
         self._sums: Tensor | None = None  # of the step being measured
         self._muon_weights: dict[tuple[str, int], Tensor] = {}  # before it
         self._step = 0
-        self._num_reports, self._has_gradient, self._dead = 0, set(), set()
+        self._num_reports = 0
+        self._has_gradient: set[str] = set()
+        self._dead: set[str] = set()
         if interval:
             local_sizes = {
                 fragment.name: math.prod(fragment.shape) for fragment in engine.parameter_shards()
@@ -186,7 +193,7 @@ class LayerStatsCollector:
 
     def before_forward(self, step: int) -> None:
         """Start measuring, if this 1-based step is due (the same decision on every rank)."""
-        if self.interval and step % self.interval == 0:
+        if self._activations is not None and step % self.interval == 0:
             self._step = step
             self._activations.start()
 
@@ -197,9 +204,8 @@ class LayerStatsCollector:
         """
         if not self._step:
             return
-        self._sums = torch.zeros(
-            self._num_rows, len(_SUMS), dtype=torch.float64, device=self.engine.device
-        )
+        shape = self._num_rows, len(_SUMS)
+        self._sums = sums = torch.zeros(shape, dtype=torch.float64, device=self.engine.device)
         if not self.engine.saves_shards:  # another rank counts the same elements
             return
         groups = self.engine.optimizer_groups()
@@ -211,7 +217,7 @@ class LayerStatsCollector:
         for fragment, gradient in self.engine.gradient_shards():
             if not fragment.count:
                 continue
-            for row, part in self._parts(self._sums, fragment):
+            for row, part in self._parts(sums, fragment):
                 if gradient is None:
                     row[1] += part.stop - part.start
                     continue
@@ -223,7 +229,7 @@ class LayerStatsCollector:
                 row[1] += (piece.numel() - torch.count_nonzero(piece)).to(row.device)
                 row[2] += (~torch.isfinite(piece)).sum().to(row.device)
 
-    def _parts(self, sums: Tensor, fragment) -> list[tuple[Tensor, slice]]:
+    def _parts(self, sums: Tensor, fragment: ParameterShard) -> list[tuple[Tensor, slice]]:
         """Return the rows of a fragment's elements, each with the slice of elements that it
         counts.
         """
@@ -243,16 +249,16 @@ class LayerStatsCollector:
             lr: learning rate of the step.
             applied: False if its gradients were discarded.
         """
-        if not self._step:
+        sums, step, recorder = self._sums, self._step, self._activations
+        if sums is None or recorder is None:
             return None
-        sums, step = self._sums, self._step
         self._sums, self._step = None, 0
         if self.engine.saves_shards:
             self._add_updates(sums, lr, applied)
             self._muon_weights = {}
-        activations = self._activations.collect(self.engine.device)
+        activations = recorder.collect(self.engine.device)
         total = self.engine.sum_on_host(torch.cat([sums.flatten(), activations.flatten()]))
-        return self._report(step, applied, total)
+        return self._report(step, applied, total, recorder.rms(total[sums.numel() :]))
 
     def _add_updates(self, sums: Tensor, lr: float, applied: bool) -> None:
         states, groups = self.engine.optimizer_state(), self.engine.optimizer_groups()
@@ -272,28 +278,29 @@ class LayerStatsCollector:
                     if group.get("muon"):
                         update = weight - self._muon_weights[fragment.name, fragment.start][part]
                     else:
-                        moments = [fragment.slice_of(state[key])[part] for key in MOMENTS]
-                        update = adamw_update(weight, *moments, state["step"], lr, group)
+                        mean, square = (fragment.slice_of(state[key])[part] for key in MOMENTS)
+                        update = adamw_update(weight, mean, square, state["step"], lr, group)
                     row[4] += (
                         torch.linalg.vector_norm(update, dtype=torch.float64)
                         .square()
                         .to(row.device)
                     )
 
-    def _report(self, step: int, applied: bool, total: list[float]) -> LayerStats:
+    def _report(
+        self, step: int, applied: bool, total: list[float], rms: dict[str, float]
+    ) -> LayerStats:
         width = len(_SUMS)
         sizes = {name: self._numel[name] // len(rows) for name, rows in self._rows.items()}
         parts: dict[str, tuple[int, list[float]]] = {}  # part of a parameter -> elements, sums
         by_layer: dict[str, list] = {}  # layer -> entries of its parts
         for name, rows in self._rows.items():
-            layers = layers_of(name, len(rows), self._layers)
-            for part, layer, row in zip(parts_of(name, len(rows)), layers, rows, strict=True):
+            names = layers_of(name, len(rows), self._layers)
+            for part, layer, row in zip(parts_of(name, len(rows)), names, rows, strict=True):
                 parts[part] = sizes[name], total[width * row : width * (row + 1)]
                 by_layer.setdefault(layer, []).append(parts[part])
-        rms = self._activations.rms(total[width * self._num_rows :])
         self._num_reports += 1
         self._has_gradient |= {part for part, (size, sums) in parts.items() if sums[1] < size}
-        dead = []
+        dead: list[str] = []
         if self._num_reports >= DEAD_AFTER_REPORTS:
             dead = [
                 part for part in parts if part not in self._has_gradient and part not in self._dead
@@ -302,7 +309,7 @@ class LayerStatsCollector:
         parameters = {
             part: _tensor_stats(size, sums, applied) for part, (size, sums) in parts.items()
         }
-        layers = {}
+        layers: dict[str, TensorStats] = {}
         for layer in dict.fromkeys([*by_layer, *rms]):
             summed = [
                 math.fsum(values) for values in zip(*(part for _, part in by_layer.get(layer, [])))
@@ -342,7 +349,12 @@ def layers_of(name: str, parts: int, layers: Collection[str] = ()) -> list[str]:
 
 
 def adamw_update(
-    weight: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, step, lr: float, group: dict
+    weight: Tensor,
+    exp_avg: Tensor,
+    exp_avg_sq: Tensor,
+    step: Tensor | float,
+    lr: float,
+    group: dict,
 ) -> Tensor:
     """Return the weight change of AdamW's last step, reconstructed from its moments without a copy
     of the weights.
@@ -370,3 +382,112 @@ def _tensor_stats(
     return TensorStats(
         numel, math.sqrt(grad_sq), int(zeros), int(nonfinite), math.sqrt(weight_sq), update, rms
     )
+
+
+def layer_modules(model: nn.Module, prefix: str = "") -> dict[str, nn.Module]:
+    """Return the layers that statistics name: the modules of every numbered stack, and the parts
+    next to the stacks.
+    """
+    layers: dict[str, nn.Module] = {}
+    for name, module in model.named_children():
+        if isinstance(module, nn.ModuleList):
+            layers |= {f"{prefix}{name}.{number}": block for number, block in enumerate(module)}
+        elif any(isinstance(child, nn.ModuleList) for child in module.modules()):
+            layers |= layer_modules(module, f"{prefix}{name}.")
+        else:
+            layers[f"{prefix}{name}"] = module
+    return layers
+
+
+class ActivationRecorder:
+    """Accumulate the sum of squares of layer outputs between `start` and `collect`.
+
+    A block has one entry per stream, another module one for all floating-point tensors it returns.
+    A block that is recomputed in the backward pass (gradient checkpointing) counts twice with the
+    same values, so means do not change.
+    """
+
+    def __init__(self, model: nn.Module):
+        self._names: dict[nn.Module, list[str]] = {}
+        for name, module in layer_modules(model).items():
+            if hasattr(module, "split_streams"):
+                self._names[module] = [f"{name}.{stream}" for stream in STREAMS]
+            elif name != "text_head":  # it returns losses
+                self._names[module] = [name]
+        self._rows = {
+            name: row
+            for row, name in enumerate(n for names in self._names.values() for n in names)
+        }
+        self._sums: list[list[Tensor]] = []
+        self._counts: list[int] = []
+        self._undo: list[Callable[[], object]] = []
+
+    def start(self) -> None:
+        """Start recording; `collect` stops it."""
+        self._stop()
+        self._sums, self._counts = [[] for _ in self._rows], [0] * len(self._rows)
+        for module in self._names:
+            compiled = module._compiled_call_impl
+            if compiled is None:
+                hook = module.register_forward_hook(
+                    lambda m, args, out: self._record(m, out, args)
+                )
+                self._undo.append(hook.remove)
+            else:  # a hook would be compiled into the block permanently
+                module._compiled_call_impl = self._wrap(module, compiled)
+                self._undo.append(partial(setattr, module, "_compiled_call_impl", compiled))
+
+    def _wrap(self, module: nn.Module, call: Callable[..., Any]) -> Callable[..., Any]:
+        def wrapped(*args: Any, **kwargs: Any) -> Any:
+            output = call(*args, **kwargs)
+            self._record(module, output, args)
+            return output
+
+        return wrapped
+
+    @torch.no_grad()
+    def _record(self, module: nn.Module, output: Any, inputs: tuple) -> None:
+        # A block returns its two streams as rows of one tensor.
+        split_streams: Callable[..., Any] | None = getattr(module, "split_streams", None)
+        if split_streams is not None:
+            output = split_streams(output, *inputs)
+        tensors, names = list(_float_tensors(output)), self._names[module]
+        if len(names) != len(tensors):
+            names = names[:1] * len(tensors)
+        for name, tensor in zip(names, tensors, strict=True):
+            row, dtype = self._rows[name], torch.promote_types(tensor.dtype, torch.float32)
+            self._sums[row].append(
+                torch.linalg.vector_norm(tensor.detach(), dtype=dtype).double().square()
+            )
+            self._counts[row] += tensor.numel()
+
+    def collect(self, device: torch.device) -> Tensor:
+        """Stop recording; return [layers, 2] fp64 sums of squares and counts of this rank."""
+        self._stop()
+        zero = torch.zeros((), dtype=torch.float64, device=device)
+        sums = torch.stack([torch.stack([zero, *parts]).sum() for parts in self._sums])
+        counts = torch.tensor(
+            [float(count) for count in self._counts], dtype=torch.float64, device=device
+        )
+        return torch.stack([sums, counts], dim=1)
+
+    def rms(self, total: list[float]) -> dict[str, float]:
+        """Return layer -> RMS from the sums over all ranks."""
+        pairs = {name: (total[2 * row], total[2 * row + 1]) for name, row in self._rows.items()}
+        return {
+            name: math.sqrt(square / count) for name, (square, count) in pairs.items() if count
+        }
+
+    def _stop(self) -> None:
+        for undo in self._undo:
+            undo()
+        self._undo = []
+
+
+def _float_tensors(output: Any) -> Iterator[Tensor]:
+    if isinstance(output, Tensor):
+        if output.is_floating_point():
+            yield output
+    elif isinstance(output, (tuple, list)):
+        for part in output:
+            yield from _float_tensors(part)

@@ -96,16 +96,17 @@ class StepProfiler:
 
         An error is part of the summary: one rank must not fail because of its profile.
         """
-        if self._profile is None or step < self.steps[1]:
+        if self._profile is None or self.steps is None or step < self.steps[1]:
             return None
-        path = self.folder / f"steps_{self.steps[0]}_{self.steps[1]}_rank{self.rank}.json"
+        steps = self.steps
+        path = self.folder / f"steps_{steps[0]}_{steps[1]}_rank{self.rank}.json"
         try:
             self._profile.stop()
             self.folder.mkdir(parents=True, exist_ok=True)
             self._profile.export_chrome_trace(str(path))
-            return ProfileSummary(self.steps, path, *time_shares(self._profile.events()))
+            return ProfileSummary(steps, path, *time_shares(self._profile.events()))
         except (OSError, RuntimeError) as error:
-            return ProfileSummary(self.steps, path, error=str(error))
+            return ProfileSummary(steps, path, error=str(error))
         finally:
             self._profile = self.steps = None
 

@@ -152,7 +152,7 @@ def log_receipt(config: Config, world_size: int, folder) -> None:
     Args:
         config: Config of the run that starts.
         world_size: World size of the run that starts.
-        folder: Open folder of the run (mmldlm.training.run_logger.RunLogger).
+        folder: Open folder of the run (mmldlm.training.run_folder.RunFolder).
     """
     try:
         receipt = read(config.run_dir())
@@ -170,7 +170,7 @@ def log_receipt(config: Config, world_size: int, folder) -> None:
         # The error may be of one rank alone.
         reasons = [f"it cannot be read ({type(error).__name__}: {error})"]
     if reasons:
-        folder.progress.warning(
+        folder.warning(
             f"{NAME} does not apply to this run: {'; '.join(reasons)}. `mmldlm preflight` writes a"
             " new one"
         )

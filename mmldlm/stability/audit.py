@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections import Counter
 from collections.abc import Mapping
 
 import torch
@@ -52,15 +53,10 @@ def audit_on_all_ranks(engine: Engine, average: WeightAverage | None = None) -> 
     local = nonfinite_tensors(engine, average)
     if engine.all_agree(not local):
         return {}
-    if engine.world_size == 1:
-        return local
-    gathered: list[dict[str, int] | None] = [None] * engine.world_size
-    torch.distributed.all_gather_object(gathered, local)
-    total: dict[str, int] = {}
-    for part in gathered:
-        for name, count in (part or {}).items():
-            total[name] = total.get(name, 0) + count
-    return total
+    total: Counter[str] = Counter()
+    for counts in engine.gather_objects(local):
+        total.update(counts)
+    return dict(total)
 
 
 # Set by Accelerate's launcher for its ranks; `no` is fp32.
@@ -75,14 +71,19 @@ def check_precision(engine: Engine, config: Config) -> None:
         UserError: on every rank, if one computes, stores or reduces in another dtype than
             configured.
     """
+
+    def mismatch(difference: str) -> UserError:
+        return UserError(
+            f"training.dtype={config.training.dtype} everywhere, fp32 masters, accumulation and"
+            " reduction",
+            difference,
+            "set precision in training.dtype alone",
+        )
+
     problems = precision_problems(engine, config, os.environ)
-    if engine.all_agree(not problems):
-        return
-    raise UserError(
-        f"training.dtype={config.training.dtype} everywhere, fp32 masters, accumulation and"
-        " reduction",
-        "; ".join(problems) or "a difference on another rank (see its message)",
-        "set precision in training.dtype alone",
+    engine.raise_together(
+        mismatch("; ".join(problems)) if problems else None,
+        lambda own: own or mismatch("a difference on another rank (see its message)"),
     )
 
 

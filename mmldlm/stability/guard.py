@@ -201,7 +201,7 @@ class BadSampleRate:
 
     def restore(self, batches: list[tuple[int, int]]) -> None:
         """Restore the state of a checkpoint."""
-        self._batches = deque(map(tuple, batches), maxlen=BAD_SAMPLE_WINDOW)
+        self._batches = deque(((bad, total) for bad, total in batches), maxlen=BAD_SAMPLE_WINDOW)
 
 
 INITIAL_SCALE, SCALE_WINDOW, MIN_SCALE, MAX_SCALE = 65536.0, 1000, 1.0, 2.0**24

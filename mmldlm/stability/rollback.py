@@ -46,7 +46,7 @@ def needs_rollback(
 def stability_stop_error(
     cause: RollbackReason,
     num_rollbacks: int,
-    run_dir,
+    run_dir: Path,
     last_reasons: list[str],
     saved_step: int | None,
 ) -> StabilityStop:

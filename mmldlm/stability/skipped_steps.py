@@ -52,11 +52,7 @@ def collect_step_record(engine: Engine, batches: list[Batch], losses: list[Tenso
         }
         for micro, (batch, value) in enumerate(zip(batches, values, strict=True))
     ]
-    if engine.world_size == 1:
-        return local
-    gathered: list[list[dict] | None] = [None] * engine.world_size
-    torch.distributed.all_gather_object(gathered, local)
-    return [entry for part in gathered for entry in part or []]
+    return [entry for entries in engine.gather_objects(local) for entry in entries]
 
 
 def bad_micro_batches(entries: list[dict]) -> list[dict]:
@@ -86,26 +82,24 @@ def load_skipped_step(run_dir: Path, event: str) -> dict:
         UserError: no such record; the existing ones are listed.
     """
     folder = run_dir / SKIPPED_STEPS_DIR
-    found = sorted(
+    records = sorted(
         (int(name[1]), path)
         for path in folder.glob("step_*.json")
         if (name := _RECORD.fullmatch(path.name))
     )
-    steps = [step for step, _ in found]
-    chosen = (
-        steps[-1:]
-        if event == "last"
-        else [int(event)]
-        if event.isascii() and event.isdigit()
-        else []
-    )
-    if not chosen or chosen[0] not in steps:
+    steps = [step for step, _ in records]
+    step = -1
+    if event == "last" and steps:
+        step = steps[-1]
+    elif event.isascii() and event.isdigit():
+        step = int(event)
+    if step not in steps:
         raise UserError(
             f"the step number of a skip in {folder}, or `last`",
             f"{event!r}; recorded steps: {join_some(steps, 8) or 'none'}",
             f"look up the step in a `skip` line of {run_dir / 'events.jsonl'}",
         )
-    return _read_record(found[steps.index(chosen[0])][1], chosen[0])
+    return _read_record(records[steps.index(step)][1], step)
 
 
 def _read_record(path: Path, step: int) -> dict:

@@ -17,12 +17,12 @@ from typing import Any
 import numpy as np
 
 from mmldlm.config import load
-from mmldlm.config.own_code import describe_error, os_exit_raises, place_of
 from mmldlm.config.schema import Config
 from mmldlm.config.task_names import TASK_NAMES
 from mmldlm.data.run_data import RunData
 from mmldlm.errors import UserError
 from mmldlm.tasks.base import Task
+from mmldlm.utils.own_code import describe_error, os_exit_raises, place_of
 
 # Name -> module:Class of its config, which starts without torch, and of the task; modules below
 # mmldlm.tasks.

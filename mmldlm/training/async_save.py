@@ -48,14 +48,15 @@ class PendingSave:
         pending: commit.PendingCheckpoint,
         state: TrainingState,
         work: list[Callable[[], None]],
-        device,
+        device: torch.device,
     ):
         self.pending, self.step, self.consecutive_skips = (
             pending,
             state.step,
             state.consecutive_skips,
         )
-        self.started, self.stalled = time.perf_counter(), None
+        self.started = time.perf_counter()
+        self.stalled: float | None = None  # seconds for which training waited
         self._background = BackgroundTask(lambda: [part() for part in work], device)
 
     @property

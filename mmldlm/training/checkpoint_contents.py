@@ -22,13 +22,12 @@ from mmldlm.config.renamed_keys import with_new_names
 from mmldlm.config.resume_compat import CONFIG_FILE, batch_fix
 from mmldlm.config.schema import Config, OptimizerConfig
 from mmldlm.config.yaml_reader import read_yaml
-from mmldlm.data.run_data import RunData
 from mmldlm.engines.base import Engine, persistent_buffers
 from mmldlm.engines.ema import WeightAverage
 from mmldlm.engines.optimizer import learning_rate
-from mmldlm.errors import MmldlmError, UserError
-from mmldlm.tasks.base import Task
+from mmldlm.errors import UserError
 from mmldlm.training.async_save import BackgroundTask
+from mmldlm.training.run_folder import Run
 from mmldlm.training.state import TrainingState
 from mmldlm.utils.atomic_files import naming_errors
 from mmldlm.utils.formatting import join_some
@@ -79,23 +78,28 @@ def describe_rate_jump(checkpoint: Path, config: Config, state: TrainingState) -
     A longer schedule is stretched: the rate of a run that had reached its end rises again.
     """
     try:
-        then = with_new_names(read_yaml(checkpoint / CONFIG_FILE))
-        optimizer = OptimizerConfig(**then["optimizer"])
+        saved = with_new_names(read_yaml(checkpoint / CONFIG_FILE))
+        optimizer = OptimizerConfig(**saved["optimizer"])
         before = learning_rate(
-            state.applied_steps, int(then["training"]["num_train_steps"]), optimizer
+            state.applied_steps, int(saved["training"]["num_train_steps"]), optimizer
         )
     except (KeyError, TypeError, ValueError, OSError):  # of another release, or damaged: unknown
         return []
-    now = learning_rate(state.applied_steps, config.training.num_train_steps, config.optimizer)
-    if abs(now - before) <= 0.01 * before:
+    rate = learning_rate(state.applied_steps, config.training.num_train_steps, config.optimizer)
+    if abs(rate - before) <= 0.01 * before:
         return []
-    before, now = state.lr_scale * before, state.lr_scale * now
-    direction = "rises" if now > before else "falls"
+    before, rate = state.lr_scale * before, state.lr_scale * rate
+    direction = "rises" if rate > before else "falls"
     return [
-        f"the learning rate {direction} from {before:.3g} to {now:.3g} at step {state.step + 1}:"
+        f"the learning rate {direction} from {before:.3g} to {rate:.3g} at step {state.step + 1}:"
         f" the schedule is of training.num_train_steps={config.training.num_train_steps} and"
         " optimizer.*, not that of the checkpoint"
     ]
+
+
+def engine_folders(engine: Engine) -> list[str]:
+    """Return the folders below a checkpoint that the engine writes to."""
+    return [ENGINE_FOLDER, *(f"{ENGINE_FOLDER}/{name}" for name in engine.folders)]
 
 
 def saved_shapes(model: nn.Module) -> dict[str, tuple[int, ...]]:
@@ -192,31 +196,32 @@ def restore_rng(rng: dict[str, Any] | None) -> None:
         torch.cuda.set_rng_state(rng["cuda"])
 
 
-def read_files_to_keep(task: Task, data: RunData) -> dict[str, bytes]:
+def read_files_to_keep(run: Run) -> dict[str, bytes]:
     """Read what every checkpoint holds besides weights and state, by its path in it: a save reads
     nothing any more.
 
     These are the config, the model's config, and files of the data.
     """
+    model_config = run.task.model_config(run.data)
     texts = {
-        CONFIG_FILE: to_yaml(with_absolute_paths(data.config)),
-        MODEL_CONFIG: json.dumps(task.model_config(data), indent=2, default=plain_value) + "\n",
+        CONFIG_FILE: to_yaml(with_absolute_paths(run.config)),
+        MODEL_CONFIG: json.dumps(model_config, indent=2, default=plain_value) + "\n",
     }
     files = {
-        name: read_bytes(path, _MAX_FILE_BYTES) for name, path in data.files_to_keep().items()
+        name: read_bytes(path, _MAX_FILE_BYTES) for name, path in run.data.files_to_keep().items()
     }
     return {name: text.encode("utf-8", "backslashreplace") for name, text in texts.items()} | files
 
 
-def write_metadata(path: Path, training_state: str, kept: dict[str, bytes]) -> None:
+def write_metadata(path: Path, training_state: str, files_to_keep: dict[str, bytes]) -> None:
     """Write everything next to the engine's files: state, config, model config, and files of the
     data.
 
     Args:
-        kept: what read_files_to_keep returned.
+        files_to_keep: what read_files_to_keep returned.
     """
     with naming_errors(path):
-        for name, content in {STATE_FILE: training_state.encode(), **kept}.items():
+        for name, content in {STATE_FILE: training_state.encode(), **files_to_keep}.items():
             (path / name).parent.mkdir(parents=True, exist_ok=True)
             (path / name).write_bytes(content)
 
@@ -241,13 +246,12 @@ class CheckpointSearch:
 
     def __init__(
         self,
-        config: Config,
+        run: Run,
         engine: Engine,
         wait: Callable[..., None],
         stop_requested: Callable[[], bool],
     ):
-        self.config, self.engine = config, engine
-        self.run_dir, self.is_main = config.run_dir(), engine.rank == 0
+        self.run, self.engine = run, engine
         self._wait, self._stop_requested = wait, stop_requested
 
     def find_resume(self) -> Path | None:
@@ -255,8 +259,10 @@ class CheckpointSearch:
 
         See Checkpointer.find_resume.
         """
-        resume = self.config.training.resume
-        return None if resume is None else self._agree(lambda: self._locate(resume))
+        resume = self.run.config.training.resume
+        if resume is None:
+            return None
+        return self._search(self._newest if resume == "auto" else lambda: _named(resume))
 
     def find_rollback(self, below: int | None) -> Path | None:
         """Return the newest checkpoint for a rollback; None: there is none.
@@ -264,57 +270,43 @@ class CheckpointSearch:
         Args:
             below: only checkpoints of earlier steps.
         """
-        return self._agree(lambda: self._latest(for_rollback=True, below=below))
+        return self._search(lambda: self._latest(_warn, for_rollback=True, below=below))
 
-    def _agree(self, find: Callable[[], str | None]) -> Path | None:
-        search = BackgroundTask(find, self.engine.device) if self.is_main else None
+    def _search(self, find: Callable[[], Path | None]) -> Path | None:
+        search = BackgroundTask(find, self.engine.device) if self.run.is_main else None
         self._wait(
             lambda: search is not None and search.is_running(),
             "checking a checkpoint",
             self._stop_requested,
         )
-        found: list[Any] = [None, None]  # path and failure: rank 0 must not raise alone
-        if search is not None:
-            failure = search.failure
-            if isinstance(failure, UserError):
-                found[1] = (failure.expected, failure.found, failure.fix)
-            elif failure is not None:
-                found[1] = (
-                    str(failure)
-                    if isinstance(failure, MmldlmError)
-                    else f"{type(failure).__name__}: {failure}"
-                )
-            found[0] = search.result
-        if self.engine.world_size > 1:
-            torch.distributed.broadcast_object_list(found, src=0)
-        if isinstance(found[1], tuple):
-            raise UserError(*found[1])
-        if found[1] is not None:
-            raise MmldlmError(found[1])
-        return None if found[0] is None else Path(found[0])
+        result, failure = (None, None) if search is None else (search.result, search.failure)
+        path = self.engine.share_outcome(None if result is None else str(result), failure)
+        return None if path is None else Path(path)
 
-    def _latest(self, **options) -> str | None:
-        path = locate.find_latest_valid(self.run_dir, **{"on_damaged": _warn, **options})
-        return None if path is None else str(path.resolve())
+    def _latest(self, on_damaged: Callable[[str], None], **options: Any) -> Path | None:
+        path = locate.find_latest_valid(self.run.folder.path, on_damaged, **options)
+        return None if path is None else path.resolve()
 
-    def _locate(self, resume: str) -> str | None:
-        if resume == "auto":
-            damaged: list[str] = []
-            path = self._latest(on_damaged=damaged.append)
-            if path is None and damaged:
-                raise UserError(
-                    f"a valid checkpoint in {self.run_dir}, or none at all",
-                    f"only damaged ones: {join_some(damaged, 3, '; ')}",
-                    "restore one of them, or start under another logging.run_name; nothing was"
-                    " changed",
-                )
-            for message in damaged:
-                _warn(message)
-            return path
-        path = locate.locate_checkpoint(resume)
-        for problem in locate.check_complete(path, with_state=True)[:1]:
-            _warn(f"checkpoint {path.name} is used, its training state is complete: {problem}")
-        return str(path)
+    def _newest(self) -> Path | None:
+        damaged: list[str] = []
+        path = self._latest(damaged.append)
+        if path is None and damaged:
+            raise UserError(
+                f"a valid checkpoint in {self.run.folder.path}, or none at all",
+                f"only damaged ones: {join_some(damaged, 3, '; ')}",
+                "restore one of them, or start under another logging.run_name; nothing was"
+                " changed",
+            )
+        for message in damaged:
+            _warn(message)
+        return path
+
+
+def _named(resume: str) -> Path:
+    path = locate.locate_checkpoint(resume)
+    for problem in locate.check_complete(path, with_state=True)[:1]:
+        _warn(f"checkpoint {path.name} is used, its training state is complete: {problem}")
+    return path
 
 
 def _warn(message: str) -> None:

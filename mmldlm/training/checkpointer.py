@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -17,14 +17,15 @@ from mmldlm.checkpoints import commit, retention
 from mmldlm.checkpoints.manifest import ENGINE_FOLDER, is_as_saved
 from mmldlm.checkpoints.tensor_table import tensor_table
 from mmldlm.config.resume_compat import CONFIG_FILE, check_resume_config
+from mmldlm.engines.base import Engine
 from mmldlm.engines.ema import WeightAverage
 from mmldlm.errors import MmldlmError, UserError
 from mmldlm.stability.guard import Guard
-from mmldlm.stability.rollback import RollbackReason, stability_stop_error
 from mmldlm.training.async_save import BackgroundTask, PendingSave, wait_on_all_ranks
 from mmldlm.training.checkpoint_contents import (
     CheckpointSearch,
     describe_rate_jump,
+    engine_folders,
     load_engine_state,
     load_training_state,
     package_version,
@@ -34,13 +35,12 @@ from mmldlm.training.checkpoint_contents import (
     saved_shapes,
     write_metadata,
 )
-from mmldlm.training.run_logger import RunLogger, engine_folders
+from mmldlm.training.run_folder import Run
 
+T = TypeVar("T")
 SAVE_REQUEST_FILE = "save_now"
-FINAL_SAVE_RETRIES, FINAL_SAVE_BACKOFF = (
-    3,
-    20.0,
-)  # attempts of a run that is about to end, and seconds between them
+# Attempts of a run that is about to end, and seconds between them.
+FINAL_SAVE_RETRIES, FINAL_SAVE_BACKOFF = 3, 20.0
 _OTHER_WAYS = (
     "training.resume=auto skips those whose files are damaged; training.init_from takes the"
     " weights alone"
@@ -52,7 +52,8 @@ class Checkpointer:
     otherwise.
 
     Args:
-        logger: of the run.
+        run: of which these are the checkpoints.
+        engine: whose weights and moments they hold.
         average: moving average of the weights, if the run has one.
         guard: whose windows a checkpoint holds.
         heartbeat: called while this rank waits for a disk.
@@ -64,24 +65,19 @@ class Checkpointer:
 
     def __init__(
         self,
-        logger: RunLogger,
+        run: Run,
+        engine: Engine,
         average: WeightAverage | None,
         guard: Guard,
         heartbeat: Callable[[], None] = lambda: None,
         stop_requested: Callable[[], bool] = lambda: False,
     ):
-        self.logger, self.average, self.guard, self._heartbeat = logger, average, guard, heartbeat
-        self.config, self.data, self.engine, self.state = (
-            logger.config,
-            logger.data,
-            logger.engine,
-            logger.state,
-        )
-        self.run_dir, self.is_main = logger.run_dir, logger.is_main
+        self.run, self.engine, self.average, self.guard = run, engine, average, guard
+        self.config, self.state, self.folder = run.config, run.state, run.folder
+        self.run_dir, self.is_main = run.folder.path, run.is_main
         self.saved_step: int | None = None
-        self._search = CheckpointSearch(
-            self.config, self.engine, self._wait_with_heartbeat, stop_requested
-        )
+        self._heartbeat = heartbeat
+        self._search = CheckpointSearch(run, engine, self._wait_with_heartbeat, stop_requested)
         self._saving: PendingSave | None = None
         self._source: Path | None = None  # of another run, from which this one was resumed
         self._failure = ""  # of the last save
@@ -94,20 +90,10 @@ class Checkpointer:
         Raises:
             UserError: on every rank, when rank 0 cannot read it.
         """
-        self._kept_files = self._raise_together(
-            lambda: read_files_to_keep(self.logger.task, self.data) if self.is_main else {},
-            f"readable files of {self.data.source}",
+        self._kept_files = self._read_together(
+            lambda: read_files_to_keep(self.run) if self.is_main else {},
+            f"readable files of {self.run.data.source}",
             "copy them from where the data was made, or prepare it again",
-        )
-
-    def _rank_group(self) -> commit.RankGroup:
-        engine = self.engine
-        return commit.RankGroup(
-            engine.rank,
-            engine.world_size,
-            engine.barrier,
-            engine.all_agree,
-            engine.gather_messages,
         )
 
     def _wait_with_heartbeat(
@@ -115,7 +101,7 @@ class Checkpointer:
     ) -> None:
         def heartbeat() -> None:
             self._heartbeat()
-            self.logger.renew_lock()
+            self.folder.renew_lock()
 
         timeout = self.config.checkpoints.save_timeout
         wait_on_all_ranks(self.engine, is_running, what, timeout, heartbeat, *may_stop)
@@ -153,7 +139,7 @@ class Checkpointer:
         Raises:
             UserError: on every rank: see `load`; or the config changes the meaning of the weights.
         """
-        notes = self._raise_together(
+        notes = self._read_together(
             lambda: self._changes(checkpoint),
             f"a readable checkpoint in {checkpoint}",
             _OTHER_WAYS,
@@ -164,7 +150,7 @@ class Checkpointer:
         ):  # of its own, a rollback chooses itself
             self._source = checkpoint
         notes += describe_rate_jump(checkpoint, self.config, self.state)
-        notes += self._set_aside_newer()  # with auto: damaged ones
+        notes += self.set_aside_newer()  # with auto: damaged ones
         if self.state.step >= (last := self.config.training.num_train_steps):
             notes.append(
                 f"nothing to do: {self.state.step} of {last} steps are done; raise"
@@ -183,21 +169,31 @@ class Checkpointer:
             for change in check_resume_config(checkpoint, self.config)
         ]
 
-    def _set_aside_newer(self) -> list[str]:
-        """Move the run's checkpoints of later steps aside. Collective."""
-        failure, dropped = None, []
-        if self.is_main:
-            try:
-                dropped = retention.set_aside_after(self.run_dir, self.state.step)
-            except (MmldlmError, OSError) as error:
-                failure = error
-        if not self.engine.all_agree(failure is None):
+    def set_aside_newer(self) -> list[str]:
+        """Move the run's checkpoints of later steps aside.
+
+        Returns:
+            Notes for the user, on rank 0.
+
+        Raises:
+            UserError: on every rank, when rank 0 cannot move them.
+        """
+
+        def explain(failure: BaseException | None) -> UserError:
             messages = self.engine.gather_messages(None if failure is None else str(failure))
-            raise UserError(
+            return UserError(
                 f"to move the checkpoints after step {self.state.step} of {self.run_dir} aside",
                 "; ".join(messages),
                 "make the folder writable, or move them away by hand",
             )
+
+        dropped = self.engine.run_together(
+            lambda: (
+                retention.set_aside_after(self.run_dir, self.state.step) if self.is_main else []
+            ),
+            explain,
+            catch=(MmldlmError, OSError),
+        )
         return [f"left behind: {path} (delete it when you no longer want it)" for path in dropped]
 
     def load(self, checkpoint: Path) -> None:
@@ -207,7 +203,7 @@ class Checkpointer:
             UserError: on every rank: the checkpoint has another global batch, seed, data or model,
                 or cannot be read.
         """
-        saved, rng = self._raise_together(
+        saved, rng = self._read_together(
             lambda: self._read(checkpoint), f"a readable checkpoint in {checkpoint}", _OTHER_WAYS
         )
         self.engine.sync_weights_from_masters()
@@ -218,22 +214,19 @@ class Checkpointer:
         self.guard.restore(self.state.guard)
         self.saved_step = self.state.step
 
-    def _raise_together(self, read: Callable[[], Any], expected: str, fix: str) -> Any:
+    def _read_together(self, read: Callable[[], T], expected: str, fix: str) -> T:
         """Return read(); an error on any rank is raised on all."""
-        failure: Exception | None = None
-        found = None
-        try:
-            found = read()
-        except Exception as error:  # damaged files raise anything; no rank may raise alone
-            failure = error
-        if not self.engine.all_agree(failure is None):
+
+        def explain(failure: BaseException | None) -> UserError:
             messages = self.engine.gather_messages(
                 None if failure is None else f"{type(failure).__name__}: {failure}"
             )
             if isinstance(failure, UserError):
-                raise failure
-            raise UserError(expected, "; ".join(messages[:3]), fix) from failure
-        return found
+                return failure
+            return UserError(expected, "; ".join(messages[:3]), fix)
+
+        # Damaged files raise anything.
+        return self.engine.run_together(read, explain)
 
     def _read(self, checkpoint: Path) -> tuple[dict[str, Any], dict[str, Any] | None]:
         """Load weights, moments and average; return the training state and this rank's random
@@ -242,61 +235,6 @@ class Checkpointer:
         saved = load_training_state(checkpoint, self.state, self.config, self.engine.world_size)
         load_engine_state(checkpoint, self.engine, self.average, saved["applied_steps"])
         return saved, read_rng(checkpoint / f"rng_state_rank{self.engine.rank}.pt")
-
-    def roll_back(self, cause: RollbackReason) -> None:
-        """Return to the newest valid checkpoint with a lower learning rate, and exclude the
-        failing batches.
-
-        The state is saved at once; otherwise a restart would repeat the rollback.
-
-        Raises:
-            StabilityStop: on every rank, when no rollback or no checkpoint is left.
-        """
-        self.finish_save()
-        state, config = self.state, self.config.stability
-        num_rollbacks, found_at = state.num_rollbacks, state.step
-        bad = {} if cause.tensors is None else {"tensors": dict(list(cause.tensors.items())[:50])}
-        path = self.find_rollback() if num_rollbacks < config.max_rollbacks else None
-        if path is None:
-            self.logger.event("stability_stop", step=found_at, reason=cause.reason, **bad)
-            raise stability_stop_error(
-                cause, num_rollbacks, self.run_dir, self.logger.last_reasons, self.saved_step
-            )
-        passed_over = [
-            *state.passed_over,
-            *([] if cause.first_bad is None else [[cause.first_bad, found_at]]),
-        ]
-        lr_scale = state.lr_scale * config.rollback_lr_factor
-        self.load(path)
-        state.num_rollbacks, state.lr_scale, state.passed_over = (
-            num_rollbacks + 1,
-            lr_scale,
-            passed_over,
-        )
-        state.consecutive_skips, state.rolled_back_to, state.applied_at_rollback = (
-            0,
-            state.step,
-            state.applied_steps,
-        )
-        self.logger.truncate_logs()
-        for note in self._set_aside_newer():
-            self.logger.log_note(note)
-        fields = {
-            "from_step": found_at,
-            "to_step": state.step,
-            "lr_scale": lr_scale,
-            "passed_over": passed_over,
-        }
-        self.logger.event(
-            "rollback", step=state.step, reason=cause.reason, path=str(path), **fields, **bad
-        )
-        if self.is_main:
-            self.logger.progress.warning(
-                f"rollback from step {found_at} to {state.step}: {cause.reason}; learning rate x"
-                f" {lr_scale:g}"
-            )
-        if self.save() and self.has_uncommitted:
-            self.finish_save()
 
     # -- saving
     # ---------------------------------------------------------------------------------------------
@@ -329,9 +267,7 @@ class Checkpointer:
         self.finish_save()
         started, step = time.perf_counter(), self.state.step
         try:
-            pending = commit.begin(
-                self.run_dir, step, self._rank_group(), engine_folders(self.engine)
-            )
+            pending = commit.begin(self.run_dir, step, self.engine, engine_folders(self.engine))
             failure: Exception | None = None
             work: list[Callable[[], None]] = []
             try:
@@ -359,7 +295,7 @@ class Checkpointer:
         try:
             (self.run_dir / SAVE_REQUEST_FILE).unlink(missing_ok=True)
         except OSError as error:
-            self.logger.progress.warning(
+            self.folder.warning(
                 f"{self.run_dir / SAVE_REQUEST_FILE} could not be deleted; it will trigger another"
                 f" save: {error}"
             )
@@ -391,13 +327,13 @@ class Checkpointer:
         if self.is_main:
             self._prune()
             seconds = time.perf_counter() - saving.started
-            stalled = (
-                {} if saving.stalled is None else {"stalled_seconds": round(saving.stalled, 4)}
-            )
-            self.logger.event(
+            stalled: dict[str, float] = {}
+            if saving.stalled is not None:
+                stalled["stalled_seconds"] = round(saving.stalled, 4)
+            self.folder.event(
                 "save", step=saving.step, path=str(step_dir), seconds=round(seconds, 3), **stalled
             )
-            self.logger.progress.message(f"saved    {step_dir} ({seconds:.1f} s)")
+            self.folder.message(f"saved    {step_dir} ({seconds:.1f} s)")
         return True
 
     def save_before_end(self) -> None:
@@ -411,8 +347,7 @@ class Checkpointer:
             if self.save() and self.finish_save():
                 return
             if attempt < FINAL_SAVE_RETRIES - 1:
-                if self.is_main:
-                    self.logger.progress.warning(f"trying again in {FINAL_SAVE_BACKOFF:.0f} s")
+                self.folder.warning(f"trying again in {FINAL_SAVE_BACKOFF:.0f} s")
                 pause = BackgroundTask(lambda: time.sleep(FINAL_SAVE_BACKOFF), self.engine.device)
                 self._wait_with_heartbeat(pause.is_running, "waiting before the next attempt")
         newest = "there is none yet"
@@ -426,9 +361,8 @@ class Checkpointer:
 
     def _log_save_failure(self, step: int, error: Exception) -> None:
         self._failure = str(error)
-        if self.is_main:
-            self.logger.event("save_failed", step=step, reason=str(error))
-            self.logger.progress.warning(str(error))
+        self.folder.event("save_failed", step=step, reason=str(error))
+        self.folder.warning(str(error))
         self.engine.reset_after_failed_save()
 
     def _prune(self) -> None:
@@ -436,20 +370,18 @@ class Checkpointer:
         try:
             retention.prune(self.run_dir, keep.keep_last, keep.keep_every or 0)
         except (OSError, ValueError) as error:  # on rank 0 only: the other ranks have continued
-            self.logger.event("prune_failed", step=self.state.step, reason=str(error))
-            self.logger.progress.warning(f"old checkpoints could not be deleted: {error}")
+            self.folder.event("prune_failed", step=self.state.step, reason=str(error))
+            self.folder.warning(f"old checkpoints could not be deleted: {error}")
 
     def _snapshot_writers(self, path: Path, in_background: bool) -> list[Callable[[], None]]:
         """Take hold of everything that this rank writes; what is returned writes it and touches no
         live tensor.
         """
-        engine, folder = (
-            self.engine,
-            path / ENGINE_FOLDER,
-        )  # which begin() has made and every rank has tried
+        # begin() has made the folder, and every rank has tried to write there.
+        engine, average, folder = self.engine, self.average, path / ENGINE_FOLDER
         state: dict[str, Any] = {"engine": engine.snapshot_state(folder, self.state.step)}
-        if self.average is not None:
-            state["average"] = self.average.snapshot_state()
+        if average is not None:
+            state["average"] = average.snapshot_state()
         if in_background:
             state = engine.copy_to_host(state)
         rng = {
@@ -460,8 +392,8 @@ class Checkpointer:
             lambda: engine.write(state["engine"], folder),
             lambda: torch.save(rng, path / f"rng_state_rank{engine.rank}.pt"),
         ]
-        if self.average is not None:
-            work.append(lambda: self.average.write(state["average"], folder))
+        if average is not None:
+            work.append(lambda: average.write(state["average"], folder))
         self.state.guard = self.guard.state()
         if self.is_main:
             self.state.versions = {

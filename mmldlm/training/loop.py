@@ -12,11 +12,12 @@ from mmldlm.stability.rollback import (
     RollbackReason,
     needs_rollback,
     no_step_applied_error,
+    stability_stop_error,
 )
 from mmldlm.stability.skipped_steps import collect_step_record
 from mmldlm.training.session import Session
-from mmldlm.training.state import TrainingState
-from mmldlm.training.step import StepReport, train_step
+from mmldlm.training.state import StepReport, TrainingState
+from mmldlm.training.step import train_step
 
 FIRST_STEP_TIMEOUT_FACTOR = 3.0  # the first step compiles, builds groups and imports
 
@@ -45,11 +46,11 @@ def train(session: Session) -> None:
         session.enter_phase("step", timeout_factor)
         if state.is_excluded():  # a rollback decided not to train on this batch again
             state.skip_batch(num_samples=len(session.plan.batch(state.step).ids))
-            session.logger.event("passed_over", step=state.step)
+            session.run.folder.event("passed_over", step=state.step)
             schedule.postpone_if_due(state.step)
             continue
 
-        report = train_step(session, micro_batches)
+        report = train_step(session, micro_batches, session.requests)
         num_steps, num_applied = num_steps + 1, num_applied + report.decision.apply
         log_report(session, report)
         if (data_failure := session.guard.bad_samples.check()) is not None:
@@ -61,7 +62,7 @@ def train(session: Session) -> None:
         reason = rollback_reason(session, audit=due.audit)
         if reason is not None:
             with session.phase("load", section="checkpoint"):
-                checkpointer.roll_back(reason)
+                roll_back(session, reason)
             batches = session.batches()
             schedule.reset()
             interrupted = interrupted or session.stop.agreed(session.engine)
@@ -114,10 +115,9 @@ def finish(session: Session, interrupted: bool, trained_nothing: bool) -> None:
     is_done = state.step >= session.num_steps
     if not interrupted or (is_done and not state.evaluation_left):
         if is_done and trained_nothing:
-            error = no_step_applied_error(
-                state.step, session.logger.run_dir, session.logger.last_reasons
-            )
-            session.logger.event("stability_stop", step=state.step, reason="no step was applied")
+            folder = session.run.folder
+            error = no_step_applied_error(state.step, folder.path, session.logger.last_reasons)
+            folder.event("stability_stop", step=state.step, reason="no step was applied")
             session.logger.close(error.exit_code, str(error), lambda: session.stop.received)
             raise error
         session.logger.close(stop=lambda: session.stop.received)
@@ -150,11 +150,17 @@ def log_report(session: Session, report: StepReport) -> None:
 
     Collective where samples were bad or the step was skipped.
     """
-    logger = session.logger
-    logger.log_step(report)
+    logger, folder = session.logger, session.run.folder
+    cost = session.timer.step(
+        report.num_samples,
+        report.shared.counts.tokens,
+        {**report.shared.sums, **report.batch.counts},
+        epoch=report.batch.epoch,
+    )
+    logger.log_step(report, cost)
     if (profile := session.profiler.after(session.state.step)) is not None:
-        logger.progress.message(f"profile  {profile}")
-        logger.event("profile", **profile.record())
+        folder.message(f"profile  {profile}")
+        folder.event("profile", **profile.record())
     if not report.decision.apply:
         record = collect_step_record(session.engine, report.micro_batches, report.losses)
         logger.log_skip(report, record)
@@ -172,6 +178,54 @@ def rollback_reason(session: Session, audit: bool) -> RollbackReason | None:
     nonfinite = audit_on_all_ranks(session.engine, session.average) if audit else {}
     state = session.state
     return needs_rollback(session.config.stability, state.step, state.consecutive_skips, nonfinite)
+
+
+def roll_back(session: Session, cause: RollbackReason) -> None:
+    """Return to the newest valid checkpoint with a lower learning rate, and exclude the failing
+    batches. Collective.
+
+    The state is saved at once; otherwise a restart would repeat the rollback.
+
+    Raises:
+        StabilityStop: on every rank, when no rollback or no checkpoint is left.
+    """
+    state, config = session.state, session.config.stability
+    checkpointer, folder = session.checkpointer, session.run.folder
+    checkpointer.finish_save()
+    num_rollbacks, failed_step = state.num_rollbacks, state.step
+    bad = {} if cause.tensors is None else {"tensors": dict(list(cause.tensors.items())[:50])}
+    path = checkpointer.find_rollback() if num_rollbacks < config.max_rollbacks else None
+    if path is None:
+        folder.event("stability_stop", step=failed_step, reason=cause.reason, **bad)
+        reasons = session.logger.last_reasons
+        raise stability_stop_error(
+            cause, num_rollbacks, folder.path, reasons, checkpointer.saved_step
+        )
+    passed_over = list(state.passed_over)
+    if cause.first_bad is not None:
+        passed_over.append([cause.first_bad, failed_step])
+    lr_scale = state.lr_scale * config.rollback_lr_factor
+    checkpointer.load(path)
+    state.num_rollbacks, state.lr_scale = num_rollbacks + 1, lr_scale
+    state.passed_over, state.consecutive_skips = passed_over, 0
+    state.rolled_back_to, state.applied_at_rollback = state.step, state.applied_steps
+
+    session.logger.forget_skips()
+    for note in checkpointer.set_aside_newer():
+        folder.note(note)
+    fields = {
+        "from_step": failed_step,
+        "to_step": state.step,
+        "lr_scale": lr_scale,
+        "passed_over": passed_over,
+    }
+    folder.event("rollback", step=state.step, reason=cause.reason, path=str(path), **fields, **bad)
+    folder.warning(
+        f"rollback from step {failed_step} to {state.step}: {cause.reason}; learning rate x"
+        f" {lr_scale:g}"
+    )
+    if checkpointer.save() and checkpointer.has_uncommitted:
+        checkpointer.finish_save()
 
 
 @dataclass(frozen=True)

@@ -1,10 +1,12 @@
-"""RUN/.lock, held by rank 0: only one job at a time trains in a run's folder.
+"""The folder of a run: its lock, its logs and what the screen shows (its checkpoints:
+checkpointer.py).
 
-Two jobs in one folder (the default logging.run_name, a requeued job next to one that was believed
-dead) would overwrite each other's logs and delete each other's checkpoints, both with exit 0. The
-lock names host and process; its mtime is renewed while the run writes its logs. On the holder's
-host it is free as soon as the process has exited. Another host watches it: it is free when it has
-not changed for STALE_AFTER seconds. Clocks of two hosts are never compared.
+RUN/.lock is held by rank 0, so that only one job at a time trains in the folder. Two jobs (the
+default logging.run_name, a requeued job next to one that was believed dead) would overwrite each
+other's logs and delete each other's checkpoints, both with exit 0. The lock names host and
+process; its mtime is renewed while the run writes its logs. On the holder's host it is free as
+soon as the process has exited. Another host watches it: it is free when it has not changed for
+STALE_AFTER seconds. Clocks of two hosts are never compared.
 """
 
 from __future__ import annotations
@@ -15,17 +17,24 @@ import json
 import os
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 from mmldlm.checkpoints.locate import holds_checkpoints
+from mmldlm.config.load import to_yaml, with_absolute_paths
 from mmldlm.config.schema import Config
+from mmldlm.data.run_data import RunData
+from mmldlm.distributed.error_reporting import log_line
 from mmldlm.errors import UserError
+from mmldlm.observe.console import Console, link_latest, train_log_path
 from mmldlm.observe.jsonl_log import JsonlLog
-from mmldlm.observe.wandb_logger import WandbError, open_wandb
+from mmldlm.observe.trackers import WandbError, WandbRun, open_wandb
+from mmldlm.tasks.base import Metric, Task
 from mmldlm.training.state import TrainingState
+from mmldlm.utils.atomic_files import write_text
 from mmldlm.utils.environment import int_from_env
 from mmldlm.utils.formatting import describe_os_error, first_line
 from mmldlm.utils.input_files import read_bytes
@@ -34,9 +43,8 @@ LOCK = ".lock"
 # seconds of watching without a renewal after which a holder on another host counts as dead
 STALE_AFTER = 180.0
 RENEW_INTERVAL = 20.0  # seconds between two renewals, at least
-EXIT_GRACE = (
-    10.0  # seconds for a process on this host to exit: the previous job may just have been killed
-)
+# Seconds for a process on this host to exit: the previous job may just have been killed.
+EXIT_GRACE = 10.0
 _POLL = 0.5
 _MAX_BYTES = 1 << 20  # of a lock
 _MOST_VANISHED = 20  # times that a lock may exist when it is created and be gone when it is read
@@ -174,15 +182,15 @@ class RunLock:
 
     def release(self) -> None:
         """Release the lock if it is still this process's own. May be called twice."""
-        own, self._own = self._own, None
+        content, self._own = self._own, None
         atexit.unregister(self.release)
-        if own is not None and own["pid"] == os.getpid():  # not by a data loader's worker
+        if content is not None and content["pid"] == os.getpid():  # not by a data loader's worker
             with contextlib.suppress(OSError):
-                if _read(self.path) == own:
+                if _read(self.path) == content:
                     self.path.unlink()
 
     def _create(self) -> bool:
-        own = {
+        content = {
             "host": socket.gethostname(),
             "pid": os.getpid(),
             "job": os.environ.get("SLURM_JOB_ID"),
@@ -197,11 +205,11 @@ class RunLock:
             return False
         try:
             with open(file, "w", encoding="utf-8") as opened:
-                opened.write(json.dumps(own) + "\n")
+                opened.write(json.dumps(content) + "\n")
         except OSError:  # a full disk: an empty lock would block the next job
             self.path.unlink(missing_ok=True)
             raise
-        self._own, self._renewed = own, time.monotonic()
+        self._own, self._renewed = content, time.monotonic()
         atexit.register(self.release)  # also after an error; not after SIGKILL
         return True
 
@@ -241,18 +249,16 @@ def _read(path: Path) -> dict[str, Any]:
     """
     content = read_bytes(path, _MAX_BYTES)
     try:
-        found = json.loads(content)
+        fields = json.loads(content)
     except (ValueError, RecursionError):
         return {}
-    if not isinstance(found, dict):
+    if not isinstance(fields, dict):
         return {}
-    found = {"job": None, "born": None, **found}
-    are_typed = all(type(found.get(name)) in kinds for name, kinds in _FIELDS.items())
-    return (
-        found
-        if are_typed and 0 < found["pid"] < 1 << 31 and 0 <= found["restarts"] < 1 << 31
-        else {}
-    )
+    fields = {"job": None, "born": None, **fields}
+    are_typed = all(type(fields.get(name)) in kinds for name, kinds in _FIELDS.items())
+    if are_typed and 0 < fields["pid"] < 1 << 31 and 0 <= fields["restarts"] < 1 << 31:
+        return fields
+    return {}
 
 
 def _describe_holder(holder: dict[str, Any]) -> str:
@@ -268,11 +274,11 @@ def _host_key() -> list[str]:
     """Return what makes a PID unique: host name, boot and PID namespace (two containers may share
     the name).
     """
-    found = [socket.gethostname()]
+    key = [socket.gethostname()]
     with contextlib.suppress(OSError):
-        found.append(Path("/proc/sys/kernel/random/boot_id").read_text(encoding="utf-8").strip())
-        found.append(os.readlink("/proc/self/ns/pid"))
-    return found
+        key.append(Path("/proc/sys/kernel/random/boot_id").read_text(encoding="utf-8").strip())
+        key.append(os.readlink("/proc/self/ns/pid"))
+    return key
 
 
 def _is_alive(pid: int, born: str | None) -> bool:
@@ -310,48 +316,117 @@ STEPS, EVALUATIONS, LAYERS, EVENTS = (
 )
 
 
-class LogFiles:
-    """The open logs.
+class RunFolder:
+    """The folder of a run, with its lock, its logs and the screen.
+
+    Rank 0 owns them: on other ranks, and where the logs are not open, records and events are
+    dropped.
 
     Args:
-        run_dir: folder of the run.
-        state: records after its step are cut off.
-        warn: prints a warning.
+        path: the folder.
+        is_main: whether this is rank 0.
+        state: of the run.
 
-    Raises:
-        OSError: a log cannot be opened.
-        MmldlmError: wandb cannot be opened.
+    Attributes:
+        screen: None until `open_screen`.
     """
 
-    def __init__(
-        self,
-        run_dir: Path,
-        config: Config,
-        state: TrainingState,
-        is_resumed: bool,
-        warn: Callable[[str], None],
-    ):
-        self.state, self._warn = state, warn
+    def __init__(self, path: Path, is_main: bool, state: TrainingState):
+        self.path, self.is_main, self.state = path, is_main, state
+        self.lock, self._lock_lost = RunLock(path), False
+        self.screen: Console | None = None
+        self._logs: dict[str, JsonlLog] = {}
         self._failing: set[str] = set()  # logs whose last record could not be written
-        self._logs = {
-            STEPS: JsonlLog(run_dir / STEPS, state.step),
+        self._wandb: WandbRun | None = None
+
+    @property
+    def is_open(self) -> bool:
+        """Whether this rank writes the logs."""
+        return bool(self._logs)
+
+    def open_screen(self, config: Config, metrics: Sequence[Metric]) -> None:
+        """Open the screen and, on rank 0, its log file.
+
+        Raises:
+            OSError: the file cannot be opened.
+        """
+        path = train_log_path(self.path, int_from_env("GROUP_RANK", 0)) if self.is_main else None
+        self.screen = Console(
+            config.training.num_train_steps,
+            enabled=self.is_main,
+            log_freq=config.logging.log_freq,
+            log_file=path,
+            start_step=self.state.step,
+            metrics=metrics,
+        )
+        if path is not None:
+            with contextlib.suppress(OSError):  # a file system without links
+                link_latest(path)
+
+    def open_logs(self, config: Config, is_resumed: bool) -> None:
+        """Open the logs, without their records after the state's step; for rank 0.
+
+        Raises:
+            OSError: a log cannot be opened.
+            MmldlmError: wandb cannot be opened.
+        """
+        step, path = self.state.step, self.path
+        write_text(path / "config.yaml", to_yaml(with_absolute_paths(config)))
+        logs = {
+            STEPS: JsonlLog(path / STEPS, step),
             # An evaluation that a signal cut short is repeated.
-            EVALUATIONS: JsonlLog(run_dir / EVALUATIONS, state.step - state.evaluation_left),
-            LAYERS: JsonlLog(run_dir / LAYERS, state.step),
-            EVENTS: JsonlLog(run_dir / EVENTS),
+            EVALUATIONS: JsonlLog(path / EVALUATIONS, step - self.state.evaluation_left),
+            LAYERS: JsonlLog(path / LAYERS, step),
+            EVENTS: JsonlLog(path / EVENTS),
         }
         settings = config.logging.wandb
         self._wandb = open_wandb(
             settings.mode,
             settings.project,
             config.logging.run_name,
-            run_dir,
+            path,
             config.model_dump(),
             is_resumed,
         )
+        self._logs = logs
+
+    # -- the screen
+    # ---------------------------------------------------------------------------------------------
+
+    def message(self, text: str) -> None:
+        """Print a line on rank 0."""
+        if self.screen is not None:
+            self.screen.message(text)
+
+    def warning(self, text: str) -> None:
+        """Print a warning on rank 0."""
+        if self.screen is not None:
+            self.screen.warning(text)
+        elif self.is_main:
+            log_line(f"warning: {text}")
+
+    def error(self, text: str, on_screen: bool = True) -> None:
+        """Print an error on rank 0; without `on_screen` only its log file gets it."""
+        if self.screen is not None:
+            self.screen.error(text, on_screen)
+
+    def show_step(self, record: Mapping[str, Any]) -> None:
+        """Show the record of a step."""
+        if self.screen is not None:
+            self.screen.update(record)
+
+    def show_evaluation(self, num_done: int, total: int) -> None:
+        """Show how much of an evaluation is done."""
+        if self.screen is not None:
+            self.screen.evaluation(self.state.step, num_done, total)
+
+    # -- records
+    # ---------------------------------------------------------------------------------------------
 
     def write(self, name: str, record: dict) -> None:
         """Append a record; an error is reported once per log until a write succeeds again."""
+        if not self.is_open:
+            return
         try:
             self._logs[name].write(record)
         # A full disk, a closed log or a value that cannot be written does not end a training.
@@ -359,16 +434,23 @@ class LogFiles:
             if name not in self._failing:
                 self._failing.add(name)
                 reason = error if isinstance(error, OSError) else first_line(error)
-                self._warn(
+                self.warning(
                     f"step {self.state.step}: cannot write to {name}; will retry with the next"
                     f" record: {reason}"
                 )
         else:
             self._failing.discard(name)
 
-    def event(self, kind: str, **values) -> None:
+    def event(self, kind: str, **values: Any) -> None:
         """Append an event."""
-        self.write(EVENTS, {"event": kind, **values})
+        if self.is_open:
+            self.renew_lock()
+            self.write(EVENTS, {"event": kind, **values})
+
+    def note(self, text: str) -> None:
+        """Print a line and write it as an event, on rank 0."""
+        self.message(f"note     {text}")
+        self.event("note", text=text)
 
     def to_wandb(self, record: dict, prefix: str = "") -> None:
         """Log to wandb; its first error of any kind ends logging there, not the run."""
@@ -398,30 +480,74 @@ class LogFiles:
         reason = (
             str(error) if isinstance(error, WandbError) else f"{type(error).__name__}: {error}"
         )
-        self.event("wandb_failed", step=self.state.step, reason=reason)
-        self._warn(f"step {self.state.step}: logging to wandb ended ({reason}); the run continues")
+        self.write(EVENTS, {"event": "wandb_failed", "step": self.state.step, "reason": reason})
+        self.warning(
+            f"step {self.state.step}: logging to wandb ended ({reason}); the run continues"
+        )
+
+    # -- the lock and the end
+    # ---------------------------------------------------------------------------------------------
+
+    def renew_lock(self) -> None:
+        """Show other jobs that this one is alive, on rank 0; every event does so, too."""
+        if self.is_main and not self.lock.renew() and not self._lock_lost:
+            self._lock_lost = True
+            self.warning(
+                f"{self.lock.path} does not belong to this job any more: if another job trains"
+                " here, end one of them"
+            )
 
     def truncate(self) -> None:
         """Drop records after the state's step; a log stays as it is where the disk has no room to
         rewrite it.
         """
-        for name in (STEPS, EVALUATIONS, LAYERS):
+        for name in (STEPS, EVALUATIONS, LAYERS) if self.is_open else ():
             log = self._logs[name]
             try:
                 truncated = JsonlLog(log.path, self.state.step)
             except OSError as error:
-                self._warn(f"{name} keeps its records from before the rollback: {error}")
+                self.warning(f"{name} keeps its records from before the rollback: {error}")
                 continue
             self._close(log)
             self._logs[name] = truncated
 
     def close(self) -> None:
-        """Close all logs."""
+        """Close the logs and the screen."""
         for log in self._logs.values():
             self._close(log)
+        self._logs = {}
+        if self.screen is not None:
+            self.screen.close()
 
     def _close(self, log: JsonlLog) -> None:
         try:
             log.close()
         except (OSError, ValueError) as error:  # records that a full disk kept in memory
-            self._warn(f"the last records of {log.path.name} could not be written: {error}")
+            self.warning(f"the last records of {log.path.name} could not be written: {error}")
+
+
+@dataclass(frozen=True)
+class Run:
+    """What the parts of a training run share.
+
+    Attributes:
+        folder: Where the run writes.
+        data: Its data, with the resolved config.
+        task: Its task.
+        state: Its progress.
+    """
+
+    folder: RunFolder
+    data: RunData
+    task: Task
+    state: TrainingState
+
+    @property
+    def config(self) -> Config:
+        """The resolved config."""
+        return self.data.config
+
+    @property
+    def is_main(self) -> bool:
+        """Whether this is rank 0, which writes what one rank writes."""
+        return self.folder.is_main

@@ -8,16 +8,14 @@ import socket
 from collections.abc import Generator, Iterator
 from dataclasses import dataclass
 
-import torch
-
 from mmldlm.checkpoints.init_from import InitReport, init_weights
 from mmldlm.checkpoints.locate import list_checkpoints, locate_checkpoint
 from mmldlm.config.schema import Config
 from mmldlm.config.section import Section
 from mmldlm.data.batch import Batch
-from mmldlm.data.batch_plan import BatchPlan
 from mmldlm.data.loader import MicroBatches, iterate_steps
 from mmldlm.data.run_data import RunData
+from mmldlm.distributed.collectives import gather_objects
 from mmldlm.distributed.environment import (
     hidden_gpu_note,
     pick_device,
@@ -38,33 +36,26 @@ from mmldlm.observe.throughput import StepTimer
 from mmldlm.preflight import receipt
 from mmldlm.stability.audit import check_precision
 from mmldlm.stability.guard import Guard
-from mmldlm.tasks.base import Objective, Task, ValidationRun
+from mmldlm.tasks.base import Task, ValidationRun
 from mmldlm.tasks.registry import find_task, open_run_data
 from mmldlm.training.checkpointer import Checkpointer
-from mmldlm.training.run_folder import check_no_checkpoints
+from mmldlm.training.run_folder import Run, RunFolder, check_no_checkpoints
 from mmldlm.training.run_logger import RunLogger
 from mmldlm.training.signals import StopSignal
-from mmldlm.training.state import TrainingState
+from mmldlm.training.state import Requests, TrainingState
+from mmldlm.training.step import Trainer
 from mmldlm.utils.environment import int_from_env
 
 
 @dataclass
-class Session:
+class Session(Trainer):
     """Everything that the loop uses. Built by open_session."""
 
-    task: Task
-    config: Config
-    engine: Engine
-    plan: BatchPlan
+    run: Run
     dataset: MicroBatches
-    objective: Objective
     validation: ValidationRun
-    state: TrainingState
     logger: RunLogger
     checkpointer: Checkpointer
-    guard: Guard
-    layer_stats: LayerStatsCollector
-    average: WeightAverage | None
     heartbeat: Heartbeat
     stop: StopSignal
     profiler: StepProfiler
@@ -74,6 +65,13 @@ class Session:
     def num_steps(self) -> int:
         """Step at which the run is finished."""
         return self.config.training.num_train_steps
+
+    def requests(self) -> Requests:
+        """What this rank tells the others with the reduction of a step."""
+        checkpointer = self.checkpointer
+        return Requests(
+            self.stop.received, checkpointer.write_in_progress, checkpointer.save_requested
+        )
 
     def batches(self) -> Generator[list[Batch], None, None]:
         """This rank's micro-batches, one list per step, from the present step on."""
@@ -106,8 +104,8 @@ class Session:
         Collective.
         """
         self.heartbeat.touch()
-        self.logger.renew_lock()
-        self.logger.progress.evaluation(self.state.step, num_done, self.validation.num_batches)
+        self.run.folder.renew_lock()
+        self.run.folder.show_evaluation(num_done, self.validation.num_batches)
         return not self.stop.agreed(self.engine)
 
 
@@ -185,22 +183,25 @@ def _assemble(
         data=data.fingerprint(),
     )
     guard = Guard(config.stability, training.dtype)
-    logger = RunLogger(task, config, data, engine, state)
+    run = Run(RunFolder(config.run_dir(), engine.rank == 0, state), data, task, state)
     profiled = training.profile if engine.rank == 0 else None
     return Session(
         task=task,
         config=config,
         engine=engine,
         plan=plan,
-        dataset=dataset,
         objective=task.objective(config),
-        validation=task.validation(data, engine),
         state=state,
-        logger=logger,
-        checkpointer=Checkpointer(logger, average, guard, heartbeat.touch, lambda: stop.received),
         guard=guard,
         layer_stats=LayerStatsCollector(engine, config.logging.layer_stats_freq, training.dtype),
         average=average,
+        run=run,
+        dataset=dataset,
+        validation=task.validation(data, engine),
+        logger=RunLogger(run, engine),
+        checkpointer=Checkpointer(
+            run, engine, average, guard, heartbeat.touch, lambda: stop.received
+        ),
         heartbeat=heartbeat,
         stop=stop,
         profiler=StepProfiler(profiled, config.run_dir() / "profile", engine.rank),
@@ -219,9 +220,15 @@ def _restore_or_start(
     Collective.
     """
     stop, logger, checkpointer = session.stop, session.logger, session.checkpointer
+    folder = session.run.folder
+
+    def while_waiting() -> None:
+        session.heartbeat.touch()
+        stop.leave_if_received()
+
     stop.leave_if_agreed(session.engine, "before the first step")
     session.enter_phase("claim")
-    logger.acquire_lock(lambda: (session.heartbeat.touch(), stop.leave_if_received()))
+    logger.acquire_lock(while_waiting)
     checkpointer.read_files_to_keep()
     resume_from, notes = checkpointer.find_resume(), []
     if resume_from is not None:
@@ -239,9 +246,9 @@ def _restore_or_start(
     )
     logger.log_validation(session.validation)
     for note in notes:
-        logger.log_note(note)
-    if session.engine.rank == 0:
-        receipt.log_receipt(session.config, session.engine.world_size, logger)
+        folder.note(note)
+    if session.run.is_main:
+        receipt.log_receipt(session.config, session.engine.world_size, folder)
     session.timer.restart()
 
 
@@ -258,10 +265,8 @@ def check_same_config(config: Config) -> None:
     if world_size == 1:
         return
     start_process_group(pick_device(local_rank), config.engine.collective_timeout)
-    gathered: list[tuple[str, str]] = [("", "")] * world_size
-    torch.distributed.all_gather_object(
-        gathered, (socket.gethostname(), json.dumps(_compared_values(config)))
-    )
+    values = socket.gethostname(), json.dumps(_compared_values(config))
+    gathered = gather_objects(values, world_size)
     if len({dumped for _, dumped in gathered}) == 1:
         return
     configs = [(host, json.loads(dumped)) for host, dumped in gathered]
@@ -281,16 +286,16 @@ def _compared_values(section: Section, prefix: str = "") -> dict[str, str]:
     """Values as `section.key`, without the paths themselves: each node may keep the data in a
     folder of its own.
     """
-    found: dict[str, str] = {}
+    values: dict[str, str] = {}
     for name in type(section).model_fields:
         value, key, marker = getattr(section, name), f"{prefix}{name}", section.path_marker(name)
         if isinstance(value, Section):
-            found |= _compared_values(value, f"{key}.")
+            values |= _compared_values(value, f"{key}.")
         elif marker is None or value is None or value in marker.words or marker.or_name:
-            found[key] = str(value)
+            values[key] = str(value)
         else:
-            found[key] = str(list(value.values())) if isinstance(value, dict) else "a path"
-    return found
+            values[key] = str(list(value.values())) if isinstance(value, dict) else "a path"
+    return values
 
 
 def check_run(config: Config, world_size: int) -> RunData:

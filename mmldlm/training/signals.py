@@ -8,7 +8,9 @@ import os
 import signal
 import sys
 import threading
+from types import FrameType
 
+from mmldlm.distributed.collectives import Ranks
 from mmldlm.distributed.error_reporting import log_line
 from mmldlm.errors import EXIT_INTERRUPTED, Interrupted
 from mmldlm.utils.stop_signals import handle_stop_signals
@@ -38,7 +40,7 @@ class StopSignal:
             target=self._end_before_the_start, args=(reader,), name="stop-signal", daemon=True
         ).start()
 
-    def _receive(self, number, frame) -> None:
+    def _receive(self, number: int, frame: FrameType | None) -> None:
         self.received = True
 
     def _end_before_the_start(self, reader: int) -> None:
@@ -52,12 +54,12 @@ class StopSignal:
         """From now on the ranks agree before they stop."""
         self._have_met = True
 
-    def agreed(self, engine) -> bool:
+    def agreed(self, ranks: Ranks) -> bool:
         """Whether any rank was asked to stop; the same on every rank.
 
         Collective, waits for the device.
         """
-        return not engine.all_agree(not self.received)
+        return not ranks.all_agree(not self.received)
 
     def leave_if_received(self) -> None:
         """End this rank's part of something that all ranks vote on. Not collective.
@@ -68,13 +70,13 @@ class StopSignal:
         if self.received:
             raise Interrupted("stopped by a signal")
 
-    def leave_if_agreed(self, engine, when: str) -> None:
+    def leave_if_agreed(self, ranks: Ranks, when: str) -> None:
         """End where there is nothing to save. Collective.
 
         Raises:
             Interrupted: on every rank, when any of them was asked to stop.
         """
-        if self.agreed(engine):
+        if self.agreed(ranks):
             raise Interrupted(f"stopped by a signal {when}; nothing had to be saved")
 
 

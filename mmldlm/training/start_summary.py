@@ -59,22 +59,22 @@ def _optimizer_lines(
     if muon is None:
         return [f"optim    AdamW, lr {optimizer.lr:g} {schedule}; {', '.join(decays)}"]
     cost = muon.cost()
-    share = cost["flops_per_rank"] * engine.world_size / max(cost["flops"], 1.0)
+    excess = cost["flops_per_rank"] * engine.world_size / max(cost["flops"], 1.0)
     work = f"{cost['flops'] / 1e9:.2g} GFLOP per step"
     if engine.world_size > 1:
         work += (
-            f", the busiest rank {share:.2f} x the mean, {cost['bytes'] / 1e6:.1f} MB exchanged"
+            f", the busiest rank {excess:.2f} x the mean, {cost['bytes'] / 1e6:.1f} MB exchanged"
         )
-    return [  # Muon's group is the first
-        (
-            f"optim    Muon, lr {optimizer.muon_rate():g}, for {cost['matrices']} matrices;"
-            f" {decays[0]} ({work})"
-        ),
-        (
-            f"optim    AdamW for all other parameters, lr {optimizer.lr:g} {schedule};"
-            f" {', '.join(decays[1:])}"
-        ),
-    ]
+    # Muon's group is the first.
+    muon_line = (
+        f"optim    Muon, lr {optimizer.muon_rate():g}, for {cost['matrices']} matrices;"
+        f" {decays[0]} ({work})"
+    )
+    adamw_line = (
+        f"optim    AdamW for all other parameters, lr {optimizer.lr:g} {schedule};"
+        f" {', '.join(decays[1:])}"
+    )
+    return [muon_line, adamw_line]
 
 
 def setting_warnings(task: Task, config: Config, is_fresh: bool) -> list[str]:
@@ -84,11 +84,11 @@ def setting_warnings(task: Task, config: Config, is_fresh: bool) -> list[str]:
         is_fresh: the run does not continue from a checkpoint.
     """
     training, optimizer = config.training, config.optimizer
-    found = task.warnings(config) if is_fresh else []
+    warnings = task.warnings(config) if is_fresh else []
     if optimizer.warmup_steps >= training.num_train_steps:
-        found.append(
+        warnings.append(
             f"optimizer.warmup_steps={optimizer.warmup_steps} in a run of"
             f" training.num_train_steps={training.num_train_steps}: the learning rate never"
             f" reaches optimizer.lr={optimizer.lr:g}"
         )
-    return found
+    return warnings

@@ -1,9 +1,15 @@
-"""The progress of a run, as its checkpoints store it."""
+"""The progress of a run, as its checkpoints store it, and what one step reports."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
+from torch import Tensor
+
+from mmldlm.data.batch import Batch
+from mmldlm.observe.layer_stats import LayerStats
 from mmldlm.stability.guard import StepDecision
 
 
@@ -75,3 +81,115 @@ class TrainingState:
         self.step += 1
         self.consumed_samples += num_samples
         self.skipped_steps += 1
+
+
+class Requests(NamedTuple):
+    """What this rank tells the others with the step's one reduction.
+
+    Attributes:
+        stop: Whether it was asked to stop.
+        writing: Whether it still writes a checkpoint.
+        save: Whether a user asked for a checkpoint.
+    """
+
+    stop: bool = False
+    writing: bool = False
+    save: bool = False
+
+
+@dataclass(frozen=True)
+class LocalCounts:
+    """What this rank adds to the step's one reduction, besides losses and the gradient norm.
+
+    Attributes:
+        stops: 1 where this rank was asked to stop.
+        writing: 1 where this rank still writes a checkpoint.
+        save_requests: 1 where a user asked for a checkpoint.
+        tokens: real tokens.
+        bad: samples left out or repaired.
+        usable: samples not left out.
+    """
+
+    stops: float
+    writing: float
+    save_requests: float
+    tokens: float
+    bad: float
+    usable: float
+
+    @classmethod
+    def of(cls, batches: Sequence[Batch], requests: Requests) -> LocalCounts:
+        """Count this rank's micro-batches."""
+        return cls(
+            stops=requests.stop,
+            writing=requests.writing,
+            save_requests=requests.save,
+            tokens=sum(batch.num_tokens for batch in batches),
+            bad=sum(len(batch.bad) for batch in batches),
+            usable=sum(int(batch.real.sum()) for batch in batches),
+        )
+
+
+@dataclass(frozen=True)
+class SharedNumbers:
+    """Result of the reduction: the same on every rank, so that all ranks decide alike.
+
+    Attributes:
+        sums: of the objective, by name.
+        num_bad_losses: micro-batches whose loss was not finite.
+        grad_norm: global norm before clipping.
+        counts: LocalCounts, added up.
+    """
+
+    sums: dict[str, float]
+    num_bad_losses: int
+    grad_norm: float
+    counts: LocalCounts
+
+
+@dataclass(frozen=True)
+class StepReport:
+    """What a step did: the one value that logs, schedule and stability policy read.
+
+    Attributes:
+        lr: learning rate of the step.
+        shared: see SharedNumbers.
+        decision: whether the step was applied.
+        num_samples: of the global batch.
+        layer_stats: statistics of every layer where they were due.
+        losses: of this rank's micro-batches, on the device.
+        micro_batches: of this rank.
+    """
+
+    lr: float
+    shared: SharedNumbers
+    decision: StepDecision
+    num_samples: int
+    layer_stats: LayerStats | None
+    losses: list[Tensor]
+    micro_batches: list[Batch]
+
+    @property
+    def loss(self) -> float:
+        """Loss of the global batch."""
+        return self.shared.sums["loss"]
+
+    @property
+    def batch(self) -> Batch:
+        """Any micro-batch of the step: epoch, index and counts are those of the global batch."""
+        return self.micro_batches[0]
+
+    @property
+    def stop_requested(self) -> bool:
+        """Whether any rank was asked to stop."""
+        return self.shared.counts.stops > 0
+
+    @property
+    def save_requested(self) -> bool:
+        """Whether a user asked for a checkpoint."""
+        return self.shared.counts.save_requests > 0
+
+    @property
+    def write_in_progress(self) -> bool:
+        """Whether any rank still writes a checkpoint."""
+        return self.shared.counts.writing > 0

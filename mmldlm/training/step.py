@@ -4,169 +4,94 @@ discard on all ranks.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
+from mmldlm.config.schema import Config
 from mmldlm.data.batch import Batch
+from mmldlm.data.batch_plan import BatchPlan
 from mmldlm.engines.base import Engine
+from mmldlm.engines.ema import WeightAverage
 from mmldlm.engines.optimizer import learning_rate
-from mmldlm.observe.layer_stats import LayerStats
-from mmldlm.stability.guard import StepDecision
-
-if TYPE_CHECKING:
-    from mmldlm.training.session import Session
-
-
-@dataclass(frozen=True)
-class LocalCounts:
-    """What this rank adds to the step's one reduction, besides losses and the gradient norm.
-
-    Attributes:
-        stops: 1 where this rank was asked to stop.
-        writing: 1 where this rank still writes a checkpoint.
-        save_requests: 1 where a user asked for a checkpoint.
-        tokens: real tokens.
-        bad: samples left out or repaired.
-        usable: samples not left out.
-    """
-
-    stops: float
-    writing: float
-    save_requests: float
-    tokens: float
-    bad: float
-    usable: float
-
-    @classmethod
-    def of(cls, session: Session, batches: Sequence[Batch]) -> LocalCounts:
-        """Count this rank's micro-batches."""
-        return cls(
-            stops=session.stop.received,
-            writing=session.checkpointer.write_in_progress,
-            save_requests=session.checkpointer.save_requested,
-            tokens=sum(batch.num_tokens for batch in batches),
-            bad=sum(len(batch.bad) for batch in batches),
-            usable=sum(int(batch.real.sum()) for batch in batches),
-        )
+from mmldlm.observe.layer_stats import LayerStatsCollector
+from mmldlm.stability.guard import Guard
+from mmldlm.tasks.base import Objective, Task
+from mmldlm.training.state import (
+    LocalCounts,
+    Requests,
+    SharedNumbers,
+    StepReport,
+    TrainingState,
+)
 
 
-@dataclass(frozen=True)
-class SharedNumbers:
-    """Result of the reduction: the same on every rank, so that all ranks decide alike.
+@dataclass
+class Trainer:
+    """What an optimizer step uses. A run has more of it (Session), a replay no more.
 
     Attributes:
-        sums: of the objective, by name.
-        num_bad_losses: micro-batches whose loss was not finite.
-        grad_norm: global norm before clipping.
-        counts: LocalCounts, added up.
+        average: Moving average of the weights, if the run has one.
     """
 
-    sums: dict[str, float]
-    num_bad_losses: int
-    grad_norm: float
-    counts: LocalCounts
+    task: Task
+    config: Config
+    engine: Engine
+    plan: BatchPlan
+    objective: Objective
+    state: TrainingState
+    guard: Guard
+    layer_stats: LayerStatsCollector
+    average: WeightAverage | None
 
 
-@dataclass(frozen=True)
-class StepReport:
-    """What a step did: the one value that logs, schedule and stability policy read.
-
-    Attributes:
-        lr: learning rate of the step.
-        shared: see SharedNumbers.
-        decision: whether the step was applied.
-        num_samples: of the global batch.
-        cost: StepTimer's fields of the record.
-        layer_stats: statistics of every layer where they were due.
-        losses: of this rank's micro-batches, on the device.
-        micro_batches: of this rank.
-    """
-
-    lr: float
-    shared: SharedNumbers
-    decision: StepDecision
-    num_samples: int
-    cost: Mapping[str, Any]
-    layer_stats: LayerStats | None
-    losses: list[Tensor]
-    micro_batches: list[Batch]
-
-    @property
-    def loss(self) -> float:
-        """Loss of the global batch."""
-        return self.shared.sums["loss"]
-
-    @property
-    def batch(self) -> Batch:
-        """Any micro-batch of the step: epoch, index and counts are those of the global batch."""
-        return self.micro_batches[0]
-
-    @property
-    def stop_requested(self) -> bool:
-        """Whether any rank was asked to stop."""
-        return self.shared.counts.stops > 0
-
-    @property
-    def save_requested(self) -> bool:
-        """Whether a user asked for a checkpoint."""
-        return self.shared.counts.save_requests > 0
-
-    @property
-    def write_in_progress(self) -> bool:
-        """Whether any rank still writes a checkpoint."""
-        return self.shared.counts.writing > 0
-
-
-def train_step(session: Session, batches: list[Batch]) -> StepReport:
-    """Train on one global batch. Collective.
+def train_step(
+    trainer: Trainer, batches: list[Batch], requests: Callable[[], Requests] = Requests
+) -> StepReport:
+    """Train on one global batch, and count it. Collective.
 
     Args:
-        batches: this rank's micro-batches.
+        batches: This rank's micro-batches.
+        requests: Called as late as possible, just before the step's one reduction.
     """
-    engine, state, guard = session.engine, session.state, session.guard
-    config = session.config
+    engine, state, guard = trainer.engine, trainer.state, trainer.guard
+    config, layer_stats = trainer.config, trainer.layer_stats
     lr = state.lr_scale * learning_rate(
         state.applied_steps, config.training.num_train_steps, config.optimizer
     )
-    session.layer_stats.before_forward(state.step + 1)
-    names = session.task.sums_of(config)
+    layer_stats.before_forward(state.step + 1)
+    names = trainer.task.sums_of(config)
     sums = torch.zeros(len(names) + 1, dtype=torch.float64, device=engine.device)
     engine.loss_scale, losses = guard.loss_scale.value, []
     for batch in batches:
-        loss, metrics = session.objective(engine.module, batch.to(engine.device))
-        declared = session.task.stack_sums(names, loss, metrics)
+        loss, metrics = trainer.objective(engine.module, batch.to(engine.device))
+        declared = trainer.task.stack_sums(names, loss, metrics)
         # Run backward even for a non-finite loss, so that all ranks issue the same collectives.
         engine.backward(loss)
         losses.append(loss.detach())
         is_bad = ~torch.isfinite(losses[-1])
         sums += torch.cat([declared, is_bad.double().reshape(1)])
     norm = engine.grad_norm().to(sums)
-    session.layer_stats.before_step()
-    shared = reduce_step(engine, names, sums, norm, LocalCounts.of(session, batches))
+    layer_stats.before_step()
+    local = LocalCounts.of(batches, requests())
+    shared = reduce_step(engine, names, sums, norm, local)
+
     decision = guard.decide(
         shared.sums["loss"], shared.num_bad_losses, shared.grad_norm, int(shared.counts.usable)
     )
     if decision.apply:
         engine.step(lr, shared.grad_norm)
-        if session.average is not None:
-            session.average.update()
+        if trainer.average is not None:
+            trainer.average.update()
     else:
         engine.discard_gradients()
-    layer_stats = session.layer_stats.after_step(lr, decision.apply)
-    num_samples = len(session.plan.batch(state.step).ids)
+    statistics = layer_stats.after_step(lr, decision.apply)
+    num_samples = len(trainer.plan.batch(state.step).ids)
     guard.bad_samples.update(int(shared.counts.bad), num_samples)
     state.advance(decision, num_samples)
-    cost = session.timer.step(
-        num_samples,
-        shared.counts.tokens,
-        {**shared.sums, **batches[0].counts},
-        epoch=batches[0].epoch,
-    )
-    return StepReport(lr, shared, decision, num_samples, cost, layer_stats, losses, batches)
+    return StepReport(lr, shared, decision, num_samples, statistics, losses, batches)
 
 
 def reduce_step(

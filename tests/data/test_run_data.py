@@ -13,6 +13,7 @@ from mmldlm.data.mixture import MixedStore
 from mmldlm.data.prepare.options import PrepareOptions
 from mmldlm.data.prepare.pipeline import prepare
 from mmldlm.data.store import Store
+from mmldlm.distributed.collectives import Ranks
 from mmldlm.errors import MmldlmError, UserError
 from mmldlm.tasks.registry import load_config
 from mmldlm.tasks.translation.data import open_data
@@ -159,7 +160,6 @@ def test_a_run_continues_with_its_own_plan_only(tmp_path, monkeypatch):
     """Checkpoints from before plans had names were written under the one that is still the
     default.
     """
-    from types import SimpleNamespace
 
     from mmldlm.training import checkpointer
     from mmldlm.training.checkpointer import Checkpointer
@@ -168,10 +168,7 @@ def test_a_run_continues_with_its_own_plan_only(tmp_path, monkeypatch):
     def load(saved, plan):
         checkpoints = Checkpointer.__new__(Checkpointer)
         checkpoints.state, checkpoints.config = TrainingState(8, 100, 0, plan=plan), _config()
-        checkpoints.engine = SimpleNamespace(
-            world_size=1, all_agree=lambda ok: ok, gather_messages=lambda text: [text]
-        )
-
+        checkpoints.engine = Ranks()
         checkpoints.average = None
 
         def reached(*args):

@@ -312,7 +312,7 @@ def test_compiled_blocks_are_watched_without_a_hook_inside_them():
 
     model = torch.nn.Module()
     model.blocks = torch.nn.ModuleList([Block()])
-    from mmldlm.observe.activations import ActivationRecorder
+    from mmldlm.observe.layer_stats import ActivationRecorder
 
     block = model.blocks[0]
     block._compiled_call_impl = (

@@ -113,10 +113,10 @@ def test_level_0_needs_no_torch(store, tmp_path, part):
 
 
 class Folder:
-    """The part of RunLogger that receipt.log_receipt uses."""
+    """The part of RunFolder that receipt.log_receipt uses."""
 
     def __init__(self):
-        self.warnings, self.events, self.progress = [], [], self
+        self.warnings, self.events = [], []
 
     def warning(self, text):
         self.warnings.append(text)

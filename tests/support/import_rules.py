@@ -23,12 +23,12 @@ ORDER = (
     "tasks.corrector",  # it writes training data with a trained model, and searches
     "observe",
     "stability",
-    "debug",
     "evaluation",
     "cluster",
     "preflight",
     "launch",
     "training",
+    "debug",
     "commands",
     "train",
     "cli",

@@ -16,6 +16,7 @@ import torch
 from mmldlm.checkpoints import commit, locate
 from mmldlm.checkpoints.init_from import init_weights
 from mmldlm.checkpoints.manifest import MANIFEST, describe_file
+from mmldlm.distributed.collectives import Ranks
 from mmldlm.tasks.registry import load_config
 from mmldlm.tasks.translation.data import open_data
 from mmldlm.tasks.translation.task import TranslationTask
@@ -488,9 +489,16 @@ def test_a_folder_that_cannot_be_cleared_stops_no_later_save(tmp_path, monkeypat
 
 
 def test_every_failing_rank_says_why(tmp_path):
-    peers = commit.RankGroup(
-        0, 2, lambda: None, lambda ok: False, lambda text: ["rank 1 on node2: OSError: no space"]
-    )
+    class PeerFails(Ranks):
+        world_size = 2
+
+        def all_agree(self, ok):
+            return False
+
+        def gather_objects(self, value):
+            return [value, "rank 1 on node2: OSError: no space"]
+
+    peers = PeerFails()
     with pytest.raises(commit.CommitFailed, match="rank 1 on node2: OSError: no space"):
         commit.PendingCheckpoint(tmp_path, 3, peers).raise_together("writing its files", None)
 

@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 from pydantic import Field, model_validator
 
 from mmldlm.config.schema import Config, TrainingConfig
-from mmldlm.config.section import MAX_WEIGHT, FilledFromData, OnResume, Section
-from mmldlm.config.weights import check_weights
+from mmldlm.config.section import MAX_WEIGHT, FilledFromData, OnResume, Section, check_weights
 from mmldlm.data.config import StoreDataConfig, TokenizerConfig
 from mmldlm.models.mmdit_config import ModelConfig
 

@@ -7,8 +7,8 @@ import types
 import pytest
 
 from mmldlm.errors import UserError
-from mmldlm.observe import wandb_logger
-from mmldlm.observe.wandb_logger import open_wandb
+from mmldlm.observe import trackers
+from mmldlm.observe.trackers import open_wandb
 
 # No way out of this machine: what offline mode must do without.
 NO_NETWORK = {"HTTPS_PROXY": "http://127.0.0.1:9", "HTTP_PROXY": "http://127.0.0.1:9"}
@@ -18,7 +18,7 @@ def test_disabled_imports_nothing(tmp_path):
     code = textwrap.dedent(
         f"""
         import sys
-        from mmldlm.observe.wandb_logger import open_wandb
+        from mmldlm.observe.trackers import open_wandb
         assert open_wandb("disabled", "p", "n", {str(tmp_path)!r}, {{}}) is None
         assert "wandb" not in sys.modules
         """
@@ -106,29 +106,29 @@ class Stub:
 
 
 def test_an_upload_that_does_not_end_is_waited_for_within_bounds(tmp_path, monkeypatch):
-    monkeypatch.setattr(wandb_logger, "FINISH_SECONDS", 0.3)
+    monkeypatch.setattr(trackers, "FINISH_SECONDS", 0.3)
     never = threading.Event()
     monkeypatch.setitem(sys.modules, "wandb", Stub(finish=never.wait))
     run = open_wandb("offline", "p", "n", tmp_path, {})
-    with pytest.raises(wandb_logger.WandbError, match="did not end within"):
+    with pytest.raises(trackers.WandbError, match="did not end within"):
         run.finish()
     never.set()
     never = threading.Event()
-    monkeypatch.setattr(wandb_logger, "FINISH_SECONDS", 1000)
-    monkeypatch.setattr(wandb_logger, "STOP_SECONDS", 0.1)
+    monkeypatch.setattr(trackers, "FINISH_SECONDS", 1000)
+    monkeypatch.setattr(trackers, "STOP_SECONDS", 0.1)
     monkeypatch.setitem(sys.modules, "wandb", Stub(finish=never.wait))
     run = open_wandb("offline", "p", "n", tmp_path, {})
-    with pytest.raises(wandb_logger.WandbError, match="did not end within"):
+    with pytest.raises(trackers.WandbError, match="did not end within"):
         run.finish(stop=lambda: True)
     never.set()
 
 
 def test_a_service_that_takes_no_records_delays_no_step(tmp_path, monkeypatch):
-    monkeypatch.setattr(wandb_logger, "_MAX_WAITING", 8)
+    monkeypatch.setattr(trackers, "_MAX_WAITING", 8)
     never = threading.Event()
     monkeypatch.setitem(sys.modules, "wandb", Stub(log=lambda values: never.wait()))
     run = open_wandb("offline", "p", "n", tmp_path, {})
-    with pytest.raises(wandb_logger.WandbError, match="takes no records"):
+    with pytest.raises(trackers.WandbError, match="takes no records"):
         for step in range(20):
             run.log({"step": step})
     never.set()

@@ -13,8 +13,8 @@ import pytest
 from mmldlm.commands.run_log import add_monitor_arguments as add_arguments
 from mmldlm.commands.run_log import monitor as main
 from mmldlm.errors import UserError
-from mmldlm.observe.health_monitor import assess
 from mmldlm.observe.jsonl_log import JsonlLog, LogTail, is_event
+from mmldlm.observe.monitor import assess
 from mmldlm.utils.json_files import to_strict_json
 
 NOW = datetime(2030, 1, 1, tzinfo=UTC)

@@ -51,9 +51,11 @@ def loss_curves(run_dir: str | Path) -> list[LossCurve]:
     """Return the parts of the loss of a run, as it last started or resumed."""
     path = Path(run_dir) / EVENTS_NAME
     records = read_records(path)[0] if path.is_file() else []
-    found = [record["losses"] for record in records if isinstance(record.get("losses"), list)]
+    declared = [record["losses"] for record in records if isinstance(record.get("losses"), list)]
+    if not declared:
+        return list(_OLD_CURVES)
     try:
-        return [LossCurve(*map(str, entry)) for entry in found[-1]] if found else list(_OLD_CURVES)
+        return [LossCurve(*map(str, entry)) for entry in declared[-1]]
     except TypeError:  # a damaged line
         return list(_OLD_CURVES)
 

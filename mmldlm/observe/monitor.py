@@ -19,7 +19,7 @@ from mmldlm.config.yaml_reader import read_yaml
 from mmldlm.errors import EXIT_DONE, EXIT_INTERRUPTED
 from mmldlm.observe.console import format_step
 from mmldlm.observe.jsonl_log import LogTail, is_event
-from mmldlm.observe.loss_plots import LOG_NAME, find_log
+from mmldlm.observe.plots import LOG_NAME, find_log
 from mmldlm.utils.formatting import for_screen, format_duration
 
 _MAX_EVENTS = 10_000

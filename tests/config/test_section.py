@@ -2,7 +2,7 @@
 
 import pytest
 
-from mmldlm.config.weights import check_weights
+from mmldlm.config.section import check_weights
 
 NAN, INF = float("nan"), float("inf")
 

@@ -7,7 +7,7 @@ from mmldlm.commands.run_log import add_plot_arguments as add_arguments
 from mmldlm.commands.run_log import plot as main
 from mmldlm.errors import UserError
 from mmldlm.observe.jsonl_log import JsonlLog
-from mmldlm.observe.loss_plots import _smooth, load_steps, mean_window, plot_run
+from mmldlm.observe.plots import _smooth, load_steps, mean_window, plot_run
 
 
 def run_folder(tmp_path, steps=60, evals=True):

@@ -211,9 +211,9 @@ def _import_wandb(mode: str) -> Any:
     if missing := [
         name for name in ("init", "Settings") if not callable(getattr(wandb, name, None))
     ]:
-        place = getattr(wandb, "__file__", None) or ", ".join(getattr(wandb, "__path__", ()))
+        file = getattr(wandb, "__file__", None) or ", ".join(getattr(wandb, "__path__", ()))
         fix = "rename or remove it, or set logging.wandb.mode=disabled"
         raise UserError(
-            expected, f"a module of that name without {' and '.join(missing)}: {place}", fix
+            expected, f"a module of that name without {' and '.join(missing)}: {file}", fix
         )
     return wandb
