@@ -15,7 +15,7 @@ from mmldlm.diffusion import MaskedDiffusion
 from mmldlm.errors import MmldlmError
 from mmldlm.evaluation.sentences import Sentences
 from mmldlm.evaluation.statistics import Estimate, mean
-from mmldlm.models.latent_transformer import LatentInputs, TextInputs
+from mmldlm.models.base import LatentInputs, TextInputs
 from mmldlm.models.token_scores import TokenQuery
 from mmldlm.sampling.device import device_of
 from mmldlm.sampling.latent_sampler import pad_texts

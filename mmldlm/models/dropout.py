@@ -1,10 +1,10 @@
 """Dropout whose masks are functions of the row: the same however rows are batched, spread over
 ranks or run again.
 
-torch's dropout draws from a device's generator, so its masks depend on what else that device
-computes. Here each sample brings a key (a random number of its own for each visit), a row's key
-follows from it and the row's position, and layer, place and column follow from that by arithmetic
-alone: no generator, no state, no kept mask.
+torch's dropout draws from the generator of a device, so its masks depend on what else that device
+computes. Here each sample brings a random key, new in each epoch. The key of a row follows from it
+and the position of the row, and the mask of each layer, site and column from that by arithmetic
+alone: no generator, no state, no stored mask.
 """
 
 from __future__ import annotations
@@ -16,8 +16,10 @@ from torch import Tensor
 
 from mmldlm.models.layers import cache_tensor
 
-ATTENTION, MLP, CROSS = 0, 1, 2  # places of a layer; CROSS where there is cross-attention
-_LANES = 4  # masks of 16 bits in one number of 64
+# Dropout sites in a layer; CROSS only with cross-attention.
+ATTENTION, MLP, CROSS = 0, 1, 2
+# Masks of 16 bits in one number of 64.
+_LANES = 4
 
 
 def _signed(value: int) -> int:
@@ -50,15 +52,14 @@ class RowDropout(NamedTuple):
     """Dropout of the rows [R, H] of a model or, after `of_layer`, of one layer.
 
     Attributes:
-        keys: int64, one for each layer, place (ATTENTION, MLP, CROSS) and row. [layers * places,
-            R]
-        rate: probability that an element is dropped, rounded to 1 / 65,536.
-        places: of a layer.
+        keys: int64, one per layer, site (ATTENTION, MLP, CROSS) and row. [layers * sites, R]
+        rate: Probability that an element is dropped, rounded to 1 / 65,536.
+        sites: Number of dropout sites in a layer.
     """
 
     keys: Tensor
     rate: float
-    places: int = 2
+    sites: int = 2
 
     @classmethod
     def of_rows(
@@ -68,39 +69,39 @@ class RowDropout(NamedTuple):
         position: Tensor,
         num_layers: int,
         rate: float,
-        places: int = 2,
+        sites: int = 2,
     ) -> RowDropout:
         """Return the dropout of a batch.
 
         Args:
-            keys: int64, random, of each sample. [B]
-            sample: of each row. [R]
-            position: number of each row in its sample, different for each of its rows. [R] int64
-            num_layers: number of layers.
-            rate: in (0, 1).
-            places: of a layer, 3 with cross-attention.
+            keys: int64, random, one per sample. [B]
+            sample: Sample of each row. [R]
+            position: int64 number of each row in its sample, different for all of its rows. [R]
+            num_layers: Number of layers.
+            rate: Probability in (0, 1).
+            sites: Number of dropout sites in a layer: 3 with cross-attention.
         """
         rows = mix(keys.index_select(0, sample) + position * STEP)
-        uses = torch.arange(1, places * num_layers + 1, device=rows.device)[:, None] * STEP
-        return cls(mix(rows + uses) | 1, rate, places)
+        uses = torch.arange(1, sites * num_layers + 1, device=rows.device)[:, None] * STEP
+        return cls(mix(rows + uses) | 1, rate, sites)
 
     def of_layer(self, layer: int) -> RowDropout:
         """Return the dropout of one layer."""
-        return self._replace(keys=self.keys[self.places * layer : self.places * (layer + 1)])
+        return self._replace(keys=self.keys[self.sites * layer : self.sites * (layer + 1)])
 
     def select(self, rows: Tensor | None) -> RowDropout:
         """Return the dropout of some rows [Q]; None: all."""
         return self if rows is None else self._replace(keys=self.keys.index_select(1, rows))
 
-    def drop(self, x: Tensor, place: int) -> Tensor:
+    def drop(self, x: Tensor, site: int) -> Tensor:
         """x [R, H] with dropped elements 0 and the others divided by 1 - rate; also its own
         gradient.
         """
-        return x.masked_fill(self._dropped(x.shape[1], place), 0.0) * self._scale()
+        return x.masked_fill(self._dropped(x.shape[1], site), 0.0) * self._scale()
 
-    def drop_(self, x: Tensor, place: int) -> Tensor:
-        """`drop` in place; to the bit the same."""
-        return x.masked_fill_(self._dropped(x.shape[1], place), 0.0).mul_(self._scale())
+    def drop_(self, x: Tensor, site: int) -> Tensor:
+        """`drop` in place, bit for bit the same."""
+        return x.masked_fill_(self._dropped(x.shape[1], site), 0.0).mul_(self._scale())
 
     def _threshold(self) -> int:
         return min(round(self.rate * (1 << 16)), (1 << 16) - 1)
@@ -108,14 +109,14 @@ class RowDropout(NamedTuple):
     def _scale(self) -> float:
         return (1 << 16) / ((1 << 16) - self._threshold())
 
-    def _dropped(self, width: int, place: int) -> Tensor:
-        """[R, width] bool. A row's key times a column's, scrambled, is a number of 64 bits: four
-        of 16.
+    def _dropped(self, width: int, site: int) -> Tensor:
+        """[R, width] bool. The product of a row's key and a column's, scrambled, is a number of 64
+        bits: four masks of 16.
 
-        Of a product only the high bits depend on all of its factors', so they are mixed into the
-        low ones. The sign that >> shifts in costs the first bit, which the second product
+        Only the high bits of a product depend on all bits of its factors, so they are mixed into
+        the low ones. The sign that >> shifts in costs the first bit, which the second product
         restores.
         """
-        bits = self.keys[place][:, None] * _column_keys(-(-width // _LANES), self.keys.device)
+        bits = self.keys[site][:, None] * _column_keys(-(-width // _LANES), self.keys.device)
         bits = (bits ^ (bits >> 32)) * _SECOND
         return bits.view(torch.int16)[:, :width] < self._threshold() - (1 << 15)

@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 from mmldlm.models.mmdit_config import ModelConfig
 from mmldlm.models.plain_config import PlainConfig
+from mmldlm.utils.validation import not_none
 
 FREQUENCIES = 256  # sinusoids of a timestep (models/layers.py)
 
@@ -79,20 +80,21 @@ def estimate_flops(
         num_logits: Logits that it computes; None: of the whole vocabulary at each position.
         num_latents: Latents of each sample; None: model.num_latents.
     """
-    is_plain = isinstance(model, PlainConfig)
     width, inner = model.hidden_size, int(model.hidden_size * model.mlp_ratio)
-    samples, tokens, dim = len(lengths), sum(lengths), model.latent_dim
+    samples, tokens, dim = len(lengths), sum(lengths), not_none(model.latent_dim)
     prefix = latent_rows(model, num_latents)
     num_latents = model.num_latents if num_latents is None else num_latents
-    if is_plain:
+    memory: float = 0
+    if isinstance(model, PlainConfig):
         cond, chunks, streams = model.cond_width, model.chunks, int(model.is_modulated)
         timesteps, pools, is_read = int(model.reads_time), model.pools_latent, False
-        has_length_head, memory = model.has_length_head, 0
+        has_length_head, predictions = model.has_length_head, 0
         if model.conditioning == "cross_attention":
             memory = num_latents * chunks
     else:
         cond, chunks, streams = model.cond_dim, model.tokens_per_latent, 2
-        timesteps, pools, is_read, has_length_head, memory = 2, True, True, True, 0
+        timesteps, pools, is_read, has_length_head = 2, True, True, True
+        predictions = model.latent_predictions
 
     condition = timesteps * 2 * (FREQUENCIES * cond + cond * cond)
     condition += streams * 2 * cond * width * (6 * model.n_blocks + 2)  # adaLN
@@ -107,14 +109,12 @@ def estimate_flops(
     attention = model.n_blocks * 4 * pairs * width
     latents = samples * prefix * (model.n_blocks * row - behind_attention)
     unread = (tokens - num_scored) * behind_attention
-    logits = num_scored * model.vocab_size if num_logits is None else num_logits
+    logits = num_scored * not_none(model.vocab_size) if num_logits is None else num_logits
 
     return Flops(
         text=samples * condition + blocks + attention + latents - unread + 2 * logits * width,
         latent_inputs=samples * latent_inputs,
         latent_rows=samples * prefix * behind_attention if is_read else 0,
-        latent_head=samples * num_latents * 2 * chunks * width * model.latent_predictions * dim
-        if not is_plain
-        else 0,
+        latent_head=samples * num_latents * 2 * chunks * width * predictions * dim,
         length_head=samples * 2 * cond * (cond + model.max_seq_len) if has_length_head else 0,
     )

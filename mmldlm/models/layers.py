@@ -1,11 +1,14 @@
-"""Small parts of the MMDiT: timestep embedding, rotary positions, modulation."""
+"""Small parts of the networks: linear layers per stream, norms, adaLN, timestep and token
+embeddings, rotary positions, null conditions.
+"""
 
 from __future__ import annotations
 
 import functools
 import math
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -15,9 +18,10 @@ from torch.nn.modules.module import _has_any_global_hook
 # t in [0, 1] is stretched before the sinusoids: unscaled, t = 0 and t = 0.01 are 0.027 apart and
 # nearly all of the 256 dimensions are constant.
 TIMESTEP_SCALE = 1000.0
-MAX_CACHED = 8  # tables per function
-NORM_EPS = 1e-6
-QK_EPS = 1e-6
+# Added to the variance of layer norms, and to the mean square of queries and keys.
+NORM_EPS = QK_EPS = 1e-6
+# Tables that `cache_tensor` keeps of each function.
+MAX_CACHED = 8
 
 
 def compute_dtype(tensor: Tensor) -> torch.dtype:
@@ -30,8 +34,8 @@ def compute_dtype(tensor: Tensor) -> torch.dtype:
     return tensor.dtype
 
 
-def without_autocast(tensor: Tensor):
-    """A context for code that casts by itself (the meta device has no autocast)."""
+def without_autocast(tensor: Tensor) -> AbstractContextManager[Any]:
+    """Return a context for code that casts by itself (the meta device has no autocast)."""
     kind = tensor.device.type
     return (
         torch.autocast(kind, enabled=False)
@@ -63,17 +67,17 @@ def cache_tensor(make: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
     Not a buffer: engines that cast a module to bf16 would cast it too.
     """
-    cached: dict[tuple, Tensor] = {}
+    cached: dict[tuple[Any, ...], Tensor] = {}
 
     @functools.wraps(make)
-    def wrapper(*args) -> Tensor:
+    def wrapper(*args: Any) -> Tensor:
         if args in cached:
             return cached[args]
-        with torch.inference_mode(
-            False
-        ):  # an inference tensor could not be saved for a backward pass
+        # An inference tensor could not be saved for a backward pass.
+        with torch.inference_mode(False):
             tensor = make(*args)
-        if type(tensor) is Tensor:  # a FakeTensor is of no use outside its mode
+        # A FakeTensor is of no use outside its mode.
+        if type(tensor) is Tensor:
             if len(cached) == MAX_CACHED:
                 cached.clear()
             cached[args] = tensor
@@ -90,9 +94,9 @@ class StreamLinear(nn.Module):
     even shards.
 
     Args:
-        inputs: width I of a row before.
-        outputs: width O of a row after.
-        num_streams: number of streams.
+        inputs: Width I of a row before.
+        outputs: Width O of a row after.
+        num_streams: Number of streams.
     """
 
     def __init__(self, inputs: int, outputs: int, num_streams: int = 2):
@@ -126,9 +130,9 @@ class QKNorm(nn.Module):
     """RMS norms of the queries and the keys of every stream (arXiv 2010.04245, 2302.05442).
 
     Args:
-        head_dim: width of a query.
-        eps: added to the mean square.
-        num_streams: number of streams.
+        head_dim: Width of a query.
+        eps: Added to the mean square.
+        num_streams: Number of streams.
     """
 
     def __init__(self, head_dim: int, eps: float, num_streams: int = 2):
@@ -155,8 +159,8 @@ class Modulation(nn.Linear):
     Args:
         cond_dim: C.
         hidden_size: H.
-        kinds: outputs, in order, of shift (starts at 0), scale (1), gate (0).
-        groups: number of repetitions (streams).
+        kinds: Outputs in order: "shift" (starts at 0), "scale" (1), "gate" (0).
+        groups: Number of repetitions (streams).
     """
 
     def __init__(self, cond_dim: int, hidden_size: int, kinds: tuple[str, ...], groups: int = 1):
@@ -184,9 +188,9 @@ class TimestepEmbedding(nn.Module):
     """Sinusoids of 1000 t, then a two-layer MLP (DiT, arXiv 2212.09748).
 
     Args:
-        cond_dim: width of the result.
-        frequency_dim: number of sinusoids (even).
-        max_period: longest period in units of 1000 t.
+        cond_dim: Width of the result.
+        frequency_dim: Number of sinusoids (even).
+        max_period: Longest period in units of 1000 t.
     """
 
     def __init__(self, cond_dim: int, frequency_dim: int = 256, max_period: float = 1e4):
@@ -207,10 +211,10 @@ class TimestepEmbedding(nn.Module):
 
     def forward(self, t: Tensor) -> Tensor:
         """[B] timesteps in [0, 1] -> [B, cond_dim] in the MLP's dtype."""
-        return self.mlp(self.sinusoids(t).to(self.mlp[0].weight.dtype))
+        return self.mlp(self.sinusoids(t).to(next(self.mlp.parameters()).dtype))
 
 
-def rotary_table(length: int, head_dim: int, device, theta: float = 1e4) -> Tensor:
+def rotary_table(length: int, head_dim: int, device: torch.device, theta: float = 1e4) -> Tensor:
     """cos and sin of RoPE (arXiv 2104.09864), [length, head_dim / 2, 2] in fp32; dimensions 2 d
     and 2 d + 1 turn together."""
     inverse = theta ** (
@@ -232,10 +236,10 @@ def apply_null_condition(
     `rows` in x's).
 
     Args:
-        x: values of samples [B, ...]; with `rows` [N, H].
-        null: embedding of a condition that is not given, broadcast to a sample's values.
-        is_null: samples without a condition. [B] bool
-        rows: the one row of each sample that is replaced. [B]
+        x: Values of samples [B, ...]; with `rows` [N, H].
+        null: Null embedding, broadcast to the values of a sample.
+        is_null: bool, samples without a condition. [B]
+        rows: Row of each sample that is replaced; None: all its values are. [B]
     """
     mask = is_null.view(-1, *(1,) * (x.dim() - 1))
     if rows is None:
@@ -244,6 +248,8 @@ def apply_null_condition(
 
 
 class _Embedding(torch.autograd.Function):
+    """Embedding whose gradient is summed in fp32 on a CPU."""
+
     @staticmethod
     def forward(ctx, weight, ids):
         ctx.save_for_backward(ids)
@@ -266,8 +272,9 @@ class _Embedding(torch.autograd.Function):
 
 def embedding(weight: Tensor, ids: Tensor) -> Tensor:
     """F.embedding of ids [N]: weight [V, H] -> [N, H]."""
+    # Elsewhere the additions of its backward pass would race.
     if weight.device.type != "cpu":
-        return F.embedding(ids, weight)  # elsewhere additions would race
+        return F.embedding(ids, weight)
     return _Embedding.apply(weight, ids)
 
 

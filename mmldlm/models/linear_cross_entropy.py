@@ -25,17 +25,18 @@ ROW_ALIGNMENT = 64
 class Candidates(NamedTuple):
     """Columns that stand for the whole vocabulary in training: sampled softmax (arXiv 1412.2007).
 
-    A row's normalizer is the sum over the frequent tokens, its own target, and the sampled tokens,
-    each of which counts for as many as it was drawn from: an unbiased estimate of the sum over all
+    The normalizer of a row is the sum over the frequent tokens, its own target, and the sampled
+    tokens, each weighted by population / num_sampled: an unbiased estimate of the sum over all
     tokens. It does not depend on the other rows of the batch.
 
     Attributes:
         tokens: int64 ids of the columns: frequent ones, sampled ones, and the targets that are not
             frequent. [C]
         columns: int64 column of each row's target, which is frequent or the last of its id. [M]
-        num_frequent: columns of the first kind.
-        num_sampled: columns of the second kind.
-        population: tokens that are not frequent, from which those were drawn without replacement.
+        num_frequent: Number of columns of frequent tokens.
+        num_sampled: Number of columns of sampled tokens.
+        population: Number of tokens that are not frequent, from which the sampled ones were drawn
+            without replacement.
     """
 
     tokens: Tensor
@@ -79,10 +80,10 @@ class _ChunkedHead:
         bias: [V].
         targets: [M].
         loss_weights: [M].
-        excluded_token_id: id with probability zero; None: none.
-        candidates: what the columns are, if they are not the vocabulary.
-        chunk_rows: rows whose logits exist at once.
-        needs: whether gradients of hidden, weight and bias are wanted.
+        excluded_token_id: Id with probability zero; None: none.
+        candidates: What the columns are, if they are not the vocabulary.
+        chunk_rows: Number of rows whose logits exist at once.
+        needs: Whether gradients of hidden, weight and bias are wanted.
     """
 
     def __init__(
@@ -111,9 +112,8 @@ class _ChunkedHead:
         # An excluded id has neither probability nor gradient: its bias, and so its logit, is -inf.
         self.bias = bias.to(low, copy=True)
         if excluded_token_id is not None:
-            self.bias[excluded_token_id].fill_(
-                float("-inf")
-            )  # an assignment would make the host wait for a GPU
+            # Not an assignment, which would make the host wait for a GPU.
+            self.bias[excluded_token_id].fill_(float("-inf"))
         self.candidates = candidates
         self.nll = torch.empty(num_rows, dtype=exact, device=device)
         self.correct = torch.empty(num_rows, dtype=torch.bool, device=device)
@@ -169,12 +169,12 @@ class _ChunkedHead:
             part = logits[first : first + self.part_rows]
             part_rows = slice(rows.start + first, rows.start + first + len(part))
             target, softmax = self.targets[part_rows, None], part
-            if self.low != self.exact:  # softmax would allocate a copy of its own
+            if self.low != self.exact:
+                # Softmax would allocate a copy of its own.
                 softmax = self.softmax[: len(part)]
                 part = softmax.copy_(part)
-            largest = part.amax(
-                -1, keepdim=True
-            )  # far cheaper than max, which finds the indices, too
+            # Far cheaper than max, which finds the indices, too.
+            largest = part.amax(-1, keepdim=True)
             target_score = part.gather(1, target)
             torch.ge(target_score, largest, out=self.correct[part_rows, None])
             probs = torch.softmax(part, -1, self.exact, out=softmax)[:, : self.vocab_size]
@@ -191,17 +191,15 @@ class _ChunkedHead:
         return scores
 
     def _add_weight_grad(self, grad_logits: Tensor, rows: slice) -> None:
+        total, product = self.grad_weight, self.product
+        assert total is not None
         weighted = (self.hidden[rows] * self.weights[rows]).to(self.low)
-        if self.product is None and rows.start:
-            torch.addmm(self.grad_weight, grad_logits.t(), weighted, out=self.grad_weight)
+        if product is None and rows.start:
+            torch.addmm(total, grad_logits.t(), weighted, out=total)
         else:
-            torch.mm(
-                grad_logits.t(),
-                weighted,
-                out=self.grad_weight if self.product is None else self.product,
-            )
-        if self.product is not None:
-            _add(self.grad_weight, self.product, is_first=rows.start == 0)
+            torch.mm(grad_logits.t(), weighted, out=total if product is None else product)
+        if product is not None:
+            _add(total, product, is_first=rows.start == 0)
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
@@ -324,16 +322,16 @@ def linear_cross_entropy(
     """NLL of targets under softmax(hidden @ weight.T + bias) with one id given probability zero.
 
     Args:
-        hidden: rows to score (M may be 0). [M, H]
+        hidden: Rows to score (M may be 0). [M, H]
         weight: [V, H].
         bias: [V].
         targets: int64 token ids, none of them excluded_token_id. [M]
         loss_weights: fp32 weight of each row in the sum. [M]
-        excluded_token_id: id that is never predicted ([MASK], the zero-mask-probability half of
+        excluded_token_id: Id that is never predicted ([MASK], the zero-mask-probability half of
             SUBS); None: none.
-        chunk_rows: rows whose logits exist at once. None: as many as fit CHUNK_ELEMENTS.
-        candidates: estimate the normalizer from these tokens; excluded_token_id must not be among
-            them. None: all.
+        chunk_rows: Number of rows whose logits exist at once; None: as many as fit CHUNK_ELEMENTS.
+        candidates: Tokens from which the normalizer is estimated, without excluded_token_id;
+            None: all.
 
     Returns:
         sum of loss_weights * nll (fp32 scalar, differentiable once), nll [M] fp32 and correct [M]

@@ -10,6 +10,7 @@ from __future__ import annotations
 from mmldlm.models.flops import FREQUENCIES, latent_rows
 from mmldlm.models.mmdit_config import ModelConfig
 from mmldlm.models.plain_config import PlainConfig
+from mmldlm.utils.validation import not_none
 
 # Of models/linear_cross_entropy.py; elements on a CPU, on a GPU.
 _CHUNK_ELEMENTS, _CHUNK_ROWS, _SHARE_ROWS, _ROW_ALIGNMENT = (8 << 20, 64 << 20), 64, 64, 64
@@ -44,7 +45,12 @@ def mmdit_activation_bytes(model: ModelConfig, batch: int, length: int, dtype: s
     outside = (
         batch
         * size
-        * (head + 12 * model.cond_dim + 2 * FREQUENCIES + model.num_latents * model.latent_dim)
+        * (
+            head
+            + 12 * model.cond_dim
+            + 2 * FREQUENCIES
+            + model.num_latents * not_none(model.latent_dim)
+        )
     )
     outside += regression_bytes(model, batch, dtype)
     return int(blocks + outside)
@@ -56,7 +62,7 @@ def regression_bytes(model: ModelConfig, batch: int, dtype: str) -> int:
     pooled = size * 2 * (model.num_latents - 1) * model.cond_dim  # hidden layers of the vector
     # Of the loss, in fp32: predictions and targets, later gradients in their place.
     return batch * (
-        pooled + 4 * 2 * model.num_latents * model.latent_predictions * model.latent_dim
+        pooled + 4 * 2 * model.num_latents * model.latent_predictions * not_none(model.latent_dim)
     )
 
 
@@ -71,7 +77,7 @@ def mmdit_working_bytes(model: ModelConfig, batch: int, length: int, dtype: str)
     size = 4 if dtype == "fp32" else 2
     width, mlp = model.hidden_size, int(model.hidden_size * model.mlp_ratio)
     rows = batch * (length + latent_rows(model))
-    return rows * size * ((10 if model.qk_rmsnorm else 8) * width + 3 * mlp)
+    return int(rows * size * ((10 if model.qk_rmsnorm else 8) * width + 3 * mlp))
 
 
 def plain_activation_bytes(
@@ -121,11 +127,8 @@ def plain_activation_bytes(
             mlp + (0 if crosses else out)
         )
     head = batch * kept * size * norm * width
-    inputs = (
-        batch
-        * size
-        * (rows * width + model.num_latents * model.latent_dim + 12 * model.cond_width)
-    )
+    given = model.num_latents * not_none(model.latent_dim)
+    inputs = batch * size * (rows * width + given + 12 * model.cond_width)
     return int(blocks + head + inputs)
 
 
@@ -135,7 +138,7 @@ def logits_bytes(
     """Most bytes of logits that exist at once when half of the text is scored
     (models/linear_cross_entropy.py).
     """
-    return head_bytes(model.vocab_size, batch * length // 2, dtype, on_gpu)
+    return head_bytes(not_none(model.vocab_size), batch * length // 2, dtype, on_gpu)
 
 
 def head_bytes(classes: int, scored: int, dtype: str, on_gpu: bool) -> int:

@@ -19,8 +19,9 @@ as one operation where that pays, with the same results (fused_block.py).
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 import torch
 import torch.nn.functional as F
@@ -28,15 +29,15 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from mmldlm.models import pretrained_io
-from mmldlm.models.dropout import ATTENTION, MLP, RowDropout
-from mmldlm.models.fused_block import BlockWeights, FusedBlock
-from mmldlm.models.latent_transformer import (
+from mmldlm.models.base import (
+    BaseTransformer,
     EncodedLatent,
     LatentInputs,
-    LatentTransformer,
     ModelOutput,
     TextInputs,
 )
+from mmldlm.models.dropout import ATTENTION, MLP, RowDropout
+from mmldlm.models.fused_block import BlockCall, BlockWeights, FusedBlock
 from mmldlm.models.layers import (
     NORM_EPS,
     QK_EPS,
@@ -67,6 +68,7 @@ from mmldlm.models.packing import (
     text_keys,
 )
 from mmldlm.models.token_scores import TokenQuery, TokenScores, score_tokens
+from mmldlm.utils.validation import not_none
 
 # -- encoders
 # -------------------------------------------------------------------------------------------------
@@ -78,7 +80,7 @@ class TextEncoder(nn.Module):
     def __init__(self, config: ModelConfig):
         super().__init__()
         self.scale = config.token_embedding_scale
-        self.token_embedding = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.token_embedding = nn.Embedding(not_none(config.vocab_size), config.hidden_size)
         self.null_text = nn.Parameter(torch.randn(config.hidden_size) * 0.02)
 
     def forward(self, tokens: Tensor, first_rows: Tensor, is_null: Tensor | None) -> Tensor:
@@ -128,12 +130,11 @@ class LatentEncoder(nn.Module):
     def __init__(self, config: ModelConfig):
         super().__init__()
         width, cond, chunks = config.hidden_size, config.cond_dim, config.tokens_per_latent
+        dim = not_none(config.latent_dim)
         self.grids = {math.prod(grid): grid for grid in config.latent_grids or []}
         self.tokens_per_latent, self.hidden_size = chunks, width
-        self.to_tokens = nn.Linear(config.latent_dim, chunks * width)
-        self.to_pooled = nn.Sequential(
-            nn.Linear(config.latent_dim, cond), nn.SiLU(), nn.Linear(cond, cond)
-        )
+        self.to_tokens = nn.Linear(dim, chunks * width)
+        self.to_pooled = nn.Sequential(nn.Linear(dim, cond), nn.SiLU(), nn.Linear(cond, cond))
         self.chunk_position = nn.Parameter(torch.randn(chunks, width) * 0.02)
         self.latent_position = None
         if not self.grids:
@@ -142,8 +143,8 @@ class LatentEncoder(nn.Module):
         self.null_pooled = nn.Parameter(torch.zeros(cond))
         # After the draw, so that the other weights start as without a grid.
         if config.latent_grid is not None and self.latent_position is not None:
-            positions = grid_positions(*config.latent_grid, width)
-            self.latent_position.data.copy_(positions[:, None])
+            rows, columns = config.latent_grid
+            self.latent_position.data.copy_(grid_positions(rows, columns, width)[:, None])
 
     def forward(self, latents: Tensor, is_null: Tensor | None) -> tuple[Tensor, Tensor]:
         """[B, n, D], [B] bool -> tokens [B, n * K, H], pooled [B, C]; a ValueError for n without a
@@ -279,9 +280,11 @@ class MMDiTBlock(nn.Module):
             None if self.qk_norm is None else self.qk_norm.weight,
             self.to_out.weight, self.mlp_in.weight, self.mlp_out.weight,
         )  # fmt: skip
-        needs_grad = torch.is_grad_enabled()  # inside a Function grad mode is always off
-        settings = (packing, outputs, self.n_heads, dropout, recompute, needs_grad)
-        return FusedBlock.apply(rows, condition, *settings, *weights)
+        low = compute_dtype(weights.qkv)
+        call = BlockCall(packing, outputs, self.n_heads, dropout, low)
+        # Decided here, because inside a Function the grad mode is always off.
+        saves = torch.is_grad_enabled() and not recompute
+        return FusedBlock.apply(rows, condition, call, saves, *weights)
 
     @staticmethod
     def split_streams(
@@ -304,11 +307,12 @@ class TextHead(nn.Module):
 
     def __init__(self, config: ModelConfig):
         super().__init__()
-        self.mask_token_id = config.mask_token_id
-        self.norm = nn.LayerNorm(config.hidden_size, elementwise_affine=False, eps=NORM_EPS)
-        self.modulation = Modulation(config.cond_dim, config.hidden_size, ("shift", "scale"))
-        self.weight = nn.Parameter(torch.randn(config.vocab_size, config.hidden_size) * 0.02)
-        self.bias = nn.Parameter(torch.zeros(config.vocab_size))
+        width, vocab_size = config.hidden_size, not_none(config.vocab_size)
+        self.mask_token_id = not_none(config.mask_token_id)
+        self.norm = nn.LayerNorm(width, elementwise_affine=False, eps=NORM_EPS)
+        self.modulation = Modulation(config.cond_dim, width, ("shift", "scale"))
+        self.weight = nn.Parameter(torch.randn(vocab_size, width) * 0.02)
+        self.bias = nn.Parameter(torch.zeros(vocab_size))
 
     def forward(
         self, rows: Tensor, sample: Tensor, condition: Tensor, query: TokenQuery
@@ -331,7 +335,7 @@ class LatentHead(nn.Module):
         self.modulation = Modulation(config.cond_dim, config.hidden_size, ("shift", "scale"))
         self.to_latent = nn.Linear(
             config.tokens_per_latent * config.hidden_size,
-            config.latent_predictions * config.latent_dim,
+            config.latent_predictions * not_none(config.latent_dim),
         )
 
     def forward(self, x: Tensor, condition: Tensor) -> Tensor:
@@ -345,7 +349,7 @@ class LatentHead(nn.Module):
 # -------------------------------------------------------------------------------------------------
 
 
-class MultimodalMMDiT(LatentTransformer):
+class MultimodalMMDiT(BaseTransformer):
     """Two-stream diffusion transformer over text tokens and sentence embeddings (or images).
 
     Joint bidirectional attention as in SD3's MMDiT (arXiv 2403.03206), adaLN-Zero conditioning
@@ -366,6 +370,7 @@ class MultimodalMMDiT(LatentTransformer):
 
     config_class: ClassVar[type[ModelConfig]] = ModelConfig
     config: ModelConfig
+    blocks: Sequence[MMDiTBlock]
 
     def __init__(self, config: ModelConfig):
         super().__init__(config)
@@ -375,7 +380,8 @@ class MultimodalMMDiT(LatentTransformer):
         self.latent_encoder = self.make_latent_encoder()
         self.text_timestep = TimestepEmbedding(cond)
         self.latent_timestep = TimestepEmbedding(cond)
-        self.blocks = nn.ModuleList(MMDiTBlock(config) for _ in range(config.n_blocks))
+        blocks = nn.ModuleList(MMDiTBlock(config) for _ in range(config.n_blocks))
+        self.blocks = cast("Sequence[MMDiTBlock]", blocks)
         self.text_head = TextHead(config)
         self.latent_head = self.make_latent_head()
         # Sampling must not see a text's true length, so the model also learns p(length | latent).
@@ -397,7 +403,7 @@ class MultimodalMMDiT(LatentTransformer):
                 nn.init.normal_(module.weight, std=0.02)
         self.initialize_latents()
         if self.config.tie_embeddings:
-            self.text_head.weight = self.text_encoder.token_embedding.weight
+            self.text_head.weight = cast("nn.Parameter", self.text_encoder.token_embedding.weight)
 
     # -- forward
 
@@ -430,7 +436,7 @@ class MultimodalMMDiT(LatentTransformer):
         """
         reads_text = text is not None
         if text is None:
-            text = self._null_text(latents)
+            text, query = self._null_text(latents)
         self.check_length(text.tokens)
         encoded = latents
         if not isinstance(encoded, EncodedLatent):
@@ -441,17 +447,13 @@ class MultimodalMMDiT(LatentTransformer):
         query = TokenQuery() if query is None else query
         # Without positions all logits are computed, those of padding included.
         scored = query.positions
-        # The null text is one row of each sample, which needs no mask.
-        keyed = text if reads_text else TextInputs(text.tokens)
-        packed, packing = self._pack(keyed, encoded.tokens, leaves_padding=scored is not None)
+        packed, packing = self._pack(text, encoded.tokens, leaves_padding=scored is not None)
         text_rows = self.embed_text(
             text, packed, packing, encoded, side_inputs if reads_text else None
         )
         outputs = packing  # of the rows that a head reads
-        if not reads_text or scored is not None:
-            read = packing.first_rows[:0]
-            if reads_text and scored is not None:
-                read = rows_of_positions(scored, packed)
+        if scored is not None:
+            read = rows_of_positions(scored, packed)
             outputs = packing.restrict_to(read, not isinstance(latents, EncodedLatent))
         dropout = self._dropout(dropout_keys, packed, text.tokens.shape[1], packing)
         rows = torch.cat([text_rows, encoded.tokens.flatten(0, 1)])
@@ -470,13 +472,20 @@ class MultimodalMMDiT(LatentTransformer):
                 scores = scores._replace(logits=scores.logits.view(*text.tokens.shape, -1))
         return ModelOutput(scores, latent_output, length_logits)
 
-    def _null_text(self, latents: LatentInputs | EncodedLatent | None) -> TextInputs:
-        """The texts of latents without one: one token each, which the learned null replaces."""
+    def _null_text(
+        self, latents: LatentInputs | EncodedLatent | None
+    ) -> tuple[TextInputs, TokenQuery]:
+        """The texts of latents without any: one token each, which the learned null replaces and
+        which nothing asks for.
+        """
         if not isinstance(latents, LatentInputs):
             raise ValueError("forward needs text or latents")
         batch, device = len(latents.values), latents.values.device
-        tokens = torch.full((batch, 1), self.config.pad_token_id, dtype=torch.int64, device=device)
-        return TextInputs(tokens, is_null=torch.ones(batch, dtype=torch.bool, device=device))
+        pad_token_id = not_none(self.config.pad_token_id)
+        tokens = torch.full((batch, 1), pad_token_id, dtype=torch.int64, device=device)
+        is_null = torch.ones(batch, dtype=torch.bool, device=device)
+        rows = torch.arange(batch, device=device)
+        return TextInputs(tokens, is_null=is_null, token_positions=rows), TokenQuery(rows[:0])
 
     def _condition(
         self, pooled: Tensor, text_timesteps: Tensor | None, latent_timesteps: Tensor | None
@@ -495,8 +504,9 @@ class MultimodalMMDiT(LatentTransformer):
         p(length).
         """
         if latent_timesteps is not None:
-            is_noisy = latent_timesteps > 0
-            pooled = apply_null_condition(pooled, self.latent_encoder.null_pooled, is_noisy)
+            null = self.latent_encoder.null_pooled
+            assert isinstance(null, Tensor)
+            pooled = apply_null_condition(pooled, null, latent_timesteps > 0)
         return self.length_head(pooled).float()
 
     def _pack(
@@ -533,7 +543,7 @@ class MultimodalMMDiT(LatentTransformer):
         packing = pack(positions, keys, shape, ragged)
         if self._blocks_are_compiled:
             # Else a batch of head_dim / 2 samples would be taken for the same size.
-            torch._dynamo.mark_static(packing.rotation, (1, 2, 3))
+            torch._dynamo.mark_static(packing.rotation, [1, 2, 3])
         return positions, packing
 
     def _dropout(
@@ -584,6 +594,7 @@ class MultimodalMMDiT(LatentTransformer):
 
     def initialize_latents(self) -> None:
         """Initialize the latents' encoder and head where they differ from the common rules."""
+        assert isinstance(self.latent_head, LatentHead)
         nn.init.zeros_(self.latent_head.to_latent.weight)
 
     def encode_latents(

@@ -52,9 +52,9 @@ class ModelConfig(Section):
     largest. Positions are then fixed two-dimensional sinusoids, not learned. None: as the data
     says; images of one size have none."""
     latent_rope: bool = False
-    """Queries and keys of latents turn by their place in model.latent_grid: the first half of a
-    head's pairs by the row, the second by the column (axial RoPE, as in JiT, arXiv 2511.13720). A
-    head's width must be a multiple of 4."""
+    """Apply axial RoPE (as in JiT, arXiv 2511.13720) to latent queries and keys, using their row
+    and column in model.latent_grid: the first half of the pairs of a head turns by the row, the
+    second by the column. The width of a head must be a multiple of 4."""
     latent_predictions: int = Field(1, ge=1, le=2)
     """Vectors that the latent head predicts for each latent: 2 with
     latent_diffusion.prediction=x0_epsilon, which sets it."""
@@ -154,9 +154,7 @@ class ModelConfig(Section):
         raise ValueError(f"{count} latents, but model.latent_grids is {self.latent_grids}")
 
     def check_places(self) -> None:
-        """Raise a UserError unless latents that turn by their place (latent_rope) have one, the
-        data's included.
-        """
+        """Raise a UserError if latent_rope is on and no grid is known, the data's included."""
         if self.latent_rope and self.latent_grid is None:
             raise UserError(
                 "model.latent_grid for model.latent_rope=true: the rows and columns by which"

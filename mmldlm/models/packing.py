@@ -1,8 +1,28 @@
-"""Packed (padding-free) layout of a batch: real text tokens, then latent tokens, and the order
-attention reads them in.
+"""The packed (padding-free) layout of a batch, and attention over it.
 
-The blocks work on rows [R, H] instead of [B, S, H]: norms, projections and the MLP run on real
-tokens only, however long the longest text of the batch is. Only attention needs the samples apart.
+The blocks work on rows [R, H] instead of [B, S, H], so norms, projections and the MLP run on real
+tokens alone, however long the longest text is. Only attention needs the samples apart.
+
+    B  samples                                R = N + B * L  rows: text first, then latents
+    S  positions of the longest text          P  positions of attention
+    L  latent tokens of a sample              M  text positions that a head scores
+    N  text rows: the real tokens             Q  rows behind the last attention: M, then B * L
+
+Two texts `a b c` and `d e`, S = 4, with L = 2 latent tokens each, `u v` and `x y`:
+
+    row           0  1  2  3  4 | 5  6  7  8        stream_ends = (N, R) = (5, 9)
+                  a  b  c  d  e | u  v  x  y
+    sample        0  0  0  1  1 | 0  0  1  1
+
+    order: which row stands at each position of attention, sample by sample
+      "loop"      d  e  x  y | a  b  c  u  v        runs = ((4, 1), (5, 1)), P = R = 9
+      "varlen"    a  b  c  u  v | d  e  x  y        starts = [0, 5, 9], P = R = 9
+      rectangle   a  b  c  .  u  v | d  e  .  .  x  y       a key_mask hides `.`, P = B * (S + L)
+
+"loop" takes the shortest samples first, with one call for all of a length (CPU); "varlen" is one
+kernel over ragged rows (GPU); the rectangle is for batches with little padding and for compiled
+blocks. Where the head scores `b` and `e` alone, `restrict_to([1, 4])` is the layout behind the
+last attention: b e | u v x y, Q = 6.
 """
 
 from __future__ import annotations
@@ -22,38 +42,29 @@ RECTANGLE_FILL = 0.9
 
 
 class Packing(NamedTuple):
-    """B samples, S text positions, L latent tokens per sample; N text rows, R = N + B * L rows, P
-    attention positions.
-
-    With T streams (text, latent), rows of stream 0 come first, then those of stream 1.
+    """The layout of a batch; sizes as above, T = 2 streams (text, latents).
 
     Attributes:
-        stream_ends: row after the last one of each stream, T integers: (N, R).
-        sample: sample of each row. [R]
-        modulation_index: row of the modulation table [T * B, ...] for each row: T * sample +
+        stream_ends: Row after the last one of each stream: (N, R).
+        sample: Sample of each row. [R]
+        modulation_index: Row of the modulation table [T * B, ...] that each row uses: T * sample +
             stream. [R]
-        modulation_one_hot: ones where a row uses a row of the table; None on a CPU in fp32. [T *
-            B, R]
-        zeros: [T * B, 1].
-        order: row at each attention position (sample by sample, text before latent tokens; with
-            `runs` the shortest samples first). [P]
-        inverse_order: attention position of each row. [R]
-        rotation: rotary cos and sin of the first rows, of the turn and of its inverse, at least
-            fp32; of the N text rows, or of all R where latents have places
-            (`PackingShape.places`). [N or R, 2, head_dim / 2, 2]
-        first_rows: row of each sample's first text token. [B]
-        eps: what the length of a query or key is extended by, as the other side of a right angle.
-            [1]
-        group_offsets: stream_ends as int32, where grouped products are used (CPU); else None. [T]
-        key_mask: keys that may be attended to, None when all may. [B, 1, 1, S + L]
-        runs: (rows of a sample, samples of that many), where attention runs once for each (CPU);
-            else None.
-        starts: int32 first position of each sample, where attention runs over ragged rows (GPU);
-            else None. [B + 1]
+        modulation_one_hot: The same as ones in a matrix; None on a CPU in fp32. [T * B, R]
+        zeros: Zeros of the rows' dtype. [T * B, 1]
+        order: Row at each position of attention. [P]
+        inverse_order: Position of attention of each row. [R]
+        rotation: Rotary cos and sin, of the turn and of its inverse, at least fp32: of the text
+            rows, or of all rows where latents have places (`PackingShape.places`). [N or R, 2,
+            head_dim / 2, 2]
+        first_rows: Row of the first text token of each sample. [B]
+        eps: Extension of the length of a query or key, as the other side of a right angle. [1]
+        group_offsets: stream_ends as int32, where grouped products are used (CPU). [T]
+        key_mask: Keys that may be attended to in the rectangle; None: all. [B, 1, 1, S + L]
+        runs: Pairs (rows of a sample, number of such samples), each a call of attention (CPU).
+        starts: int32 first position of each sample, for attention over ragged rows (GPU). [B + 1]
         batch: B.
         longest: S + L.
-        kept_rows: rows of the packing that this one was restricted from; None where it was not.
-            [R]
+        kept_rows: Of a restricted packing, its rows in the whole one. [Q]
     """
 
     stream_ends: tuple[int, ...]
@@ -80,10 +91,10 @@ class Packing(NamedTuple):
         return self.stream_ends[0]
 
     def restrict_to(self, text_rows: Tensor, with_latents: bool = True) -> Packing:
-        """The packing of the rows that the heads read: text_rows [M], then all latent rows or
-        none.
+        """Return the layout of the rows that the heads read: text_rows [M], then all latent rows
+        or none.
 
-        What describes attention's inputs (order, rotation, first_rows, ...) stays that of all
+        What describes the inputs of attention (order, rotation, first_rows, ...) stays that of all
         rows.
         """
         num_text, kept = text_rows.shape[0], text_rows
@@ -178,7 +189,7 @@ def rows_of_positions(positions: Tensor, packed: Tensor | None) -> Tensor:
     """[M] index among the computed text tokens of positions in B * S.
 
     Args:
-        packed: ascending positions that are computed; None: all. [N]
+        packed: Positions that are computed, ascending; None: all. [N]
 
     Raises:
         ValueError: (on a CPU) a position that is not computed.
@@ -194,10 +205,17 @@ def rows_of_positions(positions: Tensor, packed: Tensor | None) -> Tensor:
 
 
 class PackingShape(NamedTuple):
-    """Sizes and kind of a packing: B, S, L, the width of a head, the rows' dtype and device.
+    """What a packing is made for.
 
-    places: rows and columns of the grid of latents that turn by them, and the tokens of each;
-        None: they do not turn.
+    Attributes:
+        batch: B.
+        length: S.
+        latents: L.
+        head_dim: Width of a query.
+        dtype: Dtype of the rows.
+        device: Device of the rows.
+        places: Rows and columns of the grid of latents that turn by their place, and the tokens of
+            each latent; None: latents do not turn.
     """
 
     batch: int
@@ -215,14 +233,13 @@ def pack(
     """Pack a batch.
 
     Args:
-        positions: indices into B * S of the text rows, ascending, at least one per sample; None:
+        positions: Indices into B * S of the text rows, ascending, at least one per sample; None:
             all of them. [N]
         mask: bool, text keys that may be attended to; None: all. With positions, it must name just
             those. [B, S]
-        shape: of the batch.
-        ragged: with positions, how attention leaves padding out: "loop" (over samples of equal
-            length, which reads the lengths on the host), "varlen" (one kernel over ragged rows),
-            None (a rectangle with the mask).
+        shape: Sizes, dtype and device.
+        ragged: With positions, how attention leaves padding out: "loop" (which reads the lengths
+            on the host), "varlen", or None for the rectangle.
     """
     if positions is None:
         dense = _pack_dense(shape)
@@ -258,10 +275,9 @@ def pack(
         )
         if ragged == "loop":
             order = (counts * batch).index_select(0, sample).add_(sample).argsort(stable=True)
-            found, numbers = counts.unique(
-                return_counts=True
-            )  # a CPU tensor: no device to wait for
-            runs = tuple(zip(found.tolist(), numbers.tolist()))
+            # A CPU tensor: there is no device to wait for.
+            lengths, numbers = counts.unique(return_counts=True)
+            runs = tuple(zip(lengths.tolist(), numbers.tolist()))
         else:
             order = sample.argsort(stable=True)
             starts = F.pad(counts.cumsum(0), (1, 0)).int()
@@ -332,7 +348,7 @@ def row_positions(positions: Tensor | None, length: int, packing: Packing) -> Te
     latents from -1 downwards.
 
     Args:
-        positions: as given to `pack`.
+        positions: Those given to `pack`.
         length: S.
     """
     num_text, device = packing.num_text, packing.sample.device
@@ -426,7 +442,7 @@ def attend(qkv: Tensor, packing: Packing, scale: float | None = None) -> Tensor:
     """Bidirectional attention inside every sample: [P, 3, heads, head_dim] -> [P, heads *
     head_dim].
 
-    scale: of queries times keys; None: 1 / sqrt(head_dim).
+    scale: Factor of queries times keys; None: 1 / sqrt(head_dim).
     """
     exact = attention_dtype(qkv.dtype, qkv.device)
     if qkv.dtype != exact:
@@ -434,18 +450,16 @@ def attend(qkv: Tensor, packing: Packing, scale: float | None = None) -> Tensor:
     if packing.starts is not None:
         from torch.nn.attention.varlen import varlen_attn
 
-        longest = packing.longest
-        mixed = varlen_attn(
-            *qkv.unbind(1), packing.starts, packing.starts, longest, longest, scale=scale
-        )
+        (query, key, value), starts, longest = qkv.unbind(1), packing.starts, packing.longest
+        mixed = varlen_attn(query, key, value, starts, starts, longest, longest, scale=scale)
+        assert isinstance(mixed, Tensor)  # a pair only where it is asked for
         return mixed.flatten(1)
     if packing.runs is not None:
         sizes = [length * number for length, number in packing.runs]
-        mixed = [
-            _attend_rectangle(part, number, None, scale)
-            for part, (_, number) in zip(qkv.split(sizes), packing.runs)
-        ]
-        return torch.cat(mixed)
+        parts = zip(qkv.split(sizes), packing.runs)
+        return torch.cat(
+            [_attend_rectangle(part, number, None, scale) for part, (_, number) in parts]
+        )
     return _attend_rectangle(qkv, packing.batch, packing.key_mask, scale)
 
 

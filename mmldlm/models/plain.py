@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import ClassVar, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from mmldlm.models.dropout import ATTENTION, CROSS, MLP, RowDropout
-from mmldlm.models.latent_transformer import (
+from mmldlm.models.base import (
+    BaseTransformer,
     EncodedLatent,
     LatentInputs,
-    LatentTransformer,
     ModelOutput,
     TextInputs,
 )
+from mmldlm.models.dropout import ATTENTION, CROSS, MLP, RowDropout
 from mmldlm.models.layers import (
     NORM_EPS,
     Modulation,
@@ -39,6 +41,7 @@ from mmldlm.models.plain_layout import (
     row_positions,
 )
 from mmldlm.models.token_scores import TokenQuery, TokenScores, score_tokens
+from mmldlm.utils.validation import not_none
 
 KeysValues = tuple[Tensor, Tensor]
 """Keys and values of M tokens, each [B, M, heads, head_dim]."""
@@ -51,13 +54,13 @@ KeysValues = tuple[Tensor, Tensor]
 class LatentTokens(nn.Module):
     """N latents of D -> N * K chunk tokens, as LatentEncoder (mmdit.py) makes them."""
 
-    def __init__(self, latent_dim: int, chunks: int, num_latents: int, hidden_size: int):
+    def __init__(self, config: PlainConfig):
         super().__init__()
-        self.chunks, self.hidden_size = chunks, hidden_size
-        self.to_tokens = nn.Linear(latent_dim, chunks * hidden_size)
-        self.chunk_position = nn.Parameter(torch.randn(chunks, hidden_size) * 0.02)
-        self.latent_position = nn.Parameter(torch.randn(num_latents, 1, hidden_size) * 0.02)
-        self.null_tokens = nn.Parameter(torch.randn(chunks, hidden_size) * 0.02)
+        self.chunks, self.hidden_size = chunks, width = config.chunks, config.hidden_size
+        self.to_tokens = nn.Linear(not_none(config.latent_dim), chunks * width)
+        self.chunk_position = nn.Parameter(torch.randn(chunks, width) * 0.02)
+        self.latent_position = nn.Parameter(torch.randn(config.num_latents, 1, width) * 0.02)
+        self.null_tokens = nn.Parameter(torch.randn(chunks, width) * 0.02)
 
     def forward(self, latents: Tensor, is_null: Tensor | None) -> Tensor:
         """[B, N, D], [B] bool -> [B, N * K, H]."""
@@ -73,12 +76,11 @@ class LatentTokens(nn.Module):
 class PooledLatent(nn.Module):
     """N latents of D -> one vector of C, their mean."""
 
-    def __init__(self, latent_dim: int, cond_dim: int):
+    def __init__(self, config: PlainConfig):
         super().__init__()
-        self.to_pooled = nn.Sequential(
-            nn.Linear(latent_dim, cond_dim), nn.SiLU(), nn.Linear(cond_dim, cond_dim)
-        )
-        self.null_pooled = nn.Parameter(torch.zeros(cond_dim))
+        dim, cond = not_none(config.latent_dim), config.cond_width
+        self.to_pooled = nn.Sequential(nn.Linear(dim, cond), nn.SiLU(), nn.Linear(cond, cond))
+        self.null_pooled = nn.Parameter(torch.zeros(cond))
 
     def forward(self, latents: Tensor, is_null: Tensor | None) -> Tensor:
         """[B, N, D], [B] bool -> [B, C]."""
@@ -175,13 +177,12 @@ class PlainBlock(nn.Module):
         """Run the block.
 
         Args:
-            rows: [R, H].
+            rows: Rows before the block. [R, H]
             condition: SiLU'd conditioning vector, under adaLN. [B, C]
-            layout: of the rows.
-            latent: tokens [B, M, H] for cross-attention, or this block's keys and values of them.
-            kept: rows whose output is used, for the last block. None: all. [Q]
-            dropout: of the outputs of attention, cross-attention and MLP in this layer, for all
-                rows. None: none.
+            layout: Layout of the rows.
+            latent: For cross-attention, tokens [B, M, H] or this block's keys and values of them.
+            kept: Rows whose output is used, for the last block; None: all. [Q]
+            dropout: Dropout of this layer, for all rows; None: none.
 
         Returns:
             [R, H], or [Q, H].
@@ -210,11 +211,12 @@ class PlainBlock(nn.Module):
         them.
 
         Args:
-            rows: [B * S, H]. condition, latent: as in `forward`.
-            layout: of the new rows alone.
-            past: buffers [B, heads, capacity, head_dim]; the new keys and values are written at
-                `length`.
-            length: positions in the buffers that are filled.
+            rows: New rows. [B * S, H]
+            condition, latent: As in `forward`.
+            layout: Layout of the new rows alone.
+            past: Buffers of keys and values, into which the new ones are written at `length`. [B,
+                heads, capacity, head_dim]
+            length: Number of filled positions in the buffers.
         """
         table = None if self.modulation is None else self.modulation(condition)
         query, key, value = self._queries_keys_values(rows, table, layout)
@@ -239,11 +241,11 @@ class PlainBlock(nn.Module):
         self, rows: Tensor, table: Tensor | None, layout: Layout
     ) -> tuple[Tensor, ...]:
         if table is None:
+            assert self.attention_norm is not None
             hidden = self.attention_norm(rows)
         else:
-            hidden = _modulated_norm(
-                rows, *of_rows(table[:, : 2 * rows.shape[1]], layout.sample, 2)
-            )
+            shift, scale = of_rows(table[:, : 2 * rows.shape[1]], layout.sample, 2)
+            hidden = _modulated_norm(rows, shift, scale)
         query, key, value = self.to_qkv(hidden).unflatten(-1, (3, self.n_heads, -1)).unbind(1)
         return self.query_norm(query), self.key_norm(key), value
 
@@ -267,15 +269,16 @@ class PlainBlock(nn.Module):
         gate = None if table is None else of_rows(table[:, 2 * width : 3 * width], sample, 1)[0]
         rows = _add(rows, _drop(self.to_out(mixed), dropout, ATTENTION), gate)
         if self.cross is not None:
+            assert latent is not None
             keys_values = latent if isinstance(latent, tuple) else self.cross.keys_values(latent)
             rows = rows + _drop(self.cross(rows, keys_values, layout), dropout, CROSS)
         if kept is not None:
             dropout = None if dropout is None else dropout.select(kept)
             rows, sample = rows[kept], sample[kept]
         if table is None:
-            return rows + _drop(
-                self.mlp_out(F.gelu(self.mlp_in(self.mlp_norm(rows)))), dropout, MLP
-            )
+            assert self.mlp_norm is not None
+            outer = self.mlp_out(F.gelu(self.mlp_in(self.mlp_norm(rows))))
+            return rows + _drop(outer, dropout, MLP)
         shift, scale, gate = of_rows(table[:, 3 * width :], sample, 3)
         outer = self.mlp_out(F.gelu(self.mlp_in(_modulated_norm(rows, shift, scale))))
         return _add(rows, _drop(outer, dropout, MLP), gate)
@@ -286,8 +289,8 @@ def _modulated_norm(rows: Tensor, shift: Tensor, scale: Tensor) -> Tensor:
     return modulate(normal, shift.to(normal.dtype), scale.to(normal.dtype)).to(rows.dtype)
 
 
-def _drop(branch: Tensor, dropout: RowDropout | None, place: int) -> Tensor:
-    return branch if dropout is None else dropout.drop(branch, place)
+def _drop(branch: Tensor, dropout: RowDropout | None, site: int) -> Tensor:
+    return branch if dropout is None else dropout.drop(branch, site)
 
 
 def _add(rows: Tensor, branch: Tensor, gate: Tensor | None) -> Tensor:
@@ -313,19 +316,20 @@ class PlainTextHead(nn.Module):
     def __init__(self, config: PlainConfig):
         super().__init__()
         width = config.hidden_size
-        self.mask_token_id = config.mask_token_id
+        self.mask_token_id = not_none(config.mask_token_id)
         self.modulation = None
         if config.is_modulated:
             self.modulation = Modulation(config.cond_width, width, ("shift", "scale"))
         self.norm = None if config.is_modulated else RMSNorm(width)
-        self.weight = nn.Parameter(torch.randn(config.vocab_size, width) * 0.02)
-        self.bias = nn.Parameter(torch.zeros(config.vocab_size))
+        self.weight = nn.Parameter(torch.randn(not_none(config.vocab_size), width) * 0.02)
+        self.bias = nn.Parameter(torch.zeros(not_none(config.vocab_size)))
 
     def forward(
         self, rows: Tensor, sample: Tensor, condition: Tensor | None, query: TokenQuery
     ) -> TokenScores:
         """Answer the query, whose positions have the rows [M, H] of the samples [M]."""
         if self.modulation is None:
+            assert self.norm is not None
             rows = self.norm(rows)
         else:
             shift, scale = of_rows(self.modulation(condition), sample, 2)
@@ -338,7 +342,7 @@ class PlainTextHead(nn.Module):
 # -------------------------------------------------------------------------------------------------
 
 
-class PlainTransformer(LatentTransformer):
+class PlainTransformer(BaseTransformer):
     """One-stream transformer over text (causal or bidirectional), given a latent as
     `config.conditioning` says.
 
@@ -347,24 +351,30 @@ class PlainTransformer(LatentTransformer):
     scores the position's own token.
 
     Args:
-        config: shape and vocabulary; latent_dim, vocab_size and the token ids must be set.
+        config: Shape and vocabulary; latent_dim, vocab_size and the token ids must be set.
 
     Raises:
         UserError: one of those is missing or out of range.
     """
 
+    config_class: ClassVar[type[PlainConfig]] = PlainConfig
+    config: PlainConfig
+    blocks: Sequence[PlainBlock]
+
     def __init__(self, config: PlainConfig):
         super().__init__(config)
-        width, cond, dim = config.hidden_size, config.cond_width, config.latent_dim
-        self.token_embedding = nn.Embedding(config.vocab_size + config.extra_input_tokens, width)
+        width, cond = config.hidden_size, config.cond_width
+        num_ids = not_none(config.vocab_size) + config.extra_input_tokens
+        self.token_embedding = nn.Embedding(num_ids, width)
         self.start_token = nn.Parameter(torch.randn(width) * 0.02) if config.causal else None
         self.latent_tokens = self.latent_pooled = self.null_length = None
         if config.has_latent_tokens:
-            self.latent_tokens = LatentTokens(dim, config.chunks, config.num_latents, width)
+            self.latent_tokens = LatentTokens(config)
         if config.pools_latent:
-            self.latent_pooled = PooledLatent(dim, cond)
+            self.latent_pooled = PooledLatent(config)
         self.timestep = TimestepEmbedding(cond) if config.reads_time else None
-        self.blocks = nn.ModuleList(PlainBlock(config) for _ in range(config.n_blocks))
+        blocks = nn.ModuleList(PlainBlock(config) for _ in range(config.n_blocks))
+        self.blocks = cast("Sequence[PlainBlock]", blocks)
         self.text_head = PlainTextHead(config)
         self.length_head = None
         if config.has_length_head:
@@ -397,7 +407,7 @@ class PlainTransformer(LatentTransformer):
             block.to_out.weight.mul_(branches)
             block.mlp_out.weight.mul_(branches)
         if self.config.tie_embeddings:
-            self.text_head.weight = self.token_embedding.weight
+            self.text_head.weight = cast("nn.Parameter", self.token_embedding.weight)
 
     # -- forward
 
@@ -434,8 +444,8 @@ class PlainTransformer(LatentTransformer):
         tokens = None if self.latent_tokens is None else self.latent_tokens(points, is_null)
         pooled = None if self.latent_pooled is None else self.latent_pooled(points, is_null)
         keys_values = None
-        if caches and config.conditioning == "cross_attention":
-            keys_values = tuple(block.cross.keys_values(tokens) for block in self.blocks)
+        if caches and tokens is not None and config.conditioning == "cross_attention":
+            keys_values = tuple(not_none(block.cross).keys_values(tokens) for block in self.blocks)
         return EncodedLatent(tokens, pooled, keys_values)
 
     def forward(
@@ -478,10 +488,9 @@ class PlainTransformer(LatentTransformer):
         rows = self._text_rows(tokens, packed)
         prefix = encoded.tokens if self.config.conditioning == "prefix" else None
         layout = self._lay_out(packed, mask, tokens, prefix, compute_dtype(rows))
-        if prefix is not None:
-            rows = torch.cat([prefix.flatten(0, 1).to(rows.dtype), rows]).index_select(
-                0, layout.order
-            )
+        if prefix is not None and layout.order is not None:
+            both = torch.cat([prefix.flatten(0, 1).to(rows.dtype), rows])
+            rows = both.index_select(0, layout.order)
         kept = layout.text_rows
         if scored is not None:
             text_rows = rows_of_positions(scored, packed)
@@ -507,7 +516,10 @@ class PlainTransformer(LatentTransformer):
         return self._length_logits(self.encode_latents(latents, count), count)
 
     def _length_logits(self, encoded: EncodedLatent, batch: int) -> Tensor:
-        pooled = self.null_length.expand(batch, -1) if encoded.pooled is None else encoded.pooled
+        assert self.length_head is not None, "a causal model has no length head"
+        pooled = encoded.pooled
+        if pooled is None:
+            pooled = not_none(self.null_length).expand(batch, -1)
         return self.length_head(pooled).float()
 
     def condition(
@@ -527,7 +539,7 @@ class PlainTransformer(LatentTransformer):
             )
             parts.append(self.timestep(clean))
         if self.config.conditioning == "adaln" or self.config.reads_pooled:
-            parts.append(encoded.pooled)
+            parts.append(not_none(encoded.pooled))
         return nn.functional.silu(sum(parts[1:], parts[0]))
 
     @staticmethod
@@ -556,18 +568,14 @@ class PlainTransformer(LatentTransformer):
         dtype: torch.dtype,
     ) -> Layout:
         head_dim = self.config.hidden_size // self.config.n_heads
-        may_loop = (
-            not self._blocks_are_compiled
-        )  # a loop over lengths would be compiled again for every batch
-        num_rows, shape = (
-            0 if prefix is None else prefix.shape[1],
-            (tokens.shape[0], tokens.shape[1]),
-        )
-        layout = lay_out(packed, mask, shape, num_rows, head_dim, dtype, tokens.device, may_loop)
-        if (
-            self._blocks_are_compiled
-        ):  # else a batch of head_dim / 2 samples would be taken for the same size
-            torch._dynamo.mark_static(layout.rotation, (1, 2, 3))
+        # A loop over lengths would be compiled again for every batch.
+        may_loop = not self._blocks_are_compiled
+        num_prefix = 0 if prefix is None else prefix.shape[1]
+        shape = (tokens.shape[0], tokens.shape[1])
+        layout = lay_out(packed, mask, shape, num_prefix, head_dim, dtype, tokens.device, may_loop)
+        if self._blocks_are_compiled:
+            # Else a batch of head_dim / 2 samples would be taken for the same size.
+            torch._dynamo.mark_static(layout.rotation, [1, 2, 3])
         return layout
 
     def _dropout(
@@ -580,13 +588,13 @@ class PlainTransformer(LatentTransformer):
     ) -> RowDropout | None:
         """Dropout of all rows, where this pass has any."""
         rate = self.dropout_rate(keys)
-        if rate == 0:
+        if rate == 0 or keys is None:
             return None
         num_prefix = 0 if prefix is None else prefix.shape[1]
-        places = 3 if self.config.conditioning == "cross_attention" else 2
+        sites = 3 if self.config.conditioning == "cross_attention" else 2
         shape = (tokens.shape[0], tokens.shape[1])
         position = row_positions(packed, shape, num_prefix, layout.order, tokens.device)
-        return RowDropout.of_rows(keys, layout.sample, position, len(self.blocks), rate, places)
+        return RowDropout.of_rows(keys, layout.sample, position, len(self.blocks), rate, sites)
 
     def _text_rows(self, tokens: Tensor, packed: Tensor | None) -> Tensor:
         """[N, H] embeddings of the text; a causal model reads it one position late."""
@@ -623,15 +631,26 @@ class PlainTransformer(LatentTransformer):
             latent = None
             if crosses:
                 latent = encoded.tokens if encoded.keys_values is None else encoded.keys_values[i]
-            own = None if dropout is None else dropout.of_layer(i)
-            arguments = (rows, condition, layout, latent, kept if i == last else None, own)
-            if (
-                recompute
-            ):  # no random numbers to keep: reading their state would make the host wait
+            layer_dropout = None if dropout is None else dropout.of_layer(i)
+            arguments = (
+                rows,
+                condition,
+                layout,
+                latent,
+                kept if i == last else None,
+                layer_dropout,
+            )
+            if recompute:
+                # There are no random numbers to keep, and reading their state would make the host
+                # wait.
                 rows = checkpoint(block, *arguments, use_reentrant=False, preserve_rng_state=False)
             else:
                 rows = block(*arguments)
         return rows if last is not None or kept is None else rows.index_select(0, kept)
+
+
+# -- one token after the other
+# -------------------------------------------------------------------------------------------------
 
 
 @dataclass
@@ -639,10 +658,10 @@ class TextCache:
     """Keys and values of B texts of equal length (and of their prefixes).
 
     Attributes:
-        latent: of the samples.
-        past: buffers of each block, [B, heads, capacity, head_dim].
-        prefix: rows before the text.
-        length: positions that are filled, the prefix among them.
+        latent: Latents of the samples.
+        past: Buffers of each block, each [B, heads, capacity, head_dim].
+        prefix: Number of rows before the text.
+        length: Number of filled positions, the prefix among them.
     """
 
     latent: EncodedLatent
@@ -691,20 +710,14 @@ def start_text(
     count = batch if latents is None else len(latents)
     assert count is not None, "batch is needed without latents"
     encoded = model.encode_latents(inputs, count, caches=True)
-    prefix = encoded.tokens.shape[1] if config.conditioning == "prefix" else 0
-    shape = (
-        count,
-        config.n_heads,
-        prefix + config.max_seq_len,
-        config.hidden_size // config.n_heads,
-    )
-    past = [
-        (model.start_token.new_empty(shape), model.start_token.new_empty(shape))
-        for _ in model.blocks
-    ]
-    cache = TextCache(encoded, past, prefix)
-    if prefix:
-        _extend(model, encoded.tokens.flatten(0, 1), cache, prefix)
+    tokens = encoded.tokens if config.conditioning == "prefix" else None
+    prefix = 0 if tokens is None else tokens.shape[1]
+    capacity, head_dim = prefix + config.max_seq_len, config.hidden_size // config.n_heads
+    new = not_none(model.start_token).new_empty
+    shape = (count, config.n_heads, capacity, head_dim)
+    cache = TextCache(encoded, [(new(shape), new(shape)) for _ in model.blocks], prefix)
+    if tokens is not None:
+        _extend(model, tokens.flatten(0, 1), cache, prefix)
     return cache
 
 
@@ -712,7 +725,7 @@ def next_logits(model: PlainTransformer, cache: TextCache, tokens: Tensor | None
     """Logits of the next token of each text.
 
     Args:
-        cache: of the texts so far; it is extended in place.
+        cache: Cache of the texts so far; it is extended in place.
         tokens: int64, the last token of each text, which the cache does not have yet; None: the
             texts are empty. [B]
 
@@ -731,11 +744,14 @@ def next_logits(model: PlainTransformer, cache: TextCache, tokens: Tensor | None
         raise ValueError(
             f"the texts already have model.max_seq_len={model.config.max_seq_len} tokens"
         )
-    rows = model.start_token.expand(cache.batch, -1) if tokens is None else model.embed(tokens)
+    if tokens is None:
+        rows = not_none(model.start_token).expand(cache.batch, -1)
+    else:
+        rows = model.embed(tokens)
     rows = _extend(model, rows, cache, 1)
     sample = torch.arange(cache.batch, device=rows.device)
     condition = model.condition(cache.latent, None, cache.batch)
-    return model.text_head(rows, sample, condition, TokenQuery()).logits
+    return not_none(model.text_head(rows, sample, condition, TokenQuery()).logits)
 
 
 def _extend(model: PlainTransformer, rows: Tensor, cache: TextCache, steps: int) -> Tensor:

@@ -32,7 +32,7 @@ class Layout(NamedTuple):
         slots: int64 position in B * W of each row; None: the rows are the rectangle, or no
             rectangle is used. [R]
         key_mask: bool keys that may be attended to in the rectangle; None: all. [B, 1, 1, W]
-        lengths: rows per sample, where attention runs sample by sample.
+        lengths: Rows per sample, where attention runs sample by sample.
         starts: int32 first row of each sample, where attention runs over ragged rows. [B + 1]
     """
 
@@ -61,15 +61,15 @@ def lay_out(
     """Lay out a batch.
 
     Args:
-        positions: int64 indices into B * S of the text rows, ascending, at least one a sample;
+        positions: int64 indices into B * S of the text rows, ascending, at least one per sample;
             None: all. [N]
         mask: bool, text keys that may be attended to, where positions is None; None: all. [B, S]
         shape: B and S.
         prefix: P.
-        head_dim: width of a query.
-        dtype: in which attention computes.
-        device: of the rows.
-        may_loop: attention may run sample by sample, which reads the lengths on the host.
+        head_dim: Width of a query.
+        dtype: Dtype in which attention computes.
+        device: Device of the rows.
+        may_loop: Whether attention may run sample by sample, which reads the lengths on the host.
     """
     batch, length = shape
     width = prefix + length
@@ -128,17 +128,17 @@ def row_positions(
     from -1 downwards.
 
     Args:
-        positions, shape, prefix: as given to `lay_out`. order: of its layout.
+        positions, shape, prefix: Those given to `lay_out`.
+        order: That of its layout.
     """
     batch, length = shape
     text = (
         torch.arange(batch * length, device=device) if positions is None else positions
     ) % length
-    if not prefix:
+    if order is None:
         return text
-    return torch.cat([-1 - torch.arange(prefix, device=device).repeat(batch), text]).index_select(
-        0, order
-    )
+    before = -1 - torch.arange(prefix, device=device).repeat(batch)
+    return torch.cat([before, text]).index_select(0, order)
 
 
 @cache_tensor
@@ -173,18 +173,18 @@ def _attend(query: Tensor, key: Tensor, value: Tensor, layout: Layout, causal: b
 
         window = (-1, 0) if causal else (-1, -1)
         starts, width = layout.starts, layout.width
-        return varlen_attn(
-            query, key, value, starts, starts, width, width, window_size=window
-        ).flatten(1)
+        mixed = varlen_attn(query, key, value, starts, starts, width, width, window_size=window)
+        assert isinstance(mixed, Tensor)  # a pair only where it is asked for
+        return mixed.flatten(1)
     if layout.lengths is not None:
-        parts = zip(
-            *(x.transpose(0, 1)[None].split(layout.lengths, dim=2) for x in (query, key, value))
+        queries, keys, values = (
+            x.transpose(0, 1)[None].split(layout.lengths, dim=2) for x in (query, key, value)
         )
-        mixed = [
-            F.scaled_dot_product_attention(*part, is_causal=causal)[0].transpose(0, 1)
-            for part in parts
+        samples = [
+            F.scaled_dot_product_attention(q, k, v, is_causal=causal)[0].transpose(0, 1)
+            for q, k, v in zip(queries, keys, values)
         ]
-        return torch.cat(mixed).flatten(1)
+        return torch.cat(samples).flatten(1)
     query, key, value = (to_rectangle(x, layout) for x in (query, key, value))
     # Padding follows the text, so that a causal position never sees it.
     mask = None if causal else layout.key_mask
@@ -208,21 +208,17 @@ def cross_attend(query: Tensor, key: Tensor, value: Tensor, layout: Layout) -> T
                 0, (layout.batch + 1) * tokens, tokens, dtype=torch.int32, device=query.device
             )
             key, value = key.flatten(0, 1), value.flatten(0, 1)
-            return (
-                varlen_attn(query, key, value, layout.starts, ends, layout.width, tokens)
-                .flatten(1)
-                .to(low)
-            )
+            mixed = varlen_attn(query, key, value, layout.starts, ends, layout.width, tokens)
+            assert isinstance(mixed, Tensor)  # a pair only where it is asked for
+            return mixed.flatten(1).to(low)
         key, value = key.transpose(1, 2), value.transpose(1, 2)
         if layout.lengths is not None:
             parts = query.transpose(0, 1)[None].split(layout.lengths, dim=2)
-            mixed = [
-                F.scaled_dot_product_attention(part, key[i : i + 1], value[i : i + 1])[
-                    0
-                ].transpose(0, 1)
-                for i, part in enumerate(parts)
+            samples = [
+                F.scaled_dot_product_attention(part, k, v)[0].transpose(0, 1)
+                for part, k, v in zip(parts, key.split(1), value.split(1))
             ]
-            return torch.cat(mixed).flatten(1).to(low)
+            return torch.cat(samples).flatten(1).to(low)
         mixed = F.scaled_dot_product_attention(to_rectangle(query, layout), key, value)
         return from_rectangle(mixed, layout).to(low)
 

@@ -1,4 +1,4 @@
-"""Read and write a model in Hugging Face's layout: model.safetensors (or shards with an index) and
+"""Read a model in Hugging Face's layout: model.safetensors (or shards with an index) and
 config.json.
 
 config.json is compared with the tensors' shapes before a model is built from it.
@@ -8,10 +8,9 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from pydantic import ValidationError
@@ -20,13 +19,11 @@ from torch import Tensor, nn
 from mmldlm.config.renamed_keys import is_removed_weight, model_config_with_new_names
 from mmldlm.config.section import Section
 from mmldlm.errors import UserError
-from mmldlm.utils.atomic_files import write_text
-from mmldlm.utils.json_files import plain_value, read_json
+from mmldlm.models.base import BaseTransformer
+from mmldlm.utils.json_files import read_json
 from mmldlm.utils.validation import describe_problems
 
-if TYPE_CHECKING:
-    from mmldlm.models.mmdit import MultimodalMMDiT
-
+Model = TypeVar("Model", bound=BaseTransformer)
 AnySection = TypeVar("AnySection", bound=Section)
 
 CONVERT = "make the folder with `mmldlm convert RUN/latest OUT`"
@@ -34,24 +31,7 @@ COPY_AGAIN = "copy it again from its source, or convert the checkpoint again"
 _DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
-def write(model: MultimodalMMDiT, folder: Path) -> None:
-    """Write model.safetensors and config.json into folder; a tied head is stored once."""
-    from safetensors.torch import save_file
-
-    folder.mkdir(parents=True, exist_ok=True)
-    tensors = {name: tensor.contiguous() for name, tensor in model.state_dict().items()}
-    if model.config.tie_embeddings:
-        del tensors["text_head.weight"]
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    write_text(
-        folder / "config.json",
-        json.dumps(model.config_dict(), indent=2, default=plain_value) + "\n",
-    )
-
-
-def read(
-    kind: type[MultimodalMMDiT], path: str | Path, device: str, dtype: torch.dtype
-) -> MultimodalMMDiT:
+def read(kind: type[Model], path: str | Path, device: str, dtype: torch.dtype) -> Model:
     """Implement `MultimodalMMDiT.from_pretrained`."""
     folder = Path(path)
     if not folder.is_dir():
@@ -185,7 +165,7 @@ def _damage_as_user_error(path: Path) -> Iterator[None]:
 def check_shapes(
     kind: Callable[[Any], nn.Module],
     config: Section,
-    found: dict[str, tuple[int, ...]],
+    stored: dict[str, tuple[int, ...]],
     config_path: Path,
 ) -> None:
     """Compare the stored shapes with those of the model that the config describes, without memory
@@ -199,21 +179,21 @@ def check_shapes(
     fix = "convert the checkpoint again; the config and the weights must come from the same run"
     expected = f"the tensors of the model in {config_path}"
     num_blocks = getattr(config, "n_blocks", 0)
-    if num_blocks > len(found):
-        raise UserError(expected, f"{len(found)} tensors for n_blocks {num_blocks}", fix)
+    if num_blocks > len(stored):
+        raise UserError(expected, f"{len(stored)} tensors for n_blocks {num_blocks}", fix)
     with torch.device("meta"):
         model = kind(config)
-    own = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
-    found = {name: shape for name, shape in found.items() if not is_removed_weight(name)}
+    expected_shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+    stored = {name: shape for name, shape in stored.items() if not is_removed_weight(name)}
     first_names: dict[nn.Parameter, str] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         first = first_names.setdefault(parameter, name)
-        if first != name and first in found:
-            found = {name: found[first], **found}
+        if first != name and first in stored:
+            stored = {name: stored[first], **stored}
     wrong = [
-        f"{name}: {found.get(name, 'missing')}, expected {shape}"
-        for name, shape in own.items()
-        if found.get(name) != shape
-    ] + [f"{name}: not a tensor of this model" for name in found if name not in own]
+        f"{name}: {stored.get(name, 'missing')}, expected {shape}"
+        for name, shape in expected_shapes.items()
+        if stored.get(name) != shape
+    ] + [f"{name}: not a tensor of this model" for name in stored if name not in expected_shapes]
     if wrong:
         raise UserError(expected, f"{len(wrong)} mismatched: " + "; ".join(wrong[:5]), fix)

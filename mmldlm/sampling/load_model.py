@@ -20,7 +20,7 @@ from mmldlm.config.renamed_keys import is_removed_weight
 from mmldlm.config.task_names import DEFAULT_TASK
 from mmldlm.config.task_names import TASK_NAMES as TASKS
 from mmldlm.errors import UserError
-from mmldlm.models.latent_transformer import LatentTransformer
+from mmldlm.models.base import BaseTransformer
 from mmldlm.models.pretrained_io import check_shapes, checked_section, read_values
 from mmldlm.tasks.registry import find_task
 
@@ -66,7 +66,7 @@ def load_model(
         )  # before allocating: a corrupt config may name any size
         model = kind(config)
         _copy_weights(model, weights)
-        if isinstance(model, LatentTransformer):
+        if isinstance(model, BaseTransformer):
             model.check_latent_statistics(weights.path)
     kept = {name: model.get_buffer(name).clone() for name in task.buffers}
     model.to(device=device, dtype=dtype)

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from mmldlm.config.text_samplers import BY_CERTAINTY, BY_CHANCE, STRATEGY_OPTIONS
 from mmldlm.diffusion import MaskedDiffusion
 from mmldlm.errors import UserError
-from mmldlm.models.latent_transformer import LatentInputs, ModelOutput, TextInputs
+from mmldlm.models.base import LatentInputs, ModelOutput, TextInputs
 from mmldlm.models.token_scores import TokenQuery
 from mmldlm.sampling.pretrained import Pretrained
 from mmldlm.sampling.search.best_of import FoundTexts

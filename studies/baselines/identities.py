@@ -154,7 +154,7 @@ def bound_difference(run: Path, store: str, count: int = 64, draws: int = 4) -> 
     from mmldlm.data.store import Store
     from mmldlm.diffusion.timesteps import arcsine
     from mmldlm.evaluation.sentences import choose_sentences
-    from mmldlm.models.latent_transformer import TextInputs
+    from mmldlm.models.base import TextInputs
     from mmldlm.models.token_scores import TokenQuery
     from mmldlm.sampling.latent_sampler import pad_texts
     from mmldlm.sampling.pretrained import load_pretrained

@@ -23,7 +23,7 @@ from mmldlm.evaluation.gain import evaluate, untrained_control
 from mmldlm.evaluation.nelbo import measure
 from mmldlm.evaluation.sentences import choose_sentences
 from mmldlm.evaluation.statistics import derangement, ratio
-from mmldlm.models.latent_transformer import ModelOutput
+from mmldlm.models.base import ModelOutput
 from mmldlm.models.token_scores import TokenScores
 from mmldlm.tasks.text_task import masked_text_scores
 

@@ -207,8 +207,9 @@ def test_an_image_has_the_positions_of_its_own_grid(stores, grid, rope):
         found, expected = (
             run_model(own, tokens, latents, attention_mask=tokens > 0) for own in (model, single)
         )
-    for name in ("latent_pred", "text_logits", "length_logits"):
-        torch.testing.assert_close(found[name], expected[name])
+    torch.testing.assert_close(found.latent, expected.latent)
+    torch.testing.assert_close(found.text.logits, expected.text.logits)
+    torch.testing.assert_close(found.length_logits, expected.length_logits)
 
 
 def test_another_number_of_latents_is_an_error(run):

@@ -251,7 +251,7 @@ def test_the_null_condition_is_that_of_training(data):
     net = _model(data).eval()
     tokens = torch.randint(5, 50, (2, 7))
     t = torch.full((2,), 0.5)
-    none = net(tokens, None, t)
+    none = run_model(net, tokens, None, t)
     given = run_model(
         net, tokens, torch.randn(2, N, D), t, latent_is_null=torch.ones(2, dtype=torch.bool)
     )

@@ -5,7 +5,7 @@ import torch
 
 from mmldlm.errors import UserError
 from mmldlm.models import MultimodalMMDiT
-from mmldlm.models.latent_transformer import LatentInputs
+from mmldlm.models.base import LatentInputs
 from mmldlm.models.packing import PackingShape, pack
 from tests.support.forward import run_model
 

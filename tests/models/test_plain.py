@@ -9,8 +9,8 @@ import torch
 import torch.nn.functional as F
 
 from mmldlm.models import plain_layout as layout
+from mmldlm.models.base import LatentInputs
 from mmldlm.models.dropout import RowDropout
-from mmldlm.models.latent_transformer import LatentInputs
 from mmldlm.models.plain import PlainTransformer, next_logits, start_text
 from mmldlm.models.plain_config import PlainConfig
 from tests.support.forward import run_model

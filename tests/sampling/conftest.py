@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import nn
 
-from mmldlm.models.latent_transformer import ModelOutput
+from mmldlm.models.base import ModelOutput
 from mmldlm.models.token_scores import TokenScores
 from tests.support.forward import encode, scores_of, values_of
 

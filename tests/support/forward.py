@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
-from mmldlm.models.latent_transformer import EncodedLatent, LatentInputs, ModelOutput, TextInputs
+from mmldlm.models.base import EncodedLatent, LatentInputs, ModelOutput, TextInputs
 from mmldlm.models.token_scores import LogitsFunction, TokenQuery, TokenScores
 
 

@@ -86,19 +86,23 @@ def names_defined_twice(source: str) -> list[str]:
     return [name for name, count in names.items() if count > 1 and name != "_"]
 
 
-def broken_rules() -> dict[str, list[str]]:
-    """Rule -> what breaks it; every rule is listed, with [] if it holds."""
+def import_circles() -> list[str]:
+    """The first import circle between files, if there is one."""
     circle = find_circle(import_graph())
-    return {
-        "the import order": all_violations(),
-        "no import circle": [" -> ".join(circle)] if circle else [],
-        "no module defines a name twice": [
-            f"{path}: {name}"
-            for path, source in sources().items()
-            for name in names_defined_twice(source)
-        ],
-        "tests/a/b/test_c.py tests the folder mmldlm/a/b": tests_without_folder(),
-    }
+    return [" -> ".join(circle)] if circle else []
+
+
+RULES = {
+    "the import order": all_violations,
+    "no import circle": import_circles,
+    "no module defines a name twice": lambda: [
+        f"{path}: {name}"
+        for path, source in sources().items()
+        for name in names_defined_twice(source)
+    ],
+    "tests/a/b/test_c.py tests the folder mmldlm/a/b": tests_without_folder,
+}
+"""Rule -> a function that lists what breaks it."""
 
 
 def main() -> int:
@@ -108,11 +112,10 @@ def main() -> int:
         f"mmldlm: {len(files)} files, {sum(source.count(chr(10)) for source in files.values()):,}"
         " lines"
     )
-    broken = broken_rules()
-    for rule, found in broken.items():
+    broken = {rule: list_broken() for rule, list_broken in RULES.items()}
+    for rule, places in broken.items():
         print(
-            f"{'FAILS' if found else 'holds'}  {rule}"
-            + "".join(f"\n         {line}" for line in found)
+            "FAILS" if places else "holds", "", rule, *(f"\n         {place}" for place in places)
         )
     return 1 if any(broken.values()) else 0
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from mmldlm.data.encoders.encoder import token_budget_batches
-from mmldlm.models.latent_transformer import LatentInputs, TextInputs
+from mmldlm.models.base import LatentInputs, TextInputs
 from mmldlm.models.token_scores import TokenQuery
 from mmldlm.sampling.device import device_of
 from mmldlm.sampling.latent_sampler import pad_texts, steps_given_text
@@ -23,7 +23,7 @@ from mmldlm.sampling.search.judge import cosines, estimate_embeddings, estimates
 from mmldlm.sampling.text.draw import check_finite
 
 if TYPE_CHECKING:
-    from mmldlm.models.latent_transformer import EncodedLatent
+    from mmldlm.models.base import EncodedLatent
 
 SUBSTITUTE, INSERT, DELETE = range(3)
 TOKENS_A_POSITION = 16  # tried at each position and in each gap

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from mmldlm.diffusion.process import LatentProcess
-from mmldlm.models.latent_transformer import EncodedLatent, LatentInputs, TextInputs
+from mmldlm.models.base import EncodedLatent, LatentInputs, TextInputs
 from mmldlm.models.token_scores import TokenQuery
 from mmldlm.sampling.device import device_of
 from mmldlm.utils.counter_rng import Stream, normals

@@ -28,7 +28,8 @@ class TextStrategy(ABC):
     unfinished text.
 
         while len(positions := strategy.positions()):
-            logits = model(tokens, z, strategy.timesteps())          # at these positions
+            text = TextInputs(tokens, strategy.timesteps())
+            logits = model(text, latents, TokenQuery(positions)).text.logits
             strategy.prepare(positions, logits)
             at = positions[strategy.choose(positions, logits)]
             strategy.commit(at, tokens drawn at these positions)

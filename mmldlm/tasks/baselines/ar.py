@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from mmldlm.data.batch_plan import GlobalBatch
+from mmldlm.models.base import LatentInputs, TextInputs
 from mmldlm.models.flops import estimate_flops
-from mmldlm.models.latent_transformer import LatentInputs, TextInputs
 from mmldlm.models.plain import PlainTransformer
 from mmldlm.models.token_scores import TokenQuery
 from mmldlm.sampling.autoregressive.write import EXPONENTS, write_texts

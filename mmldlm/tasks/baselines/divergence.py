@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from mmldlm.diffusion.process import Divergence, DivergenceProcess
 from mmldlm.diffusion.timesteps import arcsine
-from mmldlm.models.latent_transformer import LatentInputs, TextInputs
+from mmldlm.models.base import LatentInputs, TextInputs
 from mmldlm.models.memory import logits_bytes
 from mmldlm.models.token_scores import LogitsFunction, TokenQuery
 from mmldlm.sampling.pretrained import Pretrained

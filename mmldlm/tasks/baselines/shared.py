@@ -19,8 +19,8 @@ from mmldlm.data.batch_plan import GlobalBatch, permute
 from mmldlm.diffusion.timesteps import low_discrepancy
 from mmldlm.engines.base import Engine
 from mmldlm.engines.parameter_plan import ParameterPlan
+from mmldlm.models.base import LatentInputs, ModelOutput, TextInputs
 from mmldlm.models.flops import estimate_flops
-from mmldlm.models.latent_transformer import LatentInputs, ModelOutput, TextInputs
 from mmldlm.models.memory import logits_bytes, plain_activation_bytes
 from mmldlm.models.plain import PlainTransformer
 from mmldlm.models.token_scores import TokenQuery

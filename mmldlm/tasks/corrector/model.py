@@ -9,7 +9,7 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from mmldlm.models.latent_transformer import EncodedLatent, LatentInputs, TextInputs
+from mmldlm.models.base import EncodedLatent, LatentInputs, TextInputs
 from mmldlm.models.mmdit import MultimodalMMDiT
 from mmldlm.models.packing import Packing, packed_values
 from mmldlm.tasks.corrector.config import CorrectorModelConfig

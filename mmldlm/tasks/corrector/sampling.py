@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mmldlm.models.latent_transformer import LatentInputs, TextInputs
+from mmldlm.models.base import LatentInputs, TextInputs
 from mmldlm.models.token_scores import TokenQuery
 from mmldlm.sampling.device import device_of
 from mmldlm.sampling.pretrained import Pretrained
@@ -27,7 +27,7 @@ from mmldlm.sampling.search.local_search import LocalSearchSettings, local_searc
 from mmldlm.tasks.corrector.model import Hypotheses
 
 if TYPE_CHECKING:
-    from mmldlm.models.latent_transformer import EncodedLatent
+    from mmldlm.models.base import EncodedLatent
 
 STARTS, CORRECTIONS = 4, 16
 """First texts of a latent, and edits that are judged in a round.

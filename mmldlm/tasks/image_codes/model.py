@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from mmldlm.errors import UserError
-from mmldlm.models.latent_transformer import EncodedLatent, LatentInputs
+from mmldlm.models.base import EncodedLatent, LatentInputs
 from mmldlm.models.layers import Modulation, apply_null_condition, embed_ids, modulate
 from mmldlm.models.linear_cross_entropy import linear_cross_entropy
 from mmldlm.models.mmdit import MultimodalMMDiT, grid_positions
@@ -42,8 +42,8 @@ class CodeEncoder(nn.Module):
             self.latent_position.data.copy_(positions[:, None])
 
     def reset_embedding(self) -> None:
-        """Start from unit variance, as projected pixels do: beside positions of amplitude 1 less
-        would not be read.
+        """Start from unit variance, as projected pixels do: smaller embeddings would be drowned
+        out by positions of amplitude 1.
         """
         nn.init.normal_(self.code_embedding.weight)
 

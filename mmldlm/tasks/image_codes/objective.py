@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mmldlm.models.latent_transformer import ModelOutput
+from mmldlm.models.base import ModelOutput
 from mmldlm.models.token_scores import TokenQuery
 from mmldlm.tasks.image_codes.noiser import CodesBatch
 from mmldlm.tasks.translation.noiser import TranslationBatch

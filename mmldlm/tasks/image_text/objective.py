@@ -6,7 +6,7 @@ import math
 
 from torch import Tensor
 
-from mmldlm.models.latent_transformer import ModelOutput
+from mmldlm.models.base import ModelOutput
 from mmldlm.tasks.translation.noiser import TranslationBatch
 from mmldlm.tasks.translation.objective import LatentTerm, TranslationObjective
 

@@ -10,7 +10,7 @@ import torch
 from mmldlm.diffusion import MaskedDiffusion
 from mmldlm.diffusion.masked import SCHEDULES
 from mmldlm.errors import MmldlmError
-from mmldlm.models.latent_transformer import ModelOutput, TextInputs
+from mmldlm.models.base import ModelOutput, TextInputs
 from mmldlm.models.mmdit_config import ModelConfig
 from mmldlm.models.token_scores import TokenQuery, TokenScores
 from mmldlm.sampling.text.draw import DrawSettings, draw_tokens

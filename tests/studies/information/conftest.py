@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from mmldlm.models.latent_transformer import EncodedLatent, LatentInputs, ModelOutput
+from mmldlm.models.base import EncodedLatent, LatentInputs, ModelOutput
 from mmldlm.sampling.pretrained import Pretrained
 from mmldlm.tasks.translation.config import TextDiffusionConfig
 from tests.evaluation.conftest import make, pretrained, store  # noqa: F401

@@ -12,7 +12,7 @@ import torch
 
 from mmldlm.data.batch_plan import BatchPlan, local_slots
 from mmldlm.data.store import Rows
-from mmldlm.models.latent_transformer import ModelOutput
+from mmldlm.models.base import ModelOutput
 from mmldlm.models.plain import PlainTextHead
 from mmldlm.models.token_scores import TokenQuery, TokenScores
 from mmldlm.tasks.baselines.divergence import row_scores

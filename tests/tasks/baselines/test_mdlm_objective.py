@@ -13,7 +13,7 @@ import torch
 from mmldlm.data.batch_plan import BatchPlan, local_slots
 from mmldlm.data.store import Rows
 from mmldlm.errors import UserError
-from mmldlm.models.latent_transformer import ModelOutput
+from mmldlm.models.base import ModelOutput
 from mmldlm.models.plain import PlainTransformer
 from mmldlm.models.token_scores import TokenScores
 from mmldlm.tasks.baselines.mdlm import MdlmObjective, MdlmTask

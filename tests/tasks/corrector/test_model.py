@@ -5,7 +5,7 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from mmldlm.models.latent_transformer import LatentInputs
+from mmldlm.models.base import LatentInputs
 from mmldlm.tasks.corrector.model import CorrectorMMDiT, Hypotheses
 from mmldlm.tasks.corrector.task import CorrectorTask
 from tests.models.test_mmdit import inputs

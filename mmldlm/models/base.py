@@ -4,15 +4,21 @@ scaling of latents, compiled blocks, files.
 
 from __future__ import annotations
 
+import json
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from mmldlm.errors import UserError
-from mmldlm.models import pretrained_io
+from mmldlm.models.mmdit_config import ModelConfig
+from mmldlm.models.plain_config import PlainConfig
 from mmldlm.models.token_scores import TokenScores
+from mmldlm.utils.atomic_files import write_text
+from mmldlm.utils.json_files import plain_value
+from mmldlm.utils.validation import not_none
 
 
 class TextInputs(NamedTuple):
@@ -103,31 +109,36 @@ class ModelOutput(NamedTuple):
     length_logits: Tensor | None = None
 
 
-class LatentTransformer(nn.Module):
+class BaseTransformer(nn.Module):
     """Base of MultimodalMMDiT and PlainTransformer, which add `blocks` and the rest.
 
     Args:
-        config: shape and vocabulary; latent_dim, vocab_size and the token ids must be set.
+        config: Shape and vocabulary; latent_dim, vocab_size and the token ids must be set.
 
     Attributes:
-        latent_mean, latent_std: buffers [D], the training latents' scaling. They are saved with
-            the weights: without them samples cannot be unscaled.
-        normalizes_latents: trained with latent_diffusion.scaling=l2_normalize.
+        latent_mean, latent_std: Buffers with the scaling of the training latents. They are saved
+            with the weights: without them samples cannot be unscaled. [D]
+        normalizes_latents: Whether it was trained with latent_diffusion.l2_normalize.
 
     Raises:
         UserError: one of those is missing or out of range.
     """
 
-    blocks: nn.ModuleList
+    config_class: ClassVar[type[ModelConfig | PlainConfig]]
+    config: ModelConfig | PlainConfig
+    blocks: Sequence[nn.Module]
+    latent_mean: Tensor
+    latent_std: Tensor
 
-    def __init__(self, config):
+    def __init__(self, config: ModelConfig | PlainConfig):
         super().__init__()
         check_config(config)
         self.config = config
         self._blocks_are_compiled = False
         self.normalizes_latents = False
-        self.register_buffer("latent_mean", torch.zeros(config.latent_dim))
-        self.register_buffer("latent_std", torch.ones(config.latent_dim))
+        latent_dim = not_none(config.latent_dim)
+        self.register_buffer("latent_mean", torch.zeros(latent_dim))
+        self.register_buffer("latent_std", torch.ones(latent_dim))
 
     @property
     def num_ids(self) -> int | None:
@@ -141,10 +152,10 @@ class LatentTransformer(nn.Module):
         self.latent_std.copy_(torch.as_tensor(std))
 
     def check_latent_statistics(self, source: str | Path) -> None:
-        """Check the latents' scaling that was read with the weights.
+        """Check the scaling of latents that was read with the weights.
 
         Args:
-            source: where they were read.
+            source: Where it was read.
 
         Raises:
             UserError: values that are not finite, or a deviation that is not above 0.
@@ -173,7 +184,8 @@ class LatentTransformer(nn.Module):
     def null_latents(self, batch: int) -> LatentInputs:
         """Return the inputs of samples without latents, which the learned null replaces."""
         config, device = self.config, self.latent_mean.device
-        values = torch.zeros(batch, config.num_latents, config.latent_dim, device=device)
+        shape = (batch, config.num_latents, not_none(config.latent_dim))
+        values = torch.zeros(shape, device=device)
         return LatentInputs(values, is_null=torch.ones(batch, dtype=torch.bool, device=device))
 
     def check_latents(self, points: Tensor) -> None:
@@ -211,15 +223,26 @@ class LatentTransformer(nn.Module):
             block.compile(dynamic=True)
 
     def save_pretrained(self, folder: str | Path) -> None:
-        """Write model.safetensors and config.json (Hugging Face layout) into folder."""
-        pretrained_io.write(self, Path(folder))
+        """Write model.safetensors and config.json (Hugging Face layout); a tied head is stored
+        once.
+        """
+        from safetensors.torch import save_file
 
-    def config_dict(self) -> dict:
+        folder = Path(folder)
+        folder.mkdir(parents=True, exist_ok=True)
+        tensors = {name: tensor.contiguous() for name, tensor in self.state_dict().items()}
+        if self.config.tie_embeddings:
+            del tensors["text_head.weight"]
+        save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+        values = json.dumps(self.config_dict(), indent=2, default=plain_value)
+        write_text(folder / "config.json", values + "\n")
+
+    def config_dict(self) -> dict[str, Any]:
         """Contents of config.json: the model section plus the architecture's name."""
         return {"architecture": type(self).__name__, **self.config.model_dump()}
 
 
-def check_config(config) -> None:
+def check_config(config: ModelConfig | PlainConfig) -> None:
     """Raise a UserError for sizes or token ids that are unset or out of range."""
     keys = ("latent_dim", "vocab_size", "mask_token_id", "pad_token_id", "eos_token_id")
     missing = [key for key in keys if getattr(config, key) is None]
@@ -230,7 +253,7 @@ def check_config(config) -> None:
             "set them, or take them from a store",
         )
     for key in ("mask_token_id", "pad_token_id", "eos_token_id"):
-        if not 0 <= getattr(config, key) < config.vocab_size:
+        if not 0 <= getattr(config, key) < not_none(config.vocab_size):
             raise UserError(
                 f"model.{key} below model.vocab_size={config.vocab_size}",
                 f"model.{key}={getattr(config, key)}",
