@@ -25,17 +25,17 @@ class Batch:
     of tensors or None; a small task may put them into `tensors` instead.
 
     Attributes:
-        ids: [B] sample ids.
-        real: [B] False for placeholders, which fill up an incomplete batch or replace an unusable
-            sample.
-        counts: sizes of the whole GLOBAL batch by which the losses are normalized, equal on every
+        ids: Sample ids. [B]
+        real: False for placeholders, which fill up an incomplete batch or replace an unusable
+            sample. [B]
+        counts: Sizes of the whole GLOBAL batch by which the losses are normalized, equal on every
             rank.
-        num_tokens: real tokens of this micro-batch.
-        epoch: of the global batch.
-        index: of the global batch within its epoch.
+        num_tokens: Real tokens of this micro-batch.
+        epoch: Epoch of the global batch.
+        index: Index of the global batch within its epoch.
         bad: {id, reason} of samples left out as unusable or, with "repaired": True, repaired
             (stability.nan_to_num).
-        tensors: inputs without a field of their own, by name.
+        tensors: Inputs without a field of their own, by name.
     """
 
     ids: np.ndarray
@@ -52,10 +52,18 @@ class Batch:
         named = dict(self.tensors)
         for name, value in self._inputs():
             if hasattr(value, "_asdict"):
-                named |= {f"{name}.{part}": item for part, item in value._asdict().items()}
+                named |= {f"{name}.{part}": tensor for part, tensor in value._asdict().items()}
             else:
                 named[name] = value
         return named
+
+    def map_tensors(self, function: Callable[[Tensor], Tensor]) -> Self:
+        """Replace every tensor by what a function makes of it."""
+        self.tensors = {name: function(tensor) for name, tensor in self.tensors.items()}
+        for name, value in self._inputs():
+            is_tuple = hasattr(value, "_make")
+            setattr(self, name, value._make(map(function, value)) if is_tuple else function(value))
+        return self
 
     def to(self, device: torch.device | str, non_blocking: bool = True) -> Self:
         """Move the tensors to a device."""
@@ -70,16 +78,11 @@ class Batch:
         from torch import Tensor
 
         values = [(item.name, getattr(self, item.name)) for item in fields(self)]
-        return [(name, value) for name, value in values if isinstance(value, (Tensor, tuple))]
-
-    def map_tensors(self, function: Callable[[Tensor], Tensor]) -> Self:
-        self.tensors = {name: function(tensor) for name, tensor in self.tensors.items()}
-        for name, value in self._inputs():
-            is_tuple = isinstance(value, tuple)
-            setattr(
-                self, name, type(value)(*map(function, value)) if is_tuple else function(value)
-            )
-        return self
+        return [
+            (name, value)
+            for name, value in values
+            if isinstance(value, Tensor) or hasattr(value, "_fields")
+        ]
 
 
 class Collator(Protocol):
