@@ -43,7 +43,7 @@ from mmldlm.diffusion import MaskedDiffusion  # noqa: E402
 from mmldlm.models import MultimodalMMDiT  # noqa: E402
 from mmldlm.models.linear_cross_entropy import ROW_ALIGNMENT  # noqa: E402
 from mmldlm.models.mmdit_config import ModelConfig  # noqa: E402
-from mmldlm.sampling.text.loop import sample_text  # noqa: E402
+from mmldlm.sampling.text import sample_text  # noqa: E402
 
 CHUNKS = 4
 

@@ -67,11 +67,12 @@ class RankGroup(NamedTuple):
     """Collective operations of the ranks: every rank calls each of them the same number of times.
 
     Attributes:
-        rank: of this process.
-        world_size: number of ranks.
-        barrier: returns once every rank has called it.
-        all_agree: True on every rank if every rank passed True (an all-reduce AND).
-        gather: on every rank, the texts of all ranks that passed one.
+        rank: Rank of this process.
+        world_size: Number of ranks.
+        barrier: Function that returns once every rank has called it.
+        all_agree: Function that returns True on every rank if every rank passed True (an
+            all-reduce AND).
+        gather: Function that returns, on every rank, the texts of all ranks that passed one.
     """
 
     rank: int
@@ -90,13 +91,14 @@ def step_name(step: int) -> str:
 
 
 def owner_of(name: str, world_size: int) -> int:
-    """Return the rank that wrote a file, from the names of DeepSpeed, DCP and mmldlm; rank 0 for
-    any other name.
+    """Return the rank that wrote a file, by the file names of DeepSpeed, DCP and mmldlm; 0 for any
+    other name.
 
-    The writer must fsync: on a network file system another host cannot flush its pages.
+    The rank that wrote a file must fsync it: on a network file system no other host can flush its
+    pages.
     """
-    found = _OWNER.search(Path(name).name)
-    rank = int(found[1]) if found else 0
+    match = _OWNER.search(Path(name).name)
+    rank = int(match[1]) if match else 0
     return rank if rank < world_size else 0
 
 
@@ -104,11 +106,11 @@ class PendingCheckpoint:
     """A checkpoint being written. Write files below `path`, then call commit() on every rank.
 
     Attributes:
-        run_dir: the run's folder.
-        step: training step.
-        group: the ranks.
-        path: RUN/checkpoints/.partial_step_N, to write into.
-        final: RUN/checkpoints/step_N, its path after the commit.
+        run_dir: Folder of the run.
+        step: Training step.
+        group: Collective operations of the ranks.
+        path: Folder to write into, RUN/checkpoints/.partial_step_N.
+        final: Path after the commit, RUN/checkpoints/step_N.
     """
 
     def __init__(self, run_dir: Path, step: int, group: RankGroup):
@@ -122,11 +124,11 @@ class PendingCheckpoint:
         """Publish the checkpoint, or remove it, on all ranks. Collective.
 
         Args:
-            error: the exception that writing the files raised on this rank; None on success.
-                Passing it here instead of raising keeps the ranks in step.
-            has_entry: True if write_manifest_entry() was called already (in the thread that wrote
+            error: Exception that writing the files raised on this rank; None on success. Passing
+                it here instead of raising keeps the ranks in step.
+            has_entry: Whether write_manifest_entry() was called already (in the thread that wrote
                 the files).
-            **metadata: further entries of the manifest, e.g. engine="deepspeed", stage=2.
+            **metadata: Further entries of the manifest, e.g. engine="deepspeed", stage=2.
 
         Returns:
             The folder RUN/checkpoints/step_N.
@@ -159,21 +161,19 @@ class PendingCheckpoint:
         """
         if self.group.all_agree(error is None):
             return
-        # Before the partial files are removed, which may be what fills the disk.
-        own = (
-            None
-            if error is None
-            else f"{type(error).__name__}: {error}{_advice(error, self.path)}"
-        )
-        messages = self.group.gather(own)
+        message = None
+        if error is not None:
+            # The disk is examined before the partial files, which may fill it, are removed.
+            message = f"{type(error).__name__}: {error}{_advice(error, self.path)}"
+        messages = self.group.gather(message)
         self.discard()
         more = f", and {len(messages) - 3} more ranks" if len(messages) > 3 else ""
         reasons = ("; ".join(messages[:3]) or "on another rank") + more
         # There is none while a conversion writes the first checkpoint of its run.
         is_kept = os.path.lexists(self.run_dir / LATEST)
-        kept = f" The previous checkpoint in {self.run_dir} is untouched." if is_kept else ""
+        previous = f" The previous checkpoint in {self.run_dir} is untouched." if is_kept else ""
         raise CommitFailed(
-            f"checkpoint of step {self.step} was not saved: {phase} failed ({reasons}).{kept}"
+            f"checkpoint of step {self.step} was not saved: {phase} failed ({reasons}).{previous}"
         ) from error
 
     def write_manifest_entry(self) -> None:
@@ -181,16 +181,16 @@ class PendingCheckpoint:
 
         Not collective.
         """
-        mine = [
+        names = [
             name
             for name in list_files(self.path)
             if owner_of(name, self.group.world_size) == self.group.rank
         ]
         # The lists of ranks are removed by rank 0; begin() has removed stale ones.
-        mine = [name for name in mine if not name.startswith(".files_rank")]
-        for name in mine:
+        names = [name for name in names if not name.startswith(".files_rank")]
+        for name in names:
             fsync_path(self.path / name)
-        files = {name: describe_file(self.path / name) for name in mine}
+        files = {name: describe_file(self.path / name) for name in names}
         write_text_synced(self.path / f".files_rank{self.group.rank}.json", json.dumps(files))
 
     def _publish(self, metadata: dict[str, Any]) -> None:
@@ -241,14 +241,14 @@ def begin(
     """Start a checkpoint: rank 0 removes leftovers of crashed saves, and every rank tries to write
     in the new folder.
 
-    Collective. An engine's own save may be collective too, so that a rank failing there would
-    leave the others waiting; likely failures are provoked here.
+    Collective. The save of an engine may be collective too, and a rank that fails there would
+    leave the others waiting. Likely failures are therefore provoked here.
 
     Args:
-        run_dir: the run's folder.
-        step: training step.
-        group: the ranks.
-        folders: those in the checkpoint that the engine writes to.
+        run_dir: Folder of the run.
+        step: Training step.
+        group: Collective operations of the ranks.
+        folders: Folders in the checkpoint that the engine writes to.
 
     Raises:
         CommitFailed: on every rank, if the folder cannot be made, or some rank cannot see it or
@@ -310,12 +310,12 @@ def _is_replaceable(final: Path) -> bool:
     Raises:
         RuntimeError: it cannot be read; it is left unchanged.
     """
-    found = examine(final, checksums=False)
-    if found.unreadable:
+    examination = examine(final, checksums=False)
+    if examination.unreadable:
         raise RuntimeError(
-            f"a checkpoint that cannot be read is not replaced: {found.unreadable[0]}"
+            f"a checkpoint that cannot be read is not replaced: {examination.unreadable[0]}"
         )
-    return not found.damaged
+    return not examination.damaged
 
 
 def try_longest(run_dir: Path, last_step: int, folders: Sequence[str]) -> None:
@@ -326,7 +326,8 @@ def try_longest(run_dir: Path, last_step: int, folders: Sequence[str]) -> None:
     """
     parent = run_dir / CHECKPOINTS
     existed = parent.is_dir()
-    longest = parent / f".longest_{step_name(last_step)}"  # as long as .partial_
+    # The name is as long as that of the partial folder.
+    longest = parent / f".longest_{step_name(last_step)}"
     try:
         for folder in folders:
             (longest / folder).mkdir(parents=True, exist_ok=True)
@@ -363,10 +364,10 @@ def set_aside(path: Path) -> Path:
 
 def _free_name(path: Path) -> Path:
     """Return this path, or the first free one with a number appended."""
-    original, number = path, 1
+    original, suffix = path, 1
     while path.exists():
-        number += 1
-        path = original.with_name(f"{original.name}.{number}")
+        suffix += 1
+        path = original.with_name(f"{original.name}.{suffix}")
     return path
 
 
@@ -381,19 +382,19 @@ def _try(work: Callable[..., None], *args: Any) -> Exception | None:
 
 def _advice(error: BaseException, folder: Path) -> str:
     """Return a fix for a failed write, to append to the error; "" if none is known."""
-    number = _errno(error)
-    # torch may hide the system's error, which a small write shows.
-    if number is None:
-        number = _errno(_try(_try_writing, [folder], f"{_PROBE_FILE}_again"))
+    code = _errno(error)
+    # torch may hide the error of the system, which a small write then reveals.
+    if code is None:
+        code = _errno(_try(_try_writing, [folder], f"{_PROBE_FILE}_again"))
     free = _free_bytes(folder)
-    if number == errno.ENOSPC or (number is None and free is not None and free < _DISK_FULL_BYTES):
+    if code == errno.ENOSPC or (code is None and free is not None and free < _DISK_FULL_BYTES):
         if _free_inodes(folder) == 0:
             return (
                 "; no inodes are free (df -i): delete or pack files on that disk, which holds too"
                 " many"
             )
         return f"; {_ADVICE[errno.ENOSPC]} ({(free or 0) / 2**20:,.0f} MiB are free)"
-    return f"; {_ADVICE[number]}" if number in _ADVICE else ""
+    return f"; {_ADVICE[code]}" if code in _ADVICE else ""
 
 
 def _errno(error: BaseException | None) -> int | None:

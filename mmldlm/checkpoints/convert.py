@@ -34,7 +34,6 @@ from typing import NamedTuple
 import numpy as np
 
 from mmldlm import __version__
-from mmldlm.checkpoints.copy_files import check_links, copy_tokenizer_files, model_folder
 from mmldlm.checkpoints.files.dtypes import DTYPES, cast, count_nonfinite, nbytes
 from mmldlm.checkpoints.files.file_io import RangedCrc32, run_in_threads
 from mmldlm.checkpoints.formats.base import WEIGHT, check_nothing_left
@@ -46,18 +45,20 @@ from mmldlm.checkpoints.formats.weight_source import (
     TensorInfo,
     WeightSource,
 )
-from mmldlm.checkpoints.manifest import (
-    SAFETENSORS_FILE,
-    SAFETENSORS_INDEX,
+from mmldlm.checkpoints.manifest import SAFETENSORS_FILE, SAFETENSORS_INDEX
+from mmldlm.checkpoints.output_folder import (
+    check_links,
+    copy_tokenizer_files,
+    model_folder,
+    write_atomically,
 )
-from mmldlm.checkpoints.output_folder import write_atomically
 from mmldlm.checkpoints.tensor_table import check_tensors
 from mmldlm.errors import MmldlmError, UserError
 from mmldlm.utils.formatting import join_some
 
 
 class Summary(NamedTuple):
-    """What a conversion wrote.
+    """Summary of a conversion.
 
     `num_parameters` counts stored elements of parameters, without buffers and aliases.
     """
@@ -94,9 +95,9 @@ def convert(
 
     Args:
         source: Any path that open_source accepts.
-        out: The new folder.
-        dtype: fp32, bf16, fp16 or keep (the dtype of each tensor in the source; masters are fp32).
-            Applies to parameters; buffers keep their dtype, integers always do.
+        out: New folder.
+        dtype: Dtype of the parameters: fp32, bf16, fp16 or keep (that of each tensor in the
+            source; masters are fp32). Buffers keep their dtype, integers always do.
         force: Whether to replace an earlier conversion at `out`.
         allow_nonfinite: Whether to write NaN and infinite weights.
         on_bytes: Callback with the bytes written so far and in total.
@@ -292,10 +293,10 @@ def _verify(folder: Path, sums: dict[str, int]) -> None:
     Raises:
         MmldlmError: one differs from what was written.
     """
-    with SafetensorsModel.open(folder, ReadOptions(allow_nonfinite=True)) as written:
+    with SafetensorsModel.open(folder, ReadOptions(allow_nonfinite=True)) as output:
         for name, expected in sums.items():
             crc = 0
-            for chunk in written.iter_chunks(name):
+            for chunk in output.iter_chunks(name):
                 crc = zlib.crc32(chunk.view(np.uint8), crc)
             if crc != expected:
                 raise MmldlmError(
@@ -315,9 +316,9 @@ class PlannedTensor(NamedTuple):
     """One tensor to write.
 
     Attributes:
-        info: the tensor in the source.
-        name: its name in the output.
-        dtype: its dtype in the output.
+        info: Tensor in the source.
+        name: Name in the output.
+        dtype: Dtype in the output.
     """
 
     info: TensorInfo
@@ -331,12 +332,12 @@ class PlannedTensor(NamedTuple):
 
 
 class ExportPlan(NamedTuple):
-    """What to write.
+    """Plan of an export.
 
     Attributes:
-        tensors: source name -> what to write, in the model's order.
-        aliases: second name of a tied weight in the output -> its name.
-        names: all names in the output, in the model's order.
+        tensors: Source name -> what to write, in the model's order.
+        aliases: Second name of a tied weight in the output -> its first name.
+        names: All names in the output, in the model's order.
     """
 
     tensors: dict[str, PlannedTensor]
@@ -364,10 +365,11 @@ def plan_tensors(
     """Plan what to write of a source.
 
     Args:
-        weights: the source.
-        dtype: one of DTYPE_NAMES.
+        weights: Source of the weights.
+        dtype: Key of DTYPE_NAMES.
         only: Names to write, as shell patterns; empty: all.
-        strip_prefix: removed from the names that begin with it, before `only` is applied.
+        strip_prefix: Prefix that is removed from the names that begin with it, before `only` is
+            applied.
 
     Raises:
         UserError: an unknown dtype, a source without tensors, patterns or a prefix without a
@@ -452,8 +454,8 @@ def split_into_files(plan: ExportPlan, shard_bytes: int | None) -> dict[str, lis
     if len(groups) == 1:
         return {SAFETENSORS_FILE: groups[0]}
     return {
-        f"model-{number:05d}-of-{len(groups):05d}.safetensors": group
-        for number, group in enumerate(groups, 1)
+        f"model-{index:05d}-of-{len(groups):05d}.safetensors": group
+        for index, group in enumerate(groups, 1)
     }
 
 

@@ -15,16 +15,15 @@ from mmldlm.utils.formatting import join_some
 
 @dataclass
 class InitReport:
-    """What was copied into a model.
+    """Report of the weights that were copied into a model.
 
     Attributes:
-        source: the path.
-        loaded: names of the parameters that were copied.
-        missing: parameters of the model that the source does not have.
-        mismatched: name -> (shape in the source, shape in the model).
-        unexpected: tensors of the source that the model does not have.
-        notes: what else the user should know of the source, such as a prefix that was removed from
-            its names.
+        source: Path of the source.
+        loaded: Names of the parameters that were copied.
+        missing: Parameters of the model that the source does not have.
+        mismatched: Name -> (shape in the source, shape in the model).
+        unexpected: Tensors of the source that the model does not have.
+        notes: Further facts on the source, such as a prefix that was removed from its names.
     """
 
     source: str
@@ -42,8 +41,8 @@ class InitReport:
             lines.append(f"kept as initialized, not in the source: {join_some(self.missing)}")
         if self.mismatched:
             shapes = [
-                f"{name} {theirs} there, {ours} here"
-                for name, (theirs, ours) in self.mismatched.items()
+                f"{name} {in_source} there, {in_model} here"
+                for name, (in_source, in_model) in self.mismatched.items()
             ]
             lines.append(f"kept as initialized, of another shape: {join_some(shapes)}")
         if self.unexpected:
@@ -57,9 +56,9 @@ def init_weights(model: nn.Module, path: str) -> InitReport:
     Buffers (the latent statistics) remain those of the current data. Every rank reads for itself.
 
     Args:
-        model: the model.
-        path: a run, a checkpoint of any engine, a DeepSpeed folder, a model.pt, or an exported
-            model's folder.
+        model: Model.
+        path: Path of a run, a checkpoint of any engine, a DeepSpeed folder, a model.pt, or the
+            folder of an exported model.
 
     Raises:
         UserError: nothing readable there, no parameter matches, or one that does has NaN or

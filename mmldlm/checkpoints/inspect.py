@@ -21,28 +21,25 @@ def summarize(opened: OpenedCheckpoint) -> list[tuple[str, str]]:
     weights = opened.weights
     stored = [info for info in weights.tensors.values() if info.kind != "alias"]
     rows = [("source", str(opened.checkpoint or weights.path)), ("engine", opened.engine)]
-    rows += [(key, str(value)) for key, value in (
-        ("ZeRO stage", weights.stage), ("world size", opened.world_size), ("step", opened.step),
-    ) if value is not None]  # fmt: skip
+    recorded = {
+        "ZeRO stage": weights.stage,
+        "world size": opened.world_size,
+        "step": opened.step,
+    }
+    rows += [(key, str(value)) for key, value in recorded.items() if value is not None]
     rows.append(("tensors", f"{len(stored)} stored, {len(weights.tensors) - len(stored)} tied"))
     for kind in ("trainable", "frozen", "parameter", "buffer"):
         of_kind = [info for info in stored if info.kind == kind]
         if of_kind:
-            elements, size = (
-                sum(info.numel for info in of_kind),
-                sum(info.nbytes for info in of_kind),
-            )
+            elements = sum(info.numel for info in of_kind)
+            size = sum(info.nbytes for info in of_kind)
             rows.append((kind, f"{len(of_kind)} tensors, {elements:,} elements, {size:,} bytes"))
     if weights.moments:
         counts = [f"{what} of {len(table)} tensors" for what, table in weights.moments.items()]
         rows.append(("moments", ", ".join(counts)))
     num_averaged = sum(weights.tensors[name].numel for name in weights.ema)
-    rows.append(
-        (
-            "EMA",
-            f"of {len(weights.ema)} tensors, {num_averaged:,} elements" if weights.ema else "none",
-        )
-    )
+    average = f"of {len(weights.ema)} tensors, {num_averaged:,} elements"
+    rows.append(("EMA", average if weights.ema else "none"))
     return rows
 
 
@@ -81,15 +78,15 @@ class CheckpointDiff:
     """Differences between two sources; names include the second names of tied weights.
 
     Attributes:
-        equal: number of tensors with equal bits (after widening if the dtypes differ).
-        values: name -> (number of differing elements, largest absolute difference; NaN if only one
+        equal: Number of tensors with equal bits (after widening if the dtypes differ).
+        values: Name -> (number of differing elements, largest absolute difference; NaN if only one
             of them is).
-        shapes: name -> (shape in a, in b).
-        dtypes: name -> (dtype in a, in b); the values may still be equal.
-        only_a: names only in a.
-        only_b: names only in b.
-        renamed: what tells the names of the two apart, although the rest of them is the same;
-            empty for nothing.
+        shapes: Name -> (shape in a, in b).
+        dtypes: Name -> (dtype in a, in b); the values may still be equal.
+        only_a: Names only in a.
+        only_b: Names only in b.
+        renamed: Difference between the names of the two whose rest is the same; empty if there is
+            none.
     """
 
     equal: int = 0
@@ -132,37 +129,39 @@ def compare(a: WeightSource, b: WeightSource, strip_prefix: str = "") -> Checkpo
     If the names of one are those of the other behind a prefix, they are compared without it.
 
     Args:
-        a: one source.
-        b: the other.
-        strip_prefix: removed from the names of both; that is no difference.
+        a: First source.
+        b: Second source.
+        strip_prefix: Prefix that is removed from the names of both; it is no difference.
 
     Raises:
         UserError: one of them is damaged.
     """
-    found = CheckpointDiff()
+    difference = CheckpointDiff()
     names_a = {name.removeprefix(strip_prefix): name for name in a.tensors}
     names_b = {name.removeprefix(strip_prefix): name for name in b.tensors}
     for one, other, label in ((names_a, names_b, "A"), (names_b, names_a, "B")):
         if prefix := _extra_prefix(list(one), list(other)):
-            found.renamed = (
+            difference.renamed = (
                 f"all {len(one)} names of {label} begin with {prefix!r}, compared without it"
             )
             stripped = {name.removeprefix(prefix): origin for name, origin in one.items()}
             one.clear()
             one.update(stripped)
             break
-    found.only_a = [name for name in names_a if name not in names_b]
-    found.only_b = [name for name in names_b if name not in names_a]
+    difference.only_a = [name for name in names_a if name not in names_b]
+    difference.only_b = [name for name in names_b if name not in names_a]
     for name in names_a:
         if name not in names_b:
             continue
         one, two = a.tensors[names_a[name]], b.tensors[names_b[name]]
         if one.shape != two.shape:
-            found.shapes[name] = (one.shape, two.shape)
+            difference.shapes[name] = (one.shape, two.shape)
             continue
         if one.dtype != two.dtype:
-            found.dtypes[name] = (one.dtype, two.dtype)
-        found.add(name, a.iter_chunks(one.name), b.iter_chunks(two.name), one.dtype, two.dtype)
+            difference.dtypes[name] = (one.dtype, two.dtype)
+        difference.add(
+            name, a.iter_chunks(one.name), b.iter_chunks(two.name), one.dtype, two.dtype
+        )
     for what in MOMENTS:
         of_a = {
             name: origin for name, origin in names_a.items() if origin in a.moments.get(what, {})
@@ -172,30 +171,35 @@ def compare(a: WeightSource, b: WeightSource, strip_prefix: str = "") -> Checkpo
         }
         for name in of_a:
             if name in of_b:
-                found.add(
+                difference.add(
                     f"{what} of {name}",
                     a.iter_moment(what, of_a[name]),
                     b.iter_moment(what, of_b[name]),
                 )
-        found.only_a += [f"{what} of {name}" for name in of_a if name not in of_b]
-        found.only_b += [f"{what} of {name}" for name in of_b if name not in of_a]
+        difference.only_a += [f"{what} of {name}" for name in of_a if name not in of_b]
+        difference.only_b += [f"{what} of {name}" for name in of_b if name not in of_a]
     a.finish()
     b.finish()
-    return found
+    return difference
 
 
 def _extra_prefix(names: list[str], others: list[str]) -> str:
     """Return the prefix without which names that are in none of `others` are among them; "" if
     there is none.
     """
-    known = set(others)
-    if not known or known & set(names):
+    other_names = set(others)
+    if not other_names or other_names & set(names):
         return ""
     first = names[0].split(".") if names else []
     prefixes = [".".join(first[:depth]) + "." for depth in range(1, len(first))]
     shared = [prefix for prefix in prefixes if all(name.startswith(prefix) for name in names)]
     return next(
-        (prefix for prefix in shared if known & {name.removeprefix(prefix) for name in names}), ""
+        (
+            prefix
+            for prefix in shared
+            if other_names & {name.removeprefix(prefix) for name in names}
+        ),
+        "",
     )
 
 
@@ -221,7 +225,7 @@ def diff(
             if with_ema:
                 a.use_ema()
                 b.use_ema()
-            found = compare(a, b, strip_prefix)
+            difference = compare(a, b, strip_prefix)
             notes = [
                 f"{label}: {note}"
                 for label, source in (("A", a), ("B", b))
@@ -229,22 +233,22 @@ def diff(
             ]
     for note in notes:
         print(f"note: {note}")
-    if found.renamed:
-        print(f"names      {found.renamed}")
-    for name in found.only_a:
+    if difference.renamed:
+        print(f"names      {difference.renamed}")
+    for name in difference.only_a:
         print(f"only in A  {name}")
-    for name in found.only_b:
+    for name in difference.only_b:
         print(f"only in B  {name}")
-    for name, (one, two) in found.shapes.items():
+    for name, (one, two) in difference.shapes.items():
         print(f"shape      {name}: {_shape(one)} in A, {_shape(two)} in B")
-    for name, (count, largest) in found.values.items():
+    for name, (count, largest) in difference.values.items():
         print(f"values     {name}: {count:,} elements differ, by at most {largest:.6g}")
-    for name, (one, two) in found.dtypes.items():
+    for name, (one, two) in difference.dtypes.items():
         print(f"dtype      {name}: {one} in A, {two} in B")
-    differing = len(found.values) + len(found.shapes)
-    absent = len(found.only_a) + len(found.only_b)
-    print(f"{found.equal} tensors equal, {differing} differ, {absent} in one alone")
-    return int(found.any)
+    differing = len(difference.values) + len(difference.shapes)
+    absent = len(difference.only_a) + len(difference.only_b)
+    print(f"{difference.equal} tensors equal, {differing} differ, {absent} in one alone")
+    return int(difference.any)
 
 
 def _align(

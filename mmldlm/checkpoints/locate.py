@@ -114,12 +114,12 @@ def find_latest_valid(
     Call it on one rank and broadcast the result: with `checksums` it reads every byte.
 
     Args:
-        run_dir: the run's folder.
-        on_damaged: called with one line per damaged checkpoint that is skipped, and for damaged
+        run_dir: Folder of the run.
+        on_damaged: Callback with one line per damaged checkpoint that is skipped, and for damaged
             files without training state.
-        checksums: compare every byte, not only presence and sizes.
-        for_rollback: consider only checkpoints that a rollback may use.
-        below: consider only steps before this one.
+        checksums: Whether to compare every byte, not only presence and sizes.
+        for_rollback: Whether to consider only checkpoints that a rollback may use.
+        below: Step before which checkpoints are considered; None for all.
 
     Raises:
         UserError: a newer checkpoint cannot be read, so that it may be complete; or `latest` names
@@ -137,18 +137,18 @@ def find_latest_valid(
     for step, path in reversed(steps):
         if below is not None and step >= below:
             continue
-        found = examine_with_state(path, checksums)
-        if found.unreadable:
-            raise unreadable_error(run_dir, _first(found.unreadable))
-        if found.damaged:
+        examination = examine_with_state(path, checksums)
+        if examination.unreadable:
+            raise unreadable_error(run_dir, _first(examination.unreadable))
+        if examination.damaged:
             on_damaged(
-                f"checkpoint {path.name} is damaged and was skipped: {_first(found.damaged)}"
+                f"checkpoint {path.name} is damaged and was skipped: {_first(examination.damaged)}"
             )
         elif not for_rollback or is_rollback_candidate(path):
-            if found.descriptions:
+            if examination.descriptions:
                 on_damaged(
                     f"checkpoint {path.name} is used, its training state is complete:"
-                    f" {_first(found.descriptions)}"
+                    f" {_first(examination.descriptions)}"
                 )
             return path
     return None
@@ -158,15 +158,17 @@ def examine_with_state(folder: Path, checksums: bool = True) -> Examination:
     """Compare a checkpoint folder with its manifest, and check the values of its training state as
     well.
     """
-    found = examine(folder, checksums)
-    if not found.problems:
+    examination = examine(folder, checksums)
+    if not examination.problems:
         try:
             read_training_state(folder)
         except ValueError as error:
-            found.damaged.append(str(error))
+            examination.damaged.append(str(error))
         except OSError as error:
-            found.unreadable.append(f"{error.filename or folder}: {describe_os_error(error)}")
-    return found
+            examination.unreadable.append(
+                f"{error.filename or folder}: {describe_os_error(error)}"
+            )
+    return examination
 
 
 def _first(problems: list[str]) -> str:
@@ -259,18 +261,21 @@ def check_complete(folder: Path, checksums: bool = True, with_state: bool = Fals
     training state.
 
     Args:
-        with_state: check also the values in training_state.json, from which a run continues.
+        with_state: Whether to check also the values in training_state.json, from which a run
+            continues.
 
     Raises:
         UserError: it cannot continue.
     """
-    found = examine_with_state(folder, checksums) if with_state else examine(folder, checksums)
-    if found.unreadable:
-        raise unreadable_error(folder, "; ".join(found.unreadable[:3]))
-    if found.damaged:
+    examination = (
+        examine_with_state(folder, checksums) if with_state else examine(folder, checksums)
+    )
+    if examination.unreadable:
+        raise unreadable_error(folder, "; ".join(examination.unreadable[:3]))
+    if examination.damaged:
         raise UserError(
             f"a complete checkpoint in {folder}",
-            "; ".join(found.damaged[:3]),
+            "; ".join(examination.damaged[:3]),
             "training.resume=auto takes the newest complete checkpoint of the run",
         )
-    return found.descriptions
+    return examination.descriptions

@@ -28,19 +28,18 @@ STATE_FILE = "training_state.json"
 MODEL_CONFIG = "model_config.json"
 RUN_CONFIG = "config.yaml"
 
-# An engine's folder
-# The tag folder of DeepSpeed files, as mmldlm's engine names it.
+# Files of an engine's folder: the tag folder of DeepSpeed files, as mmldlm's engine names it.
 ZERO_TAG = "zero"
 UNIVERSAL_TAG = "universal"
-# Next to DCP files: the names of trained weights and buffers.
+# Names of trained weights and buffers, next to DCP files.
 TRAINABLE_FILE = "trainable.json"
 DCP_METADATA = ".metadata"
 MODEL_FILE = "model.pt"
 OPTIMIZER_FILE = "optimizer.pt"
-# Next to DCP files or optimizer.pt: what DeepSpeed recorded of a converted run.
+# Records of DeepSpeed from a converted run, next to DCP files or optimizer.pt.
 DEEPSPEED_STATE = "deepspeed.pt"
 
-# An exported model
+# Files of an exported model.
 SAFETENSORS_FILE = "model.safetensors"
 SAFETENSORS_INDEX = "model.safetensors.index.json"
 CONFIG_FILE = "config.json"
@@ -48,7 +47,7 @@ CONFIG_FILE = "config.json"
 # zero_optimization.sub_group_size where a DeepSpeed config does not set it.
 SUB_GROUP_SIZE = 10**9
 
-# Values of `mmldlm convert --to` other than safetensors
+# Values of `mmldlm convert --to` other than safetensors.
 TARGETS = ("model.pt", "dcp", "universal", "zero1", "zero2", "zero3", "fsdp", "ddp")
 
 
@@ -59,8 +58,8 @@ MANIFEST = "manifest.json"
 FORMAT = "mmldlm-checkpoint"
 VERSION = 1
 _CHUNK = 4 << 20
-# Covers the central directory of a torch.save zip, which lists the CRC of every record: a matching
-# tail and the records' own CRCs verify what was read of a file without reading the rest.
+# Enough for the central directory of a torch.save zip, which lists the CRC of every record: a
+# matching tail and the CRCs of the records verify what was read without reading the rest.
 TAIL_BYTES = 1 << 20
 # Files without training state: a run continues without them.
 _DESCRIPTIONS = re.compile(r"config\.yaml|model_config\.json|tokenizer/.*")
@@ -74,9 +73,9 @@ class Examination(NamedTuple):
     """Problems of a checkpoint folder, one line each.
 
     Attributes:
-        damaged: training state that is missing, truncated or changed.
-        unreadable: training state that cannot be read now; it may be complete.
-        descriptions: either problem of files without training state.
+        damaged: Problems of training state that is missing, truncated or changed.
+        unreadable: Problems of training state that cannot be read now; it may be complete.
+        descriptions: Problems of either kind of files without training state.
     """
 
     damaged: list[str]
@@ -115,10 +114,10 @@ def tail_crc(path: Path) -> int:
 
 def list_files(folder: Path) -> list[str]:
     """Return all files below `folder` but the manifest, relative with forward slashes, sorted."""
-    found = []
+    file_names = []
     for base, _, names in os.walk(folder):
-        found += [(Path(base) / name).relative_to(folder).as_posix() for name in names]
-    return sorted(name for name in found if name != MANIFEST)
+        file_names += [(Path(base) / name).relative_to(folder).as_posix() for name in names]
+    return sorted(name for name in file_names if name != MANIFEST)
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:
@@ -167,36 +166,37 @@ def examine(folder: Path | str, checksums: bool = True, tails: bool = False) -> 
     """Compare a checkpoint folder with its manifest.
 
     Args:
-        folder: of the checkpoint.
-        checksums: read every byte and compare CRC-32; otherwise only presence and sizes.
-        tails: without `checksums`, compare the end of every file (cheap at any size).
+        folder: Folder of the checkpoint.
+        checksums: Whether to read every byte and compare CRC-32, not only presence and sizes.
+        tails: Whether to compare the end of every file where `checksums` is off (cheap at any
+            size).
     """
-    folder, found = Path(folder), Examination([], [], [])
+    folder, examination = Path(folder), Examination([], [], [])
     try:
         manifest = read_manifest(folder)
     except CannotRead as error:
-        found.unreadable.append(str(error))
-        return found
+        examination.unreadable.append(str(error))
+        return examination
     except ValueError as error:
-        found.damaged.append(str(error))
-        return found
+        examination.damaged.append(str(error))
+        return examination
     for name, entry in manifest["files"].items():
         is_description = _DESCRIPTIONS.fullmatch(name) is not None
         try:
             problem = _difference(folder / name, entry, checksums, tails)
         except OSError as error:
-            lines = found.descriptions if is_description else found.unreadable
+            lines = examination.descriptions if is_description else examination.unreadable
             lines.append(f"{folder / name} cannot be read: {describe_os_error(error)}")
             continue
         if problem is not None:
-            (found.descriptions if is_description else found.damaged).append(problem)
-    return found
+            (examination.descriptions if is_description else examination.damaged).append(problem)
+    return examination
 
 
 def verify(folder: Path | str, checksums: bool = True, tails: bool = False) -> list[str]:
     """Return all findings of `examine` in one list; empty if every file is as it was saved."""
-    found = examine(folder, checksums, tails)
-    return [*found.problems, *found.descriptions]
+    examination = examine(folder, checksums, tails)
+    return [*examination.problems, *examination.descriptions]
 
 
 def is_as_saved(folder: Path, name: str) -> bool:

@@ -1,6 +1,6 @@
 """Read a checkpoint of any engine, stage and world size by flat element ranges, for a resume.
 
-Every engine loads through this reader, even its own files at its own world size. Every rank reads
+Every engine loads through this reader, even its own files at the same world size. Every rank reads
 only what it owns. Only descriptions are unpickled, and neither torch nor deepspeed is imported.
 
 Checksums: rank 0 must have verified the files against the manifest before (manifest.verify with
@@ -57,8 +57,8 @@ def open_training_state(engine_folder: Path | str) -> ResumeReader:
 
 
 def _open_source(folder: Path) -> WeightSource:
-    found = registry.detect(folder) if folder.is_dir() else None
-    if found is None or not found.format.can_resume(found.path):
+    detected = registry.detect(folder) if folder.is_dir() else None
+    if detected is None or not detected.format.can_resume(detected.path):
         inside = (
             sorted(path.name for path in folder.iterdir())
             if folder.is_dir()
@@ -71,8 +71,8 @@ def _open_source(folder: Path) -> WeightSource:
             "resume from another checkpoint of the run, or take the weights alone with"
             " training.init_from",
         )
-    return found.format.open(
-        found.path, ReadOptions(True, with_moments=True, random_access=True, is_one_save=True)
+    return detected.format.open(
+        detected.path, ReadOptions(True, with_moments=True, random_access=True, is_one_save=True)
     )
 
 
@@ -81,12 +81,12 @@ class ResumeReader:
     manager or call close().
 
     Attributes:
-        names: every parameter and persistent buffer, including the second names of tied weights.
-        engine: the engine that saved it ("deepspeed", "fsdp", "model.pt").
+        names: Every parameter and persistent buffer, including the second names of tied weights.
+        engine: Engine that saved it ("deepspeed", "fsdp", "model.pt").
         stage: ZeRO stage; None if not recorded.
-        world_size: number of ranks that saved it; None if not recorded.
+        world_size: Number of ranks that saved it; None if not recorded.
         has_moments: False before the optimizer's first step.
-        has_ema: whether a moving average of the weights was saved.
+        has_ema: Whether a moving average of the weights was saved.
     """
 
     def __init__(self, source: WeightSource):
@@ -130,11 +130,11 @@ class ResumeReader:
         """Return flat elements [start, start + count) as a new float32 array.
 
         Args:
-            name: of the tensor.
+            name: Name of the tensor.
             what: "weight" (the fp32 master of a trainable one, else the stored values, widened),
                 or for a trainable one "exp_avg", "exp_avg_sq" (see moments_of) or "ema".
-            start: first element.
-            count: number of elements.
+            start: First element.
+            count: Number of elements.
 
         Raises:
             UserError: a damaged file; the error names it.

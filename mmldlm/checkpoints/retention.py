@@ -34,8 +34,8 @@ def set_aside_after(run_dir: Path | str, step: int) -> list[Path]:
     """
     run_dir = Path(run_dir)
     steps = list_checkpoints(run_dir)
-    later = [path for found, path in steps if found > step]
-    remaining = [path for found, path in steps if found <= step]
+    later = [path for saved_step, path in steps if saved_step > step]
+    remaining = [path for saved_step, path in steps if saved_step <= step]
     for path in later:
         if unreadable := examine(path, checksums=False).unreadable:
             raise unreadable_error(run_dir, unreadable[0])

@@ -18,13 +18,14 @@ from mmldlm.config.renamed_keys import is_removed_weight, model_config_with_new_
 from mmldlm.errors import UserError
 from mmldlm.utils.input_files import read_bytes
 
-TABLE = "tensors"  # key of the manifest
+# Key of the manifest.
+TABLE = "tensors"
 _MMDIT = ("MultimodalMMDiT", "CodesMMDiT")
 _ARCHITECTURES = (*_MMDIT, "PlainTransformer", "HierarchicalTransformer")
 
 
 def tensor_table(shapes: Mapping[str, Iterable[int]]) -> dict[str, str]:
-    """The table for the manifest."""
+    """Return the table for the manifest."""
     return {name: "x".join(map(str, shape)) for name, shape in shapes.items()}
 
 
@@ -46,12 +47,12 @@ def check_tensors(weights: WeightSource, checkpoint: Path | None) -> None:
     if table is None:
         _check_with_config(weights, checkpoint / MODEL_CONFIG)
         return
-    path, found = checkpoint / MANIFEST, _shapes_of(weights)
+    path, shapes = checkpoint / MANIFEST, _shapes_of(weights)
     if not isinstance(table, dict):
         raise _mismatch_error(path, weights, "a table of tensors", type(table).__name__)
-    for name in table | found:
+    for name in table | shapes:
         expected = table.get(name, "no such weight")
-        if (actual := found.get(name, "no such weight")) != expected:
+        if (actual := shapes.get(name, "no such weight")) != expected:
             raise _mismatch_error(path, weights, f"{name}: {expected}", actual)
 
 
@@ -63,32 +64,36 @@ def _check_with_config(weights: WeightSource, path: Path) -> None:
     """Compare the weights of a checkpoint without a table with its model_config.json, if any."""
     if not path.is_file():
         return
-    found = _shapes_of(weights)
+    actual_shapes = _shapes_of(weights)
     try:
         config = model_config_with_new_names(json.loads(read_bytes(path)))
         # A user's own task is not imported.
         if config.get("architecture") not in _ARCHITECTURES:
             return
-        if config.get("n_blocks", 0) > len(found):  # before a loop over all of them
-            raise ValueError(f"n_blocks {config['n_blocks']} for {len(found)} tensors")
+        if config.get("n_blocks", 0) > len(actual_shapes):
+            # Checked before a loop over all of them.
+            raise ValueError(f"n_blocks {config['n_blocks']} for {len(actual_shapes)} tensors")
         shapes, needed = tensor_table(_shapes_by_config(config)), _needed_names(config)
     except (ValueError, KeyError, TypeError, AttributeError, ArithmeticError, RecursionError) as e:
         raise UserError(
             f"the config of a model in {path}", repr(e)[:200], "use an intact checkpoint"
         ) from e
     for name, expected in shapes.items():
-        actual = found.get(name, "no such weight" if name in needed else expected)
+        actual = actual_shapes.get(name, "no such weight" if name in needed else expected)
         if actual != expected:
             raise _mismatch_error(path, weights, f"{name}: {expected}", actual)
-    num_blocks = len({name.split(".")[1] for name in found if name.startswith("blocks.")})
+    num_blocks = len({name.split(".")[1] for name in actual_shapes if name.startswith("blocks.")})
     if num_blocks > config["n_blocks"]:
         raise _mismatch_error(path, weights, f"{config['n_blocks']} blocks", f"{num_blocks}")
 
 
 def _shapes_by_config(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
-    """Shapes of weights that between them use every size in a config; not every model has each."""
+    """Return shapes of weights that together use every size in a config; no model has all of
+    them.
+    """
     width, vocab, dim = config["hidden_size"], config["vocab_size"], config["latent_dim"]
-    cond, chunks = config["cond_dim"], config["tokens_per_latent"]  # None: not read, or a default
+    # None: not read, or a default.
+    cond, chunks = config["cond_dim"], config["tokens_per_latent"]
     streams, head = (2 if config["architecture"] in _MMDIT else 1), width // config["n_heads"]
     shapes: dict[str, tuple[int, ...]] = {
         "latent_mean": (dim,),
@@ -122,7 +127,7 @@ def _shapes_by_config(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
 
 
 def _needed_names(config: dict[str, Any]) -> set[str]:
-    """Names of `_shapes_by_config` that every model of this config has."""
+    """Return the names of `_shapes_by_config` that every model of this config has."""
     blocks = [f"blocks.{block}" for block in range(config["n_blocks"])]
     names = {"latent_mean", "text_head.weight", *(f"{block}.mlp_in.weight" for block in blocks)}
     if config["architecture"] not in _MMDIT:
@@ -134,7 +139,8 @@ def _needed_names(config: dict[str, Any]) -> set[str]:
     names |= {f"{block}.modulation.weight" for block in blocks}
     if config.get("qk_rmsnorm"):
         names |= {f"{block}.qk_norm.weight" for block in blocks}
-    if config.get("latent_grids") is None:  # else the positions are fixed
+    if config.get("latent_grids") is None:
+        # With several grids the positions are fixed, not learned.
         names.add("latent_encoder.latent_position")
     if config.get("num_codes") is None:
         names |= {"latent_encoder.to_tokens.weight", "latent_head.to_latent.weight"}

@@ -19,13 +19,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from mmldlm.checkpoints import commit
-from mmldlm.checkpoints.convert import (
-    DTYPE_NAMES,
-    Summary,
-    plan_tensors,
-    source_metadata,
-)
-from mmldlm.checkpoints.copy_files import check_links, copy_file, copy_tokenizer_files
+from mmldlm.checkpoints.convert import DTYPE_NAMES, Summary, plan_tensors, source_metadata
 from mmldlm.checkpoints.files.torch_file import corrupt_file_error
 from mmldlm.checkpoints.files.torch_writer import TensorSpec
 from mmldlm.checkpoints.formats import registry
@@ -51,7 +45,12 @@ from mmldlm.checkpoints.manifest import (
     describe_file,
     read_manifest,
 )
-from mmldlm.checkpoints.output_folder import write_atomically
+from mmldlm.checkpoints.output_folder import (
+    check_links,
+    copy_file,
+    copy_tokenizer_files,
+    write_atomically,
+)
 from mmldlm.checkpoints.tensor_table import check_tensors, tensor_table
 from mmldlm.errors import MmldlmError, UserError
 from mmldlm.utils.formatting import count_noun
@@ -62,7 +61,7 @@ _RNG = re.compile(r"rng_state_rank(\d+)\.pt")
 
 
 class _Target(NamedTuple):
-    """What to write; see convert_state."""
+    """Target of a conversion; see convert_state."""
 
     name: str
     world_size: int
@@ -97,11 +96,11 @@ def convert_state(
 
     Args:
         source: Any path that open_source accepts.
-        out: The new folder.
+        out: New folder.
         to: One of TARGETS.
         world_size: Number of ranks of the new checkpoint; None for the source's (1 if not
             recorded).
-        dtype: fp32, bf16, fp16: of model.pt's parameters (default fp32), or of ZeRO's
+        dtype: Dtype fp32, bf16 or fp16 of model.pt's parameters (default fp32), or of ZeRO's
             low-precision copy next to the fp32 masters (default: the source's). keep: the source's
             in both.
         force: Whether to replace an earlier conversion at `out`.
@@ -109,7 +108,7 @@ def convert_state(
         on_bytes: Callback with the bytes written so far and in total.
         ema: For model.pt: whether to write the moving average of the weights.
         only: For model.pt: names to write, as shell patterns.
-        sub_group_size: That of ZeRO-3, as in the DeepSpeed config that will load it.
+        sub_group_size: Size of ZeRO-3's sub-groups, as in the DeepSpeed config that will load it.
         verify: Whether to read the output back and compare every element.
         fsync: Whether to flush everything to the disk before `out` appears; a checkpoint of a
             run always is.
@@ -215,13 +214,13 @@ def _check_arguments(to: str, world_size: int | None) -> None:
         )
 
 
-def _world_size(opened: OpenedCheckpoint, given: int | None) -> int:
+def _world_size(opened: OpenedCheckpoint, requested: int | None) -> int:
     """Return the number of ranks of the new checkpoint.
 
     Raises:
         UserError: the source records one that no checkpoint has.
     """
-    world_size = given or opened.world_size or 1
+    world_size = requested or opened.world_size or 1
     if world_size > MAX_WORLD_SIZE:
         found = f"{world_size:,} in {opened.checkpoint or opened.weights.path}"
         raise UserError(
@@ -275,16 +274,16 @@ def _verify(source: WeightSource, folder: Path) -> None:
     Raises:
         MmldlmError: an element differs.
     """
-    written = registry.open_path(
+    output = registry.open_path(
         folder, ReadOptions(source.options.allow_nonfinite, with_moments=bool(source.moments))
     )
-    assert written is not None, f"nothing readable in {folder}"
-    with written:
-        found = compare(source, written)
-    if found.any:
-        differing = [*found.values, *found.shapes, *found.only_a, *found.only_b]
+    assert output is not None, f"nothing readable in {folder}"
+    with output:
+        difference = compare(source, output)
+    if difference.any:
+        names = [*difference.values, *difference.shapes, *difference.only_a, *difference.only_b]
         raise MmldlmError(
-            f"{differing[0]} read back from {folder} differs from what was written: the disk is"
+            f"{names[0]} read back from {folder} differs from what was written: the disk is"
             " failing"
         )
 
@@ -386,9 +385,9 @@ def _copy_run(opened: OpenedCheckpoint, folder: Path, world: int) -> None:
         for path in list_ema_files(source / ENGINE_FOLDER).values()
     }
     for name in listed:
-        found = _RNG.fullmatch(name)
+        match = _RNG.fullmatch(name)
         if (name.startswith(f"{ENGINE_FOLDER}/") and name not in averages) or (
-            found and int(found[1]) >= world
+            match and int(match[1]) >= world
         ):
             continue
         copy_file(source, source / name, folder / name)

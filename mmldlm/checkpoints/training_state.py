@@ -1,4 +1,4 @@
-"""training_state.json of a checkpoint: where a run stands.
+"""training_state.json of a checkpoint: the progress of a run.
 
 Its values are checked wherever it is read.
 """
@@ -24,7 +24,8 @@ Finite = Annotated[float, Field(allow_inf_nan=False)]
 
 
 class _Strict(BaseModel):
-    model_config = ConfigDict(strict=True, extra="ignore")  # later releases may add keys
+    # Unknown keys are ignored, because later releases may add some.
+    model_config = ConfigDict(strict=True, extra="ignore")
 
 
 class _GuardState(_Strict):
@@ -100,7 +101,8 @@ def read_training_state(checkpoint: Path) -> dict[str, Any]:
         raise ValueError(f"{path} is damaged: {describe_problems(error)}") from error
     except RecursionError as error:
         raise ValueError(f"{path} is damaged: nested too deep") from error
-    except ValueError as error:  # of JSON and UTF-8
+    except ValueError as error:
+        # JSON and UTF-8 both raise it.
         raise ValueError(f"{path} is damaged: {error}") from error
     named = _STEP_FOLDER.fullmatch(checkpoint.name)
     if named is not None and int(named[1]) != state.step:

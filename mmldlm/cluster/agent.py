@@ -25,14 +25,16 @@ MARK = "@mmldlm "
 ROOT = Path(__file__).resolve().parents[2]
 CONNECT_SECONDS = 5
 START_SECONDS = 20.0
-FAN_OUT = 64  # simultaneous logins; each server sees only one, far below sshd's MaxStartups
-_KEPT_BYTES = 2000  # of the login shell's output
+# Simultaneous logins; each server sees only one, far below sshd's MaxStartups.
+FAN_OUT = 64
+# Bytes of the login shell's output that are kept.
+_KEPT_BYTES = 2000
 _NO_CWD, _NO_PYTHON = 70, 71
 BOOTSTRAP = (
     "cd {cwd} 2>/dev/null || exit 70; [ -x {python} ] || command -v {python} >/dev/null || exit"
     " 71; exec {python} -c {code}"
 )
-# Without the working folder, which -c puts on the path: the user's own random.py there would
+# The working folder, which -c puts on the path, is left out: a random.py of the user there would
 # replace Python's.
 _CODE = (
     "import sys; sys.path[:] = [{root!r}, *filter(None, sys.path)]; from {module} import main;"
@@ -63,9 +65,9 @@ class AgentFailure(Exception):
     """A node whose agent does not answer.
 
     Attributes:
-        cause: client (no ssh here), name, key_unknown, key_changed, denied, refused, unreachable,
-            closed, mtu, cwd, python, import, shell, silent or ended.
-        message: last line that ssh or the node printed.
+        cause: Cause of the failure: client (no ssh here), name, key_unknown, key_changed, denied,
+            refused, unreachable, closed, mtu, cwd, python, import, shell, silent or ended.
+        message: Last line that ssh or the node printed.
     """
 
     cause: str
@@ -79,9 +81,9 @@ def classify(code: int | None, stderr: str, printed: bytes | None = b"") -> Agen
     """Return why an agent did not start or has ended.
 
     Args:
-        code: exit status of ssh (or of the agent, on this machine).
-        stderr: error output of ssh and the agent.
-        printed: output before the agent's greeting; None for an agent that had started.
+        code: Exit status of ssh (or of the agent, on this machine).
+        stderr: Error output of ssh and the agent.
+        printed: Output before the agent's greeting; None for an agent that had started.
     """
     lines = [line for line in stderr.strip().splitlines() if line.strip()]
     last = lines[-1].strip() if lines else f"status {code}"
@@ -99,7 +101,8 @@ def classify(code: int | None, stderr: str, printed: bytes | None = b"") -> Agen
         return AgentFailure("ended", last)
     if printed is None:
         return AgentFailure("ended", last)
-    if not lines:  # Python would have printed a reason: the login shell did not start it
+    if not lines:
+        # Python would have printed a reason: the login shell did not start it.
         return AgentFailure(
             "shell", f"its login shell ended with status {code}{_shell_output(printed)}"
         )
@@ -177,7 +180,8 @@ class Agent:
         )
         self._answers: queue.Queue = queue.Queue()
         self._stderr: list[str] = []
-        self._printed: bytes | None = b""  # end of the output before the greeting; None after it
+        # End of the output before the greeting; None after it.
+        self._printed: bytes | None = b""
         self._process: subprocess.Popen | None = None
         self._request_id = 0
         self._lock = threading.Lock()
@@ -194,7 +198,7 @@ class Agent:
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
-                # Ctrl-C ends the head, not the sessions; their input is closed then
+                # Ctrl-C ends the head, not the sessions, whose input is then closed.
                 start_new_session=True,
             )
         except OSError as error:
@@ -222,9 +226,11 @@ class Agent:
                 self._process.stdin.write(request.encode())
                 self._process.stdin.flush()
             except (OSError, ValueError):
-                pass  # the session has ended; _wait raises the cause
+                # The session has ended; _wait raises the cause.
+                pass
             answer = self._wait(timeout, f"no answer to '{action}'")
-            while answer.get("id") != self._request_id:  # a late answer to an abandoned request
+            while answer.get("id") != self._request_id:
+                # An answer to an abandoned request may arrive late.
                 answer = self._wait(timeout, f"no answer to '{action}'")
         if "error" in answer:
             raise RuntimeError(f"{self.name}: {answer['error']}")
@@ -248,7 +254,8 @@ class Agent:
     def _read_answers(self) -> None:
         partial = b""
         while chunk := self._process.stdout.read1(1 << 16):
-            if self._printed is not None:  # chunks, not lines: a prompt has no line end
+            if self._printed is not None:
+                # Read in chunks, not lines: a prompt has no line end.
                 self._printed = (self._printed + chunk)[-_KEPT_BYTES:]
             *lines, partial = (partial + chunk).split(b"\n")
             for answer in filter(None, map(_parse_answer, lines)):
@@ -278,8 +285,8 @@ class AgentPool:
     """The agents of all nodes; a failure of one does not affect the others.
 
     Attributes:
-        agents: node -> Agent.
-        failures: node -> AgentFailure; these nodes get no further requests.
+        agents: Node -> Agent.
+        failures: Node -> AgentFailure; these nodes get no further requests.
         errors: (node, action) -> error of an action.
     """
 

@@ -21,7 +21,8 @@ from concurrent.futures import ThreadPoolExecutor
 from mmldlm.utils import run_module
 from mmldlm.utils.formatting import describe_os_error
 
-SEGMENT = 500  # bytes; every IPv4 path accepts them
+# In bytes; every IPv4 path accepts them.
+SEGMENT = 500
 CONNECT_SECONDS = 3.0
 EXCHANGE_SECONDS = 6.0
 # Bytes per direction of a connection: enough segments to detect one percent loss, few enough for a
@@ -60,7 +61,8 @@ def close(args: dict) -> None:
     while _listening:
         server = _listening.pop()
         with contextlib.suppress(OSError):
-            server.shutdown(socket.SHUT_RDWR)  # wakes the accepting thread
+            # Wakes the accepting thread.
+            server.shutdown(socket.SHUT_RDWR)
         server.close()
 
 
@@ -69,7 +71,8 @@ def _accept(server: socket.socket) -> None:
         while True:
             try:
                 connection, _ = server.accept()
-            except OSError:  # closed
+            except OSError:
+                # The server was closed.
                 return
             executor.submit(_answer, connection)
 
@@ -160,7 +163,8 @@ def _measure(connection: socket.socket) -> dict:
     """
     info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 256)
 
-    def field(offset: int) -> int:  # 0 if the kernel is too old
+    def field(offset: int) -> int:
+        # A kernel that is too old has no such field.
         return struct.unpack_from("I", info, offset)[0] if len(info) >= offset + 4 else 0
 
     # Duplicates (tcpi_dsack_dups) were late, not lost.
@@ -180,7 +184,8 @@ def port_owner(port: int) -> dict | None:
         if is_listener and connection.pid is not None:
             try:
                 command = " ".join(psutil.Process(connection.pid).cmdline())
-            except psutil.Error:  # it has exited
+            except psutil.Error:
+                # The process has exited.
                 continue
             return {"pid": connection.pid, "command": command.strip()[:160]}
     return None
@@ -194,7 +199,7 @@ def login_works(ssh: Iterable[str]) -> bool:
     host is reachable.
 
     Args:
-        ssh: command line of ssh that ends with the host name.
+        ssh: Command line of ssh that ends with the host name.
     """
     *options, name = ssh
     path = shlex.join([sys.executable, run_module.__file__, "mmldlm.cluster.connections"]).replace(
@@ -217,9 +222,8 @@ def relay(host: str, port: int) -> None:
     ends.
     """
     with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as connection:
-        connection.setsockopt(
-            socket.IPPROTO_TCP, socket.TCP_MAXSEG, SEGMENT
-        )  # announced to the peer too
+        # This size is announced to the peer, too.
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_MAXSEG, SEGMENT)
         connection.settimeout(CONNECT_SECONDS)
         connection.connect((host, port))
         connection.settimeout(None)

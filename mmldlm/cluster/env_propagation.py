@@ -35,7 +35,7 @@ PREFIXES = (
     "CUBLAS_",
     "GLIBC_TUNABLES",
     "MALLOC_",
-    # The way to the network and its certificates, for trackers and the hub.
+    # Proxies and certificates, for trackers and the hub.
     "http_proxy",
     "https_proxy",
     "all_proxy",
@@ -54,9 +54,10 @@ PREFIXES = (
     "LANG",
     "LC_",
 )
-# Passed, and not compared with a node's login: they do not change a result.
+# Variables that are passed but not compared with a node's login, because they do not change a
+# result.
 NOT_COMPARED = ("TZ", "LANG", "LC_")
-# Of a shell's session or an environment that every node has for itself.
+# Variables of a shell's session, or of an environment that every node has for itself.
 _SESSION = (
     "PATH",
     "HOME",
@@ -114,7 +115,8 @@ _SESSION = (
 _DEEPSPEED_PREFIXES = ("MLFLOW", "PYTHON", "MV2", "UCX")
 _DEEPSPEED_CUDA = ("NCCL",)
 DEEPSPEED_EXPORTS = _DEEPSPEED_PREFIXES + _DEEPSPEED_CUDA
-# Set by every launcher itself, meant for the head alone, or without effect on a run.
+# Variables that every launcher sets itself, that are meant for the head alone, or that have no
+# effect on a run.
 OWN = (
     "MASTER_ADDR",
     "MASTER_PORT",
@@ -134,14 +136,16 @@ REQUIRED = (
     "LD_PRELOAD",
 )
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
-_SHELL_ACTIVE = re.compile(r'[$`\\"]|%[hnu%]')  # within double quotes, and for pdsh
+# Active within double quotes, and for pdsh.
+_SHELL_ACTIVE = re.compile(r'[$`\\"]|%[hnu%]')
+# The address of a proxy may contain a password.
 _SECRET = (
     "KEY",
     "TOKEN",
     "SECRET",
     "PASSWORD",
     "PROXY",
-)  # a proxy's address may contain a password
+)
 
 
 def run_variables(environment: dict[str, str] | None = None) -> dict[str, str]:
@@ -223,11 +227,13 @@ def propagated_variables(launcher: str, has_gpus: bool) -> dict[str, str] | None
     the nodes.
     """
     if launcher == "slurm":
-        return run_variables()  # srun exports everything by default
+        # srun exports everything by default.
+        return run_variables()
     if launcher == "torchrun":
         return None
     if launcher == "mpi":
-        return {}  # mpirun propagates only variables named with -x
+        # mpirun propagates only variables named with -x.
+        return {}
     prefixes = _DEEPSPEED_PREFIXES + (_DEEPSPEED_CUDA if has_gpus else ())
     variables = {k: v for k, v in run_variables().items() if k.startswith(prefixes)}
     for path in env_files():

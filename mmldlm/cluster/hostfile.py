@@ -31,9 +31,9 @@ class Node:
     """One line of the hostfile.
 
     Attributes:
-        name: host name or address for ssh.
-        slots: number of ranks.
-        line: line number in the file; 0 if it was not read from a file.
+        name: Host name or address for ssh.
+        slots: Number of ranks.
+        line: Line number in the file; 0 if it was not read from a file.
     """
 
     name: str
@@ -68,7 +68,8 @@ def read_hostfile(path: str | Path) -> list[Node]:
         ) from error
     nodes, problems = _parse(text, path)
     if problems:
-        if not nodes:  # probably not a hostfile: the first lines are enough
+        if not nodes:
+            # It is probably not a hostfile: the first lines are enough.
             more = [f"and {len(problems) - 8} more lines"] if len(problems) > 8 else []
             problems = [f"{path} names no node", *problems[:8], *more]
         raise UserError(
@@ -92,9 +93,8 @@ def _parse(text: str, path: Path) -> tuple[list[Node], list[str]]:
         problems.append(f"{path}:1: a byte order mark, which would become part of the first name")
         text = text[1:]
     nodes: list[Node] = []
-    for line_number, line in enumerate(
-        re.split(r"\r\n|\r|\n", text), 1
-    ):  # DeepSpeed's line ends: a form feed is not one
+    # These are DeepSpeed's line ends: a form feed is not one.
+    for line_number, line in enumerate(re.split(r"\r\n|\r|\n", text), 1):
         if not line.strip() or line.lstrip().startswith("#"):
             continue
         node, problem = _read_line(line, line_number)
@@ -122,9 +122,8 @@ def _read_bytes(path: Path) -> bytes:
     Raises:
         OSError: unreadable, neither a file nor a pipe, or the writer takes too long.
     """
-    file = os.open(
-        path, os.O_RDONLY | os.O_NONBLOCK
-    )  # otherwise open() blocks on a pipe without a writer
+    # Otherwise open() would block on a pipe without a writer.
+    file = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
     try:
         mode, deadline, data = os.fstat(file).st_mode, time.monotonic() + _PIPE_SECONDS, b""
         if not (stat.S_ISREG(mode) or stat.S_ISFIFO(mode) or stat.S_ISDIR(mode)):
@@ -182,13 +181,9 @@ def _read_line(line: str, line_number: int) -> tuple[Node | None, str | None]:
     key, equals, value = rest[0].partition("=")
     if not equals or key != "slots":
         close = difflib.get_close_matches(key, ["slots", "max_slots"], 1, 0.5) or not equals
-        number_found = re.search(r"\d+", rest[0])
-        meant = (
-            f"did you mean 'slots={number_found.group() if number_found else 'N'}'?"
-            if close
-            else "expected slots=N"
-        )
-        return None, f"{rest[0]!r}: {meant}"
+        digits = re.search(r"\d+", rest[0])
+        meant = f"did you mean 'slots={digits.group() if digits else 'N'}'?"
+        return None, f"{rest[0]!r}: {meant if close else 'expected slots=N'}"
     if not value.isascii() or not value.isdigit():
         return None, f"{rest[0]!r}: slots must be an integer"
     if int(value) == 0:

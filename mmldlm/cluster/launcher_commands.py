@@ -45,15 +45,15 @@ def deepspeed_command(
     it names.
 
     Args:
-        nodes: hosts and slots.
-        local: whether the run is on this machine alone, without ssh.
-        hostfile: path of a hostfile with these nodes; unused if `local`.
+        nodes: Hosts and slots.
+        local: Whether the run is on this machine alone, without ssh.
+        hostfile: Path of a hostfile with these nodes; unused if `local`.
         address: --master_addr.
         port: --master_port.
-        ssh_port: port of sshd; None for the default.
-        script: script and arguments. Arguments that are not plain are passed as base64, because
+        ssh_port: Port of sshd; None for the default.
+        script: Script and arguments. Arguments that are not plain are passed as base64, because
             DeepSpeed pastes them into a shell line.
-        folder: working folder of the command (default: the current one), which DeepSpeed pastes
+        folder: Working folder of the command (default: the current one), which DeepSpeed pastes
             too.
 
     Raises:
@@ -163,9 +163,8 @@ def srun_command(nodes: Sequence[Node], address: str, port: int, script: list[st
         "--kill-on-bad-exit=1",
     ]
     command += ["--nodelist", ",".join(node.name for node in nodes)]
-    if (
-        "SLURM_CPUS_PER_TASK" in os.environ
-    ):  # of the batch job; srun does not inherit it (since Slurm 22.05)
+    # A variable of the batch job, which srun does not inherit (since Slurm 22.05).
+    if "SLURM_CPUS_PER_TASK" in os.environ:
         command += ["--cpus-per-task", os.environ["SLURM_CPUS_PER_TASK"]]
     return [
         *command,

@@ -16,7 +16,6 @@ MARK = "@environment "
 if __name__ == "__main__":
     names = ("RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK", "SLURM_PROCID")
     rank = next((os.environ[name] for name in names if name in os.environ), None)
-    found = {"hostname": socket.gethostname(), "rank": rank, "environment": dict(os.environ)}
-    sys.stdout.write(
-        f"{MARK}{json.dumps(found)}\n"
-    )  # one write, so that lines of other ranks do not interleave
+    report = {"hostname": socket.gethostname(), "rank": rank, "environment": dict(os.environ)}
+    # One write, so that lines of other ranks do not interleave.
+    sys.stdout.write(f"{MARK}{json.dumps(report)}\n")

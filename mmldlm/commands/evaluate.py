@@ -5,26 +5,33 @@ from __future__ import annotations
 import argparse
 import contextlib
 import sys
+from dataclasses import replace
+from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from mmldlm.commands import RemovedOption, RenamedOption
-from mmldlm.config.text_samplers import BY_CERTAINTY, RESULTS_PAGE
 from mmldlm.errors import EXIT_DONE, EXIT_FAILED, UserError
+from mmldlm.evaluation.settings import (
+    SUITE_SETTINGS,
+    GainSettings,
+    ImageSettings,
+    StsSettings,
+    unread_options,
+)
+from mmldlm.inference.options import SearchOptions
 from mmldlm.observe.pages.page import check_page_path, write_page
-from mmldlm.sampling.options import IMAGE_GUIDANCE, IMAGE_STEPS
-from mmldlm.sampling.search.options import ARGUMENTS as SEARCH_ARGUMENTS
-from mmldlm.sampling.search.options import SearchOptions
+from mmldlm.sampling.settings import BY_CERTAINTY, RESULTS_PAGE
 from mmldlm.utils import option_types
 from mmldlm.utils.formatting import join_some
 from mmldlm.utils.json_files import nonfinite_places
 from mmldlm.utils.paths import check_writable_file, claimed_file
 from mmldlm.utils.progress import ProgressBar
+from mmldlm.utils.settings import Settings, add_options, flag, flags, given_options, options_of
 
 if TYPE_CHECKING:
-    from mmldlm.evaluation.image_report import ImageReport
     from mmldlm.evaluation.report import Report
-    from mmldlm.sampling.pretrained import Pretrained
+    from mmldlm.tasks.pretrained import Pretrained
 
 INFORMATION_PAGE = "studies/information/README.md"
 SUITES = {
@@ -33,15 +40,6 @@ SUITES = {
     ),
     "stsb": "correlation of embedding similarity with human scores (STS Benchmark)",
 }
-# Options of l2t, which the suite `stsb` does not read.
-NOT_STSB = ("num_steps", "sampler", "num_draws", "presence_penalty")
-LATENT_STEPS_HELP = (
-    f"steps of t2l (default 1, or 10 for prediction epsilon; images: {IMAGE_STEPS}, of codes 12)"
-)
-# Options that an evaluation of images does not read.
-NOT_IMAGES = ("sampler", *SEARCH_ARGUMENTS)
-# Options that only an evaluation of images reads.
-IMAGES_ONLY = ("vae", "clip", "inception_weights")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -75,58 +73,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="STORE",
         help="prepared store; its validation split is evaluated",
     )
-    add(
-        "--num-samples",
-        type=option_types.integer(2),
-        metavar="N",
-        help="number of unseen sentences (default 1000, or all)",
-    )
-    add(
-        "--num-steps",
-        type=option_types.count,
-        help="most steps of l2t (default 64, as in mmldlm sample; images: 8)",
-    )
-    add(
-        "--sampler",
-        metavar="NAME",
-        help="sampler of l2t, by its own settings (default: the task's first)",
-    )
+    add_options(parser, *SUITE_SETTINGS)
     add("--num-lengths", action=RemovedOption, page=RESULTS_PAGE)
-    add("--latent-steps", type=option_types.count, help=LATENT_STEPS_HELP)
-    add(
-        "--num-draws",
-        type=option_types.count,
-        help="timesteps per text in the NELBO (default 2; images: 4)",
-    )
-    add("--control-samples", type=option_types.integer(2), default=100,
-        help="sentences of the untrained controls (default %(default)s)")  # fmt: skip
-    add(
-        "--guidance",
-        type=option_types.number(),
-        help=(
-            "classifier-free guidance of both samplers (default 1: none); of images the scale"
-            f" measured beside 1 (default {IMAGE_GUIDANCE:g})"
-        ),
-    )
-    add(
-        "--presence-penalty",
-        type=option_types.number(),
-        help="penalty of l2t on repeated tokens (default 1; images: 0)",
-    )
-    for key, options in SEARCH_ARGUMENTS.items():
-        add("--" + key.replace("_", "-"), **options)
-    add(
-        "--batch-size",
-        type=option_types.count,
-        metavar="N",
-        help="texts of full length per pass (default: some thousand tokens)",
-    )
-    add(
-        "--seed",
-        type=option_types.seed,
-        default=0,
-        help="seed of every draw (default %(default)s)",
-    )
     add(
         "--json",
         type=option_types.path,
@@ -139,20 +87,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="STS Benchmark file (sts-dev.csv), for --suite stsb")  # fmt: skip
     for option in ("--samplers", "--plot", "--write-schedule"):
         add(option, action=RemovedOption, page=INFORMATION_PAGE)
-    add(
-        "--clip",
-        type=option_types.path,
-        metavar="FOLDER",
-        help="of images: also the CLIP score by this local CLIPModel with its processor",
-    )
-    add("--inception-weights", type=option_types.path, metavar="FILE",
-        help="of images: also FID and KID by this TorchScript feature network")  # fmt: skip
-    add(
-        "--vae",
-        type=option_types.path,
-        metavar="FOLDER",
-        help="of images as vae:NAME: folder of the autoencoder (default: as prepared)",
-    )
     add("--device", help="default: cuda if available, else cpu")
 
 
@@ -173,7 +107,7 @@ def main(args: argparse.Namespace) -> int:
     _check_arguments(args)
     with contextlib.ExitStack() as claims:
         for key in ("json", "html"):
-            claims.enter_context(claimed_file(getattr(args, key), "--" + key.replace("_", "-")))
+            claims.enter_context(claimed_file(getattr(args, key), flag(key)))
         report = _measure(args)
         lines = _write_files(args, report)
     report.show()
@@ -215,12 +149,10 @@ def _write_files(args: argparse.Namespace, report: Report) -> list[str]:
 
 def _measure(args: argparse.Namespace) -> Report:
     from mmldlm.data.run_data import check_store_kind
-    from mmldlm.evaluation import gain, sts
-    from mmldlm.evaluation.directions import Settings
-    from mmldlm.sampling.device import usable_device
-    from mmldlm.sampling.pretrained import load_pretrained
+    from mmldlm.evaluation import gain, images, sts
+    from mmldlm.inference.load import load_pretrained, usable_device
 
-    device = usable_device(args.device)
+    device, given = usable_device(args.device), _given(args)
     pairs = sts.read_pairs(args.sts_file) if args.suite == "stsb" else None
     store = None
     if pairs is None:
@@ -230,114 +162,101 @@ def _measure(args: argparse.Namespace) -> Report:
     pretrained = load_pretrained(args.checkpoint, device)
     if store is not None:
         check_store_kind(store, "text" if pretrained.image is None else "image")
-    report: Report
     with ProgressBar() as progress:
-        if pretrained.image is None:
-            _check_no_image_options(args, pretrained)
         if pretrained.image is not None:
-            report = _evaluate_images(args, pretrained, progress)
-        elif pairs is not None:
-            report = sts.evaluate(
-                pretrained,
-                pairs,
-                steps=args.latent_steps,
-                guidance=1.0 if args.guidance is None else args.guidance,
-                seed=args.seed,
-                log=progress.start,
-                batch_size=args.batch_size,
-            )
-        else:
-            _check_task(args, pretrained)
-            given = {key: getattr(args, key) for key in Settings.__dataclass_fields__}
-            settings = Settings(
-                **{key: value for key, value in given.items() if value is not None}
-            )
-            report = gain.evaluate(pretrained, store, settings, progress.start)
-    return report
+            settings = _image_settings(args.suite, given)
+            return images.evaluate_images(pretrained, args.data, settings, progress.start)
+        of_images = [
+            key for key in options_of(ImageSettings) if key not in options_of(GainSettings)
+        ]
+        if wrong := flags(key for key in of_images if key in given):
+            found = f"task={pretrained.task.name}"
+            raise UserError(f"{wrong} with a model of images", found, f"omit {wrong}")
+        if pairs is not None:
+            sts_settings = StsSettings(**_read(StsSettings, given))
+            return sts.evaluate(pretrained, pairs, sts_settings, progress.start)
+        assert store is not None
+        return gain.evaluate(pretrained, store, _gain_settings(given, pretrained), progress.start)
 
 
-def _check_no_image_options(args: argparse.Namespace, pretrained: Pretrained) -> None:
-    if given := ", ".join(
-        "--" + key.replace("_", "-") for key in IMAGES_ONLY if getattr(args, key) is not None
-    ):
+def _given(args: argparse.Namespace) -> dict[str, Any]:
+    """Return the options of all suites that the user gave."""
+    return given_options(args, dict.fromkeys(chain(*map(options_of, SUITE_SETTINGS))))
+
+
+def _read(settings: type[Settings], given: dict[str, Any]) -> dict[str, Any]:
+    """Return those of the given options that a suite reads."""
+    return {key: given[key] for key in options_of(settings) if key in given}
+
+
+def _image_settings(suite: str, given: dict[str, Any]) -> ImageSettings:
+    if suite != "conditioning_gain":
         raise UserError(
-            f"{given} with a model of images", f"task={pretrained.task.name}", f"omit {given}"
+            "--suite conditioning_gain for a model of images", f"--suite {suite}", "omit --suite"
         )
+    if unread := unread_options(ImageSettings, given):
+        raise UserError("options that an evaluation of images reads", flags(unread), "omit them")
+    return ImageSettings(**_read(ImageSettings, given))
 
 
-def _evaluate_images(
-    args: argparse.Namespace, pretrained: Pretrained, progress: ProgressBar
-) -> ImageReport:
-    from mmldlm.evaluation.images import ImageSettings, evaluate_images
-
-    if args.suite != "conditioning_gain":
-        raise UserError(
-            "--suite conditioning_gain for a model of images",
-            f"--suite {args.suite}",
-            "omit --suite",
-        )
-    if unread := [
-        "--" + key.replace("_", "-") for key in NOT_IMAGES if getattr(args, key) is not None
-    ]:
-        raise UserError(
-            "options that an evaluation of images reads", ", ".join(unread), "omit them"
-        )
-    pretrained.vae = args.vae
-    given = {key: getattr(args, key) for key in ImageSettings.__dataclass_fields__}
-    settings = ImageSettings(**{key: value for key, value in given.items() if value is not None})
-    return evaluate_images(pretrained, args.data, settings, progress.start)
-
-
-def _check_task(args: argparse.Namespace, pretrained: Pretrained) -> None:
+def _gain_settings(given: dict[str, Any], pretrained: Pretrained) -> GainSettings:
+    """Return the settings for a model of texts; refuse what its task does not read."""
     task = pretrained.task
-    if args.sampler is not None:
-        pretrained.check_kind("l2t", args.sampler)
-        if args.num_steps is not None and "num_steps" in task.unread_options("l2t", args.sampler):
-            raise UserError(
-                f"options that --sampler {args.sampler} reads", "--num-steps", "omit it"
-            )
+    settings = GainSettings(**_read(GainSettings, given))
+    if settings.sampler is not None:
+        pretrained.check_kind("l2t", settings.sampler)
+        if "num_steps" in given and "num_steps" in task.unread_options("l2t", settings.sampler):
+            expected = f"options that --sampler {settings.sampler} reads"
+            raise UserError(expected, "--num-steps", "omit it")
         has_penalty = "presence_penalty" in task.sampling_options
-        if args.presence_penalty is None and has_penalty and args.sampler not in BY_CERTAINTY:
-            args.presence_penalty = 0.0  # as in `mmldlm sample`
-    options = {key: getattr(args, key) for key in ("num_steps", "presence_penalty")}
-    options["guidance"] = None if args.guidance == 1 else args.guidance  # 1 is what all tasks do
-    given = [
-        key
-        for key, value in options.items()
-        if value is not None and key not in task.sampling_options
-    ]
-    given += ["latent_steps"] * (args.latent_steps is not None and "t2l" not in task.samplers)
-    given += ["num_draws"] * (args.num_draws is not None and task.exact_likelihood)
-    if given:
-        names = ", ".join("--" + key.replace("_", "-") for key in given)
-        raise UserError(f"options that task={task.name} reads", names, "omit them")
-    SearchOptions.of(args).check(task, ())
+        if (
+            "presence_penalty" not in given
+            and has_penalty
+            and settings.sampler not in BY_CERTAINTY
+        ):
+            settings = replace(settings, presence_penalty=0.0)  # as in `mmldlm sample`
+    is_read = {
+        "num_steps": "num_steps" in task.sampling_options,
+        "presence_penalty": "presence_penalty" in task.sampling_options,
+        # Guidance 1 is what all tasks do.
+        "guidance": "guidance" in task.sampling_options or settings.guidance == 1,
+        "latent_steps": "t2l" in task.samplers,
+        "num_draws": not task.exact_likelihood,
+    }
+    if unread := [key for key, reads in is_read.items() if key in given and not reads]:
+        raise UserError(f"options that task={task.name} reads", flags(unread), "omit them")
+    settings.check_search(task, ())
+    return settings
 
 
 def _check_arguments(args: argparse.Namespace) -> None:
+    given = _given(args)
     if args.suite == "stsb" and not args.sts_file:
         raise UserError(
             "--sts-file: an STS Benchmark file (sts-dev.csv or sts-test.csv)",
             "none given",
             "name the file; no substitute is built in",
         )
-    unread = [key for key in NOT_STSB if args.suite == "stsb" and getattr(args, key) is not None]
-    if unread:
-        names = ", ".join("--" + key.replace("_", "-") for key in unread)
-        raise UserError(
-            f"options that --suite {args.suite} reads", names, "omit them, or name another --suite"
-        )
-    if args.suite != "stsb" and not args.data:
+    search = SearchOptions(**_read(SearchOptions, given))
+    if args.suite == "stsb":
+        of_search = options_of(SearchOptions)
+        unread = [key for key in unread_options(StsSettings, given) if key not in of_search]
+        if unread:
+            raise UserError(
+                f"options that --suite {args.suite} reads",
+                flags(unread),
+                "omit them, or name another --suite",
+            )
+        if search.way is not None:
+            name = "--search" if search.correct is None else "--correct"
+            raise UserError(
+                f"{name} with --suite conditioning_gain", f"--suite {args.suite}", f"omit {name}"
+            )
+    elif not args.data:
         raise UserError(
             "--data STORE, whose validation split is evaluated",
             "none given",
             "name the prepared store",
-        )
-    search = SearchOptions.of(args)
-    if args.suite != "conditioning_gain" and search.way is not None:
-        name = "--search" if search.correct is None else "--correct"
-        raise UserError(
-            f"{name} with --suite conditioning_gain", f"--suite {args.suite}", f"omit {name}"
         )
     if args.json:
         check_writable_file(args.json, "--json")

@@ -6,7 +6,7 @@ import argparse
 
 from mmldlm.commands.prepare import CACHE_DIR_HELP
 from mmldlm.data.encoders.specs import ENCODERS
-from mmldlm.data.importers.folder_layouts import LAYOUTS
+from mmldlm.data.folder_layouts import LAYOUTS
 from mmldlm.errors import EXIT_DONE
 from mmldlm.utils import option_types
 from mmldlm.utils.atomic_files import naming_errors
@@ -69,7 +69,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def main(args: argparse.Namespace) -> int:
     """Run `mmldlm pack`; return the exit code."""
-    from mmldlm.data.importers.sample_folders import PackOptions, pack
+    from mmldlm.data.sample_folders import PackOptions, pack
 
     names = PackOptions.__dataclass_fields__
     with claimed_file(args.output_dir, "--output-dir"), naming_errors(args.output_dir):

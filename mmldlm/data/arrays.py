@@ -20,7 +20,8 @@ from mmldlm.errors import MmldlmError
 from mmldlm.utils.atomic_files import write_bytes
 from mmldlm.utils.input_files import open_regular
 
-MAX_NPZ_BYTES = 64 << 20  # of one array, uncompressed: the tokens of one sample
+# The limit of one uncompressed array: the tokens of one sample need far less.
+MAX_NPZ_BYTES = 64 << 20
 
 
 class UnreadableArrayError(ValueError):
@@ -115,7 +116,8 @@ def _read_header(file: BinaryIO, size: int) -> None:
 def _load(file: BinaryIO) -> np.ndarray:
     try:
         return np.lib.format.read_array(file, allow_pickle=False)
-    except (OverflowError, MemoryError) as error:  # no bytes of an absurd shape
+    except (OverflowError, MemoryError) as error:
+        # NumPy reports an absurd shape as one of these.
         raise UnreadableArrayError(str(error)[:100]) from error
 
 
@@ -158,7 +160,7 @@ class NpyWriter:
     def _header(self) -> bytes:
         shape = (self.num_rows, *self.row)
         buffer = io.BytesIO()
-        # numpy pads for the largest count, so the length of the header does not depend on it
+        # NumPy pads for the largest count, so that the length of the header does not depend on it.
         np.lib.format.write_array_header_1_0(
             buffer, {"descr": self.dtype.str, "fortran_order": False, "shape": shape}
         )

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
-if TYPE_CHECKING:  # a task's data is opened before torch is imported
+# A task's data is opened before torch is imported.
+if TYPE_CHECKING:
     from typing import Self
 
     import torch
@@ -25,16 +26,16 @@ class Batch:
     of tensors or None; a small task may put them into `tensors` instead.
 
     Attributes:
-        ids: Sample ids. [B]
-        real: False for placeholders, which fill up an incomplete batch or replace an unusable
-            sample. [B]
+        ids: [B] sample ids.
+        real: [B] False for placeholders, which fill up an incomplete batch or replace an unusable
+            sample.
         counts: Sizes of the whole GLOBAL batch by which the losses are normalized, equal on every
             rank.
-        num_tokens: Real tokens of this micro-batch.
+        num_tokens: Number of real tokens of this micro-batch.
         epoch: Epoch of the global batch.
         index: Index of the global batch within its epoch.
-        bad: {id, reason} of samples left out as unusable or, with "repaired": True, repaired
-            (stability.nan_to_num).
+        bad: Records {id, reason} of samples left out as unusable or, with "repaired": True,
+            repaired (stability.nan_to_num).
         tensors: Inputs without a field of their own, by name.
     """
 
@@ -58,7 +59,7 @@ class Batch:
         return named
 
     def map_tensors(self, function: Callable[[Tensor], Tensor]) -> Self:
-        """Replace every tensor by what a function makes of it."""
+        """Replace every tensor by its value under a function; return the batch itself."""
         self.tensors = {name: function(tensor) for name, tensor in self.tensors.items()}
         for name, value in self._inputs():
             is_tuple = hasattr(value, "_make")
@@ -74,7 +75,7 @@ class Batch:
         return self.map_tensors(lambda tensor: tensor.pin_memory())
 
     def _inputs(self) -> list[tuple[str, Any]]:
-        """Name and value of the fields that hold a tensor or a NamedTuple of tensors."""
+        """Return name and value of the fields that hold a tensor or a NamedTuple of tensors."""
         from torch import Tensor
 
         values = [(item.name, getattr(self, item.name)) for item in fields(self)]
@@ -86,9 +87,10 @@ class Batch:
 
 
 class Collator(Protocol):
-    """Makes micro-batches.
+    """Builds micro-batches.
 
-    A function of (seed, epoch, sample ids, slots): the same on any rank and world size.
+    A micro-batch is a function of (seed, epoch, sample ids, slots), the same on any rank and
+    world size.
     """
 
     def collate(
@@ -97,9 +99,9 @@ class Collator(Protocol):
         """Build the micro-batch at some slots of a global batch, on the CPU.
 
         Args:
-            batch: the global batch.
+            batch: Global batch.
             slots: [B] positions in it; positions past its end become placeholders of weight 0.
-            samples: split of the run's data, read with `get(ids)`.
+            samples: Split of the run's data, read with `get(ids)`.
             lengths: [N] tokens of every sample.
         """
         ...

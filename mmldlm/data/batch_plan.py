@@ -12,12 +12,14 @@ import numpy as np
 
 from mmldlm.utils.counter_rng import mix64
 
-MIXTURE_BLOCK = 4096  # positions of which each store of a mixture has its share
+# Number of positions in which every store of a mixture has its exact fraction.
+MIXTURE_BLOCK = 4096
 _U64 = np.uint64
 
 
 def _keyed_mix(values: np.ndarray, key: np.uint64) -> np.ndarray:
-    with np.errstate(over="ignore"):  # a product of scalars warns where that of arrays wraps
+    with np.errstate(over="ignore"):
+        # A product of NumPy scalars warns on overflow; that of arrays wraps silently.
         return mix64(values + key * _U64(0x9E3779B97F4A7C15))
 
 
@@ -104,9 +106,7 @@ class Order(ABC):
         """Return the [P] ids at positions of an epoch."""
 
     def parts(self, ids: np.ndarray) -> list[np.ndarray]:
-        """Split the ids of a window into those that may share a batch: all of them, unless a
-        subclass says else.
-        """
+        """Split the ids of a window into groups that may share a batch (by default one group)."""
         return [ids]
 
 
@@ -138,8 +138,8 @@ class SpacedOrder(Order):
 
 
 class MixtureOrder(Order):
-    """The samples of several stores by weight: each store has a fixed share of every MIXTURE_BLOCK
-    positions.
+    """The samples of several stores by weight: each store has a fixed fraction of every
+    MIXTURE_BLOCK positions.
 
     Each store has its own epochs, each in another order, and may repeat within one epoch of the
     mixture. An epoch of the mixture has as many samples as all stores together. Ids count through
@@ -147,20 +147,17 @@ class MixtureOrder(Order):
 
     Args:
         counts: Number of samples per store.
-        weights: Share per store, numbers that `check_weights` accepts for shares of at least 1 /
-            MIXTURE_BLOCK.
+        weights: Relative weight per store, numbers that `check_weights` accepts for fractions of
+            at least 1 / MIXTURE_BLOCK.
         seed: Seed of the order.
-        run: Number of positions in a row that are of one store, and a window's batches each of
-            one: for stores whose samples cannot share a batch, the global batch size. An epoch
-            then has full runs only, and the blocks above are of runs.
+        run: Number of consecutive positions that belong to one store. The global batch size for
+            stores whose samples cannot share a batch: every batch of a window is then of one
+            store, an epoch has full runs only, and blocks count runs instead of positions.
     """
 
     def __init__(self, counts: Sequence[int], weights: Sequence[float], seed: int, run: int = 1):
-        self.counts, self.seed, self.run = (
-            np.asarray(counts, np.int64),
-            seed,
-            min(run, int(sum(counts))),
-        )
+        self.counts, self.seed = np.asarray(counts, np.int64), seed
+        self.run = min(run, int(sum(counts)))
         self.count = int(sum(counts)) // self.run * self.run
         exact = np.asarray(weights, np.float64) / sum(weights) * MIXTURE_BLOCK
         shares = np.floor(exact).astype(np.int64)
@@ -171,27 +168,30 @@ class MixtureOrder(Order):
         self.name = f":mixed{by_run}" + "".join(
             f":{count}x{share}" for count, share in zip(counts, shares.tolist())
         )
-        # Per position of a block: its store, and its index among the positions of that store.
+        # For every position of a block: its store, and its index among the positions of that
+        # store.
         self._store = np.repeat(np.arange(len(shares)), shares)[
             permute(np.arange(MIXTURE_BLOCK), MIXTURE_BLOCK, seed, 0)
         ]
-        self._number = np.empty(MIXTURE_BLOCK, np.int64)
+        self._index_in_store = np.empty(MIXTURE_BLOCK, np.int64)
         for store, share in enumerate(shares):
-            self._number[self._store == store] = np.arange(share)
+            self._index_in_store[self._store == store] = np.arange(share)
 
     def ids(self, positions: np.ndarray, epoch: int) -> np.ndarray:
         runs, within = np.divmod(epoch * self.count + np.asarray(positions, np.int64), self.run)
         blocks, offsets = np.divmod(runs, MIXTURE_BLOCK)
         stores = self._store[offsets]
-        numbers = (blocks * self.shares[stores] + self._number[offsets]) * self.run + within
-        ids = np.empty(len(numbers), np.int64)
+        # Draws of each store since the first epoch; a store that is drawn through starts over.
+        draws = blocks * self.shares[stores] + self._index_in_store[offsets]
+        draws = draws * self.run + within
+        ids = np.empty(len(draws), np.int64)
         for store, count in enumerate(self.counts.tolist()):
-            own = np.flatnonzero(stores == store)
-            epochs, rows = np.divmod(numbers[own], count)
+            of_store = np.flatnonzero(stores == store)
+            epochs, rows = np.divmod(draws[of_store], count)
             for own_epoch in np.unique(epochs).tolist():
                 chosen = epochs == own_epoch
-                found = permute(rows[chosen], count, self.seed + 0x51ED * store, own_epoch)
-                ids[own[chosen]] = self.offsets[store] + found
+                ids_in_store = permute(rows[chosen], count, self.seed + 0x51ED * store, own_epoch)
+                ids[of_store[chosen]] = self.offsets[store] + ids_in_store
         return ids
 
     def parts(self, ids: np.ndarray) -> list[np.ndarray]:
@@ -214,12 +214,12 @@ class BatchPlan:
         global_batch: Samples per optimizer step over all ranks.
         seed: Seed of the order.
         bucket_batches: Global batches per window.
-        shuffle: False keeps the order of the batches of a window (evaluation).
-        order: The samples in use and their order before sorting (default: all, shuffled or as
-            stored).
+        shuffle: Whether to shuffle the batches of a window (training).
+        order: Samples in use, and their order before sorting (default: all of them, shuffled or
+            as stored).
 
     Attributes:
-        version: Identifies the order together with seed, global batch and lengths; a resumed run
+        version: Name of the order, which seed, global batch and lengths complete; a resumed run
             must keep it.
     """
 
@@ -248,7 +248,8 @@ class BatchPlan:
         """Return the global batch of a 0-based step, in time independent of the step."""
         epoch, index = divmod(step, self.batches_per_epoch)
         window, position = divmod(index, self.bucket_batches)
-        # One tuple: the prefetch thread asks for later steps in the meantime.
+        # Key and batches are read as one tuple, because the prefetch thread asks for later steps
+        # in the meantime.
         key, batches = self._cached
         if key != (epoch, window):
             batches = self._make_window(epoch, window)
@@ -295,8 +296,8 @@ class TokenBatchPlan(BatchPlan):
     """A BatchPlan whose batches have equal numbers of tokens within a window, instead of samples.
 
     A window has the same number of batches as in BatchPlan, so a step is found in the same
-    constant time. A batch has `global_batch` samples on average. Its tokens are also shared evenly
-    by ranks and micro-batches.
+    constant time. A batch has `global_batch` samples on average, and its tokens are split evenly
+    among ranks and micro-batches.
     """
 
     _KIND = "tokens-1"
@@ -331,7 +332,7 @@ def _even_cuts(lengths: np.ndarray, num_parts: int) -> np.ndarray:
     ends = np.cumsum(lengths, dtype=np.int64)
     targets = ends[-1] * np.arange(1, num_parts) / num_parts
     cuts = np.searchsorted(ends, targets) + 1
-    # Of the two ends around a target take the nearer.
+    # Take the nearer of the two ends around each target.
     nearer = np.abs(ends[np.maximum(cuts - 2, 0)] - targets) < np.abs(
         ends[np.minimum(cuts - 1, num - 1)] - targets
     )

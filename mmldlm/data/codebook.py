@@ -16,9 +16,12 @@ from mmldlm.utils.atomic_files import sha256_of
 from mmldlm.utils.formatting import join_some
 
 CODEBOOK = "codebook.npy"
-MAX_CODES = 1 << 16  # ids are uint16
-FSQ_LEVELS = (8, 5, 5, 5)  # of the components of `codes:fsq`
-_BLOCK_ELEMENTS = 1 << 22  # of distances that exist at once
+# Ids are stored as uint16.
+MAX_CODES = 1 << 16
+# Levels per component of `codes:fsq`.
+FSQ_LEVELS = (8, 5, 5, 5)
+# Upper bound of the distances held in memory at once.
+_BLOCK_ELEMENTS = 1 << 22
 
 
 @dataclass(frozen=True)
@@ -28,7 +31,7 @@ class Codebook:
 
     Attributes:
         kind: `kmeans` or `fsq`.
-        values: uint8 [Q, D], D values of a patch.
+        values: Codes, uint8 [Q, D] with the D values of a patch.
         file: File of the codes, if it was read or written.
     """
 
@@ -46,7 +49,7 @@ class Codebook:
 
     @property
     def identity(self) -> dict[str, Any]:
-        """JSON-ready: with `codebook.npy` all that `read` needs."""
+        """JSON-ready identity; together with `codebook.npy` it is all that `read` needs."""
         sha256 = None if self.file is None else sha256_of(self.file)
         return {"codes": len(self), "codebook": self.kind, "codebook_sha256": sha256}
 
@@ -56,33 +59,32 @@ class Codebook:
 
         Args:
             identity: Identity of the codebook.
-            values: D.
+            values: Number of values D of a patch.
 
         Raises:
             UserError: the file is missing, damaged or another one.
         """
-        shape, fix = (
-            (identity["codes"], values),
-            f"copy {CODEBOOK} again from the store or the checkpoint it is of",
-        )
+        shape = (identity["codes"], values)
+        fix = f"copy {CODEBOOK} again from the store or the checkpoint it is of"
         try:
-            found = read_array(path)
+            codes = read_array(path)
         except (OSError, ValueError) as error:
             raise UserError(f"the codes of the images in {path}", str(error), fix) from None
         if (
-            found.shape != shape
-            or found.dtype != np.float32
+            codes.shape != shape
+            or codes.dtype != np.float32
             or sha256_of(path) != identity["codebook_sha256"]
         ):
             what = (
-                f"{found.dtype} {list(found.shape)}" if found.shape != shape else "other content"
+                f"{codes.dtype} {list(codes.shape)}" if codes.shape != shape else "other content"
             )
             raise UserError(
                 f"float32 {list(shape)} with the SHA-256 of its codec in {path}", what, fix
             )
-        if not (np.abs(found) <= 1).all():  # also false for NaN
+        if not (np.abs(codes) <= 1).all():
+            # Written as a negation, because NaN fails every comparison.
             raise UserError(f"values from -1 to 1 of the codes in {path}", "others, or NaN", fix)
-        return cls(identity["codebook"], np.rint((found + 1) * 127.5).astype(np.uint8), path)
+        return cls(identity["codebook"], np.rint((codes + 1) * 127.5).astype(np.uint8), path)
 
     def as_float32(self) -> np.ndarray:
         """Return the codes as float32 [Q, D], u / 127.5 - 1."""
@@ -110,7 +112,7 @@ def check_ids(ids: np.ndarray, codes: int, where: str = "the latents", first_row
     """Check ids of codes [B, ...].
 
     Args:
-        codes: Q.
+        codes: Number of codes Q.
         where: File of the ids, for the error.
         first_row: Row of the first of these ids in `where`.
 
@@ -140,8 +142,8 @@ def nearest_codes(patches: np.ndarray, codes: np.ndarray) -> tuple[np.ndarray, n
     gray levels.
 
     Args:
-        patches: uint8 [M, D].
-        codes: uint8 [Q, D].
+        patches: Patches, uint8 [M, D].
+        codes: Codes, uint8 [Q, D].
     """
     exact = exact_dtype(patches.shape[1])
     table = codes.astype(exact)
@@ -150,10 +152,10 @@ def nearest_codes(patches: np.ndarray, codes: np.ndarray) -> tuple[np.ndarray, n
     rows = max(_BLOCK_ELEMENTS // len(codes), 1)
     for start in range(0, len(patches), rows):
         block = patches[start : start + rows].astype(exact)
-        found = lengths - 2 * block @ table.T
-        best = found.argmin(1)
+        partial = lengths - 2 * block @ table.T
+        best = partial.argmin(1)
         ids[start : start + len(block)] = best
-        nearest = found[np.arange(len(block)), best]
+        nearest = partial[np.arange(len(block)), best]
         distances[start : start + len(block)] = nearest.astype(np.int64) + np.square(block).sum(
             1
         ).astype(np.int64)
@@ -170,9 +172,7 @@ def psnr(squared_error: float, count: int) -> float | None:
 
 
 class CodeStatistics:
-    """What a split says of a codebook: how well it renders the images, and how its codes
-    are used.
-    """
+    """Statistics of a codebook over a split: reconstruction error, and use of the codes."""
 
     def __init__(self, codebook: Codebook):
         self._codebook, self._counts = codebook, np.zeros(len(codebook), np.int64)
@@ -186,12 +186,10 @@ class CodeStatistics:
         self._num_values += gaps.size
 
     def result(self) -> dict[str, Any]:
-        """Return psnr in dB (None: exact), used_codes, and entropy_bits: of a code without any
-        context.
-        """
-        share = self._counts[self._counts > 0] / self._counts.sum()
+        """Return psnr in dB (None: exact), used_codes, and entropy_bits, the unigram entropy."""
+        frequencies = self._counts[self._counts > 0] / self._counts.sum()
         return {
             "psnr": psnr(self._squared_error, self._num_values),
-            "used_codes": len(share),
-            "entropy_bits": round(float(-(share * np.log2(share)).sum()), 4),
+            "used_codes": len(frequencies),
+            "entropy_bits": round(float(-(frequencies * np.log2(frequencies)).sum()), 4),
         }

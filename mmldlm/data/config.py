@@ -42,8 +42,9 @@ class StoreDataConfig(DataConfig):
     @property
     def roots(self) -> list[str]:
         """Folders of all stores that a run reads."""
-        own = [] if self.latent_data_root is None else [self.latent_data_root]
-        return own if self.mixture is None else list(self.mixture)
+        if self.mixture is not None:
+            return list(self.mixture)
+        return [] if self.latent_data_root is None else [self.latent_data_root]
 
     @model_validator(mode="after")
     def _one_source(self) -> StoreDataConfig:

@@ -29,13 +29,18 @@ if TYPE_CHECKING:
     from mmldlm.data.encoders.vae import ImageVae
 
 CODEC, BASIS = "image_codec.json", "pca_basis.npy"
-FILES = (BASIS, CODEBOOK)  # that belong to a model next to its config.json
-HINTS = ("vae_folder",)  # entries of an identity that say where something was, not what it is
-_MAX_NORM_RATIO = 20.0  # times the root mean square norm of an autoencoder's training latents
+# Files that belong to a model, next to its config.json.
+FILES = (BASIS, CODEBOOK)
+# Entries of an identity that say where something was, not what it is.
+HINTS = ("vae_folder",)
+# In units of the root mean square norm of an autoencoder's training latents.
+_MAX_NORM_RATIO = 20.0
 _SHA256_OF = {"basis_sha256": BASIS, "codebook_sha256": CODEBOOK}
 _KEYS = ("size", "patch", "channels", "grid", "latents", "num_latents", "latent_dim")
-_DECODED = 32  # images at a time
-_SHIFT_STREAM = 8  # last counter word; the collators' own draws have 1 to 7
+# Number of images that are decoded at once.
+_DECODED = 32
+# Last word of the counter; the other draws of the collators use 1 to 7.
+_SHIFT_STREAM = 8
 
 
 @dataclass(frozen=True)
@@ -91,8 +96,6 @@ class ImageCodec:
         if codec.latents == "pixels":
             return codec
         if codec.latents == "vae":
-            pass
-
             return VaeCodec.of_identity(identity, codec._fields())
         if codec.latents == "codes":
             values = codec.patch**2 * codec.channels
@@ -112,9 +115,8 @@ class ImageCodec:
 
     @property
     def grid(self) -> list[int] | None:
-        """Rows and columns of the latents in the image;
-
-        None for components, which have no place.
+        """Rows and columns of the latents in the image; None for components, which have no
+        position.
         """
         side = self.size // self.patch
         return None if self.latents == "pca" else [side, side]
@@ -137,13 +139,13 @@ class ImageCodec:
 
     @property
     def identity(self) -> dict[str, Any]:
-        """JSON-ready: with the file of pca or codes all that `open` needs."""
-        own = {**self._fields(), "grid": self.grid}
+        """JSON-ready identity; with the file of pca or codes it is all that `open` needs."""
+        entries = {**self._fields(), "grid": self.grid}
         if self.codebook is not None:
-            return own | self.codebook.identity
-        return (
-            own if self.basis_file is None else {**own, "basis_sha256": sha256_of(self.basis_file)}
-        )
+            return entries | self.codebook.identity
+        if self.basis_file is not None:
+            entries["basis_sha256"] = sha256_of(self.basis_file)
+        return entries
 
     def files(self) -> dict[str, Path]:
         """Name -> path of the files that belong to the identity."""
@@ -159,7 +161,7 @@ class ImageCodec:
 
     @property
     def source(self) -> str:
-        """Where its weights come from, as in a manifest."""
+        """Origin of the weights, as in a manifest."""
         return "mmldlm"
 
     @property
@@ -225,8 +227,8 @@ class ImageCodec:
         flat = values.reshape(len(values), -1).astype(np.float64) - self.basis[0]
         # In float64, so that the sums' rounding, which depends on the number of threads, does not
         # reach the result.
-        found = flat @ self.basis[1:].T.astype(np.float64)
-        return found.astype(np.float32).reshape(-1, self.num_latents, self.latent_dim)
+        components = flat @ self.basis[1:].T.astype(np.float64)
+        return components.astype(np.float32).reshape(-1, self.num_latents, self.latent_dim)
 
     def to_values(self, latents: np.ndarray) -> np.ndarray:
         """Return pixel values float32 [B, S, S, C] of latents [B, N, D], neither rounded nor
@@ -270,25 +272,25 @@ def max_image_norm(manifest: dict[str, Any]) -> float:
     The norm of an id is the id.
     """
     image = manifest["image"]
-    if image["latents"] == "vae":  # no bound is known: far above what training has
+    if image["latents"] == "vae":
+        # No bound is known for an autoencoder: use one far above the training latents.
         moments = (np.square(manifest["latent_stats"][key]).sum() for key in ("mean", "std"))
         return _MAX_NORM_RATIO * math.sqrt(sum(moments))
     if image["latents"] == "codes":
         return image["codes"] - 1
     num_values = image["size"] ** 2 * image["channels"]
-    # Values lie in [-1, 1]; a component is of the difference of two images.
-    bound = (
-        math.sqrt(manifest["latent_dim"])
-        if image["latents"] == "pixels"
-        else 2 * math.sqrt(num_values)
-    )
-    return 1.001 * bound
+    # Values lie in [-1, 1]; components describe the difference between two images (an image and
+    # the mean), whose norm is at most twice as large.
+    if image["latents"] == "pixels":
+        return 1.001 * math.sqrt(manifest["latent_dim"])
+    return 1.001 * 2 * math.sqrt(num_values)
 
 
 def _identity_of(source: dict[str, Any]) -> dict[str, Any]:
     """Return the identity of a codec from itself or from a store's manifest."""
     identity = source
-    if "files" in source:  # a manifest
+    if "files" in source:
+        # Only a manifest lists files.
         if source.get("kind", "text") != "image":
             raise UserError(
                 "a store of images", "a store of texts", "prepare one: mmldlm prepare glyphs"
@@ -297,10 +299,10 @@ def _identity_of(source: dict[str, Any]) -> dict[str, Any]:
             "num_latents": source.get("latents_per_text", 1),
             "latent_dim": source["latent_dim"],
         }
-        own = {
+        checksums = {
             key: source["files"].get(name, {}).get("sha256") for key, name in _SHA256_OF.items()
         }
-        identity = {**source["image"], **shape, **own}
+        identity = {**source["image"], **shape, **checksums}
     missing = [key for key in _KEYS if key not in identity]
     if missing or identity["latents"] not in ("pixels", "pca", "codes", "vae"):
         found = f"no {', '.join(missing)}" if missing else f"latents {identity['latents']!r}"
@@ -409,8 +411,8 @@ class VaeCodec(ImageCodec):
 
     @property
     def identity(self) -> dict[str, Any]:
-        own = {**self._fields(), "grid": self.grid, "vae": self.vae}
-        return own if self.vae_folder is None else {**own, "vae_folder": self.vae_folder}
+        entries = {**self._fields(), "grid": self.grid, "vae": self.vae}
+        return entries if self.vae_folder is None else {**entries, "vae_folder": self.vae_folder}
 
     def ready(
         self, folder: str | None = None, device: str | None = None, batch_size: int | None = None
@@ -447,12 +449,12 @@ class VaeCodec(ImageCodec):
             raise UserError(
                 f"the autoencoder {name}, with which these latents were made", error.found, fix
             ) from error
-        own = files.weights_sha256()
-        if own != self.weights_sha256:
+        sha256 = files.weights_sha256()
+        if sha256 != self.weights_sha256:
             raise UserError(
                 f"the autoencoder {name} with the weights of these latents (sha256"
                 f" {self.weights_sha256[:12]})",
-                f"weights of sha256 {own[:12]} in {files.folder}",
+                f"weights of sha256 {sha256[:12]} in {files.folder}",
                 fix,
             )
         return files

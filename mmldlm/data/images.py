@@ -23,8 +23,10 @@ from mmldlm.utils.input_files import open_regular
 
 # Formats that Pillow decodes itself: others would start programs, such as Ghostscript.
 _FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF", "PPM")
-_DEEP_WHITE = 65535  # the largest value of 16 bits
-_DECLARED = (341, 281, 258)  # TIFF: SMaxSampleValue, MaxSampleValue, BitsPerSample
+# The largest value of 16 bits.
+_DEEP_WHITE = 65535
+# TIFF tags: SMaxSampleValue, MaxSampleValue, BitsPerSample.
+_DECLARED = (341, 281, 258)
 _DIRECT = ("1", "L", "LA", "P", "PA", "RGB", "RGBA", "RGBX", "CMYK", "YCbCr")
 # Pixels: least width of a cell, its margin, a line of text, its letters.
 _CELL, _GAP, _LINE, _FONT = (96, 8, 13, 11)
@@ -66,7 +68,8 @@ def read_image(
     """
     try:
         with open_regular(path) as whole, warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # remarks on metadata; damage is an error
+            # Pillow warns about metadata; damage is an error.
+            warnings.simplefilter("ignore")
             file = whole if part is None else _cut_out(whole, *part)
             if not file.read(1):
                 raise UnreadableImage("empty file")
@@ -80,9 +83,10 @@ def read_image(
     except Image.DecompressionBombError:
         raise UnreadableImage("more than 178 million pixels") from None
     except OSError as error:
-        known = describe_os_error(error)
-        raise UnreadableImage("truncated" if "truncated" in known else known) from None
-    except Exception as error:  # decoders raise many types on damaged files
+        reason = describe_os_error(error)
+        raise UnreadableImage("truncated" if "truncated" in reason else reason) from None
+    except Exception as error:
+        # Decoders raise many types on damaged files.
         raise UnreadableImage(f"damaged: {first_line(error)}") from None
 
 
@@ -133,9 +137,7 @@ class _Depth:
 
 
 def is_dark(peak: int) -> bool:
-    """Whether the largest value of an image of 16 bits is so small that its range is probably
-    another one.
-    """
+    """Whether the largest value of an image of 16 bits suggests a range of fewer bits."""
     return peak <= _DEEP_WHITE // 4
 
 
@@ -145,8 +147,8 @@ def _declared_white(image: Image.Image) -> int | None:
     """
     tags = getattr(image, "tag_v2", {})
     for tag in _DECLARED:
-        found = tags.get(tag)
-        value = max(found) if isinstance(found, tuple) and found else found
+        entry = tags.get(tag)
+        value = max(entry) if isinstance(entry, tuple) and entry else entry
         if isinstance(value, int | float) and value == int(value):
             white = 2 ** int(value) - 1 if tag == _DECLARED[-1] and value < 16 else int(value)
             if 2**9 <= white + 1 < 2**16 and (white & (white + 1)) == 0:
@@ -210,7 +212,7 @@ def contact_sheet(
     """Write one PNG with every image over its caption, small images enlarged without smoothing.
 
     Args:
-        images: uint8 [n, H, W, C], C of 1 or 3.
+        images: Images, uint8 [N, H, W, C] with C of 1 or 3.
         captions: N texts; what does not fit into three lines is cut.
         path: PNG file, written atomically.
         columns: Images per row (default: about a square sheet).
@@ -226,8 +228,8 @@ def contact_sheet(
         (244, 244, 244),
     )
     font, draw = _font(), ImageDraw.Draw(sheet)
-    for number, (image, caption) in enumerate(zip(images, captions)):
-        left, top = _GAP + number % columns * width, _GAP + number // columns * height
+    for cell, (image, caption) in enumerate(zip(images, captions)):
+        left, top = _GAP + cell % columns * width, _GAP + cell // columns * height
         picture = Image.fromarray(np.squeeze(image, -1) if image.shape[-1] == 1 else image)
         sheet.paste(picture.resize(side[::-1], Image.Resampling.NEAREST), (left, top))
         for line, text in enumerate(_lines(caption, font, side[1])):

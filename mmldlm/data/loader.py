@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import atexit
 import multiprocessing
-import multiprocessing.util  # noqa: F401  its exit handler must be registered before ours, which then runs first
+
+# Its exit handler must be registered before ours, which then runs first.
+import multiprocessing.util  # noqa: F401
 import os
 import pickle
 import signal
@@ -39,11 +41,11 @@ class MicroBatches(Dataset):
         step, micro = divmod(item, self.accum)
         batch = self.plan.batch(step)
         slots = self.plan.slots(batch, self.world_size, self.accum, self.rank, micro)
-        made = self.collator.collate(batch, slots, self.samples, self.plan.lengths)
+        micro_batch = self.collator.collate(batch, slots, self.samples, self.plan.lengths)
         if not self._is_sendable and get_worker_info() is not None:
-            _check_sendable(made)
+            _check_sendable(micro_batch)
             self._is_sendable = True
-        return made
+        return micro_batch
 
 
 def _check_sendable(batch: Batch) -> None:
@@ -112,8 +114,8 @@ def start_workers(loader: DataLoader) -> Iterator:
     """Return iter(loader), whose workers start with the stop signals blocked until they ignore
     them.
     """
-    # Queues are semaphores in shared memory. Checked before: a half-built iterator would print a
-    # traceback of its own.
+    # The queues of the workers need shared memory. It is checked first because a half-built
+    # iterator would print a traceback of its own.
     if (
         loader.num_workers
         and sys.platform == "linux"

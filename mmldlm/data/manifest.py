@@ -17,7 +17,8 @@ from mmldlm.utils.formatting import join_some
 from mmldlm.utils.paths import path_inside
 from mmldlm.utils.validation import describe_problems
 
-MAX_VOCAB_SIZE = 1 << 24  # far above every tokenizer's: a model has a row for every id
+# Far above every known tokenizer: a model has one row per id.
+MAX_VOCAB_SIZE = 1 << 24
 MANIFEST = "manifest.json"
 MAX_EXAMINED, MAX_NAMED = 1000, 5
 _PATHS_NOT_RECORDED = "(the store records only the names of files and folders: give their paths)"
@@ -52,7 +53,7 @@ class _Statistics(BaseModel):
             values = getattr(self, key)
             if len(values) != latent_dim:
                 return f"{key} has {len(values)} values for latents of {latent_dim}"
-            # fp32 is what models keep: 1e300 would be infinite there.
+            # Models store fp32, in which 1e300 would be infinite.
             bad = next(
                 (
                     i
@@ -213,8 +214,8 @@ def _command(root: Path, manifest: Any) -> str:
     from mmldlm.data.prepare.options import ImageOptions, PrepareOptions, to_arguments
 
     target = shlex.join(["--force", "--output-dir", str(root)])
-    known = manifest if isinstance(manifest, dict) else {}
-    options, corpus = known.get("options"), known.get("corpus")
+    entries = manifest if isinstance(manifest, dict) else {}
+    options, corpus = entries.get("options"), entries.get("corpus")
     source = str(corpus.get("source", "")) if isinstance(corpus, dict) else ""
     if source.startswith("files:"):
         return (
@@ -223,14 +224,15 @@ def _command(root: Path, manifest: Any) -> str:
         )
     if not isinstance(options, dict) or not (options.get("corpus") or options.get("datasets")):
         return f"mmldlm prepare CORPUS {target} (with the CORPUS and options that made it)"
-    of_images = known.get("kind") == "image"
+    of_images = entries.get("kind") == "image"
     kind = ImageOptions if of_images else PrepareOptions
     names = kind.__dataclass_fields__
     original = kind(str(root), **{key: value for key, value in options.items() if key in names})
     args = [arg for arg in to_arguments(original) if not arg.startswith("--output-dir")]
     datasets = None if of_images else original.datasets
     if not datasets and args[:1] != [original.corpus]:
-        args.insert(0, original.corpus)  # to_arguments omits the default; the reader should see it
+        # to_arguments omits the default corpus; the reader should see it.
+        args.insert(0, original.corpus)
     needs_paths = (
         original.corpus != names["corpus"].default or datasets or original.validation_corpus
     )
@@ -240,10 +242,12 @@ def _command(root: Path, manifest: Any) -> str:
 
 def find_store_hint(root: Path) -> str:
     """Return the advice for a missing store: the stores directly below the path or next to it."""
-    found = _stores_in(root) or _stores_in(root.parent, except_for=root)
-    named = join_some(found, limit=MAX_NAMED)
+    stores = _stores_in(root) or _stores_in(root.parent, except_for=root)
+    named = join_some(stores, limit=MAX_NAMED)
     near = (
-        f" (there {'is a store' if len(found) == 1 else 'are stores'} at {named})" if found else ""
+        f" (there {'is a store' if len(stores) == 1 else 'are stores'} at {named})"
+        if stores
+        else ""
     )
     make = shlex.join(["mmldlm", "prepare", "CORPUS", "--output-dir", str(root)])
     return f"check the path{near}, or make a store there with: {make}"

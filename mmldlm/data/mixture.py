@@ -31,12 +31,12 @@ _ENCODER_KEYS = (
 class MixedStore:
     """One split of several stores that have one tokenizer and one encoder.
 
-    Stores of images as pixels may differ in the images' size. Then `get` takes samples of one size
-    at a time, and manifest, root and latents_per_text are those of the largest.
+    Stores of images as pixels may differ in the size of their images. Then `get` takes samples of
+    one size at a time, and manifest, root and latents_per_text are those of the largest.
 
     Args:
         stores: Stores of one split.
-        weights: Share of each store in training; the latent statistics are those of the mixture.
+        weights: Relative weight of each store in training and in the latent statistics.
 
     Attributes:
         grids: [rows, columns] of the latents of images of several sizes, the smallest first; None:
@@ -48,13 +48,14 @@ class MixedStore:
 
     def __init__(self, stores: Sequence[Store], weights: Sequence[float]):
         self.stores, self.weights = list(stores), list(weights)
-        largest = max(stores, key=lambda store: store.latents_per_text)  # of equal ones the first
+        # `max` returns the first of several equal stores.
+        largest = max(stores, key=lambda store: store.latents_per_text)
         self.root, first = largest.root, largest.manifest
         has_sizes = all(
             (store.manifest.get("image") or {}).get("latents") == "pixels" for store in stores
         )
         for store in stores:
-            for subject, own, expected in (
+            for subject, value, expected in (
                 (
                     "the tokenizer",
                     store.manifest["tokenizer"].get("sha256"),
@@ -77,11 +78,11 @@ class MixedStore:
                     *(_image_of(manifest, has_sizes) for manifest in (store.manifest, first)),
                 ),
             ):
-                if own != expected:
+                if value != expected:
                     raise UserError(
                         f"one tokenizer and one encoder in all stores of data.mixture: {subject}"
                         f" of {self.root} ({expected})",
-                        f"{own} in {store.root}",
+                        f"{value} in {store.root}",
                         "prepare both with the same --tokenizer and --encoder (images:"
                         " --patch-size and --latents)",
                     )
@@ -120,14 +121,14 @@ class MixedStore:
         return max(store.latents_per_text for store in self.stores)
 
     def _moments(self) -> tuple[np.ndarray, np.ndarray]:
-        shares = np.asarray(self.weights) / sum(self.weights)
+        fractions = np.asarray(self.weights) / sum(self.weights)
         means = np.stack([store.latent_mean.astype(np.float64) for store in self.stores])
         squares = (
             np.stack([store.latent_std.astype(np.float64) ** 2 for store in self.stores])
             + means**2
         )
-        mean = shares @ means
-        return mean, np.sqrt(np.clip(shares @ squares - mean**2, 0, None))
+        mean = fractions @ means
+        return mean, np.sqrt(np.clip(fractions @ squares - mean**2, 0, None))
 
     @property
     def latent_mean(self) -> np.ndarray:
@@ -159,10 +160,10 @@ class MixedStore:
             (len(rows), *(shapes.pop() if shapes else latent_shape(self.manifest))), dtype
         )
         for owner in present:
-            own = np.flatnonzero(owners == owner)
-            batch = self.stores[owner].get(rows[own] - self._starts[owner])
-            latents[own] = batch.latents
-            for position, ids in zip(own.tolist(), batch.tokens):
+            positions = np.flatnonzero(owners == owner)
+            batch = self.stores[owner].get(rows[positions] - self._starts[owner])
+            latents[positions] = batch.latents
+            for position, ids in zip(positions.tolist(), batch.tokens):
                 tokens[position] = ids
         return Rows(tokens, latents)
 

@@ -27,7 +27,8 @@ from mmldlm.errors import UserError
 # Rows whose latents are checked when a run opens a store; prepare and verify-data check all of
 # them.
 ROWS_CHECKED = 50_000
-MAX_NORM_RATIO = 20.0  # times the root mean square norm of the training latents
+# In units of the root mean square norm of the training latents.
+MAX_NORM_RATIO = 20.0
 
 
 @dataclass(kw_only=True)
@@ -55,12 +56,10 @@ class RunData(ABC):
 
     @abstractmethod
     def fingerprint(self) -> str:
-        """Return a hash of the training split, wherever it is stored: a resume must find
-        the same.
-        """
+        """Return a hash of the content of the training split, which a resumed run must match."""
 
     def locate(self, split: Any, sample: int) -> tuple[str, int]:
-        """Return file or folder of a sample, and its row in it: where to look for a bad one.
+        """Return the file or folder of a sample, and its row in it, to report a bad one.
 
         Args:
             split: Split of the sample, self.train or self.validation.
@@ -80,7 +79,7 @@ class RunData(ABC):
         )
 
     def _order(self, global_batch: int) -> Order | None:
-        """Order of the training samples; None: reshuffled in every epoch."""
+        """Return the order of the training samples; None: reshuffled in every epoch."""
         return None
 
     def validation_orders(self, count: int) -> list[Order]:
@@ -150,10 +149,8 @@ class StoreData(RunData):
     def _order(self, global_batch: int) -> Order | None:
         if not isinstance(self.train, MixedStore):
             return None
-        counts, run = (
-            [len(store) for store in self.train.stores],
-            1 if self.train.grids is None else global_batch,
-        )
+        counts = [len(store) for store in self.train.stores]
+        run = 1 if self.train.grids is None else global_batch
         return MixtureOrder(counts, self.train.weights, self.config.training.seed, run)
 
     def validation_orders(self, count: int) -> list[Order]:
@@ -163,8 +160,8 @@ class StoreData(RunData):
         chosen, first = orders[0].ids(np.arange(count), 0), 0
         orders = []
         for store in self.validation.stores:
-            own = int(((chosen >= first) & (chosen < first + len(store))).sum())
-            orders += [SpacedOrder(own, len(store), first)] if own else []
+            num_chosen = int(((chosen >= first) & (chosen < first + len(store))).sum())
+            orders += [SpacedOrder(num_chosen, len(store), first)] if num_chosen else []
             first += len(store)
         return orders
 
@@ -201,10 +198,10 @@ def check_store_kind(store: Store, kind: str) -> None:
     Raises:
         UserError: it holds the other.
     """
-    found = store.manifest.get("kind", "text")
-    if found != kind:
-        fix = _OTHER_TASK.get(found, "prepare the data again")
-        raise UserError(f"a store of {kind}s in {store.root}", f"a store of {found}s", fix)
+    store_kind = store.manifest.get("kind", "text")
+    if store_kind != kind:
+        fix = _OTHER_TASK.get(store_kind, "prepare the data again")
+        raise UserError(f"a store of {kind}s in {store.root}", f"a store of {store_kind}s", fix)
 
 
 def open_splits(
@@ -257,8 +254,7 @@ def lengths_in_use(
     train: Store | MixedStore,
     validation: Store | MixedStore,
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return the lengths, EOS included, of the samples that the config's limits leave of both
-    splits.
+    """Return the lengths, EOS included, of the samples of both splits within the config's limits.
 
     Raises:
         UserError: a text is longer than max_seq_len.

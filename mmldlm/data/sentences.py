@@ -106,12 +106,12 @@ def split_into_parts(text: str, count: int) -> list[str] | None:
         return parts
     ends = list(itertools.accumulate(map(len, parts)))
     pieces, start = [], 0
-    # Cut at the sentence end nearest to the even share; each piece keeps one sentence.
-    for number in range(1, count):
-        share = ends[-1] * number / count
+    # Cut at the sentence end nearest to an even split; each piece keeps at least one sentence.
+    for piece in range(1, count):
+        target = ends[-1] * piece / count
         end = min(
-            range(start + 1, len(parts) - (count - number) + 1),
-            key=lambda i: abs(ends[i - 1] - share),
+            range(start + 1, len(parts) - (count - piece) + 1),
+            key=lambda i: abs(ends[i - 1] - target),
         )
         pieces.append(" ".join(parts[start:end]))
         start = end

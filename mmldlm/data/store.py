@@ -66,9 +66,9 @@ class Rows(NamedTuple):
     """Stored samples.
 
     Attributes:
-        tokens: int64 arrays of different lengths, without EOS.
-        latents: float32 [B, D], or [B, K, D] with K latents per text; of images as codes ids int64
-            [B, K, 1].
+        tokens: B int64 arrays of different lengths, without EOS.
+        latents: Latents, float32 [B, D], or [B, K, D] with K latents per text; for images as
+            codes their ids, int64 [B, K, 1].
     """
 
     tokens: list[np.ndarray]
@@ -156,14 +156,14 @@ def changed_files(root: str | os.PathLike) -> list[str]:
     Raises:
         UserError: `root` is not a store (any more).
     """
-    found = []
+    changes = []
     for name, entry in read_manifest(root)["files"].items():
         path = Path(root, name)
         size = path.stat().st_size if path.is_file() else None
         if size != entry["bytes"]:
             state = "is missing" if size is None else f"has {size:,} bytes, not {entry['bytes']:,}"
-            found.append(f"{path} {state}")
-    return found
+            changes.append(f"{path} {state}")
+    return changes
 
 
 def check_latents(
@@ -303,21 +303,21 @@ class Store:
             raise UserError(
                 f"an array in {path}", str(error), rebuild_hint(self.root, self.manifest)
             ) from None
-        known = _DTYPES[name]
+        allowed = _DTYPES[name]
         if name == "latents" and self.kind == "image":
-            known = _IMAGE_LATENTS if self.num_codes is None else _CODE_LATENTS
-        if array.dtype not in known:
+            allowed = _IMAGE_LATENTS if self.num_codes is None else _CODE_LATENTS
+        if array.dtype not in allowed:
             found = f"{array.dtype} in {path}"
             raise UserError(
-                f"{name} of type {' or '.join(known)}",
+                f"{name} of type {' or '.join(allowed)}",
                 found,
                 rebuild_hint(self.root, self.manifest),
             )
         return array
 
     def _read_lengths(self) -> np.ndarray:
-        """Return [N] int32, read in blocks: pages of the memory map would stay in the process's
-        memory.
+        """Return [N] int32 lengths, read in blocks because pages of the memory map would stay in
+        the memory of the process.
         """
         num, path = len(self.token_offsets) - 1, self.root / self.split / "token_offsets.npy"
         lengths, last = np.empty(num, np.int32), 0
@@ -337,10 +337,10 @@ class Store:
         return lengths
 
     def _check_constant_dimensions(self) -> None:
-        """Check that dimensions of deviation 0 are constant in the first training latents.
+        """Check that dimensions of standard deviation 0 are constant in the first latents.
 
         Raises:
-            UserError: one is not, so the statistics are those of other latents.
+            UserError: one is not, so the statistics belong to other latents.
         """
         if self.split != "train" or self.manifest["latent_stats"] is None:
             return
@@ -350,9 +350,9 @@ class Store:
         rows = as_values(self._latents[:_ROWS_OF_A_CHECK]).reshape(-1, self.latent_dim)[
             :, constant
         ]
-        moves = np.ptp(rows, axis=0) > 1e-3 * np.maximum(1, np.abs(rows).max(0))
-        if moves.any():
-            at = int(constant[moves.argmax()])
+        varies = np.ptp(rows, axis=0) > 1e-3 * np.maximum(1, np.abs(rows).max(0))
+        if varies.any():
+            at = int(constant[varies.argmax()])
             raise UserError(
                 f"the deviation of the training latents in latent_stats of {self.root / MANIFEST}",
                 f"std[{at}] is 0, and the latents differ in that dimension",
@@ -389,10 +389,8 @@ class Store:
         path = self.root / self.split / f"{name}.npy"
         if not path.is_file():
             return None
-        expected, hint = (
-            f"int64 [{len(self)}], one number per sample, in {path}",
-            rebuild_hint(self.root, self.manifest),
-        )
+        expected = f"int64 [{len(self)}], one number per sample, in {path}"
+        hint = rebuild_hint(self.root, self.manifest)
         try:
             array = map_array(path)
         except (OSError, ValueError) as error:
@@ -442,10 +440,8 @@ class Store:
             raise IndexError(
                 f"indices {rows.min()}..{rows.max()} of a split with {len(self)} samples"
             )
-        starts, lengths = (
-            self.token_offsets[rows],
-            self.token_offsets[rows + 1] - self.token_offsets[rows],
-        )
+        starts = self.token_offsets[rows]
+        lengths = self.token_offsets[rows + 1] - starts
         if self._max_tokens is not None:
             lengths = np.minimum(lengths, self._max_tokens)
         ends = np.cumsum(lengths)

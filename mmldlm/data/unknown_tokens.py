@@ -31,8 +31,8 @@ def count_unknown(
 
 def describe_share(num_unknown: int, num_tokens: int) -> str:
     """Return the share of unknown tokens in words of a table."""
-    share = num_unknown / max(num_tokens, 1)
-    return f"{share:.2%} of the tokens ({num_unknown:,})" if num_unknown else "none"
+    fraction = num_unknown / max(num_tokens, 1)
+    return f"{fraction:.2%} of the tokens ({num_unknown:,})" if num_unknown else "none"
 
 
 def check_unknown_share(
@@ -51,15 +51,15 @@ def check_unknown_share(
             nothing. A validation corpus of its own may have any share: its tokenizer is that of
             the training texts.
     """
-    share = num_unknown / max(num_tokens, 1)
-    found = f"{share:.1%} of the {num_tokens:,} tokens of {where} {split} texts are [UNK]"
-    if share > MAX_SHARE and split == "train":
+    fraction = num_unknown / max(num_tokens, 1)
+    found = f"{fraction:.1%} of the {num_tokens:,} tokens of {where} {split} texts are [UNK]"
+    if fraction > MAX_SHARE and split == "train":
         raise UserError(
             f"a tokenizer that knows {1 - MAX_SHARE:.0%} of the tokens",
             found,
             f"use {_OTHER_TOKENIZER}",
         )
-    if share > WARN_SHARE:
+    if fraction > WARN_SHARE:
         return (
             f"{found}: words that the tokenizer does not know are all the same to a model (use"
             f" {_OTHER_TOKENIZER})"
@@ -79,11 +79,12 @@ def check_unknown_to_encoder(num_unknown: int, num_tokens: int, encoder: str) ->
         UserError: more than MAX_ENCODER_SHARE of them, so that different texts have nearly equal
             latents.
     """
-    share = num_unknown / max(num_tokens, 1)
+    fraction = num_unknown / max(num_tokens, 1)
     found = (
-        f"{share:.1%} of the tokens that encoder {encoder} reads of the training texts are [UNK]"
+        f"{fraction:.1%} of the tokens that encoder {encoder} reads of the training texts are"
+        " [UNK]"
     )
-    if share > MAX_ENCODER_SHARE:
+    if fraction > MAX_ENCODER_SHARE:
         fix = (
             "choose an encoder of the language and script of the texts, such as --encoder e5"
             " or bge"
@@ -91,4 +92,4 @@ def check_unknown_to_encoder(num_unknown: int, num_tokens: int, encoder: str) ->
         raise UserError(
             f"an encoder that knows at least {1 - MAX_ENCODER_SHARE:.0%} of the tokens", found, fix
         )
-    return f"{found}: its latents do not tell these words apart" if share > WARN_SHARE else None
+    return f"{found}: its latents do not tell these words apart" if fraction > WARN_SHARE else None

@@ -41,7 +41,8 @@ CHECKS = (
 )
 _BLOCK = 4096
 _TOKEN_BLOCK = 1 << 20
-_COMPARED = 1000  # samples whose tokens are compared with their text
+# Number of samples whose tokens are compared with their text.
+_COMPARED = 1000
 
 
 @dataclass
@@ -82,7 +83,7 @@ class StoreReport:
     @property
     def problems(self) -> list[str]:
         """The problems of all checks."""
-        return [problem for found in self.checks.values() for problem in found]
+        return [problem for problems in self.checks.values() for problem in problems]
 
 
 def verify(root: str | os.PathLike) -> list[str]:
@@ -115,7 +116,7 @@ def examine(root: str | os.PathLike) -> StoreReport:
     _collect(checks["tokenizer"], load_tokenizer, root)
     absent = [split for split in SPLITS if split not in manifest["splits"]]
     checks["shape"] += [f"the {split} split is missing" for split in absent]
-    found: dict[str, SplitFindings] = {}
+    findings_of: dict[str, SplitFindings] = {}
     for split in (split for split in SPLITS if split not in absent):
         try:
             store = Store(root, split, verify="sizes")
@@ -123,18 +124,21 @@ def examine(root: str | os.PathLike) -> StoreReport:
             if _sentence(error) not in checks["checksums"]:
                 checks["shape"].append(_sentence(error))
             continue
-        found[split] = _examine_split(store, checks)
-    if len(found) == 2:
-        shared = len(np.intersect1d(found["train"].hashes, found["validation"].hashes))
-        if shared and found["train"].images is None:  # images of both splits may have one caption
+        findings_of[split] = _examine_split(store, checks)
+    if len(findings_of) == 2:
+        shared = len(np.intersect1d(findings_of["train"].hashes, findings_of["validation"].hashes))
+        if shared and findings_of["train"].images is None:
+            # Images of both splits may have the same caption.
             checks["leakage"].append(
                 f"{shared} texts are in both train and validation: evaluation would see training"
                 " texts"
             )
-        if found["train"].images and found["validation"].images:
-            checks["leakage"] += image_leaks(found["train"].images, found["validation"].images)
+        if findings_of["train"].images and findings_of["validation"].images:
+            checks["leakage"] += image_leaks(
+                findings_of["train"].images, findings_of["validation"].images
+            )
     warnings = cut_warnings(manifest)
-    for split, findings in found.items():
+    for split, findings in findings_of.items():
         num_tokens = int(findings.lengths.sum())
         try:
             if (
@@ -145,12 +149,12 @@ def examine(root: str | os.PathLike) -> StoreReport:
                 warnings.append(warning)
         except UserError as error:
             checks["token ids"].append(f"{_sentence(error)}: {error.fix}")
-    return StoreReport(checks, found, warnings)
+    return StoreReport(checks, findings_of, warnings)
 
 
 def cut_warnings(manifest: dict[str, Any]) -> list[str]:
-    """Return one sentence for each split with texts of which the encoder has read the beginning
-    only.
+    """Return one sentence per split in which the encoder has read only the beginning of some
+    texts.
     """
     reads = manifest.get("encoder", {}).get("max_length")
     return [
@@ -163,22 +167,22 @@ def cut_warnings(manifest: dict[str, Any]) -> list[str]:
 
 
 def _examine_split(store: Store, checks: dict[str, list[str]]) -> SplitFindings:
-    where, manifest, found = store.root / store.split, store.manifest, SplitFindings()
+    where, manifest, findings = store.root / store.split, store.manifest, SplitFindings()
     for name, offsets in (("text", store.text_offsets), ("token", store.token_offsets)):
         if offsets[0] != 0 or (np.diff(offsets) < 0).any():
             checks["shape"].append(f"{where}/{name}_offsets.npy does not start at 0 and ascend")
-            return found
-    found.lengths = store.lengths
+            return findings
+    findings.lengths = store.lengths
     summary = manifest["splits"][store.split]
-    own = {
+    measured = {
         "num_samples": len(store),
         "num_tokens": int(store.lengths.sum()),
         "max_tokens": int(store.lengths.max()),
     }
     checks["shape"] += [
-        f"{where}: {key} is {own[key]}, but {summary.get(key)} in the manifest"
-        for key in own
-        if own[key] != summary.get(key)
+        f"{where}: {key} is {measured[key]}, but {summary.get(key)} in the manifest"
+        for key in measured
+        if measured[key] != summary.get(key)
     ]
     _collect(checks["shape"], lambda: store.documents)
     _collect(checks["shape"], lambda: store.groups)
@@ -186,25 +190,28 @@ def _examine_split(store: Store, checks: dict[str, list[str]]) -> SplitFindings:
         checks["shape"].append(
             f"{where}: {int((store.lengths == 0).sum())} samples without tokens"
         )
-    found.num_unknown = _examine_tokens(store, checks["token ids"])
+    findings.num_unknown = _examine_tokens(store, checks["token ids"])
     _compare_tokens_with_texts(store, checks["token ids"])
-    _examine_latents(store, checks, found)
+    _examine_latents(store, checks, findings)
     hashes = array.array("Q")
     try:
         for index in range(len(store)):
             hashes.append(content_hash(store.text(index)))
     except UserError as error:
         checks["texts"].append(_sentence(error))
-    found.hashes = np.unique(np.array(hashes, np.uint64))
+    findings.hashes = np.unique(np.array(hashes, np.uint64))
     if store.kind == "image":
-        with contextlib.suppress(UserError):  # damaged files are reported by their checksums
-            found.images = examine_images(store, checks)
-        return found
-    if len(found.hashes) < len(hashes) and not manifest.get("options", {}).get("keep_duplicates"):
+        with contextlib.suppress(UserError):
+            # Damaged files are reported by their checksums.
+            findings.images = examine_images(store, checks)
+        return findings
+    if len(findings.hashes) < len(hashes) and not manifest.get("options", {}).get(
+        "keep_duplicates"
+    ):
         checks["duplicates"].append(
-            f"{where}: {len(hashes) - len(found.hashes)} texts repeat other texts of the split"
+            f"{where}: {len(hashes) - len(findings.hashes)} texts repeat other texts of the split"
         )
-    return found
+    return findings
 
 
 def _examine_tokens(store: Store, problems: list[str]) -> int:
@@ -227,8 +234,7 @@ def _examine_tokens(store: Store, problems: list[str]) -> int:
 
 
 def _compare_tokens_with_texts(store: Store, problems: list[str]) -> None:
-    """Compare what tokens say with what the tokenizer makes of the text, in samples spread over
-    the split.
+    """Compare stored tokens with the tokens of the stored text, on samples spread over the split.
 
     Both are decoded: a text that was cut inside a word may have other tokens than the word's
     beginning.
@@ -240,20 +246,21 @@ def _compare_tokens_with_texts(store: Store, problems: list[str]) -> None:
             np.linspace(0, len(store) - 1, min(len(store), _COMPARED)).astype(np.int64)
         )
         texts = store.texts(rows)
-    except UserError:  # reported by their own checks
+    except UserError:
+        # Their own checks report these.
         return
     encoded = tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"]
     # Ids that the tokenizer does not have were reported.
-    own = [ids.tolist() for ids in store.get(rows).tokens]
-    if any(max(ids, default=0) >= len(tokenizer) for ids in own):
+    stored = [ids.tolist() for ids in store.get(rows).tokens]
+    if any(max(ids, default=0) >= len(tokenizer) for ids in stored):
         return
-    for row, text, mine, theirs in zip(rows.tolist(), texts, own, encoded):
-        if mine == theirs:
+    for row, text, stored_ids, encoded_ids in zip(rows.tolist(), texts, stored, encoded):
+        if stored_ids == encoded_ids:
             continue
         # Special tokens in a text, such as "[UNK]", are its characters, which a tokenizer may
         # lower-case.
         found, expected = (
-            "".join(tokenizer.decode(ids).split()).casefold() for ids in (mine, theirs)
+            "".join(tokenizer.decode(ids).split()).casefold() for ids in (stored_ids, encoded_ids)
         )
         if found != expected:
             problems.append(
@@ -263,7 +270,7 @@ def _compare_tokens_with_texts(store: Store, problems: list[str]) -> None:
             return
 
 
-def _examine_latents(store: Store, checks: dict[str, list[str]], found: SplitFindings) -> None:
+def _examine_latents(store: Store, checks: dict[str, list[str]], findings: SplitFindings) -> None:
     # Ids have neither norms nor statistics; examine_images checks their range.
     if store.num_codes is not None:
         return
@@ -277,8 +284,8 @@ def _examine_latents(store: Store, checks: dict[str, list[str]], found: SplitFin
         norms.append(np.linalg.norm(block, axis=-1).ravel())
         if is_valid:
             statistics.add(block)
-    found.norms = np.concatenate(norms)
-    finite = found.norms[np.isfinite(found.norms)]
+    findings.norms = np.concatenate(norms)
+    finite = findings.norms[np.isfinite(findings.norms)]
     if (
         manifest.get("encoder", {}).get("normalize", False)
         and len(finite)
@@ -290,13 +297,13 @@ def _examine_latents(store: Store, checks: dict[str, list[str]], found: SplitFin
         )
     if not is_valid:
         return
-    found.statistics = statistics.result()
+    findings.statistics = statistics.result()
     if store.split == "train":
         scale = max(float(store.latent_std.max()), 1e-12)
         for name in ("mean", "std"):
             gap = (
                 np.abs(
-                    np.array(found.statistics[name]) - np.array(manifest["latent_stats"][name])
+                    np.array(findings.statistics[name]) - np.array(manifest["latent_stats"][name])
                 ).max()
                 / scale
             )
@@ -366,7 +373,7 @@ def examine_images(store: Store, checks: dict[str, list[str]]) -> ImageFindings:
             hashes[row] = int.from_bytes(
                 hashlib.blake2b(image.tobytes(), digest_size=8).digest(), "big"
             )
-    own = np.unique(hashes) if store.num_codes is None else np.empty(0, np.uint64)
+    pixels = np.unique(hashes) if store.num_codes is None else np.empty(0, np.uint64)
     groups = store.groups
     if groups is None or len(groups) != len(store) or groups.dtype != np.int64:
         found = (
@@ -375,7 +382,7 @@ def examine_images(store: Store, checks: dict[str, list[str]]) -> ImageFindings:
             else f"groups.npy of {len(groups)} rows, {groups.dtype}"
         )
         checks["shape"].append(f"{where}: {found}, expected {len(store)} of int64")
-        return ImageFindings(own)
+        return ImageFindings(pixels)
     captions = np.array([content_hash(store.text(row)) for row in range(len(store))], np.uint64)
     repeated = len(store) - len(np.unique(np.stack([hashes, captions]), axis=1).T)
     if (
@@ -386,7 +393,7 @@ def examine_images(store: Store, checks: dict[str, list[str]]) -> ImageFindings:
         checks["duplicates"].append(
             f"{where}: {repeated} images repeat another with the same caption"
         )
-    return ImageFindings(own, np.unique(groups))
+    return ImageFindings(pixels, np.unique(groups))
 
 
 def image_leaks(train: ImageFindings, validation: ImageFindings) -> list[str]:

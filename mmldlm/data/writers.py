@@ -135,21 +135,21 @@ class FilesSplit:
     ) -> None:
         """Write samples, two files each; this layout has no groups."""
         for position, (text, ids, latent) in enumerate(zip(texts, tokens, latents, strict=True)):
-            number = self.summary["num_samples"]
-            name = f"{self.split}_{number:09d}"
+            index = self.summary["num_samples"]
+            name = f"{self.split}_{index:09d}"
             record = {
                 "text": text,
                 "text_path": f"texts/{self.split}/{name}.txt",
                 "latent_path": f"latents/{self.split}/{name}.npy",
                 "dataset": self.dataset,
-                "doc_id": int(documents[position]) if documents is not None else number,
+                "doc_id": int(documents[position]) if documents is not None else index,
                 "model": self.model,
                 "embedding_dim": latent.shape[-1],
             }
             (self.root / record["text_path"]).write_text(text, encoding="utf-8")
             np.save(self.root / record["latent_path"], np.asarray(latent, dtype=np.float32))
             self._json.write(
-                ("" if number == 0 else ",") + "\n" + json.dumps(record, ensure_ascii=False)
+                ("" if index == 0 else ",") + "\n" + json.dumps(record, ensure_ascii=False)
             )
             self.summary["num_samples"] += 1
             self.summary["num_tokens"] += len(ids)
@@ -167,20 +167,18 @@ class LatentStatistics:
     """Mean, standard deviation, norms and effective rank of latents, accumulated in float64.
 
     Args:
-        latent_dim: D.
+        latent_dim: Number of components D.
         num_expected: Number of rows to come; above `covariance_rows` the effective rank uses every
             n-th block only.
-        covariance_rows: Largest number of rows in the covariance, about.
+        covariance_rows: Approximate largest number of rows in the covariance.
     """
 
     def __init__(
         self, latent_dim: int, num_expected: int = 0, covariance_rows: int = COVARIANCE_ROWS
     ):
         self._num, self._sum, self._squares = 0, np.zeros(latent_dim), np.zeros(latent_dim)
-        self._products, self._product_sum = (
-            np.zeros((latent_dim, latent_dim)),
-            np.zeros(latent_dim),
-        )
+        self._products = np.zeros((latent_dim, latent_dim))
+        self._product_sum = np.zeros(latent_dim)
         self._num_products = 0
         self._stride = -(-num_expected // covariance_rows) if num_expected > covariance_rows else 1
         self._num_blocks = 0
@@ -215,7 +213,7 @@ class LatentStatistics:
         covariance = self._products / self._num_products - np.outer(centre, centre)
         eigenvalues = np.clip(np.linalg.eigvalsh(covariance), 0, None)
         total = eigenvalues.sum()
-        share = eigenvalues[eigenvalues > 0] / total if total > 0 else np.ones(1)
+        fractions = eigenvalues[eigenvalues > 0] / total if total > 0 else np.ones(1)
         return {
             "mean": mean.tolist(),
             "std": np.sqrt(variance).tolist(),
@@ -225,6 +223,6 @@ class LatentStatistics:
                 "mean": self._norms[1] / self._num,
                 "max": self._norms[2],
             },
-            "effective_rank": float(np.exp(-(share * np.log(share)).sum())),
+            "effective_rank": float(np.exp(-(fractions * np.log(fractions)).sum())),
             "effective_rank_samples": self._num_products,
         }

@@ -2,9 +2,9 @@
 arXiv 2306.13720).
 
 RadioDiff's process with C = -x0 (z_t = x0 + t C + sqrt(t) noise). As a path with alpha = 1 - t and
-sigma = sqrt(t) it needs no sampler of its own: its step back is DDIM with the noise of
-`bridge_eta`. What only this process has stands here: its grid, its loss weights, and the network
-that predicts x0 and the noise at once.
+sigma = sqrt(t) it needs no sampler of its own: its reverse step is DDIM with the noise of
+`bridge_eta`. This file holds what is specific to the process: its grid, its loss weights, and the
+prediction of x0 and the noise at once.
 """
 
 from __future__ import annotations
@@ -58,26 +58,27 @@ def loss_weights(t: Tensor, kind: str, cap: float) -> Tensor:
     """Weights of the squared errors of x0 and of the noise. [..., 2] in t's dtype
 
     Args:
-        t: timesteps in [0, 1].
-        kind: ddm (2 e^(1 - t), e^sqrt(t); RadioDiff) or ddm_inverse (1 / t, 1 / (1 - t); DDM).
-        cap: largest weight of ddm_inverse, whose weights are infinite at the ends.
+        t: Timesteps in [0, 1].
+        kind: Name of the weights: ddm (2 e^(1 - t), e^sqrt(t); RadioDiff) or ddm_inverse (1 / t, 1
+            / (1 - t); DDM).
+        cap: Largest weight of ddm_inverse, whose weights are infinite at the ends.
     """
     if kind == "ddm":
         return torch.stack([2 * torch.exp(1 - t), torch.exp(t.sqrt())], -1)
-    # min(1 / x, cap) without the infinity.
+    # This is min(1 / x, cap) without the infinity.
     return 1 / torch.stack([t, 1 - t], -1).clamp_min(1 / cap)
 
 
 class DecoupledProcess(GaussianProcess):
     """A `LatentProcess`.
 
-    Weighting velocity does not go with it: dz/dt = -x0 + noise / (2 sqrt(t)) is infinite at t = 0.
+    Weighting velocity is not supported: dz/dt = -x0 + noise / (2 sqrt(t)) is infinite at t = 0.
 
     Args:
-        prediction: x0, epsilon, or x0_epsilon: both, side by side.
-        weighting: unit, min_snr, ddm or ddm_inverse (`loss_weights`).
-        min_snr_gamma: gamma of min_snr.
-        ddm_weight_cap: largest weight of ddm_inverse.
+        prediction: Output of the network: x0, epsilon, or x0_epsilon: both, side by side.
+        weighting: Weighting: unit, min_snr, ddm or ddm_inverse (`loss_weights`).
+        min_snr_gamma: Gamma of min_snr.
+        ddm_weight_cap: Largest weight of ddm_inverse.
 
     Raises:
         ValueError: another prediction or weighting.

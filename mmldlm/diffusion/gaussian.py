@@ -31,10 +31,8 @@ def _sigmoid(t: Tensor) -> tuple[Tensor, Tensor]:
     """alpha^2 falls from 0.9975 to 0.0025 along a logistic curve, rescaled to reach 1 and 0
     exactly.
     """
-    low, high = (
-        torch.sigmoid(torch.tensor(-6.0).double()),
-        torch.sigmoid(torch.tensor(6.0).double()),
-    )
+    low = torch.sigmoid(torch.tensor(-6.0).double())
+    high = torch.sigmoid(torch.tensor(6.0).double())
     alpha_squared = ((torch.sigmoid(6.0 - 12.0 * t) - low) / (high - low)).clamp(0, 1)
     return alpha_squared.sqrt(), (1 - alpha_squared).sqrt()
 
@@ -47,12 +45,12 @@ class Prediction(NamedTuple):
     """One prediction target.
 
     Attributes:
-        target: (alpha, sigma, x0, noise) -> what the network should output.
+        target: (alpha, sigma, x0, noise) -> target of the network.
         to_x0: (alpha, sigma, prediction, z) -> x0 estimate.
         weight: (x0-space weight, SNR, sigma) -> the weight in this target's space.
-        schedules: names of the schedules under which these conversions hold; None: all.
-        max_timestep: largest t at which `to_x0` is computed; above it, t is replaced by it.
-        sampling_start: timestep at which sampling starts.
+        schedules: Names of the schedules under which these conversions hold; None: all.
+        max_timestep: Largest t at which `to_x0` is computed; above it, t is replaced by it.
+        sampling_start: Timestep at which sampling starts.
     """
 
     target: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
@@ -63,7 +61,7 @@ class Prediction(NamedTuple):
     sampling_start: float = 1.0
 
 
-# schedule -> t (fp64) -> alpha, sigma
+# Schedule -> function of t (fp64) that returns alpha and sigma.
 SCHEDULES = {
     "cosine": _cosine,
     "linear": _linear,
@@ -82,7 +80,7 @@ PREDICTIONS = {
         weight=lambda weight, snr, sigma: weight / (snr + 1),
         schedules=("cosine", "linear", "sigmoid"),
     ),
-    # Its x0 estimate divides by alpha(t), which is 0 at t = 1 under most schedules.
+    # The x0 estimate divides by alpha(t), which is 0 at t = 1 under most schedules.
     "epsilon": Prediction(
         target=lambda alpha, sigma, x0, noise: noise,
         to_x0=lambda alpha, sigma, prediction, z: (z - sigma * prediction) / alpha,
@@ -108,16 +106,16 @@ class GaussianProcess:
     2209.03003). There are no discrete timestep indices.
 
     Args:
-        schedule: one of `schedules`.
-        prediction: what the network outputs, one of `predictions`.
-        weighting: one of `weightings`: unit, min_snr (arXiv 2303.09556) or velocity; always in the
-            space of the prediction.
-        min_snr_gamma: gamma of min_snr.
-        velocity_floor: least sigma that velocity divides by on the straight path.
+        schedule: Schedule, one of `schedules`.
+        prediction: Output of the network, one of `predictions`.
+        weighting: Weighting, one of `weightings`: unit, min_snr (arXiv 2303.09556) or velocity;
+            always in the space of the prediction.
+        min_snr_gamma: Gamma of min_snr.
+        velocity_floor: Least sigma that velocity divides by on the straight path.
 
     Raises:
-        ValueError: an unknown schedule, prediction or weighting, or a prediction that does not go
-            with the schedule.
+        ValueError: an unknown schedule, prediction or weighting, or a prediction that the schedule
+            does not support.
     """
 
     schedules: ClassVar[Mapping[str, Callable[[Tensor], tuple[Tensor, Tensor]]]] = SCHEDULES
@@ -145,7 +143,7 @@ class GaussianProcess:
                 f"prediction {prediction} needs schedule {rule.schedules}: {schedule}"
             )
         if weighting not in self.weightings:
-            raise ValueError(f"weighting {weighting} does not go with schedule {schedule}")
+            raise ValueError(f"weighting {weighting} is not supported with schedule {schedule}")
         self.schedule, self.prediction, self.weighting = schedule, prediction, weighting
         self.min_snr_gamma, self.velocity_floor = min_snr_gamma, velocity_floor
         self.num_predictions = 1
@@ -154,7 +152,8 @@ class GaussianProcess:
 
     @property
     def _rule(self) -> Prediction:
-        # Looked up, not kept: batches carry their process from data workers, which pickle it.
+        # Looked up instead of stored, because batches carry their process from data workers, which
+        # pickle it.
         return self.predictions[self.prediction]
 
     def alpha_sigma(self, t: Tensor) -> tuple[Tensor, Tensor]:
@@ -183,7 +182,7 @@ class GaussianProcess:
         return alpha * x0 + sigma * noise
 
     def targets(self, x0: Tensor, noise: Tensor, t: Tensor) -> Tensor:
-        """What the network should output for (x0, noise, t). [B, ..., P * D]"""
+        """Targets of the network for (x0, noise, t). [B, ..., P * D]"""
         return self._rule.target(*self._alpha_sigma_like(t, x0), x0, noise)
 
     def to_x0(self, predictions: Tensor, z: Tensor, t: Tensor) -> Tensor:
@@ -211,7 +210,8 @@ class GaussianProcess:
         elif self.schedule == "rectified_flow":
             # The flow loss weighs the squared x0 error by 1 / sigma^2.
             x0_weight = 1 / sigma.clamp_min(self.velocity_floor) ** 2
-        else:  # The v loss weighs it by SNR + 1.
+        else:
+            # The v loss weights x0 by SNR + 1.
             x0_weight = snr + 1
         return self._rule.weight(x0_weight, snr, sigma)
 
@@ -230,13 +230,13 @@ class GaussianProcess:
         an Euler step.
 
         Args:
-            predictions: network output at (z, t). [B, ..., P * D]
-            z: state at t. [B, ..., D]
-            t: current timestep. [B]
-            s: next timestep. [B]
+            predictions: Network output at (z, t). [B, ..., P * D]
+            z: State at t. [B, ..., D]
+            t: Current timestep. [B]
+            s: Next timestep. [B]
             eta: 0 deterministic, 1 ancestral, or a function of (t, s), one of `named_etas`.
-            noise: standard normal noise like z, needed when eta > 0.
-            project: applied to the x0 estimate before the step.
+            noise: Standard normal noise like z, needed when eta > 0.
+            project: Function that is applied to the x0 estimate before the step.
         """
         x0 = self.to_x0(predictions, z, t)
         x0 = x0 if project is None else project(x0)
@@ -270,10 +270,10 @@ class GaussianProcess:
         is x0 and the step that of DDIM.
 
         Args:
-            x0: estimate at (z, t). [B, ..., D]
-            z: state at t. [B, ..., D]
-            t: current timestep. [B]
-            s: next timestep, above 0. [B]
+            x0: Estimate at (z, t). [B, ..., D]
+            z: State at t. [B, ..., D]
+            t: Current timestep. [B]
+            s: Next timestep, above 0. [B]
             previous: x0 estimate and timestep of the step before.
         """
         alpha_t, sigma_t = self._alpha_sigma_like(t, z)
@@ -306,10 +306,10 @@ class GaussianProcess:
 
         Args:
             predict: (z, t) -> network output.
-            z: state at t. [B, ..., D]
-            t: current timestep.
-            s: next timestep.
-            project: applied to each x0 estimate.
+            z: State at t. [B, ..., D]
+            t: Current timestep.
+            s: Next timestep.
+            project: Function that is applied to each x0 estimate.
         """
         assert "heun" in self.solvers, (
             f"heun_step needs schedule rectified_flow, not {self.schedule}"

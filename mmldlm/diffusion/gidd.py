@@ -15,8 +15,9 @@ WEIGHTINGS = ("elbo", "clip", "dynamic")
 
 
 class Marginals(NamedTuple):
-    """Shares of q_t(z | x) in fp64: alpha on the token itself, mask on [MASK], uniform on all N
-    other tokens together (the token itself among them). They sum to 1."""
+    """Probabilities of q_t(z | x) in fp64: alpha on the token itself, mask on [MASK], uniform on
+    all N tokens besides [MASK] together (the token itself among them). They sum to 1.
+    """
 
     alpha: Tensor
     mask: Tensor
@@ -28,18 +29,19 @@ class GiddProcess:
     alpha = (1 - t) / C.
 
     u is uniform over the N = vocab_size - 1 tokens besides [MASK], and B = 2^gamma p_u / (1 -
-    p_u), so that a share p_u of the tokens is uniform noise at t = 1/2. p_u = 0 is masked
+    p_u), so that a fraction p_u of the tokens is uniform noise at t = 1/2. p_u = 0 is masked
     diffusion (MDLM) with its log-linear schedule.
 
-    The NELBO of a denoiser x_hat, in nats a token, is E_{t, z} w(z, x, t) d(z, x, x_hat, t) over t
-    in (0, 1), with d = KL(q_t(. | x) || q_t(. | x_hat)) + r - log r - 1 and r = q_t(z | x) / q_t(z
-    | x_hat) (eq. 11 of the paper).
+    The NELBO of a denoiser x_hat, in nats per token, is E_{t, z} w(z, x, t) d(z, x, x_hat, t) over
+    t in (0, 1), with d = KL(q_t(. | x) || q_t(. | x_hat)) + r - log r - 1 and
+    r = q_t(z | x) / q_t(z | x_hat) (eq. 11 of the paper).
 
     Args:
         vocab_size: V, [MASK] included.
-        mask_token_id: id of [MASK].
-        uniform_share: p_u in [0, 1).
-        gamma: in (0, 2]; above 2 uniform noise would have to vanish faster than tokens do.
+        mask_token_id: Id of [MASK].
+        uniform_share: Fraction of uniform noise p_u in [0, 1).
+        gamma: Exponent in (0, 2]; above 2 uniform noise would have to vanish faster than tokens
+            do.
 
     Raises:
         ValueError: a parameter out of range.
@@ -50,11 +52,8 @@ class GiddProcess:
     ):
         if not 0 <= uniform_share < 1 or not 0 < gamma <= 2:
             raise ValueError(f"uniform_share {uniform_share} in [0, 1), gamma {gamma} in (0, 2]")
-        self.vocab_size, self.mask_token_id, self.num_noise_tokens = (
-            vocab_size,
-            mask_token_id,
-            vocab_size - 1,
-        )
+        self.vocab_size, self.mask_token_id = vocab_size, mask_token_id
+        self.num_noise_tokens = vocab_size - 1
         self.uniform_share, self.gamma = uniform_share, gamma
         self._scale = 2**gamma * uniform_share / (1 - uniform_share)
 
@@ -69,7 +68,7 @@ class GiddProcess:
         return 1 + 0.5 * self.gamma * (1 - 2 * t) / t
 
     def marginals(self, t: Tensor) -> Marginals:
-        """Shares at t in [0, 1]; each of t's shape, fp64."""
+        """Probabilities at t in [0, 1]; each of t's shape, fp64."""
         t = t.double()
         mass = self._uniform_mass(t)
         return Marginals((1 - t) / (1 + mass), t / (1 + mass), mass / (1 + mass))
@@ -89,30 +88,31 @@ class GiddProcess:
         """Draw z_t independently for every position.
 
         Args:
-            tokens: [B, S] int64.
-            t: [B].
+            tokens: [B, S] int64
+            t: [B]
             uniform: [B, S] fp64 in [0, 1).
             noisable: [B, S] bool (real tokens).
 
         Returns:
             noised tokens [B, S], and scored [B, S] bool: positions whose NELBO weight is not zero.
         """
-        keep, mask, share = (value[:, None] for value in self.marginals(t))
-        place = ((uniform.double() - keep - mask) / share.clamp_min(1e-300)).clamp(0, 1)
-        other = self._noise_token(place)
+        keep, mask, uniform_noise = (value[:, None] for value in self.marginals(t))
+        position = ((uniform.double() - keep - mask) / uniform_noise.clamp_min(1e-300)).clamp(0, 1)
+        other = self._noise_token(position)
         noised = torch.where(
             uniform < keep, tokens, torch.where(uniform < keep + mask, self.mask_token_id, other)
         )
-        if self.uniform_share == 0:  # rounding of keep + mask must not let a uniform token in
+        if self.uniform_share == 0:
+            # Rounding of keep + mask must not let a uniform token in.
             noised = torch.where(uniform < keep, tokens, self.mask_token_id)
         noised = torch.where(noisable, noised, tokens)
         return noised, (
             noisable if self.uniform_share > 0 else noisable & (noised == self.mask_token_id)
         )
 
-    def _noise_token(self, place: Tensor) -> Tensor:
+    def _noise_token(self, uniform: Tensor) -> Tensor:
         """Numbers in [0, 1) -> tokens besides [MASK]."""
-        token = (place * self.num_noise_tokens).long().clamp_max(self.num_noise_tokens - 1)
+        token = (uniform * self.num_noise_tokens).long().clamp_max(self.num_noise_tokens - 1)
         return token + (token >= self.mask_token_id)
 
     def elbo_weights(self, tokens: Tensor, noised: Tensor, t: Tensor) -> Tensor:
@@ -137,10 +137,10 @@ class GiddProcess:
         / N) sqrt(t / (1 - t)) there, the same to first order.
 
         Args:
-            elbo_weights: of `elbo_weights`.
-            t: broadcasts to them.
-            weighting: elbo, clip or dynamic.
-            largest: the largest weight.
+            elbo_weights: Weights that `elbo_weights` returns.
+            t: Timesteps, broadcastable to the weights.
+            weighting: Weighting: elbo, clip or dynamic.
+            largest: Largest weight.
         """
         if weighting == "elbo":
             return elbo_weights
@@ -184,27 +184,25 @@ class GiddProcess:
         a fresh draw from q_s(. | x_hat). At s = 0 no [MASK] is left.
 
         Args:
-            tokens: state at t. [B, S] int64
-            logits: of x_0, -inf for [MASK]. [B, S, V]
-            t: current timestep. [B]
-            s: next timestep. [B]
-            uniform: numbers in [0, 1): what happens, and which token. [2, B, S]
+            tokens: State at t. [B, S] int64
+            logits: Logits of x_0, -inf for [MASK]. [B, S, V]
+            t: Current timestep. [B]
+            s: Next timestep. [B]
+            uniform: Uniform numbers in [0, 1): what happens, and which token. [2, B, S]
 
         Returns:
             tokens at s. [B, S]
         """
         at_t, at_s = (
-            Marginals(*(share[:, None] for share in self.marginals(time))) for time in (t, s)
+            Marginals(*(marginal[:, None] for marginal in self.marginals(time))) for time in (t, s)
         )
         probability = (
             logits.gather(-1, tokens[..., None])[..., 0].double() - logits.double().logsumexp(-1)
         ).exp()
-        before, after = (
-            self._probability(tokens, probability, at_s),
-            self._probability(tokens, probability, at_t),
-        )
+        before = self._probability(tokens, probability, at_s)
+        after = self._probability(tokens, probability, at_t)
         stay = at_t.alpha / at_s.alpha * before / after
-        # What is left of the first number, after it has decided to leave, is uniform again.
+        # Given that the token does not stay, the rest of the first number is uniform again.
         what = ((uniform[0].double() - stay) / (1 - stay).clamp_min(1e-300)).clamp(0, 1)
         drawn = draw(logits.flatten(0, 1), uniform[1].flatten()).view_as(tokens)
         fresh = torch.where(
@@ -215,28 +213,30 @@ class GiddProcess:
         fresh = torch.where(what < at_s.alpha, drawn, fresh)
         return torch.where(uniform[0] < stay, tokens, fresh)
 
-    def _probability(self, z: Tensor, probability: Tensor, shares: Marginals) -> Tensor:
+    def _probability(self, z: Tensor, probability: Tensor, marginals: Marginals) -> Tensor:
         """q(z | x_hat), where x_hat[z] is `probability`."""
         noise = torch.where(
-            z == self.mask_token_id, shares.mask, shares.uniform / self.num_noise_tokens
+            z == self.mask_token_id, marginals.mask, marginals.uniform / self.num_noise_tokens
         )
-        return shares.alpha * probability + noise
+        return marginals.alpha * probability + noise
 
 
 class GiddDivergence(NamedTuple):
     """d(z, x, x_hat, t) of M rows and its gradient with respect to their logits.
 
-    With p = x_hat and rho = c / (N (1 - t)), the share of uniform noise per token over alpha, the
-        divergence is KL = alpha ((1 + rho) log((1 + rho) / (p_x + rho)) - rho sum_{v != x} log(1 +
-        p_v / rho)),
+    With p = x_hat and rho = c / (N (1 - t)), the uniform noise per token relative to alpha, the
+    divergence is
+
+        KL = alpha ((1 + rho) log((1 + rho) / (p_x + rho)) - rho sum_{v != x} log(1 + p_v / rho)),
+
     one pass over the vocabulary, and r = (1 + rho) / (p_x + rho) at z = x, rho / (p_z + rho) at
     another token, 1 at [MASK]. Every logarithm is of p + rho in log space: finite for p = 0, and
     for rho = 0.
 
     Attributes:
-        targets: x. [M] int64
-        noised: z. [M] int64
-        is_masked: z is [MASK]. [M] bool
+        targets: Clean tokens x. [M] int64
+        noised: Noised tokens z. [M] int64
+        is_masked: Whether z is [MASK]. [M] bool
         alpha: [M] fp32.
         log_rho: [M] fp32; -inf without uniform noise.
     """
@@ -257,10 +257,11 @@ class GiddDivergence(NamedTuple):
         log_p = logits.log_softmax(-1)
         log_x, log_z = log_p.gather(1, x), log_p.gather(1, z)
         p = log_p.exp_()
-        floor = rho.clamp_min(torch.finfo(p.dtype).tiny ** 0.75)  # of a denominator: rho may be 0
+        # The floor of a denominator: rho may be 0.
+        floor = rho.clamp_min(torch.finfo(p.dtype).tiny ** 0.75)
         log_ratio_x = rho.log1p() - torch.logaddexp(log_x, log_rho)
-        # log(1 + p_x / rho), taken out of the sum; without uniform noise it is infinite, and its
-        # factor 0.
+        # The term log(1 + p_x / rho) is taken out of the sum; without uniform noise it is
+        # infinite, and its factor 0.
         others = (p / floor).log1p_().scatter_(1, x, 0.0).sum(1, keepdim=True)
         kl = (1 + rho) * log_ratio_x - rho * others
         is_scored = ~is_masked & (rho > 0)
@@ -271,8 +272,8 @@ class GiddDivergence(NamedTuple):
             return divergence, None
         # With g = d(divergence)/dp, the gradient of the logits is p g - p sum(p g), and p g is
         # finite.
-        share = p / (p + floor)
-        pull = share.mul_(-alpha * rho).scatter_(
+        ratio = p / (p + floor)
+        pull = ratio.mul_(-alpha * rho).scatter_(
             1, x, -alpha * (1 + rho) * torch.sigmoid(log_x - log_rho)
         )
         at_z = torch.where(is_scored, -log_r.expm1() * torch.sigmoid(log_z - log_rho), 0.0)
@@ -287,24 +288,24 @@ def self_correct(
     the paper).
 
     Args:
-        tokens: finished texts. [B, S] int64
-        logits: of x_0 at the texts and a small t, -inf for [MASK]. [B, S, V]
+        tokens: Finished texts. [B, S] int64
+        logits: Logits of x_0 at the texts and a small t, -inf for [MASK]. [B, S, V]
         uniform: [B, S] in [0, 1).
         real: [B, S] bool, positions that may change.
-        temperature: of the draws that are proposed.
+        temperature: Temperature of the proposed draws.
 
     Returns:
-        tokens [B, S], changed [B] bool, and agreement [B]: the share of real tokens that are the
-        most probable.
+        tokens [B, S], changed [B] bool, and agreement [B]: the fraction of real tokens that are
+        the most probable.
     """
     flat = logits.double().flatten(0, 1) / temperature
     drawn = draw(flat, uniform.flatten())
     score = flat.log_softmax(-1).gather(1, drawn[:, None])[:, 0].view(tokens.shape)
     drawn = drawn.view(tokens.shape)
-    best, place = score.masked_fill((drawn == tokens) | ~real, float("-inf")).max(1)
-    changed, place = best > float("-inf"), place[:, None]
+    best, position = score.masked_fill((drawn == tokens) | ~real, float("-inf")).max(1)
+    changed, position = best > float("-inf"), position[:, None]
     corrected = tokens.scatter(
-        1, place, torch.where(changed[:, None], drawn, tokens).gather(1, place)
+        1, position, torch.where(changed[:, None], drawn, tokens).gather(1, position)
     )
     agreement = ((logits.argmax(-1) == tokens) & real).sum(1) / real.sum(1).clamp_min(1)
     return corrected, changed, agreement

@@ -34,16 +34,16 @@ class HierarchicalProcess:
     cluster (EOS and other special tokens) keeps its own id where others show their cluster: a
     cluster of one, whose state is the token itself.
 
-    The NELBO of a denoiser x_hat, in nats a token, with P_hat the sum of x_hat over a cluster, is
-    E_{t, z} w(z, t) d over t in (0, 1): at [MASK] w = m' / m and d = -log P_hat(c(x)); at a
+    The NELBO of a denoiser x_hat, in nats per token, with P_hat the sum of x_hat over a cluster,
+    is E_{t, z} w(z, t) d over t in (0, 1): at [MASK] w = m' / m and d = -log P_hat(c(x)); at a
     cluster w = -alpha' / c and d = -log(x_hat[x] / P_hat(c(x))); 0 at a word. The cluster of a
     noised token is always the right one (xi = 1); the paper's xi < 1, for which only an
-    approximate bound is known, is not offered.
+    approximate bound is known, is not supported.
 
     Args:
-        clusters: cluster of every token, -1 for tokens in none and for [MASK]. [V] int64
-        mask_token_id: id of [MASK].
-        gamma: above 0; 1 spreads clusters most evenly.
+        clusters: Cluster of every token, -1 for tokens in none and for [MASK]. [V] int64
+        mask_token_id: Id of [MASK].
+        gamma: Exponent above 0; 1 spreads clusters most evenly.
 
     Raises:
         ValueError: gamma <= 0, or [MASK] in a cluster.
@@ -57,8 +57,8 @@ class HierarchicalProcess:
         self.vocab_size, self.mask_token_id, self.gamma = len(clusters), mask_token_id, gamma
         self.num_clusters = int(clusters.max()) + 1
         alone = clusters < 0
-        # Groups are the clusters and every token that is alone; `_group` [V], `_state` [V]: what a
-        # token becomes first.
+        # Groups are the clusters and every token that is alone. `_group` [V] is the group of a
+        # token, `_state` [V] the state that it takes first.
         self._group = torch.where(alone, self.num_clusters + alone.cumsum(0) - 1, clusters)
         self._state = torch.where(alone, torch.arange(len(clusters)), self.vocab_size + clusters)
 
@@ -69,9 +69,8 @@ class HierarchicalProcess:
 
     def levels(self, t: Tensor) -> Levels:
         """Probabilities at t in [0, 1]; each of t's shape."""
-        log_left = torch.log1p(
-            -t.double()
-        )  # of 1 - t; differences of powers of it do not cancel at small t
+        # Logarithm of 1 - t; differences of powers of it do not cancel at small t.
+        log_left = torch.log1p(-t.double())
         return Levels((self.gamma * log_left).exp(), *self._leave(log_left))
 
     def _leave(self, log_ratio: Tensor) -> tuple[Tensor, Tensor]:
@@ -105,7 +104,7 @@ class HierarchicalProcess:
 
         Args:
             tokens: [B, S] int64 below V.
-            t: [B].
+            t: [B]
             uniform: [B, S] fp64 in [0, 1).
             noisable: [B, S] bool (real tokens).
 
@@ -121,10 +120,8 @@ class HierarchicalProcess:
     def elbo_weights(self, tokens: Tensor, noised: Tensor, t: Tensor) -> Tensor:
         """w(z, t), the NELBO's weights; tokens, noised and t in (0, 1) broadcast. fp64"""
         levels = self.levels(t)
-        at_mask, at_cluster = (
-            self.mask_inflow(t) / levels.mask,
-            self.word_outflow(t) / levels.cluster,
-        )
+        at_mask = self.mask_inflow(t) / levels.mask
+        at_cluster = self.word_outflow(t) / levels.cluster
         weights = torch.where(noised == self.mask_token_id, at_mask, at_cluster)
         return torch.where(noised == tokens, 0.0, weights)
 
@@ -154,11 +151,11 @@ class HierarchicalProcess:
         that cluster. At s = 0 only words are left.
 
         Args:
-            tokens: state at t. [B, S] int64 below V + n
-            logits: of x_0, -inf for [MASK]. [B, S, V]
-            t: current timestep. [B]
-            s: next timestep. [B]
-            uniform: numbers in [0, 1): what happens, and which token. [2, B, S]
+            tokens: State at t. [B, S] int64 below V + n
+            logits: Logits of x_0, -inf for [MASK]. [B, S, V]
+            t: Current timestep. [B]
+            s: Next timestep. [B]
+            uniform: Uniform numbers in [0, 1): what happens, and which token. [2, B, S]
 
         Returns:
             tokens at s. [B, S]
@@ -166,7 +163,8 @@ class HierarchicalProcess:
         at_t, at_s = (Levels(*(level[:, None] for level in self.levels(time))) for time in (t, s))
         log_ratio = (torch.log1p(-t.double()) - torch.log1p(-s.double()))[:, None]
         stay_mask = at_s.mask / at_t.mask
-        # From t = 1 no cluster is left over: nothing stands at one, and its probability is 0 / 0.
+        # At t = 1 every token is [MASK]: no position holds a cluster, whose probability to stay
+        # would be 0 / 0.
         stay_cluster = at_s.cluster * log_ratio.exp() / at_t.cluster.clamp_min(1e-300)
         to_cluster = stay_mask + at_s.cluster * -torch.expm1(log_ratio) / at_t.mask
         is_masked, is_cluster = tokens == self.mask_token_id, tokens >= self.vocab_size
@@ -190,9 +188,9 @@ class HierarchicalDivergence(NamedTuple):
     """d(z, x, x_hat) of M rows and its gradient with respect to their logits.
 
     Attributes:
-        targets: x. [M] int64
-        is_masked: z is [MASK]; otherwise it is the cluster of x. [M] bool
-        group: cluster of every token, tokens in none having one of their own. [V] int64
+        targets: Clean tokens x. [M] int64
+        is_masked: Whether z is [MASK]; otherwise it is the cluster of x. [M] bool
+        group: Cluster of every token, tokens in none having one of their own. [V] int64
     """
 
     targets: Tensor
@@ -215,7 +213,8 @@ class HierarchicalDivergence(NamedTuple):
         )
 
 
-SMALLEST, LARGEST = 0.1, 5.0  # sizes in units of the mean (HDLM)
+# Sizes of clusters in units of the mean (HDLM).
+SMALLEST, LARGEST = 0.1, 5.0
 # Unit vectors are rounded to this grid. Products and sums of such integers are exact in fp32, in
 # any order, so every rank, machine and number of threads finds the same clusters.
 _GRID = 1024
@@ -232,10 +231,10 @@ def cluster_tokens(
     Args:
         vectors: [V, D], one per token; zeros where nothing is known of a token, which then goes to
             any cluster.
-        num_clusters: n, at most the number of tokens to cluster.
-        alone: tokens in no cluster (special tokens).
-        seed: of the starting centers.
-        rounds: most rounds of k-means; it ends when no token moves.
+        num_clusters: Number of clusters n, at most the number of tokens to cluster.
+        alone: Tokens in no cluster (special tokens).
+        seed: Seed of the starting centers.
+        rounds: Largest number of rounds of k-means; it ends when no token moves.
 
     Returns:
         [V] int64, cluster of every token, -1 for those alone. Every cluster has between SMALLEST
@@ -250,11 +249,11 @@ def cluster_tokens(
     is_known = vectors[words].any(1)
     if is_known.sum() < num_clusters:
         is_known[:] = True
-    found = np.empty(len(words), dtype=np.int64)
-    found[is_known] = _k_means(vectors[words[is_known]], num_clusters, seed, rounds)
-    found[~is_known] = np.arange(len(words) - is_known.sum()) % num_clusters
+    cluster_of_word = np.empty(len(words), dtype=np.int64)
+    cluster_of_word[is_known] = _k_means(vectors[words[is_known]], num_clusters, seed, rounds)
+    cluster_of_word[~is_known] = np.arange(len(words) - is_known.sum()) % num_clusters
     clusters = np.full(len(vectors), -1, dtype=np.int64)
-    clusters[words] = found
+    clusters[words] = cluster_of_word
     return clusters
 
 
@@ -267,17 +266,18 @@ def _k_means(vectors: np.ndarray, num_clusters: int, seed: int, rounds: int) -> 
         max(int(LARGEST * mean), -(-len(points) // num_clusters)),
     )
     centers = _starting_centers(points, num_clusters, generator(seed, Stream.TOKEN_CLUSTERS))
-    found = np.full(len(points), -1)
+    clusters = np.full(len(points), -1)
     for _ in range(rounds):
-        before, found = found, _bounded_assignment(points @ centers.T, *bounds)
-        if np.array_equal(before, found):
+        before, clusters = clusters, _bounded_assignment(points @ centers.T, *bounds)
+        if np.array_equal(before, clusters):
             break
-        by_cluster = np.argsort(found, kind="stable")  # no cluster is empty
-        starts = np.searchsorted(found[by_cluster], np.arange(num_clusters))
+        # No cluster is empty.
+        by_cluster = np.argsort(clusters, kind="stable")
+        starts = np.searchsorted(clusters[by_cluster], np.arange(num_clusters))
         centers = _unit(np.add.reduceat(points[by_cluster], starts, dtype=np.float64)).astype(
             np.float32
         )
-    return found
+    return clusters
 
 
 def _unit(rows: np.ndarray) -> np.ndarray:
@@ -297,7 +297,8 @@ def _starting_centers(points: np.ndarray, count: int, random: np.random.Generato
         distance = np.minimum(distance, np.maximum(2 * (_GRID**2 - cosine), 0))
         distance[chosen] = 0
         cumulative = distance.cumsum()
-        if cumulative[-1] <= _GRID:  # only copies of chosen points are left
+        if cumulative[-1] <= _GRID:
+            # Only copies of chosen points are left.
             chosen.append(int(np.setdiff1d(np.arange(len(points)), chosen)[0]))
             continue
         chosen.append(
@@ -314,21 +315,21 @@ def _bounded_assignment(similarity: np.ndarray, smallest: int, largest: int) -> 
     with room. Then those that are too small take their nearest points from clusters that can spare
     them.
     """
-    found = similarity.argmax(1)
-    sizes = np.bincount(found, minlength=similarity.shape[1])
+    clusters = similarity.argmax(1)
+    sizes = np.bincount(clusters, minlength=similarity.shape[1])
     pool = []
     for cluster in np.flatnonzero(sizes > largest):
-        members = np.flatnonzero(found == cluster)
+        members = np.flatnonzero(clusters == cluster)
         pool.append(members[np.argsort(-similarity[members, cluster], kind="stable")[largest:]])
         sizes[cluster] = largest
     for point in np.concatenate(pool) if pool else ():
         cluster = np.where(sizes < largest, similarity[point], -np.inf).argmax()
-        found[point], sizes[cluster] = cluster, sizes[cluster] + 1
+        clusters[point], sizes[cluster] = cluster, sizes[cluster] + 1
     for cluster in np.flatnonzero(sizes < smallest):
         for point in np.argsort(-similarity[:, cluster], kind="stable"):
             if sizes[cluster] >= smallest:
                 break
-            if sizes[found[point]] > smallest and found[point] != cluster:
-                sizes[found[point]] -= 1
-                found[point], sizes[cluster] = cluster, sizes[cluster] + 1
-    return found
+            if sizes[clusters[point]] > smallest and clusters[point] != cluster:
+                sizes[clusters[point]] -= 1
+                clusters[point], sizes[cluster] = cluster, sizes[cluster] + 1
+    return clusters

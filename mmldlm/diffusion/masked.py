@@ -19,10 +19,10 @@ class MaskedDiffusion:
     log-linear schedule, for every eps.
 
     Args:
-        mask_token_id: id of [MASK].
-        schedule: loglinear (alpha = 1 - (1 - eps) t), cosine (alpha = cos(pi t / 2)), polynomial
-            (alpha = 1 - t^2).
-        eps: fraction of tokens that the log-linear schedule keeps at t = 1.
+        mask_token_id: Id of [MASK].
+        schedule: Schedule: loglinear (alpha = 1 - (1 - eps) t), cosine (alpha = cos(pi t / 2)),
+            polynomial (alpha = 1 - t^2).
+        eps: Fraction of tokens that the log-linear schedule keeps at t = 1.
 
     Raises:
         ValueError: an unknown schedule.
@@ -48,7 +48,7 @@ class MaskedDiffusion:
         if self.schedule == "loglinear":
             return 1 / t
         if self.schedule == "cosine":
-            # pi/2 sin(a) / (1 - cos(a)) = pi/2 / tan(a/2), which does not cancel near t = 0
+            # pi/2 sin(a) / (1 - cos(a)) = pi/2 / tan(a/2), which does not cancel near t = 0.
             return 0.5 * math.pi / torch.tan(0.25 * math.pi * t)
         return 2 / t
 
@@ -58,8 +58,8 @@ class MaskedDiffusion:
         """Mask tokens independently with probability 1 - alpha_t.
 
         Args:
-            tokens: [B, S] int64.
-            t: [B].
+            tokens: [B, S] int64
+            t: [B]
             uniform: [B, S] fp64 in [0, 1).
             maskable: [B, S] bool (real tokens).
 
@@ -93,7 +93,7 @@ class MaskedDiffusion:
         estimate no longer has the heavy tail of 1 / t at small t.
 
         Args:
-            tokens: [B, S] int64.
+            tokens: [B, S] int64
             uniform_t: [B] in [0, 1).
             uniform: [B, S] in [0, 1).
             maskable: [B, S] bool, at least one per row.
@@ -120,11 +120,11 @@ class MaskedDiffusion:
         stay_masked.
 
         Args:
-            tokens: state at t. [B, S] int64
-            logits: of x_0, -inf for [MASK]. [B, S, V]
-            t: current timestep. [B]
-            s: next timestep. [B]
-            uniform: numbers in [0, 1): which tokens are drawn, and their place in the CDF. [2, B,
+            tokens: State at t. [B, S] int64
+            logits: Logits of x_0, -inf for [MASK]. [B, S, V]
+            t: Current timestep. [B]
+            s: Next timestep. [B]
+            uniform: Numbers in [0, 1): which tokens are drawn, and their place in the CDF. [2, B,
                 S]
 
         Returns:

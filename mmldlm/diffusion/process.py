@@ -1,6 +1,4 @@
-"""Protocols of noise processes: what a batch noiser, an objective and a sampler need to know of
-them.
-"""
+"""Protocols of noise processes, as batch noisers, objectives and samplers use them."""
 
 from __future__ import annotations
 
@@ -17,11 +15,11 @@ class LatentProcess(Protocol):
     Attributes:
         num_predictions: P, the number of vectors that the network predicts per latent. Predictions
             and targets are [B, ..., P * D].
-        sampling_start: timestep at which sampling starts: 1, or below it where `to_x0` is not
+        sampling_start: Timestep at which sampling starts: 1, or below it where `to_x0` is not
             defined at 1.
-        named_etas: functions (t, s) -> eta of `step` that belong to this process, by name.
-        diagnostics: names of the figures that `diagnose` returns, as in the logs.
-        solvers: names of the solvers that `step` (ddim), `multistep` (dpm++2m) and `heun_step`
+        named_etas: Functions (t, s) -> eta of `step` that belong to this process, by name.
+        diagnostics: Names of the metrics that `diagnose` returns, as in the logs.
+        solvers: Names of the solvers that `step` (ddim), `multistep` (dpm++2m) and `heun_step`
             (heun) offer.
     """
 
@@ -48,11 +46,11 @@ class LatentProcess(Protocol):
         ...
 
     def diagnose(self, predictions: Tensor, x0: Tensor) -> tuple[Tensor, ...]:
-        """Figures of each latent that only this process has, for the logs. [B, ...]
+        """Metrics of each latent that only this process has, for the logs. [B, ...]
 
         Args:
-            predictions: the network's output at some (z, t). [B, ..., P * D]
-            x0: `to_x0` of them. [B, ..., D]
+            predictions: Output of the network at some (z, t). [B, ..., P * D]
+            x0: Estimate that `to_x0` derives from them. [B, ..., D]
         """
         ...
 
@@ -121,10 +119,10 @@ class TokenProcess(Protocol):
 
 
 class Divergence(Protocol):
-    """d of M rows, which a NELBO weighs: a NamedTuple of tensors.
+    """Divergence d of M rows, which a NELBO weights: a NamedTuple of tensors.
 
     Attributes:
-        targets: clean tokens. [M] int64
+        targets: Clean tokens. [M] int64
     """
 
     _fields: tuple[str, ...]
@@ -136,9 +134,9 @@ class Divergence(Protocol):
         """Return d [R] and its gradient [R, V] with respect to the logits, in their dtype.
 
         Args:
-            logits: fp32 or fp64, -inf for [MASK]. [R, V]
-            rows: which of the M rows they are.
-            wants_grad: whether to compute the gradient.
+            logits: Logits, fp32 or fp64, -inf for [MASK]. [R, V]
+            rows: Indices of these rows among the M.
+            wants_grad: Whether to compute the gradient.
         """
         ...
 
@@ -148,7 +146,7 @@ class DivergenceProcess(Protocol):
     and noised token.
 
     Attributes:
-        mask_token_id: state of every token at t = 1.
+        mask_token_id: State of every token at t = 1.
     """
 
     mask_token_id: int
@@ -166,7 +164,7 @@ class DivergenceProcess(Protocol):
         ...
 
     def divergence(self, tokens: Tensor, noised: Tensor, t: Tensor) -> Divergence:
-        """What the weights multiply, of M scored rows."""
+        """Divergence that the weights multiply, of M scored rows."""
         ...
 
     def is_open(self, tokens: Tensor) -> Tensor:

@@ -16,10 +16,9 @@ def low_discrepancy(ranks: Tensor, offset: Tensor | float, count: int) -> Tensor
     2107.00630).
 
     Args:
-        ranks: position of each sample in a random permutation of the global batch, 0 .. count - 1.
-            [B]
-        offset: one uniform number of the global batch.
-        count: number of samples in the global batch.
+        ranks: Position of each sample in a random permutation of the global batch, 0 .. count - 1.
+        offset: One uniform number for the whole global batch.
+        count: Number of samples in the global batch.
 
     Returns:
         [B] uniforms in [0, 1); over a global batch every interval of width 1 / count holds exactly
@@ -55,8 +54,8 @@ def arcsine(uniform: Tensor, margin: float = 1e-5) -> tuple[Tensor, Tensor]:
     the ends that a uniform t in [1e-4, 1 - 1e-4] would miss, and a finite variance.
 
     Args:
-        uniform: in [0, 1).
-        margin: u is kept inside [margin, 1 - margin], so that 0 < t < 1.
+        uniform: Uniform numbers in [0, 1).
+        margin: Margin: u stays inside [margin, 1 - margin], so that 0 < t < 1.
 
     Returns:
         t and dt/du, both of uniform's shape, fp64.

@@ -22,24 +22,24 @@ if TYPE_CHECKING:
 class Engine(ABC):
     """Forward, backward, step, save and load on one or more ranks.
 
-    The engine sums gradients over ranks and micro-batches (it does not average them): a loss is
-    this micro-batch's share of the global batch's loss. Master weights, accumulation and reduction
-    are fp32.
+    The engine sums gradients over ranks and micro-batches instead of averaging them: a loss is the
+    part of this micro-batch in the loss of the global batch. Master weights, accumulation and
+    reduction are fp32.
 
     Attributes:
-        kind: name in the config.
-        rank: of this process.
-        world_size: number of ranks.
-        device: of this rank's tensors.
-        model: the bare model (parameters may be sharded).
-        module: what to call for a forward pass.
-        folders: folders below a checkpoint's engine folder that `write` needs; they exist,
+        kind: Name of the engine in the config.
+        rank: Rank of this process.
+        world_size: Number of ranks.
+        device: Device of this rank's tensors.
+        model: Bare model (its parameters may be sharded).
+        module: Module to call for a forward pass.
+        folders: Folders below a checkpoint's engine folder that `write` needs; they exist,
             writable on every rank, before `snapshot_state` is called.
-        saves_shards: whether this rank's shards are saved (False if another rank holds the same).
-        steps_one_by_one: whether the inner optimizer steps once per tensor (the flat ones of
-            ZeRO-1 to 3), not for all.
-        loss_scale: factor of the loss in backward (fp16); set it before a step's first backward.
-            `grad_norm` and `step` remove it again.
+        saves_shards: Whether this rank's shards are saved (False if another rank holds the same).
+        steps_one_by_one: Whether the inner optimizer is stepped once per flat partition (ZeRO-1 to
+            3) instead of once for all parameters.
+        loss_scale: Factor of the loss in backward (fp16), to be set before the first backward of a
+            step.
     """
 
     kind: str
@@ -146,9 +146,8 @@ class Engine(ABC):
     def write(self, state: Any, folder: Path) -> None:
         """Write a copied snapshot; touches no live tensor, so it may run in a separate thread."""
         for name, values in state:
-            torch.save(
-                values, folder / name
-            )  # a missing folder is not created again: its files are lost
+            # A missing folder is not created again: its files are lost.
+            torch.save(values, folder / name)
 
     def reset_after_failed_save(self) -> None:
         """Prepare for the next checkpoint after one that a rank could not write. Collective."""
@@ -161,8 +160,8 @@ class Engine(ABC):
         ranks have read.
 
         Args:
-            reader: mmldlm.checkpoints.resume.ResumeReader.
-            applied_steps: the optimizer's step count.
+            reader: Reader of the checkpoint (mmldlm.checkpoints.resume.ResumeReader).
+            applied_steps: Step count of the optimizer.
 
         Raises:
             UserError: a corrupt file, or the state of another optimizer.kind.
@@ -177,9 +176,10 @@ class Engine(ABC):
                 buffer.copy_(torch.from_numpy(values).view(buffer.shape))
             states, groups = self.optimizer_state(), self.optimizer_groups()
             for owner in {id(shard.owner): shard.owner for shard in shards}.values():
-                states[owner] = (
-                    _fresh_state(owner, groups[owner], applied_steps) if applied_steps else {}
-                )
+                states[owner] = {}
+                if applied_steps:
+                    states[owner] = _fresh_state(owner, groups[owner], applied_steps)
+            # Before the first step the optimizer has no state.
             for shard in shards if applied_steps else ():
                 _check_same_optimizer(reader, shard.name, groups[shard.owner])
                 for key in moment_keys(groups[shard.owner]):
@@ -213,11 +213,13 @@ class Engine(ABC):
 
         Collective.
         """
-        own = None if text is None else f"rank {self.rank} on {socket.gethostname()}: {text}"
-        messages = [own]
+        own_message = (
+            None if text is None else f"rank {self.rank} on {socket.gethostname()}: {text}"
+        )
+        messages = [own_message]
         if self.world_size > 1:
             messages = [None] * self.world_size
-            torch.distributed.all_gather_object(messages, own)
+            torch.distributed.all_gather_object(messages, own_message)
         return [message for message in messages if message is not None]
 
     def all_agree(self, ok: bool) -> bool:
@@ -234,9 +236,8 @@ class Engine(ABC):
 
 
 def _check_same_optimizer(reader: ResumeReader, name: str, group: dict[str, Any]) -> None:
-    if reader.moments_of(name) != moment_keys(
-        group
-    ):  # checkpoints older than optimizer.kind do not record it
+    # Checkpoints older than optimizer.kind do not record it.
+    if reader.moments_of(name) != moment_keys(group):
         kinds = {MOMENTS: "adamw", MUON_MOMENTS: "muon"}
         raise UserError(
             f"the state of optimizer.kind={kinds[moment_keys(group)]}",

@@ -8,7 +8,8 @@ from mmldlm.config.schema import Config
 from mmldlm.engines.deepspeed_config import merged_config
 from mmldlm.errors import UserError
 
-if TYPE_CHECKING:  # preflight calls check_engine, and starts without torch
+if TYPE_CHECKING:
+    # preflight calls check_engine, and starts without torch.
     from torch import nn
 
     from mmldlm.engines.base import Engine

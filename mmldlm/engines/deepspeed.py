@@ -54,9 +54,8 @@ class DeepSpeedEngine(Engine):
         bucket = GPU_BUCKET if self.device.type == "cuda" else CPU_BUCKET
         ds_config = merged_config(config, self.world_size, bucket)
         if self.stage == 0:
-            ds_config["gradient_clipping"] = (
-                0.0  # `step` clips: DeepSpeed would not report the norm before clipping
-            )
+            # `step` clips the gradients: DeepSpeed would not report the norm before clipping.
+            ds_config["gradient_clipping"] = 0.0
         start_process_group(self.device, config.engine.collective_timeout)
         deepspeed.init_distributed(dist_backend=backend_for(self.device), verbose=False)
         self.model = model
@@ -64,19 +63,17 @@ class DeepSpeedEngine(Engine):
         self.steps_one_by_one = self.stage > 0
         optimizer = build_optimizer(model, plan, config.optimizer)
         self._names = {id(parameter): name for name, parameter in model.named_parameters()}
-        # DeepSpeed replaces the optimizer's parameters by its masters; ZeRO-0 saves those without
-        # their names.
+        # DeepSpeed replaces the optimizer's parameters by its masters, and ZeRO-0 saves those
+        # without their names.
         self._own_groups = [{"params": list(group["params"])} for group in optimizer.param_groups]
         dtype = compute_dtype(config.training.dtype)
         is_rounded = dtype != torch.float32 and self.stage > 0
-        exact = (
-            {name: p.detach().clone() for name, p in model.named_parameters()}
-            if is_rounded
-            else {}
-        )
-        if (
-            self.stage == 3
-        ):  # a unit reads its layers' weights directly: they are gathered together, for the unit
+        exact = {}
+        if is_rounded:
+            exact = {name: p.detach().clone() for name, p in model.named_parameters()}
+        # A unit reads the weights of its layers directly, so that they are gathered together, for
+        # the unit.
+        if self.stage == 3:
             for unit in plan.sharding_units:
                 deepspeed.utils.set_z3_leaf_module(unit, True)
         if self.world_size > 1:
@@ -96,7 +93,8 @@ class DeepSpeedEngine(Engine):
         self._override = (
             OverflowOverride(self.zero_optimizer, self.stage) if self.stage > 0 else None
         )
-        # DeepSpeed averages over ranks and accumulated micro-batches; losses are shares of a sum.
+        # DeepSpeed averages over ranks and accumulated micro-batches, but losses are terms of a
+        # sum.
         self._undo_averaging = self.world_size * config.training.grad_accum_steps
 
     def _init_masters_exactly(self, exact: dict[str, Tensor]) -> None:
@@ -111,9 +109,8 @@ class DeepSpeedEngine(Engine):
 
     def backward(self, loss: Tensor) -> None:
         if self._override is not None:
-            self.zero_optimizer.loss_scale = (
-                self.loss_scale
-            )  # its backward multiplies by it, its step divides by it
+            # DeepSpeed's backward multiplies by it, and its step divides by it.
+            self.zero_optimizer.loss_scale = self.loss_scale
             self._engine.backward(loss * self._undo_averaging)
         else:
             self._engine.backward(loss * (self._undo_averaging * self.loss_scale))
@@ -139,14 +136,13 @@ class DeepSpeedEngine(Engine):
     def discard_gradients(self) -> None:
         if self._override is not None:
             self._override.set_skip(True, math.inf)
-            with _silence_logging():  # it would log the skip a second time
+            with _silence_logging():
+                # DeepSpeed would log the skip a second time.
                 self._engine.step()
             return
-        # ZeRO-0 runs the plain optimizer, which cannot skip.
-        plain_step, self.zero_optimizer.step = (
-            self.zero_optimizer.step,
-            lambda *args, **kwargs: None,
-        )
+        # ZeRO-0 runs the plain optimizer, which cannot skip a step.
+        plain_step = self.zero_optimizer.step
+        self.zero_optimizer.step = lambda *args, **kwargs: None
         try:
             self._engine.step()
         finally:
@@ -188,15 +184,12 @@ class DeepSpeedEngine(Engine):
         )
 
     def optimizer_groups(self) -> dict[Tensor, dict[str, Any]]:
-        if (
-            self.stage == 3
-        ):  # an optimizer group holds its sub-groups one after another, and none between steps
-            group_of, groups = (
-                self.zero_optimizer.sub_group_to_group_id,
-                self.zero_optimizer.optimizer.param_groups,
-            )
+        if self.stage == 3:
+            # An optimizer group holds its sub-groups one after another, and none between steps.
+            group_of = self.zero_optimizer.sub_group_to_group_id
+            groups = self.zero_optimizer.optimizer.param_groups
             masters = self.zero_optimizer.fp32_partitioned_groups_flat
-            return {flat: groups[group_of[number]] for number, flat in enumerate(masters)}
+            return {flat: groups[group_of[index]] for index, flat in enumerate(masters)}
         inner = self.zero_optimizer if self.stage == 0 else self.zero_optimizer.optimizer
         return {owner: group for group in inner.param_groups for owner in group["params"]}
 
@@ -223,12 +216,10 @@ class DeepSpeedEngine(Engine):
         # The training state counts skipped steps; DeepSpeed's own count is wrong after a rollback.
         self._engine.global_steps, self._engine.skipped_steps = step, 0
         try:
-            groups = [[self._names[id(p)] for p in group["params"]] for group in self._own_groups]
-            state = (
-                {"optimizer_param_names": groups, "aliases": tied_names(self.model)}
-                if self.stage == 0
-                else {}
-            )
+            state = {}
+            if self.stage == 0:
+                names = [[self._names[id(p)] for p in g["params"]] for g in self._own_groups]
+                state = {"optimizer_param_names": names, "aliases": tied_names(self.model)}
             self._engine.save_checkpoint(
                 str(folder), tag=TAG, client_state=state, save_latest=False
             )
@@ -263,17 +254,17 @@ def check_same_hooks(model: nn.Module) -> None:
         UserError: on every rank.
     """
     kinds = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-    own = [
+    hooked = [
         name or "the model"
         for name, module in model.named_modules()
         if any(getattr(module, k) for k in kinds)
     ]
-    found: list[list[str]] = [[]] * torch.distributed.get_world_size()
-    torch.distributed.all_gather_object(found, own)
-    for rank, names in enumerate(found):
-        if names != found[0]:
-            name = next(iter(sorted(set(names) ^ set(found[0]))))
-            ranks = (0, rank) if name in found[0] else (rank, 0)
+    hooked_by_rank: list[list[str]] = [[]] * torch.distributed.get_world_size()
+    torch.distributed.all_gather_object(hooked_by_rank, hooked)
+    for rank, names in enumerate(hooked_by_rank):
+        if names != hooked_by_rank[0]:
+            name = next(iter(sorted(set(names) ^ set(hooked_by_rank[0]))))
+            ranks = (0, rank) if name in hooked_by_rank[0] else (rank, 0)
             raise UserError(
                 "module hooks on all ranks or on none",
                 f"a hook of {name} on rank {ranks[0]}, none on rank {ranks[1]}",
@@ -312,7 +303,8 @@ def import_deepspeed():
     logger.setLevel(logging.WARNING)
     from deepspeed.runtime import bf16_optimizer
 
-    bf16_optimizer.see_memory_usage = lambda *args, **kwargs: None  # it prints at every log level
+    # It prints at every log level.
+    bf16_optimizer.see_memory_usage = lambda *args, **kwargs: None
     return deepspeed
 
 
@@ -384,22 +376,20 @@ def master_shards(
 
     Args:
         optimizer: DeepSpeed's ZeRO optimizer.
-        names: parameter -> name (DeepSpeedEngine.param_names).
+        names: Parameter -> name (DeepSpeedEngine.param_names).
         stage: ZeRO stage, 1 to 3.
-        rank: of this process.
+        rank: Rank of this process.
     """
     if stage == 3:
         return _stage3_shards(optimizer, names, rank)
     if hasattr(optimizer, "single_partition_of_fp32_groups"):
         # Under round_robin_gradients the flat order differs from the optimizer's.
-        groups, flats = (
-            optimizer.round_robin_bit16_groups,
-            optimizer.single_partition_of_fp32_groups,
-        )
+        groups = optimizer.round_robin_bit16_groups
+        flats = optimizer.single_partition_of_fp32_groups
         offsets = [[offset for offset in group] for group in optimizer.round_robin_bit16_offsets]
     else:
         groups, flats = optimizer.bf16_groups, optimizer.fp32_groups_flat_partition
-        offsets = [_cumulative_sizes([p.numel() for p in group]) for group in groups]
+        offsets = [[0, *accumulate(p.numel() for p in group)][:-1] for group in groups]
     shards = []
     for group, flat, starts in zip(groups, flats, offsets, strict=True):
         low = rank * flat.numel()
@@ -458,13 +448,6 @@ def copy_masters_to_model(optimizer: Any, stage: int) -> None:
         optimizer.persistent_parameters[0].all_gather(optimizer.persistent_parameters)
 
 
-def _cumulative_sizes(sizes: list[int]) -> list[int]:
-    sums = [0]
-    for size in sizes[:-1]:
-        sums.append(sums[-1] + size)
-    return sums
-
-
 class _ConcatView:
     """A flat tensor that is stored as consecutive pieces."""
 
@@ -491,10 +474,8 @@ def _zero_gradients(optimizer: Any, stage: int) -> dict[int, _ConcatView]:
     elif hasattr(optimizer, "single_partition_of_fp32_groups"):
         flats, is_offloaded = optimizer.single_partition_of_fp32_groups, optimizer.cpu_offload
     else:
-        flats, grads = (
-            optimizer.fp32_groups_flat_partition,
-            optimizer.fp32_groups_gradient_flat_partition,
-        )
+        flats = optimizer.fp32_groups_flat_partition
+        grads = optimizer.fp32_groups_gradient_flat_partition
         return {id(flat): _ConcatView([grad]) for flat, grad in zip(flats, grads, strict=True)}
     pieces = [
         [flat.grad] if is_offloaded else optimizer.averaged_gradients[i]

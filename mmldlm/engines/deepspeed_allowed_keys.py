@@ -1,4 +1,5 @@
-"""Keys that a DeepSpeed JSON may have: DeepSpeed itself ignores unknown keys and obeys the others.
+"""The keys that a DeepSpeed JSON may have. DeepSpeed itself ignores unknown keys and obeys the
+others.
 
 The keys are those of DeepSpeed 0.19.8: runtime/config.py and what it calls,
 runtime/precision_config.py, runtime/zero/config.py and runtime/zero/offload_config.py.
@@ -38,7 +39,7 @@ _OFF = 'delete it, or write {"enabled": false}; mmldlm does not use it'
 _REMOVED = "DeepSpeed 0.19.8 removed it: delete it"
 
 TOP: dict[str, str | AllowedValue | Rejected] = {
-    # Owned by our config (config.merged_config compares).
+    # Keys that our config owns (deepspeed_config.merged_config compares them).
     "train_batch_size": NUMBER,
     "train_micro_batch_size_per_gpu": NUMBER,
     "gradient_accumulation_steps": NUMBER,
@@ -50,7 +51,7 @@ TOP: dict[str, str | AllowedValue | Rejected] = {
     "optimizer": SECTION,
     "scheduler": SECTION,
     "amp": SECTION,
-    # Without effect on the training.
+    # Keys without an effect on the training.
     **dict.fromkeys(
         ("comms_logger", "tensorboard", "csv_monitor", "wandb", "comet", "timers", "aio"), SECTION
     ),
@@ -135,7 +136,7 @@ ZERO: dict[str, str | AllowedValue | Rejected] = {
     "stage": NUMBER,
     "offload_param": SECTION,
     "offload_optimizer": SECTION,
-    # Partitioning of memory and messages: the sums stay the same.
+    # Keys that partition memory and messages; the sums stay the same.
     **dict.fromkeys(("reduce_bucket_size", "allgather_bucket_size", "sub_group_size"), COUNT),
     **dict.fromkeys((*_STAGE3_SIZES, *(f"stage3_{name}" for name in _STAGE3_SIZES)), SIZE),
     **dict.fromkeys(
@@ -249,8 +250,8 @@ DATA_TYPES: dict[str, str | AllowedValue | Rejected] = {
     "keep_in_fp32_modules": Rejected("training.dtype sets it: delete it"),
 }  # fmt: skip
 
+# Sections of DeepSpeed's monitors, and the packages that they import.
 MONITORS = {"tensorboard": "tensorboard", "wandb": "wandb", "comet": "comet_ml"}
-"""Sections of DeepSpeed's monitors, and the packages that they import."""
 
 SECTIONS: dict[str, dict[str, str | AllowedValue | Rejected]] = {
     "zero_optimization": ZERO,
@@ -267,19 +268,19 @@ def check_keys(values: Mapping[str, Any], file: str | None) -> None:
     config.
 
     Args:
-        values: of the JSON.
-        file: its name, for the message.
+        values: Values of the JSON.
+        file: Name of the JSON, for the message.
 
     Raises:
         UserError: an unknown key (the closest one is named), a value of the wrong type, or one
             that is not allowed.
     """
     _check(values, TOP, "", file)
-    for name, known in SECTIONS.items():
+    for name, allowed in SECTIONS.items():
         section: Any = values
         for part in name.split("."):
             section = section.get(part) or {}
-        _check(section, known, f"{name}.", file)
+        _check(section, allowed, f"{name}.", file)
     check_stage(values, file)
     for name, package in MONITORS.items():
         if (values.get(name) or {}).get("enabled") is True and importlib.util.find_spec(
@@ -322,13 +323,13 @@ def check_stage(values: Mapping[str, Any], file: str | None) -> None:
 
 def _check(
     section: Mapping[str, Any],
-    known: Mapping[str, str | AllowedValue | Rejected],
+    allowed: Mapping[str, str | AllowedValue | Rejected],
     prefix: str,
     file: str | None,
 ) -> None:
     for key, value in section.items():
-        if key not in known:
-            near = difflib.get_close_matches(key, known, 1)
+        if key not in allowed:
+            near = difflib.get_close_matches(key, allowed, 1)
             fix = (
                 f"write {prefix}{near[0]}, or delete it"
                 if near
@@ -337,7 +338,7 @@ def _check(
             raise UserError(
                 "keys of DeepSpeed 0.19.8 (it ignores others)", f"{prefix}{key} in {file}", fix
             )
-        rule = known[key]
+        rule = allowed[key]
         if isinstance(rule, Rejected):
             raise UserError(
                 f"a DeepSpeed JSON without {prefix}{key}", f"{prefix}{key} in {file}", rule.advice
@@ -351,13 +352,16 @@ def _check(
 
 
 def _changes_nothing(value: Any, only: Any) -> bool:
-    if isinstance(only, dict):  # a disabled section, whatever else it contains
+    if isinstance(only, dict):
+        # A disabled section is allowed, whatever else it contains.
         return isinstance(value, dict) and value.get("enabled", False) is False
-    return value == only and isinstance(value, bool) == isinstance(only, bool)  # 0 == False
+    # The types are compared as well, because 0 == False.
+    return value == only and isinstance(value, bool) == isinstance(only, bool)
 
 
 def _has_type(value: Any, kind: str, optional: bool) -> bool:
-    if kind == SECTION:  # an offload section may be null
+    if kind == SECTION:
+        # An offload section may be null.
         return isinstance(value, dict) or (optional and value is None)
     if value == "auto" or value is None:
         return True
@@ -365,8 +369,8 @@ def _has_type(value: Any, kind: str, optional: bool) -> bool:
         return isinstance(value, bool)
     if kind == TEXT:
         return isinstance(value, str)
-    number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    return number and (kind == NUMBER or (value >= (kind == COUNT) and value == int(value)))
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    return is_number and (kind == NUMBER or (value >= (kind == COUNT) and value == int(value)))
 
 
 def _invalid_key_error(key: str, expected: str, value: Any, file: str | None) -> UserError:

@@ -1,5 +1,5 @@
-"""The DeepSpeed JSON: our config owns batch size, clipping, precision and optimizer; a
-disagreement is an error.
+"""The DeepSpeed JSON. Our config owns batch size, clipping, precision and optimizer: the JSON must
+not disagree.
 """
 
 from __future__ import annotations
@@ -15,12 +15,13 @@ from mmldlm.errors import UserError
 from mmldlm.utils import json_files
 
 DEFAULT_ZERO_STAGE = 2
-# Buckets in elements, if the JSON has "auto" or none. DeepSpeed's own 500M (2 GB, twice) cost
-# memory and save no time; benchmarks/communication.py measures them.
+# Elements of a bucket, if the JSON has "auto" or none. DeepSpeed's own 500M (2 GB, twice) cost
+# memory and save no time (benchmarks/communication.py).
 GPU_BUCKET, CPU_BUCKET = 50_000_000, 5_000_000
-# engine.py: MEMORY_OPT_ALLREDUCE_SIZE, one flat copy of the gradients; no key sets it
+# MEMORY_OPT_ALLREDUCE_SIZE of DeepSpeed's engine.py, one flat copy of the gradients; no key sets
+# it.
 ZERO0_BUCKET = 500_000_000
-# If stability.* does not set them, as in stability/guard.py.
+# Defaults where stability.* does not set them, as in stability/guard.py.
 LOSS_SCALE, LOSS_SCALE_WINDOW = 65536.0, 1000
 _BUCKETS = {
     1: ("reduce_bucket_size", "allgather_bucket_size"),
@@ -30,7 +31,7 @@ _BUCKETS = {
 
 
 def read_json(path: str | None) -> dict[str, Any]:
-    """The user's DeepSpeed JSON, {} without one."""
+    """Return the user's DeepSpeed JSON, {} without one."""
     if path is None:
         return {}
     values = json_files.read_json(
@@ -41,7 +42,7 @@ def read_json(path: str | None) -> dict[str, Any]:
 
 
 def resolve_stage(config: Config) -> int:
-    """ZeRO stage of the run; engine.zero_stage and the JSON must not disagree."""
+    """Return the ZeRO stage of the run; engine.zero_stage and the JSON must not disagree."""
     values = read_json(config.engine.deepspeed_config)
     in_json = values.get("zero_optimization", {}).get("stage", "auto")
     stage = config.engine.zero_stage
@@ -53,11 +54,13 @@ def resolve_stage(config: Config) -> int:
 
 
 def check_fp16(config: Config, is_supported: bool) -> None:
-    """Refuse fp16 under ZeRO-1 to 3 where DeepSpeed has none. Not in check_engine: the head may
-    have other devices.
+    """Refuse fp16 under ZeRO-1 to 3 where DeepSpeed does not support it.
+
+    Not part of check_engine, because the head may have other devices.
 
     Args:
-        is_supported: by DeepSpeed's accelerator: a GPU, or a CPU with fp16 instructions.
+        is_supported: Whether DeepSpeed's accelerator supports fp16: a GPU, or a CPU with fp16
+            instructions.
 
     Raises:
         UserError: the run needs it.
@@ -77,23 +80,21 @@ def check_fp16(config: Config, is_supported: bool) -> None:
 
 
 def bucket_elements(stage: int, on_gpu: bool, json_path: str | None = None) -> int:
-    """Elements of the largest communication bucket under a ZeRO stage: the JSON's, or our
-    default.
+    """Return the elements of the largest communication bucket under a ZeRO stage: the JSON's, or
+    our default.
     """
     if stage == 0:
         return ZERO0_BUCKET
-    zero, ours = (
-        read_json(json_path).get("zero_optimization", {}),
-        GPU_BUCKET if on_gpu else CPU_BUCKET,
-    )
+    zero = read_json(json_path).get("zero_optimization", {})
+    ours = GPU_BUCKET if on_gpu else CPU_BUCKET
     return max(
         int(ours if zero.get(key, "auto") == "auto" else zero[key]) for key in _BUCKETS[stage]
     )
 
 
 def offloaded(stage: int, json_path: str | None) -> dict[str, str]:
-    """State that the JSON offloads from the GPU: "optimizer" (ZeRO-1 to 3), "param" (ZeRO-3) ->
-    "cpu" or "nvme".
+    """Return the state that the JSON offloads from the GPU: "optimizer" (ZeRO-1 to 3), "param"
+    (ZeRO-3) -> "cpu" or "nvme".
     """
     zero = read_json(json_path).get("zero_optimization", {})
     possible = {0: (), 3: ("optimizer", "param")}.get(stage, ("optimizer",))
@@ -104,12 +105,12 @@ def offloaded(stage: int, json_path: str | None) -> dict[str, str]:
 
 
 def merged_config(config: Config, world_size: int, bucket: int = GPU_BUCKET) -> dict[str, Any]:
-    """The dict handed to deepspeed.initialize.
+    """Return the dict for deepspeed.initialize.
 
     Args:
-        config: of the run.
-        world_size: number of ranks.
-        bucket: elements of a communication bucket, if the JSON does not set it.
+        config: Config of the run.
+        world_size: Number of ranks.
+        bucket: Number of elements of a communication bucket, if the JSON does not set it.
 
     Raises:
         UserError: the JSON has an unknown or unsupported key (allowed_keys.py), or sets a value
@@ -136,8 +137,8 @@ def merged_config(config: Config, world_size: int, bucket: int = GPU_BUCKET) -> 
     if config.training.dtype == "fp16":
         _check_loss_scaling(config, merged["fp16"])
     if merged["fp16"]["enabled"]:
-        # A fixed scale for DeepSpeed: ours (stability/guard.py) is set on its optimizer
-        # before every step.
+        # DeepSpeed gets a fixed scale: ours (stability/guard.py) is set on its optimizer before
+        # every step.
         merged["fp16"]["loss_scale"] = 1.0
     if merged["bf16"]["enabled"] or merged["fp16"]["enabled"]:
         # DeepSpeed's default is to accumulate and reduce in 16 bits; check_keys has rejected other
@@ -152,7 +153,7 @@ def merged_config(config: Config, world_size: int, bucket: int = GPU_BUCKET) -> 
 
 
 def _owned_values(config: Config, stage: int, world_size: int) -> list[tuple[str, str, Any]]:
-    """(path in the JSON, our key, value) of everything that our config owns."""
+    """Return (path in the JSON, our key, value) of everything that our config owns."""
     training, batch_size = config.training, "training.train_batch_size"
     accum_steps = training.grad_accum_steps
     return [
@@ -185,9 +186,9 @@ def _set_owned(merged: dict[str, Any], path: str, ours: str, value: Any, config:
     section = merged
     for parent in parents:
         section = section.setdefault(parent, {})
-    theirs = section.get(leaf, "auto")
-    if theirs != "auto" and theirs != value:
-        raise _disagree(ours, value, path, theirs, config)
+    json_value = section.get(leaf, "auto")
+    if json_value != "auto" and json_value != value:
+        raise _disagree(ours, value, path, json_value, config)
     section[leaf] = value
 
 
@@ -210,10 +211,8 @@ def _check_loss_scaling(config: Config, section: dict[str, Any]) -> None:
     """Reject settings of DeepSpeed's loss scaling, which is off; ours halves at an overflow and
     stays above 1.
     """
-    initial, window = (
-        config.stability.loss_scale or LOSS_SCALE,
-        config.stability.loss_scale_window or LOSS_SCALE_WINDOW,
-    )
+    initial = config.stability.loss_scale or LOSS_SCALE
+    window = config.stability.loss_scale_window or LOSS_SCALE_WINDOW
     if section.get("loss_scale", "auto") not in ("auto", 1.0):
         found = section["loss_scale"]
         raise _disagree(
@@ -244,9 +243,9 @@ def _without_auto(values: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _disagree(ours: str, value: Any, theirs: str, found: Any, config: Config) -> UserError:
+def _disagree(key: str, value: Any, json_key: str, found: Any, config: Config) -> UserError:
     return UserError(
-        f"one owner per value: {ours}={value} (mmldlm's config)",
-        f"{theirs}={found} in {config.engine.deepspeed_config}",
-        f'set it in one place: write "auto" for {theirs} in the JSON, or change {ours}',
+        f"one owner per value: {key}={value} (mmldlm's config)",
+        f"{json_key}={found} in {config.engine.deepspeed_config}",
+        f'set it in one place: write "auto" for {json_key} in the JSON, or change {key}',
     )

@@ -95,7 +95,8 @@ class FsdpEngine(TorchEngine):
             "trainable": list(names),
             "buffers": list(persistent_buffers(self.model)),
             "aliases": tied_names(self.model),
-            # For `mmldlm convert`: DeepSpeed needs the groups, and DCP does not keep their order.
+            # `mmldlm convert` reads these: DeepSpeed needs the groups, and DCP does not keep their
+            # order.
             "groups": [
                 {
                     "names": [self._names[id(p)] for p in group["params"]],
@@ -118,10 +119,12 @@ class FsdpEngine(TorchEngine):
         writer = dcp.FileSystemWriter(folder, per_thread_copy_ahead=0)
         try:
             dcp.save(state["tensors"], storage_writer=writer, process_group=self._writers)
-        except CheckpointException as error:  # a BaseException whose text hides the cause
+        except CheckpointException as error:
+            # It is a BaseException whose text hides the cause.
             rank, (first, _) = next(iter(error.failures.items()))
             raise RuntimeError(f"rank {rank}: {type(first).__name__}: {first}") from error
-        # Last, because a rank that failed here would leave the others in the collectives above.
+        # This comes last, because a rank that failed here would leave the others in the
+        # collectives above.
         if self.rank == 0:
             (folder / TRAINABLE).write_text(json.dumps(state["names"]) + "\n")
 

@@ -16,8 +16,9 @@ from mmldlm.engines.muon_exchange import MatrixExchange, ShardRange
 from mmldlm.engines.parameter_plan import ParameterPlan
 from mmldlm.engines.shards import ParameterShard, local_shard
 
-LABEL = "muon"  # of its work in a profile
-# AdamW's key of its own running mean of gradients, so that checkpoints need no third name
+# Label of its work in a profile.
+LABEL = "muon"
+# The key of AdamW's own running mean of gradients, so that checkpoints need no third name.
 MOMENTUM = "exp_avg"
 
 
@@ -64,17 +65,17 @@ class MuonAdamW(torch.optim.AdamW):
         Args:
             units: Muon's tensors that one call of `step` updates together (all parameters, or the
                 flat tensor of a ZeRO group or sub-group), in the same order on every rank.
-            shards: shards of this rank; those of other parameters are ignored.
-            num_stacked: parameter -> matrices that it stacks along dimension 0.
-            device: of the matrix products and of the process group's tensors.
-            group: ranks that shard or replicate the parameters; None: this process alone.
+            shards: Shards of this rank; those of other parameters are ignored.
+            num_stacked: Parameter -> number of matrices that it stacks along dimension 0.
+            device: Device of the matrix products and of the process group's tensors.
+            group: Ranks that shard or replicate the parameters; None: this process alone.
 
         Raises:
             ValueError: a parameter does not stack so many matrices.
         """
-        rank, world_size = (
-            (0, 1) if group is None else (dist.get_rank(group), dist.get_world_size(group))
-        )
+        rank, world_size = 0, 1
+        if group is not None:
+            rank, world_size = dist.get_rank(group), dist.get_world_size(group)
         for owners in units:
             ids = {id(owner) for owner in owners}
             held = [
@@ -82,12 +83,12 @@ class MuonAdamW(torch.optim.AdamW):
                 for shard in shards
                 if id(shard.owner) in ids and shard.name in num_stacked and shard.count
             ]
-            own = [ShardRange.of(shard) for shard in held]
-            every: list[Any] = [own] * world_size
+            own_ranges = [ShardRange.of(shard) for shard in held]
+            ranges_by_rank: list[Any] = [own_ranges] * world_size
             if world_size > 1:
-                dist.all_gather_object(every, own, group=group)
+                dist.all_gather_object(ranges_by_rank, own_ranges, group=group)
             exchange = MatrixExchange(
-                every, num_stacked, rank, device, group if world_size > 1 else None
+                ranges_by_rank, num_stacked, rank, device, group if world_size > 1 else None
             )
             self._units[id(owners[0])] = owners, held, exchange
 
@@ -168,7 +169,7 @@ class MuonAdamW(torch.optim.AdamW):
 
 NUM_ITERATIONS = 5
 # As in the reference implementation and in torch.optim.Muon. Without gradients, momentum decays
-# until its squares underflow in fp32: without a bound its update would stay as large as any, and
+# until its squares underflow in fp32: without this bound the update would keep its full size, and
 # become NaN after a thousand such steps.
 _MIN_NORM = 1e-7
 _A, _B, _C = 3.4445, -4.7750, 2.0315

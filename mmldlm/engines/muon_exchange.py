@@ -12,9 +12,9 @@ from torch import Tensor
 
 from mmldlm.engines.shards import ParameterShard
 
-BUCKET_ELEMENTS = (
-    1 << 26
-)  # that one exchange moves at most (256 MiB of fp32), or one matrix if that is larger
+# Number of elements that one exchange moves at most (256 MiB of fp32), or one matrix if that is
+# larger.
+BUCKET_ELEMENTS = 1 << 26
 
 
 @dataclass(frozen=True)
@@ -23,10 +23,10 @@ class Matrix:
     by row.
 
     Attributes:
-        name: of the parameter.
-        start: first element in the flattened parameter.
-        rows: number of rows.
-        columns: number of columns.
+        name: Name of the parameter.
+        start: First element in the flattened parameter.
+        rows: Number of rows.
+        columns: Number of columns.
     """
 
     name: str
@@ -103,15 +103,15 @@ class MatrixExchange:
     exchanges.
 
     Args:
-        shards: what each rank of the group holds, the same list on every rank.
-        num_stacked: parameter -> matrices that it stacks.
-        rank: of this process in the group.
-        device: where matrices are transformed and sent from.
-        group: ranks that share the parameters; None: this process alone.
+        shards: Shards of each rank of the group, the same list on every rank.
+        num_stacked: Parameter -> number of matrices that it stacks.
+        rank: Rank of this process in the group.
+        device: Device on which matrices are transformed and from which they are sent.
+        group: Ranks that share the parameters; None: this process alone.
 
     Attributes:
-        matrices: of all ranks, in the same order on each.
-        owners: rank of each matrix.
+        matrices: Matrices of all ranks, in the same order on each.
+        owners: Rank of each matrix.
     """
 
     def __init__(
@@ -132,7 +132,7 @@ class MatrixExchange:
         ]
         self.owners = assign_owners(self.matrices, len(shards))
         parts = self._find_parts()
-        # Replicas: an owner that holds its matrix needs no other rank's copy of it.
+        # With replicas, an owner that holds its whole matrix needs no other rank's copy of it.
         is_complete = [
             sum(part.count for part in parts[k] if part.rank == owner) == self.matrices[k].size
             for k, owner in enumerate(self.owners)
@@ -149,8 +149,8 @@ class MatrixExchange:
         transform(matrix). Collective.
 
         Args:
-            values: flat fp32 tensor of each shard of this rank, changed in place; elements of no
-                matrix stay.
+            values: Flat fp32 tensor of each shard of this rank, changed in place; elements of no
+                matrix are left as they are.
             transform: (Matrix, [rows, columns] fp32) -> [rows, columns] fp32.
         """
         for bucket in self._buckets:
@@ -174,7 +174,7 @@ class MatrixExchange:
         for rank, held in enumerate(self._shards):
             for index, shard in enumerate(held):
                 by_name.setdefault(shard.name, []).append((rank, index, shard))
-        found = []
+        parts_of = []
         for k, matrix in enumerate(self.matrices):
             parts = []
             for rank, index, shard in by_name[matrix.name]:
@@ -182,8 +182,8 @@ class MatrixExchange:
                 count = min(matrix.start + matrix.size, shard.start + shard.count) - first
                 if count > 0:
                     parts.append(_Part(k, rank, index, first - matrix.start, count))
-            found.append(parts)
-        return found
+            parts_of.append(parts)
+        return parts_of
 
     def _make_buckets(self) -> list[list[int]]:
         buckets: list[list[int]] = [[]]
@@ -198,11 +198,8 @@ class MatrixExchange:
 
     def _view(self, part: _Part, values: list[Tensor]) -> Tensor:
         """The part in this rank's values."""
-        offset = (
-            self.matrices[part.matrix].start
-            + part.first
-            - self._shards[self.rank][part.shard].start
-        )
+        shard = self._shards[self.rank][part.shard]
+        offset = self.matrices[part.matrix].start + part.first - shard.start
         return values[part.shard][offset : offset + part.count]
 
     def _gather(self, bucket: list[int], values: list[Tensor]) -> dict[int, Tensor]:

@@ -14,7 +14,8 @@ from mmldlm.engines.muon import MuonAdamW
 from mmldlm.engines.parameter_plan import ParameterPlan
 from mmldlm.errors import UserError
 
-MUON_MOMENTUM = 0.95  # if optimizer.muon_momentum does not set it
+# Default where optimizer.muon_momentum is not set.
+MUON_MOMENTUM = 0.95
 
 
 def parameter_groups(model: nn.Module, plan: ParameterPlan, config: OptimizerConfig) -> list[dict]:
@@ -130,7 +131,7 @@ def scale_gradients(
     The rule of torch.nn.utils.clip_grad_norm_: times max_norm / (norm + 1e-6), at most 1.
 
     Args:
-        norm: their unscaled global norm.
+        norm: Unscaled global norm of the gradients.
     """
     factor = _clip_coefficient(max_norm, norm, loss_scale)
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]

@@ -17,12 +17,12 @@ class ParameterPlan:
     """How an engine treats the parameters of one model.
 
     Attributes:
-        sharding_units: modules, in forward order, whose weights are gathered and freed together.
+        sharding_units: Modules, in forward order, whose weights are gathered and freed together.
             FSDP2 wraps each of them, ZeRO-3 gathers each as a unit.
-        no_decay: names of parameters without weight decay, in addition to the engine's own rule
+        no_decay: Names of parameters without weight decay, in addition to the engine's own rule
             (parameters with fewer than two dimensions, norms and `nn.Embedding`).
-        frozen: names of parameters that are not trained.
-        matrices: parameters that Muon updates (optimizer.kind=muon), each with the number of equal
+        frozen: Names of parameters that are not trained.
+        matrices: Parameters that Muon updates (optimizer.kind=muon), each with the number of equal
             matrices that it stacks along dimension 0: q, k and v in one weight are 3. Usually the
             weights inside blocks; not embeddings, heads, norms, modulation.
     """
@@ -46,7 +46,7 @@ class ParameterPlan:
         built.
 
         Args:
-            groups: group -> names of its parameters, for the counts.
+            groups: Group -> names of its parameters, for the counts.
 
         Returns:
             group -> (trainable, all) elements.

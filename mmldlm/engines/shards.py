@@ -21,13 +21,13 @@ class ParameterShard:
     """Elements [start, start + count) of a flattened parameter.
 
     Attributes:
-        name: of the parameter.
-        shape: of the unsharded parameter.
-        start: first element.
-        count: number of elements.
-        owner: the tensor that the optimizer updates (a parameter, a shard of it, or a flat group
-            of many).
-        offset: of the elements in the owner.
+        name: Name of the parameter.
+        shape: Shape of the unsharded parameter.
+        start: First element.
+        count: Number of elements.
+        owner: Tensor that the optimizer updates (a parameter, a shard of it, or a flat group of
+            several).
+        offset: Offset of the elements in the owner.
     """
 
     name: str
@@ -94,7 +94,8 @@ class PinnedSnapshot:
         self._next = 0
         copied = self._copy(tree)
         if torch.cuda.is_available():
-            torch.cuda.synchronize()  # the copies are asynchronous
+            # The copies are asynchronous.
+            torch.cuda.synchronize()
         return copied
 
     def _copy(self, value: Any) -> Any:
@@ -112,7 +113,7 @@ class PinnedSnapshot:
             return type(value)((key, self._copy(item)) for key, item in value.items())
         if type(value) in (list, tuple):
             return type(value)(self._copy(item) for item in value)
-        # numbers, names, torch.Size, DeepSpeed's settings: a training step does not change them
+        # Numbers, names, torch.Size, DeepSpeed's settings: a training step does not change them.
         return value
 
     def _tensor(self, tensor: Tensor) -> Tensor:

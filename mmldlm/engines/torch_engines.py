@@ -42,7 +42,7 @@ class TorchEngine(Engine):
         """Choose whether the next backward pass reduces the gradients over the ranks."""
 
     def backward(self, loss: Tensor) -> None:
-        # torch averages over the ranks; losses are shares of a sum.
+        # torch averages over the ranks, but losses are terms of a sum.
         (loss * (self.world_size * self.loss_scale)).backward()
         self._micro = (self._micro + 1) % self._accum
         if self._accum > 1:
@@ -55,9 +55,8 @@ class TorchEngine(Engine):
 
     def grad_norm(self) -> Tensor:
         norm = nn.utils.get_total_norm([p.grad for p in self._parameters() if p.grad is not None])
-        norm = (
-            norm.full_tensor() if hasattr(norm, "full_tensor") else norm
-        )  # the norm of this shard only
+        # For sharded parameters this is a DTensor, whose local value is the norm of the shard.
+        norm = norm.full_tensor() if hasattr(norm, "full_tensor") else norm
         return norm / self.loss_scale
 
     def step(self, lr: float, grad_norm: float) -> None:
@@ -95,7 +94,8 @@ class TorchEngine(Engine):
         """The masters are the weights."""
 
     def snapshot_state(self, folder: Path, step: int) -> Any:
-        if self.rank != 0:  # every rank holds the same state
+        if self.rank != 0:
+            # Every rank holds the same state.
             return []
         names = [
             [self._names[id(p)] for p in group["params"]] for group in self.optimizer.param_groups

@@ -14,57 +14,18 @@ from torch import nn
 from mmldlm.evaluation import metrics
 from mmldlm.evaluation.nelbo import Likelihood, measure
 from mmldlm.evaluation.sentences import Log, Sentences, batch_budget
+from mmldlm.evaluation.settings import GainSettings
 from mmldlm.evaluation.statistics import Estimate, mean, proportion, ratio
-from mmldlm.sampling.latent_sampler import sample_latents, steps_given_text
-from mmldlm.sampling.options import DEFAULTS
-from mmldlm.sampling.pretrained import Pretrained
-from mmldlm.sampling.text.draw import PRESENCE_PENALTY
-from mmldlm.sampling.text.loop import TextSamples
+from mmldlm.sampling.latents import sample_latents, steps_given_text
+from mmldlm.sampling.records import TextSamples
+from mmldlm.tasks.pretrained import Pretrained
 from mmldlm.utils.formatting import count_noun
 
 NATS = "nats/token"
 # Names of the conditions in reports (JSON keys such as nelbo_right).
-# Of Settings, passed on to a task that reads them.
+# Of GainSettings, passed on to a task that reads them.
 TEXT_OPTIONS = ("num_steps", "guidance", "presence_penalty")
 _REPORT_NAMES = {"matched": "right", "shuffled": "shuffled", "null": "null"}
-
-
-@dataclass
-class Settings:
-    """Extent and options of the measurements.
-
-    Attributes:
-        num_samples: unseen sentences; None is 1,000, or all if there are fewer.
-        num_steps: steps of l2t, as many as `mmldlm sample` takes; None for a task that takes no
-            number of steps.
-        sampler: of l2t; None: the task's first.
-        latent_steps: denoising steps of t2l; None: `steps_given_text`.
-        num_draws: timesteps per sentence in the NELBO.
-        control_samples: how many of the sentences the two untrained controls use.
-        guidance: classifier-free guidance of both samplers.
-        presence_penalty: of l2t (see `sample_text`).
-        seed: of every draw.
-        batch_size: texts of full length per pass; None: the default token budget of each
-            measurement.
-        search, correct, num_candidates, encoder_calls, judge: of `SearchOptions`; without the
-            first two, texts are written once.
-    """
-
-    num_samples: int | None = None
-    num_steps: int | None = DEFAULTS["num_steps"]["l2t"]
-    sampler: str | None = None
-    latent_steps: int | None = None
-    num_draws: int = 2
-    control_samples: int = 100
-    guidance: float = 1.0
-    presence_penalty: float = PRESENCE_PENALTY
-    seed: int = 0
-    batch_size: int | None = None
-    search: str | None = None
-    correct: int | None = None
-    num_candidates: int | None = None
-    encoder_calls: int | None = None
-    judge: str | None = None
 
 
 @dataclass
@@ -87,7 +48,11 @@ class DirectionResult:
 
 
 def measure_l2t(
-    pretrained: Pretrained, model: nn.Module, sentences: Sentences, settings: Settings, log: Log
+    pretrained: Pretrained,
+    model: nn.Module,
+    sentences: Sentences,
+    settings: GainSettings,
+    log: Log,
 ) -> DirectionResult:
     """Measure NELBO, lengths and sampled texts of one model.
 
@@ -120,7 +85,9 @@ def measure_l2t(
     return result
 
 
-def writing_options(pretrained: Pretrained, settings: Settings, sampler: str) -> dict[str, Any]:
+def writing_options(
+    pretrained: Pretrained, settings: GainSettings, sampler: str
+) -> dict[str, Any]:
     """Return options of `TextTask.write_texts` that the task and a sampler read."""
     known = pretrained.task.sampling_options - pretrained.task.unread_options("l2t", sampler)
     options = {key: getattr(settings, key) for key in TEXT_OPTIONS if key in known}
@@ -141,7 +108,7 @@ def text_costs(samples: TextSamples) -> dict[str, float]:
 
 
 def write_unconditionally(
-    pretrained: Pretrained, count: int, settings: Settings, log: Log
+    pretrained: Pretrained, count: int, settings: GainSettings, log: Log
 ) -> TextSamples:
     """Write texts without a latent, by the task's default sampler."""
     task, steps = pretrained.task, {}
@@ -163,7 +130,7 @@ def measure_likelihood(
     pretrained: Pretrained,
     sentences: Sentences,
     latents: torch.Tensor | None,
-    settings: Settings,
+    settings: GainSettings,
     log: Log,
 ) -> Likelihood:
     """Score the sentences under each latent of `CONDITIONS`; without latents, under the null
@@ -254,7 +221,7 @@ def measure_t2l(
     model: nn.Module,
     sentences: Sentences,
     gallery: np.ndarray,
-    settings: Settings,
+    settings: GainSettings,
     log: Log,
 ) -> DirectionResult:
     """Compare latents sampled from text with the encoder's.

@@ -19,7 +19,6 @@ from mmldlm.errors import UserError
 from mmldlm.evaluation import metrics
 from mmldlm.evaluation.directions import (
     DirectionResult,
-    Settings,
     chance_baselines,
     likelihood_estimates,
     measure_l2t,
@@ -31,6 +30,7 @@ from mmldlm.evaluation.directions import (
 )
 from mmldlm.evaluation.gain_report import EvaluationReport
 from mmldlm.evaluation.sentences import Log, Sentences, choose_sentences
+from mmldlm.evaluation.settings import GainSettings
 from mmldlm.evaluation.statistics import Estimate, mean, paired_bootstrap
 from mmldlm.evaluation.texts import (
     Scorer,
@@ -40,11 +40,15 @@ from mmldlm.evaluation.texts import (
     measure_set,
     measure_text_arms,
 )
-from mmldlm.sampling.inputs import encode_texts, encoder_identity, reason_without_encoder
-from mmldlm.sampling.latent_sampler import steps_given_text
-from mmldlm.sampling.pretrained import Pretrained
-from mmldlm.sampling.search.judge import Judge, cosines
-from mmldlm.sampling.search.options import SearchOptions
+from mmldlm.inference.inputs import (
+    encode_texts,
+    encoder_identity,
+    reason_without_encoder,
+)
+from mmldlm.inference.search import open_judge, run_search
+from mmldlm.sampling.judge import Judge, cosines
+from mmldlm.sampling.latents import steps_given_text
+from mmldlm.tasks.pretrained import Pretrained
 from mmldlm.utils.formatting import count_noun
 
 
@@ -70,7 +74,7 @@ def untrained_control(model: nn.Module, seed: int, random_gates: bool) -> nn.Mod
 
 
 def evaluate(
-    pretrained: Pretrained, store: Store, settings: Settings | None = None, log: Log = print
+    pretrained: Pretrained, store: Store, settings: GainSettings | None = None, log: Log = print
 ) -> EvaluationReport:
     """Measure the conditioning gain in both directions, for the model and for two untrained
     controls.
@@ -85,7 +89,7 @@ def evaluate(
         UserError: the store does not match the model.
         MmldlmError: NaN predictions.
     """
-    settings = settings or Settings()
+    settings = settings or GainSettings()
     started = time.perf_counter()
     model = pretrained.model
     pretrained.check_guidance(settings.guidance)
@@ -180,7 +184,7 @@ def _add_reencoding(
 
 
 def _conditions(
-    pretrained: Pretrained, store: Store, sentences: Sentences, settings: Settings
+    pretrained: Pretrained, store: Store, sentences: Sentences, settings: GainSettings
 ) -> dict[str, Any]:
     """Return how the measurements were taken."""
     task = pretrained.task
@@ -209,20 +213,19 @@ def _conditions(
     }
 
 
-def _open_judge(pretrained: Pretrained, settings: Settings) -> Judge | None:
+def _open_judge(pretrained: Pretrained, settings: GainSettings) -> Judge | None:
     """The judge of --search, opened before anything is measured.
 
     Raises:
         UserError: a model that writes no texts from latents, or a judge that is not available.
     """
-    search = SearchOptions.of(settings)
-    if search.way is None:
+    if settings.way is None:
         return None
     pretrained.check_mode("l2t")
-    return search.open_judge(pretrained)
+    return open_judge(settings, pretrained)
 
 
-def _latent_steps(pretrained: Pretrained, settings: Settings) -> int | None:
+def _latent_steps(pretrained: Pretrained, settings: GainSettings) -> int | None:
     """Steps of t2l; None for a task without it."""
     if pretrained.latent_config is None:
         return None
@@ -334,7 +337,7 @@ def add_search(
     sentences: Sentences,
     written: Sequence[Sequence[int]],
     judge: Judge,
-    settings: Settings,
+    settings: GainSettings,
     log: Log,
 ) -> list[list[int]]:
     """Add the arm `search` and its paired differences to the model's texts; the search never reads
@@ -343,15 +346,17 @@ def add_search(
     Args:
         found: figures of the model's texts; completed here.
         written: N lists of ids, the model's texts.
-        judge: of `SearchOptions.open_judge`.
+        judge: of `open_judge`.
 
     Returns:
         N texts as lists of ids.
     """
-    options, latents = SearchOptions.of(settings), torch.from_numpy(sentences.latents)
-    progress = log(f"{options.describe()}, for {len(sentences)} embeddings")
+    latents, description = torch.from_numpy(sentences.latents), settings.describe_search()
+    progress = log(f"{description}, for {len(sentences)} embeddings")
     own = writing_options(pretrained, settings, pretrained.task.samplers["l2t"][0])
-    texts = options.run(pretrained, latents, judge, seed=settings.seed, progress=progress, **own)
+    texts = run_search(
+        settings, pretrained, latents, judge, seed=settings.seed, progress=progress, **own
+    )
     scorer = Scorer(pretrained, sentences, "bleu" in found.conditions, settings.seed)
     scores, before = scorer.overlap(texts.tokens), scorer.overlap(written)
     cosine_before = cosines(judge.embed(written), sentences.latents)
@@ -364,7 +369,7 @@ def add_search(
     )
     found.differences[f"{SEARCH}_minus_model"] = change
     found.conditions[SEARCH] = {
-        "what": options.describe(),
+        "what": description,
         "most_judge_calls": int(np.max(texts.calls)),
         **texts.cost.per_text(),
     }

@@ -17,9 +17,9 @@ from mmldlm.evaluation.sentences import Sentences
 from mmldlm.evaluation.statistics import Estimate, mean
 from mmldlm.models.base import LatentInputs, TextInputs
 from mmldlm.models.token_scores import TokenQuery
-from mmldlm.sampling.device import device_of
-from mmldlm.sampling.latent_sampler import pad_texts
-from mmldlm.sampling.pretrained import Pretrained
+from mmldlm.sampling.latents import pad_texts
+from mmldlm.sampling.model import device_of
+from mmldlm.tasks.pretrained import Pretrained
 from mmldlm.utils.counter_rng import Stream, normals, uniforms
 from mmldlm.utils.progress import ProgressCallback
 

@@ -13,7 +13,6 @@ from torch import nn
 
 from mmldlm.data.store import Store
 from mmldlm.evaluation import metrics
-from mmldlm.evaluation.directions import Settings as TextSettings
 from mmldlm.evaluation.directions import likelihood_estimates, measure_likelihood
 from mmldlm.evaluation.gain import untrained_control
 from mmldlm.evaluation.image_figures import (
@@ -33,12 +32,11 @@ from mmldlm.evaluation.image_likelihood import (
 from mmldlm.evaluation.image_report import ImageReport
 from mmldlm.evaluation.named_weights import NamedWeights
 from mmldlm.evaluation.sentences import Log, Sentences, batch_budget, choose_sentences
+from mmldlm.evaluation.settings import GainSettings, ImageSettings
 from mmldlm.evaluation.statistics import Estimate, mean, proportion
-from mmldlm.sampling.image_sizes import use_image_size
-from mmldlm.sampling.images import codec_of, make_images, open_image_store
-from mmldlm.sampling.options import IMAGE_GUIDANCE, IMAGE_STEPS, NUM_LENGTHS
-from mmldlm.sampling.pretrained import Pretrained
-from mmldlm.tasks.image_text.task import ImageTextTask
+from mmldlm.inference.images import codec_of, make_images, open_image_store, use_image_size
+from mmldlm.inference.options import IMAGE_STEPS, NUM_LENGTHS
+from mmldlm.tasks.pretrained import Pretrained
 from mmldlm.utils.formatting import count_noun
 
 Arms = dict[str, dict[str, Estimate]]
@@ -59,10 +57,13 @@ def evaluate_images(
             another kind.
         MmldlmError: NaN predictions.
     """
-    settings, started = (
-        (settings or ImageSettings()).fitted(pretrained.task),
-        time.perf_counter(),
-    )
+    started, task = time.perf_counter(), pretrained.task
+    settings = settings or ImageSettings()
+    if settings.latent_steps is None:
+        steps = IMAGE_STEPS if task.t2i_steps is None else task.t2i_steps
+        settings = replace(settings, latent_steps=steps)
+    if settings.vae is not None:
+        pretrained.vae = settings.vae
     weights = NamedWeights(pretrained, settings.clip, settings.inception_weights, settings.seed)
     use_image_size(pretrained, data=root)
     codec = codec_of(pretrained)
@@ -274,8 +275,8 @@ def measure_i2t(
     return Captions(estimates, samples.tokens, metrics.token_f1(samples.tokens, sentences.tokens))
 
 
-def _text_settings(settings: ImageSettings) -> TextSettings:
-    return TextSettings(
+def _text_settings(settings: ImageSettings) -> GainSettings:
+    return GainSettings(
         num_draws=settings.num_draws, seed=settings.seed, batch_size=settings.batch_size
     )
 
@@ -423,39 +424,3 @@ def examples(
         for entry, text in zip(found, texts):
             entry |= {"written": text, "set_f1": round(float(captions.f1[entry["row"]]), 3)}
     return found
-
-
-@dataclass
-class ImageSettings:
-    """Extent and options of the measurements.
-
-    Attributes:
-        num_samples: unseen images; None is 1,000, or all if there are fewer.
-        num_steps: passes that write a caption.
-        latent_steps: denoising steps of an image; None: 20, of codes 12.
-        num_draws: timesteps per caption in the NELBO, and draws of noise or masks per image.
-        control_samples: how many of the images the untrained controls use.
-        guidance: the second scale of classifier-free guidance of images; the first is 1.
-        presence_penalty: of captions (see `sample_text`).
-        seed: of every draw.
-        batch_size: captions of full length per pass; None: the default of each measurement.
-        clip: folder of a CLIPModel that scores made images; None: no CLIP score.
-        inception_weights: TorchScript file of the features of FID and KID; None: neither.
-    """
-
-    num_samples: int | None = None
-    num_steps: int = 8
-    latent_steps: int | None = None
-    num_draws: int = 4
-    control_samples: int = 100
-    guidance: float = IMAGE_GUIDANCE
-    presence_penalty: float = 0.0
-    seed: int = 0
-    batch_size: int | None = None
-    clip: str | None = None
-    inception_weights: str | None = None
-
-    def fitted(self, task: ImageTextTask) -> ImageSettings:
-        """Return the settings with the default number of steps of a task's images."""
-        steps = IMAGE_STEPS if task.t2i_steps is None else task.t2i_steps
-        return self if self.latent_steps is not None else replace(self, latent_steps=steps)

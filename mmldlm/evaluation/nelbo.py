@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 from mmldlm.data.encoders.encoder import token_budget_batches
 from mmldlm.errors import MmldlmError
-from mmldlm.sampling.device import device_of
-from mmldlm.sampling.latent_sampler import pad_texts
+from mmldlm.sampling.latents import pad_texts
+from mmldlm.sampling.model import device_of
 from mmldlm.tasks.text_task import TextScores
 from mmldlm.utils.counter_rng import Stream, uniforms
 

@@ -11,7 +11,7 @@ from torch import nn
 from mmldlm.data.store import Store, check_latents
 from mmldlm.errors import UserError
 from mmldlm.evaluation.statistics import derangement
-from mmldlm.sampling.latent_sampler import check_latents_per_text
+from mmldlm.inference.inputs import check_latents_per_text
 from mmldlm.utils.counter_rng import Stream, generator
 from mmldlm.utils.progress import ProgressCallback
 

@@ -15,12 +15,13 @@ from mmldlm.errors import UserError
 from mmldlm.evaluation import metrics
 from mmldlm.evaluation.report import Report, conditions_section, html_page
 from mmldlm.evaluation.sentences import Log, batch_budget
+from mmldlm.evaluation.settings import StsSettings
 from mmldlm.evaluation.statistics import Difference, paired_bootstrap
+from mmldlm.inference.inputs import encode_texts, tokenize_texts
 from mmldlm.observe.pages.elements import Column, Element, element, section, table
 from mmldlm.observe.pages.svg import Interval, interval_plot
-from mmldlm.sampling.inputs import encode_texts, tokenize_texts
-from mmldlm.sampling.latent_sampler import sample_latents, steps_given_text
-from mmldlm.sampling.pretrained import Pretrained
+from mmldlm.sampling.latents import sample_latents, steps_given_text
+from mmldlm.tasks.pretrained import Pretrained
 from mmldlm.utils.counter_rng import Stream, generator
 from mmldlm.utils.formatting import count_noun, describe_os_error
 from mmldlm.utils.input_files import read_text
@@ -316,11 +317,8 @@ def _with_interval(found: Mapping[str, Any]) -> Element:
 def evaluate(
     pretrained: Pretrained,
     pairs: Pairs,
-    steps: int | None = None,
-    guidance: float = 1.0,
-    seed: int = 0,
+    settings: StsSettings | None = None,
     log: Log = print,
-    batch_size: int | None = None,
 ) -> StsReport:
     """Embed both sentences of every pair with t2l and correlate their cosines with the scores.
 
@@ -330,23 +328,24 @@ def evaluate(
     Raises:
         UserError: a sentence too long for the model, or a model not trained in t2l.
     """
+    settings = settings or StsSettings()
     pretrained.check_mode("t2l")
-    pretrained.check_guidance(guidance)
+    pretrained.check_guidance(settings.guidance)
     texts = list(dict.fromkeys(pairs.first + pairs.second))
     row_of = {text: row for row, text in enumerate(texts)}
-    steps = steps or steps_given_text(pretrained.latent_diffusion)
+    steps = settings.latent_steps or steps_given_text(pretrained.latent_diffusion)
     progress = log(f"embedding {len(texts)} sentences in {count_noun(steps, 'step')}")
     sampled = sample_latents(
         pretrained.model,
         tokenize_texts(texts, pretrained),
         diffusion=pretrained.latent_diffusion,
         steps=steps,
-        guidance=guidance,
+        guidance=settings.guidance,
         renormalize=pretrained.renormalize,
         clamp=pretrained.clamp_x0,
-        seed=seed,
+        seed=settings.seed,
         progress=progress,
-        **batch_budget(pretrained.model, batch_size),
+        **batch_budget(pretrained.model, settings.batch_size),
     ).numpy()
 
     def similarities(vectors: np.ndarray) -> np.ndarray:
@@ -362,6 +361,7 @@ def evaluate(
     if pretrained.encoder is not None and pretrained.has_encoder:
         progress = log(f"embedding them with the encoder {pretrained.encoder['name']}")
         rows[CEILING] = similarities(encode_texts(texts, pretrained, progress))
+    seed = settings.seed
     conditions = {
         "file": pairs.name,
         "num_pairs": len(pairs.scores),

@@ -50,7 +50,8 @@ def launch(args: argparse.Namespace) -> int:
             overrides = exclude_nodes(context, outcome.failed_nodes, global_batch)
             if overrides is None:
                 break
-            train_args += overrides  # the last override of a key wins
+            # The last override of a key wins.
+            train_args += overrides
     return outcome.code
 
 
@@ -138,7 +139,8 @@ def exclude_nodes(context: Context, failed: list[str], global_batch: int) -> lis
     print_line(f"continuing without {', '.join(failed)}: {num_ranks} rank(s)", sys.stderr)
     old_first, context.nodes = context.names[0], remaining
     first = remaining[0].name
-    if first != old_first:  # the known master address was that of another node
+    if first != old_first:
+        # The known master address was that of another node.
         context.master["address"] = (
             context.data_address(first) if context.value(first, "network") else first
         )

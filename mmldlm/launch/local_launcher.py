@@ -34,12 +34,11 @@ from mmldlm.utils.screen import open_standard_streams, print_line
 from mmldlm.utils.stop_signals import handle_stop_signals, keep_exit_codes, set_parent_death_signal
 
 # Codes with which all ranks exit together, by agreement; the slower ones may still be writing. If
-# only one rank exits with such a code (for example, missing data on its node), the others would
-# wait forever.
+# only one rank exits with such a code (for example, for data missing on its node), the others
+# would wait forever.
 COLLECTIVE_EXIT_CODES = (EXIT_STABILITY, EXIT_INTERRUPTED, EXIT_USAGE)
-EXIT_GRACE = (
-    30.0  # seconds from the failure of a rank until the others, which may hang, are terminated
-)
+# Seconds from the failure of a rank until the others, which may hang, are terminated.
+EXIT_GRACE = 30.0
 
 
 def run_local(command: list[str], nproc: int, grace: float = EXIT_GRACE) -> int:
@@ -118,7 +117,8 @@ def _wait(ranks: list[subprocess.Popen], grace: float, command: list[str]) -> in
         if kill_time is not None and time.monotonic() > kill_time:
             for process in ranks:
                 if process.poll() is None:
-                    process.kill()  # SIGKILL also ends a stopped process
+                    # SIGKILL also ends a stopped process.
+                    process.kill()
         if None not in codes:
             return EXIT_FAILED if failed else agreed
         time.sleep(0.1)
@@ -126,7 +126,8 @@ def _wait(ranks: list[subprocess.Popen], grace: float, command: list[str]) -> in
 
 def _describe_exit(code: int, command: list[str]) -> str:
     if code == -signal.SIGBUS:
-        return f"SIGBUS: {explain_sigbus(command[3:])}"  # the arguments after python -u SCRIPT
+        # The arguments of the script follow `python -u SCRIPT`.
+        return f"SIGBUS: {explain_sigbus(command[3:])}"
     return signal.Signals(-code).name if code < 0 else f"exit code {code}"
 
 
@@ -142,10 +143,8 @@ def _environment(rank: int, nproc: int, port: int) -> dict[str, str]:
         "LOCAL_SIZE": nproc,
         "MASTER_PORT": port,
     }
-    fixed = {
-        "MASTER_ADDR": "127.0.0.1",
-        "PYTHONFAULTHANDLER": "1",
-    }  # the second prints a stack on SIGSEGV and SIGBUS
+    # PYTHONFAULTHANDLER prints a stack on SIGSEGV and SIGBUS.
+    fixed = {"MASTER_ADDR": "127.0.0.1", "PYTHONFAULTHANDLER": "1"}
     # By default every rank starts a thread per core: those of torch and of the tokenizers would
     # compete.
     threads = dict.fromkeys(("OMP_NUM_THREADS", "RAYON_NUM_THREADS"), str(threads_per_rank(nproc)))
@@ -161,7 +160,7 @@ def explain_sigbus(train_args: Sequence[str]) -> str:
     """Return one sentence for the report of a rank that SIGBUS ended; never raises.
 
     Args:
-        train_args: arguments of train.py, from which the stores are located.
+        train_args: Arguments of train.py, from which the stores are located.
     """
     try:
         changed = _changed_files(train_args)
@@ -183,9 +182,9 @@ def _changed_files(train_args: Sequence[str]) -> list[str]:
     parser = argparse.ArgumentParser(add_help=False, exit_on_error=False)
     parser.add_argument("--config-name")
     parser.add_argument("--config")
-    known, rest = parser.parse_known_args(train_args)
+    options, rest = parser.parse_known_args(train_args)
     overrides = [argument for argument in rest if "=" in argument and not argument.startswith("-")]
-    config = load_config(known.config_name, known.config, overrides)
+    config = load_config(options.config_name, options.config, overrides)
     return [line for root in config.data.roots for line in changed_files(root)]
 
 
@@ -193,7 +192,8 @@ if __name__ == "__main__":
     open_standard_streams()
     try:
         exit_code = run_local([sys.executable, "-u", *sys.argv[2:]], int(sys.argv[1]))
-    except UserError as error:  # no loopback interface
+    except UserError as error:
+        # This machine has no loopback interface.
         print_line(f"error: {error}", sys.stderr)
         exit_code = error.exit_code
     exit_without_teardown(exit_code)

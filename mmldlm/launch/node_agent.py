@@ -26,7 +26,8 @@ from mmldlm.launch.rank_wrapper import LAUNCH_ID_VAR, launch_file, state_file
 from mmldlm.utils.stop_signals import keep_exit_codes
 
 IDLE_TIMEOUT = 25.0
-RECONNECT_GRACE = 10.0  # seconds for another agent to take over after a broken session
+# Seconds for another agent to take over after a broken session.
+RECONNECT_GRACE = 10.0
 _launches: set[str] = set()
 _children: list[subprocess.Popen] = []
 _reserved: list[socket.socket] = []
@@ -42,7 +43,8 @@ def write_launch_file(args: dict) -> None:
     _launches.add(launch)
     state_files.make_folders(launch)
     folders = state_files.state_folders(launch)
-    for folder in folders:  # into each: a batch job may have another /tmp than this ssh session
+    for folder in folders:
+        # Into each of them: a batch job may have another /tmp than this ssh session.
         try:
             state_files.write(
                 folder, launch_file(socket.gethostname()), json.dumps(args["values"])
@@ -64,7 +66,8 @@ def reserve_port(args: dict) -> dict:
     host, prevents that.
     """
     port = args["port"]
-    if port is None:  # not the first node
+    if port is None:
+        # Only the first node gets a port.
         return {}
     lock, probe = socket.socket(socket.AF_UNIX), socket.socket()
     try:
@@ -101,7 +104,8 @@ def _belongs_to(process: psutil.Process, launch: str) -> bool:
             return False
         in_command = any(launch in word for word in process.cmdline())
         return in_command or process.environ().get(LAUNCH_ID_VAR) == launch
-    except psutil.Error:  # it has exited, or belongs to another user
+    except psutil.Error:
+        # The process has exited, or belongs to another user.
         return False
 
 
@@ -128,8 +132,8 @@ def report_ranks(args: dict) -> dict:
     state_files.write_anywhere(
         launch, _watched_file(host), json.dumps([os.getpid(), time.monotonic()])
     )
-    # Processes first, states last: a rank that ends in between must not seem to have ended without
-    # a status.
+    # Processes are read first and states last: a rank that ends in between must not seem to have
+    # ended without a status.
     num_processes = len(launch_processes(launch))
     for name, state in state_files.read_newest(launch, state_file(host, "*")).items():
         parent = _parent(state["pid"]) if state["exit"] is None else None
@@ -183,7 +187,8 @@ def stop(args: dict) -> int:
     deadline = time.monotonic() + args["grace"]
     while time.monotonic() < deadline and launch_processes(args["launch"]):
         time.sleep(0.1)
-    for _ in range(20):  # a killed launcher may have started another process
+    for _ in range(20):
+        # A killed launcher may have started another process in the meantime.
         remaining = launch_processes(args["launch"])
         if not remaining:
             break

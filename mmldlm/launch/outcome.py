@@ -24,11 +24,11 @@ class Outcome:
     """Result of an attempt.
 
     Attributes:
-        code: exit code.
-        reason: one sentence.
-        last_lines: last output lines of the rank that failed first.
-        failed_nodes: nodes to exclude from an elastic retry.
-        interrupted: whether a signal to this launch ended it, so that no retry is wanted.
+        code: Exit code.
+        reason: Reason in one sentence.
+        last_lines: Last output lines of the rank that failed first.
+        failed_nodes: Nodes to exclude from an elastic retry.
+        interrupted: Whether a signal to this launch ended it, so that no retry is wanted.
     """
 
     code: int
@@ -66,11 +66,12 @@ def failed_rank_outcome(
     """Return the outcome of failed ranks, attributed to the one that ended first.
 
     Args:
-        views: at least one rank in it has failed.
-        clock_offsets: node -> its clock minus the head's, in seconds.
-        interrupted: whether this launch has asked the ranks to stop.
+        views: Answers of the nodes, in which at least one rank has failed.
+        clock_offsets: Node -> its clock minus the head's, in seconds.
+        interrupted: Whether this launch has asked the ranks to stop.
     """
-    failed = []  # (end time on the head's clock, node, state)
+    # Entries are (end time on the head's clock, node, state).
+    failed = []
     for name, view in views.items():
         for state in view["ranks"]:
             if state["exit"] is None and not state["alive"]:
@@ -85,9 +86,8 @@ def failed_rank_outcome(
         return Outcome(code, "interrupted as requested")
     last_lines = first.get("last") or []
     report = first.get("failure") or {"ranks": []}
-    if (
-        report["ranks"] and first["rank"] not in report["ranks"]
-    ):  # it ended because another rank stalled or died
+    # The rank ended because another one stalled or died.
+    if report["ranks"] and first["rank"] not in report["ranks"]:
         nodes = {state["rank"]: node for node, view in views.items() for state in view["ranks"]}
         failed_nodes = {nodes.get(rank, "") for rank in report["ranks"]} - {""}
         return Outcome(code, report["sentence"], last_lines, sorted(failed_nodes))

@@ -1,5 +1,5 @@
-"""Wrapper of one rank, started by the launcher: `rank_wrapper.py LAUNCH_ID`. Run train.py, keep
-its log and its status.
+"""Wrapper of one rank, which the launcher starts as `rank_wrapper.py LAUNCH_ID`: run train.py and
+keep its log and its status.
 
 The arguments and variables of train.py come from the launch file that the node agent wrote
 (state_files.py), so that neither passes through a launcher's shells. The state of the rank is
@@ -20,7 +20,8 @@ import time
 from collections import deque
 from pathlib import Path
 
-if __package__ in (None, ""):  # run by its path
+if __package__ in (None, ""):
+    # The file was run by its path.
     sys.path[: 0 if getattr(sys.flags, "safe_path", False) else 1] = [
         str(Path(__file__).resolve().parents[2])
     ]
@@ -125,7 +126,8 @@ def _start_child(launch: dict, launch_id: str) -> tuple[subprocess.Popen, int]:
 
 def _read_report(pipe: int) -> dict | None:
     """Read the child's report of failed ranks ({"ranks", "sentence"}); None without a report."""
-    os.set_blocking(pipe, False)  # a worker that outlives the child may hold the other end
+    # A worker that outlives the child may hold the other end.
+    os.set_blocking(pipe, False)
     with contextlib.suppress(OSError, ValueError):
         return json.loads(os.read(pipe, 1 << 12))
     return None
@@ -152,7 +154,8 @@ def _stream_log(child: subprocess.Popen, log: Path, to_screen: bool) -> list[str
     last: deque[str] = deque(maxlen=LAST_LINES)
     with contextlib.ExitStack() as stack:
         file = None
-        with contextlib.suppress(OSError):  # a full disk must not end the rank
+        with contextlib.suppress(OSError):
+            # A full disk must not end the rank.
             file = stack.enter_context(open(log, "ab", buffering=0))
         for line in child.stdout:
             last.append(line.decode(errors="replace").rstrip())

@@ -16,9 +16,10 @@ from typing import Any
 
 from mmldlm.utils.input_files import read_text
 
-# Several, because one may be full or private to a batch job's mount namespace.
+# Several folders, because one may be full, or private to the mount namespace of a batch job.
 ROOTS = ("/tmp", "/dev/shm", "/var/tmp")
-RESERVED = 1 << 14  # bytes per state file: its blocks can be overwritten when the disk is full
+# Bytes per state file: its blocks can be overwritten when the disk is full.
+RESERVED = 1 << 14
 
 
 def state_folders(launch_id: str) -> list[Path]:
@@ -65,8 +66,8 @@ def write_anywhere(launch_id: str, name: str, text: str) -> bool:
     version.
 
     Args:
-        launch_id: id of the launch.
-        name: file name.
+        launch_id: Identifier of the launch.
+        name: Name of the file.
         text: JSON of at most RESERVED bytes.
 
     Returns:

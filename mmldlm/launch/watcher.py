@@ -40,14 +40,19 @@ from mmldlm.utils.screen import print_line
 from mmldlm.utils.stop_signals import handle_stop_signals
 
 POLL_SECONDS = 1.0
-ANSWER_SECONDS = 5.0  # an agent without an answer for so long is reconnected
-CALL_SECONDS = 3  # the node is lost if ssh does not reach it within so many
-START_SECONDS = 60.0  # from the launcher's start to its first process on every node
-SETTLE_SECONDS = 3.0  # after the first failure: other ranks may be ending with a better message
-AGREED_SECONDS = 30.0  # the same for collective exits: rank 0 has more to write than the others
+# An agent without an answer for so long is reconnected.
+ANSWER_SECONDS = 5.0
+# The node counts as lost if ssh does not reach it within so many seconds.
+CALL_SECONDS = 3
+# From the start of the launcher to its first process on every node.
+START_SECONDS = 60.0
+# After the first failure, other ranks may be ending with a better message.
+SETTLE_SECONDS = 3.0
+# The same for collective exits: rank 0 has more to write than the others.
+AGREED_SECONDS = 30.0
 STOP_GRACE = 2.0
-# DeepSpeed's launcher logs its plan, several lines per node: kept in launcher.log, not on the
-# screen.
+# DeepSpeed's launcher logs its plan, several lines per node. They are kept in launcher.log, not
+# shown on the screen.
 LAUNCHER_NOISE = re.compile(
     r"\[(INFO|WARNING)\] \[(launch|runner|multinode_runner|real_accelerator)\.py"
 )
@@ -166,13 +171,14 @@ class Watcher:
         return None
 
     def _start(self) -> None:
-        # The script of every launcher, instead of train.py: it contains no text of the user.
+        # Every launcher starts this script instead of train.py, because its command line contains
+        # no text of the user.
         script = [rank_wrapper.__file__, self.launch_id]
         if self.context.launcher == "torchrun":
             self._start_torchrun(script)
             return
-        # In its own session: Ctrl-C reaches the ranks through this process, and the launcher is
-        # killed as a group.
+        # The launcher has its own session: Ctrl-C reaches the ranks through this process, and the
+        # launcher is killed as a group.
         self.process = subprocess.Popen(
             **launcher_start(self.context, self.log_dir, script, self.variables),
             stdin=subprocess.DEVNULL,
@@ -235,8 +241,9 @@ class Watcher:
         interrupt_time = None
         while True:
             poll_time = time.monotonic()
-            # Before the ranks: a launcher that ends after them must not seem to have ended before
-            # them.
+
+            # The launcher is polled before the ranks: if it ends after them, it must not seem to
+            # have ended before them.
             launcher_ended = self.process is not None and self.process.poll() is not None
             views = self.pool.call("report_ranks", self._report_args, timeout=ANSWER_SECONDS)
             self._reconnect()
@@ -291,9 +298,9 @@ class Watcher:
         """Return how the attempt ended; None while it is healthy.
 
         Args:
-            views: node -> answer of its agent.
-            launcher_ended: whether the launcher on the head had ended before the views were taken.
-            age: seconds since the start.
+            views: Node -> answer of its agent.
+            launcher_ended: Whether the launcher on the head had ended before the views were taken.
+            age: Seconds since the start.
         """
         if self.pool.failures:
             name, failure = next(iter(self.pool.failures.items()))
@@ -371,7 +378,8 @@ class Watcher:
     def _stop_all(self, grace: float) -> None:
         """Stop the run on every reachable node, and the launcher on this machine."""
         if self.process is not None and self.context.launcher == "deepspeed":
-            self._kill_launcher()  # first: it must not react to processes that end on a node
+            # First the launcher: it must not react to processes that end on a node.
+            self._kill_launcher()
         self.pool.call("stop", {"launch": self.launch_id, "grace": grace}, timeout=grace + 8)
         if self.process is not None:
             self._kill_launcher()
@@ -392,7 +400,7 @@ def rank_variables(context: Context) -> dict[str, str]:
         for path in env_files():
             variables.update(read_env_file(path)[0])
         variables["PYTHONPATH"] = _python_path()
-        # What DeepSpeed exports in addition to the variables of all launchers.
+        # DeepSpeed exports these in addition to the variables of all launchers.
         for name, value in os.environ.items():
             if name.startswith(DEEPSPEED_EXPORTS) and name != "PYTHONPATH":
                 variables[name] = value
@@ -410,8 +418,8 @@ def rank_variables(context: Context) -> dict[str, str]:
 def _python_path() -> str:
     """Return PYTHONPATH with absolute paths, because the runner works in /.
 
-    Without this folder, which DeepSpeed's runner puts first: its modules would replace those of
-    the same names.
+    The current folder, which DeepSpeed's runner puts first, is left out: its modules would replace
+    others of the same names.
     """
     parts = os.environ.get("PYTHONPATH", "").split(os.pathsep)
     return os.pathsep.join(os.path.abspath(part) for part in parts if part)

@@ -1,8 +1,8 @@
 """Agent of the preflight on every node: probes with time limits, and its part in joint tests.
 
-A probe returns JSON values without an evaluation, and undoes its changes; it is defined beside the
-checks that read it. The agent exits at the end of its input, so that a dead head leaves no process
-behind. It imports neither torch nor pydantic, so that it starts in a fraction of a second.
+A probe returns JSON values without an evaluation, and undoes its changes; it is defined next to
+the checks that read it. The agent exits at the end of its input, so that a dead head leaves no
+process behind. It imports neither torch nor pydantic, so that it starts in a fraction of a second.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def environment(args: dict) -> dict:
     return {name: value for name, value in os.environ.items() if name.startswith(PREFIXES)}
 
 
-# name -> (probe, a function of the request's arguments; its time limit in seconds)
+# Name -> (probe, a function of the request's arguments; its time limit in seconds).
 PROBES = {
     "identity": (hosts.identity, 5),
     "versions": (versions.versions, 10),
@@ -86,7 +86,8 @@ def read_probe_file(args: dict) -> dict:
         deadline = time.monotonic() + 3.0
         while True:
             try:
-                os.listdir(os.path.dirname(args["path"]))  # refreshes the NFS cache
+                # Listing the folder refreshes the NFS cache.
+                os.listdir(os.path.dirname(args["path"]))
                 with open(args["path"], encoding="utf-8") as file:
                     return file.read()
             except OSError:
@@ -165,7 +166,7 @@ def run_with_timeout(
     """Run jobs at the same time, each in a forked child.
 
     Args:
-        jobs: name -> (function without arguments and with a JSON value, time limit in seconds).
+        jobs: Name -> (function without arguments and with a JSON value, time limit in seconds).
 
     Returns:
         name -> {"value"} or {"error": one sentence}, with "seconds" and, after a timeout,
@@ -173,7 +174,8 @@ def run_with_timeout(
         without waiting.
     """
     started = time.monotonic()
-    running: dict[int, tuple[str, int, float]] = {}  # read end -> name, pid, deadline
+    # Read end -> (name, pid, deadline).
+    running: dict[int, tuple[str, int, float]] = {}
     collected: dict[int, bytes] = {}
     answers: dict[str, dict[str, Any]] = {}
     for name, (function, seconds) in jobs.items():

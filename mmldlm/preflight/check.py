@@ -18,16 +18,17 @@ class Result:
     Attributes:
         status: PASS, WARN, FAIL, SKIP or ERROR (the check itself failed: no statement about the
             node).
-        measured: one sentence.
-        expected: one sentence; empty if the check passed.
-        fix: one sentence; empty if nothing needs to be done.
-        node: name as in the hostfile, "from->to" for a pair, "" for the head or the whole job.
-        why: reason of SKIP or ERROR.
-        id: of the check, filled in by run_check, as are the following.
-        scope: one of SCOPES.
-        level: level of the check.
-        title: short title of the check.
-        seconds: duration of the check.
+        measured: Measured value, in one sentence.
+        expected: Expected value, in one sentence; empty if the check passed.
+        fix: Fix, in one sentence; empty if nothing needs to be done.
+        node: Name of the node as in the hostfile, "from->to" for a pair, "" for the head or the
+            whole job.
+        why: Reason of SKIP or ERROR.
+        id: Identifier of the check, filled in by run_check, as are the following.
+        scope: Scope among SCOPES.
+        level: Level of the check.
+        title: Short title of the check.
+        seconds: Duration of the check.
     """
 
     status: str
@@ -67,12 +68,12 @@ class Check:
     """A registered check.
 
     Attributes:
-        id: stable id.
-        level: lowest level of the preflight that runs it.
-        scope: one of SCOPES.
-        title: short title.
-        function: takes the Context and yields (or returns) Results; --explain prints its
-            docstring.
+        id: Stable identifier.
+        level: Lowest level of the preflight that runs it.
+        scope: Scope among SCOPES.
+        title: Short title.
+        function: Function that takes the Context and yields (or returns) Results; --explain prints
+            its docstring.
     """
 
     id: str
@@ -114,12 +115,8 @@ def run_check(check: Check, context) -> list[Result]:
     except Exception as error:
         results = [Result(ERROR, why=f"the check failed: {type(error).__name__}: {error}")]
     for result in results:
-        result.id, result.scope, result.level, result.title = (
-            check.id,
-            check.scope,
-            check.level,
-            check.title,
-        )
+        result.id, result.title = check.id, check.title
+        result.scope, result.level = check.scope, check.level
         result.seconds = round(time.perf_counter() - started, 3)
     return results
 

@@ -23,28 +23,28 @@ class Context:
     """Options and facts of a preflight, before any evaluation.
 
     Attributes:
-        options: parsed command line.
-        nodes: nodes of the hostfile, in order.
-        local: whether the run is on this machine alone, without ssh.
-        hostfile_error: why the hostfile cannot be used.
-        config: resolved config.
-        config_error: why the config is invalid.
-        data_facts: result of checks/config.py's child: samples, model sizes, or errors of data and
+        options: Parsed command line.
+        nodes: Nodes of the hostfile, in order.
+        local: Whether the run is on this machine alone, without ssh.
+        hostfile_error: Reason why the hostfile cannot be used.
+        config: Resolved config.
+        config_error: Reason why the config is invalid.
+        data_facts: Result of checks/config.py's child: samples, model sizes, or errors of data and
             engine.
-        data_probe_error: why the data probe failed.
-        head: probe -> {"value"} or {"error"} of this machine.
-        facts: node -> probe -> {"value"} or {"error"}.
-        failures: nodes whose agent stopped answering.
+        data_probe_error: Reason why the data probe failed.
+        head: Probe -> {"value"} or {"error"} of this machine.
+        facts: Node -> probe -> {"value"} or {"error"}.
+        failures: Nodes whose agent stopped answering.
         errors: (node, action) -> error of an agent's action.
-        clocks: node -> (clock offset, half round trip) in seconds.
+        clocks: Node -> (clock offset, half round trip) in seconds.
         master: {"address", "guessed", "port", "listening", "candidates", "reach", "free_port"}.
         connections: (from, to) -> {"ms", "segments", "retransmitted"} or {"error"}.
         shared_folder: (writer, reader) -> whether the reader saw the writer's file.
-        launched: node -> {"rank", "variables"} of a process that the launcher itself started.
+        launched: Node -> {"rank", "variables"} of a process that the launcher itself started.
         launcher_result: {"code", "lines"} of that launcher, or {"skipped": reason}.
-        check_ids: ids of the checks to run.
-        collectives: results of level 3: {"rounds", "ranks"}.
-        dry_run: results of level 4: {"train", "resume", "log"}.
+        check_ids: Ids of the checks to run.
+        collectives: Results of level 3: {"rounds", "ranks"}.
+        dry_run: Results of level 4: {"train", "resume", "log"}.
     """
 
     options: argparse.Namespace
@@ -116,7 +116,6 @@ class Context:
 
     def engine_plan(self) -> str:
         """Return the engine of the config as an entry of memory_model.PLANS."""
-
         engine = self.config.engine.kind
         if engine == "deepspeed":
             return f"zero{resolve_stage(self.config)}"
@@ -130,8 +129,8 @@ class Context:
         """
         if self.local:
             return "127.0.0.1"
-        known = next(iter(self.reachable_addresses(self.names[0])), self.names[0])
-        return self.master.get("address") or self.options.master_addr or known
+        reachable = next(iter(self.reachable_addresses(self.names[0])), self.names[0])
+        return self.master.get("address") or self.options.master_addr or reachable
 
     def launcher_command(
         self,
@@ -153,11 +152,8 @@ class Context:
             UserError: DeepSpeed would paste a value into a shell line that changes it.
         """
         nodes = nodes or self.nodes
-        address, port, ssh_port = (
-            self.master_address(),
-            self.options.master_port,
-            self.options.ssh_port,
-        )
+        address, port = self.master_address(), self.options.master_port
+        ssh_port = self.options.ssh_port
         if self.launcher == "mpi":
             return mpi_command(nodes, self.local, ssh_port, script)
         if self.launcher == "slurm":
@@ -182,7 +178,6 @@ class Context:
         environment plus the variables that the launcher is known to propagate. None if the
         launcher starts ranks in shells unknown here.
         """
-
         if name in self.launched:
             return self.launched[name]["variables"]
         if self.local:

@@ -9,17 +9,11 @@ from __future__ import annotations
 from collections.abc import Collection
 
 GIB = 1 << 30
-# A process with torch loaded (measured: 0.35 GiB resident on CPU); on a GPU its context and NCCL's
-# buffers.
+# Memory of a process with torch loaded (measured: 0.35 GiB resident on CPU), and on a GPU of its
+# context and NCCL's buffers.
 BASE_CPU, BASE_GPU = int(0.4 * GIB), int(1.2 * GIB)
-PLANS = (
-    "single",
-    "zero0",
-    "zero1",
-    "zero2",
-    "zero3",
-    "fsdp",
-)  # from most to least memory per rank
+# From most to least memory per rank.
+PLANS = ("single", "zero0", "zero1", "zero2", "zero3", "fsdp")
 
 
 def state_bytes(
@@ -31,41 +25,41 @@ def state_bytes(
     Muon's exchanges (at most 512 MiB, after the activations are freed) are not in the peak.
 
     Args:
-        plan: one of PLANS.
-        sizes: of Task.model_sizes (elements); "single_moment": trainable elements that Muon
+        plan: Plan among PLANS.
+        sizes: Sizes of Task.model_sizes in elements; "single_moment": trainable elements that Muon
             updates.
-        world_size: number of ranks.
+        world_size: Number of ranks.
         dtype: training.dtype.
-        bucket: elements of a communication bucket of DeepSpeed (engines/deepspeed_config.py); 0
+        bucket: Elements of a communication bucket of DeepSpeed (engines/deepspeed_config.py); 0
             for DDP and FSDP.
         offload: "optimizer" and "param", if they are in another memory (see host_bytes).
     """
     trainable, weights = sizes["trainable"], sizes["trainable"] + sizes["frozen"]
-    share = trainable / world_size
+    per_rank = trainable / world_size
     low = 4 if dtype == "fp32" else 2
-    buckets = min(bucket, trainable) * 4 * 2  # two with overlap_comm
-    if plan in ("single", "zero0"):  # fp32 weights under autocast
-        return (
-            4 * weights
-            + 4 * trainable
-            + moment_bytes(sizes)
-            + (buckets // 2 if plan == "zero0" else 0)
-        )
-    # fp32 gradients, masters and moments; gradients sent to the host are in low precision
+    # There are two buckets with overlap_comm.
+    buckets = min(bucket, trainable) * 4 * 2
+    if plan in ("single", "zero0"):
+        # Weights stay in fp32 under autocast.
+        ddp_buckets = buckets // 2 if plan == "zero0" else 0
+        return 4 * weights + 4 * trainable + moment_bytes(sizes) + ddp_buckets
+    # Gradients, masters and moments are fp32; gradients sent to the host are in low precision.
     moments = moment_bytes(sizes) / world_size
-    gradients, states = (
-        (low * share, 0) if "optimizer" in offload else (4 * share, 4 * share + moments)
-    )
-    if plan == "zero1":  # unsharded gradients, in low precision and accumulated in fp32
+    gradients, states = 4 * per_rank, 4 * per_rank + moments
+    if "optimizer" in offload:
+        gradients, states = low * per_rank, 0
+    if plan == "zero1":
+        # Gradients are unsharded, in low precision and accumulated in fp32.
         return int(low * weights + (4 + (low if low == 2 else 0)) * trainable + states + buckets)
     if plan == "zero2":
         return int(low * weights + gradients + states + buckets)
-    gathered = 2 * sizes["largest_block"] * low  # the block in use and the one being prefetched
+    # The block in use, and the one that is being prefetched.
+    gathered = 2 * sizes["largest_block"] * low
     if plan == "zero3":
-        kept = 0 if "param" in offload else low * weights / world_size
-        return int(kept + gradients + states + gathered + buckets)
+        weight_bytes = 0 if "param" in offload else low * weights / world_size
+        return int(weight_bytes + gradients + states + gathered + buckets)
     assert plan == "fsdp", plan
-    return int(4 * weights / world_size + 4 * share + moments + gathered)
+    return int(4 * weights / world_size + 4 * per_rank + moments + gathered)
 
 
 def moment_bytes(sizes: dict) -> int:
@@ -78,12 +72,12 @@ def moment_bytes(sizes: dict) -> int:
 def host_bytes(sizes: dict, world_size: int, dtype: str, offload: Collection[str]) -> int:
     """Return the bytes of host memory of one GPU rank's process, with its offloaded tensors."""
     low, weights = 4 if dtype == "fp32" else 2, sizes["trainable"] + sizes["frozen"]
-    optimizer = (
-        (8 * sizes["trainable"] + moment_bytes(sizes)) / world_size
-        if "optimizer" in offload
-        else 0
-    )
-    return int(optimizer + (low * weights / world_size if "param" in offload else 0)) + BASE_CPU
+    optimizer, parameters = 0.0, 0.0
+    if "optimizer" in offload:
+        optimizer = (8 * sizes["trainable"] + moment_bytes(sizes)) / world_size
+    if "param" in offload:
+        parameters = low * weights / world_size
+    return int(optimizer + parameters) + BASE_CPU
 
 
 def bytes_per_rank(

@@ -150,9 +150,9 @@ def log_receipt(config: Config, world_size: int, folder) -> None:
     Never raises, because the other ranks do not call it.
 
     Args:
-        config: of the run that starts.
-        world_size: of the run that starts.
-        folder: open mmldlm.training.run_logger.RunLogger.
+        config: Config of the run that starts.
+        world_size: World size of the run that starts.
+        folder: Open folder of the run (mmldlm.training.run_logger.RunLogger).
     """
     try:
         receipt = read(config.run_dir())
@@ -166,7 +166,8 @@ def log_receipt(config: Config, world_size: int, folder) -> None:
             made=receipt["time"],
             stale=reasons,
         )
-    except Exception as error:  # of one rank alone
+    except Exception as error:
+        # The error may be of one rank alone.
         reasons = [f"it cannot be read ({type(error).__name__}: {error})"]
     if reasons:
         folder.progress.warning(

@@ -14,7 +14,7 @@ from mmldlm.preflight.context import Context
 _WORST = (FAIL, ERROR, WARN, PASS, SKIP)
 # A run whose hostfile or config cannot be read is a usage error.
 _USAGE_IDS = ("HOST001", "CFG001")
-# Printed even if passed: the size of the run, its memory, disk space and duration.
+# Checks that are printed even if passed: size of the run, memory, disk space and duration.
 ALWAYS_SHOWN = ("CFG003", "DATA001", "MEM001", "DISK001", "RES001", "COLL002", "DRY001")
 
 
@@ -28,7 +28,7 @@ def exit_code(results: list[Result], strict: bool = False) -> int:
     """Return the exit code.
 
     0: passed. 1: a check failed (strict: or warned). 2: unusable hostfile or config. 3: a check
-        could not run.
+    could not run.
     """
     if any(r.status == FAIL and r.id in _USAGE_IDS for r in results):
         return EXIT_USAGE

@@ -74,7 +74,7 @@ def run_preflight(args: argparse.Namespace) -> tuple[Context, int]:
     """Collect, check, print and write receipts; return the context and the exit code.
 
     Args:
-        args: options of mmldlm/commands/preflight.py or launch.py.
+        args: Options of mmldlm/commands/preflight.py or launch.py.
     """
     started = time.perf_counter()
     context, results = run_checks(args)
@@ -253,14 +253,14 @@ def apply_fix(context: Context) -> None:
     """Write variables that are not propagated to ./.deepspeed_env, and run the launcher probe
     again.
     """
-    here = run_variables()
+    on_head = run_variables()
     environments = [
-        there for name in context.facts if (there := context.environment_on(name)) is not None
+        on_node for name in context.facts if (on_node := context.environment_on(name)) is not None
     ]
     missing = sorted(
         key
-        for key, value in here.items()
-        if any(there.get(key) != value for there in environments)
+        for key, value in on_head.items()
+        if any(on_node.get(key) != value for on_node in environments)
     )
     if not missing or context.launcher != "deepspeed":
         return
@@ -289,7 +289,8 @@ def write_receipts(
     ):
         try:
             receipt.write(created, context.config.run_dir() / receipt.NAME)
-        except OSError as error:  # CKPT001 reports it too; the exit code does not depend on it
+        except OSError as error:
+            # CKPT001 reports it too; the exit code does not depend on it.
             print(f"no receipt in {context.config.run_dir()}: {error.strerror}", file=sys.stderr)
 
 

@@ -1,7 +1,4 @@
-"""Sampling: text from latents, latents from text, or both unconditionally."""
+"""Samplers: from a model and a process to texts and latents.
 
-from mmldlm.sampling.latent_sampler import sample_latents
-from mmldlm.sampling.pretrained import Pretrained, load_pretrained
-from mmldlm.sampling.text.loop import TextSamples, sample_text
-
-__all__ = ["Pretrained", "TextSamples", "load_pretrained", "sample_latents", "sample_text"]
+Nothing is imported here, so that `sampling.settings` is read without torch.
+"""

@@ -13,17 +13,18 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from mmldlm.config.text_samplers import BY_CERTAINTY, BY_CHANCE, STRATEGY_OPTIONS
 from mmldlm.diffusion import MaskedDiffusion
 from mmldlm.errors import UserError
 from mmldlm.models.base import LatentInputs, ModelOutput, TextInputs
 from mmldlm.models.token_scores import TokenQuery
-from mmldlm.sampling.pretrained import Pretrained
-from mmldlm.sampling.search.best_of import FoundTexts
-from mmldlm.sampling.search.judge import Judge
-from mmldlm.sampling.text.loop import TextSamples, sample_masked
-from mmldlm.sampling.text.strategies import strategy_class
+from mmldlm.sampling.judge import FoundTexts, Judge
+from mmldlm.sampling.model import Model
+from mmldlm.sampling.records import TextSamples
+from mmldlm.sampling.settings import BY_CERTAINTY, BY_CHANCE, MASKED_SAMPLERS, STRATEGY_OPTIONS
+from mmldlm.sampling.text import sample_masked
 from mmldlm.tasks.base import Task
+from mmldlm.tasks.pretrained import Pretrained
+from mmldlm.utils.settings import options_of
 
 
 class ParameterSizes(TypedDict):
@@ -55,7 +56,7 @@ class TextScores:
 
 
 def masked_text_scores(
-    model: nn.Module,
+    model: Model,
     tokens: Tensor,
     real: Tensor,
     latents: Tensor | None,
@@ -126,7 +127,7 @@ class TextTask(Task):
         samplers: for every kind of `mmldlm sample` that the task has (l2t, t2l, unconditional) the
             values of --sampler, the default first. Kind t2l is that of the translation task.
         sampling_options: options of `mmldlm sample` and `mmldlm evaluate` that the task reads, of
-            TASK_OPTIONS in commands/sample.py; any other is an error.
+            TASK_OPTIONS in inference/options.py; any other is an error.
         fills_lengths: whether `write_texts` takes `lengths` [N] int64, EOS counted, and refills
             texts with kept tokens.
         exact_likelihood: whether `score_texts` gives the exact likelihood, so that one draw is
@@ -195,7 +196,7 @@ class TextTask(Task):
 
     def records_passes(self, sampler: str) -> bool:
         """Whether `write_texts` with this sampler takes `recorder`
-        (`sampling.text.records.Recorder`).
+        (`sampling.records.Recorder`).
         """
         return False
 
@@ -332,14 +333,18 @@ class MaskedTextTask(TextTask):
         return written + len(costs) * self.encoding_flops(model_config)
 
     def unread_options(self, kind: str, sampler: str) -> frozenset[str]:
-        unread = STRATEGY_OPTIONS - strategy_class(sampler).defaults.keys()
+        unread = STRATEGY_OPTIONS - options_of(MASKED_SAMPLERS[sampler]).keys()
         makes_latents = kind == "unconditional" and "t2l" in self.samplers
         return unread - {"num_steps"} if makes_latents else unread
 
     def write_texts(
         self, pretrained: Pretrained, latents: Tensor | None, **options: Any
     ) -> TextSamples:
-        return sample_masked(pretrained, latents, **options)
+        if options.get("condition_timestep"):
+            options["latent_diffusion"] = pretrained.latent_diffusion
+        return sample_masked(
+            pretrained.model, latents, diffusion=pretrained.text_diffusion, **options
+        )
 
     def score_texts(
         self,

@@ -121,9 +121,9 @@ def cache_difference(run: Path, store: str, count: int = 16) -> float:
 
     from mmldlm.data.store import Store
     from mmldlm.evaluation.sentences import choose_sentences
+    from mmldlm.inference.load import load_pretrained
     from mmldlm.models.plain import next_logits, start_text
-    from mmldlm.sampling.latent_sampler import pad_texts
-    from mmldlm.sampling.pretrained import load_pretrained
+    from mmldlm.sampling.latents import pad_texts
 
     pretrained = load_pretrained(run / "latest")
     model, config = pretrained.model, pretrained.model.config
@@ -154,10 +154,10 @@ def bound_difference(run: Path, store: str, count: int = 64, draws: int = 4) -> 
     from mmldlm.data.store import Store
     from mmldlm.diffusion.timesteps import arcsine
     from mmldlm.evaluation.sentences import choose_sentences
+    from mmldlm.inference.load import load_pretrained
     from mmldlm.models.base import TextInputs
     from mmldlm.models.token_scores import TokenQuery
-    from mmldlm.sampling.latent_sampler import pad_texts
-    from mmldlm.sampling.pretrained import load_pretrained
+    from mmldlm.sampling.latents import pad_texts
     from mmldlm.tasks.text_task import sum_by_row
     from mmldlm.utils.counter_rng import Stream, uniforms
 

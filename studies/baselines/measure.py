@@ -60,20 +60,20 @@ def measure(run: Path, store: str, samples: int | None, judge: Path | None) -> d
 
     from mmldlm.data.store import Store
     from mmldlm.evaluation.directions import (
-        Settings,
         likelihood_estimates,
         measure_l2t,
         measure_likelihood,
     )
     from mmldlm.evaluation.metrics import set_figures
     from mmldlm.evaluation.sentences import choose_sentences
+    from mmldlm.evaluation.settings import GainSettings
     from mmldlm.evaluation.texts import Scorer, decode
-    from mmldlm.sampling.pretrained import load_pretrained
+    from mmldlm.inference.load import load_pretrained
 
     torch.set_num_threads(1)
     pretrained = load_pretrained(run / "latest")
     sentences = choose_sentences(Store(store, "validation"), pretrained.model, samples, 0)
-    settings = Settings(num_steps=STEPS["l2t"], num_draws=4)
+    settings = GainSettings(num_steps=STEPS["l2t"], num_draws=4)
     if pretrained.reads_latents:
         found = measure_l2t(pretrained, pretrained.model, sentences, settings, lambda line: None)
         scorer = Scorer(pretrained, sentences, True, 0)
@@ -101,7 +101,7 @@ def real_texts(store: str, samples: int | None, judge: Path) -> dict[str, dict]:
     from mmldlm.evaluation.metrics import set_figures
     from mmldlm.evaluation.sentences import choose_sentences
     from mmldlm.evaluation.texts import decode
-    from mmldlm.sampling.pretrained import load_pretrained
+    from mmldlm.inference.load import load_pretrained
 
     pretrained = load_pretrained(judge / "latest")
     tokens = choose_sentences(Store(store, "validation"), pretrained.model, samples, 0).tokens
@@ -127,7 +127,7 @@ def judged(judge, written: list[list[int]]) -> dict[str, object]:
     import torch
 
     from mmldlm.evaluation.statistics import ratio
-    from mmldlm.sampling.latent_sampler import pad_texts
+    from mmldlm.sampling.latents import pad_texts
 
     config, nats = judge.model.config, []
     with torch.inference_mode():

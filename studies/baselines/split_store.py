@@ -26,7 +26,7 @@ def cut(store: str, arms: Path, judge: Path, every: int = 4) -> None:
 
 def _write(whole, rows, folder: Path) -> None:
     from mmldlm.data.manifest import MANIFEST
-    from mmldlm.data.prepare.output import check_readable
+    from mmldlm.data.prepare.work_dir import check_readable
     from mmldlm.data.store import TOKENIZER_FOLDER, latent_shape
     from mmldlm.data.writers import StoreSplit
     from mmldlm.utils.atomic_files import list_files, write_json

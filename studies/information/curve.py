@@ -18,8 +18,8 @@ from torch import nn
 from mmldlm.data.encoders.encoder import token_budget_batches
 from mmldlm.errors import MmldlmError
 from mmldlm.evaluation.nelbo import Score
-from mmldlm.sampling.device import device_of
-from mmldlm.sampling.latent_sampler import pad_texts
+from mmldlm.sampling.latents import pad_texts
+from mmldlm.sampling.model import device_of
 from mmldlm.utils.counter_rng import Stream, uniforms
 
 NUM_BUCKETS, MIN_SENTENCES = 6, 30  # of lengths; of a bucket

@@ -20,8 +20,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from mmldlm.data.store import Store
 from mmldlm.errors import EXIT_DONE, MmldlmError
-from mmldlm.sampling.device import usable_device
-from mmldlm.sampling.pretrained import load_pretrained
+from mmldlm.inference.load import load_pretrained, usable_device
 from mmldlm.utils import option_types
 from mmldlm.utils.paths import check_writable_file
 from mmldlm.utils.progress import ProgressBar

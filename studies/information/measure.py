@@ -16,8 +16,8 @@ from mmldlm.data.store import Store
 from mmldlm.errors import UserError
 from mmldlm.evaluation.sentences import Log, batch_budget, choose_sentences
 from mmldlm.evaluation.statistics import mean, ratio
-from mmldlm.sampling.pretrained import Pretrained
-from mmldlm.sampling.text.strategies import strategy_class
+from mmldlm.sampling.strategies import strategy_class
+from mmldlm.tasks.pretrained import Pretrained
 from mmldlm.tasks.text_task import MaskedTextTask
 from studies.information.curve import InformationCurve, TextCurves, text_curves
 from studies.information.report import InformationReport, SamplerRow, ScheduleRow
@@ -181,7 +181,7 @@ def sampler_rows(
     condition = "null" if latents is None else "right"
     every = model.config.max_seq_len
     steps: tuple[int | None, ...] = (None,)
-    if "num_steps" in strategy_class(sampler).defaults:
+    if "num_steps" in strategy_class(sampler).reads():
         steps = (*(number for number in PASSES if number < every), every)
     for number in steps:
         words = "" if number is None else f" in at most {number} passes"

@@ -18,11 +18,10 @@ from torch import Tensor, nn
 from mmldlm.data.encoders.encoder import token_budget_batches
 from mmldlm.diffusion import MaskedDiffusion
 from mmldlm.errors import MmldlmError
-from mmldlm.sampling.latent_sampler import pad_texts
-from mmldlm.sampling.text.denoiser import Denoiser
-from mmldlm.sampling.text.draw import DrawSettings
-from mmldlm.sampling.text.loop import start_decoding
-from mmldlm.sampling.text.strategies import TextStrategy
+from mmldlm.sampling.latents import pad_texts
+from mmldlm.sampling.settings import DrawSettings
+from mmldlm.sampling.strategies import TextStrategy
+from mmldlm.sampling.text import Denoiser, start_decoding
 
 
 @dataclass
@@ -65,7 +64,7 @@ def sampler_likelihood(
         latents: [N, D] (or [N, M, D]) in the encoder's space, or None.
         diffusion: masking process of training.
         sampler: a name of STRATEGIES.
-        options: of the sampler (`TextStrategy.defaults`).
+        options: of the sampler (`TextStrategy.settings_class`).
         seed: of a drawn order; that of a text depends on the seed and its index only.
         progress: called after every pass with the number of tokens scored and in total.
 

@@ -46,8 +46,8 @@ def measure_ways(
     from mmldlm.data.store import Store
     from mmldlm.evaluation.sentences import choose_sentences
     from mmldlm.evaluation.texts import NEAR_DUPLICATE, nearest_training_sentences
-    from mmldlm.sampling.pretrained import load_pretrained
-    from mmldlm.sampling.search.judge import EncoderJudge
+    from mmldlm.inference.judges import EncoderJudge
+    from mmldlm.inference.load import load_pretrained
 
     found: dict[str, Reached] = {}
     torch.set_num_threads(1)
@@ -79,8 +79,9 @@ def measure_ways(
 def _write(way: Way, pretrained, latents) -> tuple[list[list[int]], Any, dict[str, Any]]:
     import numpy as np
 
-    from mmldlm.sampling.search.accounting import SamplingCost
-    from mmldlm.sampling.search.options import SearchOptions
+    from mmldlm.inference.options import SearchOptions
+    from mmldlm.inference.search import open_judge, run_search
+    from mmldlm.sampling.judge import SamplingCost
 
     task = pretrained.task
     penalty = (
@@ -88,18 +89,19 @@ def _write(way: Way, pretrained, latents) -> tuple[list[list[int]], Any, dict[st
     )
     if way.sampler is None:
         search = SearchOptions(**way.options)
-        texts = search.run(pretrained, latents, search.open_judge(pretrained), seed=0, **penalty)
+        judge = open_judge(search, pretrained)
+        texts = run_search(search, pretrained, latents, judge, seed=0, **penalty)
         return texts.tokens, np.full(len(latents), texts.cost.depth), texts.cost.per_text()
     samples = task.write_texts(
         pretrained, latents, sampler=way.sampler, seed=0, **penalty, **way.options
     )
     cost = SamplingCost(len(latents), depth=int(samples.passes.max()))
-    cost.add_texts(task, pretrained.model.config, samples)
+    cost.add_texts(samples, task.writing_flops(pretrained.model.config, samples))
     return samples.tokens, samples.passes.numpy(), cost.per_text()
 
 
 def _penalty() -> float:
-    from mmldlm.sampling.text.draw import PRESENCE_PENALTY
+    from mmldlm.sampling.settings import PRESENCE_PENALTY
 
     return PRESENCE_PENALTY
 
@@ -108,7 +110,7 @@ def _values(pretrained, sentences, tokens: list[list[int]], referee) -> dict[str
     """[N] of each figure, in points, and the cosine of each text's embedding with the latent."""
     from mmldlm.evaluation import metrics
     from mmldlm.evaluation.texts import Scorer
-    from mmldlm.sampling.search.judge import cosines
+    from mmldlm.sampling.judge import cosines
 
     overlap, is_exact = Scorer(pretrained, sentences, True, 0).overlap(tokens)
     return {

@@ -188,7 +188,7 @@ def _train(words: list[str], run_dir: Path) -> float:
 
 def _measure(config, run_dir: Path, steps: int, seconds: float) -> Result:
     """Evaluate a trained run and count its FLOPs."""
-    from mmldlm.sampling.load_model import load_model
+    from mmldlm.inference.load import load_model
     from mmldlm.tasks.registry import find_task
 
     task = find_task(config.task)

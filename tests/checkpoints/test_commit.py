@@ -565,7 +565,7 @@ def test_resolve_takes_every_spelling(tmp_path):
     assert locate_checkpoint(tmp_path / "checkpoints" / "step_00000001").name == "step_00000001"
 
 
-def test_resolve_says_what_it_found(tmp_path):
+def test_errors_of_resolve_report_what_was_there(tmp_path):
     with pytest.raises(UserError, match="nothing"):
         locate_checkpoint(tmp_path / "absent")
     (tmp_path / "notes.txt").write_text("")

@@ -200,7 +200,7 @@ def test_weights_alone_go_to_model_pt_and_dcp(fsdp_dir, tmp_path):
 # ---------------------------------------------------------------------------------------
 
 
-def test_deepspeed_goes_on_from_them(zero_dir, tmp_path):
+def test_deepspeed_resumes_from_them(zero_dir, tmp_path):
     """Four ranks, models of another seed: masters, frozen weights, buffers, moments and the next
     losses.
     """
@@ -372,7 +372,7 @@ THROUGH_ALL = [
 ]
 
 
-def test_trainings_go_on_from_the_end_of_a_chain(store, tmp_path):
+def test_training_resumes_from_the_end_of_a_chain(store, tmp_path):
     """Every engine's own checkpoint through every format, with AdamW and Muon: the very losses
     afterwards.
     """

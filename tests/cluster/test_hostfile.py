@@ -97,7 +97,7 @@ def test_a_pipe_is_read_once_and_never_waited_for_without_end(tmp_path, monkeypa
 @pytest.mark.parametrize(
     ("name", "said"), [("", "Is a directory"), ("/dev/zero", "neither a file nor a pipe")]
 )
-def test_what_is_no_file_is_said_with_exit_2_and_nothing_else(tmp_path, capsys, name, said):
+def test_something_that_is_not_a_file_is_exit_2_and_one_message(tmp_path, capsys, name, said):
     """Through the command, whose receipt hashes the hostfile too."""
     parser = argparse.ArgumentParser()
     preflight.add_arguments(parser)

@@ -34,7 +34,7 @@ def content(shape, dtype="<f4", num_bytes=32) -> bytes:
     ],
 )
 @pytest.mark.parametrize("read", [read_array, map_array])
-def test_a_header_is_not_believed(read, raw, tmp_path):
+def test_a_header_is_not_trusted(read, raw, tmp_path):
     (tmp_path / "x.npy").write_bytes(raw)
     with pytest.raises((UnreadableArrayError, ValueError)):
         read(tmp_path / "x.npy")

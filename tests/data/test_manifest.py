@@ -33,7 +33,7 @@ def _truncated(root, **options):
     return root
 
 
-def test_a_damaged_store_is_made_again_of_its_own_corpus(tmp_path):
+def test_a_damaged_store_is_rebuilt_from_its_own_corpus(tmp_path):
     options = PrepareOptions(
         "", corpus="novels.jsonl", text_field="body", max_tokens=30, keep_duplicates=True
     )

@@ -155,7 +155,7 @@ def test_blocks_of_latents_are_those_of_the_map(made_store, tmp_path):
     assert cut.lengths.max() == 5 and cut.num_truncated == int((store.lengths > 5).sum())
 
 
-def test_a_run_goes_on_with_its_own_plan_only(tmp_path, monkeypatch):
+def test_a_run_continues_with_its_own_plan_only(tmp_path, monkeypatch):
     """Checkpoints from before plans had names were written under the one that is still the
     default.
     """

@@ -151,7 +151,7 @@ def test_what_is_not_a_store_is_refused(tmp_path, store_copy):
         ({"tokenizer": {"name": "minilm"}}, "tokenizer.vocab_size"),
     ],
 )
-def test_a_manifest_is_not_believed(store_copy, change, problem):
+def test_a_manifest_is_not_trusted(store_copy, change, problem):
     manifest = json.loads((store_copy / MANIFEST).read_text())
     (store_copy / MANIFEST).write_text(json.dumps({**manifest, **change}))
     with pytest.raises(UserError, match=problem):

@@ -18,10 +18,11 @@ from mmldlm.data.store import Store
 from mmldlm.diffusion import MaskedDiffusion
 from mmldlm.diffusion.masked import SCHEDULES
 from mmldlm.errors import MmldlmError, UserError
-from mmldlm.evaluation.directions import Settings, latent_estimates, measure_l2t
+from mmldlm.evaluation.directions import latent_estimates, measure_l2t
 from mmldlm.evaluation.gain import evaluate, untrained_control
 from mmldlm.evaluation.nelbo import measure
 from mmldlm.evaluation.sentences import choose_sentences
+from mmldlm.evaluation.settings import GainSettings
 from mmldlm.evaluation.statistics import derangement, ratio
 from mmldlm.models.base import ModelOutput
 from mmldlm.models.token_scores import TokenScores
@@ -114,7 +115,7 @@ def test_nan_likelihood_is_an_error(make):
 
 
 def test_a_fresh_model_ignores_its_latent_and_random_gates_do_not(pretrained, store):
-    few = Settings(num_samples=40, num_steps=3, num_draws=4)
+    few = GainSettings(num_samples=40, num_steps=3, num_draws=4)
     sentences = choose_sentences(store, pretrained.model, 40, 0)
     fresh = untrained_control(pretrained.model, 0, random_gates=False)
     found = measure_l2t(pretrained, fresh, sentences, few, lambda line: None).estimates
@@ -138,7 +139,7 @@ def test_fresh_models_leave_the_global_generator_alone(pretrained):
 
 def test_whole_evaluation_and_its_report(pretrained, store, tmp_path, capsys):
     lines = []
-    settings = Settings(num_steps=4, latent_steps=3, num_draws=2, control_samples=20)
+    settings = GainSettings(num_steps=4, latent_steps=3, num_draws=2, control_samples=20)
     report = evaluate(pretrained, store, settings, lines.append)
     again = evaluate(pretrained, store, settings, lines.append)
     assert report.claims == again.claims
@@ -183,7 +184,7 @@ def test_the_batch_size_reaches_every_pass_and_changes_no_figure(pretrained, sto
     found = []
     for size in (None, 2):
         widest.clear()
-        settings = Settings(
+        settings = GainSettings(
             num_samples=20, num_steps=2, latent_steps=2, control_samples=4, batch_size=size
         )
         found.append(evaluate(pretrained, store, settings, lambda line: None).arms["model"])
@@ -195,7 +196,7 @@ def test_the_batch_size_reaches_every_pass_and_changes_no_figure(pretrained, sto
 def test_only_trained_directions_are_evaluated(pretrained, store):
     pretrained.mode_weights = {"unconditional": 0, "l2t": 0, "t2l": 1}
     report = evaluate(
-        pretrained, store, Settings(latent_steps=2, control_samples=5), lambda line: None
+        pretrained, store, GainSettings(latent_steps=2, control_samples=5), lambda line: None
     )
     assert {claim["id"] for claim in report.claims} == {"t2l_recall_at_1"}
     assert any("l2t" in note for note in report.conditions["notes"])
@@ -248,7 +249,9 @@ def test_numbers_out_of_bounds_are_refused(words, capsys):
 def test_another_sampler(pretrained, store):
     reports = {}
     for name, more in (("plain", {}), ("adaptive", {"sampler": "threshold"})):
-        settings = Settings(4, num_steps=1, latent_steps=1, num_draws=1, control_samples=2, **more)
+        settings = GainSettings(
+            4, num_steps=1, latent_steps=1, num_draws=1, control_samples=2, **more
+        )
         reports[name] = evaluate(pretrained, store, settings, lambda line: None).conditions
     plain, adaptive = reports.values()
     assert (
@@ -267,7 +270,7 @@ def test_another_sampler(pretrained, store):
     ],
 )
 def test_samplers_that_do_not_fit_are_refused(words, named, pretrained, store, monkeypatch):
-    monkeypatch.setattr("mmldlm.sampling.pretrained.load_pretrained", lambda *args: pretrained)
+    monkeypatch.setattr("mmldlm.inference.load.load_pretrained", lambda *args: pretrained)
     parser = argparse.ArgumentParser()
     add_arguments(parser)
     with pytest.raises(UserError, match=named):
@@ -291,7 +294,7 @@ def test_several_latents_a_text_are_measured_together(pretrained, make, tmp_path
     """
     store = Store(make.store(tmp_path / "store", 12, latents_per_text=3), "validation")
     pretrained.model = make.model(num_latents=3)
-    settings = Settings(num_steps=2, latent_steps=2, control_samples=4)
+    settings = GainSettings(num_steps=2, latent_steps=2, control_samples=4)
     report = evaluate(pretrained, store, settings, lambda line: None)
     assert set(report.arms["model"]) >= {
         "gain_null",
@@ -322,7 +325,7 @@ def test_each_measurement_says_how_far_it_is(pretrained, store):
     evaluate(
         pretrained,
         store,
-        Settings(4, num_steps=2, latent_steps=2, num_draws=1, control_samples=2),
+        GainSettings(4, num_steps=2, latent_steps=2, num_draws=1, control_samples=2),
         say,
     )
     assert (

@@ -9,10 +9,10 @@ import pytest
 
 from mmldlm.data.encoders.encoder import Encoder
 from mmldlm.errors import UserError
-from mmldlm.evaluation.directions import Settings
 from mmldlm.evaluation.gain import evaluate, reencoded_estimates
 from mmldlm.evaluation.sentences import Sentences
-from mmldlm.sampling.pretrained import Pretrained
+from mmldlm.evaluation.settings import GainSettings
+from mmldlm.tasks.pretrained import Pretrained
 from mmldlm.tasks.translation.config import LatentDiffusionConfig, TextDiffusionConfig
 from tests.data.conftest import need_minilm
 
@@ -59,7 +59,7 @@ def test_an_empty_text_scores_zero(measured):
 
 
 def test_without_the_encoder_the_evaluation_says_why_it_has_no_such_figure(pretrained, store):
-    settings = Settings(num_samples=6, num_steps=2, num_draws=1, control_samples=2)
+    settings = GainSettings(num_samples=6, num_steps=2, num_draws=1, control_samples=2)
     report = evaluate(pretrained, store, settings, lambda line: None)
     assert "reencoded_cosine" not in report.arms["model"] and "f1_right" in report.arms["model"]
     assert any("not embedded again: no such key" in note for note in report.conditions["notes"])

@@ -10,16 +10,16 @@ from types import SimpleNamespace
 
 import pytest
 
-from mmldlm.commands.evaluate import _check_arguments, _check_task, add_arguments
+from mmldlm.commands.evaluate import _check_arguments, _gain_settings, add_arguments
 from mmldlm.errors import UserError
-from mmldlm.evaluation.directions import Settings
 from mmldlm.evaluation.gain import evaluate
-from mmldlm.sampling.search.judge import T2lJudge
+from mmldlm.evaluation.settings import GainSettings
+from mmldlm.inference.judges import T2lJudge
 from mmldlm.tasks.registry import find_task
 
 
 def settings(**search):
-    return Settings(num_samples=8, num_steps=3, control_samples=2, num_draws=1, **search)
+    return GainSettings(num_samples=8, num_steps=3, control_samples=2, num_draws=1, **search)
 
 
 def test_the_search_is_reported_beside_the_models_texts(pretrained, store, capsys):
@@ -80,9 +80,7 @@ def test_unusable_requests_are_refused():
     with pytest.raises(UserError, match="--judge with --search"):
         _check_arguments(parse("--data", "s", "--judge", "t2l"))
     with pytest.raises(UserError, match="--search best_of for task=ar"):
-        _check_task(
-            parse("--data", "s", "--search", "local"), SimpleNamespace(task=find_task("ar"))
-        )
+        _gain_settings({"search": "local"}, SimpleNamespace(task=find_task("ar")))
 
 
 def test_the_judge_is_asked_no_more_than_it_says(pretrained, store, monkeypatch):

@@ -12,12 +12,12 @@ import torch
 from rich.console import Console
 
 from mmldlm.data.store import Store
-from mmldlm.evaluation.directions import Settings
 from mmldlm.evaluation.gain import evaluate
 from mmldlm.evaluation.sentences import choose_sentences
+from mmldlm.evaluation.settings import GainSettings
 from mmldlm.evaluation.text_report import OVERLAP_LEGEND, SET_LEGEND, show_texts
 from mmldlm.evaluation.texts import measure_set, measure_text_arms, nearest_training_sentences
-from mmldlm.sampling.pretrained import Pretrained
+from mmldlm.tasks.pretrained import Pretrained
 from mmldlm.tasks.registry import find_task
 from tests.evaluation.conftest import Words
 
@@ -166,7 +166,7 @@ def test_every_task_without_latents_is_measured_by_the_texts_it_writes(make, sto
     report = evaluate(
         pretrained,
         store,
-        Settings(8, num_steps=3, num_draws=1, control_samples=4),
+        GainSettings(8, num_steps=3, num_draws=1, control_samples=4),
         lambda line: None,
     )
     found = report.arms["model"]

@@ -112,7 +112,7 @@ def test_a_checkpoint_is_converted_sampled_and_evaluated(
     runs, store, tmp_path, arm, engine, capsys
 ):
     from mmldlm.cli import main
-    from mmldlm.sampling.pretrained import load_pretrained
+    from mmldlm.inference.load import load_pretrained
 
     def command(*words):
         return main([str(word) for word in words])

@@ -131,8 +131,8 @@ def test_uneven_batches_and_frozen_groups_on_every_engine(store, tmp_path):
                 # AdamW divides the rounding of a sum by tiny second moments: one element may move
                 # far.
                 torch.testing.assert_close(tensors[key], results[0][key], rtol=1e-3, atol=5e-4)
-    from mmldlm.sampling.latent_sampler import sample_latents
-    from mmldlm.sampling.pretrained import load_pretrained
+    from mmldlm.inference.load import load_pretrained
+    from mmldlm.sampling.latents import sample_latents
     from mmldlm.tasks.image_codes.sampling import sample_codes
 
     made = []

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 import torch
 
+from mmldlm.data import sample_folders
 from mmldlm.data.batch_plan import local_slots
 from mmldlm.data.encoders.encoder import Encoder
-from mmldlm.data.importers import sample_folders
 from mmldlm.data.prepare import pipeline
 from mmldlm.data.prepare.options import PrepareOptions
 from mmldlm.data.sentences import split_into_parts

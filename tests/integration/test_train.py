@@ -118,8 +118,8 @@ def test_save_now_init_from_and_resume_differ(store, tmp_path, capsys):
 def test_from_training_to_text_again(store, tmp_path):
     """train -> convert -> from_pretrained -> sample -> the README's Python -> evaluate."""
     from mmldlm.cli import main
+    from mmldlm.inference.load import load_pretrained
     from mmldlm.models import MultimodalMMDiT
-    from mmldlm.sampling.pretrained import load_pretrained
 
     words = train_words(
         store, tmp_path, "run", "training.num_train_steps=6", "logging.wandb.mode=offline"

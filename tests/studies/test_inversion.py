@@ -9,8 +9,8 @@ import json
 import numpy as np
 import pytest
 
-from mmldlm.sampling.search.options import SearchOptions
-from mmldlm.sampling.text.strategies import strategy_class
+from mmldlm.inference.options import SearchOptions
+from mmldlm.sampling.strategies import strategy_class
 from mmldlm.tasks.registry import find_task, load_config
 from studies.inversion import inversion
 from studies.inversion.arms import (
@@ -68,7 +68,7 @@ def test_runs_of_another_recipe_are_not_mixed_in(tmp_path):
 def test_every_way_is_one_that_its_task_has(way):
     task = TASKS[way.model]
     if way.sampler is None:
-        SearchOptions(**way.options).check(task, ())
+        SearchOptions(**way.options).check_search(task, ())
         return
     assert way.sampler in task.samplers["l2t"]
     unread = task.unread_options("l2t", way.sampler)

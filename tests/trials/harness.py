@@ -278,7 +278,7 @@ def loaded_model(folder: Path, **options: object) -> Result:
     output.
     """
     from mmldlm.errors import MmldlmError
-    from mmldlm.sampling.pretrained import load_pretrained
+    from mmldlm.inference.load import load_pretrained
 
     try:
         load_pretrained(folder, **options)

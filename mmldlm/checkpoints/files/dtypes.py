@@ -17,11 +17,11 @@ class DType(NamedTuple):
     """One element type.
 
     Attributes:
-        name: its name in torch.
-        raw: the numpy type that carries its bytes.
-        safetensors: its code in safetensors files.
-        is_float: whether it is a real floating-point type.
-        itemsize: bytes per element.
+        name: Name in torch.
+        raw: NumPy type that carries its bytes.
+        safetensors: Code of the dtype in safetensors files.
+        is_float: Whether it is a real floating-point type.
+        itemsize: Number of bytes per element.
     """
 
     name: str
@@ -137,7 +137,8 @@ def is_mask(chunk: np.ndarray, dtype: str) -> bool:
     masks do.
     """
     values = bf16_to_fp32(chunk) if dtype == "bfloat16" else chunk
-    infinite = values[values != 0]  # NaN is among them
+    # NaN differs from 0, so that it is among them.
+    infinite = values[values != 0]
     return 0 < infinite.size < values.size and bool(
         np.isinf(infinite).all() and (infinite == infinite[0]).all()
     )

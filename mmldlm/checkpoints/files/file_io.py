@@ -74,9 +74,9 @@ class OutputFile:
     """Create `path`, which must not exist, with space reserved for `size` bytes.
 
     Args:
-        path: the new file.
-        size: its number of bytes; every byte must be written.
-        fsync: flush the file to the disk in finish().
+        path: New file.
+        size: Number of bytes; every byte must be written.
+        fsync: Whether finish() flushes the file to the disk.
 
     Raises:
         OSError: the file exists, or the disk has no space for all of it.
@@ -285,5 +285,7 @@ def raise_malloc_thresholds() -> None:
     except (AttributeError, OSError):
         return
     mallopt.argtypes = (ctypes.c_int, ctypes.c_int)
-    mallopt(-3, 32 << 20)  # M_MMAP_THRESHOLD, its maximum
-    mallopt(-1, 256 << 20)  # M_TRIM_THRESHOLD
+    # M_MMAP_THRESHOLD, at its maximum.
+    mallopt(-3, 32 << 20)
+    # M_TRIM_THRESHOLD.
+    mallopt(-1, 256 << 20)

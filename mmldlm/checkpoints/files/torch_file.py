@@ -8,9 +8,9 @@ Two modes; both compute CRCs while reading:
 
 * Complete (converter): verify_read_records() reads the rest of every record that was touched, and
   so verifies it.
-* Random access (a rank that loads its share): only the requested bytes are read. A record that was
-  read from end to end, padding aside, is compared with its CRC. The file must have been verified
-  against the manifest before.
+* Random access (a rank that loads its shards): only the requested bytes are read. A record that
+  was read from end to end, except for padding, is compared with its CRC. The file must have been
+  verified against the manifest before.
 
 The directory of the zip is parsed here (PKWARE's APPNOTE.TXT, 4.3: end record, zip64 end record
 and locator, central directory), alone or inside a larger file, and must fill its bytes from the
@@ -83,14 +83,14 @@ class TorchFile:
     """One file written by torch.save. Use as a context manager or call close().
 
     Args:
-        path: the file, named in errors.
-        random_access: read only what is requested (see the module docstring).
-        fd: an open descriptor of `path` that the caller closes; None to open and close one here.
+        path: File, named in errors.
+        random_access: Whether to read only what is requested (see the module docstring).
+        fd: Open descriptor of `path` that the caller closes; None to open and close one here.
         window: (first byte, number of bytes) of the zip inside a larger file; None for the
             complete file.
 
     Attributes:
-        foreign_objects: classes of other programs that load() met; their objects were not built.
+        foreign_objects: Classes of other programs that load() met; their objects were not built.
 
     Raises (at construction and while reading):
         UserError: not a zip file of torch, truncated, compressed, wrong byte order, a CRC
@@ -270,9 +270,8 @@ class TorchFile:
         record.is_verified = True
 
     def verify_read_records(self) -> None:
-        """Call check_record for every record of which any byte was read.
-
-        With random access, only for the records of which nothing but padding is unread.
+        """Verify the CRC of every record that was read; with random access, only of records that
+        were read completely (except for padding).
         """
         for name, record in self.records.items():
             if record.is_touched and not record.is_verified:
@@ -337,9 +336,8 @@ class TorchFile:
                 f"{what} needs {needed} bytes of record data/{ref.key}, which has {record.size}"
             )
             raise corrupt_file_error(self.path, found)
-        if ref.numel * itemsize > max(
-            64 << 20, 2 * ref.extent * itemsize
-        ):  # expanded: strides of 0
+        # An expanded tensor has strides of 0: it claims more elements than its storage has.
+        if ref.numel * itemsize > max(64 << 20, 2 * ref.extent * itemsize):
             found = f"{what} claims {ref.numel} elements over a storage range of {ref.extent}"
             raise corrupt_file_error(self.path, found)
 
@@ -430,7 +428,7 @@ def read_directory(size: int, read: Callable[[int, int], bytes]) -> list[ZipEntr
     """Return the entries of a zip file.
 
     Args:
-        size: bytes of the zip.
+        size: Size of the zip in bytes.
         read: (first byte, number) -> bytes; fewer at the end.
 
     Raises:
@@ -442,15 +440,16 @@ def read_directory(size: int, read: Callable[[int, int], bytes]) -> list[ZipEntr
     # torch writes no comment, so the end record is the end of the file.
     if size < 22 or tail[-22:-18] != struct.pack("<I", _END) or tail[-2:] != b"\0\0":
         raise BadZip("no end record in its last 22 bytes")
-    _, disk, first_disk, here, count, length, at, _ = struct.unpack("<IHHHHIIH", tail[-22:])
-    if disk or first_disk or here != count:
+    _, disk, first_disk, count_here, count, length, at, _ = struct.unpack("<IHHHHIIH", tail[-22:])
+    if disk or first_disk or count_here != count:
         raise BadZip("a zip file in several parts")
     limit, locator_at = end_at, end_at - 20
     locator = read(locator_at, 20) if locator_at >= 0 else b""
-    if locator[:4] == struct.pack("<I", _LOCATOR):  # torch always writes one
+    if locator[:4] == struct.pack("<I", _LOCATOR):
+        # torch always writes a locator.
         limit = struct.unpack("<IIQI", locator)[2]
-        # Exactly before its locator: of two joined files with equal layouts, the place that the
-        # second names is in the first.
+        # The record must end exactly at its locator: of two joined files with equal layouts, the
+        # position that the second names lies in the first.
         record = read(limit, 56) if limit + 56 == locator_at else b""
         if len(record) != 56 or record[:4] != struct.pack("<I", _END64):
             raise BadZip("no zip64 end record where its locator points")
@@ -469,7 +468,7 @@ def read_directory(size: int, read: Callable[[int, int], bytes]) -> list[ZipEntr
 
 
 def _entries(data: bytes, count: int) -> list[ZipEntry]:
-    found, at = [], 0
+    entries, at = [], 0
     for _ in range(count):
         if at + 46 > len(data):
             raise BadZip("a directory that ends in an entry")
@@ -502,10 +501,10 @@ def _entries(data: bytes, count: int) -> list[ZipEntry]:
         if _FULL32 in (stored, size, header_offset):
             size, stored, header_offset = _widen(extra, size, stored, header_offset)
         at += len_name + len_extra + len_comment
-        found.append(ZipEntry(name, crc, stored, size, header_offset, method, flags))
+        entries.append(ZipEntry(name, crc, stored, size, header_offset, method, flags))
     if at != len(data):
         raise BadZip(f"{len(data) - at} bytes of the directory belong to no entry")
-    return found
+    return entries
 
 
 def _widen(extra: bytes, *values: int) -> list[int]:
@@ -514,24 +513,24 @@ def _widen(extra: bytes, *values: int) -> list[int]:
     while at + 4 <= len(extra):
         kind, length = struct.unpack("<HH", extra[at : at + 4])
         if kind == 1:
-            field, found = extra[at + 4 : at + 4 + length], []
+            field, widened = extra[at + 4 : at + 4 + length], []
             for value in values:
                 if value == _FULL32:
                     if len(field) < 8:
                         raise BadZip("a zip64 field that is too short")
                     value, field = struct.unpack("<Q", field[:8])[0], field[8:]
-                found.append(value)
-            return found
+                widened.append(value)
+            return widened
         at += 4 + length
     return list(values)
 
 
-# -- What other files are
+# -- Kinds of other files
 # -------------------------------------------------------------------------------------------------
 
 
 class FileKind(NamedTuple):
-    """What a file is, for the `found` of an error, and what to do."""
+    """Kind of a file, as the `found` of an error, and its fix."""
 
     found: str
     fix: str
@@ -594,9 +593,8 @@ def kind_by_bytes(head: bytes) -> FileKind | None:
 
 
 def kind_by_records(names: Collection[str]) -> FileKind | None:
-    """Return what a zip file is that has these records;
-
-    None for torch.save's or an unknown one.
+    """Return what a zip file with these records is; None for one of torch.save or an unknown
+    one.
     """
     inner = {name.partition("/")[2] for name in names}
     if "constants.pkl" in inner:

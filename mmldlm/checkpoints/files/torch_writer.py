@@ -38,10 +38,9 @@ class TensorSpec:
     them.
 
     Attributes:
-        dtype: its torch name.
-        shape: its shape.
-        chunks: its elements in order, flat, as DTYPES[dtype].raw; None if they are written later
-            (write_plan).
+        dtype: Name of the dtype in torch.
+        shape: Shape of the tensor.
+        chunks: Elements in order, flat, as DTYPES[dtype].raw; None if they are written later.
     """
 
     dtype: str
@@ -81,9 +80,9 @@ class ObjectSpec:
     """An object of a class.
 
     Attributes:
-        type: the class.
-        args: arguments of class(*args); None for an instance that is not initialized.
-        state: its state, set after that.
+        type: Class of the object.
+        args: Arguments of class(*args); None for an instance that is not initialized.
+        state: State that is set after the object was built.
     """
 
     type: GlobalRef
@@ -95,7 +94,7 @@ class PickleWriter:
     """Build one pickle.
 
     Attributes:
-        tensors: the tensors in it, in the order of their record numbers 0, 1, 2, ...
+        tensors: Tensors in the file, in the order of their record numbers 0, 1, 2, ...
     """
 
     def __init__(self) -> None:
@@ -200,11 +199,12 @@ class PickleWriter:
 # -------------------------------------------------------------------------------------------------
 
 _ALIGNMENT = 64
-# The id of the extra field with which torch aligns.
+# Identifier of the extra field with which torch aligns records.
 _PADDING = 0x4246
-# Sizes and positions from here on need fields of 8 bytes.
+# Sizes and positions from this value on need fields of 8 bytes.
 _ZIP64 = 0xFFFFFFFF
-_PREFETCH_DEPTH = 8  # chunks
+# Number of chunks that are read ahead.
+_PREFETCH_DEPTH = 8
 
 
 def write_torch(path: Path, value: Any) -> int:
@@ -227,7 +227,8 @@ class _Record:
     name: bytes
     nbytes: int
     header_offset: int
-    start: int  # of the payload, from the start of the zip
+    # First byte of the payload, from the start of the zip.
+    start: int
     written: RangedCrc32 = field(default_factory=RangedCrc32)
 
     def crc(self) -> int:
@@ -240,13 +241,13 @@ class TorchFileLayout:
     """Positions of everything in the zip file of one value, computed before writing.
 
     Args:
-        value: what torch.load will return.
-        top: the zip's top folder; torch names it after the file.
+        value: Value that torch.load will return.
+        top: Top folder of the zip; torch names it after the file.
 
     Attributes:
-        tensors: those of `value`, each once.
-        tensor_bytes: their bytes.
-        size: bytes of the zip.
+        tensors: Tensors of `value`, each once.
+        tensor_bytes: Number of bytes of these tensors.
+        size: Size of the zip in bytes.
     """
 
     def __init__(self, value: Any, top: str):
@@ -274,11 +275,11 @@ class TorchFileLayout:
     def headers(self) -> list[tuple[int, bytes]]:
         """Return (position, bytes) of everything around the records, which must be complete."""
         crcs = [record.crc() for record in self._records]
-        found = [
+        headers = [
             (record.header_offset, _local_header(record, crc))
             for record, crc in zip(self._records, crcs)
         ]
-        return [*found, (self._end, self._directory(crcs))]
+        return [*headers, (self._end, self._directory(crcs))]
 
     def _directory(self, crcs: list[int]) -> bytes:
         """Return the zip's central directory and the end records."""
@@ -304,8 +305,8 @@ class TorchFileWriter:
     write(). The file is not flushed to the disk.
 
     Args:
-        path: the new file.
-        layouts: of its zips.
+        path: New file.
+        layouts: Layouts of its zips.
         padding: (tensor, first element, number of elements) of zeros.
 
     Raises (from write and finish):
@@ -320,7 +321,7 @@ class TorchFileWriter:
     ):
         self.path, self._layouts, self._padding = path, layouts, padding
         self.bases = [
-            sum(layout.size for layout in layouts[:number]) for number in range(len(layouts))
+            sum(layout.size for layout in layouts[:index]) for index in range(len(layouts))
         ]
         self.size = sum(layout.size for layout in layouts)
         self.tensor_bytes = sum(layout.tensor_bytes for layout in layouts)
@@ -390,7 +391,8 @@ class TorchFileWriter:
             if self._file is not None or self._is_done:
                 return
             self._create()
-        # The first thread fills in what is known; others may write their own bytes meanwhile.
+        # The first thread writes the tensors whose chunks are known; others may write their own
+        # bytes in the meantime.
         for layout in self._layouts:
             for tensor in layout.tensors:
                 if tensor.chunks is not None:
@@ -449,11 +451,8 @@ def _entry(record: _Record, crc: int) -> bytes:
     large, far = record.nbytes >= _ZIP64, record.header_offset >= _ZIP64
     wide = ([record.nbytes] * 2 if large else []) + ([record.header_offset] if far else [])
     extra = struct.pack(f"<HH{len(wide)}Q", 1, 8 * len(wide), *wide) if wide else b""
-    size, at, version = (
-        min(record.nbytes, _ZIP64),
-        min(record.header_offset, _ZIP64),
-        45 if wide else 20,
-    )
+    size, at = min(record.nbytes, _ZIP64), min(record.header_offset, _ZIP64)
+    version = 45 if wide else 20
     fields = (
         0x02014B50,
         version,
@@ -472,4 +471,5 @@ def _entry(record: _Record, crc: int) -> bytes:
 
 
 def _flags(record: _Record) -> int:
-    return 0 if record.name.isascii() else 0x800  # names in UTF-8
+    # This flag marks names in UTF-8.
+    return 0 if record.name.isascii() else 0x800

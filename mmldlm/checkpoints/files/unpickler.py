@@ -2,9 +2,9 @@
 
 torch.load(weights_only=False), which DeepSpeed's own tools use, executes any code that a
 checkpoint names. Here every global of a pickle is looked up in the tables below only; no module is
-imported, and any other name becomes an inert OpaqueObject: trainers save objects of their own
-classes beside the weights. A pickle that names a way to run programs is refused all the same, as
-nobody should use what else is in it. The pickle machine is the standard library's.
+imported, and any other name becomes an inert OpaqueObject, because trainers save objects of their
+own classes next to the weights. A pickle that names a way to run programs is refused nevertheless:
+its other content should not be trusted either. The pickle machine is the standard library's.
 
 That machine reserves memory for a length or a memo index before it looks for the bytes:
 `LONG_BINPUT 2**31` alone, five bytes, fills 32 GiB. So check_lengths compares every length in a
@@ -38,13 +38,12 @@ class _NoSetattr:
         raise RefusedPickle("it tries to modify the reader itself")
 
 
-# Not dataclass(slots=True): with frozen it installs a __setstate__ of its own, and BUILD would
-# work again.
+# Not dataclass(slots=True): together with frozen it installs a __setstate__ of its own, and BUILD
+# would work again.
 @dataclass(frozen=True)
 class StorageRef(_NoSetattr):
-    """A storage: `key` names the zip record data/<key>;
-
-    `num_elements` counts elements of `dtype`.
+    """A storage: `key` names the zip record data/<key>, `num_elements` counts elements of
+    `dtype`.
     """
 
     dtype: str
@@ -99,10 +98,10 @@ class OpaqueObject:
     """Placeholder for an object that is never built: it keeps its arguments and executes nothing.
 
     Attributes:
-        kind: module and name of its class or function.
-        args: what it was called with.
-        state: what it was given as its state.
-        content: what a pickle put into it, as into a list, set or dict.
+        kind: Module and name of its class or function.
+        args: Arguments of the call.
+        state: State that the pickle gives it.
+        content: Items that a pickle puts into it, as into a list, set or dict.
     """
 
     __slots__ = ("kind", "args", "state", "content")
@@ -161,7 +160,7 @@ class _Dict(dict):
     state_dict has.
 
     Attributes:
-        module_names: dotted names of all modules of the model, "" for the model itself; None if it
+        module_names: Dotted names of all modules of the model, "" for the model itself; None if it
             is no state_dict.
     """
 
@@ -297,10 +296,6 @@ def _size(values=()):
     return tuple(values)
 
 
-def _ordered_dict(items=()):
-    return _Dict(items)
-
-
 # Members of enums in ordinary checkpoints, with their values.
 _ENUMS: dict[str, dict[str, Any]] = {
     "deepspeed.runtime.zero.config.ZeroStageEnum": {
@@ -341,7 +336,7 @@ STORAGES = {
 
 _GLOBALS: dict[tuple[str, str], Any] = {
     ("builtins", "getattr"): _AllowedCall(_enum_member),
-    ("collections", "OrderedDict"): _AllowedCall(_ordered_dict),
+    ("collections", "OrderedDict"): _AllowedCall(_Dict),
     ("torch", "Size"): _AllowedCall(_size),
     ("torch._utils", "_rebuild_tensor_v2"): _AllowedCall(_rebuild_tensor_v2),
     ("torch._utils", "_rebuild_tensor_v3"): _AllowedCall(_rebuild_tensor_v3),
@@ -354,8 +349,8 @@ _GLOBALS: dict[tuple[str, str], Any] = {
     **{("torch", name): _DType(name) for name in DTYPES},
 }
 
-# Present in ordinary checkpoints (DeepSpeed's own, or a user's client_state) and never needed for
-# the weights.
+# Classes in ordinary checkpoints (DeepSpeed's own, or a user's client_state) that the weights
+# never need.
 _OPAQUE = {
     ("torch", "Tensor"),
     ("torch", "device"),
@@ -429,11 +424,11 @@ class _Reader(pickle.Unpickler):
         self._foreign = foreign
 
     def find_class(self, module: str, name: str) -> Any:
-        # Python 2 names that protocol 2 still writes for builtins.
+        # Protocol 2 still writes the name that Python 2 had for builtins.
         module = {"__builtin__": "builtins"}.get(module, module)
-        known = _GLOBALS.get((module, name))
-        if known is not None:
-            return known
+        target = _GLOBALS.get((module, name))
+        if target is not None:
+            return target
         if module.partition(".")[0] in _HOSTILE_MODULES or (
             module == "builtins" and name in _HOSTILE_BUILTINS
         ):
@@ -485,9 +480,9 @@ def read_pickle(data: bytes, foreign: set[str] | None = None) -> Any:
     objects as OpaqueObject.
 
     Args:
-        data: the pickle.
-        foreign: gets the names of the classes and functions that are not in the tables above;
-            nothing of them was run.
+        data: Bytes of the pickle.
+        foreign: Receiver of the names of the classes and functions that are not in the tables
+            above; nothing of them was run.
 
     Raises:
         RefusedPickle: a malformed stream, or one that calls what it must not; nothing was
@@ -512,11 +507,8 @@ def read_pickle(data: bytes, foreign: set[str] | None = None) -> Any:
 
 # Picklers number their memo 0, 1, 2, ...
 _MAX_MEMO_GAP = 1024
-_LINE, _LINES, _UNKNOWN = (
-    -1,
-    -2,
-    -3,
-)  # an argument up to the end of a line, two of them, no such opcode
+# In this order: an argument up to the end of a line, two of them, no such opcode.
+_LINE, _LINES, _UNKNOWN = -1, -2, -3
 # The number of bytes of the length that precedes an argument.
 _PREFIX = {
     pickletools.TAKEN_FROM_ARGUMENT1: 1,

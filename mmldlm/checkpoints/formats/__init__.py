@@ -1,1 +1,1 @@
-"""Checkpoint formats, one folder per format, behind one registry."""
+"""Checkpoint formats behind one registry."""

@@ -1,4 +1,4 @@
-"""What a checkpoint format offers: detect, open, read optimizer metadata, plan a write.
+"""The interface of a checkpoint format: detect, open, read optimizer metadata, plan a write.
 
 A plan maps ranges of every weight and moment to tensors of new files, which may be filled in any
 order. `execute` copies a source into them in one sequential pass. Memory is a few chunks, whatever
@@ -31,14 +31,14 @@ class WriteRequest:
     """What a format should write.
 
     Attributes:
-        source: the opened checkpoint.
-        target: one of manifest.TARGETS.
-        folder: where the files go.
-        world_size: number of ranks of the new checkpoint.
-        optimizer: None to write the weights alone.
-        sub_group_size: ZeRO-3's, in elements.
-        tensors: model.pt only: source name -> what to write of it.
-        names: model.pt only: every name in the file -> source name; tied weights share one.
+        source: Opened checkpoint.
+        target: Target among manifest.TARGETS.
+        folder: Folder of the new files.
+        world_size: Number of ranks of the new checkpoint.
+        optimizer: Optimizer metadata; None to write the weights alone.
+        sub_group_size: Size of ZeRO-3's sub-groups in elements.
+        tensors: Source name -> what to write of it (model.pt only).
+        names: Every name in the file -> source name; tied weights share one (model.pt only).
     """
 
     source: WeightSource
@@ -52,13 +52,12 @@ class WriteRequest:
 
 
 class CheckpointFormat(Protocol):
-    """A file format of checkpoints. One module `format.py` per folder; registry.FORMATS lists
-    them.
+    """A file format of checkpoints; registry.FORMATS lists them.
 
     Attributes:
-        name: its name.
-        targets: those of manifest.TARGETS that it writes.
-        has_keys: whether its files may hold several state dicts, of which ReadOptions.key names
+        name: Name of the format.
+        targets: Targets among manifest.TARGETS that it writes.
+        has_keys: Whether its files may hold several state dicts, of which ReadOptions.key names
             one.
     """
 
@@ -67,10 +66,7 @@ class CheckpointFormat(Protocol):
     has_keys: bool
 
     def detect(self, path: Path) -> Path | None:
-        """Return the file or folder to open for `path`;
-
-        None if `path` does not hold this format.
-        """
+        """Return the file or folder to open for `path`; None if it does not hold this format."""
 
     def open(self, path: Path, options: ReadOptions) -> WeightSource:
         """Open what detect returned.
@@ -120,7 +116,7 @@ class WritePlan:
     """What to write.
 
     Attributes:
-        files: all files.
+        files: All files to write.
         segments: (name, "weight" | "exp_avg" | "exp_avg_sq") -> where its elements go.
         copied: Names of weights in files that are copied as they are.
     """
@@ -162,9 +158,9 @@ def execute(
     The files are flushed to the disk by the caller.
 
     Args:
-        source: opened with the moments that the plan has.
-        plan: what to write.
-        on_bytes: called with the bytes written so far and in total.
+        source: Source, opened with the moments that the plan has.
+        plan: Plan of the files.
+        on_bytes: Callback with the bytes written so far and in total.
 
     Raises:
         UserError: a damaged source, weights or moments that are not finite. OSError: a failed
@@ -178,26 +174,24 @@ def execute(
         nonlocal done
         name, what, dtype, low, _ = item
         for chunk, crc in _iter_item(source, item):
-            written = 0
+            num_bytes = 0
             for segment in plan.segments[name, what]:
-                first, last = (
-                    max(segment.start, low),
-                    min(segment.start + segment.count, low + chunk.size),
-                )
+                first = max(segment.start, low)
+                last = min(segment.start + segment.count, low + chunk.size)
                 if first < last:
-                    values = (
-                        chunk if last - first == chunk.size else chunk[first - low : last - low]
-                    )
-                    values = _cast_to(source, name, values, dtype, segment.tensor.dtype)
-                    at = (segment.offset + first - segment.start) * DTYPES[
-                        segment.tensor.dtype
-                    ].itemsize
-                    written += segment.file.write(
+                    # The CRC of the chunk is reused if the chunk is written as it was read.
+                    values = chunk
+                    if last - first < chunk.size:
+                        values = chunk[first - low : last - low]
+                    target = segment.tensor.dtype
+                    values = _cast_to(source, name, values, dtype, target)
+                    at = (segment.offset + first - segment.start) * DTYPES[target].itemsize
+                    num_bytes += segment.file.write(
                         segment.tensor, at, values, crc if values is chunk else None
                     )
             low += chunk.size
             with lock:
-                done += written
+                done += num_bytes
                 on_bytes(done, total)
 
     try:
@@ -215,8 +209,8 @@ def check_nothing_left(
 ) -> None:
     """Compare what was written with what the source holds: every weight, and its moments.
 
-    A writer knows whether its own tensors are complete. This finds the elements of the source for
-    which no writer has a place.
+    A writer knows whether its own tensors are complete. This finds elements of the source that no
+    writer covers.
 
     Args:
         covered: (name in the source, "weight" or a moment) -> number of elements in the output.

@@ -27,12 +27,7 @@ from mmldlm.checkpoints.files.torch_writer import (
     TorchSize,
 )
 from mmldlm.checkpoints.files.unpickler import TensorRef
-from mmldlm.checkpoints.formats.base import (
-    WEIGHT,
-    WritePlan,
-    WriteRequest,
-    WriteSegment,
-)
+from mmldlm.checkpoints.formats.base import WEIGHT, WritePlan, WriteRequest, WriteSegment
 from mmldlm.checkpoints.formats.dcp_folder import DcpFolder, DcpTensor
 from mmldlm.checkpoints.formats.deepspeed_files import add_deepspeed_state, write_deepspeed_state
 from mmldlm.checkpoints.formats.named_optimizer import add_named_optimizer
@@ -116,8 +111,8 @@ class DcpCheckpoint(WeightSource):
     mmldlm saves {"model": ..., "optim": {"exp_avg": ..., "exp_avg_sq": ...}}. `trainable.json`
     next to it lists the trained weights: {"trainable": [names]}, and optionally "buffers":
     [names], "aliases": {second name: name} and "groups": [{"names": [names], "settings": {...}}],
-    which tell Muon's weights. In folders of other programs selection finds the model, and
-    named_optimizer an optimizer that names its parameters.
+    which identify Muon's weights. In folders of other programs `selection` finds the model, and
+    `named_optimizer` an optimizer that names its parameters.
     """
 
     engine = "fsdp"
@@ -227,9 +222,9 @@ class DcpCheckpoint(WeightSource):
     # -----------------------------------------------------------------------------
 
     def _read_named_optimizer(self, optimizers: dict[Keys, dict], path: Keys) -> None:
-        number = self.path.name.removeprefix(_ACCELERATE_MODEL)
-        beside = self.path.parent / f"optimizer_{number}"
-        if number != self.path.name and (beside / DCP_METADATA).is_file():
+        suffix = self.path.name.removeprefix(_ACCELERATE_MODEL)
+        beside = self.path.parent / f"optimizer_{suffix}"
+        if suffix != self.path.name and (beside / DCP_METADATA).is_file():
             optimizers = optimizers | find_optimizers(self._open(beside).tree)
         add_named_optimizer(self, optimizers, path)
 
@@ -299,7 +294,7 @@ def _read_trainable(folder: Path) -> dict[str, Any] | None:
 
 
 def _moment_keys(folder: Path, content: dict[str, Any]) -> dict[str, tuple[str, ...]]:
-    """Return name -> which moments it has, for the names of all groups; files of an older mmldlm
+    """Return name -> moments of the weight, for the names of all groups; files of an older mmldlm
     name no groups.
     """
     try:
@@ -329,7 +324,8 @@ def read_optimizer_metadata(opened: OpenedCheckpoint) -> OptimizerMetadata:
             Group(list(group["names"]), dict(group["settings"])) for group in record["groups"]
         ]
         for group in groups:
-            if "betas" in group.settings:  # JSON has no tuples
+            if "betas" in group.settings:
+                # JSON has no tuples.
                 group.settings["betas"] = tuple(group.settings["betas"])
     except KeyError:
         groups = [Group(list(record["trainable"]), {})]
@@ -363,7 +359,7 @@ def plan_dcp(
     """Return the plan of the ranks' files in `folder`, and the bytes of its .metadata.
 
     Args:
-        optimizer: None to write the weights alone, if the source does not record what was trained.
+        optimizer: Optimizer metadata; None to write the weights alone.
     """
     items: list[list[tuple[str, str, TensorSpec, int, tuple[int, ...]]]] = [
         [] for _ in range(world_size)
@@ -477,8 +473,8 @@ def _metadata(
         ]
         state = {"properties": properties, "size": TorchSize(shape), "chunks": pieces}
         tensors[key] = ObjectSpec(GlobalRef(_DCP, "TensorStorageMetadata"), state=state)
-        for number, (offsets, _) in enumerate(chunks):
-            index = {"fqn": key, "offset": TorchSize(offsets), "index": number}
+        for position, (offsets, _) in enumerate(chunks):
+            index = {"fqn": key, "offset": TorchSize(offsets), "index": position}
             file, at, length = places[key, offsets]
             info = {
                 "relative_path": file,

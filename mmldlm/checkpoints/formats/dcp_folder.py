@@ -58,13 +58,8 @@ class DcpTensor(StoredTensor):
     def __init__(
         self, folder: DcpFolder, name: str, dtype: str, shape: tuple[int, ...], chunks: list
     ):
-        self.folder, self.name, self.dtype, self.shape, self.chunks = (
-            folder,
-            name,
-            dtype,
-            shape,
-            chunks,
-        )
+        self.folder, self.name, self.chunks = folder, name, chunks
+        self.dtype, self.shape = dtype, shape
 
     def parts(self) -> list[FileRange]:
         # The chunks must follow each other without gap or overlap.
@@ -112,10 +107,10 @@ class DcpFolder:
     """The names and files of a DCP folder; closing is the caller's.
 
     Attributes:
-        path: the folder.
-        tree: the nested dict that was saved, with DcpTensor and DcpValue as leaves.
-        values: name -> every pickled object.
-        items: every chunk and object that was requested so far.
+        path: Folder of the checkpoint.
+        tree: Nested dict that was saved, with DcpTensor and DcpValue as leaves.
+        values: Name -> pickled object.
+        items: Chunks and objects that have been requested so far.
     """
 
     def __init__(self, path: Path, random_access: bool = False):
@@ -317,7 +312,7 @@ def _paths(path: Path, names: dict[str, Any], planner_data: Any) -> dict[str, Ke
     then taken as they are, unless an optimizer's names show that {"model", "optim"} was flattened.
     """
     saved = planner_data if isinstance(planner_data, dict) else {}
-    known: dict[str, Keys] = {}
+    paths: dict[str, Keys] = {}
     for name in names:
         keys = saved.get(name)
         if keys is None:
@@ -328,20 +323,21 @@ def _paths(path: Path, names: dict[str, Any], planner_data: Any) -> dict[str, Ke
             or not all(isinstance(key, str | int) for key in keys)
         ):
             raise corrupt_file_error(path, f"{str(keys)[:80]} instead of the path of {name}")
-        known[name] = keys
-    is_flattened = not known and any(name.startswith(_FLAT_OPTIMIZERS) for name in names)
+        paths[name] = keys
+    is_flattened = not paths and any(name.startswith(_FLAT_OPTIMIZERS) for name in names)
     for name in names:
-        if name not in known:
+        if name not in paths:
             first, _, rest = name.partition(".")
             is_prefix = (
                 is_flattened and rest and (first == "model" or name.startswith(_FLAT_OPTIMIZERS))
             )
             moment, _, owner = rest.partition(".")
-            if is_prefix and first != "model" and moment in MOMENTS:  # mmldlm's own
-                known[name] = (first, moment, owner)
+            if is_prefix and first != "model" and moment in MOMENTS:
+                # mmldlm's own names of moments.
+                paths[name] = (first, moment, owner)
             else:
-                known[name] = (first, rest) if is_prefix else (name,)
-    return known
+                paths[name] = (first, rest) if is_prefix else (name,)
+    return paths
 
 
 def _locations(
@@ -356,13 +352,11 @@ def _locations(
     for index, info in storage.items():
         key, location = _fields(path, index, "MetadataIndex"), _fields(path, info, "_StorageInfo")
         name, offsets = key.get("fqn"), key.get("offset")
-        relative, offset, length = (
-            location.get("relative_path"),
-            location.get("offset"),
-            location.get("length"),
-        )
+        relative = location.get("relative_path")
+        offset, length = location.get("offset"), location.get("length")
         if location.get("transform_descriptors"):
-            if offsets is None:  # refused when it is asked for
+            if offsets is None:
+                # It is refused when it is requested.
                 continue
             found = f"{name} written through {location['transform_descriptors']}"
             raise UserError(
@@ -422,7 +416,8 @@ class _ItemFile(TorchFile):
     """
 
     def __init__(self, file: DcpFile, offset: int, length: int, random_access: bool):
-        self._near: list[tuple[int, bytes]] = []  # (first byte, bytes)
+        # Pairs of first byte and bytes.
+        self._near: list[tuple[int, bytes]] = []
         super().__init__(file.path, random_access, file.fd, (offset, length))
 
     def _read_directory(self):

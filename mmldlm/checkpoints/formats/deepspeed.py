@@ -9,9 +9,7 @@ from typing import Any
 
 from mmldlm.checkpoints.files.torch_file import TorchFile, corrupt_file_error
 from mmldlm.checkpoints.files.unpickler import TensorRef
-from mmldlm.checkpoints.formats.base import (
-    WriteRequest,
-)
+from mmldlm.checkpoints.formats.base import WriteRequest
 from mmldlm.checkpoints.formats.deepspeed_files import (
     STEPS_AHEAD,
     find_states,
@@ -103,18 +101,15 @@ def read_optimizer_metadata(opened: OpenedCheckpoint) -> OptimizerMetadata:
     model_states = _other_entries(model, state, notes)
     file, inner, optimizer = _optimizer_of(source, model, state)
     tables = optimizer.get("param_groups") if isinstance(optimizer, dict) else None
-    tables = (
-        tables
-        if isinstance(tables, list) and all(isinstance(table, dict) for table in tables)
-        else []
-    )
+    if not isinstance(tables, list) or not all(isinstance(table, dict) for table in tables):
+        tables = []
     config = state.get("ds_config")
     config = config if isinstance(config, dict) else {}
     names_of = _group_names(source, model, state, file, tables)
     zero = config.get("zero_optimization")
     if source.stage in (1, 2) and isinstance(zero, dict) and zero.get("round_robin_gradients"):
-        number_of = {name: number for number, name in enumerate(source.tensors)}
-        names_of = [sorted(group, key=number_of.__getitem__) for group in names_of]
+        position_of = {name: position for position, name in enumerate(source.tensors)}
+        names_of = [sorted(group, key=position_of.__getitem__) for group in names_of]
         notes.append(
             "round_robin_gradients reordered the groups' parameters: written in the model's order"
         )
@@ -197,11 +192,11 @@ def _optimizer_of(
     file = TorchFile(source.path / ZERO_TAG / "optimizer_state.pt")
     source.files.append(file)
     inner = file.load_dict()
-    return (
-        file,
-        inner,
-        {**inner.get("optimizer_state_dict", {}), "param_groups": inner.get("param_groups")},
-    )
+    optimizer = {
+        **inner.get("optimizer_state_dict", {}),
+        "param_groups": inner.get("param_groups"),
+    }
+    return file, inner, optimizer
 
 
 def _join_sub_groups(
@@ -220,13 +215,9 @@ def _join_sub_groups(
 
 def _steps(file: TorchFile, optimizer: Any, source: WeightSource) -> float | None:
     states: Any = optimizer.get("state") if isinstance(optimizer, dict) else optimizer
-    states = (
-        list(states.values())
-        if isinstance(states, dict)
-        else states
-        if isinstance(states, list)
-        else []
-    )
+    if isinstance(states, dict):
+        states = list(states.values())
+    states = states if isinstance(states, list) else []
     states = [state for state in states if isinstance(state, dict)]
     for state in states:
         extra = [

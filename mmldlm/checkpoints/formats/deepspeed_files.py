@@ -2,10 +2,10 @@
 
 * Fields: names, shapes, stages, flat groups.
 * Partitions: how ZeRO cuts parameters over the ranks.
-* Counters tell files of two saves from files of one. What they cannot show: rank files of an
+* Counters distinguish files of two saves from files of one. They cannot do so for rank files of an
   optimizer without a step count (SGD) under ZeRO-3, whose learning rate and loss scale are the
-  same at both saves. Under ZeRO-1 and 2 the 16-bit weights show those too.
-* `deepspeed.pt`, beside the files of other formats: what DeepSpeed records besides tensors.
+  same at both saves. Under ZeRO-1 and 2 the 16-bit weights reveal those too.
+* `deepspeed.pt`, next to the files of other formats: what DeepSpeed records besides tensors.
   Counters, lr_scheduler, the caller's client state, the loss scaler and the config have no place
   in torch's DCP or in an optimizer.pt. Without them DeepSpeed would resume at step 0, with a fresh
   schedule, after ZeRO -> fsdp or ddp -> ZeRO.
@@ -109,12 +109,12 @@ def list_files(folder: Path) -> tuple[dict[int, Path], dict[int, Path], dict[int
     paths.sort(key=lambda path: _OTHER_FRAMEWORKS.fullmatch(path.name) is None)
     for path in paths:
         name = path.name
-        if found := _OPTIM.fullmatch(name):
-            rank, mp, table = int(found[2]), int(found[3]), optim
-        elif found := _MODEL3.fullmatch(name):
-            rank, mp, table = int(found[1]), int(found[2]), model3
-        elif found := _MODEL.fullmatch(name):
-            rank, mp, table = 0, int(found[1]), model
+        if match := _OPTIM.fullmatch(name):
+            rank, mp, table = int(match[2]), int(match[3]), optim
+        elif match := _MODEL3.fullmatch(name):
+            rank, mp, table = int(match[1]), int(match[2]), model3
+        elif match := _MODEL.fullmatch(name):
+            rank, mp, table = 0, int(match[1]), model
         else:
             kind = (
                 "pipeline or expert parallel" if _OTHER_FRAMEWORKS.fullmatch(name) else "unknown"
@@ -367,20 +367,20 @@ def slice_parts(
 def gather_parts(
     files: list[TorchFile], flats: list[TensorRef], offset: int, count: int
 ) -> list[FileRange]:
-    """Return a parameter of `count` elements, cut into equal shares that start at `offset` on
+    """Return a parameter of `count` elements, cut into equal partitions that start at `offset` on
     every rank (ZeRO-3).
     """
-    share = -(-count // len(files))
-    counts = [max(0, min(share, count - rank * share)) for rank in range(len(files))]
+    size = -(-count // len(files))
+    counts = [max(0, min(size, count - rank * size)) for rank in range(len(files))]
     return [FileRange(file, flat, offset, held) for file, flat, held in zip(files, flats, counts)]
 
 
 # -- Counters
 # -------------------------------------------------------------------------------------------------
 
-# In a model file that mmldlm wrote: by how many steps the optimizer was ahead in the source, where
-# that was one save (ZeRO-0 in bf16 has one file, and steps once by itself when it starts, as
-# DeepSpeed before 0.14 did at every stage).
+# Key in a model file that mmldlm wrote: the number of steps by which the optimizer was ahead in
+# the source, where that was one save. ZeRO-0 in bf16 has one file, and steps once by itself when
+# it starts, as DeepSpeed before 0.14 did at every stage.
 STEPS_AHEAD = "mmldlm_optimizer_steps_ahead"
 _OF_MODEL = (
     "global_steps",
@@ -426,10 +426,10 @@ def compare_steps(model: Path, state: dict, optimizer: Path, counters: dict[str,
     """Compare the optimizer's step count with that of the model file.
 
     Args:
-        model: the model file, for messages.
-        state: what it holds.
-        optimizer: the optimizer's file, for messages.
-        counters: the result of check_optimizer_files, or {"step": [steps]}.
+        model: Model file, for messages.
+        state: Content of the model file.
+        optimizer: File of the optimizer, for messages.
+        counters: Result of check_optimizer_files, or {"step": [steps]}.
 
     Returns:
         "", or a note if the optimizer is behind: it may have been started anew, or the files are
@@ -439,22 +439,22 @@ def compare_steps(model: Path, state: dict, optimizer: Path, counters: dict[str,
         UserError: the optimizer is ahead: the files are of two saves.
     """
     steps = [value for value in counters.get("step", []) if isinstance(value, (int, float))]
-    made, skipped = state.get("global_steps"), state.get("skipped_steps", 0)
-    if type(made) is not int or type(skipped) is not int:
+    global_steps, skipped = state.get("global_steps"), state.get("skipped_steps", 0)
+    if type(global_steps) is not int or type(skipped) is not int:
         return ""
     scaled = counters.get("cur_iter")
-    if made == 0 and "global_samples" not in state and steps:
+    if global_steps == 0 and "global_samples" not in state and steps:
         return f"{model.name} records no global_steps, the optimizer made {max(steps):.0f} steps"
-    applied = made - skipped
+    applied = global_steps - skipped
     behind = (
-        f", but {model.name} is at {made} (global_steps, {skipped} of them skipped): files of two"
-        " saves"
+        f", but {model.name} is at {global_steps} (global_steps, {skipped} of them skipped): files"
+        " of two saves"
     )
     if steps and max(steps) > applied + extra_optimizer_steps(state):
         raise corrupt_file_error(
             optimizer, f"optimizer step {max(steps):.0f}{behind}", SAME_SAVE_HINT
         )
-    if isinstance(scaled, int) and scaled > made:
+    if isinstance(scaled, int) and scaled > global_steps:
         raise corrupt_file_error(
             optimizer, f"step {scaled} of the loss scaler{behind}", SAME_SAVE_HINT
         )
@@ -467,7 +467,8 @@ def compare_steps(model: Path, state: dict, optimizer: Path, counters: dict[str,
 
 
 def extra_optimizer_steps(state: dict) -> int:
-    """Return by how many steps the optimizer of one save may be ahead of its model file.
+    """Return the number of steps by which the optimizer of one save may be ahead of its model
+    file.
 
     DeepSpeed before 0.14 stepped once by itself when it started (its pull request 5104).
     """
@@ -480,13 +481,13 @@ def extra_optimizer_steps(state: dict) -> int:
 
 
 def steps_ahead(state: dict, steps: float | None) -> int:
-    """Return by how many steps the optimizer is ahead of the model file of the same save; 0 if
-    that is unknown.
+    """Return the number of steps by which the optimizer is ahead of the model file of the same
+    save; 0 if that is unknown.
     """
-    made, skipped = state.get("global_steps"), state.get("skipped_steps", 0)
-    if steps is None or type(made) is not int or type(skipped) is not int:
+    global_steps, skipped = state.get("global_steps"), state.get("skipped_steps", 0)
+    if steps is None or type(global_steps) is not int or type(skipped) is not int:
         return 0
-    return int(steps) - (made - skipped)
+    return int(steps) - (global_steps - skipped)
 
 
 def read_scalar(file: TorchFile, value: Any) -> Any:
@@ -501,26 +502,27 @@ def read_scalar(file: TorchFile, value: Any) -> Any:
 
 
 def _check_equal(files: list[TorchFile], counters: list[dict[str, Any]]) -> None:
-    for file, found in zip(files, counters):
-        for key in {*found, *counters[0]}:
-            mine, first = found.get(key), counters[0].get(key)
-            if repr(mine) != repr(first):  # nan is equal to itself here
-                what = f"{key} {mine!r} while {files[0].path.name} is at {first!r}"
+    for file, of_file in zip(files, counters):
+        for key in {*of_file, *counters[0]}:
+            value, first = of_file.get(key), counters[0].get(key)
+            if repr(value) != repr(first):
+                # Compared as text, nan is equal to itself.
+                what = f"{key} {value!r} while {files[0].path.name} is at {first!r}"
                 raise corrupt_file_error(file.path, what, SAME_SAVE_HINT)
 
 
 def _model_counters(state: dict) -> dict[str, Any]:
-    found = {key: state.get(key) for key in _OF_MODEL}
+    counters = {key: state.get(key) for key in _OF_MODEL}
     scheduler = state.get("lr_scheduler")
     if isinstance(scheduler, dict):
-        found.update(
+        counters.update(
             {
                 f"lr_scheduler.{key}": scheduler[key]
                 for key in _OF_SCHEDULER
                 if _is_number(scheduler.get(key))
             }
         )
-    return found
+    return counters
 
 
 def _optimizer_counters(file: TorchFile, inner: dict) -> dict[str, Any]:
@@ -530,10 +532,9 @@ def _optimizer_counters(file: TorchFile, inner: dict) -> dict[str, Any]:
     tables = (
         [table for table in tables if isinstance(table, dict)] if isinstance(tables, list) else []
     )
-    in_tables = [
-        read_scalar(file, table["step"]) for table in tables if "step" in table
-    ]  # older FusedAdam
-    found = {
+    # Older versions of FusedAdam keep the step in the tables.
+    in_tables = [read_scalar(file, table["step"]) for table in tables if "step" in table]
+    counters = {
         "step": [
             *(read_scalar(file, state.get("step")) for state in _states(optimizer)),
             *in_tables,
@@ -542,10 +543,10 @@ def _optimizer_counters(file: TorchFile, inner: dict) -> dict[str, Any]:
     }
     scaler = inner.get("loss_scaler")
     if isinstance(scaler, OpaqueObject) and isinstance(scaler.state, dict):
-        found.update(
+        counters.update(
             {key: scaler.state[key] for key in _OF_SCALER if _is_number(scaler.state.get(key))}
         )
-    return found
+    return counters
 
 
 def _states(optimizer: Any) -> Iterator[dict]:

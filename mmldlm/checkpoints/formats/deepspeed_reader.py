@@ -216,8 +216,8 @@ class ZeroCheckpoint(WeightSource):
     def _compare_steps(
         self, model: TorchFile, state: dict, optimizer: Path, counters: dict[str, Any]
     ) -> None:
-        """Hold the optimizer's steps against the model file's, unless a manifest says that it is
-        one save.
+        """Compare the optimizer's steps with the model file's, unless a manifest says that they
+        are of one save.
         """
         if not self.options.is_one_save and (
             note := compare_steps(model.path, state, optimizer, counters)
@@ -278,13 +278,13 @@ class ZeroCheckpoint(WeightSource):
         ):
             self.notes.append("no fp32 masters were saved: the weights are those of 16 bits")
         if masters is None and names is None:
-            # an fp32 engine: the module is the master; which of it was trained is not recorded
+            # An fp32 engine: the module holds the masters, and which of them were trained is not
+            # recorded.
             return
-        trained = (
-            list(masters)
-            if masters is not None
-            else self.resolve_tied(group_names(file, names), file.path)
-        )
+        if masters is not None:
+            trained = list(masters)
+        else:
+            trained = self.resolve_tied(group_names(file, names), file.path)
         for name in mirrors:
             if name not in trained:
                 self.set_kind_and_dtype(name, "frozen")
@@ -295,13 +295,10 @@ class ZeroCheckpoint(WeightSource):
                 self._add_trainable(name, shapes[name], [masters[name]])
         self.update_aliases()
         if self.options.with_moments:
+            in_order = trained
             if masters is not None:
                 self.names_of_groups = names_of_groups(optimizer, masters)
-            in_order = (
-                trained
-                if masters is None
-                else [name for group in self.names_of_groups for name in group]
-            )
+                in_order = [name for group in self.names_of_groups for name in group]
             states = states_by_index(
                 file, optimizer.get("optimizer_state_dict", optimizer), len(trained)
             )
@@ -330,13 +327,13 @@ class ZeroCheckpoint(WeightSource):
         all_flats = [
             flat_groups(f, i, "single_partition_of_fp32_groups", len(groups)) for f, i in ranks
         ]
-        for number, group in enumerate(groups):
-            flats = [flats[number] for flats in all_flats]
-            pads = inner_paddings(optim[0], inners[0], number, len(group))
+        for index, group in enumerate(groups):
+            flats = [flats[index] for flats in all_flats]
+            pads = inner_paddings(optim[0], inners[0], index, len(group))
             needed = sum(map(numel, group.values())) + sum(pads)
-            self._check_slices(optim, flats, needed, number)
+            self._check_slices(optim, flats, needed, index)
             sizes = slice_sizes(needed, len(optim))
-            moments = flat_moments(optim, states, number, sizes) if states else {}
+            moments = flat_moments(optim, states, index, sizes) if states else {}
             offset = 0
             for (name, shape), pad in zip(group.items(), pads):
                 self.low_precision_copies[name] = self.parts[name]
@@ -404,17 +401,17 @@ class ZeroCheckpoint(WeightSource):
         all_flats = [
             flat_groups(f, i, "fp32_flat_groups", len(groups)) for f, i in zip(optim, inners)
         ]
-        for number, group in enumerate(groups):
-            flats = [flats[number] for flats in all_flats]
+        for index, group in enumerate(groups):
+            flats = [flats[index] for flats in all_flats]
             needed = sum(-(-numel(shape) // world) for shape in group.values())
             for rank_file, flat in zip(optim, flats):
                 if flat.numel != needed or flat.dtype != flats[0].dtype:
                     found = (
-                        f"{flat.numel} {flat.dtype} elements of sub-group {number}, its parameters"
+                        f"{flat.numel} {flat.dtype} elements of sub-group {index}, its parameters"
                         f" need {needed}"
                     )
                     raise corrupt_file_error(rank_file.path, found, SAME_SAVE_HINT)
-            moments = flat_moments(optim, states, number, [[needed]] * world) if states else {}
+            moments = flat_moments(optim, states, index, [[needed]] * world) if states else {}
             offset = 0
             for name, shape in group.items():
                 self._add_trainable(name, shape, gather_parts(optim, flats, offset, numel(shape)))
@@ -431,14 +428,14 @@ class ZeroCheckpoint(WeightSource):
         shapes = frozen_shapes(files[0], models[0])
         fragments = [model.get("frozen_param_fragments") for model in models]
         for name, shape in shapes.items():
-            share = -(-numel(shape) // len(files))
+            size = -(-numel(shape) // len(files))
             flats = []
             for file, held in zip(files, fragments):
                 ref = held.get(name) if isinstance(held, dict) else None
-                if not isinstance(ref, TensorRef) or ref.numel != share or not ref.is_contiguous:
+                if not isinstance(ref, TensorRef) or ref.numel != size or not ref.is_contiguous:
                     found = (
                         f"a fragment {getattr(ref, 'shape', ref)} of frozen {name} instead of"
-                        f" ({share},)"
+                        f" ({size},)"
                     )
                     raise corrupt_file_error(file.path, found)
                 file.check_ref(ref, name)
@@ -493,12 +490,12 @@ def match_masters(
     """Return name -> fp32 master; None if the optimizer keeps none (an fp32 engine).
 
     Args:
-        optimizer: the saved state of the optimizer, from `optimizer` of the model file.
+        optimizer: Saved state of the optimizer, from `optimizer` of the model file.
         names: `optimizer_param_names` of the model file: the names of every group in order, if the
             training program recorded them (client_state); None otherwise.
-        low_precision_copies: the low-precision weights of all parameters, trainable or frozen, in
-            the module's order.
-        shapes: their shapes.
+        low_precision_copies: Low-precision weights of all parameters, trainable or frozen, in the
+            module's order.
+        shapes: Shapes of these parameters.
 
     Raises:
         UserError: masters that match no weight (files of different steps), or that are ambiguous.
@@ -510,14 +507,15 @@ def match_masters(
         return None
     if not isinstance(groups, list) or not all(isinstance(group, list) for group in groups):
         raise corrupt_file_error(file.path, "fp32_groups that are not a list of lists of tensors")
-    flat = [(number, ref) for number, group in enumerate(groups) for ref in group]
+    flat = [(index, ref) for index, group in enumerate(groups) for ref in group]
     for _, ref in flat:
         if not isinstance(ref, TensorRef) or not ref.is_contiguous:
             raise corrupt_file_error(
                 file.path, "something other than plain tensors in fp32_groups"
             )
         file.check_ref(ref, "fp32_groups")
-    if _are_names(names, [len(group) for group in groups]):
+    has_names = isinstance(names, list) and all(isinstance(group, list) for group in names)
+    if has_names and list(map(len, names)) == list(map(len, groups)):
         return _named(file, flat, [name for group in names for name in group], shapes)
     return _by_value(file, flat, low_precision_copies, shapes)
 
@@ -536,14 +534,6 @@ def names_of_groups(optimizer: dict, masters: dict[str, FileRange]) -> list[list
             "take the weights alone with training.init_from, or save under ZeRO-1",
         )
     return [[names[id(ref)] for ref in group] for group in groups]
-
-
-def _are_names(names: Any, counts: list[int]) -> bool:
-    return (
-        isinstance(names, list)
-        and all(isinstance(n, list) for n in names)
-        and [len(n) for n in names] == counts
-    )
 
 
 def _named(file: TorchFile, flat: list, names: list[str], shapes: dict) -> dict[str, FileRange]:
@@ -595,6 +585,7 @@ def _flat_masters(file: TorchFile, groups: Any, names: Any, shapes: dict) -> dic
 def _by_value(
     file: TorchFile, flat: list, copies: dict[str, list[FileRange]], shapes: dict
 ) -> dict[str, FileRange]:
+    """Match masters with the low-precision weights to which they round."""
     low_dtypes = {parts[0].ref.dtype for parts in copies.values() if parts}
     candidates: dict[tuple, list[str]] = {}
     for name, parts in copies.items():
@@ -617,18 +608,26 @@ def _by_value(
                 "restore the file from an intact save",
             )
     masters = {}
-    for key, found in matches.items():
+    for key, group_masters in matches.items():
         names = candidates[key]
-        in_order = len(found) == len(names) and len({group for group, _, _ in found}) == 1
-        if len(found) > len(names) or not (in_order or all(is_exact for _, _, is_exact in found)):
+        # With one master per name, all of one group, the order of the parameters decides.
+        is_ordered = (
+            len(group_masters) == len(names) and len({g for g, _, _ in group_masters}) == 1
+        )
+        is_exact = all(exact for _, _, exact in group_masters)
+        if len(group_masters) > len(names) or not (is_ordered or is_exact):
             raise UserError(
                 f"distinguishable fp32 masters in {file.path}",
-                f"{len(found)} masters for {', '.join(names)}, whose 16-bit weights are identical",
+                f"{len(group_masters)} masters for {', '.join(names)}, whose 16-bit weights are"
+                " identical",
                 "save with client_state={'optimizer_param_names': [[names of group 0], ...]}, or"
                 " train with ZeRO-1",
             )
         masters.update(
-            {name: FileRange(file, ref, 0, ref.numel) for name, (_, ref, _) in zip(names, found)}
+            {
+                name: FileRange(file, ref, 0, ref.numel)
+                for name, (_, ref, _) in zip(names, group_masters)
+            }
         )
     return masters
 
@@ -660,7 +659,8 @@ def is_universal(folder: Path) -> bool:
     """Return whether a folder of model_states files stores its optimizer in one folder per
     parameter.
     """
-    return any((folder / ZERO_TAG).rglob("fp32.pt"))  # a name may contain slashes
+    # The name of a parameter may contain slashes.
+    return any((folder / ZERO_TAG).rglob("fp32.pt"))
 
 
 def folders_of_parameters(zero: Path, names: Iterable[str], listed_in: Path) -> dict[str, Path]:
@@ -724,7 +724,7 @@ def universal_steps(source: WeightSource, names: list[str]) -> list[tuple[Path, 
     paths = [
         path / "step.pt" for path in folders_of_parameters(folder, names, source.path).values()
     ]
-    found = []
+    steps = []
     for path in (path for path in (folder / OPTIMIZER_STATE, *paths) if path.exists()):
         with TorchFile(path, source.options.random_access) as file:
             value = file.load()
@@ -735,8 +735,8 @@ def universal_steps(source: WeightSource, names: list[str]) -> list[tuple[Path, 
                 value = value.get("step") if isinstance(value, dict) else None
             step = read_scalar(file, value)
         if step is not None:
-            found.append((path, step))
-    return found
+            steps.append((path, step))
+    return steps
 
 
 def _moment_keys(source: WeightSource, folder: Path, count: int) -> list[tuple[str, ...]]:
@@ -750,8 +750,8 @@ def _moment_keys(source: WeightSource, folder: Path, count: int) -> list[tuple[s
     source.files.append(file)
     try:
         for table in file.load_dict().get("param_groups") or []:
-            for number in table["params"]:
-                keys[number] = moment_keys(table)
+            for index in table["params"]:
+                keys[index] = moment_keys(table)
     except (TypeError, AttributeError, LookupError) as error:
         raise corrupt_file_error(
             file.path, f"param_groups that do not fit {count} flat groups ({error!r})"

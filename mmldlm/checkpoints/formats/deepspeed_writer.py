@@ -44,10 +44,7 @@ from mmldlm.checkpoints.formats.deepspeed_reader import (
     ZeroCheckpoint,
     folders_of_parameters,
 )
-from mmldlm.checkpoints.formats.optimizer import (
-    OptimizerMetadata,
-    plain_scaling,
-)
+from mmldlm.checkpoints.formats.optimizer import OptimizerMetadata, plain_scaling
 from mmldlm.checkpoints.formats.weight_source import WeightSource
 from mmldlm.checkpoints.manifest import SUB_GROUP_SIZE, UNIVERSAL_TAG, ZERO_TAG
 from mmldlm.utils.moments import moment_keys
@@ -59,12 +56,12 @@ _FRAGMENT = GlobalRef("deepspeed.utils.tensor_fragment", "fragment_address")
 
 @dataclass(frozen=True)
 class ZeroTarget:
-    """What to write.
+    """Layout of a new ZeRO checkpoint.
 
     Attributes:
         stage: ZeRO stage (1, 2 or 3).
-        world_size: number of ranks.
-        sub_group_size: ZeRO-3's, in elements.
+        world_size: Number of ranks.
+        sub_group_size: Size of ZeRO-3's sub-groups in elements.
     """
 
     stage: int
@@ -103,9 +100,9 @@ class _Flat:
     """One flat group of one rank.
 
     Attributes:
-        size: elements with the tail padding.
-        held: elements without it.
-        pieces: the parameters in it.
+        size: Number of elements with the tail padding.
+        held: Number of elements without it.
+        pieces: Parameters in the slice.
         gaps: (first element, number) of padding.
     """
 
@@ -118,19 +115,8 @@ class _Flat:
 def _flats(source: WeightSource, groups: list[list[str]], target: ZeroTarget) -> list[list[_Flat]]:
     """Return the flat groups of every rank (sub-groups under ZeRO-3)."""
     sizes = {name: source.tensors[name].numel for group in groups for name in group}
-    if target.stage == 3:
-        return [
-            [_gathered(group, sizes, rank, target.world_size) for group in groups]
-            for rank in _ranks(target)
-        ]
-    return [
-        [_sliced(group, sizes, rank, target.world_size) for group in groups]
-        for rank in _ranks(target)
-    ]
-
-
-def _ranks(target: ZeroTarget) -> range:
-    return range(target.world_size)
+    cut, world = _gathered if target.stage == 3 else _sliced, target.world_size
+    return [[cut(group, sizes, rank, world) for group in groups] for rank in range(world)]
 
 
 def _sliced(group: list[str], sizes: dict[str, int], rank: int, world: int) -> _Flat:
@@ -147,37 +133,37 @@ def _sliced(group: list[str], sizes: dict[str, int], rank: int, world: int) -> _
 def _gathered(group: list[str], sizes: dict[str, int], rank: int, world: int) -> _Flat:
     pieces, gaps, offset = [], [], 0
     for name in group:
-        share = -(-sizes[name] // world)
-        held = max(0, min(share, sizes[name] - rank * share))
-        pieces.append(_Piece(name, offset, rank * share, held))
-        if held < share:
-            gaps.append((offset + held, share - held))
-        offset += share
+        size = -(-sizes[name] // world)
+        held = max(0, min(size, sizes[name] - rank * size))
+        pieces.append(_Piece(name, offset, rank * size, held))
+        if held < size:
+            gaps.append((offset + held, size - held))
+        offset += size
     return _Flat(offset, offset, pieces, gaps)
 
 
 def flat_groups_of(
     source: WeightSource, metadata: OptimizerMetadata, target: ZeroTarget
 ) -> list[tuple[int, list[str]]]:
-    """Return (number of the optimizer's group, names) of every flat group; ZeRO-3 closes one at
+    """Return (index of the optimizer's group, names) of every flat group; ZeRO-3 closes one at
     its maximum size.
     """
-    found: list[tuple[int, list[str]]] = []
-    for number, group in enumerate(metadata.groups):
-        shares = {
+    flat_groups: list[tuple[int, list[str]]] = []
+    for index, group in enumerate(metadata.groups):
+        partition_sizes = {
             name: -(-source.tensors[name].numel // target.world_size) for name in group.names
         }
-        if target.stage < 3 or target.sub_group_size >= sum(shares.values()):
-            found.append((number, group.names))
+        if target.stage < 3 or target.sub_group_size >= sum(partition_sizes.values()):
+            flat_groups.append((index, group.names))
             continue
         names, size = [], 0
         for name in group.names:
             names.append(name)
-            size += shares[name]
+            size += partition_sizes[name]
             if size >= target.sub_group_size or name == group.names[-1]:
-                found.append((number, names))
+                flat_groups.append((index, names))
                 names, size = [], 0
-    return found
+    return flat_groups
 
 
 def _plan_optimizer(
@@ -190,18 +176,18 @@ def _plan_optimizer(
     numbered = flat_groups_of(source, metadata, target)
     flats = _flats(source, [names for _, names in numbered], target)
     prefix = "bf16_" if metadata.compute_dtype == "bfloat16" else ""
-    for rank in _ranks(target):
+    for rank in range(target.world_size):
         masters, states = [], {}
         padding: list[tuple[TensorSpec, int, int]] = []
         sent: list[tuple[_Flat, str, TensorSpec]] = []
-        for number, flat in enumerate(flats[rank]):
+        for index, flat in enumerate(flats[rank]):
             # ZeRO-1 and 2 save masters without the tail's padding, moments with it.
             masters.append(TensorSpec("float32", (flat.held,)))
             sent.append((flat, WEIGHT, masters[-1]))
             if metadata.steps is not None:
-                keys = moment_keys(metadata.groups[numbered[number][0]].settings)
+                keys = moment_keys(metadata.groups[numbered[index][0]].settings)
                 moments = {what: TensorSpec("float32", (flat.size,)) for what in keys}
-                states[number] = {"step": scalar(metadata.steps), **moments}
+                states[index] = {"step": scalar(metadata.steps), **moments}
                 sent += [(flat, what, tensor) for what, tensor in moments.items()]
         for flat, _, tensor in sent:
             padding += [
@@ -231,13 +217,13 @@ def _plan_optimizer(
 def _param_groups(
     metadata: OptimizerMetadata, numbered: list[tuple[int, list[str]]]
 ) -> list[dict[str, Any]]:
-    """Return the optimizer's groups, whose parameters are the numbers of flat groups."""
+    """Return the optimizer's groups, whose parameters are the indices of flat groups."""
     return [
         {
             **group.settings,
-            "params": [flat for flat, (owner, _) in enumerate(numbered) if owner == number],
+            "params": [flat for flat, (owner, _) in enumerate(numbered) if owner == index],
         }
-        for number, group in enumerate(metadata.groups)
+        for index, group in enumerate(metadata.groups)
     ]
 
 
@@ -260,14 +246,14 @@ def _inner(
             "optimizer_state_dict": optimizer,
             "fp32_flat_groups": masters,
         }
-    mine = flats[rank]
+    own_flats = flats[rank]
     return {
         **common,
         "base_optimizer_state": optimizer,
         "single_partition_of_fp32_groups": masters,
-        "group_paddings": [flat.size - flat.held for flat in mine],
+        "group_paddings": [flat.size - flat.held for flat in own_flats],
         "param_alignment_paddings": [[0] * len(group.names) for group in metadata.groups],
-        "partition_count": [target.world_size] * len(mine),
+        "partition_count": [target.world_size] * len(own_flats),
         "ds_version": LAYOUT,
         "param_slice_mappings": [
             {
@@ -276,7 +262,7 @@ def _inner(
                 )
                 for piece in flat.pieces
             }
-            for flat in mine
+            for flat in own_flats
         ],
     }
 
@@ -295,7 +281,8 @@ def plan_model_states(
     """Add the *_model_states.pt files to a plan; return their paths."""
     if target.stage == 3:
         return [
-            _plan_model3(plan, source, metadata, target, folder, rank) for rank in _ranks(target)
+            _plan_model3(plan, source, metadata, target, folder, rank)
+            for rank in range(target.world_size)
         ]
     module: dict[str, TensorSpec] = {}
     for name, info in source.tensors.items():
@@ -349,10 +336,8 @@ def _plan_model3(
         ]
         if info.kind == "frozen":
             flat = _gathered([name], {name: info.numel}, rank, target.world_size)
-            shapes[name], fragments[name] = (
-                TorchSize(info.shape),
-                TensorSpec(info.dtype, (flat.size,)),
-            )
+            shapes[name] = TorchSize(info.shape)
+            fragments[name] = TensorSpec(info.dtype, (flat.size,))
             padding += [(fragments[name], first, count) for first, count in flat.gaps]
             sent += [(name, fragments[name], piece) for piece in flat.pieces]
     value = {
@@ -419,8 +404,8 @@ def plan_universal(source: WeightSource, metadata: OptimizerMetadata, folder: Pa
     folders = folders_of_parameters(out / ZERO_TAG, source.tensors, source.path)
     for name, info in source.tensors.items():
         if info.kind != "trainable":
-            # DeepSpeed's tool writes these for ZeRO-1 and 2 only, widened; its loader reads them
-            # from the model files.
+            # DeepSpeed's tool writes these for ZeRO-1 and 2 only, widened to fp32; its loader
+            # reads them from the model files.
             if stage < 3:
                 tensor = TensorSpec("float32", info.shape)
                 _add_file(
@@ -491,11 +476,11 @@ def model_files(source: WeightSource) -> list[TorchFile]:
 def _optimizer_state(
     source: WeightSource, metadata: OptimizerMetadata, stage: int
 ) -> dict[str, Any]:
-    owner = {name: number for number, group in enumerate(metadata.groups) for name in group.names}
+    owner = {name: index for index, group in enumerate(metadata.groups) for name in group.names}
     owners = [owner[next(iter(names))] for names in _flat_groups(source, metadata, stage)]
     groups = [
-        {**group.settings, "params": [flat for flat, of in enumerate(owners) if of == number]}
-        for number, group in enumerate(metadata.groups)
+        {**group.settings, "params": [flat for flat, of in enumerate(owners) if of == index]}
+        for index, group in enumerate(metadata.groups)
     ]
     state = {**plain_scaling(metadata), "ds_version": LAYOUT, "param_groups": groups}
     if stage == 3:

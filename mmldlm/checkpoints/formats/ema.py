@@ -25,12 +25,12 @@ _EMA = re.compile(r"ema_rank(\d+)\.pt")
 
 def list_ema_files(folder: Path) -> dict[int, Path]:
     """Return rank -> file, sorted by rank."""
-    found = {
+    paths = {
         int(match[1]): path
         for path in folder.glob("ema_rank*.pt")
         if (match := _EMA.fullmatch(path.name))
     }
-    return dict(sorted(found.items()))
+    return dict(sorted(paths.items()))
 
 
 def add_ema(source: WeightSource, folder: Path) -> None:
@@ -93,8 +93,8 @@ def _fragment(
 def _cover(
     folder: Path, name: str, numel: int, fragments: list[tuple[int, int, FileRange]]
 ) -> list[FileRange]:
-    """Return parts that hold elements 0..numel once each; of overlapping fragments (replicas) the
-    first counts.
+    """Return parts that hold each of the elements 0..numel once; the first of several overlapping
+    fragments (replicas) counts.
     """
     parts, position = [], 0
     for start, end, part in sorted(fragments, key=lambda item: item[:2]):

@@ -18,12 +18,7 @@ from mmldlm.checkpoints.files.torch_writer import (
     scalar,
 )
 from mmldlm.checkpoints.files.unpickler import TensorRef, module_names_of
-from mmldlm.checkpoints.formats.base import (
-    WEIGHT,
-    WritePlan,
-    WriteRequest,
-    WriteSegment,
-)
+from mmldlm.checkpoints.formats.base import WEIGHT, WritePlan, WriteRequest, WriteSegment
 from mmldlm.checkpoints.formats.deepspeed_files import add_deepspeed_state, write_deepspeed_state
 from mmldlm.checkpoints.formats.named_optimizer import add_named_optimizer
 from mmldlm.checkpoints.formats.optimizer import (
@@ -141,9 +136,9 @@ _ACCELERATE = re.compile(r"pytorch_model_fsdp(_\d+)?\.bin")
 
 
 def _optimizer_beside(path: Path) -> Path | None:
-    found = _ACCELERATE.fullmatch(path.name)
-    beside = path.parent / f"optimizer{found[1] or ''}.bin" if found else path
-    return beside if found and beside.is_file() else None
+    match = _ACCELERATE.fullmatch(path.name)
+    beside = path.parent / f"optimizer{match[1] or ''}.bin" if match else path
+    return beside if match and beside.is_file() else None
 
 
 def _of_trainer(tensors: dict[str, TensorRef], notes: list[str]) -> dict[str, TensorRef]:
@@ -268,18 +263,15 @@ def read_optimizer_metadata(opened: OpenedCheckpoint) -> OptimizerMetadata:
     owners = iter(source.resolve_tied(group_names(file, names), file.path))
     names_of = [[next(owners) for _ in group] for group in names or []]
     tables = state.get("param_groups")
-    tables = (
-        tables
-        if isinstance(tables, list) and len(tables) == len(names_of)
-        else [{} for _ in names_of]
-    )
+    if not isinstance(tables, list) or len(tables) != len(names_of):
+        tables = [{} for _ in names_of]
     groups = [
         Group(names, settings) for names, settings in zip(names_of, group_settings(file, tables))
     ]
     first = next(iter((state.get("state") or {}).values()), {})
-    steps = (
-        float(to_plain_value(file, first["step"])) if "step" in first else applied_steps(opened)
-    )
+    steps = applied_steps(opened)
+    if "step" in first:
+        steps = float(to_plain_value(file, first["step"]))
     metadata = torch_metadata(opened, groups, steps, configured_dtype(opened))
     return add_deepspeed_state(metadata, file.path.parent)
 
@@ -294,9 +286,9 @@ def plan_model_file(
     """Return the plan of one file, a dict name -> tensor.
 
     Args:
-        tensors: source name -> what to write of it.
-        names: every name in the file -> source name; tied weights share one.
-        path: the file.
+        tensors: Source name -> what to write of it.
+        names: Every name in the file -> source name; tied weights share one.
+        path: File to write.
     """
     layout = TorchFileLayout({name: tensors[owner] for name, owner in names.items()}, path.stem)
     file = TorchFileWriter(path, [layout])
@@ -318,15 +310,15 @@ def plan_model_and_optimizer(
     names = [name for group in optimizer.groups for name in group.names]
     states: dict[int, dict[str, TensorSpec]] = {}
     if optimizer.steps is not None:
-        for number, name in enumerate(names):
+        for index, name in enumerate(names):
             shape = source.tensors[name].shape
-            states[number] = {
+            states[index] = {
                 "step": scalar(optimizer.steps),
                 **{what: TensorSpec("float32", shape) for what in source.moments_of(name)},
             }
-    number_of = {name: number for number, name in enumerate(names)}
+    index_of = {name: index for index, name in enumerate(names)}
     groups = [
-        {**group.settings, "params": [number_of[name] for name in group.names]}
+        {**group.settings, "params": [index_of[name] for name in group.names]}
         for group in optimizer.groups
     ]
     value = {
@@ -338,9 +330,9 @@ def plan_model_and_optimizer(
     }
     file = TorchFileWriter(folder / OPTIMIZER_FILE, [TorchFileLayout(value, "optimizer")])
     plan.files.append(file)
-    for number, state in states.items():
-        for what in source.moments_of(names[number]):
+    for index, state in states.items():
+        for what in source.moments_of(names[index]):
             plan.add(
-                names[number], what, [WriteSegment(file, state[what], 0, 0, state[what].numel)]
+                names[index], what, [WriteSegment(file, state[what], 0, 0, state[what].numel)]
             )
     return plan

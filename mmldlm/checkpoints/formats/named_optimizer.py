@@ -36,11 +36,11 @@ from mmldlm.utils.moments import MOMENTS, moment_keys
 def add_named_optimizer(source: WeightSource, optimizers: dict[Keys, dict], path: Keys) -> None:
     """Find the moments and classify the tensors of a source by an optimizer that names them.
 
-    If there is one that cannot be carried over, note the reason.
+    If an optimizer cannot be carried over, the source notes the reason.
 
     Args:
-        optimizers: path -> node, from selection.
-        path: that of the model; optimizers in the same dict are its own, if there are any.
+        optimizers: Path -> node of every optimizer, from `selection`.
+        path: Path of the model; optimizers in the same dict are its own, if there are any.
 
     Raises:
         UserError: damaged files.
@@ -50,26 +50,24 @@ def add_named_optimizer(source: WeightSource, optimizers: dict[Keys, dict], path
     beside = {keys: node for keys, node in optimizers.items() if keys[:-1] == path[:-1]}
     optimizers = beside or optimizers
     try:
-        found = read_named_optimizer(optimizers, source.tensors, source.path)
+        optimizer = read_named_optimizer(optimizers, source.tensors, source.path)
     except Unreadable as error:
         source.optimizer_left_out = str(error)
         source.notes.append(f"the optimizer was left out: {error}")
         return
-    source.named_optimizer = found
-    for name, entry in found.state.items():
+    source.named_optimizer = optimizer
+    for name, entry in optimizer.state.items():
         for key in (key for key in MOMENTS if key in entry):
             moment, shape = entry[key], source.tensors[name].shape
             if not is_tensor(moment) or moment.shape != shape or not DTYPES[moment.dtype].is_float:
-                found_one = (
-                    f"{moment.dtype} {moment.shape}"
-                    if is_tensor(moment)
-                    else type(moment).__name__
-                )
+                stored = type(moment).__name__
+                if is_tensor(moment):
+                    stored = f"{moment.dtype} {moment.shape}"
                 raise corrupt_file_error(
-                    source.path, f"{key} of {name}, which has the shape {shape}, as {found_one}"
+                    source.path, f"{key} of {name}, which has the shape {shape}, as {stored}"
                 )
             source.moments.setdefault(key, {})[name] = moment.parts()
-    trained = set(found.names)
+    trained = set(optimizer.names)
     source.classify(trained, set())
     source.find_tied(trained)
     for name in trained:
@@ -87,11 +85,11 @@ def add_named_optimizer(source: WeightSource, optimizers: dict[Keys, dict], path
 def named_optimizer_metadata(opened: OpenedCheckpoint) -> OptimizerMetadata:
     """Return the metadata of an optimizer that add_named_optimizer found."""
     source = opened.weights
-    found = source.named_optimizer
-    groups = [Group(names, settings) for names, settings in found.groups]
-    stored = {source.parts[name][0].ref.dtype for name in found.names if source.parts[name]}
+    optimizer = source.named_optimizer
+    groups = [Group(names, settings) for names, settings in optimizer.groups]
+    stored = {source.parts[name][0].ref.dtype for name in optimizer.names if source.parts[name]}
     dtype = stored.pop() if len(stored) == 1 else "float32"
-    metadata = torch_metadata(opened, groups, found.steps, dtype)
+    metadata = torch_metadata(opened, groups, optimizer.steps, dtype)
     metadata.notes.append(
         "the optimizer and its step count were carried over; learning-rate schedule and other"
         " counters were not"
@@ -100,7 +98,7 @@ def named_optimizer_metadata(opened: OpenedCheckpoint) -> OptimizerMetadata:
 
 
 class Unreadable(ValueError):
-    """Why an optimizer cannot be carried over."""
+    """An optimizer that cannot be carried over; the message is the reason."""
 
 
 def read_named_optimizer(
@@ -109,15 +107,15 @@ def read_named_optimizer(
     """Return the optimizers of a model as one.
 
     Args:
-        optimizers: path -> node, from selection.
-        model: names of the model's tensors.
-        path: named in errors.
+        optimizers: Path -> node of every optimizer, from `selection`.
+        model: Names of the model's tensors.
+        path: Path that errors name.
 
     Raises:
         Unreadable: they number their parameters, train other ones, or are not AdamW or Muon.
         UserError: damaged files.
     """
-    found = NamedOptimizer()
+    optimizer = NamedOptimizer()
     for keys, node in optimizers.items():
         groups, state = _flat(node) if _is_flat(node) else _nested(node)
         what = f"the optimizer under {write_path(keys)!r}"
@@ -127,19 +125,20 @@ def read_named_optimizer(
             and names
             and not any(name in model for name in names if isinstance(name, str))
         ):
-            continue  # that of another model
+            # It is the optimizer of another model.
+            continue
         _check(what, names, groups, state, model)
-        if twice := [name for name in names if name in found.names]:
+        if twice := [name for name in names if name in optimizer.names]:
             raise Unreadable(f"{what} and another one both train {join_some(twice)}")
-        found.groups += groups
-        found.state.update(state)
-    if not found.groups:
+        optimizer.groups += groups
+        optimizer.state.update(state)
+    if not optimizer.groups:
         raise Unreadable("none of its parameters is one of the model")
-    for names, settings in found.groups:
-        for name in names if found.state else ():
-            _check_state(name, found.state.get(name, {}), moment_keys(settings))
-    found.steps = _steps(found.state, path)
-    return found
+    for names, settings in optimizer.groups:
+        for name in names if optimizer.state else ():
+            _check_state(name, optimizer.state.get(name, {}), moment_keys(settings))
+    optimizer.steps = _steps(optimizer.state, path)
+    return optimizer
 
 
 def plain_value(leaf: Any) -> Any:

@@ -43,7 +43,7 @@ from mmldlm.utils.formatting import join_some
 from mmldlm.utils.input_files import kind_of_file, read_bytes
 
 P, T = ParamSpec("P"), TypeVar("T")
-# Of a MultimodalMMDiT saved before model_config.json listed them; everything else in it is
+# Buffers of a MultimodalMMDiT saved before model_config.json listed them; everything else in it is
 # trained.
 _BUFFERS = ("latent_mean", "latent_std")
 _STEP = re.compile(r"step_\d{8,}")
@@ -119,16 +119,11 @@ def _open_foreign(path: Path, options: ReadOptions) -> tuple[WeightSource, list[
     notes: list[str] = []
     chosen = path
     if path.is_dir():
-        only, known = check_folder(path, notes), registry.detect(path)
+        only, detected = check_folder(path, notes), registry.detect(path)
         # A folder that no format knows by the names in it may still hold one file of weights.
-        if only is not None and known is None:
+        if only is not None and detected is None:
             chosen = only
-        elif (
-            only is not None
-            and known is not None
-            and known.format.name in ("deepspeed", "dcp")
-            and only.is_file()
-        ):
+        elif only is not None and only.is_file() and detected.format.name in ("deepspeed", "dcp"):
             notes.append(f"{only.name}, next to the checkpoint, was not read")
     if chosen.is_file():
         part_files.check_name(chosen)
@@ -208,8 +203,7 @@ def _note_foreign_objects(weights: WeightSource) -> None:
 
 @contextlib.contextmanager
 def report_deletion(path: Path | str) -> Iterator[None]:
-    """Say so if an error has its cause in a run that deletes its old checkpoints while one is
-    read.
+    """Report that a run has deleted the checkpoint if this causes an error while it is read.
 
     Raises:
         UserError: the checkpoint at `path` was there when the block began, and is gone.
@@ -217,9 +211,8 @@ def report_deletion(path: Path | str) -> Iterator[None]:
     path = Path(path)
     folder = path.resolve()
     with contextlib.suppress(MmldlmError, OSError):
-        folder = (
-            locate_checkpoint(path) if _is_run_checkpoint(path) else folder
-        )  # `latest` moves on
+        # Resolved now, because `latest` moves on while the checkpoint is read.
+        folder = locate_checkpoint(path) if _is_run_checkpoint(path) else folder
     was_there = (folder / MANIFEST).exists()
     try:
         yield
@@ -248,18 +241,20 @@ def reports_deletion(
 
 
 def _check_manifest(checkpoint: Path, weights_only: bool) -> None:
-    found = examine(checkpoint, checksums=False, tails=True)
-    if found.problems:
+    examination = examine(checkpoint, checksums=False, tails=True)
+    if examination.problems:
         fix = (
-            "make it readable again" if found.unreadable else "use an older checkpoint of the run"
+            "make it readable again"
+            if examination.unreadable
+            else "use an older checkpoint of the run"
         )
         raise UserError(
-            f"a complete checkpoint in {checkpoint}", "; ".join(found.problems[:3]), fix
+            f"a complete checkpoint in {checkpoint}", "; ".join(examination.problems[:3]), fix
         )
-    if found.descriptions and not weights_only:
+    if examination.descriptions and not weights_only:
         fix = "copy these files from another checkpoint of the run; the weights are complete"
         raise UserError(
-            f"a complete checkpoint in {checkpoint}", "; ".join(found.descriptions[:3]), fix
+            f"a complete checkpoint in {checkpoint}", "; ".join(examination.descriptions[:3]), fix
         )
 
 
@@ -343,7 +338,7 @@ def mark_buffers(weights: WeightSource, folder: Path) -> None:
 
 _WEIGHTS = re.compile(r"(?P<stem>.+)\.(safetensors|bin|pt|pth|ckpt)(\.index\.json|\.tar)?")
 _SHARD = re.compile(r"-\d+-of-\d+\.\w+$")
-# What trainers save beside the weights, under names of their own.
+# Names of files that trainers save next to the weights.
 _STATE = re.compile(
     r"(optim|optimizer|scheduler|lr_scheduler|scaler|rng|rng_state|random_states|sampler|dl_state_dict|training_args|args"
     r"|custom_checkpoint|training_state|trainer_state|ema_rank)([-_.]?[\d_]+)?|rng_state_.*|.*_states|\..*"
@@ -366,12 +361,12 @@ def list_models(folder: Path) -> dict[str, list[Path]]:
         for path in entries
         if path.name.endswith(".index.json") and _WEIGHTS.fullmatch(path.name)
     ]
-    found: dict[str, list[Path]] = {}
+    models: dict[str, list[Path]] = {}
     for path in entries:
         name = path.name
         if path.is_dir():
             if _NUMBERED_FOLDER.fullmatch(name) and _holds_checkpoint(path):
-                found.setdefault(_model_of(name), []).append(path)
+                models.setdefault(_model_of(name), []).append(path)
             continue
         match = _WEIGHTS.fullmatch(name)
         if match is None or _STATE.fullmatch(match["stem"]) or not path.is_file():
@@ -380,8 +375,8 @@ def list_models(folder: Path) -> dict[str, list[Path]]:
             continue
         if not name.endswith((".safetensors", ".index.json")) and not _holds_matrix(path):
             continue
-        found.setdefault(_model_of(match["stem"]), []).append(path)
-    return {model: sorted(paths, key=_preference) for model, paths in found.items()}
+        models.setdefault(_model_of(match["stem"]), []).append(path)
+    return {model: sorted(paths, key=_preference) for model, paths in models.items()}
 
 
 def check_folder(folder: Path, notes: list[str]) -> Path | None:
@@ -486,5 +481,5 @@ def _model_of(stem: str) -> str:
 def _preference(path: Path) -> tuple[bool, int, str]:
     match = _WEIGHTS.fullmatch(path.name)
     is_rounded = bool(match and _ROUNDED.search(_SHARD.sub("", match["stem"])))
-    kinds = [number for number, suffix in enumerate(_PREFERRED) if path.name.endswith(suffix)]
+    kinds = [rank for rank, suffix in enumerate(_PREFERRED) if path.name.endswith(suffix)]
     return (is_rounded, kinds[0] if kinds else len(_PREFERRED), path.name)

@@ -1,5 +1,5 @@
-"""What a checkpoint records of its training besides weights: parameter groups, settings, counters,
-and where the moments of AdamW and Muon are.
+"""The optimizer in a checkpoint: parameter groups, settings, counters, and the locations of the
+moments of AdamW and Muon.
 
 Each format reads its OptimizerMetadata; a writer of another format needs it.
 
@@ -31,9 +31,9 @@ from mmldlm.utils.formatting import join_some
 from mmldlm.utils.input_files import read_bytes
 from mmldlm.utils.moments import MOMENTS, moment_keys
 
-# What DeepSpeed saves next to its loss scaler.
+# Entries that DeepSpeed saves next to its loss scaler.
 _SCALING_KEYS = ("dynamic_loss_scale", "overflow", "clip_grad")
-# Limits of an entry of the caller's: the lists of a pickle may contain each other.
+# Limits of an entry of the caller, because the lists of a pickle may contain each other.
 MAX_COPIED_VALUES, MAX_COPIED_DEPTH = 1_000_000, 100
 _PLAIN_SCALER = "plain_loss_scaler"
 PLAIN_TYPES = (str, int, float, bool, type(None))
@@ -47,8 +47,8 @@ class Group:
     """One parameter group.
 
     Attributes:
-        names: its parameters in the optimizer's order.
-        settings: lr, betas, ..., if known; see utils.moments.moment_keys.
+        names: Parameters of the group, in the optimizer's order.
+        settings: Settings of the group (lr, betas, ...), if known; see utils.moments.moment_keys.
     """
 
     names: list[str]
@@ -57,18 +57,18 @@ class Group:
 
 @dataclass
 class OptimizerMetadata:
-    """Everything about an optimizer but its moments.
+    """Everything about an optimizer except its moments.
 
     Attributes:
-        groups: every trainable name once.
-        steps: number of the optimizer's steps; None if not recorded, or before the first step.
-        compute_dtype: of the weights in the forward pass.
-        model_states: other entries of DeepSpeed's model file (counters, lr_scheduler, the caller's
+        groups: Parameter groups, with every trainable name once.
+        steps: Number of steps of the optimizer; None if not recorded, or before the first step.
+        compute_dtype: Dtype of the weights in the forward pass.
+        model_states: Other entries of DeepSpeed's model file (counters, lr_scheduler, the caller's
             own).
-        optimizer: loss scaler and clipping, under the keys of DeepSpeed's optimizer file.
-        ds_config: the DeepSpeed config as saved.
-        notes: what could not be carried over.
-        is_of_deepspeed: whether model_states and ds_config are DeepSpeed's own, and not defaults.
+        optimizer: Loss scaler and clipping, under the keys of DeepSpeed's optimizer file.
+        ds_config: DeepSpeed config as saved.
+        notes: Notes on what could not be carried over.
+        is_of_deepspeed: Whether model_states and ds_config are DeepSpeed's own, not defaults.
     """
 
     groups: list[Group]
@@ -101,11 +101,11 @@ def check_groups(source: WeightSource, metadata: OptimizerMetadata) -> None:
     if not source.moments:
         metadata.steps = None
         return
-    for number, group in enumerate(metadata.groups):
+    for index, group in enumerate(metadata.groups):
         keys = moment_keys(group.settings)
         if others := [name for name in group.names if source.moments_of(name) != keys]:
             found = (
-                f"{' and '.join(keys)} in group {number} by its settings, not so in"
+                f"{' and '.join(keys)} in group {index} by its settings, not so in"
                 f" {join_some(others)}"
             )
             raise corrupt_file_error(source.path, found)
@@ -162,7 +162,7 @@ def _copied(file: TorchFile, value: Any, what: str, left: list[int], depth: int 
     if left[0] < 0 or depth > MAX_COPIED_DEPTH:
         raise ValueError(what)
     if isinstance(value, str):
-        # its UnicodeEncodeError is a ValueError: half of a character, which no file can hold
+        # Half of a character, which no file can hold, raises UnicodeEncodeError, a ValueError.
         value.encode()
     if isinstance(value, PLAIN_TYPES):
         return value
@@ -319,8 +319,8 @@ class TensorState(NamedTuple):
     """State of one of an optimizer's tensors.
 
     Attributes:
-        values: what was saved: its moments, its step, ...
-        keys: those of MOMENTS that its group has.
+        values: Entries that were saved for the tensor: its moments, its step, ...
+        keys: Keys of MOMENTS that its group has.
     """
 
     values: dict
@@ -332,7 +332,7 @@ def states_by_index(file: TorchFile, optimizer: Any, count: int) -> list[TensorS
     step.
 
     Args:
-        optimizer: a state_dict of a torch optimizer, or DeepSpeed's elastic list of states.
+        optimizer: `state_dict` of a torch optimizer, or DeepSpeed's elastic list of states.
 
     Raises:
         UserError: another structure, an index twice or missing, a state of none or of a moment
@@ -356,10 +356,10 @@ def states_by_index(file: TorchFile, optimizer: Any, count: int) -> list[TensorS
         raise corrupt_file_error(
             file.path, f"no optimizer state of tensor {join_some(missing)}, while others have one"
         )
-    found = [TensorState(states[index], of_group) for index, of_group in zip(order, keys)]
-    for index, state in zip(order, found):
+    tensor_states = [TensorState(states[index], of_group) for index, of_group in zip(order, keys)]
+    for index, state in zip(order, tensor_states):
         check_no_other_moment(file.path, state.values, state.keys, f"tensor {index}")
-    return found
+    return tensor_states
 
 
 def check_no_other_moment(
@@ -374,8 +374,8 @@ def check_no_other_moment(
 
 
 def _states_and_keys(file: TorchFile, optimizer: Any) -> tuple[dict, list, list[tuple[str, ...]]]:
-    """Return index -> state; the indices in the order of the groups; the moments that the group of
-    each has.
+    """Return index -> state, the indices in the order of the groups, and for each index the
+    moments of its group.
     """
     states = optimizer.get("state") if isinstance(optimizer, dict) else None
     groups = optimizer.get("param_groups") if isinstance(optimizer, dict) else None
@@ -425,7 +425,7 @@ def moments_by_name(
     Raises:
         UserError: a moment whose shape is not its parameter's.
     """
-    found: dict[str, dict[str, list[FileRange]]] = {key: {} for key in MOMENTS}
+    moments: dict[str, dict[str, list[FileRange]]] = {key: {} for key in MOMENTS}
     for state, name in zip(states, names):
         for key in state.keys:
             ref = moment(file, state, key, name)
@@ -434,8 +434,8 @@ def moments_by_name(
                     file.path,
                     f"{key} of {name} of shape {ref.shape}, the weight has {shapes[name]}",
                 )
-            found[key][name] = [FileRange(file, ref, 0, ref.numel)] if ref.numel else []
-    return found
+            moments[key][name] = [FileRange(file, ref, 0, ref.numel)] if ref.numel else []
+    return moments
 
 
 def flat_moments(
@@ -444,10 +444,10 @@ def flat_moments(
     """Return key -> the group's flat moment on every rank.
 
     Args:
-        files: one per rank.
-        states: per rank, the result of states_by_index.
-        group: its number.
-        sizes: per rank, the allowed numbers of elements (with and without padding).
+        files: Files, one per rank.
+        states: Result of states_by_index, per rank.
+        group: Index of the group.
+        sizes: Allowed numbers of elements per rank (with and without padding).
 
     Raises:
         UserError: another size, or moments or dtypes that differ over the ranks.

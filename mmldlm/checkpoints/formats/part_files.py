@@ -41,7 +41,7 @@ class PartOfCheckpoint(UserError):
     """One rank's file, or one shard, where a complete model was expected."""
 
 
-# Name of a file -> what it is, and what to do.
+# Pattern of a file name, what the file is, and the fix.
 _NAMES: tuple[tuple[str, str, str], ...] = (
     (
         r".*(mp_rank_\d+|layer_\d+|expert_\d+).*(model|optim)_states\.pt",
@@ -55,7 +55,7 @@ _NAMES: tuple[tuple[str, str, str], ...] = (
         "give the checkpoint, with --ema",
     ),
 )
-# Entries of a torch.save'd dict, all of which are there -> what it is, and what to do.
+# Entries of a torch.save'd dict (all are present), what the file is, and the fix.
 _KEYS: tuple[tuple[frozenset[str], str, str], ...] = (
     (
         frozenset({"shard_metadata"}),
@@ -73,11 +73,11 @@ _KEYS: tuple[tuple[frozenset[str], str, str], ...] = (
         _FOLDER,
     ),
 )
-# Metadata in the header of a safetensors file -> what it is, and what to do.
+# Metadata in the header of a safetensors file, what the file is, and the fix.
 _HEADERS: tuple[tuple[str, str, str], ...] = (
     ("DCP_SHARDING_INFO", "one rank's file of torch's HuggingFaceStorageWriter", _HF_STORAGE),
 )
-# The last part of a tensor's name -> what it is, and what to do.
+# Pattern of the last part of a tensor's name, what the tensors are, and the fix.
 _TENSORS: tuple[tuple[str, str, str], ...] = (
     (
         r"flat_param_\d+",
@@ -86,12 +86,12 @@ _TENSORS: tuple[tuple[str, str, str], ...] = (
     ),
     (r"_?flat_param", "flat parameters of FullyShardedDataParallel, a part per rank", _FSDP1),
 )
-# Names that count the parts: `group(1)` of how many, if the name says so.
+# Names that count the parts; group(1) is the number of parts.
 _SHARD = re.compile(r"(?<!epoch)(?<!step)(?<!iter)(?<!fold)(?<!seed)-\d+-of-0*(\d+)\.\w+$")
 _RANK_OF = re.compile(
     r"(?:rank|shard|part)[-_]?\d+[-_]of[-_]0*(\d+)|world_size[-_]?0*(\d+)[-_]rank"
 )
-# A number that tells the ranks' files apart, if there are others.
+# A number that distinguishes the files of ranks, if there are others.
 _NUMBERED = re.compile(
     r"(?:(?:^|[^a-z])(?:rank|tp|pp|mp)|shard|model_part|consolidated|(?:tensor|pipeline)_parallel)[-_.]?(\d+)",
     re.IGNORECASE,
@@ -197,13 +197,12 @@ def _siblings(path: Path, inside: str | None = None) -> list[str]:
     """Return the names beside `path` that differ in the number of the rank alone, and hold
     `inside` if it is given.
     """
-    if "lora" in path.name.lower():  # the rank of its matrices
+    if "lora" in path.name.lower():
+        # In such names, "rank" is that of the matrices.
         return []
     for match in _NUMBERED.finditer(path.name):
-        before, after = (
-            re.escape(path.name[: match.start(1)]),
-            re.escape(path.name[match.end(1) :]),
-        )
+        before = re.escape(path.name[: match.start(1)])
+        after = re.escape(path.name[match.end(1) :])
         pattern = re.compile(before + r"\d+" + after)
         try:
             names = [entry.name for entry in path.absolute().parent.iterdir()]

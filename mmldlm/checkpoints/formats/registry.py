@@ -1,13 +1,11 @@
-"""All checkpoint formats, and the functions that pick one: the only place that lists them."""
+"""The registry of checkpoint formats, and the functions that pick one of them."""
 
 from __future__ import annotations
 
 from pathlib import Path
 from typing import NamedTuple
 
-from mmldlm.checkpoints.formats.base import (
-    CheckpointFormat,
-)
+from mmldlm.checkpoints.formats.base import CheckpointFormat
 from mmldlm.checkpoints.formats.dcp import DcpFormat
 from mmldlm.checkpoints.formats.deepspeed import DeepSpeedFormat
 from mmldlm.checkpoints.formats.model_pt import ModelPtFormat

@@ -21,9 +21,7 @@ from mmldlm.checkpoints.files.dtypes import DTYPES, nbytes, numel
 from mmldlm.checkpoints.files.file_io import OutputFile
 from mmldlm.checkpoints.files.torch_file import corrupt_file_error, open_for_reading
 from mmldlm.checkpoints.files.unpickler import TensorRef
-from mmldlm.checkpoints.formats.base import (
-    WriteRequest,
-)
+from mmldlm.checkpoints.formats.base import WriteRequest
 from mmldlm.checkpoints.formats.part_files import (
     INDEX_SUFFIX,
     check_header,
@@ -91,8 +89,8 @@ class SafetensorsFile:
     """One file; implements TensorFile.
 
     Attributes:
-        metadata: strings in the header.
-        tensors: name -> (dtype, shape, first byte in the data).
+        metadata: Strings in the header.
+        tensors: Name -> (dtype, shape, first byte in the data).
 
     Raises (at construction):
         UserError: truncated, a header that is not JSON, tensors that overlap or leave gaps.
@@ -214,12 +212,12 @@ class SafetensorsModel(WeightSource):
         """
         source = cls(Path(path), options)
         try:
-            found = find_safetensors(source.path)
-            assert found is not None, f"no safetensors at {path}"
-            if found.name.endswith(INDEX_SUFFIX):
-                source._read_shards(found)
+            file_path = find_safetensors(source.path)
+            assert file_path is not None, f"no safetensors at {path}"
+            if file_path.name.endswith(INDEX_SUFFIX):
+                source._read_shards(file_path)
             else:
-                file = source._open(found)
+                file = source._open(file_path)
                 for name in file.tensors:
                     source._add(file, name)
             source._read_metadata()
@@ -289,7 +287,8 @@ class SafetensorsModel(WeightSource):
 # -- Writing
 # -------------------------------------------------------------------------------------------------
 
-MAX_HEADER_BYTES = 100_000_000  # the format's own limit
+# Limit of the format itself.
+MAX_HEADER_BYTES = 100_000_000
 # The entry of the header that is not a tensor.
 METADATA_KEY = "__metadata__"
 
@@ -298,12 +297,12 @@ class SafetensorsWriter:
     """Write a new file, in any order.
 
     Args:
-        path: the file to create; it must not exist.
+        path: File to create; it must not exist.
         tensors: (name, dtype name, shape) of every tensor. Wide elements are laid out first, so
             that every tensor starts at a multiple of its element size, as readers that map the
             file expect; otherwise in this order.
-        metadata: strings for the header's `__metadata__`.
-        fsync: flush it to the disk in finish().
+        metadata: Strings for the header's `__metadata__`.
+        fsync: Whether finish() flushes the file to the disk.
 
     Raises:
         UserError: a name that the format reserves. OSError: no space for the complete file, or a
@@ -319,7 +318,8 @@ class SafetensorsWriter:
     ):
         self.path = path
         header: dict[str, object] = {METADATA_KEY: metadata}
-        self._spans: dict[str, tuple[int, int]] = {}  # name -> first byte, end
+        # Name -> first byte and end.
+        self._spans: dict[str, tuple[int, int]] = {}
         self._missing: dict[str, int] = {}
         self._lock = threading.Lock()
         position = 0

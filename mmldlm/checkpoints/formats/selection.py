@@ -1,4 +1,4 @@
-"""Find the model in what a checkpoint holds beside it: optimizers, averages, counters, random
+"""Find the model among the contents of a checkpoint: optimizers, averages, counters, random
 states.
 
 A torch.save'd object and a DCP folder are read as the same tree: dicts and lists, whose leaves are
@@ -44,7 +44,7 @@ MOMENT_KEYS = frozenset(
     }
 )
 STATE_KEYS = MOMENT_KEYS | {"step", "sum", "variance", "prev", "step_size", "ax", "eta", "mu"}
-# torch's name for what a module saves beside its tensors.
+# torch's name of the state that a module saves in addition to its tensors.
 _EXTRA_STATE = "_extra_state"
 MAX_DEPTH = 100
 
@@ -80,11 +80,11 @@ class Model(NamedTuple):
     """The state dict that was chosen.
 
     Attributes:
-        path: where it is.
-        tensors: name in the model -> tensor.
-        other_models: paths of the other state dicts, as users write them.
-        optimizers: path -> node of every optimizer.
-        notes: what was chosen, and what was left out.
+        path: Path of the model in the file.
+        tensors: Name in the model -> tensor.
+        other_models: Paths of the other state dicts, as users write them.
+        optimizers: Path -> node of every optimizer.
+        notes: Notes on what was chosen, and what was left out.
     """
 
     path: Keys
@@ -102,21 +102,21 @@ def select_model(root: Any, file: Path, key: str | None = None) -> Model:
     beside it.
 
     Args:
-        root: the tree.
-        file: named in errors.
-        key: the user's choice; None for the only one.
+        root: Root of the tree.
+        file: File that errors name.
+        key: State dict that the user chose; None for the only one.
 
     Raises:
         UserError: no state dict, several, or none at `key`; the error lists what there is.
     """
-    found = _scan(root)
-    path = _choose(found, file) if key is None else _resolve(found, file, key)
-    tensors, beside = _tensors_of(found.nodes[path], path)
-    for name, value in _items(found.nodes[path]):
+    tree = _scan(root)
+    path = _choose(tree, file) if key is None else _resolve(tree, file, key)
+    tensors, beside = _tensors_of(tree.nodes[path], path)
+    for name, value in _items(tree.nodes[path]):
         refuse_opaque_tensor(str(file), name, value)
     unnamed = [
         state
-        for state in found.unnamed
+        for state in tree.unnamed
         if _is_below(state.path, path) and len(state.path) <= len(path) + 1
     ]
     if key is None and any(state.path == path or state.has_matrices for state in unnamed):
@@ -129,18 +129,18 @@ def select_model(root: Any, file: Path, key: str | None = None) -> Model:
         )
     others = [
         state.path
-        for state in _candidates(found)
+        for state in _candidates(tree)
         if state.path != path and not _is_below(state.path, path)
     ]
     notes = [f"the weights are those under {write_path(path)!r} in the file"] if path else []
     if others:
-        listed = [_describe(found.states[other]) for other in others]
+        listed = [_describe(tree.states[other]) for other in others]
         notes.append(
             f"other state dicts were left out (choose one with --key): {join_some(listed, 8)}"
         )
     rest = [
         state
-        for state in found.states.values()
+        for state in tree.states.values()
         if state.path != path
         and state.path not in others
         and not (_is_below(state.path, path) and not beside)
@@ -150,9 +150,9 @@ def select_model(root: Any, file: Path, key: str | None = None) -> Model:
             "tensors that are not weights were left out:"
             f" {join_some(map(_describe_rest, rest), 8)}"
         )
-    if found.unnamed:
+    if tree.unnamed:
         notes.append(
-            f"tensors without names were left out: {join_some(map(_describe, found.unnamed), 8)}"
+            f"tensors without names were left out: {join_some(map(_describe, tree.unnamed), 8)}"
         )
     counters = [name for name, tensor in tensors.items() if "." not in name and not tensor.shape]
     if not path and counters and len(counters) < len(tensors):
@@ -162,17 +162,17 @@ def select_model(root: Any, file: Path, key: str | None = None) -> Model:
         )
     values = [
         name
-        for name, value in _items(found.nodes[path])
+        for name, value in _items(tree.nodes[path])
         if not is_tensor(value) and not _has_tensors(value)
     ]
     values = [
         name
         for name in values
-        if name not in tensors and name not in found.merged_optimizers.get(path, {})
+        if name not in tensors and name not in tree.merged_optimizers.get(path, {})
     ]
     if values:
         notes.append(f"entries that are not tensors were left out: {join_some(values, 8)}")
-    return Model(path, tensors, [write_path(other) for other in others], found.optimizers, notes)
+    return Model(path, tensors, [write_path(other) for other in others], tree.optimizers, notes)
 
 
 def find_optimizers(root: Any) -> dict[Keys, dict]:
@@ -206,17 +206,17 @@ class _State(NamedTuple):
 
 
 class _Tree(NamedTuple):
-    """What _scan found.
+    """Content of a tree, as _scan sorts it.
 
     Attributes:
-        nodes: every dict and list outside of optimizers.
-        states: those with tensors of their own.
-        optimizers: every optimizer.
-        merged_optimizers: those of them whose entries stand in one dict with others.
-        unnamed: tensors in lists, and under keys that are not text.
-        opaque: objects of a class under a key of MODEL_KEYS, such as a pickled module, and dicts
+        nodes: Path -> dict or list outside of optimizers.
+        states: Path -> node with tensors of its own.
+        optimizers: Path -> optimizer.
+        merged_optimizers: Optimizers whose entries stand in one dict with others.
+        unnamed: Tensors in lists, and under keys that are not text.
+        opaque: Objects of a class under a key of MODEL_KEYS, such as a pickled module, and dicts
             with tensors of a class that is not read.
-        num_values: number of leaves that are not tensors.
+        num_values: Number of leaves that are not tensors.
     """
 
     nodes: dict[Keys, Any]
@@ -229,7 +229,7 @@ class _Tree(NamedTuple):
 
 
 def _scan(root: Any) -> _Tree:
-    found = _Tree({}, {}, {}, {}, [], [], 0)
+    tree = _Tree({}, {}, {}, {}, [], [], 0)
     seen: set[int] = set()
     num_values = 0
     waiting: list[tuple[Keys, Any]] = [((), root)]
@@ -238,26 +238,26 @@ def _scan(root: Any) -> _Tree:
         if not isinstance(node, dict | list | tuple):
             num_values += not is_tensor(node)
             if isinstance(node, OpaqueObject) and path and path[-1] in MODEL_KEYS:
-                found.opaque.append(path)
+                tree.opaque.append(path)
             elif _is_opaque_tensor(node):
-                found.opaque.append(path[:-1])
+                tree.opaque.append(path[:-1])
             continue
         # One dict may stand under several keys.
         if id(node) in seen or len(path) > MAX_DEPTH:
             continue
         seen.add(id(node))
         if isinstance(node, dict) and is_optimizer(node):
-            found.optimizers[path] = node
+            tree.optimizers[path] = node
             continue
-        found.nodes[path] = node
+        tree.nodes[path] = node
         merged = _merged_optimizer(node)
         if merged:
-            found.optimizers[path] = found.merged_optimizers[path] = merged
-        own = {
+            tree.optimizers[path] = tree.merged_optimizers[path] = merged
+        tensors = {
             name: value for name, value in _items(node) if is_tensor(value) and name not in merged
         }
-        if own:
-            found.states[path] = _State(path, own)
+        if tensors:
+            tree.states[path] = _State(path, tensors)
         children = node.items() if isinstance(node, dict) else enumerate(node)
         unnamed = {
             str(key): item
@@ -265,12 +265,12 @@ def _scan(root: Any) -> _Tree:
             if is_tensor(item) and not isinstance(key, str)
         }
         if unnamed:
-            found.unnamed.append(_State(path, unnamed))
+            tree.unnamed.append(_State(path, unnamed))
         children = node.items() if isinstance(node, dict) else enumerate(node)
         waiting += reversed(
             [((*path, key), child) for key, child in children if key not in merged]
         )
-    return found._replace(num_values=num_values)
+    return tree._replace(num_values=num_values)
 
 
 def _items(node: Any) -> Iterator[tuple[str, Any]]:
@@ -310,10 +310,10 @@ def _has_tensors(value: Any) -> bool:
     """Return whether a value is a container with tensors in it."""
     if not isinstance(value, dict | list | tuple):
         return False
-    found = _scan(value)
-    return bool(found.states or found.optimizers) or any(
+    tree = _scan(value)
+    return bool(tree.states or tree.optimizers) or any(
         is_tensor(item)
-        for node in found.nodes.values()
+        for node in tree.nodes.values()
         if not isinstance(node, dict)
         for item in node
     )
@@ -366,11 +366,11 @@ def _merged_optimizer(node: Any) -> dict[str, Any]:
 # -------------------------------------------------------------------------------------------------
 
 
-def _candidates(found: _Tree) -> list[_State]:
+def _candidates(tree: _Tree) -> list[_State]:
     """Return the state dicts that may be a model: those with matrices, else with vectors, else
     with any tensor.
     """
-    states = list(found.states.values())
+    states = list(tree.states.values())
     of_model = [
         state
         for state in states
@@ -385,36 +385,36 @@ def _candidates(found: _Tree) -> list[_State]:
     return states
 
 
-def _choose(found: _Tree, file: Path) -> Keys:
-    candidates = _candidates(found)
+def _choose(tree: _Tree, file: Path) -> Keys:
+    candidates = _candidates(tree)
     if not candidates:
-        raise _nothing(found, file)
-    if found.num_values and not any(
+        raise _nothing(tree, file)
+    if tree.num_values and not any(
         state.has_vectors or state.has_matrices for state in candidates
     ):
         # The model may be one of the other values.
-        raise _several(found, file, "no weights beside")
-    opaque = [path for path in found.opaque if path and path[-1] in MODEL_KEYS]
+        raise _several(tree, file, "no weights beside")
+    opaque = [path for path in tree.opaque if path and path[-1] in MODEL_KEYS]
     if opaque and not any(state.path and state.path[-1] in MODEL_KEYS for state in candidates):
         raise _several(
-            found, file, f"{write_path(opaque[0])}, which holds objects instead of tensors, beside"
+            tree, file, f"{write_path(opaque[0])}, which holds objects instead of tensors, beside"
         )
     if len(candidates) > 1:
-        known = [state for state in candidates if state.path and state.path[-1] in MODEL_KEYS]
+        named = [state for state in candidates if state.path and state.path[-1] in MODEL_KEYS]
         beside = [
             state
-            for state in known
+            for state in named
             if all(_is_below(other.path, state.path[:-1]) and not _is_below(other.path, state.path)
                    for other in candidates if other is not state)
         ]  # fmt: skip
         if len(beside) != 1:
-            raise _several(found, file, "several state dicts:")
+            raise _several(tree, file, "several state dicts:")
         candidates = beside
     path = candidates[0].path
-    tensors, beside_it = _tensors_of(found.nodes[path], path)
+    tensors, beside_it = _tensors_of(tree.nodes[path], path)
     # It may be a tree of parameters, or a model beside others: the user knows.
     if len(tensors) > len(candidates[0].tensors):
-        raise _several(found, file, "several state dicts:", below=path)
+        raise _several(tree, file, "several state dicts:", below=path)
     return path
 
 
@@ -422,18 +422,18 @@ def _is_below(path: Keys, other: Keys) -> bool:
     return path[: len(other)] == other
 
 
-def _resolve(found: _Tree, file: Path, key: str) -> Keys:
-    """Return the path that a user wrote."""
+def _resolve(tree: _Tree, file: Path, key: str) -> Keys:
+    """Return the path that a user has written as `key`."""
     key = key.strip("/") or TOP_LEVEL
-    for path in found.nodes:
+    for path in tree.nodes:
         if key in (write_path(path), ".".join(map(str, path)) or TOP_LEVEL):
-            if not _tensors_of(found.nodes[path], path)[0]:
-                raise _several(found, file, f"no tensors under --key {key}, but", key)
+            if not _tensors_of(tree.nodes[path], path)[0]:
+                raise _several(tree, file, f"no tensors under --key {key}, but", key)
             return path
     what = (
-        "an optimizer" if any(key == write_path(path) for path in found.optimizers) else "nothing"
+        "an optimizer" if any(key == write_path(path) for path in tree.optimizers) else "nothing"
     )
-    raise _several(found, file, f"{what} under that key, but", key)
+    raise _several(tree, file, f"{what} under that key, but", key)
 
 
 def _tensors_of(node: Any, path: Keys) -> tuple[dict[str, Any], bool]:
@@ -444,9 +444,11 @@ def _tensors_of(node: Any, path: Keys) -> tuple[dict[str, Any], bool]:
     file count alone.
     """
     merged = _merged_optimizer(node)
-    own = {name: value for name, value in _items(node) if is_tensor(value) and name not in merged}
-    if (not path and own) or any("." in name for name in own):
-        return own, True
+    tensors = {
+        name: value for name, value in _items(node) if is_tensor(value) and name not in merged
+    }
+    if (not path and tensors) or any("." in name for name in tensors):
+        return tensors, True
     joined: dict[str, Any] = {}
     for inner, state in _scan(node).states.items():
         if not any(str(key).rpartition(".")[2] == _EXTRA_STATE for key in inner):
@@ -456,7 +458,7 @@ def _tensors_of(node: Any, path: Keys) -> tuple[dict[str, Any], bool]:
                     for name, tensor in state.tensors.items()
                 }
             )
-    order = list(own) + [name for name in joined if name not in own]
+    order = list(tensors) + [name for name in joined if name not in tensors]
     return {name: joined[name] for name in order if name in joined}, False
 
 
@@ -475,12 +477,12 @@ def _describe_rest(state: _State) -> str:
 
 
 def _several(
-    found: _Tree, file: Path, what: str, key: str | None = None, below: Keys | None = None
+    tree: _Tree, file: Path, what: str, key: str | None = None, below: Keys | None = None
 ) -> UserError:
     states = (
-        _candidates(found)
+        _candidates(tree)
         if below is None
-        else [s for s in found.states.values() if _is_below(s.path, below)]
+        else [s for s in tree.states.values() if _is_below(s.path, below)]
     )
     listed = join_some(map(_describe, states), 12) if states else "no state dict"
     example = write_path(next((state.path for state in states), ("model",)))
@@ -492,13 +494,13 @@ def _several(
     )
 
 
-def _nothing(found: _Tree, file: Path) -> UserError:
-    if found.optimizers:
+def _nothing(tree: _Tree, file: Path) -> UserError:
+    if tree.optimizers:
         inside = (
-            f"the state of an optimizer alone, at {join_some(map(write_path, found.optimizers))}"
+            f"the state of an optimizer alone, at {join_some(map(write_path, tree.optimizers))}"
         )
-    elif isinstance(found.nodes.get(()), dict):
-        keys = join_some(found.nodes[()], 8)
+    elif isinstance(tree.nodes.get(()), dict):
+        keys = join_some(tree.nodes[()], 8)
         inside = (
             f"a dict without a single named tensor (its keys: {keys})" if keys else "an empty dict"
         )
@@ -546,7 +548,8 @@ def tree_of(
     if not isinstance(value, dict | list | tuple):
         return value
     if id(value) not in seen:
-        seen[id(value)] = None  # a dict that contains itself
+        # A dict may contain itself.
+        seen[id(value)] = None
         if isinstance(value, dict):
             seen[id(value)] = {
                 key: tree_of(file, entry, seen, depth + 1) for key, entry in value.items()
@@ -558,7 +561,7 @@ def tree_of(
 
 
 def node_at(value: Any, path: tuple[Any, ...]) -> Any:
-    """Return what is at a path of keys in a loaded object."""
+    """Return the value at a path of keys in a loaded object."""
     for key in path:
         value = value[key]
     return value
@@ -595,7 +598,7 @@ def add_tensors(
     an alias.
 
     Args:
-        kinds: name -> TensorInfo.kind; "parameter" for names that are not in it.
+        kinds: Name -> TensorInfo.kind; "parameter" for names that are not in it.
     """
     owners: dict[tuple, str] = {}
     for name, ref in state.items():

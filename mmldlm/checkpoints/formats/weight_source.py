@@ -41,12 +41,12 @@ class TensorInfo(NamedTuple):
     """One named tensor.
 
     Attributes:
-        name: its name in the model's state_dict.
-        dtype: what read() returns; of a trainable tensor that of its fp32 master.
-        shape: of the unsharded tensor.
+        name: Name in the model's state_dict.
+        dtype: Dtype that read() returns; for a trainable tensor that of its fp32 master.
+        shape: Shape of the unsharded tensor.
         kind: "trainable", "frozen", "buffer", "alias" (another name of a tied weight), or
             "parameter" where the checkpoint does not record which of these it is.
-        alias_of: the name that stores an alias.
+        alias_of: Name that stores the weight of an alias.
     """
 
     name: str
@@ -96,8 +96,8 @@ class NamedOptimizer:
 
     Attributes:
         groups: (names, settings) of every parameter group.
-        state: name -> what was saved for it (leaves); empty before the first step.
-        steps: number of steps; None before the first.
+        state: Name -> what was saved for it (leaves); empty before the first step.
+        steps: Number of steps; None before the first.
     """
 
     groups: list[tuple[list[str], dict[str, Any]]] = field(default_factory=list)
@@ -126,7 +126,7 @@ def read_parts_into(
     concatenated `parts`.
 
     Returns:
-        The CRC-32 of the bytes if it is known, that is, if they came from one part.
+        The CRC-32 of the bytes, or None if they came from more than one part.
     """
     view = out if isinstance(out, memoryview) else memoryview(out.view(np.uint8))
     size = DTYPES[parts[0].ref.dtype].itemsize if parts else 1
@@ -154,12 +154,12 @@ class ReadOptions:
     """How to open a checkpoint.
 
     Attributes:
-        allow_nonfinite: Return NaN and infinite weights instead of raising.
-        with_moments: Find the moments too, and refuse a checkpoint of another optimizer than AdamW
-            and Muon.
-        random_access: Read only what is requested (see torch_file).
-        is_one_save: A manifest was compared with the files, so their counters are not compared
-            with each other. Those of mmldlm's runs may differ (skipped steps, rollbacks).
+        allow_nonfinite: Whether to return NaN and infinite weights instead of raising.
+        with_moments: Whether to find the moments too, and to refuse a checkpoint of another
+            optimizer than AdamW and Muon.
+        random_access: Whether to read only what is requested (see torch_file).
+        is_one_save: Whether a manifest was compared with the files, so that their counters are not
+            compared with each other. Those of mmldlm's runs may differ (skipped steps, rollbacks).
         key: State dict of a file or DCP folder that is the model (see selection); None for the
             only one.
     """
@@ -175,33 +175,32 @@ READ_DEFAULTS = ReadOptions()
 
 
 class WeightSource:
-    """Base class of the readers of all formats. Subclasses fill the attributes; reading is
-    implemented here.
+    """Base class of the readers of all formats. Subclasses fill the attributes; this class reads.
 
     Attributes:
-        path: what was opened.
+        path: Path that was opened.
         engine: "deepspeed", "fsdp", "model.pt" or "safetensors".
         options: How it was opened.
         stage: ZeRO stage; None if not recorded.
-        world_size: number of ranks that saved it; None if not recorded.
-        step: training step; None if not recorded.
-        tensors: name -> TensorInfo, in the order of the model's state_dict; aliases included.
-        notes: facts for the user (tensors of the checkpoint that are not weights, ...).
-        parts: name -> where a stored tensor is.
+        world_size: Number of ranks that saved it; None if not recorded.
+        step: Training step; None if not recorded.
+        tensors: Name -> TensorInfo, in the order of the model's state_dict; aliases included.
+        notes: Facts for the user (tensors of the checkpoint that are not weights, ...).
+        parts: Name -> parts of a stored tensor.
         moments: "exp_avg" and "exp_avg_sq" -> trainable name -> parts; Muon's weights lack
             exp_avg_sq. Filled if opened `with_moments`; empty if the optimizer has not stepped
             yet.
-        ema: trainable name -> parts of its moving average (formats/ema); empty if there is none.
-        named_optimizer: an optimizer of another program that names its parameters (see
-            named_optimizer), if one was found `with_moments`.
-        optimizer_left_out: why an optimizer that is in the files cannot be carried over; empty if
-            there is none.
-        names_of_groups: names of every parameter group, if the reader found them by the weights
+        ema: Trainable name -> parts of its moving average (formats/ema); empty if there is none.
+        named_optimizer: Optimizer of another program that names its parameters (see
+            named_optimizer.py).
+        optimizer_left_out: Reason why an optimizer that is in the files cannot be carried over;
+            empty if there is none.
+        names_of_groups: Names of every parameter group, if the reader found them by the weights
             (ZeRO-0).
-        other_models: paths of the other state dicts in the file (see selection).
-        low_precision_copies: trainable name -> parts of the copy that training computed with,
+        other_models: Paths of the other state dicts in the file (see selection).
+        low_precision_copies: Trainable name -> parts of the copy that training computed with,
             which must equal the rounded master.
-        module_names: names of all modules of the model, if a state_dict lists them; None if
+        module_names: Names of all modules of the model, if a state_dict lists them; None if
             unknown.
     """
 
@@ -310,14 +309,14 @@ class WeightSource:
             UserError: two tensors of different dtypes or shapes; it names `listed_in`.
         """
         for alias, owner in aliases.items():
-            mine, other = self.tensors.get(alias), self.tensors.get(owner)
-            if mine is None or other is None or mine.alias_of or other.alias_of:
+            info, other = self.tensors.get(alias), self.tensors.get(owner)
+            if info is None or other is None or info.alias_of or other.alias_of:
                 continue
             # DeepSpeed lists all tensors without elements as shared.
-            if not mine.numel and not other.numel:
+            if not info.numel and not other.numel:
                 continue
-            if (mine.dtype, mine.shape) != (other.dtype, other.shape):
-                found = f"{alias} {mine.shape} listed as tied to {owner} {other.shape}"
+            if (info.dtype, info.shape) != (other.dtype, other.shape):
+                found = f"{alias} {info.shape} listed as tied to {owner} {other.shape}"
                 raise corrupt_file_error(listed_in, found)
             self.tensors[alias] = TensorInfo(alias, other.dtype, other.shape, "alias", owner)
 
@@ -408,11 +407,11 @@ class WeightSource:
         """Return the names of `table` in the order of their first part in the files, empty tensors
         last.
         """
-        number_of = {id(file): number for number, file in enumerate(self.files)}
+        index_of = {id(file): index for index, file in enumerate(self.files)}
 
         def position(name: str) -> tuple[int, int]:
             first = table[name][0]
-            return number_of[id(first.file)], first.file.position_of(first.ref, first.start)
+            return index_of[id(first.file)], first.file.position_of(first.ref, first.start)
 
         empty = [name for name, parts in table.items() if not parts]
         return sorted((name for name, parts in table.items() if parts), key=position) + empty
@@ -557,8 +556,8 @@ class OpenedCheckpoint:
     """An opened source of weights.
 
     Attributes:
-        weights: the source.
-        checkpoint: the mmldlm checkpoint folder that contains it; None for weights of other
+        weights: Source of the weights.
+        checkpoint: Folder of the mmldlm checkpoint that contains it; None for weights of other
             programs.
     """
 

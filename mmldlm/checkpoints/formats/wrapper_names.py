@@ -1,11 +1,9 @@
-"""Names that torch's own wrappers put before or into the names of a model's tensors, and what
-becomes of them.
+"""The parts that torch's own wrappers add to the names of a model's tensors, and their removal.
 
 torch.compile, FullyShardedDataParallel and activation checkpointing keep the model under an
 attribute that no model has by itself. DistributedDataParallel, DataParallel and AveragedModel keep
 it under `module`, which is also an ordinary name of a child: a state_dict alone does not say which
-of the two wrote it. So `module` is removed where something else shows a wrapper of torch's, and
-kept otherwise.
+of the two wrote it. `module` is therefore removed only where something else reveals a wrapper.
 """
 
 from __future__ import annotations
@@ -28,11 +26,11 @@ _AVERAGED = "n_averaged"
 
 
 class BareNames(NamedTuple):
-    """What remove_wrappers found.
+    """Names without wrappers.
 
     Attributes:
-        names: name in the file -> name of the model; without what is not the model's.
-        notes: for the user; empty if the names are the model's as they are.
+        names: Name in the file -> name of the model, without what is not the model's.
+        notes: Notes for the user; empty if the names are the model's as they are.
     """
 
     names: dict[str, str]
@@ -45,8 +43,8 @@ def remove_wrappers(
     """Return the model's names of the tensors of a state_dict.
 
     Args:
-        names: as they are in the file.
-        module_names: names of all modules, as the `_metadata` of a state_dict lists them; None if
+        names: Names as they are in the file.
+        module_names: Names of all modules, as the `_metadata` of a state_dict lists them; None if
             unknown.
     """
     same = BareNames({name: name for name in names}, [])

@@ -47,8 +47,10 @@ _PROMPT = re.compile(r"^(>>>|\.\.\. |\$ |% |In \[|Out\[|C:\\)")
 
 def docstrings_source() -> str:
     """Return a name that differs between environments with different packages."""
-    found = {(dist.name, dist.version) for dist in importlib.metadata.distributions()}
-    names = sorted(f"{name}=={version}" for name, version in found if name and name != "mmldlm")
+    distributions = {(dist.name, dist.version) for dist in importlib.metadata.distributions()}
+    names = sorted(
+        f"{name}=={version}" for name, version in distributions if name and name != "mmldlm"
+    )
     digest = hashlib.sha256("\n".join(names).encode()).hexdigest()[:16]
     return f"docstrings:python-{platform.python_version()}:{len(names)}-packages:{digest}"
 
@@ -61,7 +63,7 @@ def source_files() -> list[Path]:
     roots = [paths["stdlib"], paths["purelib"], paths["platlib"], *site.getsitepackages()]
     files: list[Path] = []
     for root in dict.fromkeys(os.path.realpath(root) for root in roots):
-        found = []
+        names_in_root = []
         for folder, subfolders, names in os.walk(root):
             subfolders[:] = [name for name in subfolders if name not in _SKIPPED_FOLDERS]
             for name in names:
@@ -70,8 +72,8 @@ def source_files() -> list[Path]:
                     and not name.startswith("test_")
                     and not name.endswith("_test.py")
                 ):
-                    found.append(os.path.relpath(os.path.join(folder, name), root))
-        files += [Path(root, name) for name in sorted(found)]
+                    names_in_root.append(os.path.relpath(os.path.join(folder, name), root))
+        files += [Path(root, name) for name in sorted(names_in_root)]
     return list(dict.fromkeys(files))
 
 
@@ -131,7 +133,8 @@ def docstrings_of(source: bytes) -> list[str] | None:
     gc.disable()
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # invalid escapes in other people's sources
+            # Sources of other people have invalid escapes.
+            warnings.simplefilter("ignore")
             tree = ast.parse(source)
     except (SyntaxError, ValueError, RecursionError, MemoryError):
         return None
@@ -145,7 +148,8 @@ def docstrings_of(source: bytes) -> list[str] | None:
             doc = ast.get_docstring(node, clean=True)
             if doc:
                 docs.append(doc)
-        if not isinstance(node, _FUNCTIONS):  # nested functions are hardly ever documented
+        if not isinstance(node, _FUNCTIONS):
+            # Nested functions are hardly ever documented.
             todo += [child for child in reversed(node.body) if isinstance(child, _WITH_BODY)]
     return docs
 
@@ -175,7 +179,8 @@ class _ProseReader:
     def __init__(self) -> None:
         self.paragraphs: list[str] = []
         self._current: list[str] = []
-        self._indent, self._is_hanging = 0, False  # of the current paragraph
+        # Indentation of the current paragraph, and whether its first line hangs.
+        self._indent, self._is_hanging = 0, False
         self._skip_deeper_than: int | None = None
         self._in_fence = self._in_doctest = False
 
@@ -377,12 +382,12 @@ def skeleton(sentence: str) -> str:
     would not be unseen text.
     """
     content = set()
-    for number, word in enumerate(sentence.split()):
+    for index, word in enumerate(sentence.split()):
         word = word.strip(_EDGE)
         folded = word.lower()
         if folded in _STOP_WORDS:
             continue
-        is_plain = number == 0 or (word.islower() and _WORD.match(word))
+        is_plain = index == 0 or (word.islower() and _WORD.match(word))
         content.add(
             (folded[:-1] if folded.endswith("s") and len(folded) > 3 else folded)
             if is_plain

@@ -91,9 +91,9 @@ def open_glyphs(size: int, channels: int, faces: int | None = None) -> ImageCorp
 def draw_glyph(style: str, character: str, size: int, channels: int) -> np.ndarray:
     """Draw one character of a face: uint8 [size, size, channels]."""
     image = Image.new("L", (size, size), 255)
-    place = (size / 2, size - round(3 * size / 16))
+    baseline = (size / 2, size - round(3 * size / 16))
     ImageDraw.Draw(image).text(
-        place, character, fill=0, font=_font(FACES[style], round(15 * size / 16)), anchor="ms"
+        baseline, character, fill=0, font=_font(FACES[style], round(15 * size / 16)), anchor="ms"
     )
     return np.repeat(np.asarray(image)[:, :, None], channels, axis=2)
 
@@ -128,23 +128,23 @@ def open_emoji(
     font, names = _open_emoji_font(path), _emoji_package()
     qualified = names.STATUS["fully_qualified"]
     # Sorted, so that another order in the package changes nothing.
-    known = sorted(
+    emoji = sorted(
         (char, entry["en"])
         for char, entry in names.EMOJI_DATA.items()
         if entry["status"] == qualified
     )
     samples = [
         ImageSample(char, name.strip(":").replace("_", " "))
-        for char, name in known
+        for char, name in emoji
         if _has(font, char)
     ]
     if not samples:
-        raise UserError(f"a font with emoji in {path}", f"none of {len(known):,} emoji", _SET_UP)
+        raise UserError(f"a font with emoji in {path}", f"none of {len(emoji):,} emoji", _SET_UP)
     return ImageCorpus(
         f"{EMOJI}:{names.__version__}:{path.name}:{sha256_of(path)[:12]}",
         samples,
         lambda sample: _draw_emoji(font, sample.image, size, channels),
-        Counter(read=len(known), drop_not_in_font=len(known) - len(samples)),
+        Counter(read=len(emoji), drop_not_in_font=len(emoji) - len(samples)),
         _EMOJI_HELD_OUT,
         words_in_training=True,
         may_hold_out=lambda sample: _SKIN_TONE in sample.caption,

@@ -179,7 +179,8 @@ def _sort(
         if suffix in IMAGE_SUFFIXES:
             images.append(path)
         elif suffix == ".txt":
-            if captions.setdefault(path.with_suffix(""), path) != path:  # a.TXT beside a.txt
+            if captions.setdefault(path.with_suffix(""), path) != path:
+                # Two captions can have one name: a.TXT beside a.txt.
                 counts["read"] += 1
                 counts["drop_second_caption"] += 1
         elif is_metadata(path) and lists_images(path):
@@ -196,12 +197,12 @@ def _of_metadata(path: Path, folder: Path, counts: Counter) -> list[ImageSample]
     samples = []
     for sample in listing(path, path.parent, counts):
         image = (prefix / sample.image).as_posix()
-        own = f"image {sample.image}"
+        group = f"image {sample.image}"
         samples.append(
             replace(
                 sample,
                 image=image,
-                group=f"image {image}" if sample.group == own else sample.group,
+                group=f"image {image}" if sample.group == group else sample.group,
             )
         )
     return samples

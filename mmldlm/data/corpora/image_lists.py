@@ -34,7 +34,8 @@ from mmldlm.utils.input_files import LeftOut, open_regular, read_bytes, walk_fil
 
 GLYPHS, EMOJI = "glyphs", "emoji"
 _OF_TEXTS = (".txt", ".jsonl", ".parquet", ".gz", ".zst")
-DRAWN = (GLYPHS, EMOJI)  # not read from files of the user
+# These corpora are drawn, not read from files of the user.
+DRAWN = (GLYPHS, EMOJI)
 _FORMS = (
     "a list of {image_path, caption, image_id}, or COCO's object with images {id, file_name} and"
     " annotations {image_id, caption}"
@@ -129,8 +130,8 @@ def holds_images(name: str | os.PathLike) -> bool:
         images = {file.with_suffix("") for file in files if file.suffix.lower() in IMAGE_SUFFIXES}
         captions = {file.with_suffix("") for file in files if file.suffix.lower() == ".txt"}
         num_pictures = len(images) + suffixes[".tar"]
-        # As many pictures as texts and no pair: names that do not fit, which opening the corpus
-        # says.
+        # With as many pictures as texts and no pair, the names do not match: opening the corpus
+        # reports that.
         if images & captions or num_pictures >= max(sum(suffixes[kind] for kind in _OF_TEXTS), 1):
             return True
         return bool(images) and any(is_metadata(file) and lists_images(file) for file in files)
@@ -275,8 +276,8 @@ def samples_of(record: Any, root: Path, counts: Counter) -> Iterator[ImageSample
         elif not is_utf8(caption + image):
             counts["drop_not_unicode"] += 1
         else:
-            own = f"image {image}" if group is None else f"group {group}"
-            yield ImageSample(_name(image, root), fold_spaces(caption), own, root / image)
+            own_group = f"image {image}" if group is None else f"group {group}"
+            yield ImageSample(_name(image, root), fold_spaces(caption), own_group, root / image)
 
 
 def _name(image: str, root: Path) -> str:

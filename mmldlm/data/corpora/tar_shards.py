@@ -34,7 +34,8 @@ from mmldlm.utils.input_files import (
 )
 
 SUFFIX = ".tar"
-_CAPTIONS = (".txt", ".json")  # in order of preference
+# In order of preference.
+_CAPTIONS = (".txt", ".json")
 _BRACES = re.compile(r"\{([^{}]*)\}")
 _RECORDS = (
     tarfile.GNUTYPE_LONGNAME,
@@ -43,7 +44,8 @@ _RECORDS = (
     tarfile.XGLTYPE,
     b"X",
 )
-_MAX_RECORD = 1 << 20  # bytes of a name or of attributes before a member
+# Largest size in bytes of a name or of attributes before a member.
+_MAX_RECORD = 1 << 20
 _LINKS, _SPARSE, _OTHERS = (
     "links in archives",
     "sparse files in archives",
@@ -68,21 +70,21 @@ def find_shards(name: str) -> list[Path]:
     """
     path = Path(name)
     if path.is_dir():
-        return [found for found in walk_files(path) if found.suffix.lower() == SUFFIX]
+        return [shard for shard in walk_files(path) if shard.suffix.lower() == SUFFIX]
     if path.is_file():
         return [path] if path.suffix.lower() == SUFFIX else []
     if not is_pattern(name):
         return []
-    found = {pattern: glob.glob(pattern, recursive=True) for pattern in expand_braces(name)}
-    missing = [pattern for pattern, names in found.items() if not names]
-    if missing and len(found) > 1:
+    by_pattern = {pattern: glob.glob(pattern, recursive=True) for pattern in expand_braces(name)}
+    missing = [pattern for pattern, names in by_pattern.items() if not names]
+    if missing and len(by_pattern) > 1:
         some = join_some(missing, limit=3)
         raise UserError(
             f"shards for {name}",
-            f"none for {len(missing):,} of {len(found):,}: {some}",
+            f"none for {len(missing):,} of {len(by_pattern):,}: {some}",
             "check the range",
         )
-    return sorted({Path(name) for names in found.values() for name in names})
+    return sorted({Path(name) for names in by_pattern.values() for name in names})
 
 
 def expand_braces(pattern: str) -> list[str]:
@@ -95,7 +97,7 @@ def expand_braces(pattern: str) -> list[str]:
     first, dots, last = match[1].partition("..")
     if dots and first.isdigit() and last.isdigit():
         width = max(len(first), len(last)) if first.startswith("0") or last.startswith("0") else 0
-        choices = [f"{number:0{width}}" for number in range(int(first), int(last) + 1)]
+        choices = [f"{index:0{width}}" for index in range(int(first), int(last) + 1)]
     elif "," in match[1]:
         choices = match[1].split(",")
     else:
@@ -123,7 +125,7 @@ def list_shards(
         UserError: two shards of one name.
     """
     repeated = [
-        name for name, number in Counter(shard.name for shard in shards).items() if number > 1
+        name for name, count in Counter(shard.name for shard in shards).items() if count > 1
     ]
     if repeated:
         raise UserError(
@@ -132,18 +134,18 @@ def list_shards(
     samples: list[ImageSample] = []
     left_out = LeftOut() if left_out is None else left_out
     for shard in shards:
-        found: dict[str, dict[str, tarfile.TarInfo]] = {}
+        records: dict[str, dict[str, tarfile.TarInfo]] = {}
         try:
             with open_regular(shard) as file:
                 for member in _members(file):
-                    _add(shard, member, found, counts, left_out)
-                for members in found.values():
+                    _add(shard, member, records, counts, left_out)
+                for members in records.values():
                     samples += _samples(shard, file, members, counts)
         except _Damage as error:
             unreadable[shard.name] = str(error)
             counts["read"] += 1
             with open_regular(shard) as file:
-                for members in found.values():
+                for members in records.values():
                     samples += _samples(shard, file, members, counts)
         except OSError as error:
             unreadable[shard.name] = describe_os_error(error)
@@ -202,7 +204,8 @@ def _members(file: BinaryIO) -> Iterator[tarfile.TarInfo]:
         following = _skip_zeros(file, end)
         if following is None:
             return
-        if following == end:  # tarfile takes a damaged header for the end
+        if following == end:
+            # tarfile takes a damaged header for the end of the archive.
             raise _Damage(f"damaged archive: no header at byte {following:,}")
         start = following
 
@@ -223,7 +226,7 @@ def _skip_zeros(file: BinaryIO, start: int) -> int | None:
 def _add(
     shard: Path,
     member: tarfile.TarInfo,
-    found: dict[str, dict[str, tarfile.TarInfo]],
+    records: dict[str, dict[str, tarfile.TarInfo]],
     counts: Counter,
     left_out: LeftOut,
 ) -> None:
@@ -240,13 +243,13 @@ def _add(
     elif suffix not in (*IMAGE_SUFFIXES, *_CAPTIONS):
         left_out.add(_OTHERS, label)
     else:
-        members = found.setdefault(key, {})
-        place = suffix if suffix in _CAPTIONS else "image"
-        if place in members:
+        members = records.setdefault(key, {})
+        entry = suffix if suffix in _CAPTIONS else "image"
+        if entry in members:
             counts["read"] += 1
             counts["drop_second_of_its_key"] += 1
         else:
-            members[place] = member
+            members[entry] = member
 
 
 def _samples(
@@ -281,5 +284,5 @@ def _caption(
         fields = json.loads(text)
     except (ValueError, RecursionError):
         return {}
-    known = ("caption", "text", "group", "image_id")
-    return {key: fields[key] for key in known if key in fields} if isinstance(fields, dict) else {}
+    keys = ("caption", "text", "group", "image_id")
+    return {key: fields[key] for key in keys if key in fields} if isinstance(fields, dict) else {}

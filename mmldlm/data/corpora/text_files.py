@@ -25,10 +25,13 @@ from mmldlm.utils.input_files import open_regular, refuse_pointer, require_regul
 
 KINDS = (".txt", ".jsonl", ".txt.gz", ".jsonl.gz", ".txt.zst", ".jsonl.zst", ".parquet")
 PART_BYTES = 32 << 20
+# Counter of the texts with NUL characters, such as those of UTF-16 or of binary files.
 NOT_TEXT = "drop_not_text"
 _COMPRESSED = (".gz", ".zst")
-_FEED = 1 << 10  # bytes given to a decompressor at once: at most 32 MiB come out of them
-_SNIFFED = 64  # records that are looked at to know what a file is a list of
+# Bytes given to a decompressor at once; at most 32 MiB come out of them.
+_FEED = 1 << 10
+# Number of records that are examined to know what a file is a list of.
+_SNIFFED = 64
 _EXTRA = "pip install 'mmldlm[data]'"
 IMAGE_SUFFIXES = (
     ".png",
@@ -44,10 +47,12 @@ IMAGE_SUFFIXES = (
     ".ppm",
     ".pgm",
 )
-# Images that are not supported.
+# Suffixes of images that Pillow does not read.
 _NOT_READ = (".heic", ".heif", ".avif", ".jp2", ".jxl", ".svg", ".tga", ".dng")
+# Fields that always name an image.
 _ALWAYS = ("image", "image_path")
-# Names that records of texts have, too: they count where the value ends like the name of an image.
+# Fields that records of texts have, too; they count where the value ends like the name of an
+# image.
 _PERHAPS = (
     "file_name",
     "filename",
@@ -60,9 +65,6 @@ _PERHAPS = (
     "image_file",
     "image_name",
 )
-
-
-"""Counter of the texts with NUL characters, such as those of UTF-16 or of binary files."""
 
 
 def kind_of(path: Path) -> str | None:
@@ -124,7 +126,8 @@ class FileUnit:
             position = self.start
             if self.start:
                 file.seek(self.start - 1)
-                position += _skip_line(file) - 1  # the line before belongs to another part
+                # The line before belongs to another part.
+                position += _skip_line(file) - 1
             while self.end is None or position < self.end:
                 try:
                     raw = file.readline(MAX_TEXT_BYTES + 1)
@@ -133,7 +136,8 @@ class FileUnit:
                         if len(raw) > MAX_TEXT_BYTES and not raw.endswith(b"\n")
                         else 0
                     )
-                except Exception as error:  # each decompressor has its own types
+                except Exception as error:
+                    # Each decompressor raises its own types.
                     raise self._error(
                         "a complete compressed file", str(error), "copy the file again"
                     ) from error
@@ -229,14 +233,14 @@ class FileUnit:
                     "repair or remove that line, or name another field with --text-field",
                 )
             if not isinstance(text, str):
-                known = (
+                keys = (
                     ", ".join(sorted(record))
                     if isinstance(record, dict)
                     else type(record).__name__
                 )
                 raise self._error(
                     f"a string in field '{self.text_field}' of every line",
-                    f"line {self._line_number(position)} has {known or 'no field'}",
+                    f"line {self._line_number(position)} has {keys or 'no field'}",
                     "name the field with --text-field, or repair that line",
                 )
             yield from clean(text, counts)
@@ -332,7 +336,8 @@ class _ZstdFile(io.RawIOBase):
                 f"the package zstandard, to read {path}", "it is not installed", _EXTRA
             ) from None
         self._file, self._new_frame = file, zstandard.ZstdDecompressor().decompressobj
-        self._frame: Any = None  # the frame that has not ended yet
+        # The frame that has not ended yet, if there is one.
+        self._frame: Any = None
         self._raw, self._content = b"", memoryview(b"")
 
     def readable(self) -> bool:
@@ -393,7 +398,8 @@ def parquet_units(
         )
     text_field = text_field or "text"
     kind = schema.field(text_field).type if text_field in names else None
-    if kind is not None and arrow.types.is_dictionary(kind):  # pandas' categories
+    if kind is not None and arrow.types.is_dictionary(kind):
+        # Categories of pandas are dictionaries of strings.
         kind = kind.value_type
     if kind is None or not any(test(kind) for test in _tests_of_strings(arrow)):
         raise UserError(

@@ -1,6 +1,7 @@
 """Sentence encoders: text -> latent.
 
-One class for all encoders in specs.py, and for others by name.
+One class for all encoders in specs.py, and for others by name. Below it, the poolings and dense
+layers of sentence-transformers, from the last states of a transformer to one vector per text.
 """
 
 from __future__ import annotations
@@ -21,7 +22,6 @@ from mmldlm.data.encoders.model_files import (
     read_tokenizer,
     weights_files,
 )
-from mmldlm.data.encoders.pooling import Dense, pool
 from mmldlm.data.encoders.sentence_transformer import (
     MODULES,
     bare_transformer,
@@ -35,19 +35,19 @@ from mmldlm.utils.formatting import first_line, join_some
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 _IDENTITY_OPTIONS = ("pooling", "normalize", "max_length")
-# Options with the values that identities omit.
+# Options that identities omit at these values.
 _OMITTED_OPTIONS = {"prefix": "", "lower_case": False, "include_prompt": True}
-# Tokens that are read of a text by a model without a limit of its own.
+# Number of tokens that are read of a text by a model without a limit of its own.
 _UNLIMITED = 8192
 
 
 def usable_device(device: str | None) -> str:
-    """Return a device: as asked for, else a GPU if there is one."""
+    """Return the requested device, else a GPU if there is one."""
     return device or ("cuda" if torch.cuda.is_available() else "cpu")
 
 
 def usable_dtype(dtype: str | None, device: str) -> str:
-    """Return the precision of the forward pass: as asked for, else fp32 on the CPU and bf16 on a
+    """Return the requested precision of the forward pass, else fp32 on the CPU and bf16 on a
     GPU.
     """
     return dtype or ("fp32" if device == "cpu" else "bf16")
@@ -118,10 +118,8 @@ class Encoder:
         self.batch_size = batch_size
         self.dtype = usable_dtype(dtype, self.device)
         language = {"src_lang": spec.source_language} if spec.source_language else {}
-        subject, fix = (
-            f"encoder '{name}' in {self.transformer_folder}",
-            "copy or install these files again",
-        )
+        subject = f"encoder '{name}' in {self.transformer_folder}"
+        fix = "copy or install these files again"
         self._tokenizer = read_tokenizer(
             self.transformer_folder, f"the tokenizer of {subject}", fix, **language
         )
@@ -133,10 +131,16 @@ class Encoder:
         try:
             with no_loading_bar():
                 self._model = _load(self.transformer_folder, spec.architecture, DTYPES[self.dtype])
-            self._steps = [(step, self._load_step(step)) for step in spec.steps]
+            self._steps = [
+                (step, Dense(self.folder / step.folder, step, self.device))
+                if step.kind == "dense"
+                else (step, None)
+                for step in spec.steps
+            ]
         except (MemoryError, UserError):
             raise
-        except Exception as error:  # safetensors, torch and transformers have their own types
+        except Exception as error:
+            # safetensors, torch and transformers raise their own types.
             raise UserError(f"the weights of {subject}", first_line(error), fix) from error
         self._model.eval().requires_grad_(False).to(self.device)
         if compile:
@@ -166,11 +170,6 @@ class Encoder:
         if not spec.include_prompt and spec.prefix and (prompt := self._tokenize([""])[0][0]):
             self._num_prompt_tokens = len(prompt) - (prompt[-1] in self._tokenizer.all_special_ids)
 
-    def _load_step(self, step: Step) -> Dense | None:
-        return (
-            Dense(self.folder / step.folder, step, self.device) if step.kind == "dense" else None
-        )
-
     @classmethod
     def from_identity(cls, identity: dict[str, Any], **kwargs: Any) -> Encoder:
         """Load the encoder of a store's or a checkpoint's latents.
@@ -185,12 +184,12 @@ class Encoder:
         encoder = cls(
             name, latent_dim=identity.get("cut_to"), is_bare=is_bare, **options, **kwargs
         )
-        expected, own = identity.get("weights_sha256"), encoder.weights_sha256()
-        if expected is not None and own != expected:
+        expected, actual = identity.get("weights_sha256"), encoder.weights_sha256()
+        if expected is not None and actual != expected:
             raise UserError(
                 f"encoder {identity['name']} with the weights of the data (sha256"
                 f" {expected[:12]})",
-                f"weights of sha256 {own[:12]} from {encoder.source}",
+                f"weights of sha256 {actual[:12]} from {encoder.source}",
                 "install the encoder that prepared the data",
             )
         # Identities of earlier versions have no modules: these knew dense layers alone.
@@ -334,7 +333,8 @@ class Encoder:
     def forward_flops(self, lengths: Sequence[int]) -> float:
         """Return the forward FLOPs of texts of these lengths: 2 per parameter (embeddings do not
         count) and token, and those of attention (arXiv 2001.08361)."""
-        unread = ("embed", "pooler")  # looked up, or not computed for the last states
+        # Embeddings are looked up, and the pooler is not needed for the last states.
+        unread = ("embed", "pooler")
         weights = sum(
             p.numel()
             for name, p in self._model.named_parameters()
@@ -453,8 +453,9 @@ def lower_case_first(tokenizer: Any, subject: str) -> None:
             "save it with its fast class (a tokenizer.json)",
         )
     core = tokenizer.backend_tokenizer
-    own = core.normalizer
-    rules = list(own) if isinstance(own, normalizers.Sequence) else [] if own is None else [own]
+    rules = [] if core.normalizer is None else [core.normalizer]
+    if isinstance(core.normalizer, normalizers.Sequence):
+        rules = list(core.normalizer)
     if not any(isinstance(rule, normalizers.Lowercase) for rule in rules):
         core.normalizer = normalizers.Sequence([normalizers.Lowercase(), *rules])
 
@@ -472,7 +473,7 @@ def _load(folder: Path, architecture: str, dtype: torch.dtype):
     )
     if architecture == "m2m":
         from transformers.models.m2m_100.modeling_m2m_100 import M2M100Encoder as kind
-    model, found = kind.from_pretrained(
+    model, report = kind.from_pretrained(
         folder,
         local_files_only=True,
         trust_remote_code=False,
@@ -480,8 +481,8 @@ def _load(folder: Path, architecture: str, dtype: torch.dtype):
         output_loading_info=True,
     )
     # The pooler is not used: pooling takes the last states.
-    missing = [name for name in found["missing_keys"] if "pooler" not in name]
-    missing += [str(name) for name in found["mismatched_keys"]]
+    missing = [name for name in report["missing_keys"] if "pooler" not in name]
+    missing += [str(name) for name in report["mismatched_keys"]]
     if missing:
         raise UserError(
             f"all weights of the model that config.json describes in {folder}",
@@ -507,3 +508,82 @@ def token_budget_batches(
         batches.append(order[start : start + size])
         start += size
     return batches
+
+
+def pool(
+    hidden: torch.Tensor, mask: torch.Tensor, pooling: str, num_prompt_tokens: int = 0
+) -> torch.Tensor:
+    """Pool the last states of each text to one vector.
+
+    Args:
+        hidden: [B, S, H] float32.
+        mask: [B, S], 1 at real positions, with padding on the right.
+        pooling: Pooling as in EncoderSpec; several joined with + are concatenated.
+        num_prompt_tokens: Number of first positions that are left out.
+
+    Returns:
+        [B, H], or [B, H * number of poolings]. A text of prompt tokens alone gives no finite,
+        non-zero vector.
+    """
+    if num_prompt_tokens:
+        mask = mask.clone()
+        mask[:, :num_prompt_tokens] = 0
+    return torch.cat([_pool(hidden, mask, kind) for kind in pooling.split("+")], dim=-1)
+
+
+def _pool(hidden: torch.Tensor, mask: torch.Tensor, pooling: str) -> torch.Tensor:
+    rows = torch.arange(len(hidden), device=hidden.device)
+    if pooling == "cls":
+        return hidden[rows, mask.argmax(1)]
+    if pooling == "last":
+        positions = torch.arange(mask.shape[1], device=mask.device)
+        last = (mask * positions).argmax(1)
+        return hidden[rows, last] * mask[rows, last].unsqueeze(-1)
+    if pooling == "max":
+        return hidden.masked_fill(mask.unsqueeze(-1) == 0, float("-inf")).amax(1)
+    weight = mask.unsqueeze(-1).to(hidden.dtype)
+    if pooling == "weightedmean":
+        # Weights are positions in the text, the prompt included.
+        weight = weight * torch.arange(
+            1, mask.shape[1] + 1, device=hidden.device, dtype=hidden.dtype
+        ).view(1, -1, 1)
+    total = (hidden * weight).sum(1)
+    total_weight = weight.sum(1).clamp(min=1e-9)
+    return total / (total_weight.sqrt() if pooling == "mean_sqrt_len" else total_weight)
+
+
+class Dense:
+    """A dense layer of sentence-transformers, in float32.
+
+    Attributes:
+        in_width, width: Components before and after.
+    """
+
+    def __init__(self, folder: Path, step: Step, device: str):
+        if (folder / "model.safetensors").is_file():
+            from safetensors.torch import load_file
+
+            weights = load_file(folder / "model.safetensors")
+        else:
+            weights = torch.load(
+                folder / "pytorch_model.bin", map_location="cpu", weights_only=True
+            )
+        weights = {name: tensor.to(device, torch.float32) for name, tensor in weights.items()}
+        self.weight, self.bias = weights["linear.weight"], weights.get("linear.bias")
+        self.width, self.in_width = self.weight.shape
+        self._has_residual = step.has_residual
+        # A residual of another width has its own projection.
+        self._residual = (
+            weights["residual.weight"]
+            if step.has_residual and self.width != self.in_width
+            else None
+        )
+        self._activation = getattr(torch.nn, step.activation)()
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        out = self._activation(torch.nn.functional.linear(x, self.weight, self.bias))
+        if self._has_residual:
+            out = out + (
+                x if self._residual is None else torch.nn.functional.linear(x, self._residual)
+            )
+        return out

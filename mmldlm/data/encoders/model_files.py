@@ -24,16 +24,18 @@ from mmldlm.utils.json_files import read_json
 
 _SMALL_FILES = ["*.json", "*.txt", "*.model"]
 _OTHER_FILES = ["onnx/*", "openvino/*", "flax_*", "tf_*", "rust_*"]
-# environment variable: folders of own encoders, as PATH has those of programs
+# Environment variable with the folders of the user's own encoders, separated as in PATH.
 PLACES = "MMLDLM_ENCODERS"
-_WEIGHTS = ("*.safetensors", "*.bin")  # in order of preference
+# In order of preference.
+_WEIGHTS = ("*.safetensors", "*.bin")
 VAE_CLASS = "AutoencoderKL"
 _VAE_CONFIG = "config.json"
 # In order of preference.
 _VAE_WEIGHTS = ("diffusion_pytorch_model.safetensors", "diffusion_pytorch_model.bin")
-# latents of the autoencoder side by side that make one latent of the model, as in DiT and SD3
+# One latent of the model is 2 x 2 latents of the autoencoder, as in DiT and SD3.
 _VAE_PATCH = 2
-MAX_TOKENIZER_BYTES = 256 << 20  # the largest tokenizers have about 35 MB
+# The largest known tokenizers have about 35 MB.
+MAX_TOKENIZER_BYTES = 256 << 20
 
 
 def find_model_folder(name: str, cache_dir: str | None = None) -> tuple[Path, str]:
@@ -63,8 +65,8 @@ def find_model_folder(name: str, cache_dir: str | None = None) -> tuple[Path, st
     spec = ENCODERS.get(name) or EncoderSpec(name, None, None, None, 512)
     if spec.package is not None:
         # find_spec of a top-level name finds the package without importing it.
-        found = importlib.util.find_spec(spec.package[0])
-        for location in (found.submodule_search_locations or ()) if found else ():
+        module_spec = importlib.util.find_spec(spec.package[0])
+        for location in (module_spec.submodule_search_locations or ()) if module_spec else ():
             folder = Path(location, spec.package[1])
             if (folder / "model.safetensors").is_file() and (folder / "config.json").is_file():
                 return folder, f"pypi:{spec.pip_name}"
@@ -104,8 +106,8 @@ def find_model_folder(name: str, cache_dir: str | None = None) -> tuple[Path, st
 
 
 def name_to_load(identity: dict[str, Any]) -> str:
-    """Return the name by which to load the encoder of an identity: an own one is known by its
-    folder's name alone.
+    """Return the name by which to load the encoder of an identity; a user's own encoder is known
+    by the name of its folder alone.
 
     Raises:
         UserError: a folder that is neither here nor in MMLDLM_ENCODERS.
@@ -115,12 +117,12 @@ def name_to_load(identity: dict[str, Any]) -> str:
     if not is_folder or Path(name).is_dir():
         return name
     places = [
-        Path(place).expanduser() / name
-        for place in os.environ.get(PLACES, "").split(os.pathsep)
-        if place
+        Path(path).expanduser() / name
+        for path in os.environ.get(PLACES, "").split(os.pathsep)
+        if path
     ]
-    if found := next((place for place in places if place.is_dir()), None):
-        return str(found)
+    if folder := next((path for path in places if path.is_dir()), None):
+        return str(folder)
     raise UserError(
         f"the folder '{name}' of the encoder that made the latents",
         f"not in {Path.cwd()}" + (f" nor in {PLACES}={os.environ[PLACES]}" if places else ""),
@@ -159,8 +161,8 @@ def weights_files(
         UserError: the folder has neither.
     """
     for pattern in _WEIGHTS:
-        if found := sorted(folder.glob(pattern)):
-            return found
+        if paths := sorted(folder.glob(pattern)):
+            return paths
     raise UserError(
         f"model.safetensors (or .bin) of encoder '{name}' in {folder}", "the file is missing", fix
     )
@@ -335,7 +337,8 @@ def read_tokenizer(source: str | Path, expected: str, fix: str, **options: Any):
             trust_remote_code=False,
             **options,
         )
-    except BaseException as error:  # missing files, no network, bad JSON: many types
+    except BaseException as error:
+        # transformers raises many types: missing files, no network, bad JSON.
         # Only a panic of the Rust library is handled like an error.
         if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
             raise
@@ -355,7 +358,7 @@ def save_tokenizer(tokenizer: Any, folder: Path) -> None:
     try:
         tokenizer.save_pretrained(folder)
     except Exception as error:
-        if (found := re.search(r"\(os error (\d+)\)", str(error))) is None:
+        if (os_error := re.search(r"\(os error (\d+)\)", str(error))) is None:
             raise
-        number = int(found.group(1))
-        raise OSError(number, os.strerror(number), str(folder)) from error
+        code = int(os_error.group(1))
+        raise OSError(code, os.strerror(code), str(folder)) from error

@@ -17,9 +17,10 @@ from mmldlm.errors import UserError
 from mmldlm.utils.json_files import read_json, read_json_value
 
 MODULES = "modules.json"
-_OWN_MODULES = "sentence_transformers."  # with which the types of modules begin
+# Prefix of the types of built-in modules.
+_OWN_MODULES = "sentence_transformers."
 _AFTER_POOLING = ("Dense", "Normalize", "Dropout")
-# sentence-transformers' names of poolings, and those of EncoderSpec. Flags are concatenated in
+# Names of poolings in sentence-transformers -> those of EncoderSpec. Flags are concatenated in
 # this order.
 _POOLINGS = {
     "cls": "cls",
@@ -57,8 +58,8 @@ _TRANSFORMER_FILES = tuple(
     for kind in ("bert", "roberta", "distilbert", "camembert", "albert", "xlm-roberta", "xlnet")
 )
 _PLAIN_TEXT = {"text": {"method": "forward", "method_output_name": "last_hidden_state"}}
-# Without an effect on `encode`: how the model computes, and what only its queries, documents and
-# scores use.
+# Settings without an effect on `encode`: how the model computes, and what only its queries,
+# documents and scores use.
 _TRANSFORMER_NO_EFFECT = ("unpad_inputs", "query_length", "document_length", "query_expansion")
 _MODEL_ARGS_NO_EFFECT = (
     "trust_remote_code",
@@ -68,7 +69,7 @@ _MODEL_ARGS_NO_EFFECT = (
     "low_cpu_mem_usage",
 )
 _ENCODER_HALVES = {"t5": "t5", "mt5": "mt5", "umt5": "umt5", "m2m_100": "m2m"}
-# Their positions are counted from the padding id on.
+# Models whose positions are counted from the padding id on.
 _OFFSET_POSITIONS = (
     "roberta",
     "xlm-roberta",
@@ -176,18 +177,18 @@ def read_modules(folder: Path) -> list[tuple[str, str]] | None:
     )
     if not is_list:
         raise UserError(expected, str(modules)[:100], _COPY)
-    found = []
+    named = []
     for module in modules:
         kind, part = module.get("type", ""), module.get("path", "")
         if not isinstance(kind, str) or not isinstance(part, str) or "\0" in part or "\\" in part:
             raise UserError(expected, str(module)[:100], _COPY)
         if PurePosixPath(part).is_absolute() or ".." in PurePosixPath(part).parts:
             raise UserError(f"modules inside {folder}", f"path {part!r} in {path}", _COPY)
-        found.append((kind, part))
-    return found
+        named.append((kind, part))
+    return named
 
 
-def _settings(path: Path, known: Collection[str]) -> dict[str, Any]:
+def _settings(path: Path, known_keys: Collection[str]) -> dict[str, Any]:
     """Return the settings of a module; without a file none.
 
     Raises:
@@ -195,8 +196,8 @@ def _settings(path: Path, known: Collection[str]) -> dict[str, Any]:
     """
     settings = read_json(path, _COPY) if path.is_file() else {}
     for key, value in settings.items():
-        if key not in known:
-            raise _not_followed(path, key, value, f"settings among {', '.join(known)}")
+        if key not in known_keys:
+            raise _not_followed(path, key, value, f"settings among {', '.join(known_keys)}")
     return settings
 
 
@@ -222,16 +223,16 @@ def _length(path: Path, key: str, value: Any) -> int | None:
 
 def _read_transformer(folder: Path, part: str) -> dict[str, Any]:
     """Return the fields of the spec that the first module decides."""
-    own = folder / part
-    if (own / "adapter_config.json").is_file():
+    subfolder = folder / part
+    if (subfolder / "adapter_config.json").is_file():
         raise UserError(
-            f"a complete transformer in {own}",
+            f"a complete transformer in {subfolder}",
             "adapter_config.json: an adapter (PEFT) of another model",
             "merge the adapter into the model (merge_and_unload) and save it",
         )
     path = next(
-        (own / name for name in _TRANSFORMER_FILES if (own / name).is_file()),
-        own / _TRANSFORMER_FILES[0],
+        (subfolder / name for name in _TRANSFORMER_FILES if (subfolder / name).is_file()),
+        subfolder / _TRANSFORMER_FILES[0],
     )
     args = {
         "model_args": "model_kwargs",
@@ -246,32 +247,41 @@ def _read_transformer(folder: Path, part: str) -> dict[str, Any]:
         "tokenizer_name_or_path": None,
         "processing_kwargs": {},
     }
-    known = (*followed, *fixed, *args, *args.values(), *_TRANSFORMER_NO_EFFECT)
-    settings = _settings(path, known)
+    known_keys = (*followed, *fixed, *args, *args.values(), *_TRANSFORMER_NO_EFFECT)
+    settings = _settings(path, known_keys)
     for key, value in fixed.items():
         if key in settings and settings[key] not in (value, None):
             raise _not_followed(path, key, settings[key], f"{key} {json.dumps(value)}")
     max_length = _length(path, "max_seq_length", settings.get("max_seq_length"))
     for old, new in args.items():
         group = old if old in settings else new
-        given = settings.get(group) or {}
+        group_args = settings.get(group) or {}
         no_effect = _MODEL_ARGS_NO_EFFECT if new == "model_kwargs" else ("trust_remote_code",)
-        if new == "processor_kwargs" and isinstance(given, dict) and "model_max_length" in given:
-            given = dict(given)  # of the two lengths this one counts
-            max_length = _length(path, f"{group}.model_max_length", given.pop("model_max_length"))
-        for key, value in given.items() if isinstance(given, dict) else [("", given)]:
+        if (
+            new == "processor_kwargs"
+            and isinstance(group_args, dict)
+            and "model_max_length" in group_args
+        ):
+            # Of the two lengths this one counts.
+            group_args = dict(group_args)
+            max_length = _length(
+                path, f"{group}.model_max_length", group_args.pop("model_max_length")
+            )
+        for key, value in (
+            group_args.items() if isinstance(group_args, dict) else [("", group_args)]
+        ):
             if key not in no_effect:
                 raise _not_followed(
                     path, f"{group}.{key}", value, f"no {group} but {', '.join(no_effect)}"
                 )
-    limit = positions(own)
+    limit = positions(subfolder)
     if max_length is not None and limit is not None:
         max_length = min(max_length, limit)
     return {
         "max_length": max_length,
         "subfolder": part,
         "lower_case": _flag(path, settings, "do_lower_case", False),
-        "architecture": architecture_of(own),
+        "architecture": architecture_of(subfolder),
     }
 
 
@@ -279,7 +289,7 @@ def _read_pooling(path: Path) -> tuple[str, bool]:
     """Return the pooling, joined with + if it is a concatenation, and whether the prompt's tokens
     are pooled.
     """
-    known = (
+    known_keys = (
         "word_embedding_dimension",
         "embedding_dimension",
         "pooling_mode",
@@ -288,7 +298,7 @@ def _read_pooling(path: Path) -> tuple[str, bool]:
     )
     if not path.is_file():
         raise UserError(f"the settings of the module Pooling at {path}", "no such file", _COPY)
-    settings = _settings(path, known)
+    settings = _settings(path, known_keys)
     modes = settings.get("pooling_mode")
     if modes is None:
         chosen = [mode for key, mode in _POOLING_FLAGS.items() if settings.get(key)] or ["mean"]
@@ -310,11 +320,11 @@ def _read_step(folder: Path, kind: str, part: str) -> Step | None:
     """Read a module after the pooling; None for one that does nothing outside of training."""
     if kind == "Dropout":
         return None
-    path, here = folder / part / "config.json", "sentence_embedding"
+    path, current = folder / part / "config.json", "sentence_embedding"
     if kind == "Normalize":
         settings = read_json(path, _COPY) if part and path.is_file() else {}
     else:
-        known = (
+        known_keys = (
             "in_features",
             "out_features",
             "bias",
@@ -323,10 +333,10 @@ def _read_step(folder: Path, kind: str, part: str) -> Step | None:
             "module_output_name",
             "use_residual",
         )
-        settings = _settings(path, known)
+        settings = _settings(path, known_keys)
     for key in ("module_input_name", "module_output_name"):
-        if settings.get(key, here) not in (here, None):
-            raise _not_followed(path, key, settings[key], f"{key} {here}", _BARE)
+        if settings.get(key, current) not in (current, None):
+            raise _not_followed(path, key, settings[key], f"{key} {current}", _BARE)
     if kind == "Normalize":
         return Step("normalize")
     activation = settings.get("activation_function", "torch.nn.modules.activation.Tanh")
@@ -396,9 +406,8 @@ def architecture_of(folder: Path) -> str:
 
 
 def positions(folder: Path) -> int | None:
-    """Return the number of positions of a model;
-
-    None for relative positions, which are unlimited.
+    """Return the number of positions of a model; None for relative positions, which are
+    unlimited.
     """
     config = _model_config(folder)
     count = config.get("max_position_embeddings")

@@ -139,7 +139,8 @@ def _load(folder: Path, dtype: torch.dtype):
         )
     except MemoryError:
         raise
-    except Exception as error:  # safetensors, torch and diffusers have their own types
+    except Exception as error:
+        # safetensors, torch and diffusers raise their own types.
         raise UserError(
             f"the weights of the autoencoder in {folder}",
             first_line(error),

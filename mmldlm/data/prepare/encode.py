@@ -1,5 +1,5 @@
-"""Stage 3: encode samples into latents, shard by shard, and set aside texts on which the encoder
-fails.
+"""The encoding stage: turn samples into latents, shard by shard, and set aside texts on which the
+encoder fails.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import torch
 from mmldlm.data.arrays import read_npz, write_npz
 from mmldlm.data.encoders.encoder import Encoder
 from mmldlm.data.encoders.model_files import VaeFiles
+from mmldlm.data.encoders.vae import default_device, usable_dtype
 from mmldlm.data.image_codec import VaeCodec
 from mmldlm.data.prepare.options import ImageOptions
 from mmldlm.data.prepare.task_queue import TaskQueue
@@ -29,7 +30,8 @@ SAMPLES_PER_SHARD = 4096
 # When this many texts fail one by one and none succeeds, the encoder or the GPU is broken, not the
 # texts.
 FATAL_ERRORS = 16
-_SMALLEST_BUDGET = 1024  # tokens
+# In tokens.
+_SMALLEST_BUDGET = 1024
 
 
 @dataclass
@@ -79,15 +81,15 @@ def encode(
         before, num_done = num_done, num_done + num_pieces
         progress(num_done // latents_per_text - before // latents_per_text)
 
-    found = _encode(encoder, pieces, retries, None if progress is None else count_texts)
+    vectors = _encode(encoder, pieces, retries, None if progress is None else count_texts)
     latents = np.zeros((len(pieces), encoder.latent_dim), np.float32)
-    latents[found.is_ok] = found.latents
-    is_ok = found.is_ok.reshape(-1, latents_per_text).all(axis=1)
+    latents[vectors.is_ok] = vectors.latents
+    is_ok = vectors.is_ok.reshape(-1, latents_per_text).all(axis=1)
     reasons: dict[int, str] = {}
-    for position, reason in found.reasons.items():
+    for position, reason in vectors.reasons.items():
         text, piece = divmod(position, latents_per_text)
         reasons.setdefault(text, f"piece {piece + 1} of {latents_per_text}: {reason}")
-    is_cut = found.is_cut.reshape(-1, latents_per_text).any(axis=1)
+    is_cut = vectors.is_cut.reshape(-1, latents_per_text).any(axis=1)
     return EncodeResult(
         is_ok, latents.reshape(len(texts), latents_per_text, -1)[is_ok], reasons, is_cut
     )
@@ -101,9 +103,11 @@ def _encode(
     try:
         latents = _encode_all(encoder, texts, progress, is_cut)
         failed = np.flatnonzero(invalid_rows(latents)).tolist()
-    except MmldlmError:  # a user error, or another rank has failed
+    except MmldlmError:
+        # A user error, or the failure of another rank.
         raise
-    except Exception as error:  # out of memory, a kernel's failure, a tokenizer's panic
+    except Exception as error:
+        # Any failure counts: out of memory, a kernel, a panic of the tokenizer.
         _release_memory(error)
         latents = np.full((len(texts), encoder.latent_dim), np.nan, np.float32)
         failed = list(range(len(texts)))
@@ -142,7 +146,8 @@ def _encode_all(
                     raise
                 _release_memory(error)
                 encoder.batch_tokens //= 2
-                progress = None  # some of these texts are counted already
+                # Some of these texts have been counted already.
+                progress = None
     finally:
         encoder.batch_tokens = budget
 
@@ -185,7 +190,7 @@ def write_encoded(path: Path, encoded: EncodeResult) -> None:
 def read_encoded(path: Path) -> EncodeResult:
     """Read a shard of latents, with its CRCs checked."""
     file = read_npz(path)
-    # Work of an earlier version has none.
+    # Results of earlier versions do not have it.
     is_cut = file.get("is_cut", np.zeros(len(file["is_ok"]), bool))
     return EncodeResult(file["is_ok"], file["latents"], _reasons(file), is_cut)
 
@@ -210,8 +215,6 @@ def load_vae_codec(options: ImageOptions, files: VaeFiles, queue: TaskQueue) -> 
         UserError: diffusers is not installed, the weights are damaged, or a precision that they do
             not allow.
     """
-    from mmldlm.data.encoders.vae import default_device, usable_dtype
-
     device = device_of_rank(queue.local_rank) or default_device()
     dtype = usable_dtype(files, options.dtype, device)
     folder = None if files.source.startswith("hub:") else str(files.folder.resolve())
@@ -224,8 +227,6 @@ def device_of_rank(local_rank: int) -> str | None:
     """Return the GPU of a rank of this machine; without GPUs None, and the cores are shared among
     the ranks.
     """
-    import torch
-
     if torch.cuda.is_available():
         return f"cuda:{local_rank % torch.cuda.device_count()}"
     if "OMP_NUM_THREADS" not in os.environ:

@@ -19,10 +19,12 @@ from mmldlm.data.prepare.read import ImageShards
 from mmldlm.errors import UserError
 from mmldlm.utils.atomic_files import atomic_file
 
-_PCA_IMAGES = 16_384  # more do not change the components
-_CODE_PATCHES, _PATCHES_A_CODE = 1 << 17, 8  # nor more patches 512 codes
+# More images do not change the components, nor do more patches change 512 codes.
+_PCA_IMAGES = 16_384
+_CODE_PATCHES, _PATCHES_A_CODE = 1 << 17, 8
 _ITERATIONS = 40
-_MARGIN = 0.01  # share of the patches beyond each end of the levels
+# Fraction of the patches beyond each end of the levels.
+_MARGIN = 0.01
 
 
 def fit_codec(
@@ -72,10 +74,12 @@ def _fit_basis(
     step = -(-len(rows) // _PCA_IMAGES)
     blocks = shards.blocks(rows[::step])
     with console.status(f"fitting {count} principal components"):
-        basis, kept = fit_components(
+        basis, explained = fit_components(
             ((images / 127.5 - 1).astype(np.float32) for _, images in blocks), count
         )
-    console.print(f"{options.latents} keeps {kept:.1%} of the variance of the training images")
+    console.print(
+        f"{options.latents} keeps {explained:.1%} of the variance of the training images"
+    )
     return basis
 
 
@@ -112,8 +116,8 @@ def fit_kmeans(patches: np.ndarray, count: int, seed: int) -> Codebook:
     a patch moves to the patch that is worst served.
 
     Args:
-        patches: uint8 [M, D] with at least `count` distinct ones (`distinct_patches`).
-        count: Q.
+        patches: Patches, uint8 [M, D], with at least `count` distinct ones (`distinct_patches`).
+        count: Number of codes Q.
         seed: Seed of the first codes.
     """
     points, weights = distinct_patches(patches)
@@ -173,7 +177,7 @@ def fit_fsq(patches: np.ndarray) -> Codebook:
     FSQ's learned ones.
 
     Args:
-        patches: uint8 [M, D], D at least 4.
+        patches: Patches, uint8 [M, D] with D of at least 4.
     """
     flat = patches.astype(np.float64)
     mean = flat.mean(0)
@@ -183,7 +187,7 @@ def fit_fsq(patches: np.ndarray) -> Codebook:
         :, None
     ]
     ends = np.quantile((flat - mean) @ components.T, [_MARGIN, 1 - _MARGIN], axis=0)
-    levels = [np.linspace(low, high, number) for low, high, number in zip(*ends, FSQ_LEVELS)]
+    levels = [np.linspace(low, high, count) for low, high, count in zip(*ends, FSQ_LEVELS)]
     grid = np.array(list(product(*levels)))
     return Codebook("fsq", np.clip(np.rint(mean + grid @ components), 0, 255).astype(np.uint8))
 
@@ -197,7 +201,7 @@ def fit_components(blocks: Iterable[np.ndarray], count: int) -> tuple[np.ndarray
 
     Returns:
         float32 [M + 1, S * S * C], the mean and then the components, each with its largest entry
-        positive; and the share of the variance that they keep.
+        positive; and the fraction of the variance that they explain.
     """
     num, total, products = 0, 0.0, 0.0
     for block in blocks:
@@ -209,5 +213,5 @@ def fit_components(blocks: Iterable[np.ndarray], count: int) -> tuple[np.ndarray
     components = vectors[:, order].T
     largest = components[np.arange(len(components)), np.abs(components).argmax(1)]
     components *= np.sign(largest)[:, None]
-    kept = float(variances[order].sum() / max(variances.clip(0).sum(), 1e-12))
-    return np.concatenate([mean[None], components]).astype(np.float32), kept
+    explained = float(variances[order].sum() / max(variances.clip(0).sum(), 1e-12))
+    return np.concatenate([mean[None], components]).astype(np.float32), explained

@@ -205,16 +205,16 @@ class ImageSource(Source):
 
     def _select(self) -> None:
         self._check_depth()
-        found = self._candidates()
-        groups = select.join_groups(found.pixel_hashes.tolist(), found.groups)
-        chosen = self._split(found, groups)
+        candidates = self._candidates()
+        groups = select.join_groups(candidates.pixel_hashes.tolist(), candidates.groups)
+        chosen = self._split(candidates, groups)
         self._check_sizes(chosen)
         options = self.options
-        training_captions = [found.captions[i] for i in chosen["train"]]
+        training_captions = [candidates.captions[i] for i in chosen["train"]]
         self.make_tokenizer(training_captions, options.add_mask_token, options.vocab_size)
         self.tokenizer = self.read_tokenizer()
         self.samples = {
-            name: self._tokenize(name, found, groups, positions)
+            name: self._tokenize(name, candidates, groups, positions)
             for name, positions in chosen.items()
         }
         self.splits = list(self.samples)
@@ -241,7 +241,7 @@ class ImageSource(Source):
         """Return the samples of all corpora, without repeated pairs of image and caption."""
         rows, corpus_numbers, captions, groups = [], [], [], []
         caption_hashes, pixel_hashes = [], []
-        for number, (name, shards) in enumerate(self.shards.items()):
+        for index, (name, shards) in enumerate(self.shards.items()):
             samples = [self.corpora[name].samples[row] for row in shards.rows.tolist()]
             hashes = select.caption_hashes([sample.caption for sample in samples])
             keep = np.arange(len(samples))
@@ -249,10 +249,10 @@ class ImageSource(Source):
                 keep = select.first_pairs(shards.hashes, hashes)
             self.reports[name].counts["drop_duplicate"] += len(samples) - len(keep)
             rows.append(shards.rows[keep])
-            corpus_numbers.append(np.full(len(keep), number))
+            corpus_numbers.append(np.full(len(keep), index))
             captions += [samples[i].caption for i in keep]
             # Two corpora may number their images alike.
-            groups += [samples[i].group and (number, samples[i].group) for i in keep]
+            groups += [samples[i].group and (index, samples[i].group) for i in keep]
             caption_hashes.append(hashes[keep])
             pixel_hashes.append(shards.hashes[keep].astype(np.uint64))
         return _Candidates(
@@ -264,12 +264,12 @@ class ImageSource(Source):
             groups,
         )
 
-    def _split(self, found: _Candidates, groups: np.ndarray) -> dict[str, np.ndarray]:
-        """Return the positions of both splits; samples of groups of a validation corpus are
-        dropped from training.
+    def _split(self, candidates: _Candidates, groups: np.ndarray) -> dict[str, np.ndarray]:
+        """Return the positions of both splits; training drops samples whose group is in a
+        validation corpus.
         """
         if "validation" in self.corpora:
-            inside = found.in_validation_corpus
+            inside = candidates.in_validation_corpus
             leaks = ~inside & np.isin(groups, groups[inside])
             self.reports["train"].counts["drop_in_validation_corpus"] += int(leaks.sum())
             return {
@@ -277,13 +277,13 @@ class ImageSource(Source):
                 "validation": np.flatnonzero(inside),
             }
         corpus, options = self.corpora["train"], self.options
-        samples = [corpus.samples[row] for row in found.rows.tolist()]
+        samples = [corpus.samples[row] for row in candidates.rows.tolist()]
         names = [sample.image for sample in samples]
-        words = [caption.split() for caption in found.captions]
+        words = [caption.split() for caption in candidates.captions]
         test = corpus.may_hold_out
         inside = select.split_groups(
             groups,
-            select.order_hashes(found.captions, found.caption_hashes, names),
+            select.order_hashes(candidates.captions, candidates.caption_hashes, names),
             options.validation_samples,
             corpus.validation_share,
             options.seed,
@@ -296,7 +296,7 @@ class ImageSource(Source):
         for name, positions in chosen.items():
             if len(positions) < 2:
                 counts = self.reports["train"].counts
-                nonzero = {key: number for key, number in counts.items() if number}
+                nonzero = {key: count for key, count in counts.items() if count}
                 raise UserError(
                     f"at least 2 images for the {name} split, apart from the groups of the other",
                     f"{len(positions)} ({nonzero})",
@@ -304,16 +304,16 @@ class ImageSource(Source):
                 )
 
     def _tokenize(
-        self, name: str, found: _Candidates, groups: np.ndarray, positions: np.ndarray
+        self, name: str, candidates: _Candidates, groups: np.ndarray, positions: np.ndarray
     ) -> ImageSplit:
         """Tokenize the captions of a split; too long ones are cut, samples without a token are
         dropped.
         """
         corpus = name if name in self.shards else "train"
         counts, limit = self.reports[corpus].counts, self.options.max_tokens
-        captions = [found.captions[i] for i in positions]
+        captions = [candidates.captions[i] for i in positions]
         encoded = self.tokenizer(captions, add_special_tokens=False, verbose=False)["input_ids"]
-        texts, tokens, kept = [], [], []
+        texts, tokens, rows = [], [], []
         for position, caption, ids in zip(positions.tolist(), captions, encoded):
             if len(ids) > limit:
                 ids, caption = truncate(self.tokenizer, caption, limit)
@@ -323,10 +323,10 @@ class ImageSource(Source):
                 continue
             texts.append(caption)
             tokens.append(np.asarray(ids, np.int32))
-            kept.append(position)
+            rows.append(position)
         num_unknown = count_unknown(tokens, self.tokenizer.unk_token_id)
         self.warn_of_unknown(name, num_unknown, sum(map(len, tokens)))
-        return ImageSplit(self.shards[corpus], found.rows[kept], texts, tokens, groups[kept])
+        return ImageSplit(self.shards[corpus], candidates.rows[rows], texts, tokens, groups[rows])
 
     def encode(self) -> None:
         self.queue.rank_0_first("fit", self._fit_codec)
@@ -357,7 +357,8 @@ class ImageSource(Source):
 
     def encoder_entry(self) -> dict[str, Any]:
         codec = self._codec
-        # normalize is said, never guessed: latents of images can have norms near 1 by chance.
+        # `normalize` is stated instead of guessed: latents of images can have norms near 1 by
+        # chance.
         entry = {"name": codec.name, "source": codec.source, "normalize": False}
         weights = codec.weights_sha256
         return entry if weights is None else {**entry, "weights_sha256": weights}
@@ -436,8 +437,8 @@ def _open_corpora(options: ImageOptions) -> dict[str, ImageCorpus]:
 
 
 def _stored_latents(codec: ImageCodec, values: np.ndarray) -> np.ndarray:
-    """Return latents as they are stored, of images uint8 [n, S, S, C] or of what the autoencoder
-    made of them.
+    """Return latents as they are stored, from images uint8 [n, S, S, C] or from latents of the
+    autoencoder.
     """
     if codec.latents == "pixels":
         return to_patches(values, codec.patch)

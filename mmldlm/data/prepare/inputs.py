@@ -1,9 +1,10 @@
-"""What a preparation reads: every file of its corpora, encoder and tokenizer, by size and content.
+"""The inputs of a preparation: every file of its corpora, encoder and tokenizer, by size and
+content.
 
-A plan holds it, so that a later launch never joins what it makes of one encoder, or of one corpus,
-with what an earlier launch made of another. Files are known by their content, not by the time of
-their last change: a corpus that was downloaded again is the same corpus. Above 1 GiB, where
-reading all of a file takes long, the time counts as well.
+They are part of the plan, so that a later launch never mixes its results with those of another
+encoder or corpus. Files are identified by their content, not by the time of their last change: a
+corpus that was downloaded again is the same corpus. Above 1 GiB, where reading a whole file takes
+long, the time counts as well.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from multiprocessing.pool import ThreadPool
 from pathlib import Path
 from typing import Any
 
-from mmldlm.data.corpora.hub_datasets import UNKNOWN_VERSION
+from mmldlm.data.corpora.text_corpus import UNKNOWN_VERSION
 from mmldlm.data.encoders.model_files import VaeFiles, find_model_folder, model_files
 from mmldlm.data.encoders.specs import ENCODERS
 from mmldlm.data.prepare import tokenizer as tokenizers
@@ -26,7 +27,8 @@ from mmldlm.utils.formatting import describe_os_error, join_some
 from mmldlm.utils.input_files import open_regular, read_text, refuse_pointer
 
 _WHOLE_BYTES = 1 << 30
-_SAMPLE_BYTES = 1 << 20  # read at the start, in the middle and at the end of a larger file
+# Of a larger file, this many bytes are read at the start, in the middle and at the end.
+_SAMPLE_BYTES = 1 << 20
 _THREADS = 8
 _MAX_IN_MANIFEST = 1000
 
@@ -63,11 +65,11 @@ class FileIdentities:
         try:
             state = os.stat(path)
             stamp, key = [state.st_size, state.st_mtime_ns, state.st_ino], str(path)
-            known = self._known.get(key)
-            if known is None or known[:3] != stamp:
+            cached = self._known.get(key)
+            if cached is None or cached[:3] != stamp:
                 refuse_pointer(path)
-                self._known[key] = known = [*stamp, _content(path, state)]
-            return f"{state.st_size:,} bytes, {known[3]}"
+                self._known[key] = cached = [*stamp, _content(path, state)]
+            return f"{state.st_size:,} bytes, {cached[3]}"
         except OSError as error:
             return describe_os_error(error)
         except ValueError as error:
@@ -109,8 +111,10 @@ def autoencoder_inputs(files: VaeFiles, dtype: str, identities: FileIdentities) 
     pass.
     """
     label = f"autoencoder {files.name}"
-    own = {f"{label}/{path.name}": path for path in (files.weights, files.folder / "config.json")}
-    return {label: f"computed in {dtype}", **identities.of(own)}
+    files_by_label = {
+        f"{label}/{path.name}": path for path in (files.weights, files.folder / "config.json")
+    }
+    return {label: f"computed in {dtype}", **identities.of(files_by_label)}
 
 
 def tokenizer_inputs(name: str, cache_dir: str | None, add_mask_token: bool) -> dict[str, str]:
@@ -132,24 +136,24 @@ def file_inputs(groups: Iterable[dict[str, Path]], identities: FileIdentities) -
     files: dict[str, Path] = {}
     for group in groups:
         for name, path in group.items():
-            label, number = f"file {name}", 2
+            label, suffix = f"file {name}", 2
             while label in files and files[label] != path:
-                label, number = f"file {name} ({number})", number + 1
+                label, suffix = f"file {name} ({suffix})", suffix + 1
             files[label] = path
     return identities.of(files)
 
 
-def check_same_encoder(own: dict[str, str], plan: dict[str, str], rank: int) -> None:
+def check_same_encoder(inputs: dict[str, str], plan: dict[str, str], rank: int) -> None:
     """Check that a rank, perhaps on another machine, encodes as rank 0 does.
 
     Args:
-        own: Inputs of the encoder on this rank.
+        inputs: Inputs of the encoder on this rank.
         plan: All inputs of rank 0.
 
     Raises:
         UserError: its encoder has other files, or another precision.
     """
-    if changes := diff_inputs({name: plan[name] for name in own if name in plan}, own):
+    if changes := diff_inputs({name: plan[name] for name in inputs if name in plan}, inputs):
         raise UserError(
             "one encoder on all ranks",
             f"on rank {rank} ({os.uname().nodename}): {'; '.join(changes)}",
@@ -189,14 +193,14 @@ def with_known_versions(inputs: dict[str, str], then: dict[str, str] | None) -> 
     }
 
 
-def diff_inputs(found: dict[str, str] | None, now: dict[str, str]) -> list[str]:
+def diff_inputs(recorded: dict[str, str] | None, now: dict[str, str]) -> list[str]:
     """Describe each input in which two preparations differ, with both identities."""
-    if found is None:
+    if recorded is None:
         return ["the files that were read are not recorded (by an earlier version of mmldlm)"]
     lines = [
-        f"{name} was {found.get(name, 'not there')}, now {now.get(name, 'not there')}"
-        for name in dict.fromkeys([*found, *now])
-        if found.get(name) != now.get(name)
+        f"{name} was {recorded.get(name, 'not there')}, now {now.get(name, 'not there')}"
+        for name in dict.fromkeys([*recorded, *now])
+        if recorded.get(name) != now.get(name)
     ]
     return [join_some(lines, limit=5, separator="; ")] if lines else []
 

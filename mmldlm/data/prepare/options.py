@@ -21,7 +21,8 @@ from mmldlm.errors import UserError
 from mmldlm.utils.paths import output_root
 
 OVERLONG = ("drop", "truncate", "chunk")
-# Of an image: the covariance has that many rows, and is decomposed as a whole.
+# Largest number of values of an image for pca: the covariance has one row per value and is
+# decomposed as a whole.
 MAX_PCA_VALUES = 4096
 # Options that affect how the work is done, but not its result.
 _RUN_ONLY_OPTIONS = ("output_dir", "force", "cache_dir", "retries", "compile")
@@ -110,15 +111,15 @@ class PrepareOptions:
         return {name: getattr(self, name) for name in names}
 
 
-def diff_options(found: dict[str, Any], requested: dict[str, Any]) -> list[str]:
+def diff_options(recorded: dict[str, Any], requested: dict[str, Any]) -> list[str]:
     """Describe each option in which two identities differ, with both values; missing options have
     their default.
     """
     defaults = PrepareOptions("")
     lines = []
-    for key in dict.fromkeys([*found, *requested]):
+    for key in dict.fromkeys([*recorded, *requested]):
         before, now = (
-            values.get(key, getattr(defaults, key, None)) for values in (found, requested)
+            values.get(key, getattr(defaults, key, None)) for values in (recorded, requested)
         )
         if before != now:
             name = "CORPUS" if key == "corpus" else _flag(key)
@@ -127,13 +128,9 @@ def diff_options(found: dict[str, Any], requested: dict[str, Any]) -> list[str]:
 
 
 def _format_value(value: Any) -> str:
-    return (
-        " ".join(map(str, value))
-        if isinstance(value, list)
-        else "not given"
-        if value is None
-        else str(value)
-    )
+    if isinstance(value, list):
+        return " ".join(map(str, value))
+    return "not given" if value is None else str(value)
 
 
 def check_options(options: PrepareOptions) -> Path:
@@ -165,11 +162,11 @@ def check_options(options: PrepareOptions) -> Path:
             "give fewer latents, or longer texts with --max-tokens",
         )
     choices = {"overlong": OVERLONG, "layout": LAYOUTS, "pooling": POOLINGS}
-    for name, known in choices.items():
+    for name, allowed in choices.items():
         value = getattr(options, name)
-        if value not in known and not (value is None and name != "layout"):
+        if value not in allowed and not (value is None and name != "layout"):
             raise UserError(
-                f"--{name} among: {', '.join(known)}", str(value), "choose one of these"
+                f"--{name} among: {', '.join(allowed)}", str(value), "choose one of these"
             )
     _check_positive(
         options,
@@ -309,23 +306,19 @@ def complete_options(options: ImageOptions) -> ImageOptions:
     if vae is not None:
         return _complete_for_vae(options, vae)
     size = options.image_size or (16 if is_glyphs else 32)
-    # The fewer values a code stands for, the sharper the image.
-    has_codes = options.latents.startswith("codes:")
+    if options.latents.startswith("codes:"):
+        # The fewer values a code stands for, the sharper the image.
+        patch = 4 if size <= 64 else 8
+    else:
+        patch = 4 if size <= 16 else 8 if size <= 64 else 16
+    latents = options.latents
     return replace(
         options,
         image_size=size,
-        patch_size=options.patch_size or _default_patch(size, has_codes),
-        latents=f"codes:kmeans:{DEFAULT_CODES}"
-        if options.latents == "codes:kmeans"
-        else options.latents,
+        patch_size=options.patch_size or patch,
+        latents=f"codes:kmeans:{DEFAULT_CODES}" if latents == "codes:kmeans" else latents,
         channels=options.channels or (1 if is_glyphs else 3),
     )
-
-
-def _default_patch(size: int, has_codes: bool) -> int:
-    if has_codes:
-        return 4 if size <= 64 else 8
-    return 4 if size <= 16 else 8 if size <= 64 else 16
 
 
 def _complete_for_vae(options: ImageOptions, vae: VaeFiles) -> ImageOptions:
@@ -334,11 +327,11 @@ def _complete_for_vae(options: ImageOptions, vae: VaeFiles) -> ImageOptions:
     Raises:
         UserError: other ones were given.
     """
-    for name, own in (("patch_size", vae.patch), ("channels", vae.channels)):
-        if getattr(options, name) not in (None, own):
+    for name, required in (("patch_size", vae.patch), ("channels", vae.channels)):
+        if getattr(options, name) not in (None, required):
             flag = _flag(name)
             raise UserError(
-                f"{flag} {own}, that of {options.latents}",
+                f"{flag} {required}, that of {options.latents}",
                 str(getattr(options, name)),
                 f"leave {flag} out",
             )
@@ -416,10 +409,8 @@ def _check_latents(options: ImageOptions) -> None:
             options.latents,
             "give one of them, such as pixels, pca:64 or codes:kmeans:512",
         )
-    num_values, num_latents = (
-        options.image_size**2 * options.channels,
-        (options.image_size // options.patch_size) ** 2,
-    )
+    num_values = options.image_size**2 * options.channels
+    num_latents = (options.image_size // options.patch_size) ** 2
     if num_values > MAX_PCA_VALUES:
         raise UserError(
             f"--latents pca:M for images of at most {MAX_PCA_VALUES:,} values",

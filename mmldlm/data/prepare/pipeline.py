@@ -1,11 +1,11 @@
 """Prepare a corpus: turn texts, or images with captions, into a store of texts, tokens and
 latents.
 
-begin -> read -> select -> encode -> write. What is read and encoded is the source's affair
-(`source`); the order, the folder of finished work and the manifest are here. Long stages are cut
-into tasks that ranks claim; the result of a task is one file or folder, written atomically. So a
-preparation can be killed and resumed with any number of ranks: finished tasks are kept, and the
-same bytes are written in the end.
+begin -> read -> select -> encode -> write. The source decides what is read and encoded
+(`source`); this file holds the order of the stages and the manifest. Long stages are cut into
+tasks that ranks claim; the result of a task is one file or folder, written atomically. A
+preparation can therefore be killed and resumed with any number of ranks: finished tasks are kept,
+and the same bytes are written in the end.
 """
 
 from __future__ import annotations
@@ -28,7 +28,11 @@ from mmldlm.data.prepare.inputs import (
     tokenizer_inputs,
 )
 from mmldlm.data.prepare.options import ImageOptions, PrepareOptions
-from mmldlm.data.prepare.output import (
+from mmldlm.data.prepare.source import Source
+from mmldlm.data.prepare.summary import print_summary
+from mmldlm.data.prepare.task_queue import RankFailed, TaskQueue
+from mmldlm.data.prepare.text_source import TextSource
+from mmldlm.data.prepare.work_dir import (
     QUARANTINE,
     TOKENIZER_IDENTITY,
     check_output_free,
@@ -39,10 +43,6 @@ from mmldlm.data.prepare.output import (
     plan_digest,
     versions,
 )
-from mmldlm.data.prepare.source import Source
-from mmldlm.data.prepare.summary import print_summary
-from mmldlm.data.prepare.task_queue import RankFailed, TaskQueue
-from mmldlm.data.prepare.text_source import TextSource
 from mmldlm.data.store import FORMAT, TOKENIZER_FOLDER, VERSION
 from mmldlm.data.unknown_tokens import count_unknown
 from mmldlm.errors import UserError
@@ -51,7 +51,8 @@ from mmldlm.utils.input_files import read_text
 from mmldlm.utils.json_files import to_json
 from mmldlm.utils.screen import open_console
 
-_COMPLETE = "already complete"  # counter that rank 0 sets for the other ranks
+# Counter by which rank 0 tells the other ranks to leave.
+_COMPLETE = "already complete"
 
 
 def prepare(
@@ -113,21 +114,24 @@ class _Preparation:
             source.encode()
             queue.rank_0_first("write", lambda: self._write(started))
         except UserError as error:
-            queue.announce_failure(error)  # the other ranks must leave before the folder goes
+            # The other ranks must leave before the folder is removed.
+            queue.announce_failure(error)
             if queue.rank == 0 and not source.has_costly_work:
-                self.work.remove()  # only quick work is lost, and other options may follow
+                # Only quick work is lost, and the next launch may have other options.
+                self.work.remove()
             raise
 
     def _begin(self) -> None:
         with self.console.status("identifying the files of the corpus"):
             plan = self.plan = self._plan()
-        if (known := existing_output(self.root, plan)) and not self.force:
-            self.console.print(f"{self.root} is already complete, {known}", soft_wrap=True)
+        if (summary := existing_output(self.root, plan)) and not self.force:
+            self.console.print(f"{self.root} is already complete, {summary}", soft_wrap=True)
             self.work.remove()
             self.queue.add(_COMPLETE)
             return
         check_output_free(self.root, self.force, plan)
-        self.source.load_encoder()  # before hours of reading: its weights may be missing
+        # Load it before hours of reading: its weights may be missing.
+        self.source.load_encoder()
         if self.work.open(plan, self.force):
             self.console.print(f"resuming from {self.work.folder}", soft_wrap=True)
         self.identities.save()

@@ -1,5 +1,5 @@
-"""Stage 1: read a corpus, part by part: texts into flat files, images into pixels or latents,
-with a hash of each item's content.
+"""The reading stage: a corpus, part by part, into flat files of texts, or into pixels or latents
+of images, with a hash of the content of each item.
 """
 
 from __future__ import annotations
@@ -39,7 +39,8 @@ def read_unit(unit: ReadUnit, folder: Path) -> None:
                 raw = text.encode("utf-8", "surrogatepass")
                 try:
                     raw.decode("utf-8")
-                except UnicodeDecodeError:  # lone surrogates, from broken escapes in JSON
+                except UnicodeDecodeError:
+                    # Broken escapes in JSON decode to lone surrogates.
                     counts["drop_not_unicode"] += 1
                     continue
                 file.write(raw)
@@ -125,24 +126,23 @@ def read_images(
     """
     images, places, reasons = [], [], {}
     corpus.peaks.clear()
-    last, found = None, None
-    for place, sample in enumerate(samples):
-        if last is None or sample.image != last:  # several captions of one image follow each other
-            last, found = sample.image, _read_image(corpus, sample)
-        if isinstance(found, str):
-            reasons[place] = found
+    last, image_or_reason = None, None
+    for row, sample in enumerate(samples):
+        if last is None or sample.image != last:
+            # Several captions of one image follow each other; read the image once.
+            last, image_or_reason = sample.image, _read_image(corpus, sample)
+        if isinstance(image_or_reason, str):
+            reasons[row] = image_or_reason
         else:
-            images.append(found)
-            places.append(place)
+            images.append(image_or_reason)
+            places.append(row)
     values = np.stack(images) if images else np.empty((0, *shape), np.uint8)
     hashes = np.array([pixel_hash(image) for image in images], np.uint64)
     if codec is not None:
         values, is_finite = _encode_finite(codec, values)
-        reasons |= {place: NOT_FINITE for place, good in zip(places, is_finite) if not good}
-        places, hashes = (
-            [place for place, good in zip(places, is_finite) if good],
-            hashes[is_finite],
-        )
+        reasons |= {row: NOT_FINITE for row, good in zip(places, is_finite) if not good}
+        places = [row for row, good in zip(places, is_finite) if good]
+        hashes = hashes[is_finite]
     write_npz(
         path,
         values=values,
@@ -166,6 +166,7 @@ def _encode_finite(codec: ImageCodec, images: np.ndarray) -> tuple[np.ndarray, n
 
 
 def _read_image(corpus: ImageCorpus, sample: ImageSample) -> np.ndarray | str:
+    """Return the image, or the reason why it is unreadable."""
     try:
         return corpus.read(sample)
     except UnreadableImage as error:
@@ -197,24 +198,24 @@ class ImageShards:
         self.hashes = np.concatenate([file["hashes"] for file in files] or [[]])
         self.peaks = np.concatenate([file["peaks"] for file in files] or [[]])
         self.reasons = {
-            i * IMAGES_PER_SHARD + int(place): reason
+            i * IMAGES_PER_SHARD + int(row): reason
             for i, file in enumerate(files)
-            for place, reason in json.loads(file["reasons"].tobytes()).items()
+            for row, reason in json.loads(file["reasons"].tobytes()).items()
         }
 
     def blocks(self, rows: np.ndarray) -> Iterator[tuple[np.ndarray, np.ndarray]]:
         """Yield (rows, images uint8 [n, S, S, C], or latents float16 [n, N, D]) of ascending rows,
         shard by shard.
         """
-        for number, path in enumerate(self._paths):
-            own = rows[
-                (rows >= number * IMAGES_PER_SHARD) & (rows < (number + 1) * IMAGES_PER_SHARD)
+        for shard, path in enumerate(self._paths):
+            in_shard = rows[
+                (rows >= shard * IMAGES_PER_SHARD) & (rows < (shard + 1) * IMAGES_PER_SHARD)
             ]
-            if len(own):
+            if len(in_shard):
                 file = read_npz(path, "values", "places")
                 yield (
-                    own,
+                    in_shard,
                     file["values"][
-                        np.searchsorted(file["places"], own - number * IMAGES_PER_SHARD)
+                        np.searchsorted(file["places"], in_shard - shard * IMAGES_PER_SHARD)
                     ],
                 )

@@ -49,19 +49,20 @@ class Samples:
 
     def read(self, texts: TextShards, start: int, end: int) -> tuple[list[str], list[np.ndarray]]:
         """Return the texts and token ids of a range of samples."""
-        found_texts, found_ids = [], []
-        for shard_number, piece, row in zip(
+        read_texts, token_ids = [], []
+        for shard_index, piece, row in zip(
             self.shards[start:end].tolist(),
             self.pieces[start:end].tolist(),
             self.rows[start:end].tolist(),
         ):
-            shard = tokenize.read_shard(self.paths[shard_number])
+            shard = tokenize.read_shard(self.paths[shard_index])
             first, last = shard["offsets"][piece : piece + 2]
-            found_ids.append(shard["ids"][first:last])
+            token_ids.append(shard["ids"][first:last])
             first, last = shard["text_offsets"][piece : piece + 2]
-            own = shard["text"][first:last].tobytes().decode("utf-8")
-            found_texts.append(own or texts.get([row])[0])
-        return found_texts, found_ids
+            text = shard["text"][first:last].tobytes().decode("utf-8")
+            # A sample that is a whole text has no text of its own in the shard.
+            read_texts.append(text or texts.get([row])[0])
+        return read_texts, token_ids
 
 
 def _random_keys(hashes: np.ndarray, salt: int) -> np.ndarray:
@@ -93,9 +94,9 @@ def deduplicate(
     """
     rows = np.arange(len(texts)) if keep_duplicates else first_occurrences(texts.hashes)
     counts["drop_duplicate"] += len(texts) - len(rows)
-    kept = rows[~np.isin(texts.hashes[rows], held_out)]
-    counts["drop_in_validation_corpus"] += len(rows) - len(kept)
-    return kept
+    remaining = rows[~np.isin(texts.hashes[rows], held_out)]
+    counts["drop_in_validation_corpus"] += len(rows) - len(remaining)
+    return remaining
 
 
 def num_validation(num_texts: int, requested: int | None) -> int:
@@ -180,13 +181,13 @@ def _read_shards(
     """
     parts: list[list[np.ndarray]] = [[] for _ in _FIELDS]
     statuses, num_short = [], []
-    for number, (rows, path) in enumerate(zip(shard_rows, paths, strict=True)):
+    for index, (rows, path) in enumerate(zip(shard_rows, paths, strict=True)):
         shard = tokenize.read_shard(path)
         statuses.append(shard["status"])
         num_short.append(shard.get("num_short", np.zeros(len(rows), np.int32)))
         num = len(shard["places"])
         columns = (
-            np.full(num, number, np.int32),
+            np.full(num, index, np.int32),
             np.arange(num, dtype=np.int32),
             rows[shard["places"]],
             shard["hashes"],
@@ -233,11 +234,11 @@ def split_validation(samples: Samples, requested: int | None, seed: int) -> dict
     together.
     """
     keys = split_keys(samples.hashes, seed)
-    number = num_validation(len(keys), requested)
-    if number > len(keys):
+    count = num_validation(len(keys), requested)
+    if count > len(keys):
         inside = np.ones(len(keys), dtype=bool)
     else:
-        inside = keys <= np.partition(keys, number - 1)[number - 1]
+        inside = keys <= np.partition(keys, count - 1)[count - 1]
     return {"train": samples.take(~inside), "validation": samples.take(inside)}
 
 
@@ -254,10 +255,12 @@ def order_hashes(captions: Sequence[str], hashes: np.ndarray, names: Sequence[st
     So images of one caption, as in a folder with class names, are spread over the splits.
     """
     num = Counter(captions)
-    repeated = [place for place, caption in enumerate(captions) if num[caption] > 1]
-    found = hashes.copy()
-    found[repeated] = caption_hashes([f"{captions[place]}\n{names[place]}" for place in repeated])
-    return found
+    repeated = [row for row, caption in enumerate(captions) if num[caption] > 1]
+    unique_hashes = hashes.copy()
+    unique_hashes[repeated] = caption_hashes(
+        [f"{captions[row]}\n{names[row]}" for row in repeated]
+    )
+    return unique_hashes
 
 
 def first_pairs(pixel_hashes: np.ndarray, caption_hashes: np.ndarray) -> np.ndarray:
@@ -315,24 +318,24 @@ def split_groups(
         [N] bool, whether a sample is in validation.
     """
     num_eligible = len(groups) if eligible is None else int(eligible.sum())
-    by_share = None if share is None else max(2, round(share * num_eligible))
-    number = num_validation(len(groups), requested if requested is not None else by_share)
+    by_fraction = None if share is None else max(2, round(share * num_eligible))
+    target = num_validation(len(groups), requested if requested is not None else by_fraction)
     order = np.argsort(groups, kind="stable")
     starts = np.flatnonzero(np.diff(groups[order], prepend=-1))
     members = np.split(order, starts[1:])
     # A group's key is that of its sample with the smallest hash, whatever their order.
-    keys = split_keys(np.array([order_hashes[own].min() for own in members], np.uint64), seed)
-    left = Counter(word for own in words or () for word in own)
+    keys = split_keys(np.array([order_hashes[rows].min() for rows in members], np.uint64), seed)
+    left = Counter(word for rows in words or () for word in rows)
     inside, count = np.zeros(len(groups), dtype=bool), 0
     for index in np.argsort(keys, kind="stable"):
-        own = members[index]
-        if count + len(own) > number or (eligible is not None and not eligible[own].all()):
+        rows = members[index]
+        if count + len(rows) > target or (eligible is not None and not eligible[rows].all()):
             continue
-        needed = Counter(word for position in own for word in words[position]) if words else {}
+        needed = Counter(word for position in rows for word in words[position]) if words else {}
         if all(left[word] > needed[word] for word in needed):
-            inside[own] = True
-            count += len(own)
+            inside[rows] = True
+            count += len(rows)
             left.subtract(needed)
-        if count == number:
+        if count == target:
             break
     return inside

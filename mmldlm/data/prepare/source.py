@@ -1,8 +1,8 @@
-"""What a preparation makes samples of: the seam between the pipeline and texts or images.
+"""The source of the samples of a preparation: the seam between the pipeline and texts or images.
 
-A sample is a text and latents. Where the latents come from is what differs: a sentence encoder
-reads the text itself (`text_source`), the codec of images reads the image that the text describes
-(`image_source`).
+A sample is a text and its latents. Sources differ in where the latents come from: a sentence
+encoder reads the text itself (`text_source`), an image codec reads the image that the text
+describes (`image_source`).
 """
 
 from __future__ import annotations
@@ -24,9 +24,8 @@ from mmldlm.data.encoders.model_files import read_tokenizer, save_tokenizer
 from mmldlm.data.prepare import tokenizer as tokenizers
 from mmldlm.data.prepare.inputs import FileIdentities
 from mmldlm.data.prepare.options import ImageOptions, PrepareOptions
-from mmldlm.data.prepare.output import TOKENIZER_IDENTITY
 from mmldlm.data.prepare.task_queue import TaskQueue
-from mmldlm.data.prepare.work_dir import WorkDir
+from mmldlm.data.prepare.work_dir import TOKENIZER_IDENTITY, WorkDir
 from mmldlm.data.store import FORMAT, TOKENIZER_FOLDER
 from mmldlm.data.unknown_tokens import check_unknown_share
 from mmldlm.data.writers import FilesSplit, LatentStatistics, StoreSplit
@@ -54,13 +53,13 @@ class CorpusReport:
         """Return the manifest's entry, in which every sample is accounted for."""
         counts = self.counts
         dropped = {
-            key.removeprefix("drop_"): number
-            for key, number in sorted(counts.items())
-            if key.startswith("drop_") and number
+            key.removeprefix("drop_"): count
+            for key, count in sorted(counts.items())
+            if key.startswith("drop_") and count
         }
         # A text in pieces counts as its pieces.
-        num_made = counts["read"] - counts["chunked"] + counts["chunks"]
-        lost = num_made - num_kept - sum(dropped.values())
+        num_samples = counts["read"] - counts["chunked"] + counts["chunks"]
+        lost = num_samples - num_kept - sum(dropped.values())
         assert lost == 0, f"{lost} samples are not accounted for: {counts}, {num_kept} kept"
         entry = {"source": self.source, "read": counts["read"], "kept": num_kept}
         return {**entry, "dropped": dropped, **self.details()}

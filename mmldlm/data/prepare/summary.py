@@ -81,8 +81,8 @@ def _add_corpus(table: Table, corpus: dict[str, Any], items: str) -> None:
     """Add what was read, what became of it, and what was not read."""
     table.add_row("corpus", corpus["source"])
     table.add_row(f"{items} read", f"{corpus['read']:,}")
-    for reason, number in corpus["dropped"].items():
-        table.add_row(f"  dropped: {reason.replace('_', ' ')}", f"{number:,}")
+    for reason, count in corpus["dropped"].items():
+        table.add_row(f"  dropped: {reason.replace('_', ' ')}", f"{count:,}")
     if "unreadable_images" in corpus:
         table.add_row("  such as", join_some(corpus["unreadable_images"], limit=3, separator="\n"))
     for reason, left_out in corpus.get("not_read", {}).items():
@@ -111,11 +111,8 @@ def _add_split(table: Table, name: str, split: dict[str, int], of_images: bool) 
 
 
 def _add_text_latents(table: Table, manifest: dict[str, Any]) -> None:
-    encoder, statistics, dim = (
-        manifest["encoder"],
-        manifest["latent_stats"],
-        manifest["latent_dim"],
-    )
+    encoder, statistics = manifest["encoder"], manifest["latent_stats"]
+    dim = manifest["latent_dim"]
     table.add_row("latents", f"{encoder['name']} ({encoder['source']}), {dim} dimensions")
     if "latents_per_text" in manifest:
         table.add_row("  per text", f"{manifest['latents_per_text']}")

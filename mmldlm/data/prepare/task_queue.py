@@ -15,9 +15,10 @@ from mmldlm.errors import EXIT_FAILED, EXIT_INTERRUPTED, MmldlmError
 from mmldlm.utils.environment import int_from_env
 from mmldlm.utils.job_store import connect_job_store
 
-_POLL = 0.1  # seconds
+# In seconds.
+_POLL = 0.1
 _FAILED_KEY, _DONE_KEY = "failed", "gone"
-# seconds that a failing rank 0 keeps the store, so that the other ranks can read the reason
+# Seconds that a failing rank 0 keeps the store, so that the other ranks can read the reason.
 SHUTDOWN_DELAY = 3.0
 
 
@@ -37,7 +38,7 @@ class TaskQueue:
     """The tasks of a process that works alone.
 
     Attributes:
-        rank, world_size, local_rank: Place of this process among the ranks.
+        rank, world_size, local_rank: Position of this process among the ranks.
     """
 
     rank, world_size, local_rank = 0, 1, 0
@@ -158,7 +159,8 @@ class StoreTaskQueue(TaskQueue):
     def _call(self, operation: Callable):
         try:
             return operation()
-        except Exception as error:  # the store raises many types, all for a lost connection
+        except Exception as error:
+            # The store raises many types, all of them for a lost connection.
             raise RankFailed(
                 f"rank 0 is gone ({type(error).__name__})", EXIT_FAILED, already_reported=False
             ) from error

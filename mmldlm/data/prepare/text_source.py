@@ -32,7 +32,8 @@ from mmldlm.data.writers import FILES_FORMAT, FilesSplit, LatentStatistics, Stor
 from mmldlm.errors import UserError
 from mmldlm.utils.input_files import LeftOut
 
-_REACH = "tokens of a text that the encoder reads"  # counter that rank 0 sets for the others
+# Counter that rank 0 sets for the other ranks.
+_REACH = "tokens of a text that the encoder reads"
 _SAMPLES_OF_A_CHECK = 2048
 
 
@@ -122,7 +123,7 @@ class TextSource(Source):
                 soft_wrap=True,
             )
             return reach
-        # Nobody chose the default for this encoder: texts that are cut are counted, with a
+        # The default was not chosen for this encoder: texts that are cut are counted, with a
         # warning.
         if options.max_tokens == PrepareOptions.max_tokens:
             return reach
@@ -179,10 +180,10 @@ class TextSource(Source):
             held_rows = self._deduplicate("validation", None)
             validation = self._tokenize("validation", held_rows, options.validation_samples)
             # Cuts can make texts equal that were different.
-            kept = samples.take(~np.isin(samples.hashes, validation.hashes))
+            remaining = samples.take(~np.isin(samples.hashes, validation.hashes))
             counts = self.reports["train"].counts
-            counts["drop_in_validation_corpus"] += len(samples) - len(kept)
-            self.samples = {"train": kept, "validation": validation}
+            counts["drop_in_validation_corpus"] += len(samples) - len(remaining)
+            self.samples = {"train": remaining, "validation": validation}
         self.splits = list(self.samples)
         self._check_splits()
 
@@ -319,7 +320,8 @@ class TextSource(Source):
         size = encode.SAMPLES_PER_SHARD
         starts = range(0, len(samples), size)
         paths = self.work.task_paths(f"encode-{split}", len(starts))
-        num_counted: Counter = Counter()  # samples of a shard that are in the progress already
+        # Samples of a shard that the progress bar has counted already.
+        num_counted: Counter = Counter()
 
         def encode_shard(shard: int) -> None:
             def count(num_done: int) -> None:
@@ -344,7 +346,7 @@ class TextSource(Source):
 
     def quarantined(self) -> list[dict[str, Any]]:
         """Return the split, corpus row, text and reason of every sample without a latent."""
-        found = []
+        records = []
         for name, samples in self.samples.items():
             num_bad = 0
             for shard, path in enumerate(self.encoded[name]):
@@ -352,10 +354,10 @@ class TextSource(Source):
                     row = shard * encode.SAMPLES_PER_SHARD + position
                     text = samples.read(self._texts_of(name), row, row + 1)[0][0]
                     entry = {"split": name, "row": int(samples.rows[row]), "reason": reason}
-                    found.append({**entry, "text": text})
+                    records.append({**entry, "text": text})
                     num_bad += 1
             if len(samples) - num_bad < 2:
-                reasons = Counter(entry["reason"] for entry in found)
+                reasons = Counter(entry["reason"] for entry in records)
                 raise UserError(
                     f"at least 2 samples with a latent in the {name} split",
                     f"{num_bad} of {len(samples)} without: {dict(reasons)}",
@@ -363,17 +365,17 @@ class TextSource(Source):
                 )
             report = self.reports.get(name, self.reports["train"])
             report.counts["drop_quarantined"] += num_bad
-        self._check_quarantined(found)
-        return found
+        self._check_quarantined(records)
+        return records
 
-    def _check_quarantined(self, found: list[dict[str, Any]]) -> None:
+    def _check_quarantined(self, records: list[dict[str, Any]]) -> None:
         total, most = sum(map(len, self.samples.values())), self.options.max_quarantined
-        if len(found) <= most * total:
+        if len(records) <= most * total:
             return
-        reasons = Counter(entry["reason"] for entry in found)
+        reasons = Counter(entry["reason"] for entry in records)
         raise UserError(
             f"at most {most:.2%} of {total:,} samples on which {self._encoder.name} fails",
-            f"{len(found)}: {dict(reasons)}, first {found[0]['text'][:80]!r}",
+            f"{len(records)}: {dict(reasons)}, first {records[0]['text'][:80]!r}",
             "check the encoder (its weights, --dtype), or allow more with --max-quarantined;"
             f" nothing was written, {self.work.folder} keeps the finished work",
         )

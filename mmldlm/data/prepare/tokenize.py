@@ -1,4 +1,4 @@
-"""Stage 2: turn texts into samples of an allowed number of tokens, shard by shard."""
+"""The tokenizing stage: turn texts into samples of an allowed number of tokens, shard by shard."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ from mmldlm.data.sentences import content_hash, split_into_parts, split_sentence
 
 TEXTS_PER_SHARD = 4096
 OK, TOO_SHORT, TOO_LONG, TRUNCATED, CHUNKED = range(5)
-_REPLACEMENT = "\ufffd"  # what incomplete bytes of a character decode to
+# Incomplete bytes of a character decode to this.
+_REPLACEMENT = "\ufffd"
 
 
 @dataclass(frozen=True)
@@ -67,13 +68,15 @@ def tokenize_shard(
     (`num_short`): too short for several latents per text, or single characters of too many tokens.
     """
     originals = texts.get(rows)
-    encoded = tokenizer(
-        originals,
-        add_special_tokens=False,
-        return_attention_mask=False,
-        return_token_type_ids=False,
-        verbose=False,
-    )["input_ids"] if originals else []  # fmt: skip
+    encoded = []
+    if originals:
+        encoded = tokenizer(
+            originals,
+            add_special_tokens=False,
+            return_attention_mask=False,
+            return_token_type_ids=False,
+            verbose=False,
+        )["input_ids"]
     status, num_short = np.zeros(len(rows), np.uint8), np.zeros(len(rows), np.int32)
     positions, hashes, ids_of, own_text = [], [], [], []
     for position, (text, ids) in enumerate(zip(originals, encoded)):
@@ -140,20 +143,21 @@ def truncate(tokenizer, text: str, max_tokens: int) -> tuple[list[int], str]:
         text, add_special_tokens=False, return_offsets_mapping=True, verbose=False
     )
     ids, offsets = encoding["input_ids"], encoding["offset_mapping"]
-    for number in range(min(max_tokens, len(ids)), 0, -1):
-        cut = text[: offsets[number - 1][1]].rstrip()
-        if cut and _ends_with_a_character(tokenizer, ids, offsets, number, cut):
-            return ids[:number], cut
+    for count in range(min(max_tokens, len(ids)), 0, -1):
+        cut = text[: offsets[count - 1][1]].rstrip()
+        if cut and _ends_with_a_character(tokenizer, ids, offsets, count, cut):
+            return ids[:count], cut
     return [], ""
 
 
 def _ends_with_a_character(
-    tokenizer, ids: list[int], offsets: list[tuple[int, int]], number: int, cut: str
+    tokenizer, ids: list[int], offsets: list[tuple[int, int]], count: int, cut: str
 ) -> bool:
-    """Whether the first `number` tokens end where a character of the text does."""
-    if number < len(ids) and offsets[number][0] < offsets[number - 1][1]:
-        return False  # the next token covers the same character
-    decoded = tokenizer.decode(ids[max(number - 8, 0) : number])
+    """Whether the first `count` tokens end where a character of the text does."""
+    if count < len(ids) and offsets[count][0] < offsets[count - 1][1]:
+        # The next token covers the same character.
+        return False
+    decoded = tokenizer.decode(ids[max(count - 8, 0) : count])
     return not decoded.endswith(_REPLACEMENT) or cut.endswith(_REPLACEMENT)
 
 
@@ -169,7 +173,8 @@ def chunk(tokenizer, text: str, max_tokens: int) -> list[tuple[list[int], str]]:
     while todo:
         if todo[-1][1] > max_tokens:
             sentence = todo.pop()[0]
-            if len(sentence) == 1:  # a character of more tokens cannot be cut
+            if len(sentence) == 1:
+                # One character with more tokens than that cannot be cut.
                 pieces.append(([], sentence))
                 continue
             parts = _cut_sentence(tokenizer, sentence, max_tokens)
@@ -185,7 +190,8 @@ def chunk(tokenizer, text: str, max_tokens: int) -> list[tuple[list[int], str]]:
             ids = tokenizer(joined, add_special_tokens=False, verbose=False)["input_ids"]
             if len(ids) <= max_tokens or len(taken) == 1:
                 break
-            todo.append(taken.pop())  # joined they may have more tokens than one by one
+            # Joined, they may have more tokens than one by one.
+            todo.append(taken.pop())
         pieces.append((ids, joined))
     return pieces
 

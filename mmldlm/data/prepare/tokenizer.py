@@ -151,8 +151,8 @@ def _words(texts: Iterable[str], vocab_size: int) -> PreTrainedTokenizerFast:
         pieces = core.pre_tokenizer.pre_tokenize_str(core.normalizer.normalize_str(text))
         counts.update(word for word, _ in pieces)
     words = sorted(counts.keys() - set(_SPECIALS), key=lambda word: (-counts[word], word))
-    kept = [*_SPECIALS, *words[: max(vocab_size - len(_SPECIALS), 0)]]
-    if len(kept) == len(_SPECIALS):
+    vocabulary = [*_SPECIALS, *words[: max(vocab_size - len(_SPECIALS), 0)]]
+    if len(vocabulary) == len(_SPECIALS):
         raise UserError(
             "texts with words, and --vocab-size of at least 5",
             str(vocab_size),
@@ -160,7 +160,7 @@ def _words(texts: Iterable[str], vocab_size: int) -> PreTrainedTokenizerFast:
         )
     return _complete(
         _lower_casing(
-            models.WordLevel({word: i for i, word in enumerate(kept)}, unk_token="[UNK]")
+            models.WordLevel({word: i for i, word in enumerate(vocabulary)}, unk_token="[UNK]")
         )
     )
 

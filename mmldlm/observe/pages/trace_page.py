@@ -6,7 +6,8 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from mmldlm.observe.pages.page import render, template
-from mmldlm.sampling.text.trace import MAX_TEXTS, TextTrace
+from mmldlm.sampling.records import TextTrace
+from mmldlm.sampling.settings import MAX_TRACED_TEXTS
 from mmldlm.utils.formatting import count_noun
 
 # How a token is shown: at the start of a word, joined to the token before it, or as a state that
@@ -27,7 +28,7 @@ def trace_page(
     """Return the page.
 
     Args:
-        traces: of the first MAX_TEXTS records, by their index.
+        traces: of the first MAX_TRACED_TEXTS records, by their index.
         records: of samples.jsonl: `index`, `text`, `num_tokens` and, if known, `reference`.
         tokenizer: fast Hugging Face tokenizer.
         vocab_size: of the model; larger ids are states that are not tokens.
@@ -35,7 +36,7 @@ def trace_page(
         starts_masked: whether the texts started as [MASK]; else positions appear as they are
             written.
     """
-    shown = records[:MAX_TEXTS]
+    shown = records[:MAX_TRACED_TEXTS]
     data = {
         "title": "How the texts were written",
         "settings": settings,

@@ -21,11 +21,14 @@ from mmldlm.utils.entry_point import module_command
 from mmldlm.utils.environment import int_from_env
 from mmldlm.utils.formatting import first_line, format_bytes
 
-CHECKPOINTS = "checkpoints"  # round of FSDP's checkpoint writers
-SLOW = 2.0  # times the median (DLRover)
+# Name of the round of FSDP's checkpoint writers.
+CHECKPOINTS = "checkpoints"
+# In units of the median (as in DLRover).
+SLOW = 2.0
 BYTES = {"nccl": 256 << 20, "gloo": 4 << 20}
 REPEATS = 5
-Group = tuple[str, list[str]]  # name of a round, its nodes
+# The name of a round, and its nodes.
+Group = tuple[str, list[str]]
 
 
 def group_seconds(world_size: int) -> int:
@@ -100,7 +103,8 @@ def _collective_groups(context: Context, names: list[str]) -> list[Group]:
     if len(names) > 2:
         groups.append(("all", names))
     if context.config is not None and context.config.engine.kind == "fsdp" and context.has_gpus():
-        groups.append((CHECKPOINTS, names))  # the writers use gloo next to NCCL (engines/fsdp.py)
+        # The writers use gloo next to NCCL (engines/fsdp.py).
+        groups.append((CHECKPOINTS, names))
     return groups
 
 
@@ -180,7 +184,8 @@ def bus_bandwidth(torch, world: int, device, size: int) -> tuple[float, float]:
     for _ in range(REPEATS + 2):
         dist.barrier()
         started = time.perf_counter()
-        dist.all_reduce(values)  # at most world ^ 7, within the range of fp32
+        # The sums are at most world ^ 7, within the range of fp32.
+        dist.all_reduce(values)
         if device.type == "cuda":
             torch.cuda.synchronize(device)
         seconds.append(time.perf_counter() - started)

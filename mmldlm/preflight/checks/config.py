@@ -82,7 +82,8 @@ def _communicate_while_active(child: subprocess.Popen) -> tuple[str, str]:
         try:
             return child.communicate(timeout=1)
         except subprocess.TimeoutExpired:
-            times = psutil.Process(child.pid).cpu_times()[:2]  # user, system
+            # User and system time.
+            times = psutil.Process(child.pid).cpu_times()[:2]
             if times != last_times:
                 last_times, last_change = times, time.monotonic()
             elif time.monotonic() - last_change > DATA_IDLE_SECONDS:
@@ -129,7 +130,6 @@ def _to_json(error: UserError) -> dict[str, str]:
 
 def main() -> int:
     """Print the facts of the config file in sys.argv; return the exit code."""
-
     path, world_size = sys.argv[1:]
     facts = measure(load_config(None, path, []), int(world_size))
     print("\n" + json.dumps(facts), flush=True)
@@ -148,7 +148,6 @@ def deepspeed_json_agrees(context):
     """The DeepSpeed JSON agrees with the config; DeepSpeed knows, and mmldlm supports, all of its
     keys.
     """
-
     config = context.config
     if config is None:
         return skip("no config")
@@ -204,7 +203,8 @@ def batch_arithmetic(context):
             "set engine.kind=deepspeed, or one slot on one node",
         )
     error = context.data_facts.get("engine_error")
-    if error is not None and not _json_disagrees(config, world_size):  # CFG002 reports that
+    if error is not None and not _json_disagrees(config, world_size):
+        # CFG002 reports a JSON that disagrees.
         return fail(error["found"], error["expected"], error["fix"])
     training = config.training
     batch = training.train_batch_size * training.grad_accum_steps * world_size
@@ -220,7 +220,6 @@ def batch_arithmetic(context):
 
 
 def _json_disagrees(config, world_size: int) -> bool:
-
     try:
         return config.engine.kind == "deepspeed" and not merged_config(config, world_size)
     except UserError:

@@ -10,8 +10,10 @@ from mmldlm.preflight.check import check, fail, majority, ok, skip, warn
 from mmldlm.preflight.checks.network import default_interface
 from mmldlm.preflight.context import Context
 
-MAX_ROUND_TRIP_MS = 20.0  # within a data center it is far below 1 ms
-OUTLIER_ROUND_TRIP_MS, OUTLIER_FACTOR = 2.0, 10  # above both, relative to the median
+# Within a data center it is far below 1 ms.
+MAX_ROUND_TRIP_MS = 20.0
+# An outlier is above both: the absolute limit, and this multiple of the median.
+OUTLIER_ROUND_TRIP_MS, OUTLIER_FACTOR = 2.0, 10
 MIN_LOST_PACKETS, MAX_LOST_SHARE = 3, 0.01
 LOOKUP_SECONDS = 1.0
 
@@ -267,7 +269,7 @@ def lookups_are_fast(context):
     group does it.
     """
     for name, lookups in context.probe_values("resolve").items():
-        seconds = {other: there["seconds"] for other, there in lookups.items()}
+        seconds = {other: lookup["seconds"] for other, lookup in lookups.items()}
         network = context.value(name, "network") or {}
         seconds[network.get("hostname", "its own name")] = network.get("hostname_seconds", 0.0)
         slow = {

@@ -22,7 +22,8 @@ from mmldlm.preflight.memory_model import checkpoint_bytes
 from mmldlm.utils.input_files import read_text
 
 DRY_STEPS = 2
-SLOW_DISK = 100e6  # bytes per second of a checkpoint on its way to a shared file system
+# Bytes per second of a checkpoint on its way to a shared file system.
+SLOW_DISK = 100e6
 COMPILE_SECONDS = 600
 
 
@@ -177,7 +178,6 @@ def two_steps_run(context):
 
 
 def _step_seconds(log: list[dict]) -> float:
-
     first, second = (datetime.fromisoformat(record["time"]) for record in log[:2])
     return max((second - first).total_seconds(), 1e-3)
 

@@ -14,8 +14,8 @@ GPU_MEMORY_IN_USE = 2 * GIB
 def gpus(args: dict) -> dict:
     """Return {"gpus": [...], "driver"}, or {"absent": reason} on a node without an NVIDIA driver.
 
-    NVML is asked, without torch and without nvidia-smi, which hangs together with the driver. A
-    reason that somebody has to remove comes with its "fix".
+    The facts come from NVML, without torch and without nvidia-smi, which hangs together with the
+    driver. A reason that needs to be fixed comes with its "fix".
 
     Per GPU: name, memory in bytes, ECC errors, row remapping, throttle reasons, recovery action,
     and its processes. A field that the GPU or driver does not support is None.
@@ -74,7 +74,7 @@ def _gpu(pynvml, index: int) -> dict:
     uncorrected, since_boot = (pynvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED, pynvml.NVML_VOLATILE_ECC)
     _, _, pending, failed = supported(pynvml.nvmlDeviceGetRemappedRows) or [None] * 4
     reasons = supported(pynvml.nvmlDeviceGetCurrentClocksThrottleReasons)
-    # Without idling and the power cap, which throttle a healthy GPU too.
+    # Idling and the power cap are left out, because they throttle a healthy GPU, too.
     faults = {
         pynvml.nvmlClocksThrottleReasonHwSlowdown: "hardware slowdown",
         pynvml.nvmlClocksThrottleReasonSwThermalSlowdown: "software thermal",
@@ -151,9 +151,10 @@ def _check_gpus(context, evaluate, pass_message: str):
     """Yield the results of evaluate(gpu) over all GPUs, and one PASS per healthy node.
 
     Args:
-        context: facts of the nodes.
-        evaluate: returns None or (measured, expected, fix) for a GPU; (..., warn) for a warning.
-        pass_message: measured value of a healthy node.
+        context: Facts of the nodes.
+        evaluate: Function that returns None or (measured, expected, fix) for a GPU; (..., warn)
+            for a warning.
+        pass_message: Measured value of a healthy node.
     """
     num_faults: dict[str, int] = {}
     for name, gpu, absent in _each_gpu(context):

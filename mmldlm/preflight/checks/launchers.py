@@ -78,7 +78,8 @@ class LauncherProbe:
                 errors="replace",
                 start_new_session=True,
             )
-        except OSError as error:  # no such launcher on this machine: LNCH001
+        except OSError as error:
+            # LNCH001 reports a launcher that this machine does not have.
             self._folder.cleanup()
             raise LauncherMissing(str(error)) from error
         self._reader = threading.Thread(target=self._read, daemon=True)
@@ -94,7 +95,8 @@ class LauncherProbe:
         with contextlib.suppress(subprocess.TimeoutExpired):
             self.process.wait(SECONDS)
         timed_out = self.process.poll() is None
-        with contextlib.suppress(OSError):  # remaining processes of the launcher on this machine
+        with contextlib.suppress(OSError):
+            # Ends the remaining processes of the launcher on this machine.
             os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait()
         self._reader.join(5)
@@ -115,7 +117,8 @@ class LauncherProbe:
             if print_environment.MARK not in line:
                 other.append(line)
                 continue
-            with contextlib.suppress(ValueError):  # truncated by the timeout
+            with contextlib.suppress(ValueError):
+                # The timeout may have truncated the line.
                 report = json.loads(line.split(print_environment.MARK, 1)[1])
                 if report["hostname"] in names:
                     variables = {
@@ -278,9 +281,9 @@ def variables_are_propagated(context):
     .deepspeed_env; mpirun those named with -x; srun all. --fix adds missing ones to
     ./.deepspeed_env.
     """
-    here = compared_variables()
+    on_head = compared_variables()
     for name in context.names:
-        there = context.environment_on(name)
+        on_node = context.environment_on(name)
         if (
             context.launcher == "torchrun"
             and not context.local
@@ -290,15 +293,15 @@ def variables_are_propagated(context):
                 "torchrun is started on each node by its own shell: set variables there", name
             )
             continue
-        if there is None:
+        if on_node is None:
             continue
         source = "" if name in context.launched or context.local else " (inferred)"
-        missing = sorted(key for key, value in here.items() if there.get(key) != value)
+        missing = sorted(key for key, value in on_head.items() if on_node.get(key) != value)
         if not missing:
-            yield ok(f"{len(here)} variable(s) propagated{source}", name)
+            yield ok(f"{len(on_head)} variable(s) propagated{source}", name)
             continue
         values = (
-            k if is_secret(k) else f"{k} (here {here[k]}, there {there.get(k, 'unset')})"
+            k if is_secret(k) else f"{k} (here {on_head[k]}, there {on_node.get(k, 'unset')})"
             for k in missing
         )
         fix = {

@@ -12,14 +12,16 @@ from mmldlm.preflight.memory_model import GIB
 from mmldlm.utils import resources
 from mmldlm.utils.formatting import describe_os_error, format_bytes
 
-SHM_NEEDED, SHM_GPU = (
-    GIB // 2,
-    8 * GIB,
-)  # gloo and dataloader workers; NCCL within a node (limit of Primus)
-NOFILE_MIN, NOFILE_PER_RANK = 512, 16  # libraries and shards; sockets to each rank
-NOFILE_GPU = 4096  # with GPUs: NCCL channels and pipes of workers
-MEMLOCK_NEEDED = 32 * GIB  # registered by GPUDirect and InfiniBand (limit of Primus)
-TEMPORARY_BYTES = 1 << 20  # state files, sockets, files of a compiler
+# For gloo and dataloader workers, and for NCCL within a node (limit of Primus).
+SHM_NEEDED, SHM_GPU = GIB // 2, 8 * GIB
+# For libraries and shards, and for sockets to each rank.
+NOFILE_MIN, NOFILE_PER_RANK = 512, 16
+# With GPUs, for NCCL channels and pipes of workers.
+NOFILE_GPU = 4096
+# Memory that GPUDirect and InfiniBand register (limit of Primus).
+MEMLOCK_NEEDED = 32 * GIB
+# For state files, sockets, and files of a compiler.
+TEMPORARY_BYTES = 1 << 20
 
 
 def limits(args: dict) -> dict:
@@ -43,10 +45,8 @@ def limits(args: dict) -> dict:
             "shm_writable": False,
             "shm_error": error.strerror,
         }
-    facts["shm_total"], facts["shm_free"] = (
-        shm.f_blocks * shm.f_frsize,
-        shm.f_bavail * shm.f_frsize,
-    )
+    facts["shm_total"] = shm.f_blocks * shm.f_frsize
+    facts["shm_free"] = shm.f_bavail * shm.f_frsize
     probe = Path("/dev/shm") / f".mmldlm_preflight_{os.getpid()}"
     try:
         probe.write_bytes(b"x")
@@ -54,7 +54,8 @@ def limits(args: dict) -> dict:
     except OSError as error:
         facts["shm_writable"], facts["shm_error"] = False, error.strerror
     finally:
-        with contextlib.suppress(OSError):  # fails on a read-only file system
+        with contextlib.suppress(OSError):
+            # Deleting fails on a read-only file system.
             probe.unlink(missing_ok=True)
     return facts
 

@@ -8,10 +8,8 @@ from mmldlm.preflight import memory_model
 from mmldlm.preflight.check import check, fail, ok, skip, warn
 from mmldlm.utils.formatting import format_bytes
 
-USABLE, COMFORTABLE = (
-    0.95,
-    0.8,
-)  # shares of the available memory: the limit, and the limit without a warning
+# Fractions of the available memory: the limit, and the limit without a warning.
+USABLE, COMFORTABLE = 0.95, 0.8
 
 
 def _missing_sizes(context) -> str | None:
@@ -41,9 +39,8 @@ def memory_fits(context):
         return skip("no node reported its memory")
     location, available, on_gpu = smallest
     plan = context.engine_plan()
-    offloaded = (
-        _offloaded(context) if on_gpu else {}
-    )  # without a GPU it would stay in the same memory
+    # Without a GPU, offloaded tensors would stay in the same memory.
+    offloaded = _offloaded(context) if on_gpu else {}
     needed = {
         other: _rank_bytes(context, other, on_gpu, offloaded if other == plan else ())
         for other in memory_model.PLANS
@@ -121,7 +118,8 @@ def _bucket(context, plan: str, on_gpu: bool) -> int:
     """Return the elements of a DeepSpeed bucket; the run's JSON applies to its own stage only."""
     engine, is_own = context.config.engine, plan == context.engine_plan()
     if not plan.startswith("zero") or (is_own and engine.kind != "deepspeed"):
-        return 0  # DDP's buckets are the gradients themselves
+        # The buckets of DDP are the gradients themselves.
+        return 0
     return bucket_elements(int(plan[4:]), on_gpu, engine.deepspeed_config if is_own else None)
 
 
@@ -129,8 +127,8 @@ def _smallest_memory(context, of_hosts: bool = False) -> tuple[str, float, bool]
     """Return (location, bytes per rank, whether on a GPU) of the node with the least memory.
 
     Args:
-        context: facts of the nodes, or of this machine at level 0.
-        of_hosts: take the host memory of nodes with GPUs instead of their GPU memory.
+        context: Facts of the nodes, or of this machine at level 0.
+        of_hosts: Whether to take the host memory of nodes with GPUs instead of their GPU memory.
     """
     candidates = []
     for node in context.nodes:

@@ -66,7 +66,7 @@ def interfaces() -> list[dict]:
     return entries
 
 
-def route_to(address: str, known: list[dict]) -> dict:
+def route_to(address: str, interfaces: list[dict]) -> dict:
     """Return source address and interface of the route to an address, without sending a packet."""
     try:
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
@@ -74,7 +74,7 @@ def route_to(address: str, known: list[dict]) -> dict:
             source = probe.getsockname()[0]
     except OSError as error:
         return {"error": str(error)}
-    names = [entry["name"] for entry in known if entry["address"] == source]
+    names = [entry["name"] for entry in interfaces if entry["address"] == source]
     return {"source": source, "interface": names[0] if names else None}
 
 
@@ -149,13 +149,13 @@ def interface_is_usable(context):
     of one machine needs its loopback interface.
     """
     for name, facts in context.probe_values("network").items():
-        there = context.environment_on(name)
-        if there is None:
-            there = context.value(name, "environment") or {}
+        on_node = context.environment_on(name)
+        if on_node is None:
+            on_node = context.value(name, "environment") or {}
         variables = {
-            key: there[key]
+            key: on_node[key]
             for key in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
-            if there.get(key)
+            if on_node.get(key)
         }
         usual = default_interface(facts)
         problems = [
@@ -215,9 +215,9 @@ def _interface_problem(
     matching = _selected_interfaces(
         "=" + value if key.startswith("GLOO") else value, facts["interfaces"]
     )
-    known = ", ".join(entry["name"] for entry in facts["interfaces"])
+    interfaces = ", ".join(entry["name"] for entry in facts["interfaces"])
     if not matching:
-        return f"{key}={value}: this node has only {known}", key
+        return f"{key}={value}: this node has only {interfaces}", key
     usable = [entry for entry in matching if _is_usable(entry)]
     if not usable:
         entry = matching[0]
@@ -274,25 +274,25 @@ def names_resolve_alike(context):
     Names that only ~/.ssh/config defines on this machine are skipped: ranks get addresses, so
     nodes do not need them.
     """
-    here = context.head_value("resolve") or {}
+    on_head = context.head_value("resolve") or {}
     for name, lookups in context.probe_values("resolve").items():
         if context.local:
             yield skip("one node", name)
             continue
         different = []
-        for other, there in lookups.items():
-            lookup_here = here.get(other, {})
+        for other, on_node in lookups.items():
+            lookup_here = on_head.get(other, {})
             if "ssh" in lookup_here:
                 continue
-            if "error" in there:
-                different.append(f"{other}: {there['error']}")
+            if "error" in on_node:
+                different.append(f"{other}: {on_node['error']}")
             elif (
                 other != name
                 and "addresses" in lookup_here
-                and not set(there["addresses"]) & set(lookup_here["addresses"])
+                and not set(on_node["addresses"]) & set(lookup_here["addresses"])
             ):
                 different.append(
-                    f"{other} is {', '.join(there['addresses'])} there,"
+                    f"{other} is {', '.join(on_node['addresses'])} there,"
                     f" {', '.join(lookup_here['addresses'])} here"
                 )
         if different:

@@ -51,16 +51,11 @@ def resume_plan(context):
             check_complete(folder, checksums=False, with_state=True)
     except UserError as error:
         return fail(error.found, error.expected, error.fix)
+    if folder is None and not damaged:
+        return ok("training.resume=auto finds nothing: a fresh start")
     if folder is None:
-        return (
-            ok("training.resume=auto finds nothing: a fresh start")
-            if not damaged
-            else fail(
-                "; ".join(damaged),
-                "a complete checkpoint",
-                "restore one, or start with another logging.run_name",
-            )
-        )
+        fix = "restore one, or start with another logging.run_name"
+        return fail("; ".join(damaged), "a complete checkpoint", fix)
     manifest = read_manifest(folder)
     differences = _resume_differences(context, folder, manifest)
     if differences:
@@ -72,10 +67,8 @@ def resume_plan(context):
     if damaged:
         fix = f"the run will resume from {folder.name}; delete the damaged checkpoints"
         return warn("; ".join(damaged), "complete checkpoints", fix)
-    saved, now = (
-        f"{manifest.get('engine')}, {manifest.get('world_size')} rank(s)",
-        f"{context.world_size} rank(s)",
-    )
+    saved = f"{manifest.get('engine')}, {manifest.get('world_size')} rank(s)"
+    now = f"{context.world_size} rank(s)"
     return ok(f"continues {folder} (saved on {saved}; now {context.engine_plan()}, {now})")
 
 
@@ -95,9 +88,8 @@ def _resume_differences(context, folder: Path, manifest: dict) -> list[str]:
     samples = context.data_facts.get("samples", {}).get("train")
     if samples is not None and state.get("num_samples") not in (None, samples):
         differences.append(f"{state['num_samples']} training samples, now {samples}")
-    if state.get("data", context.data_facts.get("fingerprint")) != context.data_facts.get(
-        "fingerprint"
-    ):
+    fingerprint = context.data_facts.get("fingerprint")
+    if state.get("data", fingerprint) != fingerprint:
         differences.append("another training split")
     # The data probe has the config with the keys that the data sets.
     resolved = (

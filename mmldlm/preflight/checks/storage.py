@@ -15,7 +15,8 @@ from mmldlm.preflight.check import check, fail, majority, ok, skip, warn
 from mmldlm.utils.formatting import describe_os_error, format_bytes, join_some
 from mmldlm.utils.input_files import open_regular, read_bytes
 
-READ_BUDGET = 256 << 20  # bytes of the store that a node reads; larger stores are sampled
+# Bytes of the store that a node reads; larger stores are sampled.
+READ_BUDGET = 256 << 20
 SECONDS_BUDGET = 12.0
 _BLOCK = 1 << 20
 WRITE_BYTES = 32 << 20
@@ -37,7 +38,8 @@ def data(args: dict) -> dict:
     files: dict[str, dict] = {}
     read = 0
     for name in entries:
-        path = Path(args["data_roots"][0], name)  # with several stores, name is the full path
+        # With several stores, `name` is the full path.
+        path = Path(args["data_roots"][0], name)
         try:
             size = path.stat().st_size
         except OSError as error:
@@ -65,7 +67,7 @@ def files_of(manifests: dict[str, bytes]) -> dict[str, dict]:
     """Return name -> {bytes, sha256} of the files of one store, or full path -> ... of several.
 
     Args:
-        manifests: folder -> content of its manifest.json.
+        manifests: Folder -> content of its manifest.json.
     """
     several = len(manifests) > 1
     return {
@@ -123,7 +125,8 @@ def checkpoints(args: dict) -> dict:
     except OSError as error:
         facts["write_error"] = describe_os_error(error)
     finally:
-        with contextlib.suppress(OSError):  # fails on a read-only file system
+        with contextlib.suppress(OSError):
+            # Deleting fails on a read-only file system.
             probe.unlink(missing_ok=True)
     return facts
 
@@ -256,10 +259,8 @@ def data_is_the_same(context):
     if not answers:
         yield skip("no node read the data")
         return
-    entries, usual = (
-        _manifest(context),
-        majority({n: a["manifest_sha256"] for n, a in answers.items()}),
-    )
+    entries = _manifest(context)
+    usual = majority({n: a["manifest_sha256"] for n, a in answers.items()})
     for name, facts in answers.items():
         fix = f"copy the store to {name} again (rsync -ac), or mount one store on all nodes"
         if facts["manifest_sha256"] != usual:

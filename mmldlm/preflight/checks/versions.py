@@ -14,8 +14,8 @@ from pathlib import Path
 from mmldlm.preflight.check import check, fail, majority, ok, warn
 
 PACKAGES = ("torch", "deepspeed", "transformers", "numpy", "pydantic", "mpi4py", "mmldlm")
-# Different versions of these break collectives, checkpoints or arithmetic; of other packages they
-# warn.
+# Different versions of these packages break collectives, checkpoints or arithmetic; those of other
+# packages are only a warning.
 _MUST_AGREE = ("torch", "deepspeed", "nccl", "python")
 
 
@@ -36,7 +36,6 @@ def versions(args: dict) -> dict:
 
 def _nccl_version() -> str | None:
     """Return the version of the NCCL library that torch's wheels load; None without it."""
-
     for folder in sys.path:
         for library in Path(folder or ".").glob("nvidia/nccl/lib/libnccl.so.2"):
             version = ctypes.c_int()

@@ -17,9 +17,8 @@ from mmldlm.models.base import LatentInputs, TextInputs
 from mmldlm.models.flops import estimate_flops
 from mmldlm.models.plain import PlainTransformer
 from mmldlm.models.token_scores import TokenQuery
-from mmldlm.sampling.autoregressive.write import EXPONENTS, write_texts
-from mmldlm.sampling.pretrained import Pretrained
-from mmldlm.sampling.text.loop import TextSamples
+from mmldlm.sampling.autoregressive import EXPONENTS, write_texts
+from mmldlm.sampling.records import TextSamples
 from mmldlm.tasks.base import Metric
 from mmldlm.tasks.baselines.config import ArConfig
 from mmldlm.tasks.baselines.shared import (
@@ -31,6 +30,7 @@ from mmldlm.tasks.baselines.shared import (
 )
 from mmldlm.tasks.collation import CandidateSampler, candidates_of, counter_generator
 from mmldlm.tasks.latent_data import LatentData
+from mmldlm.tasks.pretrained import Pretrained
 from mmldlm.tasks.text_task import TextScores, scores_of_targets, sum_by_row
 
 _CANDIDATE_STREAM = 3  # apart from those of the text collator

@@ -19,9 +19,9 @@ from mmldlm.diffusion.timesteps import arcsine
 from mmldlm.models.base import LatentInputs, TextInputs
 from mmldlm.models.memory import logits_bytes
 from mmldlm.models.token_scores import LogitsFunction, TokenQuery
-from mmldlm.sampling.pretrained import Pretrained
-from mmldlm.sampling.text.loop import TextSamples
-from mmldlm.sampling.text.posterior import sample_by_posterior
+from mmldlm.sampling.model import Model
+from mmldlm.sampling.posterior import sample_by_posterior
+from mmldlm.sampling.records import TextSamples
 from mmldlm.tasks.base import Metric, ModelSizes
 from mmldlm.tasks.baselines.config import BaselineConfig, GiddConfig, HdlmConfig
 from mmldlm.tasks.baselines.shared import (
@@ -33,6 +33,7 @@ from mmldlm.tasks.baselines.shared import (
     forward_text,
 )
 from mmldlm.tasks.latent_data import LatentData
+from mmldlm.tasks.pretrained import Pretrained
 from mmldlm.tasks.text_task import TextScores, sum_by_row
 
 
@@ -164,7 +165,7 @@ class DivergenceObjective:
 
 
 def divergence_scores(
-    model: nn.Module,
+    model: Model,
     process: DivergenceProcess,
     tokens: Tensor,
     real: Tensor,

@@ -12,11 +12,11 @@ from mmldlm.diffusion.gidd import GiddProcess
 from mmldlm.errors import UserError
 from mmldlm.models.plain import PlainTransformer
 from mmldlm.models.plain_config import PlainConfig
-from mmldlm.sampling.pretrained import Pretrained
-from mmldlm.sampling.text.loop import TextSamples
+from mmldlm.sampling.records import TextSamples
 from mmldlm.tasks.baselines.config import GiddConfig, GiddDiffusionConfig
 from mmldlm.tasks.baselines.divergence import DivergenceTask
 from mmldlm.tasks.latent_data import LatentData
+from mmldlm.tasks.pretrained import Pretrained
 from mmldlm.utils.validation import not_none
 
 _SAMPLERS = ("ancestral", "self_correction")

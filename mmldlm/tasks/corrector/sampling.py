@@ -15,16 +15,22 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from mmldlm.inference.edits import (
+    DELETE,
+    INSERT,
+    SUBSTITUTE,
+    Answer,
+    Editor,
+    Question,
+    Text,
+)
+from mmldlm.inference.local_search import LocalSearchSettings, local_search
 from mmldlm.models.base import LatentInputs, TextInputs
 from mmldlm.models.token_scores import TokenQuery
-from mmldlm.sampling.device import device_of
-from mmldlm.sampling.pretrained import Pretrained
-from mmldlm.sampling.search.accounting import SamplingCost
-from mmldlm.sampling.search.best_of import FoundTexts
-from mmldlm.sampling.search.edits import DELETE, INSERT, SUBSTITUTE, Answer, Editor, Question, Text
-from mmldlm.sampling.search.judge import Judge
-from mmldlm.sampling.search.local_search import LocalSearchSettings, local_search
+from mmldlm.sampling.judge import FoundTexts, Judge, SamplingCost
+from mmldlm.sampling.model import device_of
 from mmldlm.tasks.corrector.model import Hypotheses
+from mmldlm.tasks.pretrained import Pretrained
 
 if TYPE_CHECKING:
     from mmldlm.models.base import EncodedLatent

@@ -8,14 +8,13 @@ from typing import Any
 from torch import Tensor
 
 from mmldlm.models.flops import Flops
-from mmldlm.sampling.pretrained import Pretrained
-from mmldlm.sampling.search.best_of import FoundTexts
-from mmldlm.sampling.search.judge import Judge
+from mmldlm.sampling.judge import FoundTexts, Judge
 from mmldlm.tasks.corrector.config import CorrectorConfig
 from mmldlm.tasks.corrector.data import CorrectorData, open_data
 from mmldlm.tasks.corrector.model import CorrectorMMDiT
 from mmldlm.tasks.corrector.noiser import CorrectorBatch, CorrectorNoiser
 from mmldlm.tasks.corrector.objective import CorrectorObjective
+from mmldlm.tasks.pretrained import Pretrained
 from mmldlm.tasks.translation.noiser import Noiser
 from mmldlm.tasks.translation.task import TranslationTask
 from mmldlm.tasks.validation import PassTotals

@@ -28,27 +28,26 @@ from rich.console import Console
 from mmldlm.data.arrays import read_npz, write_npz
 from mmldlm.data.manifest import MANIFEST, sample_checksums
 from mmldlm.data.mixture import describe_encoder
-from mmldlm.data.prepare.output import (
+from mmldlm.data.prepare.summary import RankProgress
+from mmldlm.data.prepare.task_queue import RankFailed, TaskQueue
+from mmldlm.data.prepare.work_dir import (
+    WorkDir,
     check_output_free,
     check_readable,
     commit,
     latents_suffix,
     versions,
 )
-from mmldlm.data.prepare.summary import RankProgress
-from mmldlm.data.prepare.task_queue import RankFailed, TaskQueue
-from mmldlm.data.prepare.work_dir import WorkDir
 from mmldlm.data.run_data import check_store_kind
 from mmldlm.data.store import TOKENIZER_FOLDER, Store, latent_shape, load_tokenizer
 from mmldlm.data.writers import LatentStatistics, StoreSplit
 from mmldlm.errors import UserError
-from mmldlm.sampling.device import usable_device
-from mmldlm.sampling.pretrained import Pretrained, load_pretrained
-from mmldlm.sampling.search.best_of import LENGTHS, write_candidate
-from mmldlm.sampling.search.judge import EncoderJudge
-from mmldlm.sampling.text.draw import PRESENCE_PENALTY
-from mmldlm.sampling.text.length_rule import most_probable_lengths
+from mmldlm.inference.judges import LENGTHS, EncoderJudge, write_candidate
+from mmldlm.inference.load import load_pretrained, usable_device
+from mmldlm.sampling.decoding import most_probable_lengths
+from mmldlm.sampling.settings import PRESENCE_PENALTY
 from mmldlm.tasks.corrector.hypotheses import HYPOTHESES_VERSION
+from mmldlm.tasks.pretrained import Pretrained
 from mmldlm.utils.atomic_files import list_files, write_json
 from mmldlm.utils.counter_rng import Stream, uniforms
 from mmldlm.utils.paths import output_root

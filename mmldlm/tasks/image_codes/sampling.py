@@ -8,20 +8,22 @@ from collections.abc import Callable, Sequence
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from mmldlm.data.encoders.encoder import token_budget_batches
 from mmldlm.diffusion import MaskedDiffusion
 from mmldlm.models.base import LatentInputs, TextInputs
 from mmldlm.models.token_scores import TokenQuery
-from mmldlm.sampling.device import device_of
-from mmldlm.sampling.latent_sampler import check_guidance_interval, latent_shape, pad_texts
-from mmldlm.sampling.text.draw import DrawSettings
-from mmldlm.sampling.text.length_rule import predict_lengths
-from mmldlm.sampling.text.loop import start_decoding
-from mmldlm.sampling.text.records import Observer, Recorder, TextSamples
-from mmldlm.sampling.text.state import DecodingState
-from mmldlm.sampling.text.strategies import TextStrategy, strategy_class
+from mmldlm.sampling.decoding import (
+    DecodingState,
+    predict_lengths,
+)
+from mmldlm.sampling.latents import check_guidance_interval, latent_shape, pad_texts
+from mmldlm.sampling.model import Model, device_of
+from mmldlm.sampling.records import Recorder, TextSamples
+from mmldlm.sampling.settings import DrawSettings
+from mmldlm.sampling.strategies import Observer, TextStrategy, strategy_class
+from mmldlm.sampling.text import start_decoding
 from mmldlm.tasks.image_codes.config import CODE_SAMPLERS, CODE_STEPS
 from mmldlm.utils.counter_rng import Stream, uniforms
 
@@ -63,7 +65,7 @@ class CodeState(DecodingState):
 
 def start_codes(
     name: str,
-    model: nn.Module,
+    model: Model,
     indices: Sequence[int],
     *,
     draw: DrawSettings,
@@ -89,7 +91,7 @@ def start_codes(
 
 @torch.inference_mode()
 def sample_codes(
-    model: nn.Module,
+    model: Model,
     texts: Sequence[Sequence[int]] | None,
     *,
     steps: int = CODE_STEPS,
@@ -162,7 +164,7 @@ def sample_codes(
 
 
 def _take_pass(
-    model: nn.Module,
+    model: Model,
     tokens: Tensor | None,
     real: Tensor | None,
     strategy: TextStrategy,
@@ -187,7 +189,7 @@ def _take_pass(
 
 
 def code_logits(
-    model: nn.Module,
+    model: Model,
     tokens: Tensor | None,
     real: Tensor | None,
     state: CodeState,
@@ -212,7 +214,7 @@ def pad_logits(logits: Tensor) -> Tensor:
 
 @torch.inference_mode()
 def sample_codes_and_texts(
-    model: nn.Module,
+    model: Model,
     num_samples: int,
     *,
     text_diffusion: MaskedDiffusion,

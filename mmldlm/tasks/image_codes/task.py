@@ -10,8 +10,7 @@ from torch import Tensor
 
 from mmldlm.models.flops import Flops
 from mmldlm.models.memory import head_bytes, regression_bytes
-from mmldlm.sampling.pretrained import Pretrained
-from mmldlm.sampling.text.records import TextSamples
+from mmldlm.sampling.records import TextSamples
 from mmldlm.tasks.base import Metric
 from mmldlm.tasks.image_codes.config import CODE_SAMPLERS, CODE_STEPS, ImageCodesConfig
 from mmldlm.tasks.image_codes.data import ImageCodesData, open_data
@@ -20,6 +19,7 @@ from mmldlm.tasks.image_codes.noiser import CodeNoiser, CodesBatch, code_problem
 from mmldlm.tasks.image_codes.objective import CodeObjective
 from mmldlm.tasks.image_codes.sampling import sample_codes, sample_codes_and_texts
 from mmldlm.tasks.image_text.task import ImageTextTask
+from mmldlm.tasks.pretrained import Pretrained
 from mmldlm.tasks.validation import PassTotals
 from mmldlm.utils.validation import not_none
 

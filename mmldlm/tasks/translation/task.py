@@ -13,13 +13,13 @@ from mmldlm.engines.parameter_plan import ParameterPlan
 from mmldlm.models import MultimodalMMDiT
 from mmldlm.models.flops import Flops, estimate_flops
 from mmldlm.models.memory import logits_bytes, mmdit_activation_bytes, mmdit_working_bytes
-from mmldlm.sampling.joint_sampler import sample_joint
-from mmldlm.sampling.latent_sampler import sample_latents
-from mmldlm.sampling.pretrained import Pretrained
-from mmldlm.sampling.text.loop import TextSamples
+from mmldlm.sampling.joint import sample_joint
+from mmldlm.sampling.latents import sample_latents
+from mmldlm.sampling.records import TextSamples
 from mmldlm.tasks.base import Metric, ModelSizes
 from mmldlm.tasks.collation import CandidateSampler
 from mmldlm.tasks.initialization import set_first_weights
+from mmldlm.tasks.pretrained import Pretrained
 from mmldlm.tasks.text_task import MaskedTextTask
 from mmldlm.tasks.translation.config import PURE_MODES, TranslationConfig
 from mmldlm.tasks.translation.data import TranslationData, open_data

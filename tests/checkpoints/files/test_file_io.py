@@ -43,7 +43,7 @@ def test_pieces_in_any_order(seed):
     assert runs.gaps(len(DATA)) == [] and runs.value() == (len(DATA), zlib.crc32(DATA))
 
 
-def test_what_is_missing_is_told_and_can_be_added():
+def test_missing_ranges_are_reported_and_can_be_added():
     runs = RangedCrc32()
     for start, end in ((10, 30), (50, 60), (30, 40)):
         runs.add(start, DATA[start:end])

@@ -77,7 +77,7 @@ def test_offsets_shifted_to_bytes_before_are_refused():
         directory(stream.getvalue())
 
 
-def test_compression_is_told():
+def test_compression_is_reported():
     assert {entry.method for entry in directory(zipped(compression=zipfile.ZIP_DEFLATED))} == {
         zipfile.ZIP_DEFLATED
     }

@@ -7,7 +7,7 @@ from collections import Counter
 
 import pytest
 
-from mmldlm.data.corpora import hub_datasets
+from mmldlm.data.corpora import text_corpus as hub_datasets
 from mmldlm.errors import UserError
 
 
@@ -33,6 +33,6 @@ def test_a_dataset_is_streamed_by_its_shards(tmp_path, monkeypatch):
 
 
 def test_names_of_datasets():
-    assert hub_datasets.parse("openwebtext").path == "Skylion007/openwebtext"
-    spec = hub_datasets.parse("owner/name:config@validation")
+    assert hub_datasets.parse_dataset("openwebtext").path == "Skylion007/openwebtext"
+    spec = hub_datasets.parse_dataset("owner/name:config@validation")
     assert (spec.path, spec.name, spec.split) == ("owner/name", "config", "validation")

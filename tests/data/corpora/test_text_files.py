@@ -103,7 +103,7 @@ def test_parts_of_a_file_agree_on_a_line_that_is_too_long(tmp_path, monkeypatch)
     assert corpus.counts == {"read": 5, "drop_over_16_MiB": 1}
 
 
-def test_many_lines_without_a_newline_are_told_from_one(tmp_path):
+def test_many_lines_without_a_newline_are_not_one_long_line(tmp_path):
     path = tmp_path / "a.txt"
     path.write_bytes(b"A line of its own.\r" * 1_000_000)
     with pytest.raises(UserError, match=r"tr '\\r' '\\n' < a.txt"):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from mmldlm.data.encoders.pooling import pool
+from mmldlm.data.encoders.encoder import pool
 
 REFERENCE = {
     "mean": lambda states: states.mean(0),

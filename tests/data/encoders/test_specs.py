@@ -245,7 +245,7 @@ def test_an_identity_finds_its_encoder_again(table, models):
         Encoder.from_identity({**made.identity(), "weights_sha256": "0" * 64}, device="cpu")
 
 
-def test_low_precision_is_close_and_said(table):
+def test_low_precision_is_close_and_recorded(table):
     exact, low = Encoder("e5", device="cpu"), Encoder("e5", device="cpu", dtype="bf16")
     assert "dtype" not in exact.identity() and low.identity()["dtype"] == "bf16"
     cosine = (exact.encode(TEXTS) * low.encode(TEXTS)).sum(1)
@@ -333,7 +333,7 @@ def test_a_sentence_transformer_says_itself_how_it_is_used(tmp_path):
         np.testing.assert_allclose(found, (vector / vector.norm()).numpy(), atol=3e-6)
 
 
-def test_a_model_that_does_not_say_it_is_refused_until_told(tmp_path):
+def test_a_model_without_settings_needs_options(tmp_path):
     tokenizer, model = _xlmr(tmp_path)
     model.save_pretrained(tmp_path)
     with pytest.raises(UserError, match="--pooling mean, cls or last"):

@@ -6,7 +6,7 @@ import os
 
 import pytest
 
-from mmldlm.data.corpora.hub_datasets import UNKNOWN_VERSION
+from mmldlm.data.corpora.text_corpus import UNKNOWN_VERSION
 from mmldlm.data.prepare import inputs
 from mmldlm.data.prepare.inputs import (
     FileIdentities,
@@ -57,7 +57,7 @@ def test_of_large_files_parts_and_the_time_count(tmp_path, monkeypatch):
     assert len(seen) == 5
 
 
-def test_files_of_one_name_are_told_apart(tmp_path):
+def test_files_of_one_name_are_distinguished(tmp_path):
     for folder in "ab":
         (tmp_path / folder).mkdir()
         (tmp_path / folder / "c.txt").write_text(folder)

@@ -7,7 +7,7 @@ import json
 import pytest
 
 from mmldlm.data.prepare.options import PrepareOptions
-from mmldlm.data.prepare.output import check_output_free
+from mmldlm.data.prepare.work_dir import check_output_free
 from mmldlm.errors import UserError
 
 

@@ -79,7 +79,7 @@ class TestWithTheEncoder:
         )
         assert first == second
 
-    def test_equal_content_lands_on_one_side_even_when_kept_twice(self, sentences, tmp_path):
+    def test_equal_content_is_in_one_split_even_with_duplicates(self, sentences, tmp_path):
         path = tmp_path / "twice.txt"
         path.write_text(
             "\n".join(
@@ -261,7 +261,7 @@ class TestWithTheEncoder:
             Store(root).get(rows).latents, Store(made_store).get(rows).latents, atol=2e-6
         )
 
-    def test_what_is_done_is_kept_and_not_done_again(
+    def test_finished_work_is_kept_and_not_repeated(
         self, made_store, corpus_file, tmp_path, monkeypatch
     ):
         encode_texts, calls = encoder.Encoder.encode, []
@@ -425,7 +425,9 @@ def test_empty_and_filtered_out_corpora_are_refused(need_minilm, corpus_file, tm
     assert sorted(path.name for path in tmp_path.iterdir()) == ["empty.txt"]
 
 
-def test_interrupted_it_says_how_to_go_on(need_minilm, corpus_file, tmp_path, capsys, monkeypatch):
+def test_an_interrupted_preparation_reports_how_to_resume(
+    need_minilm, corpus_file, tmp_path, capsys, monkeypatch
+):
     words = ["prepare", str(corpus_file), "--output-dir", str(tmp_path / "s"), "--num-procs", "1"]
 
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):

@@ -19,7 +19,7 @@ def test_only_one_preparation_at_a_time(corpus_file, tmp_path):
         pipeline.prepare(PrepareOptions(str(tmp_path / "s"), str(corpus_file), force=True))
 
 
-def test_what_differs_is_said_with_both_values(tmp_path):
+def test_differences_are_reported_with_both_values(tmp_path):
     def plan(name, **options):
         identity = PrepareOptions("", name, **options).identity()
         return {"options": identity, "shards": [1], "corpus": {"train": [f"txt:{name}"]}}

@@ -16,7 +16,8 @@ from mmldlm.observe.pages.trace_page import (
     trace_data,
     trace_page,
 )
-from mmldlm.sampling.text.trace import MAX_TEXTS, TextTrace, Write
+from mmldlm.sampling.records import TextTrace, Write
+from mmldlm.sampling.settings import MAX_TRACED_TEXTS
 from tests.observe.pages.conftest import HOSTILE
 
 RUN, NING, NER, FAST, STOP, FIRST_HOSTILE, VOCAB = 4, 5, 6, 7, 8, 9, 13
@@ -230,12 +231,12 @@ def test_without_masks_positions_appear_as_they_are_written(browser, records, to
 
 def test_size_is_bounded_by_the_number_of_texts(tokenizer):
     write = Write(0, RUN, 0.123456789, tuple((FAST, 0.123456789) for _ in range(5)))
-    length, total = 200, 3 * MAX_TEXTS
+    length, total = 200, 3 * MAX_TRACED_TEXTS
     passes = [[write._replace(position=i)] for i in range(length)]
     records = [{"index": i, "text": "run " * length, "num_tokens": length} for i in range(total)]
     page = trace_page(
         {i: TextTrace(passes) for i in range(total)}, records, tokenizer, VOCAB, settings=[]
     )
-    assert f"The first {MAX_TEXTS} of {total} texts." in page
-    assert len(re.findall(r'"index":', page)) == MAX_TEXTS
+    assert f"The first {MAX_TRACED_TEXTS} of {total} texts." in page
+    assert len(re.findall(r'"index":', page)) == MAX_TRACED_TEXTS
     assert len(page) < 2_000_000

@@ -10,17 +10,17 @@ import torch
 
 from mmldlm.diffusion import MaskedDiffusion
 from mmldlm.errors import MmldlmError
-from mmldlm.sampling.text.strategies import STRATEGIES
+from mmldlm.sampling.strategies import STRATEGIES
 from studies.information.sampler_likelihood import sampler_likelihood
 
 DETERMINISTIC = [name for name, strategy in STRATEGIES.items() if strategy.deterministic_order]
 WITH_STEPS = [
     (name, steps)
     for name in DETERMINISTIC
-    if "num_steps" in STRATEGIES[name].defaults
+    if "num_steps" in STRATEGIES[name].reads()
     for steps in (1, 2, 3)
 ]
-ADAPTIVE = [(name, None) for name in DETERMINISTIC if "num_steps" not in STRATEGIES[name].defaults]
+ADAPTIVE = [(name, None) for name in DETERMINISTIC if "num_steps" not in STRATEGIES[name].reads()]
 
 
 def likelihood(toy, model, sampler, steps=None, texts=None, latents=None, **options):

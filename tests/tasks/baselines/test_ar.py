@@ -176,7 +176,7 @@ def test_a_nan_is_skipped_and_replayed(run):
 
 
 def test_validation_is_exact_with_the_right_and_the_null_latent(run, store, data):
-    from mmldlm.sampling.pretrained import load_pretrained
+    from mmldlm.inference.load import load_pretrained
 
     last = read_log(run, "run", "eval_log.jsonl")[-1]
     assert last["l2t_gain_null"] == pytest.approx(last["l2t_null_nll"] - last["l2t_nll"])
@@ -258,7 +258,7 @@ def test_sample_and_evaluate_through_the_seam(run, store, tmp_path, capsys):
 
 def test_the_converted_model_is_the_trained_one(run, tmp_path, store):
     from mmldlm.cli import main
-    from mmldlm.sampling.pretrained import load_pretrained
+    from mmldlm.inference.load import load_pretrained
 
     assert main(["convert", str(run / "run" / "latest"), str(tmp_path / "out")]) == 0
     first, second = load_pretrained(run / "run").model, load_pretrained(tmp_path / "out").model

@@ -93,7 +93,7 @@ def test_it_learns_and_validation_reports_the_exact_nelbo(runs, name, store):
     """The seam of `mmldlm evaluate` scores the same texts as the evaluation during training, up to
     its draws.
     """
-    from mmldlm.sampling.pretrained import load_pretrained
+    from mmldlm.inference.load import load_pretrained
 
     last = read_log(runs, name, "eval_log.jsonl")[-1]
     assert last["l2t_gain_null"] == pytest.approx(last["l2t_null_nelbo"] - last["l2t_nelbo"])
@@ -127,7 +127,7 @@ def test_it_learns_and_validation_reports_the_exact_nelbo(runs, name, store):
 @pytest.mark.parametrize("name", OWN)
 def test_sample_through_the_seam(runs, name, store, tmp_path, capsys, monkeypatch):
     from mmldlm.cli import main
-    from mmldlm.sampling.text import posterior
+    from mmldlm.sampling import posterior
 
     monkeypatch.setattr(posterior, "CORRECTION_ROUNDS", 3)
     out = tmp_path / "out"
@@ -159,7 +159,7 @@ def test_sample_through_the_seam(runs, name, store, tmp_path, capsys, monkeypatc
 @pytest.mark.parametrize("name", OWN)
 def test_the_converted_model_is_the_trained_one(runs, name, store, tmp_path):
     from mmldlm.cli import main
-    from mmldlm.sampling.pretrained import load_pretrained
+    from mmldlm.inference.load import load_pretrained
 
     assert main(["convert", str(runs / name / "latest"), str(tmp_path / "out")]) == 0
     first, second = load_pretrained(runs / name), load_pretrained(tmp_path / "out")

@@ -12,9 +12,9 @@ from mmldlm.evaluation.directions import likelihood_estimates
 from mmldlm.evaluation.gain import untrained_control
 from mmldlm.evaluation.nelbo import measure
 from mmldlm.models.plain import PlainTransformer
-from mmldlm.sampling.pretrained import Pretrained
 from mmldlm.tasks.baselines.config import MdlmModelConfig
 from mmldlm.tasks.baselines.mdlm import MdlmTask
+from mmldlm.tasks.pretrained import Pretrained
 from mmldlm.tasks.translation.config import TextDiffusionConfig
 
 DIM, VOCAB = 6, 30

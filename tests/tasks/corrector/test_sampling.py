@@ -10,10 +10,10 @@ import pytest
 import torch
 
 from mmldlm.errors import MmldlmError, UserError
-from mmldlm.sampling.search.accounting import SamplingCost
-from mmldlm.sampling.search.edits import DELETE, INSERT, SUBSTITUTE
-from mmldlm.sampling.search.judge import cosines
-from mmldlm.sampling.search.options import SearchOptions
+from mmldlm.inference.edits import DELETE, INSERT, SUBSTITUTE
+from mmldlm.inference.options import SearchOptions
+from mmldlm.inference.search import run_search
+from mmldlm.sampling.judge import SamplingCost, cosines
 from mmldlm.tasks.corrector.config import CorrectorModelConfig
 from mmldlm.tasks.corrector.model import CorrectorMMDiT, Hypotheses
 from mmldlm.tasks.corrector.sampling import (
@@ -137,17 +137,19 @@ def test_references_are_not_among_the_arguments():
 
 def test_a_task_without_corrections_is_refused(pretrained, hidden, judge):
     for refused in (
-        lambda: SearchOptions(correct=1).check(pretrained.task, ()),
+        lambda: SearchOptions(correct=1).check_search(pretrained.task, ()),
         lambda: pretrained.task.correct_texts(pretrained, hidden[1], judge, rounds=1),
     ):
         with pytest.raises(UserError, match="mmldlm hypotheses") as error:
             refused()
         assert error.value.exit_code == 2
-    SearchOptions(correct=1).check(CorrectorTask(), ())
+    SearchOptions(correct=1).check_search(CorrectorTask(), ())
 
 
 def test_the_search_of_the_command_line_is_that_of_the_task(corrector, hidden, new_judge):
-    found = SearchOptions(correct=1).run(corrector, hidden[1], new_judge(), seed=0, num_steps=3)
+    found = run_search(
+        SearchOptions(correct=1), corrector, hidden[1], new_judge(), seed=0, num_steps=3
+    )
     assert found.tokens == run(corrector, hidden, new_judge(), 1).tokens
 
 

@@ -88,8 +88,8 @@ def test_what_is_written(whole, store):
 
 
 def test_the_embeddings_are_those_of_the_texts(whole, model):
-    from mmldlm.sampling.pretrained import load_pretrained
-    from mmldlm.sampling.search.judge import EncoderJudge
+    from mmldlm.inference.judges import EncoderJudge
+    from mmldlm.inference.load import load_pretrained
 
     found = Store(whole, "validation").get(np.arange(5))
     texts = [

@@ -14,7 +14,7 @@ from PIL import Image
 from mmldlm.cli import main
 from mmldlm.data.image_codec import ImageCodec
 from mmldlm.data.store import Store
-from mmldlm.sampling.pretrained import load_pretrained
+from mmldlm.inference.load import load_pretrained
 from mmldlm.tasks.image_codes.config import CODE_SAMPLERS
 from mmldlm.tasks.image_codes.sampling import (
     CodeState,

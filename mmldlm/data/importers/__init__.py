@@ -1,1 +1,0 @@
-"""Stores from folders of files that other programs wrote."""

@@ -1,0 +1,250 @@
+"""Load a model for sampling and evaluation from a run, a checkpoint of any engine, a model.pt or a
+converted folder.
+
+The weights are copied from the files into the model; nothing is written or unpickled.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from pydantic import BaseModel, ValidationError
+from torch import nn
+
+from mmldlm.checkpoints.formats.open import open_source
+from mmldlm.checkpoints.formats.weight_source import OpenedCheckpoint, WeightSource
+from mmldlm.checkpoints.init_from import as_torch
+from mmldlm.checkpoints.manifest import MODEL_CONFIG
+from mmldlm.config.renamed_keys import is_removed_weight
+from mmldlm.config.task_names import DEFAULT_TASK, TASK_NAMES
+from mmldlm.data.encoders.model_files import read_tokenizer
+from mmldlm.data.encoders.specs import find_identity_problems
+from mmldlm.data.manifest import find_codec_problems
+from mmldlm.errors import UserError
+from mmldlm.models.base import BaseTransformer
+from mmldlm.models.pretrained_io import COPY_AGAIN, check_shapes, checked_section, read_values
+from mmldlm.tasks.pretrained import Pretrained
+from mmldlm.tasks.registry import find_task
+from mmldlm.tasks.text_task import TextTask
+
+CONVERT = (
+    "name a run or a checkpoint of mmldlm, or create the folder with `mmldlm convert RUN/latest"
+    " OUT`"
+)
+
+
+def load_model(
+    path: str | Path, device: str = "cpu", dtype: torch.dtype = torch.float32
+) -> tuple[Any, dict[str, Any], Path, TextTask]:
+    """Load the weights, not their moving average (as in `mmldlm convert` without --ema).
+
+    Args:
+        path: RUN, RUN/latest, a step folder, a model.pt, or a folder written by `mmldlm convert`.
+        device: Device of the model.
+        dtype: Type of the weights; the task's buffers (latent statistics) stay as they are.
+
+    Returns:
+        The model in eval mode, its config.json as a dict, the path of that file (the tokenizer is
+        next to it), and the task that trained it.
+
+    Raises:
+        UserError: an unreadable, corrupt or unsafe file, weights that do not match the config, or
+            a task whose models are not sampled.
+    """
+    opened = open_source(path)
+    with opened.weights as weights:
+        config_path = _find_config(opened, path)
+        values = read_values(config_path)
+        task = _task_of(values, config_path)
+        config_class: Any = task.config_class.model_fields["model"].annotation
+        config = checked_section(values, config_class, config_path)
+        shapes = {name: info.shape for name, info in weights.tensors.items()}
+        kind = task.model_class()
+        # Before anything is allocated: a corrupt config may name any size.
+        check_shapes(kind, config, shapes, config_path)
+        model = kind(config)
+        _copy_weights(model, weights)
+        if isinstance(model, BaseTransformer):
+            model.check_latent_statistics(weights.path)
+    kept = {name: model.get_buffer(name).clone() for name in task.buffers}
+    model.to(device=device, dtype=dtype)
+    for name, buffer in kept.items():
+        owner, _, own_name = name.rpartition(".")
+        setattr(model.get_submodule(owner), own_name, buffer.to(device))
+    return model.eval(), values, config_path, task
+
+
+def _task_of(values: dict[str, Any], config_path: Path) -> TextTask:
+    """The task of a config.json; one of a user's own module is not imported, because a file from
+    elsewhere names it.
+
+    Raises:
+        UserError: a task whose models are not sampled, or another architecture than the task's.
+    """
+    name = values.get("task", DEFAULT_TASK)
+    task: Any = find_task(name) if isinstance(name, str) and name in TASK_NAMES else None
+    if task is None or not task.samplers:
+        raise UserError(
+            f"a model of one of the tasks {', '.join(TASK_NAMES)}, which can be sampled",
+            f"task={name} in {config_path}",
+            "convert it with `mmldlm convert` and sample it with the library that it belongs to",
+        )
+    if values.get("architecture", task.architecture) != task.architecture:
+        found = f"{values['architecture']!r}"
+        raise UserError(f"the config of a {task.architecture} in {config_path}", found, CONVERT)
+    return task
+
+
+def _find_config(opened: OpenedCheckpoint, named: str | Path) -> Path:
+    """Find the model's config: in the checkpoint, next to the weights, or in one of two parent
+    folders.
+
+    Raises:
+        UserError: no config was found.
+    """
+    weights = opened.weights.path
+    folder = weights if weights.is_dir() else weights.parent
+    folders = [opened.checkpoint] if opened.checkpoint else [folder, *list(folder.parents)[:2]]
+    for folder in folders:
+        for name in (MODEL_CONFIG, "config.json"):
+            if (folder / name).is_file():
+                return folder / name
+    raise UserError(
+        f"config.json next to the weights in {named}, which describes the model",
+        f"no such file in {folders[0]}",
+        CONVERT,
+    )
+
+
+@torch.no_grad()
+def _copy_weights(model: nn.Module, weights: WeightSource) -> None:
+    own = model.state_dict()
+    # Of tied weights, one name is enough: they share their memory.
+    for name, info in weights.tensors.items():
+        if not is_removed_weight(name):
+            own[name].copy_(as_torch(weights.read(name), info.dtype))
+    weights.finish()
+
+
+def load_pretrained(
+    path: str | Path, device: str = "cpu", dtype: torch.dtype = torch.float32
+) -> Pretrained:
+    """Load a model and its settings from a run, checkpoint or converted folder.
+
+    Args:
+        path: A run, RUN/latest, a checkpoint of any engine, a model.pt, or a folder written by
+            `mmldlm convert`. From a checkpoint the weights are read, not their moving average (as
+            in `mmldlm convert` without --ema).
+
+    Raises:
+        UserError: unreadable or corrupt files, a missing config, tokenizer or diffusion settings,
+            or a tokenizer with another vocabulary.
+    """
+    model, values, config_path, task = load_model(path, device, dtype)
+    sections: dict[str, Any] = {"text_diffusion": None, "latent_diffusion": None}
+    for key in sections:
+        if key not in task.config_class.model_fields:
+            continue
+        if not isinstance(values.get(key), dict):
+            raise UserError(
+                f'"{key}" in {config_path}: the diffusion settings the model was trained with',
+                "no such key",
+                f"{CONVERT}; other settings than those of training would give nonsense without an"
+                " error",
+            )
+        section_class: Any = task.config_class.model_fields[key].annotation
+        try:
+            sections[key] = section_class(**values[key])
+        except ValidationError as error:
+            raise UserError(f'a valid "{key}" in {config_path}', str(error), CONVERT) from error
+    if sections["latent_diffusion"] is not None:
+        model.normalizes_latents = sections["latent_diffusion"].l2_normalize
+    training, encoder = values.get("training") or {}, values.get("encoder")
+    try:
+        settings = _TrainingSettings(**training)
+    except (ValidationError, TypeError) as error:
+        raise UserError(f'a valid "training" in {config_path}', str(error), COPY_AGAIN) from error
+    if encoder is not None and (problem := find_identity_problems(encoder)):
+        raise UserError(f'a valid "encoder" in {config_path}', problem, COPY_AGAIN)
+    image = values.get("image")
+    if image is not None and (problem := find_codec_problems(image)):
+        raise UserError(f'a valid "image" in {config_path}', problem, COPY_AGAIN)
+    return Pretrained(
+        model,
+        _load_tokenizer(config_path.parent, model),
+        sections["text_diffusion"],
+        sections["latent_diffusion"],
+        settings.mode_weights,
+        settings.condition_dropout,
+        settings.l2t_condition_noise,
+        encoder,
+        Path(path),
+        task,
+        image,
+        config_path.parent,
+    )
+
+
+class _TrainingSettings(BaseModel):
+    """Keys of "training" in config.json that sampling uses; others are ignored."""
+
+    mode_weights: dict[str, float] | None = None
+    condition_dropout: float | None = None
+    l2t_condition_noise: float = 0.0
+
+
+def _load_tokenizer(folder: Path, model: Any) -> Any:
+    path = folder / "tokenizer"
+    if not path.is_dir():
+        raise UserError(f"the tokenizer in {path}", "no such folder", CONVERT)
+    tokenizer = read_tokenizer(path, f"a tokenizer in {path}", CONVERT)
+    config = model.config
+    expected = {
+        key: getattr(config, key) for key in ("mask_token_id", "pad_token_id", "eos_token_id")
+    }
+    found = {key: getattr(tokenizer, key) for key in expected}
+    if found != expected or len(tokenizer) > config.vocab_size:
+        raise UserError(
+            f"the tokenizer the model was trained with in {path}: {expected}, at most"
+            f" {config.vocab_size} tokens",
+            f"{found}, {len(tokenizer)} tokens",
+            CONVERT,
+        )
+    return tokenizer
+
+
+def usable_device(name: str | None) -> str:
+    """Return the device of --device; by default cuda if available, else cpu.
+
+    Raises:
+        UserError: a device that this machine or this build of torch lacks.
+    """
+    if name is None:
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    if (problem := _problem_of_device(name)) is None:
+        return name
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    known = f"cpu, or cuda:0 to cuda:{count - 1}" if count else "cpu (torch finds no GPU)"
+    fix = "omit --device"
+    if not count:
+        check = "`python -c 'import torch; print(torch.version.cuda, torch.cuda.is_available())'`"
+        fix += f"; to find out why no GPU is visible: `nvidia-smi`, {check}"
+    raise UserError(f"a --device that this machine has: {known}", f"{name}: {problem}", fix)
+
+
+def _problem_of_device(name: str) -> str | None:
+    """Return why a device is not usable; None if it is."""
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        return "not a device of torch"
+    if device.type == "meta":
+        return "a device without memory"
+    try:
+        torch.empty(1, device=device)
+    except (RuntimeError, AssertionError, NotImplementedError) as error:
+        # Which of them it is depends on why the device is missing.
+        return (str(error).splitlines() or ["not available"])[0]
+    return None

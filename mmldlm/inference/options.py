@@ -1,0 +1,446 @@
+"""The options of `mmldlm sample`, each declared once, without torch.
+
+`SampleOptions` says of every option its type, bounds and help, which kinds of samples read it, and
+its default in each. The command line, the checks, settings.json and a call from Python
+(`inference.sample.sample`) follow.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING, Any
+
+from mmldlm.errors import UserError
+from mmldlm.sampling.settings import (
+    ETAS,
+    MASKED_SAMPLERS,
+    MAX_TRACED_TEXTS,
+    SOLVERS,
+    BeamSettings,
+    DrawSettings,
+    RankedSettings,
+    StepSettings,
+    ThresholdSettings,
+)
+from mmldlm.utils import option_types
+from mmldlm.utils.settings import Settings, flag, flags, option, options_of, same_option
+
+if TYPE_CHECKING:  # a task imports torch, which --help does without
+    from mmldlm.tasks.text_task import TextTask
+
+IMAGE_STEPS = 20
+"""Default number of denoising steps of an image.
+
+One, which is enough for an embedding, gives a blur.
+"""
+IMAGE_GUIDANCE = 2.0
+NUM_LENGTHS = 3
+"""Number of lengths in which a caption is written: the model reads the length from the mean patch
+alone.
+"""
+
+KINDS = {
+    "l2t": "text from embeddings",
+    "t2l": "embeddings from text",
+    "unconditional": "text and embeddings without a condition",
+    "t2i": "images from captions",
+    "i2t": "captions from images",
+    "joint": "images and captions without a condition",
+}
+IMAGE_KINDS = {"t2i": "t2l", "i2t": "l2t", "joint": "unconditional"}
+"""Kind of samples of a model of images -> the kind whose model and samplers it shares."""
+SOURCES = {
+    "l2t": ("latent_file", "text", "text_file", "data"),
+    "t2l": ("text", "text_file"),
+    "unconditional": (),
+    "i2t": ("image", "latent_file", "data"),
+    "t2i": ("text", "text_file", "data"),
+    "joint": (),
+}
+"""Kind of samples -> the options of which exactly one is given."""
+JOINT_METHODS = ("joint", "chain")
+METHODS = {"t2l": SOLVERS, "t2i": SOLVERS, "unconditional": JOINT_METHODS, "joint": JOINT_METHODS}
+"""Kind of samples -> values of --method."""
+SEARCHES = ("best_of", "local")
+JUDGES = ("encoder", "t2l")
+"""What embeds the texts of a search (`inference/judges.py`), the default first."""
+NUM_CANDIDATES, ENCODER_CALLS = 16, 64
+# Of `write_texts`: a search chooses samplers, lengths and temperatures itself, and reads the
+# embedding as it is.
+OWN_CHOICES = ("sampler", "temperature", "num_beams", "condition_timestep")
+
+
+@dataclass(frozen=True)
+class SearchOptions(Settings):
+    """What `mmldlm sample` and `mmldlm evaluate` search with; None: not given.
+
+    Raises:
+        UserError: an option without the search that reads it, or out of range.
+    """
+
+    search: str | None = option(
+        None,
+        "embed written texts again and keep the nearest to the embedding given: best_of several,"
+        " or a local search that edits them",
+        choices=SEARCHES,
+    )
+    num_candidates: int | None = option(
+        None,
+        f"texts of --search best_of for an embedding (default {NUM_CANDIDATES})",
+        int,
+        low=1,
+        metavar="N",
+    )
+    correct: int | None = option(
+        None,
+        "write texts, embed them, and let the model edit the nearest from that, in about N rounds"
+        " of 16 edits; the best text by embedding and log-probabilities is kept (a model of"
+        " task=corrector)",
+        int,
+        low=1,
+        metavar="N",
+    )
+    encoder_calls: int | None = option(
+        None,
+        f"most texts that --search local embeds for an embedding (default {ENCODER_CALLS})",
+        int,
+        low=1,
+        metavar="E",
+    )
+    judge: str | None = option(
+        None,
+        "what embeds the texts of --search: the encoder of the training data (default), or t2l,"
+        " the model's own estimate, where the encoder is missing",
+        choices=JUDGES,
+    )
+
+    @property
+    def way(self) -> str | None:
+        """One of SEARCHES, "correct", or None."""
+        return self.search if self.correct is None else "correct"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.correct is not None and self.search is not None:
+            raise UserError("--correct or --search", "both", "omit one of them")
+        readers = {"num_candidates": "best_of", "encoder_calls": "local", "judge": None}
+        for key, reader in readers.items():
+            value = getattr(self, key)
+            if value is None or (self.way is not None and reader in (None, self.way)):
+                continue
+            expected = f"{flag(key)} with --search {reader or ' or '.join(SEARCHES)}"
+            alone = f"with --search {self.search}" if self.search else "alone"
+            fix = f"omit it, or add --search {reader or 'local'}"
+            raise UserError(expected, f"{flag(key)} {value} {alone}", fix)
+
+    def check_search(self, task: TextTask, given: Collection[str]) -> None:
+        """Check the search against the task and the other options that were given.
+
+        Args:
+            given: names of the options that the user gave a value.
+
+        Raises:
+            UserError: a task that lacks the search, or an option that the search chooses itself.
+        """
+        if self.way is None:
+            return
+        name = f"--search {self.search}" if self.correct is None else "--correct"
+        if own := [key for key in OWN_CHOICES if key in given]:
+            raise UserError(
+                f"{name} without options that it does not read",
+                f"{flags(own)} with {name}, which chooses its samplers itself",
+                f"omit them, or omit {name}",
+            )
+        if self.correct is not None:
+            task.check_correction()
+            return
+        draws = (
+            "ancestral" in task.samplers.get("l2t", ()) and "temperature" in task.sampling_options
+        )
+        if not draws or self.search == "local" and not task.fills_lengths:
+            known = " or ".join(
+                name for name, has in zip(SEARCHES, (draws, task.fills_lengths)) if has
+            )
+            raise UserError(
+                f"--search {known} for task={task.name}"
+                if known
+                else f"no --search for task={task.name}",
+                f"--search {self.search}",
+                "choose one that the task has, or omit --search",
+            )
+
+    def describe_search(self) -> str:
+        """Return the search in a few words."""
+        judge = "the encoder" if (self.judge or "encoder") == "encoder" else "the model's own t2l"
+        if self.correct is not None:
+            return f"{self.correct} rounds of correction by the embeddings of {judge}"
+        if self.search == "best_of":
+            return f"best of {self.num_candidates or NUM_CANDIDATES} by {judge}"
+        return f"local search, at most {self.encoder_calls or ENCODER_CALLS} calls of {judge}"
+
+
+def eta_value(word: str) -> float | str:
+    """Return the value of --eta: a number from 0 to 1, or one of ETAS."""
+    return word if word in ETAS else option_types.number(0, 1)(word)
+
+
+def _read_by(reads: Mapping[str, Any], of_texts: bool = False) -> dict[str, Any]:
+    """Return the metadata of a field: the kinds that read it, with its default in each.
+
+    A kind of images reads what the kind of texts reads whose model it shares.
+
+    Args:
+        of_texts: Captions of images do not read it: it needs an encoder of texts.
+    """
+    reads = dict(reads)
+    for word, kind in IMAGE_KINDS.items():
+        if kind in reads and not (of_texts and word == "i2t"):
+            reads.setdefault(word, reads[kind])
+    return {"reads": reads}
+
+
+def _of_kinds(
+    help: str,
+    number: type | None = None,
+    low: float = -math.inf,
+    high: float = math.inf,
+    *,
+    reads: Mapping[str, Any],
+    default: Any = None,
+    of_texts: bool = False,
+    by_task: bool = False,
+    **arguments: Any,
+) -> Any:
+    """Return an option of some kinds of samples.
+
+    Args:
+        default: Where no kind is named, of an option that l2t does not read.
+        reads, of_texts: See `_read_by`.
+        by_task: Whether the task of a checkpoint may lack the option.
+        help, number, low, high, arguments: See `option`.
+    """
+    metadata = {**_read_by(reads, of_texts), "by_task": by_task}
+    return option(reads.get("l2t", default), help, number, low, high, metadata, **arguments)
+
+
+def _of_sampler(settings: type, key: str, **reads: Any) -> Any:
+    """Return an option of some kinds that is declared in the settings of a sampler."""
+    return same_option(settings, key, reads.get("l2t"), {**_read_by(reads), "by_task": True})
+
+
+@dataclass(frozen=True)
+class _SamplerOptions(Settings):
+    """Inputs, and options of the samplers.
+
+    `by_task`: the task of a checkpoint may lack the option (`TextTask.sampling_options`).
+    """
+
+    image: list[str] | None = _of_kinds(
+        "images, read as `mmldlm prepare` reads them",
+        reads={"i2t": None},
+        type=option_types.path,
+        nargs="+",
+        metavar="FILE",
+    )
+    vae: str | None = _of_kinds(
+        "of images as vae:NAME: folder of the autoencoder (default: as prepared)",
+        reads={"t2i": None, "i2t": None, "joint": None},
+        type=option_types.path,
+        metavar="FOLDER",
+    )
+    image_size: int | None = _of_kinds(
+        "side of the images, of a model of several sizes (default: that of --data, else the"
+        " largest)",
+        int,
+        1,
+        reads={"t2i": None, "i2t": None, "joint": None},
+        metavar="PIXELS",
+    )
+    latent_file: str | None = _of_kinds(
+        "embeddings [D] or [N, D] in the encoder's space",
+        reads={"l2t": None},
+        type=option_types.path,
+        metavar="X.npy",
+    )
+    data: str | None = _of_kinds(
+        "validation samples of a store: embeddings, images, or (t2i) captions",
+        reads={"l2t": None, "t2i": None},
+        type=option_types.path,
+        metavar="STORE",
+    )
+    text: list[str] | None = _of_kinds(
+        "texts (l2t: embedded with the encoder of the training data)",
+        reads={"l2t": None, "t2l": None},
+        of_texts=True,
+        nargs="+",
+        metavar="TEXT",
+    )
+    text_file: str | None = _of_kinds(
+        "texts, one per line",
+        reads={"l2t": None, "t2l": None},
+        of_texts=True,
+        type=option_types.path,
+        metavar="FILE",
+    )
+    num_samples: int | None = _of_kinds(
+        "number of samples (l2t: default one per embedding; i2t, t2i: one per image, caption)",
+        int,
+        1,
+        1 << 24,
+        reads={"l2t": None, "unconditional": 10, "t2i": None},
+        metavar="N",
+    )
+    num_steps: int | None = _of_sampler(
+        StepSettings, "num_steps", l2t=64, t2l=None, unconditional=64, t2i=IMAGE_STEPS
+    )
+    sampler: str | None = _of_kinds(
+        f"text sampler; of masked diffusion {' or '.join(MASKED_SAMPLERS)} (default: l2t"
+        " confidence, unconditional ancestral); a name that the model's task lacks is refused with"
+        " those that it has",
+        reads={"l2t": None, "unconditional": None, "t2i": None},
+        by_task=True,
+    )
+    temperature: float | None = _of_sampler(
+        DrawSettings, "temperature", l2t=None, unconditional=None, t2i=None
+    )
+    top_p: float | None = _of_sampler(DrawSettings, "top_p", l2t=1.0, unconditional=1.0, t2i=1.0)
+    guidance: float | None = _of_kinds(
+        "scale of classifier-free guidance, 1: none",
+        float,
+        reads={"l2t": 1.0, "t2l": 1.0, "t2i": IMAGE_GUIDANCE},
+        by_task=True,
+    )
+    guidance_interval: list[float] | None = _of_kinds(
+        "guide only at timesteps (1 noise, 0 data) from LOW to HIGH (default: at all)",
+        float,
+        reads={"t2l": None, "t2i": None},
+        by_task=True,
+        nargs=2,
+        metavar=("LOW", "HIGH"),
+    )
+    presence_penalty: float | None = _of_sampler(
+        DrawSettings, "presence_penalty", l2t=None, i2t=0.0
+    )
+    spacing: float | None = _of_sampler(RankedSettings, "spacing", l2t=None, unconditional=None)
+    distinct: bool | None = _of_sampler(RankedSettings, "distinct", l2t=None, unconditional=None)
+    threshold: float | None = _of_sampler(
+        ThresholdSettings, "threshold", l2t=None, unconditional=None
+    )
+    num_beams: int | None = _of_sampler(BeamSettings, "num_beams", l2t=None, unconditional=None)
+    method: str | None = _of_kinds(
+        "t2l: solver, ddim, dpm++2m, or heun for a rectified-flow model; unconditional: joint or"
+        " chain (default: what the model was trained for)",
+        reads={"t2l": "ddim", "unconditional": None},
+        by_task=True,
+    )
+    solver: str | None = _of_kinds(
+        "solver of the embeddings",
+        reads={"unconditional": "ddim"},
+        by_task=True,
+        choices=("ddim", "dpm++2m"),
+    )
+    condition_timestep: float | None = _of_kinds(
+        "noise the embedding to this timestep for the text, for embeddings that no encoder made (a"
+        " model of training.l2t_condition_noise; unconditional: --method chain)",
+        float,
+        0,
+        1,
+        reads={"l2t": 0.0, "unconditional": 0.0},
+        by_task=True,
+        metavar="T",
+    )
+    eta: float | str | None = _of_kinds(
+        "noise of DDIM: 0 none, 1 ancestral, bridge that of a model of schedule=decoupled",
+        default=0.0,
+        reads={"t2l": 0.0},
+        by_task=True,
+        type=eta_value,
+        metavar="ETA",
+    )
+    trace: str | None = _of_kinds(
+        f"also write a page that plays, pass by pass, how the first {MAX_TRACED_TEXTS} texts were"
+        " written",
+        reads={"l2t": None, "unconditional": None},
+        type=option_types.path,
+        metavar="FILE.html",
+    )
+
+
+@dataclass(frozen=True)
+class SampleOptions(SearchOptions, _SamplerOptions):
+    """Options of `mmldlm sample`, as in its --help; None where the kind does not use one.
+
+    Raises:
+        UserError: A number out of range, or options of a search that do not fit together.
+    """
+
+    seed: int = 0
+
+    @classmethod
+    def resolve(cls, kind: str, given: Mapping[str, Any], seed: int = 0) -> SampleOptions:
+        """Return the options of a kind of samples, with its defaults for those that are not given.
+
+        Raises:
+            UserError: an option that this kind does not read, not exactly one source, or a value
+                out of range.
+        """
+        check_read(kind, given)
+        if sources := SOURCES[kind]:
+            named = [key for key in sources if key in given]
+            if len(named) != 1:
+                raise UserError(
+                    f"exactly one of {' or '.join(map(flag, sources))}",
+                    flags(named) or "none of them",
+                    "name one source of input",
+                )
+        method = given.get("method")
+        if method is not None and method not in METHODS[kind]:
+            expected = f"--method {' or '.join(METHODS[kind])} for `sample {kind}`"
+            raise UserError(expected, method, "choose one of them")
+        return cls(**defaults_of(kind) | dict(given), seed=seed)
+
+
+READERS: dict[str, dict[str, Any]] = {
+    field.name: field.metadata.get("reads", {"l2t": None})
+    for field in fields(SampleOptions)
+    if field.name in options_of(SampleOptions)
+}
+"""Option -> the kinds that read it, with its default in each."""
+TASK_OPTIONS = tuple(
+    field.name for field in fields(SampleOptions) if field.metadata.get("by_task")
+)
+"""Options that a task may lack, also in a kind that it has (`TextTask.sampling_options`)."""
+
+
+def defaults_of(kind: str) -> dict[str, Any]:
+    """Return the default of every option in a kind of samples; None where it is not read."""
+    return {key: reads.get(kind) for key, reads in READERS.items()}
+
+
+def check_read(kind: str, given: Collection[str]) -> None:
+    """Raise a UserError for options that a kind of samples does not read."""
+    if unread := [key for key in given if kind not in READERS[key]]:
+        known = flags(key for key, reads in READERS.items() if kind in reads)
+        raise UserError(f"options of `sample {kind}`: {known}", flags(unread), "omit them")
+
+
+def add_sample_options(parser: argparse.ArgumentParser, kind: str | None) -> None:
+    """Add the options of one kind of samples, or of all; without a value they are None."""
+    for key, own in options_of(SampleOptions).items():
+        arguments, reads = own.parser_arguments(), READERS[key]
+        if kind is None:
+            values = ", ".join(
+                f"{name} {value}" for name, value in reads.items() if value is not None
+            )
+            readers = "" if len(reads) == len(KINDS) else f"{', '.join(reads)}: "
+            arguments["help"] = readers + own.help + (f" (default: {values})" if values else "")
+        elif kind not in reads:
+            continue
+        elif reads[kind] is not None:
+            arguments["help"] += f" (default {reads[kind]})"
+        if key == "method" and kind in METHODS:
+            arguments["choices"] = METHODS[kind]
+        parser.add_argument(flag(key), **arguments)

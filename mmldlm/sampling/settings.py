@@ -1,0 +1,148 @@
+"""Samplers of texts by name, and the settings of each, without torch.
+
+A settings class names what its sampler reads, with defaults and bounds. `--help`, `evaluate` and
+the error for an option that does not apply follow from it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from mmldlm.utils.settings import Settings, option, options_of, same_option
+
+RESULTS_PAGE = "docs/results/options.md"
+"""What was measured with samplers and options that are gone."""
+REMOVED_SAMPLERS = (
+    "margin", "entropy", "factor", "frechet", "eb", "first_hitting", "remdm",
+)  # fmt: skip
+"""Names that are gone."""
+REMOVED_OPTIONS = (
+    "schedule", "factor", "delta", "gamma", "remask", "remask-eta", "num-lengths",
+    "critic-rounds", "critic-share",
+)  # fmt: skip
+"""Options of `mmldlm sample` that are gone."""
+
+SOLVERS = ("ddim", "dpm++2m", "heun")
+"""Solvers of latents; which of them a process has: `LatentProcess.solvers`."""
+ETAS = ("bridge",)
+"""Named values of eta; which of them a process has: `LatentProcess.named_etas`."""
+
+# Default of the commands for greedy decoding: the best of 0, 0.5, 1 and 2 on 300 validation
+# sentences by sentence BLEU, exact match and multiset word F1 (47.3, 48.1, 48.7, 48.6 +- 1.0),
+# confirmed on 700 others (docs/evaluation.md).
+PRESENCE_PENALTY = 1.0
+MAX_TRACED_TEXTS = 50
+"""Texts of which `mmldlm sample --trace` shows how they were written."""
+
+
+@dataclass(frozen=True)
+class DrawSettings(Settings):
+    """How tokens are drawn from logits.
+
+    Attributes:
+        temperature: 0 takes the most probable token; None is the sampler's default.
+        top_p: Draw among the most probable tokens that together reach this probability.
+        presence_penalty: Nats subtracted from the logit of every token that the text already
+            contains.
+    """
+
+    temperature: float | None = option(
+        None,
+        "0 takes the most probable token (default: 0 for samplers by certainty, or 1 if an"
+        " embedding is used several times; 1 for the others)",
+        float,
+        low=0,
+    )
+    top_p: float = option(1.0, "nucleus of the token draws", float, low=1e-6, high=1)
+    presence_penalty: float = option(
+        0.0,
+        "nats subtracted from tokens that the text already contains (default: 1 for samplers by"
+        " certainty, else 0)",
+        float,
+    )
+
+
+@dataclass(frozen=True)
+class StepSettings(Settings):
+    """A sampler by a number of steps."""
+
+    num_steps: int = option(
+        16,
+        "denoising steps (t2l: default 1, or 10 for a model that predicts epsilon; t2i of a model"
+        " that masks: 12); a text of n tokens takes at most n passes",
+        int,
+        low=1,
+    )
+
+
+@dataclass(frozen=True)
+class RankedSettings(Settings):
+    """A sampler that fills the surest positions first."""
+
+    spacing: float = option(
+        1,
+        "of the positions that a pass would fill, one nearer than G x the masked share to a surer"
+        " one waits (samplers by certainty; default 1: none)",
+        float,
+        low=1,
+        metavar="G",
+    )
+    distinct: bool = option(
+        False,
+        "of the positions that a pass would fill with the same token, all but the surest wait"
+        " (samplers by certainty)",
+        action="store_const",
+        const=True,
+    )
+
+
+@dataclass(frozen=True)
+class ConfidenceSettings(RankedSettings, StepSettings):
+    """The sampler `confidence`."""
+
+
+@dataclass(frozen=True)
+class ThresholdSettings(RankedSettings):
+    """The sampler `threshold`."""
+
+    threshold: float = option(
+        0.9, "threshold: fill all positions as probable (default 0.9)", float, low=0, metavar="P"
+    )
+
+
+@dataclass(frozen=True)
+class AncestralSettings(StepSettings):
+    """The sampler `ancestral` of masked diffusion."""
+
+
+@dataclass(frozen=True)
+class ScheduledSettings(StepSettings):
+    """The sampler `scheduled`."""
+
+    num_steps: int = same_option(StepSettings, "num_steps", 8)
+
+
+@dataclass(frozen=True)
+class BeamSettings(Settings):
+    """The samplers `beam` and `beam_sum` of a causal model."""
+
+    num_beams: int = option(4, "beams of a beam search (default: 4)", int, low=1, metavar="W")
+
+
+MASKED_SAMPLERS: dict[str, type[Settings]] = {
+    "confidence": ConfidenceSettings,
+    "threshold": ThresholdSettings,
+    "ancestral": AncestralSettings,
+    "scheduled": ScheduledSettings,
+}
+"""Samplers of masked diffusion (`sampling/strategies.py`)."""
+BY_CERTAINTY = tuple(
+    name for name, settings in MASKED_SAMPLERS.items() if issubclass(settings, RankedSettings)
+)
+"""Samplers that fill the surest positions first."""
+BY_CHANCE = tuple(name for name in MASKED_SAMPLERS if name not in BY_CERTAINTY)
+"""Samplers of random order."""
+STRATEGY_OPTIONS = frozenset(
+    key for settings in MASKED_SAMPLERS.values() for key in options_of(settings)
+)
+"""Options that only some of them read."""

@@ -1,0 +1,149 @@
+"""Settings classes: frozen dataclasses whose fields are options of a command, each declared once.
+
+    @dataclass(frozen=True)
+    class BeamSettings(Settings):
+        num_beams: int = option(4, "beams of a beam search (default: 4)", int, low=1, metavar="W")
+
+From a field follow its option on the command line, the check of a value from Python, and which
+options a class reads.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from mmldlm.errors import UserError
+from mmldlm.utils import option_types
+
+_KEY = "option"
+
+
+@dataclass(frozen=True)
+class Option:
+    """What the command line and the check of a value need to know of a field.
+
+    Attributes:
+        help: Text of --help.
+        number: int or float for a finite number; None for anything else.
+        low, high: Bounds of the number, both included.
+        arguments: Further arguments of `add_argument`: type, choices, nargs, metavar.
+    """
+
+    help: str
+    number: type | None = None
+    low: float = -math.inf
+    high: float = math.inf
+    arguments: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+
+    def parser_arguments(self) -> dict[str, Any]:
+        """Return the arguments of `add_argument`; an option that is not given is None."""
+        if self.number is None:
+            return {**self.arguments, "help": self.help}
+        if self.number is int:
+            high = option_types.MAX_COUNT if self.high == math.inf else int(self.high)
+            return {
+                "type": option_types.integer(int(self.low), high),
+                **self.arguments,
+                "help": self.help,
+            }
+        return {
+            "type": option_types.number(self.low, self.high),
+            **self.arguments,
+            "help": self.help,
+        }
+
+    def check(self, key: str, value: Any) -> None:
+        """Raise a UserError for a number out of range; None passes."""
+        for number in value if isinstance(value, (list, tuple)) else [value]:
+            if self.number is None or number is None:
+                continue
+            if not (math.isfinite(number) and self.low <= number <= self.high):
+                raise UserError(
+                    f"{flag(key)} {self._range()}", str(number), "choose a value in this range"
+                )
+
+    def _range(self) -> str:
+        if self.low == -math.inf:
+            return "a finite number"
+        if self.high == math.inf:
+            return f"of at least {self.low:g}"
+        return f"from {self.low:g} to {self.high:g}"
+
+
+class Settings:
+    """Base of settings classes: checks the range of every option.
+
+    Raises:
+        UserError: A number out of range.
+    """
+
+    def __post_init__(self) -> None:
+        for key, own in options_of(type(self)).items():
+            own.check(key, getattr(self, key))
+
+
+def option(
+    default: Any,
+    help: str,
+    number: type | None = None,
+    low: float = -math.inf,
+    high: float = math.inf,
+    metadata: Mapping[str, Any] | None = None,
+    **arguments: Any,
+) -> Any:
+    """Return a field of a settings class that is an option.
+
+    Args:
+        default: Value of the field where none is given.
+        metadata: Further metadata of the field.
+        help, number, low, high, arguments: See `Option`.
+    """
+    own = Option(help, number, low, high, arguments)
+    return dataclasses.field(default=default, metadata={_KEY: own, **(metadata or {})})
+
+
+def same_option(
+    settings: type, key: str, default: Any, metadata: Mapping[str, Any] | None = None
+) -> Any:
+    """Return a field like that of another settings class, with its own default."""
+    own = options_of(settings)[key]
+    return dataclasses.field(default=default, metadata={_KEY: own, **(metadata or {})})
+
+
+def options_of(settings: type) -> dict[str, Option]:
+    """Return the options of a settings class by the names of their fields."""
+    return {
+        field.name: field.metadata[_KEY]
+        for field in dataclasses.fields(settings)
+        if _KEY in field.metadata
+    }
+
+
+def add_options(parser: argparse.ArgumentParser, *settings: type) -> None:
+    """Add the options of settings classes to a parser, those of several classes once."""
+    added: dict[str, Option] = {}
+    for own in settings:
+        for key, one in options_of(own).items():
+            if key not in added:
+                parser.add_argument(flag(key), **one.parser_arguments())
+                added[key] = one
+
+
+def given_options(args: argparse.Namespace, keys: Iterable[str]) -> dict[str, Any]:
+    """Return those of some options that the user gave a value."""
+    return {key: getattr(args, key) for key in keys if getattr(args, key) is not None}
+
+
+def flag(key: str) -> str:
+    """Return how an option is written: --num-steps for num_steps."""
+    return "--" + key.replace("_", "-")
+
+
+def flags(keys: Iterable[str]) -> str:
+    """Return several options as a list in words."""
+    return ", ".join(map(flag, keys))
