@@ -53,10 +53,18 @@ class Batch:
         named = dict(self.tensors)
         for name, value in self._inputs():
             if hasattr(value, "_asdict"):
-                named |= {f"{name}.{part}": item for part, item in value._asdict().items()}
+                named |= {f"{name}.{part}": tensor for part, tensor in value._asdict().items()}
             else:
                 named[name] = value
         return named
+
+    def map_tensors(self, function: Callable[[Tensor], Tensor]) -> Self:
+        """Replace every tensor by its value under a function; return the batch itself."""
+        self.tensors = {name: function(tensor) for name, tensor in self.tensors.items()}
+        for name, value in self._inputs():
+            is_tuple = hasattr(value, "_make")
+            setattr(self, name, value._make(map(function, value)) if is_tuple else function(value))
+        return self
 
     def to(self, device: torch.device | str, non_blocking: bool = True) -> Self:
         """Move the tensors to a device."""
@@ -71,17 +79,11 @@ class Batch:
         from torch import Tensor
 
         values = [(item.name, getattr(self, item.name)) for item in fields(self)]
-        return [(name, value) for name, value in values if isinstance(value, (Tensor, tuple))]
-
-    def map_tensors(self, function: Callable[[Tensor], Tensor]) -> Self:
-        """Replace every tensor by its value under a function; return the batch itself."""
-        self.tensors = {name: function(tensor) for name, tensor in self.tensors.items()}
-        for name, value in self._inputs():
-            if isinstance(value, tuple):
-                setattr(self, name, type(value)(*map(function, value)))
-            else:
-                setattr(self, name, function(value))
-        return self
+        return [
+            (name, value)
+            for name, value in values
+            if isinstance(value, Tensor) or hasattr(value, "_fields")
+        ]
 
 
 class Collator(Protocol):

@@ -11,12 +11,14 @@ import re
 import socket
 import sys
 from pathlib import Path
-
-import torch
+from typing import TYPE_CHECKING
 
 from mmldlm.errors import UserError
 from mmldlm.utils.environment import check_rank_variables, int_from_env
 from mmldlm.utils.network import free_port
+
+if TYPE_CHECKING:  # `mmldlm launch` starts without torch
+    import torch
 
 
 def rank_environment() -> tuple[int, int, int]:
@@ -28,6 +30,8 @@ def hidden_gpu_note() -> str | None:
     """Return a warning if CUDA_VISIBLE_DEVICES names a GPU and none can be used: the run would
     train on the CPU.
     """
+    import torch
+
     visible = os.environ.get("CUDA_VISIBLE_DEVICES", "").strip()
     if torch.cuda.is_available() or visible in ("", "-1", "NoDevFiles", "none", "void"):
         return None
@@ -43,6 +47,8 @@ def pick_device(local_rank: int) -> torch.device:
     Raises:
         UserError: on all ranks of a machine with fewer visible GPUs than ranks.
     """
+    import torch
+
     if not torch.cuda.is_available():
         return torch.device("cpu")
     num_ranks, num_gpus = local_world_size(local_rank), torch.cuda.device_count()

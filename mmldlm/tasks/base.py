@@ -21,6 +21,7 @@ if TYPE_CHECKING:  # preflight asks a task before torch is imported
 
     from mmldlm.engines.base import Engine
     from mmldlm.engines.parameter_plan import ParameterPlan
+    from mmldlm.tasks.validation import PassTotals
 
 Objective = Callable[["nn.Module", Batch], tuple["Tensor", dict[str, "Tensor"]]]
 """(module, batch on the device) -> (loss, {name: sum}).
@@ -264,12 +265,23 @@ class Task(ABC):
 
     def validation(self, data: RunData, engine: Engine) -> ValidationRun:
         """Return the evaluation during training. Default: every metric on the validation split."""
-        from mmldlm.tasks.validation import Validation, metric_values
+        from mmldlm.tasks.validation import Validation
 
         seed = data.config.training.seed + Validation.SEED_OFFSET
-        return Validation(
-            self, data, engine, [("validation", self.collator(data, seed))], metric_values(self)
-        )
+        passes = [("validation", self.collator(data, seed))]
+        return Validation(self, data, engine, passes, self.validation_figures)
+
+    def validation_figures(self, totals: dict[str, PassTotals]) -> dict[str, float]:
+        """Return the validation metrics, from the totals of each pass: every metric of the task as
+        `{pass}_{metric}`.
+        """
+        figures = {}
+        for name, total in totals.items():
+            for metric in self.metrics:
+                value = metric.value(total.sums, total.counts)
+                if value is not None:
+                    figures[f"{name}_{metric.name}"] = value
+        return figures
 
     def model_config(self, data: RunData) -> dict[str, Any]:
         """Return what `config.json` of an exported model holds (model_config.json in a

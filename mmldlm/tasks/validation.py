@@ -4,12 +4,13 @@ training never sees.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
-from typing import TYPE_CHECKING
+from typing import Any, Protocol
 
 import torch
+from torch import Tensor
 
 from mmldlm.config.schema import Config
 from mmldlm.data.batch import Collator
@@ -18,14 +19,12 @@ from mmldlm.data.loader import MicroBatches, iterate_steps
 from mmldlm.data.run_data import RunData
 from mmldlm.engines.base import Engine
 
-if TYPE_CHECKING:
-    from mmldlm.tasks.base import Task
-
-_COST_SHARE = (
-    0.05  # of the training between two evaluations, under data.max_validation_samples=auto
-)
-_MIN_SAMPLES = 64  # fewer give no useful estimate
-_TRAINING_COST = 3  # forward passes that training on a sample costs: the backward pass is two
+# Fraction of the training between two evaluations, under data.max_validation_samples=auto.
+_COST_SHARE = 0.05
+# Fewer samples give no useful estimate.
+_MIN_SAMPLES = 64
+# Forward passes that training on a sample costs: the backward pass is two.
+_TRAINING_COST = 3
 
 
 @dataclass
@@ -47,19 +46,16 @@ Figures = Callable[[dict[str, PassTotals]], dict[str, float]]
 """Totals by pass -> metrics."""
 
 
-def metric_values(task: Task) -> Figures:
-    """Return every metric of the task for every pass: `{pass}_{metric}`."""
+class ScoredTask(Protocol):
+    """The part of a `Task` that an evaluation calls."""
 
-    def figures(totals: dict[str, PassTotals]) -> dict[str, float]:
-        found = {}
-        for name, total in totals.items():
-            for metric in task.metrics:
-                value = metric.value(total.sums, total.counts)
-                if value is not None:
-                    found[f"{name}_{metric.name}"] = value
-        return found
+    def objective(self, config: Any) -> Callable[..., tuple[Tensor, dict[str, Tensor]]]: ...
 
-    return figures
+    def sums_of(self, config: Any) -> tuple[str, ...]: ...
+
+    def stack_sums(
+        self, names: Sequence[str], loss: Tensor, sums: Mapping[str, Tensor]
+    ) -> Tensor: ...
 
 
 def num_samples(config: Config, available: int, global_batch: int, num_passes: int) -> int:
@@ -98,7 +94,7 @@ class Validation:
 
     def __init__(
         self,
-        task: Task,
+        task: ScoredTask,
         data: RunData,
         engine: Engine,
         passes: Sequence[tuple[str, Collator]],

@@ -6,7 +6,7 @@ Its collator, objective and task.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 import numpy as np
 import torch
@@ -169,8 +169,7 @@ class ArTask(BaselineTask):
     def write_texts(
         self, pretrained: Pretrained, latents: Tensor | None, **options: Any
     ) -> TextSamples:
-        assert isinstance(pretrained.model, PlainTransformer)
-        return write_texts(pretrained.model, latents, **options)
+        return write_texts(cast(PlainTransformer, pretrained.model), latents, **options)
 
     def writing_flops(self, model_config: Any, samples: TextSamples) -> float:
         """A row of the cache is one token: all rows cost what a pass over the texts costs

@@ -41,9 +41,9 @@ class DivergenceBatch(BaselineBatch):
     """One micro-batch of noised texts, scored by a divergence.
 
     Attributes:
-        text_weights: of the training. [M] fp32
-        text_elbo_weights: the NELBO's. [M] fp32
-        divergence: of the M scored tokens; its targets are text_targets.
+        text_weights: Weights of the training. [M] fp32
+        text_elbo_weights: Weights of the NELBO. [M] fp32
+        divergence: Divergence of the M scored tokens, whose targets are text_targets.
     """
 
     text_elbo_weights: Tensor

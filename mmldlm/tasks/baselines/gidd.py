@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 from torch import Tensor
 
@@ -42,8 +42,8 @@ class GiddTask(DivergenceTask):
         return _process(data.config.text_diffusion, data.config.model)
 
     def process_of_model(self, pretrained: Pretrained) -> GiddProcess:
-        assert isinstance(pretrained.model, PlainTransformer)
-        return _process(pretrained.text_config, pretrained.model.config)
+        model = cast(PlainTransformer, pretrained.model)
+        return _process(pretrained.text_config, model.config)
 
     def training_weights(self, data: LatentData) -> Callable[[Tensor, Tensor], Tensor]:
         loss, process = data.config.loss, self.process_of_data(data)

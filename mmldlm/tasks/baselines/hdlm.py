@@ -10,6 +10,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property, partial
+from typing import cast
 
 import numpy as np
 import torch
@@ -183,8 +184,7 @@ class HdlmTask(DivergenceTask):
         return HierarchicalProcess(clusters, mask_token_id, data.config.text_diffusion.gamma)
 
     def process_of_model(self, pretrained: Pretrained) -> HierarchicalProcess:
-        model = pretrained.model
-        assert isinstance(model, HierarchicalTransformer)
+        model = cast(HierarchicalTransformer, pretrained.model)
         mask_token_id = not_none(model.config.mask_token_id)
         process = HierarchicalProcess(
             model.token_clusters.cpu(), mask_token_id, pretrained.text_config.gamma

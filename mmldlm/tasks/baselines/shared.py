@@ -46,21 +46,23 @@ class BaselineBatch(Batch):
     dimensions of a latent.
 
     Attributes:
-        text_tokens: as the model reads them: noised, but for AR. [B, S] int64
+        text_tokens: Texts as the model reads them: noised, but for AR. [B, S] int64
         attention_mask: True for tokens and EOS. [B, S] bool
-        token_positions: real tokens, in B * S. [T] int64
-        text_timesteps: None for AR. [B] fp32
-        text_positions: scored positions of real samples, in B * S. [M] int64
-        text_targets: clean tokens. [M] int64
-        text_weights: of the loss. [M] fp32
-        length_targets: length - 1. [B] int64
-        length_weights: 0 for placeholders. [B] fp32
-        latents: in model space; None: the model reads none. [B, D] or [B, N, D] fp32
-        latent_is_null: the learned null stands for the latent; None as `latents`. [B] bool
-        dropout_keys: with model.dropout, in training. [B] int64
-        text_candidates: tokens that are scored, with loss.text_candidates. [C] int64
-        text_columns: column of each target in text_candidates. [M] int64
-        counts: text_tokens, lengths (texts).
+        token_positions: Real tokens, as indices into B * S. [T] int64
+        text_timesteps: Noise levels; None for AR. [B] fp32
+        text_positions: Scored positions of real samples, as indices into B * S. [M] int64
+        text_targets: Clean tokens at the scored positions. [M] int64
+        text_weights: Weights of the scored positions in the loss. [M] fp32
+        length_targets: Lengths - 1. [B] int64
+        length_weights: 1, or 0 for placeholders. [B] fp32
+        latents: Latents in model space; None: the model reads none. [B, D] or [B, N, D] fp32
+        latent_is_null: True where the learned null stands for the latent; None as `latents`. [B]
+            bool
+        dropout_keys: Keys of `RowDropout`; None without model.dropout. [B] int64
+        text_candidates: Tokens that the text head scores; None without loss.text_candidates. [C]
+            int64
+        text_columns: Columns of the targets in text_candidates. [M] int64
+        counts: Counts text_tokens and lengths (texts).
     """
 
     text_tokens: Tensor

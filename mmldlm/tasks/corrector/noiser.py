@@ -25,7 +25,7 @@ class CorrectorBatch(TranslationBatch):
     """One micro-batch, noised, with earlier texts for its latents.
 
     Attributes:
-        hypotheses: None: the model reads none.
+        hypotheses: Earlier texts for the latents; None: the model reads none.
     """
 
     hypotheses: Hypotheses | None = None

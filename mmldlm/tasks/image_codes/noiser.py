@@ -26,13 +26,13 @@ class CodesBatch(TranslationBatch):
     latent_targets and no latent_weights.
 
     Attributes:
-        latents: ids, num_codes for [MASK]. [B, N, 1] int64
-        latent_clean: ids. [B, N, 1] int64
-        latent_timesteps: k / N, 0 where the image is given. [B] fp32
-        code_positions: scored codes, in B * N. [M] int64
-        code_targets: their ids. [M] int64
-        code_weights: the NELBO's. [M] fp32
-        counts: codes (of all images to score) in place of latents.
+        latents: Ids, num_codes for [MASK]. [B, N, 1] int64
+        latent_clean: Clean ids. [B, N, 1] int64
+        latent_timesteps: Masked fractions k / N, 0 where the image is given. [B] fp32
+        code_positions: Scored codes, as indices into B * N. [M] int64
+        code_targets: Clean ids of the scored codes. [M] int64
+        code_weights: NELBO weights of the scored codes. [M] fp32
+        counts: Counts text_tokens, codes (of all images to score) and lengths.
     """
 
     code_positions: Tensor

@@ -53,31 +53,33 @@ class TranslationBatch(Batch):
     each, latent_targets are [B, 2 * D] and latent_weights [B, 2]. Latents are in model space.
 
     Attributes:
-        text_tokens: noised. [B, S] int64
+        text_tokens: Noised texts, padded. [B, S] int64
         attention_mask: True for tokens and EOS. [B, S] bool
-        text_timesteps: 0 where the text is given. [B] fp32
-        text_is_null: the learned null stands for the text. [B] bool
-        token_positions: text to compute, in B * S: real tokens, of a null text the first position.
-            [T] int64
-        text_positions: scored positions, in B * S. [M] int64
-        text_targets: clean tokens. [M] int64
-        text_weights: the NELBO's. [M] fp32
-        text_rows: sample of each scored position. [M] int64
-        length_targets: length - 1. [B] int64
-        length_weights: 0 where the length is not scored. [B] fp32
-        latents: noised. [B, D] fp32; None until `to` has drawn the noise
-        latent_clean: [B, D] fp32
-        latent_targets: of the prediction. [B, D] fp32; None as `latents`
-        latent_timesteps: [B] fp32
-        latent_weights: 0 where the latent is not scored. [B] fp32
-        latent_is_null: the learned null stands for the latent. [B] bool
-        noise_keys: of the noise that `to` draws, above MAX_HOST_NOISE elements a sample. [B] int64
-        dropout_keys: with model.dropout, in training. [B] int64
-        text_candidates: tokens that are scored, with loss.text_candidates. [C] int64
-        text_columns: column of each target in text_candidates. [M] int64
-        modes: [B] index in PURE_MODES.
-        process: of the latents.
-        counts: text_tokens, latents (of N latents per text, each), lengths.
+        text_timesteps: Noise levels, 0 where the text is given. [B] fp32
+        text_is_null: True where the learned null stands for the text. [B] bool
+        token_positions: Positions to compute, as indices into B * S: the real tokens, of a null
+            text the first position. [T] int64
+        text_positions: Scored positions, as indices into B * S. [M] int64
+        text_targets: Clean tokens at the scored positions. [M] int64
+        text_weights: NELBO weights of the scored positions. [M] fp32
+        text_rows: Samples of the scored positions. [M] int64
+        length_targets: Lengths - 1. [B] int64
+        length_weights: 1, or 0 where the length is not scored. [B] fp32
+        latents: Noised latents; None until `to` has drawn the noise. [B, D] fp32
+        latent_clean: Clean latents. [B, D] fp32
+        latent_targets: Targets of the prediction; None as `latents`. [B, D] fp32
+        latent_timesteps: Noise levels, 0 where the latent is clean. [B] fp32
+        latent_weights: Weights of the errors, 0 where the latent is not scored. [B] fp32
+        latent_is_null: True where the learned null stands for the latent. [B] bool
+        noise_keys: Keys of the noise that `to` draws, above MAX_HOST_NOISE elements a sample;
+            None: drawn already. [B] int64
+        dropout_keys: Keys of `RowDropout`; None without model.dropout. [B] int64
+        text_candidates: Tokens that the text head scores; None without loss.text_candidates. [C]
+            int64
+        text_columns: Columns of the targets in text_candidates. [M] int64
+        modes: Indices in PURE_MODES. [B]
+        process: Noise process of the latents; None where `to` draws no noise.
+        counts: Counts text_tokens, latents (each of the N latents of a text) and lengths.
     """
 
     text_tokens: Tensor
