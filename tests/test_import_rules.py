@@ -76,6 +76,11 @@ BAD = [
     ("import wandb", "mmldlm.observe.trackers", "only inside the function"),
     ("from mmldlm.config import load", "mmldlm.utils.paths", "config comes after utils"),
     ("from mmldlm.models import mmdit", "mmldlm", "comes before all rooms"),
+    (
+        "if TYPE_CHECKING:\n    from mmldlm.tasks import base",
+        "mmldlm.data.loader",
+        "tasks comes after data",
+    ),
     ("", "mmldlm.callbacks.base", "knows no room callbacks"),
 ]
 
@@ -95,7 +100,6 @@ GOOD = [
     ("import torch.distributed\nimport deepspeed", "mmldlm.engines.deepspeed"),
     ("def check():\n    import torch", "mmldlm.preflight.checks.gpu"),
     ("def f():\n    import wandb", "mmldlm.observe.trackers"),
-    ("if TYPE_CHECKING:\n    from mmldlm.tasks import base", "mmldlm.data.loader"),
     (
         (
             "from mmldlm.observe import console\nfrom mmldlm.models import mmdit\nfrom mmldlm"

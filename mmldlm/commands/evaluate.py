@@ -31,7 +31,7 @@ from mmldlm.utils.settings import Settings, add_options, flag, flags, given_opti
 
 if TYPE_CHECKING:
     from mmldlm.evaluation.report import Report
-    from mmldlm.tasks.pretrained import Pretrained
+    from mmldlm.tasks.text_task import Pretrained
 
 INFORMATION_PAGE = "studies/information/README.md"
 SUITES = {

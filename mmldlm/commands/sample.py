@@ -29,7 +29,7 @@ from mmldlm.observe.pages.page import check_page_path, write_page
 from mmldlm.observe.pages.trace_page import trace_page
 from mmldlm.sampling.records import TraceRecorder
 from mmldlm.sampling.settings import REMOVED_OPTIONS, RESULTS_PAGE
-from mmldlm.tasks.pretrained import Pretrained
+from mmldlm.tasks.text_task import Pretrained
 from mmldlm.utils import option_types
 from mmldlm.utils.atomic_files import write_json, write_text
 from mmldlm.utils.formatting import count_noun

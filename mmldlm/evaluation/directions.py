@@ -18,7 +18,7 @@ from mmldlm.evaluation.settings import GainSettings
 from mmldlm.evaluation.statistics import Estimate, mean, proportion, ratio
 from mmldlm.sampling.latents import sample_latents, steps_given_text
 from mmldlm.sampling.records import TextSamples
-from mmldlm.tasks.pretrained import Pretrained
+from mmldlm.tasks.text_task import Pretrained
 from mmldlm.utils.formatting import count_noun
 
 NATS = "nats/token"

@@ -48,7 +48,7 @@ from mmldlm.inference.inputs import (
 from mmldlm.inference.search import open_judge, run_search
 from mmldlm.sampling.judge import Judge, cosines
 from mmldlm.sampling.latents import steps_given_text
-from mmldlm.tasks.pretrained import Pretrained
+from mmldlm.tasks.text_task import Pretrained
 from mmldlm.utils.formatting import count_noun
 
 

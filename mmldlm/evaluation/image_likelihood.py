@@ -19,7 +19,7 @@ from mmldlm.models.base import LatentInputs, TextInputs
 from mmldlm.models.token_scores import TokenQuery
 from mmldlm.sampling.latents import pad_texts
 from mmldlm.sampling.model import device_of
-from mmldlm.tasks.pretrained import Pretrained
+from mmldlm.tasks.text_task import Pretrained
 from mmldlm.utils.counter_rng import Stream, normals, uniforms
 from mmldlm.utils.progress import ProgressCallback
 

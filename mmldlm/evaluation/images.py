@@ -36,7 +36,7 @@ from mmldlm.evaluation.settings import GainSettings, ImageSettings
 from mmldlm.evaluation.statistics import Estimate, mean, proportion
 from mmldlm.inference.images import codec_of, make_images, open_image_store, use_image_size
 from mmldlm.inference.options import IMAGE_STEPS, NUM_LENGTHS
-from mmldlm.tasks.pretrained import Pretrained
+from mmldlm.tasks.text_task import Pretrained
 from mmldlm.utils.formatting import count_noun
 
 Arms = dict[str, dict[str, Estimate]]

@@ -19,7 +19,7 @@ from mmldlm.data.encoders.encoder import no_loading_bar
 from mmldlm.errors import UserError
 from mmldlm.evaluation.sentences import Sentences
 from mmldlm.evaluation.statistics import Estimate, mean
-from mmldlm.tasks.pretrained import Pretrained
+from mmldlm.tasks.text_task import Pretrained
 from mmldlm.utils.counter_rng import Stream, generator
 from mmldlm.utils.formatting import first_line
 from mmldlm.utils.input_files import read_text

@@ -21,7 +21,7 @@ from mmldlm.inference.inputs import encode_texts, tokenize_texts
 from mmldlm.observe.pages.elements import Column, Element, element, section, table
 from mmldlm.observe.pages.svg import Interval, interval_plot
 from mmldlm.sampling.latents import sample_latents, steps_given_text
-from mmldlm.tasks.pretrained import Pretrained
+from mmldlm.tasks.text_task import Pretrained
 from mmldlm.utils.counter_rng import Stream, generator
 from mmldlm.utils.formatting import count_noun, describe_os_error
 from mmldlm.utils.input_files import read_text

@@ -15,7 +15,7 @@ from mmldlm.errors import UserError
 from mmldlm.evaluation import metrics
 from mmldlm.evaluation.sentences import Log, Sentences
 from mmldlm.evaluation.statistics import Difference, Estimate, mean, paired_bootstrap
-from mmldlm.tasks.pretrained import Pretrained
+from mmldlm.tasks.text_task import Pretrained
 from mmldlm.utils.counter_rng import Stream, generator
 
 Arms = dict[str, dict[str, Estimate]]

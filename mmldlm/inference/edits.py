@@ -20,7 +20,7 @@ from mmldlm.sampling.decoding import check_finite
 from mmldlm.sampling.judge import SamplingCost, cosines
 from mmldlm.sampling.latents import pad_texts, steps_given_text
 from mmldlm.sampling.model import device_of
-from mmldlm.tasks.pretrained import Pretrained
+from mmldlm.tasks.text_task import Pretrained
 
 SUBSTITUTE, INSERT, DELETE = range(3)
 # Tokens that are tried at each position and in each gap.

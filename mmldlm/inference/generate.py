@@ -30,7 +30,7 @@ from mmldlm.sampling.latents import LatentSolver, sample_latents, steps_given_te
 from mmldlm.sampling.records import Recorder, TextSamples, TraceRecorder
 from mmldlm.sampling.settings import BY_CERTAINTY, PRESENCE_PENALTY, STRATEGY_OPTIONS
 from mmldlm.sampling.strategies import strategy_class
-from mmldlm.tasks.pretrained import Pretrained
+from mmldlm.tasks.text_task import Pretrained
 from mmldlm.utils.formatting import count_noun
 from mmldlm.utils.progress import ProgressBar
 from mmldlm.utils.settings import flag

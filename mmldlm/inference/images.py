@@ -22,7 +22,7 @@ from mmldlm.inference.generate import (
 from mmldlm.inference.inputs import given_texts, tokenize_texts, unknown_tokens
 from mmldlm.inference.options import NUM_LENGTHS, SampleOptions
 from mmldlm.sampling.records import Recorder
-from mmldlm.tasks.pretrained import Pretrained
+from mmldlm.tasks.text_task import Pretrained
 from mmldlm.utils.formatting import count_noun
 from mmldlm.utils.progress import ProgressBar, ProgressCallback
 

@@ -19,7 +19,7 @@ from mmldlm.data.sentences import MAX_TEXT_BYTES, TOO_LARGE
 from mmldlm.data.store import Store
 from mmldlm.errors import UserError
 from mmldlm.sampling.latents import latent_shape
-from mmldlm.tasks.pretrained import Pretrained
+from mmldlm.tasks.text_task import Pretrained
 from mmldlm.utils.formatting import describe_os_error, is_utf8, join_some, printable
 from mmldlm.utils.progress import ProgressCallback
 

@@ -18,8 +18,7 @@ from mmldlm.sampling.judge import FoundTexts, Judge, SamplingCost, cosines
 from mmldlm.sampling.latents import latent_shape, sample_latents, steps_given_text
 from mmldlm.sampling.model import device_of
 from mmldlm.sampling.records import TextSamples
-from mmldlm.tasks.pretrained import Pretrained
-from mmldlm.tasks.text_task import TextTask
+from mmldlm.tasks.text_task import Pretrained, TextTask
 from mmldlm.utils.counter_rng import candidate_seed
 
 Ids = Sequence[int]

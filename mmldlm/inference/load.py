@@ -25,9 +25,8 @@ from mmldlm.data.manifest import find_codec_problems
 from mmldlm.errors import UserError
 from mmldlm.models.base import BaseTransformer
 from mmldlm.models.pretrained_io import COPY_AGAIN, check_shapes, checked_section, read_values
-from mmldlm.tasks.pretrained import Pretrained
 from mmldlm.tasks.registry import find_task
-from mmldlm.tasks.text_task import TextTask
+from mmldlm.tasks.text_task import Pretrained, TextTask
 
 CONVERT = (
     "name a run or a checkpoint of mmldlm, or create the folder with `mmldlm convert RUN/latest"

@@ -21,7 +21,7 @@ from mmldlm.inference.judges import LENGTHS, write_candidate
 from mmldlm.inference.options import ENCODER_CALLS
 from mmldlm.sampling.decoding import most_probable_lengths
 from mmldlm.sampling.judge import FoundTexts, Judge, SamplingCost, cosines
-from mmldlm.tasks.pretrained import Pretrained
+from mmldlm.tasks.text_task import Pretrained
 
 # Latents whose beams are in memory at once; no result depends on it.
 GROUP = 64

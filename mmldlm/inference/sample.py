@@ -21,7 +21,7 @@ from mmldlm.inference.options import (
     defaults_of,
 )
 from mmldlm.sampling.records import Recorder
-from mmldlm.tasks.pretrained import Pretrained
+from mmldlm.tasks.text_task import Pretrained
 from mmldlm.utils.progress import ProgressBar
 from mmldlm.utils.settings import flags, options_of
 

@@ -11,7 +11,7 @@ from mmldlm.inference.judges import EncoderJudge, T2lJudge, best_of
 from mmldlm.inference.local_search import LocalSearchSettings, local_search
 from mmldlm.inference.options import ENCODER_CALLS, NUM_CANDIDATES, SearchOptions
 from mmldlm.sampling.judge import FoundTexts, Judge
-from mmldlm.tasks.pretrained import Pretrained
+from mmldlm.tasks.text_task import Pretrained
 
 
 def open_judge(options: SearchOptions, pretrained: Pretrained) -> Judge:

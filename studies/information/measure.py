@@ -17,8 +17,7 @@ from mmldlm.errors import UserError
 from mmldlm.evaluation.sentences import Log, batch_budget, choose_sentences
 from mmldlm.evaluation.statistics import mean, ratio
 from mmldlm.sampling.strategies import strategy_class
-from mmldlm.tasks.pretrained import Pretrained
-from mmldlm.tasks.text_task import MaskedTextTask
+from mmldlm.tasks.text_task import MaskedTextTask, Pretrained
 from studies.information.curve import InformationCurve, TextCurves, text_curves
 from studies.information.report import InformationReport, SamplerRow, ScheduleRow
 from studies.information.sampler_likelihood import sampler_likelihood

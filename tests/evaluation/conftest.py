@@ -122,7 +122,7 @@ def small_model(seed: int = 0, gates: float = 0.2, **shape):
 
 @pytest.fixture
 def pretrained():
-    from mmldlm.tasks.pretrained import Pretrained
+    from mmldlm.tasks.text_task import Pretrained
     from mmldlm.tasks.translation.config import LatentDiffusionConfig, TextDiffusionConfig
 
     weights = {"unconditional": 0.0, "l2t": 0.5, "t2l": 0.5}

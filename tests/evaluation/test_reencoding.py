@@ -12,7 +12,7 @@ from mmldlm.errors import UserError
 from mmldlm.evaluation.gain import evaluate, reencoded_estimates
 from mmldlm.evaluation.sentences import Sentences
 from mmldlm.evaluation.settings import GainSettings
-from mmldlm.tasks.pretrained import Pretrained
+from mmldlm.tasks.text_task import Pretrained
 from mmldlm.tasks.translation.config import LatentDiffusionConfig, TextDiffusionConfig
 from tests.data.conftest import need_minilm
 

@@ -17,8 +17,8 @@ from mmldlm.evaluation.sentences import choose_sentences
 from mmldlm.evaluation.settings import GainSettings
 from mmldlm.evaluation.text_report import OVERLAP_LEGEND, SET_LEGEND, show_texts
 from mmldlm.evaluation.texts import measure_set, measure_text_arms, nearest_training_sentences
-from mmldlm.tasks.pretrained import Pretrained
 from mmldlm.tasks.registry import find_task
+from mmldlm.tasks.text_task import Pretrained
 from tests.evaluation.conftest import Words
 
 FLOORS = {"nearest_training_sentence", "unigram_draws", "most_frequent_tokens"}

@@ -33,7 +33,7 @@ def test_skips_in_a_row_roll_back_and_pass_the_batches_over(store, tmp_path, mon
     def poisoned(self, item):
         batch = make(self, item)
         if self.plan.shuffle and 4 <= item < 7:
-            batch.tensors["latents"][:, 0] = float("nan")
+            batch.latents[:, 0] = float("nan")
         return batch
 
     monkeypatch.setattr(loader.MicroBatches, "__getitem__", poisoned)

@@ -30,8 +30,7 @@ from mmldlm.tasks.baselines.shared import (
 )
 from mmldlm.tasks.collation import CandidateSampler, candidates_of, counter_generator
 from mmldlm.tasks.latent_data import LatentData
-from mmldlm.tasks.pretrained import Pretrained
-from mmldlm.tasks.text_task import TextScores, scores_of_targets, sum_by_row
+from mmldlm.tasks.text_task import Pretrained, TextScores, scores_of_targets, sum_by_row
 
 _CANDIDATE_STREAM = 3  # apart from those of the text collator
 

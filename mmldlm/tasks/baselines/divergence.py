@@ -33,8 +33,7 @@ from mmldlm.tasks.baselines.shared import (
     forward_text,
 )
 from mmldlm.tasks.latent_data import LatentData
-from mmldlm.tasks.pretrained import Pretrained
-from mmldlm.tasks.text_task import TextScores, sum_by_row
+from mmldlm.tasks.text_task import Pretrained, TextScores, sum_by_row
 
 
 @dataclass(kw_only=True)

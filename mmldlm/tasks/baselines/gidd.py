@@ -16,7 +16,7 @@ from mmldlm.sampling.records import TextSamples
 from mmldlm.tasks.baselines.config import GiddConfig, GiddDiffusionConfig
 from mmldlm.tasks.baselines.divergence import DivergenceTask
 from mmldlm.tasks.latent_data import LatentData
-from mmldlm.tasks.pretrained import Pretrained
+from mmldlm.tasks.text_task import Pretrained
 from mmldlm.utils.validation import not_none
 
 _SAMPLERS = ("ancestral", "self_correction")

@@ -25,7 +25,7 @@ from mmldlm.tasks.baselines.config import HdlmConfig
 from mmldlm.tasks.baselines.divergence import DivergenceTask
 from mmldlm.tasks.initialization import encoder_token_embeddings
 from mmldlm.tasks.latent_data import LatentData, open_latent_data
-from mmldlm.tasks.pretrained import Pretrained
+from mmldlm.tasks.text_task import Pretrained
 from mmldlm.utils.validation import not_none
 
 MAX_CLUSTERS = 128  # of num_clusters=None; more gained nothing in the paper

@@ -30,7 +30,7 @@ from mmldlm.models.token_scores import TokenQuery
 from mmldlm.sampling.judge import FoundTexts, Judge, SamplingCost
 from mmldlm.sampling.model import device_of
 from mmldlm.tasks.corrector.model import Hypotheses
-from mmldlm.tasks.pretrained import Pretrained
+from mmldlm.tasks.text_task import Pretrained
 
 if TYPE_CHECKING:
     from mmldlm.models.base import EncodedLatent

@@ -14,7 +14,7 @@ from mmldlm.tasks.corrector.data import CorrectorData, open_data
 from mmldlm.tasks.corrector.model import CorrectorMMDiT
 from mmldlm.tasks.corrector.noiser import CorrectorBatch, CorrectorNoiser
 from mmldlm.tasks.corrector.objective import CorrectorObjective
-from mmldlm.tasks.pretrained import Pretrained
+from mmldlm.tasks.text_task import Pretrained
 from mmldlm.tasks.translation.noiser import Noiser
 from mmldlm.tasks.translation.task import TranslationTask
 from mmldlm.tasks.validation import PassTotals

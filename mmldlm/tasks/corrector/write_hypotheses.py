@@ -47,7 +47,7 @@ from mmldlm.inference.load import load_pretrained, usable_device
 from mmldlm.sampling.decoding import most_probable_lengths
 from mmldlm.sampling.settings import PRESENCE_PENALTY
 from mmldlm.tasks.corrector.hypotheses import HYPOTHESES_VERSION
-from mmldlm.tasks.pretrained import Pretrained
+from mmldlm.tasks.text_task import Pretrained
 from mmldlm.utils.atomic_files import list_files, write_json
 from mmldlm.utils.counter_rng import Stream, uniforms
 from mmldlm.utils.paths import output_root

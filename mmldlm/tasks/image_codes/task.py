@@ -19,7 +19,7 @@ from mmldlm.tasks.image_codes.noiser import CodeNoiser, CodesBatch, code_problem
 from mmldlm.tasks.image_codes.objective import CodeObjective
 from mmldlm.tasks.image_codes.sampling import sample_codes, sample_codes_and_texts
 from mmldlm.tasks.image_text.task import ImageTextTask
-from mmldlm.tasks.pretrained import Pretrained
+from mmldlm.tasks.text_task import Pretrained
 from mmldlm.tasks.validation import PassTotals
 from mmldlm.utils.validation import not_none
 

@@ -12,7 +12,7 @@ from mmldlm.tasks.image_text.config import MODES, ImageTextConfig, both_words
 from mmldlm.tasks.image_text.data import ImageTextData, open_data
 from mmldlm.tasks.image_text.noiser import ImageNoiser
 from mmldlm.tasks.image_text.objective import ImageObjective
-from mmldlm.tasks.pretrained import Pretrained
+from mmldlm.tasks.text_task import Pretrained
 from mmldlm.tasks.translation.noiser import Noiser, TranslationBatch, batch_problems
 from mmldlm.tasks.translation.objective import TranslationObjective
 from mmldlm.tasks.translation.task import TranslationTask

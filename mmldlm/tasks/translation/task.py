@@ -19,8 +19,7 @@ from mmldlm.sampling.records import TextSamples
 from mmldlm.tasks.base import Metric, ModelSizes
 from mmldlm.tasks.collation import CandidateSampler
 from mmldlm.tasks.initialization import set_first_weights
-from mmldlm.tasks.pretrained import Pretrained
-from mmldlm.tasks.text_task import MaskedTextTask
+from mmldlm.tasks.text_task import MaskedTextTask, Pretrained
 from mmldlm.tasks.translation.config import PURE_MODES, TranslationConfig
 from mmldlm.tasks.translation.data import TranslationData, open_data
 from mmldlm.tasks.translation.noiser import Noiser, TranslationBatch, batch_problems

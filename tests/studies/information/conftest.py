@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from mmldlm.models.base import EncodedLatent, LatentInputs, ModelOutput
-from mmldlm.tasks.pretrained import Pretrained
+from mmldlm.tasks.text_task import Pretrained
 from mmldlm.tasks.translation.config import TextDiffusionConfig
 from tests.evaluation.conftest import make, pretrained, store  # noqa: F401
 from tests.support.forward import encode, scores_of, values_of

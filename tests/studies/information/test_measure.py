@@ -26,7 +26,7 @@ from studies.information.plot import plot_information
 @pytest.fixture(scope="module")
 def report(make, tmp_path_factory):
     from mmldlm.data.store import Store
-    from mmldlm.tasks.pretrained import Pretrained
+    from mmldlm.tasks.text_task import Pretrained
     from mmldlm.tasks.translation.config import LatentDiffusionConfig, TextDiffusionConfig
 
     store = Store(make.store(tmp_path_factory.mktemp("information") / "store", 40), "validation")
@@ -76,7 +76,7 @@ def test_every_conditioning_of_mdlm(make, store, conditioning):
     from mmldlm.models.plain import PlainTransformer
     from mmldlm.tasks.baselines.config import MdlmModelConfig
     from mmldlm.tasks.baselines.mdlm import MdlmTask
-    from mmldlm.tasks.pretrained import Pretrained
+    from mmldlm.tasks.text_task import Pretrained
     from mmldlm.tasks.translation.config import TextDiffusionConfig
 
     config = MdlmModelConfig(

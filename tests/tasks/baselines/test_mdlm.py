@@ -14,7 +14,7 @@ from mmldlm.evaluation.nelbo import measure
 from mmldlm.models.plain import PlainTransformer
 from mmldlm.tasks.baselines.config import MdlmModelConfig
 from mmldlm.tasks.baselines.mdlm import MdlmTask
-from mmldlm.tasks.pretrained import Pretrained
+from mmldlm.tasks.text_task import Pretrained
 from mmldlm.tasks.translation.config import TextDiffusionConfig
 
 DIM, VOCAB = 6, 30
