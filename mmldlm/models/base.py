@@ -197,11 +197,17 @@ class BaseTransformer(nn.Module):
                 f" {config.latent_dim} and model.num_latents {config.num_latents}"
             )
 
-    def check_length(self, tokens: Tensor) -> None:
-        """Raise a ValueError for texts [B, S] longer than model.max_seq_len."""
-        if tokens.shape[1] > self.config.max_seq_len:
+    def check_text(self, text: TextInputs) -> None:
+        """Raise a TypeError for a tensor, as `forward` took before, and a ValueError for texts
+        longer than model.max_seq_len.
+        """
+        if not isinstance(text, TextInputs):
+            raise TypeError(
+                f"forward takes mmldlm.models.TextInputs(tokens, ...), not {type(text).__name__}"
+            )
+        if text.tokens.shape[1] > self.config.max_seq_len:
             raise ValueError(
-                f"text of {tokens.shape[1]} tokens, but model.max_seq_len is"
+                f"text of {text.tokens.shape[1]} tokens, but model.max_seq_len is"
                 f" {self.config.max_seq_len}"
             )
 

@@ -437,7 +437,7 @@ class MultimodalMMDiT(BaseTransformer):
         reads_text = text is not None
         if text is None:
             text, query = self._null_text(latents)
-        self.check_length(text.tokens)
+        self.check_text(text)
         encoded = latents
         if not isinstance(encoded, EncodedLatent):
             encoded = self.encode_latents(encoded, len(text.tokens), side_inputs=side_inputs)

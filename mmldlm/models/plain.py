@@ -474,8 +474,8 @@ class PlainTransformer(BaseTransformer):
         if text is None:
             assert isinstance(latents, LatentInputs), "without a text there are latents"
             return ModelOutput(length_logits=self.length_logits(latents))
+        self.check_text(text)
         tokens, batch = text.tokens, len(text.tokens)
-        self.check_length(tokens)
         encoded = latents
         if not isinstance(encoded, EncodedLatent):
             encoded = self.encode_latents(encoded, batch)

@@ -365,8 +365,6 @@ class MaskedTextTask(TextTask):
         uniform: Tensor,
         stratum: tuple[int, int],
     ) -> TextScores:
-        pass
-
         diffusion = pretrained.text_diffusion
         return masked_text_scores(
             pretrained.model, tokens, real, latents, uniform, stratum, diffusion=diffusion

@@ -322,6 +322,8 @@ def test_bad_shapes_are_named():
         run_model(model, torch.cat([tokens, tokens], 1), latents)
     with pytest.raises(ValueError, match="latent_dim"):
         run_model(model, tokens, latents[:, :5])
+    with pytest.raises(TypeError, match="TextInputs"):
+        model(tokens, latents)
     with pytest.raises(ValueError, match="mask_token_id"):
         make(mask_token_id=40)
 

@@ -29,7 +29,7 @@ from mmldlm.tasks.registry import load_config
 from mmldlm.tasks.translation.data import open_data
 from mmldlm.tasks.translation.noiser import Noiser
 from mmldlm.tasks.translation.objective import TranslationObjective
-from mmldlm.tasks.translation.parameter_plan import apply_freezing, parameter_plan
+from mmldlm.tasks.translation.parameter_plan import parameter_plan
 from tests.support.helpers import run_ranks
 
 ENGINES = {
@@ -71,8 +71,9 @@ def steps(
     config = data.config
     torch.manual_seed(0)
     model = MultimodalMMDiT(config.model)
-    apply_freezing(model, config.training.loss_type, config.training.freeze)
-    engine = build_engine(model, config, parameter_plan(model, config))
+    parameters = parameter_plan(model, config)
+    parameters.set_requires_grad(model)
+    engine = build_engine(model, config, parameters)
     ids = (config.model.mask_token_id, config.model.pad_token_id, config.model.eos_token_id)
     plan = BatchPlan(data.train_lengths, GLOBAL_BATCH, 0)
     batches = MicroBatches(

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from mmldlm.config.load import preset_names
+from mmldlm.engines.parameter_plan import ParameterPlan
 from mmldlm.models.linear_cross_entropy import logits_bytes
 from mmldlm.models.memory import mmdit_working_bytes
 from mmldlm.models.token_scores import TokenQuery
@@ -15,8 +16,8 @@ from mmldlm.preflight.memory_model import PLANS, state_bytes
 from mmldlm.tasks.corrector.model import Hypotheses
 from mmldlm.tasks.registry import find_task, load_config
 from mmldlm.tasks.translation.parameter_plan import (
-    apply_freezing,
     decided_freeze,
+    frozen_names,
     stacked_matrices,
 )
 from tests.support.forward import run_model
@@ -42,7 +43,8 @@ def model_sizes(config, length):
 def meta_model(config):
     with torch.device("meta"):
         model = find_task(config.task).model_class()(config.model)
-    apply_freezing(model, config.training.loss_type, decided_freeze(config))
+    frozen = frozen_names(model, config.training.loss_type, decided_freeze(config))
+    ParameterPlan(frozen=frozenset(frozen)).set_requires_grad(model)
     return model
 
 

@@ -36,19 +36,13 @@ def frozen_names(model: MultimodalMMDiT, mode: str, freeze: str) -> set[str]:
     """Names of the parameters that training.loss_type=mode with training.freeze=freeze leaves
     alone.
     """
-    assert freeze in (
-        "by_mode",
-        "none",
-    ), "auto is decided when the data is opened (decided_freeze)"
-    groups = model.parameter_groups()
-    names = (
-        {name for group in FROZEN_GROUPS[mode] for name in groups[group]}
-        if freeze == "by_mode"
-        else set()
-    )
-    names |= {
+    assert freeze in ("by_mode", "none"), "decided_freeze decides auto when the data is opened"
+    names = {
         name for name, _ in model.named_parameters() if name.split(".")[0] in UNREAD_MODULES[mode]
     }
+    if freeze == "by_mode":
+        groups = model.parameter_groups()
+        names |= {name for group in FROZEN_GROUPS[mode] for name in groups[group]}
     return names
 
 
@@ -65,53 +59,8 @@ def random_projection(mode: str, freeze: str, init_from: str | None) -> str | No
     )
 
 
-def apply_freezing(model: MultimodalMMDiT, mode: str, freeze: str) -> None:
-    """Set requires_grad of every parameter for a mode."""
-    frozen = frozen_names(model, mode, freeze)
-    for name, parameter in model.named_parameters():
-        parameter.requires_grad_(name not in frozen)
-
-
-def verify_parameter_freezing(
-    model: MultimodalMMDiT, mode: str, freeze: str
-) -> dict[str, tuple[int, int]]:
-    """Check that exactly the parameters of the mode are trainable.
-
-    Returns:
-        group -> (trainable, all) parameter counts, for printing at start.
-
-    Raises:
-        UserError: naming parameters whose requires_grad is not what the mode asks for, or when
-            nothing is trainable.
-    """
-    frozen = frozen_names(model, mode, freeze)
-    wrong = [name for name, p in model.named_parameters() if p.requires_grad == (name in frozen)]
-    if wrong:
-        raise UserError(
-            f"{len(frozen)} frozen tensors for training.loss_type={mode},"
-            f" training.freeze={freeze}",
-            f"{len(wrong)} with the wrong requires_grad, first {wrong[0]}",
-            "do not change requires_grad after mmldlm has set it; choose with training.freeze",
-        )
-    parameters = dict(model.named_parameters())
-    counts = {}
-    for group, names in model.parameter_groups().items():
-        total = sum(parameters[name].numel() for name in names)
-        counts[group] = (
-            sum(parameters[name].numel() for name in names if name not in frozen),
-            total,
-        )
-    if not any(trainable for trainable, _ in counts.values()):
-        raise UserError(
-            "at least one trainable parameter",
-            "none",
-            "choose another training.freeze or training.loss_type",
-        )
-    return counts
-
-
 def decided_freeze(config: TranslationConfig) -> Literal["by_mode", "none"]:
-    """training.freeze with `auto` decided: `mode` or `none`.
+    """training.freeze with `auto` decided: `by_mode` or `none`.
 
     A run that continues keeps what its checkpoints were trained with: one begun with
     training.init_from need not name it again. Else trained weights are frozen by mode, and a
