@@ -4,7 +4,8 @@ Torch and deepspeed are not imported, nothing is executed, and OUT appears when 
 The order of reads, here and in to_checkpoint:
 
 1. Manifest (of mmldlm's own checkpoints): presence, size and tail checksum of every file.
-2. Descriptions: the pickles and headers of all files are read, and no tensor. They give the names,
+2. Descriptions: the pickles and headers of all files are read, and no weight (of the optimizer the
+   one-element step counters, which must agree). They give the names,
    shapes and places of the tensors; names come from the format (DeepSpeed's `param_shapes`, DCP's
    `.metadata`, the keys of a state dict), without the prefixes of torch's wrappers. Tensors are
    read here only where no name is recorded: ZeRO-0's masters, and weights that were saved twice,
@@ -457,7 +458,3 @@ def split_into_files(plan: ExportPlan, shard_bytes: int | None) -> dict[str, lis
         f"model-{index:05d}-of-{len(groups):05d}.safetensors": group
         for index, group in enumerate(groups, 1)
     }
-
-
-# -- The config
-# -------------------------------------------------------------------------------------------------

@@ -39,7 +39,7 @@ from mmldlm.stability.guard import Guard
 from mmldlm.stability.skipped_steps import bad_micro_batches, load_skipped_step
 from mmldlm.tasks.registry import build_config, find_task, open_run_data
 from mmldlm.training.state import TrainingState
-from mmldlm.training.step import Trainer, train_step
+from mmldlm.training.step import StepContext, train_step
 from mmldlm.utils.formatting import for_screen, join_some
 from mmldlm.utils.json_files import plain_value
 
@@ -232,7 +232,7 @@ class Replay:
         guard = Guard(config.stability, config.training.dtype)
         guard.restore(saved.get("guard", {}))
         no_layer_stats = LayerStatsCollector(engine, 0)
-        trainer = Trainer(
+        context = StepContext(
             self.task,
             config,
             engine,
@@ -251,7 +251,7 @@ class Replay:
                 state.skip_batch(case["global_batch"])
                 continue
             first = state.step * num_micro_batches
-            train_step(trainer, [micro_batches[first + i] for i in range(num_micro_batches)])
+            train_step(context, [micro_batches[first + i] for i in range(num_micro_batches)])
             print(f"trained  step {state.step} of {end}", end="\r", flush=True)
         print()
 

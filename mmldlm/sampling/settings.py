@@ -1,7 +1,9 @@
 """Samplers of texts by name, and the settings of each, without torch.
 
-A settings class names what its sampler reads, with defaults and bounds. `--help`, `evaluate` and
-the error for an option that does not apply follow from it.
+A settings class declares what its sampler reads: type, default, bounds and help. An option reaches
+`mmldlm sample`, settings.json and a call from Python by a line in `inference/options.py`, and
+`mmldlm evaluate` by one in `evaluation/settings.py`; the error for a sampler that does not read it
+follows.
 """
 
 from __future__ import annotations

@@ -342,10 +342,14 @@ class ConfidenceStrategy(RankedStrategy):
     def positions(self) -> Tensor:
         undecided = self.state.undecided
         if self.shared_schedule:  # a step that fills nothing of a text needs none of its logits
-            undecided = undecided & (self.count(undecided, undecided.sum(1)) > 0)[:, None]
+            undecided = undecided & (self._scheduled(undecided.sum(1)) > 0)[:, None]
         return undecided.flatten().nonzero()[:, 0]
 
     def count(self, scores: Tensor, num_open: Tensor) -> Tensor:
+        return self._scheduled(num_open)
+
+    def _scheduled(self, num_open: Tensor) -> Tensor:
+        """Return how many of the undecided positions [B] the schedule fills in this pass: [B]."""
         return num_open - self.masks_left[:, min(self.pass_number, self.masks_left.shape[1] - 1)]
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from mmldlm.config.schema import StabilityConfig
 from mmldlm.errors import StabilityStop
@@ -26,6 +27,10 @@ class RollbackReason:
     reason: str
     first_bad: int | None = None
     tensors: dict[str, int] | None = None
+
+    def event_fields(self) -> dict[str, Any]:
+        """Return what the events of this cause hold of the tensors, at most 50 of them."""
+        return {} if self.tensors is None else {"tensors": dict(list(self.tensors.items())[:50])}
 
 
 def needs_rollback(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import NoReturn
 
 from mmldlm.config.schema import Config
 from mmldlm.errors import EXIT_INTERRUPTED, Interrupted
@@ -100,12 +101,15 @@ def finish(session: Session, interrupted: bool, trained_nothing: bool) -> None:
 
     Raises:
         Interrupted: on every rank, when a signal ended the run.
-        StabilityStop: on every rank, when the run is done and trained nothing.
+        StabilityStop: on every rank, when the run is done and trained nothing, or the weights to
+            save are not finite.
     """
     state, checkpointer = session.state, session.checkpointer
-    if (
-        checkpointer.saved_step != state.step
-    ):  # its last batches were excluded, or a signal came during a save
+    # The last batches were excluded, which are not audited as they pass, or a signal came during
+    # a save.
+    if checkpointer.saved_step != state.step:
+        if (cause := rollback_reason(session, audit=True)) is not None:
+            stop_for(session, cause)
         interrupted = interrupted or not evaluate(session)
         session.enter_phase("save")
         checkpointer.finish_save()
@@ -193,14 +197,9 @@ def roll_back(session: Session, cause: RollbackReason) -> None:
     checkpointer, folder = session.checkpointer, session.run.folder
     checkpointer.finish_save()
     num_rollbacks, failed_step = state.num_rollbacks, state.step
-    bad = {} if cause.tensors is None else {"tensors": dict(list(cause.tensors.items())[:50])}
     path = checkpointer.find_rollback() if num_rollbacks < config.max_rollbacks else None
     if path is None:
-        folder.event("stability_stop", step=failed_step, reason=cause.reason, **bad)
-        reasons = session.logger.last_reasons
-        raise stability_stop_error(
-            cause, num_rollbacks, folder.path, reasons, checkpointer.saved_step
-        )
+        stop_for(session, cause)
     passed_over = list(state.passed_over)
     if cause.first_bad is not None:
         passed_over.append([cause.first_bad, failed_step])
@@ -219,13 +218,31 @@ def roll_back(session: Session, cause: RollbackReason) -> None:
         "lr_scale": lr_scale,
         "passed_over": passed_over,
     }
-    folder.event("rollback", step=state.step, reason=cause.reason, path=str(path), **fields, **bad)
+    fields |= cause.event_fields()
+    folder.event("rollback", step=state.step, reason=cause.reason, path=str(path), **fields)
     folder.warning(
         f"rollback from step {failed_step} to {state.step}: {cause.reason}; learning rate x"
         f" {lr_scale:g}"
     )
     if checkpointer.save() and checkpointer.has_uncommitted:
         checkpointer.finish_save()
+
+
+def stop_for(session: Session, cause: RollbackReason) -> NoReturn:
+    """End the run, whose state cannot be trained on, without saving it.
+
+    Raises:
+        StabilityStop: on every rank.
+    """
+    folder, num_rollbacks = session.run.folder, session.state.num_rollbacks
+    folder.event("stability_stop", step=cause.step, reason=cause.reason, **cause.event_fields())
+    raise stability_stop_error(
+        cause,
+        num_rollbacks,
+        folder.path,
+        session.logger.last_reasons,
+        session.checkpointer.saved_step,
+    )
 
 
 @dataclass(frozen=True)

@@ -43,12 +43,12 @@ from mmldlm.training.run_folder import Run, RunFolder, check_no_checkpoints
 from mmldlm.training.run_logger import RunLogger
 from mmldlm.training.signals import StopSignal
 from mmldlm.training.state import Requests, TrainingState
-from mmldlm.training.step import Trainer
+from mmldlm.training.step import StepContext
 from mmldlm.utils.environment import int_from_env
 
 
 @dataclass
-class Session(Trainer):
+class Session(StepContext):
     """Everything that the loop uses. Built by open_session."""
 
     run: Run

@@ -29,7 +29,7 @@ from mmldlm.training.state import (
 
 
 @dataclass
-class Trainer:
+class StepContext:
     """What an optimizer step uses. A run has more of it (Session), a replay no more.
 
     Attributes:
@@ -48,7 +48,7 @@ class Trainer:
 
 
 def train_step(
-    trainer: Trainer, batches: list[Batch], requests: Callable[[], Requests] = Requests
+    context: StepContext, batches: list[Batch], requests: Callable[[], Requests] = Requests
 ) -> StepReport:
     """Train on one global batch, and count it. Collective.
 
@@ -56,18 +56,18 @@ def train_step(
         batches: This rank's micro-batches.
         requests: Called as late as possible, just before the step's one reduction.
     """
-    engine, state, guard = trainer.engine, trainer.state, trainer.guard
-    config, layer_stats = trainer.config, trainer.layer_stats
+    engine, state, guard = context.engine, context.state, context.guard
+    config, layer_stats = context.config, context.layer_stats
     lr = state.lr_scale * learning_rate(
         state.applied_steps, config.training.num_train_steps, config.optimizer
     )
     layer_stats.before_forward(state.step + 1)
-    names = trainer.task.sums_of(config)
+    names = context.task.sums_of(config)
     sums = torch.zeros(len(names) + 1, dtype=torch.float64, device=engine.device)
     engine.loss_scale, losses = guard.loss_scale.value, []
     for batch in batches:
-        loss, metrics = trainer.objective(engine.module, batch.to(engine.device))
-        declared = trainer.task.stack_sums(names, loss, metrics)
+        loss, metrics = context.objective(engine.module, batch.to(engine.device))
+        declared = context.task.stack_sums(names, loss, metrics)
         # Run backward even for a non-finite loss, so that all ranks issue the same collectives.
         engine.backward(loss)
         losses.append(loss.detach())
@@ -83,12 +83,12 @@ def train_step(
     )
     if decision.apply:
         engine.step(lr, shared.grad_norm)
-        if trainer.average is not None:
-            trainer.average.update()
+        if context.average is not None:
+            context.average.update()
     else:
         engine.discard_gradients()
     statistics = layer_stats.after_step(lr, decision.apply)
-    num_samples = len(trainer.plan.batch(state.step).ids)
+    num_samples = len(context.plan.batch(state.step).ids)
     guard.bad_samples.update(int(shared.counts.bad), num_samples)
     state.advance(decision, num_samples)
     return StepReport(lr, shared, decision, num_samples, statistics, losses, batches)

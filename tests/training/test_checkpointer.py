@@ -355,6 +355,32 @@ def test_a_run_whose_last_steps_are_excluded_ends_normally(store, tmp_path, monk
     assert [record["step"] for record in read_log(tmp_path, "run", "eval_log.jsonl")] == [8]
 
 
+def test_bad_weights_behind_excluded_steps_are_not_saved(store, tmp_path, monkeypatch, capsys):
+    """Excluded batches are not audited as they pass; the end of the run is."""
+    from mmldlm.data import loader
+    from mmldlm.training import loop
+
+    make, finish = loader.MicroBatches.__getitem__, loop.finish
+
+    def poisoned(self, item):
+        batch = make(self, item)
+        if self.plan.shuffle and item >= 5:
+            batch.latents[:, 0] = float("nan")
+        return batch
+
+    def damaged(session, *outcome):
+        next(session.engine.model.parameters()).data.view(-1)[0] = float("inf")
+        finish(session, *outcome)
+
+    monkeypatch.setattr(loader.MicroBatches, "__getitem__", poisoned)
+    monkeypatch.setattr(loop, "finish", damaged)
+    more = ["training.num_train_steps=8", "stability.max_consecutive_skips=3"]
+    assert main(words(store, tmp_path, *more)) == 4
+    assert "non-finite values in the training state" in capsys.readouterr().err
+    assert [event["step"] for event in events(tmp_path, "stability_stop")] == [8]
+    assert locate.read_latest(tmp_path / "run").name == "step_00000004"
+
+
 def test_a_failed_last_save_is_not_hidden_by_an_old_folder(store, copy, monkeypatch, capsys):
     from mmldlm.engines import base
     from mmldlm.training import checkpointer

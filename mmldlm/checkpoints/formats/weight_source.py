@@ -158,8 +158,9 @@ class ReadOptions:
         with_moments: Whether to find the moments too, and to refuse a checkpoint of another
             optimizer than AdamW and Muon.
         random_access: Whether to read only what is requested (see torch_file).
-        is_one_save: Whether a manifest was compared with the files, so that their counters are not
-            compared with each other. Those of mmldlm's runs may differ (skipped steps, rollbacks).
+        is_one_save: Whether a manifest was compared with the files, so that the steps of model and
+            optimizer are not compared with each other. Those of mmldlm's runs may differ (skipped
+            steps, rollbacks); the ranks' are always compared.
         key: State dict of a file or DCP folder that is the model (see selection); None for the
             only one.
     """

@@ -53,7 +53,6 @@ class BaselineConfig(Config):
             else self.training.condition_dropout
         )
 
-    @property
     def mode_weights(self) -> dict[str, float]:
         """Shares of the kinds of samples that the model learns, by the names of `mmldlm
         sample`.

@@ -398,7 +398,7 @@ class BaselineTask(TextTask):
             "buffers": sorted(self.buffers),
             **config.model.model_dump(),
             "training": {
-                "mode_weights": config.mode_weights,
+                "mode_weights": config.mode_weights(),
                 "condition_dropout": config.condition_dropout,
             },
             "encoder": data.train.manifest["encoder"],
