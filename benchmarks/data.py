@@ -293,10 +293,8 @@ def open_dataset(config):
     from mmldlm.tasks.translation.noiser import Noiser
 
     data = open_data(config)
-    model = data.config.model
-    ids = (model.mask_token_id, model.pad_token_id, model.eos_token_id)
     noiser = Noiser(
-        data.config, *ids, data.latent_mean, data.latent_std, max_norm=data.max_latent_norm()
+        data.config, data.latent_mean, data.latent_std, max_norm=data.max_latent_norm()
     )
     plan = data.training_plan(config.training.train_batch_size)
     return MicroBatches(data.train, plan, noiser, 0, 1, 1), data.config

@@ -104,12 +104,9 @@ def test_token_batches_train_on_every_rank_alike(made_store):
     from mmldlm.tasks.translation.noiser import Noiser
 
     data = open_data(_config(f"data.latent_data_root={made_store}", "data.batching=tokens"))
-    model, plan = data.config.model, data.training_plan(8)
+    plan = data.training_plan(8)
     noiser = Noiser(
         data.config,
-        model.mask_token_id,
-        model.pad_token_id,
-        model.eos_token_id,
         data.latent_mean,
         data.latent_std,
     )

@@ -51,8 +51,7 @@ def test_the_plain_loop_dies_of_it_and_ours_skips_one_step(store, tmp_path, monk
     torch.manual_seed(0)
     model = MultimodalMMDiT(config.model)
     with_an_inf(model, bad_step=3)
-    ids = (config.model.mask_token_id, config.model.pad_token_id, config.model.eos_token_id)
-    noiser = Noiser(config, *ids, data.latent_mean, data.latent_std)
+    noiser = Noiser(config, data.latent_mean, data.latent_std)
     plan = BatchPlan(data.train_lengths, 8, 0)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
     objective, losses, norms = TranslationObjective(config), [], []

@@ -170,10 +170,8 @@ def _model(data):
 
 
 def _batches(data, world, accum, step=0):
-    model = data.config.model
-    ids = (model.mask_token_id, model.pad_token_id, model.eos_token_id)
     noiser = Noiser(
-        data.config, *ids, data.latent_mean, data.latent_std, max_norm=data.max_latent_norm()
+        data.config, data.latent_mean, data.latent_std, max_norm=data.max_latent_norm()
     )
     plan = data.training_plan(6)
     return [
@@ -237,9 +235,8 @@ def test_one_bad_vector_masks_its_sample(data):
             rows.latents[2, 1] = np.nan
             return rows
 
-    plan, model = data.training_plan(6), data.config.model
-    ids = (model.mask_token_id, model.pad_token_id, model.eos_token_id)
-    noiser = Noiser(data.config, *ids, data.latent_mean, data.latent_std)
+    plan = data.training_plan(6)
+    noiser = Noiser(data.config, data.latent_mean, data.latent_std)
     batch = noiser.collate(plan.batch(0), np.arange(6), Damaged(), plan.lengths)
     assert [entry["id"] for entry in batch.bad] == [int(batch.ids[2])] and not batch.real[2]
     assert all(

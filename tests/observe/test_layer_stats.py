@@ -74,12 +74,11 @@ def steps(
     parameters = parameter_plan(model, config)
     parameters.set_requires_grad(model)
     engine = build_engine(model, config, parameters)
-    ids = (config.model.mask_token_id, config.model.pad_token_id, config.model.eos_token_id)
     plan = BatchPlan(data.train_lengths, GLOBAL_BATCH, 0)
     batches = MicroBatches(
         data.train,
         plan,
-        Noiser(config, *ids, data.latent_mean, data.latent_std),
+        Noiser(config, data.latent_mean, data.latent_std),
         engine.rank,
         world,
         accum,

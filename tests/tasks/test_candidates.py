@@ -44,7 +44,7 @@ def losses(config, world: int, monkeypatch=None) -> float:
     """Loss of one global batch, cut into micro-batches of as many ranks."""
     store, zeros = FakeStore(), np.zeros(DIM, np.float32)
     candidates = None if config.loss.text_candidates is None else sampler(config)
-    noiser = Noiser(config, MASK, PAD, EOS, zeros, zeros + 1, candidates=candidates)
+    noiser = Noiser(config, zeros, zeros + 1, candidates=candidates)
     torch.manual_seed(0)
     model, objective = MultimodalMMDiT(config.model), TranslationObjective(config)
     parts = [

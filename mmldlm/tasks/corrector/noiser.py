@@ -79,7 +79,9 @@ class CorrectorNoiser(Noiser):
     ) -> tuple[dict[str, Any], dict[int, str]]:
         if self.hypotheses is None:
             return {}, {}
-        has_latent = (modes == L2T) & (padded.dropout >= self.dropout).numpy() & real
+        has_latent = (
+            (modes == L2T) & (padded.condition_uniform >= self.condition_dropout).numpy() & real
+        )
         draws = [
             counter_generator(self.seed, batch.epoch, sample, slot, _HYPOTHESIS_STREAM).random()
             for sample, slot in zip(ids.tolist(), slots.tolist(), strict=True)

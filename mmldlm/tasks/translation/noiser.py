@@ -157,7 +157,7 @@ class PaddedSamples(NamedTuple):
         latents: [B, D] fp32 in model space.
         noise: as latents, standard normal; above MAX_HOST_NOISE elements a sample None.
         mask_uniform: [B, S] fp64, for the masks.
-        dropout: [B] fp64, for the condition dropout.
+        condition_uniform: [B] fp64, for the condition dropout.
         text: [B] fp64, for text timesteps under timesteps=uniform.
         latent: [B] fp64, for latent timesteps under timesteps=uniform.
         condition: [B, 2] fp64, for l2t_condition_noise: whether, and how much; zeros where it is
@@ -169,7 +169,7 @@ class PaddedSamples(NamedTuple):
     latents: Tensor
     noise: Tensor | None
     mask_uniform: Tensor
-    dropout: Tensor
+    condition_uniform: Tensor
     text: Tensor
     latent: Tensor
     condition: Tensor
@@ -179,22 +179,20 @@ class Noiser:
     """Collator of the translation task: draws modes, timesteps, masks and noise.
 
     Args:
-        config: the run's config (modes, dropout, diffusion, seed).
-        mask_token_id: of the tokenizer.
-        pad_token_id: of the tokenizer.
-        eos_token_id: of the tokenizer.
-        latent_mean: [D], with latent_std the scaling into model space.
-        latent_std: [D].
-        mode_weights: weights of the modes; None: those of training.
-        seed: None: training.seed. Evaluation passes its own, so that it never sees training noise.
-        condition_dropout: None: training.condition_dropout.
-        max_norm: a latent above this norm is a corrupted row; it is left out and reported.
-        candidates: of loss.text_candidates; None: the text head scores the whole vocabulary.
-        in_training: whether the training options that no evaluation has apply
+        config: Config of the run, with the token ids that the data decides.
+        latent_mean, latent_std: Scaling of the latents into model space. [D]
+        mode_weights: Weights of the modes; None: those of training.
+        seed: Seed of the draws; None: training.seed. Evaluation passes its own, so that it never
+            sees training noise.
+        condition_dropout: Fraction of null conditions; None: training.condition_dropout.
+        max_norm: Norm above which a latent is a corrupted row, which is left out and reported.
+        candidates: Sampler of loss.text_candidates; None: the text head scores the whole
+            vocabulary.
+        in_training: Whether the options of training apply that no evaluation has
             (l2t_condition_noise, dropout).
 
     Class attributes:
-        batch_class: class of the batches, whose fields the tensors are.
+        batch_class: Class of the batches, whose fields the tensors are.
     """
 
     batch_class: ClassVar[type[TranslationBatch]] = TranslationBatch
@@ -202,9 +200,6 @@ class Noiser:
     def __init__(
         self,
         config: TranslationConfig,
-        mask_token_id: int,
-        pad_token_id: int,
-        eos_token_id: int,
         latent_mean: np.ndarray,
         latent_std: np.ndarray,
         mode_weights: dict[str, float] | None = None,
@@ -214,12 +209,12 @@ class Noiser:
         candidates: CandidateSampler | None = None,
         in_training: bool = True,
     ):
-        self.text = MaskedDiffusion(
-            mask_token_id, config.text_diffusion.schedule, config.text_diffusion.eps
-        )
+        text, model = config.text_diffusion, config.model
+        self.text = MaskedDiffusion(not_none(model.mask_token_id), text.schedule, text.eps)
         self.latent = config.latent_diffusion.process()
         self.text_config, self.latent_config = config.text_diffusion, config.latent_diffusion
-        self.pad_token_id, self.eos_token_id = pad_token_id, eos_token_id
+        self.pad_token_id = not_none(model.pad_token_id)
+        self.eos_token_id = not_none(model.eos_token_id)
         self.latent_mean, self.latent_std = latent_mean, latent_std
         self.candidates = candidates
         vocab_size = config.model.vocab_size or np.iinfo(np.int64).max
@@ -228,12 +223,12 @@ class Noiser:
         self.mode_edges = np.cumsum([weights[mode] for mode in PURE_MODES])
         self.seed = config.training.seed if seed is None else seed
         training = config.training
-        self.dropout = (
-            training.condition_dropout if condition_dropout is None else condition_dropout
-        )
+        self.condition_dropout = training.condition_dropout
+        if condition_dropout is not None:
+            self.condition_dropout = condition_dropout
         self.condition_noise = training.l2t_condition_noise if in_training else 0.0
         self.condition_timestep = training.l2t_condition_timestep
-        self.has_dropout = in_training and config.model.dropout > 0
+        self.has_model_dropout = in_training and config.model.dropout > 0
 
     def modes(self, batch: GlobalBatch) -> np.ndarray:
         """Return the mode [n] of every sample of the global batch (the same on every rank)."""
@@ -282,7 +277,7 @@ class Noiser:
         tensors |= self._latent_tensors(padded, modes, real, draws.latent[in_batch])
         if padded.noise is None:
             tensors["noise_keys"] = noise_keys(self.seed, batch.epoch, ids, slots)
-        if self.has_dropout:
+        if self.has_model_dropout:
             tensors["dropout_keys"] = dropout_keys(self.seed, batch.epoch, ids, slots)
         if self.candidates is not None:
             generator = counter_generator(
@@ -380,7 +375,7 @@ class Noiser:
             latents=torch.from_numpy(latents),
             noise=None if noise is None else torch.from_numpy(noise),
             mask_uniform=torch.from_numpy(uniform),
-            dropout=torch.from_numpy(drop),
+            condition_uniform=torch.from_numpy(drop),
             text=torch.from_numpy(text_u),
             latent=torch.from_numpy(latent_u),
             condition=torch.from_numpy(condition),
@@ -406,7 +401,7 @@ class Noiser:
         is_t2l = mode == T2L
         masked &= (is_real & ~is_t2l)[:, None]
         positions = masked.flatten().nonzero()[:, 0]
-        is_null = (padded.dropout < self.dropout) & is_t2l
+        is_null = (padded.condition_uniform < self.condition_dropout) & is_t2l
         width = padded.tokens.shape[1]
         computed = torch.where(is_null[:, None], torch.arange(width) == 0, padded.attention)
         text_rows = positions // width
@@ -430,7 +425,7 @@ class Noiser:
         self, padded: PaddedSamples, modes: np.ndarray, real: np.ndarray, strata: Tensor
     ) -> dict[str, Tensor]:
         is_l2t, is_real = torch.from_numpy(modes) == L2T, torch.from_numpy(real)
-        is_given = padded.dropout >= self.dropout
+        is_given = padded.condition_uniform >= self.condition_dropout
         condition = torch.where(
             is_l2t & is_given & (padded.condition[:, 0] < self.condition_noise),
             (1 - padded.condition[:, 1]) * self.condition_timestep,

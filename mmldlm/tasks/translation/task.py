@@ -30,7 +30,6 @@ from mmldlm.tasks.translation.parameter_plan import (
     random_projection,
 )
 from mmldlm.tasks.validation import PassTotals, Validation
-from mmldlm.utils.validation import not_none
 
 
 class TranslationTask(MaskedTextTask):
@@ -208,14 +207,11 @@ class TranslationTask(MaskedTextTask):
         Args:
             options: Further arguments of a subclass's noiser.
         """
-        model, candidates = data.config.model, None
+        candidates = None
         if seed is None and data.config.loss.text_candidates is not None:  # evaluation is exact
             candidates = CandidateSampler(data)
         return self.noiser_class(data.config)(
             data.config,
-            not_none(model.mask_token_id),
-            not_none(model.pad_token_id),
-            not_none(model.eos_token_id),
             data.latent_mean,
             data.latent_std,
             mode_weights=(

@@ -14,7 +14,7 @@ from mmldlm.tasks.corrector.hypotheses import SplitHypotheses
 from mmldlm.tasks.corrector.noiser import CorrectorNoiser
 from mmldlm.tasks.registry import build_config
 from mmldlm.tasks.translation.noiser import L2T
-from tests.tasks.translation.test_noiser import DIM, EOS, MASK, PAD, FakeStore
+from tests.tasks.translation.test_noiser import DIM, EOS, MASK, PAD, FakeStore, with_token_ids
 
 MEAN, STD = np.full(DIM, 0.5, np.float32), np.full(DIM, 2.0, np.float32)
 
@@ -35,7 +35,7 @@ def batches(world=1, accum=1, rank=0, share=0.8, **training):
     rows = FakeStore()
     training |= {"loss_type": "mixed", "condition_dropout": 0.2, "hypothesis_share": share}
     config = build_config({"task": "corrector", "training": training})
-    noiser = CorrectorNoiser(config, MASK, PAD, EOS, MEAN, STD, hypotheses=FakeHypotheses(rows))
+    noiser = CorrectorNoiser(with_token_ids(config), MEAN, STD, hypotheses=FakeHypotheses(rows))
     return rows, MicroBatches(rows, BatchPlan(rows.lengths, 12, 0), noiser, rank, world, accum)
 
 
@@ -122,7 +122,7 @@ def test_normalized_latents_have_normalized_hypotheses():
         "task": "corrector",
     }
     noiser = CorrectorNoiser(
-        build_config(sections), MASK, PAD, EOS, 0 * MEAN, STD, hypotheses=FakeHypotheses(rows)
+        with_token_ids(build_config(sections)), 0 * MEAN, STD, hypotheses=FakeHypotheses(rows)
     )
     batch = MicroBatches(rows, BatchPlan(rows.lengths, 12, 0), noiser, 0, 1, 1)[0]
     given = batch.hypotheses.given

@@ -27,14 +27,19 @@ class FakeStore:
         return Rows([self.tokens[i] for i in indices], self.latents[indices])
 
 
+def with_token_ids(config):
+    """The config as a store completes it."""
+    config = config.model_copy(deep=True)
+    model = config.model
+    model.mask_token_id, model.pad_token_id, model.eos_token_id = MASK, PAD, EOS
+    return config
+
+
 def dataset(world=1, accum=1, rank=0, batch=12, sections=None, in_training=True, **training):
     config = build_config((sections or {}) | ({"training": training} if training else {}))
     rows = FakeStore()
     noiser = Noiser(
-        config,
-        MASK,
-        PAD,
-        EOS,
+        with_token_ids(config),
         np.zeros(DIM, np.float32),
         np.ones(DIM, np.float32),
         in_training=in_training,
@@ -180,7 +185,7 @@ def test_fully_masked_only_is_the_named_option():
         {"training": {"loss_type": "l2t"}, "text_diffusion": {"fully_masked_only": True}}
     )
     rows = FakeStore()
-    noiser = Noiser(config, MASK, PAD, EOS, np.zeros(DIM, np.float32), np.ones(DIM, np.float32))
+    noiser = Noiser(with_token_ids(config), np.zeros(DIM, np.float32), np.ones(DIM, np.float32))
     t = MicroBatches(rows, BatchPlan(rows.lengths, 12, 0), noiser, 0, 1, 1)[0]
     assert (t.text_timesteps == 1).all() and len(t.text_targets) == int(t.attention_mask.sum())
 
@@ -188,10 +193,7 @@ def test_fully_masked_only_is_the_named_option():
 def noised(rows, **sections):
     config = build_config(sections)
     noiser = Noiser(
-        config,
-        MASK,
-        PAD,
-        EOS,
+        with_token_ids(config),
         np.zeros(DIM, np.float32),
         np.full(DIM, DIM**-0.5, np.float32),
         max_norm=9.0,

@@ -13,6 +13,7 @@ from mmldlm.tasks.translation.objective import TranslationObjective
 from mmldlm.tasks.translation.parameter_plan import frozen_names, parameter_plan
 from mmldlm.tasks.translation.task import TranslationTask
 from tests.support.forward import run_model
+from tests.tasks.translation.test_noiser import with_token_ids
 
 DIM, SIZE = 6, 40
 
@@ -53,7 +54,7 @@ def model(tie=False):
 
 def micro_batches(config, world=1, accum=1, step=0, size=12):
     rows = FakeStore()
-    noiser = Noiser(config, 3, 0, 2, np.zeros(DIM, np.float32), np.ones(DIM, np.float32))
+    noiser = Noiser(with_token_ids(config), np.zeros(DIM, np.float32), np.ones(DIM, np.float32))
     plan = BatchPlan(rows.lengths, size, 0)
     return [
         noiser.collate(
