@@ -70,7 +70,7 @@ def test_a_full_disk_under_every_log_ends_no_run(store, tmp_path, monkeypatch, c
     """
     from mmldlm.stability.rollback import RollbackReason
     from mmldlm.train import main
-    from mmldlm.training import loop, run_folder, run_logger
+    from mmldlm.training import loop, run_folder
 
     def full(self, *_):
         raise OSError(errno.ENOSPC, "No space left on device")
@@ -85,7 +85,7 @@ def test_a_full_disk_under_every_log_ends_no_run(store, tmp_path, monkeypatch, c
 
     troubles = [RollbackReason(3, "made up")]
     monkeypatch.setattr(run_folder, "JsonlLog", Full)
-    monkeypatch.setattr(run_logger, "train_log_path", lambda *_: Path("/dev/full"))
+    monkeypatch.setattr(run_folder, "train_log_path", lambda *_: Path("/dev/full"))
     find = lambda _, step, *__: troubles.pop() if step == 3 and troubles else None  # noqa: E731
     monkeypatch.setattr(loop, "needs_rollback", find)
     words = [
