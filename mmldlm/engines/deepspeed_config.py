@@ -113,8 +113,8 @@ def merged_config(config: Config, world_size: int, bucket: int = GPU_BUCKET) -> 
         bucket: Number of elements of a communication bucket, if the JSON does not set it.
 
     Raises:
-        UserError: the JSON has an unknown or unsupported key (allowed_keys.py), or sets a value
-            that the config owns to another value; both places are named.
+        UserError: the JSON has an unknown or unsupported key (deepspeed_allowed_keys.py), or sets
+            a value that the config owns to another value; both places are named.
     """
     values = read_json(config.engine.deepspeed_config)
     check_keys(values, config.engine.deepspeed_config)
@@ -165,8 +165,8 @@ def _owned_values(config: Config, stage: int, world_size: int) -> list[tuple[str
             training.train_batch_size * accum_steps * world_size,
         ),
         ("gradient_clipping", "optimizer.grad_clip_norm", config.optimizer.grad_clip_norm or 0.0),
-        # Under ZeRO-0 it is autocast around fp32 weights (engine.py), so DeepSpeed itself runs in
-        # fp32.
+        # Under ZeRO-0 it is autocast around fp32 weights (deepspeed.py), so DeepSpeed itself runs
+        # in fp32.
         (
             "bf16.enabled",
             "training.dtype and ZeRO stage > 0",

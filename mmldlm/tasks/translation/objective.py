@@ -73,12 +73,12 @@ class TranslationObjective:
 
         Returns:
             loss: fp32 scalar, this micro-batch's share of the global batch's loss.
-            metrics: fp32 scalars, detached: text_nelbo_sum (nats, weighted by 1 / t), text_correct
-                (masked positions predicted right), text_masked (masked positions), text_logits
-                (logits computed under text_candidates, else 0), latent_error_sum (squared error
-                per dimension), latent_cosine_sum (cosine of the x0 estimate with the clean
-                latent), latent_scored, {name}_sum of each of the diagnostics of the latents'
-                process, length_nll_sum, length_scored, loss.
+            metrics: fp32 scalars, detached: text_nelbo_sum (nats, with the weights of the NELBO),
+                text_correct (masked positions predicted right), text_masked (masked positions),
+                text_logits (logits computed under text_candidates, else 0), latent_error_sum
+                (squared error per dimension), latent_cosine_sum (cosine of the x0 estimate with
+                the clean latent), latent_scored, {name}_sum of each of the diagnostics of the
+                latents' process, length_nll_sum, length_scored, loss.
         """
         weights = batch.text_weights
         if self.loss.text_weighting == "uniform":
