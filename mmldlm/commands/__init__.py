@@ -9,7 +9,7 @@ class RenamedOption(argparse.Action):
     """A former spelling of an option: an error that names the new one. Not listed in --help.
 
     Args:
-        new: the new spelling, with its values where these changed.
+        new: New spelling, with its values where these changed.
     """
 
     def __init__(self, option_strings: list[str], dest: str, new: str, **options):
@@ -26,7 +26,7 @@ class RemovedOption(argparse.Action):
     --help.
 
     Args:
-        page: the page.
+        page: Page of the docs with the reason.
     """
 
     def __init__(self, option_strings: list[str], dest: str, page: str, **options):

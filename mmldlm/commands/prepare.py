@@ -377,8 +377,8 @@ def run_shared(output_dir: str, work: Callable[[TaskQueue], object]) -> int:
     the work can resume.
 
     Args:
-        output_dir: beside which `WorkDir` keeps what is finished.
-        work: called with the queue of the ranks.
+        output_dir: Folder beside which `WorkDir` keeps what is finished.
+        work: Function that is called with the queue of the ranks.
     """
     from mmldlm.data.prepare.task_queue import connect
     from mmldlm.data.prepare.work_dir import PLAN, WorkDir

@@ -33,11 +33,11 @@ class DirectionResult:
     """The measurements of one model in one direction.
 
     Attributes:
-        estimates: by name.
-        written: ids of the sampled texts (l2t).
+        estimates: Estimates by name.
+        written: Token ids of the sampled texts (l2t).
         f1: [N] token F1 of these texts (l2t).
-        latents: the sampled latents (t2l).
-        costs: of the sampled texts, entries of the report's conditions.
+        latents: Sampled latents (t2l).
+        costs: Costs of the sampled texts, as entries of the report's conditions.
     """
 
     estimates: dict[str, Estimate] = field(default_factory=dict)

@@ -56,9 +56,9 @@ def untrained_control(model: nn.Module, seed: int, random_gates: bool) -> nn.Mod
     """Return a fresh model with the same config and buffers (latent statistics).
 
     Args:
-        random_gates: also initialize the weights that start at zero. Without this, adaLN-Zero
-            makes the model the identity: it ignores its latent, and its gain is 0 by construction.
-            With it, the text depends on the latent and a gain of 0 is a finding.
+        random_gates: Whether to initialize the weights that start at zero, too. Without it,
+            adaLN-Zero makes the model the identity: it ignores its latent, and its gain is 0 by
+            construction. With it, the text depends on the latent and a gain of 0 is a finding.
     """
     device = next(model.parameters()).device
     with torch.random.fork_rng(devices=[]):
@@ -80,10 +80,10 @@ def evaluate(
     controls.
 
     Args:
-        pretrained: model, tokenizer and settings.
-        store: a validation split that was not used in training.
-        settings: extent and options.
-        log: see `suite.Log`.
+        pretrained: Model, tokenizer and settings.
+        store: Validation split that was not used in training.
+        settings: Extent and options.
+        log: See `suite.Log`.
 
     Raises:
         UserError: the store does not match the model.
@@ -344,9 +344,9 @@ def add_search(
     the sentences.
 
     Args:
-        found: figures of the model's texts; completed here.
+        found: Figures of the model's texts, which are completed here.
         written: N lists of ids, the model's texts.
-        judge: of `open_judge`.
+        judge: Result of `open_judge`.
 
     Returns:
         N texts as lists of ids.

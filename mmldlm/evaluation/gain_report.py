@@ -260,10 +260,10 @@ class EvaluationReport(Report):
     """The results of an evaluation.
 
     Attributes:
-        conditions: how it was measured.
-        arms: named estimates of the model, the two untrained controls and the floors.
-        examples: sentences, and the texts that the model wrote from their embeddings.
-        differences: named paired differences between two arms.
+        conditions: Conditions of the measurement.
+        arms: Named estimates of the model, the two untrained controls and the floors.
+        examples: Sentences, and the texts that the model wrote from their embeddings.
+        differences: Named paired differences between two arms.
     """
 
     conditions: dict[str, Any]

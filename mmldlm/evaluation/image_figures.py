@@ -128,7 +128,7 @@ def picture_estimates(
         made: [Q, S, S, C] uint8, of the first Q images of the gallery.
         partner: [Q] another image for each: what was made from its caption is the shuffled
             control.
-        patch: width of a patch; None: the latents are no patches, and seams are not measured.
+        patch: Width of a patch; None: the latents are no patches, and seams are not measured.
     """
     real, unit = gallery.images[: len(made)], f"share, of {len(gallery.images)}"
     own, true = as_vectors(made), as_vectors(real)
@@ -191,9 +191,10 @@ class TrainingImages:
     """Reads the training split as pixels.
 
     Args:
-        store: of images, of any split.
-        codec: of its latents.
-        limit: read about this many images, spread evenly (default: MAX_COMPARED, or MAX_DECODED).
+        store: Store of images, any split.
+        codec: Codec of its latents.
+        limit: Approximate number of images to read, spread evenly (default: MAX_COMPARED, or
+            MAX_DECODED).
     """
 
     def __init__(self, store: Store, codec: ImageCodec, limit: int | None = None):

@@ -45,8 +45,8 @@ def x0_errors(
     All arms of an image share its noise, so that their differences are paired.
 
     Args:
-        sentences: captions, and latents [N, L, D] of images.
-        draws: of noise per image.
+        sentences: Captions, and latents [N, L, D] of images.
+        draws: Draws of noise per image.
     """
     model, device = pretrained.model, device_of(pretrained.model)
     count, shape = len(sentences), sentences.latents.shape[1:]
@@ -127,9 +127,9 @@ def code_bits(
     draws. All arms of an image share its masks, so their differences are paired.
 
     Args:
-        model: of codes.
-        sentences: captions, and ids [N, L, 1] of images (of one code an image [N, 1]).
-        draws: masks per image.
+        model: Model of codes.
+        sentences: Captions, and ids [N, L, 1] of images (of one code an image [N, 1]).
+        draws: Masks per image.
 
     Raises:
         MmldlmError: NaN predictions.

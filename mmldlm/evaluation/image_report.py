@@ -225,11 +225,11 @@ class ImageReport(Report):
     """The results of an evaluation of images.
 
     Attributes:
-        conditions: how it was measured.
+        conditions: Conditions of the measurement.
         arms: name -> figure -> estimate, of `model`, `guidance_1`, `guidance_2` (made images), the
             untrained controls, and `nearest_training_image`.
-        examples: captions, and what was written.
-        pictures: column -> images [n, S, S, C] uint8 of the examples.
+        examples: Captions, and what was written for their images.
+        pictures: Column -> images of the examples. [n, S, S, C] uint8
     """
 
     conditions: dict[str, Any]

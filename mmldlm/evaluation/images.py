@@ -49,7 +49,7 @@ def evaluate_images(
     controls.
 
     Args:
-        root: a store of images, of one of the model's sizes; its validation split was not used in
+        root: Store of images, of one of the model's sizes; its validation split was not used in
             training.
 
     Raises:
@@ -229,8 +229,8 @@ class Captions:
     """The measurements of i2t.
 
     Attributes:
-        estimates: by name.
-        written: ids of the captions.
+        estimates: Estimates by name.
+        written: Token ids of the captions.
         f1: [N] set-F1 of their words.
     """
 
@@ -318,7 +318,7 @@ class Pictures:
     """The measurements of t2i at one guidance.
 
     Attributes:
-        estimates: by name.
+        estimates: Estimates by name.
         images: [N, S, S, C] uint8.
     """
 

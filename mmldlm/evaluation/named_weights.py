@@ -107,8 +107,8 @@ class ClipScorer:
     """Scores images and captions by a local CLIPModel; nothing is downloaded.
 
     Args:
-        folder: of `CLIPModel.save_pretrained`, with its processor (tokenizer and preprocessing of
-            images).
+        folder: Folder of `CLIPModel.save_pretrained`, with its processor (tokenizer and
+            preprocessing of images).
 
     Raises:
         UserError: not such a folder, or one without some of the weights.

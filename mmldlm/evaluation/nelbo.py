@@ -27,11 +27,11 @@ class Likelihood:
     alone).
 
     Attributes:
-        nelbo: nats per text, EOS counted: exact, or an upper bound as the mean over the draws.
-        correct: correctly predicted positions over all draws.
-        length_nll: nats (matched and null only); {} for a model that writes EOS itself.
-        masked: scored positions over all draws.
-        num_tokens: tokens per text, EOS counted.
+        nelbo: Nats per text, EOS counted: exact, or an upper bound as the mean over the draws.
+        correct: Correctly predicted positions over all draws.
+        length_nll: Nats (matched and null only); {} for a model that writes EOS itself.
+        masked: Scored positions over all draws.
+        num_tokens: Tokens per text, EOS counted.
     """
 
     nelbo: dict[str, np.ndarray]
@@ -65,14 +65,14 @@ def measure(
     random numbers, so differences are paired.
 
     Args:
-        model: whose config says what pads and ends a text, and whose `scale_latents` is applied.
+        model: Model; its config says what pads and ends a text, and its `scale_latents` is used.
         texts: N lists of ids without EOS.
         latents: [N, D] (or [N, M, D]) in the encoder's space; None: only the null condition is
             measured.
         shuffled_index: [N] index of the latent under condition "shuffled".
-        score: scores one batch.
-        draws: of every text; 1 is enough for an exact likelihood.
-        progress: called after every draw of a batch with the number of draws done and in total,
+        score: Function that scores one batch.
+        draws: Draws of every text; 1 is enough for an exact likelihood.
+        progress: Callback after every draw of a batch, with the number of draws done and in total,
             over all texts.
 
     Raises:

@@ -119,9 +119,9 @@ def measured_rows(rows: Sequence[_Row], is_measured: Callable[[str], bool]) -> l
     another figure.
 
     Args:
-        rows: key, label and more of each row, in order. The label of a row that belongs to another
+        rows: Key, label and more of each row, in order. The label of a row that belongs to another
             is indented.
-        is_measured: by key.
+        is_measured: Whether a row was measured, by key.
     """
     found, has_parent = [], False
     for row in rows:

@@ -107,8 +107,8 @@ def paired_bootstrap(
 
     Args:
         first, second: [N] or [N, K] figures of the same N sentences.
-        seed: of the draws; the same for the same N.
-        statistic: maps rows of either to a number.
+        seed: Seed of the draws, which are the same for the same N.
+        statistic: Function from rows of either to a number.
     """
     assert len(first) == len(second) > 1
     choose, count = generator(seed, Stream.PAIRED_BOOTSTRAP), len(first)
@@ -126,7 +126,7 @@ def derangement(count: int, seed: int, names: Sequence[str] | None = None) -> np
     """Return a permutation [count] int64 without fixed points; count >= 2.
 
     Args:
-        names: of what is permuted; where it can be helped, none gets a partner of its own name.
+        names: Names of what is permuted; if possible, none gets a partner of its own name.
     """
     assert count >= 2
     order = generator(seed, Stream.SHUFFLED_PARTNERS).permutation(count)

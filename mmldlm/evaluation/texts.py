@@ -29,8 +29,8 @@ class TextArms:
     Attributes:
         arms: name -> figures of `strings`, for the model and the floors.
         differences: name -> figure -> paired difference.
-        conditions: entries of the report.
-        notes: what is missing, and why.
+        conditions: Conditions for the report.
+        notes: What is missing, and why.
     """
 
     arms: Arms = field(default_factory=dict)
@@ -52,10 +52,10 @@ class Scorer:
     references, too).
 
     Args:
-        pretrained: whose tokenizer decodes.
-        sentences: the references.
+        pretrained: Model whose tokenizer decodes.
+        sentences: References.
         with_bleu: False without sacrebleu.
-        seed: of the bootstrap.
+        seed: Seed of the bootstrap.
     """
 
     def __init__(self, pretrained: Pretrained, sentences: Sentences, with_bleu: bool, seed: int):
@@ -100,7 +100,7 @@ def measure_text_arms(
     NEAR_DUPLICATE.
 
     Args:
-        store: whose training split gives the floors.
+        store: Store whose training split gives the floors.
         written: N lists of ids, one for each sentence.
     """
     found = TextArms()
@@ -242,7 +242,7 @@ class Neighbors:
     Attributes:
         rows: [N] int64 rows of the training split.
         cosines: [N] fp32.
-        num_compared: training sentences that were compared; fewer than the split has if it is
+        num_compared: Training sentences that were compared; fewer than the split has if it is
             larger than MAX_COMPARED.
     """
 
@@ -258,9 +258,9 @@ def nearest_training_sentences(
     memory.
 
     Args:
-        train: training split.
+        train: Training split.
         latents: [N, D], or [N, M, D]: the mean of a text's latents is compared.
-        limit: compare about this many, spread evenly over the split.
+        limit: Approximate number of sentences to compare, spread evenly over the split.
     """
     queries = _units(latents)
     best = np.full(len(queries), -np.inf, dtype=np.float32)

@@ -25,8 +25,8 @@ def run_command(prog: str, description: str, command: ModuleType) -> int:
 
     Args:
         prog: name of the command in its usage line.
-        description: first line of --help.
-        command: module of mmldlm/commands, with `add_arguments` and `main`.
+        description: First line of --help.
+        command: Module of mmldlm/commands, with `add_arguments` and `main`.
     """
     open_standard_streams()
     keep_exit_codes()

@@ -230,7 +230,7 @@ def walk_files(folder: Path, left_out: LeftOut | None = None) -> list[Path]:
     name.
 
     Args:
-        left_out: receives what is not returned: links to nothing, files of macOS, FIFOs.
+        left_out: List that receives what is not returned: links to nothing, files of macOS, FIFOs.
 
     Raises:
         UserError: a folder cannot be read.

@@ -26,7 +26,7 @@ def connect_job_store(timeout: float) -> tuple[Store, int, int]:
     Collective over all ranks.
 
     Args:
-        timeout: seconds to wait for rank 0 and for the other ranks; also of a later wait for a
+        timeout: Seconds to wait for rank 0 and for the other ranks; also of a later wait for a
             key.
 
     Raises:

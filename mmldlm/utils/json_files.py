@@ -26,8 +26,10 @@ def read_json(
     """Return the object in a JSON file written by another program.
 
     Args:
-        fix: what the error advises. max_bytes: a larger file is not parsed.
-        finite: refuse numbers that are infinite, NaN, or whole and beyond 64 bits, as 1e999.
+        fix: Advice of the error.
+        max_bytes: Size above which a file is not parsed.
+        finite: Whether to refuse numbers that are infinite, NaN, or whole and beyond 64 bits, as
+            1e999.
 
     Raises:
         UserError: not readable, not a regular file, too large, not JSON in UTF-8 (a BOM is

@@ -35,8 +35,8 @@ def check_writable_dir(path: str | os.PathLike, option: str) -> Path:
     behind.
 
     Args:
-        path: the folder.
-        option: the option that named it, for the error.
+        path: Folder.
+        option: Option that named it, for the error.
 
     Raises:
         UserError: it cannot be created, is not a folder, or cannot be written to.
@@ -83,7 +83,7 @@ def claimed_file(path: str | os.PathLike | None, option: str) -> Iterator[None]:
 
     Args:
         path: None claims nothing.
-        option: the option that named it, for the error.
+        option: Option that named it, for the error.
 
     Raises:
         UserError: it cannot be written, or another call is writing it.
@@ -116,9 +116,9 @@ def replaced_files(folder: Path, owned: Sequence[str], overwrite: bool) -> Itera
     An error, such as a full disk, leaves `folder` as it was.
 
     Args:
-        folder: exists.
-        owned: patterns of the files that a call writes.
-        overwrite: replace what is there.
+        folder: Existing folder.
+        owned: Patterns of the files that a call writes.
+        overwrite: Whether to replace what is there.
 
     Raises:
         MmldlmError: files of another call have appeared meanwhile.

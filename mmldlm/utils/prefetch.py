@@ -23,10 +23,10 @@ def prefetch(
     ends the thread.
 
     Args:
-        items: consumed by the thread.
-        depth: the most items that wait for the consumer.
-        thread_name: of the thread.
-        on_start: called first in the thread, for example to select a CUDA device.
+        items: Items, which the thread consumes.
+        depth: Largest number of items that wait for the consumer.
+        thread_name: Name of the thread.
+        on_start: Function called first in the thread, for example to select a CUDA device.
     """
     ready: queue.Queue[tuple[str, object]] = queue.Queue(depth)
     stop = threading.Event()

@@ -37,14 +37,14 @@ class ProgressBar:
     the work.
 
     Args:
-        label: names the stage.
-        unit: what is counted, for the rate; "B" for bytes; empty for a percentage only.
-        stream: where to write (default: standard error).
-        interval: seconds between two lines where the stream is not a terminal.
-        delay: seconds before the first display on a terminal.
+        label: Name of the stage.
+        unit: What is counted, for the rate; "B" for bytes; empty for a percentage only.
+        stream: Output (default: standard error).
+        interval: Seconds between two lines where the stream is not a terminal.
+        delay: Seconds before the first display on a terminal.
         enabled: False displays nothing (ranks other than 0).
-        log: prints the message of `start`.
-        clock: returns seconds.
+        log: Function that prints the message of `start`.
+        clock: Function that returns seconds.
     """
 
     def __init__(

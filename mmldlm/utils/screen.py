@@ -33,9 +33,9 @@ def open_console(
     terminal of a file.
 
     Args:
-        stream: default: standard output.
-        soft_wrap: leave the breaking of lines to the terminal.
-        kind: class of the console.
+        stream: Output (default: standard output).
+        soft_wrap: Whether to leave the breaking of lines to the terminal.
+        kind: Class of the console.
     """
     stream = stream or sys.stdout
     try:
