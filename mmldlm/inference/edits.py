@@ -206,7 +206,7 @@ class Editor:
         all batches.
 
         Args:
-            read: gives their logits, as `_logits`, which is the default.
+            read: Function that returns their logits; None: `_logits`.
         """
         config, device = self._pretrained.model.config, device_of(self._pretrained.model)
         lengths = [len(question.words) + 1 for question in questions]

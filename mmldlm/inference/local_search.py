@@ -144,11 +144,11 @@ def local_search(
 
     Args:
         latents: [N, D] (or [N, M, D]) in the encoder's space.
-        judge: used for this call alone, so that its counts are those of this search.
-        editor_class: proposes the edits.
-        seed: of the draws of the texts that the model writes; edits draw nothing.
-        progress: called after every round with the latents that are finished and all.
-        options: of `TextTask.write_texts`, for these texts.
+        judge: Judge used for this call alone, so that its counts are those of this search.
+        editor_class: Class of the editors, which propose the edits.
+        seed: Seed of the draws of the texts that the model writes; edits draw nothing.
+        progress: Callback after every round, with the number of finished latents and of all.
+        options: Options of `TextTask.write_texts`, for these texts.
 
     Raises:
         UserError: a task without masked positions to refill.
@@ -288,7 +288,7 @@ def _judge(
     were judged.
 
     Args:
-        texts: with the log-ratio of each.
+        texts: Texts with the log-ratio of each.
     """
     strings = iter(judge.strings([text for own in texts for text in own]))
     chosen: list[tuple[_Beam, Text, float]] = []

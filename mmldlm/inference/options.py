@@ -140,7 +140,7 @@ class SearchOptions(Settings):
         """Check the search against the task and the other options that were given.
 
         Args:
-            given: names of the options that the user gave a value.
+            given: Names of the options that the user gave a value.
 
         Raises:
             UserError: a task that lacks the search, or an option that the search chooses itself.

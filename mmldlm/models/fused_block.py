@@ -40,10 +40,10 @@ class BlockWeights(NamedTuple):
     stream in each.
 
     Attributes:
-        modulation: shift, scale and gate of attention, then of the MLP. [T * 6 H, C]
+        modulation: Shift, scale and gate of attention, then of the MLP. [T * 6 H, C]
         modulation_bias: [T * 6 H].
         qkv: [T * 3 H, H].
-        qk_norm: of queries, of keys; None without QK-RMSNorm. [T * 2 * head_dim]
+        qk_norm: Scales of queries, then of keys; None without QK-RMSNorm. [T * 2 * head_dim]
         out: [T * H, H].
         mlp_in: [T * 4 H, H].
         mlp_out: [T * H, 4 H].
@@ -81,14 +81,14 @@ class SavedTensors(NamedTuple):
     """What the backward pass needs of a block's forward pass, in addition to its inputs.
 
     Attributes:
-        table: modulation of each sample's streams. [T * B, 6 H]
-        unit: queries and keys of length 1; None without QK-RMSNorm. [R, 2, heads, head_dim]
-        length: what they were divided by. [R, 2, heads, 1]
-        joint: attention's input, the start of a graph of its own. [P, 3, heads, head_dim]
-        mixed: attention's output, the end of that graph. [P, H]
-        attended: result of `out`, after dropout, for the Q rows whose outputs are used. [Q, H]
-        inner: result of `mlp_in`. [Q, 4 H]
-        outer: result of `mlp_out`, after dropout. [Q, H]
+        table: Modulation of each sample's streams. [T * B, 6 H]
+        unit: Queries and keys of length 1; None without QK-RMSNorm. [R, 2, heads, head_dim]
+        length: Lengths that they were divided by. [R, 2, heads, 1]
+        joint: Attention's input, the start of a graph of its own. [P, 3, heads, head_dim]
+        mixed: Attention's output, the end of that graph. [P, H]
+        attended: Result of `out`, after dropout, for the Q rows whose outputs are used. [Q, H]
+        inner: Result of `mlp_in`. [Q, 4 H]
+        outer: Result of `mlp_out`, after dropout. [Q, H]
     """
 
     table: Tensor

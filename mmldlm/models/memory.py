@@ -87,7 +87,7 @@ def plain_activation_bytes(
     them.
 
     Args:
-        scored_share: share of the text that the head scores.
+        scored_share: Fraction of the text that the head scores.
     """
     size = 4 if dtype == "fp32" else 2
     width, inner, heads = (

@@ -667,7 +667,7 @@ class MultimodalMMDiT(BaseTransformer):
             rows: Latent rows after the last block. [B, n * K, H]
             condition: SiLU'd conditioning vector. [B, C]
             latents: Those of `forward`.
-            query: latent_query of `forward`.
+            query: Argument latent_query of `forward`.
         """
         if query is not None:
             raise ValueError(f"latent_query is not read by {type(self).__name__}")

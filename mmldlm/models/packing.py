@@ -58,10 +58,10 @@ class Packing(NamedTuple):
             head_dim / 2, 2]
         first_rows: Row of the first text token of each sample. [B]
         eps: Extension of the length of a query or key, as the other side of a right angle. [1]
-        group_offsets: stream_ends as int32, where grouped products are used (CPU). [T]
+        group_offsets: Offsets `stream_ends` as int32, where grouped products are used (CPU). [T]
         key_mask: Keys that may be attended to in the rectangle; None: all. [B, 1, 1, S + L]
         runs: Pairs (rows of a sample, number of such samples), each a call of attention (CPU).
-        starts: int32 first position of each sample, for attention over ragged rows (GPU). [B + 1]
+        starts: First position of each sample, for attention over ragged rows (GPU). [B + 1] int32
         batch: B.
         longest: S + L.
         kept_rows: Of a restricted packing, its rows in the whole one. [Q]

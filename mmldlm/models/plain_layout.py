@@ -27,13 +27,13 @@ class Layout(NamedTuple):
         text_rows: int64 row of each text token; None: all rows are text. [N]
         order: int64 index into (prefix rows, then text rows) of each row; None without a prefix.
             [R]
-        rotation: rotary cos and sin of each row; a prefix row does not turn. [R, 1, head_dim / 2,
+        rotation: Rotary cos and sin of each row; a prefix row does not turn. [R, 1, head_dim / 2,
             2]
         slots: int64 position in B * W of each row; None: the rows are the rectangle, or no
             rectangle is used. [R]
         key_mask: bool keys that may be attended to in the rectangle; None: all. [B, 1, 1, W]
         lengths: Rows per sample, where attention runs sample by sample.
-        starts: int32 first row of each sample, where attention runs over ragged rows. [B + 1]
+        starts: First row of each sample, where attention runs over ragged rows. [B + 1] int32
     """
 
     batch: int

@@ -256,8 +256,8 @@ def write_texts(
     Args:
         model: A causal model.
         latents: Latents in the encoder's space, [N, D] or [N, M, D]; None: no condition.
-        sampler: greedy (the most probable token), ancestral (draws), beam (beam search by the mean
-            log-likelihood of a token), or beam_sum (by that of the text).
+        sampler: One of greedy (the most probable token), ancestral (draws), beam (beam search by
+            the mean log-likelihood of a token), and beam_sum (by that of the text).
         temperature, top_p: Options of ancestral (default 1 and 1).
         num_beams: Number of beams of a beam search (default 4).
         seed: Seed of the draws; those of a text depend on it and on the text's index only.

@@ -183,7 +183,7 @@ def pad_texts(
     """Append EOS to ids and pad them.
 
     Returns:
-        tokens [B, S] int64, and the mask [B, S] bool of real tokens.
+        Tokens [B, S] int64, and the mask [B, S] bool of real tokens.
     """
     width = max(len(text) for text in texts) + 1
     tokens = np.full((len(texts), width), pad_token_id, dtype=np.int64)

@@ -47,8 +47,8 @@ class TextStrategy(ABC):
         uniform: Numbers in [0, 1): when a position is decided, and which token it gets. [B, 2, >=
             S] fp64
         draw: How tokens are drawn.
-        options: Of the sampler, by the names of its settings; one that is missing or None has its
-            default.
+        options: Options of the sampler, by the names of its settings; one that is missing or None
+            has its default.
         shared_schedule: Whether all texts take all of num_steps passes (joint sampling), some of
             which may fill nothing.
 

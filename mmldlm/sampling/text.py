@@ -341,7 +341,7 @@ def sample_masked(
 
     Args:
         num_lengths: The texts are those of `sample_lengths`; None: of one length each.
-        options: Of `sample_text`, and those of the sampler by their names.
+        options: Options of `sample_text`, and those of the sampler by their names.
     """
     given = {key: value for key, value in options.items() if value is not None}
     own = {key: given.pop(key) for key in STRATEGY_OPTIONS & given.keys()}

@@ -61,8 +61,8 @@ def keyed_normals(keys: Tensor, shape: tuple[int, ...]) -> Tensor:
     uniforms of 31 and 32 bits, and these two normals (Box and Muller, 1958), at most 6.7 in size.
 
     Args:
-        keys: int64, random, of each sample. [B]
-        shape: of one sample's numbers.
+        keys: Random key of each sample. [B] int64
+        shape: Shape of one sample's numbers.
 
     Returns:
         [B, *shape] fp32.
@@ -82,10 +82,11 @@ class RowReader:
     """Reads and checks the samples of a micro-batch.
 
     Args:
-        vocab_size: tokens are below it.
-        latent_mean: [D] raw latent that takes the place of an unusable one.
-        max_norm: a latent above this norm is a corrupted row; it is left out and reported.
-        nan_to_num: replace non-finite values of a latent by the mean (stability.nan_to_num).
+        vocab_size: Size of the vocabulary; tokens are below it.
+        latent_mean: Raw latent that takes the place of an unusable one. [D]
+        max_norm: Norm above which a latent is a corrupted row, which is left out and reported.
+        nan_to_num: Whether non-finite values of a latent are replaced by the mean
+            (stability.nan_to_num).
     """
 
     def __init__(
@@ -100,10 +101,10 @@ class RowReader:
         """Read the rows; return them, which of them are unusable, and the reports of Batch.bad.
 
         Args:
-            samples: a store.
-            ids: [B] of its samples.
-            slots: [B] positions in the global batch, of which the first num_real hold samples.
-            lengths: [N] tokens of every sample, EOS included.
+            samples: Split of a store.
+            ids: Indices of its samples. [B]
+            slots: Positions in the global batch, of which the first num_real hold samples. [B]
+            lengths: Number of tokens of every sample, EOS included. [N]
 
         An unusable sample becomes a placeholder of weight 0, as one past the end of the batch: all
         ranks keep the same shapes and collectives. The counts of the global batch still include
@@ -188,12 +189,12 @@ def mask_texts(
 
     Args:
         tokens: [B, S] int64.
-        strata: [B] fp64 in [0, 1), the noise level.
-        uniform: [B, S] fp64 in [0, 1), which tokens.
-        maskable: [B, S] bool, at least one per row.
+        strata: Numbers in [0, 1) that decide the noise level. [B] fp64
+        uniform: Numbers in [0, 1) that decide which tokens are masked. [B, S] fp64
+        maskable: Tokens that may be masked, at least one per row. [B, S] bool
 
     Returns:
-        noised tokens [B, S], the mask [B, S] bool, timesteps [B] and the NELBO weight [B] of a
+        Noised tokens [B, S], the mask [B, S] bool, timesteps [B] and the NELBO weight [B] of a
         masked token, fp64.
     """
     if config.fully_masked_only:
@@ -240,7 +241,7 @@ class CandidateSampler:
     """Draws the candidates of a batch.
 
     Args:
-        data: of the run; the training split is counted.
+        data: Data of the run; the training split is counted.
     """
 
     def __init__(self, data: LatentData):
@@ -260,8 +261,8 @@ class CandidateSampler:
         """Candidates of a micro-batch.
 
         Args:
-            targets: int64 [M].
-            generator: of the global batch: all its micro-batches have the same sample.
+            targets: Target tokens. [M] int64
+            generator: Generator of the global batch: all its micro-batches have the same sample.
 
         Returns:
             text_candidates [C] and text_columns [M], int64 (`Candidates`).

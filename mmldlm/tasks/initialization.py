@@ -142,7 +142,7 @@ def spellings(own: Any, theirs: Any) -> dict[int, list[int]]:
     each other.
 
     Args:
-        own, theirs: fast Hugging Face tokenizers.
+        own, theirs: Fast Hugging Face tokenizers of the model and of the table.
 
     Returns:
         Without tokens that the other one cannot spell.

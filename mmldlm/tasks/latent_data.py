@@ -21,7 +21,7 @@ class LatentData(StoreData):
     """Stores and the scaling of their latents.
 
     Attributes:
-        config: of a task, with sections model, tokenizer and data (of stores).
+        config: Config of a task, with sections model, tokenizer and data (of stores).
         latent_mean: [D] fp32, subtracted from a latent on its way into model space.
         latent_std: [D] fp32, by which the difference is divided.
     """
@@ -56,10 +56,10 @@ def open_latent_data(
     vocab_size, token ids.
 
     Args:
-        kind: class of the result.
-        config: with sections model, tokenizer and data; a copy of it is filled in.
-        scaling: training split -> mean and standard deviation [D].
-        store_kind: what the task learns the latents of: text or image.
+        kind: Class of the result.
+        config: Config with sections model, tokenizer and data; a copy of it is filled in.
+        scaling: Function that takes the training split to its mean and standard deviation [D].
+        store_kind: Whose latents the task learns: text or image.
 
     Raises:
         UserError: no store, damaged store, unusable latents, or a config that contradicts the

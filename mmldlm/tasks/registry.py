@@ -46,7 +46,7 @@ def load_config(
     before.
 
     Args:
-        name: preset (`--config-name`).
+        name: Preset (`--config-name`).
         path: YAML file (`--config`).
         overrides: `section.key=value` words; values are YAML.
 

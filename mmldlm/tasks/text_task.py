@@ -80,8 +80,8 @@ def masked_text_scores(
     Unbiased for every schedule: the masked positions count 1 / their fraction.
 
     Args:
-        model: with the forward contract of MultimodalMMDiT.
-        diffusion: masking process of training.
+        model: Model with the forward contract of MultimodalMMDiT.
+        diffusion: Masking process of training.
         The rest as in `TextTask.score_texts`.
     """
     width, (draw, draws) = tokens.shape[1], stratum
@@ -133,16 +133,16 @@ class TextTask(Task):
     vocab_size, max_seq_len, latent_dim and num_latents; the model has `scale_latents`.
 
     Class attributes:
-        architecture: name of the model's class in config.json.
-        samplers: for every kind of `mmldlm sample` that the task has (l2t, t2l, unconditional) the
-            values of --sampler, the default first. Kind t2l is that of the translation task.
-        sampling_options: options of `mmldlm sample` and `mmldlm evaluate` that the task reads, of
+        architecture: Name of the model's class in config.json.
+        samplers: Values of --sampler, the default first, for every kind of `mmldlm sample` that the
+            task has (l2t, t2l, unconditional). Kind t2l is that of the translation task.
+        sampling_options: Options of `mmldlm sample` and `mmldlm evaluate` that the task reads, of
             TASK_OPTIONS in inference/options.py; any other is an error.
-        fills_lengths: whether `write_texts` takes `lengths` [N] int64, EOS counted, and refills
+        fills_lengths: Whether `write_texts` takes `lengths` [N] int64, EOS counted, and refills
             texts with kept tokens.
-        exact_likelihood: whether `score_texts` gives the exact likelihood, so that one draw is
+        exact_likelihood: Whether `score_texts` gives the exact likelihood, so that one draw is
             enough.
-        evaluation_decoding: how evaluation writes texts, in words.
+        evaluation_decoding: Words for how evaluation writes texts.
     """
 
     architecture: ClassVar[str]
@@ -226,13 +226,13 @@ class TextTask(Task):
         """Write one text per latent, or num_samples texts without a latent.
 
         Args:
-            pretrained: the model and its settings.
+            pretrained: Model and its settings.
             latents: [N, D] (or [N, M, D]) in the encoder's space, or None.
-            sampler: one of `samplers`.
-            seed: the draws of a sample depend on the seed and its index only.
-            batch_tokens: maximum padded positions per pass; None: the task's choice.
-            progress: called as the work proceeds with (done, total).
-            options: those of `sampling_options` but sampler; None where neither user nor command
+            sampler: One of `samplers`.
+            seed: Seed of the draws; those of a sample depend on it and on the sample's index only.
+            batch_tokens: Maximum of padded positions per pass; None: the task's choice.
+            progress: Callback as the work proceeds, with (done, total).
+            options: Options of `sampling_options` but sampler; None where neither user nor command
                 gave a value. And `recorder` if one is wanted, where `records_passes`.
 
         Raises:
@@ -287,7 +287,7 @@ class TextTask(Task):
         bound (NELBO).
 
         Args:
-            tokens: [B, S] int64, EOS written, padded.
+            tokens: Tokens with EOS, padded. [B, S] int64
             real: [B, S] bool, True for tokens and EOS.
             latents: [B, D] (or [B, M, D]) in model space (`scale_latents`); None: the null
                 condition.

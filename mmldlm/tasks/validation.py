@@ -32,9 +32,9 @@ class PassTotals:
     """Totals of one pass over the validation samples, equal on every rank.
 
     Attributes:
-        sums: of the objective, over all ranks.
-        counts: of the batches.
-        num_tokens: real tokens of the samples that were not left out.
+        sums: Sums of the objective, over all ranks.
+        counts: Counts of the batches.
+        num_tokens: Real tokens of the samples that were not left out.
     """
 
     sums: dict[str, float]
@@ -62,9 +62,9 @@ def num_samples(config: Config, available: int, global_batch: int, num_passes: i
     """Return the samples of one evaluation: of `auto`, what a few percent of the training pay for.
 
     Args:
-        available: samples of the split in use.
-        global_batch: training samples of one optimizer step.
-        num_passes: passes over the samples in one evaluation.
+        available: Samples of the split in use.
+        global_batch: Training samples of one optimizer step.
+        num_passes: Passes over the samples in one evaluation.
     """
     if config.data.max_validation_samples != "auto":
         return available
@@ -78,14 +78,14 @@ class Validation:
     the weights.
 
     Args:
-        task: whose objective and sums are evaluated.
-        data: of the run.
-        engine: whose model is evaluated; every rank must call.
+        task: Task whose objective and sums are evaluated.
+        data: Data of the run.
+        engine: Engine whose model is evaluated; every rank must call.
         passes: (name, collator) of each pass over the samples.
-        figures: metrics from the totals of all passes.
+        figures: Metrics from the totals of all passes.
 
     Attributes:
-        num_samples, num_available, num_batches: see ValidationRun.
+        num_samples, num_available, num_batches: See ValidationRun.
         bad: {id, reason} of samples that this rank found unusable in the last call: they are in no
             figure.
     """
@@ -138,8 +138,8 @@ class Validation:
         """Evaluate the validation samples; equal on every rank. Collective.
 
         Args:
-            goes_on: called before every batch with the number of batches done; its answer must be
-                the same on every rank.
+            goes_on: Function of the number of batches done, called before every batch; its answer
+                must be the same on every rank.
 
         Returns:
             None where goes_on said no. Else the figures, and bad_samples (of all ranks) where any

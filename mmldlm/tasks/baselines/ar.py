@@ -40,8 +40,10 @@ class ArCollator(TextCollator):
     weight 1.
 
     Args:
-        data: of the run. condition_dropout, seed: see TextCollator.
-        candidates: of loss.text_candidates; None: the text head scores the whole vocabulary.
+        data: Data of the run.
+        condition_dropout, seed: See TextCollator.
+        candidates: Sampler of loss.text_candidates; None: the text head scores the whole
+            vocabulary.
     """
 
     def __init__(
@@ -81,7 +83,7 @@ class ArObjective:
     loss = sum of the NLLs of all tokens and EOS / their number in the GLOBAL batch.
 
     Args:
-        config: the run's config.
+        config: Config of the run.
     """
 
     def __init__(self, config: ArConfig):

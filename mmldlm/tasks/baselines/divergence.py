@@ -57,8 +57,8 @@ class NoisingCollator(TextCollator):
     a uniform t.
 
     Args:
-        process: of the tokens.
-        training_weights: (NELBO weights [M], t [M]) -> weights of the training [M].
+        process: Noise process of the tokens.
+        training_weights: Function (NELBO weights [M], t [M]) -> weights of the training [M].
         The rest as in `TextCollator`.
     """
 
@@ -134,7 +134,7 @@ class DivergenceObjective:
     counted over the GLOBAL batch.
 
     Args:
-        length_loss_weight: of the length head's negative log-likelihood.
+        length_loss_weight: Weight of the length head's negative log-likelihood.
     """
 
     def __init__(self, length_loss_weight: float):
@@ -203,7 +203,7 @@ class DivergenceTask(BaselineTask):
     A task adds its config, process and training weights.
 
     Class attributes:
-        logit_copies: tensors of a chunk's logits in fp32 that the backward pass holds at once
+        logit_copies: Tensors of a chunk's logits in fp32 that the backward pass holds at once
             (measured).
     """
 

@@ -114,7 +114,7 @@ class HierarchicalTransformer(PlainTransformer):
     stand for.
 
     Attributes:
-        token_clusters: buffer, cluster of every token, -1 for tokens in none. [V] int64
+        token_clusters: Buffer with the cluster of every token, -1 for tokens in none. [V] int64
     """
 
     token_clusters: Tensor

@@ -62,7 +62,7 @@ class MdlmObjective:
     GLOBAL batch.
 
     Args:
-        config: the run's config.
+        config: Config of the run.
     """
 
     def __init__(self, config: MdlmConfig):

@@ -85,12 +85,12 @@ class PaddedTexts(NamedTuple):
     """The clean texts of a micro-batch and their own draws. B samples, S positions.
 
     Attributes:
-        tokens: [B, S] int64, EOS written, padded.
-        attention: [B, S] bool, True for tokens and EOS.
-        real: [B] bool, False for placeholders.
-        uniform: [B, S] fp64 in [0, 1), for the noise of each token.
-        strata: [B] fp64 in [0, 1), spread evenly over the global batch, for timesteps.
-        own: [B] fp64 in [0, 1), independent ones.
+        tokens: Tokens with EOS, padded. [B, S] int64
+        attention: True for tokens and EOS. [B, S] bool
+        real: False for placeholders. [B] bool
+        uniform: Numbers in [0, 1) for the noise of each token. [B, S] fp64
+        strata: Numbers in [0, 1), spread evenly over the global batch, for timesteps. [B] fp64
+        own: Independent numbers in [0, 1). [B] fp64
     """
 
     tokens: Tensor
@@ -108,13 +108,14 @@ class TextCollator(ABC):
     A task's own part is `noise`.
 
     Class attributes:
-        batch_class: class of the batches, whose fields the tensors are.
+        batch_class: Class of the batches, whose fields the tensors are.
 
     Args:
-        data: of the run, with latent_mean and latent_std [D], the scaling into model space.
-        condition_dropout: share of samples given the learned null latent; None: the model reads no
-            latents.
-        seed: None: training.seed. Evaluation passes its own, so that it never sees training noise.
+        data: Data of the run, with latent_mean and latent_std [D], the scaling into model space.
+        condition_dropout: Fraction of samples that read the learned null latent; None: the model
+            reads no latents.
+        seed: Seed of the noise; None: training.seed. Evaluation passes its own, so that it never
+            sees training noise.
     """
 
     batch_class: ClassVar[type[BaselineBatch]] = BaselineBatch
@@ -141,8 +142,8 @@ class TextCollator(ABC):
         """Build a micro-batch; see Collator.
 
         Args:
-            samples: a store.
-            lengths: [N] tokens of every sample, EOS included.
+            samples: Split of a store.
+            lengths: Number of tokens of every sample, EOS included. [N]
         """
         ids, real = batch.samples_at(slots)
         rows, is_bad, bad = self.reader.read(samples, ids, slots, len(batch.ids), lengths)
@@ -264,7 +265,7 @@ class BaselineTask(TextTask):
     A task adds its config, collator, objective, figures, sampler and scores.
 
     Class attributes:
-        scored_sum: name of the sum that counts the tokens that the text head scores.
+        scored_sum: Name of the sum that counts the tokens that the text head scores.
     """
 
     architecture = "PlainTransformer"

@@ -25,8 +25,8 @@ class SplitHypotheses:
     """Hypotheses of one split.
 
     Args:
-        root: folder that `mmldlm hypotheses` wrote.
-        samples: the split that they belong to.
+        root: Folder that `mmldlm hypotheses` wrote.
+        samples: Split that they belong to.
 
     Raises:
         UserError: they belong to another store, or are damaged.
@@ -92,11 +92,12 @@ class SplitHypotheses:
         """Return tokens [B, S] int64, latents fp32 in model space, and which are given [B] bool.
 
         Args:
-            ids: [B] of the samples.
-            wanted: [B] bool, samples that are to read one.
-            shape: (B, S) of the batch's text. A longer hypothesis is cut: no row could read it.
-            vocab_size: tokens are below it.
-            scale: latents -> model space.
+            ids: Indices of the samples. [B]
+            wanted: Samples that are to read one. [B] bool
+            shape: Shape (B, S) of the batch's text. A longer hypothesis is cut: no row could read
+                it.
+            vocab_size: Size of the vocabulary; tokens are below it.
+            scale: Function that takes latents to model space.
 
         Returns:
             The arrays, and why the hypotheses of some of the B samples are left out: position ->

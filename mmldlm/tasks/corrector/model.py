@@ -21,8 +21,8 @@ class Hypotheses(NamedTuple):
     Attributes:
         tokens: int64 [B, S], EOS written; the pad token where a text has ended, and where it has
             no word (a hole). Read where the batch has text.
-        latents: the encoder's embeddings of these texts, in model space. [B, N, D] or [B, D]
-        given: bool, samples that have one; of others the rest is not read. [B]
+        latents: The encoder's embeddings of these texts, in model space. [B, N, D] or [B, D]
+        given: True for samples that have one; of others the rest is not read. [B] bool
     """
 
     tokens: Tensor
@@ -40,8 +40,8 @@ class HypothesisEncoder(nn.Module):
     which tells the words that the difference contradicts.
 
     Args:
-        is_blind: read z in place of ẑ: the ablation, which sees the words of a hypothesis and not
-            how good they are.
+        is_blind: Whether z is read in place of ẑ: the ablation, which sees the words of a
+            hypothesis and not how good they are.
     """
 
     def __init__(
@@ -92,10 +92,10 @@ class HypothesisEncoder(nn.Module):
         """Rows [R, H] of the text, to which those of the hypotheses are added.
 
         Args:
-            ids, own: of the text and of the hypothesis at each row. [R]
-            is_read: rows at which a hypothesis has a word. [R] bool
-            sample: that each row belongs to. [R]
-            difference: z - ẑ, pooled. [B, C]
+            ids, own: Tokens of the text and of the hypothesis at each row. [R]
+            is_read: Rows at which a hypothesis has a word. [R] bool
+            sample: Sample that each row belongs to. [R]
+            difference: Pooled z - ẑ. [B, C]
 
         Raises:
             ValueError: no difference: the latents were encoded without the hypotheses.

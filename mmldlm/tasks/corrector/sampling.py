@@ -67,10 +67,11 @@ def correct(
 
     Args:
         latents: [N, D] (or [N, M, D]) in the encoder's space.
-        judge: used for this call alone, so that its counts are those of this search; embeds the
-            texts.
-        rounds: of CORRECTIONS judged edits of each latent; 0: the nearest of STARTS first texts.
-        seed, progress, options: of `local_search`.
+        judge: Judge used for this call alone, so that its counts are those of this search; it
+            embeds the texts.
+        rounds: Number of rounds, each of CORRECTIONS judged edits of each latent; 0: the nearest
+            of STARTS first texts.
+        seed, progress, options: Arguments of `local_search`.
 
     Raises:
         MmldlmError: NaN logits or embeddings.

@@ -84,8 +84,8 @@ def write_hypotheses(
     """Write a hypothesis for each sample of a store, and embed it with the store's encoder.
 
     Args:
-        queue: the ranks that work together; every one of them calls this.
-        console: receives the messages of rank 0.
+        queue: Queue of the ranks that work together; every one of them calls this.
+        console: Console for the messages of rank 0.
 
     Returns:
         The folder of the hypotheses.

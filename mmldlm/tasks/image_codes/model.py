@@ -120,7 +120,7 @@ class CodesMMDiT(MultimodalMMDiT):
     """MultimodalMMDiT whose latents are ids of codes: int64 [B, N, 1], num_codes for [MASK].
 
     Args:
-        config: of a MultimodalMMDiT, and num_codes.
+        config: Config of a MultimodalMMDiT, and num_codes.
 
     Raises:
         UserError: num_codes is not set; or as MultimodalMMDiT.

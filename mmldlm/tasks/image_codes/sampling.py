@@ -109,18 +109,18 @@ def sample_codes(
     null).
 
     Args:
-        model: a CodesMMDiT.
+        model: A CodesMMDiT.
         texts: N lists of ids without EOS, or None.
-        steps: number of passes; at most the number of codes of an image are needed.
-        sampler: one of CODE_SAMPLERS. Those by certainty choose which codes to fill without
+        steps: Number of passes; at most the number of codes of an image are needed.
+        sampler: One of CODE_SAMPLERS. Those by certainty choose which codes to fill without
             guidance.
-        temperature, top_p: of the draws; None: the sampler's default.
-        guidance: classifier-free guidance of the logits, null + g (given - null).
-        guidance_interval: the shares of masked codes, ends included, at which there is guidance;
-            None: all.
-        seed: the draws of a sample depend on the seed and its index only.
-        batch_tokens: maximum padded positions per pass, codes counted.
-        progress: called after every pass with the number of codes written and in total.
+        temperature, top_p: Options of the draws; None: the sampler's default.
+        guidance: Scale g of classifier-free guidance of the logits, null + g (conditional - null).
+        guidance_interval: Masked fractions of the codes, ends included, at which there is
+            guidance; None: all.
+        seed: Seed of the draws; those of a sample depend on it and on the sample's index only.
+        batch_tokens: Maximum of padded positions per pass, codes counted.
+        progress: Callback after every pass, with the number of codes written and in total.
 
     Returns:
         [N, L, 1] int64 on the CPU (of one code an image [N, 1]).
@@ -231,11 +231,11 @@ def sample_codes_and_texts(
     number of passes.
 
     Args:
-        model: trained in mode unconditional.
+        model: Model trained in mode unconditional.
         The rest as in `sample_joint`; the sampler is that of both streams.
 
     Returns:
-        the texts, and ids as `sample_codes` returns them. Lengths are drawn from p(length).
+        The texts, and ids as `sample_codes` returns them. Lengths are drawn from p(length).
     """
     config = model.config
     lengths = predict_lengths(model, None, num_samples, "sample", seed)

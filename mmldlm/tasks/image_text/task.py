@@ -91,7 +91,7 @@ class ImageTextTask(TranslationTask):
         """Sample the latents of one image for each caption.
 
         Args:
-            options: steps, guidance, guidance_interval, seed, batch_tokens and progress of
+            options: Options steps, guidance, guidance_interval, seed, batch_tokens and progress of
                 `sample_latents`, and `t2i_options`.
         """
         return sample_latents(

@@ -137,7 +137,7 @@ class BatchDraws(NamedTuple):
     """Draws for all slots [n] of a global batch, the same on every rank.
 
     Attributes:
-        modes: index in PURE_MODES.
+        modes: Index in PURE_MODES.
         text: fp64 low-discrepancy uniforms of the text timesteps.
         latent: fp64 low-discrepancy uniforms of the latent timesteps.
     """
@@ -155,7 +155,8 @@ class PaddedSamples(NamedTuple):
         tokens: [B, S] int64, padded.
         attention: [B, S] bool, True for real tokens and EOS.
         latents: [B, D] fp32 in model space.
-        noise: as latents, standard normal; above MAX_HOST_NOISE elements a sample None.
+        noise: Standard normal noise, shaped as latents; None above MAX_HOST_NOISE elements a
+            sample.
         mask_uniform: [B, S] fp64, for the masks.
         condition_uniform: [B] fp64, for the condition dropout.
         text: [B] fp64, for text timesteps under timesteps=uniform.
@@ -257,8 +258,8 @@ class Noiser:
         """Noise the samples at some slots of a global batch; see Collator.
 
         Args:
-            samples: a store.
-            lengths: [N] tokens of every sample, EOS included.
+            samples: Split of a store.
+            lengths: Number of tokens of every sample, EOS included. [N]
         """
         draws = self._batch_draws(batch)
         num_real = len(batch.ids)

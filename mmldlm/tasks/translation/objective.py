@@ -34,9 +34,9 @@ class LatentTerm(NamedTuple):
     """The image or embedding's part of the loss.
 
     Attributes:
-        total: its weighted sum, in the graph. fp32 scalar
-        denominator: name of the count of the batch that it is divided by.
-        error: unweighted errors [B] or [B, N], for the metrics; None: there are none.
+        total: Weighted sum of the term, in the graph. fp32 scalar
+        denominator: Name of the count of the batch that divides it.
+        error: Unweighted errors [B] or [B, N], for the metrics; None: there are none.
     """
 
     total: Tensor
@@ -54,7 +54,7 @@ class TranslationObjective:
     micro-batches gives exactly the gradient of the whole batch.
 
     Args:
-        config: the run's config (loss weights, options, latent diffusion).
+        config: Config of the run (loss weights, options, latent diffusion).
     """
 
     LATENT_SUMS = ("latent_error_sum", "latent_cosine_sum", "latent_scored")

@@ -297,7 +297,7 @@ class TranslationTask(MaskedTextTask):
         """Sample latents without a text, in the encoder's space.
 
         Args:
-            options: steps, seed and progress of `sample_latents`.
+            options: Options steps, seed and progress of `sample_latents`.
         """
         return sample_latents(
             pretrained.model,
@@ -317,7 +317,7 @@ class TranslationTask(MaskedTextTask):
         """Sample texts and latents together.
 
         Args:
-            options: those of `sample_joint`.
+            options: Options of `sample_joint`.
         """
         return sample_joint(
             pretrained.model,
