@@ -134,8 +134,8 @@ class TextTask(Task):
 
     Class attributes:
         architecture: Name of the model's class in config.json.
-        samplers: Values of --sampler, the default first, for every kind of `mmldlm sample` that the
-            task has (l2t, t2l, unconditional). Kind t2l is that of the translation task.
+        samplers: Values of --sampler, the default first, for every kind of `mmldlm sample` that
+            the task has (l2t, t2l, unconditional). Kind t2l is that of the translation task.
         sampling_options: Options of `mmldlm sample` and `mmldlm evaluate` that the task reads, of
             TASK_OPTIONS in inference/options.py; any other is an error.
         fills_lengths: Whether `write_texts` takes `lengths` [N] int64, EOS counted, and refills

@@ -104,7 +104,7 @@ class HypothesisEncoder(nn.Module):
             raise ValueError(
                 "hypotheses with latents that were encoded without them: give encode_latents both"
             )
-        # In one call: ZeRO-3 reduces the gradients of a module once a step.
+        # In one call: ZeRO-3 reduces the gradients of a module once per step.
         text, words = text_encoder(torch.cat([ids, own]), first_rows, text_is_null).split(len(ids))
         more = self.to_text(words) + self.to_product(words * self.to_factor(difference)[sample])
         return text + torch.where(is_read[:, None], more, 0.0)
