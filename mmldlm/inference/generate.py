@@ -169,8 +169,10 @@ def _write_texts(
     **more: Any,
 ) -> TextSamples:
     """Call the task's sampler with the options that it reads."""
-    own = _writing_options(pretrained, options)
-    return pretrained.task.write_texts(pretrained, latents, seed=options.seed, **own, **more)
+    writing_options = _writing_options(pretrained, options)
+    return pretrained.task.write_texts(
+        pretrained, latents, seed=options.seed, **writing_options, **more
+    )
 
 
 def read_l2t_input(
@@ -240,11 +242,11 @@ def sample_t2l(pretrained: Pretrained, options: SampleOptions, progress: Progres
             "index": i,
             "text": text,
             "num_tokens": len(row),
-            "num_unknown": number,
+            "num_unknown": num_unknown,
             "latent": i,
             "norm": norm,
         }
-        for i, (text, row, number, norm) in enumerate(zip(texts, ids, unknown, norms))
+        for i, (text, row, num_unknown, norm) in enumerate(zip(texts, ids, unknown, norms))
     ]
     cosines = _encoder_cosines(pretrained, texts, latents.numpy(), progress)
     extra: dict[str, Any] = {"num_steps": steps}
@@ -362,14 +364,16 @@ def _sample_together(
     count, steps = options.num_samples, options.num_steps
     assert options.sampler is not None
     reads = strategy_class(options.sampler).reads()
-    own = [key for key in STRATEGY_OPTIONS - {"num_steps"} if getattr(options, key) is not None]
-    if "num_steps" not in reads or own:
-        found = ", ".join([f"--sampler {options.sampler}", *map(flag, own)])
+    strategy_options = [
+        key for key in STRATEGY_OPTIONS - {"num_steps"} if getattr(options, key) is not None
+    ]
+    if "num_steps" not in reads or strategy_options:
+        description = ", ".join([f"--sampler {options.sampler}", *map(flag, strategy_options)])
         expected = (
             "a sampler by --num-steps alone with method joint, in which text and embedding share"
             " the steps"
         )
-        raise UserError(expected, found, "add --method chain, or choose another --sampler")
+        raise UserError(expected, description, "add --method chain, or choose another --sampler")
     latents = "embeddings" if pretrained.image is None else "images"
     task: Any = pretrained.task  # one that predicts latents, and so has `draw_pairs`
     return task.draw_pairs(

@@ -91,12 +91,19 @@ def open_image_store(root: str, codec: ImageCodec) -> Store:
     """
     store = Store(root, "validation")
     check_store_kind(store, "image")
-    own, found = codec.identity, ImageCodec.open(store.manifest, store.root).identity
-    if wrong := [key for key in own if own[key] != found.get(key) and key not in HINTS]:
+    model_identity, store_identity = (
+        codec.identity,
+        ImageCodec.open(store.manifest, store.root).identity,
+    )
+    if wrong := [
+        key
+        for key in model_identity
+        if model_identity[key] != store_identity.get(key) and key not in HINTS
+    ]:
         raise UserError(
             "images as the model was trained on:"
-            f" {', '.join(f'{key} {own[key]}' for key in wrong)}",
-            f"{', '.join(f'{key} {found.get(key)}' for key in wrong)} in {store.root}",
+            f" {', '.join(f'{key} {model_identity[key]}' for key in wrong)}",
+            f"{', '.join(f'{key} {store_identity.get(key)}' for key in wrong)} in {store.root}",
             "name the store of its training, or prepare images in the same way",
         )
     return store
@@ -117,7 +124,7 @@ def sample_t2i(pretrained: Pretrained, options: SampleOptions, progress: Progres
         texts = given_texts(options.text, options.text_file)
     source = np.arange(options.num_samples or len(texts)) % len(texts)
     ids = tokenize_texts(texts, pretrained)
-    given = [] if options.data else unknown_tokens(texts, ids, pretrained)
+    num_unknown = [] if options.data else unknown_tokens(texts, ids, pretrained)
     task: Any = pretrained.task
     steps, guidance = options.num_steps, options.guidance
     assert steps is not None and guidance is not None
@@ -142,8 +149,8 @@ def sample_t2i(pretrained: Pretrained, options: SampleOptions, progress: Progres
         }
         for i, row in enumerate(source.tolist())
     ]
-    for record, row in zip(records, source.tolist() if given else ()):
-        record["num_unknown"] = given[row]
+    for record, row in zip(records, source.tolist() if num_unknown else ()):
+        record["num_unknown"] = num_unknown[row]
     return Samples(records, latents, {}, images, None if real is None else real[source])
 
 

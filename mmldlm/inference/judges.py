@@ -46,11 +46,11 @@ class EncoderJudge(Judge):
                 "install that encoder, or add --judge t2l, the model's own estimate of embeddings"
             )
             raise UserError(expected, reason_without_encoder(error), fix) from error
-        dims, own = pretrained.model.config.latent_dim, self._encoder.latent_dim
-        if dims != own:
+        dims, encoder_dims = pretrained.model.config.latent_dim, self._encoder.latent_dim
+        if dims != encoder_dims:
             raise UserError(
                 f"an encoder of {dims} dimensions, those of the model's latents",
-                f"{own} dimensions from {self._encoder.source}",
+                f"{encoder_dims} dimensions from {self._encoder.source}",
                 'correct "encoder" in the config.json of the model, or add --judge t2l',
             )
 

@@ -445,8 +445,8 @@ class _Backward:
         _stream_matmul_transposed(d_qkv, self.weights.qkv.to(self.low), packing, out=d_shift)
         torch.mul(d_shift, normal, out=d_scale)
         d_x = _norm_backward(d_shift * scale, self.x, mean, rstd)
-        kept = self.output_packing.kept_rows
-        return d_x.add_(d_middle) if kept is None else d_x.index_add_(0, kept, d_middle)
+        kept_rows = self.output_packing.kept_rows
+        return d_x.add_(d_middle) if kept_rows is None else d_x.index_add_(0, kept_rows, d_middle)
 
     def _modulation(self) -> Tensor:
         """Sums over the rows of each sample: gradients of norms and modulation, and of the

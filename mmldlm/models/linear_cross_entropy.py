@@ -52,9 +52,9 @@ class Candidates(NamedTuple):
         bias = bias.index_select(0, self.tokens)
         sampled = slice(self.num_frequent, self.num_frequent + self.num_sampled)
         if self.num_sampled:
-            share = torch.zeros_like(bias)
-            share[sampled].fill_(math.log(self.population / self.num_sampled))
-            bias = bias + share
+            log_weights = torch.zeros_like(bias)
+            log_weights[sampled].fill_(math.log(self.population / self.num_sampled))
+            bias = bias + log_weights
         return weight.index_select(0, self.tokens), bias
 
     def hide_duplicates(self, scores: Tensor, rows: slice) -> None:

@@ -119,16 +119,16 @@ def plain_activation_bytes(
     dropped = (2 + crosses) * width if model.dropout else 0  # masks, a byte an element
     block = batch * rows * (size * width * (attention + out + cross + mlp) + weights + dropped)
     block += batch * memory * size * width * (12 if low else 8) if crosses else 0
-    kept = length * scored_share
+    scored_rows = length * scored_share
     if model.gradient_checkpointing:
         blocks = model.n_blocks * batch * rows * width * size + block
     else:  # the last block computes what is behind attention for the scored rows alone
-        blocks = model.n_blocks * block - batch * (rows - kept) * size * width * (
+        blocks = model.n_blocks * block - batch * (rows - scored_rows) * size * width * (
             mlp + (0 if crosses else out)
         )
-    head = batch * kept * size * norm * width
-    given = model.num_latents * not_none(model.latent_dim)
-    inputs = batch * size * (rows * width + given + 12 * model.cond_width)
+    head = batch * scored_rows * size * norm * width
+    latent_values = model.num_latents * not_none(model.latent_dim)
+    inputs = batch * size * (rows * width + latent_values + 12 * model.cond_width)
     return int(blocks + head + inputs)
 
 

@@ -106,7 +106,7 @@ def grid_positions(rows: int, columns: int, width: int) -> Tensor:
     count = -(-width // 4)
     frequencies = 1e4 ** (-torch.arange(count, dtype=torch.float64) / count)
     row, column = torch.meshgrid(torch.arange(rows), torch.arange(columns), indexing="ij")
-    angles = [place.reshape(-1, 1) * frequencies for place in (column, row)]
+    angles = [coordinate.reshape(-1, 1) * frequencies for coordinate in (column, row)]
     parts = [function(angle) for angle in angles for function in (torch.sin, torch.cos)]
     return torch.cat(parts, dim=1)[:, :width].float()
 
@@ -515,11 +515,15 @@ class MultimodalMMDiT(BaseTransformer):
         """Which positions of the text [B, S] are computed ([N], None for all), and the packing of
         the batch.
         """
-        config, tokens, given = self.config, text.tokens, text.token_positions
+        config, tokens, token_positions = self.config, text.tokens, text.token_positions
         positions = keys = None
-        if not (leaves_padding and given is not None and given.shape[0] == tokens.numel()):
+        if not (
+            leaves_padding
+            and token_positions is not None
+            and token_positions.shape[0] == tokens.numel()
+        ):
             keys = text_keys(text.attention_mask, text.is_null, tokens)
-            positions = packed_positions(given, keys) if leaves_padding else None
+            positions = packed_positions(token_positions, keys) if leaves_padding else None
             if positions is not None and positions.shape[0] == tokens.numel():
                 positions = keys = None
         if positions is not None and keys is None:

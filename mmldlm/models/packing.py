@@ -97,26 +97,26 @@ class Packing(NamedTuple):
         What describes the inputs of attention (order, rotation, first_rows, ...) stays that of all
         rows.
         """
-        num_text, kept = text_rows.shape[0], text_rows
+        num_text, kept_rows = text_rows.shape[0], text_rows
         if with_latents:
             latent_rows = torch.arange(
                 self.num_text, self.modulation_index.shape[0], device=text_rows.device
             )
-            kept = torch.cat([text_rows, latent_rows])
-        index, one_hot = self.modulation_index.index_select(0, kept), self.modulation_one_hot
-        ends = (num_text, kept.shape[0])
+            kept_rows = torch.cat([text_rows, latent_rows])
+        index, one_hot = self.modulation_index.index_select(0, kept_rows), self.modulation_one_hot
+        ends = (num_text, kept_rows.shape[0])
         return self._replace(
             stream_ends=ends,
-            sample=self.sample.index_select(0, kept),
+            sample=self.sample.index_select(0, kept_rows),
             modulation_index=index,
             modulation_one_hot=None
             if one_hot is None
             else _one_hot(index, len(one_hot), one_hot.dtype),
-            inverse_order=self.inverse_order.index_select(0, kept),
+            inverse_order=self.inverse_order.index_select(0, kept_rows),
             group_offsets=None
             if self.group_offsets is None
             else self.group_offsets.new_tensor(ends),
-            kept_rows=kept,
+            kept_rows=kept_rows,
         )
 
     def sum_by_sample(self, rows: Tensor) -> Tensor:
@@ -455,10 +455,10 @@ def attend(qkv: Tensor, packing: Packing, scale: float | None = None) -> Tensor:
         assert isinstance(mixed, Tensor)  # a pair only where it is asked for
         return mixed.flatten(1)
     if packing.runs is not None:
-        sizes = [length * number for length, number in packing.runs]
+        sizes = [length * num_samples for length, num_samples in packing.runs]
         parts = zip(qkv.split(sizes), packing.runs)
         return torch.cat(
-            [_attend_rectangle(part, number, None, scale) for part, (_, number) in parts]
+            [_attend_rectangle(part, num_samples, None, scale) for part, (_, num_samples) in parts]
         )
     return _attend_rectangle(qkv, packing.batch, packing.key_mask, scale)
 

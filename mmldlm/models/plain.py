@@ -256,25 +256,30 @@ class PlainBlock(nn.Module):
         table: Tensor | None,
         layout: Layout,
         latent: Tensor | KeysValues | None,
-        kept: Tensor | None,
+        kept_rows: Tensor | None,
         dropout: RowDropout | None = None,
     ) -> Tensor:
         """All behind self-attention; of the kept rows only, as soon as cross-attention needs no
         others.
         """
         sample, width = layout.sample, rows.shape[1]
-        if kept is not None and self.cross is None:
-            dropout = None if dropout is None else dropout.select(kept)
-            rows, mixed, sample, kept = rows[kept], mixed[kept], sample[kept], None
+        if kept_rows is not None and self.cross is None:
+            dropout = None if dropout is None else dropout.select(kept_rows)
+            rows, mixed, sample, kept_rows = (
+                rows[kept_rows],
+                mixed[kept_rows],
+                sample[kept_rows],
+                None,
+            )
         gate = None if table is None else of_rows(table[:, 2 * width : 3 * width], sample, 1)[0]
         rows = _add(rows, _drop(self.to_out(mixed), dropout, ATTENTION), gate)
         if self.cross is not None:
             assert latent is not None
             keys_values = latent if isinstance(latent, tuple) else self.cross.keys_values(latent)
             rows = rows + _drop(self.cross(rows, keys_values, layout), dropout, CROSS)
-        if kept is not None:
-            dropout = None if dropout is None else dropout.select(kept)
-            rows, sample = rows[kept], sample[kept]
+        if kept_rows is not None:
+            dropout = None if dropout is None else dropout.select(kept_rows)
+            rows, sample = rows[kept_rows], sample[kept_rows]
         if table is None:
             assert self.mlp_norm is not None
             outer = self.mlp_out(F.gelu(self.mlp_in(self.mlp_norm(rows))))
@@ -491,14 +496,14 @@ class PlainTransformer(BaseTransformer):
         if prefix is not None and layout.order is not None:
             both = torch.cat([prefix.flatten(0, 1).to(rows.dtype), rows])
             rows = both.index_select(0, layout.order)
-        kept = layout.text_rows
+        kept_rows = layout.text_rows
         if scored is not None:
             text_rows = rows_of_positions(scored, packed)
-            kept = text_rows if kept is None else kept.index_select(0, text_rows)
+            kept_rows = text_rows if kept_rows is None else kept_rows.index_select(0, text_rows)
         dropout = self._dropout(dropout_keys, packed, tokens, prefix, layout)
-        rows = self._run_blocks(rows, condition, layout, encoded, kept, dropout)
+        rows = self._run_blocks(rows, condition, layout, encoded, kept_rows, dropout)
 
-        sample = layout.sample if kept is None else layout.sample.index_select(0, kept)
+        sample = layout.sample if kept_rows is None else layout.sample.index_select(0, kept_rows)
         scores = self.text_head(rows, sample, condition, query)
         if scored is None and scores.logits is not None:
             scores = scores._replace(logits=scores.logits.view(*tokens.shape, -1))

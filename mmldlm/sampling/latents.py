@@ -171,9 +171,11 @@ def check_guidance_interval(
             fix,
         )
     if not ((low <= times) & (times <= high)).any():
-        found = f"{low:g} {high:g}, and steps at {', '.join(f'{t:.3g}' for t in times.tolist())}"
+        description = (
+            f"{low:g} {high:g}, and steps at {', '.join(f'{t:.3g}' for t in times.tolist())}"
+        )
         raise UserError(
-            "--guidance-interval that holds a step", found, "add --num-steps 20, or widen it"
+            "--guidance-interval that holds a step", description, "add --num-steps 20, or widen it"
         )
 
 
@@ -260,10 +262,14 @@ def sample_latents(
     assert count is not None, "num_samples is needed without texts"
     device, config = device_of(model), model.config
     shape = latent_shape(config)
-    own = (
+    latent_rows = (
         math.prod(shape[:-1]) * config.tokens_per_latent if len(shape) > 1 else 0
     )  # an image outweighs its text
-    lengths = [len(text) + 1 + own for text in texts] if texts is not None else [1 + own] * count
+    lengths = (
+        [len(text) + 1 + latent_rows for text in texts]
+        if texts is not None
+        else [1 + latent_rows] * count
+    )
     latents = torch.empty(count, *shape)
     check_guidance_interval(guidance, guidance_interval, diffusion.sampling_grid(steps)[:-1])
     low, high = guidance_interval or (0.0, 1.0)

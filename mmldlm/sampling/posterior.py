@@ -225,17 +225,17 @@ def _step_back(
     )
     earlier, tokens = tokens, tokens.clone()
     flat = tokens.view(-1)
-    for part, place, numbers in zip(
+    for part, part_positions, numbers in zip(
         logits.split(_ROWS), positions.split(_ROWS), draws.split(_ROWS, dim=1)
     ):
         before, after = (
-            torch.full((len(place),), time, dtype=torch.float64, device=tokens.device)
+            torch.full((len(part_positions),), time, dtype=torch.float64, device=tokens.device)
             for time in (t, s)
         )
         drawn = process.reverse(
-            flat[place][:, None], part[:, None], before, after, numbers[..., None]
+            flat[part_positions][:, None], part[:, None], before, after, numbers[..., None]
         )
-        flat[place] = drawn[:, 0]
+        flat[part_positions] = drawn[:, 0]
     denoise.report(earlier, tokens, positions)
     return tokens, denoise.cost
 

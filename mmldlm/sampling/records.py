@@ -103,13 +103,20 @@ def report_changes(
         logits[changed].float().log_softmax(-1),
     )
     tokens = after.flatten()[positions]
-    own = log_probs.gather(1, tokens.clamp_max(vocab_size - 1)[:, None])[:, 0]
-    own = own.masked_fill(tokens >= vocab_size, float("nan"))
+    token_log_probs = log_probs.gather(1, tokens.clamp_max(vocab_size - 1)[:, None])[:, 0]
+    token_log_probs = token_log_probs.masked_fill(tokens >= vocab_size, float("nan"))
     top, top_tokens = log_probs.topk(recorder.num_candidates, dim=-1)
     indices = torch.tensor(samples)[rows.cpu()]
     recorder.on_pass(
         TextPass(
-            indices, before[rows], after[rows], row_index, positions % width, own, top_tokens, top
+            indices,
+            before[rows],
+            after[rows],
+            row_index,
+            positions % width,
+            token_log_probs,
+            top_tokens,
+            top,
         )
     )
 
@@ -144,8 +151,8 @@ class TextTrace:
         [MASK].
         """
         ids: list[int | None] = [None] * length
-        for written in self.passes[:num_passes]:
-            for write in written:
+        for writes in self.passes[:num_passes]:
+            for write in writes:
                 ids[write.position] = write.token
         return ids
 

@@ -232,24 +232,31 @@ class Observer:
             logits = logits.clone()
             strategy.add_to_present(positions, logits, strategy.draw.presence_penalty)
         log_probs = logits.log_softmax(-1)
-        own = log_probs.gather(1, tokens[:, None])[:, 0]
-        self.log_probabilities.view(-1)[positions] = own
+        token_log_probs = log_probs.gather(1, tokens[:, None])[:, 0]
+        self.log_probabilities.view(-1)[positions] = token_log_probs
         if self.recorder is not None:
             top, top_tokens = log_probs.topk(self.recorder.num_candidates, dim=-1)
-            self._pass = strategy.state.tokens.clone(), positions, own, top_tokens, top
+            self._pass = strategy.state.tokens.clone(), positions, token_log_probs, top_tokens, top
 
     def after(self, strategy: TextStrategy) -> None:
         """Report the pass."""
         if self.recorder is None:
             return
         assert self._pass is not None
-        before, positions, own, top_tokens, top = self._pass
+        before, positions, token_log_probs, top_tokens, top = self._pass
         width = before.shape[1]
         rows, row_index = torch.unique(positions // width, return_inverse=True)
         samples, after = self.indices[rows.cpu()], strategy.state.tokens[rows]
         self.recorder.on_pass(
             TextPass(
-                samples, before[rows], after, row_index, positions % width, own, top_tokens, top
+                samples,
+                before[rows],
+                after,
+                row_index,
+                positions % width,
+                token_log_probs,
+                top_tokens,
+                top,
             )
         )
 
@@ -305,13 +312,13 @@ class RankedStrategy(TextStrategy):
             tokens: The most probable ones, read with distinct. [B, S]
         """
         distance = (self.settings.spacing * self.state.masked_share()).ceil()[:, None]
-        place = torch.arange(order.shape[1], device=order.device)
+        all_positions = torch.arange(order.shape[1], device=order.device)
         chosen, waits = (torch.zeros_like(order, dtype=torch.bool) for _ in range(2))
         for rank in range(int(count.max())):
             position = order[:, rank : rank + 1]
             takes = (rank < count)[:, None] & ~waits.gather(1, position)
-            chosen |= takes & (place == position)
-            waits |= takes & ((place - position).abs() < distance)
+            chosen |= takes & (all_positions == position)
+            waits |= takes & ((all_positions - position).abs() < distance)
             if self.settings.distinct:
                 waits |= takes & (tokens == tokens.gather(1, position))
         return chosen

@@ -255,10 +255,10 @@ class Task(ABC):
         for name, value in values.items():
             if not (isinstance(value, torch.Tensor) and value.numel() == 1):
                 shape = f" {tuple(value.shape)}" if isinstance(value, torch.Tensor) else ""
-                found = "none" if value is None else f"{type(value).__name__}{shape}"
+                description = "none" if value is None else f"{type(value).__name__}{shape}"
                 raise UserError(
                     f"{name} from the objective of {type(self).__name__}: a scalar tensor",
-                    found,
+                    description,
                     "return (loss, {name: sum}) with every name of `sums` (docs/tasks.md)",
                 )
         return torch.stack([sums[name].detach().double().reshape(()) for name in names])

@@ -202,10 +202,10 @@ def mask_texts(
         ones = torch.ones(len(tokens), dtype=torch.float64)
         return tokens.masked_fill(masked, process.mask_token_id), masked, ones, ones
     if config.masking == "fixed_count":
-        noised, masked, share = process.corrupt_count(
+        noised, masked, fraction = process.corrupt_count(
             tokens, strata, uniform, maskable, process.mask_token_id
         )
-        return noised, masked, process.timestep_of(share), 1 / share
+        return noised, masked, process.timestep_of(fraction), 1 / fraction
     t = stretch(strata, config.min_timestep)
     noised, masked = process.corrupt(tokens, t, uniform, maskable)
     return noised, masked, t, process.loss_weights(t)
@@ -270,9 +270,9 @@ class CandidateSampler:
         sampled = generator.choice(self.others, self.sizes.sampled, replace=False, shuffle=False)
         ids = targets.numpy()
         columns = self._frequent_column[ids]
-        own, place = np.unique(ids[columns < 0], return_inverse=True)
-        columns[columns < 0] = self.sizes.frequent + self.sizes.sampled + place
-        tokens = np.concatenate([self.frequent, sampled, own])
+        rare_tokens, rare_index = np.unique(ids[columns < 0], return_inverse=True)
+        columns[columns < 0] = self.sizes.frequent + self.sizes.sampled + rare_index
+        tokens = np.concatenate([self.frequent, sampled, rare_tokens])
         return {
             "text_candidates": torch.from_numpy(tokens),
             "text_columns": torch.from_numpy(columns),

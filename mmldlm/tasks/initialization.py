@@ -153,18 +153,20 @@ def spellings(own: Any, theirs: Any) -> dict[int, list[int]]:
         own.mask_token_id: theirs.mask_token_id, own.pad_token_id: theirs.pad_token_id,
         own.unk_token_id: theirs.unk_token_id, own.eos_token_id: end,
     }  # fmt: skip
-    found = {number: [other] for number, other in alike.items() if None not in (number, other)}
-    for token, number in own.get_vocab().items():
-        if number in specials:
+    spelling = {
+        token_id: [other] for token_id, other in alike.items() if None not in (token_id, other)
+    }
+    for token, token_id in own.get_vocab().items():
+        if token_id in specials:
             continue
         if token in vocabulary:  # of the same kind, as in two WordPiece vocabularies ("##ing")
-            found[number] = [vocabulary[token]]
+            spelling[token_id] = [vocabulary[token]]
             continue
-        text = own.decode([number]).removeprefix("##").strip()
+        text = own.decode([token_id]).removeprefix("##").strip()
         pieces = theirs(text, add_special_tokens=False)["input_ids"]
         if pieces and theirs.unk_token_id not in pieces:
-            found[number] = pieces
-    return found
+            spelling[token_id] = pieces
+    return spelling
 
 
 def set_first_weights(

@@ -338,9 +338,10 @@ class MaskedTextTask(TextTask):
         costs = [
             self.pass_flops(model_config, length, scored) for length in samples.lengths.tolist()
         ]
-        total = sum(number * cost for number, cost in zip(passes, costs))
-        written = samples.num_rows / max(sum(passes), 1) * total  # guidance takes two rows a pass
-        return written + len(costs) * self.encoding_flops(model_config)
+        total = sum(num_passes * cost for num_passes, cost in zip(passes, costs))
+        # Rows may be more than passes: guidance takes two rows per pass.
+        decoding_flops = samples.num_rows / max(sum(passes), 1) * total
+        return decoding_flops + len(costs) * self.encoding_flops(model_config)
 
     def unread_options(self, kind: str, sampler: str) -> frozenset[str]:
         unread = STRATEGY_OPTIONS - options_of(MASKED_SAMPLERS[sampler]).keys()

@@ -123,12 +123,12 @@ class Validation:
                 name,
                 [
                     MicroBatches(
-                        data.validation, plan, own, engine.rank, engine.world_size, accum=1
+                        data.validation, plan, collator, engine.rank, engine.world_size, accum=1
                     )
                     for plan in self.plans
                 ],
             )
-            for name, own in passes
+            for name, collator in passes
         ]
         self.num_batches = len(self.passes) * sum(plan.batches_per_epoch for plan in self.plans)
         self.bad: list[dict] = []
@@ -160,9 +160,9 @@ class Validation:
         for name, datasets in self.passes:
             sums = torch.zeros(len(self.sums), dtype=torch.float64, device=self.engine.device)
             counts: dict[str, int] = {}
-            num_tokens, found = 0, {}
+            num_tokens, bad_samples = 0, {}
             for batches in chain.from_iterable(
-                iterate_steps(own, 0, own.plan.batches_per_epoch) for own in datasets
+                iterate_steps(dataset, 0, dataset.plan.batches_per_epoch) for dataset in datasets
             ):
                 if not goes_on(num_done):
                     return None
@@ -176,9 +176,9 @@ class Validation:
                     counts = {
                         key: counts.get(key, 0) + value for key, value in batch.counts.items()
                     }
-                    found.update({sample["id"]: sample for sample in batch.bad})
-            bad.update(found)
-            local = self.engine.to_device([num_tokens, len(found)])
+                    bad_samples.update({sample["id"]: sample for sample in batch.bad})
+            bad.update(bad_samples)
+            local = self.engine.to_device([num_tokens, len(bad_samples)])
             *values, all_tokens, num_found = self.engine.sum_on_host(torch.cat([sums, local]))
             num_bad = max(num_bad, int(num_found))
             totals[name] = PassTotals(

@@ -101,7 +101,7 @@ class ArObjective:
                 loss.text_candidates), text_correct and text_scored (tokens), text_logits (logits
                 computed under loss.text_candidates, else 0).
         """
-        share = 1.0 / max(batch.counts["text_tokens"], 1)
+        scale = 1.0 / max(batch.counts["text_tokens"], 1)
         weights, targets = batch.text_weights, batch.text_targets
         candidates = candidates_of(self.config, batch.text_candidates, batch.text_columns)
         out = forward_text(
@@ -109,12 +109,12 @@ class ArObjective:
             batch,
             TokenQuery(
                 targets=targets,
-                weights=weights * share if self._weighs_inside else weights,
+                weights=weights * scale if self._weighs_inside else weights,
                 candidates=candidates,
             ),
         )
         text_sum, nll, correct = scores_of_targets(out)
-        loss = text_sum if self._weighs_inside else text_sum * share
+        loss = text_sum if self._weighs_inside else text_sum * scale
         num_scored = torch.full_like(loss.detach(), float(len(targets)))
         num_candidates = 0 if batch.text_candidates is None else len(batch.text_candidates)
         return loss, {

@@ -80,18 +80,18 @@ class MdlmObjective:
                 whatever the training weighs by), text_correct and text_masked (masked tokens),
                 length_nll_sum, length_scored.
         """
-        share = 1.0 / max(batch.counts["text_tokens"], 1)
+        scale = 1.0 / max(batch.counts["text_tokens"], 1)
         weights = self._training_weights(batch.text_weights)
         out = forward_text(
             model,
             batch,
             TokenQuery(
                 targets=batch.text_targets,
-                weights=weights * share if self._weighs_inside else weights,
+                weights=weights * scale if self._weighs_inside else weights,
             ),
         )
         text_sum, nll, correct = scores_of_targets(out)
-        text_loss = text_sum if self._weighs_inside else text_sum * share
+        text_loss = text_sum if self._weighs_inside else text_sum * scale
         loss, sums = add_length_loss(text_loss, out, batch, self.loss.length_loss_weight)
         return loss, sums | {
             "text_nelbo_sum": torch.dot(nll.detach(), batch.text_weights),

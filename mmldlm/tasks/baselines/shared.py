@@ -202,14 +202,14 @@ class TextCollator(ABC):
             tokens[row, length - 1] = self.model.eos_token_id
             attention[row, :length] = True
             uniform[row, :length] = generator.random(length)
-        dropout, own = map(torch.from_numpy, draws)
+        dropout, independent = map(torch.from_numpy, draws)
         padded = PaddedTexts(
             tokens=torch.from_numpy(tokens),
             attention=torch.from_numpy(attention),
             real=torch.from_numpy(real),
             uniform=torch.from_numpy(uniform),
             strata=self._strata(batch, slots),
-            own=own,
+            own=independent,
         )
         return padded, dropout
 
@@ -283,11 +283,11 @@ class BaselineTask(TextTask):
 
     def model_sizes(self, config: BaselineConfig, length: int) -> ModelSizes:
         model, batch, dtype = config.model, config.training.train_batch_size, config.training.dtype
-        share = self.scored_share(config)
-        counted = round(2 * share * length)  # logits_bytes takes half of the text
+        scored_fraction = self.scored_share(config)
+        counted = round(2 * scored_fraction * length)  # logits_bytes takes half of the text
         return ModelSizes(
             **self.parameter_sizes(config),
-            activations=plain_activation_bytes(model, batch, length, dtype, share),
+            activations=plain_activation_bytes(model, batch, length, dtype, scored_fraction),
             logits_cpu=logits_bytes(model, batch, counted, dtype, on_gpu=False),
             logits_gpu=logits_bytes(model, batch, counted, dtype, on_gpu=True),
         )

@@ -104,12 +104,12 @@ class SplitHypotheses:
             reason.
         """
         rows = self.row_of[ids]
-        given = wanted & (rows >= 0)
-        found = self.store.get(np.maximum(rows, 0))
+        has_hypothesis = wanted & (rows >= 0)
+        stored = self.store.get(np.maximum(rows, 0))
         reasons = {}
-        for row in np.flatnonzero(given).tolist():
-            text = found.tokens[row]
-            if not np.isfinite(found.latents[row]).all():
+        for row in np.flatnonzero(has_hypothesis).tolist():
+            text = stored.tokens[row]
+            if not np.isfinite(stored.latents[row]).all():
                 reasons[row] = (
                     "non-finite values in the latent of its hypothesis, which is left out"
                 )
@@ -117,11 +117,11 @@ class SplitHypotheses:
                 reasons[row] = (
                     f"a token id of its hypothesis outside 0..{vocab_size - 1}, which is left out"
                 )
-        given[list(reasons)] = False
+        has_hypothesis[list(reasons)] = False
         tokens = np.full(shape, pad, np.int64)
-        for row in np.flatnonzero(given).tolist():
-            words = [*found.tokens[row].tolist(), eos][: shape[1]]
+        for row in np.flatnonzero(has_hypothesis).tolist():
+            words = [*stored.tokens[row].tolist(), eos][: shape[1]]
             tokens[row, : len(words)] = words
-        latents = np.zeros(found.latents.shape, np.float32)
-        latents[given] = scale(found.latents[given])
-        return (tokens, latents, given), reasons
+        latents = np.zeros(stored.latents.shape, np.float32)
+        latents[has_hypothesis] = scale(stored.latents[has_hypothesis])
+        return (tokens, latents, has_hypothesis), reasons

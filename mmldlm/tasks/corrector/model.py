@@ -123,14 +123,14 @@ class HypothesisEncoder(nn.Module):
                 torch.cat([tokens, self.null_tokens[: tokens.shape[1]].expand_as(tokens)], 1),
                 pooled,
             )
-        given, is_null = (
+        has_hypothesis, is_null = (
             hypotheses.given,
             torch.zeros_like(hypotheses.given) if is_null is None else is_null,
         )
-        own = (
+        hypothesis_points = (
             points if self.is_blind else hypotheses.latents.reshape(points.shape).to(points.dtype)
         )
-        difference = torch.where(given[:, None, None], points - own, 0.0)
+        difference = torch.where(has_hypothesis[:, None, None], points - hypothesis_points, 0.0)
         # In one call, as above.
         both = latent_encoder(
             torch.cat([points, difference]), torch.cat([is_null, torch.zeros_like(is_null)])
@@ -138,9 +138,9 @@ class HypothesisEncoder(nn.Module):
         (tokens, more), (pooled, more_pooled) = (values.chunk(2) for values in both)
         count = tokens.shape[1]
         more = torch.where(
-            given[:, None, None], more + self.position[:count], self.null_tokens[:count]
+            has_hypothesis[:, None, None], more + self.position[:count], self.null_tokens[:count]
         )
-        pooled = pooled + torch.where(given[:, None], self.to_pooled(more_pooled), 0.0)
+        pooled = pooled + torch.where(has_hypothesis[:, None], self.to_pooled(more_pooled), 0.0)
         return EncodedLatent(torch.cat([tokens, more], 1), pooled, side=more_pooled)
 
 

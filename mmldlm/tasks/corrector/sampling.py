@@ -127,28 +127,31 @@ class CorrectingEditor(Editor):
             if text
         ]
         corrected: dict[int, Tensor] = {}
-        for own, log_probs in self._log_probs(whole, feedback, self._logits_beside):
-            parts = log_probs.split([len(one.places) for one in own])
-            corrected |= {one.source: part for one, part in zip(own, parts)}
-        for own, log_probs in self._log_probs(self._substitutions(texts), self._encode(owners)):
-            beside = torch.stack([corrected[one.source][one.places[0]] for one in own])
-            yield from self._likeliest(own, (log_probs + beside) / 2)
-        for own, log_probs in self._log_probs(
+        for questions, log_probs in self._log_probs(whole, feedback, self._logits_beside):
+            parts = log_probs.split([len(one.places) for one in questions])
+            corrected |= {one.source: part for one, part in zip(questions, parts)}
+        for questions, log_probs in self._log_probs(
+            self._substitutions(texts), self._encode(owners)
+        ):
+            beside = torch.stack([corrected[one.source][one.places[0]] for one in questions])
+            yield from self._likeliest(questions, (log_probs + beside) / 2)
+        for questions, log_probs in self._log_probs(
             self._gaps(texts, hole), feedback, self._logits_beside
         ):
-            yield from self._likeliest(own, log_probs)
+            yield from self._likeliest(questions, log_probs)
 
     def _encode_feedback(self, owners: Sequence[int], embedded: np.ndarray) -> EncodedLatent:
         """The latents of the texts, and how far the texts' embeddings are off."""
         model, task = self._pretrained.model, self._pretrained.task
         points = self._points[torch.tensor(owners, device=self._points.device)]
-        own = model.scale_latents(torch.from_numpy(embedded).to(points.device)).reshape(
+        embeddings = model.scale_latents(torch.from_numpy(embedded).to(points.device)).reshape(
             points.shape
         )
-        given = torch.ones(len(points), dtype=torch.bool, device=points.device)
+        has_hypothesis = torch.ones(len(points), dtype=torch.bool, device=points.device)
         self._cost.add_rows(0, 0.0, len(points) * task.encoding_flops(model.config))
         return model.encode_latents(
-            LatentInputs(points), side_inputs=Hypotheses(given[:, None], own, given)
+            LatentInputs(points),
+            side_inputs=Hypotheses(has_hypothesis[:, None], embeddings, has_hypothesis),
         )
 
     def _logits_beside(
@@ -159,10 +162,10 @@ class CorrectingEditor(Editor):
         """
         config = self._pretrained.model.config
         masked = torch.where(real, config.mask_token_id, config.pad_token_id)
-        given = torch.ones(len(ids), dtype=torch.bool, device=ids.device)
-        read = Hypotheses(ids, ids, given)  # their embeddings are in `encoded`
+        has_hypothesis = torch.ones(len(ids), dtype=torch.bool, device=ids.device)
+        hypotheses = Hypotheses(ids, ids, has_hypothesis)  # their embeddings are in `encoded`
         t = torch.ones(len(ids), device=ids.device)
         out = self._pretrained.model(
-            TextInputs(masked, t, real), encoded, TokenQuery(places), side_inputs=read
+            TextInputs(masked, t, real), encoded, TokenQuery(places), side_inputs=hypotheses
         )
         return out.text.logits

@@ -104,7 +104,7 @@ class CodeNoiser(ImageNoiser):
         assert padded.noise is not None
         is_l2t, is_real = torch.from_numpy(modes) == L2T, torch.from_numpy(real)
         ids = padded.latents[..., 0]
-        noised, masked, share = MaskedDiffusion.corrupt_count(
+        noised, masked, fraction = MaskedDiffusion.corrupt_count(
             ids, strata, padded.noise, torch.ones_like(ids, dtype=torch.bool), self.num_codes
         )
         scored = masked & (is_real & ~is_l2t)[:, None]
@@ -112,11 +112,11 @@ class CodeNoiser(ImageNoiser):
         return {
             "latents": torch.where(is_l2t[:, None], ids, noised)[..., None],
             "latent_clean": padded.latents,
-            "latent_timesteps": torch.where(is_l2t, 0.0, share).float(),
+            "latent_timesteps": torch.where(is_l2t, 0.0, fraction).float(),
             "latent_is_null": (padded.condition_uniform < self.condition_dropout) & is_l2t,
             "code_positions": positions,
             "code_targets": ids.flatten()[positions],
-            "code_weights": (1 / share)[positions // ids.shape[1]].float(),
+            "code_weights": (1 / fraction)[positions // ids.shape[1]].float(),
         }
 
 

@@ -132,10 +132,14 @@ def sample_codes(
     count = len(texts) if texts is not None else num_samples
     assert count is not None, "num_samples is needed without texts"
     config, device = model.config, device_of(model)
-    own = config.num_latents
+    codes_per_image = config.num_latents
     check_guidance_interval(guidance, guidance_interval, 1 - torch.arange(steps) / steps)
-    found = torch.empty(count, own, dtype=torch.int64)
-    lengths = [len(text) + 1 + own for text in texts] if texts is not None else [1 + own] * count
+    ids = torch.empty(count, codes_per_image, dtype=torch.int64)
+    lengths = (
+        [len(text) + 1 + codes_per_image for text in texts]
+        if texts is not None
+        else [1 + codes_per_image] * count
+    )
     done = 0
     for rows in token_budget_batches(lengths, batch_tokens):
         tokens = real = None
@@ -157,10 +161,10 @@ def sample_codes(
             )
             if progress is not None:
                 open_codes = int(strategy.state.undecided.sum())
-                progress(done + len(rows) * own - open_codes, count * own)
-        found[torch.from_numpy(rows.copy())] = strategy.state.ids[..., 0].cpu()
-        done += len(rows) * own
-    return found.view(count, *latent_shape(config))
+                progress(done + len(rows) * codes_per_image - open_codes, count * codes_per_image)
+        ids[torch.from_numpy(rows.copy())] = strategy.state.ids[..., 0].cpu()
+        done += len(rows) * codes_per_image
+    return ids.view(count, *latent_shape(config))
 
 
 def _take_pass(
@@ -181,8 +185,10 @@ def _take_pass(
     guided = None
     if guidance != 1 and tokens is not None:
         null = code_logits(model, None, None, strategy.state, times, positions)
-        own = times[positions // (strategy.state.count + 1)]
-        scale = torch.where((interval[0] <= own) & (own <= interval[1]), guidance, 1.0)[:, None]
+        code_times = times[positions // (strategy.state.count + 1)]
+        scale = torch.where(
+            (interval[0] <= code_times) & (code_times <= interval[1]), guidance, 1.0
+        )[:, None]
         guided = null + scale * (logits - null)
         strategy.exclude(guided)  # -inf in both became NaN
     strategy.write(positions, logits, None, guided)
@@ -240,7 +246,7 @@ def sample_codes_and_texts(
     config = model.config
     lengths = predict_lengths(model, None, num_samples, "sample", seed)
     texts: list[list[int]] = [[] for _ in range(num_samples)]
-    found = torch.empty(num_samples, config.num_latents, dtype=torch.int64)
+    ids = torch.empty(num_samples, config.num_latents, dtype=torch.int64)
     draw, done = DrawSettings(temperature, top_p), 0
     for index in torch.argsort(lengths, stable=True).split(batch_size):
         rows = index.tolist()
@@ -273,7 +279,7 @@ def sample_codes_and_texts(
         for row, text in zip(rows, words.state.texts()):
             texts[row] = text
         assert not bool(codes.state.undecided.any())
-        found[index] = codes.state.ids[..., 0].cpu()
+        ids[index] = codes.state.ids[..., 0].cpu()
     passes = torch.full((num_samples,), steps)
     samples = TextSamples(texts, lengths, num_samples * steps, passes)
-    return samples, found.view(num_samples, *latent_shape(config))
+    return samples, ids.view(num_samples, *latent_shape(config))

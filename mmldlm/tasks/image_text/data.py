@@ -41,7 +41,7 @@ class ImageTextData(TranslationData):
     def describe(self) -> str:
         """Return one line for the screen."""
         codec, codecs = self.codec, self.codecs
-        sizes = " or ".join(f"{own.size} x {own.size}" for own in codecs.values())
+        sizes = " or ".join(f"{each.size} x {each.size}" for each in codecs.values())
         return (
             f"{len(self.train_lengths):,} training and {len(self.validation_lengths):,} validation"
             f" images of {sizes} x {codec.channels} from {self.source}, each as"

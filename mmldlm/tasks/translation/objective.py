@@ -187,8 +187,8 @@ class TranslationObjective:
         sums = torch.zeros(len(batch.ids), device=nll.device).index_add_(
             0, batch.text_rows, nll * weights
         )
-        kept = sums / batch.attention_mask.sum(1) <= self.loss.text_loss_clamp
-        return weights * kept[batch.text_rows]
+        is_below_clamp = sums / batch.attention_mask.sum(1) <= self.loss.text_loss_clamp
+        return weights * is_below_clamp[batch.text_rows]
 
     def _metrics(
         self,
