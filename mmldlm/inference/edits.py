@@ -190,7 +190,8 @@ class Editor:
 
     def _gaps(self, texts: Sequence[Text], token: int) -> list[Question]:
         """A row with a token in each gap of each text that is not as long as it can be."""
-        longest = self._pretrained.model.config.max_seq_len - 1  # EOS needs a place
+        # EOS needs a position.
+        longest = self._pretrained.model.config.max_seq_len - 1
         return [
             Question(source, INSERT, _edit(text, INSERT, position, token), (position,), (-1,))
             for source, text in enumerate(texts)
@@ -282,7 +283,8 @@ class Editor:
         )
 
     def _count(self, lengths: Sequence[int], scored: int, passes: int = 1) -> None:
-        task: Any = self._pretrained.task  # of masked diffusion
+        # A task of masked diffusion, which has `pass_flops`.
+        task: Any = self._pretrained.task
         config = self._pretrained.model.config
         counts = np.bincount(lengths)
         flops = sum(

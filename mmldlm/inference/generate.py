@@ -69,7 +69,8 @@ def sample_l2t(
     `records_passes`).
     """
     references, latents, num_unknown = read_l2t_input(pretrained, options, progress)
-    more = {} if recorder is None else {"recorder": recorder}  # a task may not know it
+    # The `write_texts` of a task may have no argument recorder.
+    more = {} if recorder is None else {"recorder": recorder}
     samples = write_from_latents(pretrained, options, references, latents, progress, **more)
     for record in samples.records if num_unknown else ():
         record["num_unknown"] = num_unknown[record["latent"]]
@@ -209,7 +210,8 @@ def sample_t2l(pretrained: Pretrained, options: SampleOptions, progress: Progres
     steps = options.num_steps or steps_given_text(pretrained.latent_diffusion)
     method, eta, guidance = options.method, options.eta, options.guidance
     assert method is not None and eta is not None and guidance is not None
-    LatentSolver(pretrained.latent_diffusion, steps, method, eta)  # refuses what it does not have
+    # The solver refuses what it does not have.
+    LatentSolver(pretrained.latent_diffusion, steps, method, eta)
     if steps == 1 and (eta != 0 or method != "ddim"):
         raise UserError(
             "--num-steps of at least 2 with --eta or another --method than ddim",
@@ -375,7 +377,8 @@ def _sample_together(
         )
         raise UserError(expected, description, "add --method chain, or choose another --sampler")
     latents = "embeddings" if pretrained.image is None else "images"
-    task: Any = pretrained.task  # one that predicts latents, and so has `draw_pairs`
+    # A task that predicts latents, and so has `draw_pairs`.
+    task: Any = pretrained.task
     return task.draw_pairs(
         pretrained,
         count,
@@ -398,7 +401,8 @@ def _sample_chain(
 ) -> tuple[TextSamples, torch.Tensor]:
     count, steps = options.num_samples, options.num_steps
     what = "embeddings" if pretrained.image is None else "images"
-    task: Any = pretrained.task  # one that predicts latents, and so has `draw_latents`
+    # A task that predicts latents, and so has `draw_latents`.
+    task: Any = pretrained.task
     latents = task.draw_latents(
         pretrained,
         count,

@@ -27,9 +27,8 @@ from mmldlm.utils.formatting import count_noun
 from mmldlm.utils.progress import ProgressBar, ProgressCallback
 
 FOLDER, SHEET = "images", "sheet.png"
-EACH_PICTURE = (  # pattern of the files of `write_pictures`, besides the sheet
-    f"{FOLDER}/[0-9]*.png"
-)
+# Pattern of the files of `write_pictures`, besides the sheet.
+EACH_PICTURE = f"{FOLDER}/[0-9]*.png"
 MAX_ON_SHEET = 96
 
 
@@ -70,7 +69,8 @@ def make_images(
     Returns:
         latents [B, N, D] fp32 (of ids [B, N, 1] int64) and images [B, S, S, C] uint8.
     """
-    task: Any = pretrained.task  # one of images, and so has `draw_images`
+    # A task of images, and so has `draw_images`.
+    task: Any = pretrained.task
     latents = task.draw_images(
         pretrained,
         captions,
@@ -91,10 +91,8 @@ def open_image_store(root: str, codec: ImageCodec) -> Store:
     """
     store = Store(root, "validation")
     check_store_kind(store, "image")
-    model_identity, store_identity = (
-        codec.identity,
-        ImageCodec.open(store.manifest, store.root).identity,
-    )
+    model_identity = codec.identity
+    store_identity = ImageCodec.open(store.manifest, store.root).identity
     if wrong := [
         key
         for key in model_identity

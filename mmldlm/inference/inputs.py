@@ -63,7 +63,8 @@ def read_latents(path: str, pretrained: Pretrained) -> np.ndarray:
         check_ids(rows, num_ids, path)
         return rows
     rows = np.ascontiguousarray(rows, dtype=np.float32)
-    is_zero = ~rows.any(-1) & (pretrained.image is None)  # a patch of an image may be zero
+    # A patch of an image may be zero.
+    is_zero = ~rows.any(-1) & (pretrained.image is None)
     bad = np.unique(np.nonzero(~np.isfinite(rows).all(-1) | is_zero)[0])
     if len(bad):
         rows_found = f"NaN, infinite or zero vectors in rows {join_some(bad, 10)}"
@@ -261,9 +262,9 @@ def check_unknown(
     unknown = [num_unknown for num_unknown, _ in counts]
     if some := [text for text, num_unknown in zip(texts, unknown) if num_unknown]:
         print(
-            f"warning: {sum(unknown)} of {sum(num_tokens for _, num_tokens in counts)} tokens are unknown"
-            f" ([UNK]) to the tokenizer {whose}: words that it does not know are all the same to"
-            f" it; in {join_some((repr(text[:60]) for text in some), 3)}",
+            f"warning: {sum(unknown)} of {sum(num_tokens for _, num_tokens in counts)} tokens are"
+            f" unknown ([UNK]) to the tokenizer {whose}: words that it does not know are all the"
+            f" same to it; in {join_some((repr(text[:60]) for text in some), 3)}",
             file=sys.stderr,
         )
     return unknown

@@ -90,7 +90,8 @@ class T2lJudge(Judge):
         pretrained, lengths = self._pretrained, [len(text) + 1 for text in texts]
         config, steps = pretrained.model.config, steps_given_text(pretrained.latent_diffusion)
         self.num_tokens += sum(lengths)
-        task: Any = pretrained.task  # of masked diffusion, as all that estimate embeddings
+        # A task of masked diffusion, as all that estimate embeddings.
+        task: Any = pretrained.task
         self.flops += steps * sum(task.pass_flops(config, length, 0) for length in lengths)
         return estimate_embeddings(pretrained, texts)
 

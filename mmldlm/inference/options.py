@@ -28,7 +28,8 @@ from mmldlm.sampling.settings import (
 from mmldlm.utils import option_types
 from mmldlm.utils.settings import Settings, flag, flags, option, options_of, same_option
 
-if TYPE_CHECKING:  # a task imports torch, which --help does without
+# A task imports torch, which --help does without.
+if TYPE_CHECKING:
     from mmldlm.tasks.text_task import TextTask
 
 IMAGE_STEPS = 20

@@ -258,7 +258,8 @@ def _forward(
         queries_keys.copy_(rotated)
 
     joint = qkv.index_select(0, packing.order).view(-1, 3, heads, width // heads)
-    with torch.set_grad_enabled(saves):  # inside a Function nothing else records
+    # Inside a Function nothing else records a graph.
+    with torch.set_grad_enabled(saves):
         mixed = attend(joint.requires_grad_(saves), packing, softmax_scale)
 
     rows = mixed.detach().to(low).index_select(0, output_packing.inverse_order)
@@ -408,7 +409,8 @@ class _Backward:
         d_rows = _stream_matmul_transposed(d_attended, self.weights.out.to(self.low), packing)
         if order.shape[0] == d_rows.shape[0] and packing.kept_rows is None:
             d_mixed = d_rows.index_select(0, order)
-        else:  # the outputs of padded positions are not used
+        else:
+            # The outputs of padded positions are not used, so their gradients are 0.
             d_mixed = d_rows.new_zeros(order.shape[0], width)
             # A kept row may be listed twice.
             put = d_mixed.index_copy_ if packing.kept_rows is None else d_mixed.index_add_

@@ -101,12 +101,10 @@ class _ChunkedHead:
         low = compute_dtype(hidden)
         exact = torch.float64 if low == torch.float64 else torch.float32
         num_rows, device = len(hidden), hidden.device
-        self.vocab_size, self.chunk_rows, self.low, self.exact = (
-            len(weight),
-            chunk_rows,
-            low,
-            exact,
-        )
+        self.vocab_size = len(weight)
+        self.chunk_rows = chunk_rows
+        self.low = low
+        self.exact = exact
         self.targets, self.weights = targets, loss_weights.to(exact)[:, None]
         self.hidden, self.weight = hidden.to(low), weight.to(low)
         # An excluded id has neither probability nor gradient: its bias, and so its logit, is -inf.
@@ -120,7 +118,8 @@ class _ChunkedHead:
         width = _aligned(self.vocab_size)
         self.logits = torch.empty(min(chunk_rows, num_rows), width, dtype=low, device=device)
         self.part_rows = MIN_SHARED_ROWS if device.type == "cpu" and low != exact else chunk_rows
-        self.softmax = self.logits  # written over its logits if it has their dtype
+        # The softmax is written over its logits if it has their dtype.
+        self.softmax = self.logits
         if low != exact:
             self.softmax = torch.empty(
                 min(self.part_rows, len(self.logits)), width, dtype=exact, device=device
@@ -302,7 +301,8 @@ def linear_logits(hidden: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
 
     Without gradients their rows are apart by a multiple of ROW_ALIGNMENT.
     """
-    if torch.is_grad_enabled():  # autograd takes no `out`
+    # Autograd takes no `out`.
+    if torch.is_grad_enabled():
         return torch.addmm(bias, hidden, weight.t())
     low = compute_dtype(hidden)
     logits = hidden.new_empty(len(hidden), _aligned(len(weight)), dtype=low)[:, : len(weight)]

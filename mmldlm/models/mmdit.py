@@ -187,7 +187,8 @@ class MMDiTBlock(nn.Module):
         super().__init__()
         width, mlp_width = config.hidden_size, int(config.hidden_size * config.mlp_ratio)
         self.n_heads = config.n_heads
-        kinds = 2 * ("shift", "scale", "gate")  # of attention, then of the MLP
+        # Those of attention, then of the MLP.
+        kinds = 2 * ("shift", "scale", "gate")
         self.modulation = Modulation(config.cond_dim, width, kinds, groups=2)
         self.to_qkv = StreamLinear(width, 3 * width)
         self.qk_norm = QKNorm(width // config.n_heads, QK_EPS) if config.qk_rmsnorm else None
@@ -451,7 +452,8 @@ class MultimodalMMDiT(BaseTransformer):
         text_rows = self.embed_text(
             text, packed, packing, encoded, side_inputs if reads_text else None
         )
-        outputs = packing  # of the rows that a head reads
+        # Layout of the rows that a head reads.
+        outputs = packing
         if scored is not None:
             read = rows_of_positions(scored, packed)
             outputs = packing.restrict_to(read, not isinstance(latents, EncodedLatent))
@@ -676,7 +678,8 @@ class MultimodalMMDiT(BaseTransformer):
         if query is not None:
             raise ValueError(f"latent_query is not read by {type(self).__name__}")
         prediction = self.latent_head(rows, condition).float()
-        if latents is None or latents.values.dim() == 2:  # [B, D], as they were given
+        # The prediction has the shape of the latents, [B, D] where that was given.
+        if latents is None or latents.values.dim() == 2:
             only = prediction.shape[1] == 1
             prediction = prediction.squeeze(1) if only else prediction[:, 0]
         return prediction

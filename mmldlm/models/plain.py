@@ -145,12 +145,11 @@ class PlainBlock(nn.Module):
     def __init__(self, config: PlainConfig):
         super().__init__()
         width, inner = config.hidden_size, int(config.hidden_size * config.mlp_ratio)
-        self.n_heads, self.causal, head_dim = (
-            config.n_heads,
-            config.causal,
-            width // config.n_heads,
-        )
-        kinds = 2 * ("shift", "scale", "gate")  # of attention, then of the MLP
+        self.n_heads = config.n_heads
+        self.causal = config.causal
+        head_dim = width // config.n_heads
+        # Those of attention, then of the MLP.
+        kinds = 2 * ("shift", "scale", "gate")
         self.modulation = None
         if config.is_modulated:
             self.modulation = Modulation(config.cond_width, width, kinds)
@@ -265,12 +264,10 @@ class PlainBlock(nn.Module):
         sample, width = layout.sample, rows.shape[1]
         if kept_rows is not None and self.cross is None:
             dropout = None if dropout is None else dropout.select(kept_rows)
-            rows, mixed, sample, kept_rows = (
-                rows[kept_rows],
-                mixed[kept_rows],
-                sample[kept_rows],
-                None,
-            )
+            rows = rows[kept_rows]
+            mixed = mixed[kept_rows]
+            sample = sample[kept_rows]
+            kept_rows = None
         gate = None if table is None else of_rows(table[:, 2 * width : 3 * width], sample, 1)[0]
         rows = _add(rows, _drop(self.to_out(mixed), dropout, ATTENTION), gate)
         if self.cross is not None:

@@ -174,7 +174,8 @@ def _attend(query: Tensor, key: Tensor, value: Tensor, layout: Layout, causal: b
         window = (-1, 0) if causal else (-1, -1)
         starts, width = layout.starts, layout.width
         mixed = varlen_attn(query, key, value, starts, starts, width, width, window_size=window)
-        assert isinstance(mixed, Tensor)  # a pair only where it is asked for
+        # A pair is returned only where it is asked for.
+        assert isinstance(mixed, Tensor)
         return mixed.flatten(1)
     if layout.lengths is not None:
         queries, keys, values = (
@@ -209,7 +210,8 @@ def cross_attend(query: Tensor, key: Tensor, value: Tensor, layout: Layout) -> T
             )
             key, value = key.flatten(0, 1), value.flatten(0, 1)
             mixed = varlen_attn(query, key, value, layout.starts, ends, layout.width, tokens)
-            assert isinstance(mixed, Tensor)  # a pair only where it is asked for
+            # A pair is returned only where it is asked for.
+            assert isinstance(mixed, Tensor)
             return mixed.flatten(1).to(low)
         key, value = key.transpose(1, 2), value.transpose(1, 2)
         if layout.lengths is not None:

@@ -80,10 +80,8 @@ def draw_texts(
     tokens = torch.full((batch, limit), eos, device=device)
     lengths = torch.full((batch,), limit, device=device)
     log_probs = torch.zeros(batch, dtype=torch.float64, device=device)
-    rows, active = (
-        torch.arange(batch, device=device),
-        torch.ones(batch, dtype=torch.bool, device=device),
-    )
+    rows = torch.arange(batch, device=device)
+    active = torch.ones(batch, dtype=torch.bool, device=device)
     last, num_rows = None, 0
     for step in range(limit):
         logits = next_logits(model, cache, last)
@@ -163,11 +161,9 @@ class _Beams:
         score = best_log_probs / length**self.exponent
         better = score > self.best[self.rows]
         rows, beam = self.rows[better], beam[better]
-        self.best[rows], self.best_log_probs[rows], self.lengths[rows] = (
-            score[better],
-            best_log_probs[better],
-            length,
-        )
+        self.best[rows] = score[better]
+        self.best_log_probs[rows] = best_log_probs[better]
+        self.lengths[rows] = length
         self.best_tokens[rows] = self.history[better, beam]
 
     def may_improve(self) -> Tensor:
@@ -176,11 +172,9 @@ class _Beams:
 
     def select(self, kept: Tensor) -> None:
         """Keep the texts [T'] of the unfinished."""
-        self.rows, self.scores, self.history = (
-            self.rows[kept],
-            self.scores[kept],
-            self.history[kept],
-        )
+        self.rows = self.rows[kept]
+        self.scores = self.scores[kept]
+        self.history = self.history[kept]
 
 
 def search(model: PlainTransformer, cache: TextCache, beams: int, exponent: float) -> WrittenTexts:

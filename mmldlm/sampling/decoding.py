@@ -44,11 +44,9 @@ class DecodingState:
         drafts: Tensor | None = None,
     ):
         assert int(lengths.min()) >= 1 and int(lengths.max()) <= width
-        self.mask_token_id, self.pad_token_id, self.eos_token_id = (
-            mask_token_id,
-            pad_token_id,
-            eos_token_id,
-        )
+        self.mask_token_id = mask_token_id
+        self.pad_token_id = pad_token_id
+        self.eos_token_id = eos_token_id
         self.lengths = lengths
         position = torch.arange(width, device=lengths.device)
         self.real = position < lengths[:, None]

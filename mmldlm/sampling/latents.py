@@ -262,9 +262,8 @@ def sample_latents(
     assert count is not None, "num_samples is needed without texts"
     device, config = device_of(model), model.config
     shape = latent_shape(config)
-    latent_rows = (
-        math.prod(shape[:-1]) * config.tokens_per_latent if len(shape) > 1 else 0
-    )  # an image outweighs its text
+    # The rows of an image outweigh those of its text, so they count.
+    latent_rows = math.prod(shape[:-1]) * config.tokens_per_latent if len(shape) > 1 else 0
     lengths = (
         [len(text) + 1 + latent_rows for text in texts]
         if texts is not None

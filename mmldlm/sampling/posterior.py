@@ -184,7 +184,8 @@ def sample_by_posterior(
         if corrects:
             tokens, cost = _correct(denoise, tokens, rows, seed)
             num_rows += cost
-        passes[index] = denoise.num_calls  # all texts of a batch take its passes
+        # All texts of a batch take its passes.
+        passes[index] = denoise.num_calls
         for row, text in zip(rows, tokens.tolist()):
             texts[row] = text[: int(lengths[row]) - 1]
     return TextSamples(texts, lengths, num_rows, passes)
@@ -251,11 +252,9 @@ def _correct(denoise: _Denoiser, tokens: Tensor, rows: list[int], seed: int) -> 
     positions = state.real.flatten().nonzero()[:, 0]
     logits = torch.zeros(*tokens.shape, denoise.model.config.vocab_size, device=tokens.device)
     goes_on = torch.ones(len(tokens), dtype=torch.bool, device=tokens.device)
-    best, stale, num_rows = (
-        torch.zeros_like(goes_on, dtype=torch.float64),
-        torch.zeros_like(tokens[:, 0]),
-        0,
-    )
+    best = torch.zeros_like(goes_on, dtype=torch.float64)
+    stale = torch.zeros_like(tokens[:, 0])
+    num_rows = 0
     denoise.temperature, denoise.top_p = 1.0, 1.0
     for k in range(CORRECTION_ROUNDS):
         logits.view(-1, logits.shape[-1])[positions] = denoise(tokens, CORRECTION_TIME, positions)

@@ -97,11 +97,9 @@ def report_changes(
     width, vocab_size = before.shape[1], logits.shape[1]
     rows, row_index = torch.unique(positions // width, return_inverse=True)
     changed = (after.flatten()[positions] != before.flatten()[positions]).nonzero()[:, 0]
-    positions, row_index, log_probs = (
-        positions[changed],
-        row_index[changed],
-        logits[changed].float().log_softmax(-1),
-    )
+    positions = positions[changed]
+    row_index = row_index[changed]
+    log_probs = logits[changed].float().log_softmax(-1)
     tokens = after.flatten()[positions]
     token_log_probs = log_probs.gather(1, tokens.clamp_max(vocab_size - 1)[:, None])[:, 0]
     token_log_probs = token_log_probs.masked_fill(tokens >= vocab_size, float("nan"))
@@ -175,7 +173,8 @@ class TraceRecorder:
         self.mask_token_id, self.max_texts = mask_token_id, max_texts
         self.texts: dict[int, TextTrace] = {}
         self.starts_masked = True
-        self._last: dict[int, Tensor] = {}  # what stood after the last pass over a text
+        # What stood after the last pass over a text.
+        self._last: dict[int, Tensor] = {}
 
     @property
     def recorder(self) -> Recorder:

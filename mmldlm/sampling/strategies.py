@@ -342,13 +342,15 @@ class ConfidenceStrategy(RankedStrategy):
             torch.full_like(num_open, steps) if self.shared_schedule else num_open.clamp(1, steps)
         )
         k = torch.arange(1, steps + 1, device=row_steps.device, dtype=torch.float64)
-        times = (1.0 - k / row_steps[:, None]).clamp_min(0.0)  # a text with fewer steps stays at 0
+        # A text with fewer steps stays at time 0.
+        times = (1.0 - k / row_steps[:, None]).clamp_min(0.0)
         fraction = self.diffusion.stay_masked(torch.ones(1, 1, device=row_steps.device), times)
         self.masks_left = torch.floor(num_open[:, None] * fraction + 1e-9).long()
 
     def positions(self) -> Tensor:
         undecided = self.state.undecided
-        if self.shared_schedule:  # a step that fills nothing of a text needs none of its logits
+        # A step that fills nothing of a text needs none of its logits.
+        if self.shared_schedule:
             undecided = undecided & (self._scheduled(undecided.sum(1)) > 0)[:, None]
         return undecided.flatten().nonzero()[:, 0]
 

@@ -206,10 +206,8 @@ def sample_text(
         lengths = predict_lengths(model, latents, num_samples, length_rule, seed)
     options = {**(sampler_options or {}), **({} if steps is None else {"num_steps": steps})}
     samples = _empty(lengths, with_log_probabilities)
-    draw, report = (
-        DrawSettings(temperature, top_p, presence_penalty),
-        _Report(progress, int((lengths - 1).sum())),
-    )
+    draw = DrawSettings(temperature, top_p, presence_penalty)
+    report = _Report(progress, int((lengths - 1).sum()))
     for batch in token_budget_batches(lengths.tolist(), batch_tokens):
         index = torch.from_numpy(batch.copy())
         sample_indices = [row if indices is None else int(indices[row]) for row in batch.tolist()]
@@ -296,7 +294,8 @@ def take_pass(
         null = denoiser(state, timesteps, positions, null=True)
         strategy.prepare(positions, null)
         guided = null + guidance * (logits - null)
-        strategy.exclude(guided)  # -inf in both became NaN
+        # Logits that were -inf in both became NaN.
+        strategy.exclude(guided)
     strategy.write(positions, logits, observer, guided)
 
 
@@ -369,10 +368,8 @@ def sample_lengths(model: Model, latents: Tensor, num_lengths: int, **options: A
         The best texts; `passes`: the most of the candidates of a text, which are written side by
         side.
     """
-    count, (lengths, length_scores) = (
-        len(latents),
-        most_probable_lengths(model, latents, num_lengths),
-    )
+    count = len(latents)
+    lengths, length_scores = most_probable_lengths(model, latents, num_lengths)
     num_candidates = lengths.shape[1]
     candidates = sample_text(
         model,

@@ -16,7 +16,8 @@ from mmldlm.data.batch import Batch, Collator
 from mmldlm.data.run_data import RunData
 from mmldlm.errors import UserError
 
-if TYPE_CHECKING:  # preflight asks a task before torch is imported
+# Preflight asks a task before torch is imported.
+if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from mmldlm.engines.base import Engine

@@ -111,7 +111,8 @@ class RowReader:
         it, because other ranks do not know of it.
         """
         rows, repaired = self._replace_nonfinite(samples.get(ids))
-        self.zero_ok = getattr(samples, "kind", "text") == "image"  # a black patch is a patch
+        # A black patch of an image is a zero vector.
+        self.zero_ok = getattr(samples, "kind", "text") == "image"
         reasons = [
             self._rejection_reason(rows.tokens[row], rows.latents[row], lengths[sample])
             for row, sample in enumerate(ids)
@@ -250,10 +251,8 @@ class CandidateSampler:
         vocab_size = config.model.vocab_size
         ids = np.argsort(-token_counts(data), kind="stable")
         ids = ids[ids != config.model.mask_token_id]
-        self.frequent, self.others = (
-            np.sort(ids[: self.sizes.frequent]),
-            np.sort(ids[self.sizes.frequent :]),
-        )
+        self.frequent = np.sort(ids[: self.sizes.frequent])
+        self.others = np.sort(ids[self.sizes.frequent :])
         self._frequent_column = np.full(vocab_size, -1)
         self._frequent_column[self.frequent] = np.arange(len(self.frequent))
 

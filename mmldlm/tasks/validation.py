@@ -101,12 +101,10 @@ class Validation:
         figures: Figures,
     ):
         config = data.config
-        self.engine, self.objective, self.task, self.sums = (
-            engine,
-            task.objective(config),
-            task,
-            task.sums_of(config),
-        )
+        self.engine = engine
+        self.objective = task.objective(config)
+        self.task = task
+        self.sums = task.sums_of(config)
         self._figures = figures
         training = config.training
         micro = training.eval_batch_size or training.train_batch_size
@@ -172,7 +170,8 @@ class Validation:
                         self.engine.module, batch.to(self.engine.device)
                     )
                     sums += self.task.stack_sums(self.sums, loss, metrics)
-                    num_tokens += batch.num_tokens  # of valid samples; the counts are the plan's
+                    # Tokens of valid samples; the counts are those of the plan.
+                    num_tokens += batch.num_tokens
                     counts = {
                         key: counts.get(key, 0) + value for key, value in batch.counts.items()
                     }

@@ -32,7 +32,8 @@ from mmldlm.tasks.collation import CandidateSampler, candidates_of, counter_gene
 from mmldlm.tasks.latent_data import LatentData
 from mmldlm.tasks.text_task import Pretrained, TextScores, scores_of_targets, sum_by_row
 
-_CANDIDATE_STREAM = 3  # apart from those of the text collator
+# Apart from the streams of the text collator.
+_CANDIDATE_STREAM = 3
 
 
 class ArCollator(TextCollator):
@@ -67,7 +68,8 @@ class ArCollator(TextCollator):
     ) -> BaselineBatch:
         """Build a micro-batch; see Collator."""
         micro_batch = super().collate(batch, slots, samples, lengths)
-        if self.candidates is not None:  # one sample of them for the global batch
+        # The candidates are sampled once for the global batch.
+        if self.candidates is not None:
             generator = counter_generator(
                 self.seed, batch.epoch, batch.index, 0, _CANDIDATE_STREAM
             )
@@ -157,7 +159,8 @@ class ArTask(BaselineTask):
     ) -> ArCollator:
         """Return the collator; `condition_dropout` replaces that of training."""
         candidates = None
-        if seed is None and data.config.loss.text_candidates is not None:  # evaluation is exact
+        # Evaluation, which passes a seed, is exact.
+        if seed is None and data.config.loss.text_candidates is not None:
             candidates = CandidateSampler(data)
         dropout = self.dropout_of_latents(data.config, condition_dropout)
         return ArCollator(data, dropout, seed, candidates)

@@ -80,11 +80,9 @@ class NoisingCollator(TextCollator):
         noised, scored = self.process.corrupt(texts.tokens, t, texts.uniform, texts.attention)
         positions = (scored & texts.real[:, None]).flatten().nonzero()[:, 0]
         rows = positions // texts.tokens.shape[1]
-        targets, states, times = (
-            texts.tokens.flatten()[positions],
-            noised.flatten()[positions],
-            t[rows],
-        )
+        targets = texts.tokens.flatten()[positions]
+        states = noised.flatten()[positions]
+        times = t[rows]
         weights = self.process.elbo_weights(targets, states, times)
         return {
             "text_tokens": noised,

@@ -104,7 +104,8 @@ class MdlmObjective:
         (`loss.text_weighting`).
         """
         if self.loss.text_weighting == "uniform":
-            return torch.full_like(weights, 2.0)  # a token is masked half of the time
+            # A token is masked half of the time.
+            return torch.full_like(weights, 2.0)
         return (
             weights
             if self.loss.text_weight_clip is None

@@ -217,7 +217,8 @@ class TextCollator(ABC):
         offset = float(
             counter_generator(self.seed, batch.epoch, batch.index, 0, _BATCH_STREAM).random()
         )
-        in_batch = np.minimum(slots, batch.size - 1)  # of placeholders, any slot will do
+        # Placeholders lie past the end of the batch; any slot will do for them.
+        in_batch = np.minimum(slots, batch.size - 1)
         key = batch.epoch * 1_000_003 + batch.index
         ranks = permute(np.arange(batch.size), batch.size, self.seed * 3 + 12, key)
         return low_discrepancy(torch.from_numpy(ranks[in_batch]), offset, batch.size)
@@ -284,7 +285,8 @@ class BaselineTask(TextTask):
     def model_sizes(self, config: BaselineConfig, length: int) -> ModelSizes:
         model, batch, dtype = config.model, config.training.train_batch_size, config.training.dtype
         scored_fraction = self.scored_share(config)
-        counted = round(2 * scored_fraction * length)  # logits_bytes takes half of the text
+        # `logits_bytes` takes half of the length that it is given.
+        counted = round(2 * scored_fraction * length)
         return ModelSizes(
             **self.parameter_sizes(config),
             activations=plain_activation_bytes(model, batch, length, dtype, scored_fraction),
@@ -306,7 +308,8 @@ class BaselineTask(TextTask):
         if not num_samples or not num_tokens:
             return 0.0
         lengths = [num_tokens / num_samples] * num_samples
-        num_logits = sums.get("text_logits") or None  # under loss.text_candidates
+        # Counted under loss.text_candidates only.
+        num_logits = sums.get("text_logits") or None
         scored = sums[self.scored_sum]
         return estimate_flops(config.model, lengths, scored, num_logits=num_logits).training
 

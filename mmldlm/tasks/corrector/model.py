@@ -123,10 +123,8 @@ class HypothesisEncoder(nn.Module):
                 torch.cat([tokens, self.null_tokens[: tokens.shape[1]].expand_as(tokens)], 1),
                 pooled,
             )
-        has_hypothesis, is_null = (
-            hypotheses.given,
-            torch.zeros_like(hypotheses.given) if is_null is None else is_null,
-        )
+        has_hypothesis = hypotheses.given
+        is_null = torch.zeros_like(hypotheses.given) if is_null is None else is_null
         hypothesis_points = (
             points if self.is_blind else hypotheses.latents.reshape(points.shape).to(points.dtype)
         )

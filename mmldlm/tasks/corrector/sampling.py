@@ -117,10 +117,8 @@ class CorrectingEditor(Editor):
         self, texts: Sequence[Text], owners: Sequence[int], embedded: np.ndarray | None
     ) -> Iterator[tuple[Question, Answer]]:
         assert embedded is not None, "the embeddings of the texts"
-        feedback, hole = (
-            self._encode_feedback(owners, embedded),
-            self._pretrained.model.config.pad_token_id,
-        )
+        feedback = self._encode_feedback(owners, embedded)
+        hole = self._pretrained.model.config.pad_token_id
         whole = [
             Question(i, SUBSTITUTE, text, range(len(text)), text)
             for i, text in enumerate(texts)
@@ -163,7 +161,8 @@ class CorrectingEditor(Editor):
         config = self._pretrained.model.config
         masked = torch.where(real, config.mask_token_id, config.pad_token_id)
         has_hypothesis = torch.ones(len(ids), dtype=torch.bool, device=ids.device)
-        hypotheses = Hypotheses(ids, ids, has_hypothesis)  # their embeddings are in `encoded`
+        # The embeddings of the hypotheses are in `encoded`.
+        hypotheses = Hypotheses(ids, ids, has_hypothesis)
         t = torch.ones(len(ids), device=ids.device)
         out = self._pretrained.model(
             TextInputs(masked, t, real), encoded, TokenQuery(places), side_inputs=hypotheses

@@ -184,9 +184,8 @@ class _Hypotheses:
         and empty ones.
         """
         rows = np.arange(first, first + size)
-        if split == "train" and self.counts[split] < len(
-            self.stores[split]
-        ):  # spread over the split
+        # Fewer hypotheses than samples are spread over the split.
+        if split == "train" and self.counts[split] < len(self.stores[split]):
             rows = rows * len(self.stores[split]) // self.counts[split]
         samples = self.stores[split].get(rows)
         true_texts = [tokens.tolist() for tokens in samples.tokens]
@@ -243,10 +242,8 @@ class _Hypotheses:
         """Write some of the words of texts; which ones is a function of (seed, row)."""
         if not true_texts:
             return []
-        config, lengths = (
-            self.pretrained.model.config,
-            torch.tensor([len(text) + 1 for text in true_texts]),
-        )
+        config = self.pretrained.model.config
+        lengths = torch.tensor([len(text) + 1 for text in true_texts])
         drafts = torch.full((len(true_texts), int(lengths.max())), config.pad_token_id)
         draws = uniforms(
             self.options.seed, Stream.HYPOTHESES, rows.tolist(), (1 + config.max_seq_len,)
@@ -290,7 +287,8 @@ class _Hypotheses:
                 writer.add(texts, tokens, shard["latents"], shard["rows"])
                 latent_statistics.add(shard["latents"])
             summaries[split] = writer.close()
-            statistics = statistics or latent_statistics.result()  # of the training split
+            # The first split is the training split, whose statistics count.
+            statistics = statistics or latent_statistics.result()
         shutil.copytree(store.root / TOKENIZER_FOLDER, folder / TOKENIZER_FOLDER)
         copied_keys = ("format", "version", "latent_dim", "encoder", "tokenizer")
         manifest = {key: store_manifest[key] for key in copied_keys} | latents_suffix(

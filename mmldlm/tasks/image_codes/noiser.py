@@ -17,7 +17,8 @@ from mmldlm.tasks.collation import RowReader, counter_generator
 from mmldlm.tasks.image_text.noiser import ImageNoiser
 from mmldlm.tasks.translation.noiser import L2T, PaddedSamples, TranslationBatch
 
-_CODE_STREAM = 10  # last counter word; `noise_keys` has 9
+# Last counter word; `noise_keys` has 9.
+_CODE_STREAM = 10
 
 
 @dataclass(kw_only=True)
@@ -85,7 +86,8 @@ class CodeNoiser(ImageNoiser):
         self, batch: GlobalBatch, rows: Rows, ids: np.ndarray, slots: np.ndarray
     ) -> PaddedSamples:
         """Return the samples with uniform numbers [B, N] fp64, for the masks, as their noise."""
-        if rows.latents.ndim == 2:  # an image of one patch
+        # An image of one patch has no axis of patches.
+        if rows.latents.ndim == 2:
             rows = rows._replace(latents=rows.latents[:, None])
         count = rows.latents.shape[1]
         uniform = [

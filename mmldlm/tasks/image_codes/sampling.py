@@ -27,9 +27,8 @@ from mmldlm.sampling.text import start_decoding
 from mmldlm.tasks.image_codes.config import CODE_SAMPLERS, CODE_STEPS
 from mmldlm.utils.counter_rng import Stream, uniforms
 
-_SPECIAL = (
-    3  # ids after the codes: [MASK], and those that a state of texts needs for padding and end
-)
+# Number of ids after the codes: [MASK], and those that a state of texts needs for padding and end.
+_SPECIAL = 3
 
 
 class CodeState(DecodingState):
@@ -190,7 +189,8 @@ def _take_pass(
             (interval[0] <= code_times) & (code_times <= interval[1]), guidance, 1.0
         )[:, None]
         guided = null + scale * (logits - null)
-        strategy.exclude(guided)  # -inf in both became NaN
+        # Logits that were -inf in both became NaN.
+        strategy.exclude(guided)
     strategy.write(positions, logits, None, guided)
 
 

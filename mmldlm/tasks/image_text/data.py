@@ -23,7 +23,8 @@ class ImageTextData(TranslationData):
 
     config: ImageTextConfig
 
-    @cached_property  # read once: the run must not need the store's files again
+    # Read once: the run must not need the store's files again.
+    @cached_property
     def codec(self) -> ImageCodec:
         """What turns pixels into the latents of these stores, and back; of several sizes that of
         the largest.

@@ -267,7 +267,8 @@ class Noiser:
         rows, is_bad, bad = self.reader.read(samples, ids, slots, num_real, lengths)
         real = real & ~is_bad
         padded = self._pad(batch, rows, ids, slots)
-        in_batch = np.minimum(slots, batch.size - 1)  # of placeholders, any slot will do
+        # Placeholders lie past the end of the batch; any slot will do for them.
+        in_batch = np.minimum(slots, batch.size - 1)
         modes = draws.modes[in_batch]
         tensors, repairs = self._more_tensors(batch, ids, slots, modes, real, padded)
         bad = bad + [

@@ -82,7 +82,8 @@ class TranslationObjective:
         """
         weights = batch.text_weights
         if self.loss.text_weighting == "uniform":
-            weights = torch.full_like(weights, 2.0)  # a token is masked half of the time
+            # A token is masked half of the time.
+            weights = torch.full_like(weights, 2.0)
         if self.loss.text_weight_clip is not None:
             weights = weights.clamp_max(self.loss.text_weight_clip)
         if self.loss.text_loss_clamp is not None:
@@ -136,7 +137,8 @@ class TranslationObjective:
 
     def _latent_errors(self, predictions: Tensor, targets: Tensor) -> tuple[Tensor, ...]:
         """The error of each of the P predictions that stand side by side in the last dimension."""
-        if self.latent.num_predictions == 1:  # without two operations that cut nothing
+        # One prediction needs no cut.
+        if self.latent.num_predictions == 1:
             return (self._latent_error(predictions, targets),)
         pairs = zip(
             *(values.chunk(self.latent.num_predictions, -1) for values in (predictions, targets))

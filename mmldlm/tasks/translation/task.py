@@ -208,7 +208,8 @@ class TranslationTask(MaskedTextTask):
             options: Further arguments of a subclass's noiser.
         """
         candidates = None
-        if seed is None and data.config.loss.text_candidates is not None:  # evaluation is exact
+        # Evaluation, which passes a seed, is exact.
+        if seed is None and data.config.loss.text_candidates is not None:
             candidates = CandidateSampler(data)
         return self.noiser_class(data.config)(
             data.config,
