@@ -143,7 +143,7 @@ def local_search(
     more than `judge_calls` texts of the judge.
 
     Args:
-        latents: [N, D] (or [N, M, D]) in the encoder's space.
+        latents: Latents in the encoder's space, [N, D] (or [N, M, D]).
         judge: Judge used for this call alone, so that its counts are those of this search.
         editor_class: Class of the editors, which propose the edits.
         seed: Seed of the draws of the texts that the model writes; edits draw nothing.

@@ -41,7 +41,7 @@ class BlockWeights(NamedTuple):
 
     Attributes:
         modulation: Shift, scale and gate of attention, then of the MLP. [T * 6 H, C]
-        modulation_bias: [T * 6 H].
+        modulation_bias: Bias of the modulation. [T * 6 H]
         qkv: [T * 3 H, H].
         qk_norm: Scales of queries, then of keys; None without QK-RMSNorm. [T * 2 * head_dim]
         out: [T * H, H].

@@ -30,9 +30,9 @@ class Candidates(NamedTuple):
     tokens. It does not depend on the other rows of the batch.
 
     Attributes:
-        tokens: int64 ids of the columns: frequent ones, sampled ones, and the targets that are not
-            frequent. [C]
-        columns: int64 column of each row's target, which is frequent or the last of its id. [M]
+        tokens: Ids of the columns: frequent ones, sampled ones, and the targets that are not
+            frequent. [C] int64
+        columns: Column of each row's target, which is frequent or the last of its id. [M] int64
         num_frequent: Number of columns of frequent tokens.
         num_sampled: Number of columns of sampled tokens.
         population: Number of tokens that are not frequent, from which the sampled ones were drawn
@@ -75,7 +75,7 @@ class _ChunkedHead:
     written into [rows, V].
 
     Args:
-        hidden: [M, H].
+        hidden: Rows to score. [M, H]
         weight: [V, H].
         bias: [V].
         targets: [M].
@@ -325,8 +325,8 @@ def linear_cross_entropy(
         hidden: Rows to score (M may be 0). [M, H]
         weight: [V, H].
         bias: [V].
-        targets: int64 token ids, none of them excluded_token_id. [M]
-        loss_weights: fp32 weight of each row in the sum. [M]
+        targets: Target ids, none of them excluded_token_id. [M] int64
+        loss_weights: Weight of each row in the sum. [M] fp32
         excluded_token_id: Id that is never predicted ([MASK], the zero-mask-probability half of
             SUBS); None: none.
         chunk_rows: Number of rows whose logits exist at once; None: as many as fit CHUNK_ELEMENTS.

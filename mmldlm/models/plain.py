@@ -704,7 +704,7 @@ def start_text(
         latents: In model space; None: the null latent, or an unconditional model. [B, D] or [B, N,
             D]
         batch: B, without latents.
-        is_null: bool, samples whose latents are replaced by the learned null; None: none. [B]
+        is_null: Samples whose latents are replaced by the learned null; None: none. [B] bool
     """
     config = model.config
     assert config.causal, "only a causal model keeps keys and values"
@@ -728,8 +728,8 @@ def next_logits(model: PlainTransformer, cache: TextCache, tokens: Tensor | None
 
     Args:
         cache: Cache of the texts so far; it is extended in place.
-        tokens: int64, the last token of each text, which the cache does not have yet; None: the
-            texts are empty. [B]
+        tokens: Last token of each text, which the cache does not have yet; None: the texts are
+            empty. [B] int64
 
     Returns:
         [B, V] fp32, -inf for [MASK].

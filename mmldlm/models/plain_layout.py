@@ -23,15 +23,15 @@ class Layout(NamedTuple):
     Attributes:
         batch: B.
         width: W.
-        sample: int64 sample of each row. [R]
-        text_rows: int64 row of each text token; None: all rows are text. [N]
-        order: int64 index into (prefix rows, then text rows) of each row; None without a prefix.
-            [R]
+        sample: Sample of each row. [R] int64
+        text_rows: Row of each text token; None: all rows are text. [N] int64
+        order: Index of each row into (prefix rows, then text rows); None without a prefix. [R]
+            int64
         rotation: Rotary cos and sin of each row; a prefix row does not turn. [R, 1, head_dim / 2,
             2]
-        slots: int64 position in B * W of each row; None: the rows are the rectangle, or no
-            rectangle is used. [R]
-        key_mask: bool keys that may be attended to in the rectangle; None: all. [B, 1, 1, W]
+        slots: Position in B * W of each row; None: the rows are the rectangle, or no rectangle is
+            used. [R] int64
+        key_mask: Keys that may be attended to in the rectangle; None: all. [B, 1, 1, W] bool
         lengths: Rows per sample, where attention runs sample by sample.
         starts: First row of each sample, where attention runs over ragged rows. [B + 1] int32
     """
@@ -61,9 +61,9 @@ def lay_out(
     """Lay out a batch.
 
     Args:
-        positions: int64 indices into B * S of the text rows, ascending, at least one per sample;
-            None: all. [N]
-        mask: bool, text keys that may be attended to, where positions is None; None: all. [B, S]
+        positions: Ascending indices into B * S of the text rows, at least one per sample; None:
+            all. [N] int64
+        mask: Text keys that may be attended to, where positions is None; None: all. [B, S] bool
         shape: B and S.
         prefix: P.
         head_dim: Width of a query.

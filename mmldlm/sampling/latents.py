@@ -149,7 +149,7 @@ def check_guidance_interval(
 
     Args:
         guidance: Scale of the guidance.
-        interval: (low, high); None: all timesteps.
+        interval: Bounds (low, high); None: all timesteps.
         times: Timesteps at which the network is called. [T]
 
     Raises:
@@ -244,7 +244,7 @@ def sample_latents(
         clamp: Bound of every x0 estimate in the encoder's space (pixels: 1); None: no bound.
         unit: Whether to return vectors of norm 1.
         seed: Seed of the noise; that of a sample depends on it and on the sample's index only.
-        draw_indices: [N] indices instead of 0 .. N - 1; equal ones get equal noise.
+        draw_indices: Indices instead of 0 .. N - 1; equal ones get equal noise. [N]
         batch_tokens: Maximum of padded positions per pass; the rows of several latents count, too.
         progress: Callback after every step, with the number of steps done and in total over all
             latents.

@@ -129,7 +129,7 @@ class Write(NamedTuple):
         position: Position in the text, from 0.
         token: Id of the new token; None: masked again.
         probability: Probability that the model gave the token; None if it gave none.
-        candidates: (id, probability) of the most probable tokens, in descending order.
+        candidates: Pairs (id, probability) of the most probable tokens, in descending order.
     """
 
     position: int

@@ -189,7 +189,7 @@ def mask_texts(
     """Mask some tokens of every text.
 
     Args:
-        tokens: [B, S] int64.
+        tokens: Clean tokens. [B, S] int64
         strata: Numbers in [0, 1) that decide the noise level. [B] fp64
         uniform: Numbers in [0, 1) that decide which tokens are masked. [B, S] fp64
         maskable: Tokens that may be masked, at least one per row. [B, S] bool

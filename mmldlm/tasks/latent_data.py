@@ -22,8 +22,8 @@ class LatentData(StoreData):
 
     Attributes:
         config: Config of a task, with sections model, tokenizer and data (of stores).
-        latent_mean: [D] fp32, subtracted from a latent on its way into model space.
-        latent_std: [D] fp32, by which the difference is divided.
+        latent_mean: Mean, subtracted from a latent on its way into model space. [D] fp32
+        latent_std: Standard deviation, by which the difference is divided. [D] fp32
     """
 
     config: Any

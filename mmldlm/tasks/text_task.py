@@ -52,11 +52,11 @@ class TextScores:
     """Scores of B texts.
 
     Attributes:
-        nats: [B] fp64, the negative log-likelihood of a text (EOS counted) or one draw of an upper
-            bound on it.
-        correct: [B] fp64, scored tokens that are the most probable.
-        scored: [B] scored tokens.
-        length_nll: [B] nats of the length, or None for a model that writes EOS itself.
+        nats: Negative log-likelihood of each text (EOS counted), or one draw of an upper bound on
+            it. [B] fp64
+        correct: Number of scored tokens that are the most probable. [B] fp64
+        scored: Number of scored tokens. [B]
+        length_nll: Nats of the length; None for a model that writes EOS itself. [B]
     """
 
     nats: Tensor
@@ -227,7 +227,7 @@ class TextTask(Task):
 
         Args:
             pretrained: Model and its settings.
-            latents: [N, D] (or [N, M, D]) in the encoder's space, or None.
+            latents: Latents in the encoder's space, [N, D] (or [N, M, D]); None: no condition.
             sampler: One of `samplers`.
             seed: Seed of the draws; those of a sample depend on it and on the sample's index only.
             batch_tokens: Maximum of padded positions per pass; None: the task's choice.
@@ -288,13 +288,13 @@ class TextTask(Task):
 
         Args:
             tokens: Tokens with EOS, padded. [B, S] int64
-            real: [B, S] bool, True for tokens and EOS.
-            latents: [B, D] (or [B, M, D]) in model space (`scale_latents`); None: the null
-                condition.
-            uniform: [B, S + 1] fp64 in [0, 1), the same for every condition; the last column is
-                the same for all draws of a text and places it in its stratum.
-            stratum: (k, n): the draw is the k-th of n; draw a timestep or a count from this n-th
-                part of its range.
+            real: True for tokens and EOS. [B, S] bool
+            latents: Latents in model space (`scale_latents`), [B, D] (or [B, M, D]); None: the
+                null condition.
+            uniform: Numbers in [0, 1), the same for every condition; the last column is the same
+                for all draws of a text and places it in its stratum. [B, S + 1] fp64
+            stratum: Pair (k, n): the draw is the k-th of n; draw a timestep or a count from this
+                n-th part of its range.
         """
 
 

@@ -81,7 +81,7 @@ class Validation:
         task: Task whose objective and sums are evaluated.
         data: Data of the run.
         engine: Engine whose model is evaluated; every rank must call.
-        passes: (name, collator) of each pass over the samples.
+        passes: Name and collator of each pass over the samples.
         figures: Metrics from the totals of all passes.
 
     Attributes:

@@ -19,8 +19,8 @@ class Hypotheses(NamedTuple):
     """Earlier texts for the latents of a batch.
 
     Attributes:
-        tokens: int64 [B, S], EOS written; the pad token where a text has ended, and where it has
-            no word (a hole). Read where the batch has text.
+        tokens: Tokens with EOS; the pad token where a text has ended, and where it has no word (a
+            hole). Read where the batch has text. [B, S] int64
         latents: The encoder's embeddings of these texts, in model space. [B, N, D] or [B, D]
         given: True for samples that have one; of others the rest is not read. [B] bool
     """

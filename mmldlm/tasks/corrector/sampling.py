@@ -66,7 +66,7 @@ def correct(
     over NATS_A_COSINE.
 
     Args:
-        latents: [N, D] (or [N, M, D]) in the encoder's space.
+        latents: Latents in the encoder's space, [N, D] (or [N, M, D]).
         judge: Judge used for this call alone, so that its counts are those of this search; it
             embeds the texts.
         rounds: Number of rounds, each of CORRECTIONS judged edits of each latent; 0: the nearest

@@ -138,8 +138,8 @@ class BatchDraws(NamedTuple):
 
     Attributes:
         modes: Index in PURE_MODES.
-        text: fp64 low-discrepancy uniforms of the text timesteps.
-        latent: fp64 low-discrepancy uniforms of the latent timesteps.
+        text: Low-discrepancy uniforms of the text timesteps. [n] fp64
+        latent: Low-discrepancy uniforms of the latent timesteps. [n] fp64
     """
 
     modes: np.ndarray
@@ -152,17 +152,17 @@ class PaddedSamples(NamedTuple):
     dim.
 
     Attributes:
-        tokens: [B, S] int64, padded.
-        attention: [B, S] bool, True for real tokens and EOS.
-        latents: [B, D] fp32 in model space.
+        tokens: Padded tokens. [B, S] int64
+        attention: True for real tokens and EOS. [B, S] bool
+        latents: Latents in model space. [B, D] fp32
         noise: Standard normal noise, shaped as latents; None above MAX_HOST_NOISE elements a
             sample.
-        mask_uniform: [B, S] fp64, for the masks.
-        condition_uniform: [B] fp64, for the condition dropout.
-        text: [B] fp64, for text timesteps under timesteps=uniform.
-        latent: [B] fp64, for latent timesteps under timesteps=uniform.
-        condition: [B, 2] fp64, for l2t_condition_noise: whether, and how much; zeros where it is
-            off.
+        mask_uniform: Numbers in [0, 1) for the masks. [B, S] fp64
+        condition_uniform: Numbers in [0, 1) for the condition dropout. [B] fp64
+        text: Numbers for text timesteps under timesteps=uniform. [B] fp64
+        latent: Numbers for latent timesteps under timesteps=uniform. [B] fp64
+        condition: Numbers for l2t_condition_noise: whether, and how much; zeros where it is off.
+            [B, 2] fp64
     """
 
     tokens: Tensor
