@@ -165,7 +165,7 @@ class Editor:
     def _answers(
         self, texts: Sequence[Text], owners: Sequence[int], embedded: np.ndarray | None
     ) -> Iterator[tuple[Question, Answer]]:
-        """What the model says at each position and gap of each text."""
+        """What the model predicts at each position and gap of each text."""
         encoded = self._encode(owners)
         mask = self._pretrained.model.config.mask_token_id
         for questions, log_probs in self._log_probs(
@@ -237,7 +237,7 @@ class Editor:
     def _likeliest(
         self, questions: list[Question], log_probs: Tensor
     ) -> Iterator[tuple[Question, Answer]]:
-        """The likeliest tokens at each place of the questions, from log_probs [P, V]; NaN is an
+        """The likeliest tokens at each position of the questions, from log_probs [P, V]; NaN is an
         error.
         """
         values, index = log_probs.topk(
@@ -294,8 +294,8 @@ class Editor:
 
 
 class Answer(NamedTuple):
-    """What the model says at a place: the likeliest tokens, their log-probabilities, and that of
-    the old token.
+    """What the model predicts at a position: the likeliest tokens, their log-probabilities, and
+    that of the old token.
     """
 
     kind: int
@@ -311,7 +311,7 @@ def _edit(text: Text, kind: int, position: int, token: int) -> Text:
 
 
 def _edits(text: Text, answers: list[Answer], most: dict[int, int]) -> Edits:
-    """The likeliest edits of one text, from what the model says at its positions and gaps."""
+    """The likeliest edits of one text, from what the model predicts at its positions and gaps."""
     options: dict[int, list[tuple[float, int, int]]] = {SUBSTITUTE: [], INSERT: [], DELETE: []}
     for kind, position, tokens, log_probs, old in answers:
         less = old if kind == SUBSTITUTE else 0.0

@@ -75,7 +75,7 @@ def read_latents(path: str, pretrained: Pretrained) -> np.ndarray:
 
 
 def _warn_of_norms(norms: np.ndarray, path: str) -> None:
-    """Print which vectors are no unit vectors, by their norms [N, M]."""
+    """Warn of vectors that are not unit vectors, by their norms [N, M]."""
     others = np.flatnonzero((np.abs(norms - 1) > _NORM_TOLERANCE).any(axis=1))
     if not len(others):
         return

@@ -2,8 +2,8 @@
 
 The model proposes: one position after the other is masked, and its conditional probabilities give
 likely substitutions, insertions and deletions. Its own estimate of the embedding says what each
-would change. The few that are the most promising by both are shown to the judge, which alone
-decides. Where edits lead no further, the model writes new texts.
+would change. The few most promising edits by both go to the judge, which alone decides. Where
+edits lead no further, the model writes new texts.
 """
 
 from __future__ import annotations

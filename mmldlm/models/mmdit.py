@@ -96,8 +96,8 @@ class TextEncoder(nn.Module):
 
 
 def grid_positions(rows: int, columns: int, width: int) -> Tensor:
-    """Two-dimensional sinusoids of a grid's places, row by row; [rows * columns, width] fp32, of
-    amplitude 1.
+    """Two-dimensional sinusoids of a grid's positions, row by row; [rows * columns, width] fp32,
+    of amplitude 1.
 
     The formula of MAE (arXiv 2111.06377) and DiT (arXiv 2212.09748): with n = width / 4 and w_k =
     10000^(-k / n), k = 0 .. n - 1, a place (r, c) is [sin(c w), cos(c w), sin(r w), cos(r w)]. A

@@ -128,7 +128,7 @@ class CrossAttention(nn.Module):
         self.gate = nn.Parameter(torch.zeros(hidden_size))
 
     def keys_values(self, tokens: Tensor) -> KeysValues:
-        """Of latent tokens [B, M, H]: what sampling computes once."""
+        """Keys and values of latent tokens [B, M, H], which sampling computes once."""
         both = self.to_key_value(self.token_norm(tokens)).unflatten(-1, (2, self.n_heads, -1))
         return self.key_norm(both[:, :, 0]), both[:, :, 1]
 

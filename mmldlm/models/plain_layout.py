@@ -17,7 +17,7 @@ from mmldlm.models.packing import RECTANGLE_FILL, attention_dtype, has_varlen
 
 
 class Layout(NamedTuple):
-    """B samples of N text rows and P prefix rows each; R = N + B * P rows, W = P + S positions a
+    """B samples of N text rows and P prefix rows each; R = N + B * P rows, W = P + S positions per
     sample.
 
     Attributes:

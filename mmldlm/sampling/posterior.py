@@ -242,7 +242,7 @@ def _step_back(
 
 
 def _correct(denoise: _Denoiser, tokens: Tensor, rows: list[int], seed: int) -> tuple[Tensor, int]:
-    """Correct one token of every text a round, until it agrees with the model; also returns the
+    """Correct one token of every text per round, until it agrees with the model; also returns the
     rows computed.
     """
     state, width = denoise.state, tokens.shape[1]

@@ -116,8 +116,8 @@ class TextStrategy(ABC):
         return cls.settings_class(**given)
 
     def timesteps(self) -> Tensor:
-        """Return the timestep of each text, that of its share of masked tokens as in training: [B]
-        fp32.
+        """Return the timestep of each text, that of its fraction of masked tokens as in training:
+        [B] fp32.
         """
         return self.diffusion.timestep_of(self.state.masked_share()).float()
 
@@ -327,7 +327,7 @@ class RankedStrategy(TextStrategy):
 class ConfidenceStrategy(RankedStrategy):
     """Fill a given number of positions in each pass, the surest first (MaskGIT, arXiv 2202.04200).
 
-    How many, the noise schedule prescribes for num_steps (even for the log-linear one). A pass
+    The noise schedule prescribes how many for num_steps (equally many if it is log-linear). A pass
     decides at least one position, so a text of n tokens needs at most n passes. With spacing or
     distinct, what had to wait is filled in later passes, of which there may be more than
     num_steps.
@@ -435,8 +435,8 @@ class AncestralStrategy(RandomOrderStrategy):
 
 
 class ScheduledStrategy(RandomOrderStrategy):
-    """Fill evenly many tokens in each pass, in random order; with as many steps as tokens one at a
-    time, which is the law of `ancestral` in infinitely many steps.
+    """Fill equally many tokens in each pass, in random order; with as many steps as tokens one at
+    a time, which is the law of `ancestral` in infinitely many steps.
 
     The negative log-likelihood of these texts is at most sum_i n_i c(r_i), with n_i tokens in pass
     i, r_i before it, and c(r) the nats of a token given r others (studies/information measures

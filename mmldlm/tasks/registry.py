@@ -170,7 +170,7 @@ def _wrong_declarations(task: Task) -> list[str]:
 
 
 def _in_own_code(error: ImportError) -> str:
-    """Return where the user's module fails to import something; "" where it is the module that is
+    """Return where the user's module fails to import something; "" where the module itself is
     missing.
     """
     location = place_of(error)

@@ -259,8 +259,8 @@ class TextTask(Task):
         progress: Any = None,
         **options: Any,
     ) -> FoundTexts:
-        """Write a text for each latent [N, D] (or [N, M, D]) and correct it in some rounds, from
-        what the judge's embeddings of it say.
+        """Write a text for each latent [N, D] (or [N, M, D]) and correct it in some rounds, by the
+        judge's embeddings of it.
 
         Raises:
             UserError: the task has no corrections (`check_correction`).

@@ -177,8 +177,8 @@ class ArTask(BaselineTask):
         return write_texts(cast(PlainTransformer, pretrained.model), latents, **options)
 
     def writing_flops(self, model_config: Any, samples: TextSamples) -> float:
-        """A row of the cache is one token: all rows cost what a pass over the texts costs
-        a token.
+        """A row of the cache is one token: all rows cost what a pass over the texts costs per
+        token.
         """
         lengths = samples.lengths.tolist()
         return (

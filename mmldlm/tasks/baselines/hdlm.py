@@ -56,7 +56,7 @@ class HdlmData(LatentData):
         return cluster_tokens(vectors, count, specials, config.training.seed)
 
     def fingerprint(self) -> str:
-        """That of the training split and of the clusters: a resume must find both."""
+        """Fingerprint of the training split and of the clusters: a resume must find both."""
         return hashlib.sha256(super().fingerprint().encode() + self.clusters.tobytes()).hexdigest()
 
     def _vectors(self) -> np.ndarray:

@@ -295,7 +295,7 @@ class BaselineTask(TextTask):
         )
 
     def scored_share(self, config: BaselineConfig) -> float:
-        """Return the mean share of a text's tokens that the loss scores."""
+        """Return the mean fraction of a text's tokens that the loss scores."""
         return 1.0 if config.model.causal else 0.5
 
     def training_flops(
@@ -354,8 +354,8 @@ class BaselineTask(TextTask):
     def dropout_of_latents(
         self, config: BaselineConfig, condition_dropout: float | None
     ) -> float | None:
-        """Return the share of samples given the null latent, `condition_dropout` in place of that
-        of training; None: the model reads no latents.
+        """Return the fraction of samples that read the null latent, `condition_dropout` in place
+        of that of training; None: the model reads no latents.
         """
         if config.model.conditioning == "none":
             return None

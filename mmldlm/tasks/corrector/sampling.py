@@ -2,8 +2,8 @@
 proposes from a text and its embedding.
 
 As vec2text (arXiv 2310.06816) the model reads a text, z and z - ẑ. It does not write the text
-again: a pass says of every place what should stand there, and so which words are doubtful, which
-an encoder then judges one edit at a time.
+again: one pass predicts the word at every position, and so shows which words are doubtful; an
+encoder then judges one edit at a time.
 """
 
 from __future__ import annotations
@@ -95,13 +95,13 @@ def correct(
 
 
 class CorrectingEditor(Editor):
-    """Proposes edits by what the model makes of a text and of its embedding.
+    """Proposes edits from a text and its embedding.
 
-    A wholly masked row beside the text says of all its places what should stand there, and one
-    with a hole for each gap what is missing. But such a row reads the words around a place as a
-    guess alone. So the model is also asked without the hypothesis, with one [MASK] among the words
-    as they stand, and the mean of both log-probabilities counts. By the first alone texts come as
-    near in words that fit less (studies/inversion).
+    A wholly masked row beside the text predicts the word at every position, and one with a hole
+    for each gap predicts what is missing. Such a row reads the words around a position as a
+    hypothesis only. So the model is also asked without the hypothesis, with one [MASK] among the
+    words of the text, and the mean of both log-probabilities counts. By the first alone, texts
+    come as near with words that fit less (studies/inversion).
     """
 
     # More bring hardly nearer texts, and every one costs a pass of t2l (docs/sampling.md).

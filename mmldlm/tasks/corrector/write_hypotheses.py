@@ -1,10 +1,10 @@
 """Write hypotheses (`mmldlm hypotheses`): a trained model's texts for the latents of a
 store, embedded.
 
-A hypothesis stands beside the sample's own text, place by place, so that the corrector learns
-which of its words are wrong. Most are the text with some of its words written by the model; of the
-others, which it wrote whole, the words are laid beside those of the text: what is too much is left
-out, and where a word is missing there is a hole.
+A hypothesis is aligned with the sample's own text, position by position, so that the corrector
+learns which of its words are wrong. Most are the text with some of its words written by the model;
+the others, which it wrote whole, are aligned with the text: surplus words are left out, and where
+a word is missing there is a hole.
 
 The result is a store itself, of the same layout: its texts are the hypotheses, its latents their
 embeddings, and documents.npy says which sample of the original store each belongs to. As in
@@ -108,7 +108,7 @@ def write_hypotheses(
 
 
 class _Hypotheses:
-    """The share of one rank."""
+    """The work of one rank."""
 
     def __init__(self, options: HypothesisOptions, queue: TaskQueue, console: Console):
         self.options, self.queue, self.console = options, queue, console
@@ -351,7 +351,7 @@ def _check_model(pretrained: Pretrained, store: Store) -> None:
 
 
 def lay_beside(text: list[int], own: list[int], pad: int) -> list[int]:
-    """The words of a text at the places of those of another; pad where it has none.
+    """The words of a text aligned with those of another; pad where it has none.
 
     As long as the other.
     """

@@ -53,7 +53,7 @@ class CodeState(DecodingState):
         return self.tokens[:, : self.count, None]
 
     def masked_share(self) -> Tensor:
-        """Return the share of masked ids of each image, as in training: [B] fp64."""
+        """Return the fraction of masked ids of each image, as in training: [B] fp64."""
         return (self.ids[..., 0] == self.mask_token_id).sum(1) / float(self.count)
 
     def targets(self, positions: Tensor) -> TokenQuery:

@@ -287,7 +287,7 @@ class TranslationTrainingConfig(TrainingConfig):
         return self
 
     def mode_weights(self) -> dict[str, float]:
-        """Shares of the three pure modes, adding up to 1."""
+        """Fractions of the three pure modes, which add up to 1."""
         if self.loss_type != "mixed":
             return {mode: float(mode == self.loss_type) for mode in PURE_MODES}
         weights = self.loss_type_weights or dict.fromkeys(PURE_MODES, 1.0)

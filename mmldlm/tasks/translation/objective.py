@@ -157,7 +157,7 @@ class TranslationObjective:
         )
 
     def _latent_error(self, prediction: Tensor, target: Tensor) -> Tensor:
-        """[B] (of several latents a sample [B, N]) mean squared error over D in fp32.
+        """[B] (of several latents per sample [B, N]) mean squared error over D in fp32.
 
         Or MM-LDLM's, between L2-normalized vectors, summed over D.
         """
