@@ -90,7 +90,7 @@ class ArObjective:
 
     def __init__(self, config: ArConfig):
         self.config = config
-        # Taken into the rows' weights the share saves a pass over the head's gradients; float16
+        # Taken into the rows' weights, 1 / tokens saves a pass over the head's gradients; float16
         # lacks the range.
         self._weighs_inside = config.training.dtype != "fp16"
 

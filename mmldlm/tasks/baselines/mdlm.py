@@ -67,7 +67,7 @@ class MdlmObjective:
 
     def __init__(self, config: MdlmConfig):
         self.loss = config.loss
-        # Taken into the rows' weights the share saves a pass over the head's gradients; float16
+        # Taken into the rows' weights, 1 / tokens saves a pass over the head's gradients; float16
         # lacks the range.
         self._weighs_inside = config.training.dtype != "fp16"
 
