@@ -153,11 +153,11 @@ class Editor:
         """
         if not texts:
             return []
-        found: list[list[Answer]] = [[] for _ in texts]
+        answers_by_text: list[list[Answer]] = [[] for _ in texts]
         with torch.inference_mode():
             for question, answer in self._answers(texts, owners, embedded):
-                found[question.source].append(answer)
-        edits = [_edits(text, answers, self.most) for text, answers in zip(texts, found)]
+                answers_by_text[question.source].append(answer)
+        edits = [_edits(text, answers, self.most) for text, answers in zip(texts, answers_by_text)]
         if self.estimates_shifts:
             self._estimate_shifts(texts, edits)
         return edits
@@ -165,13 +165,13 @@ class Editor:
     def _answers(
         self, texts: Sequence[Text], owners: Sequence[int], embedded: np.ndarray | None
     ) -> Iterator[tuple[Question, Answer]]:
-        """What the model says at each position and gap of each text."""
+        """What the model predicts at each position and gap of each text."""
         encoded = self._encode(owners)
         mask = self._pretrained.model.config.mask_token_id
-        for own, log_probs in self._log_probs(
+        for questions, log_probs in self._log_probs(
             [*self._substitutions(texts), *self._gaps(texts, mask)], encoded
         ):
-            yield from self._likeliest(own, log_probs)
+            yield from self._likeliest(questions, log_probs)
 
     def _encode(self, owners: Sequence[int]) -> EncodedLatent:
         """The latents of the texts, as the model's blocks read them."""
@@ -181,19 +181,22 @@ class Editor:
         """A row with one [MASK] for each position of each text."""
         mask = self._pretrained.model.config.mask_token_id
         return [
-            Question(source, SUBSTITUTE, _edit(text, SUBSTITUTE, place, mask), (place,), (old,))
+            Question(
+                source, SUBSTITUTE, _edit(text, SUBSTITUTE, position, mask), (position,), (old,)
+            )
             for source, text in enumerate(texts)
-            for place, old in enumerate(text)
+            for position, old in enumerate(text)
         ]
 
     def _gaps(self, texts: Sequence[Text], token: int) -> list[Question]:
         """A row with a token in each gap of each text that is not as long as it can be."""
-        longest = self._pretrained.model.config.max_seq_len - 1  # EOS needs a place
+        # EOS needs a position.
+        longest = self._pretrained.model.config.max_seq_len - 1
         return [
-            Question(source, INSERT, _edit(text, INSERT, place, token), (place,), (-1,))
+            Question(source, INSERT, _edit(text, INSERT, position, token), (position,), (-1,))
             for source, text in enumerate(texts)
             if len(text) < longest
-            for place in range(len(text) + 1)
+            for position in range(len(text) + 1)
         ]
 
     def _log_probs(
@@ -206,7 +209,7 @@ class Editor:
         all batches.
 
         Args:
-            read: gives their logits, as `_logits`, which is the default.
+            read: Function that returns their logits; None: `_logits`.
         """
         config, device = self._pretrained.model.config, device_of(self._pretrained.model)
         lengths = [len(question.words) + 1 for question in questions]
@@ -215,24 +218,26 @@ class Editor:
                 [n for n, one in zip(lengths, questions) if len(one.places) == scored], scored
             )
         for batch in token_budget_batches(lengths, self._batch_tokens):
-            own = [questions[row] for row in batch.tolist()]
+            asked = [questions[row] for row in batch.tolist()]
             ids, real = pad_texts(
-                [one.words for one in own], config.eos_token_id, config.pad_token_id, device
+                [one.words for one in asked], config.eos_token_id, config.pad_token_id, device
             )
             places = [
-                i * ids.shape[1] + place for i, one in enumerate(own) for place in one.places
+                i * ids.shape[1] + position
+                for i, one in enumerate(asked)
+                for position in one.places
             ]
-            sources = torch.tensor([one.source for one in own], device=device)
+            sources = torch.tensor([one.source for one in asked], device=device)
             logits = (read or self._logits)(
                 ids, real, torch.tensor(places, device=device), encoded.select(sources)
             )
             logits[:, self._special] = float("-inf")
-            yield own, logits.log_softmax(-1)
+            yield asked, logits.log_softmax(-1)
 
     def _likeliest(
         self, questions: list[Question], log_probs: Tensor
     ) -> Iterator[tuple[Question, Answer]]:
-        """The likeliest tokens at each place of the questions, from log_probs [P, V]; NaN is an
+        """The likeliest tokens at each position of the questions, from log_probs [P, V]; NaN is an
         error.
         """
         values, index = log_probs.topk(
@@ -240,14 +245,15 @@ class Editor:
         )
         check_finite(values)
         old = torch.tensor(
-            [max(token, 0) for one in questions for token in one.old], device=log_probs.device
+            [max(token, 0) for question in questions for token in question.old],
+            device=log_probs.device,
         )
-        said = zip(
+        answers = zip(
             index.tolist(), values.tolist(), log_probs.gather(1, old[:, None])[:, 0].tolist()
         )
-        for one in questions:
-            for place in one.places:
-                yield one, Answer(one.kind, place, *next(said))
+        for question in questions:
+            for position in question.places:
+                yield question, Answer(question.kind, position, *next(answers))
 
     def _logits(self, ids: Tensor, real: Tensor, places: Tensor, encoded: EncodedLatent) -> Tensor:
         """Logits [P, V] at places [P] of B * S, of rows [B, S] with one [MASK] each."""
@@ -277,7 +283,8 @@ class Editor:
         )
 
     def _count(self, lengths: Sequence[int], scored: int, passes: int = 1) -> None:
-        task: Any = self._pretrained.task  # of masked diffusion
+        # A task of masked diffusion, which has `pass_flops`.
+        task: Any = self._pretrained.task
         config = self._pretrained.model.config
         counts = np.bincount(lengths)
         flops = sum(
@@ -287,8 +294,8 @@ class Editor:
 
 
 class Answer(NamedTuple):
-    """What the model says at a place: the likeliest tokens, their log-probabilities, and that of
-    the old token.
+    """What the model predicts at a position: the likeliest tokens, their log-probabilities, and
+    that of the old token.
     """
 
     kind: int
@@ -298,31 +305,31 @@ class Answer(NamedTuple):
     old_log_prob: float
 
 
-def _edit(text: Text, kind: int, place: int, token: int) -> Text:
+def _edit(text: Text, kind: int, position: int, token: int) -> Text:
     new = () if kind == DELETE else (token,)
-    return text[:place] + new + text[place + (kind != INSERT) :]
+    return text[:position] + new + text[position + (kind != INSERT) :]
 
 
 def _edits(text: Text, answers: list[Answer], most: dict[int, int]) -> Edits:
-    """The likeliest edits of one text, from what the model says at its positions and gaps."""
+    """The likeliest edits of one text, from what the model predicts at its positions and gaps."""
     options: dict[int, list[tuple[float, int, int]]] = {SUBSTITUTE: [], INSERT: [], DELETE: []}
-    for kind, place, tokens, log_probs, old in answers:
+    for kind, position, tokens, log_probs, old in answers:
         less = old if kind == SUBSTITUTE else 0.0
-        options[kind] += [(gain - less, place, token) for gain, token in zip(log_probs, tokens)]
+        options[kind] += [(gain - less, position, token) for gain, token in zip(log_probs, tokens)]
         if kind == SUBSTITUTE and len(text) > 1:
-            options[DELETE].append((-old, place, -1))
+            options[DELETE].append((-old, position, -1))
     chosen, seen = [], {text}
-    for kind, found in options.items():
-        number = 0
-        for gain, place, token in sorted(
-            found, key=lambda option: (-option[0], option[1], option[2])
+    for kind, candidates in options.items():
+        num_chosen = 0
+        for gain, position, token in sorted(
+            candidates, key=lambda option: (-option[0], option[1], option[2])
         ):
-            changed = _edit(text, kind, place, token)
+            changed = _edit(text, kind, position, token)
             if changed not in seen:
                 seen.add(changed)
-                chosen.append((kind, place, token, gain))
-                number += 1
-            if number == most[kind]:
+                chosen.append((kind, position, token, gain))
+                num_chosen += 1
+            if num_chosen == most[kind]:
                 break
     columns = list(zip(*chosen)) or [(), (), (), ()]
     return Edits(

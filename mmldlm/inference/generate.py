@@ -69,7 +69,8 @@ def sample_l2t(
     `records_passes`).
     """
     references, latents, num_unknown = read_l2t_input(pretrained, options, progress)
-    more = {} if recorder is None else {"recorder": recorder}  # a task may not know it
+    # The `write_texts` of a task may have no argument recorder.
+    more = {} if recorder is None else {"recorder": recorder}
     samples = write_from_latents(pretrained, options, references, latents, progress, **more)
     for record in samples.records if num_unknown else ():
         record["num_unknown"] = num_unknown[record["latent"]]
@@ -169,8 +170,10 @@ def _write_texts(
     **more: Any,
 ) -> TextSamples:
     """Call the task's sampler with the options that it reads."""
-    own = _writing_options(pretrained, options)
-    return pretrained.task.write_texts(pretrained, latents, seed=options.seed, **own, **more)
+    writing_options = _writing_options(pretrained, options)
+    return pretrained.task.write_texts(
+        pretrained, latents, seed=options.seed, **writing_options, **more
+    )
 
 
 def read_l2t_input(
@@ -207,7 +210,8 @@ def sample_t2l(pretrained: Pretrained, options: SampleOptions, progress: Progres
     steps = options.num_steps or steps_given_text(pretrained.latent_diffusion)
     method, eta, guidance = options.method, options.eta, options.guidance
     assert method is not None and eta is not None and guidance is not None
-    LatentSolver(pretrained.latent_diffusion, steps, method, eta)  # refuses what it does not have
+    # The solver refuses what it does not have.
+    LatentSolver(pretrained.latent_diffusion, steps, method, eta)
     if steps == 1 and (eta != 0 or method != "ddim"):
         raise UserError(
             "--num-steps of at least 2 with --eta or another --method than ddim",
@@ -240,11 +244,11 @@ def sample_t2l(pretrained: Pretrained, options: SampleOptions, progress: Progres
             "index": i,
             "text": text,
             "num_tokens": len(row),
-            "num_unknown": number,
+            "num_unknown": num_unknown,
             "latent": i,
             "norm": norm,
         }
-        for i, (text, row, number, norm) in enumerate(zip(texts, ids, unknown, norms))
+        for i, (text, row, num_unknown, norm) in enumerate(zip(texts, ids, unknown, norms))
     ]
     cosines = _encoder_cosines(pretrained, texts, latents.numpy(), progress)
     extra: dict[str, Any] = {"num_steps": steps}
@@ -362,16 +366,19 @@ def _sample_together(
     count, steps = options.num_samples, options.num_steps
     assert options.sampler is not None
     reads = strategy_class(options.sampler).reads()
-    own = [key for key in STRATEGY_OPTIONS - {"num_steps"} if getattr(options, key) is not None]
-    if "num_steps" not in reads or own:
-        found = ", ".join([f"--sampler {options.sampler}", *map(flag, own)])
+    strategy_options = [
+        key for key in STRATEGY_OPTIONS - {"num_steps"} if getattr(options, key) is not None
+    ]
+    if "num_steps" not in reads or strategy_options:
+        description = ", ".join([f"--sampler {options.sampler}", *map(flag, strategy_options)])
         expected = (
             "a sampler by --num-steps alone with method joint, in which text and embedding share"
             " the steps"
         )
-        raise UserError(expected, found, "add --method chain, or choose another --sampler")
+        raise UserError(expected, description, "add --method chain, or choose another --sampler")
     latents = "embeddings" if pretrained.image is None else "images"
-    task: Any = pretrained.task  # one that predicts latents, and so has `draw_pairs`
+    # A task that predicts latents, and so has `draw_pairs`.
+    task: Any = pretrained.task
     return task.draw_pairs(
         pretrained,
         count,
@@ -394,7 +401,8 @@ def _sample_chain(
 ) -> tuple[TextSamples, torch.Tensor]:
     count, steps = options.num_samples, options.num_steps
     what = "embeddings" if pretrained.image is None else "images"
-    task: Any = pretrained.task  # one that predicts latents, and so has `draw_latents`
+    # A task that predicts latents, and so has `draw_latents`.
+    task: Any = pretrained.task
     latents = task.draw_latents(
         pretrained,
         count,

@@ -27,9 +27,8 @@ from mmldlm.utils.formatting import count_noun
 from mmldlm.utils.progress import ProgressBar, ProgressCallback
 
 FOLDER, SHEET = "images", "sheet.png"
-EACH_PICTURE = (  # pattern of the files of `write_pictures`, besides the sheet
-    f"{FOLDER}/[0-9]*.png"
-)
+# Pattern of the files of `write_pictures`, besides the sheet.
+EACH_PICTURE = f"{FOLDER}/[0-9]*.png"
 MAX_ON_SHEET = 96
 
 
@@ -70,7 +69,8 @@ def make_images(
     Returns:
         latents [B, N, D] fp32 (of ids [B, N, 1] int64) and images [B, S, S, C] uint8.
     """
-    task: Any = pretrained.task  # one of images, and so has `draw_images`
+    # A task of images, and so has `draw_images`.
+    task: Any = pretrained.task
     latents = task.draw_images(
         pretrained,
         captions,
@@ -91,12 +91,17 @@ def open_image_store(root: str, codec: ImageCodec) -> Store:
     """
     store = Store(root, "validation")
     check_store_kind(store, "image")
-    own, found = codec.identity, ImageCodec.open(store.manifest, store.root).identity
-    if wrong := [key for key in own if own[key] != found.get(key) and key not in HINTS]:
+    model_identity = codec.identity
+    store_identity = ImageCodec.open(store.manifest, store.root).identity
+    if wrong := [
+        key
+        for key in model_identity
+        if model_identity[key] != store_identity.get(key) and key not in HINTS
+    ]:
         raise UserError(
             "images as the model was trained on:"
-            f" {', '.join(f'{key} {own[key]}' for key in wrong)}",
-            f"{', '.join(f'{key} {found.get(key)}' for key in wrong)} in {store.root}",
+            f" {', '.join(f'{key} {model_identity[key]}' for key in wrong)}",
+            f"{', '.join(f'{key} {store_identity.get(key)}' for key in wrong)} in {store.root}",
             "name the store of its training, or prepare images in the same way",
         )
     return store
@@ -117,7 +122,7 @@ def sample_t2i(pretrained: Pretrained, options: SampleOptions, progress: Progres
         texts = given_texts(options.text, options.text_file)
     source = np.arange(options.num_samples or len(texts)) % len(texts)
     ids = tokenize_texts(texts, pretrained)
-    given = [] if options.data else unknown_tokens(texts, ids, pretrained)
+    num_unknown = [] if options.data else unknown_tokens(texts, ids, pretrained)
     task: Any = pretrained.task
     steps, guidance = options.num_steps, options.guidance
     assert steps is not None and guidance is not None
@@ -142,8 +147,8 @@ def sample_t2i(pretrained: Pretrained, options: SampleOptions, progress: Progres
         }
         for i, row in enumerate(source.tolist())
     ]
-    for record, row in zip(records, source.tolist() if given else ()):
-        record["num_unknown"] = given[row]
+    for record, row in zip(records, source.tolist() if num_unknown else ()):
+        record["num_unknown"] = num_unknown[row]
     return Samples(records, latents, {}, images, None if real is None else real[source])
 
 

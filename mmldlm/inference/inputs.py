@@ -52,8 +52,8 @@ def read_latents(path: str, pretrained: Pretrained) -> np.ndarray:
     except (OSError, ValueError) as error:
         raise UserError(expected, f"not a .npy file: {error}", fix) from error
     num_ids = pretrained.num_ids
-    kind = np.floating if num_ids is None else np.integer
-    if not isinstance(values, np.ndarray) or not np.issubdtype(values.dtype, kind):
+    number_type = np.floating if num_ids is None else np.integer
+    if not isinstance(values, np.ndarray) or not np.issubdtype(values.dtype, number_type):
         raise UserError(expected, f"{getattr(values, 'dtype', type(values).__name__)}", fix)
     rows = values[None] if values.ndim == len(shape) else values
     if rows.shape[1:] != shape or rows.size == 0:
@@ -63,7 +63,8 @@ def read_latents(path: str, pretrained: Pretrained) -> np.ndarray:
         check_ids(rows, num_ids, path)
         return rows
     rows = np.ascontiguousarray(rows, dtype=np.float32)
-    is_zero = ~rows.any(-1) & (pretrained.image is None)  # a patch of an image may be zero
+    # A patch of an image may be zero.
+    is_zero = ~rows.any(-1) & (pretrained.image is None)
     bad = np.unique(np.nonzero(~np.isfinite(rows).all(-1) | is_zero)[0])
     if len(bad):
         rows_found = f"NaN, infinite or zero vectors in rows {join_some(bad, 10)}"
@@ -74,15 +75,15 @@ def read_latents(path: str, pretrained: Pretrained) -> np.ndarray:
 
 
 def _warn_of_norms(norms: np.ndarray, path: str) -> None:
-    """Print which vectors are no unit vectors, by their norms [N, M]."""
+    """Warn of vectors that are not unit vectors, by their norms [N, M]."""
     others = np.flatnonzero((np.abs(norms - 1) > _NORM_TOLERANCE).any(axis=1))
     if not len(others):
         return
-    found = norms[others]
+    other_norms = norms[others]
     what = (
-        f"norm {found.min():.3g}"
-        if np.ptp(found) < 1e-3
-        else f"norms {found.min():.3g} to {found.max():.3g}"
+        f"norm {other_norms.min():.3g}"
+        if np.ptp(other_norms) < 1e-3
+        else f"norms {other_norms.min():.3g} to {other_norms.max():.3g}"
     )
     rows = "the vectors" if len(others) == len(norms) else f"{len(others)} of {len(norms)} vectors"
     named = "" if len(others) == len(norms) else f" (rows {join_some(others, 10)})"
@@ -212,14 +213,16 @@ def given_texts(texts: list[str] | None, text_file: str | None) -> list[str]:
                 line for _, line in FileUnit(Path(text_file), "txt", 0, None).lines(counts) if line
             ]
         except OSError as error:
-            found = f"{text_file}: {describe_os_error(error)}"
+            description = f"{text_file}: {describe_os_error(error)}"
             raise UserError(
-                "a text file with one text per line", found, "check the path"
+                "a text file with one text per line", description, "check the path"
             ) from error
         if counts[TOO_LARGE]:
-            found = f"{counts[TOO_LARGE]} longer lines in {text_file}"
+            description = f"{counts[TOO_LARGE]} longer lines in {text_file}"
             raise UserError(
-                f"lines of at most {MAX_TEXT_BYTES:,} bytes", found, "split them into sentences"
+                f"lines of at most {MAX_TEXT_BYTES:,} bytes",
+                description,
+                "split them into sentences",
             )
     if not texts or any(not text.strip() for text in texts):
         raise UserError(
@@ -257,11 +260,11 @@ def check_unknown(
                 " another tokenizer",
             )
     unknown = [num_unknown for num_unknown, _ in counts]
-    if some := [text for text, number in zip(texts, unknown) if number]:
+    if some := [text for text, num_unknown in zip(texts, unknown) if num_unknown]:
         print(
-            f"warning: {sum(unknown)} of {sum(number for _, number in counts)} tokens are unknown"
-            f" ([UNK]) to the tokenizer {whose}: words that it does not know are all the same to"
-            f" it; in {join_some((repr(text[:60]) for text in some), 3)}",
+            f"warning: {sum(unknown)} of {sum(num_tokens for _, num_tokens in counts)} tokens are"
+            f" unknown ([UNK]) to the tokenizer {whose}: words that it does not know are all the"
+            f" same to it; in {join_some((repr(text[:60]) for text in some), 3)}",
             file=sys.stderr,
         )
     return unknown

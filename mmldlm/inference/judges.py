@@ -46,11 +46,11 @@ class EncoderJudge(Judge):
                 "install that encoder, or add --judge t2l, the model's own estimate of embeddings"
             )
             raise UserError(expected, reason_without_encoder(error), fix) from error
-        dims, own = pretrained.model.config.latent_dim, self._encoder.latent_dim
-        if dims != own:
+        dims, encoder_dims = pretrained.model.config.latent_dim, self._encoder.latent_dim
+        if dims != encoder_dims:
             raise UserError(
                 f"an encoder of {dims} dimensions, those of the model's latents",
-                f"{own} dimensions from {self._encoder.source}",
+                f"{encoder_dims} dimensions from {self._encoder.source}",
                 'correct "encoder" in the config.json of the model, or add --judge t2l',
             )
 
@@ -90,7 +90,8 @@ class T2lJudge(Judge):
         pretrained, lengths = self._pretrained, [len(text) + 1 for text in texts]
         config, steps = pretrained.model.config, steps_given_text(pretrained.latent_diffusion)
         self.num_tokens += sum(lengths)
-        task: Any = pretrained.task  # of masked diffusion, as all that estimate embeddings
+        # A task of masked diffusion, as all that estimate embeddings.
+        task: Any = pretrained.task
         self.flops += steps * sum(task.pass_flops(config, length, 0) for length in lengths)
         return estimate_embeddings(pretrained, texts)
 

@@ -60,16 +60,16 @@ def load_model(
         config_class: Any = task.config_class.model_fields["model"].annotation
         config = checked_section(values, config_class, config_path)
         shapes = {name: info.shape for name, info in weights.tensors.items()}
-        kind = task.model_class()
+        model_class = task.model_class()
         # Before anything is allocated: a corrupt config may name any size.
-        check_shapes(kind, config, shapes, config_path)
-        model = kind(config)
+        check_shapes(model_class, config, shapes, config_path)
+        model = model_class(config)
         _copy_weights(model, weights)
         if isinstance(model, BaseTransformer):
             model.check_latent_statistics(weights.path)
-    kept = {name: model.get_buffer(name).clone() for name in task.buffers}
+    buffers = {name: model.get_buffer(name).clone() for name in task.buffers}
     model.to(device=device, dtype=dtype)
-    for name, buffer in kept.items():
+    for name, buffer in buffers.items():
         owner, _, own_name = name.rpartition(".")
         setattr(model.get_submodule(owner), own_name, buffer.to(device))
     return model.eval(), values, config_path, task
@@ -91,8 +91,10 @@ def _task_of(values: dict[str, Any], config_path: Path) -> TextTask:
             "convert it with `mmldlm convert` and sample it with the library that it belongs to",
         )
     if values.get("architecture", task.architecture) != task.architecture:
-        found = f"{values['architecture']!r}"
-        raise UserError(f"the config of a {task.architecture} in {config_path}", found, CONVERT)
+        architecture = f"{values['architecture']!r}"
+        raise UserError(
+            f"the config of a {task.architecture} in {config_path}", architecture, CONVERT
+        )
     return task
 
 
@@ -119,11 +121,11 @@ def _find_config(opened: OpenedCheckpoint, named: str | Path) -> Path:
 
 @torch.no_grad()
 def _copy_weights(model: nn.Module, weights: WeightSource) -> None:
-    own = model.state_dict()
+    state = model.state_dict()
     # Of tied weights, one name is enough: they share their memory.
     for name, info in weights.tensors.items():
         if not is_removed_weight(name):
-            own[name].copy_(as_torch(weights.read(name), info.dtype))
+            state[name].copy_(as_torch(weights.read(name), info.dtype))
     weights.finish()
 
 
@@ -203,12 +205,12 @@ def _load_tokenizer(folder: Path, model: Any) -> Any:
     expected = {
         key: getattr(config, key) for key in ("mask_token_id", "pad_token_id", "eos_token_id")
     }
-    found = {key: getattr(tokenizer, key) for key in expected}
-    if found != expected or len(tokenizer) > config.vocab_size:
+    token_ids = {key: getattr(tokenizer, key) for key in expected}
+    if token_ids != expected or len(tokenizer) > config.vocab_size:
         raise UserError(
             f"the tokenizer the model was trained with in {path}: {expected}, at most"
             f" {config.vocab_size} tokens",
-            f"{found}, {len(tokenizer)} tokens",
+            f"{token_ids}, {len(tokenizer)} tokens",
             CONVERT,
         )
     return tokenizer

@@ -2,8 +2,8 @@
 
 The model proposes: one position after the other is masked, and its conditional probabilities give
 likely substitutions, insertions and deletions. Its own estimate of the embedding says what each
-would change. The few that are the most promising by both are shown to the judge, which alone
-decides. Where edits lead no further, the model writes new texts.
+would change. The few most promising edits by both go to the judge, which alone decides. Where
+edits lead no further, the model writes new texts.
 """
 
 from __future__ import annotations
@@ -143,12 +143,12 @@ def local_search(
     more than `judge_calls` texts of the judge.
 
     Args:
-        latents: [N, D] (or [N, M, D]) in the encoder's space.
-        judge: used for this call alone, so that its counts are those of this search.
-        editor_class: proposes the edits.
-        seed: of the draws of the texts that the model writes; edits draw nothing.
-        progress: called after every round with the latents that are finished and all.
-        options: of `TextTask.write_texts`, for these texts.
+        latents: Latents in the encoder's space, [N, D] (or [N, M, D]).
+        judge: Judge used for this call alone, so that its counts are those of this search.
+        editor_class: Class of the editors, which propose the edits.
+        seed: Seed of the draws of the texts that the model writes; edits draw nothing.
+        progress: Callback after every round, with the number of finished latents and of all.
+        options: Options of `TextTask.write_texts`, for these texts.
 
     Raises:
         UserError: a task without masked positions to refill.
@@ -258,23 +258,26 @@ def _take_editing_round(
     before = [beam.best for beam in beams]
     texts = [_promising(beam) for beam in beams]
     numbers = _judge(judge, beams, texts, settings, settings.calls_a_round)
-    for beam, best, number in zip(beams, before, numbers):
+    for beam, best, num_judged in zip(beams, before, numbers):
         beam.stale = 0 if beam.best > best + MIN_GAIN else beam.stale + 1
-        beam.edited_out = number == 0
+        beam.edited_out = num_judged == 0
 
 
 def _promising(beam: _Beam) -> dict[Text, float]:
     """New texts from all members of a beam, the most promising first, with the log-ratio of the
     best way to each.
     """
-    found: dict[Text, tuple[float, float]] = {}
+    best_ways: dict[Text, tuple[float, float]] = {}
     for member in beam.edited():
         assert member.edits is not None
         scores = member.edits.scores(member.embedding, beam.target).tolist()
         for row, (score, log_ratio) in enumerate(zip(scores, member.edits.log_ratios.tolist())):
             text, way = member.edits.apply(member.text, row), (score, member.log_ratio + log_ratio)
-            found[text] = max(way, found.get(text, way))
-    return {text: found[text][1] for text in sorted(found, key=lambda text: -found[text][0])}
+            best_ways[text] = max(way, best_ways.get(text, way))
+    return {
+        text: best_ways[text][1]
+        for text in sorted(best_ways, key=lambda text: -best_ways[text][0])
+    }
 
 
 def _judge(
@@ -288,21 +291,21 @@ def _judge(
     were judged.
 
     Args:
-        texts: with the log-ratio of each.
+        texts: Texts with the log-ratio of each.
     """
-    strings = iter(judge.strings([text for own in texts for text in own]))
+    strings = iter(judge.strings([text for log_ratios in texts for text in log_ratios]))
     chosen: list[tuple[_Beam, Text, float]] = []
     numbers = []
-    for beam, own in zip(beams, texts):
-        room, number = min(most, settings.judge_calls - beam.calls), 0
-        for text, log_ratio in own.items():
+    for beam, log_ratios in zip(beams, texts):
+        room, num_judged = min(most, settings.judge_calls - beam.calls), 0
+        for text, log_ratio in log_ratios.items():
             string = next(strings)
-            if number < room and string not in beam.seen:
+            if num_judged < room and string not in beam.seen:
                 beam.seen.add(string)
                 chosen.append((beam, text, log_ratio))
-                number += 1
-        beam.calls += number
-        numbers.append(number)
+                num_judged += 1
+        beam.calls += num_judged
+        numbers.append(num_judged)
     if not chosen:
         return numbers
     embedded = judge.embed([text for _, text, _ in chosen])

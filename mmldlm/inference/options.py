@@ -28,7 +28,8 @@ from mmldlm.sampling.settings import (
 from mmldlm.utils import option_types
 from mmldlm.utils.settings import Settings, flag, flags, option, options_of, same_option
 
-if TYPE_CHECKING:  # a task imports torch, which --help does without
+# A task imports torch, which --help does without.
+if TYPE_CHECKING:
     from mmldlm.tasks.text_task import TextTask
 
 IMAGE_STEPS = 20
@@ -140,7 +141,7 @@ class SearchOptions(Settings):
         """Check the search against the task and the other options that were given.
 
         Args:
-            given: names of the options that the user gave a value.
+            given: Names of the options that the user gave a value.
 
         Raises:
             UserError: a task that lacks the search, or an option that the search chooses itself.
@@ -148,10 +149,10 @@ class SearchOptions(Settings):
         if self.way is None:
             return
         name = f"--search {self.search}" if self.correct is None else "--correct"
-        if own := [key for key in OWN_CHOICES if key in given]:
+        if chosen_by_search := [key for key in OWN_CHOICES if key in given]:
             raise UserError(
                 f"{name} without options that it does not read",
-                f"{flags(own)} with {name}, which chooses its samplers itself",
+                f"{flags(chosen_by_search)} with {name}, which chooses its samplers itself",
                 f"omit them, or omit {name}",
             )
         if self.correct is not None:
@@ -429,14 +430,14 @@ def check_read(kind: str, given: Collection[str]) -> None:
 
 def add_sample_options(parser: argparse.ArgumentParser, kind: str | None) -> None:
     """Add the options of one kind of samples, or of all; without a value they are None."""
-    for key, own in options_of(SampleOptions).items():
-        arguments, reads = own.parser_arguments(), READERS[key]
+    for key, one in options_of(SampleOptions).items():
+        arguments, reads = one.parser_arguments(), READERS[key]
         if kind is None:
             values = ", ".join(
                 f"{name} {value}" for name, value in reads.items() if value is not None
             )
             readers = "" if len(reads) == len(KINDS) else f"{', '.join(reads)}: "
-            arguments["help"] = readers + own.help + (f" (default: {values})" if values else "")
+            arguments["help"] = readers + one.help + (f" (default: {values})" if values else "")
         elif kind not in reads:
             continue
         elif reads[kind] is not None:

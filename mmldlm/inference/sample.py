@@ -95,7 +95,8 @@ def fit_options(
     _fit_to_task(pretrained, kind, given, values)
     mode = IMAGE_KINDS.get(kind, kind)
     if mode != "unconditional" or pretrained.latent_config is None:
-        pretrained.check_mode(mode)  # else choose_method checks the modes
+        # Else `choose_method` checks the modes.
+        pretrained.check_mode(mode)
     options = SampleOptions(**values, seed=seed)
     pretrained.check_guidance(1.0 if options.guidance is None else options.guidance)
     return kind, options
@@ -112,7 +113,8 @@ def _fit_to_latents(
         and values["guidance"] is not None
         and pretrained.condition_dropout == 0
     ):
-        values["guidance"] = 1.0  # no null condition was trained
+        # No null condition was trained.
+        values["guidance"] = 1.0
     unread = task.unread_of_kinds.get(kind, ())
     if wrong := [key for key in unread if key in given]:
         latents = f"{pretrained.image['latents']}, which are {task.corruption}"

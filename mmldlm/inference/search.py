@@ -36,8 +36,8 @@ def run_search(
     """Search the text of each latent [N, D] (or [N, M, D]).
 
     Args:
-        judge: of `open_judge`, not used before.
-        writing: of `TextTask.write_texts`, without OWN_CHOICES.
+        judge: Judge of `open_judge`, not used before.
+        writing: Options of `TextTask.write_texts`, without OWN_CHOICES.
     """
     shared = {"seed": seed, "progress": progress, **writing}
     if options.correct is not None:

@@ -25,15 +25,15 @@ class TextInputs(NamedTuple):
     """Texts of a batch.
 
     Attributes:
-        tokens: int64, S <= max_seq_len. [B, S]
+        tokens: Token ids; S <= max_seq_len. [B, S] int64
         timesteps: In [0, 1], 0 clean, 1 fully masked; None: 0. [B]
-        attention_mask: bool, True for real tokens; None: all are. Tokens at a False position do
-            not change results at a True one. [B, S]
-        is_null: bool, samples whose text is replaced by the learned null; None: none. [B]
-        token_positions: int64 indices into B * S, ascending, of the text that may be attended to:
-            the real tokens, of a null text its first position. Where a query names positions,
-            only these are computed. None: found from the mask on a CPU; on a GPU, where that
-            would make the host wait, padding is computed, too. [N]
+        attention_mask: True for real tokens; None: all are. Tokens at a False position do not
+            change results at a True one. [B, S] bool
+        is_null: Samples whose text is replaced by the learned null; None: none. [B] bool
+        token_positions: Ascending int64 indices into B * S of the text that may be attended to:
+            the real tokens, of a null text its first position. Where a query names positions, only
+            these are computed. None: found from the mask on a CPU; on a GPU, where that would make
+            the host wait, padding is computed, too. [N]
     """
 
     tokens: Tensor
@@ -49,7 +49,7 @@ class LatentInputs(NamedTuple):
     Attributes:
         values: In model space (`scale_latents`). [B, D] or [B, N, D]
         timesteps: In [0, 1], 0 clean, 1 pure noise; None: 0. [B]
-        is_null: bool, samples whose latents are replaced by the learned null; None: none. [B]
+        is_null: Samples whose latents are replaced by the learned null; None: none. [B] bool
     """
 
     values: Tensor
@@ -99,9 +99,9 @@ class ModelOutput(NamedTuple):
         latent: What the latent head predicts: fp32 [B, P * D] or, as the latents, [B, N, P * D],
             with P predictions each; of a subclass what its `latent_outputs` returns. None for
             encoded latents, and of a model that predicts none.
-        length_logits: fp32 logits of the lengths 1..max_seq_len (EOS counted), given the latents
-            if they are clean, without them otherwise; None for encoded latents, and of a causal
-            model. [B, max_seq_len]
+        length_logits: Logits in fp32 of the lengths 1..max_seq_len (EOS counted), given the
+            latents if they are clean, without them otherwise; None for encoded latents, and of a
+            causal model. [B, max_seq_len]
     """
 
     text: TokenScores | None = None

@@ -52,7 +52,7 @@ class RowDropout(NamedTuple):
     """Dropout of the rows [R, H] of a model or, after `of_layer`, of one layer.
 
     Attributes:
-        keys: int64, one per layer, site (ATTENTION, MLP, CROSS) and row. [layers * sites, R]
+        keys: Keys, one per layer, site (ATTENTION, MLP, CROSS) and row. [layers * sites, R] int64
         rate: Probability that an element is dropped, rounded to 1 / 65,536.
         sites: Number of dropout sites in a layer.
     """
@@ -74,9 +74,9 @@ class RowDropout(NamedTuple):
         """Return the dropout of a batch.
 
         Args:
-            keys: int64, random, one per sample. [B]
+            keys: Random keys, one per sample. [B] int64
             sample: Sample of each row. [R]
-            position: int64 number of each row in its sample, different for all of its rows. [R]
+            position: Position of each row in its sample, different for all of its rows. [R] int64
             num_layers: Number of layers.
             rate: Probability in (0, 1).
             sites: Number of dropout sites in a layer: 3 with cross-attention.

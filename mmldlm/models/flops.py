@@ -16,7 +16,8 @@ from mmldlm.models.mmdit_config import ModelConfig
 from mmldlm.models.plain_config import PlainConfig
 from mmldlm.utils.validation import not_none
 
-FREQUENCIES = 256  # sinusoids of a timestep (models/layers.py)
+# Sinusoids of a timestep (models/layers.py).
+FREQUENCIES = 256
 
 
 class Flops(NamedTuple):
@@ -97,7 +98,8 @@ def estimate_flops(
         predictions = model.latent_predictions
 
     condition = timesteps * 2 * (FREQUENCIES * cond + cond * cond)
-    condition += streams * 2 * cond * width * (6 * model.n_blocks + 2)  # adaLN
+    # The modulations of adaLN.
+    condition += streams * 2 * cond * width * (6 * model.n_blocks + 2)
     latent_inputs = num_latents * 2 * dim * chunks * width
     latent_inputs += num_latents * 2 * (dim * cond + cond * cond) if pools else 0
 

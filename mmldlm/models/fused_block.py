@@ -40,10 +40,10 @@ class BlockWeights(NamedTuple):
     stream in each.
 
     Attributes:
-        modulation: shift, scale and gate of attention, then of the MLP. [T * 6 H, C]
-        modulation_bias: [T * 6 H].
+        modulation: Shift, scale and gate of attention, then of the MLP. [T * 6 H, C]
+        modulation_bias: Bias of the modulation. [T * 6 H]
         qkv: [T * 3 H, H].
-        qk_norm: of queries, of keys; None without QK-RMSNorm. [T * 2 * head_dim]
+        qk_norm: Scales of queries, then of keys; None without QK-RMSNorm. [T * 2 * head_dim]
         out: [T * H, H].
         mlp_in: [T * 4 H, H].
         mlp_out: [T * H, 4 H].
@@ -81,14 +81,14 @@ class SavedTensors(NamedTuple):
     """What the backward pass needs of a block's forward pass, in addition to its inputs.
 
     Attributes:
-        table: modulation of each sample's streams. [T * B, 6 H]
-        unit: queries and keys of length 1; None without QK-RMSNorm. [R, 2, heads, head_dim]
-        length: what they were divided by. [R, 2, heads, 1]
-        joint: attention's input, the start of a graph of its own. [P, 3, heads, head_dim]
-        mixed: attention's output, the end of that graph. [P, H]
-        attended: result of `out`, after dropout, for the Q rows whose outputs are used. [Q, H]
-        inner: result of `mlp_in`. [Q, 4 H]
-        outer: result of `mlp_out`, after dropout. [Q, H]
+        table: Modulation of each sample's streams. [T * B, 6 H]
+        unit: Queries and keys of length 1; None without QK-RMSNorm. [R, 2, heads, head_dim]
+        length: Lengths that they were divided by. [R, 2, heads, 1]
+        joint: Attention's input, the start of a graph of its own. [P, 3, heads, head_dim]
+        mixed: Attention's output, the end of that graph. [P, H]
+        attended: Result of `out`, after dropout, for the Q rows whose outputs are used. [Q, H]
+        inner: Result of `mlp_in`. [Q, 4 H]
+        outer: Result of `mlp_out`, after dropout. [Q, H]
     """
 
     table: Tensor
@@ -258,7 +258,8 @@ def _forward(
         queries_keys.copy_(rotated)
 
     joint = qkv.index_select(0, packing.order).view(-1, 3, heads, width // heads)
-    with torch.set_grad_enabled(saves):  # inside a Function nothing else records
+    # Inside a Function nothing else records a graph.
+    with torch.set_grad_enabled(saves):
         mixed = attend(joint.requires_grad_(saves), packing, softmax_scale)
 
     rows = mixed.detach().to(low).index_select(0, output_packing.inverse_order)
@@ -408,7 +409,8 @@ class _Backward:
         d_rows = _stream_matmul_transposed(d_attended, self.weights.out.to(self.low), packing)
         if order.shape[0] == d_rows.shape[0] and packing.kept_rows is None:
             d_mixed = d_rows.index_select(0, order)
-        else:  # the outputs of padded positions are not used
+        else:
+            # The outputs of padded positions are not used, so their gradients are 0.
             d_mixed = d_rows.new_zeros(order.shape[0], width)
             # A kept row may be listed twice.
             put = d_mixed.index_copy_ if packing.kept_rows is None else d_mixed.index_add_
@@ -445,8 +447,8 @@ class _Backward:
         _stream_matmul_transposed(d_qkv, self.weights.qkv.to(self.low), packing, out=d_shift)
         torch.mul(d_shift, normal, out=d_scale)
         d_x = _norm_backward(d_shift * scale, self.x, mean, rstd)
-        kept = self.output_packing.kept_rows
-        return d_x.add_(d_middle) if kept is None else d_x.index_add_(0, kept, d_middle)
+        kept_rows = self.output_packing.kept_rows
+        return d_x.add_(d_middle) if kept_rows is None else d_x.index_add_(0, kept_rows, d_middle)
 
     def _modulation(self) -> Tensor:
         """Sums over the rows of each sample: gradients of norms and modulation, and of the

@@ -28,18 +28,18 @@ def compute_dtype(tensor: Tensor) -> torch.dtype:
     """The dtype of matrix products with this tensor: autocast's where it is on, else the
     tensor's.
     """
-    kind = tensor.device.type
-    if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind):
-        return torch.get_autocast_dtype(kind)
+    device_type = tensor.device.type
+    if torch.amp.is_autocast_available(device_type) and torch.is_autocast_enabled(device_type):
+        return torch.get_autocast_dtype(device_type)
     return tensor.dtype
 
 
 def without_autocast(tensor: Tensor) -> AbstractContextManager[Any]:
     """Return a context for code that casts by itself (the meta device has no autocast)."""
-    kind = tensor.device.type
+    device_type = tensor.device.type
     return (
-        torch.autocast(kind, enabled=False)
-        if torch.amp.is_autocast_available(kind)
+        torch.autocast(device_type, enabled=False)
+        if torch.amp.is_autocast_available(device_type)
         else nullcontext()
     )
 

@@ -30,9 +30,9 @@ class Candidates(NamedTuple):
     tokens. It does not depend on the other rows of the batch.
 
     Attributes:
-        tokens: int64 ids of the columns: frequent ones, sampled ones, and the targets that are not
-            frequent. [C]
-        columns: int64 column of each row's target, which is frequent or the last of its id. [M]
+        tokens: Ids of the columns: frequent ones, sampled ones, and the targets that are not
+            frequent. [C] int64
+        columns: Column of each row's target, which is frequent or the last of its id. [M] int64
         num_frequent: Number of columns of frequent tokens.
         num_sampled: Number of columns of sampled tokens.
         population: Number of tokens that are not frequent, from which the sampled ones were drawn
@@ -52,9 +52,9 @@ class Candidates(NamedTuple):
         bias = bias.index_select(0, self.tokens)
         sampled = slice(self.num_frequent, self.num_frequent + self.num_sampled)
         if self.num_sampled:
-            share = torch.zeros_like(bias)
-            share[sampled].fill_(math.log(self.population / self.num_sampled))
-            bias = bias + share
+            log_weights = torch.zeros_like(bias)
+            log_weights[sampled].fill_(math.log(self.population / self.num_sampled))
+            bias = bias + log_weights
         return weight.index_select(0, self.tokens), bias
 
     def hide_duplicates(self, scores: Tensor, rows: slice) -> None:
@@ -75,7 +75,7 @@ class _ChunkedHead:
     written into [rows, V].
 
     Args:
-        hidden: [M, H].
+        hidden: Rows to score. [M, H]
         weight: [V, H].
         bias: [V].
         targets: [M].
@@ -101,12 +101,10 @@ class _ChunkedHead:
         low = compute_dtype(hidden)
         exact = torch.float64 if low == torch.float64 else torch.float32
         num_rows, device = len(hidden), hidden.device
-        self.vocab_size, self.chunk_rows, self.low, self.exact = (
-            len(weight),
-            chunk_rows,
-            low,
-            exact,
-        )
+        self.vocab_size = len(weight)
+        self.chunk_rows = chunk_rows
+        self.low = low
+        self.exact = exact
         self.targets, self.weights = targets, loss_weights.to(exact)[:, None]
         self.hidden, self.weight = hidden.to(low), weight.to(low)
         # An excluded id has neither probability nor gradient: its bias, and so its logit, is -inf.
@@ -120,7 +118,8 @@ class _ChunkedHead:
         width = _aligned(self.vocab_size)
         self.logits = torch.empty(min(chunk_rows, num_rows), width, dtype=low, device=device)
         self.part_rows = MIN_SHARED_ROWS if device.type == "cpu" and low != exact else chunk_rows
-        self.softmax = self.logits  # written over its logits if it has their dtype
+        # The softmax is written over its logits if it has their dtype.
+        self.softmax = self.logits
         if low != exact:
             self.softmax = torch.empty(
                 min(self.part_rows, len(self.logits)), width, dtype=exact, device=device
@@ -302,7 +301,8 @@ def linear_logits(hidden: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
 
     Without gradients their rows are apart by a multiple of ROW_ALIGNMENT.
     """
-    if torch.is_grad_enabled():  # autograd takes no `out`
+    # Autograd takes no `out`.
+    if torch.is_grad_enabled():
         return torch.addmm(bias, hidden, weight.t())
     low = compute_dtype(hidden)
     logits = hidden.new_empty(len(hidden), _aligned(len(weight)), dtype=low)[:, : len(weight)]
@@ -325,8 +325,8 @@ def linear_cross_entropy(
         hidden: Rows to score (M may be 0). [M, H]
         weight: [V, H].
         bias: [V].
-        targets: int64 token ids, none of them excluded_token_id. [M]
-        loss_weights: fp32 weight of each row in the sum. [M]
+        targets: Target ids, none of them excluded_token_id. [M] int64
+        loss_weights: Weight of each row in the sum. [M] fp32
         excluded_token_id: Id that is never predicted ([MASK], the zero-mask-probability half of
             SUBS); None: none.
         chunk_rows: Number of rows whose logits exist at once; None: as many as fit CHUNK_ELEMENTS.

@@ -31,17 +31,19 @@ def mmdit_activation_bytes(model: ModelConfig, batch: int, length: int, dtype: s
     # MLP's hidden layer; queries and keys before the weights of their norms. In low precision
     # unfused attention copies 3 H.
     token = size * ((7 + (2 if model.qk_rmsnorm else 0) + (0 if size == 4 else 3)) * width + mlp)
-    token += (
-        4 * heads * (1 + (2 if model.qk_rmsnorm else 0))
-    )  # attention's log-sum-exp; what the norms divided by
+    # Attention's log-sum-exp, and what the norms divided by.
+    token += 4 * heads * (1 + (2 if model.qk_rmsnorm else 0))
     block = batch * (tokens * token + size * 12 * width)
     inputs = batch * tokens * width * size
     if model.gradient_checkpointing:
         blocks = model.n_blocks * inputs + block
-    else:  # in the last one, both branches and the MLP of the scored half alone
+    else:
+        # The last block has both branches and the MLP of the scored half alone.
         blocks = model.n_blocks * block - batch * length / 2 * size * (2 * width + mlp)
-    head = 2.5 * length * width + 8 * width  # rows of the scored half, their norm and modulation
-    head += 3 * (tokens - length) * width  # the norm of the latents' head and its input
+    # Rows of the scored half, their norm and modulation; then the norm of the latents' head and
+    # its input.
+    head = 2.5 * length * width + 8 * width
+    head += 3 * (tokens - length) * width
     outside = (
         batch
         * size
@@ -59,7 +61,8 @@ def mmdit_activation_bytes(model: ModelConfig, batch: int, length: int, dtype: s
 def regression_bytes(model: ModelConfig, batch: int, dtype: str) -> int:
     """Bytes of `activation_bytes` that exist because latents are vectors that are predicted."""
     size = 4 if dtype == "fp32" else 2
-    pooled = size * 2 * (model.num_latents - 1) * model.cond_dim  # hidden layers of the vector
+    # Hidden layers of the vector that several latents are pooled into.
+    pooled = size * 2 * (model.num_latents - 1) * model.cond_dim
     # Of the loss, in fp32: predictions and targets, later gradients in their place.
     return batch * (
         pooled + 4 * 2 * model.num_latents * model.latent_predictions * not_none(model.latent_dim)
@@ -87,20 +90,16 @@ def plain_activation_bytes(
     them.
 
     Args:
-        scored_share: share of the text that the head scores.
+        scored_share: Fraction of the text that the head scores.
     """
     size = 4 if dtype == "fp32" else 2
-    width, inner, heads = (
-        model.hidden_size,
-        int(model.hidden_size * model.mlp_ratio),
-        model.n_heads,
-    )
+    width = model.hidden_size
+    inner = int(model.hidden_size * model.mlp_ratio)
+    heads = model.n_heads
     rows, memory = length + model.prefix_rows, model.num_latents * model.chunks
-    low, crosses, gated = (
-        size == 2,
-        model.conditioning == "cross_attention",
-        2 * model.is_modulated,
-    )
+    low = size == 2
+    crosses = model.conditioning == "cross_attention"
+    gated = 2 * model.is_modulated
     # In units of H elements a row. A norm: its input (a weighted one copies it to fp32), the
     # normalized rows, the branch's input; under adaLN scale and shift. A gate: itself and what it
     # multiplies.
@@ -116,19 +115,21 @@ def plain_activation_bytes(
         else 0
     )
     weights = 4 * heads * (rows + (memory if crosses else 0))
-    dropped = (2 + crosses) * width if model.dropout else 0  # masks, a byte an element
+    # Masks of dropout have one byte per element.
+    dropped = (2 + crosses) * width if model.dropout else 0
     block = batch * rows * (size * width * (attention + out + cross + mlp) + weights + dropped)
     block += batch * memory * size * width * (12 if low else 8) if crosses else 0
-    kept = length * scored_share
+    scored_rows = length * scored_share
     if model.gradient_checkpointing:
         blocks = model.n_blocks * batch * rows * width * size + block
-    else:  # the last block computes what is behind attention for the scored rows alone
-        blocks = model.n_blocks * block - batch * (rows - kept) * size * width * (
+    else:
+        # The last block computes what is behind attention for the scored rows alone.
+        blocks = model.n_blocks * block - batch * (rows - scored_rows) * size * width * (
             mlp + (0 if crosses else out)
         )
-    head = batch * kept * size * norm * width
-    given = model.num_latents * not_none(model.latent_dim)
-    inputs = batch * size * (rows * width + given + 12 * model.cond_width)
+    head = batch * scored_rows * size * norm * width
+    latent_values = model.num_latents * not_none(model.latent_dim)
+    inputs = batch * size * (rows * width + latent_values + 12 * model.cond_width)
     return int(blocks + head + inputs)
 
 

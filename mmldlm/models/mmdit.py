@@ -96,8 +96,8 @@ class TextEncoder(nn.Module):
 
 
 def grid_positions(rows: int, columns: int, width: int) -> Tensor:
-    """Two-dimensional sinusoids of a grid's places, row by row; [rows * columns, width] fp32, of
-    amplitude 1.
+    """Two-dimensional sinusoids of a grid's positions, row by row; [rows * columns, width] fp32,
+    of amplitude 1.
 
     The formula of MAE (arXiv 2111.06377) and DiT (arXiv 2212.09748): with n = width / 4 and w_k =
     10000^(-k / n), k = 0 .. n - 1, a place (r, c) is [sin(c w), cos(c w), sin(r w), cos(r w)]. A
@@ -106,7 +106,7 @@ def grid_positions(rows: int, columns: int, width: int) -> Tensor:
     count = -(-width // 4)
     frequencies = 1e4 ** (-torch.arange(count, dtype=torch.float64) / count)
     row, column = torch.meshgrid(torch.arange(rows), torch.arange(columns), indexing="ij")
-    angles = [place.reshape(-1, 1) * frequencies for place in (column, row)]
+    angles = [coordinate.reshape(-1, 1) * frequencies for coordinate in (column, row)]
     parts = [function(angle) for angle in angles for function in (torch.sin, torch.cos)]
     return torch.cat(parts, dim=1)[:, :width].float()
 
@@ -187,7 +187,8 @@ class MMDiTBlock(nn.Module):
         super().__init__()
         width, mlp_width = config.hidden_size, int(config.hidden_size * config.mlp_ratio)
         self.n_heads = config.n_heads
-        kinds = 2 * ("shift", "scale", "gate")  # of attention, then of the MLP
+        # Those of attention, then of the MLP.
+        kinds = 2 * ("shift", "scale", "gate")
         self.modulation = Modulation(config.cond_dim, width, kinds, groups=2)
         self.to_qkv = StreamLinear(width, 3 * width)
         self.qk_norm = QKNorm(width // config.n_heads, QK_EPS) if config.qk_rmsnorm else None
@@ -451,7 +452,8 @@ class MultimodalMMDiT(BaseTransformer):
         text_rows = self.embed_text(
             text, packed, packing, encoded, side_inputs if reads_text else None
         )
-        outputs = packing  # of the rows that a head reads
+        # Layout of the rows that a head reads.
+        outputs = packing
         if scored is not None:
             read = rows_of_positions(scored, packed)
             outputs = packing.restrict_to(read, not isinstance(latents, EncodedLatent))
@@ -515,11 +517,15 @@ class MultimodalMMDiT(BaseTransformer):
         """Which positions of the text [B, S] are computed ([N], None for all), and the packing of
         the batch.
         """
-        config, tokens, given = self.config, text.tokens, text.token_positions
+        config, tokens, token_positions = self.config, text.tokens, text.token_positions
         positions = keys = None
-        if not (leaves_padding and given is not None and given.shape[0] == tokens.numel()):
+        if not (
+            leaves_padding
+            and token_positions is not None
+            and token_positions.shape[0] == tokens.numel()
+        ):
             keys = text_keys(text.attention_mask, text.is_null, tokens)
-            positions = packed_positions(given, keys) if leaves_padding else None
+            positions = packed_positions(token_positions, keys) if leaves_padding else None
             if positions is not None and positions.shape[0] == tokens.numel():
                 positions = keys = None
         if positions is not None and keys is None:
@@ -667,12 +673,13 @@ class MultimodalMMDiT(BaseTransformer):
             rows: Latent rows after the last block. [B, n * K, H]
             condition: SiLU'd conditioning vector. [B, C]
             latents: Those of `forward`.
-            query: latent_query of `forward`.
+            query: Argument latent_query of `forward`.
         """
         if query is not None:
             raise ValueError(f"latent_query is not read by {type(self).__name__}")
         prediction = self.latent_head(rows, condition).float()
-        if latents is None or latents.values.dim() == 2:  # [B, D], as they were given
+        # The prediction has the shape of the latents, [B, D] where that was given.
+        if latents is None or latents.values.dim() == 2:
             only = prediction.shape[1] == 1
             prediction = prediction.squeeze(1) if only else prediction[:, 0]
         return prediction

@@ -128,7 +128,7 @@ class CrossAttention(nn.Module):
         self.gate = nn.Parameter(torch.zeros(hidden_size))
 
     def keys_values(self, tokens: Tensor) -> KeysValues:
-        """Of latent tokens [B, M, H]: what sampling computes once."""
+        """Keys and values of latent tokens [B, M, H], which sampling computes once."""
         both = self.to_key_value(self.token_norm(tokens)).unflatten(-1, (2, self.n_heads, -1))
         return self.key_norm(both[:, :, 0]), both[:, :, 1]
 
@@ -145,12 +145,11 @@ class PlainBlock(nn.Module):
     def __init__(self, config: PlainConfig):
         super().__init__()
         width, inner = config.hidden_size, int(config.hidden_size * config.mlp_ratio)
-        self.n_heads, self.causal, head_dim = (
-            config.n_heads,
-            config.causal,
-            width // config.n_heads,
-        )
-        kinds = 2 * ("shift", "scale", "gate")  # of attention, then of the MLP
+        self.n_heads = config.n_heads
+        self.causal = config.causal
+        head_dim = width // config.n_heads
+        # Those of attention, then of the MLP.
+        kinds = 2 * ("shift", "scale", "gate")
         self.modulation = None
         if config.is_modulated:
             self.modulation = Modulation(config.cond_width, width, kinds)
@@ -256,25 +255,28 @@ class PlainBlock(nn.Module):
         table: Tensor | None,
         layout: Layout,
         latent: Tensor | KeysValues | None,
-        kept: Tensor | None,
+        kept_rows: Tensor | None,
         dropout: RowDropout | None = None,
     ) -> Tensor:
         """All behind self-attention; of the kept rows only, as soon as cross-attention needs no
         others.
         """
         sample, width = layout.sample, rows.shape[1]
-        if kept is not None and self.cross is None:
-            dropout = None if dropout is None else dropout.select(kept)
-            rows, mixed, sample, kept = rows[kept], mixed[kept], sample[kept], None
+        if kept_rows is not None and self.cross is None:
+            dropout = None if dropout is None else dropout.select(kept_rows)
+            rows = rows[kept_rows]
+            mixed = mixed[kept_rows]
+            sample = sample[kept_rows]
+            kept_rows = None
         gate = None if table is None else of_rows(table[:, 2 * width : 3 * width], sample, 1)[0]
         rows = _add(rows, _drop(self.to_out(mixed), dropout, ATTENTION), gate)
         if self.cross is not None:
             assert latent is not None
             keys_values = latent if isinstance(latent, tuple) else self.cross.keys_values(latent)
             rows = rows + _drop(self.cross(rows, keys_values, layout), dropout, CROSS)
-        if kept is not None:
-            dropout = None if dropout is None else dropout.select(kept)
-            rows, sample = rows[kept], sample[kept]
+        if kept_rows is not None:
+            dropout = None if dropout is None else dropout.select(kept_rows)
+            rows, sample = rows[kept_rows], sample[kept_rows]
         if table is None:
             assert self.mlp_norm is not None
             outer = self.mlp_out(F.gelu(self.mlp_in(self.mlp_norm(rows))))
@@ -491,14 +493,14 @@ class PlainTransformer(BaseTransformer):
         if prefix is not None and layout.order is not None:
             both = torch.cat([prefix.flatten(0, 1).to(rows.dtype), rows])
             rows = both.index_select(0, layout.order)
-        kept = layout.text_rows
+        kept_rows = layout.text_rows
         if scored is not None:
             text_rows = rows_of_positions(scored, packed)
-            kept = text_rows if kept is None else kept.index_select(0, text_rows)
+            kept_rows = text_rows if kept_rows is None else kept_rows.index_select(0, text_rows)
         dropout = self._dropout(dropout_keys, packed, tokens, prefix, layout)
-        rows = self._run_blocks(rows, condition, layout, encoded, kept, dropout)
+        rows = self._run_blocks(rows, condition, layout, encoded, kept_rows, dropout)
 
-        sample = layout.sample if kept is None else layout.sample.index_select(0, kept)
+        sample = layout.sample if kept_rows is None else layout.sample.index_select(0, kept_rows)
         scores = self.text_head(rows, sample, condition, query)
         if scored is None and scores.logits is not None:
             scores = scores._replace(logits=scores.logits.view(*tokens.shape, -1))
@@ -702,7 +704,7 @@ def start_text(
         latents: In model space; None: the null latent, or an unconditional model. [B, D] or [B, N,
             D]
         batch: B, without latents.
-        is_null: bool, samples whose latents are replaced by the learned null; None: none. [B]
+        is_null: Samples whose latents are replaced by the learned null; None: none. [B] bool
     """
     config = model.config
     assert config.causal, "only a causal model keeps keys and values"
@@ -726,8 +728,8 @@ def next_logits(model: PlainTransformer, cache: TextCache, tokens: Tensor | None
 
     Args:
         cache: Cache of the texts so far; it is extended in place.
-        tokens: int64, the last token of each text, which the cache does not have yet; None: the
-            texts are empty. [B]
+        tokens: Last token of each text, which the cache does not have yet; None: the texts are
+            empty. [B] int64
 
     Returns:
         [B, V] fp32, -inf for [MASK].

@@ -131,7 +131,7 @@ class PlainConfig(Section):
 
     @property
     def has_length_head(self) -> bool:
-        """A causal model ends its text itself."""
+        """Whether lengths are predicted: a causal model ends its text itself."""
         return not self.causal
 
     @property

@@ -17,23 +17,23 @@ from mmldlm.models.packing import RECTANGLE_FILL, attention_dtype, has_varlen
 
 
 class Layout(NamedTuple):
-    """B samples of N text rows and P prefix rows each; R = N + B * P rows, W = P + S positions a
+    """B samples of N text rows and P prefix rows each; R = N + B * P rows, W = P + S positions per
     sample.
 
     Attributes:
         batch: B.
         width: W.
-        sample: int64 sample of each row. [R]
-        text_rows: int64 row of each text token; None: all rows are text. [N]
-        order: int64 index into (prefix rows, then text rows) of each row; None without a prefix.
-            [R]
-        rotation: rotary cos and sin of each row; a prefix row does not turn. [R, 1, head_dim / 2,
+        sample: Sample of each row. [R] int64
+        text_rows: Row of each text token; None: all rows are text. [N] int64
+        order: Index of each row into (prefix rows, then text rows); None without a prefix. [R]
+            int64
+        rotation: Rotary cos and sin of each row; a prefix row does not turn. [R, 1, head_dim / 2,
             2]
-        slots: int64 position in B * W of each row; None: the rows are the rectangle, or no
-            rectangle is used. [R]
-        key_mask: bool keys that may be attended to in the rectangle; None: all. [B, 1, 1, W]
+        slots: Position in B * W of each row; None: the rows are the rectangle, or no rectangle is
+            used. [R] int64
+        key_mask: Keys that may be attended to in the rectangle; None: all. [B, 1, 1, W] bool
         lengths: Rows per sample, where attention runs sample by sample.
-        starts: int32 first row of each sample, where attention runs over ragged rows. [B + 1]
+        starts: First row of each sample, where attention runs over ragged rows. [B + 1] int32
     """
 
     batch: int
@@ -61,9 +61,9 @@ def lay_out(
     """Lay out a batch.
 
     Args:
-        positions: int64 indices into B * S of the text rows, ascending, at least one per sample;
-            None: all. [N]
-        mask: bool, text keys that may be attended to, where positions is None; None: all. [B, S]
+        positions: Ascending indices into B * S of the text rows, at least one per sample; None:
+            all. [N] int64
+        mask: Text keys that may be attended to, where positions is None; None: all. [B, S] bool
         shape: B and S.
         prefix: P.
         head_dim: Width of a query.
@@ -174,7 +174,8 @@ def _attend(query: Tensor, key: Tensor, value: Tensor, layout: Layout, causal: b
         window = (-1, 0) if causal else (-1, -1)
         starts, width = layout.starts, layout.width
         mixed = varlen_attn(query, key, value, starts, starts, width, width, window_size=window)
-        assert isinstance(mixed, Tensor)  # a pair only where it is asked for
+        # A pair is returned only where it is asked for.
+        assert isinstance(mixed, Tensor)
         return mixed.flatten(1)
     if layout.lengths is not None:
         queries, keys, values = (
@@ -209,7 +210,8 @@ def cross_attend(query: Tensor, key: Tensor, value: Tensor, layout: Layout) -> T
             )
             key, value = key.flatten(0, 1), value.flatten(0, 1)
             mixed = varlen_attn(query, key, value, layout.starts, ends, layout.width, tokens)
-            assert isinstance(mixed, Tensor)  # a pair only where it is asked for
+            # A pair is returned only where it is asked for.
+            assert isinstance(mixed, Tensor)
             return mixed.flatten(1).to(low)
         key, value = key.transpose(1, 2), value.transpose(1, 2)
         if layout.lengths is not None:

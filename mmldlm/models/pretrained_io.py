@@ -117,8 +117,10 @@ def _weight_files(folder: Path) -> list[Path]:
         shards = read_json(index, COPY_AGAIN).get("weight_map")
         names = sorted({str(name) for name in shards.values()}) if isinstance(shards, dict) else []
         if not names or any(Path(name).name != name for name in names):
-            found = f"damaged file: {', '.join(names[:5]) or 'no weight_map'}"
-            raise UserError(f"in {index}, names of shards in {folder} itself", found, COPY_AGAIN)
+            description = f"damaged file: {', '.join(names[:5]) or 'no weight_map'}"
+            raise UserError(
+                f"in {index}, names of shards in {folder} itself", description, COPY_AGAIN
+            )
     for name in names:
         if not (folder / name).is_file():
             raise UserError(f"{name} in {folder}", "no such file", CONVERT)

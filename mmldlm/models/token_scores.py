@@ -28,9 +28,9 @@ class TokenQuery(NamedTuple):
     never hold [M, V], forward or backward.
 
     Attributes:
-        positions: int64 indices into B * S, of real tokens; None: all of B * S. [M]
-        targets: int64 clean tokens at these positions. [M]
-        weights: fp32 weight of each target in loss_sum. [M]
+        positions: Indices into B * S of real tokens; None: all of B * S. [M] int64
+        targets: Clean tokens at these positions. [M] int64
+        weights: Weight of each target in loss_sum. [M] fp32
         candidates: Columns that stand for the whole vocabulary.
         function: Function of chunks of the logits, which must read no random numbers.
     """
@@ -46,11 +46,11 @@ class TokenScores(NamedTuple):
     """Answer to a `TokenQuery`.
 
     Attributes:
-        logits: fp32, -inf for an excluded token; without targets or a function. [M, V], or [B, S,
-            V] without positions.
-        loss_sum: fp32 scalar, differentiable once: sum of weights * nll; with targets.
-        nll: fp32, detached; with targets. [M]
-        correct: bool, whether the target is the most probable token; with targets. [M]
+        logits: Logits in fp32, -inf for an excluded token; without targets or a function. [M, V],
+            or [B, S, V] without positions.
+        loss_sum: Sum of weights * nll, differentiable once; with targets. fp32 scalar
+        nll: Negative log-likelihood of each target, detached; with targets. [M] fp32
+        correct: Whether the target is the most probable token; with targets. [M] bool
         values: Results of the function. [M, ...]
     """
 

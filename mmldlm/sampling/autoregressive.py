@@ -80,10 +80,8 @@ def draw_texts(
     tokens = torch.full((batch, limit), eos, device=device)
     lengths = torch.full((batch,), limit, device=device)
     log_probs = torch.zeros(batch, dtype=torch.float64, device=device)
-    rows, active = (
-        torch.arange(batch, device=device),
-        torch.ones(batch, dtype=torch.bool, device=device),
-    )
+    rows = torch.arange(batch, device=device)
+    active = torch.ones(batch, dtype=torch.bool, device=device)
     last, num_rows = None, 0
     for step in range(limit):
         logits = next_logits(model, cache, last)
@@ -106,9 +104,9 @@ def draw_texts(
         if num_active == 0:
             break
         if num_active <= (1 - LEAVE_SHARE) * len(rows):
-            kept = active.nonzero()[:, 0]
-            cache.select(kept)
-            rows, last, active = rows[kept], last[kept], active[kept]
+            remaining = active.nonzero()[:, 0]
+            cache.select(remaining)
+            rows, last, active = rows[remaining], last[remaining], active[remaining]
     return WrittenTexts(tokens[:, : int(lengths.max())], lengths, log_probs, num_rows, lengths)
 
 
@@ -142,9 +140,11 @@ class _Beams:
             only[..., self.eos] = log_probs[..., self.eos]
             log_probs = only
         width = min(self.beams, log_probs.shape[-1])
-        own, tokens = log_probs.topk(width, dim=-1)
-        scores, place = (self.scores[..., None] + own).flatten(1).topk(self.beams, dim=-1)
-        parent, tokens = place // width, tokens.flatten(1).gather(1, place)
+        token_log_probs, tokens = log_probs.topk(width, dim=-1)
+        scores, index = (
+            (self.scores[..., None] + token_log_probs).flatten(1).topk(self.beams, dim=-1)
+        )
+        parent, tokens = index // width, tokens.flatten(1).gather(1, index)
         self.history = self.history.gather(1, parent[..., None].expand(-1, -1, self.limit))
         self.history[..., step] = tokens
         ends = tokens == self.eos
@@ -157,16 +157,14 @@ class _Beams:
         """Keep the best of the beams that ended ([T, W], -inf for others) if it is better than the
         best before.
         """
-        found, place = log_probs.max(1)
-        score = found / length**self.exponent
+        best_log_probs, beam = log_probs.max(1)
+        score = best_log_probs / length**self.exponent
         better = score > self.best[self.rows]
-        rows, place = self.rows[better], place[better]
-        self.best[rows], self.best_log_probs[rows], self.lengths[rows] = (
-            score[better],
-            found[better],
-            length,
-        )
-        self.best_tokens[rows] = self.history[better, place]
+        rows, beam = self.rows[better], beam[better]
+        self.best[rows] = score[better]
+        self.best_log_probs[rows] = best_log_probs[better]
+        self.lengths[rows] = length
+        self.best_tokens[rows] = self.history[better, beam]
 
     def may_improve(self) -> Tensor:
         """Texts [T] whose beams can still beat their best: tokens to come cost nothing at best."""
@@ -174,11 +172,9 @@ class _Beams:
 
     def select(self, kept: Tensor) -> None:
         """Keep the texts [T'] of the unfinished."""
-        self.rows, self.scores, self.history = (
-            self.rows[kept],
-            self.scores[kept],
-            self.history[kept],
-        )
+        self.rows = self.rows[kept]
+        self.scores = self.scores[kept]
+        self.history = self.history[kept]
 
 
 def search(model: PlainTransformer, cache: TextCache, beams: int, exponent: float) -> WrittenTexts:
@@ -256,8 +252,8 @@ def write_texts(
     Args:
         model: A causal model.
         latents: Latents in the encoder's space, [N, D] or [N, M, D]; None: no condition.
-        sampler: greedy (the most probable token), ancestral (draws), beam (beam search by the mean
-            log-likelihood of a token), or beam_sum (by that of the text).
+        sampler: One of greedy (the most probable token), ancestral (draws), beam (beam search by
+            the mean log-likelihood of a token), and beam_sum (by that of the text).
         temperature, top_p: Options of ancestral (default 1 and 1).
         num_beams: Number of beams of a beam search (default 4).
         seed: Seed of the draws; those of a text depend on it and on the text's index only.
@@ -278,13 +274,13 @@ def write_texts(
     parts: list[WrittenTexts] = []
     for first in range(0, count, size):
         rows = list(range(first, min(first + size, count)))
-        given = (
+        scaled_latents = (
             None if latents is None else model.scale_latents(latents[rows].to(device_of(model)))
         )
         drawn = temperature if sampler == "ancestral" else 0.0
         drawn = 1.0 if drawn is None else drawn
         parts.append(
-            _write_batch(model, given, rows, sampler, drawn, top_p, beams, seed, recorder)
+            _write_batch(model, scaled_latents, rows, sampler, drawn, top_p, beams, seed, recorder)
         )
         if progress is not None:
             progress(rows[-1] + 1, count)
@@ -301,7 +297,7 @@ def write_texts(
 
 def _write_batch(
     model: PlainTransformer,
-    given: Tensor | None,
+    scaled_latents: Tensor | None,
     rows: list[int],
     sampler: str,
     temperature: float,
@@ -311,32 +307,38 @@ def _write_batch(
     recorder: Recorder | None,
 ) -> WrittenTexts:
     uniform = uniforms(seed, Stream.TEXT, rows, (model.config.max_seq_len,)).to(device_of(model))
-    written = draw_texts(
-        model, start_text(model, given, len(rows)), uniform, temperature, top_p, recorder, rows
+    texts = draw_texts(
+        model,
+        start_text(model, scaled_latents, len(rows)),
+        uniform,
+        temperature,
+        top_p,
+        recorder,
+        rows,
     )
     if sampler not in EXPONENTS:
-        return written
-    repeated = None if given is None else given.repeat_interleave(beams, dim=0)
-    found = search(
+        return texts
+    repeated = None if scaled_latents is None else scaled_latents.repeat_interleave(beams, dim=0)
+    beam_texts = search(
         model, start_text(model, repeated, len(rows) * beams), beams, EXPONENTS[sampler]
     )
     # A beam may drop the greedy text, which then can be the better one.
     exponent = EXPONENTS[sampler]
-    scores = [part.log_probs / part.lengths.double() ** exponent for part in (written, found)]
+    scores = [part.log_probs / part.lengths.double() ** exponent for part in (texts, beam_texts)]
     keeps_greedy = scores[0] > scores[1]
-    width = max(written.tokens.shape[1], found.tokens.shape[1])
+    width = max(texts.tokens.shape[1], beam_texts.tokens.shape[1])
     greedy, searched = (
         torch.nn.functional.pad(
             part.tokens, (0, width - part.tokens.shape[1]), value=model.config.eos_token_id
         )
-        for part in (written, found)
+        for part in (texts, beam_texts)
     )
     return WrittenTexts(
         torch.where(keeps_greedy[:, None], greedy, searched),
-        torch.where(keeps_greedy, written.lengths, found.lengths),
-        torch.where(keeps_greedy, written.log_probs, found.log_probs),
-        written.num_rows + found.num_rows,
-        written.passes + found.passes,
+        torch.where(keeps_greedy, texts.lengths, beam_texts.lengths),
+        torch.where(keeps_greedy, texts.log_probs, beam_texts.log_probs),
+        texts.num_rows + beam_texts.num_rows,
+        texts.passes + beam_texts.passes,
     )
 
 

@@ -44,11 +44,9 @@ class DecodingState:
         drafts: Tensor | None = None,
     ):
         assert int(lengths.min()) >= 1 and int(lengths.max()) <= width
-        self.mask_token_id, self.pad_token_id, self.eos_token_id = (
-            mask_token_id,
-            pad_token_id,
-            eos_token_id,
-        )
+        self.mask_token_id = mask_token_id
+        self.pad_token_id = pad_token_id
+        self.eos_token_id = eos_token_id
         self.lengths = lengths
         position = torch.arange(width, device=lengths.device)
         self.real = position < lengths[:, None]
@@ -63,7 +61,7 @@ class DecodingState:
         self.write_eos((has_token | (lengths == 1))[:, None])
 
     def masked_share(self) -> Tensor:
-        """Return the share of masked tokens of each text, EOS counted as in training: [B] fp64."""
+        """Return the masked fraction of each text, EOS counted as in training: [B] fp64."""
         return ((self.tokens == self.mask_token_id) & self.real).sum(1) / self.lengths.double()
 
     def write_eos(self, rows: Tensor) -> None:

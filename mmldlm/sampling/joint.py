@@ -57,7 +57,7 @@ def sample_joint(
         The rest as in `sample_text` and `sample_latents`.
 
     Returns:
-        the texts, and the latents [N, D] (or [N, M, D]) in the encoder's space. Lengths are drawn
+        The texts, and the latents [N, D] (or [N, M, D]) in the encoder's space. Lengths are drawn
         from p(length).
     """
     device = device_of(model)

@@ -121,7 +121,7 @@ class SamplingCost:
 
     @property
     def flops(self) -> float | None:
-        """Of model and judge."""
+        """FLOPs of model and judge."""
         return None if self.denoiser_flops is None else self.denoiser_flops + self.judge_flops
 
     def add_rows(self, rows: int, positions: float, flops: float | None) -> None:

@@ -149,7 +149,7 @@ def check_guidance_interval(
 
     Args:
         guidance: Scale of the guidance.
-        interval: (low, high); None: all timesteps.
+        interval: Bounds (low, high); None: all timesteps.
         times: Timesteps at which the network is called. [T]
 
     Raises:
@@ -171,9 +171,11 @@ def check_guidance_interval(
             fix,
         )
     if not ((low <= times) & (times <= high)).any():
-        found = f"{low:g} {high:g}, and steps at {', '.join(f'{t:.3g}' for t in times.tolist())}"
+        description = (
+            f"{low:g} {high:g}, and steps at {', '.join(f'{t:.3g}' for t in times.tolist())}"
+        )
         raise UserError(
-            "--guidance-interval that holds a step", found, "add --num-steps 20, or widen it"
+            "--guidance-interval that holds a step", description, "add --num-steps 20, or widen it"
         )
 
 
@@ -183,7 +185,7 @@ def pad_texts(
     """Append EOS to ids and pad them.
 
     Returns:
-        tokens [B, S] int64, and the mask [B, S] bool of real tokens.
+        Tokens [B, S] int64, and the mask [B, S] bool of real tokens.
     """
     width = max(len(text) for text in texts) + 1
     tokens = np.full((len(texts), width), pad_token_id, dtype=np.int64)
@@ -242,7 +244,7 @@ def sample_latents(
         clamp: Bound of every x0 estimate in the encoder's space (pixels: 1); None: no bound.
         unit: Whether to return vectors of norm 1.
         seed: Seed of the noise; that of a sample depends on it and on the sample's index only.
-        draw_indices: [N] indices instead of 0 .. N - 1; equal ones get equal noise.
+        draw_indices: Indices instead of 0 .. N - 1; equal ones get equal noise. [N]
         batch_tokens: Maximum of padded positions per pass; the rows of several latents count, too.
         progress: Callback after every step, with the number of steps done and in total over all
             latents.
@@ -260,10 +262,13 @@ def sample_latents(
     assert count is not None, "num_samples is needed without texts"
     device, config = device_of(model), model.config
     shape = latent_shape(config)
-    own = (
-        math.prod(shape[:-1]) * config.tokens_per_latent if len(shape) > 1 else 0
-    )  # an image outweighs its text
-    lengths = [len(text) + 1 + own for text in texts] if texts is not None else [1 + own] * count
+    # The rows of an image outweigh those of its text, so they count.
+    latent_rows = math.prod(shape[:-1]) * config.tokens_per_latent if len(shape) > 1 else 0
+    lengths = (
+        [len(text) + 1 + latent_rows for text in texts]
+        if texts is not None
+        else [1 + latent_rows] * count
+    )
     latents = torch.empty(count, *shape)
     check_guidance_interval(guidance, guidance_interval, diffusion.sampling_grid(steps)[:-1])
     low, high = guidance_interval or (0.0, 1.0)

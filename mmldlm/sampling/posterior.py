@@ -184,7 +184,8 @@ def sample_by_posterior(
         if corrects:
             tokens, cost = _correct(denoise, tokens, rows, seed)
             num_rows += cost
-        passes[index] = denoise.num_calls  # all texts of a batch take its passes
+        # All texts of a batch take its passes.
+        passes[index] = denoise.num_calls
         for row, text in zip(rows, tokens.tolist()):
             texts[row] = text[: int(lengths[row]) - 1]
     return TextSamples(texts, lengths, num_rows, passes)
@@ -225,23 +226,23 @@ def _step_back(
     )
     earlier, tokens = tokens, tokens.clone()
     flat = tokens.view(-1)
-    for part, place, numbers in zip(
+    for part, part_positions, numbers in zip(
         logits.split(_ROWS), positions.split(_ROWS), draws.split(_ROWS, dim=1)
     ):
         before, after = (
-            torch.full((len(place),), time, dtype=torch.float64, device=tokens.device)
+            torch.full((len(part_positions),), time, dtype=torch.float64, device=tokens.device)
             for time in (t, s)
         )
         drawn = process.reverse(
-            flat[place][:, None], part[:, None], before, after, numbers[..., None]
+            flat[part_positions][:, None], part[:, None], before, after, numbers[..., None]
         )
-        flat[place] = drawn[:, 0]
+        flat[part_positions] = drawn[:, 0]
     denoise.report(earlier, tokens, positions)
     return tokens, denoise.cost
 
 
 def _correct(denoise: _Denoiser, tokens: Tensor, rows: list[int], seed: int) -> tuple[Tensor, int]:
-    """Correct one token of every text a round, until it agrees with the model; also returns the
+    """Correct one token of every text per round, until it agrees with the model; also returns the
     rows computed.
     """
     state, width = denoise.state, tokens.shape[1]
@@ -251,11 +252,9 @@ def _correct(denoise: _Denoiser, tokens: Tensor, rows: list[int], seed: int) -> 
     positions = state.real.flatten().nonzero()[:, 0]
     logits = torch.zeros(*tokens.shape, denoise.model.config.vocab_size, device=tokens.device)
     goes_on = torch.ones(len(tokens), dtype=torch.bool, device=tokens.device)
-    best, stale, num_rows = (
-        torch.zeros_like(goes_on, dtype=torch.float64),
-        torch.zeros_like(tokens[:, 0]),
-        0,
-    )
+    best = torch.zeros_like(goes_on, dtype=torch.float64)
+    stale = torch.zeros_like(tokens[:, 0])
+    num_rows = 0
     denoise.temperature, denoise.top_p = 1.0, 1.0
     for k in range(CORRECTION_ROUNDS):
         logits.view(-1, logits.shape[-1])[positions] = denoise(tokens, CORRECTION_TIME, positions)

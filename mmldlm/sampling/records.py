@@ -97,19 +97,24 @@ def report_changes(
     width, vocab_size = before.shape[1], logits.shape[1]
     rows, row_index = torch.unique(positions // width, return_inverse=True)
     changed = (after.flatten()[positions] != before.flatten()[positions]).nonzero()[:, 0]
-    positions, row_index, log_probs = (
-        positions[changed],
-        row_index[changed],
-        logits[changed].float().log_softmax(-1),
-    )
+    positions = positions[changed]
+    row_index = row_index[changed]
+    log_probs = logits[changed].float().log_softmax(-1)
     tokens = after.flatten()[positions]
-    own = log_probs.gather(1, tokens.clamp_max(vocab_size - 1)[:, None])[:, 0]
-    own = own.masked_fill(tokens >= vocab_size, float("nan"))
+    token_log_probs = log_probs.gather(1, tokens.clamp_max(vocab_size - 1)[:, None])[:, 0]
+    token_log_probs = token_log_probs.masked_fill(tokens >= vocab_size, float("nan"))
     top, top_tokens = log_probs.topk(recorder.num_candidates, dim=-1)
     indices = torch.tensor(samples)[rows.cpu()]
     recorder.on_pass(
         TextPass(
-            indices, before[rows], after[rows], row_index, positions % width, own, top_tokens, top
+            indices,
+            before[rows],
+            after[rows],
+            row_index,
+            positions % width,
+            token_log_probs,
+            top_tokens,
+            top,
         )
     )
 
@@ -124,7 +129,7 @@ class Write(NamedTuple):
         position: Position in the text, from 0.
         token: Id of the new token; None: masked again.
         probability: Probability that the model gave the token; None if it gave none.
-        candidates: (id, probability) of the most probable tokens, in descending order.
+        candidates: Pairs (id, probability) of the most probable tokens, in descending order.
     """
 
     position: int
@@ -144,8 +149,8 @@ class TextTrace:
         [MASK].
         """
         ids: list[int | None] = [None] * length
-        for written in self.passes[:num_passes]:
-            for write in written:
+        for writes in self.passes[:num_passes]:
+            for write in writes:
                 ids[write.position] = write.token
         return ids
 
@@ -168,7 +173,8 @@ class TraceRecorder:
         self.mask_token_id, self.max_texts = mask_token_id, max_texts
         self.texts: dict[int, TextTrace] = {}
         self.starts_masked = True
-        self._last: dict[int, Tensor] = {}  # what stood after the last pass over a text
+        # What stood after the last pass over a text.
+        self._last: dict[int, Tensor] = {}
 
     @property
     def recorder(self) -> Recorder:

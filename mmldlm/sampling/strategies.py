@@ -47,8 +47,8 @@ class TextStrategy(ABC):
         uniform: Numbers in [0, 1): when a position is decided, and which token it gets. [B, 2, >=
             S] fp64
         draw: How tokens are drawn.
-        options: Of the sampler, by the names of its settings; one that is missing or None has its
-            default.
+        options: Options of the sampler, by the names of its settings; one that is missing or None
+            has its default.
         shared_schedule: Whether all texts take all of num_steps passes (joint sampling), some of
             which may fill nothing.
 
@@ -116,8 +116,8 @@ class TextStrategy(ABC):
         return cls.settings_class(**given)
 
     def timesteps(self) -> Tensor:
-        """Return the timestep of each text, that of its share of masked tokens as in training: [B]
-        fp32.
+        """Return the timestep of each text, that of its fraction of masked tokens as in training:
+        [B] fp32.
         """
         return self.diffusion.timestep_of(self.state.masked_share()).float()
 
@@ -232,24 +232,31 @@ class Observer:
             logits = logits.clone()
             strategy.add_to_present(positions, logits, strategy.draw.presence_penalty)
         log_probs = logits.log_softmax(-1)
-        own = log_probs.gather(1, tokens[:, None])[:, 0]
-        self.log_probabilities.view(-1)[positions] = own
+        token_log_probs = log_probs.gather(1, tokens[:, None])[:, 0]
+        self.log_probabilities.view(-1)[positions] = token_log_probs
         if self.recorder is not None:
             top, top_tokens = log_probs.topk(self.recorder.num_candidates, dim=-1)
-            self._pass = strategy.state.tokens.clone(), positions, own, top_tokens, top
+            self._pass = strategy.state.tokens.clone(), positions, token_log_probs, top_tokens, top
 
     def after(self, strategy: TextStrategy) -> None:
         """Report the pass."""
         if self.recorder is None:
             return
         assert self._pass is not None
-        before, positions, own, top_tokens, top = self._pass
+        before, positions, token_log_probs, top_tokens, top = self._pass
         width = before.shape[1]
         rows, row_index = torch.unique(positions // width, return_inverse=True)
         samples, after = self.indices[rows.cpu()], strategy.state.tokens[rows]
         self.recorder.on_pass(
             TextPass(
-                samples, before[rows], after, row_index, positions % width, own, top_tokens, top
+                samples,
+                before[rows],
+                after,
+                row_index,
+                positions % width,
+                token_log_probs,
+                top_tokens,
+                top,
             )
         )
 
@@ -305,13 +312,13 @@ class RankedStrategy(TextStrategy):
             tokens: The most probable ones, read with distinct. [B, S]
         """
         distance = (self.settings.spacing * self.state.masked_share()).ceil()[:, None]
-        place = torch.arange(order.shape[1], device=order.device)
+        all_positions = torch.arange(order.shape[1], device=order.device)
         chosen, waits = (torch.zeros_like(order, dtype=torch.bool) for _ in range(2))
         for rank in range(int(count.max())):
             position = order[:, rank : rank + 1]
             takes = (rank < count)[:, None] & ~waits.gather(1, position)
-            chosen |= takes & (place == position)
-            waits |= takes & ((place - position).abs() < distance)
+            chosen |= takes & (all_positions == position)
+            waits |= takes & ((all_positions - position).abs() < distance)
             if self.settings.distinct:
                 waits |= takes & (tokens == tokens.gather(1, position))
         return chosen
@@ -320,7 +327,7 @@ class RankedStrategy(TextStrategy):
 class ConfidenceStrategy(RankedStrategy):
     """Fill a given number of positions in each pass, the surest first (MaskGIT, arXiv 2202.04200).
 
-    How many, the noise schedule prescribes for num_steps (even for the log-linear one). A pass
+    The noise schedule prescribes how many for num_steps (equally many if it is log-linear). A pass
     decides at least one position, so a text of n tokens needs at most n passes. With spacing or
     distinct, what had to wait is filled in later passes, of which there may be more than
     num_steps.
@@ -335,13 +342,15 @@ class ConfidenceStrategy(RankedStrategy):
             torch.full_like(num_open, steps) if self.shared_schedule else num_open.clamp(1, steps)
         )
         k = torch.arange(1, steps + 1, device=row_steps.device, dtype=torch.float64)
-        times = (1.0 - k / row_steps[:, None]).clamp_min(0.0)  # a text with fewer steps stays at 0
+        # A text with fewer steps stays at time 0.
+        times = (1.0 - k / row_steps[:, None]).clamp_min(0.0)
         fraction = self.diffusion.stay_masked(torch.ones(1, 1, device=row_steps.device), times)
         self.masks_left = torch.floor(num_open[:, None] * fraction + 1e-9).long()
 
     def positions(self) -> Tensor:
         undecided = self.state.undecided
-        if self.shared_schedule:  # a step that fills nothing of a text needs none of its logits
+        # A step that fills nothing of a text needs none of its logits.
+        if self.shared_schedule:
             undecided = undecided & (self._scheduled(undecided.sum(1)) > 0)[:, None]
         return undecided.flatten().nonzero()[:, 0]
 
@@ -426,8 +435,8 @@ class AncestralStrategy(RandomOrderStrategy):
 
 
 class ScheduledStrategy(RandomOrderStrategy):
-    """Fill evenly many tokens in each pass, in random order; with as many steps as tokens one at a
-    time, which is the law of `ancestral` in infinitely many steps.
+    """Fill equally many tokens in each pass, in random order; with as many steps as tokens one at
+    a time, which is the law of `ancestral` in infinitely many steps.
 
     The negative log-likelihood of these texts is at most sum_i n_i c(r_i), with n_i tokens in pass
     i, r_i before it, and c(r) the nats of a token given r others (studies/information measures

@@ -44,8 +44,8 @@ class Denoiser:
         if latents is not None and times is not None:
             self.encoded = model.encode_latents(LatentInputs(latents, times), caches=True)
         elif latents is not None:
-            given = model.scale_latents(latents.to(device_of(model)))
-            self.encoded = model.encode_latents(LatentInputs(given), caches=True)
+            scaled = model.scale_latents(latents.to(device_of(model)))
+            self.encoded = model.encode_latents(LatentInputs(scaled), caches=True)
 
     @property
     def has_latents(self) -> bool:
@@ -90,10 +90,10 @@ def noised_latents(
     """Return latents in model space, noised to one timestep, and that timestep [B]; the noise
     belongs to the index.
     """
-    given = model.scale_latents(latents.to(device_of(model)))
-    times = torch.full((len(given),), timestep, device=given.device)
-    noise = normals(seed, Stream.CONDITION, indices, tuple(given.shape[1:])).to(given.device)
-    return diffusion.add_noise(given, noise, times), times
+    scaled = model.scale_latents(latents.to(device_of(model)))
+    times = torch.full((len(scaled),), timestep, device=scaled.device)
+    noise = normals(seed, Stream.CONDITION, indices, tuple(scaled.shape[1:])).to(scaled.device)
+    return diffusion.add_noise(scaled, noise, times), times
 
 
 def start_decoding(
@@ -206,18 +206,16 @@ def sample_text(
         lengths = predict_lengths(model, latents, num_samples, length_rule, seed)
     options = {**(sampler_options or {}), **({} if steps is None else {"num_steps": steps})}
     samples = _empty(lengths, with_log_probabilities)
-    draw, report = (
-        DrawSettings(temperature, top_p, presence_penalty),
-        _Report(progress, int((lengths - 1).sum())),
-    )
+    draw = DrawSettings(temperature, top_p, presence_penalty)
+    report = _Report(progress, int((lengths - 1).sum()))
     for batch in token_budget_batches(lengths.tolist(), batch_tokens):
         index = torch.from_numpy(batch.copy())
-        own = [row if indices is None else int(indices[row]) for row in batch.tolist()]
+        sample_indices = [row if indices is None else int(indices[row]) for row in batch.tolist()]
         strategy = start_decoding(
             sampler,
             model,
             lengths[index],
-            own,
+            sample_indices,
             diffusion=diffusion,
             draw=draw,
             seed=seed,
@@ -225,10 +223,12 @@ def sample_text(
             drafts=None if drafts is None else drafts[index],
         )
         denoiser = _denoiser(
-            model, latents, index, own, condition_timestep, latent_diffusion, seed
+            model, latents, index, sample_indices, condition_timestep, latent_diffusion, seed
         )
         observer = (
-            Observer(strategy.state, own, recorder) if recorder or with_log_probabilities else None
+            Observer(strategy.state, sample_indices, recorder)
+            if recorder or with_log_probabilities
+            else None
         )
         _write_batch(denoiser, strategy, guidance, observer, report)
         _collect(samples, index, strategy, denoiser, observer)
@@ -294,7 +294,8 @@ def take_pass(
         null = denoiser(state, timesteps, positions, null=True)
         strategy.prepare(positions, null)
         guided = null + guidance * (logits - null)
-        strategy.exclude(guided)  # -inf in both became NaN
+        # Logits that were -inf in both became NaN.
+        strategy.exclude(guided)
     strategy.write(positions, logits, observer, guided)
 
 
@@ -341,15 +342,15 @@ def sample_masked(
 
     Args:
         num_lengths: The texts are those of `sample_lengths`; None: of one length each.
-        options: Of `sample_text`, and those of the sampler by their names.
+        options: Options of `sample_text`, and those of the sampler by their names.
     """
-    given = {key: value for key, value in options.items() if value is not None}
-    own = {key: given.pop(key) for key in STRATEGY_OPTIONS & given.keys()}
-    given |= {"diffusion": diffusion, "steps": num_steps, "sampler_options": own}
+    set_options = {key: value for key, value in options.items() if value is not None}
+    sampler_options = {key: set_options.pop(key) for key in STRATEGY_OPTIONS & set_options.keys()}
+    set_options |= {"diffusion": diffusion, "steps": num_steps, "sampler_options": sampler_options}
     if num_lengths is None:
-        return sample_text(model, latents, **given)
+        return sample_text(model, latents, **set_options)
     assert latents is not None, "num_lengths needs latents"
-    return sample_lengths(model, latents, num_lengths, **given)
+    return sample_lengths(model, latents, num_lengths, **set_options)
 
 
 def sample_lengths(model: Model, latents: Tensor, num_lengths: int, **options: Any) -> TextSamples:
@@ -367,30 +368,28 @@ def sample_lengths(model: Model, latents: Tensor, num_lengths: int, **options: A
         The best texts; `passes`: the most of the candidates of a text, which are written side by
         side.
     """
-    count, (lengths, length_scores) = (
-        len(latents),
-        most_probable_lengths(model, latents, num_lengths),
-    )
-    number = lengths.shape[1]
-    found = sample_text(
+    count = len(latents)
+    lengths, length_scores = most_probable_lengths(model, latents, num_lengths)
+    num_candidates = lengths.shape[1]
+    candidates = sample_text(
         model,
-        latents.repeat_interleave(number, 0),
+        latents.repeat_interleave(num_candidates, 0),
         lengths=lengths.flatten(),
         with_log_probabilities=True,
-        indices=torch.arange(count).repeat_interleave(number).tolist(),
+        indices=torch.arange(count).repeat_interleave(num_candidates).tolist(),
         **options,
     )
-    assert found.log_probabilities is not None
-    scores = torch.stack([values.double().sum() for values in found.log_probabilities]).view(
-        count, number
+    assert candidates.log_probabilities is not None
+    scores = torch.stack([values.double().sum() for values in candidates.log_probabilities]).view(
+        count, num_candidates
     )
     best = (scores + length_scores).argmax(1)
-    rows = (torch.arange(count) * number + best).tolist()
+    rows = (torch.arange(count) * num_candidates + best).tolist()
     return TextSamples(
-        [found.tokens[row] for row in rows],
-        found.lengths[rows],
-        found.num_rows,
-        found.passes.view(count, -1).amax(1),
-        num_scored=found.num_scored,
-        log_probabilities=[found.log_probabilities[row] for row in rows],
+        [candidates.tokens[row] for row in rows],
+        candidates.lengths[rows],
+        candidates.num_rows,
+        candidates.passes.view(count, -1).amax(1),
+        num_scored=candidates.num_scored,
+        log_probabilities=[candidates.log_probabilities[row] for row in rows],
     )

@@ -16,7 +16,8 @@ from mmldlm.data.batch import Batch, Collator
 from mmldlm.data.run_data import RunData
 from mmldlm.errors import UserError
 
-if TYPE_CHECKING:  # preflight asks a task before torch is imported
+# Preflight asks a task before torch is imported.
+if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from mmldlm.engines.base import Engine
@@ -38,12 +39,12 @@ class Metric:
     all logs.
 
     Attributes:
-        name: key in training_log.jsonl and wandb.
-        numerator: name of a sum that the objective returns.
-        denominator: name of a count of the batch, or of another sum.
-        label: word on the progress line; None: not shown there.
-        is_loss: drawn with the loss (`mmldlm plot`).
-        evaluation: ending of the validation figures drawn with it (`{pass}_{evaluation}`); None:
+        name: Key in training_log.jsonl and wandb.
+        numerator: Name of a sum that the objective returns.
+        denominator: Name of a count of the batch, or of another sum.
+        label: Word on the progress line; None: not shown there.
+        is_loss: Whether it is drawn with the loss (`mmldlm plot`).
+        evaluation: Ending of the validation figures drawn with it (`{pass}_{evaluation}`); None:
             `name`.
     """
 
@@ -86,9 +87,9 @@ class ValidationRun(Protocol):
     """An evaluation during training: the same samples and noise at every call.
 
     Attributes:
-        num_samples: samples of one evaluation.
-        num_available: samples of the validation split in use.
-        num_batches: batches of one evaluation.
+        num_samples: Samples of one evaluation.
+        num_available: Samples of the validation split in use.
+        num_batches: Batches of one evaluation.
         bad: {id, reason} of samples that this rank left out in the last call.
     """
 
@@ -101,8 +102,8 @@ class ValidationRun(Protocol):
         """Return the figures, equal on every rank; None where `goes_on` answered no. Collective.
 
         Args:
-            goes_on: called before every batch with the number of batches done; its answer is the
-                same on every rank.
+            goes_on: Function of the number of batches done, called before every batch; its answer
+                is the same on every rank.
         """
         ...
 
@@ -111,15 +112,15 @@ class Task(ABC):
     """What is trained. Has no state: every method is a function of its arguments.
 
     Class attributes:
-        name: shown on the screen.
-        config_class: subclass of Config with the task's own sections.
-        sums: names of the sums that the objective returns; one of them is "loss".
-        metrics: figures derived from the sums.
-        buffers: names of the model's tensors that are not trained (they are buffers, not
+        name: Name on the screen.
+        config_class: Subclass of Config with the task's own sections.
+        sums: Names of the sums that the objective returns; one of them is "loss".
+        metrics: Figures derived from the sums.
+        buffers: Names of the model's tensors that are not trained (they are buffers, not
             parameters).
-        samplers: kinds of `mmldlm sample` and the samplers of each; {}: not sampled by mmldlm (see
+        samplers: Kinds of `mmldlm sample` and the samplers of each; {}: not sampled by mmldlm (see
             TextTask).
-        sample_rate: key in training_log.jsonl of the samples per second; None: not logged.
+        sample_rate: Key in training_log.jsonl of the samples per second; None: not logged.
     """
 
     name: ClassVar[str]
@@ -226,8 +227,8 @@ class Task(ABC):
         """Return what makes micro-batches.
 
         Args:
-            seed: of the noise; None: training.seed. Evaluation passes its own, so that it never
-                sees training noise.
+            seed: Seed of the noise; None: training.seed. Evaluation passes its own, so that it
+                never sees training noise.
         """
 
     @abstractmethod
@@ -255,10 +256,10 @@ class Task(ABC):
         for name, value in values.items():
             if not (isinstance(value, torch.Tensor) and value.numel() == 1):
                 shape = f" {tuple(value.shape)}" if isinstance(value, torch.Tensor) else ""
-                found = "none" if value is None else f"{type(value).__name__}{shape}"
+                description = "none" if value is None else f"{type(value).__name__}{shape}"
                 raise UserError(
                     f"{name} from the objective of {type(self).__name__}: a scalar tensor",
-                    found,
+                    description,
                     "return (loss, {name: sum}) with every name of `sums` (docs/tasks.md)",
                 )
         return torch.stack([sums[name].detach().double().reshape(()) for name in names])

@@ -61,8 +61,8 @@ def keyed_normals(keys: Tensor, shape: tuple[int, ...]) -> Tensor:
     uniforms of 31 and 32 bits, and these two normals (Box and Muller, 1958), at most 6.7 in size.
 
     Args:
-        keys: int64, random, of each sample. [B]
-        shape: of one sample's numbers.
+        keys: Random key of each sample. [B] int64
+        shape: Shape of one sample's numbers.
 
     Returns:
         [B, *shape] fp32.
@@ -82,10 +82,11 @@ class RowReader:
     """Reads and checks the samples of a micro-batch.
 
     Args:
-        vocab_size: tokens are below it.
-        latent_mean: [D] raw latent that takes the place of an unusable one.
-        max_norm: a latent above this norm is a corrupted row; it is left out and reported.
-        nan_to_num: replace non-finite values of a latent by the mean (stability.nan_to_num).
+        vocab_size: Size of the vocabulary; tokens are below it.
+        latent_mean: Raw latent that takes the place of an unusable one. [D]
+        max_norm: Norm above which a latent is a corrupted row, which is left out and reported.
+        nan_to_num: Whether non-finite values of a latent are replaced by the mean
+            (stability.nan_to_num).
     """
 
     def __init__(
@@ -100,17 +101,18 @@ class RowReader:
         """Read the rows; return them, which of them are unusable, and the reports of Batch.bad.
 
         Args:
-            samples: a store.
-            ids: [B] of its samples.
-            slots: [B] positions in the global batch, of which the first num_real hold samples.
-            lengths: [N] tokens of every sample, EOS included.
+            samples: Split of a store.
+            ids: Indices of its samples. [B]
+            slots: Positions in the global batch, of which the first num_real hold samples. [B]
+            lengths: Number of tokens of every sample, EOS included. [N]
 
         An unusable sample becomes a placeholder of weight 0, as one past the end of the batch: all
         ranks keep the same shapes and collectives. The counts of the global batch still include
         it, because other ranks do not know of it.
         """
         rows, repaired = self._replace_nonfinite(samples.get(ids))
-        self.zero_ok = getattr(samples, "kind", "text") == "image"  # a black patch is a patch
+        # A black patch of an image is a zero vector.
+        self.zero_ok = getattr(samples, "kind", "text") == "image"
         reasons = [
             self._rejection_reason(rows.tokens[row], rows.latents[row], lengths[sample])
             for row, sample in enumerate(ids)
@@ -187,13 +189,13 @@ def mask_texts(
     """Mask some tokens of every text.
 
     Args:
-        tokens: [B, S] int64.
-        strata: [B] fp64 in [0, 1), the noise level.
-        uniform: [B, S] fp64 in [0, 1), which tokens.
-        maskable: [B, S] bool, at least one per row.
+        tokens: Clean tokens. [B, S] int64
+        strata: Numbers in [0, 1) that decide the noise level. [B] fp64
+        uniform: Numbers in [0, 1) that decide which tokens are masked. [B, S] fp64
+        maskable: Tokens that may be masked, at least one per row. [B, S] bool
 
     Returns:
-        noised tokens [B, S], the mask [B, S] bool, timesteps [B] and the NELBO weight [B] of a
+        Noised tokens [B, S], the mask [B, S] bool, timesteps [B] and the NELBO weight [B] of a
         masked token, fp64.
     """
     if config.fully_masked_only:
@@ -201,10 +203,10 @@ def mask_texts(
         ones = torch.ones(len(tokens), dtype=torch.float64)
         return tokens.masked_fill(masked, process.mask_token_id), masked, ones, ones
     if config.masking == "fixed_count":
-        noised, masked, share = process.corrupt_count(
+        noised, masked, fraction = process.corrupt_count(
             tokens, strata, uniform, maskable, process.mask_token_id
         )
-        return noised, masked, process.timestep_of(share), 1 / share
+        return noised, masked, process.timestep_of(fraction), 1 / fraction
     t = stretch(strata, config.min_timestep)
     noised, masked = process.corrupt(tokens, t, uniform, maskable)
     return noised, masked, t, process.loss_weights(t)
@@ -240,7 +242,7 @@ class CandidateSampler:
     """Draws the candidates of a batch.
 
     Args:
-        data: of the run; the training split is counted.
+        data: Data of the run; the training split is counted.
     """
 
     def __init__(self, data: LatentData):
@@ -249,10 +251,8 @@ class CandidateSampler:
         vocab_size = config.model.vocab_size
         ids = np.argsort(-token_counts(data), kind="stable")
         ids = ids[ids != config.model.mask_token_id]
-        self.frequent, self.others = (
-            np.sort(ids[: self.sizes.frequent]),
-            np.sort(ids[self.sizes.frequent :]),
-        )
+        self.frequent = np.sort(ids[: self.sizes.frequent])
+        self.others = np.sort(ids[self.sizes.frequent :])
         self._frequent_column = np.full(vocab_size, -1)
         self._frequent_column[self.frequent] = np.arange(len(self.frequent))
 
@@ -260,8 +260,8 @@ class CandidateSampler:
         """Candidates of a micro-batch.
 
         Args:
-            targets: int64 [M].
-            generator: of the global batch: all its micro-batches have the same sample.
+            targets: Target tokens. [M] int64
+            generator: Generator of the global batch: all its micro-batches have the same sample.
 
         Returns:
             text_candidates [C] and text_columns [M], int64 (`Candidates`).
@@ -269,9 +269,9 @@ class CandidateSampler:
         sampled = generator.choice(self.others, self.sizes.sampled, replace=False, shuffle=False)
         ids = targets.numpy()
         columns = self._frequent_column[ids]
-        own, place = np.unique(ids[columns < 0], return_inverse=True)
-        columns[columns < 0] = self.sizes.frequent + self.sizes.sampled + place
-        tokens = np.concatenate([self.frequent, sampled, own])
+        rare_tokens, rare_index = np.unique(ids[columns < 0], return_inverse=True)
+        columns[columns < 0] = self.sizes.frequent + self.sizes.sampled + rare_index
+        tokens = np.concatenate([self.frequent, sampled, rare_tokens])
         return {
             "text_candidates": torch.from_numpy(tokens),
             "text_columns": torch.from_numpy(columns),

@@ -19,8 +19,10 @@ from mmldlm.models.plain import PlainTransformer
 from mmldlm.tasks.latent_data import LatentData
 from mmldlm.utils.atomic_files import sha256_of
 
-COUNTED_TEXTS = 65_536  # spread over the split: enough to rank tokens
-UNSEEN = 0.1  # occurrences added to every token
+# Number of texts, spread over the split, in which tokens are counted: enough to rank them.
+COUNTED_TEXTS = 65_536
+# Occurrences added to every token.
+UNSEEN = 0.1
 # Standard deviation of a component, as that of random token embeddings.
 _STD = 0.02
 # Of a vocabulary. Where the encoder knows fewer, most texts would start from zeros.
@@ -99,7 +101,8 @@ def encoder_token_embeddings(store: Store | MixedStore, hidden_size: int) -> np.
         name = next(key for key in file.keys() if key.endswith("word_embeddings.weight"))
         table = file.get_tensor(name).astype(np.float64)
     table -= table.mean(0)
-    _, directions = np.linalg.eigh(table.T @ table)  # ascending
+    # Eigenvalues ascend.
+    _, directions = np.linalg.eigh(table.T @ table)
     directions = directions[:, ::-1][:, :hidden_size]
     largest = np.abs(directions).argmax(0)
     directions = directions * np.sign(directions[largest, np.arange(directions.shape[1])])
@@ -142,7 +145,7 @@ def spellings(own: Any, theirs: Any) -> dict[int, list[int]]:
     each other.
 
     Args:
-        own, theirs: fast Hugging Face tokenizers.
+        own, theirs: Fast Hugging Face tokenizers of the model and of the table.
 
     Returns:
         Without tokens that the other one cannot spell.
@@ -153,18 +156,21 @@ def spellings(own: Any, theirs: Any) -> dict[int, list[int]]:
         own.mask_token_id: theirs.mask_token_id, own.pad_token_id: theirs.pad_token_id,
         own.unk_token_id: theirs.unk_token_id, own.eos_token_id: end,
     }  # fmt: skip
-    found = {number: [other] for number, other in alike.items() if None not in (number, other)}
-    for token, number in own.get_vocab().items():
-        if number in specials:
+    spelling = {
+        token_id: [other] for token_id, other in alike.items() if None not in (token_id, other)
+    }
+    for token, token_id in own.get_vocab().items():
+        if token_id in specials:
             continue
-        if token in vocabulary:  # of the same kind, as in two WordPiece vocabularies ("##ing")
-            found[number] = [vocabulary[token]]
+        # The same string, as "##ing" in two WordPiece vocabularies.
+        if token in vocabulary:
+            spelling[token_id] = [vocabulary[token]]
             continue
-        text = own.decode([number]).removeprefix("##").strip()
+        text = own.decode([token_id]).removeprefix("##").strip()
         pieces = theirs(text, add_special_tokens=False)["input_ids"]
         if pieces and theirs.unk_token_id not in pieces:
-            found[number] = pieces
-    return found
+            spelling[token_id] = pieces
+    return spelling
 
 
 def set_first_weights(

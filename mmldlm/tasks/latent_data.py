@@ -21,9 +21,9 @@ class LatentData(StoreData):
     """Stores and the scaling of their latents.
 
     Attributes:
-        config: of a task, with sections model, tokenizer and data (of stores).
-        latent_mean: [D] fp32, subtracted from a latent on its way into model space.
-        latent_std: [D] fp32, by which the difference is divided.
+        config: Config of a task, with sections model, tokenizer and data (of stores).
+        latent_mean: Mean, subtracted from a latent on its way into model space. [D] fp32
+        latent_std: Standard deviation, by which the difference is divided. [D] fp32
     """
 
     config: Any
@@ -56,10 +56,10 @@ def open_latent_data(
     vocab_size, token ids.
 
     Args:
-        kind: class of the result.
-        config: with sections model, tokenizer and data; a copy of it is filled in.
-        scaling: training split -> mean and standard deviation [D].
-        store_kind: what the task learns the latents of: text or image.
+        kind: Class of the result.
+        config: Config with sections model, tokenizer and data; a copy of it is filled in.
+        scaling: Function that takes the training split to its mean and standard deviation [D].
+        store_kind: Whose latents the task learns: text or image.
 
     Raises:
         UserError: no store, damaged store, unusable latents, or a config that contradicts the
@@ -114,7 +114,8 @@ def fill_from_store(config: Any, store: Store | MixedStore) -> None:
             f"model.latent_dim={model.latent_dim}",
             "leave model.latent_dim unset, or prepare the data with an encoder of that dimension",
         )
-    if model.num_latents not in (1, store.latents_per_text):  # 1 is what every config says
+    # 1 is the default, so a config that does not set num_latents fits every store.
+    if model.num_latents not in (1, store.latents_per_text):
         raise UserError(
             f"model.num_latents={store.latents_per_text}, the latents of every text in"
             f" {store.root}",
@@ -147,7 +148,8 @@ def fill_from_store(config: Any, store: Store | MixedStore) -> None:
         setattr(model, key, tokenizer[key])
     grid, grids = _grid_of(model, store), _grids_of(model, store)
     model.latent_dim, model.num_latents = store.latent_dim, store.latents_per_text
-    if "latent_grid" in type(model).model_fields:  # other models know no places
+    # Other models have no positions of latents.
+    if "latent_grid" in type(model).model_fields:
         model.latent_grid, model.latent_grids = grid, grids
         model.check_places()
     model.vocab_size = model.vocab_size or tokenizer["vocab_size"]

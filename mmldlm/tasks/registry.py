@@ -46,7 +46,7 @@ def load_config(
     before.
 
     Args:
-        name: preset (`--config-name`).
+        name: Preset (`--config-name`).
         path: YAML file (`--config`).
         overrides: `section.key=value` words; values are YAML.
 
@@ -118,26 +118,34 @@ def _create(target: str, module_name: str, class_name: str) -> Task:
             " PYTHONPATH; install what the module imports",
         ) from error
     except (Exception, SystemExit) as error:
-        found = f"{describe_error(error)} {place_of(error)}"
-        raise UserError(f"an importable task {target}", found, "correct the module") from error
+        description = f"{describe_error(error)} {place_of(error)}"
+        raise UserError(
+            f"an importable task {target}", description, "correct the module"
+        ) from error
     if not (isinstance(task_class, type) and Task in task_class.__mro__[1:]):
         raise UserError(
             f"a subclass of mmldlm.tasks.base.Task at {target}", repr(task_class), example
         )
     config_class = getattr(task_class, "config_class", None)
     if not (isinstance(config_class, type) and issubclass(config_class, Config)):
-        found = "none" if config_class is None else repr(config_class)
+        description = "none" if config_class is None else repr(config_class)
         raise UserError(
-            f"config_class, a subclass of mmldlm.config.schema.Config, in {target}", found, example
+            f"config_class, a subclass of mmldlm.config.schema.Config, in {target}",
+            description,
+            example,
         )
     if missing := sorted(getattr(task_class, "__abstractmethods__", ())):
-        found = f"none of {', '.join(missing)}"
-        raise UserError(f"every method of a task in {target}", found, f"write them; {example}")
+        description = f"none of {', '.join(missing)}"
+        raise UserError(
+            f"every method of a task in {target}", description, f"write them; {example}"
+        )
     try:
         task = task_class()
     except (Exception, SystemExit) as error:
-        found = f"{describe_error(error)} {place_of(error)}"
-        raise UserError(f"{target}() without arguments", found, "correct its __init__") from error
+        description = f"{describe_error(error)} {place_of(error)}"
+        raise UserError(
+            f"{target}() without arguments", description, "correct its __init__"
+        ) from error
     if problems := _wrong_declarations(task):
         raise UserError(f"the declarations of a task in {target}", "; ".join(problems), example)
     return task
@@ -162,14 +170,14 @@ def _wrong_declarations(task: Task) -> list[str]:
 
 
 def _in_own_code(error: ImportError) -> str:
-    """Return where the user's module fails to import something; "" where it is the module that is
+    """Return where the user's module fails to import something; "" where the module itself is
     missing.
     """
-    place = place_of(error)
+    location = place_of(error)
     return (
         ""
-        if os.path.dirname(os.path.abspath(__file__)) in place or "importlib" in place
-        else f" {place}"
+        if os.path.dirname(os.path.abspath(__file__)) in location or "importlib" in location
+        else f" {location}"
     )
 
 
@@ -192,13 +200,13 @@ def open_run_data(config: Config) -> RunData:
             and lengths.ndim == 1
             and np.issubdtype(lengths.dtype, np.integer)
         ):
-            found = (
+            description = (
                 f"{type(lengths).__name__} {getattr(lengths, 'dtype', '')}"
                 f" {getattr(lengths, 'shape', '')}"
             )
             raise UserError(
                 f"{name} of {where}: [N] integers of NumPy",
-                found,
+                description,
                 "return np.array(..., dtype=np.int32)",
             )
         if not len(lengths):

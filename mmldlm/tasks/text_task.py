@@ -52,11 +52,11 @@ class TextScores:
     """Scores of B texts.
 
     Attributes:
-        nats: [B] fp64, the negative log-likelihood of a text (EOS counted) or one draw of an upper
-            bound on it.
-        correct: [B] fp64, scored tokens that are the most probable.
-        scored: [B] scored tokens.
-        length_nll: [B] nats of the length, or None for a model that writes EOS itself.
+        nats: Negative log-likelihood of each text (EOS counted), or one draw of an upper bound on
+            it. [B] fp64
+        correct: Number of scored tokens that are the most probable. [B] fp64
+        scored: Number of scored tokens. [B]
+        length_nll: Nats of the length; None for a model that writes EOS itself. [B]
     """
 
     nats: Tensor
@@ -80,8 +80,8 @@ def masked_text_scores(
     Unbiased for every schedule: the masked positions count 1 / their fraction.
 
     Args:
-        model: with the forward contract of MultimodalMMDiT.
-        diffusion: masking process of training.
+        model: Model with the forward contract of MultimodalMMDiT.
+        diffusion: Masking process of training.
         The rest as in `TextTask.score_texts`.
     """
     width, (draw, draws) = tokens.shape[1], stratum
@@ -133,16 +133,16 @@ class TextTask(Task):
     vocab_size, max_seq_len, latent_dim and num_latents; the model has `scale_latents`.
 
     Class attributes:
-        architecture: name of the model's class in config.json.
-        samplers: for every kind of `mmldlm sample` that the task has (l2t, t2l, unconditional) the
-            values of --sampler, the default first. Kind t2l is that of the translation task.
-        sampling_options: options of `mmldlm sample` and `mmldlm evaluate` that the task reads, of
+        architecture: Name of the model's class in config.json.
+        samplers: Values of --sampler, the default first, for every kind of `mmldlm sample` that
+            the task has (l2t, t2l, unconditional). Kind t2l is that of the translation task.
+        sampling_options: Options of `mmldlm sample` and `mmldlm evaluate` that the task reads, of
             TASK_OPTIONS in inference/options.py; any other is an error.
-        fills_lengths: whether `write_texts` takes `lengths` [N] int64, EOS counted, and refills
+        fills_lengths: Whether `write_texts` takes `lengths` [N] int64, EOS counted, and refills
             texts with kept tokens.
-        exact_likelihood: whether `score_texts` gives the exact likelihood, so that one draw is
+        exact_likelihood: Whether `score_texts` gives the exact likelihood, so that one draw is
             enough.
-        evaluation_decoding: how evaluation writes texts, in words.
+        evaluation_decoding: Words for how evaluation writes texts.
     """
 
     architecture: ClassVar[str]
@@ -226,13 +226,13 @@ class TextTask(Task):
         """Write one text per latent, or num_samples texts without a latent.
 
         Args:
-            pretrained: the model and its settings.
-            latents: [N, D] (or [N, M, D]) in the encoder's space, or None.
-            sampler: one of `samplers`.
-            seed: the draws of a sample depend on the seed and its index only.
-            batch_tokens: maximum padded positions per pass; None: the task's choice.
-            progress: called as the work proceeds with (done, total).
-            options: those of `sampling_options` but sampler; None where neither user nor command
+            pretrained: Model and its settings.
+            latents: Latents in the encoder's space, [N, D] (or [N, M, D]); None: no condition.
+            sampler: One of `samplers`.
+            seed: Seed of the draws; those of a sample depend on it and on the sample's index only.
+            batch_tokens: Maximum of padded positions per pass; None: the task's choice.
+            progress: Callback as the work proceeds, with (done, total).
+            options: Options of `sampling_options` but sampler; None where neither user nor command
                 gave a value. And `recorder` if one is wanted, where `records_passes`.
 
         Raises:
@@ -259,8 +259,8 @@ class TextTask(Task):
         progress: Any = None,
         **options: Any,
     ) -> FoundTexts:
-        """Write a text for each latent [N, D] (or [N, M, D]) and correct it in some rounds, from
-        what the judge's embeddings of it say.
+        """Write a text for each latent [N, D] (or [N, M, D]) and correct it in some rounds, by the
+        judge's embeddings of it.
 
         Raises:
             UserError: the task has no corrections (`check_correction`).
@@ -287,14 +287,14 @@ class TextTask(Task):
         bound (NELBO).
 
         Args:
-            tokens: [B, S] int64, EOS written, padded.
-            real: [B, S] bool, True for tokens and EOS.
-            latents: [B, D] (or [B, M, D]) in model space (`scale_latents`); None: the null
-                condition.
-            uniform: [B, S + 1] fp64 in [0, 1), the same for every condition; the last column is
-                the same for all draws of a text and places it in its stratum.
-            stratum: (k, n): the draw is the k-th of n; draw a timestep or a count from this n-th
-                part of its range.
+            tokens: Tokens with EOS, padded. [B, S] int64
+            real: True for tokens and EOS. [B, S] bool
+            latents: Latents in model space (`scale_latents`), [B, D] (or [B, M, D]); None: the
+                null condition.
+            uniform: Numbers in [0, 1), the same for every condition; the last column is the same
+                for all draws of a text and places it in its stratum. [B, S + 1] fp64
+            stratum: Pair (k, n): the draw is the k-th of n; draw a timestep or a count from this
+                n-th part of its range.
         """
 
 
@@ -338,9 +338,10 @@ class MaskedTextTask(TextTask):
         costs = [
             self.pass_flops(model_config, length, scored) for length in samples.lengths.tolist()
         ]
-        total = sum(number * cost for number, cost in zip(passes, costs))
-        written = samples.num_rows / max(sum(passes), 1) * total  # guidance takes two rows a pass
-        return written + len(costs) * self.encoding_flops(model_config)
+        total = sum(num_passes * cost for num_passes, cost in zip(passes, costs))
+        # Rows may be more than passes: guidance takes two rows per pass.
+        decoding_flops = samples.num_rows / max(sum(passes), 1) * total
+        return decoding_flops + len(costs) * self.encoding_flops(model_config)
 
     def unread_options(self, kind: str, sampler: str) -> frozenset[str]:
         unread = STRATEGY_OPTIONS - options_of(MASKED_SAMPLERS[sampler]).keys()

@@ -32,9 +32,9 @@ class PassTotals:
     """Totals of one pass over the validation samples, equal on every rank.
 
     Attributes:
-        sums: of the objective, over all ranks.
-        counts: of the batches.
-        num_tokens: real tokens of the samples that were not left out.
+        sums: Sums of the objective, over all ranks.
+        counts: Counts of the batches.
+        num_tokens: Real tokens of the samples that were not left out.
     """
 
     sums: dict[str, float]
@@ -62,9 +62,9 @@ def num_samples(config: Config, available: int, global_batch: int, num_passes: i
     """Return the samples of one evaluation: of `auto`, what a few percent of the training pay for.
 
     Args:
-        available: samples of the split in use.
-        global_batch: training samples of one optimizer step.
-        num_passes: passes over the samples in one evaluation.
+        available: Samples of the split in use.
+        global_batch: Training samples of one optimizer step.
+        num_passes: Passes over the samples in one evaluation.
     """
     if config.data.max_validation_samples != "auto":
         return available
@@ -78,14 +78,14 @@ class Validation:
     the weights.
 
     Args:
-        task: whose objective and sums are evaluated.
-        data: of the run.
-        engine: whose model is evaluated; every rank must call.
-        passes: (name, collator) of each pass over the samples.
-        figures: metrics from the totals of all passes.
+        task: Task whose objective and sums are evaluated.
+        data: Data of the run.
+        engine: Engine whose model is evaluated; every rank must call.
+        passes: Name and collator of each pass over the samples.
+        figures: Metrics from the totals of all passes.
 
     Attributes:
-        num_samples, num_available, num_batches: see ValidationRun.
+        num_samples, num_available, num_batches: See ValidationRun.
         bad: {id, reason} of samples that this rank found unusable in the last call: they are in no
             figure.
     """
@@ -101,12 +101,10 @@ class Validation:
         figures: Figures,
     ):
         config = data.config
-        self.engine, self.objective, self.task, self.sums = (
-            engine,
-            task.objective(config),
-            task,
-            task.sums_of(config),
-        )
+        self.engine = engine
+        self.objective = task.objective(config)
+        self.task = task
+        self.sums = task.sums_of(config)
         self._figures = figures
         training = config.training
         micro = training.eval_batch_size or training.train_batch_size
@@ -123,12 +121,12 @@ class Validation:
                 name,
                 [
                     MicroBatches(
-                        data.validation, plan, own, engine.rank, engine.world_size, accum=1
+                        data.validation, plan, collator, engine.rank, engine.world_size, accum=1
                     )
                     for plan in self.plans
                 ],
             )
-            for name, own in passes
+            for name, collator in passes
         ]
         self.num_batches = len(self.passes) * sum(plan.batches_per_epoch for plan in self.plans)
         self.bad: list[dict] = []
@@ -138,8 +136,8 @@ class Validation:
         """Evaluate the validation samples; equal on every rank. Collective.
 
         Args:
-            goes_on: called before every batch with the number of batches done; its answer must be
-                the same on every rank.
+            goes_on: Function of the number of batches done, called before every batch; its answer
+                must be the same on every rank.
 
         Returns:
             None where goes_on said no. Else the figures, and bad_samples (of all ranks) where any
@@ -160,9 +158,9 @@ class Validation:
         for name, datasets in self.passes:
             sums = torch.zeros(len(self.sums), dtype=torch.float64, device=self.engine.device)
             counts: dict[str, int] = {}
-            num_tokens, found = 0, {}
+            num_tokens, bad_samples = 0, {}
             for batches in chain.from_iterable(
-                iterate_steps(own, 0, own.plan.batches_per_epoch) for own in datasets
+                iterate_steps(dataset, 0, dataset.plan.batches_per_epoch) for dataset in datasets
             ):
                 if not goes_on(num_done):
                     return None
@@ -172,13 +170,14 @@ class Validation:
                         self.engine.module, batch.to(self.engine.device)
                     )
                     sums += self.task.stack_sums(self.sums, loss, metrics)
-                    num_tokens += batch.num_tokens  # of valid samples; the counts are the plan's
+                    # Tokens of valid samples; the counts are those of the plan.
+                    num_tokens += batch.num_tokens
                     counts = {
                         key: counts.get(key, 0) + value for key, value in batch.counts.items()
                     }
-                    found.update({sample["id"]: sample for sample in batch.bad})
-            bad.update(found)
-            local = self.engine.to_device([num_tokens, len(found)])
+                    bad_samples.update({sample["id"]: sample for sample in batch.bad})
+            bad.update(bad_samples)
+            local = self.engine.to_device([num_tokens, len(bad_samples)])
             *values, all_tokens, num_found = self.engine.sum_on_host(torch.cat([sums, local]))
             num_bad = max(num_bad, int(num_found))
             totals[name] = PassTotals(

@@ -32,7 +32,8 @@ from mmldlm.tasks.collation import CandidateSampler, candidates_of, counter_gene
 from mmldlm.tasks.latent_data import LatentData
 from mmldlm.tasks.text_task import Pretrained, TextScores, scores_of_targets, sum_by_row
 
-_CANDIDATE_STREAM = 3  # apart from those of the text collator
+# Apart from the streams of the text collator.
+_CANDIDATE_STREAM = 3
 
 
 class ArCollator(TextCollator):
@@ -40,8 +41,10 @@ class ArCollator(TextCollator):
     weight 1.
 
     Args:
-        data: of the run. condition_dropout, seed: see TextCollator.
-        candidates: of loss.text_candidates; None: the text head scores the whole vocabulary.
+        data: Data of the run.
+        condition_dropout, seed: See TextCollator.
+        candidates: Sampler of loss.text_candidates; None: the text head scores the whole
+            vocabulary.
     """
 
     def __init__(
@@ -65,7 +68,8 @@ class ArCollator(TextCollator):
     ) -> BaselineBatch:
         """Build a micro-batch; see Collator."""
         micro_batch = super().collate(batch, slots, samples, lengths)
-        if self.candidates is not None:  # one sample of them for the global batch
+        # The candidates are sampled once for the global batch.
+        if self.candidates is not None:
             generator = counter_generator(
                 self.seed, batch.epoch, batch.index, 0, _CANDIDATE_STREAM
             )
@@ -81,12 +85,12 @@ class ArObjective:
     loss = sum of the NLLs of all tokens and EOS / their number in the GLOBAL batch.
 
     Args:
-        config: the run's config.
+        config: Config of the run.
     """
 
     def __init__(self, config: ArConfig):
         self.config = config
-        # Taken into the rows' weights the share saves a pass over the head's gradients; float16
+        # Taken into the rows' weights, 1 / tokens saves a pass over the head's gradients; float16
         # lacks the range.
         self._weighs_inside = config.training.dtype != "fp16"
 
@@ -99,7 +103,7 @@ class ArObjective:
                 loss.text_candidates), text_correct and text_scored (tokens), text_logits (logits
                 computed under loss.text_candidates, else 0).
         """
-        share = 1.0 / max(batch.counts["text_tokens"], 1)
+        scale = 1.0 / max(batch.counts["text_tokens"], 1)
         weights, targets = batch.text_weights, batch.text_targets
         candidates = candidates_of(self.config, batch.text_candidates, batch.text_columns)
         out = forward_text(
@@ -107,12 +111,12 @@ class ArObjective:
             batch,
             TokenQuery(
                 targets=targets,
-                weights=weights * share if self._weighs_inside else weights,
+                weights=weights * scale if self._weighs_inside else weights,
                 candidates=candidates,
             ),
         )
         text_sum, nll, correct = scores_of_targets(out)
-        loss = text_sum if self._weighs_inside else text_sum * share
+        loss = text_sum if self._weighs_inside else text_sum * scale
         num_scored = torch.full_like(loss.detach(), float(len(targets)))
         num_candidates = 0 if batch.text_candidates is None else len(batch.text_candidates)
         return loss, {
@@ -155,7 +159,8 @@ class ArTask(BaselineTask):
     ) -> ArCollator:
         """Return the collator; `condition_dropout` replaces that of training."""
         candidates = None
-        if seed is None and data.config.loss.text_candidates is not None:  # evaluation is exact
+        # Evaluation, which passes a seed, is exact.
+        if seed is None and data.config.loss.text_candidates is not None:
             candidates = CandidateSampler(data)
         dropout = self.dropout_of_latents(data.config, condition_dropout)
         return ArCollator(data, dropout, seed, candidates)
@@ -172,8 +177,8 @@ class ArTask(BaselineTask):
         return write_texts(cast(PlainTransformer, pretrained.model), latents, **options)
 
     def writing_flops(self, model_config: Any, samples: TextSamples) -> float:
-        """A row of the cache is one token: all rows cost what a pass over the texts costs
-        a token.
+        """A row of the cache is one token: all rows cost what a pass over the texts costs per
+        token.
         """
         lengths = samples.lengths.tolist()
         return (

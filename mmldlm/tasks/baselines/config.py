@@ -54,7 +54,7 @@ class BaselineConfig(Config):
         )
 
     def mode_weights(self) -> dict[str, float]:
-        """Shares of the kinds of samples that the model learns, by the names of `mmldlm
+        """Fractions of the kinds of samples that the model learns, by the names of `mmldlm
         sample`.
         """
         if self.model.conditioning == "none":

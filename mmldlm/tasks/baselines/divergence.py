@@ -57,8 +57,8 @@ class NoisingCollator(TextCollator):
     a uniform t.
 
     Args:
-        process: of the tokens.
-        training_weights: (NELBO weights [M], t [M]) -> weights of the training [M].
+        process: Noise process of the tokens.
+        training_weights: Function (NELBO weights [M], t [M]) -> weights of the training [M].
         The rest as in `TextCollator`.
     """
 
@@ -80,11 +80,9 @@ class NoisingCollator(TextCollator):
         noised, scored = self.process.corrupt(texts.tokens, t, texts.uniform, texts.attention)
         positions = (scored & texts.real[:, None]).flatten().nonzero()[:, 0]
         rows = positions // texts.tokens.shape[1]
-        targets, states, times = (
-            texts.tokens.flatten()[positions],
-            noised.flatten()[positions],
-            t[rows],
-        )
+        targets = texts.tokens.flatten()[positions]
+        states = noised.flatten()[positions]
+        times = t[rows]
         weights = self.process.elbo_weights(targets, states, times)
         return {
             "text_tokens": noised,
@@ -121,8 +119,8 @@ def row_scores(divergence: Divergence) -> LogitsFunction:
     def scores(logits: Tensor, rows: slice) -> Tensor:
         target = logits.detach().gather(1, divergence.targets[rows, None])[:, 0]
         is_best = target >= logits.detach().amax(-1)
-        found = _Score.apply(logits, divergence, rows)
-        return torch.stack([found, is_best.to(found.dtype)], -1)
+        values = _Score.apply(logits, divergence, rows)
+        return torch.stack([values, is_best.to(values.dtype)], -1)
 
     return scores
 
@@ -134,7 +132,7 @@ class DivergenceObjective:
     counted over the GLOBAL batch.
 
     Args:
-        length_loss_weight: of the length head's negative log-likelihood.
+        length_loss_weight: Weight of the length head's negative log-likelihood.
     """
 
     def __init__(self, length_loss_weight: float):
@@ -153,13 +151,15 @@ class DivergenceObjective:
         """
         out = forward_text(model, batch, TokenQuery(function=row_scores(batch.divergence)))
         assert out.text is not None and out.text.values is not None
-        found, correct = out.text.values.unbind(-1)
-        text_loss = torch.dot(found, batch.text_weights) / max(batch.counts["text_tokens"], 1)
+        divergences, correct = out.text.values.unbind(-1)
+        text_loss = torch.dot(divergences, batch.text_weights) / max(
+            batch.counts["text_tokens"], 1
+        )
         loss, sums = add_length_loss(text_loss, out, batch, self.length_loss_weight)
         return loss, sums | {
-            "text_nelbo_sum": torch.dot(found.detach(), batch.text_elbo_weights),
+            "text_nelbo_sum": torch.dot(divergences.detach(), batch.text_elbo_weights),
             "text_correct": correct.detach().sum(),
-            "text_scored": torch.full_like(loss.detach(), float(len(found))),
+            "text_scored": torch.full_like(loss.detach(), float(len(divergences))),
         }
 
 
@@ -188,9 +188,9 @@ def divergence_scores(
         None if latents is None else LatentInputs(latents),
         TokenQuery(positions, function=row_scores(divergence)),
     )
-    found, correct = out.text.values.double().unbind(-1)
+    divergences, correct = out.text.values.double().unbind(-1)
     return TextScores(
-        sum_by_row(found * weights, owner, len(tokens)),
+        sum_by_row(divergences * weights, owner, len(tokens)),
         sum_by_row(correct, owner, len(tokens)),
         scored.sum(1),
         F.cross_entropy(out.length_logits, real.sum(1) - 1, reduction="none"),
@@ -203,7 +203,7 @@ class DivergenceTask(BaselineTask):
     A task adds its config, process and training weights.
 
     Class attributes:
-        logit_copies: tensors of a chunk's logits in fp32 that the backward pass holds at once
+        logit_copies: Tensors of a chunk's logits in fp32 that the backward pass holds at once
             (measured).
     """
 
@@ -287,10 +287,14 @@ class DivergenceTask(BaselineTask):
     def write_texts(
         self, pretrained: Pretrained, latents: Tensor | None, *, sampler: str, **options: Any
     ) -> TextSamples:
-        given = {name: value for name, value in options.items() if value is not None}
+        set_options = {name: value for name, value in options.items() if value is not None}
         process = self.process_of_model(pretrained)
         return sample_by_posterior(
-            pretrained.model, latents, process, corrects=sampler == "self_correction", **given
+            pretrained.model,
+            latents,
+            process,
+            corrects=sampler == "self_correction",
+            **set_options,
         )
 
     def score_texts(

@@ -28,7 +28,8 @@ from mmldlm.tasks.latent_data import LatentData, open_latent_data
 from mmldlm.tasks.text_task import Pretrained
 from mmldlm.utils.validation import not_none
 
-MAX_CLUSTERS = 128  # of num_clusters=None; more gained nothing in the paper
+# Bound for num_clusters=None; more clusters gained nothing in the paper.
+MAX_CLUSTERS = 128
 COUNTED_TEXTS, CONTEXTS, WINDOW = 65_536, 256, 2
 
 
@@ -55,7 +56,7 @@ class HdlmData(LatentData):
         return cluster_tokens(vectors, count, specials, config.training.seed)
 
     def fingerprint(self) -> str:
-        """That of the training split and of the clusters: a resume must find both."""
+        """Fingerprint of the training split and of the clusters: a resume must find both."""
         return hashlib.sha256(super().fingerprint().encode() + self.clusters.tobytes()).hexdigest()
 
     def _vectors(self) -> np.ndarray:
@@ -85,7 +86,8 @@ def cooccurrence_vectors(texts: list[np.ndarray], vocab_size: int) -> np.ndarray
     Returns:
         [vocab_size, CONTEXTS or fewer] fp32; zeros for tokens that do not occur.
     """
-    gap = np.full(WINDOW, vocab_size)  # no token: it keeps texts apart
+    # An id that is no token keeps texts apart.
+    gap = np.full(WINDOW, vocab_size)
     tokens = np.concatenate([part for text in texts for part in (text.astype(np.int64), gap)])
     frequency = np.bincount(tokens, minlength=vocab_size + 1)[:vocab_size]
     known = np.flatnonzero(frequency)
@@ -114,7 +116,7 @@ class HierarchicalTransformer(PlainTransformer):
     stand for.
 
     Attributes:
-        token_clusters: buffer, cluster of every token, -1 for tokens in none. [V] int64
+        token_clusters: Buffer with the cluster of every token, -1 for tokens in none. [V] int64
     """
 
     token_clusters: Tensor

@@ -62,12 +62,12 @@ class MdlmObjective:
     GLOBAL batch.
 
     Args:
-        config: the run's config.
+        config: Config of the run.
     """
 
     def __init__(self, config: MdlmConfig):
         self.loss = config.loss
-        # Taken into the rows' weights the share saves a pass over the head's gradients; float16
+        # Taken into the rows' weights, 1 / tokens saves a pass over the head's gradients; float16
         # lacks the range.
         self._weighs_inside = config.training.dtype != "fp16"
 
@@ -80,18 +80,18 @@ class MdlmObjective:
                 whatever the training weighs by), text_correct and text_masked (masked tokens),
                 length_nll_sum, length_scored.
         """
-        share = 1.0 / max(batch.counts["text_tokens"], 1)
+        scale = 1.0 / max(batch.counts["text_tokens"], 1)
         weights = self._training_weights(batch.text_weights)
         out = forward_text(
             model,
             batch,
             TokenQuery(
                 targets=batch.text_targets,
-                weights=weights * share if self._weighs_inside else weights,
+                weights=weights * scale if self._weighs_inside else weights,
             ),
         )
         text_sum, nll, correct = scores_of_targets(out)
-        text_loss = text_sum if self._weighs_inside else text_sum * share
+        text_loss = text_sum if self._weighs_inside else text_sum * scale
         loss, sums = add_length_loss(text_loss, out, batch, self.loss.length_loss_weight)
         return loss, sums | {
             "text_nelbo_sum": torch.dot(nll.detach(), batch.text_weights),
@@ -104,7 +104,8 @@ class MdlmObjective:
         (`loss.text_weighting`).
         """
         if self.loss.text_weighting == "uniform":
-            return torch.full_like(weights, 2.0)  # a token is masked half of the time
+            # A token is masked half of the time.
+            return torch.full_like(weights, 2.0)
         return (
             weights
             if self.loss.text_weight_clip is None

@@ -85,12 +85,12 @@ class PaddedTexts(NamedTuple):
     """The clean texts of a micro-batch and their own draws. B samples, S positions.
 
     Attributes:
-        tokens: [B, S] int64, EOS written, padded.
-        attention: [B, S] bool, True for tokens and EOS.
-        real: [B] bool, False for placeholders.
-        uniform: [B, S] fp64 in [0, 1), for the noise of each token.
-        strata: [B] fp64 in [0, 1), spread evenly over the global batch, for timesteps.
-        own: [B] fp64 in [0, 1), independent ones.
+        tokens: Tokens with EOS, padded. [B, S] int64
+        attention: True for tokens and EOS. [B, S] bool
+        real: False for placeholders. [B] bool
+        uniform: Numbers in [0, 1) for the noise of each token. [B, S] fp64
+        strata: Numbers in [0, 1), spread evenly over the global batch, for timesteps. [B] fp64
+        own: Independent numbers in [0, 1). [B] fp64
     """
 
     tokens: Tensor
@@ -108,13 +108,14 @@ class TextCollator(ABC):
     A task's own part is `noise`.
 
     Class attributes:
-        batch_class: class of the batches, whose fields the tensors are.
+        batch_class: Class of the batches, whose fields the tensors are.
 
     Args:
-        data: of the run, with latent_mean and latent_std [D], the scaling into model space.
-        condition_dropout: share of samples given the learned null latent; None: the model reads no
-            latents.
-        seed: None: training.seed. Evaluation passes its own, so that it never sees training noise.
+        data: Data of the run, with latent_mean and latent_std [D], the scaling into model space.
+        condition_dropout: Fraction of samples that read the learned null latent; None: the model
+            reads no latents.
+        seed: Seed of the noise; None: training.seed. Evaluation passes its own, so that it never
+            sees training noise.
     """
 
     batch_class: ClassVar[type[BaselineBatch]] = BaselineBatch
@@ -141,8 +142,8 @@ class TextCollator(ABC):
         """Build a micro-batch; see Collator.
 
         Args:
-            samples: a store.
-            lengths: [N] tokens of every sample, EOS included.
+            samples: Split of a store.
+            lengths: Number of tokens of every sample, EOS included. [N]
         """
         ids, real = batch.samples_at(slots)
         rows, is_bad, bad = self.reader.read(samples, ids, slots, len(batch.ids), lengths)
@@ -201,14 +202,14 @@ class TextCollator(ABC):
             tokens[row, length - 1] = self.model.eos_token_id
             attention[row, :length] = True
             uniform[row, :length] = generator.random(length)
-        dropout, own = map(torch.from_numpy, draws)
+        dropout, independent = map(torch.from_numpy, draws)
         padded = PaddedTexts(
             tokens=torch.from_numpy(tokens),
             attention=torch.from_numpy(attention),
             real=torch.from_numpy(real),
             uniform=torch.from_numpy(uniform),
             strata=self._strata(batch, slots),
-            own=own,
+            own=independent,
         )
         return padded, dropout
 
@@ -216,7 +217,8 @@ class TextCollator(ABC):
         offset = float(
             counter_generator(self.seed, batch.epoch, batch.index, 0, _BATCH_STREAM).random()
         )
-        in_batch = np.minimum(slots, batch.size - 1)  # of placeholders, any slot will do
+        # Placeholders lie past the end of the batch; any slot will do for them.
+        in_batch = np.minimum(slots, batch.size - 1)
         key = batch.epoch * 1_000_003 + batch.index
         ranks = permute(np.arange(batch.size), batch.size, self.seed * 3 + 12, key)
         return low_discrepancy(torch.from_numpy(ranks[in_batch]), offset, batch.size)
@@ -264,7 +266,7 @@ class BaselineTask(TextTask):
     A task adds its config, collator, objective, figures, sampler and scores.
 
     Class attributes:
-        scored_sum: name of the sum that counts the tokens that the text head scores.
+        scored_sum: Name of the sum that counts the tokens that the text head scores.
     """
 
     architecture = "PlainTransformer"
@@ -282,17 +284,18 @@ class BaselineTask(TextTask):
 
     def model_sizes(self, config: BaselineConfig, length: int) -> ModelSizes:
         model, batch, dtype = config.model, config.training.train_batch_size, config.training.dtype
-        share = self.scored_share(config)
-        counted = round(2 * share * length)  # logits_bytes takes half of the text
+        scored_fraction = self.scored_share(config)
+        # `logits_bytes` takes half of the length that it is given.
+        counted = round(2 * scored_fraction * length)
         return ModelSizes(
             **self.parameter_sizes(config),
-            activations=plain_activation_bytes(model, batch, length, dtype, share),
+            activations=plain_activation_bytes(model, batch, length, dtype, scored_fraction),
             logits_cpu=logits_bytes(model, batch, counted, dtype, on_gpu=False),
             logits_gpu=logits_bytes(model, batch, counted, dtype, on_gpu=True),
         )
 
     def scored_share(self, config: BaselineConfig) -> float:
-        """Return the mean share of a text's tokens that the loss scores."""
+        """Return the mean fraction of a text's tokens that the loss scores."""
         return 1.0 if config.model.causal else 0.5
 
     def training_flops(
@@ -305,7 +308,8 @@ class BaselineTask(TextTask):
         if not num_samples or not num_tokens:
             return 0.0
         lengths = [num_tokens / num_samples] * num_samples
-        num_logits = sums.get("text_logits") or None  # under loss.text_candidates
+        # Counted under loss.text_candidates only.
+        num_logits = sums.get("text_logits") or None
         scored = sums[self.scored_sum]
         return estimate_flops(config.model, lengths, scored, num_logits=num_logits).training
 
@@ -350,8 +354,8 @@ class BaselineTask(TextTask):
     def dropout_of_latents(
         self, config: BaselineConfig, condition_dropout: float | None
     ) -> float | None:
-        """Return the share of samples given the null latent, `condition_dropout` in place of that
-        of training; None: the model reads no latents.
+        """Return the fraction of samples that read the null latent, `condition_dropout` in place
+        of that of training; None: the model reads no latents.
         """
         if config.model.conditioning == "none":
             return None

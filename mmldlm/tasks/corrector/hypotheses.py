@@ -25,8 +25,8 @@ class SplitHypotheses:
     """Hypotheses of one split.
 
     Args:
-        root: folder that `mmldlm hypotheses` wrote.
-        samples: the split that they belong to.
+        root: Folder that `mmldlm hypotheses` wrote.
+        samples: Split that they belong to.
 
     Raises:
         UserError: they belong to another store, or are damaged.
@@ -92,23 +92,24 @@ class SplitHypotheses:
         """Return tokens [B, S] int64, latents fp32 in model space, and which are given [B] bool.
 
         Args:
-            ids: [B] of the samples.
-            wanted: [B] bool, samples that are to read one.
-            shape: (B, S) of the batch's text. A longer hypothesis is cut: no row could read it.
-            vocab_size: tokens are below it.
-            scale: latents -> model space.
+            ids: Indices of the samples. [B]
+            wanted: Samples that are to read one. [B] bool
+            shape: Shape (B, S) of the batch's text. A longer hypothesis is cut: no row could read
+                it.
+            vocab_size: Size of the vocabulary; tokens are below it.
+            scale: Function that takes latents to model space.
 
         Returns:
             The arrays, and why the hypotheses of some of the B samples are left out: position ->
             reason.
         """
         rows = self.row_of[ids]
-        given = wanted & (rows >= 0)
-        found = self.store.get(np.maximum(rows, 0))
+        has_hypothesis = wanted & (rows >= 0)
+        stored = self.store.get(np.maximum(rows, 0))
         reasons = {}
-        for row in np.flatnonzero(given).tolist():
-            text = found.tokens[row]
-            if not np.isfinite(found.latents[row]).all():
+        for row in np.flatnonzero(has_hypothesis).tolist():
+            text = stored.tokens[row]
+            if not np.isfinite(stored.latents[row]).all():
                 reasons[row] = (
                     "non-finite values in the latent of its hypothesis, which is left out"
                 )
@@ -116,11 +117,11 @@ class SplitHypotheses:
                 reasons[row] = (
                     f"a token id of its hypothesis outside 0..{vocab_size - 1}, which is left out"
                 )
-        given[list(reasons)] = False
+        has_hypothesis[list(reasons)] = False
         tokens = np.full(shape, pad, np.int64)
-        for row in np.flatnonzero(given).tolist():
-            words = [*found.tokens[row].tolist(), eos][: shape[1]]
+        for row in np.flatnonzero(has_hypothesis).tolist():
+            words = [*stored.tokens[row].tolist(), eos][: shape[1]]
             tokens[row, : len(words)] = words
-        latents = np.zeros(found.latents.shape, np.float32)
-        latents[given] = scale(found.latents[given])
-        return (tokens, latents, given), reasons
+        latents = np.zeros(stored.latents.shape, np.float32)
+        latents[has_hypothesis] = scale(stored.latents[has_hypothesis])
+        return (tokens, latents, has_hypothesis), reasons

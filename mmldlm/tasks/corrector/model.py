@@ -19,10 +19,10 @@ class Hypotheses(NamedTuple):
     """Earlier texts for the latents of a batch.
 
     Attributes:
-        tokens: int64 [B, S], EOS written; the pad token where a text has ended, and where it has
-            no word (a hole). Read where the batch has text.
-        latents: the encoder's embeddings of these texts, in model space. [B, N, D] or [B, D]
-        given: bool, samples that have one; of others the rest is not read. [B]
+        tokens: Tokens with EOS; the pad token where a text has ended, and where it has no word (a
+            hole). Read where the batch has text. [B, S] int64
+        latents: The encoder's embeddings of these texts, in model space. [B, N, D] or [B, D]
+        given: True for samples that have one; of others the rest is not read. [B] bool
     """
 
     tokens: Tensor
@@ -40,8 +40,8 @@ class HypothesisEncoder(nn.Module):
     which tells the words that the difference contradicts.
 
     Args:
-        is_blind: read z in place of ẑ: the ablation, which sees the words of a hypothesis and not
-            how good they are.
+        is_blind: Whether z is read in place of ẑ: the ablation, which sees the words of a
+            hypothesis and not how good they are.
     """
 
     def __init__(
@@ -92,10 +92,10 @@ class HypothesisEncoder(nn.Module):
         """Rows [R, H] of the text, to which those of the hypotheses are added.
 
         Args:
-            ids, own: of the text and of the hypothesis at each row. [R]
-            is_read: rows at which a hypothesis has a word. [R] bool
-            sample: that each row belongs to. [R]
-            difference: z - ẑ, pooled. [B, C]
+            ids, own: Tokens of the text and of the hypothesis at each row. [R]
+            is_read: Rows at which a hypothesis has a word. [R] bool
+            sample: Sample that each row belongs to. [R]
+            difference: Pooled z - ẑ. [B, C]
 
         Raises:
             ValueError: no difference: the latents were encoded without the hypotheses.
@@ -104,7 +104,7 @@ class HypothesisEncoder(nn.Module):
             raise ValueError(
                 "hypotheses with latents that were encoded without them: give encode_latents both"
             )
-        # In one call: ZeRO-3 reduces the gradients of a module once a step.
+        # In one call: ZeRO-3 reduces the gradients of a module once per step.
         text, words = text_encoder(torch.cat([ids, own]), first_rows, text_is_null).split(len(ids))
         more = self.to_text(words) + self.to_product(words * self.to_factor(difference)[sample])
         return text + torch.where(is_read[:, None], more, 0.0)
@@ -123,14 +123,12 @@ class HypothesisEncoder(nn.Module):
                 torch.cat([tokens, self.null_tokens[: tokens.shape[1]].expand_as(tokens)], 1),
                 pooled,
             )
-        given, is_null = (
-            hypotheses.given,
-            torch.zeros_like(hypotheses.given) if is_null is None else is_null,
-        )
-        own = (
+        has_hypothesis = hypotheses.given
+        is_null = torch.zeros_like(hypotheses.given) if is_null is None else is_null
+        hypothesis_points = (
             points if self.is_blind else hypotheses.latents.reshape(points.shape).to(points.dtype)
         )
-        difference = torch.where(given[:, None, None], points - own, 0.0)
+        difference = torch.where(has_hypothesis[:, None, None], points - hypothesis_points, 0.0)
         # In one call, as above.
         both = latent_encoder(
             torch.cat([points, difference]), torch.cat([is_null, torch.zeros_like(is_null)])
@@ -138,9 +136,9 @@ class HypothesisEncoder(nn.Module):
         (tokens, more), (pooled, more_pooled) = (values.chunk(2) for values in both)
         count = tokens.shape[1]
         more = torch.where(
-            given[:, None, None], more + self.position[:count], self.null_tokens[:count]
+            has_hypothesis[:, None, None], more + self.position[:count], self.null_tokens[:count]
         )
-        pooled = pooled + torch.where(given[:, None], self.to_pooled(more_pooled), 0.0)
+        pooled = pooled + torch.where(has_hypothesis[:, None], self.to_pooled(more_pooled), 0.0)
         return EncodedLatent(torch.cat([tokens, more], 1), pooled, side=more_pooled)
 
 

@@ -2,8 +2,8 @@
 proposes from a text and its embedding.
 
 As vec2text (arXiv 2310.06816) the model reads a text, z and z - ẑ. It does not write the text
-again: a pass says of every place what should stand there, and so which words are doubtful, which
-an encoder then judges one edit at a time.
+again: one pass predicts the word at every position, and so shows which words are doubtful; an
+encoder then judges one edit at a time.
 """
 
 from __future__ import annotations
@@ -66,11 +66,12 @@ def correct(
     over NATS_A_COSINE.
 
     Args:
-        latents: [N, D] (or [N, M, D]) in the encoder's space.
-        judge: used for this call alone, so that its counts are those of this search; embeds the
-            texts.
-        rounds: of CORRECTIONS judged edits of each latent; 0: the nearest of STARTS first texts.
-        seed, progress, options: of `local_search`.
+        latents: Latents in the encoder's space, [N, D] (or [N, M, D]).
+        judge: Judge used for this call alone, so that its counts are those of this search; it
+            embeds the texts.
+        rounds: Number of rounds, each of CORRECTIONS judged edits of each latent; 0: the nearest
+            of STARTS first texts.
+        seed, progress, options: Arguments of `local_search`.
 
     Raises:
         MmldlmError: NaN logits or embeddings.
@@ -94,13 +95,13 @@ def correct(
 
 
 class CorrectingEditor(Editor):
-    """Proposes edits by what the model makes of a text and of its embedding.
+    """Proposes edits from a text and its embedding.
 
-    A wholly masked row beside the text says of all its places what should stand there, and one
-    with a hole for each gap what is missing. But such a row reads the words around a place as a
-    guess alone. So the model is also asked without the hypothesis, with one [MASK] among the words
-    as they stand, and the mean of both log-probabilities counts. By the first alone texts come as
-    near in words that fit less (studies/inversion).
+    A wholly masked row beside the text predicts the word at every position, and one with a hole
+    for each gap predicts what is missing. Such a row reads the words around a position as a
+    hypothesis only. So the model is also asked without the hypothesis, with one [MASK] among the
+    words of the text, and the mean of both log-probabilities counts. By the first alone, texts
+    come as near with words that fit less (studies/inversion).
     """
 
     # More bring hardly nearer texts, and every one costs a pass of t2l (docs/sampling.md).
@@ -116,38 +117,39 @@ class CorrectingEditor(Editor):
         self, texts: Sequence[Text], owners: Sequence[int], embedded: np.ndarray | None
     ) -> Iterator[tuple[Question, Answer]]:
         assert embedded is not None, "the embeddings of the texts"
-        feedback, hole = (
-            self._encode_feedback(owners, embedded),
-            self._pretrained.model.config.pad_token_id,
-        )
+        feedback = self._encode_feedback(owners, embedded)
+        hole = self._pretrained.model.config.pad_token_id
         whole = [
             Question(i, SUBSTITUTE, text, range(len(text)), text)
             for i, text in enumerate(texts)
             if text
         ]
         corrected: dict[int, Tensor] = {}
-        for own, log_probs in self._log_probs(whole, feedback, self._logits_beside):
-            parts = log_probs.split([len(one.places) for one in own])
-            corrected |= {one.source: part for one, part in zip(own, parts)}
-        for own, log_probs in self._log_probs(self._substitutions(texts), self._encode(owners)):
-            beside = torch.stack([corrected[one.source][one.places[0]] for one in own])
-            yield from self._likeliest(own, (log_probs + beside) / 2)
-        for own, log_probs in self._log_probs(
+        for questions, log_probs in self._log_probs(whole, feedback, self._logits_beside):
+            parts = log_probs.split([len(one.places) for one in questions])
+            corrected |= {one.source: part for one, part in zip(questions, parts)}
+        for questions, log_probs in self._log_probs(
+            self._substitutions(texts), self._encode(owners)
+        ):
+            beside = torch.stack([corrected[one.source][one.places[0]] for one in questions])
+            yield from self._likeliest(questions, (log_probs + beside) / 2)
+        for questions, log_probs in self._log_probs(
             self._gaps(texts, hole), feedback, self._logits_beside
         ):
-            yield from self._likeliest(own, log_probs)
+            yield from self._likeliest(questions, log_probs)
 
     def _encode_feedback(self, owners: Sequence[int], embedded: np.ndarray) -> EncodedLatent:
         """The latents of the texts, and how far the texts' embeddings are off."""
         model, task = self._pretrained.model, self._pretrained.task
         points = self._points[torch.tensor(owners, device=self._points.device)]
-        own = model.scale_latents(torch.from_numpy(embedded).to(points.device)).reshape(
+        embeddings = model.scale_latents(torch.from_numpy(embedded).to(points.device)).reshape(
             points.shape
         )
-        given = torch.ones(len(points), dtype=torch.bool, device=points.device)
+        has_hypothesis = torch.ones(len(points), dtype=torch.bool, device=points.device)
         self._cost.add_rows(0, 0.0, len(points) * task.encoding_flops(model.config))
         return model.encode_latents(
-            LatentInputs(points), side_inputs=Hypotheses(given[:, None], own, given)
+            LatentInputs(points),
+            side_inputs=Hypotheses(has_hypothesis[:, None], embeddings, has_hypothesis),
         )
 
     def _logits_beside(
@@ -158,10 +160,11 @@ class CorrectingEditor(Editor):
         """
         config = self._pretrained.model.config
         masked = torch.where(real, config.mask_token_id, config.pad_token_id)
-        given = torch.ones(len(ids), dtype=torch.bool, device=ids.device)
-        read = Hypotheses(ids, ids, given)  # their embeddings are in `encoded`
+        has_hypothesis = torch.ones(len(ids), dtype=torch.bool, device=ids.device)
+        # The embeddings of the hypotheses are in `encoded`.
+        hypotheses = Hypotheses(ids, ids, has_hypothesis)
         t = torch.ones(len(ids), device=ids.device)
         out = self._pretrained.model(
-            TextInputs(masked, t, real), encoded, TokenQuery(places), side_inputs=read
+            TextInputs(masked, t, real), encoded, TokenQuery(places), side_inputs=hypotheses
         )
         return out.text.logits

@@ -1,10 +1,10 @@
 """Write hypotheses (`mmldlm hypotheses`): a trained model's texts for the latents of a
 store, embedded.
 
-A hypothesis stands beside the sample's own text, place by place, so that the corrector learns
-which of its words are wrong. Most are the text with some of its words written by the model; of the
-others, which it wrote whole, the words are laid beside those of the text: what is too much is left
-out, and where a word is missing there is a hole.
+A hypothesis is aligned with the sample's own text, position by position, so that the corrector
+learns which of its words are wrong. Most are the text with some of its words written by the model;
+the others, which it wrote whole, are aligned with the text: surplus words are left out, and where
+a word is missing there is a hole.
 
 The result is a store itself, of the same layout: its texts are the hypotheses, its latents their
 embeddings, and documents.npy says which sample of the original store each belongs to. As in
@@ -84,8 +84,8 @@ def write_hypotheses(
     """Write a hypothesis for each sample of a store, and embed it with the store's encoder.
 
     Args:
-        queue: the ranks that work together; every one of them calls this.
-        console: receives the messages of rank 0.
+        queue: Queue of the ranks that work together; every one of them calls this.
+        console: Console for the messages of rank 0.
 
     Returns:
         The folder of the hypotheses.
@@ -108,7 +108,7 @@ def write_hypotheses(
 
 
 class _Hypotheses:
-    """The share of one rank."""
+    """The work of one rank."""
 
     def __init__(self, options: HypothesisOptions, queue: TaskQueue, console: Console):
         self.options, self.queue, self.console = options, queue, console
@@ -152,12 +152,11 @@ class _Hypotheses:
             work.remove()
             seconds = time.perf_counter() - started
             for split, summary in summaries.items():
-                number, others = (
-                    summary["num_samples"],
-                    self.counts[split] - summary["num_samples"],
-                )
+                num_hypotheses = summary["num_samples"]
+                num_others = self.counts[split] - num_hypotheses
                 self.console.print(
-                    f"{split}: {number:,} hypotheses; {others:,} right or empty ones are left out"
+                    f"{split}: {num_hypotheses:,} hypotheses;"
+                    f" {num_others:,} right or empty ones are left out"
                 )
             self.console.print(f"hypotheses in {self.root} after {seconds:.0f} s", soft_wrap=True)
 
@@ -185,28 +184,27 @@ class _Hypotheses:
         and empty ones.
         """
         rows = np.arange(first, first + size)
-        if split == "train" and self.counts[split] < len(
-            self.stores[split]
-        ):  # spread over the split
+        # Fewer hypotheses than samples are spread over the split.
+        if split == "train" and self.counts[split] < len(self.stores[split]):
             rows = rows * len(self.stores[split]) // self.counts[split]
         samples = self.stores[split].get(rows)
-        own = [tokens.tolist() for tokens in samples.tokens]
-        texts = self._write(torch.from_numpy(samples.latents), own, rows)
+        true_texts = [tokens.tolist() for tokens in samples.tokens]
+        texts = self._write(torch.from_numpy(samples.latents), true_texts, rows)
         pad = self.pretrained.model.config.pad_token_id
         latents = judge.embed([[token for token in text if token != pad] for text in texts])
         has_latent = latents.reshape(size, -1).any(1)
-        is_wrong = [text != right for text, right in zip(texts, own)]
+        is_wrong = [text != true_text for text, true_text in zip(texts, true_texts)]
         keep = np.flatnonzero(has_latent & np.array(is_wrong))
-        kept = [np.array(texts[i], np.int64) for i in keep]
+        wrong_texts = [np.array(texts[i], np.int64) for i in keep]
         return {
             "rows": rows[keep],
-            "lengths": np.array([len(text) for text in kept], np.int64),
-            "tokens": np.concatenate([np.empty(0, np.int64), *kept]),
+            "lengths": np.array([len(text) for text in wrong_texts], np.int64),
+            "tokens": np.concatenate([np.empty(0, np.int64), *wrong_texts]),
             "latents": latents[keep],
         }
 
     def _write(
-        self, latents: torch.Tensor, own: list[list[int]], rows: np.ndarray
+        self, latents: torch.Tensor, true_texts: list[list[int]], rows: np.ndarray
     ) -> list[list[int]]:
         """Write one text for each latent, as long as the sample's own; the pad token where it has
         no word.
@@ -218,44 +216,42 @@ class _Hypotheses:
         for turn, k in enumerate(CANDIDATES):
             places = np.flatnonzero(rows % (WHOLE * len(CANDIDATES)) == WHOLE * turn)
             if len(places):
-                given: dict[str, Any] = {
+                writing_options: dict[str, Any] = {
                     "indices": rows[places].tolist(),
                     "num_steps": self.options.num_steps,
                 }
                 if "presence_penalty" in task.sampling_options:
-                    given["presence_penalty"] = PRESENCE_PENALTY
+                    writing_options["presence_penalty"] = PRESENCE_PENALTY
                 seed = self.options.seed
-                found = write_candidate(
-                    self.pretrained, latents[places], k, lengths[places], seed, given
+                samples = write_candidate(
+                    self.pretrained, latents[places], k, lengths[places], seed, writing_options
                 )
-                for i, text in zip(places.tolist(), found.tokens):
-                    texts[i] = lay_beside(text, own[i], pad)
+                for i, text in zip(places.tolist(), samples.tokens):
+                    texts[i] = lay_beside(text, true_texts[i], pad)
         places = np.flatnonzero(rows % WHOLE)
         for i, text in zip(
             places.tolist(),
-            self._write_parts(latents[places], [own[i] for i in places], rows[places]),
+            self._write_parts(latents[places], [true_texts[i] for i in places], rows[places]),
         ):
             texts[i] = text
         return texts
 
     def _write_parts(
-        self, latents: torch.Tensor, own: list[list[int]], rows: np.ndarray
+        self, latents: torch.Tensor, true_texts: list[list[int]], rows: np.ndarray
     ) -> list[list[int]]:
         """Write some of the words of texts; which ones is a function of (seed, row)."""
-        if not own:
+        if not true_texts:
             return []
-        config, lengths = (
-            self.pretrained.model.config,
-            torch.tensor([len(text) + 1 for text in own]),
-        )
-        drafts = torch.full((len(own), int(lengths.max())), config.pad_token_id)
+        config = self.pretrained.model.config
+        lengths = torch.tensor([len(text) + 1 for text in true_texts])
+        drafts = torch.full((len(true_texts), int(lengths.max())), config.pad_token_id)
         draws = uniforms(
             self.options.seed, Stream.HYPOTHESES, rows.tolist(), (1 + config.max_seq_len,)
         )
-        for i, text in enumerate(own):
-            number = int(torch.ceil((1 - draws[i, 0]) * len(text)))
+        for i, text in enumerate(true_texts):
+            num_masked = int(torch.ceil((1 - draws[i, 0]) * len(text)))
             drafts[i, : len(text)] = torch.tensor(text)
-            drafts[i, draws[i, 1 : 1 + len(text)].argsort()[:number]] = config.mask_token_id
+            drafts[i, draws[i, 1 : 1 + len(text)].argsort()[:num_masked]] = config.mask_token_id
         return self.pretrained.task.write_texts(
             self.pretrained,
             latents,
@@ -272,13 +268,15 @@ class _Hypotheses:
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir()
         store = self.stores["train"]
-        own, vocab_size = store.manifest, store.manifest["tokenizer"]["vocab_size"]
+        store_manifest, vocab_size = store.manifest, store.manifest["tokenizer"]["vocab_size"]
         summaries, statistics = {}, {}
         for split, shards in paths.items():
             latent_statistics = LatentStatistics(
                 store.latent_dim, self.counts[split] * store.latents_per_text
             )
-            writer = StoreSplit(folder, split, latent_shape(own), vocab_size, with_documents=True)
+            writer = StoreSplit(
+                folder, split, latent_shape(store_manifest), vocab_size, with_documents=True
+            )
             for shard in map(read_npz, shards):
                 tokens = (
                     np.split(shard["tokens"], np.cumsum(shard["lengths"])[:-1])
@@ -289,15 +287,18 @@ class _Hypotheses:
                 writer.add(texts, tokens, shard["latents"], shard["rows"])
                 latent_statistics.add(shard["latents"])
             summaries[split] = writer.close()
-            statistics = statistics or latent_statistics.result()  # of the training split
+            # The first split is the training split, whose statistics count.
+            statistics = statistics or latent_statistics.result()
         shutil.copytree(store.root / TOKENIZER_FOLDER, folder / TOKENIZER_FOLDER)
-        kept = ("format", "version", "latent_dim", "encoder", "tokenizer")
-        manifest = {key: own[key] for key in kept} | latents_suffix(store.latents_per_text)
+        copied_keys = ("format", "version", "latent_dim", "encoder", "tokenizer")
+        manifest = {key: store_manifest[key] for key in copied_keys} | latents_suffix(
+            store.latents_per_text
+        )
         manifest |= {
             "splits": summaries,
             "latent_stats": statistics,
             "hypotheses": {
-                "of": sample_checksums(own),
+                "of": sample_checksums(store_manifest),
                 "version": HYPOTHESES_VERSION,
                 **asdict(self.options),
             },
@@ -319,14 +320,17 @@ def _check_model(pretrained: Pretrained, store: Store) -> None:
             f"task={pretrained.task.name}",
             "use a checkpoint of task=translation",
         )
-    own = {"latent_dim": store.latent_dim, "tokenizer": store.manifest["tokenizer"]["vocab_size"]}
-    found = {
+    store_sizes = {
+        "latent_dim": store.latent_dim,
+        "tokenizer": store.manifest["tokenizer"]["vocab_size"],
+    }
+    model_sizes = {
         "latent_dim": pretrained.model.config.latent_dim,
         "tokenizer": len(pretrained.tokenizer),
     }
-    if own != found:
-        expected = f"a model of this store's latents and tokens: {own}"
-        raise UserError(expected, str(found), "name the store that the model was trained on")
+    if store_sizes != model_sizes:
+        expected = f"a model of this store's latents and tokens: {store_sizes}"
+        raise UserError(expected, str(model_sizes), "name the store that the model was trained on")
     if load_tokenizer(store.root).get_vocab() != pretrained.tokenizer.get_vocab():
         raise UserError(
             f"a model with the tokenizer of {store.root}",
@@ -347,15 +351,15 @@ def _check_model(pretrained: Pretrained, store: Store) -> None:
 
 
 def lay_beside(text: list[int], own: list[int], pad: int) -> list[int]:
-    """The words of a text at the places of those of another; pad where it has none.
+    """The words of a text aligned with those of another; pad where it has none.
 
     As long as the other.
     """
-    found = [pad] * len(own)
-    for kind, first, last, own_first, own_last in SequenceMatcher(
+    aligned = [pad] * len(own)
+    for tag, first, last, own_first, own_last in SequenceMatcher(
         None, text, own, autojunk=False
     ).get_opcodes():
-        if kind in ("equal", "replace"):
-            number = min(last - first, own_last - own_first)
-            found[own_first : own_first + number] = text[first : first + number]
-    return found
+        if tag in ("equal", "replace"):
+            count = min(last - first, own_last - own_first)
+            aligned[own_first : own_first + count] = text[first : first + count]
+    return aligned

@@ -105,8 +105,8 @@ class CodeHead(nn.Module):
         x = x.reshape(len(x), -1, self.tokens_per_latent, x.shape[-1])
         count = x.shape[1]
         rows = x.flatten(0, 1).index_select(0, query.positions)
-        own = self.modulation(condition).index_select(0, query.positions // count)[:, None]
-        shift, scale = own.chunk(2, dim=-1)
+        modulation = self.modulation(condition).index_select(0, query.positions // count)[:, None]
+        shift, scale = modulation.chunk(2, dim=-1)
         rows = modulate(self.norm(rows), shift, scale).reshape(-1, width)
         if query.targets is None:
             return TokenScores(logits=torch.addmm(self.bias, rows, self.weight.t()).float())
@@ -120,7 +120,7 @@ class CodesMMDiT(MultimodalMMDiT):
     """MultimodalMMDiT whose latents are ids of codes: int64 [B, N, 1], num_codes for [MASK].
 
     Args:
-        config: of a MultimodalMMDiT, and num_codes.
+        config: Config of a MultimodalMMDiT, and num_codes.
 
     Raises:
         UserError: num_codes is not set; or as MultimodalMMDiT.

@@ -17,7 +17,8 @@ from mmldlm.tasks.collation import RowReader, counter_generator
 from mmldlm.tasks.image_text.noiser import ImageNoiser
 from mmldlm.tasks.translation.noiser import L2T, PaddedSamples, TranslationBatch
 
-_CODE_STREAM = 10  # last counter word; `noise_keys` has 9
+# Last counter word; `noise_keys` has 9.
+_CODE_STREAM = 10
 
 
 @dataclass(kw_only=True)
@@ -85,7 +86,8 @@ class CodeNoiser(ImageNoiser):
         self, batch: GlobalBatch, rows: Rows, ids: np.ndarray, slots: np.ndarray
     ) -> PaddedSamples:
         """Return the samples with uniform numbers [B, N] fp64, for the masks, as their noise."""
-        if rows.latents.ndim == 2:  # an image of one patch
+        # An image of one patch has no axis of patches.
+        if rows.latents.ndim == 2:
             rows = rows._replace(latents=rows.latents[:, None])
         count = rows.latents.shape[1]
         uniform = [
@@ -104,7 +106,7 @@ class CodeNoiser(ImageNoiser):
         assert padded.noise is not None
         is_l2t, is_real = torch.from_numpy(modes) == L2T, torch.from_numpy(real)
         ids = padded.latents[..., 0]
-        noised, masked, share = MaskedDiffusion.corrupt_count(
+        noised, masked, fraction = MaskedDiffusion.corrupt_count(
             ids, strata, padded.noise, torch.ones_like(ids, dtype=torch.bool), self.num_codes
         )
         scored = masked & (is_real & ~is_l2t)[:, None]
@@ -112,11 +114,11 @@ class CodeNoiser(ImageNoiser):
         return {
             "latents": torch.where(is_l2t[:, None], ids, noised)[..., None],
             "latent_clean": padded.latents,
-            "latent_timesteps": torch.where(is_l2t, 0.0, share).float(),
+            "latent_timesteps": torch.where(is_l2t, 0.0, fraction).float(),
             "latent_is_null": (padded.condition_uniform < self.condition_dropout) & is_l2t,
             "code_positions": positions,
             "code_targets": ids.flatten()[positions],
-            "code_weights": (1 / share)[positions // ids.shape[1]].float(),
+            "code_weights": (1 / fraction)[positions // ids.shape[1]].float(),
         }
 
 

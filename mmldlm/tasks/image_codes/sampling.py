@@ -27,9 +27,8 @@ from mmldlm.sampling.text import start_decoding
 from mmldlm.tasks.image_codes.config import CODE_SAMPLERS, CODE_STEPS
 from mmldlm.utils.counter_rng import Stream, uniforms
 
-_SPECIAL = (
-    3  # ids after the codes: [MASK], and those that a state of texts needs for padding and end
-)
+# Number of ids after the codes: [MASK], and those that a state of texts needs for padding and end.
+_SPECIAL = 3
 
 
 class CodeState(DecodingState):
@@ -54,7 +53,7 @@ class CodeState(DecodingState):
         return self.tokens[:, : self.count, None]
 
     def masked_share(self) -> Tensor:
-        """Return the share of masked ids of each image, as in training: [B] fp64."""
+        """Return the fraction of masked ids of each image, as in training: [B] fp64."""
         return (self.ids[..., 0] == self.mask_token_id).sum(1) / float(self.count)
 
     def targets(self, positions: Tensor) -> TokenQuery:
@@ -109,18 +108,18 @@ def sample_codes(
     null).
 
     Args:
-        model: a CodesMMDiT.
+        model: A CodesMMDiT.
         texts: N lists of ids without EOS, or None.
-        steps: number of passes; at most the number of codes of an image are needed.
-        sampler: one of CODE_SAMPLERS. Those by certainty choose which codes to fill without
+        steps: Number of passes; at most the number of codes of an image are needed.
+        sampler: One of CODE_SAMPLERS. Those by certainty choose which codes to fill without
             guidance.
-        temperature, top_p: of the draws; None: the sampler's default.
-        guidance: classifier-free guidance of the logits, null + g (given - null).
-        guidance_interval: the shares of masked codes, ends included, at which there is guidance;
-            None: all.
-        seed: the draws of a sample depend on the seed and its index only.
-        batch_tokens: maximum padded positions per pass, codes counted.
-        progress: called after every pass with the number of codes written and in total.
+        temperature, top_p: Options of the draws; None: the sampler's default.
+        guidance: Scale g of classifier-free guidance of the logits, null + g (conditional - null).
+        guidance_interval: Masked fractions of the codes, ends included, at which there is
+            guidance; None: all.
+        seed: Seed of the draws; those of a sample depend on it and on the sample's index only.
+        batch_tokens: Maximum of padded positions per pass, codes counted.
+        progress: Callback after every pass, with the number of codes written and in total.
 
     Returns:
         [N, L, 1] int64 on the CPU (of one code an image [N, 1]).
@@ -132,10 +131,14 @@ def sample_codes(
     count = len(texts) if texts is not None else num_samples
     assert count is not None, "num_samples is needed without texts"
     config, device = model.config, device_of(model)
-    own = config.num_latents
+    codes_per_image = config.num_latents
     check_guidance_interval(guidance, guidance_interval, 1 - torch.arange(steps) / steps)
-    found = torch.empty(count, own, dtype=torch.int64)
-    lengths = [len(text) + 1 + own for text in texts] if texts is not None else [1 + own] * count
+    ids = torch.empty(count, codes_per_image, dtype=torch.int64)
+    lengths = (
+        [len(text) + 1 + codes_per_image for text in texts]
+        if texts is not None
+        else [1 + codes_per_image] * count
+    )
     done = 0
     for rows in token_budget_batches(lengths, batch_tokens):
         tokens = real = None
@@ -157,10 +160,10 @@ def sample_codes(
             )
             if progress is not None:
                 open_codes = int(strategy.state.undecided.sum())
-                progress(done + len(rows) * own - open_codes, count * own)
-        found[torch.from_numpy(rows.copy())] = strategy.state.ids[..., 0].cpu()
-        done += len(rows) * own
-    return found.view(count, *latent_shape(config))
+                progress(done + len(rows) * codes_per_image - open_codes, count * codes_per_image)
+        ids[torch.from_numpy(rows.copy())] = strategy.state.ids[..., 0].cpu()
+        done += len(rows) * codes_per_image
+    return ids.view(count, *latent_shape(config))
 
 
 def _take_pass(
@@ -181,10 +184,13 @@ def _take_pass(
     guided = None
     if guidance != 1 and tokens is not None:
         null = code_logits(model, None, None, strategy.state, times, positions)
-        own = times[positions // (strategy.state.count + 1)]
-        scale = torch.where((interval[0] <= own) & (own <= interval[1]), guidance, 1.0)[:, None]
+        code_times = times[positions // (strategy.state.count + 1)]
+        scale = torch.where(
+            (interval[0] <= code_times) & (code_times <= interval[1]), guidance, 1.0
+        )[:, None]
         guided = null + scale * (logits - null)
-        strategy.exclude(guided)  # -inf in both became NaN
+        # Logits that were -inf in both became NaN.
+        strategy.exclude(guided)
     strategy.write(positions, logits, None, guided)
 
 
@@ -231,16 +237,16 @@ def sample_codes_and_texts(
     number of passes.
 
     Args:
-        model: trained in mode unconditional.
+        model: Model trained in mode unconditional.
         The rest as in `sample_joint`; the sampler is that of both streams.
 
     Returns:
-        the texts, and ids as `sample_codes` returns them. Lengths are drawn from p(length).
+        The texts, and ids as `sample_codes` returns them. Lengths are drawn from p(length).
     """
     config = model.config
     lengths = predict_lengths(model, None, num_samples, "sample", seed)
     texts: list[list[int]] = [[] for _ in range(num_samples)]
-    found = torch.empty(num_samples, config.num_latents, dtype=torch.int64)
+    ids = torch.empty(num_samples, config.num_latents, dtype=torch.int64)
     draw, done = DrawSettings(temperature, top_p), 0
     for index in torch.argsort(lengths, stable=True).split(batch_size):
         rows = index.tolist()
@@ -273,7 +279,7 @@ def sample_codes_and_texts(
         for row, text in zip(rows, words.state.texts()):
             texts[row] = text
         assert not bool(codes.state.undecided.any())
-        found[index] = codes.state.ids[..., 0].cpu()
+        ids[index] = codes.state.ids[..., 0].cpu()
     passes = torch.full((num_samples,), steps)
     samples = TextSamples(texts, lengths, num_samples * steps, passes)
-    return samples, found.view(num_samples, *latent_shape(config))
+    return samples, ids.view(num_samples, *latent_shape(config))

@@ -137,7 +137,7 @@ class ImageCodesTask(ImageTextTask):
         return CodeObjective(config)
 
     def validation_figures(self, totals: dict[str, PassTotals]) -> dict[str, float]:
-        """Return the figures of the translation task, {mode}_code_nelbo (nats a code) and
+        """Return the figures of the translation task, {mode}_code_nelbo (nats per code) and
         {mode}_code_accuracy.
         """
         figures = super().validation_figures(totals)

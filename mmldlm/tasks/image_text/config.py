@@ -34,15 +34,15 @@ def with_modes(weights: object) -> object:
     """
     if not isinstance(weights, Mapping):
         return weights
-    found: dict[object, object] = {}
+    weight_of_mode: dict[object, object] = {}
     for word, weight in weights.items():
-        if mode_of(word) in found:
+        if mode_of(word) in weight_of_mode:
             raise ValueError(
                 f"training.loss_type_weights names {both_words(str(mode_of(word)))} twice: keep"
                 " one word"
             )
-        found[mode_of(word)] = weight
-    return found
+        weight_of_mode[mode_of(word)] = weight
+    return weight_of_mode
 
 
 # (key, the only value for images, why)

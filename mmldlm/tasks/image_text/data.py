@@ -23,7 +23,8 @@ class ImageTextData(TranslationData):
 
     config: ImageTextConfig
 
-    @cached_property  # read once: the run must not need the store's files again
+    # Read once: the run must not need the store's files again.
+    @cached_property
     def codec(self) -> ImageCodec:
         """What turns pixels into the latents of these stores, and back; of several sizes that of
         the largest.
@@ -41,7 +42,7 @@ class ImageTextData(TranslationData):
     def describe(self) -> str:
         """Return one line for the screen."""
         codec, codecs = self.codec, self.codecs
-        sizes = " or ".join(f"{own.size} x {own.size}" for own in codecs.values())
+        sizes = " or ".join(f"{each.size} x {each.size}" for each in codecs.values())
         return (
             f"{len(self.train_lengths):,} training and {len(self.validation_lengths):,} validation"
             f" images of {sizes} x {codec.channels} from {self.source}, each as"

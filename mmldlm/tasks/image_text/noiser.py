@@ -17,10 +17,10 @@ class ImageNoiser(Noiser):
     """Collator of the image_text task.
 
     Attributes:
-        codecs: number of latents -> their codec.
-        shift_pixels: images are shifted by up to this many pixels each way; 0: as they are.
-        shift_only_i2t: those of the other modes are not.
-        counts_images: the count `latents` is of images instead of their latents
+        codecs: Codecs by their number of latents.
+        shift_pixels: Pixels by which images are shifted at most, each way; 0: not at all.
+        shift_only_i2t: Whether only images of mode i2t are shifted.
+        counts_images: Whether the count `latents` is of images instead of their latents
             (`ImageObjective`), and `all_latents` of those of all images, whatever is scored, for
             the FLOPs of a step.
     """

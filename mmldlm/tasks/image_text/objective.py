@@ -12,7 +12,7 @@ from mmldlm.tasks.translation.objective import LatentTerm, TranslationObjective
 
 
 class ImageObjective(TranslationObjective):
-    """That of the translation task.
+    """The objective of the translation task.
 
     With images of several sizes (model.latent_grids) the error of an image is the mean over its
     own latents, and sums and count of latents are of images: a large image weighs as much as a

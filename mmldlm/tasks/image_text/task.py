@@ -49,8 +49,12 @@ class ImageTextTask(TranslationTask):
         return open_data(config)
 
     def describe(self, config: ImageTextConfig) -> str:
-        shares = {mode: share for mode, share in config.training.mode_weights().items() if share}
-        modes = ", ".join(f"{both_words(mode)} {share:.0%}" for mode, share in shares.items())
+        fractions = {
+            mode: fraction for mode, fraction in config.training.mode_weights().items() if fraction
+        }
+        modes = ", ".join(
+            f"{both_words(mode)} {fraction:.0%}" for mode, fraction in fractions.items()
+        )
         return f"{modes}; {self.describe_latents(config)}, freeze={config.training.freeze}"
 
     def describe_latents(self, config: ImageTextConfig) -> str:
@@ -91,7 +95,7 @@ class ImageTextTask(TranslationTask):
         """Sample the latents of one image for each caption.
 
         Args:
-            options: steps, guidance, guidance_interval, seed, batch_tokens and progress of
+            options: Options steps, guidance, guidance_interval, seed, batch_tokens and progress of
                 `sample_latents`, and `t2i_options`.
         """
         return sample_latents(

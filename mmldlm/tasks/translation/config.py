@@ -11,7 +11,8 @@ from mmldlm.config.section import MAX_WEIGHT, FilledFromData, OnResume, Section,
 from mmldlm.data.config import StoreDataConfig, TokenizerConfig
 from mmldlm.models.mmdit_config import ModelConfig
 
-if TYPE_CHECKING:  # preflight reads a config without torch
+# Preflight reads a config without torch.
+if TYPE_CHECKING:
     from mmldlm.diffusion import GaussianProcess
 
 Mode = Literal["unconditional", "l2t", "t2l", "mixed"]
@@ -286,7 +287,7 @@ class TranslationTrainingConfig(TrainingConfig):
         return self
 
     def mode_weights(self) -> dict[str, float]:
-        """Shares of the three pure modes, adding up to 1."""
+        """Fractions of the three pure modes, which add up to 1."""
         if self.loss_type != "mixed":
             return {mode: float(mode == self.loss_type) for mode in PURE_MODES}
         weights = self.loss_type_weights or dict.fromkeys(PURE_MODES, 1.0)
@@ -321,7 +322,8 @@ class TranslationConfig(Config):
                 " latent_diffusion.prediction=x0_epsilon: the model would not read the noise that"
                 " it is to predict"
             )
-        if model.latent_predictions != 2:  # an assignment validates once more
+        # An assignment validates once more, so only a changed value is assigned.
+        if model.latent_predictions != 2:
             model.latent_predictions = 2
         return self
 

@@ -137,9 +137,9 @@ class BatchDraws(NamedTuple):
     """Draws for all slots [n] of a global batch, the same on every rank.
 
     Attributes:
-        modes: index in PURE_MODES.
-        text: fp64 low-discrepancy uniforms of the text timesteps.
-        latent: fp64 low-discrepancy uniforms of the latent timesteps.
+        modes: Index in PURE_MODES.
+        text: Low-discrepancy uniforms of the text timesteps. [n] fp64
+        latent: Low-discrepancy uniforms of the latent timesteps. [n] fp64
     """
 
     modes: np.ndarray
@@ -152,16 +152,17 @@ class PaddedSamples(NamedTuple):
     dim.
 
     Attributes:
-        tokens: [B, S] int64, padded.
-        attention: [B, S] bool, True for real tokens and EOS.
-        latents: [B, D] fp32 in model space.
-        noise: as latents, standard normal; above MAX_HOST_NOISE elements a sample None.
-        mask_uniform: [B, S] fp64, for the masks.
-        condition_uniform: [B] fp64, for the condition dropout.
-        text: [B] fp64, for text timesteps under timesteps=uniform.
-        latent: [B] fp64, for latent timesteps under timesteps=uniform.
-        condition: [B, 2] fp64, for l2t_condition_noise: whether, and how much; zeros where it is
-            off.
+        tokens: Padded tokens. [B, S] int64
+        attention: True for real tokens and EOS. [B, S] bool
+        latents: Latents in model space. [B, D] fp32
+        noise: Standard normal noise, shaped as latents; None above MAX_HOST_NOISE elements a
+            sample.
+        mask_uniform: Numbers in [0, 1) for the masks. [B, S] fp64
+        condition_uniform: Numbers in [0, 1) for the condition dropout. [B] fp64
+        text: Numbers for text timesteps under timesteps=uniform. [B] fp64
+        latent: Numbers for latent timesteps under timesteps=uniform. [B] fp64
+        condition: Numbers for l2t_condition_noise: whether, and how much; zeros where it is off.
+            [B, 2] fp64
     """
 
     tokens: Tensor
@@ -257,8 +258,8 @@ class Noiser:
         """Noise the samples at some slots of a global batch; see Collator.
 
         Args:
-            samples: a store.
-            lengths: [N] tokens of every sample, EOS included.
+            samples: Split of a store.
+            lengths: Number of tokens of every sample, EOS included. [N]
         """
         draws = self._batch_draws(batch)
         num_real = len(batch.ids)
@@ -266,7 +267,8 @@ class Noiser:
         rows, is_bad, bad = self.reader.read(samples, ids, slots, num_real, lengths)
         real = real & ~is_bad
         padded = self._pad(batch, rows, ids, slots)
-        in_batch = np.minimum(slots, batch.size - 1)  # of placeholders, any slot will do
+        # Placeholders lie past the end of the batch; any slot will do for them.
+        in_batch = np.minimum(slots, batch.size - 1)
         modes = draws.modes[in_batch]
         tensors, repairs = self._more_tensors(batch, ids, slots, modes, real, padded)
         bad = bad + [

@@ -34,9 +34,9 @@ class LatentTerm(NamedTuple):
     """The image or embedding's part of the loss.
 
     Attributes:
-        total: its weighted sum, in the graph. fp32 scalar
-        denominator: name of the count of the batch that it is divided by.
-        error: unweighted errors [B] or [B, N], for the metrics; None: there are none.
+        total: Weighted sum of the term, in the graph. fp32 scalar
+        denominator: Name of the count of the batch that divides it.
+        error: Unweighted errors [B] or [B, N], for the metrics; None: there are none.
     """
 
     total: Tensor
@@ -54,7 +54,7 @@ class TranslationObjective:
     micro-batches gives exactly the gradient of the whole batch.
 
     Args:
-        config: the run's config (loss weights, options, latent diffusion).
+        config: Config of the run (loss weights, options, latent diffusion).
     """
 
     LATENT_SUMS = ("latent_error_sum", "latent_cosine_sum", "latent_scored")
@@ -82,7 +82,8 @@ class TranslationObjective:
         """
         weights = batch.text_weights
         if self.loss.text_weighting == "uniform":
-            weights = torch.full_like(weights, 2.0)  # a token is masked half of the time
+            # A token is masked half of the time.
+            weights = torch.full_like(weights, 2.0)
         if self.loss.text_weight_clip is not None:
             weights = weights.clamp_max(self.loss.text_weight_clip)
         if self.loss.text_loss_clamp is not None:
@@ -136,7 +137,8 @@ class TranslationObjective:
 
     def _latent_errors(self, predictions: Tensor, targets: Tensor) -> tuple[Tensor, ...]:
         """The error of each of the P predictions that stand side by side in the last dimension."""
-        if self.latent.num_predictions == 1:  # without two operations that cut nothing
+        # One prediction needs no cut.
+        if self.latent.num_predictions == 1:
             return (self._latent_error(predictions, targets),)
         pairs = zip(
             *(values.chunk(self.latent.num_predictions, -1) for values in (predictions, targets))
@@ -155,7 +157,7 @@ class TranslationObjective:
         )
 
     def _latent_error(self, prediction: Tensor, target: Tensor) -> Tensor:
-        """[B] (of several latents a sample [B, N]) mean squared error over D in fp32.
+        """[B] (of several latents per sample [B, N]) mean squared error over D in fp32.
 
         Or MM-LDLM's, between L2-normalized vectors, summed over D.
         """
@@ -187,8 +189,8 @@ class TranslationObjective:
         sums = torch.zeros(len(batch.ids), device=nll.device).index_add_(
             0, batch.text_rows, nll * weights
         )
-        kept = sums / batch.attention_mask.sum(1) <= self.loss.text_loss_clamp
-        return weights * kept[batch.text_rows]
+        is_below_clamp = sums / batch.attention_mask.sum(1) <= self.loss.text_loss_clamp
+        return weights * is_below_clamp[batch.text_rows]
 
     def _metrics(
         self,

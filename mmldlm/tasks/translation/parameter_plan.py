@@ -73,7 +73,8 @@ def decided_freeze(config: TranslationConfig) -> Literal["by_mode", "none"]:
         try:
             before = with_new_names(read_yaml(path))["training"]["freeze"]
         except (OSError, UserError, KeyError, TypeError):
-            continue  # what cannot be read is refused where the checkpoint itself is read
+            # What cannot be read is refused where the checkpoint itself is read.
+            continue
         if before in ("by_mode", "none"):
             return before
     return "none" if training.init_from is None else "by_mode"

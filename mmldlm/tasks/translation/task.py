@@ -208,7 +208,8 @@ class TranslationTask(MaskedTextTask):
             options: Further arguments of a subclass's noiser.
         """
         candidates = None
-        if seed is None and data.config.loss.text_candidates is not None:  # evaluation is exact
+        # Evaluation, which passes a seed, is exact.
+        if seed is None and data.config.loss.text_candidates is not None:
             candidates = CandidateSampler(data)
         return self.noiser_class(data.config)(
             data.config,
@@ -297,7 +298,7 @@ class TranslationTask(MaskedTextTask):
         """Sample latents without a text, in the encoder's space.
 
         Args:
-            options: steps, seed and progress of `sample_latents`.
+            options: Options steps, seed and progress of `sample_latents`.
         """
         return sample_latents(
             pretrained.model,
@@ -317,7 +318,7 @@ class TranslationTask(MaskedTextTask):
         """Sample texts and latents together.
 
         Args:
-            options: those of `sample_joint`.
+            options: Options of `sample_joint`.
         """
         return sample_joint(
             pretrained.model,
