@@ -255,7 +255,7 @@ def hint_for_old_key(key: str, value: Any = None) -> str:
     such a key.
 
     Args:
-        value: of the key; of a section that is gone, its keys are looked up too.
+        value: Value of the key; of a section that is gone, its keys are looked up too.
     """
     if key not in _OLD_KEYS:
         return ""

@@ -22,8 +22,8 @@ class ConfigDiff:
     """Differences as `section.key: then -> now`.
 
     Attributes:
-        warnings: changes that are allowed and printed.
-        errors: changes that are refused.
+        warnings: Changes that are allowed and printed.
+        errors: Changes that are refused.
     """
 
     warnings: list[str] = field(default_factory=list)
@@ -94,8 +94,8 @@ def _same_files(now: Section, name: str, before: Any, value: Any) -> bool:
     if marker is None or type(before) is not type(value):
         return False
     if isinstance(value, dict):
-        return {marker.identity(path): share for path, share in before.items()} == {
-            marker.identity(path): share for path, share in value.items()
+        return {marker.identity(path): weight for path, weight in before.items()} == {
+            marker.identity(path): weight for path, weight in value.items()
         }
     return isinstance(value, str) and marker.identity(before) == marker.identity(value)
 

@@ -50,8 +50,8 @@ class _Loader(yaml.SafeLoader):
             )
         self._depth += 1
         if self._depth > MAX_DEPTH:
-            found = f"more than {MAX_DEPTH} levels of nesting in {_line(self.peek_event())}"
-            raise _RefusedError(found, "a config has sections and keys, and nothing deeper")
+            problem = f"more than {MAX_DEPTH} levels of nesting in {_line(self.peek_event())}"
+            raise _RefusedError(problem, "a config has sections and keys, and nothing deeper")
         node = super().compose_node(parent, index)
         self._depth -= 1
         return node
@@ -65,8 +65,8 @@ class _Loader(yaml.SafeLoader):
                     f"a key that is not a word in {_line(key_node)}", "write `key: value`"
                 )
             if key in lines:
-                found = f"the key {key} twice, in {lines[key]} and in {_line(key_node)}"
-                raise _RefusedError(found, "keep one of them")
+                problem = f"the key {key} twice, in {lines[key]} and in {_line(key_node)}"
+                raise _RefusedError(problem, "keep one of them")
             lines[key] = _line(key_node)
         return super().construct_mapping(node, deep)
 
@@ -129,8 +129,8 @@ def format_yaml(values: dict[str, Any]) -> str:
     return yaml.dump(values, Dumper=_Dumper, sort_keys=False, width=math.inf)
 
 
-def _line(place: Any) -> str:
-    return f"line {place.start_mark.line + 1}"
+def _line(node_or_event: Any) -> str:
+    return f"line {node_or_event.start_mark.line + 1}"
 
 
 def parse_yaml(
@@ -139,8 +139,10 @@ def parse_yaml(
     """The value of a YAML text.
 
     Args:
-        where: named in the error. fix: what to do about a text that is not YAML.
-        spelling: return numbers as WrittenInt and WrittenFloat, for `Section.read_value`.
+        where: Name of the source, for the error.
+        fix: Advice for a text that is not YAML.
+        spelling: Whether to return numbers as WrittenInt and WrittenFloat, for
+            `Section.read_value`.
 
     Raises:
         UserError: not YAML, aliases, repeated keys, or more than the limits allow.
@@ -180,9 +182,9 @@ def read_yaml(path: str | Path, *, spelling: bool = False) -> dict[str, Any]:
         text = raw.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         line = raw.count(b"\n", 0, error.start) + 1
-        found = f"{path}: byte 0x{raw[error.start]:02x} at position {error.start} (line {line})"
+        problem = f"{path}: byte 0x{raw[error.start]:02x} at position {error.start} (line {line})"
         raise UserError(
-            "a YAML file in UTF-8", found, "convert it to UTF-8 (for instance with iconv)"
+            "a YAML file in UTF-8", problem, "convert it to UTF-8 (for instance with iconv)"
         ) from error
     if "\t" in text and text.lstrip().startswith("{"):
         text = _without_tabs(text)
@@ -207,8 +209,8 @@ def as_sections(values: Any, where: str) -> dict[str, Any]:
     if values is None:
         return {}
     if not isinstance(values, dict):
-        found = f"{where}: a {type(values).__name__}"
-        raise UserError("sections with keys", found, "write `training:` and keys below it")
+        problem = f"{where}: a {type(values).__name__}"
+        raise UserError("sections with keys", problem, "write `training:` and keys below it")
     sections = {
         key: value for key, value in values.items() if value is not None and "." not in str(key)
     }

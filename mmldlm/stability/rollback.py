@@ -16,11 +16,11 @@ class RollbackReason:
     """Why a run cannot continue from its current state.
 
     Attributes:
-        step: the step of the finding.
-        reason: one sentence.
+        step: Step of the finding.
+        reason: One sentence.
         first_bad: 0-based step of the first batch to exclude after the rollback; None if no batch
             is responsible.
-        tensors: name -> number of non-finite elements, if an audit failed.
+        tensors: Number of non-finite elements by name, if an audit failed.
     """
 
     step: int
@@ -58,7 +58,7 @@ def stability_stop_error(
     """Return the error that ends the run on every rank with exit code 4.
 
     Args:
-        saved_step: step of the newest checkpoint; None before the first.
+        saved_step: Step of the newest checkpoint; None before the first.
     """
     tried = (
         f"after {num_rollbacks} rollback(s)"

@@ -133,11 +133,11 @@ def load_engine_state(
             name: (trains.get(name, "buffer"), shape)
             for name, shape in saved_shapes(engine.model).items()
         }
-        theirs = {
-            name: ("buffer" if reader.kind(name) == "buffer" else reader.kind(name) == "trainable",
-                   tuple(reader.shape(name)))
-            for name in reader.names
-        }  # fmt: skip
+        theirs = {}
+        for name in reader.names:
+            kind = reader.kind(name)
+            trained = "buffer" if kind == "buffer" else kind == "trainable"
+            theirs[name] = (trained, tuple(reader.shape(name)))
         differing = [name for name in ours | theirs if theirs.get(name) != ours.get(name)]
         if differing:
             raise UserError(
@@ -218,7 +218,7 @@ def write_metadata(path: Path, training_state: str, files_to_keep: dict[str, byt
     data.
 
     Args:
-        files_to_keep: what read_files_to_keep returned.
+        files_to_keep: Result of read_files_to_keep.
     """
     with naming_errors(path):
         for name, content in {STATE_FILE: training_state.encode(), **files_to_keep}.items():
@@ -239,9 +239,9 @@ class CheckpointSearch:
     public is collective.
 
     Args:
-        wait: waits on all ranks while a function returns True, with a description and what may end
-            the wait.
-        stop_requested: whether this rank was asked to stop.
+        wait: Function that waits on all ranks while a function returns True, with a description
+            and what may end the wait.
+        stop_requested: Whether this rank was asked to stop.
     """
 
     def __init__(
@@ -268,7 +268,7 @@ class CheckpointSearch:
         """Return the newest checkpoint for a rollback; None: there is none.
 
         Args:
-            below: only checkpoints of earlier steps.
+            below: Step before which the checkpoint must be.
         """
         return self._search(lambda: self._latest(_warn, for_rollback=True, below=below))
 

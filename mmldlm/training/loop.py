@@ -97,7 +97,8 @@ def finish(session: Session, interrupted: bool, trained_nothing: bool) -> None:
     """Save what is not saved yet, and close the logs. Collective.
 
     Args:
-        trained_nothing: every step was skipped, here or in the whole run; the same on every rank.
+        trained_nothing: Whether every step was skipped, here or in the whole run; the same on
+            every rank.
 
     Raises:
         Interrupted: on every rank, when a signal ended the run.
@@ -259,7 +260,7 @@ class SaveSchedule:
     """When to save, evaluate and audit: a function of numbers that all ranks share.
 
     Attributes:
-        is_overdue: a checkpoint is due but postponed, because recent steps were skipped or
+        is_overdue: Whether a checkpoint is due but postponed, because recent steps were skipped or
             excluded.
     """
 

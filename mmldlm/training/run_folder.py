@@ -92,9 +92,9 @@ class RunLock:
         """Take the lock, or wait for a holder that may have exited.
 
         Args:
-            log: called with a line before waiting, and when a lock is taken over.
-            heartbeat: called while waiting.
-            timeout: longest wait in seconds.
+            log: Function called with a line before waiting, and when a lock is taken over.
+            heartbeat: Function called while waiting.
+            timeout: Longest wait in seconds.
 
         Raises:
             UserError: another job holds it, or it cannot be read.
@@ -230,8 +230,8 @@ def _takeover_reason(holder: dict[str, Any], unchanged: float) -> str | None:
     """Return why a lock may be taken over, "" for this process's own, None when it may not.
 
     Args:
-        holder: content of the lock.
-        unchanged: seconds for which this process has watched it without a change.
+        holder: Content of the lock.
+        unchanged: Seconds for which this process has watched it without a change.
     """
     if holder.get("place") == _host_key():
         if holder["pid"] == os.getpid():  # a process that trains twice
@@ -284,7 +284,8 @@ def _host_key() -> list[str]:
 def _is_alive(pid: int, born: str | None) -> bool:
     if born is not None:
         return _process_start_time(pid) == born
-    try:  # no /proc here
+    # Here there is no /proc.
+    try:
         os.kill(pid, 0)
     except ProcessLookupError:
         return False
@@ -323,9 +324,9 @@ class RunFolder:
     dropped.
 
     Args:
-        path: the folder.
-        is_main: whether this is rank 0.
-        state: of the run.
+        path: Path of the folder.
+        is_main: Whether this is rank 0.
+        state: State of the run.
 
     Attributes:
         screen: None until `open_screen`.
@@ -372,9 +373,9 @@ class RunFolder:
         """
         step, path = self.state.step, self.path
         write_text(path / "config.yaml", to_yaml(with_absolute_paths(config)))
+        # An evaluation that a signal cut short is repeated.
         logs = {
             STEPS: JsonlLog(path / STEPS, step),
-            # An evaluation that a signal cut short is repeated.
             EVALUATIONS: JsonlLog(path / EVALUATIONS, step - self.state.evaluation_left),
             LAYERS: JsonlLog(path / LAYERS, step),
             EVENTS: JsonlLog(path / EVENTS),
@@ -466,7 +467,7 @@ class RunFolder:
         """Upload what is left, which may take long.
 
         Args:
-            stop: whether the process was asked to end; then it takes a few seconds only.
+            stop: Whether the process was asked to end; then it takes a few seconds only.
         """
         tracker, self._wandb = self._wandb, None
         if tracker is None:

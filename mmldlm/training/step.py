@@ -100,9 +100,9 @@ def reduce_step(
     """Add up one vector over all ranks and read it: the step's one host sync. Collective.
 
     Args:
-        names: of the sums.
+        names: Names of the sums.
         sums: [len(names) + 1] fp64 on the device: the sums and the number of non-finite losses.
-        grad_norm: global norm, a scalar on the device.
+        grad_norm: Global norm, a scalar on the device.
     """
     # Average the norm over ranks: if any rank's norm is non-finite, the average is too.
     norm = (grad_norm / engine.world_size).view(1)
