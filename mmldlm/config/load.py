@@ -32,7 +32,7 @@ ConfigT = TypeVar("ConfigT", bound=Section)
 
 
 def preset_names() -> list[str]:
-    """Names that --config-name takes."""
+    """Return the names that --config-name takes."""
     folder = resources.files("mmldlm.config") / "presets"
     return sorted(entry.name[:-5] for entry in folder.iterdir() if entry.name.endswith(".yaml"))
 
@@ -142,7 +142,7 @@ _ALIASES |= {
 
 
 def _describe_problem(key: str, problem: Any, config_class: type[Config]) -> str:
-    """What the user may have meant; "" where nothing comes to mind."""
+    """Return a hint at what the user may have meant; "" where there is none."""
     value, error_type, context = problem.get("input"), problem["type"], problem.get("ctx") or {}
     field = _field(key, config_class)
     if error_type == "literal_error" and isinstance(value, str):
@@ -245,7 +245,7 @@ def all_keys(config_class: type[Config]) -> list[tuple[str, str, str]]:
 
 
 def allowed_words(key: str, config_class: type[Config]) -> list[str]:
-    """The words that a key takes, null included; [] where it takes more than some words."""
+    """Return the words that a key takes, null included; [] where it takes other values too."""
     annotation = _field(key, config_class)
     parts = [annotation] if get_origin(annotation) is Literal else get_args(annotation)
     words = [word for part in parts if get_origin(part) is Literal for word in get_args(part)]
@@ -256,7 +256,7 @@ def allowed_words(key: str, config_class: type[Config]) -> list[str]:
 
 
 def to_yaml(config: Config) -> str:
-    """The resolved config as YAML that `--config` reads back."""
+    """Return the resolved config as YAML that `--config` reads back."""
     return format_yaml(config.model_dump(mode="json"))
 
 

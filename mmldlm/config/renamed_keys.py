@@ -251,8 +251,8 @@ _OLD_KEYS = {
 
 
 def hint_for_old_key(key: str, value: Any = None) -> str:
-    """What a key of an earlier system is called here, in words for an error; "" where it is not
-    such a key.
+    """Return what a key of an earlier system is called here, in words for an error; "" where it is
+    not such a key.
 
     Args:
         value: Value of the key; of a section that is gone, its keys are looked up too.

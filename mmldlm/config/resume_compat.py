@@ -113,8 +113,8 @@ def configs_to_resume(config: Config) -> list[Path]:
 
 
 def batch_fix(global_batch: int, micro_batch: int, world_size: int) -> str | None:
-    """Settings that give a checkpoint's global batch on so many ranks; None where no micro-batch
-    does.
+    """Return settings that give a checkpoint's global batch on this number of ranks; None where no
+    micro-batch does.
     """
     if global_batch % (micro_batch * world_size) == 0:
         return f"set training.grad_accum_steps={global_batch // (micro_batch * world_size)}"

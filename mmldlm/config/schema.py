@@ -24,7 +24,7 @@ Decay = Annotated[float, Field(ge=0, lt=1)]
 
 
 class DataConfig(Section):
-    """How prepared data is fed; a task adds where it is."""
+    """How prepared data is fed; a task adds its location."""
 
     batching: Literal["samples", "tokens"] = "samples"
     """samples: every optimizer step has the same number of samples. tokens: the same number of

@@ -1,5 +1,5 @@
-"""YAML as configs need it, read from files and words that someone else may have written, and
-written for them.
+"""YAML as configs need it: safe to read from files and words of others, and written so that other
+readers agree.
 
 A restricted YAML 1.2: no aliases, no repeated keys, no tags, limits on size and depth. Unlike YAML
 1.1, `1e-4` is a number, and yes, no, on, off, dates and `12:30` are words. Numbers are decimal:
@@ -136,7 +136,7 @@ def _line(node_or_event: Any) -> str:
 def parse_yaml(
     text: str, where: str, fix: str = "correct the line named above", *, spelling: bool = False
 ) -> Any:
-    """The value of a YAML text.
+    """Return the value of a YAML text.
 
     Args:
         where: Name of the source, for the error.
@@ -162,7 +162,7 @@ def parse_yaml(
 
 
 def read_yaml(path: str | Path, *, spelling: bool = False) -> dict[str, Any]:
-    """The sections of a YAML file; {} of an empty one. `spelling`: as for `parse_yaml`.
+    """Return the sections of a YAML file; {} for an empty one. `spelling`: as for `parse_yaml`.
 
     Raises:
         UserError: not readable, larger than a config, not UTF-8, or as for `parse_yaml`.

@@ -183,7 +183,7 @@ def _is_missing(
 
 
 def describe_missing(observation: Observation, now: float) -> str:
-    """The predicate for a rank that sends no heartbeats any more."""
+    """Return the predicate of a sentence about a rank that sends no heartbeats any more."""
     seconds = observation.seconds_since_progress(now)
     return f"has sent no heartbeat since {_progress(observation.beat)} ({seconds:.0f} s ago)"
 

@@ -179,7 +179,7 @@ class Heartbeat:
         self.enter_phase(last.step, last.phase, last.timeout_factor)
 
     def attribute_error(self, error: BaseException) -> str:
-        """Which rank caused an error that ends this one, in one sentence with host, pid and last
+        """Return which rank caused an error that ends this one: a sentence with host, pid and last
         step.
 
         Takes seconds at most (bounded by a few intervals), makes no collective, and works without
@@ -464,7 +464,7 @@ class Heartbeat:
     def _wait_until(
         self, is_done: Callable[[], bool], intervals: float, wake_every: float = math.inf
     ) -> None:
-        """Wait for a number of intervals at most; wakes the publishing thread at least four times
+        """Wait for at most a number of intervals; wake the publishing thread at least four times
         per interval.
         """
         now = time.monotonic()

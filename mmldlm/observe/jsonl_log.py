@@ -170,8 +170,8 @@ class LogTail:
 
     Args:
         path: Path of the log.
-        is_valid: Whether a record has the expected form; others count as unreadable.
-        is_relevant: Whether a valid record is kept.
+        is_valid: Predicate for records of the expected form; others count as unreadable.
+        is_relevant: Predicate for valid records to keep.
         keep: Maximum number of records kept, the newest ones; None keeps all.
     """
 

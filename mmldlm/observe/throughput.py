@@ -142,8 +142,8 @@ PEAK_TFLOPS = {
 def peak_flops(
     device_name: str | None, dtype: str, override_tflops: float | None = None
 ) -> float | None:
-    """FLOP/s that one device could do; None where that is not known (a CPU, a device outside the
-    table).
+    """Return the peak FLOP/s of one device; None where it is not known (a CPU, a device outside
+    the table).
 
     Args:
         device_name: Name from torch.cuda.get_device_name; None for a CPU.

@@ -31,7 +31,7 @@ class WandbRun:
     """One run at Weights & Biases. Records carry their own `step`, so a resumed run may log a step
     again.
 
-    Everything of wandb runs in a thread of its own: a service that stops answering delays neither
+    All calls of wandb run in a thread of their own: a service that stops answering delays neither
     a step nor the end.
     """
 

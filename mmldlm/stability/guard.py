@@ -1,5 +1,5 @@
 """The guard: decide for every step whether it is applied, from numbers that are equal on all
-ranks. With what it keeps: spike window, rate of bad samples, fp16 loss scale.
+ranks. Its state is the spike window, the rate of bad samples and the fp16 loss scale.
 """
 
 from __future__ import annotations

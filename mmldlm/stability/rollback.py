@@ -29,7 +29,7 @@ class RollbackReason:
     tensors: dict[str, int] | None = None
 
     def event_fields(self) -> dict[str, Any]:
-        """Return what the events of this cause hold of the tensors, at most 50 of them."""
+        """Return the fields about tensors, at most 50 of them, of the events of this cause."""
         return {} if self.tensors is None else {"tensors": dict(list(self.tensors.items())[:50])}
 
 

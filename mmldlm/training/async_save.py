@@ -80,11 +80,11 @@ def wait_on_all_ranks(
     Polls instead of waiting in one collective, which engine.collective_timeout would end.
 
     Args:
-        is_running: Whether this rank's work is running.
+        is_running: Function that returns whether this rank's work is running.
         what: Name of the work, for errors.
         timeout: Longest wait in seconds.
         heartbeat: Function called between polls.
-        stop_requested: Whether this rank got a stop signal.
+        stop_requested: Function that returns whether this rank got a stop signal.
 
     Raises:
         MmldlmError: on every rank, when one of them takes longer than the timeout.

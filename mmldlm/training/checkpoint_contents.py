@@ -135,8 +135,8 @@ def load_engine_state(
         }
         theirs = {}
         for name in reader.names:
-            kind = reader.kind(name)
-            trained = "buffer" if kind == "buffer" else kind == "trainable"
+            role = reader.kind(name)
+            trained = "buffer" if role == "buffer" else role == "trainable"
             theirs[name] = (trained, tuple(reader.shape(name)))
         differing = [name for name in ours | theirs if theirs.get(name) != ours.get(name)]
         if differing:
@@ -197,8 +197,8 @@ def restore_rng(rng: dict[str, Any] | None) -> None:
 
 
 def read_files_to_keep(run: Run) -> dict[str, bytes]:
-    """Read what every checkpoint holds besides weights and state, by its path in it: a save reads
-    nothing any more.
+    """Read what every checkpoint holds besides weights and state, by its path in it: a save then
+    reads nothing more.
 
     These are the config, the model's config, and files of the data.
     """
@@ -227,7 +227,7 @@ def write_metadata(path: Path, training_state: str, files_to_keep: dict[str, byt
 
 
 def package_version(package: str) -> str:
-    """Of an installed package, "not installed" of another."""
+    """Return the version of an installed package, "not installed" for any other."""
     try:
         return metadata.version(package)
     except metadata.PackageNotFoundError:
@@ -241,7 +241,7 @@ class CheckpointSearch:
     Args:
         wait: Function that waits on all ranks while a function returns True, with a description
             and what may end the wait.
-        stop_requested: Whether this rank was asked to stop.
+        stop_requested: Function that returns whether this rank was asked to stop.
     """
 
     def __init__(

@@ -57,7 +57,7 @@ class Checkpointer:
         average: Moving average of the weights, if the run has one.
         guard: Guard whose windows a checkpoint holds.
         heartbeat: Function called while this rank waits for a disk.
-        stop_requested: Whether this rank was asked to stop.
+        stop_requested: Function that returns whether this rank was asked to stop.
 
     Attributes:
         saved_step: Step of the newest committed (or loaded) checkpoint.
@@ -125,8 +125,8 @@ class Checkpointer:
         """Return the newest checkpoint that a rollback may go to, every byte of it checked; None:
         there is none.
 
-        If no step succeeded since the last rollback, an older one than its target. A run that was
-        resumed from another run's checkpoint may return to that.
+        If no step succeeded since the last rollback, the checkpoint is older than its target. A
+        run that was resumed from another run's checkpoint may return to that.
         """
         is_stuck = self.state.applied_steps <= self.state.applied_at_rollback
         below = self.state.rolled_back_to if is_stuck else None

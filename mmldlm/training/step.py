@@ -30,7 +30,7 @@ from mmldlm.training.state import (
 
 @dataclass
 class StepContext:
-    """What an optimizer step uses. A run has more of it (Session), a replay no more.
+    """What an optimizer step uses. A run has more (Session); a replay has only this.
 
     Attributes:
         average: Moving average of the weights, if the run has one.
