@@ -160,7 +160,8 @@ def model_config_with_new_names(values: dict[str, Any]) -> dict[str, Any]:
     model = renamed["model"] | sections
     if is_ours and renamed.get("task", task) != task:
         model["task"] = renamed["task"]
-        model.pop("architecture", None)  # that of a task's model has the name of its class
+        # The architecture of a task's model has the name of its class.
+        model.pop("architecture", None)
     return model
 
 

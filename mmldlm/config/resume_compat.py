@@ -51,7 +51,8 @@ def diff_configs(checkpoint: Path, config: Config) -> ConfigDiff:
     field (OnResume).
     """
     path = checkpoint / CONFIG_FILE
-    if not path.is_file():  # made by a conversion, or by hand
+    # A checkpoint that was converted, or made by hand, has no config.
+    if not path.is_file():
         return ConfigDiff()
     diff = ConfigDiff()
     _compare_section(with_new_names(read_yaml(path, spelling=True)), config, "", diff)
@@ -61,7 +62,8 @@ def diff_configs(checkpoint: Path, config: Config) -> ConfigDiff:
 def _compare_section(then: dict[str, Any], now: Section, prefix: str, diff: ConfigDiff) -> None:
     dumped = now.model_dump(mode="json")
     for name in type(now).model_fields:
-        if name not in then:  # the checkpoint is older than the key
+        # The checkpoint is older than the key.
+        if name not in then:
             continue
         if isinstance(section := getattr(now, name), Section):
             if isinstance(then[name], dict):
@@ -84,7 +86,8 @@ def _compare_section(then: dict[str, Any], now: Section, prefix: str, diff: Conf
 def _as_read_now(now: Section, name: str, before: Any) -> Any:
     try:
         return now.read_value(name, before)
-    except ValueError:  # no value of this field any more: it differs from today's
+    except ValueError:
+        # The field no longer takes this value, so that it differs from today's.
         return before
 
 

@@ -197,7 +197,8 @@ def _without_tabs(text: str) -> str:
         json.loads(text)
     except (ValueError, RecursionError):
         return text
-    return text.replace("\t", " ")  # a text in JSON has none
+    # Strings in JSON hold no tab: those that are here separate.
+    return text.replace("\t", " ")
 
 
 def as_sections(values: Any, where: str) -> dict[str, Any]:

@@ -135,7 +135,7 @@ def find_failed_ranks(
     limits: Timeouts,
     collective_failed_at: float | None = None,
 ) -> FailureReport | None:
-    """Rank 0's decision.
+    """Return which ranks have failed, and why, as rank 0 decides it; None if none has.
 
     A rank counts as failed if it reported an error; if it sent no heartbeat for `limits.dead`
     (`limits.unseen` once a collective has failed); or if it is furthest behind and has not

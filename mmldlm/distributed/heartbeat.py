@@ -270,8 +270,8 @@ class Heartbeat:
                 self._publish()
                 self._read()
                 self._last_contact, self._connect_failures = time.monotonic(), 0
-            # DistError is a RuntimeError: the store is dead, or not reachable now.
             except (RuntimeError, OSError):
+                # DistError is a RuntimeError: the store is dead, or not reachable now.
                 self._connect_failures += 1
             self._wake.wait(self.interval)
             self._wake.clear()

@@ -412,7 +412,8 @@ class ActivationRecorder:
         for name, module in layer_modules(model).items():
             if hasattr(module, "split_streams"):
                 self._names[module] = [f"{name}.{stream}" for stream in STREAMS]
-            elif name != "text_head":  # it returns losses
+            # The text head returns losses.
+            elif name != "text_head":
                 self._names[module] = [name]
         self._rows = {
             name: row
@@ -433,7 +434,8 @@ class ActivationRecorder:
                     lambda m, args, out: self._record(m, out, args)
                 )
                 self._undo.append(hook.remove)
-            else:  # a hook would be compiled into the block permanently
+            else:
+                # A hook would be compiled into the block permanently.
                 module._compiled_call_impl = self._wrap(module, compiled)
                 self._undo.append(partial(setattr, module, "_compiled_call_impl", compiled))
 

@@ -28,7 +28,7 @@ _NONFINITE = "_nonfinite"
 # A median this many times its earlier value is a problem.
 _MAX_RISE = {"loss": 1.5, "grad_norm": 10.0}
 _MAX_CLOCK_DIFFERENCE = 10.0  # seconds between two hosts that are not worth a line
-_MAX_BAD_FRACTION = 0.05  # of steps skipped, or of samples bad
+_MAX_BAD_FRACTION = 0.05  # fraction of steps skipped, or of samples bad
 
 
 @dataclass
@@ -169,7 +169,8 @@ def _bad_samples(recent: Sequence[dict], earlier: Sequence[dict]) -> tuple[int, 
         before = earlier[-1].get("samples", 0)
     elif recent[0]["step"] == 1:
         before = 0
-    else:  # the log begins in the middle of a run: the samples of its first step are unknown
+    else:
+        # The log begins in the middle of a run: the samples of its first step are unknown.
         before, recent = recent[0].get("samples", 0), recent[1:]
     num_bad = sum(record.get("bad_samples", 0) for record in recent)
     return num_bad, recent[-1].get("samples", 0) - before if recent else 0

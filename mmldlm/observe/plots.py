@@ -56,7 +56,8 @@ def loss_curves(run_dir: str | Path) -> list[LossCurve]:
         return list(_OLD_CURVES)
     try:
         return [LossCurve(*map(str, entry)) for entry in declared[-1]]
-    except TypeError:  # a damaged line
+    except TypeError:
+        # The line is damaged.
         return list(_OLD_CURVES)
 
 

@@ -33,10 +33,12 @@ class BackgroundTask:
 
     def _run(self) -> None:
         try:
-            if self._device.type == "cuda":  # a new thread starts on GPU 0
+            # A new thread starts on GPU 0.
+            if self._device.type == "cuda":
                 torch.cuda.set_device(self._device)
             self.result = self._work()
-        except BaseException as error:  # raised on all ranks together
+        except BaseException as error:
+            # Whatever fails here is raised on all ranks together.
             self.failure = error
 
 

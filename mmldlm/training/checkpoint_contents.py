@@ -34,7 +34,7 @@ from mmldlm.utils.formatting import join_some
 from mmldlm.utils.input_files import open_regular, read_bytes
 from mmldlm.utils.json_files import plain_value
 
-_MAX_FILE_BYTES = 1 << 30  # of a file of the data that every checkpoint holds
+_MAX_FILE_BYTES = 1 << 30  # size of a file of the data that every checkpoint holds
 
 
 def load_training_state(
@@ -83,7 +83,8 @@ def describe_rate_jump(checkpoint: Path, config: Config, state: TrainingState) -
         before = learning_rate(
             state.applied_steps, int(saved["training"]["num_train_steps"]), optimizer
         )
-    except (KeyError, TypeError, ValueError, OSError):  # of another release, or damaged: unknown
+    except (KeyError, TypeError, ValueError, OSError):
+        # The rate of a config that is of another release, or damaged, is unknown.
         return []
     rate = learning_rate(state.applied_steps, config.training.num_train_steps, config.optimizer)
     if abs(rate - before) <= 0.01 * before:

@@ -40,13 +40,13 @@ from mmldlm.utils.formatting import describe_os_error, first_line
 from mmldlm.utils.input_files import read_bytes
 
 LOCK = ".lock"
-# seconds of watching without a renewal after which a holder on another host counts as dead
+# Seconds of watching without a renewal after which a holder on another host counts as dead.
 STALE_AFTER = 180.0
 RENEW_INTERVAL = 20.0  # seconds between two renewals, at least
 # Seconds for a process on this host to exit: the previous job may just have been killed.
 EXIT_GRACE = 10.0
 _POLL = 0.5
-_MAX_BYTES = 1 << 20  # of a lock
+_MAX_BYTES = 1 << 20  # size of a lock
 _MOST_VANISHED = 20  # times that a lock may exist when it is created and be gone when it is read
 _FIELDS: dict[str, tuple[type, ...]] = {
     "host": (str,),
@@ -234,7 +234,8 @@ def _takeover_reason(holder: dict[str, Any], unchanged: float) -> str | None:
         unchanged: Seconds for which this process has watched it without a change.
     """
     if holder.get("place") == _host_key():
-        if holder["pid"] == os.getpid():  # a process that trains twice
+        # A process may train twice.
+        if holder["pid"] == os.getpid():
             return ""
         return None if _is_alive(holder["pid"], holder["born"]) else "that process has exited"
     requeued = holder.get("job") is not None and holder["job"] == os.environ.get("SLURM_JOB_ID")
@@ -284,7 +285,7 @@ def _host_key() -> list[str]:
 def _is_alive(pid: int, born: str | None) -> bool:
     if born is not None:
         return _process_start_time(pid) == born
-    # Here there is no /proc.
+    # Without /proc, the start time is unknown: whatever process has the PID counts.
     try:
         os.kill(pid, 0)
     except ProcessLookupError:
