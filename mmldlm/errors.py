@@ -21,9 +21,9 @@ class UserError(MmldlmError, ValueError):
     """Unusable input; the message has the form expected / found / fix.
 
     Args:
-        expected: the accepted input and its place.
-        found: the actual input.
-        fix: an imperative that names the key, option or command to change.
+        expected: Accepted input and its place.
+        found: Actual input.
+        fix: Imperative that names the key, option or command to change.
     """
 
     exit_code = EXIT_USAGE

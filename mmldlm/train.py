@@ -10,10 +10,8 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-if __package__ in (
-    None,
-    "",
-):  # `deepspeed mmldlm/train.py` puts the package's own folder first on the path
+# `deepspeed mmldlm/train.py` puts the package's own folder first on the path.
+if __package__ in (None, ""):
     sys.path[: 0 if getattr(sys.flags, "safe_path", False) else 1] = [
         str(Path(__file__).resolve().parent.parent)
     ]
@@ -35,7 +33,8 @@ from mmldlm.utils.resources import threads_per_rank
 from mmldlm.utils.screen import open_standard_streams
 from mmldlm.utils.stop_signals import keep_exit_codes
 
-if TYPE_CHECKING:  # torch is imported after the command line was checked
+# At run time, torch is imported after the command line was checked.
+if TYPE_CHECKING:
     from mmldlm.data.run_data import RunData
 
 
@@ -43,8 +42,8 @@ def train(data: RunData, stop: StopSignal | None = None) -> None:
     """Train to the end of training.num_train_steps. Collective over all ranks.
 
     Args:
-        data: what check_run returned.
-        stop: of this process; None makes one.
+        data: Result of check_run.
+        stop: Stop signal of this process; None makes one.
 
     Raises:
         Interrupted: on every rank, when a signal ended the run.
@@ -85,7 +84,8 @@ def main(argv: list[str] | None = None) -> int:
         return error.exit_code
     except Exception as error:
         report_traceback(error, None if config is None else config.run_dir() / "logs")
-        return EXIT_FAILED  # skip process-group teardown: it would block on ranks that have exited
+        # Without process-group teardown, which would block on ranks that have exited.
+        return EXIT_FAILED
     leave_process_group()
     return 0
 

@@ -32,7 +32,7 @@ ConfigT = TypeVar("ConfigT", bound=Section)
 
 
 def preset_names() -> list[str]:
-    """Names that --config-name takes."""
+    """Return the names that --config-name takes."""
     folder = resources.files("mmldlm.config") / "presets"
     return sorted(entry.name[:-5] for entry in folder.iterdir() if entry.name.endswith(".yaml"))
 
@@ -47,8 +47,8 @@ def resolve_config(
     before.
 
     Args:
-        find_config_class: name of a task -> class of its config.
-        name: preset (`--config-name`).
+        find_config_class: Function from the name of a task to the class of its config.
+        name: Name of a preset (`--config-name`).
         path: YAML file (`--config`).
         overrides: `section.key=value` words; values are YAML.
 
@@ -97,7 +97,7 @@ def validate_config(
     """Validate a nested dict; every problem is listed in one UserError.
 
     Args:
-        find_config_class: name of a task -> class of its config.
+        find_config_class: Function from the name of a task to the class of its config.
     """
     config_class = find_config_class(_task_of(values))
     values = without_unused_keys(values)
@@ -142,10 +142,10 @@ _ALIASES |= {
 
 
 def _describe_problem(key: str, problem: Any, config_class: type[Config]) -> str:
-    """What the user may have meant; "" where nothing comes to mind."""
-    value, kind, context = problem.get("input"), problem["type"], problem.get("ctx") or {}
+    """Return a hint at what the user may have meant; "" where there is none."""
+    value, error_type, context = problem.get("input"), problem["type"], problem.get("ctx") or {}
     field = _field(key, config_class)
-    if kind == "literal_error" and isinstance(value, str):
+    if error_type == "literal_error" and isinstance(value, str):
         if removed := hint_for_removed_value(key, value):
             return removed
         choices = re.findall(r"'([^']*)'", str(context.get("expected", "")))
@@ -155,7 +155,7 @@ def _describe_problem(key: str, problem: Any, config_class: type[Config]) -> str
             or next(iter(difflib.get_close_matches(value.lower(), choices, 1)), None)
         )
         return f"; did you mean {meant}?" if meant else ""
-    if kind == "model_type" and hasattr(field, "model_fields"):
+    if error_type == "model_type" and hasattr(field, "model_fields"):
         return (
             f"; it is a section: {', '.join(f'{key}.{name}=...' for name in field.model_fields)}"
         )
@@ -177,16 +177,17 @@ def _field(key: str, config_class: type[Config]) -> Any:
 def parse_override(word: str, config_class: type[Config]) -> dict[str, Any]:
     """`a.b=value` -> {"a": {"b": value}}."""
     key, equals, value = word.partition("=")
-    if key.startswith(("+", "~")):  # Hydra's words for adding and deleting a key
+    # These are Hydra's signs for adding and deleting a key.
+    if key.startswith(("+", "~")):
         plain = key.lstrip("+~")
         fix = (
             f"write {plain}={value}"
             if key.startswith("+")
             else f"leave it out, or write {plain}=null"
         )
-        found = f"{word}{hint_for_old_key(plain)}"
+        word_with_hint = f"{word}{hint_for_old_key(plain)}"
         raise UserError(
-            "section.key=value, as every key of mmldlm has a value already", found, fix
+            "section.key=value, as every key of mmldlm has a value already", word_with_hint, fix
         )
     if not equals or not key or key.startswith("-"):
         raise UserError(
@@ -194,9 +195,8 @@ def parse_override(word: str, config_class: type[Config]) -> dict[str, Any]:
             word,
             "write overrides as in training.loss_type=l2t optimizer.lr=5e-5",
         )
-    if any(
-        "\ud800" <= sign <= "\udfff" for sign in word
-    ):  # what Python makes of bytes that it cannot decode
+    # Python decodes bytes that are not of the encoding to surrogates.
+    if any("\ud800" <= sign <= "\udfff" for sign in word):
         raise UserError(
             "words in the encoding of this shell",
             f"{key} with bytes that {sys.getfilesystemencoding()} does not have",
@@ -204,9 +204,8 @@ def parse_override(word: str, config_class: type[Config]) -> dict[str, Any]:
             " UTF-8",
         )
     nested: Any = value
-    if not _is_string_field(key, config_class) or _is_null_or_quoted(
-        value
-    ):  # else it is text: a run may be called 7, off or 010
+    # Other values of a field of text stay as they are: a run may be called 7, off or 010.
+    if not _is_string_field(key, config_class) or _is_null_or_quoted(value):
         nested = parse_yaml(
             value, key, "quote it for the shell, e.g. 'key={l2t: 0.7, t2l: 0.3}'", spelling=True
         )
@@ -246,7 +245,7 @@ def all_keys(config_class: type[Config]) -> list[tuple[str, str, str]]:
 
 
 def allowed_words(key: str, config_class: type[Config]) -> list[str]:
-    """The words that a key takes, null included; [] where it takes more than some words."""
+    """Return the words that a key takes, null included; [] where it takes other values too."""
     annotation = _field(key, config_class)
     parts = [annotation] if get_origin(annotation) is Literal else get_args(annotation)
     words = [word for part in parts if get_origin(part) is Literal for word in get_args(part)]
@@ -257,7 +256,7 @@ def allowed_words(key: str, config_class: type[Config]) -> list[str]:
 
 
 def to_yaml(config: Config) -> str:
-    """The resolved config as YAML that `--config` reads back."""
+    """Return the resolved config as YAML that `--config` reads back."""
     return format_yaml(config.model_dump(mode="json"))
 
 
@@ -269,7 +268,7 @@ def with_absolute_paths(section: ConfigT) -> ConfigT:
         if isinstance(value, Section):
             changed[name] = with_absolute_paths(value)
         elif marker is not None and isinstance(value, dict):
-            changed[name] = {marker.absolute(path): share for path, share in value.items()}
+            changed[name] = {marker.absolute(path): weight for path, weight in value.items()}
         elif marker is not None and value is not None:
             changed[name] = marker.absolute(value)
     return section.model_copy(update=changed)

@@ -160,7 +160,8 @@ def model_config_with_new_names(values: dict[str, Any]) -> dict[str, Any]:
     model = renamed["model"] | sections
     if is_ours and renamed.get("task", task) != task:
         model["task"] = renamed["task"]
-        model.pop("architecture", None)  # that of a task's model has the name of its class
+        # The architecture of a task's model has the name of its class.
+        model.pop("architecture", None)
     return model
 
 
@@ -251,11 +252,11 @@ _OLD_KEYS = {
 
 
 def hint_for_old_key(key: str, value: Any = None) -> str:
-    """What a key of an earlier system is called here, in words for an error; "" where it is not
-    such a key.
+    """Return what a key of an earlier system is called here, in words for an error; "" where it is
+    not such a key.
 
     Args:
-        value: of the key; of a section that is gone, its keys are looked up too.
+        value: Value of the key; of a section that is gone, its keys are looked up too.
     """
     if key not in _OLD_KEYS:
         return ""

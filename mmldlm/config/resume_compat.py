@@ -22,8 +22,8 @@ class ConfigDiff:
     """Differences as `section.key: then -> now`.
 
     Attributes:
-        warnings: changes that are allowed and printed.
-        errors: changes that are refused.
+        warnings: Changes that are allowed and printed.
+        errors: Changes that are refused.
     """
 
     warnings: list[str] = field(default_factory=list)
@@ -51,7 +51,8 @@ def diff_configs(checkpoint: Path, config: Config) -> ConfigDiff:
     field (OnResume).
     """
     path = checkpoint / CONFIG_FILE
-    if not path.is_file():  # made by a conversion, or by hand
+    # A checkpoint that was converted, or made by hand, has no config.
+    if not path.is_file():
         return ConfigDiff()
     diff = ConfigDiff()
     _compare_section(with_new_names(read_yaml(path, spelling=True)), config, "", diff)
@@ -61,7 +62,8 @@ def diff_configs(checkpoint: Path, config: Config) -> ConfigDiff:
 def _compare_section(then: dict[str, Any], now: Section, prefix: str, diff: ConfigDiff) -> None:
     dumped = now.model_dump(mode="json")
     for name in type(now).model_fields:
-        if name not in then:  # the checkpoint is older than the key
+        # The checkpoint is older than the key.
+        if name not in then:
             continue
         if isinstance(section := getattr(now, name), Section):
             if isinstance(then[name], dict):
@@ -84,7 +86,8 @@ def _compare_section(then: dict[str, Any], now: Section, prefix: str, diff: Conf
 def _as_read_now(now: Section, name: str, before: Any) -> Any:
     try:
         return now.read_value(name, before)
-    except ValueError:  # no value of this field any more: it differs from today's
+    except ValueError:
+        # The field no longer takes this value, so that it differs from today's.
         return before
 
 
@@ -94,8 +97,8 @@ def _same_files(now: Section, name: str, before: Any, value: Any) -> bool:
     if marker is None or type(before) is not type(value):
         return False
     if isinstance(value, dict):
-        return {marker.identity(path): share for path, share in before.items()} == {
-            marker.identity(path): share for path, share in value.items()
+        return {marker.identity(path): weight for path, weight in before.items()} == {
+            marker.identity(path): weight for path, weight in value.items()
         }
     return isinstance(value, str) and marker.identity(before) == marker.identity(value)
 
@@ -113,8 +116,8 @@ def configs_to_resume(config: Config) -> list[Path]:
 
 
 def batch_fix(global_batch: int, micro_batch: int, world_size: int) -> str | None:
-    """Settings that give a checkpoint's global batch on so many ranks; None where no micro-batch
-    does.
+    """Return settings that give a checkpoint's global batch on this number of ranks; None where no
+    micro-batch does.
     """
     if global_batch % (micro_batch * world_size) == 0:
         return f"set training.grad_accum_steps={global_batch // (micro_batch * world_size)}"

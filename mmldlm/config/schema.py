@@ -24,7 +24,7 @@ Decay = Annotated[float, Field(ge=0, lt=1)]
 
 
 class DataConfig(Section):
-    """How prepared data is fed; a task adds where it is."""
+    """How prepared data is fed; a task adds its location."""
 
     batching: Literal["samples", "tokens"] = "samples"
     """samples: every optimizer step has the same number of samples. tokens: the same number of
@@ -292,9 +292,8 @@ class LoggingConfig(Section):
                 f"run_name {self.run_name!r} must be the path of a folder in save_dir: not empty,"
                 " not absolute, without '.' or '..'"
             )
-        if any(
-            unicodedata.category(sign) in ("Cc", "Zl", "Zp") for sign in self.run_name
-        ):  # of a terminal, of a line
+        # Controls of a terminal (Cc) and separators of lines (Zl) and paragraphs (Zp).
+        if any(unicodedata.category(sign) in ("Cc", "Zl", "Zp") for sign in self.run_name):
             raise ValueError(
                 f"run_name {self.run_name!r} must be one line without control characters"
             )

@@ -19,8 +19,8 @@ from mmldlm.utils.paths import expand_path
 # Bounds far above any model: a config.json of unknown origin must not ask for more than a machine
 # has.
 MAX_WIDTH, MAX_COUNT = 1 << 20, 1 << 28
-MAX_INT = (1 << 63) - 1  # of C, torch and NumPy
-MAX_WEIGHT = 1e9  # of a loss term: above it losses overflow
+MAX_INT = (1 << 63) - 1  # int64 of C, torch and NumPy
+MAX_WEIGHT = 1e9  # weight of a loss term: above it losses overflow
 
 
 class OnResume(Enum):
@@ -43,9 +43,9 @@ class IsPath:
     absolute one.
 
     Attributes:
-        words: values that are not paths.
-        or_name: the field also takes names: ~ and variables are expanded, and nothing else is
-            done.
+        words: Values that are not paths.
+        or_name: Whether the field also takes names: ~ and variables are expanded, and nothing
+            else is done.
     """
 
     words: tuple[str, ...] = ()
@@ -174,13 +174,13 @@ def _meant_number(word: str) -> str:
     if not re.fullmatch(r"[-+]?(0x[0-9a-fA-F]+|[0-9][0-9_.]*(e[-+]?[0-9]+)?)", word):
         return ""
     plain = word.replace("_", "")
-    number = (
-        int(plain, 16)
-        if "0x" in plain
-        else float(plain)
-        if re.search("[.e]", plain)
-        else int(plain)
-    )
+    number: int | float
+    if "0x" in plain:
+        number = int(plain, 16)
+    elif re.search("[.e]", plain):
+        number = float(plain)
+    else:
+        number = int(plain)
     return f", as {number} without quotes"
 
 
@@ -224,9 +224,9 @@ def check_weights(key: str, weights: Mapping[str, float], least_share: float = 0
     """Check that weights can be turned into shares.
 
     Args:
-        key: of the config, for the error.
-        weights: name -> weight.
-        least_share: every share must be at least this, and above 0 if it is above 0.
+        key: Key of the config, for the error.
+        weights: Weights by name.
+        least_share: Lower bound of every share.
 
     Raises:
         ValueError: no weight, a weight below 0 or not finite, a sum that is 0 or not finite, or a

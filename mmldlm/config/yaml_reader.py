@@ -1,5 +1,5 @@
-"""YAML as configs need it, read from files and words that someone else may have written, and
-written for them.
+"""YAML as configs need it: safe to read from files and words of others, and written so that other
+readers agree.
 
 A restricted YAML 1.2: no aliases, no repeated keys, no tags, limits on size and depth. Unlike YAML
 1.1, `1e-4` is a number, and yes, no, on, off, dates and `12:30` are words. Numbers are decimal:
@@ -50,8 +50,8 @@ class _Loader(yaml.SafeLoader):
             )
         self._depth += 1
         if self._depth > MAX_DEPTH:
-            found = f"more than {MAX_DEPTH} levels of nesting in {_line(self.peek_event())}"
-            raise _RefusedError(found, "a config has sections and keys, and nothing deeper")
+            problem = f"more than {MAX_DEPTH} levels of nesting in {_line(self.peek_event())}"
+            raise _RefusedError(problem, "a config has sections and keys, and nothing deeper")
         node = super().compose_node(parent, index)
         self._depth -= 1
         return node
@@ -65,8 +65,8 @@ class _Loader(yaml.SafeLoader):
                     f"a key that is not a word in {_line(key_node)}", "write `key: value`"
                 )
             if key in lines:
-                found = f"the key {key} twice, in {lines[key]} and in {_line(key_node)}"
-                raise _RefusedError(found, "keep one of them")
+                problem = f"the key {key} twice, in {lines[key]} and in {_line(key_node)}"
+                raise _RefusedError(problem, "keep one of them")
             lines[key] = _line(key_node)
         return super().construct_mapping(node, deep)
 
@@ -129,18 +129,20 @@ def format_yaml(values: dict[str, Any]) -> str:
     return yaml.dump(values, Dumper=_Dumper, sort_keys=False, width=math.inf)
 
 
-def _line(place: Any) -> str:
-    return f"line {place.start_mark.line + 1}"
+def _line(node_or_event: Any) -> str:
+    return f"line {node_or_event.start_mark.line + 1}"
 
 
 def parse_yaml(
     text: str, where: str, fix: str = "correct the line named above", *, spelling: bool = False
 ) -> Any:
-    """The value of a YAML text.
+    """Return the value of a YAML text.
 
     Args:
-        where: named in the error. fix: what to do about a text that is not YAML.
-        spelling: return numbers as WrittenInt and WrittenFloat, for `Section.read_value`.
+        where: Name of the source, for the error.
+        fix: Advice for a text that is not YAML.
+        spelling: Whether to return numbers as WrittenInt and WrittenFloat, for
+            `Section.read_value`.
 
     Raises:
         UserError: not YAML, aliases, repeated keys, or more than the limits allow.
@@ -160,7 +162,7 @@ def parse_yaml(
 
 
 def read_yaml(path: str | Path, *, spelling: bool = False) -> dict[str, Any]:
-    """The sections of a YAML file; {} of an empty one. `spelling`: as for `parse_yaml`.
+    """Return the sections of a YAML file; {} for an empty one. `spelling`: as for `parse_yaml`.
 
     Raises:
         UserError: not readable, larger than a config, not UTF-8, or as for `parse_yaml`.
@@ -180,9 +182,9 @@ def read_yaml(path: str | Path, *, spelling: bool = False) -> dict[str, Any]:
         text = raw.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         line = raw.count(b"\n", 0, error.start) + 1
-        found = f"{path}: byte 0x{raw[error.start]:02x} at position {error.start} (line {line})"
+        problem = f"{path}: byte 0x{raw[error.start]:02x} at position {error.start} (line {line})"
         raise UserError(
-            "a YAML file in UTF-8", found, "convert it to UTF-8 (for instance with iconv)"
+            "a YAML file in UTF-8", problem, "convert it to UTF-8 (for instance with iconv)"
         ) from error
     if "\t" in text and text.lstrip().startswith("{"):
         text = _without_tabs(text)
@@ -195,7 +197,8 @@ def _without_tabs(text: str) -> str:
         json.loads(text)
     except (ValueError, RecursionError):
         return text
-    return text.replace("\t", " ")  # a text in JSON has none
+    # Strings in JSON hold no tab: those that are here separate.
+    return text.replace("\t", " ")
 
 
 def as_sections(values: Any, where: str) -> dict[str, Any]:
@@ -207,8 +210,8 @@ def as_sections(values: Any, where: str) -> dict[str, Any]:
     if values is None:
         return {}
     if not isinstance(values, dict):
-        found = f"{where}: a {type(values).__name__}"
-        raise UserError("sections with keys", found, "write `training:` and keys below it")
+        problem = f"{where}: a {type(values).__name__}"
+        raise UserError("sections with keys", problem, "write `training:` and keys below it")
     sections = {
         key: value for key, value in values.items() if value is not None and "." not in str(key)
     }

@@ -45,9 +45,9 @@ class NanOrigin:
     Attributes:
         phase: "weights" (the dtype cannot represent them), "input", "forward" or "backward".
         kind: "NaN" or "Inf".
-        module: name of the innermost running module, "" outside the model.
-        operation: name of the aten operation.
-        parameters: names of the parameters that the operation read.
+        module: Name of the innermost running module, "" outside the model.
+        operation: Name of the aten operation.
+        parameters: Names of the parameters that the operation read.
     """
 
     phase: str
@@ -70,8 +70,8 @@ class NanTracer(TorchDispatchMode):
     It reads every result of every operation: meant for one batch, not for training.
 
     Attributes:
-        forward: first origin in the forward pass, or None.
-        backward: first origin in the backward pass, or None.
+        forward: First origin in the forward pass, or None.
+        backward: First origin in the backward pass, or None.
     """
 
     def __init__(self, model: nn.Module):

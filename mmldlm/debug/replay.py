@@ -63,12 +63,12 @@ def replay_skipped_step(
     report.
 
     Args:
-        run_dir: the run's folder.
-        event: step number of a skip, or `last`.
-        exact: first retrain from the nearest checkpoint up to the step.
-        checkpoint: take the weights from here instead.
-        dtypes: compute dtypes to try (default: the run's, bf16 and fp32).
-        max_samples: maximum number of samples that are run one by one.
+        run_dir: Folder of the run.
+        event: Step number of a skip, or `last`.
+        exact: Whether to retrain first, from the nearest checkpoint up to the step.
+        checkpoint: Checkpoint to take the weights from instead.
+        dtypes: Compute dtypes to try (default: the run's, bf16 and fp32).
+        max_samples: Maximum number of samples that are run one by one.
 
     Raises:
         UserError: unknown run or event, or data that differs from what the run read.
@@ -116,9 +116,9 @@ class Replay:
     """One skipped step: its data, its weights and its micro-batches.
 
     Attributes:
-        weights: description of where the weights come from.
-        is_exact: whether they are the weights of the step.
-        num_steps_before: training steps between these weights and the step; None if unknown.
+        weights: Description of where the weights come from.
+        is_exact: Whether they are the weights of the step.
+        num_steps_before: Training steps between these weights and the step; None if unknown.
     """
 
     def __init__(self, run_dir: Path, case: dict, checkpoint: str | None, exact: bool):
@@ -361,14 +361,14 @@ class ReplayResult:
     """Result of one forward and backward pass.
 
     Attributes:
-        ids: the samples.
-        loss: contribution of this micro-batch to the loss.
-        grad_norm: norm of its gradients alone.
-        origins: non-finite inputs, then the first operation of the forward and of the backward
+        ids: Ids of the samples.
+        loss: Contribution of this micro-batch to the loss.
+        grad_norm: Norm of its gradients alone.
+        origins: Non-finite inputs, then the first operation of the forward and of the backward
             pass that produced a non-finite number.
-        bad_gradients: parameters with a non-finite gradient.
-        only_fused: the same pass run layer by layer is clean, so the fused blocks produce the bad
-            numbers.
+        bad_gradients: Parameters with a non-finite gradient.
+        only_fused: Whether the same pass run layer by layer is clean, so that the fused
+            blocks produce the bad numbers.
     """
 
     ids: list[int]
@@ -414,7 +414,7 @@ def is_clean(report: dict) -> bool:
     A spike's numbers are finite; its samples are listed by gradient norm.
     """
     is_spike = report["reason"].startswith("spike")
-    return not is_spike and all(found["clean"] for found in report["dtypes"].values())
+    return not is_spike and all(result["clean"] for result in report["dtypes"].values())
 
 
 def print_samples(samples: list[dict]) -> None:
@@ -443,8 +443,8 @@ def explain_clean(
     """Advice for a replay that found nothing.
 
     Args:
-        age: steps between the weights used and those of the step.
-        bad: the micro-batches that had a non-finite loss in the run.
+        age: Steps between the weights used and those of the step.
+        bad: Micro-batches that had a non-finite loss in the run.
     """
     if not is_exact:
         older = f"{age} step(s) older than" if age else "not"

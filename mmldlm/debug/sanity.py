@@ -38,7 +38,7 @@ OVERFIT_STEPS = 10
 """Steps on one batch. With fewer than about five, layers behind adaLN-Zero have no gradient yet.
 
 """
-MIN_LOSS_DROP = 1e-4  # of the first loss
+MIN_LOSS_DROP = 1e-4  # fraction of the first loss
 MAX_CANDIDATES = 64  # steps searched for the batch that uses most of the model
 
 
@@ -50,16 +50,16 @@ class SanityRunner:
     """Run real steps and collect findings.
 
     Args:
-        data: the run's data and config.
-        interval: steps between two layer statistics (0: none).
-        detect_anomaly: use torch's anomaly detection (slow; names the forward operation of a NaN
-            gradient).
+        data: Data and config of the run.
+        interval: Steps between two layer statistics (0: none).
+        detect_anomaly: Whether to use torch's anomaly detection (slow; names the forward
+            operation of a NaN gradient).
 
     Attributes:
-        findings: failures per check.
-        steps: loss, gradient norm and learning rate of each step.
-        layer_stats: the last layer statistics, or None.
-        log: called with a line of progress before each part.
+        findings: Failures of each check.
+        steps: Loss, gradient norm and learning rate of each step.
+        layer_stats: Last layer statistics, or None.
+        log: Function called with a line of progress before each part.
     """
 
     def __init__(self, data: RunData, interval: int = 1, detect_anomaly: bool = False):
@@ -404,8 +404,8 @@ class SanityRunner:
         self.findings.passed("frozen", result)
 
     def _check_memory(self) -> None:
-        self.peak_bytes, kind = peak_memory(self.engine.device)
-        self.findings.passed("memory", f"{self.peak_bytes / 2**30:.2f} GiB of {kind}")
+        self.peak_bytes, memory_type = peak_memory(self.engine.device)
+        self.findings.passed("memory", f"{self.peak_bytes / 2**30:.2f} GiB of {memory_type}")
 
 
 def as_dict(sanity: SanityRunner) -> dict:
@@ -453,9 +453,9 @@ def print_tables(sanity: SanityRunner, console: Console) -> None:
         console.print(_layer_table(sanity.layer_stats))
     if sanity.groups:
         table = Table("group", "tensors", "elements", "LR", "weight decay", box=SIMPLE)
-        for number, group in enumerate(sanity.groups):
+        for index, group in enumerate(sanity.groups):
             numbers = (f"{group['tensors']:,}", f"{group['elements']:,}", f"{group['lr']:.3g}")
-            table.add_row(str(number), *numbers, f"{group['weight_decay']:g}")
+            table.add_row(str(index), *numbers, f"{group['weight_decay']:g}")
         console.print(table)
     rows = sanity.findings.rows()
     width = max(len(row.title) for row in rows)

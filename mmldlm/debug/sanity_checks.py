@@ -47,10 +47,10 @@ def check_coverage(engine: Engine, findings: Findings) -> None:
     }
     for name, size in sizes.items():
         if updated[name] != (size if name in trainable else 0):
-            kind = "trainable" if name in trainable else "frozen"
+            status = "trainable" if name in trainable else "frozen"
             findings.failed(
                 "optimizer",
-                f"it updates {updated[name]} of {size} elements of {name}, which is {kind}",
+                f"it updates {updated[name]} of {size} elements of {name}, which is {status}",
             )
     owners = {id(fragment.owner) for fragment in engine.parameter_shards()}
     for owner in engine.optimizer_groups():
@@ -66,9 +66,8 @@ def check_coverage(engine: Engine, findings: Findings) -> None:
 
 
 def _numel(parameter: Tensor) -> int:
-    return (
-        getattr(parameter, "ds_numel", None) or parameter.numel()
-    )  # ZeRO-3 empties a partitioned parameter
+    # ZeRO-3 empties a partitioned parameter.
+    return getattr(parameter, "ds_numel", None) or parameter.numel()
 
 
 def group_table(engine: Engine, lr: float) -> list[dict]:
@@ -136,15 +135,16 @@ def check_groups(engine: Engine, config: Config, lr: float, findings: Findings) 
     """Check the optimizer's groups after a step with learning rate lr."""
     optimizer = config.optimizer
     for group in engine.optimizer_groups().values():
-        for key, found, expected in (
+        for key, actual, expected in (
             ("LR", group["lr"], (lr * group.get("lr_factor", 1.0),)),
             ("weight decay", group["weight_decay"], (optimizer.weight_decay, 0.0)),
             ("betas", tuple(group["betas"]), (tuple(optimizer.betas),)),
             ("eps", group["eps"], (optimizer.eps,)),
         ):
-            if found not in expected:
+            if actual not in expected:
                 findings.failed(
-                    "groups", f"{key} {found} where {' or '.join(map(str, expected))} was expected"
+                    "groups",
+                    f"{key} {actual} where {' or '.join(map(str, expected))} was expected",
                 )
     line = "; ".join(
         f"{g['tensors']} tensors, {g['elements']:,} elements: LR {g['lr']:.3g}, weight decay"
@@ -227,7 +227,7 @@ def connected(engine: Engine, fired: set[str]) -> set[str]:
     """Return the parameters that the last backward pass reached, even with zeros.
 
     Args:
-        fired: parameters whose hook was called; decides under ZeRO.
+        fired: Parameters whose hook was called; they decide under ZeRO.
     """
     if isinstance(engine, DeepSpeedEngine) and engine.stage > 0:
         return set(fired)
@@ -259,7 +259,7 @@ class GradientHooks:
 
     Attributes:
         products: Linear layer -> dtype of its output.
-        fired: parameters whose hook was called since the last clear.
+        fired: Parameters whose hook was called since the last clear.
     """
 
     def __init__(self, model: nn.Module):
@@ -321,10 +321,10 @@ class Row:
     """One line of the table.
 
     Attributes:
-        id: key of CHECKS.
-        title: description of the check.
+        id: Key of CHECKS.
+        title: Description of the check.
         status: PASS, FAIL, or NOT RUN if an earlier failure ended the steps.
-        reason: what was found.
+        reason: Reason for the verdict.
     """
 
     id: str

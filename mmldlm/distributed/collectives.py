@@ -19,7 +19,8 @@ def gather_objects(value: T, world_size: int, group: Any = None) -> list[T]:
     """Return the values of all ranks of a process group, in the order of the ranks. Collective."""
     if world_size == 1:
         return [value]
-    import torch.distributed as dist  # the commit of a checkpoint by one process needs no torch
+    # One process commits a checkpoint without torch.
+    import torch.distributed as dist
 
     gathered: list[Any] = [None] * world_size
     dist.all_gather_object(gathered, value, group=group)
@@ -43,8 +44,8 @@ class Ranks:
     All methods are collective: every rank calls them in the same order.
 
     Attributes:
-        rank: of this process.
-        world_size: number of ranks.
+        rank: Rank of this process.
+        world_size: Number of ranks.
     """
 
     rank: int = 0
@@ -72,7 +73,7 @@ class Ranks:
         """Return if no rank has a failure; otherwise raise on every rank.
 
         Args:
-            failure: of this rank.
+            failure: Failure of this rank.
             explain: Makes the error of this rank from its own failure. Called on every rank once
                 any has failed, so it may call further collectives.
         """

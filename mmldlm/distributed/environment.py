@@ -107,7 +107,7 @@ def set_env_from_mpi() -> None:
         os.environ.setdefault(name, str(value))
 
 
-# (rank, number of ranks) of launchers that set neither RANK nor an address of rank 0.
+# Variables of (rank, number of ranks) of launchers that set neither RANK nor an address of rank 0.
 _OTHER_LAUNCHERS = (
     ("SLURM_PROCID", "SLURM_NTASKS"),
     ("FLUX_TASK_RANK", "FLUX_JOB_SIZE"),
@@ -136,7 +136,8 @@ def set_rank_environment() -> None:
     if "RANK" not in os.environ:
         if _started_by_srun():
             _set_env_from_slurm()
-        elif not _is_single_task_of_srun():  # which may have variables of PMI
+        # A single task of srun may have variables of PMI.
+        elif not _is_single_task_of_srun():
             set_env_from_mpi()
     check_rank_environment()
 
@@ -154,11 +155,11 @@ def check_rank_environment() -> None:
     size = int_from_env("WORLD_SIZE", 1)
     started: list[tuple[str, object]] = [("WORLD_SIZE", size)] if size > 1 else []
     for rank_name, size_name in _OTHER_LAUNCHERS:
-        number, total = (os.environ.get(name, "") for name in (rank_name, size_name))
+        rank, num_ranks = (os.environ.get(name, "") for name in (rank_name, size_name))
         if rank_name == "SLURM_PROCID" and not _started_by_srun():
             continue  # a batch script or a shell in an allocation
-        if number.isdigit() and (int(number) > 0 or (total.isdigit() and int(total) > 1)):
-            started.append((rank_name, f"{number} of {total or 'unknown'}"))
+        if rank.isdigit() and (int(rank) > 0 or (num_ranks.isdigit() and int(num_ranks) > 1)):
+            started.append((rank_name, f"{rank} of {num_ranks or 'unknown'}"))
     if started:
         listed = ", ".join(f"{name}={value}" for name, value in started)
         raise UserError(
@@ -194,9 +195,8 @@ def local_world_size(local_rank: int) -> int:
         "SLURM_NTASKS_PER_NODE",
         "OMPI_COMM_WORLD_LOCAL_SIZE",
     )
-    values = (
-        os.environ.get(name, "") for name in names if "RANK" in os.environ
-    )  # not of a shell in an allocation
+    # In a shell of an allocation, which has no RANK, these count other processes.
+    values = (os.environ.get(name, "") for name in names if "RANK" in os.environ)
     return max(next((int(value) for value in values if value.isdigit()), 1), local_rank + 1)
 
 
@@ -280,9 +280,8 @@ _BLOCKING_WAIT = ("TORCH_NCCL_BLOCKING_WAIT", "NCCL_BLOCKING_WAIT")
 _MONITORING = "TORCH_NCCL_ENABLE_MONITORING"
 _HEARTBEAT = "TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC"
 
-_MAX_HEARTBEAT = (
-    480  # torch's own default, seconds: a CUDA call that blocks the watchdog longer hangs
-)
+# Seconds, torch's own default: a CUDA call that blocks the watchdog longer hangs.
+_MAX_HEARTBEAT = 480
 _FALSE = ("0", "n", "no", "f", "false")
 
 
@@ -295,8 +294,8 @@ def prepare_environment(timeout: float, logs: Path | None = None) -> list[str]:
     init_process_group.
 
     Args:
-        timeout: engine.collective_timeout, seconds.
-        logs: folder for the flight recorder's files, created here because torch does not create
+        timeout: Time limit in seconds (engine.collective_timeout).
+        logs: Folder for the flight recorder's files, created here because torch does not create
             it.
 
     Returns:
@@ -307,9 +306,8 @@ def prepare_environment(timeout: float, logs: Path | None = None) -> list[str]:
     _default(_FLIGHT_BUFFER, "2000")
     _default(("TORCH_NCCL_DUMP_ON_TIMEOUT",), "1")
     if logs is not None and not _env_value(FLIGHT_RECORDER_FILE):
-        with contextlib.suppress(
-            OSError
-        ):  # the ranks agree on that error when they open the run's folder
+        # The ranks agree on such an error when they open the run's folder.
+        with contextlib.suppress(OSError):
             logs.mkdir(parents=True, exist_ok=True)
         _default(FLIGHT_RECORDER_FILE, str(logs / "flight_rank_"))  # torch adds the rank
     # 3 ends the process when a collective fails or times out, without ncclCommAbort, which can

@@ -29,17 +29,14 @@ from mmldlm.utils.formatting import first_line, for_screen
 # rest.
 CLAIM_WAIT = 3.0
 CLAIM_TTL = 60.0  # an older claim is of another attempt
-_LAUNCH_ID_VARS = (
-    "MMLDLM_LAUNCH",
-    "SLURM_STEP_ID",
-)  # without them, the parent process identifies the launch
+# Without these variables, the parent process identifies the launch.
+_LAUNCH_ID_VARS = ("MMLDLM_LAUNCH", "SLURM_STEP_ID")
 
 
 def log_line(message: str) -> None:
     """Print a line on stderr with the time of day."""
-    with contextlib.suppress(
-        OSError
-    ):  # stderr is closed: the exit code still reports how the run ended
+    # Where stderr is closed, the exit code still reports how the run ended.
+    with contextlib.suppress(OSError):
         line = f"[{datetime.now(UTC):%H:%M:%S}] {message}"
         print(for_screen(line, sys.stderr), file=sys.stderr, flush=True)
 
@@ -59,9 +56,8 @@ def report_error_once(error: BaseException, kind: str = "error") -> None:
 
 def _number(name: str) -> int:
     text = os.environ.get(name, "")
-    return (
-        int(text) if text.isascii() and text.isdigit() else 0
-    )  # an invalid number may be the error to report
+    # An invalid number may be the error to report.
+    return int(text) if text.isascii() and text.isdigit() else 0
 
 
 def _has_process_group() -> bool:
@@ -116,8 +112,9 @@ def report_traceback(error: Exception, logs: Path | None) -> None:
     that the heartbeat's message stays last on the screen.
 
     Args:
-        error: with `is_attributed`, where the heartbeat has printed a message about it.
-        logs: folder for the file; None before the run's folder is known.
+        error: Error of this rank, with `is_attributed` where the heartbeat has printed a message
+            about it.
+        logs: Folder for the file; None before the run's folder is known.
     """
     from mmldlm.distributed.stack_dump import is_collective_error
 
@@ -155,9 +152,8 @@ def exit_without_teardown(code: int) -> NoReturn:
     The results are on the disk by then, and native threads of gloo and ZeRO-3 now and then abort
     in the teardown (seen: exit -6 of a finished run).
     """
-    if (
-        code == 0 and "mpi4py.MPI" in sys.modules
-    ):  # mpirun takes a rank that exits without it for a failed one
+    # mpirun takes a rank that exits without MPI_Finalize for a failed one.
+    if code == 0 and "mpi4py.MPI" in sys.modules:
         sys.modules["mpi4py.MPI"].Finalize()
     # A library's hook may wait for ever, as a tracker's for a server that is gone.
     hooks = threading.Thread(target=atexit._run_exitfuncs, name="exit-hooks", daemon=True)

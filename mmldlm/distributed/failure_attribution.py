@@ -22,22 +22,22 @@ class HeartbeatRecord:
     """One rank's heartbeat, as stored in the job's key-value store.
 
     Attributes:
-        rank: of the sender.
-        host: of the sender.
-        pid: of the sender.
-        number: counts publications, so that a new one is recognized.
-        step: last finished optimizer step.
-        phase: what the main thread has been doing since.
-        progress_counter: number of changes of (step, phase). All ranks go through the same pairs,
+        rank: Rank of the sender.
+        host: Host of the sender.
+        pid: Process id of the sender.
+        number: Number of this publication, by which a new one is recognized.
+        step: Last finished optimizer step.
+        phase: Work of the main thread since then.
+        progress_counter: Number of changes of (step, phase). All ranks go through the same pairs,
             so it is a clock that all ranks share.
-        age: seconds between the main thread's last report and this publication.
-        timeout_factor: multiplies the time limit of this phase.
+        age: Seconds between the main thread's last report and this publication.
+        timeout_factor: Factor on the time limit of this phase.
         state: RUNNING; COLLECTIVE_FAILED (in this rank, because of another one); FAILED (by its
             own error); EXITED (in order, with the error that all ranks share, or with none).
-        message: the error of the last three states.
-        location: where the main thread is, once it has not reported for long.
-        in_collective: whether that location is inside a collective.
-        failure: what rank 0 has found (sentence, ranks), None otherwise.
+        message: Error of the last three states.
+        location: Location of the main thread, once it has not reported for long.
+        in_collective: Whether that location is inside a collective.
+        failure: Failure that rank 0 has found (sentence, ranks), None otherwise.
     """
 
     rank: int
@@ -104,11 +104,11 @@ class Timeouts:
     """Time limits in seconds.
 
     Attributes:
-        stalled: without a report of the main thread.
-        unseen: without a heartbeat, once a collective has failed.
-        grace: after a failed collective, to find its reason.
-        dead: without a heartbeat though no collective has failed (NCCL raises no error when a peer
-            dies).
+        stalled: Seconds without a report of the main thread.
+        unseen: Seconds without a heartbeat, once a collective has failed.
+        grace: Seconds after a failed collective, to find its reason.
+        dead: Seconds without a heartbeat though no collective has failed (NCCL raises no error
+            when a peer dies).
     """
 
     stalled: float
@@ -135,7 +135,7 @@ def find_failed_ranks(
     limits: Timeouts,
     collective_failed_at: float | None = None,
 ) -> FailureReport | None:
-    """Rank 0's decision.
+    """Return which ranks have failed, and why, as rank 0 decides it; None if none has.
 
     A rank counts as failed if it reported an error; if it sent no heartbeat for `limits.dead`
     (`limits.unseen` once a collective has failed); or if it is furthest behind and has not
@@ -143,9 +143,9 @@ def find_failed_ranks(
     furthest behind still reports, they all wait for a rank that works.
 
     Args:
-        observations: the latest of every rank.
-        now: monotonic seconds.
-        collective_failed_at: when the first failed collective was seen.
+        observations: Latest observation of every rank.
+        now: Time in monotonic seconds.
+        collective_failed_at: Time at which the first failed collective was seen.
     """
     observations = list(observations)
     failed = [o for o in observations if o.beat.state == FAILED]
@@ -183,7 +183,7 @@ def _is_missing(
 
 
 def describe_missing(observation: Observation, now: float) -> str:
-    """The predicate for a rank that sends no heartbeats any more."""
+    """Return the predicate of a sentence about a rank that sends no heartbeats any more."""
     seconds = observation.seconds_since_progress(now)
     return f"has sent no heartbeat since {_progress(observation.beat)} ({seconds:.0f} s ago)"
 

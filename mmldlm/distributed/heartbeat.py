@@ -51,12 +51,11 @@ from mmldlm.utils.formatting import first_line, join_some
 
 _KEY = "mmldlm/heartbeat"
 _MAX_INTERVAL = 2.0  # seconds between two heartbeats
-_INTERVALS_IN_TIMEOUT = (
-    15  # six of them are left for the report to travel, so that the job ends within the timeout
-)
+# Six of them are left for the report to travel, so that the job ends within the timeout.
+_INTERVALS_IN_TIMEOUT = 15
 MAX_CONNECT_FAILURES = 3  # refused connections after which the store counts as dead
 SHUTDOWN_TIMEOUT = 30.0  # seconds from the error to the end of the process
-# seconds without a heartbeat: the publishing thread waits for no rank, so its process died
+# Seconds without a heartbeat: the publishing thread waits for no rank, so its process died
 DEAD_RANK_TIMEOUT = 120.0
 _POLL = 0.02  # polling interval in seconds
 
@@ -98,12 +97,12 @@ class Heartbeat:
         order.
 
         Args:
-            rank: of this process.
-            world_size: number of ranks.
-            timeout: engine.collective_timeout, seconds.
-            store: a client connection used by nothing else; None connects to
+            rank: Rank of this process.
+            world_size: Number of ranks.
+            timeout: Time limit in seconds (engine.collective_timeout).
+            store: Client connection used by nothing else; None connects to
                 MASTER_ADDR:MASTER_PORT, where init_process_group has left a store.
-            logs: folder for the stacks (stack_rank{N}.txt) and the flight recorder's files of a
+            logs: Folder for the stacks (stack_rank{N}.txt) and the flight recorder's files of a
                 rank that is ended.
 
         Raises:
@@ -116,7 +115,8 @@ class Heartbeat:
             stalled, unseen, grace=7 * self.interval, dead=min(stalled, DEAD_RANK_TIMEOUT)
         )
         self.failure: FailureReport | None = None
-        self._failed_at, self._found_alone = 0.0, False  # alone: by this rank without rank 0
+        # Alone: by this rank, without rank 0.
+        self._failed_at, self._found_alone = 0.0, False
         self._progress = _Progress(0, "start", 0, 1.0, time.monotonic())
         self._state, self._message = RUNNING, ""
         self._collective_failed_at: float | None = None
@@ -131,7 +131,7 @@ class Heartbeat:
             threading.Event(),
             threading.Event(),
         )
-        self._deadline: float | None = None  # of a main thread that is exiting
+        self._deadline: float | None = None  # deadline of a main thread that is exiting
         self._num_published, self._last_contact, self._connect_failures = 0, time.monotonic(), 0
         self._opened_at = self._last_contact
         self._identity = HeartbeatRecord(rank, socket.gethostname(), os.getpid())
@@ -145,7 +145,8 @@ class Heartbeat:
         # heartbeats in the store.
         self._prefix = f"{_KEY}/{broadcast_object(uuid.uuid4().hex, world_size)}"
         self._publish()
-        if rank != 0:  # so that rank 0's host and pid are known, whatever happens to it next
+        # Rank 0's host and pid are then known, whatever happens to it next.
+        if rank != 0:
             first = HeartbeatRecord.from_text(self._store.get(f"{self._prefix}/0"))
             self._observations[0] = Observation(first, time.monotonic())
         for loop in (self._publish_loop, self._watchdog_loop):
@@ -161,11 +162,11 @@ class Heartbeat:
         synchronization.
 
         Args:
-            step: last finished optimizer step.
-            phase: what comes now, one word. All ranks must go through the same (step, phase) pairs
-                in the same order: they determine which rank is furthest behind. Work of one rank
-                only repeats the present pair.
-            timeout_factor: multiplies the time limit of this phase (math.inf: no limit, if no rank
+            step: Last finished optimizer step.
+            phase: Name of what comes now, one word. All ranks must go through the same (step,
+                phase) pairs in the same order: they determine which rank is furthest behind. Work
+                of one rank only repeats the present pair.
+            timeout_factor: Factor on the time limit of this phase (math.inf: no limit, if no rank
                 waits for it).
         """
         last = self._progress
@@ -178,7 +179,7 @@ class Heartbeat:
         self.enter_phase(last.step, last.phase, last.timeout_factor)
 
     def attribute_error(self, error: BaseException) -> str:
-        """Which rank caused an error that ends this one, in one sentence with host, pid and last
+        """Return which rank caused an error that ends this one: a sentence with host, pid and last
         step.
 
         Takes seconds at most (bounded by a few intervals), makes no collective, and works without
@@ -221,9 +222,9 @@ class Heartbeat:
         if self._state == RUNNING:
             self._message = "" if error is None else first_line(error)
             self._state = EXITED
-            number = self._num_published
+            num_before = self._num_published
             self._wait_until(
-                lambda: self._num_published > number + 1 or self._connect_failures > 0,
+                lambda: self._num_published > num_before + 1 or self._connect_failures > 0,
                 intervals=2,
                 wake_every=_POLL,
             )
@@ -269,10 +270,8 @@ class Heartbeat:
                 self._publish()
                 self._read()
                 self._last_contact, self._connect_failures = time.monotonic(), 0
-            except (
-                RuntimeError,
-                OSError,
-            ):  # DistError is a RuntimeError: the store is dead, or not reachable now
+            except (RuntimeError, OSError):
+                # DistError is a RuntimeError: the store is dead, or not reachable now.
                 self._connect_failures += 1
             self._wake.wait(self.interval)
             self._wake.clear()
@@ -365,9 +364,8 @@ class Heartbeat:
         # torch warns on stderr for every failed attempt; a plain socket finds out quietly.
         socket.create_connection(self._address, timeout=wait).close()
         store = self._connect(wait)
-        store.set_timeout(
-            timedelta(seconds=self.limits.stalled)
-        )  # the watchdog limits how long an answer takes
+        # The watchdog limits how long an answer takes.
+        store.set_timeout(timedelta(seconds=self.limits.stalled))
         return store
 
     # -- the watchdog thread
@@ -388,9 +386,8 @@ class Heartbeat:
                 self._check_rank_0(now)
             if self.failure is None:
                 continue
-            self._print_failure(
-                self.failure.sentence
-            )  # at once: when the first rank exits, launchers end the others
+            # At once: when the first rank exits, launchers end the others.
+            self._print_failure(self.failure.sentence)
             report_failed_ranks(self.failure)
             # Rank 0 stays until all have read the result; failed ranks exit first, so that the
             # launcher reports them.
@@ -467,7 +464,7 @@ class Heartbeat:
     def _wait_until(
         self, is_done: Callable[[], bool], intervals: float, wake_every: float = math.inf
     ) -> None:
-        """Wait for a number of intervals at most; wakes the publishing thread at least four times
+        """Wait for at most a number of intervals; wake the publishing thread at least four times
         per interval.
         """
         now = time.monotonic()

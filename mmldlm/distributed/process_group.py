@@ -23,8 +23,8 @@ def start_process_group(device: torch.device, timeout: float) -> None:
     """Call init_process_group from the launcher's environment (or for this process alone).
 
     Args:
-        device: of this rank.
-        timeout: time limit of a collective in seconds.
+        device: Device of this rank.
+        timeout: Time limit of a collective in seconds.
 
     Raises:
         RanksNotConnected: the ranks did not find one another in time.

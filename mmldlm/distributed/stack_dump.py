@@ -81,9 +81,8 @@ def exit_with_stacks(rank: int, logs: Path | None) -> None:
     # faulthandler's own thread needs neither the GIL nor an answer.
     faulthandler.dump_traceback_later(TRACE_TIMEOUT, exit=True, file=2)
     if logs is not None:
-        with contextlib.suppress(
-            OSError
-        ):  # the reason is printed already; missing traces must not keep it alive
+        # The reason is printed already; missing traces must not keep the process alive.
+        with contextlib.suppress(OSError):
             _write_traces(rank, logs)
     os._exit(EXIT_FAILED)
 

@@ -152,13 +152,13 @@ class Console:
     log_freq steps); other fields are those of the last step.
 
     Args:
-        total_steps: the last step of the run.
-        enabled: whether this process writes to the screen (rank 0).
-        log_freq: steps between two plain lines. A terminal shows a live line instead.
-        log_file: receives the plain lines and all messages with a timestamp, even if enabled is
+        total_steps: Last step of the run.
+        enabled: Whether this process writes to the screen (rank 0).
+        log_freq: Steps between two plain lines. A terminal shows a live line instead.
+        log_file: Stream for the plain lines and all messages with a timestamp, even if enabled is
             False.
-        start_step: step after which this process starts (resume).
-        stream: output stream (default: standard output).
+        start_step: Step after which this process starts (resume).
+        stream: Output stream (default: standard output).
     """
 
     def __init__(
@@ -204,8 +204,8 @@ class Console:
         """Show one step.
 
         Args:
-            record: the step's record in training_log.jsonl: step, loss, grad_norm, skipped (bool),
-                ...
+            record: Record of the step in training_log.jsonl: step, loss, grad_norm, skipped
+                (bool), ...
         """
         step = record["step"]
         self.num_skipped += bool(record.get("skipped"))
@@ -229,9 +229,9 @@ class Console:
         minute.
 
         Args:
-            step: the step of the evaluation.
-            done: number of batches done; 0 starts the evaluation.
-            total: number of batches.
+            step: Step of the evaluation.
+            done: Number of batches done; 0 starts the evaluation.
+            total: Number of batches.
         """
         now = time.monotonic()
         if done == 0:
@@ -332,7 +332,8 @@ class Console:
         console = self._console
         if console is None:
             return
-        if console.is_terminal:  # a terminal would break lines inside words
+        # A terminal would break lines inside words.
+        if console.is_terminal:
             folded = fold(str(text), console.width, _INDENT)
             text = Text(folded, style=text.style) if isinstance(text, Text) else folded
         self._draw_safely(lambda: console.print(text))

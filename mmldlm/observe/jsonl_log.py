@@ -28,13 +28,13 @@ class JsonlLog:
     A record without `time` gets the current one (ISO 8601, UTC). Only one process may write a log.
 
     Args:
-        path: the file; its folder is created.
-        resume_step: the run continues after this step. Records of later steps are moved to
+        path: Path of the file; its folder is created.
+        resume_step: Step after which the run continues. Records of later steps are moved to
             `NAME.dropped-<n>.jsonl` in the same folder; 0 moves all of them (a fresh start in a
             used folder). Records without a `step` stay. None appends to an existing log.
 
     Attributes:
-        dropped: number of lines that were moved when the log was opened.
+        dropped: Number of lines that were moved when the log was opened.
     """
 
     def __init__(self, path: str | os.PathLike, resume_step: int | None = None):
@@ -133,7 +133,7 @@ def _truncate(path: Path, resume_step: int | None) -> int:
     """
     if not path.exists():
         return 0
-    kept: list[str] = []
+    remaining: list[str] = []
     dropped: list[str] = []
     with open_text(path, errors="replace") as file:
         for line in file:
@@ -143,15 +143,14 @@ def _truncate(path: Path, resume_step: int | None) -> int:
                 resume_step is not None and isinstance(step, (int, float)) and step > resume_step
             )
             # A line without a newline may be cut inside a number and still parse.
-            (dropped if record is None or is_later or not line.endswith("\n") else kept).append(
-                line.rstrip("\n") + "\n"
-            )
+            is_dropped = record is None or is_later or not line.endswith("\n")
+            (dropped if is_dropped else remaining).append(line.rstrip("\n") + "\n")
     if dropped:
         # The moved lines are on disk before the log is replaced, so a crash in between loses
         # nothing.
         write_text_synced(_unused_path(path), "".join(dropped))
         temporary = path.with_name(path.name + ".part")
-        write_text_synced(temporary, "".join(kept))
+        write_text_synced(temporary, "".join(remaining))
         os.replace(temporary, path)
     return len(dropped)
 
@@ -170,10 +169,10 @@ class LogTail:
     """Read the complete lines added to a log since the last call, in bounded memory.
 
     Args:
-        path: the log.
-        is_valid: whether a record has the expected form; others count as unreadable.
-        is_relevant: whether a valid record is kept.
-        keep: maximum number of records kept, the newest ones; None keeps all.
+        path: Path of the log.
+        is_valid: Predicate for records of the expected form; others count as unreadable.
+        is_relevant: Predicate for valid records to keep.
+        keep: Maximum number of records kept, the newest ones; None keeps all.
     """
 
     def __init__(

@@ -36,13 +36,13 @@ class TensorStats:
     """Sums over the elements of one parameter or layer.
 
     Attributes:
-        numel: number of elements.
+        numel: Number of elements.
         grad_norm: L2 norm before clipping (non-finite if an element is).
-        num_zeros: zero elements of the gradient.
-        num_nonfinite: non-finite elements of the gradient.
+        num_zeros: Number of zero elements of the gradient.
+        num_nonfinite: Number of non-finite elements of the gradient.
         weight_norm: L2 norm after the step.
         update_norm: L2 norm of the weight change; None if the step was not applied.
-        activation_rms: root mean square of the layer's output over the global batch, padding
+        activation_rms: Root mean square of the layer's output over the global batch, padding
             included; None if it has no output of its own.
     """
 
@@ -87,12 +87,12 @@ class LayerStats:
 
     Attributes:
         step: 1-based.
-        applied: whether the step changed the weights.
-        parameters: name -> TensorStats; block parameters by stream,
+        applied: Whether the step changed the weights.
+        parameters: TensorStats by name; block parameters by stream,
             "blocks.0.to_out.weight[text]".
-        layers: name -> TensorStats.
-        dead: parameters first found in this step to have never had a gradient.
-        underflow_share: under fp16, fraction of zeros among the gradient elements of the
+        layers: TensorStats by name.
+        dead: Parameters found in this step, for the first time, to have never had a gradient.
+        underflow_share: Under fp16, fraction of zeros among the gradient elements of the
             parameters (without embeddings) that have a gradient; else None.
     """
 
@@ -132,9 +132,8 @@ class LayerStatsCollector:
     (apply or discard), after_step.
 
     Args:
-        engine: the engine.
-        interval: logging.layer_stats_freq; 0 disables.
-        dtype: training.dtype.
+        interval: Steps between two statistics (logging.layer_stats_freq); 0 disables them.
+        dtype: Compute dtype (training.dtype).
     """
 
     def __init__(self, engine: Engine, interval: int, dtype: str = "fp32"):
@@ -142,8 +141,8 @@ class LayerStatsCollector:
         self._numel: dict[str, int] = {}
         self._rows: dict[str, list[int]] = {}  # rows of a parameter's parts in the sums
         self._activations = ActivationRecorder(engine.model) if interval else None
-        self._sums: Tensor | None = None  # of the step being measured
-        self._muon_weights: dict[tuple[str, int], Tensor] = {}  # before it
+        self._sums: Tensor | None = None  # sums of the step being measured
+        self._muon_weights: dict[tuple[str, int], Tensor] = {}  # weights before that step
         self._step = 0
         self._num_reports = 0
         self._has_gradient: set[str] = set()
@@ -206,10 +205,12 @@ class LayerStatsCollector:
             return
         shape = self._num_rows, len(_SUMS)
         self._sums = sums = torch.zeros(shape, dtype=torch.float64, device=self.engine.device)
-        if not self.engine.saves_shards:  # another rank counts the same elements
+        # Another rank counts the same elements.
+        if not self.engine.saves_shards:
             return
         groups = self.engine.optimizer_groups()
-        self._muon_weights = {  # its update cannot be reconstructed from a shard of the momentum
+        # The update of Muon cannot be reconstructed from a shard of the momentum.
+        self._muon_weights = {
             (shard.name, shard.start): shard.slice_of(shard.owner).clone()
             for shard in self.engine.parameter_shards()
             if shard.count and groups[shard.owner].get("muon")
@@ -246,7 +247,7 @@ class LayerStatsCollector:
         """Return the statistics of a measured step, else None. Collective on a measured step.
 
         Args:
-            lr: learning rate of the step.
+            lr: Learning rate of the step.
             applied: False if its gradients were discarded.
         """
         sums, step, recorder = self._sums, self._step, self._activations
@@ -271,9 +272,8 @@ class LayerStatsCollector:
                 row[3] += (
                     torch.linalg.vector_norm(weight, dtype=torch.float64).square().to(row.device)
                 )
-                if (
-                    applied and state
-                ):  # torch's AdamW ignores a parameter that never had a gradient
+                # AdamW of torch has no state for a parameter that never had a gradient.
+                if applied and state:
                     group = groups[fragment.owner]
                     if group.get("muon"):
                         update = weight - self._muon_weights[fragment.name, fragment.start][part]
@@ -338,7 +338,7 @@ def layers_of(name: str, parts: int, layers: Collection[str] = ()) -> list[str]:
     holds the parameter.
 
     Args:
-        layers: names of all layers; a parameter outside them counts for the first part of its
+        layers: Names of all layers; a parameter outside them counts for the first part of its
             name.
     """
     if parts == 1:
@@ -362,7 +362,7 @@ def adamw_update(
     Loshchilov and Hutter, arXiv 1711.05101, as in torch.optim.AdamW.
 
     Args:
-        weight: value after the step.
+        weight: Value after the step.
         step: AdamW's step count, 0-d tensor or number.
     """
     (beta1, beta2), decay = group["betas"], lr * group["weight_decay"]
@@ -391,7 +391,7 @@ def layer_modules(model: nn.Module, prefix: str = "") -> dict[str, nn.Module]:
     layers: dict[str, nn.Module] = {}
     for name, module in model.named_children():
         if isinstance(module, nn.ModuleList):
-            layers |= {f"{prefix}{name}.{number}": block for number, block in enumerate(module)}
+            layers |= {f"{prefix}{name}.{index}": block for index, block in enumerate(module)}
         elif any(isinstance(child, nn.ModuleList) for child in module.modules()):
             layers |= layer_modules(module, f"{prefix}{name}.")
         else:
@@ -412,7 +412,8 @@ class ActivationRecorder:
         for name, module in layer_modules(model).items():
             if hasattr(module, "split_streams"):
                 self._names[module] = [f"{name}.{stream}" for stream in STREAMS]
-            elif name != "text_head":  # it returns losses
+            # The text head returns losses.
+            elif name != "text_head":
                 self._names[module] = [name]
         self._rows = {
             name: row
@@ -433,7 +434,8 @@ class ActivationRecorder:
                     lambda m, args, out: self._record(m, out, args)
                 )
                 self._undo.append(hook.remove)
-            else:  # a hook would be compiled into the block permanently
+            else:
+                # A hook would be compiled into the block permanently.
                 module._compiled_call_impl = self._wrap(module, compiled)
                 self._undo.append(partial(setattr, module, "_compiled_call_impl", compiled))
 

@@ -23,13 +23,12 @@ from mmldlm.observe.plots import LOG_NAME, find_log
 from mmldlm.utils.formatting import for_screen, format_duration
 
 _MAX_EVENTS = 10_000
-_NONFINITE = (  # suffix of the key that JsonlLog writes next to a value that JSON cannot hold
-    "_nonfinite"
-)
+# Suffix of the key that JsonlLog writes next to a value that JSON cannot hold.
+_NONFINITE = "_nonfinite"
 # A median this many times its earlier value is a problem.
 _MAX_RISE = {"loss": 1.5, "grad_norm": 10.0}
 _MAX_CLOCK_DIFFERENCE = 10.0  # seconds between two hosts that are not worth a line
-_MAX_BAD_FRACTION = 0.05  # of steps skipped, or of samples bad
+_MAX_BAD_FRACTION = 0.05  # fraction of steps skipped, or of samples bad
 
 
 @dataclass
@@ -37,9 +36,9 @@ class Health:
     """One assessment.
 
     Attributes:
-        messages: lines to print.
-        problems: what is wrong; empty if the run is healthy.
-        finished: whether the run has ended.
+        messages: Lines to print.
+        problems: Sentences on what is wrong; empty if the run is healthy.
+        finished: Whether the run has ended.
     """
 
     messages: list[str] = field(default_factory=list)
@@ -66,10 +65,10 @@ def assess(
     successful one; an exit code other than 0 and 5.
 
     Args:
-        records: step records, at least 2 * window + 1, or all.
-        events: records of events.jsonl: saves, steps excluded after a rollback, the end of the
+        records: Step records, at least 2 * window + 1, or all.
+        events: Records of events.jsonl: saves, steps excluded after a rollback, the end of the
             run.
-        num_skipped: skipped steps of the entire run; None counts those in records.
+        num_skipped: Number of skipped steps of the entire run; None counts those in records.
     """
     health = Health()
     if num_unreadable:
@@ -170,7 +169,8 @@ def _bad_samples(recent: Sequence[dict], earlier: Sequence[dict]) -> tuple[int, 
         before = earlier[-1].get("samples", 0)
     elif recent[0]["step"] == 1:
         before = 0
-    else:  # the log begins in the middle of a run: the samples of its first step are unknown
+    else:
+        # The log begins in the middle of a run: the samples of its first step are unknown.
         before, recent = recent[0].get("samples", 0), recent[1:]
     num_bad = sum(record.get("bad_samples", 0) for record in recent)
     return num_bad, recent[-1].get("samples", 0) - before if recent else 0
@@ -261,7 +261,7 @@ def follow(
     """Print assessments until the run ends, or one; return the last.
 
     Args:
-        interval: seconds between two reads of the log.
+        interval: Seconds between two reads of the log.
 
     Raises:
         UserError: the folder is not that of a run.

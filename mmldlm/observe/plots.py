@@ -30,9 +30,9 @@ class LossCurve(NamedTuple):
     """A part of the loss, as the start of a run records it in events.jsonl.
 
     Attributes:
-        name: key in training_log.jsonl.
-        label: word in the legend.
-        evaluation: suffix of its validation metrics in eval_log.jsonl.
+        name: Key in training_log.jsonl.
+        label: Word in the legend.
+        evaluation: Suffix of its validation metrics in eval_log.jsonl.
     """
 
     name: str
@@ -56,7 +56,8 @@ def loss_curves(run_dir: str | Path) -> list[LossCurve]:
         return list(_OLD_CURVES)
     try:
         return [LossCurve(*map(str, entry)) for entry in declared[-1]]
-    except TypeError:  # a damaged line
+    except TypeError:
+        # The line is damaged.
         return list(_OLD_CURVES)
 
 
@@ -100,9 +101,9 @@ def plot_run(run_dir: str | Path, out: str | Path | None = None, log_scale: bool
     """Draw training_log.jsonl and, if present, eval_log.jsonl of a run.
 
     Args:
-        run_dir: the run's folder.
-        out: image to write, in the format of its suffix. None: {run_dir}/plots/loss.png.
-        log_scale: logarithmic losses.
+        run_dir: Folder of the run.
+        out: Image to write, in the format of its suffix. None: {run_dir}/plots/loss.png.
+        log_scale: Whether the axis of the losses is logarithmic.
 
     Returns:
         The path written.

@@ -23,11 +23,11 @@ class ProfileSummary:
 
     Attributes:
         steps: (first, last).
-        trace: path of the trace.
-        communication_share: fraction of the wall time with a running collective on this rank.
-        exposed_share: fraction with a running collective and no concurrent computation.
-        muon_share: fraction spent on Muon's exchanges and orthogonalization; 0 without Muon.
-        error: why the trace could not be written, or None.
+        trace: Path of the trace.
+        communication_share: Fraction of the wall time with a running collective on this rank.
+        exposed_share: Fraction with a running collective and no concurrent computation.
+        muon_share: Fraction spent on Muon's exchanges and orthogonalization; 0 without Muon.
+        error: Reason why the trace could not be written, or None.
     """
 
     steps: tuple[int, int]
@@ -68,9 +68,9 @@ class StepProfiler:
 
     Args:
         steps: (first, last), or None.
-        folder: output folder of steps_<first>_<last>_rank<n>.json, for chrome://tracing or
+        folder: Output folder of steps_<first>_<last>_rank<n>.json, for chrome://tracing or
             https://ui.perfetto.dev.
-        rank: rank of this process.
+        rank: Rank of this process.
     """
 
     def __init__(self, steps: tuple[int, int] | None, folder: Path, rank: int):
@@ -121,9 +121,8 @@ def time_shares(events: Iterable) -> tuple[float, float, float]:
     """
     events = list(events)
     spans = [(event, event.time_range.start, event.time_range.end) for event in events]
-    spans = [
-        span for span in spans if span[2] > span[1]
-    ]  # events that did not end during the profile have no length
+    # Events that did not end during the profile have no length.
+    spans = [span for span in spans if span[2] > span[1]]
     if not spans:
         return 0.0, 0.0, 0.0
     wall = max(end for _, _, end in spans) - min(start for _, start, _ in spans)

@@ -26,10 +26,10 @@ class StepTimer:
     device synchronization.
 
     Args:
-        task: counts the FLOPs.
-        config: config of the run.
-        world_size: number of devices.
-        device: device of this rank.
+        task: Task, which counts the FLOPs.
+        config: Config of the run.
+        world_size: Number of devices.
+        device: Device of this rank.
     """
 
     def __init__(self, task: Task, config: Config, world_size: int, device: torch.device):
@@ -63,19 +63,20 @@ class StepTimer:
         """Return the fields of the record of the step that has just ended.
 
         Args:
-            num_samples: samples over all ranks.
-            num_tokens: real text tokens over all ranks.
-            sums: sums of the objective over all ranks and counts of the global batch, by name.
-            epoch: epoch of the step; the peak memory is that since the first step of the epoch.
+            num_samples: Number of samples over all ranks.
+            num_tokens: Number of real text tokens over all ranks.
+            sums: Sums of the objective over all ranks and counts of the global batch, by name.
+            epoch: Epoch of the step; the peak memory is that since the first step of the epoch.
 
         Returns:
-            tokens_per_second: of real text tokens, without the time of checkpoints and
-            evaluations. the task's sample_rate, if it has one: samples in the same time.
-            tflops: per device, of the step's real work.
-            mfu: None if the device's peak is unknown.
-            data_share, checkpoint_share: fractions of the wall time since the last record. A
+            tokens_per_second: Real text tokens per second, without the time of checkpoints and
+                evaluations.
+            (the task's sample_rate, if it has one): Samples per second of the same time.
+            tflops: TFLOP/s per device, of the step's real work.
+            mfu: Model FLOPs utilization; None if the device's peak is unknown.
+            data_share, checkpoint_share: Fractions of the wall time since the last record. A
                 checkpoint is written after a step's record and therefore counts in the next one.
-            peak_memory_gib: allocated on the GPU; on a CPU, resident in the process.
+            peak_memory_gib: Memory allocated on the GPU; on a CPU, resident in the process.
         """
         if epoch is not None and epoch != self._epoch:
             if self._epoch is not None:
@@ -141,13 +142,13 @@ PEAK_TFLOPS = {
 def peak_flops(
     device_name: str | None, dtype: str, override_tflops: float | None = None
 ) -> float | None:
-    """FLOP/s that one device could do; None where that is not known (a CPU, a device outside the
-    table).
+    """Return the peak FLOP/s of one device; None where it is not known (a CPU, a device outside
+    the table).
 
     Args:
-        device_name: as torch.cuda.get_device_name gives it, None for a CPU. dtype: training.dtype
-            (bf16 and fp16 have one peak).
-        override_tflops: logging.peak_tflops, in TFLOP/s.
+        device_name: Name from torch.cuda.get_device_name; None for a CPU.
+        dtype: Compute dtype (training.dtype; bf16 and fp16 have one peak).
+        override_tflops: Peak in TFLOP/s that replaces the table's (logging.peak_tflops).
     """
     if override_tflops is not None:
         return override_tflops * 1e12

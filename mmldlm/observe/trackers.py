@@ -31,7 +31,7 @@ class WandbRun:
     """One run at Weights & Biases. Records carry their own `step`, so a resumed run may log a step
     again.
 
-    Everything of wandb runs in a thread of its own: a service that stops answering delays neither
+    All calls of wandb run in a thread of their own: a service that stops answering delays neither
     a step nor the end.
     """
 
@@ -39,7 +39,7 @@ class WandbRun:
         """Start the run.
 
         Args:
-            start: returns wandb's run.
+            start: Function that returns wandb's run.
 
         Raises:
             Exception: what `start` raised.
@@ -88,7 +88,7 @@ class WandbRun:
         """Flush buffers and close the run, within FINISH_SECONDS.
 
         Args:
-            stop: whether the process was asked to end; then it has STOP_SECONDS.
+            stop: Whether the process was asked to end; then it has STOP_SECONDS.
 
         Raises:
             WandbError: it does not end in time, or an error.
@@ -132,14 +132,14 @@ def open_wandb(
     """Start or resume the wandb run of a run folder. Call on rank 0 only.
 
     Args:
-        mode: disabled (returns None and imports nothing), offline or online.
-        project: wandb's project.
-        name: wandb's name of the run.
-        dir: the run's folder; wandb's files are stored in `wandb`, the id of the run in
+        mode: One of disabled (returns None and imports nothing), offline and online.
+        project: Project in wandb.
+        name: Name of the run in wandb.
+        dir: Folder of the run; wandb's files are stored in `wandb`, the id of the run in
             `wandb_id`.
-        config: resolved config.
-        resume: continue the run whose id is stored in `dir`, if any; otherwise a new id is
-            generated.
+        config: Resolved config.
+        resume: Whether to continue the run whose id is stored in `dir`, if any; otherwise a new
+            id is generated.
 
     Raises:
         UserError: wandb is not installed, cannot be imported or does not start, or online mode
@@ -163,6 +163,7 @@ def open_wandb(
         run_id = uuid.uuid4().hex[:12]
         write_text(id_file, run_id + "\n")
 
+    # console="off", as wandb must not capture the live line on standard output.
     def start() -> Any:
         return wandb.init(
             mode=mode,
@@ -172,15 +173,13 @@ def open_wandb(
             resume="allow",
             dir=str(folder),
             config=dict(config),
-            # console="off": wandb must not capture the live line on standard output.
             settings=wandb.Settings(console="off", silent=True),
         )
 
+    # wandb may fail in many ways, SystemExit too, while the other ranks wait for rank 0.
     try:
         return WandbRun(start)
-    except (
-        BaseException
-    ) as error:  # wandb may fail in many ways, SystemExit too; the other ranks wait for rank 0
+    except BaseException as error:
         if isinstance(error, KeyboardInterrupt):
             raise
         raise UserError(

@@ -83,7 +83,9 @@ def check_precision(engine: Engine, config: Config) -> None:
     problems = precision_problems(engine, config, os.environ)
     engine.raise_together(
         mismatch("; ".join(problems)) if problems else None,
-        lambda own: own or mismatch("a difference on another rank (see its message)"),
+        lambda local_error: (
+            local_error or mismatch("a difference on another rank (see its message)")
+        ),
     )
 
 

@@ -1,5 +1,5 @@
 """The guard: decide for every step whether it is applied, from numbers that are equal on all
-ranks. With what it keeps: spike window, rate of bad samples, fp16 loss scale.
+ranks. Its state is the spike window, the rate of bad samples and the fp16 loss scale.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ class StepDecision:
     """Whether a step is applied, and why not.
 
     Attributes:
-        apply: if False, all ranks discard the gradients.
+        apply: Whether to apply the step; if False, all ranks discard the gradients.
         reason: "" for an ordinary step; else what was found, also if spike_action=log applies the
             step.
         is_overflow: fp16 gradients overflowed and the loss scale has been lowered, which is
@@ -40,8 +40,8 @@ class Guard:
     on them.
 
     Args:
-        config: the section `stability`.
-        dtype: training.dtype.
+        config: Section `stability` of the config.
+        dtype: Compute dtype (training.dtype).
     """
 
     def __init__(self, config: StabilityConfig, dtype: str = "fp32"):
@@ -57,12 +57,13 @@ class Guard:
         """Decide on a step whose gradients are ready.
 
         Args:
-            loss: loss of the global batch.
-            num_bad_losses: micro-batches over all ranks with a non-finite loss.
-            grad_norm: global norm before clipping.
-            num_usable: samples over all ranks that were not excluded as bad.
+            loss: Loss of the global batch.
+            num_bad_losses: Number of micro-batches over all ranks with a non-finite loss.
+            grad_norm: Global norm before clipping.
+            num_usable: Number of samples over all ranks that were not excluded as bad.
         """
-        if not num_usable:  # loss and gradients are exactly 0, and would pass for a very good step
+        # Loss and gradients are then exactly 0, and would pass for a very good step.
+        if not num_usable:
             return StepDecision(False, "no usable sample in the step")
         if num_bad_losses:
             return StepDecision(
@@ -71,9 +72,8 @@ class Guard:
             )
         if not math.isfinite(loss):
             return StepDecision(False, f"non-finite loss ({nonfinite_word(loss)})")
-        if (
-            not math.isfinite(grad_norm) or grad_norm < 0
-        ):  # DeepSpeed returns -1 for a non-finite norm
+        # DeepSpeed returns -1 for a non-finite norm.
+        if not math.isfinite(grad_norm) or grad_norm < 0:
             if self.loss_scale.can_decrease:
                 scale = self.loss_scale.value
                 reason = (
@@ -159,7 +159,7 @@ class SpikeWindow:
         self.values = deque(values, maxlen=self.size)
 
 
-BAD_SAMPLE_WINDOW = 100  # global batches
+BAD_SAMPLE_WINDOW = 100  # in global batches
 MIN_BATCHES = 20  # with fewer, one bad batch would be a high fraction
 
 
@@ -171,7 +171,7 @@ class BadSampleRate:
     data is repaired, the run can resume.
 
     Args:
-        limit: stability.max_bad_sample_fraction.
+        limit: Largest fraction of bad samples (stability.max_bad_sample_fraction).
     """
 
     def __init__(self, limit: float):
@@ -214,12 +214,12 @@ class LossScaler:
     bf16 and fp32 have the range of fp32 and need no scaling: the scale stays 1.
 
     Args:
-        config: loss_scale and loss_scale_window.
-        dtype: training.dtype.
+        config: Section with loss_scale and loss_scale_window.
+        dtype: Compute dtype (training.dtype).
 
     Attributes:
-        value: factor of the next step's losses.
-        good_steps: steps since the scale last changed.
+        value: Factor of the next step's losses.
+        good_steps: Steps since the scale last changed.
     """
 
     def __init__(self, config: StabilityConfig, dtype: str):

@@ -16,11 +16,11 @@ class RollbackReason:
     """Why a run cannot continue from its current state.
 
     Attributes:
-        step: the step of the finding.
-        reason: one sentence.
+        step: Step of the finding.
+        reason: One sentence.
         first_bad: 0-based step of the first batch to exclude after the rollback; None if no batch
             is responsible.
-        tensors: name -> number of non-finite elements, if an audit failed.
+        tensors: Number of non-finite elements by name, if an audit failed.
     """
 
     step: int
@@ -29,7 +29,7 @@ class RollbackReason:
     tensors: dict[str, int] | None = None
 
     def event_fields(self) -> dict[str, Any]:
-        """Return what the events of this cause hold of the tensors, at most 50 of them."""
+        """Return the fields about tensors, at most 50 of them, of the events of this cause."""
         return {} if self.tensors is None else {"tensors": dict(list(self.tensors.items())[:50])}
 
 
@@ -58,7 +58,7 @@ def stability_stop_error(
     """Return the error that ends the run on every rank with exit code 4.
 
     Args:
-        saved_step: step of the newest checkpoint; None before the first.
+        saved_step: Step of the newest checkpoint; None before the first.
     """
     tried = (
         f"after {num_rollbacks} rollback(s)"

@@ -38,8 +38,8 @@ def collect_step_record(engine: Engine, batches: list[Batch], losses: list[Tenso
     Collective; only on a skip.
 
     Args:
-        batches: this rank's micro-batches.
-        losses: their detached losses, 0-d.
+        batches: This rank's micro-batches.
+        losses: Their detached losses, 0-d.
     """
     values = torch.stack([loss.detach().double() for loss in losses]).tolist()
     local = [

@@ -33,10 +33,12 @@ class BackgroundTask:
 
     def _run(self) -> None:
         try:
-            if self._device.type == "cuda":  # a new thread starts on GPU 0
+            # A new thread starts on GPU 0.
+            if self._device.type == "cuda":
                 torch.cuda.set_device(self._device)
             self.result = self._work()
-        except BaseException as error:  # raised on all ranks together
+        except BaseException as error:
+            # Whatever fails here is raised on all ranks together.
             self.failure = error
 
 
@@ -80,11 +82,11 @@ def wait_on_all_ranks(
     Polls instead of waiting in one collective, which engine.collective_timeout would end.
 
     Args:
-        is_running: whether this rank's work is running.
-        what: the work, for errors.
-        timeout: seconds.
-        heartbeat: called between polls.
-        stop_requested: whether this rank got a stop signal.
+        is_running: Function that returns whether this rank's work is running.
+        what: Name of the work, for errors.
+        timeout: Longest wait in seconds.
+        heartbeat: Function called between polls.
+        stop_requested: Function that returns whether this rank got a stop signal.
 
     Raises:
         MmldlmError: on every rank, when one of them takes longer than the timeout.

@@ -34,7 +34,7 @@ from mmldlm.utils.formatting import join_some
 from mmldlm.utils.input_files import open_regular, read_bytes
 from mmldlm.utils.json_files import plain_value
 
-_MAX_FILE_BYTES = 1 << 30  # of a file of the data that every checkpoint holds
+_MAX_FILE_BYTES = 1 << 30  # size of a file of the data that every checkpoint holds
 
 
 def load_training_state(
@@ -83,7 +83,8 @@ def describe_rate_jump(checkpoint: Path, config: Config, state: TrainingState) -
         before = learning_rate(
             state.applied_steps, int(saved["training"]["num_train_steps"]), optimizer
         )
-    except (KeyError, TypeError, ValueError, OSError):  # of another release, or damaged: unknown
+    except (KeyError, TypeError, ValueError, OSError):
+        # The rate of a config that is of another release, or damaged, is unknown.
         return []
     rate = learning_rate(state.applied_steps, config.training.num_train_steps, config.optimizer)
     if abs(rate - before) <= 0.01 * before:
@@ -133,11 +134,11 @@ def load_engine_state(
             name: (trains.get(name, "buffer"), shape)
             for name, shape in saved_shapes(engine.model).items()
         }
-        theirs = {
-            name: ("buffer" if reader.kind(name) == "buffer" else reader.kind(name) == "trainable",
-                   tuple(reader.shape(name)))
-            for name in reader.names
-        }  # fmt: skip
+        theirs = {}
+        for name in reader.names:
+            role = reader.kind(name)
+            trained = "buffer" if role == "buffer" else role == "trainable"
+            theirs[name] = (trained, tuple(reader.shape(name)))
         differing = [name for name in ours | theirs if theirs.get(name) != ours.get(name)]
         if differing:
             raise UserError(
@@ -197,8 +198,8 @@ def restore_rng(rng: dict[str, Any] | None) -> None:
 
 
 def read_files_to_keep(run: Run) -> dict[str, bytes]:
-    """Read what every checkpoint holds besides weights and state, by its path in it: a save reads
-    nothing any more.
+    """Read what every checkpoint holds besides weights and state, by its path in it: a save then
+    reads nothing more.
 
     These are the config, the model's config, and files of the data.
     """
@@ -218,7 +219,7 @@ def write_metadata(path: Path, training_state: str, files_to_keep: dict[str, byt
     data.
 
     Args:
-        files_to_keep: what read_files_to_keep returned.
+        files_to_keep: Result of read_files_to_keep.
     """
     with naming_errors(path):
         for name, content in {STATE_FILE: training_state.encode(), **files_to_keep}.items():
@@ -227,7 +228,7 @@ def write_metadata(path: Path, training_state: str, files_to_keep: dict[str, byt
 
 
 def package_version(package: str) -> str:
-    """Of an installed package, "not installed" of another."""
+    """Return the version of an installed package, "not installed" for any other."""
     try:
         return metadata.version(package)
     except metadata.PackageNotFoundError:
@@ -239,9 +240,9 @@ class CheckpointSearch:
     public is collective.
 
     Args:
-        wait: waits on all ranks while a function returns True, with a description and what may end
-            the wait.
-        stop_requested: whether this rank was asked to stop.
+        wait: Function that waits on all ranks while a function returns True, with a description
+            and what may end the wait.
+        stop_requested: Function that returns whether this rank was asked to stop.
     """
 
     def __init__(
@@ -268,7 +269,7 @@ class CheckpointSearch:
         """Return the newest checkpoint for a rollback; None: there is none.
 
         Args:
-            below: only checkpoints of earlier steps.
+            below: Step before which the checkpoint must be.
         """
         return self._search(lambda: self._latest(_warn, for_rollback=True, below=below))
 

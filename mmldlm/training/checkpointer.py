@@ -52,15 +52,15 @@ class Checkpointer:
     otherwise.
 
     Args:
-        run: of which these are the checkpoints.
-        engine: whose weights and moments they hold.
-        average: moving average of the weights, if the run has one.
-        guard: whose windows a checkpoint holds.
-        heartbeat: called while this rank waits for a disk.
-        stop_requested: whether this rank was asked to stop.
+        run: Run whose checkpoints these are.
+        engine: Engine whose weights and moments they hold.
+        average: Moving average of the weights, if the run has one.
+        guard: Guard whose windows a checkpoint holds.
+        heartbeat: Function called while this rank waits for a disk.
+        stop_requested: Function that returns whether this rank was asked to stop.
 
     Attributes:
-        saved_step: step of the newest committed (or loaded) checkpoint.
+        saved_step: Step of the newest committed (or loaded) checkpoint.
     """
 
     def __init__(
@@ -79,8 +79,10 @@ class Checkpointer:
         self._heartbeat = heartbeat
         self._search = CheckpointSearch(run, engine, self._wait_with_heartbeat, stop_requested)
         self._saving: PendingSave | None = None
-        self._source: Path | None = None  # of another run, from which this one was resumed
-        self._failure = ""  # of the last save
+        self._source: Path | None = (
+            None  # checkpoint of another run, from which this one was resumed
+        )
+        self._failure = ""  # reason why the last save failed
         self._kept_files: dict[str, bytes] = {}
 
     def read_files_to_keep(self) -> None:
@@ -123,8 +125,8 @@ class Checkpointer:
         """Return the newest checkpoint that a rollback may go to, every byte of it checked; None:
         there is none.
 
-        If no step succeeded since the last rollback, an older one than its target. A run that was
-        resumed from another run's checkpoint may return to that.
+        If no step succeeded since the last rollback, the checkpoint is older than its target. A
+        run that was resumed from another run's checkpoint may return to that.
         """
         is_stuck = self.state.applied_steps <= self.state.applied_at_rollback
         below = self.state.rolled_back_to if is_stuck else None
@@ -145,12 +147,11 @@ class Checkpointer:
             _OTHER_WAYS,
         )
         self.load(checkpoint)
-        if not checkpoint.is_relative_to(
-            self.run_dir.resolve()
-        ):  # of its own, a rollback chooses itself
+        # Among checkpoints of this run, a rollback chooses itself.
+        if not checkpoint.is_relative_to(self.run_dir.resolve()):
             self._source = checkpoint
         notes += describe_rate_jump(checkpoint, self.config, self.state)
-        notes += self.set_aside_newer()  # with auto: damaged ones
+        notes += self.set_aside_newer()  # with resume=auto: damaged ones
         if self.state.step >= (last := self.config.training.num_train_steps):
             notes.append(
                 f"nothing to do: {self.state.step} of {last} steps are done; raise"

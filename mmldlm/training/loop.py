@@ -45,7 +45,8 @@ def train(session: Session) -> None:
             session.profiler.before(state.step + 1)
             micro_batches = next(batches)
         session.enter_phase("step", timeout_factor)
-        if state.is_excluded():  # a rollback decided not to train on this batch again
+        # A rollback may have decided not to train on this batch again.
+        if state.is_excluded():
             state.skip_batch(num_samples=len(session.plan.batch(state.step).ids))
             session.run.folder.event("passed_over", step=state.step)
             schedule.postpone_if_due(state.step)
@@ -84,10 +85,12 @@ def train(session: Session) -> None:
         elif due.save:
             with session.timer.section("checkpoint"):
                 checkpointer.save()
-            interrupted = session.stop.agreed(session.engine)  # saving may have taken long
+            # Saving may have taken long.
+            interrupted = session.stop.agreed(session.engine)
         schedule.saved(due)
 
-    batches.close()  # its workers end here: a worker that is killed at exit looks like an accident
+    # The workers end here: a worker that is killed at exit looks like an accident.
+    batches.close()
     # One bad batch at the end of a run that was resumed for it is not a failure.
     trained_nothing = num_applied == 0 and (num_steps > 1 or state.applied_steps == 0)
     finish(session, interrupted, trained_nothing and state.step > 0)
@@ -97,7 +100,8 @@ def finish(session: Session, interrupted: bool, trained_nothing: bool) -> None:
     """Save what is not saved yet, and close the logs. Collective.
 
     Args:
-        trained_nothing: every step was skipped, here or in the whole run; the same on every rank.
+        trained_nothing: Whether every step was skipped, here or in the whole run; the same on
+            every rank.
 
     Raises:
         Interrupted: on every rank, when a signal ended the run.
@@ -115,7 +119,8 @@ def finish(session: Session, interrupted: bool, trained_nothing: bool) -> None:
         checkpointer.finish_save()
         if checkpointer.saved_step != state.step:
             checkpointer.save_before_end()
-    session.enter_phase("close", math.inf)  # rank 0 draws plots and uploads; no rank waits for it
+    # Rank 0 draws plots and uploads; no rank waits for it.
+    session.enter_phase("close", math.inf)
     is_done = state.step >= session.num_steps
     if not interrupted or (is_done and not state.evaluation_left):
         if is_done and trained_nothing:
@@ -144,7 +149,8 @@ def evaluate(session: Session) -> bool:
     if figures is None:
         return False
     session.logger.log_evaluation(figures)
-    if "bad_samples" in figures:  # on every rank or on none
+    # The key is there on every rank or on none.
+    if "bad_samples" in figures:
         session.logger.log_bad_samples(session.validation.bad, validation=True)
     return True
 
@@ -259,7 +265,7 @@ class SaveSchedule:
     """When to save, evaluate and audit: a function of numbers that all ranks share.
 
     Attributes:
-        is_overdue: a checkpoint is due but postponed, because recent steps were skipped or
+        is_overdue: Whether a checkpoint is due but postponed, because recent steps were skipped or
             excluded.
     """
 

@@ -40,13 +40,13 @@ from mmldlm.utils.formatting import describe_os_error, first_line
 from mmldlm.utils.input_files import read_bytes
 
 LOCK = ".lock"
-# seconds of watching without a renewal after which a holder on another host counts as dead
+# Seconds of watching without a renewal after which a holder on another host counts as dead.
 STALE_AFTER = 180.0
 RENEW_INTERVAL = 20.0  # seconds between two renewals, at least
 # Seconds for a process on this host to exit: the previous job may just have been killed.
 EXIT_GRACE = 10.0
 _POLL = 0.5
-_MAX_BYTES = 1 << 20  # of a lock
+_MAX_BYTES = 1 << 20  # size of a lock
 _MOST_VANISHED = 20  # times that a lock may exist when it is created and be gone when it is read
 _FIELDS: dict[str, tuple[type, ...]] = {
     "host": (str,),
@@ -92,9 +92,9 @@ class RunLock:
         """Take the lock, or wait for a holder that may have exited.
 
         Args:
-            log: called with a line before waiting, and when a lock is taken over.
-            heartbeat: called while waiting.
-            timeout: longest wait in seconds.
+            log: Function called with a line before waiting, and when a lock is taken over.
+            heartbeat: Function called while waiting.
+            timeout: Longest wait in seconds.
 
         Raises:
             UserError: another job holds it, or it cannot be read.
@@ -230,11 +230,12 @@ def _takeover_reason(holder: dict[str, Any], unchanged: float) -> str | None:
     """Return why a lock may be taken over, "" for this process's own, None when it may not.
 
     Args:
-        holder: content of the lock.
-        unchanged: seconds for which this process has watched it without a change.
+        holder: Content of the lock.
+        unchanged: Seconds for which this process has watched it without a change.
     """
     if holder.get("place") == _host_key():
-        if holder["pid"] == os.getpid():  # a process that trains twice
+        # A process may train twice.
+        if holder["pid"] == os.getpid():
             return ""
         return None if _is_alive(holder["pid"], holder["born"]) else "that process has exited"
     requeued = holder.get("job") is not None and holder["job"] == os.environ.get("SLURM_JOB_ID")
@@ -284,7 +285,8 @@ def _host_key() -> list[str]:
 def _is_alive(pid: int, born: str | None) -> bool:
     if born is not None:
         return _process_start_time(pid) == born
-    try:  # no /proc here
+    # Without /proc, the start time is unknown: whatever process has the PID counts.
+    try:
         os.kill(pid, 0)
     except ProcessLookupError:
         return False
@@ -323,9 +325,9 @@ class RunFolder:
     dropped.
 
     Args:
-        path: the folder.
-        is_main: whether this is rank 0.
-        state: of the run.
+        path: Path of the folder.
+        is_main: Whether this is rank 0.
+        state: State of the run.
 
     Attributes:
         screen: None until `open_screen`.
@@ -372,9 +374,9 @@ class RunFolder:
         """
         step, path = self.state.step, self.path
         write_text(path / "config.yaml", to_yaml(with_absolute_paths(config)))
+        # An evaluation that a signal cut short is repeated.
         logs = {
             STEPS: JsonlLog(path / STEPS, step),
-            # An evaluation that a signal cut short is repeated.
             EVALUATIONS: JsonlLog(path / EVALUATIONS, step - self.state.evaluation_left),
             LAYERS: JsonlLog(path / LAYERS, step),
             EVENTS: JsonlLog(path / EVENTS),
@@ -466,7 +468,7 @@ class RunFolder:
         """Upload what is left, which may take long.
 
         Args:
-            stop: whether the process was asked to end; then it takes a few seconds only.
+            stop: Whether the process was asked to end; then it takes a few seconds only.
         """
         tracker, self._wandb = self._wandb, None
         if tracker is None:

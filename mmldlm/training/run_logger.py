@@ -37,7 +37,7 @@ class RunLogger:
     """What a run logs. Rank 0 writes; on other ranks most methods do nothing.
 
     Attributes:
-        last_reasons: why the last steps were skipped.
+        last_reasons: Reasons why the last steps were skipped.
     """
 
     def __init__(self, run: Run, engine: Engine):
@@ -53,7 +53,7 @@ class RunLogger:
         """Lock the folder for this job, before anything of it is read. Collective.
 
         Args:
-            heartbeat: called by rank 0 while it waits for a job that may have exited.
+            heartbeat: Function called by rank 0 while it waits for a job that may have exited.
 
         Raises:
             UserError: on every rank, when another job trains there, or did so and saved what would
@@ -83,10 +83,10 @@ class RunLogger:
         """Open the logs and print the summary of the run. Collective.
 
         Args:
-            trainable: group -> (trainable, all) parameters.
+            trainable: Numbers of (trainable, all) parameters by group.
             optimizer_groups: (weight decay, elements) of each group of the optimizer.
-            resumed_from: checkpoint that the run continues from.
-            init_report: of training.init_from.
+            resumed_from: Checkpoint that the run continues from.
+            init_report: Report of training.init_from.
 
         Raises:
             MmldlmError: on every rank, when rank 0 could not open the logs or wandb.
@@ -143,9 +143,9 @@ class RunLogger:
             for metric in run.task.metrics_of(self.config)
             if metric.is_loss
         ]
-        kind, source = "start" if resumed_from is None else "resume", str(resumed_from or "")
+        event, source = "start" if resumed_from is None else "resume", str(resumed_from or "")
         folder.event(
-            kind, step=self.state.step, source=source, task=self.config.task, losses=losses
+            event, step=self.state.step, source=source, task=self.config.task, losses=losses
         )
 
     # -- while it runs
@@ -196,7 +196,7 @@ class RunLogger:
         """Write the event of a skipped step, and the record that `mmldlm replay` reruns (rank 0).
 
         Args:
-            micro_batches: what collect_step_record returned.
+            micro_batches: Result of collect_step_record.
         """
         if not self.run.is_main:
             return
@@ -270,7 +270,7 @@ class RunLogger:
 
         Args:
             bad: Batch.bad of this rank.
-            validation: evaluation samples; each is reported once per run.
+            validation: Evaluation samples; each is reported once per run.
         """
         sender = {"rank": self.engine.rank, "host": socket.gethostname()}
         gathered = self.engine.gather_objects([{**sample, **sender} for sample in bad])
@@ -351,8 +351,8 @@ class RunLogger:
         run ends.
 
         Args:
-            exit_code: of the process.
-            stop: whether the process was asked to end.
+            exit_code: Exit code of the process.
+            stop: Whether the process was asked to end.
         """
         if not self.folder.is_open:
             return

@@ -84,7 +84,7 @@ class Session(StepContext):
         """Announce to the heartbeat what this rank does until the next phase.
 
         Args:
-            timeout_factor: multiplies engine.collective_timeout, after which a rank without
+            timeout_factor: Factor on engine.collective_timeout, after which a rank without
                 progress counts as failed.
         """
         self.heartbeat.enter_phase(self.state.step, name, timeout_factor)
@@ -115,8 +115,8 @@ def open_session(data: RunData, stop: StopSignal) -> Iterator[Session]:
     Collective over all ranks.
 
     Args:
-        data: what check_run returned.
-        stop: of this process.
+        data: Result of check_run.
+        stop: Stop signal of this process.
 
     Raises:
         UserError: on every rank.

@@ -26,7 +26,7 @@ class StopSignal:
     Python handler interrupts.
 
     Attributes:
-        received: whether this process got a signal. Another rank may not have: see `agreed`.
+        received: Whether this process got a signal. Another rank may not have: see `agreed`.
     """
 
     def __init__(self):
@@ -40,12 +40,12 @@ class StopSignal:
             target=self._end_before_the_start, args=(reader,), name="stop-signal", daemon=True
         ).start()
 
-    def _receive(self, number: int, frame: FrameType | None) -> None:
+    def _receive(self, signal_number: int, frame: FrameType | None) -> None:
         self.received = True
 
     def _end_before_the_start(self, reader: int) -> None:
-        while number := os.read(reader, 1):
-            if number[0] in self._numbers and not self._have_met and not _in_process_group():
+        while byte := os.read(reader, 1):
+            if byte[0] in self._numbers and not self._have_met and not _in_process_group():
                 if os.environ.get("RANK", "0") == "0":
                     log_line("stopped by a signal before the run began; nothing was written")
                 os._exit(EXIT_INTERRUPTED)

@@ -20,7 +20,7 @@ def summary(
     """Return the lines about run, model, data, batch and optimizer.
 
     Args:
-        trainable: group -> (trainable, all) parameters.
+        trainable: Numbers of (trainable, all) parameters by group.
         optimizer_groups: (weight decay, elements) of each group of the optimizer.
     """
     config, training, optimizer = data.config, data.config.training, data.config.optimizer
@@ -81,7 +81,7 @@ def setting_warnings(task: Task, config: Config, is_fresh: bool) -> list[str]:
     """Return warnings about the config.
 
     Args:
-        is_fresh: the run does not continue from a checkpoint.
+        is_fresh: Whether the run starts without a checkpoint to continue from.
     """
     training, optimizer = config.training, config.optimizer
     warnings = task.warnings(config) if is_fresh else []

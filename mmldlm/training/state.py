@@ -20,25 +20,25 @@ class TrainingState:
     The names are keys of training_state.json.
 
     Attributes:
-        global_batch: samples of one optimizer step.
-        num_samples: training samples in use; with global_batch and seed it fixes the sample order.
-        seed: training.seed.
-        step: optimizer steps, skipped ones included.
-        applied_steps: steps that moved the weights; the clock of the learning-rate schedule.
-        consumed_samples: training samples read.
-        skipped_steps: steps that did not move the weights.
-        consecutive_skips: skipped steps since the last applied one.
-        num_rollbacks: returns to a checkpoint.
-        lr_scale: factor on the learning rate, lowered by every rollback.
-        rolled_back_to: step of the last rollback's checkpoint; -1: none.
-        applied_at_rollback: applied_steps of that checkpoint.
+        global_batch: Samples of one optimizer step.
+        num_samples: Training samples in use; with global_batch and seed it fixes the sample order.
+        seed: Seed of the run (training.seed).
+        step: Optimizer steps, skipped ones included.
+        applied_steps: Steps that moved the weights; the clock of the learning-rate schedule.
+        consumed_samples: Training samples read.
+        skipped_steps: Steps that did not move the weights.
+        consecutive_skips: Skipped steps since the last applied one.
+        num_rollbacks: Returns to a checkpoint.
+        lr_scale: Factor on the learning rate, lowered by every rollback.
+        rolled_back_to: Step of the last rollback's checkpoint; -1: none.
+        applied_at_rollback: Value of applied_steps in that checkpoint.
         passed_over: [first, end) steps, counted from 0, whose batches are excluded.
-        guard: state of the guard's windows.
-        evaluation_left: a stop signal ended or preceded the evaluation of this step; a resumed run
-            repeats it.
-        plan: version of the batch plan.
+        guard: State of the guard's windows.
+        evaluation_left: Whether a stop signal ended or preceded the evaluation of this step; a
+            resumed run repeats it.
+        plan: Version of the batch plan.
         data: RunData.fingerprint().
-        versions: packages that wrote the checkpoint.
+        versions: Packages that wrote the checkpoint.
     """
 
     global_batch: int
@@ -105,9 +105,9 @@ class LocalCounts:
         stops: 1 where this rank was asked to stop.
         writing: 1 where this rank still writes a checkpoint.
         save_requests: 1 where a user asked for a checkpoint.
-        tokens: real tokens.
-        bad: samples left out or repaired.
-        usable: samples not left out.
+        tokens: Real tokens.
+        bad: Samples left out or repaired.
+        usable: Samples not left out.
     """
 
     stops: float
@@ -135,9 +135,9 @@ class SharedNumbers:
     """Result of the reduction: the same on every rank, so that all ranks decide alike.
 
     Attributes:
-        sums: of the objective, by name.
-        num_bad_losses: micro-batches whose loss was not finite.
-        grad_norm: global norm before clipping.
+        sums: Sums of the objective, by name.
+        num_bad_losses: Micro-batches whose loss was not finite.
+        grad_norm: Global norm before clipping.
         counts: LocalCounts, added up.
     """
 
@@ -152,13 +152,13 @@ class StepReport:
     """What a step did: the one value that logs, schedule and stability policy read.
 
     Attributes:
-        lr: learning rate of the step.
-        shared: see SharedNumbers.
-        decision: whether the step was applied.
-        num_samples: of the global batch.
-        layer_stats: statistics of every layer where they were due.
-        losses: of this rank's micro-batches, on the device.
-        micro_batches: of this rank.
+        lr: Learning rate of the step.
+        shared: Sums over the ranks and the gradient norm.
+        decision: Whether the step was applied.
+        num_samples: Number of samples of the global batch.
+        layer_stats: Statistics of every layer where they were due.
+        losses: Losses of this rank's micro-batches, on the device.
+        micro_batches: Micro-batches of this rank.
     """
 
     lr: float

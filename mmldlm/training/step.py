@@ -30,7 +30,7 @@ from mmldlm.training.state import (
 
 @dataclass
 class StepContext:
-    """What an optimizer step uses. A run has more of it (Session), a replay no more.
+    """What an optimizer step uses. A run has more (Session); a replay has only this.
 
     Attributes:
         average: Moving average of the weights, if the run has one.
@@ -100,9 +100,9 @@ def reduce_step(
     """Add up one vector over all ranks and read it: the step's one host sync. Collective.
 
     Args:
-        names: of the sums.
+        names: Names of the sums.
         sums: [len(names) + 1] fp64 on the device: the sums and the number of non-finite losses.
-        grad_norm: global norm, a scalar on the device.
+        grad_norm: Global norm, a scalar on the device.
     """
     # Average the norm over ranks: if any rank's norm is non-finite, the average is too.
     norm = (grad_norm / engine.world_size).view(1)

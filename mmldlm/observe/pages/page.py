@@ -25,9 +25,9 @@ def check_page_path(path: str | os.PathLike, option: str, overwrite: bool = True
     """Check, before long work, that a page can be written.
 
     Args:
-        path: of the page.
-        option: that named it, for the error.
-        overwrite: whether an existing file is replaced.
+        path: Path of the page.
+        option: Option that named it, for the error.
+        overwrite: Whether an existing file is replaced.
 
     Raises:
         UserError: it does not end with .html, exists without `overwrite`, or cannot be written.
@@ -54,7 +54,7 @@ def render(title: str, body: str, script: str = "", data: Any = None) -> str:
     """Return a page.
 
     Args:
-        title: plain text.
+        title: Title, as plain text.
         body: HTML; whatever it contains from outside is escaped already.
         script: JavaScript.
         data: JSON-ready value for the script, in the element #data.

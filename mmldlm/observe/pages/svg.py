@@ -9,10 +9,8 @@ from typing import NamedTuple
 from mmldlm.observe.pages.elements import Element, element
 
 _WIDTH, _ROW, _TOP, _BOTTOM = 400, 30, 8, 44
-_LABELS, _RIGHT = (
-    176,
-    20,
-)  # of the intervals: the column of labels, and space for the last number of the axis
+# Of the intervals: the width of the column of labels, and the space for the axis' last number.
+_LABELS, _RIGHT = 176, 20
 
 
 class Interval(NamedTuple):
@@ -43,7 +41,9 @@ def ticks(low: float, high: float, count: int = 5) -> list[float]:
     step = 10.0 ** math.floor(math.log10(span / count))
     step *= next(factor for factor in (1, 2, 5, 10) if span / (step * factor) <= count)
     first, last = math.floor(low / step + 1e-9), math.ceil(high / step - 1e-9)
-    return [float(f"{step * number:.12g}") for number in range(first, max(last, first + 1) + 1)]
+    return [
+        float(f"{step * multiple:.12g}") for multiple in range(first, max(last, first + 1) + 1)
+    ]
 
 
 def interval_plot(intervals: Sequence[Interval], unit: str, caption: str) -> Element:
@@ -89,7 +89,7 @@ def line_plot(
     """Return a figure of lines with their intervals over common axes, and a legend below.
 
     Args:
-        log_x: a logarithmic axis of base 2; every x is above 0.
+        log_x: Whether the x axis is logarithmic, of base 2; every x is then above 0.
     """
     points = [point for line in lines for point in line.points]
     across = [math.log2(x) if log_x else x for x, _, _ in points]
@@ -112,9 +112,9 @@ def line_plot(
     for mark in x_marks:
         x, _ = at(2.0**mark if log_x else mark, y_marks[0])
         parts.append(element("line", x1=x, x2=x, y1=top, y2=top + height, class_="grid"))
-        number = f"{2.0**mark if log_x else mark:g}"
+        value = f"{2.0**mark if log_x else mark:g}"
         parts.append(
-            element("text", number, x=x, y=top + height + 16, text_anchor="middle", class_="faint")
+            element("text", value, x=x, y=top + height + 16, text_anchor="middle", class_="faint")
         )
     for mark in y_marks:
         _, y = at(1.0 if log_x else 0.0, mark)

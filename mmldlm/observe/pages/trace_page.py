@@ -28,12 +28,13 @@ def trace_page(
     """Return the page.
 
     Args:
-        traces: of the first MAX_TRACED_TEXTS records, by their index.
-        records: of samples.jsonl: `index`, `text`, `num_tokens` and, if known, `reference`.
-        tokenizer: fast Hugging Face tokenizer.
-        vocab_size: of the model; larger ids are states that are not tokens.
-        settings: words on how the texts were sampled, for the head of the page.
-        starts_masked: whether the texts started as [MASK]; else positions appear as they are
+        traces: Traces of the first MAX_TRACED_TEXTS records, by their index.
+        records: Records of samples.jsonl: `index`, `text`, `num_tokens` and, if known,
+            `reference`.
+        tokenizer: Fast Hugging Face tokenizer.
+        vocab_size: Vocabulary size of the model; larger ids are states that are not tokens.
+        settings: Description of how the texts were sampled, for the head of the page.
+        starts_masked: Whether the texts started as [MASK]; else positions appear as they are
             written.
     """
     shown = records[:MAX_TRACED_TEXTS]
@@ -53,22 +54,22 @@ def trace_data(
     traces: Mapping[int, TextTrace], records: list[dict[str, Any]], tokenizer: Any, vocab_size: int
 ) -> dict[str, Any]:
     """Return "tokens", a list of [shown text, kind], and "texts", whose passes name tokens by
-    their place in that list.
+    their index in that list.
 
     A pass is a list of [position, token, probability, candidates]; token null is [MASK].
     """
-    found = [traces.get(record["index"], TextTrace()) for record in records]
-    ids = sorted(set(_ids(found)))
-    place = {token: i for i, token in enumerate(ids)}
+    shown_traces = [traces.get(record["index"], TextTrace()) for record in records]
+    ids = sorted(set(_ids(shown_traces)))
+    index_of = {token: i for i, token in enumerate(ids)}
     texts = [
         {
             "index": record["index"],
             "length": record["num_tokens"],
             "text": record["text"],
             "reference": record.get("reference"),
-            "passes": _passes(trace, place, record["num_tokens"]),
+            "passes": _passes(trace, index_of, record["num_tokens"]),
         }
-        for record, trace in zip(records, found)
+        for record, trace in zip(records, shown_traces)
     ]
     return {"tokens": token_words(ids, tokenizer, vocab_size), "texts": texts}
 
@@ -105,26 +106,30 @@ def _plain_word(tokenizer: Any) -> tuple[str, int]:
 
 def _ids(traces: list[TextTrace]) -> Iterable[int]:
     for trace in traces:
-        for written in trace.passes:
-            for write in written:
+        for writes in trace.passes:
+            for write in writes:
                 if write.token is not None:
                     yield write.token
                 yield from (token for token, _ in write.candidates)
 
 
-def _passes(trace: TextTrace, place: dict[int, int], length: int) -> list[list[list[Any]]]:
+def _passes(trace: TextTrace, index_of: dict[int, int], length: int) -> list[list[list[Any]]]:
+    # Positions from `length` on are not shown: there is the EOS.
     return [
         [
             [
                 write.position,
-                None if write.token is None else place[write.token],
+                None if write.token is None else index_of[write.token],
                 None if write.probability is None else _short(write.probability),
-                [[place[token], _short(probability)] for token, probability in write.candidates],
+                [
+                    [index_of[token], _short(probability)]
+                    for token, probability in write.candidates
+                ],
             ]
-            for write in written
-            if write.position < length  # the EOS is not shown
+            for write in writes
+            if write.position < length
         ]
-        for written in trace.passes
+        for writes in trace.passes
     ]
 
 
@@ -133,7 +138,7 @@ def _short(probability: float) -> float:
 
 
 def _note(shown: int, total: int, starts_masked: bool) -> str:
-    number = (
+    extent = (
         f"{count_noun(total, 'text')}."
         if shown == total
         else f"The first {shown} of {count_noun(total, 'text')}."
@@ -141,4 +146,4 @@ def _note(shown: int, total: int, starts_masked: bool) -> str:
     probability = (
         "Probabilities are the model's own, without guidance and penalties, at temperature 1."
     )
-    return " ".join([number, probability, *([] if starts_masked else [_WITHOUT_MASKS])])
+    return " ".join([extent, probability, *([] if starts_masked else [_WITHOUT_MASKS])])
