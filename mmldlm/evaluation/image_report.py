@@ -226,7 +226,7 @@ class ImageReport(Report):
 
     Attributes:
         conditions: Conditions of the measurement.
-        arms: name -> figure -> estimate, of `model`, `guidance_1`, `guidance_2` (made images), the
+        arms: Name -> figure -> estimate, of `model`, `guidance_1`, `guidance_2` (made images), the
             untrained controls, and `nearest_training_image`.
         examples: Captions, and what was written for their images.
         pictures: Column -> images of the examples. [n, S, S, C] uint8

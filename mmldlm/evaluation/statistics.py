@@ -141,9 +141,12 @@ def _part_equal_names(partners: np.ndarray, names: Sequence[str]) -> None:
     """Exchange partners that have the name of what they are paired with, so that both have another
     one.
     """
-    for place in range(len(partners)):
+    for position in range(len(partners)):
         for other in range(len(partners)):
-            if names[place] != names[partners[place]]:
+            if names[position] != names[partners[position]]:
                 break
-            if names[partners[place]] != names[other] and names[partners[other]] != names[place]:
-                partners[[place, other]] = partners[[other, place]]
+            if (
+                names[partners[position]] != names[other]
+                and names[partners[other]] != names[position]
+            ):
+                partners[[position, other]] = partners[[other, position]]

@@ -83,8 +83,8 @@ def read_pairs(path: str) -> Pairs:
         found = describe_os_error(error) if isinstance(error, OSError) else str(error)
         raise UserError(expected, found, "give the path of sts-dev.csv or sts-test.csv") from error
     rows = [
-        (number, line.rstrip("\r").split("\t"))
-        for number, line in enumerate(lines, 1)
+        (line_number, line.rstrip("\r").split("\t"))
+        for line_number, line in enumerate(lines, 1)
         if line.strip()
     ]
     columns, counts = _COLUMNS, _NUM_COLUMNS
@@ -96,10 +96,10 @@ def read_pairs(path: str) -> Pairs:
         columns = {key: names.index(source if key == "source" else key) for key in _COLUMNS}
         counts = (len(names),)
     first, second, scores, sources = [], [], [], []
-    for number, fields in rows:
+    for line_number, fields in rows:
         shown = "\t".join(fields)[:60]
         if len(fields) not in counts:
-            found = f"line {number} of {len(fields)} columns: {shown!r}"
+            found = f"line {line_number} of {len(fields)} columns: {shown!r}"
             raise UserError(f"{expected}: {' or '.join(map(str, counts))} columns", found, fix)
         entry = {key: fields[column].strip() for key, column in columns.items()}
         try:
@@ -107,7 +107,9 @@ def read_pairs(path: str) -> Pairs:
         except ValueError:
             score = float("nan")
         if not 0 <= score <= _MAX_SCORE or not (entry["sentence1"] and entry["sentence2"]):
-            raise UserError(expected, f"line {number}, score {entry['score']!r}: {shown!r}", fix)
+            raise UserError(
+                expected, f"line {line_number}, score {entry['score']!r}: {shown!r}", fix
+            )
         first.append(entry["sentence1"])
         second.append(entry["sentence2"])
         scores.append(score)

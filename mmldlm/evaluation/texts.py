@@ -27,8 +27,8 @@ class TextArms:
     """Figures of several ways to a text for each latent.
 
     Attributes:
-        arms: name -> figures of `strings`, for the model and the floors.
-        differences: name -> figure -> paired difference.
+        arms: Name -> figures of `strings`, for the model and the floors.
+        differences: Name -> figure -> paired difference.
         conditions: Conditions for the report.
         notes: What is missing, and why.
     """

@@ -24,7 +24,7 @@ def run_command(prog: str, description: str, command: ModuleType) -> int:
     """Parse sys.argv with a command's options and run it; return the exit code.
 
     Args:
-        prog: name of the command in its usage line.
+        prog: Name of the command in its usage line.
         description: First line of --help.
         command: Module of mmldlm/commands, with `add_arguments` and `main`.
     """

@@ -52,14 +52,14 @@ def check_rank_variables() -> None:
         int_from_env(name, 0)
     for name, size_name in (("RANK", "WORLD_SIZE"), ("LOCAL_RANK", "LOCAL_WORLD_SIZE")):
         # torchrun and mpirun set all of them; DeepSpeed sets no LOCAL_WORLD_SIZE.
-        number, size = (
+        rank, size = (
             int_from_env(name, 0),
             int_from_env(size_name, 1 if name == "RANK" else 1 << 30),
         )
-        if number >= size:
+        if rank >= size:
             raise UserError(
                 f"{name} below {size_name}={size}",
-                f"{name}={number}",
+                f"{name}={rank}",
                 "unset both, or start the ranks with a launcher that sets them (mmldlm train,"
                 " torchrun, deepspeed)",
             )

@@ -95,11 +95,11 @@ class ProgressBar:
             self._write(f"  {self._format(done, total, elapsed)}\n")
 
     def _format(self, done: int, total: int, elapsed: float, with_bar: bool = False) -> str:
-        share = min(done / total, 1.0) if total else 0.0
-        num_filled = round(share * _BAR_WIDTH)
+        fraction = min(done / total, 1.0) if total else 0.0
+        num_filled = round(fraction * _BAR_WIDTH)
         bar = f"[{'#' * num_filled}{'.' * (_BAR_WIDTH - num_filled)}]" if with_bar else ""
         title = " ".join(
-            filter(None, [f"{self.label}:" if self.label else "", bar, f"{share:.0%}"])
+            filter(None, [f"{self.label}:" if self.label else "", bar, f"{fraction:.0%}"])
         )
         parts = [f"{title} after {format_duration(elapsed)}"]
         if done:

@@ -24,8 +24,8 @@ def handle_stop_signals(
     handler: Callable[[int, FrameType | None], object],
 ) -> dict[signal.Signals, object]:
     """Install a handler for every stop signal that is not ignored; return the earlier handlers."""
-    handled = [number for number in STOP_SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]
-    return {number: signal.signal(number, handler) for number in handled}
+    handled = [signum for signum in STOP_SIGNALS if signal.getsignal(signum) is not signal.SIG_IGN]
+    return {signum: signal.signal(signum, handler) for signum in handled}
 
 
 def interrupt_on_stop_signals() -> None:
