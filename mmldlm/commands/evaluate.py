@@ -205,9 +205,12 @@ def _gain_settings(given: dict[str, Any], pretrained: Pretrained) -> GainSetting
     settings = GainSettings(**_read(GainSettings, given))
     if settings.sampler is not None:
         pretrained.check_kind("l2t", settings.sampler)
-        if "num_steps" in given and "num_steps" in task.unread_options("l2t", settings.sampler):
+        not_read = task.unread_options("l2t", settings.sampler)
+        if unread := [key for key in given if key in not_read]:
             expected = f"options that --sampler {settings.sampler} reads"
-            raise UserError(expected, "--num-steps", "omit it")
+            raise UserError(
+                expected, flags(unread), "omit it" if len(unread) == 1 else "omit them"
+            )
         has_penalty = "presence_penalty" in task.sampling_options
         if (
             "presence_penalty" not in given

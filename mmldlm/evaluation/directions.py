@@ -20,11 +20,11 @@ from mmldlm.sampling.latents import sample_latents, steps_given_text
 from mmldlm.sampling.records import TextSamples
 from mmldlm.tasks.text_task import Pretrained
 from mmldlm.utils.formatting import count_noun
+from mmldlm.utils.settings import options_of
 
 NATS = "nats/token"
 # Names of the conditions in reports (JSON keys such as nelbo_right).
 # Of GainSettings, passed on to a task that reads them.
-TEXT_OPTIONS = ("num_steps", "guidance", "presence_penalty")
 _REPORT_NAMES = {"matched": "right", "shuffled": "shuffled", "null": "null"}
 
 
@@ -90,7 +90,8 @@ def writing_options(
 ) -> dict[str, Any]:
     """Return options of `TextTask.write_texts` that the task and a sampler read."""
     known = pretrained.task.sampling_options - pretrained.task.unread_options("l2t", sampler)
-    options = {key: getattr(settings, key) for key in TEXT_OPTIONS if key in known}
+    keys = known & options_of(GainSettings).keys() - {"sampler"}
+    options = {key: getattr(settings, key) for key in sorted(keys)}
     return options | batch_budget(pretrained.model, settings.batch_size)
 
 
