@@ -549,9 +549,15 @@ def main() -> int:
         return 3
     kinds_of(args)
     with_own_mounts()
-    signal.signal(
-        signal.SIGTERM, lambda number, frame: sys.exit(128 + number)
-    )  # so that all it started is ended
+    # So that all it started is ended.
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
+    # Under nohup a SIGHUP is ignored, also by the runs that are to be struck with one.
+    for signum, handler in (
+        (signal.SIGHUP, signal.SIG_DFL),
+        (signal.SIGINT, signal.default_int_handler),
+    ):
+        if signal.getsignal(signum) == signal.SIG_IGN:
+            signal.signal(signum, handler)
     seed = secrets.randbelow(2**31) if args.seed is None else args.seed
     num_faults = args.faults or (6 if args.quick else 45)
     minutes = (0 if args.quick else 30) if args.minutes is None else args.minutes
