@@ -113,6 +113,7 @@ def finish(session: Session, interrupted: bool, trained_nothing: bool) -> None:
     # a save.
     if checkpointer.saved_step != state.step:
         if (cause := rollback_reason(session, audit=True)) is not None:
+            checkpointer.finish_save()  # an earlier, audited step may still be on its way
             stop_for(session, cause)
         interrupted = interrupted or not evaluate(session)
         session.enter_phase("save")
