@@ -186,7 +186,9 @@ class _ChunkedHead:
             if self.grad_bias is not None:
                 self.grad_bias.addmv_(probs.t(), self.weights[part_rows, 0])
             if self.low != self.exact:
-                scores[first : first + len(part)] = probs
+                # With the zeros behind the vocabulary: oneDNN's products on CPUs with AMX read
+                # what stands there, and made NaN of -inf.
+                logits[first : first + len(part)] = softmax
         return scores
 
     def _add_weight_grad(self, grad_logits: Tensor, rows: slice) -> None:
