@@ -66,6 +66,8 @@ from mmldlm.models.packing import (
     rows_of_positions,
     select_rows,
     text_keys,
+    to_positions,
+    to_rows,
 )
 from mmldlm.models.token_scores import TokenQuery, TokenScores, score_tokens
 from mmldlm.utils.validation import not_none
@@ -242,8 +244,7 @@ class MMDiTBlock(nn.Module):
         even, odd = queries_keys[:num_turned].unflatten(-1, (-1, 2)).unbind(-1)
         turned = torch.stack([even * cos - odd * sin, even * sin + odd * cos], -1).flatten(-2)
         qkv = torch.cat([torch.cat([turned, queries_keys[num_turned:]]), values], dim=1)
-        mixed = attend(qkv.index_select(0, packing.order), packing)
-        mixed = mixed.index_select(0, outputs.inverse_order)
+        mixed = to_rows(attend(to_positions(qkv, packing), packing), packing, outputs)
 
         ends = outputs.stream_ends
         attended = self.to_out(mixed, ends)

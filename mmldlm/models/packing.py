@@ -28,7 +28,7 @@ last attention: b e | u v x y, Q = 6.
 from __future__ import annotations
 
 import functools
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -137,16 +137,72 @@ def modulation_of_rows(
     [Q, H].
     """
     if output_packing is packing:
-        return (
-            table.index_select(0, packing.modulation_index)
-            .view(-1, 6, table.shape[1] // 6)
-            .unbind(1)
-        )
+        return _of_rows(table, packing).view(-1, 6, table.shape[1] // 6).unbind(1)
     inputs, outputs = table.tensor_split((table.shape[1] // 3,), 1)
     return (
-        *inputs.index_select(0, packing.modulation_index).chunk(2, 1),
-        *outputs.index_select(0, output_packing.modulation_index).chunk(4, 1),
+        *_of_rows(inputs, packing).chunk(2, 1),
+        *_of_rows(outputs, output_packing).chunk(4, 1),
     )
+
+
+def _of_rows(table: Tensor, packing: Packing) -> Tensor:
+    """[T * B, K] -> [R, K]: the entry of each row's sample and stream."""
+    return _TableLookup.apply(table, packing.modulation_index, packing.modulation_one_hot)
+
+
+# The gradient of torch's index_select adds rows with atomics: 22 % of a compiled step on an H200,
+# and in another order each time.
+class _TableLookup(torch.autograd.Function):
+    """table [K, W], index [R], the index as ones [K, R] or None -> [R, W]; the gradient is one
+    product.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, table: Tensor, index: Tensor, one_hot: Tensor | None) -> Tensor:
+        ctx.save_for_backward(index, one_hot)
+        ctx.num_entries = table.shape[0]
+        return table.index_select(0, index)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        index, one_hot = ctx.saved_tensors
+        if one_hot is None:
+            sums = grad.new_zeros(ctx.num_entries, grad.shape[1])
+            return sums.index_add(0, index, grad), None, None
+        return torch.mm(one_hot.to(grad.dtype), grad), None, None
+
+
+class _Reorder(torch.autograd.Function):
+    """x [R, ...], index [P], its inverse [R] -> [P, ...]; the gradient is the inverse gather.
+
+    Places that the inverse does not name must have a gradient of 0.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, index: Tensor, inverse: Tensor) -> Tensor:
+        ctx.save_for_backward(inverse)
+        return x.index_select(0, index)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        (inverse,) = ctx.saved_tensors
+        return grad.index_select(0, inverse), None, None
+
+
+def to_positions(x: Tensor, packing: Packing) -> Tensor:
+    """Rows [R, ...] -> positions of attention [P, ...].
+
+    Padded positions are masked as keys and dropped as queries, so their gradients are 0.
+    """
+    return _Reorder.apply(x, packing.order, packing.inverse_order)
+
+
+def to_rows(x: Tensor, packing: Packing, output_packing: Packing) -> Tensor:
+    """Positions of attention [P, ...] -> the rows whose outputs are used [Q, ...]."""
+    order, inverse = packing.order, output_packing.inverse_order
+    if output_packing.kept_rows is None and order.shape == inverse.shape:
+        return _Reorder.apply(x, inverse, order)
+    return x.index_select(0, inverse)
 
 
 def select_rows(x: Tensor, output_packing: Packing) -> Tensor:
