@@ -46,6 +46,8 @@ def start_process_group(device: torch.device, timeout: float) -> None:
             rank=rank,
             world_size=world_size,
             timeout=timedelta(seconds=timeout),
+            # Without it, NCCL guesses the GPU of a barrier from the global rank, and warns.
+            device_id=device if backend == "nccl" else None,
         )
     except (RuntimeError, OSError, ValueError) as error:  # DistError is a RuntimeError
         raise RanksNotConnected(first_line(error)) from error
