@@ -14,7 +14,7 @@ VERSION = re.search(
 
 INSTALL_REQUIRES = [
     # varlen_attn with a scale; older releases would fail at the first padded batch on a GPU
-    "torch>=2.12",
+    "torch>=2.11",
     # older releases treat a non-finite bf16 step differently and lose hosts of --include
     "deepspeed>=0.19.8",
     "transformers>=5,<6",

@@ -8,6 +8,7 @@ import ast
 import inspect
 import os
 import signal
+from pathlib import Path
 
 import pytest
 
@@ -15,6 +16,17 @@ import pytest
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("DS_ACCELERATOR", "cpu")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+# Tests count on several ranks of one machine and on the CPU's arithmetic; only
+# tests/integration/test_one_gpu.py uses a GPU.
+VISIBLE_GPUS: str | None = None
+"""CUDA_VISIBLE_DEVICES of the tests that use a GPU; None on a machine without a driver."""
+if Path("/proc/driver/nvidia/version").exists() or Path("/dev/nvidiactl").exists():
+    # The workers of pytest-xdist inherit what the first process set.
+    VISIBLE_GPUS = os.environ.setdefault(
+        "MMLDLM_TEST_GPUS", os.environ.get("CUDA_VISIBLE_DEVICES", "0")
+    )
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
 
 # A background job of a shell starts with SIGINT ignored, which the processes of the tests would

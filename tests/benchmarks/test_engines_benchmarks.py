@@ -8,6 +8,7 @@ import json
 import os
 import sys
 
+import _report
 import _runs
 import pytest
 
@@ -142,3 +143,15 @@ def test_ranks_end_with_the_launcher(tmp_path):
         os.kill(pid, 0)
     with pytest.raises(ProcessLookupError):
         os.kill(pid, 0)
+
+
+def test_memory_runs_on_a_cpu_and_claims_nothing_without_a_gpu(store, tmp_path):
+    """benchmarks/memory.py: promised and measured bytes of real runs."""
+    report = tmp_path / "report.json"
+    command = [sys.executable, str(ROOT / "benchmarks" / "memory.py"), "--quick"]
+    done = launch([*command, "--data", str(store), "--json", str(report), "--device", "cpu"])
+    assert done.returncode == 0, done.stdout[-3000:]
+    (row,) = json.loads(report.read_text())["conditions"]["rows"]
+    assert row["plan"] == "zero2" and row["predicted"] > 0 and row["peak"] > 0
+    done = launch(command)
+    assert done.returncode == _report.COULD_NOT_CHECK and "SKIPPED" in done.stdout

@@ -79,10 +79,3 @@ def test_keys_depend_on_seed_epoch_sample_and_slot(other):
         noise_keys(seed, epoch, ids, slots) != first
         and dropout_keys(3, 0, np.array([0]), np.array([0])) != first
     )
-
-
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-def test_a_gpu_draws_the_same_numbers():
-    torch.testing.assert_close(
-        keyed_normals(KEYS.cuda(), (257,)).cpu(), keyed_normals(KEYS, (257,)), atol=1e-5, rtol=0
-    )
