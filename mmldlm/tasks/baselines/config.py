@@ -92,24 +92,34 @@ class ArConfig(BaselineConfig):
     loss: ArLossConfig = Field(default_factory=ArLossConfig)
 
 
-class MdlmModelConfig(PlainConfig):
-    """A bidirectional transformer."""
+class BidirectionalModelConfig(PlainConfig):
+    """A transformer that reads the whole text."""
 
     causal: Literal[False] = False
-    """MDLM reads the whole text."""
+    """A position sees all others."""
     conditioning: Conditioning = "none"
     """How the latent enters. none: unconditional. prefix: its chunk tokens are rows before the
     text. adaln: pooled, it modulates every block. cross_attention: every block attends to its
     chunk tokens."""
-    extra_input_tokens: Literal[0] = 0
-    """MDLM reads words and [MASK]."""
 
 
-class MdlmLossConfig(Section):
+class DiffusionLossConfig(Section):
     """Weights of the loss terms."""
 
     length_loss_weight: float = Field(0.1, ge=0, le=MAX_WEIGHT)
     """Weight of the length head's negative log-likelihood (per sample)."""
+
+
+class MdlmModelConfig(BidirectionalModelConfig):
+    """A bidirectional transformer over words and [MASK]."""
+
+    extra_input_tokens: Literal[0] = 0
+    """MDLM reads words and [MASK]."""
+
+
+class MdlmLossConfig(DiffusionLossConfig):
+    """Weights of the loss terms."""
+
     text_weighting: Literal["elbo", "uniform"] = "elbo"
     """Weight of a masked token in training. elbo: the NELBO's. uniform: 2 for all, of the same
     mean. Logs and evaluations report the NELBO in both cases."""
@@ -136,15 +146,9 @@ class MdlmConfig(BaselineConfig):
     loss: MdlmLossConfig = Field(default_factory=MdlmLossConfig)
 
 
-class GiddModelConfig(PlainConfig):
+class GiddModelConfig(BidirectionalModelConfig):
     """A bidirectional transformer that reads the time."""
 
-    causal: Literal[False] = False
-    """GIDD reads the whole text."""
-    conditioning: Conditioning = "none"
-    """How the latent enters. none: unconditional. prefix: its chunk tokens are rows before the
-    text. adaln: pooled, it modulates every block. cross_attention: every block attends to its
-    chunk tokens."""
     reads_time: bool = True
     """Modulate every block by the timestep (adaLN-Zero): which share of the tokens is noise cannot
     be seen in them.
@@ -166,11 +170,9 @@ class GiddDiffusionConfig(Section):
     """Exponent of the uniform noise, (t (1 - t))^(gamma / 2)."""
 
 
-class GiddLossConfig(Section):
+class GiddLossConfig(DiffusionLossConfig):
     """Weights of the loss terms."""
 
-    length_loss_weight: float = Field(0.1, ge=0, le=MAX_WEIGHT)
-    """Weight of the length head's negative log-likelihood (per sample)."""
     text_weighting: Literal["elbo", "clip", "dynamic"] = "dynamic"
     """Weight of a token in training. elbo: the NELBO's. clip: that, at most text_weight_clip.
     dynamic (GIDD+): 2 at [MASK], 1 at a wrong token, little at a right one, whatever t. Logs and
@@ -203,15 +205,9 @@ class GiddConfig(BaselineConfig):
     loss: GiddLossConfig = Field(default_factory=GiddLossConfig)
 
 
-class HdlmModelConfig(PlainConfig):
+class HdlmModelConfig(BidirectionalModelConfig):
     """A bidirectional transformer that reads the time, and clusters next to words."""
 
-    causal: Literal[False] = False
-    """HDLM reads the whole text."""
-    conditioning: Conditioning = "none"
-    """How the latent enters. none: unconditional. prefix: its chunk tokens are rows before the
-    text. adaln: pooled, it modulates every block. cross_attention: every block attends to its
-    chunk tokens."""
     reads_time: bool = True
     """Modulate every block by the timestep (adaLN-Zero)."""
     tie_embeddings: Literal[False] = False
@@ -241,11 +237,9 @@ class HdlmDiffusionConfig(Section):
     only approximates a bound, and could not be compared with others."""
 
 
-class HdlmLossConfig(Section):
+class HdlmLossConfig(DiffusionLossConfig):
     """Weights of the loss terms."""
 
-    length_loss_weight: float = Field(0.1, ge=0, le=MAX_WEIGHT)
-    """Weight of the length head's negative log-likelihood (per sample)."""
     text_weighting: Literal["elbo", "clip"] = "clip"
     """Weight of a token in training. elbo: the NELBO's. clip: that, at most text_weight_clip. Logs
     and evaluations report the NELBO in both cases."""

@@ -22,7 +22,7 @@ from mmldlm.models.token_scores import LogitsFunction, TokenQuery
 from mmldlm.sampling.model import Model
 from mmldlm.sampling.posterior import sample_by_posterior
 from mmldlm.sampling.records import TextSamples
-from mmldlm.tasks.base import Metric, ModelSizes
+from mmldlm.tasks.base import ModelSizes
 from mmldlm.tasks.baselines.config import BaselineConfig, GiddConfig, HdlmConfig
 from mmldlm.tasks.baselines.shared import (
     BaselineBatch,
@@ -31,6 +31,7 @@ from mmldlm.tasks.baselines.shared import (
     TextCollator,
     add_length_loss,
     forward_text,
+    nelbo_metrics,
 )
 from mmldlm.tasks.latent_data import LatentData
 from mmldlm.tasks.text_task import Pretrained, TextScores, sum_by_row
@@ -217,18 +218,7 @@ class DivergenceTask(BaselineTask):
         "length_nll_sum",
         "length_scored",
     )
-    metrics = (
-        Metric(
-            "text_loss",
-            "text_nelbo_sum",
-            "text_tokens",
-            label="text",
-            is_loss=True,
-            evaluation="nelbo",
-        ),
-        Metric("length_loss", "length_nll_sum", "length_scored", evaluation="length_nll"),
-        Metric("text_accuracy", "text_correct", "text_scored", evaluation="token_accuracy"),
-    )
+    metrics = nelbo_metrics("text_scored")
     scored_sum: ClassVar[str] = "text_scored"
     samplers = {"l2t": ("ancestral",), "unconditional": ("ancestral",)}
     sampling_options = frozenset({"num_steps", "sampler", "temperature", "top_p", "guidance"})
@@ -262,12 +252,6 @@ class DivergenceTask(BaselineTask):
         """Return (NELBO weights [M], t [M]) -> weights of the training [M]
         (`loss.text_weighting`).
         """
-
-    def model_config(self, data: LatentData) -> dict[str, Any]:
-        return {
-            **super().model_config(data),
-            "text_diffusion": data.config.text_diffusion.model_dump(),
-        }
 
     def collator(
         self, data: LatentData, seed: int | None = None, condition_dropout: float | None = None

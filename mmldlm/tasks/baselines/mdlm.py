@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from mmldlm.diffusion import MaskedDiffusion
 from mmldlm.models.flops import estimate_flops
 from mmldlm.models.token_scores import TokenQuery
-from mmldlm.tasks.base import Metric
 from mmldlm.tasks.baselines.config import MdlmConfig
 from mmldlm.tasks.baselines.shared import (
     BaselineBatch,
@@ -22,6 +21,7 @@ from mmldlm.tasks.baselines.shared import (
     TextCollator,
     add_length_loss,
     forward_text,
+    nelbo_metrics,
 )
 from mmldlm.tasks.collation import mask_texts
 from mmldlm.tasks.latent_data import LatentData
@@ -128,27 +128,10 @@ class MdlmTask(MaskedTextTask, BaselineTask):
         "length_nll_sum",
         "length_scored",
     )
-    metrics = (
-        Metric(
-            "text_loss",
-            "text_nelbo_sum",
-            "text_tokens",
-            label="text",
-            is_loss=True,
-            evaluation="nelbo",
-        ),
-        Metric("length_loss", "length_nll_sum", "length_scored", evaluation="length_nll"),
-        Metric("text_accuracy", "text_correct", "text_masked", evaluation="token_accuracy"),
-    )
+    metrics = nelbo_metrics("text_masked")
 
     def pass_flops(self, model_config: Any, length: float, scored: float) -> float:
         return estimate_flops(model_config, [length], scored).forward
-
-    def model_config(self, data: LatentData) -> dict[str, Any]:
-        return {
-            **super().model_config(data),
-            "text_diffusion": data.config.text_diffusion.model_dump(),
-        }
 
     def collator(
         self, data: LatentData, seed: int | None = None, condition_dropout: float | None = None

@@ -24,7 +24,7 @@ from mmldlm.models.flops import estimate_flops
 from mmldlm.models.memory import logits_bytes, plain_activation_bytes
 from mmldlm.models.plain import PlainTransformer
 from mmldlm.models.token_scores import TokenQuery
-from mmldlm.tasks.base import ModelSizes
+from mmldlm.tasks.base import Metric, ModelSizes
 from mmldlm.tasks.baselines.config import BaselineConfig
 from mmldlm.tasks.collation import RowReader, counter_generator, dropout_keys
 from mmldlm.tasks.initialization import set_first_weights
@@ -260,6 +260,24 @@ def add_length_loss(
     }
 
 
+def nelbo_metrics(scored_sum: str) -> tuple[Metric, ...]:
+    """Return the metrics of a task with an NELBO and a length head; scored_sum: see
+    `BaselineTask`.
+    """
+    return (
+        Metric(
+            "text_loss",
+            "text_nelbo_sum",
+            "text_tokens",
+            label="text",
+            is_loss=True,
+            evaluation="nelbo",
+        ),
+        Metric("length_loss", "length_nll_sum", "length_scored", evaluation="length_nll"),
+        Metric("text_accuracy", "text_correct", scored_sum, evaluation="token_accuracy"),
+    )
+
+
 class BaselineTask(TextTask):
     """Data, model and costs of a task on the plain transformer.
 
@@ -407,6 +425,7 @@ class BaselineTask(TextTask):
             },
             "encoder": data.train.manifest["encoder"],
             "tokenizer": data.train.manifest["tokenizer"],
+            **config.model_dump(include={"text_diffusion"}),
         }
 
     # -- debugging

@@ -13,11 +13,19 @@ from mmldlm.tasks.corrector.config import CorrectorConfig
 from mmldlm.tasks.corrector.data import CorrectorData, open_data
 from mmldlm.tasks.corrector.model import CorrectorMMDiT
 from mmldlm.tasks.corrector.noiser import CorrectorBatch, CorrectorNoiser
-from mmldlm.tasks.corrector.objective import CorrectorObjective
 from mmldlm.tasks.text_task import Pretrained
-from mmldlm.tasks.translation.noiser import Noiser
+from mmldlm.tasks.translation.noiser import Noiser, TranslationBatch
+from mmldlm.tasks.translation.objective import TranslationObjective
 from mmldlm.tasks.translation.task import TranslationTask
 from mmldlm.tasks.validation import PassTotals
+
+
+class CorrectorObjective(TranslationObjective):
+    """(model, noised batch) -> loss and metric sums, of batches with hypotheses or without."""
+
+    def _more_arguments(self, batch: TranslationBatch) -> dict[str, Any]:
+        assert isinstance(batch, CorrectorBatch)
+        return {} if batch.hypotheses is None else {"side_inputs": batch.hypotheses}
 
 
 class CorrectorTask(TranslationTask):
