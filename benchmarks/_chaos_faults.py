@@ -272,8 +272,21 @@ def _read_only(hosts: list[Host], folder: Path):
     with contextlib.ExitStack() as stack:
         for host in hosts:
             stack.enter_context(host.bound(folder, folder))
-            host.sh("mount", "-o", "remount,bind,ro", folder)
+            assert wait(lambda host=host: _is_made_read_only(host, folder), 30), (
+                f"{folder} is busy"
+            )
         yield lambda: None
+
+
+def _is_made_read_only(host: Host, folder: Path) -> bool:
+    """Whether the mount became read-only; it does not while a save has a file open for writing."""
+    try:
+        host.sh("mount", "-o", "remount,bind,ro", folder)
+    except AssertionError as error:
+        if "busy" not in str(error):
+            raise
+        return False
+    return True
 
 
 @contextlib.contextmanager
