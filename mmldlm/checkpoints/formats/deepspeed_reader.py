@@ -73,7 +73,7 @@ from mmldlm.checkpoints.formats.weight_source import (
     TensorInfo,
     WeightSource,
 )
-from mmldlm.checkpoints.formats.zero0_masters import match_masters, names_of_groups
+from mmldlm.checkpoints.formats.zero0_masters import Masters, match_masters
 from mmldlm.errors import UserError
 from mmldlm.utils.formatting import join_some
 
@@ -162,9 +162,8 @@ class ZeroCheckpoint(WeightSource):
         if self.stage in (1, 2):
             self._add_universal_copies(file, module, trainable)
         shared = shared_params(file, state)
-        add_tensors(
-            self, file, {name: ref for name, ref in plain.items() if name not in shared}, kinds
-        )
+        own = {name: ref for name, ref in plain.items() if name not in shared or not ref.numel}
+        add_tensors(self, file, own, kinds)
         self._add_frozen3(model_files, models if self.stage == 3 else [{}])
         self._add_shared3(file, state)
         self._order_like(module)
@@ -214,16 +213,22 @@ class ZeroCheckpoint(WeightSource):
             self.notes.append(note)
 
     def _order_like(self, module: dict) -> None:
-        """Sort the tensors in the model's order.
+        """Sort the tensors in the model's order, and list those that ZeRO-3 did not save.
 
         Raises:
-            UserError: the module names a tensor that is not stored.
+            UserError: the module names another tensor that is not stored.
         """
-        unknown = [name for name in module if name not in self.tensors]
-        if unknown:
-            found = f"{join_some(unknown)} named in module, without weights in the checkpoint"
+        self.absent = [name for name in module if name not in self.tensors]
+        if any(module[name].numel or self.stage != 3 for name in self.absent):
+            found = f"{join_some(self.absent)} named in module, without weights in the checkpoint"
             raise corrupt_file_error(self.files[0].path, found)
-        order = [*module, *(name for name in self.tensors if name not in module)]
+        if self.absent:
+            self.notes.append(
+                f"{join_some(self.absent)}: named in the model, without a value in the checkpoint"
+                " (DeepSpeed saves none of a trainable parameter that its optimizer does not have)"
+            )
+        order = [name for name in module if name in self.tensors]
+        order += [name for name in self.tensors if name not in module]
         self.tensors = {name: self.tensors[name] for name in order}
 
     def _open(self, path: Path) -> TorchFile:
@@ -251,47 +256,57 @@ class ZeroCheckpoint(WeightSource):
         module = tensors_of(state.get("module"), file.path, "module", self.notes)
         add_tensors(self, file, module, dict.fromkeys(buffer_names(state), "buffer"))
         self._mark_tied(file, state)
-        optimizer = state.get("optimizer")
-        if not isinstance(optimizer, dict):
-            return
         mirrors = {
             name: parts
             for name, parts in self.parts.items()
             if self.tensors[name].kind == "parameter"
         }
         shapes = {name: self.tensors[name].shape for name in mirrors}
-        names = state.get("optimizer_param_names")
-        masters = match_masters(file, optimizer, names, mirrors, shapes)
-        if masters is None and any(
-            self.tensors[name].dtype in ("bfloat16", "float16") for name in mirrors
-        ):
-            self.notes.append("no fp32 masters were saved: the weights are those of 16 bits")
-        if masters is None and names is None:
-            # An fp32 engine: the module holds the masters, and which of them were trained is not
-            # recorded.
-            return
+        names, optimizer = state.get("optimizer_param_names"), state.get("optimizer")
+        masters = None
+        if isinstance(optimizer, dict):
+            masters = match_masters(file, optimizer, names, mirrors, shapes)
         if masters is not None:
-            trained = list(masters)
+            self._add_masters(masters, shapes)
+            trained = [name for group in masters.groups for name in group]
         else:
+            if any(self.tensors[name].dtype in ("bfloat16", "float16") for name in mirrors):
+                self.notes.append("no fp32 masters were saved: the weights are those of 16 bits")
+            if names is None or not isinstance(optimizer, dict):
+                # Which weights were trained is not recorded.
+                return
             trained = self.resolve_tied(group_names(file, names), file.path)
-        for name in mirrors:
-            if name not in trained:
-                self.set_kind_and_dtype(name, "frozen")
-            elif masters is None:
-                self.set_kind_and_dtype(name, "trainable")
-            else:
-                self.low_precision_copies[name] = self.parts[name]
-                self._add_trainable(name, shapes[name], [masters[name]])
+            for name in mirrors:
+                self.set_kind_and_dtype(name, "trainable" if name in trained else "frozen")
         self.update_aliases()
-        if self.options.with_moments:
-            in_order = trained
-            if masters is not None:
-                self.names_of_groups = names_of_groups(optimizer, masters)
-                in_order = [name for group in self.names_of_groups for name in group]
+        if self.options.with_moments and not self.unclassified:
             states = states_by_index(
                 file, optimizer.get("optimizer_state_dict", optimizer), len(trained)
             )
-            self.moments = moments_by_name(file, states, in_order, shapes) if states else {}
+            self.moments = moments_by_name(file, states, trained, shapes) if states else {}
+
+    def _add_masters(self, masters: Masters, shapes: dict[str, tuple[int, ...]]) -> None:
+        for name, shape in shapes.items():
+            if name in masters.parts:
+                self.low_precision_copies[name] = self.parts[name]
+                self._add_trainable(name, shape, [masters.parts[name]])
+            elif name not in masters.unknown:
+                self.set_kind_and_dtype(name, "frozen")
+        if masters.unknown:
+            self.without_masters = masters.unknown
+            self.optimizer_left_out = masters.reason
+            self.notes.append(
+                f"the fp32 masters of {join_some(masters.unknown)} cannot be told apart, and the"
+                f" optimizer not be carried over: {masters.reason}"
+            )
+        elif self.options.with_moments and not masters.groups:
+            # No engine of mmldlm saves FP16_Optimizer's one flat tensor per group.
+            raise UserError(
+                "AdamW's moments of every parameter in the checkpoint",
+                "fp32_groups_flat (FusedAdam under ZeRO-0), whose moments are flat too",
+                "take the weights alone with training.init_from, or save under ZeRO-1",
+            )
+        self.names_of_groups = masters.groups
 
     # -- ZeRO-1 and 2
     # ---------------------------------------------------------------------------------------------
@@ -444,7 +459,10 @@ class ZeroCheckpoint(WeightSource):
             if owner not in self.tensors:
                 found = f"{alias} tied to {owner}, which has no weights in the checkpoint"
                 raise corrupt_file_error(file.path, found)
-            info = self.tensors[owner]
+            info, own = self.tensors[owner], self.tensors.get(alias)
+            # DeepSpeed lists all tensors without elements as shared.
+            if own is not None and not own.numel and not info.numel:
+                continue
             self.tensors[alias] = TensorInfo(alias, info.dtype, info.shape, "alias", owner)
 
 

@@ -1,18 +1,43 @@
-"""The fp32 masters of ZeRO-0's 16-bit engines, which DeepSpeed saves as a list without names.
+"""The fp32 masters of ZeRO-0's 16-bit engines, which DeepSpeed saves as lists without names.
 
 A rounded master equals the module's weight bit for bit, so the weights identify the names.
+Weights of equal bits, such as fresh LayerNorms, share their candidates; the order of the
+parameters, which is the module's in every group, decides between them where it can. What remains
+is known in 16 bits alone.
 """
 
 from __future__ import annotations
 
 import zlib
-from typing import Any
+from collections import Counter
+from collections.abc import Iterable
+from typing import Any, NamedTuple
 
 from mmldlm.checkpoints.files.dtypes import DTYPES, cast, numel
 from mmldlm.checkpoints.files.torch_file import CHUNK_BYTES, TorchFile, corrupt_file_error
 from mmldlm.checkpoints.files.unpickler import TensorRef
 from mmldlm.checkpoints.formats.weight_source import FileRange, read_parts
 from mmldlm.errors import UserError
+from mmldlm.utils.formatting import join_some
+
+Shapes = dict[str, tuple[int, ...]]
+
+
+class Masters(NamedTuple):
+    """The masters of an optimizer.
+
+    Attributes:
+        parts: Name -> fp32 master.
+        groups: Names of every parameter group, in the order of the optimizer's state; empty if
+            they are not all known, or the masters of a group are one tensor.
+        unknown: Names of the weights that may have a master, but which one cannot be told.
+        reason: Why there are such weights.
+    """
+
+    parts: dict[str, FileRange]
+    groups: list[list[str]]
+    unknown: list[str] = []
+    reason: str = ""
 
 
 def match_masters(
@@ -20,9 +45,9 @@ def match_masters(
     optimizer: dict,
     names: Any,
     low_precision_copies: dict[str, list[FileRange]],
-    shapes: dict[str, tuple[int, ...]],
-) -> dict[str, FileRange] | None:
-    """Return name -> fp32 master; None if the optimizer keeps none (an fp32 engine).
+    shapes: Shapes,
+) -> Masters | None:
+    """Return the masters by name; None if the optimizer keeps none (an fp32 engine).
 
     Args:
         optimizer: Saved state of the optimizer, from `optimizer` of the model file.
@@ -33,47 +58,38 @@ def match_masters(
         shapes: Shapes of these parameters.
 
     Raises:
-        UserError: masters that match no weight (files of different steps), or that are ambiguous.
+        UserError: masters that match no weight (files of different steps), or names that do not
+            fit.
     """
+    has_names = isinstance(names, list) and all(isinstance(group, list) for group in names)
     if "fp32_groups_flat" in optimizer:
-        return _flat_masters(file, optimizer["fp32_groups_flat"], names, shapes)
+        flats = optimizer["fp32_groups_flat"]
+        if has_names and isinstance(flats, list) and len(names) == len(flats):
+            return Masters(_flat_masters(file, flats, names, shapes), [])
+        reason = "DeepSpeed saves no order of the masters of FusedAdam under ZeRO-0"
+        return Masters({}, [], list(shapes), reason)
     groups = optimizer.get("fp32_groups")
     if groups is None:
         return None
     if not isinstance(groups, list) or not all(isinstance(group, list) for group in groups):
         raise corrupt_file_error(file.path, "fp32_groups that are not a list of lists of tensors")
-    flat = [(index, ref) for index, group in enumerate(groups) for ref in group]
-    for _, ref in flat:
+    for ref in (ref for group in groups for ref in group):
         if not isinstance(ref, TensorRef) or not ref.is_contiguous:
             raise corrupt_file_error(
                 file.path, "something other than plain tensors in fp32_groups"
             )
         file.check_ref(ref, "fp32_groups")
-    has_names = isinstance(names, list) and all(isinstance(group, list) for group in names)
     if has_names and list(map(len, names)) == list(map(len, groups)):
-        return _named(file, flat, [name for group in names for name in group], shapes)
-    return _by_value(file, flat, low_precision_copies, shapes)
+        return Masters(_named(file, groups, names, shapes), names)
+    return _by_value(file, groups, low_precision_copies, shapes)
 
 
-def names_of_groups(optimizer: dict, masters: dict[str, FileRange]) -> list[list[str]]:
-    """Return the names of the masters of every parameter group, in the order of the optimizer's
-    state.
-    """
-    names = {id(part.ref): name for name, part in masters.items()}
-    groups = optimizer.get("fp32_groups")
-    # FP16_Optimizer has one flat tensor per group, which no engine of mmldlm saves.
-    if groups is None:
-        raise UserError(
-            "AdamW's moments of every parameter in the checkpoint",
-            "fp32_groups_flat (FusedAdam under ZeRO-0), whose moments are flat too",
-            "take the weights alone with training.init_from, or save under ZeRO-1",
-        )
-    return [[names[id(ref)] for ref in group] for group in groups]
-
-
-def _named(file: TorchFile, flat: list, names: list[str], shapes: dict) -> dict[str, FileRange]:
+def _named(
+    file: TorchFile, groups: list[list[TensorRef]], names: list[list[str]], shapes: Shapes
+) -> dict[str, FileRange]:
     masters = {}
-    for name, (_, ref) in zip(names, flat):
+    pairs = (pair for group in zip(names, groups) for pair in zip(*group))
+    for name, ref in pairs:
         if shapes.get(name) != ref.shape:
             raise corrupt_file_error(
                 file.path,
@@ -83,18 +99,13 @@ def _named(file: TorchFile, flat: list, names: list[str], shapes: dict) -> dict[
     return masters
 
 
-def _flat_masters(file: TorchFile, groups: Any, names: Any, shapes: dict) -> dict[str, FileRange]:
+def _flat_masters(
+    file: TorchFile, flats: list[Any], names: list[list[str]], shapes: Shapes
+) -> dict[str, FileRange]:
     """Split the flat tensors of FP16_Optimizer, one per group, its parameters back to back."""
-    if not (isinstance(groups, list) and isinstance(names, list) and len(names) == len(groups)):
-        raise UserError(
-            f"the names of the flat fp32 masters in {file.path}",
-            "fp32_groups_flat without names (FusedAdam under ZeRO-0 does not save their order)",
-            "save with client_state={'optimizer_param_names': [[names of group 0], ...]}, or train"
-            " with ZeRO-1",
-        )
     masters = {}
-    for ref, group in zip(groups, names):
-        if not isinstance(ref, TensorRef) or len(ref.shape) != 1 or not isinstance(group, list):
+    for ref, group in zip(flats, names):
+        if not isinstance(ref, TensorRef) or len(ref.shape) != 1:
             raise corrupt_file_error(
                 file.path, "something other than flat tensors in fp32_groups_flat"
             )
@@ -117,60 +128,111 @@ def _flat_masters(file: TorchFile, groups: Any, names: Any, shapes: dict) -> dic
     return masters
 
 
+# -- Names by value
+# -------------------------------------------------------------------------------------------------
+
+
 def _by_value(
-    file: TorchFile, flat: list, copies: dict[str, list[FileRange]], shapes: dict
-) -> dict[str, FileRange]:
+    file: TorchFile,
+    groups: list[list[TensorRef]],
+    copies: dict[str, list[FileRange]],
+    shapes: Shapes,
+) -> Masters:
     """Match masters with the low-precision weights to which they round."""
-    low_dtypes = {parts[0].ref.dtype for parts in copies.values() if parts}
-    candidates: dict[tuple, list[str]] = {}
-    for name, parts in copies.items():
-        if parts and parts[0].ref.is_contiguous:
+    names = list(copies)
+    rounded: dict[tuple, list[int]] = {}
+    for position, name in enumerate(names):
+        parts = copies[name]
+        if not parts:
+            rounded.setdefault((shapes[name], _EMPTY), []).append(position)
+        elif parts[0].ref.is_contiguous:
             fingerprint, _ = _fingerprint(parts[0], parts[0].ref.dtype)
-            candidates.setdefault((shapes[name], fingerprint), []).append(name)
-    matches: dict[tuple, list[tuple[int, TensorRef, bool]]] = {}
-    for group, ref in flat:
-        part = FileRange(file, ref, 0, ref.numel)
-        for low in sorted(low_dtypes):
-            fingerprint, is_exact = _fingerprint(part, low)
-            key = (ref.shape, fingerprint)
-            if key in candidates:
-                matches.setdefault(key, []).append((group, ref, is_exact))
-                break
-        else:
-            raise UserError(
-                f"fp32 masters in {file.path} of the weights in it",
-                f"one of shape {ref.shape} that rounds to none of the weights of that shape",
-                "restore the file from an intact save",
-            )
-    masters = {}
-    for key, group_masters in matches.items():
-        names = candidates[key]
-        # With one master per name, all of one group, the order of the parameters decides.
-        is_ordered = (
-            len(group_masters) == len(names) and len({g for g, _, _ in group_masters}) == 1
+            rounded.setdefault((shapes[name], fingerprint), []).append(position)
+    low_dtypes = sorted({parts[0].ref.dtype for parts in copies.values() if parts})
+    found: list[list[int | None]] = []
+    unknown: set[int] = set()
+    for group in groups:
+        matches = [_candidates(file, ref, rounded, low_dtypes) for ref in group]
+        in_order = _narrow([candidates for candidates, _ in matches])
+        # Rounding changed nothing of an exact master: the candidates have its value, too.
+        found.append(
+            [
+                candidates[0] if len(candidates) == 1 or is_exact else None
+                for candidates, (_, is_exact) in zip(in_order, matches)
+            ]
         )
-        is_exact = all(exact for _, _, exact in group_masters)
-        if len(group_masters) > len(names) or not (is_ordered or is_exact):
-            raise UserError(
-                f"distinguishable fp32 masters in {file.path}",
-                f"{len(group_masters)} masters for {', '.join(names)}, whose 16-bit weights are"
-                " identical",
-                "save with client_state={'optimizer_param_names': [[names of group 0], ...]}, or"
-                " train with ZeRO-1",
-            )
-        masters.update(
-            {
-                name: FileRange(file, ref, 0, ref.numel)
-                for name, (_, ref, _) in zip(names, group_masters)
-            }
+        unknown.update(
+            position
+            for candidates, chosen in zip(in_order, found[-1])
+            if chosen is None
+            for position in candidates
         )
-    return masters
+    counts = Counter(position for chosen in found for position in chosen)
+    unknown.update(
+        position for position in counts if position is not None and counts[position] > 1
+    )
+    parts = {
+        names[position]: FileRange(file, ref, 0, ref.numel)
+        for chosen, group in zip(found, groups)
+        for position, ref in zip(chosen, group)
+        if position is not None and position not in unknown
+    }
+    if not unknown:
+        return Masters(parts, [[names[p] for p in chosen if p is not None] for chosen in found])
+    listed = [names[position] for position in sorted(unknown)]
+    reason = f"the 16-bit weights of {join_some(listed)} are equal, their masters are not"
+    return Masters(parts, [], listed, reason)
 
 
-def _fingerprint(part: FileRange, low: str) -> tuple[tuple, bool]:
+def _candidates(
+    file: TorchFile, ref: TensorRef, rounded: dict[tuple, list[int]], low_dtypes: Iterable[str]
+) -> tuple[list[int], bool]:
+    """Return the positions of the weights to which a master rounds, and whether the rounding was
+    exact.
+    """
+    part = FileRange(file, ref, 0, ref.numel)
+    for low in low_dtypes:
+        fingerprint, is_exact = _fingerprint(part, low)
+        if positions := rounded.get((ref.shape, fingerprint)):
+            return positions, is_exact
+    raise UserError(
+        f"fp32 masters in {file.path} of the weights in it",
+        f"one of shape {ref.shape} that rounds to none of the weights of that shape",
+        "restore the file from an intact save",
+    )
+
+
+def _narrow(candidates: list[list[int]]) -> list[list[int]]:
+    """Return which of the candidates remain if the chosen positions increase along the list; all
+    of them if no choice does, as where an optimizer got its parameters in another order.
+    """
+    first, last = -1, max((max(positions) for positions in candidates), default=0) + 1
+    earliest: list[int] = []
+    latest: list[int] = []
+    for positions in candidates:
+        first = min((position for position in positions if position > first), default=-1)
+        if first < 0:
+            return candidates
+        earliest.append(first)
+    for positions in reversed(candidates):
+        last = max(position for position in positions if position < last)
+        latest.append(last)
+    return [
+        [position for position in positions if low <= position <= high]
+        for positions, low, high in zip(candidates, earliest, reversed(latest))
+    ]
+
+
+# The fingerprint of a tensor without elements.
+_EMPTY = ("", 0, 1)
+
+
+def _fingerprint(part: FileRange, low: str) -> tuple[tuple[str, int, int], bool]:
     """Return two checksums of a tensor's elements rounded to dtype `low`, and whether the rounding
     was exact.
     """
+    if not part.count:
+        return _EMPTY, True
     source = part.ref.dtype
     step = CHUNK_BYTES // DTYPES[source].itemsize
     crc, adler, is_exact = 0, 1, True
