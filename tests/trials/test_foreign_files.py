@@ -721,6 +721,39 @@ def test_a_dcp_folder_named_like_a_step_of_a_run(tmp_path):
     succeeds(mmldlm("convert", folder, tmp_path / "out", "--no-fsync"))
 
 
+LAYOUTS = [
+    ("version_0", "checkpoints/epoch=3-step=4.ckpt"),  # Lightning
+    ("project", "checkpoints/checkpoint_0/model.safetensors"),  # accelerate
+    ("out", "checkpoints/global_step3/model.pt"),
+]
+
+
+@pytest.mark.parametrize("layout", default(LAYOUTS, 2), ids=lambda layout: layout[0])
+def test_a_folder_of_checkpoints_of_another_program(tmp_path, layout):
+    """It was taken for a run of mmldlm: "start without training.resume"."""
+    run, name = layout
+    path = save(tmp_path / run / name, {"w": MATRIX})
+    top = mmldlm("convert", tmp_path / run, tmp_path / "no")
+    refuses(top, f"give one of the models in it: .*{run}/checkpoints")
+    assert "resume" not in top
+    inside = path.relative_to(tmp_path / run).parts[1]
+    given = tmp_path / run / "checkpoints"
+    result = mmldlm("convert", given, tmp_path / "out", "--no-fsync")
+    if not path.parent.samefile(given):
+        refuses(result, f"give one of the models in it: .*checkpoints/{inside}")
+        result = mmldlm("convert", given / inside, tmp_path / "out", "--no-fsync")
+    succeeds(result)
+    assert tensors_in(tmp_path / "out")["w"].equal(MATRIX)
+
+
+def test_flat_parameters_in_a_folder_are_named(tmp_path):
+    """conversion-trials part 2, table: FSDP1's local state of two ranks."""
+    for rank in (0, 1):
+        path = tmp_path / "in" / f"pytorch_model_fsdp_rank{rank}.bin"
+        save(path, {"_fsdp_wrapped_module._flat_param": MATRIX[0]})
+    refuses(convert(tmp_path / "in"), "part of a sharded checkpoint")
+
+
 @SLOW
 def test_pipeline_stages_are_named(zero, tmp_path):
     """conversion-trials P9: "merge the tensor-parallel parts"."""

@@ -11,10 +11,16 @@ import contextlib
 import re
 from pathlib import Path
 
-from mmldlm.checkpoints.files.file_kinds import HEAD_BYTES, OLD_TORCH, TORCH_ZIP, kind_by_mark
+from mmldlm.checkpoints.files.file_kinds import (
+    HEAD_BYTES,
+    OLD_TORCH,
+    TORCH_ZIP,
+    FileKind,
+    kind_by_mark,
+)
 from mmldlm.checkpoints.formats import registry
 from mmldlm.checkpoints.formats.model_pt import ModelFile
-from mmldlm.checkpoints.formats.part_files import PartOfCheckpoint, check_siblings
+from mmldlm.checkpoints.formats.part_files import PartOfCheckpoint, check_siblings, check_tensors
 from mmldlm.checkpoints.formats.safetensors import SafetensorsModel
 from mmldlm.checkpoints.formats.selection import NoWeights
 from mmldlm.checkpoints.formats.weight_source import ReadOptions
@@ -32,6 +38,7 @@ _STATE = re.compile(
     r"|custom_checkpoint|training_state|trainer_state|ema_rank)([-_.]?[\d_]+)?|rng_state_.*|.*_states|\..*"
 )
 _PRECISION = re.compile(r"\.(fp32|fp16|bf16|fp8)$")
+_MAX_ENTRIES = 100
 _NUMBERED_FOLDER = re.compile(r"pytorch_model(_fsdp)?(_\d+)?")
 _ROUNDED = re.compile(r"\.(fp16|bf16|fp8)$")
 # The order in which formats of one model are taken, after those whose name says that it is
@@ -115,29 +122,48 @@ def nothing_error(path: Path) -> UserError:
     if not path.is_dir():
         kind = (kind_of_file(path.stat().st_mode) or "a file") if path.exists() else "nothing"
         return UserError(expected, kind, fix)
-    kinds = [kind for child in sorted(path.iterdir()) if (kind := kind_by_mark(_head(child)))]
-    if kinds:
+    if kinds := [kind for child in _entries(path) if (kind := _foreign_kind(child))]:
         fix = kinds[0].fix
-    if inside := [child for child in sorted(path.iterdir()) if _is_source(child)]:
+    folders = [child for child in _entries(path) if child.is_dir()]
+    if inside := _sources(path) or [below for folder in folders for below in _sources(folder)]:
         fix = f"give one of the models in it: {join_some(inside, 8, ' or ')}"
     return UserError(expected, f"a folder with {list_some(path)}", fix)
 
 
 def list_some(folder: Path) -> str:
     """Return the first names in a folder, with the kinds of files of other programs."""
-    entries = sorted(folder.iterdir()) if folder.is_dir() else []
-    kinds = [(entry.name, kind_by_mark(_head(entry))) for entry in entries[:5]]
+    kinds = [(entry.name, _foreign_kind(entry)) for entry in _entries(folder)[:5]]
     listed = [f"{name} ({kind.found})" if kind else name for name, kind in kinds]
     return ", ".join(listed) or "nothing in it"
 
 
-def _is_source(path: Path) -> bool:
+def _sources(folder: Path) -> list[Path]:
+    return [child for child in _entries(folder) if is_source(child)]
+
+
+def _entries(folder: Path) -> list[Path]:
+    """Return the first entries of a folder, which may be any: all of /home are not opened for an
+    error.
+    """
+    try:
+        return sorted(folder.iterdir())[:_MAX_ENTRIES]
+    except OSError:
+        return []
+
+
+def _foreign_kind(path: Path) -> FileKind | None:
+    kind = kind_by_mark(_head(path))
+    # A file of torch that is listed holds no weights, such as an optimizer.pt.
+    return kind if kind is not TORCH_ZIP else None
+
+
+def is_source(path: Path) -> bool:
     """Return whether a path in a folder can be converted: a file of weights, a folder of a
     checkpoint or of models.
     """
     if path.is_file():
         return _may_be_model(path)
-    with contextlib.suppress(UserError):
+    with contextlib.suppress(UserError, OSError):
         return path.is_dir() and bool(registry.detect(path) or list_models(path))
     return False
 
@@ -171,6 +197,7 @@ def _may_be_model(path: Path) -> bool:
     """
     try:
         with ModelFile.open(path, ReadOptions(allow_nonfinite=True)) as source:
+            check_tensors(path, source.tensors)
             return any(len(info.shape) > 1 for info in source.tensors.values())
     except NoWeights:
         return False

@@ -19,6 +19,7 @@ from mmldlm.checkpoints.formats import part_files, registry
 from mmldlm.checkpoints.formats.ema import add_ema
 from mmldlm.checkpoints.formats.foreign_folder import (
     check_folder,
+    is_source,
     list_modules,
     list_some,
     nothing_error,
@@ -243,13 +244,25 @@ def _is_run_checkpoint(path: Path) -> bool:
         return True
     if not path.is_dir():
         return False
-    if _is_manifest(path / MANIFEST) or (path / CHECKPOINTS).is_dir():
+    if _is_manifest(path / MANIFEST):
         return True
+    if (path / CHECKPOINTS).is_dir():
+        return not _is_foreign(path / CHECKPOINTS)
     if path.parent.name == CHECKPOINTS and _STEP.fullmatch(path.name):
         # Of a checkpoint of mmldlm the missing manifest is then reported as the problem.
         return (path / ENGINE_FOLDER).is_dir() or registry.detect(path) is None
-    # Other programs too name a folder "checkpoints".
-    return CHECKPOINTS in (path.name, path.parent.name) and registry.detect(path) is None
+    is_named_so = CHECKPOINTS in (path.name, path.parent.name) and registry.detect(path) is None
+    return is_named_so and not _is_foreign(path)
+
+
+def _is_foreign(checkpoints: Path) -> bool:
+    """Return whether a folder `checkpoints` is another program's: what can be converted in it is
+    no step of mmldlm.
+    """
+    inside = list(checkpoints.iterdir())
+    if any(_STEP.fullmatch(child.name) and _is_run_checkpoint(child) for child in inside):
+        return False
+    return any(map(is_source, inside))
 
 
 def _is_manifest(path: Path) -> bool:
