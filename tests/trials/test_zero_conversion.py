@@ -449,3 +449,18 @@ def test_zero0_weights_between_others_are_known(tmp_path):
     # An optimizer that got its parameters in another order says nothing about the place.
     folder = zero0_folder(tmp_path / "ck2" / "zero", module, [[last, master, first]])
     refuses(mmldlm("convert", folder, tmp_path / "out2"), "frozen, norm")
+
+
+def test_zero0_of_fused_adam_has_its_16_bit_weights(tmp_path):
+    """conversion-trials 1, P4: flat masters have no order, unless the client state names them."""
+    module = {"a": torch.rand(4, 3), "b": torch.rand(3)}
+    folder = zero0_folder(tmp_path / "ck" / "zero", module, [])
+    flat = torch.cat([value.flatten() for value in module.values()])
+    change(folder / MODEL, lambda state: state["optimizer"].update(fp32_groups_flat=[flat]))
+    refuses(mmldlm("convert", folder, tmp_path / "out"), "FusedAdam", "--dtype bf16")
+    succeeds(mmldlm("convert", folder, tmp_path / "out", "--dtype", "keep"))
+    assert tensors(tmp_path / "out")["a"].equal(module["a"].bfloat16())
+    change(folder / MODEL, lambda state: state.update(optimizer_param_names=[["a", "b"]]))
+    succeeds(mmldlm("convert", folder, tmp_path / "out2"))
+    assert tensors(tmp_path / "out2")["b"].equal(module["b"])
+    refuses(mmldlm("convert", folder, tmp_path / "out3", "--to", "zero2"), "moments are flat")
