@@ -114,20 +114,31 @@ class ZeroCheckpoint(WeightSource):
         self.step = count_of(model_files[0], models[0], "global_steps")
         self.world_size = count_of(model_files[0], models[0], "dp_world_size")
         check_model_files(model_files, models)
-        if not optim and is_universal(self.path):
+        if optim:
+            self._read_partitions(optim, model3, model_files, models)
+        elif is_universal(self.path):
             self.stage = configured_stage(models[0])
             self._read_universal(model_files, models)
-            return
-        if not optim:
-            stage = configured_stage(models[0]) or (3 if model3 else 0)
-            if stage != 0:
-                files = (
-                    f"the {self.world_size} zero_pp_rank_*_optim_states.pt files of ZeRO-{stage}"
-                )
-                raise missing_file_error(self.path, files, "none")
+        elif stage := configured_stage(models[0]) or (3 if model3 else 0):
+            files = f"the {self.world_size} zero_pp_rank_*_optim_states.pt files of ZeRO-{stage}"
+            raise missing_file_error(self.path, files, "none")
+        else:
             self.stage = 0
             self._read_zero0(model_files[0], models[0])
-            return
+        if self.stage in (2, 3) and models[0].get("frozen_param_shapes", {}) is None:
+            self.notes.append(
+                "saved with exclude_frozen_parameters: frozen weights, if the model has any, are"
+                " not in it"
+            )
+
+    def _read_partitions(
+        self,
+        optim: dict[int, Path],
+        model3: dict[int, Path],
+        model_files: list[TorchFile],
+        models: list[dict],
+    ) -> None:
+        """Read ZeRO-1, 2 or 3; the optimizer files record which of them it is."""
         check_ranks(self.path, optim, self.world_size, "optim_states")
         optim_files = [self._open(path) for _, path in sorted(optim.items())]
         inners = [inner_optimizer(file) for file in optim_files]
@@ -296,8 +307,8 @@ class ZeroCheckpoint(WeightSource):
             self.without_masters = masters.unknown
             self.optimizer_left_out = masters.reason
             self.notes.append(
-                f"the fp32 masters of {join_some(masters.unknown)} cannot be told apart, and the"
-                f" optimizer not be carried over: {masters.reason}"
+                f"the fp32 masters of {join_some(masters.unknown)} cannot be told apart, nor"
+                f" can the optimizer be carried over: {masters.reason}"
             )
         elif self.options.with_moments and not masters.groups:
             # No engine of mmldlm saves FP16_Optimizer's one flat tensor per group.
