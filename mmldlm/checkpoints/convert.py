@@ -374,7 +374,8 @@ def plan_tensors(
 
     Raises:
         UserError: an unknown dtype, a source without tensors, patterns or a prefix without a
-            match.
+            match, or 16-bit weights that would be written as fp32 though their masters are in the
+            checkpoint.
     """
     if dtype not in DTYPE_NAMES:
         raise UserError(f"--dtype one of {', '.join(DTYPE_NAMES)}", dtype, "choose one of them")
@@ -384,6 +385,8 @@ def plan_tensors(
             "a checkpoint without a single tensor",
             "check what was saved",
         )
+    if not only:
+        check_complete(weights, "--only '*' converts all others")
     bare = strip_names(weights, strip_prefix)
     chosen = {
         name
@@ -409,10 +412,36 @@ def plan_tensors(
             tensors[name] = PlannedTensor(
                 info, bare[name], target if is_cast and target else info.dtype
             )
+    rounded = [
+        name
+        for name in weights.without_masters
+        if name in tensors and tensors[name].dtype != tensors[name].info.dtype
+    ]
+    if rounded:
+        low = {"bfloat16": "bf16", "float16": "fp16"}.get(tensors[rounded[0]].info.dtype, "keep")
+        raise UserError(
+            f"the fp32 masters of every weight in {weights.path}",
+            f"none that are known to be those of {join_some(rounded)}:"
+            f" {weights.optimizer_left_out}",
+            f"--dtype {low} takes the 16-bit weights, --dtype keep these and the masters that are"
+            " known; a checkpoint saved with"
+            " client_state={'optimizer_param_names': [[names of group 0], ...]} has the names",
+        )
     names = tuple(
         bare[name] for name in weights.tensors if name in tensors or bare[name] in aliases
     )
     return ExportPlan(tensors, aliases, names)
+
+
+def check_complete(weights: WeightSource, fix: str) -> None:
+    """Raise UserError if the checkpoint lacks the value of a tensor of the model."""
+    if weights.absent:
+        raise UserError(
+            f"a value of every tensor of the model in {weights.path}",
+            f"none of {join_some(weights.absent)}: DeepSpeed saves none of a trainable parameter"
+            " that its optimizer does not have",
+            fix,
+        )
 
 
 def strip_names(weights: WeightSource, prefix: str) -> dict[str, str]:

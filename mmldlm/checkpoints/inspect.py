@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
-from mmldlm.checkpoints.files.dtypes import DTYPES, bf16_to_fp32
+from mmldlm.checkpoints.files.dtypes import COMPLEX, DTYPES, bf16_to_fp32
 from mmldlm.checkpoints.formats.open import open_source
 from mmldlm.checkpoints.formats.weight_source import OpenedCheckpoint, WeightSource
 from mmldlm.errors import UserError
@@ -275,7 +275,7 @@ def _difference(x: np.ndarray, x_dtype: str, y: np.ndarray, y_dtype: str) -> tup
         # Correct also for integers beyond 2^53; NaNs with different bits are handled below.
         same = x == y
     x, y = _widened(x, x_dtype), _widened(y, y_dtype)
-    if "complex64" in (x_dtype, y_dtype):
+    if x_dtype in COMPLEX or y_dtype in COMPLEX:
         same = (x == y) | (np.isnan(x) & np.isnan(y))
     elif DTYPES[x_dtype].is_float or x_dtype != y_dtype:
         same = (x == y) & (np.signbit(x) == np.signbit(y)) | (np.isnan(x) & np.isnan(y))
@@ -287,7 +287,7 @@ def _difference(x: np.ndarray, x_dtype: str, y: np.ndarray, y_dtype: str) -> tup
 
 def _widened(values: np.ndarray, dtype: str) -> np.ndarray:
     """Widen to float64 (complex128); float8 stays bits, which suffices for equality."""
-    if dtype == "complex64":
+    if dtype in COMPLEX:
         return values.astype(np.complex128)
     return (bf16_to_fp32(values) if dtype == "bfloat16" else values).astype(np.float64)
 

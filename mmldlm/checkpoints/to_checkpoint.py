@@ -19,7 +19,13 @@ from pathlib import Path
 from typing import NamedTuple
 
 from mmldlm.checkpoints import commit
-from mmldlm.checkpoints.convert import DTYPE_NAMES, Summary, plan_tensors, source_metadata
+from mmldlm.checkpoints.convert import (
+    DTYPE_NAMES,
+    Summary,
+    check_complete,
+    plan_tensors,
+    source_metadata,
+)
 from mmldlm.checkpoints.files.torch_file import corrupt_file_error
 from mmldlm.checkpoints.files.torch_writer import TensorSpec
 from mmldlm.checkpoints.formats import registry
@@ -359,6 +365,8 @@ def _plan(
         }
         source_names = {item.name: name for name, item in planned.tensors.items()}
         names = {name: source_names[planned.aliases.get(name, name)] for name in planned.names}
+    else:
+        check_complete(weights, "take the weights that are there: --to safetensors --only '*'")
     request = WriteRequest(
         weights, to, folder, target.world_size, optimizer, target.sub_group_size, tensors, names
     )

@@ -53,6 +53,30 @@ def save(path: Path, value) -> Path:
     return path
 
 
+def zero_folder(folder: Path, **state: torch.Tensor) -> Path:
+    """Write DeepSpeed's files of a model of two weights, with Adam's state or another; return the
+    folder.
+    """
+    ddp = folder.parent / "ddp"
+    groups = [
+        {"params": [0, 1], "lr": 0.1, "betas": (0.9, 0.99), "eps": 1e-8, "weight_decay": 0.0}
+    ]
+    states = {number: {"step": torch.tensor(3.0), **state} for number in (0, 1)} if state else {}
+    save(ddp / "model.pt", {"a": MATRIX, "b": MATRIX + 1})
+    save(
+        ddp / "optimizer.pt",
+        {"state": states, "param_groups": groups, "param_names": [["a", "b"]]},
+    )
+    succeeds(mmldlm("convert", ddp, folder, "--to", "zero2", "--world", "2", "--no-fsync"))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def zero(tmp_path_factory) -> Path:
+    """A folder of DeepSpeed: `latest` and `zero/`. Copy it before changing anything."""
+    return zero_folder(tmp_path_factory.mktemp("zero") / "in")
+
+
 # -- folders of several models
 # ----------------------------------------------------------------------------------------
 
@@ -414,6 +438,33 @@ def test_complex_and_rare_types(tmp_path):
     succeeds(mmldlm("convert", "diff", tmp_path / "in.pt", tmp_path / "out" / "pt"))
 
 
+def test_complex_numbers_of_double_precision(tmp_path):
+    """conversion-trials P2: safetensors has no type for them, torch's files do."""
+    rope = torch.polar(torch.ones(3).double(), torch.arange(3.0).double())
+    source = save(tmp_path / "in.pt", {"freqs": rope, "conjugate": rope.conj(), "w": MATRIX})
+    refuses(convert(source), "freqs of type complex128", "--to model.pt")
+    succeeds(convert(source, "--only", "w"))
+    succeeds(convert(source, "--to", "model.pt", out="pt"))
+    found = torch.load(tmp_path / "pt" / "model.pt")
+    assert found["freqs"].equal(rope) and found["conjugate"].equal(rope.conj().resolve_conj())
+    succeeds(mmldlm("convert", "diff", source, tmp_path / "pt"), "3 tensors equal")
+
+
+@pytest.mark.parametrize("form", default(["file", "folder"], 2))
+def test_a_type_that_is_not_read_is_named(tmp_path, form):
+    """conversion-trials P2: of a DCP folder it was said to be damaged."""
+    import torch.distributed.checkpoint as dcp
+
+    state = {"w": MATRIX, "x": torch.ones(3, dtype=torch.complex32)}
+    if form == "file":
+        save(tmp_path / "in", state)
+    else:
+        dcp.save(state, checkpoint_id=tmp_path / "in", no_dist=True)
+    result = convert(tmp_path / "in")
+    refuses(result, "x.*torch.complex32")
+    assert "intact" not in result
+
+
 class Mode(enum.Enum):
     A = "a"
 
@@ -493,14 +544,35 @@ def other_file(kind: str, path: Path) -> None:
         save(path.with_suffix(".safetensors"), {"w": MATRIX})
         path.with_suffix(".safetensors").rename(path)
     else:
-        head = {"GGUF": b"GGUF", "HDF5": b"\x89HDF\r\n\x1a\n", "gzip": b"\x1f\x8b\x08"}[kind]
-        path.write_bytes(head + bytes(600))
+        path.write_bytes(HEADS[kind] + bytes(600))
+
+
+HEADS = {
+    "GGUF": b"GGUF",
+    "HDF5": b"\x89HDF\r\n\x1a\n",
+    "gzip": b"\x1f\x8b\x08",
+    "ONNX": b"\x08\x07",
+    "Git LFS": b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 3\n",
+    "zip file": b"PK\x03\x04",
+}
 
 
 @pytest.mark.parametrize(
     "kind",
     default(
-        ["GGUF", "HDF5", "gzip", "numpy", "Keras", "TorchScript", "old format", "safetensors"]
+        [
+            "GGUF",
+            "Git LFS",
+            "HDF5",
+            "ONNX",
+            "gzip",
+            "numpy",
+            "Keras",
+            "TorchScript",
+            "old format",
+            "safetensors",
+        ],
+        2,
     ),
 )
 def test_other_kinds_of_files_are_named(tmp_path, kind):
@@ -509,6 +581,81 @@ def test_other_kinds_of_files_are_named(tmp_path, kind):
     result = convert(tmp_path / "in.bin")
     refuses(result, kind)
     assert "copy the file again" not in result and "DeepSpeed" not in result
+
+
+@pytest.mark.parametrize("kind", default(["GGUF", "zip file", "Git LFS"]))
+def test_a_safetensors_name_of_another_kind(tmp_path, kind):
+    """conversion-trials part 2 POOR 8: "not a safetensors file, or truncated"."""
+    other_file(kind, tmp_path / "in.safetensors")
+    result = convert(tmp_path / "in.safetensors")
+    refuses(result, kind)
+    assert "copy the file again" not in result
+
+
+OBJECTS_ALONE = {
+    "object of the class .*Linear": nn.Linear(2, 3),
+    "a tensor without a name": MATRIX,
+    "a list": [MATRIX],
+    "values without a weight": {"epoch": 3, "rng": torch.get_rng_state()},
+}
+
+
+@pytest.mark.parametrize("says", default(OBJECTS_ALONE))
+def test_a_file_without_a_state_dict(tmp_path, says):
+    refuses(convert(save(tmp_path / "in.pt", OBJECTS_ALONE[says])), says, "state_dict")
+
+
+# -- what a folder holds
+# -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", default(["GGUF", "Git LFS"]))
+def test_a_folder_of_other_kinds_of_files(tmp_path, kind):
+    """conversion-trials part 2 POOR 6 and 8."""
+    (tmp_path / "in").mkdir()
+    other_file(kind, tmp_path / "in" / "weights.xyz")
+    refuses(convert(tmp_path / "in"), f"weights.xyz \\(.*{kind}")
+
+
+def test_what_can_be_converted_in_a_folder_is_listed(zero, tmp_path):
+    """conversion-trials part 2 POOR 6: files without a known suffix, DeepSpeed's and DCP's
+    folders.
+    """
+    import torch.distributed.checkpoint as dcp
+
+    folder = tmp_path / "in"
+    shutil.copytree(zero / "zero", folder / "global_step3")
+    dcp.save({"w": MATRIX}, checkpoint_id=folder / "step-3", no_dist=True)
+    save(folder / "weights", {"w": MATRIX})
+    (folder / "notes.txt").write_text("text", encoding="utf-8")
+    (folder / "empty").mkdir()
+    refuses(convert(folder), "global_step3.* or .*step-3.* or .*weights$")
+
+
+def test_an_unreadable_model_is_not_passed_over(tmp_path):
+    """conversion-trials P8: of a folder with a file of torch's old format another file was
+    taken.
+    """
+    old = tmp_path / "in" / "pytorch_model.bin"
+    old.parent.mkdir()
+    torch.save({"w": MATRIX}, old, _use_new_zipfile_serialization=False)
+    refuses(convert(tmp_path / "in"), "old format")
+    save(tmp_path / "in" / "critic.bin", {"w": MATRIX})
+    refuses(convert(tmp_path / "in"), "2 models: critic.bin, pytorch_model.bin")
+
+
+def test_the_advice_for_torchs_old_format_works(zero, tmp_path):
+    """conversion-trials P8: DeepSpeed's files with checkpoint_serialization = false."""
+    shutil.copytree(zero, tmp_path / "in")
+    paths = sorted((tmp_path / "in" / "zero").glob("*_states.pt"))
+    for path in paths:
+        value = torch.load(path, weights_only=False)
+        torch.save(value, path, _use_new_zipfile_serialization=False)
+    refuses(convert(tmp_path / "in"), "old format", "write every file again under its own name")
+    for path in paths:
+        torch.save(torch.load(path, weights_only=False), path)
+    succeeds(convert(tmp_path / "in"))
+    assert tensors_in(tmp_path / "out")["a"].equal(MATRIX)
 
 
 @SLOW
@@ -540,30 +687,6 @@ def test_an_optimizer_file_is_named(tmp_path):
 # ---------------------------------------------------------------------------------------------
 
 
-def zero_folder(folder: Path, **state: torch.Tensor) -> Path:
-    """Write DeepSpeed's files of a model of two weights, with Adam's state or another; return the
-    folder.
-    """
-    ddp = folder.parent / "ddp"
-    groups = [
-        {"params": [0, 1], "lr": 0.1, "betas": (0.9, 0.99), "eps": 1e-8, "weight_decay": 0.0}
-    ]
-    states = {number: {"step": torch.tensor(3.0), **state} for number in (0, 1)} if state else {}
-    save(ddp / "model.pt", {"a": MATRIX, "b": MATRIX + 1})
-    save(
-        ddp / "optimizer.pt",
-        {"state": states, "param_groups": groups, "param_names": [["a", "b"]]},
-    )
-    succeeds(mmldlm("convert", ddp, folder, "--to", "zero2", "--world", "2", "--no-fsync"))
-    return folder
-
-
-@pytest.fixture(scope="module")
-def zero(tmp_path_factory) -> Path:
-    """A folder of DeepSpeed: `latest` and `zero/`. Copy it before changing anything."""
-    return zero_folder(tmp_path_factory.mktemp("zero") / "in")
-
-
 @pytest.mark.parametrize("kind", default(["config", "latest", "manifest", "macOS"]))
 def test_what_lies_beside_the_files_of_deepspeed(zero, tmp_path, kind):
     """conversion-trials P9 (untrue reasons), P12 (OUT had no config.json)."""
@@ -572,7 +695,9 @@ def test_what_lies_beside_the_files_of_deepspeed(zero, tmp_path, kind):
     if kind == "latest":
         source = folder / "latest"
     elif kind == "manifest":
-        (folder / "manifest.json").write_text('{"files": ["a"]}', encoding="utf-8")
+        for text in ('{"files": ["a"]}', "no JSON"):
+            (folder / "manifest.json").write_text(text, encoding="utf-8")
+            succeeds(mmldlm("convert", folder, tmp_path / f"out{len(text)}", "--no-fsync"))
     elif kind == "macOS":
         for path in list((folder / "zero").glob("*_states.pt")):
             path.with_name(f"._{path.name}").write_bytes(b"\x00\x05\x16\x07" + bytes(100))
@@ -594,6 +719,39 @@ def test_a_dcp_folder_named_like_a_step_of_a_run(tmp_path):
     folder = tmp_path / "checkpoints" / "step_00000010"
     dcp.save({"w": MATRIX}, checkpoint_id=folder, no_dist=True)
     succeeds(mmldlm("convert", folder, tmp_path / "out", "--no-fsync"))
+
+
+LAYOUTS = [
+    ("version_0", "checkpoints/epoch=3-step=4.ckpt"),  # Lightning
+    ("project", "checkpoints/checkpoint_0/model.safetensors"),  # accelerate
+    ("out", "checkpoints/global_step3/model.pt"),
+]
+
+
+@pytest.mark.parametrize("layout", default(LAYOUTS, 2), ids=lambda layout: layout[0])
+def test_a_folder_of_checkpoints_of_another_program(tmp_path, layout):
+    """It was taken for a run of mmldlm: "start without training.resume"."""
+    run, name = layout
+    path = save(tmp_path / run / name, {"w": MATRIX})
+    top = mmldlm("convert", tmp_path / run, tmp_path / "no")
+    refuses(top, f"give one of the models in it: .*{run}/checkpoints")
+    assert "resume" not in top
+    inside = path.relative_to(tmp_path / run).parts[1]
+    given = tmp_path / run / "checkpoints"
+    result = mmldlm("convert", given, tmp_path / "out", "--no-fsync")
+    if not path.parent.samefile(given):
+        refuses(result, f"give one of the models in it: .*checkpoints/{inside}")
+        result = mmldlm("convert", given / inside, tmp_path / "out", "--no-fsync")
+    succeeds(result)
+    assert tensors_in(tmp_path / "out")["w"].equal(MATRIX)
+
+
+def test_flat_parameters_in_a_folder_are_named(tmp_path):
+    """conversion-trials part 2, table: FSDP1's local state of two ranks."""
+    for rank in (0, 1):
+        path = tmp_path / "in" / f"pytorch_model_fsdp_rank{rank}.bin"
+        save(path, {"_fsdp_wrapped_module._flat_param": MATRIX[0]})
+    refuses(convert(tmp_path / "in"), "part of a sharded checkpoint")
 
 
 @SLOW

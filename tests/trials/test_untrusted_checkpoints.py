@@ -339,7 +339,7 @@ def test_no_special_file_beside_a_model(tmp_path, name, kind):
     if kind == "folder" and name == "tokenizer.json":
         succeeds(result)  # a folder of that name is copied as one
     else:
-        refuses(result, "folder|FIFO|socket|device|leads to|model.safetensors.index.json")
+        refuses(result, "directory|FIFO|socket|device|leads to|model.safetensors.index.json")
 
 
 # -- sizes and counts in headers

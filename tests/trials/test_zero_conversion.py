@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.trials.harness import ROOT, SLOW, mmldlm, mostly_slow, refuses, succeeds, todo
+from tests.trials.harness import ROOT, SLOW, mmldlm, mostly_slow, refuses, succeeds
 
 OPTIM = "*zero_pp_rank_{}_mp_rank_00_optim_states.pt"
 MODEL, MODEL3 = "mp_rank_00_model_states.pt", "zero_pp_rank_{}_mp_rank_00_model_states.pt"
@@ -379,9 +379,11 @@ def test_tensors_without_elements_are_not_tied(zero_folder, tmp_path):
         "none": (0,),
         "none_too": (0, 5),
     }
+    # Universal checkpoints keep the list, and are read as those of ZeRO-3.
+    source = converted(folder, tmp_path / "universal", "universal")
+    succeeds(mmldlm("convert", "diff", source, tmp_path / "out"), "6 tensors equal, 0 differ")
 
 
-@todo("conversion-trials 1, P6")
 def test_a_parameter_outside_the_optimizer_under_zero3(zero_folder, tmp_path):
     """DeepSpeed saves no value of it: the others can be converted, and the reason is named."""
     folder = zero_folder(3)
@@ -390,21 +392,18 @@ def test_a_parameter_outside_the_optimizer_under_zero3(zero_folder, tmp_path):
             path, lambda state: state["module"].update(extra=torch.empty(0, dtype=torch.bfloat16))
         )
     result = mmldlm("convert", folder, tmp_path / "out", "--only", "a.*")
-    succeeds(result)
+    succeeds(result, "note: extra: named in the model, without a value")
     assert "copy the file again" not in mmldlm("convert", folder, tmp_path / "out2")
+    for target in ([], ["--to", "universal"]):
+        refuses(mmldlm("convert", folder, tmp_path / "out2", *target), "none of extra", "--only")
+    succeeds(mmldlm("convert", folder, tmp_path / "out3", "--only", "*"))
+    assert set(tensors(tmp_path / "out3")) == {"a.weight", "b.bias", "frozen.weight", "mean"}
 
 
-@todo("conversion-trials 1, P4")
-def test_zero0_with_equal_frozen_and_trained_weights(tmp_path):
-    """Fresh LayerNorms are equal in 16 bits: at least the 16-bit weights can be had with --dtype
-    keep.
-    """
-    folder = tmp_path / "ck" / "zero"
-    folder.mkdir(parents=True)
-    names = ("frozen.weight", "norm.weight")
-    module = {name: torch.ones(4, dtype=torch.bfloat16) for name in names}
+def zero0_folder(folder: Path, module: dict, groups: list) -> Path:
+    """A checkpoint of ZeRO-0 in bf16; its masters, by group, have no names."""
     state = {
-        "module": module,
+        "module": {name: value.bfloat16() for name, value in module.items()},
         "buffer_names": [],
         "global_steps": 1,
         "skipped_steps": 0,
@@ -414,9 +413,54 @@ def test_zero0_with_equal_frozen_and_trained_weights(tmp_path):
         "ds_config": {"bf16": {"enabled": True}},
         "shared_params": {},
         "optimizer": {
-            "fp32_groups": [[torch.full((4,), 1.0001)]],
+            "fp32_groups": groups,
             "optimizer_state_dict": {"state": {}, "param_groups": []},
         },
     }
+    folder.mkdir(parents=True)
     torch.save(state, folder / MODEL)
+    return folder
+
+
+def test_zero0_with_equal_frozen_and_trained_weights(tmp_path):
+    """Fresh LayerNorms are equal in 16 bits: at least the 16-bit weights can be had with --dtype
+    keep.
+    """
+    names = ("frozen.weight", "norm.weight")
+    module = {name: torch.ones(4) for name in names}
+    folder = zero0_folder(tmp_path / "ck" / "zero", module, [[torch.full((4,), 1.0001)]])
+    succeeds(mmldlm("convert", folder, tmp_path / "out", "--dtype", "keep"), "note: .*told apart")
+    refuses(mmldlm("convert", folder, tmp_path / "out2"), "norm.weight", "--dtype bf16 takes")
+    refuses(mmldlm("convert", folder, tmp_path / "out2", "--to", "zero2"), "norm.weight .*equal")
+    succeeds(mmldlm("convert", folder, tmp_path / "out2", "--dtype", "bf16"))
+
+
+def test_zero0_weights_between_others_are_known(tmp_path):
+    """conversion-trials 1, P4: the masters before and after tell which of two equal weights is
+    trained.
+    """
+    one, master = torch.ones(4), torch.full((4,), 1.0001)
+    first, last = torch.full((4,), 3.0001), torch.full((4,), 5.0001)
+    module = {"frozen": one, "first": first, "norm": one, "last": last, "frozen.2": one}
+    folder = zero0_folder(tmp_path / "ck" / "zero", module, [[first, master, last]])
+    succeeds(mmldlm("convert", folder, tmp_path / "out"))
+    assert tensors(tmp_path / "out")["norm"].equal(master)
+    assert tensors(tmp_path / "out")["frozen"].equal(one)
+    # An optimizer that got its parameters in another order says nothing about the place.
+    folder = zero0_folder(tmp_path / "ck2" / "zero", module, [[last, master, first]])
+    refuses(mmldlm("convert", folder, tmp_path / "out2"), "frozen, norm")
+
+
+def test_zero0_of_fused_adam_has_its_16_bit_weights(tmp_path):
+    """conversion-trials 1, P4: flat masters have no order, unless the client state names them."""
+    module = {"a": torch.rand(4, 3), "b": torch.rand(3)}
+    folder = zero0_folder(tmp_path / "ck" / "zero", module, [])
+    flat = torch.cat([value.flatten() for value in module.values()])
+    change(folder / MODEL, lambda state: state["optimizer"].update(fp32_groups_flat=[flat]))
+    refuses(mmldlm("convert", folder, tmp_path / "out"), "FusedAdam", "--dtype bf16")
     succeeds(mmldlm("convert", folder, tmp_path / "out", "--dtype", "keep"))
+    assert tensors(tmp_path / "out")["a"].equal(module["a"].bfloat16())
+    change(folder / MODEL, lambda state: state.update(optimizer_param_names=[["a", "b"]]))
+    succeeds(mmldlm("convert", folder, tmp_path / "out2"))
+    assert tensors(tmp_path / "out2")["b"].equal(module["b"])
+    refuses(mmldlm("convert", folder, tmp_path / "out3", "--to", "zero2"), "moments are flat")

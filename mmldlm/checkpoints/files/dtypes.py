@@ -19,7 +19,7 @@ class DType(NamedTuple):
     Attributes:
         name: Name in torch.
         raw: NumPy type that carries its bytes.
-        safetensors: Code of the dtype in safetensors files.
+        safetensors: Code of the dtype in safetensors files; "" if they cannot hold it.
         is_float: Whether it is a real floating-point type.
         itemsize: Number of bytes per element.
     """
@@ -43,6 +43,7 @@ def _table() -> dict[str, DType]:
         ("float8_e5m2fnuz", "|u1", "F8_E5M2FNUZ", True),
         ("float8_e8m0fnu", "|u1", "F8_E8M0", True),
         ("complex64", "<c8", "C64", False),
+        ("complex128", "<c16", "", False),
         ("int64", "<i8", "I64", False),
         ("int32", "<i4", "I32", False),
         ("int16", "<i2", "I16", False),
@@ -59,6 +60,7 @@ def _table() -> dict[str, DType]:
 
 
 DTYPES: dict[str, DType] = _table()
+COMPLEX = ("complex64", "complex128")
 
 
 def numel(shape: Sequence[int]) -> int:
@@ -114,7 +116,7 @@ def count_nonfinite(chunk: np.ndarray, dtype: str) -> int:
     """
     if dtype == "bfloat16":
         return int(np.count_nonzero((chunk & 0x7F80) == 0x7F80))
-    if dtype in ("float64", "float32", "float16", "complex64"):
+    if dtype in ("float64", "float32", "float16", *COMPLEX):
         return chunk.size - int(np.count_nonzero(np.isfinite(chunk)))
     return 0
 
@@ -127,7 +129,7 @@ def negate(values: np.ndarray, dtype: str) -> np.ndarray:
     """
     if dtype == "bfloat16":
         return values ^ np.uint16(0x8000)
-    if dtype in ("float64", "float32", "float16", "complex64"):
+    if dtype in ("float64", "float32", "float16", *COMPLEX):
         return np.negative(values)
     raise ValueError(f"a negative view of {dtype}")
 

@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import os
 import struct
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -31,6 +31,14 @@ import numpy as np
 
 from mmldlm.checkpoints.files.dtypes import DTYPES, negate
 from mmldlm.checkpoints.files.file_io import RangedCrc32, open_regular_descriptor
+from mmldlm.checkpoints.files.file_kinds import (
+    HEAD_BYTES,
+    OLD_TORCH,
+    TORCH_ZIP,
+    FileKind,
+    kind_by_bytes,
+    kind_by_records,
+)
 from mmldlm.checkpoints.files.unpickler import RefusedPickle, TensorRef, read_pickle
 from mmldlm.errors import UserError
 from mmldlm.utils.formatting import describe_os_error
@@ -124,7 +132,8 @@ class TorchFile:
         try:
             entries = self._read_directory()
         except (BadZip, OSError, OverflowError, struct.error) as error:
-            self._check_kind(kind_by_bytes(self._pread(0, 512)))
+            kind = kind_by_bytes(self._pread(0, HEAD_BYTES))
+            self._check_kind(kind if kind is not TORCH_ZIP else None)
             found = (
                 f"not one complete zip file ({self.file_size} bytes; {error}): truncated,"
                 " overwritten, or joined"
@@ -155,10 +164,11 @@ class TorchFile:
         if kind is None:
             return
         fix = kind.fix
-        if self.path.name.endswith("_states.pt"):
+        if kind is OLD_TORCH and self.path.name.endswith("_states.pt"):
             fix = (
-                'save with "checkpoint": {"checkpoint_serialization": true} in the DeepSpeed'
-                " config"
+                "write every file again under its own name, if you trust it:"
+                " torch.save(torch.load(FILE, weights_only=False), FILE); or save with"
+                ' "checkpoint": {"checkpoint_serialization": true} in the DeepSpeed config'
             )
         raise UserError(f"a file written by torch.save at {self.path}", kind.found, fix)
 
@@ -523,96 +533,3 @@ def _widen(extra: bytes, *values: int) -> list[int]:
             return widened
         at += 4 + length
     return list(values)
-
-
-# -- Kinds of other files
-# -------------------------------------------------------------------------------------------------
-
-
-class FileKind(NamedTuple):
-    """Kind of a file, as the `found` of an error, and its fix."""
-
-    found: str
-    fix: str
-
-
-_EXPORT = (
-    "export the weights with the program that wrote it, as safetensors or with torch.save of a"
-    " state_dict"
-)
-_UNPACK = (
-    "unpack it and give the file of weights in it, e.g. model_weights.ckpt; of several ranks,"
-    " merge them first"
-)
-_SAVE_AGAIN = (
-    'write it again with torch 1.6 or newer: torch.save(torch.load(FILE, map_location="cpu"), NEW)'
-)
-# torch's magic number as a pickle.
-_OLD_TORCH = b"\x80\x02\x8a\x0al\xfc\x9cF\xf9 j\xa8P\x19."
-
-# (position, bytes) at the start of a file.
-_BY_BYTES: tuple[tuple[int, bytes, FileKind], ...] = (
-    (
-        0,
-        _OLD_TORCH,
-        FileKind(
-            "torch's old format (not a zip file), whose bytes carry no checksums", _SAVE_AGAIN
-        ),
-    ),
-    (0, b"GGUF", FileKind("a GGUF file, which mmldlm does not read", _EXPORT)),
-    (
-        0,
-        b"\x89HDF\r\n\x1a\n",
-        FileKind("an HDF5 file (Keras), which mmldlm does not read", _EXPORT),
-    ),
-    (0, b"\x93NUMPY", FileKind("an array of numpy, which mmldlm does not read", _EXPORT)),
-    (0, b"\x1f\x8b", FileKind("a file compressed by gzip (.tar.gz, .nemo, ...)", _UNPACK)),
-    (0, b"\x28\xb5\x2f\xfd", FileKind("a file compressed by zstd", _UNPACK)),
-    (0, b"\xfd7zXZ\x00", FileKind("a file compressed by xz", _UNPACK)),
-    (0, b"BZh", FileKind("a file compressed by bzip2", _UNPACK)),
-    (0, b"7z\xbc\xaf\x27\x1c", FileKind("a 7-Zip archive", _UNPACK)),
-    (257, b"ustar", FileKind("a tar archive", _UNPACK)),
-    (0, b"\x80", FileKind("a plain pickle, which torch.save did not write", _SAVE_AGAIN)),
-    (
-        0,
-        b"\x08",
-        FileKind("no zip file; its first byte is that of an ONNX file or a protobuf", _EXPORT),
-    ),
-)
-
-
-def kind_by_bytes(head: bytes) -> FileKind | None:
-    """Return what a file is that begins with `head` (512 bytes); None if unknown."""
-    for position, mark, kind in _BY_BYTES:
-        if head[position : position + len(mark)] == mark:
-            return kind
-    # A safetensors file under another name: the length of its header, then JSON.
-    if head[8:9] == b"{" and int.from_bytes(head[:8], "little") < 1 << 32:
-        return FileKind("a safetensors file under another name", "give it the suffix .safetensors")
-    return None
-
-
-def kind_by_records(names: Collection[str]) -> FileKind | None:
-    """Return what a zip file with these records is; None for one of torch.save or an unknown
-    one.
-    """
-    inner = {name.partition("/")[2] for name in names}
-    if "constants.pkl" in inner:
-        fix = "save its weights in Python: torch.save(torch.jit.load(FILE).state_dict(), NEW)"
-        return FileKind("a TorchScript program (torch.jit.save)", fix)
-    if "data.pkl" in inner:
-        return None
-    if {"archive_format", "archive_version"} & {*names, *inner} or any(
-        name.endswith(".pt2") for name in names
-    ):
-        fix = "save its weights in Python: torch.save(torch.export.load(FILE).state_dict, NEW)"
-        return FileKind("an exported program (torch.export.save)", fix)
-    if names and all(name.endswith(".npy") for name in names):
-        return FileKind("arrays of numpy (.npz), which mmldlm does not read", _EXPORT)
-    if any(name.endswith(".weights.h5") for name in names):
-        return FileKind("a Keras model, which mmldlm does not read", _EXPORT)
-    if any(name.endswith((".pt", ".pth", ".ckpt", ".bin", ".safetensors")) for name in names):
-        return FileKind("a zip archive of other files", _UNPACK)
-    return FileKind(
-        "a zip file that torch.save did not write (no data.pkl under one top folder)", _EXPORT
-    )

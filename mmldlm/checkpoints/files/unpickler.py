@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
-from mmldlm.checkpoints.files.dtypes import DTYPES, numel
+from mmldlm.checkpoints.files.dtypes import COMPLEX, DTYPES, numel
 
 
 class RefusedPickle(ValueError):
@@ -224,12 +224,12 @@ def _tensor(
         dtype, elements = storage.dtype, storage.num_elements
     else:
         elements = storage.num_elements * DTYPES[storage.dtype].itemsize // DTYPES[dtype].itemsize
-    if conjugated and dtype != "complex64" or negated and dtype not in _NEGATED:
+    if conjugated and dtype not in COMPLEX or negated and dtype not in _NEGATED:
         raise RefusedPickle(f"a negative or conjugate view of {dtype}")
     return TensorRef(dtype, shape, strides, storage.key, offset, elements, negated, conjugated)
 
 
-_NEGATED = ("float64", "float32", "float16", "bfloat16", "complex64")
+_NEGATED = ("float64", "float32", "float16", "bfloat16", *COMPLEX)
 
 
 def _signs(metadata: Any) -> tuple[bool, bool]:
@@ -254,8 +254,8 @@ def _rebuild_tensor_v2(
 
 
 def _rebuild_tensor_v3(storage, offset, size, stride, requires_grad, hooks, dtype, metadata=None):
-    if isinstance(dtype, type) and issubclass(dtype, OpaqueObject):
-        return OpaqueObject(dtype().kind, (storage,))
+    if (kind := opaque_kind(dtype)) is not None:
+        return OpaqueObject(kind, (storage,))
     if not isinstance(dtype, _DType) or dtype.name not in DTYPES:
         raise RefusedPickle(f"a tensor of dtype {getattr(dtype, 'name', dtype)!r}")
     return _tensor(storage, offset, size, stride, dtype.name, metadata)
@@ -274,19 +274,11 @@ def _rebuild_from_type_v2(function, kind, args, state):
     thing, a placeholder.
     """
     allowed = (_rebuild_tensor_v2, _rebuild_tensor_v3, _rebuild_parameter)
-    is_plain = (
-        isinstance(kind, type)
-        and issubclass(kind, OpaqueObject)
-        and kind().kind in _TENSOR_CLASSES
-    )
-    if is_plain and isinstance(function, _AllowedCall) and function.function in allowed:
+    name = opaque_kind(kind)
+    is_known = isinstance(function, _AllowedCall) and function.function in allowed
+    if is_known and name in _TENSOR_CLASSES:
         return function(*args)
-    name = (
-        kind().kind
-        if isinstance(kind, type) and issubclass(kind, OpaqueObject)
-        else "a tensor subclass"
-    )
-    return OpaqueObject(f"{name}.Tensor", (function, args, state))
+    return OpaqueObject(f"{name or 'a tensor subclass'}.Tensor", (function, args, state))
 
 
 _TENSOR_CLASSES = ("torch.Tensor", "torch.nn.parameter.Parameter", "torch.nn.parameter.Buffer")
@@ -332,6 +324,7 @@ STORAGES = {
     "ByteStorage": "uint8",
     "BoolStorage": "bool",
     "ComplexFloatStorage": "complex64",
+    "ComplexDoubleStorage": "complex128",
 }
 
 _GLOBALS: dict[tuple[str, str], Any] = {
@@ -457,6 +450,14 @@ class _Reader(pickle.Unpickler):
 def dtype_name(value: Any) -> str | None:
     """Return the name of a torch.dtype that read_pickle returned; None for anything else."""
     return value.name if isinstance(value, _DType) else None
+
+
+def opaque_kind(value: Any) -> str | None:
+    """Return the name of a class or function that read_pickle left unread; None for anything
+    else.
+    """
+    is_class = isinstance(value, type) and issubclass(value, OpaqueObject)
+    return value().kind if is_class else None
 
 
 # A pickle may name a class a million times.

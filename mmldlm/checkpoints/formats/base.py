@@ -15,7 +15,7 @@ from typing import Protocol
 
 import numpy as np
 
-from mmldlm.checkpoints.files.dtypes import DTYPES, cast, count_nonfinite
+from mmldlm.checkpoints.files.dtypes import COMPLEX, DTYPES, cast, count_nonfinite
 from mmldlm.checkpoints.files.file_io import run_in_threads
 from mmldlm.checkpoints.files.torch_writer import TensorSpec, TorchFileWriter
 from mmldlm.checkpoints.formats.optimizer import OptimizerMetadata
@@ -280,8 +280,8 @@ def _cast_to(
 ) -> np.ndarray:
     if dtype == target:
         return values
-    if dtype == "complex64":
-        fix = "leave it out with --only, or write --to safetensors"
+    if dtype in COMPLEX:
+        fix = "leave it out with --only, or write --to model.pt"
         raise UserError(f"numbers that can be written as {target}", f"complex ones in {name}", fix)
     if not DTYPES[dtype].is_float:
         # A buffer: ds_to_universal widens it, too.

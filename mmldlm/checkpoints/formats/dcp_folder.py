@@ -16,9 +16,9 @@ from pathlib import Path
 from typing import Any
 
 from mmldlm.checkpoints.files.dtypes import DTYPES, numel
+from mmldlm.checkpoints.files.file_kinds import SAFETENSORS, FileKind
 from mmldlm.checkpoints.files.torch_file import (
     MAX_PICKLE_BYTES,
-    FileKind,
     TorchFile,
     corrupt_file_error,
     open_for_reading,
@@ -28,6 +28,7 @@ from mmldlm.checkpoints.files.unpickler import (
     RefusedPickle,
     TensorRef,
     dtype_name,
+    opaque_kind,
     read_pickle,
 )
 from mmldlm.checkpoints.formats.selection import (
@@ -294,6 +295,9 @@ def _description(
     state = properties.state if _kind_of(properties) == "TensorProperties" else None
     dtype = dtype_name(state[0]) if isinstance(state, tuple) and state else None
     chunks = fields.get("chunks")
+    if dtype is None and isinstance(state, tuple) and state and (kind := opaque_kind(state[0])):
+        fix = "convert it to another type before it is saved"
+        raise UserError(f"tensors of types that mmldlm reads in {path}", f"{name} of {kind}", fix)
     if dtype is None or not isinstance(chunks, list):
         raise corrupt_file_error(path, f"no dtype or no chunks of {name}")
     offsets_and_sizes = []
@@ -425,7 +429,7 @@ class _ItemFile(TorchFile):
         return super()._read_directory()
 
     def _check_kind(self, kind: FileKind | None) -> None:
-        if kind is not None and kind.found.startswith("a safetensors file"):
+        if kind is SAFETENSORS:
             fix = (
                 "save with FileSystemWriter(...,"
                 " serialization_format=SerializationFormat.TORCH_SAVE), the default"

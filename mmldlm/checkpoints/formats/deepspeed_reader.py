@@ -10,31 +10,20 @@ bf16_optimizer.py):
 * BF16_Optimizer (ZeRO-1 with fp32 accumulation): the same, but the padding is saved too.
 * ZeRO-3: every parameter gives ceil(numel / world size) elements to every rank, padded at its own
   end; a sub-group is flat on each rank.
-* ZeRO-0: the module, and for 16-bit engines the masters as a list without names, which
-  FP16_UnfusedOptimizer saves. A rounded master equals the module's weight bit for bit, so the
-  weights identify the names. For weights with equal bits but different masters the order of the
-  parameters decides if possible; otherwise the checkpoint is refused.
-* Universal (ds_to_universal): one file per parameter and state,
-
-      DIR/zero/<parameter>/{fp32,exp_avg,exp_avg_sq}.pt    {"param": tensor} from ZeRO-1 and 2;
-                                                           a bare flat tensor from ZeRO-3
-      DIR/zero/optimizer_state.pt                          the groups (Muon has no exp_avg_sq.pt)
-      DIR/*_model_states.pt                                those of the source, with all buffers
+* ZeRO-0: the module, and for 16-bit engines the masters without names (see zero0_masters).
+* Universal (ds_to_universal): one file per parameter and state (see universal_folder).
 
 `param_slice_mappings` is not used: it disagrees with the data under round_robin_gradients.
 """
 
 from __future__ import annotations
 
-import os
-import zlib
-from collections.abc import Container, Iterable
+from collections.abc import Container
 from pathlib import Path
 from typing import Any
 
-from mmldlm.checkpoints.files.dtypes import DTYPES, cast, numel
+from mmldlm.checkpoints.files.dtypes import numel
 from mmldlm.checkpoints.files.torch_file import (
-    CHUNK_BYTES,
     SAME_SAVE_HINT,
     TorchFile,
     corrupt_file_error,
@@ -58,7 +47,6 @@ from mmldlm.checkpoints.formats.deepspeed_files import (
     missing_file_error,
     open_named,
     param_shapes,
-    read_scalar,
     saved_stage,
     shared_params,
     slice_parts,
@@ -67,26 +55,27 @@ from mmldlm.checkpoints.formats.deepspeed_files import (
 from mmldlm.checkpoints.formats.optimizer import (
     TensorState,
     check_equal_steps,
-    check_no_other_moment,
     flat_moments,
     group_names,
     moments_by_name,
     states_by_index,
 )
 from mmldlm.checkpoints.formats.selection import add_tensors, tensors_of
+from mmldlm.checkpoints.formats.universal_folder import (
+    add_universal,
+    is_universal,
+    universal_steps,
+)
 from mmldlm.checkpoints.formats.weight_source import (
     READ_DEFAULTS,
     FileRange,
     ReadOptions,
     TensorInfo,
     WeightSource,
-    read_parts,
 )
-from mmldlm.checkpoints.manifest import ZERO_TAG
+from mmldlm.checkpoints.formats.zero0_masters import Masters, match_masters
 from mmldlm.errors import UserError
 from mmldlm.utils.formatting import join_some
-from mmldlm.utils.moments import MOMENTS, moment_keys
-from mmldlm.utils.paths import check_distinct, path_inside
 
 
 class ZeroCheckpoint(WeightSource):
@@ -125,20 +114,31 @@ class ZeroCheckpoint(WeightSource):
         self.step = count_of(model_files[0], models[0], "global_steps")
         self.world_size = count_of(model_files[0], models[0], "dp_world_size")
         check_model_files(model_files, models)
-        if not optim and is_universal(self.path):
+        if optim:
+            self._read_partitions(optim, model3, model_files, models)
+        elif is_universal(self.path):
             self.stage = configured_stage(models[0])
             self._read_universal(model_files, models)
-            return
-        if not optim:
-            stage = configured_stage(models[0]) or (3 if model3 else 0)
-            if stage != 0:
-                files = (
-                    f"the {self.world_size} zero_pp_rank_*_optim_states.pt files of ZeRO-{stage}"
-                )
-                raise missing_file_error(self.path, files, "none")
+        elif stage := configured_stage(models[0]) or (3 if model3 else 0):
+            files = f"the {self.world_size} zero_pp_rank_*_optim_states.pt files of ZeRO-{stage}"
+            raise missing_file_error(self.path, files, "none")
+        else:
             self.stage = 0
             self._read_zero0(model_files[0], models[0])
-            return
+        if self.stage in (2, 3) and models[0].get("frozen_param_shapes", {}) is None:
+            self.notes.append(
+                "saved with exclude_frozen_parameters: frozen weights, if the model has any, are"
+                " not in it"
+            )
+
+    def _read_partitions(
+        self,
+        optim: dict[int, Path],
+        model3: dict[int, Path],
+        model_files: list[TorchFile],
+        models: list[dict],
+    ) -> None:
+        """Read ZeRO-1, 2 or 3; the optimizer files record which of them it is."""
         check_ranks(self.path, optim, self.world_size, "optim_states")
         optim_files = [self._open(path) for _, path in sorted(optim.items())]
         inners = [inner_optimizer(file) for file in optim_files]
@@ -173,9 +173,8 @@ class ZeroCheckpoint(WeightSource):
         if self.stage in (1, 2):
             self._add_universal_copies(file, module, trainable)
         shared = shared_params(file, state)
-        add_tensors(
-            self, file, {name: ref for name, ref in plain.items() if name not in shared}, kinds
-        )
+        own = {name: ref for name, ref in plain.items() if name not in shared or not ref.numel}
+        add_tensors(self, file, own, kinds)
         self._add_frozen3(model_files, models if self.stage == 3 else [{}])
         self._add_shared3(file, state)
         self._order_like(module)
@@ -225,16 +224,22 @@ class ZeroCheckpoint(WeightSource):
             self.notes.append(note)
 
     def _order_like(self, module: dict) -> None:
-        """Sort the tensors in the model's order.
+        """Sort the tensors in the model's order, and list those that ZeRO-3 did not save.
 
         Raises:
-            UserError: the module names a tensor that is not stored.
+            UserError: the module names another tensor that is not stored.
         """
-        unknown = [name for name in module if name not in self.tensors]
-        if unknown:
-            found = f"{join_some(unknown)} named in module, without weights in the checkpoint"
+        self.absent = [name for name in module if name not in self.tensors]
+        if any(module[name].numel or self.stage != 3 for name in self.absent):
+            found = f"{join_some(self.absent)} named in module, without weights in the checkpoint"
             raise corrupt_file_error(self.files[0].path, found)
-        order = [*module, *(name for name in self.tensors if name not in module)]
+        if self.absent:
+            self.notes.append(
+                f"{join_some(self.absent)}: named in the model, without a value in the checkpoint"
+                " (DeepSpeed saves none of a trainable parameter that its optimizer does not have)"
+            )
+        order = [name for name in module if name in self.tensors]
+        order += [name for name in self.tensors if name not in module]
         self.tensors = {name: self.tensors[name] for name in order}
 
     def _open(self, path: Path) -> TorchFile:
@@ -262,47 +267,57 @@ class ZeroCheckpoint(WeightSource):
         module = tensors_of(state.get("module"), file.path, "module", self.notes)
         add_tensors(self, file, module, dict.fromkeys(buffer_names(state), "buffer"))
         self._mark_tied(file, state)
-        optimizer = state.get("optimizer")
-        if not isinstance(optimizer, dict):
-            return
         mirrors = {
             name: parts
             for name, parts in self.parts.items()
             if self.tensors[name].kind == "parameter"
         }
         shapes = {name: self.tensors[name].shape for name in mirrors}
-        names = state.get("optimizer_param_names")
-        masters = match_masters(file, optimizer, names, mirrors, shapes)
-        if masters is None and any(
-            self.tensors[name].dtype in ("bfloat16", "float16") for name in mirrors
-        ):
-            self.notes.append("no fp32 masters were saved: the weights are those of 16 bits")
-        if masters is None and names is None:
-            # An fp32 engine: the module holds the masters, and which of them were trained is not
-            # recorded.
-            return
+        names, optimizer = state.get("optimizer_param_names"), state.get("optimizer")
+        masters = None
+        if isinstance(optimizer, dict):
+            masters = match_masters(file, optimizer, names, mirrors, shapes)
         if masters is not None:
-            trained = list(masters)
+            self._add_masters(masters, shapes)
+            trained = [name for group in masters.groups for name in group]
         else:
+            if any(self.tensors[name].dtype in ("bfloat16", "float16") for name in mirrors):
+                self.notes.append("no fp32 masters were saved: the weights are those of 16 bits")
+            if names is None or not isinstance(optimizer, dict):
+                # Which weights were trained is not recorded.
+                return
             trained = self.resolve_tied(group_names(file, names), file.path)
-        for name in mirrors:
-            if name not in trained:
-                self.set_kind_and_dtype(name, "frozen")
-            elif masters is None:
-                self.set_kind_and_dtype(name, "trainable")
-            else:
-                self.low_precision_copies[name] = self.parts[name]
-                self._add_trainable(name, shapes[name], [masters[name]])
+            for name in mirrors:
+                self.set_kind_and_dtype(name, "trainable" if name in trained else "frozen")
         self.update_aliases()
-        if self.options.with_moments:
-            in_order = trained
-            if masters is not None:
-                self.names_of_groups = names_of_groups(optimizer, masters)
-                in_order = [name for group in self.names_of_groups for name in group]
+        if self.options.with_moments and not self.unclassified:
             states = states_by_index(
                 file, optimizer.get("optimizer_state_dict", optimizer), len(trained)
             )
-            self.moments = moments_by_name(file, states, in_order, shapes) if states else {}
+            self.moments = moments_by_name(file, states, trained, shapes) if states else {}
+
+    def _add_masters(self, masters: Masters, shapes: dict[str, tuple[int, ...]]) -> None:
+        for name, shape in shapes.items():
+            if name in masters.parts:
+                self.low_precision_copies[name] = self.parts[name]
+                self._add_trainable(name, shape, [masters.parts[name]])
+            elif name not in masters.unknown:
+                self.set_kind_and_dtype(name, "frozen")
+        if masters.unknown:
+            self.without_masters = masters.unknown
+            self.optimizer_left_out = masters.reason
+            self.notes.append(
+                f"the fp32 masters of {join_some(masters.unknown)} cannot be told apart, nor"
+                f" can the optimizer be carried over: {masters.reason}"
+            )
+        elif self.options.with_moments and not masters.groups:
+            # No engine of mmldlm saves FP16_Optimizer's one flat tensor per group.
+            raise UserError(
+                "AdamW's moments of every parameter in the checkpoint",
+                "fp32_groups_flat (FusedAdam under ZeRO-0), whose moments are flat too",
+                "take the weights alone with training.init_from, or save under ZeRO-1",
+            )
+        self.names_of_groups = masters.groups
 
     # -- ZeRO-1 and 2
     # ---------------------------------------------------------------------------------------------
@@ -455,7 +470,10 @@ class ZeroCheckpoint(WeightSource):
             if owner not in self.tensors:
                 found = f"{alias} tied to {owner}, which has no weights in the checkpoint"
                 raise corrupt_file_error(file.path, found)
-            info = self.tensors[owner]
+            info, own = self.tensors[owner], self.tensors.get(alias)
+            # DeepSpeed lists all tensors without elements as shared.
+            if own is not None and not own.numel and not info.numel:
+                continue
             self.tensors[alias] = TensorInfo(alias, info.dtype, info.shape, "alias", owner)
 
 
@@ -474,313 +492,3 @@ def _check_in_module(
             raise corrupt_file_error(
                 file.path, f"{name} {shape} in param_shapes, {found} in module"
             )
-
-
-# -- Masters of ZeRO-0
-# -------------------------------------------------------------------------------------------------
-
-
-def match_masters(
-    file: TorchFile,
-    optimizer: dict,
-    names: Any,
-    low_precision_copies: dict[str, list[FileRange]],
-    shapes: dict[str, tuple[int, ...]],
-) -> dict[str, FileRange] | None:
-    """Return name -> fp32 master; None if the optimizer keeps none (an fp32 engine).
-
-    Args:
-        optimizer: Saved state of the optimizer, from `optimizer` of the model file.
-        names: `optimizer_param_names` of the model file: the names of every group in order, if the
-            training program recorded them (client_state); None otherwise.
-        low_precision_copies: Low-precision weights of all parameters, trainable or frozen, in the
-            module's order.
-        shapes: Shapes of these parameters.
-
-    Raises:
-        UserError: masters that match no weight (files of different steps), or that are ambiguous.
-    """
-    if "fp32_groups_flat" in optimizer:
-        return _flat_masters(file, optimizer["fp32_groups_flat"], names, shapes)
-    groups = optimizer.get("fp32_groups")
-    if groups is None:
-        return None
-    if not isinstance(groups, list) or not all(isinstance(group, list) for group in groups):
-        raise corrupt_file_error(file.path, "fp32_groups that are not a list of lists of tensors")
-    flat = [(index, ref) for index, group in enumerate(groups) for ref in group]
-    for _, ref in flat:
-        if not isinstance(ref, TensorRef) or not ref.is_contiguous:
-            raise corrupt_file_error(
-                file.path, "something other than plain tensors in fp32_groups"
-            )
-        file.check_ref(ref, "fp32_groups")
-    has_names = isinstance(names, list) and all(isinstance(group, list) for group in names)
-    if has_names and list(map(len, names)) == list(map(len, groups)):
-        return _named(file, flat, [name for group in names for name in group], shapes)
-    return _by_value(file, flat, low_precision_copies, shapes)
-
-
-def names_of_groups(optimizer: dict, masters: dict[str, FileRange]) -> list[list[str]]:
-    """Return the names of the masters of every parameter group, in the order of the optimizer's
-    state.
-    """
-    names = {id(part.ref): name for name, part in masters.items()}
-    groups = optimizer.get("fp32_groups")
-    # FP16_Optimizer has one flat tensor per group, which no engine of mmldlm saves.
-    if groups is None:
-        raise UserError(
-            "AdamW's moments of every parameter in the checkpoint",
-            "fp32_groups_flat (FusedAdam under ZeRO-0), whose moments are flat too",
-            "take the weights alone with training.init_from, or save under ZeRO-1",
-        )
-    return [[names[id(ref)] for ref in group] for group in groups]
-
-
-def _named(file: TorchFile, flat: list, names: list[str], shapes: dict) -> dict[str, FileRange]:
-    masters = {}
-    for name, (_, ref) in zip(names, flat):
-        if shapes.get(name) != ref.shape:
-            raise corrupt_file_error(
-                file.path,
-                f"a master of {name} of shape {ref.shape}, the weight has {shapes.get(name)}",
-            )
-        masters[name] = FileRange(file, ref, 0, ref.numel)
-    return masters
-
-
-def _flat_masters(file: TorchFile, groups: Any, names: Any, shapes: dict) -> dict[str, FileRange]:
-    """Split the flat tensors of FP16_Optimizer, one per group, its parameters back to back."""
-    if not (isinstance(groups, list) and isinstance(names, list) and len(names) == len(groups)):
-        raise UserError(
-            f"the names of the flat fp32 masters in {file.path}",
-            "fp32_groups_flat without names (FusedAdam under ZeRO-0 does not save their order)",
-            "save with client_state={'optimizer_param_names': [[names of group 0], ...]}, or train"
-            " with ZeRO-1",
-        )
-    masters = {}
-    for ref, group in zip(groups, names):
-        if not isinstance(ref, TensorRef) or len(ref.shape) != 1 or not isinstance(group, list):
-            raise corrupt_file_error(
-                file.path, "something other than flat tensors in fp32_groups_flat"
-            )
-        file.check_ref(ref, "fp32_groups_flat")
-        offset = 0
-        for name in group:
-            if name not in shapes:
-                raise corrupt_file_error(
-                    file.path,
-                    f"{name!r} in optimizer_param_names, which is not a parameter of the module",
-                )
-            count = numel(shapes[name])
-            masters[name] = FileRange(file, ref, offset, count)
-            offset += count
-        if offset != ref.numel:
-            raise corrupt_file_error(
-                file.path,
-                f"a flat group of {ref.numel} masters for parameters of {offset} elements",
-            )
-    return masters
-
-
-def _by_value(
-    file: TorchFile, flat: list, copies: dict[str, list[FileRange]], shapes: dict
-) -> dict[str, FileRange]:
-    """Match masters with the low-precision weights to which they round."""
-    low_dtypes = {parts[0].ref.dtype for parts in copies.values() if parts}
-    candidates: dict[tuple, list[str]] = {}
-    for name, parts in copies.items():
-        if parts and parts[0].ref.is_contiguous:
-            fingerprint, _ = _fingerprint(parts[0], parts[0].ref.dtype)
-            candidates.setdefault((shapes[name], fingerprint), []).append(name)
-    matches: dict[tuple, list[tuple[int, TensorRef, bool]]] = {}
-    for group, ref in flat:
-        part = FileRange(file, ref, 0, ref.numel)
-        for low in sorted(low_dtypes):
-            fingerprint, is_exact = _fingerprint(part, low)
-            key = (ref.shape, fingerprint)
-            if key in candidates:
-                matches.setdefault(key, []).append((group, ref, is_exact))
-                break
-        else:
-            raise UserError(
-                f"fp32 masters in {file.path} of the weights in it",
-                f"one of shape {ref.shape} that rounds to none of the weights of that shape",
-                "restore the file from an intact save",
-            )
-    masters = {}
-    for key, group_masters in matches.items():
-        names = candidates[key]
-        # With one master per name, all of one group, the order of the parameters decides.
-        is_ordered = (
-            len(group_masters) == len(names) and len({g for g, _, _ in group_masters}) == 1
-        )
-        is_exact = all(exact for _, _, exact in group_masters)
-        if len(group_masters) > len(names) or not (is_ordered or is_exact):
-            raise UserError(
-                f"distinguishable fp32 masters in {file.path}",
-                f"{len(group_masters)} masters for {', '.join(names)}, whose 16-bit weights are"
-                " identical",
-                "save with client_state={'optimizer_param_names': [[names of group 0], ...]}, or"
-                " train with ZeRO-1",
-            )
-        masters.update(
-            {
-                name: FileRange(file, ref, 0, ref.numel)
-                for name, (_, ref, _) in zip(names, group_masters)
-            }
-        )
-    return masters
-
-
-def _fingerprint(part: FileRange, low: str) -> tuple[tuple, bool]:
-    """Return two checksums of a tensor's elements rounded to dtype `low`, and whether the rounding
-    was exact.
-    """
-    source = part.ref.dtype
-    step = CHUNK_BYTES // DTYPES[source].itemsize
-    crc, adler, is_exact = 0, 1, True
-    for start in range(0, part.count, step):
-        chunk = read_parts([part], start, min(step, part.count - start))
-        rounded = cast(chunk, source, low)
-        crc, adler = zlib.crc32(rounded, crc), zlib.adler32(rounded, adler)
-        is_exact = is_exact and bool((cast(rounded, low, source) == chunk).all())
-    return (low, crc, adler), is_exact
-
-
-# -- Universal checkpoints
-# -------------------------------------------------------------------------------------------------
-
-OPTIMIZER_STATE = "optimizer_state.pt"
-# The files in the folder of a parameter, without .pt.
-PARAMETER_FILES = ("fp32", *MOMENTS, "step")
-
-
-def is_universal(folder: Path) -> bool:
-    """Return whether a folder of model_states files stores its optimizer in one folder per
-    parameter.
-    """
-    # The name of a parameter may contain slashes.
-    return any((folder / ZERO_TAG).rglob("fp32.pt"))
-
-
-def folders_of_parameters(zero: Path, names: Iterable[str], listed_in: Path) -> dict[str, Path]:
-    """Return name -> folder of each parameter below DIR/zero: for the reader and the writer alike.
-
-    Raises:
-        UserError: a name that leaves the folder or is not valid, or names whose files would
-            collide; it names `listed_in`.
-    """
-    try:
-        folders = {name: path_inside(zero, name) for name in names}
-        check_distinct(
-            [OPTIMIZER_STATE, *(f"{name}/{key}.pt" for name in folders for key in PARAMETER_FILES)]
-        )
-    except ValueError as error:
-        raise UserError(
-            f"parameters in {listed_in} whose names are those of folders, which a universal"
-            " checkpoint makes of them",
-            str(error),
-            "rename that parameter in the model, or take another target than universal (--to"
-            " zero2, --to safetensors)",
-        ) from error
-    return folders
-
-
-def add_universal(
-    source: WeightSource, groups: list[dict[str, tuple[int, ...]]], with_moments: bool
-) -> None:
-    """Add the fp32 masters of all parameters in `groups` (param_shapes), and the moments if
-    requested.
-
-    Raises:
-        UserError: missing or damaged files, or states of some parameters only.
-    """
-    folder = source.path / ZERO_TAG
-    shapes = {name: shape for group in groups for name, shape in group.items()}
-    folders = folders_of_parameters(folder, shapes, source.path)
-    for name, shape in shapes.items():
-        source.tensors[name] = TensorInfo(name, "float32", shape, "trainable")
-        source.parts[name] = _state(source, folders[name], name, "fp32", shape)
-    if not with_moments or not any(
-        (folders[name] / f"{MOMENTS[0]}.pt").exists() for name in shapes
-    ):
-        return
-    for group, keys in zip(groups, _moment_keys(source, folder, len(groups))):
-        for name, shape in group.items():
-            saved = [key for key in MOMENTS if (folders[name] / f"{key}.pt").exists()]
-            check_no_other_moment(folders[name], saved, keys, name)
-            for key in keys:
-                source.moments.setdefault(key, {})[name] = _state(
-                    source, folders[name], name, key, shape
-                )
-
-
-def universal_steps(source: WeightSource, names: list[str]) -> list[tuple[Path, float]]:
-    """Return (file, the optimizer's step count in it) of every file that records one.
-
-    ZeRO-1 and 2 have a step.pt for each parameter, ZeRO-3 has one count in optimizer_state.pt.
-    """
-    folder = source.path / ZERO_TAG
-    paths = [
-        path / "step.pt" for path in folders_of_parameters(folder, names, source.path).values()
-    ]
-    steps = []
-    for path in (path for path in (folder / OPTIMIZER_STATE, *paths) if path.exists()):
-        with TorchFile(path, source.options.random_access) as file:
-            value = file.load()
-            if path.name == OPTIMIZER_STATE:
-                value = value.get("optimizer_state_dict") if isinstance(value, dict) else None
-                value = value.get("state") if isinstance(value, dict) else None
-                value = next(iter(value.values()), None) if isinstance(value, dict) else None
-                value = value.get("step") if isinstance(value, dict) else None
-            step = read_scalar(file, value)
-        if step is not None:
-            steps.append((path, step))
-    return steps
-
-
-def _moment_keys(source: WeightSource, folder: Path, count: int) -> list[tuple[str, ...]]:
-    """Return which moments each of the `count` flat groups has; a group lists its flat groups as
-    its parameters.
-    """
-    keys = [MOMENTS] * count
-    if not (folder / OPTIMIZER_STATE).exists():
-        return keys
-    file = TorchFile(folder / OPTIMIZER_STATE, source.options.random_access)
-    source.files.append(file)
-    try:
-        for table in file.load_dict().get("param_groups") or []:
-            for index in table["params"]:
-                keys[index] = moment_keys(table)
-    except (TypeError, AttributeError, LookupError) as error:
-        raise corrupt_file_error(
-            file.path, f"param_groups that do not fit {count} flat groups ({error!r})"
-        ) from error
-    return keys
-
-
-def _state(
-    source: WeightSource, folder: Path, name: str, key: str, shape: tuple[int, ...]
-) -> list[FileRange]:
-    path = folder / f"{key}.pt"
-    if not os.path.lexists(path):
-        raise missing_file_error(path.parent, f"{key}.pt of {name}", "no such file")
-    file = TorchFile(path, source.options.random_access)
-    source.files.append(file)
-    value: Any = file.load()
-    ref = value.get("param") if isinstance(value, dict) else value
-    if (
-        not isinstance(ref, TensorRef)
-        or ref.shape not in (shape, (numel(shape),))
-        or not ref.is_contiguous
-    ):
-        found = (
-            f"a tensor of shape {ref.shape}"
-            if isinstance(ref, TensorRef)
-            else f"a {type(ref).__name__}"
-        )
-        raise corrupt_file_error(path, f"{found} instead of {key} of {name} {shape}")
-    if not DTYPES[ref.dtype].is_float or DTYPES[ref.dtype].itemsize == 1:
-        raise corrupt_file_error(path, f"{key} of {name} in {ref.dtype}")
-    file.check_ref(ref, f"{key} of {name}")
-    return [FileRange(file, ref, 0, ref.numel)] if ref.numel else []

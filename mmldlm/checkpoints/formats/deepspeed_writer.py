@@ -39,12 +39,9 @@ from mmldlm.checkpoints.files.torch_writer import (
 )
 from mmldlm.checkpoints.formats.base import WEIGHT, WritePlan, WriteSegment
 from mmldlm.checkpoints.formats.deepspeed_files import param_shapes, slice_sizes
-from mmldlm.checkpoints.formats.deepspeed_reader import (
-    OPTIMIZER_STATE,
-    ZeroCheckpoint,
-    folders_of_parameters,
-)
+from mmldlm.checkpoints.formats.deepspeed_reader import ZeroCheckpoint
 from mmldlm.checkpoints.formats.optimizer import OptimizerMetadata, plain_scaling
+from mmldlm.checkpoints.formats.universal_folder import OPTIMIZER_STATE, folders_of_parameters
 from mmldlm.checkpoints.formats.weight_source import WeightSource
 from mmldlm.checkpoints.manifest import SUB_GROUP_SIZE, UNIVERSAL_TAG, ZERO_TAG
 from mmldlm.utils.moments import moment_keys

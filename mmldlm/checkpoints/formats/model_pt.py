@@ -4,7 +4,6 @@ optimizer's state_dict with names: detect, open, read optimizer metadata, write.
 
 from __future__ import annotations
 
-import codecs
 import os
 import re
 from dataclasses import replace
@@ -55,10 +54,6 @@ from mmldlm.checkpoints.formats.weight_source import (
     WeightSource,
 )
 from mmldlm.checkpoints.manifest import DCP_METADATA, MODEL_FILE, OPTIMIZER_FILE
-from mmldlm.errors import UserError
-from mmldlm.utils.input_files import open_regular
-
-_HEAD_BYTES = 512
 
 
 class ModelPtFormat:
@@ -84,7 +79,6 @@ class ModelPtFormat:
         if path.is_file():
             if path.name.endswith(INDEX_SUFFIX):
                 return ModelFile.open_shards(path, options)
-            _refuse_text(path)
             return ModelFile.open(path, options)
         if self.can_resume(path):
             return ModelFile.open(path / MODEL_FILE, options, path / OPTIMIZER_FILE)
@@ -106,24 +100,6 @@ class ModelPtFormat:
         return (
             plan_model_file(request.tensors, request.names, folder / MODEL_FILE),
             lambda folder: None,
-        )
-
-
-def _refuse_text(path: Path) -> None:
-    """Raise UserError for a text file, such as git leaves in place of large files."""
-    try:
-        with open_regular(path) as file:
-            head = file.read(_HEAD_BYTES)
-        text = codecs.getincrementaldecoder("utf-8")().decode(head)
-    except (OSError, UnicodeDecodeError):
-        # The reader reports an unreadable file.
-        return
-    if text and all(char.isprintable() or char.isspace() for char in text):
-        line = text.strip().partition("\n")[0][:60]
-        raise UserError(
-            f"a checkpoint or a model.pt at {path}",
-            f"a text file ({line!r})",
-            "give e.g. RUN/latest",
         )
 
 

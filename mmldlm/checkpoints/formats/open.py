@@ -1,8 +1,5 @@
-"""Open a path that a user gives: a run, a checkpoint of any engine, the file or folder of a model.
-
-A folder of another program may hold several models, of which the first is never taken. accelerate
-numbers them (model.safetensors, model_1.safetensors), sentence-transformers lists modules in
-folders of their own, diffusers has a folder per model. One model may be there in several formats.
+"""Open a path that a user gives: a run, a checkpoint of any engine, the file or folder of a
+model.
 """
 
 from __future__ import annotations
@@ -20,9 +17,13 @@ from typing import Concatenate, ParamSpec, TypeVar
 from mmldlm.checkpoints.files.torch_file import TorchFile
 from mmldlm.checkpoints.formats import part_files, registry
 from mmldlm.checkpoints.formats.ema import add_ema
-from mmldlm.checkpoints.formats.model_pt import ModelFile
-from mmldlm.checkpoints.formats.part_files import PartOfCheckpoint, check_siblings
-from mmldlm.checkpoints.formats.safetensors import SafetensorsModel
+from mmldlm.checkpoints.formats.foreign_folder import (
+    check_folder,
+    is_source,
+    list_modules,
+    list_some,
+    nothing_error,
+)
 from mmldlm.checkpoints.formats.weight_source import OpenedCheckpoint, ReadOptions, WeightSource
 from mmldlm.checkpoints.formats.wrapper_names import remove_wrappers
 from mmldlm.checkpoints.locate import locate_checkpoint
@@ -37,10 +38,9 @@ from mmldlm.checkpoints.manifest import (
     MODEL_FILE,
     examine,
 )
-from mmldlm.data.encoders.sentence_transformer import MODULES, read_modules
 from mmldlm.errors import MmldlmError, UserError
 from mmldlm.utils.formatting import join_some
-from mmldlm.utils.input_files import kind_of_file, read_bytes
+from mmldlm.utils.input_files import read_bytes
 
 P, T = ParamSpec("P"), TypeVar("T")
 # Buffers of a MultimodalMMDiT saved before model_config.json listed them; everything else in it is
@@ -97,7 +97,7 @@ def open_source(
         weights = registry.open_path(folder, options) if folder.is_dir() else None
         if weights is None:
             expected = f"DeepSpeed files, {DCP_METADATA} or {MODEL_FILE} in {folder}"
-            raise UserError(expected, _list_some(folder), "was it saved by a newer mmldlm?")
+            raise UserError(expected, list_some(folder), "was it saved by a newer mmldlm?")
         return OpenedCheckpoint(_add_ema(weights, folder, with_ema), checkpoint)
     weights, notes = _open_foreign(path, options)
     weights.notes.extend(notes)
@@ -129,7 +129,7 @@ def _open_foreign(path: Path, options: ReadOptions) -> tuple[WeightSource, list[
         part_files.check_name(chosen)
     weights = registry.open_path(chosen, options)
     if weights is None:
-        raise _nothing_error(path)
+        raise nothing_error(path)
     try:
         part_files.check_tensors(weights.path, weights.tensors)
         if chosen.is_file():
@@ -144,25 +144,6 @@ def _open_foreign(path: Path, options: ReadOptions) -> tuple[WeightSource, list[
             f" {weights.path.name} are taken, without modules.json and {join_some(modules)}"
         )
     return weights, notes
-
-
-def _nothing_error(path: Path) -> UserError:
-    """Return the error for a path that is in no known format."""
-    kind = (kind_of_file(path.stat().st_mode) or "a file") if path.exists() else "nothing"
-    found = f"a folder with {_list_some(path)}" if path.is_dir() else kind
-    fix = "give e.g. RUN/latest, or the folder that holds the *_states.pt files"
-    # A pipeline of diffusers, for example, has a folder per model.
-    if path.is_dir() and (
-        inside := [
-            child for child in sorted(path.iterdir()) if child.is_dir() and list_models(child)
-        ]
-    ):
-        fix = f"give one of the models in it: {join_some(inside, 8, ' or ')}"
-    return UserError(
-        f"a run, a checkpoint, a DeepSpeed or DCP folder, a model.pt or safetensors at {path}",
-        found,
-        fix,
-    )
 
 
 def _remove_wrappers(weights: WeightSource, keep_names: bool) -> None:
@@ -263,13 +244,25 @@ def _is_run_checkpoint(path: Path) -> bool:
         return True
     if not path.is_dir():
         return False
-    if _is_manifest(path / MANIFEST) or (path / CHECKPOINTS).is_dir():
+    if _is_manifest(path / MANIFEST):
         return True
+    if (path / CHECKPOINTS).is_dir():
+        return not _is_foreign(path / CHECKPOINTS)
     if path.parent.name == CHECKPOINTS and _STEP.fullmatch(path.name):
         # Of a checkpoint of mmldlm the missing manifest is then reported as the problem.
         return (path / ENGINE_FOLDER).is_dir() or registry.detect(path) is None
-    # Other programs too name a folder "checkpoints".
-    return CHECKPOINTS in (path.name, path.parent.name) and registry.detect(path) is None
+    is_named_so = CHECKPOINTS in (path.name, path.parent.name) and registry.detect(path) is None
+    return is_named_so and not _is_foreign(path)
+
+
+def _is_foreign(checkpoints: Path) -> bool:
+    """Return whether a folder `checkpoints` is another program's: what can be converted in it is
+    no step of mmldlm.
+    """
+    inside = list(checkpoints.iterdir())
+    if any(_STEP.fullmatch(child.name) and _is_run_checkpoint(child) for child in inside):
+        return False
+    return any(map(is_source, inside))
 
 
 def _is_manifest(path: Path) -> bool:
@@ -282,7 +275,7 @@ def _is_manifest(path: Path) -> bool:
     try:
         value = json.loads(read_bytes(path))
     except (OSError, ValueError, RecursionError):
-        return True
+        return (path.parent / ENGINE_FOLDER).is_dir() or registry.detect(path.parent) is None
     return isinstance(value, dict) and (
         value.get("format") == FORMAT or (path.parent / ENGINE_FOLDER).is_dir()
     )
@@ -310,11 +303,6 @@ def _add_ema(weights: WeightSource, folder: Path, with_ema: bool) -> WeightSourc
     return weights
 
 
-def _list_some(path: Path) -> str:
-    names = sorted(entry.name for entry in path.iterdir()) if path.is_dir() else []
-    return ", ".join(names[:5]) or "nothing in it"
-
-
 def mark_buffers(weights: WeightSource, folder: Path) -> None:
     """Classify the buffers that the config.json next to a file lists, for formats without kinds.
 
@@ -331,155 +319,3 @@ def mark_buffers(weights: WeightSource, folder: Path) -> None:
         for name in listed if isinstance(listed, list | tuple) else ():
             if name in weights.tensors and weights.tensors[name].kind == "parameter":
                 weights.set_kind_and_dtype(name, "buffer")
-
-
-# -- Folders of other programs
-# -------------------------------------------------------------------------------------------------
-
-_WEIGHTS = re.compile(r"(?P<stem>.+)\.(safetensors|bin|pt|pth|ckpt)(\.index\.json|\.tar)?")
-_SHARD = re.compile(r"-\d+-of-\d+\.\w+$")
-# Names of files that trainers save next to the weights.
-_STATE = re.compile(
-    r"(optim|optimizer|scheduler|lr_scheduler|scaler|rng|rng_state|random_states|sampler|dl_state_dict|training_args|args"
-    r"|custom_checkpoint|training_state|trainer_state|ema_rank)([-_.]?[\d_]+)?|rng_state_.*|.*_states|\..*"
-)
-_PRECISION = re.compile(r"\.(fp32|fp16|bf16|fp8)$")
-_NUMBERED_FOLDER = re.compile(r"pytorch_model(_fsdp)?(_\d+)?")
-_ROUNDED = re.compile(r"\.(fp16|bf16|fp8)$")
-# The order in which formats of one model are taken, after those whose name says that it is
-# rounded.
-_PREFERRED = (".safetensors", ".safetensors.index.json", ".bin", ".bin.index.json")
-
-
-def list_models(folder: Path) -> dict[str, list[Path]]:
-    """Return model -> its files (an index in place of its shards) or folders in `folder`, the
-    preferred one first.
-    """
-    entries = sorted(folder.iterdir())
-    indexes = [
-        path
-        for path in entries
-        if path.name.endswith(".index.json") and _WEIGHTS.fullmatch(path.name)
-    ]
-    models: dict[str, list[Path]] = {}
-    for path in entries:
-        name = path.name
-        if path.is_dir():
-            if _NUMBERED_FOLDER.fullmatch(name) and _holds_checkpoint(path):
-                models.setdefault(_model_of(name), []).append(path)
-            continue
-        match = _WEIGHTS.fullmatch(name)
-        if match is None or _STATE.fullmatch(match["stem"]) or not path.is_file():
-            continue
-        if _SHARD.search(name) and _is_listed(name, indexes):
-            continue
-        if not name.endswith((".safetensors", ".index.json")) and not _holds_matrix(path):
-            continue
-        models.setdefault(_model_of(match["stem"]), []).append(path)
-    return {model: sorted(paths, key=_preference) for model, paths in models.items()}
-
-
-def check_folder(folder: Path, notes: list[str]) -> Path | None:
-    """Return the one model in a folder, in the preferred of its formats; None if there is none by
-    a known name.
-
-    Raises:
-        UserError: several models, or a model of sentence-transformers with weights in several
-            modules.
-    """
-    models = list_models(folder)
-    others = [path for path in list_modules(folder) if any(_weights_below(folder / path))]
-    if others:
-        files = [paths[0] for paths in models.values()]
-        files += [next(_weights_below(folder / name)) for name in others]
-        raise UserError(
-            f"one model in {folder}",
-            f"a model of sentence-transformers, whose {MODULES} lists weights in"
-            f" {join_some(others)}, too",
-            f"give the file of one module: {join_some(map(str, files))}",
-        )
-    if len(models) > 1:
-        for first, *_ in models.values():
-            if first.is_file():
-                _refuse_parts(first)
-        raise UserError(
-            f"one model in {folder}",
-            f"{len(models)} models: {join_some(paths[0].name for paths in models.values())}",
-            "give one of them:"
-            f" {join_some((str(paths[0]) for paths in models.values()), 8, ' or ')}",
-        )
-    for first, *more in models.values():
-        if more:
-            names = join_some(path.name for path in more)
-            notes.append(f"{names}, next to {first.name}: taken as the same model in another form")
-        return first
-    return None
-
-
-def list_modules(folder: Path) -> list[str]:
-    """Return the subfolders that the modules.json of a sentence-transformers model names; [] for
-    other folders.
-
-    Raises:
-        UserError: one that is not a list of modules inside the folder.
-    """
-    return [part for _, part in read_modules(folder) or () if part not in ("", ".")]
-
-
-def _weights_below(folder: Path):
-    files = (path for path in sorted(folder.rglob("*")) if path.is_file())
-    return (
-        path
-        for path in files
-        if (match := _WEIGHTS.fullmatch(path.name)) and not _STATE.fullmatch(match["stem"])
-    )
-
-
-def _holds_checkpoint(folder: Path) -> bool:
-    return (folder / DCP_METADATA).is_file() or any(folder.glob("*_states.pt"))
-
-
-def _holds_matrix(path: Path) -> bool:
-    """Return whether a torch.save'd file holds the weights of a model, not a state or
-    statistics.
-    """
-    try:
-        with ModelFile.open(path, ReadOptions(allow_nonfinite=True)) as source:
-            return any(len(info.shape) > 1 for info in source.tensors.values())
-    except PartOfCheckpoint:
-        return True
-    except UserError:
-        return False
-
-
-def _refuse_parts(path: Path) -> None:
-    """Raise PartOfCheckpoint for one rank's file, in the words of the program that wrote it if
-    they are in the file.
-    """
-    try:
-        check_siblings(path)
-    except PartOfCheckpoint:
-        reader = SafetensorsModel if path.suffix == ".safetensors" else ModelFile
-        reader.open(path, ReadOptions(allow_nonfinite=True)).close()
-        raise
-
-
-def _is_listed(shard: str, indexes: list[Path]) -> bool:
-    stem = _SHARD.sub("", shard)
-    return any(index.name.startswith(stem + ".") for index in indexes)
-
-
-def _model_of(stem: str) -> str:
-    """Return one name for the forms of one model: pytorch_model, model.fp16,
-    pytorch_model_fsdp_0.
-    """
-    stem = _PRECISION.sub("", _SHARD.sub("", stem + ".x") if _SHARD.search(stem + ".x") else stem)
-    stem = stem.removeprefix("pytorch_").replace("model_fsdp", "model")
-    return stem.removesuffix("_0")
-
-
-def _preference(path: Path) -> tuple[bool, int, str]:
-    match = _WEIGHTS.fullmatch(path.name)
-    is_rounded = bool(match and _ROUNDED.search(_SHARD.sub("", match["stem"])))
-    kinds = [rank for rank, suffix in enumerate(_PREFERRED) if path.name.endswith(suffix)]
-    return (is_rounded, kinds[0] if kinds else len(_PREFERRED), path.name)

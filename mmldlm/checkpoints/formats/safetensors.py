@@ -19,6 +19,7 @@ from typing import Any
 
 from mmldlm.checkpoints.files.dtypes import DTYPES, nbytes, numel
 from mmldlm.checkpoints.files.file_io import OutputFile
+from mmldlm.checkpoints.files.file_kinds import HEAD_BYTES, SAFETENSORS, kind_by_bytes
 from mmldlm.checkpoints.files.torch_file import corrupt_file_error, open_for_reading
 from mmldlm.checkpoints.files.unpickler import TensorRef
 from mmldlm.checkpoints.formats.base import WriteRequest
@@ -82,7 +83,7 @@ def find_safetensors(path: Path) -> Path | None:
 # -- Reading
 # -------------------------------------------------------------------------------------------------
 
-_BY_CODE = {dtype.safetensors: name for name, dtype in DTYPES.items()}
+_BY_CODE = {dtype.safetensors: name for name, dtype in DTYPES.items() if dtype.safetensors}
 
 
 class SafetensorsFile:
@@ -109,6 +110,9 @@ class SafetensorsFile:
         size = os.fstat(self._fd).st_size
         length = int.from_bytes(os.pread(self._fd, 8, 0), "little")
         if size < 8 or length > min(size - 8, MAX_HEADER_BYTES):
+            kind = kind_by_bytes(os.pread(self._fd, HEAD_BYTES, 0))
+            if kind is not None and kind is not SAFETENSORS:
+                raise UserError(f"a safetensors file at {self.path}", kind.found, kind.fix)
             raise corrupt_file_error(
                 self.path,
                 f"{size} bytes with a header of {length}: not a safetensors file, or truncated",
@@ -305,8 +309,8 @@ class SafetensorsWriter:
         fsync: Whether finish() flushes the file to the disk.
 
     Raises:
-        UserError: a name that the format reserves. OSError: no space for the complete file, or a
-            failed write.
+        UserError: a name that the format reserves, or a type that it does not have. OSError: no
+            space for the complete file, or a failed write.
     """
 
     def __init__(
@@ -330,6 +334,12 @@ class SafetensorsWriter:
                     f"names that safetensors can hold in {path.name}",
                     found,
                     "convert with --to model.pt",
+                )
+            if not DTYPES[dtype].safetensors:
+                raise UserError(
+                    f"types that safetensors can hold in {path.name}",
+                    f"{name} of type {dtype}",
+                    "convert with --to model.pt, or leave it out with --only",
                 )
             count = nbytes(shape, dtype)
             header[name] = {

@@ -17,6 +17,7 @@ from mmldlm.checkpoints.files.dtypes import DTYPES, numel
 from mmldlm.checkpoints.files.torch_file import TorchFile, corrupt_file_error
 from mmldlm.checkpoints.files.unpickler import OpaqueObject, TensorRef
 from mmldlm.checkpoints.formats.weight_source import FileRange, TensorInfo, WeightSource
+from mmldlm.checkpoints.formats.wrapper_names import AVERAGED, is_averaged
 from mmldlm.errors import UserError
 from mmldlm.utils.formatting import count_noun, join_some
 
@@ -47,6 +48,12 @@ STATE_KEYS = MOMENT_KEYS | {"step", "sum", "variance", "prev", "step_size", "ax"
 # torch's name of the state that a module saves in addition to its tensors.
 _EXTRA_STATE = "_extra_state"
 MAX_DEPTH = 100
+
+
+class NoWeights(UserError):
+    """A file that holds something else than a model: the state of an optimizer, random states,
+    ...
+    """
 
 
 class StoredTensor:
@@ -110,7 +117,7 @@ def select_model(root: Any, file: Path, key: str | None = None) -> Model:
         UserError: no state dict, several, or none at `key`; the error lists what there is.
     """
     tree = _scan(root)
-    path = _choose(tree, file) if key is None else _resolve(tree, file, key)
+    path = _choose(tree, root, file) if key is None else _resolve(tree, file, key)
     tensors, beside = _tensors_of(tree.nodes[path], path)
     for name, value in _items(tree.nodes[path]):
         refuse_opaque_tensor(str(file), name, value)
@@ -154,7 +161,12 @@ def select_model(root: Any, file: Path, key: str | None = None) -> Model:
         notes.append(
             f"tensors without names were left out: {join_some(map(_describe, tree.unnamed), 8)}"
         )
-    counters = [name for name, tensor in tensors.items() if "." not in name and not tensor.shape]
+    is_average = is_averaged(tensors)
+    counters = [
+        name
+        for name, tensor in tensors.items()
+        if "." not in name and not tensor.shape and not (is_average and name == AVERAGED)
+    ]
     if not path and counters and len(counters) < len(tensors):
         notes.append(
             "kept among the weights, where they are, though they may be counters:"
@@ -385,15 +397,20 @@ def _candidates(tree: _Tree) -> list[_State]:
     return states
 
 
-def _choose(tree: _Tree, file: Path) -> Keys:
+def _choose(tree: _Tree, root: Any, file: Path) -> Keys:
     candidates = _candidates(tree)
     if not candidates:
-        raise _nothing(tree, file)
+        raise _nothing(tree, root, file)
     if tree.num_values and not any(
         state.has_vectors or state.has_matrices for state in candidates
     ):
         # The model may be one of the other values.
-        raise _several(tree, file, "no weights beside")
+        listed = join_some(map(_describe_rest, candidates), 4)
+        raise NoWeights(
+            f"weights in {file}",
+            f"values without a weight among them (tensors: {listed})",
+            f"{_GIVE}, or --key PATH for these tensors",
+        )
     opaque = [path for path in tree.opaque if path and path[-1] in MODEL_KEYS]
     if opaque and not any(state.path and state.path[-1] in MODEL_KEYS for state in candidates):
         raise _several(
@@ -494,19 +511,24 @@ def _several(
     )
 
 
-def _nothing(tree: _Tree, file: Path) -> UserError:
+_GIVE = "give a file with the state_dict of a model: torch.save(model.state_dict(), FILE)"
+
+
+def _nothing(tree: _Tree, root: Any, file: Path) -> NoWeights:
     if tree.optimizers:
         inside = (
             f"the state of an optimizer alone, at {join_some(map(write_path, tree.optimizers))}"
         )
-    elif isinstance(tree.nodes.get(()), dict):
-        keys = join_some(tree.nodes[()], 8)
+    elif isinstance(root, dict):
+        keys = join_some(root, 8)
         inside = (
             f"a dict without a single named tensor (its keys: {keys})" if keys else "an empty dict"
         )
+    elif isinstance(root, OpaqueObject):
+        inside = f"an object of the class {root.kind}, which only its own code could read"
     else:
-        inside = "something other than a dict of tensors"
-    return UserError(f"weights in {file}", inside, "give a file with the state_dict of a model")
+        inside = "a tensor without a name" if is_tensor(root) else f"a {type(root).__name__}"
+    return NoWeights(f"weights in {file}", inside, _GIVE)
 
 
 # -- Objects of torch.save

@@ -198,6 +198,9 @@ class WeightSource:
             empty if there is none.
         names_of_groups: Names of every parameter group, if the reader found them by the weights
             (ZeRO-0).
+        without_masters: Names of the weights of which there are fp32 masters, without a sign of
+            which is whose (ZeRO-0); read() returns their 16 bits.
+        absent: Names in the model of which the checkpoint holds no value.
         other_models: Paths of the other state dicts in the file (see selection).
         low_precision_copies: Trainable name -> parts of the copy that training computed with,
             which must equal the rounded master.
@@ -223,6 +226,8 @@ class WeightSource:
         self.named_optimizer: NamedOptimizer | None = None
         self.optimizer_left_out = ""
         self.names_of_groups: list[list[str]] = []
+        self.without_masters: list[str] = []
+        self.absent: list[str] = []
         self.other_models: list[str] = []
 
     def close(self) -> None:

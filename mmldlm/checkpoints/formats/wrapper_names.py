@@ -22,7 +22,7 @@ WRAPPERS = {
     "_checkpoint_wrapped_module": "activation checkpointing",
 }
 # The counter of AveragedModel, next to its `module`.
-_AVERAGED = "n_averaged"
+AVERAGED = "n_averaged"
 
 
 class BareNames(NamedTuple):
@@ -48,15 +48,12 @@ def remove_wrappers(
             unknown.
     """
     same = BareNames({name: name for name in names}, [])
-    is_averaged = _AVERAGED in names and len(names) > 1
-    of_model = [name for name in names if not (is_averaged and name == _AVERAGED)]
-    is_averaged = is_averaged and all(name.startswith(f"{MODULE}.") for name in of_model)
-    if not is_averaged:
-        of_model = list(names)
+    is_average = is_averaged(names)
+    of_model = [name for name in names if not (is_average and name == AVERAGED)]
     root = _common_root(of_model)
     if module_names is not None:
         root = _only_children(root, module_names)
-    is_wrapped = is_averaged or any(part in WRAPPERS for part in root)
+    is_wrapped = is_average or any(part in WRAPPERS for part in root)
     if root and not is_wrapped:
         prefix = ".".join(root) + "."
         same.notes.append(
@@ -78,7 +75,7 @@ def remove_wrappers(
     wrappers = sorted({WRAPPERS[part] for part in removed})
     if depth and MODULE in root:
         wrappers.append(
-            "AveragedModel" if is_averaged else "DistributedDataParallel or DataParallel"
+            "AveragedModel" if is_average else "DistributedDataParallel or DataParallel"
         )
     what = (
         f"the prefix {'.'.join(root)!r}"
@@ -89,11 +86,17 @@ def remove_wrappers(
         f"{what} of {join_some(wrappers)} was removed from the names of the tensors; --keep-names"
         " keeps it"
     ]
-    if is_averaged:
-        notes.append(
-            f"{_AVERAGED}, the counter of AveragedModel, is not a weight and was left out"
-        )
+    if is_average:
+        notes.append(f"{AVERAGED}, the counter of AveragedModel, is not a weight and was left out")
     return BareNames(bare, notes)
+
+
+def is_averaged(names: Collection[str]) -> bool:
+    """Return whether the names are those of an AveragedModel: `module.` and its counter."""
+    of_model = [name for name in names if name != AVERAGED]
+    return 0 < len(of_model) < len(names) and all(
+        name.startswith(f"{MODULE}.") for name in of_model
+    )
 
 
 def prefix_to_match(names: Iterable[str], wanted: Collection[str]) -> str:

@@ -93,6 +93,14 @@ def test_masters_are_not_rounded(zero_dir):
     assert not np.array_equal(master, bf16_to_fp32(fp32_to_bf16(master)))
 
 
+@pytest.mark.parametrize("case", ["z2_nofrozen", "z2_bf16", "z1_bf16"])
+def test_frozen_weights_that_were_excluded_are_a_note(zero_dir, case):
+    """conversion-trials 1, P11; ZeRO-1 records them nowhere else than in its module."""
+    with ZeroCheckpoint.open(zero_dir / case) as source:
+        is_noted = any("exclude_frozen_parameters" in note for note in source.notes)
+    assert is_noted == (case == "z2_nofrozen")
+
+
 def test_tag_folder_and_latest_file(zero_copy):
     folder = zero_copy("z2_bf16")
     expected = read_all(folder)
