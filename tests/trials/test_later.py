@@ -325,7 +325,6 @@ def test_a_temperature_of_next_to_nothing_is_no_corrupt_model(trial_model, trial
     assert "corrupt" not in result
 
 
-@todo("public-reports B, small ones: text null in jsonl")
 def test_texts_of_null_are_counted(tmp_path):
     """One `"text": null` refused a whole .jsonl; in parquet it is counted as empty."""
     lines = [json.dumps({"text": f"The cat sees house number {i}."}) for i in range(40)]

@@ -42,7 +42,6 @@ def manifest(folder) -> dict:
 # -------------------------------------------------------------------------------------------------
 
 
-@todo("newcomer 2: CSV and TSV")
 @pytest.mark.parametrize(
     "separator", [",", pytest.param("\t", marks=SLOW), pytest.param(";", marks=SLOW)]
 )

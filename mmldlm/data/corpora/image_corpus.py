@@ -15,9 +15,9 @@ from mmldlm.data.corpora.image_lists import (
     ImageCorpus,
     ImageSample,
     is_metadata,
-    list_csv,
     list_json,
     list_jsonl,
+    list_table,
     lists_images,
 )
 from mmldlm.data.corpora.tar_shards import find_shards, list_shards
@@ -28,7 +28,7 @@ from mmldlm.errors import UserError
 from mmldlm.utils.formatting import count_noun, join_some
 from mmldlm.utils.input_files import OTHER_KIND, LeftOut, open_regular, walk_files
 
-_LISTS = {"json": list_json, "jsonl": list_jsonl, "csv": list_csv}
+_LISTS = {"json": list_json, "jsonl": list_jsonl, "csv": list_table, "tsv": list_table}
 
 
 def open_image_corpus(
@@ -77,7 +77,7 @@ def open_image_corpus(
     else:
         fix = "convert it to one of these"
         raise UserError(
-            "a corpus of images: a folder, .jsonl, .csv, .json or .tar", path.name, fix
+            "a corpus of images: a folder, .jsonl, .csv, .tsv, .json or .tar", path.name, fix
         )
     if not samples:
         fix = (
@@ -192,7 +192,7 @@ def _sort(
 
 def _of_metadata(path: Path, folder: Path, counts: Counter) -> list[ImageSample]:
     """Return the samples of a list, named by their paths below the folder."""
-    listing = list_csv if path.suffix.lower() == ".csv" else list_jsonl
+    listing = list_table if path.suffix.lower() == ".csv" else list_jsonl
     prefix = path.parent.relative_to(folder)
     samples = []
     for sample in listing(path, path.parent, counts):

@@ -11,6 +11,7 @@ from typing import Any
 
 from mmldlm.data.codebook import FSQ_LEVELS, MAX_CODES
 from mmldlm.data.corpora.image_lists import DRAWN, EMOJI, GLYPHS
+from mmldlm.data.corpora.tables import TABLES
 from mmldlm.data.corpora.tar_shards import is_pattern
 from mmldlm.data.corpora.text_corpus import DEFAULT_CORPUS
 from mmldlm.data.corpora.text_files import kind_of
@@ -370,11 +371,11 @@ def check_image_options(options: ImageOptions) -> Path:
     _check_max_quarantined(options)
     _check_latents(options)
     corpus = Path(options.corpus)
-    is_list = kind_of(corpus) == "jsonl" or corpus.suffix.lower() in (".json", ".csv")
+    is_list = kind_of(corpus) in ("jsonl", *TABLES) or corpus.suffix.lower() == ".json"
     for name, readers, used in (
         ("faces", "the corpus glyphs", options.drawn == GLYPHS),
         ("font", "the corpus emoji", options.drawn == EMOJI),
-        ("data_root", "a .json, .jsonl or .csv", is_list),
+        ("data_root", "a .json, .jsonl, .csv or .tsv", is_list),
         ("white", "images from files", options.drawn is None),
         ("dtype", "--latents vae:NAME_OR_FOLDER", options.vae is not None),
         ("batch_size", "--latents vae:NAME_OR_FOLDER", options.vae is not None),
