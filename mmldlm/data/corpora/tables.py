@@ -12,6 +12,8 @@ from itertools import chain, islice
 from pathlib import Path
 from typing import Any, BinaryIO
 
+import numpy as np
+
 from mmldlm.data.corpora.text_files import (
     EXTRA,
     IMAGE_FIELDS,
@@ -153,21 +155,7 @@ def parquet_units(
         UserError: pyarrow is not installed, the file is not parquet, it is one of images with
             captions, or the column of strings is missing.
     """
-    refuse_pointer(path)
-    try:
-        import pyarrow as arrow
-        import pyarrow.parquet as parquet
-    except ImportError:
-        raise UserError(
-            f"the package pyarrow, to read {path}", "it is not installed", EXTRA
-        ) from None
-    try:
-        require_regular(path)
-        file = parquet.ParquetFile(path)
-    except (arrow.ArrowException, OSError) as error:
-        raise UserError(
-            f"a parquet file at {path}", first_line(error), "copy or convert it again"
-        ) from None
+    arrow, file = _open_parquet(path)
     schema = file.schema_arrow
     names = schema.names
     images = image_column(names, [_holds_files(column.type, arrow) for column in schema])
@@ -195,7 +183,7 @@ def parquet_units(
         )
 
     def read(group: int, counts: Counter) -> Iterator[str]:
-        with parquet.ParquetFile(path) as opened:
+        with _open_parquet(path)[1] as opened:
             for batch in opened.iter_batches(1024, row_groups=[group], columns=[text_field]):
                 for text in batch.column(0).to_pylist():
                     yield from clean(text or "", counts)
@@ -205,6 +193,62 @@ def parquet_units(
         (f"{size}:{group}", lambda counts, group=group: read(group, counts))
         for group in range(file.num_row_groups)
     ]
+
+
+def read_vectors(path: Path, column: str | None = None) -> list[np.ndarray | None]:
+    """Read a column of vectors of a parquet file, each a list of float numbers [D]; None for a
+    null.
+
+    Args:
+        column: Its name (default: the only one of this kind).
+
+    Raises:
+        UserError: as of `parquet_units`, or there is no such column, or several.
+    """
+    arrow, file = _open_parquet(path)
+    known = [field.name for field in file.schema_arrow if _holds_vectors(field.type, arrow)]
+    chosen = known[0] if column is None and len(known) == 1 else column
+    if chosen not in known:
+        raise UserError(
+            f"a column {'' if column is None else repr(column) + ' '}of lists of float numbers in"
+            f" {path}",
+            f"{len(known)} such columns{': ' * bool(known)}{join_some(map(printable, known))}",
+            "name the column of the latents with --latents-field",
+        )
+    vectors: list[np.ndarray | None] = []
+    with file:
+        for batch in file.iter_batches(1024, columns=[chosen]):
+            vectors += batch.column(0).to_numpy(zero_copy_only=False).tolist()
+    return vectors
+
+
+def _open_parquet(path: Path) -> tuple[Any, Any]:
+    """Return the package pyarrow and an opened parquet file.
+
+    Raises:
+        UserError: pyarrow is not installed, or the file is not parquet.
+    """
+    refuse_pointer(path)
+    try:
+        import pyarrow as arrow
+        import pyarrow.parquet as parquet
+    except ImportError:
+        raise UserError(
+            f"the package pyarrow, to read {path}", "it is not installed", EXTRA
+        ) from None
+    try:
+        require_regular(path)
+        return arrow, parquet.ParquetFile(path)
+    except (arrow.ArrowException, OSError) as error:
+        raise UserError(
+            f"a parquet file at {path}", first_line(error), "copy or convert it again"
+        ) from None
+
+
+def _holds_vectors(kind: Any, arrow: Any) -> bool:
+    names = ("is_list", "is_large_list", "is_fixed_size_list")
+    is_list = any(getattr(arrow.types, name)(kind) for name in names)
+    return is_list and arrow.types.is_floating(kind.value_type)
 
 
 def _tests_of_strings(arrow: Any) -> list[Callable[[Any], bool]]:

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from mmldlm.data.encoders.sentence_transformer import read_modules, transformer_folder
-from mmldlm.data.encoders.specs import ENCODERS, EncoderSpec
+from mmldlm.data.encoders.specs import ENCODERS, UNKNOWN_ENCODER, EncoderSpec
 from mmldlm.errors import UserError
 from mmldlm.utils.atomic_files import sha256_of
 from mmldlm.utils.formatting import first_line
@@ -110,9 +110,15 @@ def name_to_load(identity: dict[str, Any]) -> str:
     by the name of its folder alone.
 
     Raises:
-        UserError: a folder that is neither here nor in MMLDLM_ENCODERS.
+        UserError: the encoder is unknown, or a folder that is neither here nor in MMLDLM_ENCODERS.
     """
     name = identity["name"]
+    if name == UNKNOWN_ENCODER:
+        raise UserError(
+            "a known encoder of the latents",
+            "a store packed without --encoder",
+            "pack the latents with --encoder NAME, or leave out what needs their encoder",
+        )
     is_folder = str(identity.get("source", "")).startswith("folder:") and name not in ENCODERS
     if not is_folder or Path(name).is_dir():
         return name
