@@ -19,9 +19,9 @@ import numpy as np
 
 from mmldlm.errors import MmldlmError
 from mmldlm.utils.atomic_files import write_bytes
-from mmldlm.utils.formatting import format_bytes, join_some, printable
+from mmldlm.utils.formatting import join_some, printable
 from mmldlm.utils.input_files import open_regular
-from mmldlm.utils.resources import memory
+from mmldlm.utils.resources import require_memory
 
 # The limit of one uncompressed array: the tokens of one sample need far less.
 MAX_NPZ_BYTES = 64 << 20
@@ -85,8 +85,8 @@ def read_npz_array(path: Path, name: str | None = None) -> np.ndarray:
         name: Name of the array (default: the only one).
 
     Raises:
-        UnreadableArrayError: not a .npz file, not such an array, damaged, or larger than the free
-            memory.
+        UserError: it is larger than the free memory.
+        UnreadableArrayError: not a .npz file, not such an array, or damaged.
         OSError: not a regular file.
     """
     with open_regular(path) as file:
@@ -100,11 +100,8 @@ def read_npz_array(path: Path, name: str | None = None) -> np.ndarray:
                         f" --latents-field names {'none' if name is None else repr(name)}"
                     )
                 member = archive.getinfo(f"{chosen}.npy")
-                if member.file_size > memory().available:
-                    raise UnreadableArrayError(
-                        f"{format_bytes(member.file_size)} of {chosen}, more than the free memory;"
-                        " save it as .npy, which is mapped"
-                    )
+                fix = "save it as .npy, which is mapped"
+                require_memory(member.file_size, f"the array {chosen} in {path}", fix)
                 with archive.open(member) as stream:
                     _read_header(stream, member.file_size)
                     stream.seek(0)

@@ -8,11 +8,12 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from mmldlm.data import arrays, sample_folders
+from mmldlm.data import sample_folders
 from mmldlm.data.sample_folders import PackOptions
 from mmldlm.data.store import SPLITS, Store
 from mmldlm.data.verify import verify
 from mmldlm.errors import UserError
+from mmldlm.utils import resources
 
 pytestmark = pytest.mark.usefixtures("need_minilm")
 
@@ -151,8 +152,8 @@ def test_an_npz_of_several_arrays_or_of_too_many_bytes(
     with pytest.raises(UserError, match="arrays E, other"):
         pack(texts_file, path)
     assert len(pack(texts_file, path, latents_field="other")) == 20
-    monkeypatch.setattr(arrays, "memory", lambda: SimpleNamespace(available=500))
-    with pytest.raises(UserError, match="more than the free memory"):
+    monkeypatch.setattr(resources, "memory", lambda: SimpleNamespace(available=500))
+    with pytest.raises(UserError, match="(?s)768 B of free memory for the array other .*: 500 B"):
         pack(texts_file, path, latents_field="other", force=True)
     path.write_bytes(path.read_bytes()[:-99])
     with pytest.raises(UserError, match="not a .npz file"):

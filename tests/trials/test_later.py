@@ -347,7 +347,6 @@ def test_a_number_of_samples_that_no_machine_has_is_refused(tmp_path):
 
 
 @SLOW
-@todo("trials-3, further tracebacks: prepare glyphs --image-size 4096")
 def test_images_that_no_memory_holds_are_refused(tmp_path):
     """9 GB, 150 s, no estimate and no warning."""
     words = line_of("prepare", "glyphs", "--image-size", 4096, "--output-dir", tmp_path / "S")

@@ -17,7 +17,7 @@ from mmldlm.data.corpora.text_corpus import DEFAULT_CORPUS
 from mmldlm.data.corpora.text_files import kind_of
 from mmldlm.data.encoders.model_files import VaeFiles, find_vae
 from mmldlm.data.encoders.specs import ENCODERS, POOLINGS
-from mmldlm.data.writers import LAYOUTS
+from mmldlm.data.writers import LAYOUTS, MAX_IMAGE_SIZE, MAX_LATENTS
 from mmldlm.errors import UserError
 from mmldlm.utils.paths import output_root
 
@@ -361,6 +361,15 @@ def check_image_options(options: ImageOptions) -> Path:
             f"--image-size as a multiple of --patch-size={patch}",
             str(size),
             f"give {size // patch * patch or patch}",
+        )
+    if size > MAX_IMAGE_SIZE:
+        fix = "give a smaller one"
+        raise UserError(f"--image-size of at most {MAX_IMAGE_SIZE:,}", f"{size:,}", fix)
+    if (size // patch) ** 2 > MAX_LATENTS:
+        raise UserError(
+            f"--image-size and --patch-size with at most {MAX_LATENTS:,} patches of an image",
+            f"{(size // patch) ** 2:,} (--image-size {size}, --patch-size {patch})",
+            "give a larger --patch-size",
         )
     if options.white is not None and not 1 <= options.white <= 65535:
         raise UserError(
