@@ -663,6 +663,8 @@ def test_an_encoder_of_a_moved_folder_is_found_or_asked_for(sentences, tmp_path)
     )
     refuses(mmldlm(*sample, tmp_path / "O"), "MMLDLM_ENCODERS")
     succeeds(mmldlm(*sample, tmp_path / "O", env={"MMLDLM_ENCODERS": str(tmp_path / "models")}))
+    folder.rename(tmp_path / "renamed")
+    succeeds(mmldlm(*sample, tmp_path / "P", "--encoder-dir", tmp_path / "renamed"))
 
 
 @SLOW
