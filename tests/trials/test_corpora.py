@@ -520,6 +520,10 @@ def test_a_full_disk_while_the_tokenizer_is_written(corpus, tmp_path, kilobytes)
 @SLOW
 @todo("public-reports B 31 dedup-marks")
 def test_marks_that_change_the_meaning_make_another_text(prepare, tmp_path):
+    """Stays as it is: the hash that finds equal texts also assigns them to splits, so that another
+    one would move texts between training and validation when a corpus is prepared again. Texts
+    that differ in marks alone are counted, and `--keep-duplicates` keeps them (docs/data.md).
+    """
     lines = [
         f"{line} c{mark}" for line in sentences(20) for mark in ("", "#")
     ]  # of words that the encoder knows
