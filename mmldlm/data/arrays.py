@@ -13,6 +13,7 @@ import zipfile
 import zlib
 from collections.abc import Sequence
 from pathlib import Path
+from tokenize import TokenError
 from typing import IO
 
 import numpy as np
@@ -138,6 +139,7 @@ def _read_header(file: IO[bytes], size: int) -> None:
         KeyError,
         TypeError,
         SyntaxError,
+        TokenError,
         RecursionError,
         MemoryError,
         EOFError,

@@ -183,10 +183,9 @@ def parquet_units(
         )
 
     def read(group: int, counts: Counter) -> Iterator[str]:
-        with _open_parquet(path)[1] as opened:
-            for batch in opened.iter_batches(1024, row_groups=[group], columns=[text_field]):
-                for text in batch.column(0).to_pylist():
-                    yield from clean(text or "", counts)
+        for values in _parquet_column(path, text_field, row_groups=[group]):
+            for text in values.to_pylist():
+                yield from clean(text or "", counts)
 
     size = path.stat().st_size
     return [
@@ -216,10 +215,25 @@ def read_vectors(path: Path, column: str | None = None) -> list[np.ndarray | Non
             "name the column of the latents with --latents-field",
         )
     vectors: list[np.ndarray | None] = []
-    with file:
-        for batch in file.iter_batches(1024, columns=[chosen]):
-            vectors += batch.column(0).to_numpy(zero_copy_only=False).tolist()
+    for values in _parquet_column(path, chosen):
+        vectors += values.to_numpy(zero_copy_only=False).tolist()
     return vectors
+
+
+def _parquet_column(path: Path, column: str, **options: Any) -> Iterator[Any]:
+    """Yield the arrays of a column of a parquet file.
+
+    Raises:
+        UserError: its pages are damaged.
+    """
+    arrow, file = _open_parquet(path)
+    try:
+        with file:
+            for batch in file.iter_batches(1024, columns=[column], **options):
+                batch.validate(full=True)
+                yield batch.column(0)
+    except (arrow.ArrowException, OSError, ValueError) as error:
+        raise _damaged(path, error) from None
 
 
 def _open_parquet(path: Path) -> tuple[Any, Any]:
@@ -239,10 +253,12 @@ def _open_parquet(path: Path) -> tuple[Any, Any]:
     try:
         require_regular(path)
         return arrow, parquet.ParquetFile(path)
-    except (arrow.ArrowException, OSError) as error:
-        raise UserError(
-            f"a parquet file at {path}", first_line(error), "copy or convert it again"
-        ) from None
+    except (arrow.ArrowException, OSError, ValueError) as error:
+        raise _damaged(path, error) from None
+
+
+def _damaged(path: Path, error: Exception) -> UserError:
+    return UserError(f"a parquet file at {path}", first_line(error), "copy or convert it again")
 
 
 def _holds_vectors(kind: Any, arrow: Any) -> bool:

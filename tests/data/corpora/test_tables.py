@@ -110,6 +110,11 @@ def test_parquet_by_row_groups(tmp_path):
         open_corpus(path)
     with pytest.raises(UserError, match="of int64"):
         open_corpus(path, text_field="id")
+    raw = bytearray(path.read_bytes())
+    raw[4:60] = bytes(56)
+    (tmp_path / "damaged.parquet").write_bytes(raw)
+    with pytest.raises(UserError, match="a parquet file at .*damaged.parquet"):
+        list(open_corpus(tmp_path / "damaged.parquet", text_field="body"))
     (tmp_path / "b.parquet").write_bytes(b"no parquet")
     with pytest.raises(UserError, match="a parquet file"):
         open_corpus(tmp_path / "b.parquet")
