@@ -269,16 +269,20 @@ def test_a_corpus_that_changes_between_two_launches_is_named(prepare, tmp_path):
 
 
 def damaged(path, kind):
-    raw = gzip.compress(("\n".join(sentences(60)) + "\n").encode())
+    lines = sentences(60)
+    if ".jsonl" in path.name:
+        lines = [json.dumps({"text": line}) for line in lines]
+    content = ("\n".join(lines) + "\n").encode()
+    raw = gzip.compress(content)
     if path.suffix == ".zst":
-        raw = pytest.importorskip("zstandard").compress(("\n".join(sentences(60)) + "\n").encode())
-    content = {
+        raw = pytest.importorskip("zstandard").compress(content)
+    forms = {
         "half": raw[: len(raw) // 2],
         "less 1": raw[:-1],
         "empty": b"",
         "garbage behind": raw + b"garbage here",
     }
-    path.write_bytes(content[kind])
+    path.write_bytes(forms[kind])
     return path
 
 
