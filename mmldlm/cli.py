@@ -78,7 +78,7 @@ VERBS = {
     "prepare": ("mmldlm.commands.prepare", "encode a corpus into a store"),
     "pack": (
         "mmldlm.commands.pack",
-        "turn MM-LDLM's folders of text or token files and latents into a store",
+        "turn texts and latents of your own, or MM-LDLM's folders, into a store",
     ),
     "verify-data": (
         "mmldlm.commands.verify_data",

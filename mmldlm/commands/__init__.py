@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 
+from mmldlm.utils import option_types
+
 
 class RenamedOption(argparse.Action):
     """A former spelling of an option: an error that names the new one. Not listed in --help.
@@ -36,3 +38,13 @@ class RemovedOption(argparse.Action):
 
     def __call__(self, parser, namespace, values, option_string=None):
         parser.error(f"{option_string} was removed: {self.page} has what was measured with it")
+
+
+def add_encoder_dir(parser: argparse.ArgumentParser) -> None:
+    """Add --encoder-dir, whose folder `data.encoders.model_files.encoder_dir` takes."""
+    parser.add_argument(
+        "--encoder-dir",
+        type=option_types.path,
+        metavar="DIR",
+        help="folder of the own encoder of the model's latents, or the folder that holds it",
+    )

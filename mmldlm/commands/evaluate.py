@@ -10,7 +10,8 @@ from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mmldlm.commands import RemovedOption, RenamedOption
+from mmldlm.commands import RemovedOption, RenamedOption, add_encoder_dir
+from mmldlm.data.encoders.model_files import encoder_dir
 from mmldlm.errors import EXIT_DONE, EXIT_FAILED, UserError
 from mmldlm.evaluation.settings import (
     SUITE_SETTINGS,
@@ -88,6 +89,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     for option in ("--samplers", "--plot", "--write-schedule"):
         add(option, action=RemovedOption, page=INFORMATION_PAGE)
     add("--device", help="default: cuda if available, else cpu")
+    add_encoder_dir(parser)
 
 
 def _suite(name: str) -> str:
@@ -108,6 +110,7 @@ def main(args: argparse.Namespace) -> int:
     with contextlib.ExitStack() as claims:
         for key in ("json", "html"):
             claims.enter_context(claimed_file(getattr(args, key), flag(key)))
+        claims.enter_context(encoder_dir(args.encoder_dir))
         report = _measure(args)
         lines = _write_files(args, report)
     report.show()

@@ -6,7 +6,9 @@ from __future__ import annotations
 
 import argparse
 
+from mmldlm.commands import add_encoder_dir
 from mmldlm.commands.prepare import run_shared
+from mmldlm.data.encoders.model_files import encoder_dir
 from mmldlm.utils import option_types
 
 
@@ -32,6 +34,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--seed", type=option_types.seed, default=0, help="seed of the draws (default %(default)s)"
     )
     add("--device", help="default: cuda if available (under torchrun that of the rank), else cpu")
+    add_encoder_dir(parser)
     add(
         "--force",
         action="store_true",
@@ -48,4 +51,5 @@ def main(args: argparse.Namespace) -> int:
     options = HypothesisOptions(
         **{key: getattr(args, key) for key in HypothesisOptions.__dataclass_fields__}
     )
-    return run_shared(options.output_dir, lambda queue: write_hypotheses(options, queue))
+    with encoder_dir(args.encoder_dir):
+        return run_shared(options.output_dir, lambda queue: write_hypotheses(options, queue))

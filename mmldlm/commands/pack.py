@@ -1,4 +1,6 @@
-"""`mmldlm pack`: turn folders of one file per sample, MM-LDLM's layouts, into a store."""
+"""`mmldlm pack`: turn latents that were made elsewhere into a store: texts and latents in one file
+each, or folders of one file per sample, MM-LDLM's layouts.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,30 @@ from mmldlm.utils.paths import claimed_file
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of `mmldlm pack`."""
     add = parser.add_argument
-    add("source", type=option_types.path, metavar="DIR", help=f"a folder with {LAYOUTS}")
+    add(
+        "source",
+        type=option_types.path,
+        metavar="SOURCE",
+        help=(
+            "the texts of --latents: .txt (one per line), .jsonl, .csv, .tsv or .parquet (one per"
+            f" record); or a folder with {LAYOUTS}"
+        ),
+    )
+    add(
+        "--latents",
+        type=option_types.path,
+        metavar="FILE",
+        help=(
+            "the latents of the texts, row by row: .npy or .npz [N, D] (or [N, K, D], K of every"
+            " text), or parquet with a column of lists (default of a .parquet: the same file)"
+        ),
+    )
+    add("--text-field", metavar="NAME", help="field or column of the texts (default: text)")
+    add(
+        "--latents-field",
+        metavar="NAME",
+        help="array of a .npz or column of a parquet file (default: the only one)",
+    )
     add(
         "--output-dir",
         type=option_types.path,

@@ -90,13 +90,13 @@ def _add_corpus_arguments(parser: argparse.ArgumentParser) -> None:
         default=DEFAULT_CORPUS,
         metavar="CORPUS",
         help=(
-            ".txt (one sentence per line), .jsonl or .parquet (one text per record; the first two"
-            " also .gz and .zst), a folder of such files, a Hugging Face dataset (openwebtext,"
-            " lm1b, PATH[:CONFIG][@SPLIT]), or 'docstrings' (default; needs no download). Of"
-            " images: 'glyphs' (needs no download), 'emoji', a folder of images with captions in"
-            " .txt files of the same names or in a metadata.jsonl, a .jsonl or .csv of {image,"
-            " caption}, a .json (COCO captions, or MM-LDLM's list), or .tar shards (a file, a"
-            " folder, or a quoted pattern)"
+            ".txt (one sentence per line), .jsonl, .csv, .tsv or .parquet (one text per record;"
+            " all but the last also .gz and .zst), a folder of such files, a Hugging Face dataset"
+            " (openwebtext, lm1b, PATH[:CONFIG][@SPLIT]), or 'docstrings' (default; needs no"
+            " download). Of images: 'glyphs' (needs no download), 'emoji', a folder of images with"
+            " captions in .txt files of the same names or in a metadata.jsonl, a .jsonl, .csv or"
+            " .tsv of {image, caption}, a .json (COCO captions, or MM-LDLM's list), or .tar shards"
+            " (a file, a folder, or a quoted pattern)"
         ),
     )
     add(
@@ -112,7 +112,7 @@ def _add_corpus_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="PATH",
         help="corpus of the validation split (default: held-out training texts)",
     )
-    add("--text-field", help="field of a record that holds the text (default: text)")
+    add("--text-field", help="field or column that holds the text (default: text)")
     add(
         "--sentences",
         action="store_true",
@@ -280,7 +280,7 @@ def _add_image_arguments(parser: argparse.ArgumentParser) -> None:
         "--data-root",
         type=option_types.path,
         metavar="DIR",
-        help="folder of the image paths in a .jsonl, .csv or .json (default: its own)",
+        help="folder of the image paths in a .jsonl, .csv, .tsv or .json (default: its own)",
     )
     add(
         "--white",

@@ -12,7 +12,8 @@ from typing import Any
 
 import numpy as np
 
-from mmldlm.commands import RemovedOption, RenamedOption
+from mmldlm.commands import RemovedOption, RenamedOption, add_encoder_dir
+from mmldlm.data.encoders.model_files import encoder_dir
 from mmldlm.errors import EXIT_DONE, UserError
 from mmldlm.inference.generate import (
     Samples,
@@ -87,6 +88,7 @@ def add_arguments(parser: argparse.ArgumentParser, kind: str | None = None) -> N
         help="seed of every draw (default %(default)s)",
     )
     add("--device", help="default: cuda if available, else cpu")
+    add_encoder_dir(parser)
 
 
 def _check_trace(args: argparse.Namespace) -> None:
@@ -128,7 +130,11 @@ def main(args: argparse.Namespace) -> int:
     device = usable_device(args.device)
     out = output_folder(args.output_dir, args.overwrite)
     _check_trace(args)
-    with claimed_folder(out, "--output-dir"), claimed_file(args.trace, "--trace"):
+    with (
+        claimed_folder(out, "--output-dir"),
+        claimed_file(args.trace, "--trace"),
+        encoder_dir(args.encoder_dir),
+    ):
         return _sample(args, given, device, out)
 
 

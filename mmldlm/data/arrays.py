@@ -10,15 +10,19 @@ import io
 import math
 import os
 import zipfile
+import zlib
 from collections.abc import Sequence
 from pathlib import Path
-from typing import BinaryIO
+from tokenize import TokenError
+from typing import IO
 
 import numpy as np
 
 from mmldlm.errors import MmldlmError
 from mmldlm.utils.atomic_files import write_bytes
+from mmldlm.utils.formatting import join_some, printable
 from mmldlm.utils.input_files import open_regular
+from mmldlm.utils.resources import require_memory
 
 # The limit of one uncompressed array: the tokens of one sample need far less.
 MAX_NPZ_BYTES = 64 << 20
@@ -75,6 +79,44 @@ def read_small_npz(path: Path, *names: str) -> list[np.ndarray]:
             ) from error
 
 
+def read_npz_array(path: Path, name: str | None = None) -> np.ndarray:
+    """Read one array of a .npz file of any size that fits into memory.
+
+    Args:
+        name: Name of the array (default: the only one).
+
+    Raises:
+        UserError: it is larger than the free memory.
+        UnreadableArrayError: not a .npz file, not such an array, or damaged.
+        OSError: not a regular file.
+    """
+    with open_regular(path) as file:
+        try:
+            with zipfile.ZipFile(file) as archive:
+                names = [member.removesuffix(".npy") for member in archive.namelist()]
+                chosen = names[0] if name is None and len(names) == 1 else name
+                if chosen not in names:
+                    raise UnreadableArrayError(
+                        f"arrays {join_some(map(printable, names)) or 'none'}, of which"
+                        f" --latents-field names {'none' if name is None else repr(name)}"
+                    )
+                member = archive.getinfo(f"{chosen}.npy")
+                fix = "save it as .npy, which is mapped"
+                require_memory(member.file_size, f"the array {chosen} in {path}", fix)
+                with archive.open(member) as stream:
+                    _read_header(stream, member.file_size)
+                    stream.seek(0)
+                    return _load(stream)
+        except (
+            zipfile.BadZipFile,
+            zlib.error,
+            KeyError,
+            NotImplementedError,
+            RuntimeError,
+        ) as error:
+            raise UnreadableArrayError(f"not a .npz file: {error}") from error
+
+
 def _read_member(archive: zipfile.ZipFile, name: str) -> np.ndarray:
     if archive.getinfo(name).file_size > MAX_NPZ_BYTES:
         raise UnreadableArrayError(f"{name} of {archive.getinfo(name).file_size} bytes")
@@ -83,7 +125,7 @@ def _read_member(archive: zipfile.ZipFile, name: str) -> np.ndarray:
     return _load(io.BytesIO(content))
 
 
-def _read_header(file: BinaryIO, size: int) -> None:
+def _read_header(file: IO[bytes], size: int) -> None:
     """Compare the shape and dtype of a header with the size of the file."""
     try:
         version = np.lib.format.read_magic(file)
@@ -97,6 +139,7 @@ def _read_header(file: BinaryIO, size: int) -> None:
         KeyError,
         TypeError,
         SyntaxError,
+        TokenError,
         RecursionError,
         MemoryError,
         EOFError,
@@ -113,7 +156,7 @@ def _read_header(file: BinaryIO, size: int) -> None:
         )
 
 
-def _load(file: BinaryIO) -> np.ndarray:
+def _load(file: IO[bytes]) -> np.ndarray:
     try:
         return np.lib.format.read_array(file, allow_pickle=False)
     except (OverflowError, MemoryError) as error:

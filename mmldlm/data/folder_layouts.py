@@ -8,6 +8,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
+
+from mmldlm.data.arrays import read_array
 from mmldlm.data.manifest import MANIFEST
 from mmldlm.data.store import SPLITS, TOKENIZER_FOLDER
 from mmldlm.errors import UserError
@@ -29,6 +32,14 @@ class SampleFiles:
     text: str | None = None
     text_path: Path | None = None
     tokens_path: Path | None = None
+
+    def read_latent(self) -> np.ndarray:
+        """Return what the file of the latent holds.
+
+        Raises:
+            ValueError, OSError: as of `read_array`.
+        """
+        return read_array(self.latent)
 
 
 def find_samples(

@@ -13,6 +13,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, Field, ValidationError, field_validator, model_validator
 
 from mmldlm.data.encoders.specs import EncoderIdentity
+from mmldlm.data.writers import MAX_IMAGE_SIZE, MAX_LATENT_DIM, MAX_LATENTS
 from mmldlm.utils.formatting import join_some
 from mmldlm.utils.paths import path_inside
 from mmldlm.utils.validation import describe_problems
@@ -92,7 +93,7 @@ class _Tokenizer(BaseModel):
 
 
 class _Image(BaseModel):
-    size: int = Field(ge=1, le=1 << 14)
+    size: int = Field(ge=1, le=MAX_IMAGE_SIZE)
     patch: int = Field(ge=1)
     channels: Literal[1, 3]
     grid: list[int] | None = Field(min_length=2, max_length=2)
@@ -102,15 +103,15 @@ class _Image(BaseModel):
 
 
 class _Codec(_Image):
-    num_latents: int = Field(ge=1, le=1 << 20)
-    latent_dim: int = Field(ge=1, le=1 << 20)
+    num_latents: int = Field(ge=1, le=MAX_LATENTS)
+    latent_dim: int = Field(ge=1, le=MAX_LATENT_DIM)
 
 
 class _Manifest(BaseModel):
     kind: Literal["text", "image"] = "text"
     image: _Image | None = None
-    latent_dim: int = Field(ge=1, le=1 << 20)
-    latents_per_text: int = Field(1, ge=1, le=1 << 20)
+    latent_dim: int = Field(ge=1, le=MAX_LATENT_DIM)
+    latents_per_text: int = Field(1, ge=1, le=MAX_LATENTS)
     latent_stats: _Statistics | None
     tokenizer: _Tokenizer
     encoder: EncoderIdentity

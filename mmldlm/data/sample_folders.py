@@ -1,4 +1,5 @@
-"""Pack folders of one file per sample, MM-LDLM's layouts, into a store.
+"""Pack latents that were made elsewhere into a store: folders of one file per sample, MM-LDLM's
+layouts, or texts and latents in one file each.
 
 Input layouts:
   DIR/{train,validation}_data.json         records with latent_path and text or text_path
@@ -6,6 +7,7 @@ Input layouts:
   DIR/tokens/SPLIT/X[_tokens].npz, DIR/latents/SPLIT/X.npy  input_ids and attention_mask of the
   given tokenizer
   DIR/X.npy, DIR/X_tokens.npz              the same in one folder
+  TEXTS, LATENTS                           one record and one row for every sample
 Latents are copied unchanged. Every file is either in the store or counted with the reason of its
 omission.
 """
@@ -23,9 +25,11 @@ from typing import Any
 import numpy as np
 from rich.console import Console
 
-from mmldlm.data.arrays import read_array, read_small_npz
+from mmldlm.data.arrays import read_small_npz
 from mmldlm.data.encoders.model_files import save_tokenizer
+from mmldlm.data.encoders.specs import UNKNOWN_ENCODER
 from mmldlm.data.folder_layouts import SampleFiles, find_samples
+from mmldlm.data.latents_file import LatentRow, find_rows
 from mmldlm.data.manifest import MANIFEST
 from mmldlm.data.prepare import select
 from mmldlm.data.prepare import tokenizer as tokenizers
@@ -44,12 +48,13 @@ from mmldlm.data.unknown_tokens import check_unknown_share, count_unknown
 from mmldlm.data.writers import FILES_FORMAT, LatentStatistics, StoreSplit
 from mmldlm.errors import UserError
 from mmldlm.utils.atomic_files import list_files, write_json
-from mmldlm.utils.formatting import join_some
+from mmldlm.utils.formatting import describe_counts, is_utf8, join_some
 from mmldlm.utils.input_files import LeftOut, open_regular
 from mmldlm.utils.json_files import read_json
 from mmldlm.utils.paths import check_writable_dir, output_root
 from mmldlm.utils.screen import open_console
 
+Sample = SampleFiles | LatentRow
 _BLOCK = 4096
 
 
@@ -59,6 +64,9 @@ class PackOptions:
 
     source: str
     output_dir: str
+    latents: str | None = None
+    text_field: str | None = None
+    latents_field: str | None = None
     tokenizer: str | None = None
     encoder: str | None = None
     cache_dir: str | None = None
@@ -73,11 +81,11 @@ class PackOptions:
 
 
 def pack(options: PackOptions, console: Console | None = None) -> Path:
-    """Read a folder of sample files and write a store atomically; return its folder.
+    """Read texts and latents and write a store atomically; return its folder.
 
     Raises:
-        UserError: an unknown layout, token files without a tokenizer, latents of several
-            dimensions, or too few usable samples.
+        UserError: an unknown layout, more or fewer latents than texts, token files without a
+            tokenizer, latents of several dimensions, or too few usable samples.
     """
     started = time.perf_counter()
     console = console or open_console()
@@ -86,10 +94,9 @@ def pack(options: PackOptions, console: Console | None = None) -> Path:
     check_writable_dir(root.parent, "--output-dir")
     counts: Counter = Counter()
     left_out = LeftOut()
-    samples = find_samples(source, counts, left_out)
+    samples, latents_per_text = _find(options, counts, left_out)
     prepared = _read_manifest(source)
     tokenizer, identity = _load_tokenizer(options, source, samples)
-    latents_per_text = options.latents_per_text or prepared.get("latents_per_text", 1)
     packer = _Packer(options, tokenizer, identity["vocab_size"], counts, latents_per_text)
     texts = {split: packer.inspect(split, part) for split, part in samples.items()}
     packer.drop_other_dimensions(texts, source)
@@ -98,8 +105,9 @@ def pack(options: PackOptions, console: Console | None = None) -> Path:
         if len(rows) < 2:
             raise UserError(
                 f"at least 2 usable samples for the {split} split in {source}",
-                f"{len(rows)}; {dict(counts)}",
-                "check the files that were left out",
+                f"{len(rows)} ({describe_counts(counts)})",
+                "check what was dropped; texts and latents in one file each are packed with"
+                " mmldlm pack TEXTS --latents FILE",
             )
     partial = root.with_name(f"{root.name}.partial-{os.getpid()}")
     shutil.rmtree(partial, ignore_errors=True)
@@ -112,7 +120,7 @@ def pack(options: PackOptions, console: Console | None = None) -> Path:
                 console.print(f"warning: {warning}", soft_wrap=True)
         save_tokenizer(tokenizer, partial / TOKENIZER_FOLDER)
         encoder = prepared.get("encoder") or {
-            "name": options.encoder or "unknown",
+            "name": options.encoder or UNKNOWN_ENCODER,
             "source": "imported",
         }
         manifest = {
@@ -139,9 +147,47 @@ def pack(options: PackOptions, console: Console | None = None) -> Path:
     return root
 
 
-def _load_tokenizer(options: PackOptions, source: Path, samples: dict[str, list[SampleFiles]]):
+def _find(
+    options: PackOptions, counts: Counter, left_out: LeftOut
+) -> tuple[dict[str, list[Sample]], int]:
+    """Return split -> samples, and the latents per text.
+
+    Raises:
+        UserError: as of `find_samples` and `find_rows`, or options of the other of both.
+    """
+    source, latents = Path(options.source), options.latents
+    if latents is None and source.suffix.lower() == ".parquet":
+        latents = options.source
+    if latents is not None:
+        rows, count = find_rows(
+            source, Path(latents), options.text_field, options.latents_field, counts
+        )
+        if options.latents_per_text not in (None, count):
+            raise UserError(
+                f"--latents-per-text {count}, as many as {latents} has",
+                str(options.latents_per_text),
+                "leave it out",
+            )
+        return {"train": rows}, count
+    if source.is_file():
+        fix = "name the .npy, .npz or parquet file of its latents"
+        raise UserError(f"--latents FILE for the texts in {source}", "no --latents", fix)
+    for name in ("text_field", "latents_field"):
+        if getattr(options, name) is not None:
+            flag = f"--{name.replace('_', '-')}"
+            fix = f"leave {flag} out"
+            raise UserError(f"{flag} with --latents FILE", f"the folder {source}", fix)
+    samples = find_samples(source, counts, left_out)
+    return samples, options.latents_per_text or _read_manifest(source).get("latents_per_text", 1)
+
+
+def _load_tokenizer(options: PackOptions, source: Path, samples: dict[str, list[Sample]]):
     """Return the tokenizer and its identity."""
-    has_tokens = any(sample.tokens_path for part in samples.values() for sample in part)
+    has_tokens = any(
+        isinstance(sample, SampleFiles) and sample.tokens_path
+        for part in samples.values()
+        for sample in part
+    )
     name = options.tokenizer or (None if has_tokens else "minilm")
     if name is None:
         raise UserError(
@@ -205,12 +251,12 @@ class _Packer:
         self.positions_of_dim: dict[int, list[tuple[str, int]]] = {}
         self.specials = set(tokenizer.all_special_ids) - {tokenizer.unk_token_id}
 
-    def inspect(self, split: str, samples: list[SampleFiles]) -> dict[int, tuple[str, np.ndarray]]:
+    def inspect(self, split: str, samples: list[Sample]) -> dict[int, tuple[str, np.ndarray]]:
         """Return position -> (text, token ids) of the usable samples."""
         vectors = {}
         for position, sample in enumerate(samples):
             self.counts["read"] += 1
-            dim, reason = self._inspect_latent(sample.latent)
+            dim, reason = self._inspect_latent(sample)
             text, ids = ("", np.empty(0, np.int64)) if reason else self._text_and_ids(sample)
             if not reason:
                 is_short = len(ids) < max(self.options.min_tokens, 1)
@@ -259,7 +305,7 @@ class _Packer:
         folder: Path,
         chosen: dict[str, list[tuple[str, int]]],
         texts: dict[str, dict[int, tuple[str, np.ndarray]]],
-        samples: dict[str, list[SampleFiles]],
+        samples: dict[str, list[Sample]],
     ) -> tuple[dict[str, dict[str, int]], dict[str, Any]]:
         """Write all splits; return their summaries and the statistics of the training latents."""
         summaries, statistics = {}, {}
@@ -272,7 +318,7 @@ class _Packer:
             for block in (rows[start : start + _BLOCK] for start in range(0, len(rows), _BLOCK)):
                 pairs = [texts[origin][position] for origin, position in block]
                 latents = np.stack(
-                    [self.latent(samples[origin][position].latent) for origin, position in block]
+                    [self.latent(samples[origin][position]) for origin, position in block]
                 )
                 writer.add([text for text, _ in pairs], [ids for _, ids in pairs], latents)
                 latent_statistics.add(latents)
@@ -293,16 +339,16 @@ class _Packer:
             else (self.latents_per_text, self.latent_dim)
         )
 
-    def latent(self, path: Path) -> np.ndarray:
+    def latent(self, sample: Sample) -> np.ndarray:
         """Read the latents of a sample as float32 [D] or [K, D]."""
-        return read_array(path).reshape(self.latent_shape).astype(np.float32)
+        return sample.read_latent().reshape(self.latent_shape).astype(np.float32)
 
-    def _inspect_latent(self, path: Path) -> tuple[int, str | None]:
-        """Return the dimension of a file's latents, and the reason why they are unusable,
+    def _inspect_latent(self, sample: Sample) -> tuple[int, str | None]:
+        """Return the dimension of a sample's latents, and the reason why they are unusable,
         or None.
         """
         try:
-            vectors = read_array(path)
+            vectors = sample.read_latent()
         except (OSError, ValueError, MemoryError):
             return 0, "unreadable_latent"
         if vectors.dtype.kind != "f":
@@ -319,9 +365,11 @@ class _Packer:
             return 0, "latent_not_finite"
         return vectors.shape[1], None if vectors.any(axis=1).all() else "latent_zero"
 
-    def _text_and_ids(self, sample: SampleFiles) -> tuple[str | None, np.ndarray]:
+    def _text_and_ids(self, sample: Sample) -> tuple[str | None, np.ndarray]:
         try:
-            if sample.tokens_path is not None:
+            if isinstance(sample, LatentRow):
+                text = sample.text
+            elif sample.tokens_path is not None:
                 ids, mask = map(
                     np.ravel, read_small_npz(sample.tokens_path, "input_ids", "attention_mask")
                 )
@@ -337,10 +385,14 @@ class _Packer:
                 # CLS, SEP and PAD are not part of a text.
                 ids = ids[~np.isin(ids, list(self.specials))]
                 return self.tokenizer.decode(ids), ids
-            text = sample.text if sample.text is not None else _read_text(sample.text_path)
+            else:
+                text = sample.text if sample.text is not None else _read_text(sample.text_path)
         except (OSError, ValueError, IndexError) as error:
             if isinstance(error, UserError) and not isinstance(error, OSError):
                 raise
+            return None, np.empty(0, np.int64)
+        if not is_utf8(text):
+            # Broken escapes in JSON decode to lone surrogates.
             return None, np.empty(0, np.int64)
         text = fold_spaces(text)
         ids = self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]

@@ -190,8 +190,7 @@ def check_latents(
         raise UserError(
             f"latents of shape [samples, {expected_dim}] in {where}",
             f"shape {list(latents.shape)}",
-            "set model.latent_dim to the encoder's dimension, or prepare the data with the"
-            " intended encoder",
+            "prepare the data with the intended encoder",
         )
     bad = ~np.isfinite(latents).all(axis=tuple(range(1, latents.ndim)))
     zero = ~latents.any(axis=-1).all(axis=tuple(range(1, latents.ndim - 1)))

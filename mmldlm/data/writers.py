@@ -13,9 +13,12 @@ import numpy as np
 
 from mmldlm.data.arrays import NpyWriter
 from mmldlm.utils.atomic_files import fsync_path
+from mmldlm.utils.resources import require_memory
 
 LAYOUTS = ("store", "files")
 FILES_FORMAT = "mmldlm-files"
+# Most pixels of a side of an image; most latents of a sample, and most values of one.
+MAX_IMAGE_SIZE, MAX_LATENTS, MAX_LATENT_DIM = 1 << 14, 1 << 20, 1 << 20
 # Rows in the covariance: its cost grows with D^2, and more rows do not change its spectrum.
 COVARIANCE_ROWS = 262_144
 
@@ -171,11 +174,20 @@ class LatentStatistics:
         num_expected: Number of rows to come; above `covariance_rows` the effective rank uses every
             n-th block only.
         covariance_rows: Approximate largest number of rows in the covariance.
+
+    Raises:
+        UserError: no memory for [D, D] numbers.
     """
 
     def __init__(
         self, latent_dim: int, num_expected: int = 0, covariance_rows: int = COVARIANCE_ROWS
     ):
+        # Products, their covariance and what its eigenvalues are computed in.
+        require_memory(
+            4 * 8 * latent_dim**2,
+            f"the covariance of latents of {latent_dim:,} dimensions",
+            "give latents of fewer dimensions (of images: a smaller --patch-size)",
+        )
         self._num, self._sum, self._squares = 0, np.zeros(latent_dim), np.zeros(latent_dim)
         self._products = np.zeros((latent_dim, latent_dim))
         self._product_sum = np.zeros(latent_dim)

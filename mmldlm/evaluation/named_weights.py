@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from mmldlm.data.encoders.encoder import no_loading_bar
+from mmldlm.data.encoders.encoder import no_loading_bar, require_docstrings
 from mmldlm.errors import UserError
 from mmldlm.evaluation.sentences import Sentences
 from mmldlm.evaluation.statistics import Estimate, mean
@@ -115,6 +115,7 @@ class ClipScorer:
     """
 
     def __init__(self, folder: str, device: torch.device) -> None:
+        require_docstrings()
         from transformers import CLIPModel, CLIPProcessor
 
         _check_folder(folder)

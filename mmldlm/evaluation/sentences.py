@@ -11,7 +11,7 @@ from torch import nn
 from mmldlm.data.store import Store, check_latents
 from mmldlm.errors import UserError
 from mmldlm.evaluation.statistics import derangement
-from mmldlm.inference.inputs import check_latents_per_text
+from mmldlm.inference.inputs import check_latent_shape
 from mmldlm.utils.counter_rng import Stream, generator
 from mmldlm.utils.progress import ProgressCallback
 
@@ -66,6 +66,7 @@ def choose_sentences(
             f"{count} requested, {len(store)} in {split}",
             "lower --num-samples, or prepare with more --validation-samples",
         )
+    check_latent_shape(store, config)
     tokenizer = store.manifest["tokenizer"]
     expected = {
         key: getattr(config, key) for key in ("mask_token_id", "pad_token_id", "eos_token_id")
@@ -86,8 +87,7 @@ def choose_sentences(
             f"prepare with --max-tokens {config.max_seq_len - 1}",
         )
     batch = store.get(ids)
-    check_latents(batch.latents, split, config.latent_dim, zero_ok=store.kind == "image")
-    check_latents_per_text(store, config)
+    check_latents(batch.latents, split, zero_ok=store.kind == "image")
     tokens = [row.tolist() for row in batch.tokens]
     texts = store.texts(ids)
     return Sentences(tokens, batch.latents, texts, derangement(count, seed, texts), ids)

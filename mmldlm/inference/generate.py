@@ -15,7 +15,7 @@ import torch
 from mmldlm.data.run_data import check_store_kind
 from mmldlm.errors import UserError
 from mmldlm.inference.inputs import (
-    check_latents_per_text,
+    check_latent_shape,
     encode_texts,
     given_texts,
     read_latents,
@@ -190,10 +190,9 @@ def read_l2t_input(
         store = Store(options.data, "validation")
         ids = list(range(min(options.num_samples or len(store), len(store))))
         check_store_kind(store, "text" if pretrained.image is None else "image")
+        check_latent_shape(store, pretrained.model.config)
         latents = store.get(ids).latents
-        where, dim = f"{options.data}/validation", pretrained.model.config.latent_dim
-        check_latents(latents, where, dim, zero_ok=store.kind == "image")
-        check_latents_per_text(store, pretrained.model.config)
+        check_latents(latents, f"{options.data}/validation", zero_ok=store.kind == "image")
         return store.texts(ids), latents, []
     texts = given_texts(options.text, options.text_file)
     message = f"embedding {count_noun(len(texts), 'text')} with the encoder"

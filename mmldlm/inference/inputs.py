@@ -20,7 +20,7 @@ from mmldlm.data.store import Store
 from mmldlm.errors import UserError
 from mmldlm.sampling.latents import latent_shape
 from mmldlm.tasks.text_task import Pretrained
-from mmldlm.utils.formatting import describe_os_error, is_utf8, join_some, printable
+from mmldlm.utils.formatting import count_noun, describe_os_error, is_utf8, join_some, printable
 from mmldlm.utils.progress import ProgressCallback
 
 # Tolerance of the norm of vectors from a normalizing encoder.
@@ -47,9 +47,9 @@ def read_latents(path: str, pretrained: Pretrained) -> np.ndarray:
     fix = "save the encoder's vectors with numpy.save"
     try:
         values = read_array(Path(path))
-    except FileNotFoundError:
-        raise UserError(expected, "no such file", "check the path") from None
-    except (OSError, ValueError) as error:
+    except OSError as error:
+        raise UserError(expected, describe_os_error(error), "check the path") from None
+    except ValueError as error:
         raise UserError(expected, f"not a .npy file: {error}", fix) from error
     num_ids = pretrained.num_ids
     number_type = np.floating if num_ids is None else np.integer
@@ -175,19 +175,25 @@ def encode_texts(
     return latents.reshape(len(texts), *latent_shape(pretrained.model.config))
 
 
-def check_latents_per_text(store: Store, config: Any) -> None:
-    """Check that a store has as many latents per text as the model.
+def check_latent_shape(store: Store, config: Any) -> None:
+    """Check that a store has latents as the model reads them.
 
     Raises:
-        UserError: it has another number.
+        UserError: they are of another dimension, or another number of each text.
     """
-    if store.latents_per_text != config.num_latents:
+    models = (config.num_latents, config.latent_dim)
+    stores = (store.latents_per_text, store.latent_dim)
+    if models != stores:
         raise UserError(
-            f"a store of {config.num_latents} latents per text, as the model was trained on"
-            " (model.num_latents)",
-            f"{store.latents_per_text} in {store.root}",
-            f"prepare one with --latents-per-text {config.num_latents}",
+            f"a store with {_describe_shape(*models)}, as the model was trained on",
+            f"{_describe_shape(*stores)} in {store.root}",
+            "name the store that the model was trained on, or one prepared with the same encoder"
+            " and --latents-per-text",
         )
+
+
+def _describe_shape(count: int, dim: int) -> str:
+    return f"{count_noun(count, 'latent')} of {dim} dimensions per text"
 
 
 def reason_without_encoder(error: Exception) -> str:

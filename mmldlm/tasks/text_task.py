@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from mmldlm.config.task_names import DEFAULT_TASK
+from mmldlm.data.encoders.specs import UNKNOWN_ENCODER
 from mmldlm.diffusion import GaussianProcess, MaskedDiffusion
 from mmldlm.errors import UserError
 from mmldlm.models.base import LatentInputs, ModelOutput, TextInputs
@@ -461,10 +462,10 @@ class Pretrained:
 
     @property
     def has_encoder(self) -> bool:
-        """Whether the encoder of its latents is known; `mmldlm pack` without --encoder records
-        "unknown".
+        """Whether the encoder of its latents is known; that of `mmldlm pack` without --encoder is
+        not.
         """
-        return self.encoder is not None and self.encoder.get("name") != "unknown"
+        return self.encoder is not None and self.encoder.get("name") != UNKNOWN_ENCODER
 
     def supports(self, mode: str) -> bool:
         """Whether the model was trained in a mode; True if unknown."""

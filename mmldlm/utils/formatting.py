@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import TextIO
 
 
@@ -13,6 +13,14 @@ def join_some(values: Iterable[object], limit: int = 4, separator: str = ", ") -
     texts = [str(value) for value in values]
     more = f" and {len(texts) - limit} more" if len(texts) > limit else ""
     return separator.join(texts[:limit]) + more
+
+
+def describe_counts(counts: Mapping[str, int]) -> str:
+    """Format the counters that are not 0, `drop_REASON` last: "read 9, dropped: empty 2"."""
+    found = {name: f"{name.removeprefix('drop_')} {n:,}" for name, n in counts.items() if n}
+    dropped = ", ".join(text for name, text in found.items() if name.startswith("drop_"))
+    others = [text for name, text in found.items() if not name.startswith("drop_")]
+    return ", ".join([*others, f"dropped: {dropped}" if dropped else "nothing dropped"])
 
 
 def print_table(rows: list[tuple[str, str]]) -> None:

@@ -213,6 +213,13 @@ class LeftOut:
         }
         return {"not_read": found} if found else {}
 
+    def describe(self) -> str:
+        """Format them for a message: "files of another kind 2 (a.md, b.md)"."""
+        return "; ".join(
+            f"{reason} {count} ({', '.join(self.names[reason])})"
+            for reason, count in sorted(self.counts.items())
+        )
+
 
 def is_of_macos(name: str) -> bool:
     """Whether a path is one that macOS adds to folders and archives: AppleDouble, Finder's files,

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import resource
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -74,7 +75,35 @@ def memory() -> Memory:
                 if used.isdigit():
                     in_use = max(int(used) - _reclaimable(folder), 0)
                     available = min(available, max(int(limit) - in_use, 0))
+    # That of `ulimit -v`.
+    most_mapped, _ = resource.getrlimit(resource.RLIMIT_AS)
+    if most_mapped != resource.RLIM_INFINITY:
+        mapped = int(_read(Path("/proc/self/statm")).split()[0]) * resource.getpagesize()
+        total = min(total, most_mapped)
+        available = min(available, max(most_mapped - mapped, 0))
     return Memory(total, min(available, total))
+
+
+def require_memory(num_bytes: int, what: str, fix: str) -> None:
+    """Check that memory for something is free, before it is taken: the kernel ends a process that
+    takes more.
+
+    Args:
+        what: What needs it, and how it came to be so large.
+
+    Raises:
+        UserError: less is free.
+    """
+    # As a script, this file is started without its package.
+    from mmldlm.errors import UserError
+    from mmldlm.utils.formatting import format_bytes
+
+    if num_bytes > (available := memory().available):
+        raise UserError(
+            f"{format_bytes(num_bytes)} of free memory for {what}",
+            format_bytes(available),
+            fix,
+        )
 
 
 def _reclaimable(folder: Path) -> int:

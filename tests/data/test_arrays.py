@@ -30,6 +30,7 @@ def content(shape, dtype="<f4", num_bytes=32) -> bytes:
         content((8,), "|O"),
         content((8,))[:50],
         b"\x93NUMPY\x01\x00\xff\x7f" + b"(" * 0x7FFF,
+        content((8,)).replace(b"(", b"\n").replace(b", }", b";))"),
         b"",
     ],
 )

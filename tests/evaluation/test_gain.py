@@ -303,7 +303,7 @@ def test_several_latents_a_text_are_measured_together(pretrained, make, tmp_path
         "recall_at_1",
         "norm_ratio",
     }
-    with pytest.raises(UserError, match="3 in"):
+    with pytest.raises(UserError, match="3 latents of 6 dimensions"):
         evaluate(replace(pretrained, model=make.model()), store, settings, lambda line: None)
     sentences = choose_sentences(store, pretrained.model, None, 0)
     found = latent_estimates(sentences.latents, sentences, sentences.latents)

@@ -18,6 +18,7 @@ from mmldlm.data.sentences import split_into_parts
 from mmldlm.data.store import Store
 from mmldlm.data.verify import verify
 from mmldlm.errors import UserError
+from mmldlm.inference.inputs import check_latent_shape
 from mmldlm.models import MultimodalMMDiT
 from mmldlm.tasks.registry import load_config
 from mmldlm.tasks.translation.data import open_data
@@ -158,6 +159,10 @@ def test_the_model_takes_as_many_as_the_store_has(store, data, made_store):
     with pytest.raises(UserError, match="number of latents per text"):
         mixture = json.dumps({str(made_store): 1.0, str(store[0]): 1.0})
         open_data(load_config("tiny", None, [f"data.mixture={mixture}"]))
+    check_latent_shape(Store(store[0]), data.config.model)
+    with pytest.raises(UserError, match=f"(?s){N} latents of {D} .*: 1 latent of 384 ") as error:
+        check_latent_shape(Store(made_store), data.config.model)
+    assert "model." not in str(error.value), "an option of train alone"
 
 
 def _model(data):

@@ -104,3 +104,14 @@ def test_an_own_encoder_is_found_in_a_folder_of_the_environment(store, tmp_path,
     monkeypatch.setenv("MMLDLM_ENCODERS", str(tmp_path / "models"))
     same = (encoder_token_embeddings(own, 8) == encoder_token_embeddings(Store(store), 8)).all(1)
     assert same.mean() > 0.999
+
+
+def test_an_encoder_of_packed_latents_is_known_by_its_name_or_not(store, tmp_path):
+    """`mmldlm pack --encoder minilm` records no weights; without --encoder no encoder is known."""
+    packed = edited(store, tmp_path, "encoder", "source", "imported")
+    packed.manifest["encoder"] = {"name": "minilm", "source": "imported"}
+    same = encoder_token_embeddings(packed, 8) == encoder_token_embeddings(Store(store), 8)
+    assert same.all()
+    packed.manifest["encoder"]["name"] = "unknown"
+    with pytest.raises(UserError, match="packed without --encoder"):
+        encoder_token_embeddings(packed, 8)

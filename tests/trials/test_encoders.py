@@ -18,7 +18,6 @@ from tests.trials.harness import (
     refuses,
     succeeds,
     tiny_run,
-    todo,
     train_rank,
 )
 
@@ -664,10 +663,11 @@ def test_an_encoder_of_a_moved_folder_is_found_or_asked_for(sentences, tmp_path)
     )
     refuses(mmldlm(*sample, tmp_path / "O"), "MMLDLM_ENCODERS")
     succeeds(mmldlm(*sample, tmp_path / "O", env={"MMLDLM_ENCODERS": str(tmp_path / "models")}))
+    folder.rename(tmp_path / "renamed")
+    succeeds(mmldlm(*sample, tmp_path / "P", "--encoder-dir", tmp_path / "renamed"))
 
 
 @SLOW
-@todo("newcomer 2: evaluate/sample with a store of another dimension")
 def test_the_fix_for_a_store_of_another_dimension_is_one_that_the_command_has(
     trial_model, sentences, tmp_path
 ):
@@ -681,7 +681,6 @@ def test_the_fix_for_a_store_of_another_dimension_is_one_that_the_command_has(
 
 
 @SLOW
-@todo("public-reports B 33")
 def test_prepare_works_without_docstrings(sentences, tmp_path):
     from tests.trials.harness import fresh_mmldlm
 

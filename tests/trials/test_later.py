@@ -325,7 +325,6 @@ def test_a_temperature_of_next_to_nothing_is_no_corrupt_model(trial_model, trial
     assert "corrupt" not in result
 
 
-@todo("public-reports B, small ones: text null in jsonl")
 def test_texts_of_null_are_counted(tmp_path):
     """One `"text": null` refused a whole .jsonl; in parquet it is counted as empty."""
     lines = [json.dumps({"text": f"The cat sees house number {i}."}) for i in range(40)]
@@ -348,7 +347,6 @@ def test_a_number_of_samples_that_no_machine_has_is_refused(tmp_path):
 
 
 @SLOW
-@todo("trials-3, further tracebacks: prepare glyphs --image-size 4096")
 def test_images_that_no_memory_holds_are_refused(tmp_path):
     """9 GB, 150 s, no estimate and no warning."""
     words = line_of("prepare", "glyphs", "--image-size", 4096, "--output-dir", tmp_path / "S")

@@ -42,7 +42,6 @@ def manifest(folder) -> dict:
 # -------------------------------------------------------------------------------------------------
 
 
-@todo("newcomer 2: CSV and TSV")
 @pytest.mark.parametrize(
     "separator", [",", pytest.param("\t", marks=SLOW), pytest.param(";", marks=SLOW)]
 )
@@ -54,7 +53,6 @@ def test_a_table_of_texts_is_a_corpus(tmp_path, separator):
     assert manifest(tmp_path / "S")["corpus"]["kept"] == len(SENTENCES)
 
 
-@todo("newcomer 2: embeddings of one's own in one file")
 @pytest.mark.parametrize("kind", ["npy", pytest.param("npz", marks=SLOW)])
 def test_texts_and_one_file_of_latents_are_a_store(tmp_path, kind):
     (tmp_path / "texts.txt").write_text("\n".join(SENTENCES) + "\n", encoding="utf-8")
@@ -76,7 +74,6 @@ def test_texts_and_one_file_of_latents_are_a_store(tmp_path, kind):
     )
 
 
-@todo("newcomer 2: a refusal shows a Python dict")
 def test_a_count_of_what_pack_read_is_no_dict_of_python(tmp_path):
     """newcomer 2: "found: 0; {'files': 2, 'read': 1, ...}"."""
     (tmp_path / "in").mkdir()

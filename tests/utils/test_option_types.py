@@ -16,6 +16,7 @@ TEXTS = {
     "--config-name",
     "--text",
     "--text-field",
+    "--latents-field",
     "--prefix",
     "--sampler",
     "--only",

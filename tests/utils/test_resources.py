@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from mmldlm.errors import UserError
 from mmldlm.utils import resources
 
 MIB = 1 << 20
@@ -107,6 +108,25 @@ STAT_1 = (
 def test_memory_is_that_of_the_smallest_limit_without_cache(machine, own, files, total, available):
     machine(own, files)
     assert [value // MIB for value in resources.memory()] == [total, available]
+
+
+def test_the_limit_of_addresses_is_one_of_memory(machine, monkeypatch):
+    """`ulimit -v`, of which this process has taken a part."""
+    machine("0::/", {})
+    monkeypatch.setattr(resources.resource, "getrlimit", lambda kind: (1 << 40, 1 << 41))
+    assert resources.memory().total == 64000 * MIB
+    monkeypatch.setattr(resources.resource, "getrlimit", lambda kind: (30000 * MIB, 1 << 41))
+    total, available = resources.memory()
+    assert total == 30000 * MIB and 0 < available < total
+
+
+def test_memory_that_is_not_free_is_refused_before_it_is_taken(machine):
+    machine("0::/", {"memory.max": f"{1000 * MIB}", "memory.current": f"{900 * MIB}"})
+    resources.require_memory(100 * MIB, "a table", "cut it")
+    with pytest.raises(
+        UserError, match=r"101.0 MiB of free memory for a table\s+found: 100.0 MiB"
+    ):
+        resources.require_memory(101 * MIB, "a table", "cut it")
 
 
 @pytest.mark.parametrize(

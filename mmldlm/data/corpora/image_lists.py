@@ -1,14 +1,12 @@
 """A corpus of images with captions: an ordered list of samples, and how their images are read.
 
-`glyphs`, `emoji`, a folder of images with captions in .txt files, a .jsonl, a .json (COCO
-captions, MM-LDLM's list), or .tar shards.
+`glyphs`, `emoji`, a folder of images with captions in .txt files, a .jsonl, .csv or .tsv, a .json
+(COCO captions, MM-LDLM's list), or .tar shards.
 """
 
 from __future__ import annotations
 
-import csv
 import hashlib
-import io
 import json
 import os
 from collections import Counter
@@ -20,20 +18,17 @@ from typing import Any
 
 import numpy as np
 
-from mmldlm.data.corpora.text_files import (
-    IMAGE_SUFFIXES,
-    FileUnit,
-    image_of,
-    kind_of,
-    names_images,
-)
+from mmldlm.data.corpora.tables import TABLES, read_records
+from mmldlm.data.corpora.text_files import IMAGE_SUFFIXES, KINDS, FileUnit, image_of, kind_of
 from mmldlm.data.sentences import fold_spaces
 from mmldlm.errors import UserError
 from mmldlm.utils.formatting import describe_os_error, is_utf8
-from mmldlm.utils.input_files import LeftOut, open_regular, read_bytes, walk_files
+from mmldlm.utils.input_files import LeftOut, read_bytes, walk_files
 
 GLYPHS, EMOJI = "glyphs", "emoji"
-_OF_TEXTS = (".txt", ".jsonl", ".parquet", ".gz", ".zst")
+_OF_TEXTS = (*KINDS, ".gz", ".zst")
+# Number of records that are examined to know what a file is a list of.
+_SNIFFED = 64
 # These corpora are drawn, not read from files of the user.
 DRAWN = (GLYPHS, EMOJI)
 _FORMS = (
@@ -146,38 +141,20 @@ def is_metadata(path: Path) -> bool:
 
 
 def lists_images(path: Path) -> bool:
-    """Whether a file is a list of images with captions: .csv or .jsonl, the latter also
-    compressed.
+    """Whether one of the first records of a .jsonl, .csv or .tsv names an image.
 
     Raises:
-        UserError: the first line of a .jsonl is not JSON.
+        UserError: its first records cannot be read.
     """
-    if path.suffix.lower() == ".csv":
-        return any(image_of(record) is not None for record in islice(read_csv(path), 1))
-    return kind_of(path) == "jsonl" and names_images(path)
-
-
-def read_csv(path: Path) -> Iterator[dict[str, str]]:
-    """Yield the rows of a .csv whose first row names its columns.
-
-    Raises:
-        UserError: it is not readable, not UTF-8, or a row has more values than there are columns.
-    """
-    fix = "write it as UTF-8, with a first row of names such as file_name,text"
-    try:
-        with (
-            open_regular(path) as raw,
-            io.TextIOWrapper(raw, encoding="utf-8-sig", newline="") as file,
-        ):
-            rows = csv.DictReader(file, strict=True)
-            for row in rows:
-                if None in row or None in row.values():
-                    raise csv.Error(
-                        f"another number of values than of columns at line {rows.line_num}"
-                    )
-                yield row
-    except (OSError, UnicodeDecodeError, csv.Error) as error:
-        raise UserError(f"a table of images and captions in {path}", str(error), fix) from None
+    kind = kind_of(path)
+    if kind in TABLES:
+        records = read_records(path)
+    elif kind == "jsonl":
+        unit = FileUnit(path, "jsonl", 0, None, errors="surrogateescape")
+        records = (record for _, record in unit.records(Counter(), keep_bad=True))
+    else:
+        return False
+    return any(image_of(record) is not None for record in islice(records, _SNIFFED))
 
 
 def list_jsonl(path: Path, root: Path, counts: Counter) -> list[ImageSample]:
@@ -196,13 +173,13 @@ def list_jsonl(path: Path, root: Path, counts: Counter) -> list[ImageSample]:
     return samples
 
 
-def list_csv(path: Path, root: Path, counts: Counter) -> list[ImageSample]:
-    """Return the samples of a .csv with columns for the image and its caption.
+def list_table(path: Path, root: Path, counts: Counter) -> list[ImageSample]:
+    """Return the samples of a .csv or .tsv with columns for the image and its caption.
 
     Raises:
         UserError: it is not such a table.
     """
-    return [sample for record in read_csv(path) for sample in samples_of(record, root, counts)]
+    return [sample for record in read_records(path) for sample in samples_of(record, root, counts)]
 
 
 def list_json(path: Path, root: Path, counts: Counter) -> list[ImageSample]:

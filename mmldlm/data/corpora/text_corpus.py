@@ -1,8 +1,8 @@
 """Open a corpus: an ordered, repeatable pass over texts, cut into units of reading.
 
-A corpus is a file (.txt, .jsonl or .parquet, the first two also as .gz or .zst), a folder of such
-files, `docstrings` (English sentences in the documentation of the installed Python packages: real
-text without a download), or a Hugging Face dataset, which is streamed.
+A corpus is a file (.txt, .jsonl, .csv, .tsv or .parquet, all but the last also as .gz or .zst), a
+folder of such files, `docstrings` (English sentences in the documentation of the installed Python
+packages: real text without a download), or a Hugging Face dataset, which is streamed.
 """
 
 from __future__ import annotations
@@ -15,16 +15,9 @@ from itertools import islice
 from pathlib import Path
 
 from mmldlm.data.corpora.docstrings import docstrings_source, read_docstrings
-from mmldlm.data.corpora.text_files import (
-    KINDS,
-    FileUnit,
-    clean,
-    file_units,
-    image_column,
-    kind_of,
-    names_images,
-    parquet_units,
-)
+from mmldlm.data.corpora.image_lists import lists_images
+from mmldlm.data.corpora.tables import TABLES, column_reader, image_column, parquet_units
+from mmldlm.data.corpora.text_files import NAMED_KINDS, FileUnit, clean, file_units, kind_of
 from mmldlm.data.sentences import MAX_TEXT_BYTES, TOO_LARGE, split_sentences
 from mmldlm.errors import UserError
 from mmldlm.utils.formatting import first_line
@@ -129,7 +122,7 @@ def _open(
         kind = kind_of(path)
         if kind is None:
             raise UserError(
-                f"a corpus that ends in {', '.join(KINDS)}, or a folder of such files",
+                f"a corpus that ends in {NAMED_KINDS}, or a folder of such files",
                 f"{path.name} (suffix {path.suffix or 'none'!r})",
                 "rename the file if its content is one of these, or convert it",
             )
@@ -150,7 +143,7 @@ def _open(
             source, [ReadUnit(*part) for part in parts], has_documents=True, versions=versions
         )
     raise UserError(
-        f"a corpus at {path}: a file that ends in {', '.join(KINDS)}, or a folder of such files",
+        f"a corpus at {path}: a file that ends in {NAMED_KINDS}, or a folder of such files",
         "nothing there",
         f"check the path, or leave it out to use the default corpus '{DEFAULT_CORPUS}'",
     )
@@ -183,7 +176,7 @@ def _open_folder(folder: Path, text_field: str | None, whole_files: bool) -> Cor
             f"files of the kinds {', '.join(kinds)}" if kinds else "no such file in it or below it"
         )
         raise UserError(
-            f"a folder with files of one kind ({', '.join(KINDS)}) at {folder}",
+            f"a folder with files of one kind ({NAMED_KINDS}) at {folder}",
             found,
             "give the folder that holds the documents, or one of the files",
         )
@@ -233,7 +226,7 @@ def _units_of(path: Path, name: str, kind: str, text_field: str | None) -> list[
     """
     if kind == "parquet":
         return [ReadUnit(f"{name}#{part}", read) for part, read in parquet_units(path, text_field)]
-    if kind == "jsonl" and text_field is None and names_images(path):
+    if text_field is None and lists_images(path):
         raise UserError(
             f"a corpus of texts in {path}",
             "records that name images",
@@ -241,6 +234,8 @@ def _units_of(path: Path, name: str, kind: str, text_field: str | None) -> list[
             " the captions with --text-field to prepare them as texts",
         )
     text_field = text_field or "text"
+    if kind in TABLES:
+        return [ReadUnit(f"{name}#table", column_reader(path, text_field))]
     return [
         ReadUnit(f"{name}#{part.start}-{part.end}", part.read)
         for part in file_units(path, kind, text_field)

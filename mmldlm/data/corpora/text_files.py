@@ -1,5 +1,4 @@
-"""Read files of texts: lines, JSON lines and parquet, plain or compressed, in parts for different
-ranks.
+"""Read files of texts: lines and JSON lines, plain or compressed, in parts for different ranks.
 
 Memory is bounded by one text, even for compressed files: longer lines are left out and counted.
 """
@@ -12,27 +11,25 @@ import io
 import json
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import islice
 from pathlib import Path
 from typing import Any, BinaryIO
 
 from mmldlm.data.sentences import MAX_TEXT_BYTES, TOO_LARGE, fold_spaces
 from mmldlm.errors import UserError
-from mmldlm.utils.formatting import describe_os_error, first_line
-from mmldlm.utils.input_files import open_regular, refuse_pointer, require_regular
+from mmldlm.utils.formatting import describe_os_error
+from mmldlm.utils.input_files import open_regular
 
-KINDS = (".txt", ".jsonl", ".txt.gz", ".jsonl.gz", ".txt.zst", ".jsonl.zst", ".parquet")
+KINDS = (".txt", ".jsonl", ".csv", ".tsv", ".parquet")
+_COMPRESSED = (".gz", ".zst")
+NAMED_KINDS = f"{', '.join(KINDS)} (all but the last also {' and '.join(_COMPRESSED)})"
 PART_BYTES = 32 << 20
 # Counter of the texts with NUL characters, such as those of UTF-16 or of binary files.
 NOT_TEXT = "drop_not_text"
-_COMPRESSED = (".gz", ".zst")
 # Bytes given to a decompressor at once; at most 32 MiB come out of them.
 _FEED = 1 << 10
-# Number of records that are examined to know what a file is a list of.
-_SNIFFED = 64
-_EXTRA = "pip install 'mmldlm[data]'"
+EXTRA = "pip install 'mmldlm[data]'"
 IMAGE_SUFFIXES = (
     ".png",
     ".jpg",
@@ -50,7 +47,7 @@ IMAGE_SUFFIXES = (
 # Suffixes of images that Pillow does not read.
 _NOT_READ = (".heic", ".heif", ".avif", ".jp2", ".jxl", ".svg", ".tga", ".dng")
 # Fields that always name an image.
-_ALWAYS = ("image", "image_path")
+IMAGE_FIELDS = ("image", "image_path")
 # Fields that records of texts have, too; they count where the value ends like the name of an
 # image.
 _PERHAPS = (
@@ -68,12 +65,13 @@ _PERHAPS = (
 
 
 def kind_of(path: Path) -> str | None:
-    """Return `txt`, `jsonl` or `parquet` by a file's name, in upper or lower case; None for
-    others.
+    """Return `txt`, `jsonl`, `csv`, `tsv` or `parquet` by a file's name, in upper or lower case;
+    None for others.
     """
-    suffixes = [suffix.lower() for suffix in path.suffixes[-2:]]
-    ending = "".join(suffixes if suffixes and suffixes[-1] in _COMPRESSED else suffixes[-1:])
-    return ending.split(".")[1] if ending in KINDS else None
+    suffix, inner = path.suffix.lower(), Path(path.stem).suffix.lower()
+    if suffix in _COMPRESSED:
+        suffix = inner if inner != ".parquet" else ""
+    return suffix[1:] if suffix in KINDS else None
 
 
 def file_units(path: Path, kind: str, text_field: str) -> list[FileUnit]:
@@ -122,25 +120,14 @@ class FileUnit:
             UserError: the file is not UTF-8, cannot be decompressed, or has such a line with
                 carriage returns in it.
         """
-        with _open_bytes(self.path) as file:
+        with open_bytes(self.path) as file:
             position = self.start
             if self.start:
                 file.seek(self.start - 1)
                 # The line before belongs to another part.
                 position += _skip_line(file) - 1
             while self.end is None or position < self.end:
-                try:
-                    raw = file.readline(MAX_TEXT_BYTES + 1)
-                    num_skipped = (
-                        _skip_line(file)
-                        if len(raw) > MAX_TEXT_BYTES and not raw.endswith(b"\n")
-                        else 0
-                    )
-                except Exception as error:
-                    # Each decompressor raises its own types.
-                    raise self._error(
-                        "a complete compressed file", str(error), "copy the file again"
-                    ) from error
+                raw, num_skipped = read_line(file, self.path)
                 if not raw:
                     return
                 if len(raw) > MAX_TEXT_BYTES:
@@ -181,13 +168,7 @@ class FileUnit:
         try:
             return raw.decode("utf-8", self.errors)
         except UnicodeDecodeError as error:
-            found = (
-                f"byte 0x{raw[error.start]:02x} at column {error.start + 1} of line"
-                f" {self._line_number(position)}"
-            )
-            raise self._error(
-                "UTF-8 text", found, "convert the file to UTF-8 (for instance with iconv)"
-            ) from None
+            raise not_utf8(self.path, error, self._line_number(position)) from None
 
     def _leave_out(self, position: int, raw: bytes, length: int, counts: Counter) -> None:
         """Count a line that is too long; carriage returns in it mean that it is many lines."""
@@ -206,7 +187,7 @@ class FileUnit:
     def _line_number(self, position: int) -> int:
         """Return the number, from 1, of the line that begins at a byte."""
         number, left = 1, position
-        with _open_bytes(self.path) as file:
+        with open_bytes(self.path) as file:
             while left and (block := file.read(min(left, 1 << 20))):
                 number, left = number + block.count(b"\n"), left - len(block)
         return number
@@ -221,36 +202,38 @@ class FileUnit:
 
     def _read_jsonl(self, counts: Counter) -> Iterator[str]:
         for position, record in self.records(counts):
-            text = record.get(self.text_field) if isinstance(record, dict) else None
-            if (
-                isinstance(record, dict)
-                and self.text_field in record
-                and not isinstance(text, str)
-            ):
+            expected = f"a string in field '{self.text_field}' of every line"
+            if not isinstance(record, dict) or self.text_field not in record:
+                keys = sorted(record) if isinstance(record, dict) else [type(record).__name__]
                 raise self._error(
-                    f"a string in field '{self.text_field}' of every line",
+                    expected,
+                    f"line {self._line_number(position)} has {', '.join(keys) or 'no field'}",
+                    "name the field with --text-field, or repair that line",
+                )
+            text = record[self.text_field]
+            if not isinstance(text, str | None):
+                raise self._error(
+                    expected,
                     f"line {self._line_number(position)}: {self.text_field} is {_kind_of(text)}",
                     "repair or remove that line, or name another field with --text-field",
                 )
-            if not isinstance(text, str):
-                keys = (
-                    ", ".join(sorted(record))
-                    if isinstance(record, dict)
-                    else type(record).__name__
-                )
-                raise self._error(
-                    f"a string in field '{self.text_field}' of every line",
-                    f"line {self._line_number(position)} has {keys or 'no field'}",
-                    "name the field with --text-field, or repair that line",
-                )
-            yield from clean(text, counts)
+            yield from clean(text or "", counts)
 
 
 def _kind_of(value: object) -> str:
-    """Return JSON's name of a value that is not a string."""
-    if value is None or isinstance(value, bool):
-        return "null" if value is None else "true or false"
-    return {int: "a number", float: "a number", list: "a list"}.get(type(value), "an object")
+    """Return JSON's name of a value that is neither a string nor null."""
+    names = {bool: "true or false", int: "a number", float: "a number", list: "a list"}
+    return names.get(type(value), "an object")
+
+
+def not_utf8(path: Path, error: UnicodeDecodeError, line_number: int) -> UserError:
+    """Return the error for a line that is not UTF-8."""
+    byte = error.object[error.start]
+    return UserError(
+        f"UTF-8 text in {path}",
+        f"byte 0x{byte:02x} at column {error.start + 1} of line {line_number}",
+        "convert the file to UTF-8 (for instance with iconv)",
+    )
 
 
 def clean(text: str, counts: Counter, fold: bool = True) -> Iterator[str]:
@@ -267,7 +250,25 @@ def clean(text: str, counts: Counter, fold: bool = True) -> Iterator[str]:
         yield text
 
 
-def _skip_line(file: io.BufferedIOBase) -> int:
+def read_line(file: BinaryIO, path: Path) -> tuple[bytes, int]:
+    """Read a line, at most MAX_TEXT_BYTES + 1 bytes of it; return it, and the number of bytes of
+    its rest, which are skipped.
+
+    Raises:
+        UserError: the file cannot be decompressed.
+    """
+    try:
+        raw = file.readline(MAX_TEXT_BYTES + 1)
+        is_cut = len(raw) > MAX_TEXT_BYTES and not raw.endswith(b"\n")
+        return raw, _skip_line(file) if is_cut else 0
+    except Exception as error:
+        # Each decompressor raises its own types.
+        raise UserError(
+            f"a complete compressed file in {path}", str(error), "copy the file again"
+        ) from error
+
+
+def _skip_line(file: BinaryIO) -> int:
     """Skip to the end of a line in bounded memory; return the number of bytes."""
     length = 0
     while raw := file.readline(1 << 20):
@@ -277,21 +278,8 @@ def _skip_line(file: io.BufferedIOBase) -> int:
     return length
 
 
-def names_images(path: Path) -> bool:
-    """Whether one of the first records of a .jsonl file names an image.
-
-    Raises:
-        UserError: its first line is not JSON.
-    """
-    unit = FileUnit(path, "jsonl", 0, None, errors="surrogateescape")
-    return any(
-        image_of(record) is not None
-        for _, record in islice(unit.records(Counter(), keep_bad=True), _SNIFFED)
-    )
-
-
 @contextlib.contextmanager
-def _open_bytes(path: Path) -> Iterator[BinaryIO]:
+def open_bytes(path: Path) -> Iterator[BinaryIO]:
     """Open a file for reading, decompressed by its suffix.
 
     Raises:
@@ -333,7 +321,7 @@ class _ZstdFile(io.RawIOBase):
             import zstandard
         except ImportError:
             raise UserError(
-                f"the package zstandard, to read {path}", "it is not installed", _EXTRA
+                f"the package zstandard, to read {path}", "it is not installed", EXTRA
             ) from None
         self._file, self._new_frame = file, zstandard.ZstdDecompressor().decompressobj
         # The frame that has not ended yet, if there is one.
@@ -359,91 +347,13 @@ class _ZstdFile(io.RawIOBase):
         return count
 
 
-def parquet_units(
-    path: Path, text_field: str | None
-) -> list[tuple[str, Callable[[Counter], Iterator[str]]]]:
-    """Return the (name, reader) of every row group of a parquet file.
-
-    Args:
-        text_field: Column of texts (default: `text`, of a file without a column of images).
-
-    Raises:
-        UserError: pyarrow is not installed, the file is not parquet, it is one of images with
-            captions, or the column of strings is missing.
-    """
-    refuse_pointer(path)
-    try:
-        import pyarrow as arrow
-        import pyarrow.parquet as parquet
-    except ImportError:
-        raise UserError(
-            f"the package pyarrow, to read {path}", "it is not installed", _EXTRA
-        ) from None
-    try:
-        require_regular(path)
-        file = parquet.ParquetFile(path)
-    except (arrow.ArrowException, OSError) as error:
-        raise UserError(
-            f"a parquet file at {path}", first_line(error), "copy or convert it again"
-        ) from None
-    schema = file.schema_arrow
-    names = schema.names
-    images = image_column(names, [_holds_files(column.type, arrow) for column in schema])
-    if text_field is None and images is not None:
-        raise UserError(
-            f"a corpus of texts in {path}",
-            f"a column '{images}' of images",
-            "name the column of its captions with --text-field to prepare them as texts; for"
-            " images write them to files, with a .jsonl of {image, caption}",
-        )
-    text_field = text_field or "text"
-    kind = schema.field(text_field).type if text_field in names else None
-    if kind is not None and arrow.types.is_dictionary(kind):
-        # Categories of pandas are dictionaries of strings.
-        kind = kind.value_type
-    if kind is None or not any(test(kind) for test in _tests_of_strings(arrow)):
-        raise UserError(
-            f"a column '{text_field}' of strings in {path}",
-            (
-                f"columns {', '.join(names)}"
-                if kind is None
-                else f"a column '{text_field}' of {kind}"
-            ),
-            "name the column with --text-field",
-        )
-
-    def read(group: int, counts: Counter) -> Iterator[str]:
-        with parquet.ParquetFile(path) as opened:
-            for batch in opened.iter_batches(1024, row_groups=[group], columns=[text_field]):
-                for text in batch.column(0).to_pylist():
-                    yield from clean(text or "", counts)
-
-    size = path.stat().st_size
-    return [
-        (f"{size}:{group}", lambda counts, group=group: read(group, counts))
-        for group in range(file.num_row_groups)
-    ]
-
-
-def _tests_of_strings(arrow: Any) -> list[Callable[[Any], bool]]:
-    names = ("is_string", "is_large_string", "is_string_view")
-    return [getattr(arrow.types, name) for name in names if hasattr(arrow.types, name)]
-
-
-def _holds_files(kind: Any, arrow: Any) -> bool:
-    """Whether a column holds {bytes, path}, as datasets of images do."""
-    return arrow.types.is_struct(kind) and {"bytes", "path"} <= {
-        kind.field(i).name for i in range(kind.num_fields)
-    }
-
-
 def image_of(record: Any) -> Any:
     """Return the image that a record names, a path in a valid one; None for a record without an
     image.
     """
     if not isinstance(record, dict):
         return None
-    for key in _ALWAYS:
+    for key in IMAGE_FIELDS:
         if key in record:
             return record[key]
     for key in _PERHAPS:
@@ -451,13 +361,3 @@ def image_of(record: Any) -> Any:
         if isinstance(value, str) and value.lower().endswith(IMAGE_SUFFIXES + _NOT_READ):
             return value
     return None
-
-
-def image_column(names: list[str], is_picture: list[bool]) -> str | None:
-    """Return the column of a table that holds or names images; None for a table of texts.
-
-    Args:
-        names: Names of the columns.
-        is_picture: Whether each column holds the bytes of files, as datasets of images do.
-    """
-    return next((name for name, holds in zip(names, is_picture) if holds or name in _ALWAYS), None)

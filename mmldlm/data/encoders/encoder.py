@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -51,6 +52,20 @@ def usable_dtype(dtype: str | None, device: str) -> str:
     GPU.
     """
     return dtype or ("fp32" if device == "cpu" else "bf16")
+
+
+def require_docstrings() -> None:
+    """Check that Python keeps docstrings, of which transformers makes the classes of its models.
+
+    Raises:
+        UserError: it was started with PYTHONOPTIMIZE=2 or -OO.
+    """
+    if sys.flags.optimize >= 2:
+        raise UserError(
+            "Python with docstrings, of which transformers makes its models",
+            "PYTHONOPTIMIZE=2 (or python -OO), which drops them",
+            "unset PYTHONOPTIMIZE, or set it to 1",
+        )
 
 
 @contextlib.contextmanager
@@ -466,6 +481,7 @@ def _load(folder: Path, architecture: str, dtype: torch.dtype):
     Raises:
         UserError: the files lack weights, which transformers would fill with random numbers.
     """
+    require_docstrings()
     from transformers import AutoModel, MT5EncoderModel, T5EncoderModel, UMT5EncoderModel
 
     kind = {"t5": T5EncoderModel, "mt5": MT5EncoderModel, "umt5": UMT5EncoderModel}.get(

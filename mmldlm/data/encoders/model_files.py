@@ -7,16 +7,18 @@ its folder `vae`, or the hub. No code of theirs is run. Without torch.
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import os
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from mmldlm.data.encoders.sentence_transformer import read_modules, transformer_folder
-from mmldlm.data.encoders.specs import ENCODERS, EncoderSpec
+from mmldlm.data.encoders.sentence_transformer import MODULES, read_modules, transformer_folder
+from mmldlm.data.encoders.specs import ENCODERS, UNKNOWN_ENCODER, EncoderSpec
 from mmldlm.errors import UserError
 from mmldlm.utils.atomic_files import sha256_of
 from mmldlm.utils.formatting import first_line
@@ -26,6 +28,7 @@ _SMALL_FILES = ["*.json", "*.txt", "*.model"]
 _OTHER_FILES = ["onnx/*", "openvino/*", "flax_*", "tf_*", "rust_*"]
 # Environment variable with the folders of the user's own encoders, separated as in PATH.
 PLACES = "MMLDLM_ENCODERS"
+_MODEL_CONFIGS = ("config.json", MODULES)
 # In order of preference.
 _WEIGHTS = ("*.safetensors", "*.bin")
 VAE_CLASS = "AutoencoderKL"
@@ -110,25 +113,60 @@ def name_to_load(identity: dict[str, Any]) -> str:
     by the name of its folder alone.
 
     Raises:
-        UserError: a folder that is neither here nor in MMLDLM_ENCODERS.
+        UserError: the encoder is unknown, or a folder that is neither here nor in MMLDLM_ENCODERS.
     """
     name = identity["name"]
+    if name == UNKNOWN_ENCODER:
+        raise UserError(
+            "a known encoder of the latents",
+            "a store packed without --encoder",
+            "pack the latents with --encoder NAME, or leave out what needs their encoder",
+        )
     is_folder = str(identity.get("source", "")).startswith("folder:") and name not in ENCODERS
-    if not is_folder or Path(name).is_dir():
+    if not is_folder:
         return name
-    places = [
-        Path(path).expanduser() / name
-        for path in os.environ.get(PLACES, "").split(os.pathsep)
-        if path
-    ]
-    if folder := next((path for path in places if path.is_dir()), None):
+    places = [Path(path) for path in _places()]
+    # A place may be the encoder itself, under another name.
+    models = [path for path in places if any((path / file).is_file() for file in _MODEL_CONFIGS)]
+    candidates = [*(path / name for path in places), Path(name), *models]
+    if folder := next((path for path in candidates if path.is_dir()), None):
         return str(folder)
     raise UserError(
         f"the folder '{name}' of the encoder that made the latents",
-        f"not in {Path.cwd()}" + (f" nor in {PLACES}={os.environ[PLACES]}" if places else ""),
-        f"set {PLACES} to the folder that holds '{name}', or start the command in the folder that"
-        " holds it (its weights are compared by their SHA-256)",
+        " nor ".join([f"not in {Path.cwd()}", *(f"in {path}" for path in places)]),
+        f"give it, or the folder that holds it, as --encoder-dir or in {PLACES} (its weights are"
+        " compared by their SHA-256)",
     )
+
+
+def _places() -> list[str]:
+    """Return the folders of MMLDLM_ENCODERS."""
+    words = os.environ.get(PLACES, "").split(os.pathsep)
+    return [os.path.expanduser(word) for word in words if word]
+
+
+@contextlib.contextmanager
+def encoder_dir(folder: str | None) -> Iterator[None]:
+    """Look for encoders in a folder before those of MMLDLM_ENCODERS, also in processes that are
+    started meanwhile; None changes nothing.
+
+    Raises:
+        UserError: it is not a folder.
+    """
+    if folder is None:
+        yield
+        return
+    if not Path(folder).is_dir():
+        fix = "give the encoder's folder, or the one that holds it"
+        raise UserError(f"a folder as --encoder-dir, {folder}", "no such folder", fix)
+    before = os.environ.get(PLACES)
+    os.environ[PLACES] = os.pathsep.join([folder, *_places()])
+    try:
+        yield
+    finally:
+        os.environ.pop(PLACES)
+        if before is not None:
+            os.environ[PLACES] = before
 
 
 def model_files(folder: Path) -> list[Path]:

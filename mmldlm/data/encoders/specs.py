@@ -10,6 +10,8 @@ from pydantic import BaseModel, Field, ValidationError, field_validator
 from mmldlm.errors import UserError
 from mmldlm.utils.validation import describe_problems
 
+# Name of the encoder of latents that came without one.
+UNKNOWN_ENCODER = "unknown"
 POOLINGS = ("mean", "cls", "last", "max", "mean_sqrt_len", "weightedmean")
 
 

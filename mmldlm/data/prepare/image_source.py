@@ -37,9 +37,13 @@ from mmldlm.data.store import as_float32
 from mmldlm.data.unknown_tokens import count_unknown
 from mmldlm.data.writers import LatentStatistics, StoreSplit
 from mmldlm.errors import UserError
-from mmldlm.utils.formatting import join_some, printable
+from mmldlm.utils.formatting import count_noun, join_some, printable
+from mmldlm.utils.resources import require_memory
 
 _MAX_NAMED = 20
+# Bytes of memory for each byte of the images of a shard: the images twice while they are read; and
+# on writing their patches, with those as float32 and twice as float64 for the statistics.
+_COPIES_OF_VAE, _COPIES = 2, 22
 # Dtypes of latents.npy.
 _DTYPES = {"pixels": np.uint8, "pca": np.float16, "codes": np.uint16, "vae": np.float16}
 _IMAGE_KEYS = ("size", "patch", "channels", "grid", "latents", "vae", "vae_folder")
@@ -120,9 +124,28 @@ class ImageSource(Source):
         self.reports: dict[str, ImageReport] = {}
         self.vae = options.find_vae()
         self.corpora = _open_corpora(options)
+        if queue.rank == 0:
+            self._check_memory()
         self.codec: ImageCodec | None = None
         self.packages = ("pillow", "matplotlib", *(["diffusers"] if self.vae else []))
         self._has_read = False
+
+    def _check_memory(self) -> None:
+        """Check, before hours of reading, that rank 0 can write a shard of the images.
+
+        Raises:
+            UserError: its memory does not hold one.
+        """
+        options = self.options
+        most = max(len(corpus.samples) for corpus in self.corpora.values())
+        count = min(most, read.IMAGES_PER_SHARD)
+        size, channels = options.image_size, options.channels
+        copies = _COPIES_OF_VAE if self.vae else _COPIES
+        require_memory(
+            count * size**2 * channels * copies,
+            f"{count_noun(count, 'image')} of {size} x {size} pixels, which are written at once",
+            "give a smaller --image-size",
+        )
 
     @property
     def tokenizer_name(self) -> str:

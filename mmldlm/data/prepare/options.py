@@ -11,12 +11,13 @@ from typing import Any
 
 from mmldlm.data.codebook import FSQ_LEVELS, MAX_CODES
 from mmldlm.data.corpora.image_lists import DRAWN, EMOJI, GLYPHS
+from mmldlm.data.corpora.tables import TABLES
 from mmldlm.data.corpora.tar_shards import is_pattern
 from mmldlm.data.corpora.text_corpus import DEFAULT_CORPUS
 from mmldlm.data.corpora.text_files import kind_of
 from mmldlm.data.encoders.model_files import VaeFiles, find_vae
 from mmldlm.data.encoders.specs import ENCODERS, POOLINGS
-from mmldlm.data.writers import LAYOUTS
+from mmldlm.data.writers import LAYOUTS, MAX_IMAGE_SIZE, MAX_LATENTS
 from mmldlm.errors import UserError
 from mmldlm.utils.paths import output_root
 
@@ -361,6 +362,15 @@ def check_image_options(options: ImageOptions) -> Path:
             str(size),
             f"give {size // patch * patch or patch}",
         )
+    if size > MAX_IMAGE_SIZE:
+        fix = "give a smaller one"
+        raise UserError(f"--image-size of at most {MAX_IMAGE_SIZE:,}", f"{size:,}", fix)
+    if (size // patch) ** 2 > MAX_LATENTS:
+        raise UserError(
+            f"--image-size and --patch-size with at most {MAX_LATENTS:,} patches of an image",
+            f"{(size // patch) ** 2:,} (--image-size {size}, --patch-size {patch})",
+            "give a larger --patch-size",
+        )
     if options.white is not None and not 1 <= options.white <= 65535:
         raise UserError(
             "--white from 1 to 65535",
@@ -370,11 +380,11 @@ def check_image_options(options: ImageOptions) -> Path:
     _check_max_quarantined(options)
     _check_latents(options)
     corpus = Path(options.corpus)
-    is_list = kind_of(corpus) == "jsonl" or corpus.suffix.lower() in (".json", ".csv")
+    is_list = kind_of(corpus) in ("jsonl", *TABLES) or corpus.suffix.lower() == ".json"
     for name, readers, used in (
         ("faces", "the corpus glyphs", options.drawn == GLYPHS),
         ("font", "the corpus emoji", options.drawn == EMOJI),
-        ("data_root", "a .json, .jsonl or .csv", is_list),
+        ("data_root", "a .json, .jsonl, .csv or .tsv", is_list),
         ("white", "images from files", options.drawn is None),
         ("dtype", "--latents vae:NAME_OR_FOLDER", options.vae is not None),
         ("batch_size", "--latents vae:NAME_OR_FOLDER", options.vae is not None),

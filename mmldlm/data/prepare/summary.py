@@ -10,11 +10,19 @@ from rich.console import Console
 from rich.table import Table
 
 from mmldlm.data.corpora.image_lists import GLYPHS
+from mmldlm.data.encoders.specs import ENCODERS, UNKNOWN_ENCODER
 from mmldlm.data.prepare.task_queue import TaskQueue
 from mmldlm.data.unknown_tokens import describe_share
 from mmldlm.data.verify import cut_warnings
 from mmldlm.utils.formatting import join_some
 from mmldlm.utils.progress import ProgressBar
+
+_WITHOUT_ENCODER = (
+    "The encoder of these latents is unknown. A model trained on them is given embeddings"
+    " (`mmldlm sample l2t --latent-file FILE`), not texts to embed (`--text`, `--search` and STS),"
+    " and the texts that it writes are not embedded again (`mmldlm evaluate`). If it is one of"
+    f" {', '.join(ENCODERS)}: pack again with --encoder NAME."
+)
 
 
 class RankProgress:
@@ -66,6 +74,8 @@ def print_summary(console: Console, root: Path, manifest: dict[str, Any], second
     console.print(table)
     for warning in () if of_images else cut_warnings(manifest):
         console.print(f"warning: {warning}", soft_wrap=True)
+    if manifest["encoder"]["name"] == UNKNOWN_ENCODER:
+        console.print(_WITHOUT_ENCODER, soft_wrap=True)
     folder = shlex.quote(str(root))
     if of_images:
         console.print(f"look: mmldlm verify-data {folder} --sheet FILE.png", soft_wrap=True)

@@ -30,6 +30,7 @@ from mmldlm.data.store import FORMAT
 from mmldlm.data.unknown_tokens import check_unknown_to_encoder
 from mmldlm.data.writers import FILES_FORMAT, FilesSplit, LatentStatistics, StoreSplit
 from mmldlm.errors import UserError
+from mmldlm.utils.formatting import describe_counts
 from mmldlm.utils.input_files import LeftOut
 
 # Counter that rank 0 sets for the other ranks.
@@ -156,7 +157,7 @@ class TextSource(Source):
             raise UserError(
                 f"texts in {'+'.join(corpus.source for corpus in corpora)}",
                 (
-                    f"none kept of {counts['read']} read: {dict(counts)}"
+                    f"none kept: {describe_counts(counts)}"
                     if counts["read"]
                     else "none (the corpus is empty)"
                 ),
@@ -265,15 +266,9 @@ class TextSource(Source):
         counts = self.reports["train"].counts
         for name, part in self.samples.items():
             if len(part) < 2:
-                dropped = {
-                    key: value
-                    for key, value in counts.items()
-                    if key.startswith("drop_") and value
-                }
                 raise UserError(
                     f"at least 2 samples for the {name} split",
-                    f"{len(part)} left of {counts['read']} texts read"
-                    f" ({dropped or 'nothing dropped'})",
+                    f"{len(part)} left ({describe_counts(counts)})",
                     "give a larger corpus, or loosen --min-tokens, --max-tokens, --max-samples or"
                     " --validation-samples",
                 )

@@ -47,25 +47,6 @@ def test_compressed_files_are_read_whole(tmp_path):
     assert list(open_corpus(tmp_path / "a.jsonl.zst")) == texts
 
 
-def test_parquet_by_row_groups(tmp_path):
-    arrow = pytest.importorskip("pyarrow")
-    from pyarrow import parquet
-
-    path = tmp_path / "a.parquet"
-    texts = [f"Text  {number}." for number in range(10)] + [None]
-    parquet.write_table(arrow.table({"body": texts, "id": range(11)}), path, row_group_size=4)
-    corpus = open_corpus(path, text_field="body")
-    assert len(corpus.units) == 3 and list(corpus) == [f"Text {number}." for number in range(10)]
-    assert corpus.counts == {"read": 11, "drop_empty": 1}
-    with pytest.raises(UserError, match="columns body, id"):
-        open_corpus(path)
-    with pytest.raises(UserError, match="of int64"):
-        open_corpus(path, text_field="id")
-    (tmp_path / "b.parquet").write_bytes(b"no parquet")
-    with pytest.raises(UserError, match="a parquet file"):
-        open_corpus(tmp_path / "b.parquet")
-
-
 def test_carriage_returns_alone_end_lines(tmp_path):
     (tmp_path / "a.txt").write_bytes(b"\xef\xbb\xbfOne here.\rTwo there.\r\rThree.\r")
     corpus = open_corpus(tmp_path / "a.txt")

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import ast
 import json
+import os
 from pathlib import Path
 
 import pytest
 
 import mmldlm
-from mmldlm.data.encoders.model_files import model_files
+from mmldlm.data.encoders.model_files import encoder_dir, model_files, name_to_load
+from mmldlm.errors import UserError
 
 OWN = "MultimodalMMDiT"
 
@@ -28,6 +30,30 @@ def test_files_of_modules_count_whatever_the_list_begins_with(encoding, tmp_path
         "2_Dense/model.safetensors",
         "2_Dense/config.json",
     }
+
+
+def test_a_folder_that_moved_is_found_where_the_user_says(tmp_path, monkeypatch):
+    """public-reports B 15: among other folders, or itself under another name"""
+    identity = {"name": "enc", "source": "folder:enc"}
+    for name in ("a/enc", "b", "renamed"):
+        (tmp_path / name).mkdir(parents=True)
+    (tmp_path / "renamed" / "config.json").write_text("{}")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("MMLDLM_ENCODERS", str(tmp_path / "b"))
+    with pytest.raises(UserError, match=f"nor in {tmp_path}/b(?s:.*)--encoder-dir"):
+        name_to_load(identity)
+    for given, found in (("a", "a/enc"), ("renamed", "renamed")):
+        with encoder_dir(str(tmp_path / given)):
+            assert name_to_load(identity) == str(tmp_path / found)
+    (tmp_path / "enc").mkdir()
+    assert name_to_load(identity) == "enc"
+    with encoder_dir(str(tmp_path / "a")):
+        assert name_to_load(identity) == str(tmp_path / "a" / "enc")
+    with encoder_dir(None):
+        assert os.environ["MMLDLM_ENCODERS"] == str(tmp_path / "b")
+    with pytest.raises(UserError, match="no such folder"), encoder_dir(str(tmp_path / "none")):
+        pass
+    assert name_to_load({"name": "minilm", "source": "imported"}) == "minilm"
 
 
 def calls_without_refusal(source: str):

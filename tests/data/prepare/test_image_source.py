@@ -19,6 +19,8 @@ from mmldlm.data.prepare.pipeline import prepare
 from mmldlm.data.store import Store, load_tokenizer
 from mmldlm.data.verify import verify
 from mmldlm.errors import UserError
+from mmldlm.utils import resources
+from mmldlm.utils.resources import Memory
 from tests.support.helpers import rank_server, run_ranks
 
 
@@ -123,6 +125,25 @@ def test_too_many_damaged_files_write_nothing(folder, tmp_path):
     with pytest.raises(UserError, match="29.png"):
         prepare(ImageOptions(str(tmp_path / "s"), str(folder), image_size=16))
     assert not (tmp_path / "s").exists()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"image_size": 65536}, "--image-size of at most 16,384"),
+        ({"image_size": 4096, "patch_size": 2}, "4,194,304 .*--patch-size 2"),
+        ({"image_size": 4096}, "free memory for 30 images of 4096 x 4096 .*smaller --image-size"),
+    ],
+)
+def test_sizes_that_no_memory_holds_are_refused_first(
+    folder, tmp_path, monkeypatch, options, message
+):
+    """trials-3, further tracebacks; a corpus of fewer images needs less."""
+    free = Memory(8 << 30, 8 << 30)
+    monkeypatch.setattr(resources, "memory", lambda: free)
+    with pytest.raises(UserError, match=f"(?s){message}"):
+        prepare(ImageOptions(str(tmp_path / "s"), str(folder), **options))
+    assert not (tmp_path / "s.work").exists()
 
 
 def test_a_killed_preparation_ends_in_the_same_bytes(folder, tmp_path, monkeypatch):

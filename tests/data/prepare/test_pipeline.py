@@ -420,7 +420,7 @@ def test_empty_and_filtered_out_corpora_are_refused(need_minilm, corpus_file, tm
     (tmp_path / "empty.txt").write_text("\n\n")
     with pytest.raises(UserError, match="the corpus is empty"):
         pipeline.prepare(PrepareOptions(str(tmp_path / "s"), str(tmp_path / "empty.txt")))
-    with pytest.raises(UserError, match="'drop_too_short': 48"):
+    with pytest.raises(UserError, match="dropped: too_short 48"):
         pipeline.prepare(PrepareOptions(str(tmp_path / "s"), str(corpus_file), min_tokens=50))
     assert sorted(path.name for path in tmp_path.iterdir()) == ["empty.txt"]
 
