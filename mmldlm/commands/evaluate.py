@@ -83,11 +83,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add("--html", type=option_types.path, metavar="FILE.html",
         help="also write the results to this page: tables, plots and samples")  # fmt: skip
-    add("--sts-file", type=option_types.path, metavar="CSV",
-        help="STS Benchmark file (sts-dev.csv), for --suite stsb")  # fmt: skip
     for option in ("--samplers", "--plot", "--write-schedule"):
         add(option, action=RemovedOption, page=INFORMATION_PAGE)
     add("--device", help="default: cuda if available, else cpu")
+    parser.add_argument_group("--suite stsb").add_argument(
+        "--sts-file",
+        type=option_types.path,
+        metavar="CSV",
+        help="STS Benchmark file: sts-dev.csv or sts-test.csv",
+    )
 
 
 def _suite(name: str) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import errno
 import os
 from collections.abc import Iterable
@@ -13,6 +14,14 @@ def join_some(values: Iterable[object], limit: int = 4, separator: str = ", ") -
     texts = [str(value) for value in values]
     more = f" and {len(texts) - limit} more" if len(texts) > limit else ""
     return separator.join(texts[:limit]) + more
+
+
+def did_you_mean(word: str, known: Iterable[str]) -> str:
+    """Return " (did you mean X?)" for the known word that is most like an unknown one; "" where
+    none is.
+    """
+    close = difflib.get_close_matches(word, list(known), n=1)
+    return f" (did you mean {close[0]}?)" if close else ""
 
 
 def print_table(rows: list[tuple[str, str]]) -> None:

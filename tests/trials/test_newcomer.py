@@ -255,12 +255,10 @@ def test_the_docs_of_tasks_have_a_skeleton_with_its_imports():
 # -------------------------------------------------------------------------------------------
 
 
-@todo("newcomer 7: mmldlm trian")
 def test_a_misspelt_verb_gets_a_proposal():
     refuses(mmldlm("trian"), "did you mean.*train")
 
 
-@todo("newcomer 7: an unknown option")
 def test_an_unknown_option_is_not_hidden_behind_the_usage():
     """newcomer 7: 20 lines of usage before the error."""
     result = mmldlm("sample", "l2t", "--chekpoint", "x")
@@ -268,7 +266,6 @@ def test_an_unknown_option_is_not_hidden_behind_the_usage():
     assert len(result.output.splitlines()) < 6, result.output
 
 
-@todo("newcomer 8: --help in groups")
 @pytest.mark.parametrize("words", [("sample", "l2t"), pytest.param(("prepare",), marks=SLOW),
                                    pytest.param(("evaluate",), marks=SLOW)])  # fmt: skip
 def test_help_has_groups(words):
@@ -278,9 +275,7 @@ def test_help_has_groups(words):
     assert titles[0].lower().startswith(("common", "usage")) and len(titles) > 3, titles
 
 
-@pytest.mark.parametrize(
-    "verb", [pytest.param("convert", marks=todo("newcomer 8: 92 columns")), "sample", "prepare"]
-)
+@pytest.mark.parametrize("verb", ["convert", "sample", "prepare"])
 def test_help_fits_a_terminal(verb):
     """newcomer 8."""
     found = mmldlm(verb, "--help", env={"COLUMNS": "80"})
