@@ -44,7 +44,7 @@ from mmldlm.data.unknown_tokens import check_unknown_share, count_unknown
 from mmldlm.data.writers import FILES_FORMAT, LatentStatistics, StoreSplit
 from mmldlm.errors import UserError
 from mmldlm.utils.atomic_files import list_files, write_json
-from mmldlm.utils.formatting import join_some
+from mmldlm.utils.formatting import describe_counts, join_some
 from mmldlm.utils.input_files import LeftOut, open_regular
 from mmldlm.utils.json_files import read_json
 from mmldlm.utils.paths import check_writable_dir, output_root
@@ -98,7 +98,7 @@ def pack(options: PackOptions, console: Console | None = None) -> Path:
         if len(rows) < 2:
             raise UserError(
                 f"at least 2 usable samples for the {split} split in {source}",
-                f"{len(rows)}; {dict(counts)}",
+                f"{len(rows)}; {describe_counts(counts)}",
                 "check the files that were left out",
             )
     partial = root.with_name(f"{root.name}.partial-{os.getpid()}")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import errno
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import TextIO
 
 
@@ -14,6 +14,16 @@ def join_some(values: Iterable[object], limit: int = 4, separator: str = ", ") -
     texts = [str(value) for value in values]
     more = f" and {len(texts) - limit} more" if len(texts) > limit else ""
     return separator.join(texts[:limit]) + more
+
+
+def describe_counts(counts: Mapping[str, int]) -> str:
+    """Return what was counted in words: "9 read, 8 dropped (too short)"; zeros are left out."""
+    parts = []
+    for key, count in counts.items():
+        reason = key.removeprefix("drop_").replace("_", " ")
+        what = f"dropped ({reason})" if key.startswith("drop_") else reason
+        parts += [f"{count:,} {what}"] * bool(count)
+    return ", ".join(parts) or "nothing"
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:

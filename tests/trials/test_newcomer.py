@@ -76,7 +76,6 @@ def test_texts_and_one_file_of_latents_are_a_store(tmp_path, kind):
     )
 
 
-@todo("newcomer 2: a refusal shows a Python dict")
 def test_a_count_of_what_pack_read_is_no_dict_of_python(tmp_path):
     """newcomer 2: "found: 0; {'files': 2, 'read': 1, ...}"."""
     (tmp_path / "in").mkdir()

@@ -25,7 +25,7 @@ from mmldlm.data.corpora.text_files import IMAGE_SUFFIXES, kind_of
 from mmldlm.data.images import read_image
 from mmldlm.data.sentences import MAX_TEXT_BYTES, TOO_LARGE, fold_spaces
 from mmldlm.errors import UserError
-from mmldlm.utils.formatting import count_noun, join_some
+from mmldlm.utils.formatting import count_noun, describe_counts, join_some
 from mmldlm.utils.input_files import OTHER_KIND, LeftOut, open_regular, walk_files
 
 _LISTS = {"json": list_json, "jsonl": list_jsonl, "csv": list_csv}
@@ -83,7 +83,7 @@ def open_image_corpus(
         fix = (
             "check the fields and the names; a list of texts alone is a .txt or a .jsonl of {text}"
         )
-        raise UserError(f"images with captions in {path}", f"none; {dict(counts)}", fix)
+        raise UserError(f"images with captions in {path}", f"none; {describe_counts(counts)}", fix)
     return ImageCorpus(
         f"{kind}:{path.resolve().name}",
         samples,
@@ -116,7 +116,7 @@ def _open_shards(
         damage = [f"{shard}: {reason}" for shard, reason in unreadable.items()]
         raise UserError(
             f"images with captions (key.jpg with key.txt or key.json) in {name}",
-            f"none; {join_some(damage, limit=3) or dict(counts) or left_out.entry()}",
+            f"none; {join_some(damage, limit=3) or describe_counts(counts + left_out.counts)}",
             "check the names inside with tar -tf",
         )
     return ImageCorpus(
@@ -222,9 +222,8 @@ def _no_pair(
     found = f"{count_noun(len(images), 'image')} and {count_noun(len(captions), '.txt file')}"
     some = join_some(path.name for path in [*images[:2], *sorted(captions.values())[:2]])
     found = f"{found}, no pair of one name: {some}" if some else "neither of them"
-    dropped = {key: value for key, value in counts.items() if value}
     others = left_out.names.get(OTHER_KIND, [])
-    more = [f"records of its lists: {dropped}"] * bool(dropped) + [
+    more = [f"records of its lists: {describe_counts(counts)}"] * (counts.total() > 0) + [
         f"other files: {join_some(others)}"
     ] * bool(others)
     return UserError(

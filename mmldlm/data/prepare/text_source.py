@@ -30,6 +30,7 @@ from mmldlm.data.store import FORMAT
 from mmldlm.data.unknown_tokens import check_unknown_to_encoder
 from mmldlm.data.writers import FILES_FORMAT, FilesSplit, LatentStatistics, StoreSplit
 from mmldlm.errors import UserError
+from mmldlm.utils.formatting import describe_counts
 from mmldlm.utils.input_files import LeftOut
 
 # Counter that rank 0 sets for the other ranks.
@@ -156,7 +157,7 @@ class TextSource(Source):
             raise UserError(
                 f"texts in {'+'.join(corpus.source for corpus in corpora)}",
                 (
-                    f"none kept of {counts['read']} read: {dict(counts)}"
+                    f"none kept: {describe_counts(counts)}"
                     if counts["read"]
                     else "none (the corpus is empty)"
                 ),
@@ -360,7 +361,7 @@ class TextSource(Source):
                 reasons = Counter(entry["reason"] for entry in records)
                 raise UserError(
                     f"at least 2 samples with a latent in the {name} split",
-                    f"{num_bad} of {len(samples)} without: {dict(reasons)}",
+                    f"{num_bad} of {len(samples)} without: {describe_counts(reasons)}",
                     "check these texts and the encoder (its weights, --dtype), then prepare again",
                 )
             report = self.reports.get(name, self.reports["train"])
