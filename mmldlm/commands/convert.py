@@ -7,6 +7,7 @@ from __future__ import annotations
 import argparse
 import os
 import re
+import shlex
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -239,6 +240,10 @@ def _print_summary(args: argparse.Namespace, summary: Summary) -> None:
     ])  # fmt: skip
     for note in summary.notes:
         print(f"note: {note}")
+    # A folder with a tokenizer is a whole model of ours, not weights alone.
+    is_model = args.to == "safetensors" and (Path(args.out) / "tokenizer").is_dir()
+    use = ["evaluate", "--data", "STORE", "--checkpoint"] if is_model else ["convert", "inspect"]
+    print(f"next: {shlex.join(['mmldlm', *use, str(args.out)])}")
 
 
 def _check_options(args: argparse.Namespace) -> None:

@@ -23,7 +23,7 @@ from mmldlm.inference.options import SearchOptions
 from mmldlm.observe.pages.page import check_page_path, write_page
 from mmldlm.sampling.settings import BY_CERTAINTY, RESULTS_PAGE
 from mmldlm.utils import option_types
-from mmldlm.utils.formatting import join_some
+from mmldlm.utils.formatting import for_screen, join_some
 from mmldlm.utils.json_files import nonfinite_places
 from mmldlm.utils.paths import check_writable_file, claimed_file
 from mmldlm.utils.progress import ProgressBar
@@ -114,6 +114,7 @@ def main(args: argparse.Namespace) -> int:
             claims.enter_context(claimed_file(getattr(args, key), flag(key)))
         report = _measure(args)
         lines = _write_files(args, report)
+    print(for_screen(report.verdict, sys.stdout))
     report.show()
     for line in lines:
         print(line)
@@ -132,11 +133,11 @@ def _write_files(args: argparse.Namespace, report: Report) -> list[str]:
 
     def write_json() -> list[str]:
         report.write(args.json)
-        return [f"written to {args.json}"]
+        return [f"done: figures in {args.json}"]
 
     def write_html() -> list[str]:
         write_page(args.html, report.page())
-        return [f"page: {args.html}"]
+        return [f"done: page in {args.html}"]
 
     writers = [write_json] * bool(args.json) + [write_html] * bool(args.html)
     lines: list[str] = []

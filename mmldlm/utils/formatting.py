@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import errno
 import os
+import shlex
 from collections.abc import Iterable, Mapping
 from typing import TextIO
 
@@ -14,6 +15,13 @@ def join_some(values: Iterable[object], limit: int = 4, separator: str = ", ") -
     texts = [str(value) for value in values]
     more = f" and {len(texts) - limit} more" if len(texts) > limit else ""
     return separator.join(texts[:limit]) + more
+
+
+def closing_lines(result: str, *next_words: str) -> list[str]:
+    """Return the lines that end a command: its result with its place, and the command that goes
+    on from there.
+    """
+    return [f"done: {result}", f"next: {shlex.join(next_words)}"]
 
 
 def describe_counts(counts: Mapping[str, int]) -> str:

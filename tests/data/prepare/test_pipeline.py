@@ -488,7 +488,7 @@ def test_the_two_verbs_from_their_arguments(corpus_file, tmp_path, capsys):
     assert prepare.main(parser.parse_args(words)) == 0
     out = capsys.readouterr().out
     assert (
-        "mmldlm config --config-name quickstart data.latent_data_root=" in out
+        "next: mmldlm train --config-name quickstart data.latent_data_root=" in out
         and "effective rank" in out
     )
     parser = argparse.ArgumentParser()
