@@ -49,7 +49,9 @@ def read_latents(path: str, pretrained: Pretrained) -> np.ndarray:
         values = read_array(Path(path))
     except FileNotFoundError:
         raise UserError(expected, "no such file", "check the path") from None
-    except (OSError, ValueError) as error:
+    except OSError as error:
+        raise UserError(expected, describe_os_error(error), fix) from error
+    except ValueError as error:
         raise UserError(expected, f"not a .npy file: {error}", fix) from error
     num_ids = pretrained.num_ids
     number_type = np.floating if num_ids is None else np.integer

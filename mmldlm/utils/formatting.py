@@ -9,6 +9,8 @@ import shlex
 from collections.abc import Iterable, Mapping
 from typing import TextIO
 
+from mmldlm.errors import ACCESS_FIX
+
 
 def join_some(values: Iterable[object], limit: int = 4, separator: str = ", ") -> str:
     """Join the first `limit` values and count the rest: "a, b, c, d and 3 more"."""
@@ -60,7 +62,9 @@ def describe_os_error(error: OSError) -> str:
 
 
 def explain_os_error(error: OSError) -> str:
-    """Return the message of an OSError with its path, and what to do where a disk is full."""
+    """Return the message of an OSError with its path, and what to do where a disk is full or
+    access is refused.
+    """
     path = error.filename
     text = (
         describe_os_error(error)
@@ -69,6 +73,8 @@ def explain_os_error(error: OSError) -> str:
     )
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         text += f"; free some space{_free_space(path)} and run the same command again"
+    if isinstance(error, PermissionError):
+        text += f"; {ACCESS_FIX}"
     return text
 
 

@@ -340,7 +340,6 @@ def test_the_launcher_script_names_a_host_that_is_not_there(tmp_path):
     )
 
 
-@todo("newcomer 7: no permission")
 @SLOW
 def test_what_may_not_be_read_is_not_called_damaged(trial_model, tmp_path):
     """newcomer 7: an unreadable .npy was "not a .npy file", an unreadable model "copy the file
