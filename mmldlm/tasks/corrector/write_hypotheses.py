@@ -326,11 +326,11 @@ def _check_model(pretrained: Pretrained, store: Store) -> None:
             "use a checkpoint of task=translation",
         )
     store_vocab = store.manifest["tokenizer"]["vocab_size"]
-    store_sizes = f"latents of {store.latent_dim} numbers and {store_vocab:,} tokens"
+    store_sizes = f"latent_dim {store.latent_dim} and {store_vocab:,} tokens"
     model_dim, model_vocab = pretrained.model.config.latent_dim, len(pretrained.tokenizer)
-    model_sizes = f"latents of {model_dim} numbers and {model_vocab:,} tokens"
+    model_sizes = f"latent_dim {model_dim} and {model_vocab:,} tokens"
     if store_sizes != model_sizes:
-        expected = f"a model for the store's {store_sizes}"
+        expected = f"a model of the store's {store_sizes}"
         raise UserError(expected, model_sizes, "name the store that the model was trained on")
     if load_tokenizer(store.root).get_vocab() != pretrained.tokenizer.get_vocab():
         raise UserError(
