@@ -19,7 +19,8 @@ from mmldlm.errors import (
     MmldlmError,
     UserError,
 )
-from mmldlm.utils.formatting import explain_os_error, first_line, for_screen
+from mmldlm.utils.command_parser import CommandParser
+from mmldlm.utils.formatting import did_you_mean, explain_os_error, first_line, for_screen
 from mmldlm.utils.own_code import report_exit_as_error
 from mmldlm.utils.screen import open_standard_streams
 from mmldlm.utils.stop_signals import interrupt_on_stop_signals, keep_exit_codes
@@ -184,11 +185,22 @@ def _shadowing_packages() -> list[str]:
 
 def _print_help(argv: list[str]) -> int:
     """Handle arguments without a valid verb: --help, --version, none, or an unknown verb."""
-    parser = argparse.ArgumentParser(
-        prog="mmldlm", description="Train and use an MMDiT between text and sentence embeddings."
+    if argv and not argv[0].startswith("-"):
+        names = [name for name in VERBS if " " not in name]
+        error = UserError(
+            "a verb of mmldlm",
+            f"{argv[0]}{did_you_mean(argv[0], names)}",
+            "`mmldlm --help` lists the verbs",
+        )
+        print(for_screen(f"error: {error}", sys.stderr), file=sys.stderr)
+        return error.exit_code
+    parser = CommandParser(
+        "mmldlm", "Train and use an MMDiT between text and sentence embeddings."
     )
     parser.add_argument("--version", action="version", version=f"mmldlm {__version__}")
-    verbs = parser.add_subparsers(dest="verb", metavar="VERB")
+    verbs = parser.add_subparsers(
+        title="verbs", dest="verb", metavar="VERB", parser_class=argparse.ArgumentParser
+    )
     for name, (_, text) in VERBS.items():
         if " " in name:
             continue
@@ -208,12 +220,10 @@ def main(argv: list[str] | None = None) -> int:
     verb = next(verb for verb in (" ".join(argv[:2]), argv[0]) if verb in VERBS)
     arguments = argv[len(verb.split(" ")) :]
     interrupt_on_stop_signals()
-    parser = argparse.ArgumentParser(prog=f"mmldlm {verb}", description=VERBS[verb][1])
+    parser = CommandParser(f"mmldlm {verb}", VERBS[verb][1])
     try:
         run = _add_arguments(parser, verb)
-        args = parser.parse_intermixed_args(
-            arguments
-        )  # exits by itself after --help or a usage error
+        args = parser.parse(arguments)
         with report_exit_as_error():
             code = run(args) or EXIT_DONE
         sys.stdout.flush()

@@ -17,6 +17,13 @@ class MmldlmError(Exception):
     exit_code = EXIT_FAILED
 
 
+ACCESS_FIX = (
+    "give this user access (`ls -ld` shows the owner and mode of a file and of its folders), or"
+    " name another path"
+)
+"""What to do where the system refuses access to a path, whatever it was for."""
+
+
 class UserError(MmldlmError, ValueError):
     """Unusable input; the message has the form expected / found / fix.
 
@@ -29,8 +36,21 @@ class UserError(MmldlmError, ValueError):
     exit_code = EXIT_USAGE
 
     def __init__(self, expected: str, found: str, fix: str):
-        self.expected, self.found, self.fix = expected, found, fix
+        self.expected, self.found, self._fix = expected, found, fix
         super().__init__(f"expected {expected}\n  found: {found}\n  fix:   {fix}")
+
+    @property
+    def fix(self) -> str:
+        """What to do: the given fix, unless this error reports one of missing permissions.
+
+        Who reads a file knows what to do about its content, which then was not seen.
+        """
+        cause = self.__cause__ or self.__context__
+        is_refused = isinstance(cause, PermissionError) and str(cause.strerror) in self.found
+        return ACCESS_FIX if is_refused else self._fix
+
+    def __str__(self) -> str:
+        return f"expected {self.expected}\n  found: {self.found}\n  fix:   {self.fix}"
 
 
 class StabilityStop(MmldlmError):

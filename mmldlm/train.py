@@ -27,6 +27,7 @@ from mmldlm.distributed.error_reporting import (
 from mmldlm.errors import EXIT_FAILED, Interrupted, MmldlmError
 from mmldlm.training.session import check_run
 from mmldlm.training.signals import StopSignal
+from mmldlm.utils.command_parser import CommandParser
 from mmldlm.utils.environment import int_from_env
 from mmldlm.utils.own_code import report_exit_as_error
 from mmldlm.utils.resources import threads_per_rank
@@ -59,13 +60,13 @@ def main(argv: list[str] | None = None) -> int:
     """Run one rank; return its exit code."""
     open_standard_streams()
     keep_exit_codes()
-    parser = argparse.ArgumentParser(prog="mmldlm.train", description=__doc__)
+    parser = CommandParser("mmldlm.train", __doc__)
     add_arguments(parser)
     # The deepspeed launcher adds the first; DeepSpeed's own scripts take the second, so people
     # type it.
     parser.add_argument("--local_rank", "--local-rank", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--deepspeed", action="store_true", help=argparse.SUPPRESS)
-    args = parser.parse_intermixed_args(argv)
+    args = parser.parse(argv)
     stop = StopSignal()
     config = None
     try:

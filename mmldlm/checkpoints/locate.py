@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Callable
+from itertools import count
 from pathlib import Path
 
 from mmldlm.checkpoints.manifest import (
@@ -16,6 +17,7 @@ from mmldlm.checkpoints.manifest import (
     read_manifest,
 )
 from mmldlm.checkpoints.training_state import read_training_state
+from mmldlm.config.schema import Config
 from mmldlm.errors import UserError
 from mmldlm.utils.formatting import describe_os_error, join_some
 from mmldlm.utils.input_files import read_bytes
@@ -83,6 +85,18 @@ def holds_checkpoints(run_dir: Path | str) -> bool:
     `latest` names it.
     """
     return bool(list_checkpoints(run_dir)) or read_latest(Path(run_dir)) is not None
+
+
+def used_folder_error(config: Config) -> UserError:
+    """Return the error for a new run in a folder that has checkpoints of another one."""
+    run_dir = config.run_dir()
+    number = next(n for n in count(2) if not os.path.lexists(f"{run_dir}-{n}"))
+    return UserError(
+        f"a new folder for the run, or training.resume to continue the one in {run_dir}",
+        f"{run_dir} already holds checkpoints",
+        "add training.resume=auto to continue that run, or"
+        f" logging.run_name={config.logging.run_name}-{number} to start another",
+    )
 
 
 def unreadable_error(run_dir: Path | str, found: str) -> UserError:

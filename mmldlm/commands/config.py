@@ -57,10 +57,10 @@ def main(args: argparse.Namespace) -> int:
     )
     counts = task.parameter_counts(config)
     if counts is None:
-        print(
-            "# parameters: name the data (or set what it determines, such as model.vocab_size) to"
-            " count them"
-        )
+        missing = f"task={config.task} has no model_sizes, which docs/tasks.md describes"
+        if not task.names_data(config):
+            missing = "name the data (or set what it determines, such as model.vocab_size)"
+        print(f"# parameters: not counted; {missing}")
         return EXIT_DONE
     print(f"# parameters {sum(counts.values()):,}")
     for group, count in counts.items():

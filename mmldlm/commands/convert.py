@@ -7,6 +7,7 @@ from __future__ import annotations
 import argparse
 import os
 import re
+import shlex
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -75,23 +76,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=option_types.integer(1, 1 << 20),
         help="number of ranks of the new checkpoint (default: the source's)",
     )
+    add("--force", action="store_true", help="replace OUT if it is an earlier conversion")
     add(
-        "--sub-group-size",
-        metavar="N",
-        type=option_types.integer(1, 1 << 62),
-        default=SUB_GROUP_SIZE,
-        help=(
-            "zero3: elements per sub-group, as in the DeepSpeed config that will load it (default"
-            " 1e9)"
-        ),
+        "--dry-run",
+        action="store_true",
+        help="read and check the source, print the plan, write nothing",
     )
+    add(
+        "--verify",
+        action="store_true",
+        help="read the output back and compare it with what was written",
+    )
+    add = parser.add_argument_group("which weights, and their names").add_argument
     add("--ema", action="store_true", help="write the moving average of the weights")
     add("--key", metavar="PATH", help=_KEY)
-    add(
-        "--shard-size",
-        metavar="SIZE",
-        help="maximum size of an output file, e.g. 5GB; adds an index (default: one file)",
-    )
     add(
         "--only",
         metavar="PATTERN",
@@ -113,12 +111,22 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default="",
         help="remove PREFIX from the names that begin with it",
     )
-    add("--force", action="store_true", help="replace OUT if it is an earlier conversion")
     add("--allow-nonfinite", action="store_true", help="write NaN and infinite weights too")
+    add = parser.add_argument_group("how the output is written").add_argument
     add(
-        "--dry-run",
-        action="store_true",
-        help="read and check the source, print the plan, write nothing",
+        "--sub-group-size",
+        metavar="N",
+        type=option_types.integer(1, 1 << 62),
+        default=SUB_GROUP_SIZE,
+        help=(
+            "zero3: elements per sub-group, as in the DeepSpeed config that will load it (default"
+            " 1e9)"
+        ),
+    )
+    add(
+        "--shard-size",
+        metavar="SIZE",
+        help="maximum size of an output file, e.g. 5GB; adds an index (default: one file)",
     )
     add(
         "--no-fsync",
@@ -126,11 +134,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="skip fsync (faster; output may be lost on power failure)",
     )
     add("--no-flush", action=RenamedOption, new="--no-fsync")
-    add(
-        "--verify",
-        action="store_true",
-        help="read the output back and compare it with what was written",
-    )
 
 
 def add_inspect_arguments(parser: argparse.ArgumentParser) -> Callable[[argparse.Namespace], int]:
@@ -237,6 +240,10 @@ def _print_summary(args: argparse.Namespace, summary: Summary) -> None:
     ])  # fmt: skip
     for note in summary.notes:
         print(f"note: {note}")
+    # A folder with a tokenizer is a whole model of ours, not weights alone.
+    is_model = args.to == "safetensors" and (Path(args.out) / "tokenizer").is_dir()
+    use = ["evaluate", "--data", "STORE", "--checkpoint"] if is_model else ["convert", "inspect"]
+    print(f"next: {shlex.join(['mmldlm', *use, str(args.out)])}")
 
 
 def _check_options(args: argparse.Namespace) -> None:

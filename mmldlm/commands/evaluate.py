@@ -24,7 +24,7 @@ from mmldlm.inference.options import SearchOptions
 from mmldlm.observe.pages.page import check_page_path, write_page
 from mmldlm.sampling.settings import BY_CERTAINTY, RESULTS_PAGE
 from mmldlm.utils import option_types
-from mmldlm.utils.formatting import join_some
+from mmldlm.utils.formatting import for_screen, join_some
 from mmldlm.utils.json_files import nonfinite_places
 from mmldlm.utils.paths import check_writable_file, claimed_file
 from mmldlm.utils.progress import ProgressBar
@@ -84,12 +84,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add("--html", type=option_types.path, metavar="FILE.html",
         help="also write the results to this page: tables, plots and samples")  # fmt: skip
-    add("--sts-file", type=option_types.path, metavar="CSV",
-        help="STS Benchmark file (sts-dev.csv), for --suite stsb")  # fmt: skip
     for option in ("--samplers", "--plot", "--write-schedule"):
         add(option, action=RemovedOption, page=INFORMATION_PAGE)
     add("--device", help="default: cuda if available, else cpu")
     add_encoder_dir(parser)
+    parser.add_argument_group("--suite stsb").add_argument(
+        "--sts-file",
+        type=option_types.path,
+        metavar="CSV",
+        help="STS Benchmark file: sts-dev.csv or sts-test.csv",
+    )
 
 
 def _suite(name: str) -> str:
@@ -113,6 +117,7 @@ def main(args: argparse.Namespace) -> int:
         claims.enter_context(encoder_dir(args.encoder_dir))
         report = _measure(args)
         lines = _write_files(args, report)
+    print(for_screen(report.verdict, sys.stdout))
     report.show()
     for line in lines:
         print(line)
@@ -131,11 +136,11 @@ def _write_files(args: argparse.Namespace, report: Report) -> list[str]:
 
     def write_json() -> list[str]:
         report.write(args.json)
-        return [f"written to {args.json}"]
+        return [f"done: figures in {args.json}"]
 
     def write_html() -> list[str]:
         write_page(args.html, report.page())
-        return [f"page: {args.html}"]
+        return [f"done: page in {args.html}"]
 
     writers = [write_json] * bool(args.json) + [write_html] * bool(args.html)
     lines: list[str] = []

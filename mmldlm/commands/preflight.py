@@ -44,6 +44,8 @@ def add_run_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add("--nproc", type=option_types.integer(1, 4096), metavar="N",
         help="ranks on this machine, without a hostfile (default: its GPUs, or 1)")  # fmt: skip
+    add("overrides", nargs="*", metavar="section.key=value", help="set single config keys")
+    add = parser.add_argument_group("connections").add_argument
     add("--master_addr", "--master-addr", metavar="ADDRESS", help="address of the first node")
     add("--master_port", "--master-port", type=option_types.port, default=29500, metavar="PORT",
         help="port of the process group's store (default %(default)s)")  # fmt: skip
@@ -55,10 +57,10 @@ def add_run_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="ARG",
         help="additional argument for ssh (repeatable)",
     )
+    add = parser.add_argument_group("checks").add_argument
     add("--strict", action="store_true", help="treat warnings as failures")
     add("--only", metavar="ID,...", help="run only these checks")
     add("--skip", metavar="ID,...", help="do not run these checks")
-    add("overrides", nargs="*", metavar="section.key=value", help="set single config keys")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -46,11 +46,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="ranks on this machine (default: its GPUs, or 1)",
     )
-    _add_corpus_arguments(parser)
-    _add_sample_arguments(parser)
-    _add_encoder_arguments(parser)
-    _add_image_arguments(parser)
-    _add_tokenizer_arguments(parser)
     add = parser.add_argument
     add("--layout", choices=LAYOUTS, help="files: one .txt and one .npy per sample, as in MM-LDLM")
     add(
@@ -64,6 +59,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="replace an existing store when the new one is complete",
     )
+    _add_corpus_arguments(parser)
+    _add_sample_arguments(parser)
+    _add_encoder_arguments(parser)
+    _add_image_arguments(parser)
+    _add_tokenizer_arguments(parser)
 
 
 class _OneCorpus(argparse.Action):
@@ -81,8 +81,7 @@ class _OneCorpus(argparse.Action):
 
 
 def _add_corpus_arguments(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument
-    add(
+    parser.add_argument(
         "corpus",
         type=option_types.path,
         nargs="*",
@@ -99,6 +98,7 @@ def _add_corpus_arguments(parser: argparse.ArgumentParser) -> None:
             " (a file, a folder, or a quoted pattern)"
         ),
     )
+    add = parser.add_argument_group("corpus").add_argument
     add(
         "--datasets",
         type=option_types.path,
@@ -134,7 +134,7 @@ def _add_corpus_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_sample_arguments(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument
+    add = parser.add_argument_group("samples").add_argument
     add(
         "--max-samples",
         type=option_types.count,
@@ -170,7 +170,7 @@ def _add_sample_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_encoder_arguments(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument
+    add = parser.add_argument_group("encoder of texts").add_argument
     add(
         "--encoder",
         "--latent-model",
@@ -233,7 +233,7 @@ def _add_encoder_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_image_arguments(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument_group("only of images").add_argument
+    add = parser.add_argument_group("images").add_argument
     add(
         "--image-size",
         type=option_types.count,
@@ -291,7 +291,7 @@ def _add_image_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_tokenizer_arguments(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument
+    add = parser.add_argument_group("tokenizer").add_argument
     add(
         "--tokenizer",
         type=option_types.path,

@@ -163,7 +163,7 @@ def _sample(args: argparse.Namespace, given: dict[str, Any], device: str, out: P
         title = f"{kind}: {KINDS[kind]}"
         write_page(args.trace, _page(title, args, options, pretrained, trace, records))
     _print_table(kind, records)
-    print(f"{count_noun(len(records), 'sample')} in {seconds:.1f} s; {file_names} in {out}")
+    print(f"done: {count_noun(len(records), 'sample')} in {seconds:.1f} s; {file_names} in {out}")
     if trace is not None:
         print(f"how they were written: {args.trace}")
     return EXIT_DONE

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import argparse
+import shlex
 from typing import Any
 
 import numpy as np
 from rich.console import Console
 from rich.table import Table
 
+from mmldlm.data.prepare.summary import training_command
 from mmldlm.data.store import Store, read_manifest
 from mmldlm.data.verify import StoreReport, examine
 from mmldlm.errors import EXIT_DONE, EXIT_FAILED, UserError
 from mmldlm.utils import option_types
 from mmldlm.utils.figures import new_figure, save_figure
+from mmldlm.utils.formatting import count_noun
 from mmldlm.utils.paths import check_writable_file, claimed_file
 from mmldlm.utils.screen import open_console
 
@@ -68,10 +71,13 @@ def main(args: argparse.Namespace) -> int:
 def _verify(args: argparse.Namespace) -> int:
     report, console = examine(args.root), open_console()
     manifest = read_manifest(args.root)
+    num_problems, num_files = len(report.problems), count_noun(len(manifest["files"]), "file")
+    found = count_noun(num_problems, "problem") if num_problems else "no problems"
+    console.print(f"{found} in {num_files} of {args.root}", soft_wrap=True)
     console.print(_splits_table(args.root, report, manifest, console))
     checks = Table("check", "result")
     for name, problems in report.checks.items():
-        checks.add_row(name, f"{len(problems)} problems" if problems else "passed")
+        checks.add_row(name, count_noun(len(problems), "problem") if problems else "passed")
     console.print(checks)
     for warning in report.warnings:
         console.print(f"warning: {warning}", soft_wrap=True)
@@ -83,11 +89,10 @@ def _verify(args: argparse.Namespace) -> int:
     if args.sheet:
         write_sheet(args.root, args.sheet, vae=args.vae)
         console.print(f"drawn: {args.sheet}", soft_wrap=True)
-    num_problems, files = len(report.problems), len(manifest["files"])
-    console.print(
-        f"{files} files, {'no problems' if not num_problems else f'{num_problems} problems'}"
-    )
-    return EXIT_FAILED if num_problems else EXIT_DONE
+    if num_problems:
+        return EXIT_FAILED
+    console.print(f"next: {shlex.join(training_command(args.root, manifest))}", soft_wrap=True)
+    return EXIT_DONE
 
 
 def _check_sheet(args: argparse.Namespace) -> None:

@@ -66,7 +66,9 @@ def resolve_config(
                 "use --config for a file",
             )
         text = (resources.files("mmldlm.config") / "presets" / f"{name}.yaml").read_text("utf-8")
-        values = as_sections(parse_yaml(text, f"preset {name}"), f"preset {name}")
+        # A run is named after its preset: those of another one are in another folder.
+        own = as_sections(parse_yaml(text, f"preset {name}"), f"preset {name}")
+        values = _merge({"logging": {"run_name": name}}, own)
     if path is not None:
         values = _merge(values, read_yaml(path, spelling=True))
     named = [word.partition("=")[2] for word in overrides if word.startswith("task=")]

@@ -261,7 +261,7 @@ class LoggingConfig(Section):
     on_resume = OnResume.IGNORE
 
     run_name: str = "mmldlm"
-    """Name of the run: its folder is {save_dir}/{run_name}.
+    """Name of the run: its folder is {save_dir}/{run_name}. With a preset, that of the preset.
 
     It may have slashes, but not leave save_dir.
     """

@@ -448,7 +448,12 @@ def heading(sanity: SanityRunner) -> str:
 
 
 def print_tables(sanity: SanityRunner, console: Console) -> None:
-    """Print layer statistics, parameter groups and checks."""
+    """Print a verdict, layer statistics, parameter groups and checks."""
+    rows = sanity.findings.rows()
+    failed = sum(row.status != PASS for row in rows)
+    console.print(
+        f"{failed} of {len(rows)} checks not passed" if failed else f"{len(rows)} checks passed"
+    )
     if sanity.layer_stats is not None:
         console.print(_layer_table(sanity.layer_stats))
     if sanity.groups:
@@ -457,16 +462,11 @@ def print_tables(sanity: SanityRunner, console: Console) -> None:
             numbers = (f"{group['tensors']:,}", f"{group['elements']:,}", f"{group['lr']:.3g}")
             table.add_row(str(index), *numbers, f"{group['weight_decay']:g}")
         console.print(table)
-    rows = sanity.findings.rows()
     width = max(len(row.title) for row in rows)
     for row in rows:
         color = {PASS: "green", FAIL: "red"}.get(row.status, "yellow")
         line = Text.assemble((f"{row.status:7}", color), f" {row.title:{width}}  {row.reason}")
         console.print(line, soft_wrap=True)
-    failed = sum(row.status != PASS for row in rows)
-    console.print(
-        f"{len(rows)} checks, {failed} not passed" if failed else f"{len(rows)} checks passed"
-    )
 
 
 def _layer_table(stats: LayerStats) -> Table:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from mmldlm.evaluation.report import (
+    MIN_GAIN,
     FigureTable,
     Report,
     Row,
@@ -15,6 +16,7 @@ from mmldlm.evaluation.report import (
     claim,
     claims_section,
     conditions_section,
+    gain_verdict,
     html_page,
     measured_rows,
     note_elements,
@@ -277,7 +279,7 @@ class EvaluationReport(Report):
         model, untrained = self.arms["model"], self.arms["untrained"]
         claims = []
         if "gain_null" in model:
-            claims.append(claim("l2t_gain_null_nats", model["gain_null"].value, ">=", 0.5))
+            claims.append(claim("l2t_gain_null_nats", model["gain_null"].value, ">=", MIN_GAIN))
             claims.append(claim("l2t_f1_gap_points", model["f1_gap"].value, ">=", 15.0))
         if "recall_at_1" in model:
             claims.append(claim("t2l_recall_at_1", model["recall_at_1"].value, ">=", 0.3))
@@ -291,6 +293,22 @@ class EvaluationReport(Report):
                 )
             )
         return claims
+
+    @property
+    def verdict(self) -> str:
+        """Whether the model uses its embedding; of a model without one, what was measured."""
+        model = self.arms["model"]
+        if "gain_shuffled" in model:
+            return gain_verdict(model["gain_shuffled"], "embedding", "another sentence's")
+        if "recall_at_1" in model:
+            return (
+                f"{model['recall_at_1'].value:.0%} of the embeddings made from texts are nearest"
+                " to their own sentence's"
+            )
+        return (
+            "the model reads no embedding: it needs"
+            f" {cell(model['nelbo_null'], 3)} nats per token of unseen sentences"
+        )
 
     @property
     def likelihood(self) -> str:
@@ -352,7 +370,7 @@ class EvaluationReport(Report):
         if self.claims:
             caption = "Fixed bounds that the quickstart's model must meet."
             parts.append(claims_section(caption, self.claims, CLAIM_MEANINGS))
-        return html_page(title, [*parts, conditions_section(conditions)])
+        return html_page(title, self.verdict, [*parts, conditions_section(conditions)])
 
     def show(self, console=None) -> None:
         """Print the estimates, the claims and the examples."""

@@ -18,6 +18,7 @@ from mmldlm.evaluation.report import (
     claim,
     claims_section,
     conditions_section,
+    gain_verdict,
     html_page,
     measured_rows,
     note_elements,
@@ -253,6 +254,20 @@ class ImageReport(Report):
                 claims.append(claim(name, source[key].value, op, bound))
         return [*claims, claim("untrained_in_standard_errors", self.largest_control(), "<=", 2.0)]
 
+    @property
+    def verdict(self) -> str:
+        """Whether the model uses images and captions."""
+        model, made = self.arms["model"], self.arms.get("guidance_2", {})
+        found = []
+        if "gain_shuffled" in model:
+            found.append(gain_verdict(model["gain_shuffled"], "image", "another image"))
+        if "recall_at_5" in made:
+            found.append(
+                f"{made['recall_at_5'].value:.0%} of the images made from captions have their own"
+                f" among the five nearest of {self.conditions['num_images']}"
+            )
+        return "; ".join(found) or "the model neither reads images nor makes them"
+
     def largest_control(self) -> float:
         """Return the largest gain of an untrained model, in standard errors: 0 but for chance."""
         found = [self.arms[name] for name in CONTROLS]
@@ -310,7 +325,7 @@ class ImageReport(Report):
         caption = "Fixed bounds of the quickstart for glyphs."
         parts = [*note_elements(conditions), self._picture_section(), *figures]
         parts += [claims_section(caption, self.claims, {}), conditions_section(conditions)]
-        return html_page(title, parts)
+        return html_page(title, self.verdict, parts)
 
     def _picture_section(self) -> Element:
         columns = [Column("caption", False), *(Column(name, False) for name in self.pictures)]

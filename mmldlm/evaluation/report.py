@@ -23,6 +23,10 @@ from mmldlm.observe.pages.elements import (
 from mmldlm.observe.pages.page import render
 from mmldlm.utils import atomic_files
 
+MIN_GAIN = 0.5
+"""Nats per token that a model gains at least if it uses its embedding."""
+# Standard errors above 0 from which a gain is taken for one.
+_SURE_ERRORS = 2
 _OPERATORS = {">=": operator.ge, "<=": operator.le}
 _Row = TypeVar("_Row", bound=tuple)
 
@@ -95,6 +99,11 @@ class Report(ABC):
 
     conditions: dict[str, Any]
 
+    @property
+    @abstractmethod
+    def verdict(self) -> str:
+        """What the figures say, in one sentence; it stands above them."""
+
     @abstractmethod
     def as_dict(self) -> dict[str, Any]:
         """Return {"conditions", "claims", "details"}, JSON-ready."""
@@ -134,6 +143,23 @@ def measured_rows(rows: Sequence[_Row], is_measured: Callable[[str], bool]) -> l
     return found
 
 
+def gain_verdict(gain: Estimate, source: str, other: str) -> str:
+    """Return in one sentence whether a model uses what it is given.
+
+    Args:
+        gain: Negative log-likelihood of a text given another's source, less that given its own.
+        source: What the texts are written from.
+        other: Whose source they are compared with.
+    """
+    use = "uses"
+    if gain.value < MIN_GAIN:
+        use = "ignores" if gain.value <= _SURE_ERRORS * gain.se else "hardly uses"
+    return (
+        f"the model {use} its {source}: compared with {other}, the right one makes a text more"
+        f" probable by {cell(gain, 3)} nats per token"
+    )
+
+
 def claim(name: str, value: float, op: str, bound: float) -> dict[str, Any]:
     """Return one claim in the form of the benchmarks."""
     return {
@@ -171,9 +197,10 @@ def cell(estimate: Estimate | None, digits: int) -> str:
     return "" if estimate is None else f"{estimate.value:.{digits}f} +- {estimate.se:.{digits}f}"
 
 
-def html_page(title: str, parts: Iterable[Element]) -> str:
-    """Return a page of parts below a title."""
-    main = element("main", element("header", element("h1", title)), *parts, class_="report")
+def html_page(title: str, verdict: str, parts: Iterable[Element]) -> str:
+    """Return a page of parts below a title and a verdict."""
+    header = element("header", element("h1", title), element("p", verdict))
+    main = element("main", header, *parts, class_="report")
     return render(f"mmldlm: {title}", to_html([main]))
 
 

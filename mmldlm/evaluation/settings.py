@@ -9,10 +9,20 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from mmldlm.inference.options import IMAGE_GUIDANCE, IMAGE_STEPS, SampleOptions, SearchOptions
+from mmldlm.inference.options import (
+    IMAGE_GUIDANCE,
+    IMAGE_STEPS,
+    OF_IMAGES,
+    SampleOptions,
+    SearchOptions,
+)
 from mmldlm.sampling.settings import PRESENCE_PENALTY
 from mmldlm.utils import option_types
 from mmldlm.utils.settings import Settings, option, options_of, same_option
+
+# Titles of the groups of --help.
+OF_SAMPLERS = "samplers"
+OF_EXTENT = "extent of the measurements"
 
 
 @dataclass(frozen=True)
@@ -27,9 +37,13 @@ class _TextOptions(Settings):
         "most steps of l2t (default 64, as in mmldlm sample; images: 8)",
         int,
         low=1,
+        group=OF_SAMPLERS,
     )
     sampler: str | None = option(
-        None, "sampler of l2t, by its own settings (default: the task's first)", metavar="NAME"
+        None,
+        "sampler of l2t, by its own settings (default: the task's first)",
+        metavar="NAME",
+        group=OF_SAMPLERS,
     )
     latent_steps: int | None = option(
         None,
@@ -37,21 +51,34 @@ class _TextOptions(Settings):
         " 12)",
         int,
         low=1,
+        group=OF_SAMPLERS,
     )
     num_draws: int = option(
-        2, "timesteps per text in the NELBO (default 2; images: 4)", int, low=1
+        2,
+        "timesteps per text in the NELBO (default 2; images: 4)",
+        int,
+        low=1,
+        group=OF_EXTENT,
     )
     control_samples: int = option(
-        100, "sentences of the untrained controls (default 100)", int, low=2
+        100,
+        "sentences of the untrained controls (default 100)",
+        int,
+        low=2,
+        group=OF_EXTENT,
     )
     guidance: float = option(
         1.0,
         "classifier-free guidance of both samplers (default 1: none); of images the scale measured"
         f" beside 1 (default {IMAGE_GUIDANCE:g})",
         float,
+        group=OF_SAMPLERS,
     )
     presence_penalty: float = option(
-        PRESENCE_PENALTY, "penalty of l2t on repeated tokens (default 1; images: 0)", float
+        PRESENCE_PENALTY,
+        "penalty of l2t on repeated tokens (default 1; images: 0)",
+        float,
+        group=OF_SAMPLERS,
     )
 
 
@@ -80,6 +107,7 @@ class GainSettings(SearchOptions, _TextOptions):
         int,
         low=1,
         metavar="N",
+        group=OF_EXTENT,
     )
     seed: int = option(0, "seed of every draw (default 0)", type=option_types.seed)
 
@@ -117,12 +145,14 @@ class ImageSettings(Settings):
         "of images: also the CLIP score by this local CLIPModel with its processor",
         type=option_types.path,
         metavar="FOLDER",
+        group=OF_IMAGES,
     )
     inception_weights: str | None = option(
         None,
         "of images: also FID and KID by this TorchScript feature network",
         type=option_types.path,
         metavar="FILE",
+        group=OF_IMAGES,
     )
     vae: str | None = same_option(SampleOptions, "vae", None)
 

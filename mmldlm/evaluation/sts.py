@@ -231,6 +231,18 @@ class StsReport(Report):
     differences: dict[str, Difference] = field(default_factory=dict)
     sources: dict[str, dict[str, Any]] = field(default_factory=dict)
 
+    @property
+    def verdict(self) -> str:
+        """Whether the model ranks pairs better than the words alone."""
+        verdict = (
+            "the model's similarities rank pairs as people do with Spearman"
+            f" {self.rows[MODEL]['spearman']['value']:.3f}"
+        )
+        if (above := self.differences.get("model_minus_tf_idf")) is None:
+            return verdict
+        than = "better than" if above.low > 0 else "worse than" if above.high < 0 else "much as"
+        return f"{verdict}, {than} TF-IDF of their words"
+
     def as_dict(self) -> dict[str, Any]:
         """Return the JSON-ready report; it contains no claims."""
         found = {name: difference.as_dict() for name, difference in self.differences.items()}
@@ -270,7 +282,8 @@ class StsReport(Report):
             ),
         )
         title = f"STS Benchmark: {conditions['num_pairs']} pairs of {conditions['file']}"
-        return html_page(title, [figures, section("Plot", plot), conditions_section(conditions)])
+        parts = [figures, section("Plot", plot), conditions_section(conditions)]
+        return html_page(title, self.verdict, parts)
 
     def show(self, console=None) -> None:
         """Print the table."""

@@ -47,8 +47,10 @@ def read_latents(path: str, pretrained: Pretrained) -> np.ndarray:
     fix = "save the encoder's vectors with numpy.save"
     try:
         values = read_array(Path(path))
+    except FileNotFoundError:
+        raise UserError(expected, "no such file", "check the path") from None
     except OSError as error:
-        raise UserError(expected, describe_os_error(error), "check the path") from None
+        raise UserError(expected, describe_os_error(error), fix) from error
     except ValueError as error:
         raise UserError(expected, f"not a .npy file: {error}", fix) from error
     num_ids = pretrained.num_ids

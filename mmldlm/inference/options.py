@@ -26,7 +26,15 @@ from mmldlm.sampling.settings import (
     ThresholdSettings,
 )
 from mmldlm.utils import option_types
-from mmldlm.utils.settings import Settings, flag, flags, option, options_of, same_option
+from mmldlm.utils.settings import (
+    OptionGroups,
+    Settings,
+    flag,
+    flags,
+    option,
+    options_of,
+    same_option,
+)
 
 # A task imports torch, which --help does without.
 if TYPE_CHECKING:
@@ -69,6 +77,11 @@ SEARCHES = ("best_of", "local")
 JUDGES = ("encoder", "t2l")
 """What embeds the texts of a search (`inference/judges.py`), the default first."""
 NUM_CANDIDATES, ENCODER_CALLS = 16, 64
+# Titles of the groups of --help, beside those of samplers (`sampling/settings.py`).
+OF_SOURCES = "sources, of which one is named"
+OF_LATENTS = "guidance and solvers"
+OF_IMAGES = "models of images"
+OF_SEARCH = "search with an encoder"
 # Of `write_texts`: a search chooses samplers, lengths and temperatures itself, and reads the
 # embedding as it is.
 OWN_CHOICES = ("sampler", "temperature", "num_beams", "condition_timestep")
@@ -86,6 +99,7 @@ class SearchOptions(Settings):
         None,
         "embed written texts again and keep the nearest to the embedding given: best_of several,"
         " or a local search that edits them",
+        group=OF_SEARCH,
         choices=SEARCHES,
     )
     num_candidates: int | None = option(
@@ -93,6 +107,7 @@ class SearchOptions(Settings):
         f"texts of --search best_of for an embedding (default {NUM_CANDIDATES})",
         int,
         low=1,
+        group=OF_SEARCH,
         metavar="N",
     )
     correct: int | None = option(
@@ -102,6 +117,7 @@ class SearchOptions(Settings):
         " task=corrector)",
         int,
         low=1,
+        group=OF_SEARCH,
         metavar="N",
     )
     encoder_calls: int | None = option(
@@ -109,12 +125,14 @@ class SearchOptions(Settings):
         f"most texts that --search local embeds for an embedding (default {ENCODER_CALLS})",
         int,
         low=1,
+        group=OF_SEARCH,
         metavar="E",
     )
     judge: str | None = option(
         None,
         "what embeds the texts of --search: the encoder of the training data (default), or t2l,"
         " the model's own estimate, where the encoder is missing",
+        group=OF_SEARCH,
         choices=JUDGES,
     )
 
@@ -213,6 +231,7 @@ def _of_kinds(
     default: Any = None,
     of_texts: bool = False,
     by_task: bool = False,
+    group: str | None = None,
     **arguments: Any,
 ) -> Any:
     """Return an option of some kinds of samples.
@@ -221,10 +240,11 @@ def _of_kinds(
         default: Where no kind is named, of an option that l2t does not read.
         reads, of_texts: See `_read_by`.
         by_task: Whether the task of a checkpoint may lack the option.
-        help, number, low, high, arguments: See `option`.
+        help, number, low, high, group, arguments: See `option`.
     """
     metadata = {**_read_by(reads, of_texts), "by_task": by_task}
-    return option(reads.get("l2t", default), help, number, low, high, metadata, **arguments)
+    default = reads.get("l2t", default)
+    return option(default, help, number, low, high, metadata, group, **arguments)
 
 
 def _of_sampler(settings: type, key: str, **reads: Any) -> Any:
@@ -241,6 +261,7 @@ class _SamplerOptions(Settings):
 
     image: list[str] | None = _of_kinds(
         "images, read as `mmldlm prepare` reads them",
+        group=OF_SOURCES,
         reads={"i2t": None},
         type=option_types.path,
         nargs="+",
@@ -248,6 +269,7 @@ class _SamplerOptions(Settings):
     )
     vae: str | None = _of_kinds(
         "of images as vae:NAME: folder of the autoencoder (default: as prepared)",
+        group=OF_IMAGES,
         reads={"t2i": None, "i2t": None, "joint": None},
         type=option_types.path,
         metavar="FOLDER",
@@ -257,23 +279,27 @@ class _SamplerOptions(Settings):
         " largest)",
         int,
         1,
+        group=OF_IMAGES,
         reads={"t2i": None, "i2t": None, "joint": None},
         metavar="PIXELS",
     )
     latent_file: str | None = _of_kinds(
         "embeddings [D] or [N, D] in the encoder's space",
+        group=OF_SOURCES,
         reads={"l2t": None},
         type=option_types.path,
         metavar="X.npy",
     )
     data: str | None = _of_kinds(
         "validation samples of a store: embeddings, images, or (t2i) captions",
+        group=OF_SOURCES,
         reads={"l2t": None, "t2i": None},
         type=option_types.path,
         metavar="STORE",
     )
     text: list[str] | None = _of_kinds(
         "texts (l2t: embedded with the encoder of the training data)",
+        group=OF_SOURCES,
         reads={"l2t": None, "t2l": None},
         of_texts=True,
         nargs="+",
@@ -281,6 +307,7 @@ class _SamplerOptions(Settings):
     )
     text_file: str | None = _of_kinds(
         "texts, one per line",
+        group=OF_SOURCES,
         reads={"l2t": None, "t2l": None},
         of_texts=True,
         type=option_types.path,
@@ -311,12 +338,14 @@ class _SamplerOptions(Settings):
     guidance: float | None = _of_kinds(
         "scale of classifier-free guidance, 1: none",
         float,
+        group=OF_LATENTS,
         reads={"l2t": 1.0, "t2l": 1.0, "t2i": IMAGE_GUIDANCE},
         by_task=True,
     )
     guidance_interval: list[float] | None = _of_kinds(
         "guide only at timesteps (1 noise, 0 data) from LOW to HIGH (default: at all)",
         float,
+        group=OF_LATENTS,
         reads={"t2l": None, "t2i": None},
         by_task=True,
         nargs=2,
@@ -334,11 +363,13 @@ class _SamplerOptions(Settings):
     method: str | None = _of_kinds(
         "t2l: solver, ddim, dpm++2m, or heun for a rectified-flow model; unconditional: joint or"
         " chain (default: what the model was trained for)",
+        group=OF_LATENTS,
         reads={"t2l": "ddim", "unconditional": None},
         by_task=True,
     )
     solver: str | None = _of_kinds(
         "solver of the embeddings",
+        group=OF_LATENTS,
         reads={"unconditional": "ddim"},
         by_task=True,
         choices=("ddim", "dpm++2m"),
@@ -349,12 +380,14 @@ class _SamplerOptions(Settings):
         float,
         0,
         1,
+        group=OF_LATENTS,
         reads={"l2t": 0.0, "unconditional": 0.0},
         by_task=True,
         metavar="T",
     )
     eta: float | str | None = _of_kinds(
         "noise of DDIM: 0 none, 1 ancestral, bridge that of a model of schedule=decoupled",
+        group=OF_LATENTS,
         default=0.0,
         reads={"t2l": 0.0},
         by_task=True,
@@ -430,6 +463,7 @@ def check_read(kind: str, given: Collection[str]) -> None:
 
 def add_sample_options(parser: argparse.ArgumentParser, kind: str | None) -> None:
     """Add the options of one kind of samples, or of all; without a value they are None."""
+    groups = OptionGroups(parser)
     for key, one in options_of(SampleOptions).items():
         arguments, reads = one.parser_arguments(), READERS[key]
         if kind is None:
@@ -444,4 +478,4 @@ def add_sample_options(parser: argparse.ArgumentParser, kind: str | None) -> Non
             arguments["help"] += f" (default {reads[kind]})"
         if key == "method" and kind in METHODS:
             arguments["choices"] = METHODS[kind]
-        parser.add_argument(flag(key), **arguments)
+        groups[one.group].add_argument(flag(key), **arguments)

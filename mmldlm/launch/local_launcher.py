@@ -16,6 +16,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from mmldlm.distributed.error_reporting import exit_without_teardown
 from mmldlm.errors import (
@@ -32,6 +33,9 @@ from mmldlm.utils.network import free_port
 from mmldlm.utils.resources import threads_per_rank
 from mmldlm.utils.screen import open_standard_streams, print_line
 from mmldlm.utils.stop_signals import handle_stop_signals, keep_exit_codes, set_parent_death_signal
+
+if TYPE_CHECKING:
+    from mmldlm.config.schema import Config
 
 # Codes with which all ranks exit together, by agreement; the slower ones may still be writing. If
 # only one rank exits with such a code (for example, for data missing on its node), the others
@@ -120,6 +124,10 @@ def _wait(ranks: list[subprocess.Popen], grace: float, command: list[str]) -> in
                     # SIGKILL also ends a stopped process.
                     process.kill()
         if None not in codes:
+            # The arguments of the script follow `python -u SCRIPT`.
+            is_training = os.path.basename(command[2]) == "train.py"
+            if failed and is_training and (hint := describe_resume(command[3:])) is not None:
+                print_line(hint, sys.stderr)
             return EXIT_FAILED if failed else agreed
         time.sleep(0.1)
 
@@ -177,6 +185,12 @@ def explain_sigbus(train_args: Sequence[str]) -> str:
 
 def _changed_files(train_args: Sequence[str]) -> list[str]:
     from mmldlm.data.store import changed_files
+
+    config = _config_of(train_args)
+    return [line for root in config.data.roots for line in changed_files(root)]
+
+
+def _config_of(train_args: Sequence[str]) -> Config:
     from mmldlm.tasks.registry import load_config
 
     parser = argparse.ArgumentParser(add_help=False, exit_on_error=False)
@@ -184,8 +198,27 @@ def _changed_files(train_args: Sequence[str]) -> list[str]:
     parser.add_argument("--config")
     options, rest = parser.parse_known_args(train_args)
     overrides = [argument for argument in rest if "=" in argument and not argument.startswith("-")]
-    config = load_config(options.config_name, options.config, overrides)
-    return [line for root in config.data.roots for line in changed_files(root)]
+    return load_config(options.config_name, options.config, overrides)
+
+
+def describe_resume(train_args: Sequence[str]) -> str | None:
+    """Return how a failed run continues, or None where it saved nothing; never raises.
+
+    Args:
+        train_args: Arguments of train.py, from which the run's folder is located.
+    """
+    from mmldlm.checkpoints.locate import holds_checkpoints
+
+    try:
+        run_dir = _config_of(train_args).run_dir()
+        if not holds_checkpoints(run_dir):
+            return None
+    except (MmldlmError, OSError, ImportError, ValueError):
+        return None
+    return (
+        f"{run_dir} holds checkpoints: the same command with training.resume=auto continues from"
+        " the newest"
+    )
 
 
 if __name__ == "__main__":

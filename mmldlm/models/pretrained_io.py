@@ -20,6 +20,8 @@ from mmldlm.config.renamed_keys import is_removed_weight, model_config_with_new_
 from mmldlm.config.section import Section
 from mmldlm.errors import UserError
 from mmldlm.models.base import BaseTransformer
+from mmldlm.utils.formatting import describe_os_error
+from mmldlm.utils.input_files import open_regular
 from mmldlm.utils.json_files import read_json
 from mmldlm.utils.validation import describe_problems
 
@@ -139,6 +141,7 @@ def iter_safetensors(
 
     for path in files:
         with _damage_as_user_error(path):
+            open_regular(path).close()  # the library names no error of the system
             file = safe_open(path, framework="pt")
 
         def read_tensor(name: str, path: Path = path, file: Any = file) -> Tensor:
@@ -157,7 +160,10 @@ def _damage_as_user_error(path: Path) -> Iterator[None]:
 
     try:
         yield
-    except (SafetensorError, OSError, RuntimeError, OverflowError, TypeError) as error:
+    except OSError as error:
+        found = describe_os_error(error)
+        raise UserError(f"a safetensors file {path}", found, COPY_AGAIN) from error
+    except (SafetensorError, RuntimeError, OverflowError, TypeError) as error:
         first = (str(error).splitlines() or [type(error).__name__])[0][:200]
         raise UserError(
             f"an intact safetensors file {path}", f"damaged file: {first}", COPY_AGAIN

@@ -195,7 +195,7 @@ class Console:
             self._console = open_console(stream, soft_wrap=True, kind=_SafeConsole)
             if self._console.is_terminal:
                 # No refresh thread: it would be copied into the data loader's forked workers.
-                self._live = Live(console=self._console, auto_refresh=False)
+                self._live = Live(console=self._console, auto_refresh=False, transient=True)
                 self._draw_safely(self._live.start)
                 # A run that ends with an error would leave the terminal without its cursor.
                 atexit.register(self.close)
@@ -285,12 +285,24 @@ class Console:
         if on_screen:
             self._print(Text(text, style="red"))
 
-    def close(self) -> None:
-        """Keep the last line and release the terminal. May be called twice."""
+    def end_live(self) -> None:
+        """Leave a plain line of the last step in place of the live one, which an evaluation may
+        have overwritten. May be called twice.
+        """
         live, self._live = self._live, None
-        if live is not None:
-            self._draw_safely(live.stop)
-            atexit.unregister(self.close)
+        if live is None:
+            return
+        atexit.unregister(self.close)
+        self._draw_safely(live.stop)
+        if self._recent:
+            means = with_mean_losses(self._recent[-1], self._recent, self._metrics)
+            self._print(
+                format_step(means, self.total_steps, self.num_skipped, None, self._metrics)
+            )
+
+    def close(self) -> None:
+        """Release the terminal and close the log file. May be called twice."""
+        self.end_live()
         file, self._file = self._file, None
         if file is not None:
             try:

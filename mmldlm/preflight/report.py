@@ -11,6 +11,13 @@ from mmldlm.errors import EXIT_DONE, EXIT_FAILED, EXIT_UNCHECKED, EXIT_USAGE
 from mmldlm.preflight.check import ERROR, FAIL, PASS, SKIP, WARN, Result
 from mmldlm.preflight.context import Context
 
+_VERDICTS = {
+    FAIL: "this run will not start, fit and finish as it is",
+    ERROR: "what could not be checked may keep this run from starting or finishing",
+    WARN: "this run will start, fit and finish as far as was checked; read the warnings",
+    PASS: "this run will start, fit and finish as far as was checked",
+    SKIP: "nothing was checked",
+}
 _WORST = (FAIL, ERROR, WARN, PASS, SKIP)
 # A run whose hostfile or config cannot be read is a usage error.
 _USAGE_IDS = ("HOST001", "CFG001")
@@ -61,10 +68,11 @@ def failing_nodes(context: Context, results: list[Result]) -> list[str]:
 
 
 def print_report(context: Context, results: list[Result], seconds: float, out: TextIO) -> None:
-    """Print the report of a preflight."""
+    """Print the report of a preflight: a verdict, the nodes, what failed, and the counts."""
     title = f"preflight, level 0-{context.level}" if context.level else "preflight, level 0"
     ranks = f"{len(context.nodes)} node(s), {context.world_size} rank(s), {context.launcher}"
     print(f"{title}: {ranks}", file=out)
+    print(_VERDICTS[worst(results)], file=out)
     rows = [("this machine", [r for r in results if not nodes_of(r)])]
     rows += [
         (name, [r for r in results if name in nodes_of(r)])

@@ -33,6 +33,10 @@ ETAS = ("bridge",)
 # sentences by sentence BLEU, exact match and multiset word F1 (47.3, 48.1, 48.7, 48.6 +- 1.0),
 # confirmed on 700 others (docs/evaluation.md).
 PRESENCE_PENALTY = 1.0
+# Titles of the groups of --help.
+OF_DRAWS = "draws of tokens"
+OF_CERTAINTY = "samplers by certainty (confidence, threshold)"
+OF_BEAMS = "beam search (causal models)"
 MAX_TRACED_TEXTS = 50
 """Texts of which `mmldlm sample --trace` shows how they were written."""
 
@@ -54,13 +58,17 @@ class DrawSettings(Settings):
         " embedding is used several times; 1 for the others)",
         float,
         low=0,
+        group=OF_DRAWS,
     )
-    top_p: float = option(1.0, "nucleus of the token draws", float, low=1e-6, high=1)
+    top_p: float = option(
+        1.0, "nucleus of the token draws", float, low=1e-6, high=1, group=OF_DRAWS
+    )
     presence_penalty: float = option(
         0.0,
         "nats subtracted from tokens that the text already contains (default: 1 for samplers by"
         " certainty, else 0)",
         float,
+        group=OF_DRAWS,
     )
 
 
@@ -87,12 +95,14 @@ class RankedSettings(Settings):
         " one waits (samplers by certainty; default 1: none)",
         float,
         low=1,
+        group=OF_CERTAINTY,
         metavar="G",
     )
     distinct: bool = option(
         False,
         "of the positions that a pass would fill with the same token, all but the surest wait"
         " (samplers by certainty)",
+        group=OF_CERTAINTY,
         action="store_const",
         const=True,
     )
@@ -108,7 +118,12 @@ class ThresholdSettings(RankedSettings):
     """The sampler `threshold`."""
 
     threshold: float = option(
-        0.9, "threshold: fill all positions as probable (default 0.9)", float, low=0, metavar="P"
+        0.9,
+        "threshold: fill all positions as probable (default 0.9)",
+        float,
+        low=0,
+        group=OF_CERTAINTY,
+        metavar="P",
     )
 
 
@@ -128,7 +143,9 @@ class ScheduledSettings(StepSettings):
 class BeamSettings(Settings):
     """The samplers `beam` and `beam_sum` of a causal model."""
 
-    num_beams: int = option(4, "beams of a beam search (default: 4)", int, low=1, metavar="W")
+    num_beams: int = option(
+        4, "beams of a beam search (default: 4)", int, low=1, group=OF_BEAMS, metavar="W"
+    )
 
 
 MASKED_SAMPLERS: dict[str, type[Settings]] = {

@@ -80,11 +80,12 @@ def load_skipped_step(run_dir: Path, event: str) -> dict:
 
     Raises:
         UserError: no such record; the existing ones are listed.
+        OSError: the folder of the records cannot be read.
     """
     folder = run_dir / SKIPPED_STEPS_DIR
     records = sorted(
         (int(name[1]), path)
-        for path in folder.glob("step_*.json")
+        for path in (folder.iterdir() if folder.is_dir() else ())
         if (name := _RECORD.fullmatch(path.name))
     )
     steps = [step for step, _ in records]

@@ -6,7 +6,6 @@ does not import torch, its task does.
 
 from __future__ import annotations
 
-import difflib
 import importlib
 import os
 import sys
@@ -22,6 +21,7 @@ from mmldlm.config.task_names import TASK_NAMES
 from mmldlm.data.run_data import RunData
 from mmldlm.errors import UserError
 from mmldlm.tasks.base import Task
+from mmldlm.utils.formatting import did_you_mean
 from mmldlm.utils.own_code import describe_error, os_exit_raises, place_of
 
 # Name -> module:Class of its config, which starts without torch, and of the task; modules below
@@ -92,11 +92,9 @@ def find_task(name: str) -> Task:
         and class_name
         and all(part.isidentifier() for part in module_name.split("."))
     ):
-        close = difflib.get_close_matches(name, TASKS, n=1)
-        hint = f" (did you mean {close[0]}?)" if close else ""
         raise UserError(
             f"task: one of {', '.join(TASKS)}, or package.module:Class",
-            f"task={name}{hint}",
+            f"task={name}{did_you_mean(name, TASKS)}",
             "name a task that exists; docs/tasks.md shows how to write one",
         )
     if name not in TASKS and os.getcwd() not in sys.path:

@@ -23,7 +23,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from mmldlm.checkpoints.locate import holds_checkpoints
+from mmldlm.checkpoints.locate import holds_checkpoints, used_folder_error
 from mmldlm.config.load import to_yaml, with_absolute_paths
 from mmldlm.config.schema import Config
 from mmldlm.data.run_data import RunData
@@ -66,13 +66,8 @@ def check_no_checkpoints(config: Config) -> None:
     Raises:
         UserError: the folder has checkpoints and training.resume is not set.
     """
-    run_dir = config.run_dir()
-    if config.training.resume is None and holds_checkpoints(run_dir):
-        raise UserError(
-            f"a new folder for the run, or training.resume to continue the one in {run_dir}",
-            f"{run_dir} already holds checkpoints",
-            "add training.resume=auto, choose another logging.run_name, or move the old run away",
-        )
+    if config.training.resume is None and holds_checkpoints(config.run_dir()):
+        raise used_folder_error(config)
 
 
 class RunLock:
@@ -421,6 +416,11 @@ class RunFolder:
         """Show how much of an evaluation is done."""
         if self.screen is not None:
             self.screen.evaluation(self.state.step, num_done, total)
+
+    def end_live(self) -> None:
+        """End the live line of a terminal; messages follow below it."""
+        if self.screen is not None:
+            self.screen.end_live()
 
     # -- records
     # ---------------------------------------------------------------------------------------------

@@ -12,6 +12,7 @@ from typing import Any
 
 from mmldlm.checkpoints.commit import try_longest
 from mmldlm.checkpoints.init_from import InitReport
+from mmldlm.checkpoints.manifest import LATEST
 from mmldlm.config.load import with_absolute_paths
 from mmldlm.engines.base import Engine
 from mmldlm.errors import (
@@ -30,7 +31,7 @@ from mmldlm.training.checkpoint_contents import engine_folders
 from mmldlm.training.run_folder import EVALUATIONS, LAYERS, STEPS, Run, check_no_checkpoints
 from mmldlm.training.start_summary import setting_warnings, summary
 from mmldlm.training.state import StepReport
-from mmldlm.utils.formatting import first_line, join_some
+from mmldlm.utils.formatting import closing_lines, count_noun, first_line, join_some
 
 
 class RunLogger:
@@ -365,6 +366,12 @@ class RunLogger:
             except Exception as error:
                 self.folder.warning(f"no plot: {first_line(error)}")
         self.folder.finish_wandb(exit_code, stop)
+        if exit_code == EXIT_DONE:
+            self.folder.end_live()
+            path, num_steps = self.folder.path, count_noun(self.state.step, "step")
+            result = f"{num_steps}, checkpoints and logs in {path}"
+            for line in closing_lines(result, "mmldlm", "convert", str(path / LATEST), "OUT"):
+                self.folder.message(line)
         self._end(exit_code, reason)
         self.folder.lock.release()
 

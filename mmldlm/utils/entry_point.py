@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import argparse
 import sys
 from types import ModuleType
 
 from mmldlm.errors import EXIT_FAILED, MmldlmError
 from mmldlm.utils import run_module
+from mmldlm.utils.command_parser import CommandParser
 from mmldlm.utils.formatting import explain_os_error
 from mmldlm.utils.screen import open_standard_streams
 from mmldlm.utils.stop_signals import keep_exit_codes
@@ -30,10 +30,10 @@ def run_command(prog: str, description: str, command: ModuleType) -> int:
     """
     open_standard_streams()
     keep_exit_codes()
-    parser = argparse.ArgumentParser(prog=prog, description=description)
+    parser = CommandParser(prog, description)
     command.add_arguments(parser)
     try:
-        return command.main(parser.parse_intermixed_args())
+        return command.main(parser.parse())
     except MmldlmError as error:
         print(f"error: {error}", file=sys.stderr)
         return error.exit_code

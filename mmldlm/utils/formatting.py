@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import difflib
 import errno
 import os
+import shlex
 from collections.abc import Iterable, Mapping
 from typing import TextIO
+
+from mmldlm.errors import ACCESS_FIX
 
 
 def join_some(values: Iterable[object], limit: int = 4, separator: str = ", ") -> str:
@@ -15,12 +19,29 @@ def join_some(values: Iterable[object], limit: int = 4, separator: str = ", ") -
     return separator.join(texts[:limit]) + more
 
 
+def closing_lines(result: str, *next_words: str) -> list[str]:
+    """Return the lines that end a command: its result with its place, and the command that goes
+    on from there.
+    """
+    return [f"done: {result}", f"next: {shlex.join(next_words)}"]
+
+
 def describe_counts(counts: Mapping[str, int]) -> str:
-    """Format the counters that are not 0, `drop_REASON` last: "read 9, dropped: empty 2"."""
-    found = {name: f"{name.removeprefix('drop_')} {n:,}" for name, n in counts.items() if n}
-    dropped = ", ".join(text for name, text in found.items() if name.startswith("drop_"))
-    others = [text for name, text in found.items() if not name.startswith("drop_")]
-    return ", ".join([*others, f"dropped: {dropped}" if dropped else "nothing dropped"])
+    """Return what was counted in words: "9 read, 8 dropped (too short)"; zeros are left out."""
+    parts = []
+    for key, count in counts.items():
+        reason = key.removeprefix("drop_").replace("_", " ")
+        what = f"dropped ({reason})" if key.startswith("drop_") else reason
+        parts += [f"{count:,} {what}"] * bool(count)
+    return ", ".join(parts) or "nothing"
+
+
+def did_you_mean(word: str, known: Iterable[str]) -> str:
+    """Return " (did you mean X?)" for the known word that is most like an unknown one; "" where
+    none is.
+    """
+    close = difflib.get_close_matches(word, list(known), n=1)
+    return f" (did you mean {close[0]}?)" if close else ""
 
 
 def print_table(rows: list[tuple[str, str]]) -> None:
@@ -41,7 +62,9 @@ def describe_os_error(error: OSError) -> str:
 
 
 def explain_os_error(error: OSError) -> str:
-    """Return the message of an OSError with its path, and what to do where a disk is full."""
+    """Return the message of an OSError with its path, and what to do where a disk is full or
+    access is refused.
+    """
     path = error.filename
     text = (
         describe_os_error(error)
@@ -50,6 +73,8 @@ def explain_os_error(error: OSError) -> str:
     )
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         text += f"; free some space{_free_space(path)} and run the same command again"
+    if isinstance(error, PermissionError):
+        text += f"; {ACCESS_FIX}"
     return text
 
 

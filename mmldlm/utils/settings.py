@@ -31,6 +31,7 @@ class Option:
         help: Text of --help.
         number: int or float for a finite number; None for anything else.
         low, high: Bounds of the number, both included.
+        group: Title of the group in --help; None: among the common options.
         arguments: Further arguments of `add_argument`: type, choices, nargs, metavar.
     """
 
@@ -38,6 +39,7 @@ class Option:
     number: type | None = None
     low: float = -math.inf
     high: float = math.inf
+    group: str | None = None
     arguments: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
     def parser_arguments(self) -> dict[str, Any]:
@@ -94,6 +96,7 @@ def option(
     low: float = -math.inf,
     high: float = math.inf,
     metadata: Mapping[str, Any] | None = None,
+    group: str | None = None,
     **arguments: Any,
 ) -> Any:
     """Return a field of a settings class that is an option.
@@ -101,9 +104,9 @@ def option(
     Args:
         default: Value of the field where none is given.
         metadata: Further metadata of the field.
-        help, number, low, high, arguments: See `Option`.
+        help, number, low, high, group, arguments: See `Option`.
     """
-    own = Option(help, number, low, high, arguments)
+    own = Option(help, number, low, high, group, arguments)
     return dataclasses.field(default=default, metadata={_KEY: own, **(metadata or {})})
 
 
@@ -126,12 +129,27 @@ def options_of(settings: type) -> dict[str, Option]:
 
 def add_options(parser: argparse.ArgumentParser, *settings: type) -> None:
     """Add the options of settings classes to a parser, those of several classes once."""
+    groups = OptionGroups(parser)
     added: dict[str, Option] = {}
     for own in settings:
         for key, one in options_of(own).items():
             if key not in added:
-                parser.add_argument(flag(key), **one.parser_arguments())
+                groups[one.group].add_argument(flag(key), **one.parser_arguments())
                 added[key] = one
+
+
+class OptionGroups(dict[str | None, Any]):
+    """Groups of --help by their titles, in the order in which they are first asked for; None: the
+    common options.
+    """
+
+    def __init__(self, parser: argparse.ArgumentParser):
+        super().__init__({None: parser})
+        self._parser = parser
+
+    def __missing__(self, title: str) -> Any:
+        self[title] = self._parser.add_argument_group(title)
+        return self[title]
 
 
 def given_options(args: argparse.Namespace, keys: Iterable[str]) -> dict[str, Any]:

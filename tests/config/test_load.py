@@ -30,6 +30,16 @@ def test_every_preset_loads_and_round_trips(tmp_path):
         assert load_config(None, str(path)) == config
 
 
+def test_a_run_is_named_after_its_preset_unless_it_is_named(tmp_path):
+    """newcomer 2: all presets trained in one folder."""
+    path = tmp_path / "own.yaml"
+    path.write_text("logging: {run_name: own}\n")
+    assert load_config("tiny").logging.run_name == "tiny"
+    assert load_config("tiny", str(path)).logging.run_name == "own"
+    assert load_config("tiny", None, ["logging.run_name=a/b"]).logging.run_name == "a/b"
+    assert load_config(None, None, []).logging.run_name == "mmldlm"
+
+
 def test_mmdit_stable_is_mmdit_with_the_stable_numbers():
     plain, stable = load_config("mmdit"), load_config("mmdit_stable")
     assert plain.model == stable.model

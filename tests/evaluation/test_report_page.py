@@ -14,6 +14,7 @@ import pytest
 from mmldlm.commands.evaluate import add_arguments, main
 from mmldlm.errors import UserError
 from mmldlm.evaluation.gain_report import CLAIM_MEANINGS, PLOTS, ROWS, EvaluationReport
+from mmldlm.evaluation.report import gain_verdict
 from mmldlm.evaluation.statistics import Difference, Estimate
 from mmldlm.evaluation.sts import StsReport, correlations
 from mmldlm.evaluation.text_report import (
@@ -153,6 +154,22 @@ def test_a_hostile_text_stays_text(report, browser, tmp_path):
     for width in (320, 1200):
         browser.resize(width)
         assert browser.run("document.documentElement.scrollWidth") <= width
+
+
+@pytest.mark.parametrize(
+    ("value", "se", "use"),
+    [
+        (-0.003, 0.007, "ignores"),
+        (0.0, 0.0, "ignores"),
+        (0.01, 0.007, "ignores"),
+        (0.3, 0.01, "hardly uses"),
+        (3.0, 0.2, "uses"),
+    ],
+)
+def test_a_gain_is_one_sentence(value, se, use):
+    """newcomer 2: 190 lines of figures, and none said that the model ignores its embedding."""
+    verdict = gain_verdict(Estimate(value, se), "embedding", "another sentence's")
+    assert verdict.startswith(f"the model {use} its embedding: ") and f"{value:.3f}" in verdict
 
 
 def test_the_page_of_sts_has_its_intervals():

@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from mmldlm.launch.local_launcher import explain_sigbus, run_local
+from mmldlm.launch.local_launcher import describe_resume, explain_sigbus, run_local
 from tests.support.helpers import launch, train_words
 
 RANK = """
@@ -91,3 +91,12 @@ def test_a_sigbus_without_a_changed_store_is_explained_too():
     assert "/dev/shm" in explain_sigbus(
         ["--config-name", "none", "data.latent_data_root=/nowhere"]
     )
+
+
+def test_a_failed_run_says_how_it_continues_if_it_has_saved(tmp_path):
+    """newcomer 4: after a killed rank nothing named training.resume=auto."""
+    words = ["--config-name", "tiny", f"logging.save_dir={tmp_path}"]
+    assert describe_resume(words) is None and describe_resume(["--config-name", "none"]) is None
+    (tmp_path / "tiny" / "checkpoints" / "step_00000010").mkdir(parents=True)
+    hint = describe_resume(words)
+    assert "training.resume=auto" in hint and str(tmp_path / "tiny") in hint

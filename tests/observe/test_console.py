@@ -206,6 +206,21 @@ def test_a_terminal_gets_one_live_line_with_messages_above_it():
     assert shown.count("\n") < 10
 
 
+def test_a_terminal_keeps_the_last_step_and_what_follows_it():
+    """newcomer 2: the last line of a finished run was `eval step 90: batch 15 of 16, eta 0s`."""
+    shown = io.StringIO()
+    shown.isatty = lambda: True
+    with Console(20, stream=shown) as progress:
+        progress.update(step(20))
+        progress.evaluation(20, 0, 16)
+        progress.evaluation(20, 15, 16)
+        progress.end_live()
+        progress.message("done: everything")
+    left = shown.getvalue().rpartition("batch")[2]
+    assert re.search(r"step 20/20 .*loss: 3\.21", left, re.DOTALL)
+    assert left.rstrip().endswith("done: everything")
+
+
 def test_a_terminal_breaks_messages_between_words():
     shown = io.StringIO()
     shown.isatty = lambda: True

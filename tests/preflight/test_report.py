@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import io
+
 import pytest
 
 from mmldlm.preflight.check import ERROR, FAIL, PASS, SKIP, WARN, Result
-from mmldlm.preflight.report import exit_code, failing_nodes
+from mmldlm.preflight.report import exit_code, failing_nodes, print_report
 from tests.support.preflight_context import make_context
 
 
@@ -30,3 +32,15 @@ def test_the_node_in_most_bad_pairs_is_excluded():
     context = make_context()
     pairs = [Result(FAIL, node=f"{x}->{y}", scope="pair") for x, y in ("ac", "bc", "ca")]
     assert failing_nodes(context, pairs) == ["c"]
+
+
+@pytest.mark.parametrize(
+    ("status", "verdict"),
+    [(PASS, "this run will start"), (FAIL, "will not start"), (ERROR, "could not be checked")],
+)
+def test_the_report_begins_with_a_verdict(status, verdict):
+    out = io.StringIO()
+    print_report(make_context(), [Result(PASS, id="X"), Result(status, id="Y")], 1.0, out)
+    first, second, *_, last = out.getvalue().splitlines()
+    assert first.startswith("preflight, level") and verdict in second
+    assert last.startswith(f"{status}: ")

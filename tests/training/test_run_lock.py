@@ -171,4 +171,6 @@ def test_a_job_that_waited_does_not_overwrite_the_other(store, tmp_path, monkeyp
 
     monkeypatch.setattr(RunLock, "acquire", end_meanwhile)
     assert main(train_words(store, tmp_path, "run", "engine.kind=single")) == 2
-    assert "already holds checkpoints" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert "already holds checkpoints" in said and "training.resume=auto" in said
+    assert "logging.run_name=run-2" in said

@@ -117,7 +117,9 @@ def _open_shards(
         raise UserError(
             f"images with captions (key.jpg with key.txt or key.json) in {name}",
             "; ".join(
-                filter(None, ["none", *damage[:3], describe_counts(counts), left_out.describe()])
+                ["none", *damage[:3]]
+                + [describe_counts(counts)] * any(counts.values())
+                + [left_out.describe()] * bool(left_out.counts)
             ),
             "check the names inside with tar -tf",
         )

@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
-import argparse
 import sys
 
 from mmldlm.commands.prepare import add_arguments, run_rank
 from mmldlm.errors import EXIT_FAILED, EXIT_INTERRUPTED, MmldlmError
+from mmldlm.utils.command_parser import CommandParser
 from mmldlm.utils.screen import open_standard_streams
 from mmldlm.utils.stop_signals import interrupt_on_stop_signals, keep_exit_codes
 
 if __name__ == "__main__":
     open_standard_streams()
     keep_exit_codes()
-    parser = argparse.ArgumentParser(prog="mmldlm.data.prepare", description=__doc__)
+    parser = CommandParser("mmldlm.data.prepare", __doc__)
     add_arguments(parser)
     interrupt_on_stop_signals()
     try:
-        sys.exit(run_rank(parser.parse_intermixed_args()))
+        sys.exit(run_rank(parser.parse()))
     except MmldlmError as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(error.exit_code)

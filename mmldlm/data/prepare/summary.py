@@ -14,7 +14,7 @@ from mmldlm.data.encoders.specs import ENCODERS, UNKNOWN_ENCODER
 from mmldlm.data.prepare.task_queue import TaskQueue
 from mmldlm.data.unknown_tokens import describe_share
 from mmldlm.data.verify import cut_warnings
-from mmldlm.utils.formatting import join_some
+from mmldlm.utils.formatting import closing_lines, count_noun, join_some
 from mmldlm.utils.progress import ProgressBar
 
 _WITHOUT_ENCODER = (
@@ -79,12 +79,20 @@ def print_summary(console: Console, root: Path, manifest: dict[str, Any], second
     folder = shlex.quote(str(root))
     if of_images:
         console.print(f"look: mmldlm verify-data {folder} --sheet FILE.png", soft_wrap=True)
-    if manifest["files"]:
-        preset = _preset_for(manifest["image"]) if of_images else "quickstart"
-        key = shlex.quote(f"data.latent_data_root={root}")
-        console.print(f"next: mmldlm config --config-name {preset} {key}", soft_wrap=True)
-    else:
-        console.print(f"next: mmldlm pack {folder} --output-dir STORE", soft_wrap=True)
+    num_samples = sum(split["num_samples"] for split in manifest["splits"].values())
+    result = f"{count_noun(num_samples, 'image' if of_images else 'sample')} in {root}"
+    words = training_command(root, manifest)
+    if not manifest["files"]:
+        words = ["mmldlm", "pack", str(root), "--output-dir", "STORE"]
+    for line in closing_lines(result, *words):
+        console.print(line, soft_wrap=True)
+
+
+def training_command(root: str | Path, manifest: dict[str, Any]) -> list[str]:
+    """Return the words of the command that trains on a store with the preset for its kind."""
+    of_images = manifest.get("kind") == "image"
+    preset = _preset_for(manifest["image"]) if of_images else "quickstart"
+    return ["mmldlm", "train", "--config-name", preset, f"data.latent_data_root={root}"]
 
 
 def _add_corpus(table: Table, corpus: dict[str, Any], items: str) -> None:

@@ -355,7 +355,7 @@ class TextSource(Source):
                 reasons = Counter(entry["reason"] for entry in records)
                 raise UserError(
                     f"at least 2 samples with a latent in the {name} split",
-                    f"{num_bad} of {len(samples)} without: {dict(reasons)}",
+                    f"{num_bad} of {len(samples)} without: {describe_counts(reasons)}",
                     "check these texts and the encoder (its weights, --dtype), then prepare again",
                 )
             report = self.reports.get(name, self.reports["train"])

@@ -9,6 +9,7 @@ from mmldlm.checkpoints.locate import (
     find_latest_valid,
     list_checkpoints,
     locate_checkpoint,
+    used_folder_error,
 )
 from mmldlm.checkpoints.manifest import read_manifest
 from mmldlm.checkpoints.training_state import read_training_state
@@ -32,13 +33,8 @@ def resume_plan(context):
     resume, run_dir = config.training.resume, config.run_dir()
     if resume is None:
         if list_checkpoints(run_dir):
-            fix = (
-                "add training.resume=auto, choose another logging.run_name, or move the old run"
-                " away"
-            )
-            return fail(
-                f"{run_dir} already holds checkpoints", "a new folder, or training.resume", fix
-            )
+            error = used_folder_error(config)
+            return fail(error.found, error.expected, error.fix)
         return ok("a fresh start")
     damaged: list[str] = []
     try:

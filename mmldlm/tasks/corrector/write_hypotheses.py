@@ -50,6 +50,7 @@ from mmldlm.tasks.corrector.hypotheses import HYPOTHESES_VERSION
 from mmldlm.tasks.text_task import Pretrained
 from mmldlm.utils.atomic_files import list_files, write_json
 from mmldlm.utils.counter_rng import Stream, uniforms
+from mmldlm.utils.formatting import closing_lines
 from mmldlm.utils.paths import output_root
 from mmldlm.utils.screen import open_console
 
@@ -158,7 +159,11 @@ class _Hypotheses:
                     f"{split}: {num_hypotheses:,} hypotheses;"
                     f" {num_others:,} right or empty ones are left out"
                 )
-            self.console.print(f"hypotheses in {self.root} after {seconds:.0f} s", soft_wrap=True)
+            next_words = ["mmldlm", "train", "task=corrector", f"data.hypotheses={self.root}"]
+            next_words += [f"data.latent_data_root={options.data}"]
+            next_words += [f"training.init_from={options.checkpoint}"]
+            for line in closing_lines(f"hypotheses in {self.root}, {seconds:.0f} s", *next_words):
+                self.console.print(line, soft_wrap=True)
 
         self.queue.rank_0_first("write", publish)
         return self.root
@@ -320,17 +325,13 @@ def _check_model(pretrained: Pretrained, store: Store) -> None:
             f"task={pretrained.task.name}",
             "use a checkpoint of task=translation",
         )
-    store_sizes = {
-        "latent_dim": store.latent_dim,
-        "tokenizer": store.manifest["tokenizer"]["vocab_size"],
-    }
-    model_sizes = {
-        "latent_dim": pretrained.model.config.latent_dim,
-        "tokenizer": len(pretrained.tokenizer),
-    }
+    store_vocab = store.manifest["tokenizer"]["vocab_size"]
+    store_sizes = f"latent_dim {store.latent_dim} and {store_vocab:,} tokens"
+    model_dim, model_vocab = pretrained.model.config.latent_dim, len(pretrained.tokenizer)
+    model_sizes = f"latent_dim {model_dim} and {model_vocab:,} tokens"
     if store_sizes != model_sizes:
-        expected = f"a model of this store's latents and tokens: {store_sizes}"
-        raise UserError(expected, str(model_sizes), "name the store that the model was trained on")
+        expected = f"a model of the store's {store_sizes}"
+        raise UserError(expected, model_sizes, "name the store that the model was trained on")
     if load_tokenizer(store.root).get_vocab() != pretrained.tokenizer.get_vocab():
         raise UserError(
             f"a model with the tokenizer of {store.root}",

@@ -116,7 +116,7 @@ def test_damage_is_named_and_the_rest_is_kept(shards):
 
 def test_shards_without_a_pair_are_refused(tmp_path):
     write_shard(tmp_path / "a.tar", [("1.png", png(1)), ("2.txt", b"other key")])
-    with pytest.raises(UserError, match="no_caption"):
+    with pytest.raises(UserError, match="1 dropped .no caption."):
         open_image_corpus(str(tmp_path / "a.tar"), 8, 3)
     (tmp_path / "a.tar").write_bytes(b"not an archive" * 100)
     with pytest.raises(UserError, match=r"a\.tar: damaged archive"):

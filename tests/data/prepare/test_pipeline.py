@@ -420,7 +420,7 @@ def test_empty_and_filtered_out_corpora_are_refused(need_minilm, corpus_file, tm
     (tmp_path / "empty.txt").write_text("\n\n")
     with pytest.raises(UserError, match="the corpus is empty"):
         pipeline.prepare(PrepareOptions(str(tmp_path / "s"), str(tmp_path / "empty.txt")))
-    with pytest.raises(UserError, match="dropped: too_short 48"):
+    with pytest.raises(UserError, match=r"48 dropped \(too short\)"):
         pipeline.prepare(PrepareOptions(str(tmp_path / "s"), str(corpus_file), min_tokens=50))
     assert sorted(path.name for path in tmp_path.iterdir()) == ["empty.txt"]
 
@@ -488,7 +488,7 @@ def test_the_two_verbs_from_their_arguments(corpus_file, tmp_path, capsys):
     assert prepare.main(parser.parse_args(words)) == 0
     out = capsys.readouterr().out
     assert (
-        "mmldlm config --config-name quickstart data.latent_data_root=" in out
+        "next: mmldlm train --config-name quickstart data.latent_data_root=" in out
         and "effective rank" in out
     )
     parser = argparse.ArgumentParser()
