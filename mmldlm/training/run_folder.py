@@ -24,8 +24,9 @@ from pathlib import Path
 from typing import Any
 
 from mmldlm.checkpoints.locate import holds_checkpoints, used_folder_error
-from mmldlm.config.load import to_yaml, with_absolute_paths
+from mmldlm.config.load import preset_names, to_yaml, with_absolute_paths
 from mmldlm.config.schema import Config
+from mmldlm.config.yaml_reader import read_yaml
 from mmldlm.data.run_data import RunData
 from mmldlm.distributed.error_reporting import log_line
 from mmldlm.errors import UserError
@@ -39,7 +40,7 @@ from mmldlm.utils.environment import int_from_env
 from mmldlm.utils.formatting import describe_os_error, first_line
 from mmldlm.utils.input_files import read_bytes
 
-LOCK = ".lock"
+CONFIG, LOCK = "config.yaml", ".lock"
 # Seconds of watching without a renewal after which a holder on another host counts as dead.
 STALE_AFTER = 180.0
 RENEW_INTERVAL = 20.0  # seconds between two renewals, at least
@@ -68,6 +69,32 @@ def check_no_checkpoints(config: Config) -> None:
     """
     if config.training.resume is None and holds_checkpoints(config.run_dir()):
         raise used_folder_error(config)
+
+
+def check_earlier_name(config: Config) -> None:
+    """Refuse to start anew what training.resume=auto is to continue: a preset's run without a name
+    was called `mmldlm` before it was called after its preset.
+
+    Raises:
+        UserError: the run has no checkpoints, and such a run of this model has.
+    """
+    earlier = Path(config.logging.save_dir) / "mmldlm"
+    is_named_so = config.logging.run_name in preset_names()
+    if config.training.resume != "auto" or not is_named_so or holds_checkpoints(config.run_dir()):
+        return
+    if holds_checkpoints(earlier) and _model_of(read_yaml(earlier / CONFIG)) == _model_of(
+        config.model_dump()
+    ):
+        raise UserError(
+            f"checkpoints in {config.run_dir()}, for training.resume=auto",
+            f"none there, and those of the same model in {earlier}, which was the default name",
+            "add logging.run_name=mmldlm to continue that run, or move it away to start a new one",
+        )
+
+
+def _model_of(config: dict[str, Any]) -> tuple:
+    model = config.get("model", {})
+    return config.get("task"), model.get("hidden_size"), model.get("n_blocks")
 
 
 class RunLock:
@@ -368,7 +395,7 @@ class RunFolder:
             MmldlmError: wandb cannot be opened.
         """
         step, path = self.state.step, self.path
-        write_text(path / "config.yaml", to_yaml(with_absolute_paths(config)))
+        write_text(path / CONFIG, to_yaml(with_absolute_paths(config)))
         # An evaluation that a signal cut short is repeated.
         logs = {
             STEPS: JsonlLog(path / STEPS, step),

@@ -39,7 +39,7 @@ from mmldlm.stability.guard import Guard
 from mmldlm.tasks.base import Task, ValidationRun
 from mmldlm.tasks.registry import find_task, open_run_data
 from mmldlm.training.checkpointer import Checkpointer
-from mmldlm.training.run_folder import Run, RunFolder, check_no_checkpoints
+from mmldlm.training.run_folder import Run, RunFolder, check_earlier_name, check_no_checkpoints
 from mmldlm.training.run_logger import RunLogger
 from mmldlm.training.signals import StopSignal
 from mmldlm.training.state import Requests, TrainingState
@@ -307,6 +307,7 @@ def check_run(config: Config, world_size: int) -> RunData:
     check_engine(config, world_size)
     data = open_run_data(config)
     check_no_checkpoints(config)
+    check_earlier_name(config)
     if config.training.resume not in (None, "auto"):
         source, run_dir = locate_checkpoint(config.training.resume), config.run_dir()
         if list_checkpoints(run_dir) and not source.is_relative_to(run_dir.resolve()):

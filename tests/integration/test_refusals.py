@@ -170,6 +170,27 @@ def test_a_used_folder_is_not_overwritten(store, tmp_path, capsys):
     assert "training.resume=auto" in capsys.readouterr().err
 
 
+def test_a_run_under_the_earlier_default_name_is_not_begun_anew(store, tmp_path, capsys):
+    """A preset's run was called `mmldlm` where nothing named it; a job that is requeued with
+    training.resume=auto must not start again in another folder."""
+    from mmldlm.cli import main
+    from mmldlm.config.load import to_yaml
+    from mmldlm.tasks.registry import load_config
+    from mmldlm.training.run_folder import check_earlier_name
+
+    words = [f"data.latent_data_root={store}", f"logging.save_dir={tmp_path}"]
+    config = load_config("tiny", None, [*words, "training.resume=auto"])
+    check_earlier_name(config)  # nothing is there: a first start
+    earlier = tmp_path / "mmldlm"
+    (earlier / "checkpoints" / "step_00000010").mkdir(parents=True)
+    (earlier / "config.yaml").write_text("task: translation\nmodel: {hidden_size: 65}\n")
+    check_earlier_name(config)  # of another model
+    (earlier / "config.yaml").write_text(to_yaml(config))
+    started = ["train", "--config-name", "tiny", "engine.kind=single", *words]
+    assert main([*started, "training.resume=auto"]) == 2
+    assert "logging.run_name=mmldlm" in capsys.readouterr().err
+
+
 def test_a_folder_that_cannot_be_made_is_refused(store, tmp_path, capsys):
     from mmldlm.train import main
 
