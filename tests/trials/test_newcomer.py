@@ -328,7 +328,6 @@ def test_a_lock_of_a_kernel_that_a_cpu_never_builds_does_not_stop_it(trial_store
     assert result.code == 0, result.output
 
 
-@todo("newcomer B1: multi_node.sh checks its hosts")
 def test_the_launcher_script_names_a_host_that_is_not_there(tmp_path):
     """newcomer B1: an unknown host was followed by ten minutes of silence."""
     says = 'echo started "$@"'
