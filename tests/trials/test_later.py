@@ -62,7 +62,6 @@ def test_an_evaluation_does_not_depend_on_its_batches(trial_store, tmp_path):
 # -------------------------------------------------------------------------------------------------
 
 
-@todo("public-reports A data_worker_killed")
 @SLOW
 def test_a_data_worker_that_is_killed_is_explained(trial_store, tmp_path):
     """public-reports A data_worker_killed: the kernel takes the largest process when
@@ -153,15 +152,22 @@ def test_a_disk_without_inodes(trial_store, tmp_path, verb):
     assert result.code and not result.traceback and "inodes" in result, result.output[-3000:]
 
 
-@todo("trials-3, further tracebacks: a full /dev/shm")
 @SLOW
 @IS_ROOT
-def test_a_full_shared_memory_is_named(trial_store, tmp_path):
-    """trials-3, further tracebacks: 60 lines of torch's, the reason in the middle."""
+@pytest.mark.parametrize("size", ["64k", "1500k"], ids=["no queues", "no batches"])
+def test_a_full_shared_memory_is_named(trial_store, tmp_path, size):
+    """trials-3, further tracebacks: 60 lines of torch's, the reason in the middle, or a wait for
+    ever.
+    """
     words = tiny_run(
-        trial_store, tmp_path, "r", "data.num_workers=2", "training.train_batch_size=64"
+        trial_store,
+        tmp_path,
+        "r",
+        "data.num_workers=2",
+        "data.prefetch_factor=100",
+        "training.train_batch_size=200",
     )
-    mount = "mount -t tmpfs -o size=64k none /dev/shm; head -c 60000 /dev/zero >/dev/shm/x"
+    mount = f"mount -t tmpfs -o size={size} none /dev/shm"
     result = shell(
         ["unshare", "-m", "bash", "-c", f"{mount}; {line_of('train', *words)}"], timeout=200
     )
