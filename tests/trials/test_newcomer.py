@@ -189,7 +189,6 @@ def test_a_model_loads_with_one_import(trial_model):
 
 
 @SLOW
-@todo("newcomer 3: load_pretrained(device=cuda) without a GPU")
 def test_a_device_that_is_not_there_is_named_in_python(trial_model):
     """newcomer 3: a raw AssertionError of torch's."""
     import torch
@@ -305,7 +304,6 @@ def test_the_readme_says_what_to_do_with_own_data():
 # -----------------------------------------------------------------------------------------------
 
 
-@todo("newcomer 5: JIT001 on a CPU machine")
 @SLOW
 def test_a_lock_of_a_kernel_that_a_cpu_never_builds_does_not_stop_it(trial_store, tmp_path):
     """newcomer 5: JIT001 failed `launch` on a CPU machine for a lock of fused_adam."""
