@@ -653,9 +653,6 @@ def test_an_image_without_ssh_is_told_what_to_do(trial_store, tmp_path, verb):
     ), result.output
 
 
-# Not strict: which of the threads runs first after the pause decides, and at times the job goes
-# on.
-@pytest.mark.xfail(reason="to do: public-reports A whole_job_suspended")
 @SLOW
 def test_a_job_that_was_suspended_goes_on(trial_store, tmp_path):
     """All processes are stopped for longer than engine.collective_timeout, as by Slurm's
