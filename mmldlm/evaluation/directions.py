@@ -63,6 +63,8 @@ def measure_l2t(
     task, arm = pretrained.task, replace(pretrained, model=model)
     likelihood = measure_likelihood(arm, sentences, latents, settings, log)
     result = DirectionResult(likelihood_estimates(likelihood))
+    # What follows takes longer, and may be interrupted.
+    log(_describe_gain(result.estimates))
     sampler, steps = settings.sampler or task.samplers["l2t"][0], ""
     options = writing_options(arm, settings, sampler)
     if "num_steps" in options:
@@ -83,6 +85,14 @@ def measure_l2t(
         metrics.token_f1(samples.tokens, sentences.tokens),
     )
     return result
+
+
+def _describe_gain(estimates: dict[str, Estimate]) -> str:
+    gains = [
+        f"{estimates[key].value:.3f} +- {estimates[key].se:.3f} {estimates[key].unit} over {other}"
+        for key, other in (("gain_null", "none"), ("gain_shuffled", "another text's"))
+    ]
+    return f"gain of the text's own embedding: {', '.join(gains)}"
 
 
 def writing_options(

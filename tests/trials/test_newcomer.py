@@ -132,7 +132,6 @@ def test_evaluate_begins_with_one_sentence(trial_model, trial_store):
     )
 
 
-@todo("newcomer 7: Ctrl-C in evaluate")
 @SLOW
 def test_an_interrupted_evaluation_says_what_it_has(trial_model, trial_store):
     """newcomer 7: "interrupted", exit 1."""
