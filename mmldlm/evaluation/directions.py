@@ -63,13 +63,15 @@ def measure_l2t(
     task, arm = pretrained.task, replace(pretrained, model=model)
     likelihood = measure_likelihood(arm, sentences, latents, settings, log)
     result = DirectionResult(likelihood_estimates(likelihood))
-    # What follows takes longer, and may be interrupted.
-    log(_describe_gain(result.estimates))
     sampler, steps = settings.sampler or task.samplers["l2t"][0], ""
     options = writing_options(arm, settings, sampler)
     if "num_steps" in options:
         steps = f" in {settings.num_steps} {sampler} steps"
-    progress = log(f"writing {len(sentences)} texts from their embeddings{steps}")
+    # Writing takes longer, and may be interrupted: what is measured is said before.
+    progress = log(
+        f"{_describe_gain(result.estimates)}; writing {len(sentences)} texts from their"
+        f" embeddings{steps}"
+    )
     samples = task.write_texts(
         arm, latents, sampler=sampler, seed=settings.seed, progress=progress, **options
     )
