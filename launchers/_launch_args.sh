@@ -99,6 +99,15 @@ mmldlm_check() {
     mmldlm config --check --world-size "$ranks" "${MMLDLM_ARGS[@]}" "$@" >/dev/null
 }
 
+# Check over ssh that every node of the hostfile answers and has this checkout and Python, as `mmldlm launch` does: a launcher
+# waits for a missing node until its time limit.
+# Usage: mmldlm_check_hosts SSH_OPTION...   (after mmldlm_read_hostfile)
+mmldlm_check_hosts() {
+    local report
+    report=$(mmldlm_module mmldlm.preflight --level 1 --only SSH001,SSH002,SSH003,SSH004,SSH005,PY001,PY002 \
+        --hostfile "$HOSTFILE" "${@/#/--ssh-option=}" 2>&1) || { printf '%s\n' "$report" >&2; return 2; }
+}
+
 # DeepSpeed pastes the master address and some variables into a shell line for every node, where they would be evaluated.
 mmldlm_refuse_shell_text() {
     local name

@@ -34,6 +34,10 @@ else
     mmldlm_share_cores "$ranks"
 fi
 mmldlm_check "$ranks" "$@"
+# Inside an allocation, and with settings of its own, mpirun may start its daemons without ssh.
+if [ -n "${HOSTFILE:-}" ] && [ -z "${SLURM_JOB_ID:-}${PBS_JOBID:-}${LSB_JOBID:-}${!OMPI_MCA_plm@}" ]; then
+    mmldlm_check_hosts
+fi
 carry=()
 for name in OMP_NUM_THREADS DS_ACCELERATOR MASTER_ADDR MASTER_PORT "${names[@]}"; do
     if [ -n "${!name:-}" ]; then carry+=(-x "$name"); fi

@@ -42,6 +42,10 @@ if [ -n "${HOSTFILE:-}" ]; then
         mmldlm_fail "MASTER_ADDR is not set" "set it to the address of the first node that the other nodes reach"
     fi
     mmldlm_check "$MMLDLM_RANKS" "$@"
+    if [ "${mode[0]}" != --no_ssh_check ]; then
+        read -r -d '' -a ssh_options <<<"${PDSH_SSH_ARGS_APPEND:-}" || true
+        mmldlm_check_hosts "${ssh_options[@]}"
+    fi
     # DeepSpeed pastes the arguments into a shell line for each node: what is not plain text is passed encoded.
     mapfile -t script < <(mmldlm_module mmldlm.cluster.run_decoded --encode "$MMLDLM_ROOT/mmldlm/train.py" "${MMLDLM_ARGS[@]}" "$@")
     exec deepspeed --hostfile "$HOSTFILE" "${mode[@]}" --no_local_rank --master_addr "$MASTER_ADDR" --master_port "$port" \
@@ -66,6 +70,8 @@ procs=${NPROC_PER_NODE:-$(mmldlm_default_procs)}
 mmldlm_check $((nnodes * 10#$procs)) "$@"
 mmldlm_share_cores "$procs"
 mmldlm_torchrun_options
+[ "$nnodes" = 1 ] ||
+    echo "node $node_rank of $nnodes: torchrun waits for all nodes at $MASTER_ADDR:$port" >&2
 exec torchrun --nnodes "$nnodes" --node_rank "${node_rank:-0}" --nproc_per_node "$procs" \
     --master_addr "${MASTER_ADDR:-127.0.0.1}" --master_port "$port" "${MMLDLM_TORCHRUN[@]}" \
     -m mmldlm.train "${MMLDLM_ARGS[@]}" "$@"

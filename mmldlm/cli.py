@@ -22,6 +22,7 @@ from mmldlm.errors import (
 from mmldlm.utils.command_parser import CommandParser
 from mmldlm.utils.formatting import did_you_mean, explain_os_error, first_line, for_screen
 from mmldlm.utils.own_code import report_exit_as_error
+from mmldlm.utils.paths import check_working_folder
 from mmldlm.utils.screen import open_standard_streams
 from mmldlm.utils.stop_signals import interrupt_on_stop_signals, keep_exit_codes
 
@@ -222,6 +223,7 @@ def main(argv: list[str] | None = None) -> int:
     interrupt_on_stop_signals()
     parser = CommandParser(f"mmldlm {verb}", VERBS[verb][1])
     try:
+        check_working_folder()
         run = _add_arguments(parser, verb)
         args = parser.parse(arguments)
         with report_exit_as_error():

@@ -30,6 +30,7 @@ from mmldlm.training.signals import StopSignal
 from mmldlm.utils.command_parser import CommandParser
 from mmldlm.utils.environment import int_from_env
 from mmldlm.utils.own_code import report_exit_as_error
+from mmldlm.utils.paths import check_working_folder
 from mmldlm.utils.resources import threads_per_rank
 from mmldlm.utils.screen import open_standard_streams
 from mmldlm.utils.stop_signals import keep_exit_codes
@@ -72,6 +73,7 @@ def main(argv: list[str] | None = None) -> int:
     try:
         # Every rank finds the same mistake by itself before it waits for another; one of them
         # reports it.
+        check_working_folder()
         set_rank_environment()
         # Each rank of a node would start a thread per core; torch, which reads this, is not
         # imported yet.

@@ -7,6 +7,7 @@ import os
 import re
 import subprocess
 import sys
+import sysconfig
 import textwrap
 from pathlib import Path
 
@@ -188,10 +189,12 @@ def launch(script, venv, *words, **env):
     """Run a launcher with recorders in place of what it starts; its output is the command line it
     came to.
     """
-    for name in ("torchrun", "deepspeed", "mmldlm"):
-        recorder = venv / "bin" / name
-        recorder.write_text('#!/bin/sh\nprintf "%s\\n" "${0##*/}" "$@"\n')
-        recorder.chmod(0o755)
+    recorder = 'printf "%s\\n" "${0##*/}" "$@"'
+    programs = dict.fromkeys(("torchrun", "deepspeed", "mmldlm"), recorder)
+    programs["ssh"] = 'for last; do :; done; exec sh -c "$last"'  # every host is this one
+    for name, line in programs.items():
+        (venv / "bin" / name).write_text(f"#!/bin/sh\n{line}\n")
+        (venv / "bin" / name).chmod(0o755)
     known = (
         "NNODES NODE_RANK RANK NPROC_PER_NODE MASTER_ADDR MASTER_PORT CONFIG_NAME DS_CONFIG"
         " HOSTFILE"
@@ -248,7 +251,11 @@ def test_multi_node_by_torchrun_and_by_hostfile(finished_venv):
         "--master_port",
     ]
     run = launch(
-        "multi_node.sh", finished_venv, HOSTFILE="hostfiles/two_nodes", MASTER_ADDR="node1"
+        "multi_node.sh",
+        finished_venv,
+        HOSTFILE="hostfiles/two_nodes",
+        MASTER_ADDR="node1",
+        PYTHONPATH=sysconfig.get_path("purelib"),  # the check of the hosts imports packages
     )
     words = run.stdout.splitlines()
     assert (

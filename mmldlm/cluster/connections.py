@@ -20,6 +20,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 from mmldlm.utils import run_module
 from mmldlm.utils.formatting import describe_os_error
+from mmldlm.utils.network import port_owner
 
 # In bytes; every IPv4 path accepts them.
 SEGMENT = 500
@@ -171,24 +172,6 @@ def _measure(connection: socket.socket) -> dict:
     lost = max(field(_TOTAL_RETRANS) - field(_DSACK_DUPS), 0)
     microseconds = field(_MIN_RTT) or field(_RTT)
     return {"ms": microseconds / 1000, "segments": field(_SEGS_OUT), "retransmitted": lost}
-
-
-def port_owner(port: int) -> dict | None:
-    """Return {"pid", "command"} of the process that listens on a TCP port; None if this user
-    cannot see it.
-    """
-    import psutil
-
-    for connection in psutil.net_connections("tcp"):
-        is_listener = connection.status == psutil.CONN_LISTEN and connection.laddr.port == port
-        if is_listener and connection.pid is not None:
-            try:
-                command = " ".join(psutil.Process(connection.pid).cmdline())
-            except psutil.Error:
-                # The process has exited.
-                continue
-            return {"pid": connection.pid, "command": command.strip()[:160]}
-    return None
 
 
 def login_works(ssh: Iterable[str]) -> bool:

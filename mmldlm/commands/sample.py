@@ -156,9 +156,16 @@ def _sample(args: argparse.Namespace, given: dict[str, Any], device: str, out: P
         key: value for key, value in values.items() if isinstance(value, (str, int, float, list))
     }
     settings |= {**samples.extra, "device": device}
+    if samples.num_missing:
+        settings["num_missing"] = samples.num_missing
     with replaced_files(out, (*OUTPUTS, EACH_PICTURE), args.overwrite) as folder:
         file_names = _write_files(samples, settings, folder, keeps_each=kind != "i2t")
     records = samples.records
+    if samples.num_missing:
+        raise KeyboardInterrupt(
+            f"{count_noun(len(records), 'finished sample')} kept in {out}, {samples.num_missing:,}"
+            " are missing"
+        )
     if trace is not None:
         title = f"{kind}: {KINDS[kind]}"
         write_page(args.trace, _page(title, args, options, pretrained, trace, records))

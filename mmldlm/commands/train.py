@@ -11,8 +11,9 @@ from pathlib import Path
 
 import mmldlm
 from mmldlm.commands import config_options
-from mmldlm.distributed.environment import check_single_process
+from mmldlm.distributed.environment import check_single_process, hidden_gpu_note
 from mmldlm.engines.deepspeed_config import check_fp16
+from mmldlm.errors import UserError
 from mmldlm.training.session import check_run
 from mmldlm.utils import option_types
 from mmldlm.utils.entry_point import module_command
@@ -38,6 +39,14 @@ def main(args: argparse.Namespace) -> int:
 
     nproc = args.nproc or max(torch.cuda.device_count(), 1)
     config = config_options.parse_config(args)
+    # One process is warned of; several were meant for GPUs.
+    if args.nproc is not None and args.nproc > 1 and (note := hidden_gpu_note()) is not None:
+        raise UserError(
+            f"GPUs that torch can use, for --nproc {args.nproc}",
+            note.removesuffix(": training on the CPU"),
+            "set CUDA_VISIBLE_DEVICES to GPUs of this machine; for ranks on its CPU set it to an"
+            " empty text",
+        )
     check_fp16(config, torch.cuda.is_available() or torch.ops.mkldnn._is_mkldnn_fp16_supported())
     check_run(config, nproc)
     options = {

@@ -20,11 +20,17 @@ from torch.utils.data import DataLoader, Dataset, get_worker_info
 
 from mmldlm.data.batch_plan import BatchPlan
 from mmldlm.errors import UserError
+from mmldlm.utils.formatting import first_line, format_bytes
 from mmldlm.utils.prefetch import prefetch
+from mmldlm.utils.resources import memory
 from mmldlm.utils.stop_signals import STOP_SIGNALS
 
 if TYPE_CHECKING:
     from mmldlm.data.batch import Batch, Collator
+
+
+_SHARED_MEMORY = "/dev/shm"
+_LEAST_SHARED_MEMORY = 1 << 20  # bytes; queues of workers need a few pages
 
 
 class MicroBatches(Dataset):
@@ -42,10 +48,14 @@ class MicroBatches(Dataset):
         batch = self.plan.batch(step)
         slots = self.plan.slots(batch, self.world_size, self.accum, self.rank, micro)
         micro_batch = self.collator.collate(batch, slots, self.samples, self.plan.lengths)
-        if not self._is_sendable and get_worker_info() is not None:
+        if get_worker_info() is None:
+            return micro_batch
+        if not self._is_sendable:
             _check_sendable(micro_batch)
             self._is_sendable = True
-        return micro_batch
+        # Here, not in the thread of torch's queue, where an error (a full /dev/shm) would be
+        # printed, and the training process would wait for ever.
+        return micro_batch.map_tensors(torch.Tensor.share_memory_)
 
 
 def _check_sendable(batch: Batch) -> None:
@@ -114,18 +124,8 @@ def start_workers(loader: DataLoader) -> Iterator:
     """Return iter(loader), whose workers start with the stop signals blocked until they ignore
     them.
     """
-    # The queues of the workers need shared memory. It is checked first because a half-built
-    # iterator would print a traceback of its own.
-    if (
-        loader.num_workers
-        and sys.platform == "linux"
-        and not os.access("/dev/shm", os.W_OK | os.X_OK)
-    ):
-        raise UserError(
-            "a writable /dev/shm, which the workers of data.num_workers need",
-            "none" if not os.path.isdir("/dev/shm") else "no permission to write to it",
-            "mount -t tmpfs tmpfs /dev/shm (docker run --shm-size=16g), or set data.num_workers=0",
-        )
+    if loader.num_workers and sys.platform == "linux":
+        _check_shared_memory()
     others = set(multiprocessing.active_children())
     before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
     try:
@@ -137,6 +137,58 @@ def start_workers(loader: DataLoader) -> Iterator:
     for worker in set(multiprocessing.active_children()) - others:
         atexit.register(_kill, worker)
     return batches
+
+
+def _check_shared_memory() -> None:
+    """Raise a UserError if the queues of workers cannot be made; torch's half-built iterator would
+    print a traceback of its own.
+    """
+    problem = ""
+    if not os.path.isdir(_SHARED_MEMORY):
+        problem = "none"
+    elif not os.access(_SHARED_MEMORY, os.W_OK | os.X_OK):
+        problem = "no permission to write to it"
+    else:
+        found = os.statvfs(_SHARED_MEMORY)
+        # A file system without a limit has 0 blocks.
+        if found.f_blocks and found.f_bavail * found.f_frsize < _LEAST_SHARED_MEMORY:
+            problem = f"{format_bytes(found.f_bavail * found.f_frsize)} are free"
+    if problem:
+        raise UserError(
+            f"a writable {_SHARED_MEMORY} with {format_bytes(_LEAST_SHARED_MEMORY)} and more for"
+            " the workers of data.num_workers",
+            problem,
+            f"mount -t tmpfs tmpfs {_SHARED_MEMORY} (docker run --shm-size=16g), delete old files"
+            " there, or set data.num_workers=0",
+        )
+
+
+def explain_worker_error(error: BaseException) -> str | None:
+    """Return what to do about an error of torch's that a data worker died or found no shared
+    memory; None of any other error.
+    """
+    text = str(error)
+    if "hared memory" in text or "unable to write to file" in text or "unable to mmap" in text:
+        found = os.statvfs(_SHARED_MEMORY)
+        return str(
+            UserError(
+                f"space in {_SHARED_MEMORY} for the batches of the data workers",
+                f"{format_bytes(found.f_bavail * found.f_frsize)} are free",
+                "make it larger (docker run --shm-size=16g), lower data.num_workers or"
+                " data.prefetch_factor, or set data.num_workers=0",
+            )
+        )
+    if not text.startswith("DataLoader worker"):  # "is killed by signal", "exited unexpectedly"
+        return None
+    return str(
+        UserError(
+            "data workers that live as long as the run",
+            f"{first_line(error)} The kernel kills the largest process when memory ends (dmesg"
+            f" shows it); {format_bytes(memory().available)} are available now",
+            "lower data.num_workers or data.prefetch_factor, or give the job more memory; then"
+            " continue with training.resume=auto",
+        )
+    )
 
 
 def _kill(worker: multiprocessing.Process) -> None:

@@ -12,6 +12,7 @@ import atexit
 import contextlib
 import hashlib
 import os
+import signal
 import socket
 import sys
 import tempfile
@@ -106,7 +107,7 @@ def _is_recent(path: Path) -> bool:
 
 
 def report_traceback(error: Exception, logs: Path | None) -> None:
-    """Print the traceback of an unexpected error.
+    """Print the traceback of an unexpected error, or what to do about a data worker's.
 
     For a collective error that the heartbeat attributed to a rank, write it to a file instead, so
     that the heartbeat's message stays last on the screen.
@@ -116,8 +117,15 @@ def report_traceback(error: Exception, logs: Path | None) -> None:
             about it.
         logs: Folder for the file; None before the run's folder is known.
     """
+    from mmldlm.data.loader import explain_worker_error
     from mmldlm.distributed.stack_dump import is_collective_error
 
+    # A data worker that dies now would raise in here.
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    explained = explain_worker_error(error)
+    if explained is not None:
+        log_line(f"ERROR: {explained}")
+        return
     text = "".join([*traceback.format_exception(error), f"ERROR: {first_line(error)}\n"])
     with contextlib.suppress(OSError):
         if (
@@ -155,6 +163,8 @@ def exit_without_teardown(code: int) -> NoReturn:
     # mpirun takes a rank that exits without MPI_Finalize for a failed one.
     if code == 0 and "mpi4py.MPI" in sys.modules:
         sys.modules["mpi4py.MPI"].Finalize()
+    # A hook kills the data workers; torch's handler would call that an error.
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     # A library's hook may wait for ever, as a tracker's for a server that is gone.
     hooks = threading.Thread(target=atexit._run_exitfuncs, name="exit-hooks", daemon=True)
     hooks.start()

@@ -57,6 +57,9 @@ MAX_CONNECT_FAILURES = 3  # refused connections after which the store counts as 
 SHUTDOWN_TIMEOUT = 30.0  # seconds from the error to the end of the process
 # Seconds without a heartbeat: the publishing thread waits for no rank, so its process died
 DEAD_RANK_TIMEOUT = 120.0
+# Distance of two rounds of the watchdog, in intervals, above which the process was suspended
+_LONGEST_ROUND = 3.0
+_LONGEST_SUSPENSION = timedelta(days=7)
 _POLL = 0.02  # polling interval in seconds
 
 
@@ -117,7 +120,9 @@ class Heartbeat:
         self.failure: FailureReport | None = None
         # Alone: by this rank, without rank 0.
         self._failed_at, self._found_alone = 0.0, False
-        self._progress = _Progress(0, "start", 0, 1.0, time.monotonic())
+        # Written by the watchdog alone: (time of its last round, seconds not counted until then).
+        self._clock = time.monotonic(), 0.0
+        self._progress = _Progress(0, "start", 0, 1.0, self._now())
         self._state, self._message = RUNNING, ""
         self._collective_failed_at: float | None = None
         self._main_thread = threading.get_ident()
@@ -132,7 +137,7 @@ class Heartbeat:
             threading.Event(),
         )
         self._deadline: float | None = None  # deadline of a main thread that is exiting
-        self._num_published, self._last_contact, self._connect_failures = 0, time.monotonic(), 0
+        self._num_published, self._last_contact, self._connect_failures = 0, self._now(), 0
         self._opened_at = self._last_contact
         self._identity = HeartbeatRecord(rank, socket.gethostname(), os.getpid())
         self._address = (
@@ -148,11 +153,16 @@ class Heartbeat:
         # Rank 0's host and pid are then known, whatever happens to it next.
         if rank != 0:
             first = HeartbeatRecord.from_text(self._store.get(f"{self._prefix}/0"))
-            self._observations[0] = Observation(first, time.monotonic())
+            self._observations[0] = Observation(first, self._now())
         for loop in (self._publish_loop, self._watchdog_loop):
             thread = threading.Thread(target=loop, name=f"heartbeat{loop.__name__}", daemon=True)
             thread.start()
             self._threads.append(thread)
+        # From here on the watchdog enforces the time limit. That of gloo's collectives would count
+        # the time for which the job was suspended.
+        if torch.distributed.is_initialized() and torch.distributed.get_backend() == "gloo":
+            limit = timedelta(seconds=timeout) + _LONGEST_SUSPENSION
+            torch.distributed.distributed_c10d._set_pg_timeout(limit)
 
     # -- for the main thread
     # -----------------------------------------------------------------------------------------
@@ -171,7 +181,7 @@ class Heartbeat:
         """
         last = self._progress
         counter = last.counter + ((step, phase) != (last.step, last.phase))
-        self._progress = _Progress(step, phase, counter, timeout_factor, time.monotonic())
+        self._progress = _Progress(step, phase, counter, timeout_factor, self._now())
 
     def touch(self) -> None:
         """Report progress of the main thread within its present phase."""
@@ -269,7 +279,7 @@ class Heartbeat:
                     self._store = self._reconnect()
                 self._publish()
                 self._read()
-                self._last_contact, self._connect_failures = time.monotonic(), 0
+                self._last_contact, self._connect_failures = self._now(), 0
             except (RuntimeError, OSError):
                 # DistError is a RuntimeError: the store is dead, or not reachable now.
                 self._connect_failures += 1
@@ -282,7 +292,7 @@ class Heartbeat:
 
     def _snapshot(self) -> HeartbeatRecord:
         step, phase, counter, timeout_factor, reported_at = self._progress
-        age = time.monotonic() - reported_at
+        age = self._now() - reported_at
         location, in_collective = "", False
         if age > self.limits.stalled / 2:
             location, in_collective = current_location(self._main_thread)
@@ -344,7 +354,7 @@ class Heartbeat:
         texts = (
             self._store.multi_get([f"{self._prefix}/{rank}" for rank in known]) if known else []
         )
-        now = time.monotonic()
+        now = self._now()
         for rank, text in zip(known, texts, strict=True):
             beat, last = HeartbeatRecord.from_text(text), self._observations.get(rank)
             if last is None or beat.number != last.beat.number:
@@ -373,9 +383,9 @@ class Heartbeat:
 
     def _watchdog_loop(self) -> None:
         while not self._stop_watchdog.wait(self.interval / 2):
-            now = time.monotonic()
+            now = self._tick()
             if self._deadline is not None:
-                if now > self._deadline:
+                if time.monotonic() > self._deadline:
                     exit_with_stacks(self.rank, self.logs)
                 elif self.rank and self.failure is None:
                     self._check_rank_0(now)
@@ -434,6 +444,24 @@ class Heartbeat:
 
     def _seconds_since_failure(self) -> float:
         return 0.0 if self.failure is None else time.monotonic() - self._failed_at
+
+    # -- the clock of the time limits
+    # ---------------------------------------------------------------------------------------------
+
+    def _now(self) -> float:
+        """Seconds in which this process ran, on the clock of `time.monotonic`.
+
+        A job that was suspended (by Slurm's preemption, `docker pause`, SIGSTOP) has not stalled:
+        between two rounds of the watchdog, no more counts than their longest distance.
+        """
+        now, (last_round, not_counted) = time.monotonic(), self._clock
+        return now - not_counted - max(now - last_round - _LONGEST_ROUND * self.interval, 0.0)
+
+    def _tick(self) -> float:
+        """Begin a round of the watchdog; return `_now()`."""
+        counted, now = self._now(), time.monotonic()
+        self._clock = now, now - counted
+        return counted
 
     # -- helpers
     # ---------------------------------------------------------------------------------------------

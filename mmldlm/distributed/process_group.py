@@ -8,9 +8,10 @@ from datetime import timedelta
 
 import torch
 
-from mmldlm.errors import EXIT_FAILED, MmldlmError, UserError
+from mmldlm.distributed.error_reporting import log_line
+from mmldlm.errors import UserError
 from mmldlm.utils.formatting import first_line
-from mmldlm.utils.job_store import connect_job_store
+from mmldlm.utils.job_store import RanksNotConnected, connect_job_store
 from mmldlm.utils.network import free_port
 
 
@@ -38,8 +39,8 @@ def start_process_group(device: torch.device, timeout: float) -> None:
     backend = backend_for(device)
     if backend == "gloo":
         check_gloo_interfaces()
+    store, rank, world_size = connect_job_store(timeout, log_line)
     try:
-        store, rank, world_size = connect_job_store(timeout)
         torch.distributed.init_process_group(
             backend,
             store=store,
@@ -51,29 +52,6 @@ def start_process_group(device: torch.device, timeout: float) -> None:
         )
     except (RuntimeError, OSError, ValueError) as error:  # DistError is a RuntimeError
         raise RanksNotConnected(first_line(error)) from error
-
-
-class RanksNotConnected(MmldlmError):
-    """The ranks did not find one another at the start; nothing was trained."""
-
-    exit_code = EXIT_FAILED
-
-    def __init__(self, reason: str):
-        address = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
-        in_use = "EADDRINUSE" in reason or "address already in use" in reason.lower()
-        fix = (
-            "another process has that port: set MASTER_PORT to a free one, the same for all ranks"
-            if in_use
-            else (
-                "look for a rank that did not start; check that rank 0's machine has that address"
-                " and that the port is open between the nodes (mmldlm preflight checks both)"
-            )
-        )
-        expected = (
-            f"all {os.environ.get('WORLD_SIZE')} ranks to connect through MASTER_ADDR:MASTER_PORT,"
-            f" {address}"
-        )
-        super().__init__(f"expected {expected}\n  found: {reason}\n  fix:   {fix}")
 
 
 def check_gloo_interfaces() -> None:

@@ -67,7 +67,11 @@ def measure_l2t(
     options = writing_options(arm, settings, sampler)
     if "num_steps" in options:
         steps = f" in {settings.num_steps} {sampler} steps"
-    progress = log(f"writing {len(sentences)} texts from their embeddings{steps}")
+    # Writing takes longer, and may be interrupted: what is measured is said before.
+    progress = log(
+        f"{_describe_gain(result.estimates)}; writing {len(sentences)} texts from their"
+        f" embeddings{steps}"
+    )
     samples = task.write_texts(
         arm, latents, sampler=sampler, seed=settings.seed, progress=progress, **options
     )
@@ -83,6 +87,14 @@ def measure_l2t(
         metrics.token_f1(samples.tokens, sentences.tokens),
     )
     return result
+
+
+def _describe_gain(estimates: dict[str, Estimate]) -> str:
+    gains = [
+        f"{estimates[key].value:.3f} +- {estimates[key].se:.3f} {estimates[key].unit} over {other}"
+        for key, other in (("gain_null", "none"), ("gain_shuffled", "another text's"))
+    ]
+    return f"gain of the text's own embedding: {', '.join(gains)}"
 
 
 def writing_options(

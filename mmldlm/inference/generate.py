@@ -27,7 +27,7 @@ from mmldlm.inference.options import OWN_CHOICES, READERS, SampleOptions
 from mmldlm.inference.search import open_judge, run_search
 from mmldlm.sampling.judge import FoundTexts
 from mmldlm.sampling.latents import LatentSolver, sample_latents, steps_given_text
-from mmldlm.sampling.records import Recorder, TextSamples, TraceRecorder
+from mmldlm.sampling.records import Recorder, SamplingInterrupted, TextSamples, TraceRecorder
 from mmldlm.sampling.settings import BY_CERTAINTY, PRESENCE_PENALTY, STRATEGY_OPTIONS
 from mmldlm.sampling.strategies import strategy_class
 from mmldlm.tasks.text_task import Pretrained
@@ -50,6 +50,7 @@ class Samples:
         real_images: Images of a store to the captions of t2i, [N, S, S, C] uint8; None without a
             store.
         extra: Further entries of settings.json.
+        num_missing: Samples that an interrupt left out.
     """
 
     records: list[dict[str, Any]]
@@ -57,6 +58,7 @@ class Samples:
     extra: dict[str, Any] = field(default_factory=dict)
     images: np.ndarray | None = None
     real_images: np.ndarray | None = None
+    num_missing: int = 0
 
 
 def sample_l2t(
@@ -102,14 +104,18 @@ def write_from_latents(
         penalty = PRESENCE_PENALTY if options.sampler in BY_CERTAINTY else 0.0
     options = dataclasses.replace(options, temperature=temperature, presence_penalty=penalty)
     condition, found_texts = torch.from_numpy(latents[source]), None
+    finished: list[int] | range = range(count)
     if options.way is None:
         steps = "" if options.num_steps is None else f" in at most {options.num_steps} steps"
         message = f"writing {count_noun(count, 'text')}{steps}"
-        samples = _write_texts(
-            pretrained, condition, options, progress=progress.start(message), **more
-        )
+        try:
+            samples = _write_texts(
+                pretrained, condition, options, progress=progress.start(message), **more
+            )
+            extra = _costs(samples)
+        except SamplingInterrupted as interrupt:
+            samples, finished, extra = interrupt.result, interrupt.rows, {}
         records = _text_records(pretrained, samples.tokens)
-        extra = _costs(samples)
     else:
         found_texts = _search_texts(pretrained, condition, options, len(latents), progress)
         records = _text_records(pretrained, found_texts.tokens)
@@ -121,7 +127,8 @@ def write_from_latents(
         if found_texts is not None:
             record["judge_cosine"] = float(found_texts.cosine[i])
             record["judge_calls"] = int(found_texts.calls[i])
-    return Samples(records, None, extra)
+    kept = [records[row] for row in finished]
+    return Samples(kept, None, extra, num_missing=count - len(kept))
 
 
 def _search_texts(
@@ -220,37 +227,44 @@ def sample_t2l(pretrained: Pretrained, options: SampleOptions, progress: Progres
     texts = given_texts(options.text, options.text_file)
     ids = tokenize_texts(texts, pretrained)
     unknown = unknown_tokens(texts, ids, pretrained)
-    latents = sample_latents(
-        pretrained.model,
-        ids,
-        diffusion=pretrained.latent_diffusion,
-        steps=steps,
-        method=method,
-        eta=eta,
-        guidance=guidance,
-        guidance_interval=options.guidance_interval,
-        renormalize=pretrained.renormalize,
-        clamp=pretrained.clamp_x0,
-        unit=pretrained.renormalize,
-        seed=options.seed,
-        progress=progress.start(
-            f"embedding {count_noun(len(texts), 'text')} in {count_noun(steps, 'step')}"
-        ),
-    )
+    rows, num_missing = list(range(len(texts))), 0
+    try:
+        latents = sample_latents(
+            pretrained.model,
+            ids,
+            diffusion=pretrained.latent_diffusion,
+            steps=steps,
+            method=method,
+            eta=eta,
+            guidance=guidance,
+            guidance_interval=options.guidance_interval,
+            renormalize=pretrained.renormalize,
+            clamp=pretrained.clamp_x0,
+            unit=pretrained.renormalize,
+            seed=options.seed,
+            progress=progress.start(
+                f"embedding {count_noun(len(texts), 'text')} in {count_noun(steps, 'step')}"
+            ),
+        )
+    except SamplingInterrupted as interrupt:
+        rows, num_missing = interrupt.rows, len(texts) - len(interrupt.rows)
+        latents = interrupt.result[rows]
     norms = latents.norm(dim=-1).tolist()
     records: list[dict[str, Any]] = [
         {
-            "index": i,
-            "text": text,
-            "num_tokens": len(row),
-            "num_unknown": num_unknown,
+            "index": row,
+            "text": texts[row],
+            "num_tokens": len(ids[row]),
+            "num_unknown": unknown[row],
             "latent": i,
             "norm": norm,
         }
-        for i, (text, row, num_unknown, norm) in enumerate(zip(texts, ids, unknown, norms))
+        for i, (row, norm) in enumerate(zip(rows, norms))
     ]
-    cosines = _encoder_cosines(pretrained, texts, latents.numpy(), progress)
     extra: dict[str, Any] = {"num_steps": steps}
+    if num_missing:
+        return Samples(records, latents.numpy(), extra, num_missing=num_missing)
+    cosines = _encoder_cosines(pretrained, texts, latents.numpy(), progress)
     if cosines is None:
         return Samples(records, latents.numpy(), extra)
     for record, cosine in zip(records, cosines):

@@ -50,8 +50,9 @@ def load_model(
 
     Raises:
         UserError: an unreadable, corrupt or unsafe file, weights that do not match the config, or
-            a task whose models are not sampled.
+            a task whose models are not sampled, or a device that this machine lacks.
     """
+    device = usable_device(device)
     opened = open_source(path)
     with opened.weights as weights:
         config_path = _find_config(opened, path)
@@ -217,7 +218,7 @@ def _load_tokenizer(folder: Path, model: Any) -> Any:
 
 
 def usable_device(name: str | None) -> str:
-    """Return the device of --device; by default cuda if available, else cpu.
+    """Return a device that exists; by default cuda if available, else cpu.
 
     Raises:
         UserError: a device that this machine or this build of torch lacks.
@@ -232,7 +233,9 @@ def usable_device(name: str | None) -> str:
     if not count:
         check = "`python -c 'import torch; print(torch.version.cuda, torch.cuda.is_available())'`"
         fix += f"; to find out why no GPU is visible: `nvidia-smi`, {check}"
-    raise UserError(f"a --device that this machine has: {known}", f"{name}: {problem}", fix)
+    raise UserError(
+        f"a device (--device) that this machine has: {known}", f"{name}: {problem}", fix
+    )
 
 
 def _problem_of_device(name: str) -> str | None:

@@ -51,9 +51,12 @@ def sample(
     given = {} if given is None else given
     SampleOptions.resolve(kind, given, seed)
     kind, options = fit_options(pretrained, kind, given, seed)
-    return run_sampler(
+    samples = run_sampler(
         pretrained, kind, options, ProgressBar(enabled=False, log=lambda line: None)
     )
+    if samples.num_missing:
+        raise KeyboardInterrupt
+    return samples
 
 
 def run_sampler(

@@ -20,9 +20,9 @@ import time
 import psutil
 
 from mmldlm.cluster.agent import serve
-from mmldlm.cluster.connections import port_owner
 from mmldlm.launch import state_files
 from mmldlm.launch.rank_wrapper import LAUNCH_ID_VAR, launch_file, state_file
+from mmldlm.utils.network import port_owner
 from mmldlm.utils.stop_signals import keep_exit_codes
 
 IDLE_TIMEOUT = 25.0

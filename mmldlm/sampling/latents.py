@@ -17,6 +17,7 @@ from mmldlm.errors import MmldlmError, UserError
 from mmldlm.models.base import LatentInputs, TextInputs
 from mmldlm.models.token_scores import TokenQuery
 from mmldlm.sampling.model import Model, device_of
+from mmldlm.sampling.records import keeping_finished
 from mmldlm.utils.counter_rng import Stream, normals
 
 
@@ -255,6 +256,7 @@ def sample_latents(
 
     Raises:
         MmldlmError: NaN predictions.
+        SamplingInterrupted: an interrupt after the first batch.
         UserError: a method or eta that the schedule does not have, noise for a method that takes
             none, or a guidance_interval that `check_guidance_interval` refuses.
     """
@@ -273,37 +275,40 @@ def sample_latents(
     check_guidance_interval(guidance, guidance_interval, diffusion.sampling_grid(steps)[:-1])
     low, high = guidance_interval or (0.0, 1.0)
     done = 0
-    for rows in token_budget_batches(lengths, batch_tokens):
-        tokens = real = None
-        if texts is not None:
-            tokens, real = pad_texts(
-                [texts[row] for row in rows], config.eos_token_id, config.pad_token_id, device
+    with keeping_finished(latents) as finished:
+        for rows in token_budget_batches(lengths, batch_tokens):
+            tokens = real = None
+            if texts is not None:
+                tokens, real = pad_texts(
+                    [texts[row] for row in rows], config.eos_token_id, config.pad_token_id, device
+                )
+            indices = rows.tolist()
+            if draw_indices is not None:
+                indices = [draw_indices[row] for row in indices]
+            draws = normals(
+                seed, Stream.LATENT, indices, (1 + (steps if eta != 0 else 0), *shape)
+            ).to(device)
+
+            def predict(
+                z: Tensor, t: float, tokens: Tensor | None = tokens, real: Tensor | None = real
+            ) -> Tensor:
+                return _predict(model, tokens, real, z, t, guidance if low <= t <= high else 1.0)
+
+            solver = LatentSolver(
+                diffusion, steps, method, eta, estimate_rule(model, renormalize, clamp)
             )
-        indices = rows.tolist()
-        if draw_indices is not None:
-            indices = [draw_indices[row] for row in indices]
-        draws = normals(seed, Stream.LATENT, indices, (1 + (steps if eta != 0 else 0), *shape)).to(
-            device
-        )
-
-        def predict(
-            z: Tensor, t: float, tokens: Tensor | None = tokens, real: Tensor | None = real
-        ) -> Tensor:
-            return _predict(model, tokens, real, z, t, guidance if low <= t <= high else 1.0)
-
-        solver = LatentSolver(
-            diffusion, steps, method, eta, estimate_rule(model, renormalize, clamp)
-        )
-        z = draws[:, 0]
-        for k in range(steps):
-            z = solver.step(k, z, predict, draws[:, 1 + k] if eta != 0 else None)
-            done += len(rows)
-            if progress is not None:
-                progress(done, count * steps)
-        _check_finite(z)
-        latents[torch.from_numpy(rows.copy())] = raw_latents(model, z, clamp)
-    if unit:
-        latents = latents / latents.norm(dim=-1, keepdim=True).clamp_min(1e-12)
+            z = draws[:, 0]
+            for k in range(steps):
+                z = solver.step(k, z, predict, draws[:, 1 + k] if eta != 0 else None)
+                done += len(rows)
+                if progress is not None:
+                    progress(done, count * steps)
+            _check_finite(z)
+            sampled = raw_latents(model, z, clamp)
+            if unit:
+                sampled = sampled / sampled.norm(dim=-1, keepdim=True).clamp_min(1e-12)
+            latents[torch.from_numpy(rows.copy())] = sampled
+            finished += rows.tolist()
     return latents
 
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -34,6 +35,33 @@ class TextSamples:
     passes: Tensor
     num_scored: int = field(default=0, kw_only=True)
     log_probabilities: list[Tensor] | None = field(default=None, kw_only=True)
+
+
+class SamplingInterrupted(KeyboardInterrupt):
+    """An interrupt after the first batches of a sampler.
+
+    Attributes:
+        rows: Numbers of the finished samples, ascending.
+        result: What the sampler would have returned, filled in these rows alone.
+    """
+
+    def __init__(self, rows: list[int], result: Any):
+        super().__init__()
+        self.rows, self.result = rows, result
+
+
+@contextlib.contextmanager
+def keeping_finished(result: Any) -> Iterator[list[int]]:
+    """Yield a list for the rows of finished batches; an interrupt after the first one becomes a
+    SamplingInterrupted.
+    """
+    finished: list[int] = []
+    try:
+        yield finished
+    except KeyboardInterrupt as interrupt:
+        if not finished:
+            raise
+        raise SamplingInterrupted(sorted(finished), result) from interrupt
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ from mmldlm.sampling.decoding import (
     predict_lengths,
 )
 from mmldlm.sampling.model import Model, device_of
-from mmldlm.sampling.records import Recorder, TextSamples
+from mmldlm.sampling.records import Recorder, SamplingInterrupted, TextSamples, keeping_finished
 from mmldlm.sampling.settings import STRATEGY_OPTIONS, DrawSettings
 from mmldlm.sampling.strategies import Observer, TextStrategy, strategy_class
 from mmldlm.utils.counter_rng import Stream, normals, uniforms
@@ -199,6 +199,7 @@ def sample_text(
 
     Raises:
         MmldlmError: NaN logits.
+        SamplingInterrupted: an interrupt after the first batch.
         ValueError: unknown sampler or length rule.
         UserError: an option that the sampler does not read, or out of range.
     """
@@ -208,30 +209,34 @@ def sample_text(
     samples = _empty(lengths, with_log_probabilities)
     draw = DrawSettings(temperature, top_p, presence_penalty)
     report = _Report(progress, int((lengths - 1).sum()))
-    for batch in token_budget_batches(lengths.tolist(), batch_tokens):
-        index = torch.from_numpy(batch.copy())
-        sample_indices = [row if indices is None else int(indices[row]) for row in batch.tolist()]
-        strategy = start_decoding(
-            sampler,
-            model,
-            lengths[index],
-            sample_indices,
-            diffusion=diffusion,
-            draw=draw,
-            seed=seed,
-            options=options,
-            drafts=None if drafts is None else drafts[index],
-        )
-        denoiser = _denoiser(
-            model, latents, index, sample_indices, condition_timestep, latent_diffusion, seed
-        )
-        observer = (
-            Observer(strategy.state, sample_indices, recorder)
-            if recorder or with_log_probabilities
-            else None
-        )
-        _write_batch(denoiser, strategy, guidance, observer, report)
-        _collect(samples, index, strategy, denoiser, observer)
+    with keeping_finished(samples) as finished:
+        for batch in token_budget_batches(lengths.tolist(), batch_tokens):
+            index = torch.from_numpy(batch.copy())
+            sample_indices = [
+                row if indices is None else int(indices[row]) for row in batch.tolist()
+            ]
+            strategy = start_decoding(
+                sampler,
+                model,
+                lengths[index],
+                sample_indices,
+                diffusion=diffusion,
+                draw=draw,
+                seed=seed,
+                options=options,
+                drafts=None if drafts is None else drafts[index],
+            )
+            denoiser = _denoiser(
+                model, latents, index, sample_indices, condition_timestep, latent_diffusion, seed
+            )
+            observer = (
+                Observer(strategy.state, sample_indices, recorder)
+                if recorder or with_log_probabilities
+                else None
+            )
+            _write_batch(denoiser, strategy, guidance, observer, report)
+            _collect(samples, index, strategy, denoiser, observer)
+            finished += batch.tolist()
     return samples
 
 
@@ -371,14 +376,17 @@ def sample_lengths(model: Model, latents: Tensor, num_lengths: int, **options: A
     count = len(latents)
     lengths, length_scores = most_probable_lengths(model, latents, num_lengths)
     num_candidates = lengths.shape[1]
-    candidates = sample_text(
-        model,
-        latents.repeat_interleave(num_candidates, 0),
-        lengths=lengths.flatten(),
-        with_log_probabilities=True,
-        indices=torch.arange(count).repeat_interleave(num_candidates).tolist(),
-        **options,
-    )
+    try:
+        candidates = sample_text(
+            model,
+            latents.repeat_interleave(num_candidates, 0),
+            lengths=lengths.flatten(),
+            with_log_probabilities=True,
+            indices=torch.arange(count).repeat_interleave(num_candidates).tolist(),
+            **options,
+        )
+    except SamplingInterrupted as interrupt:  # candidates are not texts yet
+        raise KeyboardInterrupt from interrupt
     assert candidates.log_probabilities is not None
     scores = torch.stack([values.double().sum() for values in candidates.log_probabilities]).view(
         count, num_candidates

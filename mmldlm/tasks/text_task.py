@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from mmldlm.config.task_names import DEFAULT_TASK
 from mmldlm.data.encoders.specs import UNKNOWN_ENCODER
 from mmldlm.diffusion import GaussianProcess, MaskedDiffusion
+from mmldlm.engines.optimizer import parameter_groups
 from mmldlm.errors import UserError
 from mmldlm.models.base import LatentInputs, ModelOutput, TextInputs
 from mmldlm.models.token_scores import TokenQuery
@@ -175,9 +176,15 @@ class TextTask(Task):
         return {group: sum(sizes[name] for name in names) for group, names in groups.items()}
 
     def parameter_sizes(self, config: Any) -> ParameterSizes:
-        """Count the model of a config whose keys are all set, training.freeze=auto too."""
+        """Count the model of a config whose keys are all set, training.freeze=auto too.
+
+        Raises:
+            UserError: the optimizer does not fit the model (optimizer.muon_block_rows).
+        """
         model = self._model_without_values(config)
         plan = self.parameter_plan(model, config)
+        plan.set_requires_grad(model)
+        parameter_groups(model, plan, config.optimizer)
         sizes = {name: parameter.numel() for name, parameter in model.named_parameters()}
         buffers = dict(model.named_buffers())
         # What a sharding engine gathers at once; tied weights count wherever they are read.

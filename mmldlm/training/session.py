@@ -46,6 +46,8 @@ from mmldlm.training.state import Requests, TrainingState
 from mmldlm.training.step import StepContext
 from mmldlm.utils.environment import int_from_env
 
+_MOST_EPOCHS_PER_BATCH = 100
+
 
 @dataclass
 class Session(StepContext):
@@ -306,6 +308,7 @@ def check_run(config: Config, world_size: int) -> RunData:
     """
     check_engine(config, world_size)
     data = open_run_data(config)
+    _check_batch_size(config, len(data.train_lengths))
     check_no_checkpoints(config)
     check_earlier_name(config)
     if config.training.resume not in (None, "auto"):
@@ -325,3 +328,15 @@ def check_run(config: Config, world_size: int) -> RunData:
                 "drop one of them",
             )
     return data
+
+
+def _check_batch_size(config: Config, num_samples: int) -> None:
+    """Refuse micro-batches of which placeholders would be nearly all: they only take memory."""
+    size = config.training.train_batch_size
+    if size > _MOST_EPOCHS_PER_BATCH * num_samples:
+        raise UserError(
+            f"training.train_batch_size of at most {_MOST_EPOCHS_PER_BATCH} times the"
+            f" {num_samples:,} training samples",
+            f"{size:,}",
+            "lower training.train_batch_size",
+        )

@@ -1,4 +1,4 @@
-"""Small network helpers; standard library only. As a script: print a free port."""
+"""Ports of this machine. As a script: print a free one."""
 
 from __future__ import annotations
 
@@ -25,6 +25,24 @@ def free_port(host: str = "127.0.0.1") -> int:
                 " loopback interface)",
             ) from error
         return probe.getsockname()[1]
+
+
+def port_owner(port: int) -> dict | None:
+    """Return {"pid", "command"} of the process that listens on a TCP port; None if this user
+    cannot see it.
+    """
+    import psutil
+
+    for connection in psutil.net_connections("tcp"):
+        is_listener = connection.status == psutil.CONN_LISTEN and connection.laddr.port == port
+        if is_listener and connection.pid is not None:
+            try:
+                command = " ".join(psutil.Process(connection.pid).cmdline())
+            except psutil.Error:
+                # The process has exited.
+                continue
+            return {"pid": connection.pid, "command": command.strip()[:160]}
+    return None
 
 
 if __name__ == "__main__":

@@ -14,6 +14,7 @@ from collections.abc import Callable
 from mmldlm.utils.paths import expand_path
 
 MAX_COUNT = 1 << 31  # of samples, steps and tokens
+SMALLEST = 1e-12  # size of a number other than 0; fp32 overflows when it divides by less
 ONE_YEAR = 366 * 86_400.0  # longest time limit in seconds; longer ones overflow in C
 
 
@@ -42,11 +43,16 @@ def integer(low: int = 0, high: int = MAX_COUNT) -> Callable[[str], int]:
     return parse
 
 
+def is_usable(value: float) -> bool:
+    """Whether a number is finite, and 0 or at least SMALLEST in size."""
+    return math.isfinite(value) and (value == 0 or abs(value) >= SMALLEST)
+
+
 def number(
     low: float = -math.inf, high: float = math.inf, *, above: float | None = None
 ) -> Callable[[str], float]:
     """Return the type of a finite number from low to high, both included, and above
-    another one.
+    another one; 0 or at least SMALLEST in size.
     """
 
     def parse(word: str) -> float:
@@ -54,9 +60,7 @@ def number(
             value = float(word) if "_" not in word else math.nan
         except ValueError:
             value = math.nan
-        if not (
-            math.isfinite(value) and low <= value <= high and (above is None or value > above)
-        ):
+        if not (is_usable(value) and low <= value <= high and (above is None or value > above)):
             bounds = (
                 [f"above {above:g}"]
                 if above is not None
@@ -66,6 +70,8 @@ def number(
             )
             bounds += [f"at most {high:g}"] if high < math.inf else []
             described = f" {' and '.join(bounds)}" if bounds else ""
+            if 0 < abs(value) < SMALLEST:
+                described += f", 0 or at least {SMALLEST:g} in size"
             raise argparse.ArgumentTypeError(f"{word[:100]!r}: a finite number{described}")
         return value
 

@@ -21,6 +21,18 @@ from mmldlm.utils.formatting import describe_os_error, join_some
 _LOCK = ".mmldlm-output.lock"
 
 
+def check_working_folder() -> None:
+    """Raise a UserError if the working folder was deleted; call it before torch is imported, whose
+    libraries end the process there without naming it.
+    """
+    try:
+        os.getcwd()
+    except FileNotFoundError as error:
+        raise UserError(
+            "a working folder", "the working folder no longer exists", "cd to another folder"
+        ) from error
+
+
 def output_root(path: str | os.PathLike) -> Path:
     """Return the absolute path of an output folder behind all links.
 

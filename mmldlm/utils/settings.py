@@ -64,17 +64,18 @@ class Option:
         for number in value if isinstance(value, (list, tuple)) else [value]:
             if self.number is None or number is None:
                 continue
-            if not (math.isfinite(number) and self.low <= number <= self.high):
+            if not (option_types.is_usable(number) and self.low <= number <= self.high):
                 raise UserError(
                     f"{flag(key)} {self._range()}", str(number), "choose a value in this range"
                 )
 
     def _range(self) -> str:
+        size = "" if self.number is int else f", 0 or {option_types.SMALLEST:g} and more in size"
         if self.low == -math.inf:
-            return "a finite number"
+            return f"a finite number{size}"
         if self.high == math.inf:
-            return f"of at least {self.low:g}"
-        return f"from {self.low:g} to {self.high:g}"
+            return f"of at least {self.low:g}{size}"
+        return f"from {self.low:g} to {self.high:g}{size}"
 
 
 class Settings:

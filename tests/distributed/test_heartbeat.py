@@ -8,6 +8,7 @@ import json
 import re
 import socket
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -104,3 +105,15 @@ def test_one_process_needs_no_store():
         alive.enter_phase(1, "data")
     with pytest.raises(ValueError), Heartbeat(0, 1, 1.0):
         raise ValueError
+
+
+def test_time_in_which_a_process_is_suspended_does_not_count(monkeypatch):
+    seconds = [1000.0]
+    monkeypatch.setattr(time, "monotonic", lambda: seconds[0])
+    heartbeat = Heartbeat(0, 1, timeout=15.0)  # the watchdog's rounds are at most 3 s apart
+    seconds[0] += 2.0
+    assert heartbeat._now() == heartbeat._tick() == 1002.0
+    seconds[0] += 500.0
+    assert heartbeat._now() == heartbeat._tick() == 1005.0
+    seconds[0] += 2.0
+    assert heartbeat._now() == 1007.0

@@ -834,3 +834,34 @@ def test_a_removed_option_names_its_page(capsys):
         run("l2t", "--critic-rounds", 2, "--checkpoint", "x", "--output-dir", "y")
     assert end.value.code == 2
     assert "--critic-rounds was removed: docs/results/options.md" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("kind", ["l2t", "t2l"])
+def test_an_interrupt_keeps_the_finished_samples(
+    checkpoint, latent_file, tmp_path, monkeypatch, kind
+):
+    """They are those of a call without an interrupt."""
+    from mmldlm.sampling import latents, text
+
+    def two_batches(lengths, budget):
+        yield np.array([2, 0])
+        raise KeyboardInterrupt
+
+    given = {
+        "l2t": ("--latent-file", latent_file),
+        "t2l": ("--text", "word1 word2 word3", "word4", "word5 word6"),
+    }
+    words = (kind, "--checkpoint", checkpoint, *given[kind], "--num-steps", 2)
+    assert run(*words, "--output-dir", tmp_path / "all") == 0
+    monkeypatch.setattr(text, "token_budget_batches", two_batches)
+    monkeypatch.setattr(latents, "token_budget_batches", two_batches)
+    with pytest.raises(KeyboardInterrupt, match="2 finished samples kept in .*, 1 are missing"):
+        run(*words, "--output-dir", tmp_path / "some")
+    every, some = lines(tmp_path / "all"), lines(tmp_path / "some")
+    assert [record["index"] for record in some] == [0, 2]
+    assert [record["text"] for record in some] == [every[row]["text"] for row in (0, 2)]
+    settings = json.loads((tmp_path / "some" / "settings.json").read_text())
+    assert settings["num_missing"] == len(every) - 2
+    if kind == "t2l":
+        kept, complete = (np.load(tmp_path / name / "latents.npy") for name in ("some", "all"))
+        np.testing.assert_allclose(kept, complete[[0, 2]], atol=1e-6)

@@ -26,7 +26,6 @@ from tests.trials.harness import (
     shell,
     succeeds,
     tiny_run,
-    todo,
     virtual_cluster,
 )
 
@@ -155,7 +154,6 @@ def test_a_task_of_the_working_folder_is_found(trial_store, project):
     assert result.code == 0, result.output[-3000:]
 
 
-@todo("trials-3 POOR 4")
 @SLOW
 def test_a_working_folder_that_was_deleted_is_named(trial_store, tmp_path):
     folder = tmp_path / "gone"

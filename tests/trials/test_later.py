@@ -62,7 +62,6 @@ def test_an_evaluation_does_not_depend_on_its_batches(trial_store, tmp_path):
 # -------------------------------------------------------------------------------------------------
 
 
-@todo("public-reports A data_worker_killed")
 @SLOW
 def test_a_data_worker_that_is_killed_is_explained(trial_store, tmp_path):
     """public-reports A data_worker_killed: the kernel takes the largest process when
@@ -80,7 +79,6 @@ def test_a_data_worker_that_is_killed_is_explained(trial_store, tmp_path):
     refuses(result, "memory", r"data\.num_workers", code=1)
 
 
-@todo("public-reports C 19 gpu-hidden, --nproc above 1")
 @SLOW
 def test_a_named_gpu_that_is_not_there_is_refused_for_several_ranks(trial_store, tmp_path):
     """public-reports C 19 gpu-hidden: ranks would all train on the CPU."""
@@ -91,10 +89,7 @@ def test_a_named_gpu_that_is_not_there_is_refused_for_several_ranks(trial_store,
 @SLOW
 @pytest.mark.parametrize(
     "verb",
-    [
-        pytest.param("preflight", marks=todo("public-reports C 13 fp16-cpu: preflight PASS")),
-        "train",
-    ],
+    ["preflight", "train"],
 )
 def test_fp16_without_a_gpu_under_deepspeed(trial_store, tmp_path, verb):
     """public-reports C 13 fp16-cpu; trials-3, further tracebacks.
@@ -116,7 +111,6 @@ def test_fp16_without_a_gpu_under_deepspeed(trial_store, tmp_path, verb):
         )
 
 
-@todo("public-reports C, small ones: muon_block_rows in preflight")
 def test_rows_that_do_not_divide_are_found_before_the_ranks_start(trial_store, tmp_path):
     """optimizer.muon_block_rows=7, preflight PASS, every rank exit 2."""
     words = tiny_run(
@@ -130,12 +124,7 @@ def test_rows_that_do_not_divide_are_found_before_the_ranks_start(trial_store, t
 @IS_ROOT
 @pytest.mark.parametrize(
     "verb",
-    [
-        pytest.param(
-            "preflight", marks=todo("public-reports A no_inodes_left: preflight warns only")
-        ),
-        "train",
-    ],
+    ["preflight", "train"],
 )
 def test_a_disk_without_inodes(trial_store, tmp_path, verb):
     """public-reports A no_inodes_left; trials-3 POOR 3."""
@@ -153,15 +142,22 @@ def test_a_disk_without_inodes(trial_store, tmp_path, verb):
     assert result.code and not result.traceback and "inodes" in result, result.output[-3000:]
 
 
-@todo("trials-3, further tracebacks: a full /dev/shm")
 @SLOW
 @IS_ROOT
-def test_a_full_shared_memory_is_named(trial_store, tmp_path):
-    """trials-3, further tracebacks: 60 lines of torch's, the reason in the middle."""
+@pytest.mark.parametrize("size", ["64k", "1500k"], ids=["no queues", "no batches"])
+def test_a_full_shared_memory_is_named(trial_store, tmp_path, size):
+    """trials-3, further tracebacks: 60 lines of torch's, the reason in the middle, or a wait for
+    ever.
+    """
     words = tiny_run(
-        trial_store, tmp_path, "r", "data.num_workers=2", "training.train_batch_size=64"
+        trial_store,
+        tmp_path,
+        "r",
+        "data.num_workers=2",
+        "data.prefetch_factor=100",
+        "training.train_batch_size=200",
     )
-    mount = "mount -t tmpfs -o size=64k none /dev/shm; head -c 60000 /dev/zero >/dev/shm/x"
+    mount = f"mount -t tmpfs -o size={size} none /dev/shm"
     result = shell(
         ["unshare", "-m", "bash", "-c", f"{mount}; {line_of('train', *words)}"], timeout=200
     )
@@ -305,7 +301,6 @@ def test_a_folder_that_cannot_be_is_found_by_the_check(trial_store):
 # -------------------------------------------------------------------------------------------------
 
 
-@todo("public-reports B, small ones: --temperature 1e-310")
 def test_a_temperature_of_next_to_nothing_is_no_corrupt_model(trial_model, trial_store, tmp_path):
     """It gave "its weights are corrupt"."""
     words = (
@@ -362,7 +357,6 @@ def test_a_prefetch_that_no_memory_holds_is_refused(trial_store, tmp_path):
     refuses(mmldlm("config", "--check", *words), "prefetch_factor")
 
 
-@todo("public-reports C, small ones: a batch of more than the data")
 def test_a_batch_of_far_more_than_the_data_is_warned_of(trial_store, tmp_path):
     """train_batch_size=10^9 of 1,900 samples took 24 GB, without a word of mmldlm."""
     words = tiny_run(trial_store, tmp_path, "r", "training.train_batch_size=1000000")

@@ -126,7 +126,6 @@ def test_evaluate_begins_with_one_sentence(trial_model, trial_store):
     )
 
 
-@todo("newcomer 7: Ctrl-C in evaluate")
 @SLOW
 def test_an_interrupted_evaluation_says_what_it_has(trial_model, trial_store):
     """newcomer 7: "interrupted", exit 1."""
@@ -181,7 +180,6 @@ def test_a_model_loads_with_one_import(trial_model):
 
 
 @SLOW
-@todo("newcomer 3: load_pretrained(device=cuda) without a GPU")
 def test_a_device_that_is_not_there_is_named_in_python(trial_model):
     """newcomer 3: a raw AssertionError of torch's."""
     import torch
@@ -291,7 +289,6 @@ def test_the_readme_says_what_to_do_with_own_data():
 # -----------------------------------------------------------------------------------------------
 
 
-@todo("newcomer 5: JIT001 on a CPU machine")
 @SLOW
 def test_a_lock_of_a_kernel_that_a_cpu_never_builds_does_not_stop_it(trial_store, tmp_path):
     """newcomer 5: JIT001 failed `launch` on a CPU machine for a lock of fused_adam."""
@@ -314,7 +311,6 @@ def test_a_lock_of_a_kernel_that_a_cpu_never_builds_does_not_stop_it(trial_store
     assert result.code == 0, result.output
 
 
-@todo("newcomer B1: multi_node.sh checks its hosts")
 def test_the_launcher_script_names_a_host_that_is_not_there(tmp_path):
     """newcomer B1: an unknown host was followed by ten minutes of silence."""
     says = 'echo started "$@"'

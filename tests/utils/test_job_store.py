@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import socket
 import threading
 from datetime import timedelta
 
@@ -26,15 +28,19 @@ def client(store):
     return found
 
 
+def wait(timeout: float = 20.0, lines: list[str] | None = None):
+    return job_store._Wait(timeout, [].append if lines is None else lines.append)
+
+
 def attempt(store, world_size: int, delay_of_rank_0: float = 0.0) -> list[str]:
     """Names that the ranks of one attempt agree on."""
     names: list[str] = [""] * world_size
 
     def run(rank: int) -> None:
         names[rank] = (
-            job_store._invite(client(store), world_size, 20.0)
+            job_store._invite(client(store), world_size, wait())
             if rank == 0
-            else job_store._join(client(store))
+            else job_store._join(client(store), rank, wait())
         )
 
     threads = [threading.Thread(target=run, args=(rank,)) for rank in range(1, world_size)]
@@ -69,6 +75,27 @@ def test_a_dead_attempt_leaves_nothing_that_the_next_one_takes(store, died):
     assert names[0] == names[1] != "old"
 
 
-def test_a_rank_that_never_comes_is_counted(store):
-    with pytest.raises(torch.distributed.DistStoreError, match="1/2 ranks joined"):
-        job_store._invite(client(store), 2, 0.3)
+def test_a_rank_that_never_comes_is_named(store, monkeypatch):
+    monkeypatch.setattr(job_store, "_FIRST_NOTICE", 0.1)
+    lines: list[str] = []
+    joined = threading.Thread(target=job_store._join, args=(client(store), 1, wait()))
+    joined.start()
+    missing = "1 of 3 ranks at .*missing: rank 2; the others are on "
+    with pytest.raises(job_store.RanksNotConnected, match=missing):
+        job_store._invite(client(store), 3, wait(0.5, lines))
+    joined.join(20)
+    assert len(lines) >= 2 and all(line.startswith("waiting for ") for line in lines)
+
+
+def test_a_rank_0_that_never_answers_is_named(store):
+    with pytest.raises(job_store.RanksNotConnected, match="rank 0, which has not answered"):
+        job_store._join(client(store), 1, wait(0.3))
+
+
+def test_the_holder_of_a_port_is_named(monkeypatch):
+    with socket.socket() as holder:
+        holder.bind(("", 0))
+        holder.listen()
+        monkeypatch.setenv("MASTER_PORT", str(holder.getsockname()[1]))
+        error = job_store._explain(RuntimeError("EADDRINUSE"))
+    assert f"taken by pid {os.getpid()}: " in str(error) and "MASTER_PORT to a free" in str(error)

@@ -8,12 +8,14 @@ any number of ranks.
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Callable, Iterator
 
 from mmldlm.errors import EXIT_FAILED, EXIT_INTERRUPTED, MmldlmError
 from mmldlm.utils.environment import int_from_env
 from mmldlm.utils.job_store import connect_job_store
+from mmldlm.utils.screen import print_line
 
 # In seconds.
 _POLL = 0.1
@@ -95,7 +97,9 @@ class StoreTaskQueue(TaskQueue):
 
     def __init__(self, timeout: float = 1800.0):
         self._has_failed = False
-        self._store, self.rank, self.world_size = connect_job_store(timeout)
+        self._store, self.rank, self.world_size = connect_job_store(
+            timeout, lambda line: print_line(line, sys.stderr)
+        )
         self.local_rank = int_from_env("LOCAL_RANK", 0)
 
     def add(self, key: str, amount: int = 1) -> int:

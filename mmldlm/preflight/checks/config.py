@@ -115,13 +115,24 @@ def measure(config, world_size: int) -> dict:
         "train": len(data.train_lengths),
         "validation": len(data.validation_lengths),
     }
+    if config.engine.kind == "deepspeed" and config.training.dtype == "fp16":
+        facts["cpu_has_fp16"] = _cpu_has_fp16()
     facts["fingerprint"] = data.fingerprint()
     facts["longest"] = int(max(data.train_lengths.max(), data.validation_lengths.max()))
     facts["shape"] = data.shape()
     facts["config"] = config.model_dump(mode="json")
-    facts.update(task.model_sizes(config, facts["longest"]) or {})
+    try:
+        facts.update(task.model_sizes(config, facts["longest"]) or {})
+    except UserError as error:
+        facts["engine_error"] = _to_json(error)
     facts["single_moment"] = facts.get("matrices", 0) if config.optimizer.kind == "muon" else 0
     return facts
+
+
+def _cpu_has_fp16() -> bool:
+    import torch
+
+    return torch.ops.mkldnn._is_mkldnn_fp16_supported()
 
 
 def _to_json(error: UserError) -> dict[str, str]:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ctypes
 
+from mmldlm.engines.deepspeed_config import check_fp16
+from mmldlm.errors import UserError
 from mmldlm.preflight.check import check, fail, majority, ok, skip, warn
 from mmldlm.preflight.memory_model import GIB
 from mmldlm.utils.formatting import format_bytes
@@ -176,7 +178,16 @@ def _check_gpus(context, evaluate, pass_message: str):
 
 @check("GPU001", 1, "node", "GPU count")
 def gpus_for_all_slots(context):
-    """Every node has at least as many GPUs as slots, unless no node has a GPU (a CPU run)."""
+    """Every node has at least as many GPUs as slots, unless no node has a GPU (a CPU run).
+
+    DeepSpeed trains in fp16 on GPUs, or on CPUs with fp16 instructions.
+    """
+    if not context.has_gpus() and context.config is not None:
+        try:
+            check_fp16(context.config, context.data_facts.get("cpu_has_fp16", True))
+        except UserError as error:
+            yield fail(error.found, error.expected, error.fix)
+            return
     for name, facts in context.probe_values("gpus").items():
         count, slots = len(facts.get("gpus") or ()), context.slots(name)
         if "fix" in facts:

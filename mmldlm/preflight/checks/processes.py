@@ -132,12 +132,15 @@ def no_leftover_ranks(context):
 def no_stale_locks(context):
     """torch's extension cache has no lock of a killed JIT build, on which torch would wait
     forever.
+
+    A warning without GPUs, where a run builds nothing but what its own task builds.
     """
+    report = fail if context.has_gpus() else warn
     for name, lock_files in context.probe_values("locks").items():
         stale = [entry for entry in lock_files if entry["stale"]]
         for entry in stale:
             measured = f"{entry['path']}, {entry['age']} s old, without a running compiler"
-            yield fail(
+            yield report(
                 measured,
                 "no lock without its build",
                 f"{_ssh_prefix(context, name)}rm {entry['path']}",

@@ -20,6 +20,7 @@ READ_BUDGET = 256 << 20
 SECONDS_BUDGET = 12.0
 _BLOCK = 1 << 20
 WRITE_BYTES = 32 << 20
+MIN_INODES = 100
 
 
 def data(args: dict) -> dict:
@@ -319,6 +320,13 @@ def checkpoint_folder_works(context):
                 f"{facts['folder']}: rename is not atomic",
                 "an atomic rename",
                 "use another file system",
+                name,
+            )
+        elif facts["free_inodes"] is not None and facts["free_inodes"] < MIN_INODES:
+            yield fail(
+                f"{facts['folder']}: {facts['free_inodes']} inodes free",
+                f"at least {MIN_INODES} for the files of two checkpoints and the logs",
+                f"delete small files there on {name}, or set logging.save_dir to another disk",
                 name,
             )
         elif facts["free_inodes"] is not None and facts["free_inodes"] < 10_000:
