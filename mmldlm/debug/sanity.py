@@ -39,6 +39,7 @@ OVERFIT_STEPS = 10
 
 """
 MIN_LOSS_DROP = 1e-4  # fraction of the first loss
+MICRO_BATCH_TOLERANCE = {"fp32": 1e-4, "bf16": 1e-2, "fp16": 1e-2}  # of a loss, by dtype
 MAX_CANDIDATES = 64  # steps searched for the batch that uses most of the model
 
 
@@ -132,17 +133,15 @@ class SanityRunner:
     # ---------------------------------------------------------------------------------------------
 
     def _batches(self, max_steps: int):
-        self.dataset = self._micro_batches()
+        self.dataset = self._micro_batches(self.config.training.grad_accum_steps)
         data = self.config.data
         return iterate_steps(self.dataset, 0, max_steps, data.num_workers, data.prefetch_factor)
 
-    def _micro_batches(self) -> MicroBatches:
-        config, data = self.config, self.data
-        training = config.training
+    def _micro_batches(self, accum: int) -> MicroBatches:
+        """The run's global batches, each in so many micro-batches."""
+        data, training = self.data, self.config.training
         plan = data.training_plan(training.train_batch_size * training.grad_accum_steps)
-        return MicroBatches(
-            data.train, plan, self.task.collator(data), 0, 1, training.grad_accum_steps
-        )
+        return MicroBatches(data.train, plan, self.task.collator(data), 0, 1, accum)
 
     def _largest_step(self) -> int:
         """Return the step whose batch uses most of the model."""
@@ -307,6 +306,7 @@ class SanityRunner:
         warm-up.
         """
         chosen, findings = self._largest_step(), self.findings
+        self._check_micro_batches(chosen)
         self._check_gradient_scale(self._step_batches(chosen))
         lr, losses = self.config.optimizer.lr, []
         for step in range(max_steps + 1, max_steps + overfit_steps + 1):
@@ -319,6 +319,37 @@ class SanityRunner:
         if not losses[-1] < losses[0] - MIN_LOSS_DROP * abs(losses[0]):
             findings.failed("overfit", f"it went {change}")
         findings.passed("overfit", change)
+
+    def _check_micro_batches(self, step: int) -> None:
+        """Check that a global batch has the same loss in twice as many micro-batches: that of a
+        sample must not depend on those beside it, as where padding leaks.
+        """
+        training, engine, losses = self.config.training, self.engine, []
+        if training.train_batch_size < 2:
+            return
+        engine.module.eval()  # without dropout
+        try:
+            with self._record_exceptions(len(self.steps) + 1), torch.no_grad():
+                for accum in (training.grad_accum_steps, 2 * training.grad_accum_steps):
+                    micro_batches = self._micro_batches(accum)
+                    batches = (micro_batches[step * accum + micro] for micro in range(accum))
+                    losses.append(
+                        math.fsum(
+                            float(self.objective(engine.module, batch.to(engine.device))[0])
+                            for batch in batches
+                        )
+                    )
+        finally:
+            engine.module.train()
+        whole, halves = losses
+        result = f"the loss of a global batch is {whole:.6g}, in micro-batches of half the size"
+        if not abs(halves - whole) <= MICRO_BATCH_TOLERANCE[training.dtype] * abs(whole):
+            self.findings.failed(
+                "micro_batches",
+                f"{result} {halves:.6g}: a sample's loss depends on those beside it (padding?), or"
+                " is a mean over its micro-batch",
+            )
+        self.findings.passed("micro_batches", f"{result} the same")
 
     def _check_gradient_scale(self, batches: list[Batch]) -> None:
         """Check that a small gradient step lowers the loss by its length times the

@@ -298,6 +298,7 @@ CHECKS = {
     "optimizer": "the optimizer holds the parameters",
     "groups": "parameter groups",
     "precision": "precision and autocast",
+    "micro_batches": "each sample stands alone in its micro-batch",
     "gradient_scale": "gradients are those of the loss",
     "batches": "batches are intact, on the device",
     "train_mode": "train mode",

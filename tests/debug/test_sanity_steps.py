@@ -315,7 +315,7 @@ def test_tokens_and_latents_of_another_sample_are_seen(store, monkeypatch):
 
     broken_batches(monkeypatch, swap)
     found = failed(examined(store))
-    assert set(found) == {"batches"}
+    assert set(found) == {"batches", "micro_batches"}  # each micro-batch was changed
     assert (
         "its tokens are not the store's" in found["batches"]
         and "its latent is not" in found["batches"]

@@ -5,6 +5,7 @@ task has.
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 import time
@@ -273,3 +274,15 @@ def test_mmldlm_train_finds_it_in_the_folder_it_is_started_in(text, tmp_path):
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     assert [record["step"] for record in read_log(tmp_path, "gpt2")] == [1, 2]
     assert (tmp_path / "gpt2" / "plots" / "loss.png").is_file()
+
+
+def test_the_skeleton_of_the_docs_passes_sanity(tmp_path):
+    text = (ROOT / "docs" / "tasks.md").read_text(encoding="utf-8")
+    (source,) = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+    (tmp_path / "skeleton.py").write_text(source, encoding="utf-8")
+    words = ["task=skeleton:Skeleton", "logging.save_dir=runs", "training.train_batch_size=16"]
+    command = [sys.executable, "-m", "mmldlm.cli", "sanity", *words, "--overfit-steps", "3"]
+    done = subprocess.run(
+        command, cwd=tmp_path, env=environment(), capture_output=True, text=True, timeout=200
+    )
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-2000:]

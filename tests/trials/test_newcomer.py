@@ -206,7 +206,6 @@ LEAK = GOOD_TASK.replace(
 )
 
 
-@todo("newcomer 4: padding that leaks")
 @SLOW
 def test_sanity_finds_padding_that_leaks(tmp_path):
     """newcomer 4: the loss of a sample depends on the longest one of its micro-batch, and 17
@@ -233,7 +232,6 @@ def test_a_task_without_sizes_is_told_what_is_missing(tmp_path):
     succeeds(mmldlm("config", "task=own:T", cwd=tmp_path), "parameters: .*model_sizes")
 
 
-@todo("newcomer 4: a skeleton, and the rule of padding")
 def test_the_docs_of_tasks_have_a_skeleton_with_its_imports():
     """newcomer 4; that each sample stands alone is a rule."""
     text = (ROOT / "docs" / "tasks.md").read_text(encoding="utf-8")
