@@ -7,6 +7,7 @@ import re
 from collections.abc import Callable
 from itertools import count
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from mmldlm.checkpoints.manifest import (
     CHECKPOINTS,
@@ -16,12 +17,14 @@ from mmldlm.checkpoints.manifest import (
     examine,
     read_manifest,
 )
-from mmldlm.checkpoints.training_state import read_training_state
-from mmldlm.config.schema import Config
 from mmldlm.errors import UserError
 from mmldlm.utils.formatting import describe_os_error, join_some
 from mmldlm.utils.input_files import read_bytes
 from mmldlm.utils.paths import path_inside
+
+# With pydantic, a third of the start of `mmldlm convert`.
+if TYPE_CHECKING:
+    from mmldlm.config.schema import Config
 
 _STEP = re.compile(r"step_(\d{8,})")
 
@@ -175,6 +178,8 @@ def examine_with_state(folder: Path, checksums: bool = True) -> Examination:
     examination = examine(folder, checksums)
     if not examination.problems:
         try:
+            from mmldlm.checkpoints.training_state import read_training_state
+
             read_training_state(folder)
         except ValueError as error:
             examination.damaged.append(str(error))

@@ -29,7 +29,6 @@ from mmldlm.checkpoints.manifest import (
     SAFETENSORS_FILE,
     read_manifest,
 )
-from mmldlm.data.image_codec import FILES
 from mmldlm.errors import MmldlmError, UserError
 from mmldlm.utils.atomic_files import fsync_path
 from mmldlm.utils.formatting import describe_os_error, explain_os_error
@@ -459,6 +458,9 @@ def _copy_listed_files(checkpoint: Path, dtype: str | None, folder: Path) -> lis
         _copy_config(checkpoint, checkpoint / MODEL_CONFIG, dtype, folder)
     else:
         notes.append(f"{MODEL_CONFIG} is not in the checkpoint: no config.json was written")
+    # With Pillow and pydantic, which conversions of other programs' files start without.
+    from mmldlm.data.image_codec import FILES
+
     names = [
         name
         for name in listed

@@ -23,8 +23,8 @@ from mmldlm.data.encoders.model_files import (
     read_tokenizer,
     weights_files,
 )
+from mmldlm.data.encoders.modules_file import MODULES
 from mmldlm.data.encoders.sentence_transformer import (
-    MODULES,
     bare_transformer,
     positions,
     read_sentence_transformer,

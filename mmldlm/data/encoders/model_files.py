@@ -17,7 +17,8 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from mmldlm.data.encoders.sentence_transformer import MODULES, read_modules, transformer_folder
+from mmldlm.data.encoders.modules_file import MODULES, read_modules
+from mmldlm.data.encoders.sentence_transformer import transformer_folder
 from mmldlm.data.encoders.specs import ENCODERS, UNKNOWN_ENCODER, EncoderSpec
 from mmldlm.errors import UserError
 from mmldlm.utils.atomic_files import sha256_of
