@@ -29,6 +29,7 @@ from mmldlm.checkpoints.manifest import (
     SAFETENSORS_FILE,
     read_manifest,
 )
+from mmldlm.data import CODEC_FILES
 from mmldlm.errors import MmldlmError, UserError
 from mmldlm.utils.atomic_files import fsync_path
 from mmldlm.utils.formatting import describe_os_error, explain_os_error
@@ -458,19 +459,16 @@ def _copy_listed_files(checkpoint: Path, dtype: str | None, folder: Path) -> lis
         _copy_config(checkpoint, checkpoint / MODEL_CONFIG, dtype, folder)
     else:
         notes.append(f"{MODEL_CONFIG} is not in the checkpoint: no config.json was written")
-    # With Pillow and pydantic, which conversions of other programs' files start without.
-    from mmldlm.data.image_codec import FILES
-
     names = [
         name
         for name in listed
-        if name in (RUN_CONFIG, *FILES) or name.startswith(f"{TOKENIZER_FOLDER}/")
+        if name in (RUN_CONFIG, *CODEC_FILES) or name.startswith(f"{TOKENIZER_FOLDER}/")
     ]
     for name in names:
         copy_file(checkpoint, checkpoint / name, folder / name)
     if not any(name.startswith(f"{TOKENIZER_FOLDER}/") for name in names):
         notes.append(f"the checkpoint has no {TOKENIZER_FOLDER}/: none was written")
-    copied = (MODEL_CONFIG, RUN_CONFIG, TOKENIZER_FOLDER, *FILES)
+    copied = (MODEL_CONFIG, RUN_CONFIG, TOKENIZER_FOLDER, *CODEC_FILES)
     for name in copied:
         if os.path.lexists(checkpoint / name) and not any(
             name in (entry, entry.split("/")[0]) for entry in listed

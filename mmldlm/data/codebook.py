@@ -10,12 +10,12 @@ from typing import Any
 
 import numpy as np
 
+from mmldlm.data import CODEBOOK
 from mmldlm.data.arrays import read_array
 from mmldlm.errors import UserError
 from mmldlm.utils.atomic_files import sha256_of
 from mmldlm.utils.formatting import join_some
 
-CODEBOOK = "codebook.npy"
 # Ids are stored as uint16.
 MAX_CODES = 1 << 16
 # Levels per component of `codes:fsq`.

@@ -16,8 +16,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from mmldlm.data import BASIS, CODEBOOK
 from mmldlm.data.arrays import read_array
-from mmldlm.data.codebook import CODEBOOK, Codebook
+from mmldlm.data.codebook import Codebook
 from mmldlm.data.encoders.model_files import VaeFiles, find_vae
 from mmldlm.data.images import from_patches, to_patches
 from mmldlm.data.manifest import MANIFEST, find_codec_problems
@@ -28,9 +29,7 @@ from mmldlm.utils.json_files import read_json
 if TYPE_CHECKING:
     from mmldlm.data.encoders.vae import ImageVae
 
-CODEC, BASIS = "image_codec.json", "pca_basis.npy"
-# Files that belong to a model, next to its config.json.
-FILES = (BASIS, CODEBOOK)
+CODEC = "image_codec.json"
 # Entries of an identity that say where something was, not what it is.
 HINTS = ("vae_folder",)
 # In units of the root mean square norm of an autoencoder's training latents.

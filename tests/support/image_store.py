@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 
-from mmldlm.data.codebook import CODEBOOK
+from mmldlm.data import CODEBOOK
 from mmldlm.data.corpora.drawn_images import CHARACTERS, FACES
 from mmldlm.data.corpora.drawn_images import draw_glyph as draw
 from mmldlm.data.image_codec import ImageCodec

@@ -11,8 +11,9 @@ from pathlib import Path
 import numpy as np
 from rich.console import Console
 
-from mmldlm.data.codebook import CODEBOOK, FSQ_LEVELS, Codebook, exact_dtype, nearest_codes
-from mmldlm.data.image_codec import BASIS, ImageCodec
+from mmldlm.data import BASIS, CODEBOOK
+from mmldlm.data.codebook import FSQ_LEVELS, Codebook, exact_dtype, nearest_codes
+from mmldlm.data.image_codec import ImageCodec
 from mmldlm.data.images import to_patches
 from mmldlm.data.prepare.options import ImageOptions
 from mmldlm.data.prepare.read import ImageShards
