@@ -142,7 +142,7 @@ def test_the_files_layout_holds_them_too_and_packs_back(store, tmp_path):
             root / split / "latents.npy"
         ).read_bytes()
     assert Store(again).latents_per_text == N
-    with pytest.raises(UserError, match="latent_not_one_vector"):
+    with pytest.raises(UserError, match="latent not one vector"):
         sample_folders.pack(
             sample_folders.PackOptions(str(files), str(tmp_path / "q"), latents_per_text=1)
         )

@@ -427,7 +427,7 @@ def test_a_nul_in_a_path_is_a_record_without_an_image(pictures, tmp_path):
     )
     succeeds(prepare(pictures / "list.jsonl", tmp_path / "S"), "bad record")
     (pictures / "nul.jsonl").write_text('{"image": "a\\u0000b.png", "caption": "a cat"}\n')
-    refuses(prepare(pictures / "nul.jsonl", tmp_path / "N"), "bad_record")
+    refuses(prepare(pictures / "nul.jsonl", tmp_path / "N"), "bad record")
 
 
 def test_pointers_of_git_lfs_are_named(pictures, tmp_path):
