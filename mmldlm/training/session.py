@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import socket
+import tempfile
 from collections.abc import Generator, Iterator
 from dataclasses import dataclass
 
@@ -45,6 +46,7 @@ from mmldlm.training.signals import StopSignal
 from mmldlm.training.state import Requests, TrainingState
 from mmldlm.training.step import StepContext
 from mmldlm.utils.environment import int_from_env
+from mmldlm.utils.formatting import describe_os_error
 
 _MOST_EPOCHS_PER_BATCH = 100
 
@@ -307,6 +309,7 @@ def check_run(config: Config, world_size: int) -> RunData:
         UserError: the first thing that is wrong.
     """
     check_engine(config, world_size)
+    _check_temporary_folder()
     data = open_run_data(config)
     _check_batch_size(config, len(data.train_lengths))
     check_no_checkpoints(config)
@@ -328,6 +331,18 @@ def check_run(config: Config, world_size: int) -> RunData:
                 "drop one of them",
             )
     return data
+
+
+def _check_temporary_folder() -> None:
+    """Refuse a machine without a folder for temporary files, which torch needs as it starts."""
+    try:
+        tempfile.gettempdir()
+    except FileNotFoundError as error:
+        raise UserError(
+            "a folder for temporary files that this user may write to",
+            describe_os_error(error),
+            "set TMPDIR to one",
+        ) from error
 
 
 def _check_batch_size(config: Config, num_samples: int) -> None:
