@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import signal
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -21,6 +22,7 @@ from mmldlm.distributed.environment import local_world_size, set_rank_environmen
 from mmldlm.distributed.error_reporting import (
     exit_without_teardown,
     leave_process_group,
+    log_line,
     report_error_once,
     report_traceback,
 )
@@ -86,7 +88,14 @@ def main(argv: list[str] | None = None) -> int:
         report_error_once(error, "stopped" if isinstance(error, Interrupted) else "ERROR")
         return error.exit_code
     except Exception as error:
-        report_traceback(error, None if config is None else config.run_dir() / "logs")
+        from mmldlm.data.loader import explain_worker_error  # with torch
+
+        # A data worker that dies now would raise in here.
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        if (explained := explain_worker_error(error)) is not None:
+            log_line(f"ERROR: {explained}")
+        else:
+            report_traceback(error, None if config is None else config.run_dir() / "logs")
         # Without process-group teardown, which would block on ranks that have exited.
         return EXIT_FAILED
     leave_process_group()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 import multiprocessing
 
 # Its exit handler must be registered before ours, which then runs first.
@@ -168,12 +169,16 @@ def explain_worker_error(error: BaseException) -> str | None:
     memory; None of any other error.
     """
     text = str(error)
-    if "hared memory" in text or "unable to write to file" in text or "unable to mmap" in text:
-        found = os.statvfs(_SHARED_MEMORY)
+    # Not any "shared memory": a GPU has its own, and kernels may ask for too much of it.
+    if any(words in text for words in ("</torch_", "insufficient shared memory")):
+        free = "it is gone"
+        with contextlib.suppress(OSError):
+            found = os.statvfs(_SHARED_MEMORY)
+            free = f"{format_bytes(found.f_bavail * found.f_frsize)} are free"
         return str(
             UserError(
                 f"space in {_SHARED_MEMORY} for the batches of the data workers",
-                f"{format_bytes(found.f_bavail * found.f_frsize)} are free",
+                free,
                 "make it larger (docker run --shm-size=16g), lower data.num_workers or"
                 " data.prefetch_factor, or set data.num_workers=0",
             )

@@ -107,7 +107,7 @@ def _is_recent(path: Path) -> bool:
 
 
 def report_traceback(error: Exception, logs: Path | None) -> None:
-    """Print the traceback of an unexpected error, or what to do about a data worker's.
+    """Print the traceback of an unexpected error.
 
     For a collective error that the heartbeat attributed to a rank, write it to a file instead, so
     that the heartbeat's message stays last on the screen.
@@ -117,15 +117,8 @@ def report_traceback(error: Exception, logs: Path | None) -> None:
             about it.
         logs: Folder for the file; None before the run's folder is known.
     """
-    from mmldlm.data.loader import explain_worker_error
     from mmldlm.distributed.stack_dump import is_collective_error
 
-    # A data worker that dies now would raise in here.
-    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-    explained = explain_worker_error(error)
-    if explained is not None:
-        log_line(f"ERROR: {explained}")
-        return
     text = "".join([*traceback.format_exception(error), f"ERROR: {first_line(error)}\n"])
     with contextlib.suppress(OSError):
         if (

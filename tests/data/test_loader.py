@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import sys
 
+import pytest
+
 from tests.support.helpers import launch
 
 
@@ -36,3 +38,19 @@ def test_a_batch_that_cannot_be_sent_is_an_error():
     )
     done = launch([sys.executable, "-c", code], timeout=60)
     assert done.returncode == 1 and "batches that pickle" in done.stdout + (done.stderr or "")
+
+
+@pytest.mark.parametrize(
+    "text, is_explained",
+    [
+        ("unable to write to file </torch_1_2_3>: No space left on device (28)", True),
+        ("DataLoader worker (pid 7) is killed by signal: Killed. ", True),
+        ("out of resource: shared memory, Required: 245760, Hardware limit: 232448", False),
+        ("index out of range", False),
+    ],
+)
+def test_only_errors_of_workers_are_explained(text, is_explained):
+    """A kernel of a GPU that asks for too much of its own shared memory keeps its traceback."""
+    from mmldlm.data.loader import explain_worker_error
+
+    assert (explain_worker_error(RuntimeError(text)) is not None) == is_explained
