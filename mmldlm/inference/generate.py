@@ -7,6 +7,7 @@ from __future__ import annotations
 import dataclasses
 import sys
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -27,7 +28,13 @@ from mmldlm.inference.options import OWN_CHOICES, READERS, SampleOptions
 from mmldlm.inference.search import open_judge, run_search
 from mmldlm.sampling.judge import FoundTexts
 from mmldlm.sampling.latents import LatentSolver, sample_latents, steps_given_text
-from mmldlm.sampling.records import Recorder, SamplingInterrupted, TextSamples, TraceRecorder
+from mmldlm.sampling.records import (
+    Recorder,
+    SamplingInterrupted,
+    TextSamples,
+    TraceRecorder,
+    finished_part,
+)
 from mmldlm.sampling.settings import BY_CERTAINTY, PRESENCE_PENALTY, STRATEGY_OPTIONS
 from mmldlm.sampling.strategies import strategy_class
 from mmldlm.tasks.text_task import Pretrained
@@ -50,7 +57,7 @@ class Samples:
         real_images: Images of a store to the captions of t2i, [N, S, S, C] uint8; None without a
             store.
         extra: Further entries of settings.json.
-        num_missing: Samples that an interrupt left out.
+        num_missing: Samples that an interrupt left out (`keep`).
     """
 
     records: list[dict[str, Any]]
@@ -59,6 +66,22 @@ class Samples:
     images: np.ndarray | None = None
     real_images: np.ndarray | None = None
     num_missing: int = 0
+
+    def keep(self, finished: list[int] | None) -> Samples:
+        """Leave out the samples that an interrupt left unfinished; None: all are finished."""
+        if finished is None:
+            return self
+        self.num_missing = len(self.records) - len(finished)
+        self.records = [self.records[row] for row in finished]
+        if self.latents is not None:  # a latent for each sample
+            self.latents = self.latents[finished]
+            for i, record in enumerate(self.records):
+                record["latent"] = i
+        if self.images is not None:
+            self.images = self.images[finished]
+        if self.real_images is not None:
+            self.real_images = self.real_images[finished]
+        return self
 
 
 def sample_l2t(
@@ -104,20 +127,15 @@ def write_from_latents(
         penalty = PRESENCE_PENALTY if options.sampler in BY_CERTAINTY else 0.0
     options = dataclasses.replace(options, temperature=temperature, presence_penalty=penalty)
     condition, found_texts = torch.from_numpy(latents[source]), None
-    finished: list[int] | range = range(count)
     if options.way is None:
         steps = "" if options.num_steps is None else f" in at most {options.num_steps} steps"
-        message = f"writing {count_noun(count, 'text')}{steps}"
-        try:
-            samples = _write_texts(
-                pretrained, condition, options, progress=progress.start(message), **more
-            )
-            extra = _costs(samples)
-        except SamplingInterrupted as interrupt:
-            samples, finished, extra = interrupt.result, interrupt.rows, {}
-        records = _text_records(pretrained, samples.tokens)
+        more["progress"] = progress.start(f"writing {count_noun(count, 'text')}{steps}")
+        call = partial(_write_texts, pretrained, condition, options, **more)
+        samples, finished = finished_part(call)
+        records, extra = _text_records(pretrained, samples.tokens), _costs(samples)
     else:
-        found_texts = _search_texts(pretrained, condition, options, len(latents), progress)
+        call = partial(_search_texts, pretrained, condition, options, len(latents), progress)
+        found_texts, finished = finished_part(call)
         records = _text_records(pretrained, found_texts.tokens)
         extra = {"cost_per_sample": found_texts.cost.per_text()}
     for i, (record, row) in enumerate(zip(records, source.tolist())):
@@ -127,8 +145,7 @@ def write_from_latents(
         if found_texts is not None:
             record["judge_cosine"] = float(found_texts.cosine[i])
             record["judge_calls"] = int(found_texts.calls[i])
-    kept = [records[row] for row in finished]
-    return Samples(kept, None, extra, num_missing=count - len(kept))
+    return Samples(records, None, extra if finished is None else {}).keep(finished)
 
 
 def _search_texts(
@@ -227,43 +244,38 @@ def sample_t2l(pretrained: Pretrained, options: SampleOptions, progress: Progres
     texts = given_texts(options.text, options.text_file)
     ids = tokenize_texts(texts, pretrained)
     unknown = unknown_tokens(texts, ids, pretrained)
-    rows, num_missing = list(range(len(texts))), 0
-    try:
-        latents = sample_latents(
-            pretrained.model,
-            ids,
-            diffusion=pretrained.latent_diffusion,
-            steps=steps,
-            method=method,
-            eta=eta,
-            guidance=guidance,
-            guidance_interval=options.guidance_interval,
-            renormalize=pretrained.renormalize,
-            clamp=pretrained.clamp_x0,
-            unit=pretrained.renormalize,
-            seed=options.seed,
-            progress=progress.start(
-                f"embedding {count_noun(len(texts), 'text')} in {count_noun(steps, 'step')}"
-            ),
-        )
-    except SamplingInterrupted as interrupt:
-        rows, num_missing = interrupt.rows, len(texts) - len(interrupt.rows)
-        latents = interrupt.result[rows]
-    norms = latents.norm(dim=-1).tolist()
+    message = f"embedding {count_noun(len(texts), 'text')} in {count_noun(steps, 'step')}"
+    call = partial(
+        sample_latents,
+        pretrained.model,
+        ids,
+        diffusion=pretrained.latent_diffusion,
+        steps=steps,
+        method=method,
+        eta=eta,
+        guidance=guidance,
+        guidance_interval=options.guidance_interval,
+        renormalize=pretrained.renormalize,
+        clamp=pretrained.clamp_x0,
+        unit=pretrained.renormalize,
+        seed=options.seed,
+        progress=progress.start(message),
+    )
+    latents, finished = finished_part(call)
     records: list[dict[str, Any]] = [
         {
-            "index": row,
-            "text": texts[row],
-            "num_tokens": len(ids[row]),
-            "num_unknown": unknown[row],
+            "index": i,
+            "text": text,
+            "num_tokens": len(ids[i]),
+            "num_unknown": unknown[i],
             "latent": i,
             "norm": norm,
         }
-        for i, (row, norm) in enumerate(zip(rows, norms))
+        for i, (text, norm) in enumerate(zip(texts, latents.norm(dim=-1).tolist()))
     ]
     extra: dict[str, Any] = {"num_steps": steps}
-    if num_missing:
-        return Samples(records, latents.numpy(), extra, num_missing=num_missing)
+    if finished is not None:
+        return Samples(records, latents.numpy(), extra).keep(finished)
     cosines = _encoder_cosines(pretrained, texts, latents.numpy(), progress)
     if cosines is None:
         return Samples(records, latents.numpy(), extra)
@@ -308,7 +320,8 @@ def sample_unconditional(
     """
     if pretrained.latent_config is None:
         message = f"writing {count_noun(options.num_samples or 0, 'text')}"
-        samples = _write_texts(
+        call = partial(
+            _write_texts,
             pretrained,
             None,
             options,
@@ -316,7 +329,9 @@ def sample_unconditional(
             progress=progress.start(message),
             **({} if recorder is None else {"recorder": recorder}),
         )
-        return Samples(_text_records(pretrained, samples.tokens), None, _costs(samples))
+        samples, finished = finished_part(call)
+        records, extra = _text_records(pretrained, samples.tokens), _costs(samples)
+        return Samples(records, None, extra if finished is None else {}).keep(finished)
     method = choose_method(pretrained, options.method)
     if method == "joint" and (options.condition_timestep or 0) > 0:
         fix = "omit it, or add --method chain"
@@ -325,11 +340,14 @@ def sample_unconditional(
         )
     pretrained.check_condition_timestep(options.condition_timestep or 0.0)
     sample = _sample_together if method == "joint" else _sample_chain
-    samples, latents = sample(pretrained, options, progress, recorder)
+    (samples, latents), finished = finished_part(
+        partial(sample, pretrained, options, progress, recorder)
+    )
     records = _text_records(pretrained, samples.tokens)
     for i, record in enumerate(records):
         record.update(latent=i, way=method)
-    return Samples(records, latents.numpy(), {"way": method, **_costs(samples)})
+    extra = {"way": method, **(_costs(samples) if finished is None else {})}
+    return Samples(records, latents.numpy(), extra).keep(finished)
 
 
 def choose_method(pretrained: Pretrained, requested: str | None = None) -> str:
@@ -416,7 +434,8 @@ def _sample_chain(
     what = "embeddings" if pretrained.image is None else "images"
     # A task that predicts latents, and so has `draw_latents`.
     task: Any = pretrained.task
-    latents = task.draw_latents(
+    call = partial(
+        task.draw_latents,
         pretrained,
         count,
         steps=steps,
@@ -424,13 +443,17 @@ def _sample_chain(
         seed=options.seed,
         progress=progress.start(f"sampling {count} {what} in {steps} steps"),
     )
+    latents, drawn = finished_part(call)
+    if drawn is not None:  # none of them has its text
+        raise KeyboardInterrupt
     assert options.sampler is not None
     if "num_steps" not in strategy_class(options.sampler).reads():
         options = dataclasses.replace(options, num_steps=None)
     more = {} if recorder is None else {"recorder": recorder}
-    samples = _write_texts(
-        pretrained, latents, options, progress=progress.start("writing their texts"), **more
-    )
+    more["progress"] = progress.start("writing their texts")
+    samples, written = finished_part(partial(_write_texts, pretrained, latents, options, **more))
+    if written is not None:
+        raise SamplingInterrupted(written, (samples, latents))
     return samples, latents
 
 

@@ -4,6 +4,7 @@ texts.
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from mmldlm.inference.generate import (
 )
 from mmldlm.inference.inputs import given_texts, tokenize_texts, unknown_tokens
 from mmldlm.inference.options import NUM_LENGTHS, SampleOptions
-from mmldlm.sampling.records import Recorder
+from mmldlm.sampling.records import Recorder, SamplingInterrupted, finished_part
 from mmldlm.tasks.text_task import Pretrained
 from mmldlm.utils.formatting import count_noun
 from mmldlm.utils.progress import ProgressBar, ProgressCallback
@@ -71,7 +72,8 @@ def make_images(
     """
     # A task of images, and so has `draw_images`.
     task: Any = pretrained.task
-    latents = task.draw_images(
+    call = partial(
+        task.draw_images,
         pretrained,
         captions,
         steps=steps,
@@ -79,8 +81,12 @@ def make_images(
         seed=seed,
         progress=progress,
         **options,
-    ).numpy()
-    return latents, codec_of(pretrained).decode(latents)
+    )
+    latents, finished = finished_part(call)
+    images = codec_of(pretrained).decode(latents.numpy())
+    if finished is not None:
+        raise SamplingInterrupted(finished, (latents.numpy(), images))
+    return latents.numpy(), images
 
 
 def open_image_store(root: str, codec: ImageCodec) -> Store:
@@ -127,7 +133,8 @@ def sample_t2i(pretrained: Pretrained, options: SampleOptions, progress: Progres
     steps, guidance = options.num_steps, options.guidance
     assert steps is not None and guidance is not None
     message = f"making {count_noun(len(source), 'image')} in {count_noun(steps, 'step')}"
-    latents, images = make_images(
+    call = partial(
+        make_images,
         pretrained,
         [ids[row] for row in source],
         steps=steps,
@@ -137,6 +144,7 @@ def sample_t2i(pretrained: Pretrained, options: SampleOptions, progress: Progres
         progress=progress.start(message),
         **{key: getattr(options, key) for key in task.t2i_options},
     )
+    (latents, images), finished = finished_part(call)
     records = [
         {
             "index": i,
@@ -149,7 +157,8 @@ def sample_t2i(pretrained: Pretrained, options: SampleOptions, progress: Progres
     ]
     for record, row in zip(records, source.tolist() if num_unknown else ()):
         record["num_unknown"] = num_unknown[row]
-    return Samples(records, latents, {}, images, None if real is None else real[source])
+    real_images = None if real is None else real[source]
+    return Samples(records, latents, {}, images, real_images).keep(finished)
 
 
 def sample_i2t(

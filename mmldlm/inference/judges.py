@@ -17,7 +17,7 @@ from mmldlm.sampling.decoding import most_probable_lengths
 from mmldlm.sampling.judge import FoundTexts, Judge, SamplingCost, cosines
 from mmldlm.sampling.latents import latent_shape, sample_latents, steps_given_text
 from mmldlm.sampling.model import device_of
-from mmldlm.sampling.records import TextSamples
+from mmldlm.sampling.records import TextSamples, keeping_finished
 from mmldlm.tasks.text_task import Pretrained, TextTask
 from mmldlm.utils.counter_rng import candidate_seed
 
@@ -215,22 +215,26 @@ def best_of(
     lengths = most_probable_lengths(model, latents, LENGTHS)[0] if task.fills_lengths else None
     texts: list[list[int]] = [[] for _ in range(count)]
     cosine, calls, depth = np.full(count, -np.inf), np.zeros(count, dtype=np.int64), 0
+    found = FoundTexts(texts, cosine, cosine, calls, cost)
     seen: list[set[str]] = [set() for _ in range(count)]
-    for k in range(num_candidates):
-        samples = write_candidate(pretrained, latents, k, lengths, seed, options)
-        cost.add_texts(samples, task.writing_flops(model.config, samples))
-        depth = max(depth, int(samples.passes.max()))
-        strings = judge.strings(samples.tokens)
-        fresh = [row for row in range(count) if strings[row] not in seen[row]]
-        if fresh:
-            embedded = judge.embed([samples.tokens[row] for row in fresh])
-            for row, value in zip(fresh, cosines(embedded, targets[fresh]).tolist()):
-                seen[row].add(strings[row])
-                calls[row] += 1
-                if value > cosine[row]:
-                    cosine[row], texts[row] = value, samples.tokens[row]
-        if progress is not None:
-            progress(k + 1, num_candidates)
+    with keeping_finished(found) as finished:
+        for k in range(num_candidates):
+            samples = write_candidate(pretrained, latents, k, lengths, seed, options)
+            cost.add_texts(samples, task.writing_flops(model.config, samples))
+            depth = max(depth, int(samples.passes.max()))
+            strings = judge.strings(samples.tokens)
+            fresh = [row for row in range(count) if strings[row] not in seen[row]]
+            if fresh:
+                embedded = judge.embed([samples.tokens[row] for row in fresh])
+                for row, value in zip(fresh, cosines(embedded, targets[fresh]).tolist()):
+                    seen[row].add(strings[row])
+                    calls[row] += 1
+                    if value > cosine[row]:
+                        cosine[row], texts[row] = value, samples.tokens[row]
+            if progress is not None:
+                progress(k + 1, num_candidates)
+        # Every text may change until the last candidate.
+        finished += range(count)
     cost.add_judge(judge)
     cost.depth = depth + 1
-    return FoundTexts(texts, cosine, cosine, calls, cost)
+    return found

@@ -21,6 +21,7 @@ from mmldlm.inference.judges import LENGTHS, write_candidate
 from mmldlm.inference.options import ENCODER_CALLS
 from mmldlm.sampling.decoding import most_probable_lengths
 from mmldlm.sampling.judge import FoundTexts, Judge, SamplingCost, cosines
+from mmldlm.sampling.records import keeping_finished
 from mmldlm.tasks.text_task import Pretrained
 
 # Latents whose beams are in memory at once; no result depends on it.
@@ -153,6 +154,7 @@ def local_search(
     Raises:
         UserError: a task without masked positions to refill.
         MmldlmError: NaN logits or embeddings.
+        SamplingInterrupted: an interrupt after the first search that has ended.
     """
     settings = settings or LocalSearchSettings()
     task, count = pretrained.task, len(latents)
@@ -162,31 +164,47 @@ def local_search(
             f"--search local with task={task.name}",
             "add --search best_of, or use a checkpoint of masked diffusion",
         )
-    cost, beams = SamplingCost(count), []
+    cost = SamplingCost(count)
+    found = FoundTexts(
+        [[] for _ in range(count)], np.zeros(count), np.zeros(count), np.zeros(count, int), cost
+    )
     writer = _Writer(pretrained, latents, seed, options, cost)
-    for first in range(0, count, GROUP):
-        rows = list(range(first, min(first + GROUP, count)))
-        editor = editor_class(pretrained, latents[rows], cost)
-        targets = [latents[row].reshape(-1, latents.shape[-1]).cpu().numpy() for row in rows]
-        group = [_Beam(row, i, target) for i, (row, target) in enumerate(zip(rows, targets))]
-        _take_writing_round(judge, writer, group, settings, settings.num_starts)
-        while active := [beam for beam in group if beam.goes_on(settings.judge_calls)]:
-            stuck = [beam for beam in active if beam.is_stuck]
-            _take_editing_round(
-                judge, editor, [beam for beam in active if not beam.is_stuck], settings
-            )
-            _take_writing_round(judge, writer, stuck, settings, settings.calls_a_round)
-            if progress is not None:
-                progress(
-                    first + sum(not beam.goes_on(settings.judge_calls) for beam in group), count
-                )
-        beams += group
+    with keeping_finished(found) as finished:
+        for first in range(0, count, GROUP):
+            rows = list(range(first, min(first + GROUP, count)))
+            editor = editor_class(pretrained, latents[rows], cost)
+            targets = [latents[row].reshape(-1, latents.shape[-1]).cpu().numpy() for row in rows]
+            group = [_Beam(row, i, target) for i, (row, target) in enumerate(zip(rows, targets))]
+            _take_writing_round(judge, writer, group, settings, settings.num_starts)
+            active = _keep_ended(found, finished, group, settings.judge_calls)
+            while active:
+                stuck = [beam for beam in active if beam.is_stuck]
+                edited = [beam for beam in active if not beam.is_stuck]
+                _take_editing_round(judge, editor, edited, settings)
+                _take_writing_round(judge, writer, stuck, settings, settings.calls_a_round)
+                active = _keep_ended(found, finished, active, settings.judge_calls)
+                if progress is not None:
+                    progress(len(finished), count)
     cost.add_judge(judge)
-    cost.depth = max((beam.depth for beam in beams), default=0)
-    best = [beam.members[0] for beam in beams]
-    cosine, score = np.array([(one.cosine, one.score) for one in best]).reshape(-1, 2).T
-    calls = np.array([beam.calls for beam in beams])
-    return FoundTexts([list(one.text) for one in best], cosine, score, calls, cost)
+    return found
+
+
+def _keep_ended(
+    found: FoundTexts, finished: list[int], beams: list[_Beam], most_calls: int
+) -> list[_Beam]:
+    """Write the best texts of the searches that have ended into the result, and add their rows to
+    the finished ones; return the other searches.
+    """
+    for beam in beams:
+        if beam.goes_on(most_calls):
+            continue
+        best = beam.members[0]
+        found.tokens[beam.row] = list(best.text)
+        found.cosine[beam.row], found.score[beam.row] = best.cosine, best.score
+        found.calls[beam.row] = beam.calls
+        found.cost.depth = max(found.cost.depth, beam.depth)
+        finished.append(beam.row)
+    return [beam for beam in beams if beam.goes_on(most_calls)]
 
 
 class _Writer:

@@ -14,7 +14,7 @@ from mmldlm.errors import UserError
 from mmldlm.models.plain import PlainTransformer, TextCache, next_logits, start_text
 from mmldlm.sampling.decoding import check_finite, draw_tokens
 from mmldlm.sampling.model import device_of
-from mmldlm.sampling.records import Recorder, TextSamples, report_changes
+from mmldlm.sampling.records import Recorder, TextSamples, keeping_finished, report_changes
 from mmldlm.sampling.settings import BeamSettings
 from mmldlm.utils.counter_rng import Stream, uniforms
 from mmldlm.utils.validation import not_none
@@ -264,6 +264,7 @@ def write_texts(
     Raises:
         UserError: an option that the sampler does not read.
         MmldlmError: NaN logits.
+        SamplingInterrupted: an interrupt after the first batch.
     """
     _check_options(sampler, temperature, top_p, num_beams)
     assert recorder is None or sampler not in EXPONENTS, "a beam search has no one text that grows"
@@ -271,28 +272,29 @@ def write_texts(
     assert count is not None, "num_samples is needed without latents"
     beams = (num_beams or BeamSettings.num_beams) if sampler in EXPONENTS else 1
     size = max((batch_tokens or BATCH_TOKENS) // (model.config.max_seq_len * beams), 1)
-    parts: list[WrittenTexts] = []
-    for first in range(0, count, size):
-        rows = list(range(first, min(first + size, count)))
-        scaled_latents = (
-            None if latents is None else model.scale_latents(latents[rows].to(device_of(model)))
-        )
-        drawn = temperature if sampler == "ancestral" else 0.0
-        drawn = 1.0 if drawn is None else drawn
-        parts.append(
-            _write_batch(model, scaled_latents, rows, sampler, drawn, top_p, beams, seed, recorder)
-        )
-        if progress is not None:
-            progress(rows[-1] + 1, count)
-    texts = [
-        row[: length - 1]
-        for part in parts
-        for row, length in zip(part.tokens.tolist(), part.lengths.tolist())
-    ]
-    lengths = torch.cat([part.lengths for part in parts]).cpu()
-    log_probs = torch.cat([part.log_probs for part in parts]).cpu()
-    passes = torch.cat([part.passes for part in parts]).cpu()
-    return ScoredTexts(texts, lengths, sum(part.num_rows for part in parts), passes, log_probs)
+    drawn = temperature if sampler == "ancestral" else 0.0
+    drawn = 1.0 if drawn is None else drawn
+    lengths, passes = torch.zeros(2, count, dtype=torch.int64)
+    log_probs = torch.zeros(count, dtype=torch.float64)
+    samples = ScoredTexts([[] for _ in range(count)], lengths, 0, passes, log_probs)
+    with keeping_finished(samples) as finished:
+        for first in range(0, count, size):
+            rows = list(range(first, min(first + size, count)))
+            points = (
+                None
+                if latents is None
+                else model.scale_latents(latents[rows].to(device_of(model)))
+            )
+            part = _write_batch(model, points, rows, sampler, drawn, top_p, beams, seed, recorder)
+            samples.num_rows += part.num_rows
+            lengths[rows], passes[rows] = part.lengths.cpu(), part.passes.cpu()
+            log_probs[rows] = part.log_probs.cpu()
+            for row, tokens in zip(rows, part.tokens.tolist()):
+                samples.tokens[row] = tokens[: int(lengths[row]) - 1]
+            finished += rows
+            if progress is not None:
+                progress(rows[-1] + 1, count)
+    return samples
 
 
 def _write_batch(

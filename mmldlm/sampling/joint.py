@@ -17,7 +17,7 @@ from mmldlm.sampling.decoding import (
 )
 from mmldlm.sampling.latents import LatentSolver, estimate_rule, latent_shape, raw_latents
 from mmldlm.sampling.model import Model, device_of
-from mmldlm.sampling.records import Recorder, TextSamples
+from mmldlm.sampling.records import Recorder, TextSamples, keeping_finished
 from mmldlm.sampling.settings import DrawSettings
 from mmldlm.sampling.strategies import Observer
 from mmldlm.sampling.text import start_decoding
@@ -59,51 +59,59 @@ def sample_joint(
     Returns:
         The texts, and the latents [N, D] (or [N, M, D]) in the encoder's space. Lengths are drawn
         from p(length).
+
+    Raises:
+        SamplingInterrupted: an interrupt after the first batch.
     """
     device = device_of(model)
     lengths = predict_lengths(model, None, num_samples, "sample", seed)
     order = torch.argsort(lengths, stable=True)
     texts: list[list[int]] = [[] for _ in range(num_samples)]
     shape = latent_shape(model.config)
-    latents = torch.empty(num_samples, *shape)
+    latents = torch.zeros(num_samples, *shape)
+    passes = torch.full((num_samples,), steps)
+    result = TextSamples(texts, lengths, num_samples * steps, passes), latents
     draw, done = DrawSettings(temperature, top_p), 0
     rule = estimate_rule(model, renormalize, clamp)
-    for index in order.split(batch_size):
-        rows = index.tolist()
-        strategy = start_decoding(
-            sampler,
-            model,
-            lengths[index],
-            rows,
-            diffusion=text_diffusion,
-            options={"num_steps": steps},
-            draw=draw,
-            seed=seed,
-            shared_schedule=True,
-        )
-        state = strategy.state
-        observer = None if recorder is None else Observer(state, rows, recorder)
-        z = normals(seed, Stream.JOINT_LATENT, rows, shape).to(device)
-        latent_solver = LatentSolver(latent_diffusion, steps, solver, project=rule)
-        for k, time in enumerate(latent_solver.grid[:-1]):
-            t = torch.full((len(rows),), time, dtype=torch.float32, device=device)
-            positions = strategy.positions()
-            out = model(
-                TextInputs(state.tokens, strategy.timesteps(), state.real),
-                LatentInputs(z, t),
-                TokenQuery(positions),
+    with keeping_finished(result) as finished:
+        for index in order.split(batch_size):
+            rows = index.tolist()
+            strategy = start_decoding(
+                sampler,
+                model,
+                lengths[index],
+                rows,
+                diffusion=text_diffusion,
+                options={"num_steps": steps},
+                draw=draw,
+                seed=seed,
+                shared_schedule=True,
             )
-            prediction = out.latent.float()
-            z = latent_solver.step(k, z, partial(_given, prediction))
-            strategy.take_pass(positions, out.text.logits, observer if len(positions) else None)
-            done += len(rows)
-            if progress is not None:
-                progress(done, num_samples * steps)
-        for row, text in zip(rows, state.texts()):
-            texts[row] = text
-        latents[index] = raw_latents(model, z, clamp)
-    passes = torch.full((num_samples,), steps)
-    return TextSamples(texts, lengths, num_samples * steps, passes), latents
+            state = strategy.state
+            observer = None if recorder is None else Observer(state, rows, recorder)
+            z = normals(seed, Stream.JOINT_LATENT, rows, shape).to(device)
+            latent_solver = LatentSolver(latent_diffusion, steps, solver, project=rule)
+            for k, time in enumerate(latent_solver.grid[:-1]):
+                t = torch.full((len(rows),), time, dtype=torch.float32, device=device)
+                positions = strategy.positions()
+                out = model(
+                    TextInputs(state.tokens, strategy.timesteps(), state.real),
+                    LatentInputs(z, t),
+                    TokenQuery(positions),
+                )
+                prediction = out.latent.float()
+                z = latent_solver.step(k, z, partial(_given, prediction))
+                strategy.take_pass(
+                    positions, out.text.logits, observer if len(positions) else None
+                )
+                done += len(rows)
+                if progress is not None:
+                    progress(done, num_samples * steps)
+            for row, text in zip(rows, state.texts()):
+                texts[row] = text
+            latents[index] = raw_latents(model, z, clamp)
+            finished += rows
+    return result
 
 
 def _given(prediction: Tensor, z: Tensor, t: float) -> Tensor:

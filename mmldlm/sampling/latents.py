@@ -271,7 +271,7 @@ def sample_latents(
         if texts is not None
         else [1 + latent_rows] * count
     )
-    latents = torch.empty(count, *shape)
+    latents = torch.zeros(count, *shape)
     check_guidance_interval(guidance, guidance_interval, diffusion.sampling_grid(steps)[:-1])
     low, high = guidance_interval or (0.0, 1.0)
     done = 0

@@ -18,7 +18,7 @@ from mmldlm.models.base import EncodedLatent, LatentInputs, TextInputs
 from mmldlm.models.token_scores import TokenQuery
 from mmldlm.sampling.decoding import DecodingState, check_finite, predict_lengths
 from mmldlm.sampling.model import Model, device_of
-from mmldlm.sampling.records import Recorder, TextSamples, report_changes
+from mmldlm.sampling.records import Recorder, TextSamples, keeping_finished, report_changes
 from mmldlm.utils.counter_rng import Stream, uniforms
 
 # Self-correction (GIDD, section 4.3): its time, most rounds, and rounds without a higher accuracy
@@ -159,36 +159,38 @@ def sample_by_posterior(
 
     Raises:
         MmldlmError: NaN logits.
+        SamplingInterrupted: an interrupt after the first batch.
     """
     count = len(latents) if latents is not None else num_samples
     assert count is not None, "num_samples is needed without latents"
     if lengths is None:
         lengths = predict_lengths(model, latents, count, None, seed)
-    texts: list[list[int]] = [[] for _ in range(count)]
     batches = list(token_budget_batches(lengths.tolist(), batch_tokens))
-    num_rows, passes = 0, torch.zeros(count, dtype=torch.int64)
-    for batch_number, batch in enumerate(batches):
-        rows, index = batch.tolist(), torch.from_numpy(batch.copy())
-        denoise = _start(
-            model, lengths[index], None if latents is None else latents[index], guidance
-        )
-        denoise.temperature, denoise.top_p = temperature, top_p
-        denoise.recorder, denoise.samples = recorder, rows
-        uniform = uniforms(seed, Stream.TEXT, rows, (num_steps, 2, model.config.max_seq_len))
-        tokens = denoise.state.tokens
-        for k, (t, s) in enumerate(pairwise(process.sampling_times(num_steps).tolist())):
-            tokens, cost = _step_back(denoise, process, tokens, t, s, uniform[:, k])
-            num_rows += cost
-            if progress is not None:
-                progress(batch_number * num_steps + k + 1, len(batches) * num_steps)
-        if corrects:
-            tokens, cost = _correct(denoise, tokens, rows, seed)
-            num_rows += cost
-        # All texts of a batch take its passes.
-        passes[index] = denoise.num_calls
-        for row, text in zip(rows, tokens.tolist()):
-            texts[row] = text[: int(lengths[row]) - 1]
-    return TextSamples(texts, lengths, num_rows, passes)
+    samples = TextSamples([[] for _ in range(count)], lengths, 0, torch.zeros_like(lengths))
+    with keeping_finished(samples) as finished:
+        for batch_number, batch in enumerate(batches):
+            rows, index = batch.tolist(), torch.from_numpy(batch.copy())
+            denoise = _start(
+                model, lengths[index], None if latents is None else latents[index], guidance
+            )
+            denoise.temperature, denoise.top_p = temperature, top_p
+            denoise.recorder, denoise.samples = recorder, rows
+            uniform = uniforms(seed, Stream.TEXT, rows, (num_steps, 2, model.config.max_seq_len))
+            tokens = denoise.state.tokens
+            for k, (t, s) in enumerate(pairwise(process.sampling_times(num_steps).tolist())):
+                tokens, cost = _step_back(denoise, process, tokens, t, s, uniform[:, k])
+                samples.num_rows += cost
+                if progress is not None:
+                    progress(batch_number * num_steps + k + 1, len(batches) * num_steps)
+            if corrects:
+                tokens, cost = _correct(denoise, tokens, rows, seed)
+                samples.num_rows += cost
+            # All texts of a batch take its passes.
+            samples.passes[index] = denoise.num_calls
+            for row, text in zip(rows, tokens.tolist()):
+                samples.tokens[row] = text[: int(lengths[row]) - 1]
+            finished += rows
+    return samples
 
 
 def _start(model: Model, lengths: Tensor, latents: Tensor | None, guidance: float) -> _Denoiser:

@@ -6,12 +6,14 @@ import contextlib
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
 from mmldlm.sampling.settings import MAX_TRACED_TEXTS
+
+_Result = TypeVar("_Result")
 
 
 @dataclass
@@ -50,6 +52,16 @@ class SamplingInterrupted(KeyboardInterrupt):
         self.rows, self.result = rows, result
 
 
+def finished_part(sample: Callable[[], _Result]) -> tuple[_Result, list[int] | None]:
+    """Return what a sampler returns, and the rows that are filled after an interrupt, else
+    None.
+    """
+    try:
+        return sample(), None
+    except SamplingInterrupted as interrupt:
+        return interrupt.result, interrupt.rows
+
+
 @contextlib.contextmanager
 def keeping_finished(result: Any) -> Iterator[list[int]]:
     """Yield a list for the rows of finished batches; an interrupt after the first one becomes a
@@ -59,8 +71,8 @@ def keeping_finished(result: Any) -> Iterator[list[int]]:
     try:
         yield finished
     except KeyboardInterrupt as interrupt:
-        if not finished:
-            raise
+        if not finished:  # an interrupt within it may hold parts of another result
+            raise KeyboardInterrupt from interrupt
         raise SamplingInterrupted(sorted(finished), result) from interrupt
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,7 +21,7 @@ from mmldlm.sampling.decoding import (
     predict_lengths,
 )
 from mmldlm.sampling.model import Model, device_of
-from mmldlm.sampling.records import Recorder, SamplingInterrupted, TextSamples, keeping_finished
+from mmldlm.sampling.records import Recorder, TextSamples, finished_part, keeping_finished
 from mmldlm.sampling.settings import STRATEGY_OPTIONS, DrawSettings
 from mmldlm.sampling.strategies import Observer, TextStrategy, strategy_class
 from mmldlm.utils.counter_rng import Stream, normals, uniforms
@@ -372,28 +374,31 @@ def sample_lengths(model: Model, latents: Tensor, num_lengths: int, **options: A
     Returns:
         The best texts; `passes`: the most of the candidates of a text, which are written side by
         side.
+
+    Raises:
+        SamplingInterrupted: an interrupt after the first text of which all candidates are written.
+        The rest as in `sample_text`.
     """
     count = len(latents)
     lengths, length_scores = most_probable_lengths(model, latents, num_lengths)
     num_candidates = lengths.shape[1]
-    try:
-        candidates = sample_text(
-            model,
-            latents.repeat_interleave(num_candidates, 0),
-            lengths=lengths.flatten(),
-            with_log_probabilities=True,
-            indices=torch.arange(count).repeat_interleave(num_candidates).tolist(),
-            **options,
-        )
-    except SamplingInterrupted as interrupt:  # candidates are not texts yet
-        raise KeyboardInterrupt from interrupt
+    write = partial(
+        sample_text,
+        model,
+        latents.repeat_interleave(num_candidates, 0),
+        lengths=lengths.flatten(),
+        with_log_probabilities=True,
+        indices=torch.arange(count).repeat_interleave(num_candidates).tolist(),
+        **options,
+    )
+    candidates, written = finished_part(write)
     assert candidates.log_probabilities is not None
     scores = torch.stack([values.double().sum() for values in candidates.log_probabilities]).view(
         count, num_candidates
     )
     best = (scores + length_scores).argmax(1)
     rows = (torch.arange(count) * num_candidates + best).tolist()
-    return TextSamples(
+    samples = TextSamples(
         [candidates.tokens[row] for row in rows],
         candidates.lengths[rows],
         candidates.num_rows,
@@ -401,3 +406,9 @@ def sample_lengths(model: Model, latents: Tensor, num_lengths: int, **options: A
         num_scored=candidates.num_scored,
         log_probabilities=[candidates.log_probabilities[row] for row in rows],
     )
+    if written is None:
+        return samples
+    with keeping_finished(samples) as finished:
+        num_written = Counter(row // num_candidates for row in written)
+        finished += [row for row, number in num_written.items() if number == num_candidates]
+        raise KeyboardInterrupt

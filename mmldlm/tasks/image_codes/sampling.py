@@ -20,7 +20,7 @@ from mmldlm.sampling.decoding import (
 )
 from mmldlm.sampling.latents import check_guidance_interval, latent_shape, pad_texts
 from mmldlm.sampling.model import Model, device_of
-from mmldlm.sampling.records import Recorder, TextSamples
+from mmldlm.sampling.records import Recorder, TextSamples, keeping_finished
 from mmldlm.sampling.settings import DrawSettings
 from mmldlm.sampling.strategies import Observer, TextStrategy, strategy_class
 from mmldlm.sampling.text import start_decoding
@@ -126,6 +126,7 @@ def sample_codes(
 
     Raises:
         MmldlmError: NaN logits.
+        SamplingInterrupted: an interrupt after the first batch.
         UserError: a guidance_interval that `check_guidance_interval` refuses.
     """
     count = len(texts) if texts is not None else num_samples
@@ -133,37 +134,48 @@ def sample_codes(
     config, device = model.config, device_of(model)
     codes_per_image = config.num_latents
     check_guidance_interval(guidance, guidance_interval, 1 - torch.arange(steps) / steps)
-    ids = torch.empty(count, codes_per_image, dtype=torch.int64)
+    ids = torch.zeros(count, codes_per_image, dtype=torch.int64)
+    result = ids.view(count, *latent_shape(config))
     lengths = (
         [len(text) + 1 + codes_per_image for text in texts]
         if texts is not None
         else [1 + codes_per_image] * count
     )
     done = 0
-    for rows in token_budget_batches(lengths, batch_tokens):
-        tokens = real = None
-        if texts is not None:
-            tokens, real = pad_texts(
-                [texts[row] for row in rows], config.eos_token_id, config.pad_token_id, device
+    with keeping_finished(result) as finished:
+        for rows in token_budget_batches(lengths, batch_tokens):
+            tokens = real = None
+            if texts is not None:
+                tokens, real = pad_texts(
+                    [texts[row] for row in rows], config.eos_token_id, config.pad_token_id, device
+                )
+            strategy = start_codes(
+                sampler,
+                model,
+                rows.tolist(),
+                draw=DrawSettings(temperature, top_p),
+                seed=seed,
+                steps=steps,
             )
-        strategy = start_codes(
-            sampler,
-            model,
-            rows.tolist(),
-            draw=DrawSettings(temperature, top_p),
-            seed=seed,
-            steps=steps,
-        )
-        while len(positions := strategy.positions()):
-            _take_pass(
-                model, tokens, real, strategy, positions, guidance, guidance_interval or (0.0, 1.0)
-            )
-            if progress is not None:
-                open_codes = int(strategy.state.undecided.sum())
-                progress(done + len(rows) * codes_per_image - open_codes, count * codes_per_image)
-        ids[torch.from_numpy(rows.copy())] = strategy.state.ids[..., 0].cpu()
-        done += len(rows) * codes_per_image
-    return ids.view(count, *latent_shape(config))
+            while len(positions := strategy.positions()):
+                _take_pass(
+                    model,
+                    tokens,
+                    real,
+                    strategy,
+                    positions,
+                    guidance,
+                    guidance_interval or (0.0, 1.0),
+                )
+                if progress is not None:
+                    open_codes = int(strategy.state.undecided.sum())
+                    progress(
+                        done + len(rows) * codes_per_image - open_codes, count * codes_per_image
+                    )
+            ids[torch.from_numpy(rows.copy())] = strategy.state.ids[..., 0].cpu()
+            done += len(rows) * codes_per_image
+            finished += rows.tolist()
+    return result
 
 
 def _take_pass(
@@ -246,40 +258,43 @@ def sample_codes_and_texts(
     config = model.config
     lengths = predict_lengths(model, None, num_samples, "sample", seed)
     texts: list[list[int]] = [[] for _ in range(num_samples)]
-    ids = torch.empty(num_samples, config.num_latents, dtype=torch.int64)
-    draw, done = DrawSettings(temperature, top_p), 0
-    for index in torch.argsort(lengths, stable=True).split(batch_size):
-        rows = index.tolist()
-        shared = {"draw": draw, "seed": seed, "shared_schedule": True}
-        options = {"num_steps": steps}
-        words = start_decoding(
-            sampler,
-            model,
-            lengths[index],
-            rows,
-            diffusion=text_diffusion,
-            options=options,
-            **shared,
-        )
-        codes = start_codes(sampler, model, rows, steps=steps, **shared)
-        observer = None if recorder is None else Observer(words.state, rows, recorder)
-        for _ in range(steps):
-            places, positions = words.positions(), codes.positions()
-            out = model(
-                TextInputs(words.state.tokens, words.timesteps(), words.state.real),
-                LatentInputs(codes.state.ids, codes.timesteps()),
-                TokenQuery(places),
-                latent_query=codes.state.targets(positions),
-            )
-            words.take_pass(places, out.text.logits, observer if len(places) else None)
-            codes.take_pass(positions, pad_logits(out.latent.logits))
-            done += len(rows)
-            if progress is not None:
-                progress(done, num_samples * steps)
-        for row, text in zip(rows, words.state.texts()):
-            texts[row] = text
-        assert not bool(codes.state.undecided.any())
-        ids[index] = codes.state.ids[..., 0].cpu()
+    ids = torch.zeros(num_samples, config.num_latents, dtype=torch.int64)
     passes = torch.full((num_samples,), steps)
     samples = TextSamples(texts, lengths, num_samples * steps, passes)
-    return samples, ids.view(num_samples, *latent_shape(config))
+    result = samples, ids.view(num_samples, *latent_shape(config))
+    draw, done = DrawSettings(temperature, top_p), 0
+    with keeping_finished(result) as finished:
+        for index in torch.argsort(lengths, stable=True).split(batch_size):
+            rows = index.tolist()
+            shared = {"draw": draw, "seed": seed, "shared_schedule": True}
+            options = {"num_steps": steps}
+            words = start_decoding(
+                sampler,
+                model,
+                lengths[index],
+                rows,
+                diffusion=text_diffusion,
+                options=options,
+                **shared,
+            )
+            codes = start_codes(sampler, model, rows, steps=steps, **shared)
+            observer = None if recorder is None else Observer(words.state, rows, recorder)
+            for _ in range(steps):
+                places, positions = words.positions(), codes.positions()
+                out = model(
+                    TextInputs(words.state.tokens, words.timesteps(), words.state.real),
+                    LatentInputs(codes.state.ids, codes.timesteps()),
+                    TokenQuery(places),
+                    latent_query=codes.state.targets(positions),
+                )
+                words.take_pass(places, out.text.logits, observer if len(places) else None)
+                codes.take_pass(positions, pad_logits(out.latent.logits))
+                done += len(rows)
+                if progress is not None:
+                    progress(done, num_samples * steps)
+            for row, text in zip(rows, words.state.texts()):
+                texts[row] = text
+            assert not bool(codes.state.undecided.any())
+            ids[index] = codes.state.ids[..., 0].cpu()
+            finished += rows
+    return result
