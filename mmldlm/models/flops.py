@@ -29,6 +29,8 @@ class Flops(NamedTuple):
         latent_rows: What the last block computes of latents after its attention.
         latent_head: Head of the latents.
         length_head: Head of the lengths.
+        first_layers: The part of them that multiplies data, latents and timesteps, and so has no
+            gradient of its inputs.
     """
 
     text: float
@@ -36,17 +38,25 @@ class Flops(NamedTuple):
     latent_rows: float
     latent_head: float
     length_head: float
+    first_layers: float
 
     @property
     def forward(self) -> float:
-        return sum(self)
+        return (
+            self.text + self.latent_inputs + self.latent_rows + self.latent_head + self.length_head
+        )
 
     @property
     def training(self) -> float:
         """Model FLOPs of forward and backward, of which MFU is taken: a product has two gradients
-        of its own size, and recomputation does not count.
+        of its own size, one if its input is data. Recomputation does not count.
         """
-        return 3 * self.forward
+        return 3 * self.forward - self.first_layers
+
+
+def timestep_flops(samples: int, cond: int, timesteps: int = 2) -> float:
+    """FLOPs of the first layers of the embeddings of each sample's timesteps."""
+    return samples * timesteps * 2 * FREQUENCIES * cond
 
 
 def latent_rows(model: ModelConfig | PlainConfig, num_latents: float | None = None) -> float:
@@ -97,11 +107,13 @@ def estimate_flops(
         timesteps, pools, is_read, has_length_head = 2, True, True, True
         predictions = model.latent_predictions
 
+    first_layers = timestep_flops(samples, cond, timesteps)
     condition = timesteps * 2 * (FREQUENCIES * cond + cond * cond)
     # The modulations of adaLN.
     condition += streams * 2 * cond * width * (6 * model.n_blocks + 2)
-    latent_inputs = num_latents * 2 * dim * chunks * width
-    latent_inputs += num_latents * 2 * (dim * cond + cond * cond) if pools else 0
+    latent_inputs = num_latents * 2 * dim * (chunks * width + (cond if pools else 0))
+    first_layers += samples * latent_inputs
+    latent_inputs += num_latents * 2 * cond * cond if pools else 0
 
     # q, k, v and out, the MLP; under cross-attention its q and out, and k and v of the memory.
     row = 2 * width * (4 * width + 2 * inner) + (4 * width * width if memory else 0)
@@ -119,4 +131,5 @@ def estimate_flops(
         latent_rows=samples * prefix * behind_attention if is_read else 0,
         latent_head=samples * num_latents * 2 * chunks * width * predictions * dim,
         length_head=samples * 2 * cond * (cond + model.max_seq_len) if has_length_head else 0,
+        first_layers=first_layers,
     )

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from mmldlm.models.flops import Flops
+from mmldlm.models.flops import Flops, timestep_flops
 from mmldlm.sampling.judge import FoundTexts, Judge
 from mmldlm.tasks.corrector.config import CorrectorConfig
 from mmldlm.tasks.corrector.data import CorrectorData, open_data
@@ -60,6 +60,7 @@ class CorrectorTask(TranslationTask):
         return flops._replace(
             text=flops.text + 4 * sum(lengths) * width * width,
             latent_inputs=2 * flops.latent_inputs + len(lengths) * 2 * cond * (cond + width),
+            first_layers=2 * flops.first_layers - timestep_flops(len(lengths), cond),
         )
 
     # -- model, batches and loss

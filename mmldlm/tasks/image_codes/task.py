@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from mmldlm.models.flops import Flops
+from mmldlm.models.flops import Flops, timestep_flops
 from mmldlm.models.memory import head_bytes, regression_bytes
 from mmldlm.sampling.records import TextSamples
 from mmldlm.tasks.base import Metric
@@ -108,6 +108,7 @@ class ImageCodesTask(ImageTextTask):
         return flops._replace(
             latent_inputs=samples * 2 * cond * (chunks + cond),
             latent_head=scored_codes * 2 * chunks * model_config.num_codes,
+            first_layers=timestep_flops(samples, cond),
         )
 
     def latent_work(self, sums: Mapping[str, float]) -> dict[str, float]:
