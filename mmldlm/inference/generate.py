@@ -130,12 +130,12 @@ def write_from_latents(
     if options.way is None:
         steps = "" if options.num_steps is None else f" in at most {options.num_steps} steps"
         more["progress"] = progress.start(f"writing {count_noun(count, 'text')}{steps}")
-        call = partial(_write_texts, pretrained, condition, options, **more)
-        samples, finished = finished_part(call)
+        write = partial(_write_texts, pretrained, condition, options, **more)
+        samples, finished = finished_part(write)
         records, extra = _text_records(pretrained, samples.tokens), _costs(samples)
     else:
-        call = partial(_search_texts, pretrained, condition, options, len(latents), progress)
-        found_texts, finished = finished_part(call)
+        search = partial(_search_texts, pretrained, condition, options, len(latents), progress)
+        found_texts, finished = finished_part(search)
         records = _text_records(pretrained, found_texts.tokens)
         extra = {"cost_per_sample": found_texts.cost.per_text()}
     for i, (record, row) in enumerate(zip(records, source.tolist())):
@@ -449,7 +449,7 @@ def _sample_chain(
     assert options.sampler is not None
     if "num_steps" not in strategy_class(options.sampler).reads():
         options = dataclasses.replace(options, num_steps=None)
-    more = {} if recorder is None else {"recorder": recorder}
+    more: dict[str, Any] = {} if recorder is None else {"recorder": recorder}
     more["progress"] = progress.start("writing their texts")
     samples, written = finished_part(partial(_write_texts, pretrained, latents, options, **more))
     if written is not None:
