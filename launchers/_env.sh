@@ -14,6 +14,15 @@ mmldlm_fail() {
     return 2
 }
 
+# For scripts that use this machine alone: forget the number of this node that a platform set (Kubernetes' operators set
+# RANK and WORLD_SIZE for nodes; whatever starts ranks sets LOCAL_RANK, too), and say so.
+mmldlm_leave_platform() {
+    if [ -n "${RANK:-}" ] && [ "${WORLD_SIZE:-1}" != 1 ] && [ -z "${LOCAL_RANK:-}" ]; then
+        echo "note: RANK=$RANK, WORLD_SIZE=$WORLD_SIZE number the nodes of a platform: this script uses this machine alone" >&2
+        unset RANK WORLD_SIZE
+    fi
+}
+
 # Print the first Python that runs and is recent enough. A name in PATH may be a shim without a Python.
 mmldlm_find_python() {
     local name names=(python3 python3.13 python3.12 python3.11 python)

@@ -3,6 +3,7 @@
 
 start=$SECONDS
 . launchers/_env.sh
+mmldlm_leave_platform
 mmldlm_env quickstart eval
 installed=$SECONDS
 

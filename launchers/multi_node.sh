@@ -10,6 +10,8 @@
 #                    and with its own address every node would wait for the others.
 #   MASTER_PORT      default 29500
 #   NODE_RANK        this node's number, from 0 (default: RANK)
+#   NNODES           number of nodes (default: WORLD_SIZE in a shell with RANK and without LOCAL_RANK: Kubernetes' operators
+#                    number the nodes so)
 #   NPROC_PER_NODE   ranks per node (default: its GPUs, or 1); with HOSTFILE its slots
 #   CONFIG_NAME, DS_CONFIG, LEARNING_RATE ...: as in launchers/single_node.sh
 #
@@ -52,9 +54,14 @@ if [ -n "${HOSTFILE:-}" ]; then
         "${script[@]}"
 fi
 
+if [ -z "${NNODES:-}" ] && [ -n "${RANK:-}" ] && [ -n "${WORLD_SIZE:-}" ] && [ -z "${LOCAL_RANK:-}" ]; then
+    NNODES=$WORLD_SIZE
+    echo "RANK=$RANK and WORLD_SIZE=$WORLD_SIZE number the nodes of a platform: this is node $RANK of $NNODES" >&2
+fi
 nnodes=${NNODES:-}
 mmldlm_same NODE_RANK RANK "both give this node's number: unset RANK"
 node_rank=${NODE_RANK:-${RANK:-}}
+unset RANK WORLD_SIZE # torchrun sets those of the ranks
 [ -n "$nnodes" ] || mmldlm_fail "neither HOSTFILE nor NNODES is set" "the top of launchers/multi_node.sh shows both ways"
 mmldlm_count NNODES 1
 nnodes=$((10#$nnodes))

@@ -18,6 +18,7 @@ for name in NNODES:1 NODE_RANK:0 HOSTFILE:; do
     fi
 done
 mmldlm_launch_args
+mmldlm_leave_platform
 mmldlm_env
 procs=${NPROC_PER_NODE:-$(mmldlm_default_procs)}
 mmldlm_check "$procs" "$@"

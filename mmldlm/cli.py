@@ -20,6 +20,7 @@ from mmldlm.errors import (
     UserError,
 )
 from mmldlm.utils.command_parser import CommandParser
+from mmldlm.utils.environment import leave_platform
 from mmldlm.utils.formatting import did_you_mean, explain_os_error, first_line, for_screen
 from mmldlm.utils.own_code import report_exit_as_error
 from mmldlm.utils.paths import check_working_folder
@@ -73,6 +74,9 @@ def _sample_kind(kind: str):
 
     return fill
 
+
+# Verbs for which several machines may be meant.
+STARTS_RANKS = ("train", "launch", "preflight")
 
 # Verb (of one or two words) -> (entry, help). An entry is a module with add_arguments and main, or
 # a function that adds the options to a parser and returns main.
@@ -226,6 +230,8 @@ def main(argv: list[str] | None = None) -> int:
         check_working_folder()
         run = _add_arguments(parser, verb)
         args = parser.parse(arguments)
+        if verb not in STARTS_RANKS:
+            leave_platform(verb)
         with report_exit_as_error():
             code = run(args) or EXIT_DONE
         sys.stdout.flush()

@@ -4,6 +4,7 @@
 set -euo pipefail
 cd "$(dirname "$0")/.."
 . launchers/_env.sh
+mmldlm_leave_platform
 mmldlm_env quickstart eval dev
 unset PYTHONDONTWRITEBYTECODE # hundreds of processes would each compile mmldlm, for a third of a second
 # Two files at a time: the ranks of one test mostly wait for each other. Files marked `long` begin first.

@@ -14,7 +14,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mmldlm.errors import UserError
-from mmldlm.utils.environment import check_rank_variables, int_from_env
+from mmldlm.utils.environment import (
+    check_platform_variables,
+    check_rank_variables,
+    int_from_env,
+)
 from mmldlm.utils.network import free_port
 
 if TYPE_CHECKING:  # `mmldlm launch` starts without torch
@@ -146,10 +150,11 @@ def check_rank_environment() -> None:
     """Check what the launcher states.
 
     Raises:
-        UserError: a variable is not a valid number, or several processes were started without
-            RANK.
+        UserError: a variable is not a valid number, RANK is the number of a node, or several
+            processes were started without RANK.
     """
     check_rank_variables()
+    check_platform_variables()
     if os.environ.get("RANK", "").strip():
         return
     size = int_from_env("WORLD_SIZE", 1)
@@ -174,8 +179,10 @@ def check_single_process(command: str) -> None:
     """Refuse a command that starts ranks itself, in each of several processes that srun started.
 
     Raises:
-        UserError: srun started several processes.
+        UserError: srun started several processes, or the shell is that of a platform with several
+            nodes.
     """
+    check_platform_variables()
     if "RANK" not in os.environ and _started_by_srun():
         raise UserError(
             f"one process of `{command}`, which starts the ranks of a machine itself",

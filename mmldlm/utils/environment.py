@@ -5,6 +5,7 @@ only.
 from __future__ import annotations
 
 import os
+import sys
 
 from mmldlm.errors import UserError
 
@@ -39,6 +40,47 @@ def int_from_env(name: str, default: int) -> int:
             " torchrun, deepspeed)",
         )
     return int(text)
+
+
+def platform_variables() -> str:
+    """Return RANK and WORLD_SIZE in words where a platform has numbered nodes, not ranks; "" where
+    it has not.
+
+    Operators of Kubernetes do so (kubeflow/trainer#1790), and MM-LDLM's guide exported both by
+    hand. Whatever starts ranks sets LOCAL_RANK, too.
+    """
+    if "LOCAL_RANK" in os.environ or not os.environ.get("RANK", "").strip():
+        return ""
+    size = int_from_env("WORLD_SIZE", 1)
+    return f"RANK={os.environ['RANK']}, WORLD_SIZE={size}" if size > 1 else ""
+
+
+def check_platform_variables() -> None:
+    """Refuse to train in a shell of a platform, where one rank would wait for another one that
+    nobody starts.
+
+    Raises:
+        UserError: `platform_variables`.
+    """
+    if found := platform_variables():
+        raise UserError(
+            "LOCAL_RANK beside RANK and WORLD_SIZE, as whatever starts ranks sets it",
+            f"{found} without LOCAL_RANK, which a platform sets to number its nodes",
+            "start the ranks of every node with bash launchers/multi_node.sh, which reads both;"
+            " set LOCAL_RANK=0 if each node runs this one rank; or unset RANK WORLD_SIZE to train"
+            " on this machine alone",
+        )
+
+
+def leave_platform(verb: str) -> None:
+    """Forget the node's number for a command that runs on one machine, and say so."""
+    if found := platform_variables():
+        print(
+            f"note: {found} without LOCAL_RANK number the nodes of a platform: mmldlm {verb} runs"
+            " on this machine alone",
+            file=sys.stderr,
+        )
+        del os.environ["RANK"], os.environ["WORLD_SIZE"]
 
 
 def check_rank_variables() -> None:

@@ -15,7 +15,8 @@ from tests.support.helpers import ROOT
 
 STARTED = ("torchrun", "deepspeed", "mpirun", "srun")
 OWN = (
-    "NNODES NODE_RANK RANK NPROC_PER_NODE MASTER_ADDR MASTER_PORT CONFIG_NAME DS_CONFIG HOSTFILE"
+    "NNODES NODE_RANK RANK LOCAL_RANK WORLD_SIZE NPROC_PER_NODE MASTER_ADDR MASTER_PORT"
+    " CONFIG_NAME DS_CONFIG HOSTFILE"
     " LATENT_DIM DTYPE LEARNING_RATE OPTIMIZER_LR GRAD_CLIP_NORM WARMUP_STEPS LATENT_LOSS_WEIGHT"
     " GRAD_ACCUM_STEPS L2T_CONFIG L2T_TRAIN_BS"
 ).split()
@@ -143,6 +144,18 @@ def test_an_environment_that_contradicts_itself_is_refused(venv, name, environme
     run = script(venv, name, **environment)
     assert run.returncode == 2 and run.stdout == "", run.stdout + run.stderr
     assert [word for word in words if word not in run.stderr] == [], run.stderr
+
+
+def test_in_a_pod_of_kubernetes_rank_and_world_size_number_nodes(venv):
+    """kubeflow/trainer#1790; MM-LDLM's guide exported them so, too."""
+    pod = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "n0"}
+    note = "RANK=1 and WORLD_SIZE=2 number the nodes of a platform: this is node 1 of 2"
+    wrong = {"CONFIG_NAME": "no such preset"}
+    assert note in script(venv, "multi_node.sh", **pod, **wrong).stderr
+    assert "platform" not in script(venv, "multi_node.sh", **pod, NNODES="2", **wrong).stderr
+    assert "platform" not in script(venv, "multi_node.sh", **pod, LOCAL_RANK="0").stderr
+    alone = script(venv, "single_node.sh", **pod, **wrong).stderr
+    assert "RANK=1, WORLD_SIZE=2 number the nodes" in alone and "this machine alone" in alone
 
 
 def test_every_variable_of_the_scripts_is_documented():

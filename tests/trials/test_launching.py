@@ -246,6 +246,7 @@ SRUN = {
         ({"WORLD_SIZE": "x"}, "WORLD_SIZE"),
         ({"RANK": "-1", "WORLD_SIZE": "2"}, "RANK"),
         ({"RANK": "2", "WORLD_SIZE": "2"}, "RANK below WORLD_SIZE=2"),
+        ({"RANK": "0", "WORLD_SIZE": "2"}, "multi_node.sh, which reads both"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
@@ -255,6 +256,20 @@ def test_one_of_several_processes_never_trains_alone(trial_store, tmp_path, envi
         train_rank(*tiny_run(trial_store, tmp_path, "r"), env={**NO_RANK, **environment}), words
     )
     assert not (tmp_path / "r").exists()
+
+
+def test_the_numbers_of_a_platform_are_those_of_nodes(trial_store, corpus, tmp_path):
+    """ecosystem 5: RANK and WORLD_SIZE in a pod of Kubernetes, or exported as by MM-LDLM's guide.
+
+    A rank would wait half an hour for one that nobody starts.
+    """
+    env = {**NO_RANK, "RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "192.0.2.1"}
+    words = tiny_run(trial_store, tmp_path, "r")
+    refuses(mmldlm("train", *words, env=env), "RANK=1, WORLD_SIZE=2", "LOCAL_RANK=0")
+    note = "note: RANK=1, WORLD_SIZE=2 without LOCAL_RANK number the nodes"
+    succeeds(mmldlm("verify-data", trial_store, env=env), note)
+    prepare = ("prepare", corpus, "--output-dir", tmp_path / "s", "--encoder", "hash:8")
+    assert note in mmldlm(*prepare, env=env)
 
 
 @pytest.mark.parametrize("verb", ["train", "prepare"])

@@ -32,6 +32,7 @@ from mmldlm.cluster.env_propagation import (
 )
 from mmldlm.preflight.check import check, fail, ok, skip, warn
 from mmldlm.preflight.context import Context
+from mmldlm.utils.environment import platform_variables
 from mmldlm.utils.formatting import join_some
 
 SECONDS = 60.0
@@ -222,6 +223,8 @@ def no_harmful_variables(context):
     ranks = [name for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE") if name in variables]
     if ranks and "SLURM_JOB_ID" not in variables:
         measured = f"{', '.join(ranks)} set in this shell"
+        if platform_variables():
+            measured += ", as by a platform that numbers its nodes"
         yield warn(measured, "unset: a launcher starts the ranks", f"unset {' '.join(ranks)}")
     for path in env_files():
         for problem in read_env_file(path)[1] if context.launcher == "deepspeed" else ():
