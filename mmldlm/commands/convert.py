@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import re
 import shlex
 import sys
 from collections.abc import Callable
@@ -26,9 +25,6 @@ from mmldlm.utils.formatting import print_table
 from mmldlm.utils.progress import ProgressBar
 
 PROGRESS_DELAY = 0.7  # seconds
-
-_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(i?)B?", re.IGNORECASE)
-
 
 _SOURCES = (
     "a run, RUN/latest, a step folder, a DeepSpeed or DCP folder, a model.pt, safetensors or a"
@@ -125,6 +121,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add(
         "--shard-size",
+        type=option_types.num_bytes,
         metavar="SIZE",
         help="maximum size of an output file, e.g. 5GB; adds an index (default: one file)",
     )
@@ -215,10 +212,8 @@ def _convert(args: argparse.Namespace) -> int:
             "key": args.key,
         }
         if args.to == "safetensors":
-            shard_bytes = parse_size(args.shard_size)
-            summary = convert(
-                args.src, args.out, args.dtype or "fp32", shard_bytes=shard_bytes, **options
-            )
+            options["shard_bytes"] = args.shard_size
+            summary = convert(args.src, args.out, args.dtype or "fp32", **options)
         else:
             options["sub_group_size"] = args.sub_group_size
             summary = convert_state(args.src, args.out, args.to, args.world, args.dtype, **options)
@@ -260,24 +255,6 @@ def _check_options(args: argparse.Namespace) -> None:
         if getattr(args, option):
             name = "--" + option.replace("_", "-")
             raise UserError(f"options that --to {args.to} supports", name, f"leave {name} out")
-
-
-def parse_size(text: str | None) -> int | None:
-    """Return the bytes of "5GB" (10^9), "500MiB" (2^20) or "1000"; None for None.
-
-    Raises:
-        UserError: any other text, or 0.
-    """
-    if text is None:
-        return None
-    found = _SIZE.fullmatch(text.strip())
-    power = "kmgt".find(found[2].lower()) + 1 if found and found[2] else 0
-    size = int(float(found[1]) * (1024 if found[3] else 1000) ** power) if found else 0
-    if size < 1:
-        raise UserError(
-            "a size such as 5GB or 500MiB for --shard-size", repr(text), "give a number and a unit"
-        )
-    return size
 
 
 def _dry_run(args: argparse.Namespace) -> int:

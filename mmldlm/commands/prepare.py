@@ -15,7 +15,13 @@ from mmldlm.data.corpora.image_lists import holds_images
 from mmldlm.data.corpora.text_corpus import DEFAULT_CORPUS
 from mmldlm.data.corpora.text_files import kind_of
 from mmldlm.data.encoders.specs import ENCODERS, POOLINGS
-from mmldlm.data.prepare.options import OVERLONG, ImageOptions, PrepareOptions, to_arguments
+from mmldlm.data.prepare.options import (
+    NUMBERS,
+    OVERLONG,
+    ImageOptions,
+    PrepareOptions,
+    to_arguments,
+)
 from mmldlm.data.writers import LAYOUTS
 from mmldlm.distributed.environment import set_rank_environment
 from mmldlm.errors import EXIT_DONE, EXIT_FAILED, EXIT_INTERRUPTED, MmldlmError, UserError
@@ -50,7 +56,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--layout", choices=LAYOUTS, help="files: one .txt and one .npy per sample, as in MM-LDLM")
     add(
         "--seed",
-        type=option_types.seed,
+        type=NUMBERS["seed"],
         default=0,
         help="seed of the sampling and the split (default %(default)s)",
     )
@@ -127,7 +133,7 @@ def _add_corpus_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add(
         "--max-documents",
-        type=option_types.count,
+        type=NUMBERS["max_documents"],
         metavar="N",
         help="read only the first N texts of the corpus",
     )
@@ -137,20 +143,20 @@ def _add_sample_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group("samples").add_argument
     add(
         "--max-samples",
-        type=option_types.count,
+        type=NUMBERS["max_samples"],
         metavar="N",
         help="keep N samples, chosen by a hash of their content",
     )
     add(
         "--validation-samples",
-        type=option_types.size,
+        type=NUMBERS["validation_samples"],
         metavar="N",
         help="validation split (default: 1000 or 5 %%, the smaller)",
     )
-    add("--min-tokens", type=option_types.size, help="shorter texts are dropped (default 3)")
+    add("--min-tokens", type=NUMBERS["min_tokens"], help="shorter texts are dropped (default 3)")
     add(
         "--max-tokens",
-        type=option_types.count,
+        type=NUMBERS["max_tokens"],
         default=62,
         help="longest sample, without the closing EOS (default %(default)s)",
     )
@@ -179,13 +185,13 @@ def _add_encoder_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add(
         "--latent-dim",
-        type=option_types.count,
+        type=NUMBERS["latent_dim"],
         metavar="D",
         help="cut latents to D components and normalize again (qwen: 32 to 1024)",
     )
     add(
         "--latents-per-text",
-        type=option_types.count,
+        type=NUMBERS["latents_per_text"],
         metavar="N",
         help="latents per text, of N pieces cut at sentence ends (default 1; for long texts)",
     )
@@ -199,7 +205,7 @@ def _add_encoder_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add(
         "--max-length",
-        type=option_types.count,
+        type=NUMBERS["max_length"],
         help="tokens of a text that the encoder reads (default: as its card)",
     )
     add(
@@ -209,23 +215,23 @@ def _add_encoder_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add(
         "--batch-tokens",
-        type=option_types.count,
+        type=NUMBERS["batch_tokens"],
         help="padded tokens per forward pass (default 1024, on a GPU 65536)",
     )
     add(
         "--batch-size",
-        type=option_types.count,
+        type=NUMBERS["batch_size"],
         help="maximum texts, or images of vae:NAME, per forward pass",
     )
     add("--compile", action="store_true", default=None, help="torch.compile the encoder")
     add(
         "--retries",
-        type=option_types.size,
+        type=NUMBERS["retries"],
         help="retries per text before it is quarantined (default 2)",
     )
     add(
         "--max-quarantined",
-        type=option_types.number(0, 1),
+        type=NUMBERS["max_quarantined"],
         default=0.01,
         metavar="SHARE",
         help="largest share of samples on which the encoder may fail (default %(default)s)",
@@ -236,13 +242,13 @@ def _add_image_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group("images").add_argument
     add(
         "--image-size",
-        type=option_types.count,
+        type=NUMBERS["image_size"],
         metavar="S",
         help="side in pixels (default: 16 for glyphs, 256 for vae, else 32)",
     )
     add(
         "--patch-size",
-        type=option_types.count,
+        type=NUMBERS["patch_size"],
         metavar="P",
         help=(
             "side of a patch (default: 4 to 16 pixels, 8 to 64, else 16; of codes 4 to 64, else 8)"
@@ -266,7 +272,7 @@ def _add_image_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add(
         "--faces",
-        type=option_types.count,
+        type=NUMBERS["faces"],
         metavar="N",
         help="the first N of the 10 faces of glyphs (default: all)",
     )
@@ -284,7 +290,7 @@ def _add_image_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add(
         "--white",
-        type=option_types.count,
+        type=NUMBERS["white"],
         metavar="N",
         help="largest value of gray images of 16 bits (12 bits: 4095)",
     )
@@ -304,7 +310,7 @@ def _add_tokenizer_arguments(parser: argparse.ArgumentParser) -> None:
     add("--cache-dir", type=option_types.path, metavar="DIR", help=CACHE_DIR_HELP)
     add(
         "--vocab-size",
-        type=option_types.count,
+        type=NUMBERS["vocab_size"],
         default=8192,
         help="most tokens of --tokenizer train or words (default %(default)s)",
     )

@@ -14,13 +14,13 @@ from pydantic import Field, model_validator
 
 from mmldlm.config.section import MAX_COUNT, MAX_INT, FilePath, IsPath, OnResume, Section
 from mmldlm.config.task_names import DEFAULT_TASK
-from mmldlm.utils.option_types import ONE_YEAR
+from mmldlm.utils.option_types import LARGEST, ONE_YEAR
 
 # Bounds of what memory, fp32 and C can hold, far above any use.
 MAX_MICRO_BATCH, MAX_ACCUMULATION, MAX_SAMPLES_PER_STEP = 1 << 20, 1 << 20, 1 << 24
-MAX_RATE = 1e30
 MIN_CLIP_NORM = 1e-12  # a smaller norm clips every gradient to 0 in fp32
 Decay = Annotated[float, Field(ge=0, lt=1)]
+Step = Annotated[int, Field(ge=1)]
 
 
 class DataConfig(Section):
@@ -77,7 +77,7 @@ class TrainingConfig(Section):
     GPUs without bf16) has a dynamic loss scale, stability.loss_scale; bf16 needs none."""
     compile_model: bool = False
     """torch.compile every block."""
-    profile: Annotated[tuple[int, int] | None, OnResume.IGNORE] = None
+    profile: Annotated[tuple[Step, Step] | None, OnResume.IGNORE] = None
     """First and last step of a torch profiler trace of rank 0, written to the run's profile/
     (slows these steps).
     """
@@ -93,7 +93,7 @@ class TrainingConfig(Section):
 
     @model_validator(mode="after")
     def _profile_is_a_range(self) -> TrainingConfig:
-        if self.profile is not None and not 1 <= self.profile[0] <= self.profile[1]:
+        if self.profile is not None and self.profile[0] > self.profile[1]:
             raise ValueError(
                 f"training.profile={list(self.profile)}: [first, last] steps, counted from 1"
             )
@@ -112,9 +112,9 @@ class OptimizerConfig(Section):
     """adamw; or muon: Muon for the matrices of the blocks (a task names them), AdamW for all other
     parameters.
     """
-    lr: float = Field(1e-4, gt=0, le=MAX_RATE)
+    lr: float = Field(1e-4, gt=0, le=LARGEST)
     """Peak learning rate of AdamW."""
-    muon_lr: float | None = Field(None, gt=0, le=MAX_RATE)
+    muon_lr: float | None = Field(None, gt=0, le=LARGEST)
     """Peak learning rate of Muon's matrices; it follows the schedule of lr. None: 0.02."""
     muon_momentum: float | None = Field(None, ge=0, lt=1)
     """Muon's momentum (Nesterov). None: 0.95."""
@@ -122,7 +122,7 @@ class OptimizerConfig(Section):
     """Orthogonalize blocks of so many rows of a matrix instead of the whole: cheaper, and a little
     less per step, which pays where the orthogonalization is a large share of a step (small
     batches). None: the whole matrix."""
-    min_lr: float = Field(1e-6, ge=0, le=MAX_RATE)
+    min_lr: float = Field(1e-6, ge=0, le=LARGEST)
     """Learning rate at and after the end of the schedule."""
     schedule: Literal["cosine", "linear", "constant"] = "cosine"
     """Shape after the warm-up."""
@@ -132,11 +132,11 @@ class OptimizerConfig(Section):
     """AdamW's moment decays, each at least 0 and below 1."""
     eps: float = Field(1e-8, gt=0, le=1)
     """AdamW's epsilon."""
-    weight_decay: float = Field(0.01, ge=0, le=MAX_RATE)
+    weight_decay: float = Field(0.01, ge=0, le=LARGEST)
     """Decoupled weight decay of matrices; norms, biases, embeddings and learned tokens have none.
 
     """
-    grad_clip_norm: float | None = Field(1.0, ge=MIN_CLIP_NORM)
+    grad_clip_norm: float | None = Field(1.0, ge=MIN_CLIP_NORM, le=LARGEST)
     """Clip gradients to this global norm. None: no clipping."""
     ema_decay: float | None = Field(None, gt=0, lt=1)
     """Keep an exponential moving average of the weights with this decay (`mmldlm convert --ema`).
@@ -194,7 +194,7 @@ class StabilityConfig(Section):
     """Action on a finite loss or gradient norm far above the recent ones: skip the step, only log
     it, or nothing.
     """
-    spike_sigma: float = Field(6.0, gt=0)
+    spike_sigma: float = Field(6.0, gt=0, le=LARGEST)
     """A spike is this many standard deviations above the mean of the window."""
     spike_window: int = Field(128, ge=4, le=MAX_COUNT)
     """Applied steps in the window of losses and norms; spikes are detected once it is half full.
@@ -276,7 +276,7 @@ class LoggingConfig(Section):
     layer_stats_freq: int = Field(0, ge=0)
     """Log per-layer gradient, update and activation statistics every N steps (gradient_log.jsonl,
     wandb); costs one host sync on those steps. 0: never."""
-    peak_tflops: float | None = Field(None, gt=0)
+    peak_tflops: float | None = Field(None, gt=0, le=LARGEST)
     """Peak TFLOP/s of one device in training.dtype, for the fraction of it that training reaches
     (mfu). None: from a table of GPUs; without an entry there (and on CPUs) no mfu is shown."""
     plot: bool = True

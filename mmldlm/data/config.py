@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 from pydantic import Field, model_validator
 
 from mmldlm.config.schema import DataConfig
-from mmldlm.config.section import FilePath, IsPath, OnResume, Section, check_weights
+from mmldlm.config.section import FilePath, IsPath, OnResume, Section, Weight, check_weights
 from mmldlm.data.batch_plan import MIXTURE_BLOCK
 
 
@@ -26,7 +26,7 @@ class StoreDataConfig(DataConfig):
 
     latent_data_root: Annotated[FilePath, OnResume.IGNORE] = None
     """Folder of the store that `mmldlm prepare` wrote."""
-    mixture: Annotated[dict[str, float] | None, IsPath(), OnResume.IGNORE] = None
+    mixture: Annotated[dict[str, Weight] | None, IsPath(), OnResume.IGNORE] = None
     """Several stores instead of latent_data_root: folder -> weight, as in 'data.mixture={a: 0.8,
     b: 0.2}'. Of every 4,096 samples each store has its share, in epochs of its own; they must have
     one tokenizer and one encoder. Of images as pixels, stores may differ in size: a batch is then

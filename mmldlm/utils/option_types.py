@@ -14,7 +14,8 @@ from collections.abc import Callable
 from mmldlm.utils.paths import expand_path
 
 MAX_COUNT = 1 << 31  # of samples, steps and tokens
-SMALLEST = 1e-12  # size of a number other than 0; fp32 overflows when it divides by less
+# Sizes of a number other than 0: fp32 overflows when it divides by less, or multiplies more.
+SMALLEST, LARGEST = 1e-12, 1e30
 ONE_YEAR = 366 * 86_400.0  # longest time limit in seconds; longer ones overflow in C
 
 
@@ -44,15 +45,15 @@ def integer(low: int = 0, high: int = MAX_COUNT) -> Callable[[str], int]:
 
 
 def is_usable(value: float) -> bool:
-    """Whether a number is finite, and 0 or at least SMALLEST in size."""
-    return math.isfinite(value) and (value == 0 or abs(value) >= SMALLEST)
+    """Whether a number is 0, or its size is from SMALLEST to LARGEST; NaN is not."""
+    return value == 0 or SMALLEST <= abs(value) <= LARGEST
 
 
 def number(
     low: float = -math.inf, high: float = math.inf, *, above: float | None = None
 ) -> Callable[[str], float]:
-    """Return the type of a finite number from low to high, both included, and above
-    another one; 0 or at least SMALLEST in size.
+    """Return the type of a number from low to high, both included, and above another one, of a
+    usable size (`is_usable`).
     """
 
     def parse(word: str) -> float:
@@ -70,8 +71,8 @@ def number(
             )
             bounds += [f"at most {high:g}"] if high < math.inf else []
             described = f" {' and '.join(bounds)}" if bounds else ""
-            if 0 < abs(value) < SMALLEST:
-                described += f", 0 or at least {SMALLEST:g} in size"
+            if math.isfinite(value) and not is_usable(value):
+                described += f", 0 or from {SMALLEST:g} to {LARGEST:g} in size"
             raise argparse.ArgumentTypeError(f"{word[:100]!r}: a finite number{described}")
         return value
 
@@ -88,6 +89,19 @@ seconds = number(0.0, ONE_YEAR)
 """Type of a time limit."""
 port = integer(1, 65_535)
 """Type of a TCP port."""
+
+
+_SIZE = re.compile(r"(\d{1,15}(?:\.\d{1,15})?)\s*([KMGT]?)(i?)B?", re.IGNORECASE)
+
+
+def num_bytes(word: str) -> int:
+    """Return the bytes of "5GB" (10^9), "500MiB" (2^20) or "1000"; at least 1."""
+    found = _SIZE.fullmatch(word.strip())
+    power = "kmgt".find(found[2].lower()) + 1 if found and found[2] else 0
+    size = int(float(found[1]) * (1024 if found[3] else 1000) ** power) if found else 0
+    if size < 1:
+        raise argparse.ArgumentTypeError(f"{word[:100]!r}: a size such as 5GB or 500MiB")
+    return size
 
 
 def path_after(prefix: str) -> Callable[[str], str]:

@@ -70,7 +70,8 @@ class Option:
                 )
 
     def _range(self) -> str:
-        size = "" if self.number is int else f", 0 or {option_types.SMALLEST:g} and more in size"
+        smallest, largest = option_types.SMALLEST, option_types.LARGEST
+        size = "" if self.number is int else f", 0 or from {smallest:g} to {largest:g} in size"
         if self.low == -math.inf:
             return f"a finite number{size}"
         if self.high == math.inf:

@@ -16,7 +16,6 @@ from mmldlm.checkpoints.formats.dcp import DcpCheckpoint
 from mmldlm.checkpoints.formats.open import open_source
 from mmldlm.checkpoints.formats.safetensors import SafetensorsModel
 from mmldlm.checkpoints.inspect import compare
-from mmldlm.commands.convert import parse_size
 from mmldlm.errors import UserError
 from tests.support.convert_command import command
 
@@ -265,19 +264,6 @@ def test_a_hugging_face_folder_keeps_what_belongs_to_it(fsdp_dir, tmp_path):
     with pytest.raises(UserError, match="config.json"):
         command(model, tmp_path / "third")
     assert not (tmp_path / "third").exists()
-
-
-@pytest.mark.parametrize(
-    "text, size", [("5GB", 5 * 10**9), ("1.5 KiB", 1536), ("7", 7), ("2m", 2 * 10**6)]
-)
-def test_sizes(text, size):
-    assert parse_size(text) == size
-
-
-@pytest.mark.parametrize("text", ["", "GB", "-1", "0", "5 apples", "0.4"])
-def test_sizes_that_are_none(text):
-    with pytest.raises(UserError, match="shard-size"):
-        parse_size(text)
 
 
 @pytest.mark.parametrize("damage", ["cut", "header", "gap"])

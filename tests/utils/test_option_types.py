@@ -26,7 +26,6 @@ TEXTS = {
     "--master_addr",
     "--ssh-option",
     "--method",
-    "--shard-size",
     "overrides",
     "event",
     "--eval-dataset",
@@ -106,3 +105,16 @@ def test_paths_are_expanded(monkeypatch, tmp_path):
     (tmp_path / "$HOME").mkdir()
     assert option_types.path("$HOME") == "$HOME" and option_types.path("$HOME/a") == "/of/me/a"
     assert option_types.path(f"{tmp_path}/$HOME/a") == f"{tmp_path}/$HOME/a"
+
+
+@pytest.mark.parametrize(
+    "word, size", [("5GB", 5 * 10**9), ("1.5 KiB", 1536), ("7", 7), ("2m", 2 * 10**6)]
+)
+def test_sizes_in_bytes(word, size):
+    assert option_types.num_bytes(word) == size
+
+
+@pytest.mark.parametrize("word", ["", "GB", "-1", "0", "5 apples", "0.4", "1e9", "9" * 400])
+def test_sizes_that_are_none(word):
+    with pytest.raises(argparse.ArgumentTypeError, match="a size such as"):
+        option_types.num_bytes(word)

@@ -4,7 +4,9 @@ command line.
 
 from __future__ import annotations
 
+import argparse
 import re
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -19,6 +21,7 @@ from mmldlm.data.encoders.model_files import VaeFiles, find_vae
 from mmldlm.data.encoders.specs import ENCODERS, POOLINGS
 from mmldlm.data.writers import LAYOUTS, MAX_IMAGE_SIZE, MAX_LATENTS
 from mmldlm.errors import UserError
+from mmldlm.utils import option_types
 from mmldlm.utils.paths import output_root
 
 OVERLONG = ("drop", "truncate", "chunk")
@@ -40,6 +43,32 @@ _RUN_ONLY_IMAGE_OPTIONS = (
 )
 _VAE = "vae:"
 DEFAULT_CODES = 512
+NUMBERS: dict[str, Callable[[str], float]] = {
+    "seed": option_types.seed,
+    **dict.fromkeys(
+        (
+            "max_samples",
+            "validation_samples",
+            "max_documents",
+            "min_tokens",
+            "max_tokens",
+            "vocab_size",
+            "batch_tokens",
+            "batch_size",
+            "latent_dim",
+            "latents_per_text",
+            "max_length",
+            "patch_size",
+            "faces",
+        ),
+        option_types.count,
+    ),
+    "retries": option_types.size,
+    "max_quarantined": option_types.number(0, 1),
+    "image_size": option_types.integer(1, MAX_IMAGE_SIZE),
+    "white": option_types.integer(1, 65_535),
+}
+"""Types of the options that are numbers, on the command line and in a call from Python."""
 
 
 @dataclass
@@ -150,9 +179,10 @@ def check_options(options: PrepareOptions) -> Path:
             options.encoder,
             "choose one of these encoders",
         )
-    if not 1 <= options.min_tokens <= options.max_tokens:
+    _check_numbers(options)
+    if options.min_tokens > options.max_tokens:
         raise UserError(
-            "1 <= --min-tokens <= --max-tokens",
+            "--min-tokens <= --max-tokens",
             f"{options.min_tokens} and {options.max_tokens}",
             "change one of them",
         )
@@ -169,18 +199,6 @@ def check_options(options: PrepareOptions) -> Path:
             raise UserError(
                 f"--{name} among: {', '.join(allowed)}", str(value), "choose one of these"
             )
-    _check_positive(
-        options,
-        "max_samples",
-        "validation_samples",
-        "batch_tokens",
-        "batch_size",
-        "max_documents",
-        "max_length",
-        "latent_dim",
-        "latents_per_text",
-    )
-    _check_max_quarantined(options)
     if options.datasets and options.corpus != DEFAULT_CORPUS:
         raise UserError(
             "a CORPUS or --datasets",
@@ -190,20 +208,16 @@ def check_options(options: PrepareOptions) -> Path:
     return output_root(options.output_dir)
 
 
-def _check_positive(options: PrepareOptions | ImageOptions, *names: str) -> None:
-    for name in names:
-        value = getattr(options, name)
-        if value is not None and value < 1:
-            raise UserError(f"{_flag(name)} of at least 1", str(value), "give a positive number")
-
-
-def _check_max_quarantined(options: PrepareOptions | ImageOptions) -> None:
-    if not 0 <= options.max_quarantined <= 1:
-        raise UserError(
-            "--max-quarantined from 0 to 1",
-            str(options.max_quarantined),
-            "give a share, such as 0.01",
-        )
+def _check_numbers(options: PrepareOptions | ImageOptions) -> None:
+    for name, number in NUMBERS.items():
+        value = getattr(options, name, None)
+        try:
+            if value is not None:
+                number(str(value))
+        except argparse.ArgumentTypeError as error:
+            _, expected = str(error).split(": ", 1)
+            fix = "give a number in this range"
+            raise UserError(f"{_flag(name)} as {expected}", str(value), fix) from error
 
 
 def _flag(name: str) -> str:
@@ -346,15 +360,7 @@ def check_image_options(options: ImageOptions) -> Path:
     Raises:
         UserError: a value is out of range, unknown, or not read by this corpus.
     """
-    _check_positive(
-        options,
-        "image_size",
-        "patch_size",
-        "max_samples",
-        "validation_samples",
-        "max_tokens",
-        "batch_size",
-    )
+    _check_numbers(options)
     size, patch = options.image_size, options.patch_size
     if size % patch:
         raise UserError(
@@ -362,22 +368,12 @@ def check_image_options(options: ImageOptions) -> Path:
             str(size),
             f"give {size // patch * patch or patch}",
         )
-    if size > MAX_IMAGE_SIZE:
-        fix = "give a smaller one"
-        raise UserError(f"--image-size of at most {MAX_IMAGE_SIZE:,}", f"{size:,}", fix)
     if (size // patch) ** 2 > MAX_LATENTS:
         raise UserError(
             f"--image-size and --patch-size with at most {MAX_LATENTS:,} patches of an image",
             f"{(size // patch) ** 2:,} (--image-size {size}, --patch-size {patch})",
             "give a larger --patch-size",
         )
-    if options.white is not None and not 1 <= options.white <= 65535:
-        raise UserError(
-            "--white from 1 to 65535",
-            str(options.white),
-            "give the largest value, 4095 for 12 bits",
-        )
-    _check_max_quarantined(options)
     _check_latents(options)
     corpus = Path(options.corpus)
     is_list = kind_of(corpus) in ("jsonl", *TABLES) or corpus.suffix.lower() == ".json"

@@ -11,6 +11,7 @@ from mmldlm.config.section import MAX_COUNT, MAX_WEIGHT, FilledFromData, OnResum
 from mmldlm.data.config import StoreDataConfig, TokenizerConfig
 from mmldlm.models.plain_config import Conditioning, PlainConfig
 from mmldlm.tasks.translation.config import TextDiffusionConfig
+from mmldlm.utils.option_types import LARGEST
 
 DEFAULT_DROPOUT = 0.1
 
@@ -123,7 +124,7 @@ class MdlmLossConfig(DiffusionLossConfig):
     text_weighting: Literal["elbo", "uniform"] = "elbo"
     """Weight of a masked token in training. elbo: the NELBO's. uniform: 2 for all, of the same
     mean. Logs and evaluations report the NELBO in both cases."""
-    text_weight_clip: float | None = Field(None, gt=0, le=1e30)
+    text_weight_clip: float | None = Field(None, gt=0, le=LARGEST)
     """Largest weight of a masked token (1 / t). Clipped, the loss bounds no likelihood. None: off.
 
     """
@@ -177,7 +178,7 @@ class GiddLossConfig(DiffusionLossConfig):
     """Weight of a token in training. elbo: the NELBO's. clip: that, at most text_weight_clip.
     dynamic (GIDD+): 2 at [MASK], 1 at a wrong token, little at a right one, whatever t. Logs and
     evaluations report the NELBO in all cases."""
-    text_weight_clip: float | None = Field(None, gt=0, le=1e30)
+    text_weight_clip: float | None = Field(None, gt=0, le=LARGEST)
     """Largest weight w_max of text_weighting=clip (None: 1) and dynamic (None: 2, whose weights it
     scales).
     """
@@ -243,7 +244,7 @@ class HdlmLossConfig(DiffusionLossConfig):
     text_weighting: Literal["elbo", "clip"] = "clip"
     """Weight of a token in training. elbo: the NELBO's. clip: that, at most text_weight_clip. Logs
     and evaluations report the NELBO in both cases."""
-    text_weight_clip: float | None = Field(None, gt=0, le=1e30)
+    text_weight_clip: float | None = Field(None, gt=0, le=LARGEST)
     """Largest weight of text_weighting=clip. None: 10 (HDLM's on LM1B)."""
 
     @model_validator(mode="after")

@@ -7,9 +7,17 @@ from typing import TYPE_CHECKING, Annotated, Literal
 from pydantic import Field, model_validator
 
 from mmldlm.config.schema import Config, TrainingConfig
-from mmldlm.config.section import MAX_WEIGHT, FilledFromData, OnResume, Section, check_weights
+from mmldlm.config.section import (
+    MAX_WEIGHT,
+    FilledFromData,
+    OnResume,
+    Section,
+    Weight,
+    check_weights,
+)
 from mmldlm.data.config import StoreDataConfig, TokenizerConfig
 from mmldlm.models.mmdit_config import ModelConfig
+from mmldlm.utils.option_types import LARGEST
 
 # Preflight reads a config without torch.
 if TYPE_CHECKING:
@@ -99,7 +107,7 @@ class LatentDiffusionConfig(Section):
     """Sampling puts x0 predictions back on the sphere when the encoder's latents are unit vectors.
 
     """
-    clamp_x0: float | None = Field(None, gt=0, le=1e30)
+    clamp_x0: float | None = Field(None, gt=0, le=LARGEST)
     """Sampling clamps x0 predictions to [-c, c] in the space of the stored latents: 1 for pixels.
 
     None: off.
@@ -184,12 +192,12 @@ class LossConfig(Section):
     """
     normalize_eps: float = Field(1e-8, gt=0, le=1)
     """Added to the norm in normalized_mse."""
-    text_loss_clamp: float | None = Field(None, gt=0, le=1e30)
+    text_loss_clamp: float | None = Field(None, gt=0, le=LARGEST)
     """Clamp each sample's text NELBO per token (MM-LDLM: 100). Above it the gradient is zero.
 
     None: off.
     """
-    latent_loss_clamp: float | None = Field(None, gt=0, le=1e30)
+    latent_loss_clamp: float | None = Field(None, gt=0, le=LARGEST)
     """Clamp each sample's latent loss (MM-LDLM: 10). Above it the gradient is zero. None: off."""
     text_candidates: int | None = Field(None, ge=1)
     """In training, score masked tokens against this many most frequent tokens and a sample of
@@ -199,19 +207,19 @@ class LossConfig(Section):
     """Weight of a masked token in training. elbo: the NELBO's. uniform: 2 for all, of the same
     mean; the loss then bounds no likelihood, but its gradients vary less. Logs and evaluations
     report the NELBO in both cases."""
-    text_weight_clip: float | None = Field(None, gt=0, le=1e30)
+    text_weight_clip: float | None = Field(None, gt=0, le=LARGEST)
     """Largest weight of a masked token (1 / t under MDLM). Clipped, the loss bounds no likelihood.
 
     None: off.
     """
-    latent_weight_clip: float | None = Field(None, gt=0, le=1e30)
+    latent_weight_clip: float | None = Field(None, gt=0, le=LARGEST)
     """Largest weight of a sample's latent error (RadioDiff's weight clipping). None: off."""
-    latent_prediction_clamp: float | None = Field(None, gt=0, le=1e30)
+    latent_prediction_clamp: float | None = Field(None, gt=0, le=LARGEST)
     """Clamp every element of the latent prediction to [-c, c] in the loss.
 
     Values outside receive no gradient.
     """
-    latent_target_clamp: float | None = Field(None, gt=0, le=1e30)
+    latent_target_clamp: float | None = Field(None, gt=0, le=LARGEST)
     """Clamp every element of the latent target to [-c, c]. Larger values are then never learned.
 
     None: off.
@@ -238,7 +246,7 @@ class TranslationTrainingConfig(TrainingConfig):
     """Mode: unconditional, l2t (embedding to text), t2l (text to embedding), or mixed (one mode
     per sample).
     """
-    loss_type_weights: dict[PureMode, float] | None = None
+    loss_type_weights: dict[PureMode, Weight] | None = None
     """Weights of the modes under mixed, as in 'training.loss_type_weights={l2t: 0.7, t2l: 0.3}' or
     training.loss_type_weights.l2t=0.7; a mode that is not named has weight 0. None: equal
     weights."""

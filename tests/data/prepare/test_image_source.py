@@ -130,7 +130,7 @@ def test_too_many_damaged_files_write_nothing(folder, tmp_path):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"image_size": 65536}, "--image-size of at most 16,384"),
+        ({"image_size": 65536}, "--image-size as a whole number .* at most 16384"),
         ({"image_size": 4096, "patch_size": 2}, "4,194,304 .*--patch-size 2"),
         ({"image_size": 4096}, "free memory for 30 images of 4096 x 4096 .*smaller --image-size"),
     ],
