@@ -60,6 +60,12 @@ class Samples:
     real_images: np.ndarray | None = None
     num_missing: int = 0
 
+    def complete(self) -> Samples:
+        """Return the samples; raise the interrupt that left some of them out."""
+        if self.num_missing:
+            raise KeyboardInterrupt
+        return self
+
 
 def sample_l2t(
     pretrained: Pretrained,
@@ -189,7 +195,7 @@ def read_l2t_input(
     """Return the reference texts, if any, the latents, and of given texts the tokens unknown to
     the encoder.
     """
-    if options.latent_file:
+    if options.latent_file is not None:
         return None, read_latents(options.latent_file, pretrained), []
     if options.data:
         from mmldlm.data.store import Store, check_latents
@@ -213,6 +219,34 @@ def read_l2t_input(
 
 def sample_t2l(pretrained: Pretrained, options: SampleOptions, progress: ProgressBar) -> Samples:
     """Sample latents from texts; compare them with the encoder's if the encoder is available."""
+    samples = sample_text_latents(pretrained, options, progress)
+    if samples.num_missing:
+        return samples
+    assert samples.latents is not None
+    texts = [record["text"] for record in samples.records]
+    cosines = _encoder_cosines(pretrained, texts, samples.latents, progress)
+    if cosines is None:
+        return samples
+    for record, cosine in zip(samples.records, cosines):
+        record["cosine"] = cosine
+    samples.extra["mean_cosine_with_encoder"] = float(np.mean(cosines))
+    return samples
+
+
+def sample_text_latents(
+    pretrained: Pretrained,
+    options: SampleOptions,
+    progress: ProgressBar,
+    *,
+    truncate: bool = False,
+    **more: Any,
+) -> Samples:
+    """Sample latents from texts.
+
+    Args:
+        truncate: Whether to cut texts that are too long for the model; else they are refused.
+        more: Further options of `sample_latents`.
+    """
     steps = options.num_steps or steps_given_text(pretrained.latent_diffusion)
     method, eta, guidance = options.method, options.eta, options.guidance
     assert method is not None and eta is not None and guidance is not None
@@ -225,7 +259,7 @@ def sample_t2l(pretrained: Pretrained, options: SampleOptions, progress: Progres
             "add --num-steps 10, or omit these options",
         )
     texts = given_texts(options.text, options.text_file)
-    ids = tokenize_texts(texts, pretrained)
+    ids = tokenize_texts(texts, pretrained, truncate)
     unknown = unknown_tokens(texts, ids, pretrained)
     rows, num_missing = list(range(len(texts))), 0
     try:
@@ -245,6 +279,7 @@ def sample_t2l(pretrained: Pretrained, options: SampleOptions, progress: Progres
             progress=progress.start(
                 f"embedding {count_noun(len(texts), 'text')} in {count_noun(steps, 'step')}"
             ),
+            **more,
         )
     except SamplingInterrupted as interrupt:
         rows, num_missing = interrupt.rows, len(texts) - len(interrupt.rows)
@@ -261,17 +296,7 @@ def sample_t2l(pretrained: Pretrained, options: SampleOptions, progress: Progres
         }
         for i, (row, norm) in enumerate(zip(rows, norms))
     ]
-    extra: dict[str, Any] = {"num_steps": steps}
-    if num_missing:
-        return Samples(records, latents.numpy(), extra, num_missing=num_missing)
-    cosines = _encoder_cosines(pretrained, texts, latents.numpy(), progress)
-    if cosines is None:
-        return Samples(records, latents.numpy(), extra)
-    for record, cosine in zip(records, cosines):
-        record["cosine"] = cosine
-    return Samples(
-        records, latents.numpy(), extra | {"mean_cosine_with_encoder": float(np.mean(cosines))}
-    )
+    return Samples(records, latents.numpy(), {"num_steps": steps}, num_missing=num_missing)
 
 
 def _encoder_cosines(
