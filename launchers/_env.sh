@@ -1,12 +1,13 @@
 # Shared set-up, to be sourced:  . launchers/_env.sh; mmldlm_env quickstart dev
 #
-# Create (or reuse) a virtual environment with mmldlm and the named extras of setup.py, put it first in PATH and set
-# PYTHON. Settings:
+# Create (or reuse) a virtual environment with mmldlm and the named extras of pyproject.toml, put it first in PATH and set
+# PYTHON. In a folder of `mmldlm init`, which has no checkout, the environment that has mmldlm is used as it is. Settings:
 #   MMLDLM_VENV     folder of the environment (default: .venv of this checkout)
 #   MMLDLM_VENV_TAKE   1: set up an environment again that belongs to another checkout
 #   MMLDLM_PYTHON   Python of a new environment (default: the first Python >= 3.11 in PATH)
 
 MMLDLM_ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+MMLDLM_PACKAGE=$MMLDLM_ROOT/mmldlm
 
 # Usage: mmldlm_fail WHAT FIX   (status 2: bad input)
 mmldlm_fail() {
@@ -53,14 +54,16 @@ mmldlm_need_venv_module() {
         "on Debian or Ubuntu: sudo apt-get install $package"
 }
 
-# Print a hash of everything an installation depends on: both lists, the interpreter, the paths of checkout and
-# environment (an environment cannot be moved).
+# Print a hash of everything an installation depends on: the package's description, the tested versions, the interpreter, the
+# paths of checkout and environment (an environment cannot be moved).
 mmldlm_stamp() {
     local python=$1 venv=$2
     "$python" - "$MMLDLM_ROOT" "$venv" <<'PY'
 import hashlib, pathlib, sys
 root = pathlib.Path(sys.argv[1])
-parts = [(root / name).read_bytes() for name in ("setup.py", "constraints.txt")]
+# The settings of tools, which come last, are no reason for a new installation.
+package = (root / "pyproject.toml").read_bytes().partition(b"\n[tool.")[0]
+parts = [package, (root / "constraints.txt").read_bytes()]
 parts += [sys.version.encode(), sys.argv[1].encode(), sys.argv[2].encode()]
 print(hashlib.sha256(b"\0".join(parts)).hexdigest())
 PY
@@ -141,7 +144,22 @@ print("" if spec is None or spec.origin is None else pathlib.Path(spec.origin).r
 PY
 }
 
+# Use the installed mmldlm: that of MMLDLM_VENV, else of the Python in PATH.
+mmldlm_installed_env() {
+    PYTHON=$(command -v "${MMLDLM_VENV:+$MMLDLM_VENV/bin/}python3") || PYTHON=python3
+    MMLDLM_PACKAGE=$("$PYTHON" -P -c 'import mmldlm, os; print(os.path.dirname(os.path.abspath(mmldlm.__file__)))' 2>/dev/null) || {
+        mmldlm_fail "$PYTHON has no mmldlm, and $MMLDLM_ROOT is no checkout" \
+            "activate the environment in which you ran mmldlm init, or set MMLDLM_VENV to its folder"
+        return
+    }
+    export PATH=$(dirname "$PYTHON"):$PATH PYTHON
+}
+
 mmldlm_env() {
+    if ! [ -e "$MMLDLM_ROOT/pyproject.toml" ]; then
+        mmldlm_installed_env
+        return
+    fi
     local venv=${MMLDLM_VENV:-$MMLDLM_ROOT/.venv} base stamp
     mkdir -p "$venv" || return
     venv=$(cd "$venv" && pwd)

@@ -62,7 +62,7 @@ mmldlm_count() {
 
 # Usage: mmldlm_module MODULE ARG...   Run a module of this checkout; the working folder is not on its path.
 mmldlm_module() {
-    "$PYTHON" "$MMLDLM_ROOT/mmldlm/utils/run_module.py" "$@"
+    "$PYTHON" "$MMLDLM_PACKAGE/utils/run_module.py" "$@"
 }
 
 # Usage: mmldlm_read_hostfile   (after mmldlm_env)

@@ -44,4 +44,4 @@ for name in OMP_NUM_THREADS DS_ACCELERATOR MASTER_ADDR MASTER_PORT "${names[@]}"
 done
 [ "$(id -u)" != 0 ] || carry+=(--allow-run-as-root)
 exec mpirun -np "$ranks" "${where[@]}" --bind-to none --map-by slot "${carry[@]}" \
-    "$PYTHON" -u "$MMLDLM_ROOT/mmldlm/train.py" "${MMLDLM_ARGS[@]}" "$@"
+    "$PYTHON" -u "$MMLDLM_PACKAGE/train.py" "${MMLDLM_ARGS[@]}" "$@"

@@ -49,7 +49,7 @@ if [ -n "${HOSTFILE:-}" ]; then
         mmldlm_check_hosts "${ssh_options[@]}"
     fi
     # DeepSpeed pastes the arguments into a shell line for each node: what is not plain text is passed encoded.
-    mapfile -t script < <(mmldlm_module mmldlm.cluster.run_decoded --encode "$MMLDLM_ROOT/mmldlm/train.py" "${MMLDLM_ARGS[@]}" "$@")
+    mapfile -t script < <(mmldlm_module mmldlm.cluster.run_decoded --encode "$MMLDLM_PACKAGE/train.py" "${MMLDLM_ARGS[@]}" "$@")
     exec deepspeed --hostfile "$HOSTFILE" "${mode[@]}" --no_local_rank --master_addr "$MASTER_ADDR" --master_port "$port" \
         "${script[@]}"
 fi

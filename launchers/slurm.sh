@@ -33,4 +33,4 @@ export SRUN_CPUS_PER_TASK=${SRUN_CPUS_PER_TASK:-${SLURM_CPUS_PER_TASK:-1}}
 # All five variables that DeepSpeed and torch read, from Slurm's own: tasks need no discovery.
 exec srun --kill-on-bad-exit=1 --label bash -c '
     export RANK=$SLURM_PROCID LOCAL_RANK=$SLURM_LOCALID WORLD_SIZE=$SLURM_NTASKS
-    exec "$0" -u "$@"' "$PYTHON" "$MMLDLM_ROOT/mmldlm/train.py" "${MMLDLM_ARGS[@]}" "$@"
+    exec "$0" -u "$@"' "$PYTHON" "$MMLDLM_PACKAGE/train.py" "${MMLDLM_ARGS[@]}" "$@"

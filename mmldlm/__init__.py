@@ -1,7 +1,18 @@
 """mmldlm: one MMDiT that translates between text and sentence embeddings, trained at scale."""
 
+from __future__ import annotations
+
 import os
 import sys
+
+# Not from typing, which would be imported before the path is put right below.
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    import torch
+
+    from mmldlm.inference.trained_model import TrainedModel
 
 __version__ = "0.1.0"
 
@@ -14,3 +25,31 @@ if sys.argv[:1] == ["-m"] and not getattr(sys.flags, "safe_path", False):
         _folder = os.path.dirname(os.path.dirname(os.path.realpath(__file__)))
         # This very package stays the one that is found, also where it is not installed.
         sys.path[:1] = [] if _folder in sys.path[1:] else [_folder]
+
+
+def load(
+    path: str | Path,
+    device: str | None = None,
+    dtype: torch.dtype | None = None,
+    encoder_dir: str | None = None,
+) -> TrainedModel:
+    """Load a trained model, to write and embed texts, or to caption and draw images.
+
+        model = mmldlm.load("RUN")
+        model.decode(model.embed(["A sentence."]))
+
+    Args:
+        path: A run (its latest checkpoint), a checkpoint of any engine, a model.pt, or a folder
+            written by `mmldlm convert`. The weights are read, not their moving average.
+        device: Device of the model; None: cuda if available, else cpu.
+        dtype: Type of the weights; None: fp32.
+        encoder_dir: Folder of the encoder of the training data, or the folder that holds it, where
+            it is not found otherwise.
+
+    Raises:
+        UserError: no such folder or device, or files that are damaged or do not belong together.
+    """
+    # Inside: `import mmldlm` starts without torch.
+    from mmldlm.inference.trained_model import TrainedModel
+
+    return TrainedModel(path, device, dtype, encoder_dir)

@@ -81,6 +81,10 @@ STARTS_RANKS = ("train", "launch", "preflight")
 # Verb (of one or two words) -> (entry, help). An entry is a module with add_arguments and main, or
 # a function that adds the options to a parser and returns main.
 VERBS = {
+    "init": (
+        "mmldlm.commands.init",
+        "lay out host files, DeepSpeed settings and launcher scripts to edit",
+    ),
     "prepare": ("mmldlm.commands.prepare", "encode a corpus into a store"),
     "pack": (
         "mmldlm.commands.pack",

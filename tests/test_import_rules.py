@@ -99,6 +99,7 @@ GOOD = [
     ("from .batch_plan import BatchPlan\nimport torch", "mmldlm.data.loader"),
     ("import torch.distributed\nimport deepspeed", "mmldlm.engines.deepspeed"),
     ("def check():\n    import torch", "mmldlm.preflight.checks.gpu"),
+    ("def load():\n    from mmldlm.models import mmdit", "mmldlm"),
     ("def f():\n    import wandb", "mmldlm.observe.trackers"),
     (
         (

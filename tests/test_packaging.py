@@ -1,18 +1,25 @@
 """The package, its pins, the set-up scripts and the DeepSpeed files users start from."""
 
-import ast
+import email
 import importlib
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 import sysconfig
 import textwrap
+import tomllib
+import zipfile
+from importlib import metadata
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 from packaging.requirements import Requirement
+
+import mmldlm
 
 ROOT = Path(__file__).resolve().parents[1]
 PYTHONS = ("3.11", "3.12", "3.13")
@@ -27,11 +34,7 @@ OWNED = (
 )
 
 
-def setup_lists():
-    """INSTALL_REQUIRES and EXTRAS of setup.py, read without running it."""
-    tree = ast.parse((ROOT / "setup.py").read_text())
-    names = {node.targets[0].id: node.value for node in tree.body if isinstance(node, ast.Assign)}
-    return ast.literal_eval(names["INSTALL_REQUIRES"]), ast.literal_eval(names["EXTRAS"])
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
 
 
 def pins(python):
@@ -54,7 +57,7 @@ def pins(python):
 
 @pytest.mark.parametrize("python", PYTHONS)
 def test_every_dependency_has_one_pin_within_its_range(python):
-    required, extras = setup_lists()
+    required, extras = PROJECT["dependencies"], PROJECT["optional-dependencies"]
     pinned = pins(python)
     for text in [*required, *(text for own in extras.values() for text in own)]:
         requirement = Requirement(text)
@@ -68,24 +71,60 @@ def test_every_folder_with_modules_is_a_package():
         for path in (ROOT / "mmldlm").rglob("*.py")
         if not (path.parent / "__init__.py").exists()
     }
-    assert missing == set(), "setup.py would leave these folders out"
+    assert missing == set(), "the wheel would leave these folders out"
 
 
-def test_presets_are_packaged():
-    presets = ROOT / "mmldlm" / "config" / "presets"
-    assert list(presets.glob("*.yaml")), "no presets"
-    assert not [
-        path
-        for path in presets.iterdir()
-        if path.is_file() and path.suffix not in (".yaml", ".py")
-    ]
-    assert '"mmldlm.config": ["presets/*.yaml"]' in (ROOT / "setup.py").read_text()
+def files_of_the_package():
+    """What a wheel must have: modules, and the files that they read or hand out."""
+    package = ROOT / "mmldlm"
+    patterns = (
+        "**/*.py",
+        "py.typed",
+        "config/presets/*",
+        "observe/pages/templates/*",
+        "files/*/*",
+    )
+    files = [path for pattern in patterns for path in package.glob(pattern) if path.is_file()]
+    return {path.relative_to(ROOT).as_posix() for path in files}
 
 
-def test_the_parts_of_pages_belong_to_the_wheel():
-    templates = ROOT / "mmldlm" / "observe" / "pages" / "templates"
-    assert {path.suffix for path in templates.iterdir()} == {".html", ".css", ".js"}
-    assert '"mmldlm.observe.pages": ["templates/*"]' in (ROOT / "setup.py").read_text()
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory):
+    """The wheel of a copy of this checkout, which a build would leave its files in."""
+    if not (find_spec("setuptools") and find_spec("pip")):
+        pytest.skip("setuptools or pip is missing, which build the wheel")
+    if int(metadata.version("setuptools").split(".")[0]) < 77:
+        pytest.skip("setuptools is older than 77, which the build needs")
+    folder = tmp_path_factory.mktemp("wheel")
+    for name in ("mmldlm", "ds_configs", "hostfiles", "launchers"):
+        ignored = shutil.ignore_patterns("__pycache__")
+        shutil.copytree(ROOT / name, folder / "src" / name, symlinks=True, ignore=ignored)
+    for name in ("setup.py", "pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, folder / "src")
+    words = ["wheel", "--no-deps", "--no-build-isolation", "--no-index", "-w", folder]
+    command = [sys.executable, "-m", "pip", *map(str, words), str(folder / "src")]
+    built = subprocess.run(command, capture_output=True, text=True)
+    assert built.returncode == 0, built.stderr[-3000:]
+    (path,) = folder.glob("*.whl")
+    return zipfile.ZipFile(path)
+
+
+def test_the_wheel_is_whole_and_nothing_else(wheel):
+    names = {name for name in wheel.namelist() if ".dist-info/" not in name}
+    assert names == files_of_the_package()
+    for name in ("ds_configs/zero2.json", "hostfiles/two_nodes", "launchers/slurm.sh"):
+        assert wheel.read(f"mmldlm/files/{name}") == (ROOT / name).read_bytes()
+
+
+def test_the_wheel_describes_itself(wheel):
+    (name,) = (name for name in wheel.namelist() if name.endswith(".dist-info/METADATA"))
+    found = email.message_from_bytes(wheel.read(name))
+    assert found["Version"] == mmldlm.__version__ and found["License-Expression"] == "Apache-2.0"
+    assert "mmldlm train" in found.get_payload()
+    extras = set(PROJECT["optional-dependencies"])
+    assert set(found.get_all("Provides-Extra")) == extras and {"dev", "data", "eval"} <= extras
+    of_pythons = [text for text in found.get_all("Classifier") if re.search(r":: 3\.\d", text)]
+    assert [text.split()[-1] for text in of_pythons] == list(PYTHONS)
 
 
 def test_the_console_command_exists():
@@ -171,7 +210,7 @@ def test_a_missing_extra_or_a_stale_stamp_installs_again(finished_venv):
     )
     assert missing.returncode == 1 and "not reached" not in missing.stdout
     assert "No module named pip" in missing.stderr and "setup.log" in missing.stderr
-    (finished_venv / ".mmldlm-base").write_text("of an older setup.py\n")
+    (finished_venv / ".mmldlm-base").write_text("of an older pyproject.toml\n")
     assert bash("set -euo pipefail; . launchers/_env.sh; mmldlm_env", **env).returncode == 1
 
 
@@ -370,6 +409,5 @@ def test_ds_configs_train_a_model_alike_on_this_machine():
 
 
 def test_the_console_command_names_a_function():
-    (target,) = re.findall(r'"mmldlm = ([\w.]+:\w+)"', (ROOT / "setup.py").read_text())
-    module, name = target.split(":")
+    module, name = PROJECT["scripts"]["mmldlm"].split(":")
     assert callable(getattr(importlib.import_module(module), name))

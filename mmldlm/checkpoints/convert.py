@@ -1,4 +1,5 @@
-"""Convert a training checkpoint to model.safetensors, config.json and tokenizer in bounded memory.
+"""Convert a training checkpoint to model.safetensors, config.json, tokenizer and model card in
+bounded memory.
 
 Torch and deepspeed are not imported, nothing is executed, and OUT appears when it is complete.
 The order of reads, here and in to_checkpoint:
@@ -16,7 +17,8 @@ The order of reads, here and in to_checkpoint:
 4. Tensors: one sequential pass in the order of the files. Each chunk is checked for NaN, infinity
    and, where ZeRO keeps a low-precision copy, against that copy; it is cast and written. At the
    end the rest of every record that was read is read too, and all CRCs are compared.
-5. Small files: config, tokenizer, and what else the manifest lists beside the engine's files.
+5. Small files: config, tokenizer, what else the manifest lists beside the engine's files, and the
+   model card.
 6. Comparison: every element of the source is in the output, or was left out by `only`.
 """
 
@@ -47,6 +49,7 @@ from mmldlm.checkpoints.formats.weight_source import (
     WeightSource,
 )
 from mmldlm.checkpoints.manifest import SAFETENSORS_FILE, SAFETENSORS_INDEX
+from mmldlm.checkpoints.model_card import write_model_card
 from mmldlm.checkpoints.output_folder import (
     check_links,
     copy_tokenizer_files,
@@ -140,15 +143,18 @@ def convert(
             if verify:
                 _verify(folder, sums)
             if not only:
+                dtypes = "the types of the checkpoint" if dtype == "keep" else dtype
+                stored = f"{dtypes}, the moving average" if ema else dtypes
+                write_model_card(opened, folder, out.name, plan.num_parameters, stored)
                 covered = {(name, WEIGHT): item.info.numel for name, item in plan.tensors.items()}
                 check_nothing_left(weights, covered)
             num_bytes = sum((folder / name).stat().st_size for name in files)
 
-        # Tokenizer files may come from anywhere; next to them the marker permits --force to
-        # replace the folder.
+        # Tokenizer files and cards may come from anywhere; next to them the marker permits --force
+        # to replace the folder.
         marker = (
             {"to": "safetensors", "from": source_metadata(opened)}
-            if model_folder(opened)
+            if opened.checkpoint or model_folder(opened)
             else None
         )
         write_atomically(
@@ -158,7 +164,7 @@ def convert(
         return Summary(
             num_tensors=len(infos),
             num_aliases=len(plan.aliases),
-            num_parameters=sum(info.numel for info in infos if info.kind != "buffer"),
+            num_parameters=plan.num_parameters,
             num_bytes=num_bytes,
             num_files=len(files),
             seconds=time.monotonic() - started,
@@ -349,6 +355,12 @@ class ExportPlan(NamedTuple):
     def nbytes(self) -> int:
         """Number of bytes of all tensors."""
         return sum(planned.nbytes for planned in self.tensors.values())
+
+    @property
+    def num_parameters(self) -> int:
+        """Number of elements of the parameters, without buffers and aliases."""
+        infos = (planned.info for planned in self.tensors.values())
+        return sum(info.numel for info in infos if info.kind != "buffer")
 
     @property
     def dtype(self) -> str | None:

@@ -25,6 +25,7 @@ from mmldlm.checkpoints.manifest import (
     CONFIG_FILE,
     MANIFEST,
     MODEL_CONFIG,
+    MODEL_TYPE,
     RUN_CONFIG,
     SAFETENSORS_FILE,
     read_manifest,
@@ -38,22 +39,27 @@ from mmldlm.utils.json_files import read_json
 from mmldlm.utils.paths import lock_file
 
 TOKENIZER_FOLDER = "tokenizer"
-# Files next to the weights in a Hugging Face folder, which belong to them in any format.
+# Files of a tokenizer, where transformers looks for them: next to the weights.
+_OF_TOKENIZER = (
+    r"tokenizer(_config)?\.json|tokenizer\.model|special_tokens_map\.json|added_tokens\.json"
+    r"|vocab\.(json|txt)|merges\.txt|spiece\.model|sentencepiece\.bpe\.model"
+    r"|chat_template\.(jinja|json)"
+)
+# Files next to the weights in a Hugging Face folder, which belong to them in any format. Until
+# 0.1.0 a conversion kept the tokenizer in a folder.
 TOKENIZER_FILES = re.compile(
-    r"config\.json|config\.yaml|generation_config\.json|tokenizer|tokenizer(_config)?\.json|tokenizer\.model"
-    r"|special_tokens_map\.json|added_tokens\.json|vocab\.(json|txt)|merges\.txt|spiece\.model"
-    r"|sentencepiece\.bpe\.model|chat_template\.(jinja|json)|(pre)?processor_config\.json|pca_basis\.npy"
-    r"|codebook\.npy"
+    rf"{_OF_TOKENIZER}|tokenizer|config\.json|config\.yaml|generation_config\.json"
+    r"|(pre)?processor_config\.json|pca_basis\.npy|codebook\.npy"
 )
 # Files of a conversion: --force deletes only a folder without other files.
 _OUTPUTS = re.compile(
     r"model(-\d{5}-of-\d{5})?\.safetensors|model\.safetensors\.index\.json|config\.json|config\.yaml|tokenizer"
     r"|universal|latest_universal|pca_basis\.npy|codebook\.npy"
 )
-# These files may belong to a training run, and TOKENIZER_FILES to a model. They are deleted only
-# next to the marker, which a conversion writes first.
+# These files may belong to a training run or its user, and TOKENIZER_FILES to a model. They are
+# deleted only next to the marker, which a conversion writes first.
 _STATES = re.compile(
-    r"model\.pt|optimizer\.pt|deepspeed\.pt|\.metadata|trainable\.json|__\d+_0\.distcp|zero|latest|checkpoints"
+    r"README\.md|model\.pt|optimizer\.pt|deepspeed\.pt|\.metadata|trainable\.json|__\d+_0\.distcp|zero|latest|checkpoints"
 )
 CONVERSION_MARKER = "converted.json"
 # From this number of files on one syncfs is faster than an fsync per file.
@@ -456,17 +462,19 @@ def _copy_listed_files(checkpoint: Path, dtype: str | None, folder: Path) -> lis
     notes = []
     listed = read_manifest(checkpoint)["files"]
     if MODEL_CONFIG in listed:
-        _copy_config(checkpoint, checkpoint / MODEL_CONFIG, dtype, folder)
+        _copy_config(checkpoint, checkpoint / MODEL_CONFIG, dtype, folder, MODEL_TYPE)
     else:
         notes.append(f"{MODEL_CONFIG} is not in the checkpoint: no config.json was written")
-    names = [
-        name
-        for name in listed
-        if name in (RUN_CONFIG, *CODEC_FILES) or name.startswith(f"{TOKENIZER_FOLDER}/")
-    ]
-    for name in names:
-        copy_file(checkpoint, checkpoint / name, folder / name)
-    if not any(name.startswith(f"{TOKENIZER_FOLDER}/") for name in names):
+    for name in (RUN_CONFIG, *CODEC_FILES):
+        if name in listed:
+            copy_file(checkpoint, checkpoint / name, folder / name)
+    tokenizer = [name for name in listed if name.startswith(f"{TOKENIZER_FOLDER}/")]
+    for name in tokenizer:
+        own_name = name.removeprefix(f"{TOKENIZER_FOLDER}/")
+        # A file of another name stays in its folder: it could be named as one of the model's.
+        is_known = re.fullmatch(_OF_TOKENIZER, own_name)
+        copy_file(checkpoint, checkpoint / name, folder / (own_name if is_known else name))
+    if not tokenizer:
         notes.append(f"the checkpoint has no {TOKENIZER_FOLDER}/: none was written")
     copied = (MODEL_CONFIG, RUN_CONFIG, TOKENIZER_FOLDER, *CODEC_FILES)
     for name in copied:
@@ -514,9 +522,13 @@ def _is_model_config(path: Path) -> bool:
     )
 
 
-def _copy_config(root: Path, path: Path, dtype: str | None, folder: Path) -> dict:
+def _copy_config(
+    root: Path, path: Path, dtype: str | None, folder: Path, model_type: str | None = None
+) -> dict:
     """Copy a model's config as config.json, with the dtype of the written weights; return it."""
     config = read_json(real_path(root, path), "restore the file, or move it away")
+    if model_type is not None:
+        config = {"model_type": model_type, **config}
     if dtype is not None:
         # transformers has renamed this key and reads both names.
         config["dtype" if "dtype" in config else "torch_dtype"] = dtype

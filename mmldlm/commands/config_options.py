@@ -23,7 +23,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--deepspeed-config",
         type=option_types.path,
         metavar="JSON",
-        help="DeepSpeed settings (ds_configs/)",
+        help="DeepSpeed settings (`mmldlm init DIR` lays out some in DIR/ds_configs)",
     )
     parser.add_argument(
         "overrides", nargs="*", metavar="section.key=value", help="set single keys"

@@ -17,6 +17,7 @@ from mmldlm.checkpoints.files.file_io import raise_malloc_thresholds
 from mmldlm.checkpoints.formats.open import open_source
 from mmldlm.checkpoints.inspect import diff, inspect, summarize
 from mmldlm.checkpoints.manifest import SAFETENSORS_FILE, SUB_GROUP_SIZE, TARGETS
+from mmldlm.checkpoints.model_card import CARD
 from mmldlm.checkpoints.to_checkpoint import convert_state, dry_run
 from mmldlm.commands import RenamedOption
 from mmldlm.errors import EXIT_DONE, EXIT_FAILED, UserError
@@ -235,8 +236,9 @@ def _print_summary(args: argparse.Namespace, summary: Summary) -> None:
     ])  # fmt: skip
     for note in summary.notes:
         print(f"note: {note}")
-    # A folder with a tokenizer is a whole model of ours, not weights alone.
-    is_model = args.to == "safetensors" and (Path(args.out) / "tokenizer").is_dir()
+    # A folder with a card, or a tokenizer as until 0.1.0, is a whole model of ours.
+    of_model = (Path(args.out) / CARD, Path(args.out) / "tokenizer")
+    is_model = args.to == "safetensors" and any(path.exists() for path in of_model)
     use = ["evaluate", "--data", "STORE", "--checkpoint"] if is_model else ["convert", "inspect"]
     print(f"next: {shlex.join(['mmldlm', *use, str(args.out)])}")
 

@@ -16,6 +16,7 @@ from typing import BinaryIO
 import numpy as np
 from PIL import Image, ImageDraw, ImageFont, ImageOps, UnidentifiedImageError
 
+from mmldlm.errors import UserError
 from mmldlm.utils.atomic_files import atomic_file
 from mmldlm.utils.figures import import_matplotlib
 from mmldlm.utils.formatting import describe_os_error, first_line
@@ -88,6 +89,32 @@ def read_image(
     except Exception as error:
         # Decoders raise many types on damaged files.
         raise UnreadableImage(f"damaged: {first_line(error)}") from None
+
+
+def fit_picture(picture: Image.Image | np.ndarray, size: int, channels: int) -> np.ndarray:
+    """Convert a picture as `read_image` does.
+
+    Args:
+        picture: Opened with PIL, or uint8 [H, W] or [H, W, C] with 1 (gray), 3 or 4 channels.
+
+    Returns:
+        uint8 [size, size, channels].
+
+    Raises:
+        UserError: neither, or values of an undefined range.
+    """
+    expected = "a picture: a file, one opened with PIL, or an array uint8 [H, W] or [H, W, C]"
+    try:
+        if isinstance(picture, np.ndarray):
+            if picture.dtype != np.uint8:
+                raise TypeError(f"an array of {picture.dtype}")
+            squeezed = picture[..., 0] if picture.shape[2:] == (1,) else picture
+            picture = Image.fromarray(squeezed)
+        if not isinstance(picture, Image.Image):
+            raise TypeError(f"an object of type {type(picture).__name__}")
+        return _convert(picture, size, channels, _Depth(None, None))
+    except (TypeError, ValueError) as error:
+        raise UserError(expected, first_line(error), "give it in one of these forms") from error
 
 
 def _cut_out(file: BinaryIO, offset: int, count: int) -> BinaryIO:

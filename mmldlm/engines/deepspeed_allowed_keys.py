@@ -375,5 +375,7 @@ def _has_type(value: Any, kind: str, optional: bool) -> bool:
 
 def _invalid_key_error(key: str, expected: str, value: Any, file: str | None) -> UserError:
     return UserError(
-        f"{key}: {expected}", f"{value!r} in {file}", "fix it (ds_configs/ has examples)"
+        f"{key}: {expected}",
+        f"{value!r} in {file}",
+        "fix it (ds_configs/ of `mmldlm init DIR` has examples)",
     )

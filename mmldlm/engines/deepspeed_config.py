@@ -35,7 +35,9 @@ def read_json(path: str | None) -> dict[str, Any]:
     if path is None:
         return {}
     values = json_files.read_json(
-        Path(path), "correct it, or start from a file in ds_configs/", finite=True
+        Path(path),
+        "correct it, or start from a file in ds_configs/ of `mmldlm init DIR`",
+        finite=True,
     )
     check_stage(values, path)
     return values

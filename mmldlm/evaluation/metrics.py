@@ -1,7 +1,7 @@
 """Figures of written strings under published definitions: BLEU, F1 over words, exact match,
 repetition, diversity.
 
-BLEU is sacrebleu's (Post, WMT 2018; extra `eval` of setup.py), so that it compares with
+BLEU is sacrebleu's (Post, WMT 2018; extra `eval`), so that it compares with
 publications. Words of the other figures are runs of letters, digits and _, or single other
 characters; case is kept.
 """

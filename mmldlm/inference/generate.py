@@ -83,6 +83,12 @@ class Samples:
             self.real_images = self.real_images[finished]
         return self
 
+    def complete(self) -> Samples:
+        """Return the samples; raise the interrupt that left some of them out."""
+        if self.num_missing:
+            raise KeyboardInterrupt
+        return self
+
 
 def sample_l2t(
     pretrained: Pretrained,
@@ -206,7 +212,7 @@ def read_l2t_input(
     """Return the reference texts, if any, the latents, and of given texts the tokens unknown to
     the encoder.
     """
-    if options.latent_file:
+    if options.latent_file is not None:
         return None, read_latents(options.latent_file, pretrained), []
     if options.data:
         from mmldlm.data.store import Store, check_latents
@@ -230,6 +236,34 @@ def read_l2t_input(
 
 def sample_t2l(pretrained: Pretrained, options: SampleOptions, progress: ProgressBar) -> Samples:
     """Sample latents from texts; compare them with the encoder's if the encoder is available."""
+    samples = sample_text_latents(pretrained, options, progress)
+    if samples.num_missing:
+        return samples
+    assert samples.latents is not None
+    texts = [record["text"] for record in samples.records]
+    cosines = _encoder_cosines(pretrained, texts, samples.latents, progress)
+    if cosines is None:
+        return samples
+    for record, cosine in zip(samples.records, cosines):
+        record["cosine"] = cosine
+    samples.extra["mean_cosine_with_encoder"] = float(np.mean(cosines))
+    return samples
+
+
+def sample_text_latents(
+    pretrained: Pretrained,
+    options: SampleOptions,
+    progress: ProgressBar,
+    *,
+    truncate: bool = False,
+    **more: Any,
+) -> Samples:
+    """Sample latents from texts.
+
+    Args:
+        truncate: Whether to cut texts that are too long for the model; else they are refused.
+        more: Further options of `sample_latents`.
+    """
     steps = options.num_steps or steps_given_text(pretrained.latent_diffusion)
     method, eta, guidance = options.method, options.eta, options.guidance
     assert method is not None and eta is not None and guidance is not None
@@ -242,7 +276,7 @@ def sample_t2l(pretrained: Pretrained, options: SampleOptions, progress: Progres
             "add --num-steps 10, or omit these options",
         )
     texts = given_texts(options.text, options.text_file)
-    ids = tokenize_texts(texts, pretrained)
+    ids = tokenize_texts(texts, pretrained, truncate)
     unknown = unknown_tokens(texts, ids, pretrained)
     message = f"embedding {count_noun(len(texts), 'text')} in {count_noun(steps, 'step')}"
     call = partial(
@@ -260,6 +294,7 @@ def sample_t2l(pretrained: Pretrained, options: SampleOptions, progress: Progres
         unit=pretrained.renormalize,
         seed=options.seed,
         progress=progress.start(message),
+        **more,
     )
     latents, finished = finished_part(call)
     records: list[dict[str, Any]] = [
@@ -273,17 +308,8 @@ def sample_t2l(pretrained: Pretrained, options: SampleOptions, progress: Progres
         }
         for i, (text, norm) in enumerate(zip(texts, latents.norm(dim=-1).tolist()))
     ]
-    extra: dict[str, Any] = {"num_steps": steps}
-    if finished is not None:
-        return Samples(records, latents.numpy(), extra).keep(finished)
-    cosines = _encoder_cosines(pretrained, texts, latents.numpy(), progress)
-    if cosines is None:
-        return Samples(records, latents.numpy(), extra)
-    for record, cosine in zip(records, cosines):
-        record["cosine"] = cosine
-    return Samples(
-        records, latents.numpy(), extra | {"mean_cosine_with_encoder": float(np.mean(cosines))}
-    )
+    extra = {"num_steps": steps}
+    return Samples(records, latents.numpy(), extra).keep(finished)
 
 
 def _encoder_cosines(

@@ -173,7 +173,7 @@ def sample_i2t(
     codec = codec_of(pretrained)
     references: list[str] | None = None
     if options.image:
-        images = np.stack([_read(path, codec) for path in options.image])
+        images = np.stack([_read(source, codec) for source in options.image])
         latents = codec.encode(images)
     else:
         if options.data:
@@ -192,14 +192,17 @@ def sample_i2t(
     return samples
 
 
-def _read(path: str, codec: ImageCodec) -> np.ndarray:
-    from mmldlm.data.images import UnreadableImage, read_image
+def _read(source: Any, codec: ImageCodec) -> np.ndarray:
+    """Read a file, or fit a picture (PIL or an array) as files are."""
+    from mmldlm.data.images import UnreadableImage, fit_picture, read_image
 
+    if not isinstance(source, (str, Path)):
+        return fit_picture(source, codec.size, codec.channels)
     try:
-        return read_image(Path(path), codec.size, codec.channels)
+        return read_image(Path(source), codec.size, codec.channels)
     except UnreadableImage as error:
         raise UserError(
-            f"an image in {path}", str(error), "name a file that Pillow reads as one picture"
+            f"an image in {source}", str(error), "name a file that Pillow reads as one picture"
         ) from None
 
 

@@ -27,9 +27,9 @@ from mmldlm.utils.progress import ProgressCallback
 _NORM_TOLERANCE = 0.05
 
 
-def read_latents(path: str, pretrained: Pretrained) -> np.ndarray:
-    """Read embeddings from a .npy file of [D] or [N, D]; of [M, D] or [N, M, D] for a model of M
-    latents per text.
+def read_latents(source: str | np.ndarray, pretrained: Pretrained) -> np.ndarray:
+    """Read embeddings from a .npy file, or check an array of them: [D] or [N, D]; [M, D] or
+    [N, M, D] for a model of M latents per text.
 
     Returns:
         [N, D] or [N, M, D] fp32; of a model of ids int64.
@@ -40,19 +40,14 @@ def read_latents(path: str, pretrained: Pretrained) -> np.ndarray:
     """
     shape = latent_shape(pretrained.model.config)
     dims = ", ".join(map(str, shape))
-    expected = (
-        f"a .npy file of numbers [{dims}] or [N, {dims}] (the model's latents of one text) at"
-        f" {path}"
-    )
-    fix = "save the encoder's vectors with numpy.save"
-    try:
-        values = read_array(Path(path))
-    except FileNotFoundError:
-        raise UserError(expected, "no such file", "check the path") from None
-    except OSError as error:
-        raise UserError(expected, describe_os_error(error), fix) from error
-    except ValueError as error:
-        raise UserError(expected, f"not a .npy file: {error}", fix) from error
+    numbers = f"numbers [{dims}] or [N, {dims}] (the model's latents of one text)"
+    if isinstance(source, np.ndarray):
+        path, expected = "the array of embeddings", f"an array of {numbers}"
+        fix, values = "give the encoder's vectors", source
+    else:
+        path, expected = source, f"a .npy file of {numbers} at {source}"
+        fix = "save the encoder's vectors with numpy.save"
+        values = _read_npy(path, expected, fix)
     num_ids = pretrained.num_ids
     number_type = np.floating if num_ids is None else np.integer
     if not isinstance(values, np.ndarray) or not np.issubdtype(values.dtype, number_type):
@@ -74,6 +69,17 @@ def read_latents(path: str, pretrained: Pretrained) -> np.ndarray:
     if pretrained.unit_norm:
         _warn_of_norms(np.linalg.norm(rows, axis=-1).reshape(len(rows), -1), path)
     return rows
+
+
+def _read_npy(path: str, expected: str, fix: str) -> np.ndarray:
+    try:
+        return read_array(Path(path))
+    except FileNotFoundError:
+        raise UserError(expected, "no such file", "check the path") from None
+    except OSError as error:
+        raise UserError(expected, describe_os_error(error), fix) from error
+    except ValueError as error:
+        raise UserError(expected, f"not a .npy file: {error}", fix) from error
 
 
 def _warn_of_norms(norms: np.ndarray, path: str) -> None:
@@ -290,14 +296,21 @@ def unknown_tokens(
     )
 
 
-def tokenize_texts(texts: Sequence[str], pretrained: Pretrained) -> list[list[int]]:
+def tokenize_texts(
+    texts: Sequence[str], pretrained: Pretrained, truncate: bool = False
+) -> list[list[int]]:
     """Tokenize texts without special tokens.
+
+    Args:
+        truncate: Whether to cut texts that are too long for the model.
 
     Raises:
         UserError: a text too long for the model, or without tokens.
     """
     ids = pretrained.tokenizer(list(texts), add_special_tokens=False)["input_ids"]
     limit = pretrained.model.config.max_seq_len - 1
+    if truncate:
+        ids = [row[:limit] for row in ids]
     for text, row in zip(texts, ids):
         if not 1 <= len(row) <= limit:
             raise UserError(

@@ -198,10 +198,17 @@ class _TrainingSettings(BaseModel):
 
 
 def _load_tokenizer(folder: Path, model: Any) -> Any:
+    # In a checkpoint, and in folders converted until 0.1.0, it is in a folder of its own.
     path = folder / "tokenizer"
     if not path.is_dir():
-        raise UserError(f"the tokenizer in {path}", "no such folder", CONVERT)
-    tokenizer = read_tokenizer(path, f"a tokenizer in {path}", CONVERT)
+        path = folder
+    if not (path / "tokenizer_config.json").is_file():
+        raise UserError(f"the tokenizer in {folder}", "no tokenizer_config.json", CONVERT)
+    from transformers import PreTrainedConfig
+
+    # Without a config transformers reads the model's, and warns of a type that it does not know.
+    options = {"config": PreTrainedConfig()}
+    tokenizer = read_tokenizer(path, f"a tokenizer in {path}", CONVERT, **options)
     config = model.config
     expected = {
         key: getattr(config, key) for key in ("mask_token_id", "pad_token_id", "eos_token_id")

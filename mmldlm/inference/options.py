@@ -38,6 +38,8 @@ from mmldlm.utils.settings import (
 
 # A task imports torch, which --help does without.
 if TYPE_CHECKING:
+    import numpy as np
+
     from mmldlm.tasks.text_task import TextTask
 
 IMAGE_STEPS = 20
@@ -256,10 +258,13 @@ def _of_sampler(settings: type, key: str, **reads: Any) -> Any:
 class _SamplerOptions(Settings):
     """Inputs, and options of the samplers.
 
+    A call from Python may give an array as `latent_file`, and pictures (PIL or uint8 [H, W] or
+    [H, W, C]) among the files of `image`.
+
     `by_task`: the task of a checkpoint may lack the option (`TextTask.sampling_options`).
     """
 
-    image: list[str] | None = _of_kinds(
+    image: list[Any] | None = _of_kinds(
         "images, read as `mmldlm prepare` reads them",
         group=OF_SOURCES,
         reads={"i2t": None},
@@ -283,7 +288,7 @@ class _SamplerOptions(Settings):
         reads={"t2i": None, "i2t": None, "joint": None},
         metavar="PIXELS",
     )
-    latent_file: str | None = _of_kinds(
+    latent_file: str | np.ndarray | None = _of_kinds(
         "embeddings [D] or [N, D] in the encoder's space",
         group=OF_SOURCES,
         reads={"l2t": None},
@@ -456,7 +461,7 @@ def defaults_of(kind: str) -> dict[str, Any]:
 
 def check_read(kind: str, given: Collection[str]) -> None:
     """Raise a UserError for options that a kind of samples does not read."""
-    if unread := [key for key in given if kind not in READERS[key]]:
+    if unread := [key for key in given if kind not in READERS.get(key, ())]:
         known = flags(key for key, reads in READERS.items() if kind in reads)
         raise UserError(f"options of `sample {kind}`: {known}", flags(unread), "omit them")
 

@@ -1,7 +1,4 @@
-"""Samples of any kind from a model, with the options and the checks of `mmldlm sample`.
-
-samples = sample(load_pretrained("RUN"), "l2t", {"text": ["A sentence."], "num_steps": 32})
-"""
+"""Samples of any kind from a model, with the options and the checks of `mmldlm sample`."""
 
 from __future__ import annotations
 
@@ -22,7 +19,7 @@ from mmldlm.inference.options import (
 )
 from mmldlm.sampling.records import Recorder
 from mmldlm.tasks.text_task import Pretrained
-from mmldlm.utils.progress import ProgressBar
+from mmldlm.utils.progress import ProgressBar, hidden_progress
 from mmldlm.utils.settings import flags, options_of
 
 SAMPLERS: dict[str, Callable[..., Samples]] = {
@@ -36,7 +33,11 @@ SAMPLERS: dict[str, Callable[..., Samples]] = {
 
 
 def sample(
-    pretrained: Pretrained, kind: str, given: Mapping[str, Any] | None = None, seed: int = 0
+    pretrained: Pretrained,
+    kind: str,
+    given: Mapping[str, Any] | None = None,
+    seed: int = 0,
+    progress: ProgressBar | None = None,
 ) -> Samples:
     """Return what `mmldlm sample KIND` writes into files.
 
@@ -44,6 +45,7 @@ def sample(
         kind: One of KINDS.
         given: Options by the names of `SampleOptions`; the others have the defaults of the kind.
         seed: Seed of every draw.
+        progress: Display of the stages; None: none.
 
     Raises:
         UserError: Options that do not fit together, the kind, the model or its task.
@@ -51,12 +53,7 @@ def sample(
     given = {} if given is None else given
     SampleOptions.resolve(kind, given, seed)
     kind, options = fit_options(pretrained, kind, given, seed)
-    samples = run_sampler(
-        pretrained, kind, options, ProgressBar(enabled=False, log=lambda line: None)
-    )
-    if samples.num_missing:
-        raise KeyboardInterrupt
-    return samples
+    return run_sampler(pretrained, kind, options, progress or hidden_progress()).complete()
 
 
 def run_sampler(

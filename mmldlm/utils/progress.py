@@ -131,3 +131,8 @@ class ProgressBar:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def hidden_progress() -> ProgressBar:
+    """Return a display that shows nothing."""
+    return ProgressBar(enabled=False, log=lambda line: None)

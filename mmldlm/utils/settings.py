@@ -60,11 +60,19 @@ class Option:
         }
 
     def check(self, key: str, value: Any) -> None:
-        """Raise a UserError for a number out of range; None passes."""
+        """Raise a UserError for a number out of range, or not one of the choices; None passes."""
+        choices = self.arguments.get("choices")
+        if choices is not None and value is not None and value not in choices:
+            raise UserError(
+                f"{flag(key)} {' or '.join(choices)}", str(value), "choose one of them"
+            )
         for number in value if isinstance(value, (list, tuple)) else [value]:
             if self.number is None or number is None:
                 continue
-            if not (option_types.is_usable(number) and self.low <= number <= self.high):
+            is_number = isinstance(number, int if self.number is int else (int, float))
+            if not (
+                is_number and option_types.is_usable(number) and self.low <= number <= self.high
+            ):
                 raise UserError(
                     f"{flag(key)} {self._range()}", str(number), "choose a value in this range"
                 )
@@ -80,10 +88,10 @@ class Option:
 
 
 class Settings:
-    """Base of settings classes: checks the range of every option.
+    """Base of settings classes: checks the value of every option.
 
     Raises:
-        UserError: A number out of range.
+        UserError: A number out of range, or a value that is not one of the choices.
     """
 
     def __post_init__(self) -> None:

@@ -58,6 +58,7 @@ def run_of(folder, zero_case, step: int = 7):
     (pending.path / "config.yaml").write_text("model: {}\n")
     (pending.path / "tokenizer").mkdir()
     (pending.path / "tokenizer" / "tokenizer.json").write_text("{}")
+    (pending.path / "tokenizer" / "README.md").write_text("of somebody else")
     pending.commit(engine="deepspeed", stage=2)
     return folder
 
@@ -116,14 +117,25 @@ def test_a_run_becomes_a_model_folder(zero_dir, tmp_path, spelling):
     run_dir = run_of(tmp_path / "run", zero_dir / "z2_bf16")
     convert(run_dir / spelling, tmp_path / "out", dtype="fp32")
     out = tmp_path / "out"
-    assert sorted(p.name for p in out.iterdir()) == [
+    assert sorted(p.relative_to(out).as_posix() for p in out.rglob("*") if p.is_file()) == [
+        "README.md",
         "config.json",
         "config.yaml",
+        "converted.json",
         "model.safetensors",
-        "tokenizer",
+        "tokenizer.json",
+        # Not where it would be taken for the model's.
+        "tokenizer/README.md",
     ]
     config = json.loads((out / "config.json").read_text())
-    assert config == {"architecture": "Odd", "hidden": 5, "torch_dtype": "float32"}
+    assert config == {
+        "model_type": "mmldlm",
+        "architecture": "Odd",
+        "hidden": 5,
+        "torch_dtype": "float32",
+    }
+    convert(run_dir / spelling, out, dtype="bf16", force=True)
+    convert(run_dir / spelling, out, dtype="fp32", force=True)
     metadata, _, _ = read_safetensors(out / "model.safetensors")
     assert metadata["step"] == "7" and len(metadata["source_manifest_sha256"]) == 64
 

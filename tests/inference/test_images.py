@@ -13,6 +13,7 @@ import pytest
 import torch
 from PIL import Image
 
+import mmldlm
 from mmldlm.cli import main
 from mmldlm.data.corpora.drawn_images import CHARACTERS
 from mmldlm.data.image_codec import ImageCodec
@@ -161,6 +162,27 @@ def test_images_of_captions_are_the_same_before_and_after_a_conversion(model, im
     )
     # Two samples as above: on some CPUs another kernel multiplies one, and the last bit differs.
     np.testing.assert_array_equal(np.load(tmp_path / "words" / "latents.npy")[0], first[0])
+
+
+def test_a_loaded_model_captions_and_draws_as_the_command_does(model, images, tmp_path):
+    loaded = mmldlm.load(model / "model")
+    picture = ImageCodec.open(images).decode(Store(images, "validation").get([0]).latents)[0]
+    Image.fromarray(picture[..., 0]).save(tmp_path / "0.png")
+    assert sample("i2t", model / "model", tmp_path / "text", "--image", tmp_path / "0.png") == 0
+    forms = [str(tmp_path / "0.png"), Image.open(tmp_path / "0.png"), picture, picture[..., 0]]
+    for form in forms:
+        assert loaded.caption([form]) == [records(tmp_path / "text")[0]["text"]]
+    words = ("--text", CAPTION, "--num-steps", 3, "--seed", 2)
+    assert sample("t2i", model / "model", tmp_path / "image", *words) == 0
+    drawn = loaded.draw(CAPTION, num_steps=3, seed=2)
+    np.testing.assert_array_equal(
+        drawn[..., 0], np.asarray(Image.open(tmp_path / "image" / "images" / "000000.png"))
+    )
+    for wrong in (picture.astype(np.float32), np.zeros((2, 2, 7), np.uint8), 3):
+        with pytest.raises(UserError, match="a picture"):
+            loaded.caption([wrong])
+    with pytest.raises(UserError, match="draw"):
+        loaded.encode(CAPTION)
 
 
 def test_captions_of_files_are_those_of_the_store(model, images, tmp_path):

@@ -115,11 +115,10 @@ def test_the_commands_end_with_2(folder, tmp_path, capsys):
 def test_a_tokenizer_with_code_of_its_own_is_refused_without_a_question(
     folder, tmp_path, monkeypatch, capsys
 ):
-    place = folder / "tokenizer"
-    settings = json.loads((place / "tokenizer_config.json").read_text())
+    settings = json.loads((folder / "tokenizer_config.json").read_text())
     settings |= {"tokenizer_class": "X", "auto_map": {"AutoTokenizer": [None, "evil.X"]}}
-    (place / "tokenizer_config.json").write_text(json.dumps(settings))
-    (place / "evil.py").write_text(
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    (folder / "evil.py").write_text(
         f"open({str(tmp_path / 'ran')!r}, 'w')\nfrom transformers import PreTrainedTokenizerFast\n"
         "class X(PreTrainedTokenizerFast): pass\n"
     )
@@ -139,7 +138,16 @@ def test_a_tokenizer_with_code_of_its_own_is_refused_without_a_question(
 
 
 def test_a_tokenizer_of_gigabytes_is_not_read(folder):
-    with open(folder / "tokenizer" / "tokenizer.json", "r+b") as file:
+    with open(folder / "tokenizer.json", "r+b") as file:
         file.truncate(6 << 30)
     with pytest.raises(UserError, match="tokenizer.json of 6,442,450,944 bytes"):
         load_pretrained(folder)
+
+
+def test_the_tokenizer_of_a_folder_of_an_earlier_version_is_found(folder):
+    """Until 0.1.0 `mmldlm convert` kept it in a folder of its own."""
+    expected = load_pretrained(folder).tokenizer.get_vocab()
+    (folder / "tokenizer").mkdir()
+    for path in folder.glob("tokenizer*.json"):
+        path.rename(folder / "tokenizer" / path.name)
+    assert load_pretrained(folder).tokenizer.get_vocab() == expected

@@ -37,7 +37,9 @@ def run(checkpoint, tmp_path_factory):
     }
     torch.save(average, engine / "ema_rank0.pt")
     shutil.copy(checkpoint / "config.json", pending.path / "model_config.json")
-    shutil.copytree(checkpoint / "tokenizer", pending.path / "tokenizer")
+    (pending.path / "tokenizer").mkdir()
+    for path in checkpoint.glob("tokenizer*.json"):
+        shutil.copy(path, pending.path / "tokenizer")
     pending.commit(engine="single")
     return folder
 

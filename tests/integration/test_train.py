@@ -193,8 +193,8 @@ def test_from_training_to_text_again(store, tmp_path):
         (ROOT / "README.md").read_text().split("In Python:\n")[1].split("\n`mmldlm.models")[0]
     )
     found: dict = {}
-    exec(textwrap.dedent(example).replace('"RUN"', repr(str(run))), found)
-    assert found["again"].shape == (1, 384) and torch.isfinite(found["again"]).all()
+    exec(textwrap.dedent(example).replace('"model"', repr(str(run))), found)
+    assert found["again"].shape == (1, 384) and np.isfinite(found["again"]).all()
     report = tmp_path / "report.json"
     sizes = [
         "--num-samples",

@@ -198,7 +198,7 @@ def checkpoint(tmp_path_factory):
         eos_token="[EOS]",
         unk_token="[UNK]",
     )
-    tokenizer.save_pretrained(folder / "tokenizer")
+    tokenizer.save_pretrained(folder)
     torch.manual_seed(0)
     model = MultimodalMMDiT(
         ModelConfig(

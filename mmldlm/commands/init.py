@@ -1,0 +1,49 @@
+"""`mmldlm init DIR`: lay out the files that a user edits, which an installed package hides."""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+from pathlib import Path
+
+import mmldlm
+from mmldlm.errors import EXIT_DONE, UserError
+from mmldlm.utils import option_types
+from mmldlm.utils.formatting import closing_lines, join_some, print_table
+from mmldlm.utils.paths import check_writable_dir
+
+FILES = Path(mmldlm.__file__).with_name("files")
+# Folder -> what to edit in it.
+FOLDERS = {
+    "ds_configs": "DeepSpeed's settings, for --deepspeed_config: ZeRO stage and offload",
+    "hostfiles": "one line per node, for --hostfile: its name and its ranks (slots)",
+    "launchers": "scripts for ssh, MPI and Slurm: the #SBATCH lines of slurm.sh",
+}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options of `mmldlm init`."""
+    parser.add_argument(
+        "dir", type=option_types.path, metavar="DIR", help=f"folder for {', '.join(FOLDERS)}"
+    )
+
+
+def main(args: argparse.Namespace) -> int:
+    """Run `mmldlm init`; return the exit code.
+
+    Raises:
+        UserError: DIR has one of the folders, or is not writable.
+    """
+    out = check_writable_dir(args.dir, "DIR")
+    if existing := [name for name in FOLDERS if (out / name).exists()]:
+        raise UserError(
+            f"a folder without {', '.join(FOLDERS)}",
+            f"{join_some(existing)} in {out}",
+            "name another folder; what you have edited is never replaced",
+        )
+    for name in FOLDERS:
+        shutil.copytree(FILES / name, out / name, ignore=shutil.ignore_patterns("__pycache__"))
+    print_table([(f"{name}/", text) for name, text in FOLDERS.items()])
+    next_words = ["bash", f"{out}/launchers/single_node.sh", "data.latent_data_root=STORE"]
+    print("\n".join(closing_lines(f"{len(FOLDERS)} folders in {out}", *next_words)))
+    return EXIT_DONE
