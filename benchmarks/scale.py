@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import io
+import json
 import math
 import statistics
 import sys
@@ -88,7 +89,7 @@ def head_seconds(num_nodes: int) -> dict[str, float]:
     from mmldlm.preflight.runner import all_checks
     from mmldlm.tasks.registry import load_config
 
-    names = [f"10.1.{index // 256}.{index % 256}" for index in range(num_nodes)]
+    names = node_names(num_nodes)
     options = argparse.Namespace(
         level=2, launcher="deepspeed", propagates_all=False, ssh_port=None, hostfile="h",
         master_addr=None, master_port=29500,
@@ -112,6 +113,20 @@ def head_seconds(num_nodes: int) -> dict[str, float]:
     lines = out.getvalue().splitlines()
     seconds["longest line"], seconds["lines"] = max(map(len, lines)), len(lines)
     return seconds
+
+
+def node_names(num_nodes: int) -> list[str]:
+    return [f"10.1.{index // 256}.{index % 256}" for index in range(num_nodes)]
+
+
+def answer_bytes(num_nodes: int) -> int:
+    """Return the size of a node's answer about the names of all nodes, which it resolves as the
+    head does.
+    """
+    from mmldlm.preflight.checks.network import resolve
+
+    names = node_names(num_nodes)
+    return len(json.dumps(resolve({"names": names, "known": {name: [name] for name in names}})))
 
 
 def node_facts(index: int) -> dict[str, dict]:
@@ -181,6 +196,8 @@ def main() -> int:
     for part in heads[0]:
         unit = "" if "line" in part else "s"
         show(f"head: {part}", unit, sizes, [head[part] for head in heads])
+    answers = [answer_bytes(size) for size in sizes]
+    show("a node's answer about all names", "B", sizes, answers)
     memory = rank_gib()
     for (name, ranks), gib in memory.items():
         print(f"8B, {name}, {ranks:,} ranks: {gib:.1f} GiB (derived)")
@@ -189,6 +206,7 @@ def main() -> int:
         _report.claim("batch_ms_1024_ranks_accum_32", batches[-1], "<=", 30, measured=True),
         _report.claim("preflight_compare_seconds_1024_nodes", head, "<=", 2, measured=True),
         _report.claim("longest_line_of_the_report", heads[-1]["longest line"], "<=", 500),
+        _report.claim("answer_bytes_about_1024_names", answers[-1], "<=", 1000),
     ]
     rows = {"batch_ms": batches, "head": heads, "sizes": sizes}
     return _report.write(args.json, claims, args.quick, rows=rows)
