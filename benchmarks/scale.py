@@ -11,10 +11,13 @@ from __future__ import annotations
 
 import argparse
 import io
+import itertools
 import json
 import math
 import statistics
+import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -150,6 +153,37 @@ def node_facts(index: int) -> dict[str, dict]:
     }
 
 
+def plot_mib(mib: int) -> float:
+    """Return the MiB by which a process grows when it plots a log of so many MiB."""
+    with tempfile.TemporaryDirectory(prefix="mmldlm_scale_") as folder:
+        record = {"grad_norm": 1.0, "lr": 1e-4, "skipped": False, "other": "x" * 500}
+        with open(Path(folder, "training_log.jsonl"), "w", encoding="utf-8") as log:
+            for step in itertools.count(1):
+                log.write(json.dumps({"step": step, "loss": 1 + 1 / step, **record}) + "\n")
+                if step % 1000 == 0 and log.tell() > mib << 20:
+                    break
+        command = [sys.executable, __file__, "--plot", folder]
+        done = subprocess.run(command, capture_output=True, text=True, check=True)
+        return float(done.stdout)
+
+
+def plot_growth(folder: str) -> float:
+    """Plot a run's log, and return by how many MiB this process grew."""
+    import matplotlib.figure  # noqa: F401
+
+    from mmldlm.observe.plots import plot_run
+
+    before = peak_mib()
+    plot_run(folder)
+    return peak_mib() - before
+
+
+def peak_mib() -> float:
+    """Return the most MiB that were resident in this process; getrusage counts its parent, too."""
+    status = Path("/proc/self/status").read_text(encoding="utf-8")
+    return int(status.split("VmHWM:")[1].split()[0]) / 1024
+
+
 def rank_gib(parameters: int = 8_000_000_000) -> dict[tuple[str, int], float]:
     """Return the GiB of weights, gradients and optimizer that preflight promises for a model, by
     engine and number of ranks: bf16, AdamW, accumulation.
@@ -188,7 +222,11 @@ def main() -> int:
         "--quick", action="store_true", help="fewer ranks and nodes: the form only"
     )
     parser.add_argument("--json", help="write conditions and claims here")
+    parser.add_argument("--plot", help=argparse.SUPPRESS)
     args = parser.parse_args()
+    if args.plot:
+        print(plot_growth(args.plot))
+        return 0
     sizes = [4, 16, 64] if args.quick else [64, 256, 1024]
     batches = [batch_milliseconds(size) for size in sizes]
     show("a rank's batches, 32 accumulated", "ms", sizes, batches)
@@ -198,6 +236,9 @@ def main() -> int:
         show(f"head: {part}", unit, sizes, [head[part] for head in heads])
     answers = [answer_bytes(size) for size in sizes]
     show("a node's answer about all names", "B", sizes, answers)
+    logs = [1, 4, 16] if args.quick else [16, 64, 256]
+    plots = [plot_mib(size) for size in logs]
+    show("plotting a log of so many MiB", "MiB", logs, plots)
     memory = rank_gib()
     for (name, ranks), gib in memory.items():
         print(f"8B, {name}, {ranks:,} ranks: {gib:.1f} GiB (derived)")
@@ -208,6 +249,8 @@ def main() -> int:
         _report.claim("longest_line_of_the_report", heads[-1]["longest line"], "<=", 500),
         _report.claim("answer_bytes_about_1024_names", answers[-1], "<=", 1000),
     ]
+    per_gib = (plots[-1] - plots[-2]) / (logs[-1] - logs[-2]) * 1024
+    claims.append(_report.claim("plot_mib_per_gib_of_log", per_gib, "<=", 100, measured=True))
     rows = {"batch_ms": batches, "head": heads, "sizes": sizes}
     return _report.write(args.json, claims, args.quick, rows=rows)
 

@@ -19,6 +19,7 @@ def test_costs_are_printed_with_their_laws(tmp_path):
         "preflight_compare_seconds_1024_nodes",
         "longest_line_of_the_report",
         "answer_bytes_about_1024_names",
+        "plot_mib_per_gib_of_log",
     }
-    assert sum("n^" in line for line in done.stdout.splitlines()) == 8
+    assert sum("n^" in line for line in done.stdout.splitlines()) == 9
     assert "8B, fsdp, 1,024 ranks: 31.4 GiB (derived)" in done.stdout
