@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import queue
+import resource
 import select
 import shlex
 import subprocess
@@ -21,12 +22,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from mmldlm.errors import UserError
+from mmldlm.utils.resources import raise_open_files
+
 MARK = "@mmldlm "
 ROOT = Path(__file__).resolve().parents[2]
 CONNECT_SECONDS = 5
 START_SECONDS = 20.0
 # Simultaneous logins; each server sees only one, far below sshd's MaxStartups.
 FAN_OUT = 64
+# Files that the head has open beside the sessions, with a margin.
+_OTHER_FILES = 100
 # Bytes of the login shell's output that are kept.
 _KEPT_BYTES = 2000
 _NO_CWD, _NO_PYTHON = 70, 71
@@ -281,8 +287,33 @@ class Agent:
                 self._process.wait()
 
 
+def _allow_open_files(num_agents: int) -> None:
+    """Let this process open the files that sessions to so many nodes need.
+
+    Raises:
+        UserError: the hard limit is lower.
+    """
+    # Three pipes each, three more and a pipe of Popen for each that is starting, and what else is
+    # open.
+    needed = 3 * num_agents + 5 * min(num_agents, FAN_OUT) + _OTHER_FILES
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if needed > soft and (hard := raise_open_files()) < needed:
+        raise UserError(
+            f"a limit of at least {needed:,} open files for sessions to {num_agents:,} nodes",
+            f"a hard limit of {hard:,} (ulimit -Hn)",
+            "raise it on this machine (nofile in /etc/security/limits.conf, then log in again), or"
+            " use fewer nodes",
+        )
+
+
 class AgentPool:
     """The agents of all nodes; a failure of one does not affect the others.
+
+    Args:
+        agents: Agents to start, each of another node.
+
+    Raises:
+        UserError: this process may not open as many files as their sessions need.
 
     Attributes:
         agents: Node -> Agent.
@@ -291,6 +322,7 @@ class AgentPool:
     """
 
     def __init__(self, agents: list[Agent]):
+        _allow_open_files(len(agents))
         self.agents = {agent.name: agent for agent in agents}
         self.failures: dict[str, AgentFailure] = {}
         self.errors: dict[tuple[str, str], str] = {}

@@ -26,12 +26,12 @@ def add_plot_arguments(parser: argparse.ArgumentParser) -> None:
 
 def plot(args: argparse.Namespace) -> int:
     """Draw, and print the path of the image."""
-    from mmldlm.observe.plots import load_steps, plot_path, plot_run
+    from mmldlm.observe.plots import plot_path, plot_run, require_steps
     from mmldlm.utils.paths import check_writable_file, claimed_file
 
     if args.out:
         check_writable_file(args.out, "--out")
-    load_steps(args.run)  # refuses a folder that is not a run's, before anything is made in it
+    require_steps(args.run)  # refuses a folder that is not a run's, before anything is made in it
     out = check_writable_file(plot_path(args.run, args.out), "--out")
     with claimed_file(out, "--out"):
         print(plot_run(args.run, args.out, args.log_scale))

@@ -180,6 +180,11 @@ class EngineConfig(Section):
     """FSDP2: groups of ranks that each hold one sharded copy of the model (HSDP; e.g. the number
     of nodes).
     """
+    shard_gradients: bool = False
+    """FSDP2: reduce and shard gradients with every micro-batch, not once per step. Under
+    training.grad_accum_steps it saves 4 bytes per parameter and rank, and moves the gradients
+    that many times.
+    """
     collective_timeout: float = Field(600.0, gt=0, le=ONE_YEAR)
     """Seconds a collective may take before the job ends; at most a year."""
 

@@ -15,12 +15,7 @@ from mmldlm.utils.counter_rng import mix64
 # Number of positions in which every store of a mixture has its exact fraction.
 MIXTURE_BLOCK = 4096
 _U64 = np.uint64
-
-
-def _keyed_mix(values: np.ndarray, key: np.uint64) -> np.ndarray:
-    with np.errstate(over="ignore"):
-        # A product of NumPy scalars warns on overflow; that of arrays wraps silently.
-        return mix64(values + key * _U64(0x9E3779B97F4A7C15))
+_GOLDEN, _LOW_64 = 0x9E3779B97F4A7C15, 0xFFFFFFFFFFFFFFFF
 
 
 def permute(positions: np.ndarray, count: int, seed: int, epoch: int) -> np.ndarray:
@@ -40,17 +35,17 @@ def permute(positions: np.ndarray, count: int, seed: int, epoch: int) -> np.ndar
     """
     half_bits = _U64(max(1, (max(count - 1, 1).bit_length() + 1) // 2))
     low_mask = (_U64(1) << half_bits) - _U64(1)
-    base = np.array(
-        [(seed * 0x2545F4914F6CDD1D + epoch * 0x9E3779B97F4A7C15) & 0xFFFFFFFFFFFFFFFF], dtype=_U64
-    )
-    keys = [_keyed_mix(base, _U64(i + 1))[0] for i in range(4)]
+    base = seed * 0x2545F4914F6CDD1D + epoch * _GOLDEN
+    rounds = np.array([(base + (i + 1) * _GOLDEN) & _LOW_64 for i in range(4)], dtype=_U64)
+    # Products of whole numbers of Python: those of NumPy scalars warn when they overflow.
+    keys = [_U64(int(key) * _GOLDEN & _LOW_64) for key in mix64(rounds)]
     ids = positions.astype(_U64)
     todo = np.arange(len(ids))
     while len(todo):
         x = ids[todo]
         left, right = x >> half_bits, x & low_mask
         for key in keys:
-            left, right = right, left ^ (_keyed_mix(right, key) & low_mask)
+            left, right = right, left ^ (mix64(right + key) & low_mask)
         x = (left << half_bits) | right
         ids[todo] = x
         todo = todo[x >= count]

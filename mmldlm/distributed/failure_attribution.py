@@ -14,6 +14,8 @@ from dataclasses import asdict, dataclass, replace
 
 RUNNING, COLLECTIVE_FAILED, FAILED, EXITED = "running", "collective_failed", "failed", "exited"
 _MAX_NAMES = 4
+# Of a report of failed ranks, so that it fits into a pipe and a state file; a run is 16 bytes.
+MOST_RUNS = 500
 FAILED_RANKS_FD = "MMLDLM_FAILED_RANKS_FD"  # variable: pipe to the process that watches this rank
 
 
@@ -119,14 +121,26 @@ class Timeouts:
 
 def report_failed_ranks(report: FailureReport) -> None:
     """Pass the failed ranks to the process that started this one, if it opened a pipe for that
-    (rank_wrapper.py).
+    (rank_wrapper.py): {"ranks": [first, last] of each run of them, "sentence"}.
     """
     fd = os.environ.pop(FAILED_RANKS_FD, None)
     if fd is not None:
+        text = json.dumps(
+            {"ranks": rank_runs(report.ranks)[:MOST_RUNS], "sentence": report.sentence}
+        )
         with contextlib.suppress(OSError, ValueError):
-            os.write(
-                int(fd), json.dumps({"ranks": report.ranks, "sentence": report.sentence}).encode()
-            )
+            os.write(int(fd), text.encode())
+
+
+def rank_runs(ranks: Iterable[int]) -> list[tuple[int, int]]:
+    """Return (first, last) of each run of consecutive ranks."""
+    runs: list[tuple[int, int]] = []
+    for rank in sorted(ranks):
+        if runs and rank == runs[-1][1] + 1:
+            runs[-1] = runs[-1][0], rank
+        else:
+            runs.append((rank, rank))
+    return runs
 
 
 def find_failed_ranks(

@@ -67,6 +67,13 @@ def check_engine(config: Config, world_size: int) -> None:
             f"engine.hsdp_replicas={engine.hsdp_replicas} with engine.kind={engine.kind}",
             "drop engine.hsdp_replicas, or set engine.kind=fsdp",
         )
+    if engine.kind != "fsdp" and engine.shard_gradients:
+        raise UserError(
+            "engine.shard_gradients only with engine.kind=fsdp",
+            f"engine.shard_gradients=true with engine.kind={engine.kind}",
+            "drop engine.shard_gradients (ZeRO-2 and 3 always shard them), or set"
+            " engine.kind=fsdp",
+        )
     if world_size % engine.hsdp_replicas:
         raise UserError(
             "engine.hsdp_replicas that divides the number of ranks",

@@ -21,6 +21,8 @@ GPU_BUCKET, CPU_BUCKET = 50_000_000, 5_000_000
 # MEMORY_OPT_ALLREDUCE_SIZE of DeepSpeed's engine.py, one flat copy of the gradients; no key sets
 # it.
 ZERO0_BUCKET = 500_000_000
+# Default of stage3_max_live_parameters and stage3_max_reuse_distance in DeepSpeed, elements.
+MAX_LIVE = 1_000_000_000
 # Defaults where stability.* does not set them, as in stability/guard.py.
 LOSS_SCALE, LOSS_SCALE_WINDOW = 65536.0, 1000
 _BUCKETS = {
@@ -92,6 +94,18 @@ def bucket_elements(stage: int, on_gpu: bool, json_path: str | None = None) -> i
     return max(
         int(ours if zero.get(key, "auto") == "auto" else zero[key]) for key in _BUCKETS[stage]
     )
+
+
+def max_live_elements(json_path: str | None = None) -> int:
+    """Return how many elements ZeRO-3 may keep gathered from the forward to the backward pass: the
+    JSON's, or DeepSpeed's default.
+    """
+    zero = read_json(json_path).get("zero_optimization", {})
+    limits = (
+        zero.get(key, "auto")
+        for key in ("stage3_max_live_parameters", "stage3_max_reuse_distance")
+    )
+    return min(MAX_LIVE if limit == "auto" else int(limit) for limit in limits)
 
 
 def offloaded(stage: int, json_path: str | None) -> dict[str, str]:

@@ -34,7 +34,8 @@ class FsdpEngine(TorchEngine):
     reduced in fp32.
 
     With engine.hsdp_replicas = R, groups of world size / R ranks shard the model and R groups hold
-    copies (HSDP).
+    copies (HSDP). Gradients of accumulated micro-batches are whole until the last of them, unless
+    engine.shard_gradients is set.
     """
 
     kind = "fsdp"
@@ -50,6 +51,7 @@ class FsdpEngine(TorchEngine):
             mesh = init_device_mesh(
                 self.device.type, (self.replicas, shards), mesh_dim_names=("replicate", "shard")
             )
+        self._shards_gradients = config.engine.shard_gradients
         self._shard_group = mesh.get_group("shard")
         self.saves_shards = self.rank < shards
         # Timesteps are fp32 until the model casts its sinusoids: FSDP must not cast inputs.
@@ -74,6 +76,7 @@ class FsdpEngine(TorchEngine):
         self._writers = torch.distributed.new_group(backend="gloo", timeout=self._save_timeout)
 
     def _sync_gradients(self, sync: bool) -> None:
+        sync = sync or self._shards_gradients
         self.module.set_requires_gradient_sync(sync)
         self.module.set_is_last_backward(sync)
 

@@ -87,13 +87,21 @@ def failed_rank_outcome(
     last_lines = first.get("last") or []
     report = first.get("failure") or {"ranks": []}
     # The rank ended because another one stalled or died.
-    if report["ranks"] and first["rank"] not in report["ranks"]:
-        nodes = {state["rank"]: node for node, view in views.items() for state in view["ranks"]}
-        failed_nodes = {nodes.get(rank, "") for rank in report["ranks"]} - {""}
+    if report["ranks"] and not _is_in(first["rank"], report["ranks"]):
+        failed_nodes = {
+            node
+            for node, view in views.items()
+            if any(_is_in(state["rank"], report["ranks"]) for state in view["ranks"])
+        }
         return Outcome(code, report["sentence"], last_lines, sorted(failed_nodes))
     exit_text = describe_exit(first, name, interrupted)
     reason = f"rank {first['rank']} on {name} ended first, with status {first['exit']}{exit_text}"
     return Outcome(code, reason, last_lines, [] if code in COLLECTIVE_EXIT_CODES else [name])
+
+
+def _is_in(rank: int, runs: list[list[int]]) -> bool:
+    """Return whether a rank is in one of the runs [first, last]."""
+    return any(first <= rank <= last for first, last in runs)
 
 
 def describe_exit(state: dict, node: str, interrupted: bool) -> str:

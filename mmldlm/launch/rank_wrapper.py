@@ -125,11 +125,11 @@ def _start_child(launch: dict, launch_id: str) -> tuple[subprocess.Popen, int]:
 
 
 def _read_report(pipe: int) -> dict | None:
-    """Read the child's report of failed ranks ({"ranks", "sentence"}); None without a report."""
+    """Read the child's report (report_failed_ranks); None without a report."""
     # A worker that outlives the child may hold the other end.
     os.set_blocking(pipe, False)
     with contextlib.suppress(OSError, ValueError):
-        return json.loads(os.read(pipe, 1 << 12))
+        return json.loads(os.read(pipe, state_files.RESERVED))
     return None
 
 

@@ -25,15 +25,9 @@ def mmdit_activation_bytes(model: ModelConfig, batch: int, length: int, dtype: s
     block that is being computed again.
     """
     size = 4 if dtype == "fp32" else 2
-    width, mlp, heads = model.hidden_size, int(model.hidden_size * model.mlp_ratio), model.n_heads
+    width, mlp = model.hidden_size, int(model.hidden_size * model.mlp_ratio)
     tokens = length + latent_rows(model)
-    # A row in a block: itself, queries, keys and values, what attention mixed, both branches, the
-    # MLP's hidden layer; queries and keys before the weights of their norms. In low precision
-    # unfused attention copies 3 H.
-    token = size * ((7 + (2 if model.qk_rmsnorm else 0) + (0 if size == 4 else 3)) * width + mlp)
-    # Attention's log-sum-exp, and what the norms divided by.
-    token += 4 * heads * (1 + (2 if model.qk_rmsnorm else 0))
-    block = batch * (tokens * token + size * 12 * width)
+    block = mmdit_block_bytes(model, batch, length, dtype)
     inputs = batch * tokens * width * size
     if model.gradient_checkpointing:
         blocks = model.n_blocks * inputs + block
@@ -56,6 +50,20 @@ def mmdit_activation_bytes(model: ModelConfig, batch: int, length: int, dtype: s
     )
     outside += regression_bytes(model, batch, dtype)
     return int(blocks + outside)
+
+
+def mmdit_block_bytes(model: ModelConfig, batch: int, length: int, dtype: str) -> int:
+    """Bytes of `mmdit_activation_bytes` of one block that is not checkpointed."""
+    size = 4 if dtype == "fp32" else 2
+    width, mlp, heads = model.hidden_size, int(model.hidden_size * model.mlp_ratio), model.n_heads
+    tokens = length + latent_rows(model)
+    # A row in a block: itself, queries, keys and values, what attention mixed, both branches, the
+    # MLP's hidden layer; queries and keys before the weights of their norms. In low precision
+    # unfused attention copies 3 H.
+    token = size * ((7 + (2 if model.qk_rmsnorm else 0) + (0 if size == 4 else 3)) * width + mlp)
+    # Attention's log-sum-exp, and what the norms divided by.
+    token += 4 * heads * (1 + (2 if model.qk_rmsnorm else 0))
+    return int(batch * (tokens * token + size * 12 * width))
 
 
 def regression_bytes(model: ModelConfig, batch: int, dtype: str) -> int:

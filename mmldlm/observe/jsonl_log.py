@@ -7,12 +7,12 @@ from __future__ import annotations
 import json
 import os
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from mmldlm.utils.atomic_files import write_text_synced
+from mmldlm.utils.atomic_files import atomic_file
 from mmldlm.utils.input_files import open_append, open_regular, open_text
 from mmldlm.utils.json_files import to_strict_json
 
@@ -120,6 +120,14 @@ def read_records(path: str | os.PathLike) -> tuple[list[dict[str, Any]], int]:
     return records, len(parsed) - len(records)
 
 
+def iterate_records(path: str | os.PathLike) -> Iterator[dict[str, Any]]:
+    """Yield the records of a log one after another; unreadable lines are left out."""
+    with open_text(path, errors="replace") as file:
+        for line in file:
+            if line.strip() and (record := parse_line(line)) is not None:
+                yield record
+
+
 def _reject_constant(word: str) -> None:
     raise ValueError(f"{word} is not JSON")
 
@@ -133,26 +141,28 @@ def _truncate(path: Path, resume_step: int | None) -> int:
     """
     if not path.exists():
         return 0
-    remaining: list[str] = []
-    dropped: list[str] = []
     with open_text(path, errors="replace") as file:
-        for line in file:
-            record = parse_line(line)
-            step = record.get("step") if record else None
-            is_later = (
-                resume_step is not None and isinstance(step, (int, float)) and step > resume_step
-            )
-            # A line without a newline may be cut inside a number and still parse.
-            is_dropped = record is None or is_later or not line.endswith("\n")
-            (dropped if is_dropped else remaining).append(line.rstrip("\n") + "\n")
-    if dropped:
+        num_dropped = sum(_is_dropped(line, resume_step) for line in file)
+    if num_dropped:
         # The moved lines are on disk before the log is replaced, so a crash in between loses
         # nothing.
-        write_text_synced(_unused_path(path), "".join(dropped))
-        temporary = path.with_name(path.name + ".part")
-        write_text_synced(temporary, "".join(remaining))
-        os.replace(temporary, path)
-    return len(dropped)
+        _copy_lines(path, _unused_path(path), lambda line: _is_dropped(line, resume_step))
+        _copy_lines(path, path, lambda line: not _is_dropped(line, resume_step))
+    return num_dropped
+
+
+def _is_dropped(line: str, resume_step: int | None) -> bool:
+    record = parse_line(line)
+    step = record.get("step") if record else None
+    is_later = resume_step is not None and isinstance(step, (int, float)) and step > resume_step
+    # A line without a newline may be cut inside a number and still parse.
+    return record is None or is_later or not line.endswith("\n")
+
+
+def _copy_lines(path: Path, copy: Path, is_copied: Callable[[str], bool]) -> None:
+    """Write the lines of a log for which is_copied is true to another file, or in its place."""
+    with open_text(path, errors="replace") as file, atomic_file(copy) as out:
+        out.writelines((line.rstrip("\n") + "\n").encode() for line in file if is_copied(line))
 
 
 def _unused_path(path: Path) -> Path:

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
 from itertools import accumulate, cycle
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from mmldlm.errors import UserError
-from mmldlm.observe.jsonl_log import is_step, read_records
+from mmldlm.observe.jsonl_log import is_step, iterate_records, read_records
 from mmldlm.utils.figures import new_figure, save_figure
 
 LOG_NAME = "training_log.jsonl"
 EVAL_NAME = "eval_log.jsonl"
 EVENTS_NAME = "events.jsonl"
+# Points of a curve: a longer log is drawn in means of several steps, in memory that does not grow.
+MOST_POINTS = 10_000
 _MARKERS = "os^Dv"
 _COLORS = (
     "tab:orange",
@@ -81,15 +84,107 @@ def load_steps(run_dir: str | Path, name: str = LOG_NAME) -> list[dict[str, Any]
         UserError: no log, or a log without a step.
     """
     path = find_log(run_dir, name)
-    records, _ = read_records(path)
-    steps = [record for record in records if is_step(record)]
+    steps = [record for record in iterate_records(path) if is_step(record)]
     if not steps:
-        raise UserError(
-            f"at least one step in {name}",
-            f"no step in {path}",
-            "wait for the first step of the run",
-        )
+        raise _no_step(path)
     return sorted(steps, key=lambda record: record["step"])
+
+
+def require_steps(run_dir: str | Path) -> None:
+    """Check that a run's log has a step.
+
+    Raises:
+        UserError: no log, or a log without a step.
+    """
+    path = find_log(run_dir, LOG_NAME)
+    if not any(map(is_step, iterate_records(path))):
+        raise _no_step(path)
+
+
+def _no_step(path: Path) -> UserError:
+    return UserError(
+        f"at least one step in {path.name}",
+        f"no step in {path}",
+        "wait for the first step of the run",
+    )
+
+
+@dataclass
+class Point:
+    """Consecutive steps of a log that are drawn as one; of a log below MOST_POINTS, a single step.
+
+    Attributes:
+        step: The last of them.
+        count: Number of them.
+        extremes: Key -> (lowest, highest) value.
+        sums: Key -> (sum, number) of the values of applied steps.
+        skipped: Steps that were skipped.
+    """
+
+    step: int
+    count: int = 1
+    extremes: dict[str, tuple[float, float]] = field(default_factory=dict)
+    sums: dict[str, tuple[float, int]] = field(default_factory=dict)
+    skipped: list[int] = field(default_factory=list)
+
+    def merge(self, other: Point) -> None:
+        """Add the steps of another point."""
+        self.step = max(self.step, other.step)
+        self.count += other.count
+        for key, (low, high) in other.extremes.items():
+            known = self.extremes.get(key, (low, high))
+            self.extremes[key] = min(known[0], low), max(known[1], high)
+        for key, (total, count) in other.sums.items():
+            known_total, known_count = self.sums.get(key, (0.0, 0))
+            self.sums[key] = known_total + total, known_count + count
+        self.skipped += other.skipped
+
+
+def load_points(run_dir: str | Path, keys: Iterable[str]) -> list[Point]:
+    """Return the steps of a run's log, sorted by step, as at most MOST_POINTS points.
+
+    Args:
+        run_dir: Folder of the run.
+        keys: Keys of the values to keep.
+
+    Raises:
+        UserError: no log, or a log without a step.
+    """
+    keys, stride = list(keys), 1
+    points: list[Point] = []
+    path = find_log(run_dir, LOG_NAME)
+    for record in iterate_records(path):
+        if not is_step(record):
+            continue
+        point = _point(record, keys)
+        if points and points[-1].count < stride:
+            points[-1].merge(point)
+            continue
+        points.append(point)
+        if len(points) > MOST_POINTS:
+            stride *= 2
+            points = _in_pairs(points)
+    if not points:
+        raise _no_step(path)
+    return sorted(points, key=lambda point: point.step)
+
+
+def _point(record: dict[str, Any], keys: Sequence[str]) -> Point:
+    values = {key: record[key] for key in keys if isinstance(record.get(key), (int, float))}
+    is_skipped = bool(record.get("skipped"))
+    return Point(
+        record["step"],
+        extremes={key: (value, value) for key, value in values.items()},
+        sums={} if is_skipped else {key: (value, 1) for key, value in values.items()},
+        skipped=[record["step"]] if is_skipped else [],
+    )
+
+
+def _in_pairs(points: list[Point]) -> list[Point]:
+    """Merge neighbors; the last of an odd number stays as it is."""
+    for first, second in zip(points[::2], points[1::2]):
+        first.merge(second)
+    return points[::2]
 
 
 def plot_path(run_dir: str | Path, out: str | Path | None = None) -> Path:
@@ -111,7 +206,9 @@ def plot_run(run_dir: str | Path, out: str | Path | None = None, log_scale: bool
     Raises:
         UserError: no log, or a log without a step.
     """
-    steps = load_steps(run_dir)
+    curves = loss_curves(run_dir)
+    keys = ["loss", *(curve.name for curve in curves), "grad_norm", "lr"]
+    points = load_points(run_dir, keys)
     eval_log = Path(run_dir) / EVAL_NAME  # empty until the first evaluation
     evals = (
         load_steps(run_dir, EVAL_NAME) if eval_log.is_file() and eval_log.stat().st_size else []
@@ -120,18 +217,18 @@ def plot_run(run_dir: str | Path, out: str | Path | None = None, log_scale: bool
 
     figure = new_figure(9, 7)
     axes = figure.subplots(3, 1, sharex=True, height_ratios=(4, 1.3, 1.3))
-    _draw_losses(axes[0], steps, evals, loss_curves(run_dir), log_scale)
+    _draw_losses(axes[0], points, evals, curves, log_scale)
     axes[0].set_title(Path(run_dir).resolve().name)
     for axis, key, label in (
         (axes[1], "grad_norm", "gradient norm"),
         (axes[2], "lr", "learning rate"),
     ):
-        axis.plot(*_series(steps, key), color="tab:gray", linewidth=0.9)
+        axis.plot(*_extremes(points, key), color="tab:gray", linewidth=0.9)
         axis.set_ylabel(label)
     # The norms of the first steps are far above all later ones.
-    if _all_positive(steps, "grad_norm"):
+    if _all_positive(points, "grad_norm"):
         axes[1].set_yscale("log")
-    _mark_skips(axes, steps)
+    _mark_skips(axes, points)
     axes[0].legend(loc="upper right", fontsize=9, ncols=2)
     axes[2].ticklabel_format(axis="y", style="sci", scilimits=(-2, 3))
     axes[2].set_xlabel("step")
@@ -143,7 +240,7 @@ def plot_run(run_dir: str | Path, out: str | Path | None = None, log_scale: bool
 
 def _draw_losses(
     axis: Any,
-    steps: Sequence[dict],
+    points: Sequence[Point],
     evals: Sequence[dict],
     curves: Sequence[LossCurve],
     log_scale: bool,
@@ -157,13 +254,14 @@ def _draw_losses(
         *((curve.name, curve.label, color) for curve, color in colored),
     ]
     for key, label, color in losses:
-        x, y = _series(steps, key)
+        x, y = _extremes(points, key)
         if not x:
             continue
-        window = mean_window(len(x))
+        window = mean_window(sum(key in point.extremes for point in points))
         if window > 1:
             axis.plot(x, y, color=color, alpha=0.2, linewidth=0.6)
-        x, y = _series([record for record in steps if not record.get("skipped")] or steps, key)
+        if any(point.sums for point in points):
+            x, y = _means(points, key)
         axis.plot(x, _smooth(y, window), color=color, linewidth=1.4, label=label)
     keys = dict.fromkeys(key for record in evals for key in record)
     for curve, color in colored:
@@ -171,7 +269,7 @@ def _draw_losses(
         for marker, key in zip(cycle(_MARKERS), (key for key in keys if key.endswith(suffix))):
             split = key.removesuffix(suffix).removeprefix("validation")
             label = " ".join(word for word in ("validation", split, curve.evaluation) if word)
-            points = dict(
+            style = dict(
                 marker=marker, markersize=4.5, markeredgecolor="black", markeredgewidth=0.6
             )
             axis.plot(
@@ -180,15 +278,15 @@ def _draw_losses(
                 linestyle=":",
                 linewidth=0.8,
                 label=label,
-                **points,
+                **style,
             )
     axis.set_ylabel("loss")
-    if log_scale and all(_all_positive(steps, key) for key, _, _ in losses):
+    if log_scale and all(_all_positive(points, key) for key, _, _ in losses):
         axis.set_yscale("log")
 
 
-def _mark_skips(axes: Sequence[Any], steps: Sequence[dict]) -> None:
-    skipped = [record["step"] for record in steps if record.get("skipped")]
+def _mark_skips(axes: Sequence[Any], points: Sequence[Point]) -> None:
+    skipped = sorted(step for point in points for step in point.skipped)
     for index, axis in enumerate(axes):
         # Short marks at the bottom of each panel: full lines would hide the curves.
         if skipped:
@@ -208,8 +306,32 @@ def _series(records: Sequence[dict], key: str) -> tuple[list[float], list[float]
     return [x for x, _ in pairs], [y for _, y in pairs]
 
 
-def _all_positive(records: Sequence[dict], key: str) -> bool:
-    return all(value > 0 for value in _series(records, key)[1])
+def _extremes(points: Sequence[Point], key: str) -> tuple[list[int], list[float]]:
+    """Return steps and values: of a point of several steps, the lowest and the highest, so that a
+    line through them covers all.
+    """
+    pairs = [
+        (point.step, value)
+        for point in points
+        if key in point.extremes
+        for value in point.extremes[key][: 1 if point.count == 1 else 2]
+    ]
+    return [x for x, _ in pairs], [y for _, y in pairs]
+
+
+def _means(points: Sequence[Point], key: str) -> tuple[list[int], list[float]]:
+    """Return steps and mean values of the applied steps."""
+    pairs = [
+        (point.step, total / count)
+        for point in points
+        for total, count in [point.sums.get(key, (0.0, 0))]
+        if count
+    ]
+    return [x for x, _ in pairs], [y for _, y in pairs]
+
+
+def _all_positive(points: Sequence[Point], key: str) -> bool:
+    return all(value > 0 for value in _extremes(points, key)[1])
 
 
 def mean_window(num_steps: int) -> int:

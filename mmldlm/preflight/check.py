@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -123,5 +125,9 @@ def run_check(check: Check, context) -> list[Result]:
 
 def majority(values: dict[str, Any]) -> Any:
     """Return the value of most nodes; in a tie, that of the first node."""
-    counted = list(values.values())
-    return max(counted, key=counted.count) if counted else None
+    if not values:
+        return None
+    # Values may be lists and dicts, which no Counter takes; equal ones have equal JSON.
+    by_text = {name: json.dumps(value, sort_keys=True) for name, value in values.items()}
+    counts = Counter(by_text.values())
+    return values[max(by_text, key=lambda name: counts[by_text[name]])]

@@ -7,59 +7,115 @@ Task.model_sizes.
 from __future__ import annotations
 
 from collections.abc import Collection
+from typing import Any, NamedTuple
+
+from mmldlm.engines.deepspeed_config import MAX_LIVE
 
 GIB = 1 << 30
 # Memory of a process with torch loaded (measured: 0.35 GiB resident on CPU), and on a GPU of its
 # context and NCCL's buffers.
 BASE_CPU, BASE_GPU = int(0.4 * GIB), int(1.2 * GIB)
+# Activations as allocated over their own bytes, which benchmarks/step.py measures.
+ALLOCATOR = 1.1
 # From most to least memory per rank.
 PLANS = ("single", "zero0", "zero1", "zero2", "zero3", "fsdp")
 
 
-def state_bytes(
-    plan: str, sizes: dict, world_size: int, dtype: str, bucket: int, offload: Collection[str] = ()
-) -> int:
-    """Return the peak bytes of weights, gradients, fp32 masters, the optimizer's moments and
-    buckets on one rank.
+class Demand(NamedTuple):
+    """Bytes on one rank, without activations and the process itself.
 
-    Muon's exchanges (at most 512 MiB, after the activations are freed) are not in the peak.
+    Attributes:
+        kept: Weights, masters and moments, which exist all the time.
+        before: Gradients that exist when the last backward pass of a step begins.
+        after: Gradients when it ends.
+        working: Gathered weights, buckets, and copies of gradients that are being reduced.
+    """
+
+    kept: float
+    before: float
+    after: float
+    working: float
+
+
+def demand(
+    plan: str,
+    sizes: dict,
+    world_size: int,
+    dtype: str,
+    bucket: int,
+    offload: Collection[str] = (),
+    accumulates: bool = False,
+    max_live: int = MAX_LIVE,
+    shard_gradients: bool = False,
+    on_gpu: bool = True,
+) -> Demand:
+    """Return what an engine keeps of the parameters, and when.
+
+    Muon's exchanges (at most 512 MiB, after the activations are freed) are not in it.
 
     Args:
         plan: Plan among PLANS.
         sizes: Sizes of Task.model_sizes in elements; "single_moment": trainable elements that Muon
             updates.
-        world_size: Number of ranks.
+        world_size: Number of ranks over which the plan shards.
         dtype: training.dtype.
         bucket: Elements of a communication bucket of DeepSpeed (engines/deepspeed_config.py); 0
             for DDP and FSDP.
         offload: "optimizer" and "param", if they are in another memory (see host_bytes).
+        accumulates: Whether a step has several micro-batches.
+        max_live: Elements that ZeRO-3 may keep gathered (stage3_max_live_parameters).
+        shard_gradients: engine.shard_gradients, of FSDP2.
+        on_gpu: Whether NCCL communicates, not gloo.
     """
     trainable, weights = sizes["trainable"], sizes["trainable"] + sizes["frozen"]
-    per_rank = trainable / world_size
+    per_rank, unit = trainable / world_size, sizes["largest_block"]
     low = 4 if dtype == "fp32" else 2
     # There are two buckets with overlap_comm.
     buckets = min(bucket, trainable) * 4 * 2
+    # FSDP2 gathers the unit in use and what is outside the units, or prefetches another;
+    # autocast copies as much of fp32 weights.
+    gathered = low * min(2 * unit, weights)
     if plan in ("single", "zero0"):
-        # Weights stay in fp32 under autocast.
-        ddp_buckets = buckets // 2 if plan == "zero0" else 0
-        return 4 * weights + 4 * trainable + moment_bytes(sizes) + ddp_buckets
+        kept, gradients = 4 * weights + moment_bytes(sizes), 4 * trainable
+        casts = gathered if low == 2 else 0
+        if plan == "single":
+            return Demand(kept, gradients if accumulates else 0, gradients, casts)
+        # Both reduce through flat copies, which stay from step to step.
+        return Demand(kept, 2 * gradients, 2 * gradients, casts)
     # Gradients, masters and moments are fp32; gradients sent to the host are in low precision.
     moments = moment_bytes(sizes) / world_size
     gradients, states = 4 * per_rank, 4 * per_rank + moments
     if "optimizer" in offload:
         gradients, states = low * per_rank, 0
     if plan == "zero1":
-        # Gradients are unsharded, in low precision and accumulated in fp32.
-        return int(low * weights + (4 + (low if low == 2 else 0)) * trainable + states + buckets)
+        # Gradients are unsharded, in low precision and accumulated in fp32; the step copies its
+        # part of them.
+        whole = (4 + (low if low == 2 else 0)) * trainable
+        return Demand(low * weights + states, whole, whole + gradients, buckets)
     if plan == "zero2":
-        return int(low * weights + gradients + states + buckets)
-    # The block in use, and the one that is being prefetched.
-    gathered = 2 * sizes["largest_block"] * low
+        return Demand(low * weights + states, gradients, gradients, buckets)
     if plan == "zero3":
-        weight_bytes = 0 if "param" in offload else low * weights / world_size
-        return int(weight_bytes + gradients + states + gathered + buckets)
+        kept = (0 if "param" in offload else low * weights / world_size) + states
+        # Weights stay gathered from the forward to the backward pass, up to the limit.
+        resident = low * min(weights, max(max_live, 2 * unit))
+        return Demand(kept, gradients, gradients, resident + buckets)
     assert plan == "fsdp", plan
-    return int(4 * weights / world_size + 4 * per_rank + moments + gathered)
+    # Unsharded gradients until the last micro-batch reduces them. A unit is copied to be reduced,
+    # and once more by gloo, which has no reduce-scatter.
+    before = 0.0
+    if accumulates:
+        before = gradients if shard_gradients else 4 * trainable
+    reduced = min(unit, trainable) * 4 * (1 if on_gpu else 2)
+    kept = 4 * weights / world_size + moments
+    return Demand(kept, before, max(before, gradients) + reduced, gathered)
+
+
+def state_bytes(
+    plan: str, sizes: dict, world_size: int, dtype: str, bucket: int, **more: Any
+) -> int:
+    """Return the peak bytes of one rank without activations; arguments as of `demand`."""
+    found = demand(plan, sizes, world_size, dtype, bucket, **more)
+    return int(found.kept + max(found.before, found.after) + found.working)
 
 
 def moment_bytes(sizes: dict) -> int:
@@ -81,22 +137,24 @@ def host_bytes(sizes: dict, world_size: int, dtype: str, offload: Collection[str
 
 
 def bytes_per_rank(
-    plan: str,
-    sizes: dict,
-    world_size: int,
-    dtype: str,
-    on_gpu: bool,
-    bucket: int,
-    offload: Collection[str] = (),
+    plan: str, sizes: dict, world_size: int, dtype: str, on_gpu: bool, bucket: int, **more: Any
 ) -> int:
-    """Return all bytes of one rank: states, activations and logits of a micro-batch, and the
-    process itself.
+    """Return all bytes of one rank at the peak of a step: states, activations and logits of a
+    micro-batch, and the process itself.
 
-    benchmarks/step.py compares the activations and logits with measured peaks.
+    The backward pass frees activations as it makes gradients. Its peak is at its beginning, where
+    all activations exist, or at its end, where all gradients exist and one block's activations.
+
+    Args:
+        plan, sizes, world_size, dtype, bucket, more: As of `demand`.
+        on_gpu: Whether the rank computes on a GPU.
     """
+    found = demand(plan, sizes, world_size, dtype, bucket, on_gpu=on_gpu, **more)
+    logits = sizes["logits_gpu" if on_gpu else "logits_cpu"]
+    beginning = found.before + sizes["activations"] * ALLOCATOR + logits
+    end = found.after + sizes.get("working", sizes["activations"]) * ALLOCATOR
     base = BASE_GPU if on_gpu else BASE_CPU
-    passes = int(sizes["activations"] * 1.1) + sizes["logits_gpu" if on_gpu else "logits_cpu"]
-    return state_bytes(plan, sizes, world_size, dtype, bucket, offload) + passes + base
+    return int(found.kept + max(beginning, end) + found.working) + base
 
 
 def checkpoint_bytes(plan: str, sizes: dict, dtype: str) -> int:

@@ -5,11 +5,13 @@ code.
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterable
 from typing import TextIO
 
 from mmldlm.errors import EXIT_DONE, EXIT_FAILED, EXIT_UNCHECKED, EXIT_USAGE
 from mmldlm.preflight.check import ERROR, FAIL, PASS, SKIP, WARN, Result
 from mmldlm.preflight.context import Context
+from mmldlm.utils.formatting import join_some
 
 _VERDICTS = {
     FAIL: "this run will not start, fit and finish as it is",
@@ -23,6 +25,9 @@ _WORST = (FAIL, ERROR, WARN, PASS, SKIP)
 _USAGE_IDS = ("HOST001", "CFG001")
 # Checks that are printed even if passed: size of the run, memory, disk space and duration.
 ALWAYS_SHOWN = ("CFG003", "DATA001", "MEM001", "DISK001", "RES001", "COLL002", "DRY001")
+
+# Of a larger job the report groups nodes and names the first ones; the receipt has all of them.
+MOST_ROWS, MOST_NAMES, MOST_EXCLUDED = 32, 8, 32
 
 
 def worst(results: list[Result]) -> str:
@@ -60,10 +65,11 @@ def failing_nodes(context: Context, results: list[Result]) -> list[str]:
     pairs = Counter(
         name for r in results if r.status == FAIL and r.scope == "pair" for name in nodes_of(r)
     )
+    most = max(pairs.values(), default=0)
     return [
         name
         for name in context.names
-        if name in failing or (pairs[name] > 1 and pairs[name] == max(pairs.values()))
+        if name in failing or (pairs[name] > 1 and pairs[name] == most)
     ]
 
 
@@ -73,40 +79,62 @@ def print_report(context: Context, results: list[Result], seconds: float, out: T
     ranks = f"{len(context.nodes)} node(s), {context.world_size} rank(s), {context.launcher}"
     print(f"{title}: {ranks}", file=out)
     print(_VERDICTS[worst(results)], file=out)
-    rows = [("this machine", [r for r in results if not nodes_of(r)])]
-    rows += [
-        (name, [r for r in results if name in nodes_of(r)])
-        for name in (context.names if context.level else ())
-    ]
-    width = max(len(name) for name, _ in rows)
-    for name, node_results in rows:
-        counts = Counter(r.status for r in node_results)
-        problems = ", ".join(
-            dict.fromkeys(r.id for r in node_results if r.status in (FAIL, ERROR, WARN))
-        )
-        skipped = f", {counts[SKIP]} skipped" if counts[SKIP] else ""
-        line = (
-            f"  {name:{width}}  {worst(node_results):5} {counts[PASS]} passed{skipped}  {problems}"
-        )
-        print(line.rstrip(), file=out)
+    rows = _rows(context, results)
+    # The names of many nodes in one row do not widen the others.
+    width = min(max(len(name) for name, _ in rows), 40)
+    for name, text in rows:
+        print(f"  {name:{width}}  {text}".rstrip(), file=out)
     for r in results:
         if r.id in ALWAYS_SHOWN and r.status == PASS:
             print(f"  {r.title:{max(width, 24)}}  {r.measured}", file=out)
     for group in _grouped([r for r in results if r.status in (FAIL, ERROR, WARN)]):
         _print_group(group, out)
     for why, group in _skips_by_reason(results).items():
-        nodes = ", ".join(dict.fromkeys(r.node for r in group if r.node))
+        nodes = _names(r.node for r in group)
         ids = ", ".join(dict.fromkeys(r.id for r in group))
         print(f"  SKIP  {ids}{f' on {nodes}' if nodes else ''}: {why}", file=out)
     bad = failing_nodes(context, results)
     if bad and len(context.nodes) > 1:
-        exclude = f"nodes to exclude: --exclude {'@'.join(bad)}"
-        print(
-            f"\n  {exclude if len(bad) < len(context.nodes) else 'every node failed a check'}",
-            file=out,
-        )
+        if len(bad) == len(context.nodes):
+            exclude = "every node failed a check"
+        elif len(bad) > MOST_EXCLUDED:
+            exclude = f"{len(bad):,} of {len(context.nodes):,} nodes failed a check"
+        else:
+            exclude = f"nodes to exclude: --exclude {'@'.join(bad)}"
+        print(f"\n  {exclude}", file=out)
     counts = Counter(r.status for r in results)
     print(f"\n{worst(results)}: {_summary(counts)} ({seconds:.1f} s)", file=out, flush=True)
+
+
+def _rows(context: Context, results: list[Result]) -> list[tuple[str, str]]:
+    """Return (name, verdict and counts) of this machine and of every node; of a large job, of all
+    nodes with the same counts together.
+    """
+    by_node: dict[str, list[Result]] = {"": []}
+    for result in results:
+        for name in nodes_of(result) or [""]:
+            by_node.setdefault(name, []).append(result)
+    rows = [("this machine", _row(by_node[""]))]
+    names = context.names if context.level else []
+    texts = {name: _row(by_node.get(name, [])) for name in names}
+    if len(names) <= MOST_ROWS:
+        return rows + list(texts.items())
+    alike: dict[str, list[str]] = {}
+    for name, text in texts.items():
+        alike.setdefault(text, []).append(name)
+    return rows + [(_names(nodes), text) for text, nodes in alike.items()]
+
+
+def _row(results: list[Result]) -> str:
+    counts = Counter(r.status for r in results)
+    problems = ", ".join(dict.fromkeys(r.id for r in results if r.status in (FAIL, ERROR, WARN)))
+    skipped = f", {counts[SKIP]} skipped" if counts[SKIP] else ""
+    return f"{worst(results):5} {counts[PASS]} passed{skipped}  {problems}"
+
+
+def _names(nodes: Iterable[str]) -> str:
+    """Return the distinct nodes of results, the first few of many: "n1, n2 and 1,000 more"."""
+    return join_some(dict.fromkeys(filter(None, nodes)), MOST_NAMES)
 
 
 def _summary(counts: Counter) -> str:
@@ -142,7 +170,7 @@ def _grouped(results: list[Result]) -> list[list[Result]]:
 
 
 def _print_group(group: list[Result], out: TextIO) -> None:
-    r, nodes = group[0], ", ".join(dict.fromkeys(r.node for r in group if r.node))
+    r, nodes = group[0], _names(r.node for r in group)
     print(
         f"\n  {r.status}  {r.id} {r.title}{f', {nodes}' if nodes else ''}: {r.measured or r.why}",
         file=out,

@@ -220,6 +220,12 @@ def collect_nodes(context: Context, pool: AgentPool) -> None:
     pool.start()
     hosts.detect_lost_packets(context, pool)
     request = _probe_request(context, PROBES)
+    # Names that only ssh's configuration defines here are no names on a node.
+    request["known"] = {
+        name: lookup["addresses"]
+        for name, lookup in (context.head_value("resolve") or {}).items()
+        if "addresses" in lookup and "ssh" not in lookup
+    }
     longest = max(PROBES[name][1] for name in request["probes"])
     context.facts = pool.call("collect_facts", request, timeout=longest + 5)
     context.failures.update(pool.failures)

@@ -63,15 +63,18 @@ class Metric:
 
 class _OptionalSizes(TypedDict, total=False):
     matrices: int
+    working: int
 
 
 class ModelSizes(_OptionalSizes):
     """What preflight's memory model needs to know of a model and one micro-batch per rank.
 
-    trainable, frozen, largest_block (gathered at once by ZeRO-3 and FSDP2), buffers, matrices (of
-    the trainable, those of ParameterPlan.matrices; may be missing): numbers of elements.
-    activations (kept for backward, and the working memory of one block's backward pass),
-    logits_cpu, logits_gpu (that exist at once): bytes.
+    trainable, frozen, largest_block (the largest of the sharding units and of what is outside them
+    all: gathered at once by ZeRO-3 and FSDP2), buffers, matrices (of the trainable, those of
+    ParameterPlan.matrices; may be missing): numbers of elements.
+    activations (kept for backward, and the working memory of one block's backward pass), working
+    (the part of them that still exists when the backward pass ends; may be missing), logits_cpu,
+    logits_gpu (that exist at once): bytes.
     """
 
     trainable: int

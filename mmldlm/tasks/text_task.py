@@ -187,14 +187,14 @@ class TextTask(Task):
         parameter_groups(model, plan, config.optimizer)
         sizes = {name: parameter.numel() for name, parameter in model.named_parameters()}
         buffers = dict(model.named_buffers())
-        # What a sharding engine gathers at once; tied weights count wherever they are read.
-        others = [module for module in model.children() if not isinstance(module, nn.ModuleList)]
-        units = [*plan.sharding_units, *others]
+        # What a sharding engine gathers at once: a unit, or all that is outside them.
+        units = [sum(p.numel() for p in unit.parameters()) for unit in plan.sharding_units]
+        outside = sum(sizes.values()) - sum(units)
         num_frozen = sum(sizes[name] for name in plan.frozen)
         return ParameterSizes(
             trainable=sum(sizes.values()) - num_frozen,
             frozen=num_frozen,
-            largest_block=max(sum(p.numel() for p in unit.parameters()) for unit in units),
+            largest_block=max(*units, outside),
             buffers=sum(buffers[name].numel() for name in self.buffers),
             matrices=sum(sizes[name] for name in plan.matrices),
         )

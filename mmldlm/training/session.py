@@ -9,6 +9,8 @@ import tempfile
 from collections.abc import Generator, Iterator
 from dataclasses import dataclass
 
+from torch import nn
+
 from mmldlm.checkpoints.init_from import InitReport, init_weights
 from mmldlm.checkpoints.locate import list_checkpoints, locate_checkpoint
 from mmldlm.config.schema import Config
@@ -30,6 +32,7 @@ from mmldlm.engines.base import Engine
 from mmldlm.engines.build import build_engine, check_engine
 from mmldlm.engines.ema import WeightAverage
 from mmldlm.engines.optimizer import parameter_groups
+from mmldlm.engines.parameter_plan import ParameterPlan
 from mmldlm.errors import UserError
 from mmldlm.observe.layer_stats import LayerStatsCollector
 from mmldlm.observe.profiler import StepProfiler
@@ -145,8 +148,7 @@ def open_session(data: RunData, stop: StopSignal) -> Iterator[Session]:
     check_same_config(config)
     parameters = task.parameter_plan(model, config)
     trainable = parameters.apply(model, task.parameter_groups(model))
-    groups = parameter_groups(model, parameters, config.optimizer)
-    sizes = [(group["weight_decay"], sum(p.numel() for p in group["params"])) for group in groups]
+    sizes = _group_sizes(model, parameters, config)
     if training.compile_model:
         task.compile(model, parameters)
     engine = build_engine(model, config, parameters)
@@ -162,6 +164,16 @@ def open_session(data: RunData, stop: StopSignal) -> Iterator[Session]:
         at_end.push(session.logger.log_end)
         _restore_or_start(session, trainable, sizes, init_report)
         yield session
+
+
+def _group_sizes(model: nn.Module, plan: ParameterPlan, config: Config) -> list[tuple[float, int]]:
+    """Return (weight decay, elements) of each of the optimizer's groups.
+
+    The groups must not outlive this call: FSDP2 replaces the parameters by shards, and a session
+    that refers to the whole ones keeps 4 bytes per parameter on every rank.
+    """
+    groups = parameter_groups(model, plan, config.optimizer)
+    return [(group["weight_decay"], sum(p.numel() for p in group["params"])) for group in groups]
 
 
 def _assemble(

@@ -1,5 +1,5 @@
-"""CPUs and memory that this process may use; standard library only. As a script: print the number
-of CPUs.
+"""CPUs, memory and open files that this process may use; standard library only. As a script:
+print the number of CPUs.
 
 A container or a batch job has less than its machine: its limits stand in control groups
 (cgroups(7)), of which every one from that of the process up to the root counts, and in the CPU
@@ -26,6 +26,13 @@ class Memory(NamedTuple):
 
     total: int
     available: int
+
+
+def raise_open_files() -> int:
+    """Raise the soft limit of open files, usually 1,024, to the hard limit, and return it."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    return hard
 
 
 def available_cpus() -> int:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import resource
 import sys
 
 import pytest
 
 from mmldlm.cluster import agent as agents
 from mmldlm.cluster.agent import Agent, AgentFailure, AgentPool, classify
+from mmldlm.errors import UserError
 from mmldlm.preflight.runner import AGENT
 
 
@@ -147,3 +149,22 @@ def test_a_held_port_names_its_holder():
         assert "error" in agent.request("connect", {"to": [["127.0.0.1", port]]})[0]
     finally:
         agent.stop()
+
+
+def test_sessions_to_many_nodes_raise_the_limit_of_open_files():
+    """1,024 is the usual soft limit, and sessions to 335 nodes reach it."""
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    agents = [local(f"n{index}") for index in range(400)]
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (1024, before[1]))
+        AgentPool(agents)
+        assert resource.getrlimit(resource.RLIMIT_NOFILE)[0] == before[1]
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
+
+
+def test_a_hard_limit_of_open_files_is_named_before_a_login(monkeypatch):
+    monkeypatch.setattr(resource, "getrlimit", lambda kind: (1024, 2048))
+    monkeypatch.setattr(resource, "setrlimit", lambda kind, limits: None)
+    with pytest.raises(UserError, match=r"hard limit of 2,048 \(ulimit -Hn\)"):
+        AgentPool([local(f"n{index}") for index in range(1000)])

@@ -86,9 +86,19 @@ def test_failed_ranks_that_a_rank_reports_are_in_its_state(launched):
     start(REPORTING).wait(timeout=60)
     (state,) = states(id)
     assert state["failure"] == {
-        "ranks": [1],
+        "ranks": [[1, 1]],
         "sentence": "rank 1 on n2 has made no progress since step 4",
     }
+
+
+@pytest.mark.parametrize("ranks", ["range(8192)", "range(1, 4096, 8)"])
+def test_a_report_of_thousands_of_ranks_arrives(launched, ranks):
+    """All ranks, and one of every node."""
+    id, start = launched
+    start(REPORTING.replace("(1,)", f"tuple({ranks})")).wait(timeout=60)
+    (state,) = states(id)
+    runs = state["failure"]["ranks"]
+    assert len(runs) == (1 if ranks == "range(8192)" else 500) and runs[-1][1] > 3900
 
 
 def test_arguments_and_variables_arrive_unchanged(launched, tmp_path):

@@ -109,9 +109,9 @@ def test_a_rank_that_ends_because_of_another_has_not_failed(watched):
     """A stopped rank ends nothing: the first to end is the healthy one that found it."""
     one, states, views = watched
     sentence = "rank 0 on a (pid 7) has made no progress since step 4"
-    states["b"].update(exit=1, alive=False, failure={"ranks": [0], "sentence": sentence})
+    states["b"].update(exit=1, alive=False, failure={"ranks": [[0, 0]], "sentence": sentence})
     outcome = one.evaluate_failed_rank(views)
     assert (outcome.code, outcome.reason, outcome.failed_nodes) == (1, sentence, ["a"])
-    states["b"].update(failure={"ranks": [1], "sentence": "rank 1 on b failed"})
+    states["b"].update(failure={"ranks": [[1, 1]], "sentence": "rank 1 on b failed"})
     outcome = one.evaluate_failed_rank(views)
     assert outcome.failed_nodes == ["b"] and "rank 1 on b ended first" in outcome.reason

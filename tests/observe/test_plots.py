@@ -6,8 +6,9 @@ import pytest
 from mmldlm.commands.run_log import add_plot_arguments as add_arguments
 from mmldlm.commands.run_log import plot as main
 from mmldlm.errors import UserError
+from mmldlm.observe import plots
 from mmldlm.observe.jsonl_log import JsonlLog
-from mmldlm.observe.plots import _smooth, load_steps, mean_window, plot_run
+from mmldlm.observe.plots import _smooth, load_points, load_steps, mean_window, plot_run
 
 
 def run_folder(tmp_path, steps=60, evals=True):
@@ -104,3 +105,22 @@ def test_losses_are_drawn_as_means_of_applied_steps(tmp_path, monkeypatch):
     values = list(means.get_ydata())[10:-10]
     assert means.get_label() == "total" and all(2.4 < value < 2.6 for value in values)
     assert [mean_window(count) for count in (3, 8, 20, 100, 5000)] == [0, 2, 5, 10, 100]
+
+
+def test_a_long_log_is_drawn_in_fewer_points(tmp_path, monkeypatch):
+    """Means, extremes and skipped steps are those of all its steps."""
+    run_folder(tmp_path, steps=1000, evals=False)
+    exact = load_points(tmp_path, ["text_loss", "loss"])
+    monkeypatch.setattr(plots, "MOST_POINTS", 100)
+    points = load_points(tmp_path, ["text_loss", "loss"])
+    assert len(exact) == 1000 and 50 <= len(points) <= 100
+    assert sum(point.count for point in points) == 1000 and points[-1].step == 1000
+    for key in ("text_loss", "loss"):
+        sums = [
+            [sum(point.sums[key][i] for point in found if key in point.sums) for i in range(2)]
+            for found in (exact, points)
+        ]
+        assert sums[0] == pytest.approx(sums[1])
+        assert max(point.extremes[key][1] for point in points) == (4 if "text" in key else 5)
+    assert [step for point in points for step in point.skipped] == [7, 8]
+    assert plot_run(tmp_path).is_file()

@@ -44,3 +44,27 @@ def test_the_report_begins_with_a_verdict(status, verdict):
     first, second, *_, last = out.getvalue().splitlines()
     assert first.startswith("preflight, level") and verdict in second
     assert last.startswith(f"{status}: ")
+
+
+def test_a_large_job_is_reported_in_lines_that_can_be_read():
+    """1,024 nodes: one row for all that are alike, and no line with all their names."""
+    names = [f"host-{index:04}.cluster" for index in range(1024)]
+    context, out = make_context(names), io.StringIO()
+    results = [Result(PASS, id="A", node=name) for name in names]
+    results += [Result(WARN, "old", "new", "upgrade", name, id="B") for name in names[1:]]
+    results += [Result(SKIP, node=name, id="C", why="no GPU") for name in names]
+    results += [Result(FAIL, "full", "space", "free some", name, id="D") for name in names[5:105]]
+    print_report(context, results, 1.0, out)
+    lines = out.getvalue().splitlines()
+    assert len(lines) < 25 and max(map(len, lines)) < 250
+    assert any(line.split()[:2] == ["host-0000.cluster", "PASS"] for line in lines)
+    assert any("host-0005.cluster" in line and "and 92 more" in line for line in lines)
+    assert "  100 of 1,024 nodes failed a check" in lines
+
+
+def test_a_small_job_has_a_row_for_every_node_and_the_words_to_exclude():
+    out = io.StringIO()
+    print_report(make_context(), [Result(FAIL, "full", "space", "free some", "b")], 1.0, out)
+    lines = out.getvalue().splitlines()
+    assert [line.split()[0] for line in lines[3:6]] == ["a", "b", "c"]
+    assert "  nodes to exclude: --exclude b" in lines

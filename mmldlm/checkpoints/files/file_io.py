@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from mmldlm.utils.input_files import check_kind, require_regular
-from mmldlm.utils.resources import available_cpus
+from mmldlm.utils.resources import available_cpus, raise_open_files
 
 # -- Descriptors
 # -------------------------------------------------------------------------------------------------
@@ -42,7 +42,7 @@ def open_descriptor(path: Path, flags: int, mode: int = 0o644) -> int:
         soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
         if error.errno != errno.EMFILE or soft == hard:
             raise
-        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+        raise_open_files()
         return os.open(path, flags, mode)
 
 

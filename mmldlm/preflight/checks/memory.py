@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from mmldlm.engines.deepspeed_config import bucket_elements, offloaded
+from mmldlm.engines.deepspeed_config import bucket_elements, max_live_elements, offloaded
 from mmldlm.errors import UserError
 from mmldlm.preflight import memory_model
 from mmldlm.preflight.check import check, fail, ok, skip, warn
@@ -63,6 +63,8 @@ def memory_fits(context):
         fix = f"use {fitting[0]} (engine.zero_stage or engine.kind)"
     else:
         fix = "lower training.train_batch_size, set model.gradient_checkpointing=true, "
+        if context.config.training.grad_accum_steps > 1 and plan == "fsdp":
+            fix += "engine.shard_gradients=true, "
         fix += "offload (ds_configs/zero3_offload.json), " if on_gpu and not offloaded else ""
         fix += f"or use more ranks{'' if on_gpu else ', fewer of them per node'}"
     expected = f"at most {format_bytes(USABLE * available)} (per rank: {table})"
@@ -104,9 +106,22 @@ def _fail_or_warn(context):
 
 
 def _rank_bytes(context, plan: str, on_gpu: bool, offloaded) -> int:
-    dtype, bucket = context.config.training.dtype, _bucket(context, plan, on_gpu)
+    training, engine = context.config.training, context.config.engine
+    is_own = plan == context.engine_plan()
+    # HSDP shards within each group of ranks.
+    replicas = engine.hsdp_replicas if is_own and plan == "fsdp" else 1
+    json_path = engine.deepspeed_config if is_own and engine.kind == "deepspeed" else None
     return memory_model.bytes_per_rank(
-        plan, context.data_facts, context.world_size, dtype, on_gpu, bucket, offloaded
+        plan,
+        context.data_facts,
+        context.world_size // replicas,
+        training.dtype,
+        on_gpu,
+        _bucket(context, plan, on_gpu),
+        offload=offloaded,
+        accumulates=training.grad_accum_steps > 1,
+        max_live=max_live_elements(json_path),
+        shard_gradients=engine.shard_gradients,
     )
 
 

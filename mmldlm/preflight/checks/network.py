@@ -12,8 +12,10 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from mmldlm.preflight.check import check, fail, ok, skip
-from mmldlm.utils.formatting import describe_os_error
+from mmldlm.utils.formatting import describe_os_error, join_some
 
+# A lookup that takes longer is slow.
+LOOKUP_SECONDS = 1.0
 VIRTUAL = ("docker", "veth", "br-", "virbr", "cni", "flannel", "cali", "tunl", "kube")
 
 
@@ -81,11 +83,15 @@ def route_to(address: str, interfaces: list[dict]) -> dict:
 def resolve(args: dict) -> dict:
     """Resolve all args["names"] in parallel on this node.
 
+    Lookups that took no time and gave the addresses of args["known"] (name -> those that the head
+    found) are left out: of a large job almost all, and each node has one for every other.
+
     Returns:
         name -> {"addresses": IPv4 addresses, "seconds"} or {"error", "seconds"}. A name that only
         ssh's configuration defines has "ssh" (the real host) and the addresses of that host, if
         any.
     """
+    known = args.get("known", {})
 
     def one(name: str) -> dict:
         lookup = _look_up(name)
@@ -98,7 +104,14 @@ def resolve(args: dict) -> dict:
         return lookup
 
     with ThreadPoolExecutor(32) as executor:
-        return dict(zip(args["names"], executor.map(one, args["names"]), strict=True))
+        lookups = dict(zip(args["names"], executor.map(one, args["names"]), strict=True))
+    return {
+        name: lookup
+        for name, lookup in lookups.items()
+        if name not in known
+        or lookup.get("addresses") != known[name]
+        or lookup["seconds"] > LOOKUP_SECONDS
+    }
 
 
 def _look_up(name: str) -> dict:
@@ -297,6 +310,8 @@ def names_resolve_alike(context):
                 )
         if different:
             fix = f"correct /etc/hosts or DNS on {name}"
-            yield fail("; ".join(different), "the same addresses as on this machine", fix, name)
+            yield fail(
+                join_some(different, 4, "; "), "the same addresses as on this machine", fix, name
+            )
         else:
             yield ok(f"{len(lookups)} name(s)", name)

@@ -9,6 +9,7 @@ import os
 import time
 import uuid
 from pathlib import Path
+from typing import Any
 
 from mmldlm.cluster.agent import AgentFailure, AgentPool
 from mmldlm.preflight.check import check, fail, majority, ok, skip, warn
@@ -262,6 +263,7 @@ def data_is_the_same(context):
         return
     entries = _manifest(context)
     usual = majority({n: a["manifest_sha256"] for n, a in answers.items()})
+    usual_blocks = _usual_blocks(answers)
     for name, facts in answers.items():
         fix = f"copy the store to {name} again (rsync -ac), or mount one store on all nodes"
         if facts["manifest_sha256"] != usual:
@@ -272,22 +274,25 @@ def data_is_the_same(context):
         for file, seen in facts["files"].items():
             if "sha256" in seen and file in entries and seen["sha256"] != entries[file]["sha256"]:
                 wrong.append(f"{file} does not match the SHA-256 in the manifest")
-            elif "blocks" in seen:
-                blocks = majority(
-                    {
-                        n: a["files"][file].get("blocks")
-                        for n, a in answers.items()
-                        if file in a["files"]
-                    }
-                )
-                if seen["blocks"] != blocks:
-                    wrong.append(f"{file} differs from the majority in the sampled blocks")
+            elif "blocks" in seen and seen["blocks"] != usual_blocks[file]:
+                wrong.append(f"{file} differs from the majority in the sampled blocks")
         fraction = facts["bytes_read"] / max(facts["bytes_total"], 1)
         if wrong:
             measured = f"{len(wrong)} of {len(facts['files'])} files: {join_some(wrong, 3, '; ')}"
             yield fail(measured, "the same bytes", fix, name)
         else:
             yield ok(f"{fraction:.0%} of {format_bytes(facts['bytes_total'])} read", name)
+
+
+def _usual_blocks(answers: dict[str, dict]) -> dict[str, Any]:
+    """Return file -> hash of its sampled blocks on most nodes; None where most read the file
+    whole.
+    """
+    by_file: dict[str, dict[str, Any]] = {}
+    for name, facts in answers.items():
+        for file, seen in facts["files"].items():
+            by_file.setdefault(file, {})[name] = seen.get("blocks")
+    return {file: majority(blocks) for file, blocks in by_file.items()}
 
 
 @check("CKPT001", 1, "node", "checkpoint folder")

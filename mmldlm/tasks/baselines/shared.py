@@ -26,7 +26,7 @@ from mmldlm.models.plain import PlainTransformer
 from mmldlm.models.token_scores import TokenQuery
 from mmldlm.tasks.base import Metric, ModelSizes
 from mmldlm.tasks.baselines.config import BaselineConfig
-from mmldlm.tasks.collation import RowReader, counter_generator, dropout_keys
+from mmldlm.tasks.collation import GlobalCounts, RowReader, counter_generator, dropout_keys
 from mmldlm.tasks.initialization import set_first_weights
 from mmldlm.tasks.latent_data import LatentData, open_latent_data
 from mmldlm.tasks.text_task import TextTask
@@ -128,6 +128,7 @@ class TextCollator(ABC):
         self.has_dropout = seed is None and config.model.dropout > 0
         self.seed = config.training.seed if seed is None else seed
         vocab_size, max_norm = config.model.vocab_size, data.max_latent_norm()
+        self.counts = GlobalCounts()
         self.reader = RowReader(
             vocab_size, data.latent_mean, max_norm, config.stability.nan_to_num
         )
@@ -174,7 +175,7 @@ class TextCollator(ABC):
             **tensors,
             ids=ids,
             real=real,
-            counts={"text_tokens": int(lengths[batch.ids].sum()), "lengths": len(batch.ids)},
+            counts=dict(self.counts(batch, lengths, _count)),
             num_tokens=int(attention.numpy()[real].sum()),
             epoch=batch.epoch,
             index=batch.index,
@@ -220,8 +221,13 @@ class TextCollator(ABC):
         # Placeholders lie past the end of the batch; any slot will do for them.
         in_batch = np.minimum(slots, batch.size - 1)
         key = batch.epoch * 1_000_003 + batch.index
-        ranks = permute(np.arange(batch.size), batch.size, self.seed * 3 + 12, key)
-        return low_discrepancy(torch.from_numpy(ranks[in_batch]), offset, batch.size)
+        ranks = permute(in_batch, batch.size, self.seed * 3 + 12, key)
+        return low_discrepancy(torch.from_numpy(ranks), offset, batch.size)
+
+
+def _count(batch: GlobalBatch, lengths: np.ndarray) -> dict[str, int]:
+    """Return the text tokens and texts of a global batch."""
+    return {"text_tokens": int(lengths[batch.ids].sum()), "lengths": len(batch.ids)}
 
 
 def forward_text(model: nn.Module, batch: BaselineBatch, query: TokenQuery) -> ModelOutput:

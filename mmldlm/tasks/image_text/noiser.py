@@ -46,9 +46,7 @@ class ImageNoiser(Noiser):
         if self.shift_pixels:
             shifts = draw_shifts(self.seed, batch.epoch, ids, slots, self.shift_pixels)
             if self.shift_only_i2t:
-                shifts[
-                    self._batch_draws(batch).modes[np.minimum(slots, batch.size - 1)] != L2T
-                ] = 0
+                shifts[self._batch_draws(batch, slots).modes != L2T] = 0
             codec = self.codecs[math.prod(rows.latents.shape[1:-1])]
             rows = rows._replace(latents=shift_latents(codec, rows.latents, shifts))
         return super()._pad(batch, rows, ids, slots)

@@ -22,6 +22,7 @@ from mmldlm.diffusion.process import LatentProcess
 from mmldlm.diffusion.timesteps import logit_normal, low_discrepancy, shift, stretch
 from mmldlm.tasks.collation import (
     CandidateSampler,
+    GlobalCounts,
     RowReader,
     counter_generator,
     dropout_keys,
@@ -134,12 +135,12 @@ def _expand_like(rows, like):
 
 
 class BatchDraws(NamedTuple):
-    """Draws for all slots [n] of a global batch, the same on every rank.
+    """Draws at some slots [B] of a global batch, functions of the slot and the whole batch's size.
 
     Attributes:
-        modes: Index in PURE_MODES.
-        text: Low-discrepancy uniforms of the text timesteps. [n] fp64
-        latent: Low-discrepancy uniforms of the latent timesteps. [n] fp64
+        modes: Indices in PURE_MODES. [B]
+        text: Low-discrepancy uniforms of the text timesteps. [B] fp64
+        latent: Low-discrepancy uniforms of the latent timesteps. [B] fp64
     """
 
     modes: np.ndarray
@@ -223,6 +224,7 @@ class Noiser:
         weights = mode_weights or config.training.mode_weights()
         self.mode_edges = np.cumsum([weights[mode] for mode in PURE_MODES])
         self.seed = config.training.seed if seed is None else seed
+        self.counts = GlobalCounts()
         training = config.training
         self.condition_dropout = training.condition_dropout
         if condition_dropout is not None:
@@ -233,24 +235,49 @@ class Noiser:
 
     def modes(self, batch: GlobalBatch) -> np.ndarray:
         """Return the mode [n] of every sample of the global batch (the same on every rank)."""
-        return self._batch_draws(batch).modes[: len(batch.ids)]
+        return self._modes(batch, np.arange(len(batch.ids)))
 
-    def _batch_draws(self, batch: GlobalBatch) -> BatchDraws:
-        slots = np.arange(batch.size)
-        offsets = counter_generator(self.seed, batch.epoch, batch.index, 0, _BATCH_STREAM).random(
-            3
-        )
+    def _modes(self, batch: GlobalBatch, slots: np.ndarray) -> np.ndarray:
+        """Return the modes [B] at some slots of a global batch."""
+        ranks, offset = self._ranks(batch, slots, 0), self._offsets(batch)[0]
+        uniform = np.remainder(ranks / batch.size + offset, 1.0)
+        edges = self.mode_edges
+        return np.minimum(np.searchsorted(edges, uniform * edges[-1], side="right"), 2)
+
+    def _offsets(self, batch: GlobalBatch) -> np.ndarray:
+        """Return the offsets [3] of modes, text and latent timesteps in a global batch."""
+        return counter_generator(self.seed, batch.epoch, batch.index, 0, _BATCH_STREAM).random(3)
+
+    def _ranks(self, batch: GlobalBatch, slots: np.ndarray, stream: int) -> np.ndarray:
+        """Return the places [B] of some slots in one of a global batch's three permutations."""
         key = batch.epoch * 1_000_003 + batch.index
-        ranks = [
-            permute(slots, batch.size, self.seed * 3 + stream + 11, key) for stream in range(3)
-        ]
-        mode_u = np.remainder(ranks[0] / batch.size + offsets[0], 1.0)
-        modes = np.minimum(
-            np.searchsorted(self.mode_edges, mode_u * self.mode_edges[-1], side="right"), 2
+        return permute(slots, batch.size, self.seed * 3 + stream + 11, key)
+
+    def _batch_draws(self, batch: GlobalBatch, slots: np.ndarray) -> BatchDraws:
+        # Placeholders lie past the end of the batch; any slot will do for them.
+        slots = np.minimum(slots, batch.size - 1)
+        offsets = self._offsets(batch)
+        text, latent = (
+            low_discrepancy(
+                torch.from_numpy(self._ranks(batch, slots, stream)),
+                float(offsets[stream]),
+                batch.size,
+            )
+            for stream in (1, 2)
         )
-        text_u = low_discrepancy(torch.from_numpy(ranks[1]), float(offsets[1]), batch.size)
-        latent_u = low_discrepancy(torch.from_numpy(ranks[2]), float(offsets[2]), batch.size)
-        return BatchDraws(modes, text_u, latent_u)
+        return BatchDraws(self._modes(batch, slots), text, latent)
+
+    def _count(self, batch: GlobalBatch, lengths: np.ndarray) -> dict[str, int]:
+        """Return the text tokens, texts and latents (of all modes that score them) of a global
+        batch.
+        """
+        modes = self.modes(batch)
+        has_text = modes != T2L
+        return {
+            "text_tokens": int(lengths[batch.ids][has_text].sum()),
+            "latents": int((modes != L2T).sum()),
+            "lengths": int(has_text.sum()),
+        }
 
     def collate(
         self, batch: GlobalBatch, slots: np.ndarray, samples: Any, lengths: np.ndarray
@@ -261,22 +288,19 @@ class Noiser:
             samples: Split of a store.
             lengths: Number of tokens of every sample, EOS included. [N]
         """
-        draws = self._batch_draws(batch)
-        num_real = len(batch.ids)
+        draws = self._batch_draws(batch, slots)
         ids, real = batch.samples_at(slots)
-        rows, is_bad, bad = self.reader.read(samples, ids, slots, num_real, lengths)
+        rows, is_bad, bad = self.reader.read(samples, ids, slots, len(batch.ids), lengths)
         real = real & ~is_bad
         padded = self._pad(batch, rows, ids, slots)
-        # Placeholders lie past the end of the batch; any slot will do for them.
-        in_batch = np.minimum(slots, batch.size - 1)
-        modes = draws.modes[in_batch]
+        modes = draws.modes
         tensors, repairs = self._more_tensors(batch, ids, slots, modes, real, padded)
         bad = bad + [
             {"id": int(ids[row]), "reason": reason, "repaired": True}
             for row, reason in repairs.items()
         ]
-        tensors |= self._text_tensors(padded, modes, real, draws.text[in_batch], tensors)
-        tensors |= self._latent_tensors(padded, modes, real, draws.latent[in_batch])
+        tensors |= self._text_tensors(padded, modes, real, draws.text, tensors)
+        tensors |= self._latent_tensors(padded, modes, real, draws.latent)
         if padded.noise is None:
             tensors["noise_keys"] = noise_keys(self.seed, batch.epoch, ids, slots)
         if self.has_model_dropout:
@@ -286,19 +310,15 @@ class Noiser:
                 self.seed, batch.epoch, batch.index, 0, _CANDIDATE_STREAM
             )
             tensors |= self.candidates.tensors(tensors["text_targets"], generator)
-        modes_real = draws.modes[:num_real]
-        has_text = modes_real != T2L
+        counts = self.counts(batch, lengths, self._count)
+        latents_per_text = math.prod(rows.latents.shape[1:-1])
         return self.batch_class(
             **tensors,
             ids=ids,
             modes=modes,
             process=self.latent,
             real=real,
-            counts={
-                "text_tokens": int(lengths[batch.ids][has_text].sum()),
-                "latents": int((modes_real != L2T).sum()) * math.prod(rows.latents.shape[1:-1]),
-                "lengths": int(has_text.sum()),
-            },
+            counts={**counts, "latents": counts["latents"] * latents_per_text},
             num_tokens=int(padded.attention.numpy()[real].sum()),
             epoch=batch.epoch,
             index=batch.index,

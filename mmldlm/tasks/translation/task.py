@@ -12,7 +12,12 @@ from mmldlm.engines.base import Engine
 from mmldlm.engines.parameter_plan import ParameterPlan
 from mmldlm.models import MultimodalMMDiT
 from mmldlm.models.flops import Flops, estimate_flops
-from mmldlm.models.memory import logits_bytes, mmdit_activation_bytes, mmdit_working_bytes
+from mmldlm.models.memory import (
+    logits_bytes,
+    mmdit_activation_bytes,
+    mmdit_block_bytes,
+    mmdit_working_bytes,
+)
 from mmldlm.sampling.joint import sample_joint
 from mmldlm.sampling.latents import sample_latents
 from mmldlm.sampling.records import TextSamples
@@ -97,9 +102,11 @@ class TranslationTask(MaskedTextTask):
         config = config.model_copy(update={"training": config.training.model_copy(update=freeze)})
         logits = (self.logits_bytes(config, length, on_gpu) for on_gpu in (False, True))
         logits_cpu, logits_gpu = logits
+        shape = (config.model, config.training.train_batch_size, length, config.training.dtype)
         return ModelSizes(
             **self.parameter_sizes(config),
             activations=self.activation_bytes(config, length),
+            working=mmdit_block_bytes(*shape) + mmdit_working_bytes(*shape),
             logits_cpu=logits_cpu,
             logits_gpu=logits_gpu,
         )

@@ -110,6 +110,25 @@ def test_names_of_the_ssh_configuration_are_skipped():
     assert {r.status for r in run("NET003", context).values()} == {FAIL}
 
 
+def test_a_node_reports_the_names_that_differ(monkeypatch):
+    """Of 1,000 names that all nodes know, none: their answers would grow with its square."""
+    looked_up = {f"n{index}": {"addresses": [f"10.0.0.{index}"]} for index in range(1000)}
+    known = {name: lookup["addresses"] for name, lookup in looked_up.items()}
+    looked_up["n7"] = {"addresses": ["10.9.9.9"]}
+    looked_up["n8"] = {"error": "Name or service not known"}
+    looked_up["n9"]["seconds"] = 3.0
+    monkeypatch.setattr(probes, "_look_up", lambda name: {"seconds": 0.0, **looked_up[name]})
+    monkeypatch.setattr(probes, "_ssh_host", lambda name: None)
+    del known["n10"]
+    found = probes.resolve({"names": list(looked_up), "known": known})
+    assert set(found) == {"n7", "n8", "n9", "n10"}
+    context = make_context(("n1", "n2"), resolve=found)
+    context.head["resolve"] = {"value": {name: {"addresses": known[name]} for name in known}}
+    failed = run("NET003", context)["n1"]
+    assert failed.status == FAIL and "n7 is 10.9.9.9 there" in failed.measured
+    assert "n9 took 3.0 s" in run("NET008", context)["n2"].measured
+
+
 def test_slow_lookups_warn_on_their_node():
     sound = names(a={"addresses": ["10.0.0.1"]})
     context = make_context(

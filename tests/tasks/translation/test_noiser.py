@@ -4,10 +4,12 @@ import numpy as np
 import pytest
 import torch
 
-from mmldlm.data.batch_plan import BatchPlan
+from mmldlm.data.batch_plan import BatchPlan, permute
 from mmldlm.data.loader import MicroBatches, iterate_steps
 from mmldlm.data.store import Rows
+from mmldlm.diffusion.timesteps import low_discrepancy
 from mmldlm.errors import UserError
+from mmldlm.tasks.collation import counter_generator
 from mmldlm.tasks.registry import build_config
 from mmldlm.tasks.translation.noiser import L2T, T2L, UNCONDITIONAL, Noiser
 
@@ -100,6 +102,50 @@ def test_noise_does_not_depend_on_how_the_batch_is_cut(world, accum, sections):
                 whole.counts["latents"],
                 whole.counts["lengths"],
             )
+
+
+def draws_of_all_slots(noiser, batch):
+    """Modes and timesteps of a whole global batch, in one go as every rank once drew them."""
+    slots = np.arange(batch.size)
+    offsets = counter_generator(noiser.seed, batch.epoch, batch.index, 0, 2).random(3)
+    key = batch.epoch * 1_000_003 + batch.index
+    ranks = [permute(slots, batch.size, noiser.seed * 3 + stream + 11, key) for stream in range(3)]
+    uniform = np.remainder(ranks[0] / batch.size + offsets[0], 1.0) * noiser.mode_edges[-1]
+    modes = np.minimum(np.searchsorted(noiser.mode_edges, uniform, side="right"), 2)
+    return modes, *(
+        low_discrepancy(torch.from_numpy(ranks[stream]), float(offsets[stream]), batch.size)
+        for stream in (1, 2)
+    )
+
+
+@pytest.mark.parametrize(("world", "accum"), [(1, 1), (2, 3), (4, 2), (12, 1)])
+def test_a_rank_draws_its_slots_of_the_global_batch(world, accum):
+    """Digit for digit, also in the short batch of an epoch's end and in a later epoch."""
+    data = dataset(world, accum, batch=24)
+    noiser, plan = data.collator, data.plan
+    for step in (0, 4, 7):
+        batch = plan.batch(step)
+        modes, text, latent = draws_of_all_slots(noiser, batch)
+        for part in range(world * accum):
+            slots = plan.slots(batch, world, accum, part % world, part // world)
+            inside = np.minimum(slots, batch.size - 1)
+            found = noiser._batch_draws(batch, slots)
+            assert np.array_equal(found.modes, modes[inside])
+            assert torch.equal(found.text, text[inside])
+            assert torch.equal(found.latent, latent[inside])
+        assert np.array_equal(noiser.modes(batch), modes[: len(batch.ids)])
+
+
+def test_a_step_is_counted_once_and_a_new_plan_again(monkeypatch):
+    data, counted = dataset(accum=4), []
+    count = data.collator._count
+    monkeypatch.setattr(data.collator, "_count", lambda *words: counted.append(0) or count(*words))
+    items = [data[item] for item in range(8)]
+    assert len(counted) == 2 and all(item.counts == items[0].counts for item in items[:4])
+    other = BatchPlan(data.plan.lengths, 12, seed=1)
+    fresh = dataset(accum=4)
+    data.plan = fresh.plan = other
+    assert data[4].counts == fresh[4].counts and len(counted) == 3
 
 
 def test_placeholders_weigh_nothing():

@@ -1,0 +1,25 @@
+"""benchmarks/scale.py in its short form."""
+
+from __future__ import annotations
+
+import json
+import sys
+
+from tests.support.helpers import ROOT, launch
+
+
+def test_costs_are_printed_with_their_laws(tmp_path):
+    report = tmp_path / "report.json"
+    command = [sys.executable, str(ROOT / "benchmarks" / "scale.py"), "--quick"]
+    done = launch([*command, "--json", str(report)])
+    assert done.returncode == 0, done.stdout[-3000:]
+    claims = {claim["id"]: claim for claim in json.loads(report.read_text())["claims"]}
+    assert set(claims) == {
+        "batch_ms_1024_ranks_accum_32",
+        "preflight_compare_seconds_1024_nodes",
+        "longest_line_of_the_report",
+        "answer_bytes_about_1024_names",
+        "plot_mib_per_gib_of_log",
+    }
+    assert sum("n^" in line for line in done.stdout.splitlines()) == 9
+    assert "8B, fsdp, 1,024 ranks: 31.4 GiB (derived)" in done.stdout
