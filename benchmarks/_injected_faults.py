@@ -449,8 +449,9 @@ def main() -> None:
             FAULTS[faults[0]][1],
         )
         return
+    needed = {FAULTS[fault][0] for fault in faults}
     for kind, plant in REFERENCES.items():
-        if kind != UNHARMED:
+        if kind in needed and kind != UNHARMED:
             train_once(store, folder, slug(f"{engine} {accum} ref {kind}"), accum, words, plant)
     for fault in faults:
         train_once(

@@ -102,7 +102,7 @@ class Run:
         from mmldlm.checkpoints.locate import find_latest_valid, list_checkpoints
         from mmldlm.checkpoints.manifest import verify
 
-        self.in_background = number % 2 == 0
+        self.in_background = (ENGINES.index(self.engine) + number) % 2 == 0
         while_saving, victim = chance.random() < 0.5, chance.randrange(WORLD_SIZE)
         num_steps, extra = chance.randint(1, MOST_STEPS), chance.uniform(0, 0.25)
         partials, lives = self.partials(), len(self.starts())

@@ -307,10 +307,12 @@ def import_deepspeed():
 
     logger.setLevel(logging.WARNING)
     logger.addFilter(_is_not_about_muon)
-    from deepspeed.runtime import bf16_optimizer
+    from deepspeed.runtime import bf16_optimizer, compiler
 
     # It prints at every log level.
     bf16_optimizer.see_memory_usage = lambda *args, **kwargs: None
+    # DeepSpeed asks whether an optimizer is its own Muon, and would load torch's compiler for it.
+    compiler.compile = lambda: compiler.dummy_decorator
     return deepspeed
 
 

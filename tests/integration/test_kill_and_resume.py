@@ -10,7 +10,16 @@ import time
 
 import pytest
 
-from tests.support.helpers import ROOT, environment, launch, read_log, torchrun, train_words
+from tests.support.helpers import (
+    ROOT,
+    environment,
+    launch,
+    rank_server,
+    read_log,
+    run_ranks,
+    torchrun,
+    train_words,
+)
 from tests.support.image_store import make_image_store
 
 pytestmark = pytest.mark.long
@@ -18,28 +27,16 @@ pytestmark = pytest.mark.long
 SCRIPT = str(ROOT / "mmldlm" / "train.py")
 
 
-def kill_when(command, condition, timeout=200):
-    """Start a run, and kill -9 everything of it once a condition holds."""
-    process = subprocess.Popen(
-        command,
-        env=environment(),
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-        start_new_session=True,
-    )
+def kill_when(ranks, condition, timeout=200):
+    """Kill -9 all ranks of a run once a condition holds."""
     deadline = time.monotonic() + timeout
     while not condition():
-        assert process.poll() is None, "the run ended before it could be killed"
+        assert ranks.codes().count(None) == len(ranks.pids), ranks.output()
         assert time.monotonic() < deadline
         time.sleep(0.02)
-    # torchrun starts its ranks in sessions of their own: end them one by one, then the launcher.
-    children = subprocess.run(
-        ["ps", "-o", "pid=", "--ppid", str(process.pid)], capture_output=True, text=True
-    )
-    for pid in map(int, children.stdout.split()):
-        os.kill(pid, signal.SIGKILL)
-    os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
+    for rank in range(len(ranks.pids)):
+        ranks.kill(rank)
+    assert set(ranks.wait(60)) == {-9}, "the run ended before it could be killed"
 
 
 IMAGES = [
@@ -52,7 +49,7 @@ IMAGES = [
 @pytest.mark.parametrize(("world", "kind"), [(1, "texts"), (2, "images")])
 def test_killed_and_resumed_it_has_the_same_losses(store, tmp_path, world, kind):
     """Texts in one process, shifted images under ZeRO-2; benchmarks/kill_resume.py does both on
-    every engine.
+    every engine. Undisturbed, torchrun starts it.
     """
     words = ["model.dropout=0.1", "engine.kind=single" if world == 1 else "engine.zero_stage=2"]
     if kind == "images":
@@ -72,10 +69,10 @@ def test_killed_and_resumed_it_has_the_same_losses(store, tmp_path, world, kind)
     log = tmp_path / "killed" / "training_log.jsonl"
     saved = tmp_path / "killed" / "checkpoints" / "step_00000004" / "manifest.json"
     kill_when(
-        torchrun(world, SCRIPT, *resumed),
+        rank_server().start(world, resumed),
         lambda: saved.exists() and len(log.read_text().splitlines()) >= 6,
     )
-    second = launch(torchrun(world, SCRIPT, *resumed))
+    second = run_ranks(world, SCRIPT, *resumed)
     assert second.returncode == 0, second.stdout[-3000:]
     assert "resumed" in second.stdout
 

@@ -121,9 +121,8 @@ def test_from_training_to_text_again(store, tmp_path):
     from mmldlm.inference.load import load_pretrained
     from mmldlm.models import MultimodalMMDiT
 
-    words = train_words(
-        store, tmp_path, "run", "training.num_train_steps=6", "logging.wandb.mode=offline"
-    )
+    more = ["training.num_train_steps=6", "logging.wandb.mode=offline", "logging.plot=true"]
+    words = train_words(store, tmp_path, "run", *more)
     done = launch(
         [
             sys.executable,

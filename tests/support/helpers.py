@@ -96,7 +96,7 @@ def rank_server() -> RankServer:
 
 
 def train_words(store, folder, name: str, *more: str) -> list[str]:
-    """Arguments of `mmldlm/train.py` for a tiny run."""
+    """Arguments of `mmldlm/train.py` for a tiny run, without a plot, which takes as long."""
     return [
         "--config-name",
         "tiny",
@@ -104,6 +104,7 @@ def train_words(store, folder, name: str, *more: str) -> list[str]:
         f"logging.save_dir={folder}",
         f"logging.run_name={name}",
         "data.max_validation_samples=16",
+        "logging.plot=false",
         *more,
     ]
 

@@ -244,10 +244,9 @@ def _serve() -> dict | None:
     return None
 
 
-# Slow modules that a rank imports (torch's compiler too: deepspeed and torch's optimizers import
-# it).
+# Slow modules that a rank imports (torch's compiler too: torch's optimizers import it).
 _SLOW_IMPORTS = """
-matplotlib.backends.backend_agg matplotlib.pyplot fsspec networkx torch._dynamo torch._inductor.compile_fx torch.onnx
+matplotlib.backends.backend_agg matplotlib.pyplot fsspec networkx torch._dynamo torch.onnx
 torch.distributed.checkpoint torch.distributed.fsdp
 transformers.models.auto.modeling_auto transformers.models.auto.tokenization_auto
 transformers.models.bert.modeling_bert transformers.models.t5.modeling_t5
