@@ -194,7 +194,7 @@ class TextTask(Task):
         return ParameterSizes(
             trainable=sum(sizes.values()) - num_frozen,
             frozen=num_frozen,
-            largest_block=max(*units, outside),
+            largest_block=max([*units, outside]),
             buffers=sum(buffers[name].numel() for name in self.buffers),
             matrices=sum(sizes[name] for name in plan.matrices),
         )
