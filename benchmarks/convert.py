@@ -375,6 +375,8 @@ def damage(folder: Path, later: Path | None, mark: Path, chooser: random.Random)
     """Damages a copy of a checkpoint in one way; says how."""
     import zipfile
 
+    from tests.support.damage import cut, flip_bit
+
     files = sorted(
         path
         for path in folder.rglob("*")
@@ -385,7 +387,7 @@ def damage(folder: Path, later: Path | None, mark: Path, chooser: random.Random)
     twins = [other for other in files if other != path and other.stat().st_size == len(data)]
     kind = chooser.choice(["flip"] * 5 + ["cut", "join", "swap", "mix", "rename", "hostile"])
     if kind == "cut":
-        path.write_bytes(data[: chooser.randrange(len(data))])
+        path.write_bytes(cut(data, chooser))
     elif kind == "join" and path.suffix == ".pt":
         other = chooser.choice(
             [chooser.choice(files).read_bytes(), chooser.randbytes(chooser.randrange(1, 600))]
@@ -410,10 +412,7 @@ def damage(folder: Path, later: Path | None, mark: Path, chooser: random.Random)
     elif kind == "hostile" and path.name == ".metadata":
         path.write_bytes(pickle.dumps(_Hostile(mark)))
     else:
-        place = chooser.randrange(len(data))
-        path.write_bytes(
-            data[:place] + bytes([data[place] ^ (1 << chooser.randrange(8))]) + data[place + 1 :]
-        )
+        path.write_bytes(flip_bit(data, chooser))
         kind = "flip"
     return f"{kind} {path.name}"
 

@@ -63,6 +63,8 @@ _CHUNK = 4 << 20
 # Enough for the central directory of a torch.save zip, which lists the CRC of every record: a
 # matching tail and the CRCs of the records verify what was read without reading the rest.
 TAIL_BYTES = 1 << 20
+# What the manifest says of a file (`describe_file`).
+_ENTRY = ("bytes", "crc32", "tail_crc32")
 # Files without training state: a run continues without them.
 _DESCRIPTIONS = re.compile(r"config\.yaml|model_config\.json|tokenizer/.*")
 
@@ -151,17 +153,21 @@ def read_manifest(folder: Path) -> dict[str, Any]:
         )
     if not isinstance(manifest.get("files"), dict):
         raise ValueError(f"{path} is damaged: it does not list files")
-    for name in manifest["files"]:
+    for name, entry in manifest["files"].items():
         try:
             path_inside(folder, name)
         except ValueError as error:
             raise ValueError(f"{path} is damaged: it lists {error}") from None
+        if not isinstance(entry, dict) or not all(_is_count(entry.get(key)) for key in _ENTRY):
+            raise ValueError(f"{path} is damaged: {name} without {', '.join(_ENTRY)}")
     for key, lowest in (("step", 0), ("world_size", 1)):
-        if key in manifest and not (
-            type(manifest[key]) is int and lowest <= manifest[key] < 1 << 63
-        ):
+        if key in manifest and not (_is_count(manifest[key]) and manifest[key] >= lowest):
             raise ValueError(f"{path} is damaged: {key} {str(manifest[key])[:80]!r}")
     return manifest
+
+
+def _is_count(value: Any) -> bool:
+    return type(value) is int and 0 <= value < 1 << 63
 
 
 def examine(folder: Path | str, checksums: bool = True, tails: bool = False) -> Examination:
@@ -214,7 +220,7 @@ def is_as_saved(folder: Path, name: str) -> bool:
         return False
 
 
-def _difference(path: Path, entry: Any, checksums: bool, tails: bool) -> str | None:
+def _difference(path: Path, entry: dict[str, int], checksums: bool, tails: bool) -> str | None:
     """Describe how a file differs from its entry in the manifest; None if it does not.
 
     Raises:
@@ -230,6 +236,4 @@ def _difference(path: Path, entry: Any, checksums: bool, tails: bool) -> str | N
             return f"{path} has changed since it was saved (CRC-32 of its end differs)"
     except FileNotFoundError:
         return f"{path} is missing"
-    except (KeyError, TypeError) as error:
-        return f"{path} has an invalid entry in the manifest ({error!r})"
     return None

@@ -139,7 +139,7 @@ def _splits_table(
         title=f"store {root}",
     )
     for name, split in manifest["splits"].items():
-        numbers = [f"{split[key]:,}" for key in ("num_samples", "num_tokens", "max_tokens")]
+        numbers = [f"{split.get(key, 0):,}" for key in ("num_samples", "num_tokens", "max_tokens")]
         found = report.splits.get(name)
         statistics = None if found is None else found.statistics
         unknown = (

@@ -18,14 +18,23 @@ from typing import IO
 
 import numpy as np
 
-from mmldlm.errors import MmldlmError
+from mmldlm.errors import UserError
 from mmldlm.utils.atomic_files import write_bytes
 from mmldlm.utils.formatting import join_some, printable
-from mmldlm.utils.input_files import open_regular
+from mmldlm.utils.input_files import NotRegularFileError, open_regular
 from mmldlm.utils.resources import require_memory
 
 # The limit of one uncompressed array: the tokens of one sample need far less.
 MAX_NPZ_BYTES = 64 << 20
+# What zipfile raises for damaged archives, and for those of other programs.
+_ZIP_ERRORS = (
+    zipfile.BadZipFile,
+    zlib.error,
+    KeyError,
+    NotImplementedError,
+    RuntimeError,
+    EOFError,
+)
 
 
 class UnreadableArrayError(ValueError):
@@ -67,13 +76,7 @@ def read_small_npz(path: Path, *names: str) -> list[np.ndarray]:
         try:
             with zipfile.ZipFile(file) as archive:
                 return [_read_member(archive, f"{name}.npy") for name in names]
-        except (
-            zipfile.BadZipFile,
-            KeyError,
-            NotImplementedError,
-            RuntimeError,
-            EOFError,
-        ) as error:
+        except _ZIP_ERRORS as error:
             raise UnreadableArrayError(
                 f"not a .npz file with {', '.join(names)}: {error}"
             ) from error
@@ -107,13 +110,7 @@ def read_npz_array(path: Path, name: str | None = None) -> np.ndarray:
                     _read_header(stream, member.file_size)
                     stream.seek(0)
                     return _load(stream)
-        except (
-            zipfile.BadZipFile,
-            zlib.error,
-            KeyError,
-            NotImplementedError,
-            RuntimeError,
-        ) as error:
+        except _ZIP_ERRORS as error:
             raise UnreadableArrayError(f"not a .npz file: {error}") from error
 
 
@@ -175,15 +172,16 @@ def read_npz(path: Path, *names: str) -> dict[str, np.ndarray]:
     """Read the named (default: all) arrays that `write_npz` wrote, with their CRCs checked.
 
     Raises:
-        MmldlmError: the file is damaged.
+        UserError: the file is damaged.
     """
     try:
         with open_regular(path) as opened, np.load(opened, allow_pickle=False) as file:
             return {name: file[name] for name in names or file.files}
-    except (ValueError, EOFError, zipfile.BadZipFile) as error:
-        raise MmldlmError(
-            f"{path} is damaged ({error}): delete it and rerun; it will be rebuilt"
-        ) from error
+    except NotRegularFileError:
+        raise
+    except (ValueError, *_ZIP_ERRORS) as error:
+        fix = "delete it and rerun; it will be rebuilt"
+        raise UserError(f"the arrays of {path}", f"damaged file: {error}", fix) from error
 
 
 class NpyWriter:

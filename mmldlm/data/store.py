@@ -224,7 +224,7 @@ def load_tokenizer(root: str | os.PathLike):
         UserError: `root` is not a store, or its tokenizer folder is damaged.
     """
     manifest = read_manifest(root)
-    check_files(root, manifest, "sizes", prefix=TOKENIZER_FOLDER + "/")
+    check_files(root, manifest, "checksums", prefix=TOKENIZER_FOLDER + "/")
     folder = Path(root, TOKENIZER_FOLDER)
     tokenizer = read_tokenizer(folder, f"a tokenizer in {folder}", rebuild_hint(root, manifest))
     for kind in ("mask_token_id", "pad_token_id", "eos_token_id"):

@@ -8,13 +8,13 @@ creates the folders; rank_wrapper.py only writes.
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import stat
 from pathlib import Path
 from typing import Any
 
-from mmldlm.utils.input_files import read_text
+from mmldlm.errors import UserError
+from mmldlm.utils.json_files import read_json_value
 
 # Several folders, because one may be full, or private to the mount namespace of a batch job.
 ROOTS = ("/tmp", "/dev/shm", "/var/tmp")
@@ -91,8 +91,8 @@ def read_newest(launch_id: str, pattern: str) -> dict[str, Any]:
     newest: dict[str, tuple[int, Any]] = {}
     for folder in state_folders(launch_id):
         for path in folder.glob(pattern):
-            with contextlib.suppress(OSError, ValueError):
-                entry = (path.stat().st_mtime_ns, json.loads(read_text(path)))
+            with contextlib.suppress(OSError, UserError):
+                entry = (path.stat().st_mtime_ns, read_json_value(path, ""))
                 if path.name not in newest or newest[path.name][0] < entry[0]:
                     newest[path.name] = entry
     return {name: content for name, (_, content) in sorted(newest.items())}

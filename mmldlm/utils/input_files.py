@@ -24,6 +24,7 @@ MAX_BYTES = 64 << 20
 read whole.
 """
 
+_PIECE = 1 << 20
 _KINDS = {
     stat.S_IFDIR: "a folder",
     stat.S_IFIFO: "a FIFO",
@@ -132,11 +133,15 @@ def read_bytes(path: str | os.PathLike, max_bytes: int = MAX_BYTES) -> bytes:
     Raises:
         OSError: as of `open_regular`, or the file is larger than `max_bytes`.
     """
+    pieces, size = [], 0
     with open_regular(path) as file:
-        content = file.read(max_bytes + 1)
-    if len(content) > max_bytes:
+        # One read of max_bytes would take that much memory, however small the file.
+        while size <= max_bytes and (piece := file.read(min(_PIECE, max_bytes + 1 - size))):
+            pieces.append(piece)
+            size += len(piece)
+    if size > max_bytes:
         raise OSError(errno.EFBIG, f"more than {max_bytes:,} bytes", os.fspath(path))
-    return content
+    return b"".join(pieces)
 
 
 def read_text(

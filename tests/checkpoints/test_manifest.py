@@ -1,13 +1,15 @@
-"""Constants that rooms below `checkpoints` must repeat are equal to those of
-checkpoints/manifest.py.
+"""The manifest of a checkpoint; and constants that rooms below `checkpoints` must repeat are equal
+to its own.
 """
+
+import json
+
+import pytest
 
 from mmldlm.checkpoints import manifest
 
 
 def test_engines_use_the_same_names():
-    import pytest
-
     pytest.importorskip("torch", reason="torch is not installed")
     from mmldlm.engines import deepspeed, fsdp
 
@@ -25,3 +27,18 @@ def test_every_target_has_one_writer():
         "dcp",
         "model.pt",
     }
+
+
+@pytest.mark.parametrize("key", ["bytes", "crc32", "tail_crc32"])
+@pytest.mark.parametrize("value", [None, -1, 1.5, True, "1", 1 << 63])
+def test_a_file_without_size_or_checksum_is_damage(tmp_path, key, value):
+    (tmp_path / "a").write_bytes(b"x")
+    entry = manifest.describe_file(tmp_path / "a")
+    content = {"format": manifest.FORMAT, "version": manifest.VERSION, "files": {"a": entry}}
+    path = tmp_path / manifest.MANIFEST
+    path.write_text(json.dumps(content), encoding="utf-8")
+    assert manifest.verify(tmp_path) == []
+    entry[key] = value
+    path.write_text(json.dumps(content), encoding="utf-8")
+    with pytest.raises(ValueError, match="is damaged: a without bytes, crc32, tail_crc32"):
+        manifest.read_manifest(tmp_path)

@@ -1,12 +1,19 @@
 """Array files whose headers lie are refused before any memory is asked for."""
 
+import contextlib
 import io
 import os
 
 import numpy as np
 import pytest
 
-from mmldlm.data.arrays import UnreadableArrayError, map_array, read_array
+from mmldlm.data.arrays import (
+    UnreadableArrayError,
+    map_array,
+    read_array,
+    read_npz,
+    write_npz,
+)
 from mmldlm.data.store import Store
 from mmldlm.errors import UserError
 
@@ -67,3 +74,15 @@ def test_a_store_whose_arrays_lie_is_refused(store_copy, name, shape, dtype):
     assert path.stat().st_size == size  # so the sizes of the manifest are met
     with pytest.raises(UserError, match=f"{name}.*npy"):
         Store(store_copy)
+
+
+@pytest.mark.parametrize("at", [b"PK\x01\x02", b"PK\x03\x04"])
+def test_a_damaged_archive_is_named(tmp_path, at):
+    write_npz(tmp_path / "x.npz", values=np.arange(3))
+    raw = (tmp_path / "x.npz").read_bytes()
+    method = raw.index(at) + (10 if at == b"PK\x01\x02" else 8)
+    (tmp_path / "x.npz").write_bytes(raw[:method] + b"\x63" + raw[method + 1 :])
+    with contextlib.suppress(UserError):
+        read_npz(tmp_path / "x.npz", "values")
+    with pytest.raises(UserError, match="x.npz"):
+        read_npz(tmp_path / "x.npz", "other")

@@ -210,3 +210,11 @@ def test_zero_vectors_are_an_error_but_of_images():
     check_latents(latents, "here", zero_ok=True)
     with pytest.raises(UserError, match="zero"):
         check_latents(latents, "here")
+
+
+def test_a_changed_tokenizer_is_found_at_any_level(store_copy):
+    """It is small, and another letter in its files means other tokens."""
+    path = store_copy / "tokenizer" / "tokenizer_config.json"
+    path.write_text(path.read_text().replace("mask", "nask", 1))
+    with pytest.raises(UserError, match="tokenizer_config.json with the SHA-256"):
+        load_tokenizer(store_copy)

@@ -45,3 +45,12 @@ def test_files_are_read_up_to_a_size(tmp_path):
     with input_files.open_append(path) as file:
         file.write("\udce9")
     assert path.read_bytes().endswith(b"x\\udce9")
+
+
+def test_a_limit_is_not_reserved_as_memory(tmp_path):
+    """Under `ulimit -v`, one read of 16 GiB at most ended with a MemoryError for any file."""
+    path = tmp_path / "f"
+    path.write_bytes(b"x" * ((1 << 20) + 5))
+    assert len(input_files.read_bytes(path, 1 << 60)) == (1 << 20) + 5
+    with pytest.raises(OSError, match="more than 1,048,580 bytes"):
+        input_files.read_bytes(path, (1 << 20) + 4)

@@ -9,8 +9,8 @@ long, the time counts as well.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
-import json
 import os
 from collections.abc import Iterable
 from multiprocessing.pool import ThreadPool
@@ -24,7 +24,8 @@ from mmldlm.data.prepare import tokenizer as tokenizers
 from mmldlm.errors import UserError
 from mmldlm.utils.atomic_files import sha256_of, write_json
 from mmldlm.utils.formatting import describe_os_error, join_some
-from mmldlm.utils.input_files import open_regular, read_text, refuse_pointer
+from mmldlm.utils.input_files import open_regular, refuse_pointer
+from mmldlm.utils.json_files import read_json
 
 _WHOLE_BYTES = 1 << 30
 # Of a larger file, this many bytes are read at the start, in the middle and at the end.
@@ -43,10 +44,10 @@ class FileIdentities:
 
     def __init__(self, path: Path):
         self._path = path
-        try:
-            self._known: dict[str, list[Any]] = json.loads(read_text(path, 1 << 30))
-        except (OSError, ValueError):
-            self._known = {}
+        self._known: dict[str, list[Any]] = {}
+        with contextlib.suppress(UserError):
+            known = read_json(path, "", 1 << 30)
+            self._known = {name: own for name, own in known.items() if isinstance(own, list)}
 
     def of(self, files: dict[str, Path]) -> dict[str, str]:
         """Return name -> size and content of files.
@@ -66,7 +67,7 @@ class FileIdentities:
             state = os.stat(path)
             stamp, key = [state.st_size, state.st_mtime_ns, state.st_ino], str(path)
             cached = self._known.get(key)
-            if cached is None or cached[:3] != stamp:
+            if cached is None or len(cached) != 4 or cached[:3] != stamp:
                 refuse_pointer(path)
                 self._known[key] = cached = [*stamp, _content(path, state)]
             return f"{state.st_size:,} bytes, {cached[3]}"

@@ -10,7 +10,6 @@ and the same bytes are written in the end.
 
 from __future__ import annotations
 
-import json
 import shutil
 import time
 from pathlib import Path
@@ -47,8 +46,7 @@ from mmldlm.data.store import FORMAT, TOKENIZER_FOLDER, VERSION
 from mmldlm.data.unknown_tokens import count_unknown
 from mmldlm.errors import UserError
 from mmldlm.utils.atomic_files import list_files, write_json, write_text
-from mmldlm.utils.input_files import read_text
-from mmldlm.utils.json_files import to_json
+from mmldlm.utils.json_files import read_json, to_json
 from mmldlm.utils.screen import open_console
 
 # Counter by which rank 0 tells the other ranks to leave.
@@ -168,7 +166,8 @@ class _Preparation:
         quarantined = source.quarantined()
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir()
-        tokenizer = json.loads(read_text(self.work.folder / TOKENIZER_IDENTITY))
+        fix = "give --force to discard the earlier work"
+        tokenizer = read_json(self.work.folder / TOKENIZER_IDENTITY, fix)
         summaries = {name: self._write_split(partial, name, tokenizer) for name in source.splits}
         if quarantined:
             lines = "".join(to_json(entry) + "\n" for entry in quarantined)

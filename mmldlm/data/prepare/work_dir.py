@@ -31,7 +31,8 @@ from mmldlm.data.store import Store
 from mmldlm.errors import UserError
 from mmldlm.utils.atomic_files import fsync_path, write_json
 from mmldlm.utils.formatting import is_utf8, join_some, printable
-from mmldlm.utils.input_files import open_append, read_text
+from mmldlm.utils.input_files import open_append
+from mmldlm.utils.json_files import read_json
 from mmldlm.utils.paths import check_writable_dir
 
 PLAN = "plan.json"
@@ -91,8 +92,7 @@ class WorkDir:
         except OSError:
             # A file system without locks: the user must keep launches apart.
             pass
-        path = self.folder / PLAN
-        recorded = json.loads(read_text(path, 1 << 30)) if path.is_file() else None
+        recorded = self._recorded_plan(force)
         if recorded is not None and "inputs" in plan:
             plan = {**plan, "inputs": with_known_versions(plan["inputs"], recorded.get("inputs"))}
         if recorded is not None and recorded != plan:
@@ -103,11 +103,26 @@ class WorkDir:
                     "give the same to resume, --force to discard the earlier work, or another"
                     " --output-dir",
                 )
-            self.clear()
             recorded = None
         if recorded is None:
-            write_json(path, plan)
+            # What lies there without a plan may be of other options.
+            self.clear()
+            write_json(self.folder / PLAN, plan)
         return recorded is not None
+
+    def _recorded_plan(self, force: bool) -> dict[str, Any] | None:
+        """Return the plan of an earlier launch; None without one, or for a damaged one that is to
+        be discarded.
+        """
+        if not os.path.lexists(self.folder / PLAN):
+            return None
+        try:
+            fix = "give --force to discard the earlier work"
+            return read_json(self.folder / PLAN, fix, 1 << 30)
+        except UserError:
+            if not force:
+                raise
+            return None
 
     def identities(self) -> FileIdentities:
         """Return the identities of input files that an earlier launch has found; rank 0 saves new
@@ -117,7 +132,7 @@ class WorkDir:
 
     def read_plan(self) -> dict[str, Any]:
         """Return the plan that rank 0 has written."""
-        return json.loads((self.folder / PLAN).read_text(encoding="utf-8"))
+        return read_json(self.folder / PLAN, "rerun the same command", 1 << 30)
 
     def clear(self) -> None:
         """Discard all results; the lock stays."""
@@ -173,7 +188,7 @@ def existing_output(root: Path, plan: dict[str, Any]) -> str | None:
     content: they count.
     """
     try:
-        manifest = json.loads(read_text(root / MANIFEST))
+        manifest = read_json(root / MANIFEST, "")
         if manifest.get("options") != plan["options"]:
             return None
         inputs = with_known_versions(plan["inputs"], manifest.get("inputs"))
@@ -185,7 +200,7 @@ def existing_output(root: Path, plan: dict[str, Any]) -> str | None:
                 " the encoder were not compared, as an earlier version of mmldlm made it (--force"
                 " prepares it again)"
             )
-    except (OSError, ValueError, AttributeError):
+    except (UserError, AttributeError, TypeError):  # not a manifest, or not of such entries
         pass
     return None
 
@@ -261,9 +276,9 @@ def check_output_free(root: Path, force: bool, plan: dict[str, Any] | None = Non
 
 def _describe_existing(root: Path, plan: dict[str, Any] | None) -> str:
     try:
-        manifest = json.loads(read_text(root / MANIFEST))
+        manifest = read_json(root / MANIFEST, "")
         options = manifest["options"]
-    except (OSError, ValueError, KeyError, TypeError):
+    except (UserError, KeyError):
         return "a folder that is not a store"
     # `pack` has other options, which cannot be compared.
     if plan is None or not isinstance(options, dict) or "corpus" not in options:

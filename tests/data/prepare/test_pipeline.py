@@ -311,7 +311,7 @@ class TestWithTheEncoder:
         raw = bytearray(shard.read_bytes())
         raw[len(raw) // 2] ^= 1
         shard.write_bytes(raw)
-        with pytest.raises(MmldlmError, match="encode-train/000000 is damaged"):
+        with pytest.raises(MmldlmError, match="encode-train/000000\n  found: damaged file"):
             pipeline.prepare(options)
         shard.unlink()
         assert verify.verify(pipeline.prepare(options)) == []

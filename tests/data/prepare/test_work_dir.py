@@ -37,3 +37,23 @@ def test_differences_are_reported_with_both_values(tmp_path):
     ):
         assert part in error.value.found, error.value.found
     assert "seed" not in error.value.found
+
+
+def test_a_damaged_plan_is_named_and_force_discards_its_work(tmp_path):
+    plan = {"options": {}, "corpus": {}}
+    WorkDir(tmp_path / "s", TaskQueue()).open(plan, force=False)
+    (tmp_path / "s.work" / "plan.json").write_text("{", encoding="utf-8")
+    (tmp_path / "s.work" / "000000").touch()
+    work = WorkDir(tmp_path / "s", TaskQueue())
+    with pytest.raises(UserError, match="plan.json(.|\n)*--force"):
+        work.open(plan, force=False)
+    assert not work.open(plan, force=True)
+    assert work.read_plan() == plan and not (tmp_path / "s.work" / "000000").exists()
+
+
+def test_work_without_a_plan_is_not_resumed(tmp_path):
+    """It may be of other options."""
+    (tmp_path / "s.work").mkdir()
+    (tmp_path / "s.work" / "000000").touch()
+    assert not WorkDir(tmp_path / "s", TaskQueue()).open({"options": {}}, force=False)
+    assert not (tmp_path / "s.work" / "000000").exists()
