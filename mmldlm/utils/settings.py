@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import math
+import numbers
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -69,12 +70,11 @@ class Option:
         for number in value if isinstance(value, (list, tuple)) else [value]:
             if self.number is None or number is None:
                 continue
-            is_number = isinstance(number, int if self.number is int else (int, float))
-            if not (
-                is_number and option_types.is_usable(number) and self.low <= number <= self.high
-            ):
+            kind = numbers.Integral if self.number is int else numbers.Real
+            is_usable = isinstance(number, kind) and option_types.is_usable(number)
+            if not (is_usable and self.low <= number <= self.high):
                 raise UserError(
-                    f"{flag(key)} {self._range()}", str(number), "choose a value in this range"
+                    f"{flag(key)} {self._range()}", repr(number), "choose a value in this range"
                 )
 
     def _range(self) -> str:

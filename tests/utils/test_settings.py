@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 from dataclasses import dataclass
 
+import numpy as np
 import pytest
 
 from mmldlm.errors import UserError
@@ -55,7 +56,9 @@ def test_options_of_several_classes_are_added_once_and_are_none_unless_given():
         ("num_beams", 0, "of at least 1"),
         ("share", 1.5, "from 0 to 1"),
         ("share", float("nan"), "from 0 to 1"),
+        ("num_beams", 2.5, "of at least 1"),
         ("limits", [0.0, float("inf")], "a finite number"),
+        ("name", "c", "a or b"),
     ],
 )
 def test_what_the_parser_refuses_is_refused_from_python(key, value, expected, capsys):
@@ -65,3 +68,10 @@ def test_what_the_parser_refuses_is_refused_from_python(key, value, expected, ca
     assert flags([key]) in capsys.readouterr().err
     with pytest.raises(UserError, match=f"{flags([key])} {expected}"):
         Search(**{key: value})
+
+
+def test_a_word_is_no_number_and_one_of_numpy_is():
+    with pytest.raises(UserError) as error:
+        Search(num_beams="4")
+    assert error.value.found == "'4'"
+    assert Search(num_beams=np.int64(4), share=np.float32(0.5)).num_beams == 4
