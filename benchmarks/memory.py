@@ -6,13 +6,15 @@ Trains a few real steps under every plan (one process, DDP, ZeRO-1 to 3, FSDP2),
 accumulation and activation checkpointing, each in a process of its own, and compares the peak
 with the formula of preflight's MEM001 (mmldlm/preflight/memory_model.py). The peak is what torch
 allocated on the GPU; its allocator reserves more, and the context of CUDA and NCCL's buffers come
-on top. With --device cpu, where nothing is claimed, it is the memory resident in the process
-without what was resident before the engine was built.
+on top. With --device cpu, where nothing is claimed, it is what torch allocated since the session
+was opened, as its profiler has it: what gloo's threads free in the background it counts on.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
+import itertools
 import json
 import re
 import subprocess
@@ -27,6 +29,7 @@ import _store
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 import torch  # noqa: E402
+from torch.profiler import ProfilerActivity, profile  # noqa: E402
 
 PLANS = {
     "single": ["engine.kind=single"],
@@ -84,29 +87,38 @@ def predicted(args: argparse.Namespace, plan: str, option: str) -> int:
 def measure_rank(args: argparse.Namespace) -> None:
     """Take a few steps, and print this rank's peak: a rank of `measured`."""
     from mmldlm.distributed.error_reporting import leave_process_group
-    from mmldlm.observe.throughput import peak_memory, reset_peak_memory
     from mmldlm.training.session import check_run, open_session
     from mmldlm.training.signals import StopSignal
     from mmldlm.training.step import train_step
 
     *case, folder = args.of
     data = check_run(run_config(args, *case, folder)[0], args.ranks)
-    on_gpu, before = args.device == "cuda", 0
-    device = torch.device("cuda" if on_gpu else "cpu")
+    on_gpu = args.device == "cuda"
+    tracer = contextlib.nullcontext()
     if not on_gpu:
-        reset_peak_memory(device)
-        before = peak_memory(device)[0]
-    with open_session(data, StopSignal()) as session:
+        tracer = profile(activities=[ProfilerActivity.CPU], profile_memory=True)
+    with tracer as profiler, open_session(data, StopSignal()) as session:
         batches = session.batches()
         session.engine.module.train()
         for _ in range(STEPS):
             train_step(session, next(batches), session.requests)
         batches.close()
-    found = {"peak": peak_memory(device)[0] - before}
     if on_gpu:
+        found = {"peak": torch.cuda.max_memory_allocated()}
         found["reserved"] = torch.cuda.max_memory_reserved()
+    else:
+        found = {"peak": traced_peak(profiler)}
     leave_process_group()
     print(json.dumps(found), flush=True)
+
+
+def traced_peak(profiler: profile) -> int:
+    """Return the most bytes that torch's CPU allocator had given out."""
+    events = [
+        event for event in profiler.profiler.kineto_results.events() if event.name() == "[memory]"
+    ]
+    events.sort(key=lambda event: event.start_ns())
+    return max(itertools.accumulate(event.nbytes() for event in events))
 
 
 def measured(args: argparse.Namespace, plan: str, option: str) -> dict[str, int]:

@@ -14,12 +14,14 @@ import io
 import itertools
 import json
 import math
+import os
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
 from pathlib import Path
+from typing import Any
 
 import _report
 import numpy as np
@@ -28,6 +30,8 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 ACCUM, MICRO_BATCH, LATENT_DIM = 32, 4, 384
+# Checks whose cost grew with the square or cube of the nodes.
+COMPARED = ("DATA003", "VER001", "VER002", "NET001", "NET002", "NET007", "ENV002", "GPU001")
 LARGE_STORE = 2 << 30  # bytes; only blocks of it are compared
 
 
@@ -105,7 +109,7 @@ def head_seconds(num_nodes: int) -> dict[str, float]:
         }
     checks = {found.id: found for found in all_checks()}
     seconds, results = {}, []
-    for id in ("DATA003", "VER001", "VER002"):
+    for id in COMPARED:
         started = time.process_time()
         results += run_check(checks[id], context)
         seconds[id] = time.process_time() - started
@@ -132,8 +136,8 @@ def answer_bytes(num_nodes: int) -> int:
     return len(json.dumps(resolve({"names": names, "known": {name: [name] for name in names}})))
 
 
-def node_facts(index: int) -> dict[str, dict]:
-    """Return what a node reports of versions, code and data."""
+def node_facts(index: int) -> dict[str, Any]:
+    """Return what a node reports of versions, code, data, network and GPUs."""
     differs = index % 16 == 7
     packages = dict.fromkeys(("python", "torch", "deepspeed", "numpy"), "2.0")
     if differs:
@@ -141,7 +145,23 @@ def node_facts(index: int) -> dict[str, dict]:
     files = {f"shard-{n:05}.tokens": {"blocks": f"{n:064x}"} for n in range(32)}
     if differs:
         files["shard-00003.tokens"] = {"blocks": f"{index:064x}"}
+    ethernet = {
+        "name": "eth0", "address": f"10.1.{index // 256}.{index % 256}", "up": True,
+        "switched_on": True, "loopback": False, "virtual": False, "mtu": 1500,
+    }  # fmt: skip
     return {
+        "environment": dict(os.environ),
+        "gpus": {"driver": "570.1", "gpus": [{"index": n, "name": "H100"} for n in range(8)]},
+        "network": {
+            "interfaces": [ethernet],
+            "hostname": f"n{index}",
+            "hostname_addresses": [ethernet["address"]],
+            "hostname_error": None,
+            "hostname_seconds": 0.0,
+            "route_to_master": {"source": ethernet["address"], "interface": "eth0"},
+            "addresses": [ethernet["address"]],
+            "ephemeral_ports": [32768, 60999],
+        },
         "versions": {"packages": packages, "nccl": "2.27.3", "machine": "x86_64"},
         "code": {"folder": "/code", "sources": "0" * 16, "commit": "c" * 40},
         "data": {
@@ -242,7 +262,7 @@ def main() -> int:
     memory = rank_gib()
     for (name, ranks), gib in memory.items():
         print(f"8B, {name}, {ranks:,} ranks: {gib:.1f} GiB (derived)")
-    head = sum(heads[-1][part] for part in ("DATA003", "VER001", "VER002", "report"))
+    head = sum(heads[-1][part] for part in (*COMPARED, "report"))
     claims = [
         _report.claim("batch_ms_1024_ranks_accum_32", batches[-1], "<=", 30, measured=True),
         _report.claim("preflight_compare_seconds_1024_nodes", head, "<=", 2, measured=True),

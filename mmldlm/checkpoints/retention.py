@@ -5,6 +5,7 @@ Only readable, complete checkpoints are deleted; unreadable ones are not even re
 
 from __future__ import annotations
 
+import itertools
 import os
 import shutil
 from pathlib import Path
@@ -56,24 +57,29 @@ def prune(run_dir: Path | str, keep_last: int, keep_every: int = 0) -> list[Path
     names, and all that are incomplete or unreadable. "Complete" means present with the right
     sizes.
     """
-    run_dir = Path(run_dir)
-    complete = [
-        (step, path)
-        for step, path in list_checkpoints(run_dir)
-        if not examine(path, checksums=False).problems
-    ]
-    newest = [step for step, path in complete if is_rollback_candidate(path)][-max(1, keep_last) :]
+    checkpoints = list_checkpoints(Path(run_dir))
+    # Newest first, and no more of them than needed: each has files of every rank to look at.
+    usable = (
+        step
+        for step, path in reversed(checkpoints)
+        if _is_complete(path) and is_rollback_candidate(path)
+    )
+    newest = list(itertools.islice(usable, max(1, keep_last)))
     if not newest:
         return []
-    latest = read_latest(run_dir)
+    latest = read_latest(Path(run_dir))
     deleted = []
-    for step, path in complete:
+    for step, path in checkpoints:
         is_due = keep_every > 0 and step % keep_every == 0
-        if step >= newest[0] or is_due or (latest is not None and path.name == latest.name):
-            continue
-        delete(path)
-        deleted.append(path)
+        is_kept = step >= newest[-1] or is_due or (latest is not None and path.name == latest.name)
+        if not is_kept and _is_complete(path):
+            delete(path)
+            deleted.append(path)
     return deleted
+
+
+def _is_complete(path: Path) -> bool:
+    return not examine(path, checksums=False).problems
 
 
 def delete(path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import itertools
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -111,8 +112,11 @@ class Context:
 
     def has_gpus(self) -> bool:
         """Return whether any node (or this machine, if no node was asked) has a GPU."""
-        facts = list(self.probe_values("gpus").values()) or [self.head_value("gpus") or {}]
-        return any(entry.get("gpus") for entry in facts)
+        # Checks ask for every node: the first one with a GPU answers.
+        values = (self.value(name, "gpus") for name in self.facts)
+        asked = (value for value in values if value is not None)
+        first = next(asked, self.head_value("gpus") or {})
+        return any(entry.get("gpus") for entry in itertools.chain([first], asked))
 
     def engine_plan(self) -> str:
         """Return the engine of the config as an entry of memory_model.PLANS."""

@@ -21,5 +21,5 @@ def test_costs_are_printed_with_their_laws(tmp_path):
         "answer_bytes_about_1024_names",
         "plot_mib_per_gib_of_log",
     }
-    assert sum("n^" in line for line in done.stdout.splitlines()) == 9
+    assert sum("n^" in line for line in done.stdout.splitlines()) == 14
     assert "8B, fsdp, 1,024 ranks: 31.4 GiB (derived)" in done.stdout

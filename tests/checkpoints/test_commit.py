@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from mmldlm.checkpoints import commit as commit_module
+from mmldlm.checkpoints import retention
 from mmldlm.checkpoints.commit import CommitFailed, begin, owner_of
 from mmldlm.checkpoints.locate import (
     find_latest_valid,
@@ -595,6 +596,25 @@ def test_prune_keeps_what_it_must(tmp_path):
     # 5 and 6 are the newest whole ones, 3 is due, 2 and 7 are damaged: somebody may still need
     # what is in them.
     assert [step for step, _ in list_checkpoints(tmp_path)] == [2, 3, 5, 6, 7]
+
+
+def test_prune_looks_at_the_newest_and_those_to_delete(tmp_path, monkeypatch):
+    """Not at all that are kept: 100 checkpoints of 1,024 ranks have 200,000 files."""
+    for step in range(1, 10):
+        save(tmp_path, step)
+    looked_at = []
+    examine = retention.examine
+    monkeypatch.setattr(
+        retention,
+        "examine",
+        lambda path, **more: looked_at.append(path.name[-1]) or examine(path, **more),
+    )
+    prune(tmp_path, keep_last=2, keep_every=2)
+    assert sorted(looked_at) == list("135789")
+    looked_at.clear()
+    save(tmp_path, 10)
+    prune(tmp_path, keep_last=2, keep_every=2)
+    assert len(looked_at) == 2
 
 
 @pytest.mark.parametrize("keep_last", [0, 1])

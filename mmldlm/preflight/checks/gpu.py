@@ -182,17 +182,18 @@ def gpus_for_all_slots(context):
 
     DeepSpeed trains in fp16 on GPUs, or on CPUs with fp16 instructions.
     """
-    if not context.has_gpus() and context.config is not None:
+    has_gpus, slots_of = context.has_gpus(), {node.name: node.slots for node in context.nodes}
+    if not has_gpus and context.config is not None:
         try:
             check_fp16(context.config, context.data_facts.get("cpu_has_fp16", True))
         except UserError as error:
             yield fail(error.found, error.expected, error.fix)
             return
     for name, facts in context.probe_values("gpus").items():
-        count, slots = len(facts.get("gpus") or ()), context.slots(name)
+        count, slots = len(facts.get("gpus") or ()), slots_of[name]
         if "fix" in facts:
             yield fail(facts["absent"], "a working driver", facts["fix"], name)
-        elif not context.has_gpus():
+        elif not has_gpus:
             yield skip(
                 f"{facts.get('absent', 'no GPU')}; no other node has GPUs either: a CPU run with"
                 " gloo",
