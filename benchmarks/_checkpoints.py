@@ -1,15 +1,15 @@
 """Real checkpoints for benchmarks/convert.py, and the independent judge of what was converted.
 
     torchrun --nproc_per_node 2 benchmarks/_checkpoints.py make DIR --hidden 768 --blocks 17
-    python benchmarks/_checkpoints.py judge OUT TRUTH
+    python benchmarks/_checkpoints.py judge JOBS.json
     python benchmarks/_checkpoints.py synthetic DIR --params 1000000000 --ranks 8
     python benchmarks/_checkpoints.py judge-synthetic OUT
 
 `make` trains a model for two steps on each of DeepSpeed ZeRO-2, ZeRO-3 (bf16) and FSDP2 (fp32) and
 saves DIR/{zero2, zero3}/{latest, step/...} and DIR/fsdp (DCP, weights and moments), each with the
-live values beside it in truth.pt. `judge` compares a converted folder with such a file, or with
-the truth.npz of tests/support/make_zero.py, by torch and the safetensors library alone; it prints
-{"tensors", "unequal", "names"}.
+live values beside it in truth.pt. `judge` compares converted folders with such files, or with
+the truth.npz of tests/support/make_zero.py, by torch and the safetensors library alone. JOBS.json
+is a list of {"out", "truth", "rounded"}; for each it prints {"tensors", "unequal", "names"}.
 
 `synthetic` writes, with mmldlm's own writer, the files of a ZeRO-2 checkpoint (masters, step
 counts and bf16 weights, no moments) too large to be trained here: element i of the flat weights is
@@ -249,14 +249,24 @@ def judge_synthetic(args: argparse.Namespace) -> None:
 
 
 def judge(args: argparse.Namespace) -> None:
+    for job in json.loads(args.jobs.read_text()):
+        print(json.dumps(judge_one(Path(job["out"]), Path(job["truth"]), job["rounded"])))
+
+
+def judge_one(out: Path, truth_path: Path, rounded: bool) -> dict:
+    """Compare a converted folder with the live values.
+
+    Args:
+        rounded: Whether the truth holds 16-bit weights of fp32 masters.
+    """
     from safetensors.torch import load_file
 
     found = {}
-    for path in args.folder.glob("*.safetensors"):
+    for path in out.glob("*.safetensors"):
         found.update(load_file(path))
-    truth = load_truth(args.truth)
+    truth = load_truth(truth_path)
     # Of tied weights one name is stored; which one does not matter, but the values must be there.
-    if args.rounded:
+    if rounded:
         found = {
             name: tensor.to(truth[name].dtype).to(tensor.dtype) for name, tensor in found.items()
         }
@@ -268,7 +278,7 @@ def judge(args: argparse.Namespace) -> None:
     for name, tensor in truth.items():
         if name not in found and not any(is_equal(other, tensor) for other in found.values()):
             wrong.append(name)
-    print(json.dumps({"tensors": len(truth), "unequal": len(wrong), "names": wrong[:5]}))
+    return {"tensors": len(truth), "unequal": len(wrong), "names": wrong[:5]}
 
 
 def load_truth(path: Path) -> dict:
@@ -311,11 +321,7 @@ def main() -> None:
     maker.add_argument("--blocks", type=int, required=True)
     maker.set_defaults(run=make)
     compared = verbs.add_parser("judge")
-    compared.add_argument("folder", type=Path)
-    compared.add_argument("truth", type=Path)
-    compared.add_argument(
-        "--rounded", action="store_true", help="the truth holds 16-bit weights of fp32 masters"
-    )
+    compared.add_argument("jobs", type=Path)
     compared.set_defaults(run=judge)
     built = verbs.add_parser("synthetic")
     built.add_argument("folder", type=Path)

@@ -268,13 +268,29 @@ def measure_large(
 # -------------------------------------------------------------------------------------------------
 
 
-def judge(out: Path, truth: Path, *more: str) -> tuple[int, int]:
-    answer = json.loads(
-        check(python(HERE / "_checkpoints.py", "judge", out, truth, *more)).splitlines()[-1]
+def judge(jobs: list[tuple[Path, Path, bool]], scratch: Path) -> tuple[int, int]:
+    """Tensors compared, and those that are not the live engine's.
+
+    Args:
+        jobs: (what was converted, its truth, whether that is in 16 bits) of each conversion.
+    """
+    path = scratch / "judged.json"
+    path.write_text(
+        json.dumps(
+            [
+                {"out": str(out), "truth": str(truth), "rounded": rounded}
+                for out, truth, rounded in jobs
+            ]
+        )
     )
-    if answer["unequal"]:
-        print(f"unequal in {truth.parent.name}: {answer['names']}")
-    return answer["tensors"], answer["unequal"]
+    answers = [
+        json.loads(line)
+        for line in check(python(HERE / "_checkpoints.py", "judge", path)).splitlines()
+    ]
+    for (_, truth, _), answer in zip(jobs, answers, strict=True):
+        if answer["unequal"]:
+            print(f"unequal in {truth.parent.name}: {answer['names']}")
+    return tuple(sum(answer[key] for answer in answers) for key in ("tensors", "unequal"))
 
 
 def small_checkpoints(folder: Path, world_sizes: tuple[int, ...]) -> None:
@@ -289,23 +305,17 @@ def small_checkpoints(folder: Path, world_sizes: tuple[int, ...]) -> None:
 
 def compare_all(folder: Path, scratch: Path, world_sizes: tuple[int, ...]) -> tuple[int, int]:
     """Tensors compared, and those that are not the live engine's."""
-    results = [
-        judge(scratch / name, folder / name / "truth.pt") for name in ("zero2", "zero3", "fsdp")
+    jobs = [
+        (scratch / name, folder / name / "truth.pt", False) for name in ("zero2", "zero3", "fsdp")
     ]
     for world_size in world_sizes:
         for case in SMALL_CASES:
-            source = folder / f"world{world_size}" / case
-            check(convert(source, scratch / "small"))
+            source, out = folder / f"world{world_size}" / case, scratch / f"{case}@{world_size}"
+            check(convert(source, out))
             # Under round robin DeepSpeed's own getter of masters is wrong: there the model's
             # weights are the truth.
-            results.append(
-                judge(
-                    scratch / "small",
-                    source / "truth.npz",
-                    *(["--rounded"] if "robin" in case else []),
-                )
-            )
-    return sum(count for count, _ in results), sum(unequal for _, unequal in results)
+            jobs.append((out, source / "truth.npz", "robin" in case))
+    return judge(jobs, scratch)
 
 
 CHAIN = (("zero3", 4), ("dcp", 1), ("universal", None), ("zero2", 2))

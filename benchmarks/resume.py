@@ -49,11 +49,9 @@ QUICK = """
 fp32 ddpx1 zero3x4
 fp32 fsdpx2 zero2x1
 fp32 zero1x2 fsdpx4
-fp32 zero2x2 ddpx2
 fp32 zero2x2 zero2x2
 fp32 zero3x2 zero1x1
-fp32 zero3x2 fsdpx1
-bf16 zero2x2 fsdpx1
+bf16 zero2x2 ddpx2
 frozen fsdpx2 zero3x2
 """
 

@@ -63,23 +63,24 @@ def test_quick(made, tmp_path):
 def test_the_judge_sees_one_wrong_element(made, tmp_path):
     from safetensors.torch import save_file
 
-    truth = torch.load(made / "fsdp" / "truth.pt", weights_only=True)
-    found = {name: value.clone() for name, value in truth.items() if name != "head.weight"}
-    command = [
-        sys.executable,
-        str(SCRIPTS / "_checkpoints.py"),
-        "judge",
-        str(tmp_path),
-        str(made / "fsdp" / "truth.pt"),
-    ]
-    for wrong, expected in ((None, 0), ("blocks.1.up.weight", 1), ("scale", 1)):
-        if wrong is not None:
-            found[wrong].view(-1)[-1] += 1e-6
-        save_file(found, tmp_path / "model.safetensors")
-        answer = json.loads(launch(command).stdout.splitlines()[-1])
-        assert answer["unequal"] == expected and (wrong is None or wrong in answer["names"])
-        if wrong is not None:
-            found[wrong] = truth[wrong].clone()
-    del found["scale"]
-    save_file(found, tmp_path / "model.safetensors")
-    assert json.loads(launch(command).stdout.splitlines()[-1])["unequal"] == 1
+    path = made / "fsdp" / "truth.pt"
+    truth = torch.load(path, weights_only=True)
+    right = {name: value.clone() for name, value in truth.items() if name != "head.weight"}
+    damaged = {}
+    for name in ("blocks.1.up.weight", "scale"):
+        damaged[name] = {key: value.clone() for key, value in right.items()}
+        damaged[name][name].view(-1)[-1] += 1e-6
+    absent = {name: value for name, value in right.items() if name != "scale"}
+    jobs = []
+    for case, tensors in enumerate((right, *damaged.values(), absent)):
+        out = tmp_path / str(case)
+        out.mkdir()
+        save_file(tensors, out / "model.safetensors")
+        jobs.append({"out": str(out), "truth": str(path), "rounded": False})
+    (tmp_path / "jobs.json").write_text(json.dumps(jobs))
+    command = [sys.executable, str(SCRIPTS / "_checkpoints.py"), "judge"]
+    said = launch([*command, str(tmp_path / "jobs.json")]).stdout
+    answers = [json.loads(line) for line in said.splitlines()]
+    assert [answer["unequal"] for answer in answers] == [0, 1, 1, 1], said
+    for name, answer in zip(damaged, answers[1:]):
+        assert name in answer["names"]

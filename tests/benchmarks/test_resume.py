@@ -7,12 +7,11 @@ from __future__ import annotations
 import json
 import sys
 
-import _runs
 import numpy as np
 import pytest
 import resume
 
-from tests.support.helpers import ROOT, launch
+from tests.support.helpers import ROOT, launch, rank_server
 
 pytestmark = pytest.mark.long
 
@@ -70,10 +69,9 @@ def test_a_parameter_that_is_not_loaded_is_seen(store, tmp_path):
     script, name = tmp_path / "forgetful.py", "blocks.0.mlp_in.weight"
     script.write_text(FORGETFUL.format(benchmarks=str(ROOT / "benchmarks"), name=name))
     place = resume.Place("ddp", 1)
-    with _runs.RankServer(tmp_path / "ranks") as launcher:
-        matrix = resume.Matrix(launcher, str(store), tmp_path)
-        matrix.target_script = script
-        equal, goes_on, line = matrix.target("fp32", place, place)
+    matrix = resume.Matrix(rank_server(), str(store), tmp_path)
+    matrix.target_script = script
+    equal, goes_on, line = matrix.target("fp32", place, place)
     assert not equal and not goes_on
     assert "differ" in line and name in line
 

@@ -129,7 +129,7 @@ def resume_words(old: Path, folder: Path, name: str) -> list[str]:
     config = folder / "config.yaml"  # as a user would edit it, whom an error tells the new names
     config.write_text(yaml.safe_dump(with_new_names(read_yaml(old / name / "config.yaml"))))
     words = ["--config", str(config), f"logging.save_dir={folder}", "logging.run_name=run"]
-    words += [f"training.resume={old / name / STEP}"]
+    words += [f"training.resume={old / name / STEP}", "logging.plot=false"]
     version = name.split("/")[0]
     return words + [
         f"{key}={old / version / path}" for key, path in CHECKPOINTS[name].data.items()

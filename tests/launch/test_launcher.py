@@ -41,6 +41,7 @@ def start(store, folder, *words, launcher="torchrun"):
     command += [
         f"logging.save_dir={folder}",
         "logging.run_name=run",
+        "logging.plot=false",
         "data.max_validation_samples=16",
     ]
     command += ["training.train_batch_size=4", "logging.eval_freq=1000000", *words]

@@ -1,10 +1,12 @@
 """Fixtures: real DeepSpeed and FSDP checkpoints, saved once per session by make_zero.py and
-make_fsdp.py.
+make_fsdp.py, whichever worker of pytest-xdist needs them first.
 """
 
 from __future__ import annotations
 
+import fcntl
 import importlib.util
+import os
 import shutil
 from pathlib import Path
 
@@ -26,13 +28,26 @@ OTHER_WORLDS = (
 )
 
 
-def launch_maker(script: str, world_size: int, *words: str) -> None:
-    """Run a make_*.py script of this folder on CPU ranks."""
+def made_once(tmp_path_factory, name: str, script: str, world_size: int, *words: str) -> Path:
+    """Return the folder that a make_*.py script of this folder fills on CPU ranks.
+
+    The first worker that asks makes it, the others wait and only read it.
+    """
     for module in ("torch", "deepspeed"):
         if importlib.util.find_spec(module) is None:
             pytest.skip(f"{module} is not installed: no real checkpoints to read")
-    done = run_ranks(world_size, Path(__file__).with_name(script), *words)
-    assert done.returncode == 0, done.stdout[:4000] + done.stdout[-2000:]
+    shared = tmp_path_factory.getbasetemp()
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        shared = shared.parent
+    out, complete = shared / name, shared / f"{name}.complete"
+    with open(shared / f"{name}.lock", "w", encoding="utf-8") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not complete.exists():
+            maker = Path(__file__).with_name(script)
+            done = run_ranks(world_size, maker, "--out", str(out), *words)
+            assert done.returncode == 0, done.stdout[:4000] + done.stdout[-2000:]
+            complete.touch()
+    return out
 
 
 @pytest.fixture(scope="session")
@@ -40,9 +55,7 @@ def zero_dir(tmp_path_factory) -> Path:
     """A folder with one sub-folder for each case of make_zero.CASES, saved by DeepSpeed on two CPU
     ranks.
     """
-    out = tmp_path_factory.mktemp("zero")
-    launch_maker("make_zero.py", 2, "--out", str(out))
-    return out
+    return made_once(tmp_path_factory, "zero", "make_zero.py", 2)
 
 
 @pytest.fixture(scope="session")
@@ -50,20 +63,11 @@ def zero_world_dir(tmp_path_factory):
     """(world size) -> a folder with the cases OTHER_WORLDS, saved by that many ranks; each made
     once.
     """
-    made: dict[int, Path] = {}
 
     def folder(world_size: int) -> Path:
-        if world_size not in made:
-            made[world_size] = tmp_path_factory.mktemp(f"zero_world{world_size}")
-            launch_maker(
-                "make_zero.py",
-                world_size,
-                "--out",
-                str(made[world_size]),
-                "--cases",
-                ",".join(OTHER_WORLDS),
-            )
-        return made[world_size]
+        words = ("--cases", ",".join(OTHER_WORLDS))
+        name = f"zero_world{world_size}"
+        return made_once(tmp_path_factory, name, "make_zero.py", world_size, *words)
 
     return folder
 
@@ -71,9 +75,7 @@ def zero_world_dir(tmp_path_factory):
 @pytest.fixture(scope="session")
 def fsdp_dir(tmp_path_factory) -> Path:
     """Folders saved by make_fsdp.py on two CPU ranks: see there."""
-    out = tmp_path_factory.mktemp("fsdp")
-    launch_maker("make_fsdp.py", 2, "--out", str(out))
-    return out
+    return made_once(tmp_path_factory, "fsdp", "make_fsdp.py", 2)
 
 
 @pytest.fixture

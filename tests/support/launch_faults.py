@@ -133,6 +133,7 @@ def start(
     command += [
         "data.max_validation_samples=16",
         f"logging.run_name={name}",
+        "logging.plot=false",
         "training.train_batch_size=4",
         *words,
     ]

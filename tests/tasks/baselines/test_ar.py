@@ -153,6 +153,7 @@ def run(store, tmp_path_factory):
             "logging.eval_freq=6",
             f"logging.save_dir={folder}",
             "logging.run_name=run",
+            "logging.plot=false",
             "optimizer.lr=3e-3",
         ]
         more += [
