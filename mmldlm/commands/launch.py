@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from mmldlm.commands.preflight import add_run_arguments
+from mmldlm.commands.preflight import add_run_arguments, check_script_options
 from mmldlm.distributed.environment import check_single_process
 from mmldlm.utils import option_types
 
@@ -27,6 +27,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="restarts after a failure, from the latest checkpoint",
     )
+    add(
+        "--log-dir",
+        type=option_types.path,
+        metavar="DIR",
+        help="folder for the logs of all ranks (default: the run folder; of a script mmldlm_logs)",
+    )
     add("--elastic", action="store_true", help="exclude failed nodes from a retry")
     add("--grace", type=option_types.seconds, default=120.0, metavar="S",
         help="seconds for saving a checkpoint after Ctrl-C (default %(default)s)")  # fmt: skip
@@ -37,6 +43,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def main(args: argparse.Namespace) -> int:
     """Launch; return the exit code of the ranks or of the preflight."""
     check_single_process("mmldlm launch")
+    check_script_options(args)
     from mmldlm.launch.launcher import launch
 
     return launch(args)

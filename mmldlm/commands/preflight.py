@@ -7,7 +7,10 @@ from __future__ import annotations
 import argparse
 
 from mmldlm.config.load import preset_names
+from mmldlm.errors import UserError
 from mmldlm.utils import option_types
+from mmldlm.utils.command_parser import CommandParser
+from mmldlm.utils.settings import flag
 
 LAUNCHERS = ("deepspeed", "torchrun", "mpi", "slurm")
 DEFAULT_LEVEL = 2
@@ -15,6 +18,10 @@ DEFAULT_LEVEL = 2
 
 def add_run_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options that describe the run; shared with `mmldlm launch`."""
+    if isinstance(parser, CommandParser):
+        parser.takes_script = True
+        parser.epilog = "behind --: a training script of your own and its arguments"
+    parser.set_defaults(script=None)
     add = parser.add_argument
     add(
         "--hostfile",
@@ -91,8 +98,31 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(propagates_all=False)
 
 
+def check_script_options(args: argparse.Namespace) -> None:
+    """Refuse what belongs to a run of mmldlm's own beside a script (`-- SCRIPT`).
+
+    Raises:
+        UserError: such an option, or no script behind `--`.
+    """
+    if args.script is None:
+        return
+    if not args.script or args.script == ["-m"]:
+        fix = "write it behind --: mmldlm launch --hostfile H -- train.py --lr 1e-4"
+        raise UserError("a training script and its arguments behind --", "none", fix)
+    of_runs = ("config_name", "config", "deepspeed_config", "overrides")
+    if given := [name for name in of_runs if getattr(args, name)]:
+        found = ", ".join(flag(name) if name != "overrides" else "key=value" for name in given)
+        fix = "give the script its own options behind --, or omit -- and what follows it"
+        raise UserError("no config of mmldlm's beside a script of your own", found, fix)
+    if args.level > 3:
+        fix = "add --level 3, which runs collectives on all ranks"
+        found = "two training steps are mmldlm's own"
+        raise UserError("--level up to 3 with a script of your own", found, fix)
+
+
 def main(args: argparse.Namespace) -> int:
     """Run the preflight; return the exit code 0, 1, 2 or 3."""
+    check_script_options(args)
     from mmldlm.preflight.runner import explain, run_preflight
 
     if args.explain:

@@ -1,7 +1,7 @@
-"""Wrapper of one rank, which the launcher starts as `rank_wrapper.py LAUNCH_ID`: run train.py and
-keep its log and its status.
+"""Wrapper of one rank, which the launcher starts as `rank_wrapper.py LAUNCH_ID`: run
+train.py, or a script of the user's own, and keep its log and its status.
 
-The arguments and variables of train.py come from the launch file that the node agent wrote
+Script, arguments and variables come from the launch file that the node agent wrote
 (state_files.py), so that neither passes through a launcher's shells. The state of the rank is
 written next to it for the node agent.
 """
@@ -62,7 +62,7 @@ def oom_kills() -> int | None:
 
 
 def main() -> int:
-    """Run train.py as a child; return its status (128 + signal number after a signal)."""
+    """Run the script as a child; return its status (128 + signal number after a signal)."""
     keep_exit_codes()
     launch_id, rank, host = sys.argv[1], rank_from_environment(), socket.gethostname()
     launch = state_files.read_newest(launch_id, launch_file(host)).get(launch_file(host))
@@ -96,7 +96,7 @@ def main() -> int:
     _write_state(launch_id, state)
     last_lines = _stream_log(child, log, to_screen=rank == 0 and sys.stdout is not None)
     code = child.wait()
-    if code == -signal.SIGBUS:
+    if code == -signal.SIGBUS and Path(launch["script"]).name == "train.py":
         from mmldlm.launch.local_launcher import explain_sigbus
 
         last_lines.append(f"rank {rank} ended with SIGBUS: {explain_sigbus(launch['args'])}")
@@ -108,7 +108,7 @@ def main() -> int:
 
 
 def _start_child(launch: dict, launch_id: str) -> tuple[subprocess.Popen, int]:
-    """Start train.py and forward signals to it; return (process, pipe of its failure report)."""
+    """Start the script and forward signals to it; return (process, pipe of its failure report)."""
     read_end, write_end = os.pipe()
     additions = {"PYTHONFAULTHANDLER": "1", FAILED_RANKS_FD: str(write_end)}
     child = subprocess.Popen(

@@ -23,7 +23,7 @@ from mmldlm.cluster.env_propagation import (
     read_env_file,
     run_variables,
 )
-from mmldlm.cluster.launcher_commands import TRAIN, torchrun_command
+from mmldlm.cluster.launcher_commands import torchrun_command
 from mmldlm.errors import EXIT_DONE, EXIT_FAILED
 from mmldlm.launch import rank_wrapper
 from mmldlm.launch.local_launcher import COLLECTIVE_EXIT_CODES
@@ -63,16 +63,14 @@ class Watcher:
 
     Args:
         context: Context of the preflight, with nodes, launcher and master address.
-        train_args: Arguments of train.py.
+        command: Script that every rank runs, and its arguments.
         log_dir: Existing folder that all nodes share, for one log per rank, the launcher's log and
             the hostfile.
         grace: Seconds for saving a checkpoint after an interrupt.
     """
 
-    def __init__(
-        self, context: Context, train_args: list[str], log_dir: Path, grace: float = 120.0
-    ):
-        self.context, self.train_args = context, train_args
+    def __init__(self, context: Context, command: list[str], log_dir: Path, grace: float = 120.0):
+        self.context, self.command = context, command
         self.log_dir, self.grace = log_dir, grace
         self.launch_id = uuid.uuid4().hex
         self.pool = AgentPool([self._agent(name) for name in context.names])
@@ -148,8 +146,8 @@ class Watcher:
         # Variables may be secrets: they are sent over ssh, not in a command line or a shared
         # folder.
         values = {
-            "script": TRAIN,
-            "args": self.train_args,
+            "script": self.command[0],
+            "args": self.command[1:],
             "environment": self.variables,
             "folder": os.getcwd(),
             "logs": str(self.log_dir.absolute()),
@@ -251,9 +249,7 @@ class Watcher:
                 handled_interrupts = self.interrupts
                 if handled_interrupts > 1:
                     return Outcome(EXIT_FAILED, "interrupted twice: stopped immediately")
-                print_line(
-                    "interrupted: the ranks save a checkpoint and exit (again: stop immediately)"
-                )
+                print_line(f"interrupted: the ranks {self._at_signal} (again: stop immediately)")
                 interrupt_time = time.monotonic()
                 self.pool.call(
                     "signal_ranks", {"launch": self.launch_id, "signal": "SIGTERM"}, timeout=10
@@ -267,6 +263,13 @@ class Watcher:
                     f"the ranks did not exit within {self.grace:.0f} s of the interrupt",
                 )
             time.sleep(max(POLL_SECONDS - (time.monotonic() - poll_time), 0))
+
+    @property
+    def _at_signal(self) -> str:
+        """What the ranks do at SIGTERM."""
+        if self.context.script is None:
+            return "save a checkpoint and exit"
+        return f"get SIGTERM, and {self.grace:.0f} s to end"
 
     def _report_args(self, name: str) -> dict:
         return {"launch": self.launch_id, "slots": self.context.slots(name)}
@@ -366,7 +369,7 @@ class Watcher:
                 state["alive"] for state in states
             ):
                 break
-            if all(
+            if self.context.script is None and all(
                 state["alive"] or state["exit"] in (EXIT_DONE, *COLLECTIVE_EXIT_CODES)
                 for state in states
             ):

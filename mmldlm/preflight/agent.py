@@ -21,7 +21,16 @@ from typing import Any
 from mmldlm.cluster.agent import serve
 from mmldlm.cluster.connections import close, connect, listen
 from mmldlm.cluster.env_propagation import PREFIXES
-from mmldlm.preflight.checks import gpu, hosts, limits, network, processes, storage, versions
+from mmldlm.preflight.checks import (
+    gpu,
+    hosts,
+    limits,
+    network,
+    processes,
+    script,
+    storage,
+    versions,
+)
 from mmldlm.utils.stop_signals import keep_exit_codes
 
 
@@ -47,6 +56,7 @@ PROBES = {
     "caches": (processes.caches, 5),
     "data": (storage.data, 20),
     "checkpoints": (storage.checkpoints, 15),
+    "script": (script.script, 20),
 }
 
 

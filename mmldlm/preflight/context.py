@@ -28,7 +28,7 @@ class Context:
         nodes: Nodes of the hostfile, in order.
         local: Whether the run is on this machine alone, without ssh.
         hostfile_error: Reason why the hostfile cannot be used.
-        config: Resolved config.
+        config: Resolved config; None for a script of the user's own.
         config_error: Reason why the config is invalid.
         data_facts: Result of checks/config.py's child: samples, model sizes, or errors of data and
             engine.
@@ -77,6 +77,16 @@ class Context:
     @property
     def launcher(self) -> str:
         return self.options.launcher
+
+    @property
+    def script(self) -> list[str] | None:
+        """Script of the user's own and its arguments; None for a run of mmldlm."""
+        return self.options.script
+
+    @property
+    def no_config(self) -> str:
+        """Why there is no config."""
+        return "no config" if self.script is None else "a script of your own"
 
     @property
     def world_size(self) -> int:

@@ -32,6 +32,7 @@ from mmldlm.preflight.checks import (
     network,
     processes,
     resume,
+    script,
     storage,
     versions,
 )
@@ -50,6 +51,7 @@ CHECK_MODULES = (
     processes,
     launchers,
     config,
+    script,
     memory,
     resume,
     network,
@@ -67,6 +69,7 @@ HEAD_PROBES = (
     "checkpoints",
     "versions",
     "code",
+    "script",
 )
 
 
@@ -142,6 +145,8 @@ def create_context(args: argparse.Namespace) -> Context:
             context.local = context.nodes[0].name in LOCAL_NAMES
         except UserError as error:
             context.hostfile_error = error
+    if args.script is not None:
+        return context
     overrides = list(args.overrides)
     if args.deepspeed_config:
         overrides.append(f"engine.deepspeed_config={args.deepspeed_config}")
@@ -206,6 +211,10 @@ def _probe_request(context: Context, probes: Iterable[str]) -> dict:
         first = context.names[0]
         request["master"] = next(iter(context.reachable_addresses(first)), first)
     lacking = {"checkpoints", "data"}
+    if context.script is None:
+        lacking.add("script")
+    else:
+        request |= script.request(context.script)
     if context.config is not None:
         request["save_dir"] = os.path.abspath(context.config.logging.save_dir)
         lacking.remove("checkpoints")

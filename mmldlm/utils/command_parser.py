@@ -35,7 +35,13 @@ class CommandParser(argparse.ArgumentParser):
     Args:
         prog: The command, as users type it.
         description: First line of --help.
+
+    Attributes:
+        takes_script: Whether what stands behind `--` is a script and its arguments, which `parse`
+            returns as `script`; None without `--`.
     """
+
+    takes_script = False
 
     def __init__(self, prog: str, description: str | None):
         super().__init__(prog=prog, description=description, formatter_class=_Formatter)
@@ -51,14 +57,20 @@ class CommandParser(argparse.ArgumentParser):
         Args:
             words: None: those of this process.
         """
-        words = sys.argv[1:] if words is None else list(words)
+        words, script = list(sys.argv[1:] if words is None else words), None
+        if self.takes_script and "--" in words:
+            end = words.index("--")
+            words, script = words[:end], words[end + 1 :]
         known = [name for action in self._actions for name in action.option_strings]
         for word in words[: words.index("--") if "--" in words else None]:
             name = word.partition("=")[0]
             is_option = name.startswith("--") and " " not in name
             if is_option and not any(option.startswith(name) for option in known):
                 self.error(f"unknown option {name}{did_you_mean(name, known)}")
-        return self.parse_intermixed_args(words)
+        args = self.parse_intermixed_args(words)
+        if self.takes_script:
+            args.script = script
+        return args
 
     def error(self, message: str) -> NoReturn:
         """Print the error and exit with 2."""

@@ -143,7 +143,12 @@ def three_nodes(tmp_path, slots):
     (config.run_dir() / "logs").mkdir(parents=True)
     nodes = [Node(name, count) for name, count in zip("abc", slots, strict=True)]
     options = argparse.Namespace(
-        hostfile="h", master_addr=None, master_port=1, ssh_port=None, launcher="deepspeed"
+        hostfile="h",
+        master_addr=None,
+        master_port=1,
+        ssh_port=None,
+        launcher="deepspeed",
+        script=None,
     )
     return Context(options, nodes, config=config)
 
@@ -227,17 +232,20 @@ def test_a_foreign_signal_is_a_fault_that_is_retried(
         elastic=False,
         grace=1.0,
         strict=False,
+        script=None,
+        log_dir=None,
     )
     assert launcher.launch(args) == 5
     # Attempts of one second have logs of their own.
     assert len(set(seen)) == len(seen) == attempts and all(path.is_dir() for path in seen)
 
 
-def test_the_end_names_the_latest_checkpoint(tmp_path, capsys):
-    launcher.print_outcome(
-        Outcome(1, "interrupted twice: stopped immediately"), tmp_path, (tmp_path / "step_5", 1)
-    )
-    launcher.print_outcome(Outcome(1, "rank 0 ended first"), tmp_path, None)
+def test_the_end_names_the_latest_checkpoint(tmp_path, capsys, monkeypatch):
+    latest = {tmp_path / "saved": (tmp_path / "step_5", 1)}
+    monkeypatch.setattr(launcher, "latest_checkpoint", latest.get)
+    stopped = Outcome(1, "interrupted twice: stopped immediately")
+    launcher.print_outcome(stopped, tmp_path, tmp_path / "saved")
+    launcher.print_outcome(Outcome(1, "rank 0 ended first"), tmp_path, tmp_path / "empty")
     printed = capsys.readouterr().err
     assert (
         f"latest checkpoint: {tmp_path}/step_5" in printed and "no complete checkpoint" in printed
@@ -261,7 +269,7 @@ def test_a_retry_resumes_only_what_this_launch_has_saved(tmp_path, monkeypatch, 
 
     class Fails:
         def __init__(self, context, train_args, log_dir, grace):
-            seen.append(list(train_args))
+            seen.append(list(train_args)[1:])
 
         def run(self):
             if len(seen) == 2:
@@ -281,6 +289,8 @@ def test_a_retry_resumes_only_what_this_launch_has_saved(tmp_path, monkeypatch, 
         elastic=False,
         grace=1.0,
         strict=False,
+        script=None,
+        log_dir=None,
     )
     assert launcher.launch(args) == 1
     auto = [*given, "training.resume=auto"]

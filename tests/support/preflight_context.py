@@ -19,6 +19,7 @@ def make_context(nodes=("a", "b", "c"), launcher="deepspeed", slots=1, **facts) 
         level=2,
         launcher=launcher,
         propagates_all=False,
+        script=None,
         ssh_port=None,
         hostfile="h",
         master_addr=None,

@@ -150,6 +150,8 @@ def main() -> int:
 @check("CFG001", 0, "head", "config")
 def config_is_valid(context):
     """Preset, file and overrides form a config without unknown keys or invalid values."""
+    if context.script is not None:
+        return skip(context.no_config)
     error = context.config_error
     return ok("valid") if error is None else fail(error.found, error.expected, error.fix)
 
@@ -161,7 +163,7 @@ def deepspeed_json_agrees(context):
     """
     config = context.config
     if config is None:
-        return skip("no config")
+        return skip(context.no_config)
     if config.engine.kind != "deepspeed":
         return skip(f"engine.kind={config.engine.kind}")
     try:
@@ -206,7 +208,7 @@ def batch_arithmetic(context):
     """
     config, world_size = context.config, context.world_size
     if config is None or world_size == 0:
-        return skip("no config" if config is None else "no nodes")
+        return skip(context.no_config if config is None else "no nodes")
     if config.engine.kind == "single" and world_size > 1:
         return fail(
             f"{world_size} ranks",
@@ -244,7 +246,7 @@ def data_fits_config(context):
     """
     error = context.data_facts.get("data_error")
     if context.config is None:
-        return skip("no config")
+        return skip(context.no_config)
     if error is not None:
         return fail(error["found"], error["expected"], error["fix"])
     if context.data_probe_error is not None:

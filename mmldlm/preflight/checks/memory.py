@@ -14,6 +14,8 @@ USABLE, COMFORTABLE = 0.95, 0.8
 
 def _missing_sizes(context) -> str | None:
     """Return why memory and disk space cannot be calculated; None if they can."""
+    if context.script is not None:
+        return context.no_config
     if context.config is None or "trainable" not in context.data_facts:
         if "longest" in context.data_facts:
             return "the task has no model_sizes, which docs/tasks.md describes"

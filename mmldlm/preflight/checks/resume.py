@@ -29,7 +29,7 @@ def resume_plan(context):
     """
     config = context.config
     if config is None:
-        return skip("no config")
+        return skip(context.no_config)
     resume, run_dir = config.training.resume, config.run_dir()
     if resume is None:
         if list_checkpoints(run_dir):
