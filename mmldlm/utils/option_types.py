@@ -44,7 +44,7 @@ def integer(low: int = 0, high: int = MAX_COUNT) -> Callable[[str], int]:
     return parse
 
 
-def is_usable(value: float) -> bool:
+def is_usable(value: Any) -> bool:
     """Whether a number is 0, or its size is from SMALLEST to LARGEST; NaN is not."""
     return value == 0 or SMALLEST <= abs(value) <= LARGEST
 

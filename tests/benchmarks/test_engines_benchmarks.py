@@ -78,9 +78,10 @@ def test_bucket_sizes_are_compared(store, tmp_path):
         and claims["bucket_time_ratio_zero2"]["value"] >= 1
     )
     rows = [line for line in output.splitlines() if line.startswith("zero2 ")]
-    assert [row.split()[1] for row in rows] == ["5,000,000", "50,000,000"] and all(
-        "%" in row for row in rows
-    )
+    assert [row.split()[1] for row in rows] == ["reduce", "5,000,000", "50,000,000"]
+    assert all("%" in row for row in rows)
+    # Elements sent over parameters, with two micro-batches.
+    assert [float(row.split()[-1]) for row in rows] == pytest.approx([3, 5, 5], abs=0.01)
 
 
 # -- what the scripts stand on
