@@ -10,6 +10,7 @@ import argparse
 import math
 import re
 from collections.abc import Callable
+from typing import Any
 
 from mmldlm.utils.paths import expand_path
 
