@@ -178,6 +178,17 @@ def find_problems(manifest: dict[str, Any]) -> str | None:
     return None
 
 
+def find_tokenizer_problems(identity: dict[str, Any]) -> str | None:
+    """Describe the problems of the identity of a tokenizer that a preparation has kept. Stores of
+    earlier versions may lack `unk_token_id`, which it has.
+    """
+    try:
+        _Tokenizer.model_validate(identity, strict=True)
+    except ValidationError as error:
+        return describe_problems(error)
+    return None if "unk_token_id" in identity else "unk_token_id is missing"
+
+
 def find_codec_problems(identity: dict[str, Any]) -> str | None:
     """Describe the problems of the identity of an image codec, as the config of a model
     holds it.

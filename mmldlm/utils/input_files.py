@@ -58,10 +58,16 @@ def require_regular(path: str | os.PathLike) -> None:
     """Check that a path leads to a regular file, for libraries that open it themselves.
 
     Raises:
-        NotRegularFileError: a FIFO, socket or device.
+        NotRegularFileError: a FIFO, socket or device, or links that lead to each other.
         OSError: nothing there, or a folder.
     """
-    check_kind(path, os.stat(path).st_mode)
+    try:
+        mode = os.stat(path).st_mode
+    except OSError as error:
+        if error.errno == errno.ELOOP:
+            raise NotRegularFileError(path, "a link that leads to itself") from None
+        raise
+    check_kind(path, mode)
 
 
 def require_regular_or_none(path: str | os.PathLike) -> None:

@@ -17,7 +17,7 @@ from typing import Any
 
 from rich.console import Console
 
-from mmldlm.data.manifest import MANIFEST
+from mmldlm.data.manifest import MANIFEST, find_tokenizer_problems
 from mmldlm.data.prepare.image_source import ImageSource
 from mmldlm.data.prepare.inputs import (
     check_same_encoder,
@@ -167,7 +167,10 @@ class _Preparation:
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir()
         fix = "give --force to discard the earlier work"
-        tokenizer = read_json(self.work.folder / TOKENIZER_IDENTITY, fix)
+        path = self.work.folder / TOKENIZER_IDENTITY
+        tokenizer = read_json(path, fix)
+        if problem := find_tokenizer_problems(tokenizer):
+            raise UserError(f"the identity of a tokenizer in {path}", problem, fix)
         summaries = {name: self._write_split(partial, name, tokenizer) for name in source.splits}
         if quarantined:
             lines = "".join(to_json(entry) + "\n" for entry in quarantined)
