@@ -54,12 +54,12 @@ def add_report_arguments(parser: argparse.ArgumentParser) -> None:
 def report(args: argparse.Namespace) -> int:
     """Write the page, and print its path."""
     from mmldlm.observe.pages.page import check_page_path, write_page
-    from mmldlm.observe.run_record import read_run
+    from mmldlm.observe.run_record import read_runs
     from mmldlm.observe.run_report import report_page
 
     if args.html:
         check_page_path(args.html, "--html")
-    runs = [read_run(folder) for folder in (args.run, args.compare) if folder is not None]
+    runs = read_runs([folder for folder in (args.run, args.compare) if folder is not None])
     page = check_page_path(args.html or Path(args.run) / "report.html", "--html")
     write_page(page, report_page(runs))
     print(page)

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from mmldlm.errors import UserError
-from mmldlm.observe.jsonl_log import is_step, iterate_records, read_records
+from mmldlm.observe.jsonl_log import is_step, iterate_records
 from mmldlm.utils.figures import new_figure, save_figure
 
 LOG_NAME = "training_log.jsonl"
@@ -53,12 +53,14 @@ _OLD_CURVES = (
 def loss_curves(run_dir: str | Path) -> list[LossCurve]:
     """Return the parts of the loss of a run, as it last started or resumed."""
     path = Path(run_dir) / EVENTS_NAME
-    records = read_records(path)[0] if path.is_file() else []
-    declared = [record["losses"] for record in records if isinstance(record.get("losses"), list)]
-    if not declared:
+    declared = None
+    for record in iterate_records(path) if path.is_file() else ():
+        if isinstance(record.get("losses"), list):
+            declared = record["losses"]
+    if declared is None:
         return list(_OLD_CURVES)
     try:
-        return [LossCurve(*map(str, entry)) for entry in declared[-1]]
+        return [LossCurve(*map(str, entry)) for entry in declared]
     except TypeError:
         # The line is damaged.
         return list(_OLD_CURVES)

@@ -5,7 +5,7 @@ run, and while the run is being written.
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -38,6 +38,7 @@ class RunRecord:
 
     Attributes:
         folder: Folder of the run.
+        name: Name of the folder, or its path where two runs would have one name.
         losses: Parts of its loss.
         points: Its steps, at most MOST_POINTS.
         evaluations: Records of eval_log.jsonl, by step.
@@ -50,6 +51,7 @@ class RunRecord:
     """
 
     folder: Path
+    name: str
     losses: list[LossCurve]
     points: list[Point]
     evaluations: list[dict[str, Any]]
@@ -62,11 +64,6 @@ class RunRecord:
     checkpoints: list[tuple[int, str, str, int]]
 
     @property
-    def name(self) -> str:
-        """Name of the run's folder."""
-        return self.folder.resolve().name
-
-    @property
     def last_step(self) -> int:
         """Last step of the log."""
         return self.points[-1].step
@@ -77,13 +74,19 @@ class RunRecord:
         return sorted(step for point in self.points for step in point.skipped)
 
 
-def read_run(folder: str | Path) -> RunRecord:
-    """Read the files of a run.
+def read_runs(folders: Sequence[str | Path]) -> list[RunRecord]:
+    """Read the files of runs, under different names.
 
     Raises:
         UserError: no log, a log without a step, or a file that cannot be read.
     """
-    folder = Path(folder)
+    names = [Path(folder).resolve().name for folder in folders]
+    if len(set(names)) < len(names):
+        names = list(map(str, folders))
+    return [_read_run(Path(folder), name) for folder, name in zip(folders, names)]
+
+
+def _read_run(folder: Path, name: str) -> RunRecord:
     losses = loss_curves(folder)
     keys = ["loss", *(curve.name for curve in losses), *COSTS]
     points = load_points(folder, keys, MOST_POINTS)
@@ -99,6 +102,7 @@ def read_run(folder: str | Path) -> RunRecord:
     evaluations = deque(filter(is_step, _records(folder / EVAL_NAME)), MOST_EVALUATIONS)
     return RunRecord(
         folder,
+        name,
         losses,
         points,
         sorted(evaluations, key=lambda record: record["step"]),

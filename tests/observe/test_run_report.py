@@ -10,7 +10,7 @@ import pytest
 
 from mmldlm.errors import UserError
 from mmldlm.observe.jsonl_log import JsonlLog
-from mmldlm.observe.run_record import MOST_EVENTS, MOST_POINTS, read_run
+from mmldlm.observe.run_record import MOST_EVENTS, MOST_POINTS, read_runs
 from mmldlm.observe.run_report import nearest_preset, report_page, verdict
 from tests.support.helpers import train_words
 
@@ -34,7 +34,7 @@ def runs(store, tmp_path_factory):
 
 
 def test_a_page_has_what_the_run_recorded(runs):
-    page = report_page([read_run(runs / "first")])
+    page = report_page(read_runs([runs / "first"]))
     assert "first: step 6 of 6; it ended with exit code 0." in page
     for words in (
         "first: resumed (1)",
@@ -50,11 +50,16 @@ def test_a_page_has_what_the_run_recorded(runs):
 
 
 def test_two_runs_are_drawn_and_their_configs_compared(runs):
-    page = report_page([read_run(runs / name) for name in ("first", "second")])
+    page = report_page(read_runs([runs / "first", runs / "second"]))
     compared = page[page.index("Configs compared") :]
     for words in ("optimizer.lr", "0.0007", "logging.run_name", "training.num_train_steps"):
         assert words in compared, words
     assert "training.seed" not in compared and page.count("stroke-dasharray") > 8
+    again = runs / "second" / ".." / "second"
+    assert [run.name for run in read_runs([runs / "second", again])] == [
+        str(runs / "second"),
+        str(again),
+    ]
 
 
 def test_a_run_that_is_being_written_is_read(runs, tmp_path):
@@ -66,12 +71,12 @@ def test_a_run_that_is_being_written_is_read(runs, tmp_path):
         (folder / name).write_text("\n".join([*lines[:-1], lines[-1][:10]]))
     for manifest in folder.glob("checkpoints/*/manifest.json"):
         manifest.write_text("{")
-    record = read_run(folder)
+    (record,) = read_runs([folder])
     assert record.last_step == 5 and {entry[1] for entry in record.checkpoints} == {"unreadable"}
     assert "still being written" in verdict(record) and "unreadable" in report_page([record])
     for name in ("events.jsonl", "eval_log.jsonl", "config.yaml"):
         (folder / name).unlink()
-    page = report_page([read_run(folder)])
+    page = report_page(read_runs([folder]))
     assert "No evaluation yet." in page and "no config.yaml" in page
 
 
@@ -84,7 +89,7 @@ def test_a_long_log_is_read_in_few_points_and_events(tmp_path):
         for step in range(MOST_EVENTS + 5):
             log.write({"event": "note", "step": step, "text": HOSTILE})
         log.write({"event": "rollback", "step": 1000, "reason": "3 skips"})
-    record = read_run(tmp_path)
+    (record,) = read_runs([tmp_path])
     assert len(record.points) <= MOST_POINTS and len(record.events) == MOST_EVENTS
     assert record.last_step == steps and record.num_events["note"] == MOST_EVENTS + 5
     assert (record.skipped, record.rolled_back) == ([7], [1000])
@@ -112,13 +117,13 @@ def test_the_command_writes_beside_the_run_or_where_it_is_told(runs, tmp_path, c
     assert main([*words, str(tmp_path / "page.png")]) == 2
     assert main(["report", str(tmp_path)]) == 2 and not (tmp_path / "report.html").exists()
     with pytest.raises(UserError, match="training_log.jsonl"):
-        read_run(tmp_path)
+        read_runs([tmp_path])
 
 
 @pytest.mark.parametrize("width", [360, 1440])
 def test_a_page_is_read_in_a_browser(runs, browser, tmp_path, width):
     page = tmp_path / "page.html"
-    page.write_text(report_page([read_run(runs / name) for name in ("first", "second")]))
+    page.write_text(report_page(read_runs([runs / "first", runs / "second"])))
     browser.open(page, width=width)
     assert browser.problems == [] and browser.requests == [page.as_uri()]
     assert browser.run("document.documentElement.scrollWidth") <= width
